@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.util import find_spec
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ from larder.models.attention_backend import (
     PrivateConfigs,
     RenumberedAttention,
 )
-from larder.models.few_rows import FewRows, StackedRows, TorchProducts
+from larder.models.few_rows import TorchProducts, products_of
 from larder.models.forward_batch import (
     BatchSegment,
     ForwardBatch,
@@ -283,15 +282,9 @@ class Decoder:
         return LMHead(self.module)
 
     @cached_property
-    def products(self) -> TorchProducts | StackedRows:
-        """Choice of what multiplies the tokens of a call with the weights."""
-        kind = self.spec.device.type
-        is_served = kind == "cpu" or (kind == "cuda" and find_spec("triton") is not None)
-        if self.spec.dtype != torch.bfloat16 or not is_served:
-            return TorchProducts()
-        if kind == "cuda":
-            return StackedRows(self.body, self.spec)
-        return FewRows(self.module, self.body, self.spec)
+    def products(self) -> TorchProducts:
+        """Choice of what runs the layers of a call."""
+        return products_of(self.module, self.body, self.spec)
 
     @cached_property
     def attentions(self) -> dict[int, nn.Module]:

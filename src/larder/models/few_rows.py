@@ -8,7 +8,10 @@ On a GPU the stack saves most launches of a layer, for any number of tokens.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from larder.core.spec import ModelSpec
 
@@ -94,3 +97,17 @@ class FewRows(StackedRows):
         )
 
         return num_tokens <= MAX_ROWS and num_tokens <= max_rows()
+
+
+def products_of(module: Any, body: Any, spec: ModelSpec) -> TorchProducts:
+    """What runs the layers of a model with that specification of its caches.
+
+    Args:
+        module: model with a head.
+        body: its layers with embedding and norm.
+    """
+    if spec.dtype == torch.bfloat16 and spec.device.type == "cpu":
+        return FewRows(module, body, spec)
+    if spec.dtype == torch.bfloat16 and spec.device.type == "cuda" and find_spec("triton"):
+        return StackedRows(body, spec)
+    return TorchProducts()

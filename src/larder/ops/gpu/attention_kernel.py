@@ -42,57 +42,71 @@ def paged_attention(
     The output has the dtype of the queries.
     """
     queries = queries.contiguous()
-    segments, group_len, query_len, head_dim = queries.shape
-    page_tokens, rows = keys.shape[1], group_len * query_len
-    room = tables.table.shape[1] * page_tokens
-    is_cut = rows <= SPLIT_ROWS
-    split_tokens = SPLIT_TOKENS if is_cut else room
-    splits = triton.cdiv(room, split_tokens)
-    padded = max(MIN_ROWS, triton.next_power_of_2(head_dim))
-    block = min(BLOCK, page_tokens, max(16, MAX_BLOCK_NUMBERS // padded))
-    row_block = min(MAX_ROWS, max(MIN_ROWS, triton.next_power_of_2(rows)))
+    rows = queries.shape[1] * queries.shape[2]
     out, lse = torch.empty_like(queries), queries.new_empty(queries.shape[:3], dtype=torch.float32)
-    parts, part_lse = out, lse
-    if is_cut:
-        parts = torch.empty(splits, *queries.shape, dtype=torch.float32, device=queries.device)
-        part_lse = torch.empty(splits, *lse.shape, dtype=torch.float32, device=queries.device)
-    sizes = {"P": page_tokens, "D": head_dim, "PADDED": padded, "SPLIT": split_tokens}
+    room = tables.table.shape[1] * keys.shape[1]
+    if rows > SPLIT_ROWS:
+        _attend_pieces(queries, keys, values, tables, scaling, bias, softcap, room, out, lse)
+        return out, lse
+    shape = triton.cdiv(room, SPLIT_TOKENS), *queries.shape
+    parts = torch.empty(shape, dtype=torch.float32, device=queries.device)
+    part_lse = torch.empty(shape[:-1], dtype=torch.float32, device=queries.device)
+    given = queries, keys, values, tables, scaling, bias, softcap
+    _attend_pieces(*given, SPLIT_TOKENS, parts, part_lse)
+    sizes = _dim_sizes(queries)
+    grid = len(queries), rows
+    _launch(_join, grid, parts, part_lse, tables.lengths, out, lse, SPLIT=SPLIT_TOKENS, **sizes)
+    return out, lse
+
+
+def _attend_pieces(
+    queries: Float[Tensor, "S R Q D"],
+    keys: Float[Tensor, "N P D"],
+    values: Float[Tensor, "N P D"],
+    tables: SegmentTables,
+    scaling: float,
+    bias: Float[Tensor, "N P"] | None,
+    softcap: float | None,
+    piece: int,
+    out: Float[Tensor, "*C S R Q D"],
+    lse: Float[Tensor, "*C S R Q"],
+) -> None:
+    """Attention to each piece of so many entries of the segments; C pieces, or one."""
+    page_tokens, rows = keys.shape[1], queries.shape[1] * queries.shape[2]
+    width = tables.table.shape[1]
+    sizes = _dim_sizes(queries)
+    row_block = min(MAX_ROWS, max(MIN_ROWS, triton.next_power_of_2(rows)))
+    pieces = triton.cdiv(width * page_tokens, piece)
     _launch(
         _attend,
-        (segments, splits, triton.cdiv(rows, row_block)),
+        (len(queries), pieces, triton.cdiv(rows, row_block)),
         queries,
         keys,
         values,
         tables.table,
         tables.lengths,
         lse if bias is None else bias,
-        parts,
-        part_lse,
-        tables.table.shape[1],
+        out,
+        lse,
+        width,
         rows,
         scaling,
         0.0 if softcap is None else softcap,
         ROWS=row_block,
-        BLOCK=block,
+        BLOCK=min(BLOCK, page_tokens, max(16, MAX_BLOCK_NUMBERS // sizes["PADDED"])),
         HAS_BIAS=bias is not None,
         HAS_SOFTCAP=softcap is not None,
         WIDEN=IS_INTERPRETED,
+        P=page_tokens,
+        SPLIT=piece,
         **sizes,
     )
-    if is_cut:
-        _launch(
-            _join,
-            (segments, rows),
-            parts,
-            part_lse,
-            tables.lengths,
-            out,
-            lse,
-            D=head_dim,
-            PADDED=padded,
-            SPLIT=split_tokens,
-        )
-    return out, lse
+
+
+def _dim_sizes(queries: Tensor) -> dict[str, int]:
+    """Sizes of the head dimension that the kernels are compiled for."""
+    head_dim = queries.shape[-1]
+    return {"D": head_dim, "PADDED": max(MIN_ROWS, triton.next_power_of_2(head_dim))}
 
 
 def supports(page_tokens: int) -> bool:
@@ -139,9 +153,7 @@ def _attend(
     is_row, is_dim = rows < row_count, dims < D
     at = (segment * row_count + rows).to(tl.int64)
     mask = is_row[:, None] & is_dim[None, :]
-    asked = tl.load(queries + at[:, None] * D + dims[None, :], mask=mask, other=0.0)
-    if WIDEN:
-        asked = asked.to(tl.float32)
+    asked = _loaded(queries + at[:, None] * D + dims[None, :], mask, WIDEN)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, PADDED], tl.float32)
@@ -152,33 +164,37 @@ def _attend(
         stored = page * P + start % P + places
         offsets = stored[:, None] * D + dims[None, :]
         held = is_held[:, None] & is_dim[None, :]
-        own = tl.load(keys + offsets, mask=held, other=0.0)
-        if WIDEN:
-            own = own.to(tl.float32)
+        own = _loaded(keys + offsets, held, WIDEN)
         logits = tl.dot(asked, tl.trans(own), input_precision="ieee") * scaling
-        if HAS_SOFTCAP:
-            logits = softcap * (2.0 * tl.sigmoid(2.0 * logits / softcap) - 1.0)  # tanh
-        if HAS_BIAS:
-            logits += tl.load(bias + stored, mask=is_held, other=0.0)[None, :]
-        logits = tl.where(is_held[None, :], logits, float("-inf"))
+        logits = _modified(logits, bias + stored, is_held, softcap, HAS_BIAS, HAS_SOFTCAP)
         higher = tl.maximum(peak, tl.max(logits, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # -inf minus -inf would be NaN
-        decay = tl.exp(peak - base)
-        weights = tl.exp(logits - base[:, None])
-        total = total * decay + tl.sum(weights, 1)
-        own = tl.load(values + offsets, mask=held, other=0.0)
-        if WIDEN:
-            own = own.to(tl.float32)
-        part = tl.dot(weights.to(own.dtype), own, input_precision="ieee")
-        mixed = mixed * decay[:, None] + part
-        peak = higher
-    is_empty = total == 0.0
-    mixed = mixed / tl.where(is_empty, 1.0, total)[:, None]
+        decay, weights = tl.exp(peak - base), tl.exp(logits - base[:, None])
+        total, peak = total * decay + tl.sum(weights, 1), higher
+        own = _loaded(values + offsets, held, WIDEN)
+        mixed = mixed * decay[:, None]
+        mixed += tl.dot(weights.to(own.dtype), own, input_precision="ieee")
     at += split.to(tl.int64) * tl.num_programs(0) * row_count
-    found = tl.where(is_empty, float("-inf"), peak + tl.log(tl.where(is_empty, 1.0, total)))
-    tl.store(lse + at, found, mask=is_row)
+    # Without entries the peak is -inf, and so is the log-sum-exp.
+    total = tl.where(total == 0.0, 1.0, total)
+    tl.store(lse + at, peak + tl.log(total), mask=is_row)
     target = out + at[:, None] * D + dims[None, :]
-    tl.store(target, mixed.to(out.dtype.element_ty), mask=mask)
+    tl.store(target, (mixed / total[:, None]).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _loaded(pointers, mask, WIDEN: tl.constexpr):
+    own = tl.load(pointers, mask=mask, other=0.0)
+    return own.to(tl.float32) if WIDEN else own
+
+
+@triton.jit
+def _modified(logits, bias, is_held, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    if HAS_SOFTCAP:
+        logits = softcap * (2.0 * tl.sigmoid(2.0 * logits / softcap) - 1.0)  # tanh
+    if HAS_BIAS:
+        logits += tl.load(bias, mask=is_held, other=0.0)[None, :]
+    return tl.where(is_held[None, :], logits, float("-inf"))
 
 
 @triton.jit
