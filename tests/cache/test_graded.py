@@ -14,7 +14,7 @@ import larder.cache.forms._graded_tiers as tiers
 from builders import HEAD_DIM, a_layer, a_plan, draw
 from cache_stores import attend_held, same_bits
 from larder.cache import GradedLayer
-from larder.core import LOG_COUNT, CacheError, Codec, Folds, Ledger, Plan
+from larder.core import LOG_COUNT, CacheError, Codec, Folds, Ledger, Plan, ScaleGranularity
 from larder.ops import QuantizedRows, ragged_attention
 from references.cache.graded import GradedLoop
 from references.ops import quantization
@@ -295,3 +295,13 @@ def test_bytes_shrink_to_what_arithmetic_says(bits) -> None:
     shown = store.entries()
     copied = shown.keys, shown.values, shown.positions, shown.grades
     assert store.entries_copy_bytes == sum(t.untyped_storage().nbytes() for t in copied)
+
+
+def test_keys_with_scales_per_entry_come_back_from_a_saved_layer() -> None:
+    codecs = Codec(5, 3, 4, key_scales=ScaleGranularity.ENTRY), Codec(7, 1, 4)
+    store = filled(12, codecs)
+    store.apply(graded(store, [[(i, 1 + i % 2) for i in range(n)] for n in store.lengths]))
+    restored = GradedLayer.adopt(LAYER, store.state())
+    assert [tier.codec for tier in restored._coded] == list(codecs)
+    assert numbers(restored).keys() == numbers(store).keys()
+    assert all(torch.equal(own, numbers(store)[at]) for at, own in numbers(restored).items())

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from larder.core import BITS, BadParameter, CacheError, Codec
+from larder.core import BITS, BadParameter, CacheError, Codec, ScaleGranularity
 from larder.ops import (
     FLOAT16_MAX,
     QuantizedRows,
@@ -52,7 +52,8 @@ def test_packed_codes_come_back(seed, bits, width, rows) -> None:
     codes = torch.randint(2**bits, (rows, width), generator=torch.Generator().manual_seed(seed))
     codes = codes.to(torch.uint8)
     stored = pack_codes(codes, bits)
-    assert stored.shape == (rows, -(-width * bits // 8))
+    fields = [own for own in (8, 4, 2, 1) if bits & own]  # each fills whole bytes
+    assert stored.shape == (rows, sum(-(-width * own // 8) for own in fields))
     assert torch.equal(unpack_codes(stored, bits, width), codes)
 
 
@@ -62,6 +63,7 @@ def drawn(seed: int, rows: int, channels: int = 10) -> Tensor:
     return torch.randn(rows, channels, generator=source) * sizes + sizes
 
 
+BY_ENTRY = ScaleGranularity.ENTRY
 CODECS = {
     "plain": Codec(4, 2, 4),
     "fine": Codec(8, 8, 3),
@@ -69,6 +71,8 @@ CODECS = {
     "thin": Codec(4, 4, 4, channels=0.45),
     "thin_and_far": Codec(2, 2, 4, outliers=0.1, channels=0.7),
     "thin_only": Codec(0, 4, 4, channels=0.3),
+    "odd": Codec(3, 7, 4),
+    "odd_by_entry": Codec(5, 1, 4, outliers=0.1, key_scales=BY_ENTRY),
     "leveled": Codec(2, 2, 4, balance=0.5),
     "leveled_and_far": Codec(4, 4, 3, outliers=0.1, balance=1.0),
 }
@@ -80,7 +84,7 @@ def by_loop(rows: Tensor, codec: Codec, side: str, weights: Tensor) -> Tensor:
     case = {
         "bits": codec.value_bits if values else codec.key_bits,
         "piece": codec.group,
-        "by_channel": not values and not codec.balance,
+        "by_channel": not (values or codec.balance or codec.key_scales is BY_ENTRY),
         "outliers": codec.outliers,
     }
     if not values:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from larder.core import Codec
+from larder.core import Codec, ScaleGranularity
 from larder.ops import QuantizedKV, quantize_rows
 from larder.ops import quantized_attention as ops
 from larder.ops.cpu import quantized_attention as cpu_quantized_attention
@@ -24,6 +24,9 @@ CODECS = {
     "mixed_far": Codec(8, 4, 5, outliers=0.1),
     "long_groups": Codec(8, 8, 40, outliers=0.02, channels=0.6),
     "thin": Codec(2, 8, 7, outliers=0.2, channels=0.3),
+    "odd": Codec(7, 3, 8),
+    "odd_by_entry": Codec(5, 6, 8, outliers=0.05, key_scales=ScaleGranularity.ENTRY),
+    "one": Codec(1, 1, 8),
     "leveled": Codec(4, 2, 6, balance=0.5),
     "leveled_far": Codec(2, 4, 9, outliers=0.1, balance=1.0),
     "unrounded": Codec(0, 4, 8, channels=0.5),

@@ -37,9 +37,8 @@ def wanted(part: Any, entries: Entries, row: int, weight: float, norm: float, le
     value = math.sqrt(12 / length) * part.value_error / max(weight, 1.1754943508222875e-38)
     growth = length**3 / max(length - 1, 1) * part.key_error**2 + 1
     key = math.sqrt(12 / norm * math.log(growth))
-    place = {8: 0, 4: 1, 2: 2}
     keys, values = bits(part, entries.keys[row], key), bits(part, entries.values[row], value)
-    return 1 + 3 * place[keys] + place[values]
+    return 1 + 8 * (8 - keys) + 8 - values
 
 
 def bits(part: Any, vector: Any, deviation: float) -> int:
@@ -47,7 +46,7 @@ def bits(part: Any, vector: Any, deviation: float) -> int:
     low = between(numbers, part.outliers / 2 * (len(numbers) - 1))
     high = between(numbers, (1 - part.outliers / 2) * (len(numbers) - 1))
     needed = math.ceil(math.log2((high - low) / (2 * deviation) + 1))
-    return 2 if needed <= 2 else 4 if needed <= 4 else 8
+    return min(max(needed, 1), 8)
 
 
 def between(numbers: list[float], place: float) -> float:

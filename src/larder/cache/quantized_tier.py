@@ -13,16 +13,18 @@ from dataclasses import astuple, dataclass
 from itertools import count
 
 import torch
-from jaxtyping import Float, Int32, Int64
+from jaxtyping import Float, Float64, Int32, Int64
 from torch import Tensor
 
 from larder.cache.memory_usage import storage_bytes
 from larder.cache.spec import with_prefix
-from larder.core.codec import Codec
+from larder.core.codec import Codec, ScaleGranularity
 from larder.core.ledger import Ledger
 from larder.ops.packing import starts_of
 from larder.ops.quantization import QuantizedRows, quantize_rows
 from larder.ops.quantized_attention import QuantizedKV
+
+BY_ENTRY = 1.0  # keys share offsets and scales among the channels of an entry
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,8 @@ class QuantizedTier:
         """Copies of all tensors by name, codec and ledger columns included."""
         columns = zip(ledger.columns, self.columns, strict=True)
         named = self.tensors() | {f"column.{name}": column for name, column in columns}
-        codec = torch.tensor(astuple(self.codec), dtype=torch.float64)
-        return {name: tensor.clone() for name, tensor in named.items()} | {"codec": codec}
+        named = {name: tensor.clone() for name, tensor in named.items()}
+        return named | {"codec": codec_to_tensor(self.codec)}
 
     @staticmethod
     def adopt(state: Mapping[str, Tensor], ledger: Ledger, head_dim: int) -> QuantizedTier:
@@ -170,7 +172,17 @@ def tier_prefix(grade: int) -> str:
     return f"grade{grade}."
 
 
-def codec_from_tensor(numbers: Tensor) -> Codec:
+def codec_to_tensor(codec: Codec) -> Float64[Tensor, " N"]:
+    """Saved state of a codec; granularity of keys last, and only where it is not by channel."""
+    *numbers, key_scales = astuple(codec)
+    if key_scales is not ScaleGranularity.CHANNEL:
+        numbers.append(BY_ENTRY)
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def codec_from_tensor(numbers: Float64[Tensor, " N"]) -> Codec:
     """Codec of a tier's saved state."""
-    key_bits, value_bits, group, outliers, channels, balance = numbers.tolist()
-    return Codec(int(key_bits), int(value_bits), int(group), outliers, channels, balance)
+    key_bits, value_bits, group, outliers, channels, balance, *by_entry = numbers.tolist()
+    key_scales = ScaleGranularity.ENTRY if by_entry else ScaleGranularity.CHANNEL
+    sizes = int(key_bits), int(value_bits), int(group)
+    return Codec(*sizes, outliers, channels, balance, key_scales)

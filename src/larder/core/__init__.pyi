@@ -2,6 +2,7 @@ from .codec import BITS as BITS
 from .codec import LAST_TIER as LAST_TIER
 from .codec import Codec as Codec
 from .codec import Coder as Coder
+from .codec import ScaleGranularity as ScaleGranularity
 from .codec import TransformSpec as TransformSpec
 from .conversation import Adversarial as Adversarial
 from .conversation import Conversation as Conversation
@@ -71,6 +72,7 @@ from .spec import LayerSpec as LayerSpec
 from .spec import ModelSpec as ModelSpec
 from .spec import RecomputeSource as RecomputeSource
 from .spec import RecomputeSpec as RecomputeSpec
+from .spec import RecurrentSpec as RecurrentSpec
 from .spelling import Call as Call
 from .spelling import Value as Value
 from .spelling import build as build

@@ -14,7 +14,7 @@ from enum import Enum
 from larder.core.errors import BadParameter
 from larder.core.spec import POSITION_BYTES
 
-BITS = (2, 4, 8)
+BITS = tuple(range(1, 9))
 SCALE_BYTES = 2  # float16, for a scale and for an offset
 OUTLIER_BYTES = 4 + 2  # its index, and its value in float16
 CHANNEL_BYTES = 2  # index of a kept channel, or its balance weight in float16
@@ -22,6 +22,19 @@ GROUP_BYTES = 4 + 4  # owner of a group, and its number of entries
 LAST_TIER = 2  # tiers are -2 to 2: steps of 1/4 to 4 times the common step
 NUM_TIERS = 2 * LAST_TIER + 1
 TIER_GRADE = 1 + LAST_TIER  # grade of tier 0; grade 0 is exact, 1 the finest tier
+
+
+def bit_fields(bits: int) -> tuple[tuple[int, int], ...]:
+    """Width and shift of the fields that a code of some bits is packed in: 8, 4, 2 or 1 bits each.
+
+    A field divides a byte evenly, so that bytes hold whole fields; the highest bits come first.
+    """
+    fields, left = list[tuple[int, int]](), bits
+    for width in (8, 4, 2, 1):
+        if bits & width:
+            left -= width
+            fields.append((width, left))
+    return tuple(fields)
 
 
 class ScaleGranularity(Enum):
@@ -71,7 +84,8 @@ class QuantizationScheme:
         shared = (
             2 * SCALE_BYTES * self.scales_per_entry if self.sharing is ScaleGranularity.ENTRY else 0
         )
-        return math.ceil(self.channels / (8 // self.bits)) + shared
+        packed = sum(math.ceil(self.channels / (8 // width)) for width, _ in bit_fields(self.bits))
+        return packed + shared
 
     @property
     def group_bytes(self) -> int:
@@ -89,11 +103,11 @@ class Codec:
     """Precision grade of a cache.
 
     Keys share an offset and a scale per channel among the entries of a group, values among the
-    channels of an entry: the magnitude of keys differs by channel, that of values does not.
-    Outliers are stored separately.
+    channels of an entry: the magnitude of keys differs by channel, that of values does not. Keys
+    can share theirs as values do (`key_scales`). Outliers are stored separately.
 
     Args:
-        key_bits, value_bits: 2, 4 or 8; 0 leaves them unquantized.
+        key_bits, value_bits: 1 to 8; 0 leaves them unquantized.
         group: entries that share the offset and scale of a key channel; also channels of a value
             that share theirs (the last group of channels may be smaller).
         outliers: share of the numbers in [0, 1), those farthest from the middle of their group,
@@ -102,6 +116,7 @@ class Codec:
         balance: exponent of the channel weights that scale key channels before rounding; 0 turns
             balancing off. Balanced keys share offsets and scales among the channels of an entry,
             as values do: per channel, balancing would change nothing.
+        key_scales: which numbers of keys share an offset and a scale, without balancing.
 
     Raises:
         BadParameter: a value out of range, or `balance` together with `channels` below 1.
@@ -113,11 +128,12 @@ class Codec:
     outliers: float = 0.0
     channels: float = 1.0
     balance: float = 0.0
+    key_scales: ScaleGranularity = ScaleGranularity.CHANNEL
 
     def __post_init__(self) -> None:
         for name, bits in (("key_bits", self.key_bits), ("value_bits", self.value_bits)):
             if bits not in (0, *BITS):
-                raise BadParameter(f"codec.{name} must be 0, 2, 4 or 8, got {bits}.")
+                raise BadParameter(f"codec.{name} must be a whole number from 0 to 8, got {bits}.")
         if self.group < 1:
             raise BadParameter(f"codec.group must be at least 1, got {self.group}.")
         if not 0 <= self.outliers < 1:
@@ -134,7 +150,7 @@ class Codec:
 
     def keys(self, head_dim: int) -> QuantizationScheme:
         """Scheme of keys of `head_dim` channels."""
-        sharing = ScaleGranularity.ENTRY if self.balance else ScaleGranularity.CHANNEL
+        sharing = ScaleGranularity.ENTRY if self.balance else self.key_scales
         kept = max(round(self.channels * head_dim), 1)
         return QuantizationScheme(
             self.key_bits, kept, self.group, sharing, self.outliers, self.balance, head_dim

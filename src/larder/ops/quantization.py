@@ -8,7 +8,9 @@ the rounded values. So the error is at most half a step, except in groups of equ
 scale is 0, and the error is the rounding of their offset.
 
 Codes are packed in planes: with n codes to a byte and B bytes, byte i holds channels i, i + B,
-i + 2B, ..., the first in the lowest bits, so that unpacking reads and writes runs of memory.
+i + 2B, ..., the first in the lowest bits, so that unpacking reads and writes runs of memory. Codes
+whose bits do not divide 8 are packed as fields that do, the highest bits first: of 7 bits 4, then
+2, then 1.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import torch
 from jaxtyping import Float, Float16, Int16, Int32, Int64, Shaped, UInt8
 from torch import Tensor
 
-from larder.core.codec import QuantizationScheme, ScaleGranularity
+from larder.core.codec import QuantizationScheme, ScaleGranularity, bit_fields
 from larder.core.errors import CacheError
 from larder.ops.packing import starts_of
 
@@ -76,6 +78,26 @@ def dequantize(
 
 def pack_codes(codes: UInt8[Tensor, "N W"], bits: int) -> UInt8[Tensor, "N B"]:
     """Codes of W channels packed into bytes."""
+    parts = [
+        _pack_field(codes >> shift & (2**width - 1), width) for width, shift in bit_fields(bits)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def unpack_codes(stored: UInt8[Tensor, "N B"], bits: int, width: int) -> UInt8[Tensor, "N W"]:
+    """Codes of `width` channels from packed bytes."""
+    codes, start = stored.new_zeros(len(stored), width), 0
+    for own, shift in bit_fields(bits):
+        stop = start + math.ceil(width / (8 // own))
+        field = stored[:, start:stop]
+        planes = [field >> (own * plane) & (2**own - 1) for plane in range(8 // own)]
+        codes |= torch.cat(planes, dim=1)[:, :width] << shift
+        start = stop
+    return codes
+
+
+def _pack_field(codes: UInt8[Tensor, "N W"], bits: int) -> UInt8[Tensor, "N B"]:
+    """Codes of 1, 2, 4 or 8 bits packed into bytes."""
     planes = 8 // bits
     size = math.ceil(codes.shape[1] / planes)
     whole = codes.new_zeros(len(codes), planes * size)
@@ -85,12 +107,6 @@ def pack_codes(codes: UInt8[Tensor, "N W"], bits: int) -> UInt8[Tensor, "N B"]:
     for plane, part in enumerate(others, 1):
         bytes_ |= part << (bits * plane)
     return bytes_
-
-
-def unpack_codes(stored: UInt8[Tensor, "N B"], bits: int, width: int) -> UInt8[Tensor, "N W"]:
-    """Codes of `width` channels from packed bytes."""
-    planes = [stored >> (bits * plane) & (2**bits - 1) for plane in range(8 // bits)]
-    return torch.cat(planes, dim=1)[:, :width]
 
 
 def _round_down_float16(numbers: Float[Tensor, "*shape"]) -> Float16[Tensor, "*shape"]:

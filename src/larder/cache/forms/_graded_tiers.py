@@ -67,12 +67,10 @@ class GradedTiers:
         dtype = torch.promote_types(like.dtype, torch.float32)
         numbers = like.new_empty(len(places), like.shape[1], dtype=dtype)
         grades = self.places.grades[places]
-        for grade in range(len(self.coded) + 1):
+        for grade in grades.unique().tolist():
             own = (grades == grade).nonzero().flatten()
-            if len(own):
-                rows = self.places.rows(grade, places[own])
-                there = own.to(like.device)
-                numbers[there] = self._decoded(grade, rows, side).to(dtype)
+            rows = self.places.rows(grade, places[own])
+            numbers[own.to(like.device)] = self._decoded(grade, rows, side).to(dtype)
         if len(self.sums.targets):
             targets = self.sums.targets.cpu()
             summed = is_in_sorted(places, targets).to(like.device)
@@ -164,7 +162,11 @@ class GradedTiers:
         """
         held = self._columns(columns, kept, ledger)
         tiers: list[QuantizedTier] = []
+        counts = torch.bincount(grades, minlength=len(self.coded) + 1).tolist()
         for grade, tier in enumerate(self.coded, 1):
+            if not len(tier) and not counts[grade]:
+                tiers.append(tier)
+                continue
             wanted = kept[grades == grade]
             stays = self.grades[wanted] == grade
             rows = self.places.rows(grade, wanted[stays]).sort().values

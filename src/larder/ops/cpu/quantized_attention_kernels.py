@@ -39,20 +39,41 @@ def load_float16(halves, numbers):
 
 
 @njit_kernel
+def unpack_field(stored, field, left, width, start, size, first, count, rows):
+    """Add one field of the codes; the first one, with the highest bits, is written."""
+    is_first, factor = start == 0, np.float32(1 << left)
+    mask = np.int32((1 << field) - 1)
+    for b in range(count):
+        for plane in range(8 // field):
+            shift = np.int32(field * plane)
+            codes = stored[first + b, start : start + size]
+            numbers = rows[b, plane * size : width]
+            if is_first:
+                for i in range(min(size, numbers.size)):
+                    code = np.int32(np.int32(codes[i]) >> shift)
+                    numbers[i] = np.float32(np.int32(code & mask)) * factor
+            else:
+                for i in range(min(size, numbers.size)):
+                    code = np.int32(np.int32(codes[i]) >> shift)
+                    numbers[i] += np.float32(np.int32(code & mask)) * factor
+
+
+@njit_kernel
 def unpack(stored, bits, width, first, count, rows):
     """Codes of some entries as float32, plane by plane; rows past `count` are not written.
 
     Every step is cast to 32 bits, where numba would use 64, and loops run over slices from 0 on,
     because a possibly negative index prevents vectorization.
     """
-    size = stored.shape[1]
-    for b in range(count):
-        for plane in range(8 // bits):
-            shift, mask = np.int32(bits * plane), np.int32((1 << bits) - 1)
-            codes, numbers = stored[first + b], rows[b, plane * size : width]
-            for i in range(min(size, numbers.size)):
-                code = np.int32(np.int32(codes[i]) >> shift)
-                numbers[i] = np.float32(np.int32(code & mask))
+    field, start, left = 8, 0, bits
+    while field > 0:
+        if bits & field:
+            left -= field
+            planes = 8 // field
+            size = (width + planes - 1) // planes
+            unpack_field(stored, field, left, width, start, size, first, count, rows)
+            start += size
+        field //= 2
 
 
 @njit_kernel

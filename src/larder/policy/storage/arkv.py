@@ -40,7 +40,7 @@ class ARKV(MixedPrecisionStorage):
     """Each layer's share of exact entries from what its attention looks like.
 
     Args:
-        bits: of a rounded number: 2, 4 or 8.
+        bits: of a rounded number, from 1 to 8.
         group: entries rounded together, and channels of a value that share a scale.
         tau1: tempers the entropy; higher is more even.
         tau2: tempers the variance; higher is more even.

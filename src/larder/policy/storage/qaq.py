@@ -10,12 +10,13 @@ The range is that without the numbers that stand out, which are kept apart: half
 end in the paper. The newest tokens, which too few queries have attended to, take the most bits: all
 but one of as many as the last queries are.
 
-Differences: bits are rounded up to 2, 4 or 8, and no more than 8, where the paper takes any whole
-number; q is scaled as the model scales it and |q|^2 is the 90th percentile of the last queries,
-where the released code divides by a constant of 300; keys share a grid per channel instead of one
-per vector about its mean; the latest entries are exact until they make a group, and an entry's bits
-are decided once, when it is rounded, or rounded again because others were merged into it. The ends
-of a vector are interpolated between its numbers (inferred).
+Bits are any whole number from 1 to 8; the paper sets no limit. Differences: q is scaled as the
+model scales it and |q|^2 is the 90th percentile of the last queries, where the released code
+divides by a constant of 300; a vector has a grid per `group` channels, from its least to its
+largest number, instead of one about its mean, which is coarser; the latest entries are exact until
+they make a group, and an entry's bits are decided once, when it is rounded, or rounded again
+because others were merged into it. The ends of a vector are interpolated between its numbers
+(inferred).
 
 A budget is spent as if all took 8 bits, so this holds fewer bytes than the budget allows.
 """
@@ -30,7 +31,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from larder.core.codec import SCALE_BYTES, Codec
+from larder.core.codec import GROUP_BYTES, Codec, ScaleGranularity
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries, LayerScores, Observation, StorageStatistics
 from larder.core.plan import Plan
@@ -47,7 +48,7 @@ from larder.policy.storage._mixed_precision import (
 )
 from larder.policy.storage.quantized import check_codec
 
-BITS = (8, 4, 2)
+BITS = tuple(range(8, 0, -1))
 ROWS = 1 << 14  # vectors sorted at once: 16 MiB of vectors of size 128
 NORM = 0.9  # which of the queries' norms, as a quantile
 
@@ -81,15 +82,18 @@ class QAQ(MixedPrecisionStorage):
         """Every pair of bit widths, keys before values; the budget is computed with the first."""
         pairs = [(key, value) for key in BITS for value in BITS]
         return tuple(
-            PrecisionTier(Codec(key, value, self.group, self.outliers), float(place == 0))
+            PrecisionTier(
+                Codec(key, value, self.group, self.outliers, key_scales=ScaleGranularity.ENTRY),
+                float(place == 0),
+            )
             for place, (key, value) in enumerate(pairs)
         )
 
     def reserved_entries(self, layers: Sequence[LayerSpec], itemsize: int) -> int:
-        """For the grids of groups that are not full: every pair of bits may have one."""
+        """For the records of groups that are not full: every pair of bits may have one."""
         size = max((layer.head_dim for layer in layers), default=1)
-        grids = len(self.codecs) * 2 * size * SCALE_BYTES
-        return math.ceil(grids / (2 * size * itemsize + POSITION_BYTES))
+        records = len(self.codecs) * GROUP_BYTES
+        return math.ceil(records / (2 * size * itemsize + POSITION_BYTES))
 
     def rank(self, scored: LayerScores, entries: Entries) -> Packed:
         del scored
@@ -149,7 +153,7 @@ def needed_bits(ranges: Float[Tensor, " T"], deviation: Float[Tensor, " T"]) -> 
 
 def _bits_index(needed: Float[Tensor, " T"]) -> Int64[Tensor, " T"]:
     """Index in `BITS` of the narrowest sufficient width of each vector."""
-    return sum((needed <= bits).long() for bits in BITS[1:])  # pyright: ignore
+    return BITS[0] - needed.clamp(min=BITS[-1], max=BITS[0]).long()
 
 
 Part = QAQ

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from larder.core.codec import Codec
+from larder.core.codec import BITS, Codec
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries, LayerScores
 from larder.core.types import Packed
@@ -28,7 +28,7 @@ class Quantized(MixedPrecisionStorage):
     """The latest entries exact, all others rounded.
 
     Args:
-        bits: per number: 2, 4 or 8.
+        bits: per number, from 1 to 8.
         group: entries rounded together, and channels of a value that share a scale.
         outliers: share of the numbers that are kept apart, exactly.
     """
@@ -58,8 +58,8 @@ def check_codec(name: str, bits: int, group: int, outliers: float = 0.0) -> None
     Raises:
         BadParameter: a value out of range.
     """
-    if bits not in (2, 4, 8):
-        raise BadParameter(f"{name}.bits must be 2, 4 or 8, got {bits}.")
+    if bits not in BITS:
+        raise BadParameter(f"{name}.bits must be from 1 to 8, got {bits}.")
     if group < 1:
         raise BadParameter(f"{name}.group must be at least 1 entry, got {group}.")
     if not 0 <= outliers < 1:
