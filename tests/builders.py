@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 from larder.cache import FORMS
 from larder.core import Entries, LayerSpec, ModelSpec, Observation, OffloadSpec, Plan, RecomputeSpec
-from larder.policy import PROVIDERS, TALLIES, ActivationProvider, Provider, select_providers
+from larder.policy import (
+    PROVIDERS,
+    TALLIES,
+    ActivationProvider,
+    GradientProvider,
+    Provider,
+    select_providers,
+)
 from larder.recall import Flat
 
 # Cache forms that a cache may be given by name; the others are created by these.
@@ -194,4 +201,6 @@ def captured_inputs(layer: LayerSpec, queries: int, seed: int = 0) -> dict[str, 
         torch.manual_seed(seed)
         attention, states = ToyAttention(layer), torch.randn(queries, HIDDEN)
         providers = select_providers(PROVIDERS.names(), ActivationProvider)
-        return {name: each.capture(attention, states) for name, each in providers.items()}
+        captured = {name: each.capture(attention, states) for name, each in providers.items()}
+        slopes = select_providers(PROVIDERS.names(), GradientProvider)
+        return captured | {name: each.numbers(states) for name, each in slopes.items()}

@@ -17,6 +17,7 @@ from larder.models import (
     SampleText,
     SqueezeMeasurement,
     StreamingError,
+    Utility,
 )
 
 SMALL_NEEDLES = NeedleSettings(tokens=40, count=2, words=1)
@@ -29,6 +30,7 @@ SMALL = {
     "eviction_error": EvictionErrorMeasurement(context=40, kept=9, window=4, following=7),
     "reconstruction": Reconstruction(tokens=12, sinks=6),
     "squeeze": SqueezeMeasurement(tokens=30),
+    "utility": Utility(context=40, following=9),
 }
 
 

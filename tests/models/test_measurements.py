@@ -36,6 +36,7 @@ from larder.models.measurements import (
     reasoning,
 )
 from larder.models.tiny import tiny
+from larder.policy import CURVE_POINTS
 from measurements import SAMPLE, SMALL, SMALL_NEEDLES, encode
 from model_attention import heads_of
 
@@ -197,6 +198,49 @@ def test_the_error_of_eviction_equals_a_loop(three_layers) -> None:
     assert part.measure(three_layers, SAMPLE) == pytest.approx(expected, rel=1e-4)
 
 
+def test_utility_curves_equal_a_loop(three_layers) -> None:
+    part = SMALL["utility"]
+    total, counted = part.context + part.following, range(part.sinks, part.context - 1)
+    expected = []
+    for heads in heads_of(three_layers, SAMPLE.ids(total)):
+        taken = dict[tuple[int, int], float]()
+        for head in range(2):
+            for entry in counted:
+                mass = sum(
+                    heads.row(query_head, token)[entry]
+                    for query_head in (2 * head, 2 * head + 1)
+                    for token in range(part.context, total)
+                )
+                taken[head, entry] = mass * float(heads.values[head, entry].norm())
+        spec = three_layers.spec.layers[len(expected) // (2 * CURVE_POINTS)]
+        for head, scores in enumerate(expected_attention(part, spec, heads)):
+            order = sorted(counted, key=lambda entry: -scores[entry])
+            for point in range(1, CURVE_POINTS + 1):
+                best = order[: math.ceil(len(order) * point / CURVE_POINTS)]
+                held = sum(taken[head, entry] for entry in best)
+                expected.append(held / sum(taken.values()))
+    got = part.measure(three_layers, SAMPLE)
+    assert got == pytest.approx(expected, rel=1e-4)
+    for layer in range(3):  # whole heads hold everything together
+        ends = got[32 * layer + 15], got[32 * layer + 31]
+        assert sum(ends) == pytest.approx(1)
+
+
+def expected_attention(part: Any, spec: Any, heads: Any) -> list[list[float]]:
+    """Scores of the context by the loop of `expected`, from its own queries alone."""
+    from larder.core import Entries, Observation
+    from larder.policy import Expected
+    from references import expected as loop
+
+    count = part.context
+    keys, values = (side[:, :count].flatten(0, 1) for side in (heads.keys, heads.values))
+    places = torch.arange(count, dtype=torch.int32)
+    entries = Entries(keys, values, places.repeat(2), (0, count), (count, count))
+    queries = heads.queries[:, :count]
+    seen = Observation(spec, entries, queries, places, count, (0, count))
+    return loop.scores(Expected(sinks=part.sinks, epsilon=part.epsilon), seen)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_what_attention_changes_equals_the_models_own_states(architecture) -> None:
     with wrap_model(tiny(architecture)) as decoder:
@@ -255,9 +299,12 @@ def test_every_measurement_counts_its_heads_and_leaves_sliding_layers_out(name) 
     with wrap_model(tiny("gemma3", layers=4, kv_heads=1)) as decoder:
         values = SMALL[name].measure(decoder, SAMPLE)
         assert len(decoder.spec.managed) == 2
-        each = {Granularity.LAYER: 1, Granularity.KV_HEAD: 1, Granularity.QUERY_HEAD: 4}[
-            SMALL[name].granularity
-        ]
+        each = {
+            Granularity.LAYER: 1,
+            Granularity.KV_HEAD: 1,
+            Granularity.QUERY_HEAD: 4,
+            Granularity.KV_HEAD_CURVE: CURVE_POINTS,
+        }[SMALL[name].granularity]
     assert len(values) == 2 * each
     assert all(0 <= value <= 2 for value in values)
 

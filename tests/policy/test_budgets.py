@@ -154,6 +154,12 @@ def measured(sigma: list[float]) -> dict[str, tuple[float, ...]]:
         "streaming_error": tuple(number for size in sizes for number in (size / 2, 0.5)),
         "reconstruction": tuple(number for size in sizes for number in (0.3, size)),
         "echo": tuple(number for size in sizes for number in (0.5 - size, size)),
+        "utility": tuple(
+            number
+            for size in sizes
+            for head in (size, 0.5)
+            for number in (head * (1 - (1 - at / 16) ** 2 + at % 3 / 40) for at in range(1, 17))
+        ),
         "induction": tuple(number for size in sizes for number in (0.25, size)),
     }
 

@@ -17,6 +17,7 @@ from larder.policy import (
     ActivationProvider,
     DraftProvider,
     GateProvider,
+    GradientProvider,
     ImageProvider,
     Kind,
     TokenProvider,
@@ -105,6 +106,16 @@ def test_tensors_are_views_of_weights(name, provider, attention) -> None:
     assert got.untyped_storage().data_ptr() in owned
     with pytest.raises(ModelError):
         provider.layer_tensor(torch.nn.Identity(), layer)
+
+
+@pytest.mark.parametrize(("name", "provider"), of_kind(GradientProvider))
+def test_gradients_are_those_of_the_loop(name, provider) -> None:
+    states = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(4))
+    assert float(provider.objective(states)) == pytest.approx(loop(name).objective(states.tolist()))
+    got = provider.numbers(states.bfloat16())
+    assert got.dtype == torch.float32 and got.shape == (TOKENS,)
+    expected = loop(name).numbers(states.bfloat16().tolist())
+    assert got.tolist() == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(("name", "provider"), of_kind(DraftProvider))

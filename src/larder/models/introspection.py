@@ -138,16 +138,24 @@ class AttentionSurvey(CausalAttention):
         return None
 
 
-def call_uncached(body: Any, ids: Sequence[int], attention: LayerAttention, **options: Any) -> None:
+def call_uncached(
+    body: Any,
+    ids: Sequence[int],
+    attention: LayerAttention,
+    positions: Int[Tensor, " Q"] | None = None,
+    **options: Any,
+) -> None:
     """Pass a text through the layers of a model, without a cache.
 
     Args:
+        positions: of its tokens; None counts from 0.
         options: further keyword arguments of the body.
     """
     device = input_placement(body)[1]
+    places = torch.arange(len(ids), device=device) if positions is None else positions
     body(
         input_ids=torch.tensor([ids], device=device),
-        position_ids=torch.arange(len(ids), device=device)[None],
+        position_ids=places[None],
         use_cache=False,
         larder=attention,
         **options,

@@ -26,6 +26,10 @@ from .budgets.inverse_variance import InverseVariance as InverseVariance
 from .budgets.inverse_variance import Rule as Rule
 from .budgets.ladder import Ladder as Ladder
 from .budgets.lazy_layers import LazyLayers as LazyLayers
+from .budgets.lukv import CURVE_POINTS as CURVE_POINTS
+from .budgets.lukv import LUKV as LUKV
+from .budgets.lukv import concave_steps as concave_steps
+from .budgets.lukv import greedy_shares as greedy_shares
 from .budgets.pooled import Pooled as Pooled
 from .budgets.prefixkv import PrefixKV as PrefixKV
 from .budgets.pyramid import Pyramid as Pyramid
@@ -71,6 +75,7 @@ from .providers.base import PROVIDERS as PROVIDERS
 from .providers.base import ActivationProvider as ActivationProvider
 from .providers.base import DraftProvider as DraftProvider
 from .providers.base import GateProvider as GateProvider
+from .providers.base import GradientProvider as GradientProvider
 from .providers.base import ImageProvider as ImageProvider
 from .providers.base import Kind as Kind
 from .providers.base import Provider as Provider
@@ -93,6 +98,7 @@ from .scorers.fastgen import Fastgen as Fastgen
 from .scorers.infinipot import InfiniPot as InfiniPot
 from .scorers.keydiff import KeyDiff as KeyDiff
 from .scorers.keynorm import KeyNorm as KeyNorm
+from .scorers.kvgrad import KVGrad as KVGrad
 from .scorers.kvpress import Kvpress as Kvpress
 from .scorers.lagkv import LagKV as LagKV
 from .scorers.lagkv import Within as Within

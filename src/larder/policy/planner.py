@@ -34,6 +34,7 @@ from larder.policy.layer_calibration import mean_per_kv_head, split_by_layer
 from larder.policy.protect import Protect
 from larder.policy.providers.base import (
     ActivationProvider,
+    GradientProvider,
     Provider,
     TokenProvider,
     select_providers,
@@ -115,6 +116,11 @@ class Planner:
         in_prefill = _union(part.required_providers() for part in readers)
         found = select_providers(self.providers, ActivationProvider).items()
         return {name: each for name, each in found if name in in_prefill or each.has_column}
+
+    @cached_property
+    def gradient_providers(self) -> Mapping[str, GradientProvider]:
+        """Providers of numbers from gradients of a scratch pass, by name."""
+        return select_providers(self.providers, GradientProvider)
 
     @cached_property
     def calibrations(self) -> frozenset[str]:

@@ -41,6 +41,8 @@ class EvictionMode(Enum):
     EVICT = "evict"
 
 
+# Inputs of a pass by layer, then by the name of their provider.
+LayerInputs = Mapping[int, Mapping[str, Tensor]]
 # Called with the layer, its observation and the scores of a pass; None in a pass without scores.
 ScoreListener = Callable[[int, Observation, Packed | None], None]
 
@@ -90,19 +92,26 @@ class EvictionPass:
         self._prompts: Sequence[ScratchPrompt] = ()
         self._phases: Sequence[ScoringPhase] = ()
         self._scratch_tokens = 0
+        self._gradients: Sequence[LayerInputs] = ()
         self._scores: dict[tuple[int, int], Packed] = {}
         self._ready: list[dict[int, LayerScores]] = [{} for _ in caches]
         self._shared_scores = SharedLayerScores(planner.unit.layers_together)
         self._places = {layer: place for place, layer in enumerate(quotas[0])}
 
     def begin_pass(
-        self, prompts: Sequence[ScratchPrompt], phases: Sequence[ScoringPhase], scratch_tokens: int
+        self,
+        prompts: Sequence[ScratchPrompt],
+        phases: Sequence[ScoringPhase],
+        scratch_tokens: int,
+        gradients: Sequence[LayerInputs] = (),
     ) -> None:
         """Set tokens and purpose of the next pass, one item per row.
 
         Args:
             scratch_tokens: scratch tokens of all rows together; 0 in an appending pass.
+            gradients: what gradient providers give; empty where there are none.
         """
+        self._gradients = gradients
         self._prompts, self._phases, self._scratch_tokens = prompts, phases, scratch_tokens
         if scratch_tokens or not self._planner.sums_weights:
             return
@@ -172,13 +181,16 @@ class EvictionPass:
             self._stage,
             recorded.keys,
             cache.stores[layer].take_logits(),
-            inputs=recorded.inputs,
+            inputs={**recorded.inputs, **self._gradient_inputs(row, layer)},
             latest=cache.latest.queries(layer),
             watermark=self._planner.watermark,
             weight_sums=cache.stores[layer].take_weight_sums(),
         )
         own = 0 if self._scratch_tokens else len(recorded.positions)
         return self._planner.with_model_facts(rotate_to_cache_positions(seen, own))
+
+    def _gradient_inputs(self, row: int, layer: int) -> Mapping[str, Tensor]:
+        return self._gradients[row][layer] if self._gradients else {}
 
     def _ids_of(
         self, prompt: ScratchPrompt, recorded: LayerActivations, length: int

@@ -22,7 +22,7 @@ from larder.models.forward_batch import BatchSegment, Observer
 from larder.policy.planner import Planner
 from larder.policy.providers.base import DraftProvider, select_providers
 from larder.policy.scorers.base import Scorer
-from larder.prefill.eviction_pass import EvictionPass, ScoreListener, ScoringPhase
+from larder.prefill.eviction_pass import EvictionPass, LayerInputs, ScoreListener, ScoringPhase
 from larder.prefill.memory import EntryCapacity, PeakMemoryMeter
 
 if TYPE_CHECKING:
@@ -210,7 +210,8 @@ class PrefillReader:
         scoring = self._eviction_pass([lane.cache], length, listener)
         for each in scratches:
             yield
-            scoring.begin_pass([each], [ScoringPhase.ACCUMULATE], each.tokens)
+            phases, slopes = [ScoringPhase.ACCUMULATE], self._gradients([lane.cache], [each])
+            scoring.begin_pass([each], phases, each.tokens, slopes)
             prompt = BatchSegment(lane.cache, each.ids, shift=each.shift)
             self.decoder.read([prompt], Mode.SCRATCH, scoring, inputs)
 
@@ -235,10 +236,23 @@ class PrefillReader:
             if following:
                 drafted = with_drafts(self.decoder, self._drafts, caches, prompts, following)
             scratch_tokens = sum(scratch.tokens for scratch in drafted)
-            eviction.begin_pass(drafted, [phase] * len(drafted), scratch_tokens)
+            slopes = self._gradients(caches, drafted)
+            eviction.begin_pass(drafted, [phase] * len(drafted), scratch_tokens, slopes)
             pairs = zip(caches, drafted, strict=True)
             rows = [BatchSegment(cache, each.ids, shift=each.shift) for cache, each in pairs]
             self.decoder.read(rows, Mode.SCRATCH, eviction, self.planner.activation_providers)
+
+    def _gradients(
+        self, caches: Sequence[SequenceCache], prompts: Sequence[ScratchPrompt]
+    ) -> list[LayerInputs]:
+        """What gradient providers give of each scratch prompt; empty where there are none."""
+        providers = self.planner.gradient_providers
+        if not providers:
+            return []
+        from larder.prefill.gradients import gradient_inputs  # few policies take gradients
+
+        pairs = zip(caches, prompts, strict=True)
+        return [gradient_inputs(self.decoder, *pair, providers) for pair in pairs]
 
     def finish(self, lane: PrefillSequence, waiting: Sequence[PrefillSequence] = ()) -> None:
         """Finish a sequence: free the slack of its cache and pass the cache on.

@@ -19,20 +19,22 @@ from torch import Tensor
 from larder.core.errors import ModelError
 from larder.core.spec import LayerSpec
 from larder.models.decoder import Decoder
+from larder.policy.budgets.lukv import CURVE_POINTS
 
 SAMPLE_FILE = "calibration.txt"
 SHORTEST_WORD = 4  # letters
 
 
 class Granularity(Enum):
-    """Unit of a measurement: one number per layer, kv head, query head, or channel of the keys of
-    a kv head, of managed layers.
+    """Unit of a measurement: one number per layer, kv head, query head, channel of the keys of a kv
+    head, or point of a curve of a kv head, of managed layers.
     """
 
     LAYER = "layer"
     KV_HEAD = "kv_head"
     QUERY_HEAD = "query_head"
     KEY_CHANNEL = "key_channel"
+    KV_HEAD_CURVE = "kv_head_curve"
 
     def count(self, layer: LayerSpec) -> int:
         """Count of numbers for one layer."""
@@ -40,6 +42,8 @@ class Granularity(Enum):
             return 1
         if self is Granularity.KEY_CHANNEL:
             return layer.kv_heads * layer.head_dim
+        if self is Granularity.KV_HEAD_CURVE:
+            return layer.kv_heads * CURVE_POINTS
         return layer.kv_heads if self is Granularity.KV_HEAD else layer.query_heads
 
 

@@ -9,6 +9,7 @@ A part names the providers that it reads in `needs`, by their file names:
 | `ActivationProvider` | hidden states before attention | `Observation.inputs[name]`, or column |
 | `GateProvider` | hidden states and learned weights | column, other numbers for each kv head |
 | `WeightProvider` | weights of an attention module | `Observation.inputs[name]` |
+| `GradientProvider` | gradients of a scratch pass | `Observation.inputs[name]` |
 | `DraftProvider` | logits behind a scratch prompt | queries of the drafted tokens |
 | `VocabularyProvider` | texts of all tokens | `Observation.lexicon[name]` |
 
@@ -135,6 +136,29 @@ class WeightProvider(Provider, ABC):
 
         Raises:
             ModelError: the module has no such weights.
+        """
+
+
+class GradientProvider(Provider, ABC):
+    """Number of each token of a scratch prompt, from gradients by a layer's attention output.
+
+    Provided where a prompt that was read behind the cache is scored, in prefill.
+    """
+
+    @abstractmethod
+    def objective(self, states: Float[Tensor, "Q hidden"]) -> Float[Tensor, ""]:
+        """Number that is derived.
+
+        Args:
+            states: hidden states behind the last layer, before the last norm.
+        """
+
+    @abstractmethod
+    def numbers(self, gradients: Float[Tensor, "Q hidden"]) -> Float[Tensor, " Q"]:
+        """Float32 number of each token of one layer.
+
+        Args:
+            gradients: of the objective, by the token's attention output.
         """
 
 

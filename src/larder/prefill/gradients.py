@@ -1,0 +1,153 @@
+"""Gradients of a scratch pass: how much the last hidden states depend on each attention output.
+
+Attention kernels and caches carry no gradient. So the model reads the scratch prompt over a
+readable attention of the cached entries and of the prompt itself, and a number that is added to the
+output of each layer's attention, zero, is what the objective is derived by. The cache is only read;
+weights get no gradient. The activations of one prompt are held until its backward pass ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from larder.cache.sequence import SequenceCache
+from larder.core.errors import UsageError
+from larder.core.ledger import LOG_COUNT
+from larder.core.observation import Observation, ScratchPrompt
+from larder.core.types import Queries
+from larder.models.activation_hooks import forward_hooks
+from larder.models.attention_backend import AttentionInputs, RenumberedAttention
+from larder.models.decoder import Decoder
+from larder.models.introspection import call_uncached, check_unchanged
+from larder.models.narrowed_call import decoder_layers
+from larder.ops.attention import cap_logits, sink_logits, sinks_by_group
+from larder.ops.attention_weights import softmax_with_sinks
+from larder.policy.providers.base import GradientProvider
+from larder.prefill.eviction_pass import LayerInputs, rotate_to_cache_positions
+
+
+def gradient_inputs(
+    decoder: Decoder,
+    cache: SequenceCache,
+    prompt: ScratchPrompt,
+    providers: Mapping[str, GradientProvider],
+) -> LayerInputs:
+    """Numbers of each token of a scratch prompt in each layer; the cache does not change.
+
+    Raises:
+        UsageError: the model has recurrent layers, whose state this pass has not.
+        ModelError: the layers of the model are not in one list.
+    """
+    if not providers:
+        return {}
+    if decoder.spec.recurrent:
+        raise UsageError(
+            "The model has recurrent layers, through which no gradient is taken: choose a policy "
+            "without kvgrad()."
+        )
+    check_unchanged(decoder.module, decoder.spec)
+    found: dict[int, dict[str, Tensor]] = {index: {} for index in decoder.attentions}
+    for name, provider in providers.items():
+        for layer, gradients in _layer_gradients(decoder, cache, prompt, provider).items():
+            found[layer][name] = provider.numbers(gradients)
+    return found
+
+
+def _layer_gradients(
+    decoder: Decoder, cache: SequenceCache, prompt: ScratchPrompt, provider: GradientProvider
+) -> dict[int, Float[Tensor, "Q hidden"]]:
+    """Gradient of a provider's objective by the attention outputs of each layer."""
+    start = cache.next_position + prompt.shift
+    device, count = decoder.spec.device, len(prompt.ids)
+    places = torch.arange(start, start + count, device=device)
+    recorder = _OutputRecorder()
+    last = decoder_layers(decoder.body, decoder.body.config.get_text_config().num_hidden_layers)[-1]
+    attention = RenumberedAttention(_EntryAttention(cache, places), decoder.spec)
+    handles = recorder.install(decoder.attentions, last)
+    with torch.enable_grad(), decoder.attention, forward_hooks(handles):
+        call_uncached(decoder.body, prompt.ids, attention, places)
+        objective = provider.objective(recorder.states[0])
+        layers = list(recorder.added)
+        gradients = torch.autograd.grad(objective, [recorder.added[index] for index in layers])
+    return {index: own[0].detach() for index, own in zip(layers, gradients, strict=True)}
+
+
+class _OutputRecorder:
+    """Hooks that add zeros to attention outputs, and hold the states behind the last layer."""
+
+    def __init__(self) -> None:
+        self.added: dict[int, Float[Tensor, "1 Q hidden"]] = {}
+        self.states: Float[Tensor, "1 Q hidden"] = torch.empty(0)
+
+    def install(self, attentions: Mapping[int, nn.Module], last: nn.Module) -> Iterator[Any]:
+        """Handles of the hooks, as they are installed."""
+        for index, module in attentions.items():
+            yield module.register_forward_hook(self._adding(index))
+        yield last.register_forward_hook(self._record)
+
+    def _adding(self, index: int) -> Any:
+        def add(module: nn.Module, args: Any, output: Any) -> Any:
+            del module, args
+            states, *others = output if isinstance(output, tuple) else (output,)
+            zeros = torch.zeros_like(states, requires_grad=True)
+            self.added[index] = zeros
+            return (states + zeros, *others) if isinstance(output, tuple) else states + zeros
+
+        return add
+
+    def _record(self, module: nn.Module, args: Any, output: Any) -> None:
+        del module, args
+        self.states = output[0] if isinstance(output, tuple) else output
+
+
+class _EntryAttention:
+    """Attention of a scratch prompt over cached entries and itself, which gradients pass through.
+
+    Args:
+        places: true positions of the prompt's tokens.
+    """
+
+    def __init__(self, cache: SequenceCache, places: Int[Tensor, " Q"]) -> None:
+        self._cache, self._places = cache, places
+
+    def attend(self, inputs: AttentionInputs) -> Queries:
+        layer = self._cache.spec.layers[inputs.layer]
+        source = layer.index if layer.kv_source is None else layer.kv_source
+        seen = Observation(
+            layer,
+            self._cache.entries(source),
+            inputs.queries_at(self._places),
+            self._places,
+            self._cache.next_position,
+            (0, 0),
+            keys=inputs.keys,
+        )
+        seen = rotate_to_cache_positions(seen, 0)
+        heads = range(layer.kv_heads)
+        values = inputs.values if not layer.latent_rank else inputs.keys[..., : layer.latent_rank]
+        outs = [_attend_head(seen, head, values[head]) for head in heads]
+        return torch.cat(outs).to(inputs.queries.dtype)
+
+
+def _attend_head(
+    seen: Observation, head: int, own_values: Float[Tensor, "Q Dv"]
+) -> Float[Tensor, "R Q Dv"]:
+    """Attention of the query heads of one kv head."""
+    layer, entries = seen.layer, seen.entries
+    keys = torch.cat([entries.head_keys(head).float(), seen.keys[head].float()])
+    values = torch.cat([entries.head_values(head).float(), own_values.float()])
+    places = torch.cat([entries.head_positions(head).long(), seen.query_positions])
+    queries = seen.queries[head * layer.group : (head + 1) * layer.group].float()
+    logits = cap_logits(queries @ keys.T * layer.scaling, layer.softcap)  # [R, Q, S]
+    bias = entries.columns.get(LOG_COUNT)
+    if bias is not None:
+        logits = logits + torch.cat([bias[entries.rows(head)], bias.new_zeros(len(own_values))])
+    first = layer.first_visible(seen.query_positions)[:, None]
+    hidden = (places > seen.query_positions[:, None]) | (places < first)
+    sinks = sinks_by_group(sink_logits(layer, logits), layer.kv_heads)[head]
+    return softmax_with_sinks(logits.masked_fill(hidden, -torch.inf), sinks) @ values

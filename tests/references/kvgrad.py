@@ -1,0 +1,44 @@
+"""`kvgrad`: the highest product of a weight, a projected value's norm and a gradient's norm."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from larder.core import Observation
+from references.attention_loop import group_of, heads_of, plain_weights, positions_of, weights
+
+SMALL = {"chunk": 7}  # parameters for small layers
+
+
+def scores(part: Any, seen: Observation) -> list[list[float]]:
+    start, stop = seen.span
+    slopes, out = seen.inputs["gradients"].tolist(), []
+    for head in heads_of(seen):
+        places = positions_of(seen.entries, head)
+        judged = [start <= position < stop for position in places]
+        best = [0.0] * len(places)
+        for query_head in group_of(seen, head):
+            written = [norm(seen, head, query_head, place) for place in range(len(places))]
+            for query in range(seen.queries.shape[1]):
+                if part.variant.value != "larder":
+                    shared = [j or p < part.opening for j, p in zip(judged, places, strict=True)]
+                    row = plain_weights(seen, query_head, query, shared)
+                elif any(judged):
+                    row = weights(seen, query_head, query, judged)
+                else:
+                    continue
+                for place, weight in enumerate(row):
+                    best[place] = max(best[place], weight * written[place] * slopes[query])
+        out.append([w if see else -math.inf for w, see in zip(best, judged, strict=True)])
+    return out
+
+
+def norm(seen: Observation, head: int, query_head: int, place: int) -> float:
+    """Length of what an entry's value becomes behind a query head's output projection."""
+    value = seen.entries.values[seen.entries.starts[head] + place].tolist()
+    if "projection" in seen.inputs:
+        matrix = seen.inputs["projection"][query_head].tolist()
+        columns = range(len(matrix[0]))
+        value = [sum(v * row[c] for v, row in zip(value, matrix, strict=True)) for c in columns]
+    return math.sqrt(sum(number * number for number in value))
