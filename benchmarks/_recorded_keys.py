@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -46,6 +47,13 @@ def load_or_record(
         folder.mkdir(parents=True, exist_ok=True)
         torch.save([vars(each) for each in record_layers(path, tokens, asked, model)], file)
     return [RecordedLayer(**each) for each in torch.load(file, weights_only=False)]
+
+
+def text_ids(path: Path, tokens: int, model: str) -> tuple[list[int], Any]:
+    """Last `tokens` tokens of a conversation, repeated if it is shorter, and the tokenizer."""
+    tokenizer = load(model).tokenizer
+    ids = TokenizerAdapter(tokenizer).encode_conversation(read_conversation(path)).ids
+    return list((ids * (1 + tokens // len(ids)))[-tokens:]), tokenizer
 
 
 def record_layers(path: Path, tokens: int, asked: int, model: str = "seed") -> list[RecordedLayer]:

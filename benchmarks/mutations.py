@@ -42,6 +42,103 @@ class Mutation:
 
 SCORERS, BUDGETS = ("policy/test_scorers.py",), ("policy/test_budgets.py",)
 MUTATIONS = {
+    "lukv: flattest steps first": Mutation(
+        "policy/budgets/lukv.py",
+        "for slope in sorted(levels, reverse=True):",
+        "for slope in sorted(levels):",
+        ("policy/test_lukv.py",),
+    ),
+    "lukv: hull below the curve": Mutation(
+        "policy/budgets/lukv.py",
+        "_slope(corners[-1], corner) >= _slope(corners[-2], corners[-1])",
+        "_slope(corners[-1], corner) <= _slope(corners[-2], corners[-1])",
+        ("policy/test_lukv.py",),
+    ),
+    "utility: without lengths of values": Mutation(
+        "models/measurements/utility.py",
+        "return mass * shown.values[:, : self.context].float().norm(dim=-1)",
+        "return mass",
+        ("models/test_measurements.py",),
+        "utility",
+    ),
+    "kvgrad: without gradients": Mutation(
+        "policy/scorers/kvgrad.py",
+        "(weights * slopes[:, None]).amax(1)",
+        "weights.amax(1)",
+        SCORERS,
+        "kvgrad",
+    ),
+    "kvgrad: without lengths of values": Mutation(
+        "policy/scorers/kvgrad.py",
+        "weights.isfinite(), weights * norms, weights",
+        "weights.isfinite(), weights, weights",
+        SCORERS,
+        "kvgrad",
+    ),
+    "gradients: of a sum in place of squares": Mutation(
+        "policy/providers/gradients.py",
+        "states.float().square().sum()",
+        "states.float().sum()",
+        ("prefill/test_gradients.py",),
+    ),
+    "gradients: later tokens are seen": Mutation(
+        "prefill/gradients.py",
+        "hidden = (places > seen.query_positions[:, None]) | (places < first)",
+        "hidden = places < first",
+        ("prefill/test_gradients.py",),
+    ),
+    "qaq: more error where more attention": Mutation(
+        "policy/storage/qaq.py",
+        "value = (12 / total).sqrt() * self.value_error / weights",
+        "value = (12 / total).sqrt() * self.value_error * weights",
+        ("policy/test_storage.py",),
+        "qaq",
+    ),
+    "quantization: fields of a code weigh alike": Mutation(
+        "ops/cpu/quantized_attention_kernels.py",
+        "np.float32(1 << left)",
+        "np.float32(1)",
+        ("ops/test_quantized_attention.py",),
+        "odd",
+    ),
+    "crafted: whatever stood before": Mutation(
+        "cache/chunk_entries.py",
+        "alpha * self.impact() * (1 - self.overlap(now))",
+        "alpha * self.impact()",
+        ("cache/test_chunk_profile.py",),
+    ),
+    "crafted: in any order": Mutation(
+        "cache/chunk_entries.py",
+        "/ sum(masses) * (1 - swapped)",
+        "/ sum(masses)",
+        ("cache/test_chunk_profile.py",),
+    ),
+    "crafted: tokens that look inward": Mutation(
+        "cache/chunk_entries.py",
+        "key=lambda token: -self.tokens[token]",
+        "key=lambda token: self.tokens[token]",
+        ("cache/test_chunk_profile.py",),
+    ),
+    "anchored: far anchors count most": Mutation(
+        "prefill/schedules/anchored.py",
+        "weights = (-away).softmax(0)[:, None, :, None]",
+        "weights = away.softmax(0)[:, None, :, None]",
+        ("prefill/test_contexts.py",),
+        "mean_of_the_anchors",
+    ),
+    "anchored: changes of keys where they stand": Mutation(
+        "prefill/schedules/anchored.py",
+        "moved = entries.moved_to(base.start, spec)",
+        "moved = entries",
+        ("prefill/test_contexts.py",),
+        "rotated_as",
+    ),
+    "layer_reuse: from the receiver's embeddings": Mutation(
+        "models/layer_reuse.py",
+        "states = embedded if states is None else states.to(embedded)",
+        "states = embedded",
+        ("models/test_layer_reuse.py",),
+    ),
     "a2ats: metric without its root": Mutation(
         "recall/a2ats.py",
         "return self.unrotated_keys(head, entries, first) @ self._roots[head]",

@@ -16,7 +16,8 @@ answer in order. Reported is, for --count entries per kv head:
     held        bytes of the index per parked entry; keys and values of 16 bits take 4 D
     us          of a search of one layer, the median; only of an idle machine it means something
 
-`flat` has the best of the query heads in turn, exactly. `sentences` needs tokens and is left out.
+`flat` has the best of the query heads in turn, exactly. Sentences of `sentences` end at tokens with
+punctuation; the first token of an answer, and one behind such a token, attends to all entries.
 JSONL goes to results/recall_indexes.jsonl.
 """
 
@@ -31,16 +32,16 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
-from _recorded_keys import RecordedLayer, load_or_record
+from _recorded_keys import RecordedLayer, load_or_record, text_ids
 from _timing import environment, write
 from jaxtyping import Float, Int64
 from torch import Tensor
 
 from larder.core import RECALLS, Entries, RecallIndex, RecallPart
+from larder.policy import VocabularyProvider, select_providers
 
 SINKS, RECENT, BEST = 32, 64, 32
 OUT, KEYS = Path("results/recall_indexes.jsonl"), Path("results/recall_keys")
-LEFT_OUT = {"sentences"}
 SETTINGS: dict[str, dict[str, Any]] = {"bounds": {"page": 16}}
 
 
@@ -60,19 +61,28 @@ def main() -> None:
     options = _options()
     recorded = load_or_record(options.file, options.tokens, options.questions, KEYS, options.model)
     layers = recorded[options.every // 2 :: options.every]
+    sentences = _sentences(options)
     print(f"{len(layers)} of {len(recorded)} layers, {options.tokens} tokens", flush=True)
-    for name in options.only or sorted(RECALLS.own() - LEFT_OUT):
-        row = {"index": name, **_measure(name, layers, options, len(recorded)), **environment()}
+    for name in options.only or sorted(RECALLS.own()):
+        row = {
+            "index": name,
+            **_measure(name, layers, options, len(recorded), sentences),
+            **environment(),
+        }
         print({key: row[key] for key in list(row)[:9]}, flush=True)
         write(OUT, [row])
 
 
 def _measure(
-    name: str, layers: list[RecordedLayer], options: argparse.Namespace, total: int
+    name: str,
+    layers: list[RecordedLayer],
+    options: argparse.Namespace,
+    total: int,
+    sentences: Float[Tensor, " S"],
 ) -> dict[str, Any]:
     part = RECALLS.load(name)(**SETTINGS.get(name, {}))
     part = replace(part, tokens=options.count // part.page * part.page, dense=0)
-    indexes = [_built(part, each) for each in layers]
+    indexes = [_built(part, each, sentences) for each in layers]
     part.measure([index for index, _ in indexes])
     seen = Seen([], [], [], [], [], [])
     for (index, entries), own in zip(indexes, layers, strict=True):
@@ -91,13 +101,28 @@ def _measure(
     }
 
 
-def _built(part: RecallPart, own: RecordedLayer) -> tuple[RecallIndex, Entries]:
+def _sentences(options: argparse.Namespace) -> Float[Tensor, " S"]:
+    """Number of the sentence of each token of the text, below 0 where it ends one."""
+    ids, tokenizer = text_ids(options.file, options.tokens, options.model)
+    provider = select_providers(["sentence_ends"], VocabularyProvider)["sentence_ends"]
+    known = {token: provider.contains(tokenizer.decode([token]), False) for token in set(ids)}
+    numbers, number = list[float](), 1
+    for token in ids:
+        numbers.append(-number if known[token] else number)
+        number += known[token]
+    return torch.tensor(numbers)
+
+
+def _built(
+    part: RecallPart, own: RecordedLayer, sentences: Float[Tensor, " S"]
+) -> tuple[RecallIndex, Entries]:
     keys = own.keys[:, SINKS : own.keys.shape[1] - RECENT].contiguous()
     heads, length, width = keys.shape
     positions = torch.arange(SINKS, SINKS + length, dtype=torch.int32).repeat(heads)
     starts = tuple(head * length for head in range(heads))
     flat = keys.view(-1, width)
-    entries = Entries(flat, flat, positions, starts, (length,) * heads)
+    columns = {"sentence": sentences[SINKS : SINKS + length].repeat(heads)}
+    entries = Entries(flat, flat, positions, starts, (length,) * heads, columns)
     index = part.index(own.layer)
     observed = own.latest[:, -part.observed :] if part.observed else None
     if part.observes_unrotated and observed is not None:
@@ -122,7 +147,8 @@ def _search(
         if part.follows:
             place = torch.full((heads,), int(behind[step]), dtype=torch.int32)
             rows = keys[:, -1]
-            stays = Entries(rows, rows, place, tuple(range(heads)), (1,) * heads)
+            said = {"sentence": torch.ones(heads)}  # the answers have no punctuation inside
+            stays = Entries(rows, rows, place, tuple(range(heads)), (1,) * heads, said)
             index.observe_step(query, stays)
         started = time.perf_counter()
         result = index.find(query.contiguous(), entries, part.pages)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from _pairs import KVPRESS, LARDER, PeerPair
 
-KVZIP = "KVzipPress()"
+KVZIP, KVGRAD = "KVzipPress()", "KVgradPress()"
+REPEATING = (KVZIP, KVGRAD)  # presses that have the context repeated
 _SNAPKV = 'snapkv(window=64, kernel=5, pool="mean")'
 _EXPECTED = "expected(future=512, sinks=4, epsilon={})"
 
@@ -48,6 +49,7 @@ EQUAL_PAIRS = (
     _equal("LeverageScorePress()", "leverage(sketch=48) > uniform()"),
     _equal("LeverageScorePress(sketch_dimension=64)", "leverage(sketch=64) > uniform()"),
     _equal(KVZIP, 'reconstruct(opening=4, variant="code") > global()'),
+    _equal(KVGRAD, 'kvgrad(chunk=512, opening=4, variant="code") > global()'),
 )
 
 

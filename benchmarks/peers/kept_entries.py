@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from _equal_pairs import EQUAL_PAIRS, KVZIP, pyramid_pair
+from _equal_pairs import EQUAL_PAIRS, REPEATING, pyramid_pair
 from _pairs import KVPRESS, PeerPair
 
 from larder.core import Conversation
@@ -140,7 +140,7 @@ def larder_positions(
     """Positions that a policy keeps, with kvpress's own request to repeat the text."""
     asking = replace(conversation, question_prompt="\n\n{question}")
     request = engine.tokenizer.encode_question_about(asking, REPEAT)
-    prompts = {"repeat": request} if pair.made == KVZIP else {}
+    prompts = {"repeat": request} if pair.made in REPEATING else {}
     memory = prefill_conversation(
         engine.runtime, conversation, Policy.parse(pair.ours), SizeOptions(kept), prompts
     )

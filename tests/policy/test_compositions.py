@@ -46,6 +46,23 @@ COMPOSITIONS = {
     "blended_contexts_by_fastgen": (
         "blended() > protect(sinks=4, recent=1) > fastgen() > recovery()"
     ),
+    "repetition_by_gradients_in_3_bits": (
+        "whole() > protect(sinks=4, recent=8) > kvgrad(chunk=128) > global() > "
+        "quantized(bits=3, group=16)"
+    ),
+    "own_bits_by_gradients": (
+        "whole() > protect(sinks=4, recent=8) > kvgrad(chunk=128) > uniform() > qaq(group=16)"
+    ),
+    "utility_of_compactor_with_merged_values": (
+        "whole() > compactor(sinks=4) > lukv() > merge_values()"
+    ),
+    "crafted_contexts_by_utility": (
+        "crafted() > protect(sinks=4, recent=8) > snapkv(window=8) > lukv()"
+    ),
+    "anchored_contexts_in_5_bits": (
+        "anchored() > protect(sinks=4, recent=8) > snapkv(window=8) > uniform() > "
+        "quantized(bits=5, group=16)"
+    ),
     "spans_over_8_bits": PARK.format(
         'positionless(dense=0, prefill="recalled") > quantized(bits=8, group=16)'
     ),

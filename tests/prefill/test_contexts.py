@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from larder.cache import SequenceCache
+from larder.cache import ChunkEntries, SequenceCache
 from larder.core import BadParameter, Mode, ModelError, UsageError
 from larder.models import BatchSegment, Decoder
 from larder.models.tiny import tiny
 from larder.prefill import (
+    Anchored,
     Blended,
+    ChunkAnchor,
     ChunkMemory,
     ChunkSource,
     ContextReuse,
     ContextText,
+    Crafted,
     NoChunks,
     Parallel,
     PeakMemoryMeter,
     PrefillReader,
     PrefillSequence,
+    estimate,
     run_steps,
 )
 from larder.session import Policy, empty_cache
@@ -157,16 +162,133 @@ def test_memory_drops_the_least_recently_used_chunk(decoder: Decoder) -> None:
         chunks.find(Decoder(tiny("llama", layers=3)).spec, (), ONE)
 
 
+def test_a_text_in_the_same_order_is_crafted_exactly(decoder: Decoder) -> None:
+    chunks = ChunkMemory()
+    fresh, first = read(decoder, "cachecraft", source=chunks)
+    again, later = read(decoder, "cachecraft", source=chunks)
+    assert torch.allclose(logits(decoder, fresh), full(decoder, TEXT.ids), atol=1e-4)
+    assert torch.allclose(logits(decoder, again), full(decoder, TEXT.ids), atol=1e-4)
+    assert first == ContextReuse((9, 6, 7), (False,) * 3)
+    assert later == ContextReuse((9, 6, 7), (True,) * 3, recomputed_tokens=0)
+
+
+def test_crafted_contexts_recompute_what_their_profiles_say(decoder: Decoder) -> None:
+    chunks, other = ChunkMemory(), ContextText(PREFIX, (TWO, ONE, THREE), SUFFIX)
+    read(decoder, "cachecraft", source=chunks)
+    expected = 0
+    for place, ids in enumerate(other.contexts):
+        [variant] = chunks.variants(decoder.spec, PREFIX, ids)
+        share = variant.profile.share(other.contexts[:place], 1.0)
+        expected += math.ceil(share * len(ids))
+    cache, reuse = read(decoder, "crafted(renewed=1.0) > unlimited()", other, chunks)
+    assert reuse == ContextReuse((6, 9, 7), (True,) * 3, expected) and 0 < expected < 22
+    rotated, none = read(decoder, "crafted(alpha=0.0) > unlimited()", other, chunks)
+    assert none.recomputed_tokens == 0
+    every, most = read(decoder, "crafted(alpha=99.0, renewed=1.0) > unlimited()", other, chunks)
+    assert most.recomputed_tokens >= expected
+    whole = full(decoder, other.ids)
+    errors = [float((logits(decoder, own) - whole).norm()) for own in (rotated, cache, every)]
+    assert errors[0] > errors[1] > errors[2]
+
+
+def test_a_chunk_beyond_the_limit_is_kept_as_another_variant(decoder: Decoder) -> None:
+    chunks, other = ChunkMemory(), ContextText(PREFIX, (TWO, ONE, THREE), SUFFIX)
+    read(decoder, "cachecraft", source=chunks)
+    _, reuse = read(decoder, "crafted(renewed=0.0) > unlimited()", other, chunks)
+    assert reuse.cached == (False, False, False)
+    assert len(chunks.variants(decoder.spec, PREFIX, ONE)) == 2
+    _, again = read(decoder, "crafted(renewed=0.0) > unlimited()", other, chunks)
+    assert again.cached == (True,) * 3 and again.recomputed_tokens == 0
+    _, plain = read(decoder, "cachecraft", other)
+    assert plain.cached == (False,) * 3, "without a source that keeps them"
+
+
+def test_anchors_say_how_contexts_change(decoder: Decoder) -> None:
+    chunks = ChunkMemory()
+    fresh, first = read(decoder, "kvcomm", source=chunks)
+    assert torch.allclose(logits(decoder, fresh), full(decoder, TEXT.ids), atol=1e-4)
+    assert first == ContextReuse((9, 6, 7), (False,) * 3, recomputed_tokens=0)
+    assert len(chunks.anchors(decoder.spec, PREFIX, 1)) == 1
+    again, later = read(decoder, "kvcomm", source=chunks)
+    assert torch.allclose(logits(decoder, again), full(decoder, TEXT.ids), atol=1e-4)
+    assert later == ContextReuse((9, 6, 7), (True,) * 3, recomputed_tokens=0)
+
+
+def test_a_change_is_a_mean_of_the_anchors_by_nearness(decoder: Decoder) -> None:
+    source = torch.Generator().manual_seed(3)
+
+    def some(count: int) -> ChunkEntries:
+        sides = [torch.randn(2, count, 4, generator=source) for _ in range(4)]
+        return ChunkEntries((sides[0], sides[1]), (sides[2], sides[3]))
+
+    base, near, far = some(3), some(4), some(5)
+    anchors = [ChunkAnchor((1, 2, 3, 4), near, some(4)), ChunkAnchor((5,) * 5, far, some(5))]
+    got = estimate((7, 8, 9), base, anchors, entropy=1.0)
+    for side in ("keys", "values"):
+        for layer in range(2):
+            own = getattr(base, side)[layer]
+            for token in range(3):
+                away = [
+                    float((own[:, token] - getattr(a.base, side)[layer][:, token]).norm())
+                    for a in anchors
+                ]
+                powers = [math.exp(-distance) for distance in away]
+                added = sum(
+                    power / sum(powers) * getattr(a.change, side)[layer][:, token]
+                    for power, a in zip(powers, anchors, strict=True)
+                )
+                expected = own[:, token] + added
+                torch.testing.assert_close(getattr(got, side)[layer][:, token], expected)
+    assert estimate((7, 8, 9), base, anchors[:1], entropy=1.0) is None
+    assert estimate((7, 8, 9), base, anchors, entropy=0.0) is None
+    assert estimate((7,) * 5, some(5), anchors, entropy=1.0) is None, "one is as long"
+    same = estimate((1, 2, 3, 4), near, anchors, entropy=0.0)
+    torch.testing.assert_close(same.keys[0], near.keys[0] + anchors[0].change.keys[0])
+
+
+def test_changes_are_rotated_as_their_base(decoder: Decoder) -> None:
+    chunks = ChunkMemory()
+    read(decoder, "kvcomm", source=chunks)
+    [anchor] = chunks.anchors(decoder.spec, PREFIX, 2)
+    whole = SequenceCache(decoder.spec, "dense")
+    decoder.read([BatchSegment(whole, TEXT.ids)], Mode.APPEND)
+    there = ChunkEntries.of(whole, 19, 26)
+    back = there.moved_to(4, decoder.spec)
+    for layer in range(4):
+        expected = anchor.base.keys[layer] + anchor.change.keys[layer]
+        torch.testing.assert_close(expected, back.keys[layer], atol=1e-4, rtol=1e-3)
+    assert float(anchor.change.values[0].abs().max()) < 1e-5, "the first layer sees no context"
+    assert float(anchor.change.values[3].abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("spelling", ["cachecraft", "kvcomm"])
+def test_crafted_and_anchored_without_prefix_suffix_or_contexts(decoder, spelling) -> None:
+    for text in (ContextText((), (ONE, TWO), ()), ContextText(PREFIX, (), ()), TEXT):
+        chunks = ChunkMemory()
+        for _ in range(2):
+            cache, reuse = read(decoder, spelling, text, chunks)
+            assert torch.allclose(logits(decoder, cache), full(decoder, text.ids), atol=1e-4)
+            assert reuse.tokens == tuple(map(len, text.contexts))
+    budget = f"{Policy.parse(spelling).schedule.__class__.__name__.lower()}()"
+    small = f"{budget} > protect(sinks=2, recent=2) > snapkv(window=2) > uniform(tokens=12)"
+    cache, _ = read(decoder, small)
+    assert all(sum(heads) <= 24 for heads in cache.lengths())
+
+
 def test_bad_values_and_models_are_refused(decoder: Decoder) -> None:
     for make in (
         lambda: Blended(recompute=1.5),
         lambda: Parallel(temperature=0.0),
+        lambda: Crafted(alpha=-1.0),
+        lambda: Crafted(renewed=1.1),
+        lambda: Anchored(entropy=2.0),
+        lambda: Anchored(anchors=1),
         lambda: Parallel(scale=1.1),
         lambda: ChunkMemory(0),
     ):
         with pytest.raises(BadParameter):
             make()
     sliding = Decoder(tiny("gemma3", layers=3))
-    for spelling in ("cacheblend", "ape"):
+    for spelling in ("cacheblend", "ape", "cachecraft", "kvcomm"):
         with pytest.raises(ModelError, match="sliding windows"):
             read(sliding, spelling)

@@ -29,16 +29,21 @@ def blended(
     share: float,
     choice: int = 1,
     num_exact: int = 0,
+    given: Sequence[int] | None = None,
 ):
     """Keys (rotated), values by layer and token, and the tokens that went through all layers.
 
     Args:
         held: by layer.
         num_exact: first tokens, which are held and never chosen.
+        given: tokens that go through all layers, in place of a choice.
     """
     size, radians = module.config.head_dim, module.model.rotary_emb.inv_freq.tolist()
     states = {n: module.model.embed_tokens.weight[token] for n, token in enumerate(ids)}
     chosen, found = list(range(len(ids))), []
+    if given is not None:
+        chosen = sorted(given)
+        states, choice = {n: states[n] for n in chosen}, -1
     for index, layer in enumerate(module.model.layers):
         attention = layer.self_attn
         rows: list[Any] = [None] * len(ids)

@@ -1,4 +1,5 @@
 from .chunk_entries import ChunkEntries as ChunkEntries
+from .chunk_entries import ChunkProfile as ChunkProfile
 from .forms._shared_entries import LOWER as LOWER
 from .forms._shared_entries import UPPER as UPPER
 from .forms._shared_entries import slerp as slerp

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ from larder.core.errors import CacheError
 from larder.core.spec import ModelSpec
 from larder.core.types import Keys, Values
 from larder.ops.rope import rerotate
+
+TINY = 1e-30  # of a chunk without attention to itself
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,12 @@ class ChunkEntries:
         keys, values = map(tuple, sides)
         return ChunkEntries(keys, values, self.start)
 
+    def slice(self, start: int, stop: int) -> ChunkEntries:
+        """Copies of the tokens [start, stop), counted from the first."""
+        keys = tuple(side[:, start:stop].clone() for side in self.keys)
+        values = tuple(side[:, start:stop].clone() for side in self.values)
+        return ChunkEntries(keys, values, self.start + start)
+
     def to(self, device: torch.device | str) -> ChunkEntries:
         """Entries on a device; the same tensors where they are on it."""
         sides = ([side.to(device) for side in both] for both in (self.keys, self.values))
@@ -116,6 +125,58 @@ class ChunkEntries:
         for store, keys, values in zip(cache.stores, self.keys, self.values, strict=True):
             store.append(keys, values, positions)
         cache.advance(self.num_tokens)
+
+
+@dataclass(frozen=True)
+class ChunkProfile:
+    """Attention of a chunk's tokens, in the text that it was read in, by layer (Cache-Craft).
+
+    Args:
+        before: token ids of the chunks before it, in order.
+        inter: attention to each of them, summed over tokens and averaged over heads.
+        intra: attention to the chunk itself.
+        tokens: attention of each token to all chunks before it, summed over layers.
+    """
+
+    before: tuple[tuple[int, ...], ...]
+    inter: tuple[tuple[float, ...], ...]
+    intra: tuple[float, ...]
+    tokens: tuple[float, ...]
+
+    def impact(self) -> float:
+        """How much the chunk looks at others: the sigmoid of outer over inner attention, each per
+        pair of tokens.
+        """
+        count = len(self.tokens)
+        sizes = [count * len(ids) for ids in self.before]
+        outer = [sum(m / size for m, size in zip(row, sizes, strict=True)) for row in self.inter]
+        inner = [mass / count**2 for mass in self.intra]
+        return 1 / (1 + math.exp(-sum(outer) / max(sum(inner), TINY)))
+
+    def overlap(self, now: Sequence[tuple[int, ...]]) -> float:
+        """Share of its outer attention that chunks before it now had, less for other orders.
+
+        1 where the chunks are the same in the same order, or it had none and has none.
+        """
+        if tuple(now) == self.before:
+            return 1.0
+        masses = [sum(row[place] for row in self.inter) for place in range(len(self.before))]
+        if sum(masses) <= 0:
+            return 0.0
+        again = [place for place, ids in enumerate(self.before) if ids in now]
+        places = [list(now).index(self.before[place]) for place in again]
+        pairs = [(one, other) for at, one in enumerate(places) for other in places[at + 1 :]]
+        swapped = sum(one > other for one, other in pairs) / max(len(pairs), 1)
+        return sum(masses[place] for place in again) / sum(masses) * (1 - swapped)
+
+    def share(self, now: Sequence[tuple[int, ...]], alpha: float) -> float:
+        """Share of the chunk's tokens to compute again behind the chunks `now`, in [0, 1]."""
+        return min(max(alpha * self.impact() * (1 - self.overlap(now)), 0.0), 1.0)
+
+    def most_outward(self, count: int) -> list[int]:
+        """Indices of the tokens with most attention to the chunks before, ascending."""
+        order = sorted(range(len(self.tokens)), key=lambda token: -self.tokens[token])
+        return sorted(order[:count])
 
 
 def concatenate(chunks: Sequence[ChunkEntries]) -> ChunkEntries:

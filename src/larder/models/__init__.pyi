@@ -15,6 +15,7 @@ from .calibration import MEASUREMENTS as MEASUREMENTS
 from .calibration import calibrate as calibrate
 from .captured_steps import CapturedSteps as CapturedSteps
 from .captured_steps import describe_steps as describe_steps
+from .chunk_recompute import recompute_tokens as recompute_tokens
 from .decode_graph import CudaGraphCapture as CudaGraphCapture
 from .decode_graph import DecodeGraphs as DecodeGraphs
 from .decode_graph import EagerCapture as EagerCapture
@@ -44,6 +45,13 @@ from .kv_cost import LLAMA_3_1_8B as LLAMA_3_1_8B
 from .kv_cost import QWEN_3_0_6B as QWEN_3_0_6B
 from .kv_cost import KVSource as KVSource
 from .kv_cost import ModelShape as ModelShape
+from .layer_reuse import LayerRange as LayerRange
+from .layer_reuse import RangeProfile as RangeProfile
+from .layer_reuse import SharedReading as SharedReading
+from .layer_reuse import pareto_ranges as pareto_ranges
+from .layer_reuse import range_profiles as range_profiles
+from .layer_reuse import receive_reading as receive_reading
+from .layer_reuse import share_reading as share_reading
 from .learned_weights import PACKAGED as PACKAGED
 from .learned_weights import Card as Card
 from .learned_weights import LayerTensors as LayerTensors
@@ -81,6 +89,7 @@ from .measurements.sensitivity import block_mask as block_mask
 from .measurements.sensitivity import layer_similarities as layer_similarities
 from .measurements.squeeze import SqueezeMeasurement as SqueezeMeasurement
 from .measurements.streaming_error import StreamingError as StreamingError
+from .measurements.utility import Utility as Utility
 from .packaged import ADAPTER_WEIGHTS as ADAPTER_WEIGHTS
 from .packaged import PACKAGED_MODELS as PACKAGED_MODELS
 from .page_use import PageUse as PageUse

@@ -101,7 +101,7 @@ def blend(
     ids = [token for piece in pieces for token in piece.ids]
     if not 0 <= share <= 1 or not ids:
         raise BadParameter(f"blend needs tokens and a share in [0, 1], got {len(ids)} and {share}.")
-    _check(decoder.spec)
+    check_blendable(decoder.spec)
     fusion = _Fusion(decoder.spec, pieces, share, num_exact)
     layer = decoder.body.layers[SELECTION_LAYER]
     hooks = [layer.register_forward_pre_hook(fusion.choose, with_kwargs=True)]
@@ -125,7 +125,7 @@ class _Fusion:
         self._spec, self._share, self._num_exact = spec, share, num_exact
         flags = [torch.full((len(one.ids),), one.entries is None) for one in pieces]
         self._is_new = torch.cat(flags).to(spec.device)
-        self._keys, self._values = _joined_layers(spec, pieces)
+        self._keys, self._values = joined_layers(spec, pieces)
         self.chosen = torch.arange(len(self._is_new), device=spec.device)
         self.deviations = torch.zeros(len(self._is_new), device=spec.device)
         self._is_choosing = False
@@ -154,13 +154,13 @@ class _Fusion:
             pass
         finally:
             self._is_choosing = False
-        args, options = _select_states(args, options, self.chosen)
-        return _select_positions(args, options, self.chosen)
+        args, options = select_states(args, options, self.chosen)
+        return select_positions(args, options, self.chosen)
 
     def narrow(self, layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Hook of a deeper layer: narrow its positions to those of the selected tokens."""
         del layer
-        return _select_positions(args, options, self.chosen)
+        return select_positions(args, options, self.chosen)
 
     def entries(self) -> ChunkEntries:
         """All keys and values."""
@@ -180,7 +180,7 @@ class _Fusion:
         self._keys[layer], self._values[layer] = keys.clone(), values.clone()
 
 
-def _joined_layers(
+def joined_layers(
     spec: ModelSpec, pieces: Sequence[ContextChunk]
 ) -> tuple[list[Keys], list[Values]]:
     """Keys and values of all chunks by layer, keys rotated to their new positions; zeros if new."""
@@ -203,7 +203,7 @@ def _joined_layers(
     return keys, values
 
 
-def _select_states(
+def select_states(
     args: tuple[Any, ...], options: dict[str, Any], chosen: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of a layer, hidden states restricted to the selected tokens."""
@@ -212,7 +212,7 @@ def _select_states(
     return args, options | {"hidden_states": options["hidden_states"][:, chosen]}
 
 
-def _select_positions(
+def select_positions(
     args: tuple[Any, ...], options: dict[str, Any], chosen: Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of a layer, positions restricted to the selected tokens."""
@@ -224,7 +224,8 @@ def _select_positions(
     return args, narrow
 
 
-def _check(spec: ModelSpec) -> None:
+def check_blendable(spec: ModelSpec) -> None:
+    """Raise ModelError if chunks cannot be moved in the cache of a model."""
     if spec.recurrent or len(spec.managed) < len(spec.layers):
         raise ModelError(
             "Chunks cannot be blended for a model with sliding windows, recurrent layers or layers "

@@ -3,6 +3,7 @@ from .base import ContextText as ContextText
 from .base import no_progress as no_progress
 from .base import run_steps as run_steps
 from .base import split_blocks as split_blocks
+from .contexts import ChunkAnchor as ChunkAnchor
 from .contexts import ChunkMemory as ChunkMemory
 from .contexts import ChunkSource as ChunkSource
 from .contexts import NoChunks as NoChunks
@@ -12,12 +13,17 @@ from .eviction_pass import EvictionPass as EvictionPass
 from .eviction_pass import ScoringPhase as ScoringPhase
 from .eviction_pass import SharedLayerScores as SharedLayerScores
 from .eviction_pass import rotate_to_cache_positions as rotate_to_cache_positions
+from .gradients import gradient_inputs as gradient_inputs
 from .memory import PeakMemoryMeter as PeakMemoryMeter
 from .reader import PrefillReader as PrefillReader
 from .reader import PrefillSequence as PrefillSequence
 from .reader import with_drafts as with_drafts
+from .schedules.anchored import Anchored as Anchored
+from .schedules.anchored import changes as changes
+from .schedules.anchored import estimate as estimate
 from .schedules.blended import Blended as Blended
 from .schedules.blockwise import Blockwise as Blockwise
+from .schedules.crafted import Crafted as Crafted
 from .schedules.episodic import Episodic as Episodic
 from .schedules.episodic import Together as Together
 from .schedules.layerwise_narrowing import NarrowingShape as NarrowingShape

@@ -10,8 +10,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from larder.cache.chunk_entries import ChunkEntries
+from larder.cache.chunk_entries import ChunkEntries, ChunkProfile
 from larder.cache.sequence import SequenceCache
 from larder.core.arguments import check_count
 from larder.core.errors import ModelError
@@ -22,6 +23,9 @@ from larder.models.forward_batch import BatchSegment
 
 BLOCK_TOKENS = 1024  # bounds activations; blocks of any size give the same entries
 DEFAULT_SOURCE_BYTES = 2**30
+# What a chunk is held as, its prefix, its tokens or its place, and the chunks it was read behind.
+ChunkKey = tuple[object, ...]
+APART, VARIANT, ANCHOR = "apart", "variant", "anchor"
 
 
 class ChunkSource(ABC):
@@ -44,6 +48,61 @@ class ChunkSource(ABC):
         Args:
             cache: dense cache that has read prefix and chunk; it is read, not changed.
         """
+
+    def variants(
+        self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
+    ) -> list[ChunkVariant]:
+        """Entries of a chunk as they were in texts, behind other chunks; none by default."""
+        del spec, prefix, ids
+        return []
+
+    def add_variant(
+        self, prefix: tuple[int, ...], ids: tuple[int, ...], variant: ChunkVariant
+    ) -> None:
+        """Keep a chunk as it was in a text; by default it is left out."""
+        del prefix, ids, variant
+
+    def anchors(self, spec: ModelSpec, prefix: tuple[int, ...], place: int) -> list[ChunkAnchor]:
+        """Chunks whose change at a place among contexts is known; none by default."""
+        del spec, prefix, place
+        return []
+
+    def add_anchor(self, prefix: tuple[int, ...], place: int, anchor: ChunkAnchor) -> None:
+        """Keep the change of a chunk at a place among contexts; by default it is left out."""
+        del prefix, place, anchor
+
+
+@dataclass(frozen=True)
+class ChunkVariant:
+    """Chunk as it was in a text.
+
+    Args:
+        entries: computed behind the chunks that `profile` names.
+        profile: what its tokens attended to there.
+    """
+
+    entries: ChunkEntries
+    profile: ChunkProfile
+
+
+@dataclass(frozen=True)
+class ChunkAnchor:
+    """Chunk read behind its prefix, and how its entries changed behind other contexts.
+
+    Args:
+        ids: its tokens.
+        base: entries behind the prefix.
+        change: what was added to them in a text, keys rotated as those of `base`.
+    """
+
+    ids: tuple[int, ...]
+    base: ChunkEntries
+    change: ChunkEntries
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return self.base.nbytes + self.change.nbytes
 
 
 class NoChunks(ChunkSource):
@@ -77,13 +136,13 @@ class ChunkMemory(ChunkSource):
     def __init__(self, max_bytes: int = DEFAULT_SOURCE_BYTES) -> None:
         check_count("max_bytes", max_bytes)
         self._max_bytes = max_bytes
-        self._held = OrderedDict[tuple[tuple[int, ...], tuple[int, ...]], ChunkEntries]()
+        self._held = OrderedDict[ChunkKey, ChunkEntries | ChunkVariant | ChunkAnchor]()
         self._spec: ModelSpec | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of all entries."""
-        return sum(entries.nbytes for entries in self._held.values())
+        return sum(map(_held_bytes, self._held.values()))
 
     def find(
         self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
@@ -93,24 +152,57 @@ class ChunkMemory(ChunkSource):
         Raises:
             ModelError: the chunks are of another model.
         """
+        found = self._all(spec, (APART, prefix, ids))
+        entries = found[0] if found else None
+        return entries if isinstance(entries, ChunkEntries) else None
+
+    def add(self, prefix: tuple[int, ...], ids: tuple[int, ...], cache: SequenceCache) -> None:
+        """Keep the entries of a chunk, unless they alone exceed the limit."""
+        self._hold((APART, prefix, ids), ChunkEntries.of(cache, len(prefix), cache.next_position))
+
+    def variants(
+        self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
+    ) -> list[ChunkVariant]:
+        found = self._all(spec, (VARIANT, prefix, ids))
+        return [own for own in found if isinstance(own, ChunkVariant)]
+
+    def add_variant(
+        self, prefix: tuple[int, ...], ids: tuple[int, ...], variant: ChunkVariant
+    ) -> None:
+        self._hold((VARIANT, prefix, ids, *variant.profile.before), variant)
+
+    def anchors(self, spec: ModelSpec, prefix: tuple[int, ...], place: int) -> list[ChunkAnchor]:
+        found = self._all(spec, (ANCHOR, prefix, (place,)))
+        return [own for own in found if isinstance(own, ChunkAnchor)]
+
+    def add_anchor(self, prefix: tuple[int, ...], place: int, anchor: ChunkAnchor) -> None:
+        self._hold((ANCHOR, prefix, (place,), anchor.ids), anchor)
+
+    def _all(
+        self, spec: ModelSpec, key: ChunkKey
+    ) -> list[ChunkEntries | ChunkVariant | ChunkAnchor]:
+        """What is held under keys that begin so, most recently used from now on."""
         if self._spec is not None and self._spec is not spec:
             raise ModelError(
                 "A ChunkMemory holds chunks of one loaded model, but another one reads through it: "
                 "make one for each model."
             )
         self._spec = spec
-        if (found := self._held.get((prefix, ids))) is not None:
-            self._held.move_to_end((prefix, ids))
-        return found
+        keys = [own for own in self._held if own[: len(key)] == key]
+        for own in keys:
+            self._held.move_to_end(own)
+        return [self._held[own] for own in keys]
 
-    def add(self, prefix: tuple[int, ...], ids: tuple[int, ...], cache: SequenceCache) -> None:
-        """Keep the entries of a chunk, unless they alone exceed the limit."""
-        entries = ChunkEntries.of(cache, len(prefix), cache.next_position)
-        if entries.nbytes > self._max_bytes:
+    def _hold(self, key: ChunkKey, chunk: ChunkEntries | ChunkVariant | ChunkAnchor) -> None:
+        if _held_bytes(chunk) > self._max_bytes:
             return
-        self._held[prefix, ids] = entries
+        self._held[key] = chunk
         while self.nbytes > self._max_bytes:
             self._held.popitem(last=False)
+
+
+def _held_bytes(chunk: ChunkEntries | ChunkVariant | ChunkAnchor) -> int:
+    return chunk.entries.nbytes if isinstance(chunk, ChunkVariant) else chunk.nbytes
 
 
 class ChunkReader:

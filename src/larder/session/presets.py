@@ -57,8 +57,11 @@ its paper's IceCache (P). Where a paper does not say that its first layers are s
 `mpcache` shares what is found between two layers, as its paper; a model of few layers, in which
 only one looks facts up, loses much by it: there take `mpcache(layers=1)`.
 
-`cacheblend` and `ape` are for questions about several contexts, of which some were read before;
-without contexts both are `full`.
+`cacheblend`, `cachecraft`, `kvcomm` and `ape` are for questions about several contexts, of which
+some were read before; without contexts they are `full`.
+
+`lukv` takes the score and the protection of kvpress' LUKVPress; its curves are measured of the
+model once. `kvgrad` drops as KVgradPress does, over all layers and heads together.
 
 Checked against released code: `rocketkv` (window 32, kernel 63, exponent of the cut; its ratio
 there follows from what the cut left, here it is 6), `mpcache` (clusters, shares within, slant;
@@ -76,6 +79,8 @@ from collections.abc import Mapping
 PRESETS: Mapping[str, str] = {
     "full": "whole() > unlimited()",
     "cacheblend": "blended() > unlimited()",
+    "cachecraft": "crafted() > unlimited()",
+    "kvcomm": "anchored() > unlimited()",
     "ape": "parallel() > unlimited()",
     "epicache": (
         'episodes() > episodic() > protect(sinks=0, recent=0) > patched(prompt="episode") > '
@@ -189,6 +194,8 @@ PRESETS: Mapping[str, str] = {
     ),
     "prefixkv": "whole() > snapkv() > mean() > layer_mean() > prefixkv()",
     "dynamickv": "whole() > protect(sinks=0, recent=0) > snapkv(window=8) > dynamic()",
+    "lukv": "whole() > protect(sinks=4, recent=1) > expected(epsilon=0.02) > lukv()",
+    "kvgrad": "whole() > protect(sinks=4, recent=0) > kvgrad() > global()",
     "headkv": "whole() > protect(sinks=0, recent=32) > snapkv() > headkv()",
     "compresskv": (
         "whole() > protect(sinks=0, recent=0) > "

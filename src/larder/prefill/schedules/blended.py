@@ -15,24 +15,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
-from larder.core.errors import BadParameter, UsageError
-from larder.core.spelling import spell
+from larder.core.errors import BadParameter
 from larder.models.cacheblend import ContextChunk, blend
-from larder.prefill.base import ContextReuse, ContextText, Schedule, Steps
+from larder.prefill.base import ContextReuse, ContextText, Steps
 from larder.prefill.contexts import (
     ChunkReader,
     ChunkSource,
-    check_chunkable,
     nbytes_of,
 )
 from larder.prefill.reader import PrefillReader, PrefillSequence
-from larder.prefill.schedules.whole import Whole
+from larder.prefill.schedules._chunked import ChunkedSchedule
 
 
 @dataclass(frozen=True)
-class Blended(Schedule):
+class Blended(ChunkedSchedule):
     """Contexts read apart, with a share of their tokens recomputed in place (CacheBlend).
 
     Args:
@@ -41,7 +38,6 @@ class Blended(Schedule):
     """
 
     recompute: float = 0.15
-    cache_form: ClassVar[str] = "blended"
 
     def __post_init__(self) -> None:
         if not 0 <= self.recompute <= 1:
@@ -49,15 +45,10 @@ class Blended(Schedule):
                 f"blended.recompute must be a share in [0, 1], got {self.recompute}."
             )
 
-    def steps(
-        self, reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]
-    ) -> Steps[None]:
-        return Whole().steps(reader, lanes, ids)
-
     def context_steps(
         self, reader: PrefillReader, lane: PrefillSequence, text: ContextText, source: ChunkSource
     ) -> Steps[ContextReuse]:
-        self._check(reader)
+        self.check(reader)
         ids, total = text.ids, len(text.ids)
         chunks, done = ChunkReader(reader.decoder, text.prefix, source), len(text.prefix)
         pieces, is_known = list[ContextChunk](), list[bool]()
@@ -69,8 +60,7 @@ class Blended(Schedule):
             is_known.append(found)
             done += len(own)
             yield done, total
-        tail = max(1, len(text.suffix), reader.planner.scorer.protected_tokens().last)
-        pieces = _cut(pieces, total - tail)
+        pieces = _cut(pieces, self.reused_tokens(reader, text))
         recomputed = 0
         if pieces:
             blended = blend(reader.decoder, pieces, self.recompute, len(text.prefix))
@@ -86,23 +76,6 @@ class Blended(Schedule):
         lengths = tuple(map(len, text.contexts))
         behind = max(0, len(rest) - len(text.suffix))  # the last context, read as usual
         return ContextReuse(lengths, tuple(is_known), min(sum(lengths), recomputed + behind))
-
-    def _check(self, reader: PrefillReader) -> None:
-        """Check that the policy can plan without having observed every token.
-
-        Raises:
-            ModelError: the model's layers do not hold entries of their own.
-            UsageError: it cannot.
-        """
-        check_chunkable(reader.decoder.spec, spell(self))
-        planner = reader.planner
-        if reader.quotas and (planner.has_state or planner.observes_whole_text):
-            raise UsageError(
-                f"{spell(planner.scorer)} observes every token of a text, but {spell(self)} does "
-                "not compute those of known contexts: take a scorer that looks at keys, at the "
-                "last queries or at a prompt behind the text (snapkv(), keydiff(), "
-                "reconstruct()), or unlimited()."
-            )
 
 
 def _cut(pieces: Sequence[ContextChunk], count: int) -> list[ContextChunk]:

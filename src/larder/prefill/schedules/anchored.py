@@ -1,0 +1,165 @@
+"""Contexts read apart, corrected by how earlier contexts changed at the same place (KVCOMM).
+
+Ye et al., "KVCOMM: Online Cross-context KV-cache Communication for Efficient LLM-based Multi-agent
+Systems" (2025), arXiv:2510.12872. A context is read once behind the prefix (its base). At a place
+among the contexts, entries differ from the rotated base by a change, and like contexts change
+alike: an anchor holds base and change of a context that was computed in full there. A new context
+takes the changes of the anchors, weighted for each token and layer by a softmax of the negative
+distance of its base from theirs, for keys and values apart. It is computed in full, and becomes an
+anchor itself, if there are fewer than two anchors that are as long, or if they are all as near:
+if the entropy of the softmax of their negative distances exceeds `entropy` x log2 of their number.
+
+Differences: agents and placeholders are places among contexts; what stands behind the contexts is
+read, where the released code changes it as well; a context that is an anchor takes its own change
+alone; distances are L2 norms over heads and channels, in the mean over tokens and layers where
+anchors are judged (inferred); the least recently used anchor leaves a `ChunkMemory`, and of more
+than `anchors` the latest count. The first context stands where its base was read, and is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.cache.chunk_entries import ChunkEntries
+from larder.core.errors import BadParameter
+from larder.core.spec import ModelSpec
+from larder.models.cacheblend import ContextChunk
+from larder.models.chunk_recompute import recompute_tokens
+from larder.prefill.base import ContextReuse, ContextText, Steps
+from larder.prefill.contexts import ChunkAnchor, ChunkReader, ChunkSource
+from larder.prefill.reader import PrefillReader, PrefillSequence
+from larder.prefill.schedules._chunked import ChunkedSchedule
+
+FEWEST = 2  # anchors that a change is estimated from
+
+
+@dataclass(frozen=True)
+class Anchored(ChunkedSchedule):
+    """Contexts read apart, changed as anchors changed at their places (KVCOMM).
+
+    Args:
+        entropy: most entropy of the anchors' weights, as a share of that of equal weights.
+        anchors: most anchors of a place that count.
+    """
+
+    entropy: float = 0.3
+    anchors: int = 20
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.entropy <= 1:
+            raise BadParameter(f"anchored.entropy must be a share in [0, 1], got {self.entropy}.")
+        if self.anchors < FEWEST:
+            raise BadParameter(f"anchored.anchors must be {FEWEST} or more, got {self.anchors}.")
+
+    def context_steps(
+        self, reader: PrefillReader, lane: PrefillSequence, text: ContextText, source: ChunkSource
+    ) -> Steps[ContextReuse]:
+        self.check(reader)
+        spec, limit = reader.decoder.spec, self.reused_tokens(reader, text)
+        chunks = ChunkReader(reader.decoder, text.prefix, source)
+        pieces, bases = list[ContextChunk](), dict[int, tuple[int, int, ChunkEntries]]()
+        if (prefix := chunks.prefix()) is not None:
+            kept = min(len(text.prefix), limit)
+            pieces.append(ContextChunk(text.prefix[:kept], prefix.first(kept)))
+        is_known, chosen, again, start = list[bool](), list[int](), 0, min(len(text.prefix), limit)
+        for place, ids in enumerate(text.contexts):
+            base, found = chunks.chunk(ids)
+            count = max(0, min(len(ids), limit - start))
+            changed = base if place == 0 else None
+            if place:
+                known = source.anchors(spec, text.prefix, place)[-self.anchors :]
+                changed = estimate(ids, base, known, self.entropy)
+            if changed is None:
+                bases[place] = start, start + count, base
+                chosen += range(start, start + count)
+                again += count * found
+            entries = None if changed is None else changed.first(count)
+            pieces.append(ContextChunk(ids[:count], entries))
+            is_known.append(found)
+            start += count
+            yield start, len(text.ids)
+        rows = torch.tensor(chosen, dtype=torch.int64, device=spec.device)
+        entries = recompute_tokens(reader.decoder, pieces, rows).entries
+        for place, (first, stop, base) in bases.items():
+            ids = text.contexts[place]
+            if stop - first == len(ids):
+                change = changes(entries.slice(first, stop), base, spec)
+                source.add_anchor(text.prefix, place, ChunkAnchor(ids, base, change))
+        return (yield from self.finish(reader, lane, text, entries, is_known, again))
+
+
+def changes(entries: ChunkEntries, base: ChunkEntries, spec: ModelSpec) -> ChunkEntries:
+    """What was added to the entries of a chunk; keys rotated as those of `base`."""
+    moved = entries.moved_to(base.start, spec)
+    keys = tuple(a - b for a, b in zip(moved.keys, base.keys, strict=True))
+    values = tuple(a - b for a, b in zip(moved.values, base.values, strict=True))
+    return ChunkEntries(keys, values, base.start)
+
+
+def estimate(
+    ids: tuple[int, ...], base: ChunkEntries, known: Sequence[ChunkAnchor], entropy: float
+) -> ChunkEntries | None:
+    """Entries of a chunk with the change that anchors foretell; None if they foretell none.
+
+    Args:
+        ids: tokens of the chunk.
+        entropy: as in `Anchored`.
+    """
+    count = base.num_tokens
+    same = [anchor for anchor in known if anchor.ids == ids]
+    anchors = same or [anchor for anchor in known if anchor.base.num_tokens >= count]
+    if not same:
+        if len(anchors) < FEWEST:
+            return None
+        away = torch.tensor([_mean_distance(base, anchor.base) for anchor in anchors])
+        weights = (-away).softmax(0)
+        bits = float(torch.special.entr(weights).sum()) / math.log(2)
+        if bits > entropy * math.log2(len(anchors)):
+            return None
+    keys, values = (
+        tuple(
+            own + _weighted(own, [_sides(a.base, side)[layer] for a in anchors],
+                            [_sides(a.change, side)[layer] for a in anchors])
+            for layer, own in enumerate(_sides(base, side))
+        )
+        for side in ("keys", "values")
+    )  # fmt: skip
+    return ChunkEntries(keys, values, base.start)
+
+
+def _sides(entries: ChunkEntries, side: str) -> tuple[Float[Tensor, "K N D"], ...]:
+    return entries.keys if side == "keys" else entries.values
+
+
+def _weighted(
+    own: Float[Tensor, "K N D"],
+    bases: Sequence[Float[Tensor, "K M D"]],
+    added: Sequence[Float[Tensor, "K M D"]],
+) -> Float[Tensor, "K N D"]:
+    """Changes of one layer and side, weighted by nearness of each token's base."""
+    count = own.shape[1]
+    away = torch.stack(
+        [(own - base[:, :count]).float().square().sum((0, 2)).sqrt() for base in bases]
+    )  # [A, N]
+    weights = (-away).softmax(0)[:, None, :, None]
+    parts = torch.stack([one[:, :count].float() for one in added])  # [A, K, N, D]
+    return (weights * parts).sum(0).to(own.dtype)
+
+
+def _mean_distance(one: ChunkEntries, other: ChunkEntries) -> float:
+    """Distance of the values of two chunks, in the mean over tokens and layers."""
+    count = one.num_tokens
+    away = [
+        (own - base[:, :count]).float().square().sum((0, 2)).sqrt().mean()
+        for own, base in zip(one.values, other.values, strict=True)
+    ]
+    return float(torch.stack(away).mean())
+
+
+Part = Anchored

@@ -1,0 +1,95 @@
+"""A reading handed from one model to another of its shape, a range of layers computed anew."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from larder.cache import ChunkEntries, SequenceCache
+from larder.core import Mode, ModelError
+from larder.models import (
+    BatchSegment,
+    Decoder,
+    RangeProfile,
+    pareto_ranges,
+    range_profiles,
+    receive_reading,
+    share_reading,
+)
+from larder.models.tiny import tiny
+from model_runs import some_ids
+
+IDS, BEHIND = some_ids(18, seed=1), some_ids(9, seed=2)
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Decoder, Decoder]:
+    """A model and one whose weights are a little different."""
+    one, other = tiny("qwen3", layers=4), tiny("qwen3", layers=4)
+    source = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=source)
+    return Decoder(one), Decoder(other)
+
+
+def own_reading(decoder: Decoder) -> ChunkEntries:
+    cache = SequenceCache(decoder.spec, "dense")
+    decoder.read([BatchSegment(cache, IDS)], Mode.APPEND)
+    return ChunkEntries.of(cache, 0, len(IDS))
+
+
+def test_all_layers_are_the_receivers_own_reading_and_none_a_copy(pair) -> None:
+    sender, receiver = pair
+    reading = share_reading(sender, IDS, (0, 2))
+    whole, own = receive_reading(receiver, reading, (0, 4)), own_reading(receiver)
+    for side, expected in zip((*whole.keys, *whole.values), (*own.keys, *own.values), strict=True):
+        torch.testing.assert_close(side, expected, atol=1e-4, rtol=1e-4)
+    copied = receive_reading(receiver, reading, (0, 0))
+    sent = own_reading(sender)
+    assert all(torch.equal(a, b) for a, b in zip(copied.keys, sent.keys, strict=True))
+
+
+def test_a_range_goes_on_from_the_senders_states(pair) -> None:
+    """Layers of the receiver, one by one, behind the first two of the sender."""
+    sender, receiver = pair
+    got = receive_reading(receiver, share_reading(sender, IDS, (2,)), (2, 3))
+    sent, own = own_reading(sender), own_reading(receiver)
+    assert torch.equal(got.values[1], sent.values[1]) and torch.equal(got.keys[3], sent.keys[3])
+    with torch.no_grad():
+        ids = torch.tensor([IDS])
+        sender.module.set_attn_implementation("eager")
+        states = sender.module.base_model(ids, output_hidden_states=True).hidden_states[2]
+        sender.module.set_attn_implementation("larder")
+        layer = receiver.module.base_model.layers[2]
+        values = layer.self_attn.v_proj(layer.input_layernorm(states))[0]
+    expected = values.view(len(IDS), 2, -1).transpose(0, 1)
+    torch.testing.assert_close(got.values[2], expected, atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(got.values[2], own.values[2], atol=1e-3)
+    assert not torch.allclose(got.values[2], sent.values[2], atol=1e-3)
+
+
+def test_divergence_falls_between_a_copy_and_all_layers(pair) -> None:
+    ranges = [(0, 0), (0, 2), (2, 4), (1, 4), (0, 4)]
+    profiles = range_profiles(*pair, IDS, BEHIND, ranges)
+    away = {own.layers: own.divergence for own in profiles}
+    assert away[0, 4] == pytest.approx(0, abs=1e-8)
+    assert away[0, 0] > 0 and all(away[one] < 2 * away[0, 0] for one in ranges)
+    best = pareto_ranges(profiles)
+    assert best[0].layers == (0, 0) and best[-1].layers == (0, 4)
+    assert [own.num_layers for own in best] == sorted(own.num_layers for own in best)
+
+
+def test_ranges_that_another_beats_are_left_out() -> None:
+    made = [((0, 0), 0.9), ((0, 1), 1.0), ((1, 2), 0.5), ((0, 2), 0.5), ((1, 3), 0.2)]
+    profiles = [RangeProfile(*one) for one in made]
+    assert [own.layers for own in pareto_ranges(profiles)] == [(0, 0), (1, 2), (1, 3)]
+
+
+def test_other_shapes_and_missing_states_are_refused(pair) -> None:
+    sender, receiver = pair
+    reading = share_reading(sender, IDS, (2,))
+    with pytest.raises(ModelError, match="needs the sender's states"):
+        receive_reading(receiver, reading, (1, 3))
+    with pytest.raises(ModelError, match="not those of the receiver"):
+        receive_reading(Decoder(tiny("qwen3", layers=3)), reading, (2, 3))
