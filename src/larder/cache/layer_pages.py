@@ -177,7 +177,7 @@ class PageLease:
         """Pages that other leases hold too."""
         return sum(map(self.pool.is_shared, self.pages))
 
-    def reserve(self, room: int | IntArray) -> None:
+    def reserve(self, room: int | Int64[np.ndarray, " K"]) -> None:
         """Have pages for `room` more entries in each head, which no other lease reads.
 
         Raises:
@@ -216,7 +216,7 @@ class PageLease:
         places = np.arange(len(heads)) + np.repeat(firsts - counts.cumsum() + counts, counts)
         return self.table[heads, places // size].astype(np.int64) * size + places % size
 
-    def count(self, entries: int | IntArray) -> None:
+    def count(self, entries: int | Int64[np.ndarray, " K"]) -> None:
         """Count entries that were appended to each head within its pages."""
         self.lengths = self.lengths + entries
         self._room -= int(np.max(entries))
