@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from _pairs import KVPRESS, LARDER, PeerPair
 
-KVZIP, KVGRAD = "KVzipPress()", "KVgradPress()"
-REPEATING = (KVZIP, KVGRAD)  # presses that have the context repeated
+KVZIP = "KVzipPress()"
+KVCOMPOSE = "KVComposePress()"
+# Presses whose weights come from a hub; here they are given Larder's.
+Q_FILTERS, KVZAP = "QFilterPress()", 'KVzapPress(model_type="linear")'
 _SNAPKV = 'snapkv(window=64, kernel=5, pool="mean")'
 _EXPECTED = "expected(future=512, sinks=4, epsilon={})"
 
@@ -48,8 +50,15 @@ EQUAL_PAIRS = (
     _equal("ChunkKVPress(SnapKVPress())", f"{_SNAPKV} > layer_mean() > chunk(size=20) > uniform()"),
     _equal("LeverageScorePress()", "leverage(sketch=48) > uniform()"),
     _equal("LeverageScorePress(sketch_dimension=64)", "leverage(sketch=64) > uniform()"),
+    _equal("CURPress()", "curdkv() > uniform()"),
+    _equal("CapPress()", "capkv() > uniform()"),
+    _equal("NonCausalAttnPress()", "non_causal() > uniform()"),
+    _equal("CompactorPress()", "compactor() > uniform()"),
+    _equal("MergingPress(SnapKVPress())", f"{_SNAPKV} > uniform() > merge_values()"),
+    _equal(Q_FILTERS, "q_filters() > uniform()"),
+    _equal(KVZAP, "kvzap() > uniform()"),
+    _equal(KVCOMPOSE, 'reconstruct(opening=0, variant="code") > group_and_layer() > composite()'),
     _equal(KVZIP, 'reconstruct(opening=4, variant="code") > global()'),
-    _equal(KVGRAD, 'kvgrad(chunk=512, opening=4, variant="code") > global()'),
 )
 
 

@@ -1,7 +1,7 @@
 """Agreement of the entries that presses of kvpress keep with those that Larder keeps.
 
     python benchmarks/peers/kept_entries.py --peer-python PATH --corpus FOLDER
-        [--model smollm2] [--tokens 1200] [--seed 0] [--out FILE] [--report FILE]
+        [--model smollm2] [--tokens 1200] [--seed 0] [--press NAME ...] [--out FILE] [--report FILE]
 
 Both sides read the same token ids of one text in float32 and keep a quarter of them. For each press
 of `_equal_pairs.py` a row has the Jaccard index of the positions that both keep, |A and B| over
@@ -17,17 +17,21 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).parent))
 
-from _equal_pairs import EQUAL_PAIRS, REPEATING, pyramid_pair
+from _equal_pairs import EQUAL_PAIRS, KVCOMPOSE, KVZIP, pyramid_pair
 from _pairs import KVPRESS, PeerPair
 
 from larder.core import Conversation
 from larder.engine import Engine
 from larder.models import PACKAGED_MODELS
+from larder.models.calibration import calibrate
 from larder.session import Policy, SizeOptions, prefill_conversation
 from larder_bench.datasets.prompt_templates import worded_chat
 from larder_bench.datasets.sources import TaskSources
@@ -89,6 +93,7 @@ def _compare(options: argparse.Namespace) -> Iterator[Row]:
     ids = list(engine.tokenizer.encode_conversation(conversation).ids)
     kept = len(ids) // 4
     pairs = [p for p in (*EQUAL_PAIRS, pyramid_pair(kept)) if p.package == KVPRESS]
+    pairs = [p for p in pairs if options.press is None or p.made in options.press]
     job = {
         "model": str(PACKAGED_MODELS[options.model].folder(options.model)),
         "dtype": "float32",
@@ -97,6 +102,10 @@ def _compare(options: argparse.Namespace) -> Iterator[Row]:
         "ids": ids,
         "kept": kept,
         "presses": [pair.made for pair in pairs],
+        "q_filters": _q_filters(engine),
+        "kvzap": str(
+            Path(str(files("larder.models"))) / "learned" / f"kvzap.{options.model}.safetensors"
+        ),
     }
     command = [options.peer_python, str(WORKER)]
     done = subprocess.run(
@@ -140,7 +149,8 @@ def larder_positions(
     """Positions that a policy keeps, with kvpress's own request to repeat the text."""
     asking = replace(conversation, question_prompt="\n\n{question}")
     request = engine.tokenizer.encode_question_about(asking, REPEAT)
-    prompts = {"repeat": request} if pair.made in REPEATING else {}
+    # KVComposePress repeats the bare text.
+    prompts = {KVZIP: {"repeat": request}, KVCOMPOSE: {"repeat": []}}.get(pair.made, {})
     memory = prefill_conversation(
         engine.runtime, conversation, Policy.parse(pair.ours), SizeOptions(kept), prompts
     )
@@ -150,6 +160,16 @@ def larder_positions(
         [sorted(own.head_positions(head).tolist()) for head in range(len(own.lengths))]
         for own in layers
     ]
+
+
+def _q_filters(engine: Engine) -> list[list[list[float]]]:
+    """Mean directions of queries, by layer and kv head."""
+    decoder = engine.loaded.decoder
+    name = "q_filters"
+    values = calibrate(decoder, engine.tokenizer.encode, frozenset({name}))[name]
+    layers = decoder.spec.layers
+    shape = len(layers), layers[0].kv_heads, -1
+    return torch.tensor(values).view(*shape).tolist()
 
 
 def _conversation(engine: Engine, options: argparse.Namespace) -> Conversation:
@@ -167,6 +187,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=1200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--press", action="append", metavar="NAME", help="only these presses")
     parser.add_argument("--report", type=Path, metavar="FILE", help="print the table of a file")
     return parser.parse_args()
 

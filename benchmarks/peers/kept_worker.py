@@ -42,6 +42,7 @@ def kept_positions(job: dict[str, Any], made: str) -> Positions:
     ids, eager = job["ids"], "eager" if EAGER in made else "sdpa"
     model = load_model(job["model"], job["dtype"], eager, "cpu")
     press = build_press(made, removed_share(job["kept"], len(ids)))
+    _give_weights(press, made, job)
     cache, whole = build_cache("DynamicCache()", model.config), dict[int, Tensor]()
 
     def record(module: Any, *_: Any) -> None:
@@ -60,6 +61,25 @@ def kept_positions(job: dict[str, Any], made: str) -> Positions:
         _positions(whole[index], _digests(cache.layers[index].keys[0]), attention)
         for index, attention in enumerate(attentions)
     ]
+
+
+def _give_weights(press: Any, made: str, job: dict[str, Any]) -> None:
+    """Give a press whose weights come from a hub those of the job in their place."""
+    if made.startswith("QFilterPress"):
+        # The press keeps the least products with its filter, the policy the largest.
+        press.q_filters = -torch.tensor(job["q_filters"])
+    elif made.startswith("KVzapPress"):
+        from kvpress.presses.kvzap_press import KVzapConfig, KVzapModel
+        from safetensors.torch import load_file
+
+        weights = load_file(job["kvzap"])
+        heads, width = weights["layers.0.weight"].shape
+        config = KVzapConfig(input_dim=width, output_dim=heads, n_modules=len(weights) // 2)
+        press.kvzap_model = KVzapModel(config)
+        press.kvzap_model.load_state_dict({name: one.float() for name, one in weights.items()})
+    else:
+        return
+    press.post_init_from_model = lambda model: None
 
 
 def _digests(keys: Tensor) -> Tensor:

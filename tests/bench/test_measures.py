@@ -10,10 +10,13 @@ import torch
 from larder import Engine
 from larder.cache import CacheLayer
 from larder.core import BadParameter
+from larder.models import wrap_model
+from larder.models.tiny import tiny
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.execution.runner import StudyRunner, parse_measure
 from larder_bench.measures.decode import StepTimings
 from larder_bench.profiling.step_profiler import StepProfiler, profile_steps
+from larder_bench.profiling.synthetic_cache import append_random_entries, random_cache
 from larder_bench.random_models import open_model
 from larder_bench.results.rows import Row, read_results
 from larder_bench.studies.model_context import ModelContext
@@ -187,3 +190,12 @@ def test_a_mean_step_is_that_of_a_whole_window() -> None:
     assert [row["step"] for row in timed.exhibits()] == ["step", "step in which entries go"]
     always = StepTimings(1, [1.0, 2.0, 4.0], [True, True, True], parts)
     assert always.mean == 2.0 and len(always.exhibits()) == 1
+
+
+def test_random_caches_hold_the_window_of_sliding_layers() -> None:
+    decoder = wrap_model(tiny("gemma3"))
+    cache = random_cache(decoder, "ragged", 16, spread=0.0, context=20)
+    for layer, lengths in zip(decoder.spec.layers, cache.lengths(), strict=True):
+        assert set(lengths) == {16 if layer.sliding_window is None else layer.sliding_window}
+    append_random_entries(decoder, [cache], 1)
+    assert cache.next_position == 21

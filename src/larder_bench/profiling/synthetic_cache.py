@@ -8,13 +8,13 @@ realistic; caches with an index get queries that search for some of these keys.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from larder.cache import SequenceCache
-from larder.core import Calibration, Ledger, Prompts, UsageError, spell
+from larder.core import Calibration, LayerSpec, Ledger, Prompts, UsageError, spell
 from larder.models import MEASUREMENTS, Decoder
 from larder.policy import WITHOUT_LIMIT, Exact
 from larder.prefill import PeakMemoryMeter
@@ -138,7 +138,8 @@ def random_cache(
     spread: float = 1.0,
     context: int | None = None,
 ) -> SequenceCache:
-    """Cache with random entries; ragged heads hold half to one and a half of `entries` each.
+    """Cache with random entries; ragged heads hold half to one and a half of `entries` each, layers
+    with a sliding window all of it.
 
     With a spread of 0 all heads have the same length. Columns of the ledger hold random numbers,
     scalars are unset.
@@ -148,8 +149,12 @@ def random_cache(
             the others are spread evenly before. None for twice the entries, which are the first.
     """
     spec, state = decoder.spec, dict[str, torch.Tensor]()
+    read = context or 2 * entries
     for layer in spec.layers:
         heads, size, name = layer.kv_heads, layer.head_dim, layer.index
+        if layer.sliding_window is not None:
+            state |= _window_state(layer, read, spec.dtype)
+            continue
         lengths = torch.full((heads,), entries)
         if form == "ragged":
             reach = round(spread * entries / 2)
@@ -166,10 +171,22 @@ def random_cache(
         places = [_positions(n, context) for n in lengths.tolist()]
         state[f"{name}.positions"] = torch.cat(places if form == "ragged" else places[:1])
     meta = SequenceCache(spec, form, ledger_for(form, ledger)).meta()
-    meta |= {"next_position": str(context or 2 * entries)}
+    meta |= {"next_position": str(read)}
     cache = SequenceCache.restore(spec, {n: t.to(spec.device) for n, t in state.items()}, meta)
     cache.reserve(64)
     return cache
+
+
+def _window_state(layer: LayerSpec, read: int, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
+    """Random entries of the last tokens of a layer with a sliding window."""
+    assert layer.sliding_window is not None
+    held = min(layer.sliding_window, read)
+    shape = layer.kv_heads, held, layer.head_dim
+    return {
+        f"{layer.index}.keys": torch.randn(shape).to(dtype),
+        f"{layer.index}.values": torch.randn(shape).to(dtype),
+        f"{layer.index}.positions": torch.arange(read - held, read, dtype=torch.int32),
+    }
 
 
 def ledger_for(form: str, ledger: Ledger) -> Ledger:
