@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -24,11 +25,11 @@ def run(seed_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a command line; the bundled model is not loaded anew each time."""
 
     def loaded(
-        name: str, device: str, dtype: str | None, adapter: str | None, mode: str
+        name: str, device: str, dtype: str | None, adapter: str | None, mode: str, **options: Any
     ) -> LoadedModel:
         if name == SEED and adapter is None:
             return seed_model
-        return load(name, device, dtype, adapter, mode)
+        return load(name, device, dtype, adapter, mode, **options)
 
     monkeypatch.setattr(question_run, "load", loaded)
 

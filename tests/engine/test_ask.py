@@ -58,7 +58,7 @@ def test_loading_an_embedder_is_setting_up_and_not_reading(loaded: LoadedModel) 
 
 def test_the_embedding_table_is_held_and_not_copied(loaded: LoadedModel) -> None:
     engine = Engine(loaded)
-    embedder = engine._load_embedder("tokens")
+    embedder = engine.runtime.embedder("tokens")
     table = loaded.decoder.embedding_table()
     held = [value for value in vars(embedder).values() if isinstance(value, torch.Tensor)]
     assert [tensor.data_ptr() for tensor in held] == [table.data_ptr()]
@@ -69,7 +69,7 @@ def test_the_table_is_not_converted_either(loaded: LoadedModel) -> None:
     engine = Engine(loaded)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(loaded.decoder), "embedding_table", lambda self: narrow)
-        embedder = engine._load_embedder("tokens")
+        embedder = engine.runtime.embedder("tokens")
     held = [value for value in vars(embedder).values() if isinstance(value, torch.Tensor)]
     assert [tensor.dtype for tensor in held] == [torch.bfloat16]
     assert embedder.embed_segments(["a dog"]).dtype.name == "float32"

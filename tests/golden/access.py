@@ -170,7 +170,9 @@ def _listening(application: Any) -> Iterator[str]:
         assert not thread.is_alive(), "the server did not stop"
 
 
-def _load(name: str, device: str, dtype: str | None, adapter: str | None, mode: str) -> LoadedModel:
+def _load(
+    name: str, device: str, dtype: str | None, adapter: str | None, mode: str, **options: Any
+) -> LoadedModel:
     if (name, device, dtype, adapter) == (SEED, "cpu", None, None):
         return bundled()
-    return load(name, device, dtype, adapter, mode)
+    return load(name, device, dtype, adapter, mode, **options)

@@ -114,8 +114,7 @@ def calibrate(
     for name in measurements or ():
         if name not in known:
             raise UnknownName(unknown_name_message("calibration", name, known))
-    with progress_bar(f"Loading {model}"):
-        loaded = load(model, device, dtype)
+    loaded = load(model, device, dtype, stage=progress_bar)
     encode = TokenizerAdapter(loaded.tokenizer).encode
     names, outcomes = measurements or known, list[CalibrationOutcome]()
     with progress_bar(f"Calibrating {model}", "measurements") as update:

@@ -167,9 +167,8 @@ def seed_model_line() -> str:
 
 def load_model(options: ModelOptions, adapter: str | None) -> LoadedModel:
     """Model of the options under an adapter."""
-    with progress_bar(f"Loading {options.model}"):
-        kind = options.device, options.dtype, adapter, options.adapter_mode
-        return load(options.model, *kind, pages=options.pages)
+    kind = options.device, options.dtype, adapter, options.adapter_mode
+    return load(options.model, *kind, pages=options.pages, stage=progress_bar)
 
 
 def engine_over(options: ModelOptions, loaded: LoadedModel) -> Engine:

@@ -88,8 +88,7 @@ def _load(model: str, device: str, dtype: str | None) -> LoadedModel:
     from larder.engine.progress_bar import progress_bar
     from larder.models.loader import load
 
-    with progress_bar(f"Loading {model}"):
-        return load(model, device, dtype)
+    return load(model, device, dtype, stage=progress_bar)
 
 
 def _labels(

@@ -53,6 +53,7 @@ from .plan import StepRule as StepRule
 from .plan import StepScore as StepScore
 from .plan import StepScoring as StepScoring
 from .plan import StepSpreading as StepSpreading
+from .progress import Progress as Progress
 from .ray_cluster import connect as connect
 from .ray_cluster import cpu_counts as cpu_counts
 from .ray_cluster import require_ray as require_ray

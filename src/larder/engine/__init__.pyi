@@ -16,6 +16,7 @@ from .constraint import regex_constraint as regex_constraint
 from .constraint import schema_constraint as schema_constraint
 from .detokenizer import CONTEXT_TOKENS as CONTEXT_TOKENS
 from .detokenizer import IncrementalDetokenizer as IncrementalDetokenizer
+from .detokenizer import discard_text as discard_text
 from .engine import Engine as Engine
 from .generate import StoppingCriteria as StoppingCriteria
 from .generate import keep_generating as keep_generating
@@ -26,6 +27,7 @@ from .log_likelihood import LikelihoodScorer as LikelihoodScorer
 from .log_likelihood import ScoredText as ScoredText
 from .log_likelihood import TokenScore as TokenScore
 from .persistence import ResumeResult as ResumeResult
+from .progress_bar import generation_progress as generation_progress
 from .progress_bar import progress_or_bar as progress_or_bar
 from .sampler import SamplingParams as SamplingParams
 from .sampler import TokenSampler as TokenSampler

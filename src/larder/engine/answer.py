@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from larder.cache.forms.rebuilt import recompute_cost
 from larder.cache.sequence import SequenceCache
+from larder.core.arguments import check_type
 from larder.core.errors import InputError
+from larder.core.progress import Progress, no_progress
 from larder.engine.detokenizer import IncrementalDetokenizer
 from larder.engine.generate import (
     ObserverFactory,
@@ -151,6 +153,7 @@ class AnswerGenerator:
         message: tuple[int, ...] = (),
         matcher: ConstraintMatcher | None = None,
         step_tokens: StepTokens = one_per_step,
+        progress: Progress = no_progress,
     ) -> GeneratedText:
         """Prefill the prompt and generate the answer; the cache keeps both, the caller truncates
         it.
@@ -162,9 +165,19 @@ class AnswerGenerator:
             stop: strings that end the answer.
             on_text: receives the text of the answer as it is generated.
             make_observer: makes the observer of each forward batch, for decode eviction.
+            progress: receives the number of tokens generated and the most to generate; at the end
+                both are those generated.
         """
         limits = StoppingCriteria(max_new_tokens, self.stop_ids)
         stream = IncrementalDetokenizer(self.tokenizer.decode, stop, on_text)
+        count = 0
+
+        def take(row: int, token: int) -> bool:
+            nonlocal count
+            count += 1
+            progress(count, max_new_tokens)
+            return stream.push(token)
+
         pages_before, work_before = cache.pages, recompute_cost(cache.stores)
         started = time.perf_counter()
         [ids] = generate(
@@ -173,7 +186,7 @@ class AnswerGenerator:
             [prompt],
             sampling,
             limits,
-            lambda row, token: stream.push(token),
+            take,
             make_observer,
             [message or prompt],
             [matcher],
@@ -181,6 +194,8 @@ class AnswerGenerator:
         )
         seconds = time.perf_counter() - started
         stream.finish()
+        if count < max_new_tokens:
+            progress(count, count)
         return GeneratedText(
             text=stream.text.strip(),
             ids=tuple(ids),
@@ -206,11 +221,13 @@ class QuestionAnswerer:
         stop: Sequence[str],
         on_text: Callable[[str], None],
         new_matcher: Callable[[], ConstraintMatcher | None] = no_matcher,
+        progress: Progress = no_progress,
     ) -> Answer:
         """Answer one question; arguments as for `Engine.ask`.
 
         Args:
             new_matcher: makes what the answer must match.
+            progress: receives the number of tokens generated and the most to generate.
 
         Raises:
             InputError: the question takes more tokens than the budget holds.
@@ -242,6 +259,7 @@ class QuestionAnswerer:
                 message=prompt,
                 matcher=new_matcher(),
                 step_tokens=lambda _: turn.step_tokens,
+                progress=progress,
             )
             held_bytes = memory.caches.nbytes
             if is_copy:
@@ -256,6 +274,41 @@ class QuestionAnswerer:
                 turn.snapshot.compact()
                 memory.caches.replace_active(turn.snapshot)
         return generated.answer(question, match, len(prompt), held_bytes)
+
+
+def checked_questions(question: str | Sequence[str]) -> list[str]:
+    """Questions of one, or of a list.
+
+    Raises:
+        BadParameter: it is neither.
+    """
+    expected = "a question as a string, or a list of questions"
+    check_type("question", question, (str, list, tuple), expected)
+    questions = [question] if isinstance(question, str) else list(question)
+    for one in questions:
+        check_type("question", one, str, expected)
+    return questions
+
+
+def answer_each(
+    answer: Callable[..., Answer], questions: Sequence[str], max_new_tokens: int, progress: Progress
+) -> list[Answer]:
+    """Answers to several questions, in order, whose tokens one progress counts.
+
+    Args:
+        answer: answers one question, and takes the progress of its answer.
+        progress: receives the number of tokens generated and the most to generate, of all.
+    """
+    answers = list[Answer]()
+    for number, question in enumerate(questions):
+        before = sum(each.new_tokens for each in answers)
+        behind = max_new_tokens * (len(questions) - number - 1)
+
+        def report(done: int, total: int, before: int = before, behind: int = behind) -> None:
+            progress(before + done, before + total + behind)
+
+        answers.append(answer(question, progress=report))
+    return answers
 
 
 def _counter_increase(now: tuple[int, int], then: tuple[int, int]) -> tuple[int, int]:

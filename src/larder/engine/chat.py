@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from larder.core.arguments import check_count, check_type, checked_call
 from larder.core.conversation import Conversation
 from larder.core.errors import BadParameter, InputError, UsageError
+from larder.core.progress import Progress, no_progress
 from larder.engine.answer import Answer, check_prompt_fits
 from larder.engine.detokenizer import discard_text
 from larder.engine.engine import Engine
 from larder.engine.persistence import NOT_SAVED, ChatPersistence, NoPersistence, ResumeResult
+from larder.engine.progress_bar import generation_progress
 from larder.engine.sampler import SamplingParams
-from larder.prefill.base import Progress, no_progress, run_steps
+from larder.prefill.base import run_steps
 from larder.session.capacity import (
     beyond_budget,
     block_tokens,
@@ -108,6 +110,7 @@ class Chat:
         on_text: Callable[[str], None] = discard_text,
         sampling: SamplingParams | None = None,
         max_new_tokens: int = 256,
+        progress: Progress | None = None,
     ) -> Answer:
         """Send a message and generate the answer; both become a turn of the chat.
 
@@ -120,6 +123,7 @@ class Chat:
                 undone.
             sampling: sampling parameters; None takes the most likely token at every step.
             max_new_tokens: most tokens of the answer.
+            progress: as for `Engine.ask`.
 
         Returns:
             The answer, with the memory and work that it took.
@@ -141,16 +145,18 @@ class Chat:
         turn.reader.reserve(len(prompt) + len(end_ids) + max_new_tokens)
         self._record_peaks(turn)
         try:
-            completion = self._engine.answer_generator.generate(
-                turn.cache,
-                run_steps(turn.reader.message_steps(prompt)),
-                sampling or SamplingParams(),
-                max_new_tokens,
-                stop=(),
-                on_text=on_text,
-                make_observer=turn.reader.observer,
-                message=prompt,
-            )
+            with generation_progress(progress, on_text) as report:
+                completion = self._engine.answer_generator.generate(
+                    turn.cache,
+                    run_steps(turn.reader.message_steps(prompt)),
+                    sampling or SamplingParams(),
+                    max_new_tokens,
+                    stop=(),
+                    on_text=on_text,
+                    make_observer=turn.reader.observer,
+                    message=prompt,
+                    progress=report,
+                )
             ids = prompt + completion.ids + end_ids
             self._read_rest(turn, ids, len(completion.ids))
             held_bytes = self._record_peaks(turn)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from larder.cache.sequence import SequenceCache
-from larder.core.arguments import check_count
+from larder.core.arguments import check_count, check_type
 from larder.core.conversation import Conversation, Message, PromptLayout
 from larder.core.errors import InputError
 from larder.core.observation import Prompts
@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from larder.models.merged_images import MergedText
 
 Images = Sequence[Sequence[Any]] | None  # images of each prompt
+PROMPT_TYPES = (
+    "a prompt as a string, or a list of prompts (a chat template makes one of messages, "
+    "tokenizer.decode one of ids)"
+)
 ROUTED_TOKENS = 64  # end of a prompt, which chooses among the episodes of the prompt
 
 
@@ -206,9 +210,30 @@ class PromptCompleter:
 
         Args:
             images: images of each prompt; None for none.
-            progress: receives the number of prompt tokens read and to read; None shows a bar.
+            progress: receives the number of prompt tokens read and to read, then of tokens
+                generated and the most to generate; None shows a bar for each.
         """
         return self.complete_encoded(self._encode(prompts, images), options, progress)
+
+    def complete_given(
+        self,
+        prompts: str | Sequence[str],
+        options: CompletionOptions,
+        progress: Progress | None,
+        images: Sequence[Any] | None,
+    ) -> Completion | list[Completion]:
+        """Complete one prompt or several, as a caller gave them.
+
+        Raises:
+            BadParameter: what was given is no text, nor a list of texts.
+        """
+        check_type("prompts", prompts, (str, list, tuple), PROMPT_TYPES)
+        several = [prompts] if isinstance(prompts, str) else list(prompts)
+        for prompt in several:
+            check_type("prompts", prompt, str, PROMPT_TYPES)
+        given = [images] if images is not None and isinstance(prompts, str) else images
+        completions = self.complete(several, options, progress, given)
+        return completions[0] if isinstance(prompts, str) else completions
 
     def complete_encoded(
         self,
@@ -220,11 +245,13 @@ class PromptCompleter:
         rows = self._read(prompts, options, progress)
         texts = [self._detokenizer(row, options, []) for row in rows]
         batch, stopped = self._batch(rows, options), set[int]()
-        while batch.is_running:
-            for number, token in batch.step():
-                if not texts[number].push(token):
-                    stopped.add(number)
-                    batch.stop(number)
+        with progress_or_bar(progress, "Generating", "tokens") as report:
+            while batch.is_running:
+                for number, token in batch.step():
+                    if not texts[number].push(token):
+                        stopped.add(number)
+                        batch.stop(number)
+                report(*batch.num_tokens)
         full = {
             number
             for number, ids in enumerate(batch.generated)

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import torch
 from torch import nn
 
 from larder.core.arguments import check_count, check_type, checked_call
-from larder.core.observation import Calibration, Prompts
-from larder.engine.answer import Answer, AnswerGenerator, QuestionAnswerer, no_matcher, stop_ids
+from larder.core.observation import Prompts
+from larder.core.progress import Progress
+from larder.engine.answer import (
+    Answer,
+    AnswerGenerator,
+    QuestionAnswerer,
+    answer_each,
+    checked_questions,
+    no_matcher,
+    stop_ids,
+)
 from larder.engine.detokenizer import discard_text, stop_strings
-from larder.engine.progress_bar import progress_or_bar
+from larder.engine.progress_bar import generation_progress, progress_or_bar
+from larder.engine.runtime import engine_runtime
 from larder.engine.sampler import SamplingKeywords, SamplingParams, params_of
-from larder.models.calibration import calibrate
-from larder.models.loader import SEED, DeviceMap, LoadedModel, load
-from larder.prefill.base import Progress
+from larder.models.loader import SEED, LoadedModel, load
+from larder.models.placement import DeviceMap
 from larder.session.conversation_prefill import prefill_conversation
 from larder.session.default_policy import (
     TextKind,
@@ -25,11 +34,10 @@ from larder.session.default_policy import (
     policy_for_kind,
     text_kind,
 )
-from larder.session.embedders.base import Embedder, load_embedder
 from larder.session.files import ConversationLike, conversation_of
 from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy, parsed_policy
-from larder.session.prefill import ModelRuntime, SizeOptions
+from larder.session.prefill import SizeOptions
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 if TYPE_CHECKING:
@@ -60,6 +68,7 @@ class Engine:
             that of the policy, else 20%.
         block: tokens read between two plans; None takes that of the policy, else the smaller
             of 512 and the budget.
+        progress: receives the steps of verification that are done, and all.
 
     Raises:
         BadParameter: the tokenizer is missing or has the vocabulary of another model.
@@ -82,6 +91,7 @@ class Engine:
         budget: str | int | float | None = None,
         block: int | None = None,
         processor: Any = None,
+        progress: Progress | None = None,
     ) -> None:
         parsed = None if policy is None else parsed_policy(policy)
         self.sizes = SizeOptions(budget, block)
@@ -90,14 +100,14 @@ class Engine:
         else:
             from larder.models.in_memory import verified_model
 
-            self.loaded = verified_model(model, tokenizer, processor)
+            stage = partial(progress_or_bar, progress)
+            self.loaded = verified_model(model, tokenizer, processor, stage)
         self.processor = self.loaded.processor if processor is None else processor
         self.policy_for = partial(policy_for_kind, parsed, self.loaded.decoder.spec)
         self.policy = self.policy_for(TextKind.CONVERSATION)
         self._has_default = policy is None
         self.tokenizer = TokenizerAdapter(self.loaded.tokenizer)
-        self._embedder = lru_cache(maxsize=None)(self._load_embedder)
-        self._measured = lru_cache(maxsize=None)(self._calibrate)
+        self.runtime = engine_runtime(self.loaded.decoder, self.tokenizer)
 
     def __repr__(self) -> str:
         policy = "by what is read" if self._has_default else self.policy.short
@@ -121,6 +131,7 @@ class Engine:
         tokenizer: Any = None,
         processor: Any = None,
         pages: str = "auto",
+        progress: Progress | None = None,
     ) -> Engine:
         """Load a model under a policy; the bundled model is the default.
 
@@ -144,8 +155,8 @@ class Engine:
             adapter_mode: `"merged"` into the weights, or `"live"` beside them.
             revision: commit, branch or tag of a Hugging Face name; None for its main branch.
             device_map: placement of the weights by accelerate in place of `device`: `"auto"`, a
-                device, or devices by parts of the model. One device computes all layers and
-                holds the caches; parts that do not fit may lie on `"cpu"` or `"disk"`.
+                device, or devices by parts of the model. Each layer's cache is on the device that
+                computes the layer; parts that do not fit may lie on `"cpu"` or `"disk"`.
             tokenizer: a tokenizer of transformers, or the name or folder of one, where the model's
                 own is not to be used.
             processor: a processor of transformers, or the name or folder of one, for a model with
@@ -153,6 +164,9 @@ class Engine:
                 images are first given. It needs the extra `larder[vision]`.
             pages: `"on"` to hold caches in pages of one arena, `"off"` not to, `"auto"` for pages
                 on CUDA; `larder.models.describe_steps` tells how steps then run.
+            progress: receives what is done and all of it, stage by stage: bytes downloaded, tensors
+                converted, tensors loaded, layers merged, steps of verification. None shows a bar
+                for each on a terminal once two seconds have passed.
 
         Returns:
             Engine with the verified model: its logits through Larder's attention equal its own.
@@ -168,7 +182,8 @@ class Engine:
         SizeOptions(budget, block)  # validated before a model is loaded
         hub = {"revision": revision, "device_map": device_map, "tokenizer": tokenizer}
         kind = (device, dtype, adapter, adapter_mode)
-        loaded = load(model, *kind, **hub, processor=processor, pages=pages)
+        stage = partial(progress_or_bar, progress)
+        loaded = load(model, *kind, **hub, processor=processor, pages=pages, stage=stage)
         return cls(loaded, policy=chosen, budget=budget, block=block)
 
     @checked_call
@@ -195,7 +210,7 @@ class Engine:
             >>> other = engine.under("streaming_llm", 64)
         """
         engine = Engine(self.loaded, policy=policy, budget=budget, block=block)
-        engine._embedder, engine.processor = self._embedder, self.processor
+        engine.runtime, engine.processor = self.runtime, self.processor
         return engine
 
     @checked_call
@@ -254,6 +269,7 @@ class Engine:
         stop: str | Sequence[str] = (),
         on_text: Callable[[str], None] = discard_text,
         schema: SchemaLike | None = None,
+        progress: Progress | None = None,
     ) -> Answer: ...
 
     @overload
@@ -266,6 +282,7 @@ class Engine:
         stop: str | Sequence[str] = (),
         on_text: Callable[[str], None] = discard_text,
         schema: SchemaLike | None = None,
+        progress: Progress | None = None,
     ) -> list[Answer]: ...
 
     @checked_call
@@ -278,6 +295,7 @@ class Engine:
         stop: str | Sequence[str] = (),
         on_text: Callable[[str], None] = discard_text,
         schema: SchemaLike | None = None,
+        progress: Progress | None = None,
     ) -> Answer | list[Answer]:
         """Answer one or several questions about a prefilled conversation; the memory is unchanged.
 
@@ -295,6 +313,8 @@ class Engine:
             schema: JSON schema, or class of a pydantic model, that each answer matches; None for
                 any text. Needs `larder[structured]`. An answer that `max_new_tokens` cuts is no
                 JSON.
+            progress: receives the number of tokens generated and the most to generate; None shows a
+                bar on a terminal once two seconds have passed, unless `on_text` shows the text.
 
         Returns:
             One answer to one question; a list of answers, in order, to a list.
@@ -309,8 +329,7 @@ class Engine:
         """
         check_type("memory", memory, ConversationMemory, "what engine.read(text) returned")
         check_count("max_new_tokens", max_new_tokens)
-        question_types = "a question as a string, or a list of questions"
-        check_type("question", question, (str, list, tuple), question_types)
+        questions = checked_questions(question)
         chosen = sampling or SamplingParams()
         check_type("sampling", chosen, SamplingParams, "a SamplingParams")
         answer_one = partial(
@@ -321,11 +340,9 @@ class Engine:
             on_text=on_text,
             new_matcher=self._matcher_factory(schema),
         )
-        if isinstance(question, str):
-            return answer_one(question)
-        for one in question:
-            check_type("question", one, str, question_types)
-        return [answer_one(one) for one in question]
+        with generation_progress(progress, on_text) as report:
+            answers = answer_each(answer_one, questions, max_new_tokens, report)
+        return answers[0] if isinstance(question, str) else answers
 
     @overload
     def generate(
@@ -377,8 +394,9 @@ class Engine:
                 prompts, a list for each. The engine needs a `processor`.
             max_new_tokens: most tokens to generate for a prompt.
             stop: string that ends the text, or several; it is not part of the text.
-            progress: receives the number of prompt tokens read and to read; None shows a bar on a
-                terminal once two seconds have passed.
+            progress: receives the number of prompt tokens read and to read, then of tokens
+                generated and the most to generate; None shows a bar for each on a terminal once
+                two seconds have passed.
             sampling: keywords of `SamplingParams` (`temperature`, `top_k`, `top_p`, `min_p`,
                 `seed`, `repetition_penalty`, `presence_penalty`, `frequency_penalty`,
                 `logit_bias`), the same for every prompt; any other is refused with the nearest
@@ -398,17 +416,7 @@ class Engine:
         from larder.engine.completion import CompletionOptions
 
         options = CompletionOptions(params_of(sampling), max_new_tokens, stop)
-        types = (
-            "a prompt as a string, or a list of prompts (a chat template makes one of messages, "
-            "tokenizer.decode one of ids)"
-        )
-        check_type("prompts", prompts, (str, list, tuple), types)
-        several = [prompts] if isinstance(prompts, str) else list(prompts)
-        for prompt in several:
-            check_type("prompts", prompt, str, types)
-        given = [images] if images is not None and isinstance(prompts, str) else images
-        completions = self._completer.complete(several, options, progress, given)
-        return completions[0] if isinstance(prompts, str) else completions
+        return self._completer.complete_given(prompts, options, progress, images)
 
     def stream(
         self,
@@ -429,7 +437,8 @@ class Engine:
             images: as for `generate`.
             max_new_tokens: as for `generate`.
             stop: as for `generate`.
-            progress: as for `generate`.
+            progress: receives the number of prompt tokens read and to read; None shows a bar as
+                for `generate`.
             sampling: as for `generate`.
 
         Returns:
@@ -455,11 +464,6 @@ class Engine:
         """Exceptions from the budget bound, a clause each; empty where it bounds everything. A
         clause that holds for some kinds of texts alone, under default policies, names them."""
         return beyond_budget_by_kind(self.policy_for, self.loaded.decoder.spec)
-
-    @cached_property
-    def runtime(self) -> ModelRuntime:
-        """Model, tokenizer, embedders and measurements for prefill; the latter two load on use."""
-        return ModelRuntime(self.loaded.decoder, self.tokenizer, self._embedder, self._measured)
 
     @cached_property
     def answer_generator(self) -> AnswerGenerator:
@@ -494,10 +498,3 @@ class Engine:
     def stop_ids(self) -> frozenset[int]:
         """Token ids that end a turn."""
         return stop_ids(self.loaded)
-
-    def _load_embedder(self, name: str) -> Embedder:
-        table = self.loaded.decoder.embedding_table()
-        return load_embedder(name, "cpu", table, self.tokenizer.encode)
-
-    def _calibrate(self, names: frozenset[str]) -> Calibration:
-        return calibrate(self.loaded.decoder, self.tokenizer.encode, names)

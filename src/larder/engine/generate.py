@@ -181,6 +181,15 @@ class GenerationBatch:
         """Generated ids per sequence so far."""
         return [sequence.generated for sequence in self._sequences]
 
+    @property
+    def num_tokens(self) -> tuple[int, int]:
+        """Tokens generated so far, and the most that there will be."""
+        done = sum(len(sequence.generated) for sequence in self._sequences)
+        rest = (
+            self._limits.max_new_tokens - len(each.generated) for each in self._running.values()
+        )
+        return done, done + sum(rest)
+
     def step(self) -> list[tuple[int, int]]:
         """Choose the next token of every running sequence, or of those whose next one is forced.
 

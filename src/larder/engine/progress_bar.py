@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from threading import Lock
+from threading import Lock, RLock, Timer
 from typing import TYPE_CHECKING
 
 from larder.core.errors import BadParameter
+from larder.core.progress import no_progress
+from larder.engine.detokenizer import discard_text
 
 if TYPE_CHECKING:
     import rich.progress
 
-    from larder.prefill.base import Progress
+    from larder.core.progress import Progress
 
 DELAY = 2.0  # seconds after which work that nobody watches shows a bar
 
 _shown = Lock()  # held while a bar is on the terminal: a second one would overwrite it
+_open: list[_Bar] = []  # bars that are open, drawn or not; the last one was opened last
 
 
 @contextmanager
@@ -41,62 +44,97 @@ def progress_or_bar(progress: Progress | None, doing: str, unit: str) -> Iterato
 
 
 @contextmanager
+def generation_progress(
+    progress: Progress | None, on_text: Callable[[str], None]
+) -> Iterator[Progress]:
+    """Progress of generated tokens; without a bar where the caller shows the text itself.
+
+    Raises:
+        BadParameter: `progress` is not a function.
+    """
+    if progress is None and on_text is not discard_text:
+        progress = no_progress
+    with progress_or_bar(progress, "Generating", "tokens") as report:
+        yield report
+
+
+@contextmanager
 def progress_bar(doing: str, unit: str = "", delay: float = 0.0) -> Iterator[Progress]:
     """Transient bar on stderr; absent where stderr is no terminal, or shows another bar.
 
-    Yields a callback `(done, total)`. Before its first call the bar is indeterminate.
+    Yields a callback `(done, total)`. Before its first call the bar is indeterminate. A bar inside
+    one that is not drawn yet is drawn in its place.
 
     Args:
         doing: label.
         unit: of `done` and `total`.
-        delay: seconds that pass before a call of the callback shows the bar; at 0 it is shown at
-            once.
+        delay: seconds that pass before the bar is shown; at 0 it is shown at once.
     """
-    if not sys.stderr.isatty() or not _shown.acquire(blocking=False):
-        yield lambda done, total: None
+    if not sys.stderr.isatty():
+        yield no_progress
         return
     bar = _Bar(doing, unit, delay)
     try:
         yield bar.update
     finally:
         bar.close()
-        _shown.release()
 
 
 class _Bar:
-    """Bar that is drawn once the delay has passed."""
+    """Bar that is drawn once the delay has passed, by a timer or by a call, unless another one is
+    on the terminal or was opened inside it."""
 
     def __init__(self, doing: str, unit: str, delay: float) -> None:
         self._doing, self._unit, self._delay = doing, unit, delay
         self._started = time.monotonic()
         self._drawn: rich.progress.Progress | None = None
-        if not delay:
+        self._is_shown, self._is_closed = False, False
+        self._drawing = RLock()
+        self._timer = Timer(delay, self._draw)
+        self._timer.daemon = True
+        _open.append(self)
+        if delay:
+            self._timer.start()
+        else:
             self._draw()
 
     def update(self, done: int, total: int) -> None:
         seconds = time.monotonic() - self._started
-        if self._drawn is None:
-            if seconds < self._delay:
-                return
+        if self._drawn is None and seconds >= self._delay:
             self._draw()
-        assert self._drawn is not None
+        if self._drawn is None:
+            return
         count = f"{done:,}/{total:,} {self._unit}"
-        rate = f"{done / seconds:,.0f}/s" if done and seconds else ""
+        rate = _rate(done / seconds) if done and seconds else ""
         left = f"{seconds / done * (total - done):,.0f} s left" if done else ""
         self._drawn.update(
             self._drawn.task_ids[0], completed=done, total=total, count=count, rate=rate, left=left
         )
 
     def close(self) -> None:
-        if self._drawn is not None:
-            self._drawn.stop()
+        self._timer.cancel()
+        with self._drawing:
+            self._is_closed = True
+            _open.remove(self)
+            if self._drawn is not None:
+                self._drawn.stop()
+            if self._is_shown:
+                _shown.release()
 
     def _draw(self) -> None:
+        with self._drawing:
+            if self._is_closed or self._drawn is not None or _open[-1] is not self:
+                return
+            self._is_shown = _shown.acquire(blocking=False)
+            if self._is_shown:
+                self._start()
+
+    def _start(self) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         fields = (TextColumn(f"{{task.fields[{name}]}}", markup=False) for name in FIELDS)
-        self._drawn = Progress(
+        bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             *fields,
@@ -104,8 +142,14 @@ class _Bar:
             console=Console(file=sys.stderr, markup=False, highlight=False),
             transient=True,
         )
-        self._drawn.add_task(self._doing, total=None, **dict.fromkeys(FIELDS, ""))
-        self._drawn.start()
+        bar.add_task(self._doing, total=None, **dict.fromkeys(FIELDS, ""))
+        bar.start()
+        self._drawn = bar
+
+
+def _rate(per_second: float) -> str:
+    """Rate with a decimal where it is small."""
+    return f"{per_second:,.{0 if per_second >= 10 else 1}f}/s"
 
 
 FIELDS = ("count", "rate", "left")

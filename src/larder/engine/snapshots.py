@@ -11,8 +11,9 @@ import torch
 
 from larder.cache.sequence import SequenceCache
 from larder.core.home import home
+from larder.models.checkpoint_files import WEIGHT_PATTERNS
 from larder.models.introspection import stored_weights
-from larder.models.loader import SEED, WEIGHT_PATTERNS, LoadedModel
+from larder.models.loader import SEED, LoadedModel
 from larder.store.blobs.cache_state import RAW_CODEC
 from larder.store.digests import key_of
 from larder.store.model_identity import (

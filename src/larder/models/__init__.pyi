@@ -70,6 +70,8 @@ from .loader import seed_tokenizer as seed_tokenizer
 from .loader import torch_dtype as torch_dtype
 from .loader import with_adapters as with_adapters
 from .loader import wrap_model as wrap_model
+from .loading_progress import download_bars as download_bars
+from .loading_progress import loading_progress as loading_progress
 from .measurements._attention_capture import squared_errors as squared_errors
 from .measurements._needles import NeedleSettings as NeedleSettings
 from .measurements._repeated_text import random_tokens as random_tokens

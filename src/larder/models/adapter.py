@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from copy import deepcopy
 from enum import Enum
 from itertools import chain
@@ -13,6 +14,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from larder.core.errors import ModelError
+from larder.core.progress import ProgressStage, silent_stage
 from larder.models.transformers_logging import silence_transformers
 
 CONFIG = "adapter_config.json"
@@ -39,11 +41,17 @@ class AdapterMode(Enum):
     LIVE = "live"
 
 
-def apply_adapter(module: Any, folder: str, mode: AdapterMode = AdapterMode.MERGED) -> Any:
+def apply_adapter(
+    module: Any,
+    folder: str,
+    mode: AdapterMode = AdapterMode.MERGED,
+    stage: ProgressStage = silent_stage,
+) -> Any:
     """Model with an adapter, in eval mode; the module given is changed.
 
     Args:
         folder: as `save_pretrained` of peft writes it, with adapter_config.json.
+        stage: opens the stage of merging, which counts adapted layers.
 
     Raises:
         ModelError: the folder holds no adapter, the adapter is of another model or damaged, or peft
@@ -51,7 +59,7 @@ def apply_adapter(module: Any, folder: str, mode: AdapterMode = AdapterMode.MERG
     """
     adapted = _adapted(module, folder)
     if mode is AdapterMode.MERGED:
-        return adapted.merge_and_unload().eval()
+        return _merged(adapted, stage)
     return adapted.get_base_model().eval()
 
 
@@ -69,14 +77,34 @@ def adapted_copy(module: Any, folder: str) -> Any:
     shared: dict[int, Any] = {id(t): t for t in chain(module.parameters(), module.buffers())}
     adapted = _adapted(deepcopy(module, shared), folder)
     _unshare(adapted)
-    return adapted.merge_and_unload().eval()
+    return _merged(adapted, silent_stage)
+
+
+def _merged(adapted: Any, stage: ProgressStage) -> Any:
+    """Model of transformers with the adapter in its weights, in eval mode."""
+    from peft.tuners.tuners_utils import onload_layer  # pyright: ignore
+
+    layers = _adapted_layers(adapted)
+    with stage("Merging the adapter", "layers") as report:
+        for done, layer in enumerate(layers, start=1):
+            with onload_layer(layer):
+                layer.merge()
+            report(done, len(layers))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="All adapters are already merged")
+        return adapted.merge_and_unload().eval()
+
+
+def _adapted_layers(adapted: Any) -> list[Any]:
+    """Layers of a model of peft that hold an adapter beside their weights."""
+    from peft.tuners.tuners_utils import BaseTunerLayer  # pyright: ignore
+
+    return [each for each in adapted.modules() if isinstance(each, BaseTunerLayer)]
 
 
 def _unshare(adapted: Any) -> None:
     """Replace weights that merging changes by copies, everywhere in the model."""
-    from peft.tuners.tuners_utils import BaseTunerLayer  # pyright: ignore
-
-    layers = [each for each in adapted.modules() if isinstance(each, BaseTunerLayer)]
+    layers = _adapted_layers(adapted)
     copies = {
         id(weight): nn.Parameter(weight.detach().clone(), requires_grad=False)
         for layer in layers

@@ -20,6 +20,7 @@ from larder.core.errors import ModelError
 from larder.core.family import Family
 from larder.core.home import home
 from larder.core.observation import Calibration
+from larder.core.progress import Progress, no_progress
 from larder.models.decoder import Decoder
 from larder.models.measurements.base import Measurement, SampleText
 
@@ -28,19 +29,27 @@ MEASUREMENTS = Family("calibration", "larder.models.measurements")
 
 
 def calibrate(
-    decoder: Decoder, encode: Callable[[str], Sequence[int]], names: frozenset[str]
+    decoder: Decoder,
+    encode: Callable[[str], Sequence[int]],
+    names: frozenset[str],
+    progress: Progress = no_progress,
 ) -> Calibration:
     """Values of each measurement by name, from its file or measured now.
 
     Args:
         encode: tokenizer for the sample text.
+        progress: receives the number of measurements made and to make.
 
     Raises:
         UnknownName: there is no such measurement.
         ModelError: the measurement does not apply to this model.
     """
     sample = SampleText(encode)
-    return {name: _cached_measurement(decoder, sample, name) for name in sorted(names)}
+    values = dict[str, tuple[float, ...]]()
+    for name in sorted(names):
+        progress(len(values), len(names))
+        values[name] = _cached_measurement(decoder, sample, name)
+    return values
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from blake3 import blake3
 
 from larder.core.errors import ModelError
 from larder.core.home import home
+from larder.core.progress import Progress, ProgressStage, silent_stage
 
 FOLDER = "models"  # below `$LARDER_HOME`
 DIGEST_LENGTH = 16  # hexadecimal digits of the file's digest in the name of its folder
@@ -75,8 +76,11 @@ class _State:
         return ()
 
 
-def convert_gguf(path: Path) -> Path:
+def convert_gguf(path: Path, stage: ProgressStage = silent_stage) -> Path:
     """Folder with the converted model of a GGUF file, made at first use.
+
+    Args:
+        stage: opens the stage of the conversion, which counts tensors.
 
     Raises:
         ModelError: the file is damaged, in several parts or of an architecture that transformers
@@ -91,7 +95,8 @@ def convert_gguf(path: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
             made = Path(scratch) / "model"
             made.mkdir()
-            _convert(path, made, Path(scratch) / "header.gguf")
+            with stage("Converting", "tensors") as report:
+                _convert(path, made, Path(scratch) / "header.gguf", report)
             _move(made, folder)
     except OSError as error:
         raise ModelError(
@@ -163,7 +168,7 @@ def _move(made: Path, folder: Path) -> None:
             raise
 
 
-def _convert(path: Path, folder: Path, short: Path) -> None:
+def _convert(path: Path, folder: Path, short: Path, report: Progress) -> None:
     """Write config, tokenizer and weights of a GGUF file into a folder.
 
     Args:
@@ -176,7 +181,7 @@ def _convert(path: Path, folder: Path, short: Path) -> None:
         header = _write_short_header(path, short)
         tokens = _save_tokenizer(path, folder)
         config = _read_config(header, tokens)
-        tensors = dict(_weights(path, header, config))
+        tensors = dict(_weights(path, header, config, report))
     except READ_FAILURES as error:
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise ModelError(
@@ -277,7 +282,9 @@ def _read_config(header: _ShortHeader, tokens: int) -> Any:
     return config
 
 
-def _weights(path: Path, header: _ShortHeader, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _weights(
+    path: Path, header: _ShortHeader, config: Any, report: Progress
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of the model in bfloat16, by their names in transformers."""
     from gguf import GGUFReader  # pyright: ignore
     from transformers import AutoModelForCausalLM
@@ -296,7 +303,7 @@ def _weights(path: Path, header: _ShortHeader, config: Any) -> Iterator[tuple[st
     name_map = get_gguf_hf_weights_map(_State(config, names), processor)
     merged: dict[str, torch.Tensor] = {}  # where processors put tensors that they join
     data = np.memmap(path, mode="r")
-    for tensor in reader.tensors:
+    for count, tensor in enumerate(reader.tensors, start=1):
         start = tensor.data_offset + header.shift
         done = processor.process(
             weights=_dequantize(data[start : start + tensor.n_bytes], tensor),
@@ -307,6 +314,7 @@ def _weights(path: Path, header: _ShortHeader, config: Any) -> Iterator[tuple[st
         if done.name in name_map:
             weights = torch.from_numpy(np.array(done.weights, order="C"))
             yield name_map[done.name], weights.to(torch.bfloat16)
+        report(count, len(reader.tensors))
     yield from ((name, weights.to(torch.bfloat16)) for name, weights in merged.items())
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from larder.core.arguments import check_type
 from larder.core.errors import BadParameter, ModelError
+from larder.core.progress import ProgressStage, silent_stage
 from larder.models.decoder import Decoder
 from larder.models.introspection import check_mode, check_not_compiled
 from larder.models.loader import LoadedModel, wrap_model
@@ -17,7 +18,12 @@ from larder.models.processor import tokenizer_of
 from larder.models.verification import check_tokenizer
 
 
-def wrap_in_memory(model: nn.Module, tokenizer: Any, processor: Any = None) -> LoadedModel:
+def wrap_in_memory(
+    model: nn.Module,
+    tokenizer: Any,
+    processor: Any = None,
+    stage: ProgressStage = silent_stage,
+) -> LoadedModel:
     """Verified decoder around a model and its tokenizer; weights are not copied.
 
     The model has Larder's attention during calls of the decoder alone, so that its own `generate`
@@ -27,6 +33,7 @@ def wrap_in_memory(model: nn.Module, tokenizer: Any, processor: Any = None) -> L
         model: causal language model of transformers in eval mode, or a peft model around one.
         tokenizer: its fast tokenizer; None for that of `processor`.
         processor: its processor, where it has a vision tower.
+        stage: opens the stage of verification.
 
     Raises:
         BadParameter: the tokenizer is missing, or not of this model.
@@ -37,12 +44,14 @@ def wrap_in_memory(model: nn.Module, tokenizer: Any, processor: Any = None) -> L
     if tokenizer is None and processor is not None:
         tokenizer = tokenizer_of(processor)
     check_tokenizer(tokenizer, base)
-    decoder = shared_decoder(base)
+    decoder = shared_decoder(base, stage)
     # Not the name of a folder: identities of saved caches come from the weights in memory.
     return LoadedModel(decoder, tokenizer, f"{type(base).__name__} in memory")
 
 
-def verified_model(model: Any, tokenizer: Any, processor: Any) -> LoadedModel:
+def verified_model(
+    model: Any, tokenizer: Any, processor: Any, stage: ProgressStage = silent_stage
+) -> LoadedModel:
     """Loaded model as it is, or a model in memory with its tokenizer, verified.
 
     Raises:
@@ -52,7 +61,7 @@ def verified_model(model: Any, tokenizer: Any, processor: Any) -> LoadedModel:
     if not isinstance(model, LoadedModel):
         expected = "a model of transformers, or what larder.models.loader.load returned"
         check_type("model", model, nn.Module, f"{expected} (Engine.load takes names)")
-        return wrap_in_memory(model, tokenizer, processor)
+        return wrap_in_memory(model, tokenizer, processor, stage)
     if tokenizer is not None:
         raise BadParameter(
             "A loaded model has its tokenizer: leave tokenizer out, and give a policy by keyword, "
@@ -61,9 +70,9 @@ def verified_model(model: Any, tokenizer: Any, processor: Any) -> LoadedModel:
     return model
 
 
-def shared_decoder(base: Any) -> Decoder:
+def shared_decoder(base: Any, stage: ProgressStage = silent_stage) -> Decoder:
     """Verified decoder around a checked model, which has Larder's attention during its calls."""
-    decoder = wrap_model(base)
+    decoder = wrap_model(base, stage=stage)
     decoder.share()
     return decoder
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib.resources import files
 from importlib.util import find_spec
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +18,13 @@ from safetensors import SafetensorError
 
 from larder.core.arguments import check_type
 from larder.core.errors import BadParameter, DependencyError, ModelError
+from larder.core.progress import ProgressStage, silent_stage
+from larder.models.checkpoint_files import check_folder, check_hub_indexes
 from larder.models.decoder import Decoder, check_not_held
+from larder.models.loading_progress import loading_progress
 from larder.models.packaged import GGUF_SUFFIX, PACKAGED_MODELS
 from larder.models.page_use import PageUse, page_use, set_pages
-from larder.models.placement import check_placement
+from larder.models.placement import DeviceMap, check_device_map, check_parts, check_placement
 from larder.models.rope_frequencies import check_rope
 from larder.models.transformers_logging import silence_transformers
 from larder.models.verification import check_tokenizer, reference_logits, verify
@@ -31,9 +33,8 @@ SEED = "seed"
 AUTO = "auto"
 SENTENCE_END = re.compile(r"(?<!e\.g)\. ")
 MERGED = "merged"
+VERIFICATION_STEPS = 3  # logits of the model, its specification, logits through Larder
 ADAPTER_MODES = (MERGED, "live")  # values of `larder.models.adapter.AdapterMode`
-WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
-INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 # What damaged or hostile files make transformers, torch and tokenizers raise while they load.
 LOAD_FAILURES = (
     ArithmeticError,
@@ -51,9 +52,6 @@ LOAD_FAILURES = (
     StrictDataclassError,
 )
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-# `auto`, a device, or a device by name of a part of the model, as transformers takes it.
-DeviceMap = str | int | torch.device | Mapping[str, str | int | torch.device]
 
 
 @dataclass(frozen=True)
@@ -88,6 +86,7 @@ def load(
     tokenizer: Any = None,
     processor: Any = None,
     pages: str = "auto",
+    stage: ProgressStage = silent_stage,
 ) -> LoadedModel:
     """Verified model by name.
 
@@ -102,14 +101,15 @@ def load(
         adapter: folder with an adapter that peft saved, such as LoRA.
         adapter_mode: `merged` into the weights, or `live` beside them.
         revision: commit, branch or tag of a Hugging Face name; None for its main branch.
-        device_map: placement of the weights by accelerate, in place of `device`: one device
-            computes all layers, and what does not fit is offloaded to `cpu` or `disk`. The default
-            dtype is then that of the saved weights.
+        device_map: placement of the weights by accelerate, in place of `device`. Each layer's
+            entries are on the device that computes it; what does not fit is offloaded to `cpu` or
+            `disk`. The default dtype is then that of the saved weights.
         tokenizer: tokenizer of transformers, or the name or folder of one; None for that of the
             model.
         processor: processor of transformers, or the name or folder of one; None for that of the
             model, which is loaded when images are first given.
         pages: `on` to hold caches in pages of one arena, `off` not to, `auto` for pages on CUDA.
+        stage: opens each stage that takes long: what is converted, downloaded, loaded, verified.
 
     Returns:
         Model with its tokenizer and name. Its module has Larder's attention: for other uses, such
@@ -135,23 +135,26 @@ def load(
         )
     placement, use = _placement(device, device_map), page_use(pages)
     with silence_transformers():
-        source = _source(name)
-        _check_folder(source)
+        source = _source(name, stage)
+        check_folder(source)
         hub = _hub_options(name, source, revision)
-        module = _load(name, source, device, dtype, {**hub, **placement})
+        with loading_progress(stage) as reported:
+            module = _load(name, source, device, dtype, {**hub, **placement}, reported)
         bundled = PACKAGED_MODELS[name].adapter_folder(name) if name in PACKAGED_MODELS else None
         folders = [(str(bundled), MERGED)] if bundled is not None else []
         folders += [(adapter, adapter_mode)] if adapter is not None else []
-        module = _with_adapters(module, folders)
-        if not placement:
+        module = _with_adapters(module, folders, stage)
+        if device_map is None:
             module = move_to_device(module, device)
+        else:
+            check_parts(module, device_map)
         check_placement(module)
         own = _tokenizer(name, source, hub, tokenizer)
         if tokenizer is not None:
             check_tokenizer(own, module)
         chosen = _processor(source, module.config, hub, processor)
         adapters = () if adapter is None else (adapter,)
-        return LoadedModel(wrap_model(module.eval(), use), own, name, chosen, adapters)
+        return LoadedModel(wrap_model(module.eval(), use, stage), own, name, chosen, adapters)
 
 
 def with_adapters(
@@ -238,30 +241,31 @@ def _placement(device: str, device_map: DeviceMap | None) -> dict[str, DeviceMap
         )
     if find_spec("accelerate") is None:
         raise DependencyError("device_map needs the package accelerate: pip install accelerate.")
+    check_device_map(device_map)
     return {"device_map": device_map}
 
 
-def _with_adapters(module: Any, folders: Sequence[tuple[str, str]]) -> Any:
+def _with_adapters(module: Any, folders: Sequence[tuple[str, str]], stage: ProgressStage) -> Any:
     """Model under adapters, each a folder and its mode; peft is imported for the first."""
     if not folders:
         return module
     from larder.models.adapter import AdapterMode, apply_adapter
 
     for folder, mode in folders:
-        module = apply_adapter(module, folder, AdapterMode(mode))
+        module = apply_adapter(module, folder, AdapterMode(mode), stage)
     return module
 
 
-def _source(name: str) -> str:
+def _source(name: str, stage: ProgressStage) -> str:
     """Folder or Hugging Face name to load from; GGUF files are converted at first use."""
     if name == SEED:
         return str(files("larder.models") / "seed")
     if name in PACKAGED_MODELS:
-        return str(PACKAGED_MODELS[name].folder(name))
+        return str(PACKAGED_MODELS[name].folder(name, stage))
     if name.endswith(GGUF_SUFFIX) and Path(name).is_file():
         from larder.models.gguf import convert_gguf  # reads with numpy: not before it is needed
 
-        return str(convert_gguf(Path(name)))
+        return str(convert_gguf(Path(name), stage))
     return name
 
 
@@ -271,11 +275,13 @@ def _load(
     device: str,
     dtype: str | torch.dtype | None,
     placement: Mapping[str, Any],
+    reported: Mapping[str, Any],
 ) -> Any:
     """Model of transformers, on the CPU unless it is placed.
 
     Args:
         placement: `revision` and `device_map`, where they are given.
+        reported: options of `from_pretrained` that report its progress.
     """
     saved = "device_map" in placement and dtype is None
     kind = AUTO if saved or dtype == AUTO else torch_dtype(dtype, device)
@@ -285,8 +291,8 @@ def _load(
         kind = AUTO
     check_rope(config)
     if not Path(source).is_dir():
-        _check_hub_indexes(source, revision)
-    options = {"trust_remote_code": False, **_dtype_option(kind), **placement}
+        check_hub_indexes(source, revision)
+    options = {"trust_remote_code": False, **_dtype_option(kind), **placement, **reported}
     module = _call_transformers(name, _auto_class(config).from_pretrained, source, **options)
     _check_dtype(name, module.dtype)
     return module
@@ -311,83 +317,32 @@ def seed_tokenizer() -> Any:
         return AutoTokenizer.from_pretrained(str(files("larder.models") / "seed"))
 
 
-def wrap_model(module: Any, pages: PageUse = PageUse.AUTO) -> Decoder:
+def wrap_model(
+    module: Any, pages: PageUse = PageUse.AUTO, stage: ProgressStage = silent_stage
+) -> Decoder:
     """Verified decoder around a module, which it holds until `release`.
+
+    Args:
+        stage: opens the stage of verification, which calls the model a few times.
 
     Raises:
         ModelError: the model uses an unsupported feature; it is left unchanged.
     """
     check_not_held(module)
     check_rope(module.config)
-    expected = reference_logits(module.eval())
-    decoder = Decoder(module)
-    try:
-        verify(decoder, expected)
-    except BaseException:
-        decoder.release()
-        raise
+    with stage("Verifying", "steps") as report:
+        expected = reference_logits(module.eval())
+        report(1, VERIFICATION_STEPS)
+        decoder = Decoder(module)
+        report(2, VERIFICATION_STEPS)
+        try:
+            verify(decoder, expected)
+        except BaseException:
+            decoder.release()
+            raise
+        report(VERIFICATION_STEPS, VERIFICATION_STEPS)
     set_pages(decoder, pages)
     return decoder
-
-
-def _check_folder(source: str) -> None:
-    """Checks of a local folder before transformers loads it."""
-    folder = Path(source)
-    if not folder.exists():
-        if folder.is_absolute() or source.startswith((".", "~")) or source.endswith(GGUF_SUFFIX):
-            raise ModelError(f"The model {source} does not exist: check its name.")
-        return
-    if not folder.is_dir():
-        raise ModelError(
-            f"{source} is a file: give the folder that holds config.json, or a .gguf file."
-        )
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{source} has no config.json: give a folder saved by transformers.")
-    if not any(any(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS):
-        raise ModelError(
-            f"{source} has a config.json but no weights (*.safetensors): download them into it."
-        )
-    for index in (folder / name for name in INDEX_NAMES):
-        if index.is_file():
-            _check_weight_map(index)
-
-
-def _check_hub_indexes(name: str, revision: Mapping[str, str]) -> None:
-    """Check the indexes of a model by name before its weights are fetched."""
-    from transformers.utils.hub import cached_file
-
-    for index in INDEX_NAMES:
-        try:
-            path = cached_file(name, index, **revision)
-        except OSError:  # most models have no such file; missing weights are reported later
-            continue
-        _check_weight_map(Path(str(path)))
-
-
-def _check_weight_map(index: Path) -> None:
-    """Check that an index of weights names files inside the model's folder only.
-
-    Raises:
-        ModelError: it names a file elsewhere, or is damaged.
-    """
-    try:
-        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        outside = sorted(shard for shard in set(shards) if _escapes_folder(shard))
-    except (AttributeError, LookupError, OSError, TypeError, ValueError) as error:
-        raise ModelError(
-            f"{index} does not map weights to files ({type(error).__name__}): download it again."
-        ) from error
-    if outside:
-        raise ModelError(
-            f"{index} names the weight file {outside[0]!r}, which is outside the model's folder: "
-            "a weight_map may only name files beside it. Do not trust this model."
-        )
-
-
-def _escapes_folder(shard: Any) -> bool:
-    """True if a file name is absolute or leads out of its folder."""
-    kinds = PurePosixPath(shard), PureWindowsPath(shard)
-    return any(path.is_absolute() or path.drive or ".." in path.parts for path in kinds)
 
 
 def _call_transformers(name: str, function: Any, *args: Any, **options: Any) -> Any:

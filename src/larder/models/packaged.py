@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from larder.core.errors import ModelError
+from larder.core.progress import ProgressStage, silent_stage
 
 GGUF_SUFFIX = ".gguf"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -53,8 +54,11 @@ class PackagedModel:
             return []
         return sorted((one for one in found if one.is_file()), key=lambda one: one.name)
 
-    def folder(self, name: str) -> Path:
+    def folder(self, name: str, stage: ProgressStage = silent_stage) -> Path:
         """Folder of the model, converted at first use.
+
+        Args:
+            stage: opens the stage of the conversion.
 
         Raises:
             ModelError: it is not installed, or cannot be converted.
@@ -65,7 +69,7 @@ class PackagedModel:
         from larder.models.gguf import convert_gguf, join_parts
 
         whole = files[0] if self.parts is None else join_parts(files, *self.parts)
-        return convert_gguf(whole)
+        return convert_gguf(whole, stage)
 
     def adapter_folder(self, name: str) -> Path | None:
         """Folder of the bundled adapter; None if the model has none.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from larder.cache.sequence import SequenceCache
 from larder.core.images import NO_IMAGES, ImageSpans
+from larder.core.progress import Progress, no_progress
 from larder.ops.apportion import even_ranges
 from larder.policy.reduced_scorer import ReducedScorer
 from larder.prefill.memory import EntryCapacity
@@ -18,17 +19,10 @@ from larder.prefill.reader import PrefillReader, PrefillSequence
 if TYPE_CHECKING:  # read where a prompt has contexts
     from larder.prefill.contexts import ChunkSource
 
-# Called as tokens are read: (tokens read so far, tokens to read), both summed over all sequences.
-Progress = Callable[[int, int], None]
-
 Result = TypeVar("Result")
 # Task that yields after every forward pass, so that others may use the model; it yields the
 # arguments of `Progress`, or None where they have not changed.
 Steps = Generator[tuple[int, int] | None, None, Result]
-
-
-def no_progress(done: int, total: int) -> None:
-    """Null progress callback."""
 
 
 def run_steps(steps: Steps[Result], progress: Progress = no_progress) -> Result:

@@ -1,0 +1,28 @@
+"""Runtime of an engine: embedders and measurements of its model, loaded and made on first use."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from larder.core.observation import Calibration
+from larder.engine.progress_bar import DELAY, progress_bar
+from larder.models.calibration import calibrate
+from larder.models.decoder import Decoder
+from larder.session.embedders.base import Embedder, load_embedder
+from larder.session.prefill import ModelRuntime
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+
+
+def engine_runtime(decoder: Decoder, tokenizer: TokenizerAdapter) -> ModelRuntime:
+    """Model and tokenizer with embedders and measurements, each loaded or made once."""
+
+    @cache
+    def embedder(name: str) -> Embedder:
+        return load_embedder(name, "cpu", decoder.embedding_table(), tokenizer.encode)
+
+    @cache
+    def measured(names: frozenset[str]) -> Calibration:
+        with progress_bar("Calibrating", "measurements", DELAY) as report:
+            return calibrate(decoder, tokenizer.encode, names, report)
+
+    return ModelRuntime(decoder, tokenizer, embedder, measured)
