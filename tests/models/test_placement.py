@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import larder
-from larder.core import ModelError
+from larder.core import BadParameter, ModelError
 from larder.interop import LarderCache
 from larder.models import fingerprint, load, wrap_model
 from larder.models.tiny import tiny
@@ -108,3 +108,21 @@ def test_a_weight_that_is_not_a_number_is_found_on_a_disk(tmp_path: Path) -> Non
     accelerate.disk_offload(module, str(tmp_path))
     with pytest.raises(ModelError, match="weights hold NaN"):
         wrap_model(module)
+
+
+@pytest.mark.parametrize(
+    ("device_map", "message"),
+    [
+        ("auto2", r"must be one of auto, balanced.*got 'auto2'"),
+        ({"": "tpu"}, r"of the part '' in device_map .*got 'tpu'"),
+        (True, "must be a name such as cuda:0.*got True"),
+        ({}, "device_map is empty"),
+        ({"": "meta"}, "must be one that computes, got 'meta'"),
+        ({"": 99}, "is 99, but this machine has"),
+        ({"model.layer.0": "cpu"}, r"names 'model.layer.0', which is no part.*'model.layers.0'"),
+    ],
+)
+def test_a_bad_device_map_is_named(tmp_path: Path, device_map: Any, message: str) -> None:
+    tiny("qwen3", layers=2).save_pretrained(tmp_path)
+    with pytest.raises(BadParameter, match=message):
+        load(str(tmp_path), device_map=device_map, tokenizer=characters().tokenizer)

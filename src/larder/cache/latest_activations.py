@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from larder.core.observation import LatestQueries
-from larder.core.spec import LayerSpec
+from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Positions, Queries
 
 TAIL = "tail"  # names in a state
@@ -79,17 +79,17 @@ class LatestActivations:
 
     @classmethod
     def restore(
-        cls, state: Mapping[str, Tensor], num_queries: int, device: torch.device
+        cls, state: Mapping[str, Tensor], num_queries: int, spec: ModelSpec
     ) -> LatestActivations:
         """Restored activations on tensors of their own."""
         held = cls(num_queries)
         if TAIL in state:
-            held.tail = state[TAIL].to(device, copy=True)
+            held.tail = state[TAIL].to(spec.device, copy=True)
         queries_by_layer: dict[int, LatestQueries] = {}
         for name, queries in state.items():
             layer, _, what = name.partition(".")
             if what == f"{LATEST}queries":
-                positions = state[f"{layer}.{LATEST}positions"]
+                positions, device = state[f"{layer}.{LATEST}positions"], spec.device_of(int(layer))
                 queries_by_layer[int(layer)] = LatestQueries(
                     queries.to(device, copy=True), positions.to(device, copy=True)
                 )

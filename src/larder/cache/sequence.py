@@ -203,7 +203,8 @@ class SequenceCache:
                 left out.
             start: true position of the first token.
         """
-        named = {n: numbers[n] for n in numbers if n in self.cache_spec.ledger.columns}
+        place = self.spec.device_of(layer)
+        named = {n: numbers[n].to(place) for n in numbers if n in self.cache_spec.ledger.columns}
         if not named or not self.is_budgeted(self._stores[layer].layer):
             return
         entries = self.entries(layer)
@@ -459,9 +460,7 @@ class SequenceCache:
         cache.next_position = int(meta["next_position"])
         cache.watermark = int(meta.get("watermark", "0"))
         cache.recurrent = RecurrentState.restore(state, spec, cache.next_position)
-        cache.latest = LatestActivations.restore(
-            state, cache.cache_spec.ledger.queries, spec.device
-        )
+        cache.latest = LatestActivations.restore(state, cache.cache_spec.ledger.queries, spec)
         cache.model_positions = ModelPositions.restore(state, spec.device)
         return cache
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from larder.core.codec import Codec, TransformSpec
-from larder.core.errors import CacheError
+from larder.core.errors import CacheError, UsageError
 from larder.core.family import Family
 from larder.core.ledger import Ledger
 from larder.core.recall import OffloadSpec
@@ -141,7 +141,11 @@ def form_of(spec: CacheSpec) -> type[CacheLayer]:
 
 
 def create_layer(layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> CacheLayer:
-    """Empty layer: of the specified form, a sliding window, or one that shares entries."""
+    """Empty layer: of the specified form, a sliding window, or one that shares entries.
+
+    Raises:
+        UsageError: layers on several devices would hold numbers together.
+    """
     kind: type[CacheLayer]
     if layer.kv_source is not None:
         kind = FORMS.load("shared_kv")
@@ -151,7 +155,14 @@ def create_layer(layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> CacheLa
         kind = form_of(spec)
         if kind.can_page and model.arena is not None and _can_page(layer, spec):
             kind = FORMS.load("paged")
-    return kind.create(layer, model, spec)
+    if kind.spans_layers and model.layer_devices:
+        found = ", ".join(dict.fromkeys(map(str, model.layer_devices)))
+        raise UsageError(
+            f"The layers of the model are computed on {found}, but caches of the form "
+            f"{spec.form!r} hold numbers of several layers together: name one device for all "
+            "layers (device_map={'': DEVICE}), or take a policy that selects entries."
+        )
+    return kind.create(layer, model.of_layer(layer.index), spec)
 
 
 def _can_page(layer: LayerSpec, spec: CacheSpec) -> bool:

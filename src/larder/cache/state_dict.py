@@ -84,7 +84,7 @@ def restore_layers(
 def _layer_state(
     state: Mapping[str, Tensor], index: int, store: CacheLayer, spec: ModelSpec
 ) -> dict[str, Tensor]:
-    """Tensors of one layer on the model's device; lengths and the slow tier stay on the host."""
+    """Tensors of one layer on its device; lengths and the slow tier stay on the host."""
     prefix = f"{index}."
     own = {
         name.removeprefix(prefix): tensor
@@ -92,7 +92,8 @@ def _layer_state(
         if name.startswith(prefix) and not is_latest_queries(name)
     }
     host = {n for n in own if n.endswith("lengths") or store.is_slow_state(n)}
-    return {n: t.to(torch.device("cpu") if n in host else spec.device) for n, t in own.items()}
+    place = spec.device_of(index)
+    return {n: t.to(torch.device("cpu") if n in host else place) for n, t in own.items()}
 
 
 def _check_layer(makeup: CacheSpec, index: int, state: Mapping[str, Tensor]) -> None:

@@ -293,6 +293,17 @@ class LayerScores:
         """Scores with the protected entries above all others."""
         return self.scores.masked_fill(self.protected, torch.inf)
 
+    def on(self, device: torch.device) -> LayerScores:
+        """The same on another device, to be compared with layers there."""
+        protection = self.protection
+        return replace(
+            self,
+            scores=self.scores.to(device),
+            protected=self.protected.to(device),
+            scalars={name: own.to(device) for name, own in self.scalars.items()},
+            protection=None if protection is None else lambda n: protection(n).to(device),
+        )
+
     def after_plan(self, plan: Plan) -> LayerScores:
         """Scores of the entries that a plan kept."""
         kept = plan.kept

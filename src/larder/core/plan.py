@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
@@ -80,6 +80,17 @@ class Plan:
     allowed_bytes: int = 0
     step: float = 0.0
     dropped: Int64[Tensor, " X"] = field(default_factory=lambda: empty_tensor(torch.int64, 0))
+
+    def on(self, device: torch.device) -> Plan:
+        """The same plan without merges, on the device of its layer."""
+        return replace(
+            self,
+            kept=self.kept.to(device),
+            dropped=self.dropped.to(device),
+            grades=self.grades.to(device),
+            columns={name: own.to(device) for name, own in self.columns.items()},
+            scalars={name: own.to(device) for name, own in self.scalars.items()},
+        )
 
     @staticmethod
     def from_mask(keep: PackedMask, lengths: tuple[int, ...]) -> Plan:

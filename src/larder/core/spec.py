@@ -136,6 +136,8 @@ class ModelSpec:
         recurrent: state of the layers without attention.
         arena: arena of pages that caches of the model hold their entries in; None for none. It
             says nothing about the model, and two specs are equal whatever it is.
+        layer_devices: device that computes each of `layers`; empty where `device`, that of the
+            input embeddings, computes all.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -146,6 +148,17 @@ class ModelSpec:
     numbers: tuple[int, ...] = ()
     recurrent: tuple[RecurrentSpec, ...] = ()
     arena: EntryArena | None = field(default=None, compare=False, repr=False)
+    layer_devices: tuple[torch.device, ...] = ()
+
+    def device_of(self, index: int) -> torch.device:
+        """Device of the entries of a layer."""
+        return self.layer_devices[index] if self.layer_devices else self.device
+
+    def of_layer(self, index: int) -> ModelSpec:
+        """Specification in which all layers are on the device of one."""
+        if not self.layer_devices:
+            return self
+        return replace(self, device=self.layer_devices[index], layer_devices=())
 
     @property
     def on_host(self) -> ModelSpec:

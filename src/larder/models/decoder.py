@@ -23,6 +23,7 @@ from larder.models.attention_backend import (
     PrivateConfigs,
     RenumberedAttention,
 )
+from larder.models.attention_switch import switch_attention
 from larder.models.few_rows import TorchProducts, products_of
 from larder.models.forward_batch import (
     BatchSegment,
@@ -40,7 +41,6 @@ from larder.models.recompute_hooks import (
     with_corrected_tokens,
     with_reread_tokens,
 )
-from larder.models.recurrent import recurrent_layers
 from larder.models.rope_frequencies import rope_limit
 from larder.ops.packing import device_tensor
 from larder.policy.providers.base import ActivationProvider, TokenProvider, column_providers
@@ -97,7 +97,7 @@ class Decoder:
         self.attention: AbstractContextManager[None] = nullcontext()
         self.captured: CapturedSteps | None = None  # decode steps as graphs
         try:
-            _switch_attention(module, attention_backend.NAME)
+            switch_attention(module, attention_backend.NAME)
             self._latent_hooks = _latent_hooks(self.body)
             self.spec, self._recurrent = survey_model(module, self.body)
         except BaseException:
@@ -123,7 +123,14 @@ class Decoder:
         Args:
             arena: None for storage of each cache's own.
             capture: capture of whole steps as graphs; None to run them layer by layer.
+
+        Raises: ModelError: layers are computed on several devices.
         """
+        if arena is not None and self.spec.layer_devices:
+            raise ModelError(
+                f"The layers of {type(self.module).__name__} are on several devices, but pages lie "
+                "on one: load it on one device (device_map={'': DEVICE}), or leave pages out."
+            )
         self.spec, self.captured = replace(self.spec, arena=arena), None
         if arena is not None and capture is not None:
             from larder.models.captured_steps import CapturedSteps
@@ -212,8 +219,11 @@ class Decoder:
             return self._head.logits(torch.cat(self._hidden(segments, mode, observer))[places])
         segments = _with_earlier_tokens(segments, mode)
         behind = device_tensor(new_token_indices(segments), self.spec.device)
-        out = self._run(self.module, segments, mode, observer, logits_to_keep=behind[places])
-        return out.logits[0].float()
+        wanted_rows = behind[places]
+        if self.spec.layer_devices:
+            wanted_rows = wanted_rows.cpu()  # the head may be on another device
+        out = self._run(self.module, segments, mode, observer, logits_to_keep=wanted_rows)
+        return out.logits[0].to(self.spec.device).float()
 
     @torch.no_grad()
     def forward_uncached(self, ids: Sequence[int], attention: LayerAttention) -> None:
@@ -303,7 +313,7 @@ class Decoder:
         """Last hidden states by segment; caches with columns of logits save the last of theirs."""
         segments = _with_earlier_tokens(segments, mode)
         out = self._run(self.body, segments, mode, observer, inputs=inputs)
-        parts = _new_hidden(segments, out.last_hidden_state[0])
+        parts = _new_hidden(segments, out.last_hidden_state[0].to(self.spec.device))
         if mode is Mode.APPEND:
             _save_tails(segments, parts)
         return parts
@@ -438,7 +448,8 @@ class AppendCall:
 
     def parts_of(self, hidden: Float[Tensor, "1 N hidden"]) -> list[Float[Tensor, "_ hidden"]]:
         """Last hidden states of the new tokens, by segment."""
-        parts = _new_hidden(self.batch.segments, hidden[0])
+        device = self.batch.segments[0].cache.spec.device
+        parts = _new_hidden(self.batch.segments, hidden[0].to(device))
         _save_tails(self.batch.segments, parts)
         return parts
 
@@ -478,21 +489,3 @@ def _save_tails(
 def _keeps_tail(segment: BatchSegment) -> bool:
     """True if the cache has a column of numbers that are made of logits."""
     return bool(column_providers(segment.cache.cache_spec.ledger.columns, TokenProvider))
-
-
-def _switch_attention(module: Any, name: str) -> None:
-    """Set the attention implementation, and check that it is in effect."""
-    if not _supports_backend(type(module)) and not recurrent_layers(module.config):
-        raise ModelError(
-            f"{type(module).__name__} does not use transformers' AttentionInterface, so Larder "
-            "cannot manage its cache: choose an architecture that does (Llama, Qwen, Mistral, "
-            "Phi3, Gemma3, ...)."
-        )
-    module.set_attn_implementation(attention_backend.text_implementation(module.config, name))
-    if module.config.get_text_config()._attn_implementation != name:
-        raise ModelError(f"{type(module).__name__} refused the attention implementation {name!r}.")
-
-
-def _supports_backend(kind: type) -> bool:
-    """True if the class declares that it dispatches attention through the public interface."""
-    return bool(kind._supports_attention_backend)  # pyright: ignore

@@ -136,7 +136,9 @@ class ForwardBatch:
         ]
         self._widths = [segment.num_tokens for segment in segments]
         packed = device_tensor([place for own in self._places for place in own], device)
-        self._positions = list(packed.split(self._widths))
+        # True positions of each segment's tokens, by the device of the layers that take them.
+        self._positions = {device: list(packed.split(self._widths))}
+        self._device = device
         self._firsts = [0, *accumulate(self._widths)]  # place of each segment's first token
         # Segments that append one token.
         self._steps = [n for n, width in enumerate(self._widths) if width == 1]
@@ -167,13 +169,13 @@ class ForwardBatch:
     def positions(self) -> Int[Tensor, "*axes 1 Q"]:
         """`position_ids` of all tokens: true ones, or in A numbers where a cache knows those."""
         if all(segment.cache.model_positions.are_true for segment in self.segments):
-            return torch.cat(self._positions)[None]
+            return torch.cat(self._positions[self._device])[None]
         parts = [self._model_positions(*pair) for pair in enumerate(self.segments)]
         axes = max(part.shape[0] for part in parts)
         return torch.cat([part.expand(axes, -1) for part in parts], 1)[:, None]
 
     def _model_positions(self, index: int, segment: BatchSegment) -> Int[Tensor, "A Q"]:
-        places = self._positions[index]
+        places = self._positions[self._device][index]
         # Those of a text are known before it is appended.
         known = segment.cache.model_positions
         length = known.known.shape[1] if self.mode is Mode.APPEND else segment.cache.next_position
@@ -181,7 +183,13 @@ class ForwardBatch:
 
     def token_positions(self, index: int) -> Int[Tensor, " Q"]:
         """True positions of the tokens of one segment."""
-        return self._positions[index]
+        return self._positions[self._device][index]
+
+    def _positions_on(self, device: torch.device) -> list[Int[Tensor, " Q"]]:
+        """True positions of the tokens of each segment on the device of a layer."""
+        if device not in self._positions:
+            self._positions[device] = [own.to(device) for own in self._positions[self._device]]
+        return self._positions[device]
 
     @property
     def is_narrowed(self) -> bool:
@@ -205,8 +213,10 @@ class ForwardBatch:
         Args:
             rows: ascending indices into its present tokens, the last one among them.
         """
-        self._positions = [self._positions[0][rows]]
-        self._places, self._widths = [self._positions[0].tolist()], [len(rows)]
+        [places] = self._positions[self._device]
+        places = places[rows.to(self._device)]
+        self._positions = {self._device: [places]}
+        self._places, self._widths = [places.tolist()], [len(rows)]
         self._firsts = [0, len(rows)]
 
     def attend(self, inputs: AttentionInputs) -> Queries:
@@ -214,7 +224,7 @@ class ForwardBatch:
         self.called.add(layer)
         queries = inputs.queries
         if inputs.temperature is not None:
-            queries = inputs.queries_at(torch.cat(self._positions))
+            queries = inputs.queries_at(torch.cat(self._positions_on(queries.device)))
         sides = queries, inputs.keys, inputs.values
         paged = None if self._paged is None else self._paged.attend(layer, *sides)
         stepped = SteppedSegments(*paged) if paged else self._attend_steps(layer, *sides)
@@ -223,12 +233,13 @@ class ForwardBatch:
             return stepped.out
         outs: list[Queries] = []
         taken = {} if stepped is None else {own: n for n, own in enumerate(stepped.segments)}
+        places_of = self._positions_on(queries.device)
         sides = (side.split(self._widths, 1) for side in (queries, inputs.keys, inputs.values))
         for index, (own, new_keys, new_values) in enumerate(zip(*sides, strict=True)):
             if stepped is not None and index in taken:
                 outs.append(stepped.out[:, taken[index], None])
             else:
-                segment, places = self.segments[index], self._positions[index]
+                segment, places = self.segments[index], places_of[index]
                 outs.append(
                     segment.cache.attend(
                         layer,
@@ -318,7 +329,7 @@ class ForwardBatch:
         self, index: int, layer: int, queries: Queries, keys: Keys, values: Values
     ) -> None:
         """Report a layer of a segment, or hold it back until the last reader has attended."""
-        segment, positions = self.segments[index], self._positions[index]
+        segment, positions = self.segments[index], self._positions_on(keys.device)[index]
         spec, old = segment.cache.spec, len(segment.reread_ids)
         if old:
             queries, keys, values = queries[:, old:], keys[:, old:], values[:, old:]
@@ -347,7 +358,7 @@ class ForwardBatch:
 
     def _inputs(self, index: int) -> dict[str, Tensor]:
         """Captured inputs of the new tokens of one segment, and numbers of its images."""
-        inputs = _image_inputs(self.segments[index], self._positions[index].device)
+        inputs = _image_inputs(self.segments[index], self._device)
         if not self.captured:
             return inputs
         first, stop = self._firsts[index : index + 2]

@@ -25,6 +25,7 @@ from larder.models.attention_backend import (
     LayerAttention,
 )
 from larder.models.placement import (
+    check_devices,
     input_placement,
     loaded_tensor,
     loaded_tensors,
@@ -100,6 +101,11 @@ class AttentionSurvey(CausalAttention):
         super().__init__(self._record)
         self.layers: dict[int, LayerSpec] = {}
         self._keys: dict[int, Keys] = {}  # held, so that no other layer gets the same memory
+
+    def devices(self) -> tuple[torch.device, ...]:
+        """Device of each layer that was called, in order; empty where it is the same for all."""
+        found = tuple(self._keys[number].device for number in sorted(self._keys))
+        return found if len(set(found)) > 1 else ()
 
     def _record(self, inputs: AttentionInputs) -> None:
         layer, queries, keys, values = inputs.layer, inputs.queries, inputs.keys, inputs.values
@@ -197,7 +203,9 @@ def survey_model(module: Any, body: Any) -> tuple[ModelSpec, RecurrentModules]:
         module.config.get_text_config().hidden_size,
         numbers if numbers != tuple(range(len(numbers))) else (),
         recurrent.specs,
+        layer_devices=survey.devices(),
     )
+    check_devices(module, spec)
     return spec, recurrent
 
 
@@ -306,11 +314,13 @@ def measure_rotation(
         larder=probe,
     )
     buffers = [pair for pair in model.named_buffers() if pair[0].endswith(ROPE_BUFFER)]
-    known = [loaded_tensor(model, *pair) for pair in buffers]
+    known = [loaded_tensor(model, *pair).to(device) for pair in buffers]
     return tuple(
         layer
         if layer.latent_rank
-        else replace(layer, radians=_best_frequencies(probe.seen[number].keys, places, known))
+        else replace(
+            layer, radians=_best_frequencies(probe.seen[number].keys.to(device), places, known)
+        )
         for number, layer in zip(numbers, layers, strict=True)
     )
 

@@ -36,7 +36,8 @@ class LMHead:
 
     def logits(self, hidden: Float[Tensor, "N hidden"]) -> Float[Tensor, "N V"]:
         """Float32 logits of the next tokens."""
-        return self._module(inputs_embeds=hidden[None], use_cache=False).logits[0].float()
+        logits = self._module(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return logits.to(hidden.device).float()
 
     def token_numbers(
         self,

@@ -23,7 +23,7 @@ MOST_PAGES = 2**31 // 256  # rows of a layer are counted in int32
 class PageUse(Enum):
     """Which caches are held in pages.
 
-    AUTO: those on a CUDA device.
+    AUTO: those of a model on one CUDA device.
     ON: those on any device.
     OFF: none.
     """
@@ -54,7 +54,8 @@ def set_pages(decoder: Decoder, use: PageUse) -> None:
     Layers without pages, as those with a sliding window, hold their entries as before.
     """
     is_cuda = decoder.spec.device.type == "cuda"
-    if use is PageUse.OFF or (use is PageUse.AUTO and not is_cuda):
+    is_fit = is_cuda and not decoder.spec.layer_devices
+    if use is PageUse.OFF or (use is PageUse.AUTO and not is_fit):
         decoder.use_pages(None)
         return
     from larder.cache.page_arena import PageArena, can_page

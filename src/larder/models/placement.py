@@ -1,17 +1,89 @@
-"""Placement of the weights of a model by accelerate: on one device, with others offloaded."""
+"""Placement of the weights of a model by accelerate: on devices, and offloaded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from larder.core.errors import ModelError
+from larder.core.errors import BadParameter, ModelError
+from larder.core.spec import ModelSpec
 
 META = "meta"  # device of weights that accelerate loads while their module is called
+
+
+# `auto`, a device, or a device by name of a part of the model, as transformers takes it.
+DeviceMap = str | int | torch.device | Mapping[str, str | int | torch.device]
+STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+EXAMPLES = "device_map='auto', device_map={'': 'cuda:0'}, or {'model.layers.0': 'cpu', ...}"
+
+
+def check_device_map(device_map: DeviceMap) -> None:
+    """Check a device map before a model is loaded.
+
+    Raises:
+        BadParameter: it is neither a strategy of accelerate, a device of this machine, nor a
+            device or `disk` by part of the model.
+    """
+    if device_map in STRATEGIES:
+        return
+    if not isinstance(device_map, Mapping):
+        _check_device(device_map, "")
+        return
+    if not device_map:
+        raise BadParameter(f"device_map is empty: give a device for each part, as {EXAMPLES}.")
+    for part, device in device_map.items():
+        if device != "disk":
+            _check_device(device, f" of the part {part!r}")
+
+
+def check_parts(model: nn.Module, device_map: DeviceMap) -> None:
+    """Check that the parts of a device map are parts of a model.
+
+    Raises:
+        BadParameter: the model has no part of a name.
+    """
+    if not isinstance(device_map, Mapping):
+        return
+    weights = (*model.named_parameters(), *model.named_buffers())
+    known = {name for name, _ in (*model.named_modules(), *weights)} - {""}
+    for part in device_map:
+        if part and part not in known:
+            near = get_close_matches(part, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else "model.named_modules() names them."
+            raise BadParameter(f"device_map names {part!r}, which is no part of the model: {hint}")
+
+
+def _check_device(device: object, where: str) -> None:
+    """Raise BadParameter unless a device computes on this machine."""
+    if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
+        raise BadParameter(
+            f"The device{where} in device_map must be a name such as cuda:0, a number or a "
+            f"torch.device, got {device!r}: give {EXAMPLES}."
+        )
+    try:
+        place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except RuntimeError as error:
+        raise BadParameter(
+            f"The device{where} in device_map must be one of {', '.join(STRATEGIES)} for the whole "
+            f"map, or a device that torch knows, such as cpu or cuda:0, got {device!r}: give "
+            f"{EXAMPLES}."
+        ) from error
+    if place.type == META:
+        raise BadParameter(
+            f"The device{where} in device_map must be one that computes, got {device!r}, where "
+            f"tensors have shapes but no numbers: give {EXAMPLES}."
+        )
+    count = torch.cuda.device_count()
+    if place.type == "cuda" and (place.index or 0) >= count:
+        raise BadParameter(
+            f"The device{where} in device_map is {device!r}, but this machine has {count} CUDA "
+            f"devices: give {EXAMPLES}."
+        )
 
 
 def compute_device(model: nn.Module, name: str, weight: Tensor) -> torch.device:
@@ -66,23 +138,28 @@ def weights_loaded(part: nn.Module) -> Iterator[None]:
 
 
 def check_placement(model: nn.Module) -> None:
-    """Check that all weights have numbers, and that one device computes with them.
+    """Check that all weights have numbers.
 
     Raises:
-        ModelError: a weight has none, or layers are computed on several devices.
+        ModelError: a weight has none.
     """
-    devices = set[str]()
     for weight in model.named_parameters():
-        device = compute_device(model, *weight)
-        if device.type == META:
+        if compute_device(model, *weight).type == META:
             loaded_tensor(model, *weight)  # raises
-        devices.add(str(device))
-    if len(devices) > 1:
-        found = ", ".join(sorted(devices))
+
+
+def check_devices(model: nn.Module, spec: ModelSpec) -> None:
+    """Check that layers on several devices are ones whose caches may be.
+
+    Raises:
+        ModelError: recurrent layers, whose states are held on one device.
+    """
+    if spec.layer_devices and spec.recurrent:
+        found = ", ".join(dict.fromkeys(map(str, spec.layer_devices)))
         raise ModelError(
-            f"The layers of {type(model).__name__} are computed on {found}, but Larder's caches "
-            "lie on one device: name one for all layers (device_map={'': DEVICE}), "
-            "and offload with 'cpu' or 'disk' those that do not fit."
+            f"The layers of {type(model).__name__} are computed on {found}, but states of "
+            "recurrent layers lie on one device: name one for all layers "
+            "(device_map={'': DEVICE}), and offload with 'cpu' or 'disk' those that do not fit."
         )
 
 

@@ -357,11 +357,23 @@ class Planner:
         shares = self.storage.compare([scored.storage_statistics for scored in ready.values()])
         share_of = dict(zip(ready, shares, strict=True))
         plans: dict[int, Plan] = {}
-        for index, plan in self.budget.choose(ready, quotas).items():
+        for index, plan in self._chosen(ready, quotas).items():
             plans[index] = self._finish_plan(
                 plan, entries(index), ready[index], quotas[index], share_of[index]
             )
         return plans
+
+    def _chosen(
+        self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
+    ) -> dict[int, Plan]:
+        """Plans of the budget; layers on several devices are compared on that of the first."""
+        devices = {index: scored.scores.device for index, scored in ready.items()}
+        if len(set(devices.values())) <= 1:
+            return self.budget.choose(ready, quotas)
+        first = next(iter(devices.values()))
+        together = {index: scored.on(first) for index, scored in ready.items()}
+        chosen = self.budget.choose(together, quotas)
+        return {index: plan.on(devices[index]) for index, plan in chosen.items()}
 
     def _finish_plan(
         self, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float

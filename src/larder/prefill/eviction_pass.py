@@ -249,7 +249,8 @@ class LeaderScores:
         entries = seen.entries
         if entries.lengths != self.lengths:
             return False
-        return torch.equal(entries.packed_positions(), self.positions)
+        positions = entries.packed_positions()
+        return torch.equal(positions, self.positions.to(positions.device))
 
 
 class SharedLayerScores:
@@ -278,7 +279,7 @@ class SharedLayerScores:
         if self._together == 1:
             return score(seen)
         if place % self._together and self._leads[row].fits(seen):
-            return self._leads[row].scores
+            return self._leads[row].scores.to(seen.entries.positions.device)
         scores = score(seen)
         if place % self._together == 0:
             positions = seen.entries.packed_positions()

@@ -77,6 +77,9 @@ class CacheLayer(TensorOwner):
     # Whether a layer of a model with an arena of pages holds its entries there instead.
     can_page: ClassVar[bool] = False
 
+    # Whether layers hold numbers together, so that all must be on one device.
+    spans_layers: ClassVar[bool] = False
+
     # Whether latents (MLA) can be held, as keys and values at once.
     holds_latents: ClassVar[bool] = False
 

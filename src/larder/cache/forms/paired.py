@@ -58,6 +58,8 @@ class PairedLayer(MixedLayer):
         side: `LOWER` or `UPPER`.
     """
 
+    spans_layers = True
+
     def __init__(
         self,
         layer: LayerSpec,

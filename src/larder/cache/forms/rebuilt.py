@@ -57,6 +57,7 @@ class RecomputedLayer(RecoverableLayer):
     supports = frozenset({"ledger", "rebuilding"})
     requires = frozenset({"rebuilding"})
     can_be_shared = False
+    spans_layers = True
 
     def __init__(
         self,

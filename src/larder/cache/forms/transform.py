@@ -63,6 +63,7 @@ class TransformLayer(MixedLayer):
 
     supports = requires = frozenset({"ledger", "transform"})
     has_public_name = False
+    spans_layers = True
 
     def __init__(
         self,
