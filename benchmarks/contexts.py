@@ -39,6 +39,8 @@ OUT = Path("results/contexts.jsonl")
 WAYS = {
     "full": "full",
     "cacheblend": "cacheblend",
+    "cachecraft": "cachecraft",
+    "kvcomm": "kvcomm",
     "rotated": "blended(recompute=0.0) > unlimited()",
     "ape": "ape",
     "parallel": "parallel(temperature=1.0, scale=1.0) > unlimited()",

@@ -13,7 +13,7 @@ from torch import Tensor
 import larder.cache.forms._graded_tiers as tiers
 from builders import HEAD_DIM, a_layer, a_plan, draw
 from cache_stores import attend_held, same_bits
-from larder.cache import GradedLayer
+from larder.cache import CacheSpec, GradedLayer
 from larder.core import LOG_COUNT, CacheError, Codec, Folds, Ledger, Plan, ScaleGranularity
 from larder.ops import QuantizedRows, ragged_attention
 from references.cache.graded import GradedLoop
@@ -305,3 +305,10 @@ def test_keys_with_scales_per_entry_come_back_from_a_saved_layer() -> None:
     assert [tier.codec for tier in restored._coded] == list(codecs)
     assert numbers(restored).keys() == numbers(store).keys()
     assert all(torch.equal(own, numbers(store)[at]) for at, own in numbers(restored).items())
+
+
+def test_a_specification_comes_back_from_its_text_and_names_usual_codecs_as_before() -> None:
+    codecs = Codec(4, 8, 4), Codec(5, 3, key_scales=ScaleGranularity.ENTRY)
+    spec = CacheSpec("graded", LEDGER, codecs=codecs)
+    assert CacheSpec.of(spec.meta()) == spec
+    assert "key_scales" not in CacheSpec("graded", LEDGER, codecs=codecs[:1]).meta()["codecs"]

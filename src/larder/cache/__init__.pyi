@@ -40,6 +40,7 @@ from .sequence import held_nbytes as held_nbytes
 from .shared_storage import SHORT_SEGMENT as SHORT_SEGMENT
 from .shared_storage import SegmentedLayer as SegmentedLayer
 from .spec import FORMS as FORMS
+from .spec import CacheSpec as CacheSpec
 from .spec import text_of as text_of
 from .spec import text_tensor as text_tensor
 from .transform_tables import TransformTables as TransformTables

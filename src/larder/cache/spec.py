@@ -94,7 +94,7 @@ class CacheSpec:
             "columns": ",".join(self.ledger.columns),
             "scalars": ",".join(self.ledger.scalars),
             "queries": str(self.ledger.queries),
-            "codecs": json.dumps([asdict(codec) for codec in self.codecs]),
+            "codecs": json.dumps([codec.to_fields() for codec in self.codecs]),
             "pairing": json.dumps(asdict(self.pairing)),
             "parking": "" if self.parking is None else self.parking.to_text(),
             "rebuilding": "" if self.rebuilding is None else self.rebuilding.to_text(),
@@ -112,7 +112,9 @@ class CacheSpec:
         return CacheSpec(
             form=meta["form"],
             ledger=Ledger(columns, scalars, queries=int(meta.get("queries", "0"))),
-            codecs=tuple(Codec(**parts) for parts in json.loads(meta.get("codecs", "[]"))),
+            codecs=tuple(
+                Codec.from_fields(parts) for parts in json.loads(meta.get("codecs", "[]"))
+            ),
             pairing=LayerPairing(**json.loads(meta.get("pairing", "{}"))),
             parking=OffloadSpec.from_text(parking) if parking else None,
             rebuilding=RecomputeSpec.from_text(rebuilding) if rebuilding else None,

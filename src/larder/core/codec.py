@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
+from typing import Any
 
 from larder.core.errors import BadParameter
 from larder.core.spec import POSITION_BYTES
@@ -147,6 +149,19 @@ class Codec:
                 f"codec.channels must be 1 where balance is above 0, got {self.channels}: one "
                 "weight per channel cannot both select and balance."
             )
+
+    def to_fields(self) -> dict[str, int | float | str]:
+        """Fields as sessions save them; the granularity of keys only where it is not the usual."""
+        fields = asdict(self) | {"key_scales": self.key_scales.value}
+        if self.key_scales is ScaleGranularity.CHANNEL:
+            fields.pop("key_scales")
+        return fields
+
+    @staticmethod
+    def from_fields(fields: Mapping[str, Any]) -> Codec:
+        """Codec from its fields."""
+        granularity = fields.get("key_scales", ScaleGranularity.CHANNEL.value)
+        return Codec(**{**fields, "key_scales": ScaleGranularity(granularity)})
 
     def keys(self, head_dim: int) -> QuantizationScheme:
         """Scheme of keys of `head_dim` channels."""

@@ -40,7 +40,8 @@ def gradient_inputs(
     """Numbers of each token of a scratch prompt in each layer; the cache does not change.
 
     Raises:
-        UsageError: the model has recurrent layers, whose state this pass has not.
+        UsageError: the model has recurrent layers, whose state this pass has not, or the text has
+            images, whose positions it has not.
         ModelError: the layers of the model are not in one list.
     """
     if not providers:
@@ -49,6 +50,11 @@ def gradient_inputs(
         raise UsageError(
             "The model has recurrent layers, through which no gradient is taken: choose a policy "
             "without kvgrad()."
+        )
+    if not cache.model_positions.are_true:
+        raise UsageError(
+            "The text has images, whose tokens have positions of their own, but gradients are "
+            "taken at positions of texts: choose a policy without kvgrad()."
         )
     check_unchanged(decoder.module, decoder.spec)
     found: dict[int, dict[str, Tensor]] = {index: {} for index in decoder.attentions}
