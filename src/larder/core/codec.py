@@ -160,8 +160,9 @@ class Codec:
     @staticmethod
     def from_fields(fields: Mapping[str, Any]) -> Codec:
         """Codec from its fields."""
-        granularity = fields.get("key_scales", ScaleGranularity.CHANNEL.value)
-        return Codec(**{**fields, "key_scales": ScaleGranularity(granularity)})
+        granularity = ScaleGranularity(fields.get("key_scales", ScaleGranularity.CHANNEL.value))
+        numbers = {name: own for name, own in fields.items() if name != "key_scales"}
+        return Codec(**numbers, key_scales=granularity)
 
     def keys(self, head_dim: int) -> QuantizationScheme:
         """Scheme of keys of `head_dim` channels."""
