@@ -1,14 +1,14 @@
 """Scheduler: decode steps and prefill blocks of many requests over one model, fair between tenants.
 
-A step is one decode step of all running answers, then one prefill block of one request. Requests
-with the lowest priority number come first in all that follows. Among them the block
-goes to the tenant with the least service, as in Sheng et al., "Fairness in Serving Large Language
-Models" (2024), arXiv:2401.00588, section 4: a counter of tokens per tenant, where a tenant that
-returns starts no lower than those that are present. Among a tenant's requests it goes to the one
-with the fewest blocks left, unless another was passed over `MAX_PASSED_BLOCKS` times. So two tokens
-of an answer are never more than one block apart, and no request starves but by requests of a lower
-number. A request that waits for memory takes that of a running one of a higher number: that one's
-cache leaves the device as idle ones do, and its answer goes on later.
+A step is one decode step of all running answers, then one prefill block of one request, which short
+blocks of others fill up. Requests with the lowest priority number come first in all that follows.
+Among them the block goes to the tenant with the least service, as in Sheng et al., "Fairness in
+Serving Large Language Models" (2024), arXiv:2401.00588, section 4: a counter of tokens per tenant,
+where a tenant that returns starts no lower than those that are present. Among a tenant's requests
+it goes to the one with the fewest blocks left, unless another was passed over `MAX_PASSED_BLOCKS`
+times. So two tokens of an answer are never more than one block apart, and no request starves but by
+requests of a lower number. A request that waits for memory takes that of a running one of a higher
+number: that one's cache leaves the device as idle ones do, and its answer goes on later.
 """
 
 from __future__ import annotations
@@ -263,24 +263,36 @@ class Scheduler:
         return True
 
     def _prefill(self) -> bool:
-        """One prefill block of one request."""
+        """One prefill block of one request, and of others as long as all of them are no longer."""
         left = [job for job in self.running if not job.prefill.is_done and job.prefill.load is None]
         if not left:
             return False
-        job = min(left, key=self._priority)
+        job, *others = sorted(left, key=self._priority)
         for each in left:
             each.prefill.passed_blocks += each.session.tenant == job.session.tenant
-        job.prefill.passed_blocks = 0
         self.blocks += 1
+        companions = job.backend.companions(job, others) if others else []
+        if companions:
+            try:
+                job.backend.read_together([job, *companions])
+            except FAILURES:  # nothing was read: the request whose turn it is goes alone
+                companions = []
+        read = job.backend.finish_block if companions else job.backend.prefill_block
+        for each in (job, *companions):
+            each.prefill.passed_blocks = 0
+            self._finish_block(each, read)
+        return True
+
+    def _finish_block(self, job: RequestState, read: Callable[[RequestState], int]) -> None:
+        """Account for a block of a request, which `read` counts."""
         try:
-            self._served[job.session.tenant] += job.backend.prefill_block(job)
+            self._served[job.session.tenant] += read(job)
         except FAILURES as error:
             self.running.remove(job)
             job.backend.rollback(job)
             self._fail(job, error)
         if job in self.running and job.has_ended:
             self._finish(self.running.pop(self.running.index(job)), job.answer.finish_reason)
-        return True
 
     def _priority(self, job: RequestState) -> tuple[int, float, int, int]:
         return (

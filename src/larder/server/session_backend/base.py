@@ -69,6 +69,28 @@ class SessionBackend(ABC):
     def prefill_block(self, job: RequestState) -> int:
         """Prefill one block; the approximate number of its tokens."""
 
+    def companions(self, job: RequestState, others: Sequence[RequestState]) -> list[RequestState]:
+        """Requests whose next blocks one pass may read with that of `job`; none by default.
+
+        Args:
+            others: in the order in which they would get a block.
+        """
+        del job, others
+        return []
+
+    def read_together(self, jobs: Sequence[RequestState]) -> None:
+        """Read the next block of a request and of its companions in one pass.
+
+        If it fails, nothing has changed. `finish_block` follows for each.
+        """
+        del jobs
+        raise NotImplementedError  # a backend with companions has it
+
+    def finish_block(self, job: RequestState) -> int:
+        """Account for a block that was read with others; the number of its tokens."""
+        del job
+        raise NotImplementedError  # a backend with companions has it
+
     @abstractmethod
     def restart_prefill(self, job: RequestState) -> None:
         """Read everything again, generated tokens included: a failed step has

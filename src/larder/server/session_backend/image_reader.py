@@ -39,6 +39,10 @@ class ImageReader:
     def __init__(self, encoder: ImagePromptEncoder) -> None:
         self._encoder = encoder
 
+    def has_images(self, job: RequestState) -> bool:
+        """True if some messages of a request, or of its past turns, have images."""
+        return bool(_shown_turns(job))
+
     def split(
         self, job: RequestState, text: tuple[int, ...], start: int, size: int
     ) -> list[tuple[int, ...]]:

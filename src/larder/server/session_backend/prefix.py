@@ -138,7 +138,7 @@ class PrefixBackend(SessionBackend):
             if prefill.is_done:
                 self._prepare(job)
             return count
-        session, block = job.session, prefill.blocks[prefill.next_block]
+        session, block = job.session, _next_block(job)
         cache = session.residency.active
         assert cache is not None
         reader, started = session.rule.reader(len(job.resolved.prompt_ids)), perf_counter()
@@ -150,13 +150,46 @@ class PrefixBackend(SessionBackend):
             beside = self._image_reader.read(job, reader, block)
         if 2 * len(block) > self._block(session.rule):  # short prefills are slower per token
             self._tiers.disk.note_reading(len(block), perf_counter() - started)
+        return self._count_block(job, max(cache.nbytes, reader.meter.peak_bytes) + beside)
+
+    def companions(self, job: RequestState, others: Sequence[RequestState]) -> list[RequestState]:
+        if not self._reads_plainly(job):
+            return []
+        found = list[RequestState]()
+        room = self._block(job.session.rule) - len(_next_block(job))
+        for each in others:
+            is_alike = each.backend is self and each.session.rule is job.session.rule
+            if is_alike and self._reads_plainly(each) and len(_next_block(each)) <= room:
+                room -= len(_next_block(each))
+                found.append(each)
+        return found
+
+    def read_together(self, jobs: Sequence[RequestState]) -> None:
+        rows = list[BatchSegment]()
+        for job in jobs:
+            block = _next_block(job)
+            job.cache.reserve(len(block))
+            rows.append(BatchSegment(job.cache, block, append_kind=AppendKind.TEXT))
+        jobs[0].session.rule.runtime.decoder.read(rows, Mode.APPEND)
+
+    def finish_block(self, job: RequestState) -> int:
+        return self._count_block(job, job.cache.nbytes)
+
+    def _count_block(self, job: RequestState, held_bytes: int) -> int:
+        """Account for the next block, which the cache has read; the number of its tokens."""
+        session, block = job.session, _next_block(job)
         session.residency.cached_ids.extend(block)
-        held = max(cache.nbytes, reader.meter.peak_bytes) + beside
-        self._reservations.check(session.key, held)
-        prefill.next_block += 1
-        if prefill.is_done:
+        self._reservations.check(session.key, held_bytes)
+        job.prefill.next_block += 1
+        if job.prefill.is_done:
             self._prepare(job)
         return len(block)
+
+    def _reads_plainly(self, job: RequestState) -> bool:
+        """True if a block is text of a policy that neither observes nor scores it."""
+        prefill, rule = job.prefill, job.session.rule
+        is_text = prefill.steps is None and not job.request.prompt_logprobs
+        return is_text and not rule.is_limited and not self._image_reader.has_images(job)
 
     def _read_scored(self, job: RequestState, cache: SequenceCache, block: tuple[int, ...]) -> None:
         """Read a block, and send the log-probabilities of the tokens that it predicts."""
@@ -382,6 +415,11 @@ class PrefixBackend(SessionBackend):
             bytes=max(demand.bytes, nbytes),
             transient_bytes=max(demand.transient_bytes, nbytes),
         )
+
+
+def _next_block(job: RequestState) -> tuple[int, ...]:
+    """Tokens of the next block of a request's prompt."""
+    return job.prefill.blocks[job.prefill.next_block]
 
 
 def _usable_tokens(job: RequestState, session: SessionState) -> int:

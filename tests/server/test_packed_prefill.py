@@ -1,0 +1,105 @@
+"""Prompts of several requests in one pass: short blocks of others join that of the first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from larder.core import CacheError
+from larder.models import Decoder
+from server_core import Client, Served, answered, characters, told
+
+
+@pytest.fixture
+def passes(monkeypatch) -> list[list[int]]:
+    """Tokens of each row of the passes that read without logits."""
+    found: list[list[int]] = []
+    read = Decoder.read
+
+    def recording(self: Decoder, segments: Any, *args: Any, **named: Any) -> None:
+        found.append([len(each.ids) for each in segments])
+        read(self, segments, *args, **named)
+
+    monkeypatch.setattr(Decoder, "read", recording)
+    return found
+
+
+def asked(served: Served, count: int, sentences: int = 2) -> list[Client]:
+    return [served.submit(told(number, sentences), f"s{number}")[0] for number in range(count)]
+
+
+def test_prompts_that_arrive_together_are_read_in_one_pass(passes) -> None:
+    alone = Served(characters())
+    expected = [alone.ask(told(number), f"s{number}").text for number in range(4)]
+    singles, passes[:] = list(passes), []
+    served = Served(characters())
+    clients = asked(served, 4)
+    served.run()
+    assert [client.text for client in clients] == expected
+    assert len(singles) == 4 and len(passes) == 1
+    assert passes == [[count for (count,) in singles]]
+    assert served.core.scheduler.blocks == 1
+    for number, client in enumerate(clients):
+        turn = alone.core.find("a", f"s{number}").turns[0]
+        assert client.told.prompt_tokens == len(turn.prompt_ids)
+        turns = answered(told(number), client, "And the next one?")
+        assert served.ask(turns, f"s{number}").text == alone.ask(turns, f"s{number}").text
+
+
+def test_a_pass_is_no_longer_than_a_block(passes) -> None:
+    served = Served(characters(), prefill_chunk=128)
+    asked(served, 4, sentences=1)
+    served.run()
+    assert any(len(rows) > 1 for rows in passes)
+    assert max(map(sum, passes)) <= 128
+
+
+def test_blocks_of_other_policies_are_read_apart(passes) -> None:
+    served = Served(characters(), "limited")
+    asked(served, 3)
+    served.run()
+    assert {len(rows) for rows in passes} == {1}
+
+
+def test_log_probabilities_of_a_prompt_are_read_apart(passes) -> None:
+    served = Served(characters())
+    scored, _ = served.submit(told(0), "s0", prompt_logprobs=True, logprobs=0)
+    asked_later, _ = served.submit(told(1), "s1")
+    served.run()
+    assert scored.told.new_tokens and asked_later.told.new_tokens
+    assert {len(rows) for rows in passes} == {1}
+
+
+def test_a_pass_that_fails_is_made_alone(monkeypatch) -> None:
+    expected = [Served(characters()).ask(told(number)).text for number in range(3)]
+    read = Decoder.read
+
+    def refusing(self: Decoder, segments: Any, *args: Any, **named: Any) -> None:
+        if len(segments) > 1:
+            raise CacheError("no memory for several")
+        read(self, segments, *args, **named)
+
+    monkeypatch.setattr(Decoder, "read", refusing)
+    served = Served(characters())
+    clients = asked(served, 3)
+    served.run()
+    assert [client.text for client in clients] == expected
+
+
+def test_a_request_that_cannot_be_read_ends_alone(monkeypatch) -> None:
+    """The pass of all fails as long as it is among them, and then its own."""
+    read = Decoder.read
+
+    def refusing(self: Decoder, segments: Any, *args: Any, **named: Any) -> None:
+        if any(len(each.ids) > 100 for each in segments):
+            raise CacheError("too long")
+        read(self, segments, *args, **named)
+
+    monkeypatch.setattr(Decoder, "read", refusing)
+    served = Served(characters())
+    first, _ = served.submit(told(0, 8), "s0")
+    others = [served.submit(told(number, 1), f"s{number}")[0] for number in (1, 2)]
+    served.run()
+    assert isinstance(first.error, CacheError)
+    assert all(client.told.new_tokens for client in others)
