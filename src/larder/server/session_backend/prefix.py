@@ -153,13 +153,13 @@ class PrefixBackend(SessionBackend):
         return self._count_block(job, max(cache.nbytes, reader.meter.peak_bytes) + beside)
 
     def companions(self, job: RequestState, others: Sequence[RequestState]) -> list[RequestState]:
-        if not self._reads_plainly(job):
+        room, found = self._block(job.session.rule), list[RequestState]()
+        if not self._reads_plainly(job, room):
             return []
-        found = list[RequestState]()
-        room = self._block(job.session.rule) - len(_next_block(job))
+        room -= len(_next_block(job))
         for each in others:
             is_alike = each.backend is self and each.session.rule is job.session.rule
-            if is_alike and self._reads_plainly(each) and len(_next_block(each)) <= room:
+            if is_alike and self._reads_plainly(each, room):
                 room -= len(_next_block(each))
                 found.append(each)
         return found
@@ -185,11 +185,15 @@ class PrefixBackend(SessionBackend):
             self._prepare(job)
         return len(block)
 
-    def _reads_plainly(self, job: RequestState) -> bool:
-        """True if a block is text of a policy that neither observes nor scores it."""
-        prefill, rule = job.prefill, job.session.rule
-        is_text = prefill.steps is None and not job.request.prompt_logprobs
-        return is_text and not rule.is_limited and not self._image_reader.has_images(job)
+    def _reads_plainly(self, job: RequestState, room: int) -> bool:
+        """True if the next block, of at most `room` tokens, is text of a policy that neither
+        observes nor scores it.
+        """
+        if job.prefill.steps is not None or len(_next_block(job)) > room:
+            return False
+        if job.request.prompt_logprobs or job.session.rule.is_limited:
+            return False
+        return not self._image_reader.has_images(job)
 
     def _read_scored(self, job: RequestState, cache: SequenceCache, block: tuple[int, ...]) -> None:
         """Read a block, and send the log-probabilities of the tokens that it predicts."""
