@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import re
 import runpy
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import larder
+from interop.fake_presses import MaskingPress, QueryPress
+from larder import Policy
 from larder.engine import engine
 from larder.models import loader
 from larder.models.tiny import tiny
@@ -105,3 +110,33 @@ def test_the_page_of_generate_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     exec(compile(exported, "generate.md", "exec"), names)
     (layers,) = names["cache"].lengths()
     assert max(map(max, layers)) == names["exported"].layers[0].keys.shape[2] < read.shape[1]
+
+
+def test_the_page_of_kvpress_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With presses that have the interface of kvpress, which need not be installed."""
+    package = ModuleType("kvpress")
+    package.SnapKVPress = QueryPress  # pyright: ignore
+    package.AdaKVPress = MaskingPress  # pyright: ignore
+    monkeypatch.setitem(sys.modules, "kvpress", package)
+    model, ids = tiny("llama"), torch.arange(3, 83)[None]
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    monkeypatch.setattr(model.generation_config, "pad_token_id", 0)
+    names: dict[str, Any] = {"larder": larder, "torch": torch, "model": model}
+    names["inputs"] = names["context"] = {"input_ids": ids}
+    names["context_and_question"] = {"input_ids": torch.cat([ids, ids[:, :5]], 1)}
+    one_line, own_cache = python_of("from_kvpress")
+    exec(compile(one_line, "from_kvpress.md", "exec"), names)
+    kept = names["run"].cache.lengths()[0]
+    assert len({length for layer in kept for length in layer}) > 1  # freed head by head
+    exec(compile(own_cache, "from_kvpress.md", "exec"), names)
+    assert names["out"].shape == (1, 185)
+    assert max(map(max, names["cache"].lengths()[0])) < 80  # the question went to a copy
+
+
+def test_the_sentences_for_presses_are_policies() -> None:
+    text = (ROOT / "docs/from_kvpress.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    found = [row[2].strip("`") for row in rows if len(row) == 4 and row[2].startswith("`")]
+    assert len(found) > 20
+    for sentence in found:
+        assert str(Policy.parse(sentence))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +34,11 @@ class BasePress:
         shown = module, states, layer.keys, layer.values, output[1], kwargs
         layer.keys, layer.values = self.compress(*shown)
         return output
+
+    @contextmanager
+    def __call__(self, model: Any) -> Iterator[None]:
+        """Context of calls of a model; transformers no longer tells layers what hooks read."""
+        yield
 
 
 @dataclass
