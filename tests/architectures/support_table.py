@@ -3,7 +3,8 @@
     PYTHONPATH=tests python -m architectures.support_table
 
 fills the space between the marks `<!-- families: table -->` (a line per family) and
-`<!-- families: names -->` (names alone) and `<!-- families: end -->` of the pages of `PAGES`.
+`<!-- families: names -->` (names alone), `<!-- families: figures -->` (measured figures of
+`figures.json`) and `<!-- families: end -->` of the pages of `PAGES`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from architectures.families import Family, Status, families, with_status
+from architectures.figures import DTYPES, STEPS, Figures, committed
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/architectures.md")
 MARKED = re.compile(
-    r"(<!-- families: (table|names) -->\n)(?:.*?\n)??(<!-- families: end -->)", re.DOTALL
+    r"(<!-- families: (table|names|figures) -->\n)(?:.*?\n)??(<!-- families: end -->)", re.DOTALL
 )
 
 
@@ -40,7 +42,32 @@ def family_names() -> str:
     return "\n".join(lines)
 
 
-LAYOUTS: Mapping[str, Callable[[], str]] = {"table": support_table, "names": family_names}
+def figures_table() -> str:
+    """Markdown table of the measured figures of each supported family."""
+    head = ["family"]
+    for dtype in DTYPES:
+        head += [f"{dtype}: logits", "beyond", "equal steps", "policies", "peak"]
+    known = committed()
+    rows = [
+        _line(
+            family.name, *(cell for dtype in DTYPES for cell in _cells(known[family.name][dtype]))
+        )
+        for family in with_status(Status.SUPPORTED)
+    ]
+    return "\n".join([_line(*head), _line(*["---"] * len(head)), *rows])
+
+
+def _cells(found: Figures) -> tuple[str, ...]:
+    peak = "-" if found.peak is None else f"{found.peak:.2f}"
+    steps = f"{found.equal_steps}/{STEPS}"
+    return (f"{found.logits:.1e}", str(found.beyond), steps, str(found.policies), peak)
+
+
+LAYOUTS: Mapping[str, Callable[[], str]] = {
+    "table": support_table,
+    "names": family_names,
+    "figures": figures_table,
+}
 
 
 def _row(family: Family) -> str:

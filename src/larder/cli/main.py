@@ -112,10 +112,15 @@ def _command_of(point: EntryPoint) -> Any:
     return loaded
 
 
+RATIO_OPTION = "--compression-ratio"  # of kvpress
+
+
 def _usage_error(error: Any) -> UsageError:
     message = " ".join(error.format_message().split())
     where = "larder" if error.ctx is None else error.ctx.command_path
     ended = message if message.endswith("?") else f"{message.rstrip('.')}."
+    if RATIO_OPTION in message:
+        ended += " The share that stays is --budget: 25% for a compression ratio of 0.75."
     return UsageError(f"{ended} See '{where} --help'.")
 
 
