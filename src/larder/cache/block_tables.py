@@ -13,9 +13,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from jaxtyping import Float, Int32, Int64
+from numpy.typing import NDArray
 from torch import Tensor
 
-from larder.cache.layer_pages import LayerPages, PageLease
+from larder.cache.layer_pages import NULL_PAGE, LayerPages, PageLease
 from larder.ops.attention import apply_sinks
 from larder.ops.packing import write_to_device
 from larder.ops.paged_attention import paged_attention
@@ -94,7 +95,9 @@ class BlockTables:
         self._growth = torch.zeros(total, dtype=torch.int32, device=device)  # 0 for padding
         firsts = np.repeat(np.arange(len(pages)) * rows, sizes)
         self._firsts = torch.from_numpy(firsts).to(device)  # of each layer in `positions`
-        self._seen: list[tuple[int, int, int]] = []
+        self._layer_firsts = np.cumsum([0, *sizes])
+        self._host = HostTables(total, width)
+        self._seen: list[int] = []
         self._next: list[int] = []
         self.layers = {
             own.layer.index: _layer_step(own, slots, table, lengths)
@@ -114,42 +117,76 @@ class BlockTables:
             leases: of each sequence, one per layer; pages for another entry are reserved.
             positions: true position of each new entry.
         """
-        seen = [(own.serial, own.version, own.steps) for each in leases for own in each]
-        stepped = [(own, version, steps - 1) for own, version, steps in seen]
-        if stepped == self._seen and [place - 1 for place in positions] == self._next:
-            for numbers in (self._lengths, self._positions, self._slots):
-                numbers.add_(self._growth)
+        seen = [own.mark for each in leases for own in each]
+        host, is_next = self._host, [place - 1 for place in positions] == self._next
+        if is_next and len(seen) == len(self._seen):
+            host.grow()
+            pairs = enumerate(zip(seen, self._seen, strict=True))
+            changed = [index for index, (mark, before) in pairs if mark != before + 1]
         else:
-            self._write(leases, positions)
+            host.clear()
+            changed = range(len(seen))
+        for index in changed:
+            row, number = divmod(index, len(self._heads))
+            heads = self._heads[number]
+            first = int(self._layer_firsts[number]) + row * heads
+            host.write(slice(first, first + heads), leases[row][number], positions[row])
+        if changed:
+            targets = self._table, self._lengths, self._slots, self._positions, self._growth
+            for target, numbers in zip(targets, host.arrays, strict=True):
+                write_to_device(target, numbers)
+        else:
+            for own in (self._lengths, self._positions, self._slots):
+                own.add_(self._growth)
         self._seen, self._next = seen, list(positions)
         self._all_positions.view(-1).index_copy_(0, self._slots + self._firsts, self._positions)
 
-    def _write(self, leases: Sequence[Sequence[PageLease]], positions: Sequence[int]) -> None:
-        """Write all tables from the host."""
-        total, rows = len(self._lengths), self.batch_len - len(leases)
-        table = np.zeros((total, self.width), np.int32)
-        lengths, slots = np.full(total, PADDING_LENGTH, np.int32), np.zeros(total, np.int64)
-        places, growth = np.zeros(total, np.int32), np.zeros(total, np.int32)
-        first = 0
-        for number, heads in enumerate(self._heads):
-            for own, position in zip(leases, positions, strict=True):
-                lease, segments = own[number], slice(first, first + heads)
-                table[segments, : lease.table.shape[1]] = lease.table
-                lengths[segments] = lease.lengths + 1
-                slots[segments] = lease.slots(np.ones(heads, np.int64))
-                places[segments], growth[segments] = position, 1
-                first = segments.stop
-            first += rows * heads
-        targets = self._table, self._lengths, self._slots, self._positions, self._growth
-        for target, numbers in zip(targets, (table, lengths, slots, places, growth), strict=True):
-            write_to_device(target, numbers)
+
+class HostTables:
+    """Numbers of the tables of a step in host memory, segment by segment.
+
+    Args:
+        total: number of segments, padding included.
+        width: most pages of a segment.
+    """
+
+    def __init__(self, total: int, width: int) -> None:
+        self.table = np.zeros((total, width), np.int32)
+        self.lengths, self.places, self.growth = np.zeros((3, total), np.int32)
+        self.slots = np.zeros(total, np.int64)
+        self.clear()
+
+    @property
+    def arrays(self) -> tuple[NDArray[np.integer], ...]:
+        """Table, lengths, slots, positions and growth."""
+        return self.table, self.lengths, self.slots, self.places, self.growth
+
+    def clear(self) -> None:
+        """Make all segments padding."""
+        for own in self.arrays:
+            own[...] = 0
+        self.lengths[...] = PADDING_LENGTH
+
+    def grow(self) -> None:
+        """Count one more entry in all segments but padding."""
+        for own in (self.lengths, self.places, self.slots):
+            own += self.growth
+
+    def write(self, segments: slice, lease: PageLease, position: int) -> None:
+        """Set the segments of a lease that takes another entry."""
+        self.table[segments] = NULL_PAGE
+        self.table[segments, : lease.table.shape[1]] = lease.table
+        self.lengths[segments] = lease.lengths + 1
+        self.slots[segments] = lease.slots(np.ones(len(lease.lengths), np.int64))
+        self.places[segments], self.growth[segments] = position, 1
 
 
 def reserve_step(leases: Sequence[Sequence[PageLease]]) -> None:
     """Reserve pages for one more entry in each head. Raises: CacheError: none are left."""
     for own in leases:
         for lease in own:
-            lease.reserve(1)
+            if not lease.has_room:
+                lease.reserve(1)
 
 
 def _layer_step(pages: LayerPages, slots: Tensor, table: Tensor, lengths: Tensor) -> LayerStep:

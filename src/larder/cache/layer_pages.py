@@ -26,6 +26,7 @@ from larder.ops.paged_attention import AttentionBackend
 from larder.ops.pages import SegmentTables, append_rows, append_step, compact_pages, gather_pages
 
 NULL_PAGE = 0
+CHANGE, SERIAL_BITS = 1 << 12, 64  # how marks of leases grow, and where their serials begin
 IntArray = NDArray[np.int64]
 
 
@@ -145,22 +146,37 @@ class PageLease:
     """Pages of the kv heads of one layer of one sequence.
 
     Attributes:
-        serial: number of the lease among all of the layer.
-        lengths: entries of each head [K].
         table: pages of each head [K, W], on the host; the null page behind the last one.
-        version: count of changes other than one more entry in the row behind the latest one.
-        steps: count of those.
+        mark: number that no other lease of the layer ever has. It grows by one with an entry in the
+            row behind the latest one of each head, and by more with any other change.
     """
 
     def __init__(self, pool: LayerPages) -> None:
         heads = pool.layer.kv_heads
-        self.pool, self.serial, self.version, self.steps = pool, next(pool.serials), 0, 0
+        self.pool, self.mark = pool, next(pool.serials) << SERIAL_BITS
         self._room = 0  # entries that surely fit each head, in pages of its own
         self._page_room = 0  # entries until a head begins another page
-        self.lengths: IntArray = np.zeros(heads, np.int64)
+        self._lengths: IntArray = np.zeros(heads, np.int64)
+        self._steps = 0  # entries of each head that are not in these
         self.table = np.zeros((heads, 1), np.int32)
         self._pages: list[list[int]] = [[] for _ in range(heads)]
         finalize(self, _release_all, pool, self._pages)
+
+    @property
+    def lengths(self) -> IntArray:
+        """Entries of each head [K]."""
+        if self._steps:
+            self._lengths, self._steps = self._lengths + self._steps, 0
+        return self._lengths
+
+    @lengths.setter
+    def lengths(self, lengths: IntArray) -> None:
+        self._lengths, self._steps = lengths, 0
+
+    @property
+    def has_room(self) -> bool:
+        """True if another entry surely fits each head."""
+        return self._room > 0
 
     @property
     def num_pages(self) -> int:
@@ -224,9 +240,9 @@ class PageLease:
 
     def count_step(self) -> None:
         """Count an entry that was appended to each head within its pages."""
-        self.lengths = self.lengths + 1
+        self._steps += 1
         self._room -= 1
-        self.steps += 1
+        self.mark += 1
         self._page_room -= 1
         if self._page_room <= 0:
             self._begin_page()
@@ -340,7 +356,7 @@ class PageLease:
         """Note that the next entries are not in the rows behind the latest ones."""
         size = self.pool.page_tokens
         self._page_room = int((size - self.lengths % size).min())
-        self.version += 1
+        self.mark += CHANGE
 
 
 def _release_all(pool: LayerPages, pages: list[list[int]]) -> None:

@@ -49,6 +49,11 @@ class MemoryUsage:
         change, self._own_entries = entries - self._own_entries, entries
         self._add(0, 0, change)
 
+    def add_entries(self, change: int) -> None:
+        """Change the entries held beside those of usages that joined this one."""
+        self._own_entries += change
+        self._add(0, 0, change)
+
     def join(self, total: MemoryUsage) -> None:
         """Count into `total` from now on, and no longer into a former total."""
         self.leave()

@@ -134,6 +134,12 @@ class SequenceCache:
         self._check()
         return self._stores[layer]
 
+    def count_step(self, position: int) -> None:
+        """Count a token that was appended to the pages of every layer. Raises: CacheError."""
+        self._check()
+        for store in self._stores:
+            store.count_step(position)
+
     def page_leases(self) -> list[PageLease]:
         """Pages of the layers that have them, in model order. Raises: CacheError: invalid."""
         self._check()

@@ -286,10 +286,8 @@ class DecodeGraphs:
         if bucket.replay is None:
             bucket.replay = self._captured(bucket)
         logits = bucket.replay()
-        layers = self._decoder.spec.layers
         for cache, position in zip(caches, positions, strict=True):
-            for layer in layers:
-                cache.step_layer(layer.index).count_step(position)
+            cache.count_step(position)
         if observer is not None and bucket.seen is not None:
             self._observe(caches, observer, bucket.seen, bucket.positions[0].clone())
         for cache in caches:

@@ -76,7 +76,7 @@ class PagedLayer(CacheLayer):
     def count_step(self, position: int) -> None:
         del position
         self._lease.count_step()
-        self.usage.set_entries(int(self._lease.lengths.sum()))
+        self.usage.add_entries(self.layer.kv_heads)
 
     def attention_calls(
         self, queries: Queries, positions: Positions, mode: Mode, shift: int

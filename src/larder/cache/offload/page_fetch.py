@@ -281,11 +281,12 @@ def attend_behind(
     """Attention to the entries behind the first `indexed` of each head."""
     first, (starts, lengths) = torch.tensor(indexed), entries.layout
     starts, lengths = starts + first, lengths - first
-    sides = entries.keys, entries.values
-    if queries.device != sides[0].device:  # entries are in host memory
-        rows = packed_rows(starts, lengths)
-        sides, starts = tuple(side[rows].to(queries.device) for side in sides), starts_of(lengths)
-    return ragged_attention(queries, *sides, starts, lengths, layer.scaling, softcap=layer.softcap)
+    keys, values = entries.keys, entries.values
+    if queries.device != keys.device:  # entries are in host memory
+        rows, starts = packed_rows(starts, lengths), starts_of(lengths)
+        keys, values = keys[rows].to(queries.device), values[rows].to(queries.device)
+    rows = keys, values, starts, lengths
+    return ragged_attention(queries, *rows, layer.scaling, softcap=layer.softcap)
 
 
 def _count_common_pages(own: Int64[Tensor, "N P"], ahead: Int64[Tensor, "N Q"]) -> tuple[int, int]:
