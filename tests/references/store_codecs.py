@@ -72,3 +72,37 @@ def _down(value: float) -> float:
 
 def _up(value: float) -> float:
     return -_down(-value)
+
+
+def predictive(
+    layers: Sequence[tuple[Rows, Rows]], tables: Sequence[tuple[dict, dict]], step: float
+) -> list[tuple[Rows, Rows]]:
+    """What comes back of keys before rotation and values, a token at a time.
+
+    Args:
+        layers: keys and values of each layer, kv heads side by side.
+        tables: `weights`, `bias`, `forward` and `inverse` of both sides of each layer.
+    """
+    out: list[tuple[Rows, Rows]] = [([], []) for _ in layers]
+    for token in range(len(layers[0][0])):
+        below: list[float] = []
+        for own, pair, found in zip(layers, tables, out, strict=True):
+            decoded: list[list[float]] = []
+            for side, table, rows in zip(own, pair, found, strict=True):
+                inputs = [x for part in decoded for x in part] + below
+                guess = _row(inputs, table["weights"], table["bias"])
+                left = [x - y for x, y in zip(side[token], guess, strict=True)]
+                components = _row(left, table["forward"], [0.0] * len(left))
+                symbols = [round(x / step) for x in components]
+                decoded.append(_row([x * step for x in symbols], table["inverse"], guess))
+                rows.append(decoded[-1])
+            below = decoded[0] + decoded[1]
+    return out
+
+
+def _row(row: Sequence[float], matrix: Rows, added: Sequence[float]) -> list[float]:
+    """Row times matrix, plus another row."""
+    found = list(added)
+    for x, line in zip(row, matrix, strict=True):
+        found = [total + x * y for total, y in zip(found, line, strict=True)]
+    return found

@@ -34,6 +34,10 @@ from .offload.slow_tier import OffloadBatch as OffloadBatch
 from .offload.slow_tier import SlowTier as SlowTier
 from .offload.slow_tier import StorageOwners as StorageOwners
 from .page_arena import PageArena as PageArena
+from .predictive_tables import PREDICTIVE_FILE as PREDICTIVE_FILE
+from .predictive_tables import PredictiveTables as PredictiveTables
+from .predictive_tables import SidePrediction as SidePrediction
+from .predictive_tables import predictive_path as predictive_path
 from .recurrent_state import RecurrentState as RecurrentState
 from .sequence import SequenceCache as SequenceCache
 from .sequence import held_nbytes as held_nbytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,11 +14,12 @@ from larder.core.errors import UnknownName
 from larder.core.family import unknown_name_message
 
 if TYPE_CHECKING:
-    from larder.models.learned_weights import LearnedWeights
+    from larder.models.learned_weights import Card, LearnedWeights
     from larder.models.loader import LoadedModel
     from larder.training.labels import LabelFile
 
 LABELS = "labels"  # makes the label file alone
+PREDICTIVE = "predictive"  # reads texts without labels
 
 
 @command
@@ -28,7 +29,8 @@ def train(
         str,
         typer.Argument(
             metavar="METHOD",
-            help="kvzap, kvzap_mlp, fast_kvzip or locret; or labels, which the others begin with.",
+            help="kvzap, kvzap_mlp, fast_kvzip or locret; labels, which these begin with; or "
+            "predictive, for the codecs of that name.",
         ),
     ],
     model: Annotated[
@@ -68,9 +70,13 @@ def train(
     from larder.training.base import METHODS
 
     known = METHODS.names()
-    if method != LABELS and method not in known:
-        raise UnknownName(unknown_name_message("method to train", method, [*known, LABELS]))
+    others = [LABELS, PREDICTIVE]
+    if method not in (*known, *others):
+        raise UnknownName(unknown_name_message("method to train", method, [*known, *others]))
     loaded = _load(model, device, dtype)
+    if method == PREDICTIVE:
+        _train_predictive(loaded, model, corpus, held_out, tokens, seed, options)
+        return
     if weights is not None and method != LABELS:
         from larder.training.base import adopt_published
 
@@ -119,6 +125,32 @@ def _trained(method: str, labels: LabelFile, loaded: LoadedModel, seed: int) -> 
         return train(METHODS.load(method)(), labels, loaded.decoder.spec, seed, update)
 
 
+def _train_predictive(
+    loaded: LoadedModel,
+    model: str,
+    corpus: Path | None,
+    held_out: str | None,
+    tokens: int,
+    seed: int,
+    options: OutputOptions,
+) -> None:
+    """Predictions across layers, fitted, saved and described."""
+    from larder.cache.predictive_tables import predictive_path
+    from larder.engine.progress_bar import progress_bar
+    from larder.models.learned_weights import CARD
+    from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+    from larder.training.corpus import read_corpus
+    from larder.training.predictive import PredictiveSettings, train_predictive
+
+    texts, adapter = read_corpus(corpus, held_out), TokenizerAdapter(loaded.tokenizer)
+    settings = PredictiveSettings(tokens=tokens, seed=seed)
+    with progress_bar(f"Reading with {model}", "tokens") as update:
+        tables, card = train_predictive(loaded.decoder, adapter, texts, settings, update)
+    path = predictive_path(loaded.decoder.spec.fingerprint)
+    tables.save(path, {CARD: card.dumps()})
+    _print_card(card, path, options)
+
+
 def _save_and_print(
     learned: LearnedWeights, method: str, loaded: LoadedModel, options: OutputOptions
 ) -> None:
@@ -126,12 +158,15 @@ def _save_and_print(
 
     path = learned_file(loaded.decoder.spec.fingerprint, method)
     learned.save(path)
-    card: dict[str, Any] = dict(vars(learned.card))
+    _print_card(learned.card, path, options)
+
+
+def _print_card(card: Card, path: Path, options: OutputOptions) -> None:
     if options.json:
-        print_document({"schema": SCHEMA, "file": str(path), "card": card})
+        print_document({"schema": SCHEMA, "file": str(path), "card": dict(vars(card))})
         return
-    table = make_table("metric", method, texts=1)
-    for name, number in learned.card.metrics.items():
+    table = make_table("metric", card.method, texts=1)
+    for name, number in card.metrics.items():
         table.add_row(name.replace("_", " "), f"{number:g}")
     console = results_console()
     console.print(table)

@@ -15,6 +15,7 @@ from larder.models.checkpoint_files import WEIGHT_PATTERNS
 from larder.models.introspection import stored_weights
 from larder.models.loader import SEED, LoadedModel
 from larder.store.blobs.cache_state import RAW_CODEC
+from larder.store.codecs.base import codec_named
 from larder.store.digests import key_of
 from larder.store.model_identity import (
     ModelIdentity,
@@ -35,9 +36,14 @@ class ModelSnapshots:
 
     Args:
         codec: name of the codec of keys and values, a file in `store/codecs`.
+
+    Raises:
+        UnknownName: there is no such codec.
+        CacheError: it needs to be trained for the model.
     """
 
     def __init__(self, store: Store, loaded: LoadedModel, codec: str = RAW_CODEC) -> None:
+        codec_named(codec).check_model(loaded.decoder.spec.fingerprint)
         self.store, self.codec = store, codec
         # Snapshots lie in host memory, whatever device the caches are used on.
         self.host_spec = loaded.decoder.spec.on_host

@@ -22,6 +22,8 @@ from .blobs.payloads import add_owner as add_owner
 from .blobs.payloads import encode_token_log as encode_token_log
 from .blobs.tenant_blobs import GRACE_SECONDS as GRACE_SECONDS
 from .codecs.base import CODECS as CODECS
+from .codecs.base import CodedStack as CodedStack
+from .codecs.base import LayerStack as LayerStack
 from .codecs.base import RowLayout as RowLayout
 from .codecs.base import TensorRole as TensorRole
 from .codecs.base import codec_named as codec_named

@@ -22,3 +22,6 @@ from .labels import LabelSettings as LabelSettings
 from .labels import Shard as Shard
 from .labels import make_labels as make_labels
 from .methods.kvzap import ridge as ridge
+from .predictive import PredictiveSettings as PredictiveSettings
+from .predictive import fit_side as fit_side
+from .predictive import train_predictive as train_predictive

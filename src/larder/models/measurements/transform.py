@@ -58,7 +58,7 @@ class TransformMeasurement(TableMeasurement):
 
     def measure_tables(self, decoder: Decoder, sample: SampleText) -> dict[str, Tensor]:
         layers = {layer.index: layer for layer in decoder.spec.managed}
-        _check_layers(layers.values())
+        check_layers(layers.values())
         moments = {index: LayerMoments.nothing(layer) for index, layer in layers.items()}
 
         def show(inputs: AttentionInputs) -> None:
@@ -119,6 +119,16 @@ class LayerMoments:
         self.counts[0] += groups.shape[1]
         self.counts[1] += rows[1].shape[1]
 
+    def metrics(
+        self, head: int, outputs: Float[Tensor, "H D N"], reach: int
+    ) -> tuple[Float[Tensor, "D D"], Float[Tensor, "D D"]]:
+        """Second moments that weigh errors of the keys and of the values of a head."""
+        group = self.layer.group
+        own = outputs[head * group : (head + 1) * group].double().cpu()
+        queries = self.products[0, head] / self.counts[0]
+        turned = turned_moment(queries, self.layer.radians or (), reach)
+        return turned, (own @ own.transpose(1, 2)).sum(0)
+
 
 def transforms(
     moments: LayerMoments, outputs: Float[Tensor, "H D N"], reach: int
@@ -128,9 +138,7 @@ def transforms(
     radians = layer.radians or ()
     forward, deviation = list[Tensor](), list[Tensor]()
     for head in range(layer.kv_heads):
-        own = outputs[head * layer.group : (head + 1) * layer.group].double().cpu()
-        queries = moments.products[0, head] / moments.counts[0]
-        metrics = turned_moment(queries, radians, reach), (own @ own.transpose(1, 2)).sum(0)
+        metrics = moments.metrics(head, outputs, reach)
         pairs = list[tuple[Tensor, Tensor]]()
         for side, metric in enumerate(metrics):
             mean = moments.sums[side, head] / count
@@ -150,7 +158,18 @@ def klt(
     covariance: Float[Tensor, "D D"], metric: Float[Tensor, "D D"]
 ) -> tuple[Float[Tensor, "D D"], Float[Tensor, " D"]]:
     """Matrix from vectors to components, and the deviation of each component."""
-    weight = symmetric_power(metric / metric.diagonal().mean().clamp(min=1e-12), EXPONENT)
+    return weighed_klt(covariance, metric_weight(metric))
+
+
+def metric_weight(metric: Float[Tensor, "D D"]) -> Float[Tensor, "D D"]:
+    """Matrix that weighs vectors by a metric."""
+    return symmetric_power(metric / metric.diagonal().mean().clamp(min=1e-12), EXPONENT)
+
+
+def weighed_klt(
+    covariance: Float[Tensor, "D D"], weight: Float[Tensor, "D D"]
+) -> tuple[Float[Tensor, "D D"], Float[Tensor, " D"]]:
+    """Matrix from vectors to components of weighed vectors, and the deviation of each component."""
     spread = weight @ covariance @ weight
     variances, directions = torch.linalg.eigh((spread + spread.T) / 2)
     least = variances.mean().clamp(min=1e-12) * RIDGE
@@ -177,13 +196,14 @@ def turned_moment(
     return total / len(distances)
 
 
-def _check_layers(layers: object) -> None:
+def check_layers(layers: object) -> None:
     """Raises: ModelError: a layer has latents, or a rotary embedding that is unknown."""
     for layer in layers:  # pyright: ignore
         if layer.radians is None or layer.latent_rank:
             raise ModelError(
                 f"Layer {layer.index} has latents, or a rotary embedding unknown to Larder, so its "
-                "keys cannot be unrotated: choose a storage other than transform()."
+                "keys cannot be unrotated: choose a storage other than transform(), and a codec "
+                "other than predictive."
             )
 
 

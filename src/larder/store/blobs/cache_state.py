@@ -14,6 +14,7 @@ from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError, Damaged
 from larder.core.spec import ModelSpec
 from larder.store.blobs.container import DTYPE_NAMES, DTYPES
+from larder.store.blobs.layer_stacks import decode_stacks, encode_stacks
 from larder.store.codecs.base import RowLayout, StorageCodec, TensorRole, codec_named
 
 RAW_CODEC = "raw"
@@ -29,7 +30,7 @@ EncodedState = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def encode_state(
-    state: Mapping[str, Tensor], codec: StorageCodec, name: str, layers: int
+    state: Mapping[str, Tensor], codec: StorageCodec, name: str, spec: ModelSpec
 ) -> EncodedState:
     """Encode a cache state; return tensors and JSON-compatible metadata for decoding.
 
@@ -38,12 +39,14 @@ def encode_state(
     Args:
         state: from `SequenceCache.state`, all layers or some.
         name: name of the codec.
-        layers: number of layers of the model.
+        spec: of the model.
     """
-    tensors: dict[str, Tensor] = {}
-    coded: dict[str, Any] = {}
+    layers = len(spec.layers)
+    tensors, coded = encode_stacks(state, codec, name, spec.fingerprint)
     for key, tensor in state.items():
         layer, _, part = key.partition(".")
+        if key in coded:
+            continue
         if codec.lossless or part not in _ENCODED_TENSORS or not tensor.is_floating_point():
             tensors[key] = tensor
             continue
@@ -80,6 +83,7 @@ def decode_state(
     room = max_bytes - sum(tensor.nbytes for tensor in state.values())
     if room < 0:
         raise Damaged("A part of the saved cache exceeds the recorded size of the cache.")
+    stacked = dict[str, Any]()
     for key, how in coded.items():
         try:
             part = key.partition(".")[2]
@@ -88,10 +92,13 @@ def decode_state(
                 raise Damaged(
                     f"{key} claims the shape {how['shape']}, which is not what was saved."
                 )
+            if "stack" in how:
+                stacked[key] = how
+                continue
             state[key] = _decode_tensor(key, _ENCODED_TENSORS[part][0], tensors, how)
         except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
             raise Damaged(f"{key} of a saved cache cannot be decoded ({error}).") from error
-    return state
+    return state | decode_stacks(tensors, stacked)
 
 
 def _decode_tensor(
@@ -194,12 +201,16 @@ def join_chunks(
     return state
 
 
-def split_layers(state: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Split a state into parts of whole layers; an unchanged layer yields the same part."""
+def split_layers(state: Mapping[str, Tensor], codec: StorageCodec) -> Iterator[dict[str, Tensor]]:
+    """Split a state into parts of whole layers; an unchanged layer yields the same part.
+
+    A codec that codes layers jointly gets one part.
+    """
     part: dict[str, Tensor] = {}
+    limit = math.inf if codec.spans_layers else SNAPSHOT_PART_BYTES
     for layer in sorted({layer_in_name(name) for name in state}):
         own = {name: tensor for name, tensor in state.items() if layer_in_name(name) == layer}
-        if part and state_nbytes(part) + state_nbytes(own) > SNAPSHOT_PART_BYTES:
+        if part and state_nbytes(part) + state_nbytes(own) > limit:
             yield part
             part = {}
         part |= own

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import larder
 from larder.core.errors import Damaged, Refused
+from larder.core.spec import ModelSpec
 from larder.store.blobs.cache_state import RAW_CODEC, decode_state, encode_state
 from larder.store.blobs.container import compress, decompress, pack_container, unpack_container
 from larder.store.codecs.base import codec_named
@@ -82,14 +83,14 @@ def encode_snapshot(
     identity: ModelIdentity,
     policy: str,
     codec: str,
-    layers: int,
+    spec: ModelSpec,
 ) -> bytes:
     """Encode a part of a session's cache with a codec.
 
     Args:
-        layers: number of layers of the model.
+        spec: of the model.
     """
-    tensors, coded = encode_state(state, codec_named(codec), codec, layers)
+    tensors, coded = encode_state(state, codec_named(codec), codec, spec)
     metadata = _metadata(SNAPSHOT_KIND, tenant, identity)
     metadata |= {"policy": {"name": policy}, "coded": coded}
     metadata["codec"] = {"name": codec, "lossless": codec_named(codec).lossless}

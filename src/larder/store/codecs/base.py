@@ -1,15 +1,15 @@
-"""Contract of storage codecs, and the affine codec of a number of bits."""
+"""Contract of storage codecs, the layers that a codec may code jointly, and the affine codec."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from larder.core.errors import Damaged
@@ -56,10 +56,73 @@ class RowLayout:
         return [slice(stop - n, stop) for stop, n in zip(stops, self.lengths, strict=True)]
 
 
+@dataclass(frozen=True)
+class LayerStack:
+    """Keys and values of the layers of a cache whose heads all hold the same tokens.
+
+    Args:
+        sides: of each layer in order.
+        positions: true positions of the tokens.
+        model: fingerprint of the model.
+    """
+
+    sides: tuple[Mapping[TensorRole, Float[Tensor, "K S D"]], ...]
+    positions: Int[Tensor, " S"]
+    model: str
+
+
+CodedTensors = Mapping[str, Tensor]  # by the name that a codec gives each
+
+
+@dataclass(frozen=True)
+class CodedStack:
+    """Layers that were coded jointly.
+
+    Args:
+        sides: tensors of each side of each layer.
+        note: what decoding needs beside them, JSON-compatible; empty if nothing was coded.
+    """
+
+    sides: tuple[Mapping[TensorRole, CodedTensors], ...] = ()
+    note: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
 class StorageCodec(ABC):
-    """Stateless codec of the keys or values of a layer."""
+    """Stateless codec of the keys or values of a layer, or of all layers jointly."""
 
     lossless: ClassVar[bool] = False
+    spans_layers: ClassVar[bool] = False  # codes layers jointly, where it can
+
+    def check_model(self, model: str) -> None:
+        """Check that the codec can code caches of a model, by its fingerprint.
+
+        Raises:
+            CacheError: it lacks what it needs; the message names the command that makes it.
+        """
+        del model
+
+    def encode_stack(self, stack: LayerStack) -> CodedStack:
+        """Encode layers jointly; a codec that does not, or not these, returns none.
+
+        Raises:
+            CacheError: as `encode`.
+        """
+        del stack
+        return CodedStack()
+
+    def decode_stack(
+        self, coded: CodedStack, positions: Int[Tensor, " S"], heads: Sequence[int]
+    ) -> Iterator[dict[TensorRole, Float[Tensor, "K S D"]]]:
+        """Decode layers that `encode_stack` has coded, one after the other.
+
+        Args:
+            heads: kv heads of each layer.
+
+        Raises:
+            Damaged, KeyError, RuntimeError, ValueError, IndexError: as `decode`.
+        """
+        del coded, positions, heads
+        raise Damaged("Layers are said to be coded jointly by a codec that does not do so.")
 
     @abstractmethod
     def encode(self, numbers: Float[Tensor, "T D"], rows: RowLayout) -> dict[str, Tensor]:

@@ -26,6 +26,7 @@ from larder.store.blobs.payloads import (
     is_lossless_codec,
 )
 from larder.store.blobs.tenant_blobs import BlobTransaction, TenantBlobs
+from larder.store.codecs.base import codec_named
 from larder.store.ledger import Tier
 from larder.store.model_identity import ModelIdentity
 from larder.store.prefix import chunk_index
@@ -187,14 +188,14 @@ class CacheWriter:
                 shared = self._write_chunks(transaction, ids, state, snapshot.identity)
                 refs = [chunk.ref for chunk in shared]
                 state = slice_rest(state, shared[-1].stop if shared else 0)
-            for part in split_layers(state):
+            for part in split_layers(state, codec_named(snapshot.codec)):
                 data = encode_snapshot(
                     part,
                     tenant,
                     snapshot.identity,
                     snapshot.policy,
                     snapshot.codec,
-                    len(cache.spec.layers),
+                    cache.spec,
                 )
                 refs.append(transaction.put(data))
         return refs, count

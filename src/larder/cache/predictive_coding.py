@@ -1,0 +1,194 @@
+"""Closed-loop coding of all layers of a cache: each layer is predicted from the decoded one below.
+
+    layer n    predict from decoded layer n - 1 -> components -> symbols -> decoded layer n -> n + 1
+
+So the decoder predicts what the encoder has predicted, and no error adds up over layers. All
+components of all layers have one step; components whose deviation lies below it take next to no
+bits. Symbols are range coded in blocks of tokens; see `larder.ops.cpu.range_coder`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int32, Int64, UInt8
+from torch import Tensor
+
+from larder.cache.predictive_tables import Inputs, PredictiveTables, SidePrediction
+from larder.ops import transform_coder as coding
+from larder.ops.cpu import range_coder
+from larder.ops.rope import rotate
+from larder.ops.symbol_model import classes_of
+
+BLOCK_TOKENS = 1024  # tokens of one side of a layer that are coded together
+SAMPLE_TOKENS, SAMPLE_STRETCHES = 1024, 4  # of a long text, that a step is found with
+TRIES = 20
+TOLERANCE = 0.004  # octaves of the bytes that may be left
+FIRST_SLOPE, FLATTEST = 0.5, 0.05  # octaves of bytes lost with one of the step
+FIRST_STEP, FINEST, COARSEST = 1.0, 2.0**-16, 2.0**16
+
+Numbers = Float[Tensor, "N W"]
+Layer = tuple[Numbers, Numbers]  # keys before rotation, and values; kv heads side by side
+
+
+@dataclass(frozen=True)
+class CodedSide:
+    """Keys or values of one layer.
+
+    Args:
+        payload: words of all blocks.
+        sizes: bytes of each block.
+    """
+
+    payload: UInt8[Tensor, " B"]
+    sizes: Int32[Tensor, " M"]
+
+
+def encode(
+    tables: PredictiveTables, layer: Callable[[int], Layer], step: float
+) -> Iterator[tuple[CodedSide, CodedSide]]:
+    """Codes of each layer in order.
+
+    Args:
+        layer: numbers of a layer, by its place.
+
+    Raises:
+        CacheError: a number is not finite, or too large for the step.
+    """
+    below: tuple[Numbers, ...] = ()
+    for place, pair in enumerate(tables.layers):
+        coded, decoded = list[CodedSide](), list[Numbers]()
+        for side, numbers in zip(pair, layer(place), strict=True):
+            symbols, own = _symbols(side, numbers, (*decoded, *below), step)
+            coded.append(_packed(symbols, side, step))
+            decoded.append(own)
+        below = decoded[0], decoded[1]
+        yield coded[0], coded[1]
+
+
+def decode(
+    tables: PredictiveTables,
+    coded: Callable[[int], tuple[CodedSide, CodedSide]],
+    count: int,
+    step: float,
+) -> Iterator[Layer]:
+    """Numbers of `count` tokens of each layer in order.
+
+    Raises:
+        ValueError: blocks and tokens do not match.
+    """
+    below: tuple[Numbers, ...] = ()
+    for place, pair in enumerate(tables.layers):
+        decoded = list[Numbers]()
+        for side, own in zip(pair, coded(place), strict=True):
+            components = _unpacked(own, side, count, step)
+            predicted = side.predicted((*decoded, *below), count)
+            decoded.append(side.restored(components, predicted))
+        below = decoded[0], decoded[1]
+        yield below
+
+
+def fitting_step(tables: PredictiveTables, layer: Callable[[int], Layer], bits: float) -> float:
+    """Smallest step with which a number takes no more bits, found on a sample of a long text.
+
+    Bytes fall as the step grows, so the secant method within the bounds of a bisection finds it.
+    """
+    rows = _sample(len(layer(0)[0]))
+    some = [tuple(side[rows] for side in layer(place)) for place in range(len(tables.layers))]
+    low, high = math.log2(FINEST), math.log2(COARSEST)
+    tried, slope, last = math.log2(FIRST_STEP), -FIRST_SLOPE, (math.nan, math.nan)
+    for turn in range(TRIES):
+        found = math.log2(_bits(tables, some, 2.0**tried) / bits)
+        low, high = (tried, high) if found > 0 else (low, tried)
+        if -TOLERANCE <= found <= 0:
+            break
+        if math.isfinite(last[0]) and tried != last[0]:
+            slope = min((found - last[1]) / (tried - last[0]), -FLATTEST)
+        last = tried, found
+        guess = tried - (found + TOLERANCE / 2) / slope if turn < TRIES // 2 else math.inf
+        tried = guess if low < guess < high else (low + high) / 2
+    return 2.0**high
+
+
+def _bits(tables: PredictiveTables, layers: Sequence[Sequence[Numbers]], step: float) -> float:
+    """Bits of a number."""
+    below: tuple[Numbers, ...] = ()
+    total, numbers = 0.0, 0
+    for pair, own in zip(tables.layers, layers, strict=True):
+        decoded = list[Numbers]()
+        for side, part in zip(pair, own, strict=True):
+            symbols, known = _symbols(side, part, (*decoded, *below), step)
+            bases = classes_of(side.deviation.numpy(), step)
+            tiers = np.zeros(len(part), np.int8)
+            total += range_coder.count_bits(symbols.float().numpy() * step, tiers, bases, step)
+            decoded.append(known)
+            numbers += part.numel()
+        below = decoded[0], decoded[1]
+    return total / max(numbers, 1)
+
+
+def _symbols(
+    side: SidePrediction, numbers: Numbers, inputs: Inputs, step: float
+) -> tuple[Int32[Tensor, "N W"], Numbers]:
+    """Symbols of the components, and the numbers as they will be decoded."""
+    predicted = side.predicted(inputs, len(numbers))
+    components = side.components(numbers, predicted)
+    tiers = np.zeros(len(numbers), np.int8)
+    symbols = torch.from_numpy(coding.quantized(components.numpy(), tiers, step))
+    return symbols, side.restored(symbols.float() * step, predicted)
+
+
+def _packed(symbols: Int32[Tensor, "N W"], side: SidePrediction, step: float) -> CodedSide:
+    bases = classes_of(side.deviation.numpy(), step)
+    blocks = [
+        range_coder.encode(block.numpy(), np.zeros(len(block), np.int8), bases)
+        for block in symbols.split(BLOCK_TOKENS)
+        if len(block)
+    ]
+    payload = np.concatenate([np.zeros(0, np.uint8), *blocks])
+    sizes = torch.tensor([len(block) for block in blocks], dtype=torch.int32)
+    return CodedSide(torch.from_numpy(payload), sizes)
+
+
+def _unpacked(coded: CodedSide, side: SidePrediction, count: int, step: float) -> Numbers:
+    """Dequantized components."""
+    bases = classes_of(side.deviation.numpy(), step)
+    lengths = [min(BLOCK_TOKENS, count - first) for first in range(0, count, BLOCK_TOKENS)]
+    if len(lengths) != len(coded.sizes) or int(coded.sizes.sum()) != len(coded.payload):
+        raise ValueError(f"{len(coded.sizes)} blocks of codes cannot hold {count} tokens")
+    parts = [
+        torch.from_numpy(range_coder.decode(words.numpy(), length, bases, step)[0])
+        for words, length in zip(coded.payload.split(coded.sizes.tolist()), lengths, strict=True)
+    ]
+    return torch.cat([torch.zeros(0, len(bases)), *parts])
+
+
+def _sample(count: int) -> Int64[Tensor, " N"]:
+    """Indices of all tokens, or of some stretches of a long text."""
+    if count <= SAMPLE_TOKENS:
+        return torch.arange(count)
+    size = SAMPLE_TOKENS // SAMPLE_STRETCHES
+    firsts = torch.linspace(0, count - size, SAMPLE_STRETCHES).long()
+    return (firsts[:, None] + torch.arange(size)).flatten()
+
+
+def side_by_side(
+    numbers: Float[Tensor, "K N D"], positions: Tensor, radians: Tensor | None = None
+) -> Numbers:
+    """Kv heads side by side, in float32; rotated back where there are frequencies."""
+    plain = numbers.float()
+    if radians is not None:
+        plain = rotate(plain, -positions, radians)
+    return plain.transpose(0, 1).flatten(1)
+
+
+def by_head(
+    numbers: Numbers, heads: int, positions: Tensor, radians: Tensor | None = None
+) -> Float[Tensor, "K N D"]:
+    """Numbers of each kv head; rotated where there are frequencies."""
+    own = numbers.unflatten(1, (heads, -1)).transpose(0, 1)
+    return own if radians is None else rotate(own, positions, radians)

@@ -1,0 +1,179 @@
+"""Prediction of a layer's keys and values from the layer below, per model, kept by fingerprint.
+
+    keys of layer n      from  keys and values of layer n - 1
+    values of layer n    from  keys of layer n, keys and values of layer n - 1
+    residual             x forward  ->  components, of all kv heads together
+
+Keys are taken before rotation. One file of tensors per model, under `$LARDER_HOME/<fingerprint>/`,
+that `larder train predictive` writes. Its bytes are counted apart from the caches that it codes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.errors import CacheError
+from larder.core.home import home
+
+PREDICTIVE_FILE = "predictive.safetensors"
+SIDES = ("keys", "values")
+PARTS = ("weights", "bias", "forward", "deviation")
+STORED_DTYPE = torch.bfloat16  # of weights and transforms
+
+Numbers = Float[Tensor, "N W"]
+Inputs = Sequence[Float[Tensor, "N _"]]  # decoded, that a prediction is made from
+
+
+@dataclass(frozen=True, eq=False)
+class SidePrediction:
+    """Prediction of the keys or values of one layer, all kv heads side by side.
+
+    Args:
+        weights: of the inputs, which are laid side by side; no rows where nothing is below.
+        forward: columns are the directions of the residual's components.
+        deviation: of each component on the training text.
+    """
+
+    weights: Float[Tensor, "I W"]
+    bias: Float[Tensor, " W"]
+    forward: Float[Tensor, "W W"]
+    deviation: Float[Tensor, " W"]
+
+    @cached_property
+    def inverse(self) -> Float[Tensor, "W W"]:
+        """Matrix that turns components back."""
+        return torch.linalg.inv(self.forward.double()).float().contiguous()
+
+    def predicted(self, inputs: Inputs, count: int) -> Numbers:
+        """Prediction of `count` tokens from decoded inputs."""
+        found = self.bias.expand(count, -1)
+        first = 0
+        for part in inputs:
+            found = torch.addmm(found, part, self.weights[first : first + part.shape[1]])
+            first += part.shape[1]
+        return found
+
+    def components(self, numbers: Numbers, predicted: Numbers) -> Numbers:
+        """Components of what the prediction leaves."""
+        return (numbers - predicted) @ self.forward
+
+    def restored(self, components: Numbers, predicted: Numbers) -> Numbers:
+        """Numbers of dequantized components."""
+        return torch.addmm(predicted, components, self.inverse)
+
+
+@dataclass(frozen=True, eq=False)
+class PredictiveTables:
+    """Predictions of all managed layers of a model, in order.
+
+    Args:
+        layers: of keys and values.
+        radians: RoPE frequencies of each layer.
+    """
+
+    layers: tuple[tuple[SidePrediction, SidePrediction], ...]
+    radians: tuple[Float[Tensor, " half"], ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """Short digest of the numbers, which tells one training from another."""
+        found = hashlib.sha256()
+        for tensor in self.tensors().values():
+            found.update(tensor.view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()[:16]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file's tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensors of the file, by name."""
+        found = dict[str, Tensor]()
+        for place, (pair, radians) in enumerate(zip(self.layers, self.radians, strict=True)):
+            found[f"{place}.radians"] = radians.float().clone()  # may be shared by layers
+            for side, own in zip(SIDES, pair, strict=True):
+                for part in PARTS:
+                    number = getattr(own, part)
+                    number = number if part == "deviation" else number.to(STORED_DTYPE)
+                    found[f"{place}.{side}.{part}"] = number.contiguous()
+        return found
+
+    def save(self, path: Path, card: Mapping[str, str]) -> None:
+        """Write the file, whole or not at all.
+
+        Args:
+            card: metadata of the file.
+        """
+        from safetensors.torch import save_file
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}.draft")
+        save_file(self.tensors(), draft, dict(card))
+        os.replace(draft, path)
+
+    @staticmethod
+    def of(tensors: Mapping[str, Tensor]) -> PredictiveTables:
+        """Tables of a file's tensors.
+
+        Raises:
+            KeyError: one is missing.
+        """
+        count = sum(name.endswith(".radians") for name in tensors)
+        pairs = [
+            [
+                SidePrediction(*(tensors[f"{place}.{side}.{part}"].float() for part in PARTS))
+                for side in SIDES
+            ]
+            for place in range(count)
+        ]
+        radians = tuple(tensors[f"{place}.radians"] for place in range(count))
+        return PredictiveTables(tuple((keys, values) for keys, values in pairs), radians)
+
+    @staticmethod
+    def load(fingerprint: str) -> PredictiveTables:
+        """Tables of a model, shared by all caches of it.
+
+        Raises:
+            CacheError: there are none, or they cannot be read.
+        """
+        path = predictive_path(fingerprint)
+        try:
+            return _read(path, path.stat().st_mtime_ns)
+        except (OSError, KeyError):
+            raise CacheError(
+                f"{path} has no predictions for this model: make them with "
+                "`larder train predictive`, or choose another codec."
+            ) from None
+
+
+def predictive_path(fingerprint: str) -> Path:
+    """File of the predictions of a model."""
+    return home() / fingerprint / PREDICTIVE_FILE
+
+
+@cache
+def _read(path: Path, modified: int) -> PredictiveTables:
+    """Tables of a file as it was at a time.
+
+    Raises:
+        KeyError: the file is damaged.
+    """
+    del modified
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise KeyError(str(error)) from None
+    return PredictiveTables.of(tensors)

@@ -1,0 +1,275 @@
+"""Training of predictions across layers, for the codecs `predictive` (AQUA-KV's closed form).
+
+Shutova et al., "Cache Me If You Must: Adaptive Key-Value Quantization for Large Language Models"
+(2025), arXiv:2501.19392, section 3: layer by layer, keys are regressed on the layer below and
+values on the keys of their own layer too, always on inputs as they will be decoded. What differs:
+keys are taken before rotation, values of the layer below predict keys too, all kv heads are
+predicted together, and the residual gets a transform in the metric of
+`larder.models.measurements.transform`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.cache.predictive_coding import Layer, fitting_step, side_by_side
+from larder.cache.predictive_tables import Inputs, PredictiveTables, SidePrediction
+from larder.core.errors import BadParameter, ModelError
+from larder.core.spec import LayerSpec
+from larder.models.attention_backend import AttentionInputs, CausalAttention
+from larder.models.decoder import Decoder
+from larder.models.introspection import weight_inputs
+from larder.models.learned_weights import Card
+from larder.models.measurements.transform import (
+    OUTPUT,
+    LayerMoments,
+    check_layers,
+    metric_weight,
+    weighed_klt,
+)
+from larder.prefill.base import Progress
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder.training.corpus import Corpus, Split
+
+PREDICTIVE = "predictive"
+SINKS = 4  # first tokens of a passage, which are not learned from
+REACH = 1024  # longest distance of a query, in the metric of keys
+FIRST_SHARE = 8  # one of so many passages finds the step to fit at
+Numbers = Float[Tensor, "N W"]
+
+
+@dataclass(frozen=True)
+class PredictiveSettings:
+    """How predictions are fitted.
+
+    Args:
+        tokens: read to fit, at most; 23 KB of memory each for SmolLM2.
+        test_tokens: of each other split, at most.
+        passage_tokens: read together.
+        bits: per number, of the inputs that predictions are fitted on.
+        damping: added to the second moments of the inputs, as a share of their mean.
+        seed: of the order of documents.
+    """
+
+    tokens: int = 32_000
+    test_tokens: int = 6_000
+    passage_tokens: int = 1024
+    bits: float = 1.5
+    damping: float = 1e-3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.tokens, self.test_tokens) < 1 or self.passage_tokens <= SINKS:
+            raise BadParameter(
+                "predictive needs tokens and test_tokens above 0, and passage_tokens above "
+                f"{SINKS}, got {self.tokens}, {self.test_tokens} and {self.passage_tokens}."
+            )
+        if not self.bits > 0 or not self.damping > 0:
+            raise BadParameter(
+                f"predictive.bits and damping must be above 0, got {self.bits}, {self.damping}."
+            )
+
+
+class LayerSamples:
+    """Keys before rotation and values of all layers on some passages, in float16.
+
+    Args:
+        layers: in order.
+    """
+
+    def __init__(self, layers: Sequence[LayerSpec]) -> None:
+        self.layers = {layer.index: place for place, layer in enumerate(layers)}
+        self.tokens, self.documents = 0, set[str]()
+        self._specs, self._parts = tuple(layers), [list[tuple[Tensor, Tensor]]() for _ in layers]
+
+    def add(self, inputs: AttentionInputs) -> None:
+        """Add the tokens of one call, the first ones left out."""
+        place = self.layers[inputs.layer]
+        radians = torch.tensor(self._specs[place].radians)
+        positions = torch.arange(inputs.keys.shape[1])
+        sides = (
+            side_by_side(inputs.keys.cpu(), positions, radians),
+            side_by_side(inputs.values.cpu(), positions),
+        )
+        self._parts[place].append((sides[0][SINKS:].half(), sides[1][SINKS:].half()))
+
+    def layer(self, place: int) -> Layer:
+        """Keys and values of one layer, in float32."""
+        keys, values = (torch.cat(parts) for parts in zip(*self._parts[place], strict=True))
+        return keys.float(), values.float()
+
+    def some(self, share: int) -> LayerSamples:
+        """One of so many passages, at least one."""
+        found = LayerSamples(self._specs)
+        found._parts = [parts[::share] for parts in self._parts]
+        return found
+
+
+def train_predictive(
+    decoder: Decoder,
+    adapter: TokenizerAdapter,
+    corpus: Corpus,
+    settings: PredictiveSettings,
+    progress: Progress,
+) -> tuple[PredictiveTables, Card]:
+    """Predictions of every managed layer, and what they explain of documents left out.
+
+    Args:
+        progress: called with steps done and in total: tokens read, then layers fitted.
+
+    Raises:
+        ModelError: keys cannot be rotated back, or there is nothing to train on.
+    """
+    layers, started = decoder.spec.managed, time.perf_counter()
+    check_layers(layers)
+    limits = dict.fromkeys(Split, settings.test_tokens) | {Split.TRAIN: settings.tokens}
+    samples = {split: LayerSamples(layers) for split in Split}
+    moments = {layer.index: LayerMoments.nothing(layer) for layer in layers}
+    for passage in corpus.passages(adapter, settings.passage_tokens, settings.seed):
+        own, is_trained = samples[passage.split], passage.split is Split.TRAIN
+        if own.tokens >= limits[passage.split] or len(passage.ids) <= SINKS:
+            if all(samples[split].tokens >= limits[split] for split in Split):
+                break
+            continue
+
+        def show(
+            inputs: AttentionInputs, own: LayerSamples = own, is_trained: bool = is_trained
+        ) -> None:
+            if inputs.layer in own.layers:
+                own.add(inputs)
+                if is_trained:
+                    moments[inputs.layer].add(inputs, SINKS)
+
+        decoder.forward_uncached(passage.ids, CausalAttention(show))
+        own.tokens += len(passage.ids) - SINKS
+        own.documents.add(passage.document)
+        progress(min(samples[Split.TRAIN].tokens, settings.tokens), settings.tokens)
+    if not samples[Split.TRAIN].tokens:
+        raise ModelError(
+            "The corpus has no training document: give more texts, or fewer passage_tokens."
+        )
+    weights = metric_weights(decoder, moments)
+    tables, step = fit_tables(samples[Split.TRAIN], weights, settings)
+    metrics = {"step": round(step, 4)}
+    for split in (Split.TEST, Split.HELD_OUT):
+        if samples[split].tokens:
+            metrics |= tested(tables, samples[split], step, split.value)
+    card = Card(
+        PREDICTIVE,
+        (decoder.spec.fingerprint,),
+        corpus.digest[:16],
+        samples[Split.TRAIN].tokens,
+        settings.seed,
+        round(time.perf_counter() - started, 1),
+        metrics,
+        asdict(settings),
+    )
+    return tables, card
+
+
+def metric_weights(
+    decoder: Decoder, moments: Mapping[int, LayerMoments]
+) -> list[tuple[Tensor, Tensor]]:
+    """Matrices that weigh errors of the keys and values of each layer, all kv heads together."""
+    layers = decoder.spec.managed
+    outputs = weight_inputs(decoder.attentions, layers, [OUTPUT])
+    found = list[tuple[Tensor, Tensor]]()
+    for layer in layers:
+        own, output = moments[layer.index], outputs[layer.index][OUTPUT].float()
+        pairs = [own.metrics(head, output, REACH) for head in range(layer.kv_heads)]
+        keys, values = zip(*pairs, strict=True)
+        found.append(
+            (
+                torch.block_diag(*(metric_weight(each) for each in keys)),
+                torch.block_diag(*(metric_weight(each) for each in values)),
+            )
+        )
+    return found
+
+
+def fit_tables(
+    samples: LayerSamples, weights: Sequence[tuple[Tensor, Tensor]], settings: PredictiveSettings
+) -> tuple[PredictiveTables, float]:
+    """Tables as they are stored, and the step of the inputs that they are fitted on."""
+    few = samples.some(FIRST_SHARE)
+    first = _fitted(few, weights, 0.0, settings.damping)
+    step = fitting_step(first, few.layer, settings.bits)
+    return _fitted(samples, weights, step, settings.damping), step
+
+
+def _fitted(
+    samples: LayerSamples, weights: Sequence[tuple[Tensor, Tensor]], step: float, damping: float
+) -> PredictiveTables:
+    """Tables fitted on inputs decoded with a step; on exact ones if it is 0."""
+    below, pairs = list[Numbers](), list[tuple[SidePrediction, SidePrediction]]()
+    for place, own in enumerate(weights):
+        decoded, sides = list[Numbers](), list[SidePrediction]()
+        for numbers, weight in zip(samples.layer(place), own, strict=True):
+            inputs = [*decoded, *below]
+            side = fit_side(numbers, inputs, weight, damping)
+            sides.append(side)
+            decoded.append(_decoded(side, numbers, inputs, step))
+        below = decoded
+        pairs.append((sides[0], sides[1]))
+    radians = tuple(torch.tensor(layer.radians) for layer in samples._specs)
+    return PredictiveTables.of(PredictiveTables(tuple(pairs), radians).tensors())
+
+
+def fit_side(
+    numbers: Numbers, inputs: Inputs, weight: Float[Tensor, "W W"], damping: float
+) -> SidePrediction:
+    """Damped least squares on the inputs, and the transform of what they leave."""
+    mean = numbers.mean(0)
+    slopes, bias = numbers.new_zeros(0, numbers.shape[1]), mean
+    if inputs:
+        given = torch.cat(list(inputs), 1)
+        center = given.mean(0)
+        rows = given - center
+        squares = (rows.T @ rows).double()
+        squares += damping * squares.diagonal().mean() * torch.eye(len(squares))
+        slopes = torch.linalg.solve(squares, (rows.T @ (numbers - mean)).double()).float()
+        bias = mean - center @ slopes
+        left = numbers - mean - rows @ slopes
+    else:
+        left = numbers - mean
+    covariance = (left.T @ left).double() / len(left)
+    forward, deviation = weighed_klt(covariance, weight)
+    return SidePrediction(slopes, bias, forward.float(), deviation.float())
+
+
+def _decoded(side: SidePrediction, numbers: Numbers, inputs: Inputs, step: float) -> Numbers:
+    if not step:
+        return numbers
+    predicted = side.predicted(inputs, len(numbers))
+    components = side.components(numbers, predicted)
+    return side.restored((components / step).round() * step, predicted)
+
+
+def tested(
+    tables: PredictiveTables, samples: LayerSamples, step: float, split: str
+) -> dict[str, float]:
+    """Share of the variance that is predicted from decoded inputs: mean of layers, and worst."""
+    below, shares = list[Numbers](), ([list[float](), list[float]()])
+    for place, pair in enumerate(tables.layers):
+        decoded = list[Numbers]()
+        for number, (side, numbers) in enumerate(zip(pair, samples.layer(place), strict=True)):
+            inputs = [*decoded, *below]
+            left = numbers - side.predicted(inputs, len(numbers))
+            if below:
+                spread = (numbers - numbers.mean(0)).square().sum()
+                shares[number].append(1 - float(left.square().sum() / spread))
+            decoded.append(_decoded(side, numbers, inputs, step))
+        below = decoded
+    found = {f"{split}_tokens": float(samples.tokens)}
+    found[f"{split}_documents"] = float(len(samples.documents))
+    for name, own in zip(("keys", "values"), shares, strict=True):
+        if own:
+            found[f"{split}_{name}_r2"] = round(sum(own) / len(own), 4)
+            found[f"{split}_{name}_worst_r2"] = round(min(own), 4)
+    return found

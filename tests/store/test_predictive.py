@@ -1,0 +1,253 @@
+"""Codecs that predict each layer from the one below: against a loop, and what they do not code."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from builders import RADIANS, a_layer, a_spec, draw
+from cache_stores import same_bits
+from larder.cache import PredictiveTables, SequenceCache, SidePrediction, predictive_path
+from larder.core import CacheError, Damaged, Mode, ModelSpec, Plan
+from larder.ops import rotate
+from larder.store import (
+    CODECS,
+    CacheRequirements,
+    CacheSnapshot,
+    Store,
+    codec_named,
+    decode_state,
+    encode_state,
+    pack_container,
+    state_nbytes,
+    unpack_container,
+)
+from larder.store.model_identity import model_identity
+from references import store_codecs as loops
+
+LAYERS, HEADS, SIZE, TOKENS = 3, 2, 8, 90
+WIDTH, SINKS = HEADS * SIZE, 4
+PREDICTING = [name for name in CODECS.names() if codec_named(name).spans_layers]
+SPEC = replace(a_spec(*(a_layer(index=n) for n in range(LAYERS))), fingerprint="f" * 32)
+
+
+def some_tables(seed: int = 0) -> PredictiveTables:
+    """Predictions that explain nothing, rounded as a file holds them."""
+    source = torch.Generator().manual_seed(seed)
+
+    def draw_matrix(rows: int) -> Tensor:
+        return torch.randn(rows, WIDTH, generator=source) / (4 * max(rows, 1) ** 0.5)
+
+    pairs = []
+    for place in range(LAYERS):
+        sides = []
+        for inputs in (0, WIDTH) if not place else (2 * WIDTH, 3 * WIDTH):
+            forward = torch.linalg.qr(torch.randn(WIDTH, WIDTH, generator=source))[0]
+            bias = torch.randn(WIDTH, generator=source)
+            deviation = torch.linspace(4, 0.5, WIDTH)
+            sides.append(SidePrediction(draw_matrix(inputs), bias, forward, deviation))
+        pairs.append((sides[0], sides[1]))
+    tables = PredictiveTables(tuple(pairs), (torch.tensor(RADIANS),) * LAYERS)
+    return PredictiveTables.of(tables.tensors())
+
+
+@pytest.fixture
+def tables() -> PredictiveTables:
+    made = some_tables()
+    made.save(predictive_path(SPEC.fingerprint), {"card": "{}"})
+    return made
+
+
+def a_cache(form: str = "dense", spec: ModelSpec = SPEC, count: int = TOKENS) -> SequenceCache:
+    cache = SequenceCache(spec, form)
+    for layer in spec.layers:
+        new = draw(layer, count, seed=layer.index)
+        given = new.queries, new.keys, new.values, new.positions
+        cache.attend(layer.index, *given, Mode.APPEND, (count,))
+    cache.advance(count)
+    return cache
+
+
+def saved(cache: SequenceCache, name: str = "predictive") -> tuple[dict[str, Tensor], dict]:
+    tensors, told = encode_state(cache.state(), codec_named(name), name, cache.spec)
+    return unpack_container(pack_container(tensors, {}))[0], told
+
+
+def decoded(cache: SequenceCache, name: str = "predictive") -> dict[str, Tensor]:
+    return decode_state(*saved(cache, name), state_nbytes(cache.state()))
+
+
+def by_loop(cache: SequenceCache, tables: PredictiveTables, step: float) -> dict[str, Tensor]:
+    """Keys and values behind the sinks, as the loop codes them."""
+    layers, lists = [], []
+    positions = torch.arange(SINKS, TOKENS)
+    for place, pair in enumerate(tables.layers):
+        held = cache.entries(place)
+        keys, values = (
+            torch.stack([own(head) for head in range(HEADS)])[:, SINKS:].float()
+            for own in (held.head_keys, held.head_values)
+        )
+        keys = rotate(keys, -positions, torch.tensor(RADIANS))
+        layers.append([side.transpose(0, 1).flatten(1).tolist() for side in (keys, values)])
+        names = ("weights", "bias", "forward", "inverse")
+        lists.append([{name: getattr(side, name).tolist() for name in names} for side in pair])
+    found = {}
+    for place, (keys, values) in enumerate(loops.predictive(layers, lists, step)):
+        sides = [
+            torch.tensor(side).unflatten(1, (HEADS, SIZE)).transpose(0, 1)
+            for side in (keys, values)
+        ]
+        found[f"{place}.keys"] = rotate(sides[0], positions, torch.tensor(RADIANS))
+        found[f"{place}.values"] = sides[1]
+    return found
+
+
+@pytest.mark.parametrize("name", PREDICTING)
+def test_layers_come_back_as_the_loop_codes_them(name: str, tables: PredictiveTables) -> None:
+    cache = a_cache()
+    tensors, told = saved(cache, name)
+    note = told["0.keys"]["stack"]["note"]
+    assert note["model"] == SPEC.fingerprint and note["tables"] == tables.digest
+    found = decode_state(tensors, told, state_nbytes(cache.state()))
+    for key, wanted in by_loop(cache, tables, note["step"]).items():
+        torch.testing.assert_close(found[key][:, SINKS:], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_first_tokens_keep_bfloat16_and_all_else_is_the_same(tables: PredictiveTables) -> None:
+    cache = a_cache()
+    state, found = cache.state(), decoded(cache)
+    assert found.keys() == state.keys()
+    rest = {key for key in state if not key.endswith(("keys", "values"))}
+    assert same_bits({k: found[k] for k in rest}, {k: state[k] for k in rest})
+    for key in state.keys() - rest:
+        assert torch.equal(found[key][:, :SINKS], state[key][:, :SINKS].bfloat16().float())
+    again = SequenceCache.restore(SPEC, found, cache.meta())
+    assert again.next_position == TOKENS and again.lengths() == cache.lengths()
+
+
+@pytest.mark.parametrize("form", ["dense", "ragged"])
+def test_two_restores_are_the_same_to_the_bit(form: str, tables: PredictiveTables) -> None:
+    cache = a_cache(form)
+    assert "note" in saved(cache)[1]["0.keys"]["stack"]
+    assert same_bits(decoded(cache), decoded(cache))
+
+
+@pytest.mark.parametrize("name", PREDICTING)
+def test_codes_take_the_share_of_bfloat16(name: str, tables: PredictiveTables) -> None:
+    cache = a_cache(count=3000)
+    tensors, told = saved(cache, name)
+    coded = sum(t.nbytes for key, t in tensors.items() if ":" in key)
+    beside = 2 * LAYERS * 600  # names and sizes in the container's header
+    share = (coded + beside) / (2 * LAYERS * WIDTH * 2 * 3000)
+    assert 0.95 < share / codec_named(name).share < 1.01  # pyright: ignore
+    found = decode_state(tensors, told, state_nbytes(cache.state()))
+    numbers = [found[f"{n}.values"] - cache.state()[f"{n}.values"] for n in range(LAYERS)]
+    assert all(float(each.abs().mean()) < 2 for each in numbers)
+
+
+def test_a_plan_that_evicts_by_token_is_predicted_and_one_by_head_is_not(
+    tables: PredictiveTables,
+) -> None:
+    for by_head, is_stack in ((False, True), (True, False)):
+        cache = a_cache("ragged")
+        for layer in range(LAYERS):
+            kept = (torch.arange(HEADS * TOKENS) % TOKENS) % 3 > 0
+            if by_head:
+                kept[:TOKENS] = torch.arange(TOKENS) % 3 != 1
+            cache.apply(layer, Plan.from_mask(kept, (TOKENS,) * HEADS))
+        tensors, told = saved(cache)
+        assert ("stack" in told["0.keys"]) == is_stack
+        found, state = decode_state(tensors, told, state_nbytes(cache.state())), cache.state()
+        assert found.keys() == state.keys()
+        assert all(same_bits({"p": found[k]}, {"p": state[k]}) for k in state if "posit" in k)
+        if not is_stack:
+            wanted = codec_named("entropy"), "entropy"
+            same = decode_state(*encode_state(state, *wanted, SPEC), state_nbytes(state))
+            assert same_bits(found, same)
+
+
+def test_models_without_predictions_are_named_and_coded_layer_by_layer() -> None:
+    spec = replace(SPEC, fingerprint="e" * 32)
+    with pytest.raises(CacheError, match="larder train predictive"):
+        codec_named("predictive").check_model(spec.fingerprint)
+    told = saved(a_cache(spec=spec))[1]
+    assert told and not any("stack" in how for how in told.values())
+
+
+def test_numbers_that_are_not_finite_are_coded_layer_by_layer(tables: PredictiveTables) -> None:
+    cache = a_cache()
+    state = cache.state()
+    state["1.values"][0, 5, 2] = torch.inf
+    tensors, told = encode_state(state, codec_named("predictive"), "predictive", SPEC)
+    assert not any("stack" in how for how in told.values())
+    assert torch.equal(tensors["1.values"], state["1.values"])
+
+
+def test_predictions_trained_again_refuse_what_the_former_ones_coded(
+    tables: PredictiveTables,
+) -> None:
+    cache = a_cache()
+    tensors, told = saved(cache)
+    some_tables(seed=1).save(predictive_path(SPEC.fingerprint), {"card": "{}"})
+    with pytest.raises(Damaged, match="no longer"):
+        decode_state(tensors, told, state_nbytes(cache.state()))
+
+
+def test_30_stacks_that_do_not_fit_are_refused(tables: PredictiveTables) -> None:
+    cache = a_cache()
+    tensors, told = saved(cache)
+    room = state_nbytes(cache.state())
+    first = told["0.keys"]
+    note = first["stack"]["note"]
+    for change in (
+        {"lengths": [TOKENS, TOKENS + 1]},
+        {"lengths": []},
+        {"shape": [2, 10**9, 8]},
+        {"codec": "int8"},
+        {"stack": {"prefix": "slow."}},
+        {"stack": {"prefix": "", "note": note | {"step": 0.0}}},
+        {"stack": {"prefix": "", "note": note | {"model": "e" * 32}}},
+        {"stack": {"prefix": ""}},
+        {"stack": 3},
+    ):
+        with pytest.raises(Damaged):
+            decode_state(tensors, told | {"0.keys": first | change}, room)
+    for key in tensors:
+        if ":" in key or key == "0.positions":
+            with pytest.raises(Damaged):
+                decode_state({k: t for k, t in tensors.items() if k != key}, told, room)
+    for key in ("0.keys:sizes", "0.keys:words", "1.values:exact"):
+        cut = tensors | {key: tensors[key][..., :-1]}
+        with pytest.raises(Damaged):
+            decode_state(cut, told, room)
+    half = {key: how for key, how in told.items() if not key.startswith("2.")}
+    with pytest.raises(Damaged):
+        decode_state(tensors, half, room)
+
+
+def test_a_damaged_file_of_predictions_is_none(tables: PredictiveTables) -> None:
+    path = predictive_path(SPEC.fingerprint)
+    path.write_bytes(b"no tensors")
+    with pytest.raises(CacheError, match="no predictions"):
+        PredictiveTables.load(SPEC.fingerprint)
+    save_file({"0.radians": torch.zeros(3)}, path)
+    with pytest.raises(CacheError, match="no predictions"):
+        PredictiveTables.load(SPEC.fingerprint)
+
+
+def test_a_store_in_memory_holds_coded_sessions(tmp_path: Path, tables: PredictiveTables) -> None:
+    cache, ids = a_cache(), tuple(range(TOKENS))
+    weights = model_identity(SPEC, {}, "weights", "tokenizer")
+    store = Store("memory://parked", tmp_path, secret=bytes(32))
+    snapshot = CacheSnapshot(cache, weights, "full", "predictive")
+    store.sessions.save("someone", "talk", ids, snapshot)
+    assert store.sessions.heads()[0].spans[0].bytes < 0.5 * cache.nbytes
+    loaded = store.sessions.load("someone", "talk", CacheRequirements(weights, "full", SPEC))
+    store.close()
+    assert loaded is not None and loaded.cache is not None
+    assert same_bits(loaded.cache.state(), decoded(cache))
