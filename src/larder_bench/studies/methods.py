@@ -56,6 +56,9 @@ TOPK_POLICY = (
     "flat(dense=0) > lagged(tokens=16)"
 )
 
+# Prompt `task` of policies that keep what a described task looks at.
+TASK = "A question about this text follows. Find what it asks for, and repeat it word for word."
+
 
 class QuestionScope(Enum):
     """Questions that one prefill serves.
@@ -149,8 +152,9 @@ class PolicyMethod(ComparedMethod):
     ) -> ConversationMemory:
         policy = with_searched_recall(self.variant.policy)
         engine = bench.engine.under(policy, None if tokens is None else str(tokens))
-        prompts = {"question": question.question} if self.variant.needs_question else {}
-        return engine.read(conversation, prompts)
+        texts = {"question": question.question, "task": TASK}
+        named = policy.scorer.required_prompts()
+        return engine.read(conversation, {n: own for n, own in texts.items() if n in named})
 
 
 @dataclass(frozen=True)
