@@ -31,7 +31,7 @@ LOOSE_PATTERN := ^($(subst $(SPACE),|,$(LOOSE)))==
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-cluster gpu demo smoke lint format docs bench studies results compat compat-oldest compat-newest clean
+.PHONY: help install test test-cluster stress gpu demo smoke lint format docs bench studies results compat compat-oldest compat-newest clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -53,6 +53,9 @@ test: $(STAMP) ## the default test suite
 
 test-cluster: $(STAMP) ## the tests that start a cluster of two machines here
 	$(BIN)/python -m pytest -m cluster
+
+stress: $(STAMP) ## the long tests of store and server: fuzzing, kills, crashes
+	$(BIN)/python -m pytest -m stress -n 0 tests/store tests/server
 
 # The Python of an environment whose torch sees the GPU; constraints.txt pins no such build.
 GPU_PYTHON ?= $(BIN)/python

@@ -233,3 +233,26 @@ def test_21_chunks_that_two_threads_have_written_at_once_are_of_one_machine(
     assert load(store, "other").cache is not None
     store.sessions.remove(WHO, "other")
     assert nothing_is_left(tmp_path, store)
+
+
+@pytest.mark.parametrize("days", [-1, 1])
+def test_a_clock_that_is_set_loses_nothing_and_keeps_nothing(tmp_path: Path, days: int) -> None:
+    clock = Clock()
+    store = store_at(tmp_path, clock=clock)
+    save(store)
+    save(store, name="gone")
+    store.sessions.remove(WHO, "gone")
+    clock.now += 86400 * days
+    save(store, LONGER)
+    save(store, name="gone")
+    again = store_at(tmp_path, clock=clock)
+    for each in (store, again):
+        each.maintenance.forget_removed()
+        each.maintenance.sweep()
+        assert is_exact(load(each), LONGER) and load(each).cache is not None
+        assert is_exact(load(each, "gone")) and load(each, "gone").cache is not None
+    for name in (TALK, "gone"):
+        again.sessions.remove(WHO, name)
+    clock.now += 86400  # until what was written before the clock was set back is old
+    clock.passes(store, again, store)
+    assert nothing_is_left(tmp_path, store, again) and files(tmp_path, "store/sessions") == []

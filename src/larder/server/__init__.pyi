@@ -16,6 +16,10 @@ from .cluster.replica import Frame as Frame
 from .cluster.replica import Replica as Replica
 from .cluster.replica import ReplicaLost as ReplicaLost
 from .cluster.replica import ReplicaSet as ReplicaSet
+from .context_order import MOST_ORDERS as MOST_ORDERS
+from .context_order import ContextOrder as ContextOrder
+from .context_order import ContextOrders as ContextOrders
+from .context_order import importance_line as importance_line
 from .context_prompts import HOST_SHARE as HOST_SHARE
 from .context_prompts import HostChunks as HostChunks
 from .context_prompts import HostTexts as HostTexts

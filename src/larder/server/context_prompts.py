@@ -22,6 +22,7 @@ from larder.core.spec import ModelSpec
 from larder.prefill.base import ContextText
 from larder.prefill.contexts import ChunkSource
 from larder.server.api_errors import invalid_request
+from larder.server.context_order import ContextOrder, ContextOrders, importance_line
 from larder.server.image_prompts import rendered_prompt
 from larder.server.request import ApiError, ChatMessage, Request
 from larder.session.files.loader import SEPARATOR
@@ -201,7 +202,7 @@ class ContextPrompts:
 
     def __init__(self, tokenizer: TokenizerAdapter, ledger: ByteLedger) -> None:
         self._tokenizer, self._chunks = tokenizer, HostChunks(ledger)
-        self._texts = HostTexts(ledger)
+        self._texts, self._orders = HostTexts(ledger), ContextOrders(ledger)
 
     def source(self, tenant: str) -> TenantChunks:
         """Chunks of a tenant."""
@@ -222,9 +223,23 @@ class ContextPrompts:
             self._texts.add(request.tenant, text)
 
     def as_message(self, request: Request) -> Request:
-        """Request with its contexts in front of the text of its first user message."""
-        whole = "".join(map(_separated, request.contexts))
+        """Request with its contexts in front of the text of its first user message, in the order
+        that it wants."""
+        texts = request.contexts
+        if request.context_order is ContextOrder.SHARED:
+            texts = self._in_shared_order(request)
+        whole = "".join(map(_separated, texts))
         return replace(request, turns=_with_opening(request.turns, whole), contexts=())
+
+    def _in_shared_order(self, request: Request) -> tuple[str, ...]:
+        """Contexts without repeated ones, those that were read before first, and a line that tells
+        the order that was given."""
+        texts = {chunk_id(text): text for text in request.contexts}
+        sizes = {name: len(text) for name, text in texts.items()}
+        order = self._orders.shared(request.tenant, sizes)
+        self._orders.add(request.tenant, order)
+        line = importance_line(list(texts), order)
+        return (*(texts[name] for name in order), *((line,) if line else ()))
 
     def prompt(self, request: Request) -> ContextText:
         """Tokens of a request whose contexts are read apart.

@@ -10,6 +10,7 @@ from larder.core.errors import LarderError
 from larder.engine.constraint import Constraint
 from larder.engine.sampler import SamplingParams
 from larder.server.answer_form import PLAIN_FORM, AnswerForm
+from larder.server.context_order import ContextOrder
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Request:
         images: files of the images that `turns` have marks of, by SHA-256.
         contexts: texts in front of the first user message, or ids of texts that were sent before.
             Under a policy that reads contexts apart no session stays.
+        context_order: order in which contexts are read where they are text of the message.
         answer_form: what the answer is parsed as where it is sent back in another spelling.
         model: first name of the model that answers; empty for the first one.
         priority: requests of a lower number come first, as in vLLM; among equal ones tenants share
@@ -102,6 +104,7 @@ class Request:
     answer_form: AnswerForm = PLAIN_FORM
     model: str = ""
     contexts: tuple[str, ...] = ()
+    context_order: ContextOrder = ContextOrder.GIVEN
     priority: int = 0
 
     @property

@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field
 
 from larder.engine.constraint import Constraint
 from larder.server.api_errors import invalid_request
+from larder.server.context_order import ContextOrder
 from larder.server.http.app_state import AppState, Unsupported, app_state
 from larder.server.http.choices import (
     CHAT_FORMAT,
@@ -111,6 +112,7 @@ class ChatCompletionRequest(AnswerRequest):
     top_logprobs: TopLogprobs | None = None
     chat_template_kwargs: Annotated[dict[Text, TemplateValue], Field(max_length=32)] | None = None
     contexts: Annotated[list[Text], Field(max_length=1024, fail_fast=True)] | None = None
+    context_order: ContextOrder = ContextOrder.GIVEN
 
     @property
     def num_logprobs(self) -> int | None:
@@ -187,7 +189,8 @@ async def chat_completions(http: HttpRequest, body: ChatCompletionRequest) -> Re
         images=images.files,
         answer_form=form,
     )
-    request = replace(request, contexts=tuple(body.contexts or ()))
+    contexts = tuple(body.contexts or ())
+    request = replace(request, contexts=contexts, context_order=body.context_order)
     return await _answer(
         http, body, [prompt_choices(request, body.n or 1)], hint.is_firm, CHAT_FORMAT
     )

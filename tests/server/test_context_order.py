@@ -1,0 +1,130 @@
+"""Orders of contexts that share prefixes: against all orders there are, by tenant, and bounded."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from random import Random
+
+import pytest
+
+from larder.models import LoadedModel
+from larder.server import (
+    MOST_ORDERS,
+    ChatMessage,
+    ContextOrder,
+    ContextOrders,
+    context_order,
+    importance_line,
+)
+from larder.store import ByteBudgets, ByteLedger, Tier
+from server_core import Client, Served, user
+
+SHARED = ContextOrder.SHARED
+TEXTS = {name: f"Box {name} holds {n + 3} coins. " * 3 for n, name in enumerate("abcdef")}
+
+
+def shared_size(order: tuple[str, ...], known: list[tuple[str, ...]], sizes: dict[str, int]) -> int:
+    """Characters that an order shares with one of those that are known, by a slow loop."""
+    most = 0
+    for other in known:
+        count = 0
+        for one, another in zip(order, other, strict=False):
+            if one != another:
+                break
+            count += sizes[one]
+        most = max(most, count)
+    return most
+
+
+def test_no_order_shares_more() -> None:
+    luck, orders = Random(3), ContextOrders(ByteLedger())
+    known = list[tuple[str, ...]]()
+    for _ in range(60):
+        given = luck.sample("abcdefgh", luck.randrange(1, 6))
+        sizes = {each: ord(each) - 90 for each in given}
+        found = orders.shared("t", sizes)
+        best = max(shared_size(order, known, sizes) for order in permutations(given))
+        assert shared_size(found, known, sizes) == best >= shared_size(tuple(given), known, sizes)
+        assert sorted(found) == sorted(given)
+        rest = found[len(found) - len(given) :]
+        assert set(rest) == set(given)
+        orders.add("t", found)
+        known.append(found)
+
+
+def test_what_was_not_read_before_keeps_its_order() -> None:
+    orders = ContextOrders(ByteLedger())
+    assert orders.shared("t", dict.fromkeys("cab", 1)) == ("c", "a", "b")
+    orders.add("t", ("c", "a", "b"))
+    assert orders.shared("t", dict.fromkeys("zcxa", 1)) == ("c", "a", "z", "x")
+    assert orders.shared("other", dict.fromkeys("zcxa", 1)) == ("z", "c", "x", "a")
+
+
+def test_the_line_names_places_by_importance() -> None:
+    assert importance_line(["z", "c", "x"], ["c", "z", "x"]) == (
+        "The 3 texts above, the most relevant first: 2, 1, 3."
+    )
+    assert importance_line(["z", "c"], ["z", "c"]) == ""
+
+
+def asked(
+    served: Served, names: str, question: str = "What does box a hold?", **more: object
+) -> Client:
+    contexts = tuple(TEXTS[name] for name in names)
+    return served.ask([user(question)], contexts=contexts, context_order=SHARED, **more)
+
+
+def test_contexts_in_another_order_are_read_from_the_cache(small: LoadedModel) -> None:
+    served, given = Served(small), Served(small)
+    first = asked(served, "abc")
+    again = asked(served, "cab", "And box b?")
+    prefix = "".join(f"{TEXTS[name].rstrip()}\n\n" for name in "abc")
+    assert again.told.cached_tokens >= len(prefix)
+    for names in ("abc", "cab"):
+        contexts = tuple(TEXTS[name] for name in names)
+        plain = given.ask([user("And box b?")], contexts=contexts)
+    assert plain.told.cached_tokens < len(TEXTS["c"]), "the given order shares nothing"
+    line = "The 3 texts above, the most relevant first: 3, 1, 2."
+    whole = given.ask([user(f"{prefix}{line}\n\nAnd box b?")])
+    assert again.text == whole.text and again.told.lossless
+    other = asked(served, "cab", tenant="b")
+    assert other.told.cached_tokens == 0 and first.told.cached_tokens == 0
+
+
+def test_a_conversation_goes_on_and_repeated_contexts_are_read_once(small: LoadedModel) -> None:
+    served = Served(small)
+    asked(served, "ab")
+    turns = [user("Which box is the last?")]
+    contexts = tuple(TEXTS[name] for name in "cbabc")
+    first = served.ask(turns, "x", contexts=contexts, context_order=SHARED)
+    for name in "abc":
+        assert (
+            str(served.core.sessions.find("a", "x").turns[0].messages[-1].text).count(
+                TEXTS[name].rstrip()
+            )
+            == 1
+        )
+    more = [*turns, ChatMessage("assistant", first.text), user("Why?")]
+    second = served.ask(more, "x", contexts=contexts, context_order=SHARED)
+    assert second.told.session == "x" and second.told.recomputed_tokens == 0
+    assert second.told.cached_tokens > first.told.prompt_tokens
+
+
+def test_orders_count_on_host_memory_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context_order, "MOST_ORDERS", 5)
+    assert MOST_ORDERS > 5
+    ledger = ByteLedger(ByteBudgets({Tier.HOST: 100_000}))
+    orders = ContextOrders(ledger)
+    for number in range(9):
+        orders.add("a", (f"{number}", "x"))
+    assert len(orders) == 5 and orders.shared("a", {"x": 1, "3": 1}) == ("x", "3")
+    assert orders.shared("a", {"x": 1, "4": 1}) == ("4", "x")
+    one = ledger.used(Tier.HOST) // 5
+    full = ByteLedger(ByteBudgets({Tier.HOST: 2 * one + 1}))
+    orders = ContextOrders(full)
+    for number in range(9):
+        orders.add("a", (f"{number}", "x"))
+    assert len(orders) == 2 and full.used(Tier.HOST) == 2 * one
+    with full.reserve(Tier.HOST, "b", 1):
+        orders.add("b", ("1", "2"))
+    assert len(orders) == 2, "others make no room"
