@@ -209,7 +209,7 @@ def started(command: str, url: str, key: str) -> Iterator[Server]:
 
 def _answers(server: Server) -> bool:
     try:
-        return server.ask("GET", "/v1/models").status == 200
+        return server.ask("GET", "/health").status == 200
     except OSError:
         return False
 
