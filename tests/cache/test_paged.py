@@ -86,9 +86,25 @@ def test_a_fork_takes_no_pages_until_one_of_both_writes() -> None:
     assert same(forks[1], before)
     assert not same(forks[0], store)
     assert store.shared_nbytes == 4 * pages.page_bytes  # two full pages of each head
-    forks[1].separate()
-    assert forks[1].shared_nbytes == 0
-    assert same(forks[1], before)
+
+
+def test_owners_of_shared_pages_may_go_alone() -> None:
+    layer = a_layer(2, 2)
+    arena = an_arena(layer)
+    pages, store = arena.pages[0], a_store(layer, arena)
+    empty = pages.free_pages
+    extend(store, draw(layer, 10))
+    fork, alike, free = store.fork(), a_store(layer, arena), pages.free_pages
+    fork.separate()
+    assert pages.free_pages == free
+    extend(alike, draw(layer, 10))
+    del store
+    gc.collect()
+    assert same(fork, alike)
+    assert empty - pages.free_pages == (fork.nbytes + alike.nbytes) // pages.page_bytes
+    del fork, alike
+    gc.collect()
+    assert pages.free_pages == empty
 
 
 def test_pages_return_when_their_sequence_is_gone() -> None:

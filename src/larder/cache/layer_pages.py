@@ -256,10 +256,6 @@ class PageLease:
             del pages[kept:]
         self._changed()
 
-    def own_all(self) -> None:
-        """Copy the pages that other leases hold too. Raises: CacheError: the pool is full."""
-        self._own_first(list(map(len, self._pages)))
-
     def _own_first(self, counts: Sequence[int]) -> None:
         """Copy those of the first `counts` pages of each head that other leases hold too."""
         shared = [

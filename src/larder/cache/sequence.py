@@ -305,7 +305,7 @@ class SequenceCache:
 
     def separate(self) -> None:
         """Copy the entries in the model's memory that forks hold too, so that each owner of such a
-        cache can free it, and its bytes are those of its own entries.
+        cache can free it, and its bytes are those of its own entries. Pages stay shared.
         """
         for store in self._stores:
             store.separate()

@@ -437,7 +437,8 @@ class CacheLayer(TensorOwner):
     def separate(self) -> None:
         """Copy the entries that forks hold too into own storage without slack.
 
-        A slow tier stays shared.
+        A slow tier stays shared, and so do pages of an arena: what each layer counts as its own is
+        never less than what it keeps from being freed.
         """
 
     @classmethod

@@ -139,7 +139,7 @@ class PagedLayer(CacheLayer):
         return copy
 
     def separate(self) -> None:
-        self._lease.own_all()
+        """No effect: a page is free once the last of its holders lets go, so each may go alone."""
 
     def state(self) -> dict[str, Tensor]:
         keys, values, positions = self._lease.gather()
