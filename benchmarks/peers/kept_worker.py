@@ -69,7 +69,7 @@ def _give_weights(press: Any, made: str, job: dict[str, Any]) -> None:
         # The press keeps the least products with its filter, the policy the largest.
         press.q_filters = -torch.tensor(job["q_filters"])
     elif made.startswith("KVzapPress"):
-        from kvpress.presses.kvzap_press import KVzapConfig, KVzapModel
+        from kvpress.presses.kvzap_press import KVzapConfig, KVzapModel  # pyright: ignore
         from safetensors.torch import load_file
 
         weights = load_file(job["kvzap"])
