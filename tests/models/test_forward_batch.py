@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from builders import a_plan
-from larder.cache import RecurrentState, SequenceCache
+from larder.cache import PageArena, RecurrentState, SequenceCache
 from larder.core import (
     AppendKind,
     CacheError,
@@ -27,8 +27,9 @@ from larder.core import (
     RecomputeSource,
     RecomputeSpec,
 )
-from larder.models import BatchSegment, ForwardBatch, LayerActivations
-from larder.ops import attention, quantized_attention
+from larder.models import BatchSegment, Decoder, ForwardBatch, LayerActivations
+from larder.models.tiny import tiny
+from larder.ops import AttentionBackend, attention, paged_attention, quantized_attention
 from larder.recall import Flat, SparQ, Wave
 from model_runs import read_on, some_ids
 
@@ -110,6 +111,22 @@ def test_few_functions_stand_between_the_model_and_the_kernel(
     assert walks and len(max(walks, key=len)) <= HAND_OVERS, max(walks, key=len)
 
 
+@pytest.mark.parametrize("count", [1, 4])
+def test_few_functions_stand_before_attention_over_pages(monkeypatch, count) -> None:
+    decoder = Decoder(tiny("llama"))
+    decoder.use_pages(PageArena(decoder.spec, 80, 8, AttentionBackend.CPU))
+    try:
+        caches = [SequenceCache(decoder.spec, "ragged") for _ in range(2)]
+        for cache in caches:
+            read_on(decoder, cache, some_ids(24), 24)
+        walks = _watch_kernels(monkeypatch)
+        decoder.read([BatchSegment(cache, some_ids(count)) for cache in caches], Mode.APPEND)
+        assert sum("paged" in walk[-1] or "block_tables" in walk[-1] for walk in walks) >= 2
+        assert len(max(walks, key=len)) <= HAND_OVERS, max(walks, key=len)
+    finally:
+        decoder.release()
+
+
 def _rejection(cache: SequenceCache, layer: int, name: str) -> Plan:
     """A plan that puts entries of every head wherever the form puts them."""
     count = cache.lengths()[layer]
@@ -126,7 +143,8 @@ def _watch_kernels(monkeypatch) -> list[list[str]]:
     kernels = {
         id(vars(attention)[f"{kind}_attention"]) for kind in ("causal", "ragged", "windowed")
     }
-    kernels.add(id(quantized_attention.quantized_attention))
+    kernels |= {id(quantized_attention.quantized_attention)}
+    kernels.add(id(paged_attention.paged_attention))
     for module in [m for n, m in sys.modules.items() if n.startswith("larder.cache.")]:
         for own, kernel in list(vars(module).items()):
             if id(kernel) in kernels:

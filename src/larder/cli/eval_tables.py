@@ -86,8 +86,10 @@ def _outcome_cells(one: QuestionOutcome) -> tuple[str, ...]:
     text = one.answer.text if one.answer is not None else MISSING
     if one.scores is None:
         return text, expected, MISSING, MISSING, MISSING
-    told = ("yes" if found else "no" for found in (one.scores.exact, one.scores.contains))
-    return text, expected, *told, format_score(one.scores.f1)
+    exact, contains = (
+        "yes" if found else "no" for found in (one.scores.exact, one.scores.contains)
+    )
+    return text, expected, exact, contains, format_score(one.scores.f1)
 
 
 def _kinds_table(asked: Sequence[QuestionOutcome]) -> object:

@@ -8,7 +8,7 @@ where a tenant that returns starts no lower than those that are present. Among a
 it goes to the one with the fewest blocks left, unless another was passed over `MAX_PASSED_BLOCKS`
 times. So two tokens of an answer are never more than one block apart, and no request starves but by
 requests of a lower number. A request that waits for memory takes that of a running one of a higher
-number: that one's cache leaves the device as idle ones do, and its answer goes on later.
+number (preemption): its cache leaves the device as idle ones do, and its answer goes on later.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Byte ledger: used and reserved bytes of each tier, by tenant, under budgets.
+"""Byte ledger: used and reserved bytes of each tier, under budgets and the quotas of tenants.
 
 Bytes are reserved before anything is allocated or written, so that used and reserved bytes together
 never exceed a budget.

@@ -221,14 +221,23 @@ class CacheLayer(TensorOwner):
             # Offsets are no distances: the window is told by true positions.
             is_seen = positions <= positions[:, None]
             is_seen &= positions >= layer.first_visible(positions)[:, None]
-            sizes = layer.scaling, is_seen, layer.softcap
-            return partial(masked_attention, queries, keys, values, *sizes)
+            return partial(
+                masked_attention, queries, keys, values, layer.scaling, is_seen, layer.softcap
+            )
         if layer.chunk is not None:
             firsts = [sum(sections[:index]) for index in range(len(sections))]
             starts = positions[firsts].tolist()
             sections = chunk_sections(sections, starts, layer.chunk)
-        sizes = layer.scaling, sections, layer.sliding_window, layer.softcap
-        return partial(causal_attention, queries, keys, values, *sizes)
+        return partial(
+            causal_attention,
+            queries,
+            keys,
+            values,
+            layer.scaling,
+            sections,
+            window=layer.sliding_window,
+            softcap=layer.softcap,
+        )
 
     def output(self, state: AttentionState, dtype: torch.dtype) -> Queries:
         """Output of attention once all parts are merged, under the sinks of the layer."""

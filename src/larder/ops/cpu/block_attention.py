@@ -58,8 +58,8 @@ def is_faster(dtype: torch.dtype, head_dim: int) -> bool:
         return True
 
     def ours() -> None:
-        rest = limits, 1.0, None, None
-        block_attention(queries, stored, stored, *layout, new, new, *rest)
+        starts, lengths = layout
+        block_attention(queries, stored, stored, starts, lengths, new, new, limits, 1.0, None, None)
 
     def torchs() -> None:
         flash_attention.ragged(queries, stored, stored, *layout, 1.0)

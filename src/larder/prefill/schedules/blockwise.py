@@ -1,4 +1,4 @@
-"""Blockwise prefill with eviction after each block: memory stays within budget + block.
+"""Chunked (blockwise) prefill with eviction after each block: memory is at most budget + block.
 
 Kim et al., "EpiCache: Episodic KV Cache Management for Long-Term Conversation on
 Resource-Constrained Environments" (2025), arXiv:2509.17396, section 2.2. Several caches, such as
