@@ -268,22 +268,20 @@ def session_transcript(session: SessionState) -> SessionTranscript:
 def cached_positions(session: SessionState) -> CachedPositions:
     """Positions in the session's cache; empty if the cache is not in memory."""
     residency = session.residency
-    cache, tier = residency.active, residency.tier
-    if residency.prefix_cache is not None:
-        cache = residency.prefix_cache.view(0)
-    if cache is None:
+    held, tier = residency.resident_caches, residency.tier
+    cache = None if held is None else held.shown_cache()
+    if held is None or cache is None:
         return CachedPositions(0, (), episodes=_episodes(session), tier=tier)
-    maps, tokens = residency.position_maps.of(residency.episode), cache.next_position
+    maps = residency.position_maps.of(residency.episode)
+    tokens = held.num_tokens(cache.next_position)
     layers = tuple(_positions(cache.entries(layer.index), maps) for layer in cache.spec.layers)
     slow = {each.layer.index: each for each in cache.tiers if each.has_offloaded}
     parked = tuple(
         _positions(slow[layer.index].parked(), maps) if layer.index in slow else ()
         for layer in cache.spec.layers
     )
-    if residency.chat_cache is not None:
-        tokens = max(tokens, residency.chat_cache.num_tokens)
-    held = parked if slow else ()
-    return CachedPositions(tokens, layers, parked=held, episodes=_episodes(session), tier=tier)
+    parked = parked if slow else ()
+    return CachedPositions(tokens, layers, parked=parked, episodes=_episodes(session), tier=tier)
 
 
 def _positions(held: Entries, maps: PositionMap) -> tuple[tuple[int, ...], ...]:
@@ -294,22 +292,23 @@ def _positions(held: Entries, maps: PositionMap) -> tuple[tuple[int, ...], ...]:
 
 def _episodes(session: SessionState) -> tuple[EpisodeInfo, ...]:
     """Caches of a session with episodes."""
-    residency = session.residency
-    if residency.chat_cache is None:
+    held = session.residency.resident_caches
+    router = None if held is None else held.router
+    if held is None or router is None:
         return ()
-    caches, router = residency.chat_cache.caches, residency.chat_cache.state.memory.router
+    caches = held.caches
     about, segments = router.prompts(), router.segments()
     return tuple(
         EpisodeInfo(
             number=number,
             is_active=number == caches.active_number,
-            kept_tokens=held.entries // max(1, session.rule.heads),
+            kept_tokens=usage.entries // max(1, session.rule.heads),
             segments=segments[number],
             about=about[number],
             tier="device" if number == caches.active_number else "host",
-            nbytes=held.nbytes,
+            nbytes=usage.nbytes,
         )
-        for number, held in enumerate(caches.usage() if about else ())
+        for number, usage in enumerate(caches.usage() if about else ())
     )
 
 

@@ -17,6 +17,7 @@ from larder.cache.sequence import SequenceCache
 from larder.core.session_name import root_name
 from larder.engine.sampler import SamplingParams
 from larder.server.request import ChatMessage, Request
+from larder.server.resident_caches import COPIES, ResidentCaches
 from larder.server.serving_policy import CacheOccupancy, ServingPolicy
 from larder.session.caches import SessionCaches
 from larder.session.chat_cache import ChatCache
@@ -73,7 +74,6 @@ class PositionMaps:
 TOKEN_TYPECODE = "i"  # of arrays: four bytes per token id
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_THINK_TIMES = 16
-COPIES = 2  # of a cache while it is written or loaded: its state, and the blob
 OVERHEAD_BYTES = 1024  # of a session in memory, without its texts and tokens
 ASSISTANT = "assistant"
 
@@ -229,8 +229,8 @@ class Residency:
     """Caches of a session, and the tier that they are on.
 
     Args:
-        prefix_cache: the cache of a session of the prefix backend, the only one of its caches.
-        chat_cache: the caches of a session of the chat backend.
+        resident_caches: caches in memory, in the form of the session's backend; None if there are
+            none.
         episode: number of the cache that answered last.
         rebuilt_turns: completed turns when the chat caches were last rebuilt.
         position_maps: transcript positions of the entries of chat caches.
@@ -247,8 +247,7 @@ class Residency:
         reservation: host memory of the caches.
     """
 
-    prefix_cache: SessionCaches | None = None
-    chat_cache: ChatCache | None = None
+    resident_caches: ResidentCaches | None = None
     episode: int = 0
     rebuilt_turns: int = 0
     position_maps: PositionMaps = field(default_factory=PositionMaps)
@@ -266,7 +265,12 @@ class Residency:
     @property
     def caches(self) -> SessionCaches | None:
         """All caches in memory; None if they were dropped."""
-        return self.prefix_cache if self.chat_cache is None else self.chat_cache.caches
+        return None if self.resident_caches is None else self.resident_caches.caches
+
+    @property
+    def chat_cache(self) -> ChatCache | None:
+        """Caches of the chat backend in memory."""
+        return None if self.resident_caches is None else self.resident_caches.chat_cache
 
     @property
     def tier(self) -> str:
@@ -315,11 +319,8 @@ class Residency:
     @property
     def occupancy(self) -> CacheOccupancy:
         """Occupancy of the cache, on any tier."""
-        if self.chat_cache is not None:
-            return self.chat_occupancy
-        if self.prefix_cache is not None:
-            [usage] = self.prefix_cache.usage()
-            return CacheOccupancy(usage.entries, usage.next_position)
+        if self.resident_caches is not None:
+            return self.resident_caches.occupancy(self.chat_occupancy)
         return (
             CacheOccupancy()
             if self.saved_cache is None
@@ -329,26 +330,16 @@ class Residency:
     @property
     def idle_bytes(self) -> int:
         """Bytes of the caches between two turns, without slack."""
-        if self.chat_cache is not None:
-            return self.nbytes
-        stores = () if self.active is None else self.active.stores
-        return sum(tensor.nbytes for store in stores for tensor in store.tensors())
+        return 0 if self.resident_caches is None else self.resident_caches.idle_bytes
 
     @property
     def write_bytes(self) -> int:
-        """Host memory that writing the caches to the store takes, in addition to them.
-
-        Chat caches are written one by one. Their full size may be held twice meanwhile: offloading
-        and activation can both need it.
-        """
-        if self.chat_cache is None:
-            return COPIES * self.nbytes
-        largest = max(held.nbytes for held in self.chat_cache.caches.usage())
-        return self.nbytes + COPIES * largest
+        """Host memory that writing the caches to the store takes, in addition to them."""
+        return 0 if self.resident_caches is None else self.resident_caches.write_bytes
 
     def clear(self) -> None:
         """Drop the caches from memory; the store keeps its own."""
-        self.prefix_cache = self.chat_cache = None
+        self.resident_caches = None
         self.cached_ids = array(TOKEN_TYPECODE)
         self.settled_tokens = 0
         self.is_coded = False

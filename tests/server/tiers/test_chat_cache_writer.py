@@ -133,7 +133,8 @@ def test_what_stands_beside_the_caches_must_fit_them(
     """A record that is whole, and yet of another chat."""
     first, never = stored(small, tmp_path, "epicache"), unstored(small, "epicache")
     monkeypatch.setattr(
-        "larder.server.tiers.disk.encode_chat_state", lambda session: b'{"schema": 1}'
+        "larder.server.session_backend.chat_snapshot.encode_chat_state",
+        lambda session: b'{"schema": 1}',
     )
     turns = talk(first)
     talk(never)

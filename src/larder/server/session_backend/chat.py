@@ -21,6 +21,7 @@ from larder.server.request_state import CacheLoad, PrefillProgress, RequestState
 from larder.server.serving_policy import ServingPolicy
 from larder.server.session_backend.base import SessionBackend
 from larder.server.session_backend.chat_prefill import ChatPrefill, PrefillSteps
+from larder.server.session_backend.chat_snapshot import ChatCaches
 from larder.server.session_state import CompletedTurn, PositionMaps, SessionState, num_tokens
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
 from larder.server.tiers.manager import TierManager
@@ -260,8 +261,9 @@ class ChatBackend(SessionBackend):
             return "none"
         if origin.rule is not session.rule:
             return "none"
-        residency.chat_cache = origin.residency.chat_cache.copy_before(len(job.resolved.past_turns))
-        if residency.chat_cache is not None:
+        copied = origin.residency.chat_cache.copy_before(len(job.resolved.past_turns))
+        residency.resident_caches = None if copied is None else ChatCaches(copied)
+        if copied is not None:
             residency.cached_ids = session.transcript.ids
             residency.is_coded = origin.residency.is_coded
         residency.episode = origin.residency.episode

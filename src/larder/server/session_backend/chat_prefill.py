@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from larder.prefill.memory import PeakMemoryMeter
 from larder.server.request_state import RequestState
-from larder.server.session_backend.chat_snapshot import opening_history, session_log
+from larder.server.session_backend.chat_snapshot import ChatCaches, opening_history, session_log
 from larder.server.session_state import CompletedTurn, PositionMaps, SessionState
 from larder.server.tiers.disk import DiskTier
 from larder.session.capacity import budget_tokens
@@ -37,18 +37,20 @@ class ChatPrefill:
         answer = job.answer
         session = job.session
         residency = session.residency
-        if residency.chat_cache is None:
-            residency.chat_cache = yield from self._rebuild(job)
+        chat_cache = residency.chat_cache
+        if chat_cache is None:
+            chat_cache = yield from self._rebuild(job)
+            residency.resident_caches = ChatCaches(chat_cache)
             if job.counts.recomputed > session.rule.block:  # short prefills are slower per token
                 self._disk.note_reading(job.counts.recomputed, prefill.seconds)
         else:
-            residency.chat_cache.refresh_meter = PeakMemoryMeter()
-            yield from self._catch_up(job, residency.chat_cache)
+            chat_cache.refresh_meter = PeakMemoryMeter()
+            yield from self._catch_up(job, chat_cache)
         residency.cached_ids = session.transcript.ids
-        yield from _refresh_steps(session, residency.chat_cache)
+        yield from _refresh_steps(session, chat_cache)
         room = len(prefill.new_ids) + job.new_tokens + len(self._tokenizer.end_of_turn_ids())
         active_turn, prompt_tail = yield from self._open_turn(
-            session, residency.chat_cache, job.resolved.new_messages[-1].text, prefill.new_ids, room
+            session, chat_cache, job.resolved.new_messages[-1].text, prefill.new_ids, room
         )
         answer.active_turn = active_turn
         prefill.prompt_tail = yield from active_turn.reader.message_steps(prompt_tail)

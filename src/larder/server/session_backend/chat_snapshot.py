@@ -14,9 +14,13 @@ from larder.core.conversation import Conversation, Message
 from larder.core.errors import Damaged, LarderError
 from larder.engine.chat import EMPTY_HISTORY
 from larder.server.request import ChatMessage
+from larder.server.resident_caches import COPIES, ResidentCaches
+from larder.server.serving_policy import CacheOccupancy
 from larder.server.session_state import CompletedTurn, PositionMap, PositionMaps, SessionState
+from larder.session.caches import SessionCaches
 from larder.session.chat_cache import ChatCache
 from larder.session.chat_state import chat_state_record, restore_chat_state
+from larder.session.episodes.routing import Router
 from larder.session.transcript.chat_log import ChatLog, ChatTurn
 from larder.session.transcript.chat_template import VARIABLES_ROLE
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
@@ -24,10 +28,54 @@ from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 SCHEMA = 1
 
 
-def has_all_turns(session: SessionState) -> bool:
-    """True if a session's caches contain exactly its completed turns."""
-    chat_cache = session.residency.chat_cache
-    return chat_cache is not None and len(chat_cache.state.log.turns) == len(session.turns)
+class ChatCaches(ResidentCaches):
+    """Caches of a session of the chat backend: the one that answers on the device, others on the
+    host."""
+
+    spans_tiers = True
+
+    def __init__(self, chat_cache: ChatCache) -> None:
+        self._chat_cache = chat_cache
+
+    @property
+    def caches(self) -> SessionCaches:
+        return self._chat_cache.caches
+
+    @property
+    def chat_cache(self) -> ChatCache:
+        return self._chat_cache
+
+    @property
+    def router(self) -> Router:
+        return self._chat_cache.state.memory.router
+
+    @property
+    def idle_bytes(self) -> int:
+        return self.caches.nbytes
+
+    @property
+    def write_bytes(self) -> int:
+        """Chat caches are written one by one. Their full size may be held twice meanwhile:
+        offloading and activation can both need it."""
+        return self.caches.nbytes + COPIES * max(each.nbytes for each in self.caches.usage())
+
+    def occupancy(self, latest: CacheOccupancy) -> CacheOccupancy:
+        return latest
+
+    def contains(self, turns: int) -> bool:
+        return len(self._chat_cache.state.log.turns) == turns
+
+    def record(self, session: SessionState) -> bytes:
+        return encode_chat_state(session)
+
+    def written_caches(self) -> Sequence[SequenceCache]:
+        return self.caches.lend_views()
+
+    def shown_cache(self) -> SequenceCache | None:
+        return self.caches.active_cache
+
+    def num_tokens(self, read: int) -> int:
+        return max(read, self._chat_cache.num_tokens)
 
 
 def encode_chat_state(session: SessionState) -> bytes:
@@ -77,7 +125,7 @@ def restore_chat(
         raise Damaged("The chat state beside the caches does not match them: discard it.")
     log = session_log(session.root, session.turns, rule.runtime.tokenizer)
     state = restore_chat_state(data, ids, caches, rule.runtime, rule.policy, log, 0.0)
-    residency.chat_cache = ChatCache(rule.runtime, state)
+    residency.resident_caches = ChatCaches(ChatCache(rule.runtime, state))
     residency.rebuilt_turns, residency.episode = base, episode
     residency.position_maps = position_maps
 

@@ -16,6 +16,7 @@ from larder.prefill.turn_reader import REPLAYED_TOKENS
 from larder.server.context_prompts import ContextPrompts
 from larder.server.image_prompts import ImagePromptEncoder
 from larder.server.request_state import CacheLoad, PrefillProgress, RequestState
+from larder.server.resident_caches import PrefixCaches
 from larder.server.serving_policy import CacheOccupancy, ServingPolicy
 from larder.server.session_backend.base import FindPrefix, SessionBackend
 from larder.server.session_backend.context_reader import ContextReader
@@ -210,7 +211,7 @@ class PrefixBackend(SessionBackend):
     def restart_prefill(self, job: RequestState) -> None:
         session = job.session
         residency = session.residency
-        residency.prefix_cache = self._caches(session, session.rule.empty_cache())
+        residency.resident_caches = self._caches(session, session.rule.empty_cache())
         residency.cached_ids = array(TOKEN_TYPECODE)
         residency.settled_tokens = 0
         job.prefill.cached_len, job.prefill.steps = 0, None
@@ -340,7 +341,7 @@ class PrefixBackend(SessionBackend):
         """Start with an empty cache, in memory that is reserved."""
         residency = session.residency
         residency.origin = None
-        residency.prefix_cache = self._caches(session, session.rule.empty_cache())
+        residency.resident_caches = self._caches(session, session.rule.empty_cache())
         residency.cached_ids = array(TOKEN_TYPECODE)
         residency.settled_tokens = 0
         residency.is_coded, residency.is_lossless = False, True
@@ -377,16 +378,17 @@ class PrefixBackend(SessionBackend):
         cache.separate()  # each session is charged for its own entries, and may be dropped alone
         if not job.num_preemptions:
             job.counts.tier = source.residency.tier
-        residency.prefix_cache = self._caches(session, cache)
+        residency.resident_caches = self._caches(session, cache)
         residency.cached_ids = source.residency.cached_ids[:usable]
         residency.settled_tokens = min(source.residency.settled_tokens, usable)
         residency.is_coded, residency.origin = source.residency.is_coded, None
         session.update_occupancy()
         return True
 
-    def _caches(self, session: SessionState, cache: SequenceCache) -> SessionCaches:
+    def _caches(self, session: SessionState, cache: SequenceCache) -> PrefixCaches:
         """A cache on the device, as the only one of a session."""
-        return SessionCaches.of_active(session.rule.runtime.decoder.spec, cache)
+        spec = session.rule.runtime.decoder.spec
+        return PrefixCaches(SessionCaches.of_active(spec, cache))
 
     def _source(self, job: RequestState) -> SessionState | None:
         """Session with the longest common prefix, among the fork's origin and

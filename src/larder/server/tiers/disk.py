@@ -13,11 +13,8 @@ from larder.engine.snapshots import ModelSnapshots
 from larder.server.model_thread import CompletionQueue
 from larder.server.persistence.base import Durability
 from larder.server.persistence.store import StoreSessionPersistence, saved_cache
-from larder.server.session_backend.chat_snapshot import (
-    encode_chat_state,
-    has_all_turns,
-    restore_chat,
-)
+from larder.server.resident_caches import PrefixCaches
+from larder.server.session_backend.chat_snapshot import restore_chat
 from larder.server.session_info import session_info
 from larder.server.session_state import SavedCache, SessionState
 from larder.session.caches import SessionCaches
@@ -247,10 +244,11 @@ class DiskTierWriter:
     def can_write(self, session: SessionState) -> bool:
         """True if the store could have the session's cache, but does not."""
         residency = session.residency
-        if not residency.is_resident:  # reservations precede the cache
+        held = residency.resident_caches
+        if held is None:  # reservations precede the cache
             return False
         is_written = session.is_durable and len(session.turns) > 0
-        if residency.chat_cache is not None and not has_all_turns(session):
+        if not held.contains(len(session.turns)):
             return False
         is_refused = residency.failed_write_tokens == len(residency.cached_ids)
         return self._disk.is_open and is_written and not residency.is_saved and not is_refused
@@ -273,13 +271,9 @@ class DiskTierWriter:
 
     def _begin(self, session: SessionState, reservation: Reservation) -> Future[SavedCache]:
         residency = session.residency
-        chat_cache = residency.chat_cache
-        beside = None if chat_cache is None else encode_chat_state(session)
-        assert residency.caches is not None
-        if chat_cache is None and residency.active is not None:
-            caches = (residency.active,)  # it does not change meanwhile
-        else:
-            caches = residency.caches.lend_views()
+        held = residency.resident_caches
+        assert held is not None
+        beside, caches = held.record(session), held.written_caches()
         residency.is_saving = True
         session.durability.pending_writes += 1
         self._reservations[session.key] = [reservation]
@@ -327,9 +321,8 @@ def install_caches(
     if session.rule.is_chat:
         restore_chat(session, read, loaded_caches.caches, loaded_caches.beside)
     else:
-        residency.prefix_cache = SessionCaches(
-            session.rule.runtime.decoder.spec, loaded_caches.caches[:1]
-        )
+        spec = session.rule.runtime.decoder.spec
+        residency.resident_caches = PrefixCaches(SessionCaches(spec, loaded_caches.caches[:1]))
         reservation.shrink(residency.nbytes)
     residency.reservation = reservation
     residency.cached_ids = read

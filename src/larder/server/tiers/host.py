@@ -81,11 +81,11 @@ class ChatHostMemory:
     def offload(self, session: SessionState) -> bool:
         """Move the active cache to host memory; False if there is no room."""
         residency = session.residency
-        assert residency.chat_cache is not None
+        assert residency.caches is not None
         if not self._room(session, residency.device_bytes):
             return False
         self.reserve(session, residency.nbytes)
-        residency.chat_cache.caches.offload_active()
+        residency.caches.offload_active()
         self.reserve(session, residency.nbytes)
         return True
 

@@ -16,7 +16,8 @@ from concurrent.futures import Future
 from larder.core.errors import BudgetError, LarderError
 from larder.server.model_thread import CompletionQueue
 from larder.server.persistence.base import Durability
-from larder.server.session_state import COPIES, SavedCache, SessionState
+from larder.server.resident_caches import COPIES
+from larder.server.session_state import SavedCache, SessionState
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
 from larder.server.tiers.disk import DiskTier, DiskTierWriter, LoadedCaches, install_caches
 from larder.server.tiers.host import ChatHostMemory, HostMoveRates, TranscriptMemory
@@ -90,7 +91,7 @@ class TierManager:
             largest = max(store.device_nbytes for store in cache.stores)
             need = MemoryDemand(cache.device_nbytes, largest)
         self._reservations.grant(session.key, session.tenant, need)
-        if residency.chat_cache is None:
+        if residency.resident_caches is None or not residency.resident_caches.spans_tiers:
             return
         try:
             self.chats.reserve(session, residency.host_bytes)
@@ -136,33 +137,36 @@ class TierManager:
     def restore_from_host(self, session: SessionState) -> None:
         """Bring an offloaded cache to the device, where memory is reserved."""
         residency = session.residency
-        assert residency.caches is not None
+        held = residency.resident_caches
+        assert held is not None
         try:
-            with self.rates.measure(0 if residency.chat_cache else residency.nbytes):
-                residency.caches.activate(residency.episode)
+            with self.rates.measure(held.moved_bytes):
+                held.caches.activate(residency.episode)
         except BaseException:
-            residency.prefix_cache = None
+            if not held.spans_tiers:
+                residency.resident_caches = None
             raise
         finally:
-            if residency.chat_cache is None:  # the other caches of a chat stay in host memory
+            if not held.spans_tiers:
                 self._release_host(session)
         self.restored[Tier.HOST.value] += 1
 
     def offload(self, session: SessionState) -> bool:
         """Move a cache from the device to host memory; False if there is no room, and it stays."""
         residency = session.residency
-        if residency.chat_cache is not None:
+        held = residency.resident_caches
+        assert held is not None
+        if held.spans_tiers:
             soon = self._writer.start_bytes(residency.write_bytes)
             self._free_written_host(session, residency.device_bytes + soon)
             return self._parked(session, self.chats.offload(session))
-        assert residency.prefix_cache is not None
         count = residency.idle_bytes
         self._free_written_host(session, count + self._writer.start_bytes(COPIES * count))
         reservation = self.host_room(session, count)
         if reservation is None:
             return False
         with self.rates.measure(count):
-            residency.prefix_cache.offload_active()
+            held.caches.offload_active()
         reservation.shrink(residency.nbytes)
         residency.reservation = reservation
         self.in_host[session.key] = session
