@@ -180,20 +180,10 @@ class Engine:
         """
         chosen = None if policy is None else parsed_policy(policy)
         SizeOptions(budget, block)  # validated before a model is loaded
+        hub = {"revision": revision, "device_map": device_map, "tokenizer": tokenizer}
+        kind = (device, dtype, adapter, adapter_mode)
         stage = partial(progress_or_bar, progress)
-        loaded = load(
-            model,
-            device,
-            dtype,
-            adapter,
-            adapter_mode,
-            revision=revision,
-            device_map=device_map,
-            tokenizer=tokenizer,
-            processor=processor,
-            pages=pages,
-            stage=stage,
-        )
+        loaded = load(model, *kind, **hub, processor=processor, pages=pages, stage=stage)
         return cls(loaded, policy=chosen, budget=budget, block=block)
 
     @checked_call
@@ -265,11 +255,9 @@ class Engine:
         }
         source = conversation_of(conversation, contexts)
         kind = text_kind(source, self.sizes.budget is not None)
-        policy = self.policy_for(kind)
+        given = (self.policy_for(kind), self.sizes, encoded)
         with progress_or_bar(progress, "Reading", "tokens") as report:
-            return prefill_conversation(
-                self.runtime, source, policy, self.sizes, encoded, report, chunks
-            )
+            return prefill_conversation(self.runtime, source, *given, report, chunks)
 
     @overload
     def ask(
