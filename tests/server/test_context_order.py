@@ -112,6 +112,7 @@ def test_a_conversation_goes_on_and_repeated_contexts_are_read_once(small: Loade
 
 def test_orders_count_on_host_memory_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context_order, "MOST_ORDERS", 5)
+    monkeypatch.setattr(context_order, "ORDER_SHARE", 1.0)
     assert MOST_ORDERS > 5
     ledger = ByteLedger(ByteBudgets({Tier.HOST: 100_000}))
     orders = ContextOrders(ledger)
@@ -128,3 +129,16 @@ def test_orders_count_on_host_memory_and_are_bounded(monkeypatch: pytest.MonkeyP
     with full.reserve(Tier.HOST, "b", 1):
         orders.add("b", ("1", "2"))
     assert len(orders) == 2, "others make no room"
+
+
+def test_orders_of_all_tenants_take_a_share_of_host_memory() -> None:
+    ledger = ByteLedger(ByteBudgets({Tier.HOST: 1_000_000}))
+    orders = ContextOrders(ledger)
+    for number in range(60):
+        orders.add("a" if number < 40 else f"t{number}", (f"{number}", "x"))
+        assert orders.nbytes == ledger.used(Tier.HOST) <= 1_000_000 / 64
+    assert orders.shared("t59", {"x": 1, "59": 1}) == ("59", "x")
+    small = ByteLedger(ByteBudgets({Tier.HOST: 10_000}))
+    orders = ContextOrders(small)
+    orders.add("a", ("1", "2"))
+    assert len(orders) == 0 == small.used(Tier.HOST)

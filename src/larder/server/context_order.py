@@ -22,6 +22,7 @@ from larder.store.ledger import ByteLedger, Reservation, Tier
 MOST_ORDERS = 512  # of one tenant that are compared with a request
 MOST_CONTEXTS = 64  # of an order that are compared
 CONTEXT_BYTES, ORDER_BYTES = 160, 512  # of host memory that an order takes, at most
+ORDER_SHARE = 1 / 64  # of host memory that orders of all tenants take, at most
 
 Ids = tuple[str, ...]
 
@@ -47,6 +48,11 @@ class ContextOrders:
     def __len__(self) -> int:
         return sum(map(len, self._orders.values()))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all orders."""
+        return sum(own.bytes for orders in self._orders.values() for own in orders.values())
+
     def shared(self, tenant: str, sizes: dict[str, int]) -> Ids:
         """Ids in the order in which most of them are a prefix of what was read.
 
@@ -65,7 +71,12 @@ class ContextOrders:
         if order in known:
             known.move_to_end(order)
             return
-        count = ORDER_BYTES + CONTEXT_BYTES * len(order)
+        count, limit = ORDER_BYTES + CONTEXT_BYTES * len(order), self._ledger.limit(Tier.HOST)
+        while len(self) and self.nbytes + count > ORDER_SHARE * limit:
+            longest = max(self._orders.values(), key=len)  # whoever has most gives one
+            longest.popitem(last=False)[1].release()
+        if count > ORDER_SHARE * limit:
+            return
         while known and len(known) >= MOST_ORDERS:
             known.popitem(last=False)[1].release()
         while True:
