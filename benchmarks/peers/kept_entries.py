@@ -30,8 +30,7 @@ from _pairs import KVPRESS, PeerPair
 
 from larder.core import Conversation
 from larder.engine import Engine
-from larder.models import PACKAGED_MODELS
-from larder.models.calibration import calibrate
+from larder.models import PACKAGED_MODELS, calibrate
 from larder.session import Policy, SizeOptions, prefill_conversation
 from larder_bench.datasets.prompt_templates import worded_chat
 from larder_bench.datasets.sources import TaskSources
