@@ -8,7 +8,7 @@ from functools import partial
 from itertools import count
 from threading import Event
 
-from larder import Engine
+from larder import Engine, Policy
 from larder.models import LoadedModel, wrap_model
 from larder.models.tiny import tiny
 from larder.server import (
@@ -156,9 +156,11 @@ class Served:
         prefill_chunk: int | None = None,
         quotas: Mapping[Tier, int] | None = None,
     ) -> None:
-        limited = policy not in ("full", "cacheblend", "ape")
-        budget, size = (str(tokens), block) if limited else (None, None)
-        engine = Engine(loaded, policy=POLICIES.get(policy, policy), budget=budget, block=size)
+        spelling = POLICIES.get(policy, policy)
+        parsed = Policy.parse(spelling).budget
+        is_open = parsed.tokens is None and parsed.kept is None
+        budget, size = (str(tokens), block) if is_open else (None, None)
+        engine = Engine(loaded, policy=spelling, budget=budget, block=size)
         if embedder is not None:
             engine.runtime = replace(engine.runtime, embedder=lambda name: embedder)
         totals = {Tier.DEVICE: device, Tier.HOST: host}
