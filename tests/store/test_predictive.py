@@ -171,6 +171,25 @@ def test_a_plan_that_evicts_by_token_is_predicted_and_one_by_head_is_not(
             assert same_bits(found, same)
 
 
+@pytest.mark.parametrize("forms", ["dense ragged", "ragged dense", "ragged ragged"])
+def test_layers_of_other_forms_keep_the_shape_of_their_positions(
+    forms: str, tables: PredictiveTables
+) -> None:
+    """A dense layer has its positions once, a ragged one per head."""
+    first, rest = (a_cache(form).state() for form in forms.split())
+    state = {key: own for key, own in first.items() if key.startswith("0.")}
+    state |= {key: own for key, own in rest.items() if not key.startswith("0.")}
+    tensors, told = encode_state(state, codec_named("predictive"), "predictive", SPEC)
+    assert "stack" in told["1.positions"]
+    found = decode_state(tensors, told, state_nbytes(state))
+    assert found.keys() == state.keys()
+    held = {key: own for key, own in state.items() if not key.endswith(("keys", "values"))}
+    assert same_bits({key: found[key] for key in held}, held)
+    wider = told | {"1.positions": told["1.positions"] | {"shape": [TOKENS + 1]}}
+    with pytest.raises(Damaged):
+        decode_state(tensors, wider, 2 * state_nbytes(state))
+
+
 def test_models_without_predictions_are_named_and_coded_layer_by_layer() -> None:
     spec = replace(SPEC, fingerprint="e" * 32)
     with pytest.raises(CacheError, match="larder train predictive"):

@@ -7,7 +7,7 @@ stored with the first layer of a stack.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +91,8 @@ def decode_stacks(tensors: Mapping[str, Tensor], coded: Mapping[str, Any]) -> di
             sides = {key: how for key, how in own.items() if SAME not in how[STACK]}
             if own:
                 state |= _decoded(tensors, sides, prefix)
-                state |= _repeated(tensors, sides, own.keys() - sides.keys(), prefix)
+                repeated = {key: how for key, how in own.items() if key not in sides}
+                state |= _repeated(tensors, sides, repeated, prefix)
         if len(state) != len(coded):
             raise Damaged("Jointly coded tensors of a saved cache belong to no stack.")
     except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
@@ -130,12 +131,21 @@ def _decoded(
 
 
 def _repeated(
-    tensors: Mapping[str, Tensor], sides: Mapping[str, Any], names: Iterable[str], prefix: str
+    tensors: Mapping[str, Tensor],
+    sides: Mapping[str, Any],
+    repeated: Mapping[str, Any],
+    prefix: str,
 ) -> dict[str, Tensor]:
-    """Positions of layers, each a copy of those of the first layer of the stack."""
+    """Positions of layers: those of the first layer of the stack, once or once per head."""
     first = min(int(key.partition(".")[0]) for key in sides)
-    held = tensors[f"{first}.{prefix}{POSITIONS}"]
-    return {name: held.clone() for name in names}
+    length = sides[f"{first}.{prefix}{TensorRole.KEYS.value}"]["lengths"][0]
+    held = tensors[f"{first}.{prefix}{POSITIONS}"].flatten()[:length]
+    found = dict[str, Tensor]()
+    for name, how in repeated.items():
+        shape = tuple(how["shape"])
+        copies = math.prod(shape) // max(length, 1)
+        found[name] = held.repeat(copies).to(DTYPES[how["dtype"]]).reshape(shape)
+    return found
 
 
 def _parts(tensors: Mapping[str, Tensor], key: str) -> dict[str, Tensor]:
