@@ -236,6 +236,31 @@ def test_no_memory_to_grow_refuses_and_keeps_what_was_there(decoder, monkeypatch
     assert step(decoder, caches, 20).isfinite().all()
 
 
+def test_steps_are_captured_again_after_growth_that_failed_halfway(
+    decoder, monkeypatch, replayed
+) -> None:
+    """Positions have moved before there was no memory, keys and values move later."""
+    arena, pages = decoder.spec.arena, decoder.spec.arena.pages[0]
+    with Decoder(tiny("llama")) as large:
+        give_pages(large, 400)
+        expected, got = some_caches(large, 1), some_caches(decoder, 1)
+
+        def refuse(num_pages: int) -> None:
+            raise torch.OutOfMemoryError("no memory")
+
+        with monkeypatch.context() as full:
+            full.setattr(pages, "grow", refuse)
+            with pytest.raises(CacheError, match="more pages"):
+                pages.take(pages.free_pages + 1)
+        for token in (20, 21):
+            step(decoder, got, token), step(large, expected, token)
+        positions, keys = arena.positions, pages.keys
+        pages.release(pages.take(pages.free_pages + 1))
+        assert arena.positions is positions and pages.keys is not keys
+        torch.testing.assert_close(step(decoder, got, 22), step(large, expected, 22))
+    assert not decoder.captured.refusal and len(replayed) == 6
+
+
 def test_use_of_pages() -> None:
     with Decoder(tiny("llama")) as decoder:
         set_pages(decoder, PageUse.AUTO)

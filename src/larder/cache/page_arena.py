@@ -28,6 +28,9 @@ class PageArena:
         max_pages: pages of each layer that the arena grows to where none are free; None for
             `num_pages`.
 
+    Attributes:
+        num_moves: how often pages may have moved to other memory, where graphs do not follow.
+
     Raises:
         CacheError: `num_pages` or `page_tokens` is below 1.
     """
@@ -55,6 +58,7 @@ class PageArena:
             own = backend or choose_backend(*form)
             self.pages[layer.index] = LayerPages(layer, spec.dtype, positions, own)
         self._steps: dict[int, BlockTables] = {}
+        self.num_moves = 0
         if self._max_pages > num_pages:
             grow = WeakMethod(self._grow)  # an arena in a cycle would be freed late
             for own in self.pages.values():
@@ -109,6 +113,7 @@ class PageArena:
         wanted = min(max(2 * num_pages, num_pages + missing), self._max_pages + 1)
         if wanted < num_pages + missing:
             return
+        self.num_moves += 1
         try:
             self._move_positions(wanted)
             for own in self.pages.values():

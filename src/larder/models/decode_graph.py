@@ -255,7 +255,7 @@ class DecodeGraphs:
         self._decoder, self._arena, self._capture = decoder, arena, capture
         self._width, self._sizes = width, tuple(batch_sizes)
         self._buckets: dict[tuple[int, int, bool], _Bucket] = {}
-        self._positions = arena.positions  # of the arena that graphs were captured for
+        self._num_moves = arena.num_moves  # when the graphs were captured
 
     @torch.no_grad()
     def step(
@@ -351,9 +351,9 @@ class DecodeGraphs:
                 "DecodeGraphs larger batch_sizes."
             )
         arena, size, width = self._arena, fitting[0], self._table_width(leases)
-        if self._positions is not arena.positions:  # the arena has grown into other memory
+        if self._num_moves != arena.num_moves:  # the arena has grown into other memory
             self._buckets.clear()
-            self._positions = arena.positions
+            self._num_moves = arena.num_moves
         key = size, width, is_observed
         if key not in self._buckets:
             tables = BlockTables(arena.positions, list(arena.pages.values()), size, width)
