@@ -14,6 +14,13 @@ from references.ops import folding as loop
 from without_kernels import reference
 
 
+@pytest.fixture(params=["C", pytest.param("numba", marks=pytest.mark.slow)])
+def compiled(request, monkeypatch) -> None:
+    """Kernels in C, and those of numba, which are used where no C compiler was found."""
+    if request.param == "numba":
+        monkeypatch.setattr(fast, "c_library", lambda: None)
+
+
 def bits(numbers: torch.Tensor) -> list[int]:
     return numbers.view(torch.int32).flatten().tolist()
 
@@ -36,7 +43,7 @@ def test_running_means_equal_the_loop(seed) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_weights_equal_the_loop(seed) -> None:
+def test_weights_equal_the_loop(seed, compiled) -> None:
     source, count = Random(seed), 2 * seed
     sources = list(range(10, 10 + count))
     targets = [source.choice([9, 2, 4]) for _ in sources]
@@ -118,7 +125,7 @@ def test_what_the_kernels_take() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_values_join_those_that_follow(seed) -> None:
+def test_values_join_those_that_follow(seed, compiled) -> None:
     source, lengths, starts, window = Random(seed), [7, 1, 0, 5], [2, 9, 11, 12], 3
     mass = torch.tensor([source.choice([0.0, 0.5, 1.0, 3.0]) for _ in range(18)])
     keep = [source.random() < 0.6 for _ in range(13)]

@@ -42,11 +42,7 @@ def test_those_that_vary_most_are_raised(share: float) -> None:
         raised = by_variance[: int(share * length)]
         expected += [mean[row] + (row in raised) for row in rows]
     arguments = *(torch.tensor(part) for part in (count, mean, spread, starts, lengths)), share
-    assert (
-        variance_boosted_means(*arguments).tolist()
-        == reference(variance_boosted_means)(*arguments).tolist()
-        == expected
-    )
+    assert variance_boosted_means(*arguments).tolist() == expected
 
 
 def test_the_kernel_takes_float32() -> None:

@@ -56,13 +56,20 @@ def check(rows: QuantizedKV, queries: Tensor, bias: Tensor | None, heads: int) -
             torch.testing.assert_close(part.double(), wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.fixture(params=["C", pytest.param("numba", marks=pytest.mark.slow)])
+def compiled(request, monkeypatch) -> None:
+    """The kernel in C, and that of numba, which is used where no C compiler was found."""
+    if request.param == "numba":
+        monkeypatch.setattr(cpu_quantized_attention, "c_library", lambda: None)
+
+
 # Groups of a head in any places, the last of three heads uneven.
 OWNERS, COUNTS = [1, 0, 2, 0, 1, 2, 2], [5, 3, 1, 4, 2, 5, 5]
 
 
 @pytest.mark.parametrize("queries", [1, 3, 20])
 @pytest.mark.parametrize("name", CODECS)
-def test_both_forms_equal_the_loop(name, queries, monkeypatch) -> None:
+def test_both_forms_equal_the_loop(name, queries, monkeypatch, compiled) -> None:
     monkeypatch.setattr(ops, "DECODE_CHUNK", 4)
     rows = some_rows(CODECS[name], OWNERS, COUNTS)
     source = torch.Generator().manual_seed(queries)
@@ -71,12 +78,12 @@ def test_both_forms_equal_the_loop(name, queries, monkeypatch) -> None:
     check(rows, asked, torch.randn(len(rows), generator=source), 3)
 
 
-def test_groups_longer_than_a_block() -> None:
+def test_groups_longer_than_a_block(compiled) -> None:
     rows = some_rows(CODECS["long_groups"], [0, 1, 0], [40, 33, 7], 16)
     check(rows, torch.randn(4, 1, 16), torch.randn(80), 2)
 
 
-def test_a_head_without_entries_gives_nothing() -> None:
+def test_a_head_without_entries_gives_nothing(compiled) -> None:
     rows = some_rows(CODECS["four"], [1, 1], [3, 2])
     for form in (quantized_attention, reference(quantized_attention)):
         out, lse = form(torch.randn(6, 1, 12), rows, 3, SCALING)
@@ -85,11 +92,13 @@ def test_a_head_without_entries_gives_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_many_groups_are_shared_among_threads(monkeypatch) -> None:
+def test_many_groups_are_shared_among_threads(monkeypatch, compiled) -> None:
     rows = some_rows(CODECS["two_far"], [0, 1, 1, 0, 1] * 12, [8, 7, 4, 8, 5] * 12)
     queries, bias = torch.randn(4, 2, 12), torch.randn(len(rows))
     expected = quantized_attention(queries, rows, 2, SCALING, bias)
     monkeypatch.setattr(cpu_quantized_attention, "num_threads_for", lambda floats: 3)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(cpu_quantized_attention, "SPAN_FLOATS", 1)
     for _ in range(2):
         shared = quantized_attention(queries, rows, 2, SCALING, bias)
         for part, wanted in zip(shared, expected, strict=True):

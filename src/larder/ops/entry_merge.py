@@ -35,7 +35,7 @@ def updated_means(
 
     It starts at the first mean (NaN: none so far) and does not change without numbers.
     """
-    if fast.supports(numbers):
+    if fast.supports_means(numbers):
         return fast.updated_means(numbers, groups, before, rate)
     return update_ema(before, group_means(numbers, groups, len(before)), rate)
 

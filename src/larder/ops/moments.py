@@ -47,8 +47,6 @@ def variance_boosted_means(
         starts, lengths: rows of each kv head in the storage; int64 in host memory.
         share: of the entries of a head, in [0, 1], that get the 1; ties go to the first.
     """
-    if fast.supports(mean):
-        return fast.variance_boosted_means(count, mean, spread, starts, lengths, share)
     parts = [mean[:0]]
     for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
         own = slice(start, start + length)

@@ -19,7 +19,7 @@ from larder.core.errors import DependencyError
 MODULE = "larder.ops.cpu._c"  # extension by which the installation names the library's file
 TORCH_CPU = ("libtorch_cpu.so", "libtorch_cpu.dylib")
 
-LAYOUT = 2  # of the structs below; raised with `larder_layout` of c/decode_attention.c
+LAYOUT = 3  # of the structs below; raised with `larder_layout` of c/decode_attention.c
 
 POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int64
 
@@ -47,6 +47,29 @@ class AttentionCall(ctypes.Structure):
         ("step", POINTER),
         ("kv_heads", INTEGER),
         ("splice", POINTER),
+        ("coded", POINTER),
+    ]
+
+
+class CodedSide(ctypes.Structure):
+    """`struct coded_side` of c/coded_entries.h."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("codes", "offsets", "scales", "channels", "factors")),
+        *((name, POINTER) for name in ("outlier_places", "outliers")),
+        *((name, INTEGER) for name in ("row_bytes", "bits", "width", "piece", "is_by_row")),
+        ("num_outliers", INTEGER),
+    ]
+
+
+class CodedEntries(ctypes.Structure):
+    """`struct coded_entries` of c/coded_entries.h."""
+
+    _fields_ = [
+        ("keys", CodedSide),
+        ("values", CodedSide),
+        ("groups", POINTER),
+        ("group_starts", POINTER),
     ]
 
 
@@ -152,6 +175,17 @@ class FoldingCall(ctypes.Structure):
     ]
 
 
+class SpreadingCall(ctypes.Structure):
+    """`struct spreading` of c/entry_merge.h."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("mass", "starts", "lengths", "new_lengths", "kept")),
+        *((name, POINTER) for name in ("gone", "drawn", "froms", "intos")),
+        *((name, POINTER) for name in ("key_weights", "value_weights")),
+        *((name, INTEGER) for name in ("count", "window")),
+    ]
+
+
 class SummingCall(ctypes.Structure):
     """`struct summing` of c/entry_merge.c."""
 
@@ -187,6 +221,10 @@ def c_library() -> ctypes.CDLL | None:
     library.larder_set_openmp.argtypes = [POINTER]
     library.larder_set_openmp(_openmp_of_torch())
     library.larder_decode_attention.argtypes = [ctypes.POINTER(AttentionCall)]
+    library.larder_coded_attention.argtypes = [
+        ctypes.POINTER(AttentionCall),
+        ctypes.POINTER(CodedEntries),
+    ]
     library.larder_attention_inputs.argtypes = [POINTER, POINTER]
     library.larder_layer_output.argtypes = [POINTER, POINTER]
     library.larder_linear.argtypes = [*[POINTER] * 3, *[INTEGER] * 3, POINTER, ctypes.c_int32]
@@ -209,6 +247,10 @@ def c_library() -> ctypes.CDLL | None:
     library.larder_nearest_rows.restype = None
     library.larder_threshold_folds.argtypes = [ctypes.POINTER(FoldingCall)]
     library.larder_threshold_folds.restype = INTEGER
+    library.larder_normalize_folds.argtypes = [INTEGER, ctypes.c_float, *[POINTER] * 4]
+    library.larder_normalize_folds.restype = INTEGER
+    library.larder_spread_folds.argtypes = [ctypes.POINTER(SpreadingCall)]
+    library.larder_spread_folds.restype = INTEGER
     library.larder_sum_rows.argtypes = [ctypes.POINTER(SummingCall)]
     library.larder_sum_rows.restype = INTEGER
     library.larder_transform_attention.argtypes = [POINTER]

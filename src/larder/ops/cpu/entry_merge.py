@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from larder.ops.cpu.c_library import FoldingCall, SummingCall, c_library
+from larder.ops.cpu.c_library import FoldingCall, SpreadingCall, SummingCall, c_library
 from larder.ops.cpu.decode_attention import SUPPORTED_DTYPES, as_numpy
 
 MAX_FOLDS = 1 << 10  # above it torch is as fast, and uses all threads
@@ -22,6 +22,11 @@ def supports(numbers: Tensor) -> bool:
         and numbers.dtype is torch.float32
         and len(numbers) <= MAX_FOLDS
     )
+
+
+def supports_means(numbers: Tensor) -> bool:
+    """True for a few numbers where numba's kernels are used: no C kernel was compiled."""
+    return c_library() is None and supports(numbers)
 
 
 def supports_rows(keys: Tensor, values: Tensor, folds: int) -> bool:
@@ -65,6 +70,15 @@ def normalized_folds(
     own: float,
 ) -> tuple[Int64[Tensor, " G"], Int64[Tensor, " G"], Float[Tensor, " G"]]:
     """Kernel of `normalized_folds`; the same bits as torch."""
+    if (library := c_library()) is not None:
+        folds, buffers = len(sources), torch.empty(2, 2 * len(sources), dtype=torch.int64)
+        weights = torch.empty(2 * folds)
+        buffers[0, :folds], buffers[1, :folds], weights[:folds] = sources, targets, given
+        counted = counted.contiguous()
+        pointers = (part.data_ptr() for part in (counted, *buffers, weights))
+        count = library.larder_normalize_folds(folds, own, *pointers)
+        _check_folds(count)
+        return buffers[0, :count], buffers[1, :count], weights[:count]
     from larder.ops.cpu import entry_merge_kernels as kernels
 
     froms, intos, weights = kernels.normalize_folds(
@@ -120,9 +134,13 @@ def thresholded_folds(
         own=own,
     )
     folds = library.larder_threshold_folds(byref(call))
-    if folds < 0:
-        raise MemoryError("The merges of entries could not allocate their buffers.")
+    _check_folds(folds)
     return moved, (froms[:folds], intos[:folds], weights[:folds])
+
+
+def _check_folds(count: int) -> None:
+    if count < 0:
+        raise MemoryError("The merges of entries could not allocate their buffers.")
 
 
 def numba_thresholded_folds(
@@ -170,6 +188,8 @@ def spread_folds(
     drawn: Float[Tensor, " _"],
 ) -> tuple[Int64[Tensor, " G"], Int64[Tensor, " G"], Float[Tensor, " G"], Float[Tensor, " G"]]:
     """Kernel of `spread_folds`; sums are in another order than with torch."""
+    if (library := c_library()) is not None:
+        return _spread_in_c(library, mass, starts, lengths, kept, new_lengths, gone, window, drawn)
     from larder.ops.cpu import entry_merge_kernels as kernels
 
     folds = kernels.spread_folds(
@@ -184,6 +204,39 @@ def spread_folds(
     )
     sources, targets, key_weights, value_weights = map(torch.from_numpy, folds)
     return sources, targets, key_weights, value_weights
+
+
+def _spread_in_c(
+    library: CDLL,
+    mass: Float[Tensor, " C"],
+    starts: Int64[Tensor, " K"],
+    lengths: Int64[Tensor, " K"],
+    kept: Int64[Tensor, " N"],
+    new_lengths: tuple[int, ...],
+    gone: Int64[Tensor, " F"],
+    window: int,
+    drawn: Float[Tensor, " _"],
+) -> tuple[Int64[Tensor, " G"], Int64[Tensor, " G"], Float[Tensor, " G"], Float[Tensor, " G"]]:
+    remaining = torch.tensor(new_lengths, dtype=torch.int64)
+    froms, intos = torch.empty(2, 2 * len(gone) * window, dtype=torch.int64)
+    key_weights, value_weights = torch.empty(2, len(froms))
+    given = mass.detach().float(), starts, lengths, remaining, kept, gone, drawn.float()
+    held = [part.contiguous() for part in given]
+    names = "mass", "starts", "lengths", "new_lengths", "kept", "gone", "drawn"
+    call = SpreadingCall(
+        **{name: part.data_ptr() for name, part in zip(names, held, strict=True)},
+        froms=froms.data_ptr(),
+        intos=intos.data_ptr(),
+        key_weights=key_weights.data_ptr(),
+        value_weights=value_weights.data_ptr(),
+        count=len(gone),
+        window=window,
+    )
+    if not drawn.numel():
+        call.drawn = None
+    count = library.larder_spread_folds(byref(call)) if len(gone) else 0
+    _check_folds(count)
+    return froms[:count], intos[:count], key_weights[:count], value_weights[:count]
 
 
 def weighted_sums(

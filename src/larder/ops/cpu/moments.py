@@ -38,30 +38,6 @@ def added_moments(
     return total, average, around
 
 
-def variance_boosted_means(
-    count: Float[Tensor, " C"],
-    mean: Float[Tensor, " C"],
-    spread: Float[Tensor, " C"],
-    starts: Int64[Tensor, " K"],
-    lengths: Int64[Tensor, " K"],
-    share: float,
-) -> Float[Tensor, " T"]:
-    """Kernel of `variance_boosted_means`; the same bits as torch."""
-    from larder.ops.cpu import moments_kernels as kernels
-
-    raised = torch.empty(int(lengths.sum()))
-    kernels.boost_most_varied(
-        _as_array(count),
-        _as_array(mean),
-        _as_array(spread),
-        starts.numpy(),
-        lengths.numpy(),
-        share,
-        raised.numpy(),
-    )
-    return raised
-
-
 def supports_layer_mean(numbers: Tensor, positions: Tensor) -> bool:
     """True for float32 numbers and int32 positions in host memory."""
     return (

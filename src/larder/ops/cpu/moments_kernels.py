@@ -8,7 +8,6 @@ from __future__ import annotations
 import numpy as np
 
 from larder.ops.cpu.decode_attention_kernels import njit_exact
-from larder.ops.cpu.topk_kernels import radix_threshold
 
 
 @njit_exact
@@ -22,32 +21,6 @@ def add_moments(count, mean, spread, numbers, counted, joined):
         joined[0, s] = total
         joined[1, s] = mean[s] + shift * share
         joined[2, s] = spread[s] + shift * shift * count[s] * share
-
-
-@njit_exact
-def boost_most_varied(count, mean, spread, starts, lengths, share, raised):
-    """Means, packed, and 1 more where the variance is among the highest of its head."""
-    first = 0
-    for h in range(lengths.size):
-        held = lengths[h]
-        rows = slice(starts[h], starts[h] + held)
-        counts, spreads, means = count[rows], spread[rows], mean[rows]
-        own = raised[first : first + held]
-        variances = np.empty(held, np.float32)
-        ranks = variances.view(np.uint32)  # the bits of non-negative floats have the same order
-        for s in range(held):
-            variances[s] = spreads[s] / counts[s] if counts[s] > 0 else np.float32(0.0)
-            own[s] = means[s]
-        wanted = int(share * held)
-        if wanted > 0:
-            edge, equals = radix_threshold(ranks, wanted)
-            for s in range(held):
-                own[s] += np.float32(ranks[s] > edge)
-            for s in range(held):
-                if ranks[s] == edge and equals > 0:
-                    own[s] += np.float32(1.0)
-                    equals -= 1
-        first += held
 
 
 @njit_exact

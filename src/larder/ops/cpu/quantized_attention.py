@@ -6,23 +6,32 @@ shares the scales and offsets of its channels,
 
     q . k = sum over channels of (q x scale) x code, plus q . offset
 
-so both are folded into the query once per group; scales and offsets of values go into the weights
-of their entries. Only keys with scales per entry are dequantized, block by block. Spans cover
-groups instead of entries, otherwise as in `larder.ops.cpu.decode_attention`. Unquantized keys or
-values, and many queries, are left to torch.
+so numba's kernel folds both into the query once per group, and scales and offsets of values into
+the weights of their entries; the C kernel dequantizes 16 entries at a time in a cache of the
+processor, and attends to them as `larder.ops.cpu.decode_attention` does, with its parts of a head.
+Unquantized keys or values, and many queries, are left to torch.
 """
 
 from __future__ import annotations
 
+from ctypes import byref
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int32
+from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 from larder.core.codec import ScaleGranularity
-from larder.ops.cpu.decode_attention import MAX_QUERY_ROWS, bias_array, num_threads_for, query_rows
+from larder.ops.cpu.c_library import AttentionCall, CodedEntries, CodedSide, c_library
+from larder.ops.cpu.decode_attention import (
+    MAX_HEAD_DIM,
+    MAX_QUERY_ROWS,
+    SPAN_FLOATS,
+    bias_array,
+    num_threads_for,
+    query_rows,
+)
 from larder.ops.quantization import QuantizedRows
 
 
@@ -48,27 +57,90 @@ def quantized_attention(
     bias: Float[Tensor, " T"] | None = None,
 ) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
     """Kernel of `quantized_attention` for a few queries; thread-safe."""
+    owners, counts = lengths.long().unbind(1)
+    order = owners.argsort(stable=True)
+    starts = (counts.cumsum(0) - counts)[order]
+    groups = torch.bincount(owners, minlength=num_kv_heads)
+    layout = torch.stack([order, starts, counts[order]], 1)
+    library = c_library()
+    if library is None or queries.shape[-1] > MAX_HEAD_DIM:
+        return _numba_attention(queries, keys, values, layout, groups, scaling, bias)
+    held = torch.zeros(num_kv_heads, dtype=torch.int64).index_add_(0, owners, counts)
+    head_starts = groups.cumsum(0) - groups
+    entries = CodedEntries(
+        _coded_side(keys), _coded_side(values), layout.data_ptr(), head_starts.data_ptr()
+    )
+    num_heads, query_len, head_dim = queries.shape
+    rows = num_heads // num_kv_heads * query_len
+    given = queries.float().contiguous()
+    bias = None if bias is None else bias.float().contiguous()
+    out = given.new_empty(num_heads, query_len, head_dim)
+    lse = given.new_empty(num_heads, query_len)
+    call = AttentionCall(
+        queries=given.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        starts=head_starts.data_ptr(),
+        lengths=held.data_ptr(),
+        outs=out.data_ptr(),
+        lses=lse.data_ptr(),
+        heads=num_kv_heads,
+        num_queries=rows,
+        head_dim=head_dim,
+        item_bytes=given.element_size(),
+        scaling=scaling,
+        threads=min(torch.get_num_threads(), len(keys.stored) * rows * head_dim // SPAN_FLOATS + 1),
+    )
+    if library.larder_coded_attention(byref(call), byref(entries)):
+        raise MemoryError("Attention over the cache could not allocate its buffers.")
+    return out, lse
+
+
+def _coded_side(side: QuantizedRows) -> CodedSide:
+    """Pointers of keys or values, whose tensors outlive the call."""
+    scheme, stored = side.scheme, side.stored
+    return CodedSide(
+        codes=stored.data_ptr(),
+        offsets=side.offsets.data_ptr(),
+        scales=side.scales.data_ptr(),
+        channels=side.channels.data_ptr() if side.channels.numel() else None,
+        factors=side.factors.data_ptr() if side.factors.numel() else None,
+        outlier_places=side.outlier_indices.data_ptr(),
+        outliers=side.outliers.data_ptr(),
+        row_bytes=stored.shape[1],
+        bits=scheme.bits,
+        width=scheme.channels,
+        piece=scheme.group,
+        is_by_row=scheme.sharing is ScaleGranularity.ENTRY,
+        num_outliers=len(side.outliers),
+    )
+
+
+def _numba_attention(
+    queries: Float[Tensor, "H Q D"],
+    keys: QuantizedRows,
+    values: QuantizedRows,
+    layout: Int64[Tensor, "G 3"],
+    groups: Int64[Tensor, " K"],
+    scaling: float,
+    bias: Float[Tensor, " T"] | None,
+) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
+    """The same by numba, which compiles it at the first call."""
     from larder.ops.cpu import (
         quantized_attention_kernels as kernels,  # compiles: not before it is needed
     )
 
     num_heads, query_len, head_dim = queries.shape
-    rows = query_rows(queries, num_kv_heads)
-    owners, counts = lengths.long().unbind(1)
-    order = owners.argsort(stable=True)
-    starts = (counts.cumsum(0) - counts)[order]
-    groups = torch.bincount(owners, minlength=num_kv_heads)
-    layout = np.stack([order.numpy(), starts.numpy(), counts[order].numpy()], axis=1)
-    spans = min(num_threads_for(len(keys.stored) * rows.shape[1] * head_dim), len(order))
+    rows = query_rows(queries, len(groups))
+    spans = min(num_threads_for(len(keys.stored) * rows.shape[1] * head_dim), len(layout))
     spans = max(spans, 1)
-    bounds = np.array([len(order) * s // spans for s in range(spans + 1)], np.int64)
+    bounds = np.array([len(layout) * s // spans for s in range(spans + 1)], np.int64)
     attend = kernels.attend_in_parallel if spans > 1 else kernels.attend_serially
     outs, lses = attend(
         rows,
         _kernel_arguments(keys),
         _kernel_arguments(values),
         bias_array(bias),
-        layout,
+        layout.numpy(),
         groups.numpy(),
         np.float32(scaling),
         bounds,

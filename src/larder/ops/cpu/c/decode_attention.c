@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "c_library.h"
+#include "coded_entries.h"
 
 #define PART 512       /* rows of a head that one thread reads at a time */
 
@@ -35,6 +36,7 @@ struct attention {
     const struct step_row *step; /* storages and new entries of a batch, or NULL */
     int64_t kv_heads;            /* of each row of a batch */
     struct splice *splice;       /* rows that stand in several storages; NULL where they do not */
+    struct coded_cursor *coded;  /* rows that are dequantized; NULL where they are not */
 };
 
 /* Shared storage whose rows come before those of a sequence's own one; fields of StepSegment in
@@ -140,6 +142,7 @@ static const attend_function attend_forms[] = FORMS(attend);
 
 struct parts {
     const struct attention *call;
+    const struct coded_entries *entries; /* NULL where they are not quantized */
     attend_function attend;
     int64_t count;
     int64_t *head;  /* of each part */
@@ -154,6 +157,18 @@ struct parts {
     int next; /* share that no thread has taken */
 };
 
+/* Cursor at an entry of a head. */
+static struct coded_cursor cursor_at(const struct parts *parts, int64_t head, int64_t entry,
+                                     float *space) {
+    int64_t dim = parts->call->head_dim;
+    struct coded_cursor cursor = {.entries = parts->entries, .tables = space,
+                                  .numbers = space + 4 * dim, .buffer = space + 5 * dim};
+    cursor.group = parts->entries->groups + parts->entries->group_starts[head];
+    for (; entry >= cursor.first + cursor.group->count; cursor.group++)
+        cursor.first += cursor.group->count;
+    return cursor;
+}
+
 static void attend_share(const struct parts *parts, int share, int shares) {
     const struct attention *call = parts->call;
     int64_t rows = call->num_queries, size = rows * call->head_dim;
@@ -164,7 +179,12 @@ static void attend_share(const struct parts *parts, int share, int shares) {
         int64_t start = call->starts[head] + first;
         struct attention own = *call;
         struct splice splice;
-        if (call->step) {
+        struct coded_cursor cursor;
+        if (parts->entries) {
+            cursor = cursor_at(parts, head, first, (float *)((char *)scratch + parts->splice_offset));
+            own.coded = &cursor;
+            start = first;
+        } else if (call->step) {
             const struct step_row *row = call->step + head / call->kv_heads;
             own.keys = row->keys;
             own.values = row->values;
@@ -236,17 +256,17 @@ static void merge_parts(const struct parts *parts) {
     }
 }
 
-/* Returns 0, or 1 if memory is short. */
-int larder_decode_attention(const struct attention *call) {
+static int attend_to(const struct attention *call, const struct coded_entries *entries) {
     int64_t rows = call->num_queries, dim = call->head_dim, vectors = (dim + LANES - 1) / LANES;
-    struct parts parts = {.call = call, .attend = attend_forms[larder_instruction_set()]};
+    struct parts parts = {.call = call, .entries = entries};
+    parts.attend = attend_forms[larder_instruction_set()];
     for (int64_t head = 0; head < call->heads; head++)
         parts.count += (call->lengths[head] + PART - 1) / PART;
     int threads = call->threads < parts.count ? call->threads : (int)parts.count;
     threads = threads < 1 ? 1 : threads;
     size_t scratch_vectors = (size_t)(2 * rows * vectors + rows + rows * LANES + LANES * vectors);
     parts.splice_offset = scratch_vectors * LANES * sizeof(float);
-    parts.scratch_bytes = parts.splice_offset + (size_t)(2 * dim + 1) * LANES * sizeof(float);
+    parts.scratch_bytes = parts.splice_offset + (size_t)(2 * dim + 1 + 5 * vectors) * LANES * sizeof(float);
     size_t sums = (size_t)(parts.count * rows) * (size_t)(dim + 2) * sizeof(float);
     size_t places = 2 * (size_t)parts.count * sizeof(int64_t);
     size_t bytes = (size_t)threads * parts.scratch_bytes + places + sums;
@@ -270,8 +290,17 @@ int larder_decode_attention(const struct attention *call) {
     return 0;
 }
 
+/* Returns 0, or 1 if memory is short. */
+int larder_decode_attention(const struct attention *call) { return attend_to(call, NULL); }
+
+/* Attention to quantized entries; `starts` and what is stored are those of `entries`. Returns as
+ * `larder_decode_attention`. */
+int larder_coded_attention(const struct attention *call, const struct coded_entries *entries) {
+    return attend_to(call, entries);
+}
+
 /* Number of the layout of the structs that Python fills, LAYOUT of c_library.py. */
-int larder_layout(void) { return 2; }
+int larder_layout(void) { return 3; }
 
 /* Append the new entry of every row of a batch, with columns of 0, and attend with it.
  *

@@ -5,6 +5,7 @@
  */
 
 #include "vectors.h"
+#include "coded_rows_body.h"
 
 TARGET INLINE float NAME(largest)(floats values) {
     float most = values[0];
@@ -93,7 +94,7 @@ TARGET INLINE void NAME(accumulate)(const struct attention *call, const floats *
 }
 
 /* Unnormalized attention of one head over the stored rows [first, stop), or over these entries of
- * the head where they are spliced. */
+ * the head where they are spliced or quantized. */
 TARGET INLINE void NAME(attend_part)(const struct attention *call, const float *queries,
                                      int64_t first, int64_t stop, float *peaks, float *masses,
                                      float *out, void *scratch, int64_t dim) {
@@ -111,12 +112,17 @@ TARGET INLINE void NAME(attend_part)(const struct attention *call, const float *
     }
     for (int64_t block = first; block < stop; block += LANES) {
         int64_t count = stop - block < LANES ? stop - block : LANES, row = block;
-        struct attention spliced;
+        struct attention copied;
         const struct attention *from = call;
-        if (call->splice) {
-            spliced = *call;
-            row = splice_rows(&spliced, block, count);
-            from = &spliced;
+        if (call->coded) {
+            copied = *call;
+            NAME(decode_rows)(&copied, block, count, dim);
+            row = 0;
+            from = &copied;
+        } else if (call->splice) {
+            copied = *call;
+            row = splice_rows(&copied, block, count);
+            from = &copied;
         }
         NAME(score)(from, scaled, row, count, logits, sums, dim);
         NAME(raise)(logits, count, rows, vectors, peaks, masses, outs);

@@ -84,6 +84,25 @@ static void update_means(const struct folding *call) {
     }
 }
 
+/* Turn given weights into those of means, and write the folds of the targets themselves behind the
+ * others; `into` and `totals` are buffers. Returns the number of all folds. */
+static int64_t normalize(int64_t folds, float own, const float *counted, int64_t *froms,
+                         int64_t *intos, float *weights, int64_t *into, float *totals) {
+    memcpy(into, intos, (size_t)folds * sizeof *into);
+    int64_t count = make_distinct(into, folds);
+    for (int64_t n = 0; n < count; n++)
+        totals[n] = own;
+    for (int64_t f = 0; f < folds; f++)
+        totals[place_of(intos[f], into, count)] += counted[f];
+    for (int64_t f = 0; f < folds; f++)
+        weights[f] /= totals[place_of(intos[f], into, count)];
+    for (int64_t n = 0; n < count; n++) {
+        froms[folds + n] = intos[folds + n] = into[n];
+        weights[folds + n] = own / totals[n];
+    }
+    return folds + count;
+}
+
 /* Update the thresholds, and write the folds of the sources whose similarity is above them, those of
  * the targets themselves last. Returns their number, or -1 if memory is short. */
 int64_t larder_threshold_folds(const struct folding *call) {
@@ -91,27 +110,78 @@ int64_t larder_threshold_folds(const struct folding *call) {
     int64_t *into = malloc((size_t)size * (sizeof *into + sizeof(float)));
     if (!into)
         return -1;
-    float *totals = (float *)(into + size);
     update_means(call);
     for (int64_t f = 0; f < call->count; f++)
         if (call->targets[f] >= 0 && call->likeness[f] >= call->moved[call->heads[f]] - call->slack) {
             call->froms[folds] = call->sources[f];
-            into[folds] = call->intos[folds] = call->targets[f];
+            call->intos[folds] = call->targets[f];
             call->weights[folds++] = call->given[f];
         }
+    folds = normalize(folds, call->own, call->weights, call->froms, call->intos, call->weights,
+                      into, (float *)(into + size));
+    free(into);
+    return folds;
+}
+
+/* `normalize` of folds that are in the buffers, [2 * folds]. Returns their number, or -1 if memory
+ * is short. */
+int64_t larder_normalize_folds(int64_t folds, float own, const float *counted, int64_t *froms,
+                               int64_t *intos, float *weights) {
+    int64_t size = folds + 1, *into = malloc((size_t)size * (sizeof *into + sizeof(float)));
+    if (!into)
+        return -1;
+    folds = normalize(folds, own, counted, froms, intos, weights, into, (float *)(into + size));
+    free(into);
+    return folds;
+}
+
+/* Ratio of a mass to the mean mass around it, in [0, 1]; of zero over zero 0. */
+static float merge_probability(float mass, float around) {
+    if (!(around > 0))
+        return mass > 0;
+    float ratio = mass / around;
+    return ratio < 0 ? 0 : ratio > 1 ? 1 : ratio;
+}
+
+/* Write the folds of each rejected entry into the kept ones behind it, those of the targets
+ * themselves last. Returns their number, or -1 if memory is short. */
+int64_t larder_spread_folds(const struct spreading *call) {
+    int64_t folds = 0, most = call->count * call->window, h = 0, end = call->lengths[0];
+    int64_t stop = call->new_lengths[0], first = 0, *into = malloc((size_t)(most + 1) * sizeof *into);
+    if (!into)
+        return -1;
+    for (int64_t f = 0; f < call->count; f++) {
+        int64_t gone = call->gone[f];
+        while (gone >= end) {
+            end += call->lengths[++h];
+            first = stop;
+            stop += call->new_lengths[h];
+        }
+        while (first < stop && call->kept[first] < gone)
+            first++;
+        const float *mass = call->mass + call->starts[h] - (end - call->lengths[h]);
+        double around = 0;
+        for (int64_t i = first; i < stop; i++)
+            around += mass[call->kept[i]];
+        float share = merge_probability(
+            mass[gone], (float)(around / (double)(stop > first ? stop - first : 1)));
+        if (call->drawn)
+            share = call->drawn[f] < share;
+        int64_t last = first + call->window < stop ? first + call->window : stop;
+        for (int64_t i = first; share > 0 && i < last; i++) {
+            call->froms[folds] = gone;
+            into[folds] = call->intos[folds] = call->kept[i];
+            call->key_weights[folds] = 0;
+            call->value_weights[folds++] = share / (float)(last - first);
+        }
+    }
     int64_t count = make_distinct(into, folds);
-    for (int64_t n = 0; n < count; n++)
-        totals[n] = call->own;
-    for (int64_t f = 0; f < folds; f++)
-        totals[place_of(call->intos[f], into, count)] += call->weights[f];
-    for (int64_t f = 0; f < folds; f++)
-        call->weights[f] /= totals[place_of(call->intos[f], into, count)];
-    for (int64_t n = 0; n < count; n++) {
-        call->froms[folds + n] = call->intos[folds + n] = into[n];
-        call->weights[folds + n] = call->own / totals[n];
+    for (int64_t n = 0; n < count; n++, folds++) {
+        call->froms[folds] = call->intos[folds] = into[n];
+        call->key_weights[folds] = call->value_weights[folds] = 1;
     }
     free(into);
-    return folds + count;
+    return folds;
 }
 
 /* Sums of the weighted rows of each target; a row of weight 0 is not read. Returns their number. */

@@ -42,6 +42,27 @@ struct folding {
 
 int64_t larder_threshold_folds(const struct folding *call);
 
+int64_t larder_normalize_folds(int64_t folds, float own, const float *counted, int64_t *froms,
+                               int64_t *intos, float *weights);
+
+struct spreading {
+    const float *mass; /* of stored rows */
+    const int64_t *starts;
+    const int64_t *lengths;
+    const int64_t *new_lengths;
+    const int64_t *kept; /* packed entries, ascending */
+    const int64_t *gone; /* [count], ascending */
+    const float *drawn;  /* [count], or NULL */
+    int64_t *froms;      /* [2 * count * window] */
+    int64_t *intos;
+    float *key_weights;
+    float *value_weights;
+    int64_t count;
+    int64_t window;
+};
+
+int64_t larder_spread_folds(const struct spreading *call);
+
 struct summing {
     const void *stored; /* [stored rows, dim] */
     const int64_t *starts;
