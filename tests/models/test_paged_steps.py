@@ -82,6 +82,19 @@ def run(decoder: Decoder, form: str) -> Tensor:
     return torch.cat(outs)
 
 
+def test_bytes_follow_the_pages_that_steps_begin(decoder_over) -> None:
+    decoder = decoder_over(AttentionBackend.GATHERED)
+    caches = some_caches(decoder, "ragged")
+    before = caches[0].nbytes
+    for token in range(20, 40):
+        step(decoder, caches, token)
+        for cache in caches:
+            leases = cache.page_leases()
+            held = sum(len(own.pages) * own.pool.page_bytes for own in leases)
+            assert cache.nbytes == held
+    assert caches[0].nbytes > before
+
+
 @pytest.mark.parametrize("form", ["dense", "ragged"])
 @pytest.mark.parametrize(
     ("architecture", "backend"),

@@ -147,6 +147,7 @@ class PageLease:
 
     Attributes:
         table: pages of each head [K, W], on the host; the null page behind the last one.
+        num_pages: pages of all heads.
         mark: number that no other lease of the layer ever has. It grows by one with an entry in the
             row behind the latest one of each head, and by more with any other change.
     """
@@ -159,6 +160,7 @@ class PageLease:
         self._lengths: IntArray = np.zeros(heads, np.int64)
         self._steps = 0  # entries of each head that are not in these
         self.table = np.zeros((heads, 1), np.int32)
+        self.num_pages = 0
         self._pages: list[list[int]] = [[] for _ in range(heads)]
         finalize(self, _release_all, pool, self._pages)
 
@@ -177,11 +179,6 @@ class PageLease:
     def has_room(self) -> bool:
         """True if another entry surely fits each head."""
         return self._room > 0
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of all heads."""
-        return sum(map(len, self._pages))
 
     @property
     def pages(self) -> list[int]:
@@ -345,6 +342,7 @@ class PageLease:
         self.table = np.full((len(self._pages), width), NULL_PAGE, np.int32)
         for head, pages in enumerate(self._pages):
             self.table[head, : len(pages)] = pages
+        self.num_pages = sum(map(len, self._pages))
         self._room = 0
         self._begin_page()
 

@@ -49,6 +49,7 @@ class PagedLayer(CacheLayer):
     def __init__(self, pool: LayerPages, plain: type[CacheLayer]) -> None:
         super().__init__(pool.layer)
         self._lease, self._plain = PageLease(pool), plain
+        self._counted_pages = 0
 
     @classmethod
     def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> PagedLayer:
@@ -76,7 +77,10 @@ class PagedLayer(CacheLayer):
     def count_step(self, position: int) -> None:
         del position
         self._lease.count_step()
-        self.usage.add_entries(self.layer.kv_heads)
+        if self._lease.num_pages == self._counted_pages:
+            self.usage.add_entries(self.layer.kv_heads)
+        else:  # the step has begun pages
+            self._count()
 
     def attention_calls(
         self, queries: Queries, positions: Positions, mode: Mode, shift: int
@@ -208,7 +212,7 @@ class PagedLayer(CacheLayer):
 
     def _count(self) -> None:
         """Count bytes and entries after a change."""
-        pages = self._lease.num_pages
+        pages = self._counted_pages = self._lease.num_pages
         self.usage.set_bytes(pages * self._lease.pool.page_bytes, self.counts_as_device)
         self.usage.set_entries(int(self._lease.lengths.sum()))
 
