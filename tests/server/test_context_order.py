@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import permutations
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -68,7 +69,7 @@ def test_the_line_names_places_by_importance() -> None:
 
 
 def asked(
-    served: Served, names: str, question: str = "What does box a hold?", **more: object
+    served: Served, names: str, question: str = "What does box a hold?", **more: Any
 ) -> Client:
     contexts = tuple(TEXTS[name] for name in names)
     return served.ask([user(question)], contexts=contexts, context_order=SHARED, **more)
@@ -142,3 +143,13 @@ def test_orders_of_all_tenants_take_a_share_of_host_memory() -> None:
     orders = ContextOrders(small)
     orders.add("a", ("1", "2"))
     assert len(orders) == 0 == small.used(Tier.HOST)
+
+
+def test_tenants_without_orders_are_forgotten() -> None:
+    for host in (10_000, 100_000, 1_000_000):
+        ledger = ByteLedger(ByteBudgets({Tier.HOST: host}))
+        orders = ContextOrders(ledger)
+        for number in range(100):
+            orders.add(f"t{number}", ("1", "2"))
+            assert len(orders._orders) == len(orders)
+            assert orders.nbytes == ledger.used(Tier.HOST)

@@ -44,6 +44,7 @@ class ContextOrders:
     def __init__(self, ledger: ByteLedger) -> None:
         self._ledger = ledger
         self._orders: dict[str, OrderedDict[Ids, Reservation]] = {}
+        self._nbytes = 0
 
     def __len__(self) -> int:
         return sum(map(len, self._orders.values()))
@@ -51,7 +52,7 @@ class ContextOrders:
     @property
     def nbytes(self) -> int:
         """Bytes of all orders."""
-        return sum(own.bytes for orders in self._orders.values() for own in orders.values())
+        return self._nbytes
 
     def shared(self, tenant: str, sizes: dict[str, int]) -> Ids:
         """Ids in the order in which most of them are a prefix of what was read.
@@ -67,27 +68,40 @@ class ContextOrders:
     def add(self, tenant: str, order: Ids) -> None:
         """Note an order as the most recently used one, unless there is no room for it."""
         order = order[:MOST_CONTEXTS]
-        known = self._orders.setdefault(tenant, OrderedDict())
+        known = self._orders.get(tenant, OrderedDict())
         if order in known:
             known.move_to_end(order)
             return
-        count, limit = ORDER_BYTES + CONTEXT_BYTES * len(order), self._ledger.limit(Tier.HOST)
-        while len(self) and self.nbytes + count > ORDER_SHARE * limit:
-            longest = max(self._orders.values(), key=len)  # whoever has most gives one
-            longest.popitem(last=False)[1].release()
-        if count > ORDER_SHARE * limit:
+        count = ORDER_BYTES + CONTEXT_BYTES * len(order)
+        most = ORDER_SHARE * self._ledger.limit(Tier.HOST)
+        while self._orders and self._nbytes + count > most:
+            self._drop_oldest(max(self._orders, key=lambda each: len(self._orders[each])))
+        if count > most:
             return
-        while known and len(known) >= MOST_ORDERS:
-            known.popitem(last=False)[1].release()
-        while True:
-            try:
-                known[order] = self._ledger.reserve(Tier.HOST, tenant, count)
+        if len(self._orders.get(tenant, ())) >= MOST_ORDERS:
+            self._drop_oldest(tenant)
+        while (reservation := self._reserved(tenant, count)) is None:
+            if tenant not in self._orders:
                 return
-            except BudgetError:
-                if not known:
-                    del self._orders[tenant]
-                    return
-                known.popitem(last=False)[1].release()
+            self._drop_oldest(tenant)
+        self._orders.setdefault(tenant, OrderedDict())[order] = reservation
+        self._nbytes += count
+
+    def _reserved(self, tenant: str, count: int) -> Reservation | None:
+        """Host memory of an order; None if there is no room."""
+        try:
+            return self._ledger.reserve(Tier.HOST, tenant, count)
+        except BudgetError:
+            return None
+
+    def _drop_oldest(self, tenant: str) -> None:
+        """Drop the least recently used order of a tenant, and the tenant with its last one."""
+        orders = self._orders[tenant]
+        _, reservation = orders.popitem(last=False)
+        self._nbytes -= reservation.bytes
+        reservation.release()
+        if not orders:
+            del self._orders[tenant]
 
 
 def known_prefix(order: Ids, wanted: Iterable[str]) -> Ids:
