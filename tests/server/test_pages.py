@@ -12,12 +12,12 @@ PAGE = 8
 BEGINNING = 20  # sentences of a prompt
 
 
-def over_pages() -> tuple[Served, PageArena]:
+def over_pages(device: int | None = None, host: int | None = None) -> tuple[Served, PageArena]:
     loaded = characters()
     decoder = loaded.decoder
     arena = PageArena(decoder.spec, 8, PAGE, AttentionBackend.GATHERED, max_pages=4000)
     decoder.use_pages(arena)
-    return Served(loaded), arena
+    return Served(loaded, device=device, host=host), arena
 
 
 def taken(arena: PageArena) -> int:
@@ -50,3 +50,17 @@ def test_a_session_with_the_beginning_of_another_takes_few_pages() -> None:
     assert served.ask(third, "second").told.cached_tokens > 0
     served.core.remove("a", "second")
     assert taken(arena) == 0
+
+
+def test_offloaded_sessions_take_host_memory_and_come_back() -> None:
+    plain, (served, _) = Served(characters()), over_pages(device=250_000, host=150_000)
+    turns = {f"s{number}": told(number, 3) for number in range(5)}
+    for _ in range(2):
+        for name, own in turns.items():
+            client, expected = served.ask(own, name), plain.ask(own, name)
+            assert client.text == expected.text
+            held = [each.residency for each in served.core.sessions if each.residency.is_resident]
+            parked = [own for own in held if own.tier == "host"]
+            assert [own.reserved_bytes for own in parked] == [own.host_bytes for own in parked]
+            turns[name] = answered(own, client, "And the last box?")
+    assert served.core.tiers.restored["host"]

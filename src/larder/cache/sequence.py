@@ -350,6 +350,11 @@ class SequenceCache:
         return self._budgeted.nbytes + self._unbudgeted.nbytes + self._fixed_nbytes
 
     @property
+    def idle_nbytes(self) -> int:
+        """Bytes between two turns, without slack: at least those of the state."""
+        return sum(store.idle_nbytes for store in self._stores) + self._fixed_nbytes
+
+    @property
     def device_nbytes(self) -> int:
         """Bytes in the model's memory, without the slow tiers."""
         layers = self._budgeted.device_nbytes + self._unbudgeted.device_nbytes

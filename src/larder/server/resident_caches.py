@@ -106,8 +106,7 @@ class PrefixCaches(ResidentCaches):
     @property
     def idle_bytes(self) -> int:
         active = self._caches.active_cache
-        stores = () if active is None else active.stores
-        return sum(tensor.nbytes for store in stores for tensor in store.tensors())
+        return 0 if active is None else active.idle_nbytes
 
     @property
     def write_bytes(self) -> int:

@@ -35,6 +35,8 @@ from larder.ops.packing import copy_to_device, sorted_places
 from larder.ops.paged_attention import paged_attention
 from larder.ops.pages import append_rows
 
+LENGTH_BYTES = 8  # of the length of a head in a state
+
 
 class PagedLayer(CacheLayer):
     """Entries of one layer of one sequence in pages of an arena.
@@ -131,6 +133,10 @@ class PagedLayer(CacheLayer):
     @property
     def entries_copy_bytes(self) -> int:
         return sum(self.lengths) * self._lease.pool.page_bytes // self._lease.pool.page_tokens
+
+    @property
+    def idle_nbytes(self) -> int:
+        return self.entries_copy_bytes + LENGTH_BYTES * self.layer.kv_heads
 
     @property
     def shared_nbytes(self) -> int:
