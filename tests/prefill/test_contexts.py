@@ -292,3 +292,16 @@ def test_bad_values_and_models_are_refused(decoder: Decoder) -> None:
     for spelling in ("cacheblend", "ape", "cachecraft", "kvcomm"):
         with pytest.raises(ModelError, match="sliding windows"):
             read(sliding, spelling)
+
+
+@pytest.mark.parametrize(
+    ("spelling", "empty"), [("cachecraft", ()), ("cachecraft", ONE), ("kvcomm", ONE)]
+)
+def test_empty_and_repeated_contexts_are_read_twice(decoder, spelling, empty) -> None:
+    """A tokenizer may leave nothing of a text."""
+    chunks = ChunkMemory()
+    for contexts in ((ONE, empty, TWO, ONE), (empty, ONE), (empty, empty), (ONE, empty, TWO, ONE)):
+        text = ContextText(PREFIX, contexts, SUFFIX)
+        cache, reuse = read(decoder, spelling, text, chunks)
+        assert reuse.tokens == tuple(map(len, contexts))
+        assert cache.next_position == len(text.ids)

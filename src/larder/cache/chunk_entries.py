@@ -147,8 +147,8 @@ class ChunkProfile:
         """How much the chunk looks at others: the sigmoid of outer over inner attention, each per
         pair of tokens.
         """
-        count = len(self.tokens)
-        sizes = [count * len(ids) for ids in self.before]
+        count = max(len(self.tokens), 1)
+        sizes = [max(count * len(ids), 1) for ids in self.before]
         outer = [sum(m / size for m, size in zip(row, sizes, strict=True)) for row in self.inter]
         inner = [mass / count**2 for mass in self.intra]
         return 1 / (1 + math.exp(-sum(outer) / max(sum(inner), TINY)))
