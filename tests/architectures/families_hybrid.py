@@ -84,7 +84,8 @@ FAMILIES = (
         configured(
             "GraniteMoeHybridConfig",
             **MAMBA,
-            **THREE,
+            num_hidden_layers=3,
+            layer_types=["mamba", "attention", "mamba"],
             num_local_experts=4,
             num_experts_per_tok=2,
             shared_intermediate_size=64,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import cache_utils
 
 import larder
 from architectures.families import families
@@ -30,6 +31,8 @@ IDS = torch.tensor([some_ids(80)])
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 PRESSES = {"scores": QueryPress(0.7), "masks": MaskingPress(QueryPress(0.7))}
 GUIDE = Path(__file__).parents[2] / "docs" / "from_kvpress.md"
+# Presses that came with kvpress 0.5.5, all at once.
+LATEST = {"EntropyGatedChunkKVPress", "KVgradPress", "RestoreKVPress"}
 with_kvpress = pytest.mark.skipif(not runnable(["kvpress"]), reason="kvpress is not installed")
 
 
@@ -118,6 +121,10 @@ def test_models_with_a_rotary_embedding_for_each_kind_of_layer(name: str) -> Non
     assert managed and {cache.lengths()[0][layer.index] for layer in managed} == {(40, 40)}
 
 
+@pytest.mark.skipif(
+    "LinearAttentionCacheLayerMixin" not in vars(cache_utils),
+    reason="this transformers holds no states of recurrent layers in its caches",
+)
 def test_a_model_without_rotary_embeddings() -> None:
     model = next(family for family in families() if family.name == "Granite hybrid").model()
     with pytest.raises(UsageError, match=r"KeyNormPress.* reads rotary embeddings, but this Gran"):
@@ -231,5 +238,7 @@ def test_presses_of_the_package(made: str) -> None:
 def test_the_guide_has_every_press() -> None:
     import kvpress  # pyright: ignore
 
-    presses = {name for name in vars(kvpress) if re.fullmatch(r"\w+Press", name)}
-    assert guide_rows().keys() == presses - {"BasePress", "ScorerPress"}
+    names = {name for name in vars(kvpress) if re.fullmatch(r"\w+Press", name)}
+    presses, rows = names - {"BasePress", "ScorerPress"}, set(guide_rows())
+    assert presses <= rows
+    assert rows - presses in (set(), LATEST)

@@ -1,4 +1,7 @@
-"""Models with weights that torchao and bitsandbytes quantized, in every way of use."""
+"""Models with weights that torchao and bitsandbytes quantized, in every way of use.
+
+Where neither is installed, plain modules of the same kinds stand for them (`quantized_linears`).
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from larder.models import fingerprint, has_quantized_weights, seed_tokenizer
 from larder.ops import is_plain
 from larder.ops.linear_weight import linear_weight
 from model_runs import some_ids
+from quantized_linears import QUANTIZERS, quantized
 
 PROMPT = torch.tensor([some_ids(96)])
 GREEDY: dict[str, Any] = {
@@ -60,9 +64,14 @@ def bitsandbytes(dtype: torch.dtype, **options: Any) -> Any:
     return bundled(dtype, device_map="cpu", quantization_config=config)
 
 
-@pytest.fixture(params=["int8", "int4", "int8 activations", "nf4", "bitsandbytes int8"])
+PACKAGES = ("int8", "int4", "int8 activations", "nf4", "bitsandbytes int8")
+
+
+@pytest.fixture(params=[*QUANTIZERS, *PACKAGES])
 def quantize(request: pytest.FixtureRequest) -> Callable[[torch.dtype], Any]:
     """Builder of a quantized model by dtype."""
+    if request.param in QUANTIZERS:
+        return lambda dtype: quantized(bundled(dtype), request.param)
     builders: dict[str, Callable[[torch.dtype], Any]] = {
         "int8": eight_bits,
         "int4": four_bits,

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, Mamba2Config, Mamba2ForCausalLM
+from transformers import DynamicCache, Mamba2Config, Mamba2ForCausalLM, cache_utils
 
 from architectures.families import Status
 from architectures.families_hybrid import FAMILIES
 from larder.cache import SequenceCache, TieredLayer
 from larder.core import CacheError, FetchMode, Mode, ModelError, OffloadSpec, Plan, RecomputeSpec
-from larder.models import BatchSegment, ContextChunk, Decoder, blend, wrap_model
+from larder.models import BatchSegment, ContextChunk, Decoder, blend, recurrent, wrap_model
 from larder.recall import Flat
 from model_runs import read_on, some_ids
 
@@ -228,3 +229,14 @@ def test_states_in_bfloat16() -> None:
     assert torch.equal(
         read_on(decoder, other, IDS[20:30], 3), read_on(decoder, cached, IDS[20:30], 3)
     )
+
+
+@pytest.mark.parametrize("kind", ["linear_attention", "mamba"])
+def test_transformers_without_caches_of_recurrent_states(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.delattr(cache_utils, "LinearAttentionCacheLayerMixin")
+    config = SimpleNamespace(layer_types=[kind, "attention"])
+    config.get_text_config = lambda: config
+    with pytest.raises(ModelError, match="install transformers 5.23 or later"):
+        recurrent.recurrent_layers(config)

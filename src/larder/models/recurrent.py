@@ -33,11 +33,12 @@ from larder.models.forward_batch import BatchSegment, ForwardBatch
 from larder.models.prefetch import is_numbered
 
 CONV, RECURRENT = "conv", "recurrent"  # kinds of tensors, as transformers names them
-# Kinds of layers in configurations that have a recurrent state, some beside attention.
-RECURRENT_KINDS = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})
+# Kinds of layers in configurations that have a recurrent state, some beside attention; "mamba" in
+# transformers before 5.23 alone.
+RECURRENT_KINDS = frozenset({"conv", "linear_attention", "mamba", "hybrid", "hybrid_sliding"})
 
 # Kinds of layers without attention.
-OTHER_KINDS = frozenset({"conv", "linear_attention", "moe", "mlp"})
+OTHER_KINDS = frozenset({"conv", "linear_attention", "mamba", "moe", "mlp"})
 
 # Tensors by layer number in the model and name.
 LayerTensors = dict[tuple[int, str], Tensor]
