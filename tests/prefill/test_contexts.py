@@ -243,6 +243,7 @@ def test_a_change_is_a_mean_of_the_anchors_by_nearness(decoder: Decoder) -> None
     assert estimate((7, 8, 9), base, anchors, entropy=0.0) is None
     assert estimate((7,) * 5, some(5), anchors, entropy=1.0) is None, "one is as long"
     same = estimate((1, 2, 3, 4), near, anchors, entropy=0.0)
+    assert same is not None
     torch.testing.assert_close(same.keys[0], near.keys[0] + anchors[0].change.keys[0])
 
 
