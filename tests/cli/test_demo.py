@@ -11,7 +11,7 @@ import pytest
 from cli_results import Run, complaint, document
 from larder import Conversation, Engine
 from larder.cli.demo import demonstration
-from larder.engine import engine
+from larder.engine import runtime
 from larder.models import packaged
 from larder.session import read_conversation
 
@@ -30,7 +30,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(demonstration, "read_conversation", beginning)
     # Measuring takes longer than all the rest, and no figure here depends on it.
-    monkeypatch.setattr(engine, "calibrate", lambda *_: {"sensitivity": (0.9,) * 6})
+    monkeypatch.setattr(runtime, "calibrate", lambda *_: {"sensitivity": (0.9,) * 6})
 
 
 def test_the_bundled_texts_have_questions() -> None:

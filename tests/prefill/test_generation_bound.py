@@ -80,7 +80,9 @@ class Weighing(Counting):
     def held_by(self, cache: SequenceCache) -> int:
         size, codecs = cache.spec.managed[0].head_dim, cache.cache_spec.codecs
         numbers = 4 * len(cache.cache_spec.ledger.columns) * cache.managed_entries
-        partial = sum(codec.group_bytes(size) + 16 for codec in codecs)
+        grids = sorted(codec.group_bytes(size) + 16 for codec in codecs)
+        entries = -(-cache.managed_entries // (LAYERS * HEADS))  # no more tiers of a head have any
+        partial = sum(grids[-entries:]) if entries else 0
         spare = numbers + LAYERS * HEADS * partial + LAYERS * STORE_BYTES
         return -(-(cache.fork().nbytes - spare) // (2 * size * 4 + POSITION_BYTES))
 

@@ -101,6 +101,11 @@ class TensorOwner(ABC):
         """Bytes of all tensors, slack and metadata included."""
         return self.usage.nbytes
 
+    @property
+    def idle_nbytes(self) -> int:
+        """Bytes between two turns, without slack: at least those of the saved state."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
     def _count_bytes(self) -> None:
         """Count the own tensors again, after the storage of any of them was replaced."""
         self.usage.set_bytes(storage_bytes(self.own_tensors()), self.counts_as_device)

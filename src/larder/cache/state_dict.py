@@ -10,7 +10,6 @@ from torch import Tensor
 from larder.cache.entry_columns import column_names
 from larder.cache.forms.base import CacheLayer
 from larder.cache.latest_activations import is_latest_queries
-from larder.cache.quantized_tier import saved_codecs
 from larder.cache.spec import CacheSpec, create_layer
 from larder.cache.validation import check_ledger
 from larder.core.errors import CacheError
@@ -103,6 +102,10 @@ def _check_layer(makeup: CacheSpec, index: int, state: Mapping[str, Tensor]) -> 
         CacheError: columns or precision grades differ.
     """
     check_ledger(makeup.ledger, index, column_names(state))
+    if not (makeup.codecs or any(name.startswith("grade") for name in state)):
+        return
+    from larder.cache.quantized_tier import saved_codecs  # not before quantized tiers are restored
+
     found = saved_codecs(state)
     if found != makeup.codecs:
         raise CacheError(

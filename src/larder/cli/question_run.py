@@ -20,10 +20,9 @@ from larder.engine.engine import Engine
 from larder.engine.generate import StoppingCriteria
 from larder.engine.progress_bar import progress_bar
 from larder.engine.sampler import SamplingParams
-from larder.models.captured_steps import describe_steps
 from larder.models.loader import SEED, LoadedModel, load
 from larder.models.packaged import PACKAGED_MODELS
-from larder.models.page_use import page_use
+from larder.models.placement import page_use
 from larder.session.capacity import beyond_budget_line, empty_cache
 from larder.session.default_policy import TextKind, default_policy, text_kind
 from larder.session.memory import CacheFigures, ConversationMemory, Coverage
@@ -267,6 +266,8 @@ def prefill_run(
     if resumed is not None:
         print_resume_result(conversation.name, resumed)
     if engine.loaded.decoder.spec.device.type != "cpu":
+        from larder.models.captured_steps import describe_steps
+
         decoder = engine.loaded.decoder
         how = describe_steps(decoder, empty_cache(memory.policy, decoder.spec))
         progress_console().print(f"Decode steps run {how}.", soft_wrap=True)

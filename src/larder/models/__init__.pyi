@@ -70,8 +70,6 @@ from .loader import seed_tokenizer as seed_tokenizer
 from .loader import torch_dtype as torch_dtype
 from .loader import with_adapters as with_adapters
 from .loader import wrap_model as wrap_model
-from .loading_progress import download_bars as download_bars
-from .loading_progress import loading_progress as loading_progress
 from .measurements._attention_capture import squared_errors as squared_errors
 from .measurements._needles import NeedleSettings as NeedleSettings
 from .measurements._repeated_text import random_tokens as random_tokens
@@ -94,8 +92,8 @@ from .measurements.streaming_error import StreamingError as StreamingError
 from .measurements.utility import Utility as Utility
 from .packaged import ADAPTER_WEIGHTS as ADAPTER_WEIGHTS
 from .packaged import PACKAGED_MODELS as PACKAGED_MODELS
-from .page_use import PageUse as PageUse
-from .page_use import set_pages as set_pages
+from .placement import PageUse as PageUse
+from .placement import set_pages as set_pages
 from .prefetch import attention_modules as attention_modules
 from .processor import PROCESSOR_FILES as PROCESSOR_FILES
 from .recompute import BLOCK_TOKENS as BLOCK_TOKENS
@@ -109,3 +107,5 @@ from .tiny import SPREAD as SPREAD
 from .tiny import VOCABULARY as VOCABULARY
 from .tiny import WINDOW_TOKENS as WINDOW_TOKENS
 from .tiny import spread_vectors as spread_vectors
+from .transformers_logging import download_bars as download_bars
+from .transformers_logging import loading_progress as loading_progress

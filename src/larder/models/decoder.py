@@ -23,7 +23,6 @@ from larder.models.attention_backend import (
     PrivateConfigs,
     RenumberedAttention,
 )
-from larder.models.attention_switch import switch_attention
 from larder.models.few_rows import TorchProducts, products_of
 from larder.models.forward_batch import (
     BatchSegment,
@@ -31,7 +30,12 @@ from larder.models.forward_batch import (
     Observer,
     new_token_indices,
 )
-from larder.models.introspection import call_uncached, check_unchanged, survey_model
+from larder.models.introspection import (
+    call_uncached,
+    check_unchanged,
+    survey_model,
+    switch_attention,
+)
 from larder.models.lm_head import LMHead, text_body_of
 from larder.models.placement import loaded_tensor
 from larder.models.prefetch import LayerPrefetch, attention_modules

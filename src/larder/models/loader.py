@@ -19,14 +19,19 @@ from safetensors import SafetensorError
 from larder.core.arguments import check_type
 from larder.core.errors import BadParameter, DependencyError, ModelError
 from larder.core.progress import ProgressStage, silent_stage
-from larder.models.checkpoint_files import check_folder, check_hub_indexes
 from larder.models.decoder import Decoder, check_not_held
-from larder.models.loading_progress import loading_progress
 from larder.models.packaged import GGUF_SUFFIX, PACKAGED_MODELS
-from larder.models.page_use import PageUse, page_use, set_pages
-from larder.models.placement import DeviceMap, check_device_map, check_parts, check_placement
+from larder.models.placement import (
+    DeviceMap,
+    PageUse,
+    check_device_map,
+    check_parts,
+    check_placement,
+    page_use,
+    set_pages,
+)
 from larder.models.rope_frequencies import check_rope
-from larder.models.transformers_logging import silence_transformers
+from larder.models.transformers_logging import loading_progress, silence_transformers
 from larder.models.verification import check_tokenizer, reference_logits, verify
 
 SEED = "seed"
@@ -136,7 +141,10 @@ def load(
     placement, use = _placement(device, device_map), page_use(pages)
     with silence_transformers():
         source = _source(name, stage)
-        check_folder(source)
+        if source == name:  # not a packaged or converted model
+            from larder.models.checkpoint_files import check_folder
+
+            check_folder(source)
         hub = _hub_options(name, source, revision)
         with loading_progress(stage) as reported:
             module = _load(name, source, device, dtype, {**hub, **placement}, reported)
@@ -291,6 +299,8 @@ def _load(
         kind = AUTO
     check_rope(config)
     if not Path(source).is_dir():
+        from larder.models.checkpoint_files import check_hub_indexes
+
         check_hub_indexes(source, revision)
     options = {"trust_remote_code": False, **_dtype_option(kind), **placement, **reported}
     module = _call_transformers(name, _auto_class(config).from_pretrained, source, **options)

@@ -430,11 +430,6 @@ class CacheLayer(TensorOwner):
         return 0
 
     @property
-    def idle_nbytes(self) -> int:
-        """Bytes between two turns, without slack: at least those of the layer's state."""
-        return sum(tensor.nbytes for tensor in self.tensors())
-
-    @property
     def attention_copy_bytes(self) -> int:
         """Bytes that attention copies; 0 where it reads the storage in place."""
         return 0

@@ -19,7 +19,6 @@ from torch import Tensor
 from larder.core.errors import ModelError
 from larder.core.spec import LayerSpec
 from larder.models.decoder import Decoder
-from larder.policy.budgets.lukv import CURVE_POINTS
 
 SAMPLE_FILE = "calibration.txt"
 SHORTEST_WORD = 4  # letters
@@ -43,6 +42,8 @@ class Granularity(Enum):
         if self is Granularity.KEY_CHANNEL:
             return layer.kv_heads * layer.head_dim
         if self is Granularity.KV_HEAD_CURVE:
+            from larder.policy.budgets.lukv import CURVE_POINTS
+
             return layer.kv_heads * CURVE_POINTS
         return layer.kv_heads if self is Granularity.KV_HEAD else layer.query_heads
 
