@@ -296,12 +296,17 @@ class LayerScores:
     def on(self, device: torch.device) -> LayerScores:
         """The same on another device, to be compared with layers there."""
         protection = self.protection
+
+        def protected(count: int) -> Tensor:
+            assert protection is not None
+            return protection(count).to(device)
+
         return replace(
             self,
             scores=self.scores.to(device),
             protected=self.protected.to(device),
             scalars={name: own.to(device) for name, own in self.scalars.items()},
-            protection=None if protection is None else lambda n: protection(n).to(device),
+            protection=None if protection is None else protected,
         )
 
     def after_plan(self, plan: Plan) -> LayerScores:
