@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -76,6 +77,14 @@ def test_both_forms_equal_the_loop(name, queries, monkeypatch, compiled) -> None
     asked = torch.randn(6, queries, 12, generator=source)
     check(rows, asked, None, 3)
     check(rows, asked, torch.randn(len(rows), generator=source), 3)
+
+
+def test_views_with_gaps_are_read_as_they_are(compiled) -> None:
+    rows = some_rows(CODECS["four"], OWNERS, COUNTS)
+    wide = torch.cat([rows.keys.stored, rows.keys.stored], 1)
+    gapped = replace(rows.keys, stored=wide[:, : rows.keys.stored.shape[1]])
+    assert not gapped.stored.is_contiguous()
+    check(replace(rows, keys=gapped), torch.randn(6, 1, 12), None, 3)
 
 
 def test_groups_longer_than_a_block(compiled) -> None:

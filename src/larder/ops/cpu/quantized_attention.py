@@ -67,6 +67,7 @@ def quantized_attention(
         return _numba_attention(queries, keys, values, layout, groups, scaling, bias)
     held = torch.zeros(num_kv_heads, dtype=torch.int64).index_add_(0, owners, counts)
     head_starts = groups.cumsum(0) - groups
+    keys, values = _contiguous(keys), _contiguous(values)
     entries = CodedEntries(
         _coded_side(keys), _coded_side(values), layout.data_ptr(), head_starts.data_ptr()
     )
@@ -93,6 +94,14 @@ def quantized_attention(
     if library.larder_coded_attention(byref(call), byref(entries)):
         raise MemoryError("Attention over the cache could not allocate its buffers.")
     return out, lse
+
+
+def _contiguous(side: QuantizedRows) -> QuantizedRows:
+    """The same rows, copied where a tensor is a view with gaps, which pointers would not show."""
+    own = side.tensors()
+    if all(tensor.is_contiguous() for tensor in own.values()):
+        return side
+    return QuantizedRows.adopt(side.scheme, {n: t.contiguous() for n, t in own.items()})
 
 
 def _coded_side(side: QuantizedRows) -> CodedSide:

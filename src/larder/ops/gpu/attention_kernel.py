@@ -9,7 +9,6 @@ more queries take one program per block of queries.
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
@@ -17,6 +16,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from jaxtyping import Float
 from torch import Tensor
 
+from larder.ops.gpu.launch import launch
 from larder.ops.pages import SegmentTables
 
 SPLIT_TOKENS = 256
@@ -55,7 +55,7 @@ def paged_attention(
     _attend_pieces(*given, SPLIT_TOKENS, parts, part_lse)
     sizes = _dim_sizes(queries)
     grid = len(queries), rows
-    _launch(_join, grid, parts, part_lse, tables.lengths, out, lse, SPLIT=SPLIT_TOKENS, **sizes)
+    launch(_join, grid, parts, part_lse, tables.lengths, out, lse, SPLIT=SPLIT_TOKENS, **sizes)
     return out, lse
 
 
@@ -77,7 +77,7 @@ def _attend_pieces(
     sizes = _dim_sizes(queries)
     row_block = min(MAX_ROWS, max(MIN_ROWS, triton.next_power_of_2(rows)))
     pieces = triton.cdiv(width * page_tokens, piece)
-    _launch(
+    launch(
         _attend,
         (len(queries), pieces, triton.cdiv(rows, row_block)),
         queries,
@@ -112,11 +112,6 @@ def _dim_sizes(queries: Tensor) -> dict[str, int]:
 def supports(page_tokens: int) -> bool:
     """True if the kernels take pages of this many entries."""
     return page_tokens >= MIN_ROWS and page_tokens & (page_tokens - 1) == 0
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **sizes: Any) -> None:
-    """Launch a kernel; type checkers do not know what `triton.jit` makes of a function."""
-    kernel[grid](*args, **sizes)
 
 
 @triton.jit

@@ -7,8 +7,6 @@ may be captured.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
@@ -17,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from larder.ops.decoder_layer import LayerSizes, LayerTensors
+from larder.ops.gpu.launch import launch
 
 MAX_HIDDEN = 1 << 14  # numbers of a state, which one program holds
 ACTIVATION_BLOCK = 1024
@@ -58,7 +57,7 @@ class DeviceLayerRows:
         rows, dim = len(queries), sizes.head_dim
         norms = layer.query_norm, layer.key_norm
         has_norm = norms[0] is not None
-        _launch(
+        launch(
             _rotate,
             (rows, sizes.heads + sizes.kv_heads),
             queries,
@@ -83,14 +82,14 @@ class DeviceLayerRows:
         normed = self._add_and_norm(layer.output_norm)
         gates, ups = linear(normed, layer.gate), linear(normed, layer.up)
         grid = (triton.cdiv(gates.numel(), ACTIVATION_BLOCK),)
-        _launch(_gate, grid, gates, ups, gates.numel(), BLOCK=ACTIVATION_BLOCK)
+        launch(_gate, grid, gates, ups, gates.numel(), BLOCK=ACTIVATION_BLOCK)
         self._added = linear(gates, layer.down)
 
     def _add_and_norm(self, weight: Tensor) -> BFloat16[Tensor, "N hidden"]:
         """Add what the latest product gave to the states, and return their norm."""
         states, added = self._states, self._added
         normed, hidden = torch.empty_like(states), self._sizes.hidden
-        _launch(
+        launch(
             _add_norm,
             (len(states),),
             states,
@@ -109,11 +108,6 @@ class DeviceLayerRows:
 def are_supported(sizes: LayerSizes) -> bool:
     """True if the kernels take layers of such sizes."""
     return sizes.hidden <= MAX_HIDDEN and sizes.head_dim % 2 == 0
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **sizes: Any) -> None:
-    """Launch a kernel; type checkers do not know what `triton.jit` makes of a function."""
-    kernel[grid](*args, **sizes)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int32, Int64, Shaped
 from torch import Tensor
 
 from larder.ops.column_statistics import GroupReduction
+from larder.ops.gpu.launch import launch
 
 BLOCK = 64  # rows of a program
 REDUCTIONS = {GroupReduction.SUM: 0, GroupReduction.MEAN: 1, GroupReduction.MAX: 2}
@@ -31,7 +32,7 @@ def append_step(
     strides = *keys.stride(), *values.stride()
     padded = triton.next_power_of_2(head_dim)
     grid = (kv_heads * batch_len,)
-    _launch(
+    launch(
         _append, grid, *pools, slots, keys, values, kv_heads, *strides, D=head_dim, PADDED=padded
     )
 
@@ -46,7 +47,7 @@ def gather_pages(
     """Entries of all segments end to end; see `ops.pages.gather_pages`."""
     out = pool.new_empty(total, pool.shape[2])
     grid = len(table), triton.cdiv(table.shape[1] * pool.shape[1], BLOCK)
-    _launch(_gather, grid, pool, table, lengths, starts, out, table.shape[1], **_sizes(pool))
+    launch(_gather, grid, pool, table, lengths, starts, out, table.shape[1], **_sizes(pool))
     return out
 
 
@@ -59,7 +60,7 @@ def compact_pages(
 ) -> None:
     """Move kept entries to the front of their segments; see `ops.pages.compact_pages`."""
     widths = sources.shape[1], targets.shape[1], kept.shape[1]
-    _launch(_compact, (len(kept),), pool, sources, targets, kept, counts, *widths, **_sizes(pool))
+    launch(_compact, (len(kept),), pool, sources, targets, kept, counts, *widths, **_sizes(pool))
 
 
 def add_column_mass(
@@ -77,7 +78,7 @@ def add_column_mass(
     """Add attention weights to a column; see `ops.pages.add_column_mass`."""
     segments, group_len, query_len, _ = queries.shape
     grid = segments, triton.cdiv(table.shape[1] * keys.shape[1], BLOCK)
-    _launch(
+    launch(
         _column_mass,
         grid,
         columns,
@@ -97,11 +98,6 @@ def add_column_mass(
         REDUCTION=REDUCTIONS[reduction],
         **_sizes(keys),
     )
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **sizes: Any) -> None:
-    """Launch a kernel; type checkers do not know what `triton.jit` makes of a function."""
-    kernel[grid](*args, **sizes)
 
 
 def _sizes(pool: Tensor) -> dict[str, Any]:
