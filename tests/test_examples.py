@@ -31,6 +31,7 @@ SAID = {"ask.py": "Biscuit"}
 pytestmark = pytest.mark.usefixtures("measured_once")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
@@ -60,6 +61,7 @@ def test_the_readme_runs(
 PAGES = ("contexts", "tutorial", "how_to/compare_methods", "how_to/add_a_scorer")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_of_the_documentation_runs(
     page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -95,6 +97,7 @@ def test_the_page_of_engine_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "length" in capsys.readouterr().out
 
 
+@pytest.mark.extended
 def test_the_page_of_generate_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its block of images, which tests/interop/test_images.py has on every family."""
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: tiny("llama"))
@@ -112,6 +115,7 @@ def test_the_page_of_generate_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(map(max, layers)) == names["exported"].layers[0].keys.shape[2] < read.shape[1]
 
 
+@pytest.mark.extended
 def test_the_page_of_kvpress_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """With presses that have the interface of kvpress, which need not be installed."""
     package = ModuleType("kvpress")

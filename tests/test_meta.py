@@ -167,6 +167,7 @@ def options_in_errors(source: str) -> list[int]:
     ]
 
 
+@pytest.mark.extended
 def test_errors_do_not_assume_the_command_line() -> None:
     files = [file for file in PACKAGE.rglob("*.py") if "cli" not in file.parts]
     named = {str(f.relative_to(PACKAGE)): options_in_errors(f.read_text("utf-8")) for f in files}
@@ -174,6 +175,7 @@ def test_errors_do_not_assume_the_command_line() -> None:
     assert options_in_errors('raise ValueError(f"{n} is too small: raise --budget.")') == [1]
 
 
+@pytest.mark.extended
 def test_what_is_imported_is_declared() -> None:
     imported = {
         name for file in PACKAGE.rglob("*.py") for name in imported_packages(file.read_text())
@@ -198,6 +200,7 @@ def test_importing_larder_loads_no_model_library() -> None:
     assert run_python(code) == "[]"
 
 
+@pytest.mark.extended
 def test_importing_larder_changes_nothing_in_transformers() -> None:
     code = """
 import importlib, pkgutil

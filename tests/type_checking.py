@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
-from functools import cache, wraps
+from functools import cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from inspect import isasyncgenfunction, isgeneratorfunction
@@ -54,10 +54,11 @@ COMPILED: dict[int, Compiled] = {}  # by the id of the code
 
 @dataclass
 class CheckedCalls:
-    """Number of a test, and calls of a function that were checked in it."""
+    """Number of a test, calls of a function that were checked in it, and the test of the last."""
 
     test: int = 0
     calls: int = 0
+    done: int = -1
 
 
 CALLS: dict[CodeType, CheckedCalls] = {}
@@ -71,7 +72,7 @@ def begin_test() -> None:
 
 @contextmanager
 def unchecked() -> Iterator[None]:
-    """Functions run as they do for users, who have no checks; generators keep theirs."""
+    """Functions run as they do for users, who have no checks."""
     RUNNING.calls = 0
     try:
         yield
@@ -109,7 +110,7 @@ def checked(target: Any) -> Any:
     if "tl.constexpr" in target.__annotations__.values():  # Triton compiles the function itself
         return target
     if isgeneratorfunction(target) or isasyncgenfunction(target):
-        return jaxtyped(target, typechecker=beartype)
+        return _generator_when_called(target)
     return _when_called(target)
 
 
@@ -160,16 +161,12 @@ def _when_called(function: FunctionType) -> Callable[..., Any]:
     """
     strict: Callable[..., Any] | None = None
     is_scoped = False
-    count = CALLS.setdefault(function.__code__, CheckedCalls())
+    count, running = CALLS.setdefault(function.__code__, CheckedCalls()), RUNNING
 
-    @wraps(function)
     def guarded(*args: Any, **named: Any) -> Any:
         nonlocal strict, is_scoped
-        if count.test != RUNNING.test:
-            count.test, count.calls = RUNNING.test, 0
-        if count.calls >= RUNNING.calls:
+        if count.done == running.test or not _counts(count):
             return function(*args, **named)
-        count.calls += 1
         if strict is None:
             strict, is_scoped = _strict(function)
         if not is_scoped:
@@ -180,6 +177,43 @@ def _when_called(function: FunctionType) -> Callable[..., Any]:
         finally:
             pop_shape_memo()
 
+    return _named(guarded, function)
+
+
+def _generator_when_called(function: FunctionType) -> Callable[..., Any]:
+    """As `_when_called`, of a function whose yielded values are checked too, by jaxtyping."""
+    strict: Callable[..., Any] | None = None
+    count, running = CALLS.setdefault(function.__code__, CheckedCalls()), RUNNING
+
+    def guarded(*args: Any, **named: Any) -> Any:
+        nonlocal strict
+        if count.done == running.test or not _counts(count):
+            return function(*args, **named)
+        if strict is None:
+            strict = jaxtyped(function, typechecker=beartype)
+        return strict(*args, **named)
+
+    return _named(guarded, function)
+
+
+def _counts(count: CheckedCalls) -> bool:
+    """Whether a call is one of the first of its test, which are checked; counts it."""
+    if count.test != RUNNING.test:
+        count.test, count.calls = RUNNING.test, 0
+    if count.calls >= RUNNING.calls:
+        if RUNNING.calls:
+            count.done = RUNNING.test
+        return False
+    count.calls += 1
+    return True
+
+
+def _named(guarded: Callable[..., Any], function: FunctionType) -> Callable[..., Any]:
+    """As `functools.wraps` does, which takes its time where functions are made at every call."""
+    guarded.__name__, guarded.__qualname__ = function.__name__, function.__qualname__
+    guarded.__module__, guarded.__doc__ = function.__module__, function.__doc__
+    guarded.__annotations__ = function.__annotations__
+    vars(guarded).update(vars(function), __wrapped__=function)
     return guarded
 
 

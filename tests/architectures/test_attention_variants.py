@@ -56,6 +56,7 @@ def test_blocks_and_steps_equal_the_model(name: str, form: str) -> None:
     assert (got - expected).abs().max() < TOLERANCE
 
 
+@pytest.mark.extended
 @variants
 @pytest.mark.parametrize("options", LOSSLESS.values(), ids=LOSSLESS)
 def test_evicted_entries_that_are_attended_to(name: str, options: dict[str, Any]) -> None:

@@ -51,6 +51,7 @@ def test_a_lifelog_knows_how_many_messages_hold_an_answer(material: TaskSources)
     assert found["twohop"] == {2} and {1, 2, 3} <= found["list"]
 
 
+@pytest.mark.extended
 def test_episodes_are_two_halves(material: TaskSources) -> None:
     whole = parse_task("lifelog()").make(1, TOKENS, material)
     single = made('only(episodes="single")', material)

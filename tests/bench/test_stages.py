@@ -23,6 +23,7 @@ EPISODES = (
 )
 
 
+@pytest.mark.extended
 def test_stages(tmp_path: Path) -> None:
     engine = Engine(open_model("random:qwen3-tiny"), policy="full")
     bench = ModelContext(engine, TaskSources(engine.tokenizer.count_tokens))

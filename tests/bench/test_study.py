@@ -100,6 +100,7 @@ def test_what_is_wrong_is_told(
         validate_study(read_study(path))
 
 
+@pytest.mark.extended
 def test_studies_are_found_by_name() -> None:
     with pytest.raises(UnknownName, match="No study named 'nothing_like_it'"):
         read_study("nothing_like_it")

@@ -127,6 +127,7 @@ def test_what_is_named_twice_is_measured_once() -> None:
     assert validate_study(twice) == validate_study(wanted)
 
 
+@pytest.mark.extended
 def test_only_what_was_asked_for_counts(bench: ModelContext, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     first = run(bench, study(("keydiff", "h2o")), path)

@@ -33,6 +33,7 @@ def url() -> Iterator[str]:
         yield found
 
 
+@pytest.mark.extended
 def test_chats_are_counted(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     load, rows = import_module("chat_load"), import_module("larder_bench.results.rows")
     out = tmp_path / "rows.jsonl"

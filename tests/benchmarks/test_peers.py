@@ -221,6 +221,7 @@ def test_a_worker_that_fails_is_a_result() -> None:
         run([import_module("sys").executable, "-c", "1/0"], [])
 
 
+@pytest.mark.extended
 def test_both_sides_say_the_same_with_the_whole_cache(seed_model: Any) -> None:
     """Both sides also hold the same bytes; a compressed cache's counted bytes equal its own
     count.

@@ -134,6 +134,7 @@ def assert_moved(before, after, groups, loop: GradedLoop, sums) -> None:
             )
 
 
+@pytest.mark.extended
 @settings(max_examples=6)
 @given(st.data())
 def test_any_life_agrees_with_the_loop(data) -> None:

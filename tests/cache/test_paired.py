@@ -50,6 +50,7 @@ def shared(
         half.apply(replace(plan, grades=torch.tensor(sum(grades, []), dtype=torch.int8)))
 
 
+@pytest.mark.extended
 @given(st.integers(0, 10_000))
 @settings(max_examples=12, deadline=None)
 def test_any_history_is_that_of_the_loop(seed: int) -> None:

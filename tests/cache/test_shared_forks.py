@@ -121,6 +121,7 @@ def act(family: list[Twin], action: str, which: int, number: int) -> None:
         assert torch.equal(attend(twin.store, new), attend(twin.copy, new))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", STORES)
 @settings(max_examples=25, deadline=None)
 @given(st.lists(ACTIONS, min_size=4, max_size=14))

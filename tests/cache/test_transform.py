@@ -66,6 +66,7 @@ def originals() -> Tensor:
     return torch.cat(sides, 1)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("coder", Coder)
 def test_a_tiny_step_holds_what_exact_storage_holds(coder) -> None:
     store = coded(coder)

@@ -170,6 +170,7 @@ def test_a_page_says_that_what_is_not_kept_comes_back(run: Run, talk: Path, tmp_
     assert shown(page.read_text())["recalled_by"] == "dci"
 
 
+@pytest.mark.extended
 def test_page_of_a_transcript(run: Run, tmp_path: Path) -> None:
     talk = {
         "speaker_a": "Ann",
@@ -241,6 +242,7 @@ def shown(page: str) -> dict:
     return json.loads(found[1])
 
 
+@pytest.mark.extended
 def test_a_reading_is_kept_and_restored_when_asked(
     run: Run, talk: Path, larder_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

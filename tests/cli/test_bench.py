@@ -44,6 +44,7 @@ def test_a_task(run: Run, out: Path) -> None:
     assert other.stdout.splitlines()[-1].startswith(f"{out} holds 1 cell of other runs: ")
 
 
+@pytest.mark.extended
 def test_a_file_says_what_is_run(run: Run, tmp_path: Path, out: Path) -> None:
     text = 'name = "own"\npolicies = ["h2o"]\ncontrols = ["full"]\nbudgets = ["64"]\nfiles = 3\n'
     path = write(tmp_path / "own.toml", text + '[[tasks]]\nspelling = "passkey"\ntokens = 180\n')

@@ -51,6 +51,7 @@ def test_table(run: Run) -> None:
         assert word in result.stdout
 
 
+@pytest.mark.extended
 def test_document(run: Run) -> None:
     told = document(run("demo", "--model", "seed", "--json", "--budget", "100"))
     assert [row["name"] for row in told["rows"]] == NAMES
@@ -83,6 +84,7 @@ def test_a_bad_budget_is_known_at_once(run: Run) -> None:
     assert "is not a size" in complaint(run("demo", "--budget", "some"), 2)
 
 
+@pytest.mark.extended
 def test_another_model_reads_the_document(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demonstration, "CONVERSATION_MODEL", "another")
     short = replace(demonstration.DOCUMENT, questions=demonstration.DOCUMENT.questions[:1])
@@ -103,6 +105,7 @@ def test_without_smollm2_the_bundled_model_takes_its_place(
     assert {row["model"] for row in told["rows"]} == {"seed"}
 
 
+@pytest.mark.extended
 def test_recall_searches_where_reading_all_is_faster(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

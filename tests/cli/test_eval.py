@@ -54,6 +54,7 @@ def test_several_files(run: Run, folder: Path) -> None:
     assert told["summary"]["exact"]["mean"] == pytest.approx(sum(marks) / 3)
 
 
+@pytest.mark.extended
 def test_two_files_are_said_to_be_too_few_for_an_interval(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +147,7 @@ def test_a_question_that_fails_does_not_stop_the_rest(
     assert (told["summary"]["errors"], told["summary"]["exact"]) == (1, 0.5)
 
 
+@pytest.mark.extended
 def test_interrupted_in_the_second_file(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,7 @@ def on_the_seed_model(words: list[str], **values: str) -> list[str]:
     return words[1:]
 
 
+@pytest.mark.extended
 def test_a_long_chat(run: Run) -> None:
     [chat] = commands("long_chat")
     words = on_the_seed_model(chat)
@@ -52,6 +53,7 @@ def test_a_long_chat(run: Run) -> None:
         assert done.exit_code == 0, done.stderr
 
 
+@pytest.mark.extended
 def test_a_served_team(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     serve, curl = commands("serve_a_team")
     assert (serve[0], curl[0]) == ("larder", "curl")

@@ -89,6 +89,7 @@ def test_pins_are_those_of_the_constraints() -> None:
         assert set(packaged.PACKAGED_MODELS[name].requirements) <= set(constraints)
 
 
+@pytest.mark.extended
 def test_calibrations_are_made_once_and_tell_their_cost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,12 +27,14 @@ def program(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command(*words), capture_output=True, text=True, check=False)
 
 
+@pytest.mark.extended
 def test_an_error_is_one_line(tmp_path: Path) -> None:
     done = program("ask", tmp_path / "no.json", "-q", CAT)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("larder: ") and done.stderr.count("\n") == 1
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(not FULL_DISK.exists(), reason="this system has none")
 @pytest.mark.parametrize(
     ("words", "buffered"),
@@ -57,6 +59,7 @@ def test_a_full_disk_is_one_line(words: tuple[str, ...], buffered: str) -> None:
     assert line.startswith("larder: The output cannot be written (No space left")
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(os.name == "nt", reason="a shell that closes streams")
 @pytest.mark.parametrize(
     ("closed", "words", "code"),

@@ -39,6 +39,7 @@ def test_a_failed_answer_gives_its_room_back_too(engine: Engine) -> None:
     assert memory.caches.nbytes == before
 
 
+@pytest.mark.extended
 def test_loading_an_embedder_is_setting_up_and_not_reading(loaded: LoadedModel) -> None:
     engine, clock = under(loaded, EPISODES), [0.0]
 
@@ -86,6 +87,7 @@ def test_a_policy_may_judge_by_any_prompt_that_is_given(loaded: LoadedModel) -> 
     assert held[0].shape != held[1].shape or not torch.equal(*held)
 
 
+@pytest.mark.extended
 def test_one_stop_string_is_not_its_letters(engine: Engine) -> None:
     memory = engine.read(HISTORY)
     whole = engine.ask(memory, "My dog?", max_new_tokens=12).text
@@ -95,6 +97,7 @@ def test_one_stop_string_is_not_its_letters(engine: Engine) -> None:
     assert stopped.text == whole[: whole.index(whole[-1])].strip()
 
 
+@pytest.mark.extended
 def test_a_memory_of_another_model_is_refused(engine: Engine) -> None:
     memory = engine.read(HISTORY)
     other = Engine(replace(engine.loaded, decoder=wrap_model(tiny("qwen3"))), policy="full")

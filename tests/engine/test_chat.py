@@ -31,6 +31,7 @@ from larder.models import BatchSegment, LoadedModel
 pytestmark = pytest.mark.usefixtures("read_once")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_first_turn_says_what_asking_says(loaded: LoadedModel, policy: str) -> None:
     engine = under(loaded, POLICIES[policy])
@@ -40,6 +41,7 @@ def test_the_first_turn_says_what_asking_says(loaded: LoadedModel, policy: str) 
     assert (said.text, said.ids, said.episode) == (asked.text, asked.ids, asked.episode)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("max_new_tokens", [1, 3, 24], ids=["one", "cut", "ended"])
 def test_the_whole_turn_is_read_to_its_end(engine: Engine, max_new_tokens: int) -> None:
     memory = engine.read(HISTORY)
@@ -127,6 +129,7 @@ def test_a_new_topic_is_answered_by_the_nearest_episode_and_then_has_its_own(
     assert chat.episodes[2].next_position == chat.figures.log_tokens
 
 
+@pytest.mark.extended
 def test_a_new_episode_holds_the_first_tokens_and_the_turn_as_it_was_read(engine: Engine) -> None:
     twin = engine.read(HISTORY)
     chat = Chat(engine, history=HISTORY)
@@ -148,6 +151,7 @@ def test_a_new_episode_holds_the_first_tokens_and_the_turn_as_it_was_read(engine
             assert torch.allclose(mine.head_values(head), expected, atol=1e-4)
 
 
+@pytest.mark.extended
 def test_a_new_episode_begins_with_the_system_prompt(engine: Engine) -> None:
     rules = Message("system", "You are kind to animals and answer in very few words.")
     history = replace(HISTORY, messages=(rules, *HISTORY.messages))
@@ -172,6 +176,7 @@ def _first(cache: SequenceCache, stop: int) -> list[list[int]]:
     ]
 
 
+@pytest.mark.extended
 def test_a_new_episode_without_sinks_begins_at_the_beginning(loaded: LoadedModel) -> None:
     chat = Chat(under(loaded, EPISODES.replace("sinks=4", "sinks=0")), history=HISTORY)
     answer = chat.say("A star is far away.", max_new_tokens=6)
@@ -188,6 +193,7 @@ def test_without_enough_said_no_topic_is_new(engine: Engine) -> None:
     assert len(chat.episodes) == 1 and chat.figures.opened == 0
 
 
+@pytest.mark.extended
 def test_a_cache_beyond_its_bound_is_read_anew(engine: Engine) -> None:
     chat = Chat(engine, history=HISTORY)
     prompts = [view.prompt_texts for view in chat.episodes]
@@ -206,6 +212,7 @@ def test_a_cache_beyond_its_bound_is_read_anew(engine: Engine) -> None:
     assert chat.outcome is not None and chat.outcome.refreshes == 1
 
 
+@pytest.mark.extended
 def test_a_chat_from_nothing_finds_its_topics_when_it_has_grown(engine: Engine) -> None:
     chat = Chat(engine)
     for n in range(20):
@@ -217,6 +224,7 @@ def test_a_chat_from_nothing_finds_its_topics_when_it_has_grown(engine: Engine) 
     assert within(chat)
 
 
+@pytest.mark.extended
 @settings(max_examples=4)
 @given(
     st.lists(

@@ -72,6 +72,7 @@ def some(*quick: str) -> list[object]:
 ON_THE_SERVER = {"keydiff", "snapkv", "h2o_while_reading", "int4"}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", some(*(SENTENCES.keys() - ON_THE_SERVER)))
 @pytest.mark.parametrize(
     "history", [pytest.param(None, marks=pytest.mark.slow), HISTORY], ids=["nothing", "history"]
@@ -105,6 +106,7 @@ def test_the_bound_holds_for_any_turns(
         check_rest(chat)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", some("snapkv", "h2o_while_reading", "epicache", "icecache"))
 def test_an_answer_holds_no_more_than_budget_and_block_and_leaves_no_trace(
     small: LoadedModel, monkeypatch: pytest.MonkeyPatch, name: str

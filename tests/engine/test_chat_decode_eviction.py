@@ -25,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("read_once")
 EXCESS = {"lagged": 7}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", STEPWISE)
 def test_the_first_turn_says_what_asking_says(loaded: LoadedModel, name: str) -> None:
     engine = under(loaded, STEPWISE[name])
@@ -34,6 +35,7 @@ def test_the_first_turn_says_what_asking_says(loaded: LoadedModel, name: str) ->
     assert (said.text, said.ids, said.episode) == (asked.text, asked.ids, asked.episode)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", STEPWISE)
 def test_a_chat_stays_within_its_budget_and_is_never_read_anew(
     loaded: LoadedModel, name: str
@@ -70,6 +72,7 @@ def test_the_copy_is_counted_at_its_height(loaded: LoadedModel) -> None:
     assert chat.figures.peak_kv_bytes >= answer.held_bytes
 
 
+@pytest.mark.extended
 def test_a_new_episode_has_nothing_of_the_old_one_in_either_tier(loaded: LoadedModel) -> None:
     chat = Chat(under(loaded, PARKED), history=HISTORY)
     begun = chat.figures.log_tokens

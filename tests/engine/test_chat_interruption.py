@@ -30,6 +30,7 @@ from larder.session import ChatLogFile, NearestEpisodeRouter, chat_log_path
 pytestmark = pytest.mark.usefixtures("read_once")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("policy", ["episodes", "single"])
 def test_a_chat_that_comes_back_is_as_if_read_anew(loaded: LoadedModel, policy: str) -> None:
     engine = under(loaded, POLICIES[policy])
@@ -49,6 +50,7 @@ def test_a_chat_that_comes_back_is_as_if_read_anew(loaded: LoadedModel, policy: 
     assert kept is not None and kept.log.turns == chat.turns
 
 
+@pytest.mark.extended
 def test_an_interrupted_refresh_leaves_the_old_memory_and_is_made_up_for(engine: Engine) -> None:
     calls: list[int] = []
 
@@ -108,6 +110,7 @@ def test_a_turn_that_cannot_be_filed_or_kept_is_undone(
     assert chat_log_path("mine").read_text() == "someone else's"
 
 
+@pytest.mark.extended
 def test_sliding_windows_come_back_whole_from_an_interrupted_turn(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +154,7 @@ def test_a_session_of_another_model_is_not_gone_on_with(engine: Engine) -> None:
     assert str(path) in str(caught.value) and path.read_bytes() == before
 
 
+@pytest.mark.extended
 def test_a_session_keeps_its_history(engine: Engine) -> None:
     Chat(engine, "mine", history=HISTORY).say("My dog is old.", max_new_tokens=4)
     assert Chat(engine, "mine").history == HISTORY

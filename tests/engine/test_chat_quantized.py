@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from chats import BLOCK, BUDGET, SINGLE, under
 from larder import Chat, Conversation, Message
 from larder.models import LoadedModel
@@ -9,6 +11,7 @@ from larder.models import LoadedModel
 BRIEF = Conversation("a word", (Message("user", "Hello."), Message("assistant", "Hello.")))
 
 
+@pytest.mark.extended
 def test_turns_do_not_outgrow_the_bytes_of_the_budget(loaded: LoadedModel) -> None:
     """More entries fit than tokens at full precision, but not while they are whole."""
     chat = Chat(under(loaded, f"{SINGLE} > quantized(bits=2, group=8)"), history=BRIEF)

@@ -33,6 +33,7 @@ def equal(one: Chat, other: Chat) -> bool:
     return alike and one.turns == other.turns and routers[0] == routers[1]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "policy", [EPISODES, STEPWISE, "full"], ids=["episodes", "stepwise", "full"]
 )
@@ -74,6 +75,7 @@ def test_a_damaged_state_is_read_anew(
         assert back.resumed.reason == "damaged" and back.turns == chat.turns
 
 
+@pytest.mark.extended
 def test_a_fork_is_never_heard_of(engine: Engine) -> None:
     chat = Chat(engine, "mine", HISTORY)
     chat.say("My dog is old.", max_new_tokens=4)
@@ -89,6 +91,7 @@ def test_a_fork_is_never_heard_of(engine: Engine) -> None:
         side.fork("mine")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "policy", [EPISODES, STEPWISE, POLICIES["full"]], ids=["episodes", "stepwise", "full"]
 )

@@ -25,6 +25,7 @@ def default(kind: str) -> Policy:
     return Policy.parse(larder.default_policy(kind))
 
 
+@pytest.mark.extended
 def test_an_engine_chooses_by_what_it_reads(engine: Engine) -> None:
     read = {
         "document": engine.read(TEXT),

@@ -45,6 +45,7 @@ def test_logits_are_those_of_peft(tmp_path: Path, architecture: str, mode: Adapt
         assert decoder.spec.fingerprint != plain.spec.fingerprint  # caches are not mixed up
 
 
+@pytest.mark.extended
 def test_an_adapter_of_the_bundled_model_is_loaded(tmp_path: Path) -> None:
     plain = load().decoder
     plain.release()

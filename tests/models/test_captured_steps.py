@@ -85,6 +85,7 @@ def step(decoder: Decoder, caches: list[SequenceCache], token: int, observer: An
     return decoder.forward_logits(segments, Mode.APPEND, range(len(caches)), observer)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", POLICIES)
 def test_an_engine_answers_alike(seed_engine, replayed, name) -> None:
     """Reading, then a step for each token of the answer, with evictions between them."""
@@ -197,6 +198,7 @@ def test_weights_that_moved_are_captured_again(decoder) -> None:
     assert not step(decoder, caches, 21).any()
 
 
+@pytest.mark.extended
 def test_an_arena_grows_between_captured_steps(decoder, replayed) -> None:
     """Four pages at first, and wider tables later: logits are those of a large arena."""
     with Decoder(tiny("llama")) as large:

@@ -122,6 +122,7 @@ def reasoned(decoder: Decoder, riddle: reasoning.ReasoningPrompt) -> tuple[list[
     return ids[len(riddle.ids) :], scores
 
 
+@pytest.mark.extended
 def test_hits_in_the_right_claim_equal_a_loop(three_layers, monkeypatch) -> None:
     part = SMALL["reasoning"]
     runs = [reasoned(three_layers, riddle) for riddle in part.prompts(SAMPLE)]
@@ -153,6 +154,7 @@ def test_answers_are_right_above_half() -> None:
     assert reasoning.f1([1, 1], [1, 2]) == 0.5 and reasoning.f1([4], [5]) == 0
 
 
+@pytest.mark.extended
 def test_the_error_of_closed_heads_equals_a_loop(three_layers) -> None:
     part, passage = SMALL["streaming_error"], SMALL_NEEDLES.passage(SAMPLE)
 
@@ -198,6 +200,7 @@ def test_the_error_of_eviction_equals_a_loop(three_layers) -> None:
     assert part.measure(three_layers, SAMPLE) == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.extended
 def test_utility_curves_equal_a_loop(three_layers) -> None:
     part = SMALL["utility"]
     total, counted = part.context + part.following, range(part.sinks, part.context - 1)

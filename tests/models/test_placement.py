@@ -60,6 +60,7 @@ def slow(offload: Any) -> Any:
     return pytest.param(offload, marks=pytest.mark.slow)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("offload", [by_layers, by_blocks, *map(slow, (on_disk, on_the_cpu))])
 def test_an_offloaded_model_equals_the_same_in_memory(offload: Any, tmp_path: Path) -> None:
     module, plain = offload(tmp_path), tiny("qwen3", layers=LAYERS)

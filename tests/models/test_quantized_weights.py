@@ -82,6 +82,7 @@ def quantize(request: pytest.FixtureRequest) -> Callable[[torch.dtype], Any]:
     return builders[request.param]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.filterwarnings("ignore")
 @torch.no_grad()

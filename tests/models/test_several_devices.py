@@ -67,6 +67,7 @@ def engines(device: SecondDevice, policy: str, architecture: str = "qwen3") -> l
     return [Engine(model, tokenizer, policy=policy, **options) for model in models]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "policy",
     [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in POLICIES],
@@ -86,6 +87,7 @@ def test_other_architectures(device: SecondDevice, architecture: str) -> None:
     assert got == expected
 
 
+@pytest.mark.extended
 def test_entries_are_where_their_layer_is_computed(device: SecondDevice) -> None:
     with wrap_model(spread(device)) as decoder:
         spec = decoder.spec
@@ -94,6 +96,7 @@ def test_entries_are_where_their_layer_is_computed(device: SecondDevice) -> None
     assert places == list(PLACES)
 
 
+@pytest.mark.extended
 def test_a_saved_cache_comes_back_to_the_devices_of_its_layers(device: SecondDevice) -> None:
     engine = engines(device, "h2o")[0]
     cache, _ = engine.read(TEXT).activate_for("letters")
@@ -104,6 +107,7 @@ def test_a_saved_cache_comes_back_to_the_devices_of_its_layers(device: SecondDev
         assert torch.equal(own.entries().keys, other.entries().keys)
 
 
+@pytest.mark.extended
 @torch.no_grad()
 def test_a_spread_model_inside_generate(device: SecondDevice) -> None:
     module, prompt = spread(device), torch.tensor([[n % 90 + 3 for n in range(96)]])
@@ -116,6 +120,7 @@ def test_a_spread_model_inside_generate(device: SecondDevice) -> None:
     assert 0 < cache.nbytes < LAYERS * 96 * 2 * 2 * 16 * 4
 
 
+@pytest.mark.extended
 def test_what_holds_layers_together_is_refused(device: SecondDevice) -> None:
     with wrap_model(spread(device)) as decoder:
         with pytest.raises(UsageError, match=r"computed on cpu, xpu:0.*device_map=\{'': DEVICE\}"):

@@ -91,6 +91,7 @@ def bias_of(seed: int, keys: Tensor) -> Tensor:
     return bias.masked_fill(keys.float().isnan().any(-1), torch.nan)
 
 
+@pytest.mark.extended
 @settings(max_examples=40)
 @given(seeds, head_lengths, group_lens, query_lens, head_sizes, dtypes)
 def test_ragged_forms_equal_the_loop(seed, lengths, group_len, query_len, head_dim, dtype):

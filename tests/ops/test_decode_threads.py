@@ -6,6 +6,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
 
 from larder.ops import ragged_attention
@@ -48,6 +49,7 @@ def test_threads_calling_at_once_beside_matrix_products_all_get_their_own_answer
         assert all(pool.map(worker, range(8)))
 
 
+@pytest.mark.extended
 def test_a_forked_child_attends_and_torch_keeps_its_threads():
     done = subprocess.run(
         [sys.executable, "-c", FORKING], capture_output=True, text=True, check=False

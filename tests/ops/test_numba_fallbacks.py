@@ -79,6 +79,7 @@ def test_plans_of_removal(both, generator, roomy):
     assert compiled[0] == numba[0] == 0
 
 
+@pytest.mark.extended
 def test_moves(both, generator):
     stored = torch.randn(ROWS, 8, generator=generator)
 
@@ -94,6 +95,7 @@ def test_moves(both, generator):
     )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 )

@@ -34,6 +34,7 @@ def test_bests_of_pages(lengths, page, dtype, seed) -> None:
             assert set(bests[len(wanted) :]) <= {-torch.inf}
 
 
+@pytest.mark.extended
 def test_threads_find_the_same() -> None:
     tier = Tier(a_layer())
     tier.grow((9000, 5000))

@@ -57,6 +57,7 @@ MASKS = (top_masks, reference(top_masks), numba_masks)
 near = st.sampled_from([0.25, 0.25 + 2**-24, 0.25 + 2**-23]) | st.floats(width=32, allow_nan=False)
 
 
+@pytest.mark.extended
 @given(
     st.lists(st.tuples(levels | near, levels | near), min_size=1, max_size=12), st.integers(0, 13)
 )

@@ -68,6 +68,7 @@ def test_the_order_holds_every_figure() -> None:
     assert sorted(FIGURE_ORDER) == FIGURES.names()
 
 
+@pytest.mark.extended
 def test_every_figure_is_drawn_in_the_same_bytes_without_a_clash(results: Path) -> None:
     first, second = (draw_all(*load_results([results])) for _ in range(2))
     assert {one.name.partition("-")[0] for one in first} == {*FIGURE_ORDER, "breakdown"}

@@ -108,6 +108,7 @@ def test_draws_are_even_over_positions_and_differ_between_heads() -> None:
     assert heads[0] != heads[1]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("merge", Merge)
 def test_values_do_not_grow_however_long_the_text(merge: Merge) -> None:
     """Even attention and equal values: what joins is as large as can be."""

@@ -57,6 +57,7 @@ def test_a_budget_without_room_for_the_sinks_is_refused() -> None:
         planner.quotas(12, 100, (0,), {})
 
 
+@pytest.mark.extended
 def test_half_of_the_entries_answer_as_all_do(seed_model: LoadedModel) -> None:
     full = Engine(seed_model, policy="full")
     log = lifelog_conversation(1, 1000, lambda text: len(full.tokenizer.encode(text)), 8)

@@ -76,6 +76,7 @@ def option_of(kind: type) -> st.SearchStrategy[Any]:
     return st.sampled_from(list(kind)) if issubclass(kind, Enum) else VALUES[kind]
 
 
+@pytest.mark.extended
 @given(st.fixed_dictionaries({slot: drafts(slot) for slot in SLOTS}))
 def test_any_policy_round_trips(slots) -> None:
     parts = {}

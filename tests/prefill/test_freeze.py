@@ -148,6 +148,7 @@ def held(chat: Chat, watermark: int) -> list[Any]:
     return rows
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "rest",
     [
@@ -194,6 +195,7 @@ def test_a_chat_over_its_budget_loses_its_oldest_entries(small) -> None:
     assert positions[:2] == [0, 1] and positions[2] > 60
 
 
+@pytest.mark.extended
 def test_a_restored_chat_keeps_its_watermark_and_goes_on_alike(small, tmp_path: Path) -> None:
     store = Store(str(tmp_path / "store"), tmp_path)
     keeper = StorePersistence(store, small)

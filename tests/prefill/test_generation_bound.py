@@ -133,6 +133,7 @@ def while_generating(slot: str) -> Iterator[str]:
         yield name
 
 
+@pytest.mark.extended
 @settings(max_examples=16)
 @given(
     scorer=st.sampled_from(sorted(while_generating("scorer"))),
@@ -168,6 +169,7 @@ def test_a_budget_of_its_own_is_used_up_by_what_is_generated(decoder, budget) ->
     assert counting.held > 0.9 * counting.most
 
 
+@pytest.mark.extended
 @settings(max_examples=4)
 @given(
     storage=st.sampled_from(sorted(set(FAMILIES["storage"].names()) - {"exact", "compact"})),

@@ -118,6 +118,7 @@ def read(decoder: Decoder, wanted: Policy) -> SessionCaches:
     return build_caches(runtime(decoder), wanted, CONTEXT, [{}], PeakMemoryMeter())
 
 
+@pytest.mark.extended
 @PARTS
 def test_where_everything_is_recalled_generated_text_is_the_full_caches(
     decoder, own, name, monkeypatch

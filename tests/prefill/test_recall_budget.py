@@ -77,6 +77,7 @@ def counts_of_steps(decoder: Decoder, wanted: Policy, context: int, steps: int) 
     return counts
 
 
+@pytest.mark.extended
 @settings(max_examples=10)
 @given(
     budget=st.integers(16, 40),

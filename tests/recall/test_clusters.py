@@ -35,6 +35,7 @@ def test_clustering_equals_the_loop(nearness, length, count, seed) -> None:
     assert centers.flatten().tolist() == pytest.approx(sum(wanted, []), abs=1e-4)
 
 
+@pytest.mark.extended
 @settings(max_examples=15)
 @given(
     lengths=st.tuples(st.integers(0, 40), st.integers(0, 40)),

@@ -147,6 +147,7 @@ def test_the_kernel_inserts_as_the_readable_form(part, monkeypatch: pytest.Monke
     assert all(torch.allclose(ours[name].double(), theirs[name].double()) for name in ours)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
 )
@@ -161,6 +162,7 @@ def test_it_finds_keys_of_half_the_bytes(dtype) -> None:
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.extended
 def test_a_level_too_large_for_all_pairs_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     tier, index = grown(SMALL, [(200, 150)])
     monkeypatch.setattr(_dci_build, "EXACT_LEVEL_ENTRIES", 0)
@@ -233,6 +235,7 @@ def test_parameters_are_checked(wrong) -> None:
         Dci(**wrong)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "head_dim", [24, *(pytest.param(d, marks=pytest.mark.slow) for d in (16, 64, 600))]

@@ -27,6 +27,7 @@ def test_pairs_are_those_of_rope(radians) -> None:
     assert [tuple(pair) for pair in rotary_pairs(layer).tolist()] == wanted
 
 
+@pytest.mark.extended
 @settings(max_examples=15)
 @given(
     lengths=st.tuples(st.integers(1, 40), st.integers(1, 40)),

@@ -132,6 +132,7 @@ def test_a_branch_under_another_rule_has_a_name_of_its_own(
         assert ask_exactly(hub, answered(told(1), first, "Where?"), "x") == "x~4"
 
 
+@pytest.mark.extended
 def test_a_branch_of_a_session_without_a_name_has_a_name_of_its_own(
     small: LoadedModel, tmp_path: Path
 ) -> None:

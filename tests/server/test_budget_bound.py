@@ -38,6 +38,7 @@ def check_rest(served: Served, name: str) -> tuple[int, int]:
     return bounds
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in SENTENCES],
@@ -57,6 +58,7 @@ def test_a_session_holds_its_budget_at_rest_and_a_block_more_while_a_turn_runs(
         turns = answered(turns, client, after)
 
 
+@pytest.mark.extended
 def test_a_cache_that_is_read_again_stays_within_the_bound(
     deep: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

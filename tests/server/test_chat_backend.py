@@ -54,6 +54,7 @@ def talked(served: Served, name: str, history: list[ChatMessage], said: list[str
     return texts
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_those_of_a_chat(deep: LoadedModel, kind: str) -> None:
     served = serving(deep, kind, device=None)

@@ -34,6 +34,7 @@ def answers(served: Served, several: list[Request], together: bool) -> list[Clie
     return clients
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("policy", ["full", LIMITED, STEPWISE])
 def test_choices_are_what_each_is_alone(small: LoadedModel, policy: str, together: bool) -> None:

@@ -141,6 +141,7 @@ def test_an_answer_ends_inside_forced_tokens(loaded: LoadedModel) -> None:
     assert exact.told.reason == "stop"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "policy", ["full", STEPWISE, pytest.param(LIMITED, marks=pytest.mark.slow)]
 )

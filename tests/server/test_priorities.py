@@ -78,6 +78,7 @@ def test_equal_numbers_share_by_tokens_served(small: LoadedModel) -> None:
     assert served.core.scheduler._served["c"] == 0 and not any(each.report for each in flood)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize(
     ("steps", "host"), [(30, None), *(pytest.param(*case, marks=pytest.mark.slow) for case in REST)]

@@ -17,6 +17,7 @@ def hybrid() -> LoadedModel:
     return LoadedModel(wrap_model(family.model()), characters().tokenizer, "hybrid")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("policy", POLICIES)
 def test_sessions_answer_as_each_alone(policy: str) -> None:
     together, alone = Served(hybrid(), policy), Served(hybrid(), policy)

@@ -21,6 +21,7 @@ def need(loaded: LoadedModel, policy: str) -> int:
     return served.core.reservations.peak
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("policy", "sessions", "fitting"),
     [

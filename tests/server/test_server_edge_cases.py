@@ -161,6 +161,7 @@ def pinned(served: Served, name: str) -> None:
     served.core.admin.release(served.core.idle("a", name))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("forks", [0, 1])
 def test_22_logs_of_pinned_sessions_leave_room_for_others(
     small: LoadedModel, tmp_path: Path, forks: int
@@ -181,6 +182,7 @@ def test_22_logs_of_pinned_sessions_leave_room_for_others(
     assert served.core.find("a", "n0").usage.is_pinned
 
 
+@pytest.mark.extended
 def test_logs_of_pinned_sessions_leave_last(small: LoadedModel, tmp_path: Path) -> None:
     store = Store(str(tmp_path / "blobs"), tmp_path / "home")
     served = Served(

@@ -162,6 +162,7 @@ def names(client: httpx2.Client) -> set[str]:
     return {each["id"] for each in client.get("/v1/sessions").json()["data"]}
 
 
+@pytest.mark.extended
 @FEW
 @given(NAMES.filter(is_allowed))
 @example("👩‍💻 notes")

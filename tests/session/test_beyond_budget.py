@@ -47,6 +47,7 @@ def test_a_model_whose_layers_all_slide_says_that_policies_change_nothing(senten
     assert clause == "all 1 layers slide: policy and budget change nothing here"
 
 
+@pytest.mark.extended
 def test_kinds_of_texts_are_told_where_their_default_policies_differ() -> None:
     clauses = Engine.load().beyond_budget
     assert [each for each in clauses if each.startswith("whole()")] == [

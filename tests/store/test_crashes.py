@@ -133,6 +133,7 @@ def killed_everywhere(folder: Path, steps: range) -> int:
     return kills
 
 
+@pytest.mark.extended
 def test_3_killed_at_some_steps_of_a_saving(tmp_path: Path) -> None:
     assert killed_everywhere(tmp_path, range(11, 120, 53)) >= 4
 

@@ -111,6 +111,7 @@ def deleting(folder: Path, now: list[float]) -> tuple[Hanging, Store, Store]:
     return disk, here, store_at(folder, patience=SHORT, clock=lambda: now[0])
 
 
+@pytest.mark.extended
 def test_6_what_is_being_deleted_is_written_anew_once_that_is_over(tmp_path: Path) -> None:
     disk, here, there = deleting(tmp_path, [1e9])
     for each in (here, there):

@@ -56,6 +56,7 @@ OPERATION = st.tuples(
 )
 
 
+@pytest.mark.extended
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=3)
 @given(st.lists(OPERATION, min_size=4, max_size=9))
 def test_23_no_budget_is_exceeded_whatever_happens(
@@ -207,6 +208,7 @@ def test_old_states_leave_first_and_what_was_used_last_stays(tmp_path: Path) -> 
         assert gone == left
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("made", [read, compressed])
 def test_a_pinned_session_leaves_last(
     tmp_path: Path, made: Callable[[tuple[int, ...]], SequenceCache]

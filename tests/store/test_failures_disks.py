@@ -130,6 +130,7 @@ def test_6_a_disk_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
     assert is_exact(load(store, "new"), LONGER)
 
 
+@pytest.mark.extended
 def test_6_an_index_that_others_hold_is_left_alone_for_a_while(tmp_path: Path) -> None:
     patience = CallLimits(seconds=0.2, rest_seconds=0.5)
     store = store_at(tmp_path, patience=patience)

@@ -48,6 +48,7 @@ CUT = {
 }
 
 
+@pytest.mark.extended
 def test_1_a_flipped_bit_in_any_tensor_is_noticed(tmp_path: Path) -> None:
     save(store_at(tmp_path))
     for path in cache_files(tmp_path):

@@ -188,6 +188,7 @@ def attempt(whole: Path, tmp_path: Path, tries: int, is_same: bool) -> None:
     damaged()
 
 
+@pytest.mark.extended
 def test_what_is_changed_at_random_is_right_or_refused(whole: Path, tmp_path: Path) -> None:
     used(whole)
     attempt(whole, tmp_path, 12, is_same=True)

@@ -173,6 +173,7 @@ print(load(store).reason or "exact", found.next_position)
 """
 
 
+@pytest.mark.extended
 def test_9_keys_are_equal_whatever_the_seed_of_hashes(tmp_path: Path) -> None:
     save(store_of(tmp_path))
     tests = Path(__file__).parents[1]

@@ -56,6 +56,7 @@ def test_without_inputs_the_mean_is_predicted() -> None:
     torch.testing.assert_close(restored, numbers, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.extended
 def test_training_predicts_documents_left_out(tmp_path) -> None:
     loaded, steps = load("seed"), []
     tables, card = train_predictive(

@@ -50,6 +50,7 @@ def test_texts_count_by_their_share():
     assert loss(initialize_model("tiny"), ids.long(), uses, none)[1].text == 0
 
 
+@pytest.mark.extended
 def test_the_same_rows_are_learned():
     torch.manual_seed(0)
     trainer, batches = Trainer(initialize_model("tiny"), PACE), OneBatch().rows(0, 16, 4)

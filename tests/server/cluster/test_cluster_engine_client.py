@@ -101,6 +101,7 @@ def alone(loaded: LoadedModel, turns: list[ChatMessage]) -> str:
     return said
 
 
+@pytest.mark.extended
 def test_a_session_stays_with_one_replica(front: Front) -> None:
     for session in ("x", "y", "z", None):
         front.replicas.went.clear()

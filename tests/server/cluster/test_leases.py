@@ -190,6 +190,7 @@ def test_what_the_dead_leave_is_deleted(two: Two, clock: Clock, tmp_path: Path) 
     assert left == [1, 1]
 
 
+@pytest.mark.extended
 def test_one_host_loads_nothing_that_only_many_need(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; import larder.server.persistence.store; "

@@ -205,6 +205,7 @@ def test_a_message_that_was_deleted_cannot_be_put_back(
         assert len(archive.items(ANNE, TWO)) == len(archive.items(BOB, ONE)) == 3
 
 
+@pytest.mark.extended
 def test_clients_are_told_and_can_delete_what_was_forged(tmp_path: Path) -> None:
     archive = Archive(tmp_path / "archive.sqlite", sealing=encryption_for(KEY, "archive"))
     with (

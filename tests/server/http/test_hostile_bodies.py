@@ -159,6 +159,7 @@ def hostile(small: LoadedModel, kind: str) -> tuple[str, bytes, set[int]]:
 LONG = ("import of 66 MB", "import of 8 MiB", "chat of 64 MiB", "chat of 8 MiB")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "kind",
     [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from server.fake_engine_client import NAME
 from server.http.conftest import ANNE
 from server.http.running_server import Running
@@ -26,6 +28,7 @@ def model(served: Running, **more: object) -> ChatOpenAI:
     )
 
 
+@pytest.mark.extended
 def test_an_answer_tells_what_was_cached(served: Running) -> None:
     from langchain_core.messages import AIMessage
 

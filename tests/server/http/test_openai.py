@@ -159,6 +159,7 @@ def test_a_stream_that_breaks_is_an_error_of_the_client(anne: OpenAI, served: Ru
     assert told.value.code == "overloaded"
 
 
+@pytest.mark.extended
 def test_only_what_will_do_later_is_tried_again(server: Running, served: Running) -> None:
     from server.http.conftest import ANNE
 

@@ -49,6 +49,7 @@ def streamed(client: OpenAI, given: dict[str, Any]) -> Any:
     return final
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("way", "is_streamed"), [("input", True), ("previous", False), ("conversation", True)]
 )
@@ -101,6 +102,7 @@ def test_a_loop_of_calls_is_one_session(
         assert [item.type for item in every] == ["message", *loop * 2, "message"]
 
 
+@pytest.mark.extended
 def test_choices_and_cut_calls(client: OpenAI, write: Write) -> None:
     write(call_text(at="a") + call_text(at="b"))
     told = client.responses.create(
@@ -121,6 +123,7 @@ def test_choices_and_cut_calls(client: OpenAI, write: Write) -> None:
         assert call.arguments == '{"at": "abcdefghi'
 
 
+@pytest.mark.extended
 def test_malformed_calls_are_text(client: OpenAI, write: Write) -> None:
     unnamed = '<tool_call>{"name": "", "arguments": {"a": 1}}</tool_call>'
     unclosed = '<tool_call>{"name": "look", "arguments": {"a": 1'
@@ -132,6 +135,7 @@ def test_malformed_calls_are_text(client: OpenAI, write: Write) -> None:
         assert [item.type for item in told.output] == ["message"]
 
 
+@pytest.mark.extended
 def test_a_streamed_call_that_breaks_is_incomplete(client: OpenAI, write: Write) -> None:
     for broken in ('{"name": "look", "arguments": {"at": }}', '{"name": "look", "arguments": {"at'):
         write(f"I look.<tool_call>{broken}")

@@ -91,6 +91,7 @@ def begun(client: httpx2.Client) -> str:
     return name
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "step, store", [*((step, True) for step in range(ROWS + 2)), (0, False), (ROWS, False)]
 )
@@ -115,6 +116,7 @@ def test_18_a_crash_and_a_retry_make_one_turn(
         assert len(said_in(client, name)) == 4
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("store", [True, False])
 def test_18_a_key_is_answered_once(
     loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: bool

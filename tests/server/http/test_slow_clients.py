@@ -60,6 +60,7 @@ def test_31_a_thousand_headers_are_refused(served: Running) -> None:
     assert reply.status_code == 431 and "more than 128 headers" in reply.json()["error"]["message"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "said",
     [
@@ -88,6 +89,7 @@ def test_31_150_slow_requests_are_closed(said: str) -> None:
         assert awaited(none_is_open)
 
 
+@pytest.mark.extended
 def test_a_body_that_comes_steadily_and_a_long_answer_have_their_time() -> None:
     settings = HttpSettings(request_seconds=0.1, request_bytes_per_second=100, ping_seconds=0.05)
     body = b'{"prompt": "' + b"a" * 3000 + b'"}'

@@ -59,6 +59,7 @@ def test_a_call_is_streamed(client: OpenAI, write: Write) -> None:
     assert "".join(extra.get("reasoning_content", "") for extra in told) == "Hm."
 
 
+@pytest.mark.extended
 def test_a_streamed_call_that_breaks_ends_as_the_answer_did(client: OpenAI, write: Write) -> None:
     """A client that hears `tool_calls` would run the call, whose arguments are no JSON."""
     broken = ('{"name": "look", "arguments": {"at": }}', '{"name": "look", "arguments": {"at')
@@ -80,6 +81,7 @@ def test_a_streamed_call_that_breaks_ends_as_the_answer_did(client: OpenAI, writ
             assert ending == {"stop": "end_turn", "length": "max_tokens"}[expected]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("is_streamed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_ten_steps_of_a_loop_are_one_session(
     client: OpenAI, write: Write, is_streamed: bool
@@ -203,6 +205,7 @@ def test_models_that_take_no_tools() -> None:
                 asked(client, [user("Hello")])
 
 
+@pytest.mark.extended
 def test_a_forced_call() -> None:
     pytest.importorskip("llguidance", reason="the extra structured is not installed")
     for client in client_of(served()):
@@ -232,6 +235,7 @@ def in_messages(client: OpenAI, messages: list[Any], **more: Any) -> httpx2.Resp
     return httpx2.post(url, json=body, timeout=30)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("is_streamed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_loop_in_the_form_of_messages(client: OpenAI, write: Write, is_streamed: bool) -> None:
     messages, cached, sessions = [user(f"Look at this, {is_streamed}.")], 0, set[str]()
@@ -302,6 +306,7 @@ def streamed_message(response: httpx2.Response) -> dict[str, Any]:
     return told | {"content": [{k: v for k, v in b.items() if k not in drop} for b in blocks]}
 
 
+@pytest.mark.extended
 def test_a_choice_in_the_form_of_messages(client: OpenAI, write: Write) -> None:
     write(call_text(at="a") + call_text(at="b"))
     choice = {"type": "auto", "disable_parallel_tool_use": True}

@@ -80,6 +80,7 @@ def talk(served: Stored | Served) -> list[ChatMessage]:
     return turns
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", KINDS)
 def test_1_one_flipped_bit_locks_no_session(small: LoadedModel, tmp_path: Path, kind: str) -> None:
     policy = asked("epicache") if kind == "beside" else {}
@@ -147,6 +148,7 @@ def test_1_a_session_that_another_server_has_mended_is_not_begun_again(
     assert late.ask(turns, "x", max_new_tokens=3).text == mended.text
 
 
+@pytest.mark.extended
 def test_1_a_conversation_goes_on_from_what_the_archive_has(
     small: LoadedModel, tmp_path: Path
 ) -> None:

@@ -123,6 +123,7 @@ def check(
     assert (False if durability is Durability.STRICT else None) not in durables
 
 
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("durability", [Durability.TURN, Durability.STRICT])
 def test_4_what_is_told_as_durable_survives_a_full_disk_and_a_kill(
@@ -135,6 +136,7 @@ def test_4_what_is_told_as_durable_survives_a_full_disk_and_a_kill(
     )
 
 
+@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("durability", [Durability.TURN, Durability.STRICT])
 def test_4_the_same_on_a_file_system_that_is_full(

@@ -94,6 +94,7 @@ def test_4_a_full_disk_stops_no_answer(
     assert len(kept_said(small, tmp_path)) == 3
 
 
+@pytest.mark.extended
 def test_a_session_among_many_that_began_alike_is_found(small: LoadedModel, tmp_path: Path) -> None:
     served = Served(small, persistence=kept_in(tmp_path, small))
     texts = {}

@@ -65,6 +65,7 @@ def test_8_a_restarted_server_restores_and_says_the_same(
     assert again.disk.stats().rejected == {}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("policy", ["full", "limited"])
 def test_many_sessions_take_turns_in_little_memory(
     small: LoadedModel, tmp_path: Path, policy: str
@@ -232,6 +233,7 @@ def test_a_codec_that_loses_is_not_exact(small: LoadedModel, tmp_path: Path) -> 
     assert exact.told.lossless
 
 
+@pytest.mark.extended
 def test_22_sessions_that_rest_take_no_memory(small: LoadedModel, tmp_path: Path) -> None:
     size = cache_bytes(small)
     stored = Stored(small, tmp_path, device=3 * size, host=4 * size)

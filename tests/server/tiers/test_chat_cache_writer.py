@@ -52,6 +52,7 @@ def blocks(served: Served, turns: list[ChatMessage]) -> tuple[str, int]:
     return text, served.core.scheduler.blocks - before
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_restarted_server_goes_on_from_the_restored_caches(
     deep: LoadedModel, tmp_path: Path, kind: str
@@ -80,6 +81,7 @@ def test_a_restarted_server_goes_on_from_the_restored_caches(
     )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ways(each for each in PRESETS if each not in REFUSED))
 def test_the_caches_of_every_preset_come_back(deep: LoadedModel, tmp_path: Path, name: str) -> None:
     tokens = 192 if name in WIDE else TOKENS
@@ -105,6 +107,7 @@ def flip(folder: Path, holding: bytes) -> None:
         file.write_bytes(data)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("part", [b"session_snapshot", b'"base"'])
 def test_a_flipped_bit_has_the_text_be_read_again(
     small: LoadedModel, tmp_path: Path, part: bytes
@@ -127,6 +130,7 @@ def test_a_flipped_bit_has_the_text_be_read_again(
     assert third.ask(answered(turns, last, "And?"), "x").told.restored_tokens > 0
 
 
+@pytest.mark.extended
 def test_what_stands_beside_the_caches_must_fit_them(
     small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +150,7 @@ def test_what_stands_beside_the_caches_must_fit_them(
     again.served.check()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("tier", ["disk", "device"])
 def test_turns_that_were_said_later_are_heard_again(
     small: LoadedModel, tmp_path: Path, tier: str
@@ -171,6 +176,7 @@ def test_turns_that_were_said_later_are_heard_again(
     assert again.ask(more, "x").text == never.ask(more, "x").text
 
 
+@pytest.mark.extended
 def test_the_strongest_durability_keeps_the_caches_too(small: LoadedModel, tmp_path: Path) -> None:
     killed = stored(small, tmp_path, "epicache", Durability.SNAPSHOT)
     never = unstored(small, "epicache")
@@ -183,6 +189,7 @@ def test_the_strongest_durability_keeps_the_caches_too(small: LoadedModel, tmp_p
     assert last.told.restored_tokens > 0
 
 
+@pytest.mark.extended
 def test_many_chats_take_turns_in_little_memory(small: LoadedModel, tmp_path: Path) -> None:
     measured = unstored(small, "epicache")
     talk(measured)
@@ -202,6 +209,7 @@ def test_many_chats_take_turns_in_little_memory(small: LoadedModel, tmp_path: Pa
     assert any(not own.core.sessions.has("a", name) for name in turns)
 
 
+@pytest.mark.extended
 def test_who_leaves_while_it_waits_for_memory_leaves_nothing_there(
     small: LoadedModel, tmp_path: Path
 ) -> None:
@@ -234,6 +242,7 @@ def host_need(served: Served) -> int:
     return chat_turn_demand(session.rule, session.transcript.tokens + 64, 32, 5, 4).host
 
 
+@pytest.mark.extended
 def test_a_session_is_let_go_and_had_back(small: LoadedModel, tmp_path: Path) -> None:
     own, never = stored(small, tmp_path, "epicache"), unstored(small, "epicache")
     turns = talk(own)
@@ -250,6 +259,7 @@ def test_a_session_is_let_go_and_had_back(small: LoadedModel, tmp_path: Path) ->
     assert last.told.tier == "device" and last.told.recomputed_tokens == 0
 
 
+@pytest.mark.extended
 def test_who_asks_while_its_caches_are_written_gets_its_answer(
     small: LoadedModel, tmp_path: Path
 ) -> None:

@@ -284,19 +284,22 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def _bounded(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Filter with a size bound that is checked before it runs."""
-
-        @functools.wraps(function)
-        def checked(*args: Any, **named: Any) -> Any:
-            self.tick()
-            args = tuple(map(materialized, args))
-            values = [
-                a for a in args if not isinstance(a, Environment | Context | nodes.EvalContext)
-            ]
-            self.check_size(output_size_bound(self._chars, name, *values, **named))
-            made = function(*args, **named)
-            return self._counted(made) if isinstance(made, GeneratorType) else made
-
+        checked = functools.partial(self._filtered, name, function)
+        vars(checked).update(
+            getattr(function, "__dict__", {})
+        )  # what the filter wants to be given, by Jinja's marks
         return checked
+
+    def _filtered(
+        self, name: str, function: Callable[..., Any], /, *args: Any, **named: Any
+    ) -> Any:
+        """Result of a filter within its bounds."""
+        self.tick()
+        args = tuple(map(materialized, args))
+        values = [a for a in args if not isinstance(a, Environment | Context | nodes.EvalContext)]
+        self.check_size(output_size_bound(self._chars, name, *values, **named))
+        made = function(*args, **named)
+        return self._counted(made) if isinstance(made, GeneratorType) else made
 
     def _counted(self, parts: Iterable[Any]) -> Iterator[Any]:
         """Yield the parts, as long as their total size is within the bound."""
