@@ -67,6 +67,29 @@ def test_a_tier_that_fails_rests_and_is_tried_again() -> None:
     assert guard.call(divmod, 7, 2) == (3, 1)
 
 
+def test_calls_that_are_stopped_fail_at_once_and_give_back_when_they_end() -> None:
+    guard = DeadlineExecutor("disk", CallLimits(seconds=60.0, calls=1))
+    go_on, ended, raised = threading.Event(), list[int](), list[StoreSlow]()
+
+    def wait(number: int) -> None:
+        with pytest.raises(StoreSlow, match="had not answered when the process ended") as told:
+            guard.call(go_on.wait, ended=lambda: ended.append(number))
+        raised.append(told.value)
+
+    threads = [threading.Thread(target=wait, args=(number,)) for number in range(3)]
+    for thread in threads:  # one hangs, the others wait for its place
+        thread.start()
+        while not guard._calls:
+            pass
+    guard.stop()
+    for thread in threads:
+        thread.join(5)
+    assert len(raised) == 3 and sorted(ended) == [1, 2]
+    with pytest.raises(StoreSlow):
+        guard.call(divmod, 7, 2)
+    go_on.set()
+
+
 def test_a_missing_file_is_no_failure_of_the_disk(tmp_path: object) -> None:
     guard = DeadlineExecutor("disk", CallLimits(max_failures=1))
     with pytest.raises(FileNotFoundError):

@@ -149,16 +149,20 @@ class EngineCore:
         """Cancel all requests, and save caches that the store does not have.
 
         Args:
-            seconds: time limit for saving, most recently used sessions first.
+            seconds: time limit for saving, turns first, then caches of the most recently used
+                sessions. What the store has not answered by then is given up.
         """
+        until = monotonic() + seconds
         self.scheduler.cancel_all()
         self.unwritten.close()
-        self.completions.drain()
-        until = monotonic() + seconds
+        self.completions.drain(until)
         for session in sorted(self.sessions, key=lambda each: -each.usage.last_used):
             if monotonic() < until:
                 self.tiers.save(session)
-                self.completions.drain()
+                self.completions.drain(until)
+        if self.completions.in_flight:
+            self.tiers.disk.stop()
+            self.completions.drain()
         self._persistence.close()
         self.tiers.disk.close()
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
+from time import monotonic
 from typing import Any, TypeVar
 
 from larder.server.api_errors import server_stopping
@@ -154,10 +156,14 @@ class CompletionQueue:
             self.in_flight -= 1
             act()
 
-    def drain(self) -> None:
-        """Wait for all futures, and run their callbacks."""
+    def drain(self, until: float = math.inf) -> None:
+        """Wait for all futures, at most until a time of `monotonic`, and run their callbacks."""
         while self.in_flight:
-            act = self._arrived.get()
+            seconds = None if until == math.inf else max(until - monotonic(), 0.0)
+            try:
+                act = self._arrived.get(timeout=seconds)
+            except Empty:
+                return
             self.in_flight -= 1
             act()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from larder.store import Store, open_file_system
 from server_core import Served, answered, told
 from server_engine_clients import SLOW, ask, failing, hub_in, keeper_in, unheard
 from server_stores import Stored
-from store.file_systems import Faulty
+from store.file_systems import Faulty, Hanging
 
 
 def begun(served: Served | Stored) -> list[ChatMessage]:
@@ -64,6 +65,23 @@ def test_what_is_said_next_goes_on_from_it(
     assert served.ask(answered(text, last, "Really?"), "x").told.session == "x"
     assert said_in(tmp_path, small) == served.core.find("a", "x").turns
     assert len(said_in(tmp_path, small)) == turns + 1
+
+
+def test_6_a_server_ends_in_time_though_its_disk_hangs(small: LoadedModel, tmp_path: Path) -> None:
+    place = Hanging(tmp_path, "replace", "blobs/")
+    stored = Stored(small, tmp_path, place=place.place)
+    text = begun(stored)
+    place.armed.set()
+    client, _ = stored.served.submit(text, "x")
+    while not place.hangs.is_set():
+        stored.core.step()
+    before = time.monotonic()
+    stored.core.close(seconds=0.05)
+    assert time.monotonic() - before < 10 and client.told.durable is False
+    stored.store.close()
+    place.go.set()
+    again = Stored(small, tmp_path, place=open_file_system(str(tmp_path / "store")))
+    assert len(again.core.find("a", "x").turns) == 1
 
 
 def test_one_of_several_that_were_given_up_came_about(

@@ -91,6 +91,9 @@ class DiskTier:
         """Present figures of the store."""
         return DiskTierStats()
 
+    def stop(self) -> None:
+        """Give up what the store has not answered, turns included, because the process ends."""
+
     def close(self) -> None:
         """Finish pending work."""
 
@@ -190,6 +193,9 @@ class StoreDiskTier(DiskTier):
             unwritten=self._parts.unwritten.counts(),
             written_bytes=self._parts.place.written_bytes,
         )
+
+    def stop(self) -> None:
+        self._parts.executor.stop()
 
     def close(self) -> None:
         self._saving.shutdown()

@@ -10,7 +10,8 @@ import errno
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -99,6 +100,19 @@ class DeadlineExecutor:
         self.tier, self.limits = tier, patience
         self.breaker = CircuitBreaker(patience, clock)
         self._room = threading.Semaphore(patience.calls)
+        self._lock = threading.Lock()
+        self._calls = set[Future[Any]]()
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """Fail all calls in progress and all later ones at once, because the process ends."""
+        with self._lock:
+            self._is_stopped = True
+            waiting = list(self._calls)
+        self._room.release(self.limits.calls)  # who waits for a place hears of it, too
+        for call in waiting:
+            with suppress(InvalidStateError):  # it has just ended
+                call.set_exception(self._stopped_error())
 
     def call(
         self,
@@ -113,7 +127,7 @@ class DeadlineExecutor:
                 immediately if it was not started.
 
         Raises:
-            StoreSlow: the call took too long, or the breaker is open.
+            StoreSlow: the call took too long, the breaker is open, or calls were stopped.
             StoreFull: the tier is full or read-only.
             StoreError: it fails.
             FileNotFoundError, FileExistsError: as the function says.
@@ -140,22 +154,41 @@ class DeadlineExecutor:
                 error = caught
             self._room.release()
             ended()
-            if error is None:
-                call.set_result(cast(Result, outcome))
-            else:
-                call.set_exception(error)
+            with suppress(InvalidStateError):  # stopped meanwhile
+                if error is None:
+                    call.set_result(cast(Result, outcome))
+                else:
+                    call.set_exception(error)
 
-        threading.Thread(target=run, daemon=True, name="larder-store").start()
+        if not self._start(call, run):
+            self._room.release()
+            ended()
+            raise self._stopped_error()
         try:
             error = call.exception(max(left, 0))
         except TimeoutError:
             self.breaker.failed()
             raise self._late(function) from None
+        finally:
+            with self._lock:
+                self._calls.discard(call)
         if isinstance(error, OSError) and not isinstance(error, EXPECTED_ERRORS):
             self.breaker.failed()
             raise self._disk_error(error) from error
         self.breaker.record_success()
         return call.result()
+
+    def _start(self, call: Future[Any], run: Callable[[], None]) -> bool:
+        """Run a call in a thread; false if calls were stopped."""
+        with self._lock:
+            if self._is_stopped:
+                return False
+            self._calls.add(call)
+        threading.Thread(target=run, daemon=True, name="larder-store").start()
+        return True
+
+    def _stopped_error(self) -> StoreSlow:
+        return StoreSlow(f"The {self.tier} tier had not answered when the process ended.")
 
     def _disk_error(self, error: OSError) -> StoreError:
         if error.errno in DISK_FULL_ERRNOS:
