@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,24 @@ from typing import Any
 import pytest
 
 from cli_results import Run, complaint, document
-from larder.core import LOCAL_PRINCIPAL
+from golden import homes
+from larder.cli.store_options import open_store
+from larder.core import LOCAL_PRINCIPAL, InputError
 from larder.core.home import home
 from larder.server import RESPONSE, Archive
-from larder.store import RECORD_SCHEMA, Store, decode_record, encode_record, store_secret
+from larder.session import ChatLogFile, upgrade_chat_logs
+from larder.session.transcript.chat_log_file import _read_json, _sealed_bytes
+from larder.store import (
+    RECORD_SCHEMA,
+    Store,
+    decode_record,
+    encode_record,
+    encryption_for,
+    store_secret,
+)
 from larder.store.blobs import container
 from store.caches import IDS, asking, blob_files, is_exact, read, snapshot
+from store.earlier_version import know_schema_0, take_back, take_chats_back
 
 
 @pytest.fixture
@@ -82,7 +95,9 @@ def test_verify_finds_damage(run: Run, kept: Path) -> None:
     assert error["type"] == "Damaged" and "talk: " in error["message"]
 
 
-def test_verify_names_what_another_version_wrote(run: Run, kept: Path) -> None:
+def test_verify_names_what_another_version_wrote(
+    run: Run, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     *_, path = sorted((kept / "store" / "sessions").rglob("*.json"))
     secret = store_secret(home())
     later = replace(decode_record(path.read_bytes(), secret), schema=99)
@@ -98,12 +113,70 @@ def test_verify_names_what_another_version_wrote(run: Run, kept: Path) -> None:
     assert "1 records are of other versions, so that nothing unused was deleted" in said
     assert "is of schema 99" in said and path.read_bytes() == encode_record(later, secret)
     path.write_bytes(encode_record(replace(later, schema=RECORD_SCHEMA), secret))
-    container.CONTAINER_VERSION += 1
-    try:
-        said = complaint(run("cache", "verify", "talk"), 1)
-    finally:
-        container.CONTAINER_VERSION -= 1
-    assert "is of version 1, this larder reads version 2: it is left as it is" in said
+    monkeypatch.setattr(container, "CONTAINER_VERSION", 2)
+    monkeypatch.setattr(container, "CONTAINER_FORM", replace(container.CONTAINER_FORM, version=2))
+    said = complaint(run("cache", "verify", "talk"), 1)
+    assert "is of version 1, this larder reads 2: it is left as it is" in said
+
+
+@pytest.mark.parametrize("name", ["chats", "chats_sealed"])
+def test_10_a_home_of_an_earlier_version_is_carried_over_by_one_command(
+    run: Run, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    pytest.importorskip("cryptography")
+    is_sealed = name.endswith("sealed")
+    more = ("--key-file", str(homes.KEY)) if is_sealed else ()
+    with homes.opened(name) as folder:
+        monkeypatch.setenv("LARDER_HOME", str(folder))
+        before = document(run("cache", "list", "--json", *more))
+        chats = {file: file.read_bytes() for file in (folder / "sessions").glob("*.json")}
+        assert before["sessions"] and chats
+        store = open_store(None, homes.KEY if is_sealed else None)
+        records, count = len(before["sessions"]), take_back(store)
+        store.close()
+        taken_back = 0 if is_sealed else take_chats_back(folder)
+        for index in folder.glob("manifest.sqlite*"):
+            index.unlink()
+        assert document(run("cache", "list", "--json", *more))["sessions"] == []
+        said = complaint(run("cache", "upgrade", *more), 1)
+        assert "records and chats are left as they are" in said and "wrote it" in said
+        know_schema_0(monkeypatch)
+        assert "'larder cache upgrade' carries it over" in complaint(
+            run("cache", "verify", *more), 1
+        )
+        told = document(run("cache", "upgrade", "--json", *more))
+        assert told["upgraded_records"] + told["upgraded_chunks"] == count
+        assert told["upgraded_records"] >= records and told["upgraded_chats"] == taken_back
+        after = document(run("cache", "list", "--json", *more))
+        assert by_name(after) == by_name(before)
+        for file, data in chats.items():
+            assert file.read_bytes() == data or json.loads(file.read_bytes()) == json.loads(data)
+        assert "are intact" in run("cache", "verify", *more).stdout
+        told = document(run("cache", "upgrade", "--json", *more))
+        assert [told[f"upgraded_{kind}"] for kind in ("records", "chunks", "chats")] == [0, 0, 0]
+
+
+def by_name(listed: Any) -> dict[str, Any]:
+    return {each["session"]: each for each in listed["sessions"]}
+
+
+def test_10_a_chat_of_an_earlier_version_is_carried_over(
+    larder_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cryptography")
+    sealing = encryption_for(b"k" * 32, "chats")
+    (larder_home / "sessions").mkdir(parents=True)
+    path = larder_home / "sessions" / "mine.json"
+    log = {"schema": 0, "history": [], "turns": []}
+    path.write_bytes(_sealed_bytes(sealing, json.dumps(log).encode(), path.name))
+    before = path.read_bytes()
+    count, refused = upgrade_chat_logs(sealing)
+    assert count == 0 and "is of schema 0" in refused[str(path)] and path.read_bytes() == before
+    know_schema_0(monkeypatch)
+    with pytest.raises(InputError, match="larder cache upgrade"):
+        ChatLogFile("mine", sealing).load()
+    assert upgrade_chat_logs(sealing) == (1, {})
+    assert _read_json(path, sealing) == log | {"schema": 1}
 
 
 def test_a_session_travels_in_a_file(run: Run, kept: Path, tmp_path: Path) -> None:

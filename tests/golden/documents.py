@@ -154,7 +154,7 @@ def chat() -> dict[str, Any]:
 
 
 def upkeep() -> dict[str, Any]:
-    """Writing commands of `larder cache`: export, import, remove, seal."""
+    """Writing commands of `larder cache`: export, import, remove, upgrade, seal."""
     with opened("chats") as home, TemporaryDirectory() as folder:
         file = Path(folder) / "small.larder"
         told = {
@@ -163,6 +163,7 @@ def upkeep() -> dict[str, Any]:
             "theirs": _document("cache", "import", file, "x", "--owner", "anne", home=home),
             "owned": _document("cache", "list", "--owner", "anne", home=home),
             "remove": _document("cache", "remove", "copy", home=home),
+            "upgrade": _document("cache", "upgrade", home=home),
             "seal": _document("cache", "seal", "--key-file", KEY, home=home),
         }
         return masked(_placed(told, folder), ("saved", "torch", "transformers"))

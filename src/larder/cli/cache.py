@@ -1,4 +1,4 @@
-"""`larder cache`: list, inspect, verify, export, import, remove and encrypt stored sessions."""
+"""`larder cache`: list, inspect, verify, export, import, remove, upgrade and encrypt sessions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from larder.cli.console import format_bytes, make_table, results_console
 from larder.cli.errors import SCHEMA, print_document
 from larder.cli.options import HelpGroup, OutputOptions, command
 from larder.cli.store_options import KeyFile, StoreUrl, open_store
-from larder.core.errors import Damaged, InputError, UsageError
-from larder.core.home import LOCAL_PRINCIPAL
+from larder.core.errors import Damaged, InputError, Refused, UsageError
+from larder.core.home import LOCAL_PRINCIPAL, home
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -27,17 +27,23 @@ if TYPE_CHECKING:
 app = typer.Typer(
     cls=HelpGroup,
     add_completion=False,
-    help="List, show, verify, export, import, remove, seal sessions.",
+    help="List, show, verify, export, import, remove, upgrade, seal sessions.",
 )
 Name = Annotated[str, typer.Argument(metavar="SESSION", help="Its name.")]
 
 
 @dataclass(frozen=True)
-class SessionOptions(OutputOptions):
-    """Store, encryption key and owner of sessions."""
+class StoreOptions(OutputOptions):
+    """Store and encryption key."""
 
     store: StoreUrl = None
     key_file: KeyFile = None
+
+
+@dataclass(frozen=True)
+class SessionOptions(StoreOptions):
+    """Store, encryption key and owner of sessions."""
+
     owner: Annotated[
         str, typer.Option(metavar="PRINCIPAL", help="Owner of the sessions: an API user's name.")
     ] = LOCAL_PRINCIPAL
@@ -181,6 +187,30 @@ def remove(name: Name, options: SessionOptions) -> None:
     _print_result(options, {"session": name, "freed_bytes": freed})
 
 
+@app.command("upgrade")
+@command
+def upgrade(options: StoreOptions) -> None:
+    """Carry over what earlier versions wrote: sessions, chats, and the server's archive.
+
+    It may be interrupted, and run again. Stop servers of the earlier version first.
+    """
+    from larder.server.http.archive import Archive
+    from larder.session.transcript.chat_log_file import upgrade_chat_logs
+    from larder.store.encryption import encryption_for, read_key
+
+    with _open_store(options) as store:
+        result = store.maintenance.upgrade()
+    key = read_key(options.key_file)
+    if (archive := _archive_path()).exists():
+        Archive(archive, sealing=encryption_for(key, "archive")).close()
+    chats, refused = upgrade_chat_logs(encryption_for(key, "chats"))
+    if refused := {**result.refused, **refused}:
+        reasons = " ".join(f"{path}: {why}" for path, why in refused.items())
+        raise Refused(f"{len(refused)} records and chats are left as they are. {reasons}", "format")
+    counts = {"records": result.records, "chunks": result.chunks, "chats": chats}
+    _print_result(options, {f"upgraded_{name}": count for name, count in counts.items()})
+
+
 @app.command("seal")
 @command
 def seal(options: OutputOptions, key_file: KeyFile = None) -> None:
@@ -188,7 +218,6 @@ def seal(options: OutputOptions, key_file: KeyFile = None) -> None:
 
     Authors and order are taken over unverified. Stop the server first.
     """
-    from larder.core.home import home
     from larder.server.http.archive import seal_archive
     from larder.session.transcript.chat_log_file import seal_chat_logs
     from larder.store.encryption import encryption_for, read_key
@@ -196,15 +225,18 @@ def seal(options: OutputOptions, key_file: KeyFile = None) -> None:
     key = read_key(key_file)
     if key is None:
         raise UsageError("There is no encryption key: give --key-file FILE.")
-    archive = home() / "server" / "archive.sqlite"
-    documents = seal_archive(archive, encryption_for(key, "archive"))
+    documents = seal_archive(_archive_path(), encryption_for(key, "archive"))
     _print_result(
         options, {"documents": documents, "chats": seal_chat_logs(encryption_for(key, "chats"))}
     )
 
 
+def _archive_path() -> Path:
+    return home() / "server" / "archive.sqlite"
+
+
 @contextmanager
-def _open_store(options: SessionOptions) -> Iterator[Store]:
+def _open_store(options: StoreOptions) -> Iterator[Store]:
     store = open_store(options.store, options.key_file)
     try:
         yield store

@@ -86,10 +86,12 @@ from .sentence import FAMILIES as FAMILIES
 from .sentence import SLOTS as SLOTS
 from .transcript.chat_log import ChatLog as ChatLog
 from .transcript.chat_log import ChatTurn as ChatTurn
+from .transcript.chat_log_file import CHAT_LOG_FORM as CHAT_LOG_FORM
 from .transcript.chat_log_file import ChatIdentity as ChatIdentity
 from .transcript.chat_log_file import ChatLogFile as ChatLogFile
 from .transcript.chat_log_file import chat_log_path as chat_log_path
 from .transcript.chat_log_file import seal_chat_logs as seal_chat_logs
+from .transcript.chat_log_file import upgrade_chat_logs as upgrade_chat_logs
 from .transcript.chat_template import VARIABLES_ROLE as VARIABLES_ROLE
 from .transcript.chat_template import ChatTemplate as ChatTemplate
 from .transcript.chat_template import PromptEnd as PromptEnd

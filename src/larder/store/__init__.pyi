@@ -11,6 +11,7 @@ from .blobs.cache_state import join_chunks as join_chunks
 from .blobs.cache_state import slice_chunk as slice_chunk
 from .blobs.cache_state import slice_rest as slice_rest
 from .blobs.cache_state import state_nbytes as state_nbytes
+from .blobs.container import CONTAINER_FORM as CONTAINER_FORM
 from .blobs.container import DTYPES as DTYPES
 from .blobs.container import MAX_HEADER_BYTES as MAX_HEADER_BYTES
 from .blobs.container import compress as compress
@@ -30,7 +31,10 @@ from .codecs.base import codec_named as codec_named
 from .codecs.entropy import STEP_SCALE as STEP_SCALE
 from .codecs.entropy import STEPS as STEPS
 from .components import MANIFEST_FILE as MANIFEST_FILE
+from .digests import canonical_json as canonical_json
 from .digests import digest_of as digest_of
+from .digests import open_sealed_json as open_sealed_json
+from .digests import sealed_json as sealed_json
 from .digests import tenant_of as tenant_of
 from .encryption import KEY_PATH as KEY_PATH
 from .encryption import AesGcmEncryption as AesGcmEncryption
@@ -70,6 +74,7 @@ from .model_identity import ModelIdentity as ModelIdentity
 from .model_identity import digest_of_files as digest_of_files
 from .model_identity import digest_of_weights as digest_of_weights
 from .prefix.chunk_index import ChunkIndex as ChunkIndex
+from .prefix.chunk_records import CHUNK_FORM as CHUNK_FORM
 from .prefix.chunk_records import ChunkMatch as ChunkMatch
 from .prefix.chunk_records import PrefixChunk as PrefixChunk
 from .prefix.chunk_records import PrefixDigest as PrefixDigest
@@ -79,6 +84,7 @@ from .prefix.chunk_records import token_bytes as token_bytes
 from .prefix.chunk_records import token_ids_from_bytes as token_ids_from_bytes
 from .sessions.cache_writer import CacheSnapshot as CacheSnapshot
 from .sessions.epochs import SessionEpochs as SessionEpochs
+from .sessions.records import RECORD_FORM as RECORD_FORM
 from .sessions.records import RECORD_SCHEMA as RECORD_SCHEMA
 from .sessions.records import Record as Record
 from .sessions.records import SessionKey as SessionKey
@@ -93,3 +99,4 @@ from .store import Store as Store
 from .throughput import PROBE_INTERVAL as PROBE_INTERVAL
 from .throughput import RestorePath as RestorePath
 from .throughput import ThroughputEstimates as ThroughputEstimates
+from .versions import StoredForm as StoredForm

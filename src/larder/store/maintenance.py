@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -30,6 +30,21 @@ class VerificationResult:
     problems: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class UpgradeResult:
+    """Outcome of an upgrade of a store.
+
+    Args:
+        records: number of session records that were carried over.
+        chunks: number of chunk records that were.
+        refused: why session records were left as they are, by their path in the store.
+    """
+
+    records: int
+    chunks: int
+    refused: Mapping[str, str]
+
+
 class StoreMaintenance:
     """Maintenance operations of a store. Safe while others use it."""
 
@@ -47,6 +62,15 @@ class StoreMaintenance:
     def refused_records(self) -> dict[str, str]:
         """Why records that another version wrote are refused, by their path in the store."""
         return self._parts.epochs.all_records()[1]
+
+    def upgrade(self) -> UpgradeResult:
+        """Carry over what earlier versions have written.
+
+        Each record is replaced at once: what an interrupted upgrade has not reached is as it was,
+        and the next one goes on.
+        """
+        records, refused = self._parts.epochs.upgrade()
+        return UpgradeResult(records, self._parts.chunks.upgrade(), refused)
 
     def sweep(self, grace_seconds: float = GRACE_SECONDS) -> int:
         """Delete everything unreferenced: leftovers of crashes and of removed sessions.

@@ -15,14 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from larder.core.errors import Damaged, InputError
+from larder.core.errors import Damaged, InputError, Refused
 from larder.core.home import LOCAL_PRINCIPAL, home
 from larder.core.session_name import check_session_name
 from larder.session.transcript.chat_log import ChatLog, chat_log_from_record, chat_log_record
 from larder.store.digests import key_of
 from larder.store.encryption import Encryption, NoEncryption
+from larder.store.versions import StoredForm
 
 SCHEMA = 1
+CHAT_LOG_FORM = StoredForm("The session file", "schema", SCHEMA)
 SEAL_HEADER = b"larder sealed 1\n"  # first bytes of an encrypted file
 _PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -96,7 +98,7 @@ class ChatLogFile(ChatLogStore):
         version = self._file_version()
         if version is None:
             return None
-        record = _chat_record(self.path, self._read_json())
+        record = _chat_record(self.path, _read_json(self.path, self._sealing))
         self._last_version = version
         return record
 
@@ -112,8 +114,7 @@ class ChatLogFile(ChatLogStore):
                 "it: end the other chat, or go on under another name."
             )
         try:
-            text = json.dumps(_record(log, identity), ensure_ascii=False, indent=1)
-            _atomic_write(self.path, self._closed(text.encode()))
+            _atomic_write(self.path, self._closed(_encoded(_record(log, identity))))
         except OSError as error:
             raise InputError(
                 f"The session file {self.path} cannot be written ({error.strerror}): make room, or "
@@ -123,31 +124,6 @@ class ChatLogFile(ChatLogStore):
 
     def _closed(self, data: bytes) -> bytes:
         return _sealed_bytes(self._sealing, data, self.path.name)
-
-    def _read_json(self) -> Any:
-        try:
-            data = self.path.read_bytes()
-        except OSError as error:
-            raise InputError(_unreadable_message(self.path, error)) from error
-        is_sealed = data.startswith(SEAL_HEADER)
-        if self._sealing.is_encrypted and not is_sealed:
-            raise InputError(
-                f"The session file {self.path} lies open though a key is given, so nobody can tell "
-                "who has written it: 'larder cache seal --key-file FILE' seals it as it stands."
-            )
-        try:
-            if is_sealed:
-                data = self._sealing.opened(
-                    LOCAL_PRINCIPAL, data[len(SEAL_HEADER) :], self.path.name
-                )
-            return json.loads(data)
-        except Damaged as error:
-            raise InputError(
-                _damaged_message(self.path, "it does not open with this key")
-            ) from error
-        except (ValueError, RecursionError) as error:
-            why = "it is under a key: give --key-file" if is_sealed else "it is not JSON"
-            raise InputError(_damaged_message(self.path, why)) from error
 
     def _file_version(self) -> tuple[int, int, int] | None:
         """Inode, size and time of change, which differ for every save; None without a file."""
@@ -198,9 +174,62 @@ def seal_chat_logs(sealing: Encryption) -> int:
     return count
 
 
+def upgrade_chat_logs(sealing: Encryption) -> tuple[int, dict[str, str]]:
+    """Carry over chat logs of earlier versions, each at once.
+
+    Returns:
+        their number, and why others are left as they are, by path.
+
+    Raises:
+        InputError: a file cannot be written.
+    """
+    count, refused = 0, dict[str, str]()
+    for path in sorted((home() / "sessions").glob("*.json")):
+        try:
+            record = _read_json(path, sealing)
+            schema = record.get("schema") if isinstance(record, dict) else None
+            if schema == SCHEMA:
+                continue
+            record = {**CHAT_LOG_FORM.upgraded(record, schema), "schema": SCHEMA}
+            _atomic_write(path, _sealed_bytes(sealing, _encoded(record), path.name))
+            count += 1
+        except (InputError, Refused) as error:
+            refused[str(path)] = str(error)
+        except OSError as error:
+            raise InputError(_unreadable_message(path, error)) from error
+    return count, refused
+
+
 def _sealed_bytes(sealing: Encryption, data: bytes, name: str) -> bytes:
     closed = sealing.closed(LOCAL_PRINCIPAL, data, name)
     return SEAL_HEADER + closed if sealing.is_encrypted else closed
+
+
+def _read_json(path: Path, sealing: Encryption) -> Any:
+    """JSON of a session file.
+
+    Raises:
+        InputError: it cannot be read or opened.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(_unreadable_message(path, error)) from error
+    is_sealed = data.startswith(SEAL_HEADER)
+    if sealing.is_encrypted and not is_sealed:
+        raise InputError(
+            f"The session file {path} lies open though a key is given, so nobody can tell "
+            "who has written it: 'larder cache seal --key-file FILE' seals it as it stands."
+        )
+    try:
+        if is_sealed:
+            data = sealing.opened(LOCAL_PRINCIPAL, data[len(SEAL_HEADER) :], path.name)
+        return json.loads(data)
+    except Damaged as error:
+        raise InputError(_damaged_message(path, "it does not open with this key")) from error
+    except (ValueError, RecursionError) as error:
+        why = "it is under a key: give --key-file" if is_sealed else "it is not JSON"
+        raise InputError(_damaged_message(path, why)) from error
 
 
 def _chat_record(path: Path, record: Any) -> ChatRecord:
@@ -211,10 +240,12 @@ def _chat_record(path: Path, record: Any) -> ChatRecord:
     """
     if not isinstance(record, dict) or not isinstance(record.get("schema"), int):
         raise InputError(_damaged_message(path, "it has no schema number"))
-    if record["schema"] != SCHEMA:
+    if (schema := record["schema"]) != SCHEMA:
+        way = "use the Larder that wrote it, or another session name."
+        if CHAT_LOG_FORM.can_upgrade(schema):
+            way = CHAT_LOG_FORM.way_out(schema)
         raise InputError(
-            f"The session file {path} has schema {record['schema']}, this Larder reads {SCHEMA}: "
-            "use the Larder that wrote it, or another session name."
+            f"The session file {path} has schema {schema}, this Larder reads {SCHEMA}: {way}"
         )
     try:
         model = record["model"]
@@ -233,6 +264,10 @@ def _chat_record(path: Path, record: Any) -> ChatRecord:
 def _record(log: ChatLog, identity: ChatIdentity) -> dict[str, Any]:
     model = {"name": identity.model, "fingerprint": identity.fingerprint}
     return {"schema": SCHEMA, "model": model, "policy": identity.policy, **chat_log_record(log)}
+
+
+def _encoded(record: dict[str, Any]) -> bytes:
+    return json.dumps(record, ensure_ascii=False, indent=1).encode()
 
 
 def _unreadable_message(path: Path, error: OSError) -> str:

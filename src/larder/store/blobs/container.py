@@ -21,10 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from larder.core.errors import Damaged, Refused
+from larder.core.errors import Damaged
 from larder.store.digests import canonical_json, digest_of, digests_equal, key_of, parse_json
+from larder.store.versions import StoredForm
 
 CONTAINER_FORMAT, CONTAINER_VERSION = "kvm", 1
+# Blobs never change: those of earlier versions are carried over as they are read, as a pair of
+# tensors and metadata.
+CONTAINER_FORM = StoredForm("The saved cache", "version", CONTAINER_VERSION)
 METADATA_KEY = "__metadata__"
 MAX_HEADER_BYTES = 16 * 2**20
 MAX_TENSORS = 2**14
@@ -101,7 +105,10 @@ def unpack_container(data: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
         _digest(spelled, fields, parts), _text(head.get("kvm_digest"), "kvm_digest")
     ):
         raise Damaged("The bytes of a saved cache do not match their digest.")
-    return {name: _tensor(fields[name], part) for name, part in parts.items()}, metadata
+    tensors = {name: _tensor(fields[name], part) for name, part in parts.items()}
+    if metadata["version"] != CONTAINER_VERSION:
+        tensors, metadata = CONTAINER_FORM.upgraded((tensors, metadata), metadata["version"])
+    return tensors, metadata
 
 
 def peek_metadata(data: bytes) -> dict[str, Any]:
@@ -126,12 +133,9 @@ def _parse_metadata(spelled: str) -> dict[str, Any]:
     metadata = parse_json(spelled)
     if not isinstance(metadata, dict) or metadata.get("format") != CONTAINER_FORMAT:
         raise Damaged("This safetensors file tells of no saved cache.")
-    if metadata.get("version") != CONTAINER_VERSION:
-        raise Refused(
-            f"The saved cache is of version {str(metadata.get('version'))[:20]}, this larder reads "
-            f"version {CONTAINER_VERSION}: it is left as it is; use the larder that wrote it.",
-            "format",
-        )
+    version = metadata.get("version")
+    if version != CONTAINER_VERSION and not CONTAINER_FORM.can_upgrade(version):
+        raise CONTAINER_FORM.refusal(version)
     return metadata
 
 

@@ -217,6 +217,13 @@ class ChunkIndex:
             )
         return [(row[0], _chunk_from_row(row[1:9]), row[9], row[10]) for row in found]
 
+    def upgrade(self) -> int:
+        """Carry over chunk records of earlier versions, and index them; return their number."""
+        count = self._records.upgrade()
+        if count:
+            self.rebuild()
+        return count
+
     def rebuild(self) -> None:
         """Index the chunk records beside the blobs."""
         known: dict[tuple[str, str, str], int] = {}

@@ -26,9 +26,11 @@ from larder.store.digests import (
 )
 from larder.store.fs.base import FileSystem
 from larder.store.fs.deadline import DeadlineExecutor
+from larder.store.versions import StoredForm
 
 CHUNKS_FOLDER, KEPT_FOLDER = "chunks", "kept"
 CHUNK_SCHEMA = 1
+CHUNK_FORM = StoredForm("The record of a prefix chunk", "schema", CHUNK_SCHEMA)
 RECORD_SUFFIX, SHARED_SUFFIX = "json", "shared"
 
 
@@ -81,10 +83,9 @@ class ChunkRecords:
 
     def write(self, tenant: str, key: str, fields: dict[str, Any]) -> bool:
         """Write a chunk record; True if none of its key existed."""
-        text = canonical_json(fields | {"schema": CHUNK_SCHEMA})
-        data = sealed_json(self._secret, "chunk", text)
+        path = chunk_record_path(tenant, key)
         try:
-            self._guard.call(self._place.create, chunk_record_path(tenant, key), data)
+            self._guard.call(self._place.create, path, self._sealed(fields))
         except FileExistsError:
             return False
         return True
@@ -98,6 +99,18 @@ class ChunkRecords:
         for path in self._guard.call(self._paths, CHUNKS_FOLDER):
             if (fields := self._read(path)) is not None:
                 yield fields
+
+    def upgrade(self) -> int:
+        """Replace records of earlier versions by those of the present one, each at once; return
+        their number. Others are ignored: their tokens are prefilled again."""
+        count = 0
+        for path in self._guard.call(self._paths, CHUNKS_FOLDER):
+            fields = self._open(path)
+            if fields is not None and CHUNK_FORM.can_upgrade(fields.get("schema")):
+                upgraded = CHUNK_FORM.upgraded(fields, fields["schema"])
+                self._guard.call(self._place.replace, path, self._sealed(upgraded))
+                count += 1
+        return count
 
     def share(self, tenant: str, key: str) -> None:
         """Mark a chunk as used by a machine other than its writer."""
@@ -140,12 +153,20 @@ class ChunkRecords:
                 self._guard.call(self._place.remove, path)
 
     def _read(self, path: str) -> dict[str, Any] | None:
+        fields = self._open(path)
+        return fields if fields is not None and fields.get("schema") == CHUNK_SCHEMA else None
+
+    def _open(self, path: str) -> dict[str, Any] | None:
+        """Fields of a record of any version; None if it is missing or damaged."""
         try:
             data = self._guard.call(self._place.read, path)
-            fields = parse_json(open_sealed_json(self._secret, "chunk", data))
+            return parse_json(open_sealed_json(self._secret, "chunk", data))
         except (FileNotFoundError, Damaged):
             return None
-        return fields if fields.get("schema") == CHUNK_SCHEMA else None
+
+    def _sealed(self, fields: dict[str, Any]) -> bytes:
+        text = canonical_json(fields | {"schema": CHUNK_SCHEMA})
+        return sealed_json(self._secret, "chunk", text)
 
     def _paths(self, folder: str) -> list[str]:
         found = (entry.path for entry in self._place.list_files(folder))

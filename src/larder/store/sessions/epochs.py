@@ -28,6 +28,7 @@ from larder.store.sessions.records import (
     SessionKey,
     decode_record,
     encode_record,
+    upgraded_record,
 )
 
 FORGOTTEN_FOLDER = "forgotten"  # per tenant: the last epoch of its removed sessions
@@ -239,6 +240,30 @@ class SessionEpochs:
                 records.append(record)
         return records, refused
 
+    def upgrade(self) -> tuple[int, dict[str, str]]:
+        """Replace records of earlier versions by those of the present one, each at once.
+
+        Returns:
+            their number, and why others are refused, by path.
+        """
+        count, refused = 0, dict[str, str]()
+        for path in self._guard.call(self._paths):
+            parsed = _parse_record_path(path)
+            try:
+                data = self._guard.call(self._place.read, path)
+                record = upgraded_record(data, self._secret)
+            except (FileNotFoundError, Damaged):  # set aside when the session is read
+                continue
+            except Refused as error:
+                refused[path] = str(error)
+                continue
+            if record is None or (record.key, record.epoch) != parsed:
+                continue
+            self._guard.call(self._place.replace, path, encode_record(record, self._secret))
+            self.manifest.adopt(record)
+            count += 1
+        return count, refused
+
     def _create(self, record: Record) -> None:
         """Create the record of an epoch. Raises: Superseded: it exists."""
         try:
@@ -281,13 +306,15 @@ class SessionEpochs:
                     self.manifest.adopt(record)
 
     def _known(self, key: SessionKey, epoch: int | None) -> Record | None:
-        """State in the manifest; None if it is damaged."""
+        """State in the manifest; None if it is damaged, or not yet carried over as its record."""
         try:
             if epoch is None:
                 return self.manifest.head(key)
             return self.manifest.epoch(key, epoch)
         except Damaged as error:
             self._damaged(str(error))
+            return None
+        except Refused:
             return None
 
     def _beside(self, key: SessionKey, epoch: int) -> Record | None:

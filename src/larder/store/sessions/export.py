@@ -34,6 +34,7 @@ from larder.store.sessions.records import (
     Record,
     SessionKey,
     record_from_dict,
+    upgraded_record_fields,
 )
 
 EXPORT_KIND = "session_export"
@@ -111,8 +112,10 @@ def _parse_export(data: bytes) -> tuple[Record, tuple[int, ...], dict[str, bytes
 
 
 def _parse_record(fields: Any) -> Record:
-    if not isinstance(fields, dict) or fields.get("schema") != RECORD_SCHEMA:
+    if not isinstance(fields, dict):
         raise Refused("The exported session was written by another larder.", "format")
+    if fields.get("schema") != RECORD_SCHEMA:
+        fields = upgraded_record_fields(fields)
     try:
         record = record_from_dict(fields)
     except (KeyError, TypeError, AttributeError) as error:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
-from larder.core.errors import Damaged, Refused
+from larder.core.errors import Damaged
 from larder.store.blobs.blob_store import BlobRef
 from larder.store.digests import (
     canonical_json,
@@ -23,9 +23,11 @@ from larder.store.digests import (
     parse_json,
     sealed_json,
 )
+from larder.store.versions import StoredForm
 
 SESSIONS_FOLDER = "sessions"
 RECORD_SCHEMA = 1
+RECORD_FORM = StoredForm("The record of a session", "schema", RECORD_SCHEMA)
 PINNED_LABEL, YES, NO = "pinned", "yes", "no"  # a label and its values
 ROOT_LABEL = "root"  # label: name of the session that a branch began as; otherwise the own name
 CACHE_FIELDS = (
@@ -228,12 +230,31 @@ def decode_record(data: bytes, secret: bytes) -> Record:
     """
     fields = parse_json(open_sealed_json(secret, "record", data))
     if fields.get("schema") != RECORD_SCHEMA:
-        raise Refused(
-            f"The record of a session is of schema {str(fields.get('schema'))[:20]}, this larder "
-            f"reads {RECORD_SCHEMA}: it is left as it is; use the version of larder that wrote it.",
-            "format",
-        )
+        raise RECORD_FORM.refusal(fields.get("schema"))
     return record_from_dict(fields)
+
+
+def upgraded_record(data: bytes, secret: bytes) -> Record | None:
+    """Record of an earlier schema, carried over; None if it is of the present one.
+
+    Raises:
+        Damaged: it was changed, or sealed with another secret.
+        Refused: it cannot be carried over.
+    """
+    fields = parse_json(open_sealed_json(secret, "record", data))
+    if fields.get("schema") == RECORD_SCHEMA:
+        return None
+    return record_from_dict(upgraded_record_fields(fields))
+
+
+def upgraded_record_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a record of an earlier schema, carried over.
+
+    Raises:
+        Refused: they cannot be.
+    """
+    upgraded = RECORD_FORM.upgraded(dict(fields), fields.get("schema"))
+    return {**upgraded, "schema": RECORD_SCHEMA}
 
 
 def record_from_dict(fields: Mapping[str, Any]) -> Record:
