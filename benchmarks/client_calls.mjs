@@ -62,6 +62,17 @@ const calls = {
     const told = await generateText({ model, prompt: "What do I have?", ...loop });
     check(told.steps.length === 3 && told.steps[0].toolResults[0].output === "3", "no steps");
   },
+  async "generateText with a tool, 10 steps of one session"(model) {
+    const ten = { ...loop, stopWhen: stepCountIs(10) };
+    const told = await generateText({ model, prompt: `Ten times, ${Math.random()}?`, ...ten });
+    check(told.steps.length === 10, `${told.steps.length} steps`);
+    const cached = told.steps.map((step) => step.usage.inputTokenDetails?.cacheReadTokens ?? 0);
+    for (let step = 1; step < 10; step += 1) {
+      check(cached[step] > cached[step - 1], `cached tokens ${cached.join(", ")}`);
+    }
+    const { data } = await (await fetch(`${url}/v1/sessions`)).json();
+    check(!data.some((session) => /~\d+$/.test(session.id)), "a branch");
+  },
   async generateObject(model) {
     const told = await generateObject({ model, schema, prompt: "What?", maxOutputTokens: 60 });
     check(words.includes(told.object.what), "no object");
@@ -73,13 +84,15 @@ let failed = 0;
 for (const [name, model] of Object.entries(models)) {
   for (const [what, call] of Object.entries(calls)) {
     let error = "";
+    const started = Date.now();
     try {
       await call(model);
     } catch (caught) {
       error = String(caught?.message ?? caught).slice(0, 600);
       failed += 1;
     }
-    console.log(JSON.stringify({ client: `ai with ${name}`, version, call: what, error }));
+    const seconds = (Date.now() - started) / 1000;
+    console.log(JSON.stringify({ client: `ai with ${name}`, version, call: what, seconds, error }));
   }
 }
 process.exit(failed ? 1 : 0);

@@ -1,9 +1,9 @@
 """Calls of real clients in Python against a running server; one JSON line per call.
 
-    python benchmarks/client_calls.py URL
+    python benchmarks/client_calls.py URL [PACKAGE...]
 
 Runs in an environment that has the clients, without Larder: those that are not installed are
-skipped. `clients.py` starts the server.
+skipped. `clients.py` starts the server, whose model is called `seed` whatever it is.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -101,12 +102,34 @@ def anthropic_messages(url: str) -> None:
         assert client.messages.count_tokens(model=MODEL, messages=ASKED).input_tokens
 
 
+def anthropic_typed(url: str) -> None:
+    from anthropic import Anthropic
+
+    with Anthropic(base_url=url, api_key=KEY) as client:
+        given: Any = {"model": MODEL, "max_tokens": 60, "messages": ASKED}
+        given["output_config"] = {"format": {"type": "json_schema", "schema": COUNT}}
+        with client.messages.stream(**given) as stream:
+            streamed = stream.get_final_message()
+        for told in (client.messages.create(**given), streamed):
+            assert json.loads(told.content[0].text)["what"] in WORDS
+
+
 def langchain_tools(url: str) -> None:
+    from langchain_core.messages import HumanMessage, ToolMessage
     from langchain_openai import ChatOpenAI
 
     model = ChatOpenAI(base_url=f"{url}/v1", api_key=KEY, model=MODEL, max_tokens=60)
-    told = model.bind_tools([TOOL], tool_choice="required").invoke("What do I have?")
-    assert told.tool_calls[0]["args"]["what"] in WORDS
+    bound = model.bind_tools([TOOL], tool_choice="required", parallel_tool_calls=False)
+    messages: list[Any] = [HumanMessage("What do I have?")]
+    for step in range(4):  # streamed at every second
+        if step % 2:
+            first, *rest = bound.stream(messages)
+            told = sum(rest, first)
+        else:
+            told = bound.invoke(messages)
+        [call] = told.tool_calls
+        assert call["args"]["what"] in WORDS
+        messages += [told, ToolMessage("3", tool_call_id=call["id"])]
     schema = {"title": "Count", **COUNT}
     for method in ("json_schema", "function_calling"):
         assert model.with_structured_output(schema, method=method).invoke("What?")["what"] in WORDS
@@ -161,7 +184,76 @@ async def _agents_loop(url: str) -> None:
         assert result.final_output == "done" and len(steps) == 4
 
 
+def agents_typed(url: str) -> None:
+    asyncio.run(_agents_typed(url))
+
+
+async def _agents_typed(url: str) -> None:
+    import agents
+    from openai import AsyncOpenAI
+    from pydantic import BaseModel
+
+    class Held(BaseModel):
+        bread: bool
+        salt: bool
+
+    agents.set_tracing_disabled(True)
+    client = AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY)
+    for kind in (agents.OpenAIResponsesModel, agents.OpenAIChatCompletionsModel):
+        settings = agents.ModelSettings(max_tokens=60)
+        agent = agents.Agent(
+            name="typed", model=kind(MODEL, client), output_type=Held, model_settings=settings
+        )
+        assert isinstance((await agents.Runner.run(agent, "What?")).final_output, Held)
+        result = agents.Runner.run_streamed(agent, "What?")
+        assert [event async for event in result.stream_events()]
+        assert isinstance(result.final_output, Held)
+
+
 def inspect_evaluation(url: str) -> None:
+    _inspected(url, [f"Say {word}." for word in WORDS], logprobs=True, top_logprobs=2)
+
+
+def inspect_tools(url: str) -> None:
+    """Loop that must call tools until its messages are used up."""
+    from inspect_ai.solver import generate, use_tools
+    from inspect_ai.tool import tool
+
+    called = list[bool]()
+
+    @tool
+    def count():
+        async def execute(kept: bool) -> str:
+            """Count.
+
+            Args:
+                kept: Whether it is kept.
+            """
+            called.append(kept)
+            return "3"
+
+        return execute
+
+    forced = [use_tools([count()], tool_choice="any"), generate(tool_calls="loop")]
+    _inspected(url, ["What?"], forced, parallel_tool_calls=False, message_limit=5)
+    assert len(called) >= 2
+
+
+def inspect_typed(url: str) -> None:
+    from inspect_ai.model import ResponseSchema
+    from inspect_ai.util import json_schema
+    from pydantic import BaseModel
+
+    class Held(BaseModel):
+        bread: bool
+
+    schema = ResponseSchema(name="held", json_schema=json_schema(Held))
+    [sample] = _inspected(url, ["What?"], response_schema=schema)
+    Held.model_validate_json(sample.output.completion)
+
+
+def _inspected(url: str, inputs: list[str], solver: Any = None, **more: Any) -> list[Any]:
+    """Samples of an evaluation."""
     from inspect_ai import Task, eval
     from inspect_ai.dataset import Sample
     from inspect_ai.scorer import includes
@@ -169,18 +261,49 @@ def inspect_evaluation(url: str) -> None:
 
     os.environ["LARDER_API_KEY"], os.environ["LARDER_BASE_URL"] = KEY, f"{url}/v1"
     with tempfile.TemporaryDirectory() as folder:
-        samples = [Sample(input=f"Say {word}.", target=word) for word in WORDS]
-        task = Task(dataset=samples, solver=generate(), scorer=includes())
-        [log] = eval(
-            task,
-            model=f"openai-api/larder/{MODEL}",
-            log_dir=folder,
-            display="none",
-            max_tokens=8,
-            logprobs=True,
-            top_logprobs=2,
+        samples = [
+            Sample(input=text, target=word) for text, word in zip(inputs, WORDS, strict=False)
+        ]
+        task = Task(dataset=samples, solver=solver or generate(), scorer=includes())
+        given = {"log_dir": folder, "display": "none", "max_tokens": 60 if solver else 24, **more}
+        [log] = eval(task, model=f"openai-api/larder/{MODEL}", **given)
+    assert log.status == "success" and log.results.completed_samples == len(inputs), log.error
+    return log.samples
+
+
+def lm_evaluation(url: str) -> None:
+    """Choices, a generation and a rolling log-likelihood, in requests of one and of eight texts."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    texts = ["I have bread and salt.", "The cat sat on the mat.", "One, two, three, four"]
+    pairs = [(text, f" {word}") for text in texts for word in WORDS]
+    rolling, found = [(text,) for text in texts], list[Any]()
+    for size in (1, 8):
+        model = LocalCompletionsAPI(
+            base_url=f"{url}/v1/completions",
+            model=MODEL,
+            tokenizer_backend="remote",
+            num_concurrent=1,
+            batch_size=size,
         )
-    assert log.status == "success" and log.results.completed_samples == len(WORDS), log.error
+
+        def asked(kind: str, arguments: list[Any]) -> list[Instance]:
+            return [Instance(kind, {}, given, n) for n, given in enumerate(arguments)]
+
+        until = {"until": ["."], "max_gen_toks": 6}
+        found.append(
+            [
+                model.loglikelihood(asked("loglikelihood", pairs)),
+                model.loglikelihood_rolling(asked("loglikelihood_rolling", rolling)),
+                model.generate_until(asked("generate_until", [(text, until) for text in texts])),
+            ]
+        )
+    one, eight = found
+    assert one[2] == eight[2]
+    for left, right in zip(one[0], eight[0], strict=True):
+        assert abs(left[0] - right[0]) < 1e-4 and left[1] == right[1]
+    assert all(abs(left - right) < 1e-4 for left, right in zip(one[1], eight[1], strict=True))
 
 
 def llm_command(url: str) -> None:
@@ -195,6 +318,7 @@ def llm_command(url: str) -> None:
             ["Hello", "-o", "max_tokens", "8"],
             ["Hello", "-o", "max_tokens", "8", "--no-stream"],
             ["-c", "And?", "-o", "max_tokens", "8"],
+            ["Hello", "-o", "max_tokens", "8", "--functions", "def count(kept: bool): return 3"],
             ["What?", "--schema", json.dumps(COUNT)],
         ):
             done = subprocess.run([*base, *more], env=environment, capture_output=True, text=True)
@@ -207,27 +331,40 @@ CALLS: list[tuple[str, str, Call]] = [
     ("openai", "responses, streamed, previous_response_id", openai_responses),
     ("openai", "chat.completions.parse", openai_parse),
     ("anthropic", "messages.stream with a tool, count_tokens", anthropic_messages),
-    ("langchain-openai", "bind_tools, with_structured_output, stream", langchain_tools),
+    ("anthropic", "output_config.format, streamed or not", anthropic_typed),
+    (
+        "langchain-openai",
+        "loop of 4 calls, every second streamed, with_structured_output, stream",
+        langchain_tools,
+    ),
     ("openai-agents", "loop of 4 calls, both APIs, streamed or not", agents_loop),
+    ("openai-agents", "output_type, both APIs, streamed or not", agents_typed),
     ("inspect-ai", "eval of openai-api/ with logprobs", inspect_evaluation),
-    ("llm", "prompt, --no-stream, -c, --schema", llm_command),
+    ("inspect-ai", "loop of 2 calls", inspect_tools),
+    ("inspect-ai", "response_schema", inspect_typed),
+    ("llm", "prompt, --no-stream, -c, --functions, --schema", llm_command),
+    ("lm_eval", "local-completions: choices, rolling, generation, batch 1 and 8", lm_evaluation),
 ]
 
 
 def main() -> int:
-    failed = 0
+    failed, (url, *only) = 0, sys.argv[1:]
     for package, what, call in CALLS:
         try:
             found = version(package)
         except PackageNotFoundError:
             continue
-        error = ""
+        if only and package not in only:
+            continue
+        error, started = "", time.monotonic()
         try:
-            call(sys.argv[1])
+            call(url)
         except BaseException as caught:
             error = f"{type(caught).__name__}: {str(caught)[:600]}"
         failed += bool(error)
-        print(json.dumps({"client": package, "version": found, "call": what, "error": error}))
+        seconds = round(time.monotonic() - started, 1)
+        row = {"client": package, "version": found, "call": what, "seconds": seconds}
+        print(json.dumps(row | {"error": error}), flush=True)
     return 1 if failed else 0
 
 

@@ -7,11 +7,11 @@ sessions, resumed sessions, aborted streams, repeated requests, loops of tool ca
 releases, compactions, exports and imports, conversations and responses, removals, wrong keys and
 invalid requests. Each client holds at most `--sessions` sessions and removes the oldest one for
 every new one, so that nothing should grow. Every second resident memory, open files, threads, files
-of the store and their bytes are counted. After a warm-up (a third of the time) a line is fitted to
-the counts: its slope with a 95 % interval. A quantity grows if the interval is above 0 and the
-increase exceeds a tolerance. At the end every session is removed, and the remaining files of the
-store are reported. Rows go to results/soak.jsonl; the exit status is 1 if something grows or
-remains, an answer is a 5xx other than 503, or the budget was exceeded.
+of the store and their bytes are counted. After a warm-up (`--warm-up` minutes, at most a third of
+the time) a line is fitted to the counts: its slope with a 95 % interval. A quantity grows if the
+interval is above 0 and the increase exceeds a tolerance. At the end every session is removed, and
+the remaining files of the store are reported. Rows go to results/soak.jsonl; the exit status is 1
+if something grows or remains, an answer is a 5xx other than 503, or the budget was exceeded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from larder.store import TOMBSTONE_SECONDS
 
 OUT = Path("results/soak.jsonl")
 VIOLATIONS = "larder_budget_violations_total"
-WARM_UP = 1 / 3
+MOST_WARM_UP = 1 / 3  # of the time
 TEMPLATE = Path(__file__).parent / "tool_template.jinja"
 FORGOTTEN_SECONDS = 2 * TOMBSTONE_SECONDS  # after which removed sessions are deleted
 # Folders that are empty once every session is gone.
@@ -98,7 +98,9 @@ def soaked(
             thread.start()
         samples: list[Any] = []
         while any(thread.is_alive() for thread in threads):
-            samples.append((time.monotonic() - started, sample(server.process, home)))
+            acts = sum(sum(each.outcomes.values()) for each in clients)
+            counts = sample(server.process, home) | {"acts": acts}
+            samples.append((time.monotonic() - started, counts))
             time.sleep(options.seconds)
         for key in TENANTS:
             owner = Server(server.url, server.process, key)
@@ -115,7 +117,8 @@ def main() -> int:
     options = _options()
     with tempfile.TemporaryDirectory() as folder:
         samples, outcomes, violations, left = soaked(options, Path(folder))
-    measured = [each for each in samples if each[0] >= WARM_UP * samples[-1][0]]
+    warm_up = min(60 * options.warm_up, MOST_WARM_UP * samples[-1][0])
+    measured = [each for each in samples if each[0] >= warm_up]
     seconds, rows, grown = [at for at, _ in measured], [], []
     for name, tolerance in TOLERANCES.items():
         line = growth(seconds, [counts[name] for _, counts in measured])
@@ -128,6 +131,8 @@ def main() -> int:
             f"[{per_minute['low']:+,.2f}, {per_minute['high']:+,.2f}]"
             f"{'  GROWS' if name in grown else ''}"
         )
+    if options.samples is not None:
+        write(options.samples, [{"seconds": at} | counts for at, counts in samples])
     summary = {"minutes": options.minutes, "clients": options.clients, "policy": options.policy}
     summary |= {"outcomes": dict(outcomes), "violations": violations, "environment": environment()}
     summary["written"], summary["left"] = samples[-1][1]["written"], left
@@ -148,6 +153,7 @@ def _is_broken(outcome: str) -> bool:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--warm-up", type=float, default=5.0, help="minutes that do not count")
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--sessions", type=int, default=6, help="sessions per client")
     parser.add_argument("--policy", default="full")
@@ -156,6 +162,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--host-budget", default="16MiB")
     parser.add_argument("--seconds", type=float, default=1.0, help="seconds between two samples")
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--samples", type=Path, help="file for all counts")
     return parser.parse_args()
 
 
