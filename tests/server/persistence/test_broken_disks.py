@@ -1,0 +1,127 @@
+"""Disks that break, vanish or fill up under a server, and clocks that are set."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import httpx2
+import pytest
+
+import server_core
+from larder.models import LoadedModel
+from larder.server import ApiError, Archive, ChatMessage, LoopbackAuth
+from larder.store import open_file_system
+from server.fake_engine_client import NAME
+from server.http.running_server import running
+from server_core import Served, answered, told
+from server_stores import Stored
+from store.file_systems import BROKEN, FULL, QUOTA, READ_ONLY, Faulty, refusing
+
+DAY = 86_400
+
+
+def talk(served: Served | Stored) -> list[ChatMessage]:
+    turns = told(1)
+    turns = answered(turns, served.ask(turns, "x"), "Why?")
+    return answered(turns, served.ask(turns, "x"), "Sure?")
+
+
+@pytest.fixture
+def others(small: LoadedModel) -> tuple[list[ChatMessage], str]:
+    """What a server without a store is asked third, and what it answers."""
+    never = Served(small)
+    turns = talk(never)
+    return turns, never.ask(turns, "x").text
+
+
+@pytest.mark.parametrize("error", [FULL, READ_ONLY, BROKEN, QUOTA])
+def test_4_turns_that_a_broken_disk_does_not_take_are_written_once_it_is_mended(
+    small: LoadedModel, tmp_path: Path, others: tuple[list[ChatMessage], str], error: int
+) -> None:
+    place = Faulty(open_file_system(str(tmp_path / "disk")))
+    stored = Stored(small, tmp_path, place=place)
+    turns = talk(stored)
+    assert turns == others[0]
+    place.before = refusing(error, "create", "replace", "touch")
+    last = stored.ask(turns, "x")
+    assert last.text == others[1] and last.told.durable is False
+    assert stored.core.unwritten.is_degraded
+    place.before = lambda what, path: None
+    stored.store.parts.executor.breaker.record_success()  # as if it had rested
+    for _ in range(10):  # seconds, by this clock
+        stored.run()
+    assert not stored.core.unwritten.is_degraded
+    stored.close()
+    again = Stored(small, tmp_path, place=place)
+    assert [turn.text for turn in again.core.find("a", "x").turns][-1] == others[1]
+
+
+@pytest.mark.parametrize("is_served", [True, False])
+def test_4_a_store_that_is_gone_stops_no_answer(
+    small: LoadedModel, tmp_path: Path, others: tuple[list[ChatMessage], str], is_served: bool
+) -> None:
+    stored = Stored(small, tmp_path)
+    turns = talk(stored)
+    if not is_served:
+        stored.close()
+    shutil.rmtree(tmp_path / "blobs")
+    if not is_served:
+        stored = Stored(small, tmp_path)
+        with pytest.raises(ApiError) as refused:  # who brings no text
+            stored.core.find("a", "x")
+        assert refused.value.code in ("session_unreadable", "session_not_found")
+    last = stored.ask(turns, "x")
+    # Who lost the tokens of its answers has their text to go on from, as a server that is new.
+    assert last.text == (others[1] if is_served else Served(small).ask(turns, "x").text)
+    assert (last.told.session, last.told.durable) == ("x", True)
+    stored.close()
+    again = Stored(small, tmp_path)
+    assert len(again.core.find("a", "x").turns) == (3 if is_served else 1)
+    assert again.ask(answered(turns, last, "So?"), "x").told.session == "x"
+
+
+def test_a_clock_that_is_set_changes_no_answer(
+    small: LoadedModel,
+    tmp_path: Path,
+    others: tuple[list[ChatMessage], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def set_often(start: int) -> Iterator[int]:
+        for number in range(10_000):
+            yield start + number + (-1) ** number * 400 * DAY
+
+    monkeypatch.setattr(server_core, "count", set_often)
+    stored = Stored(small, tmp_path)
+    assert talk(stored) == others[0]
+    stored.close()
+    again = Stored(small, tmp_path)
+    last = again.ask(others[0], "x")
+    assert last.text == others[1] and last.told.durable is True
+    assert [view.name for view in again.persistence.list_sessions("a")] == ["x"]
+
+
+def test_4_an_archive_that_is_full_is_a_503_and_keeps_what_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "archive.sqlite"
+    with closing(Archive(path)) as archive, running(LoopbackAuth(), archive=archive) as served:
+        with httpx2.Client(base_url=served.url, timeout=20) as client:
+            asked = {"model": NAME, "input": "one " * 2000}
+            first = client.post("/v1/responses", json=asked)
+            assert first.status_code == 200
+            [(pages,)] = archive._base.execute("PRAGMA page_count").fetchall()
+            archive._base.execute(f"PRAGMA max_page_count = {pages}").fetchall()
+            codes = list[str]()
+            for path_ in ("/v1/responses", "/v1/conversations"):
+                body = asked if path_ == "/v1/responses" else {"metadata": {"a": "b" * 500}}
+                for _ in range(20):
+                    reply = client.post(path_, json=body)
+                    if reply.status_code != 200:
+                        break
+                codes.append(reply.json()["error"]["code"])
+                assert reply.status_code == 503
+            assert codes == ["store_full", "store_full"]
+            assert client.get(f"/v1/responses/{first.json()['id']}").status_code == 200
+            archive._base.execute("PRAGMA max_page_count = 100000").fetchall()
+            assert client.post("/v1/responses", json=asked).status_code == 200
