@@ -267,8 +267,8 @@ def _inspected(url: str, inputs: list[str], solver: Any = None, **more: Any) -> 
         task = Task(dataset=samples, solver=solver or generate(), scorer=includes())
         given = {"log_dir": folder, "display": "none", "max_tokens": 60 if solver else 24, **more}
         [log] = eval(task, model=f"openai-api/larder/{MODEL}", **given)
-    assert log.status == "success" and log.results.completed_samples == len(inputs), log.error
-    return log.samples
+        assert log.status == "success" and log.results.completed_samples == len(inputs), log.error
+        return list(log.samples)  # read from the folder
 
 
 def lm_evaluation(url: str) -> None:
