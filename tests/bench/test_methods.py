@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,6 @@ def methods() -> list[Method]:
     return read_methods(PAGE.parent / SOURCE)
 
 
-@pytest.mark.extended
 def test_the_page_is_generated_from_its_source(methods) -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert text == replace_methods(text, methods), "python -m larder_bench.reports.methods PAGE"
@@ -44,6 +44,15 @@ def test_figures_are_those_of_the_rows() -> None:
     assert figure_text(FIGURES[0], ["full"]) == "0.74"
     assert figure_text(FIGURES[0], ["never_measured", "kvzip"]) == "0.72"
     assert figure_text(FIGURES[1], ["never_measured"]) == ""
+
+
+def test_a_figure_has_a_mean_per_budget_of_the_first_study_that_has_the_policy() -> None:
+    likelihood = next(figure for figure in FIGURES if figure.title == "likelihood after")
+    assert [len(figure_text(likelihood, [name]).split(", ")) for name in ("nacl", "tova")] == [
+        2,
+        1,
+    ]
+    assert figure_text(replace(likelihood, question="inside"), ["quest"]) == ""
 
 
 def test_the_paper_is_the_one_that_fewest_presets_cite() -> None:
@@ -77,7 +86,7 @@ def test_a_name_stands_once(tmp_path: Path) -> None:
 def test_counts_are_those_of_an_area() -> None:
     lines = list(method_lines([Method("X", "learned", "missing", note="Why.")]))
     assert "1 systems: 1 missing." in lines
-    assert "| X |  |  | missing |  |  |  | Why. |" in lines
+    assert "| X |  |  | missing |  |  |  |  | Why. |" in lines
 
 
 def test_a_page_without_marks_is_refused() -> None:

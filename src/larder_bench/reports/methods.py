@@ -43,27 +43,32 @@ STATES = ("built", "partial", "missing", "measured", "outside")
 
 @dataclass(frozen=True)
 class Figure:
-    """Column of figures: the rows of a study that have the policy.
+    """Column of figures: the rows of the first of the studies that has the policy.
 
     Args:
         title: head of the column.
-        study: name of the study.
+        studies: names of the studies.
         scale: key of the score in `SCALES`.
         task: start of the spelling of the task.
-        budget: share of the bytes.
+        budgets: shares of the bytes or entries, one figure for each that was measured.
+        question: place of the question.
     """
 
     title: str
-    study: str
+    studies: tuple[str, ...]
     scale: str
     task: str
-    budget: str = "1/4"
+    budgets: tuple[str, ...] = ("1/4",)
+    question: str = "after"
 
 
+SHARES = ("1/4", "1/8")
+CATALOGUE = ("catalogue", "catalogue_recall", "presets_needles")
 FIGURES = (
-    Figure("needles after", "ruler", "own", "needles"),
-    Figure("needles inside", "ruler_inside", "exact", "needles", budget="20%"),
-    Figure("nats", "divergence", "kl", "locomo"),
+    Figure("needles after", ("ruler",), "own", "needles"),
+    Figure("needles inside", ("ruler_inside",), "exact", "needles", ("20%",), question="inside"),
+    Figure("nats", ("divergence",), "kl", "locomo"),
+    Figure("likelihood after", CATALOGUE, "log_likelihood", "needles", SHARES),
 )
 
 
@@ -151,20 +156,22 @@ def read_methods(path: Path) -> list[Method]:
 
 
 @cache
-def _scores(study: str, task: str) -> ScoreTable:
+def _scores(study: str, task: str, question: str) -> ScoreTable:
     rows = read_results([rows_file(RESULTS, study)]).cells
-    return ScoreTable([cell_scores(row) for row in rows if row["task"].startswith(task)])
+    shown = [r for r in rows if r["task"].startswith(task) and r["question"] == question]
+    return ScoreTable([cell_scores(row) for row in shown])
 
 
 def figure_text(figure: Figure, names: Sequence[str]) -> str:
-    """Mean of the first of these policies that has rows; empty if none has."""
-    table = _scores(figure.study, figure.task)
+    """Means at the budgets of the first of these policies that has rows; empty if none has."""
     scale = next(scale for scale in SCALES if scale.key == figure.scale)
     for name in names:
-        for budget in (figure.budget, WHOLE):
-            interval = table.interval(scale, name, budget)
-            if interval is not None:
-                return f"{interval.mean + 0.0:.{scale.digits}f}"
+        for study in figure.studies:
+            table = _scores(study, figure.task, figure.question)
+            found = [table.interval(scale, name, budget) for budget in figure.budgets]
+            found = list(filter(None, found)) or [table.interval(scale, name, WHOLE)]
+            if means := [one.mean for one in found if one is not None]:
+                return ", ".join(f"{mean + 0.0:.{scale.digits}f}" for mean in means)
     return ""
 
 
