@@ -32,7 +32,7 @@ from larder.models import BatchSegment, LayerTensors, LearnedWeights, load_learn
 from larder.policy import PROVIDERS
 from larder.prefill import PeakMemoryMeter
 from larder.session import Policy, build_caches, common_prompts
-from larder.training import Corpus, Document, Split, read_corpus
+from larder.training import Corpus, CorpusSplit, Document, read_corpus
 from larder_bench.scoring.kl_divergence import kl_divergence
 
 FOLLOWING = 64  # tokens of the continuation
@@ -61,7 +61,7 @@ def left_out(corpus: Corpus, seed: int) -> Iterator[Document]:
     """Documents that nothing was trained on, sources in turn."""
     splits, own = corpus.splits(), dict[str, list[Document]]()
     for document in corpus.documents:
-        if splits[document.name] is not Split.TRAIN:
+        if splits[document.name] is not CorpusSplit.TRAIN:
             own.setdefault(document.source, []).append(document)
     for documents in own.values():
         Random(seed).shuffle(documents)

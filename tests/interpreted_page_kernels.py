@@ -13,12 +13,12 @@ from torch import Tensor
 from larder.cache import SequenceCache
 from larder.core import Mode
 from larder.models import BatchSegment, Decoder, StackedRows, TorchProducts, decoder_stack
-from larder.models.tiny import tiny
 from larder.ops import GroupReduction, SegmentTables, reference_paged_attention
 from larder.ops import pages as torch_pages
 from larder.ops.gpu import attention_kernel, decoder_layer, page_kernels
 from model_runs import some_ids
 from paged_segments import PagedSegments, kept_places, padded_places, some_segments
+from tiny_models import tiny
 
 LENGTHS = (70, 0, 33, 1)
 GPU_KERNELS = decoder_stack.LayerKernels(

@@ -10,7 +10,6 @@ from threading import Event
 
 from larder import Engine, Policy
 from larder.models import LoadedModel, wrap_model
-from larder.models.tiny import tiny
 from larder.server import (
     CandidateLoader,
     ChatMessage,
@@ -28,6 +27,7 @@ from larder.server import (
 from larder.server.persistence import session_file
 from larder.session import Embedder
 from larder.store import ByteBudgets, Tier
+from tiny_models import tiny
 
 LIMITED = "blockwise() > protect(sinks=4, recent=8) > keydiff() > pooled()"
 STEPWISE = "blockwise() > protect(sinks=0, recent=0.5) > column_mass() > uniform() > every_step()"

@@ -18,9 +18,9 @@ from larder.engine import SamplingParams
 from larder.engine import engine as engine_module
 from larder.interop import AppliedPolicy
 from larder.models import load
-from larder.models.tiny import tiny
 from larder.session import ConversationMemory
 from server_core import characters
+from tiny_models import tiny
 
 ROOT = Path(__file__).parents[1]
 TEXT = "Once upon a time a cat was called Minka. " * 6

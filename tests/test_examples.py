@@ -18,8 +18,8 @@ from interop.fake_presses import MaskingPress, QueryPress
 from larder import Policy
 from larder.engine import engine
 from larder.models import loader
-from larder.models.tiny import tiny
 from server_core import characters
+from tiny_models import tiny
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))

@@ -25,8 +25,8 @@ FORBIDDEN_CLASSES = frozenset(
 )
 # Gerunds that are the field's own nouns.
 FIELD_GERUNDS = frozenset(
-    """routing pooling packing sampling timing streaming spelling clustering matching merging
-    fencing embedding scoring reasoning forcing logging wording coding""".split()
+    """routing pooling packing sampling timing streaming spelling clustering merging
+    embedding scoring reasoning forcing logging wording coding""".split()
 )
 # Their file names are their spelling.
 PARTS = frozenset(

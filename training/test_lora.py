@@ -11,10 +11,10 @@ from peft import LoraConfig, get_peft_model  # pyright: ignore
 from safetensors.torch import load_file
 
 from larder.models.loader import seed_tokenizer
-from larder.models.tiny import tiny
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.tasks.base import parse_task
+from tiny_models import tiny
 from training.lora import FIRST_SEED, DialogueMixture, DialogueSample, answer_loss, save_adapter
 from training.samples import MixtureComponent
 

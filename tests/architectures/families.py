@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 
-from larder.models import SPREAD, spread_vectors
+from tiny_models import SPREAD, spread_vectors
 
 FOLDER = Path(__file__).parent
 # Module whose rows come first in the table.

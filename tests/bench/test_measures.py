@@ -11,7 +11,6 @@ from larder import Engine
 from larder.cache import CacheLayer
 from larder.core import BadParameter
 from larder.models import wrap_model
-from larder.models.tiny import tiny
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.execution.runner import StudyRunner, parse_measure
 from larder_bench.measures.decode import StepTimings
@@ -21,6 +20,7 @@ from larder_bench.random_models import open_model
 from larder_bench.results.rows import Row, read_results
 from larder_bench.studies.model_context import ModelContext
 from larder_bench.studies.study import Study, StudyTask
+from tiny_models import tiny
 
 LIFELOG = StudyTask('lifelog(questions=2, kinds="single")', (260,))
 ROUNDED = "blockwise() > sinks_and_window() > uniform() > quantized(bits=4) > every_step()"

@@ -10,8 +10,8 @@ import torch
 from larder import Chat, Conversation, Engine, LarderError, Message, Policy, read_conversation
 from larder.core import BudgetUnit, InputError, MemoryBudget, UsageError
 from larder.models import SEED, load, seed_tokenizer
-from larder.models.tiny import tiny
 from larder.session import resolve_budget
+from tiny_models import tiny
 from type_checking import unchecked
 
 FILE = Path("examples/conversation.json")

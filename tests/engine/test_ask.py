@@ -13,7 +13,7 @@ from chats import EPISODES, HISTORY, SINGLE, under
 from larder import Engine
 from larder.core import CacheError, UsageError
 from larder.models import LoadedModel, wrap_model
-from larder.models.tiny import tiny
+from tiny_models import tiny
 from topic_embedder import TopicEmbedder
 
 

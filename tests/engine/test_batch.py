@@ -18,8 +18,8 @@ from larder.engine import (
 )
 from larder.engine.generate import generate
 from larder.models import Decoder
-from larder.models.tiny import tiny
 from model_runs import some_ids
+from tiny_models import tiny
 
 
 @pytest.fixture(scope="module")

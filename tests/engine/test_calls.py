@@ -9,7 +9,7 @@ import pytest
 import larder
 from larder import Chat, Engine, LarderCache, LarderError, read_conversation
 from larder.core import BudgetError, InputError, ModelError, UnknownName, UsageError
-from larder.models.tiny import tiny
+from tiny_models import tiny
 from type_checking import unchecked
 
 TEXT = "My cat is called Minka. " * 40

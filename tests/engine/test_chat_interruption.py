@@ -24,8 +24,8 @@ from chats import (
 from larder import Chat, Engine
 from larder.core import InputError, UsageError
 from larder.models import LoadedModel, wrap_model
-from larder.models.tiny import tiny
 from larder.session import ChatLogFile, NearestEpisodeRouter, chat_log_path
+from tiny_models import tiny
 
 pytestmark = pytest.mark.usefixtures("read_once")
 

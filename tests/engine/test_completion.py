@@ -9,8 +9,8 @@ import torch
 
 from larder import Completion, Engine
 from larder.core import BadParameter, InputError, UnknownName
-from larder.models.tiny import tiny
 from server_core import LIMITED, STEPWISE, characters
+from tiny_models import tiny
 from type_checking import unchecked
 
 PROMPTS = [

@@ -9,8 +9,8 @@ from larder import Chat, Engine, LarderCache, Policy
 from larder.cli.options import ModelOptions
 from larder.cli.question_run import choose_policy
 from larder.core import UnknownName
-from larder.models.tiny import tiny
 from larder.session import TextKind, conversation_of, with_measured_recall
+from tiny_models import tiny
 
 TEXT = "My cat is called Minka. " * 40
 MESSAGES = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": "Nice."}]

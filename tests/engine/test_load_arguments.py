@@ -12,8 +12,8 @@ import torch
 from larder import Engine
 from larder.core import BadParameter, DependencyError, ModelError
 from larder.models import loader
-from larder.models.tiny import tiny
 from server_core import characters
+from tiny_models import tiny
 
 
 @pytest.fixture(scope="module")

@@ -21,11 +21,11 @@ from larder.engine import (
     prefill_prompt,
 )
 from larder.models import BatchSegment
-from larder.models.tiny import tiny
 from larder.prefill import PeakMemoryMeter, PrefillSequence
 from larder.session import block_tokens, common_prompts, empty_cache, prefill_reader, resolve_budget
 from model_runs import cuts, own_logits, some_ids
 from server_core import characters
+from tiny_models import tiny
 
 PARKED = (
     "protect(sinks=0, recent=8) > sinks_and_window() > uniform() > park() > flat(page=4, dense=0)"

@@ -12,9 +12,8 @@ from torch import nn
 
 from larder import Engine
 from larder.core import BadParameter, ModelError
-from larder.models import VOCABULARY
-from larder.models.tiny import tiny
 from server_core import characters
+from tiny_models import VOCABULARY, tiny
 
 ARCHITECTURES = ("llama", "qwen3", "gemma3")
 TEXT = "The harbour opened in 1871, and its master was called Ida. "

@@ -18,7 +18,6 @@ from larder.cache import SequenceCache
 from larder.core import Mode
 from larder.engine import ResumeResult, StorePersistence
 from larder.models import BatchSegment, LoadedModel, wrap_model
-from larder.models.tiny import tiny
 from larder.session import (
     PRESETS,
     ChatLog,
@@ -29,6 +28,7 @@ from larder.session import (
     prefill_memory,
 )
 from larder.store import CODECS, Store, codec_named
+from tiny_models import tiny
 from topic_embedder import TopicEmbedder
 
 # Of logits between -11 and 11; int8 keeps them within 0.01 or so here.

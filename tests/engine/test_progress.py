@@ -12,8 +12,8 @@ from larder import Chat, Engine
 from larder.core import Progress
 from larder.engine import discard_text, generation_progress
 from larder.models import LoadedModel, apply_adapter, download_bars, load, loading_progress
-from larder.models.tiny import tiny
 from tests.models.test_adapter import save_adapter
+from tiny_models import tiny
 
 # What peft asks of a model.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

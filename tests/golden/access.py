@@ -87,7 +87,7 @@ def study_rows(path: Path) -> list[dict[str, Any]]:
 
 def architectures() -> tuple[str, ...]:
     """Names of the tiny random models."""
-    from larder.models import ARCHITECTURES
+    from tiny_models import ARCHITECTURES
 
     return ARCHITECTURES
 

@@ -10,9 +10,9 @@ import torch
 
 import larder
 from larder import Engine
-from larder.models.tiny import tiny
 from model_runs import some_ids
 from server_core import characters
+from tiny_models import tiny
 
 pytestmark = [
     pytest.mark.gpu,

@@ -24,7 +24,6 @@ from larder.models import (
     StackedRows,
     TorchProducts,
 )
-from larder.models.tiny import tiny
 from larder.ops import (
     PAGE_TOKENS,
     AttentionBackend,
@@ -36,6 +35,7 @@ from larder.ops.gpu import varlen
 from larder.ops.paged_attention import paged_attention
 from model_runs import read_on, some_ids
 from paged_segments import PagedSegments, some_segments
+from tiny_models import tiny
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from larder.models.tiny import tiny
+from tiny_models import tiny
 
 TESTED = ("llama", "qwen3", "gemma3")
 

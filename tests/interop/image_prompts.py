@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from architectures.families_vision import FAMILIES, IMAGE, PATCH, SIDE
-from larder.models import SPREAD
 from model_runs import some_ids
+from tiny_models import SPREAD
 
 # Image tokens of an image, by family.
 IMAGE_TOKENS = {"Qwen2.5-VL": 4, "Gemma 3 with images": 4, "Llava": 16, "SmolVLM": 4, "Idefics3": 4}

@@ -16,7 +16,6 @@ from torch import Tensor
 from larder.cache import SequenceCache
 from larder.core import Mode
 from larder.models import BatchSegment, Decoder, wrap_model
-from larder.models.tiny import tiny
 from larder.prefill import PeakMemoryMeter, PrefillSequence, no_progress
 from larder.session import (
     Embedder,
@@ -29,6 +28,7 @@ from larder.session import (
     prefill_reader,
     resolve_budget,
 )
+from tiny_models import tiny
 
 Ids = Sequence[int]
 

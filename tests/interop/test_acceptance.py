@@ -14,8 +14,9 @@ from interop.replay import assert_same_entries, decoder_of, replay
 from interop.test_batches import GREEDY, ROWS, padded
 from larder.core import LarderError, UsageError
 from larder.interop import LarderCache
-from larder.models import ARCHITECTURES, load
+from larder.models import load
 from model_runs import some_ids
+from tiny_models import ARCHITECTURES
 
 POLICIES = (
     "full",

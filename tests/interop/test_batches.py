@@ -11,8 +11,8 @@ from torch import Tensor
 import larder
 from interop.replay import assert_same_entries, decoder_of, replay
 from larder.interop import LarderCache
-from larder.models.tiny import tiny
 from model_runs import some_ids
+from tiny_models import tiny
 
 POLICIES = {
     "full": ("full", None),

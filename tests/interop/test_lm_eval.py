@@ -13,9 +13,9 @@ from larder import Engine
 from larder.core import BudgetError, InputError, UsageError
 from larder.engine import ContinuationRequest, LikelihoodScorer
 from larder.engine import engine as engine_module
-from larder.models.tiny import tiny
 from server_core import characters
 from test_docstrings import run_example
+from tiny_models import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of lm-eval and its dependencies
 pytest.importorskip("lm_eval")

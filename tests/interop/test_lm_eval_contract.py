@@ -14,8 +14,8 @@ import torch
 from interop import fake_lm_eval
 from interop.fake_lm_eval import Instance
 from larder import Engine
-from larder.models.tiny import tiny
 from server_core import characters
+from tiny_models import tiny
 
 MODULE = "larder.interop.lm_eval"
 KEYDIFF = "protect(sinks=2, recent=4) > keydiff() > uniform()"

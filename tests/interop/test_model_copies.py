@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import larder
-from larder.models.tiny import tiny
 from model_runs import some_ids
+from tiny_models import tiny
 
 IDS = torch.tensor([some_ids(20, seed=1)])
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 4}

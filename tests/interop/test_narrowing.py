@@ -9,8 +9,8 @@ import torch
 
 import larder
 from larder.core import UsageError
-from larder.models.tiny import tiny
 from model_runs import some_ids
+from tiny_models import tiny
 
 TOKENS = 60
 

@@ -23,9 +23,9 @@ from interop.fake_presses import (
 )
 from larder.core import ScoreError, UsageError
 from larder.interop import LarderCache, entry_digests, found_places
-from larder.models.tiny import tiny
 from larder.session import Policy
 from model_runs import some_ids
+from tiny_models import tiny
 
 IDS = torch.tensor([some_ids(80)])
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}

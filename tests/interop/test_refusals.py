@@ -14,8 +14,8 @@ from architectures.families import families
 from larder.core import BadParameter, CacheError, LarderError, ModelError, UsageError
 from larder.interop import LarderCache
 from larder.models import text_body_of, wrap_model
-from larder.models.tiny import tiny
 from model_runs import some_ids
+from tiny_models import tiny
 
 IDS = torch.tensor([some_ids(50)])
 H2O = "protect(sinks=2, recent=8) > column_mass() > uniform() > every_step()"

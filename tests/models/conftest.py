@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from larder.models import ARCHITECTURES, Decoder, wrap_model
-from larder.models.tiny import tiny
+from larder.models import Decoder, wrap_model
+from tiny_models import ARCHITECTURES, tiny
 
 KV_HEADS = {"multi_query": 1, "grouped": 2, "multi_head": 4}
 

@@ -10,7 +10,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING  # pyright: ignore
 from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
 
-from larder.models import VOCABULARY
+from tiny_models import VOCABULARY
 
 # Words of several bytes, with the merges that make them.
 MERGES = ("h e", "l l", "he ll", "hell o", "Ġ w", "1 2")

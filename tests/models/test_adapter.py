@@ -15,7 +15,7 @@ from larder.cache import SequenceCache
 from larder.cli.main import app
 from larder.core import BadParameter, Mode, ModelError
 from larder.models import AdapterMode, BatchSegment, apply_adapter, load, wrap_model
-from larder.models.tiny import tiny
+from tiny_models import tiny
 
 # What peft asks of a model.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

@@ -11,8 +11,8 @@ import torch
 from larder.cache import SequenceCache
 from larder.core import Mode
 from larder.models import BatchSegment, Decoder, forward_hooks
-from larder.models.tiny import tiny
 from model_runs import own_logits, some_ids
+from tiny_models import tiny
 
 
 def test_models_that_share_a_configuration_are_held_one_by_one() -> None:

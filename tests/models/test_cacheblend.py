@@ -10,10 +10,10 @@ import torch
 from larder.cache import ChunkEntries, SequenceCache
 from larder.core import BadParameter, CacheError, Mode, ModelError
 from larder.models import BatchSegment, ContextChunk, Decoder, blend
-from larder.models.tiny import tiny
 from larder.ops import rerotate
 from model_runs import some_ids
 from references.blending import blended
+from tiny_models import tiny
 
 ONE, TWO, ASKED = some_ids(7, seed=1), some_ids(9, seed=2), some_ids(3, seed=3)
 TEXT = ONE + TWO + ASKED

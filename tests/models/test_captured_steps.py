@@ -22,10 +22,10 @@ from larder.models import (
     describe_steps,
     set_pages,
 )
-from larder.models.tiny import tiny
 from larder.ops import AttentionBackend
 from larder.session import empty_cache
 from model_runs import read_on, some_ids
+from tiny_models import tiny
 
 PAGE = 8
 TEXT = "The harbour master keeps a green ledger in the east tower. " * 6

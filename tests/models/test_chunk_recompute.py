@@ -8,10 +8,10 @@ import torch
 from larder.cache import ChunkEntries, SequenceCache
 from larder.core import Mode
 from larder.models import BatchSegment, ContextChunk, Decoder, recompute_tokens
-from larder.models.tiny import tiny
 from model_attention import heads_of
 from model_runs import some_ids
 from references import blending
+from tiny_models import tiny
 
 ONE, TWO, THREE = some_ids(5, seed=1), some_ids(7, seed=2), some_ids(4, seed=3)
 

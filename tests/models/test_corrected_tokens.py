@@ -11,10 +11,10 @@ import torch
 from larder.cache import SequenceCache
 from larder.core import CacheError, FetchMode, Mode, OffloadSpec, Plan, RecallPart
 from larder.models import BatchSegment, Decoder, wrap_model
-from larder.models.tiny import tiny
 from larder.recall import Flat
 from memory_counts import checked_counts
 from model_runs import some_ids
+from tiny_models import tiny
 
 
 @pytest.fixture(autouse=True)

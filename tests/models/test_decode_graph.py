@@ -12,9 +12,9 @@ from builders import a_plan
 from larder.cache import PageArena, SequenceCache
 from larder.core import CacheError, Ledger, Mode, ModelError
 from larder.models import BatchSegment, DecodeGraphs, Decoder, EagerCapture, GraphContractError
-from larder.models.tiny import tiny
 from larder.ops import AttentionBackend
 from model_runs import read_on, some_ids
+from tiny_models import tiny
 
 PAGE = 8
 

@@ -9,10 +9,10 @@ from torch import nn
 from larder.cache import SequenceCache
 from larder.core import Mode
 from larder.models import BatchSegment, Decoder, DecoderStack, FewRows, FewRowsHead, decoder_stack
-from larder.models.tiny import tiny
 from larder.ops import c_library
 from larder.ops.cpu import decoder_layer
 from model_runs import some_ids
+from tiny_models import tiny
 
 pytestmark = pytest.mark.skipif(c_library() is None, reason="no C compiler at installation")
 SERVED = ("llama", "mistral", "qwen2", "qwen3")

@@ -7,9 +7,9 @@ import torch
 
 from builders import FORM_NAMES, tiers_of
 from larder.cache import SequenceCache
-from larder.models import ARCHITECTURES, load, wrap_model
-from larder.models.tiny import tiny
+from larder.models import load, wrap_model
 from model_runs import own_logits, read_on, some_ids
+from tiny_models import ARCHITECTURES, tiny
 
 TOLERANCE = 1e-4  # float32, on logits whose spread is about 1 to 3
 LOW_TOLERANCE = 0.08  # bfloat16 has 8 bits; largest difference as a share of the spread

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from larder.models import Decoder, fingerprint
-from larder.models.tiny import tiny
+from tiny_models import tiny
 
 
 def test_siblings_differ(architecture) -> None:

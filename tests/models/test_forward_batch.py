@@ -28,10 +28,10 @@ from larder.core import (
     RecomputeSpec,
 )
 from larder.models import BatchSegment, Decoder, ForwardBatch, LayerActivations
-from larder.models.tiny import tiny
 from larder.ops import AttentionBackend, attention, paged_attention, quantized_attention
 from larder.recall import Flat, SparQ, Wave
 from model_runs import read_on, some_ids
+from tiny_models import tiny
 
 CPU = torch.device("cpu")
 

@@ -16,8 +16,8 @@ from gguf import GGMLQuantizationType  # noqa: E402  # pyright: ignore
 
 from larder.core import ModelError
 from larder.models import PACKAGED_MODELS, convert_gguf, load
-from larder.models.tiny import tiny
 from tests.models.gguf_files import write_gguf
+from tiny_models import tiny
 
 # Our tiny architectures, as GGUF names them.
 ARCHITECTURES = {

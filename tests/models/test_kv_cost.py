@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from larder.models import GEMMA_3_4B, LLAMA_3_1_8B, KVSource, ModelShape
-from larder.models.tiny import tiny
+from tiny_models import tiny
 
 KIB = 1024
 TINY = ModelShape(layers=3, hidden=64, inner=96, query_heads=4, kv_heads=2, head_dim=16, itemsize=4)

@@ -16,8 +16,8 @@ from larder.models import (
     receive_reading,
     share_reading,
 )
-from larder.models.tiny import tiny
 from model_runs import some_ids
+from tiny_models import tiny
 
 IDS, BEHIND = some_ids(18, seed=1), some_ids(9, seed=2)
 

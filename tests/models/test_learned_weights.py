@@ -25,8 +25,8 @@ from larder.models import (
     read_learned,
     wrap_model,
 )
-from larder.models.tiny import tiny
 from learned_gates import every_gate, give_gates, random_weights
+from tiny_models import tiny
 
 GATES = every_gate()
 IDS = tuple(range(3, 15))

@@ -11,7 +11,7 @@ from transformers.masking_utils import blockwise_overlay, causal_mask_function, 
 
 from larder.core import ModelError
 from larder.models import NAME, AttentionSurvey, register_backend, wrap_model
-from larder.models.tiny import tiny
+from tiny_models import tiny
 
 TOKENS = 6
 MASKS = {

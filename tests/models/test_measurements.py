@@ -12,7 +12,6 @@ from torch import Tensor
 
 from larder.core import BadParameter, ModelError
 from larder.models import (
-    ARCHITECTURES,
     MEASUREMENTS,
     REQUEST,
     AttentionInputs,
@@ -35,10 +34,10 @@ from larder.models.measurements import (
     eviction_error,
     reasoning,
 )
-from larder.models.tiny import tiny
 from larder.policy import CURVE_POINTS
 from measurements import SAMPLE, SMALL, SMALL_NEEDLES, encode
 from model_attention import heads_of
+from tiny_models import ARCHITECTURES, tiny
 
 
 @pytest.mark.parametrize(("name", "ahead"), [("echo", 0), ("induction", 1)])

@@ -12,14 +12,15 @@ from torch import Tensor
 
 import larder
 from builders import a_plan
+from fake_device import FakeDevice, HostSynchronization
 from larder.cache import PageArena, SequenceCache
 from larder.core import CacheError, Mode
 from larder.engine import Engine
 from larder.interop import attached
 from larder.models import BatchSegment, Decoder, ForwardBatch, TorchProducts
-from larder.models.tiny import tiny
-from larder.ops import PAGE_TOKENS, AttentionBackend, FakeDevice, HostSynchronization
+from larder.ops import PAGE_TOKENS, AttentionBackend
 from model_runs import read_on, some_ids
+from tiny_models import tiny
 
 MOST_LAUNCHES = 6  # of a layer's attention and cache
 PATHS = (AttentionBackend.REFERENCE, AttentionBackend.CPU, AttentionBackend.GATHERED)

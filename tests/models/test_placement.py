@@ -12,9 +12,9 @@ import larder
 from larder.core import BadParameter, ModelError
 from larder.interop import LarderCache
 from larder.models import fingerprint, load, wrap_model
-from larder.models.tiny import tiny
 from model_runs import some_ids
 from server_core import characters
+from tiny_models import tiny
 
 accelerate = pytest.importorskip("accelerate")
 LAYERS = 3

@@ -12,9 +12,9 @@ import torch
 from larder.cache import PageFetcher, SequenceCache
 from larder.core import FetchMode, Mode, OffloadSpec, Plan, RecallPart
 from larder.models import BatchSegment, Decoder, attention_modules
-from larder.models.tiny import tiny
 from larder.recall import Flat
 from memory_counts import assert_sequence_counted
+from tiny_models import tiny
 
 SOME = Flat(tokens=8, page=4, dense=1)
 ALL = Flat(tokens=40, page=4, dense=1)

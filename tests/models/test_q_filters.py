@@ -9,15 +9,15 @@ import torch
 
 from builders import a_layer, a_view
 from larder.core import BadParameter
-from larder.models import QFilters, query_directions, wrap_model
-from larder.models.tiny import tiny
+from larder.models import QFiltersMeasurement, query_directions, wrap_model
 from larder.policy import QFilters as Scorer
 from measurements import SAMPLE
 from model_attention import heads_of
+from tiny_models import tiny
 
 
 def test_directions_are_singular_vectors_of_the_models_own_queries() -> None:
-    part = QFilters(tokens=24, skipped=2)
+    part = QFiltersMeasurement(tokens=24, skipped=2)
     with wrap_model(tiny("llama", layers=2)) as decoder:
         expected = []
         for heads in heads_of(decoder, SAMPLE.ids(24)):
@@ -52,4 +52,4 @@ def test_each_head_has_its_own_direction() -> None:
 
 def test_parameters_out_of_range_are_refused() -> None:
     with pytest.raises(BadParameter, match="0 <= skipped < tokens, got"):
-        QFilters(tokens=4, skipped=4)
+        QFiltersMeasurement(tokens=4, skipped=4)

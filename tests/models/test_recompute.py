@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from architectures.families_variants import FAMILIES
 from larder.cache import SequenceCache
 from larder.core import CacheError, Mode, ModelError
-from larder.models import BatchSegment, Decoder, KVRecompute, LayerStack, ResidualStream
-from larder.models.tiny import tiny
+from larder.models import BaseModelLayers, BatchSegment, Decoder, KVRecompute, ResidualStream
 from model_runs import cuts, read_on, some_ids
+from tiny_models import tiny
 
 READ, BLOCK = 45, 16
 TOLERANCE = 1e-5
@@ -156,7 +156,7 @@ def test_nothing_stays_on_the_model(adopted) -> None:
     decoder = adopted("gemma3")
     before = read_on(decoder, SequenceCache(decoder.spec, "dense"), some_ids(20), 20)
     read_and_kept(decoder)
-    layers = LayerStack(decoder.module.base_model, len(decoder.spec.layers)).layers
+    layers = BaseModelLayers(decoder.module.base_model, len(decoder.spec.layers)).layers
     assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in layers)
     assert not any("forward" in layer.__dict__ for layer in layers)
     after = read_on(decoder, SequenceCache(decoder.spec, "dense"), some_ids(20), 20)
@@ -214,4 +214,4 @@ def test_layers_that_cannot_be_told_are_refused() -> None:
     base = tiny("llama").base_model
     base.others = nn.ModuleList([nn.Identity(), nn.Identity()])
     with pytest.raises(ModelError, match="has 2 lists of 2 modules"):
-        LayerStack(base, 2)
+        BaseModelLayers(base, 2)

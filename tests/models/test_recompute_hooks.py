@@ -11,9 +11,9 @@ from cache_stores import same_bits
 from larder.cache import SequenceCache, recomputed_layers
 from larder.core import BadParameter, CacheError, Mode, Plan, RecomputeSource, RecomputeSpec
 from larder.models import BatchSegment, Decoder, wrap_model
-from larder.models.tiny import tiny
 from memory_counts import checked_counts
 from model_runs import read_on, some_ids
+from tiny_models import tiny
 
 
 @pytest.fixture(autouse=True)

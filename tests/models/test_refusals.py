@@ -24,8 +24,8 @@ from larder.models import (
     load,
     wrap_model,
 )
-from larder.models.tiny import tiny
 from model_runs import own_logits, some_ids
+from tiny_models import tiny
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 64,

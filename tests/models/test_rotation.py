@@ -11,10 +11,10 @@ from torch import Tensor
 
 from larder.cache import SequenceCache
 from larder.core import Mode
-from larder.models import QUERY_HEADS, BatchSegment, Decoder, LayerActivations, wrap_model
-from larder.models.tiny import tiny
+from larder.models import BatchSegment, Decoder, LayerActivations, wrap_model
 from larder.ops import rotate
 from model_runs import own_logits, read_on, some_ids
+from tiny_models import QUERY_HEADS, tiny
 
 COUNT, START = 12, 700
 

@@ -19,8 +19,8 @@ from larder.models import (
 )
 from larder.models.measurements import sensitivity
 from larder.models.measurements import sensitivity as measured
-from larder.models.tiny import tiny
 from model_runs import some_ids
+from tiny_models import tiny
 
 SMALL = SensitivityProfile(tokens=64, sinks=5, block=16, overlap=0.5)
 

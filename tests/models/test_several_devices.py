@@ -19,9 +19,9 @@ from larder.cache import PageArena, SequenceCache
 from larder.core import LayerPairing, ModelError, UsageError
 from larder.interop import LarderCache
 from larder.models import wrap_model
-from larder.models.tiny import tiny
 from second_device import CPU, OTHER, SecondDevice
 from server_core import characters
+from tiny_models import tiny
 
 accelerate = pytest.importorskip("accelerate")
 LAYERS = 3

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from larder.cache import SequenceCache
 from larder.core import Ledger, Mode
-from larder.models import ARCHITECTURES, BatchSegment, Decoder, LMHead, wrap_model
+from larder.models import BatchSegment, Decoder, LMHead, wrap_model
 from larder.models import lm_head as head_module
-from larder.models.tiny import tiny
 from larder.policy import Surprise
 from model_runs import own_logits, some_ids
 from references.novelty import surprises
+from tiny_models import ARCHITECTURES, tiny
 
 IDS = some_ids(20)
 CUTS = [(0, 7), (7, 8), (8, 20)]

@@ -7,8 +7,8 @@ import torch
 
 from larder.core import BadParameter, UnknownName
 from larder.models import fingerprint, wrap_model
-from larder.models.tiny import tiny
 from model_runs import own_logits, some_ids
+from tiny_models import tiny
 
 
 def test_a_seed_is_a_model(architecture) -> None:

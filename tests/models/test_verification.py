@@ -12,8 +12,8 @@ from torch import nn
 
 from larder.core import ModelError
 from larder.models import TOLERANCE, fingerprint, has_quantized_weights, wrap_model
-from larder.models.tiny import tiny
 from model_runs import own_logits, some_ids
+from tiny_models import tiny
 
 
 def refusal(module: Any) -> str:

@@ -6,19 +6,19 @@ import pytest
 import torch
 
 from larder.core import StepColumn, StepRule, StepScore, StepScoring
-from larder.ops import EvictedLayer, c_library, evict_step
+from larder.ops import EvictionStorage, c_library, evict_step
 
 pytestmark = pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
 
 BY_MASS = StepRule(StepScoring(StepScore.MASS), None, {StepColumn.MASS: "mass"})
 
 
-def layer(count: int | None, logit: float = 0.0) -> EvictedLayer:
+def layer(count: int | None, logit: float = 0.0) -> EvictionStorage:
     """Two heads of 6 entries, in regions of 10 rows."""
     torch.manual_seed(0)
     logits = torch.randn(2, 20)
     logits[0, 3] += logit
-    return EvictedLayer(
+    return EvictionStorage(
         keys=torch.randn(20, 8),
         values=torch.randn(20, 8),
         positions=torch.arange(20, dtype=torch.int32) % 10,
@@ -38,7 +38,7 @@ def layer(count: int | None, logit: float = 0.0) -> EvictedLayer:
 
 
 @pytest.mark.parametrize("own", [layer(5, torch.nan), layer(1)], ids=["nan", "too many"])
-def test_a_layer_that_is_left_has_not_changed(own: EvictedLayer) -> None:
+def test_a_layer_that_is_left_has_not_changed(own: EvictionStorage) -> None:
     tensors = [each for each in own if isinstance(each, torch.Tensor)]
     before = [each.clone() for each in tensors]
     fits = layer(5)

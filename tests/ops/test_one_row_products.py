@@ -10,10 +10,10 @@ import torch
 from larder.cache import SequenceCache
 from larder.core import Mode
 from larder.models import BatchSegment, wrap_model
-from larder.models.tiny import tiny
 from larder.ops import without_onednn
 from larder.ops.cpu import one_row_products
 from model_runs import some_ids
+from tiny_models import tiny
 
 
 @pytest.mark.parametrize("is_faster", [True, False])

@@ -8,12 +8,11 @@ from types import ModuleType
 import pytest
 import torch
 
+from fake_device import FakeDevice, HostSynchronization
 from larder.core import LarderError
 from larder.ops import (
     PAGE_TOKENS,
     AttentionBackend,
-    FakeDevice,
-    HostSynchronization,
     choose_backend,
     gathered_attention,
     reference_paged_attention,

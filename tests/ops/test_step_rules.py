@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from larder.core import StepColumn, StepRule, StepScore, StepScoring, StepSpreading
-from larder.ops import EvictedLayer, c_library, evict_step
+from larder.ops import EvictionStorage, c_library, evict_step
 from references.ops import step_rules
 
 pytestmark = pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
@@ -73,10 +73,10 @@ class Storage:
         self.lengths += 1
         self.next += 1
 
-    def layer(self, rule: StepRule, logits: torch.Tensor, count: int) -> EvictedLayer:
+    def layer(self, rule: StepRule, logits: torch.Tensor, count: int) -> EvictionStorage:
         spreads = isinstance(rule.merging, StepSpreading)
         edges = tuple(range(0, len(self.keys) + 1, REGION))
-        return EvictedLayer(
+        return EvictionStorage(
             keys=self.keys,
             values=self.values,
             positions=self.positions,

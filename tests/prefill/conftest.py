@@ -12,12 +12,12 @@ import torch
 from larder.cache import SequenceCache
 from larder.core import Mode, public_name
 from larder.models import BatchSegment, Decoder, LayerActivations, wrap_model
-from larder.models.tiny import tiny
 from larder.policy import Planner
 from larder.prefill import PeakMemoryMeter, PrefillReader, PrefillSequence
 from learned_gates import give_gates
 from measurements import made_up
 from model_runs import some_ids
+from tiny_models import tiny
 
 PROMPTS = ("episode", "question", "summarize", "guidance", "task")
 BOOK = {name: some_ids(5, seed=99) for name in PROMPTS}

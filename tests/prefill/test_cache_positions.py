@@ -15,11 +15,11 @@ from larder import Policy
 from larder.cache import CompactLayer, SequenceCache
 from larder.core import Mode, Observation
 from larder.models import BatchSegment, wrap_model
-from larder.models.tiny import tiny
 from larder.ops.attention import attention
 from larder.prefill import PeakMemoryMeter, rotate_to_cache_positions
 from larder.session import ModelRuntime, TokenizerAdapter, build_caches
 from model_runs import own_logits, read_on, some_ids
+from tiny_models import tiny
 
 HELD = 11
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from larder.cache import ChunkEntries, SequenceCache
 from larder.core import BadParameter, Mode, ModelError, UsageError
 from larder.models import BatchSegment, Decoder
-from larder.models.tiny import tiny
 from larder.prefill import (
     Anchored,
     Blended,
@@ -32,6 +31,7 @@ from larder.prefill import (
 )
 from larder.session import Policy, empty_cache
 from model_runs import some_ids
+from tiny_models import tiny
 
 PREFIX, SUFFIX, ASKED = some_ids(4, seed=1), some_ids(3, seed=2), some_ids(5, seed=3)
 ONE, TWO, THREE = some_ids(9, seed=4), some_ids(6, seed=5), some_ids(7, seed=6)

@@ -16,13 +16,13 @@ from larder.core import Mode, Observation
 from larder.engine import SamplingParams, StoppingCriteria, no_observer
 from larder.engine.generate import generate
 from larder.models import Decoder, LayerActivations, wrap_model
-from larder.models.tiny import tiny
 from larder.policy import Split
 from larder.prefill import DecodeEviction, PeakMemoryMeter
 from larder.session import ModelRuntime, TokenizerAdapter, build_caches, decode_planner
 from model_runs import some_ids
 from references import mass
 from references.tally_loop import Listener
+from tiny_models import tiny
 
 LAYERS, HEADS, M = 3, 2, 24
 CONTEXT, QUESTION, STEPS = 40, 5, 60

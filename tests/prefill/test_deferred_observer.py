@@ -11,10 +11,10 @@ from larder import Policy
 from larder.engine import SamplingParams, StoppingCriteria
 from larder.engine.generate import generate
 from larder.models import LayerActivations, wrap_model
-from larder.models.tiny import tiny
 from larder.prefill import DeferredObserver, PeakMemoryMeter
 from larder.session import ModelRuntime, TokenizerAdapter, build_caches, decode_planner
 from model_runs import some_ids
+from tiny_models import tiny
 
 TOLD = [(row, layer) for layer in range(3) for row in range(2)]
 

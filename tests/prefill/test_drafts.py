@@ -9,12 +9,12 @@ import torch
 
 from larder import Policy
 from larder.core import Mode, ScratchPrompt
-from larder.models import WINDOW_TOKENS, BatchSegment, wrap_model
-from larder.models.tiny import tiny
+from larder.models import BatchSegment, wrap_model
 from larder.policy import Content, Drafts, Lookahead, PositionsFirst
 from larder.prefill import Blockwise, Whole, no_progress, with_drafts
 from model_runs import own_logits, some_ids
 from references import lookahead, positions_first
+from tiny_models import WINDOW_TOKENS, tiny
 
 PARTS = "protect(sinks=1, recent=2)"
 SPAN = (0, 1)

@@ -17,7 +17,6 @@ from larder.cache import SequenceCache
 from larder.core import BadParameter, Mode, SpellingError
 from larder.engine import StorePersistence
 from larder.models import BatchSegment, Decoder, LoadedModel, wrap_model
-from larder.models.tiny import tiny
 from larder.policy import LagKV
 from larder.prefill import PeakMemoryMeter, run_steps
 from larder.session import ModelRuntime, TokenizerAdapter, build_caches_steps
@@ -26,6 +25,7 @@ from model_runs import own_logits, some_ids
 from references import freeze as loop
 from references import lagkv
 from server_core import characters
+from tiny_models import tiny
 
 ENDS = (100, 200, 300)
 SENTENCE = "freeze({}) > protect(sinks=0, recent=0) > keydiff() > uniform()"

@@ -17,12 +17,12 @@ from larder.core import POSITION_BYTES, BudgetError, spell
 from larder.engine import SamplingParams, StoppingCriteria
 from larder.engine.generate import generate
 from larder.models import Decoder, LayerActivations, wrap_model
-from larder.models.tiny import tiny
 from larder.prefill import DecodeEviction, PeakMemoryMeter
 from larder.session import FAMILIES, ModelRuntime, TokenizerAdapter, build_caches, decode_planner
 from learned_gates import give_gates
 from measurements import made_up
 from model_runs import some_ids
+from tiny_models import tiny
 
 LAYERS, HEADS = 2, 2
 STORE_BYTES = 400  # of a layer's bookkeeping

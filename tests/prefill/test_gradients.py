@@ -10,10 +10,10 @@ import torch
 from larder import Policy
 from larder.core import Mode, RecurrentSpec, ScratchPrompt, UsageError
 from larder.models import BatchSegment, Decoder, wrap_model
-from larder.models.tiny import tiny
 from larder.policy import PROVIDERS, GradientProvider, select_providers
 from larder.prefill import Whole, gradient_inputs, no_progress
 from model_runs import some_ids
+from tiny_models import tiny
 
 ALL = select_providers(PROVIDERS.names(), GradientProvider)
 

@@ -15,12 +15,12 @@ from larder import Policy
 from larder.cache import SequenceCache
 from larder.core import Observation, OffloadSpec, Packed
 from larder.models import wrap_model
-from larder.models.tiny import tiny
 from larder.policy import Drop, Kvpress, Planner, Protect, Scorer, Uniform
 from larder.prefill import Blockwise, PrefillSequence, Whole, no_progress
 from larder.prefill.schedules import whole as whole_module
 from larder.recall import Flat
 from model_runs import read_and_evict, some_ids
+from tiny_models import tiny
 
 CONTEXT, KEPT = 80, 20
 IDS = some_ids(CONTEXT)

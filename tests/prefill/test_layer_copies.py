@@ -16,10 +16,10 @@ from larder.core import Plan
 from larder.engine import SamplingParams, StoppingCriteria
 from larder.engine.generate import generate
 from larder.models import Decoder, wrap_model
-from larder.models.tiny import tiny
 from larder.prefill import DecodeEviction, PeakMemoryMeter
 from larder.session import ModelRuntime, TokenizerAdapter, build_caches, decode_planner
 from model_runs import some_ids
+from tiny_models import tiny
 
 LAYERS, M, CONTEXT, STEPS = 2, 12, 20, 6
 JUDGED = {

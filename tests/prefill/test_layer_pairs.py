@@ -8,11 +8,11 @@ from larder import Policy
 from larder.engine import SamplingParams, StoppingCriteria
 from larder.engine.generate import generate
 from larder.models import Decoder, wrap_model
-from larder.models.tiny import tiny
 from larder.prefill import PeakMemoryMeter
 from larder.recall import MPCache
 from larder.session import ModelRuntime, TokenizerAdapter, build_caches, decode_planner
 from model_runs import some_ids
+from tiny_models import tiny
 
 LAYERS, TOKENS = 6, 160
 

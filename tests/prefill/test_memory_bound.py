@@ -104,8 +104,8 @@ class Larger(dict[int, int]):
 
 @pytest.mark.parametrize("architecture", ["gemma3", "mistral"])
 def test_sliding_layers_stand_outside_the_budget(architecture, reader_for, lane_for) -> None:
-    from larder.models import WINDOW_TOKENS, wrap_model
-    from larder.models.tiny import tiny
+    from larder.models import wrap_model
+    from tiny_models import WINDOW_TOKENS, tiny
 
     module = tiny(architecture, layers=4)
     if architecture == "mistral":  # every layer slides: nothing is left to manage

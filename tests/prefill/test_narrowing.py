@@ -10,8 +10,7 @@ import torch
 
 from larder import Policy
 from larder.core import BadParameter, ImageSpans, SpellingError, UsageError
-from larder.models import WINDOW_TOKENS, wrap_model
-from larder.models.tiny import tiny
+from larder.models import wrap_model
 from larder.policy import WITHOUT_LIMIT
 from larder.prefill import (
     NarrowingShape,
@@ -23,6 +22,7 @@ from larder.prefill import (
 from larder.session import PRESETS, empty_cache, entries_per_head
 from model_runs import own_logits, read_on, some_ids
 from references.narrowing import go_on, layer_lengths, narrowed_logits
+from tiny_models import WINDOW_TOKENS, tiny
 
 LAYERS, LENGTH, MORE = 5, 40, 6
 ENDS = "protect(sinks=1, recent=2)"

@@ -11,10 +11,10 @@ import torch
 from larder import Policy
 from larder.core import BadParameter
 from larder.models import Decoder, wrap_model
-from larder.models.tiny import tiny
 from larder.prefill import Blockwise, Episodic, PrefillReader, Together, no_progress
 from larder.prefill.schedules import episodic
 from model_runs import some_ids
+from tiny_models import tiny
 
 EPICACHE = 'patched(prompt="episode") > sensitivity()'
 PROTECTED = f"protect(sinks=1, recent=2) > {EPICACHE}"

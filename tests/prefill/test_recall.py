@@ -16,7 +16,6 @@ from larder.core import RECALLS, BudgetError, Mode, PrefillRecall
 from larder.engine import SamplingParams, StoppingCriteria
 from larder.engine.generate import generate
 from larder.models import BatchSegment, Decoder, wrap_model
-from larder.models.tiny import tiny
 from larder.policy import KeyDiff, Protect
 from larder.prefill import PeakMemoryMeter, PrefillReader, PrefillSequence
 from larder.session import (
@@ -30,6 +29,7 @@ from larder.session import (
     recall_budget_tokens,
 )
 from model_runs import own_logits, some_ids
+from tiny_models import tiny
 
 CONTEXT, QUESTION, STEPS, HEADS = some_ids(24), some_ids(4, seed=5), 28, 2
 STAYING, LAG = 8, 4  # entries of the fast tier, and those that may pile up

@@ -14,10 +14,10 @@ from larder.core import AppendKind, BudgetError
 from larder.engine import SamplingParams, StoppingCriteria, keep_generating
 from larder.engine.generate import generate
 from larder.models import Decoder, wrap_model
-from larder.models.tiny import tiny
 from larder.prefill import PeakMemoryMeter
 from larder.session import PRESETS, ModelRuntime, TokenizerAdapter, build_caches, decode_planner
 from model_runs import some_ids
+from tiny_models import tiny
 
 RECALLS = [
     "dci(page=4, dense=0)",

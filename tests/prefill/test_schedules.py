@@ -12,13 +12,13 @@ import torch
 from larder import Policy
 from larder.cache import SequenceCache
 from larder.core import BadParameter, BudgetError, Mode
-from larder.models import WINDOW_TOKENS, wrap_model
-from larder.models.tiny import tiny
+from larder.models import wrap_model
 from larder.policy import Drop, Planner, Pooled, Protect, ProtectedTokens, SnapKV
 from larder.prefill import Blockwise, Episodic, Together, Whole, no_progress, split_blocks
 from larder.prefill.schedules import whole as whole_module
 from larder.session import PRESETS
 from model_runs import own_logits, read_and_evict, read_on, some_ids
+from tiny_models import WINDOW_TOKENS, tiny
 
 SCHEDULES = {"whole": Whole(), "blockwise": Blockwise(9), "episodic": Episodic(9, Together.ALL)}
 SENTENCES = [

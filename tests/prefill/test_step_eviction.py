@@ -13,11 +13,11 @@ from larder.cache import SequenceCache
 from larder.engine import SamplingParams, StoppingCriteria
 from larder.engine.generate import generate
 from larder.models import wrap_model
-from larder.models.tiny import tiny
 from larder.ops import c_library
 from larder.prefill import DeferredObserver, PeakMemoryMeter, StepEviction
 from larder.session import ModelRuntime, TokenizerAdapter, build_caches, decode_planner
 from model_runs import some_ids
+from tiny_models import tiny
 
 H2O = "protect(sinks=0, recent=0.5) > column_mass() > uniform() > every_step()"
 D2O = "protect(sinks=4, recent=0.25) > column_mass() > inverse_variance() > fold_ema() > "

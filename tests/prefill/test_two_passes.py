@@ -11,7 +11,6 @@ import torch
 from larder import Policy
 from larder.core import BadParameter, SpellingError
 from larder.models import wrap_model
-from larder.models.tiny import tiny
 from larder.policy import WITHOUT_LIMIT
 from larder.prefill import (
     PeakMemoryMeter,
@@ -25,6 +24,7 @@ from larder.session import empty_cache, entries_per_head
 from model_runs import own_logits, read_on, some_ids
 from references.narrowing import narrowed_logits
 from references.two_passes import found
+from tiny_models import tiny
 
 LAYERS, LENGTH, MORE = 4, 40, 6
 ENDS = "protect(sinks=1, recent=2)"

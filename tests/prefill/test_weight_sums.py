@@ -8,11 +8,11 @@ import torch
 from larder import Policy
 from larder.cache import SequenceCache
 from larder.models import wrap_model
-from larder.models.tiny import tiny
 from larder.policy.tallies import _attention_weights, mass
 from larder.prefill import PeakMemoryMeter
 from larder.session import ModelRuntime, TokenizerAdapter, build_caches
 from model_runs import some_ids
+from tiny_models import tiny
 
 SENTENCES = [
     "protect(sinks=0, recent=0.5) > column_mass() > uniform()",

@@ -17,7 +17,6 @@ from larder.cli.serve_budgets import disk_budget
 from larder.core import UsageError
 from larder.engine import identity_of_model
 from larder.models import LoadedModel, apply_adapter, with_adapters
-from larder.models.tiny import tiny
 from larder.server import (
     Archive,
     HttpSettings,
@@ -30,6 +29,7 @@ from larder.server import (
 from larder.store import ByteBudgets, Tier
 from server.http.running_server import listening
 from server_core import characters
+from tiny_models import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 IDS = torch.arange(3, 20)[None]

@@ -9,11 +9,11 @@ import torch
 
 from larder.engine import SamplingParams
 from larder.models import LoadedModel
-from larder.models.tiny import tiny
 from larder.server import AnswerText, TokenLogprob, TokenTexts
 from larder.server.token_logprobs import token_logprobs
 from larder.session import TokenizerAdapter
 from server_core import Client, Served, told
+from tiny_models import tiny
 
 
 def log_share(row: list[float], token: int) -> float:

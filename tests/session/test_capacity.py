@@ -9,7 +9,6 @@ import pytest
 from larder import Policy
 from larder.core import BudgetError
 from larder.models import Decoder, wrap_model
-from larder.models.tiny import tiny
 from larder.prefill import PeakMemoryMeter
 from larder.session import (
     ModelRuntime,
@@ -19,6 +18,7 @@ from larder.session import (
     resolve_budget_without_context,
 )
 from model_runs import some_ids
+from tiny_models import tiny
 
 CONTEXT = 1000
 ASKED = 96 << 10

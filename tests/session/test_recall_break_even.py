@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from builders import a_layer, a_spec
 from larder import Engine, LarderCache
 from larder.core import BadParameter, ModelSpec, UsageError
-from larder.models.tiny import tiny
 from larder.recall import Dci, Flat
 from larder.session import (
     MAX_ENTRIES,
@@ -26,6 +25,7 @@ from larder.session import (
     recall_break_even,
     with_measured_recall,
 )
+from tiny_models import tiny
 
 SPEC = a_spec(a_layer())
 

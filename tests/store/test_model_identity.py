@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from larder.core import LayerSpec, ModelSpec
-from larder.models.tiny import tiny
 from larder.store import ModelIdentity, digest_of_files, digest_of_weights
 from larder.store.model_identity import model_identity
+from tiny_models import tiny
 
 LAYERS = tuple(LayerSpec(n, 4, 2, 16, 0.25, None, (1.0, 0.1)) for n in range(2))
 SPEC = ModelSpec(LAYERS, torch.float32, torch.device("cpu"))

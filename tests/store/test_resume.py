@@ -16,7 +16,6 @@ from torch import Tensor
 from larder.cache import SequenceCache
 from larder.core import Mode, Plan
 from larder.models import BatchSegment, Decoder
-from larder.models.tiny import tiny
 from larder.store import (
     CODECS,
     CacheRequirements,
@@ -27,6 +26,7 @@ from larder.store import (
 )
 from larder.store.model_identity import model_identity
 from store.caches import IDS, POLICY, SECRET, TALK, WHO, asking, load, save, store_at
+from tiny_models import tiny
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 TEXT = tuple((7 * n) % 101 + 3 for n in range(22))

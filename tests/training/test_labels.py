@@ -10,7 +10,6 @@ import torch
 
 from larder.core import BadParameter, InputError, ModelError
 from larder.models import Decoder, wrap_model
-from larder.models.tiny import tiny
 from larder.session import TokenizerAdapter
 from larder.training import (
     LOGIT,
@@ -18,15 +17,16 @@ from larder.training import (
     STATES,
     WEIGHT,
     CopyPass,
+    CorpusSplit,
     LabelFile,
     LabelSettings,
-    Split,
     label_layers,
     make_labels,
     read_corpus,
 )
 from larder.training import labels as labels_module
 from model_attention import heads_of
+from tiny_models import tiny
 
 WORDS = "one two three four five six seven eight nine ten".split()
 SETTINGS = LabelSettings(tokens=300, passage_tokens=16)
@@ -128,7 +128,7 @@ def test_more_tokens_extend_the_same_file(seed_model, adapter, tmp_path) -> None
     few = labelled(seed_model, adapter, folder, LabelSettings(tokens=100, passage_tokens=24))
     more = labelled(seed_model, adapter, folder, LabelSettings(tokens=200, passage_tokens=24))
     assert more.digest == few.digest and more.shards[: len(few.shards)] == few.shards
-    assert sum(shard.tokens for shard in more.shards) >= 200 > few.tokens(*Split)
+    assert sum(shard.tokens for shard in more.shards) >= 200 > few.tokens(*CorpusSplit)
     other = labelled(seed_model, adapter, folder, LabelSettings(tokens=100, passage_tokens=16))
     assert other.digest != few.digest
 
@@ -136,9 +136,11 @@ def test_more_tokens_extend_the_same_file(seed_model, adapter, tmp_path) -> None
 def test_documents_are_in_one_split_and_a_source_is_held_out(tmp_path, adapter) -> None:
     corpus = read_corpus(a_corpus(tmp_path / "corpus"), "letters")
     splits = corpus.splits()
-    assert {splits[d.name] for d in corpus.documents if d.source == "letters"} == {Split.HELD_OUT}
+    assert {splits[d.name] for d in corpus.documents if d.source == "letters"} == {
+        CorpusSplit.HELD_OUT
+    }
     others = [splits[d.name] for d in corpus.documents if d.source == "talks"]
-    assert (others.count(Split.TEST), others.count(Split.TRAIN)) == (2, 6)
+    assert (others.count(CorpusSplit.TEST), others.count(CorpusSplit.TRAIN)) == (2, 6)
     passages = list(corpus.passages(adapter, 24))
     assert all(passage.split is splits[passage.document] for passage in passages)
     assert [passage.source for passage in passages[:4]] == ["letters", "talks"] * 2

@@ -19,11 +19,11 @@ from larder.training import (
     PLUS,
     STATES,
     WEIGHT,
+    CorpusSplit,
     LabelFile,
     LayerData,
     Method,
     Shard,
-    Split,
     adopt_published,
     agreement,
     explained,
@@ -49,7 +49,9 @@ def a_label_file(folder: Path, tokens: int = 300) -> LabelFile:
     source = torch.Generator().manual_seed(5)
     weight = torch.randn(HIDDEN, 2, generator=source) / HIDDEN**0.5
     shards = []
-    for number, split in enumerate((Split.TRAIN, Split.TRAIN, Split.TEST, Split.HELD_OUT)):
+    for number, split in enumerate(
+        (CorpusSplit.TRAIN, CorpusSplit.TRAIN, CorpusSplit.TEST, CorpusSplit.HELD_OUT)
+    ):
         states = torch.randn(tokens, HIDDEN, generator=source)
         logits = 1.5 * (states @ weight) + 0.1 * torch.randn(tokens, 2, generator=source) - 1
         named = {STATES: states.half(), WEIGHT: logits.sigmoid().T, LOGIT: logits.T}

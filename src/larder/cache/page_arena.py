@@ -54,8 +54,7 @@ class PageArena:
         self.positions = torch.zeros(shape, dtype=torch.int32, device=spec.device)
         self.pages: dict[int, LayerPages] = {}
         for layer, positions in zip(layers, self.positions, strict=True):
-            form = spec.device, spec.dtype, layer.head_dim, page_tokens
-            own = backend or choose_backend(*form)
+            own = backend or choose_backend(spec.device, spec.dtype, layer.head_dim, page_tokens)
             self.pages[layer.index] = LayerPages(layer, spec.dtype, positions, own)
         self._steps: dict[int, BlockTables] = {}
         self.num_moves = 0

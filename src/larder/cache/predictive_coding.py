@@ -36,7 +36,7 @@ Layer = tuple[Numbers, Numbers]  # keys before rotation, and values; kv heads si
 
 
 @dataclass(frozen=True)
-class CodedSide:
+class EntropyCodedSide:
     """Keys or values of one layer.
 
     Args:
@@ -50,7 +50,7 @@ class CodedSide:
 
 def encode(
     tables: PredictiveTables, layer: Callable[[int], Layer], step: float
-) -> Iterator[tuple[CodedSide, CodedSide]]:
+) -> Iterator[tuple[EntropyCodedSide, EntropyCodedSide]]:
     """Codes of each layer in order.
 
     Args:
@@ -61,7 +61,7 @@ def encode(
     """
     below: tuple[Numbers, ...] = ()
     for place, pair in enumerate(tables.layers):
-        coded, decoded = list[CodedSide](), list[Numbers]()
+        coded, decoded = list[EntropyCodedSide](), list[Numbers]()
         for side, numbers in zip(pair, layer(place), strict=True):
             symbols, own = _symbols(side, numbers, (*decoded, *below), step)
             coded.append(_packed(symbols, side, step))
@@ -72,7 +72,7 @@ def encode(
 
 def decode(
     tables: PredictiveTables,
-    coded: Callable[[int], tuple[CodedSide, CodedSide]],
+    coded: Callable[[int], tuple[EntropyCodedSide, EntropyCodedSide]],
     count: int,
     step: float,
 ) -> Iterator[Layer]:
@@ -142,7 +142,7 @@ def _symbols(
     return symbols, side.restored(symbols.float() * step, predicted)
 
 
-def _packed(symbols: Int32[Tensor, "N W"], side: SidePrediction, step: float) -> CodedSide:
+def _packed(symbols: Int32[Tensor, "N W"], side: SidePrediction, step: float) -> EntropyCodedSide:
     bases = classes_of(side.deviation.numpy(), step)
     blocks = [
         range_coder.encode(block.numpy(), np.zeros(len(block), np.int8), bases)
@@ -151,10 +151,10 @@ def _packed(symbols: Int32[Tensor, "N W"], side: SidePrediction, step: float) ->
     ]
     payload = np.concatenate([np.zeros(0, np.uint8), *blocks])
     sizes = torch.tensor([len(block) for block in blocks], dtype=torch.int32)
-    return CodedSide(torch.from_numpy(payload), sizes)
+    return EntropyCodedSide(torch.from_numpy(payload), sizes)
 
 
-def _unpacked(coded: CodedSide, side: SidePrediction, count: int, step: float) -> Numbers:
+def _unpacked(coded: EntropyCodedSide, side: SidePrediction, count: int, step: float) -> Numbers:
     """Dequantized components."""
     bases = classes_of(side.deviation.numpy(), step)
     lengths = [min(BLOCK_TOKENS, count - first) for first in range(0, count, BLOCK_TOKENS)]

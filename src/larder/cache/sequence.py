@@ -27,7 +27,7 @@ from larder.core.plan import Plan, StepRule
 from larder.core.recall import OffloadSpec
 from larder.core.spec import LayerPairing, LayerSpec, ModelSpec, RecomputeSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
-from larder.ops.cpu.decode_attention import EvictedLayer
+from larder.ops.cpu.decode_attention import EvictionStorage
 from larder.ops.removal import MIN_ROAMING_SLACK
 
 if TYPE_CHECKING:  # an arena's modules are loaded where there is one
@@ -180,7 +180,7 @@ class SequenceCache:
         with self._changing():
             self._stores[layer].evict(plan)
 
-    def evict_step(self, layers: Mapping[int, EvictedLayer], rule: StepRule) -> list[int]:
+    def evict_step(self, layers: Mapping[int, EvictionStorage], rule: StepRule) -> list[int]:
         """Evict from several layers in one call, and return those that are done.
 
         The others have not changed. Each layer is its own `eviction_storage`.

@@ -174,7 +174,7 @@ def _print_card(card: Card, path: Path, options: OutputOptions) -> None:
 
 
 def _print_labels(labels: LabelFile, loaded: LoadedModel, options: OutputOptions) -> None:
-    from larder.training.corpus import Split
+    from larder.training.corpus import CorpusSplit
 
     rows = {
         split.value: {
@@ -182,7 +182,7 @@ def _print_labels(labels: LabelFile, loaded: LoadedModel, options: OutputOptions
             "passages": len(labels.of_split(split)),
             "tokens": labels.tokens(split),
         }
-        for split in Split
+        for split in CorpusSplit
     }
     if options.json:
         fingerprint = loaded.decoder.spec.fingerprint

@@ -111,7 +111,8 @@ def prefix_tree(requests: Sequence[BatchRequest]) -> PrefixNode:
     if any(not each.ids for each in requests):
         raise InputError("A prompt of the batch has no tokens: give at least one.")
     ordered = sorted(requests, key=lambda each: each.ids)
-    shared = [0, *(_shared_len(*pair) for pair in zip(ordered, ordered[1:], strict=False)), 0]
+    pairs = zip(ordered, ordered[1:], strict=False)
+    shared = [0, *(_shared_len(one, other) for one, other in pairs), 0]
     root = PrefixNode()
     stack = [root]
     for number, request in enumerate(ordered):

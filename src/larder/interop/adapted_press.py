@@ -103,9 +103,10 @@ class AdaptedPress:
         module: Any = copy.copy(self.modules[layer])
         rotary = self._rotary_of(module)
         vars(module).update({"rotary_emb": rotary, MASKED: None})
-        shown = module, states[None], keys[None], values[None], None, _arguments(states, rotary)
         try:
-            left_keys, left_values = self.press.compress(*shown)
+            left_keys, left_values = self.press.compress(
+                module, states[None], keys[None], values[None], None, _arguments(states, rotary)
+            )
         except FAULTS as error:
             raise ScoreError(
                 f"{self!r} cannot choose among the {len(states)} entries of layer {layer} "

@@ -211,7 +211,7 @@ class LarderLM(TemplateLM):
         totals = list[float]()
         shown = tqdm(texts, desc="larder: texts", disable=disable_tqdm)
         for text, own in zip(shown, windows, strict=True):
-            total = sum((self._score_window(*window) for window in own), 0.0)
+            total = sum((self._score_window(ids, num_scored) for ids, num_scored in own), 0.0)
             totals.append(total)
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
         return totals

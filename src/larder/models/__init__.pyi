@@ -78,7 +78,7 @@ from .measurements.base import SampleText as SampleText
 from .measurements.echo import Echo as Echo
 from .measurements.eviction_error import EvictionErrorMeasurement as EvictionErrorMeasurement
 from .measurements.induction import Induction as Induction
-from .measurements.q_filters import QFilters as QFilters
+from .measurements.q_filters import QFiltersMeasurement as QFiltersMeasurement
 from .measurements.q_filters import query_directions as query_directions
 from .measurements.reasoning import Reasoning as Reasoning
 from .measurements.reconstruction import REQUEST as REQUEST
@@ -97,15 +97,9 @@ from .placement import set_pages as set_pages
 from .prefetch import attention_modules as attention_modules
 from .processor import PROCESSOR_FILES as PROCESSOR_FILES
 from .recompute import BLOCK_TOKENS as BLOCK_TOKENS
+from .recompute import BaseModelLayers as BaseModelLayers
 from .recompute import KVRecompute as KVRecompute
-from .recompute import LayerStack as LayerStack
 from .recompute import ResidualStream as ResidualStream
 from .rope_frequencies import check_rope as check_rope
-from .tiny import ARCHITECTURES as ARCHITECTURES
-from .tiny import QUERY_HEADS as QUERY_HEADS
-from .tiny import SPREAD as SPREAD
-from .tiny import VOCABULARY as VOCABULARY
-from .tiny import WINDOW_TOKENS as WINDOW_TOKENS
-from .tiny import spread_vectors as spread_vectors
 from .transformers_logging import download_bars as download_bars
 from .transformers_logging import loading_progress as loading_progress

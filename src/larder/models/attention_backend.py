@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -125,6 +125,18 @@ class AttentionInputs:
     ) -> Float[Tensor, "H Q D"]:
         """Output for the merged output and log-sum-exp over entries, under the sinks."""
         return apply_sinks(*state, self.sinks).to(self.queries.dtype)
+
+
+class SteppedSegments(NamedTuple):
+    """Attention of segments that were attended to in one call.
+
+    Args:
+        segments: their indices.
+        out: a token of each.
+    """
+
+    segments: list[int]
+    out: Float[Tensor, "H N D"]
 
 
 @runtime_checkable

@@ -164,8 +164,8 @@ class BodyCall:
             return False
         if not self.has_embeddings:
             return True
-        rows = (self.embeddings[number, list(self.columns[number])] for number in (row, other))
-        return torch.equal(*rows)
+        ours, theirs = (self.embeddings[n, list(self.columns[n])] for n in (row, other))
+        return torch.equal(ours, theirs)
 
 
 def _selected(

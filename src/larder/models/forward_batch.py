@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int, Int64
@@ -20,7 +20,7 @@ from larder.cache.sequence import SequenceCache
 from larder.core.errors import ModelError
 from larder.core.images import NO_IMAGES, ImageSpans
 from larder.core.types import AppendKind, Keys, Mode, Queries, Values
-from larder.models.attention_backend import AttentionInputs
+from larder.models.attention_backend import AttentionInputs, SteppedSegments
 from larder.ops.attention import apply_sinks, sink_logits
 from larder.ops.cpu.decode_attention import decode_step, supports_step
 from larder.ops.packing import device_tensor
@@ -69,18 +69,6 @@ class BatchSegment:
     def num_tokens(self) -> int:
         """Tokens that the model computes, re-read ones included."""
         return len(self.reread_ids) + len(self.ids)
-
-
-class SteppedSegments(NamedTuple):
-    """Attention of segments that were attended to in one call.
-
-    Args:
-        segments: their indices.
-        out: a token of each.
-    """
-
-    segments: list[int]
-    out: Float[Tensor, "H N D"]
 
 
 @dataclass(frozen=True)
@@ -170,12 +158,12 @@ class ForwardBatch:
         """`position_ids` of all tokens: true ones, or in A numbers where a cache knows those."""
         if all(segment.cache.model_positions.are_true for segment in self.segments):
             return torch.cat(self._positions[self._device])[None]
-        parts = [self._model_positions(*pair) for pair in enumerate(self.segments)]
+        parts = [self._model_positions(index) for index in range(len(self.segments))]
         axes = max(part.shape[0] for part in parts)
         return torch.cat([part.expand(axes, -1) for part in parts], 1)[:, None]
 
-    def _model_positions(self, index: int, segment: BatchSegment) -> Int[Tensor, "A Q"]:
-        places = self._positions[self._device][index]
+    def _model_positions(self, index: int) -> Int[Tensor, "A Q"]:
+        places, segment = self._positions[self._device][index], self.segments[index]
         # Those of a text are known before it is appended.
         known = segment.cache.model_positions
         length = known.known.shape[1] if self.mode is Mode.APPEND else segment.cache.next_position
@@ -225,16 +213,17 @@ class ForwardBatch:
         queries = inputs.queries
         if inputs.temperature is not None:
             queries = inputs.queries_at(torch.cat(self._positions_on(queries.device)))
-        sides = queries, inputs.keys, inputs.values
-        paged = None if self._paged is None else self._paged.attend(layer, *sides)
-        stepped = SteppedSegments(*paged) if paged else self._attend_steps(layer, *sides)
+        keys, values = inputs.keys, inputs.values
+        stepped = None if self._paged is None else self._paged.attend(layer, queries, keys, values)
+        if stepped is None:
+            stepped = self._attend_steps(layer, queries, keys, values)
         if stepped is not None and len(stepped.segments) == len(self.segments):
-            self._observe_all(layer, queries, inputs.keys, inputs.values)
+            self._observe_all(layer, queries, keys, values)
             return stepped.out
         outs: list[Queries] = []
         taken = {} if stepped is None else {own: n for n, own in enumerate(stepped.segments)}
         places_of = self._positions_on(queries.device)
-        sides = (side.split(self._widths, 1) for side in (queries, inputs.keys, inputs.values))
+        sides = (side.split(self._widths, 1) for side in (queries, keys, values))
         for index, (own, new_keys, new_values) in enumerate(zip(*sides, strict=True)):
             if stepped is not None and index in taken:
                 outs.append(stepped.out[:, taken[index], None])

@@ -199,7 +199,7 @@ def _run_layers(
     embedded = given.pop("hidden_states")
     states = embedded if states is None else states.to(embedded)
     with decoder.attention:
-        for module in modules[slice(*layers)]:
+        for module in modules[layers[0] : layers[1]]:
             states = module(states, **given)
             states = states[0] if isinstance(states, tuple) else states
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 from torch import Tensor
 
 from larder.core.types import Keys, Queries, Values
+from larder.models.attention_backend import SteppedSegments
 from larder.ops.packing import device_tensor
 
 if TYPE_CHECKING:
@@ -64,16 +65,17 @@ class PagedSteps:
 
     def attend(
         self, layer: int, queries: Queries, keys: Keys, values: Values
-    ) -> tuple[list[int], Tensor] | None:
-        """Indices and attention [H, N, D] of the segments, in one call; None without pages."""
+    ) -> SteppedSegments | None:
+        """Attention of the segments, in one call; None without pages."""
         if self._tables is None or layer not in self._tables.layers:
             return None
-        sides = queries, keys, values
         if len(self._columns) < queries.shape[1]:
             if self._selected is None:
                 self._selected = device_tensor(self._columns, queries.device)
-            sides = tuple(side.index_select(1, self._selected) for side in sides)
-        out = self._tables.layers[layer].attend(*sides)
+            queries, keys, values = (
+                side.index_select(1, self._selected) for side in (queries, keys, values)
+            )
+        out = self._tables.layers[layer].attend(queries, keys, values)
         for cache, position in zip(self._caches, self._positions, strict=True):
             cache.step_layer(layer).count_step(position)
-        return self._indices, out
+        return SteppedSegments(self._indices, out)

@@ -66,7 +66,7 @@ class KVRecompute:
     ) -> None:
         self.spec, self._attention = spec, attention
         self._body, self._read = body, read
-        self._stack = LayerStack(body, len(spec.layers))
+        self._stack = BaseModelLayers(body, len(spec.layers))
         self._probed = self._stack.with_visits(
             {index: partial(_capture_layer, index) for index in range(len(spec.layers))}
         )
@@ -218,7 +218,7 @@ def _skip_layer(layer: nn.Module, rest: Sequence[Any], options: dict[str, Any]) 
 LayerVisit = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 
-class LayerStack:
+class BaseModelLayers:
     """Layers of a base model, in order, replaceable in a copy of the model.
 
     Raises:

@@ -21,7 +21,7 @@ from .column_statistics import CHUNK as CHUNK
 from .column_statistics import GroupReduction as GroupReduction
 from .column_statistics import reduce_columns as reduce_columns
 from .cpu.c_library import c_library as c_library
-from .cpu.decode_attention import EvictedLayer as EvictedLayer
+from .cpu.decode_attention import EvictionStorage as EvictionStorage
 from .cpu.decode_attention import decode_step as decode_step
 from .cpu.decode_eviction import evict_step as evict_step
 from .cpu.decoder_layer import MAX_ROWS as MAX_ROWS
@@ -29,8 +29,6 @@ from .cpu.decoder_layer import few_rows_linear as few_rows_linear
 from .cpu.decoder_layer import is_supported as is_supported
 from .cpu.decoder_layer import max_rows as max_rows
 from .cpu.one_row_products import without_onednn as without_onednn
-from .gpu.fake_device import FakeDevice as FakeDevice
-from .gpu.fake_device import HostSynchronization as HostSynchronization
 from .linear_weight import is_plain as is_plain
 from .moments import added_moments as added_moments
 from .moments import layer_mean as layer_mean

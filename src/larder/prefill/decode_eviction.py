@@ -103,7 +103,10 @@ class DecodeEviction:
             return DeferredObserver(observer, calls)
         from larder.prefill.step_eviction import StepEviction, SteppedRow  # few policies have one
 
-        stepped = [SteppedRow(*each) for each in zip(caches, quotas, due, lengths, strict=True)]
+        stepped = [
+            SteppedRow(cache=cache, quotas=own, is_due=is_due, length=length)
+            for cache, own, is_due, length in zip(caches, quotas, due, lengths, strict=True)
+        ]
         step = StepEviction(self.planner, rule, self.tokens, stepped)
         return DeferredObserver(observer, calls, step.run)
 

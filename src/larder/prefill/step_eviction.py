@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from larder.cache.sequence import SequenceCache
 from larder.core.plan import StepRule
-from larder.ops.cpu.decode_attention import EvictedLayer
+from larder.ops.cpu.decode_attention import EvictionStorage
 from larder.policy.planner import Planner
 
 
@@ -52,9 +52,9 @@ class StepEviction:
                 done.update((number, layer) for layer in found)
         return done
 
-    def _layers(self, row: SteppedRow) -> dict[int, EvictedLayer] | None:
+    def _layers(self, row: SteppedRow) -> dict[int, EvictionStorage] | None:
         """Layers of a row, as the kernel takes them; None if there is one that it cannot do."""
-        layers: dict[int, EvictedLayer] = {}
+        layers: dict[int, EvictionStorage] = {}
         for layer, quota in row.quotas.items():
             store = row.cache.stores[layer]
             own = store.eviction_storage(self._rule)

@@ -1,8 +1,8 @@
-from ._clustering import ClusterMetric as ClusterMetric
-from ._clustering import kmeans as kmeans
 from ._dci_build import LevelAssigner as LevelAssigner
 from ._index_base import QueryHeadRule as QueryHeadRule
 from ._index_base import select_pages as select_pages
+from ._kmeans import ClusterMetric as ClusterMetric
+from ._kmeans import kmeans as kmeans
 from .a2ats import A2ats as A2ats
 from .a2ats import A2atsIndex as A2atsIndex
 from .bounds import Bounds as Bounds

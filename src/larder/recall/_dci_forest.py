@@ -104,9 +104,9 @@ class DciForest:
     def replace(self, number: int, built: DciTree) -> None:
         """Replace the tree of a head; versions change for pages whose contents change."""
         count, cells = len(built.pages["fills"]), len(built.cells["firsts"])
-        needs = np.diff(self.bases, axis=1)
-        needs[:, number] = np.maximum(needs[:, number], [count, cells])
-        self.reserve(*needs)
+        pages, own_cells = np.diff(self.bases, axis=1)
+        pages[number], own_cells[number] = max(pages[number], count), max(own_cells[number], cells)
+        self.reserve(pages, own_cells)
         before = self.entries_of(number, int(self.peaks[number]))
         mine = self.head(number)
         for name, array in (built.pages | built.cells).items():

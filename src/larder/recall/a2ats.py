@@ -31,8 +31,8 @@ from larder.core.recall import RecallResult
 from larder.core.spec import LayerSpec
 from larder.ops.rope import rotate
 from larder.ops.search import interleaved, top_rows
-from larder.recall._clustering import ClusterMetric, assign_clusters, kmeans
 from larder.recall._index_base import EntryRecall, group_queries, grow_table, mask_missing
+from larder.recall._kmeans import ClusterMetric, assign_clusters, kmeans
 from larder.recall._unrotated import UnrotatedIndex, check_rotation
 
 RIDGE = 1e-6  # added to the diagonal of the scaled second moment

@@ -26,7 +26,6 @@ from larder.core.observation import Entries
 from larder.core.recall import RecallResult
 from larder.core.spec import LayerSpec
 from larder.ops.search import top_rows
-from larder.recall._clustering import ClusterMetric, assign_clusters, kmeans
 from larder.recall._index_base import (
     EntryIndex,
     EntryRecall,
@@ -34,6 +33,7 @@ from larder.recall._index_base import (
     grow_table,
     mask_missing,
 )
+from larder.recall._kmeans import ClusterMetric, assign_clusters, kmeans
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from larder.core.recall import RecallResult
 from larder.core.spec import LayerSpec
 from larder.ops.approximate_products import pq_products
 from larder.ops.search import top_rows
-from larder.recall._clustering import ClusterMetric, assign_clusters, kmeans
 from larder.recall._index_base import (
     EntryIndex,
     EntryRecall,
@@ -33,6 +32,7 @@ from larder.recall._index_base import (
     softmax_weights,
     sum_group_weights,
 )
+from larder.recall._kmeans import ClusterMetric, assign_clusters, kmeans
 
 MAX_CODES = 256  # a code is a byte
 

@@ -33,7 +33,6 @@ from larder.core.observation import Entries
 from larder.core.recall import FetchMode, RecallIndex, RecallResult
 from larder.core.spec import LayerSpec
 from larder.ops.search import top_rows
-from larder.recall._clustering import ClusterMetric, kmeans, update_centers
 from larder.recall._index_base import (
     EntryIndex,
     EntryRecall,
@@ -41,6 +40,7 @@ from larder.recall._index_base import (
     grow_table,
     mask_missing,
 )
+from larder.recall._kmeans import ClusterMetric, kmeans, update_centers
 
 
 @dataclass(frozen=True)

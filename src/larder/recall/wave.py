@@ -31,7 +31,6 @@ from larder.core.observation import Entries
 from larder.core.recall import Estimate, RecallIndex, RecallPart, RecallResult
 from larder.core.spec import LayerSpec
 from larder.ops.search import page_max_scores, top_rows
-from larder.recall._clustering import ClusterPages, paginate_clusters
 from larder.recall._index_base import (
     check_new_entries,
     group_queries,
@@ -42,6 +41,7 @@ from larder.recall._index_base import (
     sum_group_weights,
     trim_table,
 )
+from larder.recall._kmeans import ClusterPages, paginate_clusters
 
 
 class PendingMode(Enum):

@@ -108,8 +108,14 @@ class EngineCore:
         )
         self._chat = ChatBackend(self.tiers, self.reservations, engine.tokenizer)
         self.contexts = ContextPrompts(engine.tokenizer, self.ledger)
-        kinds = (self.reservations, self.images, find, self.contexts, prefill_chunk)
-        self._prefix = PrefixBackend(self.tiers, *kinds)
+        self._prefix = PrefixBackend(
+            self.tiers,
+            reservations=self.reservations,
+            images=self.images,
+            find=find,
+            contexts=self.contexts,
+            chunk_tokens=prefill_chunk,
+        )
         self._persistence = persistence
         self.unwritten = WriteRetryQueue(persistence, completions, disk.durability, clock, wake)
         self.scheduler = Scheduler(

@@ -52,11 +52,9 @@ class ByteBudgets:
 
     def divided(self, parts: int) -> ByteBudgets:
         """Equal shares of the budgets, those of tenants included."""
-        shares = (
-            {tier: count // parts for tier, count in limits.items()}
-            for limits in (self.total, self.tenant)
-        )
-        return ByteBudgets(*shares)
+        total = {tier: count // parts for tier, count in self.total.items()}
+        tenant = {tier: count // parts for tier, count in self.tenant.items()}
+        return ByteBudgets(total=total, tenant=tenant)
 
 
 class Reservation:

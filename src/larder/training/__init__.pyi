@@ -8,8 +8,8 @@ from .base import rank_correlation as rank_correlation
 from .base import top_overlap as top_overlap
 from .base import train as train
 from .corpus import Corpus as Corpus
+from .corpus import CorpusSplit as CorpusSplit
 from .corpus import Document as Document
-from .corpus import Split as Split
 from .corpus import read_corpus as read_corpus
 from .label_pass import LOGIT as LOGIT
 from .label_pass import PLUS as PLUS

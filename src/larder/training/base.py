@@ -28,7 +28,7 @@ from larder.models.learned_weights import (
 )
 from larder.policy.providers.base import PROVIDERS, GateProvider
 from larder.prefill.base import Progress
-from larder.training.corpus import Split
+from larder.training.corpus import CorpusSplit
 from larder.training.label_pass import STATES
 from larder.training.labels import LabelFile, Shard
 
@@ -80,13 +80,13 @@ def train(
     Raises:
         ModelError: there is nothing to train on, or training diverged.
     """
-    used = labels.of_split(Split.TRAIN)
+    used = labels.of_split(CorpusSplit.TRAIN)
     if not used:
         raise ModelError(
             "The labels hold no training document: give a corpus of more texts, or more tokens."
         )
     started, gate = time.perf_counter(), method.gate()
-    tested = {split: labels.of_split(split) for split in (Split.TEST, Split.HELD_OUT)}
+    tested = {split: labels.of_split(split) for split in (CorpusSplit.TEST, CorpusSplit.HELD_OUT)}
     layers, found = list[LayerTensors](), {split: list[Mapping[str, float]]() for split in tested}
     for done, layer in enumerate(spec.managed, start=1):
         fitted = method.fit(read_layer(method, used, layer.index), layer, seed)
@@ -101,7 +101,7 @@ def train(
         public_name(type(method)),
         (spec.fingerprint,),
         labels.digest,
-        labels.tokens(Split.TRAIN),
+        labels.tokens(CorpusSplit.TRAIN),
         seed,
         round(time.perf_counter() - started, 1),
         _mean_metrics(found, tested),
@@ -156,7 +156,8 @@ def _check_finite(fitted: Mapping[str, Tensor], method: Method, layer: LayerSpec
 
 
 def _mean_metrics(
-    found: Mapping[Split, Sequence[Mapping[str, float]]], tested: Mapping[Split, Sequence[Shard]]
+    found: Mapping[CorpusSplit, Sequence[Mapping[str, float]]],
+    tested: Mapping[CorpusSplit, Sequence[Shard]],
 ) -> dict[str, float]:
     """Means over layers, and the number of documents, by split and metric."""
     out = dict[str, float]()

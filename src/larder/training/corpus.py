@@ -27,7 +27,7 @@ MOST_PASSAGES = 8  # of one document
 SHORTEST = 0.75  # of a passage, as a share of its tokens
 
 
-class Split(Enum):
+class CorpusSplit(Enum):
     """Use of a document: training, test, or test on a source that nothing was trained on."""
 
     TRAIN = "train"
@@ -61,7 +61,7 @@ class Passage:
 
     document: str
     source: str
-    split: Split
+    split: CorpusSplit
     number: int
     ids: tuple[int, ...]
 
@@ -88,15 +88,15 @@ class Corpus:
         told = [(document.name, document.digest) for document in self.documents]
         return hashlib.sha256(json.dumps([told, self.held_out]).encode()).hexdigest()
 
-    def splits(self) -> dict[str, Split]:
+    def splits(self) -> dict[str, CorpusSplit]:
         """Split of each document, by its name: every sixth of a source, by digest, is a test."""
-        found = dict[str, Split]()
+        found = dict[str, CorpusSplit]()
         for source in self.sources:
             own = sorted((d for d in self.documents if d.source == source), key=lambda d: d.digest)
             for place, document in enumerate(own):
                 is_test = place % TEST_EVERY == 0 and len(own) > 1
-                split = Split.TEST if is_test else Split.TRAIN
-                found[document.name] = Split.HELD_OUT if source == self.held_out else split
+                split = CorpusSplit.TEST if is_test else CorpusSplit.TRAIN
+                found[document.name] = CorpusSplit.HELD_OUT if source == self.held_out else split
         return found
 
     def passages(self, adapter: TokenizerAdapter, tokens: int, seed: int = 0) -> Iterator[Passage]:
@@ -186,7 +186,7 @@ def _unlike(documents: Iterable[Document]) -> tuple[Document, ...]:
 
 
 def _passages(
-    document: Document, split: Split, adapter: TokenizerAdapter, tokens: int
+    document: Document, split: CorpusSplit, adapter: TokenizerAdapter, tokens: int
 ) -> Iterator[Passage]:
     conversation = document.conversation
     is_chat = conversation.form is PromptLayout.CHAT

@@ -26,7 +26,7 @@ from larder.models.decoder import Decoder
 from larder.prefill.base import Progress
 from larder.session.prefill import common_prompts
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
-from larder.training.corpus import Corpus, Passage, Split
+from larder.training.corpus import Corpus, CorpusSplit, Passage
 from larder.training.label_pass import STATES, CopyPass, label_layers
 
 SCHEMA = 1
@@ -68,7 +68,7 @@ class Shard:
     path: Path
     document: str
     source: str
-    split: Split
+    split: CorpusSplit
     tokens: int
 
     def layer(self, index: int, name: str) -> Tensor:
@@ -98,11 +98,11 @@ class LabelFile:
     digest: str
     shards: tuple[Shard, ...]
 
-    def of_split(self, *splits: Split) -> list[Shard]:
+    def of_split(self, *splits: CorpusSplit) -> list[Shard]:
         """Shards of some splits, in order."""
         return [shard for shard in self.shards if shard.split in splits]
 
-    def tokens(self, *splits: Split) -> int:
+    def tokens(self, *splits: CorpusSplit) -> int:
         """Labelled tokens of some splits."""
         return sum(shard.tokens for shard in self.of_split(*splits))
 

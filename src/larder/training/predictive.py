@@ -35,7 +35,7 @@ from larder.models.measurements.transform import (
 )
 from larder.prefill.base import Progress
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
-from larder.training.corpus import Corpus, Split
+from larder.training.corpus import Corpus, CorpusSplit
 
 PREDICTIVE = "predictive"
 SINKS = 4  # first tokens of a passage, which are not learned from
@@ -128,13 +128,13 @@ def train_predictive(
     """
     layers, started = decoder.spec.managed, time.perf_counter()
     check_layers(layers)
-    limits = dict.fromkeys(Split, settings.test_tokens) | {Split.TRAIN: settings.tokens}
-    samples = {split: LayerSamples(layers) for split in Split}
+    limits = dict.fromkeys(CorpusSplit, settings.test_tokens) | {CorpusSplit.TRAIN: settings.tokens}
+    samples = {split: LayerSamples(layers) for split in CorpusSplit}
     moments = {layer.index: LayerMoments.nothing(layer) for layer in layers}
     for passage in corpus.passages(adapter, settings.passage_tokens, settings.seed):
-        own, is_trained = samples[passage.split], passage.split is Split.TRAIN
+        own, is_trained = samples[passage.split], passage.split is CorpusSplit.TRAIN
         if own.tokens >= limits[passage.split] or len(passage.ids) <= SINKS:
-            if all(samples[split].tokens >= limits[split] for split in Split):
+            if all(samples[split].tokens >= limits[split] for split in CorpusSplit):
                 break
             continue
 
@@ -149,22 +149,22 @@ def train_predictive(
         decoder.forward_uncached(passage.ids, CausalAttention(show))
         own.tokens += len(passage.ids) - SINKS
         own.documents.add(passage.document)
-        progress(min(samples[Split.TRAIN].tokens, settings.tokens), settings.tokens)
-    if not samples[Split.TRAIN].tokens:
+        progress(min(samples[CorpusSplit.TRAIN].tokens, settings.tokens), settings.tokens)
+    if not samples[CorpusSplit.TRAIN].tokens:
         raise ModelError(
             "The corpus has no training document: give more texts, or fewer passage_tokens."
         )
     weights = metric_weights(decoder, moments)
-    tables, step = fit_tables(samples[Split.TRAIN], weights, settings)
+    tables, step = fit_tables(samples[CorpusSplit.TRAIN], weights, settings)
     metrics = {"step": round(step, 4)}
-    for split in (Split.TEST, Split.HELD_OUT):
+    for split in (CorpusSplit.TEST, CorpusSplit.HELD_OUT):
         if samples[split].tokens:
             metrics |= tested(tables, samples[split], step, split.value)
     card = Card(
         PREDICTIVE,
         (decoder.spec.fingerprint,),
         corpus.digest[:16],
-        samples[Split.TRAIN].tokens,
+        samples[CorpusSplit.TRAIN].tokens,
         settings.seed,
         round(time.perf_counter() - started, 1),
         metrics,

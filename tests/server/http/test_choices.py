@@ -14,11 +14,11 @@ from openai import OpenAI
 
 from larder import Engine
 from larder.models import LoadedModel
-from larder.models.tiny import tiny
 from larder.server import Archive, HttpSettings, LocalEngineClient, LoopbackAuth, create_app
 from larder.store import ByteBudgets, Tier
 from server.fake_engine_client import NAME
 from server.http.running_server import Running, listening
+from tiny_models import tiny
 
 USER: Any = [{"role": "user", "content": "a b"}]
 TEXTS = ["Once upon a time", "x", "The harbour opened in 1871. " * 9]

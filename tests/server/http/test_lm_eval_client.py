@@ -12,9 +12,9 @@ import torch
 
 from larder import Engine
 from larder.models import LoadedModel
-from larder.models.tiny import tiny
 from larder.server import Archive, HttpSettings, LocalEngineClient, LoopbackAuth, create_app
 from server.http.running_server import listening
+from tiny_models import tiny
 
 PAIRS = [
     ("The harbour opened in 1871. Its master was called", " Ida."),

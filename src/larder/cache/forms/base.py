@@ -30,7 +30,7 @@ from larder.ops.attention import (
     sink_logits,
 )
 from larder.ops.block_attention import FEWEST_QUERIES
-from larder.ops.cpu.decode_attention import EvictedLayer, StepStorage
+from larder.ops.cpu.decode_attention import EvictionStorage, StepStorage
 
 if TYPE_CHECKING:
     from larder.cache.layer_pages import PageLease
@@ -278,7 +278,7 @@ class CacheLayer(TensorOwner):
         """Pages of the entries, for a decode step in one call with others; None without pages."""
         return None
 
-    def eviction_storage(self, rule: StepRule) -> EvictedLayer | None:
+    def eviction_storage(self, rule: StepRule) -> EvictionStorage | None:
         """Storage with recorded logits, for an eviction in one call with other layers.
 
         `count_eviction` counts what is left. None where the layer evicts by plans.

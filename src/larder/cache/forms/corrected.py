@@ -160,8 +160,14 @@ class CorrectedLayer(TieredLayer):
         if PAST + OUTS in state:
             own = with_prefix(PAST, state)
             seen = own[SEEN].cpu().split(own[COUNTS].tolist())
-            parts = own[PLACES].tolist(), own[OUTS], own[SUMS], seen, own[PARKED].cpu()
-            store._past = tuple(PastAnswer(*part) for part in zip(*parts, strict=True))
+            store._past = tuple(
+                PastAnswer(
+                    place=place, out=own[OUTS][n], lse=own[SUMS][n], seen=seen[n], parked=held
+                )
+                for n, (place, held) in enumerate(
+                    zip(own[PLACES].tolist(), own[PARKED].cpu(), strict=True)
+                )
+            )
             store._ids = own[IDS].cpu()
             store._count_bytes()
         return store

@@ -154,15 +154,15 @@ class PairedLayer(MixedLayer):
     @classmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> PairedLayer:
         """Restored layer without a partner; `link_pairs` links it."""
-        side, *numbers = state["pair"].tolist()
-        keys = state["keys"]
-        half = cls(layer, keys.dtype, keys.device, Ledger(), LayerPairing(*numbers), int(side))
+        side, start, weight, apart = state["pair"].tolist()
+        pairing, keys = LayerPairing(start=start, weight=weight, apart=apart), state["keys"]
+        half = cls(layer, keys.dtype, keys.device, Ledger(), pairing, int(side))
         half._adopt_ragged(state)
         like, columns = keys[:0], len(half._ragged.ledger.columns)
         shared = SharedEntries.nothing(like, columns)
         if half.side == UPPER:
             shared = SharedEntries.adopt(with_prefix("shared.", state))  # own keys are there, too
-        half._join(LayerPair(shared, LayerPairing(*numbers)))
+        half._join(LayerPair(shared, pairing))
         return half
 
     def own_tensors(self) -> tuple[Tensor, ...]:
@@ -410,8 +410,8 @@ def _similar_directions(sheet: SharingCandidates, apart: float) -> Bool[Tensor, 
     Keys and values both count. A single entry, or entries of equal angles, are all shared.
     """
     alike = torch.ones(len(sheet.heads), dtype=torch.bool, device=sheet.keys[0].device)
-    for pair in (sheet.keys, sheet.values):
-        angle = angles(*pair)
+    for lower, upper in (sheet.keys, sheet.values):
+        angle = angles(lower, upper)
         if len(angle):
             least, most = angle.min(), angle.max()
             alike &= (angle <= most - apart * (most - least)) | (most - least < ALL_ALIKE)

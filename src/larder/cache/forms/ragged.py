@@ -46,7 +46,7 @@ from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
 from larder.ops.attention import ragged_attention
 from larder.ops.block_attention import block_attention
-from larder.ops.cpu.decode_attention import EvictedLayer, StepStorage
+from larder.ops.cpu.decode_attention import EvictionStorage, StepStorage
 from larder.ops.packing import packed_rows, starts_of
 from larder.ops.removal import MIN_ROAMING_SLACK, move_rows, plan_removal, remove_rows
 
@@ -149,7 +149,7 @@ class RaggedLayer(SegmentedLayer):
         self._set_lengths(self._lengths + 1)
         self._room -= 1
 
-    def eviction_storage(self, rule: StepRule) -> EvictedLayer | None:
+    def eviction_storage(self, rule: StepRule) -> EvictionStorage | None:
         from larder.ops.cpu.decode_eviction import supports  # few policies evict so
 
         names, logits = self._columns.ledger.columns, self._logits
@@ -162,7 +162,7 @@ class RaggedLayer(SegmentedLayer):
             return None
         merging = rule.merging
         is_merging = isinstance(merging, StepMerging)
-        return EvictedLayer(
+        return EvictionStorage(
             self._keys,
             self._values,
             self._positions,
@@ -424,8 +424,8 @@ class RaggedLayer(SegmentedLayer):
 
     def _everything(self) -> list[Tensor]:
         """Used storage rows per head."""
-        ends = (self._starts + self._lengths).tolist()
-        return [torch.arange(*span) for span in zip(self._starts.tolist(), ends, strict=True)]
+        starts, ends = self._starts.tolist(), (self._starts + self._lengths).tolist()
+        return [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
 
     def _least_room(self, starts: Tensor, lengths: Tensor) -> int:
         """Smallest slack behind any head."""

@@ -24,7 +24,7 @@ from larder.models.measurements.base import Granularity, Measurement, SampleText
 
 
 @dataclass(frozen=True)
-class QFilters(Measurement):
+class QFiltersMeasurement(Measurement):
     """Direction of each kv head, one number per channel of its keys.
 
     Args:
@@ -57,4 +57,4 @@ def query_directions(queries: Queries) -> Float[Tensor, "H D"]:
     return torch.where(most, vectors, -vectors)
 
 
-Part = QFilters
+Part = QFiltersMeasurement

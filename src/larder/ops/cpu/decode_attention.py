@@ -135,7 +135,7 @@ class StepStorage(NamedTuple):
     segments: tuple[StepSegment, ...] = ()
 
 
-class EvictedLayer(NamedTuple):
+class EvictionStorage(NamedTuple):
     """Storage of one layer of one sequence, and what is to be evicted from it.
 
     Args:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from larder.core.plan import StepColumn, StepMerging, StepRule, StepScore, StepSpreading
 from larder.ops.cpu.c_library import EvictionCall, c_library
-from larder.ops.cpu.decode_attention import SUPPORTED_DTYPES, EvictedLayer
+from larder.ops.cpu.decode_attention import SUPPORTED_DTYPES, EvictionStorage
 
 DONE, LEFT, FAILED = range(3)
 STEP_SCORES = (StepScore.MASS, StepScore.LAYER_MEAN, StepScore.RAISED_MEAN, StepScore.POSITION)
@@ -47,7 +47,7 @@ def _has_rules() -> bool:
     return hasattr(c_library(), "larder_evict_by_rule")
 
 
-def evict_step(layers: Sequence[EvictedLayer], roomy: int, rule: StepRule) -> list[int | None]:
+def evict_step(layers: Sequence[EvictionStorage], roomy: int, rule: StepRule) -> list[int | None]:
     """Evict from layers that `supports` allows.
 
     Args:
@@ -99,20 +99,20 @@ def _set_merging(call: EvictionCall, rule: StepRule) -> None:
         call.seed = (merging.seed or 0) & SEED_BITS
 
 
-def _column_address(own: EvictedLayer, index: int | None) -> int:
+def _column_address(own: EvictionStorage, index: int | None) -> int:
     """Address of a column; 0 for none."""
     if index is None:
         return 0
     return own.columns.data_ptr() + index * len(own.keys) * own.columns.element_size()
 
 
-def _column_fields(own: EvictedLayer) -> tuple[int, ...]:
+def _column_fields(own: EvictionStorage) -> tuple[int, ...]:
     """Fields of `struct step_columns` of c/decode_eviction.h."""
     updated = (own.updated.get(column) for column in StepColumn if column is not StepColumn.MASS)
     return tuple(_column_address(own, index) for index in (*updated, own.joined))
 
 
-def _fields(own: EvictedLayer, edges: int) -> tuple[int, ...]:
+def _fields(own: EvictionStorage, edges: int) -> tuple[int, ...]:
     """Fields of `struct evicted` of c/decode_eviction.h."""
     stored, item = len(own.keys), own.keys.element_size()
     return (

@@ -16,7 +16,7 @@ from larder.policy.providers._layer_gates import perceptron_gate, perceptron_sha
 from larder.policy.providers.base import GateProvider
 
 
-class KVzapPerceptron(GateProvider):
+class KVzapPerceptronGate(GateProvider):
     """Column `kvzap_mlp`: per layer a linear map, GELU, and a linear map."""
 
     def shapes(
@@ -30,4 +30,4 @@ class KVzapPerceptron(GateProvider):
         return perceptron_gate(states, weights, F.gelu)
 
 
-Part = KVzapPerceptron
+Part = KVzapPerceptronGate

@@ -33,7 +33,7 @@ from larder.server.persistence.base import (
     SessionPersistence,
     StoredSession,
 )
-from larder.server.persistence.fencing import EpochFence
+from larder.server.persistence.epoch_fence import EpochFence
 from larder.server.request import ApiError, ChatMessage, SessionUnreadableError
 from larder.server.session_info import SessionInfo, stored_session_info
 from larder.server.session_state import ASSISTANT, CompletedTurn, SavedCache, SessionState

@@ -26,7 +26,7 @@ from larder.session.episodes.clustering import (
     cluster,
     representatives,
 )
-from larder.session.episodes.matching import (
+from larder.session.episodes.nearest_episode import (
     Episode,
     MatchRule,
     NearestEpisodeRouter,

@@ -37,7 +37,7 @@ def read(data: object, name: str, adversarial: Adversarial) -> Conversation:
     """Read transcript and questions; with adversarial questions the prompt permits a refusal."""
     fields = fields_of(data, "the file")
     talk = fields_of(fields["conversation"], "'conversation'")
-    speakers = [text_of(talk, key, "'conversation'") for key in ("speaker_a", "speaker_b")]
+    first, second = (text_of(talk, key, "'conversation'") for key in ("speaker_a", "speaker_b"))
     numbers = dialogue.session_numbers(talk)
     refusal = REFUSAL_INSTRUCTION if adversarial is Adversarial.ASKED else ""
     return Conversation(
@@ -45,7 +45,7 @@ def read(data: object, name: str, adversarial: Adversarial) -> Conversation:
         messages=dialogue.messages(_session(talk, number) for number in numbers),
         questions=_questions(list_of(fields.get("qa", []), "'qa'"), adversarial),
         form=PromptLayout.TRANSCRIPT,
-        opening=dialogue.opening(*speakers),
+        opening=dialogue.opening(first, second),
         question_prompt=PROMPT.format(refusal=refusal),
     )
 

@@ -30,7 +30,7 @@ def read(data: object, name: str) -> Conversation:
     """Read transcript and questions."""
     fields = fields_of(data, "the file")
     names = fields_of(fields["name"], "'name'")
-    speakers = [text_of(names, key, "'name'") for key in ("speaker_1", "speaker_2")]
+    first, second = (text_of(names, key, "'name'") for key in ("speaker_1", "speaker_2"))
     questions = list_of(fields.get("qa", []), "'qa'")
     return Conversation(
         name=name,
@@ -39,7 +39,7 @@ def read(data: object, name: str) -> Conversation:
         ),
         questions=tuple(_question(entry, f"qa {n}") for n, entry in enumerate(questions, start=1)),
         form=PromptLayout.TRANSCRIPT,
-        opening=dialogue.opening(*speakers),
+        opening=dialogue.opening(first, second),
         question_prompt=PROMPT,
     )
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from larder.cache.predictive_coding import (
     BLOCK_TOKENS,
-    CodedSide,
+    EntropyCodedSide,
     Layer,
     by_head,
     decode,
@@ -107,7 +107,7 @@ class JointCodec(StorageCodec):
             raise Damaged(f"{len(coded.sides)} layers, coded with the step {step}, do not fit.")
         is_coded = positions >= SINKS
 
-        def codes(place: int) -> tuple[CodedSide, CodedSide]:
+        def codes(place: int) -> tuple[EntropyCodedSide, EntropyCodedSide]:
             keys, values = (coded.sides[place][role] for role in ROLES)
             return _coded_side(keys), _coded_side(values)
 
@@ -155,8 +155,8 @@ def _fits(tables: PredictiveTables, stack: LayerStack) -> bool:
     return widths == wanted
 
 
-def _coded_side(tensors: Mapping[str, Tensor]) -> CodedSide:
-    return CodedSide(tensors["words"], tensors["sizes"])
+def _coded_side(tensors: Mapping[str, Tensor]) -> EntropyCodedSide:
+    return EntropyCodedSide(tensors["words"], tensors["sizes"])
 
 
 def _with_exact(

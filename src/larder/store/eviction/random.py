@@ -19,7 +19,7 @@ _MASK = 0xFFFFFFFFFFFFFFFF
 
 
 @dataclass(frozen=True)
-class Random(EvictionPolicy):
+class RandomEviction(EvictionPolicy):
     """Uniform random worth of each candidate.
 
     Args:
@@ -41,4 +41,4 @@ def _splitmix64(words: np.ndarray) -> np.ndarray:
     return words ^ (words >> _SHIFTS[2])
 
 
-Part = Random
+Part = RandomEviction

@@ -18,15 +18,15 @@ SMALLEST = 1e-6  # a spread below this counts as none
 
 
 @dataclass(frozen=True)
-class Scaling:
+class Standardization:
     """Mean and spread of each column."""
 
     mean: Float[Tensor, " N"]
     spread: Float[Tensor, " N"]
 
     @staticmethod
-    def of(rows: Float[Tensor, "M N"]) -> Scaling:
-        return Scaling(rows.mean(0), rows.std(0).clamp(min=SMALLEST))
+    def of(rows: Float[Tensor, "M N"]) -> Standardization:
+        return Standardization(rows.mean(0), rows.std(0).clamp(min=SMALLEST))
 
     def apply(self, rows: Float[Tensor, "M N"]) -> Float[Tensor, "M N"]:
         return (rows - self.mean) / self.spread
@@ -47,7 +47,9 @@ def first_tensors(width: int, inner: int, heads: int, seed: int) -> dict[str, Te
     }
 
 
-def unscaled(tensors: dict[str, Tensor], inputs: Scaling, outputs: Scaling) -> dict[str, Tensor]:
+def unscaled(
+    tensors: dict[str, Tensor], inputs: Standardization, outputs: Standardization
+) -> dict[str, Tensor]:
     """Tensors that read and predict without the scalings."""
     first, last = tensors[f"{FIRST}.weight"] / inputs.spread, tensors[f"{LAST}.weight"]
     return {

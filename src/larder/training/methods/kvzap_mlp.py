@@ -20,7 +20,7 @@ from larder.training.base import LayerData, Method, fit_by_gradient
 from larder.training.label_pass import PLUS
 from larder.training.methods._log_labels import log_labels
 from larder.training.methods._perceptron import (
-    Scaling,
+    Standardization,
     first_tensors,
     shuffled_batches,
     unscaled,
@@ -51,7 +51,7 @@ class KVzapPerceptron(Method):
         return log_labels(labels)
 
     def fit(self, data: LayerData, layer: LayerSpec, seed: int) -> dict[str, Tensor]:
-        inputs, outputs = Scaling.of(data.states), Scaling.of(data.targets)
+        inputs, outputs = Standardization.of(data.states), Standardization.of(data.targets)
         states, targets = inputs.apply(data.states), outputs.apply(data.targets)
         width = states.shape[1]
         inner = max(round(self.share * width), 1)

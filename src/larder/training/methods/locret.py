@@ -21,7 +21,7 @@ from larder.core.spec import LayerSpec
 from larder.policy.providers._layer_gates import perceptron_gate
 from larder.training.base import LayerData, Method, fit_by_gradient
 from larder.training.label_pass import LOGIT
-from larder.training.methods._perceptron import Scaling, first_tensors, unscaled
+from larder.training.methods._perceptron import Standardization, first_tensors, unscaled
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class LocretHeads(Method):
         return labels
 
     def fit(self, data: LayerData, layer: LayerSpec, seed: int) -> dict[str, Tensor]:
-        inputs, outputs = Scaling.of(data.states), Scaling.of(data.targets)
+        inputs, outputs = Standardization.of(data.states), Standardization.of(data.targets)
         states, targets = inputs.apply(data.states), outputs.apply(data.targets)
 
         def loss(own: Mapping[str, Tensor], rows: Tensor) -> Tensor:

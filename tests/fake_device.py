@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from larder.core.errors import LarderError
+from larder.core import LarderError
+from larder.ops import SegmentTables, reference_paged_attention
 from larder.ops.gpu import varlen
-from larder.ops.paged_attention import reference_paged_attention
-from larder.ops.pages import SegmentTables
 
 VARLEN = "torch_attn::_varlen_attn"
 # Launches of operators that stand for several: the kernel, and its state of random numbers.

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from larder.core.errors import BadParameter, UnknownName
-from larder.core.family import unknown_name_message
+from larder.core import BadParameter, UnknownName, unknown_name_message
 
 VOCABULARY = 128
 HEAD_DIM = 16
