@@ -27,8 +27,9 @@ from transformers import DynamicCache, StaticCache
 
 from larder.cache import PageArena, SequenceCache
 from larder.core import Mode
-from larder.models import BatchSegment, CudaGraphCapture, DecodeGraphs, Decoder, EagerCapture
+from larder.models import BatchSegment, CudaGraphCapture, DecodeGraphs, Decoder
 from larder.ops import PAGE_TOKENS, AttentionBackend
+from larder_bench.profiling.eager_capture import EagerCapture
 from larder_bench.profiling.synthetic_cache import random_cache
 from larder_bench.random_models import open_model
 

@@ -13,17 +13,10 @@ from builders import a_plan
 from larder.cache import PageArena, SequenceCache
 from larder.core import BadParameter, CacheError, InputError, Ledger, Mode
 from larder.engine import Engine
-from larder.models import (
-    BatchSegment,
-    CapturedSteps,
-    Decoder,
-    EagerCapture,
-    PageUse,
-    describe_steps,
-    set_pages,
-)
+from larder.models import BatchSegment, CapturedSteps, Decoder, PageUse, describe_steps, set_pages
 from larder.ops import AttentionBackend
 from larder.session import empty_cache
+from larder_bench.profiling.eager_capture import EagerCapture
 from model_runs import read_on, some_ids
 from tiny_models import tiny
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from builders import a_plan
 from larder.cache import PageArena, SequenceCache
 from larder.core import CacheError, Ledger, Mode, ModelError
-from larder.models import BatchSegment, DecodeGraphs, Decoder, EagerCapture, GraphContractError
+from larder.models import BatchSegment, DecodeGraphs, Decoder, GraphContractError
 from larder.ops import AttentionBackend
+from larder_bench.profiling.eager_capture import EagerCapture
 from model_runs import read_on, some_ids
 from tiny_models import tiny
 

@@ -18,7 +18,6 @@ from .captured_steps import describe_steps as describe_steps
 from .chunk_recompute import recompute_tokens as recompute_tokens
 from .decode_graph import CudaGraphCapture as CudaGraphCapture
 from .decode_graph import DecodeGraphs as DecodeGraphs
-from .decode_graph import EagerCapture as EagerCapture
 from .decode_graph import GraphContractError as GraphContractError
 from .decoder import NO_INPUTS as NO_INPUTS
 from .decoder import Decoder as Decoder

@@ -90,22 +90,6 @@ def decoded(
     return numbers, tiers
 
 
-def decoded_entry(
-    payload: Payload, place: int, count: int, deviations: Deviations, step: float
-) -> Float[ndarray, " W"]:
-    """Dequantized components of one entry of a block of fixed widths, without the others."""
-    from larder.ops.cpu import range_coder_kernels as kernels  # compiles: not before it is needed
-
-    bases, tiers = classes_of(deviations, step), _saved_tiers(payload, count)
-    first = 8 * (COUNT_BYTES + -(-count // 2)) + int(_widths(bases, tiers[:place]).sum())
-    own, numbers = tiers[place : place + 1], np.empty((1, len(deviations)), np.float32)
-    kernels.unpack_widths(payload, first, own, bases, symbol_model().widths, step, numbers)
-    places, symbols = _exceptions(payload)
-    mine = places // len(deviations) == place
-    numbers[0, places[mine] % len(deviations)] = symbols[mine] * (step * 2.0 ** float(own[0]))
-    return numbers[0]
-
-
 def _state_bytes(count: int) -> float:
     """Bytes of a block beside its bits; hardly ever too few.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from larder.core.errors import CacheError
 from larder.core.observation import Entries
-from larder.core.recall import RecallIndex, RecallPart
+from larder.core.recall import RecallIndex, RecallPart, RecallResult
 from larder.core.spec import LayerSpec
 from larder.ops.search import interleaved, page_max_scores, top_rows
 
@@ -81,6 +81,11 @@ class ContiguousIndex(RecallIndex):
 
     def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
         """Add entries after the known ones; no effect where the search reads the keys."""
+
+    def page_scores(self, queries: Float[Tensor, "H D"], entries: Entries) -> Float[Tensor, "H P"]:
+        """Largest product of each query with the indexed keys of each page."""
+        starts, lengths = indexed_layout(entries, self.paged.known)
+        return page_max_scores(queries, entries.keys, starts, lengths, self.page)
 
     def contents(self, pages: Int64[Tensor, "N P"]) -> Int64[Tensor, "N P S"]:
         return self.paged.contents(pages)
@@ -162,8 +167,11 @@ class EntryIndex(ContiguousIndex):
 
     def logits(self, queries: Float[Tensor, "H D"], entries: Entries) -> Float[Tensor, "H M"]:
         """Attention logits of all indexed entries."""
-        layout = indexed_layout(entries, self.paged.known)
-        return page_max_scores(queries, entries.keys, *layout).mul_(self.layer.scaling)
+        return self.page_scores(queries, entries).mul_(self.layer.scaling)
+
+    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
+        """Entries of the largest products of each query head, by reading all keys."""
+        return RecallResult(top_rows(self.logits(queries, entries), count))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ pages (Quest takes no fewer than three).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -25,13 +26,11 @@ from torch.nn.functional import pad
 from larder.core.observation import Entries
 from larder.core.recall import RecallPart, RecallResult
 from larder.core.spec import LayerSpec
-from larder.ops.search import page_max_scores
 from larder.recall._index_base import (
     ContiguousIndex,
     QueryHeadRule,
     group_queries,
     grow_table,
-    indexed_layout,
     mask_missing,
     select_pages,
 )
@@ -75,12 +74,8 @@ class BoundsIndex(ContiguousIndex):
 
     def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
         self._boxes = grow_table(self._boxes, -(-max(entries.lengths) // self.page))
-        for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
-            if now > before:
-                first = before // self.page
-                keys = entries.keys_from(head, first * self.page).float()
-                boxes = bounding_boxes(keys, self.page, self._kind)
-                self._boxes[head, first : first + len(boxes)] = boxes
+        for head, first, boxes in changed_boxes(entries, known, self.page, self._kind):
+            self._boxes[head, first : first + len(boxes)] = boxes
 
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         asked = group_queries(queries, self.layer)
@@ -90,13 +85,26 @@ class BoundsIndex(ContiguousIndex):
         return self._chosen(mask_missing(scores, self.counts), count)
 
     def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
-        layout = indexed_layout(entries, self.paged.known)
-        return self._chosen(page_max_scores(queries, entries.keys, *layout, self.page), count)
+        return self._chosen(self.page_scores(queries, entries), count)
 
     def _chosen(self, scores: Float[Tensor, "H P"], count: int) -> RecallResult:
         return RecallResult(
             select_pages(scores, self.layer.kv_heads, HEAD_RULES[self._kind], count)
         )
+
+
+def changed_boxes(
+    entries: Entries, known: tuple[int, ...], page: int, kind: PageSummary
+) -> Iterator[tuple[int, int, Float[Tensor, "P E"]]]:
+    """Kv head, first page and boxes of the pages that entries after the known ones change."""
+    for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
+        if now > before:
+            first = before // page
+            yield (
+                head,
+                first,
+                bounding_boxes(entries.keys_from(head, first * page).float(), page, kind),
+            )
 
 
 def bounding_boxes(

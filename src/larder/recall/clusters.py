@@ -25,7 +25,6 @@ from larder.core.errors import BadParameter
 from larder.core.observation import Entries
 from larder.core.recall import RecallResult
 from larder.core.spec import LayerSpec
-from larder.ops.search import top_rows
 from larder.recall._index_base import (
     EntryIndex,
     EntryRecall,
@@ -134,9 +133,6 @@ class ClustersIndex(EntryIndex):
         heads = torch.arange(len(ranked)) // self.layer.group
         found = self._order[heads[:, None], places.masked_fill(beyond, 0)].long()
         return found.masked_fill(beyond, -1)
-
-    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
-        return RecallResult(top_rows(self.logits(queries, entries), count))
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (*super().tensors(), self._sizes, self._order)

@@ -109,9 +109,6 @@ class FasaIndex(EntryIndex):
         scores = channel_products(self._keys, columns, asked, max(known))
         return RecallResult(top_rows(mask_missing(scores.flatten(0, 1), known), count))
 
-    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
-        return RecallResult(top_rows(self.logits(queries, entries), count))
-
     def tensors(self) -> tuple[Tensor, ...]:
         return (*super().tensors(), self._pairs)
 

@@ -19,8 +19,7 @@ from torch import Tensor
 from larder.core.observation import Entries
 from larder.core.recall import RecallIndex, RecallPart, RecallResult
 from larder.core.spec import LayerSpec
-from larder.ops.search import page_max_scores
-from larder.recall._index_base import ContiguousIndex, QueryHeadRule, indexed_layout, select_pages
+from larder.recall._index_base import ContiguousIndex, QueryHeadRule, select_pages
 
 
 @dataclass(frozen=True)
@@ -47,9 +46,8 @@ class FlatIndex(ContiguousIndex):
         self._heads = heads
 
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
-        layout = indexed_layout(entries, self.paged.known)
-        bests = page_max_scores(queries, entries.keys, *layout, self.page)
-        return RecallResult(select_pages(bests, self.layer.kv_heads, self._heads, count))
+        scores = self.page_scores(queries, entries)
+        return RecallResult(select_pages(scores, self.layer.kv_heads, self._heads, count))
 
     def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         return self.find(queries, entries, count)

@@ -174,9 +174,6 @@ class GraphIndex(EntryIndex):
             products = (keys * asked[:, None]).sum(2).masked_fill_(candidates < 0, -torch.inf)
             scores.scatter_reduce_(1, some, products, "amax")
 
-    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
-        return RecallResult(top_rows(self.logits(queries, entries), count))
-
     def tensors(self) -> tuple[Tensor, ...]:
         # Graphs are in the library's own memory: meta tensors of their size count their bytes.
         graphs = tuple(

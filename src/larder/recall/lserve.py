@@ -25,15 +25,14 @@ from larder.core.errors import BadParameter
 from larder.core.observation import Entries
 from larder.core.recall import RecallPart, RecallResult
 from larder.core.spec import LayerSpec
-from larder.ops.search import interleaved, page_max_scores, top_rows
+from larder.ops.search import interleaved, top_rows
 from larder.recall._index_base import (
     ContiguousIndex,
     group_queries,
     grow_table,
-    indexed_layout,
     mask_missing,
 )
-from larder.recall.bounds import PageSummary, bounding_boxes
+from larder.recall.bounds import PageSummary, changed_boxes
 
 
 @dataclass(frozen=True)
@@ -79,12 +78,8 @@ class LServeIndex(ContiguousIndex):
     def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
         size = self._part.part
         self._boxes = grow_table(self._boxes, -(-max(entries.lengths) // size))
-        for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
-            if now > before:
-                first = before // size
-                keys = entries.keys_from(head, first * size).float()
-                boxes = bounding_boxes(keys, size, PageSummary.QUEST)
-                self._boxes[head, first : first + len(boxes)] = boxes
+        for head, first, boxes in changed_boxes(entries, known, size, PageSummary.QUEST):
+            self._boxes[head, first : first + len(boxes)] = boxes
 
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         left, asked = self._course.tolist()
@@ -111,9 +106,8 @@ class LServeIndex(ContiguousIndex):
         return pad(bounds, (0, missing), value=-torch.inf).view(len(bounds), -1, each).amax(2)
 
     def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
-        layout = indexed_layout(entries, self.paged.known)
-        bests = page_max_scores(queries, entries.keys, *layout, self.page)
-        return RecallResult(self._choice(mask_missing(bests, self.counts), count))
+        scores = self.page_scores(queries, entries)
+        return RecallResult(self._choice(mask_missing(scores, self.counts), count))
 
     def _choice(self, bounds: Float[Tensor, "H N"], count: int) -> Int64[Tensor, "K P"]:
         """Newest page of every kv head, and the best page of each of its query heads in turn."""

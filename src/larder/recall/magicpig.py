@@ -189,9 +189,6 @@ class MagicPigIndex(EntryIndex):
         raised = -drawn.clamp(min=torch.finfo(torch.float32).tiny).log()
         return (keys * asked).sum(1) * self.layer.scaling, raised
 
-    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
-        return RecallResult(top_rows(self.logits(queries, entries), count))
-
     def tensors(self) -> tuple[Tensor, ...]:
         return (*super().tensors(), self._directions)
 

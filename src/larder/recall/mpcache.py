@@ -32,15 +32,14 @@ from larder.core.errors import BadParameter
 from larder.core.observation import Entries
 from larder.core.recall import RecallIndex, RecallPart, RecallResult
 from larder.core.spec import LayerSpec
-from larder.ops.search import page_max_scores, top_rows
+from larder.ops.search import top_rows
 from larder.recall._index_base import (
     ContiguousIndex,
     group_queries,
     grow_table,
-    indexed_layout,
     mask_missing,
 )
-from larder.recall.bounds import PageSummary, bounding_boxes
+from larder.recall.bounds import PageSummary, changed_boxes
 
 
 @dataclass(frozen=True)
@@ -100,13 +99,10 @@ class MPCacheIndex(ContiguousIndex):
     ) -> Float[Tensor, "K L D"]:
         """Table with the points of all clusters that are new or have grown."""
         table = grow_table(table, -(-max(entries.lengths) // size))
-        for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
-            if now > before:
-                first = before // size
-                keys = entries.keys_from(head, first * size).float()
-                highest, lowest = bounding_boxes(keys, size, PageSummary.QUEST).chunk(2, dim=1)
-                points = torch.lerp(lowest, highest, self._part.slant)
-                table[head, first : first + len(points)] = points
+        for head, first, boxes in changed_boxes(entries, known, size, PageSummary.QUEST):
+            highest, lowest = boxes.chunk(2, dim=1)
+            points = torch.lerp(lowest, highest, self._part.slant)
+            table[head, first : first + len(points)] = points
         return table
 
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
@@ -130,10 +126,7 @@ class MPCacheIndex(ContiguousIndex):
         return stays.scatter_(1, ranked + 1, True)[:, 1:]
 
     def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
-        layout = indexed_layout(entries, self.paged.known)
-        return RecallResult(
-            top_rows(page_max_scores(queries, entries.keys, *layout, self.page), count)
-        )
+        return RecallResult(top_rows(self.page_scores(queries, entries), count))
 
     def _table_length(self, name: str) -> int:
         most = super()._table_length(name)

@@ -167,9 +167,6 @@ class ProjectedIndex(EntryIndex):
             products = (keys[spots] * asked[:, None]).sum(2).masked_fill(reached < 0, -torch.inf)
             scores.scatter_reduce_(1, spots, products, "amax")
 
-    def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
-        return RecallResult(top_rows(self.logits(queries, entries), count))
-
 
 def _near_edges(keys: Float[Tensor, "S D"]) -> Int32[Tensor, "S N"]:
     """Entries before and behind each key, and its exact nearest keys; -1 for none."""

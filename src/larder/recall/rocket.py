@@ -27,17 +27,16 @@ from larder.core.observation import Entries
 from larder.core.recall import RecallPart, RecallResult
 from larder.core.spec import LayerSpec
 from larder.ops.approximate_products import channel_products
-from larder.ops.search import page_max_scores, top_rows
+from larder.ops.search import top_rows
 from larder.recall._index_base import (
     ContiguousIndex,
     group_queries,
     grow_table,
-    indexed_layout,
     mask_missing,
     softmax_weights,
     sum_group_weights,
 )
-from larder.recall.bounds import PageSummary, bounding_boxes
+from larder.recall.bounds import PageSummary, changed_boxes
 
 
 @dataclass(frozen=True)
@@ -78,12 +77,8 @@ class RocketIndex(ContiguousIndex):
 
     def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
         self._sides = grow_table(self._sides, -(-max(entries.lengths) // self.page), dim=2)
-        for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
-            if now > before:
-                first = before // self.page
-                keys = entries.keys_from(head, first * self.page).float()
-                boxes = bounding_boxes(keys, self.page, PageSummary.QUEST)
-                self._sides[head, :, first : first + len(boxes)] = boxes.T
+        for head, first, boxes in changed_boxes(entries, known, self.page, PageSummary.QUEST):
+            self._sides[head, :, first : first + len(boxes)] = boxes.T
 
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         asked = group_queries(queries, self.layer)
@@ -96,9 +91,7 @@ class RocketIndex(ContiguousIndex):
         return self._found(mask_missing(logits.flatten(0, 1), self.counts), count)
 
     def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
-        layout = indexed_layout(entries, self.paged.known)
-        bests = page_max_scores(queries, entries.keys, *layout, self.page)
-        return self._found(bests.mul_(self.layer.scaling), count)
+        return self._found(self.page_scores(queries, entries).mul_(self.layer.scaling), count)
 
     def _found(self, logits: Float[Tensor, "H P"], count: int) -> RecallResult:
         return RecallResult(

@@ -44,6 +44,11 @@ class ResidentCaches(ABC):
         return None
 
     @property
+    def rebuild_bytes(self) -> int:
+        """Peak of live bytes on the device while caches were rebuilt; 0 for other forms."""
+        return 0
+
+    @property
     def moved_bytes(self) -> int:
         """Bytes of a move between the device and host memory, where moves are measured; else 0."""
         return 0

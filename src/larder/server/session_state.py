@@ -273,6 +273,15 @@ class Residency:
         return None if self.resident_caches is None else self.resident_caches.chat_cache
 
     @property
+    def rebuild_bytes(self) -> int:
+        """Peak of live bytes on the device while chat caches were rebuilt."""
+        return 0 if self.resident_caches is None else self.resident_caches.rebuild_bytes
+
+    def contains(self, turns: int) -> bool:
+        """True if the caches in memory are those after this number of completed turns."""
+        return self.resident_caches is not None and self.resident_caches.contains(turns)
+
+    @property
     def tier(self) -> str:
         """Tier of the cache."""
         if self.caches is not None:

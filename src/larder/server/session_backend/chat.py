@@ -25,7 +25,6 @@ from larder.server.session_backend.chat_snapshot import ChatCaches
 from larder.server.session_state import CompletedTurn, PositionMaps, SessionState, num_tokens
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
 from larder.server.tiers.manager import TierManager
-from larder.session.chat_cache import ChatCache
 from larder.session.chat_state import ActiveTurn
 from larder.session.transcript.chat_log import ChatTurn
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
@@ -53,9 +52,7 @@ class ChatBackend(SessionBackend):
         resolved = job.resolved
         session, past_tokens = job.session, num_tokens(resolved.past_turns)
         residency = session.residency
-        if residency.chat_cache is not None and not self._prefill.extends(
-            job, residency.chat_cache
-        ):
+        if not self._prefill.extends(job):
             self._tiers.drop(session)
         job.counts.tier, held, source = residency.tier, residency.chat_cache, self._source(job)
         episodes = 0 if held is None else len(held.caches)
@@ -192,10 +189,10 @@ class ChatBackend(SessionBackend):
             else:
                 self._tiers.drop(session)
         # Incomplete caches: the turn was not stored, or the replay has not ended.
-        if residency.chat_cache is None or not _is_complete(residency.chat_cache, job):
-            self._tiers.drop(session)
-        else:
+        if residency.contains(len(job.resolved.past_turns)):
             self._tiers.shrink_to_fit(session)
+        else:
+            self._tiers.drop(session)
 
     def on_loaded(self, job: RequestState) -> None:
         """Install the loaded caches, or rebuild them if the load failed."""
@@ -284,13 +281,6 @@ class ChatBackend(SessionBackend):
                 copy.device_nbytes - copy.shared_device_nbytes,
             )
             device, host = device + device_own, host + own - device_own
-        if residency.chat_cache is not None:
-            device = max(device, residency.chat_cache.refresh_meter.peak_live_bytes)
-        self._reservations.check(session.key, device)
-        if host > (residency.reserved_bytes):
+        self._reservations.check(session.key, max(device, residency.rebuild_bytes))
+        if host > residency.reserved_bytes:
             self._tiers.chats.reserve(session, host)
-
-
-def _is_complete(chat_cache: ChatCache, job: RequestState) -> bool:
-    """True if the caches contain all turns before the request."""
-    return len(chat_cache.state.log.turns) == len(job.resolved.past_turns)

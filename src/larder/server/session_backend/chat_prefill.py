@@ -58,12 +58,13 @@ class ChatPrefill:
             active_turn.reader.read_last_part(prefill.prompt_tail)
             yield from active_turn.reader.replay_steps(tuple(answer.output_ids[:-1]))
 
-    def extends(self, job: RequestState, chat_cache: ChatCache) -> bool:
-        """True if the caches contain a prefix of the completed turns, so that
+    def extends(self, job: RequestState) -> bool:
+        """True if the caches, if there are any, contain a prefix of the completed turns, so that
         they can be extended."""
+        chat_cache, past_turns = job.session.residency.chat_cache, job.resolved.past_turns
+        if chat_cache is None or job.session.residency.contains(len(past_turns)):
+            return True  # completed turns never change
         cached = chat_cache.state.log.turns
-        if len(cached) == len(job.resolved.past_turns):  # completed turns never change
-            return True
         return self._log(job).turns[: len(cached)] == cached
 
     def opening_len(self, job: RequestState) -> int:

@@ -50,6 +50,10 @@ class ChatCaches(ResidentCaches):
         return self._chat_cache.state.memory.router
 
     @property
+    def rebuild_bytes(self) -> int:
+        return self._chat_cache.refresh_meter.peak_live_bytes
+
+    @property
     def idle_bytes(self) -> int:
         return self.caches.nbytes
 

@@ -250,12 +250,9 @@ class DiskTierWriter:
     def can_write(self, session: SessionState) -> bool:
         """True if the store could have the session's cache, but does not."""
         residency = session.residency
-        held = residency.resident_caches
-        if held is None:  # reservations precede the cache
+        if not residency.contains(len(session.turns)):  # reservations precede the cache
             return False
         is_written = session.is_durable and len(session.turns) > 0
-        if not held.contains(len(session.turns)):
-            return False
         is_refused = residency.failed_write_tokens == len(residency.cached_ids)
         return self._disk.is_open and is_written and not residency.is_saved and not is_refused
 
