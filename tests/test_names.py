@@ -25,7 +25,7 @@ FORBIDDEN_CLASSES = frozenset(
 )
 # Gerunds that are the field's own nouns.
 FIELD_GERUNDS = frozenset(
-    """routing pooling packing sampling timing streaming spelling clustering merging
+    """routing pooling packing sampling timing streaming spelling clustering matching merging
     embedding scoring reasoning forcing logging wording coding""".split()
 )
 # Their file names are their spelling.

@@ -122,28 +122,13 @@ def weights_from_logits(
     logits: Float[Tensor, "R C"], starts: Int[Tensor, " K"], lengths: Int[Tensor, " K"], join: str
 ) -> Float[Tensor, " C"]:
     """Kernel of `weights_from_logits`; the same bits as `attention_weights` of that query."""
-    library = c_library()
-    if library is None:
-        return numba_weights_from_logits(logits, starts, lengths, join)
-    return _weigh(library, logits, starts, lengths, len(logits), join)
+    if (library := c_library()) is not None:
+        return _weigh(library, logits, starts, lengths, len(logits), join)
+    from larder.ops.cpu import attention_weights_kernels as kernels
 
-
-def numba_weights_from_logits(
-    logits: Float[Tensor, "R C"], starts: Int[Tensor, " K"], lengths: Int[Tensor, " K"], join: str
-) -> Float[Tensor, " C"]:
-    """`weights_from_logits` where no C kernel was compiled."""
-    from larder.ops.cpu import (
-        attention_weights_kernels as kernels,  # compiles: not before it is needed
-    )
-
-    weights = torch.zeros(logits.shape[1], dtype=torch.float32)
+    weights, code = torch.zeros(logits.shape[1], dtype=torch.float32), REDUCTION_CODES[join]
     kernels.weights_from_logits(
-        logits.numpy(),
-        starts.numpy(),
-        lengths.numpy(),
-        len(logits),
-        REDUCTION_CODES[join],
-        weights.numpy(),
+        logits.numpy(), starts.numpy(), lengths.numpy(), len(logits), code, weights.numpy()
     )
     return weights
 

@@ -105,14 +105,28 @@ def thresholded_folds(
     Float[Tensor, " K"], tuple[Int64[Tensor, " G"], Int64[Tensor, " G"], Float[Tensor, " G"]]
 ]:
     """Kernel of `thresholded_folds`; the same bits as torch."""
-    library = c_library()
-    if library is None:
-        return numba_thresholded_folds(
-            sources, targets, heads, likeness, given, own, before, rate, slack
-        )
     sources, targets, heads = sources.contiguous(), targets.contiguous(), heads.contiguous()
     likeness, given, before = likeness.contiguous(), given.contiguous(), before.contiguous()
     moved = torch.empty(len(before), dtype=torch.float32)
+    library = c_library()
+    if library is None:
+        from larder.ops.cpu import entry_merge_kernels as kernels
+
+        rows = kernels.threshold_folds(
+            sources.numpy(),
+            targets.numpy(),
+            heads.numpy(),
+            likeness.numpy(),
+            given.numpy(),
+            before.numpy(),
+            np.float32(rate),
+            np.float32(1 - rate),
+            np.float32(slack),
+            np.float32(own),
+            moved.numpy(),
+        )
+        froms, intos, weights = (torch.from_numpy(part) for part in rows)
+        return moved, (froms, intos, weights)
     froms, intos = torch.empty(2, 2 * len(sources), dtype=torch.int64)
     weights = torch.empty(2 * len(sources), dtype=torch.float32)
     call = FoldingCall(
@@ -141,40 +155,6 @@ def thresholded_folds(
 def _check_folds(count: int) -> None:
     if count < 0:
         raise MemoryError("The merges of entries could not allocate their buffers.")
-
-
-def numba_thresholded_folds(
-    sources: Int64[Tensor, " F"],
-    targets: Int64[Tensor, " F"],
-    heads: Int64[Tensor, " F"],
-    likeness: Float[Tensor, " F"],
-    given: Float[Tensor, " F"],
-    own: float,
-    before: Float[Tensor, " K"],
-    rate: float,
-    slack: float,
-) -> tuple[
-    Float[Tensor, " K"], tuple[Int64[Tensor, " G"], Int64[Tensor, " G"], Float[Tensor, " G"]]
-]:
-    """`thresholded_folds` where no C kernel was compiled."""
-    from larder.ops.cpu import entry_merge_kernels as kernels
-
-    moved = torch.empty(len(before))
-    rows = kernels.threshold_folds(
-        sources.contiguous().numpy(),
-        targets.contiguous().numpy(),
-        heads.contiguous().numpy(),
-        likeness.contiguous().numpy(),
-        given.contiguous().numpy(),
-        before.contiguous().numpy(),
-        np.float32(rate),
-        np.float32(1 - rate),
-        np.float32(slack),
-        np.float32(own),
-        moved.numpy(),
-    )
-    froms, intos, weights = (torch.from_numpy(part) for part in rows)
-    return moved, (froms, intos, weights)
 
 
 def spread_folds(
@@ -250,15 +230,26 @@ def weighted_sums(
     value_weights: Float[Tensor, " F"],
 ) -> tuple[Int64[Tensor, " N"], Float[Tensor, "N D"], Float[Tensor, "N D"]]:
     """Kernel of `weighted_sums`; the same bits as torch."""
-    library = c_library()
-    if library is None:
-        return numba_weighted_sums(
-            keys, values, starts, lengths, sources, targets, key_weights, value_weights
-        )
     layout = (starts.contiguous(), lengths.contiguous(), sources.contiguous(), targets.contiguous())
-    into, key_sums = _sum_rows(library, keys.detach(), layout, key_weights.contiguous())
-    _, value_sums = _sum_rows(library, values.detach(), layout, value_weights.contiguous())
-    return into, key_sums, value_sums
+    key_weights, value_weights = key_weights.contiguous(), value_weights.contiguous()
+    if (library := c_library()) is not None:
+        into, key_sums = _sum_rows(library, keys.detach(), layout, key_weights)
+        _, value_sums = _sum_rows(library, values.detach(), layout, value_weights)
+        return into, key_sums, value_sums
+    from larder.ops.cpu import entry_merge_kernels as kernels
+
+    starts, lengths, sources, targets = layout
+    into, key_sums, value_sums = kernels.sum_rows(
+        as_numpy(keys.detach()),
+        as_numpy(values.detach()),
+        starts.numpy(),
+        lengths.numpy(),
+        sources.numpy(),
+        targets.numpy(),
+        key_weights.numpy(),
+        value_weights.numpy(),
+    )
+    return torch.from_numpy(into), torch.from_numpy(key_sums), torch.from_numpy(value_sums)
 
 
 def _sum_rows(
@@ -290,29 +281,3 @@ def _sum_rows(
     )
     count = library.larder_sum_rows(byref(call))
     return into[:count], sums[:count]
-
-
-def numba_weighted_sums(
-    keys: Float[Tensor, "C D"],
-    values: Float[Tensor, "C D"],
-    starts: Int64[Tensor, " K"],
-    lengths: Int64[Tensor, " K"],
-    sources: Int64[Tensor, " F"],
-    targets: Int64[Tensor, " F"],
-    key_weights: Float[Tensor, " F"],
-    value_weights: Float[Tensor, " F"],
-) -> tuple[Int64[Tensor, " N"], Float[Tensor, "N D"], Float[Tensor, "N D"]]:
-    """`weighted_sums` where no C kernel was compiled."""
-    from larder.ops.cpu import entry_merge_kernels as kernels
-
-    into, key_sums, value_sums = kernels.sum_rows(
-        as_numpy(keys.detach()),
-        as_numpy(values.detach()),
-        starts.numpy(),
-        lengths.numpy(),
-        sources.contiguous().numpy(),
-        targets.contiguous().numpy(),
-        key_weights.contiguous().numpy(),
-        value_weights.contiguous().numpy(),
-    )
-    return torch.from_numpy(into), torch.from_numpy(key_sums), torch.from_numpy(value_sums)

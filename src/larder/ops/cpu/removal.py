@@ -80,12 +80,26 @@ def move_rows(
     if not rows:
         return
     library = c_library()
-    if library is None:
-        return numba_move_rows(storages, starts, lengths, kept, new_lengths, new_starts, rows)
+    places = [storage.data_ptr() for storage in storages]
     row_bytes = [storage.stride(0) * storage.itemsize for storage in storages]
     work = rows * sum(row_bytes) // BYTES_PER_FLOAT
-    addresses = integers([storage.data_ptr() for storage in storages])
-    sizes, counts = integers(row_bytes), integers(new_lengths)
+    if library is None:
+        from larder.ops.cpu import removal_kernels as kernels
+
+        threads = num_threads_for(work)
+        run = kernels.move_in_parallel if threads > 1 else kernels.move_serially
+        run(
+            np.array(places, np.int64),
+            np.array(row_bytes, np.int64),
+            kept.contiguous().numpy(),
+            starts.numpy(),
+            new_starts.numpy(),
+            lengths.numpy(),
+            np.array(new_lengths, np.int64),
+            threads,
+        )
+        return
+    addresses, sizes, counts = integers(places), integers(row_bytes), integers(new_lengths)
     kept, starts, new_starts, lengths = (
         x.contiguous() for x in (kept, starts, new_starts, lengths)
     )
@@ -104,35 +118,6 @@ def move_rows(
     library.larder_move_rows(byref(call))
 
 
-def numba_move_rows(
-    storages: Sequence[Tensor],
-    starts: Int[Tensor, " K"],
-    lengths: Int[Tensor, " K"],
-    kept: Int64[Tensor, " kept"],
-    new_lengths: tuple[int, ...],
-    new_starts: Int64[Tensor, " K"],
-    rows: int,
-) -> None:
-    """`move_rows` where no C kernel was compiled."""
-    from larder.ops.cpu import removal_kernels as kernels
-
-    addresses = np.array([storage.data_ptr() for storage in storages], np.int64)
-    row_bytes = np.array([s.stride(0) * s.itemsize for s in storages], np.int64)
-    packed, counts = kept.contiguous().numpy(), np.array(new_lengths, np.int64)
-    threads = num_threads_for(int(rows * row_bytes.sum()) // BYTES_PER_FLOAT)
-    run = kernels.move_in_parallel if threads > 1 else kernels.move_serially
-    run(
-        addresses,
-        row_bytes,
-        packed,
-        starts.numpy(),
-        new_starts.numpy(),
-        lengths.numpy(),
-        counts,
-        threads,
-    )
-
-
 def plan_removal(
     starts: Int[Tensor, " K"],
     lengths: Int[Tensor, " K"],
@@ -146,11 +131,22 @@ def plan_removal(
     Returns:
         The first head whose kept entries are invalid, or None; then the fields of a plan.
     """
-    library = c_library()
-    if library is None:
-        return numba_plan_removal(starts, lengths, kept, new_lengths, edges, roomy)
+    library, new_starts = c_library(), torch.empty_like(starts)
     kept, starts, lengths = kept.contiguous(), starts.contiguous(), lengths.contiguous()
-    new_starts, room, rows = torch.empty_like(starts), INTEGER(), INTEGER()
+    if library is None:
+        from larder.ops.cpu import removal_kernels as kernels  # compiles: not before it is needed
+
+        bad, least, moved = kernels.plan_removal(
+            kept.numpy(),
+            starts.numpy(),
+            lengths.numpy(),
+            np.array(new_lengths, np.int64),
+            np.array(edges, np.int64),
+            roomy,
+            new_starts.numpy(),
+        )
+        return (None if bad < 0 else int(bad)), new_starts, int(least), int(moved)
+    room, rows = INTEGER(), INTEGER()
     bad = library.larder_plan_removal(
         kept.data_ptr(),
         starts.data_ptr(),
@@ -164,27 +160,3 @@ def plan_removal(
         byref(rows),
     )
     return (None if bad < 0 else bad), new_starts, room.value, rows.value
-
-
-def numba_plan_removal(
-    starts: Int[Tensor, " K"],
-    lengths: Int[Tensor, " K"],
-    kept: Int64[Tensor, " kept"],
-    new_lengths: tuple[int, ...],
-    edges: tuple[int, ...],
-    roomy: int,
-) -> tuple[int | None, Int64[Tensor, " K"], int, int]:
-    """`plan_removal` where no C kernel was compiled."""
-    from larder.ops.cpu import removal_kernels as kernels  # compiles: not before it is needed
-
-    packed, new_starts = kept.contiguous().numpy(), torch.empty_like(starts)
-    bad, room, rows = kernels.plan_removal(
-        packed,
-        starts.numpy(),
-        lengths.numpy(),
-        np.array(new_lengths, np.int64),
-        np.array(edges, np.int64),
-        roomy,
-        new_starts.numpy(),
-    )
-    return (None if bad < 0 else int(bad)), new_starts, int(room), int(rows)

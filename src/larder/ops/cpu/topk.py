@@ -24,22 +24,14 @@ def supports(scores: Tensor, count: int) -> bool:
 
 def top_masks(scores: Float[Tensor, "K S"], count: int) -> Bool[Tensor, "K S"]:
     """Kernel of `top_masks`; thread-safe."""
-    library = c_library()
+    library, scores = c_library(), scores.detach().contiguous()
+    marks = torch.empty(scores.shape, dtype=torch.bool)
     if library is None:
-        return numba_top_masks(scores, count)
-    scores = scores.detach().contiguous()
-    marks = torch.empty(scores.shape, dtype=torch.bool)
-    if library.larder_top_masks(scores.data_ptr(), *scores.shape, count, marks.data_ptr()):
+        from larder.ops.cpu import topk_kernels as kernels  # compiles: not before it is needed
+
+        kernels.mark_highest(scores.numpy(), count, marks.numpy())
+    elif library.larder_top_masks(scores.data_ptr(), *scores.shape, count, marks.data_ptr()):
         raise MemoryError("The selection of entries could not allocate its buffers.")
-    return marks
-
-
-def numba_top_masks(scores: Float[Tensor, "K S"], count: int) -> Bool[Tensor, "K S"]:
-    """`top_masks` where no C kernel was compiled."""
-    from larder.ops.cpu import topk_kernels as kernels  # compiles: not before it is needed
-
-    marks = torch.empty(scores.shape, dtype=torch.bool)
-    kernels.mark_highest(scores.detach().contiguous().numpy(), count, marks.numpy())
     return marks
 
 
@@ -63,12 +55,16 @@ def top_per_head(
     spared: Bool[Tensor, " T"] | None = None,
 ) -> Int64[Tensor, " N"]:
     """Kernel of `top_per_head`; thread-safe."""
-    library = c_library()
-    if library is None:
-        return numba_top_per_head(scores, lengths, count, spared)
+    library, scores = c_library(), scores.detach().contiguous()
     kept = torch.empty(sum(min(length, count) for length in lengths), dtype=torch.int64)
-    scores = scores.detach().contiguous()
     spared = None if spared is None else spared.contiguous()
+    if library is None:
+        from larder.ops.cpu import topk_kernels as kernels  # compiles: not before it is needed
+
+        marks = np.empty(0, np.bool_) if spared is None else spared.numpy()
+        numbers, counts = scores.numpy(), np.array(lengths, np.int64)
+        kernels.keep_highest(numbers, marks, counts, count, kept.numpy())
+        return kept
     library.larder_keep_highest(
         scores.data_ptr(),
         None if spared is None else spared.data_ptr(),
@@ -77,20 +73,4 @@ def top_per_head(
         count,
         kept.data_ptr(),
     )
-    return kept
-
-
-def numba_top_per_head(
-    scores: Float[Tensor, " T"],
-    lengths: tuple[int, ...],
-    count: int,
-    spared: Bool[Tensor, " T"] | None = None,
-) -> Int64[Tensor, " N"]:
-    """`top_per_head` where no C kernel was compiled."""
-    from larder.ops.cpu import topk_kernels as kernels  # compiles: not before it is needed
-
-    kept = torch.empty(sum(min(length, count) for length in lengths), dtype=torch.int64)
-    numbers = scores.detach().contiguous().numpy()
-    marks = np.empty(0, np.bool_) if spared is None else spared.contiguous().numpy()
-    kernels.keep_highest(numbers, marks, np.array(lengths, np.int64), count, kept.numpy())
     return kept
