@@ -48,10 +48,19 @@ def merge_entries(plan: Plan, entries: Entries) -> MergedEntries:
     if not len(folds):
         return no_merges(entries.keys)
     check_sources(plan, sum(entries.lengths))
-    rows = folds.sources, folds.targets, folds.key_weights, folds.value_weights
-    sums = MergedEntries(*weighted_sums(entries.keys, entries.values, *entries.layout, *rows))
-    check_targets(plan, sums.targets)
-    return sums
+    starts, lengths = entries.layout
+    targets, keys, values = weighted_sums(
+        entries.keys,
+        entries.values,
+        starts,
+        lengths,
+        folds.sources,
+        folds.targets,
+        key_weights=folds.key_weights,
+        value_weights=folds.value_weights,
+    )
+    check_targets(plan, targets)
+    return MergedEntries(targets, keys, values)
 
 
 def merge_by_place(
@@ -70,10 +79,18 @@ def merge_by_place(
     folds = plan.folds
     sources, rows = torch.unique(order[folds.sources.cpu()], return_inverse=True)
     targets = order[folds.targets.cpu()].to(device)
-    layout = torch.tensor([0]), torch.tensor([len(sources)])
     keys, values = numbers(sources)
-    weights = folds.key_weights, folds.value_weights
-    return MergedEntries(*weighted_sums(keys, values, *layout, rows.to(device), targets, *weights))
+    merged, key_sums, value_sums = weighted_sums(
+        keys,
+        values,
+        starts=torch.tensor([0]),
+        lengths=torch.tensor([len(sources)]),
+        sources=rows.to(device),
+        targets=targets,
+        key_weights=folds.key_weights,
+        value_weights=folds.value_weights,
+    )
+    return MergedEntries(merged, key_sums, value_sums)
 
 
 def no_merges(keys: Float[Tensor, "C D"]) -> MergedEntries:

@@ -156,12 +156,19 @@ class CausalAttention:
 
     def attend(self, inputs: AttentionInputs) -> Queries:
         self._show(inputs)
-        sides = inputs.queries, inputs.keys, inputs.values
         sections = (inputs.queries.shape[1],)
         if inputs.chunk is not None:
             sections = chunk_sections(sections, (0,), inputs.chunk)
-        sizes = inputs.scaling, sections, inputs.sliding_window, inputs.softcap
-        return inputs.output(causal_attention(*sides, *sizes))
+        state = causal_attention(
+            inputs.queries,
+            inputs.keys,
+            inputs.values,
+            inputs.scaling,
+            sections,
+            window=inputs.sliding_window,
+            softcap=inputs.softcap,
+        )
+        return inputs.output(state)
 
 
 class AttentionProbe:

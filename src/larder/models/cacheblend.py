@@ -140,10 +140,14 @@ class _Fusion:
             self._values[layer][:, self.chosen] = inputs.values
         places = torch.arange(len(self._is_new), device=inputs.queries.device)
         visible = places[None] <= self.chosen[:, None]  # [M, N]
-        sides = self._keys[layer], self._values[layer]
-        numbers = inputs.scaling, visible, inputs.softcap
-        queries = inputs.queries_at(self.chosen)
-        return inputs.output(masked_attention(queries, *sides, *numbers))
+        queries, keys, values = (
+            inputs.queries_at(self.chosen),
+            self._keys[layer],
+            self._values[layer],
+        )
+        return inputs.output(
+            masked_attention(queries, keys, values, inputs.scaling, visible, inputs.softcap)
+        )
 
     def choose(self, layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Hook of the selection layer: select tokens by its values, and continue with them."""

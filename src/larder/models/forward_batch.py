@@ -283,8 +283,8 @@ class ForwardBatch:
         if len(self.segments) == 1:
             return self._observe(0, layer, queries, keys, values)
         sides = (side.split(self._widths, 1) for side in (queries, keys, values))
-        for index, parts in enumerate(zip(*sides, strict=True)):
-            self._observe(index, layer, *parts)
+        for index, (own, new_keys, new_values) in enumerate(zip(*sides, strict=True)):
+            self._observe(index, layer, own, new_keys, new_values)
 
     def finish(self, recurrent: Sequence[RecurrentState] = ()) -> None:
         """Advance the caches by the appended tokens.

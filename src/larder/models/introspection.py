@@ -314,8 +314,11 @@ def measure_rotation(
         use_cache=False,
         larder=probe,
     )
-    buffers = [pair for pair in model.named_buffers() if pair[0].endswith(ROPE_BUFFER)]
-    known = [loaded_tensor(model, *pair).to(device) for pair in buffers]
+    known = [
+        loaded_tensor(model, name, buffer).to(device)
+        for name, buffer in model.named_buffers()
+        if name.endswith(ROPE_BUFFER)
+    ]
     return tuple(
         layer
         if layer.latent_rank

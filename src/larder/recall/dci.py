@@ -185,8 +185,16 @@ class DciIndex(RecallIndex):
     def _build(self, head: int, keys: Float[Tensor, "S D"]) -> None:
         square = MARGIN**2 * _largest(keys)
         targets, upcoming = self._levels.initial_levels(len(keys), head)
-        shape = self._direction, self.page, PARENT_BEAM, self._mean_dim
-        built = build_tree(keys, targets, upcoming, square, *shape)
+        built = build_tree(
+            keys,
+            targets,
+            upcoming,
+            square,
+            direction=self._direction,
+            page=self.page,
+            beam=PARENT_BEAM,
+            mean_dim=self._mean_dim,
+        )
         self.forest.replace(head, built)
 
     def _insert(self, entries: Entries, coming: Array) -> None:
@@ -198,11 +206,19 @@ class DciIndex(RecallIndex):
             )
         cells = forest.counts[:, 1] + (targets > 0).sum(1)
         forest.reserve(forest.counts[:, 0] + coming, cells)
-        beams = np.full(len(coming), PARENT_BEAM)
-        sphere = forest.squares, self._direction
-        layout = forest.tree, forest.bases, forest.levels, beams, forest.counts
-        starts = np.array(entries.starts)
-        dci.insert(targets, forest.known, entries.keys, starts, *sphere, *layout)
+        dci.insert(
+            targets,
+            forest.known,
+            entries.keys,
+            np.array(entries.starts),
+            squares=forest.squares,
+            direction=self._direction,
+            tree=forest.tree,
+            bases=forest.bases,
+            levels=forest.levels,
+            beams=np.full(len(coming), PARENT_BEAM),
+            counts=forest.counts,
+        )
 
     def _page_of(self, entries: int) -> Int64[Tensor, "K S"]:
         """Page of each entry; -1 where a head has no such entry."""

@@ -195,9 +195,17 @@ class DenseLayer(SegmentedLayer):
         if not self.attends_blocks(queries.shape[1]):
             return None
         held = self._read_storage()
-        rows = held.keys.flatten(0, 1), held.values.flatten(0, 1)
-        sizes = held.starts, held.lengths, keys, values, self.layer.scaling
-        return partial(block_attention, queries, *rows, *sizes)
+        return partial(
+            block_attention,
+            queries,
+            held.keys.flatten(0, 1),
+            held.values.flatten(0, 1),
+            held.starts,
+            held.lengths,
+            new_keys=keys,
+            new_values=values,
+            scaling=self.layer.scaling,
+        )
 
     def _layout(self) -> tuple[Tensor, Tensor]:
         heads = torch.arange(self.layer.kv_heads)

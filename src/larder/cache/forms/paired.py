@@ -208,8 +208,8 @@ class PairedLayer(MixedLayer):
     def _other_calls(self, queries: Queries) -> list[AttentionCall]:
         if not self._is_mixed:
             return []
-        numbers = self.side, queries, self.layer, self._bias_column
-        return [partial(self._pair.shared.attend, *numbers)]
+        shared = self._pair.shared
+        return [partial(shared.attend, self.side, queries, self.layer, self._bias_column)]
 
     def _order(self) -> PairedOrder:
         own, shared = self._ragged.entries(), self._pair.shared

@@ -351,9 +351,8 @@ class RaggedLayer(SegmentedLayer):
             logits = self._step_logits(queries.shape[0] // self.layer.kv_heads)
         held, names = self._read_storage(), self.ledger.columns
         bias = held.columns[names.index(LOG_COUNT)] if LOG_COUNT in names else None
-        rows = held.keys, held.values, held.starts, held.lengths
-        sizes = self.layer.scaling, bias, logits, self.layer.softcap
-        return [partial(ragged_attention, queries, *rows, *sizes)]
+        call = partial(ragged_attention, queries, held.keys, held.values, held.starts, held.lengths)
+        return [partial(call, self.layer.scaling, bias, logits, self.layer.softcap)]
 
     def block_call(
         self, queries: Queries, keys: Keys, values: Values, mode: Mode
@@ -367,9 +366,8 @@ class RaggedLayer(SegmentedLayer):
         if records and not self.layer.sinks:
             entries = int(held.lengths.sum()) + keys.shape[0] * keys.shape[1]
             self._weight_sums = torch.empty(entries, device=keys.device)
-        rows = held.keys, held.values, held.starts, held.lengths
-        sizes = self.layer.scaling, bias, self._weight_sums
-        return partial(block_attention, queries, *rows, keys, values, *sizes)
+        call = partial(block_attention, queries, held.keys, held.values, held.starts, held.lengths)
+        return partial(call, keys, values, self.layer.scaling, bias, self._weight_sums)
 
     def record_weight_sums(self) -> None:
         self._records_sums = True

@@ -233,11 +233,16 @@ class TransformLayer(MixedLayer):
             if column is not None:
                 biases.append(tier.columns[column, tier.entries_of(block)])
         device = queries.device
-        rows = torch.cat(keys).to(device), torch.cat(components).to(device)
-        layout = starts_of(lengths), lengths
-        bias = torch.cat(biases).to(device) if biases else None
-        sizes = self.layer.scaling, bias, None, self.layer.softcap
-        out, lse = ragged_attention(queries.float(), *rows, *layout, *sizes)
+        out, lse = ragged_attention(
+            queries.float(),
+            torch.cat(keys).to(device),
+            torch.cat(components).to(device),
+            starts_of(lengths),
+            lengths,
+            self.layer.scaling,
+            bias=torch.cat(biases).to(device) if biases else None,
+            softcap=self.layer.softcap,
+        )
         averages = out.unflatten(0, (heads, -1)).cpu()
         restored = [
             tier.tables.values(head, own) if lengths[head] else own

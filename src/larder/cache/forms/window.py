@@ -122,10 +122,17 @@ class SlidingWindowLayer(CacheLayer):
         self, queries: Queries, positions: Positions, mode: Mode, shift: int
     ) -> list[AttentionCall]:
         del mode, shift
-        rows = self._keys, self._values, self._positions
-        first, layer = self.layer.first_visible(positions), self.layer
-        call = partial(windowed_attention, queries, first, *rows)
-        return [partial(call, layer.scaling, layer.softcap)]
+        call = partial(
+            windowed_attention,
+            queries,
+            self.layer.first_visible(positions),
+            self._keys,
+            self._values,
+            self._positions,
+            self.layer.scaling,
+            self.layer.softcap,
+        )
+        return [call]
 
     def _seen_from(self, position: int) -> slice:
         """Rows visible to a query at `position` or later."""

@@ -125,9 +125,15 @@ class _MaskedAttention:
                 mask = mask & (columns > rows[:, None] - inputs.sliding_window)
             if inputs.chunk is not None:
                 mask = mask & (columns // inputs.chunk == rows[:, None] // inputs.chunk)
-            own = (keys[:, : len(columns)], values[:, : len(columns)])
-            numbers = *own, inputs.scaling, mask, inputs.softcap
-            parts.append(inputs.output(masked_attention(inputs.queries[:, rows], *numbers)))
+            state = masked_attention(
+                inputs.queries[:, rows],
+                keys[:, : len(columns)],
+                values[:, : len(columns)],
+                inputs.scaling,
+                mask,
+                inputs.softcap,
+            )
+            parts.append(inputs.output(state))
         return torch.cat(parts, dim=1)
 
 
