@@ -110,8 +110,13 @@ class LayerRows:
 def are_supported(sizes: LayerSizes) -> bool:
     """True if the kernel multiplies the matrices of layers of such sizes."""
     wide = sizes.heads * sizes.head_dim
-    products = (sizes.head_dim, sizes.hidden), (sizes.hidden, wide), (sizes.inner, sizes.hidden)
-    return all(is_supported(*each) for each in (*products, (sizes.hidden, sizes.inner)))
+    products = (
+        (sizes.head_dim, sizes.hidden),
+        (sizes.hidden, wide),
+        (sizes.inner, sizes.hidden),
+        (sizes.hidden, sizes.inner),
+    )
+    return all(is_supported(outputs, inputs) for outputs, inputs in products)
 
 
 def is_supported(outputs: int, inputs: int) -> bool:
