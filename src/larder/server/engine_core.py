@@ -101,20 +101,14 @@ class EngineCore:
         self.sessions = SessionIndex(engine.tokenizer, self.images, clock)
         self.residency_locks = ResidencyLocks()
         completions = self.completions = CompletionQueue(wake)
-        rule, unload = EVICTIONS.load(eviction)(), self._unload
-        find = self.sessions.find_shared_prefix
+        rule, find = EVICTIONS.load(eviction)(), self.sessions.find_shared_prefix
         self.tiers = TierManager(
-            self.ledger, self.reservations, rule, clock, disk, completions, unload
+            self.ledger, self.reservations, rule, clock, disk, completions, self._unload
         )
         self._chat = ChatBackend(self.tiers, self.reservations, engine.tokenizer)
         self.contexts = ContextPrompts(engine.tokenizer, self.ledger)
         self._prefix = PrefixBackend(
-            self.tiers,
-            reservations=self.reservations,
-            images=self.images,
-            find=find,
-            contexts=self.contexts,
-            chunk_tokens=prefill_chunk,
+            self.tiers, self.reservations, self.images, find, self.contexts, prefill_chunk
         )
         self._persistence = persistence
         self.unwritten = WriteRetryQueue(persistence, completions, disk.durability, clock, wake)
