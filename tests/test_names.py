@@ -91,6 +91,13 @@ def test_no_class_name_stands_twice_in_a_package() -> None:
     assert {package: names for package, names in twice.items() if names} == {}
 
 
+def test_no_class_name_stands_in_two_packages_of_larder() -> None:
+    packages = [names for path, names in classes_by_package().items() if path.startswith("larder/")]
+    found = Counter(name for names in packages for name in names)
+    # A message of a conversation, and the schema of that name in Anthropic's API.
+    assert {name for name, count in found.items() if count > 1} == {"Message"}
+
+
 @pytest.mark.parametrize("page", ["structure.md", "glossary.md"])
 def test_paths_that_a_page_names_exist(page: str) -> None:
     text = (ROOT / "docs" / page).read_text()
