@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.spec import LayerSpec
-from larder.policy.providers._layer_gates import linear_gate, linear_shapes
 from larder.policy.providers.base import GateProvider
 
 
@@ -22,12 +22,12 @@ class KVzapLinear(GateProvider):
         self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
     ) -> dict[str, tuple[int, ...]]:
         del given
-        return linear_shapes(layer, width)
+        return {"weight": (layer.kv_heads, width), "bias": (layer.kv_heads,)}
 
     def gate(
         self, states: Float[Tensor, "Q hidden"], weights: Mapping[str, Tensor]
     ) -> Float[Tensor, "Q K"]:
-        return linear_gate(states, weights)
+        return F.linear(states.float(), weights["weight"], weights["bias"])
 
 
 Part = KVzapLinear

@@ -8,29 +8,20 @@ projections: a map from the hidden state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 
 import torch.nn.functional as F
-from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.spec import LayerSpec
-from larder.policy.providers._layer_gates import perceptron_gate, perceptron_shapes
-from larder.policy.providers.base import GateProvider
+from larder.policy.providers._layer_gates import PerceptronGate
 
 
-class RetainingHead(GateProvider):
+class RetainingHead(PerceptronGate):
     """Column `locret`: per layer a linear map, SiLU, and a linear map."""
 
-    def shapes(
-        self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
-    ) -> dict[str, tuple[int, ...]]:
-        return perceptron_shapes(layer, width, given)
-
-    def gate(
-        self, states: Float[Tensor, "Q hidden"], weights: Mapping[str, Tensor]
-    ) -> Float[Tensor, "Q K"]:
-        return perceptron_gate(states, weights, F.silu)
+    @property
+    def activation(self) -> Callable[[Tensor], Tensor]:
+        return F.silu
 
 
 Part = RetainingHead
