@@ -16,13 +16,14 @@ from tiny_models import tiny
 
 pytestmark = pytest.mark.skipif(c_library() is None, reason="no C compiler at installation")
 SERVED = ("llama", "mistral", "qwen2", "qwen3")
+FEW = 16  # rows that the kernel takes in these tests
 ROUNDING = 0.05  # of logits with a spread of about 3, in bfloat16
 
 
 @pytest.fixture(autouse=True)
 def kernel_is_taken(monkeypatch):
-    monkeypatch.setattr(decoder_layer, "max_rows", lambda: decoder_layer.MAX_ROWS)
-    monkeypatch.setattr(decoder_stack, "max_rows", lambda: decoder_layer.MAX_ROWS)
+    monkeypatch.setattr(decoder_layer, "max_rows", lambda: FEW)
+    monkeypatch.setattr(decoder_stack, "max_rows", lambda: FEW)
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_other_architectures_run_their_own_layers(runs, name):
 
 def test_more_tokens_and_other_types_run_the_models_layers(runs):
     decoder = bfloat16_decoder()
-    filled_caches(decoder, [decoder_layer.MAX_ROWS + 1])
+    filled_caches(decoder, [FEW + 1])
     wide = Decoder(tiny("llama"))
     step_logits(wide, filled_caches(wide, [20]))
     assert runs == []

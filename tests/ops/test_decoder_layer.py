@@ -11,6 +11,7 @@ from larder.ops import MAX_ROWS, c_library, few_rows_linear, is_supported, max_r
 from larder.ops.cpu import decoder_layer
 
 needs_library = pytest.mark.skipif(c_library() is None, reason="no C compiler at installation")
+MOST_ROWS = 70  # of the tests: several tiles of 16, and parts of one
 ROUNDING = 2**-7  # of a bfloat16 number, relative
 
 
@@ -20,7 +21,7 @@ def random_rows(count: int, size: int, seed: int) -> torch.Tensor:
 
 @needs_library
 @given(
-    rows=st.integers(1, MAX_ROWS + 3),
+    rows=st.integers(1, MOST_ROWS),
     inputs=st.integers(1, 5),
     outputs=st.integers(1, 6),
     seed=st.integers(0, 9),
@@ -34,7 +35,7 @@ def test_a_product_is_that_of_float32_rounded(rows, inputs, outputs, seed):
 
 
 @needs_library
-@given(rows=st.integers(1, MAX_ROWS), threads=st.integers(1, 3), seed=st.integers(0, 9))
+@given(rows=st.integers(1, MOST_ROWS), threads=st.integers(1, 3), seed=st.integers(0, 9))
 def test_a_row_is_the_same_bits_alone_beside_others_and_on_any_threads(rows, threads, seed):
     given, weight = random_rows(rows, 160, seed), random_rows(112, 160, 99)
     before = torch.get_num_threads()
@@ -73,11 +74,31 @@ def test_no_row_goes_to_the_kernel_where_it_was_not_compiled(monkeypatch):
 @needs_library
 @pytest.mark.parametrize(
     ("slow_rows", "expected"),
-    [((), MAX_ROWS), ((16,), MAX_ROWS // 2), ((16, 8), 1), ((16, 8, 1), 0)],
+    [
+        ((), MAX_ROWS),
+        ((MAX_ROWS, 64), 32),
+        ((MAX_ROWS, 64, 32), 16),
+        ((MAX_ROWS, 64, 32, 16, 8), 1),
+        (decoder_layer.ROW_COUNTS, 0),
+    ],
 )
 def test_the_kernel_takes_as_many_rows_as_it_is_fast_for(monkeypatch, slow_rows, expected):
     def seconds(product, rows, weights) -> float:
         return 2 if product is few_rows_linear and len(rows) in slow_rows else 1
 
     monkeypatch.setattr(decoder_layer, "_seconds_of_pass", seconds)
+    monkeypatch.setattr(decoder_layer, "_most_rows", lambda: MAX_ROWS)
     assert max_rows.__wrapped__() == expected
+
+
+@needs_library
+def test_more_rows_than_the_processor_multiplies_fast_are_not_measured(monkeypatch):
+    measured = list[int]()
+
+    def seconds(product, rows, weights) -> float:
+        measured.append(len(rows))
+        return 1
+
+    monkeypatch.setattr(decoder_layer, "_seconds_of_pass", seconds)
+    monkeypatch.setattr(decoder_layer, "_most_rows", lambda: 16)
+    assert max_rows.__wrapped__() == max(measured) == 16

@@ -19,7 +19,7 @@ from larder.core.errors import DependencyError
 MODULE = "larder.ops.cpu._c"  # extension by which the installation names the library's file
 TORCH_CPU = ("libtorch_cpu.so", "libtorch_cpu.dylib")
 
-LAYOUT = 3  # of the structs below; raised with `larder_layout` of c/decode_attention.c
+LAYOUT = 4  # of the structs below; raised with `larder_layout` of c/decode_attention.c
 
 POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int64
 
@@ -228,6 +228,7 @@ def c_library() -> ctypes.CDLL | None:
     library.larder_attention_inputs.argtypes = [POINTER, POINTER]
     library.larder_layer_output.argtypes = [POINTER, POINTER]
     library.larder_linear.argtypes = [*[POINTER] * 3, *[INTEGER] * 3, POINTER, ctypes.c_int32]
+    library.larder_most_rows.restype = INTEGER
     library.larder_load_pages.argtypes = [POINTER]
     library.larder_tree_search.argtypes = [ctypes.POINTER(TreeSearchCall)]
     library.larder_decode_step.argtypes = [ctypes.POINTER(AttentionCall), POINTER, POINTER]

@@ -3,8 +3,9 @@
 A decode step reads every weight once, so its limit is the memory's bandwidth. The C kernel reads
 the weights where the model stores them, with the query, key and value projections in one call, and
 norms, rotation, activation and residuals between them. It rounds to bfloat16 where transformers'
-layers do; sums are taken in another order. Within the kernel a row's result is the same bits alone
-and beside others; batches of more than `max_rows()` rows take torch's products, which differ.
+layers do; sums are taken in another order. With matrix units (AMX) a tile of weights is multiplied
+with 16 rows at a time. Within the kernel a row's result is the same bits alone and beside others;
+batches of more than `max_rows()` rows take torch's products, which differ.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from torch.nn.functional import linear
 from larder.ops.cpu.c_library import INTEGER, POINTER, c_library
 from larder.ops.decoder_layer import LayerSizes, LayerTensors
 
-MAX_ROWS = 16  # from there on matrix units win
+MAX_ROWS = 128  # of which the kernel is measured; from there on torch's products win
+ROW_COUNTS = (MAX_ROWS, 64, 32, 16, 8, 1)
 OUTPUT_MULTIPLE, INPUT_MULTIPLE = 16, 32  # of the sizes that the kernel multiplies
 TIMED_WEIGHTS = (24, 576, 1536)  # 42 MB: a step finds its weights in memory, not in a cache
 REPETITIONS = 3
@@ -140,8 +142,11 @@ def max_rows() -> int:
     """Largest number of rows for which the kernel is taken, 0 for none; measured once."""
     if c_library() is None:
         return 0
+    most = _most_rows()
     weights = torch.ones(TIMED_WEIGHTS, dtype=torch.bfloat16)
-    for count in (MAX_ROWS, MAX_ROWS // 2, 1):
+    for count in ROW_COUNTS:
+        if count > most:
+            continue
         rows = torch.ones(count, TIMED_WEIGHTS[2], dtype=torch.bfloat16)
         own, others = float("inf"), float("inf")
         for _ in range(REPETITIONS):
@@ -150,6 +155,11 @@ def max_rows() -> int:
         if own < others * MOST_SLOWDOWN:
             return count
     return 0
+
+
+def _most_rows() -> int:
+    """Number of rows beyond which this processor does not run the kernel fast."""
+    return _library().larder_most_rows()
 
 
 def _seconds_of_pass(product: Product, rows: Tensor, weights: Tensor) -> float:

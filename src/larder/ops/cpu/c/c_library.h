@@ -16,6 +16,12 @@ enum instruction_set { BASELINE, AVX2, AVX512, AVX512_BF16 };
 
 enum instruction_set larder_instruction_set(void);
 
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && __GNUC__ >= 11
+#define WITH_MATRIX_UNITS
+/* Whether the processor multiplies tiles of bfloat16, and the system lets it. */
+int larder_has_matrix_units(void);
+#endif
+
 /* Run a task on so many threads of torch's OpenMP runtime, or once where there is none. A task takes
  * shares until none is left, so that fewer threads than asked for are enough. */
 void larder_parallel(void (*task)(void *), void *given, int threads);

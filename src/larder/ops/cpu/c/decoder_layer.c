@@ -40,9 +40,10 @@ struct products {
 };
 
 struct kernels {
-    void (*multiply)(const struct products *, int64_t);
+    void (*multiply)(const struct products *, int64_t, int64_t);
     const void *(*pack)(const uint16_t *, int64_t, int64_t, float *);
     void (*norm)(const uint16_t *, const uint16_t *, float, int64_t, int64_t, uint16_t *);
+    void (*rotate)(const uint16_t *, const uint16_t *, const uint16_t *, int64_t, uint16_t *);
 };
 
 static uint16_t to_bfloat16(float value) {
@@ -60,13 +61,42 @@ static float from_bfloat16(uint16_t half) {
 
 static float rounded(float value) { return from_bfloat16(to_bfloat16(value)); }
 
+/* Weights that a block of 16 outputs belongs to, and its number among theirs. */
+static const struct weights *weights_of(const struct products *all, int64_t block, int64_t *own_block) {
+    const struct weights *own = all->weights;
+    while (all->use != GATED && block >= own->outputs / LANES)
+        block -= own++->outputs / LANES;
+    *own_block = block;
+    return own;
+}
+
 #define WITH_DOT_PRODUCT
 #define BODY "decoder_layer_body.h"
 #include "instruction_sets.h"
 
+#if defined(WITH_MATRIX_UNITS)
+#define HAS_MATRIX_UNITS
+#define NAME(x) x##_tiles
+#define TARGET                                                                                      \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,amx-tile,amx-bf16")))
+#include BODY
+#undef NAME
+#undef TARGET
+#undef HAS_MATRIX_UNITS
+#endif
+
 static const struct kernels *choose_kernels(void) {
     static const struct kernels *const forms[] = FORMS(&kernels);
+#if defined(WITH_MATRIX_UNITS)
+    if (larder_has_matrix_units())
+        return &kernels_tiles;
+#endif
     return forms[larder_instruction_set()];
+}
+
+/* Floats of the room in which rows are packed. */
+static size_t packed_size(int64_t rows, int64_t size) {
+    return (size_t)((rows + LANES - 1) / LANES * LANES * size);
 }
 
 /* The shares that are left when the runtime gives fewer threads are run behind the others. */
@@ -74,12 +104,11 @@ static void multiply_as_thread(void *given) {
     struct products *all = given;
     const struct kernels *kernels = choose_kernels();
     for (int64_t share; (share = __atomic_fetch_add(&all->next, 1, __ATOMIC_RELAXED)) < all->shares;)
-        for (int64_t b = all->blocks * share / all->shares;
-             b < all->blocks * (share + 1) / all->shares; b++)
-            kernels->multiply(all, b);
+        kernels->multiply(all, all->blocks * share / all->shares,
+                          all->blocks * (share + 1) / all->shares);
 }
 
-/* `scratch` has room for num_rows * size floats. */
+/* `scratch` has room for packed_size(num_rows, size) floats. */
 static void multiply(struct products *all, const uint16_t *rows, float *scratch, int threads) {
     all->rows = choose_kernels()->pack(rows, all->num_rows, all->size, scratch);
     all->blocks = 0;
@@ -111,23 +140,17 @@ struct decoder_rows {
 /* [rows, heads, head_dim] to [heads, rows, head_dim], normed and rotated where asked. */
 static void place_heads(const struct decoder_rows *call, const uint16_t *from, int64_t heads,
                         const uint16_t *norm, const uint16_t *cosines, uint16_t *to) {
-    int64_t dim = call->head_dim, half = dim / 2;
+    int64_t dim = call->head_dim;
     for (int64_t row = 0; row < call->rows; row++)
         for (int64_t head = 0; head < heads; head++) {
             const uint16_t *own = from + (row * heads + head) * dim;
-            const uint16_t *cosine = cosines + row * dim, *sine = call->sines + row * dim;
             uint16_t *out = to + (head * call->rows + row) * dim;
             if (norm)
                 choose_kernels()->norm(own, norm, call->epsilon, 1, dim, (uint16_t *)own);
-            if (!cosines) {
+            if (cosines)
+                choose_kernels()->rotate(own, cosines + row * dim, call->sines + row * dim, dim, out);
+            else
                 memcpy(out, own, (size_t)dim * sizeof *out);
-                continue;
-            }
-            for (int64_t d = 0; d < dim; d++) {
-                float other = d < half ? -from_bfloat16(own[d + half]) : from_bfloat16(own[d - half]);
-                out[d] = to_bfloat16(rounded(from_bfloat16(own[d]) * from_bfloat16(cosine[d])) +
-                                     rounded(other * from_bfloat16(sine[d])));
-            }
         }
 }
 
@@ -135,11 +158,12 @@ static void place_heads(const struct decoder_rows *call, const uint16_t *from, i
 int larder_attention_inputs(const struct decoder_layer *layer, const struct decoder_rows *call) {
     int64_t rows = call->rows, size = call->hidden;
     int64_t wide = call->heads * call->head_dim, narrow = call->kv_heads * call->head_dim;
-    float *scratch = malloc((size_t)(rows * size) * (sizeof(float) + sizeof(uint16_t)) +
-                            (size_t)(rows * (wide + 2 * narrow)) * sizeof(uint16_t));
+    size_t packed = packed_size(rows, size);
+    float *scratch = malloc(packed * sizeof(float) +
+                            (size_t)(rows * (size + wide + 2 * narrow)) * sizeof(uint16_t));
     if (!scratch)
         return 1;
-    uint16_t *normed = (uint16_t *)(scratch + rows * size), *queries = normed + rows * size;
+    uint16_t *normed = (uint16_t *)(scratch + packed), *queries = normed + rows * size;
     uint16_t *keys = queries + rows * wide, *values = keys + rows * narrow;
     choose_kernels()->norm(call->states, layer->input_norm, call->epsilon, rows, size, normed);
     struct products all = {.weights = {{layer->query, layer->query_bias, wide, queries},
@@ -160,11 +184,12 @@ int larder_layer_output(const struct decoder_layer *layer, const struct decoder_
     int64_t rows = call->rows, size = call->hidden, dim = call->head_dim;
     int64_t wide = call->heads * dim, most = wide > size ? wide : size;
     most = most > call->inner ? most : call->inner;
-    float *scratch = malloc((size_t)(rows * most) * (sizeof(float) + sizeof(uint16_t)) +
-                            (size_t)(rows * (wide > size ? wide : size)) * sizeof(uint16_t));
+    size_t packed = packed_size(rows, most);
+    float *scratch = malloc(packed * sizeof(float) +
+                            (size_t)(rows * (most + (wide > size ? wide : size))) * sizeof(uint16_t));
     if (!scratch)
         return 1;
-    uint16_t *inner = (uint16_t *)(scratch + rows * most), *given = inner + rows * most;
+    uint16_t *inner = (uint16_t *)(scratch + packed), *given = inner + rows * most;
     for (int64_t head = 0; head < call->heads; head++)
         for (int64_t row = 0; row < rows; row++)
             memcpy(given + (row * call->heads + head) * dim,
@@ -187,7 +212,7 @@ int larder_layer_output(const struct decoder_layer *layer, const struct decoder_
 /* out = rows @ matrix.T + bias. Returns 0, or 1 if memory is short. */
 int larder_linear(const uint16_t *rows, const uint16_t *matrix, const uint16_t *bias,
                   int64_t num_rows, int64_t size, int64_t outputs, uint16_t *out, int32_t threads) {
-    float *scratch = malloc((size_t)(num_rows * size) * sizeof(float));
+    float *scratch = malloc(packed_size(num_rows, size) * sizeof(float));
     if (!scratch)
         return 1;
     struct products all = {.weights = {{matrix, bias, outputs, out}},
@@ -195,4 +220,13 @@ int larder_linear(const uint16_t *rows, const uint16_t *matrix, const uint16_t *
     multiply(&all, rows, scratch, threads);
     free(scratch);
     return 0;
+}
+
+/* Most rows for which these products can be the fastest. */
+int64_t larder_most_rows(void) {
+#if defined(WITH_MATRIX_UNITS)
+    if (larder_has_matrix_units())
+        return 128;
+#endif
+    return 16;
 }

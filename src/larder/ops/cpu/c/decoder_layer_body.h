@@ -1,8 +1,9 @@
 /* Products and norms of bfloat16 rows for one instruction set; included once for each, with
  *
- *   NAME(x)           x with the suffix of the instruction set
- *   TARGET            function attribute that selects it
- *   HAS_DOT_PRODUCT   defined where it multiplies pairs of bfloat16
+ *   NAME(x)            x with the suffix of the instruction set
+ *   TARGET             function attribute that selects it
+ *   HAS_DOT_PRODUCT    defined where it multiplies pairs of bfloat16
+ *   HAS_MATRIX_UNITS   defined where it multiplies tiles of bfloat16
  */
 
 #include "vectors.h"
@@ -31,6 +32,22 @@ TARGET INLINE floats NAME(silu)(floats x) {
     return NAME(round_each)(x * NAME(select)(x < 0, power, power * 0 + 1) / (power + 1));
 }
 
+/* Numbers of one row with 16 outputs, used as the call says. */
+TARGET INLINE void NAME(use)(const struct products *all, const struct weights *own, int64_t block,
+                             int64_t row, floats sums, floats others) {
+    uint16_t *out = own->out + row * own->outputs + block * LANES;
+    if (own->bias)
+        sums += NAME(widen)(own->bias + block * LANES);
+    if (all->use == GATED)
+        sums = NAME(silu)(NAME(round_each)(sums)) * NAME(round_each)(others);
+    if (all->use == ADDED)
+        sums = NAME(round_each)(sums) + NAME(widen)(out);
+    NAME(narrow)(sums, out);
+}
+
+#if defined(HAS_MATRIX_UNITS)
+#include "decoder_layer_tiles.h"
+#else
 #if defined(HAS_DOT_PRODUCT)
 /* Rows are multiplied as they are. */
 TARGET static const void *NAME(pack)(const uint16_t *rows, int64_t count, int64_t size,
@@ -85,12 +102,12 @@ TARGET INLINE void NAME(sum_pairs)(const uint16_t *matrix, int64_t size, const c
     }
 }
 
-/* Products of at most MOST_ROWS rows with 16 outputs, as float32 with the bias. */
+/* Products of at most MOST_ROWS rows with 16 outputs, as float32. */
 TARGET static void NAME(dot)(const struct products *all, const struct weights *weights,
                              int64_t block, int64_t first, int64_t count, floats *out) {
     const uint16_t *matrix = weights->matrix + block * LANES * all->size;
     const char *rows = (const char *)all->rows + first * all->size * (int64_t)ROW_BYTES;
-    floats sums[MOST_ROWS * LANES], bias = {0};
+    floats sums[MOST_ROWS * LANES];
 #define SUM(count, together) \
     NAME(sum_pairs)(matrix, all->size, rows, count, together, sums)
     switch (count) {
@@ -104,33 +121,28 @@ TARGET static void NAME(dot)(const struct products *all, const struct weights *w
     default: SUM(8, 2);
     }
 #undef SUM
-    if (weights->bias)
-        bias = NAME(widen)(weights->bias + block * LANES);
     for (int64_t r = 0; r < count; r++)
-        out[r] = NAME(sum_each)(sums + r * LANES) + bias;
+        out[r] = NAME(sum_each)(sums + r * LANES);
 }
 
-/* Products of all rows with one block of outputs. */
-TARGET static void NAME(multiply)(const struct products *all, int64_t block) {
-    const struct weights *own = all->weights;
-    while (all->use != GATED && block >= own->outputs / LANES)
-        block -= own++->outputs / LANES;
-    for (int64_t first = 0; first < all->num_rows; first += MOST_ROWS) {
-        int64_t rest = all->num_rows - first, count = rest < MOST_ROWS ? rest : MOST_ROWS;
-        floats outs[MOST_ROWS], others[MOST_ROWS];
-        NAME(dot)(all, own, block, first, count, outs);
-        if (all->use == GATED)
-            NAME(dot)(all, own + 1, block, first, count, others);
-        for (int64_t r = 0; r < count; r++) {
-            uint16_t *out = own->out + (first + r) * own->outputs + block * LANES;
+/* Products of all rows with blocks [start, stop) of outputs. */
+TARGET static void NAME(multiply)(const struct products *all, int64_t start, int64_t stop) {
+    for (int64_t block = start; block < stop; block++) {
+        int64_t own_block;
+        const struct weights *own = weights_of(all, block, &own_block);
+        for (int64_t first = 0; first < all->num_rows; first += MOST_ROWS) {
+            int64_t rest = all->num_rows - first, count = rest < MOST_ROWS ? rest : MOST_ROWS;
+            floats outs[MOST_ROWS], others[MOST_ROWS] = {{0}};
+            NAME(dot)(all, own, own_block, first, count, outs);
             if (all->use == GATED)
-                outs[r] = NAME(silu)(NAME(round_each)(outs[r])) * NAME(round_each)(others[r]);
-            if (all->use == ADDED)
-                outs[r] = NAME(round_each)(outs[r]) + NAME(widen)(out);
-            NAME(narrow)(outs[r], out);
+                NAME(dot)(all, own + 1, own_block, first, count, others);
+            for (int64_t r = 0; r < count; r++)
+                NAME(use)(all, own, own_block, first + r, outs[r], others[r]);
         }
     }
 }
+#undef ROW_BYTES
+#endif
 
 /* Rows over the root of their mean square, times weights. */
 TARGET static void NAME(norm)(const uint16_t *rows, const uint16_t *weights, float epsilon,
@@ -152,7 +164,28 @@ TARGET static void NAME(norm)(const uint16_t *rows, const uint16_t *weights, flo
     }
 }
 
-static const struct kernels NAME(kernels) = {NAME(multiply), NAME(pack), NAME(norm)};
+/* A head of a row turned by its angles. */
+TARGET static void NAME(rotate)(const uint16_t *own, const uint16_t *cosine, const uint16_t *sine,
+                                int64_t dim, uint16_t *out) {
+    int64_t half = dim / 2, d = 0;
+    for (; d + LANES <= half; d += LANES) {
+        floats lower = NAME(widen)(own + d), upper = NAME(widen)(own + d + half);
+        NAME(narrow)(NAME(round_each)(lower * NAME(widen)(cosine + d)) +
+                         NAME(round_each)(-upper * NAME(widen)(sine + d)),
+                     out + d);
+        NAME(narrow)(NAME(round_each)(upper * NAME(widen)(cosine + d + half)) +
+                         NAME(round_each)(lower * NAME(widen)(sine + d + half)),
+                     out + d + half);
+    }
+    for (; d < half; d++) {
+        float lower = from_bfloat16(own[d]), upper = from_bfloat16(own[d + half]);
+        out[d] = to_bfloat16(rounded(lower * from_bfloat16(cosine[d])) +
+                             rounded(-upper * from_bfloat16(sine[d])));
+        out[d + half] = to_bfloat16(rounded(upper * from_bfloat16(cosine[d + half])) +
+                                    rounded(lower * from_bfloat16(sine[d + half])));
+    }
+}
 
-#undef ROW_BYTES
+static const struct kernels NAME(kernels) = {NAME(multiply), NAME(pack), NAME(norm), NAME(rotate)};
+
 #include "vectors_end.h"
