@@ -1,4 +1,5 @@
-"""Prompts of several requests in one pass: short blocks of others join that of the first."""
+"""Prompts of several requests in one pass: short blocks of others join that of the first, and short
+ends of prompts join a decode step."""
 
 from __future__ import annotations
 
@@ -8,12 +9,15 @@ import pytest
 
 from larder.core import CacheError
 from larder.models import Decoder
+from larder.server.request_state import SHORT_TAIL_TOKENS
+from larder.server.session_backend import prefix
 from server_core import Client, Served, answered, characters, told
 
 
 @pytest.fixture
 def passes(monkeypatch) -> list[list[int]]:
-    """Tokens of each row of the passes that read without logits."""
+    """Tokens of each row of the passes that read without logits, all prompts among them."""
+    monkeypatch.setattr(prefix, "SHORT_TAIL_TOKENS", 0)
     found: list[list[int]] = []
     read = Decoder.read
 
@@ -103,3 +107,49 @@ def test_a_request_that_cannot_be_read_ends_alone(monkeypatch) -> None:
     served.run()
     assert isinstance(first.error, CacheError)
     assert all(client.told.new_tokens for client in others)
+
+
+@pytest.fixture
+def steps(monkeypatch) -> list[list[int]]:
+    """Tokens of each row of the passes with logits."""
+    found: list[list[int]] = []
+    forward = Decoder.forward_logits
+
+    def recording(self: Decoder, segments: Any, *args: Any, **named: Any) -> Any:
+        found.append([len(each.ids) for each in segments])
+        return forward(self, segments, *args, **named)
+
+    monkeypatch.setattr(Decoder, "forward_logits", recording)
+    return found
+
+
+def test_short_prompts_are_read_by_the_decode_steps_of_others(steps) -> None:
+    alone = Served(characters())
+    expected = [alone.ask(told(number, 1), f"s{number}").text for number in range(4)]
+    steps.clear()
+    served = Served(characters())
+    first = asked(served, 1, sentences=1)
+    for _ in range(3):
+        served.core.step()
+    others = [served.submit(told(number, 1), f"s{number}")[0] for number in range(1, 4)]
+    served.run()
+    assert [client.text for client in (*first, *others)] == expected
+    assert served.core.scheduler.blocks == 0
+    mixed = [rows for rows in steps if 1 in rows and max(rows) > 1]
+    assert mixed
+    assert all(sum(n for n in rows if n > 1) <= SHORT_TAIL_TOKENS for rows in steps)
+    for number, client in enumerate((*first, *others)):
+        turns = answered(told(number, 1), client, "And the next one?")
+        assert served.ask(turns, f"s{number}").text == alone.ask(turns, f"s{number}").text
+
+
+def test_a_long_prompt_goes_on_beside_short_ones(steps) -> None:
+    served = Served(characters(), prefill_chunk=64)
+    long, _ = served.submit(told(0, 12), "long")
+    shorts = list[Client]()
+    while long.report is None and len(steps) < 200:
+        shorts.append(served.submit(told(len(shorts), 1), None)[0])
+        served.core.step()
+    served.run()
+    assert long.told.new_tokens and len(shorts) < 200
+    assert all(short.told.new_tokens for short in shorts)

@@ -1,7 +1,7 @@
 """Scheduler: decode steps and prefill blocks of many requests over one model, fair between tenants.
 
-A step is one decode step of all running answers, then one prefill block of one request, which short
-blocks of others fill up. Requests with the lowest priority number come first in all that follows.
+A step is one decode step of all running answers, which reads the short ends of prompts with it, then
+one prefill block of one request, which short blocks of others fill up. Requests with the lowest priority number come first in all that follows.
 Among them the block goes to the tenant with the least service, as in Sheng et al., "Fairness in
 Serving Large Language Models" (2024), arXiv:2401.00588, section 4: a counter of tokens per tenant,
 where a tenant that returns starts no lower than those that are present. Among a tenant's requests
@@ -28,7 +28,7 @@ from larder.server.persistence.base import Durability, SessionPersistence
 from larder.server.persistence.retry_queue import WriteRetryQueue
 from larder.server.request import Report
 from larder.server.request_queue import RequestQueue
-from larder.server.request_state import RequestState
+from larder.server.request_state import SHORT_TAIL_TOKENS, RequestState
 from larder.server.session_index import SessionIndex
 from larder.server.session_state import SessionState
 from larder.server.tiers.manager import TierManager
@@ -95,9 +95,11 @@ class Scheduler:
         self._sweep()
         self._admit()
         ready = self._ready()
-        has_tail, answered = any(job.reads_prompt_tail for job in ready), self._decode(ready)
-        # A prompt tail is as long as a block.
-        return was_completed or (not has_tail and self._prefill()) or answered
+        tail_len = sum(len(job.step_ids) for job in ready if job.reads_prompt_tail)
+        answered = self._decode(ready)
+        # Longer prompt tails take the place of a block.
+        can_prefill = tail_len <= SHORT_TAIL_TOKENS
+        return was_completed or (can_prefill and self._prefill()) or answered
 
     def cancel_all(self) -> None:
         """Cancel all requests."""
@@ -229,15 +231,14 @@ class Scheduler:
     def _ready(self) -> list[RequestState]:
         """Requests in the next decode step, by priority, in rotation if there are more than `rows`.
 
-        At most one of them starts with a prompt tail.
+        Several start with a prompt tail if all of these tails are short.
         """
         ready = [job for job in self.running if job.prefill.is_done]
-        with_tail = [job for job in ready if job.reads_prompt_tail]
-        later = (
-            set(map(id, with_tail)) - {id(min(with_tail, key=self._priority))}
-            if with_tail
-            else set[int]()
-        )
+        later, tail_len = set[int](), 0
+        for job in sorted((job for job in ready if job.reads_prompt_tail), key=self._priority):
+            tail_len += len(job.step_ids)
+            if SHORT_TAIL_TOKENS < tail_len != len(job.step_ids):
+                later.add(id(job))
         ready = [job for job in ready if id(job) not in later]
         return sorted(ready, key=lambda job: job.request.priority)[: self._rows]
 

@@ -15,7 +15,12 @@ from larder.models.lm_head import LOGITS_CHUNK
 from larder.prefill.turn_reader import REPLAYED_TOKENS
 from larder.server.context_prompts import ContextPrompts
 from larder.server.image_prompts import ImagePromptEncoder
-from larder.server.request_state import CacheLoad, PrefillProgress, RequestState
+from larder.server.request_state import (
+    SHORT_TAIL_TOKENS,
+    CacheLoad,
+    PrefillProgress,
+    RequestState,
+)
 from larder.server.resident_caches import PrefixCaches
 from larder.server.serving_policy import CacheOccupancy, ServingPolicy
 from larder.server.session_backend.base import FindPrefix, SessionBackend
@@ -192,6 +197,10 @@ class PrefixBackend(SessionBackend):
         """
         if job.prefill.steps is not None or len(_next_block(job)) > room:
             return False
+        return self._is_plain(job)
+
+    def _is_plain(self, job: RequestState) -> bool:
+        """True if a prompt is text, under a policy that neither observes nor scores it."""
         if job.request.prompt_logprobs or job.session.rule.is_limited:
             return False
         return not self._image_reader.has_images(job)
@@ -284,16 +293,30 @@ class PrefixBackend(SessionBackend):
                 job.listener.on_logprobs((unscored_token(text[0], self._texts),))
         cached = len(session.residency.cached_ids)
         prefill.blocks = self._image_reader.split(job, text, cached, block)
-        prefill.next_block = 0
+        prefill.next_block, prefill.prompt_tail = 0, ()
+        self._leave_tail(job, text[-1])
         if prefill.is_done:
             self._prepare(job)
+
+    def _leave_tail(self, job: RequestState, last: int) -> None:
+        """Leave a short last block to the first decode step, which reads it beside other answers.
+
+        Args:
+            last: last token of the prompt.
+        """
+        blocks = job.prefill.blocks
+        if job.answer.output_ids or not blocks or len(blocks[-1]) >= SHORT_TAIL_TOKENS:
+            return
+        if self._is_plain(job):
+            job.prefill.prompt_tail = (*blocks.pop(), last)
 
     def _prepare(self, job: RequestState) -> None:
         """Prepare decoding: the prompt is read."""
         job.prefill.image_part = None
         session, cache = job.session, job.session.residency.active
         assert cache is not None
-        cache.reserve(job.new_tokens - len(job.answer.output_ids))
+        tail_len = max(1, len(job.prefill.prompt_tail))
+        cache.reserve(tail_len - 1 + job.new_tokens - len(job.answer.output_ids))
         self._reservations.check(session.key, cache.nbytes)
         self._start_answer(job)
 
