@@ -1,14 +1,15 @@
 """Scheduler: decode steps and prefill blocks of many requests over one model, fair between tenants.
 
-A step is one decode step of all running answers, which reads the short ends of prompts with it, then
-one prefill block of one request, which short blocks of others fill up. Requests with the lowest priority number come first in all that follows.
-Among them the block goes to the tenant with the least service, as in Sheng et al., "Fairness in
-Serving Large Language Models" (2024), arXiv:2401.00588, section 4: a counter of tokens per tenant,
-where a tenant that returns starts no lower than those that are present. Among a tenant's requests
-it goes to the one with the fewest blocks left, unless another was passed over `MAX_PASSED_BLOCKS`
-times. So two tokens of an answer are never more than one block apart, and no request starves but by
-requests of a lower number. A request that waits for memory takes that of a running one of a higher
-number (preemption): its cache leaves the device as idle ones do, and its answer goes on later.
+A step is one decode step of all running answers, in which short ends of prompts are read too, then
+one prefill block of one request, which short blocks of others fill up. Requests with the lowest
+priority number come first in all that follows. Among them the block goes to the tenant with the
+least service, as in Sheng et al., "Fairness in Serving Large Language Models" (2024),
+arXiv:2401.00588, section 4: a counter of tokens per tenant, where a tenant that returns starts no
+lower than those that are present. Among a tenant's requests it goes to the one with the fewest
+blocks left, unless another was passed over `MAX_PASSED_BLOCKS` times. So two tokens of an answer
+are never more than one block and `SHORT_TAIL_TOKENS` apart, and no request starves but by requests
+of a lower number. A request that waits for memory takes that of a running one of a higher number
+(preemption): its cache leaves the device as idle ones do, and its answer goes on later.
 """
 
 from __future__ import annotations

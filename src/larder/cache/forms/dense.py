@@ -9,7 +9,7 @@ are keys and values at once: both names refer to one storage.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from jaxtyping import Int64
@@ -47,6 +47,7 @@ class DenseLayer(SegmentedLayer):
         self._values = self._keys if layer.latent_rank else torch.empty_like(self._keys)
         self._positions = torch.empty(0, dtype=torch.int32, device=device)
         self._length = 0
+        self._flat_rows: tuple[Tensor, ...] = ()  # keys, values and no columns, for decode steps
         self._count_bytes()
 
     @classmethod
@@ -70,10 +71,13 @@ class DenseLayer(SegmentedLayer):
             return None
         self.replaced_bytes = 0
         self._make_room(1)
-        rows = self._keys.view(-1, self.layer.head_dim), self._values.view(-1, self.layer.head_dim)
-        columns = self._keys.new_empty(0)
-        segments = self._step_segments()
-        return StepStorage(*rows, None, columns, *self._layout(), None, None, segments)
+        if not self._flat_rows:
+            flat = (side.view(-1, self.layer.head_dim) for side in (self._keys, self._values))
+            self._flat_rows = *flat, self._keys.new_empty(0)
+        keys, values, columns = self._flat_rows
+        heads, segments = self.layer.kv_heads, self._step_segments()
+        layout = _head_starts(heads, self._capacity), torch.full((heads,), self._length)
+        return StepStorage(keys, values, None, columns, *layout, None, None, segments)
 
     def count_step(self, position: int) -> None:
         self._positions[self._length] = position
@@ -232,6 +236,7 @@ class DenseLayer(SegmentedLayer):
         self.replaced_bytes = self.nbytes
         self._renew_holders()
         self._keys, self._values, self._positions = sides[0], sides[-1], positions
+        self._flat_rows = ()
         self._count_bytes()
 
     def _set_length(self, length: int) -> None:
@@ -246,6 +251,7 @@ class DenseLayer(SegmentedLayer):
 
     def _use(self, storage: SharedSegment) -> None:
         self._keys, self._values, self._positions = storage.keys, storage.values, storage.positions
+        self._flat_rows = ()
         self._set_length(int(storage.lengths[0]))
 
     def _joined(self, segments: Sequence[SharedSegment], room: int) -> SharedSegment:
@@ -273,6 +279,12 @@ class DenseLayer(SegmentedLayer):
 
     def _like(self) -> DenseLayer:
         return type(self)(self.layer, self._keys.dtype, self._keys.device)
+
+
+@lru_cache(maxsize=256)
+def _head_starts(heads: int, capacity: int) -> Int64[Tensor, " K"]:
+    """First row of each head. Not to be changed."""
+    return torch.arange(heads) * capacity
 
 
 Part = DenseLayer
