@@ -9,7 +9,6 @@ import pytest
 
 from larder.core import CacheError
 from larder.models import Decoder
-from larder.server.request_state import SHORT_TAIL_TOKENS
 from larder.server.session_backend import prefix
 from server_core import Client, Served, answered, characters, told
 
@@ -137,7 +136,7 @@ def test_short_prompts_are_read_by_the_decode_steps_of_others(steps) -> None:
     assert served.core.scheduler.blocks == 0
     mixed = [rows for rows in steps if 1 in rows and max(rows) > 1]
     assert mixed
-    assert all(sum(n for n in rows if n > 1) <= SHORT_TAIL_TOKENS for rows in steps)
+    assert all(sum(n for n in rows if n > 1) <= prefix.SHORT_TAIL_TOKENS for rows in steps)
     for number, client in enumerate((*first, *others)):
         turns = answered(told(number, 1), client, "And the next one?")
         assert served.ask(turns, f"s{number}").text == alone.ask(turns, f"s{number}").text
