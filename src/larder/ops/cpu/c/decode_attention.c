@@ -14,6 +14,8 @@
 #include "c_library.h"
 #include "coded_entries.h"
 
+#define LINE 64        /* bytes that are fetched at once */
+#define AHEAD 48       /* rows whose entries are fetched before they are read */
 #define PART 512       /* rows of a head that one thread reads at a time */
 
 struct attention {

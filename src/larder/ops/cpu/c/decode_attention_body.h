@@ -8,10 +8,16 @@
 #include "coded_rows_body.h"
 
 TARGET INLINE float NAME(largest)(floats values) {
-    float most = values[0];
-    for (int i = 1; i < LANES; i++)
-        most = values[i] > most ? values[i] : most;
-    return most;
+    const ints by_eight = {8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7};
+    const ints by_four = {4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11};
+    const ints by_two = {2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13};
+    const ints by_one = {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14};
+    const ints steps[] = {by_eight, by_four, by_two, by_one};
+    for (int i = 0; i < 4; i++) {
+        floats others = __builtin_shuffle(values, steps[i]);
+        values = NAME(select)(others > values, others, values);
+    }
+    return values[0];
 }
 
 TARGET INLINE float NAME(sum)(floats values) {
@@ -29,6 +35,8 @@ TARGET INLINE void NAME(score)(const struct attention *call, const floats *queri
     for (int64_t b = 0; b < LANES; b++) {
         const char *key = keys + (first + (b < count ? b : count - 1)) * dim * call->item_bytes;
         floats row[MAX_VECTORS];
+        for (int64_t byte = 0; !call->coded && byte < dim * call->item_bytes; byte += LINE)
+            __builtin_prefetch(key + AHEAD * dim * call->item_bytes + byte);
         for (int64_t v = 0; v < vectors; v++)
             row[v] = NAME(load)(key, v * LANES, dim, call->item_bytes == 2);
         for (int64_t n = 0; n < rows; n++) {
@@ -76,10 +84,14 @@ TARGET INLINE void NAME(accumulate)(const struct attention *call, const floats *
                                     int64_t dim) {
     const char *stored = (const char *)call->values;
     int64_t vectors = (dim + LANES - 1) / LANES;
-    for (int64_t b = 0; b < count; b++)
+    for (int64_t b = 0; b < count; b++) {
+        const char *value = stored + (first + b) * dim * call->item_bytes;
+        for (int64_t byte = 0; !call->coded && byte < dim * call->item_bytes; byte += LINE)
+            __builtin_prefetch(value + AHEAD * dim * call->item_bytes + byte);
         for (int64_t v = 0; v < vectors; v++)
-            values[b * vectors + v] = NAME(load)(stored + (first + b) * dim * call->item_bytes,
-                                                 v * LANES, dim, call->item_bytes == 2);
+            values[b * vectors + v] =
+                NAME(load)(value, v * LANES, dim, call->item_bytes == 2);
+    }
     for (int64_t n = 0; n < call->num_queries; n++) {
         const float *weight = (const float *)&weights[n];
         floats sums[MAX_VECTORS];

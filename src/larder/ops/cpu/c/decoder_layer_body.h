@@ -11,7 +11,7 @@
 TARGET INLINE floats NAME(widen)(const uint16_t *numbers) {
     halves bits;
     memcpy(&bits, numbers, sizeof bits);
-    return (floats)(__builtin_convertvector(bits, words) << 16);
+    return (floats)(NAME(to_words)(bits) << 16);
 }
 
 /* bfloat16 in the high half of each lane, rounded to the nearest, ties to even. */
@@ -22,7 +22,7 @@ TARGET INLINE floats NAME(round_each)(floats values) {
 }
 
 TARGET INLINE void NAME(narrow)(floats values, uint16_t *out) {
-    halves bits = __builtin_convertvector((words)NAME(round_each)(values) >> 16, halves);
+    halves bits = NAME(to_halves)((words)NAME(round_each)(values) >> 16);
     memcpy(out, &bits, sizeof bits);
 }
 

@@ -14,6 +14,8 @@
 #undef TARGET
 
 #if defined(__x86_64__)
+#include <immintrin.h>
+
 #define NAME(x) x##_avx2
 #define TARGET __attribute__((target("avx2,fma")))
 #include BODY
@@ -28,7 +30,6 @@
 #undef TARGET
 
 #if defined(WITH_DOT_PRODUCT)
-#include <immintrin.h>
 #define HAS_DOT_PRODUCT
 #define NAME(x) x##_avx512bf16
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")))

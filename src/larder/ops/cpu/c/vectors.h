@@ -23,6 +23,19 @@ TARGET INLINE floats NAME(select)(ints mask, floats taken, floats other) {
     return (floats)(((ints)taken & mask) | ((ints)other & ~mask));
 }
 
+/* GCC 12 widens and narrows sixteen numbers in halves of a vector, and puts these together. */
+#if defined(HAS_AVX512)
+TARGET INLINE words NAME(to_words)(halves bits) {
+    return (words)_mm512_cvtepu16_epi32((__m256i)bits);
+}
+TARGET INLINE halves NAME(to_halves)(words bits) {
+    return (halves)_mm512_cvtepi32_epi16((__m512i)bits);
+}
+#else
+TARGET INLINE words NAME(to_words)(halves bits) { return __builtin_convertvector(bits, words); }
+TARGET INLINE halves NAME(to_halves)(words bits) { return __builtin_convertvector(bits, halves); }
+#endif
+
 /* Numbers [first, first + LANES) of a stored row as float32; zeros behind its end. */
 TARGET INLINE floats NAME(load)(const void *row, int64_t first, int64_t dim, int is_bfloat16) {
     int64_t rest = dim - first;
@@ -33,7 +46,7 @@ TARGET INLINE floats NAME(load)(const void *row, int64_t first, int64_t dim, int
             memcpy(&bits, source, sizeof bits);
         else
             memcpy(&bits, source, (size_t)rest * sizeof *source);
-        return (floats)(__builtin_convertvector(bits, words) << 16);
+        return (floats)(NAME(to_words)(bits) << 16);
     }
     floats loaded = {0};
     const float *source = (const float *)row + first;
