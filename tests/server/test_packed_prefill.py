@@ -9,14 +9,14 @@ import pytest
 
 from larder.core import CacheError
 from larder.models import Decoder
-from larder.server.session_backend import prefix
+from larder.server.session_backend import base
 from server_core import Client, Served, answered, characters, told
 
 
 @pytest.fixture
 def passes(monkeypatch) -> list[list[int]]:
     """Tokens of each row of the passes that read without logits, all prompts among them."""
-    monkeypatch.setattr(prefix, "SHORT_TAIL_TOKENS", 0)
+    monkeypatch.setattr(base, "SHORT_TAIL_TOKENS", 0)
     found: list[list[int]] = []
     read = Decoder.read
 
@@ -136,7 +136,7 @@ def test_short_prompts_are_read_by_the_decode_steps_of_others(steps) -> None:
     assert served.core.scheduler.blocks == 0
     mixed = [rows for rows in steps if 1 in rows and max(rows) > 1]
     assert mixed
-    assert all(sum(n for n in rows if n > 1) <= prefix.SHORT_TAIL_TOKENS for rows in steps)
+    assert all(sum(n for n in rows if n > 1) <= base.SHORT_TAIL_TOKENS for rows in steps)
     for number, client in enumerate((*first, *others)):
         turns = answered(told(number, 1), client, "And the next one?")
         assert served.ask(turns, f"s{number}").text == alone.ask(turns, f"s{number}").text
@@ -151,4 +151,5 @@ def test_a_long_prompt_goes_on_beside_short_ones(steps) -> None:
         served.core.step()
     served.run()
     assert long.told.new_tokens and len(shorts) < 200
+    assert all(sum(n for n in rows if n > 1) <= 64 for rows in steps)
     assert all(short.told.new_tokens for short in shorts)

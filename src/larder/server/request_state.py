@@ -29,8 +29,6 @@ from larder.server.tiers.disk import LoadedCaches
 from larder.session.chat_state import ActiveTurn, TurnCommit
 from larder.store.ledger import Reservation
 
-SHORT_TAIL_TOKENS = 128  # ends of prompts so long together are read beside running answers
-
 
 @dataclass
 class RequestTimes:

@@ -1,15 +1,16 @@
 """Scheduler: decode steps and prefill blocks of many requests over one model, fair between tenants.
 
-A step is one decode step of all running answers, in which short ends of prompts are read too, then
-one prefill block of one request, which short blocks of others fill up. Requests with the lowest
-priority number come first in all that follows. Among them the block goes to the tenant with the
-least service, as in Sheng et al., "Fairness in Serving Large Language Models" (2024),
+A step is one decode step of all running answers, then one prefill block of one request, which short
+blocks of others fill up. Ends of prompts are read in a decode step in place of a block, several if
+they are short, and never in two steps in a row while others wait for a block. Requests with the
+lowest priority number come first in all that follows. Among them the block goes to the tenant with
+the least service, as in Sheng et al., "Fairness in Serving Large Language Models" (2024),
 arXiv:2401.00588, section 4: a counter of tokens per tenant, where a tenant that returns starts no
 lower than those that are present. Among a tenant's requests it goes to the one with the fewest
 blocks left, unless another was passed over `MAX_PASSED_BLOCKS` times. So two tokens of an answer
-are never more than one block and `SHORT_TAIL_TOKENS` apart, and no request starves but by requests
-of a lower number. A request that waits for memory takes that of a running one of a higher number
-(preemption): its cache leaves the device as idle ones do, and its answer goes on later.
+are never more than one block apart, and no request starves but by requests of a lower number. A
+request that waits for memory takes that of a running one of a higher number (preemption): its cache
+leaves the device as idle ones do, and its answer goes on later.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from larder.server.persistence.base import Durability, SessionPersistence
 from larder.server.persistence.retry_queue import WriteRetryQueue
 from larder.server.request import Report
 from larder.server.request_queue import RequestQueue
-from larder.server.request_state import SHORT_TAIL_TOKENS, RequestState
+from larder.server.request_state import RequestState
 from larder.server.session_index import SessionIndex
 from larder.server.session_state import SessionState
 from larder.server.tiers.manager import TierManager
@@ -71,6 +72,7 @@ class Scheduler:
         self._persistence, self._completions, self._unwritten = persistence, completions, unwritten
         self._clock, self._rows, self._tasks = clock, rows, tasks
         self.running: list[RequestState] = []
+        self._has_tails = False  # the latest step has read ends of prompts
         self.finishing: list[RequestState] = []  # complete answers whose turns are being written
         self._served: dict[str, float] = defaultdict(float)
         self.steps = self.blocks = self.preemptions = self._arrived = 0
@@ -96,11 +98,10 @@ class Scheduler:
         self._sweep()
         self._admit()
         ready = self._ready()
-        tail_len = sum(len(job.step_ids) for job in ready if job.reads_prompt_tail)
+        self._has_tails = any(job.reads_prompt_tail for job in ready)
         answered = self._decode(ready)
-        # Longer prompt tails take the place of a block.
-        can_prefill = tail_len <= SHORT_TAIL_TOKENS
-        return was_completed or (can_prefill and self._prefill()) or answered
+        # Prompt tails take the place of a block.
+        return was_completed or (not self._has_tails and self._prefill()) or answered
 
     def cancel_all(self) -> None:
         """Cancel all requests."""
@@ -232,13 +233,16 @@ class Scheduler:
     def _ready(self) -> list[RequestState]:
         """Requests in the next decode step, by priority, in rotation if there are more than `rows`.
 
-        Several start with a prompt tail if all of these tails are short.
+        Several start with a prompt tail if all of these tails are short; none does behind a step
+        with some while others wait for a block.
         """
         ready = [job for job in self.running if job.prefill.is_done]
+        tails = sorted((job for job in ready if job.reads_prompt_tail), key=self._priority)
+        is_blocked = self._has_tails and bool(self._unread())
         later, tail_len = set[int](), 0
-        for job in sorted((job for job in ready if job.reads_prompt_tail), key=self._priority):
+        for job in tails:
             tail_len += len(job.step_ids)
-            if SHORT_TAIL_TOKENS < tail_len != len(job.step_ids):
+            if is_blocked or (job is not tails[0] and tail_len > job.backend.tail_tokens(job)):
                 later.add(id(job))
         ready = [job for job in ready if id(job) not in later]
         return sorted(ready, key=lambda job: job.request.priority)[: self._rows]
@@ -264,9 +268,13 @@ class Scheduler:
                 self.running.append(job)  # after those that were not in this decode step
         return True
 
+    def _unread(self) -> list[RequestState]:
+        """Requests that wait for a prefill block."""
+        return [job for job in self.running if not job.prefill.is_done and job.prefill.load is None]
+
     def _prefill(self) -> bool:
         """One prefill block of one request, and of others as long as all of them are no longer."""
-        left = [job for job in self.running if not job.prefill.is_done and job.prefill.load is None]
+        left = self._unread()
         if not left:
             return False
         job, *others = sorted(left, key=self._priority)

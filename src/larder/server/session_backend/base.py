@@ -16,6 +16,8 @@ from larder.server.tiers.disk import SLOWER_THAN_RECOMPUTE
 from larder.server.tiers.manager import TierManager
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
+SHORT_TAIL_TOKENS = 128  # ends of prompts so long together are read in one decode step
+
 if TYPE_CHECKING:
     from larder.server.request_state import CacheLoad, RequestState
 
@@ -107,6 +109,10 @@ class SessionBackend(ABC):
     @abstractmethod
     def step_tokens(self, job: RequestState) -> int:
         """Most generated tokens that a decode step may read with the result of a step for each."""
+
+    def tail_tokens(self, job: RequestState) -> int:
+        """Most tokens of several ends of prompts that one decode step reads."""
+        return min(SHORT_TAIL_TOKENS, job.session.rule.block)
 
     @abstractmethod
     def on_step(self, job: RequestState, plans: int) -> None:

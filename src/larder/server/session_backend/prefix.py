@@ -15,12 +15,7 @@ from larder.models.lm_head import LOGITS_CHUNK
 from larder.prefill.turn_reader import REPLAYED_TOKENS
 from larder.server.context_prompts import ContextPrompts
 from larder.server.image_prompts import ImagePromptEncoder
-from larder.server.request_state import (
-    SHORT_TAIL_TOKENS,
-    CacheLoad,
-    PrefillProgress,
-    RequestState,
-)
+from larder.server.request_state import CacheLoad, PrefillProgress, RequestState
 from larder.server.resident_caches import PrefixCaches
 from larder.server.serving_policy import CacheOccupancy, ServingPolicy
 from larder.server.session_backend.base import FindPrefix, SessionBackend
@@ -237,6 +232,9 @@ class PrefixBackend(SessionBackend):
         if len(job.session.residency.cached_ids) > job.prefill.cached_len:
             self.rollback(job)
 
+    def tail_tokens(self, job: RequestState) -> int:
+        return min(super().tail_tokens(job), self._block(job.session.rule))
+
     def step_tokens(self, job: RequestState) -> int:
         return min(self._block(job.session.rule), REPLAYED_TOKENS)
 
@@ -305,7 +303,7 @@ class PrefixBackend(SessionBackend):
             last: last token of the prompt.
         """
         blocks = job.prefill.blocks
-        if job.answer.output_ids or not blocks or len(blocks[-1]) >= SHORT_TAIL_TOKENS:
+        if job.answer.output_ids or not blocks or len(blocks[-1]) >= self.tail_tokens(job):
             return
         if self._is_plain(job):
             job.prefill.prompt_tail = (*blocks.pop(), last)
