@@ -315,6 +315,8 @@ class SessionEpochs:
             self._damaged(str(error))
             return None
         except Refused:
+            if not self.written(key):  # only the index has it, for the version that wrote it
+                raise
             return None
 
     def _beside(self, key: SessionKey, epoch: int) -> Record | None:
