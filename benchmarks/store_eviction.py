@@ -7,9 +7,9 @@
 A budget is a share of the bytes that a trace needs: with all of them, a policy that knows the
 future never computes anything twice. Also compared are `clairvoyant`, which knows the future and
 evicts what saves least per byte and second until its next read (`belady`: what is read last),
-`marconi tuned`, with alpha chosen on the first tenth of the trace, and `bound`, an upper bound.
-Nothing is timed: seconds are those of a device with 2e14 operations a second, in the shape of Llama
-3.1 8B.
+`marconi tuned`, with alpha from 0 to 2 chosen on the first tenth of the trace, and `bound`, an
+upper bound. Nothing is timed: seconds are those of a device with 2e14 operations a second, in the
+shape of Llama 3.1 8B.
 
 One JSONL line per trace, seed, budget and rule; `larder plot FILE --figure eviction` draws them.
 """
@@ -30,7 +30,7 @@ from larder_bench.results.rows import Row, append_rows
 from larder_bench.trace_replay import ReplayCounts, best_rule, replay_trace
 from larder_bench.traces.base import TRACES, StateForm, Trace, Workload
 
-ALPHAS = (0.0, 0.01, 0.1, 0.5, 2.0)
+TUNED = "marconi tuned"
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--budgets", default="1/16,1/8,1/4,1/2")
     parser.add_argument("--events", type=int, default=20_000)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rules", default="", help="separated by ;.  Default: all, and tuned")
+    parser.add_argument("--rules", default="", help=f"separated by ;.  Default: all and {TUNED}")
     parser.add_argument("--out", type=Path, default=Path("results/store_eviction.jsonl"))
     options = parser.parse_args()
     environment = environment_row(1)
@@ -103,13 +103,15 @@ def _rows(case: EvictionCase, budget: Fraction, rules: str) -> Iterator[Row]:
 def _rules(case: EvictionCase, size: int, spellings: str) -> Iterator[tuple[str, EvictionPolicy]]:
     if spellings:
         for rule in spellings.split(";"):
+            if rule == TUNED:
+                yield TUNED, best_rule(case.trace, Marconi().variants(), size)
+                continue
             call = parse(rule, "rule")[0]
             yield rule, build(EVICTIONS.load(call.name), call.parameters)
         return
     for name in EVICTIONS.names():
         yield name, EVICTIONS.load(name)()
-    tuned = best_rule(case.trace, [Marconi(alpha=alpha) for alpha in ALPHAS], size)
-    yield "marconi tuned", tuned
+    yield TUNED, best_rule(case.trace, Marconi().variants(), size)
 
 
 def _bound(case: EvictionCase, size: int, counts: ReplayCounts) -> Row:

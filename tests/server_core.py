@@ -18,6 +18,7 @@ from larder.server import (
     Listener,
     Report,
     Request,
+    SchedulingPolicy,
     SessionPersistence,
     SessionState,
     Ticket,
@@ -155,6 +156,7 @@ class Served:
         eviction: str = "lru",
         prefill_chunk: int | None = None,
         quotas: Mapping[Tier, int] | None = None,
+        scheduling: SchedulingPolicy = SchedulingPolicy.PRIORITY,
     ) -> None:
         spelling = POLICIES.get(policy, policy)
         parsed = Policy.parse(spelling).budget
@@ -178,6 +180,7 @@ class Served:
             lambda: float(next(times)),
             self.news.set,
             prefill_chunk=prefill_chunk,
+            scheduling=scheduling,
         )
 
     def submit(

@@ -9,7 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from larder.store import NUM_QUANTILES, CandidateColumns, EvictionPolicy, pause_quantiles
+from larder.store import (
+    NUM_QUANTILES,
+    QUANTILE_SHARES,
+    CandidateColumns,
+    EvictionPolicy,
+    pause_quantiles,
+)
 from larder_bench.offline_optimum import FutureReads
 from larder_bench.traces.base import (
     NONE,
@@ -249,6 +255,7 @@ class SimulatedTier(ReplayTier):
         columns.sessions[row], columns.superseded[row] = cached.session, False
         columns.pinned_until[row], columns.steps[row] = -np.inf, steps
         columns.pauses[row], columns.parents[row] = np.inf, cached.parent
+        columns.pause_shares[row], columns.wait_seconds[row] = QUANTILE_SHARES, 0.0
         columns.children[row] = 0
 
     def _make_room(self, wanted_bytes: int, now: float) -> bool:

@@ -35,6 +35,8 @@ from tiny_models import tiny
 
 PREFIX, SUFFIX, ASKED = some_ids(4, seed=1), some_ids(3, seed=2), some_ids(5, seed=3)
 ONE, TWO, THREE = some_ids(9, seed=4), some_ids(6, seed=5), some_ids(7, seed=6)
+TREE = "document_tree() > unlimited()"
+SMALL = "protect(sinks=2, recent=2) > snapkv(window=2) > uniform(tokens=12)"
 TEXT = ContextText(PREFIX, (ONE, TWO, THREE), SUFFIX)
 
 
@@ -262,6 +264,23 @@ def test_changes_are_rotated_as_their_base(decoder: Decoder) -> None:
     assert float(anchor.change.values[3].abs().max()) > 1e-3
 
 
+def test_a_document_is_reused_behind_the_same_documents_in_the_same_order(decoder) -> None:
+    chunks = ChunkMemory()
+    for contexts, known in (
+        ((ONE, TWO, THREE), (False, False, False)),
+        ((ONE, TWO), (True, True)),
+        ((ONE, THREE, TWO), (True, False, False)),
+        ((TWO, ONE), (False, False)),
+        ((ONE, THREE, ONE), (True, True, False)),
+    ):
+        text = ContextText(PREFIX, contexts, SUFFIX)
+        cache, reuse = read(decoder, TREE, text, chunks)
+        assert torch.allclose(logits(decoder, cache), full(decoder, text.ids), atol=1e-5)
+        assert reuse.cached == known and not reuse.recomputed_tokens
+    with pytest.raises(UsageError, match="keeps every entry"):
+        read(decoder, f"document_tree() > {SMALL}")
+
+
 @pytest.mark.parametrize("spelling", ["cachecraft", "kvcomm"])
 def test_crafted_and_anchored_without_prefix_suffix_or_contexts(decoder, spelling) -> None:
     for text in (ContextText((), (ONE, TWO), ()), ContextText(PREFIX, (), ()), TEXT):
@@ -290,13 +309,14 @@ def test_bad_values_and_models_are_refused(decoder: Decoder) -> None:
         with pytest.raises(BadParameter):
             make()
     sliding = Decoder(tiny("gemma3", layers=3))
-    for spelling in ("cacheblend", "ape", "cachecraft", "kvcomm"):
+    for spelling in ("cacheblend", "ape", "cachecraft", "kvcomm", "ragcache"):
         with pytest.raises(ModelError, match="sliding windows"):
             read(sliding, spelling)
 
 
 @pytest.mark.parametrize(
-    ("spelling", "empty"), [("cachecraft", ()), ("cachecraft", ONE), ("kvcomm", ONE)]
+    ("spelling", "empty"),
+    [("cachecraft", ()), ("cachecraft", ONE), ("kvcomm", ONE), (TREE, ()), (TREE, ONE)],
 )
 def test_empty_and_repeated_contexts_are_read_twice(decoder, spelling, empty) -> None:
     """A tokenizer may leave nothing of a text."""

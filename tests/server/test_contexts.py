@@ -18,7 +18,7 @@ from larder.server import (
     chunk_id,
     context_prompts,
 )
-from larder.store import ByteBudgets, ByteLedger, Tier
+from larder.store import EVICTIONS, ByteBudgets, ByteLedger, Tier
 from server_core import Served, user
 
 ONE, TWO = "Box 7 holds 12 coins. " * 3, "Box 9 holds 4 keys. " * 3
@@ -42,6 +42,68 @@ def test_known_contexts_are_reused_by_their_tenant(small: LoadedModel, policy: s
     with pytest.raises(ApiError, match="not known here"):
         served.submit(ASKED, tenant="c", contexts=(chunk_id(ONE),))
     assert served.core.ledger.used(Tier.DEVICE) == 0
+
+
+def test_a_document_tree_is_exact_and_of_one_tenant(small: LoadedModel) -> None:
+    served, plain = Served(small, "ragcache"), Served(small, "full")
+    sizes = [len(text.rstrip()) + 2 for text in (ONE, TWO)]
+    asked = [((ONE, TWO), 0), ((ONE, TWO), sum(sizes)), ((TWO, ONE), 0), ((ONE, "New."), sizes[0])]
+    for contexts, cached in asked:
+        client = served.ask(ASKED, contexts=contexts)
+        assert client.told.cached_tokens == cached and client.told.lossless
+        assert client.text == plain.ask(ASKED, contexts=contexts).text
+    assert served.ask(ASKED, tenant="b", contexts=(ONE, TWO)).told.cached_tokens == 0
+    assert served.ask([user("Hi?")]).text == plain.ask([user("Hi?")]).text
+
+
+def tree(small: LoadedModel, room: int) -> tuple[HostChunks, TenantChunks, SequenceCache]:
+    """Chunks of a tree with room for a number of chunks of four tokens, and a text of twelve."""
+    cache = SequenceCache(small.decoder.spec, "dense")
+    small.decoder.read([BatchSegment(cache, tuple(range(5, 17)))], Mode.APPEND)
+    size = small.decoder.spec.full_bytes(4)
+    ledger = ByteLedger(ByteBudgets({Tier.HOST: int((room + 0.5) * size / HOST_SHARE)}))
+    chunks = HostChunks(ledger, EVICTIONS.load("gdsf")())
+    return chunks, TenantChunks(chunks, "a"), cache
+
+
+def test_a_document_leaves_after_those_that_were_read_behind_it(small: LoadedModel) -> None:
+    chunks, own, cache = tree(small, 3)
+    first, second, third = (tuple(range(n, n + 4)) for n in (5, 9, 13))
+    for length, (before, ids) in ((4, ((), first)), (8, (first, second))):
+        part = cache.fork()
+        part.truncate(length)
+        own.add(before, ids, part)
+    own.add((*first, *second), third, cache)
+    other = cache.fork()
+    other.truncate(4)
+    own.add((), (1, 2, 3, 4), other)  # takes the place of a leaf, however new it is
+    known = [
+        own.find(cache.spec, before, ids) is not None
+        for before, ids in (
+            ((), first),
+            (first, second),
+            ((*first, *second), third),
+            ((), (1, 2, 3, 4)),
+        )
+    ]
+    assert known == [True, True, False, True]
+
+
+def test_documents_that_are_asked_for_often_stay_until_the_clock_has_passed_them(
+    small: LoadedModel,
+) -> None:
+    chunks, own, cache = tree(small, 2)
+    cache.truncate(4)
+
+    def known(number: int) -> bool:
+        return ("a", ((), (number,) * 4)) in chunks._held
+
+    own.add((), (1,) * 4, cache)
+    for _ in range(2):
+        assert own.find(cache.spec, (), (1,) * 4) is not None  # used three times: 3 cost / size
+    for number in (2, 3, 4, 5):
+        own.add((), (number,) * 4, cache)  # 1 cost / size above the clock, which rises by as much
+        assert known(1) == (number < 5) and known(number)
 
 
 def test_contexts_are_text_under_other_policies(small: LoadedModel) -> None:

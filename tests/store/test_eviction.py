@@ -13,14 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from larder.core import BadParameter, build, parse, spell
+from larder.core import BadParameter, Variant, build, parse, spell
 from larder.store import (
     EVICTIONS,
+    MIN_PAUSES,
     NUM_QUANTILES,
     Candidate,
     CandidateColumns,
+    Continuum,
     EvictionPolicy,
     SupersededOrder,
+    ToolPauses,
     pause_quantiles,
 )
 from references.eviction import gdsf as gdsf_loop
@@ -59,6 +62,7 @@ ROWS = st.lists(
             "pinned_until": st.sampled_from([-math.inf, -math.inf, 500.0, 2000.0]),
             "steps": st.sampled_from([1.0, 2.0, math.inf]),
             "pauses": st.lists(st.sampled_from([0.5, 3.0, 40.0, 2000.0]), max_size=12),
+            "wait_seconds": st.sampled_from([0.0, 0.0, 5.0]),
             "back": st.integers(0, 3),
         }
     ),
@@ -218,6 +222,26 @@ def test_continuum_does_not_wait_for_the_slowest() -> None:
     assert part.order(told, 11.5)[0].name == "tool"
 
 
+def test_continuum_has_the_papers_values() -> None:
+    told = [a("tool", pauses=(30.0, 1.0, 2.0), seconds=6.0, wait_seconds=8.0), a("other")]
+    part, held = Continuum(eta=0.5, variant=Variant.PAPER), CandidateColumns.of(told)
+    gains = dict(zip(held.pauses[0], part.gains(held, np.array([0]))[0], strict=True))
+    values = {1.0: 10 / 3 - 1, 2.0: 20 / 3 - 2, 30.0: -20.0}
+    assert gains == pytest.approx(values)
+    for now, expected in ((11.9, "other"), (12.1, "tool")):  # it lives for two seconds
+        assert part.order([told[0], replace(told[1], last_used=11.0)], now)[0].name == expected
+
+
+def test_pauses_of_few_calls_are_those_of_all_tools() -> None:
+    pauses = ToolPauses()
+    assert pauses.after("test") == ()
+    for number in range(MIN_PAUSES):
+        pauses.record("test", float(number))
+        pauses.record(f"tool {number}", 100.0)
+    assert pauses.after("test") == tuple(map(float, range(MIN_PAUSES)))
+    assert sorted(pauses.after("new"))[-1] == 100 and len(pauses.after("new")) == 2 * MIN_PAUSES
+
+
 def test_random_draws_anew_at_every_time() -> None:
     told = [a(f"n{number}") for number in range(40)]
     held, part = CandidateColumns.of(told), rule("random")
@@ -239,6 +263,7 @@ def test_quantiles_of_few_and_many_pauses() -> None:
         ("lru", {"half_life": 0.0}, "lru.half_life"),
         ("marconi", {"alpha": -1.0}, "marconi.alpha"),
         ("continuum", {"load": math.nan}, "continuum.load"),
+        ("continuum", {"eta": -1.0}, "continuum.eta"),
     ],
 )
 def test_what_is_out_of_range_is_refused(name: str, parameters: dict, said: str) -> None:

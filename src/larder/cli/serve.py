@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -156,6 +157,15 @@ class ServeOptions(ModelOptions):
             metavar="RULE", help="Eviction of sessions: lru, gdsf, marconi, continuum, kvflow."
         ),
     ] = "lru"
+    scheduling_policy: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Order of a tenant's requests of one priority: priority, by arrival; "
+            "program_fcfs, sessions with a cache in memory first, then by the first arrival of "
+            "their agent run (kv_program).",
+        ),
+    ] = "priority"
     codec: CodecName = DEFAULT_CODEC
     key_file: KeyFile = None
     keys: Annotated[
@@ -320,24 +330,29 @@ def _listening_socket(options: ServeOptions) -> socket.socket:
 
 
 def check_store_options(options: ServeOptions) -> None:
-    """Validation of budgets, eviction, codec and durability before a model loads.
+    """Validation of budgets, eviction, scheduling, codec and durability before a model loads.
 
     Raises:
         UsageError, UnknownName: an option has an invalid or unknown value.
     """
     from larder.cli.serve_budgets import disk_budget, memory_budgets
     from larder.server.persistence.base import Durability
+    from larder.server.request_queue import SchedulingPolicy
     from larder.store.eviction.base import EVICTIONS
 
     memory_budgets(options.kv_budget, options.host_budget, options.tenant_quota or ())
     disk_budget(options.store_budget, options.tenant_quota or ())
     EVICTIONS.load(options.eviction)
     check_codec(options.codec)
-    known = [each.value for each in Durability]
-    if options.durability not in known:
-        raise UsageError(
-            f"--durability {options.durability!r} is not known: take one of {', '.join(known)}."
-        )
+    _check_choice("--durability", options.durability, Durability)
+    _check_choice("--scheduling-policy", options.scheduling_policy, SchedulingPolicy)
+
+
+def _check_choice(option: str, value: str, choices: type[Enum]) -> None:
+    """Raises: UsageError: the value of an option is none of its choices."""
+    known = [each.value for each in choices]
+    if value not in known:
+        raise UsageError(f"{option} {value!r} is not known: take one of {', '.join(known)}.")
 
 
 @contextmanager

@@ -145,6 +145,7 @@ def _client(
     from larder.server.local_engine_client import LocalEngineClient
     from larder.server.persistence.base import Durability
     from larder.server.persistence.store import StoreSessionPersistence
+    from larder.server.request_queue import SchedulingPolicy
     from larder.server.tiers.disk import StoreDiskTier
 
     engine = engine_over(options, loaded)
@@ -159,6 +160,7 @@ def _client(
         names=names,
         max_model_len=options.max_model_len,
         prefill_chunk=options.prefill_chunk,
+        scheduling=SchedulingPolicy(options.scheduling_policy),
         tool_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser or "",
         step_lock=step_lock,

@@ -124,7 +124,6 @@ class Schedule(ABC):
 
     # Cache form of a schedule that reads contexts apart; empty for that of the policy.
     cache_form: ClassVar[str] = ""
-
     # Whether tokens are chosen in the pass that reads them, before a prompt is read behind it.
     chooses_in_pass: ClassVar[bool] = False
 
@@ -158,6 +157,11 @@ class Schedule(ABC):
         self, reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]
     ) -> Steps[None]:
         """Read `ids` into the cache of every sequence and leave each within its budget."""
+
+    @property
+    def chunk_eviction(self) -> str:
+        """Eviction policy of the contexts that a server keeps in host memory."""
+        return "lru"
 
     def context_steps(
         self, reader: PrefillReader, lane: PrefillSequence, text: ContextText, source: ChunkSource

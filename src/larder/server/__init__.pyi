@@ -80,6 +80,7 @@ from .request import Request as Request
 from .request import SessionUnreadableError as SessionUnreadableError
 from .request import Ticket as Ticket
 from .request import TokenLogprob as TokenLogprob
+from .request_queue import SchedulingPolicy as SchedulingPolicy
 from .scheduler import MAX_PASSED_BLOCKS as MAX_PASSED_BLOCKS
 from .serving_policy import ServingPolicy as ServingPolicy
 from .session_info import CachedPositions as CachedPositions
@@ -98,6 +99,8 @@ from .tiers.device import DeviceReservations as DeviceReservations
 from .tiers.device import MemoryDemand as MemoryDemand
 from .tiers.disk import DiskTier as DiskTier
 from .tiers.disk import StoreDiskTier as StoreDiskTier
+from .tiers.eviction_tuner import EvictionTuner as EvictionTuner
+from .tiers.eviction_tuner import prefill_operations as prefill_operations
 from .tiers.host import MIN_MOVES as MIN_MOVES
 from .tiers.host import PROBE_INTERVAL as PROBE_INTERVAL
 from .tiers.host import HostMoveRates as HostMoveRates

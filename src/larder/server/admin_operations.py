@@ -70,6 +70,7 @@ class AdminOperations:
         if not is_parked and saved is None:
             done.set_result(session)
             return done
+        started = None if saved is None else self._tiers.take_started(session, saved)
         reservation, usage.is_running = None, True  # not a candidate for its own eviction
         try:
             self._tiers.grant(session, self._backend_of(session.rule).idle_demand(session))
@@ -88,7 +89,7 @@ class AdminOperations:
             raise overloaded(self._waiting())
         else:
             usage.is_answering = usage.is_running = True
-            loading = self._tiers.disk.load(session, saved)
+            loading = started or self._tiers.disk.load(session, saved)
             self._completions.when_done(
                 loading, partial(self._on_loaded, session, saved, reservation, done)
             )

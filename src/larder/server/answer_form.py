@@ -79,6 +79,12 @@ class AnswerForm:
                 return ParsedAnswer(reasoning, content[:start], calls)
         return ParsedAnswer(reasoning, content)
 
+    def called_tool(self, text: str) -> str:
+        """Name of the tool that an answer calls, several joined by `+`; empty without a call."""
+        if self.tools is None:
+            return ""
+        return "+".join(sorted({call.name for call in self.parse(text).calls}))
+
     @property
     def max_calls(self) -> int | None:
         """Largest number of calls that are taken; None for any."""

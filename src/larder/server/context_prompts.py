@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from os import urandom
@@ -27,6 +28,8 @@ from larder.server.image_prompts import rendered_prompt
 from larder.server.request import ApiError, ChatMessage, Request
 from larder.session.files.loader import SEPARATOR
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder.store.eviction.base import Candidate, CandidateColumns, EvictionPolicy
+from larder.store.eviction.lru import Lru
 from larder.store.ledger import ByteLedger, Reservation, Tier
 
 CHUNK_ID = re.compile(r"chunk-[0-9a-f]{64}")
@@ -45,23 +48,43 @@ def chunk_id(text: str) -> str:
     return f"chunk-{sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class HeldChunk:
-    """Entries of a chunk in host memory, and its reservation there."""
+    """Entries of a chunk in host memory, and its reservation there.
+
+    Args:
+        candidate: what the eviction policy knows of it; its parent is the chunk that it was read
+            behind.
+    """
 
     entries: ChunkEntries
     reservation: Reservation
+    candidate: Candidate
 
 
 class HostChunks:
-    """Chunks of all tenants in host memory; the least recently used ones leave, whosever they are.
+    """Chunks of all tenants in host memory; some leave a full one, whosever they are.
 
     A chunk is found by its own tenant alone. For the model's thread.
+
+    Args:
+        rule: eviction policy. `gdsf` is the priority of RAGCache (arXiv:2404.12457, section 5.1):
+            clock + frequency * cost / size, and a chunk leaves after those that were read behind
+            it. What differs: the cost is what a chunk adds to those before it, by operations; the
+            paper interpolates measured times, and averages them over all that a request computes.
+        operations: of reading a text of so many tokens.
     """
 
-    def __init__(self, ledger: ByteLedger) -> None:
-        self._ledger = ledger
-        self._held = OrderedDict[tuple[str, ChunkKey], HeldChunk]()
+    def __init__(
+        self,
+        ledger: ByteLedger,
+        rule: EvictionPolicy = Lru(),  # noqa: B008, frozen
+        operations: Callable[[int], float] = float,
+    ) -> None:
+        self._ledger, self._rule, self._operations = ledger, rule, operations
+        self._held = dict[tuple[str, ChunkKey], HeldChunk]()
+        self._names = dict[tuple[str, tuple[int, ...]], str]()  # by tenant and text to the end
+        self._uses, self._clock = 0, 0.0
 
     @property
     def nbytes(self) -> int:
@@ -73,39 +96,77 @@ class HostChunks:
         held = self._held.get((tenant, key))
         if held is None:
             return None
-        self._held.move_to_end((tenant, key))
+        self._use(held)
         return held.entries
 
     def add(self, tenant: str, key: ChunkKey, cache: SequenceCache) -> None:
         """Keep a chunk, unless it is held or there is no room for it."""
-        if (tenant, key) in self._held:
-            self._held.move_to_end((tenant, key))
+        if (held := self._held.get((tenant, key))) is not None:
+            self._use(held)
             return
         start, stop = len(key[0]), cache.next_position
-        reservation = self._reserved(tenant, cache.spec.full_bytes(stop - start))
-        if reservation is not None:
-            entries = ChunkEntries.of(cache, start, stop).to("cpu")
-            self._held[tenant, key] = HeldChunk(entries, reservation)
+        parent = self._names.get((tenant, key[0]), "")
+        reservation = self._reserved(tenant, cache.spec.full_bytes(stop - start), parent)
+        if reservation is None:
+            return
+        entries = ChunkEntries.of(cache, start, stop).to("cpu")
+        self._uses += 1
+        name = str(self._uses)
+        cost = self._operations(stop) - self._operations(start)
+        candidate = Candidate(
+            name, max(1, entries.nbytes), cost, float(self._uses), clock=self._clock, parent=parent
+        )
+        self._held[tenant, key] = HeldChunk(entries, reservation, candidate)
+        self._names[tenant, key[0] + key[1]] = name
 
-    def _reserved(self, tenant: str, count: int) -> Reservation | None:
-        """Host memory for a chunk; None if there is no room, even without other chunks."""
+    def _use(self, held: HeldChunk) -> None:
+        self._uses += 1
+        uses = held.candidate.uses + 1
+        held.candidate = replace(
+            held.candidate, last_used=float(self._uses), uses=uses, clock=self._clock
+        )
+
+    def _drop(self, tenant: str | None, parent: str, count: int) -> bool:
+        """Drop chunks that free some bytes; False if there are none.
+
+        Args:
+            tenant: whose they are; None for anybody's.
+            parent: name of a chunk that stays.
+        """
+        keys = [
+            key
+            for key, held in self._held.items()
+            if tenant in (None, key[0]) and held.candidate.name != parent
+        ]
+        columns = CandidateColumns.of([self._held[key].candidate for key in keys])
+        order = self._rule.select_victims(columns, float(self._uses), count)
+        self._clock = max(self._clock, order.clock)
+        for row in order.rows:
+            owner, (before, ids) = key = keys[row]
+            self._held.pop(key).reservation.release()
+            self._names.pop((owner, before + ids), None)
+        return bool(order.rows)
+
+    def _reserved(self, tenant: str, count: int, parent: str) -> Reservation | None:
+        """Host memory for a chunk behind another one, which stays; None if there is no room, even
+        without other chunks."""
         ledger = self._ledger
         limit = int(HOST_SHARE * ledger.limit(Tier.HOST))
         most = ledger.limit(Tier.HOST) - ledger.used(Tier.HOST) + self.nbytes
         if count > min(limit, most, ledger.tenant_limit(Tier.HOST, tenant)):
             return None
         while True:
-            is_full = self.nbytes + count > limit
-            if not is_full:
+            excess = self.nbytes + count - limit
+            if excess <= 0:
                 try:
                     return ledger.reserve(Tier.HOST, tenant, count)
                 except BudgetError:
-                    is_full = ledger.limit(Tier.HOST) - ledger.used(Tier.HOST) < count
+                    excess = ledger.used(Tier.HOST) + count - ledger.limit(Tier.HOST)
             # Chunks of others make no room in the tenant's own budget.
-            oldest = next((key for key in self._held if is_full or key[0] == tenant), None)
-            if oldest is None:
+            is_own = excess <= 0
+            missing = count - ledger.room(Tier.HOST, tenant) if is_own else excess
+            if not self._drop(tenant if is_own else None, parent, max(1, missing)):
                 return None
-            self._held.pop(oldest).reservation.release()
 
 
 class TenantChunks(ChunkSource):
@@ -198,10 +259,13 @@ class ContextPrompts:
     """Contexts of requests: their texts by id, their tokens, and their chunks, by tenant.
 
     For the model's thread.
+
+    Args:
+        chunks: entries of contexts that were read.
     """
 
-    def __init__(self, tokenizer: TokenizerAdapter, ledger: ByteLedger) -> None:
-        self._tokenizer, self._chunks = tokenizer, HostChunks(ledger)
+    def __init__(self, tokenizer: TokenizerAdapter, ledger: ByteLedger, chunks: HostChunks) -> None:
+        self._tokenizer, self._chunks = tokenizer, chunks
         self._texts, self._orders = HostTexts(ledger), ContextOrders(ledger)
 
     def source(self, tenant: str) -> TenantChunks:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,7 @@ from larder.server.api_errors import (
     kv_budget_exceeded,
     text_too_long,
 )
-from larder.server.context_prompts import ContextPrompts
+from larder.server.context_prompts import ContextPrompts, HostChunks
 from larder.server.image_prompts import ImagePromptEncoder
 from larder.server.model_runner import ModelRunner
 from larder.server.model_thread import CompletionQueue
@@ -36,7 +37,7 @@ from larder.server.request import (
     SessionUnreadableError,
     Ticket,
 )
-from larder.server.request_queue import RequestQueue
+from larder.server.request_queue import RequestQueue, SchedulingPolicy
 from larder.server.request_state import RequestState, RequestTimes
 from larder.server.scheduler import Scheduler
 from larder.server.serving_policy import ServingPolicy
@@ -46,8 +47,10 @@ from larder.server.session_backend.prefix import PrefixBackend
 from larder.server.session_index import ResolvedSession, SessionIndex
 from larder.server.session_info import session_info
 from larder.server.session_state import CompletedTurn, SessionState
-from larder.server.tiers.device import DeviceReservations
+from larder.server.tiers.ahead import AheadFetcher
+from larder.server.tiers.device import DeviceReservations, MemoryDemand
 from larder.server.tiers.disk import DiskTier
+from larder.server.tiers.eviction_tuner import prefill_operations
 from larder.server.tiers.manager import TierManager, can_unload
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from larder.store.eviction.base import EVICTIONS
@@ -55,6 +58,7 @@ from larder.store.failures import ReasonCounter
 from larder.store.ledger import ByteBudgets, ByteLedger, Tier
 
 CLOSING_SECONDS = 30.0
+MAX_AHEAD, MAX_DUE = 8, 64  # sessions of one request that are fetched ahead, and of all
 MAX_REFRESHES = 4  # times that a session is reloaded if other servers keep writing it
 
 
@@ -68,7 +72,7 @@ class EngineCore:
         engine, budgets, eviction, rows, waiting, persistence, disk, clock: as in
             `LocalEngineClient`.
         wake: called, from any thread, when a step would have work to do.
-        names, max_model_len, prefill_chunk: as in `LocalEngineClient`.
+        names, max_model_len, prefill_chunk, scheduling: as in `LocalEngineClient`.
 
     Raises:
         UsageError: the policy cannot be served, or the model does not read `max_model_len` tokens.
@@ -88,6 +92,7 @@ class EngineCore:
         names: Sequence[str] = (),
         max_model_len: int | None = None,
         prefill_chunk: int | None = None,
+        scheduling: SchedulingPolicy = SchedulingPolicy.PRIORITY,
     ) -> None:
         self.engine, self.clock, self._wake = engine, clock, wake
         self.names, self.constraints = tuple(names) or (engine.loaded.name,), engine.constraints
@@ -102,28 +107,22 @@ class EngineCore:
         self.residency_locks = ResidencyLocks()
         completions = self.completions = CompletionQueue(wake)
         rule, find = EVICTIONS.load(eviction)(), self.sessions.find_shared_prefix
+        operations, ledger = _operations(engine), self.ledger
         self.tiers = TierManager(
-            self.ledger, self.reservations, rule, clock, disk, completions, self._unload
+            ledger, self.reservations, rule, clock, disk, completions, self._unload, operations
         )
         self._chat = ChatBackend(self.tiers, self.reservations, engine.tokenizer)
-        self.contexts = ContextPrompts(engine.tokenizer, self.ledger)
+        chunk_rule = EVICTIONS.load(self.rule.policy.schedule.chunk_eviction)()
+        chunks = HostChunks(ledger, chunk_rule, operations)
+        self.contexts = ContextPrompts(engine.tokenizer, ledger, chunks)
         self._prefix = PrefixBackend(
             self.tiers, self.reservations, self.images, find, self.contexts, prefill_chunk
         )
         self._persistence = persistence
         self.unwritten = WriteRetryQueue(persistence, completions, disk.durability, clock, wake)
-        self.scheduler = Scheduler(
-            ModelRunner(engine.loaded.decoder, engine.tokenizer, engine.stop_ids),
-            self.tiers,
-            self.sessions,
-            self.forget,
-            persistence,
-            completions,
-            self.unwritten,
-            clock,
-            RequestQueue(waiting),
-            rows,
-        )
+        self.scheduler = self._new_scheduler(RequestQueue(waiting, scheduling), rows)
+        self.ahead = AheadFetcher(self.tiers, completions, self._idle_demand)
+        self._due = deque[tuple[str, str]](maxlen=MAX_DUE)
         self.admin = AdminOperations(
             self.tiers, completions, self._backend_of, lambda: len(self.scheduler.queue)
         )
@@ -137,9 +136,14 @@ class EngineCore:
 
     def step(self) -> bool:
         """Run `Scheduler.step`, then evict sessions if a budget was lowered while they were
-        answering."""
+        answering, and fetch one that a workflow uses next if no request waits for memory."""
         self.unwritten.retry()
         goes_on = self.scheduler.step()
+        if self._due and not len(self.scheduler.queue):
+            tenant, name = self._due.popleft()
+            if self.sessions.has(tenant, name):
+                self.ahead.fetch(self.sessions.find(tenant, name))
+            goes_on = True
         for tier in (Tier.DEVICE, Tier.HOST):
             if self.ledger.used(tier) > self.ledger.limit(tier):
                 self.tiers.lower(tier, self.ledger.limit(tier))
@@ -202,6 +206,16 @@ class EngineCore:
             self._first_choices[request.tenant, request.choice_group] = job
         self._wake()
         return job
+
+    def announce(self, tenant: str, steps: Mapping[str, int]) -> tuple[str, ...]:
+        """Note in how many workflow steps sessions are used again, and fetch those of the next
+        step, if the eviction policy does so; those of them that are not in memory."""
+        self.sessions.set_workflow_steps(tenant, steps)
+        if not self.tiers.fetches_ahead:
+            return ()
+        due = [name for name, count in steps.items() if name and count <= 1][:MAX_AHEAD]
+        self._due.extend((tenant, name) for name in due)
+        return tuple(name for name in due if not self.sessions.has(tenant, name))
 
     def check_length(self, *texts: str, param: str = "messages") -> None:
         """Raise if texts are longer than the model could read.
@@ -308,6 +322,26 @@ class EngineCore:
         """Backend of the sessions under a policy."""
         return self._chat if rule.is_chat else self._prefix
 
+    def _new_scheduler(self, queue: RequestQueue, rows: int) -> Scheduler:
+        """Scheduler over the parts of this engine core."""
+        engine = self.engine
+        return Scheduler(
+            ModelRunner(engine.loaded.decoder, engine.tokenizer, engine.stop_ids),
+            self.tiers,
+            self.sessions,
+            self.forget,
+            self._persistence,
+            self.completions,
+            self.unwritten,
+            self.clock,
+            queue,
+            rows,
+        )
+
+    def _idle_demand(self, session: SessionState) -> MemoryDemand:
+        """Upper bound of the device memory of an idle session."""
+        return self._backend_of(session.rule).idle_demand(session)
+
     def _reloaded(self, session: SessionState) -> bool:
         """Reload a session if another server has written it since; true if it was reloaded."""
         if session.usage.is_answering or not self._persistence.locks.is_outdated(session):
@@ -362,6 +396,13 @@ class EngineCore:
                 BudgetError("Host memory has no room for another session: remove some.")
             )
         return session
+
+
+def _operations(engine: Engine) -> Callable[[int], float]:
+    """Operations of reading a text of so many tokens."""
+    decoder = engine.loaded.decoder
+    num_weights = sum(each.numel() for each in decoder.module.parameters())
+    return partial(prefill_operations, decoder.spec, num_weights)
 
 
 def _context_tokens(engine: Engine, max_model_len: int | None) -> int:

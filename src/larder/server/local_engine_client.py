@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import ParamSpec, TypeVar
 
+from larder.core.errors import LarderError
 from larder.engine.engine import Engine
 from larder.server.answer_form import AnswerForm, default_tool_parser
 from larder.server.engine_client import EngineClient
@@ -16,6 +18,7 @@ from larder.server.engine_core import EngineCore
 from larder.server.operation import Operation
 from larder.server.persistence.base import SessionPersistence
 from larder.server.request import ApiError, Listener, Request, Ticket
+from larder.server.request_queue import SchedulingPolicy
 from larder.server.tiers.disk import DiskTier
 from larder.store.ledger import ByteBudgets, Tier
 
@@ -42,6 +45,7 @@ class LocalEngineClient(EngineClient):
         reasoning_parser: parser of the reasoning; empty for none.
         prefill_chunk: most tokens of a prompt that are read between two tokens of other answers,
             for policies without eviction; None for a block.
+        scheduling: order of the requests of one tenant.
         step_lock: held during a step, by several models that take turns.
 
     Raises:
@@ -64,6 +68,7 @@ class LocalEngineClient(EngineClient):
         tool_parser: str | None = None,
         reasoning_parser: str = "",
         prefill_chunk: int | None = None,
+        scheduling: SchedulingPolicy = SchedulingPolicy.PRIORITY,
         step_lock: AbstractContextManager[object] = nullcontext(),  # noqa: B008, without state
     ) -> None:
         persistence = persistence or SessionPersistence()
@@ -80,10 +85,12 @@ class LocalEngineClient(EngineClient):
             names,
             max_model_len,
             prefill_chunk,
+            scheduling,
         )
         if tool_parser is None:
             tool_parser = default_tool_parser(engine.tokenizer.tokenizer.chat_template)
         form = AnswerForm(tool_parser, reasoning_parser)
+        self._loading = ThreadPoolExecutor(1, "larder workflows")
         self.context = EngineContext(core, persistence, form, step_lock)
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
@@ -92,15 +99,20 @@ class LocalEngineClient(EngineClient):
             if request.constraint is not None:  # compiled here, so that the model's thread need not
                 core.constraints.matcher(request.constraint)
             take = partial(self._submit_now, request, listener, core.clock())
-            return context.candidates.resolve_resident(request, core.rule_of(request), take)
+            rule = core.rule_of(request)
+            ticket, absent = context.candidates.resolve_resident(request, rule, take)
         except ApiError as error:
             core.refused.count(error.code)
             raise
+        for name in absent:
+            self._loading.submit(self._load_ahead, request.tenant, name, request.steps[name])
+        return ticket
 
     def call(self, operation: Operation[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return operation.run(self.context, *args, **kwargs)
 
     def close(self) -> None:
+        self._loading.shutdown(cancel_futures=True)
         self.context.thread.close()
 
     def limit(self, tier: Tier, count: int) -> int:
@@ -108,11 +120,21 @@ class LocalEngineClient(EngineClient):
         complete."""
         return self.context.call(lambda: self.context.core.tiers.lower(tier, count))
 
-    def _submit_now(self, request: Request, listener: Listener, arrived: float) -> Ticket:
+    def _submit_now(
+        self, request: Request, listener: Listener, arrived: float
+    ) -> tuple[Ticket, tuple[str, ...]]:
+        """Queue a request; its handle, and the sessions that a workflow uses next and that are not
+        in memory."""
         core = self.context.core
         ticket = core.submit(request, listener, arrived)
-        core.sessions.set_workflow_steps(request.tenant, request.steps)
-        return ticket
+        return ticket, core.announce(request.tenant, request.steps)
+
+    def _load_ahead(self, tenant: str, name: str, steps: int) -> None:
+        """Load a stored session that a workflow uses next; one that cannot be loaded is left to its
+        request."""
+        context = self.context
+        with suppress(LarderError), context.resident(tenant, name):
+            context.call(lambda: context.core.announce(tenant, {name: steps}))
 
     def _wake(self) -> None:
         self.context.thread.wake()

@@ -79,6 +79,8 @@ class Request:
         context_order: order in which contexts are read where they are text of the message.
         answer_form: what the answer is parsed as where it is sent back in another spelling.
         model: first name of the model that answers; empty for the first one.
+        program: name of the agent run that the request is a part of; empty for its session.
+        tool: tool that the client runs after the answer; empty for what the answer calls.
         priority: requests of a lower number come first, as in vLLM; among equal ones tenants share
             by the tokens that they were served.
     """
@@ -106,6 +108,8 @@ class Request:
     contexts: tuple[str, ...] = ()
     context_order: ContextOrder = ContextOrder.GIVEN
     priority: int = 0
+    program: str = ""
+    tool: str = ""
 
     @property
     def is_ephemeral(self) -> bool:

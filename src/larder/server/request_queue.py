@@ -1,24 +1,55 @@
-"""Queue of requests that wait for memory."""
+"""Queue of requests that wait for memory, and the order of a tenant's requests in it."""
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from enum import Enum
 
 from larder.server.api_errors import overloaded, too_many_requests
 from larder.server.request_state import RequestState
 
 
+class SchedulingPolicy(Enum):
+    """Order of the requests of one tenant and one priority.
+
+    PRIORITY: by arrival; prompts with the fewest blocks left are read first.
+    PROGRAM_FCFS: sessions whose cache is in memory first, then by the first arrival of the program
+    that a request is a part of: Li et al., "Continuum: Efficient and Robust Multi-Turn LLM Agent
+    Scheduling with KV Cache Time-to-Live" (2025), arXiv:2511.02230. So a program that has begun
+    does not queue behind new ones after each of its tool calls.
+    """
+
+    PRIORITY = "priority"
+    PROGRAM_FCFS = "program_fcfs"
+
+    def first(self, jobs: Sequence[RequestState]) -> RequestState:
+        """The next of a tenant's requests, which are in order of priority and arrival."""
+        if self is SchedulingPolicy.PRIORITY:
+            return jobs[0]
+        return min(jobs, key=_program_rank)
+
+    def prefill_rank(self, job: RequestState) -> int:
+        """Rank of a running request among those of its tenant whose prompts are to be read."""
+        return 0 if self is SchedulingPolicy.PRIORITY else job.program_order
+
+
+def _program_rank(job: RequestState) -> tuple[int, bool, int, int]:
+    is_resident = job.session.residency.is_resident
+    return job.request.priority, not is_resident, job.program_order, job.order
+
+
 class RequestQueue:
     """Bounded request queue, fair between tenants: a tenant may occupy at most as many places as
-    are free. Each tenant's requests are in order of priority and arrival. For the model's thread.
+    are free. For the model's thread.
 
     Args:
         most: maximum number of waiting requests of all tenants.
+        policy: order of each tenant's requests.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, policy: SchedulingPolicy = SchedulingPolicy.PRIORITY) -> None:
+        self._most, self.policy = most, policy
         self._jobs: dict[str, list[RequestState]] = {}
 
     def __len__(self) -> int:
@@ -51,7 +82,7 @@ class RequestQueue:
 
     def first(self, tenant: str) -> RequestState:
         """The next request of a tenant."""
-        return self._jobs[tenant][0]
+        return self.policy.first(self._jobs[tenant])
 
     def remove(self, job: RequestState) -> None:
         """Remove a request from its queue."""

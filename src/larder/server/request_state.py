@@ -152,6 +152,7 @@ class RequestState(Ticket):
         matcher: parser of the request's constraint.
         contexts: tokens of contexts that are read apart; None without any.
         order: number by which it arrived.
+        program_order: `order` of the first request of its program.
         num_preemptions: times that it gave up its memory to a request that comes first.
         was_new: the session was created for this request.
         durable: as in `Report`.
@@ -170,6 +171,7 @@ class RequestState(Ticket):
     prefill: PrefillProgress = field(default_factory=PrefillProgress)
     answer: AnswerProgress = field(default_factory=AnswerProgress)
     order: int = 0
+    program_order: int = 0
     num_preemptions: int = 0
     was_new: bool = False
     durable: bool | None = None
@@ -235,6 +237,12 @@ class RequestState(Ticket):
         return float(announced.get("", announced.get(self.session.name, math.inf)))
 
     @property
+    def next_tool(self) -> str:
+        """Tool that runs after the answer; empty if none is known."""
+        assert self.answer.stream is not None
+        return self.request.tool or self.request.answer_form.called_tool(self.answer.stream.text)
+
+    @property
     def prompt(self) -> array:
         """Prompt tokens that this request adds to the transcript."""
         before = num_tokens(self.resolved.past_turns)
@@ -274,7 +282,8 @@ class RequestState(Ticket):
             new_tokens=len(self.answer.output_ids),
             evicted_tokens=0 if merges else lost_entries,
             merged_tokens=lost_entries if merges else 0,
-            lossless=session.residency.is_lossless and self.contexts is None,
+            lossless=session.residency.is_lossless
+            and (self.contexts is None or session.rule.is_exact_with_contexts),
             tier=self.counts.tier,
             reason=reason,
             wait_seconds=(now if times.started is None else times.started) - times.asked,

@@ -8,9 +8,11 @@ the least service, as in Sheng et al., "Fairness in Serving Large Language Model
 arXiv:2401.00588, section 4: a counter of tokens per tenant, where a tenant that returns starts no
 lower than those that are present. Among a tenant's requests it goes to the one with the fewest
 blocks left, unless another was passed over `MAX_PASSED_BLOCKS` times. So two tokens of an answer
-are never more than one block apart, and no request starves but by requests of a lower number. A
-request that waits for memory takes that of a running one of a higher number (preemption): its cache
-leaves the device as idle ones do, and its answer goes on later.
+are never more than one block apart, and no request starves but by requests of a lower number.
+Requests of one tenant may instead come by the first arrival of their programs
+(`SchedulingPolicy.PROGRAM_FCFS`). A request that waits for memory takes that of a running one of a
+higher number (preemption): its cache leaves the device as idle ones do, and its answer goes on
+later.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from larder.server.model_runner import ModelRunner
 from larder.server.model_thread import CompletionQueue
 from larder.server.persistence.base import Durability, SessionPersistence
 from larder.server.persistence.retry_queue import WriteRetryQueue
+from larder.server.programs import Programs
 from larder.server.request import Report
 from larder.server.request_queue import RequestQueue
 from larder.server.request_state import RequestState
@@ -71,6 +74,7 @@ class Scheduler:
         self._sessions, self._forget = sessions, forget
         self._persistence, self._completions, self._unwritten = persistence, completions, unwritten
         self._clock, self._rows, self._tasks = clock, rows, tasks
+        self.programs = Programs()
         self.running: list[RequestState] = []
         self._has_tails = False  # the latest step has read ends of prompts
         self.finishing: list[RequestState] = []  # complete answers whose turns are being written
@@ -89,6 +93,7 @@ class Scheduler:
         job.session.usage.is_answering = True
         self._arrived += 1
         job.order = self._arrived
+        self.programs.note_arrival(job)
         self.queue.add(job)
 
     def step(self) -> bool:
@@ -217,6 +222,7 @@ class Scheduler:
             raise
         if job.times.started is None:
             job.times.started = self._clock()
+            self.programs.note_start(job, job.times.started)
 
     def _on_loaded(self, job: RequestState, _: Future[Any]) -> None:
         """The cache load of a request has ended, successful or not."""
@@ -304,9 +310,10 @@ class Scheduler:
         if job in self.running and job.has_ended:
             self._finish(self.running.pop(self.running.index(job)), job.answer.finish_reason)
 
-    def _priority(self, job: RequestState) -> tuple[int, float, int, int]:
+    def _priority(self, job: RequestState) -> tuple[int, float, int, int, int]:
         return (
             *self._rank(job),
+            self.queue.policy.prefill_rank(job),
             -(job.prefill.passed_blocks // MAX_PASSED_BLOCKS),
             job.prefill.remaining_blocks,
         )
@@ -402,6 +409,8 @@ class Scheduler:
         report = job.report(reason, now)
         if reason != "cancelled":
             job.session.usage.answered = now
+            self._tiers.note_use(job.session)
+            self.programs.note_answer(job.session, job.next_tool)
         self._release(job, now)
         self.sums.update({name: getattr(report, name) for name in SUMMED_FIELDS})
         self.done[reason] += 1

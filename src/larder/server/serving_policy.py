@@ -129,6 +129,11 @@ class ServingPolicy:
         """True if entries may be evicted."""
         return budget_tokens(self.policy) != WITHOUT_LIMIT
 
+    @property
+    def is_exact_with_contexts(self) -> bool:
+        """True if contexts that are read apart have the entries of one text."""
+        return self.policy.schedule.cache_form == "dense"
+
     @cached_property
     def is_chat(self) -> bool:
         """True if sessions use the chat backend."""

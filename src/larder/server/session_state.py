@@ -389,6 +389,9 @@ class SessionUsage:
         think_times: seconds between the latest answers and the requests after them.
         workflow_steps: until it is used again; infinite if unknown.
         clock: eviction clock of its tier at the last use, for eviction policies with aging.
+        tool: tool that runs since the last answer; empty for none.
+        tool_pauses: seconds that calls of such a tool took; empty to take `think_times`.
+        wait_seconds: mean wait of the tenant's requests in the queue.
     """
 
     is_provisional: bool = False
@@ -401,6 +404,9 @@ class SessionUsage:
     think_times: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_THINK_TIMES))
     workflow_steps: float = math.inf
     clock: float = 0.0
+    tool: str = ""
+    tool_pauses: tuple[float, ...] = ()
+    wait_seconds: float = 0.0
 
     def record_think_time(self, asked: float) -> None:
         """Record the time since the last answer; `asked` is when a request arrived."""

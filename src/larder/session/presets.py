@@ -57,8 +57,8 @@ its paper's IceCache (P). Where a paper does not say that its first layers are s
 `mpcache` shares what is found between two layers, as its paper; a model of few layers, in which
 only one looks facts up, loses much by it: there take `mpcache(layers=1)`.
 
-`cacheblend`, `cachecraft`, `kvcomm` and `ape` are for questions about several contexts, of which
-some were read before; without contexts they are `full`.
+`cacheblend`, `cachecraft`, `kvcomm`, `ape` and `ragcache` are for questions about several contexts,
+of which some were read before; without contexts they are `full`.
 
 `lukv` takes the score and the protection of kvpress' LUKVPress; its curves are measured of the
 model once. `kvgrad` drops as KVgradPress does, over all layers and heads together.
@@ -82,6 +82,7 @@ PRESETS: Mapping[str, str] = {
     "cachecraft": "crafted() > unlimited()",
     "kvcomm": "anchored() > unlimited()",
     "ape": "parallel() > unlimited()",
+    "ragcache": "document_tree() > unlimited()",
     "epicache": (
         'episodes() > episodic() > protect(sinks=0, recent=0) > patched(prompt="episode") > '
         "sensitivity(floor=0.015)"

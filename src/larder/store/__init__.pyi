@@ -43,8 +43,12 @@ from .encryption import NoEncryption as NoEncryption
 from .encryption import encryption_for as encryption_for
 from .encryption import read_key as read_key
 from .encryption import store_secret as store_secret
+from .eviction._replay import StateUse as StateUse
+from .eviction._replay import best_variant as best_variant
+from .eviction._replay import saved_cost as saved_cost
 from .eviction.base import EVICTIONS as EVICTIONS
 from .eviction.base import NUM_QUANTILES as NUM_QUANTILES
+from .eviction.base import QUANTILE_SHARES as QUANTILE_SHARES
 from .eviction.base import BoolColumn as BoolColumn
 from .eviction.base import Candidate as Candidate
 from .eviction.base import CandidateColumns as CandidateColumns
@@ -52,6 +56,10 @@ from .eviction.base import EvictionPolicy as EvictionPolicy
 from .eviction.base import FloatColumn as FloatColumn
 from .eviction.base import SupersededOrder as SupersededOrder
 from .eviction.base import pause_quantiles as pause_quantiles
+from .eviction.continuum import MIN_PAUSES as MIN_PAUSES
+from .eviction.continuum import Continuum as Continuum
+from .eviction.continuum import ToolPauses as ToolPauses
+from .eviction.marconi import ALPHAS as ALPHAS
 from .eviction.marconi import Marconi as Marconi
 from .fs import open_file_system as open_file_system
 from .fs.base import TEMPORARY_FOLDER as TEMPORARY_FOLDER

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from larder.core import Variant
 from larder.store import NUM_QUANTILES, Candidate
 
 
@@ -14,11 +15,13 @@ def worths(part: Any, told: list[Candidate], now: float) -> list[float]:
 
 def worth(part: Any, one: Candidate, now: float, share: float) -> float:
     best, until = 0.0, one.last_used
+    rent = 1.0 if part.variant is Variant.PAPER else share * part.load
     for number in range(1, NUM_QUANTILES + 1):
         if not one.pauses:
             break
         time = after(sorted(one.pauses), number / NUM_QUANTILES)
-        gain = number / NUM_QUANTILES * one.seconds - time * share * part.load
+        over = sum(pause <= time for pause in one.pauses) / len(one.pauses)
+        gain = over * (one.seconds + part.eta * one.wait_seconds) - time * rent
         if gain > best:
             best, until = gain, one.last_used + time
     return best / one.bytes if now < until else one.last_used - now

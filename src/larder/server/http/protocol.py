@@ -102,6 +102,8 @@ class GenerationRequest(JsonBody):
     prompt_cache_key: Text | None = None
     kv_policy: Literal["exact", "budget"] | None = None
     kv_steps: Steps | Annotated[dict[Text, Steps], Field(max_length=10_000)] | None = None
+    kv_program: Annotated[Text, Field(max_length=255)] | None = None
+    kv_tool: Annotated[Text, Field(max_length=255)] | None = None
     priority: Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
 
     _warnings: list[str] = PrivateAttr(default_factory=list)
@@ -321,6 +323,8 @@ def engine_request(
         answer_form=answer_form,
         model=model.answer_name,
         priority=priority,
+        program=body.kv_program or "",
+        tool=body.kv_tool or "",
     )
 
 

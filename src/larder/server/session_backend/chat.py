@@ -240,10 +240,11 @@ class ChatBackend(SessionBackend):
         """Start a cache load; False if there is no host memory for it."""
         kept = source.residency.saved_cache
         assert kept is not None
+        started = self._tiers.take_started(source, kept)
         reservation = self._tiers.chats.detach(job.session, kept.load_bytes)
         if reservation is None:
             return False
-        future = self._tiers.disk.load(source, kept)
+        future = started or self._tiers.disk.load(source, kept)
         job.counts.tier = Tier.DISK.value
         job.prefill.load = CacheLoad(source, kept, kept.tokens, reservation, future)
         return True

@@ -349,10 +349,11 @@ class PrefixBackend(SessionBackend):
                 max(each.bytes for each in demands), max(each.transient_bytes for each in demands)
             ),
         )
+        ahead = self._tiers.take_started(source, saved)
         reservation = self._tiers.host_room(session, saved.load_bytes)
         if reservation is None:
             return False
-        future = self._tiers.disk.load(source, saved)
+        future = ahead or self._tiers.disk.load(source, saved)
         if not job.num_preemptions:
             job.counts.tier = source.residency.tier
         job.prefill.load = CacheLoad(source, saved, usable, reservation, future)

@@ -38,6 +38,19 @@ class LoadedCaches:
 
 
 @dataclass(frozen=True)
+class StartedLoad:
+    """Load of a session's caches that no request has asked for yet.
+
+    Args:
+        reservation: host memory for the load.
+    """
+
+    saved: SavedCache
+    reservation: Reservation
+    future: Future[LoadedCaches]
+
+
+@dataclass(frozen=True)
 class DiskTierStats:
     """Figures of a disk tier.
 

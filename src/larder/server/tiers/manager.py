@@ -19,8 +19,16 @@ from larder.server.persistence.base import Durability
 from larder.server.resident_caches import COPIES
 from larder.server.session_state import SavedCache, SessionState
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
-from larder.server.tiers.disk import DiskTier, DiskTierWriter, LoadedCaches, install_caches
+from larder.server.tiers.disk import (
+    DiskTier,
+    DiskTierWriter,
+    LoadedCaches,
+    StartedLoad,
+    install_caches,
+)
+from larder.server.tiers.eviction_tuner import EvictionTuner
 from larder.server.tiers.host import ChatHostMemory, HostMoveRates, TranscriptMemory
+from larder.store.eviction._replay import StateUse
 from larder.store.eviction.base import Candidate, CandidateColumns, EvictionPolicy
 from larder.store.ledger import NO_TENANT, ByteLedger, Reservation, Tier
 
@@ -35,6 +43,7 @@ class TierManager:
         clock: seconds since 1970.
         disk: stores caches for which memory has no room.
         unload: removes a session from memory, if possible.
+        operations: of reading a text of so many tokens.
     """
 
     def __init__(
@@ -46,12 +55,17 @@ class TierManager:
         disk: DiskTier,
         completions: CompletionQueue,
         unload: Callable[[SessionState], bool],
+        operations: Callable[[int], float] = float,
     ) -> None:
         self._ledger, self._reservations, self._unload = ledger, reservations, unload
-        self._order, self.disk = SessionEvictionOrder(rule, clock, reservations, disk), disk
+        self.fetches_ahead = rule.fetches_ahead
+        tuner = EvictionTuner(rule, lambda: ledger.limit(Tier.DEVICE))
+        cost = operations if rule.counts_operations else disk.seconds_to_read
+        self._order, self.disk = SessionEvictionOrder(tuner, clock, reservations, cost), disk
         self._writer = DiskTierWriter(ledger, disk, completions, self.write_next)
         self.on_device: dict[int, SessionState] = {}
         self.in_host: dict[int, SessionState] = {}
+        self.started: dict[int, StartedLoad] = {}  # loads ahead of requests, by session
         self.chats = ChatHostMemory(ledger, self.in_host, self._host_room)
         self.transcripts = TranscriptMemory(ledger, unload)
         self.rates = HostMoveRates()
@@ -81,6 +95,20 @@ class TierManager:
         self.on_device[session.key] = session
         session.usage.clock = self._order.clock(Tier.DEVICE)
 
+    def displaces_later(self, session: SessionState, demand: MemoryDemand) -> bool:
+        """True if device memory is free, or would be by evicting only sessions that are due in more
+        workflow steps."""
+        missing = self._reservations.missing_bytes(session.key, session.tenant, demand)
+        if not missing:
+            return True
+        victims = self._device_victims(session, demand, missing)
+        due = session.usage.workflow_steps
+        return bool(victims) and all(each.usage.workflow_steps > due for each in victims)
+
+    def note_use(self, session: SessionState) -> None:
+        """Record a request of a session, for eviction policies that are tuned."""
+        self._order.note_use(session)
+
     def shrink_to_fit(self, session: SessionState) -> None:
         """Release slack after a turn, and reduce the reservations to the bytes in use."""
         residency = session.residency
@@ -103,6 +131,19 @@ class TierManager:
         if not self._host_room(session, count):
             return None
         return self._ledger.reserve(Tier.HOST, session.tenant, count)
+
+    def take_started(
+        self, session: SessionState, saved: SavedCache | None
+    ) -> Future[LoadedCaches] | None:
+        """Load of a session that was started ahead; None if there is none of this cache.
+
+        Its host memory is free again, for the caller to reserve.
+        """
+        load = self.started.pop(session.key, None)
+        if load is None:
+            return None
+        load.reservation.release()
+        return load.future if load.saved is saved else None
 
     def restore_from_disk(
         self,
@@ -225,6 +266,7 @@ class TierManager:
 
     def forget(self, session: SessionState) -> None:
         """Drop everything that memory has of a session."""
+        self.take_started(session, None)
         self.drop(session)
         self.transcripts.forget(session)
 
@@ -240,14 +282,19 @@ class TierManager:
         return max(0, above)
 
     def _free_device(self, session: SessionState, demand: MemoryDemand, missing: int) -> bool:
-        """Evict idle sessions from the device; true if any was evicted.
+        """Evict idle sessions from the device; true if any was evicted."""
+        victims = self._device_victims(session, demand, missing)
+        self._order.tuner.note_eviction()
+        return any([self._evict_from_device(each) for each in victims])
 
-        Only the tenant's own ones, if the tier has room but the tenant's limit is reached.
-        """
+    def _device_victims(
+        self, session: SessionState, demand: MemoryDemand, missing: int
+    ) -> list[SessionState]:
+        """Sessions to evict from the device: only the tenant's own ones, if the tier has room but
+        the tenant's limit is reached."""
         is_own = not self._reservations.missing_bytes(session.key, NO_TENANT, demand)
         whose = session.tenant if is_own else None
-        victims = self._order.first(Tier.DEVICE, self.on_device.values(), session, missing, whose)
-        return any([self._evict_from_device(each) for each in victims])
+        return self._order.first(Tier.DEVICE, self.on_device.values(), session, missing, whose)
 
     def _evict_from_device(self, session: SessionState) -> bool:
         """Evict a session from the device; False if it has to wait for a write.
@@ -361,17 +408,17 @@ class SessionEvictionOrder:
 
     Args:
         clock: seconds since 1970.
-        disk: estimates prefill times.
+        cost: of reading a text of so many tokens, in seconds or operations.
     """
 
     def __init__(
         self,
-        rule: EvictionPolicy,
+        tuner: EvictionTuner,
         clock: Callable[[], float],
         reservations: DeviceReservations,
-        disk: DiskTier,
+        cost: Callable[[int], float],
     ) -> None:
-        self._rule, self._now, self._reservations, self._disk = rule, clock, reservations, disk
+        self.tuner, self._now, self._reservations, self._cost = tuner, clock, reservations, cost
         self._clocks: dict[Tier, float] = {}
 
     def clock(self, tier: Tier) -> float:
@@ -393,9 +440,17 @@ class SessionEvictionOrder:
         idle = [each for each in idle if each is not excluded]
         idle = [each for each in idle if tenant in (None, each.tenant)]
         columns = CandidateColumns.of([self._candidate(each) for each in idle])
-        leaving = self._rule.select_victims(columns, self._now(), missing)
+        leaving = self.tuner.rule.select_victims(columns, self._now(), missing)
         self._clocks[tier] = max(self.clock(tier), leaving.clock)
         return [idle[row] for row in leaving.rows]
+
+    def note_use(self, session: SessionState) -> None:
+        """Record a request of a session."""
+        residency = session.residency
+        if self.tuner.is_observing and residency.is_resident:
+            cost = self._cost(len(residency.cached_ids))
+            use = StateUse(str(session.key), self._now(), max(1, residency.nbytes), cost)
+            self.tuner.note_use(use)
 
     def _candidate(self, session: SessionState) -> Candidate:
         usage = session.usage
@@ -404,14 +459,15 @@ class SessionEvictionOrder:
         return Candidate(
             name=str(session.key),
             bytes=max(1, self._reservations.bytes_of(session.key) + parked),
-            seconds=self._disk.seconds_to_read(len(residency.cached_ids)),
+            seconds=self._cost(len(residency.cached_ids)),
             last_used=usage.last_used,
             uses=usage.uses,
             clock=usage.clock,
             session=str(session.key),
             pinned_until=FOREVER if usage.is_pinned else -FOREVER,
             steps=usage.workflow_steps,
-            pauses=tuple(usage.think_times),
+            pauses=usage.tool_pauses or tuple(usage.think_times),
+            wait_seconds=usage.wait_seconds,
         )
 
 

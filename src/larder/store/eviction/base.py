@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from hashlib import blake2b
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,6 +66,11 @@ class EvictionPolicy(ABC):
         half_life: seconds in which an expired pin loses half of its strength.
     """
 
+    # True if sessions that a workflow uses next are fetched before they are asked.
+    fetches_ahead: ClassVar[bool] = False
+    # True if costs of candidates are operations; otherwise seconds.
+    counts_operations: ClassVar[bool] = False
+
     superseded: SupersededOrder = SupersededOrder.FIRST
     half_life: float = 600.0
 
@@ -74,6 +80,11 @@ class EvictionPolicy(ABC):
                 f"{public_name(type(self))}.half_life must be more than 0 seconds, "
                 f"got {self.half_life}."
             )
+
+    def variants(self) -> Sequence[EvictionPolicy]:
+        """Policies of which a server takes the one that would have saved most in its first
+        requests; none for a policy that stays as it is."""
+        return ()
 
     @abstractmethod
     def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
@@ -166,6 +177,7 @@ FloatColumn = NDArray[np.float64]
 IntColumn = NDArray[np.int64]
 BoolColumn = NDArray[np.bool_]
 NUM_QUANTILES = 8  # quantiles of pauses in columns
+QUANTILE_SHARES = np.arange(1, NUM_QUANTILES + 1) / NUM_QUANTILES
 NO_CODE = -1  # code of no session and no parent
 
 
@@ -186,8 +198,9 @@ class Candidate:
         superseded: True if a newer state of its session is stored.
         pinned_until: time at which its pin expires.
         steps: steps of a workflow until it is needed; infinite if unknown.
-        pauses: seconds after which 1/n, 2/n, ... n/n of similar pauses of its session were over;
-            empty if unknown.
+        pauses: seconds that similar pauses of its session took; empty if unknown.
+        wait_seconds: mean wait of requests in the queue, which a request that finds its state does
+            not have again; 0 if unknown.
         parent: candidate that it continues and is useless without; empty for none.
     """
 
@@ -202,6 +215,7 @@ class Candidate:
     pinned_until: float = -math.inf
     steps: float = math.inf
     pauses: tuple[float, ...] = ()
+    wait_seconds: float = 0.0
     parent: str = ""
 
     def __post_init__(self) -> None:
@@ -219,6 +233,7 @@ class CandidateColumns:
         codes, sessions, parents: numbers in place of names; `NO_CODE` for no session, no parent.
         children: number of rows that continue this one.
         pauses: [N, QUANTILES]; infinite where unknown.
+        pause_shares: shares of similar pauses that are over by then [N, QUANTILES].
     """
 
     codes: IntColumn
@@ -232,6 +247,8 @@ class CandidateColumns:
     pinned_until: FloatColumn
     steps: FloatColumn
     pauses: FloatColumn
+    pause_shares: FloatColumn
+    wait_seconds: FloatColumn
     parents: IntColumn
     children: IntColumn
 
@@ -255,6 +272,7 @@ class CandidateColumns:
             if parent in rows:
                 children[rows[parent]] += 1
         pauses = np.array([pause_quantiles(each.pauses) for each in candidates])
+        shares = np.array([pause_shares(each.pauses) for each in candidates])
 
         def floats(name: str) -> FloatColumn:
             return np.array([getattr(each, name) for each in candidates], np.float64)
@@ -271,6 +289,8 @@ class CandidateColumns:
             pinned_until=floats("pinned_until"),
             steps=floats("steps"),
             pauses=pauses.reshape(-1, NUM_QUANTILES),
+            pause_shares=shares.reshape(-1, NUM_QUANTILES),
+            wait_seconds=floats("wait_seconds"),
             parents=parents,
             children=children,
         )
@@ -282,6 +302,10 @@ class CandidateColumns:
         return CandidateColumns(
             **{f.name: np.repeat(getattr(columns, f.name), rows, 0) for f in fields(columns)}
         )
+
+    def take(self, rows: IntColumn) -> CandidateColumns:
+        """Copy of some rows, in this order."""
+        return CandidateColumns(**{name: column[rows] for name, column in vars(self).items()})
 
     def first(self, rows: int) -> CandidateColumns:
         """First rows, as a view of the same memory."""
@@ -302,6 +326,15 @@ def pause_quantiles(pauses: Sequence[float]) -> FloatColumn:
         np.ceil(np.arange(1, NUM_QUANTILES + 1) * len(ordered) / NUM_QUANTILES).astype(np.int64) - 1
     )
     return ordered[places]
+
+
+def pause_shares(pauses: Sequence[float]) -> FloatColumn:
+    """Share of pauses that are over at each of their `pause_quantiles`, which includes all pauses
+    if they are few."""
+    if not pauses:
+        return QUANTILE_SHARES
+    ordered = np.sort(np.asarray(pauses, np.float64))
+    return np.searchsorted(ordered, pause_quantiles(pauses), "right") / len(ordered)
 
 
 def _code(name: str) -> int:

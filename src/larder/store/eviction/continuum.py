@@ -3,42 +3,55 @@
 Li et al., "Continuum: Efficient and Robust Multi-Turn LLM Agent Scheduling with KV Cache
 Time-to-Live" (2025), arXiv:2511.02230: a state gets the time to live t that makes most of
 
-    P(pause <= t) * (seconds to have it again) - t * (its share of the memory) * load
+    P(pause <= t) * (eta * seconds in the queue + seconds to have it again) - t
 
 over the pauses observed after such calls. Until then other candidates are evicted first.
 
-What differs: the paper's first factor includes the wait in the queue, which a store does not know;
-`load` weighs the second term instead. If all candidates are within their time to live, the paper
-evicts the program that came last, this policy the candidate that gains the least per byte by the
-sum above. Candidates without a time to live, or past it, are evicted by their last use.
+What differs: by default t is weighed by `load` times the candidate's share of the memory, which a
+session with a small cache may keep for longer; `variant="paper"` is the sum above. The meaning of
+eta is inferred. If all candidates are within their time to live, the paper evicts the program that
+came last, this policy the candidate that gains the least per byte by the sum. Candidates without a
+time to live, or past it, are evicted by their last use.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from larder.core.errors import BadParameter
-from larder.store.eviction.base import NUM_QUANTILES, CandidateColumns, EvictionPolicy, FloatColumn
+from larder.core.types import Variant
+from larder.store.eviction.base import CandidateColumns, EvictionPolicy, FloatColumn, IntColumn
 
-QUANTILE_SHARES = np.arange(1, NUM_QUANTILES + 1) / NUM_QUANTILES
+PAUSES_PER_TOOL = 64  # latest pauses of each tool
+MAX_TOOLS = 256  # tools with pauses of their own, the least recently recorded leave
+MIN_PAUSES = 8  # with fewer pauses of a tool those of all tools are taken
 
 
 @dataclass(frozen=True)
 class Continuum(EvictionPolicy):
-    """Time to live from predicted pauses.
+    """Time to live from observed pauses.
 
     Args:
         load: seconds of computation that the whole tier saves per second.
+        eta: weight of the seconds in the queue.
+        variant: `larder` weighs time by memory, `paper` does not.
     """
 
     load: float = 1.0
+    eta: float = 1.0
+    variant: Variant = Variant.LARDER
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.load >= 0:
-            raise BadParameter(f"continuum.load must be 0 or more, got {self.load}.")
+        for name in ("load", "eta"):
+            if not getattr(self, name) >= 0:
+                raise BadParameter(
+                    f"continuum.{name} must be 0 or more, got {getattr(self, name)}."
+                )
 
     def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
         worth = held.last_used - now  # at most 0
@@ -46,15 +59,43 @@ class Continuum(EvictionPolicy):
         known = np.flatnonzero((now < held.last_used + longest) & np.isfinite(longest))
         if not len(known):
             return worth
-        rent = self.load * held.bytes[known] / held.bytes.sum()
-        pauses = held.pauses[known]
-        gains = QUANTILE_SHARES * held.seconds[known, None] - pauses * rent[:, None]
+        gains = self.gains(held, known)
         best = gains.argmax(1)[:, None]
         gain = np.take_along_axis(gains, best, 1)[:, 0]
-        until = held.last_used[known] + np.take_along_axis(pauses, best, 1)[:, 0]
+        until = held.last_used[known] + np.take_along_axis(held.pauses[known], best, 1)[:, 0]
         lives = (gain > 0) & (now < until)
         worth[known[lives]] = gain[lives] / held.bytes[known[lives]]
         return worth
+
+    def gains(self, held: CandidateColumns, rows: IntColumn) -> FloatColumn:
+        """Seconds that each time to live of these rows gains; the times are `held.pauses`."""
+        saved = held.seconds[rows] + self.eta * held.wait_seconds[rows]
+        rent = np.ones(len(rows))
+        if self.variant is not Variant.PAPER:
+            rent = self.load * held.bytes[rows] / held.bytes.sum()
+        return held.pause_shares[rows] * saved[:, None] - held.pauses[rows] * rent[:, None]
+
+
+class ToolPauses:
+    """Durations of tool calls; pauses of all tools stand in for those of a tool with few."""
+
+    def __init__(self) -> None:
+        self._pauses: dict[str, deque[float]] = {}
+        self._all = deque[float](maxlen=PAUSES_PER_TOOL)
+
+    def record(self, tool: str, seconds: float) -> None:
+        """Add the pause of a tool call."""
+        own = self._pauses.pop(tool, None) or deque[float](maxlen=PAUSES_PER_TOOL)
+        own.append(seconds)
+        self._all.append(seconds)
+        self._pauses[tool] = own
+        if len(self._pauses) > MAX_TOOLS:
+            del self._pauses[next(iter(self._pauses))]
+
+    def after(self, tool: str) -> Sequence[float]:
+        """Observed pauses that predict the next one after a call of this tool."""
+        own = self._pauses.get(tool, ())
+        return tuple(own if len(own) >= MIN_PAUSES else self._all)
 
 
 Part = Continuum

@@ -6,12 +6,13 @@ agents runs again. Candidates without a hint are evicted first, then those with 
 are broken by the last use.
 
 What differs: the caller's hints must give a prefix at most the steps of the candidates that
-continue it. Prefetching for the next step is not part of the policy.
+continue it. The server fetches what the next step uses (`larder.server.tiers.ahead`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from larder.store.eviction.base import CandidateColumns, EvictionPolicy, FloatColumn
 
@@ -19,6 +20,8 @@ from larder.store.eviction.base import CandidateColumns, EvictionPolicy, FloatCo
 @dataclass(frozen=True)
 class Kvflow(EvictionPolicy):
     """Steps to execution; without hints it equals `lru`."""
+
+    fetches_ahead: ClassVar[bool] = True
 
     def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
         del now

@@ -1,0 +1,91 @@
+"""Retrieved documents as a tree (RAGCache), against prefix caching of whole sessions under LRU.
+
+    python benchmarks/document_tree.py [--requests 80] [--documents 16] [--contexts 3] [--room 12]
+
+Each request asks a new question behind documents that are drawn by popularity (Zipf), in the order
+in which they are drawn. Beside a request's own, the same bytes, those of a number of documents,
+hold caches of sessions on the device (`--policy full`, where the longest beginning that a session
+holds is reused, and sessions leave by last use), or contexts as a tree in host memory under
+eviction by last use and by RAGCache's priority. Printed, and written to
+results/document_tree.jsonl, is the share of prompt tokens that was not computed. Nothing is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from _timing import environment, write
+from _virtual_server import MODEL, DropRates, VirtualServer, text_of, user
+
+from larder.engine import Engine
+from larder.server import HOST_SHARE, Request
+from larder.store import ByteBudgets, Tier
+from larder_bench.random_models import open_model
+
+OUT = Path("results/document_tree.jsonl")
+WORDS, SEED, HOST_BYTES = 60, 3, 50_000_000
+POLICIES = {
+    "full": "full",
+    "tree, lru": 'document_tree(eviction="lru") > unlimited()',
+    "tree, gdsf": "ragcache",
+}
+
+
+def trace(requests: int, documents: int, contexts: int) -> list[tuple[str, ...]]:
+    """Contexts of each request."""
+    random, texts = Random(SEED), [text_of(f"doc {n}", WORDS) for n in range(documents)]
+    weights, found = [1 / (rank + 1) for rank in range(documents)], list[tuple[str, ...]]()
+    for _ in range(requests):
+        chosen = dict[str, None]()
+        while len(chosen) < contexts:
+            chosen[random.choices(texts, weights)[0]] = None
+        found.append(tuple(chosen))
+    return found
+
+
+def cached_share(server: VirtualServer, requests: Sequence[tuple[str, ...]]) -> float:
+    """Share of prompt tokens that the caches had."""
+    prompt = cached = 0
+    for number, contexts in enumerate(requests):
+        turns = (user(f"Question {number}?"),)
+        answer = server.submit(Request("rag", turns, contexts=contexts, max_new_tokens=2))
+        while answer.report is None:
+            server.step()
+        prompt += answer.report.prompt_tokens
+        cached += answer.report.cached_tokens
+    return cached / prompt
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="A tree of documents against sessions.")
+    parser.add_argument("--requests", type=int, default=80)
+    parser.add_argument("--documents", type=int, default=16)
+    parser.add_argument("--contexts", type=int, default=3)
+    parser.add_argument("--room", type=int, default=12, help="documents that caches may hold")
+    parser.add_argument("--out", type=Path, default=OUT)
+    options = parser.parse_args(arguments)
+    requests = trace(options.requests, options.documents, options.contexts)
+    loaded, rows = open_model(MODEL), list[dict[str, Any]]()
+    tokens = len(Engine(loaded, policy="full").tokenizer.encode(requests[0][0]))
+    size = loaded.decoder.spec.full_bytes(options.room * tokens)
+    for name, policy in POLICIES.items():
+        one = loaded.decoder.spec.full_bytes(3 * options.contexts * tokens)  # request, at most
+        budgets = ByteBudgets({Tier.DEVICE: 2 * one, Tier.HOST: int(size / HOST_SHARE)})
+        if name == "full":  # transcripts alone are in host memory
+            budgets = ByteBudgets({Tier.DEVICE: one + size, Tier.HOST: HOST_BYTES})
+        server = VirtualServer(budgets, "lru", engine=Engine(loaded, policy=policy))
+        server.core.tiers.rates = DropRates()
+        share = cached_share(server, requests)
+        rows.append({"policy": name, "cached": share, "room": options.room})
+        print(f"{name:10} {share:.2f} of all prompt tokens cached", flush=True)
+    write(options.out, [row | {"environment": environment()} for row in rows])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""Programs of each tenant: their first arrivals, pauses after tool calls, and waits in the queue.
+
+A program is what one agent run asks in one session or several; without a name from the client it is
+the session with its branches. What is predicted for a session comes from its own tenant alone.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+from larder.server.request_state import RequestState
+from larder.server.session_state import SessionState
+from larder.store.eviction.continuum import ToolPauses
+
+MAX_PROGRAMS = 4096  # of a tenant, the least recently used are forgotten
+MAX_TENANTS = 1024
+NUM_WAITS = 64  # latest waits of a tenant
+
+
+@dataclass
+class TenantPrograms:
+    """Programs of one tenant.
+
+    Args:
+        arrivals: number of the first request, by program.
+        waits: seconds that the latest requests waited in the queue.
+    """
+
+    arrivals: OrderedDict[str, int] = field(default_factory=OrderedDict[str, int])
+    pauses: ToolPauses = field(default_factory=ToolPauses)
+    waits: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_WAITS))
+
+
+class Programs:
+    """Programs of all tenants. For the model's thread."""
+
+    def __init__(self) -> None:
+        self._tenants = OrderedDict[str, TenantPrograms]()
+
+    def note_arrival(self, job: RequestState) -> None:
+        """Set the request's place by the first request of its program."""
+        own = self._of(job.session.tenant)
+        program = job.request.program or job.session.root
+        job.program_order = own.arrivals.setdefault(program, job.order)
+        own.arrivals.move_to_end(program)
+        if len(own.arrivals) > MAX_PROGRAMS:
+            own.arrivals.popitem(last=False)
+
+    def note_start(self, job: RequestState, now: float) -> None:
+        """Record the wait of a request that leaves the queue for the first time, and the pause
+        before it."""
+        own, usage = self._of(job.session.tenant), job.session.usage
+        own.waits.append(max(0.0, now - job.times.asked))
+        if usage.tool and usage.answered:
+            own.pauses.record(usage.tool, max(0.0, job.times.asked - usage.answered))
+            usage.tool = ""
+
+    def note_answer(self, session: SessionState, tool: str) -> None:
+        """Predict the pause after an answer.
+
+        Args:
+            tool: tool that runs next; empty for none, where the session's own pauses are used.
+        """
+        own, usage = self._of(session.tenant), session.usage
+        usage.tool = tool
+        usage.tool_pauses = tuple(own.pauses.after(tool)) if tool else ()
+        usage.wait_seconds = sum(own.waits) / len(own.waits) if own.waits else 0.0
+
+    def _of(self, tenant: str) -> TenantPrograms:
+        own = self._tenants.setdefault(tenant, TenantPrograms())
+        self._tenants.move_to_end(tenant)
+        if len(self._tenants) > MAX_TENANTS:
+            self._tenants.popitem(last=False)
+        return own

@@ -1,0 +1,86 @@
+"""Programs before requests: their order in the queue, and what is predicted of their tools."""
+
+from __future__ import annotations
+
+import pytest
+
+from larder.models import LoadedModel
+from larder.server import SchedulingPolicy
+from server_core import Client, Served, answered, told
+
+PROGRAMS = SchedulingPolicy.PROGRAM_FCFS
+
+
+def one_at_a_time(loaded: LoadedModel, scheduling: SchedulingPolicy) -> Served:
+    """A server with memory for one conversation."""
+    probe = Served(loaded)
+    probe.ask(told(1, 5), "x")
+    device = int(1.3 * probe.core.reservations.peak)
+    return Served(loaded, device=device, host=60_000, scheduling=scheduling)
+
+
+def finished(served: Served, clients: dict[str, Client]) -> list[str]:
+    """Names in the order in which their answers end."""
+    order = list[str]()
+    while len(order) < len(clients):
+        served.step()
+        order += [n for n, each in clients.items() if each.report is not None and n not in order]
+    return order
+
+
+@pytest.mark.parametrize(
+    ("scheduling", "order"),
+    [
+        (SchedulingPolicy.PRIORITY, ["running", "new 0", "new 1", "old"]),
+        (PROGRAMS, ["running", "old", "new 0", "new 1"]),
+    ],
+)
+def test_a_program_that_has_begun_does_not_wait_behind_new_ones(
+    small: LoadedModel, scheduling: SchedulingPolicy, order: list[str]
+) -> None:
+    served = one_at_a_time(small, scheduling)
+    turns = told(1, 3)
+    first = served.ask(turns, "old", program="P")
+    names = ("running", "new 0", "new 1")
+    clients = {n: served.submit(told(k, 5), n)[0] for k, n in enumerate(names, start=2)}
+    served.step()
+    clients["old"], _ = served.submit(answered(turns, first, "Why?"), "old", program="P")
+    assert finished(served, clients) == order
+
+
+def test_a_session_in_memory_goes_first_and_priority_before_all(small: LoadedModel) -> None:
+    served = Served(small, scheduling=PROGRAMS)
+    turns, rank = told(1), served.core.scheduler.queue.policy.first
+    first = served.ask(turns, "held")
+    jobs = [served.submit(told(number), f"n{number}")[1] for number in (2, 3)]
+    again = served.submit(answered(turns, first, "Why?"), "held")[1]
+    urgent = served.submit(told(4), "urgent", priority=-1)[1]
+    assert rank([*jobs, again]) is again and rank(jobs) is jobs[0]  # pyright: ignore
+    assert rank([urgent, *jobs, again]) is urgent  # pyright: ignore
+    served.run()
+
+
+def test_without_contention_nobody_waits(small: LoadedModel) -> None:
+    served = Served(small, scheduling=PROGRAMS)
+    turns = {name: told(number) for number, name in enumerate("ab")}
+    for _ in range(3):
+        clients = {name: served.submit(own, name)[0] for name, own in turns.items()}
+        served.step()
+        assert not len(served.core.scheduler.queue)
+        served.run()
+        turns = {name: answered(turns[name], clients[name], "Why?") for name in turns}
+
+
+def test_pauses_are_those_of_the_tool_and_of_its_tenant(small: LoadedModel) -> None:
+    served = Served(small, eviction="continuum")
+    turns = told(1)
+    for number in range(3):
+        client = served.ask(turns, "x", tool="test")
+        turns = answered(turns, client, f"Why {number}?")
+    usage = served.core.sessions.find("a", "x").usage
+    assert len(usage.tool_pauses) == 2 and min(usage.tool_pauses) > 0 < usage.wait_seconds
+    assert usage.tool_pauses == tuple(usage.think_times)
+    served.ask(told(2), "y", tool="lint")
+    assert served.core.sessions.find("a", "y").usage.tool_pauses == usage.tool_pauses
+    served.ask(told(3), "z", tenant="b", tool="test")
+    assert served.core.sessions.find("b", "z").usage.tool_pauses == ()

@@ -1,0 +1,132 @@
+"""What a workflow uses next is on the device before it is asked."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from larder import Engine
+from larder.engine import ModelSnapshots
+from larder.models import LoadedModel
+from larder.server import (
+    Durability,
+    LocalEngineClient,
+    Request,
+    SessionState,
+    StoreDiskTier,
+    StoreSessionPersistence,
+)
+from larder.store import Store, Tier
+from server_core import Client, Served, answered, told
+from server_stores import Stored
+
+
+def on_disk(stored: Stored, name: str = "x") -> SessionState:
+    """A session whose cache only the store has."""
+    session = stored.core.sessions.find("a", name)
+    stored.core.tiers.save(session)
+    stored.run()
+    stored.core.tiers.drop(session)
+    assert session.residency.tier == "disk"
+    return session
+
+
+@pytest.mark.parametrize("policy", ["full", "limited"])
+@pytest.mark.parametrize(("eviction", "tier"), [("kvflow", "device"), ("lru", "disk")])
+def test_the_next_agent_is_fetched_from_the_store(
+    small: LoadedModel, tmp_path: Path, policy: str, eviction: str, tier: str
+) -> None:
+    stored, plain = Stored(small, tmp_path, policy=policy, eviction=eviction), Served(small, policy)
+    turns = told(1)
+    first = stored.ask(turns, "x")
+    plain.ask(turns, "x")
+    session, turns = on_disk(stored), answered(turns, first, "Why?")
+    stored.core.announce("a", {"x": 1})
+    stored.ask(told(2), "y")
+    assert session.residency.tier == tier
+    again = stored.ask(turns, "x")
+    assert again.told.tier == tier and again.text == plain.ask(turns, "x").text
+    assert not stored.core.tiers.started
+    stored.close()
+
+
+def test_a_request_takes_the_load_that_is_under_way(small: LoadedModel, tmp_path: Path) -> None:
+    stored = Stored(small, tmp_path, eviction="kvflow")
+    turns, loads, load = told(1), list[str](), stored.disk.load
+
+    def counted(*told: object) -> object:
+        loads.append("load")
+        return load(*told)  # pyright: ignore
+
+    stored.disk.load = counted  # pyright: ignore
+    turns = answered(turns, stored.ask(turns, "x"), "Why?")
+    on_disk(stored)
+    stored.core.ahead.fetch(stored.core.sessions.find("a", "x"))
+    client = stored.ask(turns, "x")
+    assert loads == ["load"] and not stored.core.tiers.started
+    assert client.told.tier == "disk" and client.told.restored_tokens > 0
+    stored.close()
+
+
+def test_what_is_forgotten_meanwhile_leaves_no_memory(small: LoadedModel, tmp_path: Path) -> None:
+    stored = Stored(small, tmp_path, eviction="kvflow")
+    stored.ask(told(1), "x")
+    session = on_disk(stored)
+    stored.core.ahead.fetch(session)
+    stored.core.forget(session)
+    stored.run()
+    assert stored.core.ledger.used(Tier.HOST) == 0 and not stored.core.tiers.in_host
+    stored.close()
+
+
+@pytest.mark.parametrize(("steps", "tier"), [(1, "host"), (2, "device")])
+def test_none_takes_the_place_of_one_that_is_due_as_early(
+    small: LoadedModel, steps: int, tier: str
+) -> None:
+    probe = Served(small)
+    probe.ask(told(1), "x")
+    served = Served(small, device=int(1.3 * probe.core.reservations.peak), eviction="kvflow")
+    served.ask(told(1), "x", steps={"": 1})
+    session = served.core.sessions.find("a", "x")
+    assert served.core.tiers.offload(session)
+    served.ask(told(2), "y", steps={"": steps})
+    served.core.announce("a", {"x": 1})
+    served.run()
+    assert session.residency.tier == tier
+
+
+class Waiting(Client):
+    """Client that tells when its answer is complete."""
+
+    done: Event
+
+    def on_done(self, report: object) -> None:
+        self.done.set()
+
+
+def test_a_session_that_only_the_store_holds_comes_back(small: LoadedModel, tmp_path: Path) -> None:
+    first = Stored(small, tmp_path)
+    first.ask(told(1), "x")
+    first.close()
+    store = Store(str(tmp_path / "blobs"), tmp_path / "home", secret=b"s" * 32)
+    kept = StoreSessionPersistence(store, small.decoder.spec)
+    disk = StoreDiskTier(kept, ModelSnapshots(store, small, "raw"), Durability.TURN)
+    engine = Engine(small, policy="full")
+    client = LocalEngineClient(engine, eviction="kvflow", persistence=kept, disk=disk)
+    with closing(store), closing(client):
+        waiting = Waiting()
+        waiting.done = Event()
+        request = Request("a", tuple(told(2)), "y", max_new_tokens=2, steps={"x": 1, "nobody": 1})
+        client.submit(request, waiting)
+        assert waiting.done.wait(30)
+        client._loading.submit(int).result(30)
+        for _ in range(200):
+            if client.sessions("a")[0].tier == client.sessions("a")[1].tier == "device":
+                break
+        assert {view.name: view.tier for view in client.sessions("a")} == {
+            "x": "device",
+            "y": "device",
+        }
