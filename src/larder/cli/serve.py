@@ -166,6 +166,14 @@ class ServeOptions(ModelOptions):
             "their agent run (kv_program).",
         ),
     ] = "priority"
+    response_category: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME:RULES",
+            help="Category of the cache of answers by meaning, such as "
+            "faq:threshold=0.95,ttl=3600,quota=1000; may be repeated.  Default: none.",
+        ),
+    ] = None
     codec: CodecName = DEFAULT_CODEC
     key_file: KeyFile = None
     keys: Annotated[
@@ -338,6 +346,7 @@ def check_store_options(options: ServeOptions) -> None:
     from larder.cli.serve_budgets import disk_budget, memory_budgets
     from larder.server.persistence.base import Durability
     from larder.server.request_queue import SchedulingPolicy
+    from larder.server.response_cache import ResponseCategory
     from larder.store.eviction.base import EVICTIONS
 
     memory_budgets(options.kv_budget, options.host_budget, options.tenant_quota or ())
@@ -345,6 +354,7 @@ def check_store_options(options: ServeOptions) -> None:
     EVICTIONS.load(options.eviction)
     check_codec(options.codec)
     _check_choice("--durability", options.durability, Durability)
+    dict(map(ResponseCategory.parse, options.response_category or ()))
     _check_choice("--scheduling-policy", options.scheduling_policy, SchedulingPolicy)
 
 

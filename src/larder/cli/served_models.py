@@ -146,6 +146,7 @@ def _client(
     from larder.server.persistence.base import Durability
     from larder.server.persistence.store import StoreSessionPersistence
     from larder.server.request_queue import SchedulingPolicy
+    from larder.server.response_cache import ResponseCategory
     from larder.server.tiers.disk import StoreDiskTier
 
     engine = engine_over(options, loaded)
@@ -161,6 +162,7 @@ def _client(
         max_model_len=options.max_model_len,
         prefill_chunk=options.prefill_chunk,
         scheduling=SchedulingPolicy(options.scheduling_policy),
+        response_categories=dict(map(ResponseCategory.parse, options.response_category or ())),
         tool_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser or "",
         step_lock=step_lock,

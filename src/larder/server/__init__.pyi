@@ -73,6 +73,8 @@ from .persistence.store import StoreSessionPersistence as StoreSessionPersistenc
 from .persistence.sweeper import StoreSweeper as StoreSweeper
 from .persistence.sweeper import trim_heap as trim_heap
 from .request import ApiError as ApiError
+from .request import CachedResponse as CachedResponse
+from .request import CachedUse as CachedUse
 from .request import ChatMessage as ChatMessage
 from .request import Listener as Listener
 from .request import Report as Report
@@ -81,6 +83,10 @@ from .request import SessionUnreadableError as SessionUnreadableError
 from .request import Ticket as Ticket
 from .request import TokenLogprob as TokenLogprob
 from .request_queue import SchedulingPolicy as SchedulingPolicy
+from .response_cache import ResponseCache as ResponseCache
+from .response_cache import ResponseCategory as ResponseCategory
+from .response_cache import ResponseEntry as ResponseEntry
+from .response_cache import TenantCategory as TenantCategory
 from .scheduler import MAX_PASSED_BLOCKS as MAX_PASSED_BLOCKS
 from .serving_policy import ServingPolicy as ServingPolicy
 from .session_info import CachedPositions as CachedPositions

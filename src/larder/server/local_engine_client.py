@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -19,6 +19,7 @@ from larder.server.operation import Operation
 from larder.server.persistence.base import SessionPersistence
 from larder.server.request import ApiError, Listener, Request, Ticket
 from larder.server.request_queue import SchedulingPolicy
+from larder.server.response_cache import NO_CATEGORIES, ResponseCache, ResponseCategory
 from larder.server.tiers.disk import DiskTier
 from larder.store.ledger import ByteBudgets, Tier
 
@@ -46,6 +47,7 @@ class LocalEngineClient(EngineClient):
         prefill_chunk: most tokens of a prompt that are read between two tokens of other answers,
             for policies without eviction; None for a block.
         scheduling: order of the requests of one tenant.
+        response_categories: categories of the response cache by name; none for no such cache.
         step_lock: held during a step, by several models that take turns.
 
     Raises:
@@ -69,6 +71,7 @@ class LocalEngineClient(EngineClient):
         reasoning_parser: str = "",
         prefill_chunk: int | None = None,
         scheduling: SchedulingPolicy = SchedulingPolicy.PRIORITY,
+        response_categories: Mapping[str, ResponseCategory] = NO_CATEGORIES,
         step_lock: AbstractContextManager[object] = nullcontext(),  # noqa: B008, without state
     ) -> None:
         persistence = persistence or SessionPersistence()
@@ -90,12 +93,18 @@ class LocalEngineClient(EngineClient):
         if tool_parser is None:
             tool_parser = default_tool_parser(engine.tokenizer.tokenizer.chat_template)
         form = AnswerForm(tool_parser, reasoning_parser)
+        self.responses = ResponseCache(response_categories, engine.runtime, clock)
         self._loading = ThreadPoolExecutor(1, "larder workflows")
         self.context = EngineContext(core, persistence, form, step_lock)
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
         context, core = self.context, self.context.core
         try:
+            if request.cached_response is not None:
+                taken = self.responses.take(request, listener)
+                if taken is None:
+                    return Ticket()
+                request, listener = taken
             if request.constraint is not None:  # compiled here, so that the model's thread need not
                 core.constraints.matcher(request.constraint)
             take = partial(self._submit_now, request, listener, core.clock())

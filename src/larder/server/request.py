@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol, runtime_checkable
 
 from larder.core.errors import LarderError
@@ -44,6 +45,29 @@ class TokenLogprob:
     top: tuple[TokenLogprob, ...] = ()
 
 
+class CachedUse(Enum):
+    """What similar questions that were answered before are used for."""
+
+    ANSWER = "answer"
+    EXAMPLES = "examples"
+
+
+@dataclass(frozen=True)
+class CachedResponse:
+    """What a request wants of the response cache.
+
+    Args:
+        category: name of a category of the server.
+        key: text that is compared in place of the last message; empty for the message.
+        is_sampled: answers may be kept and given again although they are sampled.
+    """
+
+    category: str
+    use: CachedUse = CachedUse.ANSWER
+    key: str = ""
+    is_sampled: bool = False
+
+
 @dataclass(frozen=True)
 class Request:
     """A request to generate text.
@@ -81,6 +105,7 @@ class Request:
         model: first name of the model that answers; empty for the first one.
         program: name of the agent run that the request is a part of; empty for its session.
         tool: tool that the client runs after the answer; empty for what the answer calls.
+        cached_response: what it wants of the response cache; None for nothing.
         priority: requests of a lower number come first, as in vLLM; among equal ones tenants share
             by the tokens that they were served.
     """
@@ -110,6 +135,7 @@ class Request:
     priority: int = 0
     program: str = ""
     tool: str = ""
+    cached_response: CachedResponse | None = None
 
     @property
     def is_ephemeral(self) -> bool:

@@ -10,6 +10,7 @@ import openai
 import pytest
 from openai import OpenAI
 
+from larder.server import CachedResponse, CachedUse
 from larder.server.http import json_body
 from server.fake_engine_client import NAME
 from server.http.running_server import Running
@@ -154,3 +155,16 @@ def test_template_variables_reach_the_engine_if_the_template_has_them(
     assert http.post("/v1/chat/completions", json=ASKED | wrong).status_code == 400
     role = {"messages": [{"role": "template", "content": "{}"}]}
     assert http.post("/v1/chat/completions", json=ASKED | role).status_code == 400
+
+
+def test_the_response_cache_is_asked_by_a_field(anne: OpenAI, served: Running) -> None:
+    anne.chat.completions.create(
+        **ASKED, extra_body={"response_cache": {"category": "faq", "use": "examples", "key": "k"}}
+    )
+    assert served.hub.asked[-1].cached_response == CachedResponse("faq", CachedUse.EXAMPLES, "k")
+    anne.chat.completions.create(**ASKED, extra_body={"kv_program": "run", "kv_tool": "test"})
+    assert (served.hub.asked[-1].program, served.hub.asked[-1].tool) == ("run", "test")
+    assert served.hub.asked[-1].cached_response is None
+    with pytest.raises(openai.BadRequestError) as told:
+        anne.chat.completions.create(**ASKED, extra_body={"response_cache": {"use": "guess"}})
+    assert str(told.value.param).startswith("response_cache")

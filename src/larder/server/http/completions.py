@@ -54,7 +54,7 @@ from larder.server.http.tools import (
     tool_constraint,
     tool_variables,
 )
-from larder.server.request import ChatMessage
+from larder.server.request import CachedResponse, CachedUse, ChatMessage
 from larder.session.transcript.chat_template import VARIABLES_ROLE
 
 router = APIRouter(tags=["text"], route_class=JsonRoute)
@@ -99,6 +99,20 @@ class AnswerRequest(GenerationRequest):
     stream_options: StreamOptions | None = None
 
 
+class ResponseCacheOptions(BaseModel):
+    """What a request wants of the cache of answers by meaning."""
+
+    category: Text
+    use: CachedUse = CachedUse.ANSWER
+    key: Annotated[Text, Field(max_length=8192)] = ""
+    sampled: bool = False
+
+    @property
+    def wanted(self) -> CachedResponse:
+        """The options in the form of the engine."""
+        return CachedResponse(self.category, self.use, self.key, self.sampled)
+
+
 class ChatCompletionRequest(AnswerRequest):
     """A conversation to continue."""
 
@@ -113,6 +127,7 @@ class ChatCompletionRequest(AnswerRequest):
     chat_template_kwargs: Annotated[dict[Text, TemplateValue], Field(max_length=32)] | None = None
     contexts: Annotated[list[Text], Field(max_length=1024, fail_fast=True)] | None = None
     context_order: ContextOrder = ContextOrder.GIVEN
+    response_cache: ResponseCacheOptions | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -191,6 +206,8 @@ async def chat_completions(http: HttpRequest, body: ChatCompletionRequest) -> Re
     )
     contexts = tuple(body.contexts or ())
     request = replace(request, contexts=contexts, context_order=body.context_order)
+    if body.response_cache is not None:
+        request = replace(request, cached_response=body.response_cache.wanted)
     return await _answer(
         http, body, [prompt_choices(request, body.n or 1)], hint.is_firm, CHAT_FORMAT
     )

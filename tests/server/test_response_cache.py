@@ -1,0 +1,181 @@
+"""Answers by the meaning of their questions: what is kept, for whom, for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from itertools import count
+from threading import Event
+from typing import Any
+
+import numpy as np
+import pytest
+
+from larder import Engine
+from larder.core import UsageError
+from larder.engine import SamplingParams
+from larder.models import LoadedModel
+from larder.server import (
+    ApiError,
+    CachedResponse,
+    CachedUse,
+    ChatMessage,
+    LocalEngineClient,
+    Request,
+    ResponseCategory,
+    ResponseEntry,
+    TenantCategory,
+)
+from larder.session import Embedder
+from server_core import Client
+
+NOW = 100.0
+
+
+def row(angle: float) -> np.ndarray:
+    return np.array([np.cos(angle), np.sin(angle)], np.float32)
+
+
+def entry(number: int, uses: int) -> ResponseEntry:
+    return ResponseEntry("", row(float(number)), f"q{number}", uses=uses)
+
+
+def test_a_full_category_keeps_what_weighs_most() -> None:
+    own = TenantCategory(ResponseCategory(quota=2))
+    five, three, four, two = entry(0, 5), entry(1, 3), entry(2, 4), entry(3, 2)
+    assert own.keep(five, "5", 1.0, NOW) and own.keep(three, "3", 1.0, NOW)
+    assert own.keep(four, "4", 1.0, NOW) and [each.answer for each in own.kept] == ["5", "4"]
+    assert not own.keep(two, "2", 1.0, NOW) and [each.answer for each in own.kept] == ["5", "4"]
+
+
+def test_a_question_that_is_asked_often_gets_its_place_in_the_end() -> None:
+    own = TenantCategory(ResponseCategory(quota=1))
+    assert own.keep(own.note("", row(0.0), "a"), "a", 2.0, NOW)
+    asked = 0
+    while not own.keep(own.note("", row(1.0), "b"), "b", 1.0, NOW):
+        asked += 1
+    assert asked == 2 and [each.question for each in own.kept] == ["b"]
+
+
+def test_answers_are_found_by_nearness_within_a_conversation_and_a_time() -> None:
+    own = TenantCategory(ResponseCategory(threshold=0.9, ttl=10.0))
+    for angle in (0.0, 0.3):
+        own.keep(own.note("here", row(angle), f"{angle}"), f"{angle}", 1.0, NOW)
+    found = own.find("here", row(0.25), NOW + 9)
+    assert found is not None and found.answer == "0.3" and found.uses == 2
+    assert own.find("there", row(0.25), NOW) is None and own.find("here", row(1.0), NOW) is None
+    assert [each.answer for each in own.examples(row(0.25), NOW)] == ["0.0", "0.3"]
+    assert own.find("here", row(0.25), NOW + 10) is None and not own.kept
+
+
+def test_rules_are_spelled_and_wrong_ones_refused() -> None:
+    name, rules = ResponseCategory.parse("faq:threshold=0.8,ttl=60,quota=5,embedder=tokens")
+    assert (name, rules) == ("faq", ResponseCategory(0.8, 60.0, 5, embedder="tokens"))
+    assert ResponseCategory.parse("faq") == ("faq", ResponseCategory())
+    for wrong in ("faq:threshold=2", "faq:size=1", "faq:quota=many", "faq:ttl=0"):
+        with pytest.raises(UsageError):
+            ResponseCategory.parse(wrong)
+
+
+class FirstWords(Embedder):
+    """Questions are alike if their first words are."""
+
+    @property
+    def name(self) -> str:
+        return "first words"
+
+    def embed_segments(self, texts: Sequence[str]) -> np.ndarray:
+        return self.embed_questions(texts)
+
+    def embed_questions(self, texts: Sequence[str]) -> np.ndarray:
+        return np.stack([row(sum(map(ord, text.split()[0])) / 7) for text in texts])
+
+
+class Waiting(Client):
+    """Client that tells when its answer is complete."""
+
+    done: Event
+
+    def on_done(self, report: object) -> None:
+        super().on_done(report)  # pyright: ignore
+        self.done.set()
+
+
+class Cached:
+    """Client of an engine with a category `faq`."""
+
+    def __init__(self, small: LoadedModel, **rules: float) -> None:
+        engine = Engine(small, policy="full")
+        engine.runtime = replace(engine.runtime, embedder=lambda name: FirstWords())
+        times = count(1)
+        self.client = LocalEngineClient(
+            engine,
+            response_categories={"faq": ResponseCategory(**rules)},  # pyright: ignore
+            clock=lambda: float(next(times)),
+        )
+
+    def ask(self, *texts: str, tenant: str = "a", **options: object) -> Waiting:
+        roles = ("user", "assistant")
+        turns = tuple(ChatMessage(roles[n % 2], text) for n, text in enumerate(texts))
+        own: dict[str, object] = {"cached_response": CachedResponse("faq"), **options}
+        request = Request(tenant, turns, max_new_tokens=4, **own)  # pyright: ignore
+        waiting = Waiting()
+        waiting.done = Event()
+        self.client.submit(request, waiting)
+        assert waiting.done.wait(30)
+        return waiting
+
+
+def test_an_answer_is_given_again_to_its_tenant_alone(small: LoadedModel) -> None:
+    cached = Cached(small)
+    with closing(cached.client):
+        first, again = cached.ask("Box 7 holds?"), cached.ask("Box seven, what does it hold?")
+        assert again.told.tier == "response" and again.text == first.text
+        assert first.told.tier != "response" and again.told.new_tokens == 0
+        asked = [
+            cached.ask("Box 7 holds?", tenant="b"),
+            cached.ask("Coin 7 holds?"),
+            cached.ask("Hi.", "Hello.", "Box 7 holds?"),
+            cached.ask("Box 7 holds?", cached_response=None),
+            cached.ask("Box 7 holds?", stop=("x",)),
+        ]
+        assert all(each.told.tier != "response" for each in asked)
+        assert cached.client.responses.hits == 1
+
+
+def test_sampled_answers_are_given_again_only_if_asked_for(small: LoadedModel) -> None:
+    cached, hot = Cached(small), SamplingParams(temperature=1.0)
+    with closing(cached.client):
+        for _ in range(2):
+            assert cached.ask("Box 7?", sampling=hot).told.tier != "response"
+        wanted = CachedResponse("faq", is_sampled=True)
+        cached.ask("Box 7?", sampling=hot, cached_response=wanted)
+        again = cached.ask("Box 7?", sampling=hot, cached_response=wanted)
+        assert again.told.tier == "response"
+
+
+def test_examples_stand_in_front_of_a_question(small: LoadedModel) -> None:
+    cached = Cached(small)
+    wanted = CachedResponse("faq", CachedUse.EXAMPLES, key="plan")
+    with closing(cached.client):
+        first = cached.ask("Open box 7.", cached_response=wanted)
+        second = cached.ask("Open box 9.", cached_response=wanted)
+        shown = cached.ask("Open box 7.", first.text, "Open box 9.", cached_response=None)
+        assert second.text == shown.text and second.told.prompt_tokens == shown.told.prompt_tokens
+        assert second.told.prompt_tokens > first.told.prompt_tokens
+
+
+def test_what_cannot_be_answered_by_meaning_is_refused(small: LoadedModel) -> None:
+    cached = Cached(small)
+    with closing(cached.client):
+        refused: list[dict[str, Any]] = [
+            {"session": "x"},
+            {"contexts": ("One.",)},
+            {"choice_group": "g"},
+            {"cached_response": CachedResponse("other")},
+        ]
+        for wrong in refused:
+            with pytest.raises(ApiError) as told:
+                cached.ask("Box 7?", **wrong)
+            assert told.value.param == "response_cache" and told.value.status == 400
