@@ -47,18 +47,18 @@ from larder.server.session_backend.prefix import PrefixBackend
 from larder.server.session_index import ResolvedSession, SessionIndex
 from larder.server.session_info import session_info
 from larder.server.session_state import CompletedTurn, SessionState
-from larder.server.tiers.ahead import AheadFetcher
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
 from larder.server.tiers.disk import DiskTier
 from larder.server.tiers.eviction_tuner import prefill_operations
 from larder.server.tiers.manager import TierManager, can_unload
+from larder.server.tiers.prefetch import CachePrefetcher
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from larder.store.eviction.base import EVICTIONS
 from larder.store.failures import ReasonCounter
 from larder.store.ledger import ByteBudgets, ByteLedger, Tier
 
 CLOSING_SECONDS = 30.0
-MAX_AHEAD, MAX_DUE = 8, 64  # sessions of one request that are fetched ahead, and of all
+MAX_PREFETCHED, MAX_DUE = 8, 64  # sessions of one request that are prefetched, and of all
 MAX_REFRESHES = 4  # times that a session is reloaded if other servers keep writing it
 
 
@@ -121,7 +121,7 @@ class EngineCore:
         self._persistence = persistence
         self.unwritten = WriteRetryQueue(persistence, completions, disk.durability, clock, wake)
         self.scheduler = self._new_scheduler(RequestQueue(waiting, scheduling), rows)
-        self.ahead = AheadFetcher(self.tiers, completions, self._idle_demand)
+        self.prefetcher = CachePrefetcher(self.tiers, completions, self._idle_demand)
         self._due = deque[tuple[str, str]](maxlen=MAX_DUE)
         self.admin = AdminOperations(
             self.tiers, completions, self._backend_of, lambda: len(self.scheduler.queue)
@@ -142,7 +142,7 @@ class EngineCore:
         if self._due and not len(self.scheduler.queue):
             tenant, name = self._due.popleft()
             if self.sessions.has(tenant, name):
-                self.ahead.fetch(self.sessions.find(tenant, name))
+                self.prefetcher.prefetch(self.sessions.find(tenant, name))
             goes_on = True
         for tier in (Tier.DEVICE, Tier.HOST):
             if self.ledger.used(tier) > self.ledger.limit(tier):
@@ -211,9 +211,9 @@ class EngineCore:
         """Note in how many workflow steps sessions are used again, and fetch those of the next
         step, if the eviction policy does so; those of them that are not in memory."""
         self.sessions.set_workflow_steps(tenant, steps)
-        if not self.tiers.fetches_ahead:
+        if not self.tiers.prefetches:
             return ()
-        due = [name for name, count in steps.items() if name and count <= 1][:MAX_AHEAD]
+        due = [name for name, count in steps.items() if name and count <= 1][:MAX_PREFETCHED]
         self._due.extend((tenant, name) for name in due)
         return tuple(name for name in due if not self.sessions.has(tenant, name))
 

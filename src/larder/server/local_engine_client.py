@@ -94,7 +94,7 @@ class LocalEngineClient(EngineClient):
             tool_parser = default_tool_parser(engine.tokenizer.tokenizer.chat_template)
         form = AnswerForm(tool_parser, reasoning_parser)
         self.responses = ResponseCache(response_categories, engine.runtime, clock)
-        self._loading = ThreadPoolExecutor(1, "larder workflows")
+        self._prefetching = ThreadPoolExecutor(1, "larder workflows")
         self.context = EngineContext(core, persistence, form, step_lock)
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
@@ -114,15 +114,16 @@ class LocalEngineClient(EngineClient):
             core.refused.count(error.code)
             raise
         for name in absent:
-            self._loading.submit(self._load_ahead, request.tenant, name, request.steps[name])
+            self._prefetching.submit(self._prefetch, request.tenant, name, request.steps[name])
         return ticket
 
     def call(self, operation: Operation[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         return operation.run(self.context, *args, **kwargs)
 
     def close(self) -> None:
-        self._loading.shutdown(cancel_futures=True)
+        self._prefetching.shutdown(wait=False, cancel_futures=True)
         self.context.thread.close()
+        self._prefetching.shutdown()
 
     def limit(self, tier: Tier, count: int) -> int:
         """Set a tier's budget while serving; the bytes above it, freed once their answers are
@@ -138,7 +139,7 @@ class LocalEngineClient(EngineClient):
         ticket = core.submit(request, listener, arrived)
         return ticket, core.announce(request.tenant, request.steps)
 
-    def _load_ahead(self, tenant: str, name: str, steps: int) -> None:
+    def _prefetch(self, tenant: str, name: str, steps: int) -> None:
         """Load a stored session that a workflow uses next; one that cannot be loaded is left to its
         request."""
         context = self.context

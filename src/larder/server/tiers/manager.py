@@ -58,7 +58,7 @@ class TierManager:
         operations: Callable[[int], float] = float,
     ) -> None:
         self._ledger, self._reservations, self._unload = ledger, reservations, unload
-        self.fetches_ahead = rule.fetches_ahead
+        self.prefetches = rule.prefetches
         tuner = EvictionTuner(rule, lambda: ledger.limit(Tier.DEVICE))
         cost = operations if rule.counts_operations else disk.seconds_to_read
         self._order, self.disk = SessionEvictionOrder(tuner, clock, reservations, cost), disk

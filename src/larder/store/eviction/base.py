@@ -67,7 +67,7 @@ class EvictionPolicy(ABC):
     """
 
     # True if sessions that a workflow uses next are fetched before they are asked.
-    fetches_ahead: ClassVar[bool] = False
+    prefetches: ClassVar[bool] = False
     # True if costs of candidates are operations; otherwise seconds.
     counts_operations: ClassVar[bool] = False
 

@@ -6,7 +6,7 @@ agents runs again. Candidates without a hint are evicted first, then those with 
 are broken by the last use.
 
 What differs: the caller's hints must give a prefix at most the steps of the candidates that
-continue it. The server fetches what the next step uses (`larder.server.tiers.ahead`).
+continue it. The server fetches what the next step uses (`larder.server.tiers.prefetch`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from larder.store.eviction.base import CandidateColumns, EvictionPolicy, FloatCo
 class Kvflow(EvictionPolicy):
     """Steps to execution; without hints it equals `lru`."""
 
-    fetches_ahead: ClassVar[bool] = True
+    prefetches: ClassVar[bool] = True
 
     def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
         del now

@@ -20,8 +20,8 @@ from larder.server.tiers.disk import LoadedCaches, StartedLoad, install_caches
 from larder.server.tiers.manager import TierManager
 
 
-class AheadFetcher:
-    """Fetches caches ahead of their requests. For the model's thread.
+class CachePrefetcher:
+    """Prefetch of caches ahead of their requests. For the model's thread.
 
     Args:
         idle_demand: upper bound of the device memory of an idle session.
@@ -34,9 +34,9 @@ class AheadFetcher:
         idle_demand: Callable[[SessionState], MemoryDemand],
     ) -> None:
         self._tiers, self._completions, self._idle_demand = tiers, completions, idle_demand
-        self.fetched = 0
+        self.prefetched = 0
 
-    def fetch(self, session: SessionState) -> None:
+    def prefetch(self, session: SessionState) -> None:
         """Bring an idle session's cache to the device; what has no room there stays in host
         memory, or in the store."""
         residency = session.residency
@@ -87,7 +87,7 @@ class AheadFetcher:
             self._tiers.restore_from_host(session)
             session.update_occupancy()
             self._tiers.shrink_to_fit(session)
-            self.fetched += 1
+            self.prefetched += 1
         except BudgetError:
             pass  # it stays in host memory
         finally:

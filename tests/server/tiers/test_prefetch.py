@@ -64,7 +64,7 @@ def test_a_request_takes_the_load_that_is_under_way(small: LoadedModel, tmp_path
     stored.disk.load = counted  # pyright: ignore
     turns = answered(turns, stored.ask(turns, "x"), "Why?")
     on_disk(stored)
-    stored.core.ahead.fetch(stored.core.sessions.find("a", "x"))
+    stored.core.prefetcher.prefetch(stored.core.sessions.find("a", "x"))
     client = stored.ask(turns, "x")
     assert loads == ["load"] and not stored.core.tiers.started
     assert client.told.tier == "disk" and client.told.restored_tokens > 0
@@ -75,7 +75,7 @@ def test_what_is_forgotten_meanwhile_leaves_no_memory(small: LoadedModel, tmp_pa
     stored = Stored(small, tmp_path, eviction="kvflow")
     stored.ask(told(1), "x")
     session = on_disk(stored)
-    stored.core.ahead.fetch(session)
+    stored.core.prefetcher.prefetch(session)
     stored.core.forget(session)
     stored.run()
     assert stored.core.ledger.used(Tier.HOST) == 0 and not stored.core.tiers.in_host
@@ -122,7 +122,7 @@ def test_a_session_that_only_the_store_holds_comes_back(small: LoadedModel, tmp_
         request = Request("a", tuple(told(2)), "y", max_new_tokens=2, steps={"x": 1, "nobody": 1})
         client.submit(request, waiting)
         assert waiting.done.wait(30)
-        client._loading.submit(int).result(30)
+        client._prefetching.submit(int).result(30)
         for _ in range(200):
             if client.sessions("a")[0].tier == client.sessions("a")[1].tier == "device":
                 break
