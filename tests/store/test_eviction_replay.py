@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from larder.models import wrap_model
-from larder.models.tiny import tiny
 from larder.server import EvictionTuner, prefill_operations
 from larder.store import (
     ALPHAS,
@@ -17,6 +16,7 @@ from larder.store import (
     best_variant,
     saved_cost,
 )
+from tiny_models import tiny
 
 VARIANTS = Marconi().variants()
 
