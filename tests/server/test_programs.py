@@ -78,9 +78,9 @@ def test_pauses_are_those_of_the_tool_and_of_its_tenant(small: LoadedModel) -> N
         client = served.ask(turns, "x", tool="test")
         turns = answered(turns, client, f"Why {number}?")
     usage = served.core.sessions.find("a", "x").usage
-    assert len(usage.tool_pauses) == 2 and min(usage.tool_pauses) > 0 < usage.wait_seconds
-    assert usage.tool_pauses == tuple(usage.think_times)
+    assert len(usage.pause.pauses) == 2 and min(usage.pause.pauses) > 0 < usage.pause.wait_seconds
+    assert usage.pause.pauses == tuple(usage.think_times)
     served.ask(told(2), "y", tool="lint")
-    assert served.core.sessions.find("a", "y").usage.tool_pauses == usage.tool_pauses
+    assert served.core.sessions.find("a", "y").usage.pause.pauses == usage.pause.pauses
     served.ask(told(3), "z", tenant="b", tool="test")
-    assert served.core.sessions.find("b", "z").usage.tool_pauses == ()
+    assert served.core.sessions.find("b", "z").usage.pause.pauses == ()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from larder.server.request_state import RequestState
 from larder.server.session_state import SessionState
-from larder.store.eviction.continuum import ToolPauses
+from larder.store.eviction.continuum import PauseForecast, ToolPauses
 
 MAX_PROGRAMS = 4096  # of a tenant, the least recently used are forgotten
 MAX_TENANTS = 1024
@@ -52,9 +52,9 @@ class Programs:
         before it."""
         own, usage = self._of(job.session.tenant), job.session.usage
         own.waits.append(max(0.0, now - job.times.asked))
-        if usage.tool and usage.answered:
-            own.pauses.record(usage.tool, max(0.0, job.times.asked - usage.answered))
-            usage.tool = ""
+        if usage.pause.tool and usage.answered:
+            own.pauses.record(usage.pause.tool, max(0.0, job.times.asked - usage.answered))
+            usage.pause = PauseForecast()
 
     def note_answer(self, session: SessionState, tool: str) -> None:
         """Predict the pause after an answer.
@@ -62,10 +62,10 @@ class Programs:
         Args:
             tool: tool that runs next; empty for none, where the session's own pauses are used.
         """
-        own, usage = self._of(session.tenant), session.usage
-        usage.tool = tool
-        usage.tool_pauses = tuple(own.pauses.after(tool)) if tool else ()
-        usage.wait_seconds = sum(own.waits) / len(own.waits) if own.waits else 0.0
+        own = self._of(session.tenant)
+        pauses = tuple(own.pauses.after(tool)) if tool else ()
+        wait_seconds = sum(own.waits) / len(own.waits) if own.waits else 0.0
+        session.usage.pause = PauseForecast(tool, pauses, wait_seconds)
 
     def _of(self, tenant: str) -> TenantPrograms:
         own = self._tenants.setdefault(tenant, TenantPrograms())

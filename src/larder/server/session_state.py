@@ -21,6 +21,7 @@ from larder.server.resident_caches import COPIES, ResidentCaches
 from larder.server.serving_policy import CacheOccupancy, ServingPolicy
 from larder.session.caches import SessionCaches
 from larder.session.chat_cache import ChatCache
+from larder.store.eviction.continuum import PauseForecast
 from larder.store.ledger import Reservation
 
 
@@ -389,9 +390,7 @@ class SessionUsage:
         think_times: seconds between the latest answers and the requests after them.
         workflow_steps: until it is used again; infinite if unknown.
         clock: eviction clock of its tier at the last use, for eviction policies with aging.
-        tool: tool that runs since the last answer; empty for none.
-        tool_pauses: seconds that calls of such a tool took; empty to take `think_times`.
-        wait_seconds: mean wait of the tenant's requests in the queue.
+        pause: what is known of the pause since the last answer.
     """
 
     is_provisional: bool = False
@@ -404,9 +403,7 @@ class SessionUsage:
     think_times: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_THINK_TIMES))
     workflow_steps: float = math.inf
     clock: float = 0.0
-    tool: str = ""
-    tool_pauses: tuple[float, ...] = ()
-    wait_seconds: float = 0.0
+    pause: PauseForecast = PauseForecast()
 
     def record_think_time(self, asked: float) -> None:
         """Record the time since the last answer; `asked` is when a request arrived."""

@@ -466,8 +466,8 @@ class SessionEvictionOrder:
             session=str(session.key),
             pinned_until=FOREVER if usage.is_pinned else -FOREVER,
             steps=usage.workflow_steps,
-            pauses=usage.tool_pauses or tuple(usage.think_times),
-            wait_seconds=usage.wait_seconds,
+            pauses=usage.pause.pauses or tuple(usage.think_times),
+            wait_seconds=usage.pause.wait_seconds,
         )
 
 

@@ -76,6 +76,21 @@ class Continuum(EvictionPolicy):
         return held.pause_shares[rows] * saved[:, None] - held.pauses[rows] * rent[:, None]
 
 
+@dataclass(frozen=True)
+class PauseForecast:
+    """What is known of the pause of a session when it begins.
+
+    Args:
+        tool: tool that runs meanwhile; empty for none.
+        pauses: seconds that such pauses took; empty to take those of the session itself.
+        wait_seconds: mean wait of the tenant's requests in the queue.
+    """
+
+    tool: str = ""
+    pauses: tuple[float, ...] = ()
+    wait_seconds: float = 0.0
+
+
 class ToolPauses:
     """Durations of tool calls; pauses of all tools stand in for those of a tool with few."""
 
