@@ -50,8 +50,12 @@ def test_what_is_printed_is_short(llama: Any) -> None:
         llama.generate(**a_batch(), **GREEDY, max_new_tokens=2)
     cache = run.cache
     assert cache is not None
+    counts = [count for row in cache.lengths() for layer in row for count in layer]
+    mean = round(sum(counts) / len(counts))
+    assert 20 < mean <= 41
     assert repr(cache) == (
         "LarderCache('whole() > protect(sinks=0, recent=0.5) > column_mass() > uniform(tokens=40)',"
-        f" rows=2, columns=61, nbytes={cache.nbytes}, full_nbytes={cache.full_nbytes})"
+        f" rows=2, columns=61, entries_per_head={mean}, nbytes={cache.nbytes},"
+        f" full_nbytes={cache.full_nbytes})"
     )
     assert repr(run) == f"AppliedPolicy(cache={cache!r})"

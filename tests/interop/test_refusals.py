@@ -38,6 +38,12 @@ def test_models_that_cannot_be_attached() -> None:
     compiled.compile(backend="eager")
     with pytest.raises(ModelError, match=r"before torch\.compile"):
         LarderCache(compiled, "full")
+    compiled = tiny("llama")
+    own, compiled.forward = compiled.forward, torch.compile(compiled.forward, backend="eager")
+    with pytest.raises(ModelError, match=r"before torch\.compile"):
+        LarderCache(compiled, "full")
+    compiled.forward = torch.compiler.disable(own)
+    LarderCache(compiled, "full")
 
 
 def test_a_model_that_a_decoder_holds() -> None:

@@ -20,7 +20,9 @@ BY_TRANSFORMERS = "load the model with transformers, and give it to Engine(model
 OTHER_KEYWORDS: Mapping[str, str] = MappingProxyType(
     {
         COMPRESSION_RATIO: INSTEAD_OF_RATIO,
-        "press": "give kvpress=press",
+        "press": "give kvpress=press to larder.applied or LarderCache",
+        "kvpress": "a press runs in larder.applied(model, kvpress=press), and "
+        "docs/from_kvpress.md has the policy in place of each",
         "torch_dtype": "give dtype=",
         "quantization_config": BY_TRANSFORMERS,
         "load_in_4bit": BY_TRANSFORMERS,

@@ -186,6 +186,11 @@ def _check_interface(press: Any) -> None:
             f"kvpress={press.__name__} is a class: give an instance, such as "
             f"{press.__name__}(compression_ratio=0.5)."
         )
+    if isinstance(press, str):
+        raise UsageError(
+            f"kvpress={press!r} is a text: give the object, as in kvpress=SnapKVPress(0.5), or its "
+            f"policy by policy=; {GUIDE}."
+        )
     missing = [each for each in ("compress", "post_init_from_model") if not hasattr(press, each)]
     if missing:
         raise UsageError(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ContextDecorator
 from typing import Any, TypeGuard
 from weakref import WeakSet
 
@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from larder.core.arguments import checked_call
 from larder.core.errors import UsageError
-from larder.interop.attachment import attached
+from larder.interop.attachment import Attachment, attached
 from larder.interop.cache import LarderCache
 from larder.interop.press_policy import chosen_policy
 from larder.session.policy import Policy
@@ -88,8 +88,31 @@ def _is_made_for_a_call(given: object) -> TypeGuard[DynamicCache]:
     return GIVEN_BY_CALLER not in vars(given)
 
 
+class AppliedContext(ContextDecorator, AbstractContextManager[AppliedPolicy]):
+    """Context of `applied`, for `with` and as a decorator; it may be entered again.
+
+    Args:
+        enter: checks the arguments, and returns the model's attachment and a holder of caches.
+    """
+
+    def __init__(self, enter: Callable[[], tuple[Attachment, AppliedPolicy]]) -> None:
+        self._enter = enter
+        self._entered: list[tuple[Attachment, AppliedPolicy]] = []
+
+    def __enter__(self) -> AppliedPolicy:
+        attachment, run = self._enter()
+        attachment.substitutes.append(run._substitute)
+        self._entered.append((attachment, run))
+        return run
+
+    def __exit__(self, *raised: object) -> None:
+        if not self._entered:
+            raise UsageError("The context of larder.applied was not entered: use it in a `with`.")
+        attachment, run = self._entered.pop()
+        attachment.substitutes.remove(run._substitute)
+
+
 @checked_call
-@contextmanager
 def applied(
     model: Any,
     policy: str | Policy | None = None,
@@ -98,25 +121,27 @@ def applied(
     block: int | None = None,
     tokenizer: Any = None,
     kvpress: Any = None,
-) -> Iterator[AppliedPolicy]:
+) -> AppliedContext:
     """Context in which every `model.generate(...)` runs over a new `LarderCache`.
 
     Calls that pass their own LarderCache keep it; calls without a cache run the model's own
-    attention, with one warning, and so does the model after the block. Not thread-safe.
+    attention, with one warning, and so does the model after the block. Blocks may be nested, in
+    which case the inner one acts, and left in any order. Not thread-safe.
 
     Args:
         model: a causal `PreTrainedModel` in eval mode, or a PEFT model of one.
         policy: name of a preset, spelling of parts, or a `Policy`, without episodes; None takes
             `larder.default_policy("prompt")`, which is `snapkv`.
         budget: 512 (tokens per kv head, averaged over layers), `"25%"` of the prompt, `"64MiB"`;
-            None takes that of the policy, else 20% of the prompt.
+            None takes that of the policy, else 20% of the prompt, at least 128 tokens.
         block: tokens read between two plans; None takes that of the policy.
         tokenizer: tokenizer of the model, for policies that score with prompts or look at words.
         kvpress: press of NVIDIA/kvpress that chooses the entries of each prompt, in place of a
             policy and a budget: `SnapKVPress(compression_ratio=0.5)`.
 
-    Yields:
-        An object whose `cache` is the LarderCache of the latest `generate()`, None before it.
+    Returns:
+        Context for `with`, which may be entered again, or decorator of a function. Its value is an
+        object whose `cache` is the LarderCache of the latest `generate()`, None before it.
 
     Raises:
         LarderError: the policy or a size is invalid, needs a tokenizer, or the press does more
@@ -129,16 +154,15 @@ def applied(
         >>> run.cache.nbytes <= run.cache.peak_nbytes
         True
     """
-    attachment = attached(model)
-    chosen = chosen_policy(attachment, policy, SizeOptions(budget, block), kvpress)
 
-    def create() -> LarderCache:
-        return LarderCache(model, chosen, budget, block=block, tokenizer=tokenizer)
+    def enter() -> tuple[Attachment, AppliedPolicy]:
+        attachment = attached(model)
+        chosen = chosen_policy(attachment, policy, SizeOptions(budget, block), kvpress)
 
-    create()  # refused here rather than inside generate()
-    run = AppliedPolicy(create)
-    former, attachment.substitute = attachment.substitute, run._substitute
-    try:
-        yield run
-    finally:
-        attachment.substitute = former
+        def create() -> LarderCache:
+            return LarderCache(model, chosen, budget, block=block, tokenizer=tokenizer)
+
+        create()  # refused here rather than inside generate()
+        return attachment, AppliedPolicy(create)
+
+    return AppliedContext(enter)

@@ -154,7 +154,8 @@ class Attachment:
         check_decoder(module)
         self.module = module
         self.decoder: Decoder = shared_decoder(module)
-        self.substitute: CacheSubstitute = no_substitute
+        # Those of open blocks of `applied`, in which the last one acts.
+        self.substitutes: list[CacheSubstitute] = [no_substitute]
         self._logits_to_keep: object = 0
         self._outer, self._outer_stack = NO_OUTER_CALL, ExitStack()
         self._head_stack = ExitStack()
@@ -288,7 +289,7 @@ class Attachment:
         """Cache of Larder that a call is to run over; None to leave the call alone."""
         given = named.get("past_key_values")
         if not isinstance(given, AttachedCache):
-            return self.substitute(given)
+            return self.substitutes[-1](given)
         if given.attachment is not self:
             raise ModelError(
                 f"The LarderCache was made for another {type(given.attachment.module).__name__} "

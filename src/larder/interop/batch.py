@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.errors import CacheError, ModelError, UsageError
+from larder.core.errors import BudgetError, CacheError, ModelError, UsageError
 from larder.interop.attachment import Attachment, HiddenCapture
 from larder.interop.packed_call import EmptyCall, PackedCall
 from larder.interop.sequence import (
@@ -174,8 +174,14 @@ class SequenceBatch:
                 rows.append(rows[known].fork())
                 states.append(states[known])
                 continue
-            rows.append(self.create(len(text)))
-            states.append(self._read(number, rows[-1], text, call))
+            try:
+                rows.append(self.create(len(text)))
+                states.append(self._read(number, rows[-1], text, call))
+            except BudgetError as error:
+                raise BudgetError(
+                    f"Row {number}, whose first text has {len(text)} tokens (with "
+                    f"prefill_chunk_size, its first chunk): {error}"
+                ) from error
         self.rows = rows
         return states
 

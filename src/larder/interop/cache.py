@@ -12,7 +12,7 @@ from transformers import Cache, DynamicCache
 
 from larder.cache.sequence import SequenceCache, held_nbytes
 from larder.core.arguments import checked_call
-from larder.core.errors import CacheError, ModelError
+from larder.core.errors import CacheError, ModelError, UsageError
 from larder.interop.attachment import AttachedCache, attached
 from larder.interop.batch import SequenceBatch
 from larder.interop.dynamic_cache import check_dynamic_cache, dynamic_cache_of, filled_cache
@@ -43,7 +43,7 @@ class LarderCache(AttachedCache):
         policy: name of a preset, spelling of parts, or a `Policy`, without episodes; None takes
             `larder.default_policy("prompt")`, which is `snapkv`.
         budget: 512 (tokens per kv head, averaged over layers), `"25%"` of the prompt, `"64MiB"`;
-            None takes that of the policy, else 20% of the prompt.
+            None takes that of the policy, else 20% of the prompt, at least 128 tokens.
         block: tokens read between two plans; None takes that of the policy.
         tokenizer: tokenizer of the model, for policies that score with prompts or look at words.
         kvpress: press of NVIDIA/kvpress that chooses the entries of the first prompt of each row,
@@ -183,10 +183,21 @@ class LarderCache(AttachedCache):
         return len(self.attachment.decoder.spec.layers)
 
     def __repr__(self) -> str:
+        counts = [count for row in self.lengths() for layer in row for count in layer]
+        mean = round(sum(counts) / len(counts)) if counts else 0
         return (
             f"LarderCache({self.policy.short!r}, rows={len(self.sequences)}, "
-            f"columns={self.batch.num_columns}, nbytes={self.nbytes}, "
+            f"columns={self.batch.num_columns}, entries_per_head={mean}, nbytes={self.nbytes}, "
             f"full_nbytes={self.full_nbytes})"
+        )
+
+    def __copy__(self) -> LarderCache:
+        return self.fork()
+
+    def __getstate__(self) -> NoReturn:
+        raise UsageError(
+            "A LarderCache cannot be pickled or saved by torch.save, since it belongs to a model: "
+            "save the entries of to_dynamic_cache(), or let larder.Chat keep a conversation."
         )
 
     @property

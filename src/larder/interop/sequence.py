@@ -54,7 +54,7 @@ class MissingTokenizer(TokenizerAdapter):
 
     def encode(self, text: str) -> NoReturn:
         raise UsageError(
-            f"The policy needs a tokenizer (for {text[:40]!r}): give tokenizer=, the one that came "
+            f"The policy needs a tokenizer (for {text[:60]}): give tokenizer=, the one that came "
             "with the model."
         )
 
@@ -104,7 +104,7 @@ class SequenceFactory:
         self.runtime.tokenizer.lexicon(self.policy.lexicon)
         names = self.policy.scorer.required_prompts()
         if names and not self.prompts:
-            self.runtime.tokenizer.encode(f"the prompt {sorted(names)[0]!r}")
+            self.runtime.tokenizer.encode(f"its prompt {sorted(names)[0]!r}")
         require_prompts(self.prompts, names)
         warm_up(self.runtime, self.policy)
 

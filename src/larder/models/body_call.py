@@ -131,8 +131,9 @@ class BodyCall:
         batch, num_columns = tokens.ids.shape
         if not num_columns:
             raise CacheError(
-                "The call has no tokens that the cache has not read: give generate() the whole "
-                "text so far and new text behind it, or call reset() for another text."
+                "The call has no tokens that the cache has not read: the prompt is empty, or not "
+                "longer than what was read. Give generate() the whole text so far and new text "
+                "behind it, or call reset() for another text."
             )
         masks = NewTokenMasks.of(named.get("attention_mask"), outer)
         columns = _token_columns(masks.padding, batch, num_columns)

@@ -62,9 +62,13 @@ def relative_difference(got: Float[Tensor, "*S"], expected: Float[Tensor, "*S"])
 
 
 def check_not_compiled(model: Any) -> None:
-    """Raise ModelError if a module is compiled by torch."""
+    """Raise ModelError if a module, or its method `forward`, is compiled by torch."""
     dynamo = sys.modules.get("torch._dynamo")  # a compiled module exists only where it is loaded
     is_wrapped = dynamo is not None and isinstance(model, dynamo.OptimizedModule)
+    # Both torch.compile and torch.compiler.disable leave the function that they wrap.
+    forward: Any = getattr(model, "forward", None)
+    is_method_wrapped = hasattr(forward, "_torchdynamo_orig_callable")
+    is_wrapped |= is_method_wrapped and not hasattr(forward, "_torchdynamo_disable")
     if is_wrapped or getattr(model, "_compiled_call_impl", None) is not None:
         raise ModelError(
             "The model is compiled, which fixes its attention: give Larder the model as it was "

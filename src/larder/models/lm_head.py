@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from larder.core.errors import ModelError
@@ -86,8 +87,8 @@ def text_body_of(module: Any) -> nn.Module:
     """
     base = base_model_of(module)[1]
     table = module.get_input_embeddings()
-    within = (part for part in base.children() if any(m is table for m in part.children()))
-    return next(within, base)
+    models = (part for part in base.children() if isinstance(part, PreTrainedModel))
+    return next((part for part in models if any(m is table for m in part.children())), base)
 
 
 @dataclass

@@ -121,16 +121,24 @@ def verify(decoder: Decoder, expected: Float[Tensor, "Q V"]) -> None:
     mean square is 0.09.
 
     Raises:
-        ModelError: Larder's logits differ from the model's own by more than the dtype explains;
-            the message names the part that differs. The decoder is released.
+        ModelError: the dtype is none that Larder takes, or Larder's logits differ from the model's
+            own by more than it explains; the message names the part that differs. The decoder is
+            released.
     """
+    dtype = decoder.spec.dtype
+    if dtype not in TOLERANCE:
+        known = ", ".join(str(each).removeprefix("torch.") for each in TOLERANCE)
+        raise ModelError(
+            f"{type(decoder.module).__name__} computes in {dtype}, but Larder takes models in "
+            f"{known}: convert it, as with model.to(torch.float32)."
+        )
     ids = _probe_ids(decoder.module)
     cache = SequenceCache(decoder.spec, "ragged")
     parts = [
         decoder.forward_logits([BatchSegment(cache, tuple(ids[a:b]))], Mode.APPEND, range(b - a))
         for a, b in PARTS
     ]
-    got, dtype = torch.cat(parts), decoder.spec.dtype
+    got = torch.cat(parts)
     is_quantized, tolerance = has_quantized_weights(decoder.module), TOLERANCE[dtype]
     error = float((got - expected).abs().max() / expected.std().clamp_min(1e-6))
     if dtype is torch.bfloat16 or is_quantized:

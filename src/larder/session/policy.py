@@ -325,7 +325,9 @@ def with_searched_recall(policy: Policy) -> Policy:
 
 def parsed_policy(policy: str | Policy) -> Policy:
     """Policy by name, spelling, or as it is."""
-    check_type("policy", policy, (str, Policy), "a preset's name, a spelling of parts or a Policy")
+    expected = "a preset's name, a spelling of parts or a Policy"
+    press = " (a press of kvpress goes to larder.applied(model, kvpress=press))"
+    check_type("policy", policy, (str, Policy), expected + press)
     return policy if isinstance(policy, Policy) else Policy.parse(policy)
 
 
