@@ -74,6 +74,8 @@ def test_a_list_of_questions_gets_a_list_of_answers(engine) -> None:
     assert [answer.question for answer in answers] == asked
     assert answers[0].text == answers[2].text == one.text
     assert engine.ask(memory, []) == []
+    with pytest.raises(InputError, match="question is blank"):
+        engine.ask(memory, ["Who am I?", " "])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16", "torch.bfloat16"])

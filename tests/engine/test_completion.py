@@ -124,6 +124,8 @@ def test_special_tokens_are_those_of_the_tokenizer_and_not_doubled(tokenizer: An
 CALLS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "misspelled": ({"temprature": 1}, UnknownName, "Did you mean 'temperature'"),
     "transformers' keyword": ({"do_sample": True}, UnknownName, "temperature=0 takes"),
+    "beams": ({"num_beams": 3}, UnknownName, "inside larder.applied"),
+    "OpenAI's keyword": ({"max_tokens": 3}, UnknownName, "give max_new_tokens"),
     "negative": ({"temperature": -0.5}, BadParameter, "temperature must be a finite number"),
     "text": ({"temperature": "hot"}, BadParameter, "temperature must be a number"),
     "top_p": ({"top_p": 0}, BadParameter, r"top_p must be in \(0, 1\]"),

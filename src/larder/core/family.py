@@ -28,10 +28,12 @@ class Family:
     Args:
         kind: name of the kind, such as "scorer".
         package: dotted name of the package with the built-in parts.
+        listing: command that prints all names.
     """
 
     kind: str
     package: str
+    listing: str = ""
 
     def names(self) -> list[str]:
         """All public names, sorted; imports the package but no part."""
@@ -54,7 +56,7 @@ class Family:
             return import_module(f"{self.package}.{name}").Part
         if name in (offered := self._offered()):
             return offered[name].load()
-        raise UnknownName(unknown_name_message(self.kind, name, self.names(), LISTING))
+        raise UnknownName(unknown_name_message(self.kind, name, self.names(), self.listing))
 
     def _offered(self) -> dict[str, EntryPoint]:
         own = self.own()

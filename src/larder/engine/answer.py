@@ -281,12 +281,15 @@ def checked_questions(question: str | Sequence[str]) -> list[str]:
 
     Raises:
         BadParameter: it is neither.
+        InputError: a question is blank.
     """
     expected = "a question as a string, or a list of questions"
     check_type("question", question, (str, list, tuple), expected)
     questions = [question] if isinstance(question, str) else list(question)
     for one in questions:
         check_type("question", one, str, expected)
+        if not one.strip():
+            raise InputError("A question is blank: write at least one word.")
     return questions
 
 

@@ -320,7 +320,7 @@ class Engine:
             One answer to one question; a list of answers, in order, to a list.
 
         Raises:
-            InputError: a question takes more tokens than the budget holds.
+            InputError: a question is blank, or takes more tokens than the budget holds.
             LarderError: an argument has a wrong type or is out of range; the schema cannot be
                 enforced, or llguidance is not installed.
 

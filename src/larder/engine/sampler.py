@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 TRANSFORMERS_KEYWORDS: Mapping[str, str] = MappingProxyType(
     {
         "do_sample": "temperature=0 takes the most likely token, and any other samples",
+        "max_tokens": "give max_new_tokens",
         "max_length": "give max_new_tokens, which does not count the prompt",
         "stop_strings": "give stop=[...]",
         "streamer": "iterate over engine.stream(prompt)",
         "num_return_sequences": "repeat the call with another seed",
-        "num_beams": "larder.engine samples one sequence per prompt",
+        "num_beams": "beams run in model.generate(...) inside larder.applied(model, ...)",
         "past_key_values": "engine.read keeps a context, and engine.ask answers over it",
     }
 )

@@ -72,7 +72,7 @@ class Task(ABC):
         return tuple((question,) for question in questions)
 
 
-TASKS = Family("task", "larder_bench.tasks")
+TASKS = Family("task", "larder_bench.tasks", listing="`larder bench`")
 
 
 def parse_task(sentence: str) -> Task:
