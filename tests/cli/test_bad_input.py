@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from safetensors.torch import load_file, save_file
 from transformers import BloomConfig, BloomForCausalLM
+from typer.testing import CliRunner
 
 from cli_results import CAT, Run, complaint, document, write
+from larder.cli.errors import FileAccessError
+from larder.cli.options import OutputOptions, command
 
 SNAPKV = ("--policy", "snapkv_blockwise")
 SEED_FOLDER = str(files("larder.models") / "seed")  # not taken for the model loaded once
@@ -28,12 +32,13 @@ SEED_FOLDER = str(files("larder.models") / "seed")  # not taken for the model lo
         ("shape.json", {"words": []}, "no known shape"),
         ("none.json", {"messages": []}, "list of messages is empty"),
         ("table.csv", "a,b", "must end in one of"),
+        ("table", "a,b", "has no ending: a file must end in one of"),
     ],
 )
 def test_files(run: Run, tmp_path: Path, name: str, content: object, reason: str) -> None:
     path = write(tmp_path / name, content)
-    for command in (("ask", path, "-q", CAT), ("eval", path)):
-        line = complaint(run(*command), 1)
+    for words in (("ask", path, "-q", CAT), ("eval", path)):
+        line = complaint(run(*words), 1)
         assert reason in line and name in line
 
 
@@ -129,6 +134,21 @@ def test_errors_as_documents(run: Run, words: tuple[str, ...], code: int, kind: 
     told = document(result)
     assert (result.exit_code, told["schema"], told["error"]["type"]) == (code, 1, kind)
     assert told["error"]["message"] in result.stderr
+
+
+def test_a_file_that_the_system_refuses(tmp_path: Path) -> None:
+    app, path = typer.Typer(), tmp_path / "none" / "file"
+
+    @app.command()
+    @command
+    def fails(options: OutputOptions) -> None:
+        del options
+        path.write_text("text")
+
+    result = CliRunner().invoke(app, ["--json"])
+    assert result.exit_code == 1 and document(result)["error"]["type"] == "FileAccessError"
+    assert f"{path} cannot be used (No such file or directory): name another" in result.stderr
+    assert isinstance(CliRunner().invoke(app, ["--debug"]).exception, FileAccessError)
 
 
 def test_debug_shows_where(run: Run) -> None:

@@ -59,6 +59,8 @@ def test_what_cannot_be_batched_is_refused(run: Run, tmp_path: Path) -> None:
     assert "--memory" in complaint(run("batch", path, "--memory", "20%"), 2)
     write_lines(path, {"custom_id": "a", "url": "/v1/embeddings", "body": {}})
     assert "line 1: url must be" in complaint(run("batch", path), 1)
+    path.write_text("Who?\n")
+    assert "line 1: not JSON" in complaint(run("batch", path), 1)
     write_lines(path, chat("a", "Who?"))
     (tmp_path / "out.jsonl").write_text("something else\n")
     assert "no results" in complaint(run("batch", path, "--out", tmp_path / "out.jsonl"), 1)

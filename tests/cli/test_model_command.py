@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from importlib.metadata import PackageNotFoundError
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,12 @@ def test_the_bundled_model_is_shown() -> None:
     assert (Path(document["folder"]) / "config.json").is_file()
     status, _, error = run("show", "smollm")
     assert status == 2 and "Did you mean 'smollm2'" in error
+
+
+@pytest.mark.extended
+def test_a_folder_is_shown() -> None:
+    status, text, _ = run("show", str(files("larder.models") / "seed"), "--json")
+    assert status == 0 and json.loads(text)["layers"] == 6
 
 
 def test_pins_are_those_of_the_constraints() -> None:

@@ -261,6 +261,13 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def _object_of(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise InputError(f"not JSON ({error}); write a request as one JSON object.") from error
+
+
 def _numbered(
     path: Path, text: str, check: Callable[[Any], dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
@@ -268,7 +275,7 @@ def _numbered(
         if not line.strip():
             continue
         try:
-            yield check(json.loads(line))
+            yield check(_object_of(line))
         except (ValueError, InputError) as error:
             raise InputError(f"{path}, line {number}: {error}") from error
 

@@ -31,6 +31,18 @@ class Unwritable(LarderError):
     """Stdout is closed or full."""
 
 
+class FileAccessError(LarderError):
+    """A file or folder that cannot be read or written."""
+
+    @staticmethod
+    def of(error: OSError) -> FileAccessError:
+        """Error for a failure of the system that names a file."""
+        return FileAccessError(
+            f"{error.filename} cannot be used ({error.strerror}): name another place, or make this "
+            "one readable and writable."
+        )
+
+
 def handle_stdout_error(error: OSError) -> int:
     """Report a failed write to stdout, redirect stdout to null, and return the exit code.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -62,7 +63,9 @@ def install(name: Name, options: OutputOptions) -> None:
     else:
         if not model.files:
             _pip_install(name, model.requirements)
-        folder = str(model.folder(name))
+        from larder.engine.progress_bar import progress_bar
+
+        folder = str(model.folder(name, progress_bar))
     if options.json:
         print_document({"schema": SCHEMA, "name": name, "folder": folder})
         return
@@ -71,9 +74,22 @@ def install(name: Name, options: OutputOptions) -> None:
 
 @app.command("show")
 @command
-def show(name: Name, options: OutputOptions) -> None:
-    """Show a model's licence, layers, and what its full KV cache takes; its packages if missing."""
-    known = _known(name)
+def show(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="A name that `model list` prints, a folder or a .gguf file."
+        ),
+    ],
+    options: OutputOptions,
+) -> None:
+    """Show a model's licence, layers, and what its full KV cache takes; its packages if missing.
+
+    A model that is shown for the first time may be converted before, which takes a while.
+    """
+    is_listed = name in [one["name"] for one in _models()]
+    is_path = not is_listed and Path(name).exists()
+    known = {"name": name, "is_installed": True} if is_path else _known(name)
     document = {"schema": SCHEMA, **known}
     if known["is_installed"]:
         document |= _architecture(name)
@@ -176,9 +192,10 @@ def _pip_install(name: str, requirements: tuple[str, ...]) -> None:
 
 def _architecture(name: str) -> dict[str, Any]:
     """Layers of a model, and bytes of its full cache."""
+    from larder.engine.progress_bar import progress_bar
     from larder.models.loader import load
 
-    decoder = load(name, dtype="auto").decoder
+    decoder = load(name, dtype="auto", stage=progress_bar).decoder
     layers = decoder.spec.layers
     config = decoder.module.config.get_text_config()
     tokens = config.max_position_embeddings

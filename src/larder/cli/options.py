@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperGroup
 
-from larder.cli.errors import Interrupted, print_error
+from larder.cli.errors import FileAccessError, Interrupted, print_error
 from larder.core.errors import LarderError
 
 
@@ -106,6 +106,10 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             function(**arguments, **{slot.name: options})
         except LarderError as error:
             _exit_with_error(error, options)
+        except OSError as error:
+            if error.filename is None:
+                raise  # of stdout
+            _exit_with_error(FileAccessError.of(error), options)
         except KeyboardInterrupt:
             _exit_with_error(Interrupted("interrupted before the first result."), options)
 
@@ -114,7 +118,14 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*others, *shared)]
     )
     run.__annotations__ = {p.name: p.annotation for p in (*others, *shared)}
+    run.__doc__ = _unwrapped(function.__doc__ or "")
     return run
+
+
+def _unwrapped(docstring: str) -> str:
+    """Docstring with a line for each paragraph, which the terminal wraps; tables stay."""
+    paragraphs = inspect.cleandoc(docstring).split("\n\n")
+    return "\n\n".join(one if "  " in one else one.replace("\n", " ") for one in paragraphs)
 
 
 def _exit_with_error(error: LarderError, options: OutputOptions) -> None:

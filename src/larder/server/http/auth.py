@@ -150,7 +150,9 @@ def load_keys(path: Path) -> dict[str, Principal]:
     try:
         return parse_keys(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read as a file of keys ({error}).") from error
+        raise InputError(
+            f"{path} cannot be read as a file of keys ({error}): name another."
+        ) from error
 
 
 def _check(words: list[str], where: str) -> None:

@@ -76,9 +76,8 @@ def read_conversation(
         way = "rename it"
         if ending in FORMATTED_SUFFIXES:
             way = f"save its text as {path.stem}.txt, and give that"
-        raise InputError(
-            f"{path} ends in {ending or 'nothing'!r}: a file must end in one of {known}; {way}."
-        )
+        found = f"ends in {ending!r}" if ending else "has no ending"
+        raise InputError(f"{path} {found}: a file must end in one of {known}; {way}.")
     text = _text(path)
     try:
         if ending in DOCUMENT_SUFFIXES:
