@@ -12,8 +12,8 @@ from transformers import BertConfig, BertLMHeadModel
 
 import larder
 from larder.core import BadParameter, BudgetError, CacheError, ModelError, UnknownName, UsageError
-from larder.models.tiny import tiny
 from model_runs import some_ids
+from tiny_models import tiny
 from type_checking import unchecked
 
 IDS = torch.tensor([some_ids(60)])
