@@ -86,7 +86,7 @@ def test_a_name_stands_once(tmp_path: Path) -> None:
 def test_counts_are_those_of_an_area() -> None:
     lines = list(method_lines([Method("X", "learned", "missing", note="Why.")]))
     assert "1 systems: 1 missing." in lines
-    assert "| X |  |  | missing |  |  |  |  | Why. |" in lines
+    assert "| X |  |  | missing |  |  |  |  |  | Why. |" in lines
 
 
 def test_a_page_without_marks_is_refused() -> None:

@@ -69,6 +69,9 @@ FIGURES = (
     Figure("needles inside", ("ruler_inside",), "exact", "needles", ("20%",), question="inside"),
     Figure("nats", ("divergence",), "kl", "locomo"),
     Figure("likelihood after", CATALOGUE, "log_likelihood", "needles", SHARES),
+    Figure(
+        "likelihood inside", ("catalogue_inside",), "log_likelihood", "needles", question="inside"
+    ),
 )
 
 
