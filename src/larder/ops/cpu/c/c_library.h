@@ -12,8 +12,9 @@
 #define MIN_EXPONENT -126.0f /* the smallest exponent of a normal float32 */
 
 /* What the processor can run, in rising order. */
-enum instruction_set { BASELINE, AVX2, AVX512, AVX512_BF16 };
+enum instruction_set { BASELINE, AVX2, AVX512, AVX512_BF16, MATRIX_UNITS };
 
+/* At most AVX512_BF16: matrix units are asked for by themselves. */
 enum instruction_set larder_instruction_set(void);
 
 #if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && __GNUC__ >= 11

@@ -1,6 +1,21 @@
 /* Instruction set of the processor that the kernels run on. */
 
+#include <stdint.h>
+
 #include "c_library.h"
+
+static enum instruction_set highest = MATRIX_UNITS;
+
+static enum instruction_set detect_instruction_set(void) {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        return __builtin_cpu_supports("avx512bf16") ? AVX512_BF16 : AVX512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        return AVX2;
+#endif
+    return BASELINE;
+}
 
 #if defined(WITH_MATRIX_UNITS)
 #include <cpuid.h>
@@ -17,21 +32,18 @@ int larder_has_matrix_units(void) {
     if (!known) {
         unsigned a, b, c, d = 0;
         int found = __get_cpuid_count(7, 0, &a, &b, &c, &d) && d & AMX_BF16 && d & AMX_TILE &&
-                    larder_instruction_set() == AVX512_BF16 &&
+                    detect_instruction_set() == AVX512_BF16 &&
                     !syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA);
         known = 1 + found;
     }
-    return known == 2;
+    return known == 2 && highest == MATRIX_UNITS;
 }
 #endif
 
 enum instruction_set larder_instruction_set(void) {
-#if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        return __builtin_cpu_supports("avx512bf16") ? AVX512_BF16 : AVX512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        return AVX2;
-#endif
-    return BASELINE;
+    enum instruction_set detected = detect_instruction_set();
+    return detected < highest ? detected : highest;
 }
+
+/* Take the forms of a lesser processor, as tests do. Not thread-safe. */
+void larder_limit_instruction_set(int32_t set) { highest = (enum instruction_set)set; }
