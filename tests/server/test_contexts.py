@@ -89,6 +89,20 @@ def test_a_document_leaves_after_those_that_were_read_behind_it(small: LoadedMod
     assert known == [True, True, False, True]
 
 
+def test_documents_before_a_new_one_stay(small: LoadedModel) -> None:
+    chunks, own, cache = tree(small, 3)
+    first, second, third = (tuple(range(n, n + 4)) for n in (5, 9, 13))
+    for length, before, ids in ((4, (), first), (8, first, second), (4, (), (1, 2, 3, 4))):
+        part = cache.fork()
+        part.truncate(length)
+        own.add(before, ids, part)
+    for _ in range(9):
+        own.find(cache.spec, (), (1, 2, 3, 4))
+    own.add((*first, *second), third, cache)  # takes the place of another one, however often asked
+    path = [((), first), (first, second), ((*first, *second), third)]
+    assert [key for _, key in chunks._held] == path
+
+
 def test_documents_that_are_asked_for_often_stay_until_the_clock_has_passed_them(
     small: LoadedModel,
 ) -> None:

@@ -91,6 +91,9 @@ class FirstWords(Embedder):
     def embed_questions(self, texts: Sequence[str]) -> np.ndarray:
         return np.stack([row(sum(map(ord, text.split()[0])) / 7) for text in texts])
 
+    def reads_whole(self, text: str) -> bool:
+        return len(text.split()) < 20
+
 
 class Waiting(Client):
     """Client that tells when its answer is complete."""
@@ -173,9 +176,48 @@ def test_what_cannot_be_answered_by_meaning_is_refused(small: LoadedModel) -> No
             {"session": "x"},
             {"contexts": ("One.",)},
             {"choice_group": "g"},
+            {"logprobs": 2},
             {"cached_response": CachedResponse("other")},
         ]
         for wrong in refused:
             with pytest.raises(ApiError) as told:
                 cached.ask("Box 7?", **wrong)
             assert told.value.param == "response_cache" and told.value.status == 400
+
+
+def test_an_answer_that_was_cut_off_says_so_again(small: LoadedModel) -> None:
+    cached = Cached(small)
+    with closing(cached.client):
+        first, again = cached.ask("Box 7?"), cached.ask("Box 7?")
+        assert again.told.tier == "response" and again.told.reason == first.told.reason == "length"
+
+
+def test_an_entry_has_the_question_that_was_answered(small: LoadedModel) -> None:
+    cached, wanted = Cached(small), CachedResponse("faq", CachedUse.EXAMPLES, key="plan")
+    asked = Request("a", (ChatMessage("user", "Never."),), cached_response=wanted, max_new_tokens=4)
+    cached.client.responses.take(asked, Client())
+    with closing(cached.client):
+        for text in ("Open 7.", "Open 9.", "Open 7."):
+            cached.ask(text, cached_response=wanted)
+        own = cached.client.responses._of("a", "faq", 0.0)
+        assert [each.question for each in own.kept] == ["Open 7.", "Open 9."]
+
+
+def test_questions_that_are_not_embedded_whole_are_answered_anew(small: LoadedModel) -> None:
+    cached = Cached(small)
+    with closing(cached.client):
+        for text in ("Lamp" + " on" * 20, "Lamp" + " off" * 20):
+            assert cached.ask(text).told.tier != "response"
+        with pytest.raises(ApiError, match="characters"):
+            cached.ask("x" * 1_000_000)
+        assert not cached.client.responses._tenants
+
+
+def test_tenants_whose_answers_are_over_are_forgotten(small: LoadedModel) -> None:
+    cached = Cached(small, ttl=1000.0)
+    with closing(cached.client):
+        cached.ask("Box 7?")
+        cached.ask("Box 7?", tenant="b")
+        assert len(cached.client.responses._tenants) == 2
+        cached.client.responses._of("c", "faq", 5000.0)
+        assert list(cached.client.responses._tenants) == [("c", "faq")]

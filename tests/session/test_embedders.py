@@ -288,3 +288,10 @@ class TestRefusals:
     def test_numbers_that_are_not_finite(self) -> None:
         with pytest.raises(ModelError, match="not finite"):
             unit_rows(torch.tensor([[1.0, float("nan")]]), "broken")
+
+
+def test_questions_that_are_cut_off_or_unknown_are_not_read_whole() -> None:
+    embedder = load_embedder("minilm")
+    assert embedder.reads_whole("What does box 7 hold?")
+    for text in ("Where is box 7? " * 60, "ลืมรหัสผ่าน"):  # noqa: RUF001
+        assert not embedder.reads_whole(text)

@@ -131,12 +131,13 @@ class HostChunks:
 
         Args:
             tenant: whose they are; None for anybody's.
-            parent: name of a chunk that stays.
+            parent: name of a chunk that stays, with those before it.
         """
+        staying = self._path(parent)
         keys = [
             key
             for key, held in self._held.items()
-            if tenant in (None, key[0]) and held.candidate.name != parent
+            if tenant in (None, key[0]) and held.candidate.name not in staying
         ]
         columns = CandidateColumns.of([self._held[key].candidate for key in keys])
         order = self._rule.select_victims(columns, float(self._uses), count)
@@ -146,6 +147,15 @@ class HostChunks:
             self._held.pop(key).reservation.release()
             self._names.pop((owner, before + ids), None)
         return bool(order.rows)
+
+    def _path(self, name: str) -> set[str]:
+        """Names of a chunk and of those before it."""
+        parents = {held.candidate.name: held.candidate.parent for held in self._held.values()}
+        path = set[str]()
+        while name in parents:
+            path.add(name)
+            name = parents[name]
+        return path
 
     def _reserved(self, tenant: str, count: int, parent: str) -> Reservation | None:
         """Host memory for a chunk behind another one, which stays; None if there is no room, even

@@ -14,7 +14,7 @@ from larder.engine.engine import Engine
 from larder.server.answer_form import AnswerForm, default_tool_parser
 from larder.server.engine_client import EngineClient
 from larder.server.engine_context import EngineContext
-from larder.server.engine_core import EngineCore
+from larder.server.engine_core import MAX_DUE, EngineCore
 from larder.server.operation import Operation
 from larder.server.persistence.base import SessionPersistence
 from larder.server.request import ApiError, Listener, Request, Ticket
@@ -95,6 +95,7 @@ class LocalEngineClient(EngineClient):
         form = AnswerForm(tool_parser, reasoning_parser)
         self.responses = ResponseCache(response_categories, engine.runtime, clock)
         self._prefetching = ThreadPoolExecutor(1, "larder workflows")
+        self._absent = set[tuple[str, str]]()  # stored sessions that it is to load
         self.context = EngineContext(core, persistence, form, step_lock)
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
@@ -114,7 +115,7 @@ class LocalEngineClient(EngineClient):
             core.refused.count(error.code)
             raise
         for name in absent:
-            self._prefetching.submit(self._prefetch, request.tenant, name, request.steps[name])
+            self._prefetch_later(request.tenant, name, request.steps[name])
         return ticket
 
     def call(self, operation: Operation[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -139,12 +140,25 @@ class LocalEngineClient(EngineClient):
         ticket = core.submit(request, listener, arrived)
         return ticket, core.announce(request.tenant, request.steps)
 
+    def _prefetch_later(self, tenant: str, name: str, steps: int) -> None:
+        """Load a stored session in the background, unless many are to be loaded already."""
+        if len(self._absent) >= MAX_DUE or (tenant, name) in self._absent:
+            return
+        self._absent.add((tenant, name))
+        try:
+            self._prefetching.submit(self._prefetch, tenant, name, steps)
+        except RuntimeError:  # the server stops
+            self._absent.discard((tenant, name))
+
     def _prefetch(self, tenant: str, name: str, steps: int) -> None:
         """Load a stored session that a workflow uses next; one that cannot be loaded is left to its
         request."""
         context = self.context
-        with suppress(LarderError), context.resident(tenant, name):
-            context.call(lambda: context.core.announce(tenant, {name: steps}))
+        try:
+            with suppress(LarderError), context.resident(tenant, name):
+                context.call(lambda: context.core.announce(tenant, {name: steps}))
+        finally:
+            self._absent.discard((tenant, name))
 
     def _wake(self) -> None:
         self.context.thread.wake()

@@ -18,8 +18,8 @@ embedding is as similar as the category demands. Three systems share the entries
   rewritten.
 
 The conversation before the question, the model, the length and the stop strings must be equal.
-Entries are in memory alone, and count on no budget: a quota bounds their number, and long answers
-are not kept.
+Entries are in memory alone, and count on no budget: a quota bounds their number, and long questions
+and answers are not kept. Questions that the embedder does not read whole are answered anew.
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ class ResponseEntry:
         context: digest of all that the answer depends on beside the question.
         uses: times that it was asked.
         cost: of answering it, in seconds.
+        reason: why the answer ended.
     """
 
     context: str
@@ -119,6 +120,7 @@ class ResponseEntry:
     uses: int = 1
     cost: float = 0.0
     made: float = 0.0
+    reason: str = "stop"
 
     @property
     def weight(self) -> float:
@@ -130,7 +132,7 @@ class TenantCategory:
     """Questions of one tenant and category: those whose answers are kept, and the latest others."""
 
     def __init__(self, rules: ResponseCategory) -> None:
-        self.rules = rules
+        self.rules, self.used = rules, 0.0  # when it was used last
         self.kept = list[ResponseEntry]()
         self._asked = OrderedDict[int, ResponseEntry]()  # without answers, by identity
 
@@ -149,6 +151,9 @@ class TenantCategory:
 
     def note(self, context: str, vector: Vector, question: str) -> ResponseEntry:
         """Entry of a question that is about to be answered, asked once more."""
+        repeated = [each for each in self.kept if each.question == question]
+        if (known := self._ask(repeated, context, vector)) is not None:
+            return known
         entry = self._ask(list(self._asked.values()), context, vector)
         entry = entry or ResponseEntry(context, vector, question)
         self._asked[id(entry)] = entry
@@ -211,28 +216,33 @@ class ResponseCache:
         wanted = self._checked(request)
         if request.sampling.temperature > 0 and not wanted.is_sampled:
             return request, listener
-        question = wanted.key or request.turns[-1].text
-        vector, now = self._vector(wanted, question), self._clock()
-        context = _context(request, wanted)
+        question = request.turns[-1].text
+        vector = self._vector(wanted, question)
+        if vector is None:
+            return request, listener
+        now, context = self._clock(), _context(request, wanted)
         with self._lock:
-            own = self._of(request.tenant, wanted.category)
+            own = self._of(request.tenant, wanted.category, now)
             found = None
             if wanted.use is CachedUse.ANSWER:
                 found = own.find(context, vector, now)
             self.hits += found is not None
             self.misses += found is None
             if found is None:
-                entry = own.note(context, vector, request.turns[-1].text)
+                entry = own.note(context, vector, question)
                 examples = own.examples(vector, now) if wanted.use is CachedUse.EXAMPLES else []
         if found is not None:
             listener.on_text(found.answer)
-            listener.on_done(cached_report(self._clock() - now))
+            listener.on_done(cached_report(self._clock() - now, found.reason))
             return None
 
         def keep(answer: str, report: Report) -> None:
             with self._lock:
                 seconds = report.seconds - report.wait_seconds
-                own.keep(entry, answer, max(0.0, seconds), self._clock())
+                # The question that was answered, not the one that it resembled.
+                entry.question, entry.vector, entry.reason = question, vector, report.reason
+                own.used = self._clock()
+                own.keep(entry, answer, max(0.0, seconds), own.used)
 
         return _with_examples(request, examples), AnswerRecorder(listener, keep)
 
@@ -252,23 +262,34 @@ class ResponseCache:
                 FIELD,
             )
         is_plain = request.is_nameless and not (request.images or request.contexts)
-        if not is_plain or request.choice or request.choice_group or request.constraint:
+        is_single = not (request.choice or request.choice_group)
+        if not is_plain or not is_single or request.constraint or request.logprobs is not None:
             raise invalid_request(
                 "response_cache is for whole conversations of text without a session, contexts, "
-                "constraint or n: leave these out, or response_cache.",
+                "constraint, log-probabilities or n: leave these out, or response_cache.",
                 FIELD,
             )
         return wanted
 
-    def _vector(self, wanted: CachedResponse, text: str) -> Vector:
+    def _vector(self, wanted: CachedResponse, question: str) -> Vector | None:
+        """Embedding of what is compared; None if it or the question is too long."""
+        text = wanted.key or question
+        if max(len(text), len(question)) > MAX_CHARACTERS:
+            return None
         with self._embedding:
             embedder = self._runtime.embedder(self.categories[wanted.category].embedder)
-            return embedder.embed_questions([text])[0]
+            return embedder.embed_questions([text])[0] if embedder.reads_whole(text) else None
 
-    def _of(self, tenant: str, category: str) -> TenantCategory:
+    def _of(self, tenant: str, category: str, now: float) -> TenantCategory:
+        """Questions of a tenant and category; those of others are forgotten once their answers
+        are over."""
+        for name, each in list(self._tenants.items()):
+            if now - each.used >= each.rules.ttl:
+                del self._tenants[name]
         own = self._tenants.get((tenant, category))
         if own is None:
             own = self._tenants[tenant, category] = TenantCategory(self.categories[category])
+        own.used = now
         self._tenants.move_to_end((tenant, category))
         if len(self._tenants) > MAX_TENANTS * max(1, len(self.categories)):
             self._tenants.popitem(last=False)
@@ -299,8 +320,8 @@ class AnswerRecorder(Listener):
         self.listener.on_error(error)
 
 
-def cached_report(seconds: float) -> Report:
-    """Report of an answer that no model has computed."""
+def cached_report(seconds: float, reason: str) -> Report:
+    """Report of an answer that no model has computed now."""
     return Report(
         session="",
         prompt_tokens=0,
@@ -312,7 +333,7 @@ def cached_report(seconds: float) -> Report:
         merged_tokens=0,
         lossless=False,
         tier="response",
-        reason="stop",
+        reason=reason,
         wait_seconds=0.0,
         first_seconds=seconds,
         seconds=seconds,

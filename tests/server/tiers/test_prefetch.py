@@ -98,6 +98,26 @@ def test_none_takes_the_place_of_one_that_is_due_as_early(
     assert session.residency.tier == tier
 
 
+def test_a_prefetch_that_fails_leaves_the_session_to_its_request(small: LoadedModel) -> None:
+    served, plain = Served(small, eviction="kvflow"), Served(small)
+    turns = told(1)
+    first = served.ask(turns, "x")
+    plain.ask(turns, "x")
+    assert served.core.tiers.offload(served.core.sessions.find("a", "x"))
+    restore = served.core.tiers.restore_from_host
+
+    def failing(session: SessionState) -> None:
+        raise RuntimeError("out of memory")
+
+    served.core.tiers.restore_from_host = failing
+    served.core.announce("a", {"x": 1})
+    served.run()
+    served.core.tiers.restore_from_host = restore
+    assert served.core.ledger.used(Tier.DEVICE) == 0
+    turns = answered(turns, first, "Why?")
+    assert served.ask(turns, "x").text == plain.ask(turns, "x").text
+
+
 class Waiting(Client):
     """Client that tells when its answer is complete."""
 
@@ -130,3 +150,17 @@ def test_a_session_that_only_the_store_holds_comes_back(small: LoadedModel, tmp_
             "x": "device",
             "y": "device",
         }
+
+
+def test_loads_of_named_sessions_are_bounded_and_end_with_the_server(small: LoadedModel) -> None:
+    client, going = LocalEngineClient(Engine(small, policy="full"), eviction="kvflow"), Event()
+    with closing(client):
+        client._prefetching.submit(going.wait)
+        for number in range(100):
+            client._prefetch_later("a", f"s{number % 80}", 1)
+        assert len(client._absent) == 64
+        going.set()
+        client._prefetching.submit(int).result(30)
+        assert not client._absent
+    client._prefetch_later("a", "x", 1)
+    assert not client._absent

@@ -19,6 +19,9 @@ from larder.server.tiers.device import MemoryDemand
 from larder.server.tiers.disk import LoadedCaches, StartedLoad, install_caches
 from larder.server.tiers.manager import TierManager
 
+# Errors of a prefetch that leave its session to the request, such as an accelerator without memory.
+FAILURES = (LarderError, RuntimeError, MemoryError)
+
 
 class CachePrefetcher:
     """Prefetch of caches ahead of their requests. For the model's thread.
@@ -68,8 +71,9 @@ class CachePrefetcher:
             return
         try:
             install_caches(session, session, load.saved, done.result(), load.reservation)
-        except LarderError as error:
-            self._tiers.disk.reject(error)
+        except FAILURES as error:
+            if isinstance(error, LarderError):
+                self._tiers.disk.reject(error)
             load.reservation.release()
             return
         self._tiers.in_host[session.key] = session
@@ -90,5 +94,7 @@ class CachePrefetcher:
             self.prefetched += 1
         except BudgetError:
             pass  # it stays in host memory
+        except FAILURES:
+            self._tiers.drop(session)  # the request loads or reads it itself
         finally:
             usage.is_running = False

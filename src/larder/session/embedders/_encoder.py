@@ -50,6 +50,11 @@ class Encoder:
             rows[batch] = self._rows([texts[i] for i in batch])
         return unit_rows(rows, self._name)
 
+    def reads_whole(self, text: str) -> bool:
+        """True if a text is not truncated, and has no words that the tokenizer does not know."""
+        ids = self._tokenizer(text, truncation=True, max_length=self._max_tokens + 1)["input_ids"]
+        return len(ids) <= self._max_tokens and self._tokenizer.unk_token_id not in ids
+
     @torch.inference_mode()
     def _rows(self, texts: list[str]) -> Float[Tensor, "B D"]:
         tokens = self._tokenizer(

@@ -35,6 +35,12 @@ class Embedder(ABC):
     def embed_questions(self, texts: Sequence[str]) -> Float32[np.ndarray, "N D"]:
         """Embed bare questions, to match against the centroids of segments."""
 
+    def reads_whole(self, text: str) -> bool:
+        """True if all of a question is embedded; False if it is longer than the model reads, or has
+        words that it does not know, such as those of another script."""
+        del text
+        return True
+
 
 EMBEDDERS = Family("embedder", "larder.session.embedders")
 

@@ -46,6 +46,9 @@ class MiniLM(Embedder):
     def embed_questions(self, texts: Sequence[str]) -> Float32[np.ndarray, "N D"]:
         return self._encoder.embed(texts)
 
+    def reads_whole(self, text: str) -> bool:
+        return self._encoder.reads_whole(text)
+
 
 def mean_pool(hidden: Float[Tensor, "B S D"], mask: Int[Tensor, "B S"]) -> Float[Tensor, "B D"]:
     """Mean of the hidden states of real tokens."""

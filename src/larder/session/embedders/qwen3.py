@@ -53,6 +53,9 @@ class Qwen3(Embedder):
     def embed_questions(self, texts: Sequence[str]) -> Float32[np.ndarray, "N D"]:
         return self._encoder.embed([QUESTION_FORM.format(text=text) for text in texts])
 
+    def reads_whole(self, text: str) -> bool:
+        return self._encoder.reads_whole(QUESTION_FORM.format(text=text))
+
 
 def last_pool(hidden: Float[Tensor, "B S D"], mask: Int[Tensor, "B S"]) -> Float[Tensor, "B D"]:
     """Hidden state of the last token; padding is on the left, so it is the last column."""

@@ -43,6 +43,11 @@ class SentenceTransformers(Embedder):
     def embed_questions(self, texts: Sequence[str]) -> Float32[np.ndarray, "N D"]:
         return self._embed(self._model.encode_query, texts)
 
+    def reads_whole(self, text: str) -> bool:
+        limit, tokenizer = self._model.get_max_seq_length(), self._model.tokenizer
+        ids = tokenizer(self._model.prompts.get("query", "") + text)["input_ids"]
+        return (limit is None or len(ids) <= limit) and tokenizer.unk_token_id not in ids
+
     def _embed(self, encode: Any, texts: Sequence[str]) -> Float32[np.ndarray, "N D"]:
         if not texts:
             return np.zeros((0, self._model.get_embedding_dimension()), np.float32)
