@@ -135,7 +135,7 @@ def test_a_model_without_rotary_embeddings() -> None:
     ("press", "message"),
     [
         (QueryPress, "is a class: give an instance"),
-        ("SnapKVPress", "str has no compress"),
+        ("SnapKVPress", "is a text: give the object"),
         (GeneratingPress(0.5), r"GeneratingPress has a forward_hook\(\) of its own.*from_kvpress"),
     ],
 )

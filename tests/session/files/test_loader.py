@@ -144,7 +144,7 @@ class TestBadInput:
             (b"\xff\xfe\x00\x01", "talk.json", "byte 0 is not UTF-8"),
             (b"a\x00b", "talk.txt", "zero bytes"),
             (b"x", "talk.docx", "ends in '.docx': a file must end in one of .json, .txt, .md"),
-            (b"x", "talk", "ends in 'nothing'"),
+            (b"x", "talk", "has no ending: a file must end in one of .json"),
             (b'[\n  {"role": }]', "talk.json", "line 2, column 12"),
             (b"[" * 100_000, "talk.json", "nests too deeply"),
             (b"9" * 5000, "talk.json", "thousands of digits"),
