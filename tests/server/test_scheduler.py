@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import pytest
 
 from larder import LarderError
@@ -51,6 +53,17 @@ def test_idle_sessions_of_others_leave_where_a_tenant_has_none(small: LoadedMode
     served = Served(small, device=int(1.9 * need(small, "full")), host=50_000)
     for tenant in "abca":
         assert served.ask(told(11), "x", tenant=tenant).told.new_tokens
+
+
+def test_prompts_are_read_however_many_writes_end(small: LoadedModel) -> None:
+    served = Served(small)
+    client, _ = served.submit(told(11, 20), "x")
+    for _ in range(90):
+        ended = Future[None]()
+        ended.set_result(None)
+        served.core.completions.when_done(ended, lambda _: None)
+        served.step()
+    assert client.told.new_tokens
 
 
 @pytest.mark.parametrize("policy", MODES)

@@ -257,7 +257,7 @@ class ResponseCache:
         if wanted.category not in self.categories:
             known = ", ".join(sorted(self.categories)) or "none"
             raise invalid_request(
-                f"There is no category {wanted.category!r} of the response cache: take one of "
+                f"There is no category {wanted.category[:99]!r} of the response cache: take one of "
                 f"these, or leave response_cache out: {known}.",
                 FIELD,
             )

@@ -106,7 +106,8 @@ class Scheduler:
         self._has_tails = any(job.reads_prompt_tail for job in ready)
         answered = self._decode(ready)
         # Prompt tails take the place of a block.
-        return was_completed or (not self._has_tails and self._prefill()) or answered
+        was_read = not self._has_tails and self._prefill()
+        return was_completed or was_read or answered
 
     def cancel_all(self) -> None:
         """Cancel all requests."""

@@ -165,6 +165,7 @@ def test_the_response_cache_is_asked_by_a_field(anne: OpenAI, served: Running) -
     anne.chat.completions.create(**ASKED, extra_body={"kv_program": "run", "kv_tool": "test"})
     assert (served.hub.asked[-1].program, served.hub.asked[-1].tool) == ("run", "test")
     assert served.hub.asked[-1].cached_response is None
-    with pytest.raises(openai.BadRequestError) as told:
-        anne.chat.completions.create(**ASKED, extra_body={"response_cache": {"use": "guess"}})
-    assert str(told.value.param).startswith("response_cache")
+    for wrong in ({"use": "guess"}, {"category": "faq", "usage": "examples"}):
+        with pytest.raises(openai.BadRequestError) as told:
+            anne.chat.completions.create(**ASKED, extra_body={"response_cache": wrong})
+        assert str(told.value.param).startswith("response_cache")

@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from fastapi.concurrency import run_in_threadpool
 from fastapi.requests import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from larder.engine.constraint import Constraint
 from larder.server.api_errors import invalid_request
@@ -101,6 +101,8 @@ class AnswerRequest(GenerationRequest):
 
 class ResponseCacheOptions(BaseModel):
     """What a request wants of the cache of answers by meaning."""
+
+    model_config = ConfigDict(extra="forbid")
 
     category: Text
     use: CachedUse = CachedUse.ANSWER

@@ -287,7 +287,10 @@ def _container(annotation: Any) -> Any:
             else (name, _union(field.annotation), field.get_default())
             for name, field in annotation.model_fields.items()
         ]
-        return msgspec.defstruct(annotation.__name__, fields, gc=False, kw_only=True)
+        is_strict = annotation.model_config.get("extra") == "forbid"
+        return msgspec.defstruct(
+            annotation.__name__, fields, gc=False, kw_only=True, forbid_unknown_fields=is_strict
+        )
     return None
 
 

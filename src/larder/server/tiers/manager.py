@@ -284,7 +284,8 @@ class TierManager:
     def _free_device(self, session: SessionState, demand: MemoryDemand, missing: int) -> bool:
         """Evict idle sessions from the device; true if any was evicted."""
         victims = self._device_victims(session, demand, missing)
-        self._order.tuner.note_eviction()
+        if victims:
+            self._order.tuner.note_eviction()
         return any([self._evict_from_device(each) for each in victims])
 
     def _device_victims(
