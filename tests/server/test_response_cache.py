@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from larder import Engine
-from larder.core import UsageError
+from larder.core import UnknownName, UsageError
 from larder.engine import SamplingParams
 from larder.models import LoadedModel
 from larder.server import (
@@ -73,7 +73,7 @@ def test_rules_are_spelled_and_wrong_ones_refused() -> None:
     name, rules = ResponseCategory.parse("faq:threshold=0.8,ttl=60,quota=5,embedder=tokens")
     assert (name, rules) == ("faq", ResponseCategory(0.8, 60.0, 5, embedder="tokens"))
     assert ResponseCategory.parse("faq") == ("faq", ResponseCategory())
-    for wrong in ("faq:threshold=2", "faq:size=1", "faq:quota=many", "faq:ttl=0"):
+    for wrong in ("faq:threshold=2", "faq:size=1", "faq:quota=many", "faq:ttl=0", ":ttl=5"):
         with pytest.raises(UsageError):
             ResponseCategory.parse(wrong)
 
@@ -183,6 +183,12 @@ def test_what_cannot_be_answered_by_meaning_is_refused(small: LoadedModel) -> No
             with pytest.raises(ApiError) as told:
                 cached.ask("Box 7?", **wrong)
             assert told.value.param == "response_cache" and told.value.status == 400
+
+
+def test_an_embedder_that_is_missing_is_told_at_the_start(small: LoadedModel) -> None:
+    with pytest.raises(UnknownName, match="guess"):
+        categories = {"faq": ResponseCategory(embedder="guess")}
+        LocalEngineClient(Engine(small, policy="full"), response_categories=categories)
 
 
 def test_an_answer_that_was_cut_off_says_so_again(small: LoadedModel) -> None:

@@ -52,6 +52,7 @@ class LocalEngineClient(EngineClient):
 
     Raises:
         UsageError: the policy cannot be served, or the model does not read `max_model_len` tokens.
+        UnknownName, DependencyError, ModelError: an embedder of a category cannot be loaded.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class LocalEngineClient(EngineClient):
         step_lock: AbstractContextManager[object] = nullcontext(),  # noqa: B008, without state
     ) -> None:
         persistence = persistence or SessionPersistence()
+        self.responses = ResponseCache(response_categories, engine.runtime, clock)
         core = EngineCore(
             engine,
             budgets,
@@ -93,7 +95,6 @@ class LocalEngineClient(EngineClient):
         if tool_parser is None:
             tool_parser = default_tool_parser(engine.tokenizer.tokenizer.chat_template)
         form = AnswerForm(tool_parser, reasoning_parser)
-        self.responses = ResponseCache(response_categories, engine.runtime, clock)
         self._prefetching = ThreadPoolExecutor(1, "larder workflows")
         self._absent = set[tuple[str, str]]()  # stored sessions that it is to load
         self.context = EngineContext(core, persistence, form, step_lock)

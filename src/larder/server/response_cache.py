@@ -87,6 +87,8 @@ class ResponseCategory:
             UsageError: it is spelled otherwise.
         """
         name, _, rules = text.partition(":")
+        if not name:
+            raise UsageError(f"--response-category {text!r} has no name: write NAME:RULES.")
         given = [rule.partition("=")[::2] for rule in rules.split(",") if rule]
         try:
             values = {key: TYPES.get(key, float)(value) for key, value in given}
@@ -197,6 +199,9 @@ class ResponseCache:
         categories: rules by name.
         runtime: has the embedders.
         clock: seconds since 1970.
+
+    Raises:
+        UnknownName, DependencyError, ModelError: an embedder cannot be loaded.
     """
 
     def __init__(
@@ -206,6 +211,8 @@ class ResponseCache:
         clock: Callable[[], float],
     ) -> None:
         self.categories, self._runtime, self._clock = categories, runtime, clock
+        for rules in categories.values():  # an embedder that is missing is told at the start
+            runtime.embedder(rules.embedder)
         self._tenants = OrderedDict[tuple[str, str], TenantCategory]()
         self._lock, self._embedding = threading.Lock(), threading.Lock()
         self.hits = self.misses = 0
