@@ -31,7 +31,7 @@ LOOSE_PATTERN := ^($(subst $(SPACE),|,$(LOOSE)))==
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install test test-extended test-cluster stress gpu demo smoke lint format docs bench studies results compat compat-oldest compat-newest clean
+.PHONY: help install test test-extended test-slow test-cluster stress gpu demo smoke lint format docs bench studies results compat compat-oldest compat-newest clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -55,6 +55,9 @@ test: $(STAMP) ## the default test suite
 test-extended: $(STAMP) ## the longer half of the tests
 	$(BIN)/python -m pytest -n auto --dist worksteal \
 		-m "extended and not slow and not gpu and not stress and not cluster"
+
+test-slow: $(STAMP) ## the tests that take seconds to minutes each, which no change runs
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow and not gpu and not stress and not cluster"
 
 test-cluster: $(STAMP) ## the tests that start a cluster of two machines here
 	$(BIN)/python -m pytest -m cluster
