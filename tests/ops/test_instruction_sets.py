@@ -103,10 +103,11 @@ def test_decode_attention_reads_no_row_but_those_of_its_heads(
     head_dim: int, dtype: torch.dtype
 ) -> None:
     lengths = torch.tensor([1, 15, 16, 17, 65, 513])
-    starts = torch.cat([torch.tensor([0]), lengths.cumsum(0)[:-1]])
-    keys, values = (
-        random_numbers(int(lengths.sum()), head_dim, seed=seed).to(dtype) for seed in (1, 2)
-    )
+    starts = (lengths + 1).cumsum(0) - lengths  # a row without numbers before each head
+    stored = int((lengths + 1).sum()) + 1
+    keys, values = (random_numbers(stored, head_dim, seed=seed).to(dtype) for seed in (1, 2))
+    for side in (keys, values):
+        side[starts - 1], side[-1] = float("nan"), float("nan")
     queries = random_numbers(12, 1, head_dim)
     out, lse = decode_attention.decode_attention(queries, keys, values, starts, lengths, 0.2)
     expected_out, expected_lse = reference(ragged_attention)(
