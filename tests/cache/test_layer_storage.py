@@ -7,7 +7,8 @@ import weakref
 import torch
 
 from cache_stores import append, assert_holds, exact, extend, same
-from larder.cache import SegmentedLayer, TieredLayer
+from larder.cache import DenseLayer, SegmentedLayer, TieredLayer
+from larder.core import LayerSpec
 from tensor_memory import reachable_tensors, storage_bytes
 
 
@@ -139,3 +140,12 @@ def test_a_plan_holds_the_old_storage_beside_the_new(planned) -> None:
     before = store.nbytes
     store.apply(planned.plan([[0, 1]] * planned.layer.kv_heads, 40))
     assert store.replaced_bytes == before
+
+
+def test_first_rows_of_heads_do_not_keep_a_default_device() -> None:
+    layer = LayerSpec(0, query_heads=3, kv_heads=3, head_dim=16, scaling=0.25)
+    with torch.device("meta"):
+        store = DenseLayer(layer, torch.float32, torch.device("cpu"))
+        store.reserve(777)
+        held = store.step_storage()
+    assert held is not None and held.starts.device.type == "cpu"

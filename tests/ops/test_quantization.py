@@ -35,6 +35,10 @@ some_numbers = st.lists(
 @given(some_numbers, bits)
 def test_a_group_is_off_by_half_a_step(numbers, bits) -> None:
     row = torch.tensor(numbers)
+    if bits == 1 and row.max() - loop.half_below(min(numbers)) > FLOAT16_MAX:
+        with pytest.raises(CacheError, match="cannot be quantized to one bit"):
+            scales_and_offsets(row.min(), row.max(), bits)
+        return
     offset, scale = scales_and_offsets(row.min(), row.max(), bits)
     codes = quantize(row, offset.expand(len(row)), scale.expand(len(row)), bits)
     back = dequantize(codes, offset.expand(len(row)), scale.expand(len(row)))
@@ -149,6 +153,13 @@ def test_numbers_beyond_float16_are_refused() -> None:
     coded(Codec(), "keys", rows, [3], NONE)
     rows[1, 2] = 2 * FLOAT16_MAX
     assert coded(Codec(0, 0), "keys", rows, [3], NONE).stored.max() == 2 * FLOAT16_MAX
+
+
+def test_one_bit_does_not_span_more_than_float16() -> None:
+    rows = torch.tensor([[48833.0], [-16657.0]])  # from -16672, the next float16 below: 65505
+    with pytest.raises(CacheError, match=r"span 65505 .* one bit.*take two bits"):
+        coded(Codec(1, 1), "keys", rows, [2], NONE)
+    coded(Codec(2, 2), "keys", rows, [2], NONE)
 
 
 def test_outliers_leave_a_smaller_range() -> None:

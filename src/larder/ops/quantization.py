@@ -47,10 +47,20 @@ def check_range(numbers: Float[Tensor, "*shape"]) -> None:
 def scales_and_offsets(
     lows: Float[Tensor, "*groups"], highs: Float[Tensor, "*groups"], bits: int
 ) -> tuple[Float16[Tensor, "*groups"], Float16[Tensor, "*groups"]]:
-    """Offset and scale of groups whose numbers span [low, high]; the codes cover both ends."""
+    """Offset and scale of groups whose numbers span [low, high]; the codes cover both ends.
+
+    Raises:
+        CacheError: a group spans more than the range of float16, and codes have one bit.
+    """
     same = lows == highs
     offsets = torch.where(same, lows.half(), _round_down_float16(lows))
     steps = (highs - offsets.to(highs.dtype)) / (2**bits - 1)
+    if bits == 1 and bool((steps > FLOAT16_MAX).any()):
+        raise CacheError(
+            f"Numbers that span {float(steps.max()):g} cannot be quantized to one bit, because "
+            f"scales are float16 and reach {FLOAT16_MAX:g}: take two bits, or keep such entries "
+            "at full precision."
+        )
     return offsets, torch.where(same, torch.zeros_like(offsets), -_round_down_float16(-steps))
 
 

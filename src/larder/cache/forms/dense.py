@@ -283,8 +283,8 @@ class DenseLayer(SegmentedLayer):
 
 @lru_cache(maxsize=256)
 def _head_starts(heads: int, capacity: int) -> Int64[Tensor, " K"]:
-    """First row of each head. Not to be changed."""
-    return torch.arange(heads) * capacity
+    """First row of each head, in host memory under any default device. Not to be changed."""
+    return torch.arange(heads, device="cpu") * capacity
 
 
 Part = DenseLayer
