@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from larder.models import LoadedModel
-from larder.server import SchedulingPolicy
+from larder.server import SchedulingPolicy, request_queue
 from server_core import Client, Served, answered, told
 
 PROGRAMS = SchedulingPolicy.PROGRAM_FCFS
@@ -46,6 +46,23 @@ def test_a_program_that_has_begun_does_not_wait_behind_new_ones(
     served.step()
     clients["old"], _ = served.submit(answered(turns, first, "Why?"), "old", program="P")
     assert finished(served, clients) == order
+
+
+def test_new_programs_do_not_wait_forever(
+    small: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_queue, "MAX_PASSED_REQUESTS", 5)
+    served = one_at_a_time(small, PROGRAMS)
+    turns = {name: told(number, 5) for number, name in enumerate(("old 0", "old 1"))}
+    clients = {name: served.submit(own, name)[0] for name, own in turns.items()}
+    new, rounds = served.submit(told(7, 5), "new")[0], 0
+    while new.report is None and rounds < 12:
+        served.step()
+        for name, client in clients.items():
+            if client.report is not None:
+                turns[name], rounds = told(rounds, 5), rounds + 1
+                clients[name] = served.submit(turns[name], name, program=name)[0]
+    assert new.report is not None and 5 <= rounds <= 8
 
 
 def test_a_session_in_memory_goes_first_and_priority_before_all(small: LoadedModel) -> None:

@@ -9,6 +9,8 @@ from enum import Enum
 from larder.server.api_errors import overloaded, too_many_requests
 from larder.server.request_state import RequestState
 
+MAX_PASSED_REQUESTS = 64
+
 
 class SchedulingPolicy(Enum):
     """Order of the requests of one tenant and one priority.
@@ -17,7 +19,8 @@ class SchedulingPolicy(Enum):
     PROGRAM_FCFS: sessions whose cache is in memory first, then by the first arrival of the program
     that a request is a part of: Li et al., "Continuum: Efficient and Robust Multi-Turn LLM Agent
     Scheduling with KV Cache Time-to-Live" (2025), arXiv:2511.02230. So a program that has begun
-    does not queue behind new ones after each of its tool calls.
+    does not queue behind new ones after each of its tool calls. What differs: a request that
+    `MAX_PASSED_REQUESTS` later ones have overtaken goes first.
     """
 
     PRIORITY = "priority"
@@ -34,9 +37,10 @@ class SchedulingPolicy(Enum):
         return 0 if self is SchedulingPolicy.PRIORITY else job.program_order
 
 
-def _program_rank(job: RequestState) -> tuple[int, bool, int, int]:
-    is_resident = job.session.residency.is_resident
-    return job.request.priority, not is_resident, job.program_order, job.order
+def _program_rank(job: RequestState) -> tuple[int, bool, bool, int, int]:
+    is_due, is_resident = job.passed >= MAX_PASSED_REQUESTS, job.session.residency.is_resident
+    order = job.order if is_due else job.program_order
+    return job.request.priority, not is_due, not is_resident and not is_due, order, job.order
 
 
 class RequestQueue:
@@ -85,8 +89,10 @@ class RequestQueue:
         return self.policy.first(self._jobs[tenant])
 
     def remove(self, job: RequestState) -> None:
-        """Remove a request from its queue."""
+        """Remove a request from its queue; those that it leaves behind have been overtaken."""
         tenant = job.session.tenant
         self._jobs[tenant].remove(job)
+        for each in self._jobs[tenant]:
+            each.passed += each.order < job.order
         if not self._jobs[tenant]:
             del self._jobs[tenant]

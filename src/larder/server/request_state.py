@@ -153,6 +153,7 @@ class RequestState(Ticket):
         contexts: tokens of contexts that are read apart; None without any.
         order: number by which it arrived.
         program_order: `order` of the first request of its program.
+        passed: later requests of its tenant that left the queue before it.
         num_preemptions: times that it gave up its memory to a request that comes first.
         was_new: the session was created for this request.
         durable: as in `Report`.
@@ -172,6 +173,7 @@ class RequestState(Ticket):
     answer: AnswerProgress = field(default_factory=AnswerProgress)
     order: int = 0
     program_order: int = 0
+    passed: int = 0
     num_preemptions: int = 0
     was_new: bool = False
     durable: bool | None = None
