@@ -43,8 +43,8 @@ COMPOSITIONS = {
     "blended_contexts_in_lazy_layers": (
         "blended() > protect(sinks=4, recent=8) > snapkv(window=8) > lazy_layers()"
     ),
-    "blended_contexts_by_fastgen": (
-        "blended() > protect(sinks=4, recent=1) > fastgen() > recovery()"
+    "blended_contexts_by_keys": (
+        "blended() > protect(sinks=4, recent=8) > keydiff() > global() > subgen()"
     ),
     "repetition_by_gradients_in_3_bits": (
         "whole() > protect(sinks=4, recent=8) > kvgrad(chunk=128) > global() > "
@@ -120,10 +120,18 @@ def test_it_answers_within_its_bytes(
         assert peak.entries <= most(memory.policy, cache, BLOCK)[1]
 
 
-def test_contexts_at_the_same_positions_are_refused(full: Engine) -> None:
-    engine = full.under("parallel() > snapkv(window=8) > lazy_layers()", TOKENS)
-    with pytest.raises(UsageError, match=r"or take blended\(\)"):
-        engine.read(contexts=["My cat is called Mira."] * 2)
+@pytest.mark.parametrize(
+    ("sentence", "told"),
+    [
+        ("parallel() > snapkv(window=8) > lazy_layers()", r"or take blended\(\)"),
+        ("blended() > fastgen() > recovery()", r"observes every token.*take a scorer"),
+    ],
+)
+def test_contexts_that_a_part_cannot_take_are_refused(
+    full: Engine, sentence: str, told: str
+) -> None:
+    with pytest.raises(UsageError, match=told):
+        full.under(sentence, TOKENS).read(contexts=["My cat is called Mira."] * 2)
 
 
 def entry_bytes(cache: SequenceCache) -> int:

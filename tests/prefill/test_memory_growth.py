@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("flatness.py")
+SCRIPT = Path(__file__).with_name("memory_growth.py")
 HEADS, BUDGET, BLOCK = 6 * 2, 1024, 512  # of the seed model, and of the script
 BYTES_PER_TOKEN = HEADS * 64 * 2 * 4
 
