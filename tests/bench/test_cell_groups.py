@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from larder_bench.execution.measured_cells import MeasuredCells
 from larder_bench.execution.ray_executor import CellGroup, group_by_conversation, next_ready_group
 from larder_bench.results.rows import Row
@@ -77,6 +79,7 @@ def at_once(wanted: list[Cell], seed: int) -> list[Row]:
     return rows
 
 
+@pytest.mark.extended
 def test_rows_do_not_depend_on_who_is_first() -> None:
     wanted = cells()
     expected = in_turn(wanted)

@@ -134,6 +134,7 @@ def test_reading_is_told_apart_by_what_it_is_for(bench: ModelContext, tmp_path: 
     assert sum(parts["keydiff"].values()) == pytest.approx(keydiff["prefill_seconds"], abs=1e-3)
 
 
+@pytest.mark.extended
 def test_exact_search_over_single_entries_recalls_what_is_largest(
     bench: ModelContext, tmp_path: Path
 ) -> None:

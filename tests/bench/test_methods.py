@@ -28,6 +28,7 @@ def methods() -> list[Method]:
     return read_methods(PAGE.parent / SOURCE)
 
 
+@pytest.mark.extended
 def test_the_page_is_generated_from_its_source(methods) -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert text == replace_methods(text, methods), "python -m larder_bench.reports.methods PAGE"

@@ -119,6 +119,7 @@ def test_verify_names_what_another_version_wrote(
     assert "is of version 1, this larder reads 2: it is left as it is" in said
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["chats", "chats_sealed"])
 def test_10_a_home_of_an_earlier_version_is_carried_over_by_one_command(
     run: Run, monkeypatch: pytest.MonkeyPatch, name: str

@@ -89,6 +89,7 @@ def test_bad_sessions(run: Run) -> None:
     assert "share of the context" in complaint(share, 2)
 
 
+@pytest.mark.extended
 def test_a_session_is_restored_instead_of_read(
     run: Run, larder_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ def texts(tmp_path: Path) -> tuple[Path, Path]:
     return cat, write(tmp_path / "baker.md", "Peter lives in Berlin and works as a baker. " * 3)
 
 
+@pytest.mark.extended
 def test_contexts_are_read_once_and_found_again(run: Run, texts: tuple[Path, Path]) -> None:
     cat, baker = texts
     words = ("--keep", "--json", *ASKED)

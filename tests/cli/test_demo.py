@@ -41,6 +41,7 @@ def test_the_bundled_texts_have_questions() -> None:
     assert all(one.answer in text for one in demonstration.DOCUMENT.questions)
 
 
+@pytest.mark.extended
 def test_table(run: Run) -> None:
     result = run("demo", "--model", "seed", "--budget", "100")
     assert (result.exit_code, result.stderr) == (0, "")

@@ -72,6 +72,7 @@ def test_two_files_are_said_to_be_too_few_for_an_interval(
     assert "two files" in run("eval", folder, *SMALL).stderr
 
 
+@pytest.mark.extended
 def test_comparison_in_pairs(run: Run, folder: Path) -> None:
     told = document(run("eval", folder, *SMALL, "--against", "full", "--json"))
     against = told["summary"]["against"]
@@ -86,6 +87,7 @@ def test_a_comparison_with_itself_differs_by_nothing(run: Run, talk: Path) -> No
     assert told["summary"]["against"]["difference"]["f1"] == zero
 
 
+@pytest.mark.extended
 def test_tables(run: Run, talk: Path, folder: Path) -> None:
     one = run("eval", talk, *FULL)
     assert (one.exit_code, one.stderr) == (0, "")
@@ -96,6 +98,7 @@ def test_tables(run: Run, talk: Path, folder: Path) -> None:
         assert word in several
 
 
+@pytest.mark.extended
 def test_tables_tell_what_dense_layers_take(run: Run, talk: Path, folder: Path) -> None:
     parts = "protect(sinks=2, recent=4) > sinks_and_window(sinks=2) > uniform() > park()"
     policy = ("--policy", f"{parts} > flat(page=4, dense=2) > lagged(tokens=4)", "--budget", "25%")

@@ -98,6 +98,7 @@ def test_list_names_everything(run: Run) -> None:
     assert {part["slot"] for part in told["parts"]} == {*FAMILIES, "protect"}
 
 
+@pytest.mark.extended
 def test_lists_and_pages_share_their_words(run: Run) -> None:
     told = document(run("policy", "list", "--json"))
     for preset in told["presets"][::15]:

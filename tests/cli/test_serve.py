@@ -46,6 +46,7 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return replies
 
 
+@pytest.mark.extended
 def test_a_model_is_served_until_it_is_interrupted(run: Run, answered: dict[str, Any]) -> None:
     done = run("serve", "--port", "0", "--kv-budget", "64MiB")
     assert done.exit_code == INTERRUPTED_EXIT_CODE, done.exception

@@ -17,6 +17,7 @@ from tiny_models import tiny
 from topic_embedder import TopicEmbedder
 
 
+@pytest.mark.extended
 def test_asking_gives_the_room_of_the_answer_back(engine: Engine) -> None:
     memory = engine.read(HISTORY)
     memory.activate_for("My dog?")

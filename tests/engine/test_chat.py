@@ -77,6 +77,7 @@ def test_a_turn_behind_nothing_opens_the_conversation(engine: Engine) -> None:
     assert ids == engine.tokenizer.encode_conversation(Conversation("same", tuple(said))).ids
 
 
+@pytest.mark.extended
 def test_what_was_appended_comes_back_when_the_topic_does(engine: Engine) -> None:
     chat = Chat(engine, history=HISTORY)
     dogs = chat.say("My dog eats apples.", max_new_tokens=6).episode

@@ -144,6 +144,7 @@ def test_a_turn_leaves_what_a_context_in_the_same_blocks_leaves(small: LoadedMod
         assert torch.allclose(mine_keys, keys, atol=1e-5)
 
 
+@pytest.mark.extended
 def test_a_roll_back_reads_anew_within_the_bound(
     small: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +189,7 @@ def test_an_interrupted_plan_at_the_end_of_a_turn_is_made_up_for(
     assert chat.memory.caches.activate(0).next_position == chat.figures.log_tokens
 
 
+@pytest.mark.extended
 def test_a_full_budget_drops_nothing_in_a_chat(small: LoadedModel) -> None:
     limited, full = Chat(under(small, KEYDIFF, 512)), Chat(Engine(small, policy="full"))
     for text, tokens in TURNS:

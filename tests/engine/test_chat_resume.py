@@ -61,6 +61,7 @@ def test_a_restored_chat_goes_on_as_the_one_that_was_saved(
         assert policy == STEPWISE or torch.allclose(one, other, atol=1e-3), "the turn is read"
 
 
+@pytest.mark.extended
 def test_a_damaged_state_is_read_anew(
     engine: Engine, keeper: StorePersistence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +115,7 @@ def test_turns_that_are_rolled_back_were_never_said(loaded: LoadedModel, policy:
         chat.roll_back(3)
 
 
+@pytest.mark.extended
 def test_a_topic_of_its_own_is_rolled_back_too(engine: Engine) -> None:
     chat = Chat(engine, "mine", HISTORY)
     chat.say("A sea and a star.", max_new_tokens=4)

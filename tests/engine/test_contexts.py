@@ -44,6 +44,7 @@ def test_known_contexts_answer_as_unknown_ones(plain: Engine, policy: str) -> No
     assert answers[0].ids == answers[1].ids and "Berlin" in answers[0].text
 
 
+@pytest.mark.extended
 def test_a_store_keeps_chunks_for_one_tenant(plain: Engine, tmp_path: Path) -> None:
     engine, loaded = plain.under("ape"), plain.loaded
     store = Store(str(tmp_path / "store"), tmp_path / "home")

@@ -53,6 +53,7 @@ def test_a_batch_is_each_prompt_alone(name: str) -> None:
     assert alone.kv_bytes < 0.8 * alone.full_kv_bytes
 
 
+@pytest.mark.extended
 @by_name
 @pytest.mark.parametrize("policy", [SINGLE, "full"])
 def test_a_saved_chat_continues_alike(

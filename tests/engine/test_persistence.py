@@ -111,6 +111,7 @@ def every_preset() -> list[Any]:
     return found
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("preset", every_preset())
 def test_15_every_policy_comes_back_to_the_bit(
     runtime: ModelRuntime, keeper: StorePersistence, preset: str
@@ -165,6 +166,7 @@ def test_what_cannot_be_used_is_read_anew_and_why_is_counted(
     assert ResumeResult(saved, "", 1200, 0.5).summary == "restored 1,200 tokens in 0.50 s"
 
 
+@pytest.mark.extended
 def test_26_reading_is_chosen_where_it_was_quicker_also_in_another_process(
     tmp_path: Path, small: LoadedModel, runtime: ModelRuntime
 ) -> None:

@@ -41,6 +41,7 @@ def engine_of(name: str, policy: str, budget: int | None = None) -> Engine:
     return Engine(loaded_of(name), policy=policy, budget=budget)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["LFM2", "Qwen3-Next"])
 @torch.no_grad()
 def test_a_full_cache_continues_as_transformers_does(name: str) -> None:
@@ -65,6 +66,7 @@ def test_policies_free_memory(policy: str) -> None:
     assert recurrent < alone.kv_bytes < 0.8 * alone.full_kv_bytes
 
 
+@pytest.mark.extended
 def test_an_answer_leaves_the_memory_as_it_was() -> None:
     engine = under(loaded_of("Falcon-H1"), SINGLE)
     memory = engine.read(HISTORY)
@@ -79,6 +81,7 @@ def test_an_answer_leaves_the_memory_as_it_was() -> None:
 SLOW_EPISODES = pytest.param(EPISODES, marks=pytest.mark.slow)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("policy", [SINGLE, STEPWISE, SLOW_EPISODES, "full"])
 def test_a_saved_chat_continues_alike(
     policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

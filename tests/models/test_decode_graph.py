@@ -41,6 +41,7 @@ def evict(cache: SequenceCache) -> None:
         cache.evict(layer, a_plan(kept, held))
 
 
+@pytest.mark.extended
 def test_replayed_steps_equal_forward_batches(decoder) -> None:
     """Batches that grow and shrink, with evictions between steps, in one captured size."""
     graphs = DecodeGraphs(decoder, EagerCapture(), width=8, batch_sizes=(2, 4))

@@ -65,6 +65,7 @@ def test_an_argument_of_attention_that_is_not_known() -> None:
         attend(nn.Linear(1, 1), *sides, larder=AttentionProbe(), positional_bias=1.0)
 
 
+@pytest.mark.extended
 def test_architectures_without_the_seam() -> None:
     shape = {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 2}
     refused(built("BloomForCausalLM", **shape), "BloomForCausalLM .*AttentionInterface")

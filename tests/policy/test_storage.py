@@ -179,6 +179,7 @@ def graded(part: QAQ, vectors: torch.Tensor, weights: torch.Tensor) -> list[int]
     return [part.tiers()[grade - 1].codec.value_bits for grade in grades.tolist()]
 
 
+@pytest.mark.extended
 def test_numbers_that_stand_out_do_not_widen_the_range_of_qaq() -> None:
     vectors = torch.linspace(-1, 1, 201).repeat(1000, 1)
     vectors[:, 0], vectors[:, -1] = -100.0, 100.0

@@ -22,6 +22,7 @@ def decoder() -> Decoder:
     return wrap_model(tiny("qwen3", layers=LAYERS))
 
 
+@pytest.mark.extended
 def test_all_but_the_first_two_layers_share_in_pairs(decoder) -> None:
     policy = Policy.parse("mpcache").with_sizes(TOKENS, None)
     runtime = ModelRuntime(

@@ -33,6 +33,7 @@ BUDGETS = [built("budget", n) for n in FAMILIES["budget"].names() if n != "unlim
 KINDS = {"blockwise": Blockwise, "episodic": lambda block: Episodic(block, Together.ALL)}
 
 
+@pytest.mark.extended
 @settings(max_examples=16)
 @given(
     length=st.integers(1, 70),

@@ -98,6 +98,7 @@ def test_all_are_read_together_if_asked(read, sizes) -> None:
     assert set(sizes) == {LANES}
 
 
+@pytest.mark.extended
 def test_on_a_cpu_one_is_read_after_the_other(read, blockwise, sizes) -> None:
     assert episodic.free_device_bytes(torch.device("cpu")) is None
     one, held = blockwise(EPICACHE)

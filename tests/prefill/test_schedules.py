@@ -52,6 +52,7 @@ def assert_same(left: SequenceCache, right: SequenceCache, within: float = 1e-4)
         torch.testing.assert_close(one[name], two[name], atol=within, rtol=0)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("sentence", SENTENCES)
 def test_blockwise_and_episodic_build_the_same_caches(
     watched, reader_for, lane_for, sentence

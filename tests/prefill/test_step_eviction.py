@@ -58,6 +58,7 @@ def generated(sentence: str, dtype: torch.dtype) -> tuple[list[int], SequenceCac
     return [int(token) for row in made for token in row], cache
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
 @pytest.mark.parametrize("dtype, sentence", CASES)
 def test_a_kernel_leaves_what_plans_leave(

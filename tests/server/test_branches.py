@@ -31,6 +31,7 @@ def branched(folder: Path, loaded: LoadedModel, count: int = 3) -> None:
         assert made == ["x", *(f"x~{number}" for number in range(2, count + 1))]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("gone", ["x", "x~2"])
 def test_a_branch_behind_one_that_is_gone_is_gone_on_with(
     small: LoadedModel, tmp_path: Path, gone: str
@@ -76,6 +77,7 @@ def test_branches_that_cannot_be_read_go_as_well(
         assert names(hub) == {"y~backup", "x~backup"}
 
 
+@pytest.mark.extended
 def test_branches_that_stay_are_told_though_they_cannot_be_read(
     small: LoadedModel, tmp_path: Path
 ) -> None:
@@ -166,6 +168,7 @@ def test_a_question_that_comes_twice_at_once_makes_a_branch_of_its_own(
         assert ask(hub, turns).told.session == f"{root}~3"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("damaged", ["x~2", "x~4"])
 def test_a_fork_is_not_named_as_one_that_cannot_be_read(
     small: LoadedModel, tmp_path: Path, damaged: str
@@ -227,6 +230,7 @@ def test_requests_wait_for_no_more_steps_than_they_must(
             assert len(made) <= most, (name, len(made))
 
 
+@pytest.mark.extended
 def test_a_large_family_is_not_brought_to_memory_for_one_of_it(
     small: LoadedModel, tmp_path: Path
 ) -> None:
@@ -237,6 +241,7 @@ def test_a_large_family_is_not_brought_to_memory_for_one_of_it(
         assert ask(hub, told(12), "x").told.session == "x~12"
 
 
+@pytest.mark.extended
 def test_branches_go_though_what_they_began_as_is_gone(small: LoadedModel, tmp_path: Path) -> None:
     branched(tmp_path, small)
     with hub_in(tmp_path, small) as hub:

@@ -75,6 +75,7 @@ def test_a_cache_that_is_read_again_stays_within_the_bound(
         lost.core.tiers.drop(lost.core.sessions.find("a", "x"))
 
 
+@pytest.mark.extended
 def test_a_branch_and_an_edit_stay_within_the_bound(
     deep: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

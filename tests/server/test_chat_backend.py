@@ -119,6 +119,7 @@ def test_a_message_longer_than_the_budget_is_read_in_blocks(small: LoadedModel) 
     assert served.core.ledger.used(Tier.HOST) > 0
 
 
+@pytest.mark.extended
 def test_an_edited_message_goes_on_from_before_it(small: LoadedModel) -> None:
     served, alone = serving(small, "epicache"), serving(small, "epicache")
     first = [*HISTORY[:4], user(SAID[0])]

@@ -79,6 +79,7 @@ def test_forced_tokens_are_those_of_the_mask() -> None:
         assert samplers[1].is_complete
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("policy", "temperature"),
     [

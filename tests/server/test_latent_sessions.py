@@ -17,6 +17,7 @@ def loaded_of(name: str) -> LoadedModel:
     return LoadedModel(wrap_model(family.model()), characters().tokenizer, name)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["DeepSeek-V2", "Gemma 3n"])
 @pytest.mark.parametrize("policy", ["full", "stepwise"])
 def test_sessions_answer_as_each_alone(policy: str, name: str) -> None:

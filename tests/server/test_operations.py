@@ -37,6 +37,7 @@ def test_an_operation_can_be_relayed(name: str) -> None:
     assert operation.name == name and operation.description.endswith(".")
 
 
+@pytest.mark.extended
 def test_each_endpoint_is_in_the_schema() -> None:
     app = create_app(FakeHub(), LoopbackAuth(), Archive(), HttpSettings())
     with listening(app) as url:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 
+import pytest
+
 from larder.cache import PageArena
 from larder.ops import AttentionBackend
 from server_core import Served, answered, characters, told
@@ -52,6 +54,7 @@ def test_a_session_with_the_beginning_of_another_takes_few_pages() -> None:
     assert taken(arena) == 0
 
 
+@pytest.mark.extended
 def test_offloaded_sessions_take_host_memory_and_come_back() -> None:
     plain, (served, _) = Served(characters()), over_pages(device=250_000, host=150_000)
     turns = {f"s{number}": told(number, 3) for number in range(5)}

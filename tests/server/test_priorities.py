@@ -145,6 +145,7 @@ def test_a_request_is_not_preempted_for_one_of_its_own_number(small: LoadedModel
     assert served.core.scheduler.preemptions == 0
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("policy", ["full", "limited"])
 def test_a_used_up_quota_of_one_tenant_holds_up_and_preempts_no_other(
     small: LoadedModel, policy: str
@@ -176,6 +177,7 @@ def test_a_tenant_preempts_its_own_requests_for_its_quota(small: LoadedModel) ->
     assert served.core.scheduler.preemptions == 1
 
 
+@pytest.mark.extended
 def test_nobody_stops_on_the_device_where_host_memory_is_short(small: LoadedModel) -> None:
     """A turn of a chat counts on host memory; an exact answer has none to give."""
 

@@ -107,6 +107,7 @@ def test_a_prompt_is_read_in_chunks_between_tokens(small: LoadedModel) -> None:
     assert served.core.scheduler.blocks > 10
 
 
+@pytest.mark.extended
 def test_a_second_tenant_reads_before_the_rest_of_a_flood(small: LoadedModel) -> None:
     served = Served(small, "limited")
     flood = [served.submit(told(number, 8))[0] for number in range(3)]
@@ -149,6 +150,7 @@ def test_19_a_cancelled_request_leaves_nothing(small: LoadedModel, policy: str, 
     assert served.ask(again, "x").text == other.ask(again, "x").text
 
 
+@pytest.mark.extended
 def test_a_row_that_fails_ends_alone(small: LoadedModel) -> None:
     served, alone = Served(small, "stepwise"), Served(small, "stepwise")
     clients = [served.submit(told(number), max_new_tokens=20)[0] for number in range(3)]
@@ -250,6 +252,7 @@ def test_a_policy_that_cannot_be_served_is_refused_at_the_start(
         Served(small, policy, tokens=256 if policy == "exact_question" else 32)
 
 
+@pytest.mark.extended
 def test_a_flood_of_one_tenant_leaves_places_for_others(small: LoadedModel) -> None:
     served = Served(small)  # with 64 places
     with pytest.raises(ApiError, match="wait for") as caught:
@@ -275,6 +278,7 @@ def test_a_full_queue_takes_nobody(small: LoadedModel) -> None:
     assert len(served.core.scheduler.queue) == 64
 
 
+@pytest.mark.extended
 def test_a_long_prompt_is_read_though_shorter_ones_keep_coming(small: LoadedModel) -> None:
     served, number = Served(small, "limited"), 100
     scheduler = served.core.scheduler

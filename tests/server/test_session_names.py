@@ -110,6 +110,7 @@ def test_what_cannot_be_seen_or_told_apart_is_none(name: str) -> None:
     assert str(caught.value).isprintable() and str(caught.value).startswith("session_id must")
 
 
+@pytest.mark.extended
 def test_no_category_of_characters_is_forgotten() -> None:
     seen = {0x600, 0x601, 0x602, 0x603, 0x604, 0x605, 0x6DD, 0x70F, 0x890, 0x891, 0x8E2}
     seen |= {0x110BD, 0x110CD, *range(0x13430, 0x13440)}  # number signs and hieroglyphs

@@ -146,6 +146,7 @@ class TestContract:
 
 
 class TestMiniLM:
+    @pytest.mark.extended
     def test_equals_the_slow_mean(self, minilm: MiniLM) -> None:
         source = str(folder())
         tokenizer = AutoTokenizer.from_pretrained(source)
@@ -154,6 +155,7 @@ class TestMiniLM:
         expected = slow_mean_rows(model, tokenizer, TEXTS, MAX_TOKENS)
         np.testing.assert_allclose(minilm.embed_segments(TEXTS), expected, atol=1e-5)
 
+    @pytest.mark.extended
     def test_equals_the_library(self, minilm: MiniLM) -> None:
         pytest.importorskip("sentence_transformers")
         expected = slow_library_rows(str(folder()), TEXTS)
@@ -179,6 +181,7 @@ class TestMiniLM:
 
 
 class TestSentenceTransformers:
+    @pytest.mark.extended
     def test_a_folder_of_another_kind_is_theirs(self, minilm: MiniLM) -> None:
         pytest.importorskip("sentence_transformers")
         loaded = load_embedder(str(folder()))
@@ -219,6 +222,7 @@ class TestQwen3:
 
 
 class TestTokens:
+    @pytest.mark.extended
     def test_equals_the_slow_mean(self) -> None:
         table = torch.randn(40, 12, generator=torch.Generator().manual_seed(1))
         encode = lambda text: [len(word) % 40 for word in text.split()]  # noqa: E731

@@ -60,6 +60,7 @@ def test_21_what_another_process_is_about_to_need_is_not_dropped(tmp_path: Path,
     assert not there.parts.blobs.files.has(ref)  # it has put it last, and nothing came of it
 
 
+@pytest.mark.extended
 def test_21_a_fork_that_goes_on_elsewhere_leaves_what_it_was_made_of(tmp_path: Path) -> None:
     here, there = (store_at(tmp_path, home=home, kept_epochs=2) for home in ("here", "there"))
     here.sessions.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
@@ -71,6 +72,7 @@ def test_21_a_fork_that_goes_on_elsewhere_leaves_what_it_was_made_of(tmp_path: P
     assert load(here).ids == IDS
 
 
+@pytest.mark.extended
 def test_21_a_log_that_another_machine_has_written_too_stays(tmp_path: Path) -> None:
     here, there = (store_at(tmp_path, home=home, kept_epochs=1) for home in ("here", "there"))
     here.sessions.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)

@@ -76,6 +76,7 @@ def _swept(store: Store) -> None:
     store.maintenance.sweep(grace_seconds=-1.0)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("delete", [_removed, _evicted, _swept])
 def test_6_a_deletion_that_hangs_stops_nobody_else(
     tmp_path: Path, delete: Callable[[Store], None]

@@ -84,6 +84,7 @@ def readable_words(store: Store, folder: Path) -> set[bytes]:
     return {word for word in words if any(word in data for data in held)}
 
 
+@pytest.mark.extended
 def test_nothing_can_be_read_without_the_key(tmp_path: Path) -> None:
     assert len(readable_words(filled(tmp_path / "open", key=None), tmp_path / "open")) == 5
     sealed = filled(tmp_path / "sealed")
@@ -105,6 +106,7 @@ def test_tenants_have_no_bytes_in_common_and_a_tenant_has_caches_once(tmp_path: 
     assert not own & theirs and len({path.read_bytes() for path in before}) == len(before)
 
 
+@pytest.mark.extended
 def test_another_key_or_none_is_refused(tmp_path: Path) -> None:
     filled(tmp_path / "a").close()
     for key, said in ((OTHER, "another key"), (None, "give --key-file")):
@@ -118,6 +120,7 @@ def test_another_key_or_none_is_refused(tmp_path: Path) -> None:
         store_at(tmp_path / "a", key=KEY)
 
 
+@pytest.mark.extended
 def test_what_is_put_elsewhere_does_not_open(tmp_path: Path) -> None:
     store = filled(tmp_path)
     own, theirs = (store.sessions.heads(who)[-1] for who in (WHO, "somebody else"))

@@ -116,6 +116,7 @@ def test_23_processes_of_one_machine_keep_to_one_budget(tmp_path: Path) -> None:
     assert stores[1].parts.ledger.used(Tier.DISK) < before[1]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_23_a_sweep_forgets_nothing_that_is_being_written(tmp_path: Path, moment: str) -> None:
     stopped, goes_on = threading.Event(), threading.Event()
@@ -187,6 +188,7 @@ def test_24_a_budget_that_is_lowered_while_it_is_used(tmp_path: Path) -> None:
     assert reasons[0] == "evicted" and all(load(store, f"s{n}").ids for n in range(3))
 
 
+@pytest.mark.extended
 def test_old_states_leave_first_and_what_was_used_last_stays(tmp_path: Path) -> None:
     now = [0.0]
 
@@ -229,6 +231,7 @@ def test_a_pinned_session_leaves_last(
         assert gone == set(left)
 
 
+@pytest.mark.extended
 def test_25_writes_to_the_disk_are_bounded_by_the_day(tmp_path: Path) -> None:
     now = [0.0]
     store = store_at(tmp_path, written_bytes=30 * KIB, clock=lambda: now[0])
@@ -256,6 +259,7 @@ def test_26_what_is_read_quicker_is_not_loaded(tmp_path: Path) -> None:
     assert ThroughputEstimates().choose(Tier.DISK, 1000, 10) is RestorePath.LOAD
 
 
+@pytest.mark.extended
 def test_22_many_sessions_take_no_memory_of_the_ledger(tmp_path: Path) -> None:
     store, source = store_at(tmp_path), random.Random(0)
     for number in range(20):

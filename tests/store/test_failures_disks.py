@@ -107,6 +107,7 @@ def test_5_a_chunk_that_is_gone_is_forgotten_and_asked_for_once(tmp_path: Path) 
     assert found is not None and found.next_position == 20
 
 
+@pytest.mark.extended
 def test_6_a_disk_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
     save(store_at(tmp_path))
     go_on, hanging = threading.Event(), threading.Event()
@@ -153,6 +154,7 @@ def test_6_an_index_that_others_hold_is_left_alone_for_a_while(tmp_path: Path) -
     assert is_exact(load(store)) and is_exact(load(store, "new"), LONGER)
 
 
+@pytest.mark.extended
 def test_7_reading_while_the_same_is_written(tmp_path: Path) -> None:
     store, stop = store_at(tmp_path), threading.Event()
     texts = {name: (*IDS, number) for number, name in enumerate("abc")}

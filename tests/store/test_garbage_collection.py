@@ -82,6 +82,7 @@ def nothing_is_left(folder: Path, *stores: Store) -> bool:
     return not told and not any(store.parts.chunks.all() for store in stores)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("uses", [_has_read, _has_loaded, _has_saved, _was_begun])
 @pytest.mark.parametrize("is_here_first", [True, False])
 def test_21_chunks_that_no_session_is_made_of_leave_every_machine(
@@ -102,6 +103,7 @@ def test_21_chunks_that_no_session_is_made_of_leave_every_machine(
     assert nothing_is_left(tmp_path, here, there)
 
 
+@pytest.mark.extended
 def test_21_chunks_that_are_read_stay_while_they_are(tmp_path: Path) -> None:
     clock = Clock()
     here = store_at(tmp_path, home="here", clock=clock)
@@ -117,6 +119,7 @@ def test_21_chunks_that_are_read_stay_while_they_are(tmp_path: Path) -> None:
     assert nothing_is_left(tmp_path, here, there)
 
 
+@pytest.mark.extended
 def test_21_beginnings_that_are_kept_for_their_own_sake_stay(tmp_path: Path) -> None:
     clock = Clock()
     homes = ("here", "there", "who knows nothing of them")
@@ -200,6 +203,7 @@ def test_21_a_cache_that_is_written_while_its_session_is_removed_leaves_nothing(
     assert nothing_is_left(tmp_path, store)
 
 
+@pytest.mark.extended
 def test_21_a_chunk_that_another_save_is_about_to_use_stays(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     with store.sessions.stage(WHO, IDS, snapshot(read(IDS))):
@@ -235,6 +239,7 @@ def test_21_chunks_that_two_threads_have_written_at_once_are_of_one_machine(
     assert nothing_is_left(tmp_path, store)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("days", [-1, 1])
 def test_a_clock_that_is_set_loses_nothing_and_keeps_nothing(tmp_path: Path, days: int) -> None:
     clock = Clock()

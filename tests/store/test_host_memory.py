@@ -22,6 +22,7 @@ def resident(what: str) -> int:
     return 1024 * int(line.split()[1])
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(not RESET.exists(), reason="only Linux tells the peak")
 def test_23_the_process_takes_no_more_than_the_budget_of_host_memory(tmp_path: Path) -> None:
     ids = tuple(range(480))

@@ -16,6 +16,7 @@ MORE = (*IDS, 5)
 PATIENCE = CallLimits(seconds=0.5, max_failures=100)
 
 
+@pytest.mark.extended
 def test_6_what_a_record_names_stays_though_it_comes_about_late(tmp_path: Path) -> None:
     disk = Hanging(tmp_path, "create", "sessions/")
     store = store_at(tmp_path, disk.place, patience=PATIENCE)
@@ -32,6 +33,7 @@ def test_6_what_a_record_names_stays_though_it_comes_about_late(tmp_path: Path) 
     assert store.sessions.append(WHO, TALK, SessionTurn(MORE, b"one two"), one.epoch).epoch == 2
 
 
+@pytest.mark.extended
 def test_6_a_cache_that_is_attached_late_is_whole(tmp_path: Path) -> None:
     disk = Hanging(tmp_path, "create", "sessions/")
     store = store_at(tmp_path, disk.place, patience=PATIENCE)

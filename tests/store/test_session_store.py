@@ -86,6 +86,7 @@ def test_what_did_not_change_is_not_written_again(tmp_path: Path) -> None:
     assert log not in cache_files(tmp_path) and set(again) < set(blob_files(tmp_path))
 
 
+@pytest.mark.extended
 def test_17_two_conversations_that_share_most_both_stay(tmp_path: Path) -> None:
     store, other = store_at(tmp_path), (*IDS[:-2], 1, 2)
     for turn in range(3):
@@ -131,6 +132,7 @@ def test_rolling_back_is_one_more_state(tmp_path: Path) -> None:
     assert is_exact(load(store), IDS[:14])
 
 
+@pytest.mark.extended
 def test_21_what_only_a_removed_session_needed_is_deleted(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     save(store)
@@ -149,6 +151,7 @@ def test_21_what_only_a_removed_session_needed_is_deleted(tmp_path: Path) -> Non
     assert is_exact(load(store))
 
 
+@pytest.mark.extended
 def test_21_chunks_leave_with_the_last_session_that_is_made_of_them(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     save(store, name="stays")
@@ -165,6 +168,7 @@ def test_21_chunks_leave_with_the_last_session_that_is_made_of_them(tmp_path: Pa
     assert store.parts.blobs.index.bytes_by_tenant() == counted
 
 
+@pytest.mark.extended
 def test_21_chunks_that_another_machine_needs_stay_until_a_sweep(tmp_path: Path) -> None:
     now = [time.time()]  # of files, too
     store, other = (store_at(tmp_path, home=home, clock=lambda: now[0]) for home in ("a", "b"))
@@ -192,6 +196,7 @@ def test_a_writer_that_comes_late_finds_the_session_removed(tmp_path: Path) -> N
         store.sessions.save(WHO, TALK, LONGER, snapshot(read(LONGER)), expected=1)
 
 
+@pytest.mark.extended
 def test_a_session_that_was_removed_leaves_nothing_for_long(tmp_path: Path) -> None:
     now = [1e9]
     store = store_at(tmp_path, clock=lambda: now[0])

@@ -120,6 +120,7 @@ def killed_upgrades(earlier: Path, first: int, stride: int) -> int:
     raise AssertionError("an upgrade has too many steps")
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("steps")
 def test_3_an_upgrade_that_is_killed_loses_nothing(earlier: Path) -> None:
     assert killed_upgrades(earlier, 9, 61) >= 2

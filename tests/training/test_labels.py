@@ -95,6 +95,7 @@ def states_of(decoder: Decoder, ids: tuple[int, ...]) -> list[torch.Tensor]:
     return entered
 
 
+@pytest.mark.extended
 def test_an_interrupted_run_goes_on_and_ends_with_equal_files(
     seed_model, adapter, tmp_path, larder_home
 ) -> None:

@@ -136,6 +136,7 @@ def test_what_names_a_session_names_its_forks() -> None:
     assert route(Request("a", (user("Hi"),), follows="x~2"))[0] == routing_key("a", "x")
 
 
+@pytest.mark.extended
 def test_another_goes_on_when_one_is_lost_between_turns(front: Front, small: LoadedModel) -> None:
     turns = [*told(1), ChatMessage("assistant", front.ask(told(1)).text), user("Why?")]
     front.replicas.lose(front.replicas.went[-1])
@@ -155,6 +156,7 @@ def test_a_client_hears_nothing_of_a_loss_halfway(
     assert len(front.replicas.went) == 2 and len(front.replicas.left) == 1
 
 
+@pytest.mark.extended
 def test_a_replica_that_stops_hands_its_answers_over(front: Front) -> None:
     heard = front.submit(told(1), tokens=60)
     assert heard.begun.wait(20)
@@ -174,6 +176,7 @@ def test_an_answer_that_goes_on_otherwise_is_none(front: Front) -> None:
     assert (refused.value.status, refused.value.retry_after) == (503, 1.0)
 
 
+@pytest.mark.extended
 def test_nobody_left_is_an_error_after_a_while(hasty: Front) -> None:
     for number in (0, 1):
         hasty.replicas.lose(number)
@@ -183,6 +186,7 @@ def test_nobody_left_is_an_error_after_a_while(hasty: Front) -> None:
     assert not hasty.hub.is_healthy()
 
 
+@pytest.mark.extended
 def test_a_session_that_is_held_is_waited_for(front: Front) -> None:
     turns = [*told(1), ChatMessage("assistant", front.ask(told(1)).text), user("Why?")]
     other = front.replicas.stores[1 - front.replicas.went[-1]]

@@ -71,6 +71,7 @@ def alone(loaded: LoadedModel, questions: int) -> list[ChatMessage]:
     return turns
 
 
+@pytest.mark.extended
 def test_a_conversation_goes_to_and_fro(small: LoadedModel, two: Two) -> None:
     turns = told(1)
     for number in range(5):
@@ -140,6 +141,7 @@ def test_what_is_removed_here_is_gone_there(two: Two) -> None:
     assert len(second.served.core.find("a", "x").turns) == 1
 
 
+@pytest.mark.extended
 def test_forks_that_two_make_do_not_meet(two: Two) -> None:
     first, second = two
     one = first.ask(told(1))

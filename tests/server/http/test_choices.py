@@ -150,6 +150,7 @@ def test_echoed_prompts_have_the_log_probabilities_of_the_model(
     assert hub.sessions("local") == ()
 
 
+@pytest.mark.extended
 def test_choices_share_the_prompt_and_leave_one_session(small: LoadedModel) -> None:
     hub = LocalEngineClient(Engine(small, policy="full"), ByteBudgets({Tier.DEVICE: 1 << 20}))
     with connected(hub) as client:

@@ -32,6 +32,7 @@ def client(url: str) -> Iterator[OpenAI]:
         yield found
 
 
+@pytest.mark.extended
 def test_a_conversation_reads_only_what_is_new(client: OpenAI, url: str) -> None:
     conversation = client.conversations.create()
     told = [

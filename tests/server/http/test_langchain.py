@@ -43,6 +43,7 @@ def test_an_answer_tells_what_was_cached(served: Running) -> None:
     assert {asked.session for asked in served.hub.asked} == {"one"}
 
 
+@pytest.mark.extended
 def test_an_answer_is_streamed(served: Running) -> None:
     from langchain_core.messages import AIMessageChunk
 

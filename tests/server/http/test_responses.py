@@ -134,6 +134,7 @@ def test_18_a_repeated_request_is_not_a_second_turn(
     assert len(served.hub.asked) == 3
 
 
+@pytest.mark.extended
 def test_conversations_survive_a_restart(tmp_path: Path) -> None:
     """Failure test 8, as far as HTTP has a part in it."""
     for turn in ("one", "two"):

@@ -149,6 +149,7 @@ def test_calls_are_rendered_where_nothing_is_cached(client: OpenAI, write: Write
     assert told.usage.prompt_tokens == len(rendered)
 
 
+@pytest.mark.extended
 def test_choices(client: OpenAI, write: Write) -> None:
     write(call_text(at="a") + call_text(at="b"))
     told = asked(client, [user("One")], parallel_tool_calls=False)
@@ -194,6 +195,7 @@ def test_refusals(client: OpenAI, more: dict[str, Any], error: str) -> None:
         asked(client, more.pop("messages", [user("Hello")]), **more)
 
 
+@pytest.mark.extended
 def test_models_that_take_no_tools() -> None:
     plain = TEMPLATE.replace("{% if tools %}{{ tools | tojson }}{% endif %}", "")
     for template, parser, error in (

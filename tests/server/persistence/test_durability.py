@@ -166,6 +166,7 @@ def numbers(client: httpx2.Client) -> list[str]:
     return client.get("/metrics").text.splitlines()
 
 
+@pytest.mark.extended
 def test_4_a_full_disk_is_told_to_every_client(small: LoadedModel, tmp_path: Path) -> None:
     with serving(small, tmp_path, Durability.TURN) as (client, disk):
         assert chat(client, "a").json()["kv"]["durable"] is True
@@ -189,6 +190,7 @@ def test_4_a_full_disk_is_told_to_every_client(small: LoadedModel, tmp_path: Pat
         disk.is_full = False
 
 
+@pytest.mark.extended
 def test_4_a_full_disk_is_a_503_where_turns_are_strict(small: LoadedModel, tmp_path: Path) -> None:
     with serving(small, tmp_path, Durability.STRICT) as (client, disk):
         assert chat(client, "a").json()["kv"]["durable"] is True

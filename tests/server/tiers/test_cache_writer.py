@@ -86,6 +86,7 @@ def test_many_sessions_take_turns_in_little_memory(
     assert any(not stored.core.sessions.has("a", name) for name in names)
 
 
+@pytest.mark.extended
 def test_1_what_is_damaged_is_read_again(small: LoadedModel, tmp_path: Path) -> None:
     first, never = Stored(small, tmp_path), Served(small)
     turns = talk(first)
@@ -157,6 +158,7 @@ def test_6_a_slow_disk_stops_nobody_who_is_answered(
     assert slow.told.new_tokens == 4 and other.told.new_tokens == 40
 
 
+@pytest.mark.extended
 def test_25_a_full_tier_before_a_slow_disk_has_requests_wait(
     small: LoadedModel, tmp_path: Path, gate: Gate
 ) -> None:
@@ -218,6 +220,7 @@ def test_the_strongest_durability_keeps_the_cache_too(small: LoadedModel, tmp_pa
     assert last.told.restored_tokens > 0
 
 
+@pytest.mark.extended
 def test_a_codec_that_loses_is_not_exact(small: LoadedModel, tmp_path: Path) -> None:
     first = Stored(small, tmp_path, codec="int8")
     turns = talk(first)
@@ -307,6 +310,7 @@ def test_a_pin_outlives_the_server(small: LoadedModel, tmp_path: Path) -> None:
     assert not x.pinned and x.turns == 6
 
 
+@pytest.mark.extended
 def test_a_cache_is_made_as_small_as_its_policy_wants(small: LoadedModel, tmp_path: Path) -> None:
     stored, never = Stored(small, tmp_path, policy="limited"), Served(small, "limited")
     turns = talk(stored)

@@ -34,6 +34,7 @@ def on_disk(stored: Stored, name: str = "x") -> SessionState:
     return session
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("policy", ["full", "limited"])
 @pytest.mark.parametrize(("eviction", "tier"), [("kvflow", "device"), ("lru", "disk")])
 def test_the_next_agent_is_fetched_from_the_store(
