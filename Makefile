@@ -51,7 +51,7 @@ $(STAMP): pyproject.toml constraints.txt $(C_SOURCES)
 test: $(STAMP) ## the default test suite
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-# Whole uses of the engine, the server and the commands, half a second and more each.
+# Whole uses of the engine, the server and the commands, 0.4 s and more each.
 test-extended: $(STAMP) ## the longer half of the tests
 	$(BIN)/python -m pytest -n auto --dist worksteal \
 		-m "extended and not slow and not gpu and not stress and not cluster"
