@@ -19,14 +19,7 @@ struct tile_shapes {
 
 /* Lane i of row j becomes lane j of row i. */
 TARGET INLINE void NAME(transpose)(floats *rows) {
-    const ints even = {0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30};
-    const ints odd = {1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31};
-    const ints even_pairs = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
-    const ints odd_pairs = {2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31};
-    const ints even_fours = {0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27};
-    const ints odd_fours = {4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31};
-    const ints lower = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
-    const ints upper = {8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31};
+    LANE_PATTERNS
 #define EXCHANGE(distance, first, second)                                                           \
     for (int i = 0; i < TILE_ROWS; i++)                                                             \
         if (!(i & distance)) {                                                                      \

@@ -57,16 +57,20 @@ TARGET INLINE floats NAME(load)(const void *row, int64_t first, int64_t dim, int
     return loaded;
 }
 
+/* Lanes of two vectors: every second one, pair and four of both, and both halves. */
+#define LANE_PATTERNS \
+    const ints even = {0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30};                 \
+    const ints odd = {1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31};                  \
+    const ints even_pairs = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};            \
+    const ints odd_pairs = {2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31};           \
+    const ints even_fours = {0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27};            \
+    const ints odd_fours = {4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31};           \
+    const ints lower = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};                   \
+    const ints upper = {8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31};
+
 /* Lane i of the result is the sum of the lanes of sums[i]. */
 TARGET INLINE floats NAME(sum_each)(floats *sums) {
-    const ints even = {0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30};
-    const ints odd = {1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31};
-    const ints even_pairs = {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29};
-    const ints odd_pairs = {2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31};
-    const ints even_fours = {0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27};
-    const ints odd_fours = {4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31};
-    const ints lower = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23};
-    const ints upper = {8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31};
+    LANE_PATTERNS
     for (int i = 0; i < 8; i++)
         sums[i] = __builtin_shuffle(sums[2 * i], sums[2 * i + 1], even) +
                   __builtin_shuffle(sums[2 * i], sums[2 * i + 1], odd);

@@ -4,3 +4,4 @@
 #undef ints
 #undef words
 #undef halves
+#undef LANE_PATTERNS
