@@ -16,7 +16,9 @@ from larder.core.family import unknown_name_message
 if TYPE_CHECKING:
     from larder.models.learned_weights import Card, LearnedWeights
     from larder.models.loader import LoadedModel
+    from larder.training.corpus import Corpus
     from larder.training.labels import LabelFile
+    from larder.training.passage_method import PassageLimits
 
 LABELS = "labels"  # makes the label file alone
 PREDICTIVE = "predictive"  # reads texts without labels
@@ -67,27 +69,34 @@ def train(
     Labels are made once, and go on where they were interrupted. Weights are kept under LARDER_HOME
     by the model's fingerprint: take the device and dtype that the model will run with.
     """
-    from larder.training.base import METHODS
+    from larder.training import PASSAGE_METHODS, PassageLimits, adopt_published, read_corpus
 
-    known = METHODS.names()
-    others = [LABELS, PREDICTIVE]
-    if method not in (*known, *others):
-        raise UnknownName(unknown_name_message("method to train", method, [*known, *others]))
+    _check_known(method)
     loaded = _load(model, device, dtype)
     if method == PREDICTIVE:
         _train_predictive(loaded, model, corpus, held_out, tokens, seed, options)
         return
-    if weights is not None and method != LABELS:
-        from larder.training.base import adopt_published
-
-        learned = adopt_published(weights, method, loaded.decoder.spec)
-        _save_and_print(learned, method, loaded, options)
-        return
-    labels = _labels(loaded, model, corpus, held_out, tokens, passage_tokens, seed)
     if method == LABELS:
+        labels = _labels(loaded, model, corpus, held_out, tokens, passage_tokens, seed)
         _print_labels(labels, loaded, options)
+        return
+    if weights is not None:
+        learned = adopt_published(weights, method, loaded.decoder.spec)
+    elif method in PASSAGE_METHODS:
+        limits = PassageLimits(tokens, passage_tokens=passage_tokens, seed=seed)
+        learned = _trained_on_passages(method, loaded, read_corpus(corpus, held_out), limits)
     else:
-        _save_and_print(_trained(method, labels, loaded, seed), method, loaded, options)
+        labels = _labels(loaded, model, corpus, held_out, tokens, passage_tokens, seed)
+        learned = _trained(method, labels, loaded, seed)
+    _save_and_print(learned, method, loaded, options)
+
+
+def _check_known(method: str) -> None:
+    from larder.training import METHODS, PASSAGE_METHODS
+
+    known = [*METHODS.names(), *PASSAGE_METHODS.names(), LABELS, PREDICTIVE]
+    if method not in known:
+        raise UnknownName(unknown_name_message("method to train", method, known))
 
 
 def _load(model: str, device: str, dtype: str | None) -> LoadedModel:
@@ -123,6 +132,19 @@ def _trained(method: str, labels: LabelFile, loaded: LoadedModel, seed: int) -> 
 
     with progress_bar(f"Training {method}", "layers") as update:
         return train(METHODS.load(method)(), labels, loaded.decoder.spec, seed, update)
+
+
+def _trained_on_passages(
+    method: str, loaded: LoadedModel, corpus: Corpus, limits: PassageLimits
+) -> LearnedWeights:
+    from larder.engine.progress_bar import progress_bar
+    from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+    from larder.training.passage_method import PASSAGE_METHODS, train_on_passages
+
+    adapter = TokenizerAdapter(loaded.tokenizer)
+    with progress_bar(f"Training {method}", "steps") as update:
+        part = PASSAGE_METHODS.load(method)()
+        return train_on_passages(part, loaded.decoder, adapter, corpus, limits, update)
 
 
 def _train_predictive(

@@ -82,4 +82,5 @@ from .spelling import spell as spell
 from .types import AppendKind as AppendKind
 from .types import Mode as Mode
 from .types import Packed as Packed
+from .types import Queries as Queries
 from .types import Variant as Variant

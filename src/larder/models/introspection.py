@@ -155,8 +155,8 @@ def call_uncached(
     attention: LayerAttention,
     positions: Int[Tensor, " Q"] | None = None,
     **options: Any,
-) -> None:
-    """Pass a text through the layers of a model, without a cache.
+) -> Float[Tensor, "Q hidden"]:
+    """Hidden states behind the layers of a model and its last norm, without a cache.
 
     Args:
         positions: of its tokens; None counts from 0.
@@ -164,13 +164,14 @@ def call_uncached(
     """
     device = input_placement(body)[1]
     places = torch.arange(len(ids), device=device) if positions is None else positions
-    body(
+    out = body(
         input_ids=torch.tensor([ids], device=device),
         position_ids=places[None],
         use_cache=False,
         larder=attention,
         **options,
     )
+    return out.last_hidden_state[0]
 
 
 @torch.no_grad()

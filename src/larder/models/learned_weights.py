@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from larder.core.errors import ModelError
 from larder.core.home import home
-from larder.core.spec import ModelSpec
+from larder.core.spec import LayerSpec, ModelSpec
 from larder.policy.providers.base import ActivationProvider, GateProvider
 
 CARD = "card"
@@ -33,6 +33,17 @@ PACKAGED = "learned"  # folder of this package
 LAYERS = "layers"
 
 LayerTensors = Mapping[str, Tensor]
+
+
+@runtime_checkable
+class WeightForm(Protocol):
+    """Shapes of the tensors of a method, such as those of a gate."""
+
+    def shapes(
+        self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
+    ) -> Mapping[str, tuple[int, ...]]:
+        """As of `GateProvider.shapes`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -105,8 +116,8 @@ def learned_file(fingerprint: str, name: str) -> Path:
     return home() / fingerprint / f"{name}{SUFFIX}"
 
 
-def load_learned(spec: ModelSpec, name: str, gate: GateProvider) -> LearnedWeights:
-    """Weights of a gate for a model, in float32.
+def load_learned(spec: ModelSpec, name: str, form: WeightForm) -> LearnedWeights:
+    """Weights of a method for a model, in float32.
 
     Raises:
         ModelError: there are none, they are of another model, or have other shapes.
@@ -119,7 +130,7 @@ def load_learned(spec: ModelSpec, name: str, gate: GateProvider) -> LearnedWeigh
             f"{str(spec.dtype).removeprefix('torch.')}): make them with `larder train {name}`, or "
             "choose a policy without it."
         )
-    check_learned(found, spec, name, gate)
+    check_learned(found, spec, name, form)
     return found
 
 
@@ -157,7 +168,7 @@ def split_layers(given: Mapping[str, Tensor], prefix: str = LAYERS) -> tuple[Lay
     return tuple(layers[place] for place in range(len(layers)))
 
 
-def check_learned(found: LearnedWeights, spec: ModelSpec, name: str, gate: GateProvider) -> None:
+def check_learned(found: LearnedWeights, spec: ModelSpec, name: str, form: WeightForm) -> None:
     """Check that weights are of a model and fit it.
 
     Raises:
@@ -174,7 +185,7 @@ def check_learned(found: LearnedWeights, spec: ModelSpec, name: str, gate: GateP
             f"{len(spec.managed)} managed ones: train {name} for this model."
         )
     for layer, own in zip(spec.managed, found.layers, strict=True):
-        wanted = dict(gate.shapes(layer, spec.width, own))
+        wanted = dict(form.shapes(layer, spec.width, own))
         shapes = {key: tuple(tensor.shape) for key, tensor in own.items()}
         if shapes != wanted:
             raise ModelError(

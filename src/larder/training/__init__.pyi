@@ -10,6 +10,7 @@ from .base import train as train
 from .corpus import Corpus as Corpus
 from .corpus import CorpusSplit as CorpusSplit
 from .corpus import Document as Document
+from .corpus import Passage as Passage
 from .corpus import read_corpus as read_corpus
 from .label_pass import LOGIT as LOGIT
 from .label_pass import PLUS as PLUS
@@ -22,6 +23,13 @@ from .labels import LabelSettings as LabelSettings
 from .labels import Shard as Shard
 from .labels import make_labels as make_labels
 from .methods.kvzap import ridge as ridge
+from .passage_method import PASSAGE_METHODS as PASSAGE_METHODS
+from .passage_method import PassageLimits as PassageLimits
+from .passage_method import PassageMethod as PassageMethod
+from .passage_method import differentiable_states as differentiable_states
+from .passage_method import distillation_loss as distillation_loss
+from .passage_method import select_passages as select_passages
+from .passage_method import train_on_passages as train_on_passages
 from .predictive import PredictiveSettings as PredictiveSettings
 from .predictive import fit_side as fit_side
 from .predictive import train_predictive as train_predictive

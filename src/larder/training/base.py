@@ -23,6 +23,7 @@ from larder.models.learned_weights import (
     Card,
     LayerTensors,
     LearnedWeights,
+    WeightForm,
     check_learned,
     split_layers,
 )
@@ -31,6 +32,7 @@ from larder.prefill.base import Progress
 from larder.training.corpus import CorpusSplit
 from larder.training.label_pass import STATES
 from larder.training.labels import LabelFile, Shard
+from larder.training.passage_method import PASSAGE_METHODS
 
 METHODS = Family("method", "larder.training.methods")
 
@@ -249,5 +251,11 @@ def adopt_published(path: Path, method: str, spec: ModelSpec) -> LearnedWeights:
         ) from error
     card = Card(method, (spec.fingerprint,), f"sha256:{digest}")
     learned = LearnedWeights(card, layers)
-    check_learned(learned, spec, method, METHODS.load(method)().gate())
+    check_learned(learned, spec, method, _form(method))
     return learned
+
+
+def _form(method: str) -> WeightForm:
+    if method in PASSAGE_METHODS:
+        return PASSAGE_METHODS.load(method)()
+    return METHODS.load(method)().gate()

@@ -1,0 +1,176 @@
+"""Training through the whole model: methods that read passages in place of labels."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.core.errors import BadParameter, ModelError
+from larder.core.family import Family, public_name
+from larder.core.spec import LayerSpec
+from larder.models.attention_backend import LayerAttention, RenumberedAttention
+from larder.models.decoder import Decoder
+from larder.models.introspection import call_uncached
+from larder.models.learned_weights import Card, LayerTensors, LearnedWeights
+from larder.prefill.base import Progress
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder.training.corpus import Corpus, CorpusSplit, Passage
+
+PASSAGE_METHODS = Family("method trained on passages", "larder.training.passage_methods")
+
+
+@dataclass(frozen=True)
+class PassageLimits:
+    """Passages that a method is trained and tested on.
+
+    Args:
+        tokens: trained on, at most.
+        test_tokens: of each other split, at most.
+        passage_tokens: read together, without the chat template.
+        seed: of the order of documents, and of the training.
+    """
+
+    tokens: int = 40_000
+    test_tokens: int = 6_000
+    passage_tokens: int = 768
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.tokens, self.test_tokens, self.passage_tokens) < 1:
+            raise BadParameter(f"Training needs numbers of tokens above 0, got {self}.")
+
+
+class PassageMethod(ABC):
+    """Base class of methods trained on passages: frozen dataclasses whose fields are settings.
+
+    The name of the file is that of the policy part whose weights are trained.
+    """
+
+    @abstractmethod
+    def fit(
+        self, decoder: Decoder, passages: Sequence[Passage], seed: int, progress: Progress
+    ) -> Sequence[LayerTensors]:
+        """Tensors of every managed layer, in order.
+
+        Args:
+            progress: called with steps done and in total.
+        """
+
+    @abstractmethod
+    def test(
+        self, decoder: Decoder, layers: Sequence[LayerTensors], passages: Sequence[Passage]
+    ) -> Mapping[str, float]:
+        """Metrics on passages that were not trained on."""
+
+    @abstractmethod
+    def shapes(
+        self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
+    ) -> Mapping[str, tuple[int, ...]]:
+        """Shape that each tensor of a layer must have, as of `GateProvider.shapes`."""
+
+
+def train_on_passages(
+    method: PassageMethod,
+    decoder: Decoder,
+    adapter: TokenizerAdapter,
+    corpus: Corpus,
+    limits: PassageLimits,
+    progress: Progress,
+) -> LearnedWeights:
+    """Weights of every managed layer, measured on documents that were not trained on.
+
+    Raises:
+        ModelError: there is nothing to train on, or training diverged.
+    """
+    chosen = select_passages(corpus.passages(adapter, limits.passage_tokens, limits.seed), limits)
+    trained = chosen[CorpusSplit.TRAIN]
+    if not trained:
+        raise ModelError(
+            "The corpus has no training document: give more texts, or fewer passage_tokens."
+        )
+    started, name = time.perf_counter(), public_name(type(method))
+    layers = tuple(method.fit(decoder, trained, limits.seed, progress))
+    _check_finite(layers, name)
+    seconds = round(time.perf_counter() - started, 1)
+    metrics = dict[str, float]()
+    for split in (CorpusSplit.TEST, CorpusSplit.HELD_OUT):
+        if chosen[split]:
+            found = method.test(decoder, layers, chosen[split])
+            metrics |= {f"{split.value}_{key}": round(value, 4) for key, value in found.items()}
+            metrics |= _sizes(split, chosen[split])
+    card = Card(
+        name,
+        (decoder.spec.fingerprint,),
+        corpus.digest[:16],
+        sum(len(passage.ids) for passage in trained),
+        limits.seed,
+        seconds,
+        metrics,
+        _settings(method),
+    )
+    return LearnedWeights(card, layers)
+
+
+def select_passages(
+    passages: Iterable[Passage], limits: PassageLimits
+) -> dict[CorpusSplit, list[Passage]]:
+    """Passages of each split, until it has its tokens."""
+    wanted = dict.fromkeys(CorpusSplit, limits.test_tokens) | {CorpusSplit.TRAIN: limits.tokens}
+    chosen = {split: list[Passage]() for split in CorpusSplit}
+    for passage in passages:
+        if wanted[passage.split] > 0:
+            wanted[passage.split] -= len(passage.ids)
+            chosen[passage.split].append(passage)
+        if max(wanted.values()) <= 0:
+            break
+    return chosen
+
+
+def differentiable_states(
+    decoder: Decoder, ids: Sequence[int], attention: LayerAttention
+) -> Float[Tensor, "T hidden"]:
+    """Hidden states behind the last norm, under another attention that gradients pass through.
+
+    Weights of the model take no gradient; what `attention` uses may.
+    """
+    with torch.enable_grad(), decoder.attention:
+        return call_uncached(decoder.body, ids, RenumberedAttention(attention, decoder.spec))
+
+
+def distillation_loss(
+    teacher: Float[Tensor, "N V"], student: Float[Tensor, "N V"]
+) -> Float[Tensor, ""]:
+    """Mean KL(teacher || student) of two rows of logits, in nats."""
+    return F.kl_div(
+        student.float().log_softmax(-1),
+        teacher.float().log_softmax(-1),
+        reduction="batchmean",
+        log_target=True,
+    )
+
+
+def _check_finite(layers: Sequence[LayerTensors], name: str) -> None:
+    for place, own in enumerate(layers):
+        if not all(bool(tensor.isfinite().all()) for tensor in own.values()):
+            raise ModelError(
+                f"Training {name} diverged in layer {place}: take another seed, or more tokens."
+            )
+
+
+def _sizes(split: CorpusSplit, passages: Sequence[Passage]) -> dict[str, float]:
+    return {
+        f"{split.value}_documents": float(len({own.document for own in passages})),
+        f"{split.value}_tokens": float(sum(len(own.ids) for own in passages)),
+    }
+
+
+def _settings(method: PassageMethod) -> dict[str, Any]:
+    return asdict(method)  # pyright: ignore

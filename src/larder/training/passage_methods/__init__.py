@@ -1,0 +1,1 @@
+"""Family of methods that are trained through the whole model, one per file."""
