@@ -19,6 +19,7 @@ SHARES = [0.25, "0.25", "1/4", "25%", " 1 / 4 ", "25.0%"]
 EQUAL = {
     (1.0, BudgetUnit.SHARE): [1.0, "1.0", "1/1", "100%"],
     (0.25, BudgetUnit.SHARE): SHARES,
+    (0.25, BudgetUnit.SHARE, 64): ["25% min 64", "1/4, min 64", "0.25 min64"],
     (512.0, BudgetUnit.TOKENS): [512, "512"],
     (64.0 * (1 << 20), BudgetUnit.BYTES): ["64MiB", "65536KiB", " 64 MiB "],
     (1e6, BudgetUnit.BYTES): ["1MB", "0.001GB"],
@@ -35,7 +36,10 @@ def test_a_budget_is_written_in_many_ways(amount) -> None:
     assert {MemoryBudget.parse(given) for given in EQUAL[amount]} == {MemoryBudget(*amount)}
 
 
-@pytest.mark.parametrize("given", [0, -1, "0", 1.5, "1.5", "5/4", "1/0", "many", "64 apples", ""])
+NO_BUDGETS = [0, -1, "0", 1.5, "1.5", "5/4", "1/0", "many", "64 apples", "", "25% min", "min 64"]
+
+
+@pytest.mark.parametrize("given", [*NO_BUDGETS, "512 min 64", "64MiB min 64"])
 def test_what_is_no_budget(given) -> None:
     with pytest.raises(UsageError, match=r"budget .*write 512 .*25%, 1/4 or 0\.25 .*64MiB"):
         MemoryBudget.parse(given)
@@ -44,6 +48,14 @@ def test_what_is_no_budget(given) -> None:
 def test_a_share_is_the_same_however_it_is_written(engine) -> None:
     spec, policy = engine.loaded.decoder.spec, Policy.parse("keydiff() > uniform()")
     assert {resolve_budget(policy, share, 1000, spec) for share in SHARES} == {250}
+
+
+def test_a_share_of_a_short_text_is_its_min(engine) -> None:
+    spec, policy = engine.loaded.decoder.spec, Policy.parse("keydiff() > uniform()")
+    held = [resolve_budget(policy, "25% min 64", tokens, spec) for tokens in (1000, 256, 100)]
+    assert held == [250, 64, 64]
+    amount = MemoryBudget.parse("25% min 64")
+    assert (amount.bytes(80_000, 100), amount.bytes(8_000, 100)) == (20_000, 6_400)
 
 
 def test_python_takes_numbers_where_the_command_line_takes_text(engine) -> None:

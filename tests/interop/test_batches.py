@@ -20,6 +20,7 @@ POLICIES = {
     "keydiff": ("blockwise(tokens=16) > protect(sinks=2, recent=4) > keydiff() > pooled()", 24),
     "h2o": ("protect(sinks=2, recent=8) > column_mass() > uniform() > every_step()", 24),
     "share": ("protect(sinks=1, recent=2) > keynorm() > pooled()", "60%"),
+    "share_min": ("protect(sinks=4, recent=8) > keydiff() > uniform()", "30% min 12"),
 }
 ROWS = [some_ids(50, seed=1), some_ids(33, seed=2), some_ids(9, seed=3)]
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}

@@ -49,8 +49,8 @@ class ModelOptions(OutputOptions):
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Size of each cache: 512 (tokens per kv head), 20% or 1/5 of the context, or "
-            "64MiB; each episode has its own cache.  "
+            help="Size of each cache: 512 (tokens per kv head), 20% or 1/5 of the context "
+            "(20% min 64: at least 64 tokens), or 64MiB; each episode has its own cache.  "
             "Default: the policy's, else 20%, at least 128.",
         ),
     ] = None

@@ -132,7 +132,8 @@ def applied(
         model: a causal `PreTrainedModel` in eval mode, or a PEFT model of one.
         policy: name of a preset, spelling of parts, or a `Policy`, without episodes; None takes
             `larder.default_policy("prompt")`, which is `snapkv`.
-        budget: 512 (tokens per kv head, averaged over layers), `"25%"` of the prompt, `"64MiB"`;
+        budget: 512 (tokens per kv head, averaged over layers), `"25%"` of the prompt
+            (`"25% min 64"`: 64 tokens at least, for short rows of a batch), `"64MiB"`;
             None takes that of the policy, else 20% of the prompt, at least 128 tokens.
         block: tokens read between two plans; None takes that of the policy.
         tokenizer: tokenizer of the model, for policies that score with prompts or look at words.

@@ -58,7 +58,8 @@ class Protect:
                 f"The budget of {amount} is smaller than sinks + recent = {least.first} + "
                 f"{least.last}, which always stay: raise the budget, or lower "
                 "protect(sinks, recent). A share is of the text that is read: for a short text "
-                "give a budget in tokens, such as 512, or leave it out (20%, at least 128)."
+                "give it a min, such as '25% min 64', a budget in tokens (512), or leave it out "
+                "(20%, at least 128)."
             )
         return least
 
