@@ -108,7 +108,7 @@ KINDS = {
 # Forms that are compared with a loop in a test file of their own.
 COMPARED_APART = {
     *("blended", "corrected", "gapless", "graded", "paged", "paired", "parallel", "rebuilt"),
-    *("shared_kv", "transform"),
+    *("residual", "shared_kv", "transform"),
 }
 # Any other form joins by its file and the `Loop` of its reference, which takes plans of any kind.
 KINDS |= {

@@ -26,6 +26,7 @@ from larder.core import (
 from larder.policy import (
     ARKV,
     QAQ,
+    Aqua,
     Exact,
     MiKV,
     MiniCache,
@@ -50,6 +51,7 @@ PARTS = (
     ThinK(group=3),
     MiniCache(recent=3),
     Transform(sinks=2, recent=3),
+    Aqua(sinks=2, recent=3),
 )
 POSITIONS = ([0, 1, 2, 3, 5, 6, 8, 9, 10, 11], [0, 2, 4, 9, 10, 11], [1, 6, 7, 8, 9, 10, 11])
 
@@ -130,6 +132,17 @@ def test_a_budget_that_cannot_hold_a_waiting_group_is_refused() -> None:
 def test_a_group_too_small_to_save_anything_is_refused() -> None:
     with pytest.raises(BudgetError, match="raise its group"):
         Quantized(group=1).entries(100, [replace(a_layer(), head_dim=64)], 2)
+
+
+def test_tokens_of_aqua_fill_the_bytes_of_the_budget() -> None:
+    layers = [replace(a_layer(3, 3, index=index), head_dim=64) for index in range(30)]
+    # 104 bytes in 29 layers and 200 in the first, where an exact token takes 3 * (256 + 4).
+    more = 100 * 30 * 780 / (29 * 104 + 200)
+    assert Aqua().entries(232, layers, 2) == 132 + int(more)
+    with pytest.raises(BudgetError, match="132 that .*aqua.* keeps exact"):
+        Aqua().entries(132, layers, 2)
+    with pytest.raises(BudgetError, match="as many bytes"):
+        Aqua(bits=4).entries(500, [replace(a_layer(1, 1), head_dim=2)], 1)
 
 
 def test_fewer_bits_hold_more_entries() -> None:
@@ -246,6 +259,10 @@ def test_channels_by_energy_and_by_peak() -> None:
         ("transform", {"tiers": -1.0}),
         ("transform", {"recent": -1}),
         ("transform", {"block": 0}),
+        ("aqua", {"bits": 5}),
+        ("aqua", {"first_bits": 0}),
+        ("aqua", {"sinks": -1}),
+        ("aqua", {"recent": -1}),
     ],
 )
 def test_parameters_out_of_range_are_refused(name: str, parameters: dict[str, Any]) -> None:

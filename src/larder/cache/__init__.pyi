@@ -1,3 +1,5 @@
+from .aqua_tables import AquaPredictions as AquaPredictions
+from .aqua_tables import aqua_path as aqua_path
 from .chunk_entries import ChunkEntries as ChunkEntries
 from .chunk_entries import ChunkProfile as ChunkProfile
 from .forms._shared_entries import LOWER as LOWER
@@ -18,6 +20,7 @@ from .forms.paired import link_pairs as link_pairs
 from .forms.parallel import ParallelLayer as ParallelLayer
 from .forms.ragged import RaggedLayer as RaggedLayer
 from .forms.rebuilt import recomputed_layers as recomputed_layers
+from .forms.residual import ResidualLayer as ResidualLayer
 from .forms.tiered import TieredLayer as TieredLayer
 from .forms.transform import TransformLayer as TransformLayer
 from .forms.window import SlidingWindowLayer as SlidingWindowLayer
@@ -39,6 +42,7 @@ from .predictive_tables import PredictiveTables as PredictiveTables
 from .predictive_tables import SidePrediction as SidePrediction
 from .predictive_tables import predictive_path as predictive_path
 from .recurrent_state import RecurrentState as RecurrentState
+from .residual_tier import ResidualCoder as ResidualCoder
 from .sequence import SequenceCache as SequenceCache
 from .sequence import held_nbytes as held_nbytes
 from .shared_storage import SHORT_SEGMENT as SHORT_SEGMENT

@@ -34,6 +34,27 @@ Inputs = Sequence[Float[Tensor, "N _"]]  # decoded, that a prediction is made fr
 
 
 @dataclass(frozen=True, eq=False)
+class LinearPrediction:
+    """Linear prediction of the keys or values of one layer, all kv heads side by side.
+
+    Args:
+        weights, bias: as in `SidePrediction`.
+    """
+
+    weights: Float[Tensor, "I W"]
+    bias: Float[Tensor, " W"]
+
+    def predicted(self, inputs: Inputs, count: int) -> Numbers:
+        """Prediction of `count` tokens from decoded inputs."""
+        found = self.bias.expand(count, -1)
+        first = 0
+        for part in inputs:
+            found = torch.addmm(found, part, self.weights[first : first + part.shape[1]])
+            first += part.shape[1]
+        return found
+
+
+@dataclass(frozen=True, eq=False)
 class SidePrediction:
     """Prediction of the keys or values of one layer, all kv heads side by side.
 
@@ -55,12 +76,7 @@ class SidePrediction:
 
     def predicted(self, inputs: Inputs, count: int) -> Numbers:
         """Prediction of `count` tokens from decoded inputs."""
-        found = self.bias.expand(count, -1)
-        first = 0
-        for part in inputs:
-            found = torch.addmm(found, part, self.weights[first : first + part.shape[1]])
-            first += part.shape[1]
-        return found
+        return LinearPrediction(self.weights, self.bias).predicted(inputs, count)
 
     def components(self, numbers: Numbers, predicted: Numbers) -> Numbers:
         """Components of what the prediction leaves."""

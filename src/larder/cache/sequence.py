@@ -18,7 +18,7 @@ from larder.cache.model_positions import ModelPositions
 from larder.cache.recurrent_state import NO_STATE, CacheCheckpoint, RecurrentState
 from larder.cache.spec import CacheSpec, create_layer, form_of
 from larder.cache.state_dict import move_state, restore_layers, state_dict
-from larder.core.codec import Codec, TransformSpec
+from larder.core.codec import Codec, ResidualSpec, TransformSpec
 from larder.core.errors import BudgetError, CacheError
 from larder.core.images import Span
 from larder.core.ledger import Ledger
@@ -48,7 +48,7 @@ class SequenceCache:
     the model's RoPE counts, where that is not the true position.
 
     Args:
-        form, ..., transform: see `CacheSpec`.
+        form, ..., residual: see `CacheSpec`.
 
     Raises:
         UnknownName: no cache form has that name.
@@ -65,10 +65,12 @@ class SequenceCache:
         parking: OffloadSpec | None = None,
         rebuilding: RecomputeSpec | None = None,
         transform: TransformSpec | None = None,
+        residual: ResidualSpec | None = None,
     ) -> None:
         self.spec = spec
+        pairs, own = pairing or LayerPairing(), tuple(codecs)
         self.cache_spec = CacheSpec(
-            form, ledger, tuple(codecs), pairing or LayerPairing(), parking, rebuilding, transform
+            form, ledger, own, pairs, parking, rebuilding, transform, residual
         )
         self.next_position = 0
         self.plans = 0
@@ -166,7 +168,7 @@ class SequenceCache:
 
     def fit_plans(self, plans: Mapping[int, Plan]) -> dict[int, Plan]:
         """Plans with what must be found for their layers together; nothing changes."""
-        if self.cache_spec.transform is None or not plans:
+        if not plans or not form_of(self.cache_spec).spans_layers:
             return dict(plans)
         return self._stores[next(iter(plans))].fit_plans(self._stores, plans)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from larder.core.codec import Codec, TransformSpec
+from larder.core.codec import Codec, ResidualSpec, TransformSpec
 from larder.core.errors import CacheError, UsageError
 from larder.core.family import Family
 from larder.core.ledger import Ledger
@@ -37,6 +37,7 @@ class CacheSpec:
         parking: offload of rejected entries; None for none.
         rebuilding: recomputation of rejected entries; None for none.
         transform: transform coding of kept entries; None for none.
+        residual: coding of what predictions from the layer below leave; None for none.
     """
 
     form: str
@@ -46,6 +47,7 @@ class CacheSpec:
     parking: OffloadSpec | None = None
     rebuilding: RecomputeSpec | None = None
     transform: TransformSpec | None = None
+    residual: ResidualSpec | None = None
 
     def options(self) -> dict[str, object]:
         """Options that not every form supports, by name; None for those that are not given."""
@@ -55,6 +57,7 @@ class CacheSpec:
             "parking": self.parking,
             "rebuilding": self.rebuilding,
             "transform": self.transform,
+            "residual": self.residual,
         }
 
     def check_options(self, supported: frozenset[str], required: frozenset[str]) -> None:
@@ -99,6 +102,7 @@ class CacheSpec:
             "parking": "" if self.parking is None else self.parking.to_text(),
             "rebuilding": "" if self.rebuilding is None else self.rebuilding.to_text(),
             **({} if self.transform is None else {"transform": self.transform.to_text()}),
+            **({} if self.residual is None else {"residual": self.residual.to_text()}),
         }
 
     @staticmethod
@@ -108,7 +112,7 @@ class CacheSpec:
             tuple(filter(None, meta[kind].split(","))) for kind in ("columns", "scalars")
         )
         parking, rebuilding = meta.get("parking", ""), meta.get("rebuilding", "")
-        transform = meta.get("transform", "")
+        transform, residual = meta.get("transform", ""), meta.get("residual", "")
         return CacheSpec(
             form=meta["form"],
             ledger=Ledger(columns, scalars, queries=int(meta.get("queries", "0"))),
@@ -119,6 +123,7 @@ class CacheSpec:
             parking=OffloadSpec.from_text(parking) if parking else None,
             rebuilding=RecomputeSpec.from_text(rebuilding) if rebuilding else None,
             transform=TransformSpec.from_text(transform) if transform else None,
+            residual=ResidualSpec.from_text(residual) if residual else None,
         )
 
 
@@ -170,5 +175,6 @@ def create_layer(layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> CacheLa
 def _can_page(layer: LayerSpec, spec: CacheSpec) -> bool:
     """True if a plain layer needs nothing beside keys, values and positions."""
     ledger = spec.ledger
-    has_more = ledger.columns or ledger.scalars or spec.codecs or spec.transform is not None
-    return not has_more and not layer.latent_rank
+    has_columns = ledger.columns or ledger.scalars
+    is_coded = spec.codecs or spec.transform is not None or spec.residual is not None
+    return not (has_columns or is_coded or layer.latent_rank)

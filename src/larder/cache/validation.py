@@ -41,6 +41,17 @@ def check_kept(plan: Plan, lengths: tuple[int, ...]) -> None:
         )
 
 
+def tokens_kept(plan: Plan, held: int) -> Int64[Tensor, " N"] | None:
+    """Entries that a plan keeps in every head, in host memory; None where heads differ.
+
+    Args:
+        held: entries of each head.
+    """
+    heads = plan.kept.cpu().split(plan.lengths)
+    chosen = [part - head * held for head, part in enumerate(heads)]
+    return chosen[0] if all(torch.equal(part, chosen[0]) for part in chosen) else None
+
+
 def check_dropped(plan: Plan, gone: Int64[Tensor, " G"]) -> None:
     """Check that dropped entries are among the rejected ones. Raises: CacheError: they are not."""
     dropped = plan.dropped.cpu()

@@ -1,7 +1,7 @@
 """Quantization of cache entries: bits, groups and byte costs of each precision below the full one,
-and transform coding.
+transform coding, and coding of residuals.
 
-Policies choose a `Codec` or a `TransformSpec`, caches carry it out.
+Policies choose a `Codec`, a `TransformSpec` or a `ResidualSpec`, caches carry it out.
 """
 
 from __future__ import annotations
@@ -256,3 +256,67 @@ class TransformSpec:
         """Spec from its text form."""
         fields = json.loads(text)
         return TransformSpec(**fields | {"coder": Coder(fields["coder"])})
+
+
+VECTOR_BITS = (1, 2, 3, 4)
+
+
+@dataclass(frozen=True)
+class ResidualSpec:
+    """Coding of what a prediction from the layer below leaves, in the managed layers of a cache.
+
+    Args:
+        bits: per number of a residual, 1 to 4.
+        first_bits: per number of the first layer, which has nothing below.
+        sinks: first positions that stay exact.
+        recent: latest positions that stay exact.
+        model: fingerprint of the model whose predictions are taken.
+    """
+
+    bits: int = 2
+    first_bits: int = 4
+    sinks: int = 4
+    recent: int = 128
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        for name, bits in (("bits", self.bits), ("first_bits", self.first_bits)):
+            if bits not in VECTOR_BITS:
+                raise BadParameter(f"aqua.{name} must be a whole number from 1 to 4, got {bits}.")
+        for name, tokens in (("sinks", self.sinks), ("recent", self.recent)):
+            if tokens < 0:
+                raise BadParameter(f"aqua.{name} must be at least 0, got {tokens}.")
+
+    def token_bytes(self, width: int, place: int) -> int:
+        """Bytes of a coded token in the layer at a place: codes and scales of both sides, position.
+
+        Args:
+            width: numbers of its keys, all kv heads together.
+        """
+        bits = 2 * (self.bits if place else self.first_bits)
+        packed = sum(math.ceil(width / 2 / (8 // field)) for field, _ in bit_fields(bits))
+        return 2 * (packed + SCALE_BYTES * (width // hadamard_order(width))) + POSITION_BYTES
+
+    def of_model(self, fingerprint: str) -> ResidualSpec:
+        """Spec with the fingerprint of a model."""
+        return replace(self, model=fingerprint)
+
+    def to_text(self) -> str:
+        """Text form, as sessions save it."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_text(text: str) -> ResidualSpec:
+        """Spec from its text form."""
+        return ResidualSpec(**json.loads(text))
+
+
+def hadamard_order(width: int) -> int:
+    """Largest order of a Hadamard matrix that divides a width: a power of two, or 12 or 20 times
+    one.
+    """
+    power = width & -width
+    for odd in (5, 3):
+        if power % 4 == 0 and width % (odd * power) == 0:
+            return odd * power
+    return power

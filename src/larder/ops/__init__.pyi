@@ -78,3 +78,7 @@ from .symbol_model import TOTAL as TOTAL
 from .symbol_model import classes_of as classes_of
 from .topk import top_masks as top_masks
 from .topk import top_per_head as top_per_head
+from .vector_quantization import VectorCodes as VectorCodes
+from .vector_quantization import VectorQuantizer as VectorQuantizer
+from .vector_quantization import gaussian_grid as gaussian_grid
+from .vector_quantization import hadamard as hadamard

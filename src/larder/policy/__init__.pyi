@@ -120,6 +120,7 @@ from .scorers.sinks_and_window import SinksAndWindow as SinksAndWindow
 from .scorers.snapkv import Pool as Pool
 from .scorers.snapkv import SnapKV as SnapKV
 from .storage._mixed_precision import demote_groups as demote_groups
+from .storage.aqua import Aqua as Aqua
 from .storage.arkv import ARKV as ARKV
 from .storage.exact import Exact as Exact
 from .storage.form import Form as Form

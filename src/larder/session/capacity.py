@@ -232,6 +232,7 @@ def empty_cache(policy: Policy, spec: ModelSpec) -> SequenceCache:
         policy.parking,
         policy.rebuilding,
         storage.transform,
+        storage.residual,
     )
 
 

@@ -53,7 +53,9 @@ def check_cache_form(storage: Storage) -> None:
         SpellingError: the form needs options or positions that the storage does not give it.
     """
     kind: type[CacheLayer] = FORMS.load(storage.form)
-    if kind.requires or not kind.has_public_name or kind.rerotates_keys != storage.rerotates_keys:
+    given = frozenset[str]() if storage.residual is None else frozenset({"residual"})
+    can_create = kind.requires == given and (kind.has_public_name or bool(given))
+    if not can_create or kind.rerotates_keys != storage.rerotates_keys:
         raise SpellingError(
             f"{spell(storage)} gives the cache form {storage.form!r} none of what it needs: take "
             "the policy part that creates it, or another form."

@@ -19,7 +19,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.cache.predictive_coding import Layer, fitting_step, side_by_side
-from larder.cache.predictive_tables import Inputs, PredictiveTables, SidePrediction
+from larder.cache.predictive_tables import (
+    Inputs,
+    LinearPrediction,
+    PredictiveTables,
+    SidePrediction,
+)
 from larder.core.errors import BadParameter, ModelError
 from larder.core.spec import LayerSpec
 from larder.models.attention_backend import AttentionInputs, CausalAttention
@@ -225,22 +230,27 @@ def fit_side(
     numbers: Numbers, inputs: Inputs, weight: Float[Tensor, "W W"], damping: float
 ) -> SidePrediction:
     """Damped least squares on the inputs, and the transform of what they leave."""
-    mean = numbers.mean(0)
-    slopes, bias = numbers.new_zeros(0, numbers.shape[1]), mean
-    if inputs:
-        given = torch.cat(list(inputs), 1)
-        center = given.mean(0)
-        rows = given - center
-        squares = (rows.T @ rows).double()
-        squares += damping * squares.diagonal().mean() * torch.eye(len(squares))
-        slopes = torch.linalg.solve(squares, (rows.T @ (numbers - mean)).double()).float()
-        bias = mean - center @ slopes
-        left = numbers - mean - rows @ slopes
-    else:
-        left = numbers - mean
+    slopes, bias = least_squares(numbers, inputs, damping)
+    left = numbers - LinearPrediction(slopes, bias).predicted(inputs, len(numbers))
     covariance = (left.T @ left).double() / len(left)
     forward, deviation = weighed_klt(covariance, weight)
     return SidePrediction(slopes, bias, forward.float(), deviation.float())
+
+
+def least_squares(
+    numbers: Numbers, inputs: Inputs, damping: float
+) -> tuple[Float[Tensor, "I W"], Float[Tensor, " W"]]:
+    """Weights and bias of damped least squares on the inputs; the mean alone without inputs."""
+    mean = numbers.mean(0)
+    if not inputs:
+        return numbers.new_zeros(0, numbers.shape[1]), mean
+    given = torch.cat(list(inputs), 1)
+    center = given.mean(0)
+    rows = given - center
+    squares = (rows.T @ rows).double()
+    squares += damping * squares.diagonal().mean() * torch.eye(len(squares))
+    slopes = torch.linalg.solve(squares, (rows.T @ (numbers - mean)).double()).float()
+    return slopes, mean - center @ slopes
 
 
 def _decoded(side: SidePrediction, numbers: Numbers, inputs: Inputs, step: float) -> Numbers:

@@ -18,7 +18,7 @@ from torch import Tensor
 from larder.cache.forms.base import AttentionCall
 from larder.cache.shared_storage import SegmentedLayer, SharedSegment, StorageHolders
 from larder.cache.spec import CacheSpec
-from larder.cache.validation import check_kept, check_single_precision
+from larder.cache.validation import check_kept, check_single_precision, tokens_kept
 from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan
@@ -173,15 +173,13 @@ class DenseLayer(SegmentedLayer):
                 "A dense cache neither merges entries nor has columns, but the plan requests "
                 "it: use a ragged cache."
             )
-        heads = plan.kept.cpu().split(plan.lengths)
-        held = self.lengths[0]
-        chosen = [part - head * held for head, part in enumerate(heads)]
-        if any(not torch.equal(part, chosen[0]) for part in chosen):
+        chosen = tokens_kept(plan, self.lengths[0])
+        if chosen is None:
             raise CacheError(
                 "A dense cache holds the same entries in every head, but the plan keeps different "
                 "ones: use a ragged cache."
             )
-        return chosen[0]
+        return chosen
 
     def attention_calls(
         self, queries: Queries, positions: Positions, mode: Mode, shift: int

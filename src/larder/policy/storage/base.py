@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from larder.core.codec import Codec, TransformSpec
+from larder.core.codec import Codec, ResidualSpec, TransformSpec
 from larder.core.observation import Entries, LayerScores, Observation, StorageStatistics
 from larder.core.part import PolicyPart
 from larder.core.plan import Plan
@@ -46,6 +46,11 @@ class Storage(PolicyPart, ABC):
     @property
     def transform(self) -> TransformSpec | None:
         """Transform coding of kept entries; None for none."""
+        return None
+
+    @property
+    def residual(self) -> ResidualSpec | None:
+        """Coding of what predictions from the layer below leave; None for none."""
         return None
 
     def entries(self, tokens: int, layers: Sequence[LayerSpec], itemsize: int) -> int:

@@ -1,0 +1,112 @@
+"""Predictions of AQUA-KV: keys and values of a layer from those of the layer below, per model.
+
+    keys of layer n      from  keys of layer n - 1
+    values of layer n    from  keys of layer n, values of layer n - 1
+
+Keys are taken before rotation. The first layer has means alone. One file of tensors per model,
+under `$LARDER_HOME/<fingerprint>/`, that `larder train aqua` writes; its bytes are counted apart
+from the caches that it codes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from larder.cache.predictive_tables import SIDES, LinearPrediction
+from larder.core.errors import CacheError
+from larder.core.home import home
+from larder.core.spec import LayerSpec
+
+AQUA_FILE = "aqua.safetensors"
+PARTS = ("weight", "bias")
+
+
+@dataclass(frozen=True, eq=False)
+class AquaPredictions:
+    """Predictions of the keys and values of one layer."""
+
+    keys: LinearPrediction
+    values: LinearPrediction
+
+    @cached_property
+    def digest(self) -> str:
+        """Short digest of the numbers, which tells one training from another."""
+        found = hashlib.sha256()
+        for tensor in self.tensors().values():
+            found.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()[:16]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensors by name."""
+        sides = zip(SIDES, (self.keys, self.values), strict=True)
+        named = [(side, (own.weights, own.bias)) for side, own in sides]
+        return {
+            f"{side}.{part}": tensor
+            for side, pair in named
+            for part, tensor in zip(PARTS, pair, strict=True)
+        }
+
+    @staticmethod
+    def of(tensors: Mapping[str, Tensor]) -> AquaPredictions:
+        """Predictions from tensors by name.
+
+        Raises:
+            KeyError: one is missing.
+        """
+        sides = [LinearPrediction(*(tensors[f"{s}.{part}"] for part in PARTS)) for s in SIDES]
+        return AquaPredictions(*sides)
+
+    @staticmethod
+    def load(layer: LayerSpec, place: int, fingerprint: str) -> AquaPredictions:
+        """Predictions of a layer of a trained model; caches of a model share them.
+
+        Args:
+            place: of the layer among the managed ones.
+
+        Raises:
+            CacheError: there are none, or the rotary embedding is unknown.
+        """
+        if layer.radians is None or layer.latent_rank:
+            raise CacheError(
+                f"Layer {layer.index} has latents, or a rotary embedding unknown to Larder, so its "
+                "keys cannot be unrotated: use a storage other than aqua()."
+            )
+        path = aqua_path(fingerprint)
+        try:
+            return _read(path, path.stat().st_mtime_ns, place)
+        except (OSError, KeyError):
+            raise CacheError(
+                f"{path} has no predictions of layer {layer.index}: make them with "
+                "`larder train aqua`, or choose another storage."
+            ) from None
+
+
+def aqua_path(fingerprint: str) -> Path:
+    """File of the predictions of a model."""
+    return home() / fingerprint / AQUA_FILE
+
+
+@cache
+def _read(path: Path, modified: int, place: int) -> AquaPredictions:
+    """Predictions of one layer from a file as it was at a time.
+
+    Raises:
+        KeyError: the file has no such layer.
+    """
+    del modified
+    from safetensors import SafetensorError, safe_open
+
+    names = [f"{side}.{part}" for side in SIDES for part in PARTS]
+    try:
+        with safe_open(path, framework="pt") as file:
+            own = {name: file.get_tensor(f"layers.{place}.{name}").float() for name in names}
+    except SafetensorError as error:
+        raise KeyError(str(error)) from None
+    return AquaPredictions.of(own)
