@@ -18,12 +18,14 @@ pytestmark = pytest.mark.skipif(c_library() is None, reason="no C compiler at in
 SERVED = ("llama", "mistral", "qwen2", "qwen3")
 FEW = 16  # rows that the kernel takes in these tests
 ROUNDING = 0.05  # of logits with a spread of about 3, in bfloat16
+MOST_DIFFERENCE = {torch.bfloat16: ROUNDING, torch.float32: 1e-5}  # of the spread
+by_dtype = pytest.mark.parametrize("dtype", list(MOST_DIFFERENCE))
 
 
 @pytest.fixture(autouse=True)
 def kernel_is_taken(monkeypatch):
-    monkeypatch.setattr(decoder_layer, "max_rows", lambda: FEW)
-    monkeypatch.setattr(decoder_stack, "max_rows", lambda: FEW)
+    monkeypatch.setattr(decoder_layer, "max_rows", lambda dtype: FEW)
+    monkeypatch.setattr(decoder_stack, "max_rows", lambda dtype: FEW)
 
 
 @pytest.fixture
@@ -39,8 +41,8 @@ def runs(monkeypatch) -> list[int]:
     return seen
 
 
-def bfloat16_decoder(name: str = "llama", **options) -> Decoder:
-    return Decoder(tiny(name, dtype=torch.bfloat16, **options))
+def a_decoder(name: str = "llama", dtype: torch.dtype = torch.bfloat16, **options) -> Decoder:
+    return Decoder(tiny(name, dtype=dtype, **options))
 
 
 def filled_caches(decoder: Decoder, lengths: list[int]) -> list[SequenceCache]:
@@ -61,20 +63,22 @@ def without_stack(monkeypatch) -> None:
 
 @pytest.mark.parametrize("name", SERVED)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_steps_equal_those_of_the_models_own_layers(monkeypatch, runs, name, kv_heads):
-    decoder = bfloat16_decoder(name, kv_heads=kv_heads, layers=3)
+@by_dtype
+def test_steps_equal_those_of_the_models_own_layers(monkeypatch, runs, name, kv_heads, dtype):
+    decoder = a_decoder(name, dtype, kv_heads=kv_heads, layers=3)
     got = [step_logits(decoder, filled_caches(decoder, [20, 31]))]
     assert runs == [2]
     without_stack(monkeypatch)
     expected = [step_logits(decoder, filled_caches(decoder, [20, 31]))]
     assert runs == [2]
     difference = (got[0] - expected[0]).square().mean().sqrt()
-    assert difference < ROUNDING * expected[0].std()
+    assert difference < MOST_DIFFERENCE[dtype] * expected[0].std()
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_a_step_is_the_same_bits_alone_and_in_a_batch(runs, name):
-    decoder, lengths = bfloat16_decoder(name), [20, 31, 17, 40, 23]
+@by_dtype
+def test_a_step_is_the_same_bits_alone_and_in_a_batch(runs, name, dtype):
+    decoder, lengths = a_decoder(name, dtype), [20, 31, 17, 40, 23]
     together = step_logits(decoder, filled_caches(decoder, lengths))
     for number, cache in enumerate(filled_caches(decoder, lengths)):
         alone = step_logits(decoder, [cache], 5 + number)
@@ -84,21 +88,21 @@ def test_a_step_is_the_same_bits_alone_and_in_a_batch(runs, name):
 
 @pytest.mark.parametrize("name", ["phi3", "gemma3"])
 def test_other_architectures_run_their_own_layers(runs, name):
-    decoder = bfloat16_decoder(name)
+    decoder = a_decoder(name)
     step_logits(decoder, filled_caches(decoder, [20]))
     assert runs == []
 
 
 def test_more_tokens_and_other_types_run_the_models_layers(runs):
-    decoder = bfloat16_decoder()
+    decoder = a_decoder()
     filled_caches(decoder, [FEW + 1])
-    wide = Decoder(tiny("llama"))
-    step_logits(wide, filled_caches(wide, [20]))
+    half = a_decoder(dtype=torch.float16)
+    step_logits(half, filled_caches(half, [20]))
     assert runs == []
 
 
 def test_the_model_keeps_its_weights_and_its_modules(runs):
-    decoder = bfloat16_decoder()
+    decoder = a_decoder()
     module = decoder.module
     before = {name: (each, each.data_ptr()) for name, each in module.state_dict().items()}
     parts = list(module.modules())
@@ -112,7 +116,7 @@ def test_the_model_keeps_its_weights_and_its_modules(runs):
 
 
 def test_a_failing_step_puts_the_layers_back(monkeypatch):
-    decoder = bfloat16_decoder()
+    decoder = a_decoder()
     caches, layers = filled_caches(decoder, [20]), decoder.body.layers
 
     def fail(*_, **__):
@@ -152,7 +156,7 @@ def transposed_weight(module) -> None:
     [replaced_projection, hooked_layer, patched_forward, transposed_weight],
 )
 def test_a_changed_model_runs_its_own_layers(runs, change):
-    decoder = bfloat16_decoder()
+    decoder = a_decoder()
     caches = filled_caches(decoder, [20])
     step_logits(decoder, caches)
     change(decoder.module)
@@ -161,7 +165,7 @@ def test_a_changed_model_runs_its_own_layers(runs, change):
 
 
 def test_a_replaced_layer_is_the_one_that_runs(monkeypatch, runs):
-    decoder, other = bfloat16_decoder(), bfloat16_decoder(seed=1)
+    decoder, other = a_decoder(), a_decoder(seed=1)
     step_logits(decoder, filled_caches(decoder, [20]))
     decoder.body.layers[1] = other.body.layers[1]
     got = step_logits(decoder, filled_caches(decoder, [20]))
@@ -172,7 +176,7 @@ def test_a_replaced_layer_is_the_one_that_runs(monkeypatch, runs):
 
 
 def test_hooks_on_all_modules_see_what_the_model_computes(runs):
-    decoder, seen = bfloat16_decoder(), list[tuple[int, ...]]()
+    decoder, seen = a_decoder(), list[tuple[int, ...]]()
     caches = filled_caches(decoder, [20])
     step_logits(decoder, caches)
     linear = [part for part in decoder.module.modules() if type(part) is nn.Linear]
@@ -188,7 +192,7 @@ def test_hooks_on_all_modules_see_what_the_model_computes(runs):
 
 
 def test_new_weights_are_read_at_the_next_step(monkeypatch, runs):
-    decoder, other = bfloat16_decoder(), bfloat16_decoder(seed=1)
+    decoder, other = a_decoder(), a_decoder(seed=1)
     caches = filled_caches(decoder, [20])
     step_logits(decoder, caches)
     for own, new in zip(
@@ -203,7 +207,7 @@ def test_new_weights_are_read_at_the_next_step(monkeypatch, runs):
 
 
 def test_a_layer_that_computes_otherwise_is_not_served(monkeypatch, runs):
-    decoder = bfloat16_decoder()
+    decoder = a_decoder()
     attention = type(decoder.body.layers[0].self_attn)
     own = attention.forward
 
@@ -215,9 +219,10 @@ def test_a_layer_that_computes_otherwise_is_not_served(monkeypatch, runs):
     assert runs == []
 
 
-def test_the_head_multiplies_once_and_leaves():
-    module = tiny("llama", dtype=torch.bfloat16)
-    states = torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+@by_dtype
+def test_the_head_multiplies_once_and_leaves(dtype):
+    module = tiny("llama", dtype=dtype)
+    states = torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = module.lm_head(states)
     with FewRowsHead(module):
         assert module.lm_head._forward_pre_hooks

@@ -64,6 +64,7 @@ def test_probing_records_and_touches_nothing(architecture, adopted) -> None:
 
 
 HAND_OVERS = 6
+OWN_ATTENTION = "attention_backend.attend"
 RECALLED = Flat(tokens=4, page=2, dense=0)
 FORMS_OF_A_LAYER: dict[str, dict[str, Any]] = {
     "dense": {"form": "dense"},
@@ -156,7 +157,9 @@ def _watched(kernel: Callable[..., Any], walks: list[list[str]]) -> Callable[...
     def watch(*args: object, **named: object) -> object:
         frames = [f for f in traceback.extract_stack() if "src/larder" in f.filename]
         names = [f"{Path(f.filename).stem}.{f.name}" for f in frames]
-        walks.append(names[names.index("attention_backend.attend") :])
+        is_stack = "decoder_stack._run" in names  # in the place of the model's layers
+        first = names.index("decoder_stack._run") + 1 if is_stack else names.index(OWN_ATTENTION)
+        walks.append(names[first:])
         return kernel(*args, **named)
 
     return watch

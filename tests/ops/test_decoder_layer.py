@@ -1,4 +1,4 @@
-"""Products of a few bfloat16 rows in C: their numbers, and rows that do not depend on others."""
+"""Products of a few rows in C: their numbers, and rows that do not depend on others."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from larder.ops.cpu import decoder_layer
 
 needs_library = pytest.mark.skipif(c_library() is None, reason="no C compiler at installation")
 MOST_ROWS = 70  # of the tests: several tiles of 16, and parts of one
-ROUNDING = 2**-7  # of a bfloat16 number, relative
+ROUNDING = {torch.bfloat16: 2**-7, torch.float32: 1e-5}  # of a number, relative
+by_dtype = pytest.mark.parametrize("dtype", list(ROUNDING))
 
 
-def random_rows(count: int, size: int, seed: int) -> torch.Tensor:
-    return torch.randn(count, size, generator=torch.Generator().manual_seed(seed)).bfloat16()
+def random_rows(count: int, size: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(count, size, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @needs_library
@@ -26,18 +27,21 @@ def random_rows(count: int, size: int, seed: int) -> torch.Tensor:
     outputs=st.integers(1, 6),
     seed=st.integers(0, 9),
 )
-def test_a_product_is_that_of_float32_rounded(rows, inputs, outputs, seed):
-    given, weight = random_rows(rows, 32 * inputs, seed), random_rows(16 * outputs, 32 * inputs, 99)
+@by_dtype
+def test_a_product_is_that_of_float32_rounded(dtype, rows, inputs, outputs, seed):
+    given = random_rows(rows, 32 * inputs, seed, dtype)
+    weight = random_rows(16 * outputs, 32 * inputs, 99, dtype)
     expected = given.float() @ weight.float().T
     torch.testing.assert_close(
-        few_rows_linear(given, weight).float(), expected, rtol=ROUNDING, atol=1e-4
+        few_rows_linear(given, weight).float(), expected, rtol=ROUNDING[dtype], atol=1e-4
     )
 
 
 @needs_library
 @given(rows=st.integers(1, MOST_ROWS), threads=st.integers(1, 3), seed=st.integers(0, 9))
-def test_a_row_is_the_same_bits_alone_beside_others_and_on_any_threads(rows, threads, seed):
-    given, weight = random_rows(rows, 160, seed), random_rows(112, 160, 99)
+@by_dtype
+def test_a_row_is_the_same_bits_alone_beside_others_and_on_any_threads(dtype, rows, threads, seed):
+    given, weight = random_rows(rows, 160, seed, dtype), random_rows(112, 160, 99, dtype)
     before = torch.get_num_threads()
     alone = torch.cat([few_rows_linear(row, weight) for row in given.split(1)])
     torch.set_num_threads(threads)
@@ -49,8 +53,9 @@ def test_a_row_is_the_same_bits_alone_beside_others_and_on_any_threads(rows, thr
 
 @needs_library
 @pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf")])
-def test_numbers_that_are_not_finite_pass_through(special):
-    rows, weight = torch.ones(2, 32).bfloat16(), torch.ones(16, 32).bfloat16()
+@by_dtype
+def test_numbers_that_are_not_finite_pass_through(special, dtype):
+    rows, weight = torch.ones(2, 32, dtype=dtype), torch.ones(16, 32, dtype=dtype)
     rows[1, 5] = special
     out = few_rows_linear(rows, weight)
     assert out[0].tolist() == [32] * 16
@@ -68,7 +73,7 @@ def test_sizes_that_the_kernel_multiplies(outputs, inputs, expected):
 
 def test_no_row_goes_to_the_kernel_where_it_was_not_compiled(monkeypatch):
     monkeypatch.setattr(decoder_layer, "c_library", lambda: None)
-    assert max_rows.__wrapped__() == 0
+    assert max_rows.__wrapped__(torch.bfloat16) == 0
 
 
 @needs_library
@@ -87,8 +92,8 @@ def test_the_kernel_takes_as_many_rows_as_it_is_fast_for(monkeypatch, slow_rows,
         return 2 if product is few_rows_linear and len(rows) in slow_rows else 1
 
     monkeypatch.setattr(decoder_layer, "_seconds_of_pass", seconds)
-    monkeypatch.setattr(decoder_layer, "_most_rows", lambda: MAX_ROWS)
-    assert max_rows.__wrapped__() == expected
+    monkeypatch.setattr(decoder_layer, "_most_rows", lambda dtype: MAX_ROWS)
+    assert max_rows.__wrapped__(torch.bfloat16) == expected
 
 
 @needs_library
@@ -100,5 +105,5 @@ def test_more_rows_than_the_processor_multiplies_fast_are_not_measured(monkeypat
         return 1
 
     monkeypatch.setattr(decoder_layer, "_seconds_of_pass", seconds)
-    monkeypatch.setattr(decoder_layer, "_most_rows", lambda: 16)
-    assert max_rows.__wrapped__() == max(measured) == 16
+    monkeypatch.setattr(decoder_layer, "_most_rows", lambda dtype: 16)
+    assert max_rows.__wrapped__(torch.bfloat16) == max(measured) == 16

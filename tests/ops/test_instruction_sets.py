@@ -16,7 +16,9 @@ pytestmark = pytest.mark.skipif(c_library() is None, reason="no C compiler at in
 # `enum instruction_set` of c_library.h; where a processor lacks one, the next lower is taken.
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512", "avx512_bf16", "matrix_units")
 BATCHES = (1, 2, 8, 9, 15, 16, 17, 31, 32, 33, 48, 127, 128, 129)
-ROUNDING = 2**-7  # of a bfloat16 number, relative
+ROUNDING = {torch.bfloat16: 2**-7, torch.float32: 1e-5}  # of a number, relative
+BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
+by_dtype = pytest.mark.parametrize("dtype", list(ROUNDING))
 
 
 @pytest.fixture(params=range(len(INSTRUCTION_SETS)), ids=INSTRUCTION_SETS, autouse=True)
@@ -33,29 +35,35 @@ def random_numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("size", "outputs"), [(32, 16), (160, 112)])
-def test_a_row_is_the_same_bits_in_every_batch(size: int, outputs: int) -> None:
-    rows = random_numbers(max(BATCHES) + 1, size).bfloat16()
+@by_dtype
+def test_a_row_is_the_same_bits_in_every_batch(size: int, outputs: int, dtype: torch.dtype) -> None:
+    rows = random_numbers(max(BATCHES) + 1, size).to(dtype)
     rows[3, ::7], rows[4, 5], rows[5] = float("nan"), float("inf"), rows[5] * 1e-38
-    weight = random_numbers(outputs, size, seed=1).bfloat16()
+    weight = random_numbers(outputs, size, seed=1).to(dtype)
     alone = torch.cat([few_rows_linear(row, weight) for row in rows.split(1)])
     expected = rows.float() @ weight.float().T
-    torch.testing.assert_close(alone.float(), expected, rtol=ROUNDING, atol=1e-4, equal_nan=True)
+    torch.testing.assert_close(
+        alone.float(), expected, rtol=ROUNDING[dtype], atol=1e-4, equal_nan=True
+    )
     for first in (0, 1):
         for count in BATCHES:
             own = slice(first, first + count)
             beside = few_rows_linear(rows[own], weight)
-            assert torch.equal(beside.view(torch.int16), alone[own].view(torch.int16)), own
+            assert torch.equal(beside.view(BITS[dtype]), alone[own].view(BITS[dtype])), own
 
 
 @pytest.mark.parametrize("head_dim", [16, 48])
-def test_a_layer_gives_a_row_the_same_bits_alone_and_beside_others(head_dim: int) -> None:
+@by_dtype
+def test_a_layer_gives_a_row_the_same_bits_alone_and_beside_others(
+    head_dim: int, dtype: torch.dtype
+) -> None:
     sizes = decoder_layer.LayerSizes(
         hidden=64, inner=96, heads=4, kv_heads=2, head_dim=head_dim, epsilon=1e-5
     )
-    tensors = layer_tensors(sizes)
+    tensors = layer_tensors(sizes, dtype)
     layer = decoder_layer.LayerPointers.of(tensors)
-    states, angles = random_numbers(33, 64).bfloat16(), random_numbers(33, head_dim, seed=1)
-    cosines, sines = angles.cos().bfloat16(), angles.sin().bfloat16()
+    states, angles = random_numbers(33, 64).to(dtype), random_numbers(33, head_dim, seed=1)
+    cosines, sines = angles.cos().to(dtype), angles.sin().to(dtype)
 
     def run(rows: slice) -> list[torch.Tensor]:
         call = decoder_layer.LayerRows(sizes, states[rows], cosines[rows], sines[rows])
@@ -69,7 +77,9 @@ def test_a_layer_gives_a_row_the_same_bits_alone_and_beside_others(head_dim: int
             assert torch.equal(beside[row], alone[0])
 
 
-def layer_tensors(sizes: decoder_layer.LayerSizes) -> decoder_layer.LayerTensors:
+def layer_tensors(
+    sizes: decoder_layer.LayerSizes, dtype: torch.dtype
+) -> decoder_layer.LayerTensors:
     """Random weights of a layer with norms of heads and biases."""
     wide, narrow = (count * sizes.head_dim for count in (sizes.heads, sizes.kv_heads))
     shapes = {
@@ -91,7 +101,7 @@ def layer_tensors(sizes: decoder_layer.LayerSizes) -> decoder_layer.LayerTensors
     }
     return decoder_layer.LayerTensors(
         **{
-            name: (0.1 * random_numbers(*shape, seed=number)).bfloat16()
+            name: (0.1 * random_numbers(*shape, seed=number)).to(dtype)
             for number, (name, shape) in enumerate(shapes.items())
         }
     )

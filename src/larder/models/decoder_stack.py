@@ -1,10 +1,10 @@
-"""Decoder stack: the layers of a model in few calls, for bfloat16 tokens of decode steps.
+"""Decoder stack: the layers of a model in few calls, for the tokens of decode steps.
 
-On a CPU it serves calls of few tokens, on a GPU with Triton all. While such a call runs, one module
-stands in the place of the model's layers and reads their weights where they are. Nothing is copied,
-and outside such calls the model is as it was. The stack serves layers that it knows whole: classes
-of transformers, without adapters, hooks or replaced methods. Every other model, and every other
-call, runs the model's own layers.
+On a CPU it serves calls of few bfloat16 or float32 tokens, on a GPU with Triton all in bfloat16.
+While such a call runs, one module stands in the place of the model's layers and reads their weights
+where they are. Nothing is copied, and outside such calls the model is as it was. The stack serves
+layers that it knows whole: classes of transformers, without adapters, hooks or replaced methods.
+Every other model, and every other call, runs the model's own layers.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import BFloat16
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.module import (
     _global_forward_hooks,  # pyright: ignore[reportPrivateUsage]
     _global_forward_pre_hooks,  # pyright: ignore[reportPrivateUsage]
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Queries
-from larder.models.attention_backend import AttentionInputs, LayerAttention
+from larder.models.attention_backend import NAME, AttentionInputs, LayerAttention, attend
 from larder.models.introspection import TOLERANCE, relative_difference
 from larder.ops.cpu import decoder_layer as cpu_layer
 from larder.ops.cpu.decoder_layer import few_rows_linear, is_supported, max_rows
@@ -35,7 +36,7 @@ ACTIVATIONS = ("SiLU", "SiLUActivation")
 CPU = torch.device("cpu")
 PROBED_POSITION = 7  # of the token on which the first layer is compared with the model's own
 
-Angles = tuple[BFloat16[Tensor, "1 N D"], BFloat16[Tensor, "1 N D"]]  # cosines and sines
+Angles = tuple[Float[Tensor, "1 N D"], Float[Tensor, "1 N D"]]  # cosines and sines
 
 
 class LayerKernels(NamedTuple):
@@ -94,14 +95,15 @@ class DecoderStack(nn.Module):
 
         To be called while the model is on Larder's attention.
         """
-        if not _is_known_body(body) or len(spec.layers) != len(body.layers):
+        is_known = _is_own_attention() and _is_known_body(body)
+        if not is_known or len(spec.layers) != len(body.layers):
             return None
         tensors = list[LayerTensors]()
         for layer, own in zip(body.layers, spec.layers, strict=True):
             if not _is_known_layer(layer, own):
                 return None
             tensors.append(_layer_tensors(layer))
-        if not all(_are_supported(each, spec.device) for each in tensors):
+        if not all(_are_supported(each, spec) for each in tensors):
             return None
         sizes = {_layer_sizes(body, own) for own in spec.layers}
         if len(sizes) > 1 or not _kernels_of(spec.device).support(sizes.pop()):
@@ -111,12 +113,14 @@ class DecoderStack(nn.Module):
 
     @property
     def is_current(self) -> bool:
-        """False while a module has hooks, and once one was replaced or a weight was changed.
+        """False while a module has hooks or attention is wrapped, and once one was replaced or a
+        weight was changed.
 
         New numbers in the memory of a weight are no change: they are read where they are.
         """
         return (
-            list(self._owner[0].layers) == self._layers
+            _is_own_attention()
+            and list(self._owner[0].layers) == self._layers
             and all(
                 type(part) is kind
                 and not _is_hooked(part)
@@ -125,7 +129,9 @@ class DecoderStack(nn.Module):
                 for part, kind, children, ids in self._parts
             )
             and all(
-                each.data_ptr() == address and each.dtype is torch.bfloat16 and each.is_contiguous()
+                each.data_ptr() == address
+                and each.dtype is self._spec.dtype
+                and each.is_contiguous()
                 for each, address in self._addresses
             )
         )
@@ -142,23 +148,23 @@ class DecoderStack(nn.Module):
 
     def forward(
         self,
-        hidden_states: BFloat16[Tensor, "1 N hidden"],
+        hidden_states: Float[Tensor, "1 N hidden"],
         *,
         position_embeddings: Angles,
         larder: LayerAttention,
         **rest: object,
-    ) -> BFloat16[Tensor, "1 N hidden"]:
+    ) -> Float[Tensor, "1 N hidden"]:
         """States behind the last layer."""
         del rest
         return self._run(hidden_states, position_embeddings, larder, len(self._weights))
 
     def _run(
         self,
-        states: BFloat16[Tensor, "1 N hidden"],
+        states: Float[Tensor, "1 N hidden"],
         angles: Angles,
         attention: LayerAttention,
         num_layers: int,
-    ) -> BFloat16[Tensor, "1 N hidden"]:
+    ) -> Float[Tensor, "1 N hidden"]:
         """States behind the first layers."""
         rows = self._kernels.rows(self._sizes, states[0], angles[0][0], angles[1][0])
         for weights, layer in zip(self._weights[:num_layers], self._spec.layers, strict=False):
@@ -176,7 +182,7 @@ class DecoderStack(nn.Module):
         body, device = self._owner[0], self._spec.device
         random = torch.Generator().manual_seed(0)
         drawn = torch.randn(1, 1, self._sizes.hidden, generator=random)
-        states = drawn.to(device, torch.bfloat16)
+        states = drawn.to(device, self._spec.dtype)
         positions = torch.full((1, 1), PROBED_POSITION, device=device)
         angles = body.rotary_emb(states, positions)
         if angles[0].shape[-1] != self._sizes.head_dim:
@@ -191,7 +197,7 @@ class DecoderStack(nn.Module):
             larder=expected,
         )
         pairs = zip((got, *own.seen), (out, *expected.seen), strict=True)
-        most = TOLERANCE[torch.bfloat16]
+        most = TOLERANCE[self._spec.dtype]
         return all(relative_difference(ours, theirs) < most for ours, theirs in pairs)
 
 
@@ -207,13 +213,14 @@ class FewRowsHead:
 
     def __init__(self, module: Any) -> None:
         self._head = module.get_output_embeddings()
+        self._dtype = self._head.weight.dtype
         self._states = torch.empty(0)
         self._hooks = list[Any]()
 
     def __enter__(self) -> None:
         head = self._head
         if type(head) is nn.Linear and head.bias is None and not _is_hooked(head):
-            if _is_plain(head.weight, CPU) and is_supported(*head.weight.shape):
+            if _is_plain(head.weight, self._dtype, CPU) and is_supported(*head.weight.shape):
                 before = head.register_forward_pre_hook(self._before)
                 self._hooks = [before, head.register_forward_hook(self._after)]
 
@@ -237,9 +244,9 @@ class FewRowsHead:
 
     @property
     def _is_served(self) -> bool:
-        """True for as few bfloat16 rows as the kernel takes."""
-        is_few = 0 < self._states.shape[:-1].numel() <= max_rows()
-        return is_few and self._states.dtype is torch.bfloat16
+        """True for as few rows of the head's dtype as the kernel takes."""
+        is_few = 0 < self._states.shape[:-1].numel() <= max_rows(self._dtype)
+        return is_few and self._states.dtype is self._dtype
 
 
 def _kernels_of(device: torch.device) -> LayerKernels:
@@ -249,6 +256,11 @@ def _kernels_of(device: torch.device) -> LayerKernels:
     from larder.ops.gpu import decoder_layer as gpu_layer  # imports Triton
 
     return LayerKernels(gpu_layer.DeviceLayerRows, lambda tensors: tensors, gpu_layer.are_supported)
+
+
+def _is_own_attention() -> bool:
+    """False while somebody has wrapped Larder's attention function."""
+    return ALL_ATTENTION_FUNCTIONS.get(NAME) is attend
 
 
 def _is_known_body(body: Any) -> bool:
@@ -302,16 +314,16 @@ def _layer_tensors(layer: Any) -> LayerTensors:
     )
 
 
-def _are_supported(tensors: LayerTensors, device: torch.device) -> bool:
-    """True for plain contiguous bfloat16 weights on the device."""
+def _are_supported(tensors: LayerTensors, spec: ModelSpec) -> bool:
+    """True for plain contiguous weights of the model's dtype and device."""
     given = [each for each in vars(tensors).values() if each is not None]
-    return all(_is_plain(each, device) for each in given)
+    return all(_is_plain(each, spec.dtype, spec.device) for each in given)
 
 
-def _is_plain(weight: Tensor, device: torch.device) -> bool:
+def _is_plain(weight: Tensor, dtype: torch.dtype, device: torch.device) -> bool:
     return (
         type(weight) is nn.Parameter
-        and weight.dtype == torch.bfloat16
+        and weight.dtype == dtype
         and weight.device == device
         and weight.is_contiguous()
     )

@@ -1,7 +1,8 @@
-"""Choice of what runs the layers of a model for the bfloat16 tokens of a call.
+"""Choice of what runs the layers of a model for the tokens of a call.
 
 On a CPU calls of few tokens take as long as reading the weights: they run the decoder stack and its
-product for the head where these serve the model, and torch's faster kernel for one row elsewhere.
+product for the head where these serve the model, and for bfloat16 elsewhere torch's faster kernel
+for one row.
 On a GPU the stack saves most launches of a layer, for any number of tokens.
 """
 
@@ -34,7 +35,7 @@ class StackedRows(TorchProducts):
     """Contexts of calls of a model on a GPU, which run the decoder stack. Not thread-safe.
 
     Args:
-        body: layers of a bfloat16 model with embedding and norm.
+        body: layers of a model with embedding and norm.
         spec: of its caches.
     """
 
@@ -58,7 +59,7 @@ class FewRows(StackedRows):
     """Contexts of calls of a model on a CPU by their number of tokens. Not thread-safe.
 
     Args:
-        module: bfloat16 model with a head.
+        module: bfloat16 or float32 model with a head.
         body: its layers with embedding and norm.
         spec: of its caches.
     """
@@ -69,7 +70,7 @@ class FewRows(StackedRows):
 
     def matrices(self, num_tokens: int) -> AbstractContextManager[None]:
         """Context of torch's matrix products of a call with so many tokens."""
-        if num_tokens > 1:
+        if num_tokens > 1 or self._spec.dtype is not torch.bfloat16:
             return nullcontext()
         from larder.ops.cpu.one_row_products import (
             one_row_products,  # measures: not before it is needed
@@ -96,7 +97,7 @@ class FewRows(StackedRows):
             max_rows,  # measures: not before it is needed
         )
 
-        return num_tokens <= MAX_ROWS and num_tokens <= max_rows()
+        return num_tokens <= MAX_ROWS and num_tokens <= max_rows(self._spec.dtype)
 
 
 def products_of(module: Any, body: Any, spec: ModelSpec) -> TorchProducts:
@@ -106,7 +107,7 @@ def products_of(module: Any, body: Any, spec: ModelSpec) -> TorchProducts:
         module: model with a head.
         body: its layers with embedding and norm.
     """
-    if spec.dtype == torch.bfloat16 and spec.device.type == "cpu":
+    if spec.dtype in (torch.bfloat16, torch.float32) and spec.device.type == "cpu":
         return FewRows(module, body, spec)
     if spec.dtype == torch.bfloat16 and spec.device.type == "cuda" and find_spec("triton"):
         return StackedRows(body, spec)

@@ -19,7 +19,7 @@ from larder.core.errors import DependencyError
 MODULE = "larder.ops.cpu._c"  # extension by which the installation names the library's file
 TORCH_CPU = ("libtorch_cpu.so", "libtorch_cpu.dylib")
 
-LAYOUT = 4  # of the structs below; raised with `larder_layout` of c/decode_attention.c
+LAYOUT = 5  # of the structs below; raised with `larder_layout` of c/decode_attention.c
 
 POINTER, INTEGER = ctypes.c_void_p, ctypes.c_int64
 
@@ -225,10 +225,12 @@ def c_library() -> ctypes.CDLL | None:
         ctypes.POINTER(AttentionCall),
         ctypes.POINTER(CodedEntries),
     ]
-    library.larder_attention_inputs.argtypes = [POINTER, POINTER]
-    library.larder_layer_output.argtypes = [POINTER, POINTER]
-    library.larder_linear.argtypes = [*[POINTER] * 3, *[INTEGER] * 3, POINTER, ctypes.c_int32]
-    library.larder_most_rows.restype = INTEGER
+    for suffix in ("", "_float32"):
+        for name in ("attention_inputs", "layer_output"):
+            getattr(library, f"larder_{name}{suffix}").argtypes = [POINTER, POINTER]
+        linear = getattr(library, f"larder_linear{suffix}")
+        linear.argtypes = [*[POINTER] * 3, *[INTEGER] * 3, POINTER, ctypes.c_int32]
+        getattr(library, f"larder_most_rows{suffix}").restype = INTEGER
     library.larder_load_pages.argtypes = [POINTER]
     library.larder_tree_search.argtypes = [ctypes.POINTER(TreeSearchCall)]
     library.larder_decode_step.argtypes = [ctypes.POINTER(AttentionCall), POINTER, POINTER]

@@ -1,11 +1,12 @@
-"""Decoder layer of the Llama family around its attention, for a few bfloat16 rows on a CPU.
+"""Decoder layer of the Llama family around its attention, for a few rows on a CPU.
 
 A decode step reads every weight once, so its limit is the memory's bandwidth. The C kernel reads
 the weights where the model stores them, with the query, key and value projections in one call, and
-norms, rotation, activation and residuals between them. It rounds to bfloat16 where transformers'
-layers do; sums are taken in another order. With matrix units (AMX) a tile of weights is multiplied
-with 16 rows at a time. Within the kernel a row's result is the same bits alone and beside others;
-batches of more than `max_rows()` rows take torch's products, which differ.
+norms, rotation, activation and residuals between them. Rows and weights are bfloat16, rounded to
+where transformers' layers do, or float32; sums are taken in another order. With matrix units (AMX)
+a tile of bfloat16 weights is multiplied with 16 rows at a time. Within the kernel a row's result is
+the same bits alone and beside others; batches of more than `max_rows` rows take torch's products,
+which differ.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from collections.abc import Callable
 from ctypes import byref
 from dataclasses import fields
 from functools import cache
+from typing import NamedTuple
 
 import torch
-from jaxtyping import BFloat16
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import linear
 
 from larder.ops.cpu.c_library import INTEGER, POINTER, c_library
 from larder.ops.decoder_layer import LayerSizes, LayerTensors
 
+SUFFIXES = {torch.bfloat16: "", torch.float32: "_float32"}  # of the C functions
 MAX_ROWS = 128  # of which the kernel is measured; from there on torch's products win
 ROW_COUNTS = (MAX_ROWS, 64, 32, 16, 8, 1)
 OUTPUT_MULTIPLE, INPUT_MULTIPLE = 16, 32  # of the sizes that the kernel multiplies
@@ -69,14 +72,14 @@ class LayerRows:
     def __init__(
         self,
         sizes: LayerSizes,
-        states: BFloat16[Tensor, "N hidden"],
-        cosines: BFloat16[Tensor, "N D"],
-        sines: BFloat16[Tensor, "N D"],
+        states: Float[Tensor, "N hidden"],
+        cosines: Float[Tensor, "N D"],
+        sines: Float[Tensor, "N D"],
     ) -> None:
         rows, dim = states.shape[0], sizes.head_dim
         self.states = states.clone(memory_format=torch.contiguous_format)
         self._angles = cosines.contiguous(), sines.contiguous()
-        self._library = _library()
+        self._kernels = _kernels(states.dtype)
         self._shapes = (sizes.heads, rows, dim), (sizes.kv_heads, rows, dim)
         self._call = RowPointers(
             rows=rows,
@@ -94,19 +97,19 @@ class LayerRows:
 
     def attention_inputs(
         self, layer: LayerPointers
-    ) -> tuple[BFloat16[Tensor, "H N D"], BFloat16[Tensor, "K N D"], BFloat16[Tensor, "K N D"]]:
+    ) -> tuple[Float[Tensor, "H N D"], Float[Tensor, "K N D"], Float[Tensor, "K N D"]]:
         """Rotated queries and keys, and values of a layer."""
         queries, keys = (self.states.new_empty(shape) for shape in self._shapes)
         values, call = torch.empty_like(keys), self._call
         call.queries, call.keys, call.values = (x.data_ptr() for x in (queries, keys, values))
-        _check(self._library.larder_attention_inputs(byref(layer), byref(call)))
+        _check(self._kernels.attention_inputs(byref(layer), byref(call)))
         return queries, keys, values
 
-    def finish_layer(self, layer: LayerPointers, attended: BFloat16[Tensor, "H N D"]) -> None:
+    def finish_layer(self, layer: LayerPointers, attended: Float[Tensor, "H N D"]) -> None:
         """Pass the states through what stands behind the attention of a layer."""
         attended = attended.contiguous()
         self._call.attended = attended.data_ptr()
-        _check(self._library.larder_layer_output(byref(layer), byref(self._call)))
+        _check(self._kernels.layer_output(byref(layer), byref(self._call)))
 
 
 def are_supported(sizes: LayerSizes) -> bool:
@@ -127,27 +130,28 @@ def is_supported(outputs: int, inputs: int) -> bool:
 
 
 def few_rows_linear(
-    rows: BFloat16[Tensor, "N D"], weight: BFloat16[Tensor, "M D"]
-) -> BFloat16[Tensor, "N M"]:
+    rows: Float[Tensor, "N D"], weight: Float[Tensor, "M D"]
+) -> Float[Tensor, "N M"]:
     """Product of a few rows with the outputs of a linear layer."""
     rows, out = rows.contiguous(), rows.new_empty(rows.shape[0], weight.shape[0])
     sizes = *rows.shape, weight.shape[0]
     pointers = rows.data_ptr(), weight.data_ptr(), None
-    _check(_library().larder_linear(*pointers, *sizes, out.data_ptr(), torch.get_num_threads()))
+    product = _kernels(rows.dtype).linear
+    _check(product(*pointers, *sizes, out.data_ptr(), torch.get_num_threads()))
     return out
 
 
 @cache
-def max_rows() -> int:
+def max_rows(dtype: torch.dtype) -> int:
     """Largest number of rows for which the kernel is taken, 0 for none; measured once."""
-    if c_library() is None:
+    if c_library() is None or dtype not in SUFFIXES:
         return 0
-    most = _most_rows()
-    weights = torch.ones(TIMED_WEIGHTS, dtype=torch.bfloat16)
+    most = _most_rows(dtype)
+    weights = torch.ones(TIMED_WEIGHTS, dtype=dtype)
     for count in ROW_COUNTS:
         if count > most:
             continue
-        rows = torch.ones(count, TIMED_WEIGHTS[2], dtype=torch.bfloat16)
+        rows = torch.ones(count, TIMED_WEIGHTS[2], dtype=dtype)
         own, others = float("inf"), float("inf")
         for _ in range(REPETITIONS):
             own = min(own, _seconds_of_pass(few_rows_linear, rows, weights))
@@ -157,9 +161,9 @@ def max_rows() -> int:
     return 0
 
 
-def _most_rows() -> int:
+def _most_rows(dtype: torch.dtype) -> int:
     """Number of rows beyond which this processor does not run the kernel fast."""
-    return _library().larder_most_rows()
+    return _kernels(dtype).most_rows()
 
 
 def _seconds_of_pass(product: Product, rows: Tensor, weights: Tensor) -> float:
@@ -170,10 +174,21 @@ def _seconds_of_pass(product: Product, rows: Tensor, weights: Tensor) -> float:
     return time.perf_counter() - started
 
 
-def _library() -> ctypes.CDLL:
+class _Kernels(NamedTuple):
+    """C functions for one type of numbers."""
+
+    attention_inputs: Callable[..., int]
+    layer_output: Callable[..., int]
+    linear: Callable[..., int]
+    most_rows: Callable[[], int]
+
+
+@cache
+def _kernels(dtype: torch.dtype) -> _Kernels:
     library = c_library()
     assert library is not None, "callers ask max_rows() first"
-    return library
+    names = (f"larder_{name}{SUFFIXES[dtype]}" for name in _Kernels._fields)
+    return _Kernels(*(getattr(library, name) for name in names))
 
 
 def _check(failed: int) -> None:

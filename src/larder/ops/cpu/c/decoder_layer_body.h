@@ -1,4 +1,4 @@
-/* Products and norms of bfloat16 rows for one instruction set; included once for each, with
+/* Products and norms of rows for one instruction set; included once for each, with
  *
  *   NAME(x)            x with the suffix of the instruction set
  *   TARGET             function attribute that selects it
@@ -8,6 +8,17 @@
 
 #include "vectors.h"
 
+#if defined(IS_FLOAT32)
+TARGET INLINE floats NAME(widen)(const float *numbers) {
+    floats values;
+    memcpy(&values, numbers, sizeof values);
+    return values;
+}
+
+TARGET INLINE floats NAME(round_each)(floats values) { return values; }
+
+TARGET INLINE void NAME(narrow)(floats values, float *out) { memcpy(out, &values, sizeof values); }
+#else
 TARGET INLINE floats NAME(widen)(const uint16_t *numbers) {
     halves bits;
     memcpy(&bits, numbers, sizeof bits);
@@ -25,6 +36,7 @@ TARGET INLINE void NAME(narrow)(floats values, uint16_t *out) {
     halves bits = NAME(to_halves)((words)NAME(round_each)(values) >> 16);
     memcpy(out, &bits, sizeof bits);
 }
+#endif
 
 /* x * sigmoid(x), rounded. */
 TARGET INLINE floats NAME(silu)(floats x) {
@@ -35,7 +47,7 @@ TARGET INLINE floats NAME(silu)(floats x) {
 /* Numbers of one row with 16 outputs, used as the call says. */
 TARGET INLINE void NAME(use)(const struct products *all, const struct weights *own, int64_t block,
                              int64_t row, floats sums, floats others) {
-    uint16_t *out = own->out + row * own->outputs + block * LANES;
+    number *out = own->out + row * own->outputs + block * LANES;
     if (own->bias)
         sums += NAME(widen)(own->bias + block * LANES);
     if (all->use == GATED)
@@ -48,30 +60,42 @@ TARGET INLINE void NAME(use)(const struct products *all, const struct weights *o
 #if defined(HAS_MATRIX_UNITS)
 #include "decoder_layer_tiles.h"
 #else
-#if defined(HAS_DOT_PRODUCT)
+#if defined(IS_FLOAT32)
 /* Rows are multiplied as they are. */
-TARGET static const void *NAME(pack)(const uint16_t *rows, int64_t count, int64_t size,
+TARGET static const void *NAME(pack)(const float *rows, int64_t count, int64_t size,
                                      float *scratch) {
     (void)count, (void)size, (void)scratch;
     return rows;
 }
 
-TARGET INLINE floats NAME(add_pairs)(floats sum, words weights, const void *row, int64_t first) {
+TARGET INLINE floats NAME(add_products)(floats sum, words weights, const void *row, int64_t first) {
+    return sum + (floats)weights * NAME(widen)((const float *)row + first);
+}
+#define ROW_BYTES sizeof(float)
+#elif defined(HAS_DOT_PRODUCT)
+/* Rows are multiplied as they are. */
+TARGET static const void *NAME(pack)(const number *rows, int64_t count, int64_t size,
+                                     float *scratch) {
+    (void)count, (void)size, (void)scratch;
+    return rows;
+}
+
+TARGET INLINE floats NAME(add_products)(floats sum, words weights, const void *row, int64_t first) {
     words pairs;
-    memcpy(&pairs, (const uint16_t *)row + first, sizeof pairs);
+    memcpy(&pairs, (const number *)row + first, sizeof pairs);
     return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)weights, (__m512bh)pairs);
 }
-#define ROW_BYTES sizeof(uint16_t)
+#define ROW_BYTES sizeof(number)
 #else
 /* Rows as float32: of every 32 numbers the 16 of even index, then the others. */
-TARGET static const void *NAME(pack)(const uint16_t *rows, int64_t count, int64_t size,
+TARGET static const void *NAME(pack)(const number *rows, int64_t count, int64_t size,
                                      float *scratch) {
     for (int64_t n = 0; n < count * size; n++)
-        scratch[n / CHUNK * CHUNK + n % 2 * LANES + n % CHUNK / 2] = from_bfloat16(rows[n]);
+        scratch[n / CHUNK * CHUNK + n % 2 * LANES + n % CHUNK / 2] = from_number(rows[n]);
     return scratch;
 }
 
-TARGET INLINE floats NAME(add_pairs)(floats sum, words weights, const void *row, int64_t first) {
+TARGET INLINE floats NAME(add_products)(floats sum, words weights, const void *row, int64_t first) {
     floats even, odd;
     memcpy(&even, (const float *)row + first, sizeof even);
     memcpy(&odd, (const float *)row + first + LANES, sizeof odd);
@@ -82,18 +106,18 @@ TARGET INLINE floats NAME(add_pairs)(floats sum, words weights, const void *row,
 #endif
 
 /* Lane sums of 16 outputs with `count` rows, `together` outputs at a time. */
-TARGET INLINE void NAME(sum_pairs)(const uint16_t *matrix, int64_t size, const char *rows,
+TARGET INLINE void NAME(sum_products)(const number *matrix, int64_t size, const char *rows,
                                    int count, int together, floats *sums) {
     for (int first = 0; first < LANES; first += together) {
-        const uint16_t *own = matrix + first * size;
+        const number *own = matrix + first * size;
         floats totals[4][MOST_ROWS] = {{{0}}};
         for (int64_t d = 0; d < size; d += CHUNK)
             for (int t = 0; t < together; t++) {
-                words pairs;
-                memcpy(&pairs, own + t * size + d, sizeof pairs);
+                words weights;
+                memcpy(&weights, own + t * size + d, sizeof weights);
                 __builtin_prefetch(own + t * size + d + PREFETCH);
                 for (int r = 0; r < count; r++)
-                    totals[t][r] = NAME(add_pairs)(totals[t][r], pairs,
+                    totals[t][r] = NAME(add_products)(totals[t][r], weights,
                                                    rows + r * size * (int64_t)ROW_BYTES, d);
             }
         for (int r = 0; r < count; r++)
@@ -105,11 +129,11 @@ TARGET INLINE void NAME(sum_pairs)(const uint16_t *matrix, int64_t size, const c
 /* Products of at most MOST_ROWS rows with 16 outputs, as float32. */
 TARGET static void NAME(dot)(const struct products *all, const struct weights *weights,
                              int64_t block, int64_t first, int64_t count, floats *out) {
-    const uint16_t *matrix = weights->matrix + block * LANES * all->size;
+    const number *matrix = weights->matrix + block * LANES * all->size;
     const char *rows = (const char *)all->rows + first * all->size * (int64_t)ROW_BYTES;
     floats sums[MOST_ROWS * LANES];
 #define SUM(count, together) \
-    NAME(sum_pairs)(matrix, all->size, rows, count, together, sums)
+    NAME(sum_products)(matrix, all->size, rows, count, together, sums)
     switch (count) {
     case 1: SUM(1, 4); break;
     case 2: SUM(2, 4); break;
@@ -145,8 +169,8 @@ TARGET static void NAME(multiply)(const struct products *all, int64_t start, int
 #endif
 
 /* Rows over the root of their mean square, times weights. */
-TARGET static void NAME(norm)(const uint16_t *rows, const uint16_t *weights, float epsilon,
-                              int64_t count, int64_t size, uint16_t *out) {
+TARGET static void NAME(norm)(const number *rows, const number *weights, float epsilon,
+                              int64_t count, int64_t size, number *out) {
     for (int64_t row = 0; row < count; row++, rows += size, out += size) {
         floats squares = {0};
         float sum = 0;
@@ -165,8 +189,8 @@ TARGET static void NAME(norm)(const uint16_t *rows, const uint16_t *weights, flo
 }
 
 /* A head of a row turned by its angles. */
-TARGET static void NAME(rotate)(const uint16_t *own, const uint16_t *cosine, const uint16_t *sine,
-                                int64_t dim, uint16_t *out) {
+TARGET static void NAME(rotate)(const number *own, const number *cosine, const number *sine,
+                                int64_t dim, number *out) {
     int64_t half = dim / 2, d = 0;
     for (; d + LANES <= half; d += LANES) {
         floats lower = NAME(widen)(own + d), upper = NAME(widen)(own + d + half);
@@ -178,11 +202,11 @@ TARGET static void NAME(rotate)(const uint16_t *own, const uint16_t *cosine, con
                      out + d + half);
     }
     for (; d < half; d++) {
-        float lower = from_bfloat16(own[d]), upper = from_bfloat16(own[d + half]);
-        out[d] = to_bfloat16(rounded(lower * from_bfloat16(cosine[d])) +
-                             rounded(-upper * from_bfloat16(sine[d])));
-        out[d + half] = to_bfloat16(rounded(upper * from_bfloat16(cosine[d + half])) +
-                                    rounded(lower * from_bfloat16(sine[d + half])));
+        float lower = from_number(own[d]), upper = from_number(own[d + half]);
+        out[d] = to_number(rounded(lower * from_number(cosine[d])) +
+                             rounded(-upper * from_number(sine[d])));
+        out[d + half] = to_number(rounded(upper * from_number(cosine[d + half])) +
+                                    rounded(lower * from_number(sine[d + half])));
     }
 }
 
