@@ -2,8 +2,8 @@
 
 Every document is read under every policy at the same share of entries. Then two texts are forced
 behind the cache, and compared with the full cache: the document's own continuation, and a copy of
-a part of it after a request to repeat it and a cue. Weights are those of `larder train`; the policy
-`shuffled` has those of KVzap with their inputs in another order.
+a part of it after a request to repeat it and a cue. Weights are those of `larder train`; a policy
+`NAME_shuffled` is NAME with the inputs of its gate in another order.
 
     larder train kvzap --model smollm2 --corpus FOLDER --held-out SOURCE
     python benchmarks/learned_scores.py --model smollm2 --corpus FOLDER --held-out SOURCE
@@ -29,7 +29,7 @@ from larder.core import Mode
 from larder.engine import Engine
 from larder.evaluation import Bootstrap
 from larder.models import BatchSegment, LayerTensors, LearnedWeights, load_learned
-from larder.policy import PROVIDERS
+from larder.policy import GateProvider, column_providers
 from larder.prefill import PeakMemoryMeter
 from larder.session import Policy, build_caches, common_prompts
 from larder.training import Corpus, CorpusSplit, Document, read_corpus
@@ -37,7 +37,7 @@ from larder_bench.scoring.kl_divergence import kl_divergence
 
 FOLLOWING = 64  # tokens of the continuation
 CUE, RECITED = 16, 48  # tokens of the copy that are given, and that are compared
-SHUFFLED = "shuffled"
+SHUFFLED = "_shuffled"  # end of the name of a policy whose weights are shuffled
 POLICIES = {
     "full": "whole() > unlimited()",
     "kvzip": "whole() > reconstruct() > global()",
@@ -45,7 +45,7 @@ POLICIES = {
     "kvzap_mlp": 'whole() > kvzap(form="mlp") > global()',
     "fast_kvzip": "whole() > fast_kvzip() > global()",
     "locret": "whole() > locret() > uniform()",
-    "trim": "whole() > trim() > uniform()",
+    "trim": "whole() > protect(sinks=0, recent=0) > trim() > uniform()",
     "q_filters": "whole() > q_filters() > uniform()",
     "keydiff": "whole() > keydiff() > uniform()",
     "snapkv": "whole() > snapkv() > uniform()",
@@ -53,8 +53,8 @@ POLICIES = {
     "expected": "whole() > expected() > ada()",
     "streaming_llm": "whole() > protect(sinks=4, recent=0) > sinks_and_window() > uniform()",
     "random": "whole() > random() > global()",
-    SHUFFLED: "whole() > kvzap() > global()",
 }
+COMPARED = [name for name in POLICIES if name != "full"] + [f"kvzap{SHUFFLED}"]
 
 
 def left_out(corpus: Corpus, seed: int) -> Iterator[Document]:
@@ -102,21 +102,33 @@ def forced_logits(
     return {"continuation": logits[: FOLLOWING - 1], "recite": logits[FOLLOWING - 1 :]}
 
 
-def shuffled_weights(learned: LearnedWeights, seed: int) -> LearnedWeights:
-    """Weights with the inputs of every layer in a random order."""
+def shuffled_weights(learned: LearnedWeights, width: int, seed: int) -> LearnedWeights:
+    """Weights with the inputs of every layer's gate, of `width` numbers, in a random order."""
     source = torch.Generator().manual_seed(seed)
 
     def shuffled(own: LayerTensors) -> LayerTensors:
-        order = torch.randperm(own["weight"].shape[1], generator=source)
-        return {**own, "weight": own["weight"][:, order]}
+        order = torch.randperm(width, generator=source)
+        return {k: each[:, order] if is_map(each) else each for k, each in own.items()}
+
+    def is_map(tensor: Tensor) -> bool:
+        return tensor.dim() == 2 and tensor.shape[1] == width
 
     return replace(learned, layers=tuple(shuffled(own) for own in learned.layers))
 
 
-def put_weights(engine: Engine, is_shuffled: bool, seed: int) -> None:
-    decoder, gate = engine.runtime.decoder, PROVIDERS.load("kvzap")()
-    learned = load_learned(decoder.spec, "kvzap", gate)
-    decoder.gates.put("kvzap", gate, shuffled_weights(learned, seed) if is_shuffled else learned)
+def sentence_of(name: str) -> str:
+    return POLICIES[name.removesuffix(SHUFFLED)]
+
+
+def put_weights(engine: Engine, name: str, seed: int) -> None:
+    """Use the weights of a policy's gates as they are, or shuffled where its name says so."""
+    decoder = engine.runtime.decoder
+    columns = Policy.parse(sentence_of(name)).planner.ledger.columns
+    for column, gate in column_providers(columns, GateProvider).items():
+        learned = load_learned(decoder.spec, column, gate)
+        if name.endswith(SHUFFLED):
+            learned = shuffled_weights(learned, decoder.spec.width, seed)
+        decoder.gates.put(column, gate, learned)
 
 
 def print_table(found: Mapping[str, Mapping[str, list[float]]], shown: str) -> None:
@@ -125,7 +137,7 @@ def print_table(found: Mapping[str, Mapping[str, list[float]]], shown: str) -> N
         print(f"\n{measure}: mean KL to the full cache in nats, and paired differences")
         for name, scores in found.items():
             own = scores[measure]
-            line = f"  {name:14} {fmean(own):.4f}  n={len(own)}"
+            line = f"  {name:16} {fmean(own):.4f}  n={len(own)}"
             for other in ("random", "streaming_llm", "kvzip"):
                 if other in found and other != name:
                     less = drawing.difference(
@@ -144,7 +156,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--held-out", default=None)
-    parser.add_argument("--policies", default=",".join(p for p in POLICIES if p != "full"))
+    parser.add_argument("--policies", default=",".join(COMPARED))
     parser.add_argument("--share", type=float, default=0.25)
     parser.add_argument("--tokens", type=int, default=768)
     parser.add_argument("--documents", type=int, default=24)
@@ -165,9 +177,8 @@ def main() -> None:
         truth = forced_logits(engine, POLICIES["full"], 1.0, ids, number)
         row = dict[str, dict[str, float]]()
         for name in names:
-            if "kvzap" in POLICIES[name]:
-                put_weights(engine, name == SHUFFLED, args.seed)
-            logits = forced_logits(engine, POLICIES[name], args.share, ids, number)
+            put_weights(engine, name, args.seed)
+            logits = forced_logits(engine, sentence_of(name), args.share, ids, number)
             row[name] = {m: float(kl_divergence(truth[m], logits[m]).mean()) for m in truth}
             for measure, value in row[name].items():
                 found[name][measure].append(value)

@@ -31,8 +31,8 @@ def train(
         str,
         typer.Argument(
             metavar="METHOD",
-            help="kvzap, kvzap_mlp, fast_kvzip or locret; labels, which these begin with; or "
-            "predictive, for the codecs of that name.",
+            help="kvzap, kvzap_mlp, fast_kvzip or locret; labels, which these begin with; trim, "
+            "which needs none; or predictive, for the codecs of that name.",
         ),
     ],
     model: Annotated[

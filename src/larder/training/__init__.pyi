@@ -12,6 +12,13 @@ from .corpus import CorpusSplit as CorpusSplit
 from .corpus import Document as Document
 from .corpus import Passage as Passage
 from .corpus import read_corpus as read_corpus
+from .gated_attention import DecayedAttention as DecayedAttention
+from .gated_attention import GatedAttention as GatedAttention
+from .gated_attention import MaskedAttention as MaskedAttention
+from .gated_attention import grouped_logits as grouped_logits
+from .gated_attention import straight_through as straight_through
+from .gated_attention import token_ages as token_ages
+from .gated_attention import visible_tokens as visible_tokens
 from .label_pass import LOGIT as LOGIT
 from .label_pass import PLUS as PLUS
 from .label_pass import STATES as STATES
@@ -33,6 +40,10 @@ from .passage_method import select_passages as select_passages
 from .passage_method import train_on_passages as train_on_passages
 from .passage_methods.aqua import AquaTraining as AquaTraining
 from .passage_methods.aqua import read_samples as read_samples
+from .passage_methods._gate_distillation import GateDistillation as GateDistillation
+from .passage_methods._gate_distillation import input_scalings as input_scalings
+from .passage_methods._gate_distillation import token_windows as token_windows
+from .passage_methods._retention_gates import excess as excess
 from .predictive import PredictiveSettings as PredictiveSettings
 from .predictive import fit_side as fit_side
 from .predictive import train_predictive as train_predictive
