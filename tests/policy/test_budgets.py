@@ -29,7 +29,15 @@ CASES = st.dictionaries(
 
 
 MEASURES = {index: (float((7 * index) % 5 + 1),) for index in range(6)}  # of each layer
-WAITING = ("global", "inverse_variance", "prefixkv", "composite", "lazy_layers", "recovery")
+WAITING = (
+    "global",
+    "fixed_threshold",
+    "inverse_variance",
+    "prefixkv",
+    "composite",
+    "lazy_layers",
+    "recovery",
+)
 # Used up to the last entry: over all layers, or in each.
 IN_ALL = ("global", "prefixkv", "dynamic", "cake", "lazy_layers", "recovery")
 BY_LAYER = ("pooled", "sensitivity", "ada", "headkv", "retrieval_heads")
