@@ -46,6 +46,12 @@ POLICIES = {
     "fast_kvzip": "whole() > fast_kvzip() > global()",
     "locret": "whole() > locret() > uniform()",
     "trim": "whole() > protect(sinks=0, recent=0) > trim() > uniform()",
+    "global_retention": "whole() > protect(sinks=0, recent=32) > global_retention() > global()",
+    "global_retention_per_head": "whole() > protect(sinks=0, recent=32) > global_retention() > "
+    "uniform()",
+    "attention_gate": "whole() > protect(sinks=0, recent=0) > attention_gate() > global()",
+    "attention_gate_threshold": "whole() > protect(sinks=0, recent=0) > attention_gate() > "
+    "fixed_threshold(score=0.5, kept=1.0)",
     "q_filters": "whole() > q_filters() > uniform()",
     "keydiff": "whole() > keydiff() > uniform()",
     "snapkv": "whole() > snapkv() > uniform()",

@@ -11,7 +11,12 @@ from larder.policy import PROVIDERS, GateProvider, select_providers
 
 INNER, CHANNELS, SINKS = 5, 4, 3
 # Sizes that training chooses, in the tensors that gates read them from.
-SIZES = {"0.bias": torch.zeros(INNER), "k_base": torch.zeros(1, 1, SINKS, CHANNELS)}
+SIZES = {
+    "0.bias": torch.zeros(INNER),
+    "4.weight": torch.zeros(1, CHANNELS),
+    "query.bias": torch.zeros(2 * CHANNELS),
+    "k_base": torch.zeros(1, 1, SINKS, CHANNELS),
+}
 
 
 def every_gate() -> dict[str, GateProvider]:
@@ -28,8 +33,9 @@ def random_tensors(
 
 def random_weights(name: str, gate: GateProvider, spec: ModelSpec, seed: int = 0) -> LearnedWeights:
     card = Card(name, (spec.fingerprint,), seed=seed)
-    layers = tuple(random_tensors(gate, layer, spec.width, seed) for layer in spec.managed)
-    return LearnedWeights(card, layers)
+    layers = [random_tensors(gate, layer, spec.width, seed) for layer in spec.managed]
+    shared = {name: layers[0][name] for name in gate.shared}
+    return LearnedWeights(card, tuple({**own, **shared} for own in layers))
 
 
 def give_gates(decoder: Decoder) -> None:

@@ -63,15 +63,40 @@ def states_of(decoder: Decoder, ids: tuple[int, ...]) -> list[torch.Tensor]:
 def test_every_entry_has_what_the_loop_makes_of_its_state(gated, name) -> None:
     cache, loop = a_cache(gated, name), import_module(f"references.{name}")
     weights = random_weights(name, GATES[name], gated.spec)
-    for ids in (IDS[:7], IDS[7:11], IDS[11:]):  # a text in blocks, then a single token
-        read(gated, cache, ids)
+    blocks = (7, 4, 1)  # a text in blocks, then a single token
+    for ids in torch.tensor(IDS).split(blocks):
+        read(gated, cache, tuple(ids.tolist()))
     for layer, states in enumerate(states_of(gated, IDS)):
         told = {key: each.tolist() for key, each in weights.layers[layer].items()}
-        expected = torch.tensor(loop.gated(told, states.tolist()))
+        passes = states.split(blocks if GATES[name].reads_pass else len(IDS))
+        expected = torch.cat([torch.tensor(loop.gated(told, own.tolist())) for own in passes])
         entries = cache.entries(layer)
         for head in range(2):
             got = entries.columns[name][entries.rows(head)]
             torch.testing.assert_close(got, expected[:, head], atol=1e-4, rtol=1e-4)
+
+
+def test_a_gate_that_reads_the_pass_reads_its_own_sequence_alone(gated) -> None:
+    texts = (IDS[:5], IDS[4:11], IDS[2:3])
+    together = [a_cache(gated, "attention_gate") for _ in texts]
+    gated.read([BatchSegment(*pair) for pair in zip(together, texts, strict=True)], Mode.APPEND)
+    for cache, ids in zip(together, texts, strict=True):
+        alone = a_cache(gated, "attention_gate")
+        read(gated, alone, ids)
+        for layer in range(2):
+            own, expected = (
+                each.entries(layer).column("attention_gate") for each in (cache, alone)
+            )
+            torch.testing.assert_close(own, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_shared_tensor_must_be_the_same_in_all_layers(gated) -> None:
+    gate = GATES["global_retention"]
+    weights = random_weights("global_retention", gate, gated.spec)
+    first, second = weights.layers
+    other = replace(weights, layers=(first, {**second, "4.weight": second["4.weight"] + 1}))
+    with pytest.raises(ModelError, match=r"another 4\.weight in layer 1 .*all layers share it"):
+        LearnedGates(gated.spec, gated.attentions).put("global_retention", gate, other)
 
 
 def test_scratch_passes_and_other_caches_are_left_alone(gated) -> None:

@@ -25,8 +25,10 @@ from tiny_models import tiny
 # Settings under which a few steps show what is learned, and the metric that then falls.
 SMALL: dict[str, dict[str, Any]] = {
     "trim": {"inner": 4, "bias": 3.0, "weight": 3.0},
+    "global_retention": {"inner": 4, "channels": 3, "bias": 3.0, "weight": 3.0},
+    "attention_gate": {"inner": 3, "weight": 3.0},
 }
-SHARES = {"trim": "held"}
+SHARES = {"trim": "held", "global_retention": "held", "attention_gate": "kept"}
 NAMES = sorted(SMALL)
 
 

@@ -32,7 +32,8 @@ def train(
         typer.Argument(
             metavar="METHOD",
             help="kvzap, kvzap_mlp, fast_kvzip or locret; labels, which these begin with; trim, "
-            "which needs none; or predictive, for the codecs of that name.",
+            "global_retention or attention_gate, which need none; or predictive, for the codecs of "
+            "that name.",
         ),
     ],
     model: Annotated[

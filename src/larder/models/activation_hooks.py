@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from larder.models.attention_backend import CONTEXT_KEYWORD
@@ -47,13 +49,28 @@ def capture_activations(
     def record(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         if named.get(CONTEXT_KEYWORD) is batch:
             states = (args[0] if args else named["hidden_states"])[0]
-            batch.captured = {name: own.capture(module, states) for name, own in providers.items()}
+            batch.captured = {
+                name: _captured(own, module, states, batch.widths)
+                for name, own in providers.items()
+            }
 
     # Before hooks that put another attention into the call.
     return forward_hooks(
         module.register_forward_pre_hook(record, prepend=True, with_kwargs=True)
         for module in (modules.values() if providers else ())
     )
+
+
+def _captured(
+    provider: ActivationProvider,
+    module: nn.Module,
+    states: Float[Tensor, "Q hidden"],
+    widths: Sequence[int],
+) -> Float[Tensor, "Q *rest"]:
+    """Rows of all tokens, made of each sequence alone where the provider reads the pass."""
+    if not provider.reads_pass:
+        return provider.capture(module, states)
+    return torch.cat([provider.capture(module, part) for part in states.split(list(widths))])
 
 
 def column_inputs(

@@ -122,14 +122,15 @@ class ForwardBatch:
         self._places = [
             [*old, *segment.positions()] for old, segment in zip(again, segments, strict=True)
         ]
-        self._widths = [segment.num_tokens for segment in segments]
+        # Tokens of each segment that the present layers take.
+        self.widths = [segment.num_tokens for segment in segments]
         packed = device_tensor([place for own in self._places for place in own], device)
         # True positions of each segment's tokens, by the device of the layers that take them.
-        self._positions = {device: list(packed.split(self._widths))}
+        self._positions = {device: list(packed.split(self.widths))}
         self._device = device
-        self._firsts = [0, *accumulate(self._widths)]  # place of each segment's first token
+        self._firsts = [0, *accumulate(self.widths)]  # place of each segment's first token
         # Segments that append one token.
-        self._steps = [n for n, width in enumerate(self._widths) if width == 1]
+        self._steps = [n for n, width in enumerate(self.widths) if width == 1]
         if mode is not Mode.APPEND:
             self._steps = []
         self._paged = self._steps_over_pages()
@@ -182,7 +183,7 @@ class ForwardBatch:
     @property
     def is_narrowed(self) -> bool:
         """True if tokens were left behind in an earlier layer."""
-        return sum(self._widths) < self.num_tokens
+        return sum(self.widths) < self.num_tokens
 
     def prepare(self) -> None:
         """Reserve the pages of decode steps, for all layers. Raises: CacheError: none are left."""
@@ -204,7 +205,7 @@ class ForwardBatch:
         [places] = self._positions[self._device]
         places = places[rows.to(self._device)]
         self._positions = {self._device: [places]}
-        self._places, self._widths = [places.tolist()], [len(rows)]
+        self._places, self.widths = [places.tolist()], [len(rows)]
         self._firsts = [0, len(rows)]
 
     def attend(self, inputs: AttentionInputs) -> Queries:
@@ -223,7 +224,7 @@ class ForwardBatch:
         outs: list[Queries] = []
         taken = {} if stepped is None else {own: n for n, own in enumerate(stepped.segments)}
         places_of = self._positions_on(queries.device)
-        sides = (side.split(self._widths, 1) for side in (queries, keys, values))
+        sides = (side.split(self.widths, 1) for side in (queries, keys, values))
         for index, (own, new_keys, new_values) in enumerate(zip(*sides, strict=True)):
             if stepped is not None and index in taken:
                 outs.append(stepped.out[:, taken[index], None])
@@ -237,7 +238,7 @@ class ForwardBatch:
                         new_values,
                         places,
                         self.mode,
-                        segment.sections or (self._widths[index] - len(segment.reread_ids),),
+                        segment.sections or (self.widths[index] - len(segment.reread_ids),),
                         segment.shift,
                         len(segment.reread_ids),
                         segment.images.bidirectional,
@@ -282,7 +283,7 @@ class ForwardBatch:
             return
         if len(self.segments) == 1:
             return self._observe(0, layer, queries, keys, values)
-        sides = (side.split(self._widths, 1) for side in (queries, keys, values))
+        sides = (side.split(self.widths, 1) for side in (queries, keys, values))
         for index, (own, new_keys, new_values) in enumerate(zip(*sides, strict=True)):
             self._observe(index, layer, own, new_keys, new_values)
 

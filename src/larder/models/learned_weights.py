@@ -194,6 +194,16 @@ def check_learned(found: LearnedWeights, spec: ModelSpec, name: str, form: Weigh
             )
 
 
+def _check_shared(found: LearnedWeights, name: str, gate: GateProvider) -> None:
+    for place, own in enumerate(found.layers):
+        differing = [k for k in sorted(gate.shared) if not own[k].equal(found.layers[0][k])]
+        if differing:
+            raise ModelError(
+                f"The weights of {name} have another {differing[0]} in layer {place} than in layer "
+                f"0, but all layers share it: train {name} again."
+            )
+
+
 def _packaged(fingerprint: str, name: str) -> LearnedWeights | None:
     """Weights that come with the package; None if none are of this model."""
     folder = files("larder.models") / PACKAGED
@@ -214,6 +224,10 @@ class BoundGate(ActivationProvider):
 
     gate: GateProvider
     weights: Mapping[nn.Module, LayerTensors]
+
+    @property
+    def reads_pass(self) -> bool:
+        return self.gate.reads_pass
 
     def capture(
         self, attention: nn.Module, states: Float[Tensor, "Q hidden"]
@@ -251,6 +265,7 @@ class LearnedGates:
             ModelError: they do not fit the model.
         """
         check_learned(learned, self._spec, name, gate)
+        _check_shared(learned, name, gate)
         device, layers = self._spec.device, self._spec.managed
         self._bound[name] = BoundGate(
             gate,

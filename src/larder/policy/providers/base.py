@@ -83,6 +83,11 @@ class ActivationProvider(Provider, ABC):
     token, recorded in every appending pass.
     """
 
+    @property
+    def reads_pass(self) -> bool:
+        """True if a row depends on other tokens of the pass, which must then be of one sequence."""
+        return False
+
     @abstractmethod
     def capture(
         self, attention: nn.Module, states: Float[Tensor, "Q hidden"]
@@ -103,6 +108,10 @@ class GateProvider(Provider, ABC):
     """
 
     has_column = True
+    # Tensors that are the same in every layer: the weights file repeats them.
+    shared: ClassVar[frozenset[str]] = frozenset()
+    # Whether a token's number depends on the tokens before it in the pass.
+    reads_pass: ClassVar[bool] = False
 
     @abstractmethod
     def shapes(

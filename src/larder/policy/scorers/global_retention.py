@@ -1,0 +1,24 @@
+"""Scorer by a learned rate at which entries lose their worth, on one scale for all layers.
+
+Bui et al., "Make Each Token Count: Towards Improving Long-Context Performance with KV Cache
+Eviction" (2026), arXiv:2605.09649. `larder train global_retention` makes the gates. As `trim`, but
+entries of all layers and heads compete for one budget; the 32 latest tokens are exempt: `whole() >
+protect(sinks=0, recent=32) > global_retention() > global() > lagged()`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from larder.policy.scorers._retention import RetentionScorer
+
+
+@dataclass(frozen=True)
+class GlobalRetention(RetentionScorer):
+    """Age times log beta."""
+
+    needs = frozenset({"global_retention"})
+    column = "global_retention"
+
+
+Part = GlobalRetention
