@@ -38,12 +38,12 @@ from .passage_method import distillation_loss as distillation_loss
 from .passage_method import frozen as frozen
 from .passage_method import select_passages as select_passages
 from .passage_method import train_on_passages as train_on_passages
-from .passage_methods.aqua import AquaTraining as AquaTraining
-from .passage_methods.aqua import read_samples as read_samples
 from .passage_methods._gate_distillation import GateDistillation as GateDistillation
 from .passage_methods._gate_distillation import input_scalings as input_scalings
 from .passage_methods._gate_distillation import token_windows as token_windows
 from .passage_methods._retention_gates import excess as excess
+from .passage_methods.aqua import AquaTraining as AquaTraining
+from .passage_methods.aqua import read_samples as read_samples
 from .predictive import PredictiveSettings as PredictiveSettings
 from .predictive import fit_side as fit_side
 from .predictive import train_predictive as train_predictive
