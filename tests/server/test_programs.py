@@ -101,3 +101,51 @@ def test_pauses_are_those_of_the_tool_and_of_its_tenant(small: LoadedModel) -> N
     assert served.core.sessions.find("a", "y").usage.pause.pauses == usage.pause.pauses
     served.ask(told(3), "z", tenant="b", tool="test")
     assert served.core.sessions.find("b", "z").usage.pause.pauses == ()
+
+
+def pair(loaded: LoadedModel, is_old_resident: bool) -> tuple[Served, dict[str, Client]]:
+    """Requests of an old program, and of a later one whose cache is in memory."""
+    served = Served(loaded, scheduling=PROGRAMS, prefill_chunk=16)
+    turns, long = {"old": told(1), "held": told(2)}, told(3, 5)[0].text
+    clients = {name: served.ask(own, name, program=name) for name, own in turns.items()}
+    if not is_old_resident:
+        served.core.tiers.drop(served.core.sessions.find("a", "old"))
+    for name, own in turns.items():
+        more = answered(own, clients[name], long)
+        clients[name] = served.submit(more, name, program=name)[0]
+    return served, clients
+
+
+@pytest.mark.parametrize(
+    ("is_resident", "order"), [(True, ["old", "held"]), (False, ["held", "old"])]
+)
+def test_prompts_are_read_in_the_order_of_admission(
+    small: LoadedModel, is_resident: bool, order: list[str]
+) -> None:
+    served, clients = pair(small, is_resident)
+    assert finished(served, clients) == order
+
+
+@pytest.mark.parametrize(("passed", "order"), [(64, ["held", "old"]), (63, ["old", "held"])])
+def test_the_prompt_of_an_overtaken_request_is_read_first(
+    small: LoadedModel, passed: int, order: list[str]
+) -> None:
+    served, clients = pair(small, is_old_resident=True)
+    [held] = [job for job in served.core.scheduler.queue if job.session.name == "held"]
+    held.passed = passed
+    assert finished(served, clients) == order
+
+
+def test_no_prompt_waits_for_the_blocks_of_old_programs_forever(
+    small: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_queue, "MAX_PASSED_REQUESTS", 3)
+    served, _ = pair(small, is_old_resident=True)
+    read, scheduler = list[str](), served.core.scheduler
+    while len(read) < 8 and served.step():
+        read += [
+            job.session.name
+            for job in scheduler.running
+            if job.prefill.passed_blocks == 0 and not job.prefill.is_done
+        ]
+    assert read == ["old", "old", "old", "held", "old", "old", "old", "held"]

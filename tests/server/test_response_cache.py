@@ -227,3 +227,54 @@ def test_tenants_whose_answers_are_over_are_forgotten(small: LoadedModel) -> Non
         assert len(cached.client.responses._tenants) == 2
         cached.client.responses._of("c", "faq", 5000.0)
         assert list(cached.client.responses._tenants) == [("c", "faq")]
+
+
+def test_a_full_queue_refuses_before_a_question_is_embedded(
+    small: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached, embedded = Cached(small), list[str]()
+    embed = FirstWords.embed_questions
+
+    def counted(self: FirstWords, texts: Sequence[str]) -> np.ndarray:
+        embedded.extend(texts)
+        return embed(self, texts)
+
+    monkeypatch.setattr(FirstWords, "embed_questions", counted)
+    queue = cached.client.context.core.scheduler.queue
+    with closing(cached.client):
+        monkeypatch.setattr(queue, "_most", 0)
+        with pytest.raises(ApiError) as told:
+            cached.ask("Box 7?")
+        assert told.value.status == 503 and not embedded
+        assert cached.client.context.core.refused.counts() == {"overloaded": 1}
+        monkeypatch.setattr(queue, "_most", 8)
+        cached.ask("Box 7?")
+        assert embedded == ["Box 7?"]
+
+
+@pytest.mark.parametrize("quota", [1000, 1])
+def test_a_deleted_session_takes_its_answers_along(small: LoadedModel, quota: int) -> None:
+    cached = Cached(small, quota=quota)
+    with closing(cached.client):
+        other = cached.ask("Coin 7?", tenant="b")
+        kept, gone = cached.ask("Coin 7?"), cached.ask("Box 7?")
+        assert cached.client.remove("a", gone.told.session) == ()
+        own = cached.client.responses._tenants["a", "faq"]
+        left = [*own.kept, *own._asked.values()]
+        assert all(each.session == kept.told.session for each in left)
+        assert cached.ask("Box 7?").told.tier != "response"
+        assert cached.ask("Coin 7?").told.tier == "response"
+        assert cached.ask("Coin 7?", tenant="b").text == other.text
+        assert cached.client.responses.hits == 2
+
+
+def test_what_is_not_to_be_kept_is_no_answer_and_no_example(small: LoadedModel) -> None:
+    cached, private = Cached(small), CachedResponse("faq", is_kept=False)
+    with closing(cached.client):
+        cached.ask("Box 7?", cached_response=private)
+        own = cached.client.responses._of("a", "faq", 0.0)
+        assert not own.kept and not own._asked
+        first = cached.ask("Box 7?")
+        assert first.told.tier != "response"
+        assert cached.ask("Box 7?", cached_response=private).text == first.text
+        assert cached.client.responses.hits == 1

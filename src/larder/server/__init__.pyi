@@ -82,12 +82,12 @@ from .request import Request as Request
 from .request import SessionUnreadableError as SessionUnreadableError
 from .request import Ticket as Ticket
 from .request import TokenLogprob as TokenLogprob
+from .request_queue import MAX_PASSED_BLOCKS as MAX_PASSED_BLOCKS
 from .request_queue import SchedulingPolicy as SchedulingPolicy
 from .response_cache import ResponseCache as ResponseCache
 from .response_cache import ResponseCategory as ResponseCategory
 from .response_cache import ResponseEntry as ResponseEntry
 from .response_cache import TenantCategory as TenantCategory
-from .scheduler import MAX_PASSED_BLOCKS as MAX_PASSED_BLOCKS
 from .serving_policy import ServingPolicy as ServingPolicy
 from .session_info import CachedPositions as CachedPositions
 from .session_info import ServedModel as ServedModel

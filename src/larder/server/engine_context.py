@@ -13,6 +13,7 @@ from larder.server.engine_core import EngineCore
 from larder.server.model_thread import ModelThread
 from larder.server.persistence.base import SessionPersistence
 from larder.server.persistence.restore import CandidateLoader
+from larder.server.response_cache import ResponseCache
 from larder.server.session_info import TranscriptTexts
 
 T = TypeVar("T")
@@ -24,6 +25,7 @@ class EngineContext:
     Args:
         core: owned by the model's thread, which this starts.
         persistence: stores finished turns.
+        responses: answers by meaning.
         answer_form: parsers of answers.
         step_lock: held during a step, by several models that take turns.
     """
@@ -32,6 +34,7 @@ class EngineContext:
         self,
         core: EngineCore,
         persistence: SessionPersistence,
+        responses: ResponseCache,
         answer_form: AnswerForm = PLAIN_FORM,
         step_lock: AbstractContextManager[object] = nullcontext(),  # noqa: B008, without state
     ) -> None:
@@ -39,7 +42,7 @@ class EngineContext:
             with step_lock:
                 return core.step()
 
-        self.answer_form = answer_form
+        self.answer_form, self.responses = answer_form, responses
         self.core, self.persistence, self.made = core, persistence, core.clock()
         self.removals = PendingRemovals()
         self.token_texts = TranscriptTexts(core.engine.tokenizer.decode)

@@ -97,12 +97,13 @@ class LocalEngineClient(EngineClient):
         form = AnswerForm(tool_parser, reasoning_parser)
         self._prefetching = ThreadPoolExecutor(1, "larder workflows")
         self._absent = set[tuple[str, str]]()  # stored sessions that it is to load
-        self.context = EngineContext(core, persistence, form, step_lock)
+        self.context = EngineContext(core, persistence, self.responses, form, step_lock)
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
         context, core = self.context, self.context.core
         try:
             if request.cached_response is not None:
+                core.scheduler.queue.check(request.tenant)  # before the question is embedded
                 taken = self.responses.take(request, listener)
                 if taken is None:
                     return Ticket()

@@ -312,6 +312,7 @@ def remove(
         if len(wanted) > 1 and not (name in unloaded or core.sessions.has(tenant, name)):
             wanted.remove(name)  # the root is removed already, only branches are left
         deletions = core.remove(tenant, *(each for each in wanted if each not in unloaded))
+        context.responses.forget(tenant, wanted)
         context.removals.begin(tenant, wanted)
         return wanted, [] if branches else made, unloaded, deletions
 

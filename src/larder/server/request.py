@@ -60,12 +60,14 @@ class CachedResponse:
         category: name of a category of the server.
         key: text that is compared in place of the last message; empty for the message.
         is_sampled: answers may be kept and given again although they are sampled.
+        is_kept: question and answer may be kept for later requests.
     """
 
     category: str
     use: CachedUse = CachedUse.ANSWER
     key: str = ""
     is_sampled: bool = False
+    is_kept: bool = True
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,21 @@ from larder.server.api_errors import overloaded, too_many_requests
 from larder.server.request_state import RequestState
 
 MAX_PASSED_REQUESTS = 64
+# Blocks for other requests of its tenant before a request gets one regardless of length.
+MAX_PASSED_BLOCKS = 8
 
 
 class SchedulingPolicy(Enum):
     """Order of the requests of one tenant and one priority.
 
-    PRIORITY: by arrival; prompts with the fewest blocks left are read first.
+    PRIORITY: by arrival; prompts with the fewest blocks left are read first, unless others were
+    passed over `MAX_PASSED_BLOCKS` times.
     PROGRAM_FCFS: sessions whose cache is in memory first, then by the first arrival of the program
     that a request is a part of: Li et al., "Continuum: Efficient and Robust Multi-Turn LLM Agent
     Scheduling with KV Cache Time-to-Live" (2025), arXiv:2511.02230. So a program that has begun
-    does not queue behind new ones after each of its tool calls. What differs: a request that
-    `MAX_PASSED_REQUESTS` later ones have overtaken goes first.
+    does not queue behind new ones after each of its tool calls. Prompts are read in the same order.
+    What differs: a request that `MAX_PASSED_REQUESTS` later ones have overtaken, or as many blocks
+    of others since it had one, goes first.
     """
 
     PRIORITY = "priority"
@@ -30,22 +34,33 @@ class SchedulingPolicy(Enum):
         """The next of a tenant's requests, which are in order of priority and arrival."""
         if self is SchedulingPolicy.PRIORITY:
             return jobs[0]
-        return min(jobs, key=_program_rank)
+        return min(jobs, key=lambda job: (job.request.priority, *_queue_rank(job)))
 
-    def prefill_rank(self, job: RequestState) -> int:
-        """Rank of a running request among those of its tenant whose prompts are to be read."""
-        return 0 if self is SchedulingPolicy.PRIORITY else job.program_order
+    def prefill_rank(self, job: RequestState) -> tuple[int, ...]:
+        """Rank of a running request among those of its tenant and priority whose prompts are to be
+        read."""
+        if self is SchedulingPolicy.PRIORITY:
+            blocks = job.prefill
+            return -(blocks.passed_blocks // MAX_PASSED_BLOCKS), blocks.remaining_blocks
+        is_due = max(job.passed, job.prefill.passed_blocks) >= MAX_PASSED_REQUESTS
+        return _program_rank(job, is_due, job.was_resident)
 
 
-def _program_rank(job: RequestState) -> tuple[int, bool, bool, int, int]:
-    is_due, is_resident = job.passed >= MAX_PASSED_REQUESTS, job.session.residency.is_resident
-    order = job.order if is_due else job.program_order
-    return job.request.priority, not is_due, not is_resident and not is_due, order, job.order
+def _queue_rank(job: RequestState) -> tuple[int, ...]:
+    is_due = job.passed >= MAX_PASSED_REQUESTS
+    return _program_rank(job, is_due, job.session.residency.is_resident)
+
+
+def _program_rank(job: RequestState, is_due: bool, is_resident: bool) -> tuple[int, ...]:
+    """Rank of a request by its program; one that is due goes by its own arrival."""
+    if is_due:
+        return 0, 0, job.order
+    return 1, not is_resident, job.program_order, job.order
 
 
 class RequestQueue:
     """Bounded request queue, fair between tenants: a tenant may occupy at most as many places as
-    are free. For the model's thread.
+    are free. For the model's thread, except for `check`.
 
     Args:
         most: maximum number of waiting requests of all tenants.
@@ -57,7 +72,7 @@ class RequestQueue:
         self._jobs: dict[str, list[RequestState]] = {}
 
     def __len__(self) -> int:
-        return sum(map(len, self._jobs.values()))
+        return sum(map(len, list(self._jobs.values())))  # a copy, which no other thread changes
 
     def __iter__(self) -> Iterator[RequestState]:
         return (job for own in self._jobs.values() for job in own)
@@ -68,7 +83,7 @@ class RequestQueue:
         return list(self._jobs)
 
     def check(self, tenant: str) -> None:
-        """Raise if a request of this tenant cannot be queued.
+        """Raise if a request of this tenant cannot be queued. From any thread.
 
         Raises:
             ApiError: 503 `overloaded`, or 429 `too_many_requests`.

@@ -154,6 +154,7 @@ class RequestState(Ticket):
         order: number by which it arrived.
         program_order: `order` of the first request of its program.
         passed: later requests of its tenant that left the queue before it.
+        was_resident: the session's cache was in memory when the request was admitted.
         num_preemptions: times that it gave up its memory to a request that comes first.
         was_new: the session was created for this request.
         durable: as in `Report`.
@@ -174,6 +175,7 @@ class RequestState(Ticket):
     order: int = 0
     program_order: int = 0
     passed: int = 0
+    was_resident: bool = False
     num_preemptions: int = 0
     was_new: bool = False
     durable: bool | None = None

@@ -19,14 +19,15 @@ embedding is as similar as the category demands. Three systems share the entries
 
 The conversation before the question, the model, the length and the stop strings must be equal.
 Entries are in memory alone, and count on no budget: a quota bounds their number, and long questions
-and answers are not kept. Questions that the embedder does not read whole are answered anew.
+and answers are not kept. Questions that the embedder does not read whole are answered anew. An
+answer leaves with the session in which it was computed.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from types import MappingProxyType
@@ -113,6 +114,7 @@ class ResponseEntry:
         uses: times that it was asked.
         cost: of answering it, in seconds.
         reason: why the answer ended.
+        session: name of the session in which it was computed.
     """
 
     context: str
@@ -123,6 +125,7 @@ class ResponseEntry:
     cost: float = 0.0
     made: float = 0.0
     reason: str = "stop"
+    session: str = ""
 
     @property
     def weight(self) -> float:
@@ -181,6 +184,12 @@ class TenantCategory:
         self.kept.append(entry)
         return True
 
+    def forget(self, sessions: Collection[str]) -> None:
+        """Forget questions and answers of some sessions."""
+        self.kept = [each for each in self.kept if each.session not in sessions]
+        for key in [key for key, each in self._asked.items() if each.session in sessions]:
+            del self._asked[key]
+
     def _ask(
         self, entries: Sequence[ResponseEntry], context: str, vector: Vector
     ) -> ResponseEntry | None:
@@ -236,22 +245,34 @@ class ResponseCache:
             self.hits += found is not None
             self.misses += found is None
             if found is None:
-                entry = own.note(context, vector, question)
+                entry = own.note(context, vector, question) if wanted.is_kept else None
                 examples = own.examples(vector, now) if wanted.use is CachedUse.EXAMPLES else []
         if found is not None:
             listener.on_text(found.answer)
             listener.on_done(cached_report(self._clock() - now, found.reason))
             return None
 
+        request = _with_examples(request, examples)
+        if entry is None:
+            return request, listener
+
         def keep(answer: str, report: Report) -> None:
             with self._lock:
                 seconds = report.seconds - report.wait_seconds
                 # The question that was answered, not the one that it resembled.
                 entry.question, entry.vector, entry.reason = question, vector, report.reason
+                entry.session = report.session
                 own.used = self._clock()
                 own.keep(entry, answer, max(0.0, seconds), own.used)
 
-        return _with_examples(request, examples), AnswerRecorder(listener, keep)
+        return request, AnswerRecorder(listener, keep)
+
+    def forget(self, tenant: str, sessions: Collection[str]) -> None:
+        """Forget the questions and answers of a tenant's sessions, which were deleted."""
+        with self._lock:
+            for (owner, _), each in self._tenants.items():
+                if owner == tenant:
+                    each.forget(sessions)
 
     def _checked(self, request: Request) -> CachedResponse:
         """What a request wants.

@@ -9,9 +9,9 @@ arXiv:2401.00588, section 4: a counter of tokens per tenant, where a tenant that
 lower than those that are present. Among a tenant's requests it goes to the one with the fewest
 blocks left, unless another was passed over `MAX_PASSED_BLOCKS` times. So two tokens of an answer
 are never more than one block apart, and no request starves but by requests of a lower number.
-Requests of one tenant may instead come by the first arrival of their programs
-(`SchedulingPolicy.PROGRAM_FCFS`). A request that waits for memory takes that of a running one of a
-higher number (preemption): its cache leaves the device as idle ones do, and its answer goes on
+Requests of one tenant may instead come by the first arrival of their programs, admission and blocks
+alike (`SchedulingPolicy.PROGRAM_FCFS`). A request that waits for memory takes that of a running one
+of a higher number (preemption): its cache leaves the device as idle ones do, and its answer goes on
 later.
 """
 
@@ -41,8 +41,6 @@ from larder.store.ledger import Tier
 
 # Errors of a step or a listener that end one request, not the server.
 FAILURES = (LarderError, RuntimeError, ValueError, TypeError, LookupError, MemoryError)
-# Blocks for other requests of its tenant before a request gets one regardless of length.
-MAX_PASSED_BLOCKS = 8
 SUMMED_FIELDS = tuple(f.name for f in fields(Report) if f.name.endswith("_tokens"))
 
 
@@ -216,6 +214,7 @@ class Scheduler:
 
     def _start(self, job: RequestState) -> None:
         job.session.usage.is_running = True
+        job.was_resident = job.session.residency.is_resident
         try:
             job.backend.start(job)
         except BaseException:
@@ -311,13 +310,8 @@ class Scheduler:
         if job in self.running and job.has_ended:
             self._finish(self.running.pop(self.running.index(job)), job.answer.finish_reason)
 
-    def _priority(self, job: RequestState) -> tuple[int, float, int, int, int]:
-        return (
-            *self._rank(job),
-            self.queue.policy.prefill_rank(job),
-            -(job.prefill.passed_blocks // MAX_PASSED_BLOCKS),
-            job.prefill.remaining_blocks,
-        )
+    def _priority(self, job: RequestState) -> tuple[int | float, ...]:
+        return (*self._rank(job), *self.queue.policy.prefill_rank(job))
 
     def _finish(self, job: RequestState, reason: str) -> None:
         """The answer is complete: store the turn, then report."""

@@ -162,6 +162,9 @@ def test_the_response_cache_is_asked_by_a_field(anne: OpenAI, served: Running) -
         **ASKED, extra_body={"response_cache": {"category": "faq", "use": "examples", "key": "k"}}
     )
     assert served.hub.asked[-1].cached_response == CachedResponse("faq", CachedUse.EXAMPLES, "k")
+    private = {"response_cache": {"category": "faq", "keep": False}}
+    anne.chat.completions.create(**ASKED, extra_body=private)
+    assert served.hub.asked[-1].cached_response == CachedResponse("faq", is_kept=False)
     anne.chat.completions.create(**ASKED, extra_body={"kv_program": "run", "kv_tool": "test"})
     assert (served.hub.asked[-1].program, served.hub.asked[-1].tool) == ("run", "test")
     assert served.hub.asked[-1].cached_response is None

@@ -13,7 +13,7 @@ from fastapi import APIRouter
 from fastapi.concurrency import run_in_threadpool
 from fastapi.requests import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from larder.engine.constraint import Constraint
 from larder.server.api_errors import invalid_request
@@ -44,7 +44,7 @@ from larder.server.http.protocol import (
     warnings_of,
 )
 from larder.server.http.streaming import EventStream
-from larder.server.http.structured import answer_constraint
+from larder.server.http.structured import FORMAT_FIELDS, SCHEMA_FIELDS, answer_constraint
 from larder.server.http.tools import (
     ToolMessage,
     checked_tools,
@@ -54,6 +54,7 @@ from larder.server.http.tools import (
     tool_constraint,
     tool_variables,
 )
+from larder.server.http.unknown_fields import BodyPart
 from larder.server.request import CachedResponse, CachedUse, ChatMessage
 from larder.session.transcript.chat_template import VARIABLES_ROLE
 
@@ -63,7 +64,7 @@ Ids = Annotated[list[int], Field(max_length=1 << 20, fail_fast=True)]
 Prompts = str | list[str] | list[int] | list[list[int]]
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(BodyPart):
     """Options of a streamed answer."""
 
     include_usage: bool = False
@@ -90,6 +91,10 @@ class AnswerRequest(GenerationRequest):
         found = answer_constraint(
             self.response_format, self.structured_outputs, unsupported=unsupported
         )
+        given = self.response_format or {}
+        self.warn_unknown(given, FORMAT_FIELDS, "response_format")
+        schema = given.get("json_schema")
+        self.warn_unknown(schema, SCHEMA_FIELDS, "response_format.json_schema")
         for each in () if found is None else found.warnings:
             self.warn(f"response_format is not enforced here: {each[:200]}.")
         return found
@@ -99,7 +104,7 @@ class AnswerRequest(GenerationRequest):
     stream_options: StreamOptions | None = None
 
 
-class ResponseCacheOptions(BaseModel):
+class ResponseCacheOptions(BodyPart):
     """What a request wants of the cache of answers by meaning."""
 
     model_config = ConfigDict(extra="forbid")
@@ -108,11 +113,12 @@ class ResponseCacheOptions(BaseModel):
     use: CachedUse = CachedUse.ANSWER
     key: Annotated[Text, Field(max_length=8192)] = ""
     sampled: bool = False
+    keep: bool = True
 
     @property
     def wanted(self) -> CachedResponse:
         """The options in the form of the engine."""
-        return CachedResponse(self.category, self.use, self.key, self.sampled)
+        return CachedResponse(self.category, self.use, self.key, self.sampled, self.keep)
 
 
 class ChatCompletionRequest(AnswerRequest):
@@ -187,6 +193,7 @@ async def chat_completions(http: HttpRequest, body: ChatCompletionRequest) -> Re
     taken = images if model.takes_images else None
     if body.tools:
         checked_tools(body.tools, model)
+    body.warn_unknown(body.tool_choice, ("type", "function"), "tool_choice")
     turns = await run_in_threadpool(body.turns, model.template_variables, taken)
     form = chosen_form(body.tools, body.tool_choice, body.parallel_tool_calls, model)
     forced = await run_in_threadpool(tool_constraint, body.tools, body.tool_choice, form)

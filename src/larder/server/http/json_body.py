@@ -9,26 +9,27 @@ model then validates the values.
 from __future__ import annotations
 
 import gc
-import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 from itertools import islice
-from types import UnionType
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-)
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin
 
 import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, PrivateAttr, ValidationError
 
 from larder.server.api_errors import invalid_request
 from larder.server.http.error_responses import malformed_field
+from larder.server.http.unknown_fields import (
+    MAX_UNKNOWN_NAMES,
+    error_path,
+    is_model,
+    is_unknown_field,
+    members_of,
+    refused_name,
+    unknown_paths,
+)
 from larder.session.transcript.chat_template import has_mark
 
 Scalar = str | int | float | bool | None
@@ -39,10 +40,7 @@ MAX_ITEMS = 1 << 20  # of a list
 MAPPING_BYTES = 1 << 20  # of a mapping with arbitrary names: each is stored and hashed
 JSON_FIELD_BYTES = 1 << 18  # of a field that holds any JSON
 SMALL_BYTES = 256  # of an extra field, which is only compared with constants
-MAX_UNKNOWN_NAMES = 16  # that an answer names
-UNKNOWN_FIELD = re.compile("unknown field `([^`]{1,100})")
 PART_ERRORS = ("literal_error", "value_error")
-PATH_STEP = re.compile(r"\[(\d+|\.\.\.)\]")
 Model = TypeVar("Model", bound="JsonBody")
 
 
@@ -89,7 +87,8 @@ class JsonBody(BaseModel):
 
     @property
     def unknown_fields(self) -> tuple[str, ...]:
-        """Names in the body that are no fields, the first 16; of a long body perhaps one."""
+        """Names in the body that are no fields, with their paths, the first 16; of a long body
+        or field perhaps one."""
         return self._unknown_fields
 
     def note_unknown_fields(self, names: Iterable[str]) -> None:
@@ -135,7 +134,7 @@ def _fields(model: type[JsonBody], content: bytes) -> tuple[dict[str, Any], list
         if raw is not MISSING_FIELD
     }
     return {
-        name: _value(model, name, raw) if name in model.model_fields else _extra(raw)
+        name: _value(model, name, raw, unknown) if name in model.model_fields else _extra(raw)
         for name, raw in present.items()
     }, unknown
 
@@ -148,7 +147,7 @@ def _unknown_names(top: type[msgspec.Struct], content: bytes, surplus: str) -> l
             the others.
     """
     if len(content) > MAPPING_BYTES:
-        return [name[1] for name in [UNKNOWN_FIELD.search(surplus)] if name]
+        return [refused_name(surplus).removeprefix(".")]
     names = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
     return [
         name.encode("utf-8", "replace").decode()
@@ -162,31 +161,70 @@ def _extra(raw: msgspec.Raw) -> Any:
     return msgspec.json.decode(raw) if len(raw) <= SMALL_BYTES else raw
 
 
-def _value(model: type[JsonBody], name: str, raw: msgspec.Raw) -> Any:
-    """Value of a field, decoded as the first of its shapes that matches."""
+def _value(model: type[JsonBody], name: str, raw: msgspec.Raw, unknown: list[str]) -> Any:
+    """Value of a field, decoded as the first of its shapes that matches.
+
+    Args:
+        unknown: takes the paths of names in the value that are no fields.
+    """
     why = ""
     is_json = name in model.json_fields
     if is_json and len(raw) > JSON_FIELD_BYTES:
         raise invalid_request(f"{name} has more than {JSON_FIELD_BYTES} bytes.", name)
-    for shape in (Any,) if is_json else _shapes_of(model, name):
-        if get_origin(shape) is dict and len(raw) > MAPPING_BYTES:
+    for shape in (_ANY_JSON,) if is_json else _shapes_of(model, name):
+        if get_origin(shape.lax) is dict and len(raw) > MAPPING_BYTES:
             raise invalid_request(
                 f"{name} has more than {MAPPING_BYTES} bytes: send fewer names.", name
             )
         try:
-            value = _decode_without_gc(raw, shape)
+            value, surplus = shape.decode(raw)
         except (ValueError, RecursionError) as error:
             why = str(error)
-        else:
-            if isinstance(value, list) and len(value) > MAX_ITEMS:
-                raise invalid_request(f"{name} has more than {MAX_ITEMS} items.", name)
-            if _has_more_parts(value, MAX_PARTS):
-                raise invalid_request(f"{name} has more than {MAX_PARTS} fields and lists.", name)
-            return value
-    reason, _, path = why.partition(" - at `$")  # the path of the field follows
-    steps = PATH_STEP.sub(r".\1", path.rstrip("`")).replace("....", "")
+            continue
+        if isinstance(value, list) and len(value) > MAX_ITEMS:
+            raise invalid_request(f"{name} has more than {MAX_ITEMS} items.", name)
+        if _has_more_parts(value, MAX_PARTS):
+            raise invalid_request(f"{name} has more than {MAX_PARTS} fields and lists.", name)
+        if surplus:
+            unknown += _paths(model, name, raw, surplus)
+        return value
+    reason, steps = error_path(why)  # the path of the field follows
     location = f"{name}{steps}"[:200]
     raise invalid_request(f"{location}: {reason}.", location)
+
+
+def _paths(model: type[JsonBody], name: str, raw: msgspec.Raw, surplus: str) -> list[str]:
+    """Paths of the unknown names in the value of a field; of a long one the first."""
+    if len(raw) > MAPPING_BYTES:
+        return [f"{name}{refused_name(surplus)}"]
+    return unknown_paths(raw, model.model_fields[name].annotation, name)
+
+
+class Unknown(Enum):
+    """Fates of names that no field of an object has."""
+
+    SKIPPED = "skipped"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Types of one shape of a value: one that skips unknown names, one that refuses them."""
+
+    lax: Any
+    strict: Any
+
+    def decode(self, raw: msgspec.Raw) -> tuple[Any, str]:
+        """Value, and the error of the strict type if it has unknown names."""
+        try:
+            return _decode_without_gc(raw, self.strict), ""
+        except msgspec.ValidationError as error:
+            if not is_unknown_field(error):
+                raise
+            return _decode_without_gc(raw, self.lax), str(error)
+
+
+_ANY_JSON = _Shape(Any, Any)
 
 
 def _decode_without_gc(raw: msgspec.Raw, shape: Any) -> Any:
@@ -234,8 +272,12 @@ def _strict_top(model: type[JsonBody]) -> type[msgspec.Struct]:
 
 
 @cache
-def _shapes_of(model: type[JsonBody], name: str) -> tuple[Any, ...]:
-    return tuple(map(_resolved, _shapes(model.model_fields[name].annotation)))
+def _shapes_of(model: type[JsonBody], name: str) -> tuple[_Shape, ...]:
+    annotation = model.model_fields[name].annotation
+    pairs = zip(
+        _shapes(annotation, Unknown.SKIPPED), _shapes(annotation, Unknown.REFUSED), strict=True
+    )
+    return tuple(_Shape(_resolved(lax), _resolved(strict)) for lax, strict in pairs)
 
 
 def _resolved(shape: Any) -> Any:
@@ -245,55 +287,49 @@ def _resolved(shape: Any) -> Any:
     return shape
 
 
-def _shapes(annotation: Any) -> Iterator[Any]:
+def _shapes(annotation: Any, unknown: Unknown) -> Iterator[Any]:
     """Shapes of the values of a type, scalars first.
 
     All scalars are one shape: the model validates their type.
+
+    Args:
+        unknown: what becomes of unknown names in objects.
     """
-    members = list(_members(annotation))
-    containers = [each for each in map(_container, members) if each is not None]
+    members = list(members_of(annotation))
+    containers = [found for each in members if (found := _container(each, unknown)) is not None]
     if len(containers) < len(members):
         yield Scalar
     yield from dict.fromkeys(containers)
 
 
-def _members(annotation: Any) -> Iterator[Any]:
-    """Members of a union without annotations."""
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        yield from _members(get_args(annotation)[0])
-    elif origin in (Union, UnionType):
-        for member in get_args(annotation):
-            yield from _members(member)
-    else:
-        yield annotation
-
-
-def _container(annotation: Any) -> Any:
+def _container(annotation: Any, unknown: Unknown) -> Any:
     """Shape of a list, tuple, mapping or model; None for a scalar. Any JSON stays undecoded."""
     if annotation is Any:
         return msgspec.Raw
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is list:
-        return list[_union(inner[0])]
+        return list[_union(inner[0], unknown)]
     if origin is tuple:
-        return tuple[tuple(_union(each) for each in inner)]
+        return tuple[tuple(_union(each, unknown) for each in inner)]
     if origin is dict:
-        return dict[str, _union(inner[1])]
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        fields = [
-            (name, _union(field.annotation))
-            if field.is_required()
-            else (name, _union(field.annotation), field.get_default())
-            for name, field in annotation.model_fields.items()
-        ]
-        is_strict = annotation.model_config.get("extra") == "forbid"
-        return msgspec.defstruct(
-            annotation.__name__, fields, gc=False, kw_only=True, forbid_unknown_fields=is_strict
-        )
-    return None
+        return dict[str, _union(inner[1], unknown)]
+    return _struct(annotation, unknown) if is_model(annotation) else None
 
 
-def _union(annotation: Any) -> Any:
+def _struct(model: type[BaseModel], unknown: Unknown) -> type[msgspec.Struct]:
+    """Struct with the fields of a model inside a body."""
+    fields = [
+        (name, _union(field.annotation, unknown))
+        if field.is_required()
+        else (name, _union(field.annotation, unknown), field.get_default())
+        for name, field in model.model_fields.items()
+    ]
+    is_strict = unknown is Unknown.REFUSED or model.model_config.get("extra") == "forbid"
+    return msgspec.defstruct(
+        model.__name__, fields, gc=False, kw_only=True, forbid_unknown_fields=is_strict
+    )
+
+
+def _union(annotation: Any, unknown: Unknown) -> Any:
     """Union of the shapes of a type."""
-    return Union[tuple(_shapes(annotation))]  # noqa: UP007, computed types
+    return Union[tuple(_shapes(annotation, unknown))]  # noqa: UP007, computed types

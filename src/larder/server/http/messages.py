@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from fastapi.concurrency import run_in_threadpool
 from fastapi.requests import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from larder.core.errors import LarderError
 from larder.engine.constraint import Constraint
@@ -44,6 +44,7 @@ from larder.server.http.streaming import (
 from larder.server.http.structured import answer_constraint
 from larder.server.http.tools import (
     AUTO,
+    MAX_TOOLS,
     NONE,
     REQUIRED,
     AnswerParser,
@@ -54,6 +55,7 @@ from larder.server.http.tools import (
     tool_variables,
     whole_call_json,
 )
+from larder.server.http.unknown_fields import BodyPart
 from larder.server.operations import count_prompt
 from larder.server.request import ChatMessage, Report
 from larder.server.session_info import ServedModel
@@ -61,10 +63,13 @@ from larder.server.tool_parsers.base import ToolCall
 from larder.session.transcript.chat_template import VARIABLES_ROLE
 
 router = APIRouter(tags=["text"], route_class=JsonRoute, prefix=MESSAGES_PATH)
+CACHE_CONTROL = frozenset({"cache_control"})  # not needed: every prefix is cached
+CHOICE_FIELDS = ("type", "name", "disable_parallel_tool_use")
+TOOL_FIELDS = ("type", "name", "description", "input_schema", *CACHE_CONTROL)
 BLOCKS = ("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
-class ImageSource(BaseModel):
+class ImageSource(BodyPart):
     """Data of an image."""
 
     type: Text
@@ -77,16 +82,19 @@ class ImageSource(BaseModel):
         return f"data:{self.media_type};base64,{self.data}"
 
 
-class ResultBlock(BaseModel):
+class ResultBlock(BodyPart):
     """Block of the result of a tool."""
 
+    ignored_fields: ClassVar[frozenset[str]] = CACHE_CONTROL
     type: Literal["text"]
     text: Text
 
 
-class ContentBlock(BaseModel):
+class ContentBlock(BodyPart):
     """Block of a message: text, image in base64, reasoning, call of a tool, or result of one."""
 
+    # Those of reasoning are passed over with it.
+    ignored_fields: ClassVar[frozenset[str]] = CACHE_CONTROL | {"thinking", "signature", "data"}
     type: Literal["text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     text: Text | None = None
     source: ImageSource | None = None
@@ -103,9 +111,10 @@ class ContentBlock(BaseModel):
         return content if isinstance(content, str) else "".join(each.text for each in content)
 
 
-class SystemBlock(BaseModel):
+class SystemBlock(BodyPart):
     """Block of the system prompt."""
 
+    ignored_fields: ClassVar[frozenset[str]] = CACHE_CONTROL
     type: Literal["text"]
     text: Text
 
@@ -126,7 +135,7 @@ def _known_blocks(content: Any) -> Any:
     return content
 
 
-class Message(BaseModel):
+class Message(BodyPart):
     """One message of a conversation."""
 
     role: Literal["user", "assistant"]
@@ -205,6 +214,9 @@ class CountRequest(GenerationRequest):
         Raises:
             ApiError: 400: as `checked_tools`.
         """
+        self.warn_unknown(self.tool_choice, CHOICE_FIELDS, "tool_choice")
+        for number, tool in enumerate((self.tools or ())[:MAX_TOOLS]):
+            self.warn_unknown(tool, TOOL_FIELDS, f"tools.{number}")
         if not self.tools:
             return []
         return checked_tools([_chat_tool(tool) for tool in self.tools], model)
@@ -242,6 +254,7 @@ class MessagesRequest(CountRequest):
         Raises:
             ApiError: 400 for a format that is malformed or cannot be enforced.
         """
+        self.warn_unknown(self.output_config, ("format",), "output_config")
         wanted = (self.output_config or {}).get("format")
         if wanted is None:
             return None
@@ -249,6 +262,7 @@ class MessagesRequest(CountRequest):
             raise invalid_request(
                 "output_config.format must be of type json_schema, with a schema.", "output_config"
             )
+        self.warn_unknown(wanted, ("type", "schema"), "output_config.format")
         schema = {"name": "answer", "schema": wanted.get("schema"), "strict": True}
         found = answer_constraint(
             {"type": "json_schema", "json_schema": schema},

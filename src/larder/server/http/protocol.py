@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.requests import Request as HttpRequest
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -30,6 +29,7 @@ from larder.server.http.app_state import (
 )
 from larder.server.http.image_parts import RequestImages, placed_mark
 from larder.server.http.json_body import JsonBody, Text
+from larder.server.http.unknown_fields import BodyPart, unknown_names
 from larder.server.request import ChatMessage, Report, Request
 
 Tokens = Annotated[int, Field(ge=1, le=1 << 31)]
@@ -44,6 +44,7 @@ LogitBias = Annotated[
     Field(max_length=MAX_BIASES),
 ]
 SAMPLING_FIELDS = tuple(each.name for each in fields(SamplingParams))
+MAX_PATH = 200  # characters of the path of an unknown field, in warnings
 ROLES = {"developer": "system"}
 # Unsupported fields that would change the answer, with the values that have no effect.
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
@@ -112,11 +113,18 @@ class GenerationRequest(JsonBody):
         """Add a sentence to `warnings` of the answer."""
         self._warnings.append(warning)
 
+    def warn_unknown(self, given: Any, known: Collection[str], path: str) -> None:
+        """Add a warning for each name of an object that is not known, the first 16.
+
+        Args:
+            path: of the object in the body.
+        """
+        self._warnings += map(_unknown_warning, unknown_names(given, known, path))
+
     @property
     def warnings(self) -> list[str]:
         """Warnings of the answer about what was ignored, a sentence each."""
-        unknown = (f"{name[:100]!r} is no field of this endpoint" for name in self.unknown_fields)
-        return [*(f"{each} and was ignored." for each in unknown), *self._warnings]
+        return [*map(_unknown_warning, self.unknown_fields), *self._warnings]
 
     def check(self, unsupported: Unsupported = Unsupported.REFUSED) -> None:
         """Raises: ApiError: 400 for an invalid session name or an unsupported field."""
@@ -151,18 +159,24 @@ class GenerationRequest(JsonBody):
         return None
 
 
+def _unknown_warning(path: str) -> str:
+    return f"{path[:MAX_PATH]!r} is no field of this endpoint and was ignored."
+
+
 TEXT_PARTS = ("text", "input_text", "output_text")
 IMAGE_PARTS = ("image_url", "input_image")
 
 
-class ImageUrl(BaseModel):
+class ImageUrl(BodyPart):
     """Image of a part, as OpenAI's chat completions write it."""
 
     url: Text
 
 
-class ContentPart(BaseModel):
+class ContentPart(BodyPart):
     """Part of a message's content: a text, or an image as a data URL."""
+
+    ignored_fields: ClassVar[frozenset[str]] = frozenset({"cache_control"})
 
     type: Literal["text", "input_text", "output_text", "image_url", "input_image"]
     text: Annotated[Text | None, WithJsonSchema({"title": "Text", "type": "string"})] = None
@@ -190,8 +204,10 @@ def known_parts(content: Any) -> Any:
     return content
 
 
-class InputMessage(BaseModel):
+class InputMessage(BodyPart):
     """One message of a conversation."""
+
+    ignored_fields: ClassVar[frozenset[str]] = frozenset({"annotations", "reasoning_content"})
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[

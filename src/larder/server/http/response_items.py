@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -46,6 +46,7 @@ def _text_parts(output: Any) -> Any:
 class ItemPart(ContentPart):
     """Part of an item's content."""
 
+    ignored_fields: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs"})
     type: Literal["text", "input_text", "output_text", "image_url", "input_image", "reasoning_text"]
 
 
@@ -60,6 +61,10 @@ class ResponseInputItem(InputMessage):
     """Item of the input: message, call of a function, its output, or reasoning, which is passed
     over."""
 
+    # Of items of an answer, which clients send back.
+    ignored_fields: ClassVar[frozenset[str]] = frozenset(
+        {"id", "status", "summary", "encrypted_content"}
+    )
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: Annotated[

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from larder.engine.constraint import Constraint
 from larder.server.api_errors import invalid_request
@@ -13,14 +13,15 @@ from larder.server.http.app_state import Unsupported
 from larder.server.http.conversations import Metadata
 from larder.server.http.protocol import GenerationRequest, Text, Tokens
 from larder.server.http.response_items import ResponseInputItem
-from larder.server.http.structured import answer_constraint
+from larder.server.http.structured import SCHEMA_FIELDS, answer_constraint
 from larder.server.http.tools import checked_tools
+from larder.server.http.unknown_fields import BodyPart
 from larder.server.session_info import ServedModel
 
 FUNCTION_FIELDS = ("name", "description", "parameters")
 
 
-class ConversationParam(BaseModel):
+class ConversationParam(BodyPart):
     """Reference to a conversation by id."""
 
     id: Text
@@ -65,6 +66,8 @@ class ResponsesRequest(GenerationRequest):
                     "tools",
                     "unsupported_parameter",
                 )
+            self.warn_unknown(tool, ("type", "strict", *FUNCTION_FIELDS), f"tools.{number}")
+        self.warn_unknown(self.tool_choice, ("type", "name"), "tool_choice")
         tools = [
             {"type": "function", "function": {name: tool.get(name) for name in FUNCTION_FIELDS}}
             for tool in self.tools or ()
@@ -88,14 +91,14 @@ class ResponsesRequest(GenerationRequest):
         Raises:
             ApiError: 400 for a format that is malformed or cannot be enforced.
         """
-        given = dict(self.text or {})
-        wanted = given.pop("format", None)
-        for name in given:
-            self.warn(f"text.{name[:100]} is not supported and was ignored.")
+        given = self.text or {}
+        wanted = given.get("format")
+        self.warn_unknown(given, ("format",), "text")
         if wanted is None:
             return None
         if not isinstance(wanted, dict):
             raise invalid_request("text.format must be an object with a type.", "text")
+        self.warn_unknown(wanted, ("type", *SCHEMA_FIELDS), "text.format")
         if wanted.get("type") == "json_schema":
             described = {name: wanted.get(name) for name in ("name", "schema", "strict")}
             wanted = {"type": "json_schema", "json_schema": described}

@@ -18,6 +18,8 @@ from larder.server.api_errors import invalid_request
 from larder.server.http.app_state import Unsupported
 
 FORMATS = "text, json_object or json_schema"
+FORMAT_FIELDS = ("type", "json_schema")
+SCHEMA_FIELDS = ("name", "description", "schema", "strict")
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from larder.core.errors import BadParameter, DependencyError
 from larder.engine.constraint import Constraint, grammar_constraint
@@ -19,6 +19,7 @@ from larder.server.answer_form import (
 from larder.server.api_errors import invalid_request
 from larder.server.call_stream import CallDelta, CallStream
 from larder.server.http.protocol import InputMessage, Text, new_id
+from larder.server.http.unknown_fields import BodyPart
 from larder.server.reasoning_stream import ReasoningStream
 from larder.server.request import ApiError
 from larder.server.session_info import ServedModel
@@ -29,17 +30,19 @@ _NAME = re.compile("[A-Za-z0-9_.-]{1,64}")
 AUTO, NONE, REQUIRED = "auto", "none", "required"
 
 
-class FunctionCall(BaseModel):
+class FunctionCall(BodyPart):
     """Function of a call in a message."""
 
     name: Text
     arguments: Text = ""
 
 
-class CallPart(BaseModel):
+class CallPart(BodyPart):
     """Call in a message of the assistant."""
 
+    ignored_fields: ClassVar[frozenset[str]] = frozenset({"index"})
     id: Text = ""
+    type: Literal["function"] | None = None
     function: FunctionCall
 
 

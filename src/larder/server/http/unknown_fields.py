@@ -1,0 +1,110 @@
+"""Names in a JSON body that no field of its model has, with their paths.
+
+Bodies are decoded into structs that skip such names. Where a strict struct refuses a body, its
+levels are decoded again here, one name at a time and only where the model goes on, so that the
+values of unknown names are not built.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from itertools import islice
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
+
+import msgspec
+from pydantic import BaseModel
+
+MAX_UNKNOWN_NAMES = 16  # that an answer names
+NULL = b"null"
+_UNKNOWN = re.compile("unknown field `([^`]{1,100})")
+_STEP = re.compile(r"\[(\d+|\.\.\.)\]")
+
+
+class BodyPart(BaseModel):
+    """Base of objects inside a body.
+
+    `ignored_fields` names undeclared fields that change no answer and that clients send all the
+    same, such as what they repeat of an earlier answer; they are not reported.
+    """
+
+    ignored_fields: ClassVar[frozenset[str]] = frozenset()
+
+
+def is_unknown_field(error: msgspec.ValidationError) -> bool:
+    """True if a strict struct has refused a name."""
+    return _UNKNOWN.search(str(error)) is not None
+
+
+def error_path(error: str) -> tuple[str, str]:
+    """Reason and path of an error of msgspec; the path begins with a dot, or is empty."""
+    reason, _, path = error.partition(" - at `$")
+    return reason, _STEP.sub(r".\1", path.rstrip("`")).replace("....", "")
+
+
+def refused_name(error: str) -> str:
+    """Path of the first unknown name, from the error of a strict struct."""
+    found = _UNKNOWN.search(error)
+    return "" if found is None else f"{error_path(error)[1]}.{found[1]}"
+
+
+def unknown_paths(raw: msgspec.Raw, annotation: Any, path: str) -> list[str]:
+    """Paths of the unknown names in the value of a field, the first 16.
+
+    Args:
+        raw: value that matches the annotation but for unknown names.
+        path: of the value.
+    """
+    return list(islice(_unknown(raw, annotation, path), MAX_UNKNOWN_NAMES))
+
+
+def unknown_names(given: Any, known: Collection[str], path: str) -> list[str]:
+    """Paths of the names of an object that are not known, the first 16; none of anything else.
+    Null is no value."""
+    if not isinstance(given, dict):
+        return []
+    surplus = (name for name, value in given.items() if value is not None and name not in known)
+    return [f"{path}.{_plain(name)}" for name in islice(surplus, MAX_UNKNOWN_NAMES)]
+
+
+def members_of(annotation: Any) -> Iterator[Any]:
+    """Members of a union without annotations."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        yield from members_of(get_args(annotation)[0])
+    elif origin in (Union, UnionType):
+        for member in get_args(annotation):
+            yield from members_of(member)
+    else:
+        yield annotation
+
+
+def is_model(annotation: Any) -> bool:
+    """True if an annotation is a class of pydantic models."""
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _unknown(raw: msgspec.Raw, annotation: Any, path: str) -> Iterator[str]:
+    start = bytes(memoryview(raw)[:1])
+    for member in members_of(annotation):
+        if start == b"{" and is_model(member):
+            yield from _in_object(raw, member, path)
+        elif start == b"[" and get_origin(member) is list:
+            [item] = get_args(member)
+            for place, each in enumerate(msgspec.json.decode(raw, type=list[msgspec.Raw])):
+                yield from _unknown(each, item, f"{path}.{place}")
+
+
+def _in_object(raw: msgspec.Raw, model: type[BaseModel], path: str) -> Iterator[str]:
+    ignored = model.ignored_fields if issubclass(model, BodyPart) else frozenset[str]()
+    for name, value in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items():
+        if name in model.model_fields:
+            yield from _unknown(value, model.model_fields[name].annotation, f"{path}.{name}")
+        elif name not in ignored and bytes(value) != NULL:
+            yield f"{path}.{_plain(name)}"
+
+
+def _plain(name: str) -> str:
+    """Name without halves of surrogate pairs, which UTF-8 cannot hold."""
+    return name.encode("utf-8", "replace").decode()
