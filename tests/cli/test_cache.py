@@ -157,6 +157,20 @@ def test_10_a_home_of_an_earlier_version_is_carried_over_by_one_command(
         assert [told[f"upgraded_{kind}"] for kind in ("records", "chunks", "chats")] == [0, 0, 0]
 
 
+def test_an_upgrade_of_no_store_says_so(run: Run, larder_home: Path, tmp_path: Path) -> None:
+    nowhere = tmp_path / "nowhere"
+    said = complaint(run("cache", "upgrade", "--store", str(nowhere)), 1)
+    assert f"There is no store at {nowhere}" in said and "--store" in said
+    assert "There is no store at" in complaint(run("cache", "upgrade"), 1)
+    error = document(run("cache", "upgrade", "--json"))["error"]
+    assert error["type"] == "InputError" and not nowhere.exists()
+    (larder_home / "sessions").mkdir(parents=True)
+    (larder_home / "sessions" / "mine.json").write_text('{"schema": 1}')
+    done = run("cache", "upgrade")
+    assert done.exit_code == 0 and "upgraded_chats 0" in done.stdout
+    assert "There is no store at" in done.stderr
+
+
 def by_name(listed: Any) -> dict[str, Any]:
     return {each["session"]: each for each in listed["sessions"]}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -198,7 +199,9 @@ def upgrade(options: StoreOptions) -> None:
     from larder.session.transcript.chat_log_file import upgrade_chat_logs
     from larder.store.encryption import encryption_for, read_key
 
+    has_others = _archive_path().exists() or any((home() / "sessions").glob("*.json"))
     with _open_store(options) as store:
+        _check_exists(store, is_needed=options.store is not None or not has_others)
         result = store.maintenance.upgrade()
     key = read_key(options.key_file)
     if (archive := _archive_path()).exists():
@@ -242,6 +245,18 @@ def _open_store(options: StoreOptions) -> Iterator[Store]:
         yield store
     finally:
         store.close()
+
+
+def _check_exists(store: Store, is_needed: bool) -> None:
+    """Raises: InputError: there is nothing at the store's address, and `is_needed`; otherwise that
+    is reported on stderr."""
+    place = store.parts.place
+    if next(place.list_files(""), None) is not None:
+        return
+    message = f"There is no store at {place.url}: name another by --store, or LARDER_HOME."
+    if is_needed:
+        raise InputError(message)
+    print(f"larder: {message}", file=sys.stderr)
 
 
 def _session_record(store: Store, options: SessionOptions, name: str) -> Record:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TypeVar
 
 from larder.server.answer_form import PLAIN_FORM, AnswerForm
@@ -68,12 +69,34 @@ class EngineContext:
         """
         return self.candidates.resident(tenant, *names)
 
-    def _load(self, tenant: str, name: str) -> None:
-        """Load a stored session into memory; a slow store does not block the model's thread."""
-        while not self._is_loaded(tenant, name):
+    @contextmanager
+    def prefetched(self, tenant: str, name: str) -> Iterator[None]:
+        """Context of `resident`, for whose session none of another tenant leaves memory.
+
+        Raises:
+            ApiError: the session cannot be loaded, or there is no room.
+        """
+        with self.core.residency_locks.hold(tenant, name):
+            self._load(tenant, name, partial(self.core.tiers.evicting_only, tenant))
+            yield
+
+    def _load(
+        self,
+        tenant: str,
+        name: str,
+        evicting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Load a stored session into memory; a slow store does not block the model's thread.
+
+        Args:
+            evicting: context in which memory is made free.
+        """
+        while not self._is_loaded(tenant, name, evicting):
             continue
 
-    def _is_loaded(self, tenant: str, name: str) -> bool:
+    def _is_loaded(
+        self, tenant: str, name: str, evicting: Callable[[], AbstractContextManager[None]]
+    ) -> bool:
         """One attempt of `_load`; False if the session may have been removed while it was read."""
         core, removals = self.core, self.removals
         ended, found = removals.ended, self.persistence.load(tenant, name)
@@ -86,7 +109,8 @@ class EngineContext:
                 return True
             if removals.ended != ended:
                 return False
-            core.restorer.install(tenant, name, found, transcript)
+            with evicting():
+                core.restorer.install(tenant, name, found, transcript)
             return True
 
         return self.call(is_settled)

@@ -157,7 +157,7 @@ class LocalEngineClient(EngineClient):
         request."""
         context = self.context
         try:
-            with suppress(LarderError), context.resident(tenant, name):
+            with suppress(LarderError), context.prefetched(tenant, name):
                 context.call(lambda: context.core.announce(tenant, {name: steps}))
         finally:
             self._absent.discard((tenant, name))

@@ -20,7 +20,7 @@ from larder.server import (
     StoreSessionPersistence,
 )
 from larder.store import Store, Tier
-from server_core import Client, Served, answered, told
+from server_core import Client, Served, answered, told, user
 from server_stores import Stored
 
 
@@ -165,3 +165,68 @@ def test_loads_of_named_sessions_are_bounded_and_end_with_the_server(small: Load
         assert not client._absent
     client._prefetch_later("a", "x", 1)
     assert not client._absent
+
+
+def offloaded(served: Served, name: str) -> SessionState:
+    """A session of tenant a in host memory, which a workflow uses next."""
+    served.ask(told(1), name, steps={"": 1})
+    session = served.core.sessions.find("a", name)
+    assert served.core.tiers.offload(session)
+    return session
+
+
+@pytest.mark.parametrize(("others", "tier"), [(("b",), "host"), (("b", "a"), "device")])
+def test_a_prefetch_takes_the_place_of_its_own_tenant_alone(
+    small: LoadedModel, others: tuple[str, ...], tier: str
+) -> None:
+    probe = Served(small)
+    probe.ask(told(1), "x")
+    room = (len(others) + 0.3) * probe.core.reservations.peak
+    served = Served(small, device=int(room), eviction="kvflow")
+    session = offloaded(served, "x")
+    idle = {tenant: served.ask(told(2), "y", tenant=tenant).told.session for tenant in others}
+    served.core.announce("a", {"x": 1})
+    served.run()
+    find = served.core.sessions.find
+    tiers = {each: find(each, name).residency.tier for each, name in idle.items()}
+    assert session.residency.tier == tier
+    assert tiers["b"] == "device" and tiers.get("a", "host") == "host"
+
+
+def test_a_prefetch_leaves_others_their_host_memory(small: LoadedModel, tmp_path: Path) -> None:
+    probe = Stored(small, tmp_path / "probe", eviction="kvflow")
+    probe.ask(told(1), "x")
+    size = on_disk(probe).residency.saved_cache
+    probe.close()
+    assert size is not None
+    stored = Stored(small, tmp_path, host=8 * size.load_bytes, eviction="kvflow")
+    stored.ask(told(1), "x")
+    session = on_disk(stored)
+    held = list[SessionState]()
+    while stored.core.ledger.room(Tier.HOST, "a") >= size.load_bytes:
+        stored.ask(told(9 + len(held)), f"y{len(held)}", tenant="b")
+        held.append(stored.core.sessions.find("b", f"y{len(held)}"))
+        assert stored.core.tiers.offload(held[-1])
+        stored.run()
+    stored.core.announce("a", {"x": 1})
+    stored.run()
+    assert session.residency.tier == "disk"
+    assert [each.residency.tier for each in held] == ["host"] * len(held)
+    stored.close()
+
+
+def test_a_session_that_is_prefetched_makes_no_other_leave_memory(
+    small: LoadedModel, tmp_path: Path
+) -> None:
+    stored = Stored(small, tmp_path, eviction="kvflow")
+    core, tiers = stored.core, stored.core.tiers
+    stored.ask(told(1, 20), "y", tenant="b")
+    tiers.drop(core.sessions.find("b", "y"))
+    core.ledger.lower(Tier.HOST, core.ledger.used(Tier.HOST))
+    loaded = core.sessions.open("a", "x", core.rule)
+    loaded.transcript.opening_messages = (user("Why?"),)
+    with tiers.evicting_only("a"):
+        assert not tiers.charge_transcript(loaded)
+    assert core.sessions.has("b", "y")
+    assert tiers.charge_transcript(loaded) and not core.sessions.has("b", "y")
+    stored.close()

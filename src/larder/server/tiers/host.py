@@ -152,10 +152,15 @@ class TranscriptMemory:
         for each in idle[: max(0, len(idle) - MAX_IDLE_TRANSCRIPTS)]:
             self._unload(each)
 
-    def unload_one(self, but: SessionState) -> bool:
+    def unload_one(self, but: SessionState, tenant: str | None = None) -> bool:
         """Unload the least recently used idle session, pinned ones last; true
-        if one was unloaded."""
-        return any(self._unload(each) for each in self._idle() if each is not but)
+        if one was unloaded.
+
+        Args:
+            tenant: only one of this tenant; None for any.
+        """
+        idle = [each for each in self._idle() if tenant in (None, each.tenant)]
+        return any(self._unload(each) for each in idle if each is not but)
 
     def _is_above_share(self, session: SessionState) -> bool:
         extra = self._unstored_bytes(session) - self._pinned_bytes.get(session.key, 0)

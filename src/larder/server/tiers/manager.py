@@ -10,8 +10,9 @@ the budget is never exceeded.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 from larder.core.errors import BudgetError, LarderError
 from larder.server.model_thread import CompletionQueue
@@ -72,6 +73,16 @@ class TierManager:
         self.parked: Counter[str] = Counter()
         self.restored: Counter[str] = Counter()
         self.dropped = 0
+        self._evictable: str | None = None  # tenant whose sessions alone may leave; None for all
+
+    @contextmanager
+    def evicting_only(self, tenant: str) -> Iterator[None]:
+        """Context in which no session of another tenant leaves memory."""
+        self._evictable = tenant
+        try:
+            yield
+        finally:
+            self._evictable = None
 
     def is_writing(self, tenant: str | None = None) -> bool:
         """True if a cache is being written, whose memory will then be free.
@@ -294,7 +305,7 @@ class TierManager:
         """Sessions to evict from the device: only the tenant's own ones, if the tier has room but
         the tenant's limit is reached."""
         is_own = not self._reservations.missing_bytes(session.key, NO_TENANT, demand)
-        whose = session.tenant if is_own else None
+        whose = session.tenant if is_own else self._evictable
         return self._order.first(Tier.DEVICE, self.on_device.values(), session, missing, whose)
 
     def _evict_from_device(self, session: SessionState) -> bool:
@@ -348,7 +359,7 @@ class TierManager:
             idle = [each for each in self.in_host.values() if not self._writer.can_write(each)]
             if not self._evict_from_host(
                 session, idle, count, missing
-            ) and not self.transcripts.unload_one(session):
+            ) and not self.transcripts.unload_one(session, self._evictable):
                 return False
         return True
 
@@ -376,7 +387,7 @@ class TierManager:
     def _whose_host(self, session: SessionState, count: int) -> str | None:
         """Tenant whose sessions must leave host memory for some bytes; None for those of any."""
         is_own = self._ledger.limit(Tier.HOST) - self._ledger.used(Tier.HOST) >= count
-        return session.tenant if is_own else None
+        return session.tenant if is_own else self._evictable
 
     def _awaits_write(self, session: SessionState, count: int) -> bool:
         """True if a write in progress will free host memory that a session could have."""

@@ -2,8 +2,8 @@
 
 Pan et al., "KVFlow: Efficient Prefix Caching for Accelerating LLM-Based Multi-Agent Workflows"
 (2025), arXiv:2507.07400, section 3.2: caches of the agents that a workflow runs next are fetched in
-the background. What differs: they come from the store, too; and on the device none takes the place
-of a cache that is due as early.
+the background. What differs: they come from the store, too; on the device none takes the place of
+a cache that is due as early; and no cache of another tenant leaves memory for them.
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ class CachePrefetcher:
             or session.key in self._tiers.started
         ):
             return
+        with self._tiers.evicting_only(session.tenant):
+            self._fetch(session)
+
+    def _fetch(self, session: SessionState) -> None:
+        residency = session.residency
         if residency.is_resident:
             self._activate(session)
         elif (saved := residency.saved_cache) is not None:
@@ -77,7 +82,8 @@ class CachePrefetcher:
             load.reservation.release()
             return
         self._tiers.in_host[session.key] = session
-        self._activate(session)
+        with self._tiers.evicting_only(session.tenant):
+            self._activate(session)
 
     def _activate(self, session: SessionState) -> None:
         """Bring a cache from host memory to the device, if it displaces none that is due as
