@@ -74,7 +74,9 @@ def test_a_call_that_fits_raises_its_own_errors() -> None:
 def test_a_share_of_a_short_prompt_names_the_way_out(engine: Engine) -> None:
     with (
         unchecked(),
-        pytest.raises(BudgetError, match=r"of 1 token is .* short text give it a min, .* a budget in tokens"),
+        pytest.raises(
+            BudgetError, match=r"of 1 token is .* short text give it a min, .* a budget in tokens"
+        ),
     ):
         list(engine.stream("Hi there", max_new_tokens=2))
     assert engine.under("keydiff", 512).generate("Hi there", max_new_tokens=2).text

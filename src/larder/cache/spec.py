@@ -76,18 +76,27 @@ class CacheSpec:
             if value is None and name in required:
                 raise CacheError(f"A {self.form} cache requires {name}, got none: give it.")
 
+    @property
+    def corrects(self) -> bool:
+        """True if decode steps correct entries of the latest tokens."""
+        return self.parking is not None and bool(self.parking.recall.corrected)
+
+    @property
+    def reads_again(self) -> bool:
+        """True if calls of the model may read earlier tokens beside new ones."""
+        return self.corrects or self.rebuilding is not None
+
     def check_model(self, model: ModelSpec) -> None:
         """Check that a cache of a model with recurrent layers never reads its tokens again.
 
         Raises:
             CacheError: it does, from a position whose recurrent state is not known.
         """
-        corrects = self.parking is not None and bool(self.parking.recall.corrected)
-        if model.recurrent and (corrects or self.rebuilding is not None):
+        if model.recurrent and self.reads_again:
+            reader = "corrected=" if self.corrects else "recompute()"
             raise CacheError(
-                f"{'corrected=' if corrects else 'recompute()'} reads earlier tokens again, but "
-                "recurrent layers of the model hold a state of all tokens and none of an earlier "
-                "position: leave it out."
+                f"{reader} reads earlier tokens again, but recurrent layers of the model hold a "
+                "state of all tokens and none of an earlier position: leave it out."
             )
 
     def meta(self) -> dict[str, str]:

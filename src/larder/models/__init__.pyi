@@ -1,3 +1,4 @@
+from .activation_hooks import attention_modules as attention_modules
 from .activation_hooks import forward_hooks as forward_hooks
 from .adapter import CONFIG as CONFIG
 from .adapter import AdapterMode as AdapterMode
@@ -93,7 +94,6 @@ from .packaged import ADAPTER_WEIGHTS as ADAPTER_WEIGHTS
 from .packaged import PACKAGED_MODELS as PACKAGED_MODELS
 from .placement import PageUse as PageUse
 from .placement import set_pages as set_pages
-from .prefetch import attention_modules as attention_modules
 from .processor import PROCESSOR_FILES as PROCESSOR_FILES
 from .recompute import BLOCK_TOKENS as BLOCK_TOKENS
 from .recompute import BaseModelLayers as BaseModelLayers

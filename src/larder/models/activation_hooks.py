@@ -1,4 +1,7 @@
-"""Hooks on modules: for the time of a block, and those that capture activations during a batch."""
+"""Hooks on modules: for the time of a block, and those that capture activations during a batch.
+
+`attention_modules` says which modules of a model they go on.
+"""
 
 from __future__ import annotations
 
@@ -88,3 +91,19 @@ def column_inputs(
     found = column_providers(columns, ActivationProvider)
     learned = column_providers(columns, GateProvider)
     return {**found, **gates().bound(learned)} if learned else found
+
+
+def is_numbered(module: Any) -> bool:
+    """True for modules with a `layer_idx`: attention, and others of a layer."""
+    return isinstance(getattr(module, "layer_idx", None), int)
+
+
+def attention_modules(model: Any, others: Sequence[nn.Module] = ()) -> dict[int, nn.Module]:
+    """Attention module by number of the layer: the innermost modules with a `layer_idx`.
+
+    Args:
+        others: modules that are not attention.
+    """
+    numbered = [each for each in model.modules() if is_numbered(each)]
+    inner = [m for m in numbered if not any(n is not m and n in numbered for n in m.modules())]
+    return {module.layer_idx: module for module in inner if module not in others}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from larder.core.errors import CacheError, InputError, ModelError
 from larder.core.types import Mode
 from larder.models import attention_backend
-from larder.models.activation_hooks import capture_activations, column_inputs
+from larder.models.activation_hooks import attention_modules, capture_activations, column_inputs
 from larder.models.attention_backend import (
     AttentionPerCall,
     LayerAttention,
@@ -28,6 +28,7 @@ from larder.models.forward_batch import (
     BatchSegment,
     ForwardBatch,
     Observer,
+    new_hidden,
     new_token_indices,
 )
 from larder.models.introspection import (
@@ -38,13 +39,6 @@ from larder.models.introspection import (
 )
 from larder.models.lm_head import LMHead, text_body_of
 from larder.models.placement import loaded_tensor
-from larder.models.prefetch import LayerPrefetch, attention_modules
-from larder.models.recompute_hooks import (
-    RecomputeHooks,
-    advance_corrected,
-    with_corrected_tokens,
-    with_reread_tokens,
-)
 from larder.models.rope_frequencies import rope_limit
 from larder.ops.packing import device_tensor
 from larder.policy.providers.base import ActivationProvider, TokenProvider, column_providers
@@ -317,7 +311,7 @@ class Decoder:
         """Last hidden states by segment; caches with columns of logits save the last of theirs."""
         segments = _with_earlier_tokens(segments, mode)
         out = self._run(self.body, segments, mode, observer, inputs=inputs)
-        parts = _new_hidden(segments, out.last_hidden_state[0].to(self.spec.device))
+        parts = new_hidden(segments, out.last_hidden_state[0].to(self.spec.device))
         if mode is Mode.APPEND:
             _save_tails(segments, parts)
         return parts
@@ -381,31 +375,46 @@ class Decoder:
         self.check(batch.segments)
         try:
             batch.prepare()
-            hooks = RecomputeHooks(
-                lambda: self.recompute, lambda: self.shape, segments, mode, batch
-            )
             appended = segments if mode is Mode.APPEND else ()
             modules = self.attentions
-            prefetch = LayerPrefetch(modules, appended, batch)
             own = {**inputs, **column_inputs(appended, lambda: self.gates)}
             capture = capture_activations(modules, batch, own)
             recurrent = self._recurrent.hooks(batch)
             with (
                 self.attention,
                 self.products.matrices(batch.num_tokens),
-                hooks.installed(),
-                prefetch.installed(),
+                self._recall_hooks(batch, mode),
                 capture,
                 recurrent.installed(),
                 self.products.layers(batch.num_tokens),
             ):
                 yield batch
             batch.finish(recurrent.states())
-            if mode is Mode.APPEND:
+            if any(segment.cache.cache_spec.corrects for segment in appended):
+                from larder.models.recompute_hooks import advance_corrected
+
                 advance_corrected(segments)
         except BaseException:
             batch.roll_back()
             raise
+
+    @contextmanager
+    def _recall_hooks(self, batch: ForwardBatch, mode: Mode) -> Iterator[None]:
+        """Context that recomputes rejected entries and fetches pages ahead, where caches do."""
+        segments = batch.segments
+        with ExitStack() as stack:
+            if any(segment.cache.cache_spec.reads_again for segment in segments):
+                from larder.models.recompute_hooks import RecomputeHooks
+
+                made = (lambda: self.recompute), (lambda: self.shape)
+                hooks = RecomputeHooks(*made, segments, mode, batch)
+                stack.enter_context(hooks.installed())
+            if mode is Mode.APPEND and all(segment.cache.tiers for segment in segments):
+                from larder.models.prefetch import LayerPrefetch
+
+                prefetch = LayerPrefetch(self.attentions, segments, batch)
+                stack.enter_context(prefetch.installed())
+            yield
 
     def check(self, segments: Sequence[BatchSegment]) -> None:
         """Check a batch before it changes anything.
@@ -453,7 +462,7 @@ class AppendCall:
     def parts_of(self, hidden: Float[Tensor, "1 N hidden"]) -> list[Float[Tensor, "_ hidden"]]:
         """Last hidden states of the new tokens, by segment."""
         device = self.batch.segments[0].cache.spec.device
-        parts = _new_hidden(self.batch.segments, hidden[0].to(device))
+        parts = new_hidden(self.batch.segments, hidden[0].to(device))
         _save_tails(self.batch.segments, parts)
         return parts
 
@@ -469,16 +478,11 @@ def _latent_hooks(body: nn.Module) -> list[Any]:
 
 def _with_earlier_tokens(segments: Sequence[BatchSegment], mode: Mode) -> list[BatchSegment]:
     """Segments extended by the tokens of their caches that are read again."""
+    if not any(segment.cache.cache_spec.reads_again for segment in segments):
+        return list(segments)
+    from larder.models.recompute_hooks import with_corrected_tokens, with_reread_tokens
+
     return [with_reread_tokens(with_corrected_tokens(each, mode), mode) for each in segments]
-
-
-def _new_hidden(
-    segments: Sequence[BatchSegment], hidden: Float[Tensor, "N hidden"]
-) -> list[Float[Tensor, "_ hidden"]]:
-    """Hidden states of each segment without those of tokens that were read again."""
-    given = hidden.split([segment.num_tokens for segment in segments])
-    pairs = zip(given, segments, strict=True)
-    return [part[len(segment.reread_ids) :] for part, segment in pairs]
 
 
 def _save_tails(

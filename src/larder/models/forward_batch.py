@@ -365,6 +365,15 @@ def new_token_indices(segments: Sequence[BatchSegment]) -> list[int]:
     return places
 
 
+def new_hidden(
+    segments: Sequence[BatchSegment], hidden: Float[Tensor, "N hidden"]
+) -> list[Float[Tensor, "_ hidden"]]:
+    """Hidden states of each segment without those of tokens that were read again."""
+    given = hidden.split([segment.num_tokens for segment in segments])
+    pairs = zip(given, segments, strict=True)
+    return [part[len(segment.reread_ids) :] for part, segment in pairs]
+
+
 def _spread(
     own: Float[Tensor, "N *rest"], places: Int[Tensor, " N"], count: int
 ) -> Float[Tensor, "Q *rest"]:

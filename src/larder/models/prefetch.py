@@ -33,22 +33,6 @@ from larder.models.attention_backend import CONTEXT_KEYWORD, AttentionProbe
 from larder.models.forward_batch import BatchSegment
 
 
-def is_numbered(module: Any) -> bool:
-    """True for modules with a `layer_idx`: attention, and others of a layer."""
-    return isinstance(getattr(module, "layer_idx", None), int)
-
-
-def attention_modules(model: Any, others: Sequence[nn.Module] = ()) -> dict[int, nn.Module]:
-    """Attention module by number of the layer: the innermost modules with a `layer_idx`.
-
-    Args:
-        others: modules that are not attention.
-    """
-    numbered = [each for each in model.modules() if is_numbered(each)]
-    inner = [m for m in numbered if not any(n is not m and n in numbered for n in m.modules())]
-    return {module.layer_idx: module for module in inner if module not in others}
-
-
 class LayerPrefetch:
     """Prefetch of pages during one forward batch.
 

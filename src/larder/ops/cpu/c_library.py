@@ -220,6 +220,12 @@ def c_library() -> ctypes.CDLL | None:
         )
     library.larder_set_openmp.argtypes = [POINTER]
     library.larder_set_openmp(_openmp_of_torch())
+    _declare(library)
+    return library
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    """Give the functions the types of their arguments and results."""
     library.larder_decode_attention.argtypes = [ctypes.POINTER(AttentionCall)]
     library.larder_coded_attention.argtypes = [
         ctypes.POINTER(AttentionCall),
@@ -268,7 +274,6 @@ def c_library() -> ctypes.CDLL | None:
     library.larder_encode_components.restype = INTEGER
     library.larder_coded_bits.argtypes = [*[POINTER] * 2, *[INTEGER] * 2, *[POINTER] * 3]
     library.larder_coded_bits.restype = ctypes.c_double
-    return library
 
 
 def _openmp_of_torch() -> int | None:
