@@ -42,6 +42,6 @@ def a_transform_layer(
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(state_of({layer.index: some_tables(layer)}), path)
     spec = TransformSpec(coder, sinks=1, recent=2, block=4)
-    store = TransformLayer(layer, dtype, device, ledger, spec, TransformTables.load(layer, ""))
+    store = TransformLayer(layer, dtype, device, ledger, spec, TransformTables.load(layer, spec))
     store._hold(replace(store.tier, step=step))
     return store

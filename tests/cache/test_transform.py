@@ -206,7 +206,7 @@ def test_a_model_that_is_not_calibrated_is_refused() -> None:
     with pytest.raises(CacheError, match="larder model calibrate"):
         SequenceCache(a_spec(LAYER), "ragged", transform=TransformSpec())
     with pytest.raises(CacheError, match="rotary"):
-        TransformTables.load(replace(LAYER, radians=None), "")
+        TransformTables.load(replace(LAYER, radians=None), TransformSpec())
 
 
 def test_truncating_and_dropping_keep_the_codes_of_the_others() -> None:

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from larder.cache.memory_usage import storage_bytes
 from larder.cache.spec import with_prefix
-from larder.core.codec import Codec, ScaleGranularity
+from larder.core.codec import Codec, Grid, ScaleGranularity
 from larder.core.ledger import Ledger
 from larder.ops.packing import starts_of
 from larder.ops.quantization import QuantizedRows, quantize_rows
 from larder.ops.quantized_attention import QuantizedKV
 
+GRIDS = tuple(Grid)  # by their number in saved states
 BY_ENTRY = 1.0  # keys share offsets and scales among the channels of an entry
 
 
@@ -173,16 +174,21 @@ def tier_prefix(grade: int) -> str:
 
 
 def codec_to_tensor(codec: Codec) -> Float64[Tensor, " N"]:
-    """Saved state of a codec; granularity of keys last, and only where it is not by channel."""
-    *numbers, key_scales = astuple(codec)
-    if key_scales is not ScaleGranularity.CHANNEL:
-        numbers.append(BY_ENTRY)
+    """Saved state of a codec; granularity and levels last, and only where they are not the usual."""
+    *numbers, key_scales, key_grid, value_grid = astuple(codec)
+    grids = [GRIDS.index(key_grid), GRIDS.index(value_grid)]
+    if key_scales is not ScaleGranularity.CHANNEL or any(grids):
+        numbers.append(BY_ENTRY if key_scales is not ScaleGranularity.CHANNEL else 0.0)
+    if any(grids):
+        numbers += grids
     return torch.tensor(numbers, dtype=torch.float64)
 
 
 def codec_from_tensor(numbers: Float64[Tensor, " N"]) -> Codec:
     """Codec of a tier's saved state."""
-    key_bits, value_bits, group, outliers, channels, balance, *by_entry = numbers.tolist()
+    key_bits, value_bits, group, outliers, channels, balance, *rest = numbers.tolist()
+    by_entry, *grids = rest or [0.0]
     key_scales = ScaleGranularity.ENTRY if by_entry else ScaleGranularity.CHANNEL
     sizes = int(key_bits), int(value_bits), int(group)
-    return Codec(*sizes, outliers, channels, balance, key_scales)
+    key_grid, value_grid = (GRIDS[int(grid)] for grid in grids or (0, 0))
+    return Codec(*sizes, outliers, channels, balance, key_scales, key_grid, value_grid)

@@ -2,8 +2,8 @@
 
     keys before rotation, values [K, D]  -  mean  ->  x forward  ->  components [K, D]
 
-One file of tensors per model, under `$LARDER_HOME/<fingerprint>/`, that
-`larder.models.measurements.transform` writes. Caches share what is read from it. Their own bytes do
+One file of tensors per model and calibration, under `$LARDER_HOME/<fingerprint>/`, that
+`larder.models.measurements.transform` writes, and those beside it. Caches share what is read from it. Their own bytes do
 not include it: `TransformTables.nbytes` counts it.
 """
 
@@ -19,13 +19,13 @@ import torch
 from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
+from larder.core.codec import RopeStage, TransformSpec
 from larder.core.errors import CacheError
 from larder.core.home import home
 from larder.core.spec import LayerSpec
 from larder.ops.cpu.transform_attention import bfloat16_pairs
 from larder.ops.rope import rotate
 
-TABLES_FILE = "transform.safetensors"
 PARTS = ("forward", "mean", "deviation")
 KEYS, VALUES = 0, 1
 
@@ -38,7 +38,7 @@ class TransformTables:
         forward: columns are the directions of the components, largest deviation first.
         mean: of keys before rotation, and of values.
         deviation: of each component on the calibration text.
-        radians: RoPE frequencies of the layer.
+        radians: RoPE frequencies of the layer; zeros where rotated keys are transformed.
     """
 
     forward: Float[Tensor, "2 K D D"]
@@ -98,8 +98,8 @@ class TransformTables:
         return torch.tensor(self.radians, dtype=torch.float32)
 
     @staticmethod
-    def load(layer: LayerSpec, fingerprint: str) -> TransformTables:
-        """Tables of a layer of a calibrated model; caches of a model share them.
+    def load(layer: LayerSpec, spec: TransformSpec) -> TransformTables:
+        """Tables of a layer of the calibrated model of a spec; caches of a model share them.
 
         Raises:
             CacheError: the model is not calibrated, or its rotary embedding is unknown.
@@ -109,23 +109,31 @@ class TransformTables:
                 f"Layer {layer.index} has a rotary embedding unknown to Larder, so its keys "
                 "cannot be unrotated: use a storage other than transform()."
             )
-        path = tables_path(fingerprint)
+        path = tables_path(spec.model, spec.calibration)
+        is_unrotated = spec.rope is RopeStage.BEFORE
+        radians = layer.radians if is_unrotated else (0.0,) * len(layer.radians)
         try:
-            return _read(path, path.stat().st_mtime_ns, layer)
+            return _read(path, path.stat().st_mtime_ns, layer.index, radians)
         except (OSError, KeyError):
             raise CacheError(
                 f"{path} has no transforms of layer {layer.index}: measure them with "
-                "`larder model calibrate MODEL transform`, on the device and dtype that it runs in."
+                f"`larder model calibrate MODEL {spec.calibration}`, on the device and dtype that "
+                "it runs in."
             ) from None
 
 
-def tables_path(fingerprint: str) -> Path:
-    """File of the transforms of a model."""
-    return home() / fingerprint / TABLES_FILE
+def tables_path(fingerprint: str, calibration: str = "transform") -> Path:
+    """File of the transforms of a model, by the name of their measurement."""
+    return home() / fingerprint / tables_file(calibration)
+
+
+def tables_file(calibration: str) -> str:
+    """Name of the file of a measurement of transforms."""
+    return f"{calibration}.safetensors"
 
 
 @cache
-def _read(path: Path, modified: int, layer: LayerSpec) -> TransformTables:
+def _read(path: Path, modified: int, layer: int, radians: tuple[float, ...]) -> TransformTables:
     """Tables of one layer from a file as it was at a time.
 
     Raises:
@@ -136,10 +144,10 @@ def _read(path: Path, modified: int, layer: LayerSpec) -> TransformTables:
 
     try:
         with safe_open(path, framework="pt") as file:
-            parts = [file.get_tensor(f"{layer.index}.{part}") for part in PARTS]
+            parts = [file.get_tensor(f"{layer}.{part}") for part in PARTS]
     except SafetensorError as error:
         raise KeyError(str(error)) from None
-    return TransformTables(parts[0], parts[1], parts[2], layer.radians or ())
+    return TransformTables(parts[0], parts[1], parts[2], radians)
 
 
 def state_of(tables: Mapping[int, TransformTables]) -> dict[str, Tensor]:

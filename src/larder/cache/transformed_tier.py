@@ -309,7 +309,7 @@ class TransformedTier:
             )
         digest, _, text = rest.partition(" ")
         spec = TransformSpec.from_text(text)
-        tables = TransformTables.load(layer, spec.model)
+        tables = TransformTables.load(layer, spec)
         if tables.digest != digest:
             raise CacheError(
                 f"Layer {layer.index} of the saved cache was coded with the calibration {digest}, "

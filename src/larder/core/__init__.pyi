@@ -4,6 +4,8 @@ from .codec import Codec as Codec
 from .codec import Coder as Coder
 from .codec import ResidualSpec as ResidualSpec
 from .codec import ScaleGranularity as ScaleGranularity
+from .codec import Grid as Grid
+from .codec import RopeStage as RopeStage
 from .codec import TransformSpec as TransformSpec
 from .codec import hadamard_order as hadamard_order
 from .conversation import Adversarial as Adversarial

@@ -50,6 +50,19 @@ class ScaleGranularity(Enum):
     ENTRY = "entry"
 
 
+class Grid(Enum):
+    """Levels of codes.
+
+    EVEN: evenly spaced, from an offset on.
+    NORMAL: those of least squared error for a vector that is rotated at random.
+    SKETCHED: the same of one bit fewer, and the sign of a random projection of the remainder.
+    """
+
+    EVEN = "even"
+    NORMAL = "normal"
+    SKETCHED = "sketched"
+
+
 @dataclass(frozen=True)
 class QuantizationScheme:
     """Quantization of keys or of values, and its byte costs.
@@ -60,6 +73,7 @@ class QuantizationScheme:
         group: entries, or channels, that share an offset and a scale.
         outliers, balance: as in `Codec`.
         head_dim: channels before pruning.
+        grid: levels of codes; of other than even ones an entry has a norm, and none of the rest.
     """
 
     bits: int
@@ -69,6 +83,12 @@ class QuantizationScheme:
     outliers: float
     balance: float
     head_dim: int
+    grid: Grid = Grid.EVEN
+
+    @property
+    def norms_per_entry(self) -> int:
+        """Norms of one entry: its own, and that of the remainder of a sketch."""
+        return {Grid.EVEN: 0, Grid.NORMAL: 1, Grid.SKETCHED: 2}[self.grid]
 
     @property
     def scales_per_entry(self) -> int:
@@ -83,9 +103,9 @@ class QuantizationScheme:
         """Bytes of an entry, its group excluded; an unquantized number has `itemsize` bytes."""
         if not self.bits:
             return self.channels * itemsize
-        shared = (
-            2 * SCALE_BYTES * self.scales_per_entry if self.sharing is ScaleGranularity.ENTRY else 0
-        )
+        shared = SCALE_BYTES * self.norms_per_entry
+        if self.grid is Grid.EVEN and self.sharing is ScaleGranularity.ENTRY:
+            shared = 2 * SCALE_BYTES * self.scales_per_entry
         packed = sum(math.ceil(self.channels / (8 // width)) for width, _ in bit_fields(self.bits))
         return packed + shared
 
@@ -119,9 +139,11 @@ class Codec:
             balancing off. Balanced keys share offsets and scales among the channels of an entry,
             as values do: per channel, balancing would change nothing.
         key_scales: which numbers of keys share an offset and a scale, without balancing.
+        key_grid, value_grid: levels of codes.
 
     Raises:
-        BadParameter: a value out of range, or `balance` together with `channels` below 1.
+        BadParameter: a value out of range, or `balance` together with `channels` below 1, or other
+            than even levels together with outliers, pruned or balanced channels.
     """
 
     key_bits: int = 4
@@ -131,6 +153,8 @@ class Codec:
     channels: float = 1.0
     balance: float = 0.0
     key_scales: ScaleGranularity = ScaleGranularity.CHANNEL
+    key_grid: Grid = Grid.EVEN
+    value_grid: Grid = Grid.EVEN
 
     def __post_init__(self) -> None:
         for name, bits in (("key_bits", self.key_bits), ("value_bits", self.value_bits)):
@@ -149,27 +173,40 @@ class Codec:
                 f"codec.channels must be 1 where balance is above 0, got {self.channels}: one "
                 "weight per channel cannot both select and balance."
             )
+        is_even = self.key_grid is Grid.EVEN and self.value_grid is Grid.EVEN
+        if not is_even and (self.outliers or self.balance or self.channels < 1):
+            raise BadParameter(
+                "codec.key_grid and value_grid must be even with outliers, balance or channels: "
+                "those are parts of even levels."
+            )
 
     def to_fields(self) -> dict[str, int | float | str]:
-        """Fields as sessions save them; the granularity of keys only where it is not the usual."""
-        fields = asdict(self) | {"key_scales": self.key_scales.value}
-        if self.key_scales is ScaleGranularity.CHANNEL:
-            fields.pop("key_scales")
-        return fields
+        """Fields as sessions save them; granularity and levels only where they are not the usual."""
+        plain = Codec()
+        fields = asdict(self) | {name: getattr(self, name).value for name in ENUM_FIELDS}
+        usual = [name for name in ENUM_FIELDS if getattr(self, name) is getattr(plain, name)]
+        return {name: value for name, value in fields.items() if name not in usual}
 
     @staticmethod
     def from_fields(fields: Mapping[str, Any]) -> Codec:
         """Codec from its fields."""
-        granularity = ScaleGranularity(fields.get("key_scales", ScaleGranularity.CHANNEL.value))
-        numbers = {name: own for name, own in fields.items() if name != "key_scales"}
-        return Codec(**numbers, key_scales=granularity)
+        named = {name: kind(fields[name]) for name, kind in ENUM_FIELDS.items() if name in fields}
+        return Codec(**{**fields, **named})
 
     def keys(self, head_dim: int) -> QuantizationScheme:
         """Scheme of keys of `head_dim` channels."""
-        sharing = ScaleGranularity.ENTRY if self.balance else self.key_scales
+        by_entry = self.balance or self.key_grid is not Grid.EVEN
+        sharing = ScaleGranularity.ENTRY if by_entry else self.key_scales
         kept = max(round(self.channels * head_dim), 1)
         return QuantizationScheme(
-            self.key_bits, kept, self.group, sharing, self.outliers, self.balance, head_dim
+            self.key_bits,
+            kept,
+            self.group,
+            sharing,
+            self.outliers,
+            self.balance,
+            head_dim,
+            self.key_grid,
         )
 
     def values(self, head_dim: int) -> QuantizationScheme:
@@ -182,6 +219,7 @@ class Codec:
             self.outliers,
             0.0,
             head_dim,
+            self.value_grid,
         )
 
     @property
@@ -208,6 +246,10 @@ class Codec:
         return own + self.group_bytes(head_dim) / self.min_group_entries
 
 
+# Fields of a codec that are members of an enumeration.
+ENUM_FIELDS = {"key_scales": ScaleGranularity, "key_grid": Grid, "value_grid": Grid}
+
+
 class Coder(Enum):
     """Coder of quantized components.
 
@@ -217,6 +259,22 @@ class Coder(Enum):
 
     ENTROPY = "entropy"
     WIDTHS = "widths"
+
+
+class RopeStage(Enum):
+    """Keys that are transformed: those before their rotary embedding, or those after it."""
+
+    BEFORE = "before"
+    AFTER = "after"
+
+
+# Calibration of a transform, by the power of the metric and by what is transformed.
+CALIBRATIONS = {
+    (0.5, RopeStage.BEFORE): "transform",
+    (0.0, RopeStage.BEFORE): "transform_unweighted",
+    (1.0, RopeStage.BEFORE): "transform_full_metric",
+    (0.5, RopeStage.AFTER): "transform_after_rope",
+}
 
 
 @dataclass(frozen=True)
@@ -229,6 +287,11 @@ class TransformSpec:
         recent: latest entries of a head that stay exact while text is generated.
         block: most entries of a head that are coded together.
         model: fingerprint of the model whose calibration codes the entries.
+        metric: power of the metrics of keys and values, 0, 0.5 or 1.
+        rope: keys that are transformed.
+
+    Raises:
+        BadParameter: a value out of range, or no calibration has the metric and the keys.
     """
 
     coder: Coder = Coder.ENTROPY
@@ -236,12 +299,24 @@ class TransformSpec:
     recent: int = 8
     block: int = 256
     model: str = ""
+    metric: float = 0.5
+    rope: RopeStage = RopeStage.BEFORE
 
     def __post_init__(self) -> None:
         numbers = ("sinks", self.sinks, 0), ("recent", self.recent, 0), ("block", self.block, 1)
         for name, value, least in numbers:
             if value < least:
                 raise BadParameter(f"transform.{name} must be at least {least}, got {value}.")
+        if (self.metric, self.rope) not in CALIBRATIONS:
+            raise BadParameter(
+                f"transform.metric must be 0, 0.5 or 1, and 0.5 where rope is after, got "
+                f"{self.metric} and {self.rope.value}."
+            )
+
+    @property
+    def calibration(self) -> str:
+        """Name of the measurement of a model that has the transforms."""
+        return CALIBRATIONS[self.metric, self.rope]
 
     def of_model(self, fingerprint: str) -> TransformSpec:
         """Spec with the fingerprint of a model."""
@@ -249,13 +324,15 @@ class TransformSpec:
 
     def to_text(self) -> str:
         """Text form, as sessions save it."""
-        return json.dumps(asdict(self) | {"coder": self.coder.value})
+        named = {"coder": self.coder.value, "rope": self.rope.value}
+        return json.dumps(asdict(self) | named)
 
     @staticmethod
     def from_text(text: str) -> TransformSpec:
         """Spec from its text form."""
         fields = json.loads(text)
-        return TransformSpec(**fields | {"coder": Coder(fields["coder"])})
+        rope = RopeStage(fields.get("rope", RopeStage.BEFORE.value))
+        return TransformSpec(**fields | {"coder": Coder(fields["coder"]), "rope": rope})
 
 
 VECTOR_BITS = (1, 2, 3, 4)

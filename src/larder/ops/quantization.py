@@ -23,8 +23,9 @@ import torch
 from jaxtyping import Float, Float16, Int16, Int32, Int64, Shaped, UInt8
 from torch import Tensor
 
-from larder.core.codec import QuantizationScheme, ScaleGranularity, bit_fields
+from larder.core.codec import Grid, QuantizationScheme, ScaleGranularity, bit_fields
 from larder.core.errors import CacheError
+from larder.ops import rotated_quantization as rotated
 from larder.ops.packing import starts_of
 
 FLOAT16_MAX = 65504.0
@@ -146,7 +147,8 @@ class QuantizedRows:
         scheme: the quantization scheme.
         stored: packed codes [T, B], or the numbers [T, W] if the scheme has no bits.
         offsets, scales: per group and channel [G, W], or per entry and channel group
-            [T, W / group].
+            [T, W / group]; of codes without even levels the norm of an entry is its scale, and
+            that of a sketched remainder its offset.
         channels: indices of the stored channels, ascending [G, W]; empty if all are stored.
         factors: divisors applied before quantization [G, W]; empty if there are none.
         outlier_indices: row x W + channel of each outlier, ascending.
@@ -187,6 +189,8 @@ class QuantizedRows:
         """Numbers of some distinct rows of the given groups; float32 if they were quantized."""
         scheme, rows = self.scheme, rows.to(self.stored.device)
         groups = groups.to(rows.device)
+        if scheme.bits and scheme.grid is not Grid.EVEN:
+            return self._turned_back(rows)
         if scheme.bits:
             offsets = self._expanded(self.offsets, rows, groups)
             scales = self._expanded(self.scales, rows, groups)
@@ -218,6 +222,14 @@ class QuantizedRows:
             (at * self.scheme.channels + channels).int(),
             outliers,
         )
+
+    def _turned_back(self, rows: Int64[Tensor, " N"]) -> Float[Tensor, "N D"]:
+        """Numbers of some rows whose codes have no even levels."""
+        bits, norms = self.scheme.bits, self.scales[rows]
+        codes = unpack_codes(self.stored[rows], bits, self.scheme.channels)
+        if self.scheme.grid is Grid.SKETCHED:
+            return rotated.decode_sketched(codes, norms, self.offsets[rows], bits)
+        return rotated.decode(codes, norms, bits)
 
     def _expanded(
         self, shared: Float16[Tensor, "P V"], rows: Tensor, groups: Tensor
@@ -296,7 +308,34 @@ def quantize_rows(
         factors = _balance_factors(weighed, scheme)
         numbers = numbers / factors[groups.own].to(numbers.dtype)
     check_range(numbers)
+    if scheme.grid is not Grid.EVEN:
+        return _quantize_rotated(numbers, scheme)
     return _quantize_groups(numbers, groups, scheme, channels.short(), factors)
+
+
+def _quantize_rotated(numbers: Float[Tensor, "N W"], scheme: QuantizationScheme) -> QuantizedRows:
+    """Rows quantized after a random rotation.
+
+    Raises:
+        CacheError: the norm of a row is beyond the range of float16.
+    """
+    none = numbers.new_empty(0, scheme.channels)
+    if scheme.grid is Grid.SKETCHED:
+        codes, norms, rest_norms = rotated.encode_sketched(numbers, scheme.bits)
+    else:
+        codes, norms = rotated.encode(numbers, scheme.bits)
+        rest_norms = norms[:, :0]
+    check_range(norms)
+    return QuantizedRows(
+        scheme=scheme,
+        stored=pack_codes(codes, scheme.bits),
+        offsets=rest_norms,
+        scales=norms,
+        channels=none.short(),
+        factors=none.half(),
+        outlier_indices=numbers.new_empty(0, dtype=torch.int32),
+        outliers=numbers.new_empty(0).half(),
+    )
 
 
 @dataclass(frozen=True)

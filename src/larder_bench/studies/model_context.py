@@ -17,6 +17,7 @@ from larder_bench.datasets.sources import TaskSources
 from larder_bench.results.rows import Row
 from larder_bench.retrievals.base import SegmentIndex
 from larder_bench.scoring.full_cache_reference import FullCacheReference, split_context
+from larder_bench.scoring.recorded_scores import RecordedText
 from larder_bench.scoring.teacher_forcing import answer_logits
 from larder_bench.tasks.base import Task
 
@@ -40,12 +41,14 @@ class ModelContext:
     conversation: Callable[[Task, int, int], Conversation] = field(init=False)
     reference: Callable[[Conversation, int], FullCacheReference] = field(init=False)
     expected: Callable[[Conversation], dict[int, Logits]] = field(init=False)
+    recorded: Callable[[Conversation, int], RecordedText] = field(init=False)
 
     def __post_init__(self) -> None:
         keep = lru_cache(maxsize=CACHED_CONVERSATIONS)
         object.__setattr__(self, "passages", keep(self._segment))
         object.__setattr__(self, "conversation", keep(self._build))
         object.__setattr__(self, "reference", lru_cache(maxsize=1)(self._read))
+        object.__setattr__(self, "recorded", lru_cache(maxsize=1)(self._record))
         object.__setattr__(self, "expected", lru_cache(maxsize=1)(self._answer_logits))
 
     def row_fields(self) -> Row:
@@ -74,6 +77,11 @@ class ModelContext:
         return FullCacheReference.of(
             self.engine, split_context(self.engine, conversation, following)
         )
+
+    def _record(self, conversation: Conversation, following: int) -> RecordedText:
+        passage = split_context(self.engine, conversation, following)
+        ids = passage.source.ids + passage.following
+        return RecordedText.of(self.engine, ids, following)
 
     def _answer_logits(self, conversation: Conversation) -> dict[int, Logits]:
         """Logits of the full cache at each token of a question's answer, by question."""

@@ -82,7 +82,7 @@ class TransformLayer(MixedLayer):
     def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> TransformLayer:
         assert spec.transform is not None  # required
         own = spec.transform.of_model(model.fingerprint)
-        tables = TransformTables.load(layer, model.fingerprint)
+        tables = TransformTables.load(layer, own)
         return cls(layer, model.dtype, model.device, spec.ledger, own, tables)
 
     @property

@@ -11,13 +11,15 @@ tensors beside them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.cache.transform_tables import KEYS, TABLES_FILE, VALUES, TransformTables, state_of
+from larder.cache.transform_tables import KEYS, VALUES, TransformTables, state_of, tables_file
+from larder.core.codec import RopeStage
 from larder.core.errors import BadParameter, ModelError
 from larder.core.spec import LayerSpec
 from larder.models.attention_backend import AttentionInputs, CausalAttention
@@ -26,7 +28,6 @@ from larder.models.introspection import weight_inputs
 from larder.models.measurements.base import Granularity, SampleText, TableMeasurement
 from larder.ops.rope import rotate
 
-EXPONENT = 0.25  # of the metrics
 RIDGE = 1e-4  # share of the mean of a spectrum that is added to it
 DISTANCES = 64  # distances that the metric of keys is averaged over
 OUTPUT = "projection"
@@ -48,7 +49,9 @@ class TransformMeasurement(TableMeasurement):
     sinks: int = 4
     reach: int = 1024
     granularity = Granularity.LAYER
-    file_name = TABLES_FILE
+    file_name = tables_file("transform")
+    metric: ClassVar[float] = 0.5  # power of the metrics
+    rope: ClassVar[RopeStage] = RopeStage.BEFORE  # keys that are transformed
 
     def __post_init__(self) -> None:
         if not 0 <= self.sinks < self.piece <= self.tokens or self.reach < 1:
@@ -57,8 +60,8 @@ class TransformMeasurement(TableMeasurement):
             )
 
     def measure_tables(self, decoder: Decoder, sample: SampleText) -> dict[str, Tensor]:
-        layers = {layer.index: layer for layer in decoder.spec.managed}
-        check_layers(layers.values())
+        check_layers(decoder.spec.managed)
+        layers = {layer.index: self._seen(layer) for layer in decoder.spec.managed}
         moments = {index: LayerMoments.nothing(layer) for index, layer in layers.items()}
 
         def show(inputs: AttentionInputs) -> None:
@@ -71,10 +74,18 @@ class TransformMeasurement(TableMeasurement):
         outputs = weight_inputs(decoder.attentions, tuple(layers.values()), [OUTPUT])
         return state_of(
             {
-                index: transforms(moments[index], outputs[index][OUTPUT].float(), self.reach)
+                index: transforms(
+                    moments[index], outputs[index][OUTPUT].float(), self.reach, self.metric
+                )
                 for index in layers
             }
         )
+
+    def _seen(self, layer: LayerSpec) -> LayerSpec:
+        """Layer whose keys need no turning back where rotated ones are transformed."""
+        if self.rope is RopeStage.BEFORE:
+            return layer
+        return replace(layer, radians=(0.0,) * len(layer.radians or ()))
 
     def summary(self, tables: dict[str, Tensor]) -> tuple[float, ...]:
         names = sorted((n for n in tables if n.endswith(".deviation")), key=_layer_number)
@@ -131,9 +142,13 @@ class LayerMoments:
 
 
 def transforms(
-    moments: LayerMoments, outputs: Float[Tensor, "H D N"], reach: int
+    moments: LayerMoments, outputs: Float[Tensor, "H D N"], reach: int, power: float
 ) -> TransformTables:
-    """Transforms of a layer from its moments and its output projection."""
+    """Transforms of a layer from its moments and its output projection.
+
+    Args:
+        power: of the metrics.
+    """
     layer, count = moments.layer, moments.counts[1]
     radians = layer.radians or ()
     forward, deviation = list[Tensor](), list[Tensor]()
@@ -143,7 +158,7 @@ def transforms(
         for side, metric in enumerate(metrics):
             mean = moments.sums[side, head] / count
             second = moments.products[side + 1, head] / count
-            pairs.append(klt(second - mean.outer(mean), metric))
+            pairs.append(klt(second - mean.outer(mean), metric, power))
         forward.append(torch.stack([matrix for matrix, _ in pairs]))
         deviation.append(torch.stack([own for _, own in pairs]))
     return TransformTables(
@@ -155,15 +170,15 @@ def transforms(
 
 
 def klt(
-    covariance: Float[Tensor, "D D"], metric: Float[Tensor, "D D"]
+    covariance: Float[Tensor, "D D"], metric: Float[Tensor, "D D"], power: float
 ) -> tuple[Float[Tensor, "D D"], Float[Tensor, " D"]]:
     """Matrix from vectors to components, and the deviation of each component."""
-    return weighed_klt(covariance, metric_weight(metric))
+    return weighed_klt(covariance, metric_weight(metric, power))
 
 
-def metric_weight(metric: Float[Tensor, "D D"]) -> Float[Tensor, "D D"]:
-    """Matrix that weighs vectors by a metric."""
-    return symmetric_power(metric / metric.diagonal().mean().clamp(min=1e-12), EXPONENT)
+def metric_weight(metric: Float[Tensor, "D D"], power: float = 0.5) -> Float[Tensor, "D D"]:
+    """Matrix that weighs vectors by a power of a metric: its square is that power."""
+    return symmetric_power(metric / metric.diagonal().mean().clamp(min=1e-12), power / 2)
 
 
 def weighed_klt(

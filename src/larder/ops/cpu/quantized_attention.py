@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
-from larder.core.codec import ScaleGranularity
+from larder.core.codec import Grid, ScaleGranularity
 from larder.ops.cpu.c_library import AttentionCall, CodedEntries, CodedSide, c_library
 from larder.ops.cpu.decode_attention import (
     MAX_HEAD_DIM,
@@ -38,10 +38,11 @@ from larder.ops.quantization import QuantizedRows
 def supports(
     queries: Tensor, keys: QuantizedRows, values: QuantizedRows, num_kv_heads: int
 ) -> bool:
-    """True for few query rows over codes on a CPU, without gradient."""
+    """True for few query rows over codes with even levels on a CPU, without gradient."""
     return (
         keys.stored.device.type == "cpu"
         and bool(keys.scheme.bits and values.scheme.bits)
+        and keys.scheme.grid is values.scheme.grid is Grid.EVEN
         and queries.shape[0] // num_kv_heads * queries.shape[1] <= MAX_QUERY_ROWS
         and not (torch.is_grad_enabled() and queries.requires_grad)
     )

@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from larder.core.codec import TIER_GRADE, Coder, TransformSpec
+from larder.core.codec import TIER_GRADE, Coder, RopeStage, TransformSpec
 from larder.core.errors import BadParameter, BudgetError
 from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan
@@ -50,6 +50,8 @@ class Transform(Storage):
         tiers: power of the scores by which precision is divided; 0 treats entries alike, as
             does a scorer with negative scores.
         block: most entries of a head that are coded together.
+        metric: power of the metrics by which keys and values are weighed: 0, 0.5 or 1.
+        rope: keys that are transformed: those `before` their rotary embedding, or `after` it.
     """
 
     bits: float = 3.0
@@ -58,19 +60,24 @@ class Transform(Storage):
     recent: int = 8
     tiers: float = 1.0
     block: int = 256
+    metric: float = 0.5
+    rope: RopeStage = RopeStage.BEFORE
     compares_layers: ClassVar[bool] = True
-    calibrations: ClassVar[frozenset[str]] = frozenset({"transform"})
 
     def __post_init__(self) -> None:
         if not 0 < self.bits <= 16:
             raise BadParameter(f"transform.bits must be above 0, up to 16, got {self.bits}.")
         if not 0 <= self.tiers <= 4:
             raise BadParameter(f"transform.tiers must be in [0, 4], got {self.tiers}.")
-        TransformSpec(self.coder, self.sinks, self.recent, self.block)
+        _ = self.transform  # checks the rest
 
     @property
     def transform(self) -> TransformSpec:
-        return TransformSpec(self.coder, self.sinks, self.recent, self.block)
+        sizes = self.sinks, self.recent, self.block
+        return TransformSpec(self.coder, *sizes, metric=self.metric, rope=self.rope)
+
+    def required_calibrations(self) -> frozenset[str]:
+        return frozenset({self.transform.calibration})
 
     @property
     def exact_entries(self) -> int:

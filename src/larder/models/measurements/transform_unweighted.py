@@ -1,0 +1,16 @@
+"""Transforms of keys and values without a metric, for `transform(metric=0)`: see `transform`."""
+
+from __future__ import annotations
+
+from larder.cache.transform_tables import tables_file
+from larder.models.measurements.transform import TransformMeasurement
+
+
+class UnweightedTransform(TransformMeasurement):
+    """Eigenvectors of plain covariances."""
+
+    file_name = tables_file("transform_unweighted")
+    metric = 0.0
+
+
+Part = UnweightedTransform

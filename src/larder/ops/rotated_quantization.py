@@ -1,0 +1,102 @@
+"""Vectors rotated at random and quantized to the optimal levels of their distribution (TurboQuant).
+
+Zandieh, Daliri, Hadian, Mirrokni, "TurboQuant: Online Vector Quantization with Near-optimal
+Distortion Rate" (2025), arXiv:2504.19874. A vector is divided by its norm and rotated; a number of
+a random direction of D dimensions has a density proportional to (1 - x^2)^((D - 3) / 2), and the
+levels are those of least squared error for it (Lloyd-Max, algorithm 1). Of b bits a sketched code
+gives one to the signs of a random projection of what the levels missed, which makes inner products
+unbiased (algorithm 2); with one bit it is nothing else: QJL, Zandieh, Daliri, Han, "QJL: 1-Bit
+Quantized JL Transform for KV Cache Quantization with Zero Overhead" (2024), arXiv:2406.03482.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+from jaxtyping import Float, Float16, UInt8
+from torch import Tensor
+
+GRID_POINTS = 1 << 14  # of the density
+LLOYD_ROUNDS = 400
+ROTATION_SEED, PROJECTION_SEED = 0, 1
+
+Vectors = Float[Tensor, "N W"]
+Codes = UInt8[Tensor, "N W"]
+Norms = Float16[Tensor, "N 1"]
+
+
+@cache
+def rotation(size: int) -> Float[Tensor, "W W"]:
+    """Random orthogonal matrix, the same in every process."""
+    source = torch.Generator().manual_seed(ROTATION_SEED)
+    mixed = torch.randn(size, size, generator=source, dtype=torch.float64)
+    directions, triangle = torch.linalg.qr(mixed)
+    return (directions * triangle.diagonal().sign()).float()
+
+
+@cache
+def projection(size: int) -> Float[Tensor, "W W"]:
+    """Matrix of independent normal numbers, the same in every process."""
+    source = torch.Generator().manual_seed(PROJECTION_SEED)
+    return torch.randn(size, size, generator=source)
+
+
+@cache
+def levels(bits: int, size: int) -> Float[Tensor, " M"]:
+    """The 2^bits levels of least squared error for a number of a random direction, ascending."""
+    points = torch.linspace(-1, 1, GRID_POINTS + 1, dtype=torch.float64)
+    points = (points[1:] + points[:-1]) / 2
+    density = (1 - points**2) ** ((size - 3) / 2)
+    mass, moment = (torch.cat([part.new_zeros(1), part.cumsum(0)]) for part in (density, density * points))
+    count = 1 << bits
+    shares = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    found = points[torch.searchsorted(mass[1:] / mass[-1], shares).clamp(max=GRID_POINTS - 1)]
+    for _ in range(LLOYD_ROUNDS):
+        edges = torch.searchsorted(points, (found[1:] + found[:-1]) / 2)
+        edges = torch.cat([edges.new_zeros(1), edges, edges.new_full((1,), GRID_POINTS)])
+        own = mass[edges[1:]] - mass[edges[:-1]]
+        sums = moment[edges[1:]] - moment[edges[:-1]]
+        found = torch.where(own > 0, sums / own.clamp(min=1e-300), found)
+    return found.float()
+
+
+def encode(numbers: Vectors, bits: int) -> tuple[Codes, Norms]:
+    """Codes of vectors, and their norms."""
+    norms = numbers.float().norm(dim=1, keepdim=True).half()
+    turned = _directions(numbers.float(), norms) @ rotation(numbers.shape[1]).T
+    own = levels(bits, numbers.shape[1]).to(turned.device)
+    codes = torch.bucketize(turned, (own[1:] + own[:-1]) / 2)
+    return codes.to(torch.uint8), norms
+
+
+def decode(codes: Codes, norms: Norms, bits: int) -> Vectors:
+    """Vectors of codes, in float32."""
+    size = codes.shape[1]
+    own = levels(bits, size).to(codes.device)
+    return own[codes.long()] @ rotation(size).to(codes.device) * norms.float()
+
+
+def encode_sketched(numbers: Vectors, bits: int) -> tuple[Codes, Norms, Norms]:
+    """Codes of vectors, the sign of a projected remainder as the lowest bit; the norms of vectors
+    and of remainders.
+    """
+    codes, norms = encode(numbers, bits - 1)
+    rest = numbers.float() - decode(codes, norms, bits - 1)
+    signs = rest @ projection(numbers.shape[1]).to(rest.device).T >= 0
+    return codes * 2 + signs.to(torch.uint8), norms, rest.norm(dim=1, keepdim=True).half()
+
+
+def decode_sketched(codes: Codes, norms: Norms, rest_norms: Norms, bits: int) -> Vectors:
+    """Vectors of sketched codes, in float32; their inner products are unbiased."""
+    size = codes.shape[1]
+    signs = (codes % 2).float() * 2 - 1
+    scale = math.sqrt(math.pi / 2) / size
+    rest = signs @ projection(size).to(codes.device) * scale * rest_norms.float()
+    return decode(codes // 2, norms, bits - 1) + rest
+
+
+def _directions(numbers: Vectors, norms: Norms) -> Vectors:
+    held = norms.float()
+    return numbers / torch.where(held > 0, held, torch.ones_like(held))

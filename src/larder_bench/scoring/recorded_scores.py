@@ -1,0 +1,182 @@
+"""Caches that many policies make of one reading: scores are recorded, plans carried out on copies.
+
+A text is read once for each scorer, and every policy and budget of that scorer starts from a copy
+of the full cache. Behind each cache two texts are forced and compared with the full cache: the
+true continuation, and a passage of the text that is recited after a request and its first tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+from torch import Tensor
+
+from larder.cache import SequenceCache
+from larder.core import Entries, LayerScores, Mode, Observation, Plan
+from larder.engine import Engine
+from larder.models import BatchSegment
+from larder.policy import Exact, Planner, Storage
+from larder.prefill import PeakMemoryMeter, PrefillSequence
+from larder.session import (
+    Policy,
+    common_prompts,
+    empty_cache,
+    entries_per_head,
+    planner_with_quotas,
+    prefill_reader,
+)
+
+COMPARED_BYTES = 2  # of a number in bfloat16
+CUE_TOKENS = 16  # of a recited passage, which are given
+RECORDING_TOKENS = 128  # entries per head of the budget of a pass that only records
+NEXT, RECITED = "next", "recited"
+
+
+@dataclass(frozen=True)
+class RecordingPlanner(Planner):
+    """Planner that records scores and makes no plan."""
+
+    recorded: dict[int, LayerScores] = field(default_factory=dict[int, LayerScores], compare=False)
+
+    @staticmethod
+    def of(planner: Planner) -> RecordingPlanner:
+        """Recording planner with the parts of another one."""
+        return RecordingPlanner(**{each.name: getattr(planner, each.name) for each in fields(planner)})
+
+    def plan(
+        self,
+        ready: Mapping[int, LayerScores],
+        quotas: Mapping[int, int],
+        entries: Callable[[int], Entries],
+    ) -> dict[int, Plan]:
+        del quotas, entries
+        self.recorded.update(ready)
+        return {}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Text that is forced behind a cache.
+
+    Args:
+        first: index of the first token whose distribution is compared.
+    """
+
+    ids: tuple[int, ...]
+    first: int
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedText:
+    """Text, its full cache, and what was recorded of it.
+
+    Args:
+        probes: by name.
+        logits: of each probe behind the full cache.
+    """
+
+    engine: Engine
+    ids: tuple[int, ...]
+    cache: SequenceCache
+    probes: Mapping[str, Probe]
+    logits: Mapping[str, Tensor]
+    _scores: dict[str, dict[int, LayerScores]] = field(default_factory=dict, repr=False)
+
+    @staticmethod
+    def of(engine: Engine, ids: tuple[int, ...], following: int) -> RecordedText:
+        """Text whose last `following` tokens are its continuation."""
+        length = len(ids) - following
+        cache = SequenceCache(engine.loaded.decoder.spec, "ragged")
+        engine.loaded.decoder.read([BatchSegment(cache, ids[:length])], Mode.APPEND)
+        start = length // 2
+        passage = ids[start : start + CUE_TOKENS + following]
+        repeat = common_prompts(engine.tokenizer)["repeat"] + passage
+        probes = {
+            NEXT: Probe(ids[length:], 1),
+            RECITED: Probe(repeat, len(repeat) - following),
+        }
+        logits = {name: forced_logits(engine, cache, probe) for name, probe in probes.items()}
+        return RecordedText(engine, ids[:length], cache, probes, logits)
+
+    def scores(self, policy: Policy) -> dict[int, LayerScores]:
+        """Scores of the layers under a policy, by layer index; the text is read again for them."""
+        parts = [policy.scorer, policy.planner.reduction, policy.planner.values]
+        if type(policy.storage).inspect is not Storage.inspect:
+            parts.append(policy.storage)
+        name = " ".join(map(str, parts))
+        if name not in self._scores:
+            self._scores[name] = self._recorded(policy)
+        return self._scores[name]
+
+    def held(self, policy: Policy, tokens: int) -> SequenceCache:
+        """Copy of the full cache under a policy, at a budget in tokens per kv head.
+
+        Raises:
+            BudgetError: the policy refuses the budget.
+        """
+        spec, length = self.engine.loaded.decoder.spec, len(self.ids)
+        sized = policy.with_sizes(tokens, None)
+        entries = entries_per_head(sized, spec)
+        planner, quotas = planner_with_quotas(self.engine.runtime, sized, entries, length)
+        cache = self._copy(sized)
+        protecting, ready = replace(planner, storage=Exact()), dict[int, LayerScores]()
+        for layer, scored in self.scores(policy).items():
+            seen = Observation(
+                spec.layers[layer],
+                cache.entries(layer),
+                torch.empty(0),
+                torch.empty(0),
+                length,
+                (0, 0),
+            )
+            own = protecting.with_protection(
+                planner.with_model_facts(seen), scored.scores, entries
+            )
+            ready[layer] = replace(own, storage_statistics=scored.storage_statistics)
+        plans = planner.plan(ready, quotas, cache.entries)
+        for layer, plan in cache.fit_plans(plans).items():
+            cache.apply(layer, plan)
+        return cache
+
+    def _copy(self, policy: Policy) -> SequenceCache:
+        """Copy of the full cache in the form of a policy."""
+        cache = empty_cache(policy, self.engine.loaded.decoder.spec)
+        for layer, store in enumerate(cache.stores):
+            own = self.cache.entries(layer)
+            heads = range(len(own.lengths))
+            keys = torch.stack([own.head_keys(head) for head in heads])
+            values = torch.stack([own.head_values(head) for head in heads])
+            store.append(keys, values, own.head_positions(0))
+        cache.advance(len(self.ids))
+        return cache
+
+    def _recorded(self, policy: Policy) -> dict[int, LayerScores]:
+        sized = policy.with_sizes(RECORDING_TOKENS, None)
+        reader = prefill_reader(self.engine.runtime, sized, len(self.ids), PeakMemoryMeter())
+        planner = RecordingPlanner.of(reader.planner)
+        cache = empty_cache(sized, self.engine.loaded.decoder.spec)
+        lane = PrefillSequence(cache, common_prompts(self.engine.tokenizer))
+        steps = replace(reader, planner=planner).read_and_evict_steps(
+            [lane], self.ids, self.ids, 0
+        )
+        for _ in steps:
+            pass
+        return planner.recorded
+
+
+def compared_bytes(cache: SequenceCache) -> int:
+    """Bytes of a cache whose exact entries are counted in bfloat16."""
+    total = 0
+    for store in cache.stores:
+        extra = cache.spec.dtype.itemsize - COMPARED_BYTES
+        exact = sum(store.full_precision_lengths)
+        total += store.nbytes - 2 * store.layer.head_dim * extra * exact
+    return total
+
+
+def forced_logits(engine: Engine, cache: SequenceCache, probe: Probe) -> Tensor:
+    """Logits that predict the compared tokens of a probe."""
+    rows = range(probe.first - 1, len(probe.ids) - 1)
+    return engine.loaded.decoder.forward_logits([BatchSegment(cache, probe.ids)], Mode.SCRATCH, rows)
