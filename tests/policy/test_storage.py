@@ -17,6 +17,7 @@ from larder.core import (
     BadParameter,
     BudgetError,
     Entries,
+    Grid,
     Folds,
     LayerScores,
     Observation,
@@ -30,9 +31,11 @@ from larder.policy import (
     Exact,
     MiKV,
     MiniCache,
+    RDKV,
     Quantized,
     ThinK,
     Transform,
+    TurboQuant,
     channel_balance,
     channel_energies,
     demote_groups,
@@ -52,6 +55,9 @@ PARTS = (
     MiniCache(recent=3),
     Transform(sinks=2, recent=3),
     Aqua(sinks=2, recent=3),
+    RDKV(group=2),
+    RDKV(group=2, window=0),
+    TurboQuant(group=2),
 )
 POSITIONS = ([0, 1, 2, 3, 5, 6, 8, 9, 10, 11], [0, 2, 4, 9, 10, 11], [1, 6, 7, 8, 9, 10, 11])
 
@@ -101,7 +107,9 @@ def test_the_worst_go_down_in_whole_groups_and_of_equals_the_earlier() -> None:
     assert demote_groups(ranked, held, [6], [4]).tolist() == [0] * 6
 
 
-@pytest.mark.parametrize("part", [part for part in PARTS if part.codecs], ids=str)
+@pytest.mark.parametrize(
+    "part", [each for each in PARTS if each.codecs and not isinstance(each, RDKV)], ids=str
+)
 @given(st.integers(8, 3000), st.sampled_from([32, 64, 128]), st.sampled_from([2, 4]))
 @settings(max_examples=25, deadline=None)
 def test_what_may_be_held_fits_the_bytes_of_the_budget(
@@ -219,6 +227,50 @@ def test_what_is_looked_at_is_that_of_the_loop() -> None:
     assert found.numbers[0] == pytest.approx(float(norms.quantile(0.9)))
 
 
+@given(st.lists(st.floats(1e-6, 1e6), min_size=4, max_size=12), st.floats(0.1, 0.9))
+@settings(max_examples=30, deadline=None)
+def test_widths_of_rdkv_are_those_of_the_loop(weights: list[float], share: float) -> None:
+    from references.rdkv import WIDTHS, widths
+
+    part, layer = RDKV(group=16), replace(a_layer(), head_dim=64)
+    itemsize = 2
+    codes = [codec.bytes_per_entry(64, itemsize) for codec in part.codecs]
+    costs = dict(zip(WIDTHS, [2 * 64 * itemsize + 4, *codes, 0.0], strict=True))
+    allowed = int(share * costs[16] * len(weights))
+    half = len(weights) // 2
+    plans, held = {}, {}
+    for index, own in enumerate((weights[:half], weights[half:])):
+        places = torch.arange(len(own), dtype=torch.int32)
+        vectors = torch.zeros(len(own), layer.head_dim, dtype=torch.bfloat16)
+        held[index] = Entries(vectors, vectors, places, (0,), (len(own),))
+        plans[index] = replace(
+            a_plan([range(len(own))], (len(own),)),
+            grades=torch.zeros(len(own), dtype=torch.int8),
+            importance=torch.tensor(own, dtype=torch.float64).log2(),
+            allowed_bytes=allowed // 2 if index else allowed - allowed // 2,
+        )
+    found = part.allocate(plans, held.__getitem__)
+    expected = widths(weights, costs, allowed)
+    for index, own in enumerate((expected[:half], expected[half:])):
+        kept = [place for place, bits in enumerate(own) if bits]
+        assert found[index].kept.tolist() == kept and found[index].lengths == (len(kept),)
+        grades = [WIDTHS.index(bits) for bits in own if bits]
+        assert found[index].grades.tolist() == grades
+
+
+def test_weights_of_rdkv_by_hand() -> None:
+    part, seen = RDKV(window=4), a_view(a_layer(3, 2), POSITIONS, queries=6, seed=3)
+    seen = replace(seen, entries=replace(seen.entries, columns={}))
+    found = part.inspect(seen).weights
+    first = seen.entries.head_keys(0)
+    queries, places = seen.queries[:2, -4:], seen.query_positions[-4:]
+    logits = queries @ first.T * seen.layer.scaling
+    hidden = seen.entries.head_positions(0)[None] > places[:, None]
+    squares = logits.masked_fill(hidden, -torch.inf).softmax(-1).square().sum((0, 1))
+    energies = seen.entries.head_values(0).square().sum(1)
+    assert found[: len(first)].tolist() == pytest.approx((squares * energies).tolist(), rel=1e-4)
+
+
 def test_channels_by_energy_and_by_peak() -> None:
     seen = a_view(a_layer(2, 2), POSITIONS[:2], queries=5, seed=1)
     energy, peak = channel_energies(seen, 3), channel_balance(seen, 3)
@@ -263,6 +315,11 @@ def test_channels_by_energy_and_by_peak() -> None:
         ("aqua", {"first_bits": 0}),
         ("aqua", {"sinks": -1}),
         ("aqua", {"recent": -1}),
+        ("transform", {"metric": 0.3}),
+        ("rdkv", {"window": -1}),
+        ("rdkv", {"group": 0}),
+        ("turboquant", {"bits": 0}),
+        ("turboquant", {"keys": Grid.EVEN}),
     ],
 )
 def test_parameters_out_of_range_are_refused(name: str, parameters: dict[str, Any]) -> None:

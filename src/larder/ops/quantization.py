@@ -157,7 +157,7 @@ class QuantizedRows:
 
     scheme: QuantizationScheme
     stored: Shaped[Tensor, "T B"]
-    offsets: Float16[Tensor, "P W"]
+    offsets: Float16[Tensor, "P V"]
     scales: Float16[Tensor, "P W"]
     channels: Int16[Tensor, "G1 W1"]
     factors: Float16[Tensor, "G2 W2"]

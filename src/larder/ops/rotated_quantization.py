@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from functools import cache
 
+import numpy as np
 import torch
 from jaxtyping import Float, Float16, UInt8
 from torch import Tensor
@@ -46,20 +47,17 @@ def projection(size: int) -> Float[Tensor, "W W"]:
 @cache
 def levels(bits: int, size: int) -> Float[Tensor, " M"]:
     """The 2^bits levels of least squared error for a number of a random direction, ascending."""
-    points = torch.linspace(-1, 1, GRID_POINTS + 1, dtype=torch.float64)
-    points = (points[1:] + points[:-1]) / 2
+    edges = np.linspace(-1, 1, GRID_POINTS + 1)
+    points = (edges[1:] + edges[:-1]) / 2
     density = (1 - points**2) ** ((size - 3) / 2)
-    mass, moment = (torch.cat([part.new_zeros(1), part.cumsum(0)]) for part in (density, density * points))
+    mass, moment = (np.append(0.0, part.cumsum()) for part in (density, density * points))
     count = 1 << bits
-    shares = (torch.arange(count, dtype=torch.float64) + 0.5) / count
-    found = points[torch.searchsorted(mass[1:] / mass[-1], shares).clamp(max=GRID_POINTS - 1)]
+    found = np.interp((np.arange(count) + 0.5) / count * mass[-1], mass, edges)
     for _ in range(LLOYD_ROUNDS):
-        edges = torch.searchsorted(points, (found[1:] + found[:-1]) / 2)
-        edges = torch.cat([edges.new_zeros(1), edges, edges.new_full((1,), GRID_POINTS)])
-        own = mass[edges[1:]] - mass[edges[:-1]]
-        sums = moment[edges[1:]] - moment[edges[:-1]]
-        found = torch.where(own > 0, sums / own.clamp(min=1e-300), found)
-    return found.float()
+        cuts = np.concatenate([[-1.0], (found[1:] + found[:-1]) / 2, [1.0]])
+        masses, sums = (np.diff(np.interp(cuts, edges, part)) for part in (mass, moment))
+        found = np.divide(sums, masses, out=found.copy(), where=masses > 0)
+    return torch.from_numpy(found).float()
 
 
 def encode(numbers: Vectors, bits: int) -> tuple[Codes, Norms]:

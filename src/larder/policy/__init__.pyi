@@ -131,9 +131,11 @@ from .storage.minicache import MiniCache as MiniCache
 from .storage.qaq import QAQ as QAQ
 from .storage.qaq import needed_bits as needed_bits
 from .storage.quantized import Quantized as Quantized
+from .storage.rdkv import RDKV as RDKV
 from .storage.think import ThinK as ThinK
 from .storage.think import channel_energies as channel_energies
 from .storage.transform import Transform as Transform
+from .storage.turboquant import TurboQuant as TurboQuant
 from .tallies.persistence import PersistenceTally as PersistenceTally
 from .tallies.sentence import ENDS as ENDS
 from .tallies.token_kind import TokenKindTally as TokenKindTally

@@ -361,7 +361,7 @@ class Planner:
             plans[index] = self._finish_plan(
                 plan, entries(index), ready[index], quotas[index], share_of[index]
             )
-        return plans
+        return self.storage.allocate(plans, entries)
 
     def _chosen(
         self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]

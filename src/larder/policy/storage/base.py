@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from larder.core.codec import Codec, ResidualSpec, TransformSpec
@@ -97,6 +97,18 @@ class Storage(PolicyPart, ABC):
             quota: capacity of the layer, in entries per kv head.
             share: number that `compare` gave this layer.
         """
+
+    def allocate(
+        self, plans: Mapping[int, Plan], entries: Callable[[int], Entries]
+    ) -> dict[int, Plan]:
+        """Plans with what must be allocated over their layers together; as they are by default.
+
+        Args:
+            plans: graded plans by layer index.
+            entries: callable: layer index to its entries before the plan.
+        """
+        del entries
+        return dict(plans)
 
     def compare(self, inspected: Sequence[StorageStatistics]) -> list[float]:
         """One number per layer from the statistics of all layers; 1 by default."""

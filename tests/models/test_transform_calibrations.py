@@ -1,0 +1,81 @@
+"""Calibrations of a transform: the metrics and the keys that they are told to take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from builders import a_layer
+from larder.cache import TransformTables, state_of, tables_path
+from larder.core import BadParameter, CacheError, RopeStage, TransformSpec
+from larder.models.measurements.transform import klt
+from larder.ops import rotate
+from larder.policy import Transform
+from transforms import some_tables
+
+SIZE = 6
+
+
+def some_moments(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    parts = torch.randn(2, 40, SIZE, generator=source, dtype=torch.float64)
+    mixed = parts @ torch.randn(2, SIZE, SIZE, generator=source, dtype=torch.float64)
+    covariance, metric = mixed.transpose(1, 2) @ mixed / 40
+    return covariance, metric
+
+
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
+def test_squared_distances_of_components_are_those_of_a_power_of_the_metric(power: float) -> None:
+    covariance, metric = some_moments()
+    forward, deviation = klt(covariance, metric, power)
+    scaled = metric / metric.diagonal().mean()
+    values, vectors = torch.linalg.eigh(scaled)
+    wanted = (vectors * values**power) @ vectors.T
+    assert torch.allclose(forward @ forward.T, wanted, atol=1e-8)
+    spread = forward.T @ covariance @ forward
+    assert torch.allclose(spread, torch.diag(deviation**2), atol=1e-8)
+
+
+def test_every_setting_has_its_calibration() -> None:
+    assert Transform().required_calibrations() == {"transform"}
+    assert Transform(metric=0.0).required_calibrations() == {"transform_unweighted"}
+    assert Transform(metric=1.0).required_calibrations() == {"transform_full_metric"}
+    after = Transform(rope=RopeStage.AFTER)
+    assert after.required_calibrations() == {"transform_after_rope"}
+    with pytest.raises(BadParameter, match=r"metric must be 0, 0.5 or 1"):
+        Transform(metric=1.0, rope=RopeStage.AFTER)
+
+
+def test_a_spec_is_read_as_it_was_written_and_old_ones_as_they_were_meant() -> None:
+    for spec in (TransformSpec(), TransformSpec(metric=0.0), TransformSpec(rope=RopeStage.AFTER)):
+        assert TransformSpec.from_text(spec.to_text()) == spec
+    old = '{"coder": "entropy", "sinks": 4, "recent": 8, "block": 256, "model": "m"}'
+    assert TransformSpec.from_text(old) == TransformSpec(model="m")
+
+
+def test_rotated_keys_are_transformed_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LARDER_HOME", str(tmp_path))
+    layer = a_layer()
+    spec = TransformSpec(model="m", rope=RopeStage.AFTER)
+    with pytest.raises(CacheError, match="calibrate MODEL transform_after_rope"):
+        TransformTables.load(layer, spec)
+    for name in ("transform", "transform_after_rope"):
+        path = tables_path("m", name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(state_of({layer.index: some_tables(layer)}), path)
+    after, before = (
+        TransformTables.load(layer, one) for one in (spec, replace(spec, rope=RopeStage.BEFORE))
+    )
+    keys, values = torch.randn(2, 3, layer.head_dim)
+    places = torch.tensor([0, 5, 9])
+    radians = torch.tensor(layer.radians)
+    turned_back = rotate(keys[None], -places, radians)[0]
+    own = after.components(0, turned_back, values, places)
+    assert torch.allclose(own, before.components(0, keys, values, places), atol=1e-4)
+    assert torch.allclose(after.keys(0, own.chunk(2, 1)[0], places), turned_back, atol=1e-4)
