@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transform_holding import BUDGETS, COMPARED_BYTES, POLICIES, documents, held, read
+from transform_holding import BUDGETS, POLICIES, documents
 
 from larder.cache import SequenceCache, TransformedTier, TransformLayer
 from larder.core import LAST_TIER
@@ -23,6 +23,9 @@ from larder.ops import CLASSES_PER_OCTAVE, ESCAPE, MIDDLE, classes_of
 from larder.ops.symbol_model import symbol_model
 from larder.session import Policy
 from larder_bench.plots.style import PAGE, SOFT, figure_style
+from larder_bench.scoring.recorded_scores import COMPARED_BYTES, RecordedText
+
+FOLLOWING = 2  # tokens behind the document, which nothing looks at
 
 
 def component_bits(tier: TransformedTier) -> tuple[np.ndarray, int]:
@@ -104,9 +107,10 @@ def main() -> None:
     torch.manual_seed(0)
     engine = Engine.load(options.model, policy="full", dtype="bfloat16")
     sentence = POLICIES.get(options.policy, options.policy)
-    document = read(engine, documents(options.corpus, engine, 1, options.tokens)[0], [sentence])
+    ids = documents(options.corpus, engine, 1, options.tokens + FOLLOWING)[0]
+    text = RecordedText.of(engine, ids, FOLLOWING)
     tokens = int(options.tokens * BUDGETS[options.budget])
-    cache = held(Policy.parse(sentence), engine, document, tokens)
+    cache = text.held(Policy.parse(sentence), tokens)
     sums, counts = zip(*(component_bits(store.tier) for store in cache.stores), strict=True)
     bits, parts = sum(sums) / sum(counts), shares(cache)
     print(json.dumps({name: round(size) for name, size in parts.items()}))

@@ -20,27 +20,28 @@ from pathlib import Path
 
 import torch
 from _timing import environment
-from transform_holding import POLICIES, Document, documents, held, read
+from transform_holding import POLICIES, documents
 
 from larder.cache import SequenceCache
 from larder.core import Mode
 from larder.engine import Engine
 from larder.models import BatchSegment
 from larder.session import Policy
+from larder_bench.scoring.recorded_scores import RecordedText
 
 SHARES = {"1/4": 0.25, "1/8": 0.125, "1/16": 0.0625}
 
 
 def caches_of(
-    engine: Engine, document: Document, sentence: str
+    text: RecordedText, policy: Policy
 ) -> tuple[dict[str, SequenceCache], dict[str, float]]:
     """Caches of each budget, and the CPU seconds that planning and coding took."""
-    length, policy = document.cache.next_position, Policy.parse(sentence)
+    length = len(text.ids)
     caches, seconds = dict[str, SequenceCache](), dict[str, float]()
-    held(policy, engine, document, length // 8)  # compiles kernels
+    text.held(policy, length // 8)  # compiles kernels
     for name, share in SHARES.items():
         started = time.process_time()
-        caches[name] = held(policy, engine, document, int(length * share))
+        caches[name] = text.held(policy, int(length * share))
         seconds[name] = time.process_time() - started
     return caches, seconds
 
@@ -76,12 +77,13 @@ def main() -> None:
     sentence = POLICIES.get(options.policy, options.policy)
     whole = options.tokens + options.steps + 1
     ids = documents(options.corpus, engine, 1, whole)[0]
+    text, policy = RecordedText.of(engine, ids, options.steps + 1), Policy.parse(sentence)
     started = time.process_time()
-    document = read(engine, ids[: options.tokens], [sentence])
+    text.scores(policy)  # reads the document under the policy, and scores it
     reading = time.process_time() - started
-    caches, coding = caches_of(engine, document, sentence)
+    caches, coding = caches_of(text, policy)
     print(json.dumps({"policy": sentence, **environment()}))
-    caches = {"full": document.cache, **caches}
+    caches = {"full": text.cache, **caches}
     seconds = step_seconds(engine, caches, ids[options.tokens :])
     base = statistics.median(seconds["full"])
     for name, own in seconds.items():

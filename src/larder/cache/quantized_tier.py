@@ -174,7 +174,7 @@ def tier_prefix(grade: int) -> str:
 
 
 def codec_to_tensor(codec: Codec) -> Float64[Tensor, " N"]:
-    """Saved state of a codec; granularity and levels last, and only where they are not the usual."""
+    """Saved state of a codec; granularity and levels last, and only where they are not usual."""
     *numbers, key_scales, key_grid, value_grid = astuple(codec)
     grids = [GRIDS.index(key_grid), GRIDS.index(value_grid)]
     if key_scales is not ScaleGranularity.CHANNEL or any(grids):

@@ -3,8 +3,8 @@
     keys before rotation, values [K, D]  -  mean  ->  x forward  ->  components [K, D]
 
 One file of tensors per model and calibration, under `$LARDER_HOME/<fingerprint>/`, that
-`larder.models.measurements.transform` writes, and those beside it. Caches share what is read from it. Their own bytes do
-not include it: `TransformTables.nbytes` counts it.
+`larder.models.measurements.transform` and its siblings write. Caches share what is read from it.
+Their own bytes do not include it: `TransformTables.nbytes` counts it.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@ from .codec import BITS as BITS
 from .codec import LAST_TIER as LAST_TIER
 from .codec import Codec as Codec
 from .codec import Coder as Coder
-from .codec import ResidualSpec as ResidualSpec
-from .codec import ScaleGranularity as ScaleGranularity
 from .codec import Grid as Grid
+from .codec import ResidualSpec as ResidualSpec
 from .codec import RopeStage as RopeStage
+from .codec import ScaleGranularity as ScaleGranularity
 from .codec import TransformSpec as TransformSpec
 from .codec import hadamard_order as hadamard_order
 from .conversation import Adversarial as Adversarial

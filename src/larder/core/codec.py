@@ -181,7 +181,7 @@ class Codec:
             )
 
     def to_fields(self) -> dict[str, int | float | str]:
-        """Fields as sessions save them; granularity and levels only where they are not the usual."""
+        """Fields as sessions save them; granularity and levels only where they are not usual."""
         plain = Codec()
         fields = asdict(self) | {name: getattr(self, name).value for name in ENUM_FIELDS}
         usual = [name for name in ENUM_FIELDS if getattr(self, name) is getattr(plain, name)]

@@ -122,8 +122,8 @@ from .scorers.snapkv import SnapKV as SnapKV
 from .storage._mixed_precision import demote_groups as demote_groups
 from .storage.aqua import Aqua as Aqua
 from .storage.arkv import ARKV as ARKV
-from .storage.exact import Exact as Exact
 from .storage.base import Storage as Storage
+from .storage.exact import Exact as Exact
 from .storage.form import Form as Form
 from .storage.mikv import MiKV as MiKV
 from .storage.mikv import channel_balance as channel_balance

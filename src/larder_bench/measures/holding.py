@@ -19,9 +19,8 @@ from larder_bench.measures.base import Measure
 from larder_bench.results.rows import Row
 from larder_bench.scoring.kl_divergence import kl_divergence
 from larder_bench.scoring.recorded_scores import (
-    COMPARED_BYTES,
-    RecordedText,
     compared_bytes,
+    compared_full_bytes,
     forced_logits,
 )
 from larder_bench.studies.cells import Cell
@@ -48,7 +47,7 @@ class Holding(Measure):
         policy, amount = checked_policy(cell), cell.amount
         conversation = bench.conversation(cell.task, cell.seed, cell.tokens)
         text = bench.recorded(conversation, self.following)
-        full, length = full_bytes(text), len(text.ids)
+        full, length = compared_full_bytes(text), len(text.ids)
         if amount is None:
             fit = BudgetFit(length, text.cache, 1)
         else:
@@ -95,12 +94,6 @@ def checked_policy(cell: Cell) -> Policy:
     ):
         raise UsageError(f"{cell.subject.name} needs a question, but holding asks none.")
     return cell.subject.variant.policy
-
-
-def full_bytes(text: RecordedText) -> int:
-    """Bytes of the full cache in bfloat16."""
-    spec = text.cache.spec
-    return spec.managed_bytes_per_token() * COMPARED_BYTES // spec.dtype.itemsize * len(text.ids)
 
 
 def compared_items(kind: str, full: Tensor, near: Tensor, ids: tuple[int, ...]) -> list[Row]:

@@ -43,7 +43,9 @@ class RecordingPlanner(Planner):
     @staticmethod
     def of(planner: Planner) -> RecordingPlanner:
         """Recording planner with the parts of another one."""
-        return RecordingPlanner(**{each.name: getattr(planner, each.name) for each in fields(planner)})
+        return RecordingPlanner(
+            **{each.name: getattr(planner, each.name) for each in fields(planner)}
+        )
 
     def plan(
         self,
@@ -90,6 +92,7 @@ class RecordedText:
         length = len(ids) - following
         cache = SequenceCache(engine.loaded.decoder.spec, "ragged")
         engine.loaded.decoder.read([BatchSegment(cache, ids[:length])], Mode.APPEND)
+        cache.compact()
         start = length // 2
         passage = ids[start : start + CUE_TOKENS + following]
         repeat = common_prompts(engine.tokenizer)["repeat"] + passage
@@ -131,9 +134,7 @@ class RecordedText:
                 length,
                 (0, 0),
             )
-            own = protecting.with_protection(
-                planner.with_model_facts(seen), scored.scores, entries
-            )
+            own = protecting.with_protection(planner.with_model_facts(seen), scored.scores, entries)
             ready[layer] = replace(own, storage_statistics=scored.storage_statistics)
         plans = planner.plan(ready, quotas, cache.entries)
         for layer, plan in cache.fit_plans(plans).items():
@@ -158,9 +159,7 @@ class RecordedText:
         planner = RecordingPlanner.of(reader.planner)
         cache = empty_cache(sized, self.engine.loaded.decoder.spec)
         lane = PrefillSequence(cache, common_prompts(self.engine.tokenizer))
-        steps = replace(reader, planner=planner).read_and_evict_steps(
-            [lane], self.ids, self.ids, 0
-        )
+        steps = replace(reader, planner=planner).read_and_evict_steps([lane], self.ids, self.ids, 0)
         for _ in steps:
             pass
         return planner.recorded
@@ -176,7 +175,15 @@ def compared_bytes(cache: SequenceCache) -> int:
     return total
 
 
+def compared_full_bytes(text: RecordedText) -> int:
+    """Bytes of the full cache of a text in bfloat16."""
+    spec = text.cache.spec
+    return spec.managed_bytes_per_token() * COMPARED_BYTES // spec.dtype.itemsize * len(text.ids)
+
+
 def forced_logits(engine: Engine, cache: SequenceCache, probe: Probe) -> Tensor:
     """Logits that predict the compared tokens of a probe."""
     rows = range(probe.first - 1, len(probe.ids) - 1)
-    return engine.loaded.decoder.forward_logits([BatchSegment(cache, probe.ids)], Mode.SCRATCH, rows)
+    return engine.loaded.decoder.forward_logits(
+        [BatchSegment(cache, probe.ids)], Mode.SCRATCH, rows
+    )

@@ -8,10 +8,10 @@ unbiased; `keys="sketched"` and one bit is Zandieh, Daliri, Han, "QJL: 1-Bit Qua
 for KV Cache Quantization with Zero Overhead" (2024), arXiv:2406.03482.
 
 Differences: keys are rounded as they are cached, after their rotary embedding; channels with large
-numbers do not get a bit more (2.5 and 3.5 bits of the paper), but whole numbers of bits are for all;
-the latest entries of a head are exact until they make a group. Which of the two kinds of code the
-paper takes for keys of a cache is not known to us: the one without a sketch is the default here,
-since its error is smaller.
+numbers do not get a bit more (2.5 and 3.5 bits of the paper): all have the same whole number; the
+latest entries of a head are exact until they make a group. Which of the two kinds of code the paper
+takes for keys of a cache is not known to us: the one without a sketch is the default here, since
+its error is smaller.
 
 Under a budget this spends the bytes that it saves: as many more entries are kept as fit.
 """

@@ -1,0 +1,102 @@
+"""Caches of one reading are those that each policy would have made by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from larder import Engine
+from larder.core import BadParameter
+from larder.prefill import PeakMemoryMeter
+from larder.session import Policy, build_caches, common_prompts
+from larder_bench.datasets.sources import TaskSources
+from larder_bench.execution.runner import StudyRunner, parse_measure
+from larder_bench.random_models import open_model
+from larder_bench.scoring.recorded_scores import (
+    NEXT,
+    RECITED,
+    RecordedText,
+    compared_bytes,
+    compared_full_bytes,
+)
+from larder_bench.studies.model_context import ModelContext
+from larder_bench.studies.study import Study, StudyTask
+
+FOLLOWING, LENGTH = 8, 400
+SENTENCES = (
+    "whole() > reconstruct() > global()",
+    "whole() > expected() > ada() > quantized(bits=4)",
+    "whole() > snapkv(kernel=1) > global() > rdkv()",
+    "whole() > snapkv() > uniform() > turboquant(bits=4)",
+)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    torch.manual_seed(0)
+    return Engine(open_model("random:qwen3-tiny"), policy="full")
+
+
+@pytest.fixture(scope="module")
+def text(engine: Engine) -> RecordedText:
+    source = torch.Generator().manual_seed(1)
+    ids = torch.randint(5, engine.loaded.decoder.vocab_size, (LENGTH + FOLLOWING,), generator=source)
+    return RecordedText.of(engine, tuple(ids.tolist()), FOLLOWING)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_a_plan_on_a_copy_keeps_what_a_reading_keeps(
+    engine: Engine, text: RecordedText, sentence: str
+) -> None:
+    policy = Policy.parse(sentence)
+    held = text.held(policy, 150)
+    caches = build_caches(
+        engine.runtime,
+        policy.with_sizes(150, None),
+        text.ids,
+        [common_prompts(engine.tokenizer)],
+        PeakMemoryMeter(),
+    )
+    alone = caches.activate(0)
+    for layer in range(len(held.stores)):
+        own, other = held.entries(layer), alone.entries(layer)
+        assert own.lengths == other.lengths
+        assert torch.equal(own.packed_positions(), other.packed_positions())
+        assert torch.allclose(own.pack(own.keys), other.pack(other.keys), atol=1e-4)
+    assert compared_bytes(held) < compared_full_bytes(text)
+
+
+@pytest.mark.extended
+def test_the_full_cache_differs_by_nothing(text: RecordedText) -> None:
+    assert set(text.probes) == {NEXT, RECITED}
+    assert len(text.logits[NEXT]) == FOLLOWING - 1 and len(text.logits[RECITED]) == FOLLOWING
+    full = compared_full_bytes(text)
+    assert full <= compared_bytes(text.cache) <= 1.13 * full  # positions come on top
+
+
+@pytest.mark.extended
+def test_a_study_has_a_row_for_each_policy(engine: Engine, tmp_path: Path) -> None:
+    bench = ModelContext(engine, TaskSources(engine.tokenizer.count_tokens))
+    study = Study(
+        name="tiny",
+        tasks=(StudyTask("text(of='talk')", (400,)),),
+        models=("random:qwen3-tiny",),
+        policies=(SENTENCES[0], SENTENCES[1]),
+        budgets=("1/2",),
+        matched=("bytes",),
+        files=1,
+        controls=("full",),
+        measure=("holding(following=8)",),
+    )
+    running = StudyRunner(study, tmp_path / "rows.jsonl", lambda model: bench, 1)
+    running.run()
+    kvzip, rounded, full = running.rows()
+    assert {item["kind"] for item in kvzip["items"]} == {"next", "recited"}
+    assert kvzip["bytes_share"] <= 0.5 and rounded["bytes_share"] <= 0.5
+    assert rounded["kept"] > kvzip["kept"]
+    assert all(abs(item["kl"]) < 1e-5 for item in full["items"])
+    with pytest.raises(BadParameter, match="following"):
+        parse_measure("holding(following=1)")
