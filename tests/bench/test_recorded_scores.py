@@ -42,7 +42,9 @@ def engine() -> Engine:
 @pytest.fixture(scope="module")
 def text(engine: Engine) -> RecordedText:
     source = torch.Generator().manual_seed(1)
-    ids = torch.randint(5, engine.loaded.decoder.vocab_size, (LENGTH + FOLLOWING,), generator=source)
+    ids = torch.randint(
+        5, engine.loaded.decoder.vocab_size, (LENGTH + FOLLOWING,), generator=source
+    )
     return RecordedText.of(engine, tuple(ids.tolist()), FOLLOWING)
 
 

@@ -157,4 +157,5 @@ FIGURE_ORDER = (
     "clusters",
     "recall",
     "eviction",
+    "rate_distortion",
 )
