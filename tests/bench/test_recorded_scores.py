@@ -91,7 +91,7 @@ def test_a_study_has_a_row_for_each_policy(engine: Engine, tmp_path: Path) -> No
         matched=("bytes",),
         files=1,
         controls=("full",),
-        measure=("holding(following=8)",),
+        measure=("divergence(following=8)",),
     )
     running = StudyRunner(study, tmp_path / "rows.jsonl", lambda model: bench, 1)
     running.run()
@@ -101,4 +101,4 @@ def test_a_study_has_a_row_for_each_policy(engine: Engine, tmp_path: Path) -> No
     assert rounded["kept"] > kvzip["kept"]
     assert all(abs(item["kl"]) < 1e-5 for item in full["items"])
     with pytest.raises(BadParameter, match="following"):
-        parse_measure("holding(following=1)")
+        parse_measure("divergence(following=1)")

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from builders import a_layer
 from larder.cache import TransformTables, state_of, tables_path
 from larder.core import BadParameter, CacheError, RopeStage, TransformSpec
-from larder.models.measurements.transform import klt
+from larder.models import klt
 from larder.ops import rotate
 from larder.policy import Transform
 from transforms import some_tables

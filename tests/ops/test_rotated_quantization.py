@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from larder.core import Codec, Grid
+from larder.ops import quantize_rows
 from larder.ops import rotated_quantization as rotated
-from larder.ops.quantization import quantize_rows
 from references.turboquant import levels as slow_levels
 
 

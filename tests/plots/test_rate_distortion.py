@@ -20,7 +20,7 @@ def held(policy: str, budget: str, share: float, seed: int, nats: tuple[float, f
         for number in range(2)
     ]
     bytes_held = int(100_000 * share)
-    return cell(policy, seed=seed, items=items, measure="holding", latency={}) | {
+    return cell(policy, seed=seed, items=items, measure="divergence", latency={}) | {
         "budget": budget,
         "active_kv_bytes": bytes_held,
     }
@@ -48,5 +48,7 @@ def test_points_are_means_over_files_at_the_bytes_held(tmp_path: Path) -> None:
 
 def test_other_measures_have_no_such_figure(tmp_path: Path) -> None:
     found = load_results([write_rows(tmp_path, [cell("h2o")])])
-    with pytest.raises(NothingToDraw, match="rate_distortion needs cells of the measure holding"):
+    with pytest.raises(
+        NothingToDraw, match="rate_distortion needs cells of the measure divergence"
+    ):
         draw_figures([parse_figure("rate_distortion")], *found)

@@ -89,6 +89,7 @@ from .measurements.sensitivity import block_mask as block_mask
 from .measurements.sensitivity import layer_similarities as layer_similarities
 from .measurements.squeeze import SqueezeMeasurement as SqueezeMeasurement
 from .measurements.streaming_error import StreamingError as StreamingError
+from .measurements.transform import klt as klt
 from .measurements.utility import Utility as Utility
 from .packaged import ADAPTER_WEIGHTS as ADAPTER_WEIGHTS
 from .packaged import PACKAGED_MODELS as PACKAGED_MODELS

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from larder.core.codec import Grid, QuantizationScheme, ScaleGranularity, bit_fields
 from larder.core.errors import CacheError
-from larder.ops import rotated_quantization as rotated
 from larder.ops.packing import starts_of
 
 FLOAT16_MAX = 65504.0
@@ -225,6 +224,8 @@ class QuantizedRows:
 
     def _turned_back(self, rows: Int64[Tensor, " N"]) -> Float[Tensor, "N D"]:
         """Numbers of some rows whose codes have no even levels."""
+        from larder.ops import rotated_quantization as rotated  # few codecs rotate
+
         bits, norms = self.scheme.bits, self.scales[rows]
         codes = unpack_codes(self.stored[rows], bits, self.scheme.channels)
         if self.scheme.grid is Grid.SKETCHED:
@@ -319,6 +320,8 @@ def _quantize_rotated(numbers: Float[Tensor, "N W"], scheme: QuantizationScheme)
     Raises:
         CacheError: the norm of a row is beyond the range of float16.
     """
+    from larder.ops import rotated_quantization as rotated  # few codecs rotate
+
     none = numbers.new_empty(0, scheme.channels)
     if scheme.grid is Grid.SKETCHED:
         codes, norms, rest_norms = rotated.encode_sketched(numbers, scheme.bits)

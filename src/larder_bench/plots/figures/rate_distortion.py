@@ -1,7 +1,7 @@
 """Divergence from the full cache against bytes, on two logarithmic scales.
 
 One panel per kind of item: the tokens that follow a text, and a recited passage of it (the measure
-`holding`). A point is a policy at one budget: the bytes that it held, as a share of the full
+`divergence`). A point is a policy at one budget: the bytes that it held, as a share of the full
 cache's, and the mean of KL(full cache || policy) with its 95% bootstrap interval over files.
 """
 
@@ -31,7 +31,7 @@ class RateDistortion(Figure):
         cells = [row for row in results.measured if _is_shown(row) and row["policy"] in styles]
         sheets = score_groups.comparable_sheets(cells)
         if not sheets:
-            raise self.nothing("cells of the measure holding")
+            raise self.nothing("cells of the measure divergence")
         return [
             Drawing(
                 drawing_name("rate_distortion", number, len(sheets)),

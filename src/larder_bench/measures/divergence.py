@@ -30,7 +30,7 @@ from larder_bench.studies.size_matching import BudgetFit, search_budget
 
 
 @dataclass(frozen=True)
-class Holding(Measure):
+class Divergence(Measure):
     """Continuation and recital behind caches that were made of one reading.
 
     Args:
@@ -41,7 +41,7 @@ class Holding(Measure):
 
     def __post_init__(self) -> None:
         if self.following < 2:
-            raise BadParameter(f"holding.following must be 2 or more, got {self.following}.")
+            raise BadParameter(f"divergence.following must be 2 or more, got {self.following}.")
 
     def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
         policy, amount = checked_policy(cell), cell.amount
@@ -92,7 +92,7 @@ def checked_policy(cell: Cell) -> Policy:
         not isinstance(cell.subject, PolicyMethod)
         or cell.subject.scope is not QuestionScope.CONTEXT
     ):
-        raise UsageError(f"{cell.subject.name} needs a question, but holding asks none.")
+        raise UsageError(f"{cell.subject.name} needs a question, but divergence asks none.")
     return cell.subject.variant.policy
 
 
@@ -115,4 +115,4 @@ def compared_items(kind: str, full: Tensor, near: Tensor, ids: tuple[int, ...]) 
     ]
 
 
-Part = Holding
+Part = Divergence
