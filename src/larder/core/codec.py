@@ -190,8 +190,13 @@ class Codec:
     @staticmethod
     def from_fields(fields: Mapping[str, Any]) -> Codec:
         """Codec from its fields."""
-        named = {name: kind(fields[name]) for name, kind in ENUM_FIELDS.items() if name in fields}
-        return Codec(**{**fields, **named})
+        numbers = {name: own for name, own in fields.items() if name not in ENUM_FIELDS}
+        return Codec(
+            **numbers,
+            key_scales=ScaleGranularity(fields.get("key_scales", ScaleGranularity.CHANNEL.value)),
+            key_grid=Grid(fields.get("key_grid", Grid.EVEN.value)),
+            value_grid=Grid(fields.get("value_grid", Grid.EVEN.value)),
+        )
 
     def keys(self, head_dim: int) -> QuantizationScheme:
         """Scheme of keys of `head_dim` channels."""
@@ -247,7 +252,7 @@ class Codec:
 
 
 # Fields of a codec that are members of an enumeration.
-ENUM_FIELDS = {"key_scales": ScaleGranularity, "key_grid": Grid, "value_grid": Grid}
+ENUM_FIELDS = ("key_scales", "key_grid", "value_grid")
 
 
 class Coder(Enum):

@@ -186,7 +186,7 @@ def _with_widths(plan: Plan, wanted: Int64[Tensor, " T"]) -> Plan:
     return replace(
         plan,
         kept=plan.kept[there],
-        lengths=tuple(counts.tolist()),
+        lengths=tuple(counts.tolist()),  # pyright: ignore
         columns={name: own[there] for name, own in plan.columns.items()},
         grades=grades.to(torch.int8).to(plan.kept.device),
         importance=plan.importance[:0],

@@ -50,8 +50,9 @@ class TurboQuant(MixedPrecisionStorage):
             )
 
     def tiers(self) -> tuple[PrecisionTier, ...]:
-        grids = {"key_grid": self.keys, "value_grid": Grid.NORMAL}
-        return (PrecisionTier(Codec(self.bits, self.bits, self.group, **grids), 1.0),)
+        bits, levels = self.bits, Grid.NORMAL
+        codec = Codec(bits, bits, self.group, key_grid=self.keys, value_grid=levels)
+        return (PrecisionTier(codec, 1.0),)
 
     def rank(self, scored: LayerScores, entries: Entries) -> Packed:
         del scored
