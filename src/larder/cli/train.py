@@ -10,7 +10,7 @@ import typer
 from larder.cli.console import make_table, results_console
 from larder.cli.errors import SCHEMA, print_document
 from larder.cli.options import OutputOptions, command
-from larder.core.errors import UnknownName
+from larder.core.errors import UnknownName, UsageError
 from larder.core.family import unknown_name_message
 
 if TYPE_CHECKING:
@@ -22,20 +22,28 @@ if TYPE_CHECKING:
 
 LABELS = "labels"  # makes the label file alone
 PREDICTIVE = "predictive"  # reads texts without labels
+CARTRIDGE = "cartridge"  # stands for one text
+MethodName = Annotated[
+    str,
+    typer.Argument(
+        metavar="METHOD",
+        help="kvzap, kvzap_mlp, fast_kvzip or locret; labels, which these begin with; trim, "
+        "global_retention, attention_gate or aqua, which need none; predictive, for the codecs of "
+        "that name; or cartridge, for one FILE.",
+    ),
+]
+CartridgeText = Annotated[
+    Path | None,
+    typer.Argument(metavar="FILE", help="Text that a cartridge stands for, as FILE of `ask`."),
+]
+Slots = Annotated[int, typer.Option(help="Entries of a cartridge, of each layer and kv head.")]
 
 
 @command
 def train(
     options: OutputOptions,
-    method: Annotated[
-        str,
-        typer.Argument(
-            metavar="METHOD",
-            help="kvzap, kvzap_mlp, fast_kvzip or locret; labels, which these begin with; trim, "
-            "global_retention or attention_gate, which need none; or predictive, for the codecs of "
-            "that name.",
-        ),
-    ],
+    method: MethodName,
+    file: CartridgeText = None,
     model: Annotated[
         str, typer.Option(metavar="NAME_OR_PATH", help="As --model of `ask`.")
     ] = "seed",
@@ -61,6 +69,7 @@ def train(
             metavar="FILE", help="Take published weights (.safetensors) instead of training."
         ),
     ] = None,
+    slots: Slots = 256,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     device: Annotated[str, typer.Option(help="Device of the model.")] = "cpu",
     dtype: Annotated[str | None, typer.Option(help="As of `ask`.")] = None,
@@ -73,7 +82,11 @@ def train(
     from larder.training import PASSAGE_METHODS, PassageLimits, adopt_published, read_corpus
 
     _check_known(method)
+    _check_file(method, file)
     loaded = _load(model, device, dtype)
+    if file is not None:
+        _train_cartridge(loaded, file, slots, seed, options)
+        return
     if method == PREDICTIVE:
         _train_predictive(loaded, model, corpus, held_out, tokens, seed, options)
         return
@@ -95,9 +108,20 @@ def train(
 def _check_known(method: str) -> None:
     from larder.training import METHODS, PASSAGE_METHODS
 
-    known = [*METHODS.names(), *PASSAGE_METHODS.names(), LABELS, PREDICTIVE]
+    known = [*METHODS.names(), *PASSAGE_METHODS.names(), LABELS, PREDICTIVE, CARTRIDGE]
     if method not in known:
         raise UnknownName(unknown_name_message("method to train", method, known))
+
+
+def _check_file(method: str, file: Path | None) -> None:
+    """Raises: UsageError: a cartridge has no text, or another method has one."""
+    if method == CARTRIDGE and file is None:
+        raise UsageError("A cartridge stands for one text: name its FILE.")
+    if method != CARTRIDGE and file is not None:
+        raise UsageError(
+            f"{method} is trained on a corpus, not on {file}: give --corpus FOLDER, or train a "
+            "cartridge."
+        )
 
 
 def _load(model: str, device: str, dtype: str | None) -> LoadedModel:
@@ -172,6 +196,25 @@ def _train_predictive(
     path = predictive_path(loaded.decoder.spec.fingerprint)
     tables.save(path, {CARD: card.dumps()})
     _print_card(card, path, options)
+
+
+def _train_cartridge(
+    loaded: LoadedModel, file: Path, slots: int, seed: int, options: OutputOptions
+) -> None:
+    """Cartridge of a text, trained, saved and described."""
+    from larder.engine.engine import Engine
+    from larder.engine.progress_bar import progress_bar
+    from larder.models.cartridges import cartridge_path
+    from larder.session.files import read_conversation
+    from larder.training.cartridge import CartridgeSettings, train_cartridge
+
+    settings, conversation = CartridgeSettings(slots=slots, seed=seed), read_conversation(file)
+    engine = Engine(loaded, policy="full")
+    with progress_bar(f"Training a cartridge of {file.name}", "steps") as update:
+        learned, ids = train_cartridge(engine, conversation, settings, update)
+    path = cartridge_path(loaded.decoder.spec.fingerprint, ids, slots)
+    learned.save(path)
+    _print_card(learned.card, path, options)
 
 
 def _save_and_print(

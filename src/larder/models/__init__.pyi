@@ -16,6 +16,9 @@ from .calibration import MEASUREMENTS as MEASUREMENTS
 from .calibration import calibrate as calibrate
 from .captured_steps import CapturedSteps as CapturedSteps
 from .captured_steps import describe_steps as describe_steps
+from .cartridges import TrainedCartridge as TrainedCartridge
+from .cartridges import cartridge_path as cartridge_path
+from .cartridges import find_cartridge as find_cartridge
 from .chunk_recompute import recompute_tokens as recompute_tokens
 from .decode_graph import CudaGraphCapture as CudaGraphCapture
 from .decode_graph import DecodeGraphs as DecodeGraphs

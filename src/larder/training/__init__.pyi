@@ -7,6 +7,14 @@ from .base import explained as explained
 from .base import rank_correlation as rank_correlation
 from .base import top_overlap as top_overlap
 from .base import train as train
+from .cartridge import CartridgeSettings as CartridgeSettings
+from .cartridge import SlotAttention as SlotAttention
+from .cartridge import StudyBatch as StudyBatch
+from .cartridge import fit_slots as fit_slots
+from .cartridge import study_batches as study_batches
+from .cartridge import study_loss as study_loss
+from .cartridge import train_cartridge as train_cartridge
+from .cartridge import visible as visible
 from .corpus import Corpus as Corpus
 from .corpus import CorpusSplit as CorpusSplit
 from .corpus import Document as Document
@@ -47,3 +55,8 @@ from .passage_methods.aqua import read_samples as read_samples
 from .predictive import PredictiveSettings as PredictiveSettings
 from .predictive import fit_side as fit_side
 from .predictive import train_predictive as train_predictive
+from .self_study import StudyConversation as StudyConversation
+from .self_study import StudyCounts as StudyCounts
+from .self_study import facts as facts
+from .self_study import parts as parts
+from .self_study import study_conversations as study_conversations

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from larder.core.errors import BadParameter, ModelError
@@ -137,14 +137,21 @@ def select_passages(
 
 
 def differentiable_states(
-    decoder: Decoder, ids: Sequence[int], attention: LayerAttention
+    decoder: Decoder,
+    ids: Sequence[int],
+    attention: LayerAttention,
+    positions: Int[Tensor, " T"] | None = None,
 ) -> Float[Tensor, "T hidden"]:
     """Hidden states behind the last norm, under another attention that gradients pass through.
 
     Inside `frozen` no weight of the model takes a gradient, which saves their share of the time.
+
+    Args:
+        positions: of the tokens; None counts from 0.
     """
     with torch.enable_grad(), decoder.attention:
-        return call_uncached(decoder.body, ids, RenumberedAttention(attention, decoder.spec))
+        renumbered = RenumberedAttention(attention, decoder.spec)
+        return call_uncached(decoder.body, ids, renumbered, positions)
 
 
 @contextmanager

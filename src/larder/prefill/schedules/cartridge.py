@@ -1,0 +1,64 @@
+"""Schedule that begins with a cartridge: trained keys and values in place of a text.
+
+Eyuboglu et al., "Cartridges: Lightweight and general-purpose long context representations via
+self-study" (2025), arXiv:2506.06266. `larder train cartridge FILE` trains the slots of one text
+once; here a cache begins with them, and counts the text as read: what follows stands behind the
+text's own positions, where the paper lets it stand behind the slots. Nothing of the text is read.
+Only the text that was trained on can begin so, with anything behind it; other texts are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from larder.core.errors import BadParameter, UsageError
+from larder.core.spelling import spell
+from larder.models.cartridges import find_cartridge
+from larder.prefill.base import Schedule, Steps
+from larder.prefill.contexts import check_chunkable
+from larder.prefill.reader import PrefillReader, PrefillSequence
+from larder.prefill.schedules.whole import Whole
+
+
+@dataclass(frozen=True)
+class Cartridge(Schedule):
+    """Trained slots of the text; what stands behind the text is read as usual.
+
+    Args:
+        slots: entries of each head that stand for the text.
+    """
+
+    slots: int = 256
+
+    def __post_init__(self) -> None:
+        if self.slots < 1:
+            raise BadParameter(f"cartridge.slots must be at least 1, got {self.slots}.")
+
+    def steps(
+        self, reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]
+    ) -> Steps[None]:
+        if reader.quotas:
+            raise UsageError(
+                f"{spell(self)} holds as many entries as it was trained with, so a budget has no "
+                "say: take unlimited() with it, and no --budget."
+            )
+        if lanes[0].cache.next_position:
+            yield from Whole().steps(reader, lanes, ids)
+            return
+        spec = reader.decoder.spec
+        check_chunkable(spec, spell(self))
+        cartridge = find_cartridge(spec, ids, self.slots)
+        for lane in lanes:
+            cartridge.start(lane.cache)
+            reader.meter.observe([lane.cache], 0)
+        rest = ids[cartridge.num_tokens :]
+        if rest:
+            yield from Whole().steps(reader, lanes, rest)
+            return
+        for lane in lanes:
+            reader.finish(lane)
+        yield len(ids), len(ids)
+
+
+Part = Cartridge
