@@ -51,6 +51,11 @@ def test_calls_name_what_a_function_takes(engine: Engine) -> None:
         Engine.load("seed", load_in_4bit=True)
     with (
         unchecked(),
+        pytest.raises(UnknownName, match=r"in Engine\.ask, sampling=SamplingParams\(temperature="),
+    ):
+        engine.ask(engine.read("A cat sat on a mat. " * 20), "Who?", temperature=0.7)
+    with (
+        unchecked(),
         pytest.raises(UsageError, match=r"too many.*takes model by position and all .*: policy=,"),
     ):
         Engine.load("seed", "kvzip")

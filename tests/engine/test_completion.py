@@ -125,6 +125,8 @@ CALLS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "misspelled": ({"temprature": 1}, UnknownName, "Did you mean 'temperature'"),
     "transformers' keyword": ({"do_sample": True}, UnknownName, "temperature=0 takes"),
     "beams": ({"num_beams": 3}, UnknownName, "inside larder.applied"),
+    "end tokens": ({"eos_token_id": 3}, UnknownName, r"and stop=\[\.\.\.\] does at a text"),
+    "policy": ({"policy": "full"}, UnknownName, r"an argument of Engine\(\.\.\.\)"),
     "OpenAI's keyword": ({"max_tokens": 3}, UnknownName, "give max_new_tokens"),
     "negative": ({"temperature": -0.5}, BadParameter, "temperature must be a finite number"),
     "text": ({"temperature": "hot"}, BadParameter, "temperature must be a number"),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import larder
 from interop.replay import assert_same_entries, decoder_of, replay
+from larder.core import ModelError
 from larder.interop import LarderCache
 from model_runs import some_ids
 from tiny_models import tiny
@@ -134,6 +135,31 @@ def test_a_prompt_in_chunks(llama: Any) -> None:
     with larder.applied(llama, "full"):
         got = llama.generate(ids, max_new_tokens=6, prefill_chunk_size=16, **GREEDY)
     assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_chunks_under_a_policy_are_warned_about_once(llama: Any, is_own: bool) -> None:
+    ids, options = torch.tensor([ROWS[0]]), {**GREEDY, "max_new_tokens": 3}
+    own = {"past_key_values": LarderCache(llama, "snapkv", 40)} if is_own else {}
+    with larder.applied(llama, "snapkv", 40):
+        with pytest.warns(UserWarning, match="each chunk of a prompt for a text") as told:
+            llama.generate(ids, prefill_chunk_size=16, **options, **own)
+        assert len(told) == 1
+        own |= {"past_key_values": LarderCache(llama, "snapkv", 40)} if is_own else {}
+        first = llama.generate(ids, **options, **own)  # texts of two calls are no chunks
+        llama.generate(torch.cat([first, ids], 1), **options, **own)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
+def test_an_adapter_for_each_row_is_refused() -> None:
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(tiny("llama"), settings).eval()
+    ids = torch.tensor([ROWS[0], ROWS[0]])
+    with larder.applied(adapted, "full"), pytest.raises(ModelError, match="set_adapter"):
+        adapted.generate(
+            input_ids=ids, adapter_names=["default", "__base__"], max_new_tokens=2, **GREEDY
+        )
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")

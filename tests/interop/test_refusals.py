@@ -94,6 +94,25 @@ def test_a_cache_of_the_caller_inside_the_context(llama: Any) -> None:
     assert out.past_key_values.get_seq_length() == 51
 
 
+def test_a_cache_that_the_model_filled_itself(llama: Any) -> None:
+    with larder.applied(llama, "snapkv", 40), torch.no_grad():
+        with pytest.warns(UserWarning, match="no policy acts"):
+            own = llama(IDS).past_key_values
+        with pytest.raises(UsageError, match=r"holds 50 tokens .* from the first call on"):
+            llama(IDS[:, :1], past_key_values=own)
+
+
+def test_guidance(llama: Any) -> None:
+    """Its logits processor keeps a cache of its own."""
+    options = {**GREEDY, "max_new_tokens": 4, "guidance_scale": 1.5}
+    expected = llama.generate(IDS, **options)
+    with larder.applied(llama, "full"), pytest.warns(UserWarning, match="no policy acts"):
+        with pytest.raises(UsageError, match=r"guidance_scale.* outside larder\.applied"):
+            llama.generate(IDS, **options)
+    got = llama.generate(IDS, past_key_values=LarderCache(llama, "full"), **options)
+    assert torch.equal(got, expected)
+
+
 def test_what_is_no_tokenizer(llama: Any) -> None:
     with pytest.raises(BadParameter, match="must be the tokenizer .* got 'smollm2'"):
         LarderCache(llama, "kvzip", 40, tokenizer="smollm2")
@@ -137,24 +156,13 @@ def test_calls_that_do_not_fit(llama: Any) -> None:
     assert cache.get_seq_length() == 50
 
 
-def test_tokens_of_a_text_are_not_taken_back(llama: Any) -> None:
-    cache, token = LarderCache(llama, "snapkv", 40), IDS[:, :1]
-    with torch.no_grad():
-        llama(IDS, past_key_values=cache)
-        llama(token, past_key_values=cache)
-        with pytest.raises(CacheError, match="only the last 1 were generated"):
-            cache.crop(-2)
-        cache.crop(-1)
-    assert cache.sequences[0].next_position == 50
-
-
 def test_tokens_that_moved_a_window_are_not_taken_back() -> None:
     model = tiny("gemma3")
     cache = LarderCache(model, "full")
     with torch.no_grad():
         for ids in (IDS, *IDS[:, :3].split(1, dim=1)):
             model(ids, past_key_values=cache)
-    with pytest.raises(CacheError, match="only the last 0 were generated"):
+    with pytest.raises(CacheError, match="only the last 1 have their entries in every head"):
         cache.crop(-2)
 
 

@@ -24,6 +24,8 @@ OTHER_KEYWORDS: Mapping[str, str] = MappingProxyType(
         "kvpress": "a press runs in larder.applied(model, kvpress=press), and "
         "docs/from_kvpress.md has the policy in place of each",
         "torch_dtype": "give dtype=",
+        "temperature": "in Engine.ask, sampling=SamplingParams(temperature=0.7) sets it "
+        "(larder.engine.sampler)",
         "quantization_config": BY_TRANSFORMERS,
         "load_in_4bit": BY_TRANSFORMERS,
         "load_in_8bit": BY_TRANSFORMERS,

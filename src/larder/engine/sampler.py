@@ -19,7 +19,8 @@ from larder.core.family import unknown_name_message
 if TYPE_CHECKING:
     from larder.engine.constraint import ConstraintMatcher
 
-# Keywords of transformers' generate that have another name here, and what to give instead.
+# Keywords of transformers' generate, or of other calls, that have another name here, and what to
+# give instead.
 TRANSFORMERS_KEYWORDS: Mapping[str, str] = MappingProxyType(
     {
         "do_sample": "temperature=0 takes the most likely token, and any other samples",
@@ -29,6 +30,9 @@ TRANSFORMERS_KEYWORDS: Mapping[str, str] = MappingProxyType(
         "streamer": "iterate over engine.stream(prompt)",
         "num_return_sequences": "repeat the call with another seed",
         "num_beams": "beams run in model.generate(...) inside larder.applied(model, ...)",
+        "eos_token_id": "the model's own end tokens stop an answer, and stop=[...] does at a text",
+        "policy": "it is an argument of Engine(...) and Engine.load(...)",
+        "budget": "it is an argument of Engine(...) and Engine.load(...)",
         "past_key_values": "engine.read keeps a context, and engine.ask answers over it",
     }
 )

@@ -54,6 +54,14 @@ class AppliedPolicy:
         if given is None:
             self._warn_once()
             return None
+        if isinstance(given, DynamicCache) and given.get_seq_length():
+            raise UsageError(
+                f"The {type(given).__name__} that was given inside larder.applied holds "
+                f"{given.get_seq_length()} tokens that no policy has read: pass "
+                "past_key_values=larder.LarderCache(model, ...) from the first call on. With "
+                "guidance_scale, which fills a second cache, give generate() that LarderCache "
+                "outside larder.applied."
+            )
         if not _is_made_for_a_call(given) or given in self._exchanged:
             raise UsageError(
                 f"A {type(given).__name__} was given inside larder.applied, so that no policy "

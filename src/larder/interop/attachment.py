@@ -117,6 +117,16 @@ class HiddenCapture:
         return torch.cat(self.parts)
 
 
+@contextmanager
+def normal_tensors() -> Iterator[None]:
+    """Context in which no inference tensors are made, which later calls could not write to."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(mode=False), torch.no_grad():
+        yield
+
+
 def no_hook(*args: Any, **named: Any) -> None:
     """Forward hook that does nothing."""
     del args, named
@@ -233,6 +243,7 @@ class Attachment:
         with ExitStack() as stack:
             stack.enter_context(self._taken_by_thread())
             stack.enter_context(self.decoder.attention)
+            stack.enter_context(normal_tensors())
             running = stack.enter_context(cache.run(call))
             self._cache, self._call, self._stack = cache, running, stack.pop_all()
         return (), {**call.options, **running.arguments}

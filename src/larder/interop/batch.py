@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,8 @@ from larder.interop.sequence import (
 )
 from larder.models.body_call import BodyCall
 from larder.models.decoder import AppendCall
+from larder.models.in_memory import check_one_adapter
+from larder.policy.budgets.unlimited import WITHOUT_LIMIT
 from larder.session.policy import Policy
 
 
@@ -40,6 +43,8 @@ class SequenceBatch:
         self.records_past = False
         # Whether the columns before the last whose logits are asked for are candidates.
         self.takes_candidates = False
+        # Texts that one generate() has read, with no generated token between.
+        self.num_chunks = 0
         self._factory = factory
 
     @property
@@ -83,7 +88,7 @@ class SequenceBatch:
 
     def reset(self) -> None:
         """Forget all rows."""
-        self.rows, self.num_columns, self.records_past = [], 0, False
+        self.rows, self.num_columns, self.records_past, self.num_chunks = [], 0, False, 0
 
     def select(self, order: Sequence[int]) -> None:
         """Take rows in a new order; a row taken twice is copied."""
@@ -97,7 +102,7 @@ class SequenceBatch:
         """Take back the last columns of every row.
 
         Raises:
-            CacheError: not all were generated since the last plan.
+            CacheError: not all entries of them are held.
         """
         for row in self.rows:
             row.check_truncation(num_columns)
@@ -117,13 +122,19 @@ class SequenceBatch:
         with self._undone_on_failure():
             self._check_call(call)
             num_read = self._num_text_columns(call)
+            self._warn_of_chunks(call, num_read)
             states = self._read_texts(call, num_read)
             with self._appended(call, num_read) as (rows, append):
                 yield PackedCall(call, states, rows, append)
             self.num_columns += call.num_columns
+            for number, row in enumerate(self.rows):
+                has_tokens = number in rows or num_read
+                row.extend_columns(call.columns[number] if has_tokens else (), call.num_columns)
 
     def _check_call(self, call: BodyCall) -> None:
-        """Check that a call continues the rows."""
+        """Check that a call continues the rows, and that one adapter is for all of them."""
+        if len(call.ids) > 1 and not self.rows:
+            check_one_adapter(self.attachment.decoder.body)
         if self.rows and len(call.ids) != len(self.rows):
             raise CacheError(
                 f"The cache holds {len(self.rows)} rows, but the call has {len(call.ids)}: "
@@ -155,6 +166,19 @@ class SequenceBatch:
             num_settled -= call.logits_to_keep - 1
         longest = max(sum(c < num_settled for c in own) for own in call.columns)
         return num_settled if longest > 1 or not self.rows else 0
+
+    def _warn_of_chunks(self, call: BodyCall, num_read: int) -> None:
+        """Warn once of a prompt in chunks, for which generate() asks of each the last logits."""
+        is_chunk = bool(num_read) and call.logits_to_keep == 1
+        if is_chunk and self.num_chunks == 1 and self.policy.budget.tokens != WITHOUT_LIMIT:
+            warnings.warn(
+                "The policy takes each chunk of a prompt for a text of its own, and a share is "
+                "of the first one: leave prefill_chunk_size out, and let the policy read in "
+                "blocks, as with block=512.",
+                UserWarning,
+                stacklevel=2,
+            )
+        self.num_chunks = self.num_chunks + 1 if is_chunk else 0
 
     def _read_texts(self, call: BodyCall, num_read: int) -> list[Float[Tensor, "_ hidden"]]:
         """Read the first columns of each row; the states of their last tokens, by row."""

@@ -79,6 +79,7 @@ class LarderCache(AttachedCache):
         chosen = parsed_policy(chosen_policy(self.attachment, policy, sizes, kvpress))
         factory = sequence_factory(self.attachment.decoder, chosen, sizes, tokenizer)
         self.batch = SequenceBatch(self.attachment, factory)
+        self._is_given = False
 
     @property
     def policy(self) -> Policy:
@@ -176,6 +177,15 @@ class LarderCache(AttachedCache):
             f"{type(self.attachment.module).__name__}): make one for this model."
         )
 
+    @property
+    def _is_user_defined(self) -> bool:
+        """Mark that `generate` sets on the cache that it is given, before its first call."""
+        return self._is_given
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, value: bool) -> None:
+        self._is_given, self.batch.num_chunks = value, 0
+
     def __bool__(self) -> bool:
         """False for Phi-3, whose `generate` drops a true cache where its frequencies change."""
         return not hasattr(self.attachment.module.config, ORIGINAL_LENGTH)
@@ -233,13 +243,14 @@ class LarderCache(AttachedCache):
         self.batch.records_past = self.batch.takes_candidates = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` columns, which were generated.
+        """Take back the last `-tokens_to_remove` columns.
 
         Args:
             tokens_to_remove: minus the number of columns.
 
         Raises:
-            CacheError: the number is positive, or not all were generated since the last plan.
+            CacheError: the number is positive, the policy evicts at every step, or a head has lost
+                an entry of the columns.
         """
         if tokens_to_remove > 0:
             raise CacheError(

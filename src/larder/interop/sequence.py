@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -16,10 +17,12 @@ from larder.core.errors import CacheError, UsageError
 from larder.core.images import NO_IMAGES, ImageSpans
 from larder.core.observation import Calibration, Prompts
 from larder.engine.progress_bar import progress_or_bar
+from larder.interop.dynamic_cache import FORMS
 from larder.models.calibration import calibrate
 from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment, Observer
 from larder.models.verification import check_tokenizer
+from larder.policy.compensation.drop import Drop
 from larder.prefill.base import run_steps
 from larder.prefill.decode_eviction import DecodeEviction
 from larder.prefill.memory import PeakMemoryMeter
@@ -110,6 +113,29 @@ class SequenceFactory:
 
 
 @dataclass(frozen=True)
+class RowColumns:
+    """Columns of a row of a batch: all, and those that hold no token of it."""
+
+    length: int = 0
+    empty: tuple[int, ...] = ()
+
+    def extended(self, columns: tuple[int, ...], num_columns: int) -> RowColumns:
+        """With the columns of a call, of which `columns` hold tokens."""
+        held = set(columns)
+        empty = tuple(self.length + c for c in range(num_columns) if c not in held)
+        return RowColumns(self.length + num_columns, self.empty + empty)
+
+    def without_last(self, num_columns: int) -> RowColumns:
+        """Without the last columns."""
+        length = self.length - num_columns
+        return RowColumns(length, tuple(c for c in self.empty if c < length))
+
+    def num_last_tokens(self, num_columns: int) -> int:
+        """Tokens in the last columns."""
+        return num_columns - sum(c >= self.length - num_columns for c in self.empty)
+
+
+@dataclass(frozen=True)
 class SequenceState:
     """State of a sequence before a call, to return to if the call fails."""
 
@@ -117,6 +143,7 @@ class SequenceState:
     plans: int
     eviction: DecodeEviction | None
     num_generated: int
+    columns: RowColumns
     has_ended: bool
 
 
@@ -135,6 +162,7 @@ class GeneratedSequence:
         self._runtime, self._prompts = runtime, prompts
         self._eviction: DecodeEviction | None = None
         self._num_generated, self._num_reserved = 0, 0
+        self._columns = RowColumns()
 
     def place(self, positions: Int[Tensor, "A N"]) -> None:
         """Record the positions of the next tokens where the model's RoPE counts several of each."""
@@ -162,7 +190,7 @@ class GeneratedSequence:
 
     def resume(self, cache: SequenceCache) -> None:
         """Continue with a cache in the form of the policy, in place of the own one."""
-        self.cache = cache
+        self.cache, self._columns = cache, RowColumns(cache.next_position)
         self._eviction = decode_planner(self._runtime, self.policy, [cache])
         self._num_generated, self._num_reserved, self.has_ended = 0, 0, False
 
@@ -202,13 +230,18 @@ class GeneratedSequence:
         self.cache.reserve(num_tokens)
         self._num_reserved = max(self._num_reserved, num_tokens)
 
-    def check_truncation(self, num_tokens: int) -> None:
-        """Check that the last tokens can be dropped: they were generated, and entries that they
-        moved out of sliding windows are still held.
+    def extend_columns(self, columns: tuple[int, ...], num_columns: int) -> None:
+        """Record the columns of a call, `num_columns` in all, of which some hold tokens."""
+        self._columns = self._columns.extended(columns, num_columns)
+
+    def check_truncation(self, num_columns: int) -> None:
+        """Check that the tokens of the last columns can be dropped: their entries, and those that
+        they moved out of sliding windows, are still held.
 
         Raises:
             CacheError: they cannot.
         """
+        num_tokens = self._columns.num_last_tokens(num_columns)
         if not num_tokens:
             return
         if self._eviction is not None:
@@ -219,18 +252,29 @@ class GeneratedSequence:
         limit = self._num_generated
         if any(layer.sliding_window is not None for layer in self.cache.spec.layers):
             limit = min(limit, self._num_reserved)
+        if num_tokens > limit and self._has_exact_entries():
+            limit = max(limit, num_last_entries(self.cache))
         if num_tokens > limit:
             raise CacheError(
-                f"{num_tokens} tokens cannot be taken back, because only the last {limit} were "
-                "generated since a plan and left sliding windows whole: take back fewer, or "
+                f"{num_tokens} tokens cannot be taken back, because only the last {limit} have "
+                "their entries in every head, and left sliding windows whole: take back fewer, or "
                 "continue with a fork() of the cache from before them."
             )
 
-    def truncate(self, num_tokens: int) -> None:
-        """Drop the last tokens, for which `check_truncation` passed."""
+    def _has_exact_entries(self) -> bool:
+        """True if entries are keys and values as the model made them, and nothing else."""
+        spec = self.cache.cache_spec
+        given = [option for option in spec.options().values() if option is not None]
+        return spec.form in FORMS and not given and self.policy.compensation == Drop()
+
+    def truncate(self, num_columns: int) -> None:
+        """Drop the tokens of the last columns, for which `check_truncation` passed."""
+        num_tokens = self._columns.num_last_tokens(num_columns)
+        self._columns = self._columns.without_last(num_columns)
         if num_tokens:
             self.cache.truncate(self.cache.next_position - num_tokens)
-            self._num_generated -= num_tokens
+            self._num_generated = max(0, self._num_generated - num_tokens)
+            self.has_ended = False
 
     def fork(self) -> GeneratedSequence:
         """Independent copy."""
@@ -246,6 +290,7 @@ class GeneratedSequence:
             self.cache.plans,
             self._eviction,
             self._num_generated,
+            self._columns,
             self.has_ended,
         )
 
@@ -256,7 +301,25 @@ class GeneratedSequence:
         else:
             self.cache.roll_back(state.checkpoint)
         self._eviction, self._num_generated = state.eviction, state.num_generated
-        self.has_ended = state.has_ended
+        self._columns, self.has_ended = state.columns, state.has_ended
+
+
+def num_last_entries(cache: SequenceCache) -> int:
+    """Number of last tokens that can be dropped, so that the cache is as before them: every head
+    holds their entries, and sliding windows those that the token in front of them saw.
+    """
+    length, limits = cache.next_position, list[int]()
+    for layer in cache.spec.holders:
+        entries = cache.entries(layer.index)
+        for own in entries.packed_positions().split(list(entries.lengths)):
+            if layer.sliding_window is not None:
+                first = int(own.min())
+                limits.append(length - (first + layer.sliding_window - 1) if first else length)
+                continue
+            last = torch.arange(length - len(own), length, device=own.device)
+            missing = (own != last).nonzero()
+            limits.append(len(own) - int(missing.max()) - 1 if len(missing) else len(own))
+    return max(0, min(limits))
 
 
 @dataclass(frozen=True)

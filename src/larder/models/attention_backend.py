@@ -228,7 +228,8 @@ def attend(
     if larder is None:
         raise ModelError(
             "The model was called without a forward batch of Larder: call it through larder, or "
-            "restore its own attention with Decoder.release()."
+            "restore its own attention with Decoder.release(). If another thread uses the model "
+            "with Larder, take a lock around its calls."
         )
     if attention_mask is not None and not _is_no_mask(attention_mask):
         raise ModelError(_given_mask(attention_mask))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -93,6 +95,22 @@ def without_adapter_wrapper(model: Any) -> Any:
             "Larder takes adapters of weights, such as LoRA."
         )
     return model.get_base_model()
+
+
+def check_one_adapter(body: nn.Module) -> None:
+    """Check that no adapter is named for each row of a batch.
+
+    Raises:
+        ModelError: peft was given `adapter_names`.
+    """
+    hooks = (vars(module)["_forward_pre_hooks"].values() for module in body.modules())
+    for hook in chain.from_iterable(hooks):
+        if isinstance(hook, partial) and "adapter_names" in hook.keywords:
+            raise ModelError(
+                "adapter_names has an adapter for each row, but the tokens of all rows go through "
+                "the model as one: call generate() for the rows of each adapter, with "
+                "set_adapter() before."
+            )
 
 
 def check_decoder(model: Any) -> None:
