@@ -326,6 +326,8 @@ class PrefillReader:
 
     def _holds(self, longest: int) -> bool:
         """True if `longest` entries per kv head are within the budget of every layer."""
+        if self.planner.budget.cuts_within_size:
+            return False
         spec, finest = self.decoder.spec, self.planner.storage.full_precision_entries
         return all(
             longest <= finest(quota, spec.layers[index], spec.dtype.itemsize) + self.recall_entries

@@ -40,6 +40,8 @@ class Budget(PolicyPart, ABC):
     protects_own_share: ClassVar[bool] = False
     # Whether all layers share one pool of entries, so that only their sum is bounded.
     has_shared_pool: ClassVar[bool] = False
+    # Whether a text is cut that fits into the budget as it is.
+    cuts_within_size: ClassVar[bool] = False
     # Whether `choose` gets layers that were cut again, as more layers are scored.
     replans: ClassVar[bool] = False
 

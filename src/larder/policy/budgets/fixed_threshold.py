@@ -4,7 +4,8 @@ Jegou and Jeblick, "KVzap: Fast, Adaptive, and Faithful KV Cache Pruning" (2026)
 drop what is below a threshold, and Zeng et al., "In-context KV-Cache Eviction for LLMs via
 Attention-Gate" (2024), arXiv:2410.12876, what a gate is below 1/2 for. How much stays then follows
 from the text. The size bounds it: where more is above the threshold, all heads of all layers
-compete as under `global`; `kept=1.0` leaves the threshold alone.
+compete as under `global`; `kept=1.0` leaves the threshold alone. What is read is cut at once; what
+is generated, when the size is exceeded.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class FixedThreshold(CrossLayerBudget):
     """
 
     score: float = 0.5
+    cuts_within_size = True
 
     def _choose(
         self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]

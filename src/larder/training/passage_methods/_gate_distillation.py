@@ -36,6 +36,7 @@ from larder.training.passage_method import (
 
 SAMPLED_WINDOWS = 8  # that give mean and variance of the hidden states
 WARM_UP = 0.1  # share of the steps in which the learning rate rises
+COMPARED_EVERY = 2  # one next token of so many is compared with the model's own
 
 Attention = TypeVar("Attention", bound=GatedAttention)
 
@@ -53,7 +54,7 @@ class GateDistillation(PassageMethod, Generic[Attention]):
     """
 
     inner: int = 72
-    window: int = 384
+    window: int = 256
     epochs: int = 1
     rate: float = 1e-2
 
@@ -149,8 +150,11 @@ class GateDistillation(PassageMethod, Generic[Attention]):
 def distilled(decoder: Decoder, attention: GatedAttention, ids: Sequence[int]) -> Float[Tensor, ""]:
     """Mean divergence of the model's next tokens under an attention from those under its own."""
     head, plain = LMHead(decoder.module), CausalAttention(lambda inputs: None)
-    teacher = head.logits(differentiable_states(decoder, ids, plain)).detach()
-    return distillation_loss(teacher, head.logits(attention.hidden_states(ids)))
+    teacher, student = (
+        head.logits(states[COMPARED_EVERY - 1 :: COMPARED_EVERY])
+        for states in (differentiable_states(decoder, ids, plain), attention.hidden_states(ids))
+    )
+    return distillation_loss(teacher.detach(), student)
 
 
 def token_windows(passages: Sequence[Passage], size: int) -> list[tuple[int, ...]]:

@@ -31,7 +31,7 @@ class RetentionGates(GateDistillation[DecayedAttention]):
         weight: of the hinge.
     """
 
-    bias: float = 5.0
+    bias: float = 4.5
     capacity: float = 0.125
     weight: float = 2.0
     first_maps = (FIRST,)

@@ -2,8 +2,8 @@
 
 Bui et al., "Cache What Lasts: Token Retention for Memory-Bounded KV Cache in LLMs" (2025),
 arXiv:2512.03324, section 4.2. The capacity is that of each head. Shrunk: inner size 72 in place of
-512, M an eighth of the passage, and a bias that begins at 5 where the paper has 10, since training
-here takes about a hundred steps.
+512, M an eighth of the passage, and a bias that begins at 4.5 (paper: 10), since training takes
+tens of steps here.
 """
 
 from __future__ import annotations
