@@ -16,6 +16,7 @@ from larder.core import CacheError, Folds, Ledger, Mode, ModelSpec, Plan, Residu
 from larder.ops import gaussian_grid
 from references import aqua as reference
 from references.transform import attention
+from second_device import OTHER, SecondDevice
 
 LAYERS = tuple(a_layer(2, 2, index=index) for index in range(3))
 WIDTH, SPEC = 16, ResidualSpec(bits=2, first_bits=4, sinks=2, recent=5)
@@ -89,7 +90,7 @@ def loop_token(position: int) -> list[tuple[list[float], list[float]]]:
             )
         ]
         token = keys, new.values[:, position].flatten().tolist()
-        own = AquaPredictions.load(layer, place, "")
+        own = AquaPredictions.load(layer, place, "", torch.device("cpu"))
         sides = [(side.weights.tolist(), side.bias.tolist()) for side in (own.keys, own.values)]
         grid = gaussian_grid(16 if place else 256).tolist()
         below = reference.decoded_layer(token, sides, below, grid, half)
@@ -321,3 +322,17 @@ def test_a_plan_that_keeps_all_changes_nothing() -> None:
     before = cache.state()
     cache.apply(1, Plan(torch.arange(2 * LONG), (LONG, LONG)))
     assert same_bits(cache.state(), before)
+
+
+def test_another_device_holds_the_same() -> None:
+    expected = numbers(filled(), 2)
+    with SecondDevice():
+        cache = SequenceCache(ModelSpec(LAYERS, torch.float32, OTHER), "residual", residual=SPEC)
+        for index, layer in enumerate(LAYERS):
+            new = draw(layer, LONG, 0, seed=index)
+            sides = (new.queries, new.keys, new.values, new.positions)
+            cache.attend(index, *(side.to(OTHER) for side in sides), Mode.APPEND, (LONG,))
+        cache.advance(LONG)
+        found = numbers(cache, 2)
+        assert found.device == OTHER
+        assert_close(found.cpu(), expected)

@@ -40,7 +40,7 @@ class AquaPredictions:
         """Short digest of the numbers, which tells one training from another."""
         found = hashlib.sha256()
         for tensor in self.tensors().values():
-            found.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+            found.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return found.hexdigest()[:16]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -64,8 +64,10 @@ class AquaPredictions:
         return AquaPredictions(*sides)
 
     @staticmethod
-    def load(layer: LayerSpec, place: int, fingerprint: str) -> AquaPredictions:
-        """Predictions of a layer of a trained model; caches of a model share them.
+    def load(
+        layer: LayerSpec, place: int, fingerprint: str, device: torch.device
+    ) -> AquaPredictions:
+        """Predictions of a layer of a trained model; caches of a model on a device share them.
 
         Args:
             place: of the layer among the managed ones.
@@ -80,7 +82,7 @@ class AquaPredictions:
             )
         path = aqua_path(fingerprint)
         try:
-            return _read(path, path.stat().st_mtime_ns, place)
+            return _read(path, path.stat().st_mtime_ns, place, device)
         except (OSError, KeyError):
             raise CacheError(
                 f"{path} has no predictions of layer {layer.index}: make them with "
@@ -94,7 +96,7 @@ def aqua_path(fingerprint: str) -> Path:
 
 
 @cache
-def _read(path: Path, modified: int, place: int) -> AquaPredictions:
+def _read(path: Path, modified: int, place: int, device: torch.device) -> AquaPredictions:
     """Predictions of one layer from a file as it was at a time.
 
     Raises:
@@ -106,7 +108,7 @@ def _read(path: Path, modified: int, place: int) -> AquaPredictions:
     names = [f"{side}.{part}" for side in SIDES for part in PARTS]
     try:
         with safe_open(path, framework="pt") as file:
-            own = {name: file.get_tensor(f"layers.{place}.{name}").float() for name in names}
+            own = [file.get_tensor(f"layers.{place}.{name}").float().to(device) for name in names]
     except SafetensorError as error:
         raise KeyError(str(error)) from None
-    return AquaPredictions.of(own)
+    return AquaPredictions.of(dict(zip(names, own, strict=True)))

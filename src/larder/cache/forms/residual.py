@@ -76,7 +76,7 @@ class ResidualLayer(MixedLayer):
     ) -> None:
         super().__init__(layer, RaggedLayer(layer, dtype, device, ledger))
         self.spec, self.place = spec, place
-        predictions = AquaPredictions.load(layer, place, spec.model)
+        predictions = AquaPredictions.load(layer, place, spec.model, device)
         width = layer.kv_heads * layer.head_dim
         bits = spec.bits if place else spec.first_bits
         self._coder = ResidualCoder(predictions, VectorQuantizer(width, bits))
