@@ -1,7 +1,7 @@
 """Log loss of the answers to questions about a text: a cartridge, and KVzip at as many entries.
 
 The text is a conversation whose questions have answers; none of them is trained on, since
-self-study sees the text alone. Each answer is scored behind its question, and so are seven answers
+self-study sees the text alone. Each answer is scored behind its question, and so are three answers
 to other questions: since a cartridge also learns how short an answer is, the share of questions
 whose own answer is the likeliest says what it knows. With --train the cartridge is trained first,
 as `larder train cartridge FILE --slots N` does.
@@ -28,7 +28,7 @@ from larder.models import BatchSegment, cartridge_path
 from larder.session import read_conversation
 from larder.training import CartridgeSettings, StudyCounts, train_cartridge
 
-OTHERS = 7  # answers that an answer is compared with
+OTHERS = 3  # answers that an answer is compared with
 POLICIES = {
     "full": "whole() > unlimited()",
     "cartridge": "cartridge(slots={slots}) > unlimited()",
