@@ -1,4 +1,4 @@
-"""Random weights for every learned gate, so that small models can run under policies with one."""
+"""Random weights of all learned methods, so that small models can run under policies with one."""
 
 from __future__ import annotations
 
@@ -41,3 +41,16 @@ def random_weights(name: str, gate: GateProvider, spec: ModelSpec, seed: int = 0
 def give_gates(decoder: Decoder) -> None:
     for name, gate in every_gate().items():
         decoder.gates.put(name, gate, random_weights(name, gate, decoder.spec))
+    decoder.soft_prompts.put("lookahead_kv", random_soft_prompt(decoder))
+
+
+def random_soft_prompt(decoder: Decoder, seed: int = 0) -> list[dict[str, Tensor]]:
+    """Learned tokens and updates of rank 2, as large as the weights."""
+    source = torch.Generator().manual_seed(seed)
+    layers: list[dict[str, Tensor]] = [{} for _ in decoder.spec.managed]
+    for own, linears in zip(layers, decoder.soft_prompts.modules.linears, strict=True):
+        for name, linear in linears.items():
+            own[f"{name}.down"] = torch.randn(2, linear.in_features, generator=source) / 8
+            own[f"{name}.up"] = torch.randn(linear.out_features, 2, generator=source) / 8
+    layers[0]["embeddings"] = torch.randn(32, decoder.spec.width, generator=source)
+    return layers

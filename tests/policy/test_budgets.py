@@ -160,6 +160,7 @@ def measured(sigma: list[float]) -> dict[str, tuple[float, ...]]:
         "retrieval": tuple(number for size in sizes for number in (size, size / 2)),
         "reasoning": tuple(number for size in sizes for number in (size / 3, size)),
         "streaming_error": tuple(number for size in sizes for number in (size / 2, 0.5)),
+        "duo_attention": tuple(number for size in sizes for number in (size, 0.4)),
         "reconstruction": tuple(number for size in sizes for number in (0.3, size)),
         "echo": tuple(number for size in sizes for number in (0.5 - size, size)),
         "utility": tuple(

@@ -99,6 +99,14 @@ def test_repeats_choose_echo_and_induction_heads() -> None:
     assert RetrievalHeads(trial=Trial.PASSKEYS).required_calibrations() == {"streaming_error"}
 
 
+def test_trained_gates_choose_heads_by_quantile() -> None:
+    part = RetrievalHeads(share=0.5, trial=Trial.GATES)
+    assert part.required_calibrations() == {"duo_attention"}
+    gates = {"duo_attention": (1.0, 0.1, 0.0, 0.3)}
+    assert part.head_weights(gates) == (1.0, 0.0, 0.0, 1.0)
+    assert part.layer_tokens(60, 2, 20, 100, gates) == (60, 60)
+
+
 def test_squeezed_layers_give_to_the_others() -> None:
     facts = {"squeeze": (0.2, 0.3, 0.6, 0.95, 0.96)}
     assert highest_group(facts["squeeze"]) == 0.95

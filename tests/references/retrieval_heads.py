@@ -25,6 +25,8 @@ def choose(
 def retrieval_heads(part: Any, facts: Any) -> set[int]:
     if part.trial.value == "passkeys":
         return best(facts["streaming_error"], part.share)
+    if part.trial.value == "gates":
+        return best(facts["duo_attention"], part.share)
     if part.trial.value == "copy":
         return best(facts["reconstruction"], part.share)
     return best(facts["echo"], part.share / 15) | best(facts["induction"], part.share * 14 / 15)

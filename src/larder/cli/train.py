@@ -28,8 +28,8 @@ MethodName = Annotated[
     typer.Argument(
         metavar="METHOD",
         help="kvzap, kvzap_mlp, fast_kvzip or locret; labels, which these begin with; trim, "
-        "global_retention, attention_gate or aqua, which need none; predictive, for the codecs of "
-        "that name; or cartridge, for one FILE.",
+        "global_retention, attention_gate, aqua, duo_attention or lookahead_kv, which need none; "
+        "predictive, for the codecs of that name; or cartridge, for one FILE.",
     ),
 ]
 CartridgeText = Annotated[

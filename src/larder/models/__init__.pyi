@@ -78,6 +78,7 @@ from .measurements._needles import NeedleSettings as NeedleSettings
 from .measurements._repeated_text import random_tokens as random_tokens
 from .measurements.base import Granularity as Granularity
 from .measurements.base import SampleText as SampleText
+from .measurements.duo_attention import TrainedGates as TrainedGates
 from .measurements.echo import Echo as Echo
 from .measurements.eviction_error import EvictionErrorMeasurement as EvictionErrorMeasurement
 from .measurements.induction import Induction as Induction

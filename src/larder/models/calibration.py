@@ -97,7 +97,7 @@ def _cached_measurement(decoder: Decoder, sample: SampleText, name: str) -> tupl
     measurement: Measurement = MEASUREMENTS.load(name)()
     count = _expected_count(decoder, measurement, name)
     path, profile = _calibration_file(decoder, name), asdict(measurement)  # pyright: ignore
-    known = _load_values(path, profile, count)
+    known = _load_values(path, profile, count) if measurement.has_cache else None
     if known is not None and measurement.has_files(path.parent):
         return known
     values = measurement.measure_into(path.parent, decoder, sample)
@@ -106,7 +106,8 @@ def _cached_measurement(decoder: Decoder, sample: SampleText, name: str) -> tupl
             f"Measuring {name!r} gave {len(values)} numbers where {count} finite ones are needed: "
             "this model cannot be calibrated so, choose a part without this calibration."
         )
-    _save_values(path, profile, values)
+    if measurement.has_cache:
+        _save_values(path, profile, values)
     return values
 
 

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from larder.models.kv_cost import ModelShape
     from larder.models.learned_weights import LearnedGates
     from larder.models.recompute import KVRecompute
+    from larder.models.soft_prompt import LearnedSoftPrompts
 
 # Providers of activations, by name.
 Inputs = Mapping[str, ActivationProvider]
@@ -284,6 +285,15 @@ class Decoder:
         from larder.models.learned_weights import LearnedGates
 
         return LearnedGates(self.spec, self.attentions)
+
+    @cached_property
+    def soft_prompts(self) -> LearnedSoftPrompts:
+        """Learned tokens of scratch passes of this model."""
+        from larder.models.soft_prompt import LearnedSoftPrompts, SoftPromptModules
+
+        embedding = self.module.get_input_embeddings()
+        managed = [self.attentions[layer.index] for layer in self.spec.managed]
+        return LearnedSoftPrompts(self.spec, SoftPromptModules.of(self.body, embedding, managed))
 
     @cached_property
     def _head(self) -> LMHead:

@@ -79,6 +79,7 @@ from .providers.base import GradientProvider as GradientProvider
 from .providers.base import ImageProvider as ImageProvider
 from .providers.base import Kind as Kind
 from .providers.base import Provider as Provider
+from .providers.base import SoftPromptProvider as SoftPromptProvider
 from .providers.base import TokenProvider as TokenProvider
 from .providers.base import VocabularyProvider as VocabularyProvider
 from .providers.base import WeightProvider as WeightProvider

@@ -36,6 +36,7 @@ from larder.policy.providers.base import (
     ActivationProvider,
     GradientProvider,
     Provider,
+    SoftPromptProvider,
     TokenProvider,
     select_providers,
 )
@@ -121,6 +122,11 @@ class Planner:
     def gradient_providers(self) -> Mapping[str, GradientProvider]:
         """Providers of numbers from gradients of a scratch pass, by name."""
         return select_providers(self.providers, GradientProvider)
+
+    @cached_property
+    def soft_prompt_providers(self) -> Mapping[str, SoftPromptProvider]:
+        """Providers of learned tokens of scratch passes, by name."""
+        return select_providers(self.providers, SoftPromptProvider)
 
     @cached_property
     def calibrations(self) -> frozenset[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -213,7 +214,7 @@ class PrefillReader:
             phases, slopes = [ScoringPhase.ACCUMULATE], self._gradients([lane.cache], [each])
             scoring.begin_pass([each], phases, each.tokens, slopes)
             prompt = BatchSegment(lane.cache, each.ids, shift=each.shift)
-            self.decoder.read([prompt], Mode.SCRATCH, scoring, inputs)
+            self._read_scratch([prompt], scoring)
 
     def _scratch_steps(
         self,
@@ -240,7 +241,14 @@ class PrefillReader:
             eviction.begin_pass(drafted, [phase] * len(drafted), scratch_tokens, slopes)
             pairs = zip(caches, drafted, strict=True)
             rows = [BatchSegment(cache, each.ids, shift=each.shift) for cache, each in pairs]
-            self.decoder.read(rows, Mode.SCRATCH, eviction, self.planner.activation_providers)
+            self._read_scratch(rows, eviction)
+
+    def _read_scratch(self, rows: Sequence[BatchSegment], observer: EvictionPass) -> None:
+        """Read scratch prompts, of learned tokens where the policy names any."""
+        with ExitStack() as contexts:
+            for name, provider in self.planner.soft_prompt_providers.items():
+                contexts.enter_context(self.decoder.soft_prompts.soft_pass(name, provider))
+            self.decoder.read(rows, Mode.SCRATCH, observer, self.planner.activation_providers)
 
     def _gradients(
         self, caches: Sequence[SequenceCache], prompts: Sequence[ScratchPrompt]

@@ -52,6 +52,17 @@ from .passage_methods._gate_distillation import token_windows as token_windows
 from .passage_methods._retention_gates import excess as excess
 from .passage_methods.aqua import AquaTraining as AquaTraining
 from .passage_methods.aqua import read_samples as read_samples
+from .passage_methods.duo_attention import DuoAttentionGates as DuoAttentionGates
+from .passage_methods.duo_attention import MixedAttention as MixedAttention
+from .passage_methods.duo_attention import answers_right as answers_right
+from .passage_methods.duo_attention import rate_share as rate_share
+from .passage_methods.duo_attention import streaming_attention as streaming_attention
+from .passage_methods.lookahead_kv import LookaheadTraining as LookaheadTraining
+from .passage_methods.lookahead_kv import best_share as best_share
+from .passage_methods.lookahead_kv import divergence as divergence
+from .passage_methods.lookahead_kv import greedy_answer as greedy_answer
+from .passage_methods.lookahead_kv import predicted_shares as predicted_shares
+from .passage_methods.lookahead_kv import read_prompt as read_prompt
 from .predictive import PredictiveSettings as PredictiveSettings
 from .predictive import fit_side as fit_side
 from .predictive import train_predictive as train_predictive

@@ -57,6 +57,7 @@ class Passage:
 
     Args:
         ids: token ids, chat template included.
+        predicting: indices of the tokens that predict an answer; empty where none is asked for.
     """
 
     document: str
@@ -64,6 +65,7 @@ class Passage:
     split: CorpusSplit
     number: int
     ids: tuple[int, ...]
+    predicting: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

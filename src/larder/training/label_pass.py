@@ -94,7 +94,7 @@ def _layer_labels(
     best: LayerLabels = {WEIGHT: nothing, PLUS: nothing, LOGIT: nothing}
     rows = torch.arange(text.copy, len(text.ids))
     for some in rows.split(CHUNK_TOKENS):
-        logits, weights = _attention(inputs, int(some[0]), len(some))
+        logits, weights = row_attention(inputs, int(some[0]), len(some))
         seen, shares = logits[..., : text.context], weights[..., : text.context]
         written = shares * sizes[:, :, None] / norms[some, None]
         for name, numbers in ((LOGIT, seen), (WEIGHT, shares), (PLUS, written)):
@@ -112,7 +112,7 @@ def written_sizes(
     return squares.clamp(min=0).sqrt()
 
 
-def _attention(
+def row_attention(
     inputs: AttentionInputs, first: int, count: int
 ) -> tuple[Float[Tensor, "K R Q S"], Float[Tensor, "K R Q S"]]:
     """Logits and softmax weights of `count` queries over all tokens up to the last of them."""

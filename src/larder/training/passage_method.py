@@ -55,6 +55,14 @@ class PassageMethod(ABC):
     The name of the file is that of the policy part whose weights are trained.
     """
 
+    def passages(
+        self, corpus: Corpus, adapter: TokenizerAdapter, limits: PassageLimits
+    ) -> dict[CorpusSplit, list[Passage]]:
+        """Passages of each split that the method is trained and tested on; by default the plain
+        text of documents.
+        """
+        return select_passages(corpus.passages(adapter, limits.passage_tokens, limits.seed), limits)
+
     @abstractmethod
     def fit(
         self, decoder: Decoder, passages: Sequence[Passage], seed: int, progress: Progress
@@ -91,7 +99,7 @@ def train_on_passages(
     Raises:
         ModelError: there is nothing to train on, or training diverged.
     """
-    chosen = select_passages(corpus.passages(adapter, limits.passage_tokens, limits.seed), limits)
+    chosen = method.passages(corpus, adapter, limits)
     trained = chosen[CorpusSplit.TRAIN]
     if not trained:
         raise ModelError(

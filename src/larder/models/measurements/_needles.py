@@ -25,18 +25,25 @@ class HiddenNeedle:
 
     Args:
         needle: tokens [start, stop) of the sentence.
+        question: index of the first token of its question.
         predicting: indices of the tokens that predict the tokens of the answer.
     """
 
     needle: tuple[int, int]
+    question: int
     predicting: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class NeedlePassage:
-    """Token ids of the passage, with its hidden sentences."""
+    """Token ids of the passage, with its hidden sentences.
+
+    Args:
+        context: tokens before the questions.
+    """
 
     ids: tuple[int, ...]
+    context: int
     needles: tuple[HiddenNeedle, ...]
 
     @property
@@ -66,9 +73,19 @@ class NeedleSettings:
             )
 
     def passage(self, sample: SampleText) -> NeedlePassage:
-        """Text with the hidden sentences, followed by all questions and answers."""
-        names, answers = self._drawn(sample)
-        text, ids = sample.ids(self.tokens), list[int]()
+        """Bundled text with the hidden sentences, followed by all questions and answers."""
+        return self.hidden_in(sample.ids(self.tokens), sample, SEED)
+
+    def hidden_in(self, text: Sequence[int], sample: SampleText, seed: int) -> NeedlePassage:
+        """Another text with the hidden sentences, followed by all questions and answers.
+
+        Args:
+            text: token ids, all of which stay.
+            sample: text whose words are hidden.
+            seed: of the drawn words.
+        """
+        names, answers = self._drawn(sample, seed)
+        ids = list[int]()
         needles: list[tuple[int, int]] = []
         for place, (name, answer) in enumerate(zip(names, answers, strict=True)):
             cuts = [len(text) * side // self.count for side in (place, place + 1)]
@@ -77,19 +94,22 @@ class NeedleSettings:
             ids += [*sample.encode(NEEDLE_TEMPLATE.format(name=name)), *answer, *sample.encode(".")]
             needles.append((start, len(ids)))
             ids += text[sum(cuts) // 2 : cuts[1]]
-        predicting: list[tuple[int, ...]] = []
+        context, questions, predicting = len(ids), list[int](), list[tuple[int, ...]]()
         for name, answer in zip(names, answers, strict=True):
+            questions.append(len(ids))
             ids += sample.encode(QUESTION_TEMPLATE.format(name=name))
             predicting.append(tuple(range(len(ids) - 1, len(ids) - 1 + len(answer))))
             ids += [*answer, *sample.encode(".")]
-        pairs = zip(needles, predicting, strict=True)
+        hidden = zip(needles, questions, predicting, strict=True)
         return NeedlePassage(
-            tuple(ids), tuple(HiddenNeedle(needle, rows) for needle, rows in pairs)
+            tuple(ids),
+            context,
+            tuple(HiddenNeedle(needle, question, rows) for needle, question, rows in hidden),
         )
 
-    def _drawn(self, sample: SampleText) -> tuple[list[str], list[Sequence[int]]]:
+    def _drawn(self, sample: SampleText, seed: int) -> tuple[list[str], list[Sequence[int]]]:
         """Names and answers as tokens, drawn deterministically from the sample text."""
-        source = torch.Generator().manual_seed(SEED)
+        source = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(sample.words), generator=source).tolist()
         drawn = [sample.words[place] for place in order]
         names = [word.capitalize() for word in drawn[: self.count]]

@@ -84,6 +84,8 @@ class Measurement(ABC):
     """Base class of measurements: frozen dataclasses whose fields are stored with the values."""
 
     granularity: ClassVar[Granularity]
+    # Whether numbers are kept in a file of their own; others are read again each time.
+    has_cache: ClassVar[bool] = True
 
     @abstractmethod
     def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:

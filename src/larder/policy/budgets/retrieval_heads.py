@@ -1,13 +1,14 @@
 """Head budgets for retrieval heads only; streaming heads keep the protected tokens.
 
-Three published methods: `trial="repeats"` is Tang et al., "RazorAttention: Efficient KV Cache
+Published methods: `trial="repeats"` is Tang et al., "RazorAttention: Efficient KV Cache
 Compression Through Retrieval Heads" (2024), arXiv:2407.15891, section 3.2: retrieval heads are
 those that look most at what followed the same token before (14 of 15 of them) or at the same token
-(1 of 15), in a random text that is repeated. `trial="passkeys"` is Xiao et al., "DuoAttention:
-Efficient Long-Context LLM Inference with Retrieval and Streaming Heads" (2024), arXiv:2410.10819:
-those for which it makes most difference to see the first and the latest tokens only; we test it
-(`streaming_error`), where the paper trains gates. `trial="copy"` is Kim et al., "KVzip:
-Query-Agnostic KV Cache Compression with Context Reconstruction" (2025), arXiv:2505.23416,
+(1 of 15), in a random text that is repeated. `trial="passkeys"` and `trial="gates"` are Xiao et
+al., "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads" (2024),
+arXiv:2410.10819: those for which it makes most difference to see the first and the latest tokens
+only. The first tests one head at a time (`streaming_error`), the second takes the gates that the
+paper trains, of all heads together (`larder train duo_attention`). `trial="copy"` is Kim et al.,
+"KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction" (2025), arXiv:2505.23416,
 context-independent: those that look hardest at some token of a text while the model repeats it
 (`reconstruction`).
 
@@ -39,14 +40,21 @@ SLIP = 1e-9  # so that .15 of 20 are 3
 
 
 class Trial(Enum):
-    """Measurement of retrieval heads: repeated text, loss on hidden sentences, or copied text."""
+    """Measurement of retrieval heads: repeated text, loss on hidden sentences, trained gates, or
+    copied text.
+    """
 
     REPEATS = "repeats"
     PASSKEYS = "passkeys"
+    GATES = "gates"
     COPY = "copy"
 
 
-SINGLE = {Trial.PASSKEYS: "streaming_error", Trial.COPY: "reconstruction"}
+SINGLE = {
+    Trial.PASSKEYS: "streaming_error",
+    Trial.GATES: "duo_attention",
+    Trial.COPY: "reconstruction",
+}
 
 
 @dataclass(frozen=True)
@@ -56,13 +64,13 @@ class RetrievalHeads(Budget):
     Args:
         share: of the model's kv heads that are retrieval heads, in (0, 1], rounded up. The papers
             take 0.15 (RazorAttention), and 0.25 or, with grouped heads, 0.5 (DuoAttention).
-        trial: `repeats`, `passkeys` or `copy`.
+        trial: `repeats`, `passkeys`, `gates` or `copy`.
     """
 
     share: float = 0.15
     trial: Trial = Trial.REPEATS
     separates_streaming_heads = True
-    calibrations = frozenset({"echo", "induction", "streaming_error", "reconstruction"})
+    calibrations = frozenset({"echo", "induction", *SINGLE.values()})
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -11,6 +11,7 @@ A part names the providers that it reads in `needs`, by their file names:
 | `WeightProvider` | weights of an attention module | `Observation.inputs[name]` |
 | `GradientProvider` | gradients of a scratch pass | `Observation.inputs[name]` |
 | `DraftProvider` | logits behind a scratch prompt | queries of the drafted tokens |
+| `SoftPromptProvider` | learned tokens of a scratch pass | queries of the scratch prompt |
 | `VocabularyProvider` | texts of all tokens | `Observation.lexicon[name]` |
 
 A column, read by `Entries.column(name)`, has one number per entry: the cache keeps, forks, saves
@@ -177,6 +178,29 @@ class DraftProvider(Provider, ABC):
     @abstractmethod
     def next_tokens(self, logits: Float[Tensor, "N V"]) -> list[int]:
         """Next token of each prompt, from the float32 logits behind it."""
+
+
+class SoftPromptProvider(Provider, ABC):
+    """Learned vectors that a scratch pass reads in place of its tokens' embeddings, and low-rank
+    updates of linear layers in that pass.
+
+    The weights are those that `larder train` made for the model (`larder.models.learned_weights`).
+    """
+
+    @property
+    @abstractmethod
+    def tokens(self) -> int:
+        """Learned vectors, which is the length of the scratch prompt."""
+
+    @abstractmethod
+    def scale(self, rank: int) -> float:
+        """Factor on a low-rank update."""
+
+    @abstractmethod
+    def shapes(
+        self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
+    ) -> Mapping[str, tuple[int, ...]]:
+        """Shape that each tensor of a layer must have, as of `GateProvider.shapes`."""
 
 
 class VocabularyProvider(Provider, ABC):

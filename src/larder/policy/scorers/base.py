@@ -150,6 +150,12 @@ def with_pass_keys(seen: Observation, entries: Entries) -> Entries:
     )
 
 
+def without_pass_keys(seen: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:
+    """Packed numbers of the cached entries, of those of `with_pass_keys`."""
+    pairs = zip(heads, seen.entries.lengths, strict=True)
+    return torch.cat([head[:length] for head, length in pairs])
+
+
 def select_keys(seen: Observation, marked: PackedMask) -> Entries:
     """Entries that a packed mask marks, with zeros for values."""
     marks = torch.split(marked, list(seen.entries.lengths))

@@ -23,13 +23,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from larder.core.observation import Observation, Prompts, ScratchPrompt
 from larder.core.types import Packed, Variant
 from larder.policy.attention_reduction import ObservationWindow
-from larder.policy.scorers.base import AttentionScorer, with_pass_keys
+from larder.policy.scorers.base import AttentionScorer, with_pass_keys, without_pass_keys
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,7 @@ class Patched(AttentionScorer):
         )
 
     def finish(self, seen: Observation, heads: list[Tensor]) -> Packed:
-        pairs = zip(heads, seen.entries.lengths, strict=True)
-        return torch.cat([head[:length] for head, length in pairs])
+        return without_pass_keys(seen, heads)
 
 
 Part = Patched

@@ -1,0 +1,33 @@
+"""`lookahead_kv`: the mean weight that the tokens of the pass give an entry; a learned pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from larder.core import Observation
+from references.attention_loop import group_of, heads_of, plain_weights
+
+
+def scores(part: Any, seen: Observation) -> list[list[float]]:
+    del part
+    found, queries = [], seen.queries.shape[1]
+    for head in heads_of(seen):
+        shown, own = [True] * seen.entries.lengths[head], list(group_of(seen, head))
+        sums = [0.0] * len(shown)
+        for query_head in own:
+            for query in range(queries):
+                row = plain_weights(seen, query_head, query, shown)
+                sums = [a + b for a, b in zip(sums, row, strict=True)]
+        found.append([total / (len(own) * queries) for total in sums])
+    return found
+
+
+def updated(weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    """Weights of a linear layer with the update of rank len(down), alpha 32."""
+    out = weight.clone()
+    for row in range(len(out)):
+        for one in range(len(down)):
+            out[row] += 32 / len(down) * up[row, one] * down[one]
+    return out
