@@ -74,6 +74,8 @@ from .loader import torch_dtype as torch_dtype
 from .loader import with_adapters as with_adapters
 from .loader import wrap_model as wrap_model
 from .measurements._attention_capture import squared_errors as squared_errors
+from .measurements._needles import HiddenNeedle as HiddenNeedle
+from .measurements._needles import NeedlePassage as NeedlePassage
 from .measurements._needles import NeedleSettings as NeedleSettings
 from .measurements._repeated_text import random_tokens as random_tokens
 from .measurements.base import Granularity as Granularity

@@ -289,11 +289,9 @@ class Decoder:
     @cached_property
     def soft_prompts(self) -> LearnedSoftPrompts:
         """Learned tokens of scratch passes of this model."""
-        from larder.models.soft_prompt import LearnedSoftPrompts, SoftPromptModules
+        from larder.models.soft_prompt import LearnedSoftPrompts
 
-        embedding = self.module.get_input_embeddings()
-        managed = [self.attentions[layer.index] for layer in self.spec.managed]
-        return LearnedSoftPrompts(self.spec, SoftPromptModules.of(self.body, embedding, managed))
+        return LearnedSoftPrompts(self.module, self.body, self.spec, self.attentions)
 
     @cached_property
     def _head(self) -> LMHead:

@@ -121,10 +121,19 @@ def _adding(
 
 
 class LearnedSoftPrompts:
-    """Learned tokens of one model by provider, loaded when first asked for."""
+    """Learned tokens of one model by provider, loaded when first asked for.
 
-    def __init__(self, spec: ModelSpec, modules: SoftPromptModules) -> None:
-        self.modules = modules
+    Args:
+        module: the model.
+        body: its layers, without the head.
+        attentions: attention module of each layer, by its index.
+    """
+
+    def __init__(
+        self, module: Any, body: nn.Module, spec: ModelSpec, attentions: Mapping[int, nn.Module]
+    ) -> None:
+        managed = [attentions[layer.index] for layer in spec.managed]
+        self.modules = SoftPromptModules.of(body, module.get_input_embeddings(), managed)
         self._spec = spec
         self._layers = dict[str, Sequence[LayerTensors]]()
 
