@@ -34,6 +34,7 @@ from larder.models.forward_batch import (
 from larder.models.introspection import (
     call_uncached,
     check_unchanged,
+    latent_hooks,
     survey_model,
     switch_attention,
 )
@@ -97,7 +98,7 @@ class Decoder:
         self.captured: CapturedSteps | None = None  # decode steps as graphs
         try:
             switch_attention(module, attention_backend.NAME)
-            self._latent_hooks = _latent_hooks(self.body)
+            self._latent_hooks = latent_hooks(self.body)
             self.spec, self._recurrent = survey_model(module, self.body)
         except BaseException:
             self.release()
@@ -195,10 +196,9 @@ class Decoder:
         parts = iter(self._hidden(longer, Mode.SCRATCH, None) if longer else ())
         nothing = self.no_states()
         passed = [next(parts) if len(segment.ids) > 1 else nothing for segment in segments]
-        pairs = zip(segments, passed, strict=True)
         return [
             self._token_numbers(segment, segment.cache.latest.tail, part, providers)
-            for segment, part in pairs
+            for segment, part in zip(segments, passed, strict=True)
         ]
 
     @torch.no_grad()
@@ -473,15 +473,6 @@ class AppendCall:
         parts = new_hidden(self.batch.segments, hidden[0].to(device))
         _save_tails(self.batch.segments, parts)
         return parts
-
-
-def _latent_hooks(body: nn.Module) -> list[Any]:
-    """Handles of the hooks on modules that cache latents; few models have any."""
-    if not any(name.endswith("kv_b_proj") for name, _ in body.named_modules()):
-        return []
-    from larder.models.latent_attention import hook_latent_attention
-
-    return hook_latent_attention(body)
 
 
 def _with_earlier_tokens(segments: Sequence[BatchSegment], mode: Mode) -> list[BatchSegment]:

@@ -174,6 +174,15 @@ def call_uncached(
     return out.last_hidden_state[0]
 
 
+def latent_hooks(body: nn.Module) -> list[Any]:
+    """Handles of the hooks on modules that cache latents; few models have any."""
+    if not any(name.endswith("kv_b_proj") for name, _ in body.named_modules()):
+        return []
+    from larder.models.latent_attention import hook_latent_attention
+
+    return hook_latent_attention(body)
+
+
 @torch.no_grad()
 def survey_model(module: Any, body: Any) -> tuple[ModelSpec, RecurrentModules]:
     """Specification of a model's caches, and its recurrent layers, from calls of its layers.

@@ -21,7 +21,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from larder.core.errors import BadParameter
@@ -38,6 +38,7 @@ from larder.ops.attention import masked_attention
 from larder.prefill.base import Progress
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from larder.training.corpus import Corpus, CorpusSplit, Passage
+from larder.training.gated_attention import token_ages, visible_tokens
 from larder.training.passage_method import PassageLimits, PassageMethod, differentiable_states
 
 RAMP = 5  # the learning rate rises over the first of so many parts, and falls over the last
@@ -77,34 +78,19 @@ def streaming_attention(inputs: AttentionInputs, sinks: int, recent: int) -> Que
         recent: latest tokens that a token sees, its own included; with as many as the text has it
             sees all before it.
     """
-    total, outs = inputs.queries.shape[1], list[Queries]()
+    total, outs, ages = inputs.queries.shape[1], list[Queries](), token_ages(inputs)
+    seen = visible_tokens(inputs, ages)
+    seen &= (torch.arange(total, device=ages.device) < sinks) | (ages < recent)
     for start in range(0, total, BLOCK):
         stop = min(start + BLOCK, total)
         first = max(start - recent + 1, 0)
         early = min(sinks, first)
-        keys, values = (
-            torch.cat([own[:, :early], own[:, first:stop]], 1)
-            for own in (inputs.keys, inputs.values)
+        keys, values, own = (
+            torch.cat([each[:, :early], each[:, first:stop]], 1)
+            for each in (inputs.keys, inputs.values, seen[start:stop])
         )
-        places = torch.arange(stop, device=keys.device)
-        rows, columns = places[start:], torch.cat([places[:early], places[first:]])
-        seen = _visible(inputs, rows, columns)
-        seen &= (columns < sinks) | (rows[:, None] - columns < recent)
-        outs.append(_attention(inputs, inputs.queries[:, start:stop], keys, values, seen))
+        outs.append(_attention(inputs, inputs.queries[:, start:stop], keys, values, own))
     return torch.cat(outs, 1)
-
-
-def _visible(
-    inputs: AttentionInputs, rows: Int[Tensor, " Q"], columns: Int[Tensor, " S"]
-) -> Bool[Tensor, "Q S"]:
-    """Mask of what tokens see in a layer of the model itself."""
-    back = rows[:, None] - columns
-    seen = back >= 0
-    if inputs.sliding_window is not None:
-        seen &= back < inputs.sliding_window
-    if inputs.chunk is not None:
-        seen &= rows[:, None] // inputs.chunk == columns // inputs.chunk
-    return seen
 
 
 def _attention(
