@@ -33,6 +33,7 @@ from .label_pass import STATES as STATES
 from .label_pass import WEIGHT as WEIGHT
 from .label_pass import CopyPass as CopyPass
 from .label_pass import label_layers as label_layers
+from .label_pass import row_attention as row_attention
 from .labels import LabelFile as LabelFile
 from .labels import LabelSettings as LabelSettings
 from .labels import Shard as Shard
