@@ -78,8 +78,9 @@ class VectorQuantizer:
         """Numbers of codes, in float32."""
         order = hadamard_order(self.width)
         names = unpack_codes(codes.packed, PAIR * self.bits, self.width // PAIR)
-        unit = gaussian_grid(self._points).to(codes.packed.device)[names.long()]
-        turned = unit.reshape(len(codes), -1, order) * codes.scales.float()[..., None]
+        points = gaussian_grid(self._points).to(names.device).view(torch.float64).flatten()
+        unit = points.index_select(0, names.flatten().int()).view(torch.float32)  # pairs at once
+        turned = unit.view(len(codes), -1, order) * codes.scales.float()[..., None]
         return (turned @ hadamard(order).to(turned.device).T).flatten(1)
 
     def nothing(self, device: torch.device) -> VectorCodes:
