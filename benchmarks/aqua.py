@@ -8,7 +8,7 @@ caches in turn. Weights are those of `larder train`:
     larder train aqua --model smollm2 --corpus FOLDER --held-out SOURCE
     python benchmarks/aqua.py --model smollm2 --corpus FOLDER --held-out SOURCE
 
-One document of 1024 tokens takes about 20 seconds of one core.
+One document of 1024 tokens takes about 40 seconds of one core.
 """
 
 from __future__ import annotations

@@ -268,7 +268,9 @@ def study_loss(
     batch: StudyBatch,
 ) -> Float[Tensor, ""]:
     """Mean cross-entropy of the model with slots against the teacher's log-probabilities."""
-    places = torch.cat([torch.arange(length) for length in batch.lengths]) + text_tokens
+    device = keys[0].device
+    starts = [torch.arange(length, device=device) for length in batch.lengths]
+    places = torch.cat(starts) + text_tokens
     attention = SlotAttention(keys, values, batch.lengths)
     states = differentiable_states(decoder, batch.ids, attention, places)
     logits = head.logits(states[list(batch.rows)]).log_softmax(-1)
