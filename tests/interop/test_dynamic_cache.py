@@ -134,6 +134,23 @@ def test_tokens_read_by_the_model_itself_keep_their_positions(llama: Any) -> Non
 
 
 @torch.no_grad()
+def test_tokens_of_before_the_export_are_taken_back(llama: Any) -> None:
+    """Where every head holds their entries; later tokens then have their positions."""
+    cache = read_cache(llama, SNAPKV, text())  # protects the last 4
+    exported = cache.to_dynamic_cache()
+    with pytest.raises(CacheError, match="-?40 tokens cannot be cropped .* before the export"):
+        exported.crop(-40)
+    exported.crop(-3)
+    llama(text(5, seed=5), past_key_values=exported)
+    back = LarderCache.from_dynamic_cache(llama, exported, SNAPKV, 24)
+    assert back.get_seq_length() == 52
+    mine, theirs = back.sequences[0].entries(1), cache.sequences[0].entries(1)
+    for head in range(2):
+        expected = [*theirs.head_positions(head)[:-3].tolist(), *range(47, 52)]
+        assert mine.head_positions(head).tolist() == expected
+
+
+@torch.no_grad()
 def test_what_the_model_has_cached_comes_under_a_policy(llama: Any) -> None:
     own = DynamicCache(config=llama.config)
     llama(text(), past_key_values=own)
@@ -196,9 +213,6 @@ def test_caches_that_cannot_be_taken_over(llama: Any, models: Any) -> None:
         taken(llama, exported, "full")
     with pytest.raises(CacheError, match="more of an entry than key, value and position"):
         taken(llama, exported, "protect(sinks=2, recent=8) > column_mass() > uniform()", 24)
-    exported.crop(-3)
-    with pytest.raises(CacheError, match="3 entries of before the export were cropped"):
-        taken(llama, exported, SNAPKV, 24)
     exported.layers.pop()
     with pytest.raises(CacheError, match="has 1 layers, but the model has 2"):
         taken(llama, exported, SNAPKV, 24)

@@ -68,18 +68,27 @@ class EvictedLayer(DynamicLayer):
         super().batch_select_indices(indices)
         self.positions = self.positions[indices.to(self.positions.device)]
 
-    def true_positions(self) -> Int[Tensor, "B K S"]:
-        """True positions of all entries.
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last `-tokens_to_remove` tokens.
 
         Raises:
-            CacheError: entries that were exported have been cropped.
+            CacheError: a head does not hold the entries of all of them.
         """
-        first, held = self.positions.shape[-1], super().get_seq_length()
-        if held < first:
+        first, held = self.positions.shape[-1], super().get_seq_length() + tokens_to_remove
+        cropped = self.positions[:, :, max(0, held) :]
+        last = torch.arange(first - cropped.shape[-1], first, device=cropped.device)
+        if not torch.equal(cropped, (last + self.num_evicted).expand_as(cropped).to(cropped)):
             raise CacheError(
-                f"{first - held} entries of before the export were cropped from the DynamicCache, "
-                "so that the positions of the others are not known: crop new tokens only."
+                f"{-tokens_to_remove} tokens cannot be cropped from the DynamicCache, because "
+                "entries of them were evicted before the export: crop fewer, or export a fork() "
+                "of the cache from before them."
             )
+        super().crop(tokens_to_remove)
+        self.positions = self.positions[:, :, : max(0, held)]
+
+    def true_positions(self) -> Int[Tensor, "B K S"]:
+        """True positions of all entries."""
+        first, held = self.positions.shape[-1], super().get_seq_length()
         later = torch.arange(first, held, device=self.positions.device) + self.num_evicted
         return torch.cat([self.positions, later.expand(*self.positions.shape[:2], -1)], -1)
 

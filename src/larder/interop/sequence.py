@@ -270,11 +270,11 @@ class GeneratedSequence:
     def truncate(self, num_columns: int) -> None:
         """Drop the tokens of the last columns, for which `check_truncation` passed."""
         num_tokens = self._columns.num_last_tokens(num_columns)
-        self._columns = self._columns.without_last(num_columns)
         if num_tokens:
             self.cache.truncate(self.cache.next_position - num_tokens)
             self._num_generated = max(0, self._num_generated - num_tokens)
             self.has_ended = False
+        self._columns = self._columns.without_last(num_columns)
 
     def fork(self) -> GeneratedSequence:
         """Independent copy."""
