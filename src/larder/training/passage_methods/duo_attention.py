@@ -8,9 +8,9 @@ and a penalty on the mean gate. `retrieval_heads(trial="gates")` takes the heads
 gates.
 
 Shrunk: texts of a thousand tokens in place of 32,000, so 16 sinks and 64 recent tokens in place of
-128 and 256; two steps for each passage in place of 2,000, at twice the rate; passkeys of four words
-of a text in place of 32 words of the spelling alphabet. The loss looks at the tokens that predict
-passkeys, the released code at all tokens of questions and answers.
+128 and 256; two steps for each passage in place of 2,000, at three times the rate; passkeys of two
+words of a text in place of 32 words of the spelling alphabet. The loss looks at the tokens that
+predict passkeys, the released code at all tokens of questions and answers.
 """
 
 from __future__ import annotations
@@ -127,9 +127,9 @@ class DuoAttentionGates(PassageMethod):
     sinks: int = 16
     recent: int = 64
     needles: int = 10
-    words: int = 4
+    words: int = 2
     epochs: int = 2
-    rate: float = 0.04
+    rate: float = 0.06
     penalty: float = 0.05
 
     def __post_init__(self) -> None:

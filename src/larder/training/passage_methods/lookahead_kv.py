@@ -8,7 +8,7 @@ computed once, without gradients, and only the 32 learned tokens are differentia
 
 Prompts are of three kinds, in turn: a text that breaks off, a text and a request to summarize it,
 and a text with hidden words and a question for one of them. Shrunk: a few dozen prompts of hundreds
-of tokens and answers of 32; the paper's data and rates were not at hand.
+of tokens and answers of 16; the paper's data and rates were not at hand.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ class LookaheadTraining(PassageMethod):
     """
 
     rank: int = 8
-    answer: int = 32
-    epochs: int = 6
+    answer: int = 16
+    epochs: int = 4
     rate: float = 2e-3
 
     def __post_init__(self) -> None:
