@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 
 import pytest
 
 from larder.core import BadParameter, StoreError, StoreSlow
 from larder.store import CallLimits, DeadlineExecutor
+from larder.store.fs import deadline
 
 SHORT = 0.02
 
@@ -46,6 +49,42 @@ def test_hanging_calls_are_bounded() -> None:
             )
     assert begun == [0, 1] and ended == [2, 3, 4] and threading.active_count() == before + 2
     go_on.set()
+
+
+def test_calls_one_after_the_other_share_a_thread_that_keeps_nothing() -> None:
+    guard, results = DeadlineExecutor("disk"), list[weakref.ref[threading.Event]]()
+
+    def made() -> threading.Event:
+        found = threading.Event()
+        results.append(weakref.ref(found))
+        return found
+
+    guard.call(made)
+    threads = {guard.call(threading.get_ident) for _ in range(50)}
+    assert len(threads) == 1
+    guard.call(divmod, 7, 2)
+    assert results[0]() is None
+
+
+def test_idle_threads_end_and_calls_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadline, "IDLE_SECONDS", 0.0)
+    guard, before = DeadlineExecutor("disk"), threading.active_count()
+    for number in range(200):  # some calls meet a thread that is about to end
+        assert guard.call(divmod, number, 2) == divmod(number, 2)
+    thread = guard.call(threading.current_thread)
+    thread.join(5)
+    assert not thread.is_alive() and threading.active_count() == before
+    assert guard.call(divmod, 7, 2) == (3, 1)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_fork_starts_threads_of_its_own() -> None:
+    guard = DeadlineExecutor("disk", CallLimits(seconds=5.0))
+    assert guard.call(divmod, 7, 2) == (3, 1)
+    child = os.fork()
+    if not child:
+        os._exit(guard.call(divmod, 7, 2)[0])
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 
 def test_a_tier_that_fails_rests_and_is_tried_again() -> None:

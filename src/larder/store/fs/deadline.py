@@ -7,18 +7,24 @@ progress is bounded, and what they hold is released when they end.
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
 
 from larder.core.errors import BadParameter, StoreError, StoreFull, StoreSlow
 
 Result = TypeVar("Result")
+# Work of a thread; what it returns is called once the thread takes other work.
+Task = Callable[[], Callable[[], None]]
 
+IDLE_SECONDS = 5.0  # after which an idle thread ends
 # Errors that a working disk raises, too.
 EXPECTED_ERRORS = (FileNotFoundError, FileExistsError)
 # Errors of a full or read-only disk.
@@ -84,6 +90,48 @@ class CircuitBreaker:
             self._rests_until = self._clock() + self._patience.rest_seconds
 
 
+class DaemonThreads:
+    """Threads that run one task each, and the next while they last: starting one takes longer than
+    most calls. Safe from threads.
+
+    They are daemons, so that a call that hangs does not keep the process alive.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._process = threading.Lock(), os.getpid()
+        self._idle = list[SimpleQueue[Task]]()
+
+    def run(self, task: Task) -> None:
+        """Run a task in an idle thread, or in a new one."""
+        with self._lock:
+            if self._process != os.getpid():  # a fork has no threads but its own
+                self._process, self._idle = os.getpid(), []
+            inbox = self._idle.pop() if self._idle else None
+        if inbox is not None:
+            inbox.put(task)
+            return
+        inbox = SimpleQueue[Task]()
+        inbox.put(task)
+        threading.Thread(
+            target=self._serve, args=(inbox,), daemon=True, name="larder-store"
+        ).start()
+
+    def _serve(self, inbox: SimpleQueue[Task]) -> None:
+        while True:
+            try:
+                finish = inbox.get(timeout=IDLE_SECONDS)()
+            except Empty:
+                with self._lock:
+                    if inbox not in self._idle:  # a task is on its way
+                        continue
+                    self._idle.remove(inbox)
+                    return
+            with self._lock:
+                self._idle.append(inbox)
+            finish()
+            del finish  # an idle thread holds no result
+
+
 class DeadlineExecutor:
     """Executor of calls to one tier under deadlines. Safe from threads.
 
@@ -101,7 +149,7 @@ class DeadlineExecutor:
         self.breaker = CircuitBreaker(patience, clock)
         self._room = threading.Semaphore(patience.calls)
         self._lock = threading.Lock()
-        self._calls = set[Future[Any]]()
+        self._calls, self._threads = set[Future[Any]](), DaemonThreads()
         self._is_stopped = False
 
     def stop(self) -> None:
@@ -145,7 +193,7 @@ class DeadlineExecutor:
             raise self._late(function)
         call, left = Future[Result](), self.limits.seconds - (time.monotonic() - start)
 
-        def run() -> None:
+        def run() -> Callable[[], None]:
             outcome: Result | None = None
             error: BaseException | None = None
             try:
@@ -154,11 +202,7 @@ class DeadlineExecutor:
                 error = caught
             self._room.release()
             ended()
-            with suppress(InvalidStateError):  # stopped meanwhile
-                if error is None:
-                    call.set_result(cast(Result, outcome))
-                else:
-                    call.set_exception(error)
+            return partial(_settle, call, outcome, error)
 
         if not self._start(call, run):
             self._room.release()
@@ -178,13 +222,13 @@ class DeadlineExecutor:
         self.breaker.record_success()
         return call.result()
 
-    def _start(self, call: Future[Any], run: Callable[[], None]) -> bool:
+    def _start(self, call: Future[Any], run: Task) -> bool:
         """Run a call in a thread; false if calls were stopped."""
         with self._lock:
             if self._is_stopped:
                 return False
             self._calls.add(call)
-        threading.Thread(target=run, daemon=True, name="larder-store").start()
+        self._threads.run(run)
         return True
 
     def _stopped_error(self) -> StoreSlow:
@@ -206,6 +250,15 @@ class DeadlineExecutor:
             f"The {self.tier} tier did not answer {function.__name__} within "
             f"{self.limits.seconds:g} s: see whether its disk or server is well."
         )
+
+
+def _settle(call: Future[Any], outcome: Any, error: BaseException | None) -> None:
+    """Hand the outcome of a call on; one that was stopped meanwhile has another."""
+    with suppress(InvalidStateError):
+        if error is None:
+            call.set_result(outcome)
+        else:
+            call.set_exception(error)
 
 
 MAX_PARALLEL_CALLS = 8
