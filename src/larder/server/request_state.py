@@ -155,6 +155,7 @@ class RequestState(Ticket):
         program_order: `order` of the first request of its program.
         passed: later requests of its tenant that left the queue before it.
         was_resident: the session's cache was in memory when the request was admitted.
+        awaited_write: write of another cache that it waits for, or has waited for.
         num_preemptions: times that it gave up its memory to a request that comes first.
         was_new: the session was created for this request.
         durable: as in `Report`.
@@ -176,6 +177,7 @@ class RequestState(Ticket):
     program_order: int = 0
     passed: int = 0
     was_resident: bool = False
+    awaited_write: Future[SavedCache] | None = None
     num_preemptions: int = 0
     was_new: bool = False
     durable: bool | None = None

@@ -34,6 +34,7 @@ from larder.server.programs import Programs
 from larder.server.request import Report
 from larder.server.request_queue import RequestQueue
 from larder.server.request_state import RequestState
+from larder.server.session_backend.base import WriteAwaited
 from larder.server.session_index import SessionIndex
 from larder.server.session_state import SessionState
 from larder.server.tiers.manager import TierManager
@@ -136,6 +137,8 @@ class Scheduler:
             job = min(firsts, key=self._rank)
             try:
                 self._start(job)
+            except WriteAwaited:  # holds up no other tenant
+                full.add(job.session.tenant)
             except BudgetError as error:
                 is_own = isinstance(error, TenantBudgetError)
                 if self._preempt_for(job, is_own, error.tier):

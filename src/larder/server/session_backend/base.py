@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from larder.core.errors import Refused
+from larder.core.errors import LarderError, Refused
 from larder.engine.sampler import TokenSampler
 from larder.server.answer_text import AnswerText
 from larder.server.serving_policy import ServingPolicy
-from larder.server.session_state import CompletedTurn, SessionState
+from larder.server.session_state import CompletedTurn, SavedCache, SessionState
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
 from larder.server.tiers.disk import SLOWER_THAN_RECOMPUTE
 from larder.server.tiers.manager import TierManager
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 # Finds another session of the tenant whose cache has a prefix of the text.
 FindPrefix = Callable[[SessionState, tuple[int, ...]], SessionState | None]
+
+
+class WriteAwaited(LarderError):
+    """Host memory that a write in progress will free."""
 
 
 class SessionBackend(ABC):
@@ -55,6 +59,7 @@ class SessionBackend(ABC):
 
         Raises:
             BudgetError: no memory is free now; the session is unchanged.
+            WriteAwaited: host memory for a load is free soon; the session is unchanged.
         """
 
     @abstractmethod
@@ -158,6 +163,31 @@ class SessionBackend(ABC):
         counts = job.counts
         job.prefill.cached_len = counts.cached = cached
         counts.restored = cached if counts.tier in ("host", "disk") else 0
+
+    def _await_write(
+        self, job: RequestState, saved: SavedCache, origin: SessionState | None = None
+    ) -> None:
+        """Wait once for the host memory that the write of another cache holds.
+
+        Args:
+            origin: session that the request's was forked from, which is looked at again.
+
+        Raises:
+            WriteAwaited: that write is worth waiting for.
+        """
+        write = self._tiers.awaitable_write(job.session, saved)
+        if write is None or job.awaited_write not in (None, write):
+            return
+        job.awaited_write = write
+        self._tiers.leave_next_write()
+        self._tiers.drop(job.session)  # what was reserved
+        job.session.residency.origin = origin or job.session.residency.origin
+        raise WriteAwaited("Host memory is held by a write, which is waited for.")
+
+    def _resume_writes(self, job: RequestState) -> None:
+        """Start the next write, which a request that has waited was let before."""
+        if job.awaited_write is not None:
+            self._tiers.write_next()
 
     def _note_failed_load(self, load: CacheLoad, error: BaseException) -> None:
         """Forget a cache in the store that cannot be loaded; one that is only slow stays."""

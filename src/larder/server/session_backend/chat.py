@@ -243,7 +243,10 @@ class ChatBackend(SessionBackend):
         started = self._tiers.take_started(source, kept)
         reservation = self._tiers.chats.detach(job.session, kept.load_bytes)
         if reservation is None:
+            origin = source if source is not job.session else None
+            self._await_write(job, kept, origin)
             return False
+        self._resume_writes(job)
         future = started or self._tiers.disk.load(source, kept)
         job.counts.tier = Tier.DISK.value
         job.prefill.load = CacheLoad(source, kept, kept.tokens, reservation, future)

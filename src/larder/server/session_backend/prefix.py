@@ -339,6 +339,7 @@ class PrefixBackend(SessionBackend):
 
         Raises:
             BudgetError: no device memory is free now.
+            WriteAwaited: host memory is free soon.
         """
         session, saved = job.session, source.residency.saved_cache
         assert saved is not None
@@ -352,7 +353,9 @@ class PrefixBackend(SessionBackend):
         ahead = self._tiers.take_started(source, saved)
         reservation = self._tiers.host_room(session, saved.load_bytes)
         if reservation is None:
+            self._await_write(job, saved)
             return False
+        self._resume_writes(job)
         future = ahead or self._tiers.disk.load(source, saved)
         if not job.num_preemptions:
             job.counts.tier = source.residency.tier

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from time import perf_counter
 
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError, LarderError, Refused
@@ -234,6 +235,8 @@ class DiskTierWriter:
         self._reservations: dict[int, list[Reservation]] = {}
         self._futures: dict[int, Future[SavedCache]] = {}
         self._tenants: dict[int, str] = {}
+        self._times: dict[int, tuple[float, int]] = {}  # of starts, with the bytes to write
+        self._bytes_per_second, self._leaves_next = 0.0, False
         self.saved = 0
 
     @property
@@ -248,6 +251,23 @@ class DiskTierWriter:
     def write_in_progress(self, session: SessionState) -> Future[SavedCache] | None:
         """The write of this session's caches, if it is in progress."""
         return self._futures.get(session.key)
+
+    def awaitable(self, tenant: str | None, seconds: float) -> Future[SavedCache] | None:
+        """Write in progress that ends within some time, as far as is known; None if there is none.
+
+        Args:
+            tenant: only one of this tenant; None for any.
+        """
+        for key, (started, count) in self._times.items():
+            rate = self._bytes_per_second
+            left = started + count / rate - perf_counter() if rate else 0.0
+            if tenant in (None, self._tenants[key]) and left <= seconds:
+                return self._futures[key]
+        return None
+
+    def leave_next(self) -> None:
+        """Leave out the call of `ended` after the write in progress."""
+        self._leaves_next = True
 
     def start_bytes(self, count: int) -> int:
         """Host memory of a write that could start now: `count`, or 0 if none could."""
@@ -294,6 +314,7 @@ class DiskTierWriter:
         session.durability.pending_writes += 1
         self._reservations[session.key] = [reservation]
         self._tenants[session.key] = session.tenant
+        self._times[session.key] = perf_counter(), residency.write_bytes
         future = self._futures[session.key] = self._disk.save(session, caches, beside)
         self._completions.when_done(
             future, partial(self._on_written, session, len(residency.cached_ids))
@@ -307,14 +328,19 @@ class DiskTierWriter:
         if residency.caches is not None:
             residency.caches.end_lending()
         del self._futures[session.key], self._tenants[session.key]
+        started, count = self._times.pop(session.key)
         for reservation in self._reservations.pop(session.key):
             reservation.release()
         if future.exception() is None:
             residency.saved_cache, residency.failed_write_tokens = future.result(), -1
             self.saved += 1
+            self._bytes_per_second = count / max(perf_counter() - started, 1e-9)
         else:
             residency.failed_write_tokens = tokens
-        self._ended()
+        if self._leaves_next:
+            self._leaves_next = False
+        else:
+            self._ended()
 
 
 def install_caches(

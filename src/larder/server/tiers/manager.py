@@ -27,10 +27,10 @@ from larder.server.tiers.disk import (
     StartedLoad,
     install_caches,
 )
+from larder.server.tiers.eviction_order import SessionEvictionOrder
 from larder.server.tiers.eviction_tuner import EvictionTuner
 from larder.server.tiers.host import ChatHostMemory, HostMoveRates, TranscriptMemory
-from larder.store.eviction._replay import StateUse
-from larder.store.eviction.base import Candidate, CandidateColumns, EvictionPolicy
+from larder.store.eviction.base import EvictionPolicy
 from larder.store.ledger import NO_TENANT, ByteLedger, Reservation, Tier
 
 
@@ -142,6 +142,22 @@ class TierManager:
         if not self._host_room(session, count):
             return None
         return self._ledger.reserve(Tier.HOST, session.tenant, count)
+
+    def awaitable_write(
+        self, session: SessionState, saved: SavedCache
+    ) -> Future[SavedCache] | None:
+        """Write in progress whose end may free the host memory of a load, sooner than the text is
+        read again; None if there is none.
+        """
+        if saved.load_bytes > self._host_limit(session.tenant):
+            return None
+        whose = self._whose_host(session, saved.load_bytes)
+        return self._writer.awaitable(whose, self.disk.seconds_to_read(saved.tokens))
+
+    def leave_next_write(self) -> None:
+        """Start no write when the one in progress ends: a request takes the memory first, which
+        then calls `write_next`."""
+        self._writer.leave_next()
 
     def take_started(
         self, session: SessionState, saved: SavedCache | None
@@ -410,77 +426,6 @@ class TierManager:
         if residency.reservation is not None:
             self._writer.release_after_write(session, residency.reservation)
             residency.reservation = None
-
-
-FOREVER = float("inf")
-
-
-class SessionEvictionOrder:
-    """Sessions in the order in which an eviction policy evicts them. For the model's thread.
-
-    Args:
-        clock: seconds since 1970.
-        cost: of reading a text of so many tokens, in seconds or operations.
-    """
-
-    def __init__(
-        self,
-        tuner: EvictionTuner,
-        clock: Callable[[], float],
-        reservations: DeviceReservations,
-        cost: Callable[[int], float],
-    ) -> None:
-        self.tuner, self._now, self._reservations, self._cost = tuner, clock, reservations, cost
-        self._clocks: dict[Tier, float] = {}
-
-    def clock(self, tier: Tier) -> float:
-        """Eviction clock of a tier, for policies with aging; a used session is set to it."""
-        return self._clocks.get(tier, 0.0)
-
-    def first(
-        self,
-        tier: Tier,
-        sessions: Iterable[SessionState],
-        excluded: SessionState | None,
-        missing: int,
-        tenant: str | None = None,
-    ) -> list[SessionState]:
-        """Sessions to evict for this many bytes, except for running ones and ones being written."""
-        idle = [
-            each for each in sessions if not (each.usage.is_running or each.residency.is_saving)
-        ]
-        idle = [each for each in idle if each is not excluded]
-        idle = [each for each in idle if tenant in (None, each.tenant)]
-        columns = CandidateColumns.of([self._candidate(each) for each in idle])
-        leaving = self.tuner.rule.select_victims(columns, self._now(), missing)
-        self._clocks[tier] = max(self.clock(tier), leaving.clock)
-        return [idle[row] for row in leaving.rows]
-
-    def note_use(self, session: SessionState) -> None:
-        """Record a request of a session."""
-        residency = session.residency
-        if self.tuner.is_observing and residency.is_resident:
-            cost = self._cost(len(residency.cached_ids))
-            use = StateUse(str(session.key), self._now(), max(1, residency.nbytes), cost)
-            self.tuner.note_use(use)
-
-    def _candidate(self, session: SessionState) -> Candidate:
-        usage = session.usage
-        residency = session.residency
-        parked = residency.host_bytes if residency.is_resident else 0
-        return Candidate(
-            name=str(session.key),
-            bytes=max(1, self._reservations.bytes_of(session.key) + parked),
-            seconds=self._cost(len(residency.cached_ids)),
-            last_used=usage.last_used,
-            uses=usage.uses,
-            clock=usage.clock,
-            session=str(session.key),
-            pinned_until=FOREVER if usage.is_pinned else -FOREVER,
-            steps=usage.workflow_steps,
-            pauses=usage.pause.pauses or tuple(usage.think_times),
-            wait_seconds=usage.pause.wait_seconds,
-        )
 
 
 def can_unload(session: SessionState, family: Iterable[SessionState]) -> bool:
