@@ -19,6 +19,11 @@ def fail() -> None:
     raise OSError(5, "broken")
 
 
+def threads_since(before: list[threading.Thread]) -> list[threading.Thread]:
+    """Threads that have begun since."""
+    return [each for each in threading.enumerate() if each not in before]
+
+
 def test_what_a_call_returns_or_raises_is_handed_on() -> None:
     guard = DeadlineExecutor("disk")
     assert guard.call(divmod, 7, 2) == (3, 1)
@@ -40,14 +45,14 @@ def test_a_call_that_hangs_is_left_and_gives_back_when_it_ends() -> None:
 def test_hanging_calls_are_bounded() -> None:
     guard = DeadlineExecutor("disk", CallLimits(seconds=SHORT, calls=2, max_failures=100))
     go_on, begun, ended = threading.Event(), [], []
-    before = threading.active_count()
+    before = threading.enumerate()
     for number in range(5):
         with pytest.raises(StoreSlow):
             guard.call(
                 lambda number=number: (begun.append(number), go_on.wait()),
                 ended=lambda number=number: ended.append(number),
             )
-    assert begun == [0, 1] and ended == [2, 3, 4] and threading.active_count() == before + 2
+    assert begun == [0, 1] and ended == [2, 3, 4] and len(threads_since(before)) == 2
     go_on.set()
 
 
@@ -68,12 +73,12 @@ def test_calls_one_after_the_other_share_a_thread_that_keeps_nothing() -> None:
 
 def test_idle_threads_end_and_calls_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadline, "IDLE_SECONDS", 0.0)
-    guard, before = DeadlineExecutor("disk"), threading.active_count()
+    guard, before = DeadlineExecutor("disk"), threading.enumerate()
     for number in range(200):  # some calls meet a thread that is about to end
         assert guard.call(divmod, number, 2) == divmod(number, 2)
-    thread = guard.call(threading.current_thread)
-    thread.join(5)
-    assert not thread.is_alive() and threading.active_count() == before
+    for thread in threads_since(before):
+        thread.join(5)
+    assert not threads_since(before)
     assert guard.call(divmod, 7, 2) == (3, 1)
 
 

@@ -107,19 +107,21 @@ class Talk:
                 self.heard += 1
 
 
-def expected(
-    loaded: LoadedModel, turns: list[dict[str, str]], served: Served, name: str
-) -> list[str]:
-    """What a server that was never killed says to the same questions."""
-    said = []
-    for turn in turns[::2]:
-        follows = name if said else None
-        said.append(
-            served.ask(
-                [user(turn["content"])], name, follows=follows, max_new_tokens=NEW_TOKENS
-            ).text.strip()
-        )
-    return said
+@dataclass
+class Unkilled:
+    """A server that was never killed, and what it says to the questions of one conversation."""
+
+    served: Served
+    name: str
+    said: list[str] = field(default_factory=list)
+
+    def expected(self, turns: list[dict[str, str]]) -> list[str]:
+        """Its answers to the same questions, of which it was asked the first before."""
+        for turn in turns[2 * len(self.said) :: 2]:
+            follows, asked = self.name if self.said else None, [user(turn["content"])]
+            told = self.served.ask(asked, self.name, follows=follows, max_new_tokens=NEW_TOKENS)
+            self.said.append(told.text.strip())
+        return self.said
 
 
 def received(port: Connection) -> int:
@@ -160,7 +162,7 @@ def test_3_a_server_that_is_killed_loses_nothing_it_has_told(
         [Talk(number) for number in range(TALKS)],
         multiprocessing.get_context("fork"),
     )
-    known: dict[str, list[str]] = {}
+    known: dict[str, Unkilled] = {}
     for kill in range(KILLS):
         durability = chance.choice([Durability.TURN, Durability.TURN, Durability.SNAPSHOT])
         mine, its = processes.Pipe()
@@ -180,14 +182,14 @@ def test_3_a_server_that_is_killed_loses_nothing_it_has_told(
         for talk in talks:
             assert not talk.problems, (kill, talk.problems)
             answers = [turn["content"].strip() for turn in talk.turns[1::2]]
-            if len(known.get(talk.name, ())) < len(answers):
-                fresh = Served(loaded)
-                known[talk.name] = expected(loaded, talk.turns, fresh, talk.name)
-            assert answers == known.get(talk.name, [])[: len(answers)], (kill, talk.name)
+            if answers and talk.name not in known:
+                known[talk.name] = Unkilled(Served(loaded), talk.name)
+            told_of = known[talk.name].expected(talk.turns) if answers else []
+            assert answers == told_of[: len(answers)], (kill, talk.name)
     store = store_in(tmp_path)
     checked = store.maintenance.verify(store.sessions.heads())
     assert checked and all(not each.problems for each in checked)
     store.close()
     with capsys.disabled():
-        turns = sum(len(answers) for answers in known.values())
+        turns = sum(len(each.said) for each in known.values())
         print(f"\n{KILLS} kills, {len(known)} conversations, {turns} answers told and kept")
