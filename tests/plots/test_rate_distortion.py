@@ -48,7 +48,5 @@ def test_points_are_means_over_files_at_the_bytes_held(tmp_path: Path) -> None:
 
 def test_other_measures_have_no_such_figure(tmp_path: Path) -> None:
     found = load_results([write_rows(tmp_path, [cell("h2o")])])
-    with pytest.raises(
-        NothingToDraw, match="rate_distortion needs cells of the measure"
-    ):
+    with pytest.raises(NothingToDraw, match="rate_distortion needs cells of the measure"):
         draw_figures([parse_figure("rate_distortion")], *found)

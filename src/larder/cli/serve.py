@@ -219,8 +219,15 @@ def serve(options: ServeOptions) -> None:
     check_store_options(options)
     check_model_files(options)
     authenticator, bound = _access_control(options), _listening_socket(options)
+    _limit_arenas()
     with bound, (ray_engine_client if options.ray else local_engine_client)(options) as client:
         _run(options, client, authenticator, bound)
+
+
+def _limit_arenas() -> None:
+    from larder.server.persistence.sweeper import limit_heap_arenas
+
+    limit_heap_arenas()
 
 
 def check_model_files(options: ServeOptions) -> None:

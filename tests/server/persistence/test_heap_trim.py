@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +31,45 @@ def test_what_lies_free_between_what_is_used_goes_back() -> None:
     before = resident()
     assert trim_heap() and before - resident() > 40 * MIB
     assert len(stays) == 120
+
+
+PROGRAM = """
+import ctypes, sys, threading
+from larder.server.persistence.sweeper import limit_heap_arenas
+print(limit_heap_arenas())
+end, held = threading.Barrier(9), []
+def hold():
+    held.append([ctypes.create_string_buffer(9000) for _ in range(50)])
+    end.wait()
+threads = [threading.Thread(target=hold) for _ in range(8)]
+for each in threads: each.start()
+end.wait()
+libc = ctypes.CDLL(None)
+libc.fdopen.restype = ctypes.c_void_p
+sys.stdout.flush()
+libc.malloc_info(0, ctypes.c_void_p(file := libc.fdopen(1, b"w")))
+libc.fflush(ctypes.c_void_p(file))
+"""
+
+
+def arenas(**variables: str) -> tuple[str, int]:
+    """Whether a process has limited its arenas, and how many it has with eight threads."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.splitlines()[0], done.stdout.count("<heap nr=")
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library has no such thing")
+def test_threads_share_two_arenas_unless_the_environment_says_otherwise() -> None:
+    assert arenas() == ("True", 2)
+    said, count = arenas(MALLOC_ARENA_MAX="6")
+    assert said == "False" and count > 2
 
 
 def test_where_there_is_no_such_thing_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import platform
 import threading
 import time
@@ -14,6 +15,9 @@ from larder.core.errors import LarderError
 from larder.store.blobs.tenant_blobs import GRACE_SECONDS
 from larder.store.maintenance import TOMBSTONE_SECONDS
 from larder.store.store import Store
+
+ARENAS_VARIABLE = "MALLOC_ARENA_MAX"  # of the C library
+M_ARENA_MAX, MAX_ARENAS = -8, 2
 
 
 class StoreSweeper:
@@ -71,9 +75,21 @@ class StoreSweeper:
 @functools.cache
 def _malloc_trim() -> Callable[[int], int] | None:
     """`malloc_trim` of the C library; None if it has none."""
-    if platform.libc_ver()[0] != "glibc":
-        return None
-    return ctypes.CDLL(None).malloc_trim
+    library = _glibc()
+    return None if library is None else library.malloc_trim
+
+
+def _glibc() -> ctypes.CDLL | None:
+    return ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" else None
+
+
+def limit_heap_arenas() -> bool:
+    """Have the threads of the process share few arenas of the C library's heap, as each keeps what
+    is freed in it; false where the library has none, or the environment says how many."""
+    library = _glibc()
+    if library is None or ARENAS_VARIABLE in os.environ:
+        return False
+    return bool(library.mallopt(M_ARENA_MAX, MAX_ARENAS))
 
 
 def trim_heap() -> bool:
