@@ -19,6 +19,7 @@ from larder_bench.measures.base import Measure
 from larder_bench.results.rows import Row
 from larder_bench.scoring.kl_divergence import kl_divergence
 from larder_bench.scoring.recorded_scores import (
+    COMPARED_BYTES,
     compared_bytes,
     compared_full_bytes,
     forced_logits,
@@ -52,7 +53,7 @@ class Divergence(Measure):
             fit = BudgetFit(length, text.cache, 1)
         else:
             wanted = amount.bytes(full, full // length)
-            first = int(guess * wanted) if guess else wanted * length // full
+            first = int(guess * wanted) if guess else _first_guess(policy, text, wanted, full)
             fit = search_budget(
                 lambda tokens: text.held(policy, tokens), compared_bytes, wanted, first, length
             )
@@ -80,6 +81,13 @@ class Divergence(Measure):
                 )
             ],
         }
+
+
+def _first_guess(policy: Policy, text: RecordedText, wanted: int, full: int) -> int:
+    """Tokens that a budget in bytes may be: of coded entries, those in bytes of the model."""
+    exact, spec = wanted * len(text.ids) // full, text.cache.spec
+    is_coded = policy.storage.codecs or policy.storage.transform is not None
+    return exact * COMPARED_BYTES // spec.dtype.itemsize if is_coded else exact
 
 
 def checked_policy(cell: Cell) -> Policy:
