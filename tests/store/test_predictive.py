@@ -32,7 +32,7 @@ from references import store_codecs as loops
 
 LAYERS, HEADS, SIZE, TOKENS = 3, 2, 8, 90
 WIDTH, SINKS = HEADS * SIZE, 4
-PREDICTING = [name for name in CODECS.names() if codec_named(name).spans_layers]
+PREDICTING = [name for name in CODECS.names() if name.startswith("predictive")]
 SPEC = replace(a_spec(*(a_layer(index=n) for n in range(LAYERS))), fingerprint="f" * 32)
 
 

@@ -31,7 +31,7 @@ from tiny_models import tiny
 pytestmark = pytest.mark.usefixtures("small_chunks")
 TEXT = tuple((7 * n) % 101 + 3 for n in range(22))
 TOLERANCE = {"raw": 0.0, "int8": 0.05} | dict.fromkeys(  # of logits within +-4
-    ("int4", "entropy", "predictive", "predictive12", "predictive16"), 1.0
+    ("int4", "entropy", "predictive", "predictive12", "predictive16", "kvtc", "kvtc16"), 1.0
 )
 
 

@@ -24,6 +24,9 @@ from .forms.residual import ResidualLayer as ResidualLayer
 from .forms.tiered import TieredLayer as TieredLayer
 from .forms.transform import TransformLayer as TransformLayer
 from .forms.window import SlidingWindowLayer as SlidingWindowLayer
+from .kvtc_tables import KvtcTables as KvtcTables
+from .kvtc_tables import PrincipalSide as PrincipalSide
+from .kvtc_tables import kvtc_path as kvtc_path
 from .latest_activations import latest_queries_bytes as latest_queries_bytes
 from .memory_usage import storage_bytes as storage_bytes
 from .merged_entries import merge_entries as merge_entries

@@ -40,7 +40,7 @@ CodecName = Annotated[
         "--codec",
         help="Encoding of saved caches: raw is bit-exact; int8, int4, entropy take fewer bytes; "
         "predictive, predictive12, predictive16 an eighth to a sixteenth of bfloat16's, after "
-        "`larder train predictive`.",
+        "`larder train predictive`; kvtc and kvtc16 as much, after `larder train kvtc`.",
     ),
 ]
 DEFAULT_CODEC = "raw"  # valid without an import of the store

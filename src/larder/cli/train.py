@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from larder.training.passage_method import PassageLimits
 
 LABELS = "labels"  # makes the label file alone
-PREDICTIVE = "predictive"  # reads texts without labels
+PREDICTIVE, KVTC = "predictive", "kvtc"  # codecs; read texts without labels
 CARTRIDGE = "cartridge"  # stands for one text
 MethodName = Annotated[
     str,
@@ -29,7 +29,7 @@ MethodName = Annotated[
         metavar="METHOD",
         help="kvzap, kvzap_mlp, fast_kvzip or locret; labels, which these begin with; trim, "
         "global_retention, attention_gate, aqua, duo_attention or lookahead_kv, which need none; "
-        "predictive, for the codecs of that name; or cartridge, for one FILE.",
+        "predictive or kvtc, for codecs of those names; or cartridge, for one FILE.",
     ),
 ]
 CartridgeText = Annotated[
@@ -87,8 +87,8 @@ def train(
     if file is not None:
         _train_cartridge(loaded, file, slots, seed, options)
         return
-    if method == PREDICTIVE:
-        _train_predictive(loaded, model, corpus, held_out, tokens, seed, options)
+    if method in (PREDICTIVE, KVTC):
+        _train_codec(method, loaded, model, read_corpus(corpus, held_out), tokens, seed, options)
         return
     if method == LABELS:
         labels = _labels(loaded, model, corpus, held_out, tokens, passage_tokens, seed)
@@ -108,7 +108,7 @@ def train(
 def _check_known(method: str) -> None:
     from larder.training import METHODS, PASSAGE_METHODS
 
-    known = [*METHODS.names(), *PASSAGE_METHODS.names(), LABELS, PREDICTIVE, CARTRIDGE]
+    known = [*METHODS.names(), *PASSAGE_METHODS.names(), LABELS, PREDICTIVE, KVTC, CARTRIDGE]
     if method not in known:
         raise UnknownName(unknown_name_message("method to train", method, known))
 
@@ -172,28 +172,34 @@ def _trained_on_passages(
         return train_on_passages(part, loaded.decoder, adapter, corpus, limits, update)
 
 
-def _train_predictive(
+def _train_codec(
+    method: str,
     loaded: LoadedModel,
     model: str,
-    corpus: Path | None,
-    held_out: str | None,
+    texts: Corpus,
     tokens: int,
     seed: int,
     options: OutputOptions,
 ) -> None:
-    """Predictions across layers, fitted, saved and described."""
+    """Tables of a codec, fitted, saved and described."""
+    from larder.cache.kvtc_tables import kvtc_path
     from larder.cache.predictive_tables import predictive_path
     from larder.engine.progress_bar import progress_bar
     from larder.models.learned_weights import CARD
     from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
-    from larder.training.corpus import read_corpus
+    from larder.training.kvtc import KvtcSettings, train_kvtc
     from larder.training.predictive import PredictiveSettings, train_predictive
 
-    texts, adapter = read_corpus(corpus, held_out), TokenizerAdapter(loaded.tokenizer)
-    settings = PredictiveSettings(tokens=tokens, seed=seed)
+    given, fingerprint = TokenizerAdapter(loaded.tokenizer), loaded.decoder.spec.fingerprint
     with progress_bar(f"Reading with {model}", "tokens") as update:
-        tables, card = train_predictive(loaded.decoder, adapter, texts, settings, update)
-    path = predictive_path(loaded.decoder.spec.fingerprint)
+        if method == KVTC:
+            own = KvtcSettings(tokens=tokens, seed=seed)
+            tables, card = train_kvtc(loaded.decoder, given, texts, own, update)
+            path = kvtc_path(fingerprint)
+        else:
+            settings = PredictiveSettings(tokens=tokens, seed=seed)
+            tables, card = train_predictive(loaded.decoder, given, texts, settings, update)
+            path = predictive_path(fingerprint)
     tables.save(path, {CARD: card.dumps()})
     _print_card(card, path, options)
 

@@ -27,6 +27,10 @@ from .gated_attention import grouped_logits as grouped_logits
 from .gated_attention import straight_through as straight_through
 from .gated_attention import token_ages as token_ages
 from .gated_attention import visible_tokens as visible_tokens
+from .kvtc import KvtcSettings as KvtcSettings
+from .kvtc import planned as planned
+from .kvtc import principal_side as principal_side
+from .kvtc import train_kvtc as train_kvtc
 from .label_pass import LOGIT as LOGIT
 from .label_pass import PLUS as PLUS
 from .label_pass import STATES as STATES

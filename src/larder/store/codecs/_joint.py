@@ -120,7 +120,7 @@ class JointCodec(StorageCodec):
                 by_head(values, heads[place], places),
             )
             yield {
-                role: _with_exact(own, coded.sides[place][role]["exact"], is_coded)
+                role: with_exact(own, coded.sides[place][role]["exact"], is_coded)
                 for role, own in zip(ROLES, numbers, strict=True)
             }
 
@@ -159,7 +159,7 @@ def _coded_side(tensors: Mapping[str, Tensor]) -> EntropyCodedSide:
     return EntropyCodedSide(tensors["words"], tensors["sizes"])
 
 
-def _with_exact(
+def with_exact(
     numbers: Float[Tensor, "K N D"], exact: Float[Tensor, "K M D"], is_coded: Tensor
 ) -> Float[Tensor, "K S D"]:
     """Coded and exact tokens in order."""

@@ -1,0 +1,88 @@
+"""Coding of all layers of a cache as principal components in groups, packed by DEFLATE (KVTC).
+
+    layers side by side -> components -> codes of each group -> zlib
+
+A group of a token has a shift and a scale in float16. Groups follow each other, each with the
+shifts, the scales and then the codes of all tokens.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+
+from larder.cache.kvtc_tables import PrincipalSide
+from larder.ops.bit_allocation import quantized_group
+from larder.ops.quantization import dequantize, pack_codes, unpack_codes
+
+LEVEL = 9  # of DEFLATE
+SCALE_BYTES = 2
+
+Numbers = Float[Tensor, "N W"]
+GroupPlan = Int[Tensor, "G 2"]
+
+
+def encode(side: PrincipalSide, plan: GroupPlan, numbers: Numbers) -> UInt8[Tensor, " B"]:
+    """Packed codes of the keys or values of all layers, a token a row."""
+    return pack_components((numbers - side.mean) @ side.basis, plan)
+
+
+def decode(side: PrincipalSide, plan: GroupPlan, packed: Tensor, count: int) -> Numbers:
+    """Keys or values of `count` tokens.
+
+    Raises:
+        ValueError: the codes are damaged, or those of another number of tokens.
+    """
+    return unpack_components(packed, plan, count, side.basis.shape[1]) @ side.basis.T + side.mean
+
+
+def pack_components(components: Numbers, plan: GroupPlan) -> UInt8[Tensor, " B"]:
+    """Packed codes of components."""
+    parts = list[bytes]()
+    for own, _, bits in _groups(plan):
+        codes, shifts, scales = quantized_group(components[:, own], bits)
+        numbers = (shifts.half(), scales.half(), pack_codes(codes, bits))
+        parts += [part.contiguous().numpy().tobytes() for part in numbers]
+    packed = np.frombuffer(zlib.compress(b"".join(parts), LEVEL), np.uint8)
+    return torch.from_numpy(packed.copy())
+
+
+def unpack_components(packed: Tensor, plan: GroupPlan, count: int, width: int) -> Numbers:
+    """Components of packed codes; 0 where a group has no bits.
+
+    Raises:
+        ValueError: as `decode`.
+    """
+    try:
+        data = zlib.decompress(packed.numpy().tobytes())
+    except zlib.error as error:
+        raise ValueError(f"Codes cannot be unpacked: {error}") from None
+    found, start = torch.zeros(count, width), 0
+    for own, size, bits in _groups(plan):
+        row_bytes = -(-size // (8 // bits))
+        stop = start + count * (2 * SCALE_BYTES + row_bytes)
+        if stop > len(data):
+            raise ValueError(f"{len(data)} bytes of codes cannot hold {count} tokens")
+        held = np.frombuffer(data[start:stop], np.uint8).copy()
+        sizes = [SCALE_BYTES * count, SCALE_BYTES * count, row_bytes * count]
+        shifts, scales, codes = torch.from_numpy(held).split(sizes)
+        numbers = unpack_codes(codes.view(count, row_bytes), bits, size)
+        half = (part.view(torch.float16)[:, None] for part in (shifts, scales))
+        found[:, own], start = dequantize(numbers, *half), stop
+    if start != len(data):
+        raise ValueError(f"{len(data)} bytes of codes are too many for {count} tokens")
+    return found
+
+
+def _groups(plan: GroupPlan) -> Iterator[tuple[slice, int, int]]:
+    """Components, size and bits of each group that has bits."""
+    start = 0
+    for size, bits in plan.tolist():
+        if bits:
+            yield slice(start, start + size), size, bits
+        start += size

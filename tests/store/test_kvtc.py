@@ -1,0 +1,155 @@
+"""Principal components over all layers: groups by dynamic programming, codes, and whole caches."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from builders import RADIANS, a_layer, a_spec, draw
+from larder.cache import KvtcTables, PrincipalSide, SequenceCache, kvtc_path
+from larder.core import CacheError, Damaged, Mode, Plan
+from larder.ops import allocate, group_errors
+from larder.store import codec_named, decode_state, encode_state, state_nbytes
+from larder.training import planned, principal_side
+from references.ops import bit_allocation as slow
+
+LAYERS, HEADS, SIZE, TOKENS = 2, 2, 8, 200
+WIDTH, EXACT = LAYERS * HEADS * SIZE, [*range(4), *range(TOKENS - 128, TOKENS)]
+SPEC = replace(a_spec(*(a_layer(index=n) for n in range(LAYERS))), fingerprint="e" * 32)
+
+
+@given(st.integers(0, 50), st.integers(0, 160))
+@settings(max_examples=15, deadline=None)
+def test_groups_have_the_least_error_that_fits(seed: int, half: int) -> None:
+    source = torch.Generator().manual_seed(seed)
+    components = torch.randn(5, 4, generator=source) * torch.tensor([8.0, 4, 1, 0.1])
+    errors = group_errors(components, (1, 2, 4))
+    groups = allocate(errors, 4, 2 * half)
+    chosen = [(each.size, each.bits) for each in groups]
+    assert sum(size for size, _ in chosen) == 4
+    assert sum(map(slow.cost, chosen)) <= 2 * half
+    listed = {key: own.tolist() for key, own in errors.items()}
+    wanted = slow.least_error(listed, 4, 2 * half)
+    assert slow.error(chosen, listed) == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+
+
+def test_groups_by_hand() -> None:
+    # A pair in two bits costs 36 bits, a single one 34, as much in eight bits 48 and 40.
+    errors = {
+        (1, 0): torch.tensor([9.0, 1.0]).numpy(),
+        (1, 2): torch.tensor([1.0, 0.5]).numpy(),
+        (2, 0): torch.tensor([10.0]).numpy(),
+        (2, 2): torch.tensor([1.6]).numpy(),
+    }
+    found = [allocate(errors, 2, budget) for budget in (32, 34, 36, 68)]
+    assert [[(g.size, g.bits) for g in own] for own in found] == [
+        [(1, 0), (1, 0)],
+        [(1, 2), (1, 0)],
+        [(2, 2)],
+        [(1, 2), (1, 2)],
+    ]
+
+
+def test_components_are_those_of_the_covariance() -> None:
+    source = torch.Generator().manual_seed(3)
+    numbers = torch.randn(400, 12, generator=source) * torch.linspace(6, 0.2, 12) + 5
+    mean, basis = principal_side(numbers, 4, seed=0)
+    centered = (numbers - numbers.mean(0)).double()
+    variances, directions = torch.linalg.eigh(centered.T @ centered)
+    own = (basis.double().T @ directions.flip(1)[:, :4]).abs()
+    assert torch.allclose(mean, numbers.mean(0))
+    assert torch.allclose(own, torch.eye(4, dtype=torch.float64), atol=2e-3)
+    assert variances[-1] > variances[0]
+
+
+def some_tables(share: float = 0.5) -> KvtcTables:
+    """Tables of what caches of `draw` hold, with plans of many bits."""
+    source = torch.Generator().manual_seed(0)
+    sides = []
+    for _ in range(2):
+        basis = torch.linalg.qr(torch.randn(WIDTH, WIDTH, generator=source))[0]
+        components = torch.randn(64, WIDTH, generator=source)
+        errors = group_errors(components, (1, 16))
+        plan = planned(components, errors, share * 16 * WIDTH)
+        own = PrincipalSide(
+            torch.randn(WIDTH, generator=source), basis, {"1/8": plan, "1/16": plan.clone()}
+        )
+        sides.append(own)
+    tables = KvtcTables((sides[0], sides[1]), (torch.tensor(RADIANS),) * LAYERS)
+    return KvtcTables.of(tables.tensors())
+
+
+@pytest.fixture
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KvtcTables:
+    monkeypatch.setenv("LARDER_HOME", str(tmp_path))
+    made = some_tables()
+    made.save(kvtc_path(SPEC.fingerprint), {"card": "{}"})
+    return made
+
+
+def a_cache(count: int = TOKENS) -> SequenceCache:
+    cache = SequenceCache(SPEC, "ragged")
+    for layer in SPEC.layers:
+        new = draw(layer, count, seed=layer.index)
+        given = new.queries, new.keys, new.values, new.positions
+        cache.attend(layer.index, *given, Mode.APPEND, (count,))
+    cache.advance(count)
+    return cache
+
+
+@pytest.mark.parametrize("name", ["kvtc", "kvtc16"])
+def test_layers_come_back_near_and_their_ends_in_bfloat16(name: str, tables: KvtcTables) -> None:
+    cache, codec = a_cache(), codec_named(name)
+    state = cache.state()
+    tensors, told = encode_state(state, codec, name, cache.spec)
+    assert json.loads(json.dumps(told))["0.keys"]["stack"]["note"]["tables"] == tables.digest
+    found = decode_state(tensors, told, state_nbytes(state))
+    for key in (f"{place}.{side}" for place in range(LAYERS) for side in ("keys", "values")):
+        own = state[key].view(HEADS, -1, SIZE)[:, :TOKENS]
+        near = found[key].view(HEADS, -1, SIZE)[:, :TOKENS]
+        assert torch.equal(near[:, EXACT], own[:, EXACT].bfloat16().float())
+        error = (near - own)[:, 4:-128].square().mean() / own[:, 4:-128].square().mean()
+        assert 0 < float(error) < 0.02
+    again = decode_state(tensors, told, state_nbytes(state))
+    assert all(torch.equal(found[key], again[key]) for key in found)
+
+
+def test_fewer_bits_lose_more_and_take_less() -> None:
+    source = torch.Generator().manual_seed(1)
+    components = torch.randn(256, 32, generator=source) * torch.linspace(8, 0.1, 32)
+    errors = group_errors(components, (1, 16))
+    plans = [planned(components, errors, bits) for bits in (400.0, 200.0, 100.0)]
+    spent = [sum(s * b + 32 for s, b in plan.tolist() if b) for plan in plans]
+    assert spent == sorted(spent, reverse=True) and spent[0] > spent[2]
+
+
+def test_a_model_without_components_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LARDER_HOME", str(tmp_path))
+    with pytest.raises(CacheError, match="larder train kvtc"):
+        codec_named("kvtc").check_model("f" * 32)
+
+
+def test_caches_that_evict_by_head_are_coded_alone(tables: KvtcTables) -> None:
+    cache = a_cache()
+    for layer in range(LAYERS):
+        kept = torch.tensor([*range(0, TOKENS, 2), *range(TOKENS, 2 * TOKENS, 4)])
+        cache.apply(layer, Plan(kept, (TOKENS // 2, TOKENS // 4)))
+    _, told = encode_state(cache.state(), codec_named("kvtc"), "kvtc", cache.spec)
+    assert "stack" not in told["0.keys"]
+
+
+def test_damaged_codes_are_told(tables: KvtcTables) -> None:
+    cache = a_cache()
+    tensors, told = encode_state(cache.state(), codec_named("kvtc"), "kvtc", cache.spec)
+    name = next(key for key in tensors if key.endswith("words"))
+    tensors[name] = tensors[name][:-9]
+    with pytest.raises(Damaged):
+        decode_state(tensors, told, state_nbytes(cache.state()))
