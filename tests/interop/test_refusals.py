@@ -24,7 +24,12 @@ GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_i
 
 @pytest.mark.parametrize(
     ("policy", "message"),
-    [("epicache", "leave episodes"), ("kvzip", "give tokenizer="), ("nothing", "nothing")],
+    [
+        ("epicache", "leave episodes"),
+        ("kvzip", "give tokenizer="),
+        ("finch", "needs the question before prefill"),
+        ("nothing", "nothing"),
+    ],
 )
 def test_policies_that_generate_cannot_run(llama: Any, policy: str, message: str) -> None:
     with pytest.raises(LarderError, match=message):

@@ -38,6 +38,7 @@ from larder.session.embedders.base import Embedder
 from larder.session.image_prefill import check_images
 from larder.session.policy import Policy
 from larder.session.prefill import (
+    COMMON_PROMPTS,
     ModelRuntime,
     SizeOptions,
     common_prompts,
@@ -106,9 +107,9 @@ class SequenceFactory:
             )
         self.runtime.tokenizer.lexicon(self.policy.lexicon)
         names = self.policy.scorer.required_prompts()
+        require_prompts(dict.fromkeys(COMMON_PROMPTS, ()), names)
         if names and not self.prompts:
             self.runtime.tokenizer.encode(f"its prompt {sorted(names)[0]!r}")
-        require_prompts(self.prompts, names)
         warm_up(self.runtime, self.policy)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from types import MappingProxyType
 
 from larder.cache.sequence import SequenceCache
 from larder.core.arguments import check_count
@@ -326,6 +327,10 @@ GUIDANCE = (
     "latest state of what has changed; for a summary, a comparison or a list. Recall all that "
     "would answer such questions."
 )
+# Scoring prompts that depend on the tokenizer alone, by the name that policies give them.
+COMMON_PROMPTS: Mapping[str, str] = MappingProxyType(
+    {"repeat": REPEAT, "summarize": SUMMARIZE, "guidance": GUIDANCE}
+)
 EPISODE = (
     "List the key facts of this part of the conversation: names, persons, dates, events, personal "
     "details, plans, opinions and feelings."
@@ -334,8 +339,7 @@ EPISODE = (
 
 def common_prompts(tokenizer: TokenizerAdapter) -> dict[str, tuple[int, ...]]:
     """Scoring prompts that depend on the tokenizer alone."""
-    texts = {"repeat": REPEAT, "summarize": SUMMARIZE, "guidance": GUIDANCE}
-    return {name: tokenizer.encode_question(text) for name, text in texts.items()}
+    return {name: tokenizer.encode_question(text) for name, text in COMMON_PROMPTS.items()}
 
 
 def episode_prompt(tokenizer: TokenizerAdapter, texts: Sequence[str]) -> tuple[int, ...]:
