@@ -38,7 +38,7 @@ SINKS, RECENT = 16, 64  # as the gates were trained
 GATES = "duo_attention"
 HEADS = {
     "gates": 'retrieval_heads(share={share}, trial="gates")',
-    "gates, shuffled": 'retrieval_heads(share={share}, trial="gates")',
+    "shuffled gates": 'retrieval_heads(share={share}, trial="gates")',
     "one at a time": 'retrieval_heads(share={share}, trial="passkeys")',
     "razor_attention": "retrieval_heads(share={share})",
     "copy": 'retrieval_heads(share={share}, trial="copy")',
@@ -130,7 +130,7 @@ def print_table(found: Mapping[str, Sequence[tuple[list[bool], float]]]) -> None
         recall, loss = fmean(hit for hits, _ in own for hit in hits), fmean(row[1] for row in own)
         line = f"  {name:16} recall {recall:.3f}  of full {recall / max(whole, 1e-9):.3f}"
         line += f"  nats {loss:.3f}"
-        for other in ("random", "snapkv", "gates, shuffled"):
+        for other in ("random", "snapkv", "shuffled gates"):
             if other in found and other != name:
                 less = drawing.difference([[o[1]] for o in own], [[o[1]] for o in found[other]])
                 line += f"  less {other} {less.mean:+.3f} [{less.low:+.3f} {less.high:+.3f}]"
@@ -172,7 +172,7 @@ def main() -> None:
             else score_policies(args.entries)
         )
         for name in args.policies.split(",") if args.policies else policies:
-            used = shuffled(runtime, args.seed) if name == "gates, shuffled" else runtime
+            used = shuffled(runtime, args.seed) if name == "shuffled gates" else runtime
             own = found.setdefault(name, [])
             for text, cut, asked in questions(passage, args.in_prompt, args.asked, number):
                 own.append(measured(used, policies[name], text, cut, asked))
