@@ -29,7 +29,11 @@ class RateDistortion(Figure):
 
     def draw(self, results: Results, styles: PolicyStyles) -> list[Drawing]:
         cells = [row for row in results.measured if _is_shown(row) and row["policy"] in styles]
-        sheets = score_groups.comparable_sheets(cells)
+        sheets = [
+            (label, group)
+            for label, rows in score_groups.comparable_sheets(cells).items()
+            for group in score_groups.group_cells(rows).values()
+        ]
         if not sheets:
             raise self.nothing("cells of the measure divergence")
         return [
@@ -39,7 +43,7 @@ class RateDistortion(Figure):
                 _caption(rows),
                 _figure(rows, styles),
             )
-            for number, (label, rows) in enumerate(sheets.items())
+            for number, (label, rows) in enumerate(sheets)
         ]
 
 
