@@ -11,12 +11,19 @@ KVZIP = "KVzipPress()"
 KVCOMPOSE = "KVComposePress()"
 # Presses whose weights come from a hub; here they are given Larder's.
 Q_FILTERS, KVZAP = "QFilterPress()", 'KVzapPress(model_type="linear")'
+FASTKVZIP, LUKV = "FastKVzipPress()", "LUKVPress()"
+DUO = "DuoAttentionPress(head_compression_ratio=0.5)"
+DUO_ON_THE_FLY = "DuoAttentionPress(head_compression_ratio=0.5, on_the_fly_scoring=True)"
+THINK = "ThinKPress(key_channel_compression_ratio=0.5)"
+FINCH = "FinchPress(rerotate_keys=False)"
+# First and latest entries of streaming heads: those of Larder's measurement, and of kvpress's own.
+STREAMING = {DUO: (16, 64), DUO_ON_THE_FLY: (128, 256)}
 _SNAPKV = 'snapkv(window=64, kernel=5, pool="mean")'
 _EXPECTED = "expected(future=512, sinks=4, epsilon={})"
 
 
-def _equal(made: str, policy: str, recent: int = 0) -> PeerPair:
-    read = f"whole() > protect(sinks=0, recent={recent})"
+def _equal(made: str, policy: str, recent: int = 0, sinks: int = 0) -> PeerPair:
+    read = f"whole() > protect(sinks={sinks}, recent={recent})"
     return PeerPair(f"{KVPRESS}:{made}", made, f"{LARDER}:as {made}", f"{read} > {policy}")
 
 
@@ -71,3 +78,27 @@ def pyramid_pair(kept: int, window: int = 8, beta: float = 20) -> PeerPair:
     ours = (kept - window) / (kept / beta - window)
     snapkv = f'snapkv(window={window}, kernel=5, pool="mean")'
     return _equal(f"PyramidKVPress(window_size={window})", f"{snapkv} > pyramid(beta={ours:.6g})")
+
+
+def informed_pairs(length: int) -> tuple[PeerPair, ...]:
+    """Presses that need more than a text: a question, gates, classes of heads, or curves.
+
+    ThinK prunes channels of keys and removes no entry.
+
+    Args:
+        length: tokens of the context.
+    """
+    finch = 'patched(prompt="question", variant="paper") > scaled_mean() > group_mean()'
+    window = max(1, int(length * 0.02))
+    return (
+        _equal(FINCH, f"{finch} > uniform()"),
+        _equal(FASTKVZIP, "fast_kvzip() > global()", window, 4),
+        *(_streaming_pair(made, *ends) for made, ends in STREAMING.items()),
+        _equal(THINK, f"{_SNAPKV} > uniform() > think(channels=0.5)"),
+        _equal(LUKV, "expected(future=512, sinks=4, epsilon=0.02) > lukv()", 1, 4),
+    )
+
+
+def _streaming_pair(made: str, sinks: int, recent: int) -> PeerPair:
+    heads = 'retrieval_heads(share=0.5, trial="passkeys")'
+    return _equal(made, f"{_SNAPKV} > {heads}", recent, sinks)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
 import torch
+from informed_presses import inform_press
 from peer_worker import EAGER, build_cache, build_press, load_model, removed_share
 from torch import Tensor
 
@@ -38,48 +41,48 @@ def _result(job: dict[str, Any], made: str) -> dict[str, Any]:
 
 
 def kept_positions(job: dict[str, Any], made: str) -> Positions:
-    """Positions that a press keeps: what it left in the cache, without what it masks."""
+    """Positions of the context that a press keeps: what it left in the cache, without what it
+    masks; of ThinKPress, the channels that it keeps.
+    """
     ids, eager = job["ids"], "eager" if EAGER in made else "sdpa"
     model = load_model(job["model"], job["dtype"], eager, "cpu")
-    press = build_press(made, removed_share(job["kept"], len(ids)))
-    _give_weights(press, made, job)
-    cache, whole = build_cache("DynamicCache()", model.config), dict[int, Tensor]()
-
-    def record(module: Any, *_: Any) -> None:
-        whole.setdefault(module.layer_idx, _digests(cache.layers[module.layer_idx].keys[0]))
-
-    attentions = [layer.self_attn for layer in model.model.layers]
-    hooks = [each.register_forward_hook(record) for each in attentions]  # before the press's own
+    behind = job["question"] if made.startswith("FinchPress") else []  # it keeps these as well
+    removed = removed_share(job["kept"] + len(behind), len(ids) + len(behind))
+    press = build_press(made, removed)
+    inform_press(press, made, job)
+    cache = build_cache("DynamicCache()", model.config)
     torch.manual_seed(job["seed"])
-    try:
-        with press(model):
-            model.model(input_ids=torch.tensor([ids]), past_key_values=cache)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    delimiter = [press.delimiter_token_id] if behind else []
+    attentions = [layer.self_attn for layer in model.model.layers]
+    # The hooks of the recording come before the press's own.
+    with _recorded(cache, attentions) as whole, press(model):
+        read = torch.tensor([ids + delimiter + behind])
+        model.model(input_ids=read, past_key_values=cache)
+    left = [layer.keys[0] for layer in cache.layers]
+    if made.startswith("ThinKPress"):
+        return [[head.any(0).nonzero().flatten().tolist() for head in keys] for keys in left]
     return [
-        _positions(whole[index], _digests(cache.layers[index].keys[0]), attention)
+        _positions(whole[index][:, : len(ids)], _digests(left[index]), attention)
         for index, attention in enumerate(attentions)
     ]
 
 
-def _give_weights(press: Any, made: str, job: dict[str, Any]) -> None:
-    """Give a press whose weights come from a hub those of the job in their place."""
-    if made.startswith("QFilterPress"):
-        # The press keeps the least products with its filter, the policy the largest.
-        press.q_filters = -torch.tensor(job["q_filters"])
-    elif made.startswith("KVzapPress"):
-        from kvpress.presses.kvzap_press import KVzapConfig, KVzapModel  # pyright: ignore
-        from safetensors.torch import load_file
+@contextmanager
+def _recorded(cache: Any, attentions: list[Any]) -> Iterator[dict[int, Tensor]]:
+    """Digests of the keys of each layer, as soon as they are in the cache."""
+    whole = dict[int, Tensor]()
 
-        weights = load_file(job["kvzap"])
-        heads, width = weights["layers.0.weight"].shape
-        config = KVzapConfig(input_dim=width, output_dim=heads, n_modules=len(weights) // 2)
-        press.kvzap_model = KVzapModel(config)
-        press.kvzap_model.load_state_dict({name: one.float() for name, one in weights.items()})
-    else:
-        return
-    press.post_init_from_model = lambda model: None
+    def record(module: Any, *_: Any) -> None:
+        keys = cache.layers[module.layer_idx].keys
+        if keys is not None:  # else the press reads texts of its own first
+            whole.setdefault(module.layer_idx, _digests(keys[0]))
+
+    hooks = [each.register_forward_hook(record) for each in attentions]
+    try:
+        yield whole
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _digests(keys: Tensor) -> Tensor:
@@ -93,7 +96,7 @@ def _positions(whole: Tensor, left: Tensor, attention: Any) -> list[list[int]]:
     kept = list[list[int]]()
     for head, (digests, remaining) in enumerate(zip(whole, left, strict=True)):
         places = {int(digest): place for place, digest in enumerate(digests)}
-        own = {places[int(digest)] for digest in remaining}
+        own = {places[int(digest)] for digest in remaining if int(digest) in places}
         if masked is not None:
             own -= set(masked[2][masked[1] == head].tolist())
         kept.append(sorted(own))

@@ -25,6 +25,7 @@ from _memory import PeakMemory, held_bytes, masked_entries
 WARM_TOKENS = 256
 PACKAGES = ("torch", "transformers", "kvpress", "optimum-quanto", "hqq")
 EAGER = "ObservedAttentionPress"  # needs the whole attention matrix
+OWN_SHARE = ("DuoAttentionPress", "ThinKPress")  # a share of heads, or channels, is an argument
 
 
 def build_press(made: str, removed: float) -> Any:
@@ -36,7 +37,8 @@ def build_press(made: str, removed: float) -> Any:
     import kvpress
 
     press = eval(made, dict(vars(kvpress)))  # of _pairs.py
-    press.compression_ratio = removed
+    if not made.startswith(OWN_SHARE):
+        press.compression_ratio = removed
     return press
 
 

@@ -37,9 +37,10 @@ from larder.policy import (
     Transform,
     TurboQuant,
     channel_balance,
-    channel_energies,
     demote_groups,
+    kept_key_energies,
     needed_bits,
+    query_energies,
 )
 from larder.session import FAMILIES
 
@@ -273,17 +274,30 @@ def test_weights_of_rdkv_by_hand() -> None:
 
 def test_channels_by_energy_and_by_peak() -> None:
     seen = a_view(a_layer(2, 2), POSITIONS[:2], queries=5, seed=1)
-    energy, peak = channel_energies(seen, 3), channel_balance(seen, 3)
-    for head in range(2):
+    plan = a_plan([[0, 3, 8], [1, 2, 5]], seen.entries.lengths)
+    energy = query_energies(seen, 3) * kept_key_energies(plan, seen.entries)
+    peak = channel_balance(seen, 3)
+    for head, kept in enumerate([[0, 3, 8], [1, 2, 5]]):
         keys = seen.entries.head_keys(head)
         queries = seen.queries[2 * head : 2 * head + 2, -3:]
         for channel in range(8):
             squares = [float(q[channel]) ** 2 for q in queries.flatten(0, 1)]
             own = [float(k[channel]) ** 2 for k in keys]
-            product = sum(squares) / len(squares) * sum(own) / len(own)
+            held = [own[place] for place in kept]
+            product = sum(squares) / len(squares) * sum(held) / len(held)
             assert float(energy[head, channel]) == pytest.approx(product, rel=1e-4)
             ratio = math.sqrt(max(own) / max(squares))
             assert float(peak[head, channel]) == pytest.approx(ratio, rel=1e-4)
+
+
+def test_think_weighs_channels_by_the_keys_that_stay() -> None:
+    part = ThinK(group=3)
+    seen, scored = judged(part, 5, is_graded=False)
+    plan = a_plan([[0, 3, 8], [], [1, 2, 5]], seen.entries.lengths)
+    graded = part.grade(plan, seen.entries, scored, 5, 1.0)
+    energies = query_energies(seen, part.window) * kept_key_energies(plan, seen.entries)
+    torch.testing.assert_close(graded.channels, energies)
+    assert graded.channels[1].tolist() == [0.0] * 8 and bool((graded.channels[0] > 0).all())
 
 
 @pytest.mark.parametrize(

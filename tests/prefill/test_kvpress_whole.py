@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from packaging.version import Version
 
 from builders import runnable
+from kvpress_hooks import ARCHITECTURES, read_by_kvpress, with_hooks
 from larder import Policy
 from larder.cache import SequenceCache
 from larder.core import Observation, OffloadSpec, Packed
@@ -38,31 +38,16 @@ PRESSES = [
     "StreamingLLMPress(compression_ratio=0.75)",
     "TOVAPress()",
 ]
-# Gemma3 scales and slides, which kvpress knows only under its name for pictures and text.
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3", "mistral")
-
-
-def runs_hooks() -> bool:
-    """Whether kvpress can run by itself: its hooks need what transformers has left out since."""
-    import transformers
-
-    return bool(runnable(["kvpress"])) and Version(transformers.__version__) < Version("5.3")
-
-
-with_hooks = pytest.mark.skipif(not runs_hooks(), reason="kvpress or its transformers is absent")
 
 
 def by_kvpress(architecture: str, press: str) -> list[torch.Tensor]:
     """Keys that its own hooks leave, for each layer [K, S, D]."""
-    from transformers import DynamicCache
-
     from larder.policy.scorers.kvpress import _build_press, _parse_press
 
-    made, module, cache = _build_press(_parse_press(press)), tiny(architecture), DynamicCache()
+    made = _build_press(_parse_press(press))
     made.compression_ratio = 1 - KEPT / CONTEXT
-    module.set_attn_implementation("eager" if "Observed" in press else "sdpa")
-    with torch.no_grad(), made(module):
-        module.model(torch.tensor([IDS]), past_key_values=cache)
+    attention = "eager" if "Observed" in press else "sdpa"
+    _, cache = read_by_kvpress(architecture, made, IDS, attention)
     return [layer.keys[0] for layer in cache.layers]
 
 

@@ -81,6 +81,8 @@ class DecoderStack(nn.Module):
         self._kernels = _kernels_of(spec.device)
         self._weights = [self._kernels.weights(each) for each in tensors]
         self._layers = list(body.layers)
+        # transformers 5.2 chooses the mask of a layer by it; later versions ask the configuration
+        self.attention_type = vars(self._layers[0]).get("attention_type", "full_attention")
         self._parts = [
             (part, type(part), _children(part), _parameter_ids(part))
             for layer in self._layers

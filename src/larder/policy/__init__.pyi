@@ -134,7 +134,8 @@ from .storage.qaq import needed_bits as needed_bits
 from .storage.quantized import Quantized as Quantized
 from .storage.rdkv import RDKV as RDKV
 from .storage.think import ThinK as ThinK
-from .storage.think import channel_energies as channel_energies
+from .storage.think import kept_key_energies as kept_key_energies
+from .storage.think import query_energies as query_energies
 from .storage.transform import Transform as Transform
 from .storage.turboquant import TurboQuant as TurboQuant
 from .tallies.persistence import PersistenceTally as PersistenceTally

@@ -3,16 +3,18 @@
 Xu et al., "ThinK: Thinner Key Cache by Query-Driven Pruning" (2024), arXiv:2407.21018, section 3:
 a channel of a kv head counts what its queries times its keys amount to, the Frobenius norm of their
 product; the channels that count least are not stored. As in the released code and the paper's
-appendix the latest entries keep all channels, and only the last queries are observed. Differences:
-entries are pruned a group at a time, each with the channels that count at that time, where the
-paper decides once after the prompt; query heads that share a kv head are averaged.
+appendix the latest entries keep all channels, and only the last queries are observed; under a
+budget, the keys that stay count. Differences: entries are pruned a group at a time, each with the
+channels that count at that time, where the paper decides once after the prompt; query heads that
+share a kv head are averaged; of `channels` times the head size the nearest whole number stays,
+where the paper rounds down and the released code up.
 
 Under a budget this spends the bytes that it saves: as many more entries are kept as fit.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -21,6 +23,7 @@ from torch import Tensor
 from larder.core.codec import Codec
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries, LayerScores, Observation, StorageStatistics
+from larder.core.plan import Plan
 from larder.core.types import Packed
 from larder.policy.storage._mixed_precision import MixedPrecisionStorage, PrecisionTier
 
@@ -54,16 +57,26 @@ class ThinK(MixedPrecisionStorage):
         return entries.packed_positions().float()
 
     def inspect(self, seen: Observation) -> StorageStatistics:
-        return StorageStatistics(channels=channel_energies(seen, self.window))
+        return StorageStatistics(channels=query_energies(seen, self.window))
+
+    def grade(
+        self, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float
+    ) -> Plan:
+        graded = super().grade(plan, entries, scored, quota, share)
+        return replace(graded, channels=graded.channels * kept_key_energies(plan, entries))
 
 
-def channel_energies(seen: Observation, window: int) -> Float[Tensor, "K D"]:
-    """Mean square of the queries times mean square of the keys, per channel."""
-    entries = seen.entries
-    heads = range(len(entries.lengths))
-    keys = torch.stack([entries.head_keys(head).float().square().mean(0) for head in heads])
+def query_energies(seen: Observation, window: int) -> Float[Tensor, "K D"]:
+    """Mean square of each channel of the last queries, over the query heads of a group."""
     queries = seen.queries[:, -window:].float().square().mean(1)  # [H, D]
-    return queries.view(len(entries.lengths), -1, queries.shape[1]).mean(1) * keys
+    return queries.view(len(seen.entries.lengths), -1, queries.shape[1]).mean(1)
+
+
+def kept_key_energies(plan: Plan, entries: Entries) -> Float[Tensor, "K D"]:
+    """Mean square of each channel of the keys that a plan keeps; 0 for a head that keeps none."""
+    squares = entries.pack(entries.keys)[plan.kept].float().square()
+    heads = torch.split(squares, list(plan.lengths))
+    return torch.stack([own.sum(0) / max(len(own), 1) for own in heads])
 
 
 Part = ThinK
