@@ -56,6 +56,8 @@ POLICIES = {
     "keydiff": "whole() > keydiff() > uniform()",
     "snapkv": "whole() > snapkv() > uniform()",
     "h2o": "whole() > protect(sinks=0, recent=0.5) > column_mass() > uniform()",
+    "less": "whole() > protect(sinks=0, recent=0.5) > column_mass() > uniform() > less()",
+    "lococo": "whole() > protect(sinks=0, recent=0.5) > column_mass() > uniform() > lococo()",
     "expected": "whole() > expected() > ada()",
     "streaming_llm": "whole() > protect(sinks=4, recent=0) > sinks_and_window() > uniform()",
     "random": "whole() > random() > global()",

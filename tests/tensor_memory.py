@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from larder.cache import TransformTables
+from larder.cache import LowRankMaps, TransformTables
 
 # Classes and modules lead to the whole interpreter; tensors lead to their own insides. The tables
 # of a calibrated model are shared by its caches, whose bytes do not include them.
 _BORDERS = (
     *(type, types.ModuleType, types.FunctionType, Tensor, torch.dtype, torch.device),
-    TransformTables,
+    *(LowRankMaps, TransformTables),
 )
 
 

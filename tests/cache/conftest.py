@@ -20,12 +20,14 @@ from larder.cache import (
     CompactLayer,
     DenseLayer,
     GradedLayer,
+    LowRankLayer,
     RaggedLayer,
     SlidingWindowLayer,
     TieredLayer,
 )
 from larder.core import LOG_COUNT, Codec, LayerSpec, Ledger, OffloadSpec, Plan
 from larder.recall import Flat
+from low_rank_weights import silent_maps
 from memory_counts import checked_counts
 from references.cache.compact import CompactLoop
 from references.cache.dense import DenseLoop
@@ -89,6 +91,10 @@ def a_transformed(layer: LayerSpec, dtype: torch.dtype, device: torch.device) ->
     return a_transform_layer(layer, dtype, device, LEDGER, step=0.0)  # codes nothing
 
 
+def a_low_rank(layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> CacheLayer:
+    return LowRankLayer(layer, dtype, device, LEDGER, silent_maps(layer))
+
+
 KINDS = {
     "dense": Kind(DenseLayer, DenseLoop, Plans.SAME_IN_EVERY_HEAD),
     "ragged": Kind(RaggedLayer, RaggedLoop, Plans.ANY, merges=True),
@@ -101,6 +107,7 @@ KINDS = {
         a_graded(LEDGER), RaggedLoop, Plans.ANY, True, LEDGER, LOSSLESS, (0, 0, 1, 0, 2, 1)
     ),
     "transformed": Kind(a_transformed, RaggedLoop, Plans.ANY, True, LEDGER),
+    "low_rank": Kind(a_low_rank, RaggedLoop, Plans.ANY, True, LEDGER),
     "tiered": Kind(a_tiered, RaggedLoop, Plans.NONE, parks=True),
     "window": Kind(SlidingWindowLayer, WindowLoop, Plans.NONE, window=6),
     "chunked": Kind(SlidingWindowLayer, WindowLoop, Plans.NONE, window=6, chunk=6),
@@ -145,6 +152,12 @@ class Subject:
             return [list(range(0, held, 3))] * self.layer.kv_heads
         heads = [list(range(head, held, 2 + head)) for head in range(self.layer.kv_heads)]
         return [*heads[:-1], []] if len(heads) > 1 else heads
+
+    def unreplaced_bytes(self, store: CacheLayer) -> int:
+        """Bytes that appending leaves where they are."""
+        if isinstance(store, GradedLayer):
+            return store.coded_bytes
+        return store.low_rank_state.nbytes if isinstance(store, LowRankLayer) else 0
 
     def losing(self, source: Random, lengths: tuple[int, ...], gone: int) -> list[list[int]]:
         """All but `gone` entries of each head, any of them."""

@@ -127,7 +127,7 @@ def test_lengths_are_those_of_the_entries(subject, monkeypatch) -> None:
 
 def test_what_stood_beside_the_new_storage_is_told(subject) -> None:
     store, _ = subject.filled()
-    before = store.device_nbytes - (store.coded_bytes if subject.kind.codecs else 0)
+    before = store.device_nbytes - subject.unreplaced_bytes(store)
     append(store, subject.tokens(80, 13))  # more than any slack
     assert store.replaced_bytes == before
 
@@ -137,7 +137,7 @@ def test_a_plan_holds_the_old_storage_beside_the_new(planned) -> None:
     store.allocate(50)
     append(store, planned.tokens(40))
     assert store.replaced_bytes == 0
-    before = store.nbytes
+    before = store.nbytes - planned.unreplaced_bytes(store)
     store.apply(planned.plan([[0, 1]] * planned.layer.kv_heads, 40))
     assert store.replaced_bytes == before
 

@@ -14,6 +14,7 @@ from builders import a_layer, a_plan, some_columns, some_entries
 from larder.cache import merge_entries
 from larder.core import BadParameter, BudgetError, Entries, LayerScores, Phase, Plan
 from larder.policy import Protect, ProtectedTokens
+from references.lococo import learned_tensors
 from references.outcome import Outcome, untouched
 
 # What each head held, and which of its entries stay.
@@ -51,7 +52,8 @@ def judged(compensation, case: str, stage: Phase, remembered: str) -> tuple[Entr
     scores = torch.rand(total, generator=source)
     protected = torch.zeros(total, dtype=torch.bool)
     protected[a_plan(kept, entries.lengths).kept[:1]] = True
-    return entries, LayerScores(scores, protected, entries.lengths, scalars=scalars, stage=stage)
+    scored = LayerScores(scores, protected, entries.lengths, scalars=scalars, stage=stage)
+    return entries, replace(scored, learned=learned_tensors(layer.head_dim))
 
 
 def carried_out(plan: Plan, entries: Entries) -> Outcome:

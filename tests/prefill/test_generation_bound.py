@@ -20,6 +20,7 @@ from larder.models import Decoder, LayerActivations, wrap_model
 from larder.prefill import DecodeEviction, PeakMemoryMeter
 from larder.session import FAMILIES, ModelRuntime, TokenizerAdapter, build_caches, decode_planner
 from learned_gates import give_gates
+from low_rank_weights import give_maps
 from measurements import made_up
 from model_runs import some_ids
 from tiny_models import tiny
@@ -74,6 +75,11 @@ def decoder() -> Decoder:
     decoder = wrap_model(tiny("qwen3", layers=LAYERS))
     give_gates(decoder)
     return decoder
+
+
+@pytest.fixture(autouse=True)
+def maps(decoder: Decoder) -> None:
+    give_maps(decoder.spec)
 
 
 @dataclass

@@ -14,6 +14,7 @@ from .forms.corrected import CorrectedLayer as CorrectedLayer
 from .forms.dense import DenseLayer as DenseLayer
 from .forms.gapless import GaplessLayer as GaplessLayer
 from .forms.graded import GradedLayer as GradedLayer
+from .forms.low_rank import LowRankLayer as LowRankLayer
 from .forms.paged import PagedLayer as PagedLayer
 from .forms.paired import PairedLayer as PairedLayer
 from .forms.paired import link_pairs as link_pairs
@@ -28,6 +29,8 @@ from .kvtc_tables import KvtcTables as KvtcTables
 from .kvtc_tables import PrincipalSide as PrincipalSide
 from .kvtc_tables import kvtc_path as kvtc_path
 from .latest_activations import latest_queries_bytes as latest_queries_bytes
+from .low_rank_maps import LowRankMaps as LowRankMaps
+from .low_rank_maps import less_path as less_path
 from .memory_usage import storage_bytes as storage_bytes
 from .merged_entries import merge_entries as merge_entries
 from .model_positions import ModelPositions as ModelPositions

@@ -277,6 +277,7 @@ class LayerScores:
         weights: budget weight of each kv head; empty where the budget treats heads alike.
         protection: protected entries for a number of entries per head; None where that does not
             matter.
+        learned: tensors of the providers that the compensation reads, by name.
     """
 
     scores: Packed
@@ -288,6 +289,7 @@ class LayerScores:
     storage_statistics: StorageStatistics = field(default_factory=StorageStatistics)
     weights: tuple[float, ...] = ()
     protection: Callable[[int], PackedMask] | None = None
+    learned: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def ranked(self) -> Packed:
         """Scores with the protected entries above all others."""

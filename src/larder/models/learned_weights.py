@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -25,7 +25,12 @@ from torch import Tensor, nn
 from larder.core.errors import ModelError
 from larder.core.home import home
 from larder.core.spec import LayerSpec, ModelSpec
-from larder.policy.providers.base import ActivationProvider, GateProvider
+from larder.policy.providers.base import (
+    ActivationProvider,
+    GateProvider,
+    LearnedProvider,
+    select_providers,
+)
 
 CARD = "card"
 SUFFIX = ".safetensors"
@@ -247,6 +252,36 @@ class LearnedGates:
     def __init__(self, spec: ModelSpec, modules: Mapping[int, nn.Module]) -> None:
         self._spec, self._modules = spec, modules
         self._bound = dict[str, BoundGate]()
+        self._tensors = dict[str, LearnedWeights]()
+
+    def inputs(self, names: Iterable[str]) -> dict[int, dict[str, Tensor]]:
+        """Tensors of learned providers among the named ones, by layer index, then by name.
+
+        Raises:
+            ModelError: a provider has no weights for this model.
+        """
+        found = {layer.index: dict[str, Tensor]() for layer in self._spec.managed}
+        for name, provider in select_providers(names, LearnedProvider).items():
+            if name not in self._tensors:
+                self.put_tensors(name, provider, load_learned(self._spec, name, provider))
+            pairs = zip(self._spec.managed, self._tensors[name].layers, strict=True)
+            for layer, own in pairs:
+                found[layer.index] |= {f"{name}.{key}": each for key, each in own.items()}
+        return found
+
+    def put_tensors(self, name: str, provider: LearnedProvider, learned: LearnedWeights) -> None:
+        """Use given tensors of a learned provider from now on.
+
+        Raises:
+            ModelError: they do not fit the model.
+        """
+        check_learned(learned, self._spec, name, provider)
+        layers = zip(self._spec.managed, learned.layers, strict=True)
+        placed = tuple(
+            {key: each.to(self._spec.device_of(layer.index)) for key, each in own.items()}
+            for layer, own in layers
+        )
+        self._tensors[name] = replace(learned, layers=placed)
 
     def bound(self, gates: Mapping[str, GateProvider]) -> dict[str, ActivationProvider]:
         """Gates with this model's weights, by name.

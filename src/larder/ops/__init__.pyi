@@ -33,6 +33,10 @@ from .cpu.decoder_layer import is_supported as is_supported
 from .cpu.decoder_layer import max_rows as max_rows
 from .cpu.one_row_products import without_onednn as without_onednn
 from .linear_weight import is_plain as is_plain
+from .low_rank_attention import RANK as RANK
+from .low_rank_attention import low_rank_attention as low_rank_attention
+from .low_rank_attention import low_rank_state as low_rank_state
+from .low_rank_attention import state_bytes as state_bytes
 from .moments import added_moments as added_moments
 from .moments import layer_mean as layer_mean
 from .moments import variance_boosted_means as variance_boosted_means
@@ -73,6 +77,7 @@ from .rope import rotate_per_head as rotate_per_head
 from .rope import rotation_table as rotation_table
 from .search import interleaved as interleaved
 from .search import nearest_rows as nearest_rows
+from .slot_convolution import slot_weights as slot_weights
 from .symbol_model import CLASSES_PER_OCTAVE as CLASSES_PER_OCTAVE
 from .symbol_model import ESCAPE as ESCAPE
 from .symbol_model import MIDDLE as MIDDLE

@@ -51,6 +51,8 @@ from .compensation.fold_ema import FoldEma as FoldEma
 from .compensation.fold_ema import MergeThreshold as MergeThreshold
 from .compensation.fold_ema import Weights as Weights
 from .compensation.kvmerger import Kvmerger as Kvmerger
+from .compensation.less import Less as Less
+from .compensation.lococo import Lococo as Lococo
 from .compensation.merge_values import MergeValues as MergeValues
 from .compensation.park import Cut as Cut
 from .compensation.park import Park as Park
@@ -78,6 +80,7 @@ from .providers.base import GateProvider as GateProvider
 from .providers.base import GradientProvider as GradientProvider
 from .providers.base import ImageProvider as ImageProvider
 from .providers.base import Kind as Kind
+from .providers.base import LearnedProvider as LearnedProvider
 from .providers.base import Provider as Provider
 from .providers.base import SoftPromptProvider as SoftPromptProvider
 from .providers.base import TokenProvider as TokenProvider

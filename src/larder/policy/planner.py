@@ -328,7 +328,13 @@ class Planner:
             storage_statistics=self.storage.inspect(seen),
             weights=weights,
             protection=protection,
+            learned=self._learned(seen),
         )
+
+    def _learned(self, seen: Observation) -> dict[str, Tensor]:
+        """Inputs of the providers that the compensation needs."""
+        wanted = self.compensation.required_providers()
+        return {name: own for name, own in seen.inputs.items() if name.split(".")[0] in wanted}
 
     def _protection(self, seen: Observation, start: int) -> Callable[[int], PackedMask]:
         """Mask of protected entries as a function of the entries per head that a layer keeps.

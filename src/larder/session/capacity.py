@@ -101,13 +101,30 @@ def entries_per_head(policy: Policy, spec: ModelSpec) -> int:
         storage.check(spec.managed, spec.dtype.itemsize)
         return _resident_entries(policy, tokens)
     if tokens != WITHOUT_LIMIT:
-        return storage.entries(tokens, spec.managed, spec.dtype.itemsize)
+        entries = storage.entries(tokens, spec.managed, spec.dtype.itemsize)
+        return _beside_state(policy, spec, entries)
     if storage.codecs or storage.transform is not None or storage.form != "ragged":
         raise UsageError(
             f"{spell(storage)} shares the bytes of a budget, but {spell(policy.budget)} sets none: "
             "take uniform(kept=1.0) for as many bytes as the context takes, or less."
         )
     return tokens
+
+
+def _beside_state(policy: Policy, spec: ModelSpec, entries: int) -> int:
+    """Entries per kv head that a budget of `entries` leaves beside the compensation's state.
+
+    Raises:
+        BudgetError: it leaves none.
+    """
+    size, part = spec.dtype.itemsize, policy.compensation
+    taken = max((part.state_entries(layer, size) for layer in spec.managed), default=0)
+    if taken and entries <= taken:
+        raise BudgetError(
+            f"The budget of {entries} tokens has no room beside the state of {spell(part)}, which "
+            f"takes {taken}: raise the budget, or take drop()."
+        )
+    return entries - taken
 
 
 def block_tokens(policy: Policy) -> int:

@@ -50,6 +50,7 @@ from larder.session.policy_validation import (
     check_query_positions,
     check_recompute,
     check_single_cut,
+    check_state,
     check_timing,
     check_turn_rule,
     check_unit,
@@ -160,6 +161,7 @@ class Policy:
         check_turn_rule(chosen["schedule"], chosen)
         check_heads(chosen["budget"], chosen["compensation"])
         check_recompute(chosen["compensation"], chosen["storage"])
+        check_state(chosen["compensation"], chosen["storage"])
         check_cache_form(chosen["storage"])
         recall = _recall_part(chosen["compensation"], chosen["storage"], given.get("recall"))
         check_correction(chosen["protect"], recall)

@@ -222,6 +222,19 @@ def check_recompute(compensation: Compensation, storage: Storage) -> None:
         )
 
 
+def check_state(compensation: Compensation, storage: Storage) -> None:
+    """Validate that entries beside a state of rejected ones are held exactly.
+
+    Raises:
+        SpellingError: they are not.
+    """
+    if compensation.sums_rejected and storage != Exact():
+        raise SpellingError(
+            f"{spell(compensation)} sums up rejected entries beside exact ones, which "
+            f"{spell(storage)} does not hold: leave the storage out, or take drop()."
+        )
+
+
 def check_correction(
     protect: Protect, recall: RecallPart | None, tokens: int | None = None
 ) -> None:

@@ -19,6 +19,7 @@ from larder.models.introspection import weight_inputs
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
 from larder.policy.layer_calibration import select_layers
 from larder.policy.planner import Planner
+from larder.policy.providers.base import LearnedProvider, select_providers
 from larder.prefill.base import Progress, Steps, no_progress, run_steps
 from larder.prefill.decode_eviction import DecodeEviction
 from larder.prefill.memory import PeakMemoryMeter
@@ -312,6 +313,9 @@ def planner_with_quotas(
     inputs = weight_inputs(
         runtime.decoder.attentions, runtime.decoder.spec.layers, planner.providers
     )
+    if learned := select_providers(planner.providers, LearnedProvider):
+        for index, tensors in runtime.decoder.gates.inputs(learned).items():
+            inputs[index] = {**inputs.get(index, {}), **tensors}
     planner = replace(planner, weight_inputs=inputs)
     if tokens == WITHOUT_LIMIT:
         return planner, {}

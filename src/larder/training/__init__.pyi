@@ -20,6 +20,11 @@ from .corpus import CorpusSplit as CorpusSplit
 from .corpus import Document as Document
 from .corpus import Passage as Passage
 from .corpus import read_corpus as read_corpus
+from .eviction_samples import SHARES as SHARES
+from .eviction_samples import EvictionSample as EvictionSample
+from .eviction_samples import EvictionSamples as EvictionSamples
+from .eviction_samples import sample_evictions as sample_evictions
+from .eviction_samples import share_metrics as share_metrics
 from .gated_attention import DecayedAttention as DecayedAttention
 from .gated_attention import GatedAttention as GatedAttention
 from .gated_attention import MaskedAttention as MaskedAttention
@@ -62,6 +67,15 @@ from .passage_methods.duo_attention import MixedAttention as MixedAttention
 from .passage_methods.duo_attention import answers_right as answers_right
 from .passage_methods.duo_attention import rate_share as rate_share
 from .passage_methods.duo_attention import streaming_attention as streaming_attention
+from .passage_methods.less import EvictedSample as EvictedSample
+from .passage_methods.less import LessTraining as LessTraining
+from .passage_methods.less import compared_errors as compared_errors
+from .passage_methods.less import first_maps as first_maps
+from .passage_methods.less import maps_of as maps_of
+from .passage_methods.less import matched_scale as matched_scale
+from .passage_methods.lococo import LococoTraining as LococoTraining
+from .passage_methods.lococo import SlotSample as SlotSample
+from .passage_methods.lococo import dropped_ratio as dropped_ratio
 from .passage_methods.lookahead_kv import LookaheadTraining as LookaheadTraining
 from .passage_methods.lookahead_kv import best_share as best_share
 from .passage_methods.lookahead_kv import divergence as divergence

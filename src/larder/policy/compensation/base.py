@@ -8,13 +8,14 @@ from typing import ClassVar
 from larder.core.observation import Entries, LayerScores
 from larder.core.part import PolicyPart
 from larder.core.plan import Plan, StepMerging, StepSpreading
-from larder.core.spec import RecomputeSpec
+from larder.core.spec import LayerSpec, RecomputeSpec
 
 
 class Compensation(PolicyPart, ABC):
     """Fate of rejected entries: dropped, merged or offloaded. A frozen dataclass."""
 
     offloads: ClassVar[bool] = False  # whether rejected entries are offloaded to a slow tier
+    sums_rejected: ClassVar[bool] = False  # whether the cache form adds them to a state
     # Name of the cache form that rejected entries need; None for the one of the storage.
     cache_form: ClassVar[str | None] = None
 
@@ -47,6 +48,15 @@ class Compensation(PolicyPart, ABC):
     def separates_streaming_heads(self) -> bool:
         """True if retrieval heads and streaming heads are treated differently."""
         return False
+
+    def state_entries(self, layer: LayerSpec, itemsize: int) -> int:
+        """Entries per kv head whose bytes its state of rejected entries takes from the budget.
+
+        Args:
+            itemsize: bytes of a number of an entry.
+        """
+        del layer, itemsize
+        return 0
 
     def with_budget(self, tokens: int) -> Compensation:
         """Copy with open parameters filled in for a budget of `tokens` entries per kv head."""

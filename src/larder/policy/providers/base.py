@@ -8,6 +8,7 @@ A part names the providers that it reads in `needs`, by their file names:
 | `ImageProvider` | which tokens are of images | column |
 | `ActivationProvider` | hidden states before attention | `Observation.inputs[name]`, or column |
 | `GateProvider` | hidden states and learned weights | column, other numbers for each kv head |
+| `LearnedProvider` | learned weights | `Observation.inputs[name.tensor]` |
 | `WeightProvider` | weights of an attention module | `Observation.inputs[name]` |
 | `GradientProvider` | gradients of a scratch pass | `Observation.inputs[name]` |
 | `DraftProvider` | logits behind a scratch prompt | queries of the drafted tokens |
@@ -135,6 +136,16 @@ class GateProvider(Provider, ABC):
             states: input of the layer's attention.
             weights: float32 tensors of the layer.
         """
+
+
+class LearnedProvider(Provider, ABC):
+    """Learned tensors of each layer, by the provider's name, a dot and their own."""
+
+    @abstractmethod
+    def shapes(
+        self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
+    ) -> Mapping[str, tuple[int, ...]]:
+        """As of `GateProvider.shapes`."""
 
 
 class WeightProvider(Provider, ABC):

@@ -1,0 +1,180 @@
+"""Low-rank layer: entries under a budget, and the sum of all that plans rejected.
+
+    ragged   entries that a budget governs
+    state    of each kv head, 8 (D + 1) numbers, whatever the number of rejected entries
+
+Dong et al., "Get More with LESS: Synthesizing Recurrence with KV Cache Compression for Efficient
+LLM Inference" (2024), arXiv:2402.09398: learned features of its key add a rejected entry to the
+state. Attention to both parts is merged by log-sum-exp, in every pass. Entries that a plan merges
+into others are not added. A sum cannot be taken apart: after `truncate` and `forget` the state
+still has what was rejected before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from larder.cache.forms._composite import RecoverableLayer
+from larder.cache.forms.base import AttentionCall, AttentionState
+from larder.cache.forms.ragged import RaggedLayer
+from larder.cache.low_rank_maps import LowRankMaps
+from larder.cache.offload.slow_tier import rejected_entries
+from larder.cache.spec import CacheSpec, text_of, text_tensor
+from larder.cache.validation import check_kept
+from larder.core.errors import CacheError
+from larder.core.ledger import Ledger
+from larder.core.observation import Entries
+from larder.core.plan import Plan
+from larder.core.spec import LayerSpec, ModelSpec
+from larder.core.types import Mode, Positions, Queries
+from larder.ops.low_rank_attention import (
+    RANK,
+    STATE_DTYPE,
+    low_rank_attention,
+    low_rank_state,
+)
+from larder.ops.packing import heads_of_packed, starts_of, storage_rows
+
+STATE_KEY, MAPS_KEY = "low_rank.state", "low_rank.maps"  # names in a state
+
+
+class LowRankLayer(RecoverableLayer):
+    """Per-head lengths; rejected entries are added to a state of constant size.
+
+    Args:
+        ledger: columns and scalars that the policy keeps.
+        maps: features of keys and queries.
+        source: number of the layer among the managed ones, and fingerprint of the model, by which
+            a saved layer finds its maps.
+    """
+
+    can_be_shared = False
+    has_public_name = False
+
+    def __init__(
+        self,
+        layer: LayerSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        ledger: Ledger,
+        maps: LowRankMaps,
+        source: tuple[int, str] = (0, ""),
+    ) -> None:
+        super().__init__(layer, RaggedLayer(layer, dtype, device, ledger))
+        self._maps, self._source = maps.on(device), source
+        shape = layer.kv_heads, RANK, layer.head_dim + 1
+        self._state = torch.zeros(shape, dtype=STATE_DTYPE, device=device)
+        self._has_state = False
+        self._count_bytes()
+
+    @classmethod
+    def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> LowRankLayer:
+        place = [own.index for own in model.managed].index(layer.index)
+        maps = LowRankMaps.load(layer, place, model.fingerprint)
+        source = place, model.fingerprint
+        return cls(layer, model.dtype, model.device, spec.ledger, maps, source)
+
+    @property
+    def low_rank_state(self) -> Float[Tensor, "K rank E"]:
+        """Sums over the rejected entries of each kv head."""
+        return self._state
+
+    def truncate(self, length: int) -> None:
+        self._ragged.truncate(length)
+
+    def forget(self, start: int, stop: int) -> None:
+        self._ragged.forget(start, stop)
+        self.replaced_bytes = self._ragged.replaced_bytes
+
+    def state(self) -> dict[str, Tensor]:
+        place, fingerprint = self._source
+        text = f"{place} {self._maps.digest} {fingerprint}"
+        own = {STATE_KEY: self._state.clone(), MAPS_KEY: text_tensor(text)}
+        return self._ragged.state() | own
+
+    @classmethod
+    def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> LowRankLayer:
+        place, digest, fingerprint = text_of(state[MAPS_KEY]).split(" ", 2)
+        source = int(place), fingerprint
+        maps = LowRankMaps.load(layer, *source)
+        if maps.digest != digest:
+            raise CacheError(
+                f"The state of layer {layer.index} was summed with features {digest}, but those "
+                f"of the model are {maps.digest} now: build the cache again."
+            )
+        return cls._of_state(layer, state, maps, source)
+
+    def fork(self) -> LowRankLayer:
+        return self._of_state(self.layer, self.state(), self._maps, self._source)
+
+    @classmethod
+    def _of_state(
+        cls,
+        layer: LayerSpec,
+        state: dict[str, Tensor],
+        maps: LowRankMaps,
+        source: tuple[int, str],
+    ) -> LowRankLayer:
+        like = state["keys"]
+        store = cls(layer, like.dtype, like.device, Ledger(), maps, source)
+        store._adopt_ragged(state)
+        store._state = state[STATE_KEY]
+        store._has_state = bool(store._state.any())
+        store._count_bytes()
+        return store
+
+    def own_tensors(self) -> tuple[Tensor, ...]:
+        return (self._state,)
+
+    @property
+    def _is_empty(self) -> bool:
+        return not any(self.lengths) and not self._has_state
+
+    def attention_calls(
+        self, queries: Queries, positions: Positions, mode: Mode, shift: int
+    ) -> list[AttentionCall]:
+        [entries] = self._ragged.attention_calls(queries, positions, mode, shift)
+        return [partial(self._attend_both, entries, queries)] if self._has_state else [entries]
+
+    def _attend_both(self, entries: AttentionCall, queries: Queries) -> AttentionState:
+        """Attention to entries and state, merged with fewer calls than any number of parts."""
+        out, lse = entries()
+        summed, weight = low_rank_attention(self._maps.queries(queries), self._state)
+        share = torch.sigmoid(weight - lse).unsqueeze(-1)
+        return out.lerp(summed, share), torch.logaddexp(lse, weight)
+
+    def _carry_out(self, plan: Plan, change: Callable[[Plan], None]) -> None:
+        check_kept(plan, self.lengths)
+        held = self._ragged.entries()
+        gone = rejected_entries(plan, sum(held.lengths))
+        if len(plan.folds):
+            gone = gone[~torch.isin(gone, plan.folds.sources.cpu())]
+        added = self._state_of(gone, held) if len(gone) else None
+        has_weight = self._has_state or (added is not None and bool(added.any()))
+        change(plan)  # the last that can fail
+        self.replaced_bytes = self._ragged.replaced_bytes
+        if added is not None:
+            self._state += added
+        self._has_state = has_weight
+
+    def _state_of(self, packed: Int64[Tensor, " G"], held: Entries) -> Float[Tensor, "K rank E"]:
+        """State of some packed entries; heads with fewer of them are filled up with zeros."""
+        heads = heads_of_packed(packed, held.lengths)
+        counts = torch.bincount(heads, minlength=len(held.lengths))
+        offsets = torch.arange(len(packed)) - starts_of(counts)[heads]
+        rows = storage_rows(packed, *held.layout).to(held.keys.device)
+        keys, values = (
+            own.new_zeros(len(counts), int(counts.max()), own.shape[1]).index_put_(
+                (heads, offsets), own[rows]
+            )
+            for own in (held.keys, held.values)
+        )
+        return low_rank_state(self._maps.keys(keys), values)
+
+
+Part = LowRankLayer

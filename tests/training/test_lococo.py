@@ -1,0 +1,90 @@
+"""Training of LoCoCo: slots of samples, and what gamma of 0 leaves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from larder.core import BadParameter
+from larder.models import LoadedModel, load
+from larder.session import TokenizerAdapter
+from larder.training import (
+    PASSAGE_METHODS,
+    EvictionSamples,
+    LococoTraining,
+    Passage,
+    PassageLimits,
+    SlotSample,
+    dropped_ratio,
+    read_corpus,
+    sample_evictions,
+    select_passages,
+)
+
+SMALL = LococoTraining(slots=8, taps=3, epochs=4)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> LoadedModel:
+    return load("seed", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def passages(loaded: LoadedModel) -> list[Passage]:
+    corpus, limits = read_corpus(None), PassageLimits(300, 1, 300)
+    given = corpus.passages(TokenizerAdapter(loaded.tokenizer), limits.passage_tokens)
+    return [own for several in select_passages(given, limits).values() for own in several][:2]
+
+
+@pytest.fixture(scope="module")
+def layers(loaded: LoadedModel, passages: list[Passage]) -> list[EvictionSamples]:
+    return sample_evictions(loaded.decoder, passages, lambda done, total: None)
+
+
+def tensors(sample: SlotSample, gamma: float) -> dict[str, torch.Tensor]:
+    source = torch.Generator().manual_seed(0)
+    width = 2 * sample.sample.layer.head_dim
+    kernel = torch.randn(64, width, 3, generator=source) / 8
+    return {"kernel": kernel, "bias": torch.zeros(64), "gamma": torch.tensor(gamma)}
+
+
+def test_slots_are_the_kept_entries_with_least_attention(layers: list[EvictionSamples]) -> None:
+    sample = layers[0].samples[0]
+    few = {"keys": sample.keys[:, :12], "values": sample.values[:, :12]}
+    mass = torch.arange(12.0).expand(len(sample.keys), -1)
+    own = SlotSample.of(replace(sample, mass=mass, **few), 0.5, 64)
+    # Kept are 9 to 11, the latest, and 6 to 8, of which half of 6 may be slots.
+    assert own.chosen.tolist() == [[6, 7, 8]] * len(mass)
+    torch.testing.assert_close(own.heavy[0], sample.keys[:, 9:12])
+    torch.testing.assert_close(own.others[1], sample.values[:, :9])
+
+
+def test_gamma_of_zero_is_the_plain_choice(layers: list[EvictionSamples]) -> None:
+    own = SlotSample.of(layers[0].samples[0], 0.25, 64)
+    torch.testing.assert_close(own.output(tensors(own, 0.0)), own.bare)
+    assert not torch.allclose(own.output(tensors(own, 0.5)), own.bare, atol=1e-3)
+    assert dropped_ratio(layers[0], tensors(own, 0.0), 0.25) == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.extended
+def test_training_is_no_worse_than_dropping_where_it_trained(
+    loaded: LoadedModel, passages: list[Passage]
+) -> None:
+    done = list[int]()
+    trained = SMALL.fit(loaded.decoder, passages, 0, lambda step, total: done.append(step))
+    assert len(trained) == len(loaded.decoder.spec.managed) and done[-1] == len(done)
+    metrics = SMALL.test(loaded.decoder, trained, passages)
+    assert set(metrics) == {"layers_better_4", "error_ratio_4", "layers_better_8", "error_ratio_8"}
+    assert metrics["error_ratio_4"] < 1.02
+    assert all(0 <= float(own["gamma"]) <= 1 for own in trained)
+    for layer, own in zip(loaded.decoder.spec.managed, trained, strict=True):
+        wanted = SMALL.shapes(layer, 0, own)
+        assert {name: tuple(each.shape) for name, each in own.items()} == wanted
+
+
+def test_settings_are_checked() -> None:
+    assert PASSAGE_METHODS.load("lococo") is LococoTraining
+    with pytest.raises(BadParameter, match="above 0"):
+        LococoTraining(taps=0)
