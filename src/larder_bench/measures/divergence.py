@@ -20,6 +20,7 @@ from larder_bench.results.rows import Row
 from larder_bench.scoring.kl_divergence import kl_divergence
 from larder_bench.scoring.recorded_scores import (
     COMPARED_BYTES,
+    RecordedText,
     compared_bytes,
     compared_full_bytes,
     forced_logits,
