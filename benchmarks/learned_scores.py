@@ -45,13 +45,11 @@ POLICIES = {
     "kvzap_mlp": 'whole() > kvzap(form="mlp") > global()',
     "fast_kvzip": "whole() > fast_kvzip() > global()",
     "locret": "whole() > locret() > uniform()",
-    "trim": "whole() > protect(sinks=0, recent=0) > trim() > uniform()",
-    "global_retention": "whole() > protect(sinks=0, recent=32) > global_retention() > global()",
-    "global_retention_per_head": "whole() > protect(sinks=0, recent=32) > global_retention() > "
-    "uniform()",
-    "attention_gate": "whole() > protect(sinks=0, recent=0) > attention_gate() > global()",
-    "attention_gate_threshold": "whole() > protect(sinks=0, recent=0) > attention_gate() > "
-    "fixed_threshold(score=0.5, kept=1.0)",
+    "trim": "whole() > trim() > uniform()",
+    "global_retention": "whole() > global_retention() > global()",
+    "global_retention_per_head": "whole() > global_retention() > uniform()",
+    "attention_gate": "whole() > attention_gate() > global()",
+    "attention_gate_threshold": "whole() > attention_gate() > fixed_threshold(kept=1.0)",
     "q_filters": "whole() > q_filters() > uniform()",
     "keydiff": "whole() > keydiff() > uniform()",
     "snapkv": "whole() > snapkv() > uniform()",

@@ -16,12 +16,21 @@ def decayed(queries: Rows, keys: Rows, values: Rows, scaling: float, betas: list
     return out
 
 
-def masked(queries: Rows, keys: Rows, values: Rows, scaling: float, kept: list[bool]) -> Rows:
-    """A query sees what is kept, and itself."""
+def masked(
+    queries: Rows,
+    keys: Rows,
+    values: Rows,
+    scaling: float,
+    kept: list[bool],
+    sinks: int = 0,
+    recent: int = 1,
+) -> Rows:
+    """A query sees what is kept, the first tokens, and the latest, itself among them."""
     out = []
     for t, query in enumerate(queries):
         weights = [
-            math.exp(dot(query, keys[j]) * scaling) * (kept[j] or j == t) for j in range(t + 1)
+            math.exp(dot(query, keys[j]) * scaling) * (kept[j] or j < sinks or t - j < recent)
+            for j in range(t + 1)
         ]
         out.append(mixed(weights, values))
     return out

@@ -26,7 +26,7 @@ from tiny_models import tiny
 SMALL: dict[str, dict[str, Any]] = {
     "trim": {"inner": 4, "bias": 3.0, "weight": 3.0},
     "global_retention": {"inner": 4, "channels": 3, "bias": 3.0, "weight": 3.0},
-    "attention_gate": {"inner": 3, "weight": 3.0},
+    "attention_gate": {"inner": 3, "weight": 3.0, "sinks": 1, "recent": 2},
 }
 SHARES = {"trim": "held", "global_retention": "held", "attention_gate": "kept"}
 NAMES = sorted(SMALL)

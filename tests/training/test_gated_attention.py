@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from larder.core import ModelError
 from larder.models import AttentionInputs, CausalAttention, Decoder, wrap_model
+from larder.policy import ProtectedTokens
 from larder.training import (
     DecayedAttention,
     GatedAttention,
@@ -88,6 +90,10 @@ def test_what_is_not_kept_is_not_seen_as_in_the_loop(decoder) -> None:
     kept = gates >= 0.5
     assert kept.any() and not kept.all()
     torch.testing.assert_close(got, by_loop(loop.masked, kept, inputs))
+    protected = MaskedAttention(decoder, no_gate, ProtectedTokens(1, 2))
+    expected = by_loop(partial(loop.masked, sinks=1, recent=2), kept, inputs)
+    torch.testing.assert_close(attended(protected, gates, inputs), expected)
+    assert not torch.allclose(expected, got)
     hidden = attended(attention, torch.zeros_like(gates), inputs)  # every token sees itself alone
     torch.testing.assert_close(hidden, inputs.values.repeat_interleave(2, 0))
 

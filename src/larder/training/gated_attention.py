@@ -25,12 +25,14 @@ from larder.models.activation_hooks import forward_hooks
 from larder.models.attention_backend import AttentionInputs, CausalAttention
 from larder.models.decoder import Decoder
 from larder.ops.attention import cap_logits
+from larder.policy.protect import ProtectedTokens
 from larder.training.passage_method import differentiable_states
 
 # Numbers of the tokens of a pass, of a layer by its place among the managed ones, from its input.
 LayerGate = Callable[[int, Float[Tensor, "Q hidden"]], Float[Tensor, "Q K"]]
 
 KEPT_FROM = 0.5  # least number of a gate that keeps an entry
+OWN = ProtectedTokens(0, 1)  # a query's own token
 
 
 class GatedAttention(ABC):
@@ -120,17 +122,22 @@ class DecayedAttention(GatedAttention):
 
 
 class MaskedAttention(GatedAttention):
-    """Attention to the entries whose gates are at least 1/2; every token sees itself.
+    """Attention to the entries whose gates are at least 1/2, and to protected ones.
 
-    Zeng et al. (2024), arXiv:2410.12876. The choice passes gradients on as if it were the gate's
-    own number.
+    Zeng et al. (2024), arXiv:2410.12876, where every token sees itself beside what is kept. The
+    choice passes gradients on as if it were the gate's own number.
+
+    Args:
+        protect: first tokens of a pass, and latest of a query, its own included, that are seen
+            whatever their gates.
 
     Attributes:
         gates: of each layer, by its place.
     """
 
-    def __init__(self, decoder: Decoder, gate: LayerGate) -> None:
+    def __init__(self, decoder: Decoder, gate: LayerGate, protect: ProtectedTokens = OWN) -> None:
         super().__init__(decoder, gate)
+        self._protect = protect
         self.gates = dict[int, Float[Tensor, "K S"]]()
 
     def weigh(
@@ -142,7 +149,9 @@ class MaskedAttention(GatedAttention):
         visible: Bool[Tensor, "Q S"],
     ) -> Float[Tensor, "K R Q S"]:
         self.gates[place] = gates
-        kept = straight_through(gates)[:, None].masked_fill(ages == 0, 1.0)  # [K, Q, S]
+        spared = ages < self._protect.last
+        spared[:, : self._protect.first] = True
+        kept = straight_through(gates)[:, None].masked_fill(spared, 1.0)  # [K, Q, S]
         weights = logits.masked_fill(~visible, -torch.inf).softmax(-1) * kept[:, None]
         return weights / weights.sum(-1, keepdim=True)
 

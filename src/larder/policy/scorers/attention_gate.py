@@ -2,8 +2,8 @@
 
 Zeng et al., "In-context KV-Cache Eviction for LLMs via Attention-Gate" (2024), arXiv:2410.12876.
 `larder train attention_gate` makes the gates. The decision is `fixed_threshold(score=0.5)`; with a
-size, that budget keeps the best of what passes: `whole() > protect(sinks=0, recent=0) >
-attention_gate() > fixed_threshold(score=0.5)`. The paper's prefill attends to kept keys alone; here
+size, that budget keeps the best of what passes: `whole() > attention_gate() >
+fixed_threshold(score=0.5)`. The paper's prefill attends to kept keys alone; here
 a token that is dropped is still seen in the pass, or block, that reads it.
 """
 

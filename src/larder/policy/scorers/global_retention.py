@@ -2,8 +2,8 @@
 
 Bui et al., "Make Each Token Count: Towards Improving Long-Context Performance with KV Cache
 Eviction" (2026), arXiv:2605.09649. `larder train global_retention` makes the gates. As `trim`, but
-entries of all layers and heads compete for one budget; the 32 latest tokens are exempt: `whole() >
-protect(sinks=0, recent=32) > global_retention() > global() > lagged()`.
+entries of all layers and heads compete for one budget, and the 32 latest tokens are exempt; here
+4 sinks are, too: `whole() > global_retention() > global() > lagged()`.
 """
 
 from __future__ import annotations

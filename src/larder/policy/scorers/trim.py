@@ -3,9 +3,9 @@
 Bui et al., "Cache What Lasts: Token Retention for Memory-Bounded KV Cache in LLMs" (2025),
 arXiv:2512.03324, section 4.3. `larder train trim` makes the gates. An entry of age a has the worth
 beta^a, of which the logarithm is compared. Every head keeps its best (`uniform`); while text is
-generated, the released code evicts every 128 tokens (`lagged`), and protects neither sinks nor
-recent tokens, since both are learned: `blockwise(block=128) > protect(sinks=0, recent=0) > trim() >
-uniform() > lagged()`.
+generated, the released code evicts every 128 tokens: `blockwise(tokens=128) > trim() > uniform() >
+lagged()`. It protects neither sinks nor recent tokens (`protect(sinks=0, recent=0)`), since both
+are learned; gates that were trained for a short while need the usual protection.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 Zeng et al., "In-context KV-Cache Eviction for LLMs via Attention-Gate" (2024), arXiv:2410.12876. A
 pass attends to the keys that its gates keep, and every token to itself; the choice at 1/2 passes
 the gradient of the gate on. The loss is KL to the model itself, where the paper continues language
-modeling, plus the distance of the mean gate from a target. Gates begin open. Inferred: the weight
-of that distance, and heads of 16 channels.
+modeling, plus the distance of the share that is kept from a target. Gates begin open. Inferred: the
+weight of that distance, and heads of 16 channels. Here a token also sees 4 sinks and the latest 32
+tokens, which policies protect; without them tens of steps do not even find the sinks.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from larder.core.errors import BadParameter
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.models.decoder import Decoder
+from larder.policy.protect import ProtectedTokens
 from larder.policy.providers._layer_gates import FIRST, LAST
 from larder.policy.providers.attention_gate import KEY, OUTPUT, QUERY, VALUE
 from larder.training.gated_attention import KEPT_FROM, LayerGate, MaskedAttention, straight_through
@@ -34,26 +36,31 @@ class AttentionGates(GateDistillation[MaskedAttention]):
         kept: target of the mean gate.
         weight: of the distance from it.
         bias: of the gate's logit before training.
+        sinks: first tokens that are always seen; 0 in the paper.
+        recent: latest tokens that are always seen, its own included; 1 in the paper.
     """
 
     inner: int = 16
     kept: float = 0.25
     weight: float = 2.0
     bias: float = 1.0
+    sinks: int = 4
+    recent: int = 32
     first_maps = (QUERY, KEY, VALUE)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.kept <= 1 or self.weight < 0:
+        if not 0 < self.kept <= 1 or min(self.weight, self.sinks) < 0 or self.recent < 1:
             raise BadParameter(
-                f"attention_gate needs a share in (0, 1] and a weight of 0 or more, got {self}."
+                "attention_gate needs a share kept in (0, 1], weight and sinks of 0 or more, and "
+                f"recent tokens above 0, got {self}."
             )
 
     def first_layers(self, spec: ModelSpec, seed: int) -> list[dict[str, Tensor]]:
         return [self._first_layer(layer, spec.width, seed) for layer in spec.managed]
 
     def attention(self, decoder: Decoder, gate: LayerGate) -> MaskedAttention:
-        return MaskedAttention(decoder, gate)
+        return MaskedAttention(decoder, gate, ProtectedTokens(self.sinks, self.recent))
 
     def penalty(self, attention: MaskedAttention, tokens: int) -> Float[Tensor, ""]:
         del tokens
