@@ -7,10 +7,11 @@ import torch
 from torch import nn
 
 from larder.cache import SequenceCache
-from larder.core import Mode
+from larder.core import Ledger, Mode
 from larder.models import BatchSegment, Decoder, DecoderStack, FewRows, FewRowsHead, decoder_stack
 from larder.ops import c_library
 from larder.ops.cpu import decoder_layer
+from learned_gates import give_gates
 from model_runs import some_ids
 from tiny_models import tiny
 
@@ -189,6 +190,32 @@ def test_hooks_on_all_modules_see_what_the_model_computes(runs):
         step_logits(decoder, caches)
     assert runs == [1]
     assert seen == [(1, 1)] * len(linear)
+
+
+@by_dtype
+def test_gates_are_recorded_in_the_stack(monkeypatch, runs, dtype):
+    """As in the model's own layers, and each sequence's alone, beside one without a column."""
+    decoder = a_decoder("qwen3", dtype)
+    give_gates(decoder)
+    ledger = Ledger(columns=("kvzap",))
+
+    def recorded() -> list[torch.Tensor]:
+        caches = [SequenceCache(decoder.spec, "ragged", own) for own in (ledger, Ledger())]
+        for seed, cache in enumerate(caches):
+            decoder.read([BatchSegment(cache, some_ids(40, seed=seed))], Mode.APPEND)
+        for token in range(3):
+            step_logits(decoder, caches, token)
+        layers = [layer.index for layer in decoder.spec.layers]
+        return [caches[0].entries(layer).column("kvzap") for layer in layers]
+
+    got = recorded()
+    assert runs == [2, 2, 2]
+    without_stack(monkeypatch)
+    expected = recorded()
+    assert runs == [2, 2, 2] and len(got[0]) == 43 * decoder.spec.layers[0].kv_heads
+    for own, other in zip(got, expected, strict=True):
+        difference = (own - other).square().mean().sqrt()
+        assert difference < MOST_DIFFERENCE[dtype] * other.std()
 
 
 def test_new_weights_are_read_at_the_next_step(monkeypatch, runs):

@@ -35,6 +35,37 @@ def forward_hooks(handles: Iterable[RemovableHandle]) -> Iterator[None]:
         yield
 
 
+class CaptureHook:
+    """Forward pre-hook of attention modules that captures activations of one batch.
+
+    Args:
+        batch: the batch in the model's call, which gets what was captured.
+        providers: of the activations, by name.
+    """
+
+    def __init__(self, batch: ForwardBatch, providers: Mapping[str, ActivationProvider]) -> None:
+        self._batch, self._providers = batch, providers
+
+    @property
+    def is_on_device(self) -> bool:
+        """True if the batch is computed on an accelerator."""
+        return self._batch.segments[0].cache.spec.device.type != "cpu"
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        states = args[0] if args else named["hidden_states"]
+        self.capture(module, states[0], named.get(CONTEXT_KEYWORD))
+
+    def capture(
+        self, attention: nn.Module, states: Float[Tensor, "Q hidden"], batch: object
+    ) -> None:
+        """Capture from the input of a layer's attention, if it is a call of the batch."""
+        if batch is self._batch:
+            self._batch.captured = {
+                name: _captured(own, attention, states, self._batch.widths)
+                for name, own in self._providers.items()
+            }
+
+
 def capture_activations(
     modules: Mapping[int, nn.Module],
     batch: ForwardBatch,
@@ -48,18 +79,10 @@ def capture_activations(
         modules: attention modules by layer.
         batch: the batch in the model's call, which gets what was captured.
     """
-
-    def record(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if named.get(CONTEXT_KEYWORD) is batch:
-            states = (args[0] if args else named["hidden_states"])[0]
-            batch.captured = {
-                name: _captured(own, module, states, batch.widths)
-                for name, own in providers.items()
-            }
-
+    hook = CaptureHook(batch, providers)
     # Before hooks that put another attention into the call.
     return forward_hooks(
-        module.register_forward_pre_hook(record, prepend=True, with_kwargs=True)
+        module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
         for module in (modules.values() if providers else ())
     )
 

@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Queries
+from larder.models.activation_hooks import CaptureHook
 from larder.models.attention_backend import NAME, AttentionInputs, LayerAttention, attend
 from larder.models.introspection import TOLERANCE, relative_difference
 from larder.ops.cpu import decoder_layer as cpu_layer
@@ -170,7 +171,9 @@ class DecoderStack(nn.Module):
         """States behind the first layers."""
         rows = self._kernels.rows(self._sizes, states[0], angles[0][0], angles[1][0])
         for weights, layer in zip(self._weights[:num_layers], self._spec.layers, strict=False):
-            number = self._spec.number_of(layer.index)
+            number, own = self._spec.number_of(layer.index), self._layers[layer.index]
+            for hook in _pre_hooks(own.self_attn):
+                hook.capture(own.self_attn, own.input_layernorm(rows.states), attention)
             queries, keys, values = rows.attention_inputs(weights)
             inputs = AttentionInputs(
                 number, queries, keys, values, layer.scaling, layer.sliding_window
@@ -344,10 +347,20 @@ def _layer_sizes(body: Any, spec: LayerSpec) -> LayerSizes:
 
 
 def _is_hooked(part: nn.Module) -> bool:
-    """True if a call of a module does something beside what its class says."""
+    """True if a call of a module does something beside what its class says.
+
+    The stack serves hooks that capture activations itself, on a CPU.
+    """
     own = vars(part)
-    hooks = own["_forward_hooks"] or own["_forward_pre_hooks"]
+    others = own["_forward_pre_hooks"] and any(
+        type(hook) is not CaptureHook or hook.is_on_device for hook in _pre_hooks(part)
+    )
+    hooks = own["_forward_hooks"] or others
     return bool(hooks or _global_forward_hooks or _global_forward_pre_hooks) or "forward" in own
+
+
+def _pre_hooks(part: nn.Module) -> list[Any]:
+    return list(vars(part)["_forward_pre_hooks"].values())
 
 
 def _children(part: nn.Module) -> list[nn.Module | None]:
