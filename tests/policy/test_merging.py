@@ -13,6 +13,7 @@ from builders import a_plan
 from larder.cache import merge_entries
 from larder.core import LOG_COUNT, BadParameter, Entries, LayerScores, Phase, Variant, public_name
 from larder.policy import CLUSTER, DRAWS, MASS, Chelsea, Elastic, Kvmerger, Razor, Subgen
+from references.lococo import learned_tensors
 from scalar_entries import judged, line, numbers
 
 HELD = (9, 7, 8)
@@ -40,7 +41,8 @@ def some(heads: list[int], counted: bool = True) -> tuple[Entries, LayerScores]:
     columns = {LOG_COUNT: logs, "mass": mass, **drawn}
     scalars = {name: torch.full((len(heads),), torch.nan) for name in ("tau", MASS)}
     entries = Entries(keys, values, positions, starts, lengths, columns, scalars)
-    return entries, LayerScores(scores, protected, lengths, scalars=scalars)
+    given = learned_tensors(keys.shape[1])
+    return entries, LayerScores(scores, protected, lengths, scalars=scalars, learned=given)
 
 
 def after(compensation, heads: list[int]) -> dict[int, list[Tensor]]:

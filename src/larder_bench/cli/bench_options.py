@@ -72,8 +72,8 @@ class BenchOptions(OutputOptions):
         Names | None,
         typer.Option(
             metavar="SPELLING",
-            help="forced, generated, answer_kl, fidelity, similarity, prompts, recall, decode, "
-            "reading, stages.",
+            help="forced, generated, answer_kl, divergence, fidelity, similarity, prompts, recall, "
+            "decode, reading, stages.",
         ),
     ] = None
     name: Annotated[str | None, typer.Option(help="Name of the study.  Default: bench.")] = None

@@ -48,7 +48,7 @@ class RateDistortion(Figure):
 
 
 def _is_shown(row: Row) -> bool:
-    kinds = {item["kind"] for item in row.get("items", ())}
+    kinds = {item.get("kind") for item in row.get("items", ())}
     return row["policy"] != FULL and not kinds.isdisjoint(KINDS)
 
 
