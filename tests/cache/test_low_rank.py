@@ -193,6 +193,18 @@ def test_saved_caches_and_forks_continue_alike() -> None:
 
 
 @pytest.mark.usefixtures("maps")
+def test_layers_of_one_state_do_not_change_it_or_each_other() -> None:
+    layer = a_sequence().stores[0]
+    state = layer.state()
+    before = {name: own.clone() for name, own in state.items()}
+    first, second = (LowRankLayer.adopt(layer.layer, state) for _ in range(2))
+    first.apply(a_plan([[0]] * len(first.lengths), first.lengths))
+    assert not torch.equal(first.low_rank_state, second.low_rank_state)
+    assert torch.equal(second.low_rank_state, before["low_rank.state"])
+    assert all(torch.equal(own, before[name]) for name, own in state.items())
+
+
+@pytest.mark.usefixtures("maps")
 def test_other_features_are_refused() -> None:
     cache = a_sequence()
     state, meta = cache.state(), cache.meta()

@@ -159,7 +159,7 @@ class LowRankLayer(RecoverableLayer):
         change(plan)  # the last that can fail
         self.replaced_bytes = self._ragged.replaced_bytes
         if added is not None:
-            self._state += added
+            self._state = self._state + added  # saved states share the former
         self._has_state = has_weight
 
     def _state_of(self, packed: Int64[Tensor, " G"], held: Entries) -> Float[Tensor, "K rank E"]:
