@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from builders import a_layer, a_plan, a_spec, draw
@@ -221,6 +221,24 @@ def test_a_model_without_predictions_is_refused() -> None:
             "residual",
             residual=SPEC,
         )
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"layers.1.keys.weight": (0, WIDTH)},
+        {"layers.1.values.weight": (WIDTH, WIDTH)},
+        {"layers.0.values.weight": (WIDTH, WIDTH)},
+        {"layers.2.keys.bias": (WIDTH - 1,)},
+        {"layers.2.keys.weight": ()},
+    ],
+)
+def test_predictions_of_other_shapes_are_refused(changed: dict[str, tuple[int, ...]]) -> None:
+    path = aqua_path("")
+    tensors = load_file(path) | {name: torch.zeros(shape) for name, shape in changed.items()}
+    save_file(tensors, path)
+    with pytest.raises(CacheError, match="have shapes .*larder train aqua"):
+        a_cache()
 
 
 def keep(cache: SequenceCache, tokens: list[int], mode: str) -> None:

@@ -20,11 +20,13 @@ from larder.models import (
     Card,
     Decoder,
     LearnedGates,
+    LearnedWeights,
     learned_file,
     load_learned,
     read_learned,
     wrap_model,
 )
+from larder.training import PASSAGE_METHODS
 from learned_gates import every_gate, give_gates, random_weights
 from tiny_models import tiny
 
@@ -136,6 +138,17 @@ def test_weights_of_another_model_are_refused(gated) -> None:
     named = tuple({"weights": own["weight"], "bias": own["bias"]} for own in weights.layers)
     with pytest.raises(ModelError, match="have shapes"):
         gates.put("kvzap", gate, replace(weights, layers=named))
+
+
+@pytest.mark.parametrize("name", [*PASSAGE_METHODS.names()])
+@pytest.mark.parametrize("tensors", [{"other": torch.zeros(2)}, {"kernel": torch.zeros(2)}])
+def test_files_of_another_method_are_refused(gated, name, tensors) -> None:
+    spec = gated.spec
+    layers = [{key: own.clone() for key, own in tensors.items()} for _ in spec.managed]
+    given = LearnedWeights(Card(name, (spec.fingerprint,)), tuple(layers))
+    given.save(learned_file(spec.fingerprint, name))
+    with pytest.raises(ModelError, match=f"have shapes .*train {name} for this model"):
+        load_learned(spec, name, PASSAGE_METHODS.load(name)())
 
 
 @pytest.mark.parametrize("content", [b"", b"nothing"])

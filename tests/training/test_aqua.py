@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from larder.cache import AquaPredictions, ResidualCoder
-from larder.core import BadParameter, Mode
+from larder.core import BadParameter, Mode, ModelError
 from larder.models import BatchSegment, LoadedModel, learned_file, load, load_learned
 from larder.ops import VectorQuantizer
 from larder.session import Policy, TokenizerAdapter, empty_cache
 from larder.training import (
     AquaTraining,
     CorpusSplit,
+    Passage,
     PassageLimits,
     read_corpus,
     read_samples,
@@ -92,3 +93,9 @@ def assert_continues(loaded: LoadedModel, ids: tuple[int, ...]) -> None:
 def test_settings_without_sense_are_refused(change) -> None:
     with pytest.raises(BadParameter, match=f"aqua\\.{next(iter(change))}"):
         AquaTraining(**change)
+
+
+def test_passages_of_sinks_alone_are_refused(loaded) -> None:
+    short = Passage("short", "texts", CorpusSplit.TRAIN, 0, (5, 6, 7, 8))
+    with pytest.raises(ModelError, match="more passage_tokens"):
+        read_samples(loaded.decoder, [short])

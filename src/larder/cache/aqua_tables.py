@@ -64,6 +64,18 @@ class AquaPredictions:
         return AquaPredictions(*sides)
 
     @staticmethod
+    def shapes(layer: LayerSpec, below: int) -> dict[str, tuple[int, ...]]:
+        """Shape of each tensor of a layer.
+
+        Args:
+            below: numbers of the keys of a token in the layer below; 0 in the first layer.
+        """
+        width = layer.kv_heads * layer.head_dim
+        rows = below, below + width if below else 0
+        weights = {f"{s}.weight": (own, width) for s, own in zip(SIDES, rows, strict=True)}
+        return weights | {f"{side}.bias": (width,) for side in SIDES}
+
+    @staticmethod
     def load(
         layer: LayerSpec, place: int, fingerprint: str, device: torch.device
     ) -> AquaPredictions:
@@ -73,7 +85,7 @@ class AquaPredictions:
             place: of the layer among the managed ones.
 
         Raises:
-            CacheError: there are none, or the rotary embedding is unknown.
+            CacheError: there are none, they have other shapes, or the rotary embedding is unknown.
         """
         if layer.radians is None or layer.latent_rank:
             raise CacheError(
@@ -82,12 +94,21 @@ class AquaPredictions:
             )
         path = aqua_path(fingerprint)
         try:
-            return _read(path, path.stat().st_mtime_ns, place, device)
+            found = _read(path, path.stat().st_mtime_ns, place, device)
         except (OSError, KeyError):
             raise CacheError(
                 f"{path} has no predictions of layer {layer.index}: make them with "
                 "`larder train aqua`, or choose another storage."
             ) from None
+        shapes = {name: tuple(own.shape) for name, own in found.tensors().items()}
+        below = sum(shapes["keys.weight"][:1]) or layer.kv_heads * layer.head_dim
+        wanted = AquaPredictions.shapes(layer, below if place else 0)
+        if shapes != wanted:
+            raise CacheError(
+                f"The predictions of layer {layer.index} in {path} have shapes {shapes}, but this "
+                f"model needs {wanted}: make them with `larder train aqua`."
+            )
+        return found
 
 
 def aqua_path(fingerprint: str) -> Path:

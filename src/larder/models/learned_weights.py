@@ -190,13 +190,23 @@ def check_learned(found: LearnedWeights, spec: ModelSpec, name: str, form: Weigh
             f"{len(spec.managed)} managed ones: train {name} for this model."
         )
     for layer, own in zip(spec.managed, found.layers, strict=True):
-        wanted = dict(form.shapes(layer, spec.width, own))
         shapes = {key: tuple(tensor.shape) for key, tensor in own.items()}
+        wanted = _wanted_shapes(form, layer, spec.width, own)
         if shapes != wanted:
             raise ModelError(
                 f"The weights of {name} for layer {layer.index} have shapes {shapes}, but this "
                 f"model needs {wanted}: train {name} for this model."
             )
+
+
+def _wanted_shapes(
+    form: WeightForm, layer: LayerSpec, width: int, given: LayerTensors
+) -> dict[str, tuple[int, ...]] | str:
+    """Shapes of a form, or what it misses where its sizes cannot be read from the tensors."""
+    try:
+        return dict(form.shapes(layer, width, given))
+    except (KeyError, ValueError, IndexError, TypeError) as error:
+        return f"others ({error})"
 
 
 def _check_shared(found: LearnedWeights, name: str, gate: GateProvider) -> None:

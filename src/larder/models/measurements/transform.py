@@ -217,8 +217,8 @@ def check_layers(layers: object) -> None:
         if layer.radians is None or layer.latent_rank:
             raise ModelError(
                 f"Layer {layer.index} has latents, or a rotary embedding unknown to Larder, so its "
-                "keys cannot be unrotated: choose a storage other than transform(), and a codec "
-                "other than predictive."
+                "keys cannot be unrotated: choose a storage other than transform() and aqua(), and "
+                "a codec other than predictive and kvtc."
             )
 
 

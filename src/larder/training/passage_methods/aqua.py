@@ -18,7 +18,7 @@ from larder.cache.predictive_coding import Layer
 from larder.cache.predictive_tables import SIDES, Inputs, LinearPrediction
 from larder.cache.residual_tier import DecodedTokens, ResidualCoder
 from larder.core.codec import ResidualSpec
-from larder.core.errors import BadParameter
+from larder.core.errors import BadParameter, ModelError
 from larder.core.spec import LayerSpec
 from larder.models.attention_backend import AttentionInputs, CausalAttention
 from larder.models.decoder import Decoder
@@ -28,7 +28,7 @@ from larder.ops.vector_quantization import VectorQuantizer
 from larder.prefill.base import Progress
 from larder.training.corpus import Passage
 from larder.training.passage_method import PassageMethod
-from larder.training.predictive import LayerSamples, least_squares
+from larder.training.predictive import SINKS, LayerSamples, least_squares
 
 Numbers = Float[Tensor, "N W"]
 
@@ -81,10 +81,8 @@ class AquaTraining(PassageMethod):
     def shapes(
         self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
     ) -> Mapping[str, tuple[int, ...]]:
-        own = layer.kv_heads * layer.head_dim
-        rows = {name: len(given.get(f"{name}.weight", ())) for name in SIDES}
-        weights = {f"{name}.weight": (rows[name], own) for name in SIDES}
-        return weights | {f"{name}.bias": (own,) for name in SIDES}
+        del width
+        return AquaPredictions.shapes(layer, len(given[f"{SIDES[0]}.weight"]))
 
     def relative_errors(
         self, layers: Sequence[LayerTensors], samples: LayerSamples
@@ -125,13 +123,22 @@ class AquaTraining(PassageMethod):
 def read_samples(
     decoder: Decoder, passages: Sequence[Passage], progress: Progress | None = None
 ) -> LayerSamples:
-    """Keys before rotation and values of all managed layers on passages."""
+    """Keys before rotation and values of all managed layers on passages.
+
+    Raises:
+        ModelError: all passages are too short.
+    """
     samples = LayerSamples(decoder.spec.managed)
 
     def show(inputs: AttentionInputs) -> None:
         if inputs.layer in samples.layers:
             samples.add(inputs)
 
+    if all(len(passage.ids) <= SINKS for passage in passages):
+        raise ModelError(
+            f"Predictions are fitted to the tokens behind the first {SINKS} of a passage, and "
+            "there are none: give longer texts, or more passage_tokens."
+        )
     for done, passage in enumerate(passages, start=1):
         decoder.forward_uncached(passage.ids, CausalAttention(show))
         if progress is not None:
