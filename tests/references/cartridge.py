@@ -13,10 +13,13 @@ def attended(
     slots: Sequence[tuple[Vector, Vector]],
     tokens: Sequence[tuple[Vector, Vector]],
     scaling: float,
+    softcap: float | None = None,
 ) -> list[float]:
     """Output of a token over all slots and over the tokens of its conversation up to itself."""
     seen = [*slots, *tokens]
     logits = [scaling * sum(q * k for q, k in zip(query, key, strict=True)) for key, _ in seen]
+    if softcap is not None:
+        logits = [softcap * math.tanh(logit / softcap) for logit in logits]
     peak = max(logits)
     weights = [math.exp(logit - peak) for logit in logits]
     return [

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from builders import a_layer, a_spec
 from larder import Chat, Engine
 from larder.cache import ChunkEntries, SequenceCache
 from larder.core import (
@@ -38,6 +39,7 @@ from larder.training import (
     StudyBatch,
     StudyConversation,
     StudyCounts,
+    check_slots,
     facts,
     fit_slots,
     parts,
@@ -97,21 +99,28 @@ def test_a_token_sees_all_slots_and_its_own_conversation() -> None:
     assert seen.int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 1]]
 
 
-def test_attention_is_that_of_the_loop() -> None:
+@pytest.mark.parametrize("softcap", [None, 0.4])
+def test_attention_is_that_of_the_loop(softcap) -> None:
     source = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=source)  # noqa: E731
     slots = [draw(2, 3, 4) for _ in range(2)]
     queries, keys, values = draw(4, 5, 4), draw(2, 5, 4), draw(2, 5, 4)
     attention = SlotAttention([slots[0]], [slots[1]], (3, 2))
-    out = attention.attend(AttentionInputs(0, queries, keys, values, 0.5, None))
+    out = attention.attend(AttentionInputs(0, queries, keys, values, 0.5, None, softcap))
     for query_head in range(4):
         head = query_head // 2
         held = [*zip(slots[0][head].tolist(), slots[1][head].tolist(), strict=True)]
         tokens = [*zip(keys[head].tolist(), values[head].tolist(), strict=True)]
         for place in range(5):
             own = tokens[(0 if place < 3 else 3) : place + 1]
-            expected = reference.attended(queries[query_head, place].tolist(), held, own, 0.5)
+            query = queries[query_head, place].tolist()
+            expected = reference.attended(query, held, own, 0.5, softcap)
             torch.testing.assert_close(out[query_head, place], torch.tensor(expected))
+
+
+def test_models_with_latents_are_refused() -> None:
+    with pytest.raises(ModelError, match="latents"):
+        check_slots(a_spec(replace(a_layer(2, 1), latent_rank=4)))
 
 
 def test_the_loss_by_hand(engine) -> None:
@@ -211,6 +220,10 @@ def test_other_texts_and_budgets_are_refused(engine) -> None:
     untrained(engine)
     own = engine.under(POLICY)
     other = Conversation("other", (Message("user", "What is the weather like today in Rome?"),))
+    with pytest.raises(ModelError, match="larder train cartridge FILE --slots 12"):
+        own.read(other)
+    stray = cartridge_path(engine.runtime.decoder.spec.fingerprint, (), SLOTS)
+    stray.with_name(f"copy-{SLOTS}-of{stray.suffix}").touch()
     with pytest.raises(ModelError, match="larder train cartridge FILE --slots 12"):
         own.read(other)
     with pytest.raises(ModelError, match="No cartridge of 13 slots"):

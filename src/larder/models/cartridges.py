@@ -60,8 +60,8 @@ def find_cartridge(spec: ModelSpec, ids: Sequence[int], slots: int) -> TrainedCa
         ModelError: there is none, or its file is damaged or of another model.
     """
     folder = home() / spec.fingerprint / FOLDER
-    names = [path.name for path in folder.glob(f"*-{slots}-*{SUFFIX}")]
-    for count in sorted({int(name.partition("-")[0]) for name in names}, reverse=True):
+    names = [path.name.partition("-")[0] for path in folder.glob(f"*-{slots}-*{SUFFIX}")]
+    for count in sorted({int(name) for name in names if name.isdecimal()}, reverse=True):
         path = cartridge_path(spec.fingerprint, ids[:count], slots)
         if count <= len(ids) and path.is_file():
             return TrainedCartridge(_slots_of(read_learned(path), path, spec, slots), count)

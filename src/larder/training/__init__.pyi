@@ -10,6 +10,7 @@ from .base import train as train
 from .cartridge import CartridgeSettings as CartridgeSettings
 from .cartridge import SlotAttention as SlotAttention
 from .cartridge import StudyBatch as StudyBatch
+from .cartridge import check_slots as check_slots
 from .cartridge import fit_slots as fit_slots
 from .cartridge import study_batches as study_batches
 from .cartridge import study_loss as study_loss

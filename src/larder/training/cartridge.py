@@ -20,14 +20,14 @@ from random import Random
 from statistics import fmean
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from larder.cache.chunk_entries import ChunkEntries
 from larder.cache.sequence import SequenceCache
 from larder.core.conversation import Conversation
-from larder.core.errors import BadParameter, InputError
+from larder.core.errors import BadParameter, InputError, ModelError
+from larder.core.spec import ModelSpec
 from larder.core.types import Mode, Queries
 from larder.engine.engine import Engine
 from larder.models.attention_backend import AttentionInputs
@@ -38,6 +38,7 @@ from larder.models.learned_weights import Card, LayerTensors, LearnedWeights
 from larder.models.lm_head import LMHead
 from larder.prefill.base import Progress
 from larder.prefill.contexts import check_chunkable
+from larder.training.gated_attention import attention_under_mask
 from larder.training.passage_method import differentiable_states, frozen
 from larder.training.self_study import StudyConversation, StudyCounts, study_conversations
 
@@ -113,17 +114,10 @@ class SlotAttention:
     def attend(self, inputs: AttentionInputs) -> Queries:
         slots = self._keys[inputs.layer], self._values[inputs.layer]
         keys, values = (
-            torch.cat([own.to(new.dtype), new], 1)[None]
+            torch.cat([own.to(new.dtype), new], 1)
             for own, new in zip(slots, (inputs.keys, inputs.values), strict=True)
         )
-        return F.scaled_dot_product_attention(
-            inputs.queries[None],
-            keys,
-            values,
-            attn_mask=self._is_seen,
-            scale=inputs.scaling,
-            enable_gqa=True,
-        )[0]
+        return attention_under_mask(inputs, inputs.queries, keys, values, self._is_seen)
 
 
 def visible(slots: int, lengths: Sequence[int]) -> Bool[Tensor, "Q S"]:
@@ -145,10 +139,10 @@ def train_cartridge(
 
     Raises:
         InputError: the text is too short.
-        ModelError: the model's layers do not hold entries of their own.
+        ModelError: the model's layers do not hold entries of their own, or hold latents.
     """
     decoder, started = engine.runtime.decoder, time.perf_counter()
-    check_chunkable(decoder.spec, METHOD)
+    check_slots(decoder.spec)
     memory = engine.read(conversation)
     ids, cache = memory.transcript.ids, memory.caches.activate(0)
     if len(ids) <= settings.slots:
@@ -175,6 +169,20 @@ def train_cartridge(
         asdict(settings) | {"text_tokens": len(ids), "conversations": len(studied)},
     )
     return LearnedWeights(card, layers), ids
+
+
+def check_slots(spec: ModelSpec) -> None:
+    """Check that the entries of a model can be trained.
+
+    Raises:
+        ModelError: a layer holds none of its own, or latents.
+    """
+    check_chunkable(spec, METHOD)
+    if any(layer.latent_rank for layer in spec.layers):
+        raise ModelError(
+            "A cartridge cannot be trained for a model that caches latents (MLA): choose another "
+            "model, or a policy such as kvzip."
+        )
 
 
 def study_batches(

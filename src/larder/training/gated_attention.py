@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -24,7 +25,7 @@ from larder.core.types import Queries
 from larder.models.activation_hooks import forward_hooks
 from larder.models.attention_backend import AttentionInputs, CausalAttention
 from larder.models.decoder import Decoder
-from larder.ops.attention import cap_logits
+from larder.ops.attention import cap_logits, masked_attention
 from larder.policy.protect import ProtectedTokens
 from larder.training.passage_method import differentiable_states
 
@@ -164,6 +165,28 @@ def retention(log_betas: Float[Tensor, "K S"], ages: Int[Tensor, "Q S"]) -> Floa
 def straight_through(gates: Float[Tensor, "*N"]) -> Float[Tensor, "*N"]:
     """1 where a gate is at least 1/2 and else 0, with the gradient of the gate itself."""
     return (gates >= KEPT_FROM).float() + (gates - gates.detach())
+
+
+def attention_under_mask(
+    inputs: AttentionInputs,
+    queries: Queries,
+    keys: Float[Tensor, "K S D"],
+    values: Float[Tensor, "K S Dv"],
+    seen: Bool[Tensor, "Q S"],
+) -> Queries:
+    """Attention of a layer under a mask, which gradients pass through.
+
+    By torch's kernel, except where the layer has a softcap or attention sinks.
+    """
+    if inputs.softcap is not None or len(inputs.sinks):
+        return inputs.output(
+            masked_attention(queries, keys, values, inputs.scaling, seen, inputs.softcap)
+        )
+    group = len(queries) // len(keys)
+    spread = (own.repeat_interleave(group, 0)[None] for own in (keys, values))
+    return F.scaled_dot_product_attention(
+        queries[None], *spread, attn_mask=seen, scale=inputs.scaling
+    )[0]
 
 
 def token_ages(inputs: AttentionInputs) -> Int[Tensor, "Q S"]:

@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.errors import BadParameter
@@ -34,11 +33,14 @@ from larder.models.lm_head import LMHead
 from larder.models.measurements._needles import NeedleSettings
 from larder.models.measurements.base import SampleText
 from larder.models.measurements.duo_attention import GATES, TrainedGates
-from larder.ops.attention import masked_attention
 from larder.prefill.base import Progress
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from larder.training.corpus import Corpus, CorpusSplit, Passage
-from larder.training.gated_attention import token_ages, visible_tokens
+from larder.training.gated_attention import (
+    attention_under_mask,
+    token_ages,
+    visible_tokens,
+)
 from larder.training.passage_method import PassageLimits, PassageMethod, differentiable_states
 
 RAMP = 5  # the learning rate rises over the first of so many parts, and falls over the last
@@ -89,27 +91,8 @@ def streaming_attention(inputs: AttentionInputs, sinks: int, recent: int) -> Que
             torch.cat([each[:, :early], each[:, first:stop]], 1)
             for each in (inputs.keys, inputs.values, seen[start:stop])
         )
-        outs.append(_attention(inputs, inputs.queries[:, start:stop], keys, values, own))
+        outs.append(attention_under_mask(inputs, inputs.queries[:, start:stop], keys, values, own))
     return torch.cat(outs, 1)
-
-
-def _attention(
-    inputs: AttentionInputs,
-    queries: Queries,
-    keys: Float[Tensor, "K S D"],
-    values: Float[Tensor, "K S Dv"],
-    seen: Bool[Tensor, "Q S"],
-) -> Queries:
-    """Attention under a mask, by torch's kernel where that has a form for it."""
-    if inputs.softcap is not None or len(inputs.sinks):
-        return inputs.output(
-            masked_attention(queries, keys, values, inputs.scaling, seen, inputs.softcap)
-        )
-    group = len(queries) // len(keys)
-    spread = (own.repeat_interleave(group, 0)[None] for own in (keys, values))
-    return F.scaled_dot_product_attention(
-        queries[None], *spread, attn_mask=seen, scale=inputs.scaling
-    )[0]
 
 
 @dataclass(frozen=True)
