@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from larder.core import BadParameter
+from builders import a_layer, a_spec
+from larder.core import BadParameter, ModelError
 from larder.models import LoadedModel, load
 from larder.session import TokenizerAdapter
 from larder.training import (
     PASSAGE_METHODS,
+    CorpusSplit,
     EvictionSamples,
     LococoTraining,
     Passage,
@@ -21,6 +23,7 @@ from larder.training import (
     read_corpus,
     sample_evictions,
     select_passages,
+    train_on_passages,
 )
 
 SMALL = LococoTraining(slots=8, taps=3, epochs=4)
@@ -88,3 +91,38 @@ def test_settings_are_checked() -> None:
     assert PASSAGE_METHODS.load("lococo") is LococoTraining
     with pytest.raises(BadParameter, match="above 0"):
         LococoTraining(taps=0)
+
+
+@pytest.mark.parametrize("name", ["less", "lococo"])
+def test_passages_too_short_to_sample_are_refused(loaded: LoadedModel, name: str) -> None:
+    adapter, method = TokenizerAdapter(loaded.tokenizer), PASSAGE_METHODS.load(name)()
+    limits = PassageLimits(300, 300, 100)
+    with pytest.raises(ModelError, match="passages of 257 tokens or more.*more passage_tokens"):
+        train_on_passages(
+            method, loaded.decoder, adapter, read_corpus(None), limits, lambda done, total: None
+        )
+
+
+def test_a_split_of_short_passages_is_not_tested(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter, corpus = TokenizerAdapter(loaded.tokenizer), read_corpus(None)
+    plain = corpus.passages(adapter, 300, 0)
+    mixed = [
+        own if own.split is CorpusSplit.TRAIN else replace(own, ids=own.ids[:99]) for own in plain
+    ]
+    monkeypatch.setattr(type(corpus), "passages", lambda *args: iter(mixed))
+    chosen = SMALL.passages(corpus, adapter, PassageLimits(600, 300, 300))
+    assert chosen[CorpusSplit.TRAIN]
+    assert not chosen[CorpusSplit.TEST] and not chosen[CorpusSplit.HELD_OUT]
+
+
+@pytest.mark.parametrize("name", ["less", "lococo"])
+@pytest.mark.parametrize("change", [{"latent_rank": 4}, {"sinks": (0.5, 0.5)}])
+def test_layers_with_latents_or_sinks_are_refused(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, name: str, change: dict[str, object]
+) -> None:
+    monkeypatch.setattr(loaded.decoder, "spec", a_spec(replace(a_layer(2, 1), **change)))
+    method = PASSAGE_METHODS.load(name)()
+    with pytest.raises(ModelError, match=f"{name} cannot be trained"):
+        method.fit(loaded.decoder, [], 0, lambda done, total: None)

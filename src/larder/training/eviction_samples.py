@@ -11,7 +11,7 @@ the context's own queries.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -19,7 +19,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from larder.core.spec import LayerSpec
+from larder.core.errors import ModelError
+from larder.core.spec import LayerSpec, ModelSpec
 from larder.models.attention_backend import AttentionInputs, CausalAttention
 from larder.models.decoder import Decoder
 from larder.models.introspection import weight_inputs
@@ -27,9 +28,10 @@ from larder.models.learned_weights import LayerTensors
 from larder.ops.attention import cap_logits, causal_attention, merge_attention, ragged_attention
 from larder.ops.topk import top_masks
 from larder.prefill.base import Progress
-from larder.training.corpus import Passage
+from larder.training.corpus import CorpusSplit, Passage
 
 NEW_TOKENS = 128  # of a passage that attend to its context
+LEAST_TOKENS = 2 * NEW_TOKENS + 1  # of a passage; shorter ones are left out
 MOST_TOKENS = 896  # of a passage; what a longer one has behind them is left out
 SHARES = (0.25, 0.125)  # of entries that are kept
 LEAST_RATIO = 1e-9  # whose logarithm is taken
@@ -101,6 +103,39 @@ class EvictionSamples:
         return written.square().mean()
 
 
+def long_passages(
+    chosen: Mapping[CorpusSplit, list[Passage]],
+) -> dict[CorpusSplit, list[Passage]]:
+    """Passages of each split that samples can be taken from.
+
+    Raises:
+        ModelError: all passages to train on are too short.
+    """
+    found = {
+        split: [own for own in passages if len(own.ids) >= LEAST_TOKENS]
+        for split, passages in chosen.items()
+    }
+    if chosen[CorpusSplit.TRAIN] and not found[CorpusSplit.TRAIN]:
+        raise ModelError(
+            f"Evictions are sampled from passages of {LEAST_TOKENS} tokens or more, and there is "
+            "none to train on: give longer texts, or more passage_tokens."
+        )
+    return found
+
+
+def check_evictable(spec: ModelSpec, name: str) -> None:
+    """Check that samples show what the layers of a model attend to.
+
+    Raises:
+        ModelError: a layer has latents or attention sinks.
+    """
+    if any(layer.latent_rank or layer.sinks for layer in spec.managed):
+        raise ModelError(
+            f"{name} cannot be trained for a model with latents (MLA) or attention sinks: choose "
+            "another model, or drop()."
+        )
+
+
 @torch.no_grad()
 def sample_evictions(
     decoder: Decoder, passages: Sequence[Passage], progress: Progress
@@ -113,7 +148,7 @@ def sample_evictions(
     managed = decoder.spec.managed
     projections = weight_inputs(decoder.attentions, managed, {"projection"})
     found = {
-        layer.index: EvictionSamples([], projections[layer.index]["projection"].float())
+        layer.index: EvictionSamples([], projections[layer.index]["projection"].float().cpu())
         for layer in managed
     }
     layers = {layer.index: layer for layer in managed}
@@ -123,7 +158,7 @@ def sample_evictions(
             found[inputs.layer].samples.append(_sample(inputs, layers[inputs.layer]))
 
     for done, passage in enumerate(passages):
-        if len(passage.ids) > 2 * NEW_TOKENS:
+        if len(passage.ids) >= LEAST_TOKENS:
             decoder.forward_uncached(passage.ids[:MOST_TOKENS], CausalAttention(show))
         progress(done + 1, len(passages))
     return [found[layer.index] for layer in managed]
@@ -154,7 +189,7 @@ def share_metrics(
 def _sample(inputs: AttentionInputs, layer: LayerSpec) -> EvictionSample:
     context = inputs.queries.shape[1] - NEW_TOKENS
     new = slice(context, None)
-    queries, keys, values = inputs.queries, inputs.keys, inputs.values
+    queries, keys, values = (own.cpu() for own in (inputs.queries, inputs.keys, inputs.values))
     among = causal_attention(
         queries[:, new],
         keys[:, new],

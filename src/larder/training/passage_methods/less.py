@@ -32,16 +32,19 @@ from larder.ops.attention import merge_attention, ragged_attention
 from larder.ops.low_rank_attention import RANK, low_rank_attention, low_rank_state
 from larder.policy.compensation.less import Less
 from larder.prefill.base import Progress
-from larder.training.corpus import Passage
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder.training.corpus import Corpus, CorpusSplit, Passage
 from larder.training.eviction_samples import (
     SHARES,
     Attended,
     EvictionSample,
     EvictionSamples,
+    check_evictable,
+    long_passages,
     sample_evictions,
     share_metrics,
 )
-from larder.training.passage_method import PassageMethod
+from larder.training.passage_method import PassageLimits, PassageMethod
 
 FLOAT_BYTES = 4  # of a number of an entry where the state takes 4 of them
 
@@ -65,9 +68,15 @@ class LessTraining(PassageMethod):
         if min(self.inner, self.epochs, self.queries) < 1 or not self.rate > 0:
             raise BadParameter(f"less needs numbers above 0, got {self}.")
 
+    def passages(
+        self, corpus: Corpus, adapter: TokenizerAdapter, limits: PassageLimits
+    ) -> dict[CorpusSplit, list[Passage]]:
+        return long_passages(super().passages(corpus, adapter, limits))
+
     def fit(
         self, decoder: Decoder, passages: Sequence[Passage], seed: int, progress: Progress
     ) -> list[LayerTensors]:
+        check_evictable(decoder.spec, "less")
         layers = decoder.spec.managed
         total = len(passages) + len(layers)
         found = sample_evictions(decoder, passages, lambda done, _: progress(done, total))

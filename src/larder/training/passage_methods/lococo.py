@@ -27,15 +27,18 @@ from larder.ops.slot_convolution import slot_weights
 from larder.policy.compensation.lococo import SLOT_SHARE
 from larder.policy.providers.lococo import SlotConvolution
 from larder.prefill.base import Progress
-from larder.training.corpus import Passage
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+from larder.training.corpus import Corpus, CorpusSplit, Passage
 from larder.training.eviction_samples import (
     SHARES,
     EvictionSample,
     EvictionSamples,
+    check_evictable,
+    long_passages,
     sample_evictions,
     share_metrics,
 )
-from larder.training.passage_method import PassageMethod
+from larder.training.passage_method import PassageLimits, PassageMethod
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,15 @@ class LococoTraining(PassageMethod):
         if min(self.slots, self.taps, self.epochs) < 1 or not self.rate > 0:
             raise BadParameter(f"lococo needs numbers above 0, got {self}.")
 
+    def passages(
+        self, corpus: Corpus, adapter: TokenizerAdapter, limits: PassageLimits
+    ) -> dict[CorpusSplit, list[Passage]]:
+        return long_passages(super().passages(corpus, adapter, limits))
+
     def fit(
         self, decoder: Decoder, passages: Sequence[Passage], seed: int, progress: Progress
     ) -> list[LayerTensors]:
+        check_evictable(decoder.spec, "lococo")
         layers = decoder.spec.managed
         total = len(passages) + len(layers)
         found = sample_evictions(decoder, passages, lambda done, _: progress(done, total))
