@@ -77,6 +77,19 @@ def test_where_all_is_recalled_ahead_is_as_good_as_in_turn(decoder, monkeypatch)
     assert not threads()
 
 
+def test_beside_a_cache_without_a_slow_tier_nothing_is_fetched_ahead(decoder, monkeypatch) -> None:
+    def plain() -> SequenceCache:
+        cache = SequenceCache(decoder.spec, "ragged")
+        decoder.read([BatchSegment(cache, tuple(range(2, 42)))], Mode.APPEND)
+        return cache
+
+    expected = [steps(decoder, a_cache(decoder, ALL, FetchMode.IN_TURN)), steps(decoder, plain())]
+    noted = noting_threads(monkeypatch)
+    got = steps(decoder, a_cache(decoder, ALL, FetchMode.AHEAD), plain())
+    assert torch.allclose(got, torch.cat(expected, 1), atol=1e-5)
+    assert noted and not any(is_worker for _, is_worker in noted)
+
+
 def test_only_who_searches_fetches_ahead(decoder, monkeypatch) -> None:
     """Of three layers that park, the first two share a search, the third has one of its own."""
     shared = replace(SOME, layers=2)

@@ -97,6 +97,20 @@ def test_several_rows_and_scratch_texts_each_see_their_own(decoder, manner) -> N
 
 
 @EACH
+@pytest.mark.parametrize("place", [0, 1])
+def test_beside_a_cache_that_holds_everything(decoder, manner, place) -> None:
+    other = some_ids(READ + 8, seed=3)
+    plain = SequenceCache(decoder.spec, "dense")
+    decoder.read([BatchSegment(plain, other[:READ])], Mode.APPEND)
+    rows = [BatchSegment(filled(decoder, manner), IDS[READ : READ + 2])]
+    rows.insert(place, BatchSegment(plain, other[READ : READ + 3]))
+    got = decoder.forward_logits(rows, Mode.APPEND, range(5))
+    whole = [full(decoder, IDS[: READ + 2])[READ:]]
+    whole.insert(place, full(decoder, other[: READ + 3])[READ:])
+    assert torch.allclose(got, torch.cat(whole), atol=1e-4)
+
+
+@EACH
 def test_it_comes_back_and_goes_its_own_way(three_layers, manner) -> None:
     decoder, cache = three_layers, filled(three_layers, manner)
     state = cache.state()

@@ -174,9 +174,12 @@ class RecomputeHooks:
         """Input of a layer, re-read tokens replaced by their recorded residuals."""
         parts: list[Tensor] = []
         for segment, (own, count) in zip(self._segments, self._split(entering[0]), strict=True):
+            if not count or index not in _residual_layers(segment):
+                parts.append(own)
+                continue
             store = segment.cache.stores[index]
-            assert isinstance(store, RecomputedLayer)  # only such layers have hooks
-            parts += [store.source[:count].to(own), own[count:]] if count else [own]
+            assert isinstance(store, RecomputedLayer)
+            parts += [store.source[:count].to(own), own[count:]]
         return torch.cat(parts)[None]
 
     def _store_sources(self) -> None:
