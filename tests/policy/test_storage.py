@@ -21,6 +21,7 @@ from larder.core import (
     Grid,
     LayerScores,
     Observation,
+    ScoreError,
     StorageStatistics,
     public_name,
 )
@@ -257,6 +258,25 @@ def test_widths_of_rdkv_are_those_of_the_loop(weights: list[float], share: float
         assert found[index].kept.tolist() == kept and found[index].lengths == (len(kept),)
         grades = [WIDTHS.index(bits) for bits in own if bits]
         assert found[index].grades.tolist() == grades
+
+
+def test_entries_without_weight_take_what_others_leave_of_rdkv() -> None:
+    part, (seen, scored) = RDKV(group=2, window=0), judged(RDKV(group=2, window=0), 5, False)
+    nothing = replace(scored, scores=torch.zeros_like(scored.scores))
+    plan = a_plan([range(len(head)) for head in POSITIONS], seen.entries.lengths)
+    for held, quota in ((scored, 10_000), (nothing, 10_000)):
+        graded = part.grade(plan, seen.entries, held, quota, 1.0)
+        found = part.allocate({0: graded}, lambda _: seen.entries)[0]
+        assert found.kept.tolist() == plan.kept.tolist() and not bool(found.grades.any())
+
+
+def test_rdkv_refuses_scores_that_are_no_weights() -> None:
+    part, (seen, scored) = RDKV(group=2, window=0), judged(RDKV(group=2, window=0), 5, False)
+    plan = a_plan([range(len(head)) for head in POSITIONS], seen.entries.lengths)
+    signed = replace(scored, scores=scored.scores - 1)
+    with pytest.raises(ScoreError, match="one is -1: take a scorer"):
+        part.grade(plan, seen.entries, signed, 12, 1.0)
+    assert len(RDKV(group=2).grade(plan, seen.entries, signed, 12, 1.0).importance)
 
 
 def test_weights_of_rdkv_by_hand() -> None:

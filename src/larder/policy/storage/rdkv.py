@@ -28,7 +28,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from larder.core.codec import Codec
-from larder.core.errors import BadParameter
+from larder.core.errors import BadParameter, ScoreError
 from larder.core.observation import Entries, LayerScores, Observation, StorageStatistics
 from larder.core.plan import Plan
 from larder.core.spec import POSITION_BYTES, LayerSpec
@@ -51,7 +51,7 @@ class RDKV(Storage):
     Args:
         group: entries rounded together, and channels of a value that share a scale.
         window: last queries whose attention weighs entries, in tokens; 0 takes the scores of the
-            policy as attention weights.
+            policy as attention weights, and refuses negative ones.
     """
 
     group: int = 32
@@ -89,8 +89,10 @@ class RDKV(Storage):
         del share
         weights = scored.storage_statistics.weights.double()
         if not self.window:
-            weights = weights * scored.scores.double().clamp(min=0).square()
-        importance = weights.log2().masked_fill(scored.protected, math.inf)[plan.kept]
+            weights = weights * _attention_weights(scored.scores).square()
+        least = torch.finfo(weights.dtype).tiny  # an entry without weight takes what others leave
+        logarithms = weights.clamp(min=least).log2()
+        importance = logarithms.masked_fill(scored.protected, math.inf)[plan.kept]
         floor = torch.zeros_like(importance, dtype=torch.bool)
         floor[torch.searchsorted(plan.kept, plan.folds.targets.contiguous())] = True
         like = entries.empty_like
@@ -131,6 +133,22 @@ class SquareSum(Sum):
 
     def single_query(self, weights: Float[Tensor, "R S"]) -> Float[Tensor, "R S"]:
         return weights.square()
+
+
+def _attention_weights(scores: Packed) -> Packed:
+    """Scores as attention weights, minus infinity as 0.
+
+    Raises:
+        ScoreError: one is negative.
+    """
+    found = scores.double().masked_fill(scores == -math.inf, 0.0)
+    if bool((found < 0).any()):
+        raise ScoreError(
+            "rdkv(window=0) takes scores as attention weights, but one is "
+            f"{float(found.min()):.3g}: take a scorer whose scores are 0 or more, such as "
+            "reconstruct() or expected(), or leave window out."
+        )
+    return found
 
 
 def water_level(
