@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -153,3 +155,22 @@ def test_damaged_codes_are_told(tables: KvtcTables) -> None:
     tensors[name] = tensors[name][:-9]
     with pytest.raises(Damaged):
         decode_state(tensors, told, state_nbytes(cache.state()))
+
+
+@pytest.mark.extended
+def test_codes_that_unpack_to_more_are_refused_before_they_take_memory(tables: KvtcTables) -> None:
+    cache = a_cache()
+    tensors, told = encode_state(cache.state(), codec_named("kvtc"), "kvtc", cache.spec)
+    name = next(key for key in tensors if key.endswith("words"))
+    numbers = zlib.decompress(tensors[name].numpy().tobytes())
+    for packed in (bytes(1 << 25), numbers + bytes(1), numbers[:-1]):
+        codes = bytearray(zlib.compress(packed, 9))
+        tensors[name] = torch.frombuffer(codes, dtype=torch.uint8)
+        del packed
+        tracemalloc.start()
+        try:
+            with pytest.raises(Damaged):
+                decode_state(tensors, told, state_nbytes(cache.state()))
+            assert tracemalloc.get_traced_memory()[1] < 1 << 23
+        finally:
+            tracemalloc.stop()

@@ -58,25 +58,40 @@ def unpack_components(packed: Tensor, plan: GroupPlan, count: int, width: int) -
     Raises:
         ValueError: as `decode`.
     """
-    try:
-        data = zlib.decompress(packed.numpy().tobytes())
-    except zlib.error as error:
-        raise ValueError(f"Codes cannot be unpacked: {error}") from None
+    token_bytes = sum(2 * SCALE_BYTES + _row_bytes(size, bits) for _, size, bits in _groups(plan))
+    data = _inflated(packed.numpy().tobytes(), count * token_bytes)
     found, start = torch.zeros(count, width), 0
     for own, size, bits in _groups(plan):
-        row_bytes = -(-size // (8 // bits))
+        row_bytes = _row_bytes(size, bits)
         stop = start + count * (2 * SCALE_BYTES + row_bytes)
-        if stop > len(data):
-            raise ValueError(f"{len(data)} bytes of codes cannot hold {count} tokens")
         held = np.frombuffer(data[start:stop], np.uint8).copy()
         sizes = [SCALE_BYTES * count, SCALE_BYTES * count, row_bytes * count]
         shifts, scales, codes = torch.from_numpy(held).split(sizes)
         numbers = unpack_codes(codes.view(count, row_bytes), bits, size)
         half = (part.view(torch.float16)[:, None] for part in (shifts, scales))
         found[:, own], start = dequantize(numbers, *half), stop
-    if start != len(data):
-        raise ValueError(f"{len(data)} bytes of codes are too many for {count} tokens")
     return found
+
+
+def _inflated(packed: bytes, wanted: int) -> bytes:
+    """The `wanted` bytes that were packed; at most one byte more is unpacked.
+
+    Raises:
+        ValueError: the codes are damaged, or another number of bytes.
+    """
+    inflater = zlib.decompressobj()
+    try:
+        data = inflater.decompress(packed, wanted + 1)
+    except zlib.error as error:
+        raise ValueError(f"Codes cannot be unpacked: {error}") from None
+    if len(data) != wanted or not inflater.eof:
+        raise ValueError(f"Codes of {wanted} bytes are expected, and others were packed")
+    return data
+
+
+def _row_bytes(size: int, bits: int) -> int:
+    """Bytes of the codes of a group in a token."""
+    return -(-size // (8 // bits))
 
 
 def _groups(plan: GroupPlan) -> Iterator[tuple[slice, int, int]]:

@@ -66,8 +66,8 @@ def scales_and_offsets(
 
 def quantize(
     numbers: Float[Tensor, "*shape"],
-    offsets: Float16[Tensor, "*shape"],
-    scales: Float16[Tensor, "*shape"],
+    offsets: Float16[Tensor, "*#shape"],
+    scales: Float16[Tensor, "*#shape"],
     bits: int,
 ) -> UInt8[Tensor, "*shape"]:
     """Nearest code of each number; 0 where the scale is 0."""
@@ -79,8 +79,8 @@ def quantize(
 
 def dequantize(
     codes: UInt8[Tensor, "*shape"],
-    offsets: Float16[Tensor, "*shape"],
-    scales: Float16[Tensor, "*shape"],
+    offsets: Float16[Tensor, "*#shape"],
+    scales: Float16[Tensor, "*#shape"],
 ) -> Float[Tensor, "*shape"]:
     """Numbers of codes, in float32."""
     return offsets.float() + scales.float() * codes
