@@ -155,6 +155,9 @@ def test_of_a_long_field_the_first_is_told(
     monkeypatch.setattr(json_body, "MAPPING_BYTES", 100)
     many = [user(TEXT), user(TEXT | {"frob": 1, "x": 2})]
     assert told(http, CHAT, chat(messages=many)) == ["messages.1.content.0.frob"]
+    cached = user(TEXT | {"cache_control": {"type": "ephemeral"}})
+    assert not told(http, "messages", of_messages(messages=[cached, cached]))
+    assert told(http, CHAT, chat(messages=[cached, *many])) == ["messages.2.content.0.frob"]
 
 
 def test_tools_tell_what_is_left_out_of_them(

@@ -23,6 +23,7 @@ from larder.server.api_errors import invalid_request
 from larder.server.http.error_responses import malformed_field
 from larder.server.http.unknown_fields import (
     MAX_UNKNOWN_NAMES,
+    BodyPart,
     error_path,
     is_model,
     is_unknown_field,
@@ -324,6 +325,8 @@ def _struct(model: type[BaseModel], unknown: Unknown) -> type[msgspec.Struct]:
         else (name, _union(field.annotation, unknown), field.get_default())
         for name, field in model.model_fields.items()
     ]
+    if unknown is Unknown.REFUSED and issubclass(model, BodyPart):
+        fields += [(name, msgspec.Raw, MISSING_FIELD) for name in sorted(model.ignored_fields)]
     is_strict = unknown is Unknown.REFUSED or model.model_config.get("extra") == "forbid"
     return msgspec.defstruct(
         model.__name__, fields, gc=False, kw_only=True, forbid_unknown_fields=is_strict
