@@ -95,6 +95,14 @@ def declared_distributions() -> set[str]:
     return {canonicalize_name(Requirement(line).name) for line in wanted}
 
 
+def test_a_change_of_any_c_file_compiles_the_extension_again() -> None:
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    [extension] = tool["setuptools"]["ext-modules"]
+    files = [*PACKAGE.glob("ops/cpu/c/*.[ch]")]
+    listed = {ROOT / name for name in extension["sources"] + extension["depends"]}
+    assert files and listed.issuperset(files), listed.symmetric_difference(files)
+
+
 def run_python(code: str) -> str:
     """What a fresh interpreter, without the type checks of the test suite, prints for `code`."""
     done = subprocess.run(
