@@ -12,7 +12,7 @@ from transformers import DynamicCache, StaticCache
 from architectures.families_latent import FAMILIES
 from interop.replay import assert_same_entries
 from larder import Engine
-from larder.core import CacheError, Mode
+from larder.core import CacheError, Mode, Plan
 from larder.interop import LarderCache, dynamic_cache_of
 from larder.models import BatchSegment
 from model_runs import some_ids
@@ -131,6 +131,24 @@ def test_tokens_read_by_the_model_itself_keep_their_positions(llama: Any) -> Non
             for head in range(layer.kv_heads):
                 expected = [*theirs.head_positions(head).tolist(), 50, 51]
                 assert mine.head_positions(head).tolist() == expected
+
+
+@torch.no_grad()
+def test_a_crop_that_a_later_layer_refuses_leaves_all_layers(llama: Any) -> None:
+    cache = read_cache(llama, "full", text()).sequences[0].fork()
+    heads = llama.config.num_key_value_heads
+    for layer in (0, 1):
+        held = cache.lengths()[layer][0]
+        kept = [*range(8), *range(held - 4 - layer, held - layer)]  # layer 1 loses the last token
+        plan = torch.tensor([head * held + each for head in range(heads) for each in kept])
+        cache.apply(layer, Plan(plan, (len(kept),) * heads))
+    exported = dynamic_cache_of([cache], llama.config)
+    with pytest.raises(CacheError, match="cannot be cropped"):
+        exported.crop(-2)
+    assert [layer.keys.shape[2] for layer in exported.layers] == [12, 12]
+    llama(text(3, seed=5), past_key_values=exported)
+    exported.crop(-3)
+    assert [layer.get_seq_length() for layer in exported.layers] == [50, 50]
 
 
 @torch.no_grad()

@@ -39,6 +39,7 @@ class EvictedLayer(DynamicLayer):
     def __init__(self, num_evicted: int, positions: Int[Tensor, "B K S"]) -> None:
         super().__init__()
         self.num_evicted, self.positions = num_evicted, positions
+        self.siblings = [self]  # such layers of the same cache
 
     def get_seq_length(self) -> int:
         """Tokens that were read."""
@@ -72,7 +73,22 @@ class EvictedLayer(DynamicLayer):
         """Take back the last `-tokens_to_remove` tokens.
 
         Raises:
-            CacheError: a head does not hold the entries of all of them.
+            CacheError: a head of any layer does not hold the entries of all of them; no layer is
+                cropped then.
+        """
+        length = self.get_seq_length()
+        for layer in self.siblings:
+            if layer.get_seq_length() == length:  # not cropped yet
+                layer.check_crop(tokens_to_remove)
+        held = super().get_seq_length() + tokens_to_remove
+        super().crop(tokens_to_remove)
+        self.positions = self.positions[:, :, : max(0, held)]
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Check that every head holds the entries of the last `-tokens_to_remove` tokens.
+
+        Raises:
+            CacheError: one does not.
         """
         first, held = self.positions.shape[-1], super().get_seq_length() + tokens_to_remove
         cropped = self.positions[:, :, max(0, held) :]
@@ -83,8 +99,6 @@ class EvictedLayer(DynamicLayer):
                 "entries of them were evicted before the export: crop fewer, or export a fork() "
                 "of the cache from before them."
             )
-        super().crop(tokens_to_remove)
-        self.positions = self.positions[:, :, : max(0, held)]
 
     def true_positions(self) -> Int[Tensor, "B K S"]:
         """True positions of all entries."""
@@ -121,6 +135,9 @@ def dynamic_cache_of(sequences: Sequence[SequenceCache], config: Any) -> Dynamic
         exported.layers[layer.index] = _exported_layer(
             exported.layers[layer.index], sequences, layer
         )
+    evicted = [layer for layer in exported.layers if isinstance(layer, EvictedLayer)]
+    for layer in evicted:
+        layer.siblings = evicted
     return exported
 
 
