@@ -69,7 +69,12 @@ def test_the_order_holds_every_figure() -> None:
 
 
 @pytest.mark.extended
-def test_every_figure_is_drawn_in_the_same_bytes_without_a_clash(results: Path) -> None:
+def test_every_figure_is_drawn_in_the_same_bytes_without_a_clash(tmp_path: Path) -> None:
+    kinds = ("next", "recited")
+    items = [{"kind": kind, "question": 0, "kl": 0.1, "counts": True} for kind in kinds]
+    reading = cell("snapkv", items=items, measure="divergence", latency={})
+    rows = [*CELLS, *EXHIBITS, *(reading | {"budget": budget} for budget in ("1/8", "1/16"))]
+    results = write_rows(tmp_path, rows)
     first, second = (draw_all(*load_results([results])) for _ in range(2))
     assert {one.name.partition("-")[0] for one in first} == {*FIGURE_ORDER, "breakdown"}
     for one, other in zip(first, second, strict=True):

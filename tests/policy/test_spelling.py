@@ -97,13 +97,14 @@ def test_any_policy_round_trips(slots) -> None:
     else:
         parts["storage"] = Exact()
         parts["recall"] = replace(parts["recall"], corrected=0)
-    if isinstance(parts["compensation"], Recompute) or parts["scorer"].required_ledger().queries:
+    is_exact = isinstance(parts["compensation"], Recompute) or parts["compensation"].sums_rejected
+    if is_exact or parts["scorer"].required_ledger().queries:
         parts["storage"] = Exact()
     if isinstance(parts["storage"], Form):
         parts["storage"] = Form("dense")
     if parts["compensation"].separates_streaming_heads:
         parts["budget"] = RetrievalHeads()
-    if parts["compensation"].needs_whole_text:
+    if parts["compensation"].needs_whole_text or parts["unit"].needs_whole_text:
         parts["schedule"] = Whole()
     policy = Policy(**parts)
     try:

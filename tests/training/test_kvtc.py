@@ -14,7 +14,7 @@ from larder.session import TokenizerAdapter
 from larder.training import KvtcSettings, read_corpus, train_kvtc
 
 SETTINGS = KvtcSettings(
-    tokens=600, test_tokens=200, passage_tokens=200, rank=48, planned_tokens=200
+    tokens=600, test_tokens=200, passage_tokens=200, rank=160, planned_tokens=200
 )
 
 
@@ -28,7 +28,7 @@ def test_components_keep_more_in_more_bytes(tmp_path: Path) -> None:
     spec = loaded.decoder.spec
     width = sum(layer.kv_heads * layer.head_dim for layer in spec.managed)
     for side in tables.sides:
-        assert side.basis.shape == (width, min(48, width))
+        assert side.basis.shape == (width, min(160, width))
         assert all(int(plan[:, 0].sum()) == side.basis.shape[1] for plan in side.plans.values())
     splits = [name for name in ("test", "held_out") if f"{name}_tokens" in card.metrics]
     assert splits

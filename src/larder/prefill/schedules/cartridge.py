@@ -41,7 +41,7 @@ class Cartridge(Schedule):
         if reader.quotas:
             raise UsageError(
                 f"{spell(self)} holds as many entries as it was trained with, so a budget has no "
-                "say: take unlimited() with it, and no --budget."
+                "say: take unlimited() with it, and no budget."
             )
         if lanes[0].cache.next_position:
             yield from Whole().steps(reader, lanes, ids)
