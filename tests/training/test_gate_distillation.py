@@ -15,6 +15,7 @@ from larder.policy import PROVIDERS
 from larder.training import (
     PASSAGE_METHODS,
     CorpusSplit,
+    DecayedAttention,
     GateDistillation,
     Passage,
     input_scalings,
@@ -80,6 +81,35 @@ def test_the_penalty_is_learned(decoder, name) -> None:
         assert torch.equal(again[0][key], tensor)
     assert all(weight.requires_grad for weight in decoder.module.parameters())
     assert all(weight.grad is None for weight in decoder.module.parameters())
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", NAMES)
+def test_the_models_own_answers_are_learned(decoder, name) -> None:
+    """Without a penalty, gates that begin shut open where the divergence falls by it."""
+    settings = {"bias": -1.0, "weight": 0.0}
+    before, after = (
+        a_method(name, **settings).test(
+            decoder, fitted(decoder, name, epochs=8, rate=rate, **settings), passages()
+        )["kl"]
+        for rate in (1e-12, 0.1)
+    )
+    assert after < 0.7 * before
+
+
+@pytest.mark.parametrize(
+    ("name", "held", "expected"),
+    [
+        ("trim", [[1.0, 2.0], [0.0, 0.0]], 0.375),  # one of four numbers is 1 of 2 tokens too high
+        ("global_retention", [[1.0, 2.0], [0.0, 0.0]], 0.0),  # both hold half a token, then one
+        ("global_retention", [[1.0, 2.0], [0.0, 1.0]], 0.375),  # 1.5 in the mean: .5 of 2 tokens
+    ],
+)
+def test_heads_share_a_capacity_in_global_retention_alone(decoder, name, held, expected) -> None:
+    attention = DecayedAttention(decoder, lambda place, states: states)
+    attention.held = {place: torch.tensor([row]) for place, row in enumerate(held)}
+    method = a_method(name, capacity=0.5)
+    assert float(method.penalty(attention, 2)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
