@@ -158,6 +158,9 @@ def test_all_tokens_as_slots_predict_what_the_cache_predicts(engine) -> None:
     found = study_loss(decoder, head, whole.keys, whole.values, len(ids), batch)
     least = -(batch.log_probabilities.exp() * batch.log_probabilities).sum(1).mean()
     assert float(found.detach()) == pytest.approx(float(least), abs=1e-3)
+    still = replace(settings, epochs=1, rate=1e-12)
+    _, losses = fit_slots(decoder, whole, len(ids), [batch], still, nothing)
+    assert losses == [pytest.approx(float(least), abs=1e-3)]
     answers = sum(len(engine.tokenizer.encode_answer(each.answer)) for each in told)
     assert len(batch.rows) == answers and len(batch.lengths) == 2
 
