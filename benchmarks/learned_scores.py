@@ -81,10 +81,12 @@ def texts(
     """Token ids of documents that are long enough."""
     found = list[tuple[Document, tuple[int, ...]]]()
     for document in left_out(corpus, seed):
+        if len(found) == count:
+            break
         told = document.conversation
         text = "".join((told.opening, *(f"{m.content}\n" for m in told.messages)))
         ids = engine.tokenizer.encode(text)
-        if len(ids) >= tokens + FOLLOWING and len(found) < count:
+        if len(ids) >= tokens + FOLLOWING:
             found.append((document, ids[: tokens + FOLLOWING]))
     return found
 

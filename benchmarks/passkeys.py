@@ -1,6 +1,6 @@
 """Passkeys that are said behind a cache, on documents that nothing was trained on.
 
-Ten passkeys of four words are hidden in each document. `heads` compares ways to choose the kv heads
+Ten passkeys are hidden in each document. `heads` compares ways to choose the kv heads
 that keep everything while the others keep sinks and recent tokens, at a share of full heads, with
 all questions asked behind the cache. `entries` compares scores at a number of entries per kv head,
 with the question in the prompt or behind the cache. A passkey counts if each of its tokens is the
@@ -152,6 +152,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--asked", type=int, default=2, help="questions of a document, in prompts")
     parser.add_argument("--policies", default="", help="names, with commas; all by default")
     parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--words", type=int, default=4, help="of a passkey")
     parser.add_argument("--documents", type=int, default=24)
     parser.add_argument("--seed", type=int, default=1)
     return parser.parse_args()
@@ -161,7 +162,8 @@ def main() -> None:
     args = parse_args()
     engine = Engine.load(args.model, policy="full", dtype=args.dtype)
     corpus, runtime = read_corpus(args.corpus, args.held_out), engine.runtime
-    sample, settings = SampleText(engine.tokenizer.encode), NeedleSettings(args.tokens, 10, 4)
+    sample = SampleText(engine.tokenizer.encode)
+    settings = NeedleSettings(args.tokens, 10, args.words)
     found = dict[str, list[tuple[list[bool], float]]]()
     rows = texts(engine, corpus, args.tokens, args.documents, args.seed)
     for number, (document, ids) in enumerate(rows):
