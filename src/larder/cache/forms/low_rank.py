@@ -156,11 +156,11 @@ class LowRankLayer(RecoverableLayer):
             gone = gone[~torch.isin(gone, plan.folds.sources.cpu())]
         added = self._state_of(gone, held) if len(gone) else None
         has_weight = self._has_state or (added is not None and bool(added.any()))
+        # Saved states share the former one.
+        summed = self._state if added is None else self._state + added
         change(plan)  # the last that can fail
         self.replaced_bytes = self._ragged.replaced_bytes
-        if added is not None:
-            self._state = self._state + added  # saved states share the former
-        self._has_state = has_weight
+        self._state, self._has_state = summed, has_weight
 
     def _state_of(self, packed: Int64[Tensor, " G"], held: Entries) -> Float[Tensor, "K rank E"]:
         """State of some packed entries; heads with fewer of them are filled up with zeros."""

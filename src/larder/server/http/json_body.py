@@ -246,7 +246,8 @@ def _has_more_parts(value: Any, limit: int) -> bool:
     while waiting and count <= limit:
         present = waiting.pop()
         if isinstance(present, msgspec.Struct):
-            present = [each for each in msgspec.structs.astuple(present) if each is not None]
+            given = msgspec.structs.astuple(present)
+            present = [each for each in given if each is not None and each is not MISSING_FIELD]
             count += len(present)
         elif isinstance(present, dict):
             count += len(present)
