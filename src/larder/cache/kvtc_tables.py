@@ -8,17 +8,16 @@ Its bytes are counted apart from the caches that it codes.
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from larder.cache.table_file import TrainedTables
 from larder.core.errors import CacheError
 from larder.core.home import home
 
@@ -42,7 +41,7 @@ class PrincipalSide:
 
 
 @dataclass(frozen=True, eq=False)
-class KvtcTables:
+class KvtcTables(TrainedTables):
     """Components of a model's keys and values.
 
     Args:
@@ -52,14 +51,6 @@ class KvtcTables:
     sides: tuple[PrincipalSide, PrincipalSide]
     radians: tuple[Float[Tensor, " half"], ...]
 
-    @cached_property
-    def digest(self) -> str:
-        """Short digest of the numbers, which tells one training from another."""
-        found = hashlib.sha256()
-        for tensor in self.tensors().values():
-            found.update(tensor.view(torch.uint8).numpy().tobytes())
-        return found.hexdigest()[:16]
-
     def tensors(self) -> dict[str, Tensor]:
         """Tensors of the file, by name."""
         found = {f"radians.{place}": own.float().clone() for place, own in enumerate(self.radians)}
@@ -67,19 +58,6 @@ class KvtcTables:
             found |= {f"{name}.mean": side.mean, f"{name}.basis": side.basis.to(STORED_DTYPE)}
             found |= {f"{name}.plan.{share}": plan.int() for share, plan in side.plans.items()}
         return {name: tensor.contiguous() for name, tensor in sorted(found.items())}
-
-    def save(self, path: Path, card: Mapping[str, str]) -> None:
-        """Write the file, whole or not at all.
-
-        Args:
-            card: metadata of the file.
-        """
-        from safetensors.torch import save_file
-
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}.draft")
-        save_file(self.tensors(), draft, dict(card))
-        os.replace(draft, path)
 
     @staticmethod
     def of(tensors: Mapping[str, Tensor]) -> KvtcTables:

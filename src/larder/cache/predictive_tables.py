@@ -10,8 +10,6 @@ that `larder train predictive` writes. Its bytes are counted apart from the cach
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -21,6 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from larder.cache.table_file import TrainedTables
 from larder.core.errors import CacheError
 from larder.core.home import home
 
@@ -88,7 +87,7 @@ class SidePrediction:
 
 
 @dataclass(frozen=True, eq=False)
-class PredictiveTables:
+class PredictiveTables(TrainedTables):
     """Predictions of all managed layers of a model, in order.
 
     Args:
@@ -98,14 +97,6 @@ class PredictiveTables:
 
     layers: tuple[tuple[SidePrediction, SidePrediction], ...]
     radians: tuple[Float[Tensor, " half"], ...]
-
-    @cached_property
-    def digest(self) -> str:
-        """Short digest of the numbers, which tells one training from another."""
-        found = hashlib.sha256()
-        for tensor in self.tensors().values():
-            found.update(tensor.view(torch.uint8).numpy().tobytes())
-        return found.hexdigest()[:16]
 
     @property
     def nbytes(self) -> int:
@@ -123,19 +114,6 @@ class PredictiveTables:
                     number = number if part == "deviation" else number.to(STORED_DTYPE)
                     found[f"{place}.{side}.{part}"] = number.contiguous()
         return found
-
-    def save(self, path: Path, card: Mapping[str, str]) -> None:
-        """Write the file, whole or not at all.
-
-        Args:
-            card: metadata of the file.
-        """
-        from safetensors.torch import save_file
-
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}.draft")
-        save_file(self.tensors(), draft, dict(card))
-        os.replace(draft, path)
 
     @staticmethod
     def of(tensors: Mapping[str, Tensor]) -> PredictiveTables:

@@ -26,31 +26,23 @@ from torch import Tensor
 from larder.cache.low_rank_maps import LowRankMaps
 from larder.core.errors import BadParameter
 from larder.core.spec import LayerSpec
-from larder.models.decoder import Decoder
 from larder.models.learned_weights import LayerTensors
 from larder.ops.attention import merge_attention, ragged_attention
 from larder.ops.low_rank_attention import RANK, low_rank_attention, low_rank_state
 from larder.policy.compensation.less import Less
-from larder.prefill.base import Progress
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
-from larder.training.corpus import Corpus, CorpusSplit, Passage
 from larder.training.eviction_samples import (
     SHARES,
     Attended,
     EvictionSample,
     EvictionSamples,
-    check_evictable,
-    long_passages,
-    sample_evictions,
-    share_metrics,
 )
-from larder.training.passage_method import PassageLimits, PassageMethod
+from larder.training.passage_methods._eviction_base import EvictionMethod
 
 FLOAT_BYTES = 4  # of a number of an entry where the state takes 4 of them
 
 
 @dataclass(frozen=True)
-class LessTraining(PassageMethod):
+class LessTraining(EvictionMethod):
     """Adam on the squared errors of each layer, a passage at a time.
 
     Args:
@@ -68,31 +60,8 @@ class LessTraining(PassageMethod):
         if min(self.inner, self.epochs, self.queries) < 1 or not self.rate > 0:
             raise BadParameter(f"less needs numbers above 0, got {self}.")
 
-    def passages(
-        self, corpus: Corpus, adapter: TokenizerAdapter, limits: PassageLimits
-    ) -> dict[CorpusSplit, list[Passage]]:
-        return long_passages(super().passages(corpus, adapter, limits))
-
-    def fit(
-        self, decoder: Decoder, passages: Sequence[Passage], seed: int, progress: Progress
-    ) -> list[LayerTensors]:
-        check_evictable(decoder.spec, "less")
-        layers = decoder.spec.managed
-        total = len(passages) + len(layers)
-        found = sample_evictions(decoder, passages, lambda done, _: progress(done, total))
-        trained = list[LayerTensors]()
-        for layer, own in zip(layers, found, strict=True):
-            source = torch.Generator().manual_seed(seed * 1000 + layer.index)
-            trained.append(self._fit_layer(layer, own, source).tensors())
-            progress(len(passages) + len(trained), total)
-        return trained
-
-    def test(
-        self, decoder: Decoder, layers: Sequence[LayerTensors], passages: Sequence[Passage]
-    ) -> dict[str, float]:
-        """Errors of the layers over those of eviction alone, with as many bytes."""
-        found = sample_evictions(decoder, passages, lambda done, total: None)
-        return share_metrics(compared_errors, found, layers)
+    def error_ratio(self, own: EvictionSamples, tensors: LayerTensors, share: float) -> float:
+        return compared_errors(own, tensors, share)
 
     def shapes(
         self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
@@ -100,9 +69,9 @@ class LessTraining(PassageMethod):
         del width
         return LowRankMaps.shapes(layer, given["query_hidden"].shape[-1])
 
-    def _fit_layer(
+    def fit_layer(
         self, layer: LayerSpec, own: EvictionSamples, source: torch.Generator
-    ) -> LowRankMaps:
+    ) -> dict[str, Tensor]:
         cases = [EvictedSample.of(sample, share) for sample in own.samples for share in SHARES]
         tensors = first_maps(layer, self.inner, source)
         tensors["key_scale"] = matched_scale(cases, tensors, layer).log()
@@ -110,7 +79,7 @@ class LessTraining(PassageMethod):
             tensor.requires_grad_()
         with torch.enable_grad():
             self._descend(own, cases, tensors, source)
-        return maps_of({name: tensor.detach() for name, tensor in tensors.items()})
+        return maps_of({name: tensor.detach() for name, tensor in tensors.items()}).tensors()
 
     def _descend(
         self,

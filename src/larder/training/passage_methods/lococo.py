@@ -21,28 +21,20 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter
 from larder.core.spec import LayerSpec
-from larder.models.decoder import Decoder
 from larder.models.learned_weights import LayerTensors
 from larder.ops.slot_convolution import slot_weights
 from larder.policy.compensation.lococo import SLOT_SHARE
 from larder.policy.providers.lococo import SlotConvolution
-from larder.prefill.base import Progress
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
-from larder.training.corpus import Corpus, CorpusSplit, Passage
 from larder.training.eviction_samples import (
     SHARES,
     EvictionSample,
     EvictionSamples,
-    check_evictable,
-    long_passages,
-    sample_evictions,
-    share_metrics,
 )
-from larder.training.passage_method import PassageLimits, PassageMethod
+from larder.training.passage_methods._eviction_base import EvictionMethod
 
 
 @dataclass(frozen=True)
-class LococoTraining(PassageMethod):
+class LococoTraining(EvictionMethod):
     """Adam on the squared errors of each layer, a passage at a time.
 
     Args:
@@ -62,38 +54,15 @@ class LococoTraining(PassageMethod):
         if min(self.slots, self.taps, self.epochs) < 1 or not self.rate > 0:
             raise BadParameter(f"lococo needs numbers above 0, got {self}.")
 
-    def passages(
-        self, corpus: Corpus, adapter: TokenizerAdapter, limits: PassageLimits
-    ) -> dict[CorpusSplit, list[Passage]]:
-        return long_passages(super().passages(corpus, adapter, limits))
-
-    def fit(
-        self, decoder: Decoder, passages: Sequence[Passage], seed: int, progress: Progress
-    ) -> list[LayerTensors]:
-        check_evictable(decoder.spec, "lococo")
-        layers = decoder.spec.managed
-        total = len(passages) + len(layers)
-        found = sample_evictions(decoder, passages, lambda done, _: progress(done, total))
-        trained = list[LayerTensors]()
-        for layer, own in zip(layers, found, strict=True):
-            source = torch.Generator().manual_seed(seed * 1000 + layer.index)
-            trained.append(self._fit_layer(layer, own, source))
-            progress(len(passages) + len(trained), total)
-        return trained
-
-    def test(
-        self, decoder: Decoder, layers: Sequence[LayerTensors], passages: Sequence[Passage]
-    ) -> dict[str, float]:
-        """Errors of the layers over those where the slots stay the entries that they were."""
-        found = sample_evictions(decoder, passages, lambda done, total: None)
-        return share_metrics(dropped_ratio, found, layers)
+    def error_ratio(self, own: EvictionSamples, tensors: LayerTensors, share: float) -> float:
+        return dropped_ratio(own, tensors, share)
 
     def shapes(
         self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
     ) -> Mapping[str, tuple[int, ...]]:
         return SlotConvolution().shapes(layer, width, given)
 
-    def _fit_layer(
+    def fit_layer(
         self, layer: LayerSpec, own: EvictionSamples, source: torch.Generator
     ) -> dict[str, Tensor]:
         cases = [
