@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from builders import HEAD_DIM, a_layer
+from builders import HEAD_DIM, a_layer, draw
+from cache_stores import append
 from index_recall import assert_best, keys_of
-from larder.core import BadParameter, FetchMode
+from larder.cache import TieredLayer
+from larder.core import AppendKind, BadParameter, FetchMode, Ledger, Mode, OffloadSpec, Plan
 from larder.recall import Rewatch
 from references import rewatch as loop
 from references.recalling import attention, of_groups
@@ -51,6 +53,51 @@ def test_an_entry_that_was_left_out_returns_once_it_is_attended_to() -> None:
     assert found[0] == found[15] == [[7]]
     assert found[16] == found[31] == [[9]]
     assert found[32] == [[7]]
+
+
+def test_a_question_ends_a_choice_and_its_queries_make_the_next() -> None:
+    tier, index = Tier(LAYER, 3), Rewatch(every=4).index(LAYER)
+    tier.grow((30, 22))
+    index.add(tier.entries())
+    said = [tier.queries() for _ in range(9)]  # 5 are read, 3 steps, and 1 more after a question
+    before = torch.stack(said[:5], 1)
+    for step, queries in enumerate(said[5:8]):
+        index.observe_step(
+            queries, tier.entries(), torch.cat([before, *_rows(said[5 : 5 + step])], 1)
+        )
+        found = index.find(queries, tier.entries(), 5).pages
+        assert_choice(found, tier, said[2:6])  # the first step's, with three that were read
+    question = [tier.queries() for _ in range(2)]
+    before = torch.cat([before, *_rows(said[5:8] + question)], 1)
+    index.observe_step(said[8], tier.entries(), before)
+    found = index.find(said[8], tier.entries(), 5).pages
+    assert_choice(found, tier, [said[7], *question, said[8]])
+
+
+def _rows(said: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [queries[:, None] for queries in said]
+
+
+def assert_choice(found: torch.Tensor, tier: Tier, said: list[torch.Tensor]) -> None:
+    each = [of_groups(attention(q.tolist(), keys_of(tier), LAYER.scaling), 2) for q in said]
+    total = [[sum(n) for n in zip(*(one[k] for one in each), strict=True)] for k in range(2)]
+    assert_best(found, total, 5)
+
+
+def test_a_layer_passes_the_queries_of_a_question() -> None:
+    spec = OffloadSpec(Rewatch(tokens=8, dense=0))
+    store = TieredLayer(a_layer(2, 2), torch.float32, torch.device("cpu"), Ledger(), spec)
+    text, question, step = draw(LAYER, 40, 0, 0), draw(LAYER, 20, 40, 1), draw(LAYER, 1, 60, 2)
+    append(store, text)
+    store.apply(Plan.from_mask(torch.arange(80) % 40 >= 35, store.lengths))
+    twin = store.fork()  # which has indexed the text
+    for one in (store, twin):
+        for new in (question, step):
+            one.expect(AppendKind.QUESTION if new is question else AppendKind.STEP)
+            rows = new.queries, new.keys, new.values, new.positions
+            one.attend(*rows, (len(new.positions),), Mode.APPEND)
+        latest = one.finder.shared_index.index.state()["latest"]
+        assert torch.equal(latest, torch.cat([question.queries[:, -15:], step.queries], 1))
 
 
 def test_parameters() -> None:

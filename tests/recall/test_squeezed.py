@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from references import squeezed as loop
 from slow_tiers import Tier
 
 LAYER = a_layer(kv_heads=2, group=2)
-SMALL = {"share": 0.2, "iterations": 3}
+SMALL = {"share": 0.2, "iterations": 3, "coarse": 0.0}
 
 
 def test_scores_by_hand() -> None:
@@ -25,12 +26,12 @@ def test_scores_by_hand() -> None:
     assert loop.shares([2.0, 1.0, 0.0], [1, 4, 10]) == pytest.approx(hand, abs=6e-4)
     layer = replace(a_layer(kv_heads=1, group=1), scaling=1.0)
     index = Squeezed().index(layer)
-    index._centroids = torch.zeros(1, 3, HEAD_DIM)
-    index._centroids[0, :, 0] = torch.tensor([2.0, 1.0, 0.0])
-    index._sizes = torch.tensor([[1.0, 4.0, 10.0]])
+    centroids, sizes = torch.zeros(1, 3, HEAD_DIM), torch.tensor([[1.0, 4.0, 10.0]])
+    centroids[0, :, 0] = torch.tensor([2.0, 1.0, 0.0])
     query = torch.zeros(1, HEAD_DIM)
     query[0, 0] = 1.0
-    assert index._cluster_scores(query)[0].tolist() == pytest.approx(hand, abs=6e-4)
+    scores = index._cluster_scores(query, centroids, sizes)
+    assert scores[0].tolist() == pytest.approx(hand, abs=6e-4)
 
 
 def built(part: Squeezed, counts: tuple[int, int], seed: int = 0) -> tuple[Tier, SqueezedIndex]:
@@ -48,7 +49,7 @@ def test_it_equals_the_loop(count, dropped) -> None:
     part = Squeezed(**SMALL, dropped=dropped, update=8)
     tier, index = built(part, (40, 23), 2)
     rows = torch.stack([tier.queries() for _ in range(4)], 1)
-    index._scores = index._mean_scores(rows)
+    index._scores = index._mean_scores(rows, index._used("centroids"), index.cluster_sizes)
     part.measure([index])
     clusters = [loop.clusters_of(keys, 0.2, 3) for keys in keys_of(tier)]
     scored = []
@@ -77,8 +78,73 @@ def test_it_equals_the_loop(count, dropped) -> None:
         assert [page for page in found[k].tolist() if page >= 0] == (expected or [0])
 
 
+def mean_scores(rows, keys, clusters, scores=loop.scores) -> list[float]:
+    """Scores of clusters, the means over queries."""
+    each = [scores(row, keys, clusters, LAYER.scaling) for row in rows]
+    return [sum(column) / len(each) for column in zip(*each, strict=True)]
+
+
+@pytest.mark.parametrize("coarse_dropped", [0.0, 0.4, 0.8])
+def test_two_levels_equal_the_loop(coarse_dropped) -> None:
+    shares = {"share": 0.3, "coarse": 0.12, "iterations": 3, "update": 100}
+    part = Squeezed(**shares, dropped=0.5, coarse_dropped=coarse_dropped)
+    tier, index = Tier(LAYER, 5), part.index(LAYER)
+    tier.grow((50, 50))
+    noise = torch.Generator().manual_seed(5)  # no ties
+    tier.keys = [k + 0.1 * torch.randn(k.shape, generator=noise) for k in tier.keys]
+    rows = torch.stack([tier.queries() for _ in range(4)], 1)
+    index.add(tier.entries(), rows)
+    part.measure([index])
+    fine, coarse, levels = [], [], []
+    for k, keys in enumerate(keys_of(tier)):
+        clusters = loop.clusters_of(keys, 0.3, 3)
+        groups = loop.coarse_clusters_of(keys, clusters, 0.12, 3)
+        sizes = [sum(len(clusters[c]) for c in group) for group in groups]
+        own = rows[2 * k : 2 * k + 2].flatten(0, 1).tolist()
+        coarse_of = partial(coarse_scores, coarse=groups)
+        fine += zip(mean_scores(own, keys, clusters), map(len, clusters), strict=True)
+        coarse += zip(mean_scores(own, keys, clusters, coarse_of), sizes, strict=True)
+        levels.append((keys, clusters, groups, coarse_of))
+    least, lower = loop.threshold(fine, 0.5), loop.threshold(coarse, coarse_dropped)
+    assert float(index._coarse_threshold) == pytest.approx(lower, rel=1e-4)
+    assert float(index._threshold) == pytest.approx(least, rel=1e-4)
+    query = tier.queries()
+    found = index.find(query, tier.entries(), 100).pages
+    for k, (keys, clusters, groups, coarse_of) in enumerate(levels):
+        own = query[2 * k : 2 * k + 2].tolist()
+        scored = mean_scores(own, keys, clusters, coarse_of)
+        left = loop.surviving(scored, groups, lower, clusters)
+        expected = loop.above(mean_scores(own, keys, left), left, least, [], 100)
+        assert [page for page in found[k].tolist() if page >= 0] == (expected or [0])
+
+
+def coarse_scores(query, keys, clusters, scaling, *, coarse) -> list[float]:
+    return loop.coarse_scores(query, keys, clusters, coarse, scaling)
+
+
+def test_survivors_alone_count_in_the_denominator() -> None:
+    """Logits 2, 1, 0 of sizes 1, 4, 10; without the last, 7.389 / (7.389 + 4 * 2.718)."""
+    layer = replace(a_layer(kv_heads=1, group=1), scaling=1.0)
+    index = Squeezed().index(layer)
+    centroids = torch.zeros(1, 3, HEAD_DIM)
+    centroids[0, :, 0] = torch.tensor([2.0, 1.0, 0.0])
+    index._made, index._coarse_made = torch.tensor([3]), torch.tensor([2])
+    index._sizes = torch.tensor([[1.0, 4.0, 10.0]])
+    index._coarse_labels = torch.tensor([[0, 0, 1]], dtype=torch.int32)
+    index._coarse_centroids = torch.zeros(1, 2, HEAD_DIM)
+    index._coarse_centroids[0, :, 0] = torch.tensor([1.5, 0.0])
+    index._coarse_sizes = torch.tensor([[5.0, 10.0]])
+    query = torch.zeros(1, HEAD_DIM)
+    query[0, 0] = 1.0
+    index.set_thresholds(0.0, 0.05)  # coarse scores: 4.482 / (5 * 4.482 + 10) = .138, and .031
+    sizes = index._surviving_sizes(query)
+    assert sizes[0].tolist() == [1.0, 4.0, 0.0]
+    scores = index._cluster_scores(query, centroids, sizes)[0].tolist()
+    assert scores == pytest.approx([0.4046, 0.1488, 0.0], abs=1e-4)
+
+
 def test_heads_find_different_numbers_of_entries_and_leave_out_the_share() -> None:
-    part, tier = Squeezed(share=0.2, dropped=0.6), Tier(LAYER, 4)
+    part, tier = Squeezed(share=0.2, dropped=0.6, coarse=0.0), Tier(LAYER, 4)
     tier.grow((200, 200))
     query = 3 * tier.queries()
     index = part.index(LAYER)
@@ -145,6 +211,8 @@ def test_layers_of_a_cache_share_the_threshold_before_the_first_searches() -> No
     ("wrong", "message"),
     [
         ({"share": 0.0}, r"squeezed.share must be in \(0, 1\], got 0.0"),
+        ({"coarse": 0.05}, "squeezed.coarse must be 0 or more and below share=0.05, got 0.05"),
+        ({"coarse_dropped": 1.0}, r"squeezed.coarse_dropped must be in \[0, 1\), got 1.0"),
         ({"dropped": 1.0}, r"squeezed.dropped must be in \[0, 1\), got 1.0"),
         ({"update": 0}, "squeezed.update must be at least 1, got 0"),
     ],

@@ -1,4 +1,4 @@
-"""Squeezed Attention in plain Python: scores of clusters, one threshold, and what exceeds it."""
+"""Squeezed Attention in plain Python: scores of clusters, their thresholds, what exceeds them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from references.lloyd import Vector, clustered, dot, mean
 
-SMALL = {"share": 0.25}  # parameters for small layers
+SMALL = {"share": 0.25, "coarse": 0.1}  # parameters for small layers
 
 Clusters = list[list[int]]
 
@@ -17,6 +17,37 @@ def clusters_of(keys: Sequence[Vector], share: float, iterations: int) -> Cluste
     count = max(int(share * len(keys)), 1)
     _, labels = clustered([unit(key) for key in keys], count, iterations, "distance")
     return [[n for n, at in enumerate(labels) if at == c] for c in range(count)]
+
+
+def coarse_clusters_of(
+    keys: Sequence[Vector], clusters: Clusters, share: float, iterations: int
+) -> Clusters:
+    """Clusters in each cluster of their centroids."""
+    centers = [mean([keys[n] for n in cluster]) for cluster in clusters]
+    return clusters_of(centers, share * len(keys) / len(centers), iterations)
+
+
+def coarse_scores(
+    query: Vector,
+    keys: Sequence[Vector],
+    clusters: Clusters,
+    coarse: Clusters,
+    scaling: float,
+) -> list[float]:
+    """Estimated attention of one query to an entry of each coarse cluster."""
+    centers = [mean([keys[n] for n in cluster]) for cluster in clusters]
+    own = [mean([centers[c] for c in group]) for group in coarse]
+    logits = [scaling * dot(query, center) for center in own]
+    return shares(logits, [sum(len(clusters[c]) for c in group) for group in coarse])
+
+
+def surviving(own: Sequence[float], coarse: Clusters, least: float, clusters: Clusters) -> Clusters:
+    """Clusters, those emptied whose coarse cluster has no score above the threshold."""
+    out = [[] for _ in clusters]
+    for score, group in zip(own, coarse, strict=True):
+        for c in group if score > least or least == 0 else []:
+            out[c] = clusters[c]
+    return out
 
 
 def unit(row: Vector) -> list[float]:

@@ -93,13 +93,20 @@ class RecallIndex(ABC):
             queries: latest queries of the text, where the part has `observed` above 0.
         """
 
-    def observe_step(self, queries: Float[Tensor, "H D"], stays: Entries) -> None:
+    def observe_step(
+        self,
+        queries: Float[Tensor, "H D"],
+        stays: Entries,
+        before: Float[Tensor, "H Q D"] | None = None,
+    ) -> None:
         """Observe the queries of a step before its search, where the part has `follows`.
 
         Args:
             stays: entries of the fast tier; the newest token is the last of every head.
+            before: queries of the latest tokens before the step, read or generated, where the part
+                has `observed` above 0; None if there were none.
         """
-        del queries, stays
+        del queries, stays, before
 
     @abstractmethod
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:

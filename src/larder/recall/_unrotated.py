@@ -39,8 +39,13 @@ class UnrotatedIndex(EntryIndex):
         self._radians = torch.tensor(layer.radians)
         self._last = torch.tensor(-1)
 
-    def observe_step(self, queries: Float[Tensor, "H D"], stays: Entries) -> None:
-        del queries
+    def observe_step(
+        self,
+        queries: Float[Tensor, "H D"],
+        stays: Entries,
+        before: Float[Tensor, "H Q D"] | None = None,
+    ) -> None:
+        del queries, before
         self._last = stays.head_positions(0)[-1].long().cpu()
 
     def _note_latest(self, entries: Entries) -> None:

@@ -3,11 +3,12 @@
 Li et al., "LoopServe: An Adaptive Dual-phase LLM Inference Acceleration System for Multi-Turn
 Dialogues" (2025), arXiv:2507.13681: while an answer is generated, what it attends to moves. Every
 16 tokens the entries are chosen anew, from the full cache, by the attention of the last 16 queries;
-an entry that one choice left out returns with another, which eviction would not allow.
+an entry that one choice left out returns with another, which eviction would not allow. A text or
+question that is read in between ends a choice: the first step after it chooses by its queries.
 
 The first half of LoopServe, which reads a text by vertical and slash lines of attention, is not
 here. Differences: attention is summed over queries and over the query heads of a kv head
-[inferred]. The first steps of a text choose by the queries so far.
+[inferred], whose entries lie together.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Rewatch(EntryRecall):
     every: int = 16
 
     follows: ClassVar[bool] = True
+    observed: ClassVar[int] = 16
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,8 +74,15 @@ class RewatchIndex(EntryIndex):
         self._chosen = torch.zeros(layer.kv_heads, 0, dtype=torch.int64)
         self._course = torch.zeros(2, dtype=torch.int64)  # steps it stands for, entries asked for
 
-    def observe_step(self, queries: Float[Tensor, "H D"], stays: Entries) -> None:
+    def observe_step(
+        self,
+        queries: Float[Tensor, "H D"],
+        stays: Entries,
+        before: Float[Tensor, "H Q D"] | None = None,
+    ) -> None:
         del stays
+        if before is not None and not _ends_alike(self._latest, before):
+            self._latest, self._course = before.float(), torch.zeros(2, dtype=torch.int64)
         latest = torch.cat([self._latest, queries.float()[:, None]], 1)
         self._latest = latest[:, -self._every :].contiguous()
 
@@ -96,6 +105,11 @@ class RewatchIndex(EntryIndex):
             logits = mask_missing(self.logits(row.contiguous(), entries), known)
             total += softmax_weights(logits)
         return RecallResult(top_rows(sum_group_weights(total, known), count))
+
+
+def _ends_alike(one: Float[Tensor, "H N D"], other: Float[Tensor, "H Q D"]) -> bool:
+    """True if the last queries of both are equal: no text was read between."""
+    return one.shape[1] > 0 and torch.equal(one[:, -1], other[:, -1].float())
 
 
 Part = Rewatch

@@ -123,7 +123,13 @@ class SentencesIndex(EntryIndex):
             return entries.columns[COLUMN][entries.rows(head)].abs()
         return (torch.arange(entries.lengths[head]) // DEFAULT_SENTENCE_ENTRIES).float()
 
-    def observe_step(self, queries: Float[Tensor, "H D"], stays: Entries) -> None:
+    def observe_step(
+        self,
+        queries: Float[Tensor, "H D"],
+        stays: Entries,
+        before: Float[Tensor, "H Q D"] | None = None,
+    ) -> None:
+        del before
         count, latest = self._course.tolist()
         position = int(stays.head_positions(0)[-1])
         if latest != position - 1 or _has_ended(stays, latest):

@@ -8,13 +8,19 @@ Clusters above a threshold are attended to exactly. The threshold is one number 
 and heads, the quantile of the scores of the text's last 100 queries, so that heads of scattered
 attention fetch many entries and others few. What the clusters do not hold is attended to exactly.
 
-Scores, sizes in the denominator, and the quantile over entries are those of the released code.
-Differences: k-means starts from evenly spaced entries and runs a fixed number of iterations.
-Scores are means over the query heads of a kv head [inferred: the released model has as many kv
-heads]. No more than `tokens` entries are fetched, the highest scores first. New entries become
-clusters when there are `update` of them, at most half of `tokens`; the threshold is measured again
-when there are twice as many as it was measured on. One level of clusters, where the paper has a
-form with two. A question attends to everything, exactly, unless `union` is given.
+The lookup is hierarchical: the clusters are clustered again, 1 coarse cluster to 100 entries, a
+coarse centroid is the mean of its centroids, and a lower threshold of its own rules out coarse
+clusters first. The centroids of the others alone are compared with the query, and alone count in
+the denominator of their scores. `coarse=0` is the lookup of one level.
+
+Scores, sizes in the denominator, and both quantiles over entries are those of the released code,
+which measures the fine threshold with all clusters in the denominator. Differences: k-means starts
+from evenly spaced entries and runs a fixed number of iterations. Scores are means over the query
+heads of a kv head [inferred: the released model has as many kv heads]. No more than `tokens`
+entries are fetched, the highest scores first. New entries become clusters when there are `update`
+of them, at most half of `tokens`; the threshold is measured again when there are twice as many as
+it was measured on. The share that the coarse threshold drops is inferred. A question attends to
+everything, exactly, unless `union` is given.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -53,12 +59,17 @@ class Squeezed(EntryRecall):
             [0, 1); 0 leaves out none.
         update: new entries that become clusters of their own.
         iterations: k-means iterations.
+        coarse: coarse clusters per entry, in [0, share); 0 for clusters of one level.
+        coarse_dropped: share of the entries that the threshold of coarse clusters leaves out, in
+            [0, 1).
     """
 
     share: float = 0.05
     dropped: float = 0.7
     update: int = 1024
     iterations: int = 10
+    coarse: float = 0.01
+    coarse_dropped: float = 0.5
 
     observed: ClassVar[int] = 100
     measures_layers: ClassVar[bool] = True
@@ -67,8 +78,14 @@ class Squeezed(EntryRecall):
         super().__post_init__()
         if not 0 < self.share <= 1:
             raise BadParameter(f"squeezed.share must be in (0, 1], got {self.share}.")
-        if not 0 <= self.dropped < 1:
-            raise BadParameter(f"squeezed.dropped must be in [0, 1), got {self.dropped}.")
+        if not 0 <= self.coarse < self.share:
+            raise BadParameter(
+                f"squeezed.coarse must be 0 or more and below share={self.share}, got "
+                f"{self.coarse}."
+            )
+        for name in ("dropped", "coarse_dropped"):
+            if not 0 <= (value := getattr(self, name)) < 1:
+                raise BadParameter(f"squeezed.{name} must be in [0, 1), got {value}.")
         for name in ("update", "iterations"):
             if (value := getattr(self, name)) < 1:
                 raise BadParameter(f"squeezed.{name} must be at least 1, got {value}.")
@@ -84,15 +101,22 @@ class Squeezed(EntryRecall):
         return self.update if self.tokens is None else min(self.update, max(1, self.tokens // 2))
 
     def measure(self, indexes: Sequence[RecallIndex]) -> None:
-        """Set one threshold: the quantile of the scores of all entries of all layers."""
+        """Set one threshold per level: a quantile of the scores of all entries of all layers."""
         own = [index for index in indexes if isinstance(index, SqueezedIndex)]
         if not any(index.awaits_threshold for index in own):
             return
-        scores = torch.cat([index.observed_scores.flatten() for index in own])
-        counts = torch.cat([index.cluster_sizes.flatten() for index in own])
-        threshold = weighted_quantile(scores, counts, self.dropped)
+        coarse = weighted_quantile(
+            torch.cat([index.observed_coarse_scores.flatten() for index in own]),
+            torch.cat([index.coarse_sizes.flatten() for index in own]),
+            self.coarse_dropped,
+        )
+        fine = weighted_quantile(
+            torch.cat([index.observed_scores.flatten() for index in own]),
+            torch.cat([index.cluster_sizes.flatten() for index in own]),
+            self.dropped,
+        )
         for index in own:
-            index.set_threshold(threshold)
+            index.set_thresholds(fine, coarse)
 
     def index(self, layer: LayerSpec) -> SqueezedIndex:
         return SqueezedIndex(layer, self)
@@ -101,7 +125,8 @@ class Squeezed(EntryRecall):
 class SqueezedIndex(EntryIndex):
     """Index with the cluster of each entry, the centroids, and the scores of observed queries.
 
-    `threshold` is 0 until it is measured: then every cluster may be fetched.
+    Clusters have coarse clusters in turn. Thresholds are 0 until they are measured, and where
+    nothing is to be left out: then every cluster may be fetched.
     """
 
     tables: ClassVar = {
@@ -109,10 +134,16 @@ class SqueezedIndex(EntryIndex):
         "settled": None,
         "measured": None,
         "threshold": None,
+        "coarse_threshold": None,
         "centroids": 1,
         "sizes": 1,
         "scores": 1,
         "labels": 1,
+        "coarse_made": None,
+        "coarse_centroids": 1,
+        "coarse_sizes": 1,
+        "coarse_scores": 1,
+        "coarse_labels": 1,
     }
 
     def __init__(self, layer: LayerSpec, part: Squeezed) -> None:
@@ -122,11 +153,16 @@ class SqueezedIndex(EntryIndex):
         self._made = torch.zeros(heads, dtype=torch.int64)  # clusters of each head
         self._settled = torch.zeros(heads, dtype=torch.int64)  # entries in clusters
         self._measured = torch.zeros(2, dtype=torch.int64)  # entries scored, and with a threshold
-        self._threshold = torch.zeros(())
+        self._threshold, self._coarse_threshold = torch.zeros(()), torch.zeros(())
         self._centroids = torch.zeros(heads, 0, layer.head_dim)
         self._sizes = torch.zeros(heads, 0)
         self._scores = torch.zeros(heads, 0)
-        self._labels = torch.zeros(heads, 0, dtype=torch.int32)
+        self._labels = torch.zeros(heads, 0, dtype=torch.int32)  # of entries
+        self._coarse_made = torch.zeros(heads, dtype=torch.int64)
+        self._coarse_centroids = torch.zeros(heads, 0, layer.head_dim)
+        self._coarse_sizes = torch.zeros(heads, 0)
+        self._coarse_scores = torch.zeros(heads, 0)
+        self._coarse_labels = torch.zeros(heads, 0, dtype=torch.int32)  # of clusters
 
     @property
     def awaits_threshold(self) -> bool:
@@ -137,16 +173,26 @@ class SqueezedIndex(EntryIndex):
     @property
     def observed_scores(self) -> Float[Tensor, "K C"]:
         """Mean score of every cluster over the observed queries."""
-        return self._scores
+        return self._used("scores")
 
     @property
     def cluster_sizes(self) -> Float[Tensor, "K C"]:
         """Entries of every cluster."""
-        return self._sizes
+        return self._used("sizes")
 
-    def set_threshold(self, threshold: float) -> None:
-        """Set the threshold that was measured over all layers."""
-        self._threshold = torch.tensor(threshold)
+    @property
+    def observed_coarse_scores(self) -> Float[Tensor, "K G"]:
+        """Mean score of every coarse cluster over the observed queries."""
+        return self._used("coarse_scores")
+
+    @property
+    def coarse_sizes(self) -> Float[Tensor, "K G"]:
+        """Entries of every coarse cluster."""
+        return self._used("coarse_sizes")
+
+    def set_thresholds(self, fine: float, coarse: float) -> None:
+        """Set the thresholds of both levels, which were measured over all layers."""
+        self._threshold, self._coarse_threshold = torch.tensor(fine), torch.tensor(coarse)
         self._measured = self._measured[:1].repeat(2)
 
     def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
@@ -157,35 +203,81 @@ class SqueezedIndex(EntryIndex):
                 self._cluster(head, entries.keys_from(head, done).float(), done)
         settled = int(self._settled.sum())
         if queries is not None and settled >= max(1, 2 * int(self._measured[0])):
-            self._scores = self._mean_scores(queries)
+            self._scores = self._mean_scores(queries, self._used("centroids"), self.cluster_sizes)
+            self._coarse_scores = self._mean_scores(
+                queries, self._used("coarse_centroids"), self.coarse_sizes
+            )
             self._measured[0] = settled
 
     def _cluster(self, head: int, keys: Float[Tensor, "S D"], first: int) -> None:
         """Cluster the entries of a head from `first` on."""
-        old, count = int(self._made[head]), max(int(self._part.share * len(keys)), 1)
-        iterations = self._part.iterations
-        centers, labels = kmeans(normalize(keys, dim=-1), count, iterations, ClusterMetric.DISTANCE)
-        for name in ("centroids", "sizes", "scores"):
+        centroids, sizes, labels = self._kmeans(keys, int(self._part.share * len(keys)))
+        old, count = int(self._made[head]), len(sizes)
+        for name in ("centroids", "sizes", "scores", "coarse_labels"):
             setattr(self, f"_{name}", grow_table(getattr(self, f"_{name}"), old + count))
-        self._centroids[head, old : old + count] = update_centers(keys, labels, centers)
-        self._sizes[head, old : old + count] = torch.bincount(labels, minlength=count).float()
+        self._centroids[head, old : old + count] = centroids
+        self._sizes[head, old : old + count] = sizes
         self._labels[head, first : first + len(keys)] = (labels + old).int()
         self._made[head], self._settled[head] = old + count, first + len(keys)
+        if self._part.coarse:
+            self._cluster_again(head, centroids, sizes, int(self._part.coarse * len(keys)))
 
-    def _mean_scores(self, queries: Float[Tensor, "H Q D"]) -> Float[Tensor, "K C"]:
-        rows = [self._cluster_scores(row) for row in queries.unbind(1)]
+    def _cluster_again(
+        self, head: int, centroids: Float[Tensor, "C D"], sizes: Float[Tensor, " C"], count: int
+    ) -> None:
+        """Cluster the newest clusters of a head."""
+        coarse, _, labels = self._kmeans(centroids, count)
+        old, own = int(self._coarse_made[head]), int(self._made[head])
+        for name in ("coarse_centroids", "coarse_sizes", "coarse_scores"):
+            setattr(self, f"_{name}", grow_table(getattr(self, f"_{name}"), old + len(coarse)))
+        self._coarse_centroids[head, old : old + len(coarse)] = coarse
+        self._coarse_sizes[head].index_add_(0, labels + old, sizes)
+        self._coarse_labels[head, own - len(labels) : own] = (labels + old).int()
+        self._coarse_made[head] = old + len(coarse)
+
+    def _kmeans(
+        self, points: Float[Tensor, "S D"], count: int
+    ) -> tuple[Float[Tensor, "C D"], Float[Tensor, " C"], Int64[Tensor, " S"]]:
+        """Mean and number of the points of each cluster, and the cluster of each point."""
+        count, iterations = max(count, 1), self._part.iterations
+        ends = normalize(points, dim=-1)
+        centers, labels = kmeans(ends, count, iterations, ClusterMetric.DISTANCE)
+        sizes = torch.bincount(labels, minlength=count).float()
+        return update_centers(points, labels, centers), sizes, labels
+
+    def _mean_scores(
+        self,
+        queries: Float[Tensor, "H Q D"],
+        centroids: Float[Tensor, "K C D"],
+        sizes: Float[Tensor, "K C"],
+    ) -> Float[Tensor, "K C"]:
+        rows = [self._cluster_scores(row, centroids, sizes) for row in queries.unbind(1)]
         return torch.stack(rows).mean(0)
 
-    def _cluster_scores(self, queries: Float[Tensor, "H D"]) -> Float[Tensor, "K C"]:
+    def _cluster_scores(
+        self,
+        queries: Float[Tensor, "H D"],
+        centroids: Float[Tensor, "K C D"],
+        sizes: Float[Tensor, "K C"],
+    ) -> Float[Tensor, "K C"]:
         """Estimated attention to an entry of every cluster, the mean of a group; 0 for none."""
-        logits = group_queries(queries, self.layer) @ self._centroids.transpose(1, 2)
-        logits = logits.mul_(self.layer.scaling).masked_fill_(self._sizes[:, None] == 0, -torch.inf)
-        total = (logits + self._sizes.log()[:, None]).logsumexp(2, keepdim=True)
+        logits = group_queries(queries, self.layer) @ centroids.transpose(1, 2)
+        logits = logits.mul_(self.layer.scaling).masked_fill_(sizes[:, None] == 0, -torch.inf)
+        total = (logits + sizes.log()[:, None]).logsumexp(2, keepdim=True)
         return (logits - total).exp().nan_to_num_(0.0).mean(1)
 
+    def _surviving_sizes(self, queries: Float[Tensor, "H D"]) -> Float[Tensor, "K C"]:
+        """Sizes of the clusters whose coarse cluster exceeds its threshold; 0 for the others."""
+        if not bool(self._coarse_threshold > 0):
+            return self.cluster_sizes
+        centroids, sizes = self._used("coarse_centroids"), self.coarse_sizes
+        stays = self._cluster_scores(queries, centroids, sizes) > self._coarse_threshold
+        return self.cluster_sizes * stays.gather(1, self._used("coarse_labels").long())
+
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
-        scores = self._cluster_scores(queries)
-        below = (scores <= self._threshold) & (self._threshold > 0)
+        sizes = self._surviving_sizes(queries)
+        scores = self._cluster_scores(queries, self._used("centroids"), sizes)
+        below = (sizes == 0) | ((scores <= self._threshold) & (self._threshold > 0))
         labels = self._labels[:, : max(self.counts)].long()
         each = scores.masked_fill_(below, -torch.inf).gather(1, labels)
         return self._found(each, count)
@@ -206,8 +298,16 @@ class SqueezedIndex(EntryIndex):
             pages[lacks, 0] = 0
         return RecallResult(pages)
 
+    def _used(self, name: str) -> Tensor:
+        """Table without its slack, so that rounding does not depend on it."""
+        table: Tensor = getattr(self, f"_{name}")
+        return table[:, : self._table_length(name)]
+
     def _table_length(self, name: str) -> int:
-        return max(self.paged.known) if name == "labels" else int(self._made.max())
+        if name == "labels":
+            return max(self.paged.known)
+        is_coarse = name.startswith("coarse") and name != "coarse_labels"
+        return int((self._coarse_made if is_coarse else self._made).max())
 
 
 def weighted_quantile(

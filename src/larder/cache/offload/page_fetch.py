@@ -79,7 +79,8 @@ class PageFetcher(TensorOwner):
             stays: entries of the fast tier, see `RecallIndex.follow`.
         """
         self.learn(entries, observed)
-        self.shared_index.observe_step(queries[:, 0].detach().float().cpu(), stays)
+        before = observed if observed.shape[1] else None
+        self.shared_index.observe_step(queries[:, 0].detach().float().cpu(), stays, before)
 
     def step_calls(
         self, queries: Queries, entries: Entries, observed: ObservedQueries
@@ -377,9 +378,14 @@ class SharedIndex(TensorOwner):
         self.known = entries.lengths
         self._count_bytes()
 
-    def observe_step(self, queries: Float[Tensor, "H D"], stays: Entries) -> None:
+    def observe_step(
+        self,
+        queries: Float[Tensor, "H D"],
+        stays: Entries,
+        before: Float[Tensor, "H Q D"] | None,
+    ) -> None:
         """Observe the queries of a step, see `RecallIndex.observe_step`."""
-        self.index.observe_step(queries, stays)
+        self.index.observe_step(queries, stays, before)
         self._count_bytes()
 
     def search(
