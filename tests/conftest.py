@@ -118,7 +118,10 @@ def larder_home(
 def measured_once(session_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Calibrations of a model are kept for all tests that ask for this, not by each test."""
     monkeypatch.setattr("larder.models.calibration.home", lambda: session_home)
-    monkeypatch.setattr("larder.cache.transform_tables.home", lambda: session_home)
+    monkeypatch.setattr(
+        "larder.cache.transform_tables.tables_path",
+        lambda fingerprint, name: session_home / fingerprint / f"{name}.safetensors",
+    )
 
 
 def is_local(address: Any) -> bool:

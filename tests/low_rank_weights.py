@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from larder.cache import LowRankMaps, less_path
+from larder.cache import LowRankMaps, tables_path
 from larder.core import LayerSpec, ModelSpec
 from larder.models import Card, LearnedWeights
 
@@ -22,7 +22,7 @@ def some_maps(layer: LayerSpec, seed: int = 0) -> LowRankMaps:
 
 def silent_maps(layer: LayerSpec) -> LowRankMaps:
     """Saved maps of a single layer, under which rejected entries have no weight."""
-    path = less_path("")
+    path = tables_path("", "less")
     if not path.is_file():
         maps = some_maps(layer)
         maps.key_scale.zero_()
@@ -34,4 +34,4 @@ def give_maps(spec: ModelSpec, seed: int = 0) -> None:
     """Save random maps of every managed layer."""
     layers = tuple(some_maps(layer, seed).tensors() for layer in spec.managed)
     card = Card("less", (spec.fingerprint,))
-    LearnedWeights(card, layers).save(less_path(spec.fingerprint))
+    LearnedWeights(card, layers).save(tables_path(spec.fingerprint, "less"))

@@ -37,7 +37,7 @@ def a_transform_layer(
 
     from larder.cache import state_of
 
-    path = tables_path("")
+    path = tables_path("", "transform")
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(state_of({layer.index: some_tables(layer)}), path)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from builders import a_layer, a_plan, a_spec, draw
 from cache_stores import assert_close, same_bits
-from larder.cache import AquaPredictions, ResidualLayer, SequenceCache, aqua_path
+from larder.cache import AquaPredictions, ResidualLayer, SequenceCache, tables_path
 from larder.core import CacheError, Folds, Ledger, Mode, ModelSpec, Plan, ResidualSpec
 from larder.ops import gaussian_grid
 from references import aqua as reference
@@ -38,7 +38,7 @@ def save_predictions(seed: int = 0) -> None:
             weight = torch.randn(inputs, WIDTH, generator=source) / 8
             tensors[f"layers.{place}.{side}.weight"] = weight
             tensors[f"layers.{place}.{side}.bias"] = torch.randn(WIDTH, generator=source)
-    path = aqua_path("")
+    path = tables_path("", "aqua")
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, path)
 
@@ -212,7 +212,7 @@ def test_predictions_trained_again_do_not_open_what_others_coded() -> None:
 
 
 def test_a_model_without_predictions_is_refused() -> None:
-    aqua_path("").unlink()
+    tables_path("", "aqua").unlink()
     with pytest.raises(CacheError, match="larder train aqua"):
         a_cache()
     with pytest.raises(CacheError, match="rotary"):
@@ -234,7 +234,7 @@ def test_a_model_without_predictions_is_refused() -> None:
     ],
 )
 def test_predictions_of_other_shapes_are_refused(changed: dict[str, tuple[int, ...]]) -> None:
-    path = aqua_path("")
+    path = tables_path("", "aqua")
     tensors = load_file(path) | {name: torch.zeros(shape) for name, shape in changed.items()}
     save_file(tensors, path)
     with pytest.raises(CacheError, match="have shapes .*larder train aqua"):

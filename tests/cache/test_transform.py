@@ -188,7 +188,7 @@ def test_a_calibration_made_anew_does_not_open_what_another_coded() -> None:
 
     from larder.cache import transform_tables
 
-    path = transform_tables.tables_path("")
+    path = transform_tables.tables_path("", "transform")
     save_file(transform_tables.state_of({0: some_tables(LAYER, seed=7)}), path)
     transform_tables._read.cache_clear()
     with pytest.raises(CacheError, match="build the cache again"):

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import RADIANS, a_layer, a_spec, draw
-from larder.cache import KvtcTables, PrincipalSide, SequenceCache, kvtc_path
+from larder.cache import KvtcTables, PrincipalSide, SequenceCache, tables_path
 from larder.core import CacheError, Damaged, Mode, Plan
 from larder.ops import allocate, group_errors
 from larder.store import codec_named, decode_state, encode_state, state_nbytes
@@ -91,7 +91,7 @@ def some_tables(share: float = 0.5) -> KvtcTables:
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KvtcTables:
     monkeypatch.setenv("LARDER_HOME", str(tmp_path))
     made = some_tables()
-    made.save(kvtc_path(SPEC.fingerprint), {"card": "{}"})
+    made.save(tables_path(SPEC.fingerprint, "kvtc"), {"card": "{}"})
     return made
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from builders import RADIANS, a_layer, a_spec, draw
 from cache_stores import same_bits
-from larder.cache import PredictiveTables, SequenceCache, SidePrediction, predictive_path
+from larder.cache import PredictiveTables, SequenceCache, SidePrediction, tables_path
 from larder.core import CacheError, Damaged, Mode, ModelSpec, Plan
 from larder.ops import rotate
 from larder.store import (
@@ -59,7 +59,7 @@ def some_tables(seed: int = 0) -> PredictiveTables:
 @pytest.fixture
 def tables() -> PredictiveTables:
     made = some_tables()
-    made.save(predictive_path(SPEC.fingerprint), {"card": "{}"})
+    made.save(tables_path(SPEC.fingerprint, "predictive"), {"card": "{}"})
     return made
 
 
@@ -212,7 +212,7 @@ def test_predictions_trained_again_refuse_what_the_former_ones_coded(
 ) -> None:
     cache = a_cache()
     tensors, told = saved(cache)
-    some_tables(seed=1).save(predictive_path(SPEC.fingerprint), {"card": "{}"})
+    some_tables(seed=1).save(tables_path(SPEC.fingerprint, "predictive"), {"card": "{}"})
     with pytest.raises(Damaged, match="no longer"):
         decode_state(tensors, told, state_nbytes(cache.state()))
 
@@ -250,7 +250,7 @@ def test_30_stacks_that_do_not_fit_are_refused(tables: PredictiveTables) -> None
 
 
 def test_a_damaged_file_of_predictions_is_none(tables: PredictiveTables) -> None:
-    path = predictive_path(SPEC.fingerprint)
+    path = tables_path(SPEC.fingerprint, "predictive")
     path.write_bytes(b"no tensors")
     with pytest.raises(CacheError, match="no predictions"):
         PredictiveTables.load(SPEC.fingerprint)

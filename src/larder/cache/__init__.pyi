@@ -1,5 +1,4 @@
 from .aqua_tables import AquaPredictions as AquaPredictions
-from .aqua_tables import aqua_path as aqua_path
 from .chunk_entries import ChunkEntries as ChunkEntries
 from .chunk_entries import ChunkProfile as ChunkProfile
 from .forms._shared_entries import LOWER as LOWER
@@ -27,10 +26,8 @@ from .forms.transform import TransformLayer as TransformLayer
 from .forms.window import SlidingWindowLayer as SlidingWindowLayer
 from .kvtc_tables import KvtcTables as KvtcTables
 from .kvtc_tables import PrincipalSide as PrincipalSide
-from .kvtc_tables import kvtc_path as kvtc_path
 from .latest_activations import latest_queries_bytes as latest_queries_bytes
 from .low_rank_maps import LowRankMaps as LowRankMaps
-from .low_rank_maps import less_path as less_path
 from .memory_usage import storage_bytes as storage_bytes
 from .merged_entries import merge_entries as merge_entries
 from .model_positions import ModelPositions as ModelPositions
@@ -43,10 +40,8 @@ from .offload.slow_tier import OffloadBatch as OffloadBatch
 from .offload.slow_tier import SlowTier as SlowTier
 from .offload.slow_tier import StorageOwners as StorageOwners
 from .page_arena import PageArena as PageArena
-from .predictive_tables import PREDICTIVE_FILE as PREDICTIVE_FILE
 from .predictive_tables import PredictiveTables as PredictiveTables
 from .predictive_tables import SidePrediction as SidePrediction
-from .predictive_tables import predictive_path as predictive_path
 from .recurrent_state import RecurrentState as RecurrentState
 from .residual_tier import ResidualCoder as ResidualCoder
 from .sequence import SequenceCache as SequenceCache
@@ -57,9 +52,9 @@ from .spec import FORMS as FORMS
 from .spec import CacheSpec as CacheSpec
 from .spec import text_of as text_of
 from .spec import text_tensor as text_tensor
+from .table_file import tables_path as tables_path
 from .transform_tables import TransformTables as TransformTables
 from .transform_tables import state_of as state_of
-from .transform_tables import tables_path as tables_path
 from .transformed_tier import INDEX_BYTES as INDEX_BYTES
 from .transformed_tier import SPEC_KEY as SPEC_KEY
 from .transformed_tier import TransformedTier as TransformedTier

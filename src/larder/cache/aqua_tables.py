@@ -10,7 +10,6 @@ from the caches that it codes.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -20,11 +19,10 @@ import torch
 from torch import Tensor
 
 from larder.cache.predictive_tables import SIDES, LinearPrediction
+from larder.cache.table_file import read_tensors, tables_path, tensors_digest
 from larder.core.errors import CacheError
-from larder.core.home import home
 from larder.core.spec import LayerSpec
 
-AQUA_FILE = "aqua.safetensors"
 PARTS = ("weight", "bias")
 
 
@@ -38,10 +36,7 @@ class AquaPredictions:
     @cached_property
     def digest(self) -> str:
         """Short digest of the numbers, which tells one training from another."""
-        found = hashlib.sha256()
-        for tensor in self.tensors().values():
-            found.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return found.hexdigest()[:16]
+        return tensors_digest(self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
         """Tensors by name."""
@@ -92,7 +87,7 @@ class AquaPredictions:
                 f"Layer {layer.index} has latents, or a rotary embedding unknown to Larder, so its "
                 "keys cannot be unrotated: use a storage other than aqua()."
             )
-        path = aqua_path(fingerprint)
+        path = tables_path(fingerprint, "aqua")
         try:
             found = _read(path, path.stat().st_mtime_ns, place, device)
         except (OSError, KeyError):
@@ -111,11 +106,6 @@ class AquaPredictions:
         return found
 
 
-def aqua_path(fingerprint: str) -> Path:
-    """File of the predictions of a model."""
-    return home() / fingerprint / AQUA_FILE
-
-
 @cache
 def _read(path: Path, modified: int, place: int, device: torch.device) -> AquaPredictions:
     """Predictions of one layer from a file as it was at a time.
@@ -124,12 +114,7 @@ def _read(path: Path, modified: int, place: int, device: torch.device) -> AquaPr
         KeyError: the file has no such layer.
     """
     del modified
-    from safetensors import SafetensorError, safe_open
-
     names = [f"{side}.{part}" for side in SIDES for part in PARTS]
-    try:
-        with safe_open(path, framework="pt") as file:
-            own = [file.get_tensor(f"layers.{place}.{name}").float().to(device) for name in names]
-    except SafetensorError as error:
-        raise KeyError(str(error)) from None
+    found = read_tensors(path, [f"layers.{place}.{name}" for name in names])
+    own = [tensor.float().to(device) for tensor in found.values()]
     return AquaPredictions.of(dict(zip(names, own, strict=True)))

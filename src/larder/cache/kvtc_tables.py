@@ -10,18 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from larder.cache.table_file import TrainedTables
-from larder.core.errors import CacheError
-from larder.core.home import home
 
-KVTC_FILE = "kvtc.safetensors"
 SIDES = ("keys", "values")
 STORED_DTYPE = torch.bfloat16  # of bases
 
@@ -50,6 +46,8 @@ class KvtcTables(TrainedTables):
 
     sides: tuple[PrincipalSide, PrincipalSide]
     radians: tuple[Float[Tensor, " half"], ...]
+    method: ClassVar[str] = "kvtc"
+    content: ClassVar[str] = "principal components"
 
     def tensors(self) -> dict[str, Tensor]:
         """Tensors of the file, by name."""
@@ -59,58 +57,14 @@ class KvtcTables(TrainedTables):
             found |= {f"{name}.plan.{share}": plan.int() for share, plan in side.plans.items()}
         return {name: tensor.contiguous() for name, tensor in sorted(found.items())}
 
-    @staticmethod
-    def of(tensors: Mapping[str, Tensor]) -> KvtcTables:
-        """Tables of a file's tensors.
-
-        Raises:
-            KeyError: one is missing.
-        """
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> KvtcTables:
         count = sum(name.startswith("radians.") for name in tensors)
         keys, values = (_side(tensors, name) for name in SIDES)
-        return KvtcTables((keys, values), tuple(tensors[f"radians.{n}"] for n in range(count)))
-
-    @staticmethod
-    def load(fingerprint: str) -> KvtcTables:
-        """Tables of a model, shared by all caches of it.
-
-        Raises:
-            CacheError: there are none, or they cannot be read.
-        """
-        path = kvtc_path(fingerprint)
-        try:
-            return _read(path, path.stat().st_mtime_ns)
-        except (OSError, KeyError):
-            raise CacheError(
-                f"{path} has no principal components for this model: make them with "
-                "`larder train kvtc`, or choose another codec."
-            ) from None
-
-
-def kvtc_path(fingerprint: str) -> Path:
-    """File of the components of a model."""
-    return home() / fingerprint / KVTC_FILE
+        return cls((keys, values), tuple(tensors[f"radians.{n}"] for n in range(count)))
 
 
 def _side(tensors: Mapping[str, Tensor], name: str) -> PrincipalSide:
     prefix = f"{name}.plan."
     plans = {key.removeprefix(prefix): own for key, own in tensors.items() if prefix in key}
     return PrincipalSide(tensors[f"{name}.mean"], tensors[f"{name}.basis"].float(), plans)
-
-
-@cache
-def _read(path: Path, modified: int) -> KvtcTables:
-    """Tables of a file as it was at a time.
-
-    Raises:
-        KeyError: the file is damaged.
-    """
-    del modified
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise KeyError(str(error)) from None
-    return KvtcTables.of(tensors)

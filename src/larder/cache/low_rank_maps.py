@@ -6,7 +6,6 @@ Caches share what is read from it; their own bytes do not include it.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from pathlib import Path
@@ -15,12 +14,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from larder.cache.table_file import read_tensors, tables_path, tensors_digest
 from larder.core.errors import CacheError
-from larder.core.home import home
 from larder.core.spec import LayerSpec
 from larder.ops.low_rank_attention import RANK, key_features, query_features
-
-LESS_FILE = "less.safetensors"
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,10 +49,7 @@ class LowRankMaps:
     @cached_property
     def digest(self) -> str:
         """Short digest of the numbers, which tells one training from another."""
-        found = hashlib.sha256()
-        for tensor in self.tensors().values():
-            found.update(tensor.cpu().contiguous().numpy().tobytes())
-        return found.hexdigest()[:16]
+        return tensors_digest(self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
         """Tensors by name."""
@@ -94,7 +88,7 @@ class LowRankMaps:
         Raises:
             CacheError: the model has none, or they have other shapes.
         """
-        path = less_path(fingerprint)
+        path = tables_path(fingerprint, "less")
         try:
             maps = _read(path, path.stat().st_mtime_ns, place)
         except (OSError, KeyError):
@@ -112,11 +106,6 @@ class LowRankMaps:
         return maps
 
 
-def less_path(fingerprint: str) -> Path:
-    """File of the features of a model."""
-    return home() / fingerprint / LESS_FILE
-
-
 @cache
 def _read(path: Path, modified: int, place: int) -> LowRankMaps:
     """Maps of one layer from a file as it was at a time.
@@ -125,14 +114,5 @@ def _read(path: Path, modified: int, place: int) -> LowRankMaps:
         KeyError: the file has no such layer.
     """
     del modified
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            found = {
-                each.name: file.get_tensor(f"layers.{place}.{each.name}").float()
-                for each in fields(LowRankMaps)
-            }
-    except SafetensorError as error:
-        raise KeyError(str(error)) from None
-    return LowRankMaps(**found)
+    names = [f"layers.{place}.{each.name}" for each in fields(LowRankMaps)]
+    return LowRankMaps(*(own.float() for own in read_tensors(path, names).values()))

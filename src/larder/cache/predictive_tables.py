@@ -12,18 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from pathlib import Path
+from functools import cached_property
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from larder.cache.table_file import TrainedTables
-from larder.core.errors import CacheError
-from larder.core.home import home
 
-PREDICTIVE_FILE = "predictive.safetensors"
 SIDES = ("keys", "values")
 PARTS = ("weights", "bias", "forward", "deviation")
 STORED_DTYPE = torch.bfloat16  # of weights and transforms
@@ -97,6 +94,8 @@ class PredictiveTables(TrainedTables):
 
     layers: tuple[tuple[SidePrediction, SidePrediction], ...]
     radians: tuple[Float[Tensor, " half"], ...]
+    method: ClassVar[str] = "predictive"
+    content: ClassVar[str] = "predictions"
 
     @property
     def nbytes(self) -> int:
@@ -115,13 +114,8 @@ class PredictiveTables(TrainedTables):
                     found[f"{place}.{side}.{part}"] = number.contiguous()
         return found
 
-    @staticmethod
-    def of(tensors: Mapping[str, Tensor]) -> PredictiveTables:
-        """Tables of a file's tensors.
-
-        Raises:
-            KeyError: one is missing.
-        """
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> PredictiveTables:
         count = sum(name.endswith(".radians") for name in tensors)
         pairs = [
             [
@@ -131,43 +125,4 @@ class PredictiveTables(TrainedTables):
             for place in range(count)
         ]
         radians = tuple(tensors[f"{place}.radians"] for place in range(count))
-        return PredictiveTables(tuple((keys, values) for keys, values in pairs), radians)
-
-    @staticmethod
-    def load(fingerprint: str) -> PredictiveTables:
-        """Tables of a model, shared by all caches of it.
-
-        Raises:
-            CacheError: there are none, or they cannot be read.
-        """
-        path = predictive_path(fingerprint)
-        try:
-            return _read(path, path.stat().st_mtime_ns)
-        except (OSError, KeyError):
-            raise CacheError(
-                f"{path} has no predictions for this model: make them with "
-                "`larder train predictive`, or choose another codec."
-            ) from None
-
-
-def predictive_path(fingerprint: str) -> Path:
-    """File of the predictions of a model."""
-    return home() / fingerprint / PREDICTIVE_FILE
-
-
-@cache
-def _read(path: Path, modified: int) -> PredictiveTables:
-    """Tables of a file as it was at a time.
-
-    Raises:
-        KeyError: the file is damaged.
-    """
-    del modified
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise KeyError(str(error)) from None
-    return PredictiveTables.of(tensors)
+        return cls(tuple((keys, values) for keys, values in pairs), radians)

@@ -1,32 +1,63 @@
-"""Tables of a codec that are trained once per model and kept in a safetensors file."""
+"""Tables that are trained once per model, and their safetensors files under its fingerprint."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Iterable, Mapping
+from functools import cache, cached_property
 from pathlib import Path
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
+from larder.core.errors import CacheError
+from larder.core.home import home
+
+Tables = TypeVar("Tables", bound="TrainedTables")
+
 
 class TrainedTables(ABC):
-    """Tables with a file."""
+    """Tables of a codec, one file per model."""
+
+    method: ClassVar[str]  # of `larder train`
+    content: ClassVar[str]  # what the tables hold, for messages
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """Tensors of the file, by name; contiguous, in an order of their own."""
 
+    @classmethod
+    @abstractmethod
+    def of(cls: type[Tables], tensors: Mapping[str, Tensor]) -> Tables:
+        """Tables of a file's tensors.
+
+        Raises:
+            KeyError: one is missing.
+        """
+
+    @classmethod
+    def load(cls: type[Tables], fingerprint: str) -> Tables:
+        """Tables of a model, shared by all caches of it.
+
+        Raises:
+            CacheError: there are none, or they cannot be read.
+        """
+        path = tables_path(fingerprint, cls.method)
+        try:
+            return _read(cls, path, path.stat().st_mtime_ns)
+        except (OSError, KeyError):
+            raise CacheError(
+                f"{path} has no {cls.content} for this model: make them with "
+                f"`larder train {cls.method}`, or choose another codec."
+            ) from None
+
     @cached_property
     def digest(self) -> str:
         """Short digest of the numbers, which tells one training from another."""
-        found = hashlib.sha256()
-        for tensor in self.tensors().values():
-            found.update(tensor.view(torch.uint8).numpy().tobytes())
-        return found.hexdigest()[:16]
+        return tensors_digest(self.tensors().values())
 
     def save(self, path: Path, card: Mapping[str, str]) -> None:
         """Write the file, whole or not at all.
@@ -34,9 +65,55 @@ class TrainedTables(ABC):
         Args:
             card: metadata of the file.
         """
-        from safetensors.torch import save_file
+        write_tensors(path, self.tensors(), card)
 
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}.draft")
-        save_file(self.tensors(), draft, dict(card))
-        os.replace(draft, path)
+
+def tables_path(fingerprint: str, name: str) -> Path:
+    """File of the tables of a model, by the method or measurement that makes them."""
+    return home() / fingerprint / f"{name}.safetensors"
+
+
+def tensors_digest(tensors: Iterable[Tensor]) -> str:
+    """Short digest of the bytes of tensors, in order."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def read_tensors(path: Path, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """Tensors of a file by name: the named ones, or all.
+
+    Raises:
+        KeyError: one is missing, or the file is damaged.
+        OSError: there is no file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            wanted = file.keys() if names is None else names
+            return {name: file.get_tensor(name) for name in wanted}
+    except SafetensorError as error:
+        raise KeyError(str(error)) from None
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a file, whole or not at all."""
+    from safetensors.torch import save_file
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(f".{os.getpid()}.draft")
+    save_file(tensors, draft, dict(metadata))
+    os.replace(draft, path)
+
+
+@cache
+def _read(kind: type[Tables], path: Path, modified: int) -> Tables:
+    """Tables of a file as it was at a time.
+
+    Raises:
+        KeyError: the file is damaged.
+    """
+    del modified
+    return kind.of(read_tensors(path))

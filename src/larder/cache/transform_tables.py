@@ -9,7 +9,6 @@ Their own bytes do not include it: `TransformTables.nbytes` counts it.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -19,9 +18,9 @@ import torch
 from jaxtyping import Float, Int, Int32
 from torch import Tensor
 
+from larder.cache.table_file import read_tensors, tables_path, tensors_digest
 from larder.core.codec import RopeStage, TransformSpec
 from larder.core.errors import CacheError
-from larder.core.home import home
 from larder.core.spec import LayerSpec
 from larder.ops.cpu.transform_attention import bfloat16_pairs
 from larder.ops.rope import rotate
@@ -59,10 +58,7 @@ class TransformTables:
     @cached_property
     def digest(self) -> str:
         """Short digest of the numbers, which tells one calibration from another."""
-        found = hashlib.sha256()
-        for part in (self.forward, self.mean, self.deviation):
-            found.update(part.cpu().contiguous().numpy().tobytes())
-        return found.hexdigest()[:16]
+        return tensors_digest((self.forward, self.mean, self.deviation))
 
     @property
     def nbytes(self) -> int:
@@ -122,16 +118,6 @@ class TransformTables:
             ) from None
 
 
-def tables_path(fingerprint: str, calibration: str = "transform") -> Path:
-    """File of the transforms of a model, by the name of their measurement."""
-    return home() / fingerprint / tables_file(calibration)
-
-
-def tables_file(calibration: str) -> str:
-    """Name of the file of a measurement of transforms."""
-    return f"{calibration}.safetensors"
-
-
 @cache
 def _read(path: Path, modified: int, layer: int, radians: tuple[float, ...]) -> TransformTables:
     """Tables of one layer from a file as it was at a time.
@@ -140,14 +126,8 @@ def _read(path: Path, modified: int, layer: int, radians: tuple[float, ...]) -> 
         KeyError: the file has no such layer.
     """
     del modified
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            parts = [file.get_tensor(f"{layer}.{part}") for part in PARTS]
-    except SafetensorError as error:
-        raise KeyError(str(error)) from None
-    return TransformTables(parts[0], parts[1], parts[2], radians)
+    forward, mean, deviation = read_tensors(path, [f"{layer}.{part}" for part in PARTS]).values()
+    return TransformTables(forward, mean, deviation, radians)
 
 
 def state_of(tables: Mapping[int, TransformTables]) -> dict[str, Tensor]:

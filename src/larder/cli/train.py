@@ -183,24 +183,22 @@ def _train_codec(
     options: OutputOptions,
 ) -> None:
     """Tables of a codec, fitted, saved and described."""
-    from larder.cache.kvtc_tables import kvtc_path
-    from larder.cache.predictive_tables import predictive_path
+    from larder.cache.table_file import tables_path
     from larder.engine.progress_bar import progress_bar
     from larder.models.learned_weights import CARD
     from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
     from larder.training.kvtc import KvtcSettings, train_kvtc
     from larder.training.predictive import PredictiveSettings, train_predictive
 
-    given, fingerprint = TokenizerAdapter(loaded.tokenizer), loaded.decoder.spec.fingerprint
+    given = TokenizerAdapter(loaded.tokenizer)
     with progress_bar(f"Reading with {model}", "tokens") as update:
         if method == KVTC:
             own = KvtcSettings(tokens=tokens, seed=seed)
             tables, card = train_kvtc(loaded.decoder, given, texts, own, update)
-            path = kvtc_path(fingerprint)
         else:
             settings = PredictiveSettings(tokens=tokens, seed=seed)
             tables, card = train_predictive(loaded.decoder, given, texts, settings, update)
-            path = predictive_path(fingerprint)
+    path = tables_path(loaded.decoder.spec.fingerprint, method)
     tables.save(path, {CARD: card.dumps()})
     _print_card(card, path, options)
 

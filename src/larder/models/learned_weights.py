@@ -9,7 +9,6 @@ digest, tokens, seed, time and metrics.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.resources import as_file, files
@@ -19,9 +18,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from larder.cache.table_file import write_tensors
 from larder.core.errors import ModelError
 from larder.core.home import home
 from larder.core.spec import LayerSpec, ModelSpec
@@ -110,10 +109,7 @@ class LearnedWeights:
             for place, own in enumerate(self.layers)
             for name, tensor in own.items()
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}.draft")
-        save_file(tensors, draft, {CARD: self.card.dumps()})
-        os.replace(draft, path)
+        write_tensors(path, tensors, {CARD: self.card.dumps()})
 
 
 def learned_file(fingerprint: str, name: str) -> Path:

@@ -9,8 +9,7 @@ dynamic programming on some of the tokens. Plans are made so that DEFLATE's gain
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int32
@@ -18,16 +17,21 @@ from torch import Tensor
 
 from larder.cache.kvtc_coding import pack_components, unpack_components
 from larder.cache.kvtc_tables import SIDES, KvtcTables, PrincipalSide
-from larder.core.errors import BadParameter, ModelError
-from larder.models.attention_backend import AttentionInputs, CausalAttention
+from larder.core.errors import BadParameter
 from larder.models.decoder import Decoder
 from larder.models.learned_weights import Card
-from larder.models.measurements.transform import check_layers
 from larder.ops.bit_allocation import Errors, allocate, group_errors
 from larder.prefill.base import Progress
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from larder.training.corpus import Corpus, CorpusSplit
-from larder.training.predictive import SINKS, LayerSamples
+from larder.training.layer_samples import (
+    SINKS,
+    LayerSamples,
+    SampleSettings,
+    read_splits,
+    samples_card,
+    tested_splits,
+)
 
 KVTC = "kvtc"
 SHARES = {"1/8": 1 / 8, "1/16": 1 / 16}
@@ -37,24 +41,18 @@ POWER_ROUNDS, OVERSAMPLED = 2, 32  # of the randomized decomposition
 
 
 @dataclass(frozen=True)
-class KvtcSettings:
+class KvtcSettings(SampleSettings):
     """Calibration of principal components.
 
     Args:
-        tokens: read to find components, at most; 23 KB of memory each for SmolLM2.
-        test_tokens: of documents left out, at most.
-        passage_tokens: read together.
         rank: components that are kept, at most.
         planned_tokens: tokens that bits are divided on.
-        seed: of the order of documents, and of the decomposition.
     """
 
     tokens: int = 20_000
     test_tokens: int = 2_000
-    passage_tokens: int = 1024
     rank: int = 2048
     planned_tokens: int = 1024
-    seed: int = 0
 
     def __post_init__(self) -> None:
         counts = self.tokens, self.test_tokens, self.rank, self.planned_tokens
@@ -77,31 +75,15 @@ def train_kvtc(
     Raises:
         ModelError: keys cannot be rotated back, or there is nothing to train on.
     """
-    started, layers = time.perf_counter(), decoder.spec.managed
-    check_layers(layers)
-    samples = _samples(decoder, adapter, corpus, settings, progress)
-    if not samples[CorpusSplit.TRAIN].tokens:
-        raise ModelError(
-            "The corpus has no training document: give more texts, or fewer passage_tokens."
-        )
+    started = time.perf_counter()
+    samples = read_splits(decoder, adapter, corpus, settings, progress)
     sides = [_side(_joined(samples[CorpusSplit.TRAIN], n), settings) for n in range(len(SIDES))]
-    radians = tuple(torch.tensor(layer.radians) for layer in layers)
+    radians = tuple(torch.tensor(layer.radians) for layer in decoder.spec.managed)
     tables = KvtcTables.of(KvtcTables((sides[0], sides[1]), radians).tensors())
     metrics = dict[str, float]()
-    for split in (CorpusSplit.TEST, CorpusSplit.HELD_OUT):
-        if samples[split].tokens:
-            metrics |= _tested(tables, samples[split], split.value)
-    card = Card(
-        KVTC,
-        (decoder.spec.fingerprint,),
-        corpus.digest[:16],
-        samples[CorpusSplit.TRAIN].tokens,
-        settings.seed,
-        round(time.perf_counter() - started, 1),
-        metrics,
-        asdict(settings),
-    )
-    return tables, card
+    for split, own in tested_splits(samples):
+        metrics |= _tested(tables, own, split.value)
+    return tables, samples_card(KVTC, decoder, corpus, samples, settings, started, metrics)
 
 
 def principal_side(
@@ -128,34 +110,6 @@ def planned(
             break
         budget *= allowed / max(found, 1.0) * (1 - SLACK / 4)
     return best
-
-
-def _samples(
-    decoder: Decoder,
-    adapter: TokenizerAdapter,
-    corpus: Corpus,
-    settings: KvtcSettings,
-    progress: Progress,
-) -> Mapping[CorpusSplit, LayerSamples]:
-    """Keys and values of some passages of each split."""
-    limits = dict.fromkeys(CorpusSplit, settings.test_tokens) | {CorpusSplit.TRAIN: settings.tokens}
-    samples = {split: LayerSamples(decoder.spec.managed) for split in CorpusSplit}
-    for passage in corpus.passages(adapter, settings.passage_tokens, settings.seed):
-        own = samples[passage.split]
-        if all(samples[split].tokens >= limits[split] for split in CorpusSplit):
-            break
-        if own.tokens >= limits[passage.split] or len(passage.ids) <= SINKS:
-            continue
-
-        def show(inputs: AttentionInputs, own: LayerSamples = own) -> None:
-            if inputs.layer in own.layers:
-                own.add(inputs)
-
-        decoder.forward_uncached(passage.ids, CausalAttention(show))
-        own.tokens += len(passage.ids) - SINKS
-        own.documents.add(passage.document)
-        progress(min(samples[CorpusSplit.TRAIN].tokens, settings.tokens), settings.tokens)
-    return samples
 
 
 def _joined(samples: LayerSamples, side: int) -> Float[Tensor, "N W"]:

@@ -12,62 +12,61 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.cache.predictive_coding import Layer, fitting_step, side_by_side
+from larder.cache.predictive_coding import fitting_step
 from larder.cache.predictive_tables import (
     Inputs,
     LinearPrediction,
     PredictiveTables,
     SidePrediction,
 )
-from larder.core.errors import BadParameter, ModelError
-from larder.core.spec import LayerSpec
-from larder.models.attention_backend import AttentionInputs, CausalAttention
+from larder.core.errors import BadParameter
+from larder.models.attention_backend import AttentionInputs
 from larder.models.decoder import Decoder
 from larder.models.introspection import weight_inputs
 from larder.models.learned_weights import Card
 from larder.models.measurements.transform import (
     OUTPUT,
     LayerMoments,
-    check_layers,
     metric_weight,
     weighed_klt,
 )
 from larder.prefill.base import Progress
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from larder.training.corpus import Corpus, CorpusSplit
+from larder.training.layer_samples import (
+    SINKS,
+    LayerSamples,
+    SampleSettings,
+    read_splits,
+    samples_card,
+    tested_splits,
+)
 
 PREDICTIVE = "predictive"
-SINKS = 4  # first tokens of a passage, which are not learned from
 REACH = 1024  # longest distance of a query, in the metric of keys
 FIRST_SHARE = 8  # one of so many passages finds the step to fit at
 Numbers = Float[Tensor, "N W"]
 
 
 @dataclass(frozen=True)
-class PredictiveSettings:
-    """How predictions are fitted.
+class PredictiveSettings(SampleSettings):
+    """Settings of the fit.
 
     Args:
-        tokens: read to fit, at most; 23 KB of memory each for SmolLM2.
-        test_tokens: of each other split, at most.
-        passage_tokens: read together.
         bits: per number, of the inputs that predictions are fitted on.
         damping: added to the second moments of the inputs, as a share of their mean.
-        seed: of the order of documents.
     """
 
     tokens: int = 32_000
     test_tokens: int = 6_000
-    passage_tokens: int = 1024
     bits: float = 1.5
     damping: float = 1e-3
-    seed: int = 0
 
     def __post_init__(self) -> None:
         if min(self.tokens, self.test_tokens) < 1 or self.passage_tokens <= SINKS:
@@ -79,41 +78,6 @@ class PredictiveSettings:
             raise BadParameter(
                 f"predictive.bits and damping must be above 0, got {self.bits}, {self.damping}."
             )
-
-
-class LayerSamples:
-    """Keys before rotation and values of all layers on some passages, in float16.
-
-    Args:
-        layers: in order.
-    """
-
-    def __init__(self, layers: Sequence[LayerSpec]) -> None:
-        self.layers = {layer.index: place for place, layer in enumerate(layers)}
-        self.tokens, self.documents = 0, set[str]()
-        self._specs, self._parts = tuple(layers), [list[tuple[Tensor, Tensor]]() for _ in layers]
-
-    def add(self, inputs: AttentionInputs) -> None:
-        """Add the tokens of one call, the first ones left out."""
-        place = self.layers[inputs.layer]
-        radians = torch.tensor(self._specs[place].radians)
-        positions = torch.arange(inputs.keys.shape[1])
-        sides = (
-            side_by_side(inputs.keys.cpu(), positions, radians),
-            side_by_side(inputs.values.cpu(), positions),
-        )
-        self._parts[place].append((sides[0][SINKS:].half(), sides[1][SINKS:].half()))
-
-    def layer(self, place: int) -> Layer:
-        """Keys and values of one layer, in float32."""
-        keys, values = (torch.cat(parts) for parts in zip(*self._parts[place], strict=True))
-        return keys.float(), values.float()
-
-    def some(self, share: int) -> LayerSamples:
-        """One of so many passages, at least one."""
-        found = LayerSamples(self._specs)
-        found._parts = [parts[::share] for parts in self._parts]
-        return found
 
 
 def train_predictive(
@@ -132,50 +96,18 @@ def train_predictive(
         ModelError: keys cannot be rotated back, or there is nothing to train on.
     """
     layers, started = decoder.spec.managed, time.perf_counter()
-    check_layers(layers)
-    limits = dict.fromkeys(CorpusSplit, settings.test_tokens) | {CorpusSplit.TRAIN: settings.tokens}
-    samples = {split: LayerSamples(layers) for split in CorpusSplit}
     moments = {layer.index: LayerMoments.nothing(layer) for layer in layers}
-    for passage in corpus.passages(adapter, settings.passage_tokens, settings.seed):
-        own, is_trained = samples[passage.split], passage.split is CorpusSplit.TRAIN
-        if own.tokens >= limits[passage.split] or len(passage.ids) <= SINKS:
-            if all(samples[split].tokens >= limits[split] for split in CorpusSplit):
-                break
-            continue
 
-        def show(
-            inputs: AttentionInputs, own: LayerSamples = own, is_trained: bool = is_trained
-        ) -> None:
-            if inputs.layer in own.layers:
-                own.add(inputs)
-                if is_trained:
-                    moments[inputs.layer].add(inputs, SINKS)
+    def add_moments(inputs: AttentionInputs) -> None:
+        moments[inputs.layer].add(inputs, SINKS)
 
-        decoder.forward_uncached(passage.ids, CausalAttention(show))
-        own.tokens += len(passage.ids) - SINKS
-        own.documents.add(passage.document)
-        progress(min(samples[CorpusSplit.TRAIN].tokens, settings.tokens), settings.tokens)
-    if not samples[CorpusSplit.TRAIN].tokens:
-        raise ModelError(
-            "The corpus has no training document: give more texts, or fewer passage_tokens."
-        )
+    samples = read_splits(decoder, adapter, corpus, settings, progress, add_moments)
     weights = metric_weights(decoder, moments)
     tables, step = fit_tables(samples[CorpusSplit.TRAIN], weights, settings)
     metrics = {"step": round(step, 4)}
-    for split in (CorpusSplit.TEST, CorpusSplit.HELD_OUT):
-        if samples[split].tokens:
-            metrics |= tested(tables, samples[split], step, split.value)
-    card = Card(
-        PREDICTIVE,
-        (decoder.spec.fingerprint,),
-        corpus.digest[:16],
-        samples[CorpusSplit.TRAIN].tokens,
-        settings.seed,
-        round(time.perf_counter() - started, 1),
-        metrics,
-        asdict(settings),
-    )
-    return tables, card
+    for split, own in tested_splits(samples):
+        metrics |= tested(tables, own, step, split.value)
+    return tables, samples_card(PREDICTIVE, decoder, corpus, samples, settings, started, metrics)
 
 
 def metric_weights(

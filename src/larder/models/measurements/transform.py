@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.cache.transform_tables import KEYS, VALUES, TransformTables, state_of, tables_file
+from larder.cache.transform_tables import KEYS, VALUES, TransformTables, state_of
 from larder.core.codec import RopeStage
 from larder.core.errors import BadParameter, ModelError
 from larder.core.spec import LayerSpec
@@ -49,7 +49,7 @@ class TransformMeasurement(TableMeasurement):
     sinks: int = 4
     reach: int = 1024
     granularity = Granularity.LAYER
-    file_name = tables_file("transform")
+    file_name = "transform.safetensors"
     metric: ClassVar[float] = 0.5  # power of the metrics
     rope: ClassVar[RopeStage] = RopeStage.BEFORE  # keys that are transformed
 

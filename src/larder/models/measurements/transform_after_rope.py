@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from larder.cache.transform_tables import tables_file
 from larder.core.codec import RopeStage
 from larder.models.measurements.transform import TransformMeasurement
 
@@ -10,7 +9,7 @@ from larder.models.measurements.transform import TransformMeasurement
 class RotatedTransform(TransformMeasurement):
     """Keys and queries behind their rotary embedding."""
 
-    file_name = tables_file("transform_after_rope")
+    file_name = "transform_after_rope.safetensors"
     rope = RopeStage.AFTER
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from larder.cache.transform_tables import tables_file
 from larder.models.measurements.transform import TransformMeasurement
 
 
 class FullMetricTransform(TransformMeasurement):
     """Vectors weighed by the square root of the metric."""
 
-    file_name = tables_file("transform_full_metric")
+    file_name = "transform_full_metric.safetensors"
     metric = 1.0
 
 

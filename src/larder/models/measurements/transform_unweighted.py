@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from larder.cache.transform_tables import tables_file
 from larder.models.measurements.transform import TransformMeasurement
 
 
 class UnweightedTransform(TransformMeasurement):
     """Eigenvectors of plain covariances."""
 
-    file_name = tables_file("transform_unweighted")
+    file_name = "transform_unweighted.safetensors"
     metric = 0.0
 
 

@@ -20,15 +20,16 @@ from larder.cache.residual_tier import DecodedTokens, ResidualCoder
 from larder.core.codec import ResidualSpec
 from larder.core.errors import BadParameter, ModelError
 from larder.core.spec import LayerSpec
-from larder.models.attention_backend import AttentionInputs, CausalAttention
+from larder.models.attention_backend import CausalAttention
 from larder.models.decoder import Decoder
 from larder.models.learned_weights import LayerTensors
 from larder.models.measurements.transform import check_layers
 from larder.ops.vector_quantization import VectorQuantizer
 from larder.prefill.base import Progress
 from larder.training.corpus import Passage
+from larder.training.layer_samples import SINKS, LayerSamples
 from larder.training.passage_method import PassageMethod
-from larder.training.predictive import SINKS, LayerSamples, least_squares
+from larder.training.predictive import least_squares
 
 Numbers = Float[Tensor, "N W"]
 
@@ -129,18 +130,13 @@ def read_samples(
         ModelError: all passages are too short.
     """
     samples = LayerSamples(decoder.spec.managed)
-
-    def show(inputs: AttentionInputs) -> None:
-        if inputs.layer in samples.layers:
-            samples.add(inputs)
-
     if all(len(passage.ids) <= SINKS for passage in passages):
         raise ModelError(
             f"Predictions are fitted to the tokens behind the first {SINKS} of a passage, and "
             "there are none: give longer texts, or more passage_tokens."
         )
     for done, passage in enumerate(passages, start=1):
-        decoder.forward_uncached(passage.ids, CausalAttention(show))
+        decoder.forward_uncached(passage.ids, CausalAttention(samples.add))
         if progress is not None:
             progress(done, len(passages))
     return samples
