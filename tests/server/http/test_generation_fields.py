@@ -135,8 +135,10 @@ def test_of_many_or_long_names_a_few_are_told(
     told = http.post("/v1/chat/completions", json=many).json()["warnings"]
     assert len(told) == 16
     monkeypatch.setattr(json_body, "MAPPING_BYTES", 100)
-    [only] = http.post("/v1/chat/completions", json=many).json()["warnings"]
-    assert "'name0'" in only
+    assert len(http.post("/v1/chat/completions", json=many).json()["warnings"]) == 16
+    monkeypatch.setattr(json_body, "MAX_STRINGS", 1000)
+    refused = http.post("/v1/chat/completions", json=many)
+    assert refused.status_code == 400 and "more than 1000 names" in refused.text
 
 
 def test_template_variables_reach_the_engine_if_the_template_has_them(

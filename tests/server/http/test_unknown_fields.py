@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from larder.server import AnswerForm
 from larder.server.http import json_body
+from larder.server.http.unknown_fields import most_strings
 from server.fake_engine_client import NAME
 from server.http.running_server import Running
 
@@ -149,15 +151,35 @@ def test_of_many_names_the_first_are_told(http: httpx2.Client, served: Running) 
     assert only.startswith("messages.0.yyy") and len(only) == 200
 
 
-def test_of_a_long_field_the_first_is_told(
+def test_a_long_body_tells_what_a_short_one_tells(
     http: httpx2.Client, served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(json_body, "MAPPING_BYTES", 100)
-    many = [user(TEXT), user(TEXT | {"frob": 1, "x": 2})]
-    assert told(http, CHAT, chat(messages=many)) == ["messages.1.content.0.frob"]
-    cached = user(TEXT | {"cache_control": {"type": "ephemeral"}})
-    assert not told(http, "messages", of_messages(messages=[cached, cached]))
-    assert told(http, CHAT, chat(messages=[cached, *many])) == ["messages.2.content.0.frob"]
+    parts = [TEXT | {"unset": None}, TEXT | {"frob": 1, "null": "null"}]
+    body = chat(messages=[user(*parts)], top=1, none=None)
+    long = {**body, "messages": [user(*parts, TEXT | {"text": "n: " * 1000})]}
+    monkeypatch.setattr(json_body, "MAPPING_BYTES", 1000)
+    assert len(json.dumps(body)) < json_body.MAPPING_BYTES < len(json.dumps(long))
+    names = ["top", "messages.0.content.1.frob", "messages.0.content.1.null"]
+    assert told(http, CHAT, body) == told(http, CHAT, long) == names
+    strings = 24  # names and values
+    monkeypatch.setattr(json_body, "MAX_STRINGS", strings - 1)
+    refused = http.post(f"/v1/{CHAT}", json=long)
+    assert refused.status_code == 400 and "more than 23 names" in refused.text
+    monkeypatch.setattr(json_body, "MAX_STRINGS", strings)
+    assert told(http, CHAT, long) == names
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        (rb'{"a":1,"b" :{"c":2}}', 3),
+        (rb'["a\":", "b\":", "c: d"]', 3),
+        (rb'{"a\\":1,"b\\" : ":\"c: d"}', 3),
+    ],
+)
+def test_strings_are_counted_by_their_quotation_marks(text: bytes, count: int) -> None:
+    assert most_strings(text) == count
+    assert most_strings(rb'["\\\""]') >= 1  # an upper bound
 
 
 def test_tools_tell_what_is_left_out_of_them(

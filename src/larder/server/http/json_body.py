@@ -28,7 +28,8 @@ from larder.server.http.unknown_fields import (
     is_model,
     is_unknown_field,
     members_of,
-    refused_name,
+    most_strings,
+    unknown_names,
     unknown_paths,
 )
 from larder.session.transcript.chat_template import has_mark
@@ -39,6 +40,7 @@ CONTAINERS = (dict, list, tuple, msgspec.Struct)
 MAX_PARTS = 40_000  # of a field: validation visits each of them
 MAX_ITEMS = 1 << 20  # of a list
 MAPPING_BYTES = 1 << 20  # of a mapping with arbitrary names: each is stored and hashed
+MAX_STRINGS = 200_000  # of a longer body some of whose names are unknown
 JSON_FIELD_BYTES = 1 << 18  # of a field that holds any JSON
 SMALL_BYTES = 256  # of an extra field, which is only compared with constants
 PART_ERRORS = ("literal_error", "value_error")
@@ -88,8 +90,7 @@ class JsonBody(BaseModel):
 
     @property
     def unknown_fields(self) -> tuple[str, ...]:
-        """Names in the body that are no fields, with their paths, the first 16; of a long body
-        or field perhaps one."""
+        """Names in the body that are no fields and not null, with their paths, the first 16."""
         return self._unknown_fields
 
     def note_unknown_fields(self, names: Iterable[str]) -> None:
@@ -124,9 +125,9 @@ def _fields(model: type[JsonBody], content: bytes) -> tuple[dict[str, Any], list
     try:
         try:
             decoded = msgspec.json.decode(content, type=_strict_top(model))
-        except msgspec.ValidationError as surplus:
+        except msgspec.ValidationError:
             decoded = msgspec.json.decode(content, type=top)
-            unknown = _unknown_names(top, content, str(surplus))
+            unknown = _unknown_names(top, content)
     except (ValueError, RecursionError) as error:  # msgspec's own errors are ValueErrors
         raise invalid_request(f"The body is not a JSON object of valid text ({error}).") from error
     present = {
@@ -140,21 +141,21 @@ def _fields(model: type[JsonBody], content: bytes) -> tuple[dict[str, Any], list
     }, unknown
 
 
-def _unknown_names(top: type[msgspec.Struct], content: bytes, surplus: str) -> list[str]:
-    """Names in a body that are no fields of its struct.
-
-    Args:
-        surplus: error of the strict struct, which names the first; a long body is not decoded for
-            the others.
-    """
-    if len(content) > MAPPING_BYTES:
-        return [refused_name(surplus).removeprefix(".")]
+def _unknown_names(top: type[msgspec.Struct], content: bytes) -> list[str]:
+    """Names in a body that are no fields of its struct."""
+    _check_strings(content)
     names = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
-    return [
-        name.encode("utf-8", "replace").decode()
-        for name in names
-        if name not in top.__struct_fields__
-    ]
+    return unknown_names(names, top.__struct_fields__)
+
+
+def _check_strings(content: bytes) -> None:
+    """Raises: ApiError: 400: there may be too many names to store each of them, to find those that
+    are unknown."""
+    if len(content) > MAPPING_BYTES and most_strings(content) > MAX_STRINGS:
+        raise invalid_request(
+            f"The body has more than {MAX_STRINGS} names and other strings, and an unknown field: "
+            "leave it out."
+        )
 
 
 def _extra(raw: msgspec.Raw) -> Any:
@@ -178,7 +179,7 @@ def _value(model: type[JsonBody], name: str, raw: msgspec.Raw, unknown: list[str
                 f"{name} has more than {MAPPING_BYTES} bytes: send fewer names.", name
             )
         try:
-            value, surplus = shape.decode(raw)
+            value, has_unknown = shape.decode(raw)
         except (ValueError, RecursionError) as error:
             why = str(error)
             continue
@@ -186,19 +187,13 @@ def _value(model: type[JsonBody], name: str, raw: msgspec.Raw, unknown: list[str
             raise invalid_request(f"{name} has more than {MAX_ITEMS} items.", name)
         if _has_more_parts(value, MAX_PARTS):
             raise invalid_request(f"{name} has more than {MAX_PARTS} fields and lists.", name)
-        if surplus:
-            unknown += _paths(model, name, raw, surplus)
+        if has_unknown:
+            _check_strings(bytes(raw))
+            unknown += unknown_paths(raw, model.model_fields[name].annotation, name)
         return value
     reason, steps = error_path(why)  # the path of the field follows
     location = f"{name}{steps}"[:200]
     raise invalid_request(f"{location}: {reason}.", location)
-
-
-def _paths(model: type[JsonBody], name: str, raw: msgspec.Raw, surplus: str) -> list[str]:
-    """Paths of the unknown names in the value of a field; of a long one the first."""
-    if len(raw) > MAPPING_BYTES:
-        return [f"{name}{refused_name(surplus)}"]
-    return unknown_paths(raw, model.model_fields[name].annotation, name)
 
 
 class Unknown(Enum):
@@ -215,14 +210,14 @@ class _Shape:
     lax: Any
     strict: Any
 
-    def decode(self, raw: msgspec.Raw) -> tuple[Any, str]:
-        """Value, and the error of the strict type if it has unknown names."""
+    def decode(self, raw: msgspec.Raw) -> tuple[Any, bool]:
+        """Value, and whether it has unknown names."""
         try:
-            return _decode_without_gc(raw, self.strict), ""
+            return _decode_without_gc(raw, self.strict), False
         except msgspec.ValidationError as error:
             if not is_unknown_field(error):
                 raise
-            return _decode_without_gc(raw, self.lax), str(error)
+            return _decode_without_gc(raw, self.lax), True
 
 
 _ANY_JSON = _Shape(Any, Any)
