@@ -8,7 +8,7 @@ from larder.core import Conversation
 from larder.engine import Engine
 from larder_bench.datasets.prompt_templates import worded_chat
 from larder_bench.datasets.sources import TaskSources
-from larder_bench.datasets.wording import Wording
+from larder_bench.datasets.task_prompts import Wording
 from larder_bench.tasks.base import parse_task
 
 TASK = "needles(kind='magic', needles=4, hay='prose')"

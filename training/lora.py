@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from larder.core.errors import BadParameter, TooLittle
-from larder.models.packaged import PACKAGED_MODELS
+from larder.models.model_packages import PACKAGED_MODELS
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.tasks.base import parse_task

@@ -23,7 +23,7 @@ from larder.models import PACKAGED_MODELS, SEED
 from larder.session import Policy
 from larder_bench.datasets.prompt_templates import worded_chat
 from larder_bench.datasets.sources import TaskSources
-from larder_bench.datasets.wording import QuestionPlacement, Wording
+from larder_bench.datasets.task_prompts import QuestionPlacement, Wording
 from larder_bench.profiling.timing import percentiles
 from larder_bench.random_models import RANDOM, open_model
 from larder_bench.results.budget_labels import WHOLE

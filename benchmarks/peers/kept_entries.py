@@ -52,7 +52,7 @@ from larder.policy import CURVE_POINTS, greedy_shares
 from larder.session import Policy, SizeOptions, prefill_conversation
 from larder_bench.datasets.prompt_templates import worded_chat
 from larder_bench.datasets.sources import TaskSources
-from larder_bench.datasets.wording import Wording
+from larder_bench.datasets.task_prompts import Wording
 from larder_bench.results.rows import Row, append_rows, read_rows
 from larder_bench.tasks.base import parse_task
 

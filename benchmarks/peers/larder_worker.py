@@ -23,7 +23,7 @@ from larder.engine.generate import generate
 from larder.session import ConversationMemory, decode_planner
 from larder_bench.datasets.prompt_templates import worded_chat
 from larder_bench.datasets.sources import TaskSources
-from larder_bench.datasets.wording import Wording
+from larder_bench.datasets.task_prompts import Wording
 from larder_bench.tasks.base import parse_task
 
 WARM_TOKENS = 256

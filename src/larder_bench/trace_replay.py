@@ -63,7 +63,7 @@ class ReplayCounts:
 
 
 @dataclass
-class ToolPauses:
+class ToolDurations:
     """Durations of tool calls, and the prediction of the next."""
 
     pauses: dict[str, deque[float]] = field(default_factory=dict[str, deque[float]])
@@ -114,7 +114,7 @@ class SimulatedTier(ReplayTier):
         self._columns = CandidateColumns.empty(256)
         self._used = 0
         self._clock = 0.0
-        self._pauses = ToolPauses()
+        self._pauses = ToolDurations()
         self._waits: dict[
             int, tuple[str, float]
         ] = {}  # tool that a session waits for, and since when

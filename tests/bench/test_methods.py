@@ -12,7 +12,7 @@ from larder.session import PRESETS
 from larder_bench.reports.methods import (
     FIGURES,
     SOURCE,
-    Method,
+    PublishedMethod,
     figure_text,
     method_lines,
     read_methods,
@@ -24,7 +24,7 @@ PAGE = CHECKOUT / "docs" / "methods.md"
 
 
 @pytest.fixture(scope="module")
-def methods() -> list[Method]:
+def methods() -> list[PublishedMethod]:
     return read_methods(PAGE.parent / SOURCE)
 
 
@@ -57,8 +57,11 @@ def test_a_figure_has_a_mean_per_budget_of_the_first_study_that_has_the_policy()
 
 
 def test_the_paper_is_the_one_that_fewest_presets_cite() -> None:
-    assert Method("D2O", "policy", "built", ("d2o",)).cited() == "Wan et al. 2024, arXiv:2406.13035"
-    assert Method("Control", "policy", "built", ("random",), paper="none").cited() == ""
+    assert (
+        PublishedMethod("D2O", "policy", "built", ("d2o",)).cited()
+        == "Wan et al. 2024, arXiv:2406.13035"
+    )
+    assert PublishedMethod("Control", "policy", "built", ("random",), paper="none").cited() == ""
 
 
 @pytest.mark.parametrize(
@@ -74,7 +77,7 @@ def test_the_paper_is_the_one_that_fewest_presets_cite() -> None:
 def test_what_is_unknown_is_refused(changed, message) -> None:
     known = {"name": "X", "area": "policy", "state": "built", "presets": ("snapkv",)}
     with pytest.raises(InputError, match=message):
-        Method(**known | changed)
+        PublishedMethod(**known | changed)
 
 
 def test_a_name_stands_once(tmp_path: Path) -> None:
@@ -85,7 +88,7 @@ def test_a_name_stands_once(tmp_path: Path) -> None:
 
 
 def test_counts_are_those_of_an_area() -> None:
-    lines = list(method_lines([Method("X", "learned", "missing", note="Why.")]))
+    lines = list(method_lines([PublishedMethod("X", "learned", "missing", note="Why.")]))
     assert "1 systems: 1 missing." in lines
     assert "| X |  |  | missing |  |  |  |  |  | Why. |" in lines
 

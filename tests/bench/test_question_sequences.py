@@ -21,7 +21,7 @@ from larder_bench.scoring.item_scores import NumberedQuestion, generated_items, 
 from larder_bench.scoring.teacher_forcing import score_answers, score_answers_stepwise
 from larder_bench.studies.methods import ComparedMethod, parse_control, parse_method
 from larder_bench.studies.model_context import ModelContext
-from larder_bench.studies.question_sequences import ContextReader, ask_all, fork_memory
+from larder_bench.studies.question_sequences import ConversationReader, ask_all, fork_memory
 from larder_bench.tasks.base import parse_task
 
 SAID = ["My cat is Mira.", "Nice.", "The vet is Vera.", "Good.", "I like long walks by the lake."]
@@ -63,9 +63,11 @@ class Noting:
 
 def sat(
     bench: ModelContext, one: ComparedMethod, kind: str
-) -> tuple[Noting, ContextReader, list[Row]]:
+) -> tuple[Noting, ConversationReader, list[Row]]:
     noting = Noting()
-    readings = ContextReader(bench, one, TALK, MemoryBudget.parse("1/2"), MatchedQuantity.TOKENS)
+    readings = ConversationReader(
+        bench, one, TALK, MemoryBudget.parse("1/2"), MatchedQuantity.TOKENS
+    )
     return noting, readings, ask_all(readings, TASKS[kind], noting)
 
 
@@ -105,7 +107,9 @@ def test_a_later_turn_is_as_if_all_were_one_text(bench: ModelContext) -> None:
     longer = replace(TALK, messages=(*TALK.messages[:-1], *turns))
     # The talk must end with an answer, so that both texts have the same turns.
     shorter = replace(TALK, messages=TALK.messages[:-1])
-    readings = ContextReader(bench, parse_method("full"), shorter, None, MatchedQuantity.TOKENS)
+    readings = ConversationReader(
+        bench, parse_method("full"), shorter, None, MatchedQuantity.TOKENS
+    )
     items = ask_all(readings, TASKS["turns"], Noting())
     [wanted] = score_answers(bench.engine, bench.engine.read(longer), [second])
     assert items[1]["log_likelihood"] == pytest.approx(wanted.log_likelihood, abs=2e-3)

@@ -9,7 +9,13 @@ import pytest
 
 from larder.store import EVICTIONS, NUM_QUANTILES, EvictionPolicy, SupersededOrder
 from larder_bench.offline_optimum import Belady, Clairvoyant, FutureReads, ReuseIntervals
-from larder_bench.trace_replay import MIN_PAUSES, SimulatedTier, ToolPauses, best_rule, replay_trace
+from larder_bench.trace_replay import (
+    MIN_PAUSES,
+    SimulatedTier,
+    ToolDurations,
+    best_rule,
+    replay_trace,
+)
 from larder_bench.traces.base import NONE, TRACES, StateForm, Trace
 from references.trace_replay import Loop
 
@@ -109,7 +115,7 @@ def test_hints_serve_who_hears_them() -> None:
 
 
 def test_pauses_are_guessed_until_enough_are_seen() -> None:
-    pauses = ToolPauses()
+    pauses = ToolDurations()
     assert np.isinf(pauses.after("test")).all()
     pauses.record("test", 10.0)
     guessed = pauses.after("test")

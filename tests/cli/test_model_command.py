@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from larder.cli.main import app
 from larder.core import ModelError
-from larder.models import calibration, packaged
+from larder.models import calibration, model_packages
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -27,7 +27,7 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(packaged, "distribution", missing)
+    monkeypatch.setattr(model_packages, "distribution", missing)
 
 
 @pytest.mark.usefixtures("nothing_installed")
@@ -93,7 +93,7 @@ def test_a_folder_is_shown() -> None:
 def test_pins_are_those_of_the_constraints() -> None:
     constraints = (Path(__file__).parents[2] / "constraints.txt").read_text().split()
     for name in ("smollm2", "smollm2-dialogue"):
-        assert set(packaged.PACKAGED_MODELS[name].requirements) <= set(constraints)
+        assert set(model_packages.PACKAGED_MODELS[name].requirements) <= set(constraints)
 
 
 @pytest.mark.extended

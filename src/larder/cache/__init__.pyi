@@ -24,8 +24,8 @@ from .forms.residual import ResidualLayer as ResidualLayer
 from .forms.tiered import TieredLayer as TieredLayer
 from .forms.transform import TransformLayer as TransformLayer
 from .forms.window import SlidingWindowLayer as SlidingWindowLayer
-from .kvtc_tables import KvtcTables as KvtcTables
-from .kvtc_tables import PrincipalSide as PrincipalSide
+from .kvtc import KvtcTables as KvtcTables
+from .kvtc import PrincipalSide as PrincipalSide
 from .latest_activations import latest_queries_bytes as latest_queries_bytes
 from .low_rank_maps import LowRankMaps as LowRankMaps
 from .memory_usage import storage_bytes as storage_bytes
@@ -40,8 +40,8 @@ from .offload.slow_tier import OffloadBatch as OffloadBatch
 from .offload.slow_tier import SlowTier as SlowTier
 from .offload.slow_tier import StorageOwners as StorageOwners
 from .page_arena import PageArena as PageArena
-from .predictive_tables import PredictiveTables as PredictiveTables
-from .predictive_tables import SidePrediction as SidePrediction
+from .predictive import PredictiveTables as PredictiveTables
+from .predictive import SidePrediction as SidePrediction
 from .recurrent_state import RecurrentState as RecurrentState
 from .residual_tier import ResidualCoder as ResidualCoder
 from .sequence import SequenceCache as SequenceCache

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from larder.cache.predictive_tables import SIDES, LinearPrediction
+from larder.cache.predictive import SIDES, LinearPrediction
 from larder.cache.table_file import read_tensors, tables_path, tensors_digest
 from larder.core.errors import CacheError
 from larder.core.spec import LayerSpec

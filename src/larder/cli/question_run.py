@@ -21,7 +21,7 @@ from larder.engine.generate import StoppingCriteria
 from larder.engine.progress_bar import progress_bar
 from larder.engine.sampler import SamplingParams
 from larder.models.loader import SEED, LoadedModel, load
-from larder.models.packaged import PACKAGED_MODELS
+from larder.models.model_packages import PACKAGED_MODELS
 from larder.models.placement import page_use
 from larder.session.capacity import beyond_budget_line, empty_cache
 from larder.session.default_policy import TextKind, default_policy, text_kind

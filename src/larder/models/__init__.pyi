@@ -97,8 +97,8 @@ from .measurements.squeeze import SqueezeMeasurement as SqueezeMeasurement
 from .measurements.streaming_error import StreamingError as StreamingError
 from .measurements.transform import klt as klt
 from .measurements.utility import Utility as Utility
-from .packaged import ADAPTER_WEIGHTS as ADAPTER_WEIGHTS
-from .packaged import PACKAGED_MODELS as PACKAGED_MODELS
+from .model_packages import ADAPTER_WEIGHTS as ADAPTER_WEIGHTS
+from .model_packages import PACKAGED_MODELS as PACKAGED_MODELS
 from .placement import PageUse as PageUse
 from .placement import set_pages as set_pages
 from .processor import PROCESSOR_FILES as PROCESSOR_FILES

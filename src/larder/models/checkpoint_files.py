@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from larder.core.errors import ModelError
-from larder.models.packaged import GGUF_SUFFIX
+from larder.models.model_packages import GGUF_SUFFIX
 
 WEIGHT_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 INDEX_NAMES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")

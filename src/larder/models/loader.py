@@ -20,7 +20,7 @@ from larder.core.arguments import check_type
 from larder.core.errors import BadParameter, DependencyError, ModelError
 from larder.core.progress import ProgressStage, silent_stage
 from larder.models.decoder import Decoder, check_not_held
-from larder.models.packaged import GGUF_SUFFIX, PACKAGED_MODELS
+from larder.models.model_packages import GGUF_SUFFIX, PACKAGED_MODELS
 from larder.models.placement import (
     DeviceMap,
     PageUse,

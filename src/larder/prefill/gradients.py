@@ -24,7 +24,7 @@ from larder.models.activation_hooks import forward_hooks
 from larder.models.attention_backend import AttentionInputs, RenumberedAttention
 from larder.models.decoder import Decoder
 from larder.models.introspection import call_uncached, check_unchanged
-from larder.models.narrowed_call import decoder_layers
+from larder.models.token_selection import decoder_layers
 from larder.ops.attention import cap_logits, sink_logits, sinks_by_group
 from larder.ops.attention_weights import softmax_with_sinks
 from larder.policy.providers.base import GradientProvider

@@ -27,7 +27,7 @@ from larder.prefill.eviction_pass import EvictionPass, LayerInputs, ScoreListene
 from larder.prefill.memory import EntryCapacity, PeakMemoryMeter
 
 if TYPE_CHECKING:
-    from larder.models.narrowed_call import ChooseTokens
+    from larder.models.token_selection import ChooseTokens
 
 # Latest tokens that are read again where numbers of tokens are known only behind a pass.
 REREAD_TOKENS = 32
@@ -143,7 +143,7 @@ class PrefillReader:
             choose: tokens that go into each layer.
             listener: told what each managed layer was scored by, before the next one is read.
         """
-        from larder.models.narrowed_call import read_narrowing  # few policies narrow
+        from larder.models.token_selection import read_narrowing  # few policies narrow
 
         start = lane.cache.next_position
         scratches = self._scratches(lane, ids, start)
@@ -162,7 +162,7 @@ class PrefillReader:
         self, lane: PrefillSequence, ids: tuple[int, ...], choose: ChooseTokens
     ) -> None:
         """Read a text, of which chosen tokens alone go into some layers, without scoring."""
-        from larder.models.narrowed_call import read_narrowing  # few policies narrow
+        from larder.models.token_selection import read_narrowing  # few policies narrow
 
         (row,), observer = self._appending((lane,), ids)
         read_narrowing(self.decoder, row, observer, choose, self.planner.activation_providers)
@@ -198,7 +198,7 @@ class PrefillReader:
             listener: told what each managed layer was scored by; in the end, by all prompts.
             scorer: what says which prompts are read behind the text.
         """
-        from larder.models.narrowed_call import read_narrowing  # few policies narrow
+        from larder.models.token_selection import read_narrowing  # few policies narrow
 
         length = lane.cache.next_position + len(ids)
         start, inputs = length - len(block), self.planner.activation_providers

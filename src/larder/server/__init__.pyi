@@ -106,8 +106,8 @@ from .tiers.device import DeviceReservations as DeviceReservations
 from .tiers.device import MemoryDemand as MemoryDemand
 from .tiers.disk import DiskTier as DiskTier
 from .tiers.disk import StoreDiskTier as StoreDiskTier
-from .tiers.eviction_tuner import EvictionTuner as EvictionTuner
-from .tiers.eviction_tuner import prefill_operations as prefill_operations
+from .tiers.eviction_order import EvictionTuner as EvictionTuner
+from .tiers.eviction_order import prefill_operations as prefill_operations
 from .tiers.host import MIN_MOVES as MIN_MOVES
 from .tiers.host import PROBE_INTERVAL as PROBE_INTERVAL
 from .tiers.host import HostMoveRates as HostMoveRates

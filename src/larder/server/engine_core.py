@@ -49,7 +49,7 @@ from larder.server.session_info import session_info
 from larder.server.session_state import CompletedTurn, SessionState
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
 from larder.server.tiers.disk import DiskTier
-from larder.server.tiers.eviction_tuner import prefill_operations
+from larder.server.tiers.eviction_order import prefill_operations
 from larder.server.tiers.manager import TierManager, can_unload
 from larder.server.tiers.prefetch import CachePrefetcher
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter

@@ -15,8 +15,7 @@ import torch
 from jaxtyping import Float, Int32
 from torch import Tensor
 
-from larder.cache.kvtc_coding import pack_components, unpack_components
-from larder.cache.kvtc_tables import SIDES, KvtcTables, PrincipalSide
+from larder.cache.kvtc import SIDES, KvtcTables, PrincipalSide, pack_components, unpack_components
 from larder.core.errors import BadParameter
 from larder.models.decoder import Decoder
 from larder.models.learned_weights import Card

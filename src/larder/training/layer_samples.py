@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from larder.cache.predictive_coding import Layer, side_by_side
+from larder.cache.predictive import Layer, side_by_side
 from larder.core.errors import ModelError
 from larder.core.spec import LayerSpec
 from larder.models.attention_backend import AttentionInputs, CausalAttention

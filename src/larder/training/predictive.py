@@ -18,12 +18,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.cache.predictive_coding import fitting_step
-from larder.cache.predictive_tables import (
+from larder.cache.predictive import (
     Inputs,
     LinearPrediction,
     PredictiveTables,
     SidePrediction,
+    fitting_step,
 )
 from larder.core.errors import BadParameter
 from larder.models.attention_backend import AttentionInputs

@@ -125,7 +125,7 @@ def context_loader(study: Study, options: BenchOptions) -> ContextLoader:
     from larder.engine import Engine
     from larder.engine.progress_bar import progress_bar
     from larder_bench.datasets.sources import TaskSources
-    from larder_bench.datasets.wording import Wording
+    from larder_bench.datasets.task_prompts import Wording
     from larder_bench.studies.model_context import ModelContext
 
     def load_context(model: str) -> ModelContext:

@@ -1,8 +1,8 @@
 """Needles in a haystack: facts that appear once in a long, unrelated text.
 
 After Cheng-Ping Hsieh et al., "RULER: What's the Real Context Size of Your Long-Context Language
-Models?" (2024), arXiv:2404.06654, in its wording (`larder_bench.datasets.wording`) or in the one
-that the bundled models were trained on; keys are invented.
+Models?" (2024), arXiv:2404.06654, in its wording (`larder_bench.datasets.task_prompts`) or in the
+one that the bundled models were trained on; keys are invented.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from larder_bench.datasets.grammar import Grammar, draw_value, load_grammar
 from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS
 from larder_bench.datasets.prompt_templates import PROMPTS, worded_text
 from larder_bench.datasets.sources import TaskSources
-from larder_bench.datasets.wording import Wording
+from larder_bench.datasets.task_prompts import Wording
 from larder_bench.scoring.answer_items import Spans, join_items
 
 NAMES_PER_CHAIN = (2, 4)

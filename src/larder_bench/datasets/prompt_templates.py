@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from larder.core import Conversation, Message, PromptLayout, Question
 from larder.session import ACKNOWLEDGEMENT
 from larder_bench.datasets.lifelog_sessions import relative_depth
-from larder_bench.datasets.wording import Wording
+from larder_bench.datasets.task_prompts import Wording
 
 STRING_MATCH = "string_match"  # RULER's score
 ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}

@@ -22,7 +22,7 @@ from larder_bench.datasets.corpus import (
     sentences_of_small_talk,
 )
 from larder_bench.datasets.grammar import Grammar, load_grammar
-from larder_bench.datasets.wording import Wording
+from larder_bench.datasets.task_prompts import Wording
 
 T = TypeVar("T")
 PROSE, DIALOGUES = "prose.jsonl.xz", "sgd_{split}.jsonl.xz"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from larder.core import Family, InputError, SpellingError, UsageError, build, parse, spell
 from larder_bench.datasets.conversation_file import conversation_digest
-from larder_bench.datasets.wording import QuestionPlacement
+from larder_bench.datasets.task_prompts import QuestionPlacement
 from larder_bench.execution.measured_cells import MeasuredCells
 from larder_bench.execution.resumable_run import (
     JobExecutor,

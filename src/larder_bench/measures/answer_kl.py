@@ -25,7 +25,7 @@ from larder_bench.scoring.kl_divergence import kl_divergence
 from larder_bench.scoring.teacher_forcing import AnswerLogits, answer_logits, answer_logits_stepwise
 from larder_bench.studies.cells import Cell
 from larder_bench.studies.model_context import ModelContext
-from larder_bench.studies.question_sequences import ContextReader, ask_all
+from larder_bench.studies.question_sequences import ConversationReader, ask_all
 from larder_bench.tasks.base import QuestionStyle
 
 
@@ -42,7 +42,7 @@ class AnswerKl(Measure):
                 "asks each on its own: "
                 "take a task with independent questions, or the measure forced."
             )
-        reader = ContextReader.of(bench, cell, guess)
+        reader = ConversationReader.of(bench, cell, guess)
         items = ask_all(reader, cell.task, _KlScorer(bench.expected(reader.conversation)))
         return reader.figures() | {"items": items}
 

@@ -19,7 +19,7 @@ from larder_bench.scoring.item_scores import NumberedQuestion, likelihood_items
 from larder_bench.scoring.teacher_forcing import score_answers, score_answers_stepwise
 from larder_bench.studies.cells import Cell
 from larder_bench.studies.model_context import ModelContext
-from larder_bench.studies.question_sequences import ContextReader, ask_all
+from larder_bench.studies.question_sequences import ConversationReader, ask_all
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ForcedAnswers(Measure):
     knows_inside: ClassVar[bool] = True
 
     def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
-        reader = ContextReader.of(bench, cell, guess)
+        reader = ConversationReader.of(bench, cell, guess)
         items = ask_all(reader, cell.task, self)
         return reader.figures() | {"items": items}
 

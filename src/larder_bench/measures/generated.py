@@ -17,7 +17,7 @@ from larder_bench.results.rows import Row
 from larder_bench.scoring.item_scores import NumberedQuestion, generated_items
 from larder_bench.studies.cells import Cell
 from larder_bench.studies.model_context import ModelContext
-from larder_bench.studies.question_sequences import ContextReader, ask_all
+from larder_bench.studies.question_sequences import ConversationReader, ask_all
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class GeneratedAnswers(Measure):
     knows_inside: ClassVar[bool] = True
 
     def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
-        reader = ContextReader.of(bench, cell, guess)
+        reader = ConversationReader.of(bench, cell, guess)
         scorer = GeneratedAnswerScorer()
         items = ask_all(reader, cell.task, scorer)
         figures = reader.figures()

@@ -36,7 +36,7 @@ from larder_bench.scoring.item_scores import NumberedQuestion
 from larder_bench.studies.cells import Cell
 from larder_bench.studies.methods import PolicyMethod
 from larder_bench.studies.model_context import ModelContext
-from larder_bench.studies.question_sequences import ContextReader, number_questions
+from larder_bench.studies.question_sequences import ConversationReader, number_questions
 
 RANKS = (1, 3, 5)
 NAMES = {rank: f"recall_{rank}" for rank in RANKS}
@@ -66,7 +66,7 @@ class RecallMeasure(Measure):
 
     def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
         _check(cell, self.first)
-        reader = ContextReader.of(bench, replace(cell, has_exhibits=False), guess)
+        reader = ConversationReader.of(bench, replace(cell, has_exhibits=False), guess)
         tally = _RecallTally(self.first)
         sequences = number_questions(cell.task, reader.conversation)
         questions = [one for sequence in sequences for one in sequence]

@@ -28,7 +28,7 @@ from larder_bench.results.rows import EXHIBITS_KEY, Row
 from larder_bench.studies.cells import Cell
 from larder_bench.studies.methods import PolicyMethod, QuestionScope
 from larder_bench.studies.model_context import ModelContext
-from larder_bench.studies.question_sequences import ContextReader
+from larder_bench.studies.question_sequences import ConversationReader
 from larder_bench.studies.size_matching import row_figures
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class Stages(Measure):
                 f"{cell.subject.name} needs a prefill for each question, but stages has one "
                 "prefill for many turns: leave it out."
             )
-        reader = ContextReader.of(bench, replace(cell, has_exhibits=False), guess)
+        reader = ConversationReader.of(bench, replace(cell, has_exhibits=False), guess)
         questions = reader.conversation.questions
         if not questions:
             name = reader.conversation.name

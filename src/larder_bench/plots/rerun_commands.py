@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from larder_bench.datasets.wording import Wording
+from larder_bench.datasets.task_prompts import Wording
 from larder_bench.reports.study_index import folder_options
 from larder_bench.results.budget_labels import OWN, WHOLE
 from larder_bench.results.rows import CellKey, Results, Row, read_results, result_files

@@ -42,7 +42,7 @@ STATES = ("built", "partial", "missing", "measured", "outside")
 
 
 @dataclass(frozen=True)
-class Figure:
+class FigureColumn:
     """Column of figures: the rows of the first of the studies that has the policy.
 
     Args:
@@ -65,18 +65,20 @@ class Figure:
 SHARES = ("1/4", "1/8")
 CATALOGUE = ("catalogue", "catalogue_recall", "presets_needles")
 FIGURES = (
-    Figure("needles after", ("ruler",), "own", "needles"),
-    Figure("needles inside", ("ruler_inside",), "exact", "needles", ("20%",), question="inside"),
-    Figure("nats", ("divergence",), "kl", "locomo"),
-    Figure("likelihood after", CATALOGUE, "log_likelihood", "needles", SHARES),
-    Figure(
+    FigureColumn("needles after", ("ruler",), "own", "needles"),
+    FigureColumn(
+        "needles inside", ("ruler_inside",), "exact", "needles", ("20%",), question="inside"
+    ),
+    FigureColumn("nats", ("divergence",), "kl", "locomo"),
+    FigureColumn("likelihood after", CATALOGUE, "log_likelihood", "needles", SHARES),
+    FigureColumn(
         "likelihood inside", ("catalogue_inside",), "log_likelihood", "needles", question="inside"
     ),
 )
 
 
 @dataclass(frozen=True)
-class Method:
+class PublishedMethod:
     """Published system, and what there is of it.
 
     Args:
@@ -144,14 +146,14 @@ def _uses_of_papers() -> Counter[str]:
     return Counter(paper for named in papers for paper in named)
 
 
-def read_methods(path: Path) -> list[Method]:
+def read_methods(path: Path) -> list[PublishedMethod]:
     """Methods of a file.
 
     Raises:
         InputError: a method is not valid, or a name stands twice.
     """
     tables = tomllib.loads(path.read_text(encoding="utf-8"))["method"]
-    methods = [convert_table(table, Method, str(path)) for table in tables]
+    methods = [convert_table(table, PublishedMethod, str(path)) for table in tables]
     names = [method.name for method in methods]
     if twice := [name for name in names if names.count(name) > 1]:
         raise InputError(f"{path}: {twice[0]} stands twice; a method has one table.")
@@ -165,7 +167,7 @@ def _scores(study: str, task: str, question: str) -> ScoreTable:
     return ScoreTable([cell_scores(row) for row in shown])
 
 
-def figure_text(figure: Figure, names: Sequence[str]) -> str:
+def figure_text(figure: FigureColumn, names: Sequence[str]) -> str:
     """Means at the budgets of the first of these policies that has rows; empty if none has."""
     scale = next(scale for scale in SCALES if scale.key == figure.scale)
     for name in names:
@@ -178,7 +180,7 @@ def figure_text(figure: Figure, names: Sequence[str]) -> str:
     return ""
 
 
-def method_lines(methods: Sequence[Method]) -> Iterator[str]:
+def method_lines(methods: Sequence[PublishedMethod]) -> Iterator[str]:
     """Markdown of all areas: a count of states, and a table for each area."""
     for area, heading in AREAS.items():
         members = [method for method in methods if method.area == area]
@@ -193,14 +195,14 @@ def method_lines(methods: Sequence[Method]) -> Iterator[str]:
             yield from _full_table(members)
 
 
-def _short_table(members: Sequence[Method]) -> Iterator[str]:
+def _short_table(members: Sequence[PublishedMethod]) -> Iterator[str]:
     yield from ("| system | state | |", "|---|---|---|")
     for method in members:
         text = "; ".join(filter(None, (method.elsewhere, method.note)))
         yield f"| {method.name} | {method.state} | {text} |"
 
 
-def _full_table(members: Sequence[Method]) -> Iterator[str]:
+def _full_table(members: Sequence[PublishedMethod]) -> Iterator[str]:
     titles = [figure.title for figure in FIGURES]
     yield f"| system | paper | in Larder | state | {' | '.join(titles)} | |"
     yield "|" + "---|" * (5 + len(titles))
@@ -210,7 +212,7 @@ def _full_table(members: Sequence[Method]) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-def replace_methods(text: str, methods: Sequence[Method]) -> str:
+def replace_methods(text: str, methods: Sequence[PublishedMethod]) -> str:
     """Page with other tables between its marks.
 
     Raises:

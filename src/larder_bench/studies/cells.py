@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 from larder.core import MemoryBudget, UsageError, public_name, spell
-from larder_bench.datasets.wording import QuestionPlacement
+from larder_bench.datasets.task_prompts import QuestionPlacement
 from larder_bench.results.budget_labels import OWN, WHOLE, MatchedQuantity
 from larder_bench.results.rows import CELL, SCHEMA, Row
 from larder_bench.studies.methods import (

@@ -15,7 +15,7 @@ from larder.core import Conversation, MemoryBudget, Mode, PromptLayout, Question
 from larder.engine import Engine
 from larder.models import BatchSegment as Tokens
 from larder.session import ConversationMemory, SessionCaches, decode_planner
-from larder_bench.datasets.wording import QuestionPlacement
+from larder_bench.datasets.task_prompts import QuestionPlacement
 from larder_bench.results.budget_labels import MatchedQuantity
 from larder_bench.results.rows import EXHIBITS_KEY, Row
 from larder_bench.scoring.item_scores import NumberedQuestion
@@ -39,7 +39,7 @@ class AnswerScorer(Protocol):
 
 
 @dataclass
-class ContextReader:
+class ConversationReader:
     """Conversation as one method reads it at one size, as often as necessary.
 
     Args:
@@ -61,10 +61,10 @@ class ContextReader:
     _tries: int = 0
 
     @staticmethod
-    def of(bench: ModelContext, cell: Cell, guess: float | None) -> ContextReader:
+    def of(bench: ModelContext, cell: Cell, guess: float | None) -> ConversationReader:
         """Reader of a cell's conversation."""
         conversation = bench.conversation(cell.task, cell.seed, cell.tokens)
-        return ContextReader(
+        return ConversationReader(
             bench=bench,
             subject=cell.subject,
             conversation=conversation,
@@ -112,7 +112,7 @@ class ContextReader:
         return self._figures[0] | {"prefill_seconds": mean, "reads": self._tries}
 
 
-def ask_all(reader: ContextReader, task: Task, scorer: AnswerScorer) -> list[Row]:
+def ask_all(reader: ConversationReader, task: Task, scorer: AnswerScorer) -> list[Row]:
     """Items of all questions of a conversation."""
     engine, items = reader.bench.engine, list[Row]()
     sequences = number_questions(task, reader.conversation)

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from larder.core import InputError, UnknownName, UsageError, unknown_name_message
-from larder_bench.datasets.wording import QuestionPlacement, Wording
+from larder_bench.datasets.task_prompts import QuestionPlacement, Wording
 from larder_bench.results.papers import Paper, nameable_budgets
 from larder_bench.results.toml_tables import convert_table
 
@@ -59,7 +59,7 @@ class Study:
         measure: spellings of measures.
         matched: matched quantities, `bytes`, `total` or `tokens`, each measured separately.
         question: places of the question, `after` or `inside` the compressed context, each
-            measured separately (`larder_bench.datasets.wording.QuestionPlacement`).
+            measured separately (`larder_bench.datasets.task_prompts.QuestionPlacement`).
         wording: `seed`, `instruct` or `plain`; empty for the one that the model follows.
         budgets: `1/8` or `12.5%` of the full cache, `512` tokens, `64MiB`.
         files: number of conversations of each task and length, one per seed.

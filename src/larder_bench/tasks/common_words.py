@@ -18,7 +18,7 @@ from larder_bench.datasets.grammar import draw_value
 from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS
 from larder_bench.datasets.prompt_templates import PROMPTS, worded_text
 from larder_bench.datasets.sources import TaskSources
-from larder_bench.datasets.wording import Wording
+from larder_bench.datasets.task_prompts import Wording
 from larder_bench.scoring.answer_items import join_items
 from larder_bench.tasks.base import QuestionStyle, Task
 

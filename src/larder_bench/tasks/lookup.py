@@ -19,7 +19,7 @@ from larder_bench.datasets.haystack import draw_number
 from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS
 from larder_bench.datasets.prompt_templates import PROMPTS, PromptTemplate, worded_text
 from larder_bench.datasets.sources import TaskSources
-from larder_bench.datasets.wording import Wording
+from larder_bench.datasets.task_prompts import Wording
 from larder_bench.tasks.base import Task
 
 KIND = "lookup"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from larder.core import BadParameter, Conversation
-from larder_bench.datasets.dialogue_bookings import bookings_conversation
+from larder_bench.datasets.dialogue_corpus import bookings_conversation
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.tasks.base import Task, make_with_retries
 

@@ -24,7 +24,7 @@ FIRST_WORDS = 6  # that name a passage
 
 
 @dataclass(frozen=True)
-class Passage(Task):
+class Passages(Task):
     """Passages of a text.
 
     Args:
@@ -80,4 +80,4 @@ def _named_starts(words: list[str], length: int) -> list[int]:
     return [start for start in whole if occurrences[firsts[start]] == 1]
 
 
-Part = Passage
+Part = Passages

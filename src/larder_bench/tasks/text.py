@@ -18,7 +18,7 @@ from larder.session import ACKNOWLEDGEMENT, read_document
 from larder_bench.datasets.documents import LETTERS_PER_TOKEN, head_tokens
 from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS
 from larder_bench.datasets.sources import TaskSources
-from larder_bench.datasets.wording import Wording
+from larder_bench.datasets.task_prompts import Wording
 from larder_bench.tasks.base import Task
 
 KIND = "text"

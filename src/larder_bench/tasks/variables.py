@@ -21,7 +21,7 @@ from larder_bench.datasets.haystack import (
     variable_chain,
 )
 from larder_bench.datasets.sources import TaskSources
-from larder_bench.datasets.wording import Wording
+from larder_bench.datasets.task_prompts import Wording
 from larder_bench.tasks.base import Task
 
 

@@ -27,7 +27,7 @@ from larder.cache.entry_columns import check_columns
 from larder.cache.forms._composite import MixedLayer
 from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.forms.ragged import RaggedLayer
-from larder.cache.predictive_coding import by_head, side_by_side
+from larder.cache.predictive import by_head, side_by_side
 from larder.cache.residual_tier import DecodedTokens, ResidualCoder, ResidualTier
 from larder.cache.spec import CacheSpec, text_of, text_tensor
 from larder.cache.validation import check_kept, check_single_precision, tokens_kept

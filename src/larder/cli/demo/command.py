@@ -76,7 +76,7 @@ def demo(
 def _default_model() -> str:
     """SmolLM2 where its package is installed, else the bundled model and a line that says so."""
     from larder.cli.demo.demonstration import CONVERSATION_MODEL, DOCUMENT_MODEL
-    from larder.models.packaged import PACKAGED_MODELS
+    from larder.models.model_packages import PACKAGED_MODELS
 
     packaged = PACKAGED_MODELS[DOCUMENT_MODEL]
     if packaged.files:

@@ -27,8 +27,7 @@ from larder.server.tiers.disk import (
     StartedLoad,
     install_caches,
 )
-from larder.server.tiers.eviction_order import SessionEvictionOrder
-from larder.server.tiers.eviction_tuner import EvictionTuner
+from larder.server.tiers.eviction_order import EvictionTuner, SessionEvictionOrder
 from larder.server.tiers.host import ChatHostMemory, HostMoveRates, TranscriptMemory
 from larder.store.eviction.base import EvictionPolicy
 from larder.store.ledger import NO_TENANT, ByteLedger, Reservation, Tier

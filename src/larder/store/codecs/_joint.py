@@ -23,17 +23,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from larder.cache.predictive_coding import (
+from larder.cache.predictive import (
     BLOCK_TOKENS,
     EntropyCodedSide,
     Layer,
+    PredictiveTables,
     by_head,
     decode,
     encode,
     fitting_step,
     side_by_side,
 )
-from larder.cache.predictive_tables import PredictiveTables
 from larder.core.errors import CacheError, Damaged
 from larder.ops.quantization import check_range
 from larder.store.codecs.base import (

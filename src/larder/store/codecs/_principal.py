@@ -24,9 +24,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from larder.cache.kvtc_coding import decode, encode
-from larder.cache.kvtc_tables import KvtcTables
-from larder.cache.predictive_coding import by_head, side_by_side
+from larder.cache.kvtc import KvtcTables, decode, encode
+from larder.cache.predictive import by_head, side_by_side
 from larder.core.errors import CacheError, Damaged
 from larder.ops.quantization import check_range
 from larder.store.codecs._joint import EXACT_DTYPE, ROLES, with_exact

@@ -14,8 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.cache.aqua_tables import AquaPredictions
-from larder.cache.predictive_coding import Layer
-from larder.cache.predictive_tables import SIDES, Inputs, LinearPrediction
+from larder.cache.predictive import SIDES, Inputs, Layer, LinearPrediction
 from larder.cache.residual_tier import DecodedTokens, ResidualCoder
 from larder.core.codec import ResidualSpec
 from larder.core.errors import BadParameter, ModelError

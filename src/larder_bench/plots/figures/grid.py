@@ -48,7 +48,7 @@ class GridChart:
 
 
 @dataclass(frozen=True)
-class Grid(Figure):
+class NeedleGrid(Figure):
     """Needle grid.
 
     Args:
@@ -205,4 +205,4 @@ def _tokens(tokens: int) -> str:
     return f"{tokens / 1000:g}K" if tokens >= 1000 else str(tokens)
 
 
-Part = Grid
+Part = NeedleGrid

@@ -11,7 +11,7 @@ import pytest
 from larder.core import Conversation, Message, ModelError
 from larder.engine import Engine
 from larder.models import ADAPTER_WEIGHTS, CONFIG, PACKAGED_MODELS
-from larder_bench.datasets.wording import Wording
+from larder_bench.datasets.task_prompts import Wording
 
 DIALOGUE = "smollm2-dialogue"
 MOST_BYTES = 2 * 2**20  # the repository stays small

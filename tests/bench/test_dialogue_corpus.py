@@ -14,7 +14,7 @@ import pytest
 from larder import Conversation
 from larder.core import BadParameter, InputError
 from larder_bench.datasets.corpus import Dialogue, read_dialogues, read_prose, sentences_of_prose
-from larder_bench.datasets.dialogue_bookings import bookings_conversation
+from larder_bench.datasets.dialogue_corpus import bookings_conversation
 from larder_bench.datasets.lifelog_sessions import count_message_tokens
 
 CITIES = ("Bern", "Lyon", "Oslo", "Rome", "Turin", "Vienna")

@@ -1,30 +1,85 @@
-"""Coding of all layers of a cache as principal components in groups, packed by DEFLATE (KVTC).
+"""Principal components of keys and values over all layers of a model, and coding by them (KVTC).
 
-    layers side by side -> components -> codes of each group -> zlib
+    keys before rotation of all layers side by side  -  mean  ->  x basis  ->  components
+    components  ->  codes of each group  ->  zlib
 
-A group of a token has a shift and a scale in float16. Groups follow each other, each with the
-shifts, the scales and then the codes of all tokens.
+One file of tensors per model, under `$LARDER_HOME/<fingerprint>/`, that `larder train kvtc` writes.
+Its bytes are counted apart from the caches that it codes. A group of a token has a shift and a
+scale in float16. Groups follow each other, each with the shifts, the scales and then the codes of
+all tokens.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from larder.cache.kvtc_tables import PrincipalSide
+from larder.cache.table_file import TrainedTables
 from larder.ops.bit_allocation import quantized_group
 from larder.ops.quantization import dequantize, pack_codes, unpack_codes
 
+SIDES = ("keys", "values")
+STORED_DTYPE = torch.bfloat16  # of bases
 LEVEL = 9  # of DEFLATE
 SCALE_BYTES = 2
 
 Numbers = Float[Tensor, "N W"]
 GroupPlan = Int[Tensor, "G 2"]
+
+
+@dataclass(frozen=True, eq=False)
+class PrincipalSide:
+    """Principal components of the keys or values of all layers.
+
+    Args:
+        basis: columns are directions, largest deviation first.
+        plans: size and bits of each group of components, in order, by the share of the bytes.
+    """
+
+    mean: Float[Tensor, " W"]
+    basis: Float[Tensor, "W R"]
+    plans: Mapping[str, Int[Tensor, "G 2"]]
+
+
+@dataclass(frozen=True, eq=False)
+class KvtcTables(TrainedTables):
+    """Components of a model's keys and values.
+
+    Args:
+        radians: RoPE frequencies of each layer.
+    """
+
+    sides: tuple[PrincipalSide, PrincipalSide]
+    radians: tuple[Float[Tensor, " half"], ...]
+    method: ClassVar[str] = "kvtc"
+    content: ClassVar[str] = "principal components"
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensors of the file, by name."""
+        found = {f"radians.{place}": own.float().clone() for place, own in enumerate(self.radians)}
+        for name, side in zip(SIDES, self.sides, strict=True):
+            found |= {f"{name}.mean": side.mean, f"{name}.basis": side.basis.to(STORED_DTYPE)}
+            found |= {f"{name}.plan.{share}": plan.int() for share, plan in side.plans.items()}
+        return {name: tensor.contiguous() for name, tensor in sorted(found.items())}
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> KvtcTables:
+        count = sum(name.startswith("radians.") for name in tensors)
+        keys, values = (_side(tensors, name) for name in SIDES)
+        return cls((keys, values), tuple(tensors[f"radians.{n}"] for n in range(count)))
+
+
+def _side(tensors: Mapping[str, Tensor], name: str) -> PrincipalSide:
+    prefix = f"{name}.plan."
+    plans = {key.removeprefix(prefix): own for key, own in tensors.items() if prefix in key}
+    return PrincipalSide(tensors[f"{name}.mean"], tensors[f"{name}.basis"].float(), plans)
 
 
 def encode(side: PrincipalSide, plan: GroupPlan, numbers: Numbers) -> UInt8[Tensor, " B"]:

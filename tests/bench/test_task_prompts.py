@@ -18,7 +18,7 @@ from larder_bench.datasets.prompt_templates import (
     worded_text,
 )
 from larder_bench.datasets.sources import TaskSources
-from larder_bench.datasets.wording import QuestionPlacement, Wording
+from larder_bench.datasets.task_prompts import QuestionPlacement, Wording
 from larder_bench.execution.runner import validate_study
 from larder_bench.measures.forced import ForcedAnswers
 from larder_bench.random_models import open_model
@@ -29,7 +29,7 @@ from larder_bench.scoring.teacher_forcing import AnswerLikelihood, score_answers
 from larder_bench.studies.cells import Cell, cells_of
 from larder_bench.studies.methods import parse_control
 from larder_bench.studies.model_context import ModelContext
-from larder_bench.studies.question_sequences import ContextReader, ask_all
+from larder_bench.studies.question_sequences import ConversationReader, ask_all
 from larder_bench.studies.study import Study, StudyTask
 from larder_bench.tasks.base import parse_task
 
@@ -401,9 +401,9 @@ def test_placements_are_cells_of_their_own() -> None:
 
 def _reader(
     bench: ModelContext, conversation: Conversation, placement: QuestionPlacement, policy: str
-) -> ContextReader:
+) -> ConversationReader:
     method = parse_control(policy)
     amount = None if policy == "full" else MemoryBudget.parse("64")
-    return ContextReader(
+    return ConversationReader(
         bench, method, conversation, amount, MatchedQuantity.TOKENS, placement=placement
     )
