@@ -13,6 +13,7 @@ from builders import a_layer, a_plan, a_spec, draw
 from cache_stores import assert_close, same_bits
 from larder.cache import AquaPredictions, ResidualLayer, SequenceCache, tables_path
 from larder.core import CacheError, Folds, Ledger, Mode, ModelSpec, Plan, ResidualSpec
+from larder.models import Card
 from larder.ops import gaussian_grid
 from references import aqua as reference
 from references.transform import attention
@@ -22,6 +23,7 @@ LAYERS = tuple(a_layer(2, 2, index=index) for index in range(3))
 WIDTH, SPEC = 16, ResidualSpec(bits=2, first_bits=4, sinks=2, recent=5)
 LONG = 90  # tokens, of which 83 are coded
 EXACT = [0, 1, *range(85, 90)]
+CARD = {"card": Card("aqua", ("",)).dumps()}
 
 
 def half(number: float) -> float:
@@ -40,7 +42,7 @@ def save_predictions(seed: int = 0) -> None:
             tensors[f"layers.{place}.{side}.bias"] = torch.randn(WIDTH, generator=source)
     path = tables_path("", "aqua")
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path)
+    save_file(tensors, path, CARD)
 
 
 @pytest.fixture(autouse=True)
@@ -236,7 +238,7 @@ def test_a_model_without_predictions_is_refused() -> None:
 def test_predictions_of_other_shapes_are_refused(changed: dict[str, tuple[int, ...]]) -> None:
     path = tables_path("", "aqua")
     tensors = load_file(path) | {name: torch.zeros(shape) for name, shape in changed.items()}
-    save_file(tensors, path)
+    save_file(tensors, path, CARD)
     with pytest.raises(CacheError, match="have shapes .*larder train aqua"):
         a_cache()
 

@@ -128,7 +128,7 @@ def test_weights_of_another_model_are_refused(gated) -> None:
     weights = random_weights("kvzap", gate, spec)
     gates = LearnedGates(spec, gated.attentions)
     other = replace(weights, card=replace(weights.card, fingerprints=("0" * 32,)))
-    with pytest.raises(ModelError, match="are of the model 0000.*, not of this one"):
+    with pytest.raises(ModelError, match="trained for the model 0000.*, not for this one"):
         gates.put("kvzap", gate, other)
     with pytest.raises(ModelError, match="are of 1 layers, but this model has 2 managed ones"):
         gates.put("kvzap", gate, replace(weights, layers=weights.layers[:1]))

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from builders import RADIANS, a_layer, a_spec, draw
 from larder.cache import KvtcTables, PrincipalSide, SequenceCache, tables_path
 from larder.core import CacheError, Damaged, Mode, Plan
+from larder.models import Card
 from larder.ops import allocate, group_errors
 from larder.store import codec_named, decode_state, encode_state, state_nbytes
 from larder.training import planned, principal_side
@@ -24,6 +25,7 @@ from references.ops import bit_allocation as slow
 LAYERS, HEADS, SIZE, TOKENS = 2, 2, 8, 200
 WIDTH, EXACT = LAYERS * HEADS * SIZE, [*range(4), *range(TOKENS - 128, TOKENS)]
 SPEC = replace(a_spec(*(a_layer(index=n) for n in range(LAYERS))), fingerprint="e" * 32)
+CARD = {"card": Card("kvtc", (SPEC.fingerprint,)).dumps()}
 
 
 @given(st.integers(0, 50), st.integers(0, 160))
@@ -91,7 +93,7 @@ def some_tables(share: float = 0.5) -> KvtcTables:
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KvtcTables:
     monkeypatch.setenv("LARDER_HOME", str(tmp_path))
     made = some_tables()
-    made.save(tables_path(SPEC.fingerprint, "kvtc"), {"card": "{}"})
+    made.save(tables_path(SPEC.fingerprint, "kvtc"), CARD)
     return made
 
 

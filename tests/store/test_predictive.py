@@ -14,6 +14,7 @@ from builders import RADIANS, a_layer, a_spec, draw
 from cache_stores import same_bits
 from larder.cache import PredictiveTables, SequenceCache, SidePrediction, tables_path
 from larder.core import CacheError, Damaged, Mode, ModelSpec, Plan
+from larder.models import Card
 from larder.ops import rotate
 from larder.store import (
     CODECS,
@@ -34,6 +35,7 @@ LAYERS, HEADS, SIZE, TOKENS = 3, 2, 8, 90
 WIDTH, SINKS = HEADS * SIZE, 4
 PREDICTING = [name for name in CODECS.names() if name.startswith("predictive")]
 SPEC = replace(a_spec(*(a_layer(index=n) for n in range(LAYERS))), fingerprint="f" * 32)
+CARD = {"card": Card("predictive", (SPEC.fingerprint,)).dumps()}
 
 
 def some_tables(seed: int = 0) -> PredictiveTables:
@@ -59,7 +61,7 @@ def some_tables(seed: int = 0) -> PredictiveTables:
 @pytest.fixture
 def tables() -> PredictiveTables:
     made = some_tables()
-    made.save(tables_path(SPEC.fingerprint, "predictive"), {"card": "{}"})
+    made.save(tables_path(SPEC.fingerprint, "predictive"), CARD)
     return made
 
 
@@ -212,7 +214,7 @@ def test_predictions_trained_again_refuse_what_the_former_ones_coded(
 ) -> None:
     cache = a_cache()
     tensors, told = saved(cache)
-    some_tables(seed=1).save(tables_path(SPEC.fingerprint, "predictive"), {"card": "{}"})
+    some_tables(seed=1).save(tables_path(SPEC.fingerprint, "predictive"), CARD)
     with pytest.raises(Damaged, match="no longer"):
         decode_state(tensors, told, state_nbytes(cache.state()))
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from larder.cache.predictive import SIDES, LinearPrediction
-from larder.cache.table_file import read_tensors, tables_path, tensors_digest
+from larder.cache.table_file import read_trained, tables_path, tensors_digest
 from larder.core.errors import CacheError
 from larder.core.spec import LayerSpec
 
@@ -81,6 +81,7 @@ class AquaPredictions:
 
         Raises:
             CacheError: there are none, they have other shapes, or the rotary embedding is unknown.
+            ModelError: they are of another model.
         """
         if layer.radians is None or layer.latent_rank:
             raise CacheError(
@@ -89,7 +90,7 @@ class AquaPredictions:
             )
         path = tables_path(fingerprint, "aqua")
         try:
-            found = _read(path, path.stat().st_mtime_ns, place, device)
+            found = _read(path, path.stat().st_mtime_ns, place, fingerprint, device)
         except (OSError, KeyError):
             raise CacheError(
                 f"{path} has no predictions of layer {layer.index}: make them with "
@@ -107,7 +108,9 @@ class AquaPredictions:
 
 
 @cache
-def _read(path: Path, modified: int, place: int, device: torch.device) -> AquaPredictions:
+def _read(
+    path: Path, modified: int, place: int, fingerprint: str, device: torch.device
+) -> AquaPredictions:
     """Predictions of one layer from a file as it was at a time.
 
     Raises:
@@ -115,6 +118,6 @@ def _read(path: Path, modified: int, place: int, device: torch.device) -> AquaPr
     """
     del modified
     names = [f"{side}.{part}" for side in SIDES for part in PARTS]
-    found = read_tensors(path, [f"layers.{place}.{name}" for name in names])
+    found = read_trained(path, fingerprint, [f"layers.{place}.{name}" for name in names])
     own = [tensor.float().to(device) for tensor in found.values()]
     return AquaPredictions.of(dict(zip(names, own, strict=True)))

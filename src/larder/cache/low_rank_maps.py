@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.cache.table_file import read_tensors, tables_path, tensors_digest
+from larder.cache.table_file import read_trained, tables_path, tensors_digest
 from larder.core.errors import CacheError
 from larder.core.spec import LayerSpec
 from larder.ops.low_rank_attention import RANK, key_features, query_features
@@ -87,10 +87,11 @@ class LowRankMaps:
 
         Raises:
             CacheError: the model has none, or they have other shapes.
+            ModelError: they are of another model.
         """
         path = tables_path(fingerprint, "less")
         try:
-            maps = _read(path, path.stat().st_mtime_ns, place)
+            maps = _read(path, path.stat().st_mtime_ns, place, fingerprint)
         except (OSError, KeyError):
             raise CacheError(
                 f"{path} has no features of layer {layer.index}: make them with `larder train "
@@ -107,7 +108,7 @@ class LowRankMaps:
 
 
 @cache
-def _read(path: Path, modified: int, place: int) -> LowRankMaps:
+def _read(path: Path, modified: int, place: int, fingerprint: str) -> LowRankMaps:
     """Maps of one layer from a file as it was at a time.
 
     Raises:
@@ -115,4 +116,4 @@ def _read(path: Path, modified: int, place: int) -> LowRankMaps:
     """
     del modified
     names = [f"layers.{place}.{each.name}" for each in fields(LowRankMaps)]
-    return LowRankMaps(*(own.float() for own in read_tensors(path, names).values()))
+    return LowRankMaps(*(own.float() for own in read_trained(path, fingerprint, names).values()))

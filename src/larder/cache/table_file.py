@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from larder.core.errors import CacheError
+from larder.core.fingerprint import CARD, check_fingerprint
 from larder.core.home import home
 
 Tables = TypeVar("Tables", bound="TrainedTables")
@@ -44,10 +46,11 @@ class TrainedTables(ABC):
 
         Raises:
             CacheError: there are none, or they cannot be read.
+            ModelError: they are of another model.
         """
         path = tables_path(fingerprint, cls.method)
         try:
-            return _read(cls, path, path.stat().st_mtime_ns)
+            return _read(cls, path, path.stat().st_mtime_ns, fingerprint)
         except (OSError, KeyError):
             raise CacheError(
                 f"{path} has no {cls.content} for this model: make them with "
@@ -98,6 +101,27 @@ def read_tensors(path: Path, names: Iterable[str] | None = None) -> dict[str, Te
         raise KeyError(str(error)) from None
 
 
+def read_trained(
+    path: Path, fingerprint: str, names: Iterable[str] | None = None
+) -> dict[str, Tensor]:
+    """Tensors of a file that `larder train` made for a model, as of `read_tensors`.
+
+    Raises:
+        KeyError: one is missing, or the file is damaged, or has no card.
+        OSError: there is no file.
+        ModelError: the card names another model.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = json.loads((file.metadata() or {})[CARD])["fingerprints"]
+    except (SafetensorError, ValueError, TypeError) as error:
+        raise KeyError(str(error)) from None
+    check_fingerprint(str(path), found, fingerprint)
+    return read_tensors(path, names)
+
+
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write a file, whole or not at all."""
     from safetensors.torch import save_file
@@ -109,11 +133,12 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str,
 
 
 @cache
-def _read(kind: type[Tables], path: Path, modified: int) -> Tables:
+def _read(kind: type[Tables], path: Path, modified: int, fingerprint: str) -> Tables:
     """Tables of a file as it was at a time.
 
     Raises:
         KeyError: the file is damaged.
+        ModelError: it is of another model.
     """
     del modified
-    return kind.of(read_tensors(path))
+    return kind.of(read_trained(path, fingerprint))

@@ -185,7 +185,6 @@ def _train_codec(
     """Tables of a codec, fitted, saved and described."""
     from larder.cache.table_file import tables_path
     from larder.engine.progress_bar import progress_bar
-    from larder.models.learned_weights import CARD
     from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
     from larder.training.kvtc import KvtcSettings, train_kvtc
     from larder.training.predictive import PredictiveSettings, train_predictive

@@ -17,6 +17,7 @@ import torch
 from larder.cache.chunk_entries import ChunkEntries
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import ModelError
+from larder.core.fingerprint import check_fingerprint
 from larder.core.home import home
 from larder.core.spec import ModelSpec
 from larder.models.learned_weights import SUFFIX, LearnedWeights, read_learned
@@ -72,7 +73,8 @@ def find_cartridge(spec: ModelSpec, ids: Sequence[int], slots: int) -> TrainedCa
 
 
 def _slots_of(learned: LearnedWeights, path: Path, spec: ModelSpec, slots: int) -> ChunkEntries:
-    """Keys and values of a file. Raises: ModelError: they are of other shapes."""
+    """Keys and values of a file. Raises: ModelError: they are of other shapes, or of another model."""
+    check_fingerprint(str(path), learned.card.fingerprints, spec.fingerprint)
     shapes = [(layer.kv_heads, slots, layer.head_dim) for layer in spec.layers]
     found = [(own.get("keys"), own.get("values")) for own in learned.layers]
     fits = len(found) == len(shapes) and all(
@@ -80,7 +82,7 @@ def _slots_of(learned: LearnedWeights, path: Path, spec: ModelSpec, slots: int) 
         for pair, shape in zip(found, shapes, strict=True)
         for side in pair
     )
-    if not fits or spec.fingerprint not in learned.card.fingerprints:
+    if not fits:
         raise ModelError(f"{path} holds no slots of this model: remove it, and train again.")
     sides = [
         tuple(own[name].to(spec.device, spec.dtype) for own in learned.layers)

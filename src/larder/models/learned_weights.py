@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from larder.cache.table_file import write_tensors
 from larder.core.errors import ModelError
+from larder.core.fingerprint import CARD, check_fingerprint
 from larder.core.home import home
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.policy.providers.base import (
@@ -31,7 +32,6 @@ from larder.policy.providers.base import (
     select_providers,
 )
 
-CARD = "card"
 SUFFIX = ".safetensors"
 PACKAGED = "learned"  # folder of this package
 LAYERS = "layers"
@@ -175,11 +175,7 @@ def check_learned(found: LearnedWeights, spec: ModelSpec, name: str, form: Weigh
     Raises:
         ModelError: they do not.
     """
-    if spec.fingerprint not in found.card.fingerprints:
-        raise ModelError(
-            f"The weights of {name} are of the model {', '.join(found.card.fingerprints)[:12]}, "
-            f"not of this one ({spec.fingerprint[:12]}): train {name} for this model."
-        )
+    check_fingerprint(name, found.card.fingerprints, spec.fingerprint)
     if len(found.layers) != len(spec.managed):
         raise ModelError(
             f"The weights of {name} are of {len(found.layers)} layers, but this model has "
