@@ -102,3 +102,23 @@ def test_a_study_has_a_row_for_each_policy(engine: Engine, tmp_path: Path) -> No
     assert all(abs(item["kl"]) < 1e-5 for item in full["items"])
     with pytest.raises(BadParameter, match="following"):
         parse_measure("divergence(following=1)")
+
+
+@pytest.mark.parametrize(("length", "following"), [(136, 8), (50, 8), (8, 8), (0, 8), (223, 64)])
+def test_a_text_too_short_to_compare_is_refused(
+    engine: Engine, length: int, following: int
+) -> None:
+    least = {8: 129, 64: 160}[following]
+    with pytest.raises(BadParameter, match=f"too short .*take one of {least} tokens or more"):
+        RecordedText.of(engine, (7,) * length, following)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("length", "following"), [(129, 8), (160, 64)])
+def test_the_shortest_text_is_compared(engine: Engine, length: int, following: int) -> None:
+    source = torch.Generator().manual_seed(2)
+    ids = torch.randint(5, engine.loaded.decoder.vocab_size, (length + following,), generator=source)
+    text = RecordedText.of(engine, tuple(ids.tolist()), following)
+    recited = text.probes[RECITED].ids[-following - 16 :]
+    assert recited == text.ids[length // 2 : length // 2 + 16 + following]  # all of it was read
+    assert text.held(Policy.parse(SENTENCES[0]), 40).managed_entries < length * 2 * 2

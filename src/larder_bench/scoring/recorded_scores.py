@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from larder.cache import SequenceCache
-from larder.core import Entries, LayerScores, Mode, Observation, Plan
+from larder.core import BadParameter, Entries, LayerScores, Mode, Observation, Plan
 from larder.engine import Engine
 from larder.models import BatchSegment
 from larder.policy import Exact, Planner, Storage
@@ -88,8 +88,18 @@ class RecordedText:
 
     @staticmethod
     def of(engine: Engine, ids: tuple[int, ...], following: int) -> RecordedText:
-        """Text whose last `following` tokens are its continuation."""
+        """Text whose last `following` tokens are its continuation.
+
+        Raises:
+            BadParameter: it is too short for the recited passage, or for the pass that records.
+        """
         length = len(ids) - following
+        least = max(2 * (CUE_TOKENS + following), RECORDING_TOKENS + 1)
+        if length < least:
+            raise BadParameter(
+                f"A text of {max(length, 0)} tokens and {following} that follow is too short to "
+                f"compare caches of: take one of {least} tokens or more, or fewer tokens to follow."
+            )
         cache = SequenceCache(engine.loaded.decoder.spec, "ragged")
         engine.loaded.decoder.read([BatchSegment(cache, ids[:length])], Mode.APPEND)
         cache.compact()
