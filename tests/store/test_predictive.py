@@ -272,3 +272,30 @@ def test_a_store_in_memory_holds_coded_sessions(tmp_path: Path, tables: Predicti
     store.close()
     assert loaded is not None and loaded.cache is not None
     assert same_bits(loaded.cache.state(), decoded(cache))
+
+
+def test_bfloat16_layers_are_predicted_as_the_decoder_rounds_them(tables: PredictiveTables) -> None:
+    """Errors of a bfloat16 cache are those of its steps, in the last layer as in the first."""
+    plain = a_cache()
+    spec = replace(SPEC, dtype=torch.bfloat16)
+    state = {
+        key: own.bfloat16() if key.endswith(("keys", "values")) else own
+        for key, own in plain.state().items()
+    }
+    cache = SequenceCache.restore(spec, state, plain.meta())
+    tensors, told = saved(cache)
+    assert told["0.keys"]["stack"]["note"]["dtype"] == "bfloat16"
+    found = decode_state(tensors, told, state_nbytes(state))
+    assert same_bits(found, decode_state(tensors, told, state_nbytes(state)))
+    exact = decoded(plain)
+    for key in (key for key in state if key.endswith(("keys", "values"))):
+        assert found[key].dtype is torch.bfloat16
+        own, other = ((each[key].float() - plain.state()[key]).std() for each in (found, exact))
+        assert 0.9 * other < own < 1.1 * other
+
+
+def test_files_without_a_dtype_are_decoded_in_float32(tables: PredictiveTables) -> None:
+    cache = a_cache()
+    tensors, told = saved(cache)
+    assert told["0.keys"]["stack"]["note"].pop("dtype") == "float32"
+    assert same_bits(decode_state(tensors, told, state_nbytes(cache.state())), decoded(cache))

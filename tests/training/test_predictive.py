@@ -50,9 +50,8 @@ def test_without_inputs_the_mean_is_predicted() -> None:
     side = fit_side(numbers, [], torch.eye(4, dtype=torch.float64), 1e-3)
     assert side.weights.shape == (0, 4)
     torch.testing.assert_close(side.predicted([], 2), numbers.mean(0).expand(2, -1))
-    restored = side.restored(
-        side.components(numbers, side.predicted([], 50)), numbers.mean(0).expand(50, -1)
-    )
+    components = side.components(numbers, side.predicted([], 50))
+    restored = side.restored([], components, torch.float32)
     torch.testing.assert_close(restored, numbers, rtol=1e-4, atol=1e-4)
 
 

@@ -10,6 +10,9 @@ that `larder train predictive` writes. Its bytes are counted apart from the cach
 The decoder predicts what the encoder has predicted, and no error adds up over layers. All
 components of all layers have one step; components whose deviation lies below it take next to no
 bits. Symbols are range coded in blocks of tokens; see `larder.ops.cpu.range_coder`.
+
+Decoded layers are float32, or bfloat16 for a bfloat16 cache, whose products take half the time:
+the encoder predicts from the same rounded layers, so rounding does not add up either.
 """
 
 from __future__ import annotations
@@ -95,9 +98,27 @@ class SidePrediction:
         """Components of what the prediction leaves."""
         return (numbers - predicted) @ self.forward
 
-    def restored(self, components: Numbers, predicted: Numbers) -> Numbers:
-        """Numbers of dequantized components."""
-        return torch.addmm(predicted, components, self.inverse)
+    def restored(self, inputs: Inputs, components: Numbers, dtype: torch.dtype) -> Numbers:
+        """Numbers of dequantized components: prediction and residual in one product.
+
+        Args:
+            dtype: of the product and of what is returned.
+        """
+        weights, bias = self._joined(dtype)
+        return torch.addmm(bias, torch.cat([*inputs, components.to(dtype)], 1), weights)
+
+    def _joined(self, dtype: torch.dtype) -> tuple[Float[Tensor, "J W"], Float[Tensor, " W"]]:
+        """Weights of the inputs and, below them, of the components; and the bias."""
+        return self._joined_bfloat16 if dtype is torch.bfloat16 else self._joined_float32
+
+    @cached_property
+    def _joined_float32(self) -> tuple[Float[Tensor, "J W"], Float[Tensor, " W"]]:
+        return torch.cat([self.weights, self.inverse]), self.bias
+
+    @cached_property
+    def _joined_bfloat16(self) -> tuple[Float[Tensor, "J W"], Float[Tensor, " W"]]:
+        weights, bias = self._joined_float32
+        return weights.bfloat16(), bias.bfloat16()
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,12 +180,16 @@ class EntropyCodedSide:
 
 
 def encode(
-    tables: PredictiveTables, layer: Callable[[int], Layer], step: float
+    tables: PredictiveTables,
+    layer: Callable[[int], Layer],
+    step: float,
+    dtype: torch.dtype = torch.float32,
 ) -> Iterator[tuple[EntropyCodedSide, EntropyCodedSide]]:
     """Codes of each layer in order.
 
     Args:
         layer: numbers of a layer, by its place.
+        dtype: of decoded layers, float32 or bfloat16.
 
     Raises:
         CacheError: a number is not finite, or too large for the step.
@@ -173,7 +198,7 @@ def encode(
     for place, pair in enumerate(tables.layers):
         coded, decoded = list[EntropyCodedSide](), list[Numbers]()
         for side, numbers in zip(pair, layer(place), strict=True):
-            symbols, own = _symbols(side, numbers, (*decoded, *below), step)
+            symbols, own = _symbols(side, numbers, (*decoded, *below), step, dtype)
             coded.append(_packed(symbols, side, step))
             decoded.append(own)
         below = decoded[0], decoded[1]
@@ -185,8 +210,12 @@ def decode(
     coded: Callable[[int], tuple[EntropyCodedSide, EntropyCodedSide]],
     count: int,
     step: float,
+    dtype: torch.dtype = torch.float32,
 ) -> Iterator[Layer]:
     """Numbers of `count` tokens of each layer in order.
+
+    Args:
+        dtype: that they were encoded with.
 
     Raises:
         ValueError: blocks and tokens do not match.
@@ -196,8 +225,7 @@ def decode(
         decoded = list[Numbers]()
         for side, own in zip(pair, coded(place), strict=True):
             components = _unpacked(own, side, count, step)
-            predicted = side.predicted((*decoded, *below), count)
-            decoded.append(side.restored(components, predicted))
+            decoded.append(side.restored((*decoded, *below), components, dtype))
         below = decoded[0], decoded[1]
         yield below
 
@@ -231,7 +259,7 @@ def _bits(tables: PredictiveTables, layers: Sequence[Sequence[Numbers]], step: f
     for pair, own in zip(tables.layers, layers, strict=True):
         decoded = list[Numbers]()
         for side, part in zip(pair, own, strict=True):
-            symbols, known = _symbols(side, part, (*decoded, *below), step)
+            symbols, known = _symbols(side, part, (*decoded, *below), step, torch.float32)
             bases = classes_of(side.deviation.numpy(), step)
             tiers = np.zeros(len(part), np.int8)
             total += range_coder.count_bits(symbols.float().numpy() * step, tiers, bases, step)
@@ -242,14 +270,14 @@ def _bits(tables: PredictiveTables, layers: Sequence[Sequence[Numbers]], step: f
 
 
 def _symbols(
-    side: SidePrediction, numbers: Numbers, inputs: Inputs, step: float
+    side: SidePrediction, numbers: Numbers, inputs: Inputs, step: float, dtype: torch.dtype
 ) -> tuple[Int32[Tensor, "N W"], Numbers]:
     """Symbols of the components, and the numbers as they will be decoded."""
-    predicted = side.predicted(inputs, len(numbers))
+    predicted = side.predicted([part.float() for part in inputs], len(numbers))
     components = side.components(numbers, predicted)
     tiers = np.zeros(len(numbers), np.int8)
     symbols = torch.from_numpy(coding.quantized(components.numpy(), tiers, step))
-    return symbols, side.restored(symbols.float() * step, predicted)
+    return symbols, side.restored(inputs, symbols.float() * step, dtype)
 
 
 def _packed(symbols: Int32[Tensor, "N W"], side: SidePrediction, step: float) -> EntropyCodedSide:

@@ -190,7 +190,7 @@ def _decoded(side: SidePrediction, numbers: Numbers, inputs: Inputs, step: float
         return numbers
     predicted = side.predicted(inputs, len(numbers))
     components = side.components(numbers, predicted)
-    return side.restored((components / step).round() * step, predicted)
+    return side.restored(inputs, (components / step).round() * step, torch.float32)
 
 
 def tested(

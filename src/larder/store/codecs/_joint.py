@@ -34,7 +34,7 @@ from larder.cache.predictive import (
     fitting_step,
     side_by_side,
 )
-from larder.core.errors import CacheError, Damaged
+from larder.core.errors import CacheError, Damaged, ModelError
 from larder.ops.quantization import check_range
 from larder.store.codecs.base import (
     CodedStack,
@@ -49,6 +49,7 @@ SINKS = 4  # first positions, whose keys and values are unlike all others
 EXACT_DTYPE = torch.bfloat16  # of theirs
 SIDE_BYTES, BLOCK_BYTES = 600, 110  # of a side of a layer, and of a block, beside its bits
 ROLES = (TensorRole.KEYS, TensorRole.VALUES)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # of decoded layers
 
 
 class JointCodec(StorageCodec):
@@ -82,6 +83,8 @@ class JointCodec(StorageCodec):
             return turned, side_by_side(values, positions)
 
         step = fitting_step(tables, layer, self._bits(stack, len(rows)))
+        is_bfloat16 = stack.sides[0][TensorRole.KEYS].dtype is torch.bfloat16
+        name = "bfloat16" if is_bfloat16 else "float32"
         sides = [
             {
                 role: {
@@ -91,11 +94,10 @@ class JointCodec(StorageCodec):
                 }
                 for role, own in zip(ROLES, pair, strict=True)
             }
-            for place, pair in enumerate(encode(tables, layer, step))
+            for place, pair in enumerate(encode(tables, layer, step, DTYPES[name]))
         ]
-        return CodedStack(
-            tuple(sides), {"model": stack.model, "tables": tables.digest, "step": step}
-        )
+        note = {"model": stack.model, "tables": tables.digest, "step": step, "dtype": name}
+        return CodedStack(tuple(sides), note)
 
     def decode_stack(
         self, coded: CodedStack, positions: Int[Tensor, " S"], heads: Sequence[int]
@@ -105,16 +107,16 @@ class JointCodec(StorageCodec):
             raise Damaged("The cache was coded with predictions that are no longer here.")
         if not len(tables.layers) == len(coded.sides) == len(heads) or not 0 < step < torch.inf:
             raise Damaged(f"{len(coded.sides)} layers, coded with the step {step}, do not fit.")
-        is_coded = positions >= SINKS
+        is_coded, dtype = positions >= SINKS, DTYPES[str(coded.note.get("dtype", "float32"))]
+        places = positions[is_coded]
 
         def codes(place: int) -> tuple[EntropyCodedSide, EntropyCodedSide]:
             keys, values = (coded.sides[place][role] for role in ROLES)
             return _coded_side(keys), _coded_side(values)
 
-        layers = decode(tables, codes, int(is_coded.sum()), step)
+        layers = decode(tables, codes, len(places), step, dtype)
         for place, (keys, values) in enumerate(layers):
             turned = tables.radians[place]
-            places = positions[is_coded]
             numbers = (
                 by_head(keys, heads[place], places, turned),
                 by_head(values, heads[place], places),
@@ -140,10 +142,10 @@ class JointCodec(StorageCodec):
 
 
 def _tables(model: str) -> PredictiveTables | None:
-    """Tables of a model; None if it has none."""
+    """Tables of a model; None if it has none, or those of another one."""
     try:
         return PredictiveTables.load(model)
-    except CacheError:
+    except (CacheError, ModelError):
         return None
 
 
@@ -164,5 +166,5 @@ def with_exact(
 ) -> Float[Tensor, "K S D"]:
     """Coded and exact tokens in order."""
     whole = numbers.new_empty(len(numbers), len(is_coded), numbers.shape[2])
-    whole[:, is_coded], whole[:, ~is_coded] = numbers, exact.float()
+    whole[:, is_coded], whole[:, ~is_coded] = numbers, exact.to(numbers.dtype)
     return whole

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from larder.cache.kvtc import KvtcTables, decode, encode
 from larder.cache.predictive import by_head, side_by_side
-from larder.core.errors import CacheError, Damaged
+from larder.core.errors import CacheError, Damaged, ModelError
 from larder.ops.quantization import check_range
 from larder.store.codecs._joint import EXACT_DTYPE, ROLES, with_exact
 from larder.store.codecs.base import CodedStack, LayerStack, RowLayout, StorageCodec, TensorRole
@@ -101,10 +101,10 @@ def _coded_positions(positions: Int[Tensor, " S"]) -> Tensor:
 
 
 def _tables(model: str) -> KvtcTables | None:
-    """Tables of a model; None if it has none."""
+    """Tables of a model; None if it has none, or those of another one."""
     try:
         return KvtcTables.load(model)
-    except CacheError:
+    except (CacheError, ModelError):
         return None
 
 
