@@ -117,7 +117,9 @@ def test_a_text_too_short_to_compare_is_refused(
 @pytest.mark.parametrize(("length", "following"), [(129, 8), (160, 64)])
 def test_the_shortest_text_is_compared(engine: Engine, length: int, following: int) -> None:
     source = torch.Generator().manual_seed(2)
-    ids = torch.randint(5, engine.loaded.decoder.vocab_size, (length + following,), generator=source)
+    ids = torch.randint(
+        5, engine.loaded.decoder.vocab_size, (length + following,), generator=source
+    )
     text = RecordedText.of(engine, tuple(ids.tolist()), following)
     recited = text.probes[RECITED].ids[-following - 16 :]
     assert recited == text.ids[length // 2 : length // 2 + 16 + following]  # all of it was read

@@ -184,6 +184,7 @@ def _train_codec(
 ) -> None:
     """Tables of a codec, fitted, saved and described."""
     from larder.cache.table_file import tables_path
+    from larder.core.fingerprint import CARD
     from larder.engine.progress_bar import progress_bar
     from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
     from larder.training.kvtc import KvtcSettings, train_kvtc

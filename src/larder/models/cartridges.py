@@ -73,7 +73,11 @@ def find_cartridge(spec: ModelSpec, ids: Sequence[int], slots: int) -> TrainedCa
 
 
 def _slots_of(learned: LearnedWeights, path: Path, spec: ModelSpec, slots: int) -> ChunkEntries:
-    """Keys and values of a file. Raises: ModelError: they are of other shapes, or of another model."""
+    """Keys and values of a file.
+
+    Raises:
+        ModelError: they are of other shapes, or of another model.
+    """
     check_fingerprint(str(path), learned.card.fingerprints, spec.fingerprint)
     shapes = [(layer.kv_heads, slots, layer.head_dim) for layer in spec.layers]
     found = [(own.get("keys"), own.get("values")) for own in learned.layers]
