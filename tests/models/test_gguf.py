@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 pytest.importorskip("transformers.integrations.gguf.reader")  # not in older transformers
 
@@ -75,6 +76,8 @@ def test_weights_config_and_tokens_are_those_of_transformers(
     ids = tokenizer(TEXT)["input_ids"]
     assert ids == other(TEXT)["input_ids"] and tokenizer.decode(ids) == other.decode(ids)
     assert (tokenizer.eos_token, tokenizer.chat_template) == (other.eos_token, other.chat_template)
+    alone = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    assert repr(tokenizer.added_tokens_decoder) == repr(alone.added_tokens_decoder)
     prompt = torch.tensor([ids])
     greedy = [one.generate(prompt, max_new_tokens=8, do_sample=False) for one in (ours, theirs)]
     assert torch.equal(*greedy)
@@ -86,6 +89,20 @@ def test_every_quantization_is_that_of_transformers(tmp_path: Path, kind: Q) -> 
     ours = AutoModelForCausalLM.from_pretrained(convert_gguf(file)).state_dict()
     expected = by_transformers(file).state_dict()
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+def test_a_tokenizer_is_loaded_without_its_vocabulary_in_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, read, parse = convert_gguf(tiny_file(tmp_path)), [], json.load
+
+    def recorded(file: Any, **options: Any) -> Any:
+        read.append(Path(file.name).name)
+        return parse(file, **options)
+
+    monkeypatch.setattr("json.load", recorded)
+    AutoTokenizer.from_pretrained(folder)
+    assert "tokenizer_config.json" in read and "tokenizer.json" not in read
 
 
 def test_a_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
