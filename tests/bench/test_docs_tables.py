@@ -12,6 +12,7 @@ from larder_bench.reports.docs_tables import (
     by_budget,
     by_difference,
     by_paper,
+    by_random,
     by_task,
     replace_tables,
 )
@@ -46,6 +47,27 @@ def test_differences_are_paired_and_signed() -> None:
     )
     with pytest.raises(InputError, match="is not FIRST/SECOND"):
         by_difference(CELLS, "", ["snapkv/gone"])
+
+
+def test_policies_are_listed_by_their_paired_interval_against_random_entries() -> None:
+    likelihoods = {
+        "random": (-2.0, -2.0, -2.5, -2.5),
+        "h2o": (-3.0, -2.5, -4.0, -3.0),
+        "tova": (-5.0, -5.0, -5.0, -5.0),
+        "snapkv": (-1.0, -3.0, -1.0, -4.0),
+        "kvzip": (-1.0, -1.5, -1.0, -1.5),
+        "full": (0.0, 0.0, 0.0, 0.0),
+    }
+    rows = [
+        cell(name, items=[{"counts": True, "log_likelihood": value} for value in values])
+        for name, values in likelihoods.items()
+    ]
+    head, _, worse, no_better, better = by_random(rows, "log_likelihood")
+    assert head == "| beside random entries | 1/4 |"
+    assert worse == "| worse | `tova`, `h2o` |"
+    assert (no_better, better) == ("| no better | `snapkv` |", "| better | `kvzip` |")
+    with pytest.raises(InputError, match="needs rows of the control random"):
+        by_random([cell("h2o")])
 
 
 def test_tasks_that_differ_in_parameters_alone_have_them_in_their_heads() -> None:

@@ -10,8 +10,9 @@ fills the space between the marks of a page. A mark names the study, and the lay
 `by=budget` has a column per budget, over all tasks together, with intervals; `by=task` a column per
 task and length, with the means at all budgets in each cell; `by=paper` has the values that the
 paper reports next to the measured ones, and the differences; `by=difference pairs=a/b` has the
-paired difference of a less b, with its interval over the texts. `scale=` is a score of
-`larder_bench.results.tables` (by default the first that the rows have) or one of its times, in
+paired difference of a less b, with its interval over the texts; `by=random` lists the policies
+whose paired interval against random entries lies below, around or above zero. `scale=` is a score
+of `larder_bench.results.tables` (by default the first that the rows have) or one of its times, in
 milliseconds. `policies=a,b` selects policies, `tasks=a,b` tasks, by the start of their spellings.
 Neither torch nor a model is loaded here.
 """
@@ -51,6 +52,7 @@ LESS_IS_BETTER = frozenset({"kl", *TIMES})
 FULL = "full"
 PAPER = "paper"
 DIFFERENCE = "difference"
+RANDOM = "random"  # the control of random entries
 BAR = r"\|"  # inside a cell
 
 
@@ -90,7 +92,8 @@ class TableMark:
         options = OPTIONS | options
         if not options["study"] or options["by"] not in (*TABLES, PAPER, DIFFERENCE):
             raise InputError(
-                f"A table needs study=NAME, and by=budget, task, paper or difference, not {text!r}."
+                f"A table needs study=NAME, and by=budget, task, random, paper or difference, not "
+                f"{text!r}."
             )
         return TableMark(
             study=options["study"],
@@ -216,6 +219,41 @@ def by_difference(rows: Sequence[Row], key: str, pairs: Sequence[str]) -> list[s
     return lines
 
 
+def by_random(rows: Sequence[Row], key: str = "") -> list[str]:
+    """Table of the policies that are worse than random entries, no better, and better, by budget;
+    in each cell the farthest from random entries comes first, the nearest in the middle group.
+
+    Raises:
+        InputError: the rows have no random entries.
+    """
+    table = ScoreTable([cell_scores(row) for row in rows])
+    scale, budgets = _scale(table, key), _budgets(table)
+    if RANDOM not in table.names:
+        raise InputError("A table by=random needs rows of the control random.")
+    found = [_beside_random(table, scale, budget) for budget in budgets]
+    lines = [_line("beside random entries", *budgets), _line(*["---"] * (1 + len(budgets)))]
+    for group in ("worse", "no better", "better"):
+        lines.append(_line(group, *[", ".join(f"`{n}`" for n in one[group]) for one in found]))
+    return lines
+
+
+def _beside_random(table: ScoreTable, scale: ScoreScale, budget: str) -> dict[str, list[str]]:
+    """Policies by the sign of their paired interval, each group by the size of the difference."""
+    sign = -1 if scale.key in LESS_IS_BETTER else 1
+    groups: dict[str, list[tuple[float, str]]] = {"worse": [], "no better": [], "better": []}
+    for name in table.names:
+        interval = table.difference(scale, name, RANDOM, budget)
+        if name in (FULL, RANDOM) or interval is None:
+            continue
+        ends = sorted((sign * interval.low, sign * interval.high))
+        group = "better" if ends[0] > 0 else "worse" if ends[1] < 0 else "no better"
+        groups[group].append((sign * interval.mean, name))
+    return {
+        group: [name for _, name in sorted(named, reverse=group != "worse")]
+        for group, named in groups.items()
+    }
+
+
 def _signed(interval: Interval | None, scale: ScoreScale) -> str:
     if interval is None:
         return ""
@@ -314,7 +352,7 @@ def _line(*cells: str) -> str:
     return f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |"
 
 
-TABLES = {"budget": by_budget, "task": by_task}
+TABLES = {"budget": by_budget, "task": by_task, RANDOM: by_random}
 
 
 def main(paths: Sequence[Path]) -> None:
