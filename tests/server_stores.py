@@ -7,7 +7,7 @@ from pathlib import Path
 from larder.engine import ModelSnapshots
 from larder.models import LoadedModel
 from larder.server import Durability, StoreDiskTier, StoreSessionPersistence
-from larder.store import FileSystem, Store
+from larder.store import FileSystem, Store, StreamController
 from server_core import Served
 
 
@@ -25,14 +25,14 @@ class Stored:
         durability: Durability = Durability.TURN,
         codec: str = "raw",
         place: FileSystem | None = None,
+        streaming: StreamController = StreamController(),  # noqa: B008, frozen
         **served: object,
     ) -> None:
         url = str(folder / "blobs") if place is None else place
         self.store = Store(url, folder / "home", secret=b"s" * 32)
         self.persistence = StoreSessionPersistence(self.store, loaded.decoder.spec)
-        self.disk = StoreDiskTier(
-            self.persistence, ModelSnapshots(self.store, loaded, codec), durability
-        )
+        snapshots = ModelSnapshots(self.store, loaded, codec, streaming)
+        self.disk = StoreDiskTier(self.persistence, snapshots, durability)
         own = {"persistence": self.persistence, "disk": self.disk, **served}
         self.served = Served(loaded, **own)  # pyright: ignore
         self.core, self.ask, self.run = self.served.core, self.served.ask, self.served.run

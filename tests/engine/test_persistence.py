@@ -18,6 +18,7 @@ from larder.cache import SequenceCache
 from larder.core import Mode
 from larder.engine import ResumeResult, StorePersistence
 from larder.models import BatchSegment, LoadedModel, wrap_model
+from larder.prefill import append_text
 from larder.session import (
     PRESETS,
     ChatLog,
@@ -27,12 +28,13 @@ from larder.session import (
     ModelRuntime,
     prefill_memory,
 )
-from larder.store import CODECS, Store, codec_named
+from larder.store import CODECS, Store, StreamController, codec_named
 from tiny_models import tiny
 from topic_embedder import TopicEmbedder
 
 # Of logits between -11 and 11; int8 keeps them within 0.01 or so here.
-TOLERANCE = {"raw": 0.0, "int8": 0.2, "int4": 3.0, "entropy": 2.0}
+TOLERANCE = {"raw": 0.0, "int8": 0.2, "int4": 3.0, "entropy": 2.0, "entropy_fine": 0.6}
+TOLERANCE |= {"entropy_coarse": 4.0, "cachegen": 2.0}
 UNTRAINED = [name for name in CODECS.names() if not codec_named(name).spans_layers]
 SHORT, LONG = (ChatLog(replace(HISTORY, messages=HISTORY.messages[:n])) for n in (6, 20))
 ROOM, PAGED_ROOM = 50, 200  # tokens of a cache that reads SHORT, and of one that parks of LONG
@@ -141,6 +143,37 @@ def test_15_codecs_change_the_next_token_a_little(
         )
         difference = float((one - other).abs().max())
         assert difference <= TOLERANCE[codec] and (difference > 0) == (codec != "raw")
+
+
+@pytest.fixture
+def rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One second for each token that is read, and none for what is loaded; four tokens a chunk."""
+    monkeypatch.setattr("larder.store.prefix.chunk_index.CHUNK_TOKENS", 4)
+    rates = "larder.store.throughput.ThroughputEstimates"
+    monkeypatch.setattr(f"{rates}.prefill_seconds", lambda self, tokens: float(tokens))
+    monkeypatch.setattr(f"{rates}.load_seconds", lambda self, tier, count: 1e-12 * count)
+
+
+@pytest.mark.usefixtures("rates")
+def test_what_a_deadline_leaves_out_of_a_streamed_cache_is_read(
+    store: Store, small: LoadedModel, runtime: ModelRuntime
+) -> None:
+    saved = read(runtime, "full")
+    length = saved.memory.caches.activate(0).next_position
+    streaming = StreamController(length / 2)
+    keeper = StorePersistence(store, small, "streamed", "cachegen", streaming=streaming)
+    keeper.save("mine", saved)
+    resumed = keeper.load("mine", runtime, saved.memory.policy, saved.log)
+    assert resumed.state is not None
+    assert length / 2 <= resumed.tokens < length / 2 + 6
+    found = resumed.state.memory.caches.activate(0)
+    wanted = SequenceCache.restore(found.spec, found.state(), found.meta())
+    wanted.truncate(resumed.tokens)
+    ids = saved.log.prefill_input(saved.memory.transcript).ids
+    append_text(runtime.decoder, wanted, ids[resumed.tokens :])
+    assert found.next_position == length and same_bits(found.state(), wanted.state())
+    difference = next_logits(runtime, found) - next_logits(runtime, saved.memory.caches.activate(0))
+    assert 0 < difference.abs().max() <= TOLERANCE["entropy_fine"]
 
 
 def test_what_cannot_be_used_is_read_anew_and_why_is_counted(

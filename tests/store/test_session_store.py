@@ -11,7 +11,15 @@ import pytest
 from cache_stores import same_bits
 from larder.cache import SequenceCache
 from larder.core import InputError, Superseded, UnknownName
-from larder.store import CODECS, GRACE_SECONDS, RECORD_SCHEMA, Tier, decode_record, encode_record
+from larder.store import (
+    CODECS,
+    GRACE_SECONDS,
+    RECORD_SCHEMA,
+    Tier,
+    codec_named,
+    decode_record,
+    encode_record,
+)
 from store.caches import (
     IDS,
     SECRET,
@@ -63,14 +71,16 @@ def test_15_positions_are_exact_whatever_the_codec(tmp_path: Path, codec: str) -
     store, cache = store_at(tmp_path), compressed(IDS)
     store.sessions.save(WHO, TALK, IDS, snapshot(cache, codec))
     loaded = load(store)
-    assert loaded.cache is not None and loaded.record.codec == codec
+    assert loaded.cache is not None
+    assert loaded.record.codec == (codec_named(codec).unstreamed or codec)
     assert loaded.record.lossless == (codec == "raw")
     state, found = cache.state(), loaded.cache.state()
+    farthest = {"entropy_coarse": 0.8}.get(codec, 0.4)
     for name in state:
         if not name.endswith(("keys", "values")):
             assert same_bits({"": state[name]}, {"": found[name]})
         else:
-            assert (state[name] - found[name]).abs().max() < 0.4
+            assert (state[name] - found[name]).abs().max() < farthest
 
 
 def test_what_did_not_change_is_not_written_again(tmp_path: Path) -> None:

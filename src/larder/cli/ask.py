@@ -18,6 +18,7 @@ from larder.cli.store_options import (
     DEFAULT_CODEC,
     CodecName,
     KeyFile,
+    ResumeDeadline,
     StoreUrl,
     check_codec,
     open_persistence,
@@ -79,6 +80,7 @@ def ask(
     ] = None,
     store: StoreUrl = None,
     codec: CodecName = DEFAULT_CODEC,
+    resume_deadline: ResumeDeadline = None,
     key_file: KeyFile = None,
 ) -> None:
     """Answer questions about FILE from a cache within the budget.
@@ -88,16 +90,17 @@ def ask(
     from larder.cli.question_run import choose_policy, open_engine
 
     _check_page(explain)
-    check_codec(codec)
+    check_codec(codec, resume_deadline)
     answer_schema = None if schema is None else _read_schema(schema)
     if not keep:
-        _check_no_store(store, codec, key_file)
+        _check_no_store(store, codec, key_file, resume_deadline)
     conversation = _read_files(file, context)
     questions = [_question_of(conversation, text) for text in question]
     prompts = _prompts(prompt)
     options = choose_policy(options, [conversation])
     engine = open_engine(options)
-    with open_persistence(engine, store, codec, key_file) if keep else nullcontext() as keeper:
+    saved = open_persistence(engine, store, codec, key_file, resume_deadline) if keep else None
+    with saved or nullcontext() as keeper:
         run, is_whole = _run_questions(
             engine, keeper, options, conversation, questions, prompts, answer_schema
         )
@@ -122,10 +125,14 @@ def _print_run(run: QuestionRun, options: ModelOptions) -> None:
     _print_figures(run)
 
 
-def _check_no_store(store: str | None, codec: str, key_file: Path | None) -> None:
-    if store is not None or codec != DEFAULT_CODEC or key_file is not None:
+def _check_no_store(
+    store: str | None, codec: str, key_file: Path | None, resume_deadline: float | None
+) -> None:
+    is_given = any(each is not None for each in (store, key_file, resume_deadline))
+    if is_given or codec != DEFAULT_CODEC:
         raise UsageError(
-            "--store, --codec and --key-file need --keep: add --keep, or leave them out."
+            "--store, --codec, --resume-deadline and --key-file need --keep: add --keep, or leave "
+            "them out."
         )
 
 

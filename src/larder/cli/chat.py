@@ -24,6 +24,7 @@ from larder.cli.store_options import (
     QUIET_REASONS,
     CodecName,
     KeyFile,
+    ResumeDeadline,
     StoreUrl,
     check_codec,
     open_persistence,
@@ -57,6 +58,7 @@ def chat(
     ] = None,
     store: StoreUrl = None,
     codec: CodecName = DEFAULT_CODEC,
+    resume_deadline: ResumeDeadline = None,
     key_file: KeyFile = None,
 ) -> None:
     """Chat under a memory budget; one line is one turn.
@@ -67,11 +69,13 @@ def chat(
     from larder.cli.question_run import open_engine
     from larder.engine.chat import Chat
 
-    check_codec(codec)
+    check_codec(codec, resume_deadline)
     history = _history(file)
     engine = open_engine(options)
     persistence = (
-        nullcontext() if session is None else open_persistence(engine, store, codec, key_file)
+        nullcontext()
+        if session is None
+        else open_persistence(engine, store, codec, key_file, resume_deadline)
     )
     with persistence as keeper:
         with progress_bar("Reading", "tokens") as watch:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +18,13 @@ import typer
 
 from larder.cli.errors import INTERRUPTED_EXIT_CODE, SCHEMA, print_document
 from larder.cli.options import ModelOptions, command
-from larder.cli.store_options import DEFAULT_CODEC, CodecName, KeyFile, check_codec
+from larder.cli.store_options import (
+    DEFAULT_CODEC,
+    CodecName,
+    KeyFile,
+    ResumeDeadline,
+    check_codec,
+)
 from larder.core.errors import DependencyError, InputError, UsageError
 from larder.core.home import home
 
@@ -175,6 +180,7 @@ class ServeOptions(ModelOptions):
         ),
     ] = None
     codec: CodecName = DEFAULT_CODEC
+    resume_deadline: ResumeDeadline = None
     key_file: KeyFile = None
     keys: Annotated[
         Path | None,
@@ -350,7 +356,7 @@ def check_store_options(options: ServeOptions) -> None:
     Raises:
         UsageError, UnknownName: an option has an invalid or unknown value.
     """
-    from larder.cli.serve_budgets import disk_budget, memory_budgets
+    from larder.cli.serve_budgets import check_choice, disk_budget, memory_budgets
     from larder.server.persistence.base import Durability
     from larder.server.request_queue import SchedulingPolicy
     from larder.server.response_cache import ResponseCategory
@@ -359,17 +365,10 @@ def check_store_options(options: ServeOptions) -> None:
     memory_budgets(options.kv_budget, options.host_budget, options.tenant_quota or ())
     disk_budget(options.store_budget, options.tenant_quota or ())
     EVICTIONS.load(options.eviction)
-    check_codec(options.codec)
-    _check_choice("--durability", options.durability, Durability)
+    check_codec(options.codec, options.resume_deadline)
+    check_choice("--durability", options.durability, Durability)
     dict(map(ResponseCategory.parse, options.response_category or ()))
-    _check_choice("--scheduling-policy", options.scheduling_policy, SchedulingPolicy)
-
-
-def _check_choice(option: str, value: str, choices: type[Enum]) -> None:
-    """Raises: UsageError: the value of an option is none of its choices."""
-    known = [each.value for each in choices]
-    if value not in known:
-        raise UsageError(f"{option} {value!r} is not known: take one of {', '.join(known)}.")
+    check_choice("--scheduling-policy", options.scheduling_policy, SchedulingPolicy)
 
 
 @contextmanager

@@ -1,8 +1,9 @@
-"""Byte budgets of `larder serve`: of each tier, and of each tenant in it."""
+"""Byte budgets of `larder serve`, of each tier and each tenant in it, and choices by name."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum
 
 from larder.core.errors import UsageError
 from larder.core.memory_budget import BudgetUnit, MemoryBudget
@@ -75,3 +76,10 @@ def _bytes(option: str, text: str, tier: Tier) -> int:
             "byte, as in 512MiB or 2GiB."
         )
     return count
+
+
+def check_choice(option: str, value: str, choices: type[Enum]) -> None:
+    """Raises: UsageError: the value of an option is none of its choices."""
+    known = [each.value for each in choices]
+    if value not in known:
+        raise UsageError(f"{option} {value!r} is not known: take one of {', '.join(known)}.")

@@ -141,6 +141,7 @@ def _client(
     step_lock: AbstractContextManager[object] = nullcontext(),  # noqa: B008, without state
 ) -> LocalEngineClient:
     from larder.cli.question_run import engine_over
+    from larder.cli.store_options import streaming_of
     from larder.engine.snapshots import ModelSnapshots
     from larder.server.local_engine_client import LocalEngineClient
     from larder.server.persistence.base import Durability
@@ -151,7 +152,8 @@ def _client(
 
     engine = engine_over(options, loaded)
     persistence = StoreSessionPersistence(store, engine.loaded.decoder.spec, locks)
-    snapshots = ModelSnapshots(store, engine.loaded, options.codec)
+    streaming = streaming_of(options.resume_deadline)
+    snapshots = ModelSnapshots(store, engine.loaded, options.codec, streaming)
     return LocalEngineClient(
         engine,
         budgets,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from larder.engine.engine import Engine
     from larder.engine.persistence import ChatPersistence, ResumeResult
     from larder.store.store import Store
+    from larder.store.stream_controller import StreamController
 
 StoreUrl = Annotated[
     str | None,
@@ -40,11 +41,32 @@ CodecName = Annotated[
         "--codec",
         help="Encoding of saved caches: raw is bit-exact; int8, int4, entropy take fewer bytes; "
         "predictive, predictive12, predictive16 an eighth to a sixteenth of bfloat16's, after "
-        "`larder train predictive`; kvtc and kvtc16 as much, after `larder train kvtc`.",
+        "`larder train predictive`; kvtc and kvtc16 as much, after `larder train kvtc`; cachegen "
+        "is entropy at three levels, of which a restore loads what --resume-deadline allows.",
+    ),
+]
+ResumeDeadline = Annotated[
+    float | None,
+    typer.Option(
+        "--resume-deadline",
+        metavar="SECONDS",
+        help="Time in which a cache saved with --codec cachegen is restored: chunk by chunk, at "
+        "the finest level that comes in time, or from its text.  Default: the finest level.",
     ),
 ]
 DEFAULT_CODEC = "raw"  # valid without an import of the store
 QUIET_REASONS = ("", "new", "slower")  # reasons for no restore that are no fault
+
+
+def streaming_of(deadline: float | None) -> StreamController:
+    """Controller of restores within a deadline; None for none.
+
+    Raises:
+        BadParameter: it is not positive.
+    """
+    from larder.store.stream_controller import StreamController
+
+    return StreamController() if deadline is None else StreamController(deadline)
 
 
 def open_store(url: str | None, key_file: Path | None) -> Store:
@@ -62,8 +84,15 @@ def open_store(url: str | None, key_file: Path | None) -> Store:
     return Store(str(home() / "store") if url is None else url, home(), key=key)
 
 
-def check_codec(name: str) -> None:
-    """Raises: UnknownName: there is no such codec."""
+def check_codec(name: str, resume_deadline: float | None = None) -> None:
+    """Check a codec and the deadline of restores.
+
+    Raises:
+        UnknownName: there is no such codec.
+        BadParameter: the deadline is not positive.
+    """
+    if resume_deadline is not None:
+        streaming_of(resume_deadline)
     if name == DEFAULT_CODEC:
         return
     from larder.store.blobs.payloads import is_lossless_codec
@@ -73,7 +102,11 @@ def check_codec(name: str) -> None:
 
 @contextmanager
 def open_persistence(
-    engine: Engine, url: str | None, codec: str, key_file: Path | None
+    engine: Engine,
+    url: str | None,
+    codec: str,
+    key_file: Path | None,
+    resume_deadline: float | None = None,
 ) -> Iterator[ChatPersistence]:
     """Persistence of caches in a store.
 
@@ -98,7 +131,12 @@ def open_persistence(
         return
     try:
         yield StorePersistence(
-            store, engine.loaded, LOCAL_PRINCIPAL, codec, encryption_for(key, "chats")
+            store,
+            engine.loaded,
+            LOCAL_PRINCIPAL,
+            codec,
+            encryption_for(key, "chats"),
+            streaming_of(resume_deadline),
         )
     finally:
         store.close()

@@ -26,6 +26,7 @@ from larder.store.model_identity import (
 from larder.store.sessions.cache_writer import CacheSnapshot
 from larder.store.sessions.session_reader import CacheRequirements, LoadedSession
 from larder.store.store import Store
+from larder.store.stream_controller import StreamController
 
 
 class ModelSnapshots:
@@ -36,15 +37,22 @@ class ModelSnapshots:
 
     Args:
         codec: name of the codec of keys and values, a file in `store/codecs`.
+        streaming: chooses what is loaded of caches that are stored in chunks.
 
     Raises:
         UnknownName: there is no such codec.
         CacheError: it needs to be trained for the model.
     """
 
-    def __init__(self, store: Store, loaded: LoadedModel, codec: str = RAW_CODEC) -> None:
+    def __init__(
+        self,
+        store: Store,
+        loaded: LoadedModel,
+        codec: str = RAW_CODEC,
+        streaming: StreamController = StreamController(),  # noqa: B008, frozen
+    ) -> None:
         codec_named(codec).check_model(loaded.decoder.spec.fingerprint)
-        self.store, self.codec = store, codec
+        self.store, self.codec, self._streaming = store, codec, streaming
         # Snapshots lie in host memory, whatever device the caches are used on.
         self.host_spec = loaded.decoder.spec.on_host
         self.identity = identity_of_model(loaded)
@@ -70,7 +78,7 @@ class ModelSnapshots:
             Refused: not even the token ids of the session can be loaded.
         """
         self.load_rates(policy)
-        requirements = CacheRequirements(self.identity, policy, self.host_spec)
+        requirements = CacheRequirements(self.identity, policy, self.host_spec, self._streaming)
         loaded = self.store.sessions.load(principal, name, requirements, ids)
         self.save_rates(policy)
         return loaded

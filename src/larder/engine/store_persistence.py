@@ -23,7 +23,8 @@ from larder.engine.persistence import NOT_SAVED, ChatPersistence, ResumeResult
 from larder.engine.snapshots import ModelSnapshots, identity_of_model
 from larder.models.loader import LoadedModel
 from larder.prefill.base import Progress, no_progress
-from larder.prefill.contexts import ChunkSource
+from larder.prefill.contexts import ChunkSource, append_text
+from larder.session.caches import offload
 from larder.session.capacity import resolve_budget
 from larder.session.chat_state import ChatState, chat_state_record, restore_chat_state
 from larder.session.default_policy import text_kind
@@ -36,6 +37,7 @@ from larder.store.blobs.cache_state import RAW_CODEC
 from larder.store.digests import key_of
 from larder.store.encryption import Encryption, NoEncryption
 from larder.store.store import Store
+from larder.store.stream_controller import StreamController
 
 
 class StorePersistence(ChatPersistence):
@@ -45,6 +47,8 @@ class StorePersistence(ChatPersistence):
         principal: tenant that owns the chats.
         codec: name of the codec of keys and values, a file in `store/codecs`.
         logs: encryption of the logs.
+        streaming: chooses what is loaded of caches that are stored in chunks; what is not is read
+            from the log.
     """
 
     def __init__(
@@ -54,10 +58,11 @@ class StorePersistence(ChatPersistence):
         principal: str = LOCAL_PRINCIPAL,
         codec: str = RAW_CODEC,
         logs: Encryption = NoEncryption(),  # noqa: B008, no state
+        streaming: StreamController = StreamController(),  # noqa: B008, frozen
     ) -> None:
         self._logs, self._loaded = logs, loaded
         self._store, self._principal = store, principal
-        self._snapshots = ModelSnapshots(store, loaded, codec)
+        self._snapshots = ModelSnapshots(store, loaded, codec, streaming)
 
     def open_log(self, name: str | None) -> ChatLogStore:
         return open_chat_log(name, self._logs)
@@ -69,13 +74,27 @@ class StorePersistence(ChatPersistence):
             session = self._snapshots.load(self._principal, name, str(policy), ids)
             if session is None or session.cache is None:
                 return ResumeResult(None, NOT_SAVED if session is None else session.reason)
-            caches, seconds = [session.cache, *session.others], time.perf_counter() - started
+            tokens, caches = session.cache.next_position, [session.cache, *session.others]
+            if session.levels:
+                caches = [self._read_rest(session.cache, session.ids)]
+            seconds = time.perf_counter() - started
             state = restore_chat_state(
                 session.transcript, session.ids, caches, runtime, policy, log, seconds
             )
         except LarderError as error:
             return ResumeResult(None, self._store.parts.refusals.note_error(error))
-        return ResumeResult(state, "", len(session.ids), time.perf_counter() - started)
+        return ResumeResult(state, "", tokens, time.perf_counter() - started)
+
+    def _read_rest(self, cache: SequenceCache, ids: tuple[int, ...]) -> SequenceCache:
+        """Have the model read what was not loaded of a cache."""
+        started, rest = time.perf_counter(), ids[cache.next_position :]
+        if not rest:
+            return cache
+        decoder = self._loaded.decoder
+        cache = offload(cache).restore(decoder.spec)
+        append_text(decoder, cache, rest)
+        self._snapshots.record_prefill_time(len(rest), time.perf_counter() - started)
+        return cache
 
     def save(self, name: str, state: ChatState) -> str:
         memory = state.memory

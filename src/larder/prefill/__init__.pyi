@@ -7,6 +7,7 @@ from .contexts import ChunkAnchor as ChunkAnchor
 from .contexts import ChunkMemory as ChunkMemory
 from .contexts import ChunkSource as ChunkSource
 from .contexts import NoChunks as NoChunks
+from .contexts import append_text as append_text
 from .decode_eviction import DecodeEviction as DecodeEviction
 from .decode_eviction import DeferredObserver as DeferredObserver
 from .eviction_pass import EvictionPass as EvictionPass

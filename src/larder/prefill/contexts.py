@@ -244,10 +244,14 @@ class ChunkReader:
         self._source.add((), self._prefix, self._cache)
 
     def _read(self, ids: tuple[int, ...]) -> None:
-        for start in range(0, len(ids), BLOCK_TOKENS):
-            block = ids[start : start + BLOCK_TOKENS]
-            segment = BatchSegment(self._cache, block, append_kind=AppendKind.TEXT)
-            self._decoder.read([segment], Mode.APPEND)
+        append_text(self._decoder, self._cache, ids)
+
+
+def append_text(decoder: Decoder, cache: SequenceCache, ids: tuple[int, ...]) -> None:
+    """Have a model read tokens behind a cache that keeps all of them."""
+    for start in range(0, len(ids), BLOCK_TOKENS):
+        block = ids[start : start + BLOCK_TOKENS]
+        decoder.read([BatchSegment(cache, block, append_kind=AppendKind.TEXT)], Mode.APPEND)
 
 
 def check_chunkable(spec: ModelSpec, purpose: str) -> None:

@@ -19,7 +19,10 @@ from .blobs.container import decompress as decompress
 from .blobs.container import pack_container as pack_container
 from .blobs.container import peek_metadata as peek_metadata
 from .blobs.container import unpack_container as unpack_container
+from .blobs.payloads import SNAPSHOT_KIND as SNAPSHOT_KIND
 from .blobs.payloads import add_owner as add_owner
+from .blobs.payloads import decode_cache_blob as decode_cache_blob
+from .blobs.payloads import encode_snapshot as encode_snapshot
 from .blobs.payloads import encode_token_log as encode_token_log
 from .blobs.tenant_blobs import GRACE_SECONDS as GRACE_SECONDS
 from .codecs.base import CODECS as CODECS
@@ -30,6 +33,7 @@ from .codecs.base import TensorRole as TensorRole
 from .codecs.base import codec_named as codec_named
 from .codecs.entropy import STEP_SCALE as STEP_SCALE
 from .codecs.entropy import STEPS as STEPS
+from .codecs.entropy import Entropy as Entropy
 from .components import MANIFEST_FILE as MANIFEST_FILE
 from .digests import canonical_json as canonical_json
 from .digests import digest_of as digest_of
@@ -91,6 +95,9 @@ from .prefix.chunk_records import prefix_digest as prefix_digest
 from .prefix.chunk_records import token_bytes as token_bytes
 from .prefix.chunk_records import token_ids_from_bytes as token_ids_from_bytes
 from .sessions.cache_writer import CacheSnapshot as CacheSnapshot
+from .sessions.chunk_stream import ChunkStream as ChunkStream
+from .sessions.chunk_stream import StreamedChunk as StreamedChunk
+from .sessions.chunk_stream import chunk_slices as chunk_slices
 from .sessions.epochs import SessionEpochs as SessionEpochs
 from .sessions.records import RECORD_FORM as RECORD_FORM
 from .sessions.records import RECORD_SCHEMA as RECORD_SCHEMA
@@ -104,6 +111,9 @@ from .sessions.session_reader import LoadedSession as LoadedSession
 from .sessions.session_reader import restore_cache as restore_cache
 from .sqlite import quarantine_database as quarantine_database
 from .store import Store as Store
+from .stream_controller import StreamController as StreamController
+from .stream_controller import StreamProgress as StreamProgress
+from .stream_controller import StreamRule as StreamRule
 from .throughput import PROBE_INTERVAL as PROBE_INTERVAL
 from .throughput import RestorePath as RestorePath
 from .throughput import ThroughputEstimates as ThroughputEstimates

@@ -180,6 +180,8 @@ class StoreDiskTier(DiskTier):
                 message = f"The cache of {source.name!r} belongs to another text."
                 self._parts.refusals.note("tokens", message)
                 raise Refused(message, "tokens")
+            if found.levels and source.rule.is_chat and found.cache.next_position < len(ids):
+                raise Refused("A chat needs its whole cache, but a part is read again.", "slower")
             try:
                 beside = self._parts.reader.beside(found.record)
             except LarderError as error:
@@ -364,9 +366,11 @@ def install_caches(
         restore_chat(session, read, loaded_caches.caches, loaded_caches.beside)
     else:
         spec = session.rule.runtime.decoder.spec
+        # What was not loaded of a streamed cache is read again.
+        read = read[: loaded_caches.caches[0].next_position]
         residency.resident_caches = PrefixCaches(SessionCaches(spec, loaded_caches.caches[:1]))
         reservation.shrink(residency.nbytes)
     residency.reservation = reservation
     residency.cached_ids = read
-    residency.settled_tokens = stored.settled_tokens
+    residency.settled_tokens = min(stored.settled_tokens, len(read))
     residency.is_coded = stored.is_coded

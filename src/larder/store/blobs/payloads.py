@@ -84,16 +84,19 @@ def encode_snapshot(
     policy: str,
     codec: str,
     spec: ModelSpec,
+    span: Mapping[str, Any] | None = None,
 ) -> bytes:
     """Encode a part of a session's cache with a codec.
 
     Args:
         spec: of the model.
+        span: place of a chunk in the text; None for a part of all tokens.
     """
     tensors, coded = encode_state(state, codec_named(codec), codec, spec)
     metadata = _metadata(SNAPSHOT_KIND, tenant, identity)
     metadata |= {"policy": {"name": policy}, "coded": coded}
     metadata["codec"] = {"name": codec, "lossless": codec_named(codec).lossless}
+    metadata |= {} if span is None else {"span": dict(span)}
     return pack_container(tensors, metadata)
 
 

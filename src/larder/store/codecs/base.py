@@ -92,6 +92,9 @@ class StorageCodec(ABC):
 
     lossless: ClassVar[bool] = False
     spans_layers: ClassVar[bool] = False  # codes layers jointly, where it can
+    # Codecs that each chunk of a lossless cache is stored with, finest first.
+    levels: ClassVar[tuple[str, ...]] = ()
+    unstreamed: ClassVar[str] = ""  # with levels: the codec of caches that are not cut into chunks
 
     def check_model(self, model: str) -> None:
         """Check that the codec can code caches of a model, by its fingerprint.

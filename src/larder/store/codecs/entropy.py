@@ -8,15 +8,16 @@ coded as the difference from it, in steps of 0.5, 1 or 1.5 units in the first, s
 third of the layers.
 
 What differs: a unit is the standard deviation of the differences of a channel of a head, times
-`STEP_SCALE`, since steps of whole deviations lose too much on small models; differences are taken
-from the anchor as it will be decoded, so that no error adds up; and the entropy coder is zstd's
-instead of an arithmetic coder per channel and layer: a range coder makes such steps some 3% smaller
-and opens them many times as slowly.
+the codec's `step_scale`, since steps of whole deviations lose too much on small models;
+differences are taken from the anchor as it will be decoded, so that no error adds up; and the
+entropy coder is zstd's instead of an arithmetic coder per channel and layer: a range coder makes
+such steps some 3% smaller and opens them many times as slowly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int, Int16
@@ -37,6 +38,8 @@ MAX_STEPS = 2**15 - 1  # steps that a difference can be
 class Entropy(StorageCodec):
     """Delta coding with layer-dependent steps (CacheGen), compressed by zstd."""
 
+    step_scale: ClassVar[float] = STEP_SCALE
+
     def encode(self, numbers: Float[Tensor, "T D"], rows: RowLayout) -> dict[str, Tensor]:
         check_range(numbers)
         shared: dict[str, list[Tensor]] = {name: [] for name in ("lows", "scales", "steps")}
@@ -48,7 +51,7 @@ class Entropy(StorageCodec):
             codes = quantize(own[first], *_spread(lows, scales, first), ANCHOR_BITS)
             decoded = dequantize(codes, *_spread(lows, scales, first))
             left = own[others] - decoded[others // GROUP]
-            steps = _steps(left, rows)
+            steps = _steps(left, rows, self.step_scale)
             counts = (left / steps.float()).round().clamp(-MAX_STEPS, MAX_STEPS)
             anchors.append(codes)
             differences.append(counts.to(torch.int16))
@@ -101,9 +104,9 @@ def _spread(lows: Tensor, scales: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]
     return lows.expand(len(rows), -1), scales.expand(len(rows), -1)
 
 
-def _steps(left: Float[Tensor, "N D"], rows: RowLayout) -> Tensor:
+def _steps(left: Float[Tensor, "N D"], rows: RowLayout, scale: float) -> Tensor:
     """Step size of each channel, large enough for the largest difference."""
-    size = STEPS[min(int(rows.depth * len(STEPS)), len(STEPS) - 1)] * STEP_SCALE
+    size = STEPS[min(int(rows.depth * len(STEPS)), len(STEPS) - 1)] * scale
     if not len(left):
         return torch.ones(left.shape[1], dtype=torch.float16)
     usual = left.square().mean(0).sqrt() * size

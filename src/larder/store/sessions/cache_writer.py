@@ -37,6 +37,7 @@ from larder.store.prefix.chunk_records import (
     token_bytes,
     token_ids_from_bytes,
 )
+from larder.store.sessions.chunk_stream import can_stream, chunk_slices
 from larder.store.sessions.records import Record, StoredCache
 
 
@@ -142,6 +143,15 @@ def is_shareable(snapshot: CacheSnapshot) -> bool:
     )
 
 
+def with_stored_codec(snapshot: CacheSnapshot) -> CacheSnapshot:
+    """Snapshot with the codec that its caches are stored with: chunks at several levels need a
+    single cache that can be restored chunk by chunk."""
+    codec = codec_named(snapshot.codec)
+    if not codec.levels or (not snapshot.others and can_stream(snapshot.cache)):
+        return snapshot
+    return replace(snapshot, codec=codec.unstreamed)
+
+
 class CacheWriter:
     """Writer of caches as blobs. Safe from threads."""
 
@@ -160,7 +170,7 @@ class CacheWriter:
         Raises:
             BudgetError, StoreError: they cannot be stored.
         """
-        is_chunked = is_shareable(snapshot)
+        is_chunked, snapshot = is_shareable(snapshot), with_stored_codec(snapshot)
         caches, spans = list[StoredCache](), list[BlobRef]()
         for each in snapshot.each:
             refs, cache_bytes = self._write_cache(transaction, ids, each, is_chunked)
@@ -188,6 +198,8 @@ class CacheWriter:
                 shared = self._write_chunks(transaction, ids, state, snapshot.identity)
                 refs = [chunk.ref for chunk in shared]
                 state = slice_rest(state, shared[-1].stop if shared else 0)
+            if codec_named(snapshot.codec).levels:
+                return self._write_levels(transaction, ids, state, snapshot), count
             for part in split_layers(state, codec_named(snapshot.codec)):
                 data = encode_snapshot(
                     part,
@@ -199,6 +211,21 @@ class CacheWriter:
                 )
                 refs.append(transaction.put(data))
         return refs, count
+
+    def _write_levels(
+        self,
+        transaction: BlobTransaction,
+        ids: Sequence[int],
+        state: Mapping[str, Tensor],
+        snapshot: CacheSnapshot,
+    ) -> list[BlobRef]:
+        """Write the chunks of a cache, each at every level of the codec."""
+        spec, owner = snapshot.cache.spec, (transaction.tenant, snapshot.identity, snapshot.policy)
+        return [
+            transaction.put(encode_snapshot(part, *owner, level, spec, span))
+            for part, span in chunk_slices(state, ids)
+            for level in codec_named(snapshot.codec).levels
+        ]
 
     def chunks(
         self,

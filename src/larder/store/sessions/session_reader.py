@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,12 +11,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from torch import Tensor
-
 from larder.cache.sequence import SequenceCache
 from larder.cache.spec import CacheSpec
 from larder.core.errors import CacheError, Damaged, LarderError, Refused, UnknownName
 from larder.core.spec import ModelSpec
+from larder.store.blobs.blob_store import BlobRef
 from larder.store.blobs.cache_state import check_fits, join_chunks
 from larder.store.blobs.container import peek_metadata
 from larder.store.blobs.payloads import (
@@ -27,13 +27,15 @@ from larder.store.blobs.payloads import (
     strip_owner,
 )
 from larder.store.blobs.tenant_blobs import TenantBlobs
+from larder.store.codecs.base import codec_named
 from larder.store.ledger import Tier
 from larder.store.model_identity import ModelIdentity
 from larder.store.prefix.chunk_records import ChunkMatch, PrefixDigest, prefix_digest
+from larder.store.sessions.chunk_stream import CacheTensors, ChunkStream, chunks_of
 from larder.store.sessions.records import Record
+from larder.store.stream_controller import StreamController
 from larder.store.throughput import ThroughputEstimates
 
-CacheTensors = dict[str, Tensor]
 READ_THREADS = 4  # blobs that are read and verified at once
 MAX_PREFETCHED_BLOBS = 8  # blobs in memory, the one that is used included
 
@@ -44,11 +46,17 @@ class CacheRequirements:
 
     Args:
         policy: canonical spelling, sizes filled in.
+        streaming: levels of caches that are stored in chunks.
     """
 
     identity: ModelIdentity
     policy: str
     spec: ModelSpec
+    streaming: StreamController = StreamController()
+
+    def decides_by_chunk(self, record: Record) -> bool:
+        """True if what is loaded, and what is read again, is chosen chunk by chunk."""
+        return bool(codec_named(record.codec).levels) and self.streaming.seconds < math.inf
 
     def check(self, record: Record, known: Sequence[int], ids: Sequence[int] | None) -> None:
         """Check that the caches of a record were made under these requirements.
@@ -81,6 +89,7 @@ class LoadedSession:
         cache: None if the text must be prefilled again.
         reason: one word for a missing cache; empty if there is a cache.
         others: caches after the first, if the session has several.
+        levels: of the chunks that were streamed; the cache has read the tokens of these alone.
     """
 
     record: Record
@@ -89,6 +98,7 @@ class LoadedSession:
     cache: SequenceCache | None
     reason: str = ""
     others: tuple[SequenceCache, ...] = ()
+    levels: tuple[int, ...] = ()
 
 
 class SessionReader:
@@ -156,19 +166,30 @@ class SessionReader:
         return self.ids(record)[:count] == tuple(ids[:count])
 
     def caches(
-        self, record: Record, ids: Sequence[int], identity: ModelIdentity, spec: ModelSpec
-    ) -> list[SequenceCache]:
-        """Caches of a record.
+        self, record: Record, ids: Sequence[int], asking: CacheRequirements
+    ) -> tuple[list[SequenceCache], tuple[int, ...]]:
+        """Caches of a record, and the levels of the chunks that were streamed.
+
+        A streamed cache has read the tokens of its chunks alone.
 
         Args:
             ids: tokens that the caches have read.
 
         Raises:
             Damaged: a blob is missing or damaged.
-            Refused: it is intact, but another model's, policy's or tenant's.
+            Refused: it is intact, but another model's, policy's or tenant's; or the model reads the
+                whole text within the deadline.
             BudgetError: it does not fit in host memory.
             StoreError: the disk fails.
         """
+        if codec_named(record.codec).levels:
+            cache, levels = self._stream(record, ids, asking)
+            return [cache], levels
+        return self._whole(record, ids, asking.identity, asking.spec), ()
+
+    def _whole(
+        self, record: Record, ids: Sequence[int], identity: ModelIdentity, spec: ModelSpec
+    ) -> list[SequenceCache]:
         stored = sum(ref.bytes for ref in record.spans)
         begun = time.perf_counter()
         with self._ledger.reserve(Tier.HOST, record.tenant, stored + 2 * record.cache_bytes):
@@ -182,6 +203,36 @@ class SessionReader:
             raise Damaged(f"The saved cache has read {longest} tokens, its log has {len(ids)}.")
         self._rates.loaded(Tier.DISK, stored, time.perf_counter() - begun)
         return found
+
+    def _stream(
+        self, record: Record, ids: Sequence[int], asking: CacheRequirements
+    ) -> tuple[SequenceCache, tuple[int, ...]]:
+        """Cache of the first chunks of a record, and their levels."""
+        chunks = chunks_of(record)
+
+        def load(ref: BlobRef) -> tuple[CacheTensors, Mapping[str, object]]:
+            data = self._blobs.get(ref, record.tenant)
+            tensors = _snapshot_tensors(data, record, asking.identity)
+            return tensors, peek_metadata(data).get("span", {})
+
+        rates = self._rates
+        second = rates.load_seconds(Tier.DISK, 1)
+        stream = ChunkStream(
+            chunks,
+            ids,
+            asking.streaming,
+            load,
+            rates.prefill_seconds,
+            None if second is None else 1 / second,
+        )
+        begun, largest = time.perf_counter(), max(max(chunk.sizes) for chunk in chunks)
+        with self._ledger.reserve(Tier.HOST, record.tenant, largest + 2 * record.cache_bytes):
+            cache, levels = stream.restore(asking.spec)
+        if not levels:
+            raise Refused("Prefill is in time and exact.", "slower")
+        loaded = sum(chunk.sizes[each] for chunk, each in zip(chunks, levels, strict=False))
+        rates.loaded(Tier.DISK, loaded, time.perf_counter() - begun)
+        return cache, tuple(levels)
 
     def prefix(
         self,

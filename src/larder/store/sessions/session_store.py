@@ -25,6 +25,7 @@ from larder.store.sessions.cache_writer import (
     StagedCache,
     check_snapshot,
 )
+from larder.store.sessions.chunk_stream import finest_bytes
 from larder.store.sessions.export import export_session, import_session
 from larder.store.sessions.records import (
     NO,
@@ -217,13 +218,13 @@ class SessionStore:
         try:
             self._check(record, known, asking, ids)
             read = known[: record.num_cached_tokens]
-            cache, *others = parts.reader.caches(record, read, asking.identity, asking.spec)
+            (cache, *others), levels = parts.reader.caches(record, read, asking)
             with parts.unwritten.suppressed():
                 parts.manifest.used(key)
         except LarderError as error:
             reason = parts.refusals.note_error(error)
             return LoadedSession(record, known, transcript, None, reason)
-        return LoadedSession(record, known, transcript, cache, others=tuple(others))
+        return LoadedSession(record, known, transcript, cache, "", tuple(others), levels)
 
     def read_transcript(self, principal: str, name: str) -> tuple[Record, bytes] | None:
         """Newest state of a session and its transcript, without a cache; None if there is none.
@@ -484,7 +485,9 @@ class SessionStore:
         if not self.has_cache(record):
             raise Refused("The cache was evicted.", "evicted")
         asking.check(record, known, ids)
-        stored, count = sum(ref.bytes for ref in record.spans), record.num_cached_tokens
+        if asking.decides_by_chunk(record):
+            return
+        stored, count = finest_bytes(record), record.num_cached_tokens
         if self._parts.throughput.choose(Tier.DISK, stored, count) is not RestorePath.LOAD:
             raise Refused("Prefill is faster than loading the cache.", "slower")
 
