@@ -23,6 +23,7 @@ from larder.policy import (
     Norms,
     PersistenceTally,
     Pool,
+    RecentAttention,
     Selection,
     SnapKV,
     Split,
@@ -227,6 +228,14 @@ def test_morph_of_one_query_ranks_older_entries_as_the_newest_token_does() -> No
 def test_morph_equals_its_loop_with_what_is_remembered(loop_of, generating, held) -> None:
     seen = looked(attended(ROWS), generating, held)
     for part in (Morph(2), Morph(2, Fusion.SUM), Morph(4)):
+        got = part.score(seen).tolist()
+        assert got == pytest.approx(loop_of(part).scores(part, seen)[0], abs=1e-5)
+
+
+@pytest.mark.parametrize("held", [0, 1, 2])
+def test_recent_attention_equals_its_loop_with_what_is_remembered(loop_of, held) -> None:
+    seen = looked(attended(ROWS), True, held)
+    for part in (RecentAttention(1), RecentAttention(2), RecentAttention(4)):
         got = part.score(seen).tolist()
         assert got == pytest.approx(loop_of(part).scores(part, seen)[0], abs=1e-5)
 

@@ -15,6 +15,7 @@ from larder.core import BadParameter, Mode
 from larder.models import BatchSegment, LayerActivations
 from larder.policy import (
     Budget,
+    ContextRefresh,
     Drop,
     FixedSlot,
     KeyDiff,
@@ -110,6 +111,40 @@ def test_what_was_read_stays_whole_beside_what_is_generated(strategy) -> None:
             assert {end - 2, end - 1} <= now
 
 
+def test_rounds_of_a_refresh_keep_a_share_by_depth_for_good() -> None:
+    """Blocks of 4 behind 3 recent tokens: 3 of 4 stay in layer 0, 1 of 4 at two thirds."""
+    part = ContextRefresh(4, 0.9, 0.1, 3, 0.1, "last_query() > sum() > group_mean()")
+    assert [part.survivors(depth) for depth in (0.0, 2 / 3)] == [3, 1]
+    growing = Growing(part, 1, Uniform(), Protect(0, 1))
+    before = [set[int]()] * 4
+    for step in range(1, 12):
+        growing.go_on([1])
+        after = [places for layer in MANAGED for places in growing.places(layer)]
+        assert all({0} | set(range(max(1, step - 2), step + 1)) <= now for now in after)
+        kept = [
+            [len(now & set(range(1, 5))) for now in after[:2]],
+            [len(now & set(range(1, 5))) for now in after[2:]],
+        ]
+        assert kept == ([[3, 3], [1, 1]] if step >= 7 else [[min(step, 4)] * 2] * 2)
+        if step > 7:  # what stayed is not judged again while there is room: 9 of 10 entries
+            assert all(
+                was & set(range(1, 5)) <= now for was, now in zip(before, after, strict=True)
+            )
+        before = after
+
+
+def test_a_refresh_judges_by_a_scorer() -> None:
+    with pytest.raises(BadParameter, match=r"context_refresh\.scorer must be a scorer: No scorer"):
+        ContextRefresh(scorer="uniform()")
+
+
+def test_survivors_of_the_released_numbers() -> None:
+    """int(16 * .9 * r) with r = .9 (cos(pi l / 32) + 1) / 2 + .1: 14.4, 7.92 and 1.47."""
+    own = ContextRefresh()
+    assert [own.survivors(layer / 32) for layer in (0, 16, 31)] == [14, 7, 1]
+    assert own.recent_tokens(1000) == 100 and own.generation_capacity(1000) == 200
+
+
 @pytest.mark.parametrize("passes", [[1] * 40, [3, 1, 1, 7, 1]])
 @pytest.mark.parametrize("distance", [1, 4, TOKENS, TOKENS + 5])
 def test_a_fixed_slot_is_deleted_at_every_step(loop_of, passes, distance) -> None:
@@ -149,15 +184,20 @@ def test_a_timing_is_frozen_and_cites_its_paper(timing) -> None:
 def test_only_what_was_read_is_spared(timing) -> None:
     protected = torch.tensor([False, True, False, False, True, False])
     positions = torch.arange(6, dtype=torch.int32)
-    own = isinstance(timing, Split)
+    own, waits = timing.extends_protection, isinstance(timing, ContextRefresh)
     shielded = timing.generation_protection(protected, positions, 3, 6, TOKENS).tolist()
-    assert shielded == [own, True, own, False, True, own]  # two of the latest, under a split
+    assert shielded == [own, True, own, waits, True, own]  # two of the latest, and what is not due
 
 
 @pytest.mark.parametrize(
     "kind, value",
     [
         (Lagged, {"tokens": 0}),
+        (ContextRefresh, {"tokens": 0}),
+        (ContextRefresh, {"kept": 0.0}),
+        (ContextRefresh, {"share": 1.5}),
+        (ContextRefresh, {"recent": 0}),
+        (ContextRefresh, {"reading": 1.0}),
         (FixedSlot, {"distance": 0}),
         (Split, {"reading": 0.0}),
         (Split, {"reading": 1.0}),

@@ -117,6 +117,7 @@ from .scorers.positions_first import Content as Content
 from .scorers.positions_first import PositionsFirst as PositionsFirst
 from .scorers.q_filters import QFilters as QFilters
 from .scorers.random import Random as Random
+from .scorers.recent_attention import RecentAttention as RecentAttention
 from .scorers.reconstruct import Reconstruct as Reconstruct
 from .scorers.recurrence import Recurrence as Recurrence
 from .scorers.roco import RoCo as RoCo
@@ -145,6 +146,7 @@ from .tallies.persistence import PersistenceTally as PersistenceTally
 from .tallies.sentence import ENDS as ENDS
 from .tallies.token_kind import TokenKindTally as TokenKindTally
 from .timing.base import Timing as Timing
+from .timing.context_refresh import ContextRefresh as ContextRefresh
 from .timing.every_step import EveryStep as EveryStep
 from .timing.fixed_slot import FixedSlot as FixedSlot
 from .timing.lagged import Lagged as Lagged

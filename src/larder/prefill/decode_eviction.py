@@ -13,6 +13,7 @@ from larder.core.observation import Phase, ScratchPrompt
 from larder.models.forward_batch import BatchSegment, LayerActivations, Observer
 from larder.policy.planner import Planner
 from larder.policy.providers.base import TokenProvider
+from larder.policy.timing.base import Growth
 from larder.prefill.eviction_pass import EvictionMode, EvictionPass, ScoringPhase, token_observer
 
 # Numbers of the tokens of rows before they are read, by provider; one mapping per row.
@@ -71,8 +72,8 @@ class DecodeEviction:
         """
         caches = [row.cache for row in rows]
         lengths = [row.cache.next_position + len(row.ids) for row in rows]
-        pairs = zip(numbers, steps, strict=True)
-        quotas = [self._quotas(number, step) for number, step in pairs]
+        triples = zip(numbers, rows, steps, strict=True)
+        quotas = [self._quotas(number, row, step) for number, row, step in triples]
         eviction = EvictionPass(
             self.planner,
             caches,
@@ -116,9 +117,13 @@ class DecodeEviction:
             cache.stores[layer].entries_copy_bytes for cache in caches for layer in self.quotas[0]
         )
 
-    def _quotas(self, number: int, step: int) -> dict[int, int]:
-        timing, quotas = self.planner.timing, self.quotas[number]
-        return {layer: timing.quota(q, self.tokens, step) for layer, q in quotas.items()}
+    def _quotas(self, number: int, row: BatchSegment, step: int) -> dict[int, int]:
+        timing, layers = self.planner.timing, len(row.cache.spec.layers)
+        appended = row.cache.next_position + len(row.ids) - self.starts[number]
+        return {
+            layer: timing.layer_quota(q, self.tokens, Growth(step, appended, layer / layers))
+            for layer, q in self.quotas[number].items()
+        }
 
     def _is_due(self, row: BatchSegment, quotas: Mapping[int, int]) -> bool:
         """True if the cache exceeds its capacity once the row is read."""

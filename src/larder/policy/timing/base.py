@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import ClassVar
 
 from jaxtyping import Int
@@ -12,6 +13,21 @@ from larder.core.part import PolicyPart
 from larder.core.types import PackedMask
 from larder.policy.reduced_scorer import ReducedScorer
 from larder.policy.scorers.base import Scorer
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Growth of a cache since it was prefilled.
+
+    Args:
+        step: tokens generated so far.
+        appended: tokens read or generated so far, those of the pass included.
+        depth: layers before this one as a fraction of all, in [0, 1).
+    """
+
+    step: int
+    appended: int
+    depth: float
 
 
 class Timing(PolicyPart, ABC):
@@ -61,6 +77,10 @@ class Timing(PolicyPart, ABC):
         """
         del tokens, step
         return quota
+
+    def layer_quota(self, quota: int, tokens: int, growth: Growth) -> int:
+        """Capacity of a layer at a decode step, as `quota`; that of the step by default."""
+        return self.quota(quota, tokens, growth.step)
 
     def generation_capacity(self, tokens: int) -> int | None:
         """Entries per kv head reserved for generated text at the first step, under a budget of

@@ -11,8 +11,8 @@ on (in the code all do where 64 or fewer would).
 Here the recent tokens are those that the policy protects, the score is that of its scorer, and the
 share, left open, is the largest with which what the layers hold fits the budget; `global()` leaves
 such layers as they are. Below about two fifths of a text no share is small enough: there the cosine
-falls to 0 and is raised to a power (ours). Layers with a sliding window let everything go on. The
-paper also evicts from what is generated; here that is up to the timing.
+falls to 0 and is raised to a power (ours). Layers with a sliding window let everything go on.
+What is generated is up to the timing: the paper's rule is `context_refresh()`.
 """
 
 from __future__ import annotations

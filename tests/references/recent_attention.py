@@ -1,0 +1,46 @@
+"""`recent_attention`: what the latest queries give an entry, the last 1.2 times, over all heads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from larder.core import Observation
+from references.attention_loop import group_of, heads_of, positions_of, weights
+
+SMALL = {"window": 3}  # parameters for small layers
+
+
+def scores(part: Any, seen: Observation) -> list[list[float]]:
+    judging = latest(part, seen)
+    said: dict[int, list[float]] = {}
+    for head in heads_of(seen):
+        places = positions_of(seen.entries, head)
+        for query_head in group_of(seen, head):
+            row = judged(judging, query_head, places)
+            for place, weight in zip(places, row, strict=True):
+                said.setdefault(place, []).append(weight)
+    means = {place: sum(row) / len(row) for place, row in said.items()}
+    return [[means[place] for place in positions_of(seen.entries, h)] for h in heads_of(seen)]
+
+
+def latest(part: Any, seen: Observation) -> Observation:
+    """The observation with the last queries, held ones and those of the pass, for its own."""
+    held = [] if seen.latest is None else [seen.latest]
+    queries = torch.cat([*(one.queries for one in held), seen.queries], 1)[:, -part.window :]
+    places = torch.cat([*(one.positions for one in held), seen.query_positions])[-part.window :]
+    keys = seen.keys.new_zeros(seen.layer.kv_heads, len(places), queries.shape[2])
+    return replace(seen, queries=queries, query_positions=places, keys=keys)
+
+
+def judged(seen: Observation, query_head: int, places: list[int]) -> list[float]:
+    total, count = [0.0] * len(places), len(seen.query_positions)
+    for query, at in enumerate(seen.query_positions.tolist()):
+        factor = 1 + 0.2 * (query / (count - 1) if count > 1 else 0.0)
+        visible = [place <= at for place in places]
+        if any(visible):
+            row = weights(seen, query_head, query, visible)
+            total = [a + factor * b for a, b in zip(total, row, strict=True)]
+    return [number / count for number in total]
