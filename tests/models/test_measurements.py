@@ -103,6 +103,42 @@ def test_needle_mass_equals_a_loop(three_layers) -> None:
     assert SMALL["retrieval"].measure(three_layers, SAMPLE) == pytest.approx(expected, rel=1e-4)
 
 
+def test_ranks_of_needles_equal_a_loop(three_layers) -> None:
+    passage, ranks = SMALL_NEEDLES.passage(SAMPLE), []
+    for layer, heads in enumerate(heads_of(three_layers, passage.ids)):
+        radians = three_layers.spec.layers[layer].radians
+        for keys in heads.keys:
+            rows = [turned_back(key.tolist(), n, radians) for n, key in enumerate(keys)]
+            found = []
+            for each in passage.needles:
+                asked = rows[each.question : each.predicting[0] + 1]
+                best = [max(cosine(row, one) for one in asked) for row in rows[: passage.context]]
+                order = sorted(range(passage.context), key=lambda token, b=best: -b[token])
+                places = [order.index(token) for token in range(*each.needle)]
+                found.append(sum(places) / len(places) / passage.context)
+            ranks.append(sum(found) / len(found))
+    got = SMALL["needle_rank"].measure(three_layers, SAMPLE)
+    assert sorted(got) == pytest.approx([place / 6 for place in range(6)])
+    behind = range(2, 6)  # in the first layer equal tokens have equal keys, in any order
+    assert len({ranks[head] for head in behind}) == 4
+    assert sorted(behind, key=lambda h: got[h]) == sorted(behind, key=lambda h: ranks[h])
+
+
+def turned_back(key: list[float], position: int, radians: tuple[float, ...]) -> list[float]:
+    """Key before rotation; pairs of dimensions are half of the channels apart."""
+    out, half = list(key), len(key) // 2
+    for pair, each in enumerate(radians):
+        cos, sin = math.cos(position * each), math.sin(position * each)
+        one, other = key[pair], key[pair + half]
+        out[pair], out[pair + half] = cos * one + sin * other, cos * other - sin * one
+    return out
+
+
+def cosine(one: list[float], other: list[float]) -> float:
+    lengths = math.hypot(*one) * math.hypot(*other)
+    return sum(a * b for a, b in zip(one, other, strict=True)) / lengths
+
+
 def reasoned(decoder: Decoder, riddle: reasoning.ReasoningPrompt) -> tuple[list[int], list[float]]:
     """A greedy answer, and the hits of each head at every token of it, each text read anew."""
     ids, k, scores = list(riddle.ids), riddle.claim[1] - riddle.claim[0], [0.0] * 12

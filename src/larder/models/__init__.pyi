@@ -84,6 +84,7 @@ from .measurements.duo_attention import TrainedGates as TrainedGates
 from .measurements.echo import Echo as Echo
 from .measurements.eviction_error import EvictionErrorMeasurement as EvictionErrorMeasurement
 from .measurements.induction import Induction as Induction
+from .measurements.needle_rank import NeedleRank as NeedleRank
 from .measurements.q_filters import QFiltersMeasurement as QFiltersMeasurement
 from .measurements.q_filters import query_directions as query_directions
 from .measurements.reasoning import Reasoning as Reasoning

@@ -12,7 +12,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.observation import Entries, Observation, Prompts, ScratchPrompt
+from larder.core.observation import (
+    Calibration,
+    Entries,
+    Observation,
+    Prompts,
+    ScratchPrompt,
+)
 from larder.core.part import PolicyPart
 from larder.core.plan import StepScoring
 from larder.core.types import Packed, PackedMask
@@ -69,6 +75,14 @@ class Scorer(PolicyPart, ABC):
         """
         del block, start, book
         return ()
+
+    def scored_layers(self, facts: Mapping[int, Calibration]) -> frozenset[int] | None:
+        """Layers whose scores tell entries apart, by measurement; None for all.
+
+        Args:
+            facts: calibration of each layer, by its index.
+        """
+        del facts
 
     def step_scoring(self, reduction: AttentionReduction) -> StepScoring | None:
         """Score of a decode step as a kernel can compute it; None if it cannot."""

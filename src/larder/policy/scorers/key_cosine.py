@@ -6,11 +6,13 @@ layers made of them and those of the question, the highest over the question's t
 few heads, then smoothed by the highest among neighbors so that what stands around a found token
 comes along. Known to us are the abstract and reviews, not the released code: which vectors are
 compared is inferred. Here they are keys before rotation, since a rotated key says where a token
-stands; each kv head has its own scores, and all heads count.
+stands; each kv head has its own scores. The heads are those under whose keys hidden sentences rank
+best (measurement `needle_rank`); `two_passes()` reads up to the deepest of their layers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,12 +21,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from larder.core.errors import BadParameter
-from larder.core.observation import Observation, Prompts, ScratchPrompt
+from larder.core.observation import Calibration, Observation, Prompts, ScratchPrompt
 from larder.core.types import Packed
 from larder.ops.pooling import running_max
 from larder.ops.rope import rotate, rotate_per_head
 from larder.policy.scorers._future_queries import rope_radians
 from larder.policy.scorers.base import Scorer
+
+ORDER = "needle_rank"  # of all kv heads, as fractions
 
 
 @dataclass(frozen=True)
@@ -34,14 +38,28 @@ class KeyCosine(Scorer):
     Args:
         prompt: its name: `question`, or any other whose text is given to `Engine.read`.
         kernel: width of the max pooling, in entries. Odd; 1 pools nothing.
+        share: share of the kv heads of all layers that count, the best of a measured order, in
+            (0, 1]; entries of others score 0. 1 for all, without a measurement.
     """
 
     prompt: str = "question"
     kernel: int = 7
+    share: float = 1.0
 
     def __post_init__(self) -> None:
         if self.kernel < 1 or self.kernel % 2 == 0:
             raise BadParameter(f"key_cosine.kernel must be odd, got {self.kernel}.")
+        if not 0 < self.share <= 1:
+            raise BadParameter(f"key_cosine.share must be in (0, 1], got {self.share}.")
+
+    def required_calibrations(self) -> frozenset[str]:
+        return frozenset({ORDER}) if self.share < 1 else frozenset()
+
+    def scored_layers(self, facts: Mapping[int, Calibration]) -> frozenset[int] | None:
+        """Layers that have a head that counts."""
+        if self.share == 1:
+            return None
+        return frozenset(index for index, own in facts.items() if min(own[ORDER]) < self.share)
 
     def required_prompts(self) -> frozenset[str]:
         return frozenset({self.prompt})
@@ -52,6 +70,7 @@ class KeyCosine(Scorer):
         return (ScratchPrompt(tuple(book[self.prompt]), (0, start + len(block))),)
 
     def score(self, seen: Observation) -> Packed:
+        counts = [place < self.share for place in seen.facts.get(ORDER, ())]
         radians = rope_radians(seen, "key_cosine")
         asked = rotate_per_head(seen.keys.float(), -seen.effective_rope_positions, radians)
         entries, places = seen.entries, seen.entries.effective_rope_positions
@@ -60,7 +79,8 @@ class KeyCosine(Scorer):
             rows = entries.rows(head)
             keys = rotate(entries.keys[rows].float()[None], -places[rows], radians)[0]
             cosines = F.normalize(keys, dim=-1) @ F.normalize(asked[head], dim=-1).T  # [S, Q]
-            scores.append(running_max(cosines.amax(1), self.kernel))
+            best = running_max(cosines.amax(1), self.kernel)
+            scores.append(best if self.share == 1 or counts[head] else torch.zeros_like(best))
         return torch.cat(scores)
 
 

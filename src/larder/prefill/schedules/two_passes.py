@@ -10,8 +10,8 @@ from several layers instead, and computes their entries anew.
 
 Of both the abstracts are known to us, not the released code. Inferred: every width chooses equally
 many tokens; scores of several layers are added; found tokens are read at their true positions, as
-everything else is (`compact()` gives them positions without gaps). Differences: layers and heads
-are not picked by a measurement; what the first pass caches is whole, where REFORM cuts it, and is
+everything else is (`compact()` gives them positions without gaps). Differences: the layer of ILRe
+is not picked by a measurement; what the first pass caches is whole, where REFORM cuts it, and is
 freed before the second. Protected tokens are always found. What is read later goes through all
 layers, once.
 """
@@ -54,7 +54,8 @@ class TwoPasses(Schedule):
     Args:
         layer: the last layer of the first pass: its index, or its depth as a fraction of all
             layers. Where it slides a window, the nearest one before it that does not.
-        layers: layers whose scores are added, at equal distances up to `layer`.
+        layers: layers whose scores are added, at equal distances up to `layer`. A scorer of a few
+            measured heads names its layers itself (`key_cosine(share=0.05)`).
         tokens: tokens that are read anew.
         kept: the same as a fraction of the text; left open with `tokens`, as many as the budget
             holds, and a quarter without one. Never fewer than it holds.
@@ -110,8 +111,11 @@ class TwoPasses(Schedule):
         spec, reader = reader.decoder.spec, scoring_reader(reader)
         last = layer_index(self.layer, spec)
         managed = [layer.index for layer in spec.managed if layer.index <= last]
-        chosen = {managed[-1 - len(managed) * place // self.layers] for place in range(self.layers)}
-        search = TokenSearch(reader, lane, ids, frozenset(chosen), self.scoring)
+        scorer = reader.planner.scorer if self.scoring is None else self.scoring.scorer
+        chosen = scorer.scored_layers(reader.planner.facts) or frozenset(
+            managed[-1 - len(managed) * place // self.layers] for place in range(self.layers)
+        )
+        search = TokenSearch(reader, lane, ids, chosen, self.scoring)
         yield from search.steps()
         widths = [int(word) for word in self.widths.split()]
         rows = found_tokens(search.scores, search.always, count, widths)
