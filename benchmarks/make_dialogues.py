@@ -24,7 +24,7 @@ from larder.session import TokenizerAdapter
 from larder_bench.datasets.conversation_file import conversation_json
 from larder_bench.datasets.haystack import Haystack
 from larder_bench.datasets.sources import TaskSources
-from larder_bench.tasks.base import Task, parse_task
+from larder_bench.tasks.base import BenchTask, parse_task
 from larder_bench.tasks.needles import NeedlesTask
 
 SEEDS = 1000  # files of one `--seed`
@@ -56,14 +56,14 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _task(sentence: str, sources: TaskSources) -> Task:
+def _task(sentence: str, sources: TaskSources) -> BenchTask:
     task = parse_task(sentence)
     if isinstance(task, NeedlesTask) and sources.corpus is not None and "hay" not in sentence:
         return replace(task, hay=Haystack.PROSE)
     return task
 
 
-def _write(task: Task, kind: str, sources: TaskSources, options: argparse.Namespace) -> None:
+def _write(task: BenchTask, kind: str, sources: TaskSources, options: argparse.Namespace) -> None:
     for number in range(options.files):
         conversation = task.make(options.seed * SEEDS + number, options.tokens, sources)
         path = options.out / f"{kind}-{options.tokens}-{number}.json"

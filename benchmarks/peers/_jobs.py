@@ -31,7 +31,7 @@ from larder_bench.results.environment import ID_LENGTH, environment_row
 from larder_bench.results.rows import CELL, SCHEMA, Row
 from larder_bench.scoring.item_scores import NumberedQuestion, generated_items
 from larder_bench.studies.question_sequences import number_questions
-from larder_bench.tasks.base import Task, parse_task
+from larder_bench.tasks.base import BenchTask, parse_task
 
 HERE = Path(__file__).parent
 STUDY = "peers"
@@ -52,7 +52,7 @@ class ComparisonJob:
         written: Larder's policy; empty for a peer.
     """
 
-    task: Task
+    task: BenchTask
     tokens: int
     seed: int
     policy: str
@@ -326,7 +326,7 @@ def _maker(setting: ComparisonSetup) -> Any:
     )
     sources = TaskSources(count, corpus, wording=wording)
 
-    def make(task: Task, seed: int, tokens: int) -> Conversation:
+    def make(task: BenchTask, seed: int, tokens: int) -> Conversation:
         return worded_chat(task.make(seed, tokens, sources), wording)
 
     return lru_cache(maxsize=CACHED_CONVERSATIONS)(make)

@@ -61,7 +61,6 @@ class Belady(EvictionPolicy):
     """
 
     def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
-        del now
         return -held.steps
 
 

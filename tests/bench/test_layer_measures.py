@@ -18,7 +18,7 @@ from larder_bench.random_models import open_model
 from larder_bench.results.rows import Row
 from larder_bench.studies.model_context import ModelContext
 from larder_bench.studies.study import Study, StudyTask
-from larder_bench.tasks.base import Task, parse_task
+from larder_bench.tasks.base import BenchTask, parse_task
 
 LIFELOG = StudyTask('lifelog(questions=3, kinds="single,list")', (260,))
 
@@ -64,7 +64,7 @@ def slowly(bench: ModelContext, policy: str, budget: str | None) -> list[tuple[f
     return found
 
 
-def _task() -> Task:
+def _task() -> BenchTask:
     return parse_task(LIFELOG.spelling)
 
 

@@ -15,7 +15,7 @@ from larder.core import BadParameter, PromptLayout, SpellingError, UnknownName, 
 from larder_bench.datasets.lifelog_sessions import count_message_tokens
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.tasks import base
-from larder_bench.tasks.base import TASKS, QuestionStyle, Task, parse_task
+from larder_bench.tasks.base import TASKS, BenchTask, QuestionStyle, parse_task
 
 TOKENS = 900
 NAMES = TASKS.names()
@@ -143,4 +143,4 @@ def test_what_is_written_wrong(sentence: str, error: type[LarderError], said: st
 
 def test_a_task_cannot_be_made_without_a_way(material: TaskSources) -> None:
     with pytest.raises(TypeError, match="abstract"):
-        Task()  # pyright: ignore[reportAbstractUsage]
+        BenchTask()  # pyright: ignore[reportAbstractUsage]

@@ -17,7 +17,7 @@ from torch import Tensor
 from builders import a_layer, a_view
 from larder import Policy
 from larder.core import BadParameter, Observation
-from larder.policy import Caote, Chunk, Criticality, TaskSource, Window
+from larder.policy import Caote, Chunk, Criticality, Task, Window
 from larder.session import FAMILIES
 from references.attention_loop import heads_of, positions_of
 
@@ -218,7 +218,7 @@ def test_a_text_that_asks_is_looked_through_by_the_best_half_of_a_window() -> No
     scores, seen = told([{n: float(n % 4) for n in range(8)}])
     asking = replace(seen, ids=(3, 9, 4), lexicon={"question_marks": frozenset({9})})
     long_ago = replace(asking, ids=(9, *[4] * 32))
-    found = Window(size=4, best=0.5, task=TaskSource.FOUND)
+    found = Window(size=4, best=0.5, task=Task.FOUND)
     for other, expected in ((asking, 2.5), (long_ago, 1.5), (seen, 1.5)):
         assert found.pool(scores, other).tolist() == [expected] * 8
     assert Window(size=4, best=0.5).pool(scores, long_ago).tolist() == [2.5] * 8

@@ -116,7 +116,6 @@ def _read(
     Raises:
         KeyError: the file has no such layer.
     """
-    del modified
     names = [f"{side}.{part}" for side in SIDES for part in PARTS]
     found = read_trained(path, fingerprint, [f"layers.{place}.{name}" for name in names])
     own = [tensor.float().to(device) for tensor in found.values()]

@@ -114,6 +114,5 @@ def _read(path: Path, modified: int, place: int, fingerprint: str) -> LowRankMap
     Raises:
         KeyError: the file has no such layer.
     """
-    del modified
     names = [f"layers.{place}.{each.name}" for each in fields(LowRankMaps)]
     return LowRankMaps(*(own.float() for own in read_trained(path, fingerprint, names).values()))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from larder.core.errors import CacheError
-from larder.core.spec import ModelSpec, RecurrentSpec
+from larder.core.spec import ModelSpec
 
 RECURRENT = "recurrent."  # prefix of names in a state
 
@@ -48,7 +48,11 @@ class RecurrentState:
             CacheError: a tensor is missing, or is not of the model's shape and dtype.
         """
         saved = {name: tensor for name, tensor in state.items() if name.startswith(RECURRENT)}
-        known = {_name_of(tensor): tensor for tensor in spec.recurrent} if length else {}
+        known = (
+            {f"{RECURRENT}{tensor.layer}.{tensor.name}": tensor for tensor in spec.recurrent}
+            if length
+            else {}
+        )
         if saved.keys() != known.keys():
             raise CacheError(
                 f"The saved cache of {length} tokens has {len(saved)} tensors of recurrent layers, "
@@ -78,7 +82,3 @@ class CacheCheckpoint:
 
     position: int
     recurrent: RecurrentState
-
-
-def _name_of(tensor: RecurrentSpec) -> str:
-    return f"{RECURRENT}{tensor.layer}.{tensor.name}"

@@ -57,6 +57,14 @@ class TrainedTables(ABC):
                 f"`larder train {cls.method}`, or choose another codec."
             ) from None
 
+    @classmethod
+    def find(cls: type[Tables], fingerprint: str) -> Tables | None:
+        """Tables of a model as of `load`; None if it has none, or those of another one."""
+        try:
+            return cls.load(fingerprint)
+        except (CacheError, ModelError):
+            return None
+
     @cached_property
     def digest(self) -> str:
         """Short digest of the numbers, which tells one training from another."""
@@ -140,5 +148,4 @@ def _read(kind: type[Tables], path: Path, modified: int, fingerprint: str) -> Ta
         KeyError: the file is damaged.
         ModelError: it is of another model.
     """
-    del modified
     return kind.of(read_trained(path, fingerprint))

@@ -125,7 +125,6 @@ def _read(path: Path, modified: int, layer: int, radians: tuple[float, ...]) -> 
     Raises:
         KeyError: the file has no such layer.
     """
-    del modified
     forward, mean, deviation = read_tensors(path, [f"{layer}.{part}" for part in PARTS]).values()
     return TransformTables(forward, mean, deviation, radians)
 

@@ -24,7 +24,7 @@ from larder.cli.store_options import (
     open_persistence,
 )
 from larder.core.conversation import Conversation, Question
-from larder.core.errors import InputError, LarderError, UsageError
+from larder.core.errors import InputError, UsageError
 
 if TYPE_CHECKING:
     from larder.cli.question_run import QuestionRun
@@ -45,6 +45,21 @@ ContextFiles = Annotated[
         help="Document to read beside others; may be repeated, and FILE is the first.",
     ),
 ]
+ScoringPrompts = Annotated[
+    list[str],
+    typer.Option(
+        metavar="NAME=TEXT",
+        help="Text that a policy scores entries by, such as task=TEXT for task_aware; "
+        "may be repeated.",
+    ),
+]
+ExplainPage = Annotated[
+    Path | None,
+    typer.Option(metavar="PAGE.html", help="Write a page that shows the entries of each cache."),
+]
+SchemaFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="JSON schema that each answer matches.")
+]
 
 
 @command
@@ -56,28 +71,13 @@ def ask(
     ],
     options: ModelOptions,
     context: ContextFiles = [],  # noqa: B006, never changed
-    prompt: Annotated[
-        list[str],
-        typer.Option(
-            metavar="NAME=TEXT",
-            help="Text that a policy scores entries by, such as task=TEXT for task_aware; "
-            "may be repeated.",
-        ),
-    ] = [],  # noqa: B006, never changed
-    explain: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PAGE.html", help="Write a page that shows the entries of each cache."
-        ),
-    ] = None,
+    prompt: ScoringPrompts = [],  # noqa: B006, never changed
+    explain: ExplainPage = None,
     keep: Annotated[
         bool,
         typer.Option("--keep", help="Save the caches after prefill; restore them the next time."),
     ] = False,
-    schema: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="JSON schema that each answer matches."),
-    ] = None,
+    schema: SchemaFile = None,
     store: StoreUrl = None,
     codec: CodecName = DEFAULT_CODEC,
     resume_deadline: ResumeDeadline = None,
@@ -171,7 +171,7 @@ def _run_questions(
             print()
         return run, False
     if all(asked.error is not None for asked in run.asked):
-        raise _first_error(run)
+        raise next(asked.error for asked in run.asked if asked.error is not None)
     return run, True
 
 
@@ -228,10 +228,6 @@ def _read_schema(path: Path) -> Mapping[str, Any]:
         raise InputError(f"{path} holds no JSON object: give a JSON schema.")
     json_constraint(schema)
     return schema
-
-
-def _first_error(run: QuestionRun) -> LarderError:
-    return next(asked.error for asked in run.asked if asked.error is not None)
 
 
 def _question_of(conversation: Conversation, text: str) -> Question:

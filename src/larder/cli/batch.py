@@ -65,23 +65,34 @@ def batch(
     engine = open_engine(_full(options))
     done = results.names()
     left = [line for line in lines if line["custom_id"] not in done]
-    runner = _run(engine, left, options, max_bytes, results)
-    told = {
-        "schema": 1,
-        "requests": len(lines),
-        "skipped": len(lines) - len(left),
-        "failed": results.num_failed,
-        "prompt_tokens": results.num_prompt_tokens,
-        "read_tokens": runner,
-        "results": str(results.path),
-    }
+    read_tokens = _run(engine, left, options, max_bytes, results)
+    _print_summary(len(lines), len(left), read_tokens, results, options)
+
+
+def _print_summary(
+    num_requests: int,
+    num_answered: int,
+    read_tokens: int,
+    results: ResultFile,
+    options: ModelOptions,
+) -> None:
     if options.json:
-        print_document(told)
-    else:
-        progress_console().print(
-            f"{len(left)} requests, {results.num_failed} failed; read {runner:,} of "
-            f"{results.num_prompt_tokens:,} prompt tokens; results in {results.path}"
+        print_document(
+            {
+                "schema": 1,
+                "requests": num_requests,
+                "skipped": num_requests - num_answered,
+                "failed": results.num_failed,
+                "prompt_tokens": results.num_prompt_tokens,
+                "read_tokens": read_tokens,
+                "results": str(results.path),
+            }
         )
+        return
+    progress_console().print(
+        f"{num_answered} requests, {results.num_failed} failed; read {read_tokens:,} of "
+        f"{results.num_prompt_tokens:,} prompt tokens; results in {results.path}"
+    )
 
 
 class ResultFile:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from larder.models.loader import LoadedModel
     from larder.training.corpus import Corpus
     from larder.training.labels import LabelFile
-    from larder.training.passage_method import PassageLimits
 
 LABELS = "labels"  # makes the label file alone
 PREDICTIVE, KVTC = "predictive", "kvtc"  # codecs; read texts without labels
@@ -37,17 +37,15 @@ CartridgeText = Annotated[
     Path | None,
     typer.Argument(metavar="FILE", help="Text that a cartridge stands for, as FILE of `ask`."),
 ]
-Slots = Annotated[int, typer.Option(help="Entries of a cartridge, of each layer and kv head.")]
 
 
-@command
-def train(
-    options: OutputOptions,
-    method: MethodName,
-    file: CartridgeText = None,
-    model: Annotated[
-        str, typer.Option(metavar="NAME_OR_PATH", help="As --model of `ask`.")
-    ] = "seed",
+@dataclass(frozen=True)
+class TrainOptions(OutputOptions):
+    """Options of `larder train`."""
+
+    model: Annotated[str, typer.Option(metavar="NAME_OR_PATH", help="As --model of `ask`.")] = (
+        "seed"
+    )
     corpus: Annotated[
         Path | None,
         typer.Option(
@@ -55,55 +53,47 @@ def train(
             help="Texts and transcripts; what stands in it is a source.  "
             "Default: the bundled text.",
         ),
-    ] = None,
+    ] = None
     held_out: Annotated[
         str | None,
         typer.Option(
             metavar="SOURCE", help="Source to test with alone.  Default: the last by name."
         ),
-    ] = None,
-    tokens: Annotated[int, typer.Option(help="Labelled tokens, of all splits.")] = 40_000,
-    passage_tokens: Annotated[int, typer.Option(help="Tokens of a labelled text.")] = 768,
+    ] = None
+    tokens: Annotated[int, typer.Option(help="Labelled tokens, of all splits.")] = 40_000
+    passage_tokens: Annotated[int, typer.Option(help="Tokens of a labelled text.")] = 768
     weights: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE", help="Take published weights (.safetensors) instead of training."
         ),
-    ] = None,
-    slots: Slots = 256,
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
-    device: Annotated[str, typer.Option(help="Device of the model.")] = "cpu",
-    dtype: Annotated[str | None, typer.Option(help="As of `ask`.")] = None,
-) -> None:
+    ] = None
+    slots: Annotated[
+        int, typer.Option(help="Entries of a cartridge, of each layer and kv head.")
+    ] = 256
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0
+    device: Annotated[str, typer.Option(help="Device of the model.")] = "cpu"
+    dtype: Annotated[str | None, typer.Option(help="As of `ask`.")] = None
+
+
+@command
+def train(method: MethodName, options: TrainOptions, file: CartridgeText = None) -> None:
     """Train the weights of METHOD for a model, and test them on documents that were left out.
 
     Labels are made once, and go on where they were interrupted. Weights are kept under LARDER_HOME
     by the model's fingerprint: take the device and dtype that the model will run with.
     """
-    from larder.training import PASSAGE_METHODS, PassageLimits, adopt_published, read_corpus
-
     _check_known(method)
     _check_file(method, file)
-    loaded = _load(model, device, dtype)
-    if file is not None:
-        _train_cartridge(loaded, file, slots, seed, options)
-        return
-    if method in (PREDICTIVE, KVTC):
-        _train_codec(method, loaded, model, read_corpus(corpus, held_out), tokens, seed, options)
-        return
+    loaded = _load(options)
     if method == LABELS:
-        labels = _labels(loaded, model, corpus, held_out, tokens, passage_tokens, seed)
-        _print_labels(labels, loaded, options)
-        return
-    if weights is not None:
-        learned = adopt_published(weights, method, loaded.decoder.spec)
-    elif method in PASSAGE_METHODS:
-        limits = PassageLimits(tokens, passage_tokens=passage_tokens, seed=seed)
-        learned = _trained_on_passages(method, loaded, read_corpus(corpus, held_out), limits)
+        _print_labels(_labels(loaded, options), loaded, options)
+    elif method in (PREDICTIVE, KVTC):
+        _print_card(*_train_codec(method, loaded, options), options)
+    elif file is not None:
+        _print_card(*_train_cartridge(loaded, file, options), options)
     else:
-        labels = _labels(loaded, model, corpus, held_out, tokens, passage_tokens, seed)
-        learned = _trained(method, labels, loaded, seed)
-    _save_and_print(learned, method, loaded, options)
+        _print_card(*_train_weights(method, loaded, options), options)
 
 
 def _check_known(method: str) -> None:
@@ -125,64 +115,69 @@ def _check_file(method: str, file: Path | None) -> None:
         )
 
 
-def _load(model: str, device: str, dtype: str | None) -> LoadedModel:
+def _load(options: TrainOptions) -> LoadedModel:
     from larder.engine.progress_bar import progress_bar
     from larder.models.loader import load
 
-    return load(model, device, dtype, stage=progress_bar)
+    return load(options.model, options.device, options.dtype, stage=progress_bar)
 
 
-def _labels(
-    loaded: LoadedModel,
-    model: str,
-    corpus: Path | None,
-    held_out: str | None,
-    tokens: int,
-    passage_tokens: int,
-    seed: int,
-) -> LabelFile:
+def _corpus(options: TrainOptions) -> Corpus:
+    from larder.training.corpus import read_corpus
+
+    return read_corpus(options.corpus, options.held_out)
+
+
+def _labels(loaded: LoadedModel, options: TrainOptions) -> LabelFile:
     from larder.engine.progress_bar import progress_bar
     from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
-    from larder.training.corpus import read_corpus
     from larder.training.labels import LabelSettings, make_labels
 
-    settings = LabelSettings(tokens, passage_tokens, seed)
-    texts, adapter = read_corpus(corpus, held_out), TokenizerAdapter(loaded.tokenizer)
-    with progress_bar(f"Labelling with {model}", "tokens") as update:
+    settings = LabelSettings(options.tokens, options.passage_tokens, options.seed)
+    texts, adapter = _corpus(options), TokenizerAdapter(loaded.tokenizer)
+    with progress_bar(f"Labelling with {options.model}", "tokens") as update:
         return make_labels(loaded.decoder, adapter, texts, settings, update)
 
 
-def _trained(method: str, labels: LabelFile, loaded: LoadedModel, seed: int) -> LearnedWeights:
+def _train_weights(method: str, loaded: LoadedModel, options: TrainOptions) -> tuple[Card, Path]:
+    """Card and file of weights of a method, published or trained."""
+    from larder.models.learned_weights import learned_file
+    from larder.training import PASSAGE_METHODS, adopt_published
+
+    if options.weights is not None:
+        learned = adopt_published(options.weights, method, loaded.decoder.spec)
+    elif method in PASSAGE_METHODS:
+        learned = _trained_on_passages(method, loaded, options)
+    else:
+        learned = _trained_on_labels(method, loaded, options)
+    path = learned_file(loaded.decoder.spec.fingerprint, method)
+    learned.save(path)
+    return learned.card, path
+
+
+def _trained_on_labels(method: str, loaded: LoadedModel, options: TrainOptions) -> LearnedWeights:
     from larder.engine.progress_bar import progress_bar
     from larder.training.base import METHODS, train
 
+    labels = _labels(loaded, options)
     with progress_bar(f"Training {method}", "layers") as update:
-        return train(METHODS.load(method)(), labels, loaded.decoder.spec, seed, update)
+        return train(METHODS.load(method)(), labels, loaded.decoder.spec, options.seed, update)
 
 
-def _trained_on_passages(
-    method: str, loaded: LoadedModel, corpus: Corpus, limits: PassageLimits
-) -> LearnedWeights:
+def _trained_on_passages(method: str, loaded: LoadedModel, options: TrainOptions) -> LearnedWeights:
     from larder.engine.progress_bar import progress_bar
     from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
-    from larder.training.passage_method import PASSAGE_METHODS, train_on_passages
+    from larder.training.passage_method import PASSAGE_METHODS, PassageLimits, train_on_passages
 
-    adapter = TokenizerAdapter(loaded.tokenizer)
+    limits = PassageLimits(options.tokens, passage_tokens=options.passage_tokens, seed=options.seed)
+    texts, adapter = _corpus(options), TokenizerAdapter(loaded.tokenizer)
     with progress_bar(f"Training {method}", "steps") as update:
         part = PASSAGE_METHODS.load(method)()
-        return train_on_passages(part, loaded.decoder, adapter, corpus, limits, update)
+        return train_on_passages(part, loaded.decoder, adapter, texts, limits, update)
 
 
-def _train_codec(
-    method: str,
-    loaded: LoadedModel,
-    model: str,
-    texts: Corpus,
-    tokens: int,
-    seed: int,
-    options: OutputOptions,
-) -> None:
-    """Tables of a codec, fitted, saved and described."""
+def _train_codec(method: str, loaded: LoadedModel, options: TrainOptions) -> tuple[Card, Path]:
+    """Card and file of tables of a codec."""
     from larder.cache.table_file import tables_path
     from larder.core.fingerprint import CARD
     from larder.engine.progress_bar import progress_bar
@@ -190,46 +185,34 @@ def _train_codec(
     from larder.training.kvtc import KvtcSettings, train_kvtc
     from larder.training.predictive import PredictiveSettings, train_predictive
 
-    given = TokenizerAdapter(loaded.tokenizer)
-    with progress_bar(f"Reading with {model}", "tokens") as update:
+    texts, adapter, seed = _corpus(options), TokenizerAdapter(loaded.tokenizer), options.seed
+    with progress_bar(f"Reading with {options.model}", "tokens") as update:
         if method == KVTC:
-            own = KvtcSettings(tokens=tokens, seed=seed)
-            tables, card = train_kvtc(loaded.decoder, given, texts, own, update)
+            own = KvtcSettings(tokens=options.tokens, seed=seed)
+            tables, card = train_kvtc(loaded.decoder, adapter, texts, own, update)
         else:
-            settings = PredictiveSettings(tokens=tokens, seed=seed)
-            tables, card = train_predictive(loaded.decoder, given, texts, settings, update)
+            settings = PredictiveSettings(tokens=options.tokens, seed=seed)
+            tables, card = train_predictive(loaded.decoder, adapter, texts, settings, update)
     path = tables_path(loaded.decoder.spec.fingerprint, method)
     tables.save(path, {CARD: card.dumps()})
-    _print_card(card, path, options)
+    return card, path
 
 
-def _train_cartridge(
-    loaded: LoadedModel, file: Path, slots: int, seed: int, options: OutputOptions
-) -> None:
-    """Cartridge of a text, trained, saved and described."""
+def _train_cartridge(loaded: LoadedModel, file: Path, options: TrainOptions) -> tuple[Card, Path]:
+    """Card and file of the cartridge of a text."""
     from larder.engine.engine import Engine
     from larder.engine.progress_bar import progress_bar
     from larder.models.cartridges import cartridge_path
     from larder.session.files import read_conversation
     from larder.training.cartridge import CartridgeSettings, train_cartridge
 
-    settings, conversation = CartridgeSettings(slots=slots, seed=seed), read_conversation(file)
-    engine = Engine(loaded, policy="full")
+    settings = CartridgeSettings(slots=options.slots, seed=options.seed)
+    conversation, engine = read_conversation(file), Engine(loaded, policy="full")
     with progress_bar(f"Training a cartridge of {file.name}", "steps") as update:
         learned, ids = train_cartridge(engine, conversation, settings, update)
-    path = cartridge_path(loaded.decoder.spec.fingerprint, ids, slots)
+    path = cartridge_path(loaded.decoder.spec.fingerprint, ids, options.slots)
     learned.save(path)
-    _print_card(learned.card, path, options)
-
-
-def _save_and_print(
-    learned: LearnedWeights, method: str, loaded: LoadedModel, options: OutputOptions
-) -> None:
-    from larder.models.learned_weights import learned_file
-
-    path = learned_file(loaded.decoder.spec.fingerprint, method)
-    learned.save(path)
-    _print_card(learned.card, path, options)
+    return learned.card, path
 
 
 def _print_card(card: Card, path: Path, options: OutputOptions) -> None:

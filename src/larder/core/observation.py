@@ -134,7 +134,6 @@ class Entries:
         self, versions: Int64[Tensor, "N P"], members: Int64[Tensor, "N P S"]
     ) -> Int64[Tensor, "N P"]:
         """Versions of pages; subclasses add the precision of the members."""
-        del members
         return versions
 
     def head_positions(self, head: int) -> Int[Tensor, " S"]:

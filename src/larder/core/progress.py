@@ -21,5 +21,4 @@ def no_progress(done: int, total: int) -> None:
 @contextmanager
 def silent_stage(doing: str, unit: str) -> Generator[Progress]:
     """`ProgressStage` that reports nothing."""
-    del doing, unit
     yield no_progress

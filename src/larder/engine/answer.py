@@ -241,16 +241,14 @@ class QuestionAnswerer:
         saved = cache if is_copy else None
         if is_copy:
             cache = cache.fork()  # entries evicted while decoding cannot be restored
-        cache_prompts = prompts_per_cache(self.runtime, memory.router, memory.prompts)[
-            match.episode if match else 0
-        ]
-        turn = turn_reader(self.runtime, memory.policy, cache, cache_prompts, saved)
+        episode_prompts = prompts_per_cache(self.runtime, memory.router, memory.prompts)
+        own_prompts = episode_prompts[match.episode if match else 0]
+        turn = turn_reader(self.runtime, memory.policy, cache, own_prompts, saved)
         turn.reserve(len(prompt) + max_new_tokens)
         try:
-            rest = run_steps(turn.message_steps(prompt))
             generated = self.generator.generate(
                 cache,
-                rest,
+                run_steps(turn.message_steps(prompt)),
                 sampling,
                 max_new_tokens,
                 stop,
@@ -261,11 +259,9 @@ class QuestionAnswerer:
                 step_tokens=lambda _: turn.step_tokens,
                 progress=progress,
             )
-            held_bytes = memory.caches.nbytes
-            if is_copy:
-                held_bytes += cache.nbytes - cache.shared_nbytes
-            elif turn.snapshot is not None:
-                held_bytes += turn.snapshot.nbytes
+            copied = cache.nbytes - cache.shared_nbytes if is_copy else 0
+            saved_bytes = 0 if is_copy or turn.snapshot is None else turn.snapshot.nbytes
+            held_bytes = memory.caches.nbytes + copied + saved_bytes
         finally:
             if turn.snapshot is None:
                 cache.roll_back(start)

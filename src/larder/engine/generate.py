@@ -58,13 +58,11 @@ StepTokens = Callable[[int], int]
 
 def one_per_step(number: int) -> int:
     """`StepTokens` of caches in which every pass may evict or recall."""
-    del number
     return 1
 
 
 def keep_generating(row: int, token: int) -> bool:
     """`OnToken` that continues until the stopping criteria end the sequence."""
-    del row, token
     return True
 
 

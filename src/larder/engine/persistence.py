@@ -95,11 +95,9 @@ class NoPersistence(ChatPersistence):
         return open_chat_log(name)
 
     def load(self, name: str, runtime: ModelRuntime, policy: Policy, log: ChatLog) -> ResumeResult:
-        del name, runtime, policy, log
         return ResumeResult(None, NOT_SAVED)
 
     def save(self, name: str, state: ChatState) -> str:
-        del name, state
         return NOT_SAVED
 
     def record_prefill_time(self, memory: ConversationMemory) -> None:

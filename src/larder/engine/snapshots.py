@@ -22,6 +22,7 @@ from larder.store.model_identity import (
     digest_of_files,
     digest_of_weights,
     model_identity,
+    read_json_cache,
 )
 from larder.store.sessions.cache_writer import CacheSnapshot
 from larder.store.sessions.session_reader import CacheRequirements, LoadedSession
@@ -77,7 +78,7 @@ class ModelSnapshots:
         Raises:
             Refused: not even the token ids of the session can be loaded.
         """
-        self.load_rates(policy)
+        self.store.parts.throughput.know(read_json_cache(self._rates_path(policy)))
         requirements = CacheRequirements(self.identity, policy, self.host_spec, self._streaming)
         loaded = self.store.sessions.load(principal, name, requirements, ids)
         self.save_rates(policy)
@@ -86,10 +87,6 @@ class ModelSnapshots:
     def record_prefill_time(self, tokens: int, seconds: float) -> None:
         """Record the duration of a prefill for the estimate of the prefill rate."""
         self.store.parts.throughput.read(tokens, seconds)
-
-    def load_rates(self, policy: str) -> None:
-        """Load the saved rates of model and policy, unless this process has measured some."""
-        self.store.parts.throughput.know(_saved_rates(self._rates_path(policy)))
 
     def save_rates(self, policy: str) -> None:
         """Save the measured rates for the next process."""
@@ -105,15 +102,6 @@ class ModelSnapshots:
     def _rates_path(self, policy: str) -> Path:
         """File of the rates, one per model and policy."""
         return home() / "rates" / f"{key_of('rates', self.identity.key, policy)[:32]}.json"
-
-
-def _saved_rates(path: Path) -> dict[str, float]:
-    """Saved rates; empty where the file is missing or unreadable."""
-    try:
-        rates = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return rates if isinstance(rates, dict) else {}
 
 
 DIGEST_CACHE_FILE = "digests.json"  # of weight files, by path, size and time of change

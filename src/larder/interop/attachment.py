@@ -219,7 +219,6 @@ class Attachment:
     def _before_model(
         self, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
     ) -> None:
-        del args
         # The head alone runs on a shallow copy of the model, which has the same hooks.
         if module is self.module and CONTEXT_KEYWORD not in named:
             self._logits_to_keep = named.get("logits_to_keep", 0)
@@ -269,7 +268,6 @@ class Attachment:
     def _after_base(
         self, base: nn.Module, args: tuple[Any, ...], named: dict[str, Any], out: Any
     ) -> None:
-        del base, args, out
         if CONTEXT_KEYWORD not in named and not self._is_taken():
             self._outer = NO_OUTER_CALL
             self._outer_stack.close()
@@ -277,7 +275,6 @@ class Attachment:
     def _after_body(
         self, body: nn.Module, args: tuple[Any, ...], named: dict[str, Any], out: Any
     ) -> Any:
-        del body, args
         context = named.get(CONTEXT_KEYWORD)
         if self._call is None or context is not self._call.arguments[CONTEXT_KEYWORD]:
             capture = self._capture

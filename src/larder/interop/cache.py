@@ -141,7 +141,6 @@ class LarderCache(AttachedCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns that were given so far, padding included; the same for every layer."""
-        del layer_idx
         return self.batch.num_columns
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
@@ -150,12 +149,10 @@ class LarderCache(AttachedCache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Columns that a mask would have, and the first of them."""
-        del layer_idx
         return self.batch.num_columns + query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """-1: no limit."""
-        del layer_idx
         return -1
 
     def update(
@@ -171,7 +168,6 @@ class LarderCache(AttachedCache):
         Raises:
             ModelError: always.
         """
-        del key_states, value_states, layer_idx, args, kwargs
         raise ModelError(
             "The LarderCache was given to a model that it was not made for (it was made for a "
             f"{type(self.attachment.module).__name__}): make one for this model."
@@ -373,5 +369,4 @@ class LarderCache(AttachedCache):
         return other
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LarderCache:
-        del memo
         return self.fork()

@@ -168,7 +168,6 @@ class LarderLM(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **kwargs: object
     ) -> list[int]:
         """Token ids of a text, with special tokens unless it begins with one."""
-        del kwargs
         if add_special_tokens is None:
             prefix = self.tokenizer.decode(self.prefix_token_id)
             is_marked = bool(prefix) and string.startswith(prefix)
@@ -242,7 +241,6 @@ class LarderLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[EncodedRequest], disable_tqdm: bool = False, **kwargs: object
     ) -> list[tuple[float, bool]]:
-        del kwargs
         by_context = dict[Ids, list[tuple[int, Ids]]]()
         for number, (_, context, continuation) in enumerate(requests):
             kept = self._truncated(context, continuation)

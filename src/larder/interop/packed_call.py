@@ -69,5 +69,4 @@ class EmptyCall:
 
     def parts_of(self, hidden: Float[Tensor, "1 N hidden"]) -> list[Tensor]:
         """No states."""
-        del hidden
         return []

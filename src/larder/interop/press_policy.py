@@ -54,13 +54,11 @@ class PressBudget(Budget):
         self, tokens: int, layers: int, least: int, most: int, facts: Calibration
     ) -> tuple[int, ...]:
         """No entries without a plan: the press is asked about every prompt."""
-        del tokens, least, most, facts
         return (0,) * layers
 
     def choose(
         self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]
     ) -> dict[int, Plan]:
-        del quotas
         return {
             index: Plan.from_mask(scored.scores > 0, scored.lengths)
             for index, scored in ready.items()

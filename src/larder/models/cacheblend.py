@@ -163,7 +163,6 @@ class _Fusion:
 
     def narrow(self, layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Hook of a deeper layer: narrow its positions to those of the selected tokens."""
-        del layer
         return select_positions(args, options, self.chosen)
 
     def entries(self) -> ChunkEntries:

@@ -109,12 +109,10 @@ class _ChosenFusion:
         return inputs.output(out)
 
     def _first(self, layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        del layer
         args, options = select_states(args, options, self._chosen)
         return select_positions(args, options, self._chosen)
 
     def _later(self, layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        del layer
         return select_positions(args, options, self._chosen)
 
 

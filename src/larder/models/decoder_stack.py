@@ -158,7 +158,6 @@ class DecoderStack(nn.Module):
         **rest: object,
     ) -> Float[Tensor, "1 N hidden"]:
         """States behind the last layer."""
-        del rest
         return self._run(hidden_states, position_embeddings, larder, len(self._weights))
 
     def _run(
@@ -240,7 +239,6 @@ class FewRowsHead:
         return (self._states[..., :0, :],)
 
     def _after(self, head: Any, args: tuple[Tensor], out: Tensor) -> Tensor:
-        del args
         self.__exit__()
         if not self._is_served:
             return out

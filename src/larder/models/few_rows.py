@@ -25,7 +25,6 @@ class TorchProducts:
 
     def matrices(self, num_tokens: int) -> AbstractContextManager[None]:
         """Context of torch's matrix products."""
-        del num_tokens
         return nullcontext()
 
     layers = head = matrices
@@ -45,7 +44,6 @@ class StackedRows(TorchProducts):
 
     def layers(self, num_tokens: int) -> AbstractContextManager[None]:
         """Context of the layers that a call runs, to be entered once all hooks are set."""
-        del num_tokens
         if self._stack is None or not self._stack.is_current:
             from larder.models.decoder_stack import DecoderStack
 

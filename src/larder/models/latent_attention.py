@@ -47,7 +47,6 @@ class LatentAttention:
         self, latents: Tensor, rotated: Tensor, layer: int, *args: Any, **options: Any
     ) -> tuple[Tensor, Tensor]:
         """Record the latents of the new tokens, as a cache of transformers would."""
-        del layer, args, options
         self._entries = [latents, rotated]
         return latents, rotated
 

@@ -87,7 +87,6 @@ def share_reading(sender: Decoder, ids: tuple[int, ...], starts: Iterable[int]) 
 
     def keep(index: int) -> Any:
         def record(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-            del module
             states[index] = (args[0] if args else named["hidden_states"]).clone()
 
         return record
@@ -183,7 +182,6 @@ def _run_layers(
     given = dict[str, Any]()
 
     def take(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        del module
         given.update(named)
         if args:
             given["hidden_states"] = args[0]

@@ -108,5 +108,4 @@ class _PassThrough(nn.Module):
         vars(self).update({name: value for name, value in vars(layers).items() if name not in own})
 
     def forward(self, inputs_embeds: Tensor, **rest: Any) -> _LastHiddenState:
-        del rest
         return _LastHiddenState(last_hidden_state=inputs_embeds)  # pyright: ignore

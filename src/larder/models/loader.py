@@ -148,10 +148,7 @@ def load(
         hub = _hub_options(name, source, revision)
         with loading_progress(stage) as reported:
             module = _load(name, source, device, dtype, {**hub, **placement}, reported)
-        bundled = PACKAGED_MODELS[name].adapter_folder(name) if name in PACKAGED_MODELS else None
-        folders = [(str(bundled), MERGED)] if bundled is not None else []
-        folders += [(adapter, adapter_mode)] if adapter is not None else []
-        module = _with_adapters(module, folders, stage)
+        module = _with_adapters(module, _adapter_folders(name, adapter, adapter_mode), stage)
         if device_map is None:
             module = move_to_device(module, device)
         else:
@@ -163,6 +160,13 @@ def load(
         chosen = _processor(source, module.config, hub, processor)
         adapters = () if adapter is None else (adapter,)
         return LoadedModel(wrap_model(module.eval(), use, stage), own, name, chosen, adapters)
+
+
+def _adapter_folders(name: str, adapter: str | None, mode: str) -> list[tuple[str, str]]:
+    """Folder and mode of each adapter: that of a packaged model, and the given one."""
+    bundled = PACKAGED_MODELS[name].adapter_folder(name) if name in PACKAGED_MODELS else None
+    folders = [(str(bundled), MERGED)] if bundled is not None else []
+    return folders + ([(adapter, mode)] if adapter is not None else [])
 
 
 def with_adapters(

@@ -59,7 +59,6 @@ class MergedText:
         def replace_ids(
             body: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-            del body
             batch = named.get(CONTEXT_KEYWORD)
             if not isinstance(batch, ForwardBatch) or batch.mode is not Mode.APPEND:
                 return None
@@ -92,7 +91,6 @@ def merge_images(decoder: Decoder, inputs: Mapping[str, Any]) -> MergedText:
     reached = dict[str, Any]()
 
     def stop(body: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        del body, args
         reached.update(named)
         raise _BodyReached
 

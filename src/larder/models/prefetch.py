@@ -79,7 +79,6 @@ class LayerPrefetch:
         self, layer: int, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
     ) -> None:
         """Forward pre-hook of an attention module: start the fetch of the next layer."""
-        del module
         if self._worker is None or named.get(CONTEXT_KEYWORD) is not self._batch:
             return
         tiers = self._tiers[layer]

@@ -262,7 +262,6 @@ class BaseModelLayers:
         flags: list[bool] = []
 
         def record(module: nn.Module, args: Any, output: Any) -> None:
-            del module, args
             flags.append(isinstance(output, tuple))
 
         with forward_hooks(layer.register_forward_hook(record) for layer in self.layers):
@@ -344,7 +343,6 @@ class ResidualStream:
 
     def _recorder(self, index: int) -> Callable[[nn.Module, Any, Any], None]:
         def record(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-            del module
             entering = args[0] if args else options["hidden_states"]
             self._blocks[index].append(entering[0].detach().clone())
 

@@ -148,7 +148,6 @@ class RecomputeHooks:
 
     def _visitor(self, index: int) -> Callable[[nn.Module, Any, dict[str, Any]], Any]:
         def visit(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-            del module
             if named.get(CONTEXT_KEYWORD) is not self._batch:
                 return None
             entering = args[0] if args else named["hidden_states"]

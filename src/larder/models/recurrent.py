@@ -128,17 +128,14 @@ class RecurrentCache(Cache):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         """The new keys and values, as they are."""
-        del layer_idx, args, kwargs
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """0: positions are given to the model."""
-        del layer_idx
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Size of a mask over the new tokens; none is made."""
-        del layer_idx
         return query_length, 0
 
 
@@ -182,7 +179,6 @@ class RecurrentModules:
 
 
 def _zeros(module: nn.Module, args: tuple[Any, ...], out: Any) -> Tensor:
-    del module, args
     return torch.zeros_like(out)
 
 
@@ -280,7 +276,6 @@ class RecurrentHooks:
         self, number: int, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Forward pre-hook: the call for the first group."""
-        del module
         self._hidden = args[0] if args else named["hidden_states"]
         own = {name: value for name, value in named.items() if name != CONTEXT_KEYWORD}
         return self._call(number, self._groups[0], args, own)
@@ -366,5 +361,4 @@ class RecurrentSurvey(RecurrentCache):
         return RecurrentModules(self._counts, self._modules, tuple(specs))
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        del args
         self._calling = module

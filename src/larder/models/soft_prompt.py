@@ -102,7 +102,6 @@ def _fits(own: LayerTensors, linears: Mapping[str, nn.Linear]) -> bool:
 
 def _replacing(embeddings: Float[Tensor, "N hidden"]) -> Callable[..., Tensor]:
     def replace(module: nn.Module, args: Any, output: Float[Tensor, "1 M hidden"]) -> Tensor:
-        del module, args
         times = output.shape[1] // len(embeddings)
         return embeddings.repeat(times, 1)[None].to(output)
 
@@ -113,7 +112,6 @@ def _adding(
     down: Float[Tensor, "rank in"], up: Float[Tensor, "out rank"], scale: float
 ) -> Callable[..., Tensor]:
     def add(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        del module
         inner = F.linear(args[0], down.to(args[0]))
         return output + scale * F.linear(inner, up.to(inner))
 

@@ -118,7 +118,6 @@ class _NarrowingHooks:
 
     def _hook(self, index: int) -> Callable[[nn.Module, Any, dict[str, Any]], Any]:
         def narrow(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-            del module
             batch = self.batch
             if batch is None or named.get(CONTEXT_KEYWORD) is not batch:
                 return None

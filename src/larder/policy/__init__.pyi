@@ -155,7 +155,7 @@ from .timing.split import Split as Split
 from .timing.split import Strategy as Strategy
 from .units.chunk import Chunk as Chunk
 from .units.shot import Shot as Shot
-from .units.window import TaskSource as TaskSource
+from .units.window import Task as Task
 from .units.window import Window as Window
 from .values.base import Selection as Selection
 from .values.caote import Caote as Caote

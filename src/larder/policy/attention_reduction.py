@@ -123,7 +123,6 @@ class NoAggregation(Aggregation):
         del state, weights, first, total
 
     def finish(self, state: tuple[Tensor, ...], total: int) -> Float[Tensor, "R S"]:
-        del total
         return state[0]
 
 
@@ -134,7 +133,6 @@ class NoHeadRule(HeadRule):
     def join(
         self, statistics: Sequence[Float[Tensor, "R _"]], entries: Entries, seen: Observation
     ) -> list[Float[Tensor, " _"]]:
-        del entries, seen
         return [head[0] for head in statistics]
 
 

@@ -88,7 +88,6 @@ class TurnRule:
 
     def protecting(self, first: int) -> TurnRule:
         """Rule under which the first tokens of the text never leave."""
-        del first
         return self
 
     def reader(self, reader: PrefillReader, cache: SequenceCache, length: int) -> PrefillReader:
@@ -97,12 +96,10 @@ class TurnRule:
         Args:
             length: true tokens once the text is read.
         """
-        del cache, length
         return reader
 
     def is_due(self, reader: PrefillReader, cache: SequenceCache, length: int) -> bool:
         """True if a turn that ends at `length` tokens has to be judged."""
-        del reader, cache, length
         return False
 
     def freeze(self, cache: SequenceCache) -> None:
@@ -144,7 +141,6 @@ class Schedule(ABC):
             tokens: M, entries per kv head.
             context: tokens of the text that is to be read; None where that is not known.
         """
-        del tokens, context
         return self
 
     @property
@@ -171,7 +167,6 @@ class Schedule(ABC):
         Args:
             source: entries of contexts that were read before.
         """
-        del source
         yield from self.steps(reader, (lane,), text.ids)
         lengths = tuple(map(len, text.contexts))
         return ContextReuse(lengths, (False,) * len(lengths))

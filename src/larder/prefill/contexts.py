@@ -53,7 +53,6 @@ class ChunkSource(ABC):
         self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
     ) -> list[ChunkVariant]:
         """Entries of a chunk as they were in texts, behind other chunks; none by default."""
-        del spec, prefix, ids
         return []
 
     def add_variant(
@@ -64,7 +63,6 @@ class ChunkSource(ABC):
 
     def anchors(self, spec: ModelSpec, prefix: tuple[int, ...], place: int) -> list[ChunkAnchor]:
         """Chunks whose change at a place among contexts is known; none by default."""
-        del spec, prefix, place
         return []
 
     def add_anchor(self, prefix: tuple[int, ...], place: int, anchor: ChunkAnchor) -> None:
@@ -111,7 +109,6 @@ class NoChunks(ChunkSource):
     def find(
         self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
     ) -> ChunkEntries | None:
-        del spec, prefix, ids
         return None
 
     def add(self, prefix: tuple[int, ...], ids: tuple[int, ...], cache: SequenceCache) -> None:

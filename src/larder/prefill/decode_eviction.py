@@ -27,7 +27,6 @@ def no_forecast(
     rows: Sequence[BatchSegment], providers: Mapping[str, TokenProvider]
 ) -> Sequence[Mapping[str, Float[Tensor, " _"]]]:
     """Null forecast, for policies without token providers."""
-    del providers
     return [{} for _ in rows]
 
 

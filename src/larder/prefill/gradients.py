@@ -98,7 +98,6 @@ class _OutputRecorder:
 
     def _adding(self, index: int) -> Any:
         def add(module: nn.Module, args: Any, output: Any) -> Any:
-            del module, args
             states, *others = output if isinstance(output, tuple) else (output,)
             zeros = torch.zeros_like(states, requires_grad=True)
             self.added[index] = zeros
@@ -107,7 +106,6 @@ class _OutputRecorder:
         return add
 
     def _record(self, module: nn.Module, args: Any, output: Any) -> None:
-        del module, args
         self.states = output[0] if isinstance(output, tuple) else output
 
 

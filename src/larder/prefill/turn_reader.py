@@ -199,7 +199,6 @@ class TurnReader:
 
         It has the signature of `larder.engine.generate.ObserverFactory`.
         """
-        del numbers
         run_steps(self.end_block_steps(len(rows[0].ids)))
         return self._observer(rows[0], steps[0], self._eviction)
 

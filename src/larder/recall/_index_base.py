@@ -111,7 +111,6 @@ class ContiguousIndex(RecallIndex):
 
     def _table_length(self, name: str) -> int:
         """Used size of a table in its dimension with slack: pages of the fullest head."""
-        del name
         return max(self.counts)
 
     def restore(self, state: Mapping[str, Tensor]) -> None:

@@ -45,7 +45,6 @@ class UnrotatedIndex(EntryIndex):
         stays: Entries,
         before: Float[Tensor, "H Q D"] | None = None,
     ) -> None:
-        del queries, before
         self._last = stays.head_positions(0)[-1].long().cpu()
 
     def _note_latest(self, entries: Entries) -> None:

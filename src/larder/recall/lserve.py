@@ -117,7 +117,6 @@ class LServeIndex(ContiguousIndex):
         return interleaved(ranked, self.layer.kv_heads, count)
 
     def _table_length(self, name: str) -> int:
-        del name
         return -(-max(self.paged.known) // self._part.part)
 
 

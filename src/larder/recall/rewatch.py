@@ -80,7 +80,6 @@ class RewatchIndex(EntryIndex):
         stays: Entries,
         before: Float[Tensor, "H Q D"] | None = None,
     ) -> None:
-        del stays
         if before is not None and not _ends_alike(self._latest, before):
             self._latest, self._course = before.float(), torch.zeros(2, dtype=torch.int64)
         latest = torch.cat([self._latest, queries.float()[:, None]], 1)

@@ -129,7 +129,6 @@ class SentencesIndex(EntryIndex):
         stays: Entries,
         before: Float[Tensor, "H Q D"] | None = None,
     ) -> None:
-        del before
         count, latest = self._course.tolist()
         position = int(stays.head_positions(0)[-1])
         if latest != position - 1 or _has_ended(stays, latest):

@@ -106,15 +106,10 @@ class EngineCore:
         self.sessions = SessionIndex(engine.tokenizer, self.images, clock)
         self.residency_locks = ResidencyLocks()
         completions = self.completions = CompletionQueue(wake)
-        rule, find = EVICTIONS.load(eviction)(), self.sessions.find_shared_prefix
-        operations, ledger = _operations(engine), self.ledger
-        self.tiers = TierManager(
-            ledger, self.reservations, rule, clock, disk, completions, self._unload, operations
-        )
+        self.tiers = self._new_tiers(eviction, disk)
         self._chat = ChatBackend(self.tiers, self.reservations, engine.tokenizer)
-        chunk_rule = EVICTIONS.load(self.rule.policy.schedule.chunk_eviction)()
-        chunks = HostChunks(ledger, chunk_rule, operations)
-        self.contexts = ContextPrompts(engine.tokenizer, ledger, chunks)
+        self.contexts = self._new_contexts()
+        find = self.sessions.find_shared_prefix
         self._prefix = PrefixBackend(
             self.tiers, self.reservations, self.images, find, self.contexts, prefill_chunk
         )
@@ -126,10 +121,7 @@ class EngineCore:
         self.admin = AdminOperations(
             self.tiers, completions, self._backend_of, lambda: len(self.scheduler.queue)
         )
-        rules = (self.rule,) if self._exact is self.rule else (self.rule, self._exact)
-        self.restorer = SessionRestorer(
-            engine.loaded.decoder, self.sessions, persistence, rules, self._charged
-        )
+        self.restorer = self._new_restorer()
         self.refused = ReasonCounter()
         # First answers to prompts that get several, by tenant and group, while they are in use.
         self._first_choices = WeakValueDictionary[tuple[str, str], RequestState]()
@@ -322,6 +314,26 @@ class EngineCore:
         """Backend of the sessions under a policy."""
         return self._chat if rule.is_chat else self._prefix
 
+    def _new_tiers(self, eviction: str, disk: DiskTier) -> TierManager:
+        """Memory tiers under the eviction policy of a name."""
+        rule, operations = EVICTIONS.load(eviction)(), _operations(self.engine)
+        return TierManager(
+            self.ledger,
+            self.reservations,
+            rule,
+            self.clock,
+            disk,
+            self.completions,
+            self._unload,
+            operations,
+        )
+
+    def _new_contexts(self) -> ContextPrompts:
+        """Contexts of requests, with their chunks in host memory."""
+        rule = EVICTIONS.load(self.rule.policy.schedule.chunk_eviction)()
+        chunks = HostChunks(self.ledger, rule, _operations(self.engine))
+        return ContextPrompts(self.engine.tokenizer, self.ledger, chunks)
+
     def _new_scheduler(self, queue: RequestQueue, rows: int) -> Scheduler:
         """Scheduler over the parts of this engine core."""
         engine = self.engine
@@ -337,6 +349,12 @@ class EngineCore:
             queue,
             rows,
         )
+
+    def _new_restorer(self) -> SessionRestorer:
+        """Restorer of sessions under the policies of this engine core."""
+        rules = (self.rule,) if self._exact is self.rule else (self.rule, self._exact)
+        decoder = self.engine.loaded.decoder
+        return SessionRestorer(decoder, self.sessions, self._persistence, rules, self._charged)
 
     def _idle_demand(self, session: SessionState) -> MemoryDemand:
         """Upper bound of the device memory of an idle session."""

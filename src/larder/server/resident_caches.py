@@ -118,12 +118,10 @@ class PrefixCaches(ResidentCaches):
         return COPIES * self._caches.nbytes
 
     def occupancy(self, latest: CacheOccupancy) -> CacheOccupancy:
-        del latest
         [usage] = self._caches.usage()
         return CacheOccupancy(usage.entries, usage.next_position)
 
     def contains(self, turns: int) -> bool:
-        del turns
         return True
 
     def record(self, session: SessionState) -> None:

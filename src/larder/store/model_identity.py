@@ -165,7 +165,7 @@ def digest_of_files(files: Sequence[Path], memory: Path | None = None) -> str:
         memory: file of known digests by path, size and time of change, so that a file is read
             only once.
     """
-    known = {} if memory is None else _cached_digests(memory)
+    known = {} if memory is None else read_json_cache(memory)
     found: dict[str, str] = {}
     for file in sorted(files, key=lambda file: file.name):
         stat = file.stat()
@@ -191,8 +191,8 @@ def _digest_of_file(file: Path) -> str:
     return hasher.hexdigest()
 
 
-def _cached_digests(memory: Path) -> dict[str, str]:
-    """Cached file digests; empty if the cache cannot be read."""
+def read_json_cache(memory: Path) -> dict[str, Any]:
+    """Object in a JSON file; empty where the file is missing or unreadable."""
     try:
         known = json.loads(memory.read_text())
     except (OSError, ValueError):

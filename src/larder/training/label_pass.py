@@ -64,7 +64,6 @@ def label_layers(decoder: Decoder, text: CopyPass) -> dict[int, LayerLabels]:
     found, latest = dict[int, LayerLabels](), list[Tensor]()
 
     def record(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        del module
         latest[:] = [(args[0] if args else named["hidden_states"])[0]]
 
     def show(inputs: AttentionInputs) -> None:

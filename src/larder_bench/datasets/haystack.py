@@ -214,7 +214,6 @@ def draw_magic_number(grammar: Grammar, random: Random) -> Needle:
 
 
 def _pass_key(grammar: Grammar, random: Random) -> Needle:
-    del grammar
     value = str(random.randint(10**4, 10**5 - 1))
     line = f"The pass key is {value}. Remember it. {value} is the pass key."
     return Needle((line,), frozenset(), "", value)
@@ -245,12 +244,10 @@ def variable_chain(random: Random, length: int, asks_names: bool = False) -> Nee
 
 
 def _chain(grammar: Grammar, random: Random) -> Needle:
-    del grammar
     return variable_chain(random, random.randint(*NAMES_PER_CHAIN))
 
 
 def _chain_of_names(grammar: Grammar, random: Random) -> Needle:
-    del grammar
     return variable_chain(random, random.randint(*NAMES_PER_CHAIN), asks_names=True)
 
 

@@ -123,7 +123,6 @@ class RayExecutor:
             LarderError: a worker cannot load the model.
             ModelError: several workers in a row are lost.
         """
-        del measure
         groups = group_by_conversation(cells)
         try:
             while groups or self._running:

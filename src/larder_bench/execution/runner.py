@@ -53,7 +53,6 @@ def run_locally(
     model: str, rows: Sequence[Row], on_environment: Callable[[Row], None]
 ) -> JobExecutor[Cell]:
     """Execution strategy that measures one cell after the other in this process."""
-    del model, rows, on_environment
     return run_in_order
 
 

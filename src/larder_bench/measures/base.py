@@ -18,7 +18,6 @@ class Measure(ABC):
 
     def is_alike(self, amount: MemoryBudget) -> bool:
         """Test if a budget means the same for this measure under every matched quantity."""
-        del amount
         return False
 
     @abstractmethod

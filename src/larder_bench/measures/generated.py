@@ -105,7 +105,6 @@ def generate_timed(engine: Engine, memory: ConversationMemory, question: Questio
     fork.reserve(len(prompt) + (limits.max_new_tokens if planner is None else 1))
 
     def record_time(row: int, token: int) -> bool:
-        del row, token
         stamps.append(time.perf_counter())
         return True
 

@@ -86,7 +86,6 @@ class FullCacheReference:
         memory = prefill_memory(engine.runtime, cut.source, engine.policy, {})
 
         def record(row: int, layer: int, activations: LayerActivations) -> None:
-            del row
             recorded[layer] = activations
 
         cache, _ = memory.activate_for(cut.last_utterance)

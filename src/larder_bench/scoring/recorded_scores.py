@@ -53,7 +53,6 @@ class RecordingPlanner(Planner):
         quotas: Mapping[int, int],
         entries: Callable[[int], Entries],
     ) -> dict[int, Plan]:
-        del quotas, entries
         self.recorded.update(ready)
         return {}
 

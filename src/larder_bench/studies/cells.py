@@ -21,7 +21,7 @@ from larder_bench.studies.methods import (
     parse_method,
 )
 from larder_bench.studies.study import Study
-from larder_bench.tasks.base import Task, parse_task
+from larder_bench.tasks.base import BenchTask, parse_task
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Cell:
 
     study: str
     model: str
-    task: Task
+    task: BenchTask
     tokens: int
     seed: int
     subject: ComparedMethod
@@ -148,7 +148,7 @@ def _with_exhibits(cells: Sequence[Cell]) -> list[Cell]:
     return [replace(cell, has_exhibits=id(cell) in selected) for cell in cells]
 
 
-def _lengths(study: Study) -> Iterator[tuple[Task, int]]:
+def _lengths(study: Study) -> Iterator[tuple[BenchTask, int]]:
     for study_task in study.tasks:
         task = parse_task(study_task.spelling)
         yield from ((task, tokens) for tokens in study_task.tokens)

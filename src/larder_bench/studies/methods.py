@@ -177,7 +177,6 @@ class RetrievalMethod(ComparedMethod):
 
     def matched(self, requested: MatchedQuantity) -> MatchedQuantity:
         """Tokens: retrieved text is held in full, and a budget is filled with whole segments."""
-        del requested
         return MatchedQuantity.TOKENS
 
     def read(

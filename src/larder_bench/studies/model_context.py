@@ -19,7 +19,7 @@ from larder_bench.retrievals.base import SegmentIndex
 from larder_bench.scoring.full_cache_reference import FullCacheReference, split_context
 from larder_bench.scoring.recorded_scores import RecordedText
 from larder_bench.scoring.teacher_forcing import answer_logits
-from larder_bench.tasks.base import Task
+from larder_bench.tasks.base import BenchTask
 
 Logits = Float[Tensor, "N V"]
 
@@ -38,7 +38,7 @@ class ModelContext:
     engine: Engine
     sources: TaskSources
     passages: Callable[[Conversation, str, int], SegmentIndex] = field(init=False)
-    conversation: Callable[[Task, int, int], Conversation] = field(init=False)
+    conversation: Callable[[BenchTask, int, int], Conversation] = field(init=False)
     reference: Callable[[Conversation, int], FullCacheReference] = field(init=False)
     expected: Callable[[Conversation], dict[int, Logits]] = field(init=False)
     recorded: Callable[[Conversation, int], RecordedText] = field(init=False)
@@ -70,7 +70,7 @@ class ModelContext:
         loaded = self.engine.runtime.embedder(embedder)
         return SegmentIndex(conversation, self.engine.tokenizer, loaded, size)
 
-    def _build(self, task: Task, seed: int, tokens: int) -> Conversation:
+    def _build(self, task: BenchTask, seed: int, tokens: int) -> Conversation:
         return worded_chat(task.make(seed, tokens, self.sources), self.sources.wording)
 
     def _read(self, conversation: Conversation, following: int) -> FullCacheReference:

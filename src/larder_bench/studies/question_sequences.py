@@ -24,7 +24,7 @@ from larder_bench.studies.exhibits import exhibit_rows
 from larder_bench.studies.methods import ComparedMethod, QuestionScope
 from larder_bench.studies.model_context import ModelContext
 from larder_bench.studies.size_matching import TargetSize, matched_bytes, row_figures
-from larder_bench.tasks.base import QuestionStyle, Task
+from larder_bench.tasks.base import BenchTask, QuestionStyle
 
 
 @runtime_checkable
@@ -112,7 +112,7 @@ class ConversationReader:
         return self._figures[0] | {"prefill_seconds": mean, "reads": self._tries}
 
 
-def ask_all(reader: ConversationReader, task: Task, scorer: AnswerScorer) -> list[Row]:
+def ask_all(reader: ConversationReader, task: BenchTask, scorer: AnswerScorer) -> list[Row]:
     """Items of all questions of a conversation."""
     engine, items = reader.bench.engine, list[Row]()
     sequences = number_questions(task, reader.conversation)
@@ -145,7 +145,7 @@ def ask_all(reader: ConversationReader, task: Task, scorer: AnswerScorer) -> lis
     return items
 
 
-def number_questions(task: Task, conversation: Conversation) -> list[list[NumberedQuestion]]:
+def number_questions(task: BenchTask, conversation: Conversation) -> list[list[NumberedQuestion]]:
     """Questions of a conversation in sequences, numbered."""
     numbered, number = list[list[NumberedQuestion]](), 0
     for sequence in task.question_sequences(conversation.questions):

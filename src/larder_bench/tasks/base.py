@@ -45,7 +45,7 @@ class QuestionStyle(Enum):
     RECITAL = "recital"
 
 
-class Task(ABC):
+class BenchTask(ABC):
     """Generator of conversations whose questions their text answers; a frozen dataclass.
 
     Equal tasks, seeds, lengths and sources make equal conversations.
@@ -75,7 +75,7 @@ class Task(ABC):
 TASKS = Family("task", "larder_bench.tasks", listing="`larder bench`")
 
 
-def parse_task(sentence: str) -> Task:
+def parse_task(sentence: str) -> BenchTask:
     """Task of a spelling.
 
     Raises:
@@ -89,7 +89,7 @@ def parse_task(sentence: str) -> Task:
     return build(TASKS.load(calls[0].name), calls[0].parameters)
 
 
-def parse_inner_task(name: str, sentence: str) -> Task:
+def parse_inner_task(name: str, sentence: str) -> BenchTask:
     """Task whose questions the task `name` asks in its own style.
 
     Raises:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from larder.core import BadParameter, Conversation
 from larder_bench.datasets.dialogue_corpus import bookings_conversation
 from larder_bench.datasets.sources import TaskSources
-from larder_bench.tasks.base import Task, make_with_retries
+from larder_bench.tasks.base import BenchTask, make_with_retries
 
 
 @dataclass(frozen=True)
-class Bookings(Task):
+class Bookings(BenchTask):
     """Sessions of one or two dialogues each.
 
     Args:

@@ -20,7 +20,7 @@ from larder_bench.datasets.documents import LETTERS_PER_TOKEN
 from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS
 from larder_bench.datasets.prompt_templates import PROMPTS, worded_text
 from larder_bench.datasets.sources import TaskSources
-from larder_bench.tasks.base import Task
+from larder_bench.tasks.base import BenchTask
 
 KIND = "code"
 LINE_LETTERS = 12  # a line to be completed has as many or more
@@ -28,7 +28,7 @@ NO_STATEMENTS = ("#", '"', "'", "@")
 
 
 @dataclass(frozen=True)
-class Code(Task):
+class Code(BenchTask):
     """Source up to a line, which is asked for."""
 
     def make(self, seed: int, tokens: int, sources: TaskSources) -> Conversation:

@@ -20,7 +20,7 @@ from larder_bench.datasets.prompt_templates import PROMPTS, worded_text
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.datasets.task_prompts import Wording
 from larder_bench.scoring.answer_items import join_items
-from larder_bench.tasks.base import QuestionStyle, Task
+from larder_bench.tasks.base import BenchTask, QuestionStyle
 
 KIND = "common_words"
 NOTED = "Noted."
@@ -30,7 +30,7 @@ SHORT_TOKENS = 4096
 
 
 @dataclass(frozen=True)
-class CommonWords(Task):
+class CommonWords(BenchTask):
     """List of words, few of which are frequent.
 
     Args:

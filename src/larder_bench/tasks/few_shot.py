@@ -20,14 +20,14 @@ from larder_bench.datasets.corpus import Dialogue
 from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS
 from larder_bench.datasets.prompt_templates import PROMPTS, worded_text
 from larder_bench.datasets.sources import TaskSources
-from larder_bench.tasks.base import Task
+from larder_bench.tasks.base import BenchTask
 
 KIND = "few_shot"
 EXAMPLE = "Utterance: {utterance}\nLabel: {label}\n"
 
 
 @dataclass(frozen=True)
-class FewShot(Task):
+class FewShot(BenchTask):
     """As many examples as fit, or as the corpus has.
 
     Args:

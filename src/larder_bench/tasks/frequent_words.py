@@ -22,7 +22,7 @@ from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS
 from larder_bench.datasets.prompt_templates import PROMPTS, worded_text
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.scoring.answer_items import join_items
-from larder_bench.tasks.base import QuestionStyle, Task
+from larder_bench.tasks.base import BenchTask, QuestionStyle
 
 KIND = "frequent_words"
 NOISE = "..."
@@ -32,7 +32,7 @@ TOKENS_PER_WORD = 50  # of the text, per word of the vocabulary, as in the relea
 
 
 @dataclass(frozen=True)
-class FrequentWords(Task):
+class FrequentWords(BenchTask):
     """Coded words.
 
     Args:

@@ -19,7 +19,7 @@ from larder.core import Conversation, InputError, Question
 from larder_bench.datasets.documents import document_conversation
 from larder_bench.datasets.json_lines import Fields, load_sample, required_field
 from larder_bench.datasets.sources import TaskSources
-from larder_bench.tasks.base import Task
+from larder_bench.tasks.base import BenchTask
 
 DEFAULT_QUESTIONS = {
     "longbook_sum_eng": "Summarize the book.",
@@ -43,7 +43,7 @@ LIST_ANSWER_SET = "math_calc"  # its answer is one list, not a list of answers
 
 
 @dataclass(frozen=True)
-class Infinitebench(Task):
+class Infinitebench(BenchTask):
     """Sample of a set.
 
     Args:

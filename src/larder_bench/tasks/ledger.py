@@ -18,7 +18,7 @@ from larder_bench.datasets.grammar import Grammar
 from larder_bench.datasets.lifelog_sessions import count_message_tokens
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.scoring.answer_items import numbered_item_spans
-from larder_bench.tasks.base import QuestionStyle, Task
+from larder_bench.tasks.base import BenchTask, QuestionStyle
 
 KIND = "ledger"
 FIRST = (10, 60)
@@ -26,7 +26,7 @@ GIFT = (1, 9)
 
 
 @dataclass(frozen=True)
-class LedgerTask(Task):
+class LedgerTask(BenchTask):
     """As many ledgers as fit, with small talk in the remaining space.
 
     Args:

@@ -15,11 +15,11 @@ from larder.core import BadParameter, Conversation
 from larder_bench.datasets.lifelog_questions import KINDS, lifelog_conversation
 from larder_bench.datasets.lifelog_sessions import FACTS_PER_SESSION
 from larder_bench.datasets.sources import TaskSources
-from larder_bench.tasks.base import Task, make_with_retries
+from larder_bench.tasks.base import BenchTask, make_with_retries
 
 
 @dataclass(frozen=True)
-class Lifelog(Task):
+class Lifelog(BenchTask):
     """Sessions of a life-log.
 
     Args:

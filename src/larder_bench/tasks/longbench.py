@@ -20,7 +20,7 @@ from larder.core import Conversation, InputError, Question
 from larder_bench.datasets.documents import document_conversation
 from larder_bench.datasets.json_lines import Fields, load_sample, required_field
 from larder_bench.datasets.sources import TaskSources
-from larder_bench.tasks.base import Task
+from larder_bench.tasks.base import BenchTask
 
 PROMPTS = ("dataset2prompt.json", "config/dataset2prompt.json")
 CONTEXT, INPUT = "{context}", "{input}"
@@ -49,7 +49,7 @@ ANSWER = "{question}\nAnswer in as few words as you can."
 
 
 @dataclass(frozen=True)
-class Longbench(Task):
+class Longbench(BenchTask):
     """Sample of a set.
 
     Args:

@@ -18,7 +18,7 @@ from larder.core import BadParameter, Conversation, InputError, Question
 from larder_bench.datasets.documents import document_conversation
 from larder_bench.datasets.json_lines import Fields, read_lines, read_list, required_field
 from larder_bench.datasets.sources import TaskSources
-from larder_bench.tasks.base import Task
+from larder_bench.tasks.base import BenchTask
 
 FOLDER = "longbench_v2"
 LETTERS = ("A", "B", "C", "D")
@@ -27,7 +27,7 @@ ANSWER = "{question}\nAnswer with one letter alone."
 
 
 @dataclass(frozen=True)
-class LongbenchV2(Task):
+class LongbenchV2(BenchTask):
     """Sample of the data set.
 
     Args:

@@ -20,7 +20,7 @@ from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS
 from larder_bench.datasets.prompt_templates import PROMPTS, PromptTemplate, worded_text
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.datasets.task_prompts import Wording
-from larder_bench.tasks.base import Task
+from larder_bench.tasks.base import BenchTask
 
 KIND = "lookup"
 NOTED = "Noted."
@@ -51,7 +51,7 @@ JSON_OBJECT = PairFormat('"{name}": "{value}"', '"{value}"', ", ", ("{", "}"))
 
 
 @dataclass(frozen=True)
-class Lookup(Task):
+class Lookup(BenchTask):
     """As many lines as fit.
 
     Args:

@@ -23,13 +23,13 @@ from larder_bench.datasets.haystack import (
     magic_line,
 )
 from larder_bench.datasets.sources import TaskSources
-from larder_bench.tasks.base import Task
+from larder_bench.tasks.base import BenchTask
 
 KIND = "multi_key"
 
 
 @dataclass(frozen=True)
-class MultiKey(Task):
+class MultiKey(BenchTask):
     """Magic numbers of many things.
 
     Args:

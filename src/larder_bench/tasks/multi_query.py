@@ -16,13 +16,13 @@ from larder_bench.datasets.haystack import Haystack, HaystackText, draw_distinct
 from larder_bench.datasets.prompt_templates import PROMPTS, PromptTemplate
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.scoring.answer_items import join_items
-from larder_bench.tasks.base import QuestionStyle, Task
+from larder_bench.tasks.base import BenchTask, QuestionStyle
 
 KIND = "multi_query"
 
 
 @dataclass(frozen=True)
-class MultiQuery(Task):
+class MultiQuery(BenchTask):
     """Questions for several numbers each.
 
     Args:

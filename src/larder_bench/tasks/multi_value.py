@@ -24,13 +24,13 @@ from larder_bench.datasets.haystack import (
 )
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.scoring.answer_items import join_items
-from larder_bench.tasks.base import QuestionStyle, Task
+from larder_bench.tasks.base import BenchTask, QuestionStyle
 
 KIND = "multi_value"
 
 
 @dataclass(frozen=True)
-class MultiValue(Task):
+class MultiValue(BenchTask):
     """Things with several numbers.
 
     Args:

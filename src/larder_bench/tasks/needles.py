@@ -13,7 +13,7 @@ from enum import Enum
 from larder.core import BadParameter, Conversation
 from larder_bench.datasets.haystack import Haystack, needles_conversation
 from larder_bench.datasets.sources import TaskSources
-from larder_bench.tasks.base import Task, make_with_retries
+from larder_bench.tasks.base import BenchTask, make_with_retries
 
 
 class NeedleKind(Enum):
@@ -35,7 +35,7 @@ TURNS = (NeedleKind.MAGIC, NeedleKind.KV, NeedleKind.MAGIC, NeedleKind.KV, Needl
 
 
 @dataclass(frozen=True)
-class NeedlesTask(Task):
+class NeedlesTask(BenchTask):
     """Facts in a haystack.
 
     Args:

@@ -18,7 +18,7 @@ import numpy as np
 from larder.core import BadParameter, Conversation, Question, TooLittle
 from larder.session import SEED, cluster, cut_segments
 from larder_bench.datasets.sources import TaskSources
-from larder_bench.tasks.base import Task, make_with_seed_retries, parse_inner_task
+from larder_bench.tasks.base import BenchTask, make_with_seed_retries, parse_inner_task
 
 MAX_SOURCES = 3  # this many sources or more
 
@@ -37,7 +37,7 @@ class EpisodeFilter(Enum):
 
 
 @dataclass(frozen=True)
-class QuestionSubset(Task):
+class QuestionSubset(BenchTask):
     """Some of another task's questions. If a conversation has none of them, another one is
     generated.
 

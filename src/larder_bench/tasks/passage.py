@@ -17,14 +17,14 @@ from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS
 from larder_bench.datasets.prompt_templates import PROMPTS, worded_text
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.scoring.dataset_metrics import PREFIX_SHARE
-from larder_bench.tasks.base import Task
+from larder_bench.tasks.base import BenchTask
 
 KIND = "passage"
 FIRST_WORDS = 6  # that name a passage
 
 
 @dataclass(frozen=True)
-class Passages(Task):
+class Passages(BenchTask):
     """Passages of a text.
 
     Args:

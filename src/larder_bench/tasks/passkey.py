@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from larder.core import Conversation
 from larder_bench.datasets.haystack import Haystack, needles_conversation
 from larder_bench.datasets.sources import TaskSources
-from larder_bench.tasks.base import Task, make_with_retries
+from larder_bench.tasks.base import BenchTask, make_with_retries
 
 
 @dataclass(frozen=True)
-class Passkey(Task):
+class Passkey(BenchTask):
     """One pass key and one question.
 
     Args:

@@ -29,7 +29,7 @@ from larder_bench.datasets.transcripts import (
     cut_excerpt,
     load_transcript,
 )
-from larder_bench.tasks.base import Task
+from larder_bench.tasks.base import BenchTask
 
 KIND = "planted"
 EXCERPT_SLACK = 2  # a transcript takes more tokens than the chat built from it
@@ -52,7 +52,7 @@ class PlantedFact:
 
 
 @dataclass(frozen=True)
-class Planted(Task):
+class Planted(BenchTask):
     """Real conversation as a chat, with planted facts.
 
     Args:

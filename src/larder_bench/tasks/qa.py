@@ -20,7 +20,7 @@ from larder_bench.datasets.json_lines import Fields, read_lines, required_field
 from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS
 from larder_bench.datasets.prompt_templates import PROMPTS, worded_text
 from larder_bench.datasets.sources import TaskSources
-from larder_bench.tasks.base import Task
+from larder_bench.tasks.base import BenchTask
 
 KIND, FOLDER = "qa", "ruler_qa"
 DOCUMENT = "Document {number}:\n{text}"
@@ -38,7 +38,7 @@ class QaSample:
 
 
 @dataclass(frozen=True)
-class QuestionAnswering(Task):
+class QuestionAnswering(BenchTask):
     """Paragraphs of several questions, and others of the same file as far as they fit.
 
     Args:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from larder.core import BadParameter, Conversation
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.datasets.transcripts import excerpt_conversation
-from larder_bench.tasks.base import Task
+from larder_bench.tasks.base import BenchTask
 
 
 @dataclass(frozen=True)
-class Realtalk(Task):
+class Realtalk(BenchTask):
     """Conversation between two people, session by session.
 
     Args:

@@ -15,11 +15,11 @@ from larder_bench.datasets.grammar import Grammar, draw_value, load_grammar
 from larder_bench.datasets.lifelog_sessions import count_message_tokens
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.scoring.answer_items import numbered_item_spans
-from larder_bench.tasks.base import QuestionStyle, Task, make_with_retries
+from larder_bench.tasks.base import BenchTask, QuestionStyle, make_with_retries
 
 
 @dataclass(frozen=True)
-class Recite(Task):
+class Recite(BenchTask):
     """Reminders to recite.
 
     Args:

@@ -13,11 +13,11 @@ from typing import ClassVar
 
 from larder.core import BadParameter, Conversation
 from larder_bench.datasets.sources import TaskSources
-from larder_bench.tasks.base import QuestionSequence, QuestionStyle, Task, parse_inner_task
+from larder_bench.tasks.base import BenchTask, QuestionSequence, QuestionStyle, parse_inner_task
 
 
 @dataclass(frozen=True)
-class Requests(Task):
+class Requests(BenchTask):
     """Sequences of equal length; the last one may be shorter.
 
     Args:

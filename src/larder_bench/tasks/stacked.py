@@ -20,7 +20,7 @@ from larder.core import BadParameter, Conversation, InputError, Message, Questio
 from larder_bench.datasets.json_lines import Fields, read_list, required_field
 from larder_bench.datasets.lifelog_sessions import count_message_tokens
 from larder_bench.datasets.sources import TaskSources
-from larder_bench.tasks.base import Task
+from larder_bench.tasks.base import BenchTask
 
 FOLDER = "longmemeval"
 ABSTENTION_SUFFIX = "_abs"
@@ -58,7 +58,7 @@ class LongMemEvalRelease:
 
 
 @dataclass(frozen=True)
-class Stacked(Task):
+class Stacked(BenchTask):
     """History of many sessions.
 
     Args:

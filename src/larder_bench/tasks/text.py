@@ -19,7 +19,7 @@ from larder_bench.datasets.documents import LETTERS_PER_TOKEN, head_tokens
 from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.datasets.task_prompts import Wording
-from larder_bench.tasks.base import Task
+from larder_bench.tasks.base import BenchTask
 
 KIND = "text"
 CONTINUE_PROMPT = "Go on with the text."
@@ -40,7 +40,7 @@ class TextSource(Enum):
 
 
 @dataclass(frozen=True)
-class TextTask(Task):
+class TextTask(BenchTask):
     """Text cut in two: a context and its continuation.
 
     Args:

@@ -13,11 +13,11 @@ from typing import ClassVar
 
 from larder.core import Conversation
 from larder_bench.datasets.sources import TaskSources
-from larder_bench.tasks.base import QuestionSequence, QuestionStyle, Task, parse_inner_task
+from larder_bench.tasks.base import BenchTask, QuestionSequence, QuestionStyle, parse_inner_task
 
 
 @dataclass(frozen=True)
-class TurnsTask(Task):
+class TurnsTask(BenchTask):
     """Questions of a task in a single sequence.
 
     Args:

@@ -22,11 +22,11 @@ from larder_bench.datasets.haystack import (
 )
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.datasets.task_prompts import Wording
-from larder_bench.tasks.base import Task
+from larder_bench.tasks.base import BenchTask
 
 
 @dataclass(frozen=True)
-class Variables(Task):
+class Variables(BenchTask):
     """Chains of variables in a haystack.
 
     Args:
@@ -50,7 +50,6 @@ class Variables(Task):
         asks_names = sources.wording is not Wording.SEED
 
         def draw(grammar: Grammar, random: Random) -> Needle:
-            del grammar
             return variable_chain(random, self.hops + 1, asks_names)
 
         drawn = draw_distinct(draw, sources.grammar, random, self.chains)

@@ -131,7 +131,6 @@ class HintEvent:
         tier.hint(self)
 
     def moved(self, objects: int, sessions: int) -> HintEvent:
-        del objects
         return HintEvent(self.time, self.session + sessions, self.steps)
 
 
@@ -147,7 +146,6 @@ class PinEvent:
         tier.pin(self)
 
     def moved(self, objects: int, sessions: int) -> PinEvent:
-        del objects
         return PinEvent(self.time, self.session + sessions, self.until)
 
 

@@ -122,7 +122,6 @@ class CacheLayer(TensorOwner):
     @classmethod
     def num_dense_layers(cls, spec: CacheSpec) -> int:
         """Number of first layers that hold all of their entries."""
-        del spec
         return 0
 
     @classmethod
@@ -138,7 +137,6 @@ class CacheLayer(TensorOwner):
             stores: all layers of the sequence.
             plans: by layer index.
         """
-        del stores
         return dict(plans)
 
     def attend(
@@ -283,7 +281,6 @@ class CacheLayer(TensorOwner):
 
         `count_eviction` counts what is left. None where the layer evicts by plans.
         """
-        del rule
         return None
 
     def count_eviction(self, room: int) -> None:

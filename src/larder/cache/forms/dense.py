@@ -184,7 +184,6 @@ class DenseLayer(SegmentedLayer):
     def attention_calls(
         self, queries: Queries, positions: Positions, mode: Mode, shift: int
     ) -> list[AttentionCall]:
-        del positions, mode, shift
         held = self._read_storage()
         rows = held.keys.flatten(0, 1), held.values.flatten(0, 1)
         layout, softcap = (held.starts, held.lengths, self.layer.scaling), self.layer.softcap
@@ -193,7 +192,6 @@ class DenseLayer(SegmentedLayer):
     def block_call(
         self, queries: Queries, keys: Keys, values: Values, mode: Mode
     ) -> AttentionCall | None:
-        del mode
         if not self.attends_blocks(queries.shape[1]):
             return None
         held = self._read_storage()

@@ -77,7 +77,6 @@ class PagedLayer(CacheLayer):
         )
 
     def count_step(self, position: int) -> None:
-        del position
         self._lease.count_step()
         if self._lease.num_pages == self._counted_pages:
             self.usage.add_entries(self.layer.kv_heads)
@@ -87,7 +86,6 @@ class PagedLayer(CacheLayer):
     def attention_calls(
         self, queries: Queries, positions: Positions, mode: Mode, shift: int
     ) -> list[AttentionCall]:
-        del positions, mode, shift
         return [partial(self._attend_held, queries)]
 
     def apply(self, plan: Plan) -> None:
@@ -163,7 +161,6 @@ class PagedLayer(CacheLayer):
 
     @classmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> PagedLayer:
-        del state
         raise CacheError(
             f"A paged layer {layer.index} is restored into an arena: use SequenceCache.restore()."
         )

@@ -84,7 +84,6 @@ class PairedLayer(MixedLayer):
     @classmethod
     def link_layers(cls, layers: Sequence[CacheLayer], spec: CacheSpec) -> None:
         """Link the layers of pairs: each lower layer with the next upper one."""
-        del spec
         link_pairs(layers)
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:

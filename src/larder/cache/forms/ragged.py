@@ -145,7 +145,6 @@ class RaggedLayer(SegmentedLayer):
         return StepStorage(*stored, columns, *layout, bias, logits, self._step_segments(counts))
 
     def count_step(self, position: int) -> None:
-        del position
         self._set_lengths(self._lengths + 1)
         self._room -= 1
 
@@ -345,7 +344,6 @@ class RaggedLayer(SegmentedLayer):
         self, queries: Queries, positions: Positions, mode: Mode, shift: int
     ) -> list[AttentionCall]:
         """Call of the kernel; it records the logits of a decode step after `record_logits`."""
-        del positions, shift
         logits = None
         if mode is Mode.APPEND and queries.shape[1] == 1:
             logits = self._step_logits(queries.shape[0] // self.layer.kv_heads)

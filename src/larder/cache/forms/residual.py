@@ -97,7 +97,6 @@ class ResidualLayer(MixedLayer):
     @classmethod
     def link_layers(cls, layers: Sequence[CacheLayer], spec: CacheSpec) -> None:
         """Link each layer with the one below that it is predicted from."""
-        del spec
         own = [layer for layer in layers if isinstance(layer, ResidualLayer)]
         for below, layer in zip([None, *own], own, strict=False):
             layer._below, layer._is_last = below, layer is own[-1]

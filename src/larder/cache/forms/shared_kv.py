@@ -31,12 +31,10 @@ class SharedKVLayer(CacheLayer):
 
     @classmethod
     def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> SharedKVLayer:
-        del model, spec
         return cls(layer)
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         """No effect: the source appends the tokens, a block behind its last reader."""
-        del keys, values
         if len(positions) > 1:
             self.source.finish_reader()
 
@@ -44,7 +42,6 @@ class SharedKVLayer(CacheLayer):
         self, queries: Queries, positions: Positions, mode: Mode, shift: int
     ) -> Iterable[AttentionCall]:
         """Kernel calls of the source; what it records of its own queries stays."""
-        del mode
         return self.source.attention_calls(queries, positions, Mode.SCRATCH, shift)
 
     @property
@@ -52,7 +49,6 @@ class SharedKVLayer(CacheLayer):
         return not any(self.source.lengths)
 
     def apply(self, plan: Plan) -> None:
-        del plan
         raise CacheError(
             f"Layer {self.layer.index} shares the entries of layer {self.layer.kv_source}, so no "
             "plan applies to it: plan for managed layers only."
@@ -82,7 +78,6 @@ class SharedKVLayer(CacheLayer):
 
     @classmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> SharedKVLayer:
-        del state
         return cls(layer)
 
     def own_tensors(self) -> tuple[Tensor, ...]:

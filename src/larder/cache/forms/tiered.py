@@ -140,7 +140,6 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         return (self._observed,)
 
     def observe(self, queries: Queries, positions: Positions, state: AttentionState) -> None:
-        del state
         wanted = self.parking.recall.observed
         if wanted and not self.is_dense:
             if self.parking.recall.observes_unrotated and self.layer.radians:

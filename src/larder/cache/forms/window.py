@@ -48,7 +48,6 @@ class SlidingWindowLayer(CacheLayer):
 
     @classmethod
     def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> SlidingWindowLayer:
-        del spec
         return cls(layer, model.dtype, model.device)
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
@@ -60,7 +59,6 @@ class SlidingWindowLayer(CacheLayer):
         )
 
     def apply(self, plan: Plan) -> None:
-        del plan
         raise CacheError(
             f"Layer {self.layer.index} has a sliding window, so no plan applies to it: plan for "
             "managed layers only."
@@ -121,7 +119,6 @@ class SlidingWindowLayer(CacheLayer):
     def attention_calls(
         self, queries: Queries, positions: Positions, mode: Mode, shift: int
     ) -> list[AttentionCall]:
-        del mode, shift
         call = partial(
             windowed_attention,
             queries,

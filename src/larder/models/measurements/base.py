@@ -96,12 +96,10 @@ class Measurement(ABC):
 
     def measure_into(self, folder: Path, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
         """Numbers as of `measure`; what belongs to them is written into a folder."""
-        del folder
         return self.measure(decoder, sample)
 
     def has_files(self, folder: Path) -> bool:
         """True if a folder holds what belongs to the numbers."""
-        del folder
         return True
 
 

@@ -33,7 +33,6 @@ class TrainedGates(Measurement):
         Raises:
             ModelError: none were trained for this model.
         """
-        del sample
         learned = load_learned(decoder.spec, NAME, self)
         return tuple(gate for own in learned.layers for gate in own[GATES].tolist())
 
@@ -41,7 +40,6 @@ class TrainedGates(Measurement):
         self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
     ) -> dict[str, tuple[int, ...]]:
         """Shape of the tensor of a layer, as of `GateProvider.shapes`."""
-        del width, given
         return {GATES: (layer.kv_heads,)}
 
 

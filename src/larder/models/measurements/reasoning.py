@@ -127,7 +127,6 @@ def run_prompt(
     scores: dict[int, Tensor] = {}
 
     def watch(row: int, layer: int, recorded: LayerActivations) -> None:
-        del row
         if layer in layers:
             hits = _hits(cache, layer, recorded.queries[:, -1], prompt.claim)
             scores[layer] = scores.get(layer, 0) + hits

@@ -39,7 +39,6 @@ class Ema(Aggregation):
     def fold(
         self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
     ) -> None:
-        del first, total
         fresh = weights.shape[1]
         joined = torch.einsum("c,rcs->rs", self._factors(fresh, weights), weights)
         state[0].mul_(self.beta**fresh).add_(joined)

@@ -25,11 +25,9 @@ class Max(Aggregation):
     def fold(
         self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
     ) -> None:
-        del first, total
         torch.maximum(state[0], weights.amax(1), out=state[0])
 
     def finish(self, state: tuple[Tensor, ...], total: int) -> Float[Tensor, "R S"]:
-        del total
         return state[0]
 
 

@@ -46,7 +46,6 @@ class MeanVariance(Aggregation):
     def fold(
         self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
     ) -> None:
-        del total
         mean, deviations = state
         fresh = weights.shape[1]
         variance, its_mean = torch.var_mean(weights, 1, correction=0)

@@ -28,7 +28,6 @@ class ScaledMean(Mean):
     def fold(
         self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
     ) -> None:
-        del first, total
         seen = (weights > 0).sum(-1, dtype=torch.float32)  # [R, c]
         state[0].add_(torch.einsum("rc,rcs->rs", seen, weights))
 

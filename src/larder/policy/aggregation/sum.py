@@ -24,14 +24,12 @@ class Sum(Aggregation):
     def fold(
         self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
     ) -> None:
-        del first, total
         state[0].add_(weights[:, 0] if weights.shape[1] == 1 else weights.sum(1))
 
     def single_query(self, weights: Float[Tensor, "R S"]) -> Float[Tensor, "R S"]:
         return weights
 
     def finish(self, state: tuple[Tensor, ...], total: int) -> Float[Tensor, "R S"]:
-        del total
         return state[0]
 
 

@@ -58,14 +58,12 @@ class Budget(PolicyPart, ABC):
 
     def measure(self, seen: Observation, scores: Packed) -> tuple[float, ...]:
         """Statistics that `choose` needs beyond scores, measured when the layer is scored."""
-        del seen, scores
         return ()
 
     def inspect(
         self, seen: Observation, scores: Packed, protected: PackedMask
     ) -> tuple[float, ...]:
         """`measure`, for budgets that also need to know which entries always stay."""
-        del protected
         return self.measure(seen, scores)
 
     def layer_tokens(
@@ -80,7 +78,6 @@ class Budget(PolicyPart, ABC):
             most: most entries of a layer, the length of the context.
             facts: calibrations named in `calibrations`.
         """
-        del least, most, facts
         return (tokens,) * layers
 
     def head_weights(self, facts: Calibration) -> tuple[float, ...]:
@@ -92,7 +89,6 @@ class Budget(PolicyPart, ABC):
         Args:
             facts: calibrations named in `calibrations`.
         """
-        del facts
         return ()
 
     def is_plan_due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:

@@ -123,7 +123,6 @@ class InverseVariance(Budget):
     def step_quota(
         self, scalars: Mapping[str, Float[Tensor, " K"]], quota: int, tokens: int
     ) -> StepQuota | None:
-        del tokens
         share = float(scalars[SHARE][0])  # written for all heads of a layer at once
         if math.isnan(share):
             return None

@@ -53,7 +53,6 @@ class LazyLayers(CrossLayerBudget):
         self, seen: Observation, scores: Packed, protected: PackedMask
     ) -> tuple[float, ...]:
         """Mean attention of the latest queries on protected tokens, over query heads."""
-        del scores
         heads = gather_last_queries(Mean(), seen, self.last)
         marks = torch.split(protected, list(seen.entries.lengths))
         shares = [head[:, mark].sum(1) for head, mark in zip(heads, marks, strict=True)]

@@ -50,7 +50,6 @@ class LUKV(Budget):
 
     def measure(self, seen: Observation, scores: Packed) -> tuple[float, ...]:
         """The curves of the layer's heads."""
-        del scores
         return tuple(seen.facts[UTILITY])
 
     def layer_tokens(

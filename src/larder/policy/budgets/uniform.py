@@ -29,7 +29,6 @@ class Uniform(Budget):
     def step_quota(
         self, scalars: Mapping[str, Float[Tensor, " K"]], quota: int, tokens: int
     ) -> StepQuota:
-        del scalars
         return StepQuota(max(quota, 0), tokens)
 
     def choose(

@@ -55,12 +55,10 @@ class Compensation(PolicyPart, ABC):
         Args:
             itemsize: bytes of a number of an entry.
         """
-        del layer, itemsize
         return 0
 
     def with_budget(self, tokens: int) -> Compensation:
         """Copy with open parameters filled in for a budget of `tokens` entries per kv head."""
-        del tokens
         return self
 
     @abstractmethod

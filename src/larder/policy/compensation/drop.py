@@ -21,7 +21,6 @@ class Drop(Compensation):
         return True
 
     def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
-        del entries, scored
         return plan
 
 

@@ -149,7 +149,6 @@ class FoldEma(Compensation):
         return StepMerging(TAU, self.beta, TIE)
 
     def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
-        del scored
         stays = kept_mask(plan, entries)
         gone = unmasked_indices(stays)
         if not len(gone):

@@ -35,7 +35,6 @@ class Less(Compensation):
         return max(1, round(state_bytes(layer.head_dim) / entry))
 
     def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
-        del entries, scored
         return plan
 
 

@@ -44,7 +44,6 @@ class MergeValues(Compensation):
         return True
 
     def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
-        del scored
         stays = kept_mask(plan, entries)
         gone = unmasked_indices(stays)
         if not len(gone):

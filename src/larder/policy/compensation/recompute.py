@@ -47,7 +47,6 @@ class Recompute(Compensation):
         return RecomputeSpec(self.held, self.depth)
 
     def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
-        del entries, scored
         return plan
 
 

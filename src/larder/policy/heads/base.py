@@ -49,13 +49,11 @@ class GroupRule(HeadRule):
     def join(
         self, statistics: Sequence[Float[Tensor, "R _"]], entries: Entries, seen: Observation
     ) -> list[Float[Tensor, " _"]]:
-        del entries, seen
         return [self.group(head) for head in statistics]
 
     def join_stored(
         self, statistics: Float[Tensor, "R C"], entries: Entries, seen: Observation
     ) -> list[Float[Tensor, " _"]]:
-        del seen
         joined = self.group(statistics)
         return [joined[entries.rows(head)] for head in range(len(entries.lengths))]
 

@@ -26,7 +26,6 @@ class GroupAndLayer(HeadRule):
     def join(
         self, statistics: Sequence[Float[Tensor, "R _"]], entries: Entries, seen: Observation
     ) -> list[Float[Tensor, " _"]]:
-        del seen
         own, places = [head.mean(0) for head in statistics], positions_of(entries)
         means = mean_by_position(list(zip(own, places, strict=True)), places)
         return [head + means[place] for head, place in zip(own, places, strict=True)]

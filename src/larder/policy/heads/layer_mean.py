@@ -28,7 +28,6 @@ class LayerMean(HeadRule):
     def join(
         self, statistics: Sequence[Float[Tensor, "R _"]], entries: Entries, seen: Observation
     ) -> list[Float[Tensor, " _"]]:
-        del seen
         if _same_positions(entries):
             return [torch.cat(list(statistics)).mean(0)] * len(statistics)
         places = positions_of(entries)

@@ -21,7 +21,6 @@ class KVzapLinear(GateProvider):
     def shapes(
         self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
     ) -> dict[str, tuple[int, ...]]:
-        del given
         return {"weight": (layer.kv_heads, width), "bias": (layer.kv_heads,)}
 
     def gate(

@@ -20,7 +20,6 @@ class SlotConvolution(LearnedProvider):
     def shapes(
         self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
     ) -> dict[str, tuple[int, ...]]:
-        del width
         channels, _, taps = given["kernel"].shape
         kernel = channels, 2 * layer.head_dim, taps
         return {"kernel": kernel, "bias": (channels,), "gamma": ()}

@@ -34,7 +34,6 @@ class LookaheadTokens(SoftPromptProvider):
         self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
     ) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors of a layer; sizes of its linear layers are read from `given`."""
-        del layer
         own = {name.removesuffix(DOWN) for name in given if name.endswith(DOWN)}
         found = dict[str, tuple[int, ...]]()
         if EMBEDDINGS in given:

@@ -9,7 +9,6 @@ class SpecialTokens(VocabularyProvider):
     """Token set `special_tokens`."""
 
     def contains(self, text: str, is_special: bool) -> bool:
-        del text
         return is_special
 
 

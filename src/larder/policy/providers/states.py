@@ -14,7 +14,6 @@ class States(ActivationProvider):
     def capture(
         self, attention: nn.Module, states: Float[Tensor, "Q hidden"]
     ) -> Float[Tensor, "Q hidden"]:
-        del attention
         return states
 
 

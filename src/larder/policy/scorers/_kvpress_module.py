@@ -94,7 +94,6 @@ class AttentionModuleAdapter:
         self, like: Tensor, positions: Int[Tensor, "1 N"]
     ) -> tuple[Float[Tensor, "1 N D"], Float[Tensor, "1 N D"]]:
         """Cosines and sines; a press counts positions from the first token of the pass."""
-        del like
         return self._turn(positions[0] + (self._places[-1] + 1 - len(self._places)))
 
     @property

@@ -41,7 +41,6 @@ class Scorer(PolicyPart, ABC):
 
     def score_with(self, seen: Observation, reduction: AttentionReduction) -> Tensor:
         """Score under the reduction of the policy, for attention scorers; else as `score`."""
-        del reduction
         return self.score(seen)
 
     def weights(self, seen: Observation) -> Packed:
@@ -73,7 +72,6 @@ class Scorer(PolicyPart, ABC):
             start: true position of the first of them.
             book: prompts by name, as token ids.
         """
-        del block, start, book
         return ()
 
     def scored_layers(self, facts: Mapping[int, Calibration]) -> frozenset[int] | None:
@@ -90,7 +88,6 @@ class Scorer(PolicyPart, ABC):
 
     def with_budget(self, tokens: int) -> Scorer:
         """Copy with open parameters filled in for a budget of `tokens` entries per kv head."""
-        del tokens
         return self
 
     def protected_tokens(self) -> ProtectedTokens:
@@ -123,7 +120,6 @@ class AttentionScorer(Scorer):
 
     def finish(self, seen: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:
         """Scores of all entries from the reduced weights per kv head; concatenated by default."""
-        del seen
         return torch.cat(heads)
 
     def score(self, seen: Observation) -> Packed:

@@ -70,7 +70,6 @@ class Lookahead(AttentionScorer):
         return ObservationWindow(seen.queries[:, -self.tokens :], seen.entries)
 
     def finish(self, seen: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:
-        del seen
         return torch.cat([running_max(head, self.kernel) for head in heads])
 
 

@@ -34,7 +34,6 @@ class LookaheadKV(AttentionScorer):
     def scratch(
         self, block: tuple[int, ...], start: int, book: Prompts
     ) -> tuple[ScratchPrompt, ...]:
-        del book
         return (ScratchPrompt((PLACEHOLDER,) * SOFT_TOKENS, (0, start + len(block))),)
 
     def default_reduction(self) -> tuple[str, str]:

@@ -100,7 +100,6 @@ class _FusedQueries:
     def fold(
         self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
     ) -> None:
-        del first, total
         highest = weights.amax(0)  # [c, S]
         if self.fusion is Fusion.SUM:
             state[0].add_(highest.sum(0))
@@ -108,7 +107,6 @@ class _FusedQueries:
             torch.maximum(state[0], highest.amax(0), out=state[0])
 
     def finish(self, state: tuple[Tensor, ...], total: int) -> Float[Tensor, "1 S"]:
-        del total
         return state[0]
 
 

@@ -68,7 +68,6 @@ class MixedPrecisionStorage(Storage):
 
     def reserved_entries(self, layers: Sequence[LayerSpec], itemsize: int) -> int:
         """Bytes per head that hold no entries, counted in entries; 0 by default."""
-        del layers, itemsize
         return 0
 
     def check(self, layers: Sequence[LayerSpec], itemsize: int) -> None:
@@ -108,7 +107,6 @@ class MixedPrecisionStorage(Storage):
         """Rank of each entry for demotion, higher keeps its precision longer; the scores by
         default.
         """
-        del entries
         return scored.ranked()
 
     def grade(

@@ -87,14 +87,12 @@ class Aqua(Storage):
             )
 
     def full_precision_entries(self, quota: int, layer: LayerSpec, itemsize: int) -> int:
-        del layer, itemsize
         return min(quota, self.exact_tokens)
 
     def grade(
         self, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float
     ) -> Plan:
         """The plan: what is coded follows from positions alone."""
-        del entries, scored, quota, share
         return plan
 
     def _gain(self, layers: Sequence[LayerSpec], itemsize: int) -> float:

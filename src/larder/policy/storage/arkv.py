@@ -70,11 +70,9 @@ class ARKV(MixedPrecisionStorage):
         return tokens
 
     def full_precision_entries(self, quota: int, layer: LayerSpec, itemsize: int) -> int:
-        del layer, itemsize
         return quota
 
     def capacities(self, quota: int, head_dim: int, itemsize: int, share: float = 1.0) -> list[int]:
-        del head_dim, itemsize
         return [int(share * quota)]
 
     def inspect(self, seen: Observation) -> StorageStatistics:
@@ -98,7 +96,6 @@ class _WeightMoments:
     def fold(
         self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
     ) -> None:
-        del first, total
         apart = weights - weights.mean(1, keepdim=True)
         second = apart.square().mean(1)
         state[0][0] = -torch.xlogy(weights, weights).sum(1)
@@ -106,7 +103,6 @@ class _WeightMoments:
         state[0][2] = apart.pow(4).mean(1) / second.clamp(min=LEAST_VARIANCE).square()
 
     def finish(self, state: tuple[Tensor, ...], total: int) -> Float[Tensor, "N S"]:
-        del total
         return state[0].flatten(0, 1)
 
 

@@ -63,7 +63,6 @@ class Storage(PolicyPart, ABC):
         Raises:
             BudgetError: the bytes cannot hold what this storage needs at full precision.
         """
-        del layers, itemsize
         return tokens
 
     def check(self, layers: Sequence[LayerSpec], itemsize: int) -> None:
@@ -76,12 +75,10 @@ class Storage(PolicyPart, ABC):
 
     def full_precision_entries(self, quota: int, layer: LayerSpec, itemsize: int) -> int:
         """Entries at full precision among the `quota` entries per kv head of a layer."""
-        del layer, itemsize
         return quota
 
     def inspect(self, seen: Observation) -> StorageStatistics:
         """Statistics that `grade` needs beyond scores, measured when the layer is scored."""
-        del seen
         return NO_INSPECTION
 
     @abstractmethod
@@ -107,7 +104,6 @@ class Storage(PolicyPart, ABC):
             plans: graded plans by layer index.
             entries: callable: layer index to its entries before the plan.
         """
-        del entries
         return dict(plans)
 
     def compare(self, inspected: Sequence[StorageStatistics]) -> list[float]:

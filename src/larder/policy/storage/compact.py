@@ -35,7 +35,6 @@ class Compact(Storage):
     def grade(
         self, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float
     ) -> Plan:
-        del entries, scored, quota, share
         return plan
 
 

@@ -19,7 +19,6 @@ class Exact(Storage):
     def grade(
         self, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float
     ) -> Plan:
-        del entries, scored, quota, share
         return plan
 
 

@@ -29,7 +29,6 @@ class Form(Storage):
     def grade(
         self, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float
     ) -> Plan:
-        del entries, scored, quota, share
         return plan
 
 

@@ -55,13 +55,11 @@ class MiniCache(Storage):
         return LayerPairing(self.start, self.weight, self.apart)
 
     def full_precision_entries(self, quota: int, layer: LayerSpec, itemsize: int) -> int:
-        del layer, itemsize
         return min(quota, self.recent)
 
     def grade(
         self, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float
     ) -> Plan:
-        del scored, quota, share
         grades = kept_grades(plan, entries)
         start = 0
         for length in plan.lengths:

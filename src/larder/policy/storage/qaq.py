@@ -96,7 +96,6 @@ class QAQ(MixedPrecisionStorage):
         return math.ceil(records / (2 * size * itemsize + POSITION_BYTES))
 
     def rank(self, scored: LayerScores, entries: Entries) -> Packed:
-        del scored
         return entries.packed_positions().float()
 
     def inspect(self, seen: Observation) -> StorageStatistics:
@@ -110,7 +109,6 @@ class QAQ(MixedPrecisionStorage):
     def grade(
         self, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float
     ) -> Plan:
-        del share
         before = kept_grades(plan, entries)
         capacity = self.capacities(
             quota, entries.empty_like.shape[1], entries.empty_like.dtype.itemsize

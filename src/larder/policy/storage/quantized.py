@@ -48,7 +48,6 @@ class Quantized(MixedPrecisionStorage):
         return self.tiers()[0].codec
 
     def rank(self, scored: LayerScores, entries: Entries) -> Packed:
-        del scored
         return entries.packed_positions().float()
 
 

@@ -86,7 +86,6 @@ class RDKV(Storage):
         self, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float
     ) -> Plan:
         """Plan with the weights of its entries; `allocate` gives the grades."""
-        del share
         weights = scored.storage_statistics.weights.double()
         if not self.window:
             weights = weights * _attention_weights(scored.scores).square()

@@ -53,7 +53,6 @@ class ThinK(MixedPrecisionStorage):
         return (PrecisionTier(Codec(0, 0, self.group, channels=self.channels), 1.0),)
 
     def rank(self, scored: LayerScores, entries: Entries) -> Packed:
-        del scored
         return entries.packed_positions().float()
 
     def inspect(self, seen: Observation) -> StorageStatistics:

@@ -114,7 +114,6 @@ class Transform(Storage):
     def grade(
         self, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float
     ) -> Plan:
-        del share
         positions = entries.packed_positions()
         length = int(positions.max()) + 1 if len(positions) else 0
         is_exact = (positions < self.sinks) | (positions >= length - self.recent)

@@ -55,7 +55,6 @@ class TurboQuant(MixedPrecisionStorage):
         return (PrecisionTier(codec, 1.0),)
 
     def rank(self, scored: LayerScores, entries: Entries) -> Packed:
-        del scored
         return entries.packed_positions().float()
 
 

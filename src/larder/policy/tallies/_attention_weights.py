@@ -133,11 +133,9 @@ class _ColumnGather:
     places: Int[Tensor, " S"]
 
     def start(self, like: Float[Tensor, "R S"]) -> State:
-        del like
         return tuple(column.clone() for column in self.old)
 
     def fold(self, state: State, weights: Float[Tensor, "R c S"], first: int, total: int) -> None:
-        del total
         count = weights.shape[1]
         joined = self.group.join(weights.flatten(1)).view(count, -1)
         votes = QueryWeights(joined, self.times[first : first + count], self.places)
@@ -145,5 +143,4 @@ class _ColumnGather:
             column.copy_(numbers)
 
     def finish(self, state: State, total: int) -> Float[Tensor, "N S"]:
-        del total
         return torch.stack(state)

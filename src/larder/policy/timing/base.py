@@ -53,7 +53,6 @@ class Timing(PolicyPart, ABC):
 
     def with_budget(self, tokens: int) -> Timing:
         """Copy with open parameters filled in for a budget of `tokens` entries per kv head."""
-        del tokens
         return self
 
     @abstractmethod
@@ -75,7 +74,6 @@ class Timing(PolicyPart, ABC):
             tokens: M, the budget that prefill and decode together must not exceed on average.
             step: tokens generated so far.
         """
-        del tokens, step
         return quota
 
     def layer_quota(self, quota: int, tokens: int, growth: Growth) -> int:
@@ -105,5 +103,4 @@ class Timing(PolicyPart, ABC):
             length: true tokens so far.
             tokens: M, as in `quota`.
         """
-        del positions, start, length, tokens
         return protected

@@ -33,7 +33,6 @@ class Token(Unit):
         return self.layers
 
     def pool(self, scores: Packed, seen: Observation) -> Packed:
-        del seen
         return scores
 
 

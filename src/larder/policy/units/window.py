@@ -27,7 +27,7 @@ LAST = 32  # tokens that are looked at for a question
 EVEN = 1e-9  # 100 * 0.29 is a little less than 29
 
 
-class TaskSource(Enum):
+class Task(Enum):
     """Source of the task, to locate or to gather: `best`, or the end of the text."""
 
     GIVEN = "given"
@@ -50,7 +50,7 @@ class Window(Unit):
     size: int = 8
     best: float = 0.5
     layers: int = 1
-    task: TaskSource = TaskSource.GIVEN
+    task: Task = Task.GIVEN
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -66,13 +66,13 @@ class Window(Unit):
 
     @property
     def needs_whole_text(self) -> bool:
-        return self.task is TaskSource.FOUND
+        return self.task is Task.FOUND
 
     def required_providers(self) -> frozenset[str]:
-        return frozenset({MARKS}) if self.task is TaskSource.FOUND else frozenset()
+        return frozenset({MARKS}) if self.task is Task.FOUND else frozenset()
 
     def pool(self, scores: Packed, seen: Observation) -> Packed:
-        share = self.best if self.task is TaskSource.GIVEN or _asks(seen) else 1.0
+        share = self.best if self.task is Task.GIVEN or _asks(seen) else 1.0
         return pool_spans(scores, seen.entries, self.size, max(1, int(self.size * share + EVEN)))
 
 

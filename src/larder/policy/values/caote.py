@@ -34,7 +34,6 @@ class Caote(ValueRule):
     def weigh(
         self, scores: Packed, seen: Observation, selection: Selection = NO_SELECTION
     ) -> Packed:
-        del selection
         weights = torch.split(non_negative_weights(scores), list(seen.entries.lengths))
         moves = [
             _output_changes(head, seen.entries.head_values(index).float())

@@ -44,7 +44,6 @@ class ImageWeight(ValueRule):
     def weigh(
         self, scores: Packed, seen: Observation, selection: Selection = NO_SELECTION
     ) -> Packed:
-        del selection
         is_image = seen.entries.column("image")
         if not is_image.any():
             return scores

@@ -19,7 +19,6 @@ class KeysAlone(ValueRule):
     def weigh(
         self, scores: Packed, seen: Observation, selection: Selection = NO_SELECTION
     ) -> Packed:
-        del seen, selection
         return scores
 
 

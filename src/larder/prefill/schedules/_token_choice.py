@@ -66,7 +66,6 @@ class TokenChoice:
 
     def before(self, layer: int, positions: Int[Tensor, " Q"]) -> Int64[Tensor, " N"] | None:
         """Tokens that go into a layer."""
-        del positions
         return self.chosen.get(layer - 1)
 
 

@@ -22,6 +22,7 @@ from larder.server.http.streaming import (
     PING,
     Logprobs,
     StreamIdle,
+    chain_stream,
     sse_event,
     stream_answer,
 )
@@ -145,7 +146,7 @@ async def choice_stream(
     except BaseException:
         await merged.aclose()
         raise
-    return _chain(first, merged)
+    return chain_stream(first, merged)
 
 
 async def whole_answer(
@@ -336,10 +337,3 @@ async def _merged(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _chain(first: tuple[int, Item], rest: ChoiceStream) -> ChoiceStream:
-    async with aclosing(rest) as others:
-        yield first
-        async for item in others:
-            yield item

@@ -47,11 +47,9 @@ from larder.server.http.streaming import EventStream
 from larder.server.http.structured import FORMAT_FIELDS, SCHEMA_FIELDS, answer_constraint
 from larder.server.http.tools import (
     ToolMessage,
+    answer_rules,
     checked_tools,
-    chosen_form,
     in_call_order,
-    only_one,
-    tool_constraint,
     tool_variables,
 )
 from larder.server.http.unknown_fields import BodyPart
@@ -195,10 +193,9 @@ async def chat_completions(http: HttpRequest, body: ChatCompletionRequest) -> Re
         checked_tools(body.tools, model)
     body.warn_unknown(body.tool_choice, ("type", "function"), "tool_choice")
     turns = await run_in_threadpool(body.turns, model.template_variables, taken)
-    form = chosen_form(body.tools, body.tool_choice, body.parallel_tool_calls, model)
-    forced = await run_in_threadpool(tool_constraint, body.tools, body.tool_choice, form)
-    constraint = only_one(
-        forced, await run_in_threadpool(body.constraint, state.settings.unsupported)
+    parallel, unsupported = body.parallel_tool_calls, state.settings.unsupported
+    form, constraint = await answer_rules(
+        body, body.tools, body.tool_choice, parallel, model, unsupported
     )
     stop = stop_strings(body.stop)
     request = engine_request(

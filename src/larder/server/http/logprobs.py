@@ -16,7 +16,6 @@ def chat_logprobs(logprobs: Logprobs, start: int) -> dict[str, Any]:
     Args:
         start: not used; `text_logprobs` has it.
     """
-    del start
     content = [
         _chat_token(each) | {"top_logprobs": [_chat_token(other) for other in each.top]}
         for each in logprobs

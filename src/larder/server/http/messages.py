@@ -48,10 +48,8 @@ from larder.server.http.tools import (
     NONE,
     REQUIRED,
     AnswerParser,
+    answer_rules,
     checked_tools,
-    chosen_form,
-    only_one,
-    tool_constraint,
     tool_variables,
     whole_call_json,
 )
@@ -284,11 +282,8 @@ async def messages(http: HttpRequest, body: MessagesRequest) -> Response:
     turns = await run_in_threadpool(body.turns, tools, images if model.takes_images else None)
     given = body.tool_choice or {}
     choice = _chat_choice(given)
-    form = chosen_form(tools, choice, not given.get("disable_parallel_tool_use"), model)
-    forced = await run_in_threadpool(tool_constraint, tools, choice, form)
-    constraint = only_one(
-        forced, await run_in_threadpool(body.constraint, state.settings.unsupported)
-    )
+    parallel, unsupported = not given.get("disable_parallel_tool_use"), state.settings.unsupported
+    form, constraint = await answer_rules(body, tools, choice, parallel, model, unsupported)
     request = engine_request(
         http,
         state,

@@ -52,9 +52,7 @@ from larder.server.http.streaming import (
 from larder.server.http.tools import (
     AUTO,
     AnswerParser,
-    chosen_form,
-    only_one,
-    tool_constraint,
+    answer_rules,
     tool_variables,
     whole_deltas,
 )
@@ -82,8 +80,8 @@ async def create(http: HttpRequest, request: ResponsesRequest) -> Response:
         frames = _replay_events(repeated)
         return EventStream(frames) if request.stream else JSONResponse(repeated)
     tools, choice = request.chat_tools(model), request.chat_choice
-    form = chosen_form(tools, choice, request.parallel_tool_calls, model)
-    forced = await run_in_threadpool(tool_constraint, tools, choice, form)
+    parallel, unsupported = request.parallel_tool_calls, state.settings.unsupported
+    form, constraint = await answer_rules(request, tools, choice, parallel, model, unsupported)
     engine_input = engine_request(
         http,
         state,
@@ -91,9 +89,7 @@ async def create(http: HttpRequest, request: ResponsesRequest) -> Response:
         pending.session,
         request.max_output_tokens,
         turns=await run_in_threadpool(pending.turns, tools),
-        constraint=only_one(
-            forced, await run_in_threadpool(request.constraint, state.settings.unsupported)
-        ),
+        constraint=constraint,
         images=images.files,
         answer_form=form,
     )

@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi.concurrency import run_in_threadpool
 from fastapi.requests import Request as HttpRequest
@@ -23,6 +23,8 @@ PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
 UNICODE_LINE_BREAKS = "\u0085\u2028\u2029"  # line breaks for some readers, but not in JSON
 CLIENT_CLOSED_REQUEST = 499  # nginx's status of a client that disconnected
+
+Item = TypeVar("Item")
 
 
 class ClientClosedRequest(Exception):
@@ -115,7 +117,7 @@ async def stream_answer(
     except BaseException:
         await answer.aclose()
         raise
-    return _chain(first, answer)
+    return chain_stream(first, answer)
 
 
 async def collect_answer(answer: AnswerStream) -> CompleteAnswer:
@@ -213,7 +215,8 @@ async def _watch(http: HttpRequest, queue: AnswerQueue) -> None:
     queue.put(ClientClosedRequest())
 
 
-async def _chain(first: str | Logprobs | Report | StreamIdle, rest: AnswerStream) -> AnswerStream:
+async def chain_stream(first: Item, rest: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
+    """Stream of an item that was read ahead, and of the others."""
     async with aclosing(rest) as others:
         yield first
         async for item in others:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
+from fastapi.concurrency import run_in_threadpool
 from pydantic import Field
 
 from larder.core.errors import BadParameter, DependencyError
@@ -19,6 +20,7 @@ from larder.server.answer_form import (
 from larder.server.api_errors import invalid_request
 from larder.server.call_stream import CallDelta, CallStream
 from larder.server.http.protocol import InputMessage, Text, new_id
+from larder.server.http.structured import Unsupported
 from larder.server.http.unknown_fields import BodyPart
 from larder.server.reasoning_stream import ReasoningStream
 from larder.server.request import ApiError
@@ -28,6 +30,18 @@ from larder.server.tool_parsers.base import ToolCall
 MAX_TOOLS = 128
 _NAME = re.compile("[A-Za-z0-9_.-]{1,64}")
 AUTO, NONE, REQUIRED = "auto", "none", "required"
+
+
+class ConstrainedRequest(Protocol):
+    """Body of a request whose answer may have to match a format."""
+
+    def constraint(self, unsupported: Unsupported) -> Constraint | None:
+        """Constraint that the answer must match.
+
+        Raises:
+            ApiError: 400 for a format that is malformed or cannot be enforced.
+        """
+        ...
 
 
 class FunctionCall(BodyPart):
@@ -122,15 +136,38 @@ def checked_tools(tools: Sequence[Any], model: ServedModel) -> list[dict[str, An
     return list(tools)
 
 
-def chosen_form(
-    tools: Sequence[Any] | None, choice: Any, is_parallel: bool | None, model: ServedModel
-) -> AnswerForm:
-    """Parsers of the answer to a request."""
+async def answer_rules(
+    body: ConstrainedRequest,
+    tools: Sequence[Any] | None,
+    choice: Any,
+    is_parallel: bool | None,
+    model: ServedModel,
+    unsupported: Unsupported,
+) -> tuple[AnswerForm, Constraint | None]:
+    """Parsers of the answer to a request, and what the answer must match.
+
+    Raises:
+        ApiError: 400: the choice cannot be forced, the format is malformed, or there are both.
+    """
     parser = model.answer_form.tool_parser if tools and choice != NONE else ""
-    return replace(model.answer_form, tool_parser=parser, is_parallel=is_parallel is not False)
+    form = replace(model.answer_form, tool_parser=parser, is_parallel=is_parallel is not False)
+    forced = await run_in_threadpool(_tool_constraint, tools, choice, form)
+    wanted = await run_in_threadpool(body.constraint, unsupported)
+    if forced is not None and wanted is not None:
+        raise invalid_request(
+            "tool_choice forces a call, so that the answer can have no other format: leave one of "
+            "the two out.",
+            "tool_choice",
+        )
+    return form, forced or wanted
 
 
-def tool_constraint(
+def tool_variables(tools: Sequence[Any]) -> Mapping[str, Any]:
+    """Variables of the chat template for tools."""
+    return {"tools": tools} if tools else {}
+
+
+def _tool_constraint(
     tools: Sequence[Any] | None, choice: Any, form: AnswerForm
 ) -> Constraint | None:
     """Constraint that forces the chosen calls; None where the model may choose.
@@ -162,26 +199,6 @@ def tool_constraint(
         return grammar_constraint(form.tools.grammar(schemas, most))
     except (BadParameter, DependencyError) as error:
         raise invalid_request(f"tool_choice: {error}", "tool_choice") from error
-
-
-def only_one(forced: Constraint | None, wanted: Constraint | None) -> Constraint | None:
-    """The one constraint of an answer: its calls, or its format.
-
-    Raises:
-        ApiError: 400: there are both.
-    """
-    if forced is not None and wanted is not None:
-        raise invalid_request(
-            "tool_choice forces a call, so that the answer can have no other format: leave one of "
-            "the two out.",
-            "tool_choice",
-        )
-    return forced or wanted
-
-
-def tool_variables(tools: Sequence[Any]) -> Mapping[str, Any]:
-    """Variables of the chat template for tools."""
-    return {"tools": tools} if tools else {}
 
 
 def _names(tools: Sequence[Any]) -> list[str]:

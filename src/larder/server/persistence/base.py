@@ -73,7 +73,6 @@ class SessionLocks:
 
     def is_outdated(self, session: SessionState) -> bool:
         """True if another server has written the session since, so that it must be reloaded."""
-        del session
         return False
 
 
@@ -107,7 +106,6 @@ class SessionPersistence:
 
     def candidates(self, tenant: str, turns: Sequence[ChatMessage]) -> Sequence[str]:
         """Names of sessions that begin with these messages. From any thread."""
-        del tenant, turns
         return ()
 
     def branches(self, tenant: str, root: str) -> Sequence[str]:
@@ -116,12 +114,10 @@ class SessionPersistence:
         Raises:
             ApiError: the store cannot list them now.
         """
-        del tenant, root
         return ()
 
     def list_sessions(self, tenant: str) -> Sequence[SessionInfo]:
         """All stored sessions, most recently used first. From any thread."""
-        del tenant
         return ()
 
     def compact_history(self, tenant: str, name: str) -> None:

@@ -184,13 +184,7 @@ class StoreSessionPersistence(SessionPersistence):
         *_, first = self._message_hashes(transcript.turns[0].messages)
         *_, whole = self._message_hashes(map(_stripped, _messages(transcript.turns)))
         labels = {
-            FIRST_MESSAGES_LABEL: first,
-            ALL_MESSAGES_LABEL: whole,
-            MODEL_LABEL: self._fingerprint,
-            ROOT_LABEL: transcript.root,
-            "turns": str(sum(len(each.messages) + 1 for each in transcript.turns)),
-            "made": str(session.identity.made),
-            ANSWERED_LABEL: str(self._store.parts.clock()),
+            **self._labels(session, transcript, first, whole),
             **extra_labels,
             PINNED_LABEL: YES if session.usage.is_pinned else NO,
         }
@@ -217,6 +211,28 @@ class StoreSessionPersistence(SessionPersistence):
         if index is not None:  # otherwise the index is loaded on first use
             index.add(session.name, first, whole)
         return None
+
+    def _labels(
+        self,
+        session: SessionState,
+        transcript: session_file.TranscriptSnapshot,
+        first: str,
+        whole: str,
+    ) -> dict[str, str]:
+        """Labels of a session that are known without reading it.
+
+        Args:
+            first, whole: hashes of the messages of the first turn, and of all.
+        """
+        return {
+            FIRST_MESSAGES_LABEL: first,
+            ALL_MESSAGES_LABEL: whole,
+            MODEL_LABEL: self._fingerprint,
+            ROOT_LABEL: transcript.root,
+            "turns": str(sum(len(each.messages) + 1 for each in transcript.turns)),
+            "made": str(session.identity.made),
+            ANSWERED_LABEL: str(self._store.parts.clock()),
+        }
 
     def _message_hashes(self, turns: Iterable[ChatMessage]) -> Iterator[str]:
         """A keyed hash of each prefix of some messages, unlinkable without the store's secret;

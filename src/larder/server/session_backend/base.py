@@ -82,7 +82,6 @@ class SessionBackend(ABC):
         Args:
             others: in the order in which they would get a block.
         """
-        del job, others
         return []
 
     def read_together(self, jobs: Sequence[RequestState]) -> None:
@@ -90,12 +89,10 @@ class SessionBackend(ABC):
 
         If it fails, nothing has changed. `finish_block` follows for each.
         """
-        del jobs
         raise NotImplementedError  # a backend with companions has it
 
     def finish_block(self, job: RequestState) -> int:
         """Account for a block that was read with others; the number of its tokens."""
-        del job
         raise NotImplementedError  # a backend with companions has it
 
     @abstractmethod

@@ -247,7 +247,6 @@ class PrefixBackend(SessionBackend):
 
     def needs_closing_pass(self, job: RequestState, reason: str, closing: tuple[int, ...]) -> bool:
         """False: the next turn reads the end of this one with its prompt."""
-        del job, reason, closing
         return False
 
     def prepare_turn(

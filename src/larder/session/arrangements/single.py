@@ -26,13 +26,11 @@ class Single(Arrangement):
         count: Callable[[str], int],
         turn_texts: Sequence[str] = (),
     ) -> Router:
-        del conversation, embedder, count, turn_texts
         return SingleCacheRouter()
 
     def restore_router(
         self, record: Mapping[str, Any], embedder: Callable[[str], Embedder]
     ) -> Router:
-        del embedder
         if record:
             raise ValueError("a single cache has no episodes")
         return SingleCacheRouter()

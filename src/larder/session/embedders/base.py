@@ -38,7 +38,6 @@ class Embedder(ABC):
     def reads_whole(self, text: str) -> bool:
         """True if all of a question is embedded; False if it is longer than the model reads, or has
         words that it does not know, such as those of another script."""
-        del text
         return True
 
 

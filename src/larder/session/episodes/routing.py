@@ -85,7 +85,6 @@ class SingleCacheRouter(Router):
     prompt_names = frozenset()
 
     def route(self, question: str) -> EpisodeMatch | None:
-        del question
         return None
 
     def prompts(self) -> list[tuple[str, ...]]:
@@ -95,7 +94,6 @@ class SingleCacheRouter(Router):
         return []
 
     def assign_turn(self, text: str, number: int) -> TurnAssignment:
-        del text
         return TurnAssignment(self, number)
 
     def refresh(self, number: int) -> EpisodeRefresh:

@@ -18,12 +18,12 @@ nothing in between are the text.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from larder.core.conversation import Message
 from larder.core.errors import InputError
-from larder.session.files.json_fields import Fields
+from larder.session.files.json_fields import Fields, list_of, text_of
 
 SESSION_KEY = re.compile(r"session_(\d+)")
 
@@ -44,6 +44,25 @@ class DialogueSession:
 
     date: str
     utterances: tuple[Utterance, ...]
+
+
+def sessions(
+    fields: Fields, place: str, utterance: Callable[[object, str, str], Utterance]
+) -> Iterator[DialogueSession]:
+    """Sessions of the fields `session_1`, `session_1_date_time` and so on.
+
+    Args:
+        place: of the fields, for messages.
+        utterance: reads an entry, given its place and the session's date.
+
+    Raises:
+        InputError: a session has no date or no list of entries.
+    """
+    for number in session_numbers(fields):
+        key = f"session_{number}"
+        date = text_of(fields, f"{key}_date_time", place)
+        entries = enumerate(list_of(fields[key], f"{key!r}"), 1)
+        yield DialogueSession(date, tuple(utterance(e, f"{key}, {n}", date) for n, e in entries))
 
 
 def utterance_text(message: Message) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from larder.core.conversation import Adversarial, Conversation, PromptLayout, Question
 from larder.core.errors import InputError
 from larder.session.files import dialogue
-from larder.session.files.dialogue import DialogueSession, Utterance
+from larder.session.files.dialogue import Utterance
 from larder.session.files.json_fields import Fields, fields_of, list_of, text_of, text_or_number_of
 
 SHAPE = 'LoCoMo {"conversation": {"speaker_a", "speaker_b", "session_1", ...}, "qa"}'
@@ -38,24 +38,14 @@ def read(data: object, name: str, adversarial: Adversarial) -> Conversation:
     fields = fields_of(data, "the file")
     talk = fields_of(fields["conversation"], "'conversation'")
     first, second = (text_of(talk, key, "'conversation'") for key in ("speaker_a", "speaker_b"))
-    numbers = dialogue.session_numbers(talk)
     refusal = REFUSAL_INSTRUCTION if adversarial is Adversarial.ASKED else ""
     return Conversation(
         name=name,
-        messages=dialogue.messages(_session(talk, number) for number in numbers),
+        messages=dialogue.messages(dialogue.sessions(talk, "'conversation'", _utterance)),
         questions=_questions(list_of(fields.get("qa", []), "'qa'"), adversarial),
         form=PromptLayout.TRANSCRIPT,
         opening=dialogue.opening(first, second),
         question_prompt=PROMPT.format(refusal=refusal),
-    )
-
-
-def _session(talk: Fields, number: int) -> DialogueSession:
-    key = f"session_{number}"
-    date = text_of(talk, f"{key}_date_time", "'conversation'")
-    entries = list_of(talk[key], f"{key!r}")
-    return DialogueSession(
-        date, tuple(_utterance(e, f"{key}, {n}", date) for n, e in enumerate(entries, 1))
     )
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from larder.core.conversation import Conversation, PromptLayout, Question
 from larder.session.files import dialogue
-from larder.session.files.dialogue import DialogueSession, Utterance
-from larder.session.files.json_fields import Fields, fields_of, list_of, text_of, text_or_number_of
+from larder.session.files.dialogue import Utterance
+from larder.session.files.json_fields import fields_of, list_of, text_of, text_or_number_of
 from larder.session.files.locomo import category_of
 
 SHAPE = 'RealTalk {"name": {"speaker_1", "speaker_2"}, "session_1", ..., "qa"}'
@@ -34,22 +34,11 @@ def read(data: object, name: str) -> Conversation:
     questions = list_of(fields.get("qa", []), "'qa'")
     return Conversation(
         name=name,
-        messages=dialogue.messages(
-            _session(fields, number) for number in dialogue.session_numbers(fields)
-        ),
+        messages=dialogue.messages(dialogue.sessions(fields, "the file", _utterance)),
         questions=tuple(_question(entry, f"qa {n}") for n, entry in enumerate(questions, start=1)),
         form=PromptLayout.TRANSCRIPT,
         opening=dialogue.opening(first, second),
         question_prompt=PROMPT,
-    )
-
-
-def _session(fields: Fields, number: int) -> DialogueSession:
-    key = f"session_{number}"
-    date = text_of(fields, f"{key}_date_time", "the file")
-    entries = list_of(fields[key], f"{key!r}")
-    return DialogueSession(
-        date, tuple(_utterance(e, f"{key}, {n}", date) for n, e in enumerate(entries, 1))
     )
 
 

@@ -34,7 +34,7 @@ from larder.cache.predictive import (
     fitting_step,
     side_by_side,
 )
-from larder.core.errors import CacheError, Damaged, ModelError
+from larder.core.errors import Damaged
 from larder.ops.quantization import check_range
 from larder.store.codecs.base import (
     CodedStack,
@@ -68,7 +68,7 @@ class JointCodec(StorageCodec):
         return Entropy().decode(coded, rows)
 
     def encode_stack(self, stack: LayerStack) -> CodedStack:
-        tables = _tables(stack.model)
+        tables = PredictiveTables.find(stack.model)
         is_coded = stack.positions >= SINKS
         if tables is None or not _fits(tables, stack) or not bool(is_coded.any()):
             return CodedStack()
@@ -102,7 +102,7 @@ class JointCodec(StorageCodec):
     def decode_stack(
         self, coded: CodedStack, positions: Int[Tensor, " S"], heads: Sequence[int]
     ) -> Iterator[dict[TensorRole, Float[Tensor, "K S D"]]]:
-        tables, step = _tables(str(coded.note["model"])), float(coded.note["step"])
+        tables, step = PredictiveTables.find(str(coded.note["model"])), float(coded.note["step"])
         if tables is None or tables.digest != coded.note["tables"]:
             raise Damaged("The cache was coded with predictions that are no longer here.")
         if not len(tables.layers) == len(coded.sides) == len(heads) or not 0 < step < torch.inf:
@@ -139,14 +139,6 @@ class JointCodec(StorageCodec):
         exact = (len(stack.positions) - coded) * each
         left = self.share * len(stack.positions) * each - exact - beside
         return 8 * max(left / coded, self.share * each / 2) / numbers
-
-
-def _tables(model: str) -> PredictiveTables | None:
-    """Tables of a model; None if it has none, or those of another one."""
-    try:
-        return PredictiveTables.load(model)
-    except (CacheError, ModelError):
-        return None
 
 
 def _fits(tables: PredictiveTables, stack: LayerStack) -> bool:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from larder.cache.kvtc import KvtcTables, decode, encode
 from larder.cache.predictive import by_head, side_by_side
-from larder.core.errors import CacheError, Damaged, ModelError
+from larder.core.errors import Damaged
 from larder.ops.quantization import check_range
 from larder.store.codecs._joint import EXACT_DTYPE, ROLES, with_exact
 from larder.store.codecs.base import CodedStack, LayerStack, RowLayout, StorageCodec, TensorRole
@@ -51,7 +51,7 @@ class PrincipalCodec(StorageCodec):
         return Entropy().decode(coded, rows)
 
     def encode_stack(self, stack: LayerStack) -> CodedStack:
-        tables, is_coded = _tables(stack.model), _coded_positions(stack.positions)
+        tables, is_coded = KvtcTables.find(stack.model), _coded_positions(stack.positions)
         if tables is None or not _fits(tables, stack) or not bool(is_coded.any()):
             return CodedStack()
         positions = stack.positions[is_coded]
@@ -70,7 +70,7 @@ class PrincipalCodec(StorageCodec):
     def decode_stack(
         self, coded: CodedStack, positions: Int[Tensor, " S"], heads: Sequence[int]
     ) -> Iterator[dict[TensorRole, Float[Tensor, "K S D"]]]:
-        tables, is_coded = _tables(str(coded.note["model"])), _coded_positions(positions)
+        tables, is_coded = KvtcTables.find(str(coded.note["model"])), _coded_positions(positions)
         if tables is None or tables.digest != coded.note["tables"]:
             raise Damaged("The cache was coded with components that are no longer here.")
         if not len(tables.radians) == len(coded.sides) == len(heads):
@@ -98,14 +98,6 @@ def _coded_positions(positions: Int[Tensor, " S"]) -> Tensor:
     """Mask of the tokens that are coded."""
     newest = int(positions.max()) if len(positions) else 0
     return (positions >= SINKS) & (positions <= newest - RECENT)
-
-
-def _tables(model: str) -> KvtcTables | None:
-    """Tables of a model; None if it has none, or those of another one."""
-    try:
-        return KvtcTables.load(model)
-    except (CacheError, ModelError):
-        return None
 
 
 def _fits(tables: KvtcTables, stack: LayerStack) -> bool:

@@ -110,7 +110,6 @@ class StorageCodec(ABC):
         Raises:
             CacheError: as `encode`.
         """
-        del stack
         return CodedStack()
 
     def decode_stack(
@@ -124,7 +123,6 @@ class StorageCodec(ABC):
         Raises:
             Damaged, KeyError, RuntimeError, ValueError, IndexError: as `decode`.
         """
-        del coded, positions, heads
         raise Damaged("Layers are said to be coded jointly by a codec that does not do so.")
 
     @abstractmethod

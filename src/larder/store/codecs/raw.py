@@ -17,7 +17,6 @@ class Raw(StorageCodec):
     lossless: ClassVar[bool] = True
 
     def encode(self, numbers: Float[Tensor, "T D"], rows: RowLayout) -> dict[str, Tensor]:
-        del rows
         return {"numbers": numbers}
 
     def decode(self, coded: Mapping[str, Tensor], rows: RowLayout) -> Float[Tensor, "T D"]:

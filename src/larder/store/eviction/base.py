@@ -94,7 +94,6 @@ class EvictionPolicy(ABC):
         """Clock of the tier after an eviction, from the worth of victims that were not
         superseded.
         """
-        del gone
         return 0.0
 
     def order(self, candidates: Sequence[Candidate], now: float) -> list[Candidate]:

@@ -24,7 +24,6 @@ class Gdsf(EvictionPolicy):
     """Frequency times cost per byte, above an aging clock."""
 
     def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
-        del now
         return held.clock + held.uses * held.seconds / held.bytes
 
     def clock(self, gone: FloatColumn) -> float:

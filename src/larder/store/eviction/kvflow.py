@@ -24,7 +24,6 @@ class Kvflow(EvictionPolicy):
     prefetches: ClassVar[bool] = True
 
     def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
-        del now
         return -held.steps
 
 

@@ -15,7 +15,6 @@ class Lru(EvictionPolicy):
     """Eviction by last use alone."""
 
     def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
-        del now
         return held.last_used
 
 

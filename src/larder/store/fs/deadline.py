@@ -180,18 +180,7 @@ class DeadlineExecutor:
             StoreError: it fails.
             FileNotFoundError, FileExistsError: as the function says.
         """
-        if self.breaker.is_open:
-            ended()
-            raise StoreSlow(
-                f"The {self.tier} tier failed {self.limits.max_failures} times in a row and rests: "
-                f"it is tried again within {self.limits.rest_seconds:g} s."
-            )
-        start = time.monotonic()
-        if not self._room.acquire(timeout=self.limits.seconds):
-            ended()
-            self.breaker.failed()
-            raise self._late(function)
-        call, left = Future[Result](), self.limits.seconds - (time.monotonic() - start)
+        left, call = self._admit(function, ended), Future[Result]()
 
         def run() -> Callable[[], None]:
             outcome: Result | None = None
@@ -208,8 +197,31 @@ class DeadlineExecutor:
             self._room.release()
             ended()
             raise self._stopped_error()
+        return self._result(call, left, function)
+
+    def _admit(self, function: Callable[..., Any], ended: Callable[[], None]) -> float:
+        """Seconds that are left of the limit when a call has a place.
+
+        Raises:
+            StoreSlow: the breaker is open, or no place became free in time.
+        """
+        if self.breaker.is_open:
+            ended()
+            raise StoreSlow(
+                f"The {self.tier} tier failed {self.limits.max_failures} times in a row and rests: "
+                f"it is tried again within {self.limits.rest_seconds:g} s."
+            )
+        start = time.monotonic()
+        if not self._room.acquire(timeout=self.limits.seconds):
+            ended()
+            self.breaker.failed()
+            raise self._late(function)
+        return self.limits.seconds - (time.monotonic() - start)
+
+    def _result(self, call: Future[Result], seconds: float, function: Callable[..., Any]) -> Result:
+        """Result of a started call; its failure is recorded."""
         try:
-            error = call.exception(max(left, 0))
+            error = call.exception(max(seconds, 0))
         except TimeoutError:
             self.breaker.failed()
             raise self._late(function) from None

@@ -38,7 +38,6 @@ class KVzapRidge(Method):
         return log_labels(labels)
 
     def fit(self, data: LayerData, layer: LayerSpec, seed: int) -> dict[str, Tensor]:
-        del layer, seed
         weight, bias = ridge(data.states, data.targets, self.alpha)
         return {"weight": weight, "bias": bias}
 

@@ -81,7 +81,6 @@ class AquaTraining(PassageMethod):
     def shapes(
         self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
     ) -> Mapping[str, tuple[int, ...]]:
-        del width
         return AquaPredictions.shapes(layer, len(given[f"{SIDES[0]}.weight"]))
 
     def relative_errors(

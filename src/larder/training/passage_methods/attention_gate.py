@@ -63,13 +63,11 @@ class AttentionGates(GateDistillation[MaskedAttention]):
         return MaskedAttention(decoder, gate, ProtectedTokens(self.sinks, self.recent))
 
     def penalty(self, attention: MaskedAttention, tokens: int) -> Float[Tensor, ""]:
-        del tokens
         flags = straight_through(torch.cat([*attention.gates.values()]))
         return self.weight * (flags.mean() - self.kept).abs()
 
     def measures(self, attention: MaskedAttention, tokens: int) -> dict[str, float]:
         """Share of the tokens that heads keep."""
-        del tokens
         gates = torch.cat([*attention.gates.values()])
         return {"kept": float((gates >= KEPT_FROM).float().mean())}
 

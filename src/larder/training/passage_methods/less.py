@@ -66,7 +66,6 @@ class LessTraining(EvictionMethod):
     def shapes(
         self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
     ) -> dict[str, tuple[int, ...]]:
-        del width
         return LowRankMaps.shapes(layer, given["query_hidden"].shape[-1])
 
     def fit_layer(

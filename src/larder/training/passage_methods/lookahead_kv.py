@@ -280,7 +280,6 @@ def greedy_answer(decoder: Decoder, ids: tuple[int, ...], count: int) -> list[in
 
 
 def _plain(passage: Passage, adapter: TokenizerAdapter) -> tuple[int, ...]:
-    del adapter
     return passage.ids
 
 
