@@ -14,7 +14,7 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from larder.core.errors import CacheError
+from larder.core.errors import CacheError, ModelError
 from larder.core.fingerprint import CARD, check_fingerprint
 from larder.core.home import home
 
