@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,3 +43,15 @@ def environment() -> dict[str, Any]:
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
     """Append result lines to a JSONL file."""
     append_rows(path, rows)
+
+
+def quartiles(seconds: Sequence[float], base: float, scale: float = 1.0, digits: int = 2) -> str:
+    """Median of durations with its quartiles, and its ratio to that of another.
+
+    Args:
+        scale: of the printed durations: 1 for seconds, 1000 for milliseconds.
+    """
+    low, middle, high = (scale * x for x in statistics.quantiles(seconds, n=4))
+    unit = "s" if scale == 1.0 else "ms"
+    spread = f"{low:.{digits}f} to {high:.{digits}f}"
+    return f"{middle:7.{digits}f} {unit} ({spread}), {middle / (scale * base):.2f} times"

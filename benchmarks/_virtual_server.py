@@ -3,26 +3,22 @@ machine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from larder.engine import Engine
 from larder.server import (
-    CandidateLoader,
     ChatMessage,
     DiskTier,
-    EngineCore,
     HostMoveRates,
     Listener,
     Report,
     Request,
     SchedulingPolicy,
     SessionPersistence,
-    Ticket,
     TokenLogprob,
 )
 from larder.store import ByteBudgets
+from larder_bench.profiling.loading_core import LoadingCore
 from larder_bench.random_models import open_model
 
 MODEL = "random:qwen3-tiny"  # answers mean nothing, and nothing depends on them
@@ -68,28 +64,6 @@ class ReadingTimes(DiskTier):
 
     def seconds_to_read(self, tokens: int) -> float:
         return tokens * PROMPT_SECONDS
-
-
-class LoadingCore(EngineCore):
-    """Engine core that loads stored sessions as they are named, on the thread that calls it."""
-
-    def submit(self, request: Request, listener: Listener, arrived: float) -> Ticket:
-        submit = partial(super().submit, request, listener, arrived)
-        loader = CandidateLoader(
-            self.sessions,
-            self._persistence,
-            self.residency_locks,
-            lambda act: act(),
-            self.restorer.restore,
-            self.restorer,
-        )
-        return loader.resolve_resident(request, self.rule_of(request), submit)
-
-    def announce(self, tenant: str, steps: Mapping[str, int]) -> tuple[str, ...]:
-        for name in super().announce(tenant, steps):
-            self.restorer.restore(tenant, name)
-            self.sessions.set_workflow_steps(tenant, {name: steps[name]})
-        return ()
 
 
 class DropRates(HostMoveRates):

@@ -13,15 +13,13 @@ One document of 1024 tokens takes about 40 seconds of one core.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import time
-from pathlib import Path
 from statistics import fmean, median
 
 import torch
-from learned_scores import texts
+from learned_scores import corpus_options, texts
 
 from larder.cache import SequenceCache
 from larder.core import Mode
@@ -82,17 +80,8 @@ def measured(engine: Engine, ids: tuple[int, ...], block: int) -> dict[str, dict
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--corpus", type=Path, required=True)
-    parser.add_argument("--held-out", default=None)
-    parser.add_argument("--tokens", type=int, default=1024)
+    parser = corpus_options(__doc__, tokens=1024, documents=12)
     parser.add_argument("--block", type=int, default=32)
-    parser.add_argument("--documents", type=int, default=12)
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     engine = Engine.load(args.model, policy="full", dtype=args.dtype)
     corpus = read_corpus(args.corpus, args.held_out)

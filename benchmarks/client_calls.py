@@ -68,17 +68,24 @@ def openai_responses(url: str) -> None:
             assert list(stream)[-1].type in ("response.completed", "response.incomplete")
 
 
-def openai_parse(url: str) -> None:
-    from openai import OpenAI
+def _stock_type() -> Any:
+    """Type of an answer in JSON: which goods are in stock."""
     from pydantic import BaseModel
 
-    class Held(BaseModel):
+    class Stock(BaseModel):
         bread: bool
         salt: bool
 
+    return Stock
+
+
+def openai_parse(url: str) -> None:
+    from openai import OpenAI
+
+    kind = _stock_type()
     with OpenAI(base_url=f"{url}/v1", api_key=KEY) as client:
-        told = client.chat.completions.parse(model=MODEL, messages=ASKED, response_format=Held)
-        assert isinstance(told.choices[0].message.parsed, Held)
+        told = client.chat.completions.parse(model=MODEL, messages=ASKED, response_format=kind)
+        assert isinstance(told.choices[0].message.parsed, kind)
 
 
 def anthropic_messages(url: str) -> None:
@@ -191,23 +198,19 @@ def agents_typed(url: str) -> None:
 async def _agents_typed(url: str) -> None:
     import agents
     from openai import AsyncOpenAI
-    from pydantic import BaseModel
-
-    class Held(BaseModel):
-        bread: bool
-        salt: bool
 
     agents.set_tracing_disabled(True)
+    stock = _stock_type()
     client = AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY)
     for kind in (agents.OpenAIResponsesModel, agents.OpenAIChatCompletionsModel):
         settings = agents.ModelSettings(max_tokens=60)
         agent = agents.Agent(
-            name="typed", model=kind(MODEL, client), output_type=Held, model_settings=settings
+            name="typed", model=kind(MODEL, client), output_type=stock, model_settings=settings
         )
-        assert isinstance((await agents.Runner.run(agent, "What?")).final_output, Held)
+        assert isinstance((await agents.Runner.run(agent, "What?")).final_output, stock)
         result = agents.Runner.run_streamed(agent, "What?")
         assert [event async for event in result.stream_events()]
-        assert isinstance(result.final_output, Held)
+        assert isinstance(result.final_output, stock)
 
 
 def inspect_evaluation(url: str) -> None:
@@ -242,14 +245,11 @@ def inspect_tools(url: str) -> None:
 def inspect_typed(url: str) -> None:
     from inspect_ai.model import ResponseSchema
     from inspect_ai.util import json_schema
-    from pydantic import BaseModel
 
-    class Held(BaseModel):
-        bread: bool
-
-    schema = ResponseSchema(name="held", json_schema=json_schema(Held))
+    stock = _stock_type()
+    schema = ResponseSchema(name="stock", json_schema=json_schema(stock))
     [sample] = _inspected(url, ["What?"], response_schema=schema)
-    Held.model_validate_json(sample.output.completion)
+    stock.model_validate_json(sample.output.completion)
 
 
 def _inspected(url: str, inputs: list[str], solver: Any = None, **more: Any) -> list[Any]:

@@ -11,11 +11,10 @@ are measured on, and has to be on others. First tokens do not count: they get at
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import torch
 from jaxtyping import Float
-from learned_scores import texts
+from learned_scores import corpus_options, texts
 from torch import Tensor
 
 from larder.engine import Engine
@@ -54,17 +53,8 @@ def correlations(
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--corpus", type=Path, required=True)
-    parser.add_argument("--held-out", default=None)
-    parser.add_argument("--tokens", type=int, default=768)
-    parser.add_argument("--documents", type=int, default=8)
+    parser = corpus_options(__doc__, tokens=768, documents=8)
     parser.add_argument("--skipped", type=int, default=4, help="first tokens that do not count")
-    parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 

@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 import torch
+from _timing import quartiles
 from transformers import DynamicCache
 
 from larder.interop import LarderCache
@@ -85,11 +86,7 @@ def main() -> None:
     print(f"{'reading the bytes once':24} {limit * 1e3:7.1f} ms")
     base = statistics.median(seconds["DynamicCache"])
     for name, own in seconds.items():
-        low, middle, high = statistics.quantiles(own, n=4)
-        print(
-            f"{name:24} {middle * 1e3:7.1f} ms ({low * 1e3:.1f} to {high * 1e3:.1f}), "
-            f"{middle / base:.2f} times DynamicCache"
-        )
+        print(f"{name:24} {quartiles(own, base, scale=1e3, digits=1)} DynamicCache")
 
 
 if __name__ == "__main__":

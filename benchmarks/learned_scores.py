@@ -156,19 +156,29 @@ def print_table(found: Mapping[str, Mapping[str, list[float]]], shown: str) -> N
     print(f"\n{shown}")
 
 
-def parse_args() -> argparse.Namespace:
+def corpus_options(description: str | None, tokens: int, documents: int) -> argparse.ArgumentParser:
+    """Options of a benchmark over documents of a corpus.
+
+    Args:
+        tokens, documents: defaults.
+    """
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        description=description, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--corpus", type=Path, required=True)
     parser.add_argument("--held-out", default=None)
+    parser.add_argument("--tokens", type=int, default=tokens)
+    parser.add_argument("--documents", type=int, default=documents)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def parse_args() -> argparse.Namespace:
+    parser = corpus_options(__doc__, tokens=768, documents=24)
     parser.add_argument("--policies", default=",".join(COMPARED))
     parser.add_argument("--share", type=float, default=0.25)
-    parser.add_argument("--tokens", type=int, default=768)
-    parser.add_argument("--documents", type=int, default=24)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=None, help="JSONL, one line per document")
     return parser.parse_args()
 

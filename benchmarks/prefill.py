@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 
 import torch
+from _timing import quartiles
 
 from larder import Policy
 from larder.cache import SequenceCache
@@ -79,11 +80,8 @@ def main() -> None:
                 shares[name].append(of_meter / whole)
     base = statistics.median(seconds[chosen.policies[0]])
     for name, own in seconds.items():
-        low, middle, high = statistics.quantiles(own, n=4)
-        print(
-            f"{name:16} {middle:7.2f} s ({low:.2f} to {high:.2f}), {middle / base:.2f} times "
-            f"{chosen.policies[0]}, meter {100 * statistics.median(shares[name]):.2f} %"
-        )
+        meter = 100 * statistics.median(shares[name])
+        print(f"{name:16} {quartiles(own, base)} {chosen.policies[0]}, meter {meter:.2f} %")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,13 @@ EPISODES = (
     ' > patched(prompt="episode") > pooled()'
 )
 SINGLE = "single() > blockwise() > protect(sinks=4, recent=8) > keydiff() > pooled()"
+H2O = "blockwise() > protect(sinks=2, recent=0.5) > column_mass() > uniform()"
+STEPWISE = {
+    "h2o": f"{H2O} > every_step()",
+    "d2o": f"{H2O} > fold_ema() > every_step()",
+    "lagged": f"{H2O} > lagged(tokens=8)",
+    "episodes": f"episodes(count=2, segment=1, representatives=2) > {H2O} > every_step()",
+}
 POLICIES = {"episodes": EPISODES, "single": SINGLE, "full": "full"}
 HISTORY = Conversation(
     "two topics",

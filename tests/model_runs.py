@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from larder.cache import SequenceCache
 from larder.core import Mode
 from larder.models import BatchSegment, Decoder
 from larder.prefill import PrefillReader, PrefillSequence
+from larder.session import ModelRuntime, TokenizerAdapter
 
 
 def some_ids(count: int, vocabulary: int = 128, seed: int = 0) -> tuple[int, ...]:
@@ -50,3 +51,28 @@ def read_and_evict(
     """All steps of a block."""
     for _ in reader.read_and_evict_steps(lanes, ids, block, start):
         pass
+
+
+class IdTokenizer(TokenizerAdapter):
+    """Tokenizer of token ids alone.
+
+    Args:
+        sets: sets of tokens by name; the first two tokens are in every other set.
+    """
+
+    def __init__(self, **sets: frozenset[int]) -> None:
+        self._sets = sets
+
+    def lexicon(self, names: Iterable[str]) -> dict[str, frozenset[int]]:
+        return {name: self._sets.get(name, frozenset({0, 1})) for name in names}
+
+
+def no_embedder(name: str) -> NoReturn:
+    raise AssertionError(f"no test of token ids forms episodes, but {name} was asked for")
+
+
+def id_runtime(
+    decoder: Decoder, facts: dict[str, Any] | None = None, **sets: frozenset[int]
+) -> ModelRuntime:
+    """Runtime for policies over token ids, with measured facts of the model and sets of tokens."""
+    return ModelRuntime(decoder, IdTokenizer(**sets), no_embedder, lambda names: facts or {})

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache
 from itertools import count
 from threading import Event
 
+from architectures.families import families
 from larder import Engine, Policy
 from larder.models import LoadedModel, wrap_model
 from larder.server import (
-    CandidateLoader,
     ChatMessage,
     DiskTier,
-    EngineCore,
-    Listener,
     Report,
     Request,
     SchedulingPolicy,
@@ -23,11 +21,11 @@ from larder.server import (
     SessionState,
     Ticket,
     TokenLogprob,
-    TranscriptSnapshot,
 )
 from larder.server.persistence import session_file
 from larder.session import Embedder
 from larder.store import ByteBudgets, Tier
+from larder_bench.profiling.loading_core import LoadingCore
 from tiny_models import tiny
 
 LIMITED = "blockwise() > protect(sinks=4, recent=8) > keydiff() > pooled()"
@@ -71,6 +69,15 @@ def byte_characters() -> LoadedModel:
     return LoadedModel(wrap_model(tiny("qwen3", layers=2)), told, "characters")
 
 
+@cache
+def family_characters(name: str) -> LoadedModel:
+    """The tiny model of a family of the support table, whose tokens are characters."""
+    [family] = [family for family in families() if family.name == name]
+    decoder = wrap_model(family.model())
+    decoder.share()
+    return LoadedModel(decoder, characters().tokenizer, name)
+
+
 @dataclass
 class Client:
     """Hears one answer."""
@@ -103,39 +110,6 @@ class Client:
         assert self.error is None, self.error
         assert self.report is not None, "the answer is not complete"
         return self.report
-
-
-class LoadingCore(EngineCore):
-    """A core that loads stored sessions as they are named, on the thread that calls it."""
-
-    def submit(self, request: Request, listener: Listener, arrived: float) -> Ticket:
-        submit = partial(super().submit, request, listener, arrived)
-        loader = CandidateLoader(
-            self.sessions,
-            self._persistence,
-            self.residency_locks,
-            lambda act: act(),
-            self.restorer.restore,
-            self.restorer,
-        )
-        return loader.resolve_resident(request, self.rule_of(request), submit)
-
-    def open(self, tenant: str, name: str, turns: Sequence[ChatMessage]) -> SessionState:
-        self.restorer.restore(tenant, name)
-        return super().open(tenant, name, turns)
-
-    def fork(self, tenant: str, name: str, new_name: str | None) -> SessionState:
-        if new_name is not None:
-            self.restorer.restore(tenant, new_name)
-        return super().fork(tenant, name, new_name)
-
-    def import_(self, tenant: str, name: str, transcript: TranscriptSnapshot) -> SessionState:
-        self.restorer.restore(tenant, name)
-        return super().import_(tenant, name, transcript)
-
-    def find(self, tenant: str, name: str) -> SessionState:
-        self.restorer.restore(tenant, name)
-        return super().find(tenant, name)
 
 
 class Served:

@@ -13,7 +13,7 @@ import pytest
 from larder import Engine
 from larder.core import StoreError, StoreSlow
 from larder.models import LoadedModel
-from larder.server import ChatMessage, LocalEngineClient, Request, StoreSessionPersistence
+from larder.server import ChatMessage, LocalEngineClient, Report, Request, StoreSessionPersistence
 from larder.store import ByteBudgets, Store, Tier, blob_path
 from server_core import Client
 
@@ -50,6 +50,11 @@ class Waiting(Client):
     def on_error(self, error: Exception) -> None:
         super().on_error(error)
         self.over.set()
+
+    def wait(self) -> Report:
+        """Report of the answer, which no probabilities came with."""
+        assert self.over.wait(60) and not self.logprobs
+        return self.told
 
 
 @contextmanager

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from larder.cache import LowRankMaps, TransformTables
 
@@ -34,6 +36,36 @@ def reachable_tensors(root: Any) -> list[Tensor]:
         if not isinstance(thing, _BORDERS):
             queue += gc.get_referents(thing)
     return list(found.values())
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the bytes of the largest tensor that operations returned while it was on.
+
+    Args:
+        apart: tensors whose storage does not count.
+    """
+
+    nbytes = 0
+
+    def __init__(self, apart: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        self._apart = {tensor.untyped_storage().data_ptr() for tensor in apart}
+
+    @property
+    def numbers(self) -> int:
+        """Numbers in float32 that it holds."""
+        return self.nbytes // 4
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self._apart:
+                    self.nbytes = max(self.nbytes, storage.nbytes())
+        return result
 
 
 def storage_bytes(tensors: list[Tensor]) -> int:

@@ -5,16 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from larder import Engine
 from larder.core import InputError
-from larder_bench.datasets.sources import TaskSources
 from larder_bench.execution import committed_rows
 from larder_bench.execution.committed_rows import cheapest_cell, check_cell, rounding_of
 from larder_bench.execution.row_comparison import LOG_LIKELIHOOD, Rounding, differences
 from larder_bench.execution.runner import StudyRunner
-from larder_bench.random_models import open_model
 from larder_bench.results.rows import Row
 from larder_bench.studies.model_context import ModelContext
 from larder_bench.studies.study import Study, StudyTask
@@ -29,13 +25,6 @@ STUDY = Study(
     files=1,
     controls=("full",),
 )
-
-
-@pytest.fixture(scope="module")
-def bench() -> ModelContext:
-    torch.manual_seed(0)
-    engine = Engine(open_model("random:qwen3-tiny"), policy="full")
-    return ModelContext(engine, TaskSources(engine.tokenizer.count_tokens))
 
 
 @pytest.fixture(scope="module")

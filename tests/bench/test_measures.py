@@ -5,18 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from larder import Engine
 from larder.cache import CacheLayer
 from larder.core import BadParameter
 from larder.models import wrap_model
-from larder_bench.datasets.sources import TaskSources
 from larder_bench.execution.runner import StudyRunner, parse_measure
 from larder_bench.measures.decode import StepTimings
 from larder_bench.profiling.step_profiler import StepProfiler, profile_steps
 from larder_bench.profiling.synthetic_cache import append_random_entries, random_cache
-from larder_bench.random_models import open_model
 from larder_bench.results.rows import Row, read_results
 from larder_bench.studies.model_context import ModelContext
 from larder_bench.studies.study import Study, StudyTask
@@ -29,13 +25,6 @@ PARKED = (
     "flat(dense=0) > lagged(tokens=4)"
 )
 PROMPTS = 'prompts(utterances=2, step=50, embedder="tokens")'
-
-
-@pytest.fixture(scope="module")
-def bench() -> ModelContext:
-    torch.manual_seed(0)
-    engine = Engine(open_model("random:qwen3-tiny"), policy="full")
-    return ModelContext(engine, TaskSources(engine.tokenizer.count_tokens))
 
 
 def run(bench: ModelContext, out: Path, policies: tuple[str, ...], **changes: object) -> list[Row]:

@@ -8,16 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from larder import Conversation, Engine, Message
+from larder import Conversation, Message
 from larder.core import BudgetError, InputError, UsageError
-from larder_bench.datasets.sources import TaskSources
 from larder_bench.execution.resumable_run import RunProgress
 from larder_bench.execution.runner import StudyRunner, validate_study
 from larder_bench.measures.decode import Decode
 from larder_bench.measures.forced import ForcedAnswers
-from larder_bench.random_models import open_model
 from larder_bench.results.rows import TEXT_DIGEST_KEY, Row, read_rows, without_timings
 from larder_bench.studies.cells import Cell
 from larder_bench.studies.model_context import ModelContext
@@ -33,13 +30,6 @@ STUDY = Study(
     files=2,
     controls=("full",),
 )
-
-
-@pytest.fixture(scope="module")
-def bench() -> ModelContext:
-    torch.manual_seed(0)
-    engine = Engine(open_model("random:qwen3-tiny"), policy="full")
-    return ModelContext(engine, TaskSources(engine.tokenizer.count_tokens))
 
 
 def study(policies: Sequence[str], **changes: object) -> Study:
@@ -60,6 +50,7 @@ def run(bench: ModelContext, wanted: Study, out: Path, stop_after: int = -1) -> 
     return running.rows()
 
 
+@pytest.mark.extended
 def test_killed_and_taken_up_again(bench: ModelContext, tmp_path: Path) -> None:
     wanted = study(("keydiff", "exact_question", RAG))
     whole = run(bench, wanted, tmp_path / "whole.jsonl")

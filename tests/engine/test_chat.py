@@ -15,6 +15,7 @@ from chats import (
     EPISODES,
     HISTORY,
     POLICIES,
+    STEPWISE,
     active,
     logits,
     same,
@@ -29,12 +30,13 @@ from larder.core import Mode
 from larder.models import BatchSegment, LoadedModel
 
 pytestmark = pytest.mark.usefixtures("read_once")
+ALL_POLICIES = POLICIES | {f"stepwise {name}": policy for name, policy in STEPWISE.items()}
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ALL_POLICIES)
 def test_the_first_turn_says_what_asking_says(loaded: LoadedModel, policy: str) -> None:
-    engine = under(loaded, POLICIES[policy])
+    engine = under(loaded, ALL_POLICIES[policy])
     question = "What is dog number 3 called?"
     asked = engine.ask(engine.read(HISTORY), question, max_new_tokens=12)
     said = Chat(engine, history=HISTORY).say(question, max_new_tokens=12)
@@ -96,6 +98,7 @@ def test_what_was_appended_comes_back_when_the_topic_does(engine: Engine) -> Non
             engine.loaded.decoder.read([BatchSegment(cache, ids)], Mode.APPEND)
 
 
+@pytest.mark.extended
 def test_one_cache_is_active_and_all_bytes_are_counted(engine: Engine) -> None:
     chat = Chat(engine, history=HISTORY)
     for text in ("My dog eats.", "The car is slow.", "A dog again."):

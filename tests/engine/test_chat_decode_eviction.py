@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from chats import HISTORY, active, raising, same, states, under
+from chats import HISTORY, STEPWISE, active, raising, same, states, under
 from larder import Chat
 from larder.models import LoadedModel
 
-H2O = "blockwise() > protect(sinks=2, recent=0.5) > column_mass() > uniform()"
-STEPWISE = {
-    "h2o": f"{H2O} > every_step()",
-    "d2o": f"{H2O} > fold_ema() > every_step()",
-    "lagged": f"{H2O} > lagged(tokens=8)",
-    "episodes": f"episodes(count=2, segment=1, representatives=2) > {H2O} > every_step()",
-}
 PARKED = (
     "episodes(count=2, segment=1, representatives=2) > blockwise() > protect(sinks=2, recent=4) > "
     "sinks_and_window(sinks=2) > uniform() > park() > flat(tokens=80, page=4, dense=1) > "
@@ -23,16 +16,6 @@ PARKED = (
 
 pytestmark = pytest.mark.usefixtures("read_once")
 EXCESS = {"lagged": 7}
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("name", STEPWISE)
-def test_the_first_turn_says_what_asking_says(loaded: LoadedModel, name: str) -> None:
-    engine = under(loaded, STEPWISE[name])
-    question = "What is dog number 3 called?"
-    asked = engine.ask(engine.read(HISTORY), question, max_new_tokens=12)
-    said = Chat(engine, history=HISTORY).say(question, max_new_tokens=12)
-    assert (said.text, said.ids, said.episode) == (asked.text, asked.ids, asked.episode)
 
 
 @pytest.mark.extended

@@ -18,7 +18,6 @@ from larder.core import Mode
 from larder.models import BatchSegment, Decoder, wrap_model
 from larder.prefill import PeakMemoryMeter, PrefillSequence, no_progress
 from larder.session import (
-    Embedder,
     ModelRuntime,
     Policy,
     TokenizerAdapter,
@@ -28,6 +27,7 @@ from larder.session import (
     prefill_reader,
     resolve_budget,
 )
+from model_runs import no_embedder
 from tiny_models import tiny
 
 Ids = Sequence[int]
@@ -45,10 +45,6 @@ class Replay:
 def decoder_of(architecture: str) -> Decoder:
     """Decoder around a tiny model of its own."""
     return wrap_model(tiny(architecture))
-
-
-def no_embedder(name: str) -> Embedder:
-    raise AssertionError(name)
 
 
 def replay(decoder: Decoder, policy: str, budget: Any, turns: Sequence[tuple[Ids, Ids]]) -> Replay:

@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from column_statistics import STATISTICS, columns
 from larder.core import BadParameter
 from larder.ops import GroupReduction
 from references.ops import columns as loop
+from tensor_memory import LargestTensor
 
 SCALING = 0.4
-
-
-class Largest(TorchDispatchMode):
-    """Remembers the most numbers that any tensor held while it was on."""
-
-    numbers = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, Tensor):
-                self.numbers = max(self.numbers, tensor.untyped_storage().nbytes() // 4)
-        return result
 
 
 def case(seed: int, lengths: list[int], group_len: int, query_len: int) -> tuple[Tensor, ...]:
@@ -75,7 +58,7 @@ def test_equals_the_loop_for_any_chunk(
 @pytest.mark.parametrize("chunk", [1, 8])
 def test_memory_is_bounded_by_the_chunk(chunk):
     queries, keys, starts, owned = case(0, [500, 20], 2, 50)
-    with Largest() as largest:
+    with LargestTensor() as largest:
         for statistic in STATISTICS:
             inputs = queries, keys, starts, owned, SCALING
             columns(statistic, *inputs, group=GroupReduction.MAX, chunk=chunk)
@@ -85,7 +68,7 @@ def test_memory_is_bounded_by_the_chunk(chunk):
 
 def test_the_memory_check_notices_a_whole_matrix():
     queries, keys, starts, owned = case(0, [500, 20], 2, 400)
-    with Largest() as largest:
+    with LargestTensor() as largest:
         columns("max", queries, keys, starts, owned, SCALING, group=GroupReduction.MAX, chunk=400)
     assert largest.numbers >= 2 * 400 * 500
 

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from larder.core import CacheError
 from larder.ops import plan_removal, reference_remove_rows, removal, remove_rows
 from references.ops import removal as loop
+from tensor_memory import LargestTensor
 
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
@@ -174,19 +174,8 @@ def test_storage_that_is_not_contiguous_goes_through_the_readable_form():
 
 
 def test_removing_allocates_nothing_that_grows_with_the_storage():
-    class Largest(TorchDispatchMode):
-        nbytes = 0
-
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-        ) -> Any:
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, Tensor) and result.data_ptr() != keys.data_ptr():
-                self.nbytes = max(self.nbytes, result.untyped_storage().nbytes())
-            return result
-
     keys, none = torch.randn(4000, 8), torch.zeros(1, dtype=torch.int64)
-    with Largest() as seen:
+    with LargestTensor(apart=(keys,)) as seen:
         remove_rows([keys], none, none + 4000, torch.arange(1, 4000), (3999,))
     assert seen.nbytes < 1 << 15 < keys.nbytes
 

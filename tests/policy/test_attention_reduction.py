@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from builders import a_layer, a_view
 from larder import Policy
@@ -33,6 +32,7 @@ from larder.policy import (
 )
 from references import layer_mean
 from references.attention_loop import group_of, heads_of, positions_of, weights
+from tensor_memory import LargestTensor
 
 PAPER = re.compile(r"\(20\d\d\),\s+arXiv:\d{4}\.\d{5}|[Nn]o paper")
 UNEVEN = [[0, 1, 4, 5, 9, 10, 11], [2, 3, 9, 10, 11], [0, 5, 9, 10, 11]]
@@ -161,23 +161,10 @@ def test_queries_that_see_nothing_and_heads_that_hold_nothing(aggregation, heads
     assert_equal(got, looped(joining, early, True, loop_of))
 
 
-class Largest(TorchDispatchMode):
-    """Notes how many numbers the largest tensor holds that is made meanwhile."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, list | tuple) else [made]:
-            if isinstance(tensor, Tensor):
-                self.numbers = max(self.numbers, tensor.untyped_storage().nbytes() // 4)
-        return made
-
-
 def test_no_head_has_the_weights_of_all_its_queries_at_once(aggregation, heads) -> None:
     queries, entries, group = 8 * CHUNK, 32, 2
     seen = view(group, [list(range(600 - entries, 600))] * 2, queries)
-    with Largest() as largest:
+    with LargestTensor() as largest:
         AttentionReduction(aggregation, heads).reduce(
             ObservationWindow(seen.queries, seen.entries), seen
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -17,8 +16,8 @@ from larder.core import Mode, Observation
 from larder.models import BatchSegment, wrap_model
 from larder.ops.attention import attention
 from larder.prefill import PeakMemoryMeter, rotate_to_cache_positions
-from larder.session import ModelRuntime, TokenizerAdapter, build_caches
-from model_runs import own_logits, read_on, some_ids
+from larder.session import build_caches
+from model_runs import id_runtime, own_logits, read_on, some_ids
 from tiny_models import tiny
 
 HELD = 11
@@ -129,9 +128,7 @@ def test_a_cut_text_is_read_as_if_it_were_short(architecture) -> None:
     with wrap_model(module) as decoder:
         for storage in ("compact", "exact"):
             policy = Policy.parse(f"{sentence} uniform(tokens=22) > {storage}()")
-            runtime = ModelRuntime(
-                decoder, object.__new__(TokenizerAdapter), _nobody, lambda names: {}
-            )
+            runtime = id_runtime(decoder)
             shelf = build_caches(
                 runtime, policy.with_sizes(22, None), ids[:50], [{}], PeakMemoryMeter()
             )
@@ -140,7 +137,3 @@ def test_a_cut_text_is_read_as_if_it_were_short(architecture) -> None:
     assert caches[0].next_position == 60
     assert (compact - expected).abs().max() < 1e-4
     assert (exact - expected).abs().max() > 1e-2
-
-
-def _nobody(name: str) -> Any:
-    raise AssertionError(name)

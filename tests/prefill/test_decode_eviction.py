@@ -18,8 +18,8 @@ from larder.engine.generate import generate
 from larder.models import Decoder, LayerActivations, wrap_model
 from larder.policy import Split
 from larder.prefill import DecodeEviction, PeakMemoryMeter
-from larder.session import ModelRuntime, TokenizerAdapter, build_caches, decode_planner
-from model_runs import some_ids
+from larder.session import ModelRuntime, build_caches, decode_planner
+from model_runs import id_runtime, some_ids
 from references import mass
 from references.tally_loop import Listener
 from tiny_models import tiny
@@ -130,10 +130,7 @@ class Bounded:
 def a_desk(decoder: Decoder) -> ModelRuntime:
     """Reads token ids alone: there is no text to write, and nothing to measure."""
 
-    def nobody(name: str) -> Any:
-        raise AssertionError(name)
-
-    return ModelRuntime(decoder, object.__new__(TokenizerAdapter), nobody, lambda names: {})
+    return id_runtime(decoder)
 
 
 def a_policy(sentence: str) -> Policy:

@@ -12,8 +12,8 @@ from larder.engine import SamplingParams, StoppingCriteria
 from larder.engine.generate import generate
 from larder.models import LayerActivations, wrap_model
 from larder.prefill import DeferredObserver, PeakMemoryMeter
-from larder.session import ModelRuntime, TokenizerAdapter, build_caches, decode_planner
-from model_runs import some_ids
+from larder.session import build_caches, decode_planner
+from model_runs import id_runtime, some_ids
 from tiny_models import tiny
 
 TOLD = [(row, layer) for layer in range(3) for row in range(2)]
@@ -42,9 +42,7 @@ def test_single_tokens_are_judged_afterwards_where_a_look_copies_nothing(
     sentence = f"blockwise(tokens=8) > protect(sinks=1, recent=2) > column_mass() > {storage}() > "
     policy = Policy.parse(sentence + "every_step()").with_sizes(12, None)
     decoder = wrap_model(tiny("qwen3", layers=2))
-    runtime = ModelRuntime(
-        decoder, object.__new__(TokenizerAdapter), lambda name: 0, lambda names: {}
-    )  # type: ignore
+    runtime = id_runtime(decoder)
     cache = build_caches(runtime, policy, some_ids(20), [{}], PeakMemoryMeter()).activate(0)
     tended, kinds = decode_planner(runtime, policy, [cache]), []
 

@@ -19,9 +19,9 @@ from larder.engine import StorePersistence
 from larder.models import BatchSegment, Decoder, LoadedModel, wrap_model
 from larder.policy import LagKV
 from larder.prefill import PeakMemoryMeter, run_steps
-from larder.session import ModelRuntime, TokenizerAdapter, build_caches_steps
+from larder.session import build_caches_steps
 from larder.store import Store
-from model_runs import own_logits, some_ids
+from model_runs import id_runtime, own_logits, some_ids
 from references import freeze as loop
 from references import lagkv
 from server_core import characters
@@ -45,10 +45,7 @@ def small() -> LoadedModel:
 
 def read(decoder: Decoder, sentence: str, ids: Any, tokens: int, ends: Any) -> SequenceCache:
     policy = Policy.parse(sentence).with_sizes(tokens, None, len(ids))
-    scribe = object.__new__(TokenizerAdapter)
-    vars(scribe)["_token_sets"] = {}
-    runtime = ModelRuntime(decoder, scribe, lambda name: pytest.fail(name), lambda names: {})
-    steps = build_caches_steps(runtime, policy, ids, [{}], PeakMemoryMeter(), ends)
+    steps = build_caches_steps(id_runtime(decoder), policy, ids, [{}], PeakMemoryMeter(), ends)
     return run_steps(steps).activate(0)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,11 @@ from larder.engine import SamplingParams, StoppingCriteria
 from larder.engine.generate import generate
 from larder.models import Decoder, LayerActivations, wrap_model
 from larder.prefill import DecodeEviction, PeakMemoryMeter
-from larder.session import FAMILIES, ModelRuntime, TokenizerAdapter, build_caches, decode_planner
+from larder.session import FAMILIES, build_caches, decode_planner
 from learned_gates import give_gates
 from low_rank_weights import give_maps
 from measurements import made_up
-from model_runs import some_ids
+from model_runs import id_runtime, some_ids
 from tiny_models import tiny
 
 LAYERS, HEADS = 2, 2
@@ -66,13 +66,6 @@ UNGROUPED = {"exact", "compact", "form", "transform", "aqua"}
 THRESHOLDS = {"threshold", "fixed_threshold"}  # budgets that may leave room
 
 
-class NoText(TokenizerAdapter):
-    """Tokenizer of token ids alone, the first two of which are in every set of tokens."""
-
-    def lexicon(self, names: Iterable[str]) -> dict[str, frozenset[int]]:
-        return dict.fromkeys(names, frozenset({0, 1}))
-
-
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
     decoder = wrap_model(tiny("qwen3", layers=LAYERS))
@@ -109,7 +102,7 @@ def generated(
 ) -> Counting:
     policy = Policy.parse(sentence).with_sizes(tokens, None)
     facts = made_up(decoder.spec.managed)
-    runtime = ModelRuntime(decoder, object.__new__(NoText), _nobody, lambda names: facts)
+    runtime = id_runtime(decoder, facts)
     book = dict.fromkeys(policy.scorer.required_prompts(), some_ids(3, seed=7))
     cache = build_caches(runtime, policy, some_ids(context), [book], PeakMemoryMeter()).activate(0)
     tending = decode_planner(runtime, policy, [cache])
@@ -126,10 +119,6 @@ def generated(
     )
     assert counting.passes == steps
     return counting
-
-
-def _nobody(name: str) -> Any:
-    raise AssertionError(name)
 
 
 def while_generating(slot: str) -> Iterator[str]:
@@ -216,7 +205,7 @@ def test_more_than_the_bound_is_noticed(decoder) -> None:
     assert counting.over == []
     stricter = Counting(counting.tending, counting.most - 1)
     cache = build_caches(
-        ModelRuntime(decoder, object.__new__(NoText), _nobody, lambda names: {}),
+        id_runtime(decoder),
         Policy.parse(sentence).with_sizes(20, None),
         some_ids(30),
         [{}],

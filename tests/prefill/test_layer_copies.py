@@ -17,8 +17,8 @@ from larder.engine import SamplingParams, StoppingCriteria
 from larder.engine.generate import generate
 from larder.models import Decoder, wrap_model
 from larder.prefill import DecodeEviction, PeakMemoryMeter
-from larder.session import ModelRuntime, TokenizerAdapter, build_caches, decode_planner
-from model_runs import some_ids
+from larder.session import ModelRuntime, build_caches, decode_planner
+from model_runs import id_runtime, some_ids
 from tiny_models import tiny
 
 LAYERS, M, CONTEXT, STEPS = 2, 12, 20, 6
@@ -37,7 +37,7 @@ def decoder() -> Decoder:
 def read(
     decoder: Decoder, policy: Policy, meter: PeakMemoryMeter
 ) -> tuple[ModelRuntime, SequenceCache]:
-    runtime = ModelRuntime(decoder, object.__new__(TokenizerAdapter), _nobody, lambda names: {})
+    runtime = id_runtime(decoder)
     return runtime, build_caches(runtime, policy, some_ids(CONTEXT), [{}], meter).activate(0)
 
 
@@ -168,7 +168,3 @@ def test_the_peak_of_reading_counts_what_looks_copy(decoder) -> None:
 
 def _all_but_first(store: CompactLayer) -> Plan:
     return a_plan([range(1, length) for length in store.lengths], store.lengths)
-
-
-def _nobody(name: str) -> Any:
-    raise AssertionError(name)

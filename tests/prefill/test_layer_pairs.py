@@ -10,8 +10,8 @@ from larder.engine.generate import generate
 from larder.models import Decoder, wrap_model
 from larder.prefill import PeakMemoryMeter
 from larder.recall import MPCache
-from larder.session import ModelRuntime, TokenizerAdapter, build_caches, decode_planner
-from model_runs import some_ids
+from larder.session import build_caches, decode_planner
+from model_runs import id_runtime, some_ids
 from tiny_models import tiny
 
 LAYERS, TOKENS = 6, 160
@@ -25,9 +25,7 @@ def decoder() -> Decoder:
 @pytest.mark.extended
 def test_all_but_the_first_two_layers_share_in_pairs(decoder) -> None:
     policy = Policy.parse("mpcache").with_sizes(TOKENS, None)
-    runtime = ModelRuntime(
-        decoder, object.__new__(TokenizerAdapter), lambda name: pytest.fail(name), lambda names: {}
-    )
+    runtime = id_runtime(decoder)
     cache = build_caches(runtime, policy, some_ids(400), [{}], PeakMemoryMeter()).activate(0)
     tiers = cache.tiers
     leaders = [None if tier.leader is None else tiers.index(tier.leader) for tier in tiers]

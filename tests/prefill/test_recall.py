@@ -22,13 +22,12 @@ from larder.session import (
     PRESETS,
     ModelRuntime,
     SessionCaches,
-    TokenizerAdapter,
     build_caches,
     decode_planner,
     entries_per_head,
     recall_budget_tokens,
 )
-from model_runs import own_logits, some_ids
+from model_runs import id_runtime, own_logits, some_ids
 from tiny_models import tiny
 
 CONTEXT, QUESTION, STEPS, HEADS = some_ids(24), some_ids(4, seed=5), 28, 2
@@ -81,9 +80,7 @@ def policy(name: str, recalled: int) -> Policy:
 
 def runtime(decoder: Decoder, closing: frozenset[int] = frozenset({7, 8})) -> ModelRuntime:
     """Args: closing: tokens that end a sentence."""
-    scribe = object.__new__(TokenizerAdapter)
-    vars(scribe)["_token_sets"] = {"sentence_ends": closing}
-    return ModelRuntime(decoder, scribe, lambda name: pytest.fail(name), lambda names: {})
+    return id_runtime(decoder, sentence_ends=closing)
 
 
 def said(

@@ -15,8 +15,8 @@ from larder.engine import SamplingParams, StoppingCriteria, keep_generating
 from larder.engine.generate import generate
 from larder.models import Decoder, wrap_model
 from larder.prefill import PeakMemoryMeter
-from larder.session import PRESETS, ModelRuntime, TokenizerAdapter, build_caches, decode_planner
-from model_runs import some_ids
+from larder.session import PRESETS, ModelRuntime, build_caches, decode_planner
+from model_runs import id_runtime, some_ids
 from tiny_models import tiny
 
 RECALLS = [
@@ -34,9 +34,7 @@ def decoder() -> Decoder:
 
 
 def runtime(decoder: Decoder) -> ModelRuntime:
-    return ModelRuntime(
-        decoder, object.__new__(TokenizerAdapter), lambda name: pytest.fail(name), lambda names: {}
-    )
+    return id_runtime(decoder)
 
 
 def attended(tier: TieredLayer) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NoReturn
 
 import pytest
 import torch
@@ -16,9 +15,9 @@ from larder.core import Mode
 from larder.models import BatchSegment, Decoder, wrap_model
 from larder.policy import PROVIDERS
 from larder.prefill import PeakMemoryMeter
-from larder.session import ModelRuntime, TokenizerAdapter, build_caches
+from larder.session import build_caches
 from learned_gates import random_weights
-from model_runs import some_ids
+from model_runs import id_runtime, some_ids
 from tiny_models import tiny
 
 CONTEXT, QUESTION = 40, 5
@@ -30,10 +29,6 @@ SENTENCES = {
     "attention_gate": "whole() > protect(sinks=0, recent=1) > attention_gate() > "
     "fixed_threshold(score=0.5, kept=1.0)",
 }
-
-
-class NoText(TokenizerAdapter):
-    """Tokenizer of token ids alone."""
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +47,8 @@ def put(decoder: Decoder, name: str, bias: float) -> None:
 
 def a_cache(decoder: Decoder, sentence: str, tokens: int) -> SequenceCache:
     policy = Policy.parse(sentence).with_sizes(tokens, None)
-    runtime = ModelRuntime(decoder, object.__new__(NoText), no_embedder, lambda names: {})
+    runtime = id_runtime(decoder)
     return build_caches(runtime, policy, some_ids(CONTEXT), [{}], PeakMemoryMeter()).activate(0)
-
-
-def no_embedder(name: str) -> NoReturn:
-    raise AssertionError(name)
 
 
 def answers(decoder: Decoder, cache: SequenceCache) -> Tensor:

@@ -15,8 +15,8 @@ from larder.engine.generate import generate
 from larder.models import wrap_model
 from larder.ops import c_library
 from larder.prefill import DeferredObserver, PeakMemoryMeter, StepEviction
-from larder.session import ModelRuntime, TokenizerAdapter, build_caches, decode_planner
-from model_runs import some_ids
+from larder.session import build_caches, decode_planner
+from model_runs import id_runtime, some_ids
 from tiny_models import tiny
 
 H2O = "protect(sinks=0, recent=0.5) > column_mass() > uniform() > every_step()"
@@ -46,9 +46,7 @@ def generated(sentence: str, dtype: torch.dtype) -> tuple[list[int], SequenceCac
     """Tokens behind a prompt, and the cache."""
     policy = Policy.parse(sentence).with_sizes(20, None)
     decoder = wrap_model(tiny("qwen3", layers=3).to(dtype))
-    runtime = ModelRuntime(
-        decoder, object.__new__(TokenizerAdapter), lambda name: 0, lambda names: {}
-    )  # type: ignore
+    runtime = id_runtime(decoder)
     cache = build_caches(runtime, policy, some_ids(48), [{}], PeakMemoryMeter()).activate(0)
     planner = decode_planner(runtime, policy, [cache])
     stop = StoppingCriteria(STEPS)

@@ -10,8 +10,8 @@ from larder.cache import SequenceCache
 from larder.models import wrap_model
 from larder.policy.tallies import _attention_weights, mass
 from larder.prefill import PeakMemoryMeter
-from larder.session import ModelRuntime, TokenizerAdapter, build_caches
-from model_runs import some_ids
+from larder.session import build_caches
+from model_runs import id_runtime, some_ids
 from tiny_models import tiny
 
 SENTENCES = [
@@ -22,12 +22,7 @@ SENTENCES = [
 
 def read(sentence: str) -> SequenceCache:
     policy = Policy.parse(f"blockwise(tokens=48) > {sentence}").with_sizes(60, 48)
-    runtime = ModelRuntime(
-        wrap_model(tiny("qwen3", layers=3)),
-        object.__new__(TokenizerAdapter),
-        lambda name: 0,
-        lambda names: {},
-    )  # type: ignore
+    runtime = id_runtime(wrap_model(tiny("qwen3", layers=3)))
     return build_caches(runtime, policy, some_ids(300), [{}], PeakMemoryMeter()).activate(0)
 
 

@@ -19,10 +19,15 @@ def pooled(part: Any, scores: list[list[float]], positions: list[list[int]]) -> 
 
 
 def unit_score(part: Any, place: int, scores: list[float], positions: list[int]) -> float:
+    members = members_of(part, place, scores, positions)
+    return sum(members) / len(members)
+
+
+def members_of(part: Any, place: int, scores: list[float], positions: list[int]) -> list[float]:
+    """Finite scores of the entries in the unit of a place."""
     first = place - place % part.size
-    members = [
+    return [
         score
         for score, other in zip(scores, positions, strict=True)
         if first <= other < first + part.size and math.isfinite(score)
     ]
-    return sum(members) / len(members)

@@ -20,39 +20,12 @@ from larder.server import (
     Request,
     StoreSessionPersistence,
     Ticket,
-    TokenLogprob,
     TranscriptTexts,
 )
 from larder.server.persistence import session_file
 from larder.store import ByteBudgets, Store, Tier
 from server_core import Served, told, user
-
-
-class Waiting:
-    """Hears one answer, and can be waited for."""
-
-    def __init__(self) -> None:
-        self.text, self.ended = "", threading.Event()
-        self.report: Report | None = None
-        self.error: Exception | None = None
-
-    def on_text(self, text: str) -> None:
-        self.text += text
-
-    def on_logprobs(self, logprobs: tuple[TokenLogprob, ...]) -> None:
-        raise AssertionError(f"nobody wants {logprobs}")
-
-    def on_done(self, report: Report) -> None:
-        self.report = report
-        self.ended.set()
-
-    def on_error(self, error: Exception) -> None:
-        self.error = error
-        self.ended.set()
-
-    def wait(self) -> Report:
-        assert self.ended.wait(60) and self.report is not None, self.error
-        return self.report
+from server_engine_clients import Waiting
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import count
-from threading import Event
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from larder.server import (
 )
 from larder.session import Embedder
 from server_core import Client
+from server_engine_clients import Waiting
 
 NOW = 100.0
 
@@ -95,16 +95,6 @@ class FirstWords(Embedder):
         return len(text.split()) < 20
 
 
-class Waiting(Client):
-    """Client that tells when its answer is complete."""
-
-    done: Event
-
-    def on_done(self, report: object) -> None:
-        super().on_done(report)  # pyright: ignore
-        self.done.set()
-
-
 class Cached:
     """Client of an engine with a category `faq`."""
 
@@ -124,9 +114,8 @@ class Cached:
         own: dict[str, object] = {"cached_response": CachedResponse("faq"), **options}
         request = Request(tenant, turns, max_new_tokens=4, **own)  # pyright: ignore
         waiting = Waiting()
-        waiting.done = Event()
         self.client.submit(request, waiting)
-        assert waiting.done.wait(30)
+        assert waiting.over.wait(30)
         return waiting
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from larder import Policy
@@ -11,13 +9,11 @@ from larder.core import BudgetError
 from larder.models import Decoder, wrap_model
 from larder.prefill import PeakMemoryMeter
 from larder.session import (
-    ModelRuntime,
-    TokenizerAdapter,
     build_caches,
     resolve_budget,
     resolve_budget_without_context,
 )
-from model_runs import some_ids
+from model_runs import id_runtime, some_ids
 from tiny_models import tiny
 
 CONTEXT = 1000
@@ -46,7 +42,7 @@ def test_a_cache_takes_no_more_bytes_than_asked_for_and_nearly_as_many(decoder, 
     policy = Policy.parse(sentence)
     spec = decoder.spec
     tokens = resolve_budget(policy, f"{ASKED // 1024}KiB", CONTEXT, spec)
-    runtime = ModelRuntime(decoder, object.__new__(TokenizerAdapter), _nobody, lambda names: {})
+    runtime = id_runtime(decoder)
     shelf = build_caches(
         runtime, policy.with_sizes(tokens, None), some_ids(CONTEXT), [{}], PeakMemoryMeter()
     )
@@ -62,7 +58,3 @@ def test_what_is_remembered_can_be_all_that_a_budget_holds(decoder) -> None:
     assert resolve_budget_without_context(policy, f"{least / 1024}KiB", spec) == 1
     with pytest.raises(BudgetError, match=f"one takes {least} bytes"):
         resolve_budget_without_context(policy, f"{(least - 1) / 1024}KiB", spec)
-
-
-def _nobody(name: str) -> Any:
-    raise AssertionError(name)

@@ -15,26 +15,17 @@ from larder.ops import state_bytes
 from larder.policy import PROVIDERS
 from larder.prefill import PeakMemoryMeter
 from larder.session import (
-    ModelRuntime,
     Policy,
-    TokenizerAdapter,
     build_caches,
     entries_per_head,
 )
 from low_rank_weights import give_maps
-from model_runs import some_ids
+from model_runs import id_runtime, some_ids
 from tiny_models import tiny
 
 CONTEXT, TOKENS = 40, 20
 KEYDIFF = "whole() > protect(sinks=2, recent=4) > keydiff() > uniform()"
 LESS = f"{KEYDIFF} > less()"
-
-
-class NoText(TokenizerAdapter):
-    """Tokenizer of token ids alone."""
-
-    def lexicon(self, names: object) -> dict[str, frozenset[int]]:
-        return {}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +39,7 @@ def maps(decoder: Decoder) -> None:
 
 
 def cached(decoder: Decoder, sentence: str, tokens: int, ids: tuple[int, ...]) -> SequenceCache:
-    runtime = ModelRuntime(decoder, object.__new__(NoText), lambda texts: None, lambda names: {})
+    runtime = id_runtime(decoder)
     policy = Policy.parse(sentence).with_sizes(tokens, 8 if "blockwise" in sentence else None)
     return build_caches(runtime, policy, ids, [{}], PeakMemoryMeter()).activate(0)
 

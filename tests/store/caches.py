@@ -28,6 +28,7 @@ POLICY = "full"
 WHO = "somebody"
 TALK = "talk"
 IDS = tuple(range(10, 31))  # with chunks of 4: five of them, and one token more
+LONGER = (*IDS, 5, 6, 7, 8, 9)  # the same, continued
 SECRET = b"s" * 32
 
 

@@ -21,11 +21,10 @@ from larder.store import (
     encode_token_log,
     open_file_system,
 )
-from store.caches import IDS, TALK, WHO, is_exact, load, save, store_at
+from store.caches import IDS, LONGER, TALK, WHO, is_exact, load, save, store_at
 from store.file_systems import BROKEN, Faulty, Hanging, refusing
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
-LONGER = (*IDS, 5, 6, 7)
 SHORT = CallLimits(seconds=0.3, max_failures=100)
 
 

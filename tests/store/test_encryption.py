@@ -21,6 +21,7 @@ from larder.store import (
 )
 from store.caches import (
     IDS,
+    LONGER,
     SPEC,
     TALK,
     WHO,
@@ -40,7 +41,6 @@ pytest.importorskip("cryptography")
 pytestmark = pytest.mark.usefixtures("small_chunks")
 KEY, OTHER = b"k" * 32, b"o" * 32
 SAID = b"what was said, as text"
-LONGER = (*IDS, 5, 6, 7, 8, 9)
 
 
 def filled(folder: Path, key: bytes | None = KEY) -> Store:

@@ -16,6 +16,7 @@ from larder.store import BLOBS_FOLDER as BLOBS
 from larder.store import CallLimits, Tier, open_file_system
 from store.caches import (
     IDS,
+    LONGER,
     SPEC,
     WHO,
     asking,
@@ -31,7 +32,6 @@ from store.caches import (
 from store.file_systems import BROKEN, FULL, QUOTA, READ_ONLY, Faulty, refusing
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
-LONGER = (*IDS, 5, 6, 7, 8, 9)
 OTHERS = (BROKEN, READ_ONLY, QUOTA)
 
 

@@ -20,6 +20,7 @@ from larder.store import (
 )
 from store.caches import (
     IDS,
+    LONGER,
     SPEC,
     TALK,
     WHO,
@@ -37,7 +38,6 @@ from store.caches import (
 )
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
-LONGER = (*IDS, 5, 6, 7, 8, 9)
 CUT = {
     "by a byte": lambda data: data[:-1],
     "by half": lambda data: data[: len(data) // 2],

@@ -16,11 +16,10 @@ from cache_stores import same_bits
 from larder import LarderError
 from larder.server import SessionLeases
 from larder.store import Store
-from store.caches import IDS, WHO, asking, compressed, files, read, snapshot, store_at
+from store.caches import IDS, LONGER, WHO, asking, compressed, files, read, snapshot, store_at
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 TALKS = ("raw", "int4", "dropped")
-LONGER = (*IDS, 5, 6, 7)
 EXPORTED = "exported.larder"
 
 

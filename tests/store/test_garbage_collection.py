@@ -15,6 +15,7 @@ from larder.core import Refused
 from larder.store import GRACE_SECONDS, PrefixChunk, Store, Tier
 from store.caches import (
     IDS,
+    LONGER,
     SPEC,
     TALK,
     WHO,
@@ -30,7 +31,6 @@ from store.caches import (
 )
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
-LONGER = (*IDS, 5, 6, 7)
 
 
 class Clock:

@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from larder.store import open_file_system
-from store.caches import IDS, SPEC, WHO, asking, read, save, snapshot, store_at
+from store.caches import IDS, LONGER, SPEC, WHO, asking, read, save, snapshot, store_at
 from store.file_systems import Faulty
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 OTHER = "somebody else"
-LONGER = (*IDS, 5, 6, 7, 8, 9)
 
 
 @pytest.mark.parametrize("codec", ["raw", "int8"])

@@ -22,6 +22,7 @@ from larder.store import (
 )
 from store.caches import (
     IDS,
+    LONGER,
     SECRET,
     SPEC,
     TALK,
@@ -41,7 +42,6 @@ from store.caches import (
 )
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
-LONGER = (*IDS, 5, 6, 7, 8, 9)
 
 
 def test_a_session_comes_back_and_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:

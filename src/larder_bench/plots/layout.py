@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from larder_bench.plots.policy_styles import PolicyStyle
 from larder_bench.plots.style import FAINT, INK, SMALL, SOFT
 
 POINTS = 72.0  # per inch
 LINE_HEIGHT = 0.125  # inches from one line of a legend to the next
+Entry = TypeVar("Entry")
 _SWATCH, _NEAR, _APART = 0.2, 0.05, 0.15  # inches in a legend
 
 
@@ -172,18 +173,25 @@ def label_ends(
         overlay.text(left + 0.13, position, style.name, color=style.dark, size=SMALL, va="center")
 
 
-def legend_lines(styles: Sequence[PolicyStyle], width: float) -> list[list[PolicyStyle]]:
-    """Entries of a legend in lines of at most `width` inches."""
-    lines: list[list[PolicyStyle]] = [[]]
+def wrapped_entries(
+    entries: Sequence[Entry], widths: Sequence[float], width: float
+) -> list[list[Entry]]:
+    """Entries in lines of at most `width` inches, given the width of each."""
+    lines: list[list[Entry]] = [[]]
     used = 0.0
-    for style in styles:
-        needed = _SWATCH + _NEAR + text_width(style.name, SMALL) + _APART
+    for entry, needed in zip(entries, widths, strict=True):
         if lines[-1] and used + needed > width:
             lines.append([])
             used = 0.0
-        lines[-1].append(style)
+        lines[-1].append(entry)
         used += needed
     return lines
+
+
+def legend_lines(styles: Sequence[PolicyStyle], width: float) -> list[list[PolicyStyle]]:
+    """Entries of a legend in lines of at most `width` inches."""
+    widths = [_SWATCH + _NEAR + text_width(style.name, SMALL) + _APART for style in styles]
+    return wrapped_entries(styles, widths, width)
 
 
 def draw_legend(

@@ -20,7 +20,7 @@ from pathlib import Path
 from larder.cli.part_docs import Citation, find_part, part_names, preset_doc
 from larder.core import InputError
 from larder.session import PRESETS
-from larder_bench.reports.study_index import RESULTS
+from larder_bench.reports.study_index import RESULTS, replace_between
 from larder_bench.results.budget_labels import WHOLE
 from larder_bench.results.rows import read_results, rows_file
 from larder_bench.results.tables import SCALES, ScoreTable, cell_scores
@@ -218,11 +218,7 @@ def replace_methods(text: str, methods: Sequence[PublishedMethod]) -> str:
     Raises:
         InputError: the page has no marks.
     """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise InputError(f"The page has no {BEGIN} before an {END}: write them where tables go.")
-    return "\n".join([before + BEGIN, *method_lines(methods), "", END + after])
+    return replace_between(text, BEGIN, END, [*method_lines(methods), ""])
 
 
 def main(path: Path) -> None:

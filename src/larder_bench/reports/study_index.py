@@ -80,17 +80,26 @@ def study_table(folder: Path, measured: Path) -> list[str]:
     return lines
 
 
-def replace_table(text: str, lines: Collection[str]) -> str:
-    """Text with other lines between its marks.
+def replace_between(text: str, begin: str, end: str, lines: Collection[str]) -> str:
+    """Text with other lines between two marks, which stay.
 
     Raises:
         InputError: the text has no marks.
     """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise InputError(f"The text has no {BEGIN} before an {END}: write them where a table goes.")
-    return "\n".join([before + BEGIN, *lines, END + after])
+    before, first, rest = text.partition(begin)
+    _, last, after = rest.partition(end)
+    if not first or not last:
+        raise InputError(f"The text has no {begin} before an {end}: write them where a table goes.")
+    return "\n".join([before + begin, *lines, end + after])
+
+
+def replace_table(text: str, lines: Collection[str]) -> str:
+    """Text with another table of studies between its marks.
+
+    Raises:
+        InputError: the text has no marks.
+    """
+    return replace_between(text, BEGIN, END, lines)
 
 
 def main(path: Path) -> None:

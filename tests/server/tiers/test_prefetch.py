@@ -20,7 +20,8 @@ from larder.server import (
     StoreSessionPersistence,
 )
 from larder.store import Store, Tier
-from server_core import Client, Served, answered, told, user
+from server_core import Served, answered, told, user
+from server_engine_clients import Waiting
 from server_stores import Stored
 
 
@@ -119,15 +120,6 @@ def test_a_prefetch_that_fails_leaves_the_session_to_its_request(small: LoadedMo
     assert served.ask(turns, "x").text == plain.ask(turns, "x").text
 
 
-class Waiting(Client):
-    """Client that tells when its answer is complete."""
-
-    done: Event
-
-    def on_done(self, report: object) -> None:
-        self.done.set()
-
-
 def test_a_session_that_only_the_store_holds_comes_back(small: LoadedModel, tmp_path: Path) -> None:
     first = Stored(small, tmp_path)
     first.ask(told(1), "x")
@@ -139,10 +131,9 @@ def test_a_session_that_only_the_store_holds_comes_back(small: LoadedModel, tmp_
     client = LocalEngineClient(engine, eviction="kvflow", persistence=kept, disk=disk)
     with closing(store), closing(client):
         waiting = Waiting()
-        waiting.done = Event()
         request = Request("a", tuple(told(2)), "y", max_new_tokens=2, steps={"x": 1, "nobody": 1})
         client.submit(request, waiting)
-        assert waiting.done.wait(30)
+        assert waiting.over.wait(30)
         client._prefetching.submit(int).result(30)
         for _ in range(200):
             if client.sessions("a")[0].tier == client.sessions("a")[1].tier == "device":

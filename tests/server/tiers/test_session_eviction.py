@@ -6,14 +6,14 @@ import math
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from threading import Event
 
 import pytest
 
 from larder import Engine
 from larder.models import LoadedModel
 from larder.server import LocalEngineClient, Request
-from server_core import Client, Served, answered, told
+from server_core import Served, answered, told
+from server_engine_clients import Waiting
 from server_stores import Stored
 
 
@@ -34,18 +34,8 @@ def test_who_is_asked_again_last_leaves_first(
     assert served.core.sessions.find("a", leaves).residency.tier == "host"
 
 
-class Waiting(Client):
-    """Tells when its answer is over."""
-
-    over: Event
-
-    def on_done(self, report: object) -> None:
-        self.over.set()
-
-
 def ask(hub: LocalEngineClient, name: str, tenant: str, steps: Mapping[str, int]) -> None:
     client = Waiting()
-    client.over = Event()
     request = Request(tenant, tuple(told(1)), name, max_new_tokens=2, steps=steps)
     hub.submit(request, client)
     assert client.over.wait(30)

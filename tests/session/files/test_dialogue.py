@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from larder import Conversation, Message, Question, read_conversation
-from larder.core import Adversarial, InputError, PromptLayout
+from larder import Message, Question, read_conversation
+from larder.core import Adversarial, PromptLayout
 from larder.session import find_files
+from session.files.conversation_files import complaint, text_of, write
 
 LOCOMO = {
     "conversation": {
@@ -54,25 +54,6 @@ REALTALK = {
     ],
     "qa": [{"question": "Why?", "answer": "Joy", "category": 3}],
 }
-
-
-def write(folder: Path, content: object) -> Path:
-    path = folder / "talk.json"
-    path.write_text(json.dumps(content))
-    return path
-
-
-def text_of(conversation: Conversation) -> str:
-    return conversation.opening + "".join(message.content for message in conversation.messages)
-
-
-def complaint(path: Path) -> str:
-    with pytest.raises(InputError) as caught:
-        read_conversation(path)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert str(path) in message
-    return message
 
 
 class TestLoCoMo:

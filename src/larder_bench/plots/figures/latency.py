@@ -15,7 +15,14 @@ import numpy as np
 
 from larder_bench.plots import score_groups
 from larder_bench.plots.figures.base import Figure, PolicyStyles, drawing_name
-from larder_bench.plots.layout import LINE_HEIGHT, Margins, PanelGrid, overlay_axes, text_width
+from larder_bench.plots.layout import (
+    LINE_HEIGHT,
+    Margins,
+    PanelGrid,
+    overlay_axes,
+    text_width,
+    wrapped_entries,
+)
 from larder_bench.plots.line_panels import linear_axis
 from larder_bench.plots.policy_styles import COLORS, FULL, short_label, styles_for
 from larder_bench.plots.style import PAGE, SMALL, SOFT, Drawing, figure_style
@@ -281,16 +288,11 @@ def _plain_axis(axes: Any) -> None:
 
 
 def _key_lines(kinds: Sequence[str], width: float) -> list[list[str]]:
-    lines: list[list[str]] = [[]]
-    used = 0.0
-    for kind in kinds:
-        needed = _SQUARE + 0.05 + text_width(kind, SMALL) + 0.14
-        if lines[-1] and used + needed > width:
-            lines.append([])
-            used = 0.0
-        lines[-1].append(kind)
-        used += needed
-    return lines
+    return wrapped_entries(kinds, [_key_width(kind) for kind in kinds], width)
+
+
+def _key_width(kind: str) -> float:
+    return _SQUARE + 0.05 + text_width(kind, SMALL) + 0.14
 
 
 def _draw_key(
@@ -306,7 +308,7 @@ def _draw_key(
                 Rectangle((x, y - _SQUARE / 2), _SQUARE, _SQUARE, facecolor=colors[kind], lw=0)
             )
             overlay.text(x + _SQUARE + 0.05, y, kind, size=SMALL, color=SOFT, va="center")
-            x += _SQUARE + 0.05 + text_width(kind, SMALL) + 0.14
+            x += _key_width(kind)
 
 
 def _unit(seconds: Sequence[float]) -> tuple[float, str]:

@@ -1,27 +1,27 @@
-"""Sessions of a model with recurrent layers: each has its state, also when they run together."""
+"""Sessions of models with recurrent layers, latents or shared entries run together as alone."""
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 
-from architectures.families import families
-from larder.models import LoadedModel, wrap_model
-from server_core import POLICIES, Served, answered, characters, told
+from server_core import POLICIES, Served, answered, family_characters, told
 
-
-@cache
-def hybrid() -> LoadedModel:
-    [family] = [family for family in families() if family.name == "LFM2"]
-    return LoadedModel(wrap_model(family.model()), characters().tokenizer, "hybrid")
+HYBRID = "LFM2"
+CASES = [
+    *(pytest.param(HYBRID, policy, 3, id=f"{HYBRID}-{policy}") for policy in POLICIES),
+    *(
+        pytest.param(name, policy, 2, id=f"{name}-{policy}")
+        for name in ("DeepSeek-V2", "Gemma 3n")
+        for policy in ("full", "stepwise")
+    ),
+]
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("policy", POLICIES)
-def test_sessions_answer_as_each_alone(policy: str) -> None:
-    together, alone = Served(hybrid(), policy), Served(hybrid(), policy)
-    texts = {number: told(number) for number in range(3)}
+@pytest.mark.parametrize("name, policy, count", CASES)
+def test_sessions_answer_as_each_alone(name: str, policy: str, count: int) -> None:
+    together, alone = (Served(family_characters(name), policy) for _ in range(2))
+    texts = {number: told(number) for number in range(count)}
     for more in ("Why?", "Sure?"):
         own = {n: alone.ask(turns, f"n{n}").text for n, turns in texts.items()}
         clients = {n: together.submit(turns, f"n{n}")[0] for n, turns in texts.items()}
@@ -33,7 +33,7 @@ def test_sessions_answer_as_each_alone(policy: str) -> None:
 
 def test_a_state_serves_its_whole_text_alone() -> None:
     """A longer text continues a session, an edited one is read from the start."""
-    edited, continued = Served(hybrid()), Served(hybrid())
+    edited, continued = (Served(family_characters(HYBRID)) for _ in range(2))
     first = [each.ask(told(1), "x") for each in (edited, continued)]
     assert edited.ask(answered(told(1), first[0], "Why?"), "x").told.cached_tokens > 0
     asked = [each.ask(answered(told(1), first[0], "How?"), "x") for each in (edited, continued)]

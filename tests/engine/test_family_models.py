@@ -1,21 +1,18 @@
-"""Engines of models with recurrent layers: prompts, conversations, chats that are saved."""
+"""Engines of models with recurrent layers, latents or shared entries: prompts, chats, saving."""
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from architectures.families import families
 from chats import EPISODES, HISTORY, SINGLE, same, state, states, under
 from larder import Chat, Engine
 from larder.engine import StorePersistence
-from larder.models import LoadedModel, wrap_model
 from larder.session import ChatCache
 from larder.store import Store
-from server_core import characters
+from server_core import family_characters
 
 PROMPTS = ["The harbour opened in 1871, and its master was called Ida. " * 2, "Ann has a dog."]
 # Evicting between blocks, before, while and never while generating.
@@ -29,23 +26,18 @@ POLICIES = {
 STEPWISE = SINGLE + " > every_step()"
 
 
-@cache
-def loaded_of(name: str) -> LoadedModel:
-    [family] = [family for family in families() if family.name == name]
-    decoder = wrap_model(family.model())
-    decoder.share()
-    return LoadedModel(decoder, characters().tokenizer, name)
-
-
 def engine_of(name: str, policy: str, budget: int | None = None) -> Engine:
-    return Engine(loaded_of(name), policy=policy, budget=budget)
+    return Engine(family_characters(name), policy=policy, budget=budget)
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("name", ["LFM2", "Qwen3-Next"])
+EXTENDED = [pytest.param(name, marks=pytest.mark.extended) for name in ("LFM2", "Qwen3-Next")]
+LATENT = ["DeepSeek-V3", "Gemma 3n"]  # the second shares the entries of layers
+
+
+@pytest.mark.parametrize("name", [*EXTENDED, *LATENT])
 @torch.no_grad()
 def test_a_full_cache_continues_as_transformers_does(name: str) -> None:
-    engine, loaded = engine_of(name, "full"), loaded_of(name)
+    engine, loaded = engine_of(name, "full"), family_characters(name)
     got = engine.generate(PROMPTS, max_new_tokens=12)
     for completion, prompt in zip(got, PROMPTS, strict=True):
         ids = loaded.tokenizer(prompt, return_tensors="pt")["input_ids"]
@@ -56,40 +48,47 @@ def test_a_full_cache_continues_as_transformers_does(name: str) -> None:
         assert completion.kv_bytes >= completion.full_kv_bytes
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_policies_free_memory(policy: str) -> None:
-    engine = engine_of("Falcon-H1", POLICIES[policy], 24)
+FREED = [("Falcon-H1", policy) for policy in POLICIES] + [(name, "h2o") for name in LATENT]
+
+
+@pytest.mark.parametrize("name, policy", FREED)
+def test_policies_free_memory(name: str, policy: str) -> None:
+    engine = engine_of(name, POLICIES[policy], 24)
     [batched, _] = engine.generate(PROMPTS, max_new_tokens=6)
     alone = engine.generate(PROMPTS[0], max_new_tokens=6)
-    recurrent = loaded_of("Falcon-H1").decoder.spec.recurrent_bytes
+    recurrent = family_characters(name).decoder.spec.recurrent_bytes
     assert batched.ids == alone.ids
     assert recurrent < alone.kv_bytes < 0.8 * alone.full_kv_bytes
 
 
 @pytest.mark.extended
 def test_an_answer_leaves_the_memory_as_it_was() -> None:
-    engine = under(loaded_of("Falcon-H1"), SINGLE)
+    engine = under(family_characters("Falcon-H1"), SINGLE)
     memory = engine.read(HISTORY)
     before = state(memory.caches.activate(0).fork())
     answers = [engine.ask(memory, "My dog?", max_new_tokens=40) for _ in range(2)]
     assert answers[0].ids == answers[1].ids
     assert same(state(memory.caches.activate(0)), before)
-    figures, spec = memory.figures, loaded_of("Falcon-H1").decoder.spec
+    figures, spec = memory.figures, family_characters("Falcon-H1").decoder.spec
     assert figures.full_kv_bytes == spec.full_bytes(figures.context_tokens)
 
 
-SLOW_EPISODES = pytest.param(EPISODES, marks=pytest.mark.slow)
+SAVED = [
+    *(("LFM2", policy, 40) for policy in (SINGLE, STEPWISE, "full")),
+    pytest.param("LFM2", EPISODES, 40, marks=pytest.mark.slow),
+    *((name, policy, 20) for name in LATENT for policy in (SINGLE, "full")),
+]
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("policy", [SINGLE, STEPWISE, SLOW_EPISODES, "full"])
+@pytest.mark.parametrize("name, policy, new_tokens", SAVED)
 def test_a_saved_chat_continues_alike(
-    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, policy: str, new_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = loaded_of("LFM2")
+    loaded = family_characters(name)
     engine, store = under(loaded, policy), Store(str(tmp_path / "store"), tmp_path)
     chat = Chat(engine, "mine", HISTORY, keeper=StorePersistence(store, loaded))
-    chat.say("My dog is old.", max_new_tokens=40)
+    chat.say("My dog is old.", max_new_tokens=new_tokens)
     assert chat.keep() == ""
     monkeypatch.setattr(ChatCache, "prefill", lambda *_: pytest.fail("read again"))
     back = Chat(engine, "mine", keeper=StorePersistence(store, loaded))
@@ -102,7 +101,7 @@ def test_a_saved_chat_continues_alike(
 
 @pytest.mark.parametrize("policy", [SINGLE, STEPWISE, "full"])
 def test_a_turn_that_fails_is_undone(policy: str) -> None:
-    chat = Chat(under(loaded_of("LFM2"), policy), None, HISTORY)
+    chat = Chat(under(family_characters("LFM2"), policy), None, HISTORY)
     before = states(chat)
 
     def fail(text: str) -> None:
