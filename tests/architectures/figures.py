@@ -28,12 +28,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PROMPT, STEPS, LONG_PROMPT = 40, 64, 256  # tokens
 BUDGET = 12  # tokens of the prompt
 PROTECTED = "whole() > protect(sinks=2, recent=4)"
-POLICIES = (
-    f"{PROTECTED} > snapkv(window=4) > uniform()",
-    f"{PROTECTED} > column_mass() > uniform() > every_step()",
-    f"{PROTECTED} > keydiff() > uniform()",
-    f"{PROTECTED} > sinks_and_window(sinks=2) > uniform()",
-)
+POLICIES = {
+    "snapkv": f"{PROTECTED} > snapkv(window=4) > uniform()",
+    "h2o": f"{PROTECTED} > column_mass() > uniform() > every_step()",
+    "keydiff": f"{PROTECTED} > keydiff() > uniform()",
+    "streaming_llm": f"{PROTECTED} > sinks_and_window(sinks=2) > uniform()",
+}
 # Largest difference from transformers, of logits over 64 steps relative to their spread: in
 # bfloat16 the root mean square over a token's logits, as in the verification of a model.
 LOGIT_BOUNDS = {"float32": 1e-4, "bfloat16": 0.15}
@@ -86,7 +86,7 @@ def measured(family: Family, dtype: str, steps: int = STEPS, with_peak: bool = T
         int((~within).sum()),
         int((choices == tokens).sum()),
         float(margins[within].amax()) / spread,
-        sum(_runs(model, policy) for policy in POLICIES),
+        sum(_runs(model, policy) for policy in POLICIES.values()),
         _peak(model) if with_peak and family.name not in SHORT else None,
     )
 

@@ -10,6 +10,7 @@ import torch
 
 from architectures.families import families
 from builders import FORM_NAMES, tiers_of
+from covering import covering
 from larder.cache import SequenceCache
 from larder.core import CacheError, Mode, Plan, RecomputeSource, RecomputeSpec
 from larder.interop import LarderCache
@@ -42,11 +43,11 @@ def models(name: str) -> tuple[Decoder, torch.Tensor]:
     return wrap_model(family.model()), expected
 
 
-variants = pytest.mark.parametrize("name", ["Gemma 2", "GPT-OSS", "Llama 4"])
+VARIANTS = ["Gemma 2", "GPT-OSS", "Llama 4"]
+variants = pytest.mark.parametrize("name", VARIANTS)
 
 
-@variants
-@pytest.mark.parametrize("form", FORM_NAMES)
+@pytest.mark.parametrize("name, form", covering(VARIANTS, FORM_NAMES))
 def test_blocks_and_steps_equal_the_model(name: str, form: str) -> None:
     decoder, expected = models(name)
     held = SequenceCache(decoder.spec, form, **tiers_of(form))

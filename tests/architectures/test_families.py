@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 import larder
 from allocations import peak_bytes
 from architectures.families import Family, Status, with_status
+from architectures.figures import BUDGET, GREEDY, POLICIES
 from larder.core import POSITION_BYTES, ModelError
 from larder.interop import LarderCache
 from larder.models import wrap_model
@@ -22,15 +24,6 @@ PROMPT, STEPS, MANY_STEPS = 40, 6, 64  # tokens
 LONG_PROMPT = 256  # tokens
 FULL_PEAK = 1.25  # bytes of a full cache in Larder's attention, relative to the model alone
 WINDOW = 8  # tokens of the sliding windows of the registry
-BUDGET = 12  # tokens of 40
-PROTECTED = "whole() > protect(sinks=2, recent=4)"
-POLICIES = (
-    f"{PROTECTED} > snapkv(window=4) > uniform()",
-    f"{PROTECTED} > column_mass() > uniform() > every_step()",
-    f"{PROTECTED} > keydiff() > uniform()",
-    f"{PROTECTED} > sinks_and_window(sinks=2) > uniform()",
-)
-GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 def named(family: Family) -> str:
@@ -38,6 +31,13 @@ def named(family: Family) -> str:
 
 
 supported = pytest.mark.parametrize("family", with_status(Status.SUPPORTED), ids=named)
+
+
+def one_in_four() -> Iterator[Any]:
+    """Families, one in four in the default suite."""
+    for number, family in enumerate(with_status(Status.SUPPORTED)):
+        marks = [pytest.mark.extended] if number % 4 else []
+        yield pytest.param(family, marks=marks)
 
 
 @cache
@@ -72,7 +72,7 @@ def test_greedy_tokens_of_a_full_cache(family: Family, steps: int = STEPS) -> No
     assert got == generated(model, prompt, steps)
 
 
-@supported
+@pytest.mark.parametrize("family", list(one_in_four()), ids=named)
 def test_a_batch_of_beams_under_a_full_cache(family: Family) -> None:
     model = model_of(family)
     prompts = torch.tensor([some_ids(12, seed=1), some_ids(12, seed=2)])
@@ -88,18 +88,25 @@ def test_many_greedy_tokens_of_a_full_cache(family: Family) -> None:
     test_greedy_tokens_of_a_full_cache(family, MANY_STEPS)
 
 
-@supported
+def under_policies() -> Iterator[Any]:
+    """Families under policies: each under all, and under one by turns in the default suite."""
+    for number, family in enumerate(with_status(Status.SUPPORTED)):
+        for other, (name, policy) in enumerate(POLICIES.items()):
+            marks = [] if other == number % len(POLICIES) else [pytest.mark.extended]
+            yield pytest.param(family, policy, id=f"{family.name}-{name}", marks=marks)
+
+
+@pytest.mark.parametrize("family, policy", list(under_policies()))
 @torch.no_grad()
-def test_policies_hold_fewer_bytes(family: Family) -> None:
+def test_policies_hold_fewer_bytes(family: Family, policy: str) -> None:
     """Held after prefill; generation continues behind it."""
     model, prompt = model_of(family), some_prompt()
     whole = dynamic_bytes(model(prompt).past_key_values)
-    for policy in POLICIES:
-        cache = LarderCache(model, policy, BUDGET)
-        model(prompt, past_key_values=cache)
-        assert 0 < cache.nbytes < whole
-        with larder.applied(model, policy, BUDGET):
-            assert len(generated(model, prompt)) == STEPS
+    cache = LarderCache(model, policy, BUDGET)
+    model(prompt, past_key_values=cache)
+    assert 0 < cache.nbytes < whole
+    with larder.applied(model, policy, BUDGET):
+        assert len(generated(model, prompt)) == STEPS
 
 
 @supported

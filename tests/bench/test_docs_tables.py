@@ -19,7 +19,11 @@ from larder_bench.reports.docs_tables import (
 from larder_bench.studies.study import CHECKOUT, read_study
 from result_rows import CELLS, cell, write_rows
 
-PAGES = [CHECKOUT / "README.md", *sorted(CHECKOUT.glob("docs/*.md"))]
+LONG = {"papers.md", "results.md", "results_seed.md"}  # tables of most studies
+PAGES = [
+    pytest.param(page, id=page.name, marks=[pytest.mark.extended] if page.name in LONG else [])
+    for page in (CHECKOUT / "README.md", *sorted(CHECKOUT.glob("docs/*.md")))
+]
 RESULTS = CHECKOUT / "studies" / "results"
 
 
@@ -121,7 +125,7 @@ def test_a_mark_that_no_row_fits_is_refused(tmp_path: Path) -> None:
         replace_tables(page, tmp_path)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", PAGES)
 def test_pages_say_what_committed_rows_say(page: Path) -> None:
     told = page.read_text(encoding="utf-8")
     again = replace_tables(told, RESULTS)

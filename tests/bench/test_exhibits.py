@@ -18,6 +18,7 @@ def memory(seed_model: LoadedModel) -> ConversationMemory:
     return under(seed_model, EPISODES).read(HISTORY)
 
 
+@pytest.mark.extended
 def test_budgets_are_those_of_every_episode(memory: ConversationMemory) -> None:
     before = memory.caches.active_number
     rows = budget_rows(memory)

@@ -100,6 +100,7 @@ def loop_token(position: int) -> list[tuple[list[float], list[float]]]:
     return found
 
 
+@pytest.mark.extended
 def test_first_and_latest_tokens_are_exact_and_all_others_coded() -> None:
     cache = filled()
     assert cache.lengths() == ((LONG, LONG),) * 3

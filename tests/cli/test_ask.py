@@ -31,6 +31,7 @@ ONE_FILE = {
 }
 
 
+@pytest.mark.extended
 def test_stdout_is_the_answer_alone(run: Run, talk: Path) -> None:
     result = run("ask", talk, "-q", CAT, "--policy", "full", "--max-new-tokens", "8")
     assert (result.exit_code, result.stdout, result.stderr) == (0, "Mira\n", "")
@@ -65,6 +66,7 @@ def test_document(run: Run, talk: Path) -> None:
     assert (told["summary"]["questions"], told["summary"]["errors"]) == (2, 0)
 
 
+@pytest.mark.extended
 def test_the_policy_follows_from_the_file_unless_one_is_given(
     run: Run, talk: Path, tmp_path: Path
 ) -> None:

@@ -117,6 +117,7 @@ def differing(shown: list[Path], drawn: Path) -> list[str]:
     ]
 
 
+@pytest.mark.extended
 def test_docs_show_figures_that_their_commands_draw(run: Run, tmp_path: Path) -> None:
     for words in plots_of(PAGES):
         draw_again(run, words, tmp_path)
@@ -146,6 +147,7 @@ def place(path: Path) -> Path:
     return path
 
 
+@pytest.mark.extended
 def test_the_table_of_studies_is_whole(tmp_path: Path) -> None:
     told = (CHECKOUT / FOLDER / "README.md").read_text()
     lines = study_table(CHECKOUT / FOLDER, RESULTS)

@@ -95,6 +95,7 @@ def test_another_model_reads_the_document(run: Run, monkeypatch: pytest.MonkeyPa
     assert all("contains" in one for row in told["rows"] for one in row["answers"])
 
 
+@pytest.mark.extended
 def test_without_smollm2_the_bundled_model_takes_its_place(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

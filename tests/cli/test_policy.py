@@ -88,6 +88,7 @@ def test_no_citation_is_made_up() -> None:
     assert citations('Says "so" (see arXiv:2404.14469). In 2024, "that" happened.') == []
 
 
+@pytest.mark.extended
 def test_list_names_everything(run: Run) -> None:
     result = run("policy", "list")
     assert result.exit_code == 0

@@ -63,6 +63,7 @@ def test_a_model_is_served_until_it_is_interrupted(run: Run, answered: dict[str,
     assert kept["session"] == "about cats"
 
 
+@pytest.mark.extended
 def test_where_it_serves_is_told_as_a_document(run: Run, answered: dict[str, Any]) -> None:
     policy = "blockwise() > column_mass() > uniform() > every_step()"
     told = document(run("serve", "--port", "0", "--json", "--policy", policy, "--budget", "64"))

@@ -11,6 +11,7 @@ import pytest
 
 import cli_results
 
+pytestmark = pytest.mark.extended
 MOST_MODULES = 180  # of ours, on `larder ask`
 
 # Both in one process: importing torch and transformers takes most of the time.

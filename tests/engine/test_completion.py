@@ -47,6 +47,7 @@ def engine_under(policy: str, tokenizer: Any, architecture: str = "qwen3") -> En
     return Engine(tiny(architecture), tokenizer, policy=policy, budget=budget)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
 def test_a_full_cache_continues_as_transformers_does(architecture: str, tokenizer: Any) -> None:
     module = tiny(architecture)
@@ -57,6 +58,7 @@ def test_a_full_cache_continues_as_transformers_does(architecture: str, tokenize
     assert all(one.kv_bytes >= one.full_kv_bytes * 0.9 for one in completions[:2])
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_batch_gives_what_each_prompt_gives_alone(policy: str, tokenizer: Any) -> None:
     engine = engine_under(policy, tokenizer)
@@ -74,6 +76,7 @@ def test_the_end_of_a_prompt_chooses_its_episode(tokenizer: Any) -> None:
     assert several[0] == engine.generate(PROMPTS[3], max_new_tokens=4)
 
 
+@pytest.mark.extended
 def test_a_seed_decides_what_is_sampled(tokenizer: Any) -> None:
     engine = engine_under("full", tokenizer)
     first = engine.generate(PROMPTS, seed=3, **SAMPLED)

@@ -25,6 +25,7 @@ def test_nothing_is_cut_into_nothing() -> None:
     assert token_texts("", (0, 0)) == ("", "")
 
 
+@pytest.mark.extended
 @given(st.text(min_size=1), st.data())
 def test_pieces_join_to_the_text(text: str, data: st.DataObject) -> None:
     starts = data.draw(st.lists(st.integers(0, len(text)), min_size=1).map(sorted))

@@ -14,6 +14,19 @@ GOLDENS: dict[str, Golden] = {
     **results.GOLDENS,
     **logits.GOLDENS,
 }
+# Those that take 0.4 s and more.
+EXTENDED = frozenset(
+    {
+        "bench",
+        "eval",
+        "homes/chats",
+        "homes/lost_index",
+        "homes/server_chat",
+        "http",
+        "logits",
+        "study_fields",
+    }
+)
 SLOW: dict[str, Golden] = {**policies.SLOW, **homes.SLOW, **documents.SLOW, **results.SLOW}
 TOLERANCES = {"logits": logits.TOLERANCE}
 # Listings of parts: a new one may join, and those of the golden stay as they are.

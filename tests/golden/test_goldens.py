@@ -10,12 +10,16 @@ import pytest
 
 from golden import homes
 from golden.comparison import TOLERANCE, check
-from golden.every import GOLDENS, LISTINGS, SLOW, TOLERANCES
+from golden.every import EXTENDED, GOLDENS, LISTINGS, SLOW, TOLERANCES
+
+CASES = [
+    *(name for name in GOLDENS if name not in EXTENDED),
+    *(pytest.param(name, marks=pytest.mark.extended) for name in GOLDENS if name in EXTENDED),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+]
 
 
-@pytest.mark.parametrize(
-    "name", [*GOLDENS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_unchanged(name: str) -> None:
     found = (GOLDENS | SLOW)[name]()
     check(name, found, TOLERANCES.get(name, TOLERANCE), may_grow=name in LISTINGS)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from covering import covering
 from larder.cache import SequenceCache
 from larder.core import Ledger, Mode
 from larder.models import BatchSegment, Decoder, DecoderStack, FewRows, FewRowsHead, decoder_stack
@@ -62,9 +63,7 @@ def without_stack(monkeypatch) -> None:
     monkeypatch.setattr(FewRows, "_are_few", lambda *_: False)
 
 
-@pytest.mark.parametrize("name", SERVED)
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@by_dtype
+@pytest.mark.parametrize("name, kv_heads, dtype", covering(SERVED, [1, 2, 4], MOST_DIFFERENCE))
 def test_steps_equal_those_of_the_models_own_layers(monkeypatch, runs, name, kv_heads, dtype):
     decoder = a_decoder(name, dtype, kv_heads=kv_heads, layers=3)
     got = [step_logits(decoder, filled_caches(decoder, [20, 31]))]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from builders import FORM_NAMES, tiers_of
+from covering import covering
 from larder.cache import SequenceCache
 from larder.models import load, wrap_model
 from model_runs import own_logits, read_on, some_ids
@@ -14,6 +15,7 @@ from tiny_models import ARCHITECTURES, tiny
 TOLERANCE = 1e-4  # float32, on logits whose spread is about 1 to 3
 LOW_TOLERANCE = 0.08  # bfloat16 has 8 bits; largest difference as a share of the spread
 READ, DECODED = 45, 20
+BLOCK_OF_FORM = {"dense": 16, "ragged": 7}
 # Every form of storage reads blocks of 9 tokens, and of other sizes where windows slide or do not.
 BLOCKS = [
     *((architecture, 9) for architecture in ARCHITECTURES),
@@ -30,34 +32,34 @@ def through_larder(decoder, form: str, ids, block: int) -> torch.Tensor:
     return torch.cat([context, decoded])
 
 
-@pytest.mark.parametrize("form, block", [("dense", 16), ("ragged", 7)])
-def test_blocks_and_decoding_equal_the_model(
-    architecture, kv_heads, adopted, own, form, block
-) -> None:
+@pytest.mark.parametrize(
+    "architecture, kv_heads, form", covering(ARCHITECTURES, (1, 2, 4), BLOCK_OF_FORM)
+)
+def test_blocks_and_decoding_equal_the_model(architecture, kv_heads, form, adopted, own) -> None:
     ids = some_ids(READ + DECODED)
     expected = own_logits(own(architecture, kv_heads=kv_heads), ids)
-    got = through_larder(adopted(architecture, kv_heads), form, ids, block)
+    got = through_larder(adopted(architecture, kv_heads), form, ids, BLOCK_OF_FORM[form])
     assert expected.std() > 0.5
     assert (got - expected).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("form", FORM_NAMES)
-@pytest.mark.parametrize("architecture, block", BLOCKS)
-def test_blocks_of_any_size_equal_the_model(architecture, adopted, own, form, block) -> None:
-    ids = some_ids(READ)
+@pytest.mark.parametrize("read, form", covering(BLOCKS, FORM_NAMES))
+def test_blocks_of_any_size_equal_the_model(read, form, adopted, own) -> None:
+    ids, (architecture, block) = some_ids(READ), read
     cache = SequenceCache(adopted(architecture).spec, form, **tiers_of(form))
     got = read_on(adopted(architecture), cache, ids, block)
     assert (got - own_logits(own(architecture), ids)).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("form", FORM_NAMES)
-def test_bfloat16_stays_within_its_rounding(architecture, adopted, own, form) -> None:
+@pytest.mark.parametrize("architecture, form", covering(ARCHITECTURES, FORM_NAMES))
+def test_bfloat16_stays_within_its_rounding(architecture, form, adopted, own) -> None:
     ids = some_ids(READ + DECODED)
     expected = own_logits(own(architecture, dtype=torch.bfloat16), ids)
     got = through_larder(adopted(architecture, dtype=torch.bfloat16), form, ids, 16)
     assert (got - expected).abs().max() < LOW_TOLERANCE * expected.std()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("form, block", [("dense", 32), ("ragged", 7)])
 def test_the_seed_model_is_exact(form, block) -> None:
     decoder = load().decoder
@@ -73,6 +75,7 @@ def test_the_seed_model_turns_as_it_was_trained(seed_model) -> None:
     assert torch.allclose(rotary.inv_freq[1], torch.tensor(1e6 ** (-2 / 64)))
 
 
+@pytest.mark.extended
 def test_a_model_with_only_sliding_layers_is_exact() -> None:
     from transformers import MistralForCausalLM
 

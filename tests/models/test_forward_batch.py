@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from builders import a_plan
+from covering import covering
 from larder.cache import PageArena, RecurrentState, SequenceCache
 from larder.core import (
     AppendKind,
@@ -91,9 +92,7 @@ FORMS_OF_A_LAYER: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", FORMS_OF_A_LAYER)
-@pytest.mark.parametrize("kind", AppendKind)
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("name, kind, count", covering(FORMS_OF_A_LAYER, AppendKind, [1, 4]))
 def test_few_functions_stand_between_the_model_and_the_kernel(
     adopted, monkeypatch, name, kind, count
 ) -> None:

@@ -90,6 +90,7 @@ def test_a_passage_hides_what_it_asks_for() -> None:
     assert len({passage.ids[slice(*each.needle)] for each in passage.needles}) == 2
 
 
+@pytest.mark.extended
 def test_needle_mass_equals_a_loop(three_layers) -> None:
     passage, expected = SMALL_NEEDLES.passage(SAMPLE), []
     for heads in heads_of(three_layers, passage.ids):

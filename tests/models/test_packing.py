@@ -6,17 +6,24 @@ import pytest
 import torch
 
 from builders import FORM_NAMES, tiers_of
+from covering import covering
 from larder.cache import SequenceCache
 from larder.core import Mode
 from larder.engine import SamplingParams, StoppingCriteria
 from larder.engine.generate import generate
 from larder.models import BatchSegment
 from model_runs import own_logits, read_on, some_ids
+from tiny_models import ARCHITECTURES
 
 MODES = (Mode.APPEND, Mode.SCRATCH)
 CONTEXTS = (0, 21, 9, 2)  # tokens that each row has read before
 PROMPTS = (13, 1, 6, 3)
 NEW = 5
+GENERATIONS = {
+    "dense": ("dense", SamplingParams()),
+    "ragged": ("ragged", SamplingParams()),
+    "sampled": ("ragged", SamplingParams(temperature=1.0, top_k=9, seed=4)),
+}
 # Every form in both modes where windows slide and where they do not, the other models in some.
 PACKED = [
     *((name, form, mode) for name in ("llama", "gemma3") for form in FORM_NAMES for mode in MODES),
@@ -51,16 +58,9 @@ def test_packed_logits_equal_those_of_the_row_alone(architecture, adopted, form,
         torch.testing.assert_close(together, alone, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(
-    "form, sampling",
-    [
-        ("dense", SamplingParams()),
-        ("ragged", SamplingParams()),
-        ("ragged", SamplingParams(temperature=1.0, top_k=9, seed=4)),
-    ],
-)
-def test_generated_rows_equal_the_rows_alone(architecture, adopted, form, sampling) -> None:
-    decoder = adopted(architecture)
+@pytest.mark.parametrize("architecture, generation", covering(ARCHITECTURES, GENERATIONS))
+def test_generated_rows_equal_the_rows_alone(architecture, generation, adopted) -> None:
+    decoder, (form, sampling) = adopted(architecture), GENERATIONS[generation]
     together = generate(decoder, rows(decoder, form), prompts(), sampling, StoppingCriteria(NEW))
     for cache, ids, said in zip(rows(decoder, form), prompts(), together, strict=True):
         assert generate(decoder, [cache], [ids], sampling, StoppingCriteria(NEW)) == [said]

@@ -29,8 +29,20 @@ FORMS = (
     ragged_attention,
     reference(ragged_attention),
     decode_attention.decode_attention,
-    decode_attention.numba_decode_attention,
     flash_attention.ragged,
+)
+# Compiled for seconds, where the C kernel does not apply.
+NUMBA_FORMS = (decode_attention.numba_decode_attention,)
+by_forms = pytest.mark.parametrize(
+    "forms",
+    [
+        pytest.param(FORMS, id="forms"),
+        pytest.param(NUMBA_FORMS, id="numba", marks=pytest.mark.extended),
+    ],
+)
+by_form = pytest.mark.parametrize(
+    "form",
+    [*FORMS[1:], *(pytest.param(form, marks=pytest.mark.extended) for form in NUMBA_FORMS)],
 )
 
 group_lens = st.integers(1, 3)
@@ -98,53 +110,57 @@ def test_ragged_forms_equal_the_loop(seed, lengths, group_len, query_len, head_d
     cached = ragged_storage(seed, lengths, head_dim, dtype)
     queries = random(seed, len(lengths) * group_len, query_len, head_dim, dtype=dtype)
     expected = loop.ragged(queries, *cached, SCALING)
-    for form in FORMS:
+    for form in (*FORMS, *NUMBA_FORMS):
         result = form(queries, *cached, SCALING)
         assert result[0].dtype is result[1].dtype is torch.float32
         agree(result, expected, tolerance(form, dtype))
 
 
+@by_forms
 @settings(max_examples=40)
 @given(seeds, head_lengths, group_lens, query_lens, head_sizes, dtypes)
-def test_biased_forms_equal_the_loop(seed, lengths, group_len, query_len, head_dim, dtype):
+def test_biased_forms_equal_the_loop(forms, seed, lengths, group_len, query_len, head_dim, dtype):
     cached = ragged_storage(seed, lengths, head_dim, dtype)
     bias = bias_of(seed + 9, cached[0])
     queries = random(seed, len(lengths) * group_len, query_len, head_dim, dtype=dtype)
     expected = loop.ragged(queries, *cached, SCALING, bias)
-    for form in FORMS:
+    for form in forms:
         result = form(queries, *cached, SCALING, bias)
         agree(result, expected, tolerance(form, dtype))
 
 
+@by_forms
 @settings(max_examples=20)
 @given(seeds, st.lists(st.integers(1, 5), min_size=1, max_size=40), query_lens, dtypes)
-def test_a_bias_of_ln_n_is_the_row_n_times(seed, times, query_len, dtype):
+def test_a_bias_of_ln_n_is_the_row_n_times(forms, seed, times, query_len, dtype):
     keys, values = (random(seed + side, len(times), 16, dtype=dtype) for side in (1, 2))
     queries, start = random(seed, 2, query_len, 16, dtype=dtype), torch.zeros(1, dtype=torch.int64)
     counts = torch.tensor(times)
     repeated = keys.repeat_interleave(counts, 0), values.repeat_interleave(counts, 0)
-    for form in FORMS:
+    for form in forms:
         result = form(queries, keys, values, start, start + len(times), SCALING, counts.log())
         expected = form(queries, *repeated, start, counts.sum().view(1), SCALING)
         agree(result, expected, tolerance(form, dtype))
 
 
+@by_forms
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("query_len", [1, 64])
-def test_no_bias_is_a_bias_of_zero(query_len, dtype):
+def test_no_bias_is_a_bias_of_zero(forms, query_len, dtype):
     cached = ragged_storage(1, [100, 0, 33], 16, dtype)
     queries = random(2, 6, query_len, 16, dtype=dtype)
-    for form in FORMS:
+    for form in forms:
         result = form(queries, *cached, SCALING, torch.zeros(len(cached[0])))
         agree(result, form(queries, *cached, SCALING), 1e-6)
 
 
-def test_a_bias_keeps_its_precision_beside_half_precision_storage():
+@by_forms
+def test_a_bias_keeps_its_precision_beside_half_precision_storage(forms):
     # In bfloat16 ln(1000) would be 6.90625 and the row would stand for 998.5 others.
     keys, start = torch.zeros(1, 16, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int64)
     queries = torch.zeros(2, 1, 16, dtype=torch.bfloat16)
     bias = torch.tensor([1000.0]).log()
-    for form in FORMS:
+    for form in forms:
         _, lse = form(queries, keys, keys, start, start + 1, SCALING, bias)
         torch.testing.assert_close(lse, bias.expand(2, 1), atol=1e-5, rtol=0)
 
@@ -229,7 +245,7 @@ def test_a_bias_that_needs_a_gradient_gets_one():
     assert bias.grad is not None and bias.grad.any()
 
 
-@pytest.mark.parametrize("form", FORMS[1:])
+@by_form
 def test_large_logits_neither_overflow_nor_vanish(form):
     cached = ragged_storage(5, [50, 3], 16, torch.float32)
     queries = random(6, 4, 3, 16) * 1e4
@@ -238,7 +254,7 @@ def test_large_logits_neither_overflow_nor_vanish(form):
     agree(result, loop.ragged(queries, *cached, SCALING), 1e-4)
 
 
-@pytest.mark.parametrize("form", FORMS[1:])
+@by_form
 def test_a_query_reads_the_kv_head_of_its_group(form):
     keys, starts, lengths = torch.zeros(3, 4), torch.arange(3), torch.ones(3, dtype=torch.int64)
     values = torch.arange(3.0).unsqueeze(-1).expand(3, 4).contiguous()
@@ -246,7 +262,7 @@ def test_a_query_reads_the_kv_head_of_its_group(form):
     assert out[:, 0, 0].tolist() == [0, 0, 1, 1, 2, 2]
 
 
-@pytest.mark.parametrize("form", FORMS[1:])
+@by_form
 def test_nan_stays_in_its_own_head(form):
     keys, values, starts, lengths = ragged_storage(7, [40, 41], 8, torch.float32)
     keys[starts[0] + 5] = torch.nan

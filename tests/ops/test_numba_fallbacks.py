@@ -11,6 +11,7 @@ from torch import Tensor
 
 from larder.ops.cpu import attention_weights, c_library, entry_merge, removal, search, topk
 
+pytestmark = pytest.mark.extended  # numba compiles each kernel once for this file alone
 LENGTHS = (700, 0, 33, 257)
 STARTS = torch.tensor([2, 702, 705, 740])
 ROWS = 1000

@@ -98,7 +98,7 @@ def compare_with_paper(paper: Paper, rows: Sequence[Row]) -> list[PaperCompariso
             m: _measured_interval(value, [r for r in rows if r["model"] == m]) for m in models
         }
         measured = {model: interval for model, interval in by_model.items() if interval is not None}
-        matching = [row for row in rows if _matches_value(row, value, value.policy, value.budget)]
+        matching = _matching_rows(rows, value, value.policy, value.budget)
         refused = {row["model"] for row in matching if "refused" in row}
         lines.append(PaperComparison(value, measured, refused, _likely(value, rows, models)))
     return lines
@@ -182,21 +182,22 @@ def _scores(
     """Scores by conversation: of its last row, at the first of the budgets that it has."""
     interval: dict[str, list[float]] = {}
     for budget in reversed(budgets):
-        for row in rows:
-            if _matches_value(row, value, policy, budget) and (
-                scores := list(_values_of_cell(value, row))
-            ):
+        for row in _matching_rows(rows, value, policy, budget):
+            if scores := list(_values_of_cell(value, row)):
                 interval[cell_scores(row).source] = scores
     return interval
 
 
-def _matches_value(row: Row, value: ReportedValue, policy: str, budget: str) -> bool:
-    """Test if a cell is part of the measured value."""
+def _matching_rows(
+    rows: Sequence[Row], value: ReportedValue, policy: str, budget: str
+) -> list[Row]:
+    """Cells that are part of the measured value."""
     selection = {"task": value.task, "tokens": value.tokens}
     selection |= {name: getattr(value, name) for name in DISAMBIGUATING_KEYS}
     fields = {name: field for name, field in selection.items() if field is not None}
     fields |= {"policy": policy, "budget": budget}
-    return all(row[name] == field for name, field in fields.items())
+    names, wanted = list(fields), list(fields.values())
+    return [row for row in rows if [row[name] for name in names] == wanted]
 
 
 def _values_of_cell(value: ReportedValue, row: Row) -> Iterator[float]:
