@@ -1,14 +1,15 @@
-"""What an object really holds: every tensor that can be reached from it."""
+"""Tensors that an object holds, that operations return, and that a call allocates."""
 
 from __future__ import annotations
 
 import gc
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from larder.cache import LowRankMaps, TransformTables
@@ -72,3 +73,17 @@ def storage_bytes(tensors: list[Tensor]) -> int:
     """Bytes of the memory behind tensors, each piece counted once."""
     pieces = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(size for pointer, size in pieces.items() if pointer)
+
+
+def peak_bytes(call: Callable[[], object]) -> int:
+    """Largest sum of bytes allocated during a call and not freed yet, activations included."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        call()
+    recorded: Any = profiler.profiler  # torch types it as optional, and its events without bytes
+    events = recorded.kineto_results.events()
+    changes = [event for event in events if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(changes, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak

@@ -43,6 +43,7 @@ def test_an_example_asks_for_what_was_said() -> None:
     assert SAID.keys() <= {*EXAMPLES}
 
 
+@pytest.mark.extended
 def test_the_readme_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

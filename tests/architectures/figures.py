@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 import larder
-from allocations import peak_bytes
 from architectures.families import Family, Status, with_status
 from larder.interop import LarderCache
 from model_runs import some_ids
+from tensor_memory import peak_bytes
 
 FILE = Path(__file__).parent / "figures.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 import larder
-from allocations import peak_bytes
 from architectures.families import Family, Status, with_status
 from architectures.figures import BUDGET, GREEDY, POLICIES
 from larder.core import POSITION_BYTES, ModelError
 from larder.interop import LarderCache
 from larder.models import wrap_model
 from model_runs import own_logits, some_ids
+from tensor_memory import peak_bytes
 
 TOLERANCE = 1e-4  # float32, on logits whose spread is 0.5 or more
 PROMPT, STEPS, MANY_STEPS = 40, 6, 64  # tokens

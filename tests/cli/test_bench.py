@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cli_results import Run, complaint, document, write
+from larder_bench.cli import check
 from larder_bench.cli.bench import BenchOptions
 from larder_bench.execution.resumable_run import ResumableRun as Running
 from larder_bench.execution.runner import MEASURES
@@ -108,3 +109,15 @@ def test_interrupted(run: Run, out: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_help_names_every_measure() -> None:
     told = BenchOptions.__annotations__["measure"]
     assert all(name in told for name in MEASURES.own())
+
+
+def test_missing_rows_are_skipped_with_the_reason(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(check, "RESULTS", tmp_path)
+    result = run("bench", "--check", "--study", "recital")
+    assert result.exit_code == 1 and result.stdout.startswith("recital: skipped: ")
+
+
+def test_a_check_of_a_task_is_refused(run: Run) -> None:
+    assert "name a study, no task" in complaint(run("bench", "--check", "needles"), 2)

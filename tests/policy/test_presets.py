@@ -87,6 +87,7 @@ def committed() -> Iterator[tuple[str, str]]:
                 yield row["policy"], row["spelling"]
 
 
+@pytest.mark.extended
 def test_no_committed_row_claims_what_its_name_means_now() -> None:
     rows = {(name, told) for name, told in committed() if name.partition(":")[0] in RENAMED}
     assert len(rows) > 10

@@ -35,6 +35,7 @@ def _right(engine: Engine, log) -> int:
     return found
 
 
+@pytest.mark.extended
 def test_drafts_that_answer_the_question_find_what_it_needs(right: dict[str, int]) -> None:
     assert right["laq"] == right["full"] > right["laq_guidance"]
 

@@ -87,6 +87,7 @@ def test_a_draw_is_worth_the_mass_over_draws_and_its_own_square() -> None:
         assert norm == pytest.approx(4.0) or norm == pytest.approx(4 / 3**0.5)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("again", [False, True])
 def test_estimates_are_right_in_the_mean(again: bool) -> None:
     """Also where samples are sampled again behind later entries, with fewer slots."""

@@ -190,6 +190,7 @@ def masked(ids: tuple[int, ...], visible: dict[tuple[int, int, int], set[int]]) 
         del AttentionMaskInterface._global_mapping["masked"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", POLICIES)
 def test_generated_logits_are_those_of_a_masked_model(overheard, name) -> None:
     policy = a_policy(POLICIES[name])
@@ -253,6 +254,7 @@ def test_storage_stands_still_while_entries_come_and_go(decoder, name) -> None:
     assert cache.nbytes == held if name != "mass" else cache.nbytes < 4 * held
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("sentence", [POLICIES["mass"], POLICIES["discontinuous"], PYRAMID])
 def test_sequences_of_different_lengths_give_what_each_gives_alone(decoder, sentence) -> None:
     policy, contexts = a_policy(sentence), (CONTEXT, 9)

@@ -103,6 +103,7 @@ class Larger(dict[int, int]):
         return [value - 1 for value in super().values()]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("architecture", ["gemma3", "mistral"])
 def test_sliding_layers_stand_outside_the_budget(architecture, reader_for, lane_for) -> None:
     from larder.models import wrap_model

@@ -73,6 +73,7 @@ def assert_same(one: Any, other: Any, within: float) -> None:
             torch.testing.assert_close(mine[name], its[name], atol=within, rtol=0)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "sentence, together",
     [

@@ -172,6 +172,7 @@ def test_a_level_too_large_for_all_pairs_is_searched(monkeypatch: pytest.MonkeyP
     assert pairs == found
 
 
+@pytest.mark.extended
 def test_threads_share_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_dci_build, "EXACT_LEVEL_ENTRIES", 0)
     lengths = [(900, 700), (300, 200)]

@@ -71,6 +71,7 @@ def test_answers_are_those_of_a_chat(deep: LoadedModel, kind: str) -> None:
     assert len(session.residency.chat_cache.caches) == len(chat.episodes)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["d2o", "epicache", "snapkv"])
 def test_caches_that_were_given_up_are_built_again(small: LoadedModel, kind: str) -> None:
     kept, lost = serving(small, kind), serving(small, kind)
@@ -106,6 +107,7 @@ def test_a_cancelled_turn_leaves_chats_as_they_were(
     assert served.ask(said, "x").text == other.ask(said, "x").text
 
 
+@pytest.mark.extended
 def test_a_message_longer_than_the_budget_is_read_in_blocks(small: LoadedModel) -> None:
     served = serving(small, "icecache")
     short, _ = served.submit(told(1, 1), max_new_tokens=24)

@@ -28,6 +28,7 @@ def taken(arena: PageArena) -> int:
     return pages.num_pages - 1 - pages.free_pages
 
 
+@pytest.mark.extended
 def test_a_session_with_the_beginning_of_another_takes_few_pages() -> None:
     plain, (served, arena) = Served(characters()), over_pages()
     turns, answers = told(0, BEGINNING), list[str]()

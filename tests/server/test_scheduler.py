@@ -66,6 +66,7 @@ def test_prompts_are_read_however_many_writes_end(small: LoadedModel) -> None:
     assert client.told.new_tokens
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("policy", MODES)
 def test_a_cache_that_was_dropped_is_read_again_to_the_same_answer(
     small: LoadedModel, policy: str
@@ -204,6 +205,7 @@ def test_24_a_budget_that_is_lowered_is_kept_at_once(small: LoadedModel) -> None
     served.check()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "policy",
     [

@@ -67,6 +67,7 @@ def test_18_a_second_request_into_a_busy_session_is_refused(small: LoadedModel) 
     assert len(list(served.core.sessions)) == 2
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("policy", ["full", "limited"])
 def test_14_another_text_goes_on_in_a_fork(small: LoadedModel, policy: str) -> None:
     served, alone = Served(small, policy), Served(small, policy)
@@ -104,6 +105,7 @@ def test_17_conversations_that_share_a_beginning_share_its_work(small: LoadedMod
     assert foreign.text == clients[0].text == alone.ask(texts[0]).text
 
 
+@pytest.mark.extended
 def test_what_a_policy_has_dropped_is_shared_with_nobody(small: LoadedModel) -> None:
     served = Served(small, "limited")
     shared = ChatMessage("system", "You count coins in boxes, and you say so. " * 3)

@@ -126,6 +126,7 @@ def canary(loaded: LoadedModel, folder: Path) -> tuple[int, dict[str, str]]:
     return left, {t: client.text for t, client in own.items()}
 
 
+@pytest.mark.extended
 def test_28_no_answer_holds_the_secret_of_another(small: LoadedModel, tmp_path: Path) -> None:
     assert canary(small, tmp_path)[0] > 0
 

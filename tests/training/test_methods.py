@@ -78,6 +78,7 @@ def test_ridge_is_numpys_closed_form() -> None:
     np.testing.assert_allclose(bias.numpy(), expected[6], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", METHODS.names())
 def test_a_method_learns_what_can_be_learned(name, tmp_path) -> None:
     labels = a_label_file(tmp_path)

@@ -146,6 +146,7 @@ def test_another_goes_on_when_one_is_lost_between_turns(front: Front, small: Loa
     assert front.hub.session("a", "x").view.turns == 4
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("pieces", [0, 1, 3])
 def test_a_client_hears_nothing_of_a_loss_halfway(
     front: Front, small: LoadedModel, pieces: int

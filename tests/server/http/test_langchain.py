@@ -55,6 +55,7 @@ def test_an_answer_is_streamed(served: Running) -> None:
     assert whole.usage_metadata is not None and whole.usage_metadata["output_tokens"] == 3
 
 
+@pytest.mark.extended
 def test_a_response_is_used(served: Running) -> None:
     answer = model(served, use_responses_api=True).invoke("hello")
     assert answer.text == "You said: hello "

@@ -41,6 +41,7 @@ def test_a_call_is_answered(client: OpenAI, write: Write) -> None:
     assert json.loads(call.function.arguments) == {"at": "a", "n": 1}
 
 
+@pytest.mark.extended
 def test_a_call_is_streamed(client: OpenAI, write: Write) -> None:
     write("<think>\nHm.\n</think>\n\nI look." + call_text(at="a") + call_text(at="b"))
     with client.chat.completions.stream(

@@ -24,6 +24,7 @@ def talk(served: Served, session: str = "x") -> list[ChatMessage]:
     return answered(turns, served.ask(turns, session), "Sure?")
 
 
+@pytest.mark.extended
 def test_8_a_conversation_goes_on_after_a_restart(small: LoadedModel, tmp_path: Path) -> None:
     turns = talk(Served(small, "limited", persistence=kept_in(tmp_path, small)))
     other = Served(small, "limited")

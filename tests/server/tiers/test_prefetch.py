@@ -184,6 +184,7 @@ def test_a_prefetch_takes_the_place_of_its_own_tenant_alone(
     assert tiers["b"] == "device" and tiers.get("a", "host") == "host"
 
 
+@pytest.mark.extended
 def test_a_prefetch_leaves_others_their_host_memory(small: LoadedModel, tmp_path: Path) -> None:
     probe = Stored(small, tmp_path / "probe", eviction="kvflow")
     probe.ask(told(1), "x")
