@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from larder.cache import TransformLayer, TransformTables, tables_path
-from larder.core import Coder, LayerSpec, Ledger, TransformSpec
+from larder.core import Coder, LayerSpec, Ledger, MeanSource, TransformSpec
 
 FINE_STEP = 2.0**-20
 NO_COLUMNS = Ledger()
@@ -31,6 +31,7 @@ def a_transform_layer(
     ledger: Ledger = NO_COLUMNS,
     coder: Coder = Coder.ENTROPY,
     step: float = FINE_STEP,
+    mean: MeanSource = MeanSource.TEXT,
 ) -> TransformLayer:
     """Layer whose plans need no step of their own; its tables are saved, so that it can be too."""
     from safetensors.torch import save_file
@@ -41,7 +42,7 @@ def a_transform_layer(
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(state_of({layer.index: some_tables(layer)}), path)
-    spec = TransformSpec(coder, sinks=1, recent=2, block=4)
+    spec = TransformSpec(coder, sinks=1, recent=2, block=4, mean=mean)
     store = TransformLayer(layer, dtype, device, ledger, spec, TransformTables.load(layer, spec))
     store._hold(replace(store.tier, step=step))
     return store

@@ -28,6 +28,7 @@ from larder.core import (
     Coder,
     Folds,
     Ledger,
+    MeanSource,
     Plan,
     TransformSpec,
 )
@@ -42,10 +43,14 @@ GRADES = (0, 3, 1, 5, 3, 2, 4, 3, 0, 3, 3, 0, 5, 1)
 
 
 def coded(
-    coder: Coder = Coder.ENTROPY, step: float = FINE_STEP, ledger: Ledger = LEDGER
+    coder: Coder = Coder.ENTROPY,
+    step: float = FINE_STEP,
+    ledger: Ledger = LEDGER,
+    mean: MeanSource = MeanSource.TEXT,
 ) -> TransformLayer:
     """Layer of twelve tokens, some of which stay at several grades."""
-    store, new = a_transform_layer(LAYER, ledger=ledger, coder=coder, step=0.0), draw(LAYER, 12)
+    store = a_transform_layer(LAYER, ledger=ledger, coder=coder, step=0.0, mean=mean)
+    new = draw(LAYER, 12)
     store.append(new.keys, new.values, new.positions)
     grades = torch.tensor(GRADES, dtype=torch.int8)
     store.apply(replace(a_plan(CHOSEN, store.lengths), grades=grades, step=step))
@@ -79,25 +84,62 @@ def test_a_tiny_step_holds_what_exact_storage_holds(coder) -> None:
     assert torch.equal(numbers(store)[exact], originals()[exact])
 
 
+def components_by_loop(store: TransformLayer) -> list[list[float]]:
+    """Components of the coded entries before they are rounded, in order of the tier."""
+    new, tables, batch = draw(LAYER, 12), store.tier.tables, store.tier.batch()
+    return [
+        [
+            reference.component(
+                part[head, position].tolist(),
+                tables.mean[side, head].tolist(),
+                tables.forward[side, head].tolist(),
+                LAYER.radians or () if side == 0 else (),
+                position,
+                place,
+            )
+            for side, part in enumerate((new.keys, new.values))
+            for place in range(LAYER.head_dim)
+        ]
+        for head, position in zip(batch.heads.tolist(), batch.positions.tolist(), strict=True)
+    ]
+
+
 @pytest.mark.parametrize("coder", Coder)
-def test_what_is_held_is_that_of_the_loop(coder) -> None:
-    store, new, step = coded(coder, step=0.3), draw(LAYER, 12), 0.3
-    tables, batch = store.tier.tables, store.tier.batch()
-    for row in range(len(batch.heads)):
-        head, position = int(batch.heads[row]), int(batch.positions[row])
-        for side, part in enumerate((new.keys, new.values)):
-            for place in range(LAYER.head_dim):
-                component = reference.component(
-                    part[head, position].tolist(),
-                    tables.mean[side, head].tolist(),
-                    tables.forward[side, head].tolist(),
-                    LAYER.radians or () if side == 0 else (),
-                    position,
-                    place,
-                )
-                expected = reference.rounded(component, step, int(batch.tiers[row]))
-                got = float(batch.components[row, side * LAYER.head_dim + place])
-                assert got == pytest.approx(expected, abs=1e-4)
+@pytest.mark.parametrize("mean", MeanSource)
+def test_what_is_held_is_that_of_the_loop(coder, mean) -> None:
+    store, step = coded(coder, step=0.3, mean=mean), 0.3
+    batch, plain = store.tier.batch(), components_by_loop(store)
+    for head in range(LAYER.kv_heads):
+        rows = (batch.heads == head).nonzero().flatten().tolist()
+        around = reference.means([plain[row] for row in rows])
+        around = [0.0] * len(around) if mean is MeanSource.MODEL else around
+        for row in rows:
+            expected = [
+                reference.rounded(number, step, int(batch.tiers[row]), own)
+                for number, own in zip(plain[row], around, strict=True)
+            ]
+            got = batch.components[row]
+            torch.testing.assert_close(got, torch.tensor(expected), rtol=0, atol=1e-4)
+
+
+def test_entries_that_are_coded_again_with_their_step_keep_their_means() -> None:
+    store = coded(step=0.3)
+    batch = store.tier.batch()
+    again = store.tier.encoded(batch.select(torch.arange(3)), 0.3)
+    assert same_bits({"x": again.batch().components}, {"x": batch.components[:3]})
+    coarser = store.tier.encoded(batch.select(torch.arange(3)), 0.4)
+    assert not torch.equal(coarser.means.numbers, store.tier.means.numbers)
+
+
+def test_caches_that_were_saved_without_means_have_none() -> None:
+    store = coded(step=0.3, mean=MeanSource.MODEL)
+    state = store.state()
+    spec = text_of(state[SPEC_KEY]).replace(', "mean": "model"', "")
+    older = {key: own for key, own in state.items() if "mean" not in key}
+    back = TransformLayer.restore(LAYER, older | {SPEC_KEY: text_tensor(spec)})
+    assert isinstance(back, TransformLayer)
+    assert "mean" not in spec and back.tier.spec == store.tier.spec
+    assert torch.equal(numbers(back), numbers(store))
 
 
 @pytest.mark.parametrize("coder", Coder)
@@ -162,10 +204,10 @@ def test_bytes_are_those_of_index_payload_and_exact_entries(coder) -> None:
     assert len(tier.payload) == sum(sizes)
     assert tier.index.nbytes == INDEX_BYTES * len(sizes)
     ragged = 3 * (2 * LAYER.head_dim * 4 + 4) + 2 * 2 * 8
-    assert store.nbytes == ragged + tier.index.nbytes + len(tier.payload)
-    batch = tier.batch()
-    estimate = tier.estimate(tier.spec, tier.tables, 0.5, batch)
-    real = tier.index.nbytes + len(tier.payload)
+    means = LAYER.kv_heads * (2 * LAYER.head_dim + 2 * 4)
+    real = tier.index.nbytes + len(tier.payload) + means
+    assert store.nbytes == ragged + real
+    estimate = tier.estimate(tier.batch(), 0.5)
     assert real <= estimate <= real + 8 * len(sizes)
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from builders import a_layer
 from larder.cache import TransformTables, state_of, tables_path
-from larder.core import BadParameter, CacheError, RopeStage, TransformSpec
+from larder.core import BadParameter, CacheError, MeanSource, RopeStage, TransformSpec
 from larder.models import klt
 from larder.ops import rotate
 from larder.policy import Transform
@@ -51,10 +51,17 @@ def test_every_setting_has_its_calibration() -> None:
 
 
 def test_a_spec_is_read_as_it_was_written_and_old_ones_as_they_were_meant() -> None:
-    for spec in (TransformSpec(), TransformSpec(metric=0.0), TransformSpec(rope=RopeStage.AFTER)):
+    for spec in (
+        TransformSpec(),
+        TransformSpec(metric=0.0),
+        TransformSpec(rope=RopeStage.AFTER),
+        TransformSpec(mean=MeanSource.MODEL),
+    ):
         assert TransformSpec.from_text(spec.to_text()) == spec
     old = '{"coder": "entropy", "sinks": 4, "recent": 8, "block": 256, "model": "m"}'
-    assert TransformSpec.from_text(old) == TransformSpec(model="m")
+    assert TransformSpec.from_text(old) == TransformSpec(
+        sinks=4, recent=8, model="m", mean=MeanSource.MODEL
+    )
 
 
 def test_rotated_keys_are_transformed_as_they_are(

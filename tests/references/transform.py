@@ -48,10 +48,25 @@ def component(
     return sum((plain[i] - mean[i]) * forward[i][place] for i in range(len(plain)))
 
 
-def rounded(number: float, step: float, tier: int) -> float:
-    """What is held of a component."""
+def rounded(number: float, step: float, tier: int, mean: float = 0.0) -> float:
+    """What is held of a component around a mean."""
     own = step * 2.0**tier
-    return own * math.floor(number / own + 0.5)
+    return own * math.floor((number - mean) / own + 0.5) + mean
+
+
+def means(entries: Matrix) -> list[float]:
+    """Mean of each component of the entries of a head, in codes of a byte.
+
+    Keys and values, which are the halves of an entry, have a scale each.
+    """
+    plain = [
+        sum(entry[place] for entry in entries) / len(entries) for place in range(len(entries[0]))
+    ]
+    half, found = len(plain) // 2, list[float]()
+    for side in (plain[:half], plain[half:]):
+        scale = max(abs(mean) for mean in side) / 127
+        found += [scale * round(mean / scale) for mean in side]
+    return found
 
 
 def shares(ratio: float, raw: int, codes: int, middle: int) -> list[float]:

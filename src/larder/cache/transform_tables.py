@@ -10,7 +10,7 @@ Their own bytes do not include it: `TransformTables.nbytes` counts it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 
@@ -44,6 +44,11 @@ class TransformTables:
     mean: Float[Tensor, "2 K D"]
     deviation: Float[Tensor, "2 K D"]
     radians: tuple[float, ...]
+
+    def scaled(self, factors: Float[Tensor, "2 K"]) -> TransformTables:
+        """Tables whose components are multiplied by a factor for each side and head."""
+        own = factors[..., None]
+        return replace(self, forward=self.forward * own[..., None], deviation=self.deviation * own)
 
     @cached_property
     def inverse(self) -> Float[Tensor, "2 K D D"]:

@@ -3,14 +3,16 @@
     index     head, entries, first position, span, bytes     one row a block, by head, then position
     payload   [ positions | components ] [ positions | components ] ...
 
-The positions of a block are a bitmap of its span; where that is longer, 4 bytes each (span 0). A
-tier is immutable: a change makes a new one, so a change that fails has changed nothing.
+Components are centered on their means in the text where the spec says so (`ComponentMeans`); these
+stay as they are as long as the step does. The positions of a block are a bitmap of its span; where
+that is longer, 4 bytes each (span 0). A tier is immutable: a change makes a new one, so a change
+that fails has changed nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -18,9 +20,10 @@ import torch
 from jaxtyping import Float, Int, Int8, Int32, Int64, UInt8
 from torch import Tensor
 
+from larder.cache.component_means import ComponentMeans
 from larder.cache.spec import text_of, text_tensor
 from larder.cache.transform_tables import TransformTables
-from larder.core.codec import Coder, TransformSpec
+from larder.core.codec import Coder, MeanSource, TransformSpec
 from larder.core.errors import CacheError
 from larder.core.spec import LayerSpec
 from larder.ops import transform_coder as coding
@@ -86,6 +89,7 @@ class TransformedTier:
     Args:
         step: quantization step of tier 0; 0 before the first entry is coded.
         columns: ledger columns, one number per entry in order of blocks.
+        means: that components are centered on.
     """
 
     spec: TransformSpec
@@ -94,6 +98,7 @@ class TransformedTier:
     index: Int32[Tensor, "B F"]
     payload: UInt8[Tensor, " N"]
     columns: Float[Tensor, "n T"]
+    means: ComponentMeans = field(default_factory=ComponentMeans.zeros)
 
     @staticmethod
     def nothing(spec: TransformSpec, tables: TransformTables, columns: int) -> TransformedTier:
@@ -102,21 +107,19 @@ class TransformedTier:
         none = torch.zeros(0, dtype=torch.uint8)
         return TransformedTier(spec, tables, 0.0, index, none, torch.zeros(columns, 0))
 
-    @staticmethod
-    def encode(
-        spec: TransformSpec, tables: TransformTables, step: float, batch: ComponentBatch
-    ) -> TransformedTier:
-        """Tier of some entries.
+    def encoded(self, batch: ComponentBatch, step: float) -> TransformedTier:
+        """Tier of other entries in place of these.
 
         Raises:
             CacheError: a component is not finite, or too large for the step.
         """
+        spec, tables, means = self.spec, self.tables, self.means_at(step, batch)
         rows: list[list[int]] = []
         parts: list[np.ndarray] = []
         for head, own in batch.blocks(spec.block):
             positions = batch.positions[own].numpy()
             span, places = _packed_positions(positions)
-            numbers, tiers = batch.components[own].numpy(), batch.tiers[own].numpy()
+            numbers, tiers = _centered(batch, own, means, head), batch.tiers[own].numpy()
             codes = coding.encoded(numbers, tiers, _deviations(tables, head), step, spec.coder)
             parts += [places, codes]
             size = len(places) + len(codes)
@@ -124,24 +127,33 @@ class TransformedTier:
         index = torch.tensor(rows, dtype=torch.int32).reshape(-1, INDEX_FIELDS)
         payload = np.concatenate(parts) if parts else np.zeros(0, np.uint8)
         return TransformedTier(
-            spec, tables, step, index, torch.from_numpy(payload), batch.columns.clone()
+            spec, tables, step, index, torch.from_numpy(payload), batch.columns.clone(), means
         )
 
-    @staticmethod
-    def estimate(
-        spec: TransformSpec, tables: TransformTables, step: float, batch: ComponentBatch
-    ) -> float:
-        """Bytes of some entries once coded, columns left out; hardly ever too few."""
-        total = 0.0
+    def estimate(self, batch: ComponentBatch, step: float) -> float:
+        """Bytes that other entries would take, columns left out; hardly ever too few."""
+        spec, tables, means = self.spec, self.tables, self.means_at(step, batch)
+        total = float(means.codes.nbytes + means.scales.nbytes)
         for head, own in batch.blocks(spec.block):
-            numbers, tiers = batch.components[own].numpy(), batch.tiers[own].numpy()
+            numbers, tiers = _centered(batch, own, means, head), batch.tiers[own].numpy()
             places = len(_packed_positions(batch.positions[own].numpy())[1])
             total += coding.coded_bytes(numbers, tiers, _deviations(tables, head), step, spec.coder)
             total += INDEX_BYTES + places + ROUNDING_BYTES
         return total
 
+    def means_at(self, step: float, batch: ComponentBatch) -> ComponentMeans:
+        """Means that entries are centered on: those of the tier where it has the step already.
+
+        Entries that are coded again with the same step and means are the same to the bit.
+        """
+        if len(self) and step == self.step:
+            return self.means
+        if self.spec.mean is MeanSource.MODEL or not len(batch.heads):
+            return ComponentMeans.zeros()
+        return ComponentMeans.of(batch.heads, batch.components, self.tables.mean.shape[1])
+
     def extended(self, later: TransformedTier) -> TransformedTier:
-        """Tier with the blocks of another one of the same step, behind those of their heads."""
+        """Tier with the blocks of another one of the same step and means, by head."""
         index = torch.cat([self.index, later.index])
         order = torch.argsort(index[:, 0].long() * (1 << 32) + index[:, 2])
         payloads = [
@@ -156,7 +168,9 @@ class TransformedTier:
         payload = torch.cat([payloads[place] for place in places])
         numbers = torch.cat([columns[place] for place in places], 1)
         step = self.step or later.step
-        return TransformedTier(self.spec, self.tables, step, index[order], payload, numbers)
+        return replace(
+            self, step=step, index=index[order], payload=payload, columns=numbers, means=later.means
+        )
 
     def __post_init__(self) -> None:
         _ = self._rows  # read before a layer changes, since reading may fail for lack of memory
@@ -218,7 +232,7 @@ class TransformedTier:
         codes = self.payload[own][_position_bytes(count, span) :].numpy()
         deviations = _deviations(self.tables, head)
         numbers, tiers = coding.decoded(codes, count, deviations, self.step, self.spec.coder)
-        return torch.from_numpy(numbers), torch.from_numpy(tiers)
+        return torch.from_numpy(numbers) + self.means.of_head(head), torch.from_numpy(tiers)
 
     def attend(
         self,
@@ -239,10 +253,18 @@ class TransformedTier:
         tables = self.tables
         pairs = tables.bfloat16_keys if dtype is torch.bfloat16 else None
         rotation = rotation_table(length, tables.radians)
-        heads = kernel.TransformedHeads(tables.inverse, pairs, tables.mean, bases, rotation)
+        heads = kernel.TransformedHeads(tables.inverse, pairs, self._means, bases, rotation)
         bias = None if column is None else self.columns[column]
         own = self.payload, blocks, heads, self.step
         return kernel.transform_attention(queries, *own, scaling, bias, other)
+
+    @cached_property
+    def _means(self) -> Float[Tensor, "2 K D"]:
+        """Means of keys before rotation, and of values, as the kernel adds them."""
+        if not len(self.means.codes):
+            return self.tables.mean
+        sides = self.means.numbers.unflatten(1, (2, -1)).transpose(0, 1)[:, :, None]
+        return (self.tables.mean + (sides @ self.tables.inverse)[:, :, 0]).contiguous()
 
     @cached_property
     def _kernel_layout(self) -> tuple[Int64[Tensor, "B F"], int, Int32[Tensor, "K D2"]]:
@@ -275,7 +297,7 @@ class TransformedTier:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that are not empty, the shared tables excluded."""
-        own = (self.index, self.payload, self.columns)
+        own = (self.index, self.payload, self.columns, self.means.codes, self.means.scales)
         return tuple(tensor for tensor in own if tensor.numel())
 
     def state(self) -> dict[str, Tensor]:
@@ -286,6 +308,7 @@ class TransformedTier:
             PAYLOAD_KEY: self.payload.clone(),
             STEP_KEY: torch.tensor([self.step], dtype=torch.float64),
             COLUMNS_KEY: self.columns.clone(),
+            **self.means.state(),
         }
 
     @staticmethod
@@ -318,7 +341,14 @@ class TransformedTier:
         index, payload, columns = (
             state[key].cpu() for key in (INDEX_KEY, PAYLOAD_KEY, COLUMNS_KEY)
         )
-        return TransformedTier(spec, tables, float(state[STEP_KEY][0]), index, payload, columns)
+        step, means = float(state[STEP_KEY][0]), ComponentMeans.adopt(state)
+        return TransformedTier(spec, tables, step, index, payload, columns, means)
+
+
+def _centered(
+    batch: ComponentBatch, own: slice, means: ComponentMeans, head: int
+) -> Float[np.ndarray, "N D2"]:
+    return (batch.components[own] - means.of_head(head)).numpy()
 
 
 def _deviations(tables: TransformTables, head: int) -> np.ndarray:

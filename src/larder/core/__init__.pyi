@@ -3,6 +3,7 @@ from .codec import LAST_TIER as LAST_TIER
 from .codec import Codec as Codec
 from .codec import Coder as Coder
 from .codec import Grid as Grid
+from .codec import MeanSource as MeanSource
 from .codec import ResidualSpec as ResidualSpec
 from .codec import RopeStage as RopeStage
 from .codec import ScaleGranularity as ScaleGranularity

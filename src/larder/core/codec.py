@@ -273,6 +273,17 @@ class RopeStage(Enum):
     AFTER = "after"
 
 
+class MeanSource(Enum):
+    """Mean that transformed keys and values are centered on.
+
+    MODEL: that of the calibration text.
+    TEXT: that of the coded entries of each head, which is kept beside them.
+    """
+
+    MODEL = "model"
+    TEXT = "text"
+
+
 # Calibration of a transform, by the power of the metric and by what is transformed.
 CALIBRATIONS = {
     (0.5, RopeStage.BEFORE): "transform",
@@ -294,18 +305,20 @@ class TransformSpec:
         model: fingerprint of the model whose calibration codes the entries.
         metric: power of the metrics of keys and values, 0, 0.5 or 1.
         rope: keys that are transformed.
+        mean: that components are centered on.
 
     Raises:
         BadParameter: a value out of range, or no calibration has the metric and the keys.
     """
 
     coder: Coder = Coder.ENTROPY
-    sinks: int = 4
-    recent: int = 8
+    sinks: int = 1
+    recent: int = 1
     block: int = 256
     model: str = ""
     metric: float = 0.5
     rope: RopeStage = RopeStage.BEFORE
+    mean: MeanSource = MeanSource.TEXT
 
     def __post_init__(self) -> None:
         numbers = ("sinks", self.sinks, 0), ("recent", self.recent, 0), ("block", self.block, 1)
@@ -329,15 +342,19 @@ class TransformSpec:
 
     def to_text(self) -> str:
         """Text form, as sessions save it."""
-        named = {"coder": self.coder.value, "rope": self.rope.value}
+        named = {"coder": self.coder.value, "rope": self.rope.value, "mean": self.mean.value}
         return json.dumps(asdict(self) | named)
 
     @staticmethod
     def from_text(text: str) -> TransformSpec:
         """Spec from its text form."""
         fields = json.loads(text)
-        rope = RopeStage(fields.get("rope", RopeStage.BEFORE.value))
-        return TransformSpec(**fields | {"coder": Coder(fields["coder"]), "rope": rope})
+        own = {
+            "coder": Coder(fields["coder"]),
+            "rope": RopeStage(fields.get("rope", RopeStage.BEFORE.value)),
+            "mean": MeanSource(fields.get("mean", MeanSource.MODEL.value)),
+        }
+        return TransformSpec(**fields | own)
 
 
 VECTOR_BITS = (1, 2, 3, 4)

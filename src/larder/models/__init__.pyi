@@ -77,6 +77,9 @@ from .measurements._attention_capture import squared_errors as squared_errors
 from .measurements._needles import HiddenNeedle as HiddenNeedle
 from .measurements._needles import NeedlePassage as NeedlePassage
 from .measurements._needles import NeedleSettings as NeedleSettings
+from .measurements._noise_costs import ShiftedAttention as ShiftedAttention
+from .measurements._noise_costs import cost_weights as cost_weights
+from .measurements._noise_costs import noise_costs as noise_costs
 from .measurements._repeated_text import random_tokens as random_tokens
 from .measurements.base import Granularity as Granularity
 from .measurements.base import SampleText as SampleText

@@ -16,9 +16,8 @@ import torch
 from jaxtyping import Float, Int8
 from torch import Tensor
 
-from larder.cache.transform_tables import TransformTables
 from larder.cache.transformed_tier import ComponentBatch, TransformedTier
-from larder.core.codec import LAST_TIER, TransformSpec
+from larder.core.codec import LAST_TIER
 from larder.core.errors import BudgetError
 
 TRIES = 24
@@ -34,20 +33,18 @@ class FitLayer:
     """Layer of a plan that is fitted.
 
     Args:
+        tier: entries that are coded already, if any.
         batch: makes the components of the entries to code.
         exact_bytes: of the entries that stay exact.
         column_bytes: of the ledger columns of the entries to code.
         allowed_bytes: of all kept entries.
-        least_step: step of entries that are coded already; 0 without any.
     """
 
-    spec: TransformSpec
-    tables: TransformTables
+    tier: TransformedTier
     batch: Callable[[], ComponentBatch]
     exact_bytes: int
     column_bytes: int
     allowed_bytes: int
-    least_step: float
 
 
 def tiers_of(importance: Float[Tensor, " N"], median: Float[Tensor, ""]) -> Int8[Tensor, " N"]:
@@ -73,7 +70,7 @@ def common_step(layers: Sequence[FitLayer]) -> float:
     layers = _with_held_components(layers)
     fixed = sum(layer.exact_bytes + layer.column_bytes for layer in layers)
     allowed = sum(layer.allowed_bytes for layer in layers) - fixed
-    least = max((layer.least_step for layer in layers), default=0.0) or FINEST
+    least = max((layer.tier.step for layer in layers), default=0.0) or FINEST
     low, high = math.log2(least), math.log2(COARSEST)
     if allowed <= 0:
         raise _too_little(layers, fixed, allowed)
@@ -125,6 +122,4 @@ def _same(batch: ComponentBatch) -> ComponentBatch:
 
 
 def _bytes(layers: Sequence[FitLayer], step: float) -> float:
-    return sum(
-        TransformedTier.estimate(layer.spec, layer.tables, step, layer.batch()) for layer in layers
-    )
+    return sum(layer.tier.estimate(layer.batch(), step) for layer in layers)

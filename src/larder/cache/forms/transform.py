@@ -304,9 +304,7 @@ class TransformLayer(MixedLayer):
         entry = 2 * self.layer.head_dim * like.itemsize + POSITION_BYTES
         tier, exact = self._tier, int((grades == 0).sum()) * entry
         columns = COLUMN_BYTES * len(self._ragged.ledger.columns) * len(coded)
-        return FitLayer(
-            tier.spec, tier.tables, batch, exact, columns, plan.allowed_bytes, tier.step
-        )
+        return FitLayer(tier, batch, exact, columns, plan.allowed_bytes)
 
     def _new_grades(self, plan: Plan, held: Entries, sums: MergedEntries) -> Int8[Tensor, " T"]:
         """Grade of each kept entry after a plan: of coded entries never a finer one."""
@@ -337,7 +335,7 @@ class TransformLayer(MixedLayer):
             return self._tier
         columns = self._planned_columns(plan, held)[:, (grades > 0).nonzero().flatten()]
         batch = self.component_batch(held, coded, tiers, columns, sums)
-        return TransformedTier.encode(self._tier.spec, self._tier.tables, step, batch)
+        return self._tier.encoded(batch, step)
 
     def _planned_columns(self, plan: Plan, held: Entries) -> Float[Tensor, "n T"]:
         """Ledger columns of the kept entries after a plan."""
@@ -419,8 +417,7 @@ class TransformLayer(MixedLayer):
 
     def _encoded(self, batch: ComponentBatch) -> TransformedTier:
         """Entries coded with the present step."""
-        tier = self._tier
-        return TransformedTier.encode(tier.spec, tier.tables, tier.step, batch)
+        return self._tier.encoded(batch, self._tier.step)
 
     def _restored(self, batch: ComponentBatch) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]:
         """Rotated keys, and values, of components."""

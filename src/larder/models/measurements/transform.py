@@ -3,7 +3,10 @@
 For the storage `transform`. Keys are taken before rotation. The metric of keys is the second moment
 of the queries of the group, before rotation, turned by the distances 0 to `reach`; that of values
 is the sum of Wo Wo' over the group. Vectors are multiplied by the fourth root of the metric, scaled
-to a mean of 1 on its diagonal, and rotated to the eigenvectors of their covariance.
+to a mean of 1 on its diagonal, and rotated to the eigenvectors of their covariance. Last, the
+components of keys and of values of each head are scaled so that noise in a component costs the same
+divergence everywhere (`_noise_costs`): all have one step, and values of the first layers need a
+finer one than those of the last by an order of magnitude.
 
 Its numbers are one per layer, the mean deviation of the components; the transforms are in a file of
 tensors beside them.
@@ -25,6 +28,7 @@ from larder.core.spec import LayerSpec
 from larder.models.attention_backend import AttentionInputs, CausalAttention
 from larder.models.decoder import Decoder
 from larder.models.introspection import weight_inputs
+from larder.models.measurements._noise_costs import cost_weights, noise_costs
 from larder.models.measurements.base import Granularity, SampleText, TableMeasurement
 from larder.ops.rope import rotate
 
@@ -42,21 +46,27 @@ class TransformMeasurement(TableMeasurement):
         piece: tokens that are read together.
         sinks: first tokens of a piece that do not count.
         reach: longest distance of a query.
+        cost_tokens: of the text, that costs of noise are measured on; 0 leaves scales as they are.
+        cost_piece: tokens that are read together for them.
     """
 
     tokens: int = 6144
     piece: int = 1024
     sinks: int = 4
     reach: int = 1024
+    cost_tokens: int = 1536
+    cost_piece: int = 768
     granularity = Granularity.LAYER
     file_name = "transform.safetensors"
     metric: ClassVar[float] = 0.5  # power of the metrics
     rope: ClassVar[RopeStage] = RopeStage.BEFORE  # keys that are transformed
 
     def __post_init__(self) -> None:
-        if not 0 <= self.sinks < self.piece <= self.tokens or self.reach < 1:
+        is_fit = 0 <= self.sinks < min(self.piece, self.cost_piece) and self.piece <= self.tokens
+        if not is_fit or self.reach < 1 or not 0 <= self.cost_tokens <= self.tokens:
             raise BadParameter(
-                f"transform needs 0 <= sinks < piece <= tokens and reach >= 1, got {self}."
+                "transform needs 0 <= sinks < piece <= tokens, sinks < cost_piece, "
+                f"0 <= cost_tokens <= tokens and reach >= 1, got {self}."
             )
 
     def measure_tables(self, decoder: Decoder, sample: SampleText) -> dict[str, Tensor]:
@@ -72,14 +82,24 @@ class TransformMeasurement(TableMeasurement):
         for start in range(0, len(ids) - self.sinks, self.piece):
             decoder.forward_uncached(ids[start : start + self.piece], CausalAttention(show))
         outputs = weight_inputs(decoder.attentions, tuple(layers.values()), [OUTPUT])
-        return state_of(
-            {
-                index: transforms(
-                    moments[index], outputs[index][OUTPUT].float(), self.reach, self.metric
-                )
-                for index in layers
-            }
-        )
+        plain = {
+            index: transforms(
+                moments[index], outputs[index][OUTPUT].float(), self.reach, self.metric
+            )
+            for index in layers
+        }
+        return state_of(self._scaled(decoder, ids[: self.cost_tokens], plain))
+
+    def _scaled(
+        self, decoder: Decoder, ids: tuple[int, ...], plain: dict[int, TransformTables]
+    ) -> dict[int, TransformTables]:
+        """Tables with components in which noise costs the same."""
+        starts = range(0, len(ids) - self.sinks, self.cost_piece)
+        texts = [ids[start : start + self.cost_piece] for start in starts]
+        if not texts:
+            return plain
+        weights = cost_weights(noise_costs(decoder, texts, plain, self.sinks))
+        return {index: own.scaled(weights[index]) for index, own in plain.items()}
 
     def _seen(self, layer: LayerSpec) -> LayerSpec:
         """Layer whose keys need no turning back where rotated ones are transformed."""

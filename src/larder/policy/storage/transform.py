@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from larder.core.codec import TIER_GRADE, Coder, RopeStage, TransformSpec
+from larder.core.codec import TIER_GRADE, Coder, MeanSource, RopeStage, TransformSpec
 from larder.core.errors import BadParameter, BudgetError
 from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan
@@ -52,16 +52,19 @@ class Transform(Storage):
         block: most entries of a head that are coded together.
         metric: power of the metrics by which keys and values are weighed: 0, 0.5 or 1.
         rope: keys that are transformed: those `before` their rotary embedding, or `after` it.
+        mean: that components are centered on: that of the calibrated `model`, or of the coded
+            entries of the `text`, in a byte per component of each head.
     """
 
-    bits: float = 3.0
+    bits: float = 2.5
     coder: Coder = Coder.ENTROPY
-    sinks: int = 4
-    recent: int = 8
+    sinks: int = 1
+    recent: int = 1
     tiers: float = 1.0
     block: int = 256
     metric: float = 0.5
     rope: RopeStage = RopeStage.BEFORE
+    mean: MeanSource = MeanSource.TEXT
     compares_layers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -73,8 +76,15 @@ class Transform(Storage):
 
     @property
     def transform(self) -> TransformSpec:
-        sizes = self.sinks, self.recent, self.block
-        return TransformSpec(self.coder, *sizes, metric=self.metric, rope=self.rope)
+        return TransformSpec(
+            self.coder,
+            self.sinks,
+            self.recent,
+            self.block,
+            metric=self.metric,
+            rope=self.rope,
+            mean=self.mean,
+        )
 
     def required_calibrations(self) -> frozenset[str]:
         return frozenset({self.transform.calibration})

@@ -1,0 +1,122 @@
+"""Cost of noise in the transform components of keys and values, by layer and kv head.
+
+To second order, noise of variance v in a number costs v / 2 times the Fisher information of the
+number, in nats per text: the mean square of the gradient of the log-likelihood of tokens drawn from
+the model's own distribution (Martens, "New Insights and Perspectives on the Natural Gradient
+Method" (2020), arXiv:1412.1193, section 9.2). One draw per position is enough, since tokens and
+components are averaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.cache.transform_tables import KEYS, TransformTables
+from larder.core.types import Queries
+from larder.models.attention_backend import (
+    AttentionInputs,
+    CausalAttention,
+    RenumberedAttention,
+)
+from larder.models.decoder import Decoder
+from larder.models.introspection import call_uncached
+from larder.models.lm_head import LMHead
+from larder.ops.rope import rotate
+
+CHUNK_ROWS = 128  # hidden states whose logits are held at a time
+RANGE = 6.0  # octaves that a weight is away from their mean, at most
+
+
+class ShiftedAttention:
+    """Plain causal attention with a shift of the keys and values of some layers.
+
+    Attributes:
+        shifts: of keys and of values, by layer: zeros that gradients reach.
+    """
+
+    def __init__(self, layers: Collection[int]) -> None:
+        self.shifts = dict[int, tuple[Tensor, Tensor]]()
+        self._layers = layers
+        self._plain = CausalAttention(lambda inputs: None)
+
+    def attend(self, inputs: AttentionInputs) -> Queries:
+        """Attention output of one layer, as of `LayerAttention`."""
+        if inputs.layer in self._layers:
+            keys, values = (
+                torch.zeros_like(side, dtype=torch.float32).requires_grad_()
+                for side in (inputs.keys, inputs.values)
+            )
+            self.shifts[inputs.layer] = keys, values
+            inputs = replace(
+                inputs,
+                keys=(inputs.keys + keys).to(inputs.keys.dtype),
+                values=(inputs.values + values).to(inputs.values.dtype),
+            )
+        return self._plain.attend(inputs)
+
+
+def noise_costs(
+    decoder: Decoder,
+    texts: Sequence[Sequence[int]],
+    tables: Mapping[int, TransformTables],
+    sinks: int,
+) -> dict[int, Float[Tensor, "2 K"]]:
+    """Mean square of the gradient by a component, of keys (0) and values (1), by layer.
+
+    Args:
+        texts: token ids of each text.
+        sinks: first tokens of a text that do not count.
+    """
+    head, source = LMHead(decoder.module), torch.Generator().manual_seed(0)
+    sums = {index: own.mean.new_zeros(own.mean.shape[:2]) for index, own in tables.items()}
+    for ids in texts:
+        attention = ShiftedAttention(tables)
+        with torch.enable_grad(), decoder.attention:
+            states = call_uncached(decoder.body, ids, RenumberedAttention(attention, decoder.spec))
+            drawn = _likelihood_gradient(head, states.detach(), source)
+            shifts = [side for index in tables for side in attention.shifts[index]]
+            gradients = torch.autograd.grad(states, shifts, drawn)
+        for place, (index, own) in enumerate(tables.items()):
+            pair = gradients[2 * place], gradients[2 * place + 1]
+            sums[index] += _component_squares(own, pair, sinks)
+    return {index: total / len(texts) for index, total in sums.items()}
+
+
+def cost_weights(costs: Mapping[int, Float[Tensor, "2 K"]]) -> dict[int, Float[Tensor, "2 K"]]:
+    """Factors on components, 1 on geometric average, with which noise costs the same."""
+    logarithms = {index: own.clamp(min=1e-30).log2() / 2 for index, own in costs.items()}
+    mean = torch.stack([own.mean() for own in logarithms.values()]).mean()
+    return {i: 2.0 ** (own - mean).clamp(-RANGE, RANGE) for i, own in logarithms.items()}
+
+
+def _likelihood_gradient(
+    head: LMHead, states: Float[Tensor, "Q hidden"], source: torch.Generator
+) -> Float[Tensor, "Q hidden"]:
+    """Gradient, by hidden states, of the log-likelihood of tokens drawn behind them."""
+    found = list[Tensor]()
+    for rows in states.split(CHUNK_ROWS):
+        rows.requires_grad_()
+        likelihoods = head.logits(rows).log_softmax(-1)
+        drawn = torch.multinomial(likelihoods.detach().exp().cpu(), 1, generator=source)
+        likely = likelihoods.gather(1, drawn.to(likelihoods.device)).sum()
+        found.append(torch.autograd.grad(likely, rows)[0])
+    return torch.cat(found)
+
+
+def _component_squares(
+    tables: TransformTables, gradients: tuple[Tensor, Tensor], sinks: int
+) -> Float[Tensor, "2 K"]:
+    """Mean square of the gradients by components of a layer's keys and values."""
+    found = list[Tensor]()
+    for side, gradient in enumerate(gradients):
+        own = gradient.float().cpu()
+        if side == KEYS:
+            own = rotate(own, -torch.arange(own.shape[1]), torch.tensor(tables.radians))
+        by_component = own[:, sinks:] @ tables.inverse[side].transpose(1, 2)
+        found.append(by_component.square().mean((1, 2)))
+    return torch.stack(found)
