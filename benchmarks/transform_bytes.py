@@ -25,6 +25,7 @@ from larder.session import Policy
 from larder_bench.plots.style import PAGE, SOFT, figure_style
 from larder_bench.scoring.recorded_scores import COMPARED_BYTES, RecordedText
 
+PARTS = "keys", "values", "tiers", "states", "positions", "index", "means", "exact"
 FOLLOWING = 2  # tokens behind the document, which nothing looks at
 
 
@@ -32,8 +33,9 @@ def component_bits(tier: TransformedTier) -> tuple[np.ndarray, int]:
     """Sum over the entries of the bits of each component, and the number of entries."""
     model, batch = symbol_model(), tier.batch()
     steps = tier.step * 2.0 ** batch.tiers.numpy().astype(np.float64)
-    symbols = np.rint(batch.components.numpy() / steps[:, None]).astype(np.int64)
     heads = batch.heads.numpy()
+    around = tier.means.numbers[batch.heads] if len(tier.means.codes) else 0.0
+    symbols = np.rint((batch.components - around).numpy() / steps[:, None]).astype(np.int64)
     bases = np.stack(
         [classes_of(d.flatten().numpy(), tier.step) for d in tier.tables.deviation.unbind(1)]
     )
@@ -46,7 +48,7 @@ def component_bits(tier: TransformedTier) -> tuple[np.ndarray, int]:
 
 def shares(cache: SequenceCache) -> dict[str, float]:
     """Bytes of each part of a cache, exact entries in bfloat16."""
-    parts = dict.fromkeys(("keys", "values", "tiers", "states", "positions", "index", "exact"), 0.0)
+    parts = dict.fromkeys(PARTS, 0.0)
     for store in cache.stores:
         assert isinstance(store, TransformLayer)
         tier, dim = store.tier, store.layer.head_dim
@@ -56,6 +58,7 @@ def shares(cache: SequenceCache) -> dict[str, float]:
         tiers = tier.batch().tiers.abs()
         parts["tiers"] += (2 * len(tiers) + int((tiers == LAST_TIER).sum())) / 8
         parts["index"] += tier.index.nbytes
+        parts["means"] += tier.means.codes.nbytes + tier.means.scales.nbytes
         spans = [(s + 7) // 8 or 4 * n for _, n, _, s, _ in tier.index.tolist()]
         parts["positions"] += sum(spans)
         exact = sum(store.full_precision_lengths)
