@@ -1,7 +1,7 @@
 """Time to a session's first token if its cache is restored instead of prefilled again.
 
     python benchmarks/resume.py [--model NAME] [--layers N] [--policy full] [--tokens 16384]
-        [--codecs raw int8 int4 entropy]
+        [--codecs raw int8 int4 q4 entropy]
 
 A session of --tokens tokens is read and saved with each codec in a new folder. Then, in the same
 run, the session is restored, verified, and one token predicted after it; and the session is read
@@ -9,7 +9,11 @@ from its log, and the same token predicted. Model and store are already open, as
 `ratio` is the time of reading divided by that of restoring, the best of several runs of each, once
 with the files in the system's page cache (`warm`) and once after it was asked to drop them
 (`cold`); `megabytes_per_second` refers to the cache's bytes in memory. `kl` is the divergence of
-the prediction from the exact one. One JSONL line per codec in results/resume.jsonl.
+the prediction from the exact one. `held_bytes` are those of the restored cache, `peak_bytes` what
+the process took at most in addition while the cache was restored and the token predicted (Linux; a
+restore of its own, behind the others; memory that the process kept from another codec does not
+count, so give one), and `step_seconds` the processor time of a token that is read behind it. One
+JSONL line per codec in results/resume.jsonl.
 
 Besides the bundled model and Hugging Face names, `random:qwen3-0.6b` has a real model shape and
 random weights; `--layers` reduces its layers, which the rows record.
@@ -18,7 +22,9 @@ random weights; `--layers` reduces its layers, which the rows record.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +37,7 @@ from _timing import RUNS, environment, shortest_run, write
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
+from larder.cache import SequenceCache
 from larder.core import Conversation, Mode
 from larder.engine import Engine, StorePersistence, sized_policy
 from larder.models import BatchSegment, LoadedModel, seed_tokenizer, wrap_model
@@ -40,6 +47,7 @@ from larder_bench.random_models import RANDOM, open_model, random_config
 
 OUT = Path("results/resume.jsonl")
 NAME, TEXT = "session", "What did I say?"
+STEPS = 9
 
 
 class SavedSession:
@@ -55,6 +63,37 @@ class SavedSession:
         """State read from the log, and the prediction of the first token."""
         state = ChatCache.prefill(self._engine.runtime, self.policy, self.log).state
         return state, self._first(state)
+
+    def footprint(self, folder: Path, codec: str) -> dict[str, float]:
+        """Bytes of a restored cache, the most that the process took meanwhile, and the time of a
+        step behind it."""
+        store = Store(str(folder), folder)
+        try:
+            keeper = StorePersistence(store, self._engine.loaded, codec=codec)
+            store.parts.throughput.know({"disk": 1e15})
+            gc.collect()
+            held = reset_peak()
+            resumed = keeper.load(NAME, self._engine.runtime, self.policy, self.log)
+            assert resumed.state is not None, resumed.reason
+            self._first(resumed.state)
+            peak = peak_resident() - held
+            cache = resumed.state.memory.caches.activate(0)
+            return {
+                "held_bytes": cache.nbytes,
+                "peak_bytes": peak,
+                "step_seconds": self._step_seconds(cache),
+            }
+        finally:
+            store.close()
+
+    def _step_seconds(self, cache: SequenceCache) -> float:
+        """Processor time of a token, the median of several."""
+        decoder, times = self._engine.loaded.decoder, list[float]()
+        for _ in range(STEPS):
+            started = time.process_time()
+            decoder.forward_logits([BatchSegment(cache, (1,))], Mode.APPEND, [0])
+            times.append(time.process_time() - started)
+        return statistics.median(times)
 
     def restored(
         self, folder: Path, codec: str, before: Callable[[], None]
@@ -119,7 +158,26 @@ def measure_codec(
             "ratio": runs["seconds"] / seconds,
             "megabytes_per_second": held / seconds / 1e6,
         }
+    row |= session.footprint(folder, codec)
     return row | {"kl": float((exact.exp() * (exact - first.double())).sum())}
+
+
+def reset_peak() -> int:
+    """Begin to record the highest resident memory anew; return the present one."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident("VmRSS")
+
+
+def peak_resident() -> int:
+    """Highest resident memory since `reset_peak`."""
+    return resident("VmHWM")
+
+
+def resident(field: str) -> int:
+    """Bytes of a field of the process's status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    [line] = [line for line in lines if line.startswith(f"{field}:")]
+    return 1024 * int(line.split()[1])
 
 
 def nothing() -> None:
@@ -155,9 +213,12 @@ def summary(row: dict[str, Any]) -> str:
         f"{way} {row[way]['restore_seconds']:.3f} s, {row[way]['ratio']:.1f} times as soon"
         for way in ("warm", "cold")
     )
-    share = row["stored_bytes"] / row["kv_bytes"]
+    share, held, peak = (
+        row[name] / row["kv_bytes"] for name in ("stored_bytes", "held_bytes", "peak_bytes")
+    )
     return (
-        f"{row['model']} {row['tokens']} tokens, {row['codec']:7} {share:.2f} of the bytes; read "
+        f"{row['model']} {row['tokens']} tokens, {row['codec']:7} {share:.2f} of the bytes, "
+        f"{held:.2f} held, {peak:.2f} at most; step {row['step_seconds']:.3f} s; read "
         f"{row['read_seconds']:.2f} s; restored {'; '.join(ways)}; kl {row['kl']:.2g}"
     )
 
@@ -168,7 +229,7 @@ def main() -> None:
     parser.add_argument("--policy", default="full")
     parser.add_argument("--budget", default=None)
     parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--codecs", nargs="+", default=["raw", "int8", "int4", "entropy"])
+    parser.add_argument("--codecs", nargs="+", default=["raw", "int8", "int4", "q4", "entropy"])
     parser.add_argument(
         "--layers", type=int, help="number of layers of a model with random weights"
     )

@@ -34,7 +34,7 @@ from topic_embedder import TopicEmbedder
 
 # Of logits between -11 and 11; int8 keeps them within 0.01 or so here.
 TOLERANCE = {"raw": 0.0, "int8": 0.2, "int4": 3.0, "entropy": 2.0, "entropy_fine": 0.6}
-TOLERANCE |= {"entropy_coarse": 4.0, "cachegen": 2.0}
+TOLERANCE |= {"entropy_coarse": 4.0, "cachegen": 2.0, "q4": 3.0}
 UNTRAINED = [name for name in CODECS.names() if not codec_named(name).spans_layers]
 SHORT, LONG = (ChatLog(replace(HISTORY, messages=HISTORY.messages[:n])) for n in (6, 20))
 ROOM, PAGED_ROOM = 50, 200  # tokens of a cache that reads SHORT, and of one that parks of LONG

@@ -54,7 +54,7 @@ def test_a_codec_does_what_its_loop_does(name: str, role: TensorRole) -> None:
             scale = codec.step_scale if isinstance(codec, Entropy) else STEP_SCALE
             wanted = loops.entropy(numbers.double().tolist(), LENGTHS, step * scale, 10)
         else:
-            bits = {"int8": 8, "int4": 4}[name]
+            bits = {"int8": 8, "int4": 4, "q4": 4}[name]
             wanted = loops.affine(numbers.double().tolist(), LENGTHS, bits, 64, role.value)
         torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float32))
 
@@ -90,7 +90,7 @@ def test_every_form_of_cache_comes_back(name: str, form: str) -> None:
         assert same_bits(found, state)
     else:
         assert state_nbytes(tensors) < 0.6 * state_nbytes(state)
-        farthest = {"int8": 0.04, "int4": 0.6, "entropy_coarse": 2.4}.get(
+        farthest = {"int8": 0.04, "int4": 0.6, "q4": 0.6, "entropy_coarse": 2.4}.get(
             name, 1.2
         )  # of numbers within +-9
         for key in found.keys() - exact:

@@ -40,6 +40,7 @@ CodecName = Annotated[
     typer.Option(
         "--codec",
         help="Encoding of saved caches: raw is bit-exact; int8, int4, entropy take fewer bytes; "
+        "q4 as int4, attended to without decoding; "
         "predictive, predictive12, predictive16 an eighth to a sixteenth of bfloat16's, after "
         "`larder train predictive`; kvtc and kvtc16 as much, after `larder train kvtc`; cachegen "
         "is entropy at three levels, of which a restore loads what --resume-deadline allows.",

@@ -58,7 +58,7 @@ class GradedLayer(MixedLayer):
         codecs: of grades 1, 2, ...
     """
 
-    supports = requires = frozenset({"ledger", "codecs"})
+    supports, requires = frozenset({"ledger", "codecs"}), frozenset({"codecs"})
     has_public_name = False
 
     def __init__(

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -22,6 +22,9 @@ from larder.ops.quantization import (
     scales_and_offsets,
     unpack_codes,
 )
+
+if TYPE_CHECKING:
+    from larder.cache.sequence import SequenceCache
 
 CODECS = Family("codec", "larder.store.codecs")
 GROUP = 64  # tokens, or channels, that share an offset and a scale
@@ -103,6 +106,10 @@ class StorageCodec(ABC):
             CacheError: it lacks what it needs; the message names the command that makes it.
         """
         del model
+
+    def stored_form(self, cache: SequenceCache) -> SequenceCache:
+        """Cache in the form that it is stored and restored in: the same one, or a copy."""
+        return cache
 
     def encode_stack(self, stack: LayerStack) -> CodedStack:
         """Encode layers jointly; a codec that does not, or not these, returns none.

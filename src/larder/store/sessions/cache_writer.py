@@ -152,6 +152,15 @@ def with_stored_codec(snapshot: CacheSnapshot) -> CacheSnapshot:
     return replace(snapshot, codec=codec.unstreamed)
 
 
+def with_stored_form(snapshot: CacheSnapshot) -> tuple[CacheSnapshot, int]:
+    """Snapshot of the caches in the form that they are stored in, and the bytes of copies."""
+    codec, caches = codec_named(snapshot.codec), (snapshot.cache, *snapshot.others)
+    first, *others = held = [codec.stored_form(cache) for cache in caches]
+    pairs = zip(held, caches, strict=True)
+    copied = sum(own.nbytes for own, cache in pairs if own is not cache)
+    return replace(snapshot, cache=first, others=tuple(others)), copied
+
+
 class CacheWriter:
     """Writer of caches as blobs. Safe from threads."""
 
@@ -172,10 +181,12 @@ class CacheWriter:
         """
         is_chunked, snapshot = is_shareable(snapshot), with_stored_codec(snapshot)
         caches, spans = list[StoredCache](), list[BlobRef]()
-        for each in snapshot.each:
-            refs, cache_bytes = self._write_cache(transaction, ids, each, is_chunked)
-            caches.append(StoredCache(each.cache.meta(), len(refs), cache_bytes))
-            spans += refs
+        snapshot, copied = with_stored_form(snapshot)
+        with self._blobs.ledger.reserve(Tier.HOST, transaction.tenant, copied):
+            for each in snapshot.each:
+                refs, cache_bytes = self._write_cache(transaction, ids, each, is_chunked)
+                caches.append(StoredCache(each.cache.meta(), len(refs), cache_bytes))
+                spans += refs
         beside = None
         if snapshot.beside is not None:
             beside = transaction.put(add_owner(snapshot.beside, transaction.tenant))
