@@ -25,6 +25,39 @@ ONE, TWO = "Box 7 holds 12 coins. " * 3, "Box 9 holds 4 keys. " * 3
 ASKED = [user("What does box 7 hold?")]
 
 
+@pytest.mark.parametrize("policy", ["cachecraft", "kvcomm"])
+def test_variants_and_anchors_are_reused_by_their_tenant(small: LoadedModel, policy: str) -> None:
+    served, plain = Served(small, policy), Served(small, "full")
+    sizes = [len(text.rstrip()) + 2 for text in (ONE, TWO)]
+    exact = plain.ask(ASKED, contexts=(ONE, TWO)).text
+    first = served.ask(ASKED, contexts=(ONE, TWO))
+    again = served.ask(ASKED, contexts=(ONE, chunk_id(TWO)))
+    assert first.told.cached_tokens == 0 and first.text == exact
+    # Behind the same contexts a variant and an anchor are what was computed there.
+    assert again.told.cached_tokens == sum(sizes) and not again.told.recomputed_tokens
+    assert again.text == exact and not again.told.lossless
+    moved = served.ask(ASKED, contexts=(TWO, ONE)).told
+    if policy == "cachecraft":  # what stood second is new in front
+        assert moved.cached_tokens == sizes[0] > moved.recomputed_tokens > 0
+    else:  # what stood first is not known behind the other
+        assert (moved.cached_tokens, moved.recomputed_tokens) == (sum(sizes), sizes[0])
+    other = served.ask(ASKED, tenant="b", contexts=(ONE, TWO))
+    assert other.told.cached_tokens == 0 and other.text == exact
+    assert served.core.ledger.used(Tier.DEVICE) == 0
+
+
+def test_variants_leave_a_full_host_memory(small: LoadedModel) -> None:
+    served = Served(small, "cachecraft")
+    served.ask(ASKED, contexts=(ONE, TWO))
+    taken = served.core.ledger.used(Tier.HOST)
+    tight = Served(small, "cachecraft", host=3 * taken)
+    tight.ask(ASKED, contexts=(ONE, TWO))
+    assert 0 < tight.core.ledger.used(Tier.HOST) < taken
+    none = Served(small, "kvcomm", host=0)
+    answers = [none.ask(ASKED, contexts=(ONE, TWO)).told.cached_tokens for _ in range(2)]
+    assert answers == [0, 0] and none.core.ledger.used(Tier.HOST) == 0
+
+
 @pytest.mark.parametrize("policy", ["cacheblend", "ape"])
 def test_known_contexts_are_reused_by_their_tenant(small: LoadedModel, policy: str) -> None:
     served = Served(small, policy)

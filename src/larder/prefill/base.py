@@ -155,6 +155,11 @@ class Schedule(ABC):
         """Read `ids` into the cache of every sequence and leave each within its budget."""
 
     @property
+    def context_copies(self) -> int:
+        """Bound of the copies of a text's entries beside its cache while contexts are read."""
+        return 2
+
+    @property
     def chunk_eviction(self) -> str:
         """Eviction policy of the contexts that a server keeps in host memory."""
         return "lru"

@@ -10,7 +10,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from larder.cache.chunk_entries import ChunkEntries, ChunkProfile
 from larder.cache.sequence import SequenceCache
@@ -82,6 +84,15 @@ class ChunkVariant:
     entries: ChunkEntries
     profile: ChunkProfile
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return self.entries.nbytes
+
+    def to(self, device: torch.device | str) -> ChunkVariant:
+        """Variant on a device; the same tensors where they are on it."""
+        return replace(self, entries=self.entries.to(device))
+
 
 @dataclass(frozen=True)
 class ChunkAnchor:
@@ -101,6 +112,27 @@ class ChunkAnchor:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return self.base.nbytes + self.change.nbytes
+
+    def to(self, device: torch.device | str) -> ChunkAnchor:
+        """Anchor on a device; the same tensors where they are on it."""
+        return replace(self, base=self.base.to(device), change=self.change.to(device))
+
+
+KeptChunk = ChunkEntries | ChunkVariant | ChunkAnchor
+
+
+def variant_key(
+    prefix: tuple[int, ...], ids: tuple[int, ...], before: tuple[tuple[int, ...], ...] = ()
+) -> ChunkKey:
+    """Key of a variant behind some chunks; without them, the beginning of the keys of all."""
+    return (VARIANT, prefix, ids, *before)
+
+
+def anchor_key(
+    prefix: tuple[int, ...], place: int, ids: tuple[tuple[int, ...], ...] = ()
+) -> ChunkKey:
+    """Key of an anchor at a place; without its tokens, the beginning of the keys of all."""
+    return (ANCHOR, prefix, place, *ids)
 
 
 class NoChunks(ChunkSource):
@@ -133,13 +165,13 @@ class ChunkMemory(ChunkSource):
     def __init__(self, max_bytes: int = DEFAULT_SOURCE_BYTES) -> None:
         check_count("max_bytes", max_bytes)
         self._max_bytes = max_bytes
-        self._held = OrderedDict[ChunkKey, ChunkEntries | ChunkVariant | ChunkAnchor]()
+        self._held = OrderedDict[ChunkKey, KeptChunk]()
         self._spec: ModelSpec | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of all entries."""
-        return sum(map(_held_bytes, self._held.values()))
+        return sum(chunk.nbytes for chunk in self._held.values())
 
     def find(
         self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
@@ -160,24 +192,22 @@ class ChunkMemory(ChunkSource):
     def variants(
         self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
     ) -> list[ChunkVariant]:
-        found = self._all(spec, (VARIANT, prefix, ids))
+        found = self._all(spec, variant_key(prefix, ids))
         return [own for own in found if isinstance(own, ChunkVariant)]
 
     def add_variant(
         self, prefix: tuple[int, ...], ids: tuple[int, ...], variant: ChunkVariant
     ) -> None:
-        self._hold((VARIANT, prefix, ids, *variant.profile.before), variant)
+        self._hold(variant_key(prefix, ids, variant.profile.before), variant)
 
     def anchors(self, spec: ModelSpec, prefix: tuple[int, ...], place: int) -> list[ChunkAnchor]:
-        found = self._all(spec, (ANCHOR, prefix, (place,)))
+        found = self._all(spec, anchor_key(prefix, place))
         return [own for own in found if isinstance(own, ChunkAnchor)]
 
     def add_anchor(self, prefix: tuple[int, ...], place: int, anchor: ChunkAnchor) -> None:
-        self._hold((ANCHOR, prefix, (place,), anchor.ids), anchor)
+        self._hold(anchor_key(prefix, place, (anchor.ids,)), anchor)
 
-    def _all(
-        self, spec: ModelSpec, key: ChunkKey
-    ) -> list[ChunkEntries | ChunkVariant | ChunkAnchor]:
+    def _all(self, spec: ModelSpec, key: ChunkKey) -> list[KeptChunk]:
         """What is held under keys that begin so, most recently used from now on."""
         if self._spec is not None and self._spec is not spec:
             raise ModelError(
@@ -190,16 +220,12 @@ class ChunkMemory(ChunkSource):
             self._held.move_to_end(own)
         return [self._held[own] for own in keys]
 
-    def _hold(self, key: ChunkKey, chunk: ChunkEntries | ChunkVariant | ChunkAnchor) -> None:
-        if _held_bytes(chunk) > self._max_bytes:
+    def _hold(self, key: ChunkKey, chunk: KeptChunk) -> None:
+        if chunk.nbytes > self._max_bytes:
             return
         self._held[key] = chunk
         while self.nbytes > self._max_bytes:
             self._held.popitem(last=False)
-
-
-def _held_bytes(chunk: ChunkEntries | ChunkVariant | ChunkAnchor) -> int:
-    return chunk.entries.nbytes if isinstance(chunk, ChunkVariant) else chunk.nbytes
 
 
 class ChunkReader:

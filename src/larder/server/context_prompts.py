@@ -21,7 +21,14 @@ from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError
 from larder.core.spec import ModelSpec
 from larder.prefill.base import ContextText
-from larder.prefill.contexts import ChunkSource
+from larder.prefill.contexts import (
+    ChunkAnchor,
+    ChunkSource,
+    ChunkVariant,
+    KeptChunk,
+    anchor_key,
+    variant_key,
+)
 from larder.server.api_errors import invalid_request
 from larder.server.context_order import ContextOrder, ContextOrders, importance_line
 from larder.server.image_prompts import rendered_prompt
@@ -40,7 +47,8 @@ ENTRY_BYTES = 512  # of memory that a text takes beside its characters
 HOST_SHARE = 0.25  # of host memory that chunks of all tenants take, at most
 MARK_BYTES = 16  # of the mark that stands for the contexts while a prompt is rendered
 
-ChunkKey = tuple[tuple[int, ...], tuple[int, ...]]
+# Prefix and tokens of a chunk; or the key of a variant or an anchor (`larder.prefill.contexts`).
+HostKey = tuple[object, ...]
 
 
 def chunk_id(text: str) -> str:
@@ -57,7 +65,7 @@ class HeldChunk:
             behind.
     """
 
-    entries: ChunkEntries
+    entries: KeptChunk
     reservation: Reservation
     candidate: Candidate
 
@@ -82,7 +90,7 @@ class HostChunks:
         operations: Callable[[int], float] = float,
     ) -> None:
         self._ledger, self._rule, self._operations = ledger, rule, operations
-        self._held = dict[tuple[str, ChunkKey], HeldChunk]()
+        self._held = dict[tuple[str, HostKey], HeldChunk]()
         self._names = dict[tuple[str, tuple[int, ...]], str]()  # by tenant and text to the end
         self._uses, self._clock = 0, 0.0
 
@@ -91,33 +99,67 @@ class HostChunks:
         """Bytes of all entries."""
         return sum(held.reservation.bytes for held in self._held.values())
 
-    def find(self, tenant: str, key: ChunkKey) -> ChunkEntries | None:
+    def find(
+        self, tenant: str, prefix: tuple[int, ...], ids: tuple[int, ...]
+    ) -> ChunkEntries | None:
         """Entries of a chunk, which becomes the most recently used one."""
-        held = self._held.get((tenant, key))
+        held = self._held.get((tenant, (prefix, ids)))
         if held is None:
             return None
         self._use(held)
+        assert isinstance(held.entries, ChunkEntries)
         return held.entries
 
-    def add(self, tenant: str, key: ChunkKey, cache: SequenceCache) -> None:
+    def add(
+        self, tenant: str, prefix: tuple[int, ...], ids: tuple[int, ...], cache: SequenceCache
+    ) -> None:
         """Keep a chunk, unless it is held or there is no room for it."""
-        if (held := self._held.get((tenant, key))) is not None:
+        if (held := self._held.get((tenant, (prefix, ids)))) is not None:
             self._use(held)
             return
-        start, stop = len(key[0]), cache.next_position
-        parent = self._names.get((tenant, key[0]), "")
+        start, stop = len(prefix), cache.next_position
+        parent = self._names.get((tenant, prefix), "")
         reservation = self._reserved(tenant, cache.spec.full_bytes(stop - start), parent)
         if reservation is None:
             return
         entries = ChunkEntries.of(cache, start, stop).to("cpu")
-        self._uses += 1
-        name = str(self._uses)
         cost = self._operations(stop) - self._operations(start)
-        candidate = Candidate(
-            name, max(1, entries.nbytes), cost, float(self._uses), clock=self._clock, parent=parent
-        )
-        self._held[tenant, key] = HeldChunk(entries, reservation, candidate)
-        self._names[tenant, key[0] + key[1]] = name
+        self._hold((tenant, (prefix, ids)), entries, reservation, cost, parent)
+        self._names[tenant, prefix + ids] = str(self._uses)
+
+    def beginning_with(self, tenant: str, key: HostKey) -> list[KeptChunk]:
+        """Chunks whose keys begin so, the least recently used first; all become so again."""
+        found = [
+            held
+            for (owner, own), held in self._held.items()
+            if owner == tenant and own[: len(key)] == key
+        ]
+        found.sort(key=lambda held: held.candidate.last_used)
+        for held in found:
+            self._use(held)
+        return [held.entries for held in found]
+
+    def keep(self, tenant: str, key: HostKey, chunk: KeptChunk, tokens: int) -> None:
+        """Keep a variant or an anchor of so many tokens, unless there is no room for it."""
+        if (tenant, key) in self._held:
+            self._held.pop((tenant, key)).reservation.release()
+        reservation = self._reserved(tenant, chunk.nbytes, "")
+        if reservation is not None:
+            own, cost = chunk.to("cpu"), self._operations(tokens)
+            self._hold((tenant, key), own, reservation, cost, "")
+
+    def _hold(
+        self,
+        key: tuple[str, HostKey],
+        chunk: KeptChunk,
+        reservation: Reservation,
+        cost: float,
+        parent: str,
+    ) -> None:
+        self._uses += 1
+        used, count = float(self._uses), max(1, chunk.nbytes)
+        candidate = Candidate(str(self._uses), count, cost, used, clock=self._clock, parent=parent)
+        self._held[key] = HeldChunk(chunk, reservation, candidate)
 
     def _use(self, held: HeldChunk) -> None:
         self._uses += 1
@@ -143,9 +185,9 @@ class HostChunks:
         order = self._rule.select_victims(columns, float(self._uses), count)
         self._clock = max(self._clock, order.clock)
         for row in order.rows:
-            owner, (before, ids) = key = keys[row]
-            self._held.pop(key).reservation.release()
-            self._names.pop((owner, before + ids), None)
+            held = self._held.pop(keys[row])
+            held.reservation.release()
+            self._names = {text: n for text, n in self._names.items() if n != held.candidate.name}
         return bool(order.rows)
 
     def _path(self, name: str) -> set[str]:
@@ -188,11 +230,31 @@ class TenantChunks(ChunkSource):
     def find(
         self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
     ) -> ChunkEntries | None:
-        found = self._chunks.find(self._tenant, (prefix, ids))
+        found = self._chunks.find(self._tenant, prefix, ids)
         return None if found is None else found.to(spec.device)
 
     def add(self, prefix: tuple[int, ...], ids: tuple[int, ...], cache: SequenceCache) -> None:
-        self._chunks.add(self._tenant, (prefix, ids), cache)
+        self._chunks.add(self._tenant, prefix, ids, cache)
+
+    def variants(
+        self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
+    ) -> list[ChunkVariant]:
+        found = self._chunks.beginning_with(self._tenant, variant_key(prefix, ids))
+        return [own.to(spec.device) for own in found if isinstance(own, ChunkVariant)]
+
+    def add_variant(
+        self, prefix: tuple[int, ...], ids: tuple[int, ...], variant: ChunkVariant
+    ) -> None:
+        key = variant_key(prefix, ids, variant.profile.before)
+        self._chunks.keep(self._tenant, key, variant, len(ids))
+
+    def anchors(self, spec: ModelSpec, prefix: tuple[int, ...], place: int) -> list[ChunkAnchor]:
+        found = self._chunks.beginning_with(self._tenant, anchor_key(prefix, place))
+        return [own.to(spec.device) for own in found if isinstance(own, ChunkAnchor)]
+
+    def add_anchor(self, prefix: tuple[int, ...], place: int, anchor: ChunkAnchor) -> None:
+        key = anchor_key(prefix, place, (anchor.ids,))
+        self._chunks.keep(self._tenant, key, anchor, len(anchor.ids))
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,10 @@ class Anchored(ChunkedSchedule):
         if self.anchors < FEWEST:
             raise BadParameter(f"anchored.anchors must be {FEWEST} or more, got {self.anchors}.")
 
+    @property
+    def context_copies(self) -> int:
+        return 5  # chunks as read and as changed, what is computed, its slices and their changes
+
     def context_steps(
         self, reader: PrefillReader, lane: PrefillSequence, text: ContextText, source: ChunkSource
     ) -> Steps[ContextReuse]:

@@ -52,6 +52,10 @@ class Crafted(ChunkedSchedule):
         if not 0 <= self.renewed <= 1:
             raise BadParameter(f"crafted.renewed must be a share in [0, 1], got {self.renewed}.")
 
+    @property
+    def context_copies(self) -> int:
+        return 3  # chunks, what is computed, and the variants that are kept of it
+
     def context_steps(
         self, reader: PrefillReader, lane: PrefillSequence, text: ContextText, source: ChunkSource
     ) -> Steps[ContextReuse]:

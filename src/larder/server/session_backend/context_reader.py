@@ -9,8 +9,6 @@ from larder.prefill.reader import PrefillSequence
 from larder.server.context_prompts import ContextPrompts
 from larder.server.request_state import RequestState
 
-COPIES = 2  # of the entries of a prompt beside its cache: its chunks, and what they are blended to
-
 
 class ContextReader:
     """Reads the contexts of requests by the schedule of their policy. For the model's thread.
@@ -24,8 +22,9 @@ class ContextReader:
 
     def nbytes_beside(self, job: RequestState) -> int:
         """Upper bound of the bytes beside the cache while contexts are read."""
-        spec = job.session.rule.runtime.decoder.spec
-        return COPIES * spec.full_bytes(len(job.resolved.prompt_ids))
+        rule = job.session.rule
+        count = rule.runtime.decoder.spec.full_bytes(len(job.resolved.prompt_ids))
+        return rule.policy.schedule.context_copies * count
 
     def begin(self, job: RequestState) -> None:
         """Make the steps of a request's prefill."""
