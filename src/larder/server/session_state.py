@@ -312,7 +312,7 @@ class Residency:
     @property
     def host_bytes(self) -> int:
         """Bytes of the caches in host memory."""
-        return self.nbytes - self.device_bytes
+        return self.nbytes - self.device_bytes if self.is_resident else 0
 
     @property
     def reserved_bytes(self) -> int:

@@ -29,6 +29,7 @@ from server.http.browser import CHROMIUM, browser
 from server.http.running_server import Running, listening, running
 
 BAR = "document.querySelector('#sessions .bar i').style.getPropertyValue('--s')"
+GAP = "find('took').getBoundingClientRect().top - find('say').getBoundingClientRect().bottom"
 SCRIPTS = tuple(f"{name}.js" for name in middleware.SCRIPTS)
 
 
@@ -71,6 +72,7 @@ def test_a_browser_shows_what_is_kept(tmp_path: Path) -> None:
             assert shown in text
         assert "6 of 8 entries per head" in text
         assert page.run(BAR) == "0.75", "held entries against the budget"
+        assert page.run("find('size').textContent") == "1.0 MiB", "memory alone, not the store"
         assert "10 B of 40 B" in text and "8 entries per head were" not in text
         assert page.run("find('sessions').querySelector('[aria-current=true]') !== null")
         assert page.run("find('heads').rows[2].cells[1].title") == (
@@ -81,6 +83,9 @@ def test_a_browser_shows_what_is_kept(tmp_path: Path) -> None:
         held = page.run("[...find('turns').querySelectorAll('i')].map((each) => each.title)")
         assert held == [f"held by {heads} of 4 heads" for heads in (4, 2, 2, 4)]
         assert page.run("find('trouble').hidden") and not page.complaints
+        page.size(390, 844)
+        shadow = 12.8  # pixels below the form, which would cover what the answer took
+        assert page.run(GAP) >= shadow
         page.run("say('refuse overloaded 503')")
         assert page.until("find('said').textContent").startswith("Refused")
         assert page.run("state.speaking === null && find('text').value") == "refuse overloaded 503"

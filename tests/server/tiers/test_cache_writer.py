@@ -258,7 +258,8 @@ def test_a_session_is_let_go_and_had_back(small: LoadedModel, tmp_path: Path) ->
     turns = talk(stored)
     done = stored.core.admin.release(stored.core.idle("a", "x"))
     stored.run()
-    assert done.result().residency.tier == "disk" == stored.tier()
+    left = done.result().residency
+    assert left.tier == "disk" == stored.tier() and left.nbytes > left.host_bytes == 0
     assert not stored.core.sessions.has("a", "x")
     [view] = stored.persistence.list_sessions("a")
     assert view.turns == 4 and view.epoch == 2 and view.tier_bytes["disk"] > 0

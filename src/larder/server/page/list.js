@@ -20,8 +20,8 @@ function bar(share) {
   return element;
 }
 
-function bytesOf(session) {
-  return Object.values(session.tier_bytes).reduce((sum, bytes) => sum + bytes, 0);
+function memoryOf(session) {
+  return session.tier_bytes.device + session.tier_bytes.host;
 }
 
 // What a session's fullest cache holds of the budget; without one, its memory as a share of the

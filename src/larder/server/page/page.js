@@ -93,7 +93,7 @@ function showFigures() {
   const session = known();
   find("share").textContent = tokens ? percent(held / (tokens * heads.length)) : "–";
   find("length").textContent = session ? session.tokens.toLocaleString("en") : "–";
-  find("size").textContent = session ? size(bytesOf(session)) : "–";
+  find("size").textContent = session ? size(memoryOf(session)) : "–";
   find("why").textContent = [why(session, tokens), parked(tokens), state.beyond].filter(Boolean).join(" ");
   find("episodes").replaceChildren(...(state.kept?.episodes || []).map(shownEpisode));
   for (const button of find("actions").children) {
@@ -149,6 +149,8 @@ async function choose(session) {
   showTurns();
   showKept();
   await look(true);
+  const chosen = find("sessions").querySelector("[aria-current=true]");
+  chosen?.scrollIntoView({ block: "nearest", inline: "nearest" });
   find("text").focus({ preventScroll: true });
 }
 

@@ -127,10 +127,9 @@ class SessionEvictionOrder:
     def _candidate(self, session: SessionState) -> Candidate:
         usage = session.usage
         residency = session.residency
-        parked = residency.host_bytes if residency.is_resident else 0
         return Candidate(
             name=str(session.key),
-            bytes=max(1, self._reservations.bytes_of(session.key) + parked),
+            bytes=max(1, self._reservations.bytes_of(session.key) + residency.host_bytes),
             seconds=self._cost(len(residency.cached_ids)),
             last_used=usage.last_used,
             uses=usage.uses,
