@@ -179,6 +179,14 @@ class ServeOptions(ModelOptions):
             "faq:threshold=0.95,ttl=3600,quota=1000; may be repeated.  Default: none.",
         ),
     ] = None
+    embedding_model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Embedder of /v1/embeddings, on the CPU: minilm, qwen3, or a model of these or of "
+            "sentence-transformers by folder or name.  Default: none.",
+        ),
+    ] = None
     codec: CodecName = DEFAULT_CODEC
     resume_deadline: ResumeDeadline = None
     key_file: KeyFile = None
@@ -275,8 +283,11 @@ def _run(
     from larder.server.http.app_state import HttpSettings, Unsupported
     from larder.server.http.archive import Archive
     from larder.server.http.connections import ServerConfig
+    from larder.session.embedders.base import load_embedder
     from larder.store.encryption import encryption_for, read_key
 
+    name = options.embedding_model
+    embedder = None if name is None else load_embedder(name)
     settings = HttpSettings(
         sampling=sampling_params(options),
         max_new_tokens=options.max_new_tokens,
@@ -285,7 +296,7 @@ def _run(
     try:
         encryption = encryption_for(read_key(options.key_file), "archive")
         archive = Archive(home() / "server" / "archive.sqlite", sealing=encryption)
-        app = create_app(client, authenticator, archive, settings)
+        app = create_app(client, authenticator, archive, settings, embedder)
         # Loaded objects live as long as the process: a full garbage collection would walk the
         # model and all libraries, and stall every request for half a second.
         gc.collect()

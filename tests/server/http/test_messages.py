@@ -57,6 +57,14 @@ def test_system_and_blocks(http: httpx2.Client, served: Running) -> None:
         )
 
 
+def test_roles_of_claude_code(http: httpx2.Client, served: Running) -> None:
+    said = [{"role": role, "content": f"{role}."} for role in ("ctx", "msg", "system", "user")]
+    assert sent(http, messages=said).status_code == 200
+    told = [(turn.role, turn.text) for turn in served.hub.asked[-1].turns]
+    assert told == [("user", "ctx."), ("user", "msg."), ("system", "system."), ("user", "user.")]
+    assert sent(http, messages=[{"role": "tool", "content": "x"}]).status_code == 400
+
+
 def test_a_streamed_answer(http: httpx2.Client, served: Running) -> None:
     told = events(sent(http, stream=True))
     names = [name for name, _ in told]

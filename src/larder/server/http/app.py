@@ -14,10 +14,12 @@ from starlette.requests import ClientDisconnect
 
 import larder
 from larder.core.errors import LarderError
+from larder.server.embedder_queue import EmbedderQueue
 from larder.server.engine_client import EngineClient
 from larder.server.http import (
     completions,
     conversations,
+    embeddings,
     error_responses,
     messages,
     responses,
@@ -31,10 +33,15 @@ from larder.server.http.body_budget import BodyBudget
 from larder.server.http.metrics import Metrics
 from larder.server.http.middleware import AccessMiddleware
 from larder.server.http.streaming import CLIENT_CLOSED_REQUEST, ClientClosedRequest
+from larder.session.embedders.base import Embedder
 
 
 def create_app(
-    client: EngineClient, authenticator: Authenticator, archive: Archive, settings: HttpSettings
+    client: EngineClient,
+    authenticator: Authenticator,
+    archive: Archive,
+    settings: HttpSettings,
+    embedder: Embedder | None = None,
 ) -> FastAPI:
     """Application with every endpoint over one engine client. It closes client and archive at
     shutdown.
@@ -42,6 +49,7 @@ def create_app(
     Args:
         authenticator: admits or rejects each request.
         archive: stored responses and conversations.
+        embedder: embeds texts for `/v1/embeddings`; None refuses them.
     """
 
     @asynccontextmanager
@@ -61,8 +69,10 @@ def create_app(
     metrics = Metrics(client)
     description = "Bytes of request bodies and of their decoded values."
     metrics.add("body_bytes", description, lambda: bodies.used_bytes)
-    app.state.larder = AppState(client, archive, bodies, metrics, settings)
-    for module in (completions, messages, responses, conversations, sessions, server_info):
+    queue = None if embedder is None else EmbedderQueue(embedder)
+    app.state.larder = AppState(client, archive, bodies, metrics, settings, queue)
+    texts = (completions, messages, responses, conversations, embeddings)
+    for module in (*texts, sessions, server_info):
         app.include_router(module.router)
     app.add_exception_handler(LarderError, error_responses.on_larder_error)
     app.add_exception_handler(HTTPException, error_responses.on_http_error)

@@ -9,6 +9,7 @@ from anyio import CapacityLimiter
 from fastapi.requests import Request as HttpRequest
 
 from larder.engine.sampler import SamplingParams
+from larder.server.embedder_queue import EmbedderQueue
 from larder.server.engine_client import EngineClient
 from larder.server.http.archive import Archive
 from larder.server.http.auth import Principal
@@ -72,13 +73,14 @@ class HttpSettings:
 
 @dataclass(frozen=True)
 class AppState:
-    """Components of a server, shared by all requests."""
+    """Components of a server, shared by all requests; without an embedder it embeds no texts."""
 
     client: EngineClient
     archive: Archive
     bodies: BodyBudget
     metrics: Metrics
     settings: HttpSettings
+    embedder: EmbedderQueue | None = None
     # Separate from the default thread pool, whose threads may all be waiting for answers.
     health_threads: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(4))
 

@@ -133,10 +133,15 @@ def _known_blocks(content: Any) -> Any:
     return content
 
 
+def _known_role(role: Any) -> Any:
+    """Role of a message: Claude Code has two more for what it adds to those of the user."""
+    return "user" if role in ("ctx", "msg") else role
+
+
 class Message(BodyPart):
     """One message of a conversation."""
 
-    role: Literal["user", "assistant"]
+    role: Annotated[Literal["user", "assistant", "system"], BeforeValidator(_known_role)]
     content: Annotated[
         Text | Annotated[list[ContentBlock], Field(fail_fast=True)], BeforeValidator(_known_blocks)
     ]

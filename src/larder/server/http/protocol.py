@@ -119,12 +119,12 @@ class GenerationRequest(JsonBody):
         Args:
             path: of the object in the body.
         """
-        self._warnings += map(_unknown_warning, unknown_names(given, known, path))
+        self._warnings += map(unknown_warning, unknown_names(given, known, path))
 
     @property
     def warnings(self) -> list[str]:
         """Warnings of the answer about what was ignored, a sentence each."""
-        return [*map(_unknown_warning, self.unknown_fields), *self._warnings]
+        return [*map(unknown_warning, self.unknown_fields), *self._warnings]
 
     def check(self, unsupported: Unsupported = Unsupported.REFUSED) -> None:
         """Raises: ApiError: 400 for an invalid session name or an unsupported field."""
@@ -159,7 +159,8 @@ class GenerationRequest(JsonBody):
         return None
 
 
-def _unknown_warning(path: str) -> str:
+def unknown_warning(path: str) -> str:
+    """Warning of an answer about a name in the body that is no field."""
     return f"{path[:MAX_PATH]!r} is no field of this endpoint and was ignored."
 
 

@@ -36,7 +36,7 @@ class Encoder:
     def __init__(
         self, source: str | Path, pool: Pool, max_tokens: int, padding_side: str, device: str
     ) -> None:
-        self._name, self._pool, self._max_tokens = str(source), pool, max_tokens
+        self._name, self._pool, self.max_tokens = str(source), pool, max_tokens
         self._model, self._tokenizer = _load(str(source), padding_side)
         self._model.to(device=device, dtype=torch.float32)
         self._model.eval()
@@ -50,10 +50,14 @@ class Encoder:
             rows[batch] = self._rows([texts[i] for i in batch])
         return unit_rows(rows, self._name)
 
+    def num_tokens(self, text: str) -> int:
+        """Tokens of a text, special ones included, before it is truncated."""
+        return len(self._tokenizer(text, truncation=False, verbose=False)["input_ids"])
+
     def reads_whole(self, text: str) -> bool:
         """True if a text is not truncated, and has no words that the tokenizer does not know."""
-        ids = self._tokenizer(text, truncation=True, max_length=self._max_tokens + 1)["input_ids"]
-        return len(ids) <= self._max_tokens and self._tokenizer.unk_token_id not in ids
+        ids = self._tokenizer(text, truncation=True, max_length=self.max_tokens + 1)["input_ids"]
+        return len(ids) <= self.max_tokens and self._tokenizer.unk_token_id not in ids
 
     @torch.inference_mode()
     def _rows(self, texts: list[str]) -> Float[Tensor, "B D"]:
@@ -61,7 +65,7 @@ class Encoder:
             texts,
             padding=True,
             truncation=True,
-            max_length=self._max_tokens,
+            max_length=self.max_tokens,
             return_tensors="pt",
         ).to(self._model.device)
         hidden = self._model(**tokens).last_hidden_state  # [B, S, D]

@@ -35,6 +35,15 @@ class Embedder(ABC):
     def embed_questions(self, texts: Sequence[str]) -> Float32[np.ndarray, "N D"]:
         """Embed bare questions, to match against the centroids of segments."""
 
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens of a segment that are embedded, those behind them left out; None for all."""
+        return None
+
+    def num_tokens(self, text: str) -> int:
+        """Tokens of a segment; its words, if the model has no tokenizer."""
+        return len(text.split())
+
     def reads_whole(self, text: str) -> bool:
         """True if all of a question is embedded; False if it is longer than the model reads, or has
         words that it does not know, such as those of another script."""

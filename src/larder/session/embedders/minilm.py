@@ -46,6 +46,13 @@ class MiniLM(Embedder):
     def embed_questions(self, texts: Sequence[str]) -> Float32[np.ndarray, "N D"]:
         return self._encoder.embed(texts)
 
+    @property
+    def max_tokens(self) -> int:
+        return self._encoder.max_tokens
+
+    def num_tokens(self, text: str) -> int:
+        return self._encoder.num_tokens(text)
+
     def reads_whole(self, text: str) -> bool:
         return self._encoder.reads_whole(text)
 

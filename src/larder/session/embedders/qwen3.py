@@ -53,6 +53,13 @@ class Qwen3(Embedder):
     def embed_questions(self, texts: Sequence[str]) -> Float32[np.ndarray, "N D"]:
         return self._encoder.embed([QUESTION_FORM.format(text=text) for text in texts])
 
+    @property
+    def max_tokens(self) -> int:
+        return self._encoder.max_tokens
+
+    def num_tokens(self, text: str) -> int:
+        return self._encoder.num_tokens(SEGMENT_FORM.format(text=text))
+
     def reads_whole(self, text: str) -> bool:
         return self._encoder.reads_whole(QUESTION_FORM.format(text=text))
 

@@ -43,6 +43,14 @@ class SentenceTransformers(Embedder):
     def embed_questions(self, texts: Sequence[str]) -> Float32[np.ndarray, "N D"]:
         return self._embed(self._model.encode_query, texts)
 
+    @property
+    def max_tokens(self) -> int | None:
+        return self._model.get_max_seq_length()
+
+    def num_tokens(self, text: str) -> int:
+        whole = self._model.prompts.get("document", "") + text
+        return len(self._model.tokenizer(whole, verbose=False)["input_ids"])
+
     def reads_whole(self, text: str) -> bool:
         limit, tokenizer = self._model.get_max_seq_length(), self._model.tokenizer
         ids = tokenizer(self._model.prompts.get("query", "") + text)["input_ids"]

@@ -41,6 +41,9 @@ class TokenTable(Embedder):
     def embed_questions(self, texts: Sequence[str]) -> Float32[np.ndarray, "N D"]:
         return self.embed_segments(texts)
 
+    def num_tokens(self, text: str) -> int:
+        return len(self._encode(text))
+
     def _mean(self, ids: list[int]) -> Float[Tensor, " D"]:
         # A text without tokens is the average token, which is near no particular topic.
         return (self._table[ids] if ids else self._table).float().mean(0)
