@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import socket
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from larder.cli.errors import INTERRUPTED_EXIT_CODE, SCHEMA, print_document
+from larder.cli.errors import INTERRUPTED_EXIT_CODE
 from larder.cli.options import ModelOptions, command
 from larder.cli.store_options import (
     DEFAULT_CODEC,
@@ -279,6 +278,7 @@ def _run(
     import uvicorn
 
     from larder.cli.question_run import sampling_params
+    from larder.cli.served_models import print_address
     from larder.server.http.app import create_app
     from larder.server.http.app_state import HttpSettings, Unsupported
     from larder.server.http.archive import Archive
@@ -302,27 +302,11 @@ def _run(
         gc.collect()
         gc.freeze()
         gc.enable()
-        _print_address(options, client, bound)
+        print_address(client.models()[0], bound, is_document=options.json)
         config = ServerConfig(app, timeout_graceful_shutdown=5)
         uvicorn.Server(config).run(sockets=[bound])
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
-
-
-def _print_address(options: ServeOptions, client: EngineClient, bound: socket.socket) -> None:
-    from larder.session.capacity import beyond_budget_line
-
-    served = client.models()[0]
-    host, port = bound.getsockname()[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    if options.json:
-        address = {"url": url, "model": served.name, "policy": served.policy}
-        print_document({"schema": SCHEMA, **address, "beyond_budget": list(served.beyond_budget)})
-        sys.stdout.flush()
-        return
-    print(f"Serving {served.name} at {url} (Ctrl-C ends it)", file=sys.stderr)
-    if served.beyond_budget:
-        print(f"larder: {beyond_budget_line(served.beyond_budget)}", file=sys.stderr)
 
 
 def _access_control(options: ServeOptions) -> Authenticator:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import socket
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
@@ -10,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from larder.cli.errors import SCHEMA, print_document
 from larder.core.errors import InputError, UsageError
 
 if TYPE_CHECKING:
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
     from larder.server.engine_client import EngineClient
     from larder.server.local_engine_client import LocalEngineClient
     from larder.server.persistence.base import SessionLocks
+    from larder.server.session_info import ServedModel
     from larder.store.ledger import ByteBudgets
     from larder.store.store import Store
 
@@ -169,3 +173,24 @@ def _client(
         reasoning_parser=options.reasoning_parser or "",
         step_lock=step_lock,
     )
+
+
+def print_address(served: ServedModel, bound: socket.socket, is_document: bool) -> None:
+    """Print where a model is served, and what its policy holds beyond the budget.
+
+    Args:
+        bound: socket of the server.
+        is_document: print one JSON document to standard output, else lines to standard error.
+    """
+    from larder.session.capacity import beyond_budget_line
+
+    host, port = bound.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    if is_document:
+        address = {"url": url, "model": served.name, "policy": served.policy}
+        print_document({"schema": SCHEMA, **address, "beyond_budget": list(served.beyond_budget)})
+        sys.stdout.flush()
+        return
+    print(f"Serving {served.name} at {url} (Ctrl-C ends it)", file=sys.stderr)
+    if served.beyond_budget:
+        print(f"larder: {beyond_budget_line(served.beyond_budget)}", file=sys.stderr)
