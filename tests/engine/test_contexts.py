@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from larder import Engine
+from larder.cache import ChunkEntries
 from larder.core import BadParameter, InputError, UsageError
 from larder.engine import StoreChunks
 from larder.models import LoadedModel
-from larder.prefill import ChunkMemory
+from larder.prefill import ChunkAnchor, ChunkMemory
 from larder.store import Store
 
 CAT = "Mira is the cat of Vera. She sleeps on the red sofa. " * 3
@@ -63,6 +65,51 @@ def test_a_store_keeps_chunks_for_one_tenant(plain: Engine, tmp_path: Path) -> N
         damaged = engine.read(contexts=[BAKER, CAT], chunks=StoreChunks(store, loaded))
         assert damaged.reuse.cached == (False, False), "verified, or read again"
         assert engine.ask(damaged, ASKED, max_new_tokens=4).ids == answers[0]
+    finally:
+        store.close()
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("policy", ["cachecraft", "kvcomm"])
+def test_variants_and_anchors_outlive_the_process(
+    plain: Engine, tmp_path: Path, policy: str
+) -> None:
+    engine, loaded, memory = plain.under(policy), plain.loaded, ChunkMemory()
+    stores = [Store(str(tmp_path / "store"), tmp_path / "home") for _ in range(2)]
+    asked = [[CAT, BAKER], [CAT, BAKER], [BAKER, CAT]]
+    try:
+        for number, contexts in enumerate(asked):
+            store = stores[min(number, 1)]
+            store.parts.throughput.know({"disk": 1e15})
+            found = engine.read(contexts=contexts, chunks=StoreChunks(store, loaded))
+            wanted = engine.read(contexts=contexts, chunks=memory)
+            assert found.reuse == wanted.reuse
+            one, other = (each.caches.activate(0).state() for each in (found, wanted))
+            for name in one:
+                torch.testing.assert_close(one[name], other[name], rtol=0, atol=1e-5)
+        assert sum(found.reuse.cached) >= 1
+        stranger = StoreChunks(stores[1], loaded, "another")
+        assert not any(engine.read(contexts=[CAT, BAKER], chunks=stranger).reuse.cached)
+    finally:
+        for store in stores:
+            store.close()
+
+
+def test_the_oldest_variants_leave_a_list(
+    plain: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("larder.engine.stored_variants.MOST_ITEMS", 2)
+    store, spec = Store(str(tmp_path / "store"), tmp_path / "home"), plain.loaded.decoder.spec
+    try:
+        chunks = StoreChunks(store, plain.loaded)
+        sides = tuple(torch.randn(layer.kv_heads, 3, layer.head_dim) for layer in spec.layers)
+        entries = ChunkEntries(sides, sides, 7)
+        for token in (1, 2, 3):
+            chunks.add_anchor((9,), 1, ChunkAnchor((token,) * 3, entries, entries))
+        found = chunks.anchors(spec, (9,), 1)
+        assert [anchor.ids[0] for anchor in found] == [2, 3]
+        assert found[0].base.start == 7 and torch.equal(found[0].change.keys[0], sides[0])
+        assert chunks.anchors(spec, (9,), 2) == [] == chunks.variants(spec, (9,), (2,) * 3)
     finally:
         store.close()
 

@@ -21,9 +21,10 @@ from larder.core.spec import ModelSpec
 from larder.engine.engine import Engine
 from larder.engine.persistence import NOT_SAVED, ChatPersistence, ResumeResult
 from larder.engine.snapshots import ModelSnapshots, identity_of_model
+from larder.engine.stored_variants import StoredVariants
 from larder.models.loader import LoadedModel
 from larder.prefill.base import Progress, no_progress
-from larder.prefill.contexts import ChunkSource, append_text
+from larder.prefill.contexts import ChunkAnchor, ChunkSource, ChunkVariant, append_text
 from larder.session.caches import offload
 from larder.session.capacity import resolve_budget
 from larder.session.chat_state import ChatState, chat_state_record, restore_chat_state
@@ -174,7 +175,8 @@ class StoreChunks(ChunkSource):
 
     def __init__(self, store: Store, loaded: LoadedModel, principal: str = LOCAL_PRINCIPAL) -> None:
         self._store, self._principal = store, principal
-        self._identity = identity_of_model(loaded)
+        self._spec, self._identity = loaded.decoder.spec, identity_of_model(loaded)
+        self._variants = StoredVariants(store, principal, self._identity)
 
     def find(
         self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
@@ -192,3 +194,19 @@ class StoreChunks(ChunkSource):
             self._store.prefixes.save_text(self._principal, prefix + ids, cache, self._identity)
         except LarderError as error:
             self._store.parts.unwritten.note_error(error)
+
+    def variants(
+        self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
+    ) -> list[ChunkVariant]:
+        return [own.to(spec.device) for own in self._variants.variants(spec, prefix, ids)]
+
+    def add_variant(
+        self, prefix: tuple[int, ...], ids: tuple[int, ...], variant: ChunkVariant
+    ) -> None:
+        self._variants.add_variant(self._spec, prefix, ids, variant)
+
+    def anchors(self, spec: ModelSpec, prefix: tuple[int, ...], place: int) -> list[ChunkAnchor]:
+        return [own.to(spec.device) for own in self._variants.anchors(spec, prefix, place)]
+
+    def add_anchor(self, prefix: tuple[int, ...], place: int, anchor: ChunkAnchor) -> None:
+        self._variants.add_anchor(self._spec, prefix, place, anchor)
