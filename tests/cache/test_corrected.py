@@ -120,6 +120,11 @@ def test_it_comes_back_with_what_it_remembers() -> None:
     told = draw(LAYER, 2, READ, 3)
     old, new = told.part(0, 1), told.part(1, 2)
     parts = old.queries, old.keys, old.values, old.positions
+    before, apart = store.state(), CorrectedLayer.restore(LAYER, store.state())
+    assert fork.nbytes - fork.shared_nbytes < 300  # lengths, starts and what the index votes by
+    fork.again(*parts, lambda: extend(fork, new))  # writes over its latest entries
+    assert same_bits(store.state(), before)
+    fork = apart.fork()
     outs = [each.again(*parts, lambda e=each: extend(e, new)) for each in (store, back, fork)]
     assert_close(outs[1], outs[0])
     assert_close(outs[2], outs[0])

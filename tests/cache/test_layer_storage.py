@@ -6,8 +6,8 @@ import weakref
 
 import torch
 
-from cache_stores import append, assert_holds, exact, extend, same
-from larder.cache import DenseLayer, SegmentedLayer, TieredLayer
+from cache_stores import append, assert_holds, exact, extend, same, same_bits
+from larder.cache import DenseLayer, TieredLayer
 from larder.core import LayerSpec
 from tensor_memory import reachable_tensors, storage_bytes
 
@@ -49,14 +49,37 @@ def test_a_fork_goes_its_own_way(subject) -> None:
     store.reserve(4)
     copy, untouched = store.fork(), subject.filled()[0]
     untouched.reserve(4)
-    pointers = {t.untyped_storage().data_ptr() for t in store.tensors() if t.numel()}
-    # Forks that share storage: test_tiered_forks.py, test_shared_forks.py.
-    if not isinstance(store, TieredLayer | SegmentedLayer):
-        assert pointers.isdisjoint(t.untyped_storage().data_ptr() for t in copy.tensors())
     extend(copy, subject.tokens(3, 13, seed=5))
     copy.truncate(14)
     assert same(store, untouched)
     assert not same(store, copy)
+
+
+def test_a_fork_takes_no_bytes_until_one_of_both_changes(subject) -> None:
+    store, _ = subject.filled(200)
+    held, fork = store.nbytes, store.fork()
+    assert fork.nbytes - fork.shared_nbytes < 200  # lengths, starts and numbers per head
+    both = storage_bytes(reachable_tensors([store, fork]))
+    assert both - held == fork.nbytes - fork.shared_nbytes
+    assert store.nbytes == held and store.shared_nbytes == fork.shared_nbytes
+    fork.truncate(150)
+    extend(fork, subject.tokens(1, 150))
+    extend(store, subject.tokens(1, 200))
+    for each in (store, fork):
+        assert storage_bytes(reachable_tensors(each)) == each.nbytes
+    own = sum(each.nbytes - each.shared_nbytes for each in (store, fork))
+    both = storage_bytes(reachable_tensors([store, fork]))
+    assert both - own == fork.shared_nbytes == store.shared_nbytes
+
+
+def test_a_separate_fork_shares_nothing_but_slow_tiers(subject) -> None:
+    store, _ = subject.filled(40)
+    fork = store.fork()
+    alone = store.fork().state()
+    fork.separate()
+    slow = fork.shared_host_nbytes if isinstance(fork, TieredLayer) else 0
+    assert fork.shared_nbytes == store.shared_nbytes == slow
+    assert same_bits(fork.state(), alone)
 
 
 def test_reserved_storage_is_used(planned) -> None:

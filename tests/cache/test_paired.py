@@ -183,6 +183,7 @@ def test_a_pair_is_restored_to_the_bit_and_on_its_own(dtype: torch.dtype) -> Non
     link_pairs(copies)
     forks = [half.fork() for half in pair]
     link_pairs(forks)
+    assert sum(fork.nbytes - fork.shared_nbytes for fork in forks) < 200  # lengths and starts
     for copy, fork, half, state in zip(copies, forks, pair, states, strict=True):
         assert same(copy, half) and same(fork, half)
         assert same_bits(copy.state(), state)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,16 +14,22 @@ from torch import Tensor
 from builders import Tokens, a_layer, a_plan, a_spec, draw
 from cache_stores import attend, extend, same_bits
 from larder.cache import (
+    FORMS,
     SHORT_SEGMENT,
     CacheLayer,
+    CompactLayer,
     DenseLayer,
+    GradedLayer,
     RaggedLayer,
     SequenceCache,
+    SlidingWindowLayer,
+    TransformLayer,
     held_nbytes,
 )
-from larder.core import LOG_COUNT, Ledger, Mode
+from larder.core import LOG_COUNT, Codec, Ledger, Mode, RecomputeSpec
 from larder.ops import c_library, decode_step
 from tensor_memory import reachable_tensors, storage_bytes
+from transforms import a_transform_layer
 
 LAYER = a_layer(2, 2)
 CPU = torch.device("cpu")
@@ -31,6 +37,14 @@ STORES = {
     "dense": lambda: DenseLayer(LAYER, torch.float32, CPU),
     "ragged": lambda: RaggedLayer(LAYER, torch.float32, CPU),
     "counting": lambda: RaggedLayer(LAYER, torch.float32, CPU, Ledger((LOG_COUNT, "age"))),
+}
+AGES = Ledger(("age",))
+CODECS = Codec(8, 4, 8), Codec(2, 2, 4)
+COMPOSITES = {
+    "compact": lambda: CompactLayer(LAYER, torch.float32, CPU, AGES),
+    "graded": lambda: GradedLayer(LAYER, torch.float32, CPU, AGES, CODECS),
+    "transform": lambda: a_transform_layer(LAYER, ledger=AGES),
+    "window": lambda: SlidingWindowLayer(replace(LAYER, sliding_window=40), torch.float32, CPU),
 }
 
 
@@ -55,7 +69,7 @@ class Twin:
     next: int
 
     def forked(self) -> Twin:
-        deep = type(self.copy).restore(LAYER, self.copy.state())
+        deep = type(self.copy).restore(self.copy.layer, self.copy.state())
         return Twin(self.store.fork(), deep, self.next)
 
     def grow(self, count: int) -> None:
@@ -71,8 +85,14 @@ class Twin:
             [entry for entry in range(length) if (entry + shift) % every]
             for length, shift in zip(lengths, shifts, strict=True)
         ]
+        plan = a_plan(heads, lengths)
+        if isinstance(self.copy, GradedLayer | TransformLayer):
+            wanted = (torch.arange(len(plan.kept)) // every % 3).to(torch.int8)
+            entries = self.copy.entries()  # whose grades never rise in precision
+            held = entries.pack(entries.grades)[plan.kept] if len(entries.grades) else wanted
+            plan = replace(plan, grades=torch.maximum(wanted, held))
         for twin in (self.store, self.copy):
-            getattr(twin, name)(a_plan(heads, lengths))
+            getattr(twin, name)(plan)
 
     def note(self, number: int) -> None:
         for twin in (self.store, self.copy):
@@ -106,7 +126,8 @@ def act(family: list[Twin], action: str, which: int, number: int) -> None:
     elif action in ("step", "block", "long"):
         twin.grow({"step": 1, "block": number, "long": SHORT_SEGMENT + number}[action])
     elif action in ("apply", "evict"):
-        twin.evict(action, number)
+        if not isinstance(twin.copy, SlidingWindowLayer):
+            twin.evict(action, number)
     elif action == "cut":
         twin.next = max(0, twin.next - number * number)
         for each in (twin.store, twin.copy):
@@ -122,11 +143,12 @@ def act(family: list[Twin], action: str, which: int, number: int) -> None:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize("kind", [*STORES, *COMPOSITES])
 @settings(max_examples=25, deadline=None)
 @given(st.lists(ACTIONS, min_size=4, max_size=14))
 def test_a_family_equals_deep_copies(kind: str, actions) -> None:
-    family = [Twin(STORES[kind](), STORES[kind](), 0)]
+    create = (STORES | COMPOSITES)[kind]
+    family = [Twin(create(), create(), 0)]
     family[0].grow(SHORT_SEGMENT + 9)
     for each in actions:
         act(family, *each)
@@ -221,3 +243,17 @@ def test_a_fork_that_is_separate_shares_nothing(form: str) -> None:
     pointers = {t.untyped_storage().data_ptr() for t in store.tensors() if t.numel()}
     held = [t for t in fork.tensors()[:3] if t.numel()]
     assert pointers.isdisjoint(t.untyped_storage().data_ptr() for t in held)
+
+
+def test_a_fork_shares_what_recomputes_its_evicted_entries() -> None:
+    store = FORMS.load("rebuilt")(LAYER, torch.float32, CPU, Ledger(), RecomputeSpec())
+    tokens = draw(LAYER, 100)
+    store.append(tokens.keys, tokens.values, tokens.positions)
+    store.keep(torch.randn(100, 8))
+    store.apply(a_plan([range(0, 100, 2), range(50)], store.lengths))
+    before, fork = store.state(), store.fork()
+    assert same_bits(fork.state(), before)
+    assert fork.nbytes - fork.shared_nbytes < 200  # lengths and starts
+    fork.truncate(60)
+    assert same_bits(store.state(), before)
+    assert fork.wanted == store.wanted - 40

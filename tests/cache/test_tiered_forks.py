@@ -100,9 +100,10 @@ def test_what_is_shared_is_told_of_both_and_of_neither_once_they_part() -> None:
     store = a_store()
     assert store.shared_nbytes == 0
     fork = store.fork()
-    shared = store._slow.nbytes + sum(t.nbytes for t in store.finder.shared_index.index.tensors())
-    assert store.shared_nbytes == fork.shared_nbytes == shared
-    assert fork.nbytes == store.nbytes > shared
+    slow = store._slow.nbytes + sum(t.nbytes for t in store.finder.shared_index.index.tensors())
+    assert store.shared_host_nbytes == fork.shared_host_nbytes == slow
+    assert store.shared_nbytes == fork.shared_nbytes == slow + store._ragged.shared_nbytes
+    assert fork.nbytes == store.nbytes > fork.shared_nbytes
     extend(fork, draw(LAYER, 1, 91, 0))
     fork.evict(keeping(fork, Random(0), 0.9))
     extend(fork, draw(LAYER, 1, 92, 0))  # learns of what was parked

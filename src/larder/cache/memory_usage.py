@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from threading import Lock
 from typing import ClassVar, TypeVar
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -116,6 +117,30 @@ class TensorOwner(ABC):
             former.usage.leave()
         part.usage.join(self.usage)
         return part
+
+
+class ForkFamily:
+    """Owners that may hold the same tensors, since these are replaced and never written.
+
+    Owners are held by weak reference: a fork that is dropped shares nothing any more.
+    """
+
+    def __init__(self, first: TensorOwner) -> None:
+        self._owners = WeakSet[TensorOwner]([first])
+
+    def join(self, owner: TensorOwner) -> None:
+        """Add an owner that holds tensors of the others."""
+        self._owners.add(owner)
+
+    def shared_bytes(self, owner: TensorOwner) -> int:
+        """Bytes of an owner's own tensors that others of the family hold too."""
+        others = [each for each in self._owners if each is not owner]
+        places = {_place_of(tensor) for each in others for tensor in each.own_tensors()}
+        return storage_bytes(own for own in owner.own_tensors() if _place_of(own) in places)
+
+
+def _place_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

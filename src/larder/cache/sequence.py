@@ -375,7 +375,7 @@ class SequenceCache:
     @property
     def shared_device_nbytes(self) -> int:
         """Bytes of `shared_nbytes` in the model's memory."""
-        return self.shared_nbytes - sum(store.shared_nbytes for store in self.tiers)
+        return self.shared_nbytes - sum(store.shared_host_nbytes for store in self.tiers)
 
     @property
     def largest_layer_bytes(self) -> int:

@@ -207,6 +207,11 @@ class SegmentedLayer(CacheLayer):
         self.compact()
 
     @property
+    def like(self) -> Tensor:
+        """Keys of no entry, in the dtype and on the device of the storage."""
+        return self._storage().keys[:0]
+
+    @property
     def shared_nbytes(self) -> int:
         return sum(segment.shared_bytes for segment in (*self._segments, self._storage()))
 

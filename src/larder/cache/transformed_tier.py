@@ -300,6 +300,11 @@ class TransformedTier:
         own = (self.index, self.payload, self.columns, self.means.codes, self.means.scales)
         return tuple(tensor for tensor in own if tensor.numel())
 
+    def copy(self) -> TransformedTier:
+        """Tier with copies of all tensors."""
+        own = (self.index, self.payload, self.columns)
+        return TransformedTier(self.spec, self.tables, self.step, *(each.clone() for each in own))
+
     def state(self) -> dict[str, Tensor]:
         """Copies of all tensors by name, with what names the calibration."""
         return {

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from jaxtyping import Float
 from torch import Tensor
 
 from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.forms.ragged import RaggedLayer
-from larder.cache.memory_usage import TensorOwner
+from larder.cache.memory_usage import ForkFamily, TensorOwner
 from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Entries
 from larder.core.plan import Plan
@@ -20,13 +21,20 @@ from larder.core.types import Keys, Mode, Positions, Queries, Values
 COLUMN_BYTES = 4  # of a number of the ledger
 GRADE_BYTES = 1  # of a grade in what `entries` shows
 
+Layer = TypeVar("Layer", bound="CompositeLayer")
+
 
 class CompositeLayer(CacheLayer):
-    """Ragged part for new entries, beside entries held elsewhere that a subclass defines."""
+    """Ragged part for new entries, beside entries held elsewhere that a subclass defines.
+
+    A fork shares both. The ragged part is copied when it is written; the tensors beside it are
+    replaced and never written.
+    """
 
     def __init__(self, layer: LayerSpec, ragged: RaggedLayer) -> None:
         super().__init__(layer)
         self._ragged = self._attach(ragged)
+        self._family = ForkFamily(self)
 
     @property
     def parts(self) -> tuple[TensorOwner, ...]:
@@ -41,6 +49,31 @@ class CompositeLayer(CacheLayer):
 
     def compact(self) -> None:
         self._ragged.compact()
+
+    def fork(self: Layer) -> Layer:
+        copy = self._like()
+        assert isinstance(copy, type(self))  # as each form promises
+        copy._ragged = copy._attach(self._ragged.fork(), copy._ragged)
+        copy._family = self._family
+        copy._family.join(copy)
+        return copy
+
+    @property
+    def shared_nbytes(self) -> int:
+        return self._ragged.shared_nbytes + self._family.shared_bytes(self)
+
+    def separate(self) -> None:
+        self._ragged.separate()
+        if self._family.shared_bytes(self):
+            self._copy_tensors()
+
+    @abstractmethod
+    def _like(self) -> CompositeLayer:
+        """Layer of the same form and options, which holds the same but for the ragged part."""
+
+    @abstractmethod
+    def _copy_tensors(self) -> None:
+        """Replace the tensors beside the ragged part by copies, slow tiers excluded."""
 
     def _adopt_ragged(self, state: dict[str, Tensor]) -> None:
         """Replace the ragged part by that of a saved state."""

@@ -127,6 +127,14 @@ class CompactLayer(CompositeLayer):
         store._adopt_ragged(state)
         return store
 
+    def _like(self) -> CompactLayer:
+        """Empty layer: keys that were turned for the next read are not shared."""
+        like = self._ragged.like
+        return CompactLayer(self.layer, like.dtype, like.device, self._ragged.ledger)
+
+    def _copy_tensors(self) -> None:
+        """No effect: all entries are in the ragged part."""
+
     def own_tensors(self) -> tuple[Tensor, ...]:
         return self._kept
 

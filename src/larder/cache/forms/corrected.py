@@ -57,6 +57,11 @@ class PastAnswer:
     seen: Int64[Tensor, " E"]
     parked: Int64[Tensor, " K"]
 
+    def copy(self) -> PastAnswer:
+        """Answer with copies of all tensors."""
+        own = (self.out, self.lse, self.seen, self.parked)
+        return PastAnswer(self.place, *(each.clone() for each in own))
+
 
 class CorrectedLayer(TieredLayer):
     """Tiered layer that stores the outputs of the latest `recall.corrected` tokens."""
@@ -104,6 +109,8 @@ class CorrectedLayer(TieredLayer):
         """
         former = self._past
         places = [past.place for past in former]
+        if self._ragged.shared_nbytes:
+            self._ragged.separate()  # entries are written
         held = self._ragged.entries()
         tails = [held.head_positions(head)[-len(places) :].tolist() for head in range(len(keys))]
         if positions.tolist() != places or any(tail != places for tail in tails):
@@ -172,12 +179,17 @@ class CorrectedLayer(TieredLayer):
             store._count_bytes()
         return store
 
-    def fork(self) -> CorrectedLayer:
-        copy = super().fork()
+    def _like(self) -> CorrectedLayer:
+        copy = super()._like()
         assert isinstance(copy, CorrectedLayer)
         copy._past, copy._ids = self._past, self._ids
         copy._count_bytes()
         return copy
+
+    def _copy_tensors(self) -> None:
+        self._past = tuple(past.copy() for past in self._past)
+        self._ids = self._ids.clone()
+        super()._copy_tensors()
 
     def own_tensors(self) -> tuple[Tensor, ...]:
         own = [part for past in self._past for part in (past.out, past.lse, past.seen, past.parked)]

@@ -138,6 +138,16 @@ class GradedLayer(MixedLayer):
         store._hold(tuple(QuantizedTier.adopt(own, ledger, size) for own in saved_tiers(state)))
         return store
 
+    def _like(self) -> GradedLayer:
+        like = self._ragged.like
+        copy = GradedLayer(self.layer, like.dtype, like.device, self._ragged.ledger, ())
+        copy._hold(self._coded)
+        return copy
+
+    def _copy_tensors(self) -> None:
+        ledger, size = self._ragged.ledger, self.layer.head_dim
+        self._hold(tuple(QuantizedTier.adopt(t.state(ledger), ledger, size) for t in self._coded))
+
     def own_tensors(self) -> tuple[Tensor, ...]:
         coded = [tensor for tier in self._coded for tensor in tier.tensors().values()]
         return *coded, *(tier.columns for tier in self._coded if tier.columns.numel())

@@ -107,19 +107,6 @@ class LowRankLayer(RecoverableLayer):
                 f"The state of layer {layer.index} was summed with features {digest}, but those "
                 f"of the model are {maps.digest} now: build the cache again."
             )
-        return cls._of_state(layer, state, maps, source)
-
-    def fork(self) -> LowRankLayer:
-        return self._of_state(self.layer, self.state(), self._maps, self._source)
-
-    @classmethod
-    def _of_state(
-        cls,
-        layer: LayerSpec,
-        state: dict[str, Tensor],
-        maps: LowRankMaps,
-        source: tuple[int, str],
-    ) -> LowRankLayer:
         like = state["keys"]
         store = cls(layer, like.dtype, like.device, Ledger(), maps, source)
         store._adopt_ragged(state)
@@ -127,6 +114,15 @@ class LowRankLayer(RecoverableLayer):
         store._has_state = bool(store._state.any())
         store._count_bytes()
         return store
+
+    def _like(self) -> LowRankLayer:
+        like, ledger = self._ragged.like, self._ragged.ledger
+        copy = LowRankLayer(self.layer, like.dtype, like.device, ledger, self._maps, self._source)
+        copy._state, copy._has_state = self._state, self._has_state
+        return copy
+
+    def _copy_tensors(self) -> None:
+        self._state = self._state.clone()
 
     def own_tensors(self) -> tuple[Tensor, ...]:
         return (self._state,)
@@ -156,7 +152,7 @@ class LowRankLayer(RecoverableLayer):
             gone = gone[~torch.isin(gone, plan.folds.sources.cpu())]
         added = self._state_of(gone, held) if len(gone) else None
         has_weight = self._has_state or (added is not None and bool(added.any()))
-        # Saved states share the former one.
+        # Forks share the former one.
         summed = self._state if added is None else self._state + added
         change(plan)  # the last that can fail
         self.replaced_bytes = self._ragged.replaced_bytes

@@ -164,6 +164,19 @@ class PairedLayer(MixedLayer):
         half._join(LayerPair(shared, pairing))
         return half
 
+    def _like(self) -> PairedLayer:
+        """Layer with the same shared entries if it is the upper one; `link_pairs` links it."""
+        like, ledger, pairing = self._ragged.like, self._ragged.ledger, self._pair.pairing
+        copy = PairedLayer(self.layer, like.dtype, like.device, ledger, pairing, self.side)
+        if self.side == UPPER:
+            copy._pair.replace_shared(self._pair.shared)
+        return copy
+
+    def _copy_tensors(self) -> None:
+        own = self._pair.shared.tensors().items()
+        copies = {name: tensor.clone() for name, tensor in own}
+        self._pair.replace_shared(SharedEntries.adopt(copies))
+
     def own_tensors(self) -> tuple[Tensor, ...]:
         """The shared entries, in the upper layer."""
         return () if self.side == LOWER else tuple(self._pair.shared.tensors().values())

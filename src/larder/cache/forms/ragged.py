@@ -190,13 +190,13 @@ class RaggedLayer(SegmentedLayer):
     def apply(self, plan: Plan) -> None:
         check_single_precision(plan)
         check_kept(plan, self.lengths)
-        self._own_where_joined()
         self.apply_folded(plan, self._merge(plan))
 
     def apply_folded(
         self, plan: Plan, sums: MergedEntries, arrivals: InsertedEntries | None = None
     ) -> None:
         """Apply a validated plan, with merged and inserted entries computed by the caller."""
+        self._own_where_joined()
         rows = packed_rows(self._starts, self._lengths)[plan.kept.cpu()]
         lengths = torch.tensor(plan.lengths, dtype=torch.int64)
         coming = arrivals.counts(len(lengths)) if arrivals else 0

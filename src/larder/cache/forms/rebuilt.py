@@ -177,6 +177,17 @@ class RecomputedLayer(RecoverableLayer):
         store._count_bytes()
         return store
 
+    def _like(self) -> RecomputedLayer:
+        like, ledger = self._ragged.like, self._ragged.ledger
+        copy = RecomputedLayer(self.layer, like.dtype, like.device, ledger, self.rebuilding)
+        copy._source, copy._gone = self._source, self._gone
+        copy._count_bytes()
+        return copy
+
+    def _copy_tensors(self) -> None:
+        self._source, self._gone = self._source.clone(), [own.clone() for own in self._gone]
+        self._count_bytes()
+
     def own_tensors(self) -> tuple[Tensor, ...]:
         return (self._source, *self._gone)
 

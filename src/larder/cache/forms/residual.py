@@ -210,6 +210,17 @@ class ResidualLayer(MixedLayer):
         store._hold(ResidualTier.of(state))
         return store
 
+    def _like(self) -> ResidualLayer:
+        like, ledger = self._ragged.like, self._ragged.ledger
+        copy = ResidualLayer(self.layer, like.dtype, like.device, ledger, self.spec, self.place)
+        copy._coder = self._coder
+        copy._hold(self._tier)
+        return copy
+
+    def _copy_tensors(self) -> None:
+        own = self._tier.tensors().items()
+        self._hold(ResidualTier.of({name: tensor.clone() for name, tensor in own}))
+
     def own_tensors(self) -> tuple[Tensor, ...]:
         held = (*self._tier.tensors().values(), *(self._decoded or ()))
         return tuple(tensor for tensor in held if tensor.numel())

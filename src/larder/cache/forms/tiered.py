@@ -207,19 +207,20 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         store._count_bytes()
         return store
 
-    def fork(self) -> TieredLayer:
-        """Independent copy that shares slow tier and index by copy-on-write."""
+    def _like(self) -> TieredLayer:
         self._learn()
-        fast = RaggedLayer.adopt(self.layer, self._ragged.state())
-        like, ledger = fast.entries().keys, fast.ledger
+        like, ledger = self._ragged.like, self._ragged.ledger
         copy = type(self)(self.layer, like.dtype, like.device, ledger, self.parking)
-        copy._ragged = copy._attach(fast, copy._ragged)
         copy._slow = copy._attach(self._slow.fork(), copy._slow)
         copy.finder.use_index(self.finder.shared_index.fork())
         copy.finder.fetches_ahead = self.finder.fetches_ahead
         copy._observed = self._observed
         copy._count_bytes()
         return copy
+
+    def _copy_tensors(self) -> None:
+        self._observed = self._observed.clone()
+        self._count_bytes()
 
     def join(self, room: HostMemoryBudget) -> None:
         """Share the host memory budget of the sequence."""
@@ -240,6 +241,15 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
     @property
     def shared_nbytes(self) -> int:
         """Bytes shared with forks of this layer or with the one it was forked from."""
+        return super().shared_nbytes + self._shared_slow_nbytes
+
+    @property
+    def shared_host_nbytes(self) -> int:
+        """Bytes of `shared_nbytes` that are not in the model's memory."""
+        return self._family.shared_bytes(self) + self._shared_slow_nbytes
+
+    @property
+    def _shared_slow_nbytes(self) -> int:
         return self._slow.shared_nbytes + self.finder.shared_index.shared_nbytes
 
     @property

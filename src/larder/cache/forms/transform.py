@@ -170,6 +170,15 @@ class TransformLayer(MixedLayer):
         store._hold(tier)
         return store
 
+    def _like(self) -> TransformLayer:
+        ledger, place, tier = self._ragged.ledger, self._ragged.like.device, self._tier
+        copy = TransformLayer(self.layer, self._dtype, place, ledger, tier.spec, tier.tables)
+        copy._hold(tier)
+        return copy
+
+    def _copy_tensors(self) -> None:
+        self._hold(self._tier.copy())
+
     def own_tensors(self) -> tuple[Tensor, ...]:
         return self._tier.tensors()
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from larder.cache.forms.base import AttentionCall, CacheLayer
+from larder.cache.memory_usage import ForkFamily
 from larder.cache.spec import CacheSpec
 from larder.core.errors import CacheError
 from larder.core.observation import Entries
@@ -44,6 +45,7 @@ class SlidingWindowLayer(CacheLayer):
         self._values = torch.empty(shape, dtype=dtype, device=device)
         self._positions = torch.empty(0, dtype=torch.int32, device=device)
         self._slack = 0
+        self._family = ForkFamily(self)
         self._count()
 
     @classmethod
@@ -93,6 +95,23 @@ class SlidingWindowLayer(CacheLayer):
             tuple(head * held for head in range(heads)),
             (held,) * heads,
         )
+
+    def fork(self) -> SlidingWindowLayer:
+        """Layer with the same entries in the same storage, which neither of both writes."""
+        copy = SlidingWindowLayer(self.layer, self._keys.dtype, self._keys.device)
+        copy._keys, copy._values, copy._positions = self._keys, self._values, self._positions
+        copy._family = self._family
+        copy._family.join(copy)
+        copy._count()
+        return copy
+
+    @property
+    def shared_nbytes(self) -> int:
+        return self._family.shared_bytes(self)
+
+    def separate(self) -> None:
+        if self.shared_nbytes:
+            self._keep(slice(None))
 
     def state(self) -> dict[str, Tensor]:
         return {
