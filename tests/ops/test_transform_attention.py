@@ -31,6 +31,8 @@ from transforms import some_tables
 
 CASES = [(1, 3.0), (7, 0.5), (33, 0.1), (64, 30.0), (70, 1e-5), (100, 0.02)]  # entries, step
 
+AVX512_BF16, MATRIX_UNITS = 3, 4  # of `enum instruction_set` of c_library.h
+
 needs_kernel = pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
 
 
@@ -172,6 +174,23 @@ def test_attention_is_that_of_the_loop_over_decoded_entries(
     expected = looped(store, new.queries, biased=True)
     assert calls == [1]
     assert float((found - expected).norm() / expected.norm()) < tolerance
+
+
+@needs_kernel
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 256])
+def test_matrix_units_sum_what_dot_products_do(head_dim) -> None:
+    layer = a_wide_layer(head_dim, 32)
+    store, new = a_coded_layer(layer, torch.bfloat16, 0.3), draw(layer, 2, 150)
+    library = c_library()
+    assert library is not None
+    found = list[Tensor]()
+    try:
+        for limit in (AVX512_BF16, MATRIX_UNITS):
+            library.larder_limit_instruction_set(limit)
+            found.append(attend_held(store, new))
+    finally:
+        library.larder_limit_instruction_set(MATRIX_UNITS)
+    assert float((found[0] - found[1]).norm() / found[0].norm()) < 2e-5
 
 
 @needs_kernel

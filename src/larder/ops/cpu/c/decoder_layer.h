@@ -17,6 +17,7 @@
 #include <string.h>
 
 #include "c_library.h"
+#include "matrix_units.h"
 
 #if defined(WITH_MATRIX_UNITS) && !defined(IS_FLOAT32)
 #define HAS_TILES
@@ -96,8 +97,7 @@ static const struct weights *weights_of(const struct products *all, int64_t bloc
 #if defined(HAS_TILES)
 #define HAS_MATRIX_UNITS
 #define NAME(x) x##_tiles
-#define TARGET                                                                                      \
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,amx-tile,amx-bf16")))
+#define TARGET TILES
 #include BODY
 #undef NAME
 #undef TARGET

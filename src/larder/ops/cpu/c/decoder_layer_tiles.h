@@ -5,34 +5,9 @@
  * order of the pairs.
  */
 
-#define TILE_ROWS 16
 #define AHEAD 2 /* blocks of weights */
-#define TILE_BYTES 64 /* of a row of a tile */
 
 /* Tiles 0 to 3 hold sums, 4 and 5 weights, 6 and 7 rows: compilers want their numbers as such. */
-
-struct tile_shapes {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-};
-
-/* Lane i of row j becomes lane j of row i. */
-TARGET INLINE void NAME(transpose)(floats *rows) {
-    LANE_PATTERNS
-#define EXCHANGE(distance, first, second)                                                           \
-    for (int i = 0; i < TILE_ROWS; i++)                                                             \
-        if (!(i & distance)) {                                                                      \
-            floats one = rows[i], other = rows[i + distance];                                       \
-            rows[i] = __builtin_shuffle(one, other, first);                                         \
-            rows[i + distance] = __builtin_shuffle(one, other, second);                             \
-        }
-    EXCHANGE(1, even, odd)
-    EXCHANGE(2, even_pairs, odd_pairs)
-    EXCHANGE(4, even_fours, odd_fours)
-    EXCHANGE(8, lower, upper)
-#undef EXCHANGE
-}
 
 /* Tiles of rows: those of 16 rows lie one behind the other; zeros behind the last row. */
 TARGET static const void *NAME(pack)(const uint16_t *rows, int64_t count, int64_t size,
@@ -47,16 +22,6 @@ TARGET static const void *NAME(pack)(const uint16_t *rows, int64_t count, int64_
             memcpy(tile, own, sizeof own);
         }
     return scratch;
-}
-
-TARGET INLINE void NAME(set_shapes)(void) {
-    struct tile_shapes shapes = {.palette = 1};
-    for (int tile = 0; tile < 8; tile++) {
-        shapes.rows[tile] = TILE_ROWS;
-        shapes.row_bytes[tile] = TILE_BYTES;
-    }
-    /* GCC 12 drops writes in front of its intrinsic, which names eight of these bytes as read. */
-    __asm__ volatile("ldtilecfg %0" : : "m"(shapes));
 }
 
 /* Sums of 16 rows, or of 32, with 16 outputs of each of two matrices; sums[i] are those of output i. */
@@ -95,7 +60,7 @@ TARGET INLINE void NAME(sum_tiles)(const uint16_t *const *matrices, int64_t size
 /* Products of all rows with blocks [start, stop) of outputs. */
 TARGET static void NAME(multiply)(const struct products *all, int64_t start, int64_t stop) {
     int together = all->use == GATED ? 1 : 2;
-    NAME(set_shapes)();
+    set_tile_shapes();
     for (int64_t block = start; block < stop; block += together) {
         int64_t blocks[2], second = together == 1 || block + 1 == stop ? block : block + 1;
         const struct weights *own[2] = {weights_of(all, block, blocks),
@@ -124,6 +89,4 @@ TARGET static void NAME(multiply)(const struct products *all, int64_t start, int
     _tile_release();
 }
 
-#undef TILE_ROWS
-#undef TILE_BYTES
 #undef AHEAD

@@ -15,11 +15,13 @@
 #include <string.h>
 
 #include "c_library.h"
+#include "matrix_units.h"
 #include "transform_coder.h"
 
 #define MOST_GROUPS 64 /* of lanes that are decoded as vectors: 2,048 entries of a block */
 #define EXACT_BF16 256.0f /* integers up to here are bfloat16 numbers */
 #define NUM_SIDES 2
+#define MOST_PAIRS 128 /* of components of a head */
 #define TOGETHER 2 /* blocks that a thread decodes at once */
 
 /* Buckets of `AliasTables` of one class. */
@@ -153,11 +155,13 @@ INLINE void decode_group(const struct code_tables *tables, int32_t base, const i
 
 /* Rows of a block: its entries in order of tiers. */
 static void order_by_tier(const struct transform_scratch *scratch, int64_t count) {
-    int64_t held = 0;
-    for (int32_t tier = -LAST_TIER; tier <= LAST_TIER; tier++)
-        for (int64_t n = 0; n < count; n++)
-            if (scratch->tiers[n] == tier)
-                scratch->order[held++] = (int32_t)n;
+    int64_t firsts[NUM_TIERS + 1] = {0};
+    for (int64_t n = 0; n < count; n++)
+        firsts[scratch->tiers[n] + LAST_TIER + 1]++;
+    for (int tier = 1; tier < NUM_TIERS; tier++)
+        firsts[tier] += firsts[tier - 1];
+    for (int64_t n = 0; n < count; n++)
+        scratch->order[firsts[scratch->tiers[n] + LAST_TIER]++] = (int32_t)n;
 }
 
 /* Positions of the entries of a block. */

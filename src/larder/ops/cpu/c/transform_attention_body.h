@@ -86,13 +86,57 @@ TARGET INLINE struct NAME(found) NAME(look_up)(const struct alias_table *table, 
     return found;
 }
 
+/* Slots of thirty-two lanes: those of the first states in even places, the others' in odd ones. */
+TARGET INLINE __m512i NAME(slots_of)(const __m512i *states) {
+    __m512i slots = NAME(interleaved)(states[0], states[1]);
+    return _mm512_and_si512(slots, _mm512_set1_epi16(NUM_SLOTS - 1));
+}
+
+/* Take the codes that were found out of the states. */
+TARGET INLINE void NAME(advance)(const struct NAME(found) *found, __m512i *states,
+                                 struct word_stream *stream) {
+    const __m512i lower = _mm512_set1_epi32(0xFFFF);
+    __m512i sizes[CODER_VECTORS] = {_mm512_and_si512(found->sizes, lower),
+                                    _mm512_srli_epi32(found->sizes, 16)};
+    __m512i ranks[CODER_VECTORS] = {_mm512_and_si512(found->ranks, lower),
+                                    _mm512_srli_epi32(found->ranks, 16)};
+    for (int v = 0; v < CODER_VECTORS; v++) {
+        __m512i high = _mm512_srli_epi32(states[v], SLOT_BITS);
+        states[v] = _mm512_add_epi32(_mm512_mullo_epi32(sizes[v], high), ranks[v]);
+        states[v] = NAME(pull)(states[v], stream);
+    }
+}
+
+/* Numbers of even places, and of odd ones, with their signs. */
+TARGET INLINE void NAME(separate)(__m512i both, __m512i *numbers) {
+    numbers[0] = _mm512_srai_epi32(_mm512_slli_epi32(both, 16), 16);
+    numbers[1] = _mm512_srai_epi32(both, 16);
+}
+
+/* Tiers of whole groups of entries. */
+TARGET static void NAME(decode_tiers)(const struct code_tables *tables, int64_t groups,
+                                      uint32_t *lanes, struct word_stream *stream,
+                                      int32_t *tiers) {
+    __m512i states[CODER_VECTORS] = {_mm512_loadu_si512(lanes), _mm512_loadu_si512(lanes + LANES)};
+    for (int64_t g = 0; g < groups; g++, tiers += CODER_LANES) {
+        __m512i own[CODER_VECTORS];
+        struct NAME(found) found =
+            NAME(look_up)(tables->rows + tables->classes, NAME(slots_of)(states), 0);
+        NAME(separate)(_mm512_sub_epi16(found.codes, _mm512_set1_epi16(LAST_TIER)), own);
+        _mm512_storeu_si512(tiers, own[0]);
+        _mm512_storeu_si512(tiers + LANES, own[1]);
+        NAME(advance)(&found, states, stream);
+    }
+    _mm512_storeu_si512(lanes, states[0]);
+    _mm512_storeu_si512(lanes + LANES, states[1]);
+}
+
 /* Symbols of one component of a group, with `chunks` chunks of raw bits at most. */
 TARGET INLINE void NAME(decode_symbols)(const struct code_tables *tables, int32_t base, int chunks,
                                         const struct NAME(tier_part) *parts, int num_parts,
                                         __m512i *states, struct word_stream *stream, float *into) {
     const __m512i lower = _mm512_set1_epi32(0xFFFF), none = _mm512_setzero_si512();
-    __m512i slots = NAME(interleaved)(states[0], states[1]);
-    slots = _mm512_and_si512(slots, _mm512_set1_epi16(NUM_SLOTS - 1));
+    __m512i slots = NAME(slots_of)(states), symbols[CODER_VECTORS];
     int64_t row = class_at(tables->classes, base, parts[0].tier);
     struct NAME(found) found =
         NAME(look_up)(tables->rows + row, slots, raw_bits_of(tables->first_raw, row));
@@ -106,19 +150,8 @@ TARGET INLINE void NAME(decode_symbols)(const struct code_tables *tables, int32_
         found.raw = _mm512_mask_mov_epi16(found.raw, parts[p].lanes, own.raw);
     }
     __mmask32 escapes = _mm512_cmpeq_epi16_mask(found.codes, _mm512_set1_epi16(ESCAPE));
-    found.codes = _mm512_sub_epi16(found.codes, _mm512_set1_epi16(MIDDLE));
-    __m512i sizes[CODER_VECTORS] = {_mm512_and_si512(found.sizes, lower),
-                                    _mm512_srli_epi32(found.sizes, 16)};
-    __m512i ranks[CODER_VECTORS] = {_mm512_and_si512(found.ranks, lower),
-                                    _mm512_srli_epi32(found.ranks, 16)};
-    __m512i symbols[CODER_VECTORS] = {
-        _mm512_srai_epi32(_mm512_slli_epi32(found.codes, 16), 16),
-        _mm512_srai_epi32(found.codes, 16)};
-    for (int v = 0; v < CODER_VECTORS; v++) {
-        __m512i high = _mm512_srli_epi32(states[v], SLOT_BITS);
-        states[v] = _mm512_add_epi32(_mm512_mullo_epi32(sizes[v], high), ranks[v]);
-        states[v] = NAME(pull)(states[v], stream);
-    }
+    NAME(separate)(_mm512_sub_epi16(found.codes, _mm512_set1_epi16(MIDDLE)), symbols);
+    NAME(advance)(&found, states, stream);
     if (chunks || escapes) {
         found.raw = _mm512_mask_mov_epi16(found.raw, escapes, _mm512_set1_epi16(ESCAPED_BITS));
         __m512i raw[CODER_VECTORS] = {_mm512_and_si512(found.raw, lower),
@@ -183,7 +216,12 @@ TARGET static void NAME(begin)(struct NAME(decoding) *block, const struct code_t
         block->states[l] = next_word(&block->stream) << 16;
         block->states[l] |= next_word(&block->stream);
     }
-    for (int64_t n = 0; n < count; n++)
+    int64_t whole = 0; /* entries of groups of lanes */
+#if defined(HAS_AVX512)
+    whole = count / CODER_LANES * CODER_LANES;
+    NAME(decode_tiers)(tables, count / CODER_LANES, block->states, &block->stream, scratch->tiers);
+#endif
+    for (int64_t n = whole; n < count; n++)
         scratch->tiers[n] = decode_code(tables->rows + tables->classes,
                                         block->states + n % CODER_LANES, &block->stream) -
                             LAST_TIER;
@@ -333,6 +371,44 @@ TARGET static int NAME(pack_pairs)(const struct transform_scratch *scratch, int6
         }
     return _mm512_reduce_max_ps(most) <= EXACT_BF16;
 }
+
+#if defined(WITH_MATRIX_UNITS)
+/* `turn_back_pairs` of sixteen entries by matrix units: sums of the first and of the second numbers of
+ * pairs are added at the end, else they are the same. */
+TILES static void NAME(turn_back_tiles)(const uint32_t *symbols, int64_t room,
+                                        const uint32_t *inverse, int64_t dim, const float *scales,
+                                        const float *mean, float *keys) {
+    floats entries[MOST_PAIRS / TILE_ROWS][TILE_ROWS]; /* sixteen pairs of each entry */
+    int64_t blocks = dim / 2 / TILE_ROWS;
+    for (int64_t b = 0; b < blocks; b++) {
+        for (int64_t c = 0; c < TILE_ROWS; c++)
+            memcpy(entries[b] + c, symbols + (b * TILE_ROWS + c) * room, sizeof **entries);
+        NAME(transpose)(entries[b]);
+    }
+    __asm__ volatile("" : : : "memory"); /* the compiler does not know what tiles read */
+    for (int64_t d = 0; d < dim; d += 2 * LANES) {
+        const uint32_t *own = inverse + d;
+        _tile_zero(0);
+        _tile_zero(1);
+        for (int64_t b = 0; b < blocks; b++, own += TILE_ROWS * dim) {
+            _tile_loadd(4, entries[b], TILE_BYTES);
+            _tile_loadd(6, own, dim * 4);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, own + LANES, dim * 4);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        _tile_stored(0, keys + d, dim * 4);
+        _tile_stored(1, keys + d + LANES, dim * 4);
+    }
+    for (int64_t e = 0; e < LANES; e++)
+        for (int64_t d = 0; d < dim; d += LANES) {
+            __m512 key = _mm512_mul_ps(_mm512_loadu_ps(keys + e * dim + d), _mm512_set1_ps(scales[e]));
+            _mm512_storeu_ps(keys + e * dim + d, _mm512_add_ps(key, _mm512_loadu_ps(mean + d)));
+        }
+}
+
+TILES static void NAME(release_tiles)(void) { _tile_release(); }
+#endif
 #endif
 
 /* Rotate sixteen keys, and write their logits for every query. */
@@ -377,8 +453,19 @@ TARGET INLINE void NAME(logits_of)(const struct transform_attention *call,
     int64_t padded = (block->count + LANES - 1) / LANES * LANES;
     has_pairs = call->pairs && NAME(pack_pairs)(scratch, dim, padded);
 #endif
+    int has_tiles = 0;
+#if defined(HAS_DOT_PRODUCT) && defined(WITH_MATRIX_UNITS)
+    has_tiles = has_pairs && larder_has_matrix_units();
+    if (has_tiles)
+        set_tile_shapes();
+#endif
     for (int64_t n = 0; n < block->count; n += LANES) {
-        for (int64_t e = 0; e < LANES; e += KEY_TILE)
+#if defined(HAS_DOT_PRODUCT) && defined(WITH_MATRIX_UNITS)
+        if (has_tiles)
+            NAME(turn_back_tiles)(scratch->pairs + n, scratch->room, call->pairs + head * dim / 2 * dim,
+                                  dim, scratch->scales + n, mean, scratch->keys);
+#endif
+        for (int64_t e = 0; e < LANES && !has_tiles; e += KEY_TILE)
             for (int64_t d = 0; d < dim; d += 4 * LANES) {
                 const float *symbols = scratch->symbols + n + e, *scales = scratch->scales + n + e;
                 float *keys = scratch->keys + e * dim + d;
@@ -406,6 +493,10 @@ TARGET INLINE void NAME(logits_of)(const struct transform_attention *call,
         NAME(weigh_keys)(call, queries, scratch->positions + n, scratch->keys, scratch->room,
                          scratch->logits + n);
     }
+#if defined(HAS_DOT_PRODUCT) && defined(WITH_MATRIX_UNITS)
+    if (has_tiles)
+        NAME(release_tiles)();
+#endif
     (void)has_pairs;
 }
 
@@ -418,9 +509,12 @@ TARGET static void NAME(attend_block)(const struct transform_attention *call,
     int64_t padded = (count + LANES - 1) / LANES * LANES;
     read_positions(block, call->payload + block->offset, scratch->positions + room);
     const int32_t *places = scratch->positions + room;
+    float scales[NUM_TIERS];
+    for (int tier = -LAST_TIER; tier <= LAST_TIER; tier++)
+        scales[tier + LAST_TIER] = (float)ldexp(call->step, tier);
     for (int64_t n = 0; n < padded; n++) {
-        int32_t place = n < count ? scratch->order[n] : 0, tier = scratch->tiers[place];
-        scratch->scales[n] = (float)(call->step * (tier < 0 ? 1.0 / (1 << -tier) : 1 << tier));
+        int32_t place = n < count ? scratch->order[n] : 0;
+        scratch->scales[n] = scales[scratch->tiers[place] + LAST_TIER];
         scratch->positions[n] = places[place];
     }
     NAME(logits_of)(call, block, scratch);

@@ -83,6 +83,23 @@ TARGET INLINE floats NAME(sum_each)(floats *sums) {
     return __builtin_shuffle(sums[0], sums[1], lower) + __builtin_shuffle(sums[0], sums[1], upper);
 }
 
+/* Lane i of row j becomes lane j of row i. */
+TARGET INLINE void NAME(transpose)(floats *rows) {
+    LANE_PATTERNS
+#define EXCHANGE(distance, first, second)                                                           \
+    for (int i = 0; i < LANES; i++)                                                             \
+        if (!(i & distance)) {                                                                      \
+            floats one = rows[i], other = rows[i + distance];                                       \
+            rows[i] = __builtin_shuffle(one, other, first);                                         \
+            rows[i + distance] = __builtin_shuffle(one, other, second);                             \
+        }
+    EXCHANGE(1, even, odd)
+    EXCHANGE(2, even_pairs, odd_pairs)
+    EXCHANGE(4, even_fours, odd_fours)
+    EXCHANGE(8, lower, upper)
+#undef EXCHANGE
+}
+
 /* exp(x) for x <= 0: 2^whole by exponent bits, the rest by a series; a NaN stays one. */
 TARGET INLINE floats NAME(exponential)(floats x) {
     const floats rounding = NAME(broadcast)(12582912.0f); /* 1.5 * 2^23: adding it rounds */
