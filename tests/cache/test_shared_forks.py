@@ -257,3 +257,15 @@ def test_a_fork_shares_what_recomputes_its_evicted_entries() -> None:
     fork.truncate(60)
     assert same_bits(store.state(), before)
     assert fork.wanted == store.wanted - 40
+
+
+@pytest.mark.parametrize("kind", COMPOSITES)
+def test_a_fork_that_is_separate_has_copies_of_codes(kind: str) -> None:
+    twin = Twin(COMPOSITES[kind](), COMPOSITES[kind](), 0)
+    twin.grow(100)
+    if not isinstance(twin.copy, SlidingWindowLayer):
+        twin.evict("apply", 5)
+    fork = twin.store.fork()
+    fork.separate()
+    assert fork.shared_nbytes == twin.store.shared_nbytes == 0
+    assert same_bits(fork.state(), twin.copy.state())

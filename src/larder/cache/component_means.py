@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from jaxtyping import Float, Int8, Int64
@@ -55,7 +54,7 @@ class ComponentMeans:
         """Mean of each component of a head."""
         return self.numbers[head] if len(self.codes) else 0.0
 
-    @cached_property
+    @property
     def numbers(self) -> Float[Tensor, "K D2"]:
         """All means."""
         return (self.codes.float().unflatten(1, (2, -1)) * self.scales[..., None]).flatten(1)

@@ -302,8 +302,9 @@ class TransformedTier:
 
     def copy(self) -> TransformedTier:
         """Tier with copies of all tensors."""
-        own = (self.index, self.payload, self.columns)
-        return TransformedTier(self.spec, self.tables, self.step, *(each.clone() for each in own))
+        means = ComponentMeans(self.means.codes.clone(), self.means.scales.clone())
+        own = {name: getattr(self, name).clone() for name in ("index", "payload", "columns")}
+        return replace(self, means=means, **own)
 
     def state(self) -> dict[str, Tensor]:
         """Copies of all tensors by name, with what names the calibration."""
