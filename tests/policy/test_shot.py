@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from builders import a_layer, a_view
+from larder import Policy
 from larder.core import BadParameter, LayerScores, Phase
 from larder.policy import Entire, Shot
 
@@ -46,6 +47,24 @@ def test_generated_tokens_are_judged_one_by_one() -> None:
     assert torch.equal(Shot().pool(scores, replace(seen, stage=Phase.DECODE)), scores)
 
 
+def test_an_example_longer_than_the_budget_is_judged_token_by_token() -> None:
+    """Examples end at positions that 3 divides; of a head's 5, 3 and 2 entries belong together."""
+    seen = a_view(a_layer(2, 1), [range(5), [0, 1, 2, 3]], 3)
+    scores = torch.tensor([5.0, 1.0, 3.0, 8.0, 2.0, 1.0, 2.0, 6.0, 4.0])
+    assert Shot().pool(scores, seen).tolist() == [3.0] * 3 + [5.0] * 2 + [3.0] * 3 + [4.0]
+    pooled = Shot(longest=2).pool(scores, seen).tolist()
+    assert pooled == [5.0, 1.0, 3.0, 5.0, 5.0, 1.0, 2.0, 6.0, 4.0]
+    assert Shot(longest=3).pool(scores, seen).equal(Shot().pool(scores, seen))
+    assert Shot().with_budget(7) == Shot(longest=7) and Shot(longest=2).with_budget(7).longest == 2
+
+
+def test_a_text_without_examples_fills_its_budget() -> None:
+    policy = Policy.parse("shotkv").with_sizes(100, None)
+    assert policy.planner.unit == Shot(layers=1000, longest=100)
+
+
 def test_parameters() -> None:
+    with pytest.raises(BadParameter, match="shot.longest must be at least 1 token, got 0"):
+        Shot(longest=0)
     with pytest.raises(BadParameter, match="shot.layers must be at least 1, got 0"):
         Shot(layers=0)

@@ -270,6 +270,7 @@ class Policy:
             schedule=schedule,
             scorer=scorer,
             recall=recall,
+            unit=self.unit.with_budget(tokens),
             compensation=compensation,
             timing=self.timing.with_budget(tokens),
         )

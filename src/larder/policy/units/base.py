@@ -29,6 +29,11 @@ class Unit(PolicyPart, ABC):
         """True if it judges by the end of a text, so that all of it must have been read."""
         return False
 
+    def with_budget(self, tokens: int) -> Unit:
+        """Copy with open parameters filled in for a budget of `tokens` entries per kv head."""
+        del tokens
+        return self
+
     @abstractmethod
     def pool(self, scores: Packed, seen: Observation) -> Packed:
         """Scores of the same shape, equal within a unit; infinite scores do not change."""
@@ -56,12 +61,8 @@ def pool_groups(
     """
     if not len(scores):
         return scores
-    counts = torch.tensor(lengths, device=spans.device)
-    heads = torch.arange(len(counts), device=spans.device).repeat_interleave(counts)
-    named = heads * (spans.max() + 1) + spans
-    is_first = named.new_ones(len(named), dtype=torch.bool)
-    is_first[1:] = named[1:] != named[:-1]
-    labels, firsts = is_first.cumsum(0) - 1, is_first.nonzero().flatten()
+    labels = group_labels(spans, lengths)
+    firsts = torch.diff(labels, prepend=labels.new_full((1,), -1)).nonzero().flatten()
     slots = torch.arange(len(scores), device=spans.device) - firsts[labels]
     finite = scores.isfinite()
     table = scores.new_full((len(firsts), int(slots.max()) + 1), -torch.inf)
@@ -70,3 +71,12 @@ def pool_groups(
     counted = top.isfinite()
     means = top.masked_fill(~counted, 0.0).sum(1) / counted.sum(1).clamp(min=1)
     return means[labels].where(finite, scores)
+
+
+def group_labels(spans: Int64[Tensor, " T"], lengths: tuple[int, ...]) -> Int64[Tensor, " T"]:
+    """Number of the group of each entry, counted over all heads, as `pool_groups` forms them."""
+    counts = torch.tensor(lengths, device=spans.device)
+    heads = torch.arange(len(counts), device=spans.device).repeat_interleave(counts)
+    is_first = spans.new_ones(len(spans), dtype=torch.bool)
+    is_first[1:] = (spans[1:] != spans[:-1]) | (heads[1:] != heads[:-1])
+    return is_first.cumsum(0) - 1

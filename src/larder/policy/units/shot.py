@@ -5,18 +5,21 @@ arXiv:2502.01941 (ShotKV): an example's score is the mean attention to its token
 layers, and whole examples stay, the best first, while they fit. Examples are told apart by blank
 lines, where the tokenizer has tokens for these. Scores of all heads of a layer are joined by
 `layer_mean`, those of layers by `layers`, which takes the scores of the first of them (the paper
-averages over layers). Whole examples alone stay under the budget `entire`. While text is
-generated entries are judged one by one.
+averages over layers). Whole examples alone stay under the budget `entire`. Tokens of an
+example that no budget holds whole, such as a text without blank lines, are judged one by one
+(ours), and so are those that are generated.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from larder.core.errors import BadParameter
 from larder.core.observation import Observation, Phase
 from larder.core.types import Packed
-from larder.policy.units.base import Unit, pool_groups
+from larder.policy.units.base import Unit, group_labels, pool_groups
 
 
 @dataclass(frozen=True)
@@ -25,24 +28,35 @@ class Shot(Unit):
 
     Args:
         layers: consecutive layers that share the scores of the first of them.
+        longest: tokens of the longest example that is kept whole; left open, the budget.
     """
 
     layers: int = 1
+    longest: int | None = None
     tallies = frozenset({"shot"})
 
     def __post_init__(self) -> None:
         if self.layers < 1:
             raise BadParameter(f"shot.layers must be at least 1, got {self.layers}.")
+        if self.longest is not None and self.longest < 1:
+            raise BadParameter(f"shot.longest must be at least 1 token, got {self.longest}.")
 
     @property
     def layers_together(self) -> int:
         return self.layers
 
+    def with_budget(self, tokens: int) -> Shot:
+        return replace(self, longest=tokens) if self.longest is None else self
+
     def pool(self, scores: Packed, seen: Observation) -> Packed:
         if seen.stage is Phase.DECODE:
             return scores
-        labels = seen.entries.column("shot").abs().long()
-        return pool_groups(scores, labels, seen.entries.lengths, len(scores))
+        spans, lengths = seen.entries.column("shot").abs().long(), seen.entries.lengths
+        pooled = pool_groups(scores, spans, lengths, len(scores))
+        if self.longest is None or not len(scores):
+            return pooled
+        labels = group_labels(spans, lengths)
+        return torch.where(labels.bincount()[labels] > self.longest, scores, pooled)
 
 
 Part = Shot
