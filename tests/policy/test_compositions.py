@@ -27,6 +27,18 @@ COMPOSITIONS = {
     "graph_of_two_layers_over_4_bits": PARK.format(
         "projected(dense=0, layers=2, least=64) > quantized(bits=4, group=16)"
     ),
+    "two_levels_behind_gated_chunks": (
+        "blockwise() > snapkv(window=8) > entropy_chunk(size=6) > uniform() > park() > "
+        "squeezed(dense=0, share=0.2, coarse=0.05) > lagged(tokens=4)"
+    ),
+    "heads_of_needles_refreshed_by_keys": (
+        "two_passes() > protect(sinks=4, recent=4) > key_cosine(share=0.1) > uniform() > "
+        'context_refresh(tokens=4, scorer="keydiff()")'
+    ),
+    "narrowed_layers_refreshed_over_4_bits": (
+        "layerwise_narrowing() > protect(sinks=4, recent=4) > snapkv(window=8) > global() > "
+        "quantized(bits=4, group=16) > context_refresh(tokens=4)"
+    ),
     "turns_by_compactor": "freeze() > compactor(sinks=4) > uniform()",
     "two_passes_into_samples": (
         'two_passes() > protect(sinks=4, recent=8) > patched(prompt="question") > mean() > '

@@ -10,13 +10,23 @@ from dataclasses import replace
 import pytest
 import torch
 
+from builders import a_layer, a_view
 from larder import LarderError, Policy
-from larder.core import Entries, LatestQueries, LayerSpec, Observation, Phase, SpellingError
+from larder.core import (
+    BadParameter,
+    Entries,
+    LatestQueries,
+    LayerSpec,
+    Observation,
+    Phase,
+    SpellingError,
+)
 from larder.policy import (
     CapKV,
     Criticality,
     CurDKV,
     Fusion,
+    KeyCosine,
     LastQuery,
     Leverages,
     Morph,
@@ -238,6 +248,20 @@ def test_recent_attention_equals_its_loop_with_what_is_remembered(loop_of, held)
     for part in (RecentAttention(1), RecentAttention(2), RecentAttention(4)):
         got = part.score(seen).tolist()
         assert got == pytest.approx(loop_of(part).scores(part, seen)[0], abs=1e-5)
+
+
+def test_heads_beyond_the_share_of_a_measured_order_score_nothing() -> None:
+    seen = a_view(a_layer(2, 1), [range(6), range(4)], 3)
+    every = KeyCosine(kernel=1).score(seen)
+    best = replace(seen, facts={"needle_rank": (0.25, 0.0)})
+    some = KeyCosine(kernel=1, share=0.2).score(best)
+    assert some[:6].tolist() == [0.0] * 6 and torch.equal(some[6:], every[6:])
+    assert float(every[:6].abs().min()) > 0
+    facts = {3: {"needle_rank": (0.25, 0.0)}, 5: {"needle_rank": (0.5, 0.75)}}
+    assert KeyCosine(share=0.2).scored_layers(facts) == {3}
+    assert KeyCosine().scored_layers(facts) is None
+    with pytest.raises(BadParameter, match=r"key_cosine.share must be in \(0, 1\], got 0.0"):
+        KeyCosine(share=0.0)
 
 
 def test_old_queries_have_no_say_whatever_they_looked_at() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from builders import a_layer, a_view
 from larder import Policy
 from larder.core import BadParameter, Observation
-from larder.policy import Caote, Chunk, Criticality, Task, Window
+from larder.policy import Caote, Chunk, Criticality, EntropyChunk, Task, Window
 from larder.session import FAMILIES
 from references.attention_loop import heads_of, positions_of
 
@@ -229,6 +229,19 @@ def test_a_share_of_a_window_is_not_one_short_of_itself() -> None:
     scores, seen = told([{place: float(place < 28) for place in range(100)}])
     pooled = Window(size=100, best=0.29).pool(scores, seen)
     assert pooled.tolist() == pytest.approx([28 / 29] * 100)
+
+
+def test_a_spiky_chunk_keeps_its_best_tokens_and_the_rest_comes_last() -> None:
+    """Means 10, 9, 1 and 2: the first is one token's, and keeps two of four; 2 and 3 come last."""
+    seen = a_view(a_layer(1, 1), [range(16)], 1)
+    numbers = [36, 2, 1.1, 1, 9, 9.1, 9.2, 8.7, 1, 1.1, 0.9, 0.95, 2, 2.1, 2.2, 1.7]
+    ranks = EntropyChunk(size=4, spiky=2).pool(torch.tensor(numbers), seen)
+    order = ranks.argsort(descending=True).tolist()
+    assert order == [0, 1, 6, 5, 4, 7, 14, 13, 12, 15, 9, 8, 11, 10, 2, 3]
+    assert sorted(ranks.tolist()) == list(range(1, 17))
+    for wrong in ({"size": 0}, {"spiky": 0}, {"layers": 0}):
+        with pytest.raises(BadParameter, match=r"entropy_chunk\.\w+ must be at least 1, got 0"):
+            EntropyChunk(**wrong)
 
 
 def test_units_stay_whole_where_the_budget_allows() -> None:

@@ -100,6 +100,7 @@ from .scorers.curdkv import Leverages as Leverages
 from .scorers.expected import Expected as Expected
 from .scorers.fastgen import Fastgen as Fastgen
 from .scorers.infinipot import InfiniPot as InfiniPot
+from .scorers.key_cosine import KeyCosine as KeyCosine
 from .scorers.keydiff import KeyDiff as KeyDiff
 from .scorers.keynorm import KeyNorm as KeyNorm
 from .scorers.kvgrad import KVGrad as KVGrad
@@ -154,6 +155,7 @@ from .timing.prefill_only import PrefillOnly as PrefillOnly
 from .timing.split import Split as Split
 from .timing.split import Strategy as Strategy
 from .units.chunk import Chunk as Chunk
+from .units.entropy_chunk import EntropyChunk as EntropyChunk
 from .units.shot import Shot as Shot
 from .units.window import Task as Task
 from .units.window import Window as Window
