@@ -373,8 +373,8 @@ TARGET static int NAME(pack_pairs)(const struct transform_scratch *scratch, int6
 }
 
 #if defined(WITH_MATRIX_UNITS)
-/* `turn_back_pairs` of sixteen entries by matrix units: sums of the first and of the second numbers of
- * pairs are added at the end, else they are the same. */
+/* `turn_back_pairs` of sixteen entries by matrix units, which may add the products of pairs in
+ * another order. */
 TILES static void NAME(turn_back_tiles)(const uint32_t *symbols, int64_t room,
                                         const uint32_t *inverse, int64_t dim, const float *scales,
                                         const float *mean, float *keys) {
