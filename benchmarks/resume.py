@@ -10,10 +10,9 @@ from its log, and the same token predicted. Model and store are already open, as
 with the files in the system's page cache (`warm`) and once after it was asked to drop them
 (`cold`); `megabytes_per_second` refers to the cache's bytes in memory. `kl` is the divergence of
 the prediction from the exact one. `held_bytes` are those of the restored cache, `peak_bytes` what
-the process took at most in addition while the cache was restored and the token predicted (Linux; a
-restore of its own, behind the others; memory that the process kept from another codec does not
-count, so give one), and `step_seconds` the processor time of a token that is read behind it. One
-JSONL line per codec in results/resume.jsonl.
+the process took at most in addition while the cache was restored and the token predicted (Linux
+with glibc; a restore of its own), and `step_seconds` the processor time of a token that is read
+behind it. One JSONL line per codec in results/resume.jsonl.
 
 Besides the bundled model and Hugging Face names, `random:qwen3-0.6b` has a real model shape and
 random weights; `--layers` reduces its layers, which the rows record.
@@ -22,6 +21,7 @@ random weights; `--layers` reduces its layers, which the rows record.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import os
 import statistics
@@ -163,7 +163,9 @@ def measure_codec(
 
 
 def reset_peak() -> int:
-    """Begin to record the highest resident memory anew; return the present one."""
+    """Begin to record the highest resident memory anew, without freed memory that the process kept
+    (glibc); return the present one."""
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return resident("VmRSS")
 
