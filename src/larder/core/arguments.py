@@ -76,6 +76,21 @@ def _call_error(
     return UsageError(f"{name}: {reason}. It takes {', '.join(ordered)} by position{by_name}.")
 
 
+def require(is_met: bool, name: str, rule: str, value: object) -> None:
+    """Check a parameter against a rule.
+
+    Args:
+        is_met: whether the value keeps the rule.
+        name: of the parameter, such as `snapkv.window`.
+        rule: what the value must be, such as `at least 1 token`.
+
+    Raises:
+        BadParameter: it does not.
+    """
+    if not is_met:
+        raise BadParameter(f"{name} must be {rule}, got {value}.")
+
+
 def check_type(name: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
     """Check the type of an argument.
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
+from larder.core.arguments import require
 from larder.core.errors import BadParameter
 from larder.core.spec import POSITION_BYTES
 
@@ -158,16 +159,11 @@ class Codec:
 
     def __post_init__(self) -> None:
         for name, bits in (("key_bits", self.key_bits), ("value_bits", self.value_bits)):
-            if bits not in (0, *BITS):
-                raise BadParameter(f"codec.{name} must be a whole number from 0 to 8, got {bits}.")
-        if self.group < 1:
-            raise BadParameter(f"codec.group must be at least 1, got {self.group}.")
-        if not 0 <= self.outliers < 1:
-            raise BadParameter(f"codec.outliers must be in [0, 1), got {self.outliers}.")
-        if not 0 < self.channels <= 1:
-            raise BadParameter(f"codec.channels must be in (0, 1], got {self.channels}.")
-        if not 0 <= self.balance < math.inf:
-            raise BadParameter(f"codec.balance must be at least 0, got {self.balance}.")
+            require(bits in (0, *BITS), f"codec.{name}", "a whole number from 0 to 8", bits)
+        require(self.group >= 1, "codec.group", "at least 1", self.group)
+        require(0 <= self.outliers < 1, "codec.outliers", "in [0, 1)", self.outliers)
+        require(0 < self.channels <= 1, "codec.channels", "in (0, 1]", self.channels)
+        require(0 <= self.balance < math.inf, "codec.balance", "at least 0", self.balance)
         if self.balance and self.channels < 1:
             raise BadParameter(
                 f"codec.channels must be 1 where balance is above 0, got {self.channels}: one "
@@ -323,8 +319,7 @@ class TransformSpec:
     def __post_init__(self) -> None:
         numbers = ("sinks", self.sinks, 0), ("recent", self.recent, 0), ("block", self.block, 1)
         for name, value, least in numbers:
-            if value < least:
-                raise BadParameter(f"transform.{name} must be at least {least}, got {value}.")
+            require(value >= least, f"transform.{name}", f"at least {least}", value)
         if (self.metric, self.rope) not in CALIBRATIONS:
             raise BadParameter(
                 f"transform.metric must be 0, 0.5 or 1, and 0.5 where rope is after, got "
@@ -380,11 +375,9 @@ class ResidualSpec:
 
     def __post_init__(self) -> None:
         for name, bits in (("bits", self.bits), ("first_bits", self.first_bits)):
-            if bits not in VECTOR_BITS:
-                raise BadParameter(f"aqua.{name} must be a whole number from 1 to 4, got {bits}.")
+            require(bits in VECTOR_BITS, f"aqua.{name}", "a whole number from 1 to 4", bits)
         for name, tokens in (("sinks", self.sinks), ("recent", self.recent)):
-            if tokens < 0:
-                raise BadParameter(f"aqua.{name} must be at least 0, got {tokens}.")
+            require(tokens >= 0, f"aqua.{name}", "at least 0", tokens)
 
     def token_bytes(self, width: int, place: int) -> int:
         """Bytes of a coded token in the layer at a place: codes and scales of both sides, position.

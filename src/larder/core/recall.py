@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from larder.core.arguments import require
 from larder.core.codec import Codec
 from larder.core.errors import BadParameter
 from larder.core.family import Family, public_name
@@ -223,8 +224,7 @@ class RecallPart(PolicyPart, ABC):
 
     def __post_init__(self) -> None:
         name = public_name(type(self))
-        if self.page < 1:
-            raise BadParameter(f"{name}.page must be at least 1 entry, got {self.page}.")
+        require(self.page >= 1, f"{name}.page", "at least 1 entry", self.page)
         if self.tokens is not None and self.tokens < 1:
             raise BadParameter(f"{name}.tokens must be at least 1, got {self.tokens}.")
         if self.tokens is not None and self.tokens % self.page:
@@ -249,12 +249,9 @@ class RecallPart(PolicyPart, ABC):
                 f"{name}.exact must be 0 or open, got {self.exact}: with these parameters every "
                 f"step of {name} has to search."
             )
-        if self.dense < 0:
-            raise BadParameter(f"{name}.dense must be at least 0 layers, got {self.dense}.")
-        if self.layers < 1:
-            raise BadParameter(f"{name}.layers must be at least 1, got {self.layers}.")
-        if self.corrected < 0:
-            raise BadParameter(f"{name}.corrected must be at least 0, got {self.corrected}.")
+        require(self.dense >= 0, f"{name}.dense", "at least 0 layers", self.dense)
+        require(self.layers >= 1, f"{name}.layers", "at least 1", self.layers)
+        require(self.corrected >= 0, f"{name}.corrected", "at least 0", self.corrected)
         if self.corrected and not self.is_plain:
             raise BadParameter(
                 f"{name}.corrected must be 0, got {self.corrected}: an estimate that {name} used "

@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 
+from larder.core.arguments import require
 from larder.core.errors import BadParameter
 
 IntOrTensor = TypeVar("IntOrTensor", int, torch.Tensor)
@@ -238,10 +239,9 @@ class LayerPairing:
 
     def __post_init__(self) -> None:
         for name in ("start", "weight", "apart"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise BadParameter(
-                    f"minicache.{name} must be in [0, 1], got {getattr(self, name)}."
-                )
+            require(
+                0 <= getattr(self, name) <= 1, f"minicache.{name}", "in [0, 1]", getattr(self, name)
+            )
 
     def pairs(self, layers: Sequence[LayerSpec]) -> list[tuple[int, int]]:
         """Indices of paired layers, lower and upper; only layers with equal head shapes pair.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from larder.core.arguments import check_count, check_type, checked_call
+from larder.core.arguments import check_count, check_type, checked_call, require
 from larder.core.conversation import Conversation
-from larder.core.errors import BadParameter, InputError, UsageError
+from larder.core.errors import InputError, UsageError
 from larder.core.progress import Progress, no_progress
 from larder.engine.answer import Answer, check_prompt_fits
 from larder.engine.detokenizer import discard_text
@@ -231,8 +231,7 @@ class Chat:
             >>> len(chat.turns)
             0
         """
-        if not 0 <= turns <= len(self.turns):
-            raise BadParameter(f"turns must be 0 to {len(self.turns)}, got {turns}.")
+        require(0 <= turns <= len(self.turns), "turns", f"0 to {len(self.turns)}", turns)
         log = self._caches.state.log
         log = replace(log, turns=log.turns[: len(self.turns) - turns])
         self._log_store.save(log, self._identity())

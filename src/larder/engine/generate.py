@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from larder.cache.sequence import SequenceCache
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.types import AppendKind, Mode
 from larder.engine.sampler import SamplingParams, TokenSampler
 from larder.models.decoder import Decoder
@@ -33,8 +33,7 @@ class StoppingCriteria:
     stop_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise BadParameter(f"max_new_tokens must be at least 1, got {self.max_new_tokens}.")
+        require(self.max_new_tokens >= 1, "max_new_tokens", "at least 1", self.max_new_tokens)
 
 
 # Called before each forward batch with the numbers of its sequences, their segments, and the count

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.arguments import check_integer, check_number, check_type
+from larder.core.arguments import check_integer, check_number, check_type, require
 from larder.core.errors import BadParameter, UnknownName
 from larder.core.family import unknown_name_message
 
@@ -102,14 +102,11 @@ class SamplingParams:
             raise BadParameter(
                 f"temperature must be a finite number, 0 or more, got {self.temperature}."
             )
-        if self.top_k < 0:
-            raise BadParameter(f"top_k must be 0 (all) or more, got {self.top_k}.")
-        if not 0 < self.top_p <= 1:
-            raise BadParameter(f"top_p must be in (0, 1], got {self.top_p}.")
+        require(self.top_k >= 0, "top_k", "0 (all) or more", self.top_k)
+        require(0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p)
         if not -(1 << 63) <= self.seed < 1 << 64:
             raise BadParameter(f"seed must fit into 64 bits, got {self.seed}.")
-        if not 0 <= self.min_p <= 1:
-            raise BadParameter(f"min_p must be in [0, 1], got {self.min_p}.")
+        require(0 <= self.min_p <= 1, "min_p", "in [0, 1]", self.min_p)
         if not 0 < self.repetition_penalty < math.inf:
             raise BadParameter(
                 f"repetition_penalty must be above 0 and finite, got {self.repetition_penalty}."
@@ -262,8 +259,7 @@ def _no_ids() -> torch.LongTensor:
 def _check_finite(name: str, value: float) -> None:
     """Raises: BadParameter: the value is not a finite number."""
     check_number(name, value)
-    if not math.isfinite(value):
-        raise BadParameter(f"{name} must be a finite number, got {value}.")
+    require(math.isfinite(value), f"{name}", "a finite number", value)
 
 
 def _check_biases(bias: Mapping[int, float]) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy import ndarray
 
+from larder.core.arguments import require
 from larder.core.errors import BadParameter
 
 Scores = Sequence[Sequence[float]]
@@ -47,8 +48,7 @@ class Bootstrap:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.resamples < 1:
-            raise BadParameter(f"bootstrap.resamples must be 1 or more, got {self.resamples}.")
+        require(self.resamples >= 1, "bootstrap.resamples", "1 or more", self.resamples)
         if not 0 < self.coverage < 1:
             raise BadParameter(
                 f"bootstrap.coverage must lie between 0 and 1, got {self.coverage}: take 0.95."

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from larder.core.arguments import require
 from larder.core.errors import BadParameter
 from larder.ops.attention import NO_SINKS, sink_shares, sinks_by_group
 
@@ -170,8 +171,7 @@ def _chunks(
 def _visibility(
     query_positions: Tensor | None, key_positions: Tensor | None, chunk: int
 ) -> VisibilityPositions:
-    if chunk < 1:
-        raise BadParameter(f"chunk must be at least 1 query, got {chunk}.")
+    require(chunk >= 1, "chunk", "at least 1 query", chunk)
     if query_positions is None and key_positions is None:
         return None
     if query_positions is None or key_positions is None:

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.family import Family
 from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Entries, Observation
@@ -175,5 +175,4 @@ def check_taus(name: str, *taus: float) -> None:
         BadParameter: one of them is out of range.
     """
     for number, tau in enumerate(taus, start=1):
-        if not MIN_TAU <= tau < math.inf:
-            raise BadParameter(f"{name}.tau{number} must be at least {MIN_TAU}, got {tau}.")
+        require(MIN_TAU <= tau < math.inf, f"{name}.tau{number}", f"at least {MIN_TAU}", tau)

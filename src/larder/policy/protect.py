@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from jaxtyping import Int
 from torch import Tensor
 
+from larder.core.arguments import require
 from larder.core.errors import BadParameter, BudgetError
 from larder.core.types import PackedMask
 from larder.ops.packing import mask_outside
@@ -29,8 +30,7 @@ class Protect:
     recent: int | float = 32
 
     def __post_init__(self) -> None:
-        if self.sinks < 0:
-            raise BadParameter(f"protect.sinks must be 0 or more, got {self.sinks}.")
+        require(self.sinks >= 0, "protect.sinks", "0 or more", self.sinks)
         if not 0 <= self.recent or (isinstance(self.recent, float) and self.recent >= 1):
             raise BadParameter(
                 f"protect.recent must be tokens (0 or more) or a fraction below 1, "

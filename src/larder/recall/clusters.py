@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Entries
 from larder.core.recall import RecallResult
 from larder.core.spec import LayerSpec
@@ -49,10 +49,8 @@ class Clusters(EntryRecall):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.size < 1:
-            raise BadParameter(f"clusters.size must be at least 1 entry, got {self.size}.")
-        if self.iterations < 1:
-            raise BadParameter(f"clusters.iterations must be at least 1, got {self.iterations}.")
+        require(self.size >= 1, "clusters.size", "at least 1 entry", self.size)
+        require(self.iterations >= 1, "clusters.iterations", "at least 1", self.iterations)
 
     def index(self, layer: LayerSpec) -> ClustersIndex:
         return ClustersIndex(layer, self)

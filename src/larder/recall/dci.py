@@ -37,6 +37,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from larder.core.arguments import require
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries
 from larder.core.recall import RecallIndex, RecallPart, RecallResult
@@ -84,8 +85,7 @@ class Dci(RecallPart):
         for name, ratio in (("first", self.first), ("further", self.further)):
             if not 0 <= ratio <= 0.5:
                 raise BadParameter(f"dci.{name} must lie in (0, 0.5], or be 0, got {ratio}.")
-        if self.beam < 0:
-            raise BadParameter(f"dci.beam must be at least 0 cells, got {self.beam}.")
+        require(self.beam >= 0, "dci.beam", "at least 0 cells", self.beam)
 
     def sets(self, layer: LayerSpec) -> int:
         return layer.query_heads if self.variant is Variant.PAPER else layer.kv_heads

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Entries
 from larder.core.recall import RecallResult
 from larder.core.spec import LayerSpec
@@ -55,10 +55,8 @@ class Fasa(EntryRecall):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.pairs < 1:
-            raise BadParameter(f"fasa.pairs must be at least 1, got {self.pairs}.")
-        if self.agreeing < 1:
-            raise BadParameter(f"fasa.agreeing must be at least 1 entry, got {self.agreeing}.")
+        require(self.pairs >= 1, "fasa.pairs", "at least 1", self.pairs)
+        require(self.agreeing >= 1, "fasa.agreeing", "at least 1 entry", self.agreeing)
 
     def index(self, layer: LayerSpec) -> FasaIndex:
         return FasaIndex(layer, self)

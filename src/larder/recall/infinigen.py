@@ -25,6 +25,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from larder.core.arguments import require
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries
 from larder.core.recall import RecallResult
@@ -60,8 +61,7 @@ class InfiniGen(EntryRecall):
         for name in ("channels", "most"):
             if not 0 < (value := getattr(self, name)) <= 1:
                 raise BadParameter(f"infinigen.{name} must be a share in (0, 1], got {value}.")
-        if self.alpha < 0:
-            raise BadParameter(f"infinigen.alpha must be 0 or more, got {self.alpha}.")
+        require(self.alpha >= 0, "infinigen.alpha", "0 or more", self.alpha)
 
     def index(self, layer: LayerSpec) -> InfiniGenIndex:
         return InfiniGenIndex(layer, self)

@@ -21,6 +21,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.functional import pad
 
+from larder.core.arguments import require
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries
 from larder.core.recall import RecallPart, RecallResult
@@ -55,8 +56,7 @@ class LServe(RecallPart):
             raise BadParameter(
                 f"lserve.part must divide the page of {self.page} entries, got {self.part}."
             )
-        if self.keep < 1:
-            raise BadParameter(f"lserve.keep must be at least 1 step, got {self.keep}.")
+        require(self.keep >= 1, "lserve.keep", "at least 1 step", self.keep)
 
     def index(self, layer: LayerSpec) -> LServeIndex:
         return LServeIndex(layer, self)

@@ -27,6 +27,7 @@ import torch
 from jaxtyping import Bool, Float, Int16, Int64
 from torch import Tensor
 
+from larder.core.arguments import require
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries
 from larder.core.recall import RecallResult
@@ -62,8 +63,7 @@ class MagicPig(EntryRecall):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.bits <= MAX_BITS:
-            raise BadParameter(f"magicpig.bits must be from 1 to {MAX_BITS}, got {self.bits}.")
+        require(1 <= self.bits <= MAX_BITS, "magicpig.bits", f"from 1 to {MAX_BITS}", self.bits)
         if self.tables < COLLISIONS:
             raise BadParameter(
                 f"magicpig.tables must be at least {COLLISIONS}, got {self.tables}: a key is drawn "

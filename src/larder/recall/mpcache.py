@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Entries
 from larder.core.recall import RecallIndex, RecallPart, RecallResult
 from larder.core.spec import LayerSpec
@@ -63,14 +63,10 @@ class MPCache(RecallPart):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.coarse < 1:
-            raise BadParameter(f"mpcache.coarse must be at least 1 page, got {self.coarse}.")
-        if not 0 < self.kept <= 1:
-            raise BadParameter(f"mpcache.kept must be in (0, 1], got {self.kept}.")
-        if self.alone < 0:
-            raise BadParameter(f"mpcache.alone must be at least 0 layers, got {self.alone}.")
-        if not 0 <= self.slant <= 1:
-            raise BadParameter(f"mpcache.slant must be in [0, 1], got {self.slant}.")
+        require(self.coarse >= 1, "mpcache.coarse", "at least 1 page", self.coarse)
+        require(0 < self.kept <= 1, "mpcache.kept", "in (0, 1]", self.kept)
+        require(self.alone >= 0, "mpcache.alone", "at least 0 layers", self.alone)
+        require(0 <= self.slant <= 1, "mpcache.slant", "in [0, 1]", self.slant)
 
     def leader_of(self, place: int) -> int:
         return place if place < self.alone else place - (place - self.alone) % self.layers

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from larder.core.arguments import require
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries
 from larder.core.recall import RecallResult
@@ -53,12 +54,10 @@ class PQ(EntryRecall):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.parts < 1:
-            raise BadParameter(f"pq.parts must be at least 1, got {self.parts}.")
+        require(self.parts >= 1, "pq.parts", "at least 1", self.parts)
         if not 1 <= self.centroids <= MAX_CODES:
             raise BadParameter(f"pq.centroids must be from 1 to {MAX_CODES}, got {self.centroids}.")
-        if self.iterations < 1:
-            raise BadParameter(f"pq.iterations must be at least 1, got {self.iterations}.")
+        require(self.iterations >= 1, "pq.iterations", "at least 1", self.iterations)
 
     def index(self, layer: LayerSpec) -> PQIndex:
         if layer.head_dim % self.parts:

@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from larder.core.arguments import require
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries
 from larder.core.recall import FetchMode, RecallResult
@@ -49,8 +50,7 @@ class Rewatch(EntryRecall):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.every < 1:
-            raise BadParameter(f"rewatch.every must be at least 1 step, got {self.every}.")
+        require(self.every >= 1, "rewatch.every", "at least 1 step", self.every)
         if self.fetch is not FetchMode.IN_TURN:
             raise BadParameter(
                 f"rewatch.fetch must be in_turn, got {self.fetch.value}: it chooses by the queries "

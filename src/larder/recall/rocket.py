@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Entries
 from larder.core.recall import RecallPart, RecallResult
 from larder.core.spec import LayerSpec
@@ -50,8 +50,7 @@ class Rocket(RecallPart):
     ratio: float = 16.0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.ratio < math.inf:
-            raise BadParameter(f"rocket.ratio must be at least 1, got {self.ratio}.")
+        require(1 <= self.ratio < math.inf, "rocket.ratio", "at least 1", self.ratio)
         super().__post_init__()  # checks the page, which depends on the ratio
 
     @property

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Entries
 from larder.core.recall import RecallResult
 from larder.core.spec import LayerSpec
@@ -52,8 +52,7 @@ class SparQ(EntryRecall):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.channels < 1:
-            raise BadParameter(f"sparq.channels must be at least 1, got {self.channels}.")
+        require(self.channels >= 1, "sparq.channels", "at least 1", self.channels)
 
     def index(self, layer: LayerSpec) -> SparQIndex:
         return SparQIndex(layer, self.channels)

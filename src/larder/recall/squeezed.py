@@ -34,6 +34,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from larder.core.arguments import require
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries
 from larder.core.recall import FetchMode, RecallIndex, RecallResult
@@ -76,8 +77,7 @@ class Squeezed(EntryRecall):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.share <= 1:
-            raise BadParameter(f"squeezed.share must be in (0, 1], got {self.share}.")
+        require(0 < self.share <= 1, "squeezed.share", "in (0, 1]", self.share)
         if not 0 <= self.coarse < self.share:
             raise BadParameter(
                 f"squeezed.coarse must be 0 or more and below share={self.share}, got "

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Entries
 from larder.core.recall import PrefillRecall, RecallResult
 from larder.core.spec import LayerSpec
@@ -48,8 +48,7 @@ class Votes(EntryRecall):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.threshold >= -1:
-            raise BadParameter(f"votes.threshold must be at least -1, got {self.threshold}.")
+        require(self.threshold >= -1, "votes.threshold", "at least -1", self.threshold)
 
     def index(self, layer: LayerSpec) -> VotesIndex:
         return VotesIndex(layer, self.threshold)

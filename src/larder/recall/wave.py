@@ -26,6 +26,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from larder.core.arguments import require
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries
 from larder.core.recall import Estimate, RecallIndex, RecallPart, RecallResult
@@ -86,8 +87,7 @@ class Wave(RecallPart):
             raise BadParameter(
                 f"wave.segment must be at least wave.update, {self.update}, got {self.segment}."
             )
-        if not 0 <= self.estimated <= 1:
-            raise BadParameter(f"wave.estimated must be in [0, 1], got {self.estimated}.")
+        require(0 <= self.estimated <= 1, "wave.estimated", "in [0, 1]", self.estimated)
 
     @property
     def segment_tokens(self) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.store.ledger import Tier
 
 PREFILL_KEY, AVOIDED_PREFIX = "reading", "avoided "  # keys in addition to the tiers' names
@@ -33,8 +33,7 @@ class ThroughputEstimates:
     """
 
     def __init__(self, weight: float = 0.3) -> None:
-        if not 0 < weight <= 1:
-            raise BadParameter(f"rates.weight must be in (0, 1], got {weight}.")
+        require(0 < weight <= 1, "rates.weight", "in (0, 1]", weight)
         self._weight = weight
         self._lock = threading.Lock()
         self._rates: dict[str, float] = {}  # per second, by `PREFILL_KEY` or name of the tier

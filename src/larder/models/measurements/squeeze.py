@@ -16,7 +16,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from larder.core.errors import BadParameter, ModelError
+from larder.core.arguments import require
+from larder.core.errors import ModelError
 from larder.models.attention_backend import AttentionInputs, CausalAttention
 from larder.models.decoder import Decoder
 from larder.models.measurements.base import Granularity, Measurement, SampleText
@@ -37,8 +38,7 @@ class SqueezeMeasurement(Measurement):
     granularity = Granularity.LAYER
 
     def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise BadParameter(f"squeeze.tokens must be 1 or more, got {self.tokens}.")
+        require(self.tokens >= 1, "squeeze.tokens", "1 or more", self.tokens)
 
     def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
         with _cosines(decoder.body) as cosines:

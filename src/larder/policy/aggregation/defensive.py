@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.ops.pooling import running_mean
 from larder.policy.aggregation.max import Max
 
@@ -35,8 +35,7 @@ class Defensive(Max):
     depends_on_other_entries = True
 
     def __post_init__(self) -> None:
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise BadParameter(f"defensive.kernel must be odd, got {self.kernel}.")
+        require(self.kernel >= 1 and self.kernel % 2 == 1, "defensive.kernel", "odd", self.kernel)
 
     def fold(
         self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.policy.aggregation.base import Aggregation
 
 
@@ -30,8 +30,7 @@ class Ema(Aggregation):
     beta: float = 0.9
 
     def __post_init__(self) -> None:
-        if not 0 <= self.beta <= 1:
-            raise BadParameter(f"ema.beta must be a fraction in [0, 1], got {self.beta}.")
+        require(0 <= self.beta <= 1, "ema.beta", "a fraction in [0, 1]", self.beta)
 
     def start(self, like: Float[Tensor, "R S"]) -> tuple[Tensor, ...]:
         return (like.new_zeros(like.shape),)

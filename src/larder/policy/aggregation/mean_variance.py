@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.policy.aggregation.base import Aggregation
 
 
@@ -34,10 +34,9 @@ class MeanVariance(Aggregation):
     gamma: float = 200.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.gamma < math.inf:
-            raise BadParameter(
-                f"mean_variance.gamma must be a number, 0 or more, got {self.gamma}."
-            )
+        require(
+            0 <= self.gamma < math.inf, "mean_variance.gamma", "a number, 0 or more", self.gamma
+        )
 
     def start(self, like: Float[Tensor, "R S"]) -> tuple[Tensor, ...]:
         """The mean, and the sum of squared deviations from it."""

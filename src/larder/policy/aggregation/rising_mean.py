@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.policy.aggregation.mean import Mean
 
 
@@ -29,8 +29,7 @@ class RisingMean(Mean):
     last: float = 1.2
 
     def __post_init__(self) -> None:
-        if not self.last > 0:
-            raise BadParameter(f"rising_mean.last must be above 0, got {self.last}.")
+        require(self.last > 0, "rising_mean.last", "above 0", self.last)
 
     def fold(
         self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import LayerScores
 from larder.core.plan import Plan
 from larder.policy.budgets._selection import top_k_per_head, top_k_per_layer
@@ -34,8 +34,7 @@ class Ada(Budget):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.safeguard <= 1:
-            raise BadParameter(f"ada.safeguard must be in [0, 1], got {self.safeguard}.")
+        require(0 <= self.safeguard <= 1, "ada.safeguard", "in [0, 1]", self.safeguard)
 
     def choose(
         self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]

@@ -10,6 +10,7 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
+from larder.core.arguments import require
 from larder.core.errors import BadParameter
 from larder.core.family import public_name
 from larder.core.observation import Calibration, LayerScores, Observation
@@ -51,10 +52,8 @@ class Budget(PolicyPart, ABC):
             raise BadParameter(
                 f"{name} was given tokens={tokens} and kept={kept}: give one of the two."
             )
-        if tokens is not None and tokens < 1:
-            raise BadParameter(f"{name}.tokens must be at least 1, got {tokens}.")
-        if kept is not None and not 0 < kept <= 1:
-            raise BadParameter(f"{name}.kept must be a fraction in (0, 1], got {kept}.")
+        require(tokens is None or tokens >= 1, f"{name}.tokens", "at least 1", tokens)
+        require(kept is None or 0 < kept <= 1, f"{name}.kept", "a fraction in (0, 1]", kept)
 
     def measure(self, seen: Observation, scores: Packed) -> tuple[float, ...]:
         """Statistics that `choose` needs beyond scores, measured when the layer is scored."""

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.ledger import Ledger
 from larder.core.observation import LayerScores, Observation, Phase
 from larder.core.plan import Plan
@@ -62,8 +62,7 @@ class Cake(Budget):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.window < 1:
-            raise BadParameter(f"cake.window must be at least 1 token, got {self.window}.")
+        require(self.window >= 1, "cake.window", "at least 1 token", self.window)
         check_taus("cake", self.tau1, self.tau2)
 
     def measure(self, seen: Observation, scores: Packed) -> tuple[float, ...]:

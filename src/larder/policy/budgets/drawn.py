@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import LayerScores
 from larder.core.plan import Plan
 from larder.policy.budgets._selection import top_k_per_head
@@ -39,8 +39,7 @@ class Drawn(Budget):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.share <= 1:
-            raise BadParameter(f"drawn.share must be in [0, 1], got {self.share}.")
+        require(0 <= self.share <= 1, "drawn.share", "in [0, 1]", self.share)
 
     def choose(
         self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import LayerScores
 from larder.core.plan import Plan
 from larder.ops.apportion import apportion
@@ -49,12 +49,9 @@ class Dynamic(Budget):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.least <= 1:
-            raise BadParameter(f"dynamic.least must be in [0, 1], got {self.least}.")
-        if not 1 <= self.most < math.inf:
-            raise BadParameter(f"dynamic.most must be 1 or more, got {self.most}.")
-        if self.every < 1:
-            raise BadParameter(f"dynamic.every must be at least 1 layer, got {self.every}.")
+        require(0 <= self.least <= 1, "dynamic.least", "in [0, 1]", self.least)
+        require(1 <= self.most < math.inf, "dynamic.most", "1 or more", self.most)
+        require(self.every >= 1, "dynamic.every", "at least 1 layer", self.every)
 
     def choose(
         self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]

@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Calibration, LayerScores
 from larder.core.plan import Plan
 from larder.ops.apportion import apportion
@@ -39,10 +39,8 @@ class EvictionError(Budget):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.least < 0:
-            raise BadParameter(f"eviction_error.least must be 0 or more, got {self.least}.")
-        if not 1 <= self.most < math.inf:
-            raise BadParameter(f"eviction_error.most must be 1 or more, got {self.most}.")
+        require(self.least >= 0, "eviction_error.least", "0 or more", self.least)
+        require(1 <= self.most < math.inf, "eviction_error.most", "1 or more", self.most)
 
     def layer_tokens(
         self, tokens: int, layers: int, least: int, most: int, facts: Calibration

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Calibration, LayerScores
 from larder.core.plan import Plan
 from larder.ops.apportion import apportion
@@ -53,8 +53,7 @@ class HeadKV(Budget):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.beta < math.inf:
-            raise BadParameter(f"headkv.beta must be 1 or more, got {self.beta}.")
+        require(1 <= self.beta < math.inf, "headkv.beta", "1 or more", self.beta)
 
     def required_calibrations(self) -> frozenset[str]:
         return frozenset({self.trial.value})

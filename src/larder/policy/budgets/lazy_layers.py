@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import LayerScores, Observation
 from larder.core.plan import Plan
 from larder.core.types import Packed, PackedMask
@@ -44,10 +44,8 @@ class LazyLayers(CrossLayerBudget):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.last < 1:
-            raise BadParameter(f"lazy_layers.last must be at least 1 token, got {self.last}.")
-        if not 0 < self.threshold <= 1:
-            raise BadParameter(f"lazy_layers.threshold must be in (0, 1], got {self.threshold}.")
+        require(self.last >= 1, "lazy_layers.last", "at least 1 token", self.last)
+        require(0 < self.threshold <= 1, "lazy_layers.threshold", "in (0, 1]", self.threshold)
 
     def inspect(
         self, seen: Observation, scores: Packed, protected: PackedMask

@@ -22,7 +22,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Calibration, LayerScores
 from larder.core.plan import Plan
 from larder.ops.apportion import apportion
@@ -45,10 +45,8 @@ class Pyramid(Budget):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 <= self.beta < math.inf:
-            raise BadParameter(f"pyramid.beta must be 1 or more, got {self.beta}.")
-        if self.layers < 1:
-            raise BadParameter(f"pyramid.layers must be at least 1, got {self.layers}.")
+        require(1 <= self.beta < math.inf, "pyramid.beta", "1 or more", self.beta)
+        require(self.layers >= 1, "pyramid.layers", "at least 1", self.layers)
 
     def layer_tokens(
         self, tokens: int, layers: int, least: int, most: int, facts: Calibration

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import LayerScores, Observation
 from larder.core.plan import Plan
 from larder.core.types import Packed, PackedMask
@@ -48,8 +48,7 @@ class Recovery(CrossLayerBudget):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.window < 1:
-            raise BadParameter(f"recovery.window must be at least 1 token, got {self.window}.")
+        require(self.window >= 1, "recovery.window", "at least 1 token", self.window)
 
     def inspect(
         self, seen: Observation, scores: Packed, protected: PackedMask

@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Calibration, LayerScores
 from larder.core.plan import Plan
 from larder.ops.apportion import apportion
@@ -74,10 +74,7 @@ class RetrievalHeads(Budget):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.share <= 1:
-            raise BadParameter(
-                f"retrieval_heads.share must be a fraction in (0, 1], got {self.share}."
-            )
+        require(0 < self.share <= 1, "retrieval_heads.share", "a fraction in (0, 1]", self.share)
 
     def required_calibrations(self) -> frozenset[str]:
         single = SINGLE.get(self.trial)

@@ -18,6 +18,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from larder.core.arguments import require
 from larder.core.errors import BadParameter
 from larder.core.observation import Calibration, LayerScores
 from larder.core.plan import Plan
@@ -48,8 +49,7 @@ class Sensitivity(Budget):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.alpha < math.inf:
-            raise BadParameter(f"sensitivity.alpha must be 0 or more, got {self.alpha}.")
+        require(0 <= self.alpha < math.inf, "sensitivity.alpha", "0 or more", self.alpha)
         if self.floor is not None and not 0 <= self.floor <= 1:
             raise BadParameter(
                 f"sensitivity.floor must be a share of the average in [0, 1], got {self.floor}."

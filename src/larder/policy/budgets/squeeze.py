@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Calibration, LayerScores
 from larder.core.plan import Plan
 from larder.ops.apportion import apportion
@@ -44,8 +44,7 @@ class Squeeze(Budget):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.p <= 1:
-            raise BadParameter(f"squeeze.p must be a fraction in (0, 1], got {self.p}.")
+        require(0 < self.p <= 1, "squeeze.p", "a fraction in (0, 1]", self.p)
 
     def layer_tokens(
         self, tokens: int, layers: int, least: int, most: int, facts: Calibration

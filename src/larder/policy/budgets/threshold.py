@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import LayerScores
 from larder.core.plan import Plan
 from larder.ops.topk import top_mask
@@ -37,8 +37,7 @@ class Threshold(Budget):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.share <= 1:
-            raise BadParameter(f"threshold.share must be in [0, 1], got {self.share}.")
+        require(0 <= self.share <= 1, "threshold.share", "in [0, 1]", self.share)
 
     def choose(
         self, ready: Mapping[int, LayerScores], quotas: Mapping[int, int]

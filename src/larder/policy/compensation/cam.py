@@ -32,7 +32,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries, LayerScores, Phase
 from larder.core.plan import Folds, Plan, StepSpreading
@@ -73,8 +73,7 @@ class Cam(Compensation):
     ledger = Ledger(columns=(JOINED,))
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise BadParameter(f"cam.window must be at least 1, got {self.window}.")
+        require(self.window >= 1, "cam.window", "at least 1", self.window)
 
     @property
     def merges_apart(self) -> bool:

@@ -27,7 +27,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan
@@ -57,8 +57,7 @@ class Chelsea(Compensation):
     ledger = Ledger(columns=(LOG_COUNT,))
 
     def __post_init__(self) -> None:
-        if self.chunk < 2:
-            raise BadParameter(f"chelsea.chunk must be at least 2, got {self.chunk}.")
+        require(self.chunk >= 2, "chelsea.chunk", "at least 2", self.chunk)
 
     def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         if not len(rejected_indices(plan, entries)):

@@ -33,7 +33,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Folds, Plan, StepMerging
@@ -112,8 +112,7 @@ class FoldEma(Compensation):
     ledger = Ledger(scalars=(TAU,))
 
     def __post_init__(self) -> None:
-        if not 0 < self.beta <= 1:
-            raise BadParameter(f"fold_ema.beta must be in (0, 1], got {self.beta}.")
+        require(0 < self.beta <= 1, "fold_ema.beta", "in (0, 1]", self.beta)
 
     def required_ledger(self) -> Ledger:
         return replace(self.ledger, columns=(LOG_COUNT,)) if self._counts else self.ledger

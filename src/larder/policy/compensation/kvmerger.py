@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan
 from larder.core.types import Packed
@@ -56,10 +56,8 @@ class Kvmerger(Compensation):
     width: float = 1.0
 
     def __post_init__(self) -> None:
-        if not -1 <= self.threshold <= 1:
-            raise BadParameter(f"kvmerger.threshold must be in [-1, 1], got {self.threshold}.")
-        if not 0 < self.width < math.inf:
-            raise BadParameter(f"kvmerger.width must be above 0, got {self.width}.")
+        require(-1 <= self.threshold <= 1, "kvmerger.threshold", "in [-1, 1]", self.threshold)
+        require(0 < self.width < math.inf, "kvmerger.width", "above 0", self.width)
 
     def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         """A plan of its own, with no more entries of any head than the one given."""

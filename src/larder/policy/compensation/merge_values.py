@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan
 from larder.ops.packing import unmasked_indices
@@ -36,8 +36,7 @@ class MergeValues(Compensation):
     threshold: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.threshold <= 1:
-            raise BadParameter(f"merge_values.threshold must be in [0, 1], got {self.threshold}.")
+        require(0 <= self.threshold <= 1, "merge_values.threshold", "in [0, 1]", self.threshold)
 
     @property
     def merges_apart(self) -> bool:

@@ -31,6 +31,7 @@ from enum import Enum
 
 import torch
 
+from larder.core.arguments import require
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries, LayerScores, Phase
 from larder.core.plan import Plan
@@ -78,8 +79,7 @@ class Park(Compensation):
             raise BadParameter(f"park.size must be a share in (0, 1], got {self.size}.")
         if self.cut is Cut.BUDGETS and not 1 <= self.size < math.inf:
             raise BadParameter(f"park.size must be at least 1 budget, got {self.size}.")
-        if self.tokens is not None and self.tokens < 1:
-            raise BadParameter(f"park.tokens must be at least 1, got {self.tokens}.")
+        require(self.tokens is None or self.tokens >= 1, "park.tokens", "at least 1", self.tokens)
 
     @property
     def needs_whole_text(self) -> bool:

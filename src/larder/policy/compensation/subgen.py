@@ -30,7 +30,8 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from larder.core.errors import BadParameter, ScoreError
+from larder.core.arguments import require
+from larder.core.errors import ScoreError
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Folds, Plan
@@ -61,12 +62,9 @@ class Subgen(Compensation):
     ledger = Ledger(columns=(LOG_COUNT, CLUSTER, DRAWS), scalars=(MASS,))
 
     def __post_init__(self) -> None:
-        if not 0 < self.delta < math.inf:
-            raise BadParameter(f"subgen.delta must be above 0, got {self.delta}.")
-        if self.samples < 1:
-            raise BadParameter(f"subgen.samples must be at least 1, got {self.samples}.")
-        if not 0 < self.share < 1:
-            raise BadParameter(f"subgen.share must be in (0, 1), got {self.share}.")
+        require(0 < self.delta < math.inf, "subgen.delta", "above 0", self.delta)
+        require(self.samples >= 1, "subgen.samples", "at least 1", self.samples)
+        require(0 < self.share < 1, "subgen.share", "in (0, 1)", self.share)
 
     @property
     def merges_apart(self) -> bool:

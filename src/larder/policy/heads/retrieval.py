@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.errors import BadParameter, ModelError
+from larder.core.arguments import require
+from larder.core.errors import ModelError
 from larder.core.observation import Entries, Observation
 from larder.core.spec import LayerSpec
 from larder.policy.heads.base import HeadRule, mean_by_position, positions_of
@@ -37,8 +38,7 @@ class Retrieval(HeadRule):
     calibrations = frozenset({"retrieval"})
 
     def __post_init__(self) -> None:
-        if self.heads < 1:
-            raise BadParameter(f"retrieval.heads must be at least 1, got {self.heads}.")
+        require(self.heads >= 1, "retrieval.heads", "at least 1", self.heads)
 
     def join(
         self, statistics: Sequence[Float[Tensor, "R _"]], entries: Entries, seen: Observation

@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.ops.rope import unrotate_by_mean
@@ -53,12 +53,9 @@ class CapKV(Scorer):
     sinks: int = 4
 
     def __post_init__(self) -> None:
-        if not 0 <= self.tau < math.inf:
-            raise BadParameter(f"capkv.tau must be 0 or more, got {self.tau}.")
-        if self.future < 1:
-            raise BadParameter(f"capkv.future must be at least 1 position, got {self.future}.")
-        if self.sinks < 0:
-            raise BadParameter(f"capkv.sinks must be 0 or more, got {self.sinks}.")
+        require(0 <= self.tau < math.inf, "capkv.tau", "0 or more", self.tau)
+        require(self.future >= 1, "capkv.future", "at least 1 position", self.future)
+        require(self.sinks >= 0, "capkv.sinks", "0 or more", self.sinks)
 
     def protected_tokens(self) -> ProtectedTokens:
         """The sinks."""

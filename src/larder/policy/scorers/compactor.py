@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from larder.core.arguments import require
 from larder.core.errors import BadParameter
 from larder.core.observation import Observation
 from larder.core.types import Packed
@@ -48,8 +49,7 @@ class Compactor(Scorer):
     tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.blend is not None and self.blend < 0:
-            raise BadParameter(f"compactor.blend must be 0 or more, got {self.blend}.")
+        require(self.blend is None or self.blend >= 0, "compactor.blend", "0 or more", self.blend)
         for name in ("sinks", "recent"):
             if (value := getattr(self, name)) < 0:
                 raise BadParameter(f"compactor.{name} must be 0 or more, got {value}.")

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.policy.protect import ProtectedTokens
@@ -50,10 +50,8 @@ class CurDKV(Scorer):
     by: Leverages = Leverages.PRODUCT
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise BadParameter(f"curdkv.window must be at least 1 entry, got {self.window}.")
-        if self.sinks < 0:
-            raise BadParameter(f"curdkv.sinks must be 0 or more, got {self.sinks}.")
+        require(self.window >= 1, "curdkv.window", "at least 1 entry", self.window)
+        require(self.sinks >= 0, "curdkv.sinks", "0 or more", self.sinks)
 
     def protected_tokens(self) -> ProtectedTokens:
         """The sinks."""

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Observation
 from larder.core.types import Packed, Queries
 from larder.ops.attention import cap_logits, sink_logits, sinks_by_group
@@ -56,12 +56,9 @@ class Expected(Scorer):
     epsilon: float = 0.01
 
     def __post_init__(self) -> None:
-        if self.future < 1:
-            raise BadParameter(f"expected.future must be at least 1 position, got {self.future}.")
-        if self.sinks < 0:
-            raise BadParameter(f"expected.sinks must be 0 or more, got {self.sinks}.")
-        if not self.epsilon >= 0:
-            raise BadParameter(f"expected.epsilon must be 0 or more, got {self.epsilon}.")
+        require(self.future >= 1, "expected.future", "at least 1 position", self.future)
+        require(self.sinks >= 0, "expected.sinks", "0 or more", self.sinks)
+        require(self.epsilon >= 0, "expected.epsilon", "0 or more", self.epsilon)
 
     def protected_tokens(self) -> ProtectedTokens:
         """The sinks."""

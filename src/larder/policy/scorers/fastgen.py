@@ -19,6 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from larder.core.arguments import require
 from larder.core.errors import BadParameter
 from larder.core.observation import Observation
 from larder.core.types import Packed
@@ -49,8 +50,7 @@ class Fastgen(AttentionScorer):
         for name in ("attended", "latest"):
             if not 0 <= (value := getattr(self, name)) <= 1:
                 raise BadParameter(f"fastgen.{name} must be a share in [0, 1], got {value}.")
-        if self.window < 1:
-            raise BadParameter(f"fastgen.window must be at least 1 token, got {self.window}.")
+        require(self.window >= 1, "fastgen.window", "at least 1 token", self.window)
 
     def default_reduction(self) -> tuple[str, str]:
         return ("mean", "group_mean")

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Observation, Prompts, ScratchPrompt
 from larder.core.types import Packed
 from larder.policy.attention_reduction import ObservationWindow
@@ -44,8 +44,7 @@ class InfiniPot(AttentionScorer):
     needs = frozenset({"surprise"})
 
     def __post_init__(self) -> None:
-        if not 0 <= self.novel <= 1:
-            raise BadParameter(f"infinipot.novel must be a fraction in [0, 1], got {self.novel}.")
+        require(0 <= self.novel <= 1, "infinipot.novel", "a fraction in [0, 1]", self.novel)
 
     def required_prompts(self) -> frozenset[str]:
         return frozenset({self.prompt})

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Calibration, Observation, Prompts, ScratchPrompt
 from larder.core.types import Packed
 from larder.ops.pooling import running_max
@@ -47,10 +47,8 @@ class KeyCosine(Scorer):
     share: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise BadParameter(f"key_cosine.kernel must be odd, got {self.kernel}.")
-        if not 0 < self.share <= 1:
-            raise BadParameter(f"key_cosine.share must be in (0, 1], got {self.share}.")
+        require(self.kernel >= 1 and self.kernel % 2 == 1, "key_cosine.kernel", "odd", self.kernel)
+        require(0 < self.share <= 1, "key_cosine.share", "in (0, 1]", self.share)
 
     def required_calibrations(self) -> frozenset[str]:
         return frozenset({ORDER}) if self.share < 1 else frozenset()

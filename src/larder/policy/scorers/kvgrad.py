@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Observation, Prompts, ScratchPrompt
 from larder.core.types import Packed, Variant
@@ -57,10 +57,8 @@ class KVGrad(Scorer):
     needs = frozenset({GRADIENTS, "projection"})
 
     def __post_init__(self) -> None:
-        if self.chunk < 1:
-            raise BadParameter(f"kvgrad.chunk must be at least 1 token, got {self.chunk}.")
-        if self.opening < 0:
-            raise BadParameter(f"kvgrad.opening must be 0 or more, got {self.opening}.")
+        require(self.chunk >= 1, "kvgrad.chunk", "at least 1 token", self.chunk)
+        require(self.opening >= 0, "kvgrad.opening", "0 or more", self.opening)
 
     def scratch(
         self, block: tuple[int, ...], start: int, book: Prompts

@@ -29,7 +29,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.policy.protect import ProtectedTokens
@@ -62,10 +62,8 @@ class LagKV(Scorer):
     within: Within = Within.PARTITION
 
     def __post_init__(self) -> None:
-        if self.sinks < 0:
-            raise BadParameter(f"lagkv.sinks must be 0 or more, got {self.sinks}.")
-        if self.lag is not None and self.lag < 2:
-            raise BadParameter(f"lagkv.lag must be at least 2 entries, got {self.lag}.")
+        require(self.sinks >= 0, "lagkv.sinks", "0 or more", self.sinks)
+        require(self.lag is None or self.lag >= 2, "lagkv.lag", "at least 2 entries", self.lag)
 
     def with_budget(self, tokens: int) -> LagKV:
         return self if self.lag is not None else replace(self, lag=self._lag(tokens))

@@ -20,7 +20,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.errors import BadParameter, ScoreError
+from larder.core.arguments import require
+from larder.core.errors import ScoreError
 from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.ops.rope import rotate
@@ -42,10 +43,8 @@ class Leverage(Scorer):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.sketch < 1:
-            raise BadParameter(f"leverage.sketch must be at least 1 dimension, got {self.sketch}.")
-        if not self.ridge > 0:
-            raise BadParameter(f"leverage.ridge must be above 0, got {self.ridge}.")
+        require(self.sketch >= 1, "leverage.sketch", "at least 1 dimension", self.sketch)
+        require(self.ridge > 0, "leverage.ridge", "above 0", self.ridge)
 
     def score(self, seen: Observation) -> Packed:
         entries, radians = seen.entries, seen.layer.radians

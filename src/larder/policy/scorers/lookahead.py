@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Observation, Prompts, ScratchPrompt
 from larder.core.types import Packed
 from larder.ops.pooling import running_max
@@ -49,10 +49,8 @@ class Lookahead(AttentionScorer):
     needs = frozenset({"drafts"})
 
     def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise BadParameter(f"lookahead.tokens must be at least 1, got {self.tokens}.")
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise BadParameter(f"lookahead.kernel must be odd, got {self.kernel}.")
+        require(self.tokens >= 1, "lookahead.tokens", "at least 1", self.tokens)
+        require(self.kernel >= 1 and self.kernel % 2 == 1, "lookahead.kernel", "odd", self.kernel)
 
     def required_prompts(self) -> frozenset[str]:
         return frozenset({self.prompt} - {""})

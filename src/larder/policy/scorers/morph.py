@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import LatestQueries, Observation, Phase
 from larder.core.types import Packed
@@ -50,8 +50,7 @@ class Morph(Scorer):
     fusion: Fusion = Fusion.MAX
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise BadParameter(f"morph.window must be at least 1 token, got {self.window}.")
+        require(self.window >= 1, "morph.window", "at least 1 token", self.window)
 
     def required_ledger(self) -> Ledger:
         return Ledger(queries=self.window)

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.ops.attention import cap_logits
@@ -52,8 +52,7 @@ class NonCausal(Scorer):
     scaling: Scaling = Scaling.NONE
 
     def __post_init__(self) -> None:
-        if self.chunk < 1:
-            raise BadParameter(f"non_causal.chunk must be at least 1 token, got {self.chunk}.")
+        require(self.chunk >= 1, "non_causal.chunk", "at least 1 token", self.chunk)
 
     def observes_whole_text(self) -> bool:
         return True

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.policy.scorers.base import Scorer
@@ -37,10 +37,8 @@ class Novelty(Scorer):
     needs = frozenset({"surprise"})
 
     def __post_init__(self) -> None:
-        if not 0 < self.decay <= 1:
-            raise BadParameter(f"novelty.decay must be in (0, 1], got {self.decay}.")
-        if self.turn < 1:
-            raise BadParameter(f"novelty.turn must be at least 1 token, got {self.turn}.")
+        require(0 < self.decay <= 1, "novelty.decay", "in (0, 1]", self.decay)
+        require(self.turn >= 1, "novelty.turn", "at least 1 token", self.turn)
 
     def score(self, seen: Observation) -> Packed:
         ages = seen.length - 1 - seen.entries.packed_positions()

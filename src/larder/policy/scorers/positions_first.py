@@ -24,7 +24,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Observation, Prompts, ScratchPrompt
 from larder.policy.attention_reduction import ObservationWindow
 from larder.policy.scorers.base import AttentionScorer
@@ -62,8 +62,7 @@ class PositionsFirst(AttentionScorer):
     prompt: str = ""
 
     def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise BadParameter(f"positions_first.tokens must be at least 1, got {self.tokens}.")
+        require(self.tokens >= 1, "positions_first.tokens", "at least 1", self.tokens)
 
     def required_prompts(self) -> frozenset[str]:
         fixed = {"repeat"} if self.content is Content.FIXED else frozenset[str]()

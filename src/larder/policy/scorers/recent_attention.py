@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.ledger import Ledger
 from larder.core.observation import LatestQueries, Observation
 from larder.policy.attention_reduction import ObservationWindow
@@ -31,10 +31,7 @@ class RecentAttention(AttentionScorer):
     window: int = 32
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise BadParameter(
-                f"recent_attention.window must be at least 1 token, got {self.window}."
-            )
+        require(self.window >= 1, "recent_attention.window", "at least 1 token", self.window)
 
     def required_ledger(self) -> Ledger:
         return Ledger(queries=self.window)

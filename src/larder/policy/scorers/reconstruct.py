@@ -29,7 +29,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Observation, Prompts, ScratchPrompt
 from larder.core.types import Packed, PackedMask, Variant
 from larder.ops.apportion import even_ranges
@@ -57,10 +57,8 @@ class Reconstruct(AttentionScorer):
     prompts = frozenset({"repeat"})
 
     def __post_init__(self) -> None:
-        if self.chunk < 1:
-            raise BadParameter(f"reconstruct.chunk must be at least 1 token, got {self.chunk}.")
-        if self.opening < 0:
-            raise BadParameter(f"reconstruct.opening must be 0 or more, got {self.opening}.")
+        require(self.chunk >= 1, "reconstruct.chunk", "at least 1 token", self.chunk)
+        require(self.opening >= 0, "reconstruct.opening", "0 or more", self.opening)
 
     def scratch(
         self, block: tuple[int, ...], start: int, book: Prompts

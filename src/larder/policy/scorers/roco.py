@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Observation
 from larder.core.plan import StepScore, StepScoring
 from larder.core.types import Packed
@@ -35,8 +35,7 @@ class RoCo(Scorer):
     tallies = frozenset({"moments"})
 
     def __post_init__(self) -> None:
-        if not 0 <= self.spared <= 1:
-            raise BadParameter(f"roco.spared must be a fraction in [0, 1], got {self.spared}.")
+        require(0 <= self.spared <= 1, "roco.spared", "a fraction in [0, 1]", self.spared)
 
     def score(self, seen: Observation) -> Packed:
         entries = seen.entries

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Observation
 from larder.core.plan import StepScore, StepScoring
 from larder.core.types import Packed
@@ -31,8 +31,7 @@ class SinksAndWindow(Scorer):
     sinks: int = 4
 
     def __post_init__(self) -> None:
-        if self.sinks < 0:
-            raise BadParameter(f"sinks_and_window.sinks must be 0 or more, got {self.sinks}.")
+        require(self.sinks >= 0, "sinks_and_window.sinks", "0 or more", self.sinks)
 
     def protected_tokens(self) -> ProtectedTokens:
         """The sinks, and the latest token."""

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Observation, Prompts, ScratchPrompt
 from larder.core.types import Packed, Variant
 from larder.ops.pooling import running_max, running_mean
@@ -55,10 +55,8 @@ class SnapKV(AttentionScorer):
     variant: Variant = Variant.LARDER
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise BadParameter(f"snapkv.window must be at least 1 token, got {self.window}.")
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise BadParameter(f"snapkv.kernel must be odd, got {self.kernel}.")
+        require(self.window >= 1, "snapkv.window", "at least 1 token", self.window)
+        require(self.kernel >= 1 and self.kernel % 2 == 1, "snapkv.kernel", "odd", self.kernel)
 
     def scratch(
         self, block: tuple[int, ...], start: int, book: Prompts

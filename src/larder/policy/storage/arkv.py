@@ -23,8 +23,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from larder.core.arguments import require
 from larder.core.codec import Codec
-from larder.core.errors import BadParameter
 from larder.core.observation import Observation, StorageStatistics
 from larder.core.spec import LayerSpec
 from larder.ops.column_statistics import CHUNK
@@ -59,8 +59,7 @@ class ARKV(MixedPrecisionStorage):
     def __post_init__(self) -> None:
         check_codec("arkv", self.bits, self.group)
         check_taus("arkv", self.tau1, self.tau2, self.tau3)
-        if not 2 <= self.window <= CHUNK:
-            raise BadParameter(f"arkv.window must be 2 to {CHUNK} tokens, got {self.window}.")
+        require(2 <= self.window <= CHUNK, "arkv.window", f"2 to {CHUNK} tokens", self.window)
 
     def tiers(self) -> tuple[PrecisionTier, ...]:
         return (PrecisionTier(Codec(self.bits, self.bits, self.group), 0.0),)

@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from larder.core.arguments import require
 from larder.core.codec import Codec
 from larder.core.errors import BadParameter
 from larder.core.observation import Observation, StorageStatistics
@@ -49,17 +50,14 @@ class MiKV(MixedPrecisionStorage):
 
     def __post_init__(self) -> None:
         check_codec("mikv", self.low, self.group)
-        if not 0 <= self.important < 1:
-            raise BadParameter(f"mikv.important must be a share in [0, 1), got {self.important}.")
+        require(0 <= self.important < 1, "mikv.important", "a share in [0, 1)", self.important)
         if self.high not in (0, 4, 8) or 0 < self.high <= self.low:
             raise BadParameter(
                 f"mikv.high must be 4 or 8 and above low ({self.low}), or 0 for exact, got "
                 f"{self.high}."
             )
-        if not 0 <= self.balance <= 1:
-            raise BadParameter(f"mikv.balance must be in [0, 1], got {self.balance}.")
-        if self.window < 1:
-            raise BadParameter(f"mikv.window must be at least 1 token, got {self.window}.")
+        require(0 <= self.balance <= 1, "mikv.balance", "in [0, 1]", self.balance)
+        require(self.window >= 1, "mikv.window", "at least 1 token", self.window)
 
     def tiers(self) -> tuple[PrecisionTier, ...]:
         low = Codec(self.low, self.low, self.group, balance=self.balance)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan
 from larder.core.spec import LayerPairing, LayerSpec
@@ -43,8 +43,7 @@ class MiniCache(Storage):
 
     def __post_init__(self) -> None:
         LayerPairing(self.start, self.weight, self.apart)
-        if self.recent < 0:
-            raise BadParameter(f"minicache.recent must be 0 or more, got {self.recent}.")
+        require(self.recent >= 0, "minicache.recent", "0 or more", self.recent)
 
     @property
     def form(self) -> str:

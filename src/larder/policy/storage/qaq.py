@@ -31,8 +31,8 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from larder.core.arguments import require
 from larder.core.codec import GROUP_BYTES, Codec, ScaleGranularity
-from larder.core.errors import BadParameter
 from larder.core.observation import Entries, LayerScores, Observation, StorageStatistics
 from larder.core.plan import Plan
 from larder.core.spec import POSITION_BYTES, LayerSpec
@@ -73,10 +73,8 @@ class QAQ(MixedPrecisionStorage):
     def __post_init__(self) -> None:
         check_codec("qaq", BITS[0], self.group, self.outliers)
         for name, error in (("key_error", self.key_error), ("value_error", self.value_error)):
-            if not 0 < error < math.inf:
-                raise BadParameter(f"qaq.{name} must be above 0, got {error}.")
-        if self.window < 1:
-            raise BadParameter(f"qaq.window must be at least 1 token, got {self.window}.")
+            require(0 < error < math.inf, f"qaq.{name}", "above 0", error)
+        require(self.window >= 1, "qaq.window", "at least 1 token", self.window)
 
     def tiers(self) -> tuple[PrecisionTier, ...]:
         """Every pair of bit widths, keys before values; the budget is computed with the first."""

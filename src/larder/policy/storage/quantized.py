@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from larder.core.arguments import require
 from larder.core.codec import BITS, Codec
-from larder.core.errors import BadParameter
 from larder.core.observation import Entries, LayerScores
 from larder.core.types import Packed
 from larder.policy.storage._mixed_precision import MixedPrecisionStorage, PrecisionTier
@@ -57,12 +57,9 @@ def check_codec(name: str, bits: int, group: int, outliers: float = 0.0) -> None
     Raises:
         BadParameter: a value out of range.
     """
-    if bits not in BITS:
-        raise BadParameter(f"{name}.bits must be from 1 to 8, got {bits}.")
-    if group < 1:
-        raise BadParameter(f"{name}.group must be at least 1 entry, got {group}.")
-    if not 0 <= outliers < 1:
-        raise BadParameter(f"{name}.outliers must be a share in [0, 1), got {outliers}.")
+    require(bits in BITS, f"{name}.bits", "from 1 to 8", bits)
+    require(group >= 1, f"{name}.group", "at least 1 entry", group)
+    require(0 <= outliers < 1, f"{name}.outliers", "a share in [0, 1)", outliers)
 
 
 Part = Quantized

@@ -27,8 +27,9 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from larder.core.arguments import require
 from larder.core.codec import Codec
-from larder.core.errors import BadParameter, ScoreError
+from larder.core.errors import ScoreError
 from larder.core.observation import Entries, LayerScores, Observation, StorageStatistics
 from larder.core.plan import Plan
 from larder.core.spec import POSITION_BYTES, LayerSpec
@@ -60,8 +61,7 @@ class RDKV(Storage):
 
     def __post_init__(self) -> None:
         check_codec("rdkv", WIDTHS[1], self.group)
-        if self.window < 0:
-            raise BadParameter(f"rdkv.window must be 0 tokens or more, got {self.window}.")
+        require(self.window >= 0, "rdkv.window", "0 tokens or more", self.window)
 
     @property
     def codecs(self) -> tuple[Codec, ...]:

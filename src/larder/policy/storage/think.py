@@ -20,8 +20,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from larder.core.arguments import require
 from larder.core.codec import Codec
-from larder.core.errors import BadParameter
 from larder.core.observation import Entries, LayerScores, Observation, StorageStatistics
 from larder.core.plan import Plan
 from larder.core.types import Packed
@@ -43,11 +43,9 @@ class ThinK(MixedPrecisionStorage):
     window: int = 32
 
     def __post_init__(self) -> None:
-        if not 0 < self.channels < 1:
-            raise BadParameter(f"think.channels must be a share in (0, 1), got {self.channels}.")
+        require(0 < self.channels < 1, "think.channels", "a share in (0, 1)", self.channels)
         for name, count in (("group", self.group), ("window", self.window)):
-            if count < 1:
-                raise BadParameter(f"think.{name} must be at least 1, got {count}.")
+            require(count >= 1, f"think.{name}", "at least 1", count)
 
     def tiers(self) -> tuple[PrecisionTier, ...]:
         return (PrecisionTier(Codec(0, 0, self.group, channels=self.channels), 1.0),)

@@ -27,8 +27,9 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from larder.core.arguments import require
 from larder.core.codec import TIER_GRADE, Coder, MeanSource, RopeStage, TransformSpec
-from larder.core.errors import BadParameter, BudgetError
+from larder.core.errors import BudgetError
 from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan
 from larder.core.spec import POSITION_BYTES, LayerSpec
@@ -68,10 +69,8 @@ class Transform(Storage):
     compares_layers: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.bits <= 16:
-            raise BadParameter(f"transform.bits must be above 0, up to 16, got {self.bits}.")
-        if not 0 <= self.tiers <= 4:
-            raise BadParameter(f"transform.tiers must be in [0, 4], got {self.tiers}.")
+        require(0 < self.bits <= 16, "transform.bits", "above 0, up to 16", self.bits)
+        require(0 <= self.tiers <= 4, "transform.tiers", "in [0, 4]", self.tiers)
         _ = self.transform  # checks the rest
 
     @property

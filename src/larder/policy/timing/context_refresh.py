@@ -23,6 +23,7 @@ from functools import cached_property
 from jaxtyping import Int
 from torch import Tensor
 
+from larder.core.arguments import require
 from larder.core.errors import BadParameter, SpellingError, UnknownName
 from larder.core.types import PackedMask
 from larder.policy.reduced_scorer import ReducedScorer
@@ -55,8 +56,7 @@ class ContextRefresh(Timing):
     extends_protection = True
 
     def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise BadParameter(f"context_refresh.tokens must be at least 1, got {self.tokens}.")
+        require(self.tokens >= 1, "context_refresh.tokens", "at least 1", self.tokens)
         for name in ("kept", "share"):
             if not 0 < (value := getattr(self, name)) <= 1:
                 raise BadParameter(

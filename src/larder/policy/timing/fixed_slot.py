@@ -19,7 +19,7 @@ from functools import cached_property
 
 import torch
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.policy.attention_reduction import AttentionReduction, NoAggregation, NoHeadRule
@@ -41,8 +41,7 @@ class FixedSlot(Timing):
     distance: int = 25
 
     def __post_init__(self) -> None:
-        if self.distance < 1:
-            raise BadParameter(f"fixed_slot.distance must be at least 1, got {self.distance}.")
+        require(self.distance >= 1, "fixed_slot.distance", "at least 1", self.distance)
 
     def excess(self) -> int | None:
         return 0

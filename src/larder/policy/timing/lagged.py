@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.policy.timing.base import Timing
 
 
@@ -27,8 +27,7 @@ class Lagged(Timing):
     tokens: int = 128
 
     def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise BadParameter(f"lagged.tokens must be at least 1, got {self.tokens}.")
+        require(self.tokens >= 1, "lagged.tokens", "at least 1", self.tokens)
 
     def excess(self) -> int | None:
         return self.tokens - 1

@@ -30,6 +30,7 @@ from functools import cache
 from jaxtyping import Int
 from torch import Tensor
 
+from larder.core.arguments import require
 from larder.core.errors import BadParameter, SpellingError, UnknownName
 from larder.core.types import PackedMask
 from larder.policy.reduced_scorer import ReducedScorer
@@ -73,10 +74,7 @@ class Split(Timing):
     extends_protection = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.reading < 1:
-            raise BadParameter(
-                f"split.reading must be a fraction between 0 and 1, got {self.reading}."
-            )
+        require(0 < self.reading < 1, "split.reading", "a fraction between 0 and 1", self.reading)
         is_share = isinstance(self.recent, float)
         if not (0 < self.recent < 1 if is_share else self.recent >= 1):
             raise BadParameter(

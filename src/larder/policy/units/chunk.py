@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.policy.units.base import Unit, pool_spans
@@ -33,10 +33,8 @@ class Chunk(Unit):
     layers: int = 1
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise BadParameter(f"chunk.size must be at least 1 token, got {self.size}.")
-        if self.layers < 1:
-            raise BadParameter(f"chunk.layers must be at least 1, got {self.layers}.")
+        require(self.size >= 1, "chunk.size", "at least 1 token", self.size)
+        require(self.layers >= 1, "chunk.layers", "at least 1", self.layers)
 
     @property
     def layers_together(self) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Observation, Phase
 from larder.core.types import Packed
 from larder.policy.units.base import Unit, group_labels, pool_groups
@@ -36,10 +36,9 @@ class Shot(Unit):
     tallies = frozenset({"shot"})
 
     def __post_init__(self) -> None:
-        if self.layers < 1:
-            raise BadParameter(f"shot.layers must be at least 1, got {self.layers}.")
-        if self.longest is not None and self.longest < 1:
-            raise BadParameter(f"shot.longest must be at least 1 token, got {self.longest}.")
+        longest = self.longest
+        require(self.layers >= 1, "shot.layers", "at least 1", self.layers)
+        require(longest is None or longest >= 1, "shot.longest", "at least 1 token", longest)
 
     @property
     def layers_together(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.policy.units.base import Unit
@@ -25,8 +25,7 @@ class Token(Unit):
     layers: int = 1
 
     def __post_init__(self) -> None:
-        if self.layers < 1:
-            raise BadParameter(f"token.layers must be at least 1, got {self.layers}.")
+        require(self.layers >= 1, "token.layers", "at least 1", self.layers)
 
     @property
     def layers_together(self) -> int:

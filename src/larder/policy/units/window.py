@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.policy.units.base import Unit, pool_spans
@@ -53,12 +53,9 @@ class Window(Unit):
     task: Task = Task.GIVEN
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise BadParameter(f"window.size must be at least 1 token, got {self.size}.")
-        if not 0 < self.best <= 1:
-            raise BadParameter(f"window.best must be a fraction in (0, 1], got {self.best}.")
-        if self.layers < 1:
-            raise BadParameter(f"window.layers must be at least 1, got {self.layers}.")
+        require(self.size >= 1, "window.size", "at least 1 token", self.size)
+        require(0 < self.best <= 1, "window.best", "a fraction in (0, 1]", self.best)
+        require(self.layers >= 1, "window.layers", "at least 1", self.layers)
 
     @property
     def layers_together(self) -> int:

@@ -27,6 +27,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from larder.core.arguments import require
 from larder.core.errors import BadParameter
 from larder.core.observation import Observation
 from larder.core.types import Packed, PackedMask
@@ -70,12 +71,10 @@ class Criticality(ValueRule):
     needs = frozenset({"projection"})
 
     def __post_init__(self) -> None:
-        if not 0 <= self.epsilon < math.inf:
-            raise BadParameter(
-                f"criticality.epsilon must be a number, 0 or more, got {self.epsilon}."
-            )
-        if not 0 <= self.first <= 1:
-            raise BadParameter(f"criticality.first must be in [0, 1], got {self.first}.")
+        require(
+            0 <= self.epsilon < math.inf, "criticality.epsilon", "a number, 0 or more", self.epsilon
+        )
+        require(0 <= self.first <= 1, "criticality.first", "in [0, 1]", self.first)
         if self.mass is not None and not 0 <= self.mass <= 1:
             raise BadParameter(f"criticality.mass must be in [0, 1], got {self.mass}.")
 

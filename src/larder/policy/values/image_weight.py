@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.policy.values.base import (
@@ -36,10 +36,9 @@ class ImageWeight(ValueRule):
     needs = frozenset({"image"})
 
     def __post_init__(self) -> None:
-        if not 0 <= self.factor < math.inf:
-            raise BadParameter(
-                f"image_weight.factor must be a number, 0 or more, got {self.factor}."
-            )
+        require(
+            0 <= self.factor < math.inf, "image_weight.factor", "a number, 0 or more", self.factor
+        )
 
     def weigh(
         self, scores: Packed, seen: Observation, selection: Selection = NO_SELECTION

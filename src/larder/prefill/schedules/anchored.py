@@ -27,7 +27,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.cache.chunk_entries import ChunkEntries
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.spec import ModelSpec
 from larder.models.cacheblend import ContextChunk
 from larder.models.chunk_recompute import recompute_tokens
@@ -52,10 +52,8 @@ class Anchored(ChunkedSchedule):
     anchors: int = 20
 
     def __post_init__(self) -> None:
-        if not 0 <= self.entropy <= 1:
-            raise BadParameter(f"anchored.entropy must be a share in [0, 1], got {self.entropy}.")
-        if self.anchors < FEWEST:
-            raise BadParameter(f"anchored.anchors must be {FEWEST} or more, got {self.anchors}.")
+        require(0 <= self.entropy <= 1, "anchored.entropy", "a share in [0, 1]", self.entropy)
+        require(self.anchors >= FEWEST, "anchored.anchors", f"{FEWEST} or more", self.anchors)
 
     @property
     def context_copies(self) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.models.cacheblend import ContextChunk, blend
 from larder.prefill.base import ContextReuse, ContextText, Steps
 from larder.prefill.contexts import (
@@ -40,10 +40,7 @@ class Blended(ChunkedSchedule):
     recompute: float = 0.15
 
     def __post_init__(self) -> None:
-        if not 0 <= self.recompute <= 1:
-            raise BadParameter(
-                f"blended.recompute must be a share in [0, 1], got {self.recompute}."
-            )
+        require(0 <= self.recompute <= 1, "blended.recompute", "a share in [0, 1]", self.recompute)
 
     def context_steps(
         self, reader: PrefillReader, lane: PrefillSequence, text: ContextText, source: ChunkSource

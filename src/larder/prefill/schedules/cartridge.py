@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from larder.core.errors import BadParameter, UsageError
+from larder.core.arguments import require
+from larder.core.errors import UsageError
 from larder.core.spelling import spell
 from larder.models.cartridges import find_cartridge
 from larder.prefill.base import Schedule, Steps
@@ -32,8 +33,7 @@ class Cartridge(Schedule):
     slots: int = 256
 
     def __post_init__(self) -> None:
-        if self.slots < 1:
-            raise BadParameter(f"cartridge.slots must be at least 1, got {self.slots}.")
+        require(self.slots >= 1, "cartridge.slots", "at least 1", self.slots)
 
     def steps(
         self, reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.models.cacheblend import ContextChunk
 from larder.models.chunk_recompute import recompute_tokens
 from larder.prefill.base import ContextReuse, ContextText, Steps
@@ -47,10 +47,8 @@ class Crafted(ChunkedSchedule):
     renewed: float = 0.6
 
     def __post_init__(self) -> None:
-        if not 0 <= self.alpha < math.inf:
-            raise BadParameter(f"crafted.alpha must be 0 or more, got {self.alpha}.")
-        if not 0 <= self.renewed <= 1:
-            raise BadParameter(f"crafted.renewed must be a share in [0, 1], got {self.renewed}.")
+        require(0 <= self.alpha < math.inf, "crafted.alpha", "0 or more", self.alpha)
+        require(0 <= self.renewed <= 1, "crafted.renewed", "a share in [0, 1]", self.renewed)
 
     @property
     def context_copies(self) -> int:

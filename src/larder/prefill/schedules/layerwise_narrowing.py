@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from larder.core.arguments import require
 from larder.core.errors import BadParameter
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
 from larder.policy.reduced_scorer import ReducedScorer
@@ -65,8 +66,7 @@ class LayerwiseNarrowing(Schedule):
             raise BadParameter(
                 f"layerwise_narrowing.share must be a fraction in (0, 1], got {self.share}."
             )
-        if self.least < 0:
-            raise BadParameter(f"layerwise_narrowing.least must be 0 or more, got {self.least}.")
+        require(self.least >= 0, "layerwise_narrowing.least", "0 or more", self.least)
         scoring_of("layerwise_narrowing", self.scorer)
 
     @property

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from larder.core.arguments import require
 from larder.core.errors import BadParameter
 from larder.policy.reduced_scorer import ReducedScorer
 from larder.prefill.base import Schedule, Steps
@@ -114,7 +115,5 @@ def check_counts(part: str, tokens: int | None, kept: float | None) -> None:
     """Raise BadParameter unless tokens go on, by number or by share."""
     if tokens is not None and kept is not None:
         raise BadParameter(f"{part} was given tokens={tokens} and kept={kept}: give one.")
-    if tokens is not None and tokens < 1:
-        raise BadParameter(f"{part}.tokens must be at least 1, got {tokens}.")
-    if kept is not None and not 0 < kept <= 1:
-        raise BadParameter(f"{part}.kept must be a fraction in (0, 1], got {kept}.")
+    require(tokens is None or tokens >= 1, f"{part}.tokens", "at least 1", tokens)
+    require(kept is None or 0 < kept <= 1, f"{part}.kept", "a fraction in (0, 1]", kept)

@@ -26,6 +26,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from larder.core.arguments import require
 from larder.core.errors import BadParameter
 from larder.core.observation import Observation
 from larder.core.types import Packed
@@ -77,8 +78,7 @@ class TwoPasses(Schedule):
         check_layer("two_passes", self.layer)
         check_counts("two_passes", self.tokens, self.kept)
         scoring_of("two_passes", self.scorer)
-        if self.layers < 1:
-            raise BadParameter(f"two_passes.layers must be at least 1, got {self.layers}.")
+        require(self.layers >= 1, "two_passes.layers", "at least 1", self.layers)
         words = self.widths.split()
         if not words or not all(word.isdecimal() and int(word) % 2 for word in words):
             raise BadParameter(

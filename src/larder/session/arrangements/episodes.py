@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
+from larder.core.arguments import require
 from larder.core.conversation import Conversation
 from larder.core.errors import BadParameter
 from larder.session.arrangements.base import Arrangement
@@ -68,10 +69,7 @@ class Episodes(Arrangement):
 
     def __post_init__(self) -> None:
         for name in ("segment", "representatives"):
-            if getattr(self, name) < 1:
-                raise BadParameter(
-                    f"episodes.{name} must be at least 1, got {getattr(self, name)}."
-                )
+            require(getattr(self, name) >= 1, f"episodes.{name}", "at least 1", getattr(self, name))
         if self.count < 0:
             raise BadParameter(
                 f"episodes.count must be at least 1, or 0 to choose it by silhouette, "

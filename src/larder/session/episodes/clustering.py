@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32, Int64
 
+from larder.core.arguments import require
 from larder.core.errors import BadParameter
 
 SEED = 42
@@ -58,8 +59,7 @@ def cluster(
     Raises:
         BadParameter: no segments, or `count` below 1.
     """
-    if count < 1:
-        raise BadParameter(f"episodes.count must be at least 1, got {count}.")
+    require(count >= 1, "episodes.count", "at least 1", count)
     if len(embeddings) == 0:
         raise BadParameter("cannot form episodes of 0 segments; the conversation has no messages.")
     return _ordered_clusters(embeddings, _labels(embeddings, count, seed))

@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float32
 
+from larder.core.arguments import require
 from larder.core.errors import BadParameter
 from larder.session.embedders.base import Embedder
 from larder.session.episodes.clustering import SEED, cluster
@@ -304,10 +305,8 @@ def calibrate_tau(
     Raises:
         BadParameter: `quantile` or `folds` outside its range.
     """
-    if not 0 <= quantile <= 1:
-        raise BadParameter(f"tau.quantile must be in [0, 1], got {quantile}.")
-    if folds < 2:
-        raise BadParameter(f"tau.folds must be at least 2, got {folds}.")
+    require(0 <= quantile <= 1, "tau.quantile", "in [0, 1]", quantile)
+    require(folds >= 2, "tau.folds", "at least 2", folds)
     fold_of_segment = np.random.default_rng(seed).permutation(len(segments)) % folds
     similarities: list[float] = []
     for fold in range(folds):

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.types import Variant
 from larder.store.eviction.base import CandidateColumns, EvictionPolicy, FloatColumn, IntColumn
 
@@ -48,10 +48,7 @@ class Continuum(EvictionPolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("load", "eta"):
-            if not getattr(self, name) >= 0:
-                raise BadParameter(
-                    f"continuum.{name} must be 0 or more, got {getattr(self, name)}."
-                )
+            require(getattr(self, name) >= 0, f"continuum.{name}", "0 or more", getattr(self, name))
 
     def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
         worth = held.last_used - now  # at most 0

@@ -26,7 +26,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.store.eviction.base import CandidateColumns, EvictionPolicy, FloatColumn
 
 MIN_IDLE_SECONDS = 1.0
@@ -47,8 +47,7 @@ class Marconi(EvictionPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.alpha >= 0:
-            raise BadParameter(f"marconi.alpha must be 0 or more, got {self.alpha}.")
+        require(self.alpha >= 0, "marconi.alpha", "0 or more", self.alpha)
 
     def variants(self) -> Sequence[Marconi]:
         return [replace(self, alpha=alpha) for alpha in ALPHAS]

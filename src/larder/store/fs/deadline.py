@@ -18,7 +18,8 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
-from larder.core.errors import BadParameter, StoreError, StoreFull, StoreSlow
+from larder.core.arguments import require
+from larder.core.errors import StoreError, StoreFull, StoreSlow
 
 Result = TypeVar("Result")
 # Work of a thread; what it returns is called once the thread takes other work.
@@ -53,8 +54,7 @@ class CallLimits:
 
     def __post_init__(self) -> None:
         for name in ("seconds", "calls", "max_failures"):
-            if getattr(self, name) <= 0:
-                raise BadParameter(f"patience.{name} must be above 0, got {getattr(self, name)}.")
+            require(getattr(self, name) > 0, f"patience.{name}", "above 0", getattr(self, name))
 
 
 class CircuitBreaker:

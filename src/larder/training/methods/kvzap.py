@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require
 from larder.core.spec import LayerSpec
 from larder.training.base import LayerData, Method
 from larder.training.label_pass import PLUS
@@ -31,8 +31,7 @@ class KVzapRidge(Method):
     label = PLUS
 
     def __post_init__(self) -> None:
-        if not self.alpha > 0:
-            raise BadParameter(f"kvzap.alpha must be above 0, got {self.alpha}.")
+        require(self.alpha > 0, "kvzap.alpha", "above 0", self.alpha)
 
     def target(self, labels: Float[Tensor, "N K"]) -> Float[Tensor, "N K"]:
         return log_labels(labels)

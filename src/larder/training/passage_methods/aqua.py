@@ -16,8 +16,9 @@ from torch import Tensor
 from larder.cache.aqua_tables import AquaPredictions
 from larder.cache.predictive import SIDES, Inputs, Layer, LinearPrediction
 from larder.cache.residual_tier import DecodedTokens, ResidualCoder
+from larder.core.arguments import require
 from larder.core.codec import ResidualSpec
-from larder.core.errors import BadParameter, ModelError
+from larder.core.errors import ModelError
 from larder.core.spec import LayerSpec
 from larder.models.attention_backend import CausalAttention
 from larder.models.decoder import Decoder
@@ -49,8 +50,7 @@ class AquaTraining(PassageMethod):
 
     def __post_init__(self) -> None:
         ResidualSpec(self.bits, self.first_bits)
-        if not self.damping > 0:
-            raise BadParameter(f"aqua.damping must be above 0, got {self.damping}.")
+        require(self.damping > 0, "aqua.damping", "above 0", self.damping)
 
     def fit(
         self, decoder: Decoder, passages: Sequence[Passage], seed: int, progress: Progress
