@@ -10,6 +10,7 @@ from .contexts import NoChunks as NoChunks
 from .contexts import append_text as append_text
 from .decode_eviction import DecodeEviction as DecodeEviction
 from .decode_eviction import DeferredObserver as DeferredObserver
+from .decode_eviction import StepEviction as StepEviction
 from .eviction_pass import EvictionPass as EvictionPass
 from .eviction_pass import ScoringPhase as ScoringPhase
 from .eviction_pass import SharedLayerScores as SharedLayerScores
@@ -31,5 +32,4 @@ from .schedules.layerwise_narrowing import NarrowingShape as NarrowingShape
 from .schedules.parallel import Parallel as Parallel
 from .schedules.two_passes import found_tokens as found_tokens
 from .schedules.whole import Whole as Whole
-from .step_eviction import StepEviction as StepEviction
 from .turn_reader import TurnReader as TurnReader
