@@ -38,14 +38,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from _equal_pairs import EQUAL_PAIRS
-from _jobs import (
-    PROCESS_PER_CELL,
-    PROCESS_PER_POLICY,
-    STUDY,
-    ComparisonSetup,
-    JobRunner,
-    jobs_of,
-)
+from _jobs import PROCESS_PER_CELL, PROCESS_PER_POLICY, STUDY, ComparisonSetup, JobRunner, jobs_of
 from _pairs import PAIRS, PeerPair, pairs_of
 from _ratios import tables
 

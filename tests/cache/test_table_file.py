@@ -10,13 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from builders import a_layer, a_spec
-from larder.cache import (
-    AquaPredictions,
-    KvtcTables,
-    LowRankMaps,
-    PredictiveTables,
-    tables_path,
-)
+from larder.cache import AquaPredictions, KvtcTables, LowRankMaps, PredictiveTables, tables_path
 from larder.core import CacheError, ModelError
 from larder.models import Card, LearnedWeights, cartridge_path, find_cartridge
 

@@ -28,12 +28,7 @@ from larder.models import (
     random_tokens,
     wrap_model,
 )
-from larder.models.measurements import (
-    _attention_capture,
-    _repeated_text,
-    eviction_error,
-    reasoning,
-)
+from larder.models.measurements import _attention_capture, _repeated_text, eviction_error, reasoning
 from larder.policy import CURVE_POINTS
 from measurements import SAMPLE, SMALL, SMALL_NEEDLES, encode
 from model_attention import heads_of

@@ -6,12 +6,7 @@ import math
 from typing import Any
 
 from larder.core import Observation
-from references.attention_loop import (
-    heads_of,
-    highest,
-    highest_in_plain_attention,
-    positions_of,
-)
+from references.attention_loop import heads_of, highest, highest_in_plain_attention, positions_of
 
 SMALL = {"chunk": 7}  # parameters for small layers
 

@@ -8,11 +8,7 @@ from larder import Policy
 from larder.core import BudgetError
 from larder.models import Decoder, wrap_model
 from larder.prefill import PeakMemoryMeter
-from larder.session import (
-    build_caches,
-    resolve_budget,
-    resolve_budget_without_context,
-)
+from larder.session import build_caches, resolve_budget, resolve_budget_without_context
 from model_runs import id_runtime, some_ids
 from tiny_models import tiny
 

@@ -14,11 +14,7 @@ from larder.models import BatchSegment, Card, Decoder, LearnedWeights, wrap_mode
 from larder.ops import state_bytes
 from larder.policy import PROVIDERS
 from larder.prefill import PeakMemoryMeter
-from larder.session import (
-    Policy,
-    build_caches,
-    entries_per_head,
-)
+from larder.session import Policy, build_caches, entries_per_head
 from low_rank_weights import give_maps
 from model_runs import id_runtime, some_ids
 from tiny_models import tiny

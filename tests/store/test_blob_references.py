@@ -20,17 +20,7 @@ from larder.store import (
     encode_token_log,
     open_file_system,
 )
-from store.caches import (
-    IDS,
-    TALK,
-    WHO,
-    blob_files,
-    compressed,
-    load,
-    save,
-    snapshot,
-    store_at,
-)
+from store.caches import IDS, TALK, WHO, blob_files, compressed, load, save, snapshot, store_at
 from store.file_systems import Faulty
 
 pytestmark = pytest.mark.usefixtures("small_chunks")

@@ -25,13 +25,7 @@ from larder.core import (
     UsageError,
 )
 from larder.engine import StorePersistence
-from larder.models import (
-    AttentionInputs,
-    BatchSegment,
-    LearnedWeights,
-    LMHead,
-    cartridge_path,
-)
+from larder.models import AttentionInputs, BatchSegment, LearnedWeights, LMHead, cartridge_path
 from larder.store import Store
 from larder.training import (
     CartridgeSettings,

@@ -17,13 +17,11 @@ from larder.policy import ProtectedTokens
 from larder.training import (
     DecayedAttention,
     GatedAttention,
+    GatedLogits,
     MaskedAttention,
     differentiable_states,
     excess,
-    grouped_logits,
     straight_through,
-    token_ages,
-    visible_tokens,
 )
 from references import gated_attention as loop
 from tiny_models import tiny
@@ -55,9 +53,7 @@ def some_gates() -> Tensor:
 
 
 def attended(attention: GatedAttention, gates: Tensor, inputs: AttentionInputs) -> Tensor:
-    ages = token_ages(inputs)
-    visible = visible_tokens(inputs, ages)
-    weights = attention.weigh(0, grouped_logits(inputs), gates, ages, visible)
+    weights = attention.weigh(GatedLogits.of(inputs, 0, gates))
     return (weights @ inputs.values[:, None]).flatten(0, 1)
 
 

@@ -11,14 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from larder.core import BadParameter, LayerSpec, ModelError, Progress, Queries
-from larder.models import (
-    AttentionInputs,
-    CausalAttention,
-    Decoder,
-    LayerTensors,
-    LoadedModel,
-    load,
-)
+from larder.models import AttentionInputs, CausalAttention, Decoder, LayerTensors, LoadedModel, load
 from larder.session import TokenizerAdapter
 from larder.training import (
     CorpusSplit,

@@ -13,12 +13,7 @@ from larder.cache import PredictiveTables
 from larder.core import BadParameter
 from larder.models import load
 from larder.session import TokenizerAdapter
-from larder.training import (
-    PredictiveSettings,
-    fit_side,
-    read_corpus,
-    train_predictive,
-)
+from larder.training import PredictiveSettings, fit_side, read_corpus, train_predictive
 
 SETTINGS = PredictiveSettings(tokens=1500, test_tokens=300, passage_tokens=300)
 

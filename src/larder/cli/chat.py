@@ -11,12 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from larder.cli.console import (
-    format_bytes,
-    make_table,
-    progress_console,
-    results_console,
-)
+from larder.cli.console import format_bytes, make_table, progress_console, results_console
 from larder.cli.errors import INTERRUPTED_EXIT_CODE, SCHEMA, error_record, print_document
 from larder.cli.options import ModelOptions, command
 from larder.cli.store_options import (

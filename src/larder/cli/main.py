@@ -11,12 +11,7 @@ from typing import Annotated, Any
 import typer
 
 import larder
-from larder.cli.errors import (
-    INTERRUPTED_EXIT_CODE,
-    Unwritable,
-    handle_stdout_error,
-    print_error,
-)
+from larder.cli.errors import INTERRUPTED_EXIT_CODE, Unwritable, handle_stdout_error, print_error
 from larder.cli.options import HelpGroup
 from larder.cli.startup import pause_collection
 from larder.core.errors import UsageError

@@ -17,13 +17,7 @@ import typer
 
 from larder.cli.errors import INTERRUPTED_EXIT_CODE
 from larder.cli.options import ModelOptions, command
-from larder.cli.store_options import (
-    DEFAULT_CODEC,
-    CodecName,
-    KeyFile,
-    ResumeDeadline,
-    check_codec,
-)
+from larder.cli.store_options import DEFAULT_CODEC, CodecName, KeyFile, ResumeDeadline, check_codec
 from larder.core.errors import DependencyError, InputError, UsageError
 from larder.core.home import home
 
@@ -429,11 +423,7 @@ def replica_engine_client(
         secret: secret of the store, the same in every replica.
         key: encryption key; None leaves blobs unencrypted.
     """
-    from larder.server.cluster.leases import (
-        LeasedSessionLocks,
-        LeaseHeartbeat,
-        SessionLeases,
-    )
+    from larder.server.cluster.leases import LeasedSessionLocks, LeaseHeartbeat, SessionLeases
 
     store = _open_store(options, url, secret, key)
     leases = SessionLeases(store.parts)

@@ -25,6 +25,7 @@ from larder.engine.sampler import SamplingParams
 from larder.models.decoder import Decoder
 from larder.models.loader import LoadedModel
 from larder.prefill.base import run_steps
+from larder.prefill.turn_reader import TurnReader
 from larder.session.capacity import budget_tokens
 from larder.session.episodes.routing import EpisodeMatch
 from larder.session.files.json_fields import valid_unicode
@@ -129,6 +130,32 @@ def no_matcher() -> None:
     return None
 
 
+@dataclass
+class CountedStream:
+    """Stream of an answer's text, whose tokens a progress counts.
+
+    Args:
+        most: tokens of the answer, at most.
+    """
+
+    stream: IncrementalDetokenizer
+    progress: Progress
+    most: int
+    count: int = 0
+
+    def take(self, row: int, token: int) -> bool:
+        """Take the next token, as of `generate`; true if the answer ends."""
+        self.count += 1
+        self.progress(self.count, self.most)
+        return self.stream.push(token)
+
+    def finish(self) -> None:
+        """Emit what is left, and let the progress end."""
+        self.stream.finish()
+        if self.count < self.most:
+            self.progress(self.count, self.count)
+
+
 @dataclass(frozen=True)
 class AnswerGenerator:
     """Text generation over one cache: model, tokenizer and stop token ids.
@@ -170,14 +197,7 @@ class AnswerGenerator:
         """
         limits = StoppingCriteria(max_new_tokens, self.stop_ids)
         stream = IncrementalDetokenizer(self.tokenizer.decode, stop, on_text)
-        count = 0
-
-        def take(row: int, token: int) -> bool:
-            nonlocal count
-            count += 1
-            progress(count, max_new_tokens)
-            return stream.push(token)
-
+        counted = CountedStream(stream, progress, max_new_tokens)
         pages_before, work_before = cache.pages, recompute_cost(cache.stores)
         started = time.perf_counter()
         [ids] = generate(
@@ -186,16 +206,14 @@ class AnswerGenerator:
             [prompt],
             sampling,
             limits,
-            take,
+            counted.take,
             make_observer,
             [message or prompt],
             [matcher],
             step_tokens,
         )
         seconds = time.perf_counter() - started
-        stream.finish()
-        if count < max_new_tokens:
-            progress(count, count)
+        counted.finish()
         return GeneratedText(
             text=stream.text.strip(),
             ids=tuple(ids),
@@ -259,17 +277,19 @@ class QuestionAnswerer:
                 step_tokens=lambda _: turn.step_tokens,
                 progress=progress,
             )
-            copied = cache.nbytes - cache.shared_nbytes if is_copy else 0
-            saved_bytes = 0 if is_copy or turn.snapshot is None else turn.snapshot.nbytes
-            held_bytes = memory.caches.nbytes + copied + saved_bytes
+            held_bytes = memory.caches.nbytes + _bytes_beside(cache, turn, is_copy)
         finally:
             if turn.snapshot is None:
                 cache.roll_back(start)
                 cache.compact()
             elif not is_copy:
-                turn.snapshot.compact()
-                memory.caches.replace_active(turn.snapshot)
+                self._restore(turn.snapshot)
         return generated.answer(question, match, len(prompt), held_bytes)
+
+    def _restore(self, snapshot: SequenceCache) -> None:
+        """Make a snapshot the active cache again."""
+        snapshot.compact()
+        self.memory.caches.replace_active(snapshot)
 
 
 def checked_questions(question: str | Sequence[str]) -> list[str]:
@@ -308,6 +328,13 @@ def answer_each(
 
         answers.append(answer(question, progress=report))
     return answers
+
+
+def _bytes_beside(cache: SequenceCache, turn: TurnReader, is_copy: bool) -> int:
+    """Bytes that an answer holds beside the caches of its conversation."""
+    if is_copy:
+        return cache.nbytes - cache.shared_nbytes
+    return 0 if turn.snapshot is None else turn.snapshot.nbytes
 
 
 def _counter_increase(now: tuple[int, int], then: tuple[int, int]) -> tuple[int, int]:

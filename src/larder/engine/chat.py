@@ -30,11 +30,7 @@ from larder.session.files.json_fields import valid_unicode
 from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
 from larder.session.transcript.chat_log import ChatLog, ChatTurn
-from larder.session.transcript.chat_log_file import (
-    ChatIdentity,
-    ChatRecord,
-    chat_log_path,
-)
+from larder.session.transcript.chat_log_file import ChatIdentity, ChatRecord, chat_log_path
 
 
 class Chat:

@@ -17,12 +17,7 @@ from larder.engine.completion import EncodedPrompt, prefill_prompt
 from larder.models.forward_batch import BatchSegment
 from larder.models.lm_head import LOGITS_CHUNK
 from larder.prefill.base import run_steps
-from larder.session.capacity import (
-    check_recent_fits,
-    empty_cache,
-    entries_per_head,
-    resolve_budget,
-)
+from larder.session.capacity import check_recent_fits, empty_cache, entries_per_head, resolve_budget
 from larder.session.policy import Policy
 from larder.session.prefill import (
     ModelRuntime,

@@ -15,12 +15,7 @@ from torch import Tensor
 from larder.core.errors import BudgetError, CacheError, ModelError, UsageError
 from larder.interop.attachment import Attachment, HiddenCapture
 from larder.interop.packed_call import EmptyCall, PackedCall
-from larder.interop.sequence import (
-    EndTokens,
-    GeneratedSequence,
-    SequenceFactory,
-    observer_of,
-)
+from larder.interop.sequence import EndTokens, GeneratedSequence, SequenceFactory, observer_of
 from larder.models.body_call import BodyCall
 from larder.models.decoder import AppendCall
 from larder.models.in_memory import check_one_adapter

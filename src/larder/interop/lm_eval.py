@@ -15,12 +15,7 @@ from larder.core.arguments import check_count
 from larder.core.errors import BudgetError, InputError, UsageError
 from larder.engine.completion import EncodedPrompt, PromptCompleter
 from larder.engine.engine import Engine
-from larder.engine.log_likelihood import (
-    ContinuationRequest,
-    Ids,
-    LikelihoodScorer,
-    TokenScore,
-)
+from larder.engine.log_likelihood import ContinuationRequest, Ids, LikelihoodScorer, TokenScore
 from larder.interop.lm_eval_arguments import (
     GenerationOptions,
     batch_size_of,
@@ -35,10 +30,7 @@ from larder.session.prefill import prefill_reader
 try:
     from lm_eval.api.model import TemplateLM  # pyright: ignore
     from lm_eval.api.registry import register_model  # pyright: ignore
-    from lm_eval.utils import (  # pyright: ignore
-        get_rolling_token_windows,
-        make_disjoint_window,
-    )
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # pyright: ignore
     from tqdm import tqdm
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(

@@ -27,12 +27,7 @@ from larder.prefill.base import run_steps
 from larder.prefill.decode_eviction import DecodeEviction
 from larder.prefill.memory import PeakMemoryMeter
 from larder.prefill.reader import PrefillSequence
-from larder.session.capacity import (
-    check_recent_fits,
-    empty_cache,
-    entries_per_head,
-    resolve_budget,
-)
+from larder.session.capacity import check_recent_fits, empty_cache, entries_per_head, resolve_budget
 from larder.session.default_policy import with_measured_recall
 from larder.session.embedders.base import Embedder
 from larder.session.image_prefill import check_images

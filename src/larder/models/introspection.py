@@ -32,12 +32,7 @@ from larder.models.placement import (
     loaded_tensors,
     weights_loaded,
 )
-from larder.models.recurrent import (
-    RecurrentModules,
-    RecurrentSurvey,
-    layer_kinds,
-    recurrent_layers,
-)
+from larder.models.recurrent import RecurrentModules, RecurrentSurvey, layer_kinds, recurrent_layers
 from larder.ops.rope import rotate
 from larder.policy.providers.base import WeightProvider, select_providers
 

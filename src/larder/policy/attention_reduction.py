@@ -122,9 +122,6 @@ class NoAggregation(Aggregation):
     ) -> None:
         del state, weights, first, total
 
-    def finish(self, state: tuple[Tensor, ...], total: int) -> Float[Tensor, "R S"]:
-        return state[0]
-
 
 @dataclass(frozen=True)
 class NoHeadRule(HeadRule):

@@ -15,14 +15,7 @@ from torch import Tensor
 from larder.core.errors import BudgetError, ScoreError
 from larder.core.family import Family, public_name
 from larder.core.ledger import Ledger
-from larder.core.observation import (
-    Calibration,
-    Entries,
-    LayerScores,
-    Lexicon,
-    Observation,
-    Phase,
-)
+from larder.core.observation import Calibration, Entries, LayerScores, Lexicon, Observation, Phase
 from larder.core.part import PolicyPart
 from larder.core.plan import Plan, StepRule
 from larder.core.spelling import spell

@@ -27,12 +27,7 @@ from larder.core.observation import Entries
 from larder.core.recall import RecallPart, RecallResult
 from larder.core.spec import LayerSpec
 from larder.ops.search import interleaved, top_rows
-from larder.recall._index_base import (
-    ContiguousIndex,
-    group_queries,
-    grow_table,
-    mask_missing,
-)
+from larder.recall._index_base import ContiguousIndex, group_queries, grow_table, mask_missing
 from larder.recall.bounds import PageSummary, changed_boxes
 
 

@@ -33,11 +33,7 @@ from larder.core.observation import Entries
 from larder.core.recall import RecallResult
 from larder.core.spec import LayerSpec
 from larder.ops.search import top_rows
-from larder.recall._index_base import (
-    EntryIndex,
-    EntryRecall,
-    grow_table,
-)
+from larder.recall._index_base import EntryIndex, EntryRecall, grow_table
 
 COLLISIONS = 2  # tables in which a key collides with the query, at least
 MAX_BITS = 15  # of a code that an int16 holds

@@ -33,12 +33,7 @@ from larder.core.observation import Entries
 from larder.core.recall import RecallIndex, RecallPart, RecallResult
 from larder.core.spec import LayerSpec
 from larder.ops.search import top_rows
-from larder.recall._index_base import (
-    ContiguousIndex,
-    group_queries,
-    grow_table,
-    mask_missing,
-)
+from larder.recall._index_base import ContiguousIndex, group_queries, grow_table, mask_missing
 from larder.recall.bounds import PageSummary, changed_boxes
 
 

@@ -98,8 +98,7 @@ class EngineCore:
         self.names, self.constraints = tuple(names) or (engine.loaded.name,), engine.constraints
         self.context = _context_tokens(engine, max_model_len)
         self.rule = ServingPolicy.of(engine)
-        is_exact = not (self.rule.is_chat or self.rule.policy.schedule.cache_form)
-        self._exact = self.rule if is_exact else self.rule.exact()
+        self._exact = self._exact_rule()
         self.ledger = ByteLedger(budgets)
         self.reservations = DeviceReservations(self.ledger)
         self.images = ImagePromptEncoder(engine.processor, engine.loaded.decoder, engine.tokenizer)
@@ -118,9 +117,8 @@ class EngineCore:
         self.scheduler = self._new_scheduler(RequestQueue(waiting, scheduling), rows)
         self.prefetcher = CachePrefetcher(self.tiers, completions, self._idle_demand)
         self._due = deque[tuple[str, str]](maxlen=MAX_DUE)
-        self.admin = AdminOperations(
-            self.tiers, completions, self._backend_of, lambda: len(self.scheduler.queue)
-        )
+        queue = self.scheduler.queue
+        self.admin = AdminOperations(self.tiers, completions, self._backend_of, lambda: len(queue))
         self.restorer = self._new_restorer()
         self.refused = ReasonCounter()
         # First answers to prompts that get several, by tenant and group, while they are in use.
@@ -313,6 +311,11 @@ class EngineCore:
     def _backend_of(self, rule: ServingPolicy) -> SessionBackend:
         """Backend of the sessions under a policy."""
         return self._chat if rule.is_chat else self._prefix
+
+    def _exact_rule(self) -> ServingPolicy:
+        """Policy of exact requests: the server's own where that is lossless."""
+        is_exact = not (self.rule.is_chat or self.rule.policy.schedule.cache_form)
+        return self.rule if is_exact else self.rule.exact()
 
     def _new_tiers(self, eviction: str, disk: DiskTier) -> TierManager:
         """Memory tiers under the eviction policy of a name."""

@@ -14,12 +14,7 @@ from larder.prefill.base import Progress, run_steps
 from larder.prefill.memory import PeakMemoryMeter
 from larder.prefill.reader import PrefillSequence
 from larder.session.caches import SessionCaches
-from larder.session.capacity import (
-    cache_figures,
-    check_recent_fits,
-    empty_cache,
-    entries_per_head,
-)
+from larder.session.capacity import cache_figures, check_recent_fits, empty_cache, entries_per_head
 from larder.session.memory import CacheFigures
 from larder.session.policy import Policy
 from larder.session.prefill import (

@@ -86,8 +86,7 @@ class StoreComponents:
         self.executor = DeadlineExecutor("disk", patience)
         self.encryption = open_encryption(self.place, self.executor, key)
         self.records = EncryptedFileSystem(self.place, self.encryption)
-        waits = min(patience.seconds, BUSY_SECONDS), min(patience.rest_seconds, BUSY_SECONDS)
-        self._patience = CallLimits(waits[0], max_failures=1, rest_seconds=waits[1])
+        self._patience = _index_limits(patience)
         self.manifest = self._index(home)
         self.epochs = SessionEpochs(
             self.records, self.executor, self.manifest, self.secret, self._damaged
@@ -97,15 +96,7 @@ class StoreComponents:
         )
         self.branches = BranchNotes(self.records, self.executor, self.secret)
         self._catch_up()
-        self.blobs = TenantBlobs(
-            BlobStore(self.place, self.executor, clock),
-            self.encryption,
-            self.place,
-            self.executor,
-            self.manifest,
-            self.ledger,
-            written_bytes,
-        )
+        self.blobs = self._new_blobs(written_bytes)
         DiskEviction(eviction, self.manifest, self.epochs, self.chunks, self.blobs)
         self.garbage = GarbageCollection(self.chunks, self.blobs)
         self.writer = CacheWriter(self.blobs, self.chunks)
@@ -133,6 +124,18 @@ class StoreComponents:
     def close(self) -> None:
         """Close the index."""
         self.manifest.close()
+
+    def _new_blobs(self, written_bytes: int | None) -> TenantBlobs:
+        """Blobs of all tenants, under a daily limit."""
+        return TenantBlobs(
+            BlobStore(self.place, self.executor, self.clock),
+            self.encryption,
+            self.place,
+            self.executor,
+            self.manifest,
+            self.ledger,
+            written_bytes,
+        )
 
     def _index(self, home: Path) -> Manifest:
         """Index of this store; other stores known to `home` have their own."""
@@ -171,6 +174,12 @@ class StoreComponents:
 
     def _damaged(self, message: str) -> None:
         self.refusals.note("manifest", message)
+
+
+def _index_limits(patience: CallLimits) -> CallLimits:
+    """Limits of calls to the index, which wait for its lock at most."""
+    seconds, rest = (min(own, BUSY_SECONDS) for own in (patience.seconds, patience.rest_seconds))
+    return CallLimits(seconds, max_failures=1, rest_seconds=rest)
 
 
 def _store_number(url: str, home: Path) -> int:

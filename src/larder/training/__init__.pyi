@@ -28,6 +28,7 @@ from .eviction_samples import sample_evictions as sample_evictions
 from .eviction_samples import share_metrics as share_metrics
 from .gated_attention import DecayedAttention as DecayedAttention
 from .gated_attention import GatedAttention as GatedAttention
+from .gated_attention import GatedLogits as GatedLogits
 from .gated_attention import MaskedAttention as MaskedAttention
 from .gated_attention import grouped_logits as grouped_logits
 from .gated_attention import straight_through as straight_through

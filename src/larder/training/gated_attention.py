@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,30 @@ LayerGate = Callable[[int, Float[Tensor, "Q hidden"]], Float[Tensor, "Q K"]]
 
 KEPT_FROM = 0.5  # least number of a gate that keeps an entry
 OWN = ProtectedTokens(0, 1)  # a query's own token
+
+
+@dataclass(frozen=True)
+class GatedLogits:
+    """Logits of one layer, and the gates of its entries.
+
+    Args:
+        place: of the layer among the managed ones.
+        ages: tokens from an entry to a query.
+        visible: entries that the model itself lets a query see.
+    """
+
+    place: int
+    logits: Float[Tensor, "K R Q S"]
+    gates: Float[Tensor, "K S"]
+    ages: Int[Tensor, "Q S"]
+    visible: Bool[Tensor, "Q S"]
+
+    @staticmethod
+    def of(inputs: AttentionInputs, place: int, gates: Float[Tensor, "K S"]) -> GatedLogits:
+        """Logits of the inputs of a layer."""
+        ages = token_ages(inputs)
+        visible = visible_tokens(inputs, ages)
+        return GatedLogits(place, grouped_logits(inputs), gates, ages, visible)
 
 
 class GatedAttention(ABC):
@@ -69,28 +94,13 @@ class GatedAttention(ABC):
         if place is None:
             return self._plain.attend(inputs)
         gates = self._gate(place, self._states.pop(inputs.layer)).T  # [K, S]
-        ages = token_ages(inputs)
-        logits = grouped_logits(inputs)
-        weights = self.weigh(place, logits, gates, ages, visible_tokens(inputs, ages))
+        weights = self.weigh(GatedLogits.of(inputs, place, gates))
         out = weights @ inputs.values.float()[:, None]  # [K, R, Q, D]
         return out.flatten(0, 1).to(inputs.queries.dtype)
 
     @abstractmethod
-    def weigh(
-        self,
-        place: int,
-        logits: Float[Tensor, "K R Q S"],
-        gates: Float[Tensor, "K S"],
-        ages: Int[Tensor, "Q S"],
-        visible: Bool[Tensor, "Q S"],
-    ) -> Float[Tensor, "K R Q S"]:
-        """Attention weights.
-
-        Args:
-            place: of the layer among the managed ones.
-            ages: tokens from an entry to a query.
-            visible: entries that the model itself lets a query see.
-        """
+    def weigh(self, given: GatedLogits) -> Float[Tensor, "K R Q S"]:
+        """Attention weights."""
 
     def _record(self, index: int, states: Tensor) -> None:
         self._states[index] = states
@@ -109,17 +119,11 @@ class DecayedAttention(GatedAttention):
         super().__init__(decoder, gate)
         self.held = dict[int, Float[Tensor, "K Q"]]()
 
-    def weigh(
-        self,
-        place: int,
-        logits: Float[Tensor, "K R Q S"],
-        gates: Float[Tensor, "K S"],
-        ages: Int[Tensor, "Q S"],
-        visible: Bool[Tensor, "Q S"],
-    ) -> Float[Tensor, "K R Q S"]:
-        worth = retention(gates, ages) * visible
-        self.held[place] = worth.sum(-1)
-        return (logits * worth[:, None]).masked_fill_(~visible, -torch.inf).softmax(-1)
+    def weigh(self, given: GatedLogits) -> Float[Tensor, "K R Q S"]:
+        worth = retention(given.gates, given.ages) * given.visible
+        self.held[given.place] = worth.sum(-1)
+        logits = given.logits * worth[:, None]
+        return logits.masked_fill_(~given.visible, -torch.inf).softmax(-1)
 
 
 class MaskedAttention(GatedAttention):
@@ -141,19 +145,13 @@ class MaskedAttention(GatedAttention):
         self._protect = protect
         self.gates = dict[int, Float[Tensor, "K S"]]()
 
-    def weigh(
-        self,
-        place: int,
-        logits: Float[Tensor, "K R Q S"],
-        gates: Float[Tensor, "K S"],
-        ages: Int[Tensor, "Q S"],
-        visible: Bool[Tensor, "Q S"],
-    ) -> Float[Tensor, "K R Q S"]:
-        self.gates[place] = gates
-        spared = ages < self._protect.last
+    def weigh(self, given: GatedLogits) -> Float[Tensor, "K R Q S"]:
+        self.gates[given.place] = given.gates
+        spared = given.ages < self._protect.last
         spared[:, : self._protect.first] = True
-        kept = straight_through(gates)[:, None].masked_fill(spared, 1.0)  # [K, Q, S]
-        weights = logits.masked_fill(~visible, -torch.inf).softmax(-1) * kept[:, None]
+        kept = straight_through(given.gates)[:, None].masked_fill(spared, 1.0)  # [K, Q, S]
+        logits = given.logits.masked_fill(~given.visible, -torch.inf)
+        weights = logits.softmax(-1) * kept[:, None]
         return weights / weights.sum(-1, keepdim=True)
 
 

@@ -30,12 +30,7 @@ from larder.models.attention_backend import AttentionInputs
 from larder.models.decoder import Decoder
 from larder.models.introspection import weight_inputs
 from larder.models.learned_weights import Card
-from larder.models.measurements.transform import (
-    OUTPUT,
-    LayerMoments,
-    metric_weight,
-    weighed_klt,
-)
+from larder.models.measurements.transform import OUTPUT, LayerMoments, metric_weight, weighed_klt
 from larder.prefill.base import Progress
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from larder.training.corpus import Corpus, CorpusSplit

@@ -23,21 +23,22 @@ Policies = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME", help="Only this policy; give it several times.  Default: all."),
 ]
+FigureNames = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="FIGURE",
+        help="quality, grid, memory, latency, budgets, similarity, prompt_curve, clusters, "
+        "recall or eviction, with parameters as in 'quality(score=\"f1\")'; give it several "
+        "times.  Default: all that RESULTS suffice for.",
+    ),
+]
 
 
 @command
 def plot(
     results: Files,
     options: OutputOptions,
-    figure: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FIGURE",
-            help="quality, grid, memory, latency, budgets, similarity, prompt_curve, clusters, "
-            "recall or eviction, with parameters as in 'quality(score=\"f1\")'; give it several "
-            "times.  Default: all that RESULTS suffice for.",
-        ),
-    ] = None,
+    figure: FigureNames = None,
     policy: Policies = None,
     out: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Folder of the figures, created if missing.")

@@ -32,12 +32,7 @@ from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Mode, Positions, Queries
-from larder.ops.low_rank_attention import (
-    RANK,
-    STATE_DTYPE,
-    low_rank_attention,
-    low_rank_state,
-)
+from larder.ops.low_rank_attention import RANK, STATE_DTYPE, low_rank_attention, low_rank_state
 from larder.ops.packing import heads_of_packed, starts_of, storage_rows
 
 STATE_KEY, MAPS_KEY = "low_rank.state", "low_rank.maps"  # names in a state

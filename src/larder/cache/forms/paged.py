@@ -20,12 +20,7 @@ from larder.cache.layer_pages import IntArray, LayerPages, PageLease
 from larder.cache.merged_entries import merge_entries
 from larder.cache.page_arena import PageArena
 from larder.cache.spec import CacheSpec
-from larder.cache.validation import (
-    check_counts,
-    check_dtypes,
-    check_kept,
-    check_single_precision,
-)
+from larder.cache.validation import check_counts, check_dtypes, check_kept, check_single_precision
 from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan

@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from larder.cli.console import (
-    format_bytes,
-    format_seconds,
-    make_table,
-    results_console,
-)
+from larder.cli.console import format_bytes, format_seconds, make_table, results_console
 from larder.cli.errors import INTERRUPTED_EXIT_CODE, SCHEMA, print_document
 from larder.cli.options import ModelOptions, OutputOptions, command
 from larder.engine.progress_bar import progress_bar

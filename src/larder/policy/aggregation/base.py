@@ -23,9 +23,9 @@ class Aggregation(ABC):
     # separately.
     depends_on_visible_count: ClassVar[bool] = False
 
-    @abstractmethod
     def start(self, like: Float[Tensor, "R S"]) -> tuple[Tensor, ...]:
-        """Initial state for R query heads and S entries."""
+        """Initial state for R query heads and S entries; a zero for each by default."""
+        return (like.new_zeros(like.shape),)
 
     @abstractmethod
     def fold(
@@ -44,9 +44,9 @@ class Aggregation(ABC):
         self.fold(state, weights[:, None], 0, 1)
         return self.finish(state, 1)
 
-    @abstractmethod
     def finish(self, state: tuple[Tensor, ...], total: int) -> Float[Tensor, "R S"]:
-        """Result per entry and query head, after all `total` queries."""
+        """Result per entry and query head, after all `total` queries; the state by default."""
+        return state[0]
 
     def complete(self, scores: Float[Tensor, " S"]) -> Float[Tensor, " S"]:
         """Final scores of a kv head's scored entries, after the head rule; unchanged by default."""

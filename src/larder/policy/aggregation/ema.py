@@ -32,9 +32,6 @@ class Ema(Aggregation):
     def __post_init__(self) -> None:
         require(0 <= self.beta <= 1, "ema.beta", "a fraction in [0, 1]", self.beta)
 
-    def start(self, like: Float[Tensor, "R S"]) -> tuple[Tensor, ...]:
-        return (like.new_zeros(like.shape),)
-
     def fold(
         self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
     ) -> None:

@@ -19,16 +19,10 @@ from larder.policy.aggregation.base import Aggregation
 class Max(Aggregation):
     """Maximum over queries."""
 
-    def start(self, like: Float[Tensor, "R S"]) -> tuple[Tensor, ...]:
-        return (like.new_zeros(like.shape),)
-
     def fold(
         self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
     ) -> None:
         torch.maximum(state[0], weights.amax(1), out=state[0])
-
-    def finish(self, state: tuple[Tensor, ...], total: int) -> Float[Tensor, "R S"]:
-        return state[0]
 
 
 Part = Max

@@ -18,9 +18,6 @@ from larder.policy.aggregation.base import Aggregation
 class Sum(Aggregation):
     """Sum over queries."""
 
-    def start(self, like: Float[Tensor, "R S"]) -> tuple[Tensor, ...]:
-        return (like.new_zeros(like.shape),)
-
     def fold(
         self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
     ) -> None:
@@ -28,9 +25,6 @@ class Sum(Aggregation):
 
     def single_query(self, weights: Float[Tensor, "R S"]) -> Float[Tensor, "R S"]:
         return weights
-
-    def finish(self, state: tuple[Tensor, ...], total: int) -> Float[Tensor, "R S"]:
-        return state[0]
 
 
 Part = Sum

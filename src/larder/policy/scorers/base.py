@@ -12,13 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.observation import (
-    Calibration,
-    Entries,
-    Observation,
-    Prompts,
-    ScratchPrompt,
-)
+from larder.core.observation import Calibration, Entries, Observation, Prompts, ScratchPrompt
 from larder.core.part import PolicyPart
 from larder.core.plan import StepScoring
 from larder.core.types import Packed, PackedMask

@@ -27,11 +27,7 @@ from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.ops.rope import unrotate_by_mean
 from larder.policy.protect import ProtectedTokens
-from larder.policy.scorers._future_queries import (
-    future_positions,
-    rope_radians,
-    unrotated_queries,
-)
+from larder.policy.scorers._future_queries import future_positions, rope_radians, unrotated_queries
 from larder.policy.scorers.base import Scorer
 
 FLOOR = 1e-6  # added to every relevance inside the capacity

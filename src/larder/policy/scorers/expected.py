@@ -31,11 +31,7 @@ from larder.ops.attention import cap_logits, sink_logits, sinks_by_group
 from larder.ops.attention_weights import softmax_with_sinks
 from larder.ops.rope import unrotate_by_mean
 from larder.policy.protect import ProtectedTokens
-from larder.policy.scorers._future_queries import (
-    future_positions,
-    rope_radians,
-    unrotated_queries,
-)
+from larder.policy.scorers._future_queries import future_positions, rope_radians, unrotated_queries
 from larder.policy.scorers.base import Scorer
 
 

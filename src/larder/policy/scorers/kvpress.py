@@ -31,13 +31,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.errors import (
-    BadParameter,
-    DependencyError,
-    ScoreError,
-    SpellingError,
-    UnknownName,
-)
+from larder.core.errors import BadParameter, DependencyError, ScoreError, SpellingError, UnknownName
 from larder.core.family import unknown_name_message
 from larder.core.observation import Observation, Phase
 from larder.core.spelling import Call, Value, parse

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from larder.core.errors import BadParameter, SpellingError, UnknownName, UsageError
+from larder.core.family import public_name
 from larder.core.images import ImageSpans
 from larder.core.observation import Observation
 from larder.core.spec import ModelSpec
@@ -20,7 +23,7 @@ from larder.ops.topk import top_mask
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
 from larder.policy.planner import Planner
 from larder.policy.reduced_scorer import ReducedScorer
-from larder.prefill.base import Steps
+from larder.prefill.base import Schedule, Steps
 from larder.prefill.reader import PrefillReader, PrefillSequence
 
 # Number of tokens that go on behind a layer: called with its index and the number of tokens that
@@ -155,22 +158,32 @@ def largest_quota(reader: PrefillReader, first: int) -> int:
     return max((own for own in quotas if own < WITHOUT_LIMIT), default=0)
 
 
-def read_each(
-    reader: PrefillReader,
-    lanes: Sequence[PrefillSequence],
-    ids: tuple[int, ...],
-    read: Callable[[PrefillReader, PrefillSequence, tuple[int, ...]], Iterator[None]],
-) -> Steps[None]:
-    """Steps of reading a text into one sequence after the other, each in one pass.
+class NarrowingSchedule(Schedule):
+    """Base of schedules that read a text in one pass, in which chosen tokens alone go deeper."""
 
-    Args:
-        read: reads the text into a sequence.
-    """
-    total = len(ids) * len(lanes)
-    for number, lane in enumerate(lanes, start=1):
-        yield from read(reader, lane, ids)
-        reader.finish(lane)
-        yield len(ids) * number, total
+    scorer: str | None
+    narrows: ClassVar[bool] = True
+    chooses_in_pass: ClassVar[bool] = True
+
+    @property
+    def scoring(self) -> ReducedScorer | None:
+        return scoring_of(public_name(type(self)), self.scorer)
+
+    def steps(
+        self, reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]
+    ) -> Steps[None]:
+        total = len(ids) * len(lanes)
+        for number, lane in enumerate(lanes, start=1):
+            check_text(self, lane, ids)
+            yield from self.read_steps(reader, lane, ids)
+            reader.finish(lane)
+            yield len(ids) * number, total
+
+    @abstractmethod
+    def read_steps(
+        self, reader: PrefillReader, lane: PrefillSequence, ids: tuple[int, ...]
+    ) -> Iterator[None]:
+        """Steps of reading a text into one sequence."""
 
 
 def check_text(schedule: object, lane: PrefillSequence, ids: tuple[int, ...]) -> None:

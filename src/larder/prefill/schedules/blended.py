@@ -19,11 +19,7 @@ from dataclasses import dataclass
 from larder.core.arguments import require
 from larder.models.cacheblend import ContextChunk, blend
 from larder.prefill.base import ContextReuse, ContextText, Steps
-from larder.prefill.contexts import (
-    ChunkReader,
-    ChunkSource,
-    nbytes_of,
-)
+from larder.prefill.contexts import ChunkReader, ChunkSource, nbytes_of
 from larder.prefill.reader import PrefillReader, PrefillSequence
 from larder.prefill.schedules._chunked import ChunkedSchedule
 

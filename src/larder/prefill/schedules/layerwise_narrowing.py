@@ -18,20 +18,16 @@ What is generated is up to the timing: the paper's rule is `context_refresh()`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from larder.core.arguments import require
 from larder.core.errors import BadParameter
 from larder.policy.budgets.unlimited import WITHOUT_LIMIT
-from larder.policy.reduced_scorer import ReducedScorer
-from larder.prefill.base import Schedule, Steps
 from larder.prefill.reader import PrefillReader, PrefillSequence
 from larder.prefill.schedules._token_choice import (
+    NarrowingSchedule,
     TokenChoice,
-    check_text,
-    read_each,
     recent_tokens,
     scoring_of,
     scoring_reader,
@@ -43,7 +39,7 @@ STEEPEST = 1000.0  # power of the cosine
 
 
 @dataclass(frozen=True)
-class LayerwiseNarrowing(Schedule):
+class LayerwiseNarrowing(NarrowingSchedule):
     """Prefill with one plan, in which ever fewer tokens go through deeper layers.
 
     Args:
@@ -58,8 +54,6 @@ class LayerwiseNarrowing(Schedule):
     share: float | None = None
     least: int = 64
     scorer: str | None = None
-    narrows: ClassVar[bool] = True
-    chooses_in_pass: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.share is not None and not 0 < self.share <= 1:
@@ -69,19 +63,9 @@ class LayerwiseNarrowing(Schedule):
         require(self.least >= 0, "layerwise_narrowing.least", "0 or more", self.least)
         scoring_of("layerwise_narrowing", self.scorer)
 
-    @property
-    def scoring(self) -> ReducedScorer | None:
-        return scoring_of("layerwise_narrowing", self.scorer)
-
-    def steps(
-        self, reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]
-    ) -> Steps[None]:
-        return read_each(reader, lanes, ids, self._lane)
-
-    def _lane(
+    def read_steps(
         self, reader: PrefillReader, lane: PrefillSequence, ids: tuple[int, ...]
     ) -> Iterator[None]:
-        check_text(self, lane, ids)
         spec, reader = reader.decoder.spec, scoring_reader(reader)
         managed = tuple(layer.index for layer in spec.managed)
         recents = recent_tokens(reader, self.scoring)

@@ -19,21 +19,17 @@ later, such as the next turn of a chat, goes through all layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from larder.core.arguments import require
 from larder.core.errors import BadParameter
-from larder.policy.reduced_scorer import ReducedScorer
-from larder.prefill.base import Schedule, Steps
 from larder.prefill.reader import PrefillReader, PrefillSequence
 from larder.prefill.schedules._token_choice import (
+    NarrowingSchedule,
     TokenChoice,
-    check_text,
     largest_quota,
     layer_index,
-    read_each,
     scoring_of,
     scoring_reader,
 )
@@ -42,7 +38,7 @@ KEPT = 0.25  # of a text, where neither `tokens` nor `kept` is given
 
 
 @dataclass(frozen=True)
-class Narrowing(Schedule):
+class Narrowing(NarrowingSchedule):
     """Prefill with one plan, in which few tokens go through the deeper layers.
 
     Args:
@@ -58,27 +54,15 @@ class Narrowing(Schedule):
     tokens: int | None = None
     kept: float | None = None
     scorer: str | None = None
-    narrows: ClassVar[bool] = True
-    chooses_in_pass: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_layer("narrowing", self.layer)
         check_counts("narrowing", self.tokens, self.kept)
         scoring_of("narrowing", self.scorer)
 
-    @property
-    def scoring(self) -> ReducedScorer | None:
-        return scoring_of("narrowing", self.scorer)
-
-    def steps(
-        self, reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]
-    ) -> Steps[None]:
-        return read_each(reader, lanes, ids, self._lane)
-
-    def _lane(
+    def read_steps(
         self, reader: PrefillReader, lane: PrefillSequence, ids: tuple[int, ...]
     ) -> Iterator[None]:
-        check_text(self, lane, ids)
         layer = layer_index(self.layer, reader.decoder.spec)
         count = max(self._count(len(ids)), largest_quota(reader, layer + 1))
         reader = scoring_reader(reader)

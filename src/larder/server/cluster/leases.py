@@ -25,13 +25,7 @@ from larder.server.persistence.base import SessionLocks
 from larder.server.persistence.epoch_fence import EpochFence
 from larder.server.session_state import SessionState
 from larder.store.components import StoreComponents
-from larder.store.digests import (
-    canonical_json,
-    mac_of,
-    open_sealed_json,
-    parse_json,
-    sealed_json,
-)
+from larder.store.digests import canonical_json, mac_of, open_sealed_json, parse_json, sealed_json
 from larder.store.sessions.records import SessionKey
 from larder.store.store import Store
 

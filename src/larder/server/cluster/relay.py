@@ -19,14 +19,7 @@ from dataclasses import replace
 
 from larder.core.session_name import root_name
 from larder.server.cluster.replica import ReplicaLost, ReplicaSet, StartFrame
-from larder.server.request import (
-    ApiError,
-    Listener,
-    Report,
-    Request,
-    Ticket,
-    TokenLogprob,
-)
+from larder.server.request import ApiError, Listener, Report, Request, Ticket, TokenLogprob
 from larder.store.digests import key_of
 
 LOG = logging.getLogger(__name__)

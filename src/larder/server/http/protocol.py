@@ -8,25 +8,13 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi.requests import Request as HttpRequest
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    WithJsonSchema,
-)
+from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, WithJsonSchema
 
 from larder.engine.constraint import Constraint
 from larder.engine.sampler import MAX_BIASES, SamplingParams
 from larder.server.answer_form import PLAIN_FORM, AnswerForm
 from larder.server.api_errors import invalid_request, validate_session_name
-from larder.server.http.app_state import (
-    AppState,
-    Unsupported,
-    app_state,
-    principal_of,
-    tenant_of,
-)
+from larder.server.http.app_state import AppState, Unsupported, app_state, principal_of, tenant_of
 from larder.server.http.image_parts import RequestImages, placed_mark
 from larder.server.http.json_body import JsonBody, Text
 from larder.server.http.unknown_fields import BodyPart, unknown_names

@@ -20,12 +20,7 @@ from larder.server.answer_form import AnswerForm
 from larder.server.api_errors import invalid_request, validate_session_name
 from larder.server.http.app_state import AppState, app_state, tenant_of
 from larder.server.http.archive import CONVERSATION, IDEMPOTENT_ANSWER, RESPONSE, ConversationItem
-from larder.server.http.conversations import (
-    Limit,
-    Order,
-    page,
-    stored_conversation,
-)
+from larder.server.http.conversations import Limit, Order, page, stored_conversation
 from larder.server.http.error_responses import as_api_error
 from larder.server.http.image_parts import RequestImages
 from larder.server.http.json_route import JsonRoute
@@ -49,13 +44,7 @@ from larder.server.http.streaming import (
     sse_event,
     stream_answer,
 )
-from larder.server.http.tools import (
-    AUTO,
-    AnswerParser,
-    answer_rules,
-    tool_variables,
-    whole_deltas,
-)
+from larder.server.http.tools import AUTO, AnswerParser, answer_rules, tool_variables, whole_deltas
 from larder.server.request import ApiError, ChatMessage, Report
 from larder.session.transcript.chat_template import VARIABLES_ROLE
 

@@ -12,11 +12,7 @@ from pydantic import Field
 
 from larder.core.errors import BadParameter, DependencyError
 from larder.engine.constraint import Constraint, grammar_constraint
-from larder.server.answer_form import (
-    AnswerForm,
-    ParsedAnswer,
-    canonical_answer,
-)
+from larder.server.answer_form import AnswerForm, ParsedAnswer, canonical_answer
 from larder.server.api_errors import invalid_request
 from larder.server.call_stream import CallDelta, CallStream
 from larder.server.http.protocol import InputMessage, Text, new_id

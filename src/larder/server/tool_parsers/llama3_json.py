@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from larder.server.tool_parsers.base import (
-    CallPlace,
-    ToolCall,
-    ToolParser,
-    call_schema,
-    json_calls,
-)
+from larder.server.tool_parsers.base import CallPlace, ToolCall, ToolParser, call_schema, json_calls
 
 TAG = "<|python_tag|>"  # special, so that detokenizers leave it out
 SEPARATORS = " \t\r\n,;"

@@ -36,13 +36,7 @@ from larder.cache.predictive import (
 )
 from larder.core.errors import Damaged
 from larder.ops.quantization import check_range
-from larder.store.codecs.base import (
-    CodedStack,
-    LayerStack,
-    RowLayout,
-    StorageCodec,
-    TensorRole,
-)
+from larder.store.codecs.base import CodedStack, LayerStack, RowLayout, StorageCodec, TensorRole
 from larder.store.codecs.entropy import Entropy
 
 SINKS = 4  # first positions, whose keys and values are unlike all others

@@ -17,13 +17,7 @@ import numpy as np
 
 from larder.core.errors import Damaged
 from larder.store.blobs.blob_store import BlobRef
-from larder.store.digests import (
-    canonical_json,
-    key_of,
-    open_sealed_json,
-    parse_json,
-    sealed_json,
-)
+from larder.store.digests import canonical_json, key_of, open_sealed_json, parse_json, sealed_json
 from larder.store.fs.base import FileSystem
 from larder.store.fs.deadline import DeadlineExecutor
 from larder.store.versions import StoredForm

@@ -19,12 +19,7 @@ from larder.store.blobs.cache_state import (
     split_layers,
     state_nbytes,
 )
-from larder.store.blobs.payloads import (
-    add_owner,
-    encode_chunk,
-    encode_snapshot,
-    is_lossless_codec,
-)
+from larder.store.blobs.payloads import add_owner, encode_chunk, encode_snapshot, is_lossless_codec
 from larder.store.blobs.tenant_blobs import BlobTransaction, TenantBlobs
 from larder.store.codecs.base import codec_named
 from larder.store.ledger import Tier

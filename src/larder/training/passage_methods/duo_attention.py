@@ -36,11 +36,7 @@ from larder.models.measurements.duo_attention import GATES, TrainedGates
 from larder.prefill.base import Progress
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from larder.training.corpus import Corpus, CorpusSplit, Passage
-from larder.training.gated_attention import (
-    attention_under_mask,
-    token_ages,
-    visible_tokens,
-)
+from larder.training.gated_attention import attention_under_mask, token_ages, visible_tokens
 from larder.training.passage_method import PassageLimits, PassageMethod, differentiable_states
 
 RAMP = 5  # the learning rate rises over the first of so many parts, and falls over the last

@@ -30,12 +30,7 @@ from larder.models.learned_weights import LayerTensors
 from larder.ops.attention import merge_attention, ragged_attention
 from larder.ops.low_rank_attention import RANK, low_rank_attention, low_rank_state
 from larder.policy.compensation.less import Less
-from larder.training.eviction_samples import (
-    SHARES,
-    Attended,
-    EvictionSample,
-    EvictionSamples,
-)
+from larder.training.eviction_samples import SHARES, Attended, EvictionSample, EvictionSamples
 from larder.training.passage_methods._eviction_base import EvictionMethod
 
 FLOAT_BYTES = 4  # of a number of an entry where the state takes 4 of them

@@ -35,13 +35,7 @@ from larder.models.measurements._needles import NeedleSettings
 from larder.models.measurements.base import SampleText
 from larder.ops.attention import cap_logits
 from larder.ops.attention_weights import softmax_with_sinks
-from larder.policy.providers.lookahead_kv import (
-    DOWN,
-    EMBEDDINGS,
-    SOFT_TOKENS,
-    UP,
-    LookaheadTokens,
-)
+from larder.policy.providers.lookahead_kv import DOWN, EMBEDDINGS, SOFT_TOKENS, UP, LookaheadTokens
 from larder.prefill.base import Progress
 from larder.session.prefill import common_prompts
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
