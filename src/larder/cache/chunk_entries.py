@@ -144,7 +144,7 @@ class ChunkProfile:
     tokens: tuple[float, ...]
 
     def impact(self) -> float:
-        """How much the chunk looks at others: the sigmoid of outer over inner attention, each per
+        """Attention of the chunk to others: the sigmoid of outer over inner attention, each per
         pair of tokens.
         """
         count = max(len(self.tokens), 1)

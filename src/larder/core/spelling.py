@@ -182,7 +182,7 @@ def _shortened(sentence: str, longest: int = LONGEST_SHOWN) -> str:
 
 
 def _reason(sentence: str, error: BaseException) -> str:
-    """Why a sentence does not parse, and where."""
+    """Reason why a sentence does not parse, and its place."""
     if not isinstance(error, SyntaxError) or len(sentence) > LONGEST_SHOWN:
         return str(error.args[0]) if error.args else "it is nested too deeply"
     num_open = sentence.count("(") - sentence.count(")")

@@ -91,7 +91,7 @@ class PrefixNode:
         return own + sum(child.new_tokens() for child in self.children)
 
     def walk(self) -> Iterator[PrefixNode]:
-        """This prefix and all longer ones, those with most new tokens per token read first."""
+        """Prefixes from this one on, those with most new tokens per token read first."""
         waiting = [self]
         while waiting:
             node = waiting.pop()

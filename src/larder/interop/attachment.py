@@ -250,7 +250,7 @@ class Attachment:
     def _before_base(
         self, base: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Before images are merged into the embeddings, and masks are made for the body."""
+        """Hook before images are merged into the embeddings, and masks are made for the body."""
         if CONTEXT_KEYWORD in named:
             return None
         self._check_thread()

@@ -113,7 +113,7 @@ class CapturedSteps:
 
 
 def describe_steps(decoder: Decoder, cache: SequenceCache) -> str:
-    """How decode steps of a cache run, and why they are not captured graphs over pages."""
+    """Form of the decode steps of a cache, and why they are not captured graphs over pages."""
     if cache.spec.arena is None:
         return "layer by layer, without pages (pages are used by default on CUDA devices)"
     outside = [n for n, store in enumerate(cache.stores) if store.page_lease is None]
@@ -129,7 +129,7 @@ def describe_steps(decoder: Decoder, cache: SequenceCache) -> str:
 
 
 def _reason(cache: SequenceCache) -> str:
-    """Why no layer of a cache is in pages."""
+    """Reason why no layer of a cache is in pages."""
     own = cache.cache_spec
     if not (own.ledger.columns or own.ledger.scalars):
         return f"its {own.form} cache holds more than keys, values and positions in one precision"
@@ -157,7 +157,7 @@ def _hooks_of(module: nn.Module) -> list[Mapping[int, object]]:
 
 
 def _unfit_part(modules: Sequence[nn.Module]) -> str:
-    """Why calls of a model depend on more than the device's memory; empty if they do not."""
+    """Reason why calls of a model depend on more than the device's memory; empty if they do not."""
     for module in modules:
         if type(module).__module__.startswith(ADAPTERS):
             return f"{type(module).__name__} chooses adapters when it is called"

@@ -99,7 +99,7 @@ class FewRows(StackedRows):
 
 
 def products_of(module: Any, body: Any, spec: ModelSpec) -> TorchProducts:
-    """What runs the layers of a model with that specification of its caches.
+    """Runner of the layers of a model with that specification of its caches.
 
     Args:
         module: model with a head.

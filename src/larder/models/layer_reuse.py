@@ -34,7 +34,7 @@ LayerRange = tuple[int, int]  # of layers, [start, stop)
 
 @dataclass(frozen=True)
 class SharedReading:
-    """What a sender hands over of a text.
+    """Part of a text's cache that a sender hands over.
 
     Args:
         ids: the tokens.
@@ -55,7 +55,7 @@ class SharedReading:
 
 @dataclass(frozen=True)
 class RangeProfile:
-    """What a range of layers costs and gives.
+    """Costs and gains of a range of layers.
 
     Args:
         layers: the range that the receiver computes.

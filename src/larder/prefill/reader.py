@@ -253,7 +253,7 @@ class PrefillReader:
     def _gradients(
         self, caches: Sequence[SequenceCache], prompts: Sequence[ScratchPrompt]
     ) -> list[LayerInputs]:
-        """What gradient providers give of each scratch prompt; empty where there are none."""
+        """Values of gradient providers for each scratch prompt; empty where there are none."""
         providers = self.planner.gradient_providers
         if not providers:
             return []

@@ -111,7 +111,7 @@ class InfiniGenIndex(EntryIndex):
         return self._found(mask_missing(self.logits(queries, entries), self.paged.known), count)
 
     def _found(self, logits: Float[Tensor, "H M"], count: int) -> RecallResult:
-        """The same number of best entries for every kv head; all of a head where they fit."""
+        """Equal number of best entries for every kv head; all of a head where they fit."""
         known = torch.tensor(self.paged.known)
         if not logits.shape[1]:
             return RecallResult(torch.empty(len(known), 0, dtype=torch.int64))

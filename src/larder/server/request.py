@@ -46,7 +46,7 @@ class TokenLogprob:
 
 
 class CachedUse(Enum):
-    """What similar questions that were answered before are used for."""
+    """Use of similar questions that were answered before."""
 
     ANSWER = "answer"
     EXAMPLES = "examples"
@@ -54,7 +54,7 @@ class CachedUse(Enum):
 
 @dataclass(frozen=True)
 class CachedResponse:
-    """What a request wants of the response cache.
+    """Wishes of a request to the response cache.
 
     Args:
         category: name of a category of the server.

@@ -275,7 +275,7 @@ class ResponseCache:
                     each.forget(sessions)
 
     def _checked(self, request: Request) -> CachedResponse:
-        """What a request wants.
+        """Cache mode of a request.
 
         Raises:
             ApiError: 400: the category is unknown, or the request cannot be answered by meaning.

@@ -60,7 +60,7 @@ class StoreMaintenance:
         return [VerificationResult(record, tuple(self._problems(record))) for record in records]
 
     def refused_records(self) -> dict[str, str]:
-        """Why records that another version wrote are refused, by their path in the store."""
+        """Refusals of records that another version wrote, by their path in the store."""
         return self._parts.epochs.all_records()[1]
 
     def upgrade(self) -> UpgradeResult:

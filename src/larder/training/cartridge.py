@@ -47,7 +47,7 @@ WARM_UP = 0.05  # share of the steps in which the rate rises
 
 @dataclass(frozen=True)
 class CartridgeSettings:
-    """How a cartridge is trained.
+    """Settings of the training of a cartridge.
 
     Args:
         slots: of each layer and kv head.

@@ -98,7 +98,7 @@ def quantized_attention(
 
 
 def _contiguous(side: QuantizedRows) -> QuantizedRows:
-    """The same rows, copied where a tensor is a view with gaps, which pointers would not show."""
+    """Rows, copied where a tensor is a view with gaps, which pointers would not show."""
     own = side.tensors()
     if all(tensor.is_contiguous() for tensor in own.values()):
         return side
@@ -134,7 +134,7 @@ def _numba_attention(
     scaling: float,
     bias: Float[Tensor, " T"] | None,
 ) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
-    """The same by numba, which compiles it at the first call."""
+    """Form of numba, which compiles it at the first call."""
     from larder.ops.cpu import (
         quantized_attention_kernels as kernels,  # compiles: not before it is needed
     )

@@ -97,7 +97,7 @@ class Anchored(ChunkedSchedule):
 
 
 def changes(entries: ChunkEntries, base: ChunkEntries, spec: ModelSpec) -> ChunkEntries:
-    """What was added to the entries of a chunk; keys rotated as those of `base`."""
+    """Numbers that were added to the entries of a chunk; keys rotated as those of `base`."""
     moved = entries.moved_to(base.start, spec)
     keys = tuple(a - b for a, b in zip(moved.keys, base.keys, strict=True))
     values = tuple(a - b for a, b in zip(moved.values, base.values, strict=True))

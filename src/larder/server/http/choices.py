@@ -246,7 +246,7 @@ class _ChoiceText:
 
     @property
     def reason(self) -> str:
-        """Why the answer ended; not `tool_calls` where a call that was streamed is no JSON."""
+        """End of the answer; not `tool_calls` where a call that was streamed is no JSON."""
         if self.told.reason != "stop" or self.answer_form.is_plain or self.parser.is_broken:
             return self.told.reason
         has_calls = self.parser.num_calls or self.answer_form.parse(self.text).calls

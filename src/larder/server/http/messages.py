@@ -458,7 +458,7 @@ def _usage(report: Report) -> dict[str, int]:
 
 
 def _ending(report: Report, has_calls: bool) -> dict[str, str | None]:
-    """Why the answer ended."""
+    """Reason for the end of the answer."""
     if has_calls and report.reason == "stop":
         return {"stop_reason": "tool_use", "stop_sequence": None}
     if report.matched_stop is not None:

@@ -154,7 +154,7 @@ async def _events(
 
 
 def _incomplete_reason(report: Report, parser: AnswerParser) -> str:
-    """Why an answer is incomplete; empty if it is not."""
+    """Cause of an incomplete answer; empty if it is not."""
     if report.reason == "length":
         return "max_output_tokens"
     return BROKEN_CALL if parser.is_broken else ""

@@ -75,7 +75,7 @@ class Continuum(EvictionPolicy):
 
 @dataclass(frozen=True)
 class PauseForecast:
-    """What is known of the pause of a session when it begins.
+    """Knowledge of the pause of a session when it begins.
 
     Args:
         tool: tool that runs meanwhile; empty for none.

@@ -220,7 +220,7 @@ def rate_share(steps: int, step: int) -> float:
 
 
 def answers_right(predicting: Sequence[int], right: Sequence[bool]) -> list[bool]:
-    """Whether all tokens of each answer are right.
+    """True for each answer all of whose tokens are right.
 
     Args:
         predicting: indices of tokens; those of an answer follow one another.
