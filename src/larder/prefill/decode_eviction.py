@@ -107,8 +107,6 @@ class DecodeEviction:
         rule = self.planner.step_rule
         if rule is None:
             return DeferredObserver(observer, calls)
-        from larder.prefill.decode_eviction import StepEviction, SteppedRow  # few policies have one
-
         stepped = [
             SteppedRow(cache=cache, quotas=own, is_due=is_due, length=length)
             for cache, own, is_due, length in zip(caches, quotas, due, lengths, strict=True)
