@@ -208,7 +208,7 @@ class ChunkMemory(ChunkSource):
         self._hold(anchor_key(prefix, place, (anchor.ids,)), anchor)
 
     def _all(self, spec: ModelSpec, key: ChunkKey) -> list[KeptChunk]:
-        """What is held under keys that begin so, most recently used from now on."""
+        """Chunks that are held under keys that begin so, most recently used from now on."""
         if self._spec is not None and self._spec is not spec:
             raise ModelError(
                 "A ChunkMemory holds chunks of one loaded model, but another one reads through it: "

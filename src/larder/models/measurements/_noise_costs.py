@@ -18,11 +18,7 @@ from torch import Tensor
 
 from larder.cache.transform_tables import KEYS, TransformTables
 from larder.core.types import Queries
-from larder.models.attention_backend import (
-    AttentionInputs,
-    CausalAttention,
-    RenumberedAttention,
-)
+from larder.models.attention_backend import AttentionInputs, CausalAttention, RenumberedAttention
 from larder.models.decoder import Decoder
 from larder.models.introspection import call_uncached
 from larder.models.lm_head import LMHead
