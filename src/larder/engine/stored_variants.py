@@ -18,13 +18,7 @@ from larder.cache.chunk_entries import ChunkEntries, ChunkProfile
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import LarderError
 from larder.core.spec import ModelSpec
-from larder.prefill.contexts import (
-    ChunkAnchor,
-    ChunkKey,
-    ChunkVariant,
-    anchor_key,
-    variant_key,
-)
+from larder.prefill.contexts import ChunkAnchor, ChunkKey, ChunkVariant, anchor_key, variant_key
 from larder.store.digests import canonical_json, key_of
 from larder.store.model_identity import ModelIdentity
 from larder.store.sessions.cache_writer import CacheSnapshot
