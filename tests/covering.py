@@ -25,3 +25,11 @@ def covering(*axes: Collection[Any]) -> list[Any]:
         )
         for case in product(*map(range, lengths))
     ]
+
+
+def one_in(count: int, values: Collection[Any]) -> list[Any]:
+    """Values of one parameter, one in `count` of them in the default suite, all others extended."""
+    return [
+        pytest.param(value, marks=[pytest.mark.extended] if number % count else [])
+        for number, value in enumerate(values)
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from covering import covering
+from covering import covering, one_in
 
 
 def test_every_value_is_in_the_default_suite_and_every_case_is_there_once() -> None:
@@ -15,3 +15,9 @@ def test_every_value_is_in_the_default_suite_and_every_case_is_there_once() -> N
     assert len(default) == 4
     assert [set(axis) for axis in zip(*default, strict=True)] == [set(axis) for axis in axes]
     assert {mark.name for case in cases for mark in case.marks} == {"extended"}
+
+
+def test_one_value_in_three_is_in_the_default_suite() -> None:
+    cases = one_in(3, "abcde")
+    assert [case.values for case in cases] == [("a",), ("b",), ("c",), ("d",), ("e",)]
+    assert [bool(case.marks) for case in cases] == [False, True, True, False, True]

@@ -13,6 +13,7 @@ from torch import Tensor
 import larder
 from architectures.families import Family, Status, with_status
 from architectures.figures import BUDGET, GREEDY, POLICIES
+from covering import one_in
 from larder.core import POSITION_BYTES, ModelError
 from larder.interop import LarderCache
 from larder.models import wrap_model
@@ -31,13 +32,6 @@ def named(family: Family) -> str:
 
 
 supported = pytest.mark.parametrize("family", with_status(Status.SUPPORTED), ids=named)
-
-
-def one_in_four() -> Iterator[Any]:
-    """Families, one in four in the default suite."""
-    for number, family in enumerate(with_status(Status.SUPPORTED)):
-        marks = [pytest.mark.extended] if number % 4 else []
-        yield pytest.param(family, marks=marks)
 
 
 @cache
@@ -72,7 +66,7 @@ def test_greedy_tokens_of_a_full_cache(family: Family, steps: int = STEPS) -> No
     assert got == generated(model, prompt, steps)
 
 
-@pytest.mark.parametrize("family", list(one_in_four()), ids=named)
+@pytest.mark.parametrize("family", one_in(4, with_status(Status.SUPPORTED)), ids=named)
 def test_a_batch_of_beams_under_a_full_cache(family: Family) -> None:
     model = model_of(family)
     prompts = torch.tensor([some_ids(12, seed=1), some_ids(12, seed=2)])

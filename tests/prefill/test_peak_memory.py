@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from covering import covering
 from larder import Policy
 from larder.cache import RaggedLayer, SequenceCache
 from larder.models import LayerActivations
@@ -33,8 +34,7 @@ class Highest:
         monkeypatch.setattr(RaggedLayer, "_lay_out", spy)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda part: type(part).__name__)
-@pytest.mark.parametrize("sentence", APPENDED + SCRATCHED)
+@pytest.mark.parametrize("schedule, sentence", covering(SCHEDULES, APPENDED + SCRATCHED))
 def test_the_peak_is_what_was_held(
     watched, reader_for, lane_for, monkeypatch, schedule, sentence
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 from _pytest.outcomes import Failed
 from torch import Tensor
 
+from covering import one_in
 from larder import Policy
 from larder.cache import PageFetcher, SequenceCache, SlowTier
 from larder.core import RECALLS, BudgetError, Mode, PrefillRecall
@@ -198,7 +199,7 @@ def test_what_is_recomputed_was_never_missed(decoder, own, manner) -> None:
     assert torch.allclose(later, expected[-steps - 1 : -1], atol=1e-3)
 
 
-@PARTS
+@pytest.mark.parametrize("name", one_in(4, sorted(RECALLS.own())))
 def test_a_small_budget_is_kept_and_a_chat_goes_on_alike_from_the_shelf(decoder, name) -> None:
     wanted = policy(name, 8)
     cache = read(decoder, wanted).activate(0)

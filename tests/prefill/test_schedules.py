@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from covering import covering
 from larder import Policy
 from larder.cache import SequenceCache
 from larder.core import BadParameter, BudgetError, Mode
@@ -18,7 +19,7 @@ from larder.prefill import Blockwise, Episodic, Together, Whole, no_progress, sp
 from larder.prefill.schedules import whole as whole_module
 from larder.session import PRESETS
 from model_runs import own_logits, read_and_evict, read_on, some_ids
-from tiny_models import WINDOW_TOKENS, tiny
+from tiny_models import ARCHITECTURES, WINDOW_TOKENS, tiny
 
 SCHEDULES = {"whole": Whole(), "blockwise": Blockwise(9), "episodic": Episodic(9, Together.ALL)}
 SENTENCES = [
@@ -71,9 +72,9 @@ def test_blockwise_and_episodic_build_the_same_caches(
         assert positions(built[0][0].cache) != positions(built[0][1].cache)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("architecture, schedule", covering(ARCHITECTURES, SCHEDULES))
 def test_a_budget_that_holds_everything_is_exact(
-    architecture, adopted, own, reader_for, lane_for, schedule
+    architecture, schedule, adopted, own, reader_for, lane_for
 ) -> None:
     ids = some_ids(61)
     decoder, expected = adopted(architecture), own_logits(own(architecture), ids)
