@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from larder.core.conversation import Message
 from larder.core.errors import BadParameter
 from larder_bench.datasets.sources import TaskSources
-from larder_bench.tasks.base import Task, parse_task
+from larder_bench.tasks.base import BenchTask, parse_task
 from training.model_config import BOS, END, SPECIAL
 
 SKIPPED, TEXT, ANSWER = 0, 1, 2  # use of a token in the loss
@@ -170,5 +170,5 @@ def _exchange(question: str, answer: str) -> list[Turn]:
 
 
 @lru_cache(maxsize=1024)
-def _task(spelling: str) -> Task:
+def _task(spelling: str) -> BenchTask:
     return parse_task(spelling)
