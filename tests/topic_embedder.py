@@ -20,9 +20,12 @@ class TopicEmbedder(Embedder):
     The first line of a turn is its question: what the model answers does not move it.
     """
 
+    def __init__(self, name: str = "topics") -> None:
+        self._name = name
+
     @property
     def name(self) -> str:
-        return "topics"
+        return self._name
 
     def embed_segments(self, texts: Sequence[str]) -> Float32[np.ndarray, "N D"]:
         rows = [self._row(text) for text in texts]

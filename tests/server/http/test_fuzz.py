@@ -23,7 +23,8 @@ from larder.server import (
     create_app,
 )
 from larder.store import ByteBudgets, Tier
-from server.fake_engine_client import FakeHub
+from server.fake_engine_client import NAME, FakeHub
+from topic_embedder import TopicEmbedder
 
 FIELDS = {"message", "type", "param", "code"}
 MESSAGES_FIELDS = {"message", "type"}  # of errors in Anthropic's form
@@ -39,7 +40,9 @@ class Anyone(Authenticator):
 
 
 def app(hub: EngineClient) -> FastAPI:
-    return create_app(hub, Anyone(), Archive(), HttpSettings(max_new_tokens=4))
+    """All endpoints of a server whose model and embedder have the name `NAME`."""
+    embedder = TopicEmbedder(NAME)
+    return create_app(hub, Anyone(), Archive(), HttpSettings(max_new_tokens=4), embedder)
 
 
 @pytest.mark.slow
@@ -57,7 +60,7 @@ def test_every_endpoint_stands_much_that_is_made_up(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_model_stands_behind_every_endpoint(mode: str, small: LoadedModel) -> None:
     budgets = ByteBudgets({Tier.DEVICE: 300_000, Tier.HOST: 600_000})
-    hub = LocalEngineClient(Engine(small, policy="full"), budgets)
+    hub = LocalEngineClient(Engine(small, policy="full"), budgets, names=(NAME,))
     try:
         assert attempts(app(hub), mode, 40, is_same=False) > 400
         stats = hub.stats()
@@ -97,6 +100,8 @@ def attempt(cases: Any, tries: int, is_same: bool) -> int:
     def sent(case: Any) -> None:
         nonlocal tried
         tried += 1
+        if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
+            case.body["model"] = NAME  # a name that is made up is a 404, before all else
         reply = case.call()
         assert "Traceback" not in reply.text
         if reply.status_code >= 400:
