@@ -109,7 +109,7 @@ class FakeHub(EngineClient):
         return {"eos_token": "<eos>", "bos_token": None, "pad_token": None, "chat_template": None}
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        if any(each > 255 for each in ids):
+        if any(not 0 <= each <= 255 for each in ids):
             raise ApiError("No such token.", 400, "invalid_request", "tokens")
         return bytes(ids).decode("latin-1")
 
