@@ -293,7 +293,7 @@ MUTATIONS = {
     ),
     "key_cosine: every head searches": Mutation(
         "policy/scorers/key_cosine.py",
-        "best if self.share == 1 or counts[head] else torch.zeros_like(best)",
+        "best if not order or order[head] < self.share else torch.zeros_like(best)",
         "best",
         ("policy/test_published_scores.py",),
         "share_of_a_measured",

@@ -122,7 +122,8 @@ def test_found_tokens_are_read_as_if_the_others_were_not_there(scorer, monkeypat
 def test_the_budget_says_how_many_are_found_and_nothing_else_is_held() -> None:
     ids, decoder = some_ids(200), decoder_of("qwen3")
     for preset in ("ilre", "reform"):
-        own, meter = read(decoder, preset, ids, 40)
+        order = (0.9, 0.9, 0.9, 0.9, 0.9, 0.0, 0.9, 0.9)  # the best head is in layer 2
+        own, meter = read(decoder, preset, ids, 40, {"needle_rank": order})
         assert own.lengths() == ((40, 40),) * LAYERS
         assert own.next_position == 200
         entry = own.nbytes / own.managed_entries

@@ -68,7 +68,7 @@ class KeyCosine(Scorer):
         return (ScratchPrompt(tuple(book[self.prompt]), (0, start + len(block))),)
 
     def score(self, seen: Observation) -> Packed:
-        counts = [place < self.share for place in seen.facts.get(ORDER, ())]
+        order = seen.facts[ORDER] if self.share < 1 else ()
         radians = rope_radians(seen, "key_cosine")
         asked = rotate_per_head(seen.keys.float(), -seen.effective_rope_positions, radians)
         entries, places = seen.entries, seen.entries.effective_rope_positions
@@ -78,7 +78,7 @@ class KeyCosine(Scorer):
             keys = rotate(entries.keys[rows].float()[None], -places[rows], radians)[0]
             cosines = F.normalize(keys, dim=-1) @ F.normalize(asked[head], dim=-1).T  # [S, Q]
             best = running_max(cosines.amax(1), self.kernel)
-            scores.append(best if self.share == 1 or counts[head] else torch.zeros_like(best))
+            scores.append(best if not order or order[head] < self.share else torch.zeros_like(best))
         return torch.cat(scores)
 
 
