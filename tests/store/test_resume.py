@@ -33,6 +33,7 @@ TEXT = tuple((7 * n) % 101 + 3 for n in range(22))
 TOLERANCE = {"raw": 0.0, "int8": 0.05} | dict.fromkeys(  # of logits within +-4
     ("int4", "entropy", "predictive", "predictive12", "predictive16", "kvtc", "kvtc16"), 1.0
 )
+TOLERANCE |= {"q4": 1.0, "cachegen": 1.0, "entropy_fine": 0.3, "entropy_coarse": 2.0}
 
 
 def a_decoder(seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:
