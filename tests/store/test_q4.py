@@ -132,3 +132,13 @@ def test_other_caches_are_decoded(store: Store) -> None:
     cache = restored(load(store))
     assert cache.cache_spec.form == "ragged"
     assert cache.lengths() == compressed(IDS).lengths()
+
+
+def test_numbers_beyond_float16_are_kept_as_they_are(store: Store) -> None:
+    state = read(IDS).state()
+    state["0.keys"][0, 3, 2] = 1e6
+    cache = SequenceCache.restore(SPEC, state, read(IDS).meta())
+    store.sessions.save(WHO, TALK, IDS, snapshot_of(cache, "q4"))
+    held = restored(load(store)).entries(0)
+    assert held.keys.max() == 1e6
+    assert not store.parts.unwritten.counts()

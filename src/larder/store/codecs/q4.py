@@ -8,8 +8,8 @@ them block by block, and tokens read after it are exact until the cache is store
 are at least half full keep their codes then, so that most of a text is rounded once.
 
 What differs: keys share scales per channel among 64 tokens, values per token among 64 channels, as
-in `int4`. Other caches (compressed by a policy, of models with sliding windows or latents) are
-stored as `int4` does, and decoded.
+in `int4`. Other caches (compressed by a policy, of models with sliding windows or latents, with
+numbers that offsets in float16 cannot hold) are stored as `int4` does, and decoded.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from larder.cache.chunk_entries import ChunkEntries
 from larder.cache.sequence import SequenceCache
 from larder.core.codec import Codec
+from larder.core.errors import CacheError
 from larder.core.plan import Plan
 from larder.store.blobs.cache_state import is_lossless_cache
 from larder.store.codecs.base import GROUP
@@ -40,8 +41,11 @@ class Q4(Int4):
                 ChunkEntries.of(cache, 0, cache.next_position).append_to(held)
         else:
             return cache
-        for layer, lengths in enumerate(held.lengths()):
-            held.apply(layer, _all_coded(lengths))
+        try:
+            for layer, lengths in enumerate(held.lengths()):
+                held.apply(layer, _all_coded(lengths))
+        except CacheError:
+            return cache
         return held
 
 
