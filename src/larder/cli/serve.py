@@ -273,6 +273,7 @@ def _run(
 
     from larder.cli.question_run import sampling_params
     from larder.cli.served_models import print_address
+    from larder.server.embedder_queue import EmbedderQueue
     from larder.server.http.app import create_app
     from larder.server.http.app_state import HttpSettings, Unsupported
     from larder.server.http.archive import Archive
@@ -281,7 +282,7 @@ def _run(
     from larder.store.encryption import encryption_for, read_key
 
     name = options.embedding_model
-    embedder = None if name is None else load_embedder(name)
+    embedder = None if name is None else EmbedderQueue(load_embedder(name), name)
     settings = HttpSettings(
         sampling=sampling_params(options),
         max_new_tokens=options.max_new_tokens,

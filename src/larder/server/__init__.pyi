@@ -25,6 +25,7 @@ from .context_prompts import HostChunks as HostChunks
 from .context_prompts import HostTexts as HostTexts
 from .context_prompts import TenantChunks as TenantChunks
 from .context_prompts import chunk_id as chunk_id
+from .embedder_queue import EmbedderQueue as EmbedderQueue
 from .engine_client import EngineClient as EngineClient
 from .engine_context import EngineContext as EngineContext
 from .engine_core import EngineCore as EngineCore

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 from anyio import CapacityLimiter, Lock, to_thread
@@ -13,6 +14,8 @@ from larder.session.embedders.base import Embedder
 
 BATCH = 32  # texts between two turns
 
+Result = TypeVar("Result")
+
 
 class EmbedderQueue:
     """Queue of the tenants before an embedder: each has one batch of texts in it, so that no tenant
@@ -20,10 +23,11 @@ class EmbedderQueue:
 
     Args:
         embedder: used by one thread at a time.
+        name: name that requests give.
     """
 
-    def __init__(self, embedder: Embedder) -> None:
-        self.embedder = embedder
+    def __init__(self, embedder: Embedder, name: str) -> None:
+        self.embedder, self.name = embedder, name
         self._turns = defaultdict[str, Lock](Lock)
         self._threads = CapacityLimiter(1)  # apart from those that wait for answers
 
@@ -32,16 +36,35 @@ class EmbedderQueue:
         rows = list[Float32[np.ndarray, "M D"]]()
         for start in range(0, len(texts), BATCH):
             batch = texts[start : start + BATCH]
-            async with self._turns[tenant]:
-                embed = self.embedder.embed_segments
-                rows.append(await to_thread.run_sync(embed, batch, limiter=self._threads))
+            rows.append(await self._run(tenant, self.embedder.embed_segments, batch))
         return np.concatenate(rows)
 
     async def num_tokens(self, tenant: str, texts: Sequence[str]) -> list[int]:
-        """Number of tokens of each text."""
+        """Number of tokens of each text, up to the first that is longer than the embedder reads."""
+        counts = list[int]()
+        for start in range(0, len(texts), BATCH):
+            batch = texts[start : start + BATCH]
+            counts += await self._run(tenant, self._counts, batch)
+            if self._is_too_long(counts[-1]):
+                break
+        return counts
 
-        def count() -> list[int]:
-            return [self.embedder.num_tokens(text) for text in texts]
-
+    async def _run(
+        self, tenant: str, work: Callable[[Sequence[str]], Result], batch: Sequence[str]
+    ) -> Result:
+        """Result of one batch of a tenant, in its turn."""
         async with self._turns[tenant]:
-            return await to_thread.run_sync(count, limiter=self._threads)
+            return await to_thread.run_sync(work, batch, limiter=self._threads)
+
+    def _counts(self, texts: Sequence[str]) -> list[int]:
+        """Number of tokens of each text, up to the first that is too long."""
+        counts = list[int]()
+        for text in texts:
+            counts.append(self.embedder.num_tokens(text))
+            if self._is_too_long(counts[-1]):
+                break
+        return counts
+
+    def _is_too_long(self, count: int) -> bool:
+        limit = self.embedder.max_tokens
+        return limit is not None and count > limit

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from openai import APIStatusError, OpenAI
 
-from larder.server import ApiKeyAuth, Archive, HttpSettings, Principal, create_app
+from larder.server import ApiKeyAuth, Archive, EmbedderQueue, HttpSettings, Principal, create_app
 from larder.session import Embedder, load_embedder
 from server.fake_engine_client import FakeHub
 from server.http.running_server import listening
@@ -26,7 +26,8 @@ class Letters(Embedder):
     """Rows of the first two letters of a text, one batch at a time. `free` lets it go on."""
 
     def __init__(self) -> None:
-        self.batches, self.free, self.most = list[list[str]](), threading.Event(), 0
+        self.batches, self.counted = list[list[str]](), list[str]()
+        self.free = threading.Event()
         self.free.set()
         self._running = threading.Lock()
 
@@ -49,10 +50,15 @@ class Letters(Embedder):
     def embed_questions(self, texts: Sequence[str]) -> np.ndarray:
         return self.embed_segments(texts)
 
+    def num_tokens(self, text: str) -> int:
+        self.counted.append(text)
+        return super().num_tokens(text)
 
-def app_with(embedder: Embedder | None) -> Any:
+
+def app_with(embedder: Embedder | None, name: str = "letters") -> Any:
     door = ApiKeyAuth({key: Principal(name, is_operator=False) for key, name in KEYS.items()})
-    return create_app(FakeHub(), door, Archive(), HttpSettings(), embedder)
+    queue = None if embedder is None else EmbedderQueue(embedder, name)
+    return create_app(FakeHub(), door, Archive(), HttpSettings(), queue)
 
 
 @pytest.fixture
@@ -103,6 +109,22 @@ def test_what_cannot_be_embedded_is_refused(url: str, letters: Letters) -> None:
     assert letters.batches == [["A day."]]  # whose length was compared with dimensions
 
 
+def test_texts_behind_one_that_is_too_long_are_not_counted(url: str, letters: Letters) -> None:
+    client = OpenAI(base_url=url, api_key=ANNE)
+    texts = [*["a b"] * 40, "a " * 9, *["c d"] * 40]
+    message = refused(client, input=texts)[2]
+    assert "input.40" in message and letters.counted == texts[:41]
+
+
+def test_the_name_of_the_option_is_that_of_requests(letters: Letters) -> None:
+    with listening(app_with(letters, "./folder")) as found:
+        client = OpenAI(base_url=f"{found}/v1", api_key=ANNE)
+        answer = client.embeddings.create(**{**DAY, "model": "./folder"})
+        assert answer.model == "./folder" and len(answer.data) == 2
+        status, _, message = refused(client)
+    assert status == 404 and "./folder" in message
+
+
 def test_a_server_without_an_embedder_names_the_option() -> None:
     with listening(app_with(None)) as found:
         client = OpenAI(base_url=f"{found}/v1", api_key=ANNE)
@@ -132,7 +154,7 @@ def test_langchain_embeds_by_minilm() -> None:
     OpenAIEmbeddings = pytest.importorskip("langchain_openai").OpenAIEmbeddings  # noqa: N806
     embedder = load_embedder("minilm")
     texts = ["The baker sells bread.", "Bread is sold by the baker.", "Ships sail at dawn."]
-    with listening(app_with(embedder)) as found:
+    with listening(app_with(embedder, "minilm")) as found:
         options: dict[str, Any] = {"model": "minilm", "base_url": f"{found}/v1", "api_key": ANNE}
         rows = OpenAIEmbeddings(**options, check_embedding_ctx_length=False).embed_documents(texts)
         client = OpenAI(base_url=f"{found}/v1", api_key=ANNE)

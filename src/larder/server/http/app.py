@@ -33,7 +33,6 @@ from larder.server.http.body_budget import BodyBudget
 from larder.server.http.metrics import Metrics
 from larder.server.http.middleware import AccessMiddleware
 from larder.server.http.streaming import CLIENT_CLOSED_REQUEST, ClientClosedRequest
-from larder.session.embedders.base import Embedder
 
 
 def create_app(
@@ -41,7 +40,7 @@ def create_app(
     authenticator: Authenticator,
     archive: Archive,
     settings: HttpSettings,
-    embedder: Embedder | None = None,
+    embedder: EmbedderQueue | None = None,
 ) -> FastAPI:
     """Application with every endpoint over one engine client. It closes client and archive at
     shutdown.
@@ -69,8 +68,7 @@ def create_app(
     metrics = Metrics(client)
     description = "Bytes of request bodies and of their decoded values."
     metrics.add("body_bytes", description, lambda: bodies.used_bytes)
-    queue = None if embedder is None else EmbedderQueue(embedder)
-    app.state.larder = AppState(client, archive, bodies, metrics, settings, queue)
+    app.state.larder = AppState(client, archive, bodies, metrics, settings, embedder)
     texts = (completions, messages, responses, conversations, embeddings)
     for module in (*texts, sessions, server_info):
         app.include_router(module.router)

@@ -68,7 +68,7 @@ async def embeddings(http: HttpRequest, body: EmbeddingRequest) -> JSONResponse:
     limit = queue.embedder.max_tokens
     for place, count in enumerate(counts):
         if limit is not None and count > limit:
-            raise _too_long(place, f"the {limit} tokens that {queue.embedder.name} reads")
+            raise _too_long(place, f"the {limit} tokens that {queue.name} reads")
     if body.dimensions is not None:
         [row] = await queue.embed(tenant, texts[:1])
         if body.dimensions != len(row):
@@ -82,16 +82,16 @@ async def embeddings(http: HttpRequest, body: EmbeddingRequest) -> JSONResponse:
     usage = {"prompt_tokens": sum(counts), "total_tokens": sum(counts)}
     warnings = [unknown_warning(path) for path in body.unknown_fields]
     told = {"warnings": warnings} if warnings else {}
-    head = {"object": "list", "model": queue.embedder.name}
+    head = {"object": "list", "model": queue.name}
     return JSONResponse({**head, "data": data, "usage": usage, **told})
 
 
 def _checked_queue(state: AppState, model: str) -> EmbedderQueue:
     """Raises: ApiError: 404: the server has no embedder, or another one."""
     queue = state.embedder
-    if queue is not None and model == queue.embedder.name:
+    if queue is not None and model == queue.name:
         return queue
-    known = "none: start it with --embedding-model" if queue is None else repr(queue.embedder.name)
+    known = "none: start it with --embedding-model" if queue is None else repr(queue.name)
     raise ApiError(
         f"There is no embedding model {model[:200]!r} here; the server has {known}.",
         404,
