@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from larder import Engine
 from larder.cache import ChunkEntries
-from larder.core import BadParameter, InputError, UsageError
+from larder.core import LOCAL_PRINCIPAL, BadParameter, InputError, StoreFull, UsageError
 from larder.engine import StoreChunks
 from larder.models import LoadedModel
 from larder.prefill import ChunkAnchor, ChunkMemory
@@ -95,23 +96,75 @@ def test_variants_and_anchors_outlive_the_process(
             store.close()
 
 
-def test_the_oldest_variants_leave_a_list(
-    plain: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class AnchorList:
+    """Anchors of one place in a store, two at most."""
+
+    def __init__(self, engine: Engine, folder: Path) -> None:
+        self.store = Store(str(folder / "store"), folder / "home")
+        self.chunks, self._spec = StoreChunks(self.store, engine.loaded), engine.loaded.decoder.spec
+        self.sides = tuple(
+            torch.randn(layer.kv_heads, 3, layer.head_dim) for layer in self._spec.layers
+        )
+
+    def add(self, *tokens: int) -> None:
+        entries = ChunkEntries(self.sides, self.sides, 7)
+        for token in tokens:
+            self.chunks.add_anchor((9,), 1, ChunkAnchor((token,) * 3, entries, entries))
+
+    def found(self, place: int = 1) -> list[ChunkAnchor]:
+        return self.chunks.anchors(self._spec, (9,), place)
+
+    def tokens(self) -> list[int]:
+        return [anchor.ids[0] for anchor in self.found()]
+
+
+@pytest.fixture
+def anchors(plain: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AnchorList]:
     monkeypatch.setattr("larder.engine.stored_variants.MOST_ITEMS", 2)
-    store, spec = Store(str(tmp_path / "store"), tmp_path / "home"), plain.loaded.decoder.spec
-    try:
-        chunks = StoreChunks(store, plain.loaded)
-        sides = tuple(torch.randn(layer.kv_heads, 3, layer.head_dim) for layer in spec.layers)
-        entries = ChunkEntries(sides, sides, 7)
-        for token in (1, 2, 3):
-            chunks.add_anchor((9,), 1, ChunkAnchor((token,) * 3, entries, entries))
-        found = chunks.anchors(spec, (9,), 1)
-        assert [anchor.ids[0] for anchor in found] == [2, 3]
-        assert found[0].base.start == 7 and torch.equal(found[0].change.keys[0], sides[0])
-        assert chunks.anchors(spec, (9,), 2) == [] == chunks.variants(spec, (9,), (2,) * 3)
-    finally:
-        store.close()
+    made = AnchorList(plain, tmp_path)
+    yield made
+    made.store.close()
+
+
+def test_the_oldest_variants_leave_a_list(plain: Engine, anchors: AnchorList) -> None:
+    anchors.add(1, 2, 3)
+    assert anchors.tokens() == [2, 3]
+    first = anchors.found()[0]
+    assert first.base.start == 7 and torch.equal(first.change.keys[0], anchors.sides[0])
+    spec = plain.loaded.decoder.spec
+    assert anchors.found(2) == [] == anchors.chunks.variants(spec, (9,), (2,) * 3)
+
+
+def test_variants_that_cannot_be_stored_displace_none(
+    anchors: AnchorList, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    anchors.add(1, 2)
+    before = len(anchors.store.sessions.heads())
+
+    def full(*_: object) -> None:
+        raise StoreFull("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(anchors.store.parts.writer, "snapshot", full)
+        anchors.add(3, 4)
+    assert anchors.tokens() == [1, 2]
+    assert anchors.store.parts.unwritten.counts() == {"full": 2}
+    assert len(anchors.store.sessions.heads()) == before
+    anchors.add(3)
+    assert anchors.tokens() == [2, 3]
+
+
+def test_variants_that_were_removed_by_hand_leave_their_list(anchors: AnchorList) -> None:
+    anchors.add(1, 2)
+    sessions = anchors.store.sessions
+    oldest = min(
+        (record for record in sessions.heads() if record.spans), key=lambda record: record.made
+    )
+    sessions.remove(LOCAL_PRINCIPAL, oldest.name)
+    assert anchors.tokens() == [2]
+    anchors.add(3)
+    assert anchors.tokens() == [2, 3]
+    assert not anchors.store.parts.unwritten.counts()
 
 
 def test_blended_caches_are_never_shared_as_prefixes(plain: Engine) -> None:

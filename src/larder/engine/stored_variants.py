@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from larder.cache.chunk_entries import ChunkEntries, ChunkProfile
 from larder.cache.sequence import SequenceCache
-from larder.core.errors import LarderError
+from larder.core.errors import InputError, LarderError
 from larder.core.spec import ModelSpec
 from larder.prefill.contexts import ChunkAnchor, ChunkKey, ChunkVariant, anchor_key, variant_key
 from larder.store.digests import canonical_json, key_of
@@ -115,14 +116,18 @@ class StoredVariants:
         snapshot = CacheSnapshot(cache, self.identity, kind, others=tuple(others))
         sessions, parts = self.store.sessions, self.store.parts
         try:
-            sessions.save(
+            record = sessions.save(
                 self.principal, name, ids, snapshot, transcript=canonical_json(text).encode()
             )
+            if not record.spans:  # no room for the caches, which the store has counted
+                sessions.remove(self.principal, name)
+                return
             names = [own for own in self._names(listed) if own != name] + [name]
             text_of_list = canonical_json(names[-MOST_ITEMS:]).encode()
             sessions.save(self.principal, self._list_name(listed), ids, transcript=text_of_list)
             for dropped in names[:-MOST_ITEMS]:
-                sessions.remove(self.principal, dropped)
+                with suppress(InputError):  # removed by hand
+                    sessions.remove(self.principal, dropped)
         except LarderError as error:
             parts.unwritten.note_error(error)
 
