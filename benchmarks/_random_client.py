@@ -123,7 +123,10 @@ class RandomClient:
         if not self.held:
             return "nothing there"
         act = self.luck.choice(("pin", "unpin", "release", "prefetch", "compact"))
-        return str(self.own.ask("POST", session_path(self._any()[0], act)).status)
+        reply = self.own.ask("POST", session_path(self._any()[0], act))
+        if reply.status == 200:
+            return "200"
+        return f"{reply.status} {reply.json['error']['code']} of {act}"
 
     def carry(self) -> str:
         """Export a session and import it under another name."""

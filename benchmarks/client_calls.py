@@ -29,6 +29,7 @@ COUNT = {
     "additionalProperties": False,
 }
 TOOL = {"type": "function", "function": {"name": "count", "parameters": COUNT}}
+INSPECT_FORMS = ("openai-api/larder", "vllm")
 ASKED = [{"role": "user", "content": "I have bread and salt. What do I have?"}]
 Call = Callable[[str], None]
 
@@ -214,7 +215,10 @@ async def _agents_typed(url: str) -> None:
 
 
 def inspect_evaluation(url: str) -> None:
-    _inspected(url, [f"Say {word}." for word in WORDS], logprobs=True, top_logprobs=2)
+    for form in INSPECT_FORMS:
+        _inspected(
+            url, [f"Say {word}." for word in WORDS], form=form, logprobs=True, top_logprobs=2
+        )
 
 
 def inspect_tools(url: str) -> None:
@@ -238,8 +242,10 @@ def inspect_tools(url: str) -> None:
         return execute
 
     forced = [use_tools([count()], tool_choice="any"), generate(tool_calls="loop")]
-    _inspected(url, ["What?"], forced, parallel_tool_calls=False, message_limit=5)
-    assert len(called) >= 2
+    for form in INSPECT_FORMS:
+        called.clear()
+        _inspected(url, ["What?"], forced, form, parallel_tool_calls=False, message_limit=5)
+        assert len(called) >= 2
 
 
 def inspect_typed(url: str) -> None:
@@ -248,25 +254,29 @@ def inspect_typed(url: str) -> None:
 
     stock = _stock_type()
     schema = ResponseSchema(name="stock", json_schema=json_schema(stock))
-    [sample] = _inspected(url, ["What?"], response_schema=schema)
-    stock.model_validate_json(sample.output.completion)
+    for form in INSPECT_FORMS:
+        [sample] = _inspected(url, ["What?"], form=form, response_schema=schema)
+        stock.model_validate_json(sample.output.completion)
 
 
-def _inspected(url: str, inputs: list[str], solver: Any = None, **more: Any) -> list[Any]:
+def _inspected(
+    url: str, inputs: list[str], solver: Any = None, form: str = INSPECT_FORMS[0], **more: Any
+) -> list[Any]:
     """Samples of an evaluation."""
     from inspect_ai import Task, eval
     from inspect_ai.dataset import Sample
     from inspect_ai.scorer import includes
     from inspect_ai.solver import generate
 
-    os.environ["LARDER_API_KEY"], os.environ["LARDER_BASE_URL"] = KEY, f"{url}/v1"
+    for name in ("LARDER", "VLLM"):
+        os.environ[f"{name}_API_KEY"], os.environ[f"{name}_BASE_URL"] = KEY, f"{url}/v1"
     with tempfile.TemporaryDirectory() as folder:
         samples = [
             Sample(input=text, target=word) for text, word in zip(inputs, WORDS, strict=False)
         ]
         task = Task(dataset=samples, solver=solver or generate(), scorer=includes())
         given = {"log_dir": folder, "display": "none", "max_tokens": 60 if solver else 24, **more}
-        [log] = eval(task, model=f"openai-api/larder/{MODEL}", **given)
+        [log] = eval(task, model=f"{form}/{MODEL}", **given)
         assert log.status == "success" and log.results.completed_samples == len(inputs), log.error
         return list(log.samples)  # read from the folder
 
@@ -326,6 +336,35 @@ def llm_command(url: str) -> None:
         assert json.loads(done.stdout)["what"] in WORDS
 
 
+def llm_tools(url: str) -> None:
+    """Chain that calls a function and goes on with its result.
+
+    llm has no option for `tool_choice`, and small models call nothing of themselves.
+    """
+    from llm.default_plugins.openai_models import Chat
+
+    class ForcedChat(Chat):
+        def build_kwargs(self, prompt: Any, stream: bool) -> dict[str, Any]:
+            given = super().build_kwargs(prompt, stream)
+            return given if prompt.tool_results else {**given, "tool_choice": "required"}
+
+    called = list[bool]()
+
+    def count(kept: bool) -> str:
+        """Count what is kept."""
+        called.append(kept)
+        return "3"
+
+    model = ForcedChat("larder", model_name=MODEL, api_base=f"{url}/v1", supports_tools=True)
+    model.default_max_tokens = 60
+    for stream in (False, True):
+        called.clear()
+        chain = model.chain("What?", tools=[count], stream=stream, key=KEY)
+        assert chain.text() and len(called) == 1
+        first, second = chain.responses()
+        assert first.tool_calls() and second.prompt.tool_results[0].output == "3"
+
+
 CALLS: list[tuple[str, str, Call]] = [
     ("openai", "chat, streamed, tool loop of 3 steps", openai_chat),
     ("openai", "responses, streamed, previous_response_id", openai_responses),
@@ -339,10 +378,11 @@ CALLS: list[tuple[str, str, Call]] = [
     ),
     ("openai-agents", "loop of 4 calls, both APIs, streamed or not", agents_loop),
     ("openai-agents", "output_type, both APIs, streamed or not", agents_typed),
-    ("inspect-ai", "eval of openai-api/ with logprobs", inspect_evaluation),
-    ("inspect-ai", "loop of 2 calls", inspect_tools),
-    ("inspect-ai", "response_schema", inspect_typed),
+    ("inspect-ai", "eval of openai-api/ and vllm/ with logprobs", inspect_evaluation),
+    ("inspect-ai", "loop of 2 calls, both forms", inspect_tools),
+    ("inspect-ai", "response_schema, both forms", inspect_typed),
     ("llm", "prompt, --no-stream, -c, --functions, --schema", llm_command),
+    ("llm", "chain with a forced call, streamed or not", llm_tools),
     ("lm_eval", "local-completions: choices, rolling, generation, batch 1 and 8", lm_evaluation),
 ]
 

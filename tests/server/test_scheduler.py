@@ -151,6 +151,28 @@ def test_19_a_cancelled_request_leaves_nothing(small: LoadedModel, policy: str, 
     assert served.ask(again, "x").text == other.ask(again, "x").text
 
 
+def test_19_a_cancelled_request_leaves_nothing_of_a_copied_cache(small: LoadedModel) -> None:
+    served, other, turns = Served(small), Served(small), told(1)
+    before = served.ask(turns, "x")
+    other.ask(turns, "x")
+    served.core.fork("a", "x", "y")
+    line = told(2, 5)[0].text
+    served.ask(answered(turns, before, f"{line} Why?"), "y")
+    session = served.core.sessions.find("a", "x")
+    served.core.tiers.drop(session)
+    more = answered(turns, before, f"{line} Which box?")
+    client, ticket = served.submit(more, "x", max_new_tokens=40)
+    served.step()
+    text = session.transcript.ids
+    assert len(session.residency.cached_ids) > len(text), "copied with a part of the prompt"
+    ticket.cancel()
+    served.step()
+    assert client.told.reason == "cancelled"
+    cached = session.residency.cached_ids
+    assert cached and cached == text[: len(cached)]
+    assert served.ask(more, "x").text == other.ask(more, "x").text
+
+
 @pytest.mark.extended
 def test_a_row_that_fails_ends_alone(small: LoadedModel) -> None:
     served, alone = Served(small, "stepwise"), Served(small, "stepwise")

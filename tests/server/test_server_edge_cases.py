@@ -75,6 +75,26 @@ def test_room_on_the_device_is_not_made_by_dropping_who_gets_it(small: LoadedMod
     served.check()
 
 
+@pytest.mark.parametrize("name", ["prefetch", "compact"])
+def test_no_cache_is_moved_to_the_room_of_an_answer(small: LoadedModel, name: str) -> None:
+    alone = Served(small)
+    alone.ask(told(1), "x", max_new_tokens=20)
+    served = Served(small, device=int(1.2 * alone.core.reservations.peak))
+    served.ask(told(1), "x", max_new_tokens=20)
+    move = getattr(served.core.admin, name)
+    client, _ = served.submit(told(2), "y", max_new_tokens=20)
+    for _ in range(4):
+        served.step()
+    assert client.report is None and served.core.idle("a", "x").residency.tier == "host"
+    with pytest.raises(ApiError) as caught:
+        move(served.core.idle("a", "x"))
+    assert (caught.value.status, caught.value.code) == (503, "overloaded")
+    assert caught.value.retry_after and "'x'" in str(caught.value)
+    served.run()
+    assert move(served.core.idle("a", "x")).result(0).residency.tier == "device"
+    served.check()
+
+
 def test_18_an_answer_is_not_repeated_to_who_asks_for_everything(small: LoadedModel) -> None:
     served, full = Served(small, "limited"), Served(small)
     turns = told(1, 5)

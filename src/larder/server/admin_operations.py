@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from larder.core.errors import BudgetError
-from larder.server.api_errors import overloaded
+from larder.server.api_errors import memory_in_use
 from larder.server.model_thread import CompletionQueue
 from larder.server.scheduler import FAILURES
 from larder.server.serving_policy import ServingPolicy
@@ -26,7 +26,6 @@ class AdminOperations:
 
     Args:
         backend_of: session backend of a policy.
-        waiting: the number of queued requests.
     """
 
     def __init__(
@@ -34,10 +33,9 @@ class AdminOperations:
         tiers: TierManager,
         completions: CompletionQueue,
         backend_of: Callable[[ServingPolicy], SessionBackend],
-        waiting: Callable[[], int],
     ) -> None:
         self._tiers, self._completions = tiers, completions
-        self._backend_of, self._waiting = backend_of, waiting
+        self._backend_of = backend_of
 
     def release(self, session: SessionState) -> Future[SessionState]:
         """Evict a session from memory, once the store has its cache or cannot take it."""
@@ -77,7 +75,7 @@ class AdminOperations:
             if saved is not None:
                 reservation = self._tiers.host_room(session, saved.load_bytes)
         except BudgetError as error:
-            raise overloaded(self._waiting()) from error
+            raise memory_in_use(session.name) from error
         finally:
             usage.is_running = False
         if saved is None:
@@ -86,7 +84,7 @@ class AdminOperations:
             done.set_result(session)
         elif reservation is None:
             self._tiers.drop(session)
-            raise overloaded(self._waiting())
+            raise memory_in_use(session.name)
         else:
             usage.is_answering = usage.is_running = True
             loading = started or self._tiers.disk.load(session, saved)

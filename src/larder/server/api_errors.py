@@ -127,6 +127,17 @@ def overloaded(waiting: int) -> ApiError:
     )
 
 
+def memory_in_use(name: str) -> ApiError:
+    """503 `overloaded`: answers or writes in progress leave no memory for a session's cache."""
+    return ApiError(
+        f"Answers or writes in progress leave no memory for the cache of session {name!r}: try "
+        "again later.",
+        503,
+        "overloaded",
+        retry_after=SOON_SECONDS,
+    )
+
+
 def too_many_requests(waiting: int) -> ApiError:
     """429 `too_many_requests`: the tenant's share of the request queue is full."""
     return ApiError(

@@ -117,8 +117,7 @@ class EngineCore:
         self.scheduler = self._new_scheduler(RequestQueue(waiting, scheduling), rows)
         self.prefetcher = CachePrefetcher(self.tiers, completions, self._idle_demand)
         self._due = deque[tuple[str, str]](maxlen=MAX_DUE)
-        queue = self.scheduler.queue
-        self.admin = AdminOperations(self.tiers, completions, self._backend_of, lambda: len(queue))
+        self.admin = AdminOperations(self.tiers, completions, self._backend_of)
         self.restorer = self._new_restorer()
         self.refused = ReasonCounter()
         # First answers to prompts that get several, by tenant and group, while they are in use.

@@ -21,7 +21,13 @@ from larder.server.serving_policy import CacheOccupancy, ServingPolicy
 from larder.server.session_backend.base import FindPrefix, SessionBackend
 from larder.server.session_backend.context_reader import ContextReader
 from larder.server.session_backend.image_reader import ImageReader
-from larder.server.session_state import TOKEN_TYPECODE, CompletedTurn, SessionState, num_tokens
+from larder.server.session_state import (
+    TOKEN_TYPECODE,
+    CompletedTurn,
+    SessionState,
+    common_prefix_len,
+    num_tokens,
+)
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
 from larder.server.tiers.manager import TierManager
 from larder.server.token_logprobs import TokenTexts, token_logprobs, unscored_token
@@ -229,7 +235,7 @@ class PrefixBackend(SessionBackend):
         self._tiers.shrink_to_fit(session)
 
     def abandon(self, job: RequestState) -> None:
-        if len(job.session.residency.cached_ids) > job.prefill.cached_len:
+        if len(job.session.residency.cached_ids) > self._own_len(job):
             self.rollback(job)
 
     def tail_tokens(self, job: RequestState) -> int:
@@ -266,7 +272,7 @@ class PrefixBackend(SessionBackend):
     def rollback(self, job: RequestState) -> None:
         session, cache = job.session, job.session.residency.active
         residency = session.residency
-        mark = job.prefill.cached_len
+        mark = self._own_len(job)
         can_undo = session.rule.can_truncate and cache is not None and mark > 0
         if cache is None or not can_undo or mark < residency.settled_tokens:
             self._tiers.drop(session)
@@ -275,6 +281,13 @@ class PrefixBackend(SessionBackend):
         residency.cached_ids = residency.cached_ids[:mark]
         session.update_occupancy()
         self._tiers.shrink_to_fit(session)
+
+    def _own_len(self, job: RequestState) -> int:
+        """Tokens of the session's own text that its cache had when the request started; a copy of
+        another session's cache may have had some of the prompt, too."""
+        session = job.session
+        cached = session.residency.cached_ids[: job.prefill.cached_len]
+        return common_prefix_len(cached, session.transcript.ids)
 
     def _block(self, rule: ServingPolicy) -> int:
         return rule.block if self._chunk_tokens is None else min(rule.block, self._chunk_tokens)
