@@ -341,28 +341,31 @@ def llm_tools(url: str) -> None:
 
     llm has no option for `tool_choice`, and small models call nothing of themselves.
     """
+    from llm import Tool
     from llm.default_plugins.openai_models import Chat
 
     class ForcedChat(Chat):
         def build_kwargs(self, prompt: Any, stream: bool) -> dict[str, Any]:
             given = super().build_kwargs(prompt, stream)
-            return given if prompt.tool_results else {**given, "tool_choice": "required"}
+            forced = {"tool_choice": "required", "parallel_tool_calls": False}
+            return given if prompt.tool_results else given | forced
 
-    called = list[bool]()
+    called = list[str]()
 
-    def count(kept: bool) -> str:
-        """Count what is kept."""
-        called.append(kept)
+    def count(what: str, kept: bool) -> str:
+        called.append(what)
         return "3"
 
+    tool = Tool("count", "Count.", COUNT, count)
     model = ForcedChat("larder", model_name=MODEL, api_base=f"{url}/v1", supports_tools=True)
     model.default_max_tokens = 60
     for stream in (False, True):
         called.clear()
-        chain = model.chain("What?", tools=[count], stream=stream, key=KEY)
-        assert chain.text() and len(called) == 1
+        chain = model.chain("What?", tools=[tool], stream=stream, key=KEY)
         first, second = chain.responses()
-        assert first.tool_calls() and second.prompt.tool_results[0].output == "3"
+        assert [call.arguments["what"] for call in first.tool_calls()] == called
+        assert called[0] in WORDS and second.prompt.tool_results[0].output == "3"
+        assert second.text()
 
 
 CALLS: list[tuple[str, str, Call]] = [
