@@ -247,6 +247,8 @@ def test_a_change_is_a_mean_of_the_anchors_by_nearness(decoder: Decoder) -> None
     same = estimate((1, 2, 3, 4), near, anchors, entropy=0.0)
     assert same is not None
     torch.testing.assert_close(same.keys[0], near.keys[0] + anchors[0].change.keys[0])
+    elsewhere = estimate((1, 2, 3, 4), near.to("meta"), anchors, entropy=0.0)
+    assert elsewhere is not None and elsewhere.keys[0].device.type == "meta"
 
 
 def test_changes_are_rotated_as_their_base(decoder: Decoder) -> None:

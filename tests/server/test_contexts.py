@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
-from larder.cache import SequenceCache
+import pytest
+import torch
+
+from larder.cache import ChunkEntries, ChunkProfile, SequenceCache
 from larder.core import Mode
 from larder.models import BatchSegment, LoadedModel
+from larder.prefill import ChunkAnchor, ChunkVariant
 from larder.server import (
     HOST_SHARE,
     ApiError,
@@ -44,6 +48,19 @@ def test_variants_and_anchors_are_reused_by_their_tenant(small: LoadedModel, pol
     other = served.ask(ASKED, tenant="b", contexts=(ONE, TWO))
     assert other.told.cached_tokens == 0 and other.text == exact
     assert served.core.ledger.used(Tier.DEVICE) == 0
+
+
+def test_variants_and_anchors_wait_in_host_memory_for_their_use(small: LoadedModel) -> None:
+    source, spec = TenantChunks(HostChunks(ByteLedger(ByteBudgets())), "a"), small.decoder.spec
+    sides = tuple(torch.ones(layer.kv_heads, 3, layer.head_dim) for layer in spec.layers)
+    entries = ChunkEntries(sides, sides)
+    source.add_variant((1,), (2,) * 3, ChunkVariant(entries, ChunkProfile((), (), (), ())))
+    source.add_anchor((1,), 1, ChunkAnchor((2,) * 3, entries, entries))
+    elsewhere = replace(spec, device=torch.device("meta"))
+    [variant] = source.variants(elsewhere, (1,), (2,) * 3)
+    [anchor] = source.anchors(elsewhere, (1,), 1)
+    for held in (variant.entries, anchor.base, anchor.change):
+        assert held.keys[0].device.type == "cpu", "all would be on the device at once"
 
 
 def test_variants_leave_a_full_host_memory(small: LoadedModel) -> None:

@@ -198,7 +198,7 @@ class StoreChunks(ChunkSource):
     def variants(
         self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
     ) -> list[ChunkVariant]:
-        return [own.to(spec.device) for own in self._variants.variants(spec, prefix, ids)]
+        return self._variants.variants(spec, prefix, ids)
 
     def add_variant(
         self, prefix: tuple[int, ...], ids: tuple[int, ...], variant: ChunkVariant
@@ -206,7 +206,7 @@ class StoreChunks(ChunkSource):
         self._variants.add_variant(self._spec, prefix, ids, variant)
 
     def anchors(self, spec: ModelSpec, prefix: tuple[int, ...], place: int) -> list[ChunkAnchor]:
-        return [own.to(spec.device) for own in self._variants.anchors(spec, prefix, place)]
+        return self._variants.anchors(spec, prefix, place)
 
     def add_anchor(self, prefix: tuple[int, ...], place: int, anchor: ChunkAnchor) -> None:
         self._variants.add_anchor(self._spec, prefix, place, anchor)

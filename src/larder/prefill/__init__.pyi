@@ -6,6 +6,7 @@ from .base import split_blocks as split_blocks
 from .contexts import ChunkAnchor as ChunkAnchor
 from .contexts import ChunkMemory as ChunkMemory
 from .contexts import ChunkSource as ChunkSource
+from .contexts import ChunkVariant as ChunkVariant
 from .contexts import NoChunks as NoChunks
 from .contexts import append_text as append_text
 from .decode_eviction import DecodeEviction as DecodeEviction

@@ -54,7 +54,9 @@ class ChunkSource(ABC):
     def variants(
         self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
     ) -> list[ChunkVariant]:
-        """Entries of a chunk as they were in texts, behind other chunks; none by default."""
+        """Entries of a chunk as they were in texts, behind other chunks, on the device where they
+        are held; none by default.
+        """
         return []
 
     def add_variant(
@@ -64,7 +66,9 @@ class ChunkSource(ABC):
         del prefix, ids, variant
 
     def anchors(self, spec: ModelSpec, prefix: tuple[int, ...], place: int) -> list[ChunkAnchor]:
-        """Chunks whose change at a place among contexts is known; none by default."""
+        """Chunks whose change at a place among contexts is known, on the device where they are
+        held; none by default.
+        """
         return []
 
     def add_anchor(self, prefix: tuple[int, ...], place: int, anchor: ChunkAnchor) -> None:

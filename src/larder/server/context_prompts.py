@@ -240,7 +240,7 @@ class TenantChunks(ChunkSource):
         self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
     ) -> list[ChunkVariant]:
         found = self._chunks.beginning_with(self._tenant, variant_key(prefix, ids))
-        return [own.to(spec.device) for own in found if isinstance(own, ChunkVariant)]
+        return [own for own in found if isinstance(own, ChunkVariant)]
 
     def add_variant(
         self, prefix: tuple[int, ...], ids: tuple[int, ...], variant: ChunkVariant
@@ -250,7 +250,7 @@ class TenantChunks(ChunkSource):
 
     def anchors(self, spec: ModelSpec, prefix: tuple[int, ...], place: int) -> list[ChunkAnchor]:
         found = self._chunks.beginning_with(self._tenant, anchor_key(prefix, place))
-        return [own.to(spec.device) for own in found if isinstance(own, ChunkAnchor)]
+        return [own for own in found if isinstance(own, ChunkAnchor)]
 
     def add_anchor(self, prefix: tuple[int, ...], place: int, anchor: ChunkAnchor) -> None:
         key = anchor_key(prefix, place, (anchor.ids,))

@@ -109,6 +109,8 @@ def estimate(
 ) -> ChunkEntries | None:
     """Entries of a chunk with the change that anchors foretell; None if they foretell none.
 
+    Of anchors on another device one layer at a time is on that of the chunk, as far as it goes.
+
     Args:
         ids: tokens of the chunk.
         entropy: as in `Anchored`.
@@ -146,21 +148,22 @@ def _weighted(
 ) -> Float[Tensor, "K N D"]:
     """Changes of one layer and side, weighted by nearness of each token's base."""
     count = own.shape[1]
-    away = torch.stack(
-        [(own - base[:, :count]).float().square().sum((0, 2)).sqrt() for base in bases]
-    )  # [A, N]
+    away = torch.stack([_distances(own, base) for base in bases])  # [A, N]
     weights = (-away).softmax(0)[:, None, :, None]
-    parts = torch.stack([one[:, :count].float() for one in added])  # [A, K, N, D]
-    return (weights * parts).sum(0).to(own.dtype)
+    parts = torch.stack([one[:, :count].to(own.device, torch.float32) for one in added])
+    return (weights * parts).sum(0).to(own.dtype)  # [K, N, D]
+
+
+def _distances(own: Float[Tensor, "K N D"], base: Float[Tensor, "K M D"]) -> Float[Tensor, " N"]:
+    """Distance of each token of one layer and side from that of a base."""
+    near = base[:, : own.shape[1]].to(own.device)
+    return (own - near).float().square().sum((0, 2)).sqrt()
 
 
 def _mean_distance(one: ChunkEntries, other: ChunkEntries) -> float:
     """Distance of the values of two chunks, in the mean over tokens and layers."""
-    count = one.num_tokens
-    away = [
-        (own - base[:, :count]).float().square().sum((0, 2)).sqrt().mean()
-        for own, base in zip(one.values, other.values, strict=True)
-    ]
+    pairs = zip(one.values, other.values, strict=True)
+    away = [_distances(own, base).mean() for own, base in pairs]
     return float(torch.stack(away).mean())
 
 

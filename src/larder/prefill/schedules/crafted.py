@@ -102,7 +102,7 @@ class Crafted(ChunkedSchedule):
         shares = [variant.profile.share(now, self.alpha) for variant in known]
         if not shares or min(shares) > self.renewed:
             return None
-        return known[shares.index(min(shares))]
+        return known[shares.index(min(shares))].to(reader.decoder.spec.device)
 
 
 Part = Crafted
