@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from covering import one_in
 from larder import Policy
 from larder.cache import SequenceCache
 from larder.core import Mode, Observation
@@ -237,6 +238,35 @@ def test_all_heads_keep_what_the_newest_token_looks_at(decoder) -> None:
         one, other = (entries.head_positions(head).tolist() for head in range(HEADS))
         assert one == other and len(one) == M
         assert one != list(range(cache.next_position - M, cache.next_position))
+
+
+ROUNDS = 'context_refresh(tokens=16, recent=3, reading=0.5, scorer="last_query()")'
+READ = "whole() > protect(sinks=0, recent=0) > column_mass() >"
+SHARES = {
+    "split": f"{READ} uniform() > split(reading=0.5, recent=3)",
+    "refresh": f"{READ} uniform() > {ROUNDS}",
+    "refresh of all layers": f"{READ} global() > {ROUNDS}",
+}
+
+
+@pytest.mark.parametrize("name", one_in(3, SHARES))
+def test_what_was_read_stays_in_one_turn_and_the_latest_tokens_in_all(decoder, name) -> None:
+    policy = a_policy(SHARES[name])
+    cache = after_reading(decoder, policy, CONTEXT)
+    read = [cache.entries(layer).packed_positions() for layer in range(LAYERS)]
+    for turn in range(3):
+        answer(decoder, [cache], decode_planner(a_desk(decoder), policy, [cache]).observer, 12)
+        held = [cache.entries(layer) for layer in range(LAYERS)]
+        assert sum(map(sum, cache.lengths())) == LAYERS * HEADS * M
+        newest = list(range(cache.next_position - 3, cache.next_position))
+        for own in held:
+            assert all(own.head_positions(head).tolist()[-3:] == newest for head in range(HEADS))
+        if turn == 0:
+            places = [own.packed_positions() for own in held]
+            assert all(
+                torch.equal(now[now < CONTEXT], before)
+                for now, before in zip(places, read, strict=True)
+            )
 
 
 @pytest.mark.parametrize("name", LONG)

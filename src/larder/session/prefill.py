@@ -285,20 +285,33 @@ def decode_planner(
     """
     if policy.timing.excess() is None:
         return None
-    starts = tuple(cache.next_position for cache in caches)
     tokens = entries_per_head(policy, runtime.decoder.spec)
     reading = policy.timing.prefill_tokens(tokens)
     # Generated text continues to fill layers, so the present context does not limit them.
-    ready = [planner_with_quotas(runtime, policy, reading, max(start, tokens)) for start in starts]
+    lengths = [max(cache.next_position, tokens) for cache in caches]
+    ready = [planner_with_quotas(runtime, policy, reading, length) for length in lengths]
+    quotas = tuple(own for _, own in ready)
     return DecodeEviction(
         ready[0][0],
         tokens,
-        tuple(quotas for _, quotas in ready),
-        starts,
+        quotas,
+        tuple(_generation_start(*own) for own in zip(caches, quotas, strict=True)),
         runtime.decoder.predict_token_numbers,
         recall_budget_tokens(policy),
         block_tokens(policy) - 1,
     )
+
+
+def _generation_start(cache: SequenceCache, quotas: Mapping[int, int]) -> int:
+    """True position of the first token that counts as generated.
+
+    The next one; the first of all where earlier turns filled more than the share of reading. Then
+    nothing that they left is protected as read, or a turn would find no room for itself.
+    """
+    lengths = cache.lengths()
+    held = sum(sum(lengths[layer]) for layer in quotas)
+    room = sum(quota * len(lengths[layer]) for layer, quota in quotas.items())
+    return cache.next_position if held <= room else 0
 
 
 def planner_with_quotas(

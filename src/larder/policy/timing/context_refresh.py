@@ -11,7 +11,9 @@ There the cache grows without end. Here `reading` of the budget is for what is r
 for what is generated: once that is full, what stayed earlier is judged as well, and as many leave
 as come. The recent tokens are a share of that room (a fifth of the text so far in the paper), and a
 question that is read behind the text counts as generated. They judge by `scorer`, in the paper by
-attention averaged over heads, the latest of them counting 1.2 times the first.
+attention averaged over heads, the latest of them counting 1.2 times the first. In a chat what
+earlier turns left counts as read while it fits its share; from then on all of it is judged. Under a
+budget that layers share they compete for what stays of a round.
 """
 
 from __future__ import annotations
@@ -126,11 +128,13 @@ class ContextRefresh(Timing):
         All but the tokens that are judged in this round.
         """
         appended, recent = length - start, self.recent_tokens(tokens)
+        free = tokens - self.prefill_tokens(tokens)
         rounds, pending = self._course(appended, tokens)
+        if recent + pending > free:
+            pending = 0  # no room to wait for the end of a round
         behind = length - recent - pending  # the first that is not judged yet
         stays = protected | (positions < start) | (positions >= behind)
-        held = recent + rounds * self.survivors(0.0) + pending
-        if held <= tokens - self.prefill_tokens(tokens):
+        if recent + rounds * self.survivors(0.0) + pending <= free:
             stays |= positions < behind - self.tokens
         return stays
 

@@ -18,7 +18,8 @@ no longer than its 2048, which is the same rule.
 The paper divides the tokens that are expected by the entries that are free to find `every`, which
 `expected` does here; its released code takes 15 where nobody says, and so do we. The question is
 part of what was read there; here it is read once generating has begun, and competes with the
-answer.
+answer. In a chat what earlier turns left counts as read while it fits the share of reading; from
+then on all of it competes.
 """
 
 from __future__ import annotations
