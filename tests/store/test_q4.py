@@ -13,7 +13,7 @@ from larder.cache import SequenceCache
 from larder.core import Mode, ModelSpec
 from larder.models import BatchSegment, Decoder, wrap_model
 from larder.prefill import append_text
-from larder.store import CacheRequirements, CacheSnapshot, LoadedSession, Store
+from larder.store import ByteBudgets, CacheRequirements, CacheSnapshot, LoadedSession, Store, Tier
 from store.caches import (
     IDS,
     POLICY,
@@ -142,3 +142,14 @@ def test_numbers_beyond_float16_are_kept_as_they_are(store: Store) -> None:
     held = restored(load(store)).entries(0)
     assert held.keys.max() == 1e6
     assert not store.parts.unwritten.counts()
+
+
+def test_its_copies_count_on_host_memory(tmp_path: Path) -> None:
+    count = read(IDS).nbytes
+    limits = [2 * count - 1, 2 * count]
+    for limit in limits:
+        store = store_at(tmp_path / str(limit), budgets=ByteBudgets({Tier.HOST: limit}))
+        save(store, IDS, "q4")
+        assert store.parts.unwritten.counts() == ({} if limit == limits[1] else {"budget": 1})
+        assert store.parts.ledger.used(Tier.HOST) == 0
+        store.close()

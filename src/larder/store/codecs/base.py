@@ -98,6 +98,7 @@ class StorageCodec(ABC):
     # Codecs that each chunk of a lossless cache is stored with, finest first.
     levels: ClassVar[tuple[str, ...]] = ()
     unstreamed: ClassVar[str] = ""  # with levels: the codec of caches that are not cut into chunks
+    has_own_form: ClassVar[bool] = False  # stores and restores some caches in another form
 
     def check_model(self, model: str) -> None:
         """Check that the codec can code caches of a model, by its fingerprint.
@@ -108,7 +109,9 @@ class StorageCodec(ABC):
         del model
 
     def stored_form(self, cache: SequenceCache) -> SequenceCache:
-        """Cache in the form that it is stored and restored in: the same one, or a copy."""
+        """Cache in the form that it is stored and restored in: the same one, or, of a codec with
+        `has_own_form`, a copy, for which two copies at full precision are made.
+        """
         return cache
 
     def encode_stack(self, stack: LayerStack) -> CodedStack:

@@ -14,6 +14,8 @@ numbers that offsets in float16 cannot hold) are stored as `int4` does, and deco
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from larder.cache.chunk_entries import ChunkEntries
@@ -30,6 +32,8 @@ HELD = Codec(4, 4, GROUP)
 
 class Q4(Int4):
     """Codes of 4 bits that a restored cache holds."""
+
+    has_own_form: ClassVar[bool] = True
 
     def stored_form(self, cache: SequenceCache) -> SequenceCache:
         """Copy with every entry quantized; caches that it cannot quantize as they are."""

@@ -176,8 +176,10 @@ class CacheWriter:
         """
         is_chunked, snapshot = is_shareable(snapshot), with_stored_codec(snapshot)
         caches, spans = list[StoredCache](), list[BlobRef]()
-        snapshot, copied = with_stored_form(snapshot)
-        with self._blobs.ledger.reserve(Tier.HOST, transaction.tenant, copied):
+        ledger, tenant = self._blobs.ledger, transaction.tenant
+        with ledger.reserve(Tier.HOST, tenant, _form_bytes(snapshot)):
+            snapshot, copied = with_stored_form(snapshot)
+        with ledger.reserve(Tier.HOST, tenant, copied):
             for each in snapshot.each:
                 refs, cache_bytes = self._write_cache(transaction, ids, each, is_chunked)
                 caches.append(StoredCache(each.cache.meta(), len(refs), cache_bytes))
@@ -286,6 +288,14 @@ class CacheWriter:
                 break
             found.append(added)
         return found
+
+
+def _form_bytes(snapshot: CacheSnapshot) -> int:
+    """Peak host bytes while caches are brought into the form that they are stored in."""
+    if not codec_named(snapshot.codec).has_own_form:
+        return 0
+    counts = [each.cache.nbytes for each in snapshot.each]
+    return sum(counts) + max(counts)
 
 
 def _host_bytes(cache: SequenceCache) -> int:
