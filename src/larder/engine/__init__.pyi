@@ -18,6 +18,7 @@ from .detokenizer import CONTEXT_TOKENS as CONTEXT_TOKENS
 from .detokenizer import IncrementalDetokenizer as IncrementalDetokenizer
 from .detokenizer import discard_text as discard_text
 from .engine import Engine as Engine
+from .generate import GenerationBatch as GenerationBatch
 from .generate import StoppingCriteria as StoppingCriteria
 from .generate import keep_generating as keep_generating
 from .generate import no_observer as no_observer
