@@ -90,7 +90,9 @@ class Weighing(Counting):
         entries = -(-cache.managed_entries // (LAYERS * HEADS))  # no more tiers of a head have any
         partial = sum(grids[-entries:]) if entries else 0
         spare = numbers + LAYERS * HEADS * partial + LAYERS * STORE_BYTES
-        return -(-(cache.fork().nbytes - spare) // (2 * size * 4 + POSITION_BYTES))
+        alone = cache.fork()
+        alone.separate()  # without room to grow
+        return -(-(alone.nbytes - spare) // (2 * size * 4 + POSITION_BYTES))
 
 
 def generated(

@@ -15,7 +15,6 @@ from larder.core import Refused
 from larder.store import GRACE_SECONDS, PrefixChunk, Store, Tier
 from store.caches import (
     IDS,
-    LONGER,
     SPEC,
     TALK,
     WHO,
@@ -31,6 +30,7 @@ from store.caches import (
 )
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
+SIX_CHUNKS = (*IDS, 5, 6, 7)
 
 
 class Clock:
@@ -52,7 +52,7 @@ class Clock:
 
 def held(store: Store) -> int:
     """Tokens of the beginning that a store finds."""
-    found = store.prefixes.match_prefix(WHO, LONGER, asking().identity, SPEC)
+    found = store.prefixes.match_prefix(WHO, SIX_CHUNKS, asking().identity, SPEC)
     return 0 if found is None else found.next_position
 
 
@@ -69,7 +69,7 @@ def _has_loaded(there: Store) -> None:
 
 
 def _has_saved(there: Store) -> None:
-    save(there, LONGER, name="other")
+    save(there, SIX_CHUNKS, name="other")
     there.sessions.remove(WHO, "other")
 
 
@@ -125,7 +125,7 @@ def test_21_beginnings_that_are_kept_for_their_own_sake_stay(tmp_path: Path) -> 
     homes = ("here", "there", "who knows nothing of them")
     stores = [store_at(tmp_path, home=home, clock=clock) for home in homes]
     here, there, _ = stores
-    save(here, LONGER)  # what is kept may have been a session's before
+    save(here, SIX_CHUNKS)  # what is kept may have been a session's before
     keep(here)
     assert held(there) == 20
     here.sessions.remove(WHO, TALK)
@@ -163,7 +163,7 @@ def test_3_a_removal_that_was_stopped_is_finished_by_a_sweep(
 
     store = store_at(tmp_path, clock=clock)
     save(store)
-    save(store, LONGER)
+    save(store, SIX_CHUNKS)
     with monkeypatch.context() as patch, pytest.raises(Stopped):
         patch.setattr(getattr(store.parts, part), name, stop)
         store.sessions.remove(WHO, TALK)
@@ -207,13 +207,13 @@ def test_21_a_cache_that_is_written_while_its_session_is_removed_leaves_nothing(
 def test_21_a_chunk_that_another_save_is_about_to_use_stays(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     with store.sessions.stage(WHO, IDS, snapshot(read(IDS))):
-        save(store, LONGER, name="other")
+        save(store, SIX_CHUNKS, name="other")
         store.sessions.remove(WHO, "other")
         assert store.parts.chunks.all()
     assert nothing_is_left(tmp_path, store)
     with store.sessions.stage(WHO, IDS, snapshot(read(IDS))):
-        save(store, LONGER, name="other")
-    assert is_exact(load(store, "other"), LONGER) and load(store, "other").cache is not None
+        save(store, SIX_CHUNKS, name="other")
+    assert is_exact(load(store, "other"), SIX_CHUNKS) and load(store, "other").cache is not None
 
 
 def test_21_chunks_that_two_threads_have_written_at_once_are_of_one_machine(
@@ -248,13 +248,13 @@ def test_a_clock_that_is_set_loses_nothing_and_keeps_nothing(tmp_path: Path, day
     save(store, name="gone")
     store.sessions.remove(WHO, "gone")
     clock.now += 86400 * days
-    save(store, LONGER)
+    save(store, SIX_CHUNKS)
     save(store, name="gone")
     again = store_at(tmp_path, clock=clock)
     for each in (store, again):
         each.maintenance.forget_removed()
         each.maintenance.sweep()
-        assert is_exact(load(each), LONGER) and load(each).cache is not None
+        assert is_exact(load(each), SIX_CHUNKS) and load(each).cache is not None
         assert is_exact(load(each, "gone")) and load(each, "gone").cache is not None
     for name in (TALK, "gone"):
         again.sessions.remove(WHO, name)

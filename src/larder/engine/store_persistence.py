@@ -75,8 +75,9 @@ class StorePersistence(ChatPersistence):
             session = self._snapshots.load(self._principal, name, str(policy), ids)
             if session is None or session.cache is None:
                 return ResumeResult(None, NOT_SAVED if session is None else session.reason)
-            tokens, caches = session.cache.next_position, [session.cache, *session.others]
+            tokens, caches = len(session.ids), [session.cache, *session.others]
             if session.levels:
+                tokens = session.cache.next_position
                 caches = [self._read_rest(session.cache, session.ids)]
             seconds = time.perf_counter() - started
             state = restore_chat_state(
