@@ -156,9 +156,10 @@ def rates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("rates")
 def test_what_a_deadline_leaves_out_of_a_streamed_cache_is_read(
-    store: Store, small: LoadedModel, runtime: ModelRuntime
+    tmp_path: Path, small: LoadedModel, runtime: ModelRuntime
 ) -> None:
-    saved = read(runtime, "full")
+    # A store of its own: the time that reading the rest takes is known to its store afterwards.
+    store, saved = Store(str(tmp_path / "store"), tmp_path), read(runtime, "full")
     length = saved.memory.caches.activate(0).next_position
     streaming = StreamController(length / 2)
     keeper = StorePersistence(store, small, "streamed", "cachegen", streaming=streaming)
@@ -174,6 +175,7 @@ def test_what_a_deadline_leaves_out_of_a_streamed_cache_is_read(
     assert found.next_position == length and same_bits(found.state(), wanted.state())
     difference = next_logits(runtime, found) - next_logits(runtime, saved.memory.caches.activate(0))
     assert 0 < difference.abs().max() <= TOLERANCE["entropy_fine"]
+    store.close()
 
 
 def test_what_cannot_be_used_is_read_anew_and_why_is_counted(
