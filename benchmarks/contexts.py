@@ -75,18 +75,18 @@ def entropy(engine: Engine, cache: SequenceCache, ids: tuple[int, ...]) -> float
     """Attention entropy of the last token of a question, mean over layers and query heads."""
     found: list[Tensor] = []
 
-    def observe(_segment: int, layer: int, seen: LayerActivations) -> None:
+    def observe(_segment: int, layer: int, activations: LayerActivations) -> None:
         store = cache.stores[layer]
         held, spec = store.entries(), store.layer
         keys = torch.stack(
             [held.keys[s : s + n] for s, n in zip(held.starts, held.lengths, strict=True)]
         )
         keys = (
-            torch.cat([keys, seen.keys], 1)
+            torch.cat([keys, activations.keys], 1)
             .float()
             .repeat_interleave(spec.query_heads // spec.kv_heads, 0)
         )
-        logits = (keys @ seen.queries[:, -1:].float().transpose(1, 2))[..., 0] * spec.scaling
+        logits = (keys @ activations.queries[:, -1:].float().transpose(1, 2))[..., 0] * spec.scaling
         if isinstance(store, ParallelLayer) and (split := store.num_context_entries):
             temperature, scale = store.factors
             context = logits[:, :split] / temperature

@@ -84,20 +84,20 @@ def _measure(
     part = replace(part, tokens=options.count // part.page * part.page, dense=0)
     indexes = [_built(part, each, sentences) for each in layers]
     part.measure([index for index, _ in indexes])
-    seen = Seen([], [], [], [], [], [])
+    sums = Seen([], [], [], [], [], [])
     for (index, entries), own in zip(indexes, layers, strict=True):
-        _search(part, index, entries, own, seen)
+        _search(part, index, entries, own, sums)
     held = sum(t.nbytes for index, _ in indexes for t in index.tensors())
     width, heads = layers[0].layer.head_dim, layers[0].layer.kv_heads
     return {
-        "recall": round(fmean(seen.recall), 3),
-        "mass": round(fmean(seen.mass), 3),
-        "of best": round(fmean(seen.mass) / fmean(seen.best), 3),
-        "entries": round(fmean(seen.entries), 1),
-        "moved": round(fmean(seen.moved), 1),
-        "KiB/token": round(fmean(seen.moved) * heads * total * 4 * width / 1024, 1),
+        "recall": round(fmean(sums.recall), 3),
+        "mass": round(fmean(sums.mass), 3),
+        "of best": round(fmean(sums.mass) / fmean(sums.best), 3),
+        "entries": round(fmean(sums.entries), 1),
+        "moved": round(fmean(sums.moved), 1),
+        "KiB/token": round(fmean(sums.moved) * heads * total * 4 * width / 1024, 1),
         "held": round(held / sum(sum(entries.lengths) for _, entries in indexes), 1),
-        "us": round(median(seen.micros)),
+        "us": round(median(sums.micros)),
     }
 
 
@@ -136,7 +136,7 @@ def _built(
 
 
 def _search(
-    part: RecallPart, index: RecallIndex, entries: Entries, own: RecordedLayer, seen: Seen
+    part: RecallPart, index: RecallIndex, entries: Entries, own: RecordedLayer, sums: Seen
 ) -> None:
     """Searches for the tokens of all answers; each answer begins with nothing fetched."""
     heads, group = own.layer.kv_heads, own.layer.group
@@ -152,21 +152,21 @@ def _search(
             index.observe_step(query, stays)
         started = time.perf_counter()
         result = index.find(query.contiguous(), entries, part.pages)
-        seen.micros.append(1e6 * (time.perf_counter() - started))
+        sums.micros.append(1e6 * (time.perf_counter() - started))
         room = part.pages * part.sets(own.layer) // len(result.pages)  # as a cache has slots
         found = index.contents(result.pages[:, :room].contiguous()).flatten(1)
         if result.attends_all:
             found = torch.arange(keys.shape[1]).expand(heads, -1)
         logits = query.view(heads, group, -1) @ keys.mT * own.layer.scaling
         for mass, recall, best, count in _qualities(logits.flatten(0, 1), found):
-            seen.mass.append(mass)
-            seen.recall.append(recall)
-            seen.best.append(best)
-            seen.entries.append(count)
+            sums.mass.append(mass)
+            sums.recall.append(recall)
+            sums.best.append(best)
+            sums.entries.append(count)
         now = _by_kv_head(found, heads)
         if not is_first:
             fresh = [len(new - old) for new, old in zip(now, before, strict=True)]
-            seen.moved.append(fmean(fresh))
+            sums.moved.append(fmean(fresh))
         before = now
 
 

@@ -14,9 +14,11 @@ from larder.policy.scorers.base import Scorer
 class LongestKeys(Scorer):
     """The Euclidean length of each cached key."""
 
-    def score(self, seen: Observation) -> torch.Tensor:
-        heads = range(seen.layer.kv_heads)
-        return torch.cat([seen.entries.head_keys(head).float().norm(dim=-1) for head in heads])
+    def score(self, observation: Observation) -> torch.Tensor:
+        heads = range(observation.layer.kv_heads)
+        return torch.cat(
+            [observation.entries.head_keys(head).float().norm(dim=-1) for head in heads]
+        )
 
 
 policy = replace(Policy.parse("blockwise() > pooled(tokens=96)"), scorer=LongestKeys())

@@ -271,8 +271,8 @@ def expected_attention(part: Any, spec: Any, heads: Any) -> list[list[float]]:
     places = torch.arange(count, dtype=torch.int32)
     entries = Entries(keys, values, places.repeat(2), (0, count), (count, count))
     queries = heads.queries[:, :count]
-    seen = Observation(spec, entries, queries, places, count, (0, count))
-    return loop.scores(Expected(sinks=part.sinks, epsilon=part.epsilon), seen)
+    observation = Observation(spec, entries, queries, places, count, (0, count))
+    return loop.scores(Expected(sinks=part.sinks, epsilon=part.epsilon), observation)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -96,8 +96,8 @@ def test_a_head_rule_equals_its_loop_on_heads_of_any_length(
     source = torch.Generator().manual_seed(seed)
     statistics = [torch.rand(group, len(head), generator=source) for head in places]
     before = [head.clone() for head in statistics]
-    seen = a_view(layer, places)
-    got = heads.join(statistics, seen.entries, seen)
+    observation = a_view(layer, places)
+    got = heads.join(statistics, observation.entries, observation)
     expected = loop_of(heads).joined(heads, [head.tolist() for head in statistics], places)
     assert_equal(got, expected)
     assert all(torch.equal(a, b) for a, b in zip(statistics, before, strict=True))
@@ -111,15 +111,18 @@ def assert_equal(got: list[Tensor], expected: list[list[float]]) -> None:
 
 
 def looped(
-    joining: AttentionReduction, seen: Observation, causal: bool, loop_of: Any
+    joining: AttentionReduction, observation: Observation, causal: bool, loop_of: Any
 ) -> list[list[float]]:
     """Softmax weights, aggregation and head rule, all by loops."""
-    positions = [positions_of(seen.entries, head) for head in heads_of(seen)]
+    positions = [positions_of(observation.entries, head) for head in heads_of(observation)]
     statistics = []
-    for head in heads_of(seen):
+    for head in heads_of(observation):
         rows = [
-            [row_of(seen, query_head, query, positions[head], causal) for query in queries_of(seen)]
-            for query_head in group_of(seen, head)
+            [
+                row_of(observation, query_head, query, positions[head], causal)
+                for query in queries_of(observation)
+            ]
+            for query_head in group_of(observation, head)
         ]
         loop = loop_of(joining.aggregation)
         statistics.append([loop.joined(joining.aggregation, query_head) for query_head in rows])
@@ -130,31 +133,35 @@ def looped(
     return [loop.completed(joining.aggregation, head) for head in own]
 
 
-def queries_of(seen: Observation) -> range:
-    return range(seen.queries.shape[1])
+def queries_of(observation: Observation) -> range:
+    return range(observation.queries.shape[1])
 
 
 def row_of(
-    seen: Observation, query_head: int, query: int, positions: list[int], causal: bool
+    observation: Observation, query_head: int, query: int, positions: list[int], causal: bool
 ) -> list[float]:
-    at = int(seen.query_positions[query])
+    at = int(observation.query_positions[query])
     visible = [not causal or place <= at for place in positions]
-    return weights(seen, query_head, query, visible) if any(visible) else [0.0] * len(visible)
+    return (
+        weights(observation, query_head, query, visible) if any(visible) else [0.0] * len(visible)
+    )
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_joining_equals_the_loops_on_uneven_heads(aggregation, heads, loop_of, causal) -> None:
-    seen, joining = view(), AttentionReduction(aggregation, heads)
-    positions = seen.query_positions if causal else None
-    got = joining.reduce(ObservationWindow(seen.queries, seen.entries, positions), seen)
-    assert_equal(got, looped(joining, seen, causal, loop_of))
+    observation, joining = view(), AttentionReduction(aggregation, heads)
+    positions = observation.query_positions if causal else None
+    got = joining.reduce(
+        ObservationWindow(observation.queries, observation.entries, positions), observation
+    )
+    assert_equal(got, looped(joining, observation, causal, loop_of))
 
 
 def test_queries_that_see_nothing_and_heads_that_hold_nothing(aggregation, heads, loop_of) -> None:
-    seen = view(heads=[[], [5, 6, 7], [0, 1, 2, 6, 7]])
+    observation = view(heads=[[], [5, 6, 7], [0, 1, 2, 6, 7]])
     joining = AttentionReduction(aggregation, heads)
-    assert int(seen.query_positions[0]) == 5
-    early = replace(seen, query_positions=seen.query_positions - 2)
+    assert int(observation.query_positions[0]) == 5
+    early = replace(observation, query_positions=observation.query_positions - 2)
     got = joining.reduce(
         ObservationWindow(early.queries, early.entries, early.query_positions), early
     )
@@ -163,46 +170,61 @@ def test_queries_that_see_nothing_and_heads_that_hold_nothing(aggregation, heads
 
 def test_no_head_has_the_weights_of_all_its_queries_at_once(aggregation, heads) -> None:
     queries, entries, group = 8 * CHUNK, 32, 2
-    seen = view(group, [list(range(600 - entries, 600))] * 2, queries)
+    observation = view(group, [list(range(600 - entries, 600))] * 2, queries)
     with LargestTensor() as largest:
         AttentionReduction(aggregation, heads).reduce(
-            ObservationWindow(seen.queries, seen.entries), seen
+            ObservationWindow(observation.queries, observation.entries), observation
         )
     assert 2 * group * CHUNK * entries <= largest.numbers < group * queries * entries
 
 
 def test_what_is_looked_at_is_not_written_to(aggregation, heads) -> None:
-    seen = view()
-    tensors = (seen.queries, seen.query_positions, seen.entries.keys, seen.entries.positions)
+    observation = view()
+    tensors = (
+        observation.queries,
+        observation.query_positions,
+        observation.entries.keys,
+        observation.entries.positions,
+    )
     before = [tensor.clone() for tensor in tensors]
     AttentionReduction(aggregation, heads).reduce(
-        ObservationWindow(seen.queries, seen.entries, seen.query_positions), seen
+        ObservationWindow(observation.queries, observation.entries, observation.query_positions),
+        observation,
     )
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
 
 
 def test_the_order_of_kv_heads_does_not_matter(aggregation, heads) -> None:
     scores = (0.1, 0.7, 0.3, 0.2, 0.9, 0.0)
-    seen, order = replace(view(), facts={"retrieval": scores}), [2, 0, 1]
-    joining, old = AttentionReduction(aggregation, heads), seen.entries
-    rows = [head * seen.layer.group + r for head in order for r in range(seen.layer.group)]
+    observation, order = replace(view(), facts={"retrieval": scores}), [2, 0, 1]
+    joining, old = AttentionReduction(aggregation, heads), observation.entries
+    rows = [
+        head * observation.layer.group + r for head in order for r in range(observation.layer.group)
+    ]
     turned = replace(
         old,
         starts=tuple(old.starts[head] for head in order),
         lengths=tuple(old.lengths[head] for head in order),
     )
-    straight = joining.reduce(ObservationWindow(seen.queries, old, seen.query_positions), seen)
-    other = replace(seen, facts={"retrieval": tuple(scores[row] for row in rows)})
-    got = joining.reduce(ObservationWindow(seen.queries[rows], turned, seen.query_positions), other)
+    straight = joining.reduce(
+        ObservationWindow(observation.queries, old, observation.query_positions), observation
+    )
+    other = replace(observation, facts={"retrieval": tuple(scores[row] for row in rows)})
+    got = joining.reduce(
+        ObservationWindow(observation.queries[rows], turned, observation.query_positions), other
+    )
     assert_equal(got, [straight[head].tolist() for head in order])
 
 
 def test_half_precision_is_joined_in_float32(aggregation, heads) -> None:
-    seen, joining = view(), AttentionReduction(aggregation, heads)
-    keys, queries = seen.entries.keys.bfloat16(), seen.queries.bfloat16()
-    low = joining.reduce(ObservationWindow(queries, replace(seen.entries, keys=keys)), seen)
+    observation, joining = view(), AttentionReduction(aggregation, heads)
+    keys, queries = observation.entries.keys.bfloat16(), observation.queries.bfloat16()
+    low = joining.reduce(
+        ObservationWindow(queries, replace(observation.entries, keys=keys)), observation
+    )
     wide = joining.reduce(
-        ObservationWindow(queries.float(), replace(seen.entries, keys=keys.float())), seen
+        ObservationWindow(queries.float(), replace(observation.entries, keys=keys.float())),
+        observation,
     )
     assert_equal(low, [head.tolist() for head in wide])
 
@@ -241,12 +263,13 @@ def test_queries_that_tell_nothing_apart_give_1_however_many_keys_they_see() -> 
 
 def test_the_newest_token_is_scaled_by_the_entries_of_its_own_head() -> None:
     # What attention left behind of one query holds all heads: 2 entries here, 8 there.
-    seen = view(1, [[0, 1], list(range(8))], 1)
-    seen = replace(seen, queries=torch.zeros_like(seen.queries))
-    seen = replace(seen, logits=torch.zeros(1, len(seen.entries.positions)))
+    observation = view(1, [[0, 1], list(range(8))], 1)
+    observation = replace(observation, queries=torch.zeros_like(observation.queries))
+    observation = replace(observation, logits=torch.zeros(1, len(observation.entries.positions)))
     joining = AttentionReduction(ScaledMean(), GroupMean())
     assert_equal(
-        joining.reduce(ObservationWindow(seen.queries, seen.entries), seen), [[1.0] * 2, [1.0] * 8]
+        joining.reduce(ObservationWindow(observation.queries, observation.entries), observation),
+        [[1.0] * 2, [1.0] * 8],
     )
 
 
@@ -257,9 +280,11 @@ def test_all_heads_of_a_layer_keep_the_same_entries() -> None:
     for rule in (LayerMean(), GroupMean()):
         name = "layer_mean()" if rule == LayerMean() else "group_mean()"
         planner = Policy.parse(sentence.format(name)).planner
-        seen = view(2, held, 5)
-        scored = planner.with_protection(seen, planner.score(seen), 6)
-        plan = planner.plan({0: scored}, {0: 6}, lambda index, seen=seen: seen.entries)[0]
+        observation = view(2, held, 5)
+        scored = planner.with_protection(observation, planner.score(observation), 6)
+        plan = planner.plan(
+            {0: scored}, {0: 6}, lambda index, observation=observation: observation.entries
+        )[0]
         heads = torch.split(plan.kept, list(plan.lengths))
         kept[name] = [(head - 20 * index).tolist() for index, head in enumerate(heads)]
     assert kept["layer_mean()"][0] == kept["layer_mean()"][1] == kept["layer_mean()"][2]
@@ -268,9 +293,9 @@ def test_all_heads_of_a_layer_keep_the_same_entries() -> None:
 
 def test_positions_are_matched_where_heads_hold_different_entries() -> None:
     layer = a_layer(2, 1)
-    seen = a_view(layer, [[0, 3, 7], [3, 9]])
+    observation = a_view(layer, [[0, 3, 7], [3, 9]])
     statistics = [torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[6.0, 5.0]])]
-    joined = LayerMean().join(statistics, seen.entries, seen)
+    joined = LayerMean().join(statistics, observation.entries, observation)
     assert [head.tolist() for head in joined] == [[1.0, 4.0, 3.0], [4.0, 5.0]]
 
 
@@ -278,10 +303,10 @@ def test_heads_that_hold_the_same_and_heads_that_do_not_are_joined_alike() -> No
     layer = a_layer(3, 2)
     whole = [0, 3, 7, 9]
     for held in ([whole] * 3, [whole, whole, [0, 3, 7, 8]], [whole, whole, [0, 3]], [[]] * 3):
-        seen = a_view(layer, held)
+        observation = a_view(layer, held)
         source = torch.Generator().manual_seed(len(held[2]))
         statistics = [torch.rand(2, len(places), generator=source) for places in held]
-        joined = LayerMean().join(statistics, seen.entries, seen)
+        joined = LayerMean().join(statistics, observation.entries, observation)
         expected = layer_mean.joined(None, [rows.tolist() for rows in statistics], held)
         for head, wanted in zip(joined, expected, strict=True):
             assert head.tolist() == pytest.approx(wanted)

@@ -159,26 +159,26 @@ def test_a_row_is_worth_no_more_than_the_one_before() -> None:
 
 def test_the_best_retrieval_heads_speak_for_the_layer() -> None:
     layer = a_layer(2, 2)
-    seen = a_view(layer, [[0, 3], [3, 9]])
+    observation = a_view(layer, [[0, 3], [3, 9]])
     statistics = [
         torch.tensor([[1.0, 2.0], [3.0, 5.0]]),
         torch.tensor([[6.0, 5.0], [8.0, 7.0]]),
     ]
-    seen = replace(seen, facts={"retrieval": (0.1, 0.9, 0.8, 0.2)})
-    alone = Retrieval(heads=1).join(statistics, seen.entries, seen)
+    observation = replace(observation, facts={"retrieval": (0.1, 0.9, 0.8, 0.2)})
+    alone = Retrieval(heads=1).join(statistics, observation.entries, observation)
     assert [head.tolist() for head in alone] == [[3.0, 5.0], [5.0, 6.0]]  # 9: the own group
-    both = Retrieval(heads=2).join(statistics, seen.entries, seen)
+    both = Retrieval(heads=2).join(statistics, observation.entries, observation)
     assert [head.tolist() for head in both] == [[3.0, 5.5], [5.5, 5.0]]
     with pytest.raises(ModelError, match="4 query heads, but the calibration 'retrieval' has 2"):
-        few = replace(seen, facts={"retrieval": (0.1, 0.2)})
+        few = replace(observation, facts={"retrieval": (0.1, 0.2)})
         Retrieval().join(statistics, few.entries, few)
 
 
 def test_the_layers_opinion_is_added_to_a_heads_own() -> None:
     layer = a_layer(2, 1)
-    seen = a_view(layer, [[0, 3], [3, 9]])
+    observation = a_view(layer, [[0, 3], [3, 9]])
     statistics = [torch.tensor([[1.0, 2.0]]), torch.tensor([[6.0, 5.0]])]
-    joined = GroupAndLayer().join(statistics, seen.entries, seen)
+    joined = GroupAndLayer().join(statistics, observation.entries, observation)
     assert [head.tolist() for head in joined] == [[2.0, 6.0], [10.0, 10.0]]
 
 

@@ -93,29 +93,33 @@ def test_the_code_keeps_the_ends_whole_as_far_as_there_is_room() -> None:
 
 
 def test_a_measure_is_the_variance_of_what_entries_received() -> None:
-    seen = a_view(a_layer(2, 1), [range(5), range(3)], 2)
-    heads = torch.split(seen.entries.column("mass"), [5, 3])
+    observation = a_view(a_layer(2, 1), [range(5), range(3)], 2)
+    heads = torch.split(observation.entries.column("mass"), [5, 3])
     variances = [float(((h - h.mean()) ** 2).sum() / (len(h) - 1)) for h in heads]
-    seen = replace(seen, entries=replace(seen.entries, scalars={"share": torch.full((2,), 7.0)}))
-    measured = InverseVariance(variant=Variant.PAPER).measure(seen, torch.zeros(8))
+    observation = replace(
+        observation, entries=replace(observation.entries, scalars={"share": torch.full((2,), 7.0)})
+    )
+    measured = InverseVariance(variant=Variant.PAPER).measure(observation, torch.zeros(8))
     assert measured == pytest.approx((sum(variances) / 2,))
-    later = replace(seen, stage=Phase.DECODE)
+    later = replace(observation, stage=Phase.DECODE)
     assert InverseVariance().measure(later, torch.zeros(8)) == ()
 
 
 def test_larder_measures_neither_sinks_nor_age() -> None:
     """A strong sink and many queries made a layer look sparse, whatever lies between."""
-    seen, source = a_view(a_layer(1, 1), [range(50)], 2), torch.Generator().manual_seed(2)
-    rows = seen.entries.rows(0)
+    observation, source = a_view(a_layer(1, 1), [range(50)], 2), torch.Generator().manual_seed(2)
+    rows = observation.entries.rows(0)
     rates = torch.rand(50, generator=source) / 50
 
     def measured(sink: float, queries: Tensor) -> float:
-        mass = torch.zeros(len(seen.entries.keys))
+        mass = torch.zeros(len(observation.entries.keys))
         mass[rows] = rates * queries
         mass[rows][0] = sink
-        columns = {**seen.entries.columns, "mass": mass}
+        columns = {**observation.entries.columns, "mass": mass}
         scalars = {"share": torch.full((1,), math.nan)}
-        view = replace(seen, entries=replace(seen.entries, columns=columns, scalars=scalars))
+        view = replace(
+            observation, entries=replace(observation.entries, columns=columns, scalars=scalars)
+        )
         [got] = InverseVariance().measure(view, torch.zeros(50))
         return got
 
@@ -127,19 +131,19 @@ def test_larder_measures_neither_sinks_nor_age() -> None:
 @pytest.mark.parametrize("kv_heads, group", [(1, 3), (2, 2), (1, 1)])
 def test_the_code_scales_variances_over_query_heads(kv_heads, group) -> None:
     """Two kv heads alone always come to .5, and one to 0, whatever their attention is."""
-    seen = a_view(a_layer(kv_heads, group), [range(9)] * kv_heads, 4)
-    queries, positions = seen.queries, seen.query_positions
+    observation = a_view(a_layer(kv_heads, group), [range(9)] * kv_heads, 4)
+    queries, positions = observation.queries, observation.query_positions
     variances = []
     for head in range(kv_heads * group):
-        keys = seen.entries.head_keys(head // group)
+        keys = observation.entries.head_keys(head // group)
         mass = torch.zeros(9)
         for query, position in zip(queries[head], positions.tolist(), strict=True):
-            logits = keys[: position + 1] @ query * seen.layer.scaling
+            logits = keys[: position + 1] @ query * observation.layer.scaling
             mass[: position + 1] += logits.softmax(0)
         variances.append(float(mass.double().var()))
     low, high = min(variances), max(variances)
     scaled = [(variance - low) / (high - low + 1e-6) for variance in variances]
-    [got] = InverseVariance(variant=Variant.CODE).measure(seen, torch.zeros(9 * kv_heads))
+    [got] = InverseVariance(variant=Variant.CODE).measure(observation, torch.zeros(9 * kv_heads))
     assert got == pytest.approx(sum(scaled) / len(scaled), abs=1e-4)
 
 
@@ -149,13 +153,13 @@ def test_three_to_one_is_of_each_layers_own_entries() -> None:
     planner = Planner(Protect(4, 0.25), ColumnMass(), InverseVariance(), Drop())
     views, ready = {}, {}
     for index in range(3):
-        seen = a_view(a_layer(2, 1, index=index), [range(length)] * 2, 5)
-        mass = torch.rand(len(seen.entries.keys), generator=source) * 10.0**index
-        columns = {**seen.entries.columns, "mass": mass}
+        observation = a_view(a_layer(2, 1, index=index), [range(length)] * 2, 5)
+        mass = torch.rand(len(observation.entries.keys), generator=source) * 10.0**index
+        columns = {**observation.entries.columns, "mass": mass}
         scalars = {"share": torch.full((2,), math.nan)}
-        views[index] = replace(seen.entries, columns=columns, scalars=scalars)
-        seen = replace(seen, entries=views[index])
-        ready[index] = planner.with_protection(seen, planner.score(seen), tokens)
+        views[index] = replace(observation.entries, columns=columns, scalars=scalars)
+        observation = replace(observation, entries=views[index])
+        ready[index] = planner.with_protection(observation, planner.score(observation), tokens)
     quotas = dict.fromkeys(range(3), tokens)
     plans = planner.plan(ready, quotas, views.__getitem__)
     own = [plan.lengths[0] for plan in plans.values()]

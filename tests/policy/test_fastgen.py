@@ -55,12 +55,13 @@ def test_what_is_left_goes_to_the_best_and_protected_entries_stay() -> None:
 
 
 def test_recovered_is_the_weight_on_what_is_kept_of_the_worst_query_head() -> None:
-    seen = a_view(a_layer(1, 2), [range(8)], 3)
+    observation = a_view(a_layer(1, 2), [range(8)], 3)
     scores, protected = torch.tensor([4.0, 3, 2, 1, 0, 0, 0, 0]), torch.zeros(8).bool()
     protected[7] = True
-    shares = Recovery(window=1).inspect(seen, scores, protected)
+    shares = Recovery(window=1).inspect(observation, scores, protected)
     weights = torch.softmax(
-        seen.queries[:, -1] @ seen.entries.head_keys(0).T * seen.layer.scaling, 1
+        observation.queries[:, -1] @ observation.entries.head_keys(0).T * observation.layer.scaling,
+        1,
     )
     for number, count in enumerate((1, 2, 3, 4)):
         own = weights[:, [*range(count), 7]].sum(1).min()
@@ -69,29 +70,34 @@ def test_recovered_is_the_weight_on_what_is_kept_of_the_worst_query_head() -> No
 
 
 def test_kinds_are_told_by_the_vocabulary() -> None:
-    seen = a_view(a_layer(2, 1), [range(5), [0, 2, 3, 4]], 3)
-    columns = {**seen.entries.columns, "token_kind": torch.full((len(seen.entries.keys),), 9.0)}
+    observation = a_view(a_layer(2, 1), [range(5), [0, 2, 3, 4]], 3)
+    columns = {
+        **observation.entries.columns,
+        "token_kind": torch.full((len(observation.entries.keys),), 9.0),
+    }
     special, signs = {7, 5}, {5, 6}
-    seen = replace(
-        seen,
-        entries=seen.entries.with_columns(columns),
+    observation = replace(
+        observation,
+        entries=observation.entries.with_columns(columns),
         ids=(5, 6, 3),
         lexicon={"special_tokens": frozenset(special), "punctuation": frozenset(signs)},
     )
-    column = TokenKindTally().update(seen)["token_kind"]
-    kinds = [kind(token, special, signs) for token in seen.ids]
+    column = TokenKindTally().update(observation)["token_kind"]
+    kinds = [kind(token, special, signs) for token in observation.ids]
     assert kinds == [3.0, 2.0, 1.0]
     for head in range(2):
-        assert column[seen.entries.rows(head)].tolist() == [9.0] * (2 - head) + kinds
+        assert column[observation.entries.rows(head)].tolist() == [9.0] * (2 - head) + kinds
 
 
 def test_kinds_stand_in_whole_numbers_of_the_loop() -> None:
-    seen = a_view(a_layer(2, 2), [range(9), range(2, 9)], 3)
-    kinds = torch.arange(len(seen.entries.keys)).float() % 4
-    seen = replace(seen, entries=seen.entries.with_columns({"token_kind": kinds}))
+    observation = a_view(a_layer(2, 2), [range(9), range(2, 9)], 3)
+    kinds = torch.arange(len(observation.entries.keys)).float() % 4
+    observation = replace(
+        observation, entries=observation.entries.with_columns({"token_kind": kinds})
+    )
     part = Fastgen(attended=0.4, latest=0.5, window=2)
-    expected = [score for head in fastgen_loop.scores(part, seen) for score in head]
-    found = part.score(seen).tolist()
+    expected = [score for head in fastgen_loop.scores(part, observation) for score in head]
+    found = part.score(observation).tolist()
     assert found == pytest.approx(expected, abs=1e-5)
     assert {int(score) for score in found} == {0, 1, 2, 3, 4}
 
@@ -121,14 +127,14 @@ def test_the_laziest_layers_keep_the_ends_alone() -> None:
 
 
 def test_lazy_is_where_the_latest_query_looks_at_the_ends() -> None:
-    seen = a_view(a_layer(2, 2), [range(7), range(3, 7)], 3)
+    observation = a_view(a_layer(2, 2), [range(7), range(3, 7)], 3)
     protected = torch.tensor([True, *[False] * 5, True, *[False] * 3, True])
     rows = []
     for h in range(4):
-        keys = seen.entries.head_keys(h // 2)
-        weights = torch.softmax(keys @ seen.queries[h, -1] * seen.layer.scaling, 0)
+        keys = observation.entries.head_keys(h // 2)
+        weights = torch.softmax(keys @ observation.queries[h, -1] * observation.layer.scaling, 0)
         rows.append(weights[protected[:7] if h < 2 else protected[7:]].sum())
-    found = LazyLayers().inspect(seen, torch.zeros(11), protected)
+    found = LazyLayers().inspect(observation, torch.zeros(11), protected)
     assert found == (pytest.approx(float(torch.stack(rows).mean()), rel=1e-5),)
 
 

@@ -51,9 +51,11 @@ with_kvpress = pytest.mark.skipif(not runnable(["kvpress"]), reason="kvpress is 
 
 def whole(kv_heads: int = 2, group: int = 2, index: int = 1) -> Observation:
     """A text that was read in one piece."""
-    seen = a_view(a_layer(kv_heads, group, index=index), [list(range(TOKENS))] * kv_heads, TOKENS)
-    keys = torch.stack([seen.entries.head_keys(head) for head in range(kv_heads)])
-    return replace(seen, keys=keys)
+    observation = a_view(
+        a_layer(kv_heads, group, index=index), [list(range(TOKENS))] * kv_heads, TOKENS
+    )
+    keys = torch.stack([observation.entries.head_keys(head) for head in range(kv_heads)])
+    return replace(observation, keys=keys)
 
 
 def heads(scores: torch.Tensor) -> torch.Tensor:
@@ -66,9 +68,9 @@ def kept(scores: torch.Tensor, count: int) -> list[set[int]]:
     return [set(head[:count]) for head in ranked]
 
 
-def scored_evenly(seen: Observation) -> LayerScores:
-    count = sum(seen.entries.lengths)
-    return LayerScores(torch.zeros(count), torch.zeros(count).bool(), seen.entries.lengths)
+def scored_evenly(observation: Observation) -> LayerScores:
+    count = sum(observation.entries.lengths)
+    return LayerScores(torch.zeros(count), torch.zeros(count).bool(), observation.entries.lengths)
 
 
 def test_a_press_is_spelled_with_its_parameters() -> None:
@@ -108,32 +110,32 @@ def test_without_the_package_the_extra_is_named(monkeypatch) -> None:
 
 def test_the_stand_in_turns_queries_as_attention_did() -> None:
     """Turned again, what it projects gives the logits that attention had."""
-    seen = whole(group=3)
-    standing = AttentionModuleAdapter(seen, [0, 1])
+    observation = whole(group=3)
+    standing = AttentionModuleAdapter(observation, [0, 1])
     cosine, sine = standing.position_embeddings
     flat = standing.q_proj(standing.numbers)
     queries = flat.view(TOKENS, len(standing.query_heads), -1).transpose(0, 1)
     first, second = queries.chunk(2, dim=-1)
     turned = queries * cosine + torch.cat([-second, first], dim=-1) * sine
     got = turned @ standing.keys[0].repeat_interleave(3, 0).mT / standing.head_dim**0.5
-    keys = torch.stack([seen.entries.head_keys(h) for h in (0, 1)]).repeat_interleave(3, 0)
-    torch.testing.assert_close(got, seen.queries @ keys.mT * seen.layer.scaling)
+    keys = torch.stack([observation.entries.head_keys(h) for h in (0, 1)]).repeat_interleave(3, 0)
+    torch.testing.assert_close(got, observation.queries @ keys.mT * observation.layer.scaling)
     assert torch.equal(standing.rotary_emb(flat, torch.arange(TOKENS)[None])[0], cosine)
 
 
 def test_the_stand_in_counts_on_from_where_the_pass_ends() -> None:
-    seen = a_view(a_layer(), [list(range(TOKENS))] * 2, 10)
-    standing = AttentionModuleAdapter(seen, [0, 1])
-    next_of_pass = standing.rotary_emb(seen.queries, torch.tensor([[10]]))
-    angles = TOKENS * torch.tensor(seen.layer.radians)
+    observation = a_view(a_layer(), [list(range(TOKENS))] * 2, 10)
+    standing = AttentionModuleAdapter(observation, [0, 1])
+    next_of_pass = standing.rotary_emb(observation.queries, torch.tensor([[10]]))
+    angles = TOKENS * torch.tensor(observation.layer.radians)
     assert next_of_pass[0][0, 0, :3].tolist() == pytest.approx(angles.cos().tolist(), abs=1e-5)
 
 
 def test_the_stand_in_weighs_by_position_and_count() -> None:
-    seen = whole()
-    rows = torch.zeros(len(seen.entries.keys))
-    rows[seen.entries.starts[1] + 4] = 50.0
-    counted = replace(seen, entries=seen.entries.with_columns({LOG_COUNT: rows}))
+    observation = whole()
+    rows = torch.zeros(len(observation.entries.keys))
+    rows[observation.entries.starts[1] + 4] = 50.0
+    counted = replace(observation, entries=observation.entries.with_columns({LOG_COUNT: rows}))
     weights = AttentionModuleAdapter(counted, [0, 1]).weights()[0]
     torch.testing.assert_close(weights.sum(-1), torch.ones(4, TOKENS))
     assert not weights.triu(1).any()
@@ -156,10 +158,10 @@ def test_keys_alone_are_judged_alike() -> None:
 
 @with_kvpress
 def test_snapkv_without_pooling_is_alike_up_to_a_factor() -> None:
-    seen = whole()
-    theirs = heads(Kvpress("SnapKVPress(window_size=6, kernel_size=1)").score(seen))
-    ours = heads(SnapKV(window=6, kernel=1).score(seen))
-    torch.testing.assert_close(theirs[:, :-6], ours[:, :-6] / (6 * seen.layer.group))
+    observation = whole()
+    theirs = heads(Kvpress("SnapKVPress(window_size=6, kernel_size=1)").score(observation))
+    ours = heads(SnapKV(window=6, kernel=1).score(observation))
+    torch.testing.assert_close(theirs[:, :-6], ours[:, :-6] / (6 * observation.layer.group))
     assert (theirs[:, -6:] > theirs[:, :-6].max()).all()
 
 
@@ -227,13 +229,13 @@ def test_streaming_llm_keeps_the_same() -> None:
 
 @with_kvpress
 def test_observed_attention_is_mass_for_each_query_that_could_look() -> None:
-    seen = whole()
-    standing = AttentionModuleAdapter(seen, [0, 1])
-    mass = standing.weights()[0].sum(1).view(2, seen.layer.group, TOKENS).sum(1)
-    entries = seen.entries.with_columns({"mass": seen.entries.unpack(mass.flatten())})
-    ours = heads(ColumnMass().score(replace(seen, entries=entries)))
-    lookers = torch.arange(TOKENS, 0, -1) * seen.layer.group
-    theirs = heads(Kvpress("ObservedAttentionPress").score(seen))
+    observation = whole()
+    standing = AttentionModuleAdapter(observation, [0, 1])
+    mass = standing.weights()[0].sum(1).view(2, observation.layer.group, TOKENS).sum(1)
+    entries = observation.entries.with_columns({"mass": observation.entries.unpack(mass.flatten())})
+    ours = heads(ColumnMass().score(replace(observation, entries=entries)))
+    lookers = torch.arange(TOKENS, 0, -1) * observation.layer.group
+    theirs = heads(Kvpress("ObservedAttentionPress").score(observation))
     torch.testing.assert_close(theirs, ours / lookers)
 
 
@@ -241,17 +243,26 @@ def test_leverage_equals_the_press_under_one_sketch_and_ridge() -> None:
     """Formula of LeverageScorePress: keys before rotation, centered and sketched; the diagonal of
     X (X'X + .01)^-1 X'. In kvpress the sketch is drawn anew; our ridge is a share of the diagonal.
     """
-    seen, drawn = whole(kv_heads=1), Leverage(sketch=5)
-    places, radians = seen.entries.effective_rope_positions, torch.tensor(seen.layer.radians)
-    keys = rotate(seen.entries.head_keys(0)[None], -places[seen.entries.rows(0)], radians)[0]
+    observation, drawn = whole(kv_heads=1), Leverage(sketch=5)
+    places, radians = (
+        observation.entries.effective_rope_positions,
+        torch.tensor(observation.layer.radians),
+    )
+    keys = rotate(
+        observation.entries.head_keys(0)[None], -places[observation.entries.rows(0)], radians
+    )[0]
     sketched = (keys - keys.mean(0)) @ drawn._sketch(keys)  # pyright: ignore
     gram = sketched.T @ sketched
     inverse = torch.linalg.inv(gram + 0.01 * torch.eye(5))  # pyright: ignore
     theirs = (sketched @ inverse * sketched).sum(1)
     share = 0.01 / float(gram.diagonal().mean())
-    assert torch.allclose(replace(drawn, ridge=share).score(seen), theirs, atol=1e-5)
-    assert not torch.allclose(replace(drawn, ridge=100 * share).score(seen), theirs, atol=1e-5)
-    assert not torch.allclose(replace(drawn, ridge=share, seed=1).score(seen), theirs, atol=1e-2)
+    assert torch.allclose(replace(drawn, ridge=share).score(observation), theirs, atol=1e-5)
+    assert not torch.allclose(
+        replace(drawn, ridge=100 * share).score(observation), theirs, atol=1e-5
+    )
+    assert not torch.allclose(
+        replace(drawn, ridge=share, seed=1).score(observation), theirs, atol=1e-2
+    )
 
 
 @with_kvpress
@@ -266,17 +277,17 @@ def test_leverage_is_nearly_alike_for_the_sketch_is_drawn_anew() -> None:
 def test_values_are_merged_alike() -> None:
     from kvpress import MergingPress, SnapKVPress
 
-    seen, keeps = whole(), [list(range(0, TOKENS, 3))] * 2
+    observation, keeps = whole(), [list(range(0, TOKENS, 3))] * 2
     plan = MergeValues(threshold=0.2).compensate(
-        a_plan(keeps, seen.entries.lengths), seen.entries, scored_evenly(seen)
+        a_plan(keeps, observation.entries.lengths), observation.entries, scored_evenly(observation)
     )
-    merged = merge_entries(plan, seen.entries)
-    before = seen.entries.pack(seen.entries.values)
+    merged = merge_entries(plan, observation.entries)
+    before = observation.entries.pack(observation.entries.values)
     ours = before.clone()
     ours[merged.targets] = merged.values
     stacked = [
-        torch.stack([rows[seen.entries.rows(head)] for head in (0, 1)])[None]
-        for rows in (seen.entries.keys, seen.entries.values)
+        torch.stack([rows[observation.entries.rows(head)] for head in (0, 1)])[None]
+        for rows in (observation.entries.keys, observation.entries.values)
     ]
     press = MergingPress(SnapKVPress(0.5), similarity_threshold=0.2)
     _, theirs = press.merge(*stacked, torch.tensor(keeps)[None])

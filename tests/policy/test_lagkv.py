@@ -14,12 +14,12 @@ from larder_bench.scoring.teacher_forcing import score_answers
 PAPER = "whole() > protect(sinks=16, recent=0) > lagkv(lag=32) > uniform()"
 
 
-def kept_by(sentence: str, seen: Observation, tokens: int) -> list[list[int]]:
+def kept_by(sentence: str, observation: Observation, tokens: int) -> list[list[int]]:
     """Positions of the entries that each head keeps."""
     planner = Policy.parse(sentence).with_sizes(tokens, None).planner
-    scored = planner.with_protection(seen, planner.score(seen), tokens)
-    [plan] = planner.plan({0: scored}, {0: tokens}, lambda _: seen.entries).values()
-    stay = seen.entries.packed_positions()[plan.kept].split(plan.lengths)
+    scored = planner.with_protection(observation, planner.score(observation), tokens)
+    [plan] = planner.plan({0: scored}, {0: tokens}, lambda _: observation.entries).values()
+    stay = observation.entries.packed_positions()[plan.kept].split(plan.lengths)
     return [head.tolist() for head in stay]
 
 

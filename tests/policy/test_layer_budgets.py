@@ -149,11 +149,11 @@ HEADS = [[*range(9)], [0, 2, 3, 5, 6, 7, 8]]
 @pytest.mark.parametrize("tau", [(1.0, 1.0), (2.0, 0.5)])
 def test_a_preference_equals_its_loop(window, tau) -> None:
     part = Cake(window=window, tau1=tau[0], tau2=tau[1])
-    seen = a_view(a_layer(), HEADS, queries=5, seed=4)
+    observation = a_view(a_layer(), HEADS, queries=5, seed=4)
     source = torch.Generator().manual_seed(2)
-    logs = torch.rand(len(seen.entries.keys), generator=source)
+    logs = torch.rand(len(observation.entries.keys), generator=source)
     for columns in ({}, {LOG_COUNT: logs}):
-        view = replace(seen, entries=replace(seen.entries, columns=columns))
+        view = replace(observation, entries=replace(observation.entries, columns=columns))
         expected = cake_loop.preference(part, view)
         (got,) = part.measure(view, torch.zeros(sum(view.entries.lengths)))
         assert got == pytest.approx(expected, rel=1e-4, abs=1e-12)
@@ -161,9 +161,9 @@ def test_a_preference_equals_its_loop(window, tau) -> None:
 
 
 def test_a_layer_is_measured_while_generating_only_until_it_has_a_share() -> None:
-    seen = replace(a_view(a_layer(), HEADS), stage=Phase.DECODE)
+    observation = replace(a_view(a_layer(), HEADS), stage=Phase.DECODE)
     for share, numbers in ((torch.full((2,), torch.nan), 1), (torch.full((2,), 6.0), 0)):
-        view = replace(seen, entries=replace(seen.entries, scalars={"share": share}))
+        view = replace(observation, entries=replace(observation.entries, scalars={"share": share}))
         assert len(Cake().measure(view, torch.zeros(16))) == numbers
 
 

@@ -50,11 +50,11 @@ def test_a_planner_tells_a_layer_what_it_knows() -> None:
     policy = Policy.parse("snapkv(window=1) > group_max()")
     planner = policy.planner
     planner = type(planner)(planner.protect, planner.scorer, Weighing(), planner.compensation)
-    seen = a_view(a_layer(2, 2, index=5), [[0, 1, 2], [0, 2]])
-    assert planner.with_model_facts(seen).facts == {}
-    assert planner.with_protection(seen, torch.zeros(5), 9).weights == ()
+    observation = a_view(a_layer(2, 2, index=5), [[0, 1, 2], [0, 2]])
+    assert planner.with_model_facts(observation).facts == {}
+    assert planner.with_protection(observation, torch.zeros(5), 9).weights == ()
     knowing = planner.with_calibration(FACTS, (1, 5), {"ends": frozenset({3})})
-    told = knowing.with_model_facts(seen)
+    told = knowing.with_model_facts(observation)
     assert told.facts == {"echo": (0.3, 0.4), "squeeze": (0.6,)}
     assert told.lexicon == {"ends": frozenset({3})}
     assert knowing.with_protection(told, torch.zeros(5), 9).weights == (3.0, 4.0)

@@ -30,7 +30,7 @@ class Given(Scorer):
 
     scores: Any
 
-    def score(self, seen: Observation) -> Tensor:
+    def score(self, observation: Observation) -> Tensor:
         return self.scores
 
 
@@ -98,9 +98,11 @@ def test_an_accepted_budget_holds_what_is_protected_and_what_a_scorer_keeps(name
         whole.quotas(least - 1, 100, (0,), {})
     for tokens in range(least, least + 4):
         quotas = whole.quotas(tokens, 100, (0,), {})
-        seen = a_view(a_layer(2, 2), [range(100)] * 2, 50)
-        judged = whole.with_protection(seen, whole.score(seen), tokens)
-        [kept] = whole.plan({0: judged}, quotas, lambda index, seen=seen: seen.entries).values()
+        observation = a_view(a_layer(2, 2), [range(100)] * 2, 50)
+        judged = whole.with_protection(observation, whole.score(observation), tokens)
+        [kept] = whole.plan(
+            {0: judged}, quotas, lambda index, observation=observation: observation.entries
+        ).values()
         ends = protect.least(tokens).union(scorer.protected_tokens())
         stays = {*range(ends.first), *range(100 - ends.last, 100)}
         for head in (kept.kept[: kept.lengths[0]], kept.kept[kept.lengths[0] :] - 100):

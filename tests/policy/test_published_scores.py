@@ -161,12 +161,12 @@ def test_what_is_protected_is_part_of_the_first_part() -> None:
 def test_norms_are_those_behind_the_projection(loop_of) -> None:
     source = torch.Generator().manual_seed(3)
     rows = [[WEIGHTS]] * 2
-    seen = attended(rows, torch.randn(6, 2, generator=source))
+    observation = attended(rows, torch.randn(6, 2, generator=source))
     projection = torch.randn(2, 2, 3, generator=source)
     scores = torch.tensor([*WEIGHTS[:5], math.inf])
     for part in (Criticality(), Criticality(norms=Norms.SHARE)):
-        arguments = [scores.tolist()], [seen.entries.values.tolist()], [projection.tolist()]
-        got = part.weigh(scores, replace(seen, inputs={"projection": projection})).tolist()
+        arguments = [scores.tolist()], [observation.entries.values.tolist()], [projection.tolist()]
+        got = part.weigh(scores, replace(observation, inputs={"projection": projection})).tolist()
         assert got == pytest.approx(loop_of(part).weighed(part, *arguments)[0], rel=1e-4)
 
 
@@ -175,26 +175,26 @@ def test_the_preset_keeps_what_its_stages_say() -> None:
     rows = [[[0.5, 0.02, 0.02, 0.02, 0.2, 0.04, 0.2]], [[0.1, 0.0, 0.3, 0.0, 0.3, 0.1, 0.2]]]
     values = torch.ones(7, 2)
     values[5] = 20.0
-    seen = attended(rows, values)
+    observation = attended(rows, values)
     policy = Policy.parse(str(Policy.parse("defensivekv")).replace("window=32", "window=1"))
     planner = policy.planner
-    scored = planner.with_protection(seen, planner.score(seen, 5, 5), 5)
-    plan = planner.plan({0: scored}, {0: 5}, lambda index: seen.entries)[0]
+    scored = planner.with_protection(observation, planner.score(observation, 5, 5), 5)
+    plan = planner.plan({0: scored}, {0: 5}, lambda index: observation.entries)[0]
     assert plan.kept.tolist() == [0, 2, 4, 5, 6]
     assert scored.scores.isposinf().nonzero().flatten().tolist() == [0, 4, 6]
 
 
-def looked(seen: Observation, generating: bool, held: int) -> Observation:
+def looked(observation: Observation, generating: bool, held: int) -> Observation:
     """The same after a pass of the newest token alone; `held` queries before it are remembered."""
-    count = seen.queries.shape[1]
+    count = observation.queries.shape[1]
     before = slice(count - 1 - held, count - 1)
-    latest = LatestQueries(seen.queries[:, before], seen.query_positions[before])
+    latest = LatestQueries(observation.queries[:, before], observation.query_positions[before])
     stage = Phase.DECODE if generating else Phase.PREFILL
     return replace(
-        seen,
-        queries=seen.queries[:, -1:],
-        keys=seen.keys[:, -1:],
-        query_positions=seen.query_positions[-1:],
+        observation,
+        queries=observation.queries[:, -1:],
+        keys=observation.keys[:, -1:],
+        query_positions=observation.query_positions[-1:],
         latest=latest if held else None,
         stage=stage,
     )
@@ -251,9 +251,9 @@ def test_recent_attention_equals_its_loop_with_what_is_remembered(loop_of, held)
 
 
 def test_heads_beyond_the_share_of_a_measured_order_score_nothing() -> None:
-    seen = a_view(a_layer(2, 1), [range(6), range(4)], 3)
-    every = KeyCosine(kernel=1).score(seen)
-    best = replace(seen, facts={"needle_rank": (0.25, 0.0)})
+    observation = a_view(a_layer(2, 1), [range(6), range(4)], 3)
+    every = KeyCosine(kernel=1).score(observation)
+    best = replace(observation, facts={"needle_rank": (0.25, 0.0)})
     some = KeyCosine(kernel=1, share=0.2).score(best)
     assert some[:6].tolist() == [0.0] * 6 and torch.equal(some[6:], every[6:])
     assert float(every[:6].abs().min()) > 0
@@ -321,9 +321,9 @@ def test_prompts_may_judge_what_is_read_where_something_else_judges_what_is_gene
 
 
 def test_what_gets_less_than_an_even_share_counts_as_unimportant() -> None:
-    seen = attended([[[0.4, 0.05, 0.05, 0.5]]])
-    column = seen.entries.with_columns({"unimportant": torch.tensor([8.0, 0.0, 4.0, 0.0])})
-    [counts] = PersistenceTally().update(replace(seen, entries=column)).values()
+    observation = attended([[[0.4, 0.05, 0.05, 0.5]]])
+    column = observation.entries.with_columns({"unimportant": torch.tensor([8.0, 0.0, 4.0, 0.0])})
+    [counts] = PersistenceTally().update(replace(observation, entries=column)).values()
     fading = 1 - 1 / 400
     assert counts.tolist() == pytest.approx([8 * fading, 1.0, 4 * fading + 1, 0.0])
 

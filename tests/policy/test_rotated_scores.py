@@ -19,31 +19,35 @@ PARTS = (Expected(future=5, sinks=2), Leverage(sketch=9), Leverage(sketch=5, rid
 
 def a_compact_view() -> Observation:
     """Keys turned to their order, queries behind them."""
-    seen = a_view(a_layer(2, 2), HEADS, 3)
-    places = torch.zeros_like(seen.entries.positions)
-    for head, length in enumerate(seen.entries.lengths):
-        places[seen.entries.rows(head)] = torch.arange(length, dtype=places.dtype)
-    entries = replace(seen.entries, rope_positions=places)
-    return replace(seen, entries=entries, rope_positions=torch.tensor([[4, 5, 6], [3, 4, 5]]))
-
-
-def shifted(seen: Observation, by: int) -> Observation:
-    """The same, as if it stood elsewhere in the text; what is a sink stays one."""
-    radians, rows = torch.tensor(RADIANS), torch.full((len(seen.entries.keys),), by)
-    keys = rotate(seen.entries.keys[None], rows, radians)[0]
-    moved = seen.effective_rope_positions + by
-    queries = rotate_per_head(seen.queries, torch.full_like(moved, by), radians)
-    entries = replace(
-        seen.entries, keys=keys, rope_positions=seen.entries.effective_rope_positions + by
+    observation = a_view(a_layer(2, 2), HEADS, 3)
+    places = torch.zeros_like(observation.entries.positions)
+    for head, length in enumerate(observation.entries.lengths):
+        places[observation.entries.rows(head)] = torch.arange(length, dtype=places.dtype)
+    entries = replace(observation.entries, rope_positions=places)
+    return replace(
+        observation, entries=entries, rope_positions=torch.tensor([[4, 5, 6], [3, 4, 5]])
     )
-    return replace(seen, entries=entries, queries=queries, rope_positions=moved)
+
+
+def shifted(observation: Observation, by: int) -> Observation:
+    """The same, as if it stood elsewhere in the text; what is a sink stays one."""
+    radians, rows = torch.tensor(RADIANS), torch.full((len(observation.entries.keys),), by)
+    keys = rotate(observation.entries.keys[None], rows, radians)[0]
+    moved = observation.effective_rope_positions + by
+    queries = rotate_per_head(observation.queries, torch.full_like(moved, by), radians)
+    entries = replace(
+        observation.entries,
+        keys=keys,
+        rope_positions=observation.entries.effective_rope_positions + by,
+    )
+    return replace(observation, entries=entries, queries=queries, rope_positions=moved)
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_scorer_of_a_compact_layer_equals_its_loop(loop_of, part) -> None:
-    seen = a_compact_view()
-    got = part.score(seen).split(seen.entries.lengths)
-    for one, other in zip(got, loop_of(part).scores(part, seen), strict=True):
+    observation = a_compact_view()
+    got = part.score(observation).split(observation.entries.lengths)
+    for one, other in zip(got, loop_of(part).scores(part, observation), strict=True):
         assert one.tolist() == pytest.approx(other, rel=1e-5, abs=1e-5)
 
 
@@ -58,39 +62,39 @@ def test_only_distances_count(part, by) -> None:
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_rotation_that_is_not_known_is_refused(part) -> None:
-    seen = a_view(a_layer(2, 2, index=3), HEADS, 3)
+    observation = a_view(a_layer(2, 2, index=3), HEADS, 3)
     with pytest.raises(ScoreError, match="Layer 3 rotates its"):
-        part.score(replace(seen, layer=replace(seen.layer, radians=None)))
+        part.score(replace(observation, layer=replace(observation.layer, radians=None)))
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_layers_that_turn_nothing_are_scored_as_they_are(loop_of, part) -> None:
-    seen = a_view(a_layer(2, 2), HEADS, 3)
-    still = replace(seen, layer=replace(seen.layer, radians=()))
-    got = part.score(still).split(seen.entries.lengths)
+    observation = a_view(a_layer(2, 2), HEADS, 3)
+    still = replace(observation, layer=replace(observation.layer, radians=()))
+    got = part.score(still).split(observation.entries.lengths)
     for one, other in zip(got, loop_of(part).scores(part, still), strict=True):
         assert one.tolist() == pytest.approx(other, rel=1e-5, abs=1e-5)
 
 
 def test_expected_attention_is_the_mean_of_what_gaussian_queries_give() -> None:
     """Against the mean exponential logit of many drawn queries, where the rotation is one."""
-    seen = a_view(a_layer(1, 1), [list(range(9))], 6)
-    still = replace(seen.layer, radians=(), scaling=0.1)
-    seen = replace(seen, layer=still, queries=seen.queries / 2)
+    observation = a_view(a_layer(1, 1), [list(range(9))], 6)
+    still = replace(observation.layer, radians=(), scaling=0.1)
+    observation = replace(observation, layer=still, queries=observation.queries / 2)
     part = Expected(sinks=0, epsilon=0.0)
     drawn = torch.distributions.MultivariateNormal(
-        seen.queries[0].mean(0),
-        torch.cov(seen.queries[0].T, correction=0) + 1e-6 * torch.eye(8),
+        observation.queries[0].mean(0),
+        torch.cov(observation.queries[0].T, correction=0) + 1e-6 * torch.eye(8),
     ).sample((200_000,))
-    keys, values = seen.entries.head_keys(0), seen.entries.head_values(0)
+    keys, values = observation.entries.head_keys(0), observation.entries.head_values(0)
     means = (drawn @ keys.T * 0.1).exp().mean(0)
     expected = means / means.sum() * values.norm(dim=-1)
-    torch.testing.assert_close(part.score(seen), expected, rtol=0.03, atol=0.0)
+    torch.testing.assert_close(part.score(observation), expected, rtol=0.03, atol=0.0)
 
 
 def test_a_key_like_no_other_has_leverage_near_one() -> None:
-    seen = a_view(a_layer(1, 1), [list(range(40))], 3)
-    still = replace(seen, layer=replace(seen.layer, radians=()))
+    observation = a_view(a_layer(1, 1), [list(range(40))], 3)
+    still = replace(observation, layer=replace(observation.layer, radians=()))
     keys = torch.randn(len(still.entries.keys), 8)
     keys[:, 7] = 0.0
     keys[17, 7] = 3.0

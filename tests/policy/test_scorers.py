@@ -34,11 +34,11 @@ def view(case: str, group: int = 2, layer: int = 1) -> Observation:
     return a_view(a_layer(len(heads), group, index=layer), heads, block)
 
 
-def judged(scorer, seen: Observation) -> list[list[float]]:
-    scores = scorer.score(seen)
+def judged(scorer, observation: Observation) -> list[list[float]]:
+    scores = scorer.score(observation)
     assert scores.dtype is torch.float32
-    assert scores.shape == (sum(seen.entries.lengths),)
-    return [part.tolist() for part in scores.split(seen.entries.lengths)]
+    assert scores.shape == (sum(observation.entries.lengths),)
+    return [part.tolist() for part in scores.split(observation.entries.lengths)]
 
 
 def assert_equal(got: list[list[float]], expected: list[list[float]], within: float) -> None:
@@ -50,8 +50,8 @@ def assert_equal(got: list[list[float]], expected: list[list[float]], within: fl
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("group", [1, 3])
 def test_a_scorer_equals_its_loop(scorer, loop_of, case, group) -> None:
-    seen = view(case, group)
-    assert_equal(judged(scorer, seen), loop_of(scorer).scores(scorer, seen), 1e-5)
+    observation = view(case, group)
+    assert_equal(judged(scorer, observation), loop_of(scorer).scores(scorer, observation), 1e-5)
 
 
 @pytest.mark.parametrize("span", [(0, 3), (2, 8), (5, 100)])
@@ -63,8 +63,8 @@ def test_a_scorer_equals_its_loop_when_a_part_is_asked_for(scorer, loop_of, span
 @pytest.mark.parametrize("variant", [{"softcap": 0.8}, {"sinks": (0.5, -1.0, 2.0, 0.0)}])
 def test_a_scorer_equals_its_loop_under_softcap_and_sinks(scorer, loop_of, variant) -> None:
     heads = [[0, 1, 4, 9, 10, 11, 12], [2, 3, 8, 9, 10, 11, 12]]
-    seen = a_view(replace(a_layer(2, 2, index=1), **variant), heads, 4)
-    assert_equal(judged(scorer, seen), loop_of(scorer).scores(scorer, seen), 1e-5)
+    observation = a_view(replace(a_layer(2, 2, index=1), **variant), heads, 4)
+    assert_equal(judged(scorer, observation), loop_of(scorer).scores(scorer, observation), 1e-5)
 
 
 @settings(max_examples=20)
@@ -78,56 +78,56 @@ def test_scorers_equal_their_loops_on_any_cache(scorer, loop_of, heads, block, g
     old = [sorted(head) for head in heads]
     first = 1 + max((p for head in old for p in head), default=-1)
     full = [[*head, *range(first, first + block)] for head in old]
-    seen = a_view(a_layer(len(full), group), full, block, seed)
-    assert_equal(judged(scorer, seen), loop_of(scorer).scores(scorer, seen), 1e-5)
+    observation = a_view(a_layer(len(full), group), full, block, seed)
+    assert_equal(judged(scorer, observation), loop_of(scorer).scores(scorer, observation), 1e-5)
 
 
 def test_a_wrong_score_is_noticed(scorer, loop_of) -> None:
-    seen = view("uneven")
-    expected = loop_of(scorer).scores(scorer, seen)
+    observation = view("uneven")
+    expected = loop_of(scorer).scores(scorer, observation)
     wrong = [[-value for value in head] for head in expected]
     with pytest.raises(AssertionError):
         assert_equal(wrong, expected, 1e-5)
 
 
 def test_scores_are_numbers_and_repeat(scorer) -> None:
-    seen = view("uneven")
-    first = scorer.score(seen)
+    observation = view("uneven")
+    first = scorer.score(observation)
     assert not first.isnan().any()
     assert not first.isneginf().any()
-    assert torch.equal(scorer.score(seen), first)
+    assert torch.equal(scorer.score(observation), first)
 
 
 def test_nothing_written_is_an_input(scorer) -> None:
-    seen = view("uneven")
+    observation = view("uneven")
     tensors = (
-        seen.entries.keys,
-        seen.entries.values,
-        seen.entries.positions,
-        seen.queries,
-        seen.query_positions,
-        seen.keys,
+        observation.entries.keys,
+        observation.entries.values,
+        observation.entries.positions,
+        observation.queries,
+        observation.query_positions,
+        observation.keys,
     )
     before = [tensor.clone() for tensor in tensors]
-    scorer.score(seen)
+    scorer.score(observation)
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
 
 
 def test_rows_that_nobody_owns_do_not_count(scorer) -> None:
-    seen = view("uneven")
-    lengths, starts = seen.entries.lengths, seen.entries.starts
-    keys = seen.entries.keys.clone()
+    observation = view("uneven")
+    lengths, starts = observation.entries.lengths, observation.entries.starts
+    keys = observation.entries.keys.clone()
     for start, length in zip(starts, lengths, strict=True):
         keys[start + length : start + length + 2] = 1e4
-    spoiled = replace(seen, entries=replace(seen.entries, keys=keys))
-    assert torch.equal(scorer.score(spoiled), scorer.score(seen))
+    spoiled = replace(observation, entries=replace(observation.entries, keys=keys))
+    assert torch.equal(scorer.score(spoiled), scorer.score(observation))
 
 
-def reordered(seen: Observation, order: list[int]) -> Observation:
+def reordered(observation: Observation, order: list[int]) -> Observation:
     """The same with kv heads, and their query heads, in another order."""
-    old, group = seen.entries, seen.layer.group
+    old, group = observation.entries, observation.layer.group
     heads = [old.head_positions(head).tolist() for head in order]
-    fresh = some_entries(seen.layer, heads)
+    fresh = some_entries(observation.layer, heads)
     fresh = replace(fresh, columns=some_columns(len(fresh.keys)))
     for place, head in enumerate(order):
         rows = fresh.rows(place)
@@ -135,7 +135,9 @@ def reordered(seen: Observation, order: list[int]) -> Observation:
         for name, column in fresh.columns.items():
             column[rows] = old.columns[name][old.rows(head)]
     rows = [head * group + r for head in order for r in range(group)]
-    return replace(seen, entries=fresh, queries=seen.queries[rows], keys=seen.keys[order])
+    return replace(
+        observation, entries=fresh, queries=observation.queries[rows], keys=observation.keys[order]
+    )
 
 
 def test_head_order_does_not_matter(scorer) -> None:
@@ -148,12 +150,12 @@ def test_head_order_does_not_matter(scorer) -> None:
 
 
 def test_half_precision_is_scored_in_float32(scorer) -> None:
-    seen = view("uneven")
+    observation = view("uneven")
     low = replace(
-        seen,
-        entries=halved(seen.entries),
-        queries=seen.queries.bfloat16(),
-        keys=seen.keys.bfloat16(),
+        observation,
+        entries=halved(observation.entries),
+        queries=observation.queries.bfloat16(),
+        keys=observation.keys.bfloat16(),
     )
     wide = replace(
         low,
@@ -244,21 +246,21 @@ def test_published_reconstruction_shares_weights_with_the_opening() -> None:
 @pytest.mark.parametrize("variant", Variant)
 def test_an_entry_that_stands_for_two_weighs_as_two_equal_ones(part, variant) -> None:
     scorer, share = replace(part, variant=variant), torch.tensor([1.0, 2.0, 1.0] * 2)
-    seen = a_view(a_layer(2, 2), [[0, 2, 6], [1, 3, 6]], 1)
-    entries = seen.entries
+    observation = a_view(a_layer(2, 2), [[0, 2, 6], [1, 3, 6]], 1)
+    entries = observation.entries
     columns = {LOG_COUNT: entries.unpack(share.log())}
-    once = replace(seen, entries=replace(entries, columns=columns))
+    once = replace(observation, entries=replace(entries, columns=columns))
     rows = torch.arange(len(entries.keys))[entries.unpack(share) > 0].repeat_interleave(share.int())
     doubled = Entries(entries.keys[rows], entries.values[rows], entries.positions[rows], *LAYOUT)
-    one, two = scorer.score(once), scorer.score(replace(seen, entries=doubled))
+    one, two = scorer.score(once), scorer.score(replace(observation, entries=doubled))
     torch.testing.assert_close(one, share * two[torch.tensor([0, 1, 3, 4, 5, 7])])
 
 
 def test_another_seed_is_another_draw() -> None:
     from larder.policy import Random
 
-    seen = view("uneven")
-    draws = [Random(seed).score(seen) for seed in range(4)]
+    observation = view("uneven")
+    draws = [Random(seed).score(observation) for seed in range(4)]
     assert not torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], Random(0).score(view("uneven", layer=2)))
     long = a_view(a_layer(2, 1, index=5), [range(4000)] * 2, 1)

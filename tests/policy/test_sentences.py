@@ -27,7 +27,7 @@ class Text:
         new = draw(LAYER, len(ids), self.position)
         self.store.append(new.keys, new.values, new.positions)
         self.position += len(ids)
-        seen = Observation(
+        observation = Observation(
             LAYER,
             self.store.entries(),
             queries=new.queries,
@@ -37,7 +37,7 @@ class Text:
             ids=ids,
             lexicon={ENDS: frozenset({DOT})},
         )
-        self.store.note(TALLIES.load("sentence")().update(seen))
+        self.store.note(TALLIES.load("sentence")().update(observation))
 
     def sentences(self, head: int) -> list[float]:
         entries = self.store.entries()

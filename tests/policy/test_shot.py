@@ -41,20 +41,20 @@ def test_protected_tokens_come_first_and_cut_a_shot() -> None:
 
 
 def test_generated_tokens_are_judged_one_by_one() -> None:
-    seen = a_view(a_layer(1, 1), [range(6)], 3)
+    observation = a_view(a_layer(1, 1), [range(6)], 3)
     scores = torch.arange(6.0)
-    assert Shot().pool(scores, seen).tolist() == [1.0, 1.0, 1.0, 4.0, 4.0, 4.0]
-    assert torch.equal(Shot().pool(scores, replace(seen, stage=Phase.DECODE)), scores)
+    assert Shot().pool(scores, observation).tolist() == [1.0, 1.0, 1.0, 4.0, 4.0, 4.0]
+    assert torch.equal(Shot().pool(scores, replace(observation, stage=Phase.DECODE)), scores)
 
 
 def test_an_example_longer_than_the_budget_is_judged_token_by_token() -> None:
     """Examples end at positions that 3 divides; of a head's 5, 3 and 2 entries belong together."""
-    seen = a_view(a_layer(2, 1), [range(5), [0, 1, 2, 3]], 3)
+    observation = a_view(a_layer(2, 1), [range(5), [0, 1, 2, 3]], 3)
     scores = torch.tensor([5.0, 1.0, 3.0, 8.0, 2.0, 1.0, 2.0, 6.0, 4.0])
-    assert Shot().pool(scores, seen).tolist() == [3.0] * 3 + [5.0] * 2 + [3.0] * 3 + [4.0]
-    pooled = Shot(longest=2).pool(scores, seen).tolist()
+    assert Shot().pool(scores, observation).tolist() == [3.0] * 3 + [5.0] * 2 + [3.0] * 3 + [4.0]
+    pooled = Shot(longest=2).pool(scores, observation).tolist()
     assert pooled == [5.0, 1.0, 3.0, 5.0, 5.0, 1.0, 2.0, 6.0, 4.0]
-    assert Shot(longest=3).pool(scores, seen).equal(Shot().pool(scores, seen))
+    assert Shot(longest=3).pool(scores, observation).equal(Shot().pool(scores, observation))
     assert Shot().with_budget(7) == Shot(longest=7) and Shot(longest=2).with_budget(7).longest == 2
 
 

@@ -66,18 +66,20 @@ POSITIONS = ([0, 1, 2, 3, 5, 6, 8, 9, 10, 11], [0, 2, 4, 9, 10, 11], [1, 6, 7, 8
 
 def judged(part: Any, seed: int, is_graded: bool) -> tuple[Observation, LayerScores]:
     """A layer of three heads, some entries of which may have a grade already."""
-    seen = a_view(a_layer(3, 2), POSITIONS, queries=6, seed=seed)
+    observation = a_view(a_layer(3, 2), POSITIONS, queries=6, seed=seed)
     source = torch.Generator().manual_seed(seed)
     if is_graded:
         most = len(part.codecs)
-        grades = torch.randint(0, most + 1, (len(seen.entries.keys),), generator=source)
-        entries = replace(seen.entries, grades=grades.to(torch.int8))
-        seen = replace(seen, entries=entries)
-    total = sum(seen.entries.lengths)
+        grades = torch.randint(0, most + 1, (len(observation.entries.keys),), generator=source)
+        entries = replace(observation.entries, grades=grades.to(torch.int8))
+        observation = replace(observation, entries=entries)
+    total = sum(observation.entries.lengths)
     scores = torch.randint(0, 5, (total,), generator=source).float()
     protected = torch.rand(total, generator=source) < 0.1
-    inspected = part.inspect(seen)
-    return seen, LayerScores(scores, protected, seen.entries.lengths, storage_statistics=inspected)
+    inspected = part.inspect(observation)
+    return observation, LayerScores(
+        scores, protected, observation.entries.lengths, storage_statistics=inspected
+    )
 
 
 @pytest.mark.parametrize("part", PARTS, ids=str)
@@ -87,8 +89,8 @@ def test_grades_are_those_of_the_loop(
     part: Any, seed: int, is_graded: bool, quota: int, share: float
 ) -> None:
     share = share if isinstance(part, ARKV) else 1.0
-    seen, scored = judged(part, seed, is_graded)
-    entries = seen.entries
+    observation, scored = judged(part, seed, is_graded)
+    entries = observation.entries
     plan = a_plan([range(1, len(head), 1 + seed % 2) for head in POSITIONS], entries.lengths)
     targets = plan.kept[seed % 3 :: 4]
     ones = torch.ones(len(targets))
@@ -166,10 +168,10 @@ def test_preference_of_a_layer_is_that_of_the_loop() -> None:
 
     for part in (ARKV(), ARKV(tau1=0.7, tau2=2.0, tau3=1.3, window=4)):
         for seed in range(3):
-            seen = a_view(a_layer(3, 2), POSITIONS, queries=6, seed=seed)
-            seen = replace(seen, entries=replace(seen.entries, columns={}))
-            found = part.inspect(seen).numbers[0]
-            assert found == pytest.approx(math.log(preference(part, seen)), abs=1e-3)
+            observation = a_view(a_layer(3, 2), POSITIONS, queries=6, seed=seed)
+            observation = replace(observation, entries=replace(observation.entries, columns={}))
+            found = part.inspect(observation).numbers[0]
+            assert found == pytest.approx(math.log(preference(part, observation)), abs=1e-3)
 
 
 def test_layers_are_compared_with_the_best() -> None:
@@ -221,11 +223,11 @@ def test_what_is_looked_at_is_that_of_the_loop() -> None:
     from references.qaq import looked_at
 
     part = QAQ(window=4)
-    seen = a_view(a_layer(3, 2), POSITIONS, queries=6, seed=3)
-    seen = replace(seen, entries=replace(seen.entries, columns={}))
-    found = part.inspect(seen)
-    assert found.weights.tolist() == pytest.approx(looked_at(part, seen), abs=1e-5)
-    norms = (seen.queries[:, -4:] * seen.layer.scaling).square().sum(-1).flatten()
+    observation = a_view(a_layer(3, 2), POSITIONS, queries=6, seed=3)
+    observation = replace(observation, entries=replace(observation.entries, columns={}))
+    found = part.inspect(observation)
+    assert found.weights.tolist() == pytest.approx(looked_at(part, observation), abs=1e-5)
+    norms = (observation.queries[:, -4:] * observation.layer.scaling).square().sum(-1).flatten()
     assert found.numbers[0] == pytest.approx(float(norms.quantile(0.9)))
 
 
@@ -261,45 +263,45 @@ def test_widths_of_rdkv_are_those_of_the_loop(weights: list[float], share: float
 
 
 def test_entries_without_weight_take_what_others_leave_of_rdkv() -> None:
-    part, (seen, scored) = RDKV(group=2, window=0), judged(RDKV(group=2, window=0), 5, False)
+    part, (observation, scored) = RDKV(group=2, window=0), judged(RDKV(group=2, window=0), 5, False)
     nothing = replace(scored, scores=torch.zeros_like(scored.scores))
-    plan = a_plan([range(len(head)) for head in POSITIONS], seen.entries.lengths)
+    plan = a_plan([range(len(head)) for head in POSITIONS], observation.entries.lengths)
     for held, quota in ((scored, 10_000), (nothing, 10_000)):
-        graded = part.grade(plan, seen.entries, held, quota, 1.0)
-        found = part.allocate({0: graded}, lambda _: seen.entries)[0]
+        graded = part.grade(plan, observation.entries, held, quota, 1.0)
+        found = part.allocate({0: graded}, lambda _: observation.entries)[0]
         assert found.kept.tolist() == plan.kept.tolist() and not bool(found.grades.any())
 
 
 def test_rdkv_refuses_scores_that_are_no_weights() -> None:
-    part, (seen, scored) = RDKV(group=2, window=0), judged(RDKV(group=2, window=0), 5, False)
-    plan = a_plan([range(len(head)) for head in POSITIONS], seen.entries.lengths)
+    part, (observation, scored) = RDKV(group=2, window=0), judged(RDKV(group=2, window=0), 5, False)
+    plan = a_plan([range(len(head)) for head in POSITIONS], observation.entries.lengths)
     signed = replace(scored, scores=scored.scores - 1)
     with pytest.raises(ScoreError, match="one is -1: take a scorer"):
-        part.grade(plan, seen.entries, signed, 12, 1.0)
-    assert len(RDKV(group=2).grade(plan, seen.entries, signed, 12, 1.0).importance)
+        part.grade(plan, observation.entries, signed, 12, 1.0)
+    assert len(RDKV(group=2).grade(plan, observation.entries, signed, 12, 1.0).importance)
 
 
 def test_weights_of_rdkv_by_hand() -> None:
-    part, seen = RDKV(window=4), a_view(a_layer(3, 2), POSITIONS, queries=6, seed=3)
-    seen = replace(seen, entries=replace(seen.entries, columns={}))
-    found = part.inspect(seen).weights
-    first = seen.entries.head_keys(0)
-    queries, places = seen.queries[:2, -4:], seen.query_positions[-4:]
-    logits = queries @ first.T * seen.layer.scaling
-    hidden = seen.entries.head_positions(0)[None] > places[:, None]
+    part, observation = RDKV(window=4), a_view(a_layer(3, 2), POSITIONS, queries=6, seed=3)
+    observation = replace(observation, entries=replace(observation.entries, columns={}))
+    found = part.inspect(observation).weights
+    first = observation.entries.head_keys(0)
+    queries, places = observation.queries[:2, -4:], observation.query_positions[-4:]
+    logits = queries @ first.T * observation.layer.scaling
+    hidden = observation.entries.head_positions(0)[None] > places[:, None]
     squares = logits.masked_fill(hidden, -torch.inf).softmax(-1).square().sum((0, 1))
-    energies = seen.entries.head_values(0).square().sum(1)
+    energies = observation.entries.head_values(0).square().sum(1)
     assert found[: len(first)].tolist() == pytest.approx((squares * energies).tolist(), rel=1e-4)
 
 
 def test_channels_by_energy_and_by_peak() -> None:
-    seen = a_view(a_layer(2, 2), POSITIONS[:2], queries=5, seed=1)
-    plan = a_plan([[0, 3, 8], [1, 2, 5]], seen.entries.lengths)
-    energy = query_energies(seen, 3) * kept_key_energies(plan, seen.entries)
-    peak = channel_balance(seen, 3)
+    observation = a_view(a_layer(2, 2), POSITIONS[:2], queries=5, seed=1)
+    plan = a_plan([[0, 3, 8], [1, 2, 5]], observation.entries.lengths)
+    energy = query_energies(observation, 3) * kept_key_energies(plan, observation.entries)
+    peak = channel_balance(observation, 3)
     for head, kept in enumerate([[0, 3, 8], [1, 2, 5]]):
-        keys = seen.entries.head_keys(head)
-        queries = seen.queries[2 * head : 2 * head + 2, -3:]
+        keys = observation.entries.head_keys(head)
+        queries = observation.queries[2 * head : 2 * head + 2, -3:]
         for channel in range(8):
             squares = [float(q[channel]) ** 2 for q in queries.flatten(0, 1)]
             own = [float(k[channel]) ** 2 for k in keys]
@@ -312,10 +314,12 @@ def test_channels_by_energy_and_by_peak() -> None:
 
 def test_think_weighs_channels_by_the_keys_that_stay() -> None:
     part = ThinK(group=3)
-    seen, scored = judged(part, 5, is_graded=False)
-    plan = a_plan([[0, 3, 8], [], [1, 2, 5]], seen.entries.lengths)
-    graded = part.grade(plan, seen.entries, scored, 5, 1.0)
-    energies = query_energies(seen, part.window) * kept_key_energies(plan, seen.entries)
+    observation, scored = judged(part, 5, is_graded=False)
+    plan = a_plan([[0, 3, 8], [], [1, 2, 5]], observation.entries.lengths)
+    graded = part.grade(plan, observation.entries, scored, 5, 1.0)
+    energies = query_energies(observation, part.window) * kept_key_energies(
+        plan, observation.entries
+    )
     torch.testing.assert_close(graded.channels, energies)
     assert graded.channels[1].tolist() == [0.0] * 8 and bool((graded.channels[0] > 0).all())
 

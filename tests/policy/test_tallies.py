@@ -60,7 +60,7 @@ class Run:
         self.position += count
         entries = self.store.entries()
         stage = Phase.DECODE if count == 1 else Phase.PREFILL
-        seen = Observation(
+        observation = Observation(
             self._layer,
             entries,
             queries=new.queries * self._sharp,
@@ -69,9 +69,9 @@ class Run:
             span=(0, self.position),
             stage=stage,
         )
-        self.listener.hear(seen)
+        self.listener.hear(observation)
         for tally in self._tallies:
-            self.store.note(tally.update(seen))
+            self.store.note(tally.update(observation))
 
     def keep(self, heads: list[list[int]]) -> None:
         held = self.store.lengths
@@ -162,7 +162,7 @@ def test_an_update_writes_nothing(tally) -> None:
     new = draw(LAYER, 2, done.position)
     done.store.append(new.keys, new.values, new.positions)
     length = done.position + 2
-    seen = Observation(
+    observation = Observation(
         LAYER,
         done.store.entries(),
         queries=new.queries,
@@ -170,10 +170,10 @@ def test_an_update_writes_nothing(tally) -> None:
         length=length,
         span=(0, length),
     )
-    before = {name: column.clone() for name, column in seen.entries.columns.items()}
-    update = tally.update(seen)
+    before = {name: column.clone() for name, column in observation.entries.columns.items()}
+    update = tally.update(observation)
     assert set(update) == set(tally.columns)
-    assert all(torch.equal(before[name], seen.entries.columns[name]) for name in before)
+    assert all(torch.equal(before[name], observation.entries.columns[name]) for name in before)
     assert any(not torch.equal(before[name], update[name]) for name in before)
 
 
@@ -191,9 +191,9 @@ def test_a_tally_names_its_paper(tally) -> None:
 def told_of(**columns: list[float]) -> Observation:
     """One head whose columns hold these numbers, after 21 tokens."""
     count = len(next(iter(columns.values())))
-    seen = a_view(a_layer(1, 1), [range(count)], 1)
+    observation = a_view(a_layer(1, 1), [range(count)], 1)
     rows = {name: torch.tensor([*column, 0.0, 0.0]) for name, column in columns.items()}
-    return replace(seen, entries=replace(seen.entries, columns=rows), length=21)
+    return replace(observation, entries=replace(observation.entries, columns=rows), length=21)
 
 
 def test_what_is_due_outranks_what_was_never_needed_again() -> None:

@@ -47,23 +47,25 @@ def told(heads: list[dict[int, float]]) -> tuple[Tensor, Observation]:
     return torch.tensor(scores), a_view(a_layer(len(heads), 2), held, 2)
 
 
-def values_of(seen: Observation) -> list[list[list[float]]]:
-    return [seen.entries.head_values(head).tolist() for head in heads_of(seen)]
+def values_of(observation: Observation) -> list[list[list[float]]]:
+    return [observation.entries.head_values(head).tolist() for head in heads_of(observation)]
 
 
-def weighed_by_loop(rule: Any, loop: Any, scores: Tensor, seen: Observation) -> list[list[float]]:
+def weighed_by_loop(
+    rule: Any, loop: Any, scores: Tensor, observation: Observation
+) -> list[list[float]]:
     """Scores weighed by the loop of a rule, which is given the columns that the rule reads."""
-    names = rule.required_providers().intersection(seen.entries.columns)
-    columns = {name: split(seen.entries.column(name), seen) for name in names}
-    return loop.weighed(rule, split(scores, seen), values_of(seen), **columns)
+    names = rule.required_providers().intersection(observation.entries.columns)
+    columns = {name: split(observation.entries.column(name), observation) for name in names}
+    return loop.weighed(rule, split(scores, observation), values_of(observation), **columns)
 
 
-def places_of(seen: Observation) -> list[list[int]]:
-    return [positions_of(seen.entries, head) for head in heads_of(seen)]
+def places_of(observation: Observation) -> list[list[int]]:
+    return [positions_of(observation.entries, head) for head in heads_of(observation)]
 
 
-def split(scores: Tensor, seen: Observation) -> list[list[float]]:
-    return [part.tolist() for part in scores.split(seen.entries.lengths)]
+def split(scores: Tensor, observation: Observation) -> list[list[float]]:
+    return [part.tolist() for part in scores.split(observation.entries.lengths)]
 
 
 def assert_equal(got: list[list[float]], expected: list[list[float]]) -> None:
@@ -132,55 +134,62 @@ def test_what_is_infinite_says_nothing_of_others(rule) -> None:
 @pytest.mark.parametrize("case", CASE)
 @pytest.mark.parametrize("rule", RULES)
 def test_the_order_of_kv_heads_does_not_matter(rule, case) -> None:
-    scores, seen = told(CASE[case])
-    order, old = [2, 0, 1], seen.entries
+    scores, observation = told(CASE[case])
+    order, old = [2, 0, 1], observation.entries
     turned = replace(
         old,
         starts=tuple(old.starts[head] for head in order),
         lengths=tuple(old.lengths[head] for head in order),
     )
     parts = scores.split(old.lengths)
-    straight = split(rule(scores, seen), seen)
-    other = replace(seen, entries=turned)
+    straight = split(rule(scores, observation), observation)
+    other = replace(observation, entries=turned)
     got = split(rule(torch.cat([parts[head] for head in order]), other), other)
     assert_equal(got, [straight[head] for head in order])
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_nothing_written_is_an_input(rule) -> None:
-    scores, seen = told(CASE["negative"])
-    tensors = (scores, seen.entries.values, seen.entries.keys, seen.entries.positions)
+    scores, observation = told(CASE["negative"])
+    tensors = (
+        scores,
+        observation.entries.values,
+        observation.entries.keys,
+        observation.entries.positions,
+    )
     before = [tensor.clone() for tensor in tensors]
-    rule(scores, seen)
+    rule(scores, observation)
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rows_that_nobody_owns_do_not_count(rule) -> None:
-    scores, seen = told(CASE["plain"])
-    values = torch.full_like(seen.entries.values, 1e4)
-    for head in heads_of(seen):
-        values[seen.entries.rows(head)] = seen.entries.head_values(head)
-    spoiled = replace(seen, entries=replace(seen.entries, values=values))
-    assert torch.equal(rule(scores, spoiled), rule(scores, seen))
+    scores, observation = told(CASE["plain"])
+    values = torch.full_like(observation.entries.values, 1e4)
+    for head in heads_of(observation):
+        values[observation.entries.rows(head)] = observation.entries.head_values(head)
+    spoiled = replace(observation, entries=replace(observation.entries, values=values))
+    assert torch.equal(rule(scores, spoiled), rule(scores, observation))
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_half_precision_is_weighed_in_float32(rule) -> None:
-    scores, seen = told(CASE["plain"])
-    values = seen.entries.values.bfloat16()
-    low = rule(scores, replace(seen, entries=replace(seen.entries, values=values)))
-    wide = rule(scores, replace(seen, entries=replace(seen.entries, values=values.float())))
+    scores, observation = told(CASE["plain"])
+    values = observation.entries.values.bfloat16()
+    low = rule(scores, replace(observation, entries=replace(observation.entries, values=values)))
+    wide = rule(
+        scores, replace(observation, entries=replace(observation.entries, values=values.float()))
+    )
     assert torch.equal(low, wide)
 
 
 def test_caote_is_what_the_output_loses() -> None:
-    scores, seen = told([{0: 3.0, 1: 1.0, 2: 0.0}])
-    seen.entries.values[seen.entries.rows(0)] = torch.eye(3, 8) * torch.tensor(
+    scores, observation = told([{0: 3.0, 1: 1.0, 2: 0.0}])
+    observation.entries.values[observation.entries.rows(0)] = torch.eye(3, 8) * torch.tensor(
         [[4.0], [4.0], [9.0]]
     )
     moved = math.dist([3.0, 1.0], [0.0, 4.0]), math.dist([3.0, 1.0], [4.0, 0.0]), 0.0
-    assert Caote().weigh(scores, seen).tolist() == pytest.approx(list(moved))
+    assert Caote().weigh(scores, observation).tolist() == pytest.approx(list(moved))
 
 
 @pytest.mark.parametrize("heavy", [1e3, 1e6, 1e9])
@@ -193,10 +202,10 @@ def test_caote_keeps_its_digits_where_one_entry_has_almost_all_weight(loop_of, h
 
 
 def test_large_values_count_where_nobody_looked() -> None:
-    scores, seen = told([{0: 0.0, 1: 0.0, 2: 0.3}])
-    values = seen.entries.values
+    scores, observation = told([{0: 0.0, 1: 0.0, 2: 0.3}])
+    values = observation.entries.values
     values[:3] = torch.tensor([[1.0], [-2.0], [0.001]])
-    got = Criticality(epsilon=0.1).weigh(scores, seen).tolist()
+    got = Criticality(epsilon=0.1).weigh(scores, observation).tolist()
     assert got == pytest.approx([0.8, 1.6, 0.0032])
 
 
@@ -233,9 +242,9 @@ def test_a_share_of_a_window_is_not_one_short_of_itself() -> None:
 
 def test_a_spiky_chunk_keeps_its_best_tokens_and_the_rest_comes_last() -> None:
     """Means 10, 9, 1 and 2: the first is one token's, and keeps two of four; 2 and 3 come last."""
-    seen = a_view(a_layer(1, 1), [range(16)], 1)
+    observation = a_view(a_layer(1, 1), [range(16)], 1)
     numbers = [36, 2, 1.1, 1, 9, 9.1, 9.2, 8.7, 1, 1.1, 0.9, 0.95, 2, 2.1, 2.2, 1.7]
-    ranks = EntropyChunk(size=4, spiky=2).pool(torch.tensor(numbers), seen)
+    ranks = EntropyChunk(size=4, spiky=2).pool(torch.tensor(numbers), observation)
     order = ranks.argsort(descending=True).tolist()
     assert order == [0, 1, 6, 5, 4, 7, 14, 13, 12, 15, 9, 8, 11, 10, 2, 3]
     assert sorted(ranks.tolist()) == list(range(1, 17))
@@ -245,11 +254,11 @@ def test_a_spiky_chunk_keeps_its_best_tokens_and_the_rest_comes_last() -> None:
 
 
 def test_units_stay_whole_where_the_budget_allows() -> None:
-    seen = a_view(a_layer(2, 2), [list(range(24))] * 2, 3)
+    observation = a_view(a_layer(2, 2), [list(range(24))] * 2, 3)
     sentence = "protect(sinks=0, recent=0) > column_mass() > chunk(size=4) > uniform(tokens=8)"
     planner = Policy.parse(sentence).planner
-    scored = planner.with_protection(seen, planner.score(seen), 8)
-    plan = planner.plan({0: scored}, {0: 8}, lambda index: seen.entries)[0]
+    scored = planner.with_protection(observation, planner.score(observation), 8)
+    plan = planner.plan({0: scored}, {0: 8}, lambda index: observation.entries)[0]
     for head in (plan.kept[:8], plan.kept[8:] - 24):
         assert len(set((head // 4).tolist())) == 2
 
@@ -261,8 +270,8 @@ def test_a_whole_sentence_of_these_parts() -> None:
     )
     assert "mean_variance(gamma=2.0) > group_max() > caote() > chunk(size=3, " in str(policy)
     assert Policy.parse(str(policy)) == policy
-    seen = a_view(a_layer(2, 2), [[0, 1, 2, 4, 5, 6, 9, 10], [3, 9, 10]], 2)
-    scores = policy.planner.score(seen)
+    observation = a_view(a_layer(2, 2), [[0, 1, 2, 4, 5, 6, 9, 10], [3, 9, 10]], 2)
+    scores = policy.planner.score(observation)
     assert scores.isposinf().tolist() == [False] * 6 + [True, True, False, True, True]
     assert scores[0] == scores[1] == scores[2] != scores[3] == scores[4] != scores[5]
 

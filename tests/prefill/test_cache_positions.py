@@ -32,7 +32,7 @@ def a_store() -> CompactLayer:
 
 
 def shown(store: CompactLayer, new: Tokens, own: int) -> Observation:
-    seen = Observation(
+    observation = Observation(
         layer=store.layer,
         entries=store.entries(),
         queries=new.queries,
@@ -41,39 +41,41 @@ def shown(store: CompactLayer, new: Tokens, own: int) -> Observation:
         span=(0, HELD),
         keys=new.keys,
     )
-    return rotate_to_cache_positions(seen, own)
+    return rotate_to_cache_positions(observation, own)
 
 
-def looked_at(seen: Observation, new: Tokens, head: int, own: int) -> torch.Tensor:
+def looked_at(observation: Observation, new: Tokens, head: int, own: int) -> torch.Tensor:
     """Attention of a head's queries to what they are shown, under a causal mask."""
-    keys, values = seen.entries.head_keys(head), seen.entries.head_values(head)
+    keys, values = observation.entries.head_keys(head), observation.entries.head_values(head)
     if not own:
-        keys = torch.cat([keys, seen.keys[head]])
+        keys = torch.cat([keys, observation.keys[head]])
         values = torch.cat([values, new.values[head]])
     count = new.queries.shape[1]
     mask = torch.ones(count, len(keys)).tril(len(keys) - count).bool()
-    group = seen.queries.unflatten(0, (2, 2))[head]
-    return attention(group, keys, values, seen.layer.scaling, mask)[0]
+    group = observation.queries.unflatten(0, (2, 2))[head]
+    return attention(group, keys, values, observation.layer.scaling, mask)[0]
 
 
 @pytest.mark.parametrize("own", [0, 4])
 def test_what_is_shown_explains_what_was_attended(own) -> None:
     store, new = a_store(), draw(a_layer(2, 2), 4, HELD)
     out = extend(store, new) if own else attend_behind(store, new)
-    seen = shown(store, new, own)
+    observation = shown(store, new, own)
     for head in range(2):
         expected = out.unflatten(0, (2, 2))[head]
-        torch.testing.assert_close(looked_at(seen, new, head, own), expected, atol=2e-5, rtol=1e-4)
-    assert not torch.allclose(seen.queries, new.queries, atol=0.1)
+        torch.testing.assert_close(
+            looked_at(observation, new, head, own), expected, atol=2e-5, rtol=1e-4
+        )
+    assert not torch.allclose(observation.queries, new.queries, atol=0.1)
 
 
 def test_places_follow_what_each_head_holds() -> None:
     store, new = a_store(), draw(a_layer(2, 2), 3, HELD)
     assert shown(store, new, 0).effective_rope_positions.tolist() == [[5, 6, 7], [2, 3, 4]]
     append(store, new)
-    seen = shown(store, new, 3)
-    assert seen.effective_rope_positions.tolist() == [[5, 6, 7], [2, 3, 4]]
-    entries = seen.entries
+    observation = shown(store, new, 3)
+    assert observation.effective_rope_positions.tolist() == [[5, 6, 7], [2, 3, 4]]
+    entries = observation.entries
     assert entries.pack(entries.effective_rope_positions).tolist() == [*range(8), *range(5)]
 
 
@@ -110,10 +112,10 @@ def test_a_shifted_text_is_read_as_at_true_positions_where_nothing_left() -> Non
 def test_true_positions_are_shown_as_they_are() -> None:
     store, new = a_store(), draw(a_layer(2, 2), 3, HELD)
     entries = replace(store.entries(), rope_positions=torch.empty(0, dtype=torch.int32))
-    seen = Observation(store.layer, entries, new.queries, new.positions, HELD, (0, HELD))
-    assert rotate_to_cache_positions(seen, 0) is seen
-    assert seen.effective_rope_positions.tolist() == [[11, 12, 13]] * 2
-    assert seen.entries.effective_rope_positions is entries.positions
+    observation = Observation(store.layer, entries, new.queries, new.positions, HELD, (0, HELD))
+    assert rotate_to_cache_positions(observation, 0) is observation
+    assert observation.effective_rope_positions.tolist() == [[11, 12, 13]] * 2
+    assert observation.entries.effective_rope_positions is entries.positions
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "phi3"])

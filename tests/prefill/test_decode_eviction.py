@@ -74,7 +74,7 @@ class Overheard(Decoder):
 
         def watch(number: int, layer: int, recorded: LayerActivations) -> None:
             if layer == 0:
-                seen = Observation(
+                observation = Observation(
                     self.spec.layers[0],
                     row.cache.entries(0),
                     queries=recorded.queries,
@@ -82,7 +82,7 @@ class Overheard(Decoder):
                     length=end,
                     span=(0, end),
                 )
-                self.listener.hear(seen)
+                self.listener.hear(observation)
             if observer is not None:
                 observer(number, layer, recorded)
 

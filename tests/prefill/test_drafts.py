@@ -135,8 +135,8 @@ def kept_by(
     def watch(row: int, layer: int, recorded: Any) -> None:
         entries = cache.entries(layer)
         tensors = (recorded.queries, recorded.positions)
-        seen = Observation(cache.spec.layers[layer], entries, *tensors, 24, (0, 24))
-        for head, scores in enumerate(loop.scores(scorer, seen)):
+        observation = Observation(cache.spec.layers[layer], entries, *tensors, 24, (0, 24))
+        for head, scores in enumerate(loop.scores(scorer, observation)):
             places = entries.head_positions(head).tolist()
             ranked = sorted(
                 zip(scores, places, strict=True),

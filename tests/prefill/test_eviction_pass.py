@@ -22,7 +22,7 @@ def looked_at(decoder, cache, asked: tuple[ScratchPrompt, ...], length: int, loo
 
         def watch(row, layer, recorded, span=scratch.span):
             spec = cache.spec.layers[layer]
-            seen = Observation(
+            observation = Observation(
                 layer=spec,
                 entries=cache.entries(layer),
                 queries=recorded.queries,
@@ -31,7 +31,7 @@ def looked_at(decoder, cache, asked: tuple[ScratchPrompt, ...], length: int, loo
                 span=span,
                 keys=recorded.keys,
             )
-            scores = loop.scores(scorer, seen)
+            scores = loop.scores(scorer, observation)
             earlier = best.get(layer, scores)
             best[layer] = [
                 [max(a, b) for a, b in zip(old, new, strict=True)]

@@ -215,13 +215,13 @@ def test_a_restored_chat_keeps_its_watermark_and_goes_on_alike(small, tmp_path: 
 def test_partitions_of_lagkv_begin_behind_the_watermark() -> None:
     """So that none is judged twice."""
     part, heads = LagKV(sinks=1, lag=3), [list(range(20)), [0, 3, *range(6, 22)]]
-    seen = replace(a_view(a_layer(), heads), watermark=5)
-    scores = part.score(seen)
-    for head in range(seen.layer.kv_heads):
-        frozen = int((seen.entries.head_positions(head) < 5).sum())
-        start = sum(seen.entries.lengths[:head])
-        own = scores[start : start + seen.entries.lengths[head]]
-        expected = lagkv.one_head(LagKV(sinks=max(1, frozen), lag=3), seen, head)
+    observation = replace(a_view(a_layer(), heads), watermark=5)
+    scores = part.score(observation)
+    for head in range(observation.layer.kv_heads):
+        frozen = int((observation.entries.head_positions(head) < 5).sum())
+        start = sum(observation.entries.lengths[:head])
+        own = scores[start : start + observation.entries.lengths[head]]
+        expected = lagkv.one_head(LagKV(sinks=max(1, frozen), lag=3), observation, head)
         assert own.tolist() == pytest.approx(expected, rel=1e-4)
 
 

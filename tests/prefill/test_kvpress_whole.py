@@ -110,9 +110,9 @@ class Curious(Scorer):
     def observes_whole_text(self) -> bool:
         return self.is_whole
 
-    def score(self, seen: Observation) -> Packed:
-        self.saw.append(seen)
-        return seen.entries.packed_positions().float()
+    def score(self, observation: Observation) -> Packed:
+        self.saw.append(observation)
+        return observation.entries.packed_positions().float()
 
 
 def looked(
@@ -143,14 +143,16 @@ def test_a_scorer_that_asks_sees_the_hidden_states(architecture, reader_for, lan
     found, stop = entered(decoder.module)
     saw = looked(reader_for, lane_for, decoder, Curious(frozenset({"states"})))
     stop()
-    assert [seen.inputs["states"].shape for seen in saw] == [(CONTEXT, 64)] * 2
-    for seen, states in zip(saw, found, strict=True):
-        assert torch.equal(seen.inputs["states"], states)
+    assert [observation.inputs["states"].shape for observation in saw] == [(CONTEXT, 64)] * 2
+    for observation, states in zip(saw, found, strict=True):
+        assert torch.equal(observation.inputs["states"], states)
     assert not any(layer.self_attn._forward_pre_hooks for layer in decoder.module.model.layers)
 
 
 def test_nobody_else_is_shown_them(watched, reader_for, lane_for) -> None:
-    assert not any(seen.inputs for seen in looked(reader_for, lane_for, watched, Curious()))
+    assert not any(
+        observation.inputs for observation in looked(reader_for, lane_for, watched, Curious())
+    )
 
 
 def test_rows_of_one_pass_have_their_own_hidden_states(watched, reader_for, lane_for) -> None:

@@ -112,9 +112,9 @@ def test_the_tokens_that_go_on_are_those_of_the_loop() -> None:
     planner = policy.planner
     score = type(planner).score
 
-    def watched(self: Any, seen: Any, *args: Any, **named: Any) -> Any:
-        scores = score(self, seen, *args, **named)
-        found.append((seen.layer.index, scores.split(list(seen.entries.lengths))))
+    def watched(self: Any, observation: Any, *args: Any, **named: Any) -> Any:
+        scores = score(self, observation, *args, **named)
+        found.append((observation.layer.index, scores.split(list(observation.entries.lengths))))
         return scores
 
     with pytest.MonkeyPatch.context() as patch:

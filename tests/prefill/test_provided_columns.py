@@ -24,16 +24,16 @@ class Longest(Scorer):
 
     needs = frozenset({"length"})
 
-    def score(self, seen: Observation) -> Packed:
-        return seen.entries.column("length")
+    def score(self, observation: Observation) -> Packed:
+        return observation.entries.column("length")
 
 
 @dataclass(frozen=True)
 class Drafting(Scorer):
     """Asks for drafts without naming who makes them."""
 
-    def score(self, seen: Observation) -> Packed:
-        return seen.entries.packed_positions().float()
+    def score(self, observation: Observation) -> Packed:
+        return observation.entries.packed_positions().float()
 
     def scratch(
         self, block: tuple[int, ...], start: int, book: Prompts

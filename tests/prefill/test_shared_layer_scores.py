@@ -23,9 +23,9 @@ class Scores:
     def __init__(self) -> None:
         self.asked = 0
 
-    def __call__(self, seen) -> Packed:
+    def __call__(self, observation) -> Packed:
         self.asked += 1
-        return torch.full((sum(seen.entries.lengths),), float(self.asked))
+        return torch.full((sum(observation.entries.lengths),), float(self.asked))
 
 
 def test_the_first_of_a_group_speaks_for_it() -> None:

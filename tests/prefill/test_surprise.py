@@ -134,11 +134,11 @@ def test_infinipot_shares_the_room_between_both_lists() -> None:
     from larder.policy import InfiniPot
     from references.infinipot import chosen, listed
 
-    seen = a_view(a_layer(1, 2), [list(range(40))])
-    novelty = seen.entries.columns["surprise"][:40].tolist()
-    looked = InfiniPot(novel=0.0).score(seen).tolist()
+    observation = a_view(a_layer(1, 2), [list(range(40))])
+    novelty = observation.entries.columns["surprise"][:40].tolist()
+    looked = InfiniPot(novel=0.0).score(observation).tolist()
     for novel in (0.0, 0.3, 0.5, 1.0):
-        scores = InfiniPot(novel=novel).score(seen)
+        scores = InfiniPot(novel=novel).score(observation)
         for room in (1, 8, 13, 39):
             top = set(torch.sort(scores, descending=True, stable=True).indices[:room].tolist())
             if novel in (0.0, 1.0):

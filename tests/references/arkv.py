@@ -19,16 +19,18 @@ def grades(
     return lowered(plan, entries, ranked, [int(share * quota)], [part.group])
 
 
-def preference(part: Any, seen: Observation) -> float:
+def preference(part: Any, observation: Observation) -> float:
     """A layer's preference, from single weights."""
     entropy = variance = kurtosis = 0.0
-    queries = range(max(0, seen.queries.shape[1] - part.window), seen.queries.shape[1])
-    for query_head in range(seen.layer.query_heads):
-        places = positions_of(seen.entries, query_head // seen.layer.group)
+    queries = range(
+        max(0, observation.queries.shape[1] - part.window), observation.queries.shape[1]
+    )
+    for query_head in range(observation.layer.query_heads):
+        places = positions_of(observation.entries, query_head // observation.layer.group)
         rows = []
         for query in queries:
-            visible = [place <= int(seen.query_positions[query]) for place in places]
-            rows.append(weights(seen, query_head, query, visible))
+            visible = [place <= int(observation.query_positions[query]) for place in places]
+            rows.append(weights(observation, query_head, query, visible))
         for entry in range(len(places)):
             column = [row[entry] for row in rows]
             mean = sum(column) / len(column)

@@ -34,6 +34,6 @@ def gated(weights: dict[str, Any], states: Rows) -> Rows:
     return out
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
+def scores(part: Any, observation: Observation) -> list[list[float]]:
     del part
-    return column(seen, "attention_gate")
+    return column(observation, "attention_gate")

@@ -6,8 +6,8 @@ from larder.core import Entries, Observation
 from references.ops.softmax import NO_SINK, capped, shares, sink_of
 
 
-def heads_of(seen: Observation) -> range:
-    return range(seen.layer.kv_heads)
+def heads_of(observation: Observation) -> range:
+    return range(observation.layer.kv_heads)
 
 
 def positions_of(entries: Entries, head: int) -> list[int]:
@@ -15,60 +15,70 @@ def positions_of(entries: Entries, head: int) -> list[int]:
     return [int(entries.positions[start + s]) for s in range(length)]
 
 
-def weights(seen: Observation, query_head: int, query: int, visible: list[bool]) -> list[float]:
+def weights(
+    observation: Observation, query_head: int, query: int, visible: list[bool]
+) -> list[float]:
     """One query head's weights over the entries it may see; the others get nothing."""
-    entries, group = seen.entries, seen.layer.query_heads // seen.layer.kv_heads
+    entries, group = (
+        observation.entries,
+        observation.layer.query_heads // observation.layer.kv_heads,
+    )
     start = entries.starts[query_head // group]
-    q = seen.queries[query_head, query].double()
+    q = observation.queries[query_head, query].double()
     logits = [
-        capped(float(q @ entries.keys[start + s].double()) * seen.layer.scaling, seen.layer.softcap)
+        capped(
+            float(q @ entries.keys[start + s].double()) * observation.layer.scaling,
+            observation.layer.softcap,
+        )
         for s in range(len(visible))
     ]
     shown = [logit if see else NO_SINK for logit, see in zip(logits, visible, strict=True)]
-    return shares(shown, sink_of(seen.layer.sinks, query_head))
+    return shares(shown, sink_of(observation.layer.sinks, query_head))
 
 
-def group_of(seen: Observation, head: int) -> range:
+def group_of(observation: Observation, head: int) -> range:
     """The query heads that share a kv head."""
-    group = seen.layer.query_heads // seen.layer.kv_heads
+    group = observation.layer.query_heads // observation.layer.kv_heads
     return range(head * group, (head + 1) * group)
 
 
-def highest(seen: Observation, head: int, visible: list[bool]) -> list[float]:
+def highest(observation: Observation, head: int, visible: list[bool]) -> list[float]:
     """The highest weight that any query of the group gives each entry."""
     best = [0.0] * len(visible)
     if any(visible):
-        for query_head in group_of(seen, head):
-            for query in range(seen.queries.shape[1]):
-                row = weights(seen, query_head, query, visible)
+        for query_head in group_of(observation, head):
+            for query in range(observation.queries.shape[1]):
+                row = weights(observation, query_head, query, visible)
                 best = [max(a, b) for a, b in zip(best, row, strict=True)]
     return best
 
 
-def highest_in_plain_attention(seen: Observation, head: int, visible: list[bool]) -> list[float]:
+def highest_in_plain_attention(
+    observation: Observation, head: int, visible: list[bool]
+) -> list[float]:
     """The same, where the pass's own tokens up to the query take their share of its weight."""
     best = [0.0] * len(visible)
-    for query_head in group_of(seen, head):
-        for query in range(seen.queries.shape[1]):
-            row = plain_weights(seen, query_head, query, visible)
+    for query_head in group_of(observation, head):
+        for query in range(observation.queries.shape[1]):
+            row = plain_weights(observation, query_head, query, visible)
             best = [max(a, b) for a, b in zip(best, row, strict=True)]
     return best
 
 
 def plain_weights(
-    seen: Observation, query_head: int, query: int, visible: list[bool]
+    observation: Observation, query_head: int, query: int, visible: list[bool]
 ) -> list[float]:
     """One query head's weights over cached entries, beside the pass's own tokens."""
-    entries = seen.entries
-    head = query_head // (seen.layer.query_heads // seen.layer.kv_heads)
-    q = seen.queries[query_head, query].double()
-    at = int(seen.query_positions[query])
+    entries = observation.entries
+    head = query_head // (observation.layer.query_heads // observation.layer.kv_heads)
+    q = observation.queries[query_head, query].double()
+    at = int(observation.query_positions[query])
     places = positions_of(entries, head)
     shown = [see and place <= at for see, place in zip(visible, places, strict=True)]
-    start, layer = entries.starts[head], seen.layer
+    start, layer = entries.starts[head], observation.layer
     cached = [entries.keys[start + s] if see else None for s, see in enumerate(shown)]
     logits = [
         NO_SINK if key is None else capped(float(q @ key.double()) * layer.scaling, layer.softcap)
-        for key in (*cached, *seen.keys[head, : query + 1])
+        for key in (*cached, *observation.keys[head, : query + 1])
     ]
     return shares(logits, sink_of(layer.sinks, query_head))[: len(cached)]

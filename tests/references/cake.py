@@ -34,20 +34,27 @@ def floor(heads: list[list[Ranked]], quota: int) -> int:
     return min(most * len(heads), sum(len(head) for head in heads), quota * len(heads))
 
 
-def preference(part: Any, seen: Any) -> float:
+def preference(part: Any, observation: Any) -> float:
     """Entropy and variance of single weights, gathered in lists."""
-    entries, group = seen.entries, seen.layer.query_heads // seen.layer.kv_heads
-    places = seen.query_positions[-part.window :].tolist()
+    entries, group = (
+        observation.entries,
+        observation.layer.query_heads // observation.layer.kv_heads,
+    )
+    places = observation.query_positions[-part.window :].tolist()
     entropy = variance = 0.0
-    for query_head in range(seen.layer.query_heads):
+    for query_head in range(observation.layer.query_heads):
         kv_head = query_head // group
         keys, positions = entries.head_keys(kv_head), entries.head_positions(kv_head).tolist()
         counts = entries.columns.get(LOG_COUNT, torch.zeros(len(entries.keys)))
         logs = counts[entries.rows(kv_head)].tolist()
         rows = []
-        for query, place in zip(seen.queries[query_head, -part.window :], places, strict=True):
+        for query, place in zip(
+            observation.queries[query_head, -part.window :], places, strict=True
+        ):
             powers = [
-                math.exp(float(query @ key) * seen.layer.scaling + log) if at <= place else 0.0
+                math.exp(float(query @ key) * observation.layer.scaling + log)
+                if at <= place
+                else 0.0
                 for key, at, log in zip(keys, positions, logs, strict=True)
             ]
             rows.append([power / (sum(powers) or 1.0) for power in powers])

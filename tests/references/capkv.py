@@ -13,20 +13,20 @@ from references.keydiff import mean, unit
 SMALL = {"tau": 1.5, "future": 5, "sinks": 2}  # parameters for small layers
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
-    return [one_head(part, seen, head) for head in heads_of(seen)]
+def scores(part: Any, observation: Observation) -> list[list[float]]:
+    return [one_head(part, observation, head) for head in heads_of(observation)]
 
 
-def one_head(part: Any, seen: Observation, head: int) -> list[float]:
-    places, start = positions_of(seen.entries, head), seen.entries.starts[head]
+def one_head(part: Any, observation: Observation, head: int) -> list[float]:
+    places, start = positions_of(observation.entries, head), observation.entries.starts[head]
     judged = [s for s, place in enumerate(places) if place >= part.sinks]
-    keys = [unit(seen.entries.keys[start + s].tolist()) for s in judged]
-    values = [seen.entries.values[start + s].tolist() for s in judged]
+    keys = [unit(observation.entries.keys[start + s].tolist()) for s in judged]
+    values = [observation.entries.values[start + s].tolist() for s in judged]
     out = [math.inf] * len(places)
     for s in judged:
         out[s] = 0.0
-    for query_head in group_of(seen, head) if judged else []:
-        anchor = unit(mean_query(part, seen, head, query_head))
+    for query_head in group_of(observation, head) if judged else []:
+        anchor = unit(mean_query(part, observation, head, query_head))
         logits = [part.tau * dot(key, anchor) for key in keys]
         weights = [math.exp(logit - max(logits)) for logit in logits]
         size = range(len(values[0]))
@@ -40,18 +40,22 @@ def one_head(part: Any, seen: Observation, head: int) -> list[float]:
         ]
         for s, weight, value in zip(judged, weights, values, strict=True):
             leverage = dot(value, solve(capacity, value))
-            out[s] += weight * leverage / len(group_of(seen, head))
+            out[s] += weight * leverage / len(group_of(observation, head))
     return out
 
 
-def mean_query(part: Any, seen: Observation, head: int, query_head: int) -> list[float]:
-    at, true = seen.effective_rope_positions[head].tolist(), seen.query_positions.tolist()
+def mean_query(part: Any, observation: Observation, head: int, query_head: int) -> list[float]:
+    at, true = (
+        observation.effective_rope_positions[head].tolist(),
+        observation.query_positions.tolist(),
+    )
     counted = [q for q, place in enumerate(true) if place >= part.sinks] or range(len(true))
     unturned = [
-        times(rotation(seen, -at[q]), seen.queries[query_head, q].tolist()) for q in counted
+        times(rotation(observation, -at[q]), observation.queries[query_head, q].tolist())
+        for q in counted
     ]
     ahead = range(at[-1] + 1, at[-1] + 1 + part.future)
-    return mean([times(rotation(seen, place), mean(unturned)) for place in ahead])
+    return mean([times(rotation(observation, place), mean(unturned)) for place in ahead])
 
 
 def solve(matrix: Matrix, right: list[float]) -> list[float]:

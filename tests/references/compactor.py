@@ -25,15 +25,15 @@ class Both:
     scaling: Scaling = Scaling.NONE
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
+def scores(part: Any, observation: Observation) -> list[list[float]]:
     both = Both(part.sketch, part.chunk)
-    places = [positions_of(seen.entries, head) for head in heads_of(seen)]
-    counted = [[part.sinks <= p < seen.length - part.recent for p in own] for own in places]
-    one = standard(leverage.scores(both, seen), counted)
-    other = standard(non_causal.scores(both, seen), counted)
+    places = [positions_of(observation.entries, head) for head in heads_of(observation)]
+    counted = [[part.sinks <= p < observation.length - part.recent for p in own] for own in places]
+    one = standard(leverage.scores(both, observation), counted)
+    other = standard(non_causal.scores(both, observation), counted)
     weight = part.blend
     if weight is None:
-        weight = max(0.0, 1 - part.tokens / seen.length)
+        weight = max(0.0, 1 - part.tokens / observation.length)
     return [
         [weight * a + b if count else math.inf for a, b, count in zip(*rows, strict=True)]
         for rows in zip(one, other, counted, strict=True)

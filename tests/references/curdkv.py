@@ -11,14 +11,14 @@ from references.attention_loop import heads_of, positions_of
 SMALL = {"window": 3, "sinks": 2}  # parameters for small layers
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
-    return [one_head(part, seen, head) for head in heads_of(seen)]
+def scores(part: Any, observation: Observation) -> list[list[float]]:
+    return [one_head(part, observation, head) for head in heads_of(observation)]
 
 
-def one_head(part: Any, seen: Observation, head: int) -> list[float]:
-    rows, places = seen.entries.rows(head), positions_of(seen.entries, head)
-    keys = shares(part, seen.entries.keys[rows].tolist())
-    values = shares(part, seen.entries.values[rows].tolist())
+def one_head(part: Any, observation: Observation, head: int) -> list[float]:
+    rows, places = observation.entries.rows(head), positions_of(observation.entries, head)
+    keys = shares(part, observation.entries.keys[rows].tolist())
+    values = shares(part, observation.entries.values[rows].tolist())
     by = part.by.value
     both = [
         {"product": k * v, "mean": (k + v) / 2, "keys": k, "values": v}[by]

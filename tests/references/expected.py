@@ -15,21 +15,21 @@ SMALL = {"future": 5, "sinks": 2, "epsilon": 0.03}  # parameters for small layer
 Matrix = list[list[float]]
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
-    return [one_head(part, seen, head) for head in heads_of(seen)]
+def scores(part: Any, observation: Observation) -> list[list[float]]:
+    return [one_head(part, observation, head) for head in heads_of(observation)]
 
 
-def one_head(part: Any, seen: Observation, head: int) -> list[float]:
-    entries, places = seen.entries, positions_of(seen.entries, head)
+def one_head(part: Any, observation: Observation, head: int) -> list[float]:
+    entries, places = observation.entries, positions_of(observation.entries, head)
     start = entries.starts[head]
     judged = [s for s, place in enumerate(places) if place >= part.sinks]
     shares = [0.0] * len(places)
-    for query_head in group_of(seen, head):
-        logits = expected_logits(part, seen, head, query_head, [start + s for s in judged])
-        capped_logits = [capped(logit, seen.layer.softcap) for logit in logits]
-        weights = softmax_shares(capped_logits, sink_of(seen.layer.sinks, query_head))
+    for query_head in group_of(observation, head):
+        logits = expected_logits(part, observation, head, query_head, [start + s for s in judged])
+        capped_logits = [capped(logit, observation.layer.softcap) for logit in logits]
+        weights = softmax_shares(capped_logits, sink_of(observation.layer.sinks, query_head))
         for s, weight in zip(judged, weights, strict=True):
-            shares[s] += weight / len(group_of(seen, head))
+            shares[s] += weight / len(group_of(observation, head))
     out = []
     for s, place in enumerate(places):
         length = math.sqrt(sum(x * x for x in entries.values[start + s].tolist()))
@@ -38,37 +38,40 @@ def one_head(part: Any, seen: Observation, head: int) -> list[float]:
 
 
 def expected_logits(
-    part: Any, seen: Observation, head: int, query_head: int, rows: list[int]
+    part: Any, observation: Observation, head: int, query_head: int, rows: list[int]
 ) -> list[float]:
-    at = seen.effective_rope_positions[head].tolist()
-    true = seen.query_positions.tolist()
+    at = observation.effective_rope_positions[head].tolist()
+    true = observation.query_positions.tolist()
     counted = [q for q, place in enumerate(true) if place >= part.sinks] or list(range(len(true)))
-    queries = [times(rotation(seen, -at[q]), seen.queries[query_head, q].tolist()) for q in counted]
-    size = range(seen.layer.head_dim)
+    queries = [
+        times(rotation(observation, -at[q]), observation.queries[query_head, q].tolist())
+        for q in counted
+    ]
+    size = range(observation.layer.head_dim)
     mean = [sum(query[d] for query in queries) / len(queries) for d in size]
     covariance = [
         [sum((q[a] - mean[a]) * (q[b] - mean[b]) for q in queries) / len(queries) for b in size]
         for a in size
     ]
-    turns = [rotation(seen, at[-1] + ahead) for ahead in range(1, part.future + 1)]
+    turns = [rotation(observation, at[-1] + ahead) for ahead in range(1, part.future + 1)]
     turn = [[sum(one[a][b] for one in turns) / len(turns) for b in size] for a in size]
     turned_mean = times(turn, mean)
     flipped = [[turn[b][a] for b in size] for a in size]
     spread = product(product(turn, covariance), flipped)
     out = []
     for row in rows:
-        key = seen.entries.keys[row].tolist()
-        straight = dot(key, turned_mean) * seen.layer.scaling
-        out.append(straight + dot(key, times(spread, key)) * seen.layer.scaling**2 / 2)
+        key = observation.entries.keys[row].tolist()
+        straight = dot(key, turned_mean) * observation.layer.scaling
+        out.append(straight + dot(key, times(spread, key)) * observation.layer.scaling**2 / 2)
     return out
 
 
-def rotation(seen: Observation, position: int) -> Matrix:
+def rotation(observation: Observation, position: int) -> Matrix:
     """The matrix that turns a vector to a position."""
-    assert seen.layer.radians is not None
-    size, half = seen.layer.head_dim, len(seen.layer.radians)
+    assert observation.layer.radians is not None
+    size, half = observation.layer.head_dim, len(observation.layer.radians)
     out = [[float(a == b) for b in range(size)] for a in range(size)]
-    for pair, radians in enumerate(seen.layer.radians):
+    for pair, radians in enumerate(observation.layer.radians):
         cosine, sine = math.cos(position * radians), math.sin(position * radians)
         out[pair][pair] = out[pair + half][pair + half] = cosine
         out[pair][pair + half], out[pair + half][pair] = -sine, sine

@@ -9,9 +9,9 @@ from larder.core import Observation
 from references.kvzap import Rows, column, linear
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
+def scores(part: Any, observation: Observation) -> list[list[float]]:
     del part
-    return column(seen, "fast_kvzip")
+    return column(observation, "fast_kvzip")
 
 
 def gated(weights: dict[str, Any], states: Rows) -> Rows:

@@ -11,23 +11,25 @@ from references.recalling import largest
 SMALL = {"attended": 0.5, "latest": 0.4, "window": 3}  # parameters for small layers
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
-    return [one_head(part, seen, head) for head in heads_of(seen)]
+def scores(part: Any, observation: Observation) -> list[list[float]]:
+    return [one_head(part, observation, head) for head in heads_of(observation)]
 
 
-def one_head(part: Any, seen: Observation, head: int) -> list[float]:
-    places, start = positions_of(seen.entries, head), seen.entries.starts[head]
-    queries = range(seen.queries.shape[1])[-part.window :]
+def one_head(part: Any, observation: Observation, head: int) -> list[float]:
+    places, start = positions_of(observation.entries, head), observation.entries.starts[head]
+    queries = range(observation.queries.shape[1])[-part.window :]
     rows = [
-        weights(seen, h, q, [place <= int(seen.query_positions[q]) for place in places])
-        for h in group_of(seen, head)
+        weights(
+            observation, h, q, [place <= int(observation.query_positions[q]) for place in places]
+        )
+        for h in group_of(observation, head)
         for q in queries
     ]
     means = [sum(row[s] for row in rows) / len(rows) for s in range(len(places))]
     best = largest(means, int(part.attended * len(places)))
     out = []
     for s, mean in enumerate(means):
-        kind = round(float(seen.entries.columns["token_kind"][start + s]))
+        kind = round(float(observation.entries.columns["token_kind"][start + s]))
         is_latest = s >= len(places) - int(part.latest * len(places))
         level = {3: 4, 2: 3}.get(kind, 2 if s in best else int(is_latest))
         out.append(level + mean * (1 - 1e-6))

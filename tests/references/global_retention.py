@@ -26,6 +26,6 @@ def silu(x: float) -> float:
     return x / (1 + math.exp(-x))
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
+def scores(part: Any, observation: Observation) -> list[list[float]]:
     del part
-    return decayed(seen, "global_retention")
+    return decayed(observation, "global_retention")

@@ -10,18 +10,20 @@ from references.attention_loop import group_of, heads_of, weights
 SMALL = {"novel": 0.4}  # parameters for small layers
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
-    return [one_head(part, seen, head) for head in heads_of(seen)]
+def scores(part: Any, observation: Observation) -> list[list[float]]:
+    return [one_head(part, observation, head) for head in heads_of(observation)]
 
 
-def one_head(part: Any, seen: Observation, head: int) -> list[float]:
-    start, count = seen.entries.starts[head], seen.entries.lengths[head]
-    novelty = [float(seen.entries.columns["surprise"][start + place]) for place in range(count)]
+def one_head(part: Any, observation: Observation, head: int) -> list[float]:
+    start, count = observation.entries.starts[head], observation.entries.lengths[head]
+    novelty = [
+        float(observation.entries.columns["surprise"][start + place]) for place in range(count)
+    ]
     looked = [0.0] * count
     if count:
-        for query_head in group_of(seen, head):
-            for query in range(seen.queries.shape[1]):
-                row = weights(seen, query_head, query, [True] * count)
+        for query_head in group_of(observation, head):
+            for query in range(observation.queries.shape[1]):
+                row = weights(observation, query_head, query, [True] * count)
                 looked = [a + b for a, b in zip(looked, row, strict=True)]
     new, wanted = listed(novelty), listed(looked)
     return [

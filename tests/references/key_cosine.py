@@ -12,20 +12,20 @@ from references.expected import dot, rotation, times
 SMALL = {"kernel": 3}  # parameters for small layers
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
-    return [one_head(part, seen, head) for head in heads_of(seen)]
+def scores(part: Any, observation: Observation) -> list[list[float]]:
+    return [one_head(part, observation, head) for head in heads_of(observation)]
 
 
-def one_head(part: Any, seen: Observation, head: int) -> list[float]:
-    entries, start = seen.entries, seen.entries.starts[head]
+def one_head(part: Any, observation: Observation, head: int) -> list[float]:
+    entries, start = observation.entries, observation.entries.starts[head]
     found: list[float] = []
     for row in range(start, start + entries.lengths[head]):
         place = int(entries.effective_rope_positions[row])
-        key = times(rotation(seen, -place), entries.keys[row].tolist())
+        key = times(rotation(observation, -place), entries.keys[row].tolist())
         best = -1.0
-        for query in range(seen.keys.shape[1]):
-            there = int(seen.effective_rope_positions[head, query])
-            asked = times(rotation(seen, -there), seen.keys[head, query].tolist())
+        for query in range(observation.keys.shape[1]):
+            there = int(observation.effective_rope_positions[head, query])
+            asked = times(rotation(observation, -there), observation.keys[head, query].tolist())
             lengths = math.sqrt(dot(key, key)) * math.sqrt(dot(asked, asked))
             best = max(best, dot(key, asked) / lengths)
         found.append(best)

@@ -18,11 +18,11 @@ def mean(vectors: list[list[float]]) -> list[float]:
     return [sum(column) / len(vectors) for column in zip(*vectors, strict=True)]
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
+def scores(part: Any, observation: Observation) -> list[list[float]]:
     heads = []
-    for head in heads_of(seen):
-        start, length = seen.entries.starts[head], seen.entries.lengths[head]
-        heads.append([unit(seen.entries.keys[start + s].tolist()) for s in range(length)])
+    for head in heads_of(observation):
+        start, length = observation.entries.starts[head], observation.entries.lengths[head]
+        heads.append([unit(observation.entries.keys[start + s].tolist()) for s in range(length)])
     together = [key for head in heads for key in head]
     out = []
     for keys in heads:

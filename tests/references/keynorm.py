@@ -9,11 +9,11 @@ from larder.core import Observation
 from references.attention_loop import heads_of
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
-    entries = seen.entries
+def scores(part: Any, observation: Observation) -> list[list[float]]:
+    entries = observation.entries
     return [
         [-length(entries.keys[entries.starts[h] + s].tolist()) for s in range(entries.lengths[h])]
-        for h in heads_of(seen)
+        for h in heads_of(observation)
     ]
 
 

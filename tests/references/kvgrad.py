@@ -11,21 +11,21 @@ from references.attention_loop import group_of, heads_of, plain_weights, positio
 SMALL = {"chunk": 7}  # parameters for small layers
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
-    start, stop = seen.span
-    slopes, out = seen.inputs["gradients"].tolist(), []
-    for head in heads_of(seen):
-        places = positions_of(seen.entries, head)
+def scores(part: Any, observation: Observation) -> list[list[float]]:
+    start, stop = observation.span
+    slopes, out = observation.inputs["gradients"].tolist(), []
+    for head in heads_of(observation):
+        places = positions_of(observation.entries, head)
         judged = [start <= position < stop for position in places]
         best = [0.0] * len(places)
-        for query_head in group_of(seen, head):
-            written = [norm(seen, head, query_head, place) for place in range(len(places))]
-            for query in range(seen.queries.shape[1]):
+        for query_head in group_of(observation, head):
+            written = [norm(observation, head, query_head, place) for place in range(len(places))]
+            for query in range(observation.queries.shape[1]):
                 if part.variant.value != "larder":
                     shared = [j or p < part.opening for j, p in zip(judged, places, strict=True)]
-                    row = plain_weights(seen, query_head, query, shared)
+                    row = plain_weights(observation, query_head, query, shared)
                 elif any(judged):
-                    row = weights(seen, query_head, query, judged)
+                    row = weights(observation, query_head, query, judged)
                 else:
                     continue
                 for place, weight in enumerate(row):
@@ -34,11 +34,11 @@ def scores(part: Any, seen: Observation) -> list[list[float]]:
     return out
 
 
-def norm(seen: Observation, head: int, query_head: int, place: int) -> float:
+def norm(observation: Observation, head: int, query_head: int, place: int) -> float:
     """Length of what an entry's value becomes behind a query head's output projection."""
-    value = seen.entries.values[seen.entries.starts[head] + place].tolist()
-    if "projection" in seen.inputs:
-        matrix = seen.inputs["projection"][query_head].tolist()
+    value = observation.entries.values[observation.entries.starts[head] + place].tolist()
+    if "projection" in observation.inputs:
+        matrix = observation.inputs["projection"][query_head].tolist()
         columns = range(len(matrix[0]))
         value = [sum(v * row[c] for v, row in zip(value, matrix, strict=True)) for c in columns]
     return math.sqrt(sum(number * number for number in value))

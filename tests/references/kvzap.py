@@ -12,18 +12,18 @@ COLUMNS = {"ridge": "kvzap", "mlp": "kvzap_mlp"}
 Rows = list[list[float]]
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
-    return column(seen, COLUMNS[part.form.value])
+def scores(part: Any, observation: Observation) -> list[list[float]]:
+    return column(observation, COLUMNS[part.form.value])
 
 
-def column(seen: Observation, name: str) -> list[list[float]]:
-    entries = seen.entries
+def column(observation: Observation, name: str) -> list[list[float]]:
+    entries = observation.entries
     return [
         [
             float(entries.columns[name][entries.starts[head] + place])
             for place in range(entries.lengths[head])
         ]
-        for head in heads_of(seen)
+        for head in heads_of(observation)
     ]
 
 

@@ -14,12 +14,16 @@ from references.attention_loop import heads_of
 SMALL = {"sinks": 1, "lag": 2}  # parameters for small layers
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
-    return [one_head(part, seen, head) for head in heads_of(seen)]
+def scores(part: Any, observation: Observation) -> list[list[float]]:
+    return [one_head(part, observation, head) for head in heads_of(observation)]
 
 
-def one_head(part: Any, seen: Observation, head: int) -> list[float]:
-    entries, start, held = seen.entries, seen.entries.starts[head], seen.entries.lengths[head]
+def one_head(part: Any, observation: Observation, head: int) -> list[float]:
+    entries, start, held = (
+        observation.entries,
+        observation.entries.starts[head],
+        observation.entries.lengths[head],
+    )
     out = [1 + s / held for s in range(held)]
     out[: part.sinks] = [math.inf] * min(part.sinks, held)
     room = held - part.sinks

@@ -8,14 +8,17 @@ from larder.core import Observation
 from references.attention_loop import group_of, heads_of, positions_of, weights
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
-    newest = seen.queries.shape[1] - 1
+def scores(part: Any, observation: Observation) -> list[list[float]]:
+    newest = observation.queries.shape[1] - 1
     said: dict[int, list[float]] = {}
-    for head in heads_of(seen):
-        places = positions_of(seen.entries, head)
-        for query_head in group_of(seen, head):
-            row = weights(seen, query_head, newest, [True] * len(places))
+    for head in heads_of(observation):
+        places = positions_of(observation.entries, head)
+        for query_head in group_of(observation, head):
+            row = weights(observation, query_head, newest, [True] * len(places))
             for place, weight in zip(places, row, strict=True):
                 said.setdefault(place, []).append(weight)
     means = {place: sum(row) / len(row) for place, row in said.items()}
-    return [[means[place] for place in positions_of(seen.entries, h)] for h in heads_of(seen)]
+    return [
+        [means[place] for place in positions_of(observation.entries, h)]
+        for h in heads_of(observation)
+    ]

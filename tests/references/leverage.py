@@ -16,23 +16,27 @@ SMALL = {"sketch": 5, "ridge": 0.02, "seed": 2}  # parameters for small layers
 Matrix = list[list[float]]
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
-    return [one_head(part, seen, head) for head in heads_of(seen)]
+def scores(part: Any, observation: Observation) -> list[list[float]]:
+    return [one_head(part, observation, head) for head in heads_of(observation)]
 
 
-def one_head(part: Any, seen: Observation, head: int) -> list[float]:
-    entries, start, held = seen.entries, seen.entries.starts[head], seen.entries.lengths[head]
+def one_head(part: Any, observation: Observation, head: int) -> list[float]:
+    entries, start, held = (
+        observation.entries,
+        observation.entries.starts[head],
+        observation.entries.lengths[head],
+    )
     rows = range(start, start + held)
     at = [int(entries.effective_rope_positions[row]) for row in rows]
     keys = [
-        times(rotation(seen, -place), entries.keys[row].tolist())
+        times(rotation(observation, -place), entries.keys[row].tolist())
         for row, place in zip(rows, at, strict=True)
     ]
     if not keys:
         return []
     mean = [sum(column) / held for column in zip(*keys, strict=True)]
     centered = [[x - m for x, m in zip(key, mean, strict=True)] for key in keys]
-    sketched = product(centered, sketch(part, seen.layer.head_dim))
+    sketched = product(centered, sketch(part, observation.layer.head_dim))
     columns = [list(column) for column in zip(*sketched, strict=True)]
     gram = [[dot(a, b) for b in columns] for a in columns]
     size = len(gram)

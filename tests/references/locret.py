@@ -10,9 +10,9 @@ from references.kvzap import Rows, column
 from references.kvzap_mlp import perceptron
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
+def scores(part: Any, observation: Observation) -> list[list[float]]:
     del part
-    return column(seen, "locret")
+    return column(observation, "locret")
 
 
 def gated(weights: dict[str, Any], states: Rows) -> Rows:

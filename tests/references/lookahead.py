@@ -11,17 +11,17 @@ from references.attention_loop import group_of, heads_of, weights
 SMALL = {"tokens": 3, "kernel": 3}  # parameters for small layers
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
-    return [one_head(part, seen, head) for head in heads_of(seen)]
+def scores(part: Any, observation: Observation) -> list[list[float]]:
+    return [one_head(part, observation, head) for head in heads_of(observation)]
 
 
-def one_head(part: Any, seen: Observation, head: int) -> list[float]:
-    count, queries = seen.entries.lengths[head], seen.queries.shape[1]
+def one_head(part: Any, observation: Observation, head: int) -> list[float]:
+    count, queries = observation.entries.lengths[head], observation.queries.shape[1]
     votes = [0.0] * count
-    for query_head in group_of(seen, head):
+    for query_head in group_of(observation, head):
         for query in range(max(0, queries - part.tokens), queries):
             if count:
-                row = weights(seen, query_head, query, [True] * count)
+                row = weights(observation, query_head, query, [True] * count)
                 votes = [a + b for a, b in zip(votes, row, strict=True)]
     half = part.kernel // 2
     return [max(votes[max(0, i - half) : i + half + 1]) for i in range(count)]

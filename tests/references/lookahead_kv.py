@@ -10,15 +10,15 @@ from larder.core import Observation
 from references.attention_loop import group_of, heads_of, plain_weights
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
+def scores(part: Any, observation: Observation) -> list[list[float]]:
     del part
-    found, queries = [], seen.queries.shape[1]
-    for head in heads_of(seen):
-        shown, own = [True] * seen.entries.lengths[head], list(group_of(seen, head))
+    found, queries = [], observation.queries.shape[1]
+    for head in heads_of(observation):
+        shown, own = [True] * observation.entries.lengths[head], list(group_of(observation, head))
         sums = [0.0] * len(shown)
         for query_head in own:
             for query in range(queries):
-                row = plain_weights(seen, query_head, query, shown)
+                row = plain_weights(observation, query_head, query, shown)
                 sums = [a + b for a, b in zip(sums, row, strict=True)]
         found.append([total / (len(own) * queries) for total in sums])
     return found

@@ -12,19 +12,20 @@ from references.ops.softmax import capped, sink_of
 SMALL = {"window": 3}  # parameters for small layers
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
-    return [one_head(part, seen, head) for head in heads_of(seen)]
+def scores(part: Any, observation: Observation) -> list[list[float]]:
+    return [one_head(part, observation, head) for head in heads_of(observation)]
 
 
-def one_head(part: Any, seen: Observation, head: int) -> list[float]:
-    newest = 1 if seen.stage.value == "generating" else 0
-    start = seen.length - part.window - newest
-    positions = positions_of(seen.entries, head)
+def one_head(part: Any, observation: Observation, head: int) -> list[float]:
+    newest = 1 if observation.stage.value == "generating" else 0
+    start = observation.length - part.window - newest
+    positions = positions_of(observation.entries, head)
     older = [s for s, place in enumerate(positions) if place < start]
     rows = []
-    for query in judges(part, seen, seen.length - newest):
+    for query in judges(part, observation, observation.length - newest):
         heads = [
-            among(seen, query_head, query[query_head], older) for query_head in group_of(seen, head)
+            among(observation, query_head, query[query_head], older)
+            for query_head in group_of(observation, head)
         ]
         rows.append([max(column) for column in zip(*heads, strict=True)])
     fuse = sum if part.fusion.value == "sum" else max
@@ -32,10 +33,14 @@ def one_head(part: Any, seen: Observation, head: int) -> list[float]:
     return fused + [math.inf] * (len(positions) - len(older))
 
 
-def judges(part: Any, seen: Observation, stop: int) -> list[Any]:
+def judges(part: Any, observation: Observation, stop: int) -> list[Any]:
     """The vectors of all query heads, for each of the last queries at positions before `stop`."""
-    told = [] if seen.latest is None else [(seen.latest.queries, seen.latest.positions)]
-    told.append((seen.queries, seen.query_positions))
+    told = (
+        []
+        if observation.latest is None
+        else [(observation.latest.queries, observation.latest.positions)]
+    )
+    told.append((observation.queries, observation.query_positions))
     every = [
         queries[:, q].double()
         for queries, places in told
@@ -45,15 +50,15 @@ def judges(part: Any, seen: Observation, stop: int) -> list[Any]:
     return every[-part.window :]
 
 
-def among(seen: Observation, query_head: int, query: Any, older: list[int]) -> list[float]:
+def among(observation: Observation, query_head: int, query: Any, older: list[int]) -> list[float]:
     """Softmax weights over the older entries alone, one of n tokens counting n times."""
-    head = query_head // (seen.layer.query_heads // seen.layer.kv_heads)
-    entries, start = seen.entries, seen.entries.starts[head]
+    head = query_head // (observation.layer.query_heads // observation.layer.kv_heads)
+    entries, start = observation.entries, observation.entries.starts[head]
     counts = entries.columns.get(LOG_COUNT)
     parts = []
     for s in older:
-        logit = float(query @ entries.keys[start + s].double()) * seen.layer.scaling
-        logit = capped(logit, seen.layer.softcap)
+        logit = float(query @ entries.keys[start + s].double()) * observation.layer.scaling
+        logit = capped(logit, observation.layer.softcap)
         parts.append(math.exp(logit + (0.0 if counts is None else float(counts[start + s]))))
-    total = sum(parts) + math.exp(sink_of(seen.layer.sinks, query_head))
+    total = sum(parts) + math.exp(sink_of(observation.layer.sinks, query_head))
     return [part / total for part in parts]

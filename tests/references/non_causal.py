@@ -14,23 +14,23 @@ from references.recalling import softmax
 SMALL = {"chunk": 3}  # parameters for small layers
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
-    return [one_head(part, seen, head) for head in heads_of(seen)]
+def scores(part: Any, observation: Observation) -> list[list[float]]:
+    return [one_head(part, observation, head) for head in heads_of(observation)]
 
 
-def one_head(part: Any, seen: Observation, head: int) -> list[float]:
-    places, start = positions_of(seen.entries, head), seen.entries.starts[head]
+def one_head(part: Any, observation: Observation, head: int) -> list[float]:
+    places, start = positions_of(observation.entries, head), observation.entries.starts[head]
     sums = [0.0] * len(places)
-    for h in group_of(seen, head):
-        for q, at in enumerate(seen.query_positions.tolist()):
+    for h in group_of(observation, head):
+        for q, at in enumerate(observation.query_positions.tolist()):
             members = [s for s, p in enumerate(places) if p // part.chunk == at // part.chunk]
-            query = seen.queries[h, q].tolist()
-            products = [dot(query, seen.entries.keys[start + s].tolist()) for s in members]
-            scaling = seen.layer.scaling if part.scaling.value == "model" else 1.0
-            logits = [capped(scaling * product, seen.layer.softcap) for product in products]
+            query = observation.queries[h, q].tolist()
+            products = [dot(query, observation.entries.keys[start + s].tolist()) for s in members]
+            scaling = observation.layer.scaling if part.scaling.value == "model" else 1.0
+            logits = [capped(scaling * product, observation.layer.softcap) for product in products]
             for s, weight in zip(members, softmax(logits), strict=True):
-                sums[s] += weight / len(group_of(seen, head))
-    values = seen.entries.values[start : start + len(places)].tolist()
+                sums[s] += weight / len(group_of(observation, head))
+    values = observation.entries.values[start : start + len(places)].tolist()
     weighed = [x * math.sqrt(dot(v, v)) for x, v in zip(sums, values, strict=True)]
     padded = [0.0, *weighed, 0.0]
     return [sum(padded[s : s + 3]) / 3 for s in range(len(weighed))]

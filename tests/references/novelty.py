@@ -10,12 +10,15 @@ from references.attention_loop import heads_of, positions_of
 SMALL = {"decay": 0.8, "turn": 3}  # parameters for small layers
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
+def scores(part: Any, observation: Observation) -> list[list[float]]:
     out: list[list[float]] = []
-    for head in heads_of(seen):
-        start, row = seen.entries.starts[head], []
-        for place, position in enumerate(positions_of(seen.entries, head)):
-            value, left = float(seen.entries.columns["surprise"][start + place]), seen.length - 1
+    for head in heads_of(observation):
+        start, row = observation.entries.starts[head], []
+        for place, position in enumerate(positions_of(observation.entries, head)):
+            value, left = (
+                float(observation.entries.columns["surprise"][start + place]),
+                observation.length - 1,
+            )
             while left - position >= part.turn:
                 value, left = value * part.decay, left - part.turn
             row.append(value)

@@ -8,7 +8,7 @@ from larder.core import Observation
 from references.attention_loop import heads_of, highest, highest_in_plain_attention
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
-    shown = [[True] * seen.entries.lengths[head] for head in heads_of(seen)]
+def scores(part: Any, observation: Observation) -> list[list[float]]:
+    shown = [[True] * observation.entries.lengths[head] for head in heads_of(observation)]
     look = highest_in_plain_attention if part.variant.value == "paper" else highest
-    return [look(seen, head, shown[head]) for head in heads_of(seen)]
+    return [look(observation, head, shown[head]) for head in heads_of(observation)]

@@ -17,6 +17,9 @@ def remembered(told: Told) -> dict[str, float]:
     return {"unimportant": count}
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
-    column = seen.entries.columns["unimportant"]
-    return [[-float(x) for x in column[seen.entries.rows(head)]] for head in heads_of(seen)]
+def scores(part: Any, observation: Observation) -> list[list[float]]:
+    column = observation.entries.columns["unimportant"]
+    return [
+        [-float(x) for x in column[observation.entries.rows(head)]]
+        for head in heads_of(observation)
+    ]

@@ -10,17 +10,17 @@ from references.attention_loop import group_of, heads_of, weights
 SMALL = {"tokens": 3}  # parameters for small layers
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
+def scores(part: Any, observation: Observation) -> list[list[float]]:
     out: list[list[float]] = []
-    for head in heads_of(seen):
-        count = seen.entries.lengths[head]
-        asked = range(seen.queries.shape[1])[-part.tokens :]
+    for head in heads_of(observation):
+        count = observation.entries.lengths[head]
+        asked = range(observation.queries.shape[1])[-part.tokens :]
         sums = [0.0] * count
-        for query_head in group_of(seen, head):
+        for query_head in group_of(observation, head):
             for query in asked if count else ():
-                row = weights(seen, query_head, query, [True] * count)
+                row = weights(observation, query_head, query, [True] * count)
                 sums = [a + b for a, b in zip(sums, row, strict=True)]
-        votes = len(asked) * len(group_of(seen, head))
+        votes = len(asked) * len(group_of(observation, head))
         out.append([value / votes for value in sums])
     return out
 

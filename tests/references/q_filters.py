@@ -8,12 +8,12 @@ from larder.core import Observation
 from references.attention_loop import heads_of
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
+def scores(part: Any, observation: Observation) -> list[list[float]]:
     del part
-    entries, size = seen.entries, seen.layer.head_dim
+    entries, size = observation.entries, observation.layer.head_dim
     out = []
-    for head in heads_of(seen):
-        direction = seen.facts["q_filters"][head * size : (head + 1) * size]
+    for head in heads_of(observation):
+        direction = observation.facts["q_filters"][head * size : (head + 1) * size]
         rows = entries.keys[entries.rows(head)].tolist()
         out.append([sum(x * y for x, y in zip(row, direction, strict=True)) for row in rows])
     return out

@@ -55,17 +55,19 @@ def between(numbers: list[float], place: float) -> float:
     return numbers[first] + (place - first) * (numbers[beyond] - numbers[first])
 
 
-def looked_at(part: Any, seen: Observation) -> list[float]:
+def looked_at(part: Any, observation: Observation) -> list[float]:
     """The highest weight that any of the last queries gives each packed entry."""
     found: list[float] = []
-    queries = range(max(0, seen.queries.shape[1] - part.window), seen.queries.shape[1])
-    for head in range(seen.layer.kv_heads):
-        places = positions_of(seen.entries, head)
+    queries = range(
+        max(0, observation.queries.shape[1] - part.window), observation.queries.shape[1]
+    )
+    for head in range(observation.layer.kv_heads):
+        places = positions_of(observation.entries, head)
         best = [0.0] * len(places)
-        for query_head in group_of(seen, head):
+        for query_head in group_of(observation, head):
             for query in queries:
-                visible = [place <= int(seen.query_positions[query]) for place in places]
-                row = weights(seen, query_head, query, visible)
+                visible = [place <= int(observation.query_positions[query]) for place in places]
+                row = weights(observation, query_head, query, visible)
                 best = [max(a, b) for a, b in zip(best, row, strict=True)]
         found += best
     return found

@@ -19,9 +19,9 @@ def draw(position: int, stream: int) -> float:
     return ((mixed ^ (mixed >> 31)) >> 40) / 2**24
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
-    base = (part.seed * 1_000_003 + seen.layer.index) * 1_009
+def scores(part: Any, observation: Observation) -> list[list[float]]:
+    base = (part.seed * 1_000_003 + observation.layer.index) * 1_009
     return [
-        [draw(position, base + head) for position in positions_of(seen.entries, head)]
-        for head in heads_of(seen)
+        [draw(position, base + head) for position in positions_of(observation.entries, head)]
+        for head in heads_of(observation)
     ]

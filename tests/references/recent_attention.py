@@ -13,34 +13,39 @@ from references.attention_loop import group_of, heads_of, positions_of, weights
 SMALL = {"window": 3}  # parameters for small layers
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
-    judging = latest(part, seen)
+def scores(part: Any, observation: Observation) -> list[list[float]]:
+    judging = latest(part, observation)
     said: dict[int, list[float]] = {}
-    for head in heads_of(seen):
-        places = positions_of(seen.entries, head)
-        for query_head in group_of(seen, head):
+    for head in heads_of(observation):
+        places = positions_of(observation.entries, head)
+        for query_head in group_of(observation, head):
             row = judged(judging, query_head, places)
             for place, weight in zip(places, row, strict=True):
                 said.setdefault(place, []).append(weight)
     means = {place: sum(row) / len(row) for place, row in said.items()}
-    return [[means[place] for place in positions_of(seen.entries, h)] for h in heads_of(seen)]
+    return [
+        [means[place] for place in positions_of(observation.entries, h)]
+        for h in heads_of(observation)
+    ]
 
 
-def latest(part: Any, seen: Observation) -> Observation:
+def latest(part: Any, observation: Observation) -> Observation:
     """The observation with the last queries, held ones and those of the pass, for its own."""
-    held = [] if seen.latest is None else [seen.latest]
-    queries = torch.cat([*(one.queries for one in held), seen.queries], 1)[:, -part.window :]
-    places = torch.cat([*(one.positions for one in held), seen.query_positions])[-part.window :]
-    keys = seen.keys.new_zeros(seen.layer.kv_heads, len(places), queries.shape[2])
-    return replace(seen, queries=queries, query_positions=places, keys=keys)
+    held = [] if observation.latest is None else [observation.latest]
+    queries = torch.cat([*(one.queries for one in held), observation.queries], 1)[:, -part.window :]
+    places = torch.cat([*(one.positions for one in held), observation.query_positions])[
+        -part.window :
+    ]
+    keys = observation.keys.new_zeros(observation.layer.kv_heads, len(places), queries.shape[2])
+    return replace(observation, queries=queries, query_positions=places, keys=keys)
 
 
-def judged(seen: Observation, query_head: int, places: list[int]) -> list[float]:
-    total, count = [0.0] * len(places), len(seen.query_positions)
-    for query, at in enumerate(seen.query_positions.tolist()):
+def judged(observation: Observation, query_head: int, places: list[int]) -> list[float]:
+    total, count = [0.0] * len(places), len(observation.query_positions)
+    for query, at in enumerate(observation.query_positions.tolist()):
         factor = 1 + 0.2 * (query / (count - 1) if count > 1 else 0.0)
         visible = [place <= at for place in places]
         if any(visible):
-            row = weights(seen, query_head, query, visible)
+            row = weights(observation, query_head, query, visible)
             total = [a + factor * b for a, b in zip(total, row, strict=True)]
     return [number / count for number in total]

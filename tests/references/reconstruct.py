@@ -11,17 +11,17 @@ from references.attention_loop import heads_of, highest, highest_in_plain_attent
 SMALL = {"chunk": 7}  # parameters for small layers
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
-    start, stop = seen.span
+def scores(part: Any, observation: Observation) -> list[list[float]]:
+    start, stop = observation.span
     out = []
-    for head in heads_of(seen):
-        places = positions_of(seen.entries, head)
+    for head in heads_of(observation):
+        places = positions_of(observation.entries, head)
         judged = [start <= position < stop for position in places]
         if part.variant.value == "larder":
-            row = highest(seen, head, judged)
+            row = highest(observation, head, judged)
         else:
             shared = [j or p < part.opening for j, p in zip(judged, places, strict=True)]
-            row = highest_in_plain_attention(seen, head, shared)
+            row = highest_in_plain_attention(observation, head, shared)
         out.append([w if see else -math.inf for w, see in zip(row, judged, strict=True)])
     return out
 

@@ -18,12 +18,12 @@ def remembered(told: Told) -> dict[str, float]:
     return {"last_needed": float(last), "longest_gap": float(longest)}
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
-    return [one_head(seen, head) for head in heads_of(seen)]
+def scores(part: Any, observation: Observation) -> list[list[float]]:
+    return [one_head(observation, head) for head in heads_of(observation)]
 
 
-def one_head(seen: Observation, head: int) -> list[float]:
-    entries, now, out = seen.entries, seen.length - 1, []
+def one_head(observation: Observation, head: int) -> list[float]:
+    entries, now, out = observation.entries, observation.length - 1, []
     for row in range(entries.starts[head], entries.starts[head] + entries.lengths[head]):
         gap = float(entries.columns["longest_gap"][row])
         waited = now - float(entries.columns["last_needed"][row])

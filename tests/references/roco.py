@@ -10,12 +10,12 @@ from references.attention_loop import heads_of
 SMALL = {"spared": 0.4}  # parameters for small layers
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
-    return [one_head(part, seen, head) for head in heads_of(seen)]
+def scores(part: Any, observation: Observation) -> list[list[float]]:
+    return [one_head(part, observation, head) for head in heads_of(observation)]
 
 
-def one_head(part: Any, seen: Observation, head: int) -> list[float]:
-    entries, start = seen.entries, seen.entries.starts[head]
+def one_head(part: Any, observation: Observation, head: int) -> list[float]:
+    entries, start = observation.entries, observation.entries.starts[head]
     held = range(entries.lengths[head])
     count, mean, spread = (
         [float(entries.columns[name][start + s]) for s in held]

@@ -11,8 +11,8 @@ from references.attention_loop import heads_of, positions_of
 SMALL = {"sinks": 2}  # parameters for small layers
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
+def scores(part: Any, observation: Observation) -> list[list[float]]:
     return [
-        [math.inf if p < part.sinks else float(p) for p in positions_of(seen.entries, head)]
-        for head in heads_of(seen)
+        [math.inf if p < part.sinks else float(p) for p in positions_of(observation.entries, head)]
+        for head in heads_of(observation)
     ]

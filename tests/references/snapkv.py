@@ -11,26 +11,28 @@ from references.attention_loop import group_of, heads_of, highest, positions_of,
 SMALL = {"window": 3, "kernel": 3}  # parameters for small layers
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
+def scores(part: Any, observation: Observation) -> list[list[float]]:
     if part.variant.value == "code":
-        lengths = seen.entries.lengths
-        return [highest(seen, head, [True] * lengths[head]) for head in heads_of(seen)]
-    return [one_head(part, seen, head) for head in heads_of(seen)]
+        lengths = observation.entries.lengths
+        return [
+            highest(observation, head, [True] * lengths[head]) for head in heads_of(observation)
+        ]
+    return [one_head(part, observation, head) for head in heads_of(observation)]
 
 
-def one_head(part: Any, seen: Observation, head: int) -> list[float]:
-    positions = positions_of(seen.entries, head)
-    count = seen.queries.shape[1]
+def one_head(part: Any, observation: Observation, head: int) -> list[float]:
+    positions = positions_of(observation.entries, head)
+    count = observation.queries.shape[1]
     voters = range(max(0, count - part.window), count)
     votes = [0.0] * len(positions)
-    for query_head in group_of(seen, head):
+    for query_head in group_of(observation, head):
         for query in voters:
-            at = int(seen.query_positions[query])
+            at = int(observation.query_positions[query])
             visible = [position <= at for position in positions]
             if any(visible):
-                row = weights(seen, query_head, query, visible)
+                row = weights(observation, query_head, query, visible)
                 votes = [a + b for a, b in zip(votes, row, strict=True)]
-    first = int(seen.query_positions[voters[0]])
+    first = int(observation.query_positions[voters[0]])
     votes = [0.0 if p >= first else v for p, v in zip(positions, votes, strict=True)]
     half = part.kernel // 2
     around = [votes[max(0, i - half) : i + half + 1] for i in range(len(votes))]

@@ -34,37 +34,42 @@ class Listener:
     def __init__(self) -> None:
         self.told: dict[tuple[int, int], Told] = {}
 
-    def hear(self, seen: Observation) -> None:
-        for head in range(seen.layer.kv_heads):
-            held, first = positions_of(seen.entries, head), int(seen.query_positions[0])
+    def hear(self, observation: Observation) -> None:
+        for head in range(observation.layer.kv_heads):
+            held, first = (
+                positions_of(observation.entries, head),
+                int(observation.query_positions[0]),
+            )
             if first - 1 in held:
                 first = self.told[head, first - 1].first
             for place in held:
                 self.told.setdefault((head, place), Told(place, first))
-            for query in range(len(seen.query_positions)):
-                self._hear_one(seen, head, query)
+            for query in range(len(observation.query_positions)):
+                self._hear_one(observation, head, query)
 
-    def _hear_one(self, seen: Observation, head: int, query: int) -> None:
-        time = int(seen.query_positions[query])
-        rows = [row_of(seen, query_head, query) for query_head in group_of(seen, head)]
-        for s, place in enumerate(positions_of(seen.entries, head)):
+    def _hear_one(self, observation: Observation, head: int, query: int) -> None:
+        time = int(observation.query_positions[query])
+        rows = [
+            row_of(observation, query_head, query) for query_head in group_of(observation, head)
+        ]
+        for s, place in enumerate(positions_of(observation.entries, head)):
             if place <= time:
                 told = self.told[head, place]
                 told.times.append(time)
                 told.weights.append([row[s] for row in rows])
 
 
-def row_of(seen: Observation, query_head: int, query: int) -> list[float]:
+def row_of(observation: Observation, query_head: int, query: int) -> list[float]:
     """Softmax weights of one query head, an entry of n tokens counting n times."""
-    entries = seen.entries
-    head = query_head // (seen.layer.query_heads // seen.layer.kv_heads)
+    entries = observation.entries
+    head = query_head // (observation.layer.query_heads // observation.layer.kv_heads)
     counts, own = entries.columns.get(LOG_COUNT), entries.rows(head)
-    logits = entries.keys[own].double() @ seen.queries[query_head, query].double()
+    logits = entries.keys[own].double() @ observation.queries[query_head, query].double()
     parts = []
     for s, place in enumerate(positions_of(entries, head)):
         times = 1.0 if counts is None else math.exp(float(counts[own.start + s]))
-        sees = place <= int(seen.query_positions[query])
-        logit = capped(float(logits[s]) * seen.layer.scaling, seen.layer.softcap)
+        sees = place <= int(observation.query_positions[query])
+        logit = capped(float(logits[s]) * observation.layer.scaling, observation.layer.softcap)
         parts.append(times * math.exp(logit) if sees else 0.0)
-    total = sum(parts) + math.exp(sink_of(seen.layer.sinks, query_head))
+    total = sum(parts) + math.exp(sink_of(observation.layer.sinks, query_head))
     return [part / total for part in parts]

@@ -19,15 +19,17 @@ def log_sigmoid(x: float) -> float:
     return -math.log1p(math.exp(-x)) if x > 0 else x - math.log1p(math.exp(x))
 
 
-def scores(part: Any, seen: Observation) -> list[list[float]]:
+def scores(part: Any, observation: Observation) -> list[list[float]]:
     del part
-    return decayed(seen, "trim")
+    return decayed(observation, "trim")
 
 
-def decayed(seen: Observation, name: str) -> list[list[float]]:
+def decayed(observation: Observation, name: str) -> list[list[float]]:
     """Column times age, by head."""
     out = []
-    for head, values in enumerate(column(seen, name)):
-        places = seen.entries.head_positions(head).tolist()
-        out.append([v * (seen.length - place) for v, place in zip(values, places, strict=True)])
+    for head, values in enumerate(column(observation, name)):
+        places = observation.entries.head_positions(head).tolist()
+        out.append(
+            [v * (observation.length - place) for v, place in zip(values, places, strict=True)]
+        )
     return out

@@ -366,9 +366,9 @@ class _TurnObservers:
         ]
         own = {row: each for row, each in enumerate(observers) if each is not None}
 
-        def observe(row: int, layer: int, seen: LayerActivations) -> None:
+        def observe(row: int, layer: int, activations: LayerActivations) -> None:
             if row in own:
-                own[row](0, layer, seen)
+                own[row](0, layer, activations)
 
         return observe if own else None
 

@@ -81,11 +81,11 @@ class PressScorer(Scorer):
     def observes_whole_text(self) -> bool:
         return True
 
-    def score(self, seen: Observation) -> Packed:
-        entries, heads = seen.entries, range(seen.layer.kv_heads)
-        if set(entries.lengths) != {seen.queries.shape[1]}:
+    def score(self, observation: Observation) -> Packed:
+        entries, heads = observation.entries, range(observation.layer.kv_heads)
+        if set(entries.lengths) != {observation.queries.shape[1]}:
             return torch.ones(sum(entries.lengths), device=entries.keys.device)
         keys = torch.stack([entries.head_keys(head) for head in heads])
         values = torch.stack([entries.head_values(head) for head in heads])
-        kept = self.press.kept(seen.layer.index, seen.inputs["states"], keys, values)
+        kept = self.press.kept(observation.layer.index, observation.inputs["states"], keys, values)
         return kept.float().flatten()

@@ -333,18 +333,18 @@ class ForwardBatch:
         if (source := spec.last_readers.get(layer)) is not None:
             self._report(index, source, self._waiting.pop((index, source)))
 
-    def _report(self, index: int, layer: int, seen: LayerActivations) -> None:
+    def _report(self, index: int, layer: int, activations: LayerActivations) -> None:
         """Record what was captured of a segment's new tokens, and call the observer."""
         segment = self.segments[index]
         cache, count = segment.cache, len(segment.ids)
-        if seen.inputs and self.mode is Mode.APPEND:
-            start, inputs = cache.next_position, seen.inputs
-            if len(seen.positions) < count:
-                places = seen.positions - start
+        if activations.inputs and self.mode is Mode.APPEND:
+            start, inputs = cache.next_position, activations.inputs
+            if len(activations.positions) < count:
+                places = activations.positions - start
                 inputs = {name: _spread(own, places, count) for name, own in inputs.items()}
             cache.note_tokens(layer, inputs, start)
         if self._observer is not None:
-            self._observer(index, layer, seen)
+            self._observer(index, layer, activations)
 
     def _inputs(self, index: int) -> dict[str, Tensor]:
         """Captured inputs of the new tokens of one segment, and numbers of its images."""

@@ -40,12 +40,12 @@ class ObservationWindow:
     positions: Int[Tensor, " Q"] | None = None
     before: int | None = None
 
-    def is_own_pass(self, seen: Observation) -> bool:
+    def is_own_pass(self, observation: Observation) -> bool:
         """True if this is the attention of the pass itself: its own queries over all entries."""
         return (
-            self.entries is seen.entries
-            and self.queries.shape == seen.queries.shape
-            and self.queries.data_ptr() == seen.queries.data_ptr()
+            self.entries is observation.entries
+            and self.queries.shape == observation.queries.shape
+            and self.queries.data_ptr() == observation.queries.data_ptr()
         )
 
     def scored_lengths(self) -> tuple[int, ...]:
@@ -67,7 +67,9 @@ class AttentionReduction:
         """Reduction of parts with default parameters."""
         return AttentionReduction(AGGREGATIONS.load(aggregation)(), HEAD_RULES.load(heads)())
 
-    def reduce(self, window: ObservationWindow, seen: Observation) -> list[Float[Tensor, " _"]]:
+    def reduce(
+        self, window: ObservationWindow, observation: Observation
+    ) -> list[Float[Tensor, " _"]]:
         """One number per entry and kv head; the full matrix of weights is never held."""
         entries = window.entries
         scored = entries.lengths
@@ -76,14 +78,16 @@ class AttentionReduction:
         is_local = not (
             self.aggregation.depends_on_other_entries or self.aggregation.depends_on_visible_count
         )
-        if seen.logits is not None and is_local and window.is_own_pass(seen):
+        if observation.logits is not None and is_local and window.is_own_pass(observation):
             # The single query's logits were recorded by attention: no second product is needed.
             weights = self.aggregation.single_query(
                 head_weights_from_logits(
-                    seen.logits, *entries.layout, sink_logits(seen.layer, seen.logits)
+                    observation.logits,
+                    *entries.layout,
+                    sink_logits(observation.layer, observation.logits),
                 )
             )
-            joined = self.heads.join_stored(weights, entries, seen)
+            joined = self.heads.join_stored(weights, entries, observation)
             return [self.aggregation.complete(head) for head in joined]
         key_positions = None if window.positions is None else entries.packed_positions()
         statistics = reduce_columns(
@@ -91,19 +95,19 @@ class AttentionReduction:
             window.queries,
             entries.keys,
             *entries.layout,
-            seen.layer.scaling,
+            observation.layer.scaling,
             query_positions=window.positions,
             key_positions=key_positions,
             bias=entries.columns.get(LOG_COUNT),
             judged=scored,
-            softcap=seen.layer.softcap,
-            sinks=sink_logits(seen.layer, entries.keys),
+            softcap=observation.layer.softcap,
+            sinks=sink_logits(observation.layer, entries.keys),
         )
         whole = [
             pad(head, (0, length - head.shape[-1]))
             for head, length in zip(statistics, entries.lengths, strict=True)
         ]
-        joined = self.heads.join(whole, entries, seen)
+        joined = self.heads.join(whole, entries, observation)
         return [
             pad(self.aggregation.complete(head[:count]), (0, len(head) - count))
             for head, count in zip(joined, scored, strict=True)
@@ -128,7 +132,7 @@ class NoHeadRule(HeadRule):
     """Null object for scorers that do not use attention."""
 
     def join(
-        self, statistics: Sequence[Float[Tensor, "R _"]], entries: Entries, seen: Observation
+        self, statistics: Sequence[Float[Tensor, "R _"]], entries: Entries, observation: Observation
     ) -> list[Float[Tensor, " _"]]:
         return [head[0] for head in statistics]
 
@@ -137,21 +141,21 @@ MIN_TAU = 0.05  # below it the power of an entropy leaves the range of a float
 
 
 def gather_last_queries(
-    gather: ColumnReducer, seen: Observation, window: int
+    gather: ColumnReducer, observation: Observation, window: int
 ) -> list[Float[Tensor, "N _"]]:
     """Statistics of the attention weights of the last `window` queries, for each kv head."""
-    entries = seen.entries
+    entries = observation.entries
     return reduce_columns(
         gather,
-        seen.queries[:, -window:],
+        observation.queries[:, -window:],
         entries.keys,
         *entries.layout,
-        seen.layer.scaling,
-        query_positions=seen.query_positions[-window:],
+        observation.layer.scaling,
+        query_positions=observation.query_positions[-window:],
         key_positions=entries.packed_positions(),
         bias=entries.columns.get(LOG_COUNT),
-        softcap=seen.layer.softcap,
-        sinks=sink_logits(seen.layer, entries.keys),
+        softcap=observation.layer.softcap,
+        sinks=sink_logits(observation.layer, entries.keys),
     )
 
 

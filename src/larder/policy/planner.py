@@ -164,9 +164,9 @@ class Planner:
         own = self.timing.scoring if stage is Phase.DECODE else None
         return own or ReducedScorer(self.scorer, self.reduction)
 
-    def tally(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:
+    def tally(self, observation: Observation) -> dict[str, Float[Tensor, " C"]]:
         """New values of all tally columns, after an appending pass."""
-        updates = [tally.update(seen) for tally in self._tallies]
+        updates = [tally.update(observation) for tally in self._tallies]
         return {name: column for update in updates for name, column in update.items()}
 
     def with_calibration(
@@ -221,13 +221,15 @@ class Planner:
         columns = {column: name for own in pairs for column, name in own}
         return StepRule(scoring, self.compensation.step_merging, columns)
 
-    def with_model_facts(self, seen: Observation) -> Observation:
+    def with_model_facts(self, observation: Observation) -> Observation:
         """Observation with calibration, lexicon and weight inputs of its layer."""
-        own = self.facts.get(seen.layer.index, {})
-        if not (own or self.lexicon or seen.facts or seen.lexicon or self.weight_inputs):
-            return seen
-        inputs = {**seen.inputs, **self.weight_inputs.get(seen.layer.index, {})}
-        return replace(seen, facts=own, lexicon=self.lexicon, inputs=inputs)
+        own = self.facts.get(observation.layer.index, {})
+        if not (
+            own or self.lexicon or observation.facts or observation.lexicon or self.weight_inputs
+        ):
+            return observation
+        inputs = {**observation.inputs, **self.weight_inputs.get(observation.layer.index, {})}
+        return replace(observation, facts=own, lexicon=self.lexicon, inputs=inputs)
 
     def quotas(
         self, tokens: int, context: int, layers: tuple[int, ...], facts: Calibration
@@ -260,7 +262,9 @@ class Planner:
         sizes = (own for own in range(tokens) if self.protect.ends(own).union(always).tokens <= own)
         return next(sizes, tokens)
 
-    def score(self, seen: Observation, quota: int = 0, tokens: int = 0, start: int = 0) -> Packed:
+    def score(
+        self, observation: Observation, quota: int = 0, tokens: int = 0, start: int = 0
+    ) -> Packed:
         """Float32 score of every entry of a layer, after value rule and unit.
 
         Args:
@@ -270,37 +274,37 @@ class Planner:
         Raises:
             ScoreError: the scorer did not return one number per entry.
         """
-        own = self._scoring(seen.stage)
-        scores = own.scorer.score_with(seen, own.reduction)
-        self._check(scores, own.scorer, seen)
+        own = self._scoring(observation.stage)
+        scores = own.scorer.score_with(observation, own.reduction)
+        self._check(scores, own.scorer, observation)
         selection = Selection(quota)
         if quota and self.values.selects:
-            weights = own.scorer.weights(seen) if self.values.wants_weights else None
-            selection = Selection(quota, self._protection(seen, start)(tokens), weights)
-        weighed = self.values.weigh(scores.to(torch.float32), seen, selection)
-        return self.unit.pool(weighed, seen)
+            weights = own.scorer.weights(observation) if self.values.wants_weights else None
+            selection = Selection(quota, self._protection(observation, start)(tokens), weights)
+        weighed = self.values.weigh(scores.to(torch.float32), observation, selection)
+        return self.unit.pool(weighed, observation)
 
-    def _check(self, scores: Tensor, scorer: Scorer, seen: Observation) -> None:
-        count, name = sum(seen.entries.lengths), public_name(type(scorer))
+    def _check(self, scores: Tensor, scorer: Scorer, observation: Observation) -> None:
+        count, name = sum(observation.entries.lengths), public_name(type(scorer))
+        layer = observation.layer.index
         if tuple(scores.shape) != (count,):
             raise ScoreError(
-                f"{name} returned scores of shape {tuple(scores.shape)} for layer "
-                f"{seen.layer.index}, which holds ({count},) entries (T, over all its kv heads): "
-                "return one score per entry, head by head."
+                f"{name} returned scores of shape {tuple(scores.shape)} for layer {layer}, which "
+                f"holds ({count},) entries (T, over all its kv heads): return one score per entry, "
+                "head by head."
             )
         if not scores.is_floating_point():
             raise ScoreError(
-                f"{name} returned {scores.dtype} scores for layer {seen.layer.index}: return "
-                "float32."
+                f"{name} returned {scores.dtype} scores for layer {layer}: return float32."
             )
         if len(scores) and math.isnan(float(scores.amin())):  # amin propagates NaN
             raise ScoreError(
                 f"{name} returned {int(scores.isnan().sum())} NaN among {count} scores for "
-                f"layer {seen.layer.index}, which cannot be ranked: return numbers or infinities."
+                f"layer {layer}, which cannot be ranked: return numbers or infinities."
             )
 
     def with_protection(
-        self, seen: Observation, scores: Packed, tokens: int, start: int = 0
+        self, observation: Observation, scores: Packed, tokens: int, start: int = 0
     ) -> LayerScores:
         """Scores of a layer together with its protected entries and statistics.
 
@@ -308,34 +312,38 @@ class Planner:
             tokens: M, the budget that protected shares are relative to.
             start: true position of the first generated token; unused in prefill.
         """
-        entries, protection = seen.entries, self._protection(seen, start)
+        entries, protection = observation.entries, self._protection(observation, start)
         protected = protection(tokens)
-        weights = mean_per_kv_head(self.weights.get(seen.layer.index, ()), len(entries.lengths))
+        weights = mean_per_kv_head(
+            self.weights.get(observation.layer.index, ()), len(entries.lengths)
+        )
         return LayerScores(
             scores,
             protected,
             entries.lengths,
-            measure=self.budget.inspect(seen, scores, protected),
+            measure=self.budget.inspect(observation, scores, protected),
             scalars=entries.scalars,
-            stage=seen.stage,
-            storage_statistics=self.storage.inspect(seen),
+            stage=observation.stage,
+            storage_statistics=self.storage.inspect(observation),
             weights=weights,
             protection=protection,
-            learned=self._learned(seen),
+            learned=self._learned(observation),
         )
 
-    def _learned(self, seen: Observation) -> dict[str, Tensor]:
+    def _learned(self, observation: Observation) -> dict[str, Tensor]:
         """Inputs of the providers that the compensation needs."""
         wanted = self.compensation.required_providers()
-        return {name: own for name, own in seen.inputs.items() if name.split(".")[0] in wanted}
+        return {
+            name: own for name, own in observation.inputs.items() if name.split(".")[0] in wanted
+        }
 
-    def _protection(self, seen: Observation, start: int) -> Callable[[int], PackedMask]:
+    def _protection(self, observation: Observation, start: int) -> Callable[[int], PackedMask]:
         """Mask of protected entries as a function of the entries per head that a layer keeps.
 
         It holds no queries, since layers keep it until all of them are scored.
         """
-        positions = seen.entries.packed_positions()
-        return partial(self._protected, positions, seen.length, seen.stage, start)
+        positions = observation.entries.packed_positions()
+        return partial(self._protected, positions, observation.length, observation.stage, start)
 
     def _protected(
         self, positions: Int[Tensor, " T"], length: int, stage: Phase, start: int, tokens: int

@@ -131,11 +131,11 @@ class EvictionPass:
 
     def _plans(self, row: int, layer: int, recorded: LayerActivations) -> dict[int, Plan]:
         """Plans for the layers that can be decided once this one is scored."""
-        seen = self._observation(row, layer, recorded)
+        observation = self._observation(row, layer, recorded)
         if not self._scratch_tokens:
-            seen = self._tally(row, layer, seen)
+            observation = self._tally(row, layer, observation)
         if self._phases[row] is ScoringPhase.OBSERVE:
-            self._tell(layer, seen, None)
+            self._tell(layer, observation, None)
             return {}
         score = partial(
             self._planner.score,
@@ -143,9 +143,9 @@ class EvictionPass:
             tokens=self._tokens,
             start=self._starts[row],
         )
-        own = self._shared_scores.scores(row, self._places[layer], seen, score)
+        own = self._shared_scores.scores(row, self._places[layer], observation, score)
         scores = self._join(row, layer, own)
-        self._tell(layer, seen, scores)
+        self._tell(layer, observation, scores)
         if self._phases[row] is ScoringPhase.ACCUMULATE:
             self._scores[row, layer] = scores
             return {}
@@ -153,13 +153,15 @@ class EvictionPass:
         if self._meter is not None:
             others = max((cache.stores[index].entries_copy_bytes for index in ready), default=0)
             self._note(layer, cache.stores[layer].entries_copy_bytes + others)
-        ready[layer] = self._planner.with_protection(seen, scores, self._tokens, self._starts[row])
-        entries = lambda index: seen.entries if index == layer else cache.entries(index)  # noqa: E731
+        ready[layer] = self._planner.with_protection(
+            observation, scores, self._tokens, self._starts[row]
+        )
+        entries = lambda index: observation.entries if index == layer else cache.entries(index)  # noqa: E731
         return self._planner.plan(ready, self._quotas[row], entries)
 
-    def _tell(self, layer: int, seen: Observation, scores: Packed | None) -> None:
+    def _tell(self, layer: int, observation: Observation, scores: Packed | None) -> None:
         if self._listener is not None:
-            self._listener(layer, seen, scores)
+            self._listener(layer, observation, scores)
 
     def _in_flight(self, layer: int) -> int:
         """Key and value bytes of scratch tokens in one layer, all rows together."""
@@ -170,7 +172,7 @@ class EvictionPass:
         cache, prompt = self._caches[row], self._prompts[row]
         if self._meter is not None:
             self._note(layer, cache.stores[layer].entries_copy_bytes)
-        seen = Observation(
+        observation = Observation(
             cache.spec.layers[layer],
             cache.entries(layer),
             recorded.queries,
@@ -187,7 +189,7 @@ class EvictionPass:
             weight_sums=cache.stores[layer].take_weight_sums(),
         )
         own = 0 if self._scratch_tokens else len(recorded.positions)
-        return self._planner.with_model_facts(rotate_to_cache_positions(seen, own))
+        return self._planner.with_model_facts(rotate_to_cache_positions(observation, own))
 
     def _gradient_inputs(self, row: int, layer: int) -> Mapping[str, Tensor]:
         return self._gradients[row][layer] if self._gradients else {}
@@ -201,17 +203,17 @@ class EvictionPass:
         start = length - len(prompt.ids)
         return tuple(prompt.ids[place - start] for place in recorded.positions.tolist())
 
-    def _tally(self, row: int, layer: int, seen: Observation) -> Observation:
+    def _tally(self, row: int, layer: int, observation: Observation) -> Observation:
         """Update the ledger of a layer, and return the observation with its new columns."""
-        self._caches[row].remember(layer, seen.queries, seen.query_positions)
-        columns = self._planner.tally(seen)
+        self._caches[row].remember(layer, observation.queries, observation.query_positions)
+        columns = self._planner.tally(observation)
         if not columns:
-            return seen
+            return observation
         cache = self._caches[row]
         cache.note(layer, columns)
         if not cache.stores[layer].entries_copy_bytes:
-            return seen
-        return replace(seen, entries=seen.entries.with_columns(columns))
+            return observation
+        return replace(observation, entries=observation.entries.with_columns(columns))
 
     def _join(self, row: int, layer: int, scores: Packed) -> Packed:
         earlier = self._scores.pop((row, layer), None)
@@ -244,9 +246,9 @@ class LeaderScores:
     positions: Int[Tensor, " T"]
     lengths: tuple[int, ...]
 
-    def fits(self, seen: Observation) -> bool:
+    def fits(self, observation: Observation) -> bool:
         """True if the heads of another layer hold the same positions."""
-        entries = seen.entries
+        entries = observation.entries
         if entries.lengths != self.lengths:
             return False
         positions = entries.packed_positions()
@@ -267,7 +269,7 @@ class SharedLayerScores:
         self._leads: dict[int, LeaderScores] = {}
 
     def scores(
-        self, row: int, place: int, seen: Observation, score: Callable[[Observation], Packed]
+        self, row: int, place: int, observation: Observation, score: Callable[[Observation], Packed]
     ) -> Packed:
         """Scores of a layer.
 
@@ -277,17 +279,17 @@ class SharedLayerScores:
             score: computes the scores of a layer.
         """
         if self._together == 1:
-            return score(seen)
-        if place % self._together and self._leads[row].fits(seen):
-            return self._leads[row].scores.to(seen.entries.positions.device)
-        scores = score(seen)
+            return score(observation)
+        if place % self._together and self._leads[row].fits(observation):
+            return self._leads[row].scores.to(observation.entries.positions.device)
+        scores = score(observation)
         if place % self._together == 0:
-            positions = seen.entries.packed_positions()
-            self._leads[row] = LeaderScores(scores, positions, seen.entries.lengths)
+            positions = observation.entries.packed_positions()
+            self._leads[row] = LeaderScores(scores, positions, observation.entries.lengths)
         return scores
 
 
-def rotate_to_cache_positions(seen: Observation, own: int) -> Observation:
+def rotate_to_cache_positions(observation: Observation, own: int) -> Observation:
     """Observation with queries and keys rotated to cache positions, behind the layer's entries.
 
     An offset from right behind the text is kept in cache positions. Without a compact layer, the
@@ -296,18 +298,18 @@ def rotate_to_cache_positions(seen: Observation, own: int) -> Observation:
     Args:
         own: number of entries of each head that are the queries' own tokens.
     """
-    true, radians = seen.query_positions, seen.layer.radians
-    if radians is None or not len(seen.entries.rope_positions):
-        return seen
-    shift = true[0] - (seen.length - own)
-    lengths = torch.tensor(seen.entries.lengths, device=true.device)
+    true, radians = observation.query_positions, observation.layer.radians
+    if radians is None or not len(observation.entries.rope_positions):
+        return observation
+    shift = true[0] - (observation.length - own)
+    lengths = torch.tensor(observation.entries.lengths, device=true.device)
     first = (lengths - own + shift).clamp(min=0)
     places = first[:, None] + true - true[0]
     frequencies = torch.tensor(radians, device=true.device)
     return replace(
-        seen,
-        queries=rerotate_per_head(seen.queries, true, places, frequencies),
-        keys=rerotate_per_head(seen.keys, true, places, frequencies),
+        observation,
+        queries=rerotate_per_head(observation.queries, true, places, frequencies),
+        keys=rerotate_per_head(observation.keys, true, places, frequencies),
         rope_positions=places,
     )
 

@@ -122,7 +122,7 @@ class _EntryAttention:
     def attend(self, inputs: AttentionInputs) -> Queries:
         layer = self._cache.spec.layers[inputs.layer]
         source = layer.index if layer.kv_source is None else layer.kv_source
-        seen = Observation(
+        observation = Observation(
             layer,
             self._cache.entries(source),
             inputs.queries_at(self._places),
@@ -131,27 +131,27 @@ class _EntryAttention:
             (0, 0),
             keys=inputs.keys,
         )
-        seen = rotate_to_cache_positions(seen, 0)
+        observation = rotate_to_cache_positions(observation, 0)
         heads = range(layer.kv_heads)
         values = inputs.values if not layer.latent_rank else inputs.keys[..., : layer.latent_rank]
-        outs = [_attend_head(seen, head, values[head]) for head in heads]
+        outs = [_attend_head(observation, head, values[head]) for head in heads]
         return torch.cat(outs).to(inputs.queries.dtype)
 
 
 def _attend_head(
-    seen: Observation, head: int, own_values: Float[Tensor, "Q Dv"]
+    observation: Observation, head: int, own_values: Float[Tensor, "Q Dv"]
 ) -> Float[Tensor, "R Q Dv"]:
     """Attention of the query heads of one kv head."""
-    layer, entries = seen.layer, seen.entries
-    keys = torch.cat([entries.head_keys(head).float(), seen.keys[head].float()])
+    layer, entries = observation.layer, observation.entries
+    keys = torch.cat([entries.head_keys(head).float(), observation.keys[head].float()])
     values = torch.cat([entries.head_values(head).float(), own_values.float()])
-    places = torch.cat([entries.head_positions(head).long(), seen.query_positions])
-    queries = seen.queries[head * layer.group : (head + 1) * layer.group].float()
+    places = torch.cat([entries.head_positions(head).long(), observation.query_positions])
+    queries = observation.queries[head * layer.group : (head + 1) * layer.group].float()
     logits = cap_logits(queries @ keys.T * layer.scaling, layer.softcap)  # [R, Q, S]
     bias = entries.columns.get(LOG_COUNT)
     if bias is not None:
         logits = logits + torch.cat([bias[entries.rows(head)], bias.new_zeros(len(own_values))])
-    first = layer.first_visible(seen.query_positions)[:, None]
-    hidden = (places > seen.query_positions[:, None]) | (places < first)
+    first = layer.first_visible(observation.query_positions)[:, None]
+    hidden = (places > observation.query_positions[:, None]) | (places < first)
     sinks = sinks_by_group(sink_logits(layer, logits), layer.kv_heads)[head]
     return softmax_with_sinks(logits.masked_fill(hidden, -torch.inf), sinks) @ values

@@ -135,7 +135,7 @@ class RecordedText:
         cache = self._copy(sized)
         protecting, ready = replace(planner, storage=Exact()), dict[int, LayerScores]()
         for layer, scored in self.scores(policy).items():
-            seen = Observation(
+            observation = Observation(
                 spec.layers[layer],
                 cache.entries(layer),
                 torch.empty(0),
@@ -143,7 +143,9 @@ class RecordedText:
                 length,
                 (0, 0),
             )
-            own = protecting.with_protection(planner.with_model_facts(seen), scored.scores, entries)
+            own = protecting.with_protection(
+                planner.with_model_facts(observation), scored.scores, entries
+            )
             ready[layer] = replace(own, storage_statistics=scored.storage_statistics)
         plans = planner.plan(ready, quotas, cache.entries)
         for layer, plan in cache.fit_plans(plans).items():

@@ -81,7 +81,7 @@ class Utility(Measurement):
         positions = torch.arange(self.context, dtype=torch.int32, device=device)
         starts = tuple(head * self.context for head in range(heads))
         entries = Entries(keys, values, positions.repeat(heads), starts, (self.context,) * heads)
-        seen = Observation(
+        observation = Observation(
             decoder.spec.layers[shown.layer],
             entries,
             shown.queries[:, : self.context],
@@ -90,7 +90,7 @@ class Utility(Measurement):
             (0, self.context),
         )
         scorer = Expected(sinks=self.sinks, epsilon=self.epsilon)
-        return scorer.score(seen).view(heads, self.context)
+        return scorer.score(observation).view(heads, self.context)
 
     def _utilities(self, shown: AttentionInputs) -> Float[Tensor, "K S"]:
         """Attention of the following tokens to each entry, times the length of its value."""

@@ -55,15 +55,15 @@ class Budget(PolicyPart, ABC):
         require(tokens is None or tokens >= 1, f"{name}.tokens", "at least 1", tokens)
         require(kept is None or 0 < kept <= 1, f"{name}.kept", "a fraction in (0, 1]", kept)
 
-    def measure(self, seen: Observation, scores: Packed) -> tuple[float, ...]:
+    def measure(self, observation: Observation, scores: Packed) -> tuple[float, ...]:
         """Statistics that `choose` needs beyond scores, measured when the layer is scored."""
         return ()
 
     def inspect(
-        self, seen: Observation, scores: Packed, protected: PackedMask
+        self, observation: Observation, scores: Packed, protected: PackedMask
     ) -> tuple[float, ...]:
         """`measure`, for budgets that also need to know which entries always stay."""
-        return self.measure(seen, scores)
+        return self.measure(observation, scores)
 
     def layer_tokens(
         self, tokens: int, layers: int, least: int, most: int, facts: Calibration

@@ -65,11 +65,13 @@ class Cake(Budget):
         require(self.window >= 1, "cake.window", "at least 1 token", self.window)
         check_taus("cake", self.tau1, self.tau2)
 
-    def measure(self, seen: Observation, scores: Packed) -> tuple[float, ...]:
+    def measure(self, observation: Observation, scores: Packed) -> tuple[float, ...]:
         """Preference of the layer; empty where its share is known already."""
-        if seen.stage is Phase.DECODE and not bool(seen.entries.scalars[SHARE].isnan().any()):
+        if observation.stage is Phase.DECODE and not bool(
+            observation.entries.scalars[SHARE].isnan().any()
+        ):
             return ()
-        entropy, variance = _dispersion(seen, self.window)
+        entropy, variance = _dispersion(observation, self.window)
         return (entropy ** (1 / self.tau1) * variance ** (1 / self.tau2),)
 
     def choose(
@@ -124,11 +126,11 @@ class _EntropyVariance:
         return torch.cat([state[0], state[2] / max(total - 1, 1)])
 
 
-def _dispersion(seen: Observation, window: int) -> tuple[float, float]:
+def _dispersion(observation: Observation, window: int) -> tuple[float, float]:
     """Entropy and variance of the last queries' weights, over all entries before these queries."""
-    before = seen.entries.packed_positions() < seen.query_positions[-window:][0]
-    heads = gather_last_queries(_EntropyVariance(), seen, window)
-    marks = torch.split(before, list(seen.entries.lengths))
+    before = observation.entries.packed_positions() < observation.query_positions[-window:][0]
+    heads = gather_last_queries(_EntropyVariance(), observation, window)
+    marks = torch.split(before, list(observation.entries.lengths))
     earlier = [head[:, own] for head, own in zip(heads, marks, strict=True)]
     entropy, variance = sum_statistics(earlier, 2)
     return max(entropy, 0.0), variance

@@ -104,18 +104,20 @@ class InverseVariance(Budget):
     def observes_whole_text(self) -> bool:
         return self.variant is Variant.CODE
 
-    def measure(self, seen: Observation, scores: Packed) -> tuple[float, ...]:
+    def measure(self, observation: Observation, scores: Packed) -> tuple[float, ...]:
         """F of the layer; empty where its share is known already."""
-        if seen.stage is Phase.DECODE and not bool(seen.entries.scalars[SHARE].isnan().any()):
+        if observation.stage is Phase.DECODE and not bool(
+            observation.entries.scalars[SHARE].isnan().any()
+        ):
             return ()
         if self.variant is Variant.CODE:
-            return (_within_query_heads(seen),)
-        entries = seen.entries
+            return (_within_query_heads(observation),)
+        entries = observation.entries
         mass, lengths = entries.column("mass"), list(entries.lengths)
         if self.variant is Variant.LARDER:
             positions = entries.packed_positions()
             beyond = positions >= SINKS
-            mass = (mass / (seen.length - positions))[beyond]
+            mass = (mass / (observation.length - positions))[beyond]
             lengths = [int(part.sum()) for part in torch.split(beyond, lengths)]
         heads = torch.split(mass, lengths)
         return (float(torch.stack([_variance(head) for head in heads]).mean()),)
@@ -203,9 +205,9 @@ def _most_protected(scored: LayerScores) -> int:
     return max(int(part.sum()) for part in torch.split(scored.protected, list(scored.lengths)))
 
 
-def _within_query_heads(seen: Observation) -> float:
+def _within_query_heads(observation: Observation) -> float:
     """The mean variance of the query heads, scaled so that the least is 0 and the highest 1."""
-    columns = gather_last_queries(Sum(), seen, len(seen.query_positions))
+    columns = gather_last_queries(Sum(), observation, len(observation.query_positions))
     spreads = torch.stack([_variance(row) for head in columns for row in head])
     low, high = spreads.min(), spreads.max()
     return float(((spreads - low) / (high - low + 1e-6)).mean())

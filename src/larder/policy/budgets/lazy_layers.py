@@ -48,11 +48,11 @@ class LazyLayers(CrossLayerBudget):
         require(0 < self.threshold <= 1, "lazy_layers.threshold", "in (0, 1]", self.threshold)
 
     def inspect(
-        self, seen: Observation, scores: Packed, protected: PackedMask
+        self, observation: Observation, scores: Packed, protected: PackedMask
     ) -> tuple[float, ...]:
         """Mean attention of the latest queries on protected tokens, over query heads."""
-        heads = gather_last_queries(Mean(), seen, self.last)
-        marks = torch.split(protected, list(seen.entries.lengths))
+        heads = gather_last_queries(Mean(), observation, self.last)
+        marks = torch.split(protected, list(observation.entries.lengths))
         shares = [head[:, mark].sum(1) for head, mark in zip(heads, marks, strict=True)]
         return (float(torch.cat(shares).mean()),)
 

@@ -48,9 +48,9 @@ class LUKV(Budget):
 
     calibrations = frozenset({UTILITY})
 
-    def measure(self, seen: Observation, scores: Packed) -> tuple[float, ...]:
+    def measure(self, observation: Observation, scores: Packed) -> tuple[float, ...]:
         """The curves of the layer's heads."""
-        return tuple(seen.facts[UTILITY])
+        return tuple(observation.facts[UTILITY])
 
     def layer_tokens(
         self, tokens: int, layers: int, least: int, most: int, facts: Calibration

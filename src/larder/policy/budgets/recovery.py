@@ -51,11 +51,11 @@ class Recovery(CrossLayerBudget):
         require(self.window >= 1, "recovery.window", "at least 1 token", self.window)
 
     def inspect(
-        self, seen: Observation, scores: Packed, protected: PackedMask
+        self, observation: Observation, scores: Packed, protected: PackedMask
     ) -> tuple[float, ...]:
         """Recovered share of each kv head under each of its policies, the cheapest first."""
-        lengths = list(seen.entries.lengths)
-        heads = gather_last_queries(Mean(), seen, self.window)
+        lengths = list(observation.entries.lengths)
+        heads = gather_last_queries(Mean(), observation, self.window)
         own = torch.split(scores, lengths), torch.split(protected, lengths)
         parts = zip(heads, *own, strict=True)
         shares = [

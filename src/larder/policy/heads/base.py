@@ -20,22 +20,22 @@ class HeadRule(PolicyPart, ABC):
     """
 
     def join_stored(
-        self, statistics: Float[Tensor, "R C"], entries: Entries, seen: Observation
+        self, statistics: Float[Tensor, "R C"], entries: Entries, observation: Observation
     ) -> list[Float[Tensor, " _"]]:
         """Reduction of statistics in storage layout, one number per storage row; see `join`."""
         own = [statistics[:, entries.rows(head)] for head in range(len(entries.lengths))]
-        return self.join(own, entries, seen)
+        return self.join(own, entries, observation)
 
     @abstractmethod
     def join(
-        self, statistics: Sequence[Float[Tensor, "R _"]], entries: Entries, seen: Observation
+        self, statistics: Sequence[Float[Tensor, "R _"]], entries: Entries, observation: Observation
     ) -> list[Float[Tensor, " _"]]:
         """One number per entry and kv head.
 
         Args:
             statistics: for each kv head, numbers of its R query heads for its S entries.
             entries: those entries.
-            seen: observation of the layer, for its spec and calibration.
+            observation: observation of the layer, for its spec and calibration.
         """
 
 
@@ -47,12 +47,12 @@ class GroupRule(HeadRule):
         """One number per entry of a kv head."""
 
     def join(
-        self, statistics: Sequence[Float[Tensor, "R _"]], entries: Entries, seen: Observation
+        self, statistics: Sequence[Float[Tensor, "R _"]], entries: Entries, observation: Observation
     ) -> list[Float[Tensor, " _"]]:
         return [self.group(head) for head in statistics]
 
     def join_stored(
-        self, statistics: Float[Tensor, "R C"], entries: Entries, seen: Observation
+        self, statistics: Float[Tensor, "R C"], entries: Entries, observation: Observation
     ) -> list[Float[Tensor, " _"]]:
         joined = self.group(statistics)
         return [joined[entries.rows(head)] for head in range(len(entries.lengths))]

@@ -24,7 +24,7 @@ class GroupAndLayer(HeadRule):
     """Mean of the group, plus mean over the layer."""
 
     def join(
-        self, statistics: Sequence[Float[Tensor, "R _"]], entries: Entries, seen: Observation
+        self, statistics: Sequence[Float[Tensor, "R _"]], entries: Entries, observation: Observation
     ) -> list[Float[Tensor, " _"]]:
         own, places = [head.mean(0) for head in statistics], positions_of(entries)
         means = mean_by_position(list(zip(own, places, strict=True)), places)

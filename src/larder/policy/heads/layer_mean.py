@@ -26,7 +26,7 @@ class LayerMean(HeadRule):
     """Mean over the query heads of the layer that hold a position."""
 
     def join(
-        self, statistics: Sequence[Float[Tensor, "R _"]], entries: Entries, seen: Observation
+        self, statistics: Sequence[Float[Tensor, "R _"]], entries: Entries, observation: Observation
     ) -> list[Float[Tensor, " _"]]:
         if _same_positions(entries):
             return [torch.cat(list(statistics)).mean(0)] * len(statistics)
@@ -36,11 +36,11 @@ class LayerMean(HeadRule):
         return [means[place] for place in places]
 
     def join_stored(
-        self, statistics: Float[Tensor, "R C"], entries: Entries, seen: Observation
+        self, statistics: Float[Tensor, "R C"], entries: Entries, observation: Observation
     ) -> list[Float[Tensor, " _"]]:
         mean = layer_mean(statistics, entries.positions, *entries.layout)
         if mean is None:
-            return super().join_stored(statistics, entries, seen)
+            return super().join_stored(statistics, entries, observation)
         return [mean] * len(entries.lengths)
 
 

@@ -41,12 +41,12 @@ class Retrieval(HeadRule):
         require(self.heads >= 1, "retrieval.heads", "at least 1", self.heads)
 
     def join(
-        self, statistics: Sequence[Float[Tensor, "R _"]], entries: Entries, seen: Observation
+        self, statistics: Sequence[Float[Tensor, "R _"]], entries: Entries, observation: Observation
     ) -> list[Float[Tensor, " _"]]:
-        places, group = positions_of(entries), seen.layer.group
+        places, group = positions_of(entries), observation.layer.group
         best = [
             (statistics[head // group][head % group], places[head // group])
-            for head in self._best_heads(seen.layer, seen.facts["retrieval"])
+            for head in self._best_heads(observation.layer, observation.facts["retrieval"])
         ]
         means = mean_by_position(best, places)
         own = zip(statistics, places, strict=True)

@@ -12,32 +12,36 @@ from larder.core.types import Queries
 from larder.ops.rope import rotate_per_head
 
 
-def rope_radians(seen: Observation, scorer: str) -> Float[Tensor, " half"]:
+def rope_radians(observation: Observation, scorer: str) -> Float[Tensor, " half"]:
     """Radians per position of each pair of dimensions.
 
     Raises:
         ScoreError: the layer rotates in a way that is not known.
     """
-    if seen.layer.radians is None:
+    if observation.layer.radians is None:
         raise ScoreError(
-            f"Layer {seen.layer.index} rotates its queries in an unknown way, so "
+            f"Layer {observation.layer.index} rotates its queries in an unknown way, so "
             f"{scorer} cannot undo the rotation: take a scorer that uses cached keys."
         )
-    return torch.tensor(seen.layer.radians, device=seen.queries.device)
+    return torch.tensor(observation.layer.radians, device=observation.queries.device)
 
 
-def unrotated_queries(seen: Observation, radians: Float[Tensor, " half"], sinks: int) -> Queries:
+def unrotated_queries(
+    observation: Observation, radians: Float[Tensor, " half"], sinks: int
+) -> Queries:
     """Queries of the pass before rotation, without those of the sinks unless there are no others.
 
     Args:
         sinks: tokens at the start of the sequence whose queries do not count.
     """
-    unturned = rotate_per_head(seen.queries.float(), -seen.effective_rope_positions, radians)
-    counting = seen.query_positions >= sinks
+    unturned = rotate_per_head(
+        observation.queries.float(), -observation.effective_rope_positions, radians
+    )
+    counting = observation.query_positions >= sinks
     return unturned[:, counting] if bool(counting.any()) else unturned
 
 
-def future_positions(seen: Observation, head: int, count: int) -> Int[Tensor, " count"]:
+def future_positions(observation: Observation, head: int, count: int) -> Int[Tensor, " count"]:
     """Positions that the next `count` queries of a kv head will be rotated to."""
-    ahead = torch.arange(1, count + 1, device=seen.queries.device)
-    return ahead + seen.effective_rope_positions[head, -1]
+    ahead = torch.arange(1, count + 1, device=observation.queries.device)
+    return ahead + observation.effective_rope_positions[head, -1]

@@ -31,25 +31,25 @@ SCALING_TOLERANCE = 1e-6  # tolerance between a scaling and 1 / sqrt(D)
 class AttentionModuleAdapter:
     """Some kv heads of a layer, of equally many entries, with the query heads that share them."""
 
-    seen: Observation
+    observation: Observation
     kv_heads: Sequence[int]
 
     @property
     def layer_idx(self) -> int:
-        return self.seen.layer.index
+        return self.observation.layer.index
 
     @property
     def head_dim(self) -> int:
-        return self.seen.layer.head_dim
+        return self.observation.layer.head_dim
 
     @property
     def num_key_value_groups(self) -> int:
-        return self.seen.layer.group
+        return self.observation.layer.group
 
     @property
     def query_heads(self) -> list[int]:
         """Query heads that share the kv heads, in order."""
-        group = self.seen.layer.group
+        group = self.observation.layer.group
         return [head * group + offset for head in self.kv_heads for offset in range(group)]
 
     @property
@@ -64,31 +64,31 @@ class AttentionModuleAdapter:
     @cached_property
     def keys(self) -> Float[Tensor, "1 K S D"]:
         """Cached keys, as attention takes them."""
-        entries = self.seen.entries
+        entries = self.observation.entries
         return self._paired(torch.stack([entries.head_keys(h).float() for h in self.kv_heads]))[
             None
         ]
 
     @property
     def values(self) -> Float[Tensor, "1 K S D"]:
-        entries = self.seen.entries
+        entries = self.observation.entries
         return torch.stack([entries.head_values(h).float() for h in self.kv_heads])[None]
 
     @property
     def numbers(self) -> Float[Tensor, "1 Q 1"]:
         """Token indices of the pass, in the place of hidden states."""
-        count = self.seen.queries.shape[1]
-        return torch.arange(count, device=self.seen.queries.device).float()[None, :, None]
+        count = self.observation.queries.shape[1]
+        return torch.arange(count, device=self.observation.queries.device).float()[None, :, None]
 
     def q_proj(self, numbers: Float[Tensor, "1 N 1"]) -> Float[Tensor, "1 N _"]:
         """Queries before rotation, scaled so that a product over sqrt(D) is a logit."""
-        factor = self.seen.layer.scaling * self.head_dim**0.5
-        unturned = self._unturned(self.seen.queries[self.query_heads], numbers)
+        factor = self.observation.layer.scaling * self.head_dim**0.5
+        unturned = self._unturned(self.observation.queries[self.query_heads], numbers)
         return unturned if abs(factor - 1) < SCALING_TOLERANCE else unturned * factor
 
     def k_proj(self, numbers: Float[Tensor, "1 N 1"]) -> Float[Tensor, "1 N _"]:
         """Keys of the tokens of the pass before rotation."""
-        return self._unturned(self.seen.keys[list(self.kv_heads)], numbers)
+        return self._unturned(self.observation.keys[list(self.kv_heads)], numbers)
 
     def rotary_emb(
         self, like: Tensor, positions: Int[Tensor, "1 N"]
@@ -99,7 +99,7 @@ class AttentionModuleAdapter:
     @property
     def position_embeddings(self) -> tuple[Float[Tensor, "1 Q D"], Float[Tensor, "1 Q D"]]:
         """Cosines and sines of the tokens of the pass; empty where rotation is unknown."""
-        if self.seen.layer.radians is None:
+        if self.observation.layer.radians is None:
             nothing = self.numbers.new_zeros(1, 0, self.head_dim)
             return nothing, nothing
         return self._turn(self._places)
@@ -109,19 +109,24 @@ class AttentionModuleAdapter:
         return torch.cat([self._of_head(head) for head in self.kv_heads])[None]
 
     def _of_head(self, head: int) -> Float[Tensor, "R Q S"]:
-        seen, group = self.seen, self.seen.layer.group
-        entries, queries = seen.entries, seen.queries[head * group : (head + 1) * group].float()
-        products = queries @ entries.head_keys(head).float().T * seen.layer.scaling
-        logits = cap_logits(products, seen.layer.softcap)
-        sinks = sinks_by_group(sink_logits(seen.layer, logits), seen.layer.kv_heads)[head]
+        observation, group = self.observation, self.observation.layer.group
+        entries, queries = (
+            observation.entries,
+            observation.queries[head * group : (head + 1) * group].float(),
+        )
+        products = queries @ entries.head_keys(head).float().T * observation.layer.scaling
+        logits = cap_logits(products, observation.layer.softcap)
+        sinks = sinks_by_group(sink_logits(observation.layer, logits), observation.layer.kv_heads)[
+            head
+        ]
         if LOG_COUNT in entries.columns:
             logits += entries.columns[LOG_COUNT][entries.rows(head)]
-        later = entries.head_positions(head) > seen.query_positions[:, None]
+        later = entries.head_positions(head) > observation.query_positions[:, None]
         return softmax_with_sinks(logits.masked_fill(later, -torch.inf), sinks)
 
     @property
     def _places(self) -> Int[Tensor, " Q"]:
-        return self.seen.effective_rope_positions[self.kv_heads[0]]
+        return self.observation.effective_rope_positions[self.kv_heads[0]]
 
     @cached_property
     def _order(self) -> list[int]:
@@ -135,7 +140,7 @@ class AttentionModuleAdapter:
 
     @property
     def _radians(self) -> tuple[float, ...]:
-        return self.seen.layer.radians or ()
+        return self.observation.layer.radians or ()
 
     def _paired(self, vectors: Float[Tensor, "*rest D"]) -> Float[Tensor, "*rest D"]:
         is_plain = 2 * len(self._radians) in (0, self.head_dim)
@@ -144,7 +149,7 @@ class AttentionModuleAdapter:
     def _unturned(
         self, turned: Float[Tensor, "N Q D"], numbers: Float[Tensor, "1 M 1"]
     ) -> Float[Tensor, "1 M _"]:
-        if self.seen.layer.radians is None:
+        if self.observation.layer.radians is None:
             raise ScoreError(
                 f"Layer {self.layer_idx} rotates its queries in an unknown way, so "
                 "this press cannot get them unrotated: take one that uses cached keys."

@@ -17,6 +17,6 @@ class RetentionScorer(Scorer):
 
     column: ClassVar[str]
 
-    def score(self, seen: Observation) -> Packed:
-        ages = seen.length - seen.entries.packed_positions()
-        return seen.entries.column(self.column) * ages
+    def score(self, observation: Observation) -> Packed:
+        ages = observation.length - observation.entries.packed_positions()
+        return observation.entries.column(self.column) * ages

@@ -22,8 +22,8 @@ class GateProbability(Scorer):
 
     needs = frozenset({"attention_gate"})
 
-    def score(self, seen: Observation) -> Packed:
-        return seen.entries.column("attention_gate")
+    def score(self, observation: Observation) -> Packed:
+        return observation.entries.column("attention_gate")
 
 
 Part = GateProbability

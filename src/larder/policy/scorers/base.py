@@ -30,14 +30,14 @@ class Scorer(PolicyPart, ABC):
     prompts: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
-    def score(self, seen: Observation) -> Packed:
+    def score(self, observation: Observation) -> Packed:
         """Float32 score of every cached entry, packed over heads; higher stays longer."""
 
-    def score_with(self, seen: Observation, reduction: AttentionReduction) -> Tensor:
+    def score_with(self, observation: Observation, reduction: AttentionReduction) -> Tensor:
         """Score under the reduction of the policy, for attention scorers; else as `score`."""
-        return self.score(seen)
+        return self.score(observation)
 
-    def weights(self, seen: Observation) -> Packed:
+    def weights(self, observation: Observation) -> Packed:
         """Mean attention weight of each entry, for attention scorers.
 
         The mean is over the observed queries and the query heads of a group; entries that are
@@ -109,21 +109,25 @@ class AttentionScorer(Scorer):
         """Names of the aggregation and of the head rule of its paper."""
 
     @abstractmethod
-    def observation_window(self, seen: Observation) -> ObservationWindow:
+    def observation_window(self, observation: Observation) -> ObservationWindow:
         """Observed queries, and the entries that they attend to."""
 
-    def finish(self, seen: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:
+    def finish(self, observation: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:
         """Scores of all entries from the reduced weights per kv head; concatenated by default."""
         return torch.cat(heads)
 
-    def score(self, seen: Observation) -> Packed:
-        return self.score_with(seen, self._default_reduction)
+    def score(self, observation: Observation) -> Packed:
+        return self.score_with(observation, self._default_reduction)
 
-    def score_with(self, seen: Observation, reduction: AttentionReduction) -> Packed:
-        return self.finish(seen, reduction.reduce(self.observation_window(seen), seen))
+    def score_with(self, observation: Observation, reduction: AttentionReduction) -> Packed:
+        return self.finish(
+            observation, reduction.reduce(self.observation_window(observation), observation)
+        )
 
-    def weights(self, seen: Observation) -> Packed:
-        return torch.cat(self._mean_reduction.reduce(self.observation_window(seen), seen))
+    def weights(self, observation: Observation) -> Packed:
+        return torch.cat(
+            self._mean_reduction.reduce(self.observation_window(observation), observation)
+        )
 
     @cached_property
     def _mean_reduction(self) -> AttentionReduction:
@@ -135,14 +139,14 @@ class AttentionScorer(Scorer):
         return AttentionReduction.from_names(aggregation, heads)
 
 
-def with_pass_keys(seen: Observation, entries: Entries) -> Entries:
+def with_pass_keys(observation: Observation, entries: Entries) -> Entries:
     """Entries with the tokens of the pass appended to every head, as plain attention sees them.
 
     Values are zeros, and the ledger columns of appended tokens are 0.
     """
-    heads = range(seen.layer.kv_heads)
-    own = list(torch.unbind(seen.keys.to(entries.keys.dtype)))
-    ahead = seen.query_positions.to(entries.positions.dtype)
+    heads = range(observation.layer.kv_heads)
+    own = list(torch.unbind(observation.keys.to(entries.keys.dtype)))
+    ahead = observation.query_positions.to(entries.positions.dtype)
     fresh = torch.zeros(len(ahead), device=ahead.device)
     return _packed_entries(
         [torch.cat([entries.head_keys(h), own[h]]) for h in heads],
@@ -154,22 +158,22 @@ def with_pass_keys(seen: Observation, entries: Entries) -> Entries:
     )
 
 
-def without_pass_keys(seen: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:
+def without_pass_keys(observation: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:
     """Packed numbers of the cached entries, of those of `with_pass_keys`."""
-    pairs = zip(heads, seen.entries.lengths, strict=True)
+    pairs = zip(heads, observation.entries.lengths, strict=True)
     return torch.cat([head[:length] for head, length in pairs])
 
 
-def select_keys(seen: Observation, marked: PackedMask) -> Entries:
+def select_keys(observation: Observation, marked: PackedMask) -> Entries:
     """Entries that a packed mask marks, with zeros for values."""
-    marks = torch.split(marked, list(seen.entries.lengths))
-    heads = range(seen.layer.kv_heads)
+    marks = torch.split(marked, list(observation.entries.lengths))
+    heads = range(observation.layer.kv_heads)
     return _packed_entries(
-        [seen.entries.head_keys(h)[marks[h]] for h in heads],
-        [seen.entries.head_positions(h)[marks[h]] for h in heads],
+        [observation.entries.head_keys(h)[marks[h]] for h in heads],
+        [observation.entries.head_positions(h)[marks[h]] for h in heads],
         {
-            name: [column[seen.entries.rows(h)][marks[h]] for h in heads]
-            for name, column in seen.entries.columns.items()
+            name: [column[observation.entries.rows(h)][marks[h]] for h in heads]
+            for name, column in observation.entries.columns.items()
         },
     )
 

@@ -57,26 +57,28 @@ class CapKV(Scorer):
         """The sinks."""
         return ProtectedTokens(self.sinks)
 
-    def score(self, seen: Observation) -> Packed:
-        radians = rope_radians(seen, "capkv")
-        means = unrotated_queries(seen, radians, self.sinks).mean(1)
-        groups = enumerate(torch.split(means, seen.layer.group))
-        return torch.cat([self._of_head(seen, head, group, radians) for head, group in groups])
+    def score(self, observation: Observation) -> Packed:
+        radians = rope_radians(observation, "capkv")
+        means = unrotated_queries(observation, radians, self.sinks).mean(1)
+        groups = enumerate(torch.split(means, observation.layer.group))
+        return torch.cat(
+            [self._of_head(observation, head, group, radians) for head, group in groups]
+        )
 
     def _of_head(
         self,
-        seen: Observation,
+        observation: Observation,
         head: int,
         means: Float[Tensor, "R D"],
         radians: Float[Tensor, " half"],
     ) -> Float[Tensor, " S"]:
-        entries = seen.entries
+        entries = observation.entries
         is_sink = entries.head_positions(head) < self.sinks
         keys = normalize(entries.head_keys(head)[~is_sink].float(), dim=-1)
         values = entries.head_values(head)[~is_sink].float()
         scores = values.new_full((len(is_sink),), torch.inf)
         if len(values):
-            ahead = future_positions(seen, head, self.future)
+            ahead = future_positions(observation, head, self.future)
             turned = unrotate_by_mean(means, -ahead, radians)  # the inverse of the inverse
             alike = normalize(turned, dim=-1) @ keys.T
             scores[~is_sink] = _capacity_scores(self.tau * alike, values)

@@ -23,8 +23,8 @@ class ColumnMass(Scorer):
 
     tallies = frozenset({"mass"})
 
-    def score(self, seen: Observation) -> Packed:
-        return seen.entries.column("mass")
+    def score(self, observation: Observation) -> Packed:
+        return observation.entries.column("mass")
 
     def step_scoring(self, reduction: AttentionReduction) -> StepScoring:
         return StepScoring(StepScore.MASS)

@@ -68,21 +68,21 @@ class Compactor(Scorer):
         """First and last tokens that do not count."""
         return ProtectedTokens(self.sinks, self.recent)
 
-    def score(self, seen: Observation) -> Packed:
-        places = seen.entries.packed_positions()
-        counts = (places >= self.sinks) & (places < seen.length - self.recent)
+    def score(self, observation: Observation) -> Packed:
+        places = observation.entries.packed_positions()
+        counts = (places >= self.sinks) & (places < observation.length - self.recent)
         if not bool(counts.any()):
             return torch.full_like(places, torch.inf, dtype=torch.float32)
-        leverage = _standard(Leverage(self.sketch).score(seen), counts)
-        attention = _standard(NonCausal(self.chunk).score(seen), counts)
-        blended = self._weight(seen) * leverage + attention
+        leverage = _standard(Leverage(self.sketch).score(observation), counts)
+        attention = _standard(NonCausal(self.chunk).score(observation), counts)
+        blended = self._weight(observation) * leverage + attention
         return blended.masked_fill(~counts, torch.inf)
 
-    def _weight(self, seen: Observation) -> float:
+    def _weight(self, observation: Observation) -> float:
         """Weight of the leverage."""
         if self.blend is not None:
             return self.blend
-        return max(0.0, 1 - (self.tokens or seen.length) / max(seen.length, 1))
+        return max(0.0, 1 - (self.tokens or observation.length) / max(observation.length, 1))
 
 
 def _standard(scores: Packed, counts: Tensor) -> Float[Tensor, " T"]:

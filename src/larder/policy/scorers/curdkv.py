@@ -57,12 +57,14 @@ class CurDKV(Scorer):
         """The sinks."""
         return ProtectedTokens(self.sinks)
 
-    def score(self, seen: Observation) -> Packed:
-        return torch.cat([self._of_head(seen, head) for head in range(seen.layer.kv_heads)])
+    def score(self, observation: Observation) -> Packed:
+        return torch.cat(
+            [self._of_head(observation, head) for head in range(observation.layer.kv_heads)]
+        )
 
-    def _of_head(self, seen: Observation, head: int) -> Float[Tensor, " S"]:
-        keys = self._shares(seen.entries.head_keys(head))
-        values = self._shares(seen.entries.head_values(head))
+    def _of_head(self, observation: Observation, head: int) -> Float[Tensor, " S"]:
+        keys = self._shares(observation.entries.head_keys(head))
+        values = self._shares(observation.entries.head_values(head))
         match self.by:
             case Leverages.PRODUCT:
                 scores = keys * values
@@ -72,7 +74,7 @@ class CurDKV(Scorer):
                 scores = keys
             case Leverages.VALUES:
                 scores = values
-        is_sink = seen.entries.head_positions(head) < self.sinks
+        is_sink = observation.entries.head_positions(head) < self.sinks
         return _share(scores, 0).masked_fill(is_sink, torch.inf)
 
     def _shares(self, rows: Float[Tensor, "S D"]) -> Float[Tensor, " S"]:

@@ -60,25 +60,29 @@ class Expected(Scorer):
         """The sinks."""
         return ProtectedTokens(self.sinks)
 
-    def score(self, seen: Observation) -> Packed:
-        radians = rope_radians(seen, "expected")
-        unturned = unrotated_queries(seen, radians, self.sinks)
-        groups = enumerate(torch.split(unturned, seen.layer.group))
-        return torch.cat([self._of_head(seen, head, group, radians) for head, group in groups])
+    def score(self, observation: Observation) -> Packed:
+        radians = rope_radians(observation, "expected")
+        unturned = unrotated_queries(observation, radians, self.sinks)
+        groups = enumerate(torch.split(unturned, observation.layer.group))
+        return torch.cat(
+            [self._of_head(observation, head, group, radians) for head, group in groups]
+        )
 
     def _of_head(
         self,
-        seen: Observation,
+        observation: Observation,
         head: int,
         queries: Float[Tensor, "R Q D"],
         radians: Float[Tensor, " half"],
     ) -> Float[Tensor, " S"]:
-        entries = seen.entries
-        ahead = future_positions(seen, head, self.future)
-        keys = unrotate_by_mean(entries.head_keys(head), ahead, radians) * seen.layer.scaling
+        entries = observation.entries
+        ahead = future_positions(observation, head, self.future)
+        keys = unrotate_by_mean(entries.head_keys(head), ahead, radians) * observation.layer.scaling
         is_sink = entries.head_positions(head) < self.sinks
-        logits = cap_logits(_expected_logits(queries, keys), seen.layer.softcap)
-        heads = sinks_by_group(sink_logits(seen.layer, logits), seen.layer.kv_heads)[head]
+        logits = cap_logits(_expected_logits(queries, keys), observation.layer.softcap)
+        heads = sinks_by_group(sink_logits(observation.layer, logits), observation.layer.kv_heads)[
+            head
+        ]
         shares = softmax_with_sinks(logits.masked_fill(is_sink, -torch.inf), heads).mean(0)
         lengths = entries.head_values(head).float().square().sum(-1).sqrt()
         return ((shares + self.epsilon) * lengths).masked_fill(is_sink, torch.inf)

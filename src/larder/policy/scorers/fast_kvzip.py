@@ -21,8 +21,8 @@ class FastKVzip(Scorer):
 
     needs = frozenset({"fast_kvzip"})
 
-    def score(self, seen: Observation) -> Packed:
-        return seen.entries.column("fast_kvzip")
+    def score(self, observation: Observation) -> Packed:
+        return observation.entries.column("fast_kvzip")
 
 
 Part = FastKVzip

@@ -55,12 +55,14 @@ class Fastgen(AttentionScorer):
     def default_reduction(self) -> tuple[str, str]:
         return ("mean", "group_mean")
 
-    def observation_window(self, seen: Observation) -> ObservationWindow:
-        voters = seen.query_positions[-self.window :]
-        return ObservationWindow(seen.queries[:, -self.window :], seen.entries, voters)
+    def observation_window(self, observation: Observation) -> ObservationWindow:
+        voters = observation.query_positions[-self.window :]
+        return ObservationWindow(
+            observation.queries[:, -self.window :], observation.entries, voters
+        )
 
-    def finish(self, seen: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:
-        entries = seen.entries
+    def finish(self, observation: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:
+        entries = observation.entries
         kinds = torch.split(entries.column("token_kind").round(), list(entries.lengths))
         scored: list[Tensor] = []
         for weights, kind in zip(heads, kinds, strict=True):

@@ -57,16 +57,20 @@ class InfiniPot(AttentionScorer):
     def default_reduction(self) -> tuple[str, str]:
         return "sum", "group_sum"
 
-    def observation_window(self, seen: Observation) -> ObservationWindow:
-        return ObservationWindow(seen.queries, seen.entries)
+    def observation_window(self, observation: Observation) -> ObservationWindow:
+        return ObservationWindow(observation.queries, observation.entries)
 
-    def finish(self, seen: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:
-        novelty = torch.split(seen.entries.column("surprise"), list(seen.entries.lengths))
+    def finish(self, observation: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:
+        novelty = torch.split(
+            observation.entries.column("surprise"), list(observation.entries.lengths)
+        )
         pairs = zip(novelty, heads, strict=True)
-        return torch.cat([self._merged(_ranks(new), _ranks(seen)) for new, seen in pairs])
+        return torch.cat([self._merged(_ranks(new), _ranks(head)) for new, head in pairs])
 
-    def _merged(self, new: Float[Tensor, " S"], seen: Float[Tensor, " S"]) -> Float[Tensor, " S"]:
-        return torch.maximum(self.novel / new, (1 - self.novel) / seen)
+    def _merged(
+        self, new: Float[Tensor, " S"], attended: Float[Tensor, " S"]
+    ) -> Float[Tensor, " S"]:
+        return torch.maximum(self.novel / new, (1 - self.novel) / attended)
 
 
 def _ranks(scores: Float[Tensor, " S"]) -> Float[Tensor, " S"]:

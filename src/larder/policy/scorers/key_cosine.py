@@ -67,13 +67,15 @@ class KeyCosine(Scorer):
     ) -> tuple[ScratchPrompt, ...]:
         return (ScratchPrompt(tuple(book[self.prompt]), (0, start + len(block))),)
 
-    def score(self, seen: Observation) -> Packed:
-        order = seen.facts[ORDER] if self.share < 1 else ()
-        radians = rope_radians(seen, "key_cosine")
-        asked = rotate_per_head(seen.keys.float(), -seen.effective_rope_positions, radians)
-        entries, places = seen.entries, seen.entries.effective_rope_positions
+    def score(self, observation: Observation) -> Packed:
+        order = observation.facts[ORDER] if self.share < 1 else ()
+        radians = rope_radians(observation, "key_cosine")
+        asked = rotate_per_head(
+            observation.keys.float(), -observation.effective_rope_positions, radians
+        )
+        entries, places = observation.entries, observation.entries.effective_rope_positions
         scores: list[Float[Tensor, " S"]] = []
-        for head in range(seen.layer.kv_heads):
+        for head in range(observation.layer.kv_heads):
             rows = entries.rows(head)
             keys = rotate(entries.keys[rows].float()[None], -places[rows], radians)[0]
             cosines = F.normalize(keys, dim=-1) @ F.normalize(asked[head], dim=-1).T  # [S, Q]

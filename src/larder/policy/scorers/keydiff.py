@@ -27,10 +27,10 @@ class KeyDiff(Scorer):
 
     variant: Variant = Variant.LARDER
 
-    def score(self, seen: Observation) -> Packed:
+    def score(self, observation: Observation) -> Packed:
         units = [
-            F.normalize(seen.entries.head_keys(head).float(), dim=-1)
-            for head in range(seen.layer.kv_heads)
+            F.normalize(observation.entries.head_keys(head).float(), dim=-1)
+            for head in range(observation.layer.kv_heads)
         ]
         anchors = [unit.mean(0) for unit in units]
         if self.variant is Variant.CODE:

@@ -18,8 +18,8 @@ from larder.policy.scorers.base import Scorer
 class KeyNorm(Scorer):
     """Minus the length of the key."""
 
-    def score(self, seen: Observation) -> Packed:
-        return -seen.entries.pack(seen.entries.keys).float().square().sum(-1).sqrt()
+    def score(self, observation: Observation) -> Packed:
+        return -observation.entries.pack(observation.entries.keys).float().square().sum(-1).sqrt()
 
 
 Part = KeyNorm

@@ -65,13 +65,19 @@ class KVGrad(Scorer):
     ) -> tuple[ScratchPrompt, ...]:
         return self._reconstruct.scratch(block, start, book)
 
-    def score(self, seen: Observation) -> Packed:
-        window = self._reconstruct.observation_window(seen)
-        effects = [self._effects(seen, window, head) for head in range(seen.layer.kv_heads)]
-        best = torch.full_like(seen.entries.packed_positions(), -torch.inf, dtype=torch.float32)
-        for one in range(seen.layer.group):
-            weights = self._reconstruct.finish(seen, [head[one] for head in effects])
-            norms = torch.cat([_norms(seen, head, one) for head in range(seen.layer.kv_heads)])
+    def score(self, observation: Observation) -> Packed:
+        window = self._reconstruct.observation_window(observation)
+        effects = [
+            self._effects(observation, window, head) for head in range(observation.layer.kv_heads)
+        ]
+        best = torch.full_like(
+            observation.entries.packed_positions(), -torch.inf, dtype=torch.float32
+        )
+        for one in range(observation.layer.group):
+            weights = self._reconstruct.finish(observation, [head[one] for head in effects])
+            norms = torch.cat(
+                [_norms(observation, head, one) for head in range(observation.layer.kv_heads)]
+            )
             product = torch.where(weights.isfinite(), weights * norms, weights)
             best = torch.maximum(best, product)
         return best
@@ -81,10 +87,14 @@ class KVGrad(Scorer):
         return Reconstruct(self.chunk, self.opening, self.variant)
 
     def _effects(
-        self, seen: Observation, window: ObservationWindow, head: int
+        self, observation: Observation, window: ObservationWindow, head: int
     ) -> Float[Tensor, "R S"]:
         """Highest product of weight and gradient that any query gives each entry of the window."""
-        keys, entries, layer = window.entries.head_keys(head).float(), window.entries, seen.layer
+        keys, entries, layer = (
+            window.entries.head_keys(head).float(),
+            window.entries,
+            observation.layer,
+        )
         own = window.queries[head * layer.group : (head + 1) * layer.group].float()
         sinks = sinks_by_group(sink_logits(layer, keys), layer.kv_heads)[head]
         bias = entries.columns.get(LOG_COUNT)
@@ -99,17 +109,19 @@ class KVGrad(Scorer):
                 later = entries.head_positions(head) > window.positions[rows, None]
                 logits = logits.masked_fill(later, -torch.inf)
             weights = softmax_with_sinks(logits, sinks)
-            slopes = seen.inputs[GRADIENTS][rows].float()
+            slopes = observation.inputs[GRADIENTS][rows].float()
             best = torch.maximum(best, (weights * slopes[:, None]).amax(1))
         return best
 
 
-def _norms(seen: Observation, head: int, one: int) -> Float[Tensor, " S"]:
+def _norms(observation: Observation, head: int, one: int) -> Float[Tensor, " S"]:
     """L2 norms of a head's values, behind the projection of one of its query heads where known."""
-    values = seen.entries.head_values(head)
-    if "projection" not in seen.inputs:
+    values = observation.entries.head_values(head)
+    if "projection" not in observation.inputs:
         return values.float().square().sum(-1).sqrt()
-    matrix = seen.inputs["projection"][head * seen.layer.group + one].float()  # [D, N]
+    matrix = observation.inputs["projection"][
+        head * observation.layer.group + one
+    ].float()  # [D, N]
     parts = [part.float() @ matrix for part in torch.split(values, ROWS)]
     return torch.cat([part.square().sum(-1).sqrt() for part in parts])
 

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from larder.core.errors import BadParameter, DependencyError, ScoreError, SpellingError, UnknownName
 from larder.core.family import unknown_name_message
-from larder.core.observation import Observation, Phase
+from larder.core.observation import Observation
 from larder.core.spelling import Call, Value, parse
 from larder.core.types import Packed
 from larder.policy.protect import ProtectedTokens
@@ -115,56 +115,57 @@ class Kvpress(Scorer):
         first, last = (max((values.get(n, 0) for n in names), default=0) for names in (FIRST, LAST))
         return ProtectedTokens(first, last)
 
-    def score(self, seen: Observation) -> Packed:
-        lengths, heads = seen.entries.lengths, list(range(seen.layer.kv_heads))
+    def score(self, observation: Observation) -> Packed:
+        lengths, heads = observation.entries.lengths, list(range(observation.layer.kv_heads))
         if len(set(lengths)) == 1:
             groups = [heads]
         else:
             groups = [[head] for head in heads]
-        devices = [seen.queries.device] if seen.queries.device.type == "cuda" else []
+        devices = [observation.queries.device] if observation.queries.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):  # pyright: ignore
-            self._seed_generator(seen, devices)
-            return torch.cat([self._of_heads(seen, own) for own in groups])
+            self._seed_generator(observation, devices)
+            return torch.cat([self._of_heads(observation, own) for own in groups])
 
-    def _seed_generator(self, seen: Observation, devices: list[torch.device]) -> None:
+    def _seed_generator(self, observation: Observation, devices: list[torch.device]) -> None:
         """Seed the generators, for each layer separately."""
-        begin = (self.seed << 16) + seen.layer.index
+        begin = (self.seed << 16) + observation.layer.index
         torch.default_generator.manual_seed(begin)
         if devices:
             torch.cuda.manual_seed(begin)
 
-    def _of_heads(self, seen: Observation, heads: list[int]) -> Packed:
-        count = seen.entries.lengths[heads[0]]
+    def _of_heads(self, observation: Observation, heads: list[int]) -> Packed:
+        count = observation.entries.lengths[heads[0]]
         if not count:
-            return torch.zeros(0, device=seen.queries.device)
-        module, name = AttentionModuleAdapter(seen, heads), _parse_press(self.press).name
-        states = self._states(seen) if name in STATES else module.numbers
+            return torch.zeros(0, device=observation.queries.device)
+        module, name = AttentionModuleAdapter(observation, heads), _parse_press(self.press).name
+        states = self._states(observation) if name in STATES else module.numbers
         weights = module.weights() if name in WEIGHTS else None
         options = {"position_embeddings": module.position_embeddings}
         try:
             scores = self._press.score(module, states, module.keys, module.values, weights, options)
         except FAULTS as error:
-            self._refuse(seen, count, f"{type(error).__name__}: {error}", error)
+            self._refuse(observation, count, f"{type(error).__name__}: {error}", error)
         if tuple(scores.shape) != (1, len(heads), count):
             shown = f"it returned scores of shape {tuple(scores.shape)}"
-            self._refuse(seen, count, f"{shown}, not (1, {len(heads)}, {count})", None)
+            self._refuse(observation, count, f"{shown}, not (1, {len(heads)}, {count})", None)
         return scores.detach().float().flatten()
 
-    def _states(self, seen: Observation) -> Float[Tensor, "1 Q hidden"]:
-        if "states" not in seen.inputs:
+    def _states(self, observation: Observation) -> Float[Tensor, "1 Q hidden"]:
+        if "states" not in observation.inputs:
             raise ScoreError(
                 f"{self.press} judges by hidden states, which are seen while a context is read: "
                 "put prefill_only() behind it."
             )
-        return seen.inputs["states"][None].float()
+        return observation.inputs["states"][None].float()
 
-    def _refuse(self, seen: Observation, count: int, why: str, cause: Exception | None) -> NoReturn:
-        what = "generating" if seen.stage is Phase.DECODE else "reading"
+    def _refuse(
+        self, observation: Observation, count: int, reason: str, cause: Exception | None
+    ) -> NoReturn:
         raise ScoreError(
-            f"{self.press} cannot score layer {seen.layer.index}, {count} entries by "
-            f"{seen.queries.shape[1]} queries while {what} ({' '.join(why.split())}): it may be "
-            "made for a context that is read in one piece and larger than its windows; put whole() "
-            "in front and prefill_only() behind."
+            f"{self.press} cannot score layer {observation.layer.index}, {count} entries by "
+            f"{observation.queries.shape[1]} queries while {observation.stage.value} "
+            f"({' '.join(reason.split())}): it may be made for a context that is read in one "
+            "piece and larger than its windows; put whole() in front and prefill_only() behind."
         ) from cause
 
     @cached_property

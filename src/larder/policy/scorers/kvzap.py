@@ -43,8 +43,8 @@ class KVzap(Scorer):
     def required_providers(self) -> frozenset[str]:
         return frozenset({COLUMNS[self.form]})
 
-    def score(self, seen: Observation) -> Packed:
-        return seen.entries.column(COLUMNS[self.form])
+    def score(self, observation: Observation) -> Packed:
+        return observation.entries.column(COLUMNS[self.form])
 
 
 Part = KVzap

@@ -72,11 +72,11 @@ class LagKV(Scorer):
         """The sinks."""
         return ProtectedTokens(first=self.sinks)
 
-    def score(self, seen: Observation) -> Packed:
-        entries, scores = seen.entries, list[Tensor]()
-        for head in range(seen.layer.kv_heads):
+    def score(self, observation: Observation) -> Packed:
+        entries, scores = observation.entries, list[Tensor]()
+        for head in range(observation.layer.kv_heads):
             keys, values = entries.head_keys(head), entries.head_values(head)
-            frozen = int((entries.head_positions(head) < seen.watermark).sum())
+            frozen = int((entries.head_positions(head) < observation.watermark).sum())
             scores.append(self._of_head(keys, values, max(self.sinks, frozen)))
         return torch.cat(scores)
 

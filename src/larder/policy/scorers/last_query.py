@@ -25,8 +25,10 @@ class LastQuery(AttentionScorer):
     def default_reduction(self) -> tuple[str, str]:
         return ("sum", "layer_mean")
 
-    def observation_window(self, seen: Observation) -> ObservationWindow:
-        return ObservationWindow(seen.queries[:, -1:], seen.entries, seen.query_positions[-1:])
+    def observation_window(self, observation: Observation) -> ObservationWindow:
+        return ObservationWindow(
+            observation.queries[:, -1:], observation.entries, observation.query_positions[-1:]
+        )
 
     def step_scoring(self, reduction: AttentionReduction) -> StepScoring | None:
         is_published = reduction == self._default_reduction

@@ -46,15 +46,15 @@ class Leverage(Scorer):
         require(self.sketch >= 1, "leverage.sketch", "at least 1 dimension", self.sketch)
         require(self.ridge > 0, "leverage.ridge", "above 0", self.ridge)
 
-    def score(self, seen: Observation) -> Packed:
-        entries, radians = seen.entries, seen.layer.radians
+    def score(self, observation: Observation) -> Packed:
+        entries, radians = observation.entries, observation.layer.radians
         if radians is None:
             raise ScoreError(
-                f"Layer {seen.layer.index} rotates its keys in an unknown way, so "
+                f"Layer {observation.layer.index} rotates its keys in an unknown way, so "
                 "leverage cannot undo the rotation: take a scorer that uses cached keys."
             )
         turning = torch.tensor(radians, device=entries.keys.device)
-        places, heads = entries.effective_rope_positions, range(seen.layer.kv_heads)
+        places, heads = entries.effective_rope_positions, range(observation.layer.kv_heads)
         rows = [entries.rows(head) for head in heads]
         unturned = [rotate(entries.keys[r].float()[None], -places[r], turning)[0] for r in rows]
         return torch.cat([self._of_head(keys) for keys in unturned])

@@ -23,8 +23,8 @@ class Locret(Scorer):
 
     needs = frozenset({"locret"})
 
-    def score(self, seen: Observation) -> Packed:
-        return seen.entries.column("locret")
+    def score(self, observation: Observation) -> Packed:
+        return observation.entries.column("locret")
 
 
 Part = Locret

@@ -64,10 +64,10 @@ class Lookahead(AttentionScorer):
     def default_reduction(self) -> tuple[str, str]:
         return "sum", "group_sum"
 
-    def observation_window(self, seen: Observation) -> ObservationWindow:
-        return ObservationWindow(seen.queries[:, -self.tokens :], seen.entries)
+    def observation_window(self, observation: Observation) -> ObservationWindow:
+        return ObservationWindow(observation.queries[:, -self.tokens :], observation.entries)
 
-    def finish(self, seen: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:
+    def finish(self, observation: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:
         return torch.cat([running_max(head, self.kernel) for head in heads])
 
 

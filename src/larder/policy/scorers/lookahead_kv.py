@@ -39,13 +39,15 @@ class LookaheadKV(AttentionScorer):
     def default_reduction(self) -> tuple[str, str]:
         return "mean", "group_mean"
 
-    def observation_window(self, seen: Observation) -> ObservationWindow:
+    def observation_window(self, observation: Observation) -> ObservationWindow:
         return ObservationWindow(
-            seen.queries, with_pass_keys(seen, seen.entries), seen.query_positions
+            observation.queries,
+            with_pass_keys(observation, observation.entries),
+            observation.query_positions,
         )
 
-    def finish(self, seen: Observation, heads: list[Tensor]) -> Packed:
-        return without_pass_keys(seen, heads)
+    def finish(self, observation: Observation, heads: list[Tensor]) -> Packed:
+        return without_pass_keys(observation, heads)
 
 
 Part = LookaheadKV

@@ -59,32 +59,32 @@ class Morph(Scorer):
         """The window, and the newest token beside it while text is generated."""
         return ProtectedTokens(last=self.window + 1)
 
-    def score(self, seen: Observation) -> Packed:
-        judges = self._judges(seen)
-        start = seen.length - self.window - self._newest(seen)
-        older = seen.entries.position_range(0, max(start, 0))
+    def score(self, observation: Observation) -> Packed:
+        judges = self._judges(observation)
+        start = observation.length - self.window - self._newest(observation)
+        older = observation.entries.position_range(0, max(start, 0))
         heads = reduce_columns(
             _FusedQueries(self.fusion),
             judges.queries,
             older.keys,
             *older.layout,
-            seen.layer.scaling,
+            observation.layer.scaling,
             bias=older.columns.get(LOG_COUNT),
-            softcap=seen.layer.softcap,
-            sinks=sink_logits(seen.layer, older.keys),
+            softcap=observation.layer.softcap,
+            sinks=sink_logits(observation.layer, older.keys),
         )
-        pairs = zip(heads, seen.entries.lengths, strict=True)
+        pairs = zip(heads, observation.entries.lengths, strict=True)
         return torch.cat([_with_window(head[0], length) for head, length in pairs])
 
-    def _judges(self, seen: Observation) -> LatestQueries:
+    def _judges(self, observation: Observation) -> LatestQueries:
         """The last queries, without that of the newest token while text is generated."""
-        latest = LatestQueries(seen.queries, seen.query_positions)
-        if seen.latest is not None:
-            latest = seen.latest.extended(latest)
-        return latest.before(seen.length - self._newest(seen)).last(self.window)
+        latest = LatestQueries(observation.queries, observation.query_positions)
+        if observation.latest is not None:
+            latest = observation.latest.extended(latest)
+        return latest.before(observation.length - self._newest(observation)).last(self.window)
 
-    def _newest(self, seen: Observation) -> int:
-        return int(seen.stage is Phase.DECODE)
+    def _newest(self, observation: Observation) -> int:
+        return int(observation.stage is Phase.DECODE)
 
 
 @dataclass(frozen=True)

@@ -57,20 +57,22 @@ class NonCausal(Scorer):
     def observes_whole_text(self) -> bool:
         return True
 
-    def score(self, seen: Observation) -> Packed:
-        return torch.cat([self._of_head(seen, head) for head in range(seen.layer.kv_heads)])
+    def score(self, observation: Observation) -> Packed:
+        return torch.cat(
+            [self._of_head(observation, head) for head in range(observation.layer.kv_heads)]
+        )
 
-    def _of_head(self, seen: Observation, head: int) -> Float[Tensor, " S"]:
-        entries, group = seen.entries, seen.layer.group
-        queries = seen.queries[head * group : (head + 1) * group].float()
+    def _of_head(self, observation: Observation, head: int) -> Float[Tensor, " S"]:
+        entries, group = observation.entries, observation.layer.group
+        queries = observation.queries[head * group : (head + 1) * group].float()
         keys, chunks = entries.head_keys(head).float(), entries.head_positions(head) // self.chunk
-        own = seen.query_positions // self.chunk
+        own = observation.query_positions // self.chunk
         sums = keys.new_zeros(len(keys))
         for number in sorted(set(map(int, own))):
             members = chunks == number
             logits = queries[:, own == number] @ keys[members].T
-            logits = logits * seen.layer.scaling if self.scaling is Scaling.MODEL else logits
-            sums[members] = cap_logits(logits, seen.layer.softcap).softmax(-1).sum(1).mean(0)
+            logits = logits * observation.layer.scaling if self.scaling is Scaling.MODEL else logits
+            sums[members] = cap_logits(logits, observation.layer.softcap).softmax(-1).sum(1).mean(0)
         lengths = entries.head_values(head).float().square().sum(-1).sqrt()
         return running_mean(sums * lengths, NEIGHBORS)
 

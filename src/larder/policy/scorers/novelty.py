@@ -40,10 +40,10 @@ class Novelty(Scorer):
         require(0 < self.decay <= 1, "novelty.decay", "in (0, 1]", self.decay)
         require(self.turn >= 1, "novelty.turn", "at least 1 token", self.turn)
 
-    def score(self, seen: Observation) -> Packed:
-        ages = seen.length - 1 - seen.entries.packed_positions()
+    def score(self, observation: Observation) -> Packed:
+        ages = observation.length - 1 - observation.entries.packed_positions()
         turns = torch.div(ages, self.turn, rounding_mode="floor")
-        return seen.entries.column("surprise") * self.decay**turns
+        return observation.entries.column("surprise") * self.decay**turns
 
 
 Part = Novelty

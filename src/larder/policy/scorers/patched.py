@@ -55,15 +55,17 @@ class Patched(AttentionScorer):
     def default_reduction(self) -> tuple[str, str]:
         return "max", "group_max"
 
-    def observation_window(self, seen: Observation) -> ObservationWindow:
+    def observation_window(self, observation: Observation) -> ObservationWindow:
         if self.variant is not Variant.PAPER:
-            return ObservationWindow(seen.queries, seen.entries)
+            return ObservationWindow(observation.queries, observation.entries)
         return ObservationWindow(
-            seen.queries, with_pass_keys(seen, seen.entries), seen.query_positions
+            observation.queries,
+            with_pass_keys(observation, observation.entries),
+            observation.query_positions,
         )
 
-    def finish(self, seen: Observation, heads: list[Tensor]) -> Packed:
-        return without_pass_keys(seen, heads)
+    def finish(self, observation: Observation, heads: list[Tensor]) -> Packed:
+        return without_pass_keys(observation, heads)
 
 
 Part = Patched

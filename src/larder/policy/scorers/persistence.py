@@ -20,8 +20,8 @@ class Persistence(Scorer):
 
     tallies = frozenset({"persistence"})
 
-    def score(self, seen: Observation) -> Packed:
-        return -seen.entries.column("unimportant")
+    def score(self, observation: Observation) -> Packed:
+        return -observation.entries.column("unimportant")
 
 
 Part = Persistence

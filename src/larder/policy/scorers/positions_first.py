@@ -80,8 +80,8 @@ class PositionsFirst(AttentionScorer):
     def default_reduction(self) -> tuple[str, str]:
         return "mean", "group_mean"
 
-    def observation_window(self, seen: Observation) -> ObservationWindow:
-        return ObservationWindow(seen.queries[:, -self.tokens :], seen.entries)
+    def observation_window(self, observation: Observation) -> ObservationWindow:
+        return ObservationWindow(observation.queries[:, -self.tokens :], observation.entries)
 
     def _text(self, block: tuple[int, ...], book: Prompts) -> tuple[int, ...]:
         if self.content is Content.FIXED:

@@ -27,10 +27,10 @@ class QFilters(Scorer):
 
     calibrations = frozenset({"q_filters"})
 
-    def score(self, seen: Observation) -> Packed:
-        device, kv_heads = seen.entries.keys.device, seen.layer.kv_heads
-        filters = torch.tensor(seen.facts["q_filters"], device=device).view(kv_heads, -1)
-        heads = (seen.entries.head_keys(h).float() @ filters[h] for h in range(kv_heads))
+    def score(self, observation: Observation) -> Packed:
+        device, kv_heads = observation.entries.keys.device, observation.layer.kv_heads
+        filters = torch.tensor(observation.facts["q_filters"], device=device).view(kv_heads, -1)
+        heads = (observation.entries.head_keys(h).float() @ filters[h] for h in range(kv_heads))
         return torch.cat([*heads])
 
 

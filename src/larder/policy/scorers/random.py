@@ -33,15 +33,15 @@ class Random(Scorer):
 
     seed: int = 0
 
-    def score(self, seen: Observation) -> Packed:
+    def score(self, observation: Observation) -> Packed:
         draws = [
-            _uniform(seen.entries.head_positions(head), self._stream(seen, head))
-            for head in range(seen.layer.kv_heads)
+            _uniform(observation.entries.head_positions(head), self._stream(observation, head))
+            for head in range(observation.layer.kv_heads)
         ]
         return torch.cat(draws)
 
-    def _stream(self, seen: Observation, head: int) -> int:
-        return (self.seed * 1_000_003 + seen.layer.index) * 1_009 + head
+    def _stream(self, observation: Observation, head: int) -> int:
+        return (self.seed * 1_000_003 + observation.layer.index) * 1_009 + head
 
 
 def _uniform(positions: Int[Tensor, " S"], stream: int) -> Float[Tensor, " S"]:

@@ -39,12 +39,12 @@ class RecentAttention(AttentionScorer):
     def default_reduction(self) -> tuple[str, str]:
         return "rising_mean", "layer_mean"
 
-    def observation_window(self, seen: Observation) -> ObservationWindow:
-        latest = LatestQueries(seen.queries, seen.query_positions)
-        if seen.latest is not None:
-            latest = seen.latest.extended(latest)
+    def observation_window(self, observation: Observation) -> ObservationWindow:
+        latest = LatestQueries(observation.queries, observation.query_positions)
+        if observation.latest is not None:
+            latest = observation.latest.extended(latest)
         latest = latest.last(self.window)
-        return ObservationWindow(latest.queries, seen.entries, latest.positions)
+        return ObservationWindow(latest.queries, observation.entries, latest.positions)
 
     def protected_tokens(self) -> ProtectedTokens:
         """The tokens that judge."""

@@ -81,26 +81,32 @@ class Reconstruct(AttentionScorer):
     def default_reduction(self) -> tuple[str, str]:
         return "max", "group_max"
 
-    def observation_window(self, seen: Observation) -> ObservationWindow:
+    def observation_window(self, observation: Observation) -> ObservationWindow:
         if self.variant is Variant.LARDER:
-            return ObservationWindow(seen.queries, seen.entries.position_range(*seen.span))
-        shared = select_keys(seen, self._shared(seen))
-        return ObservationWindow(seen.queries, with_pass_keys(seen, shared), seen.query_positions)
+            return ObservationWindow(
+                observation.queries, observation.entries.position_range(*observation.span)
+            )
+        shared = select_keys(observation, self._shared(observation))
+        return ObservationWindow(
+            observation.queries, with_pass_keys(observation, shared), observation.query_positions
+        )
 
-    def finish(self, seen: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:
-        positions = seen.entries.packed_positions()
-        judged = (positions >= seen.span[0]) & (positions < seen.span[1])
-        looked_at = judged if self.variant is Variant.LARDER else self._shared(seen)
+    def finish(self, observation: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:
+        positions = observation.entries.packed_positions()
+        judged = (positions >= observation.span[0]) & (positions < observation.span[1])
+        looked_at = judged if self.variant is Variant.LARDER else self._shared(observation)
         whole = heads[0].new_full((len(positions),), -torch.inf)
-        counts = [int(part.sum()) for part in torch.split(looked_at, list(seen.entries.lengths))]
+        counts = [
+            int(part.sum()) for part in torch.split(looked_at, list(observation.entries.lengths))
+        ]
         pairs = zip(heads, counts, strict=True)
         whole[looked_at] = torch.cat([head[:count] for head, count in pairs])
         return whole.masked_fill(~judged, -torch.inf)
 
-    def _shared(self, seen: Observation) -> PackedMask:
+    def _shared(self, observation: Observation) -> PackedMask:
         """The cached entries that a weight is shared among."""
-        positions = seen.entries.packed_positions()
-        inside = (positions >= seen.span[0]) & (positions < seen.span[1])
+        positions = observation.entries.packed_positions()
+        inside = (positions >= observation.span[0]) & (positions < observation.span[1])
         return inside | (positions < self.opening)
 
 

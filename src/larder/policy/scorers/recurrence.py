@@ -26,9 +26,9 @@ class Recurrence(Scorer):
 
     tallies = frozenset({"recurrence"})
 
-    def score(self, seen: Observation) -> Packed:
-        gap = seen.entries.column("longest_gap")
-        waited = seen.length - 1 - seen.entries.column("last_needed")
+    def score(self, observation: Observation) -> Packed:
+        gap = observation.entries.column("longest_gap")
+        waited = observation.length - 1 - observation.entries.column("last_needed")
         due = torch.sigmoid(-1 - waited / (gap + NEVER))
         often = torch.where(gap > 0, torch.sigmoid(1 - gap), 0.0)
         return 2 * (due + often)

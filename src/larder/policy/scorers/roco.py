@@ -37,8 +37,8 @@ class RoCo(Scorer):
     def __post_init__(self) -> None:
         require(0 <= self.spared <= 1, "roco.spared", "a fraction in [0, 1]", self.spared)
 
-    def score(self, seen: Observation) -> Packed:
-        entries = seen.entries
+    def score(self, observation: Observation) -> Packed:
+        entries = observation.entries
         count, mean, spread = (entries.columns[name] for name in Moments.columns)
         return variance_boosted_means(count, mean, spread, *entries.layout, self.spared)
 

@@ -37,8 +37,8 @@ class SinksAndWindow(Scorer):
         """The sinks, and the latest token."""
         return ProtectedTokens(self.sinks, 1)
 
-    def score(self, seen: Observation) -> Packed:
-        positions = seen.entries.packed_positions()
+    def score(self, observation: Observation) -> Packed:
+        positions = observation.entries.packed_positions()
         return positions.float().masked_fill(positions < self.sinks, torch.inf)
 
     def step_scoring(self, reduction: AttentionReduction) -> StepScoring:

@@ -68,21 +68,23 @@ class SnapKV(AttentionScorer):
     def default_reduction(self) -> tuple[str, str]:
         return ("max", "group_max") if self.variant is Variant.CODE else ("sum", "group_sum")
 
-    def observation_window(self, seen: Observation) -> ObservationWindow:
+    def observation_window(self, observation: Observation) -> ObservationWindow:
         if self.variant is Variant.CODE:
-            return ObservationWindow(seen.queries, seen.entries)
-        voters = seen.query_positions[-self.window :]
+            return ObservationWindow(observation.queries, observation.entries)
+        voters = observation.query_positions[-self.window :]
         return ObservationWindow(
-            seen.queries[:, -self.window :], seen.entries, voters, int(voters[0])
+            observation.queries[:, -self.window :], observation.entries, voters, int(voters[0])
         )
 
-    def finish(self, seen: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:
+    def finish(self, observation: Observation, heads: list[Float[Tensor, " _"]]) -> Packed:
         votes = torch.cat(heads)
         if self.variant is Variant.CODE:
             return votes
-        is_voter = seen.entries.packed_positions() >= seen.query_positions[-self.window :][0]
+        is_voter = (
+            observation.entries.packed_positions() >= observation.query_positions[-self.window :][0]
+        )
         votes = votes.masked_fill(is_voter, 0.0)  # the window's own votes would leak when pooled
-        parts = torch.split(votes, list(seen.entries.lengths))
+        parts = torch.split(votes, list(observation.entries.lengths))
         smooth = running_max if self.pool is Pool.MAX else running_mean
         pooled = torch.cat([smooth(head, self.kernel) for head in parts])
         return pooled.masked_fill(is_voter, torch.inf)

@@ -74,9 +74,9 @@ class ARKV(MixedPrecisionStorage):
     def capacities(self, quota: int, head_dim: int, itemsize: int, share: float = 1.0) -> list[int]:
         return [int(share * quota)]
 
-    def inspect(self, seen: Observation) -> StorageStatistics:
+    def inspect(self, observation: Observation) -> StorageStatistics:
         """Logarithm of the layer's preference."""
-        sums = sum_statistics(gather_last_queries(_WeightMoments(), seen, self.window), 3)
+        sums = sum_statistics(gather_last_queries(_WeightMoments(), observation, self.window), 3)
         factors = zip(sums, (self.tau1, self.tau2, self.tau3), strict=True)
         tiny = torch.finfo(torch.float64).tiny
         return StorageStatistics(numbers=(sum(math.log(max(f, tiny)) / tau for f, tau in factors),))

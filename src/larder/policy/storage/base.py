@@ -77,7 +77,7 @@ class Storage(PolicyPart, ABC):
         """Entries at full precision among the `quota` entries per kv head of a layer."""
         return quota
 
-    def inspect(self, seen: Observation) -> StorageStatistics:
+    def inspect(self, observation: Observation) -> StorageStatistics:
         """Statistics that `grade` needs beyond scores, measured when the layer is scored."""
         return NO_INSPECTION
 

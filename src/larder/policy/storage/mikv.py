@@ -66,18 +66,18 @@ class MiKV(MixedPrecisionStorage):
             return (lower,)
         return PrecisionTier(Codec(self.high, self.high, self.group), self.important), lower
 
-    def inspect(self, seen: Observation) -> StorageStatistics:
+    def inspect(self, observation: Observation) -> StorageStatistics:
         if not self.balance:
             return StorageStatistics()
-        return StorageStatistics(channels=channel_balance(seen, self.window))
+        return StorageStatistics(channels=channel_balance(observation, self.window))
 
 
-def channel_balance(seen: Observation, window: int) -> Float[Tensor, "K D"]:
+def channel_balance(observation: Observation, window: int) -> Float[Tensor, "K D"]:
     """The largest key over the largest query of each channel, by absolute value."""
-    entries = seen.entries
+    entries = observation.entries
     heads = range(len(entries.lengths))
     keys = torch.stack([entries.head_keys(head).float().abs().amax(0) for head in heads])
-    queries = seen.queries[:, -window:].float().abs().amax(1)  # [H, D]
+    queries = observation.queries[:, -window:].float().abs().amax(1)  # [H, D]
     queries = queries.view(len(entries.lengths), -1, queries.shape[1]).amax(1)
     tiny = torch.finfo(torch.float32).tiny
     return keys.clamp(min=tiny) / queries.clamp(min=tiny)

@@ -96,11 +96,11 @@ class QAQ(MixedPrecisionStorage):
     def rank(self, scored: LayerScores, entries: Entries) -> Packed:
         return entries.packed_positions().float()
 
-    def inspect(self, seen: Observation) -> StorageStatistics:
+    def inspect(self, observation: Observation) -> StorageStatistics:
         """Highest attention weight of each entry, and the norm of the last queries."""
-        queries = seen.queries[:, -self.window :]
-        heads = gather_last_queries(Max(), seen, self.window)
-        norms = (queries.float() * seen.layer.scaling).square().sum(-1).flatten()
+        queries = observation.queries[:, -self.window :]
+        heads = gather_last_queries(Max(), observation, self.window)
+        norms = (queries.float() * observation.layer.scaling).square().sum(-1).flatten()
         weights = torch.cat([head.amax(0) for head in heads])
         return StorageStatistics(weights=weights, numbers=(float(norms.quantile(NORM)),))
 

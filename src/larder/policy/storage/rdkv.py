@@ -74,11 +74,11 @@ class RDKV(Storage):
     def full_precision_entries(self, quota: int, layer: LayerSpec, itemsize: int) -> int:
         return int(quota / self._gain(layer.head_dim, itemsize))
 
-    def inspect(self, seen: Observation) -> StorageStatistics:
+    def inspect(self, observation: Observation) -> StorageStatistics:
         """Squared norm of each value, times the squared attention weights of the last queries."""
-        energies = seen.entries.pack(seen.entries.values).float().square().sum(1)
+        energies = observation.entries.pack(observation.entries.values).float().square().sum(1)
         if self.window:
-            heads = gather_last_queries(SquareSum(), seen, self.window)
+            heads = gather_last_queries(SquareSum(), observation, self.window)
             energies = energies * torch.cat([head.sum(0) for head in heads])
         return StorageStatistics(weights=energies)
 

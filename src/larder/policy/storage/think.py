@@ -53,8 +53,8 @@ class ThinK(MixedPrecisionStorage):
     def rank(self, scored: LayerScores, entries: Entries) -> Packed:
         return entries.packed_positions().float()
 
-    def inspect(self, seen: Observation) -> StorageStatistics:
-        return StorageStatistics(channels=query_energies(seen, self.window))
+    def inspect(self, observation: Observation) -> StorageStatistics:
+        return StorageStatistics(channels=query_energies(observation, self.window))
 
     def grade(
         self, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float
@@ -63,10 +63,10 @@ class ThinK(MixedPrecisionStorage):
         return replace(graded, channels=graded.channels * kept_key_energies(plan, entries))
 
 
-def query_energies(seen: Observation, window: int) -> Float[Tensor, "K D"]:
+def query_energies(observation: Observation, window: int) -> Float[Tensor, "K D"]:
     """Mean square of each channel of the last queries, over the query heads of a group."""
-    queries = seen.queries[:, -window:].float().square().mean(1)  # [H, D]
-    return queries.view(len(seen.entries.lengths), -1, queries.shape[1]).mean(1)
+    queries = observation.queries[:, -window:].float().square().mean(1)  # [H, D]
+    return queries.view(len(observation.entries.lengths), -1, queries.shape[1]).mean(1)
 
 
 def kept_key_energies(plan: Plan, entries: Entries) -> Float[Tensor, "K D"]:

@@ -48,7 +48,7 @@ Step = Callable[[State, QueryWeights], State]
 
 
 def update_columns(
-    seen: Observation, names: tuple[str, ...], group: GroupReduction, step: Step
+    observation: Observation, names: tuple[str, ...], group: GroupReduction, step: Step
 ) -> dict[str, Tensor]:
     """New values of columns [C] after a pass: `step` applied to its queries, a chunk at a time.
 
@@ -56,53 +56,63 @@ def update_columns(
         names: the columns, in the order of the state.
         group: reduction over the query heads that share a kv head.
     """
-    old = tuple(seen.entries.columns[name] for name in names)
-    alone = len(seen.query_positions) == 1
+    old = tuple(observation.entries.columns[name] for name in names)
+    alone = len(observation.query_positions) == 1
     new = (
-        _update_single_query(seen, old, group, step)
+        _update_single_query(observation, old, group, step)
         if alone
-        else _update_queries(seen, old, group, step)
+        else _update_queries(observation, old, group, step)
     )
     return dict(zip(names, new, strict=True))
 
 
-def _update_single_query(seen: Observation, old: State, group: GroupReduction, step: Step) -> State:
+def _update_single_query(
+    observation: Observation, old: State, group: GroupReduction, step: Step
+) -> State:
     """All heads at once; slack rows get weight 0."""
-    weights = newest_query_weights(seen, group)
-    return step(old, QueryWeights(weights[None], seen.query_positions, seen.entries.positions))
+    weights = newest_query_weights(observation, group)
+    return step(
+        old, QueryWeights(weights[None], observation.query_positions, observation.entries.positions)
+    )
 
 
-def newest_query_weights(seen: Observation, group: GroupReduction) -> Float[Tensor, " C"]:
+def newest_query_weights(observation: Observation, group: GroupReduction) -> Float[Tensor, " C"]:
     """Weight of the newest query of a pass for every storage row."""
-    entries = seen.entries
-    sinks = sink_logits(seen.layer, entries.keys)
-    if seen.logits is not None:
-        return weights_from_logits(seen.logits, *entries.layout, group, sinks)
+    entries = observation.entries
+    sinks = sink_logits(observation.layer, entries.keys)
+    if observation.logits is not None:
+        return weights_from_logits(observation.logits, *entries.layout, group, sinks)
     bias = entries.columns.get(LOG_COUNT)
     starts, lengths = entries.layout
     return attention_weights(
-        seen.queries[:, -1:],
+        observation.queries[:, -1:],
         entries.keys,
         starts,
         lengths,
-        seen.layer.scaling,
+        observation.layer.scaling,
         group=group,
         bias=bias,
-        softcap=seen.layer.softcap,
+        softcap=observation.layer.softcap,
         sinks=sinks,
     )
 
 
-def _update_queries(seen: Observation, old: State, group: GroupReduction, step: Step) -> State:
+def _update_queries(
+    observation: Observation, old: State, group: GroupReduction, step: Step
+) -> State:
     new = tuple(column.clone() for column in old)
-    sinks = sinks_by_group(sink_logits(seen.layer, seen.entries.keys), seen.layer.kv_heads)
-    for head, queries in enumerate(seen.queries.chunk(seen.layer.kv_heads)):  # [R, Q, D] each
-        rows = seen.entries.rows(head)
-        keys = seen.entries.keys[rows]
-        counts = seen.entries.columns.get(LOG_COUNT)
-        places = seen.entries.positions[rows]
+    sinks = sinks_by_group(
+        sink_logits(observation.layer, observation.entries.keys), observation.layer.kv_heads
+    )
+    for head, queries in enumerate(
+        observation.queries.chunk(observation.layer.kv_heads)
+    ):  # [R, Q, D] each
+        rows = observation.entries.rows(head)
+        keys = observation.entries.keys[rows]
+        counts = observation.entries.columns.get(LOG_COUNT)
+        places = observation.entries.positions[rows]
         running = _ColumnGather(
-            step, group, tuple(c[rows] for c in old), seen.query_positions, places
+            step, group, tuple(c[rows] for c in old), observation.query_positions, places
         )
         [result] = reduce_columns(
             running,
@@ -110,11 +120,11 @@ def _update_queries(seen: Observation, old: State, group: GroupReduction, step: 
             keys,
             torch.tensor([0]),
             torch.tensor([len(keys)]),
-            seen.layer.scaling,
-            query_positions=seen.query_positions,
+            observation.layer.scaling,
+            query_positions=observation.query_positions,
             key_positions=places,
             bias=None if counts is None else counts[rows],
-            softcap=seen.layer.softcap,
+            softcap=observation.layer.softcap,
             sinks=sinks[head],
         )
         for column, numbers in zip(new, result, strict=True):

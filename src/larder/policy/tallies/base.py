@@ -27,5 +27,5 @@ class Tally(PolicyPart, ABC):
     sums_weights: ClassVar[bool] = False
 
     @abstractmethod
-    def update(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:
-        """New column values, one per storage row, from those in `seen`."""
+    def update(self, observation: Observation) -> dict[str, Float[Tensor, " C"]]:
+        """New column values, one per storage row, from those in `observation`."""

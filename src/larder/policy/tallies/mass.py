@@ -24,11 +24,11 @@ class Mass(Tally):
     step_columns = (StepColumn.MASS,)
     sums_weights = True
 
-    def update(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:
-        if seen.weight_sums is None:
-            return update_columns(seen, self.columns, GroupReduction.SUM, _added)
-        entries = seen.entries
-        return {"mass": entries.columns["mass"] + entries.unpack(seen.weight_sums)}
+    def update(self, observation: Observation) -> dict[str, Float[Tensor, " C"]]:
+        if observation.weight_sums is None:
+            return update_columns(observation, self.columns, GroupReduction.SUM, _added)
+        entries = observation.entries
+        return {"mass": entries.columns["mass"] + entries.unpack(observation.weight_sums)}
 
 
 def _added(state: State, votes: QueryWeights) -> State:

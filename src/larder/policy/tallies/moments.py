@@ -30,8 +30,8 @@ class Moments(Tally):
     columns = ("moment_count", "moment_mean", "moment_spread")
     step_columns = (StepColumn.COUNT, StepColumn.MEAN, StepColumn.SPREAD)
 
-    def update(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:
-        return update_columns(seen, self.columns, GroupReduction.MEAN, _joined)
+    def update(self, observation: Observation) -> dict[str, Float[Tensor, " C"]]:
+        return update_columns(observation, self.columns, GroupReduction.MEAN, _joined)
 
 
 def _joined(state: State, votes: QueryWeights) -> State:

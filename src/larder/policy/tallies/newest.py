@@ -26,8 +26,8 @@ class Newest(Tally):
     columns = (NEWEST,)
     step_columns = (StepColumn.NEWEST,)
 
-    def update(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:
-        return {NEWEST: newest_query_weights(seen, GroupReduction.SUM)}
+    def update(self, observation: Observation) -> dict[str, Float[Tensor, " C"]]:
+        return {NEWEST: newest_query_weights(observation, GroupReduction.SUM)}
 
 
 Part = Newest

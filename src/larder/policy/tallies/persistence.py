@@ -28,8 +28,8 @@ class PersistenceTally(Tally):
 
     columns = (UNIMPORTANT,)
 
-    def update(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:
-        return update_columns(seen, self.columns, GroupReduction.MEAN, _counted)
+    def update(self, observation: Observation) -> dict[str, Float[Tensor, " C"]]:
+        return update_columns(observation, self.columns, GroupReduction.MEAN, _counted)
 
 
 def _counted(state: State, votes: QueryWeights) -> State:

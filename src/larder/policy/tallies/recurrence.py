@@ -30,8 +30,8 @@ class RecurrenceTally(Tally):
 
     columns = ("last_needed", "longest_gap")
 
-    def update(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:
-        return update_columns(seen, self.columns, GroupReduction.MAX, _tracked)
+    def update(self, observation: Observation) -> dict[str, Float[Tensor, " C"]]:
+        return update_columns(observation, self.columns, GroupReduction.MAX, _tracked)
 
 
 def _tracked(state: State, votes: QueryWeights) -> State:

@@ -25,12 +25,14 @@ class SentenceTally(Tally):
     columns = ("sentence",)
     needs = frozenset({ENDS})
 
-    def update(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:
+    def update(self, observation: Observation) -> dict[str, Float[Tensor, " C"]]:
         (name,), (ending,) = self.columns, self.needs
-        entries, places = seen.entries, seen.query_positions
+        entries, places = observation.entries, observation.query_positions
         column, count, first = entries.columns[name].clone(), len(places), int(places[0])
-        ends = seen.lexicon.get(ending, frozenset())
-        ends_sentence = torch.tensor([token in ends for token in seen.ids] or [False] * count)
+        ends = observation.lexicon.get(ending, frozenset())
+        ends_sentence = torch.tensor(
+            [token in ends for token in observation.ids] or [False] * count
+        )
         ends_sentence = ends_sentence.to(column.device)
         is_first = torch.zeros_like(ends_sentence)
         is_first[1:] = ends_sentence[:-1]

@@ -24,13 +24,13 @@ class TokenKindTally(Tally):
     columns = ("token_kind",)
     needs = frozenset({SPECIAL, PUNCTUATION})
 
-    def update(self, seen: Observation) -> dict[str, Float[Tensor, " C"]]:
-        entries, count = seen.entries, len(seen.query_positions)
+    def update(self, observation: Observation) -> dict[str, Float[Tensor, " C"]]:
+        entries, count = observation.entries, len(observation.query_positions)
         column = entries.columns["token_kind"].clone()
-        special = seen.lexicon.get(SPECIAL, frozenset())
-        signs = seen.lexicon.get(PUNCTUATION, frozenset())
+        special = observation.lexicon.get(SPECIAL, frozenset())
+        signs = observation.lexicon.get(PUNCTUATION, frozenset())
         kinds = [PLAIN_KIND] * count
-        for place, token in enumerate(seen.ids):
+        for place, token in enumerate(observation.ids):
             if token in special or token in signs:
                 kinds[place] = SPECIAL_KIND if token in special else PUNCTUATION_KIND
         stops = torch.tensor(entries.starts) + torch.tensor(entries.lengths)

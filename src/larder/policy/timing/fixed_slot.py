@@ -63,9 +63,9 @@ class SlotOrder(Scorer):
 
     distance: int
 
-    def score(self, seen: Observation) -> Packed:
-        device = seen.entries.positions.device
-        ages = [torch.arange(n - 1, -1, -1, device=device) for n in seen.entries.lengths]
+    def score(self, observation: Observation) -> Packed:
+        device = observation.entries.positions.device
+        ages = [torch.arange(n - 1, -1, -1, device=device) for n in observation.entries.lengths]
         since = torch.cat(ages).float()  # entries of the head behind each
         return torch.where(since < self.distance, NEWEST - since, since)
 

@@ -35,7 +35,7 @@ class Unit(PolicyPart, ABC):
         return self
 
     @abstractmethod
-    def pool(self, scores: Packed, seen: Observation) -> Packed:
+    def pool(self, scores: Packed, observation: Observation) -> Packed:
         """Scores of the same shape, equal within a unit; infinite scores do not change."""
 
 

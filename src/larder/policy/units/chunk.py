@@ -40,8 +40,8 @@ class Chunk(Unit):
     def layers_together(self) -> int:
         return self.layers
 
-    def pool(self, scores: Packed, seen: Observation) -> Packed:
-        return pool_spans(scores, seen.entries, self.size, len(scores))
+    def pool(self, scores: Packed, observation: Observation) -> Packed:
+        return pool_spans(scores, observation.entries, self.size, len(scores))
 
 
 Part = Chunk

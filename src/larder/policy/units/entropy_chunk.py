@@ -52,9 +52,9 @@ class EntropyChunk(Unit):
     def layers_together(self) -> int:
         return self.layers
 
-    def pool(self, scores: Packed, seen: Observation) -> Packed:
-        lengths = list(seen.entries.lengths)
-        spans = seen.entries.packed_positions().long() // self.size
+    def pool(self, scores: Packed, observation: Observation) -> Packed:
+        lengths = list(observation.entries.lengths)
+        spans = observation.entries.packed_positions().long() // self.size
         heads = zip(torch.split(scores, lengths), torch.split(spans, lengths), strict=True)
         return torch.cat([self._ranks(*head) for head in heads])
 

@@ -24,9 +24,9 @@ class Sentence(Unit):
 
     tallies = frozenset({"sentence"})
 
-    def pool(self, scores: Packed, seen: Observation) -> Packed:
-        labels = seen.entries.column("sentence").abs().long()
-        return pool_groups(scores, labels, seen.entries.lengths, len(scores))
+    def pool(self, scores: Packed, observation: Observation) -> Packed:
+        labels = observation.entries.column("sentence").abs().long()
+        return pool_groups(scores, labels, observation.entries.lengths, len(scores))
 
 
 Part = Sentence

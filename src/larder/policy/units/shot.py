@@ -47,10 +47,13 @@ class Shot(Unit):
     def with_budget(self, tokens: int) -> Shot:
         return replace(self, longest=tokens) if self.longest is None else self
 
-    def pool(self, scores: Packed, seen: Observation) -> Packed:
-        if seen.stage is Phase.DECODE:
+    def pool(self, scores: Packed, observation: Observation) -> Packed:
+        if observation.stage is Phase.DECODE:
             return scores
-        spans, lengths = seen.entries.column("shot").abs().long(), seen.entries.lengths
+        spans, lengths = (
+            observation.entries.column("shot").abs().long(),
+            observation.entries.lengths,
+        )
         pooled = pool_groups(scores, spans, lengths, len(scores))
         if self.longest is None or not len(scores):
             return pooled

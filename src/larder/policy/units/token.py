@@ -31,7 +31,7 @@ class Token(Unit):
     def layers_together(self) -> int:
         return self.layers
 
-    def pool(self, scores: Packed, seen: Observation) -> Packed:
+    def pool(self, scores: Packed, observation: Observation) -> Packed:
         return scores
 
 

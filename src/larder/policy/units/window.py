@@ -68,14 +68,16 @@ class Window(Unit):
     def required_providers(self) -> frozenset[str]:
         return frozenset({MARKS}) if self.task is Task.FOUND else frozenset()
 
-    def pool(self, scores: Packed, seen: Observation) -> Packed:
-        share = self.best if self.task is Task.GIVEN or _asks(seen) else 1.0
-        return pool_spans(scores, seen.entries, self.size, max(1, int(self.size * share + EVEN)))
+    def pool(self, scores: Packed, observation: Observation) -> Packed:
+        share = self.best if self.task is Task.GIVEN or _asks(observation) else 1.0
+        return pool_spans(
+            scores, observation.entries, self.size, max(1, int(self.size * share + EVEN))
+        )
 
 
-def _asks(seen: Observation) -> bool:
+def _asks(observation: Observation) -> bool:
     """True if one of the last tokens has a question mark."""
-    return not seen.lexicon.get(MARKS, frozenset()).isdisjoint(seen.ids[-LAST:])
+    return not observation.lexicon.get(MARKS, frozenset()).isdisjoint(observation.ids[-LAST:])
 
 
 Part = Window

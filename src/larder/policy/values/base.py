@@ -43,7 +43,7 @@ class ValueRule(PolicyPart, ABC):
 
     @abstractmethod
     def weigh(
-        self, scores: Packed, seen: Observation, selection: Selection = NO_SELECTION
+        self, scores: Packed, observation: Observation, selection: Selection = NO_SELECTION
     ) -> Packed:
         """Weighted scores of the same shape; infinite scores do not change."""
 

@@ -32,11 +32,11 @@ class Caote(ValueRule):
     """Error of the attention output; the lowest score is subtracted where scores are negative."""
 
     def weigh(
-        self, scores: Packed, seen: Observation, selection: Selection = NO_SELECTION
+        self, scores: Packed, observation: Observation, selection: Selection = NO_SELECTION
     ) -> Packed:
-        weights = torch.split(non_negative_weights(scores), list(seen.entries.lengths))
+        weights = torch.split(non_negative_weights(scores), list(observation.entries.lengths))
         moves = [
-            _output_changes(head, seen.entries.head_values(index).float())
+            _output_changes(head, observation.entries.head_values(index).float())
             for index, head in enumerate(weights)
         ]
         return restore_infinities(scores, torch.cat(moves))

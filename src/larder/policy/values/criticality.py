@@ -83,10 +83,10 @@ class Criticality(ValueRule):
         return self.mass is not None
 
     def weigh(
-        self, scores: Packed, seen: Observation, selection: Selection = NO_SELECTION
+        self, scores: Packed, observation: Observation, selection: Selection = NO_SELECTION
     ) -> Packed:
-        finite, lengths = scores.isfinite(), list(seen.entries.lengths)
-        norms = [_norms(seen, head) for head in range(len(lengths))]
+        finite, lengths = scores.isfinite(), list(observation.entries.lengths)
+        norms = [_norms(observation, head) for head in range(len(lengths))]
         if self.norms is Norms.SHARE:
             norms = _shares(norms, torch.split(finite, lengths))
         weighed = (non_negative_weights(scores) + self.epsilon) * torch.cat(norms)
@@ -118,14 +118,16 @@ class Criticality(ValueRule):
         return min(room, int((held + own[order].cumsum(0) < self.mass).sum()))
 
 
-def _norms(seen: Observation, head: int) -> Float[Tensor, " S"]:
+def _norms(observation: Observation, head: int) -> Float[Tensor, " S"]:
     """L1 norms of a head's values, projected where the projection is known."""
-    values = seen.entries.head_values(head)
-    if "projection" not in seen.inputs:
+    values = observation.entries.head_values(head)
+    if "projection" not in observation.inputs:
         return values.float().abs().sum(-1)
-    group = seen.layer.group
+    group = observation.layer.group
     norms = torch.zeros(len(values), device=values.device)
-    for matrix in seen.inputs["projection"][head * group : (head + 1) * group].float():  # [D, N]
+    for matrix in observation.inputs["projection"][
+        head * group : (head + 1) * group
+    ].float():  # [D, N]
         for start in range(0, len(values), ROWS):
             rows = slice(start, start + ROWS)
             norms[rows] += (values[rows].float() @ matrix).abs().sum(-1)

@@ -41,9 +41,9 @@ class ImageWeight(ValueRule):
         )
 
     def weigh(
-        self, scores: Packed, seen: Observation, selection: Selection = NO_SELECTION
+        self, scores: Packed, observation: Observation, selection: Selection = NO_SELECTION
     ) -> Packed:
-        is_image = seen.entries.column("image")
+        is_image = observation.entries.column("image")
         if not is_image.any():
             return scores
         weighed = non_negative_weights(scores) * (1 + (self.factor - 1) * is_image)

@@ -17,7 +17,7 @@ class KeysAlone(ValueRule):
     """Unchanged scores."""
 
     def weigh(
-        self, scores: Packed, seen: Observation, selection: Selection = NO_SELECTION
+        self, scores: Packed, observation: Observation, selection: Selection = NO_SELECTION
     ) -> Packed:
         return scores
 

@@ -54,16 +54,16 @@ class TokenChoice:
     scoring: ReducedScorer | None = None
     chosen: dict[int, Int64[Tensor, " N"]] = field(default_factory=dict[int, Tensor])
 
-    def observe(self, layer: int, seen: Observation, scores: Packed | None) -> None:
+    def observe(self, layer: int, observation: Observation, scores: Packed | None) -> None:
         """Choose among the tokens of a pass behind one layer."""
         if layer not in self.layers:
             return
-        reached = len(seen.query_positions)
-        places, length = seen.query_positions, seen.length
+        reached = len(observation.query_positions)
+        places, length = observation.query_positions, observation.length
         always = always_passing(self.planner, self.scoring, places, length, self.budget)
         count = max(int(always.sum()), self.count(layer, reached))
         if count < reached:
-            own = token_scores(seen, scores_of(self.scoring, seen, scores), reached)
+            own = token_scores(observation, scores_of(self.scoring, observation, scores), reached)
             marks = top_mask(own.masked_fill(always, torch.inf), count)
             self.chosen[layer] = torch.nonzero(marks).flatten()
 
@@ -72,7 +72,9 @@ class TokenChoice:
         return self.chosen.get(layer - 1)
 
 
-def scores_of(scoring: ReducedScorer | None, seen: Observation, scores: Packed | None) -> Packed:
+def scores_of(
+    scoring: ReducedScorer | None, observation: Observation, scores: Packed | None
+) -> Packed:
     """Scores that tokens are chosen by.
 
     Args:
@@ -80,7 +82,7 @@ def scores_of(scoring: ReducedScorer | None, seen: Observation, scores: Packed |
         scores: of the policy; None in a pass in which it does not score.
     """
     if scoring is not None:
-        return scoring.scorer.score_with(seen, scoring.reduction).float()
+        return scoring.scorer.score_with(observation, scoring.reduction).float()
     assert scores is not None  # policies that score later are refused
     return scores
 
@@ -103,9 +105,9 @@ def always_passing(
     return always | mask_outside(positions, ends.first, length - max(1, ends.last))
 
 
-def token_scores(seen: Observation, scores: Packed, tokens: int) -> Float[Tensor, " Q"]:
+def token_scores(observation: Observation, scores: Packed, tokens: int) -> Float[Tensor, " Q"]:
     """Scores of the latest tokens of a layer, added over its kv heads."""
-    heads = scores.split(list(seen.entries.lengths))
+    heads = scores.split(list(observation.entries.lengths))
     return torch.stack([head[-tokens:] for head in heads]).sum(0)
 
 

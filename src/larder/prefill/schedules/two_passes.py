@@ -194,9 +194,9 @@ class TokenSearch:
             return None
         return torch.tensor([len(positions) - 1], device=positions.device)
 
-    def _observe(self, layer: int, seen: Observation, scores: Packed | None) -> None:
+    def _observe(self, layer: int, observation: Observation, scores: Packed | None) -> None:
         count, start = len(self._ids), self._original.next_position
-        own = token_scores(seen, scores_of(self._scoring, seen, scores), count)
+        own = token_scores(observation, scores_of(self._scoring, observation, scores), count)
         self._by_layer[layer] = own
         places = torch.arange(start, start + count, device=own.device)
         planner, tokens = self._reader.planner, self._reader.tokens
