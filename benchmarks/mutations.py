@@ -95,6 +95,13 @@ MUTATIONS = {
         ("policy/test_storage.py",),
         "qaq",
     ),
+    "paired: unit directions keep the length that rounding gives them": Mutation(
+        "cache/forms/_shared_directions.py",
+        "own / other.masked_fill(other == 0, 1.0)",
+        "own / own.masked_fill(other == 0, 1.0)",
+        ("cache/test_quantized_pairs.py",),
+        "loop or levels",
+    ),
     "quantization: fields of a code weigh alike": Mutation(
         "ops/cpu/quantized_attention_kernels.py",
         "np.float32(1 << left)",

@@ -14,6 +14,8 @@ from larder.core.plan import Plan
 from larder.core.types import empty_tensor
 from larder.ops.packing import packed_rows, sorted_places, storage_rows
 
+HEAD_STRIDE = 1 << 32  # positions of one head, in ranks by head and position
+
 
 @dataclass(frozen=True)
 class InsertedEntries:
@@ -36,6 +38,25 @@ class InsertedEntries:
     def counts(self, kv_heads: int) -> Int64[Tensor, " K"]:
         """Entries of each kv head, in host memory."""
         return torch.bincount(self.heads, minlength=kv_heads)
+
+
+def join_inserted(
+    one: InsertedEntries | None, other: InsertedEntries | None
+) -> InsertedEntries | None:
+    """Entries of both, in order of heads and positions; None if there are none."""
+    if one is None or other is None:
+        return one or other
+    heads = torch.cat([one.heads, other.heads])
+    positions = torch.cat([one.positions, other.positions])
+    order = (heads * HEAD_STRIDE + positions.cpu()).argsort()
+    there = order.to(positions.device)
+    return InsertedEntries(
+        heads[order],
+        torch.cat([one.keys, other.keys])[there],
+        torch.cat([one.values, other.values])[there],
+        positions[there],
+        torch.cat([one.columns, other.columns], dim=1)[:, there],
+    )
 
 
 def append_runs(

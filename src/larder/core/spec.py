@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -249,11 +249,19 @@ class LayerPairing:
         Args:
             layers: managed layers.
         """
-        deep = layers[int(self.start * len(layers)) :]
+        return self.pairs_of({each.index: (each.kv_heads, each.head_dim) for each in layers})
+
+    def pairs_of(self, shapes: Mapping[int, tuple[int, int]]) -> list[tuple[int, int]]:
+        """Indices of paired layers, as `pairs`.
+
+        Args:
+            shapes: kv heads and head size of the managed layers, by ascending index.
+        """
+        deep = list(shapes)[int(self.start * len(shapes)) :]
         return [
-            (lower.index, upper.index)
+            (lower, upper)
             for lower, upper in zip(deep[::2], deep[1::2], strict=False)
-            if (lower.kv_heads, lower.head_dim) == (upper.kv_heads, upper.head_dim)
+            if shapes[lower] == shapes[upper]
         ]
 
 

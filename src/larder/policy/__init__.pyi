@@ -137,6 +137,7 @@ from .storage.minicache import MiniCache as MiniCache
 from .storage.qaq import QAQ as QAQ
 from .storage.qaq import needed_bits as needed_bits
 from .storage.quantized import Quantized as Quantized
+from .storage.quantized_pairs import QuantizedPairs as QuantizedPairs
 from .storage.rdkv import RDKV as RDKV
 from .storage.think import ThinK as ThinK
 from .storage.think import kept_key_energies as kept_key_energies

@@ -257,6 +257,7 @@ PRESETS: Mapping[str, str] = {
     "qaq": "whole() > sinks_and_window() > uniform() > qaq() > every_step()",
     "think": "whole() > snapkv() > uniform() > think()",
     "minicache": "whole() > sinks_and_window() > uniform() > minicache()",
+    "minicache_quantized": "whole() > sinks_and_window() > uniform() > quantized_pairs()",
     "icecache": (
         "blockwise() > protect(sinks=32, recent=16) > sinks_and_window(sinks=32) > uniform() > "
         "park() > dci() > lagged(tokens=16)"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from larder.cache.merged_entries import MergedEntries, merge_by_place, no_merges
 from larder.cache.quantized_tier import EncodingBatch, QuantizedTier, concat_tiers, encode_tier
-from larder.cache.row_updates import InsertedEntries
+from larder.cache.row_updates import HEAD_STRIDE, InsertedEntries
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
@@ -117,6 +117,15 @@ class GradedTiers:
         device = self.finest.keys.device
         return replace(self, sums=merge_by_place(plan, self.places.order, self.numbers, device))
 
+    def summed(self, sums: MergedEntries) -> GradedTiers:
+        """Snapshot with merged entries, given by packed index."""
+        if not len(sums.targets):
+            return self
+        places, turn = self.places.order[sums.targets.cpu()].sort()
+        turn = turn.to(sums.keys.device)
+        merged = MergedEntries(places.to(turn.device), sums.keys[turn], sums.values[turn])
+        return replace(self, sums=merged)
+
     def own(
         self, plan: Plan, kept: Int64[Tensor, " T"], grades: Int8[Tensor, " T"], ledger: Ledger
     ) -> tuple[Plan, MergedEntries, InsertedEntries | None]:
@@ -170,7 +179,7 @@ class GradedTiers:
             wanted = kept[grades == grade]
             stays = self.grades[wanted] == grade
             rows = self.places.rows(grade, wanted[stays]).sort().values
-            pooled = _rows_to_reencode(
+            pooled = rows_to_reencode(
                 tier, rows, self.places.heads[wanted[~stays]], len(self.finest.lengths)
             )
             pool = self.places.sorted(torch.cat([rows[pooled] + self.places.starts[grade],
@@ -190,7 +199,7 @@ class GradedTiers:
         self, tier: QuantizedTier, places: Int64[Tensor, " N"], weights: Float[Tensor, "K D1"]
     ) -> list[QuantizedTier]:
         """Entries encoded in new groups of their heads, in chunks."""
-        counts = _group_sizes(self.places.heads[places], tier.codec.group)
+        counts = group_sizes(self.places.heads[places], tier.codec.group)
         most = max(CODING_CHUNK // tier.codec.group, 1)
         pieces: list[QuantizedTier] = []
         start = 0
@@ -235,7 +244,7 @@ class GradedTiers:
         return held
 
 
-def _rows_to_reencode(
+def rows_to_reencode(
     tier: QuantizedTier, rows: Int64[Tensor, " N"], incoming: Int64[Tensor, " M"], heads: int
 ) -> Bool[Tensor, " N"]:
     """Mask of the kept rows to encode again: those of groups that became small.
@@ -254,15 +263,12 @@ def _rows_to_reencode(
     return (small & (coming[owners] > 1))[groups]
 
 
-def _group_sizes(heads: Int64[Tensor, " N"], group: int) -> Int64[Tensor, " G"]:
+def group_sizes(heads: Int64[Tensor, " N"], group: int) -> Int64[Tensor, " G"]:
     """Sizes of the full groups of every head, and of a smaller one for the rest."""
     sizes: list[int] = []
     for count in torch.bincount(heads).tolist():
         sizes += [group] * (count // group) + [count % group] * (count % group > 0)
     return torch.tensor(sizes, dtype=torch.int64)
-
-
-HEAD_STRIDE = 1 << 32
 
 
 @dataclass(frozen=True)

@@ -9,19 +9,24 @@ secondary accounts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int16, Int32, Int64
 from torch import Tensor
 
+from larder.cache.forms._shared_directions import Directions, adopt_directions, no_directions
 from larder.cache.forms.base import AttentionState
 from larder.cache.memory_usage import storage_bytes
+from larder.cache.quantized_tier import EncodingBatch
+from larder.cache.row_updates import HEAD_STRIDE
+from larder.core.codec import Codec
 from larder.core.spec import LayerSpec
 from larder.core.types import Queries
 from larder.ops.attention import ragged_attention
 
 LOWER, UPPER = 0, 1
+NUMBERS = ("norms", "heads", "positions", "held", "columns")  # fields beside the directions
 
 
 @dataclass(frozen=True)
@@ -42,18 +47,18 @@ class SharingCandidates:
 
 @dataclass(frozen=True)
 class SharedEntries:
-    """Shared entries of a pair, immutable. Rows are in order of heads, then of positions.
+    """Shared entries of a pair, immutable. Exact ones are in order of heads, then of positions;
+    quantized ones are so in each group.
 
     Args:
-        keys, values: unit directions, in the dtype of the cache.
+        directions: of keys and values.
         norms: of keys and values in the lower and the upper layer [2, 2, N]: layer, then kind.
         heads: of each row.
         held: mask of the rows that each layer still holds [2, N]; rows of neither are removed.
         columns: ledger columns [2, n, N].
     """
 
-    keys: Float[Tensor, "N D"]
-    values: Float[Tensor, "N D"]
+    directions: Directions
     norms: Float[Tensor, "2 2 N"]
     heads: Int16[Tensor, " N"]
     positions: Int32[Tensor, " N"]
@@ -61,12 +66,13 @@ class SharedEntries:
     columns: Float[Tensor, "2 n N"]
 
     @staticmethod
-    def nothing(like: Float[Tensor, "_ D"], num_columns: int) -> SharedEntries:
-        """No entry."""
-        none, numbers = like[:0].clone(), like.new_zeros(0, dtype=torch.float32)
+    def nothing(
+        like: Float[Tensor, "_ D"], num_columns: int, codec: Codec | None = None
+    ) -> SharedEntries:
+        """No entry; directions will be quantized if there is a codec."""
+        numbers = like.new_zeros(0, dtype=torch.float32)
         return SharedEntries(
-            none,
-            none.clone(),
+            no_directions(like, codec),
             numbers.new_zeros(2, 2, 0),
             torch.zeros(0, dtype=torch.int16, device=like.device),
             torch.zeros(0, dtype=torch.int32, device=like.device),
@@ -88,7 +94,8 @@ class SharedEntries:
     def decoded(self, side: int, rows: Int64[Tensor, " N"]) -> tuple[Tensor, Tensor]:
         """Float32 keys and values of a layer."""
         key, value = self.norms[side][:, rows].unsqueeze(-1)
-        return self.keys[rows].float() * key, self.values[rows].float() * value
+        keys, values = self.directions.decoded(rows)
+        return keys * key, values * value
 
     def attend(
         self, side: int, queries: Queries, layer: LayerSpec, column: int | None
@@ -127,34 +134,37 @@ class SharedEntries:
             weight: of the upper layer's direction.
         """
         pairs = sheet.keys, sheet.values
-        keys, values = (slerp(*pair, weight).to(self.keys.dtype) for pair in pairs)
+        keys, values = (slerp(*pair, weight) for pair in pairs)
+        coming = EncodingBatch(keys, values, sheet.positions, sheet.heads.long().cpu())
+        held = self.heads.long() * HEAD_STRIDE + self.positions
+        directions, order, factors = self.directions.joined(held, coming)
         norms = torch.stack(
             [torch.stack([pair[side].float().norm(dim=-1) for pair in pairs]) for side in (0, 1)]
         )
-        added = SharedEntries(
-            keys,
-            values,
-            norms,
-            sheet.heads,
-            sheet.positions,
-            self.held.new_ones(2, len(sheet.heads)),
-            sheet.columns,
+        return SharedEntries(
+            directions,
+            torch.cat([self.norms, norms], dim=2)[..., order] * factors,
+            torch.cat([self.heads, sheet.heads])[order],
+            torch.cat([self.positions, sheet.positions])[order],
+            torch.cat([self.held, self.held.new_ones(2, len(sheet.heads))], dim=1)[:, order],
+            torch.cat([self.columns, sheet.columns], dim=2)[..., order],
         )
-        both = {
-            f.name: torch.cat([getattr(self, f.name), getattr(added, f.name)], dim=axis)
-            for f, axis in zip(fields(self), (0, 0, 2, 0, 0, 1, 2), strict=True)
-        }
-        order = ((both["heads"].long() << 32) + both["positions"]).argsort()
-        return SharedEntries(**both)._selected(order)
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return self.directions.tensors() | {name: getattr(self, name) for name in NUMBERS}
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of all tensors by name, from which `adopt` restores them."""
+        named = self.directions.state() | {name: getattr(self, name) for name in NUMBERS}
+        return {name: tensor.clone() for name, tensor in named.items()}
 
     @staticmethod
-    def adopt(state: Mapping[str, Tensor]) -> SharedEntries:
-        """Shared entries from the named tensors of `tensors`."""
-        return SharedEntries(**{f.name: state[f.name] for f in fields(SharedEntries)})
+    def adopt(state: Mapping[str, Tensor], head_dim: int) -> SharedEntries:
+        """Shared entries from their `state`, which takes ownership of the tensors."""
+        return SharedEntries(
+            adopt_directions(state, head_dim), **{name: state[name] for name in NUMBERS}
+        )
 
     @property
     def nbytes(self) -> int:
@@ -163,8 +173,7 @@ class SharedEntries:
 
     def _selected(self, rows: Int64[Tensor, " N"]) -> SharedEntries:
         return SharedEntries(
-            self.keys[rows],
-            self.values[rows],
+            self.directions.select(rows),
             self.norms[..., rows],
             self.heads[rows],
             self.positions[rows],

@@ -21,7 +21,7 @@ Attention reads codes, never a whole dequantized layer; merges dequantize the en
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -36,7 +36,7 @@ from larder.cache.forms.base import AttentionCall
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.merged_entries import MergedEntries
 from larder.cache.quantized_tier import QuantizedTier, saved_tiers, tier_prefix
-from larder.cache.row_updates import InsertedEntries
+from larder.cache.row_updates import InsertedEntries, join_inserted
 from larder.cache.spec import CacheSpec
 from larder.cache.validation import check_channels, check_grades, check_kept
 from larder.core.codec import Codec
@@ -46,6 +46,9 @@ from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Queries
 from larder.ops.quantized_attention import quantized_attention
+
+# Applies a plan to a ragged layer, with merged and inserted entries.
+PlanCarrier = Callable[[RaggedLayer, Plan, MergedEntries, InsertedEntries | None], None]
 
 
 class GradedLayer(MixedLayer):
@@ -91,7 +94,7 @@ class GradedLayer(MixedLayer):
         self._replace(tiers)
 
     def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
-        if not self._is_mixed:
+        if not self._has_coded:
             self._ragged.note(columns)
             return
         tiers = self._tiers()
@@ -103,7 +106,7 @@ class GradedLayer(MixedLayer):
 
     def truncate(self, length: int) -> None:
         coded = self._coded
-        if self._is_mixed:
+        if self._has_coded:
             tiers = self._tiers()
             order = tiers.places.order
             kept = order[tiers.places.positions[order] < length]
@@ -113,7 +116,7 @@ class GradedLayer(MixedLayer):
 
     def entries(self) -> Entries:
         finest = self._ragged.entries()
-        if not self._is_mixed:
+        if not self._has_coded:
             return finest
         return self._tiers().shown()
 
@@ -161,6 +164,10 @@ class GradedLayer(MixedLayer):
 
     @property
     def _is_mixed(self) -> bool:
+        return self._has_coded
+
+    @property
+    def _has_coded(self) -> bool:
         return any(len(tier) for tier in self._coded)
 
     def _tiers(self) -> GradedTiers:
@@ -186,12 +193,33 @@ class GradedLayer(MixedLayer):
         """
         self._ragged.check_numbers(plan)
         check_channels(plan, self.layer)
-        tiers = self._tiers().folded(plan)
+        return self._changed(plan, self._tiers().folded(plan))
+
+    def _changed(
+        self, plan: Plan, tiers: GradedTiers
+    ) -> tuple[tuple[QuantizedTier, ...], Plan, MergedEntries, InsertedEntries | None]:
+        """`_planned`, after the merges of the plan."""
         kept = tiers.places.order[plan.kept.cpu()]
         grades = check_grades(plan, tiers.grades[kept], len(self._coded))
         ledger = self._ragged.ledger
         coded = tiers.after(kept, grades, plan.channels, plan.columns, ledger)
         return coded, *tiers.own(plan, kept, grades, ledger)
+
+    def _change_own(
+        self,
+        plan: Plan,
+        sums: MergedEntries,
+        change: PlanCarrier,
+        arrivals: InsertedEntries | None = None,
+    ) -> None:
+        """Apply a validated plan, with merged and inserted entries computed by the caller.
+
+        Args:
+            sums: merged entries, by packed index.
+        """
+        coded, own, merged, coming = self._changed(plan, self._tiers().summed(sums))
+        change(self._ragged, own, merged, join_inserted(coming, arrivals))
+        self._replace(coded)
 
     def _replace(self, coded: tuple[QuantizedTier, ...]) -> None:
         """Replace the quantized tiers, after everything that can fail."""

@@ -9,33 +9,41 @@ hold and request them, except those whose directions are too far apart; until th
 without a partner, they stay unshared. What one layer evicts the other one still holds. A merge
 target becomes the layer's own entry again, because the merged entry differs from the other
 layer's.
+
+With a codec, as the paper stacks the two, shared directions are quantized, and so is every other
+entry that a plan requests to share: it gets grade 1 where grade 2 is a shared entry. Then no more
+than the share `apart` of what is quantized stays unshared by its angle; of more, those of the
+smallest angles are shared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int8, Int64
 from torch import Tensor
 
 from larder.cache.entry_columns import check_columns
-from larder.cache.forms._composite import MixedLayer
-from larder.cache.forms._shared_entries import (
-    LOWER,
-    UPPER,
-    SharedEntries,
-    SharingCandidates,
-    angles,
+from larder.cache.forms._shared_entries import LOWER, UPPER, SharedEntries, angles
+from larder.cache.forms._sharing_requests import (
+    PairedOrder,
+    SharingRequest,
+    requested_by_both,
+    sharing_candidates,
+    similar_directions,
 )
 from larder.cache.forms.base import AttentionCall, CacheLayer
+from larder.cache.forms.graded import GradedLayer, PlanCarrier
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.merged_entries import MergedEntries, merge_by_place, no_merges
+from larder.cache.quantized_tier import QuantizedTier, saved_codecs, saved_tiers
 from larder.cache.row_updates import InsertedEntries
 from larder.cache.spec import CacheSpec, with_prefix
 from larder.cache.validation import check_grades, check_kept
+from larder.core.codec import Codec
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
@@ -43,21 +51,22 @@ from larder.core.spec import LayerPairing, LayerSpec, ModelSpec
 from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.packing import starts_of, storage_rows
 
-ALL_ALIKE = 1e-6  # radians between the least and the greatest angle that are rounding errors
-# Applies a plan to a layer's own entries, with merged and inserted entries.
-PlanApplier = Callable[[RaggedLayer, Plan, MergedEntries, InsertedEntries | None], None]
 
+class PairedLayer(GradedLayer):
+    """Layer of a pair; without a partner, a ragged or graded layer.
 
-class PairedLayer(MixedLayer):
-    """Layer of a pair; without a partner, a ragged layer.
+    The inherited methods are those of its own entries.
 
     `entries` returns a copy as soon as any entry is shared.
 
     Args:
         ledger: columns and scalars that the policy keeps.
         side: `LOWER` or `UPPER`.
+        codecs: of directions and of own entries, at most one; without any, all are exact.
     """
 
+    supports, requires = frozenset({"ledger", "codecs"}), frozenset[str]()
+    has_public_name = True
     spans_layers = True
 
     def __init__(
@@ -68,18 +77,22 @@ class PairedLayer(MixedLayer):
         ledger: Ledger,
         pairing: LayerPairing,
         side: int = LOWER,
+        codecs: Sequence[Codec] = (),
     ) -> None:
-        super().__init__(layer, RaggedLayer(layer, dtype, device, ledger))
         self.side = side
         self.wished = SharingRequest.none()
         like = torch.empty(0, layer.head_dim, dtype=dtype, device=device)
-        self._join(LayerPair(SharedEntries.nothing(like, len(ledger.columns)), pairing))
+        shared = SharedEntries.nothing(like, len(ledger.columns), next(iter(codecs), None))
+        self._pair = LayerPair(shared, pairing)
+        super().__init__(layer, dtype, device, ledger, codecs)
+        self._join(self._pair)
 
     @classmethod
     def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> PairedLayer:
         uppers = [upper for _, upper in spec.pairing.pairs(model.managed)]
         side = UPPER if layer.index in uppers else LOWER
-        return cls(layer, model.dtype, model.device, spec.ledger, spec.pairing, side)
+        parts = spec.ledger, spec.pairing, side, spec.codecs
+        return cls(layer, model.dtype, model.device, *parts)
 
     @classmethod
     def link_layers(cls, layers: Sequence[CacheLayer], spec: CacheSpec) -> None:
@@ -97,20 +110,21 @@ class PairedLayer(MixedLayer):
         self._carry(plan, RaggedLayer.evict_folded)
 
     def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
-        if not self._is_mixed:
-            self._ragged.note(columns)
+        if not self._has_shared:
+            super().note(columns)
             return
         order = self._order()
         check_columns(columns, self._ragged.ledger, len(order.places))
         held = self._columns(columns, order)
-        self._ragged.note_packed(held[:, : order.own])
+        names = self._ragged.ledger.columns
+        super().note(dict(zip(names, held[:, : order.own], strict=True)))
         shared = self._pair.shared
         rows = shared.rows(self.side)
         self._pair.replace_shared(shared.select(self.side, rows, held[:, order.own :]))
 
     def truncate(self, length: int) -> None:
         self.wished = SharingRequest.none()
-        self._ragged.truncate(length)
+        super().truncate(length)
         shared = self._pair.shared
         rows = shared.rows(self.side)
         rows = rows[shared.positions[rows] < length]
@@ -118,8 +132,8 @@ class PairedLayer(MixedLayer):
         self._pair.replace_shared(shared.select(self.side, rows, columns))
 
     def entries(self) -> Entries:
-        own = self._ragged.entries()
-        if not self._is_mixed:
+        own = self.own
+        if not self._has_shared:
             return own
         order, shared = self._order(), self._pair.shared
         decoded = shared.decoded(self.side, shared.rows(self.side))
@@ -129,25 +143,25 @@ class PairedLayer(MixedLayer):
             for mine, theirs in zip((own.keys, own.values), decoded, strict=True)
         )
         counts = torch.tensor(self.lengths)
-        return replace(
-            own,
+        return Entries(
             keys=keys,
             values=values,
             positions=order.positions[order.places].int().to(own.keys.device),
             starts=tuple(starts_of(counts).tolist()),
             lengths=self.lengths,
+            scalars=own.scalars,
             columns=dict(zip(own.columns, self._columns({}, order)[:, there], strict=True)),
-            grades=order.is_shared[order.places].to(torch.int8).to(own.keys.device),
+            grades=self._grades(order)[order.places].to(own.keys.device),
         )
 
     def state(self) -> dict[str, Tensor]:
         """Tensors of the layer; those of the upper layer include the shared entries."""
         pairing = self._pair.pairing
         numbers = [float(self.side), pairing.start, pairing.weight, pairing.apart]
-        state = self._ragged.state() | {"pair": torch.tensor(numbers, dtype=torch.float64)}
+        state = super().state() | {"pair": torch.tensor(numbers, dtype=torch.float64)}
         if self.side == UPPER:
-            named = self._pair.shared.tensors()
-            state |= {f"shared.{name}": tensor.clone() for name, tensor in named.items()}
+            named = self._pair.shared.state()
+            state |= {f"shared.{name}": tensor for name, tensor in named.items()}
         return state
 
     @classmethod
@@ -155,35 +169,41 @@ class PairedLayer(MixedLayer):
         """Restored layer without a partner; `link_pairs` links it."""
         side, start, weight, apart = state["pair"].tolist()
         pairing, keys = LayerPairing(start=start, weight=weight, apart=apart), state["keys"]
-        half = cls(layer, keys.dtype, keys.device, Ledger(), pairing, int(side))
+        codecs = saved_codecs(state)
+        half = cls(layer, keys.dtype, keys.device, Ledger(), pairing, int(side), codecs)
         half._adopt_ragged(state)
-        like, columns = keys[:0], len(half._ragged.ledger.columns)
-        shared = SharedEntries.nothing(like, columns)
+        ledger, size = half._ragged.ledger, layer.head_dim
+        half._hold(tuple(QuantizedTier.adopt(own, ledger, size) for own in saved_tiers(state)))
+        shared = SharedEntries.nothing(keys[:0], len(ledger.columns), next(iter(codecs), None))
         if half.side == UPPER:
-            shared = SharedEntries.adopt(with_prefix("shared.", state))  # own keys are there, too
+            own = with_prefix("shared.", state)  # the layer's own keys are there, too
+            shared = SharedEntries.adopt(own, size)
         half._join(LayerPair(shared, pairing))
         return half
 
     def _like(self) -> PairedLayer:
         """Layer with the same shared entries if it is the upper one; `link_pairs` links it."""
         like, ledger, pairing = self._ragged.like, self._ragged.ledger, self._pair.pairing
-        copy = PairedLayer(self.layer, like.dtype, like.device, ledger, pairing, self.side)
+        codecs = tuple(tier.codec for tier in self._coded)
+        copy = PairedLayer(self.layer, like.dtype, like.device, ledger, pairing, self.side, codecs)
+        copy._hold(self._coded)
         if self.side == UPPER:
             copy._pair.replace_shared(self._pair.shared)
         return copy
 
     def _copy_tensors(self) -> None:
-        own = self._pair.shared.tensors().items()
-        copies = {name: tensor.clone() for name, tensor in own}
-        self._pair.replace_shared(SharedEntries.adopt(copies))
+        super()._copy_tensors()
+        copied = SharedEntries.adopt(self._pair.shared.state(), self.layer.head_dim)
+        self._pair.replace_shared(copied)
 
     def own_tensors(self) -> tuple[Tensor, ...]:
-        """The shared entries, in the upper layer."""
-        return () if self.side == LOWER else tuple(self._pair.shared.tensors().values())
+        """Quantized tiers, and the shared entries in the upper layer."""
+        own = super().own_tensors()
+        return own if self.side == LOWER else (*own, *self._pair.shared.tensors().values())
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        own = torch.tensor(self._ragged.lengths)
+        own = torch.tensor(super().lengths)
         return tuple((own + self._pair.shared.counts(self.side, len(own))).tolist())
 
     def link(self, upper: PairedLayer) -> None:
@@ -191,17 +211,41 @@ class PairedLayer(MixedLayer):
         self._join(upper._pair)
 
     @property
-    def own(self) -> RaggedLayer:
+    def own(self) -> Entries:
         """Entries that are not shared."""
-        return self._ragged
+        return super().entries()
 
-    def give_up(self, rows: Int64[Tensor, " N"], change: PlanApplier) -> None:
-        """Remove own entries, given as packed rows, that are shared from now on."""
-        keep = torch.ones(sum(self._ragged.lengths), dtype=torch.bool)
-        keep[rows] = False
-        own = self._ragged
-        change(own, Plan.from_mask(keep, own.lengths), no_merges(own.entries().keys), None)
+    @property
+    def own_grades(self) -> Int8[Tensor, " T"]:
+        """Grades of the own entries, in host memory."""
+        own = self.own
+        exact = torch.zeros(sum(own.lengths), dtype=torch.int8)
+        return own.grades.cpu().clone() if len(own.grades) else exact
+
+    @property
+    def coded(self) -> SharingRequest:
+        """Own entries that are quantized, as if they were requested to be shared."""
+        order, rows = self._order(), self.own_grades.nonzero().flatten()
+        return SharingRequest(rows, order.ranks[rows])
+
+    @property
+    def is_coded(self) -> bool:
+        """True if there is a codec."""
+        return len(self._coded) > 0
+
+    def settle(self, rows: Int64[Tensor, " N"], change: PlanCarrier) -> None:
+        """Remove own entries, given as packed rows, that are shared from now on.
+
+        Other ones that were requested to be shared are quantized, if there is a codec.
+        """
+        grades = self.own_grades
+        if self.is_coded:
+            grades[self.wished.rows] = 1
         self.wished = SharingRequest.none()
+        keep = torch.ones(len(grades), dtype=torch.bool)
+        keep[rows] = False
+        plan = Plan.from_mask(keep, super().lengths)
+        self._change_own(replace(plan, grades=grades[keep]), no_merges(self._ragged.like), change)
 
     def _join(self, pair: LayerPair) -> None:
         self._pair = pair
@@ -211,26 +255,40 @@ class PairedLayer(MixedLayer):
     def count_shared(self) -> None:
         """Count bytes and entries of the layer again, after the shared entries changed."""
         self._count_bytes()
-        self.usage.set_entries(int(self._pair.shared.held[self.side].sum()))
+        coded = sum(map(len, self._coded))
+        self.usage.set_entries(coded + int(self._pair.shared.held[self.side].sum()))
+
+    def _hold(self, coded: tuple[QuantizedTier, ...]) -> None:
+        self._coded = coded
+        self.count_shared()
 
     @property
     def _is_mixed(self) -> bool:
+        return self._has_shared or self._has_coded
+
+    @property
+    def _has_shared(self) -> bool:
         return len(self._pair.shared) > 0
 
     def _other_calls(self, queries: Queries) -> list[AttentionCall]:
-        if not self._is_mixed:
-            return []
-        shared = self._pair.shared
-        return [partial(shared.attend, self.side, queries, self.layer, self._bias_column)]
+        own, shared = super()._other_calls(queries), self._pair.shared
+        if not self._has_shared:
+            return own
+        return [*own, partial(shared.attend, self.side, queries, self.layer, self._bias_column)]
 
     def _order(self) -> PairedOrder:
-        own, shared = self._ragged.entries(), self._pair.shared
+        own, shared = self.own, self._pair.shared
         rows = shared.rows(self.side)
         kv_heads = torch.arange(len(own.lengths))
         owners = torch.repeat_interleave(kv_heads, torch.tensor(own.lengths))
         heads = torch.cat([owners, shared.heads[rows].long().cpu()])
         positions = torch.cat([own.packed_positions(), shared.positions[rows]]).long().cpu()
         return PairedOrder(heads, positions, len(owners), ((heads << 32) + positions).argsort())
+
+    def _grades(self, order: PairedOrder) -> Int8[Tensor, " T"]:
+        """Grades of own entries, then of shared ones."""
+        shared = torch.full((len(order.heads) - order.own,), len(self._coded) + 1)
+        return torch.cat([self.own_grades, shared.to(torch.int8)])
 
     def _columns(
         self, changed: Mapping[str, Tensor], order: PairedOrder, places: Tensor | None = None
@@ -240,9 +298,10 @@ class PairedLayer(MixedLayer):
         Args:
             changed: numbers of the entries at `places`, by default all in packed order.
         """
-        own, shared = self._ragged.entries(), self._pair.shared
+        own, shared = self.own, self._pair.shared
         columns = [own.column(name) for name in own.columns]
-        finest = torch.stack(columns) if columns else own.keys.new_zeros(0, order.own).float()
+        nothing = own.empty_like.new_zeros(0, order.own, dtype=torch.float32)
+        finest = torch.stack(columns) if columns else nothing
         theirs = shared.columns[self.side][:, shared.rows(self.side)]
         held = torch.cat([finest, theirs], dim=1)
         there = (order.places if places is None else places).to(held.device)
@@ -252,9 +311,9 @@ class PairedLayer(MixedLayer):
 
     def _sums(self, plan: Plan, order: PairedOrder) -> MergedEntries:
         """Merged entries of a plan; targets are places."""
-        own, shared = self._ragged.entries(), self._pair.shared
+        own, shared = self.own, self._pair.shared
         if not len(plan.folds):
-            return no_merges(own.keys)
+            return no_merges(own.empty_like)
         layout, theirs = own.layout, shared.rows(self.side)
 
         def numbers(places: Int64[Tensor, " N"]) -> tuple[Tensor, Tensor]:
@@ -287,35 +346,51 @@ class PairedLayer(MixedLayer):
             columns[:, places.to(columns.device)],
         )
 
-    def _carry(self, plan: Plan, change: PlanApplier) -> None:
+    def _carry(self, plan: Plan, change: PlanCarrier) -> None:
         check_kept(plan, self.lengths)
         self._ragged.check_numbers(plan)
         order, shared = self._order(), self._pair.shared
         sums = self._sums(plan, order)
         kept = order.places[plan.kept.cpu()]
         mine = (kept < order.own) | torch.isin(kept, sums.targets.cpu())
-        grades = check_grades(plan, (~mine).to(torch.int8), 1)
-        stays = kept < order.own
-        counts = torch.bincount(order.heads[kept[stays]], minlength=len(plan.lengths))
-        there = stays.to(plan.kept.device)
-        rest = Plan(
-            kept[stays],
-            tuple(counts.tolist()),
-            columns={name: part[there] for name, part in plan.columns.items()},
-            scalars=plan.scalars,
-        )
+        before = self._grades(order)[kept].masked_fill(torch.isin(kept, sums.targets.cpu()), 0)
+        grades = check_grades(plan, before, len(self._coded) + 1)
         columns = self._columns(plan.columns, order, kept)
         rows = shared.rows(self.side)[(kept[~mine] - order.own).to(shared.held.device)]
         left = shared.select(self.side, rows, columns[:, kept[~mine]])
         arrivals = self._arrivals(sums, order, columns)
-        change(self._ragged, rest, sums.among(kept[stays]), arrivals)
-        self.replaced_bytes = self._ragged.replaced_bytes + shared.nbytes
+        rest = self._rest(plan, kept, kept < order.own, grades, order)
+        self._change_own(rest, sums.among(rest.kept), change, arrivals)
+        self.replaced_bytes += shared.nbytes
         self._pair.replace_shared(left)
-        wished = (grades[mine] == 1).nonzero().flatten()
+        wished = ((grades[mine] > 0) & (before[mine] == 0)).nonzero().flatten()
         places = kept[mine][wished]
-        self.wished = SharingRequest(wished, (order.heads[places] << 32) + order.positions[places])
+        self.wished = SharingRequest(wished, order.ranks[places])
         if self.side == UPPER:
             self._pair.share_requested(change)
+
+    def _rest(
+        self,
+        plan: Plan,
+        kept: Int64[Tensor, " T"],
+        stays: Bool[Tensor, " T"],
+        grades: Int8[Tensor, " T"],
+        order: PairedOrder,
+    ) -> Plan:
+        """Part of a plan for the own entries that it keeps; what is requested waits for the pair.
+
+        Args:
+            kept, grades: places of the kept entries, and their new grades.
+            stays: mask of the own ones among them.
+        """
+        counts = torch.bincount(order.heads[kept[stays]], minlength=len(plan.lengths))
+        there = stays.to(plan.kept.device)
+        columns = {name: part[there] for name, part in plan.columns.items()}
+        lengths = tuple(counts.tolist())
+        rest = Plan(kept[stays], lengths, columns=columns, scalars=plan.scalars)
+        if self.is_coded and self._pair.is_single:
+            rest = replace(rest, grades=grades[stays].clamp(max=len(self._coded)))
+        return rest
 
 
 class LayerPair:
@@ -326,108 +401,69 @@ class LayerPair:
         self.pairing = pairing
         self.halves: dict[int, PairedLayer] = {}
 
-    def share_requested(self, change: PlanApplier) -> None:
-        """Share the entries that both layers requested."""
-        if len(self.halves) < 2:
+    @property
+    def is_single(self) -> bool:
+        """True if there is one layer alone."""
+        return len(self.halves) < 2
+
+    def share_requested(self, change: PlanCarrier) -> None:
+        """Share the entries that both layers requested, and have the others quantized."""
+        if self.is_single:
             return
         halves = self.halves[LOWER], self.halves[UPPER]
-        found = _requested_by_both(halves[0].wished, halves[1].wished)
-        sheet = _sharing_candidates(halves, *found)
-        alike = _similar_directions(sheet, self.pairing.apart)
-        if not bool(alike.any()):
-            return
-        chosen = [rows[alike.cpu()] for rows in found]
-        shared = self.shared.joined(_sharing_candidates(halves, *chosen), self.pairing.weight)
+        chosen = self._chosen(halves)
+        shared = self.shared
+        if len(chosen[0]):
+            sheet = sharing_candidates((halves[LOWER].own, halves[UPPER].own), *chosen)
+            shared = shared.joined(sheet, self.pairing.weight)
         for half, rows in zip(halves, chosen, strict=True):
-            half.give_up(rows, change)
+            if len(rows) or (half.is_coded and len(half.wished.rows)):
+                half.settle(rows, change)
         self.replace_shared(shared)
+
+    def _chosen(
+        self, halves: tuple[PairedLayer, PairedLayer]
+    ) -> tuple[Int64[Tensor, " N"], Int64[Tensor, " N"]]:
+        """Rows, in either layer, of the entries to share."""
+        found = requested_by_both(halves[0].wished, halves[1].wished)
+        if not len(found[0]):
+            return found
+        sheet = sharing_candidates((halves[LOWER].own, halves[UPPER].own), *found)
+        alike = similar_directions(sheet, self.pairing.apart).cpu()
+        chosen = found[0][alike], found[1][alike]
+        if not halves[0].is_coded:
+            return chosen
+        return self._with_excess(halves, chosen, (found[0][~alike], found[1][~alike]))
+
+    def _with_excess(
+        self,
+        halves: tuple[PairedLayer, PairedLayer],
+        chosen: tuple[Int64[Tensor, " N"], Int64[Tensor, " N"]],
+        apart: tuple[Int64[Tensor, " M"], Int64[Tensor, " M"]],
+    ) -> tuple[Int64[Tensor, " _"], Int64[Tensor, " _"]]:
+        """Rows to share, and the nearest of those apart that are too many to be left unshared.
+
+        Args:
+            apart: rows that were requested now and are not alike.
+        """
+        coded = requested_by_both(halves[0].coded, halves[1].coded)
+        lower, upper = (torch.cat(pair) for pair in zip(coded, apart, strict=True))
+        total = len(self.shared) + len(chosen[0]) + len(lower)
+        excess = len(lower) - int(self.pairing.apart * total)
+        if excess <= 0:
+            return chosen
+        sheet = sharing_candidates((halves[LOWER].own, halves[UPPER].own), lower, upper)
+        spread = angles(*sheet.keys) + angles(*sheet.values)
+        nearest = spread.argsort()[:excess].cpu()
+        pairs = zip(chosen, (lower[nearest], upper[nearest]), strict=True)
+        rows, others = (torch.cat(pair).sort().values for pair in pairs)
+        return rows, others
 
     def replace_shared(self, shared: SharedEntries) -> None:
         """Replace the shared entries, in the counts of both layers too."""
         self.shared = shared
         for half in self.halves.values():
             half.count_shared()
-
-
-@dataclass(frozen=True)
-class SharingRequest:
-    """Own entries that a layer requests to share: packed rows, and identifiers of the entries."""
-
-    rows: Int64[Tensor, " N"]
-    names: Int64[Tensor, " N"]
-
-    @staticmethod
-    def none() -> SharingRequest:
-        nothing = torch.zeros(0, dtype=torch.int64)
-        return SharingRequest(nothing, nothing)
-
-
-@dataclass(frozen=True)
-class PairedOrder:
-    """All entries of a layer: its own, then its shared ones; in host memory.
-
-    Args:
-        own: number of own entries.
-        places: of the entries in packed order.
-    """
-
-    heads: Int64[Tensor, " T"]
-    positions: Int64[Tensor, " T"]
-    own: int
-    places: Int64[Tensor, " T"]
-
-    @property
-    def is_shared(self) -> Bool[Tensor, " T"]:
-        return torch.arange(len(self.heads)) >= self.own
-
-
-def _requested_by_both(
-    one: SharingRequest, other: SharingRequest
-) -> tuple[Int64[Tensor, " N"], Int64[Tensor, " N"]]:
-    """Rows, in either layer, of the entries that both request."""
-    mine = torch.isin(one.names, other.names)
-    theirs = torch.isin(other.names, one.names)
-    return one.rows[mine], other.rows[theirs]
-
-
-def _sharing_candidates(
-    halves: tuple[PairedLayer, PairedLayer], lower: Int64[Tensor, " N"], upper: Int64[Tensor, " N"]
-) -> SharingCandidates:
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
-    columns: list[Tensor] = []
-    held = [half.own.entries() for half in halves]
-    for entries, rows in zip(held, (lower, upper), strict=True):
-        there = rows.to(entries.keys.device)
-        keys.append(entries.pack(entries.keys)[there])
-        values.append(entries.pack(entries.values)[there])
-        own = [entries.column(name)[there] for name in entries.columns]
-        nothing = entries.keys.new_zeros(0, len(rows)).float()
-        columns.append(torch.stack(own) if own else nothing)
-    device, counts = held[0].keys.device, torch.tensor(held[0].lengths)
-    heads = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int16), counts)
-    positions = held[0].packed_positions()[lower.to(device)].int()
-    return SharingCandidates(
-        (keys[0], keys[1]),
-        (values[0], values[1]),
-        heads[lower].to(device),
-        positions,
-        torch.stack(columns),
-    )
-
-
-def _similar_directions(sheet: SharingCandidates, apart: float) -> Bool[Tensor, " N"]:
-    """Mask of the entries to share: not those in the upper part of the range of angles.
-
-    Keys and values both count. A single entry, or entries of equal angles, are all shared.
-    """
-    alike = torch.ones(len(sheet.heads), dtype=torch.bool, device=sheet.keys[0].device)
-    for lower, upper in (sheet.keys, sheet.values):
-        angle = angles(lower, upper)
-        if len(angle):
-            least, most = angle.min(), angle.max()
-            alike &= (angle <= most - apart * (most - least)) | (most - least < ALL_ALIKE)
-    return alike
 
 
 def link_pairs(stores: Sequence[CacheLayer]) -> None:

@@ -82,7 +82,7 @@ class MixedPrecisionStorage(Storage):
                     cost = codec.bytes_per_entry(size, itemsize)
                     raise BudgetError(
                         f"{spell(self)} may hold an entry of a head of size {size} in {cost:.0f} "
-                        f"bytes, but at full precision it takes {_full_bytes(size, itemsize)}: "
+                        f"bytes, but at full precision it takes {full_bytes(size, itemsize)}: "
                         "raise its group, or leave it out."
                     )
 
@@ -126,10 +126,11 @@ class MixedPrecisionStorage(Storage):
 
 
 def _ratio(codec: Codec, head_dim: int, itemsize: int) -> float:
-    return _full_bytes(head_dim, itemsize) / codec.bytes_per_entry(head_dim, itemsize)
+    return full_bytes(head_dim, itemsize) / codec.bytes_per_entry(head_dim, itemsize)
 
 
-def _full_bytes(head_dim: int, itemsize: int) -> int:
+def full_bytes(head_dim: int, itemsize: int) -> int:
+    """Bytes of an entry at full precision, ledger columns excluded."""
     return 2 * head_dim * itemsize + POSITION_BYTES
 
 
