@@ -21,6 +21,7 @@ from larder.core import (
     Grid,
     LayerScores,
     Observation,
+    Plan,
     ScoreError,
     StorageStatistics,
     public_name,
@@ -365,3 +366,18 @@ def test_think_weighs_channels_by_the_keys_that_stay() -> None:
 def test_parameters_out_of_range_are_refused(name: str, parameters: dict[str, Any]) -> None:
     with pytest.raises(BadParameter, match=f"{name}\\.{'|'.join(parameters)}"):
         FAMILIES["storage"].load(name)(**parameters)
+
+
+def test_an_upper_layer_of_a_pair_brings_its_own_quota() -> None:
+    part = QuantizedPairs(group=2, start=0.0)
+    views = [a_view(a_layer(1, 1, index=index), [list(range(40))]) for index in range(2)]
+    plans = dict[int, Plan]()
+    for index, (seen, quota) in enumerate(zip(views, (36, 12), strict=True)):
+        scores = LayerScores(torch.arange(40.0), torch.zeros(40, dtype=torch.bool), (40,))
+        plan = a_plan([range(40 - quota, 40)], (40,))
+        plans[index] = part.grade(plan, seen.entries, scores, quota, 1.0)
+    paired = part.allocate(plans, lambda index: views[index].entries)
+    kept = [plan.kept.tolist() for plan in paired.values()]
+    assert kept[0] == kept[1]
+    assert 2 * len(kept[0]) <= 36 + 12
+    assert len(kept[0]) > 20 and kept[0][-1] == 39
