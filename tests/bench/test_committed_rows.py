@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,6 +64,11 @@ def test_a_cell_that_is_refused_now_differs(
     monkeypatch.setattr(committed_rows, "measure_cell", refuse)
     cell, row = cheapest_cell(STUDY, rows)
     assert check_cell(cell, row, lambda _: bench).differences == ("refused now: No room.",)
+
+
+def test_a_study_of_controls_alone_is_checked_by_one_of_them(rows: list[Row]) -> None:
+    _, row = cheapest_cell(replace(STUDY, policies=()), rows)
+    assert row["policy"] in STUDY.controls
 
 
 def test_rows_that_are_not_there_are_named(rows: list[Row]) -> None:

@@ -44,26 +44,29 @@ def cheapest_cell(
 ) -> tuple[Cell, Row]:
     """Cell of the study's first conversation that took the fewest seconds, and its row.
 
-    Controls and rows that were refused or shared are left out.
+    Rows that were refused or shared are left out.
 
     Args:
-        policies: names to choose from; empty for those of the study.
+        policies: names to choose from; empty for those of the study, or for its controls if it has
+            none.
 
     Raises:
         InputError: no row is of the study, or of these policies.
     """
     cells = {_place(cell.head({})): cell for cell in validate_study(study)}
+    wanted = policies or study.policies or study.controls
     found = [
         row
         for row in rows
-        if row["seed"] == study.first_seed and row["policy"] in (policies or study.policies)
+        if row["seed"] == study.first_seed and row["policy"] in wanted
         if "refused" not in row and SHARED_KEY not in row and _place(row) in cells
     ]
     if not found:
         raise InputError(
             f"No committed row of the study {study.name} can be measured again"
             f"{' for ' + ', '.join(policies) if policies else ''}: take --policy from "
-            f"{', '.join(study.policies)}, or measure rows by larder bench --study {study.name}."
+            f"{', '.join(study.policies or study.controls)}, or measure rows by "
+            f"larder bench --study {study.name}."
         )
     row = min(found, key=lambda one: one["seconds"])
     return cells[_place(row)], row
