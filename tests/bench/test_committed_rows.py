@@ -87,16 +87,26 @@ def test_rows_of_another_processor_are_compared_by_their_means(
         items = [{**first, "log_likelihood": first["log_likelihood"] + moved}, *others]
         checked = check_cell(cell, {**row, "items": items}, lambda _: bench, Rounding.OTHER)
         assert len(checked.differences) == found
+        assert checked.rounding is Rounding.OTHER
         assert len(check_cell(cell, {**row, "items": items}, lambda _: bench).differences) == 1
 
 
-@pytest.mark.parametrize("changed", ["processor", "torch", "accelerator"])
+def test_an_equal_row_of_another_processor_is_compared_exactly(
+    bench: ModelContext, rows: list[Row]
+) -> None:
+    cell, row = cheapest_cell(STUDY, rows)
+    checked = check_cell(cell, row, lambda _: bench, Rounding.OTHER)
+    assert (checked.differences, checked.rounding) == ((), Rounding.SAME)
+
+
+@pytest.mark.parametrize("changed", ["processor", "torch", "accelerator", "kernels"])
 def test_equal_processors_and_libraries_round_alike(changed: str) -> None:
-    here = {"processor": "GenuineIntel amx_bf16", "torch": "2.13.0", "commit": "a"}
+    here = {"processor": "GenuineIntel amx_bf16", "torch": "2.13", "commit": "a", "kernels": "k"}
     assert rounding_of(here | {"commit": "b", "threads": 3}, here) is Rounding.SAME
     assert rounding_of(here | {changed: "other"}, here) is Rounding.OTHER
-    unknown = {name: value for name, value in here.items() if name != "processor"}
-    assert rounding_of(unknown, unknown) is Rounding.OTHER
+    for known in ("processor", "kernels"):
+        unknown = {name: value for name, value in here.items() if name != known}
+        assert rounding_of(unknown, unknown) is Rounding.OTHER
 
 
 @pytest.mark.parametrize(
@@ -137,3 +147,14 @@ def _answers(right: int, **more: Any) -> Row:
 )
 def test_differences_on_another_processor(measured: Row, found: list[str]) -> None:
     assert list(differences(_answers(2), measured, Rounding.OTHER)) == found
+
+
+def test_recall_on_another_processor_is_compared_by_its_mean() -> None:
+    one = {"items": [{"recall_5": 0.98, "possible": 0.93112}] * 20}
+    near = {"items": [{"recall_5": 0.96, "possible": 0.93114}] * 20}
+    far = {"items": [{"recall_5": 0.9, "possible": 0.95}] * 20}
+    assert list(differences(one, near, Rounding.OTHER)) == []
+    assert [text.split(":")[0] for text in differences(one, far, Rounding.OTHER)] == [
+        "mean items.possible",
+        "mean items.recall_5",
+    ]

@@ -95,7 +95,9 @@ def _check(name: str, options: BenchOptions) -> StudyCheck:
         return StudyCheck(name, "", perf_counter() - started, skipped=str(error))
     what = f"{row['policy']} at {row['budget']}, {row['task']}, {row['model']}"
     seconds = perf_counter() - started
-    return StudyCheck(name, what, seconds, checked.differences, comparison=rounding.comparison)
+    return StudyCheck(
+        name, what, seconds, checked.differences, comparison=checked.rounding.comparison
+    )
 
 
 def _print(one: StudyCheck) -> None:

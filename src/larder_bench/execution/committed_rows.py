@@ -1,7 +1,7 @@
 """Check of committed rows: one cell of a study is measured again and compared.
 
-Fields of time and of the machine are left out. On the processor and torch of the row all else must
-be equal, elsewhere nearly so (`larder_bench.execution.row_comparison`).
+Fields of time and of the machine are left out. On the processor, torch and kernels of the row all
+else must be equal, elsewhere nearly so (`larder_bench.execution.row_comparison`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from larder_bench.datasets.conversation_file import conversation_digest
 from larder_bench.execution.measured_cells import MeasuredCells
 from larder_bench.execution.row_comparison import Rounding, differences
 from larder_bench.execution.runner import ContextLoader, measure_cell, validate_study
-from larder_bench.results.environment import PROCESSOR_KEY
+from larder_bench.results.environment import KERNELS_KEY, PROCESSOR_KEY
 from larder_bench.results.rows import TEXT_DIGEST_KEY, Row, split_exhibits, without_timings
 from larder_bench.studies.cells import Cell
 from larder_bench.studies.study import Study
 
-_KERNEL_KEYS = (PROCESSOR_KEY, "torch", "accelerator")  # of environments: they choose kernels
+# Of environments: they choose kernels.
+_ROUNDING_KEYS = (PROCESSOR_KEY, KERNELS_KEY, "torch", "accelerator")
 # Fields that name the machine and the revision.
 ORIGIN_KEYS = frozenset({"environment", "study", "accelerator"})
 SHARED_KEY = "shared_with"  # of rows that were not measured themselves
@@ -33,10 +34,12 @@ class CheckedCell:
     Args:
         row: the committed row.
         differences: fields that differ, each with both values; empty if the row was re-created.
+        rounding: how both were compared: exactly if everything is equal, whatever their kernels.
     """
 
     row: Row
     differences: tuple[str, ...]
+    rounding: Rounding = Rounding.SAME
 
 
 def cheapest_cell(
@@ -74,10 +77,10 @@ def cheapest_cell(
 
 def rounding_of(committed: Row, here: Row) -> Rounding:
     """Rounding that a committed row's environment and this one have in common; another one if the
-    processor of the row is not known.
+    processor or the kernels of the row are not known.
     """
-    known = PROCESSOR_KEY in committed
-    equal = all(committed.get(key) == here.get(key) for key in _KERNEL_KEYS)
+    known = PROCESSOR_KEY in committed and KERNELS_KEY in committed
+    equal = all(committed.get(key) == here.get(key) for key in _ROUNDING_KEYS)
     return Rounding.SAME if known and equal else Rounding.OTHER
 
 
@@ -101,8 +104,11 @@ def check_cell(
         measured = measure_cell(bench, MeasuredCells(()), cell)
     except LarderError as error:
         return CheckedCell(row, (f"refused now: {error}",))
-    again = split_exhibits(cell.head(bench.row_fields()) | measured)[-1]
-    return CheckedCell(row, tuple(differences(_compared(row), _compared(again), rounding)))
+    again = _compared(split_exhibits(cell.head(bench.row_fields()) | measured)[-1])
+    exact = tuple(differences(_compared(row), again, Rounding.SAME))
+    if not exact or rounding is Rounding.SAME:
+        return CheckedCell(row, exact)
+    return CheckedCell(row, tuple(differences(_compared(row), again, rounding)), rounding)
 
 
 def _place(row: Row) -> tuple[Any, ...]:

@@ -1,8 +1,9 @@
 """Comparison of a committed row with the same cell measured again.
 
-Another kind of processor rounds products of bfloat16 differently, and then a token or a kept entry
-may change. `Rounding.SAME` demands equal values; `Rounding.OTHER` compares what was measured on
-items by its mean over the cell, within tolerances, and everything else as before.
+Another kind of processor, or another kernel, rounds products of bfloat16 differently, and then a
+token or a kept entry may change. `Rounding.SAME` demands equal values; `Rounding.OTHER` compares
+what was measured on items by its mean over the cell, within tolerances, and everything else as
+before.
 
 The tolerances are about twice the largest difference of 50 cells of SmolLM2 in `ruler_inside`,
 `dialogue` and `divergence`, measured on `AuthenticAMD avx512_bf16` and `GenuineIntel amx_bf16`.
@@ -27,11 +28,15 @@ _TOLERANCES = {
     "log_likelihood": LOG_LIKELIHOOD,
     "kl": DIVERGENCE,
     "mass": MASS,
+    "possible": MASS,
     "exact": SCORE,
     "own": SCORE,
     "f1": SCORE,
     "f1_stemmed": SCORE,
     "same": SCORE,
+    "recall_1": SCORE,
+    "recall_3": SCORE,
+    "recall_5": SCORE,
 }
 _SIZES = ("_bytes", "bytes_share", "budget_tokens")
 _ANSWER = "answer"  # text of an item; its scores are compared
@@ -39,7 +44,7 @@ ITEMS = "items"
 
 
 class Rounding(Enum):
-    """Comparison of roundings of this processor and that of a committed row; `OTHER` if unknown."""
+    """Comparison of roundings here and where a row was measured; `OTHER` if unknown."""
 
     SAME = "same"
     OTHER = "other"
@@ -48,9 +53,9 @@ class Rounding(Enum):
     def comparison(self) -> str:
         """Description of the comparison."""
         if self is Rounding.SAME:
-            return "exactly, on the same kind of processor"
+            return "exactly"
         return (
-            "on another or an unknown kind of processor, within "
+            "with another or an unknown kind of processor or kernels, within "
             f"{LOG_LIKELIHOOD:g} of the mean log-likelihood, {DIVERGENCE:g} nats, one answer or "
             f"{SCORE:.0%} of them, and {SIZES:.0%} of bytes"
         )

@@ -6,15 +6,20 @@ import json
 import platform
 import subprocess
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from blake3 import blake3
 
+import larder
 from larder_bench.results.rows import ENVIRONMENT, SCHEMA, Row
 
 ID_LENGTH = 12
 PROCESSOR_KEY = "processor"  # field of the kind of processor
+KERNELS_KEY = "kernels"  # field of larder's own kernels
+# Files of the package that round sums and products, and that choose what does.
+_KERNEL_SOURCES = ("ops/**/*.py", "ops/**/*.[ch]", "models/few_rows.py", "models/decoder_stack.py")
 # Features of torch.cpu that multiply bfloat16, those that oneDNN prefers first.
 _BFLOAT16_FEATURES = ("amx_bf16", "avx512_bf16", "bf16")
 
@@ -36,6 +41,7 @@ def environment_row(threads: int, accelerator: str = "") -> Row:
         "platform": platform.platform(),
         "cpu": _cpu(),
         PROCESSOR_KEY: processor_kind(),
+        KERNELS_KEY: kernels_kind(),
         "threads": threads,
         **({"accelerator": accelerator} if accelerator else {}),
     }
@@ -57,6 +63,27 @@ def processor_kind() -> str:
     found = [name for name in _BFLOAT16_FEATURES if features.get(name)]
     vendor = _cpuinfo("vendor_id") or platform.machine()
     return f"{vendor} {found[0] if found else torch.backends.cpu.get_cpu_capability()}"
+
+
+@cache
+def kernels_kind() -> str:
+    """Digest of the sources of larder's kernels, and the number of rows up to which they multiply
+    bfloat16 in place of torch, which is measured in each process.
+
+    Other kernels may add in another order, and then round differently on the same processor.
+    """
+    from torch import bfloat16
+
+    from larder.ops import max_rows  # here, so that reports start without torch
+
+    package = Path(larder.__file__).parent
+    sources = sorted({path for pattern in _KERNEL_SOURCES for path in package.glob(pattern)})
+    contents = blake3()
+    for path in sources:
+        contents.update(path.relative_to(package).as_posix().encode() + b"\0")
+        contents.update(path.read_bytes())
+    digest = contents.hexdigest(length=ID_LENGTH // 2)
+    return f"{digest}, {max_rows(bfloat16)} rows"
 
 
 def checkout_commit() -> str:
