@@ -16,6 +16,7 @@ from builders import a_layer, a_plan, a_view
 from larder.core import (
     BadParameter,
     BudgetError,
+    Coder,
     Entries,
     Folds,
     Grid,
@@ -32,6 +33,7 @@ from larder.policy import (
     RDKV,
     Aqua,
     Exact,
+    KVQuant,
     MiKV,
     MiniCache,
     Quantized,
@@ -63,6 +65,7 @@ PARTS = (
     RDKV(group=2),
     RDKV(group=2, window=0),
     TurboQuant(group=2),
+    KVQuant(sinks=2, recent=3),
 )
 POSITIONS = ([0, 1, 2, 3, 5, 6, 8, 9, 10, 11], [0, 2, 4, 9, 10, 11], [1, 6, 7, 8, 9, 10, 11])
 
@@ -158,6 +161,14 @@ def test_tokens_of_aqua_fill_the_bytes_of_the_budget() -> None:
         Aqua().entries(132, layers, 2)
     with pytest.raises(BudgetError, match="as many bytes"):
         Aqua(bits=4).entries(500, [replace(a_layer(1, 1), head_dim=2)], 1)
+
+
+def test_entries_of_kvquant_fill_the_bytes_of_the_budget() -> None:
+    layer = replace(a_layer(), head_dim=64)
+    # 48 bytes of codes, a range, 2.56 and 3 bytes of outliers, and .75 beside: 260 when exact.
+    assert KVQuant().entries(101, [layer], 2) == 1 + int(100 * 260 / 58.31)
+    assert KVQuant().full_precision_entries(1 + 446, layer, 2) == 1 + 100
+    assert KVQuant(bits=2).entries(101, [layer], 2) > KVQuant().entries(101, [layer], 2)
 
 
 def test_fewer_bits_hold_more_entries() -> None:
@@ -361,6 +372,12 @@ def test_think_weighs_channels_by_the_keys_that_stay() -> None:
         ("rdkv", {"group": 0}),
         ("turboquant", {"bits": 0}),
         ("turboquant", {"keys": Grid.EVEN}),
+        ("kvquant", {"bits": 5}),
+        ("kvquant", {"outliers": 0.5}),
+        ("kvquant", {"sinks": -1}),
+        ("kvquant", {"recent": -1}),
+        ("kvquant", {"block": 300}),
+        ("transform", {"coder": Coder.LEVELS}),
     ],
 )
 def test_parameters_out_of_range_are_refused(name: str, parameters: dict[str, Any]) -> None:

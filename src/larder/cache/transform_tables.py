@@ -27,6 +27,7 @@ from larder.ops.rope import rotate
 
 PARTS = ("forward", "mean", "deviation")
 KEYS, VALUES = 0, 1
+NO_LEVELS = torch.zeros(2, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,12 +39,14 @@ class TransformTables:
         mean: of keys before rotation, and of values.
         deviation: of each component on the calibration text.
         radians: RoPE frequencies of the layer; zeros where rotated keys are transformed.
+        levels: of the components of keys and of values, where a coder has levels.
     """
 
     forward: Float[Tensor, "2 K D D"]
     mean: Float[Tensor, "2 K D"]
     deviation: Float[Tensor, "2 K D"]
     radians: tuple[float, ...]
+    levels: Float[Tensor, "2 M"] = NO_LEVELS
 
     def scaled(self, factors: Float[Tensor, "2 K"]) -> TransformTables:
         """Tables whose components are multiplied by a factor for each side and head."""
@@ -63,12 +66,13 @@ class TransformTables:
     @cached_property
     def digest(self) -> str:
         """Short digest of the numbers, which tells one calibration from another."""
-        return tensors_digest((self.forward, self.mean, self.deviation))
+        own = (self.forward, self.mean, self.deviation)
+        return tensors_digest((*own, self.levels) if self.levels.numel() else own)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the numbers, shared by all caches of a model."""
-        return sum(part.nbytes for part in (self.forward, self.mean, self.deviation))
+        return sum(part.nbytes for part in (self.forward, self.mean, self.deviation, self.levels))
 
     def components(
         self,
@@ -108,13 +112,13 @@ class TransformTables:
         if layer.radians is None:
             raise CacheError(
                 f"Layer {layer.index} has a rotary embedding unknown to Larder, so its keys "
-                "cannot be unrotated: use a storage other than transform()."
+                "cannot be unrotated: use a storage other than transform() and kvquant()."
             )
         path = tables_path(spec.model, spec.calibration)
         is_unrotated = spec.rope is RopeStage.BEFORE
         radians = layer.radians if is_unrotated else (0.0,) * len(layer.radians)
         try:
-            return _read(path, path.stat().st_mtime_ns, layer.index, radians)
+            return _read(path, path.stat().st_mtime_ns, layer.index, radians, spec.level_bits)
         except (OSError, KeyError):
             raise CacheError(
                 f"{path} has no transforms of layer {layer.index}: measure them with "
@@ -124,14 +128,27 @@ class TransformTables:
 
 
 @cache
-def _read(path: Path, modified: int, layer: int, radians: tuple[float, ...]) -> TransformTables:
+def _read(
+    path: Path, modified: int, layer: int, radians: tuple[float, ...], bits: int
+) -> TransformTables:
     """Tables of one layer from a file as it was at a time.
+
+    Args:
+        bits: of the code of a level; 0 without levels.
 
     Raises:
         KeyError: the file has no such layer.
     """
-    forward, mean, deviation = read_tensors(path, [f"{layer}.{part}" for part in PARTS]).values()
-    return TransformTables(forward, mean, deviation, radians)
+    names = [*PARTS, levels_name(bits)] if bits else PARTS
+    forward, mean, deviation, *levels = read_tensors(
+        path, [f"{layer}.{part}" for part in names]
+    ).values()
+    return TransformTables(forward, mean, deviation, radians, *levels)
+
+
+def levels_name(bits: int) -> str:
+    """Name of the levels with codes of some bits, among the tensors of a layer."""
+    return f"levels{bits}"
 
 
 def state_of(tables: Mapping[int, TransformTables]) -> dict[str, Tensor]:

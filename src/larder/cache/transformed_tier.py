@@ -28,12 +28,12 @@ from larder.core.errors import CacheError
 from larder.core.spec import LayerSpec
 from larder.ops import transform_coder as coding
 from larder.ops.cpu import transform_attention as kernel
+from larder.ops.level_coder import LevelCoder
 from larder.ops.rope import rotation_table
 from larder.ops.symbol_model import classes_of
 
 INDEX_FIELDS = 5
 INDEX_BYTES = 4 * INDEX_FIELDS
-KERNEL_FIELDS = 8
 CODING = "lanes"  # name of the coder's words in saved states
 ROUNDING_BYTES = 2  # of a block's words that a count of bits leaves out
 SPEC_KEY, INDEX_KEY, PAYLOAD_KEY, STEP_KEY, COLUMNS_KEY = (
@@ -120,7 +120,7 @@ class TransformedTier:
             positions = batch.positions[own].numpy()
             span, places = _packed_positions(positions)
             numbers, tiers = _centered(batch, own, means, head), batch.tiers[own].numpy()
-            codes = coding.encoded(numbers, tiers, _deviations(tables, head), step, spec.coder)
+            codes = self._codes(head, numbers, tiers, step)
             parts += [places, codes]
             size = len(places) + len(codes)
             rows.append([head, len(positions), int(positions[0]), span, size])
@@ -137,9 +137,26 @@ class TransformedTier:
         for head, own in batch.blocks(spec.block):
             numbers, tiers = _centered(batch, own, means, head), batch.tiers[own].numpy()
             places = len(_packed_positions(batch.positions[own].numpy())[1])
-            total += coding.coded_bytes(numbers, tiers, _deviations(tables, head), step, spec.coder)
+            if spec.coder is Coder.LEVELS:
+                total += len(self._codes(head, numbers, tiers, step))
+            else:
+                own_deviations = _deviations(tables, head)
+                total += coding.coded_bytes(numbers, tiers, own_deviations, step, spec.coder)
             total += INDEX_BYTES + places + ROUNDING_BYTES
         return total
+
+    def _codes(
+        self, head: int, numbers: np.ndarray, tiers: np.ndarray, step: float
+    ) -> UInt8[np.ndarray, " B"]:
+        """Payload of the components of one block."""
+        if self.spec.coder is Coder.LEVELS:
+            return self._level_coder.encoded(numbers)
+        deviations = _deviations(self.tables, head)
+        return coding.encoded(numbers, tiers, deviations, step, self.spec.coder)
+
+    @property
+    def _level_coder(self) -> LevelCoder:
+        return LevelCoder(self.tables.levels.numpy(), self.spec.level_bits, self.spec.outliers)
 
     def means_at(self, step: float, batch: ComponentBatch) -> ComponentMeans:
         """Means that entries are centered on: those of the tier where it has the step already.
@@ -230,6 +247,9 @@ class TransformedTier:
         """Components and tiers of a block's entries."""
         head, count, _, span, own, _ = self._rows[block]
         codes = self.payload[own][_position_bytes(count, span) :].numpy()
+        if self.spec.coder is Coder.LEVELS:
+            held = self._level_coder.decoded(codes, count, 2 * self.tables.mean.shape[2])
+            return torch.from_numpy(held), torch.zeros(count, dtype=torch.int8)
         deviations = _deviations(self.tables, head)
         numbers, tiers = coding.decoded(codes, count, deviations, self.step, self.spec.coder)
         return torch.from_numpy(numbers) + self.means.of_head(head), torch.from_numpy(tiers)
@@ -249,36 +269,48 @@ class TransformedTier:
             column: ledger column that is added to the logits.
             other: attention to further entries, which is merged.
         """
-        blocks, length, bases = self._kernel_layout
-        tables = self.tables
+        tables, classes = self.tables, self._kernel_classes()
         pairs = tables.bfloat16_keys if dtype is torch.bfloat16 else None
-        rotation = rotation_table(length, tables.radians)
-        heads = kernel.TransformedHeads(tables.inverse, pairs, self._means, bases, rotation)
+        rotation = rotation_table(self._length, tables.radians)
+        means = self._kernel_means()
+        heads = kernel.TransformedHeads(tables.inverse, pairs, means, classes, rotation)
         bias = None if column is None else self.columns[column]
-        own = self.payload, blocks, heads, self.step
+        own = self.payload, self._kernel_blocks(), heads, self.step
         return kernel.transform_attention(queries, *own, scaling, bias, other)
 
-    @cached_property
-    def _means(self) -> Float[Tensor, "2 K D"]:
-        """Means of keys before rotation, and of values, as the kernel adds them."""
+    def _kernel_means(self) -> Float[Tensor, "2 K D"]:
+        """Means of keys before rotation, and of values, as the kernel adds them; not held, since
+        they would take four times the bytes of their codes.
+        """
         if not len(self.means.codes):
             return self.tables.mean
-        sides = self.means.numbers.unflatten(1, (2, -1)).transpose(0, 1)[:, :, None]
-        return (self.tables.mean + (sides @ self.tables.inverse)[:, :, 0]).contiguous()
+        codes, scales = self.means.codes.numpy(), self.means.scales.numpy()
+        numbers = codes.reshape(len(codes), 2, -1) * scales[..., None]
+        plain = numbers.swapaxes(0, 1)[:, :, None] @ self.tables.inverse.numpy()
+        return torch.from_numpy(self.tables.mean.numpy() + plain[:, :, 0])
 
-    @cached_property
-    def _kernel_layout(self) -> tuple[Int64[Tensor, "B F"], int, Int32[Tensor, "K D2"]]:
-        """Blocks as the kernel reads them, positions behind the last one, classes of components."""
-        rows, length = list[list[int]](), 1
-        for block, (head, count, first, span, own, entry) in enumerate(self._rows):
-            codes = own.start + _position_bytes(count, span)
-            rows.append([head, count, first, span, own.start, codes, own.stop - codes, entry])
-            last = first + span if span else int(self.positions_of(block).max()) + 1
-            length = max(length, last)
-        heads = range(self.tables.mean.shape[1])
-        bases = [classes_of(_deviations(self.tables, head), self.step) for head in heads]
-        blocks = torch.tensor(rows, dtype=torch.int64).reshape(-1, KERNEL_FIELDS)
-        return blocks, length, torch.from_numpy(np.stack(bases))
+    def _kernel_blocks(self) -> Int64[Tensor, "B F"]:
+        """Blocks as the kernel reads them."""
+        heads, counts, firsts, spans, sizes = self.index.numpy().astype(np.int64).T
+        places = np.where(spans > 0, -(-spans // 8), 4 * counts)
+        starts, entries = sizes.cumsum() - sizes, counts.cumsum() - counts
+        words = starts + places, sizes - places
+        return torch.from_numpy(
+            np.stack([heads, counts, firsts, spans, starts, *words, entries], 1)
+        )
+
+    def _kernel_classes(self) -> Int32[Tensor, "K D2"]:
+        """Classes of the components of each head."""
+        deviations = self.tables.deviation.transpose(0, 1).flatten(1)
+        return torch.from_numpy(classes_of(deviations.numpy(), self.step))
+
+    @property
+    def _length(self) -> int:
+        """Positions up to the last one that is coded."""
+        ends = [1]
+        for block, (_, _, first, span, _) in enumerate(self.index.tolist()):
+            ends.append(first + span if span else int(self.positions_of(block)[-1]) + 1)
+        return max(ends)
 
     def batch(self) -> ComponentBatch:
         """All entries, decoded."""

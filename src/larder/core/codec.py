@@ -256,10 +256,12 @@ class Coder(Enum):
 
     ENTROPY: a range coder with static tables; a block of entries is decoded as a whole.
     WIDTHS: a fixed number of bits per component, 0 to 8; any entry can be decoded alone.
+    LEVELS: calibrated levels, unevenly spaced; numbers that stand out are kept apart.
     """
 
     ENTROPY = "entropy"
     WIDTHS = "widths"
+    LEVELS = "levels"
 
 
 class RopeStage(Enum):
@@ -287,6 +289,8 @@ CALIBRATIONS = {
     (1.0, RopeStage.BEFORE): "transform_full_metric",
     (0.5, RopeStage.AFTER): "transform_after_rope",
 }
+LEVELS_CALIBRATION = "kvquant"
+LEVEL_BITS = (2, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -302,6 +306,8 @@ class TransformSpec:
         metric: power of the metrics of keys and values, 0, 0.5 or 1.
         rope: keys that are transformed.
         mean: that components are centered on.
+        level_bits: of the code of a level, 2 to 4, where the coder has levels; 0 elsewhere.
+        outliers: most numbers that are kept apart, as a share, where the coder has levels.
 
     Raises:
         BadParameter: a value out of range, or no calibration has the metric and the keys.
@@ -315,6 +321,8 @@ class TransformSpec:
     metric: float = 0.5
     rope: RopeStage = RopeStage.BEFORE
     mean: MeanSource = MeanSource.TEXT
+    level_bits: int = 0
+    outliers: float = 0.0
 
     def __post_init__(self) -> None:
         numbers = ("sinks", self.sinks, 0), ("recent", self.recent, 0), ("block", self.block, 1)
@@ -329,6 +337,8 @@ class TransformSpec:
     @property
     def calibration(self) -> str:
         """Name of the measurement of a model that has the transforms."""
+        if self.coder is Coder.LEVELS:
+            return LEVELS_CALIBRATION
         return CALIBRATIONS[self.metric, self.rope]
 
     def of_model(self, fingerprint: str) -> TransformSpec:

@@ -77,8 +77,10 @@ from .measurements._attention_capture import squared_errors as squared_errors
 from .measurements._needles import HiddenNeedle as HiddenNeedle
 from .measurements._needles import NeedlePassage as NeedlePassage
 from .measurements._needles import NeedleSettings as NeedleSettings
+from .measurements._noise_costs import GradedNumbers as GradedNumbers
 from .measurements._noise_costs import ShiftedAttention as ShiftedAttention
 from .measurements._noise_costs import cost_weights as cost_weights
+from .measurements._noise_costs import graded_numbers as graded_numbers
 from .measurements._noise_costs import noise_costs as noise_costs
 from .measurements._repeated_text import random_tokens as random_tokens
 from .measurements.base import Granularity as Granularity
@@ -87,6 +89,10 @@ from .measurements.duo_attention import TrainedGates as TrainedGates
 from .measurements.echo import Echo as Echo
 from .measurements.eviction_error import EvictionErrorMeasurement as EvictionErrorMeasurement
 from .measurements.induction import Induction as Induction
+from .measurements.kvquant import KVQuantMeasurement as KVQuantMeasurement
+from .measurements.kvquant import layer_levels as layer_levels
+from .measurements.kvquant import scaled_tables as scaled_tables
+from .measurements.kvquant import weighted_levels as weighted_levels
 from .measurements.needle_rank import NeedleRank as NeedleRank
 from .measurements.q_filters import QFiltersMeasurement as QFiltersMeasurement
 from .measurements.q_filters import query_directions as query_directions

@@ -32,6 +32,8 @@ from .cpu.decoder_layer import few_rows_linear as few_rows_linear
 from .cpu.decoder_layer import is_supported as is_supported
 from .cpu.decoder_layer import max_rows as max_rows
 from .cpu.one_row_products import without_onednn as without_onednn
+from .level_coder import LevelCoder as LevelCoder
+from .level_coder import bytes_per_entry as bytes_per_entry
 from .linear_weight import is_plain as is_plain
 from .low_rank_attention import RANK as RANK
 from .low_rank_attention import low_rank_attention as low_rank_attention

@@ -131,6 +131,7 @@ from .storage.arkv import ARKV as ARKV
 from .storage.base import Storage as Storage
 from .storage.exact import Exact as Exact
 from .storage.form import Form as Form
+from .storage.kvquant import KVQuant as KVQuant
 from .storage.mikv import MiKV as MiKV
 from .storage.mikv import channel_balance as channel_balance
 from .storage.minicache import MiniCache as MiniCache

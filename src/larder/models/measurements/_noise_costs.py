@@ -10,7 +10,7 @@ components are averaged.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -33,10 +33,12 @@ class ShiftedAttention:
 
     Attributes:
         shifts: of keys and of values, by layer: zeros that gradients reach.
+        seen: keys and values, by layer.
     """
 
     def __init__(self, layers: Collection[int]) -> None:
         self.shifts = dict[int, tuple[Tensor, Tensor]]()
+        self.seen = dict[int, tuple[Tensor, Tensor]]()
         self._layers = layers
         self._plain = CausalAttention(lambda inputs: None)
 
@@ -48,6 +50,7 @@ class ShiftedAttention:
                 for side in (inputs.keys, inputs.values)
             )
             self.shifts[inputs.layer] = keys, values
+            self.seen[inputs.layer] = inputs.keys.detach(), inputs.values.detach()
             inputs = replace(
                 inputs,
                 keys=(inputs.keys + keys).to(inputs.keys.dtype),
@@ -68,19 +71,71 @@ def noise_costs(
         texts: token ids of each text.
         sinks: first tokens of a text that do not count.
     """
-    head, source = LMHead(decoder.module), torch.Generator().manual_seed(0)
+    source = torch.Generator().manual_seed(0)
     sums = {index: own.mean.new_zeros(own.mean.shape[:2]) for index, own in tables.items()}
     for ids in texts:
-        attention = ShiftedAttention(tables)
-        with torch.enable_grad(), decoder.attention:
-            states = call_uncached(decoder.body, ids, RenumberedAttention(attention, decoder.spec))
-            drawn = _likelihood_gradient(head, states.detach(), source)
-            shifts = [side for index in tables for side in attention.shifts[index]]
-            gradients = torch.autograd.grad(states, shifts, drawn)
-        for place, (index, own) in enumerate(tables.items()):
-            pair = gradients[2 * place], gradients[2 * place + 1]
-            sums[index] += _component_squares(own, pair, sinks)
+        pairs = _gradients(decoder, ids, ShiftedAttention(tables), source)
+        for index, own in tables.items():
+            sums[index] += _component_squares(own, pairs[index], sinks)
     return {index: total / len(texts) for index, total in sums.items()}
+
+
+@dataclass(frozen=True)
+class GradedNumbers:
+    """Numbers of the keys before rotation and of the values of a layer, and what they matter.
+
+    Args:
+        numbers: of keys and of values.
+        weights: square of the gradient of the log-likelihood by each number.
+    """
+
+    numbers: tuple[Float[Tensor, "K N D"], Float[Tensor, "K N D"]]
+    weights: tuple[Float[Tensor, "K N D"], Float[Tensor, "K N D"]]
+
+    @staticmethod
+    def concat(texts: Sequence[GradedNumbers]) -> GradedNumbers:
+        """Numbers of all texts."""
+        keys, values = (torch.cat([own.numbers[side] for own in texts], 1) for side in (0, 1))
+        ours, theirs = (torch.cat([own.weights[side] for own in texts], 1) for side in (0, 1))
+        return GradedNumbers((keys, values), (ours, theirs))
+
+
+def graded_numbers(
+    decoder: Decoder, ids: Sequence[int], sinks: int, seed: int
+) -> dict[int, GradedNumbers]:
+    """Numbers of a text by managed layer, with their gradients.
+
+    Args:
+        sinks: first tokens that do not count.
+        seed: of the tokens that are drawn.
+    """
+    layers = {layer.index: layer for layer in decoder.spec.managed}
+    attention = ShiftedAttention(layers)
+    source = torch.Generator().manual_seed(seed)
+    gradients = _gradients(decoder, ids, attention, source)
+    found = dict[int, GradedNumbers]()
+    for index, layer in layers.items():
+        radians = torch.tensor(layer.radians or ())
+        keys, values = (side.float().cpu() for side in attention.seen[index])
+        ours, theirs = (side.float().cpu() for side in gradients[index])
+        back = -torch.arange(keys.shape[1])
+        keys, ours = (rotate(side, back, radians)[:, sinks:] for side in (keys, ours))
+        squares = ours.square(), theirs[:, sinks:].square()
+        found[index] = GradedNumbers((keys, values[:, sinks:]), squares)
+    return found
+
+
+def _gradients(
+    decoder: Decoder, ids: Sequence[int], attention: ShiftedAttention, source: torch.Generator
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Gradient of the log-likelihood of drawn tokens, by the keys and values of each layer."""
+    head = LMHead(decoder.module)
+    with torch.enable_grad(), decoder.attention:
+        states = call_uncached(decoder.body, ids, RenumberedAttention(attention, decoder.spec))
+        drawn = _likelihood_gradient(head, states.detach(), source)
+        shifts = [side for pair in attention.shifts.values() for side in pair]
+        sides = iter(torch.autograd.grad(states, shifts, drawn))
+    return {index: (next(sides), next(sides)) for index in attention.shifts}
 
 
 def cost_weights(costs: Mapping[int, Float[Tensor, "2 K"]]) -> dict[int, Float[Tensor, "2 K"]]:

@@ -19,7 +19,6 @@ per number, and the step is the smallest one whose bytes fit the budget.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -28,19 +27,15 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from larder.core.arguments import require
-from larder.core.codec import TIER_GRADE, Coder, MeanSource, RopeStage, TransformSpec
-from larder.core.errors import BudgetError
+from larder.core.codec import Coder, MeanSource, RopeStage, TransformSpec
+from larder.core.errors import BadParameter
 from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan
-from larder.core.spec import POSITION_BYTES, LayerSpec
-from larder.core.spelling import spell
-from larder.policy.storage.base import Storage
-
-OVERHEAD_BYTES = 0.75  # of a coded entry beside its components: position, share of a block
+from larder.policy.storage._exact_ends import OVERHEAD_BYTES, ExactEndsStorage
 
 
 @dataclass(frozen=True)
-class Transform(Storage):
+class Transform(ExactEndsStorage):
     """Sinks and the latest entries exact, all others transform coded.
 
     Args:
@@ -71,6 +66,8 @@ class Transform(Storage):
     def __post_init__(self) -> None:
         require(0 < self.bits <= 16, "transform.bits", "above 0, up to 16", self.bits)
         require(0 <= self.tiers <= 4, "transform.tiers", "in [0, 4]", self.tiers)
+        if self.coder is Coder.LEVELS:
+            raise BadParameter("transform.coder must be entropy or widths: kvquant() has levels.")
         _ = self.transform  # checks the rest
 
     @property
@@ -85,54 +82,19 @@ class Transform(Storage):
             mean=self.mean,
         )
 
-    def required_calibrations(self) -> frozenset[str]:
-        return frozenset({self.transform.calibration})
-
-    @property
-    def exact_entries(self) -> int:
-        """Entries per head that stay exact."""
-        return self.sinks + self.recent
-
-    def entries(self, tokens: int, layers: Sequence[LayerSpec], itemsize: int) -> int:
-        self.check(layers, itemsize)
-        if tokens <= self.exact_entries:
-            raise BudgetError(
-                f"The budget of {tokens} tokens is no more than the {self.exact_entries} that "
-                f"{spell(self)} keeps exact: raise the budget, or lower sinks or recent."
-            )
-        gains = [self._gain(layer.head_dim, itemsize) for layer in layers]
-        return self.exact_entries + int((tokens - self.exact_entries) * min(gains, default=1.0))
-
-    def check(self, layers: Sequence[LayerSpec], itemsize: int) -> None:
-        """Check that a coded entry takes fewer bytes than an exact one.
-
-        Raises:
-            BudgetError: it takes as many.
-        """
-        for size in {layer.head_dim for layer in layers}:
-            if self._gain(size, itemsize) <= 1:
-                raise BudgetError(
-                    f"{spell(self)} codes a number in {self.bits} bits, but at full precision it "
-                    f"takes {8 * itemsize}: lower bits, or leave the storage out."
-                )
-
-    def full_precision_entries(self, quota: int, layer: LayerSpec, itemsize: int) -> int:
-        coded = max(quota - self.exact_entries, 0) / self._gain(layer.head_dim, itemsize)
-        return min(quota, self.exact_entries) + int(coded)
+    def coded_bytes(self, head_dim: int) -> float:
+        return 2 * head_dim * self.bits / 8 + OVERHEAD_BYTES
 
     def grade(
         self, plan: Plan, entries: Entries, scored: LayerScores, quota: int, share: float
     ) -> Plan:
-        positions = entries.packed_positions()
-        length = int(positions.max()) + 1 if len(positions) else 0
-        is_exact = (positions < self.sinks) | (positions >= length - self.recent)
-        grades = torch.where(is_exact[plan.kept], 0, TIER_GRADE).to(torch.int8)
         like, heads = entries.empty_like, len(entries.lengths)
+        allowed = heads * self.quota_bytes(quota, like.shape[1], like.dtype.itemsize)
         return replace(
             plan,
-            grades=grades,
+            grades=self.grades(plan, entries),
             importance=self._importance(scored.scores, plan.kept),
-            allowed_bytes=int(heads * self._bytes(quota, like.shape[1], like.dtype.itemsize)),
+            allowed_bytes=int(allowed),
         )
 
     def _importance(
@@ -145,22 +107,6 @@ class Transform(Storage):
         if bool(((scores < 0) & scores.isfinite()).any()):
             return torch.full_like(own, torch.nan)
         return self.tiers * own.clamp(min=0).log2()
-
-    def _bytes(self, quota: int, head_dim: int, itemsize: int) -> float:
-        """Bytes of `quota` entries of a head, at full precision and coded."""
-        exact = min(quota, self.exact_entries)
-        return exact * _full_bytes(head_dim, itemsize) + (quota - exact) * self._coded(head_dim)
-
-    def _coded(self, head_dim: int) -> float:
-        return 2 * head_dim * self.bits / 8 + OVERHEAD_BYTES
-
-    def _gain(self, head_dim: int, itemsize: int) -> float:
-        """Coded entries in the bytes of an exact one."""
-        return _full_bytes(head_dim, itemsize) / self._coded(head_dim)
-
-
-def _full_bytes(head_dim: int, itemsize: int) -> int:
-    return 2 * head_dim * itemsize + POSITION_BYTES
 
 
 Part = Transform

@@ -1,0 +1,73 @@
+"""Coder of keys and values by levels: what is held, in how many bytes, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from larder.core import CacheError
+from larder.ops import LevelCoder, bytes_per_entry
+from references import kvquant as reference
+
+LEVELS = np.array([[-0.9, -0.3, 0.2, 0.8], [-1.0, -0.4, 0.3, 0.7]])
+
+
+def numbers(entries: int, width: int, seed: int = 0) -> np.ndarray:
+    source = np.random.default_rng(seed)
+    return source.standard_t(4, (entries, 2 * width)).astype(np.float32)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.2])
+def test_what_is_held_is_that_of_the_loop(share: float) -> None:
+    given = numbers(7, 10)
+    coder = LevelCoder(LEVELS, 2, share)
+    held = coder.decoded(coder.encoded(given), 7, 20)
+    keys, values = given[:, :10].tolist(), given[:, 10:].tolist()
+    np.testing.assert_allclose(
+        held[:, :10], reference.held_keys(keys, LEVELS[0].tolist(), share), atol=1e-6
+    )
+    expected = [reference.held_value(value, LEVELS[1].tolist(), share) for value in values]
+    np.testing.assert_allclose(held[:, 10:], expected, atol=2e-6)
+
+
+def test_a_block_by_hand() -> None:
+    # Two entries of four channels; one in eight keys and one in four numbers of a value apart.
+    keys = [[0.1, -5.0, 0.6, 3.0], [-0.25, 0.0, 1.5, -0.7]]
+    values = [[0.0, 2.0, 1.0, 9.0], [4.0, 4.0, 4.0, 4.0]]
+    coder = LevelCoder(LEVELS, 2, 0.25)
+    payload = coder.encoded(np.concatenate([keys, values], 1))
+    held = coder.decoded(payload, 2, 8)
+    assert held[0].tolist() == pytest.approx([0.2, -5.0, 0.8, 3.0, 0.0, 1.7, 1.3, 9.0])
+    assert held[1].tolist() == pytest.approx([-0.3, 0.2, 0.8, -0.9, 4.0, 4.0, 4.0, 4.0])
+    # A count, two ranges, two bytes of codes an entry, two key outliers, one channel each.
+    assert len(payload) == 4 + 2 * 4 + 2 * 2 + 2 * 4 + 2 * 3
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_bytes_are_no_more_than_counted(bits: int) -> None:
+    levels = np.stack([np.linspace(-1, 1, 1 << bits)] * 2)
+    coder, given = LevelCoder(levels, bits, 0.01), numbers(100, 64)
+    payload = coder.encoded(given)
+    assert len(payload) == pytest.approx(4 + 100 * bytes_per_entry(bits, 0.01, 64))
+    few = coder.encoded(np.clip(given, -1, 1))
+    assert len(few) == 4 + 100 * (2 * 8 * bits + 4 + 3)
+
+
+def test_keys_that_are_coded_again_stay_as_they_are() -> None:
+    coder, given = LevelCoder(LEVELS, 2, 0.1), numbers(9, 16)
+    held = coder.decoded(coder.encoded(given), 9, 32)
+    again = coder.decoded(coder.encoded(held), 9, 32)
+    assert np.array_equal(again[:, :16], held[:, :16])
+
+
+@pytest.mark.parametrize("number", [np.inf, np.nan, 7e4])
+def test_what_float16_cannot_hold_is_refused(number: float) -> None:
+    given = numbers(3, 4)
+    given[1, 6] = number
+    with pytest.raises(CacheError, match="full precision"):
+        LevelCoder(LEVELS, 2, 0.1).encoded(given)
+
+
+def test_a_block_with_too_many_numbers_is_refused() -> None:
+    with pytest.raises(CacheError, match="take blocks of 1024 entries"):
+        LevelCoder(LEVELS, 2, 0.1).encoded(np.zeros((1025, 128)))
