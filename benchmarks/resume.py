@@ -70,7 +70,7 @@ class SavedSession:
         store = Store(str(folder), folder)
         try:
             keeper = StorePersistence(store, self._engine.loaded, codec=codec)
-            store.parts.throughput.know({"disk": 1e15})
+            store.parts.throughput.initialize({"disk": 1e15})
             gc.collect()
             held = reset_peak()
             resumed = keeper.load(NAME, self._engine.runtime, self.policy, self.log)
@@ -106,7 +106,7 @@ class SavedSession:
         store, times = Store(str(folder), folder), list[float]()
         try:
             keeper = StorePersistence(store, self._engine.loaded, codec=codec)
-            store.parts.throughput.know({"disk": 1e15})  # load, however slow that is
+            store.parts.throughput.initialize({"disk": 1e15})  # load, however slow that is
             for _ in range(RUNS):
                 before()
                 started = time.perf_counter()

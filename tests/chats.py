@@ -62,7 +62,7 @@ class Library:
         """As `larder.session.prefill.prefill_memory`; who watches or prompts has it read anew."""
         if prompts or progress is not no_progress:
             return self._gather(runtime, source, policy, prompts, progress)
-        key = id(runtime.decoder), str(policy), source.ids, source.said
+        key = id(runtime.decoder), str(policy), source.ids, source.later_turns
         if key not in self._read:
             memory = self._gather(runtime, source, policy, prompts, progress)
             kept = [memory.caches.activate(n).fork() for n in range(len(memory.caches))]

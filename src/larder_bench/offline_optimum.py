@@ -60,8 +60,8 @@ class Belady(EvictionPolicy):
     reads.
     """
 
-    def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
-        return -held.steps
+    def worth(self, candidates: CandidateColumns, now: float) -> FloatColumn:
+        return -candidates.steps
 
 
 class Clairvoyant(EvictionPolicy):
@@ -69,9 +69,9 @@ class Clairvoyant(EvictionPolicy):
     read.
     """
 
-    def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
-        savings_rate = held.seconds / held.bytes
-        return savings_rate / np.maximum(held.steps - now, 1e-3)
+    def worth(self, candidates: CandidateColumns, now: float) -> FloatColumn:
+        savings_rate = candidates.seconds / candidates.bytes
+        return savings_rate / np.maximum(candidates.steps - now, 1e-3)
 
 
 @dataclass(frozen=True)

@@ -59,14 +59,14 @@ def test_the_index_counts_before_it_is_made(name) -> None:
     store, room = a_store(PARTS[name], ROOMY)
     foreseen = store._index_bytes(2 * 3000)
     park(store, 3000)
-    entries = room.taken
+    entries = room.used
     extend(store, draw(LAYER, 1, 3000))
-    index = room.taken - entries
+    index = room.used - entries
     assert 0.5 * foreseen < index < 1.5 * foreseen
     other, tight = a_store(PARTS[name], entries + index // 3)
     with pytest.raises(BudgetError, match="and their index"):
         park(other, 3000)
-    assert len(other.parked().positions) == tight.taken - other.finder.shared_index.nbytes - 48 == 0
+    assert len(other.parked().positions) == tight.used - other.finder.shared_index.nbytes - 48 == 0
 
 
 def test_what_a_known_index_will_grow_by_follows_what_it_has() -> None:
@@ -80,9 +80,9 @@ def test_what_a_known_index_will_grow_by_follows_what_it_has() -> None:
 def test_who_is_gone_takes_nothing() -> None:
     store, room = a_store(Flat(tokens=4, dense=0))
     park(store, 10)
-    assert room.taken == store.host_nbytes > 0
+    assert room.used == store.host_nbytes > 0
     fork = store.fork()
     fork.join(room)
-    assert room.taken == store.host_nbytes + fork.host_nbytes
+    assert room.used == store.host_nbytes + fork.host_nbytes
     del fork
-    assert room.taken == store.host_nbytes
+    assert room.used == store.host_nbytes

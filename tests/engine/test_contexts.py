@@ -81,7 +81,7 @@ def test_variants_and_anchors_outlive_the_process(
     try:
         for number, contexts in enumerate(asked):
             store = stores[min(number, 1)]
-            store.parts.throughput.know({"disk": 1e15})
+            store.parts.throughput.initialize({"disk": 1e15})
             found = engine.read(contexts=contexts, chunks=StoreChunks(store, loaded))
             wanted = engine.read(contexts=contexts, chunks=memory)
             assert found.reuse == wanted.reuse

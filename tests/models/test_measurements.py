@@ -38,7 +38,7 @@ from tiny_models import ARCHITECTURES, tiny
 @pytest.mark.parametrize(("name", "ahead"), [("echo", 0), ("induction", 1)])
 def test_repeated_text_equals_a_loop(three_layers, name, ahead) -> None:
     part, expected = SMALL[name], []
-    ids = random_tokens(SAMPLE.known(), part.tokens) * part.times
+    ids = random_tokens(SAMPLE.token_ids(), part.tokens) * part.times
     for heads in heads_of(three_layers, ids):
         masses = []
         for head in range(4):

@@ -72,7 +72,7 @@ def test_logits_are_those_over_a_full_cache(decoder, manner) -> None:
     cache, whole = filled(decoder, manner), full(decoder, IDS)
     for store in recomputed_layers(cache.stores):
         least = cache.cache_spec.rebuilding.depth
-        assert all(len(own) == 16 for own in store.gone) == (store.layer.index >= least)
+        assert all(len(own) == 16 for own in store.evicted) == (store.layer.index >= least)
     got = [read_on(decoder, cache, IDS[READ : READ + 3], 1)]
     got.append(read_on(decoder, cache, IDS[READ + 3 :], 5))  # and many at once
     assert torch.allclose(torch.cat(got), whole[READ:], atol=1e-4)
@@ -160,7 +160,7 @@ def test_what_is_held_and_what_is_done_are_counted(three_layers, manner) -> None
     tokens = sum(store.tokens for store in recomputed_layers(cache.stores))
     operations = sum(store.operations for store in recomputed_layers(cache.stores))
     three_layers.read([BatchSegment(cache, IDS[READ : READ + 1])], Mode.APPEND)
-    gone = len({*torch.cat(recomputed_layers(cache.stores)[-1].gone).tolist()})
+    gone = len({*torch.cat(recomputed_layers(cache.stores)[-1].evicted).tolist()})
     sources = sum(store.source.nbytes for store in recomputed_layers(cache.stores))
     per_token = {"every": 3 * 4 * shape.hidden, "one": 4 * shape.hidden, "ids": 4}[manner]
     assert sources == (READ + 1) * per_token
@@ -168,8 +168,8 @@ def test_what_is_held_and_what_is_done_are_counted(three_layers, manner) -> None
     run = {"every": 3 * gone, "one": 3 * reread, "ids": 3 * reread}[manner]
     assert sum(s.tokens for s in recomputed_layers(cache.stores)) - tokens == run
     made = sum(s.operations for s in recomputed_layers(cache.stores)) - operations
-    below = reread * (shape.projections + shape.rest)
-    again = reread * (shape.projections + shape.rest + 2 * 4 * 16 * (reread + 1))
+    below = reread * (shape.projections + shape.mlp)
+    again = reread * (shape.projections + shape.mlp + 2 * 4 * 16 * (reread + 1))
     assert (
         made
         == {
@@ -187,7 +187,7 @@ def test_what_cannot_come_back_is_refused(three_layers) -> None:
     every = filled(three_layers, "every")
     every.forget(2, 4)
     for store in recomputed_layers(every.stores):
-        assert not {2, 3} & {*torch.cat(store.gone).tolist()}
+        assert not {2, 3} & {*torch.cat(store.evicted).tolist()}
     with pytest.raises(CacheError, match="has no model to do so"):
         new = torch.zeros(4, 1, 16), torch.zeros(2, 1, 16), torch.zeros(2, 1, 16)
         every.attend(0, *new, torch.tensor([READ]), Mode.SCRATCH, (1,))

@@ -42,24 +42,24 @@ def settled(part: Subgen, entries: Entries, room: int, spared: tuple[int, ...] =
     return Entries(*rows, (0,), plan.lengths, columns, dict(plan.scalars))
 
 
-def joined(held: Entries, later: Entries, behind: int) -> Entries:
+def joined(entries: Entries, later: Entries, behind: int) -> Entries:
     """Entries with new ones behind them."""
     count = len(later.keys)
     return Entries(
-        torch.cat([held.keys, later.keys]),
-        torch.cat([held.values, later.values]),
-        torch.cat([held.positions, later.positions + behind]),
+        torch.cat([entries.keys, later.keys]),
+        torch.cat([entries.values, later.values]),
+        torch.cat([entries.positions, later.positions + behind]),
         (0,),
-        (len(held.keys) + count,),
-        {name: torch.cat([held.columns[name], torch.zeros(count)]) for name in COLUMNS},
-        held.scalars,
+        (len(entries.keys) + count,),
+        {name: torch.cat([entries.columns[name], torch.zeros(count)]) for name in COLUMNS},
+        entries.scalars,
     )
 
 
-def sums(held: Entries, query: torch.Tensor) -> torch.Tensor:
+def sums(entries: Entries, query: torch.Tensor) -> torch.Tensor:
     """Weighted sum over values and sum over keys, as attention would take them."""
-    weights = (held.keys.double() @ query.double() + held.columns[LOG_COUNT].double()).exp()
-    return torch.cat([(weights[:, None] * held.values.double()).sum(0), weights.sum()[None]])
+    weights = (entries.keys.double() @ query.double() + entries.columns[LOG_COUNT].double()).exp()
+    return torch.cat([(weights[:, None] * entries.values.double()).sum(0), weights.sum()[None]])
 
 
 def text(count: int, seed: int) -> Entries:

@@ -49,7 +49,7 @@ def test_a_walk_looks_at_what_the_loop_looks_at(beam: int) -> None:
     part = Projected(links=3, degree=3, least=8, beam=beam)
     tier, index, _ = built(part, (60, 30), beam)
     query = tier.queries()
-    seen = index.seen(query, tier.entries(), 1)
+    seen = index.visited_products(query, tier.entries(), 1)
     for head, keys in enumerate(keys_of(tier)):
         edges = links_of(index, head, 0, 99)
         entry = int(index._entry[head])
@@ -69,7 +69,7 @@ def test_every_key_can_be_reached_and_a_wide_beam_is_exact() -> None:
     part = Projected(least=8, links=2, degree=2, beam=400)
     tier, index, _ = built(part, (300, 120), 3)
     query = tier.queries()
-    assert bool(index.seen(query, tier.entries(), 9)[:, :120].isfinite().all())
+    assert bool(index.visited_products(query, tier.entries(), 9)[:, :120].isfinite().all())
     found, exact = (look(query, tier.entries(), 9) for look in (index.find, index.exact))
     assert torch.equal(found.pages, exact.pages)
 
@@ -85,7 +85,7 @@ def test_queries_unlike_keys_are_answered_by_a_look_at_few_keys() -> None:
     index.add(entries, queries[None, 8:])
     looked, hits = 0, 0
     for query in queries[:8, None]:
-        seen = index.seen(query, entries, 10)
+        seen = index.visited_products(query, entries, 10)
         looked += int(seen.isfinite().sum())
         best = (keys @ query[0]).topk(10).indices
         hits += int(torch.isin(best, index.find(query, entries, 10).pages[0]).sum())
@@ -99,7 +99,9 @@ def test_later_entries_are_scored_until_the_graph_is_built_again() -> None:
     tier.grow((19, 20))
     index.add(tier.entries())
     assert index._built.tolist() == [20, 40]
-    assert bool(index.seen(tier.queries(), tier.entries(), 1)[:2, 20:39].isfinite().all())
+    assert bool(
+        index.visited_products(tier.queries(), tier.entries(), 1)[:2, 20:39].isfinite().all()
+    )
 
 
 @pytest.mark.parametrize("name", ["beam", "links", "degree", "least"])

@@ -171,7 +171,7 @@ def test_a_saved_cache_has_every_chunk_at_every_level(store: Store) -> None:
 
 def test_a_deadline_decides_what_is_loaded(store: Store) -> None:
     save(store, IDS, "cachegen")
-    store.parts.throughput.know({"disk": 1e15, "reading": 1.0})
+    store.parts.throughput.initialize({"disk": 1e15, "reading": 1.0})
     # The last of 21 tokens is read in a second.
     assert restored(store, 5.0).levels == (0,) * 5
     assert restored(store, 30.0).reason == "slower"  # 21 tokens are read in 21 s
@@ -179,7 +179,7 @@ def test_a_deadline_decides_what_is_loaded(store: Store) -> None:
 
 def test_a_slow_tier_is_loaded_at_the_coarsest_level(store: Store) -> None:
     save(store, IDS, "cachegen")
-    store.parts.throughput.know({"disk": 1e-3, "reading": 1e-9})
+    store.parts.throughput.initialize({"disk": 1e-3, "reading": 1e-9})
     found = restored(store, 1.0)
     assert found.levels[0] == 2
 

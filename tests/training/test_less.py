@@ -61,18 +61,18 @@ def some_maps(sample: EvictionSample, seed: int = 0) -> LowRankMaps:
 
 
 def test_a_sample_knows_what_full_attention_gives(sample: EvictionSample) -> None:
-    everything = sample.kept(sample.context)
+    everything = sample.kept_mask(sample.context)
     assert bool(everything.all())
     out, _ = sample.attended(*sample.selected(everything))
     torch.testing.assert_close(out, sample.target)
-    few, _ = sample.attended(*sample.selected(sample.kept(4)))
+    few, _ = sample.attended(*sample.selected(sample.kept_mask(4)))
     assert not torch.allclose(few, sample.target, atol=1e-3)
 
 
 def test_the_latest_and_those_with_most_attention_are_kept(sample: EvictionSample) -> None:
     mass = torch.arange(12.0).flip(0).expand(sample.layer.kv_heads, -1)
     few = {"keys": sample.keys[:, :12], "values": sample.values[:, :12]}
-    kept = replace(sample, mass=mass, **few).kept(6)
+    kept = replace(sample, mass=mass, **few).kept_mask(6)
     wanted = [0, 1, 2, 9, 10, 11]
     assert all(row.nonzero().flatten().tolist() == wanted for row in kept)
 
@@ -80,7 +80,7 @@ def test_the_latest_and_those_with_most_attention_are_kept(sample: EvictionSampl
 @pytest.mark.extended
 def test_the_output_with_a_state_equals_the_loop_of_the_cache(sample: EvictionSample) -> None:
     maps, case = some_maps(sample), EvictedSample.of(sample, 0.25)
-    loop, kept = LowRankLoop(sample.layer, maps), sample.kept(round(0.25 * sample.context))
+    loop, kept = LowRankLoop(sample.layer, maps), sample.kept_mask(round(0.25 * sample.context))
     first = sample.target.shape[1] - 1
     for head in range(sample.layer.kv_heads):
         pairs = zip(sample.keys[head], sample.values[head], strict=True)

@@ -64,7 +64,7 @@ class Factors(PassageMethod):
         return {"loss": float(self._loss(decoder, factors, passages[0].ids).detach())}
 
     def shapes(
-        self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
+        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
     ) -> dict[str, tuple[int, ...]]:
         return {"factor": (1,)}
 

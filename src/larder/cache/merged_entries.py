@@ -99,22 +99,22 @@ def no_merges(keys: Float[Tensor, "C D"]) -> MergedEntries:
     return MergedEntries(empty_tensor(torch.int64, 0).to(keys.device), none, none)
 
 
-def check_folds(plan: Plan, held: int) -> None:
-    """Check that sources are among `held` entries and targets among the kept ones.
+def check_folds(plan: Plan, num_entries: int) -> None:
+    """Check that sources are among `num_entries` entries and targets among the kept ones.
 
     Raises:
         CacheError: they are not.
     """
-    check_sources(plan, held)
+    check_sources(plan, num_entries)
     check_targets(plan, plan.folds.targets)
 
 
-def check_sources(plan: Plan, held: int) -> None:
-    """Check that fold sources are among `held` entries. Raises: CacheError: they are not."""
+def check_sources(plan: Plan, num_entries: int) -> None:
+    """Check that fold sources are among `num_entries` entries. Raises: CacheError: they are not."""
     sources = plan.folds.sources
-    if not are_in_range(sources, held):
+    if not are_in_range(sources, num_entries):
         raise CacheError(
-            f"Sources of merges must be among the {held} packed entries, but they lie in "
+            f"Sources of merges must be among the {num_entries} packed entries, but they lie in "
             f"[{int(sources.min())}, {int(sources.max())}]: count them as they are before the plan."
         )
 

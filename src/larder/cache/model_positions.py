@@ -52,15 +52,15 @@ class ModelPositions:
         later = known.max() + 1 - count + positions
         return torch.where(positions < count, known[:, positions.clamp(max=count - 1)], later)
 
-    def extended(self, start: int, given: Int64[Tensor, "A Q"]) -> ModelPositions:
+    def extended(self, start: int, position_ids: Int64[Tensor, "A Q"]) -> ModelPositions:
         """Positions with those of consecutive tokens from true position `start` on."""
-        given = given.long()
-        places = torch.arange(start, start + given.shape[1], device=given.device)
-        axes = self if not self.are_true else ModelPositions(given[:, :0])
-        if torch.equal(axes.at(places, start), given):
+        position_ids = position_ids.long()
+        places = torch.arange(start, start + position_ids.shape[1], device=position_ids.device)
+        axes = self if not self.are_true else ModelPositions(position_ids[:, :0])
+        if torch.equal(axes.at(places, start), position_ids):
             return self
-        before = torch.arange(start, device=given.device)
-        return ModelPositions(torch.cat([axes.at(before, start), given], 1))
+        before = torch.arange(start, device=position_ids.device)
+        return ModelPositions(torch.cat([axes.at(before, start), position_ids], 1))
 
     def truncated(self, length: int) -> ModelPositions:
         """Positions of the first `length` tokens."""

@@ -151,6 +151,23 @@ def text_of(saved: Tensor) -> str:
     return bytes(saved.cpu().tolist()).decode()
 
 
+def saved_spec_text(state: Mapping[str, Tensor], key: str, layer: LayerSpec, kind: str) -> str:
+    """Text of a spec in the state of a saved layer.
+
+    Args:
+        kind: `offload`, `transform`, ..., for the error.
+
+    Raises:
+        CacheError: the state has none.
+    """
+    if key not in state:
+        raise CacheError(
+            f"Layer {layer.index} of the saved cache has no {kind} spec, but its description has "
+            "one: build the cache again."
+        )
+    return text_of(state[key])
+
+
 def form_of(spec: CacheSpec) -> type[CacheLayer]:
     """Class of the form of a cache."""
     return FORMS.load(spec.form)

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int, Int8, Int32, Int64, UInt8
 from torch import Tensor
 
 from larder.cache.component_means import ComponentMeans
-from larder.cache.spec import text_of, text_tensor
+from larder.cache.spec import saved_spec_text, text_tensor
 from larder.cache.transform_tables import TransformTables
 from larder.core.codec import Coder, MeanSource, TransformSpec
 from larder.core.errors import CacheError
@@ -357,12 +357,8 @@ class TransformedTier:
             CacheError: the model is not calibrated here, or was calibrated again, or the words of
                 the entries are those of another coder.
         """
-        if SPEC_KEY not in state:
-            raise CacheError(
-                f"Layer {layer.index} of the saved cache has no transform spec, but its "
-                "description has one: build the cache again."
-            )
-        coding_name, _, rest = text_of(state[SPEC_KEY]).partition(" ")
+        saved = saved_spec_text(state, SPEC_KEY, layer, "transform")
+        coding_name, _, rest = saved.partition(" ")
         if coding_name != CODING:
             raise CacheError(
                 f"Layer {layer.index} of the saved cache was coded by an earlier version of "

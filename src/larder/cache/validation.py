@@ -41,24 +41,24 @@ def check_kept(plan: Plan, lengths: tuple[int, ...]) -> None:
         )
 
 
-def tokens_kept(plan: Plan, held: int) -> Int64[Tensor, " N"] | None:
+def tokens_kept(plan: Plan, num_entries: int) -> Int64[Tensor, " N"] | None:
     """Entries that a plan keeps in every head, in host memory; None where heads differ.
 
     Args:
-        held: entries of each head.
+        num_entries: entries of each head.
     """
     heads = plan.kept.cpu().split(plan.lengths)
-    chosen = [part - head * held for head, part in enumerate(heads)]
+    chosen = [part - head * num_entries for head, part in enumerate(heads)]
     return chosen[0] if all(torch.equal(part, chosen[0]) for part in chosen) else None
 
 
-def check_dropped(plan: Plan, gone: Int64[Tensor, " G"]) -> None:
+def check_dropped(plan: Plan, rejected: Int64[Tensor, " G"]) -> None:
     """Check that dropped entries are among the rejected ones. Raises: CacheError: they are not."""
     dropped = plan.dropped.cpu()
-    if bool((dropped.diff() <= 0).any()) or not bool(torch.isin(dropped, gone).all()):
+    if bool((dropped.diff() <= 0).any()) or not bool(torch.isin(dropped, rejected).all()):
         raise CacheError(
             f"The {len(dropped)} entries that a plan drops must ascend, without repeats, and be "
-            f"among the {len(gone)} that it does not keep: drop only rejected entries, sorted."
+            f"among the {len(rejected)} that it does not keep: drop only rejected entries, sorted."
         )
 
 
@@ -72,19 +72,19 @@ def check_single_precision(plan: Plan) -> None:
 
 
 def check_dtypes(
-    layer: LayerSpec, held: torch.dtype, keys: torch.Tensor, values: torch.Tensor
+    layer: LayerSpec, stored: torch.dtype, keys: torch.Tensor, values: torch.Tensor
 ) -> None:
     """Check that new entries have the dtype of the stored ones. Raises: CacheError: another."""
-    if (keys.dtype, values.dtype) != (held, held):
+    if (keys.dtype, values.dtype) != (stored, stored):
         raise CacheError(
             f"Layer {layer.index} was given keys in {keys.dtype} and values in "
-            f"{values.dtype}, but its cache holds {held}: bring the model to one dtype, as by "
-            f"model.to({held}), and call it outside torch.autocast."
+            f"{values.dtype}, but its cache holds {stored}: bring the model to one dtype, as by "
+            f"model.to({stored}), and call it outside torch.autocast."
         )
 
 
-def check_grades(plan: Plan, held: Int8[Tensor, " T"], coarsest: int) -> Int8[Tensor, " T"]:
-    """New grades of the kept entries, whose present grades are `held`; in host memory.
+def check_grades(plan: Plan, grades: Int8[Tensor, " T"], coarsest: int) -> Int8[Tensor, " T"]:
+    """New grades of the kept entries, whose present grades are `grades`; in host memory.
 
     Targets of folds have grade 0, because they are new sums.
 
@@ -92,21 +92,22 @@ def check_grades(plan: Plan, held: Int8[Tensor, " T"], coarsest: int) -> Int8[Te
         CacheError: a grade that does not exist, or is finer than the present one.
     """
     if not len(plan.grades):
-        return held
+        return grades
     wanted = plan.grades.cpu()
-    if wanted.shape != held.shape:
+    if wanted.shape != grades.shape:
         raise CacheError(
-            f"A plan has {len(wanted)} grades for {len(held)} kept entries: give one each, or none."
+            f"A plan has {len(wanted)} grades for {len(grades)} kept entries: give one each, "
+            "or none."
         )
     if bool(((wanted < 0) | (wanted > coarsest)).any()):
         raise CacheError(
             f"Grades of a plan lie in [{int(wanted.min())}, {int(wanted.max())}], but this cache "
             f"has 0 to {coarsest}: configure a codec for every grade that plans request."
         )
-    if bool((wanted < held).any()):
-        worst = int((wanted < held).nonzero()[0])
+    if bool((wanted < grades).any()):
+        worst = int((wanted < grades).nonzero()[0])
         raise CacheError(
-            f"Kept entry {worst} has grade {int(held[worst])}, but the plan asks for "
+            f"Kept entry {worst} has grade {int(grades[worst])}, but the plan asks for "
             f"{int(wanted[worst])}: precision cannot be restored, so request no finer grade."
         )
     return wanted
@@ -131,12 +132,12 @@ def check_merges_whole(plan: Plan, layer: LayerSpec) -> None:
         )
 
 
-def check_ledger(ledger: Ledger, layer: int, found: Iterable[str]) -> None:
+def check_ledger(ledger: Ledger, layer: int, names: Iterable[str]) -> None:
     """Check that a saved layer has the columns of its ledger. Raises: CacheError: it has others."""
     named = sorted(ledger.columns + ledger.scalars)
-    if sorted(found) != named:
+    if sorted(names) != named:
         raise CacheError(
-            f"Layer {layer} of the saved cache has {', '.join(sorted(found)) or 'no columns'}, "
+            f"Layer {layer} of the saved cache has {', '.join(sorted(names)) or 'no columns'}, "
             f"but its description names {', '.join(named) or 'none'}: build the cache again."
         )
 

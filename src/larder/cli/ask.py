@@ -170,19 +170,19 @@ def _run_questions(
         if not options.json:
             print()
         return run, False
-    if all(asked.error is not None for asked in run.asked):
-        raise next(asked.error for asked in run.asked if asked.error is not None)
+    if all(outcome.error is not None for outcome in run.outcomes):
+        raise next(outcome.error for outcome in run.outcomes if outcome.error is not None)
     return run, True
 
 
-def _prompts(given: list[str]) -> dict[str, str]:
+def _prompts(questions: list[str]) -> dict[str, str]:
     """Texts of scoring prompts by name.
 
     Raises:
         UsageError: one has no name or no text.
     """
     prompts: dict[str, str] = {}
-    for each in given:
+    for each in questions:
         name, _, text = each.partition("=")
         if not name or not text:
             raise UsageError(f"--prompt takes NAME=TEXT, such as task=TEXT, got {each!r}.")
@@ -252,15 +252,15 @@ def _discard_text(text: str) -> None:
 
 
 def _print_errors(run: QuestionRun) -> None:
-    for asked in run.asked:
-        if asked.error is not None:
-            print(f"larder: {asked.question.question[:40]!r}: {asked.error}", file=sys.stderr)
+    for outcome in run.outcomes:
+        if outcome.error is not None:
+            print(f"larder: {outcome.question.question[:40]!r}: {outcome.error}", file=sys.stderr)
 
 
 def _print_figures(run: QuestionRun) -> None:
     from larder.cli.question_run import dense_line
 
-    figures, asked = run.memory.figures, run.asked
+    figures = run.memory.figures
     lines = progress_console()
     lines.print(
         f"read {figures.context_tokens:,} tokens in {format_seconds(figures.prefill_seconds)}; "
@@ -268,7 +268,7 @@ def _print_figures(run: QuestionRun) -> None:
         f"{format_bytes(figures.kv_bytes)} in all, "
         f"{format_bytes(figures.full_kv_bytes)} without a budget{dense_line(figures)}"
     )
-    for one in asked:
+    for one in run.outcomes:
         if one.answer is not None:
             place = "" if one.answer.episode is None else f" from episode {one.answer.episode + 1}"
             lines.print(

@@ -55,11 +55,11 @@ def print_evaluation(evaluation: Evaluation) -> None:
 
 def _print_file(console: Console, run: QuestionRun) -> None:
     questions = make_table("question", "answer", "expected", "exact", "contains", "F1", texts=3)
-    for one in run.asked:
+    for one in run.outcomes:
         questions.add_row(one.question.question, *_outcome_cells(one))
     console.print(questions)
     console.print()
-    console.print(_kinds_table(run.asked))
+    console.print(_kinds_table(run.outcomes))
     console.print()
     console.print(figures_line(run), soft_wrap=True)
 
@@ -92,28 +92,28 @@ def _outcome_cells(one: QuestionOutcome) -> tuple[str, ...]:
     return text, expected, exact, contains, format_score(one.scores.f1)
 
 
-def _kinds_table(asked: Sequence[QuestionOutcome]) -> object:
+def _kinds_table(outcomes: Sequence[QuestionOutcome]) -> object:
     """Table of mean scores by kind of question, and over all."""
     table = make_table("kind", "questions", "exact", "contains", "F1", "F1 stemmed")
-    kinds = sorted({one.question.kind for one in asked if one.question.kind})
+    kinds = sorted({one.question.kind for one in outcomes if one.question.kind})
     for kind in kinds:
-        of_kind = [one for one in asked if one.question.kind == kind]
+        of_kind = [one for one in outcomes if one.question.kind == kind]
         table.add_row(kind, str(len(of_kind)), *_mean_cells(of_kind))
-    table.add_row("all", str(len(asked)), *_mean_cells(asked), style="bold")
+    table.add_row("all", str(len(outcomes)), *_mean_cells(outcomes), style="bold")
     return table
 
 
-def _mean_cells(asked: Sequence[QuestionOutcome]) -> list[str]:
-    found = mean_scores(asked)
+def _mean_cells(outcomes: Sequence[QuestionOutcome]) -> list[str]:
+    found = mean_scores(outcomes)
     return [format_score(found[name]) if name in found else MISSING for name in METRICS]
 
 
 def _print_files(console: Console, evaluation: Evaluation) -> None:
     console.print(f"policy: {evaluation.engine.policy}\n", soft_wrap=True)
     console.print(_files_table(evaluation.files))
-    asked = [one.asked for one in evaluation.files]
-    _print_intervals(console, "\nall questions, 95% interval", mean_intervals(asked))
-    console.print(_kinds_table([one for of_file in asked for one in of_file]))
+    outcomes = [one.outcomes for one in evaluation.files]
+    _print_intervals(console, "\nall questions, 95% interval", mean_intervals(outcomes))
+    console.print(_kinds_table([one for of_file in outcomes for one in of_file]))
     if evaluation.comparison is not None:
         console.print(f"\nagainst: {evaluation.comparison.policy}\n", soft_wrap=True)
         console.print(_files_table(evaluation.others))
@@ -132,8 +132,8 @@ def _files_table(files: Sequence[FileEvaluation]) -> object:
             one.path.name,
             f"{figures.context_tokens:,}",
             f"{figures.budget_tokens:,}",
-            str(len(scored_questions(one.asked))),
-            *_mean_cells(one.asked),
+            str(len(scored_questions(one.outcomes))),
+            *_mean_cells(one.outcomes),
             format_bytes(figures.active_kv_bytes),
             format_bytes(figures.dense_kv_bytes) if figures.dense else MISSING,
             format_seconds(figures.prefill_seconds),
@@ -141,10 +141,10 @@ def _files_table(files: Sequence[FileEvaluation]) -> object:
     return table
 
 
-def _print_intervals(console: Console, title: str, found: dict[str, Interval]) -> None:
+def _print_intervals(console: Console, title: str, intervals: dict[str, Interval]) -> None:
     console.print(title)
     table = make_table("score", "mean", "low", "high")
-    for name, interval in found.items():
+    for name, interval in intervals.items():
         table.add_row(
             name,
             format_score(interval.mean),

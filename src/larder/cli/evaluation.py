@@ -35,9 +35,9 @@ class FileEvaluation:
     error: LarderError | None = None
 
     @property
-    def asked(self) -> list[QuestionOutcome]:
+    def outcomes(self) -> list[QuestionOutcome]:
         """Outcomes so far; empty if the prefill failed."""
-        return [] if self.run is None else self.run.asked
+        return [] if self.run is None else self.run.outcomes
 
 
 @dataclass
@@ -60,13 +60,13 @@ class Evaluation:
     @property
     def scored(self) -> int:
         """Number of files with at least one expected answer."""
-        return sum(any(a.question.answer for a in one.asked) for one in self.files)
+        return sum(any(a.question.answer for a in one.outcomes) for one in self.files)
 
     def pairs(self) -> list[tuple[Sequence[QuestionOutcome], Sequence[QuestionOutcome]]]:
         """Outcomes under both policies, of the questions that both finished."""
         both = zip(self.files, self.others, strict=False)
-        counts = [(one, other, min(len(one.asked), len(other.asked))) for one, other in both]
-        return [(one.asked[:n], other.asked[:n]) for one, other, n in counts]
+        counts = [(one, other, min(len(one.outcomes), len(other.outcomes))) for one, other in both]
+        return [(one.outcomes[:n], other.outcomes[:n]) for one, other, n in counts]
 
 
 def load_question_files(paths: Sequence[Path], adversarial: Adversarial) -> Files:
@@ -102,8 +102,8 @@ def evaluate_files(options: ModelOptions, against: str | None, files: Files) -> 
     except KeyboardInterrupt:
         if not any(one.run for one in evaluation.files):
             raise
-    errors = [e for one in evaluation.files for e in (one.error, *(a.error for a in one.asked))]
-    answered = any(a.answer for one in evaluation.files for a in one.asked)
+    errors = [e for one in evaluation.files for e in (one.error, *(a.error for a in one.outcomes))]
+    answered = any(a.answer for one in evaluation.files for a in one.outcomes)
     if evaluation.is_whole and not answered:
         raise next(error for error in errors if error is not None)
     return evaluation
@@ -124,10 +124,10 @@ def _evaluate_file(
     engine: Engine,
     path: Path,
     conversation: Conversation,
-    into: list[FileEvaluation],
+    evaluations: list[FileEvaluation],
 ) -> None:
     file_evaluation = FileEvaluation(path)
-    into.append(file_evaluation)
+    evaluations.append(file_evaluation)
     questions = list(conversation.questions)
     try:
         run = prefill_run(engine, conversation, prompts_for(engine, questions))

@@ -39,7 +39,7 @@ def explanation(run: QuestionRun) -> Explanation:
         peak_kv_bytes=run.peak_kv_bytes,
         messages=_messages(run),
         episodes=_episodes(run),
-        answers=tuple(_answer(asked) for asked in run.asked if asked.answer is not None),
+        answers=tuple(_answer(outcome) for outcome in run.outcomes if outcome.answer is not None),
         sliding_layers=tuple(
             layer.index for layer in spec.layers if layer.sliding_window is not None
         ),
@@ -77,15 +77,15 @@ def _kept_heads(cache: SequenceCache, layer: int, tokens: int) -> Int[np.ndarray
     return np.bincount(positions, minlength=tokens)
 
 
-def _answer(asked: QuestionOutcome) -> PageAnswer:
-    answer = asked.answer
+def _answer(outcome: QuestionOutcome) -> PageAnswer:
+    answer = outcome.answer
     assert answer is not None  # the caller left failures out
     return PageAnswer(
         question=answer.question,
         answer=answer.text,
-        expected=asked.question.answer,
+        expected=outcome.question.answer,
         episode=answer.episode or 0,
-        exact=None if asked.scores is None else asked.scores.exact,
+        exact=None if outcome.scores is None else outcome.scores.exact,
     )
 
 

@@ -43,8 +43,8 @@ def run_document(run: QuestionRun) -> dict[str, Any]:
         "prefill_seconds": figures.prefill_seconds,
         "setup_seconds": figures.setup_seconds,
         **context_record(run.memory.reuse),
-        "answers": [answer_record(asked) for asked in run.asked],
-        "summary": summary(run.asked),
+        "answers": [answer_record(outcome) for outcome in run.outcomes],
+        "summary": summary(run.outcomes),
     }
 
 
@@ -60,48 +60,48 @@ def context_record(reuse: ContextReuse) -> dict[str, Any]:
     return {"contexts": fields}
 
 
-def answer_record(asked: QuestionOutcome) -> dict[str, Any]:
+def answer_record(outcome: QuestionOutcome) -> dict[str, Any]:
     """Record of one question; unknown values are left out."""
-    question, answer = asked.question, asked.answer
+    question, answer = outcome.question, outcome.answer
     record: dict[str, Any] = {"question": question.question}
     if answer is not None:
         record["answer"] = answer.text
     record |= {"expected": question.answer} if question.answer else {}
     record |= {"kind": question.kind} if question.kind else {}
-    if asked.scores is not None:
-        record |= {name: getattr(asked.scores, name) for name in metrics()}
+    if outcome.scores is not None:
+        record |= {name: getattr(outcome.scores, name) for name in metrics()}
     if answer is not None:
         record |= {} if answer.episode is None else {"episode": answer.episode}
         record |= {"decode_seconds": answer.decode_seconds, "new_tokens": answer.new_tokens}
         record |= recall_record([answer]) | rebuild_record([answer])
-    if asked.error is not None:
-        record["error"] = error_record(asked.error)
+    if outcome.error is not None:
+        record["error"] = error_record(outcome.error)
     return record
 
 
-def summary(asked: Sequence[QuestionOutcome]) -> dict[str, Any]:
+def summary(outcomes: Sequence[QuestionOutcome]) -> dict[str, Any]:
     """Counts, speed, and mean scores over all questions and per kind.
 
     A failed question scores 0: leaving it out would raise the mean.
     """
-    answers = [one.answer for one in asked if one.answer is not None]
+    answers = [one.answer for one in outcomes if one.answer is not None]
     tokens = sum(answer.new_tokens for answer in answers)
     spent = sum(answer.decode_seconds for answer in answers)
     document: dict[str, Any] = {
-        "questions": len(asked),
-        "errors": len(asked) - len(answers),
+        "questions": len(outcomes),
+        "errors": len(outcomes) - len(answers),
         "new_tokens": tokens,
         "decode_seconds": spent,
         "decode_tokens_per_second": tokens / spent if spent else 0.0,
     }
     document |= recall_record(answers) | rebuild_record(answers)
-    kinds = sorted({one.question.kind for one in asked if one.question.kind})
-    document |= mean_scores(asked)
-    if kinds and scored_questions(asked):
+    kinds = sorted({one.question.kind for one in outcomes if one.question.kind})
+    document |= mean_scores(outcomes)
+    if kinds and scored_questions(outcomes):
         document["kinds"] = {
             kind: {"questions": len(of_kind), **mean_scores(of_kind)}
             for kind in kinds
-            for of_kind in [[one for one in asked if one.question.kind == kind]]
+            for of_kind in [[one for one in outcomes if one.question.kind == kind]]
         }
     return document
 
@@ -126,24 +126,24 @@ def rebuild_record(answers: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
-def scored_questions(asked: Sequence[QuestionOutcome]) -> list[QuestionOutcome]:
+def scored_questions(outcomes: Sequence[QuestionOutcome]) -> list[QuestionOutcome]:
     """Outcomes of questions with an expected answer."""
-    return [one for one in asked if one.question.answer]
+    return [one for one in outcomes if one.question.answer]
 
 
-def mean_scores(asked: Sequence[QuestionOutcome]) -> dict[str, float]:
+def mean_scores(outcomes: Sequence[QuestionOutcome]) -> dict[str, float]:
     """Mean of every metric over questions with an expected answer; empty without any."""
-    scored = scored_questions(asked)
+    scored = scored_questions(outcomes)
     if not scored:
         return {}
     return {name: sum(scores(scored, name)) / len(scored) for name in metrics()}
 
 
-def scores(asked: Sequence[QuestionOutcome], metric: str) -> list[float]:
+def scores(outcomes: Sequence[QuestionOutcome], metric: str) -> list[float]:
     """Score of each question with an expected answer; 0 for a failed one."""
     return [
         0.0 if one.scores is None else float(getattr(one.scores, metric))
-        for one in scored_questions(asked)
+        for one in scored_questions(outcomes)
     ]
 
 
@@ -153,16 +153,16 @@ def evaluation_document(evaluation: Evaluation) -> dict[str, Any]:
         [only] = evaluation.files
         assert only.run is not None  # evaluate_files raises otherwise
         return run_document(only.run)
-    asked = [one.asked for one in evaluation.files]
+    outcomes = [one.outcomes for one in evaluation.files]
     document = {
         "schema": SCHEMA,
         "policy": str(evaluation.engine.policy),
         "model": evaluation.engine.loaded.name,
         "files": [_file_document(one) for one in evaluation.files],
         "summary": {
-            "files": len(asked),
-            **summary([one for of_file in asked for one in of_file]),
-            **interval_records(asked),
+            "files": len(outcomes),
+            **summary([one for of_file in outcomes for one in of_file]),
+            **interval_records(outcomes),
         },
     }
     if evaluation.comparison is not None:
@@ -218,11 +218,11 @@ def _file_document(one: FileEvaluation) -> dict[str, Any]:
 
 
 def _comparison(evaluation: Evaluation, rival: Engine) -> dict[str, Any]:
-    asked = [one.asked for one in evaluation.others]
+    outcomes = [one.outcomes for one in evaluation.others]
     return {
         "policy": str(rival.policy),
-        **summary([one for of_file in asked for one in of_file]),
-        **interval_records(asked),
+        **summary([one for of_file in outcomes for one in of_file]),
+        **interval_records(outcomes),
         "difference": {n: asdict(i) for n, i in paired_differences(evaluation.pairs()).items()},
         "files": [_file_document(one) for one in evaluation.others],
     }

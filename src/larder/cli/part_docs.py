@@ -266,12 +266,12 @@ def _has_value(condition: str, parameters: Mapping[str, Value]) -> bool:
     return isinstance(value, int | float) and value > float(expected)
 
 
-def _citation(found: re.Match[str], values: tuple[str, ...]) -> Citation:
+def _citation(match: re.Match[str], values: tuple[str, ...]) -> Citation:
     return Citation(
-        found["authors"],
-        found["title"],
-        int(found["year"]),
-        found["arxiv"] or "",
-        (found["where"] or "").strip(),
+        match["authors"],
+        match["title"],
+        int(match["year"]),
+        match["arxiv"] or "",
+        (match["where"] or "").strip(),
         values,
     )

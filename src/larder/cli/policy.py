@@ -123,9 +123,9 @@ def _cited(text: str) -> list[tuple[str, Citation]]:
     return [(page.name, citation) for page in pages for citation in page.citations]
 
 
-def _show_preset(page: PresetDoc, what: str = "a preset") -> None:
+def _show_preset(page: PresetDoc, kind: str = "a preset") -> None:
     console = results_console()
-    console.print(f"{page.name}, {what}", soft_wrap=True)
+    console.print(f"{page.name}, {kind}", soft_wrap=True)
     console.print(f"\n  {page.full}\n", soft_wrap=True)
     table = make_table("slot", "part", "purpose", texts=3)
     for part in page.parts:

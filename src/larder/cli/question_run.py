@@ -77,7 +77,7 @@ class QuestionRun:
     engine: Engine
     memory: ConversationMemory
     peak_kv_bytes: int
-    asked: list[QuestionOutcome] = field(default_factory=list)
+    outcomes: list[QuestionOutcome] = field(default_factory=list)
     schema: Mapping[str, Any] | None = None
 
     def ask(
@@ -101,7 +101,7 @@ class QuestionRun:
             self.peak_kv_bytes = max(self.peak_kv_bytes, answer.held_bytes)
         except LarderError as error:
             outcome = QuestionOutcome(question, error=error)
-        self.asked.append(outcome)
+        self.outcomes.append(outcome)
         return outcome
 
 

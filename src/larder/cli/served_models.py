@@ -42,14 +42,14 @@ class AdapterFolders:
     named: Mapping[str, str] = field(default_factory=dict)
 
 
-def split_adapters(given: Sequence[str]) -> AdapterFolders:
+def split_adapters(options: Sequence[str]) -> AdapterFolders:
     """Folders of the values of `--adapter`.
 
     Raises:
         UsageError: a name is malformed or occurs twice, or there are two adapters without.
     """
     own, named = list[str](), dict[str, str]()
-    for text in given:
+    for text in options:
         name, mark, folder = text.partition("=")
         if not mark or Path(text).is_dir():
             own.append(text)

@@ -91,6 +91,16 @@ def require(is_met: bool, name: str, rule: str, value: object) -> None:
         raise BadParameter(f"{name} must be {rule}, got {value}.")
 
 
+def require_at_least(least: float, part: str, /, **values: float) -> None:
+    """Check several parameters of a part against the same lower bound.
+
+    Raises:
+        BadParameter: one is below it.
+    """
+    for name, value in values.items():
+        require(value >= least, f"{part}.{name}", f"at least {least}", value)
+
+
 def check_type(name: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
     """Check the type of an argument.
 

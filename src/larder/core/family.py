@@ -112,22 +112,22 @@ NEAREST = 3
 LISTING = "`larder policy list`"
 
 
-def unknown_name_message(kind: str, name: str, known: list[str], listing: str = "") -> str:
+def unknown_name_message(kind: str, name: str, known_names: list[str], listing: str = "") -> str:
     """Error message for an unknown name.
 
     Args:
         kind: kind of the named thing.
-        known: all names. Up to a dozen are listed; of more, the three nearest.
+        known_names: all names. Up to a dozen are listed; of more, the three nearest.
         listing: command that prints all names, where there are many.
     """
-    if len(known) > LISTED:
-        near = sorted(known, key=lambda other: (-_similarity(name, other), other))[:NEAREST]
+    if len(known_names) > LISTED:
+        near = sorted(known_names, key=lambda other: (-_similarity(name, other), other))[:NEAREST]
         *first, last = map(repr, near)
-        hint = f" {listing} prints all {len(known)}." if listing else ""
+        hint = f" {listing} prints all {len(known_names)}." if listing else ""
         return f"No {kind} named {name!r}. Did you mean {', '.join(first)} or {last}?{hint}"
-    near = get_close_matches(name, known, n=1)
+    near = get_close_matches(name, known_names, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"No {kind} named {name!r}.{hint} Known: {', '.join(known)}."
+    return f"No {kind} named {name!r}.{hint} Known: {', '.join(known_names)}."
 
 
 def _similarity(name: str, other: str) -> float:

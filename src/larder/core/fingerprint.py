@@ -9,18 +9,18 @@ from larder.core.errors import ModelError
 CARD = "card"  # key of the card in the metadata of a safetensors file
 
 
-def check_fingerprint(name: str, found: Sequence[str], wanted: str) -> None:
+def check_fingerprint(name: str, fingerprints: Sequence[str], wanted: str) -> None:
     """Check that a model is among those of a card.
 
     Args:
         name: of the trained tensors, or of their file.
-        found: fingerprints of the card.
+        fingerprints: fingerprints of the card.
 
     Raises:
         ModelError: it is not.
     """
-    if wanted not in found:
+    if wanted not in fingerprints:
         raise ModelError(
-            f"{name} was trained for the model {', '.join(own[:12] for own in found)}, not for "
-            f"this one ({wanted[:12]}): train it for this model."
+            f"{name} was trained for the model {', '.join(own[:12] for own in fingerprints)}, not "
+            f"for this one ({wanted[:12]}): train it for this model."
         )

@@ -48,27 +48,27 @@ class MemoryBudget:
     min_tokens: int = 0
 
     @staticmethod
-    def parse(given: str | int | float, name: str = "budget") -> MemoryBudget:
+    def parse(budget: str | int | float, name: str = "budget") -> MemoryBudget:
         """Budget from text or a number.
 
         Args:
-            given: `512`, `"512"`, `0.25`, `"1/4"`, `"25%"`, `"25% min 64"`, `"64MiB"`. A whole
+            budget: `512`, `"512"`, `0.25`, `"1/4"`, `"25%"`, `"25% min 64"`, `"64MiB"`. A whole
                 number counts tokens, a number with a decimal point is a share.
             name: of the argument or option, for errors.
 
         Raises:
-            UsageError: `given` has none of these forms, or another type.
+            UsageError: `budget` has none of these forms, or another type.
         """
-        if type(given) not in (str, int, float):
-            raise UsageError(f"{name} is a {type(given).__name__}: {SYNTAX}.")
-        text = repr(given) if isinstance(given, float) else str(given)
+        if type(budget) not in (str, int, float):
+            raise UsageError(f"{name} is a {type(budget).__name__}: {SYNTAX}.")
+        text = repr(budget) if isinstance(budget, float) else str(budget)
         amount = _parse(text)
         if amount is None:
-            raise UsageError(f"{name} {given!r} is not a size: {SYNTAX}.")
+            raise UsageError(f"{name} {budget!r} is not a size: {SYNTAX}.")
         if amount.number <= 0 or (amount.unit is BudgetUnit.SHARE and amount.number > 1):
-            raise UsageError(f"{name} {given!r} must be above 0, and a share at most 1: {SYNTAX}.")
+            raise UsageError(f"{name} {budget!r} must be above 0, and a share at most 1: {SYNTAX}.")
         if amount.min_tokens and amount.unit is not BudgetUnit.SHARE:
-            raise UsageError(f"{name} {given!r} has a min, which is for shares: {SYNTAX}.")
+            raise UsageError(f"{name} {budget!r} has a min, which is for shares: {SYNTAX}.")
         return amount
 
     def tokens(self, context_tokens: int, bytes_per_token: int) -> int:

@@ -25,11 +25,11 @@ RAY_ENVIRONMENT = {
 LOGGING_OPTIONS = {"log_to_driver": False, "logging_level": "warning"}
 
 
-def require_ray(what: str) -> None:
+def require_ray(feature: str) -> None:
     """Check that Ray is installed, before anything else is loaded.
 
     Args:
-        what: feature that needs Ray, for the error.
+        feature: feature that needs Ray, for the error.
 
     Raises:
         DependencyError: Ray or a part of it is not installed.
@@ -40,7 +40,7 @@ def require_ray(what: str) -> None:
         import_module("ray.serve")
     except ImportError as error:
         raise DependencyError(
-            f"{what} needs Ray ({error.name} is missing): pip install 'larder[ray]'."
+            f"{feature} needs Ray ({error.name} is missing): pip install 'larder[ray]'."
         ) from error
 
 

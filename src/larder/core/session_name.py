@@ -47,13 +47,13 @@ _REFUSED = re.compile(
 )
 
 
-def check_session_name(name: str, what: str = "A session's name") -> None:
+def check_session_name(name: str, label: str = "A session's name") -> None:
     """Validate a session name.
 
     The root and all branches of a valid name are valid.
 
     Args:
-        what: name of the argument, for the error.
+        label: name of the argument, for the error.
 
     Raises:
         InputError: the name is empty, too long, reserved, begins or ends with a space, or holds a
@@ -63,23 +63,23 @@ def check_session_name(name: str, what: str = "A session's name") -> None:
     count = len(root_name(name))
     if not 0 < count <= MAX_CHARACTERS:
         raise InputError(
-            f"{what} must have 1 to {MAX_CHARACTERS} characters, got {count}: take a shorter one."
+            f"{label} must have 1 to {MAX_CHARACTERS} characters, got {count}: take a shorter one."
             if count
-            else f"{what} must have 1 to {MAX_CHARACTERS} characters, got none: give it one."
+            else f"{label} must have 1 to {MAX_CHARACTERS} characters, got none: give it one."
         )
     invalid = _REFUSED.search(_VISIBLE.sub("", name))
     if invalid:
         raise InputError(
-            f"{what} must not hold control characters, invisible characters or spaces other than "
+            f"{label} must not hold control characters, invisible characters or spaces other than "
             f"U+0020 and U+3000, got U+{ord(invalid[0]):04X} in {_shown(name)}: leave it out."
         )
     if any(each.strip() != each for each in (name, root)):
         raise InputError(
-            f"{what} must not begin or end with a space, got {_shown(name)}: leave the space out."
+            f"{label} must not begin or end with a space, got {_shown(name)}: leave the space out."
         )
     if root in RESERVED or any(each.endswith(RESERVED_ENDS) for each in (name, root)):
         raise InputError(
-            f"{what} must not be {' or '.join(map(repr, RESERVED))} nor end with "
+            f"{label} must not be {' or '.join(map(repr, RESERVED))} nor end with "
             f"{' or '.join(map(repr, RESERVED_ENDS))}, which are paths of the server, "
             f"got {_shown(name)}: take another one."
         )

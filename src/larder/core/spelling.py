@@ -53,22 +53,22 @@ class Call:
         return self.name if self.is_bare else f"{self.name}({inner})"
 
 
-def parse(sentence: str, what: str = "policy") -> list[Call]:
+def parse(sentence: str, kind: str = "policy") -> list[Call]:
     """Parsed parts of a sentence, in order.
 
     Args:
-        what: kind of the sentence, for errors.
+        kind: kind of the sentence, for errors.
 
     Raises:
         SpellingError: the sentence does not parse.
     """
     if not sentence.strip():
-        raise SpellingError(f"The {what} is empty: write a name, or {_FORM}.")
+        raise SpellingError(f"The {kind} is empty: write a name, or {_FORM}.")
     try:
         tree = ast.parse(_without_keywords(sentence.strip()), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise SpellingError(
-            f"The {what} {_shortened(sentence)!r} does not parse: {_reason(sentence, error)}. "
+            f"The {kind} {_shortened(sentence)!r} does not parse: {_reason(sentence, error)}. "
             f"Write {_FORM}."
         ) from None
     if isinstance(tree, ast.Compare):
@@ -198,12 +198,13 @@ def _required(f: Any) -> bool:
     return f.default is MISSING and f.default_factory is MISSING
 
 
-def _unknown_parameter(name: str, parameter: str, known: list[str]) -> str:
+def _unknown_parameter(name: str, parameter: str, known_names: list[str]) -> str:
     if parameter == COMPRESSION_RATIO:
         return f"{name} has no parameter {parameter!r}: {INSTEAD_OF_RATIO}."
-    near = get_close_matches(parameter, known, n=1)
+    near = get_close_matches(parameter, known_names, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"{name} has no parameter {parameter!r}.{hint} It takes: {', '.join(known) or 'none'}."
+    taken = ", ".join(known_names) or "none"
+    return f"{name} has no parameter {parameter!r}.{hint} It takes: {taken}."
 
 
 def _convert(name: str, key: str, value: Value, hint: Any) -> Any:

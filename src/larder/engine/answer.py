@@ -337,9 +337,9 @@ def _bytes_beside(cache: SequenceCache, turn: TurnReader, is_copy: bool) -> int:
     return 0 if turn.snapshot is None else turn.snapshot.nbytes
 
 
-def _counter_increase(now: tuple[int, int], then: tuple[int, int]) -> tuple[int, int]:
+def _counter_increase(now: tuple[int, int], before: tuple[int, int]) -> tuple[int, int]:
     """Increase of two counters; those of a rebuilt cache restart at 0, which counts as none."""
-    return max(now[0] - then[0], 0), max(now[1] - then[1], 0)
+    return max(now[0] - before[0], 0), max(now[1] - before[1], 0)
 
 
 def check_prompt_fits(prompt: tuple[int, ...], tokens: int) -> None:

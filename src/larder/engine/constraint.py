@@ -260,8 +260,8 @@ def _checked(grammar: str) -> Constraint:
     return Constraint(grammar, tuple(messages))
 
 
-def _message(why: str) -> str:
-    return f"The schema, pattern or grammar cannot be enforced ({' '.join(why.split())[:300]})."
+def _message(reason: str) -> str:
+    return f"The schema, pattern or grammar cannot be enforced ({' '.join(reason.split())[:300]})."
 
 
 def _rewritten(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:

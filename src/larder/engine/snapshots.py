@@ -78,7 +78,7 @@ class ModelSnapshots:
         Raises:
             Refused: not even the token ids of the session can be loaded.
         """
-        self.store.parts.throughput.know(read_json_cache(self._rates_path(policy)))
+        self.store.parts.throughput.initialize(read_json_cache(self._rates_path(policy)))
         requirements = CacheRequirements(self.identity, policy, self.host_spec, self._streaming)
         loaded = self.store.sessions.load(principal, name, requirements, ids)
         self.save_rates(policy)
@@ -94,7 +94,7 @@ class ModelSnapshots:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(self.store.parts.throughput.known()))
+            temporary.write_text(json.dumps(self.store.parts.throughput.estimates()))
             temporary.replace(path)
         except OSError:
             return  # rates are an optimization: the next process measures them again

@@ -82,7 +82,7 @@ class AdaptedPress:
     def __repr__(self) -> str:
         return repr(self.press)
 
-    def kept(
+    def kept_mask(
         self,
         layer: int,
         states: Float[Tensor, "S hidden"],

@@ -43,7 +43,7 @@ class AppliedPolicy:
     def __repr__(self) -> str:
         return f"AppliedPolicy(cache={self.cache})"
 
-    def _substitute(self, given: object) -> LarderCache | None:
+    def _substitute(self, cache: object) -> LarderCache | None:
         """New cache in place of the empty one that `generate` makes.
 
         None where no cache is used; the first such call is warned about.
@@ -51,25 +51,25 @@ class AppliedPolicy:
         Raises:
             UsageError: a cache of another kind was asked for, or the caller gave one.
         """
-        if given is None:
+        if cache is None:
             self._warn_once()
             return None
-        if isinstance(given, DynamicCache) and given.get_seq_length():
+        if isinstance(cache, DynamicCache) and cache.get_seq_length():
             raise UsageError(
-                f"The {type(given).__name__} that was given inside larder.applied holds "
-                f"{given.get_seq_length()} tokens that no policy has read: pass "
+                f"The {type(cache).__name__} that was given inside larder.applied holds "
+                f"{cache.get_seq_length()} tokens that no policy has read: pass "
                 "past_key_values=larder.LarderCache(model, ...) from the first call on. With "
                 "guidance_scale, which fills a second cache, give generate() that LarderCache "
                 "outside larder.applied."
             )
-        if not _is_made_for_a_call(given) or given in self._exchanged:
+        if not _is_made_for_a_call(cache) or cache in self._exchanged:
             raise UsageError(
-                f"A {type(given).__name__} was given inside larder.applied, so that no policy "
+                f"A {type(cache).__name__} was given inside larder.applied, so that no policy "
                 "would act: leave cache_implementation and past_key_values out, or pass a "
                 "larder.LarderCache. After a call of the model itself, pass on the "
                 "past_key_values of its output."
             )
-        self._exchanged.add(given)
+        self._exchanged.add(cache)
         self.cache = self._create()
         # Only assisted decoding asks for the logits of more than the last token.
         self.cache.batch.takes_candidates = True
@@ -89,11 +89,11 @@ class AppliedPolicy:
         )
 
 
-def _is_made_for_a_call(given: object) -> TypeGuard[DynamicCache]:
+def _is_made_for_a_call(cache: object) -> TypeGuard[DynamicCache]:
     """True for an empty DynamicCache that is not the caller's, which would stay empty."""
-    if type(given) is not DynamicCache or given.offloading or given.get_seq_length():
+    if type(cache) is not DynamicCache or cache.offloading or cache.get_seq_length():
         return False
-    return GIVEN_BY_CALLER not in vars(given)
+    return GIVEN_BY_CALLER not in vars(cache)
 
 
 class AppliedContext(ContextDecorator, AbstractContextManager[AppliedPolicy]):

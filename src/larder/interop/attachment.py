@@ -65,9 +65,9 @@ NO_THREAD = 0
 CacheSubstitute = Callable[[object], AttachedCache | None]
 
 
-def no_substitute(given: object) -> None:
+def no_substitute(cache: object) -> None:
     """`CacheSubstitute` that leaves every call alone."""
-    del given
+    del cache
 
 
 class _CallFailed(Exception):

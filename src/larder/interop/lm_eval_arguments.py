@@ -53,7 +53,7 @@ class GenerationOptions:
     top_k: int
 
     @staticmethod
-    def of(given: Mapping[str, Any], max_gen_toks: int) -> GenerationOptions:
+    def of(gen_kwargs: Mapping[str, Any], max_gen_toks: int) -> GenerationOptions:
         """Options from the keywords of a request.
 
         Args:
@@ -62,20 +62,22 @@ class GenerationOptions:
         Raises:
             UsageError: a keyword is unknown.
         """
-        for name in given:
+        for name in gen_kwargs:
             if name not in GENERATION_ARGUMENTS:
                 known = [*map(str, GENERATION_ARGUMENTS)]
                 raise UsageError(unknown_name_message("argument of generation", name, known))
-        until = given.get("until") or ()
-        lengths = [int(given[name]) for name in LENGTH_ARGUMENTS if given.get(name) is not None]
-        temperature = float(given.get("temperature") or 0.0)
-        is_sampled = given.get("do_sample", temperature > 0)
+        until = gen_kwargs.get("until") or ()
+        lengths = [
+            int(gen_kwargs[name]) for name in LENGTH_ARGUMENTS if gen_kwargs.get(name) is not None
+        ]
+        temperature = float(gen_kwargs.get("temperature") or 0.0)
+        is_sampled = gen_kwargs.get("do_sample", temperature > 0)
         return GenerationOptions(
             tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop),
             lengths[0] if lengths else max_gen_toks,
             (temperature or 1.0) if is_sampled else 0.0,
-            float(given.get("top_p", 1.0)),
-            int(given.get("top_k", 0)),
+            float(gen_kwargs.get("top_p", 1.0)),
+            int(gen_kwargs.get("top_k", 0)),
         )
 
     def for_engine(self, seed: int) -> CompletionOptions:
@@ -106,17 +108,17 @@ def check_arguments(pretrained: Any, policy: Any, unknown: Mapping[str, object])
         )
 
 
-def batch_size_of(given: int | str) -> int:
+def batch_size_of(batch_size: int | str) -> int:
     """Number of contexts at a time.
 
     Raises:
         UsageError: it is neither a number nor `auto`, with or without a schedule.
     """
-    text = str(given)
+    text = str(batch_size)
     if text.startswith("auto"):
         return AUTO_BATCH
     if not text.isdecimal() or not int(text):
-        raise UsageError(f"batch_size must be a number of contexts or auto, got {given!r}.")
+        raise UsageError(f"batch_size must be a number of contexts or auto, got {batch_size!r}.")
     return int(text)
 
 

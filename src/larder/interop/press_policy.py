@@ -87,5 +87,7 @@ class PressScorer(Scorer):
             return torch.ones(sum(entries.lengths), device=entries.keys.device)
         keys = torch.stack([entries.head_keys(head) for head in heads])
         values = torch.stack([entries.head_values(head) for head in heads])
-        kept = self.press.kept(observation.layer.index, observation.inputs["states"], keys, values)
+        kept = self.press.kept_mask(
+            observation.layer.index, observation.inputs["states"], keys, values
+        )
         return kept.float().flatten()

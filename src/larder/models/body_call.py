@@ -65,12 +65,12 @@ class NewTokenMasks:
     sees_next: Bool[Tensor, "B Q_1"] | None = None
 
     @staticmethod
-    def of(given: Any, outer: OuterCall) -> NewTokenMasks:
+    def of(attention_mask: Any, outer: OuterCall) -> NewTokenMasks:
         """Masks from `attention_mask`, which the model around the body may have made by kind of
         layer."""
-        if not isinstance(given, dict):
-            return NewTokenMasks(given)
-        made = [mask for mask in given.values() if mask is not None]
+        if not isinstance(attention_mask, dict):
+            return NewTokenMasks(attention_mask)
+        made = [mask for mask in attention_mask.values() if mask is not None]
         other = [mask for mask in made if not isinstance(mask, NewTokenMask)]
         if other:
             return NewTokenMasks(other[0])
@@ -230,21 +230,23 @@ class RowPositions:
         return tuple(self.several[:, row, list(own)] for row, own in enumerate(columns))
 
     @staticmethod
-    def of(given: Tensor | None, batch: int) -> RowPositions:
+    def of(position_ids: Tensor | None, batch: int) -> RowPositions:
         """Positions from `position_ids`.
 
         Two dimensions may be given once for all rows. Of four rows of M-RoPE, the first has the
         true positions; one row stands for three that are equal.
         """
         none = torch.zeros(0, 0, 0, dtype=torch.long)
-        if given is None:
+        if position_ids is None:
             return RowPositions(none.flatten(1), none)
-        if given.dim() == 2:
-            return RowPositions(given.expand(batch, -1), none)
-        several = given if given.shape[0] > 1 else given.expand(M_ROPE_AXES, -1, -1)
-        if given.shape[0] <= M_ROPE_AXES:
+        if position_ids.dim() == 2:
+            return RowPositions(position_ids.expand(batch, -1), none)
+        several = (
+            position_ids if position_ids.shape[0] > 1 else position_ids.expand(M_ROPE_AXES, -1, -1)
+        )
+        if position_ids.shape[0] <= M_ROPE_AXES:
             return RowPositions(none.flatten(1), several)
-        return RowPositions(given[0], given[1:])
+        return RowPositions(position_ids[0], position_ids[1:])
 
 
 def _images(

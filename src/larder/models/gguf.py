@@ -162,10 +162,10 @@ def _digest(path: Path) -> str:
     return hasher.hexdigest()[:DIGEST_LENGTH]
 
 
-def _move(made: Path, folder: Path) -> None:
+def _move(converted: Path, folder: Path) -> None:
     """Rename to the final folder, unless another process was faster."""
     try:
-        made.rename(folder)
+        converted.rename(folder)
     except OSError:
         if not (folder / WEIGHTS).is_file():
             raise

@@ -196,7 +196,7 @@ def survey_model(module: Any, body: Any) -> tuple[ModelSpec, RecurrentModules]:
         states = RecurrentSurvey(counts)
         with states.installed(body):
             call_uncached(body, ids, survey, past_key_values=states)
-        recurrent = states.found()
+        recurrent = states.modules()
     else:
         call_uncached(body, ids, survey)
     numbers = tuple(sorted(survey.layers))

@@ -64,7 +64,7 @@ class ModelShape:
             itemsize=spec.dtype.itemsize,
         )
 
-    def bytes_per_token(self, held: KVSource, depth: int = 0) -> int:
+    def bytes_per_token(self, source: KVSource, depth: int = 0) -> int:
         """Bytes of one token, summed over all layers.
 
         Args:
@@ -77,9 +77,9 @@ class ModelShape:
             KVSource.IDS: ID_BYTES,
             KVSource.ONE: depth * entries + residual,
             KVSource.EVERY: self.layers * residual,
-        }[held]
+        }[source]
 
-    def operations_per_token(self, held: KVSource, tokens: int, depth: int = 0) -> int:
+    def operations_per_token(self, source: KVSource, tokens: int, depth: int = 0) -> int:
         """Mean multiplications and additions that recompute one token's keys and values.
 
         Norms and rotations are not counted. The counts follow the implementation: projecting also
@@ -88,13 +88,13 @@ class ModelShape:
         Args:
             tokens: S, length of the text that is recomputed from its start.
         """
-        if held is KVSource.ENTRIES:
+        if source is KVSource.ENTRIES:
             return 0
-        if held is KVSource.EVERY:
+        if source is KVSource.EVERY:
             return self.layers * self.projections
-        again = self.layers - (depth if held is KVSource.ONE else 0)
+        again = self.layers - (depth if source is KVSource.ONE else 0)
         attention = 2 * self.query_heads * self.head_dim * (tokens + 1)
-        return again * (self.projections + self.rest + attention)
+        return again * (self.projections + self.mlp + attention)
 
     @property
     def projections(self) -> int:
@@ -102,7 +102,7 @@ class ModelShape:
         return 2 * self.hidden * self.head_dim * (self.query_heads + 2 * self.kv_heads)
 
     @property
-    def rest(self) -> int:
+    def mlp(self) -> int:
         """Operations of one layer on one token after attention."""
         return 2 * self.hidden * (self.query_heads * self.head_dim + 3 * self.inner)
 

@@ -44,7 +44,7 @@ class WeightForm(Protocol):
     """Shapes of the tensors of a method, such as those of a gate."""
 
     def shapes(
-        self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
+        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
     ) -> Mapping[str, tuple[int, ...]]:
         """As of `GateProvider.shapes`."""
         ...
@@ -152,14 +152,14 @@ def read_learned(path: Path) -> LearnedWeights:
         ) from error
 
 
-def split_layers(given: Mapping[str, Tensor], prefix: str = LAYERS) -> tuple[LayerTensors, ...]:
+def split_layers(tensors: Mapping[str, Tensor], prefix: str = LAYERS) -> tuple[LayerTensors, ...]:
     """Tensors by layer, from names `<prefix>.<n>.<tensor>`.
 
     Raises:
         ValueError: a name has another form, or a layer is missing.
     """
     layers = dict[int, dict[str, Tensor]]()
-    for key, tensor in given.items():
+    for key, tensor in tensors.items():
         head, number, name = key.split(".", 2)
         if head != prefix:
             raise ValueError(f"{key!r} does not begin with {prefix!r}")
@@ -169,19 +169,19 @@ def split_layers(given: Mapping[str, Tensor], prefix: str = LAYERS) -> tuple[Lay
     return tuple(layers[place] for place in range(len(layers)))
 
 
-def check_learned(found: LearnedWeights, spec: ModelSpec, name: str, form: WeightForm) -> None:
+def check_learned(weights: LearnedWeights, spec: ModelSpec, name: str, form: WeightForm) -> None:
     """Check that weights are of a model and fit it.
 
     Raises:
         ModelError: they do not.
     """
-    check_fingerprint(name, found.card.fingerprints, spec.fingerprint)
-    if len(found.layers) != len(spec.managed):
+    check_fingerprint(name, weights.card.fingerprints, spec.fingerprint)
+    if len(weights.layers) != len(spec.managed):
         raise ModelError(
-            f"The weights of {name} are of {len(found.layers)} layers, but this model has "
+            f"The weights of {name} are of {len(weights.layers)} layers, but this model has "
             f"{len(spec.managed)} managed ones: train {name} for this model."
         )
-    for layer, own in zip(spec.managed, found.layers, strict=True):
+    for layer, own in zip(spec.managed, weights.layers, strict=True):
         shapes = {key: tuple(tensor.shape) for key, tensor in own.items()}
         wanted = _wanted_shapes(form, layer, spec.width, own)
         if shapes != wanted:
@@ -192,18 +192,18 @@ def check_learned(found: LearnedWeights, spec: ModelSpec, name: str, form: Weigh
 
 
 def _wanted_shapes(
-    form: WeightForm, layer: LayerSpec, width: int, given: LayerTensors
+    form: WeightForm, layer: LayerSpec, width: int, tensors: LayerTensors
 ) -> dict[str, tuple[int, ...]] | str:
     """Shapes of a form, or what it misses where its sizes cannot be read from the tensors."""
     try:
-        return dict(form.shapes(layer, width, given))
+        return dict(form.shapes(layer, width, tensors))
     except (KeyError, ValueError, IndexError, TypeError) as error:
         return f"others ({error})"
 
 
-def _check_shared(found: LearnedWeights, name: str, gate: GateProvider) -> None:
-    for place, own in enumerate(found.layers):
-        differing = [k for k in sorted(gate.shared) if not own[k].equal(found.layers[0][k])]
+def _check_shared(weights: LearnedWeights, name: str, gate: GateProvider) -> None:
+    for place, own in enumerate(weights.layers):
+        differing = [k for k in sorted(gate.shared) if not own[k].equal(weights.layers[0][k])]
         if differing:
             raise ModelError(
                 f"The weights of {name} have another {differing[0]} in layer {place} than in layer "

@@ -66,30 +66,30 @@ def check_parts(model: nn.Module, device_map: DeviceMap) -> None:
             raise BadParameter(f"device_map names {part!r}, which is no part of the model: {hint}")
 
 
-def _check_device(device: object, where: str) -> None:
+def _check_device(device: object, part: str) -> None:
     """Raise BadParameter unless a device computes on this machine."""
     if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
         raise BadParameter(
-            f"The device{where} in device_map must be a name such as cuda:0, a number or a "
+            f"The device{part} in device_map must be a name such as cuda:0, a number or a "
             f"torch.device, got {device!r}: give {EXAMPLES}."
         )
     try:
         place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except RuntimeError as error:
         raise BadParameter(
-            f"The device{where} in device_map must be one of {', '.join(STRATEGIES)} for the whole "
+            f"The device{part} in device_map must be one of {', '.join(STRATEGIES)} for the whole "
             f"map, or a device that torch knows, such as cpu or cuda:0, got {device!r}: give "
             f"{EXAMPLES}."
         ) from error
     if place.type == META:
         raise BadParameter(
-            f"The device{where} in device_map must be one that computes, got {device!r}, where "
+            f"The device{part} in device_map must be one that computes, got {device!r}, where "
             f"tensors have shapes but no numbers: give {EXAMPLES}."
         )
     count = torch.cuda.device_count()
     if place.type == "cuda" and (place.index or 0) >= count:
         raise BadParameter(
-            f"The device{where} in device_map is {device!r}, but this machine has {count} CUDA "
+            f"The device{part} in device_map is {device!r}, but this machine has {count} CUDA "
             f"devices: give {EXAMPLES}."
         )
 

@@ -200,17 +200,17 @@ class _AppendingLayers:
 
 
 def _capture_layer(
-    index: int, layer: nn.Module, rest: Sequence[Any], options: dict[str, Any]
+    index: int, layer: nn.Module, args: Sequence[Any], options: dict[str, Any]
 ) -> None:
     probe: _KVProbe = options["larder"]
     if index in probe.residuals:
         try:
-            layer(probe.residuals[index][None], *rest, **options)
+            layer(probe.residuals[index][None], *args, **options)
         except _LayerStopped:
             return
 
 
-def _skip_layer(layer: nn.Module, rest: Sequence[Any], options: dict[str, Any]) -> None:
+def _skip_layer(layer: nn.Module, args: Sequence[Any], options: dict[str, Any]) -> None:
     """Visit that does nothing."""
 
 

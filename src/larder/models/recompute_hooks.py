@@ -129,7 +129,7 @@ class RecomputeHooks:
         if not spec.rereads:
             return shape.projections
         if store.layer.index < spec.depth:  # it computed the re-read tokens to no effect
-            return shape.projections + shape.rest
+            return shape.projections + shape.mlp
         count = max(len(segment.reread_ids) for segment in self._segments)
         from larder.models.kv_cost import KVSource
 

@@ -341,7 +341,7 @@ class RecurrentSurvey(RecurrentCache):
         self._modules[layer_idx] = self._calling
         return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kw)
 
-    def found(self) -> RecurrentModules:
+    def modules(self) -> RecurrentModules:
         """Recurrent layers of the model, after one call of it.
 
         Raises:

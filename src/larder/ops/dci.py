@@ -52,7 +52,7 @@ def search(
 
 def insert(
     targets: Array,
-    known: Array,
+    indexed: Array,
     keys: Float[Tensor, "C D"],
     starts: Array,
     squares: Array,
@@ -67,15 +67,15 @@ def insert(
 
     Args:
         targets: level of each new entry [K, N], -1 behind the last of a head.
-        known: number of entries that each head had.
+        indexed: number of entries that each head had.
         counts: live pages and cells of each head [K, 2]; updated in place.
     """
     if fast.supports(keys):
         fast.insert(
-            targets, known, keys, starts, squares, direction, tree, bases, levels, beams, counts
+            targets, indexed, keys, starts, squares, direction, tree, bases, levels, beams, counts
         )
         return
-    for head, first in enumerate(known.tolist()):
+    for head, first in enumerate(indexed.tolist()):
         one = _Head.of(tree, bases, head, keys[int(starts[head]) :])
         for at, target in enumerate(targets[head].tolist()):
             if target >= 0:

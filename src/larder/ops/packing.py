@@ -78,11 +78,11 @@ def unmasked_indices(marks: Bool[Tensor, " T"]) -> Int64[Tensor, " N"]:
     return torch.from_numpy(np.flatnonzero(~marks.numpy()))
 
 
-def sorted_places(wanted: Int64[Tensor, " N"], held: Int64[Tensor, " T"]) -> Int64[Tensor, " N"]:
+def sorted_places(wanted: Int64[Tensor, " N"], numbers: Int64[Tensor, " T"]) -> Int64[Tensor, " N"]:
     """Insertion index of each number in an ascending tensor."""
-    if held.device.type != "cpu":
-        return torch.searchsorted(held, wanted)
-    return torch.from_numpy(np.searchsorted(held.numpy(), wanted.numpy()))
+    if numbers.device.type != "cpu":
+        return torch.searchsorted(numbers, wanted)
+    return torch.from_numpy(np.searchsorted(numbers.numpy(), wanted.numpy()))
 
 
 def are_in_range(numbers: Int64[Tensor, " N"], stop: int) -> bool:
@@ -95,15 +95,11 @@ def are_in_range(numbers: Int64[Tensor, " N"], stop: int) -> bool:
     return bool(found.min() >= 0 and found.max() < stop)
 
 
-def is_in_sorted(wanted: Int64[Tensor, " N"], held: Int64[Tensor, " T"]) -> Bool[Tensor, " N"]:
-    """Mask of the numbers that an ascending tensor contains."""
-    if not len(held):
+def is_in_sorted(wanted: Int64[Tensor, " N"], numbers: Int64[Tensor, " T"]) -> Bool[Tensor, " N"]:
+    """Mask of the wanted numbers that an ascending tensor contains."""
+    if not len(numbers):
         return torch.zeros_like(wanted, dtype=torch.bool)
-    if held.device.type != "cpu":
-        return held[torch.searchsorted(held, wanted).clamp(max=len(held) - 1)] == wanted
-    row, numbers = held.numpy(), wanted.numpy()
-    places = np.minimum(np.searchsorted(row, numbers), len(row) - 1)
-    return torch.from_numpy(row[places] == numbers)
+    return numbers[sorted_places(wanted, numbers).clamp(max=len(numbers) - 1)] == wanted
 
 
 def copy_to_device(numbers: NDArray[Any], device: torch.device) -> Tensor:

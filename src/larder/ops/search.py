@@ -99,7 +99,7 @@ def nearest_rows(
     starts: Int[Tensor, " K"],
     lengths: Int[Tensor, " K"],
     marked: Bool[Tensor, " T"],
-    asked: Int64[Tensor, " F"],
+    query_rows: Int64[Tensor, " F"],
 ) -> tuple[Float[Tensor, " F"], Int64[Tensor, " F"]]:
     """Nearest marked entry of the same head, by cosine, for each of some entries.
 
@@ -107,19 +107,19 @@ def nearest_rows(
         rows: flat storage of keys or values; kv head h owns [starts[h], starts[h] + lengths[h]).
         starts, lengths: int64 in host memory.
         marked: mask of the packed entries that are candidates.
-        asked: packed entries, ascending; none of them marked.
+        query_rows: packed entries, ascending; none of them marked.
 
     Returns:
         Cosine and packed index of the nearest entry, the first of equals; -inf and -1 if no entry
         of the head is marked.
     """
-    if fast.supports_nearest(rows, len(asked), lengths.shape[0]):
-        return fast.nearest_rows(rows, starts, lengths, marked, asked)
+    if fast.supports_nearest(rows, len(query_rows), lengths.shape[0]):
+        return fast.nearest_rows(rows, starts, lengths, marked, query_rows)
     cosines: list[Tensor] = [rows.new_empty(0, dtype=torch.float32)]
     places: list[Tensor] = [torch.empty(0, dtype=torch.int64, device=rows.device)]
     first = 0
-    bounds = torch.searchsorted(asked.cpu(), lengths.cumsum(0)).tolist()
-    shares = asked.tensor_split(bounds)[:-1]
+    bounds = torch.searchsorted(query_rows.cpu(), lengths.cumsum(0)).tolist()
+    shares = query_rows.tensor_split(bounds)[:-1]
     for start, length, share in zip(starts.tolist(), lengths.tolist(), shares, strict=True):
         own = normalize(rows[start : start + length].float(), dim=-1)
         found = torch.nonzero(marked[first : first + length]).flatten()

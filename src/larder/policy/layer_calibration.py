@@ -21,17 +21,19 @@ def split_by_layer(facts: Calibration, layers: Sequence[int]) -> dict[int, Calib
     }
 
 
-def select_layers(facts: Calibration, known: Sequence[int], layers: Sequence[int]) -> Calibration:
+def select_layers(
+    facts: Calibration, all_layers: Sequence[int], layers: Sequence[int]
+) -> Calibration:
     """Calibration of a selection of layers, in the order of `layers`.
 
     Args:
-        known: all layers that the calibration covers.
+        all_layers: all layers that the calibration covers.
         layers: layers to select.
 
     Raises:
         ModelError: the numbers do not divide evenly over the layers.
     """
-    own = split_by_layer(facts, known)
+    own = split_by_layer(facts, all_layers)
     return {name: tuple(n for layer in layers for n in own[layer][name]) for name in facts}
 
 

@@ -40,23 +40,23 @@ class ReducedScorer:
         """
         first, *others = parse(sentence, "scorer")
         scorer = build(SCORERS.load(first.name), first.parameters)
-        given: dict[str, Call] = {}
+        calls: dict[str, Call] = {}
         for call in others:
             slot = next(
                 (s for s, family in REDUCTION_SLOTS.items() if call.name in family.names()), None
             )
-            if slot is None or slot in given or (slot == "aggregation" and "heads" in given):
+            if slot is None or slot in calls or (slot == "aggregation" and "heads" in calls):
                 raise SpellingError(
                     f"{call.name} has no place in the scorer {sentence!r}: write a scorer, then at "
                     "most an aggregation and a head rule."
                 )
-            given[slot] = call
-        parts = reduction_parts(scorer, given)
+            calls[slot] = call
+        parts = reduction_parts(scorer, calls)
         reduction = AttentionReduction(aggregation=parts["aggregation"], heads=parts["heads"])
         return ReducedScorer(scorer, reduction)
 
 
-def reduction_parts(scorer: Scorer, given: Mapping[str, Call]) -> dict[str, Any]:
+def reduction_parts(scorer: Scorer, calls: Mapping[str, Call]) -> dict[str, Any]:
     """Aggregation and head rule by slot: those given, else those of the scorer's paper.
 
     Raises:
@@ -64,13 +64,13 @@ def reduction_parts(scorer: Scorer, given: Mapping[str, Call]) -> dict[str, Any]
     """
     published = scorer.default_reduction()
     if published is None:
-        wrong = [given[slot].name for slot in REDUCTION_SLOTS if slot in given]
+        wrong = [calls[slot].name for slot in REDUCTION_SLOTS if slot in calls]
         if wrong:
             raise SpellingError(
                 f"{spell(scorer)} uses no attention, so {wrong[0]}() has nothing to reduce: "
                 "leave it out, or take a scorer by attention such as snapkv."
             )
         return dict(zip(REDUCTION_SLOTS, (NoAggregation(), NoHeadRule()), strict=True))
-    calls = [given.get(s, Call(name)) for s, name in zip(REDUCTION_SLOTS, published, strict=True)]
-    pairs = zip(REDUCTION_SLOTS.items(), calls, strict=True)
+    parts = [calls.get(s, Call(name)) for s, name in zip(REDUCTION_SLOTS, published, strict=True)]
+    pairs = zip(REDUCTION_SLOTS.items(), parts, strict=True)
     return {slot: build(family.load(call.name), call.parameters) for (slot, family), call in pairs}

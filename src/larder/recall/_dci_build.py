@@ -190,9 +190,9 @@ class LevelAssigner:
     def _ratios(self) -> Array:
         return np.array([self.first, self.further], np.float64)
 
-    def _draws(self, known: int, count: int, head: int) -> Array:
+    def _draws(self, indexed: int, count: int, head: int) -> Array:
         """Number of promotions of each new entry."""
         source = np.random.default_rng((*self.stream, head))
-        samples = source.random(known + count)[known:]
+        samples = source.random(indexed + count)[indexed:]
         highest = 1 + np.floor(np.log(samples / self.first) / np.log(self.further))
         return np.where(samples < self.first, highest, 0).clip(max=MAX_LEVELS - 1).astype(np.int64)

@@ -35,12 +35,12 @@ class ContiguousPages:
     lengths: Int64[Tensor, " K"]
 
     @property
-    def known(self) -> tuple[int, ...]:
+    def indexed(self) -> tuple[int, ...]:
         return tuple(self.lengths.tolist())
 
     @property
     def counts(self) -> tuple[int, ...]:
-        return tuple(-(-length // self.size) for length in self.known)
+        return tuple(-(-length // self.size) for length in self.indexed)
 
     def contents(self, pages: Int64[Tensor, "N P"]) -> Int64[Tensor, "N P S"]:
         numbers = pages[..., None] * self.size + torch.arange(self.size)
@@ -74,17 +74,17 @@ class ContiguousIndex(RecallIndex):
         self.paged = ContiguousPages(page, torch.zeros(layer.kv_heads, dtype=torch.int64))
 
     def add(self, entries: Entries, queries: Tensor | None = None) -> None:
-        known = self.paged.known
-        check_new_entries(entries, known, self.layer.index)
-        self._digest(entries, known, queries)
+        indexed = self.paged.indexed
+        check_new_entries(entries, indexed, self.layer.index)
+        self._digest(entries, indexed, queries)
         self.paged = ContiguousPages(self.page, torch.tensor(entries.lengths))
 
-    def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
+    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
         """Add entries after the known ones; no effect where the search reads the keys."""
 
     def page_scores(self, queries: Float[Tensor, "H D"], entries: Entries) -> Float[Tensor, "H P"]:
         """Largest product of each query with the indexed keys of each page."""
-        starts, lengths = indexed_layout(entries, self.paged.known)
+        starts, lengths = indexed_layout(entries, self.paged.indexed)
         return page_max_scores(queries, entries.keys, starts, lengths, self.page)
 
     def contents(self, pages: Int64[Tensor, "N P"]) -> Int64[Tensor, "N P S"]:
@@ -120,16 +120,16 @@ class ContiguousIndex(RecallIndex):
             setattr(self, f"_{name}", state[name].clone())
 
 
-def check_new_entries(entries: Entries, known: tuple[int, ...], layer: int) -> None:
+def check_new_entries(entries: Entries, indexed: tuple[int, ...], layer: int) -> None:
     """Check new entries before an index changes anything.
 
     Args:
-        known: indexed entries of each kv head.
+        indexed: indexed entries of each kv head.
 
     Raises:
         CacheError: a key is not finite, or a head has fewer entries than are indexed.
     """
-    for head, (length, first) in enumerate(zip(entries.lengths, known, strict=True)):
+    for head, (length, first) in enumerate(zip(entries.lengths, indexed, strict=True)):
         if length < first:
             raise CacheError(
                 f"The recall index of layer {layer} has {first} entries of kv head {head}, but the "
@@ -142,10 +142,10 @@ def check_new_entries(entries: Entries, known: tuple[int, ...], layer: int) -> N
 
 
 def indexed_layout(
-    entries: Entries, known: tuple[int, ...]
+    entries: Entries, indexed: tuple[int, ...]
 ) -> tuple[Int64[Tensor, " K"], Int64[Tensor, " K"]]:
     """Starts, and lengths of the indexed entries, for kernels."""
-    return entries.layout[0], torch.tensor(known)
+    return entries.layout[0], torch.tensor(indexed)
 
 
 def _check_rows(finite: Tensor, first: int, head: int, layer: int) -> None:

@@ -89,7 +89,7 @@ class ClusterPages:
         self._versions = torch.zeros(heads, 0, dtype=torch.int64)  # of pages that are gone, too
 
     @property
-    def known(self) -> tuple[int, ...]:
+    def indexed(self) -> tuple[int, ...]:
         return tuple(self._lengths.tolist())
 
     @property
@@ -197,7 +197,7 @@ class ClusterPages:
         return {
             "lengths": self._lengths.clone(),
             "counts": self._counts.clone(),
-            "order": trim_table(self._order, max(self.known)).clone(),
+            "order": trim_table(self._order, max(self.indexed)).clone(),
             "firsts": trim_table(self._firsts, max(self.counts)).clone(),
             "versions": trim_table(self._versions, changed).clone(),
         }

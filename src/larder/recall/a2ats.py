@@ -25,7 +25,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.functional import pad
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require_at_least
 from larder.core.observation import Entries
 from larder.core.recall import RecallResult
 from larder.core.spec import LayerSpec
@@ -58,9 +58,8 @@ class A2ats(EntryRecall):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, least in (("codes", 1), ("clip", 0), ("iterations", 1)):
-            if (value := getattr(self, name)) < least:
-                raise BadParameter(f"a2ats.{name} must be at least {least}, got {value}.")
+        require_at_least(1, "a2ats", codes=self.codes, iterations=self.iterations)
+        require_at_least(0, "a2ats", clip=self.clip)
 
     def index(self, layer: LayerSpec) -> A2atsIndex:
         """
@@ -84,11 +83,11 @@ class A2atsIndex(UnrotatedIndex):
         self._made_of = torch.zeros(layer.kv_heads, dtype=torch.int64)
         self._codes = torch.zeros(layer.kv_heads, 0, dtype=torch.int32)
 
-    def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
+    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
         self._codes = grow_table(self._codes, max(entries.lengths))
         if not int(self._made_of.max()) and queries is not None and queries.shape[1]:
             self._roots = self._metric(queries)
-        for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
+        for head, (before, now) in enumerate(zip(indexed, entries.lengths, strict=True)):
             if now >= max(2 * int(self._made_of[head]), 1):
                 self._fit(head, self._weighed(head, entries, 0))
             elif now > before:
@@ -133,17 +132,17 @@ class A2atsIndex(UnrotatedIndex):
         return assign_clusters(points, self._centers[head, :count], ClusterMetric.DISTANCE)
 
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
-        known = self.paged.known
+        indexed = self.paged.indexed
         clipped = self._clipped(self.unrotated_queries(queries)[:, None])[:, 0]
         asked = group_queries(clipped, self.layer)  # [K, R, D]
         solved: Tensor = torch.linalg.solve_triangular(  # pyright: ignore
             self._roots, asked.mT, upper=False
         )
         products = solved.mT @ self._centers.mT  # [K, R, codes]
-        codes = self._codes[:, None, : max(known)].long().expand(-1, self.layer.group, -1)
+        codes = self._codes[:, None, : max(indexed)].long().expand(-1, self.layer.group, -1)
         if not products.shape[2]:
             return self.exact(queries, entries, count)
-        scores = mask_missing(products.gather(2, codes).flatten(0, 1), known)
+        scores = mask_missing(products.gather(2, codes).flatten(0, 1), indexed)
         return self._union(scores, count)
 
     def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
@@ -153,7 +152,7 @@ class A2atsIndex(UnrotatedIndex):
         return RecallResult(interleaved(top_rows(scores, count), self.layer.kv_heads, count))
 
     def _table_length(self, name: str) -> int:
-        return max(self.paged.known)
+        return max(self.paged.indexed)
 
 
 Part = A2ats

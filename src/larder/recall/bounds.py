@@ -72,9 +72,9 @@ class BoundsIndex(ContiguousIndex):
         self._kind = part.digest
         self._boxes = torch.zeros(layer.kv_heads, 0, 2 * layer.head_dim)  # highest, then lowest
 
-    def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
+    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
         self._boxes = grow_table(self._boxes, -(-max(entries.lengths) // self.page))
-        for head, first, boxes in changed_boxes(entries, known, self.page, self._kind):
+        for head, first, boxes in changed_boxes(entries, indexed, self.page, self._kind):
             self._boxes[head, first : first + len(boxes)] = boxes
 
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
@@ -94,10 +94,10 @@ class BoundsIndex(ContiguousIndex):
 
 
 def changed_boxes(
-    entries: Entries, known: tuple[int, ...], page: int, kind: PageSummary
+    entries: Entries, indexed: tuple[int, ...], page: int, kind: PageSummary
 ) -> Iterator[tuple[int, int, Float[Tensor, "P E"]]]:
     """Kv head, first page and boxes of the pages that entries after the known ones change."""
-    for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
+    for head, (before, now) in enumerate(zip(indexed, entries.lengths, strict=True)):
         if now > before:
             first = before // page
             yield (

@@ -72,13 +72,13 @@ class ClustersIndex(EntryIndex):
         self._labels = torch.zeros(heads, 0, dtype=torch.int32)
         self._order = torch.zeros(heads, 0, dtype=torch.int32)
 
-    def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
+    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
         longest = max(entries.lengths)
         self._labels, self._order = (
             grow_table(self._labels, longest),
             grow_table(self._order, longest),
         )
-        for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
+        for head, (before, now) in enumerate(zip(indexed, entries.lengths, strict=True)):
             if now == before:
                 continue
             if now >= max(2 * int(self._made_of[head]), 1):
@@ -142,7 +142,7 @@ class ClustersIndex(EntryIndex):
         super().restore(state)
         self._sizes = torch.zeros(self._centroids.shape[:2], dtype=torch.int64)
         self._order = torch.zeros_like(self._labels)
-        for head, length in enumerate(self.paged.known):
+        for head, length in enumerate(self.paged.indexed):
             if length:
                 self._sort(head, length)
 

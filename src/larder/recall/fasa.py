@@ -76,9 +76,9 @@ class FasaIndex(EntryIndex):
         self._asked = torch.zeros(layer.kv_heads, dtype=torch.bool)  # who was chosen by queries
         self._keys = torch.zeros(layer.kv_heads, chosen, 0)
 
-    def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
+    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
         self._keys = grow_table(self._keys.to(entries.keys.dtype), max(entries.lengths), dim=2)
-        for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
+        for head, (before, now) in enumerate(zip(indexed, entries.lengths, strict=True)):
             first = before
             if now and not self._asked[head] and (queries is not None or not before):
                 self._choose(head, entries.head_keys(head).float(), queries)
@@ -100,12 +100,12 @@ class FasaIndex(EntryIndex):
         self._chosen[head] = self._pairs[best].flatten()
 
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
-        heads, group, known = self.layer.kv_heads, self.layer.group, self.paged.known
+        heads, group, indexed = self.layer.kv_heads, self.layer.group, self.paged.indexed
         picks = self._chosen[:, None].expand(-1, group, -1)
         asked = group_queries(queries, self.layer).gather(2, picks)
         columns = torch.arange(picks.shape[2]).expand(heads, group, -1)
-        scores = channel_products(self._keys, columns, asked, max(known))
-        return RecallResult(top_rows(mask_missing(scores.flatten(0, 1), known), count))
+        scores = channel_products(self._keys, columns, asked, max(indexed))
+        return RecallResult(top_rows(mask_missing(scores.flatten(0, 1), indexed), count))
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (*super().tensors(), self._pairs)

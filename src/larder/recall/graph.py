@@ -28,7 +28,8 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from larder.core.errors import BadParameter, DependencyError
+from larder.core.arguments import require_at_least
+from larder.core.errors import DependencyError
 from larder.core.observation import Entries
 from larder.core.recall import RecallResult
 from larder.core.spec import LayerSpec
@@ -58,9 +59,7 @@ class Graph(EntryRecall):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("beam", "links", "least"):
-            if (value := getattr(self, name)) < 1:
-                raise BadParameter(f"graph.{name} must be at least 1, got {value}.")
+        require_at_least(1, "graph", beam=self.beam, links=self.links, least=self.least)
 
     def index(self, layer: LayerSpec) -> GraphIndex:
         """
@@ -82,7 +81,7 @@ class GraphIndex(EntryIndex):
         self._signs = torch.zeros(layer.kv_heads, 0, layer.head_dim)  # observed, of length 1
         self._links = torch.zeros(layer.kv_heads, 0, part.links, dtype=torch.int32)
 
-    def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
+    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
         grew = False
         for head, (built, now) in enumerate(
             zip(self._in_graph.tolist(), entries.lengths, strict=True)
@@ -133,26 +132,28 @@ class GraphIndex(EntryIndex):
 
     def _late(self, queries: Float[Tensor, "H D"], entries: Entries) -> Float[Tensor, "H M"]:
         """Products with entries outside the graphs; -inf for those inside."""
-        known, built = self.paged.known, self._in_graph.tolist()
+        indexed, built = self.paged.indexed, self._in_graph.tolist()
         starts = torch.tensor(entries.starts) + self._in_graph
-        late = page_max_scores(queries, entries.keys, starts, torch.tensor(known) - self._in_graph)
-        scores = torch.full((len(queries), max(known)), -torch.inf)
+        late = page_max_scores(
+            queries, entries.keys, starts, torch.tensor(indexed) - self._in_graph
+        )
+        scores = torch.full((len(queries), max(indexed)), -torch.inf)
         group = self.layer.group
-        for head, (length, first) in enumerate(zip(known, built, strict=True)):
+        for head, (length, first) in enumerate(zip(indexed, built, strict=True)):
             own = slice(head * group, (head + 1) * group)
             scores[own, first:length] = late[own, : length - first]
         return scores
 
-    def _linked(self, head: int, asked: Float[Tensor, "R D"]) -> Int64[Tensor, "R C"]:
+    def _linked(self, head: int, queries: Float[Tensor, "R D"]) -> Int64[Tensor, "R C"]:
         """Keys linked to the observed queries most similar to the new ones."""
-        guides = top_rows(asked @ self._signs[head].T, GUIDE_QUERIES)
+        guides = top_rows(queries @ self._signs[head].T, GUIDE_QUERIES)
         return self._links[head][guides].flatten(1).long()
 
-    def _walked(self, head: int, asked: Float[Tensor, "R D"], count: int) -> Int64[Tensor, "R C"]:
+    def _walked(self, head: int, queries: Float[Tensor, "R D"], count: int) -> Int64[Tensor, "R C"]:
         """Keys found in the graph."""
         graph = self._graphs[head]
         graph.expansion_search = max(self._part.beam, count)
-        found = [graph.search(row, count, threads=1).keys for row in asked.numpy()]
+        found = [graph.search(row, count, threads=1).keys for row in queries.numpy()]
         walked = torch.full((len(found), count), -1)
         for row, keys in zip(walked, found, strict=True):
             row[: len(keys)] = torch.from_numpy(keys.astype(np.int64))
@@ -161,17 +162,17 @@ class GraphIndex(EntryIndex):
     def _score(
         self,
         candidates: Int64[Tensor, "R C"],
-        asked: Float[Tensor, "R D"],
+        queries: Float[Tensor, "R D"],
         entries: Entries,
         head: int,
         scores: Float[Tensor, "R M"],
     ) -> None:
         """Write the true products of candidates into `scores`."""
-        if self.paged.known[head] and candidates.shape[1]:
+        if self.paged.indexed[head] and candidates.shape[1]:
             some = candidates.clamp(min=0)
             rows = entries.keys.index_select(0, some.flatten() + entries.starts[head])
-            keys = rows.float().view(*some.shape, asked.shape[1])  # [R, C, D]
-            products = (keys * asked[:, None]).sum(2).masked_fill_(candidates < 0, -torch.inf)
+            keys = rows.float().view(*some.shape, queries.shape[1])  # [R, C, D]
+            products = (keys * queries[:, None]).sum(2).masked_fill_(candidates < 0, -torch.inf)
             scores.scatter_reduce_(1, some, products, "amax")
 
     def tensors(self) -> tuple[Tensor, ...]:

@@ -79,11 +79,11 @@ class InfiniGenIndex(EntryIndex):
         self._skew = torch.zeros(layer.kv_heads, 0, self._read)  # [K, D, C], made of queries
         self._keys = torch.zeros(layer.kv_heads, 0, self._read)
 
-    def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
+    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
         if not self._skew.shape[1]:
             self._skew = self._skewed(queries)
         self._keys = grow_table(self._keys, max(entries.lengths))
-        for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
+        for head, (before, now) in enumerate(zip(indexed, entries.lengths, strict=True)):
             keys = entries.keys_from(head, before).float()
             self._keys[head, before:now] = keys @ self._skew[head]
 
@@ -103,28 +103,28 @@ class InfiniGenIndex(EntryIndex):
 
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         few = group_queries(queries, self.layer) @ self._skew
-        known = self.paged.known
-        logits = few @ self._keys[:, : max(known)].transpose(1, 2) * self.layer.scaling
-        return self._found(mask_missing(logits.flatten(0, 1), known), count)
+        indexed = self.paged.indexed
+        logits = few @ self._keys[:, : max(indexed)].transpose(1, 2) * self.layer.scaling
+        return self._found(mask_missing(logits.flatten(0, 1), indexed), count)
 
     def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
-        return self._found(mask_missing(self.logits(queries, entries), self.paged.known), count)
+        return self._found(mask_missing(self.logits(queries, entries), self.paged.indexed), count)
 
     def _found(self, logits: Float[Tensor, "H M"], count: int) -> RecallResult:
         """Equal number of best entries for every kv head; all of a head where they fit."""
-        known = torch.tensor(self.paged.known)
+        indexed = torch.tensor(self.paged.indexed)
         if not logits.shape[1]:
-            return RecallResult(torch.empty(len(known), 0, dtype=torch.int64))
+            return RecallResult(torch.empty(len(indexed), 0, dtype=torch.int64))
         away = logits - logits.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
         near = int((away > -self._part.alpha).sum(1).float().mean())
-        most = max(1, min(near, int(self._part.most * int(known.max())), count))
-        scores = away.view(len(known), self.layer.group, -1).amax(1)
+        most = max(1, min(near, int(self._part.most * int(indexed.max())), count))
+        scores = away.view(len(indexed), self.layer.group, -1).amax(1)
         pages = top_rows(scores, count)
-        left_out = (torch.arange(pages.shape[1]) >= most) & (known > count)[:, None]
+        left_out = (torch.arange(pages.shape[1]) >= most) & (indexed > count)[:, None]
         return RecallResult(pages.masked_fill(left_out, -1))
 
     def _table_length(self, name: str) -> int:
-        return max(self.paged.known)
+        return max(self.paged.indexed)
 
 
 Part = InfiniGen

@@ -70,10 +70,10 @@ class LServeIndex(ContiguousIndex):
         self._chosen = torch.zeros(layer.kv_heads, 0, dtype=torch.int64)
         self._course = torch.zeros(2, dtype=torch.int64)  # steps it stands for, pages asked for
 
-    def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
+    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
         size = self._part.part
         self._boxes = grow_table(self._boxes, -(-max(entries.lengths) // size))
-        for head, first, boxes in changed_boxes(entries, known, size, PageSummary.QUEST):
+        for head, first, boxes in changed_boxes(entries, indexed, size, PageSummary.QUEST):
             self._boxes[head, first : first + len(boxes)] = boxes
 
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
@@ -93,7 +93,7 @@ class LServeIndex(ContiguousIndex):
         """Upper bound of the products with the keys of each page."""
         asked, size = group_queries(queries, self.layer), self._part.part
         sides = torch.cat([asked.clamp(min=0), asked.clamp(max=0)], dim=2)  # [K, R, 2D]
-        parts = tuple(-(-length // size) for length in self.paged.known)
+        parts = tuple(-(-length // size) for length in self.paged.indexed)
         bounds = (sides @ self._boxes[:, : max(parts)].transpose(1, 2)).flatten(0, 1)
         bounds = mask_missing(bounds, parts)
         each = self.page // size
@@ -112,7 +112,7 @@ class LServeIndex(ContiguousIndex):
         return interleaved(ranked, self.layer.kv_heads, count)
 
     def _table_length(self, name: str) -> int:
-        return -(-max(self.paged.known) // self._part.part)
+        return -(-max(self.paged.indexed) // self._part.part)
 
 
 Part = LServe

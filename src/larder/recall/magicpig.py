@@ -88,9 +88,9 @@ class MagicPigIndex(EntryIndex):
         self._means = torch.zeros(layer.kv_heads, layer.head_dim)
         self._codes = torch.zeros(layer.kv_heads, part.tables, 0, dtype=torch.int16)
 
-    def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
+    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
         self._codes = grow_table(self._codes, max(entries.lengths), dim=2)
-        for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
+        for head, (before, now) in enumerate(zip(indexed, entries.lengths, strict=True)):
             if now == before:
                 continue
             first = before
@@ -109,12 +109,12 @@ class MagicPigIndex(EntryIndex):
         return (signs * powers).sum(2, dtype=torch.int16)
 
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
-        known = torch.tensor(self.paged.known).repeat_interleave(self.layer.group)
-        fits = known <= count
+        indexed = torch.tensor(self.paged.indexed).repeat_interleave(self.layer.group)
+        fits = indexed <= count
         heads, numbers = torch.nonzero(self._is_drawn(queries) & ~fits[:, None], as_tuple=True)
         logits, raised = self._weighted(queries, entries, heads, numbers)
         # Priority sampling: of more than `count`, those of the highest weight over a random number.
-        shape = len(queries), max(self.paged.known)
+        shape = len(queries), max(self.paged.indexed)
         priorities = torch.full(shape, -torch.inf, dtype=torch.float64)
         priorities[heads, numbers] = logits + raised - self._noise(numbers).log()
         ranked = top_rows(priorities.float(), count + 1)
@@ -124,21 +124,21 @@ class MagicPigIndex(EntryIndex):
             least = torch.where(ranked[:, count] < 0, least, last)
         weights = torch.zeros(shape, dtype=torch.float64)
         weights[heads, numbers] = torch.maximum(logits + raised, least[heads]) - logits
-        return self._found(ranked[:, :count], weights, known, fits)
+        return self._found(ranked[:, :count], weights, indexed, fits)
 
     def _found(
         self,
         pages: Int64[Tensor, "H P"],
         weights: Float[Tensor, "H M"],
-        known: Int64[Tensor, " H"],
+        indexed: Int64[Tensor, " H"],
         fits: Bool[Tensor, " H"],
     ) -> RecallResult:
         """Result: what was drawn, or all entries of a head where they fit."""
         every = torch.arange(pages.shape[1]).expand_as(pages)
-        every = every.masked_fill(every >= known[:, None], -1)
+        every = every.masked_fill(every >= indexed[:, None], -1)
         pages = torch.where(fits[:, None], every, pages)
         log_weights = weights.gather(1, pages.clamp(min=0))
-        is_empty = (pages < 0).all(1) & (known > 0)
+        is_empty = (pages < 0).all(1) & (indexed > 0)
         if bool(is_empty.any()):  # some page must be found: it has no weight
             pages[is_empty, 0] = 0
             log_weights[is_empty] = -torch.inf
@@ -146,11 +146,11 @@ class MagicPigIndex(EntryIndex):
 
     def _is_drawn(self, queries: Float[Tensor, "H D"]) -> Bool[Tensor, "H M"]:
         """Mask of the entries that collide with each query head."""
-        most = max(self.paged.known)
+        most = max(self.paged.indexed)
         asked = self._hashed(queries.float()).view(self.layer.kv_heads, self.layer.group, -1)
         codes = self._codes[:, :, :most]
         hits = [(codes == own[..., None]).sum(1, dtype=torch.int16) for own in asked.unbind(1)]
-        owned = torch.arange(most) < torch.tensor(self.paged.known)[:, None]
+        owned = torch.arange(most) < torch.tensor(self.paged.indexed)[:, None]
         return ((torch.stack(hits, 1) >= COLLISIONS) & owned[:, None]).flatten(0, 1)
 
     def _noise(self, numbers: Int64[Tensor, " N"]) -> Float[Tensor, " N"]:
@@ -189,7 +189,7 @@ class MagicPigIndex(EntryIndex):
         return (*super().tensors(), self._directions)
 
     def _table_length(self, name: str) -> int:
-        return max(self.paged.known)
+        return max(self.paged.indexed)
 
 
 Part = MagicPig

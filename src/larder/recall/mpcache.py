@@ -81,16 +81,16 @@ class MPCacheIndex(ContiguousIndex):
         self._fine = torch.zeros(layer.kv_heads, 0, layer.head_dim)
         self._coarse = torch.zeros(layer.kv_heads, 0, layer.head_dim)
 
-    def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
-        self._fine = self._points(self._fine, entries, known, self.page)
-        self._coarse = self._points(self._coarse, entries, known, self.page * self._part.coarse)
+    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
+        self._fine = self._points(self._fine, entries, indexed, self.page)
+        self._coarse = self._points(self._coarse, entries, indexed, self.page * self._part.coarse)
 
     def _points(
-        self, table: Float[Tensor, "K P D"], entries: Entries, known: tuple[int, ...], size: int
+        self, table: Float[Tensor, "K P D"], entries: Entries, indexed: tuple[int, ...], size: int
     ) -> Float[Tensor, "K L D"]:
         """Table with the points of all clusters that are new or have grown."""
         table = grow_table(table, -(-max(entries.lengths) // size))
-        for head, first, boxes in changed_boxes(entries, known, size, PageSummary.QUEST):
+        for head, first, boxes in changed_boxes(entries, indexed, size, PageSummary.QUEST):
             highest, lowest = boxes.chunk(2, dim=1)
             points = torch.lerp(lowest, highest, self._part.slant)
             table[head, first : first + len(points)] = points
@@ -104,10 +104,10 @@ class MPCacheIndex(ContiguousIndex):
             top_rows(mask_missing(fine.masked_fill(~stays, -torch.inf), self.counts), count)
         )
 
-    def _stays(self, asked: Float[Tensor, "K R D"], count: int) -> Bool[Tensor, "H C"]:
+    def _stays(self, queries: Float[Tensor, "K R D"], count: int) -> Bool[Tensor, "H C"]:
         """Mask of the coarse clusters that each query head searches."""
         owned = tuple(-(-pages // self._part.coarse) for pages in self.counts)
-        scores = (asked @ self._coarse[:, : max(owned)].transpose(1, 2)).flatten(0, 1)
+        scores = (queries @ self._coarse[:, : max(owned)].transpose(1, 2)).flatten(0, 1)
         least = -(-count // self._part.coarse) + 1  # the last one may not be full
         kept = [max(math.ceil(self._part.kept * each), least) for each in owned]
         ranked = top_rows(mask_missing(scores, owned), max(kept))

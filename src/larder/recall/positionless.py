@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require_at_least
 from larder.core.observation import Entries
 from larder.core.recall import PrefillRecall, RecallResult
 from larder.core.spec import LayerSpec
@@ -52,9 +52,7 @@ class Positionless(EntryRecall):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("best", "span"):
-            if (value := getattr(self, name)) < 1:
-                raise BadParameter(f"positionless.{name} must be at least 1, got {value}.")
+        require_at_least(1, "positionless", best=self.best, span=self.span)
 
     def index(self, layer: LayerSpec) -> PositionlessIndex:
         """
@@ -75,20 +73,20 @@ class PositionlessIndex(UnrotatedIndex):
         self._part = part
         self._keys = torch.zeros(layer.kv_heads, 0, layer.head_dim)
 
-    def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
-        if not max(known):
+    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
+        if not max(indexed):
             self._keys = self._keys.to(entries.keys.dtype)
         self._keys = grow_table(self._keys, max(entries.lengths))
-        for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
+        for head, (before, now) in enumerate(zip(indexed, entries.lengths, strict=True)):
             keys = self.unrotated_keys(head, entries, before)
             self._keys[head, before:now] = keys.to(self._keys.dtype)
         self._note_latest(entries)
 
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
-        known = self.paged.known
+        indexed = self.paged.indexed
         asked = group_queries(self.unrotated_queries(queries), self.layer)
-        products = asked @ self._keys[:, : max(known)].float().mT
-        return self._spans(mask_missing(products.flatten(0, 1), known), entries, count)
+        products = asked @ self._keys[:, : max(indexed)].float().mT
+        return self._spans(mask_missing(products.flatten(0, 1), indexed), entries, count)
 
     def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         """Spans by the products of rotated queries and keys."""
@@ -96,10 +94,10 @@ class PositionlessIndex(UnrotatedIndex):
 
     def _spans(self, products: Float[Tensor, "H M"], entries: Entries, count: int) -> RecallResult:
         """Entries of the best spans, at most `count` per kv head."""
-        known = self.paged.known
+        indexed = self.paged.indexed
         if not products.shape[1]:
-            return RecallResult(torch.empty(len(known), 0, dtype=torch.int64))
-        places = [entries.head_positions(h)[:n].long() for h, n in enumerate(known)]
+            return RecallResult(torch.empty(len(indexed), 0, dtype=torch.int64))
+        places = [entries.head_positions(h)[:n].long() for h, n in enumerate(indexed)]
         size = max(int(each.max()) + 1 for each in places if len(each))
         votes, best = torch.zeros(size), torch.full((size,), -torch.inf)
         for row, chosen in enumerate(top_rows(products, self._part.best)):
@@ -107,7 +105,7 @@ class PositionlessIndex(UnrotatedIndex):
             votes.index_add_(0, own[chosen[chosen >= 0]], torch.ones(int((chosen >= 0).sum())))
             best.scatter_reduce_(0, own, products[row, : len(own)], "amax")
         ranks = self._ranks(votes, best, [own.unique() for own in places], count)
-        scores = torch.full((len(known), products.shape[1]), -torch.inf)
+        scores = torch.full((len(indexed), products.shape[1]), -torch.inf)
         for head, own in enumerate(places):
             scores[head, : len(own)] = -ranks[own].float()
         return RecallResult(top_rows(scores, count))
@@ -137,7 +135,7 @@ class PositionlessIndex(UnrotatedIndex):
         return ranks
 
     def _table_length(self, name: str) -> int:
-        return max(self.paged.known)
+        return max(self.paged.indexed)
 
 
 Part = Positionless

@@ -81,9 +81,9 @@ class PQIndex(EntryIndex):
         self._made_of = torch.zeros(layer.kv_heads, dtype=torch.int64)
         self._codes = torch.zeros(layer.kv_heads, part.parts, 0, dtype=torch.uint8)
 
-    def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
+    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
         self._codes = grow_table(self._codes, max(entries.lengths), dim=2)
-        for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
+        for head, (before, now) in enumerate(zip(indexed, entries.lengths, strict=True)):
             if now >= max(2 * int(self._made_of[head]), 1):
                 self._made_of[head] = now
                 self._make(head, entries.head_keys(head).float())
@@ -107,15 +107,17 @@ class PQIndex(EntryIndex):
         heads, parts, _, width = self._centroids.shape
         asked = queries.float().view(heads, self.layer.group, parts, width).transpose(1, 2)
         tables = (asked @ self._centroids.transpose(2, 3)).transpose(1, 2)  # [K, R, parts, C]
-        known = self.paged.known
-        logits = pq_products(tables * self.layer.scaling, self._codes, max(known)).flatten(0, 1)
+        indexed = self.paged.indexed
+        logits = pq_products(tables * self.layer.scaling, self._codes, max(indexed)).flatten(0, 1)
         return RecallResult(
-            top_rows(sum_group_weights(softmax_weights(mask_missing(logits, known)), known), count)
+            top_rows(
+                sum_group_weights(softmax_weights(mask_missing(logits, indexed)), indexed), count
+            )
         )
 
     def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         weights = softmax_weights(self.logits(queries, entries))
-        return RecallResult(top_rows(sum_group_weights(weights, self.paged.known), count))
+        return RecallResult(top_rows(sum_group_weights(weights, self.paged.indexed), count))
 
 
 Part = PQ

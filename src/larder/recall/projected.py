@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Bool, Float, Int32, Int64
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require_at_least
 from larder.core.observation import Entries
 from larder.core.recall import RecallResult
 from larder.core.spec import LayerSpec
@@ -58,9 +58,9 @@ class Projected(EntryRecall):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("beam", "links", "degree", "least"):
-            if (value := getattr(self, name)) < 1:
-                raise BadParameter(f"projected.{name} must be at least 1, got {value}.")
+        require_at_least(
+            1, "projected", beam=self.beam, links=self.links, degree=self.degree, least=self.least
+        )
 
     def index(self, layer: LayerSpec) -> ProjectedIndex:
         return ProjectedIndex(layer, self)
@@ -79,7 +79,7 @@ class ProjectedIndex(EntryIndex):
         width = part.degree + NEAREST + 2
         self._edges = torch.zeros(layer.kv_heads, 0, width, dtype=torch.int32)
 
-    def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
+    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
         for head, now in enumerate(entries.lengths):
             built = int(self._built[head])
             if now - built >= max(built, self._part.least):
@@ -93,24 +93,24 @@ class ProjectedIndex(EntryIndex):
         group = self.layer.group
         return queries[head * group : (head + 1) * group].float().flatten(0, 1)
 
-    def _build(self, head: int, keys: Float[Tensor, "S D"], asked: Float[Tensor, "N D"]) -> None:
-        edges = torch.cat([self._projected(keys, asked), _near_edges(keys)], 1)
+    def _build(self, head: int, keys: Float[Tensor, "S D"], queries: Float[Tensor, "N D"]) -> None:
+        edges = torch.cat([self._projected(keys, queries), _near_edges(keys)], 1)
         missing = max(len(keys) - self._edges.shape[1], 0)
         room = self._edges.new_full((self._edges.shape[0], missing, edges.shape[1]), -1)
         self._edges = torch.cat([self._edges, room], 1)
         self._edges[head, : len(keys)] = edges
         self._built[head] = len(keys)
-        middle = asked.mean(0) if len(asked) else keys.mean(0)
+        middle = queries.mean(0) if len(queries) else keys.mean(0)
         self._entry[head] = (keys @ middle).argmax()
 
     def _projected(
-        self, keys: Float[Tensor, "S D"], asked: Float[Tensor, "N D"]
+        self, keys: Float[Tensor, "S D"], queries: Float[Tensor, "N D"]
     ) -> Int32[Tensor, "S M"]:
         """Links that queries make, the first of each key at the front."""
         edges = torch.full((len(keys), self._part.degree), -1, dtype=torch.int32)
-        if not len(asked) or len(keys) < 2:
+        if not len(queries) or len(keys) < 2:
             return edges
-        near = top_rows(asked @ keys.T, self._part.links)
+        near = top_rows(queries @ keys.T, self._part.links)
         pivots, others = near[:, :1].expand_as(near[:, 1:]).flatten(), near[:, 1:].flatten()
         chosen: list[tuple[Tensor, Tensor]] = []
         for pivot in pivots.unique().tolist():
@@ -122,20 +122,20 @@ class ProjectedIndex(EntryIndex):
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         if count >= max(self.counts):  # all entries are requested: a walk could miss some
             return self.exact(queries, entries, count)
-        return RecallResult(top_rows(self.seen(queries, entries, count), count))
+        return RecallResult(top_rows(self.visited_products(queries, entries, count), count))
 
-    def seen(
+    def visited_products(
         self, queries: Float[Tensor, "H D"], entries: Entries, count: int
     ) -> Float[Tensor, "H M"]:
         """Products of each query head with the entries that it looks at; -inf for the others."""
-        known, asked = self.paged.known, group_queries(queries, self.layer)
-        scores = torch.full((len(queries), max(known)), -torch.inf)
-        late = torch.tensor(known) - self._built
+        indexed, asked = self.paged.indexed, group_queries(queries, self.layer)
+        scores = torch.full((len(queries), max(indexed)), -torch.inf)
+        late = torch.tensor(indexed) - self._built
         starts = torch.tensor(entries.starts) + self._built
         fresh = page_max_scores(queries, entries.keys, starts, late)
         for head, built in enumerate(self._built.tolist()):
             own = slice(head * self.layer.group, (head + 1) * self.layer.group)
-            scores[own, built : known[head]] = fresh[own, : known[head] - built]
+            scores[own, built : indexed[head]] = fresh[own, : indexed[head] - built]
             if built:
                 keys = entries.head_keys(head)[:built].float()
                 beam = max(self._part.beam, count)
@@ -146,13 +146,13 @@ class ProjectedIndex(EntryIndex):
         self,
         head: int,
         keys: Float[Tensor, "S D"],
-        asked: Float[Tensor, "R D"],
+        queries: Float[Tensor, "R D"],
         beam: int,
         scores: Float[Tensor, "R S"],
     ) -> None:
         """Write the products with all keys that a walk comes by into `scores`."""
         entry = self._entry[head]
-        scores[:, entry] = asked @ keys[entry]
+        scores[:, entry] = queries @ keys[entry]
         followed = torch.zeros_like(scores, dtype=torch.bool)
         while True:
             best = scores.topk(min(beam, scores.shape[1]), dim=1)
@@ -164,7 +164,7 @@ class ProjectedIndex(EntryIndex):
             reached = self._edges[head][nodes].masked_fill(~is_real[..., None], -1).flatten(1)
             reached = reached.long()
             spots = reached.clamp(min=0)
-            products = (keys[spots] * asked[:, None]).sum(2).masked_fill(reached < 0, -torch.inf)
+            products = (keys[spots] * queries[:, None]).sum(2).masked_fill(reached < 0, -torch.inf)
             scores.scatter_reduce_(1, spots, products, "amax")
 
 

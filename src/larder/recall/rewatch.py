@@ -94,16 +94,16 @@ class RewatchIndex(EntryIndex):
 
     def _has_room(self, count: int) -> bool:
         """True if a head has entries that the choice has room for."""
-        wanted = torch.tensor(self.paged.known).clamp(max=count)
+        wanted = torch.tensor(self.paged.indexed).clamp(max=count)
         return bool(((self._chosen >= 0).sum(1) < wanted).any())
 
     def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         rows = self._latest if self._latest.shape[1] else queries.float()[:, None]
-        known, total = self.paged.known, torch.zeros(len(queries), max(self.paged.known))
+        indexed, total = self.paged.indexed, torch.zeros(len(queries), max(self.paged.indexed))
         for row in rows.unbind(1):
-            logits = mask_missing(self.logits(row.contiguous(), entries), known)
+            logits = mask_missing(self.logits(row.contiguous(), entries), indexed)
             total += softmax_weights(logits)
-        return RecallResult(top_rows(sum_group_weights(total, known), count))
+        return RecallResult(top_rows(sum_group_weights(total, indexed), count))
 
 
 def _ends_alike(one: Float[Tensor, "H N D"], other: Float[Tensor, "H Q D"]) -> bool:

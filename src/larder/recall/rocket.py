@@ -74,9 +74,9 @@ class RocketIndex(ContiguousIndex):
         self._read = min(channels, layer.head_dim)
         self._sides = torch.zeros(layer.kv_heads, 2 * layer.head_dim, 0)  # largest, then smallest
 
-    def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
+    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
         self._sides = grow_table(self._sides, -(-max(entries.lengths) // self.page), dim=2)
-        for head, first, boxes in changed_boxes(entries, known, self.page, PageSummary.QUEST):
+        for head, first, boxes in changed_boxes(entries, indexed, self.page, PageSummary.QUEST):
             self._sides[head, :, first : first + len(boxes)] = boxes.T
 
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:

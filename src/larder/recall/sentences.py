@@ -90,9 +90,9 @@ class SentencesIndex(EntryIndex):
         self._asked = torch.zeros(layer.query_heads, layer.head_dim)
         self._course = torch.tensor([0, NO_POSITION])  # queries in that sum, position of the latest
 
-    def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
+    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
         self._labels = grow_table(self._labels, max(entries.lengths))
-        for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
+        for head, (before, now) in enumerate(zip(indexed, entries.lengths, strict=True)):
             if now > before:
                 self._take_in(head, entries, before)
 
@@ -140,7 +140,7 @@ class SentencesIndex(EntryIndex):
         means = self._sums / self._counts.clamp(min=1)[..., None]  # [K, M, D]
         asked = group_queries(self._searched(queries), self.layer).sum(1)  # [K, D]
         products = torch.einsum("kmd,kd->km", means, asked)
-        scores = products.gather(1, self._labels[:, : max(self.paged.known)])
+        scores = products.gather(1, self._labels[:, : max(self.paged.indexed)])
         return self._found(scores, count)
 
     def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
@@ -153,11 +153,11 @@ class SentencesIndex(EntryIndex):
         return self._asked / count if count else queries
 
     def _found(self, scores: Float[Tensor, "K M"], count: int) -> RecallResult:
-        best = top_rows(mask_missing(scores, self.paged.known), count)
+        best = top_rows(mask_missing(scores, self.paged.indexed), count)
         return RecallResult(best, attends_all=int(self._course[0]) == 1)
 
     def _table_length(self, name: str) -> int:
-        return max(self.paged.known) if name == "labels" else int(self._sizes.max())
+        return max(self.paged.indexed) if name == "labels" else int(self._sizes.max())
 
 
 def _has_ended(stays: Entries, position: int) -> bool:

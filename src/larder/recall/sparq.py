@@ -69,9 +69,9 @@ class SparQIndex(EntryIndex):
         self._keys = torch.zeros(layer.kv_heads, layer.head_dim, 0)
         self._sums = torch.zeros(layer.kv_heads, layer.head_dim, dtype=torch.float64)
 
-    def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
+    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
         self._keys = grow_table(self._keys.to(entries.keys.dtype), max(entries.lengths), dim=2)
-        for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
+        for head, (before, now) in enumerate(zip(indexed, entries.lengths, strict=True)):
             self._keys[head, :, before:now] = entries.keys_from(head, before).T
             self._sums[head] += entries.values_from(head, before).double().sum(0)
 
@@ -81,20 +81,20 @@ class SparQIndex(EntryIndex):
         picks = picks[:, None].expand(-1, self.layer.group, -1)
         read = asked.gather(2, picks)
         left = read.abs().sum(2) / asked.abs().sum(2).clamp(min=MIN_SHARE)
-        known = self.paged.known
-        logits = channel_products(self._keys, picks, read, max(known))
+        indexed = self.paged.indexed
+        logits = channel_products(self._keys, picks, read, max(indexed))
         logits *= self.layer.scaling / left.clamp(min=1e-12).sqrt()[..., None]
-        return self._found(mask_missing(logits.flatten(0, 1), known), count)
+        return self._found(mask_missing(logits.flatten(0, 1), indexed), count)
 
     def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         return self._found(self.logits(queries, entries), count)
 
     def _found(self, logits: Float[Tensor, "H M"], count: int) -> RecallResult:
-        weights, known = softmax_weights(logits), self.paged.known
-        pages = top_rows(sum_group_weights(weights, known), count)
+        weights, indexed = softmax_weights(logits), self.paged.indexed
+        pages = top_rows(sum_group_weights(weights, indexed), count)
         each = pages.repeat_interleave(self.layer.group, 0)
         share = weights.gather(1, each.clamp(min=0)).masked_fill(each < 0, 0.0).sum(1)
-        owned = torch.tensor(known)
+        owned = torch.tensor(indexed)
         share[(owned == 0).repeat_interleave(self.layer.group)] = 1.0  # there is nothing to mix in
         mean = (self._sums / owned.clamp(min=1)[:, None]).float()
         # A group's selection may have no weight for one of its heads. The share is never 0, since

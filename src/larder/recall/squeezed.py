@@ -34,7 +34,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from larder.core.arguments import require
+from larder.core.arguments import require, require_at_least
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries
 from larder.core.recall import FetchMode, RecallIndex, RecallResult
@@ -86,9 +86,7 @@ class Squeezed(EntryRecall):
         for name in ("dropped", "coarse_dropped"):
             if not 0 <= (value := getattr(self, name)) < 1:
                 raise BadParameter(f"squeezed.{name} must be in [0, 1), got {value}.")
-        for name in ("update", "iterations"):
-            if (value := getattr(self, name)) < 1:
-                raise BadParameter(f"squeezed.{name} must be at least 1, got {value}.")
+        require_at_least(1, "squeezed", update=self.update, iterations=self.iterations)
         if self.fetch is not FetchMode.IN_TURN:
             raise BadParameter(
                 f"squeezed.fetch must be in_turn, got {self.fetch.value}: its threshold is "
@@ -195,7 +193,7 @@ class SqueezedIndex(EntryIndex):
         self._threshold, self._coarse_threshold = torch.tensor(fine), torch.tensor(coarse)
         self._measured = self._measured[:1].repeat(2)
 
-    def _digest(self, entries: Entries, known: tuple[int, ...], queries: Tensor | None) -> None:
+    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
         self._labels = grow_table(self._labels, max(entries.lengths))
         for head, now in enumerate(entries.lengths):
             done = int(self._settled[head])
@@ -284,16 +282,16 @@ class SqueezedIndex(EntryIndex):
 
     def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         logits = self.logits(queries, entries)
-        weights = mask_missing(logits, self.paged.known).softmax(1).nan_to_num_(0.0)
+        weights = mask_missing(logits, self.paged.indexed).softmax(1).nan_to_num_(0.0)
         return self._found(weights.view(self.layer.kv_heads, self.layer.group, -1).mean(1), count)
 
     def _found(self, scores: Float[Tensor, "K M"], count: int) -> RecallResult:
         """The best entries, those in no cluster before all others."""
         numbers = torch.arange(scores.shape[1])
         scores = scores.masked_fill(numbers >= self._settled[:, None], torch.inf)
-        scores = mask_missing(scores, self.paged.known)
+        scores = mask_missing(scores, self.paged.indexed)
         pages = top_rows(scores, count)
-        lacks = (pages < 0).all(1) & (torch.tensor(self.paged.known) > 0)
+        lacks = (pages < 0).all(1) & (torch.tensor(self.paged.indexed) > 0)
         if bool(lacks.any()):  # no cluster exceeds the threshold, but something must be found
             pages[lacks, 0] = 0
         return RecallResult(pages)
@@ -305,7 +303,7 @@ class SqueezedIndex(EntryIndex):
 
     def _table_length(self, name: str) -> int:
         if name == "labels":
-            return max(self.paged.known)
+            return max(self.paged.indexed)
         is_coarse = name.startswith("coarse") and name != "coarse_labels"
         return int((self._coarse_made if is_coarse else self._made).max())
 

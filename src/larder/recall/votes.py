@@ -74,23 +74,23 @@ class VotesIndex(EntryIndex):
             self._chosen = self.exact(queries, entries, count).pages
         return RecallResult(self._chosen)
 
-    def _is_selection_valid(self, asked: Float[Tensor, " Q"], count: int) -> bool:
+    def _is_selection_valid(self, queries: Float[Tensor, " Q"], count: int) -> bool:
         """True if the last selection can be reused."""
         if self._threshold >= 1 or count != self._count or not self._filled():
             return False
-        norms = self._asked.norm() * asked.norm()
-        return bool(self._asked @ asked >= self._threshold * norms)
+        norms = self._asked.norm() * queries.norm()
+        return bool(self._asked @ queries >= self._threshold * norms)
 
     def _filled(self) -> bool:
         """True if every head has as many entries in the selection as it could have now."""
-        wanted = torch.tensor(self.paged.known).clamp(max=self._count)
+        wanted = torch.tensor(self.paged.indexed).clamp(max=self._count)
         return bool(((self._chosen >= 0).sum(1) == wanted).all())
 
     def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
-        weights, known = softmax_weights(self.logits(queries, entries)), self.paged.known
-        groups = weights.view(len(known), self.layer.group, weights.shape[1]).sum(1)  # [K, M]
+        weights, indexed = softmax_weights(self.logits(queries, entries)), self.paged.indexed
+        groups = weights.view(len(indexed), self.layer.group, weights.shape[1]).sum(1)  # [K, M]
         return RecallResult(
-            top_rows(mask_missing(_sum_by_position(groups, entries, known), known), count)
+            top_rows(mask_missing(_sum_by_position(groups, entries, indexed), indexed), count)
         )
 
     def state(self) -> dict[str, Tensor]:
@@ -102,10 +102,10 @@ class VotesIndex(EntryIndex):
 
 
 def _sum_by_position(
-    votes: Float[Tensor, "K M"], entries: Entries, known: tuple[int, ...]
+    votes: Float[Tensor, "K M"], entries: Entries, indexed: tuple[int, ...]
 ) -> Float[Tensor, "K M"]:
     """Votes of all heads for the position of each entry."""
-    places = _padded_positions(entries, known, votes.shape[1])
+    places = _padded_positions(entries, indexed, votes.shape[1])
     if bool((places == places[:1]).all()):
         return votes.sum(0).expand_as(votes).clone()
     total = votes.new_zeros(int(places.max()) + 1)
@@ -115,11 +115,11 @@ def _sum_by_position(
 
 
 def _padded_positions(
-    entries: Entries, known: tuple[int, ...], longest: int
+    entries: Entries, indexed: tuple[int, ...], longest: int
 ) -> Int64[Tensor, "K M"]:
     """Positions of the entries of each head; 0 after its last, where votes are 0."""
-    places = torch.zeros(len(known), longest, dtype=torch.int64)
-    for head, length in enumerate(known):
+    places = torch.zeros(len(indexed), longest, dtype=torch.int64)
+    for head, length in enumerate(indexed):
         places[head, :length] = entries.head_positions(head)[:length]
     return places
 

@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from larder.core.arguments import require
+from larder.core.arguments import require, require_at_least
 from larder.core.errors import BadParameter
 from larder.core.observation import Entries
 from larder.core.recall import Estimate, RecallIndex, RecallPart, RecallResult
@@ -80,9 +80,14 @@ class Wave(RecallPart):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("size", "segment", "update", "iterations"):
-            if (value := getattr(self, name)) < 1:
-                raise BadParameter(f"wave.{name} must be at least 1, got {value}.")
+        require_at_least(
+            1,
+            "wave",
+            size=self.size,
+            segment=self.segment,
+            update=self.update,
+            iterations=self.iterations,
+        )
         if self.segment < self.update:
             raise BadParameter(
                 f"wave.segment must be at least wave.update, {self.update}, got {self.segment}."
@@ -114,9 +119,9 @@ class WaveIndex(RecallIndex):
         self._values = torch.zeros(heads, 0, layer.head_dim)
 
     def add(self, entries: Entries, queries: Float[Tensor, "H Q D"] | None = None) -> None:
-        known = self._paged.known
-        check_new_entries(entries, known, self.layer.index)
-        for head, (before, now) in enumerate(zip(known, entries.lengths, strict=True)):
+        indexed = self._paged.indexed
+        check_new_entries(entries, indexed, self.layer.index)
+        for head, (before, now) in enumerate(zip(indexed, entries.lengths, strict=True)):
             if now > before:
                 self._grow(head, entries)
 
@@ -166,10 +171,10 @@ class WaveIndex(RecallIndex):
         return self._found(sum_group_weights(weights, self.counts), count)
 
     def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
-        known = self._paged.known
-        logits = page_max_scores(queries, entries.keys, *indexed_layout(entries, known))
-        mass = sum_group_weights(softmax_weights(logits.mul_(self.layer.scaling)), known)
-        scores = torch.zeros(len(known), max(self.counts))
+        indexed = self._paged.indexed
+        logits = page_max_scores(queries, entries.keys, *indexed_layout(entries, indexed))
+        mass = sum_group_weights(softmax_weights(logits.mul_(self.layer.scaling)), indexed)
+        scores = torch.zeros(len(indexed), max(self.counts))
         scores.scatter_add_(1, self._paged.page_of(), mass.clamp(min=0.0))
         return self._found(mask_missing(scores, self.counts), count)
 

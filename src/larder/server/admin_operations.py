@@ -118,7 +118,7 @@ class AdminOperations:
         session: SessionState,
         saved: SavedCache,
         reservation: Reservation,
-        done: Future[SessionState],
+        future: Future[SessionState],
         loading: Future[LoadedCaches],
     ) -> None:
         session.usage.is_answering = session.usage.is_running = False
@@ -134,4 +134,4 @@ class AdminOperations:
         if not is_loaded:  # it will be recomputed
             reservation.release()
             self._tiers.drop(session)
-        done.set_result(session)
+        future.set_result(session)

@@ -111,14 +111,14 @@ def known_prefix(order: Ids, wanted: Iterable[str]) -> Ids:
     return order[:stop]
 
 
-def importance_line(given: Sequence[str], order: Sequence[str]) -> str:
+def importance_line(ranking: Sequence[str], order: Sequence[str]) -> str:
     """Line that tells the order of importance; empty where texts stand in it.
 
     Args:
-        given, order: the same ids, most important first and as they are read.
+        ranking, order: the same ids, most important first and as they are read.
     """
-    if list(given) == list(order):
+    if list(ranking) == list(order):
         return ""
     places = {each: number for number, each in enumerate(order, 1)}
-    numbers = ", ".join(str(places[each]) for each in given)
+    numbers = ", ".join(str(places[each]) for each in ranking)
     return f"The {len(order)} texts above, the most relevant first: {numbers}."

@@ -57,7 +57,7 @@ def chunk_id(text: str) -> str:
 
 
 @dataclass
-class HeldChunk:
+class HostChunk:
     """Entries of a chunk in host memory, and its reservation there.
 
     Args:
@@ -90,7 +90,7 @@ class HostChunks:
         operations: Callable[[int], float] = float,
     ) -> None:
         self._ledger, self._rule, self._operations = ledger, rule, operations
-        self._held = dict[tuple[str, HostKey], HeldChunk]()
+        self._held = dict[tuple[str, HostKey], HostChunk]()
         self._names = dict[tuple[str, tuple[int, ...]], str]()  # by tenant and text to the end
         self._uses, self._clock = 0, 0.0
 
@@ -159,13 +159,13 @@ class HostChunks:
         self._uses += 1
         used, count = float(self._uses), max(1, chunk.nbytes)
         candidate = Candidate(str(self._uses), count, cost, used, clock=self._clock, parent=parent)
-        self._held[key] = HeldChunk(chunk, reservation, candidate)
+        self._held[key] = HostChunk(chunk, reservation, candidate)
 
-    def _use(self, held: HeldChunk) -> None:
+    def _use(self, chunk: HostChunk) -> None:
         self._uses += 1
-        uses = held.candidate.uses + 1
-        held.candidate = replace(
-            held.candidate, last_used=float(self._uses), uses=uses, clock=self._clock
+        uses = chunk.candidate.uses + 1
+        chunk.candidate = replace(
+            chunk.candidate, last_used=float(self._uses), uses=uses, clock=self._clock
         )
 
     def _drop(self, tenant: str | None, parent: str, count: int) -> bool:
@@ -258,7 +258,7 @@ class TenantChunks(ChunkSource):
 
 
 @dataclass(frozen=True)
-class HeldText:
+class HostText:
     """Text in host memory, and its reservation there."""
 
     text: str
@@ -273,7 +273,7 @@ class HostTexts:
 
     def __init__(self, ledger: ByteLedger) -> None:
         self._ledger = ledger
-        self._held = OrderedDict[tuple[str, str], HeldText]()
+        self._held = OrderedDict[tuple[str, str], HostText]()
         self._counts, self._bytes = Counter[str](), Counter[str]()
 
     @property
@@ -294,7 +294,7 @@ class HostTexts:
             return
         reservation = self._reserved(tenant, getsizeof(text) + ENTRY_BYTES)
         if reservation is not None:
-            self._held[key] = HeldText(text, reservation)
+            self._held[key] = HostText(text, reservation)
             self._counts[tenant] += 1
             self._bytes[tenant] += reservation.bytes
 
@@ -402,16 +402,16 @@ def _separated(text: str) -> str:
     return text.rstrip() + SEPARATOR
 
 
-def _text(given: str, tenant: str, known: HostTexts) -> str:
-    """Text of a context that is given as such, or by its id."""
-    if not given.strip():
+def _text(context: str, tenant: str, hosts: HostTexts) -> str:
+    """Text of a context, which a request gives as such or by its id."""
+    if not context.strip():
         raise invalid_request("A context is empty: send a text, or leave it out.", "contexts")
-    if CHUNK_ID.fullmatch(given) is None:
-        return given
-    text = known.find(tenant, given)
+    if CHUNK_ID.fullmatch(context) is None:
+        return context
+    text = hosts.find(tenant, context)
     if text is None:
         raise ApiError(
-            f"The context {given} is not known here: send its text.",
+            f"The context {context} is not known here: send its text.",
             404,
             "context_not_found",
             "contexts",

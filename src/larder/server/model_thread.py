@@ -120,27 +120,27 @@ class CompletionQueue:
         self._arrived: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.in_flight = 0
 
-    def when_done(self, future: Future[Any], then: Callable[[Future[Any]], None]) -> None:
-        """Run `then` on the model's thread once the future is done."""
+    def when_done(self, future: Future[Any], callback: Callable[[Future[Any]], None]) -> None:
+        """Run `callback` on the model's thread once the future is done."""
         self.in_flight += 1
-        future.add_done_callback(lambda done: self._arrive(lambda: then(done)))
+        future.add_done_callback(lambda done: self._arrive(lambda: callback(done)))
 
     def track_write(
         self,
         session: SessionState,
         future: Future[Any] | None,
-        then: Callable[[Future[Any] | None], None],
+        callback: Callable[[Future[Any] | None], None],
     ) -> None:
         """`when_done` for a write of a session, counted in `pending_writes`; without a future
-        `then` runs at once."""
+        `callback` runs at once."""
         if future is None:
-            then(None)
+            callback(None)
             return
         session.durability.pending_writes += 1
 
-        def on_written(done: Future[Any]) -> None:
+        def on_written(future: Future[Any]) -> None:
             session.durability.pending_writes -= 1
-            then(done)
+            callback(future)
 
         self.when_done(future, on_written)
 

@@ -51,9 +51,9 @@ class Programs:
         """Record the wait of a request that leaves the queue for the first time, and the pause
         before it."""
         own, usage = self._of(job.session.tenant), job.session.usage
-        own.waits.append(max(0.0, now - job.times.asked))
+        own.waits.append(max(0.0, now - job.times.arrived))
         if usage.pause.tool and usage.answered:
-            own.pauses.record(usage.pause.tool, max(0.0, job.times.asked - usage.answered))
+            own.pauses.record(usage.pause.tool, max(0.0, job.times.arrived - usage.answered))
             usage.pause = PauseForecast()
 
     def note_answer(self, session: SessionState, tool: str) -> None:

@@ -34,7 +34,7 @@ from larder.store.ledger import Reservation
 class RequestTimes:
     """Times in seconds of one clock; None for events that have not happened."""
 
-    asked: float
+    arrived: float
     started: float | None = None
     first: float | None = None
 
@@ -292,9 +292,9 @@ class RequestState(Ticket):
             and (self.contexts is None or session.rule.is_exact_with_contexts),
             tier=self.counts.tier,
             reason=reason,
-            wait_seconds=(now if times.started is None else times.started) - times.asked,
-            first_seconds=(now if times.first is None else times.first) - times.asked,
-            seconds=now - times.asked,
+            wait_seconds=(now if times.started is None else times.started) - times.arrived,
+            first_seconds=(now if times.first is None else times.first) - times.arrived,
+            seconds=now - times.arrived,
             durable=self.durable,
             matched_stop=None if self.answer.stream is None else self.answer.stream.matched_stop,
         )

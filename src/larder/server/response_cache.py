@@ -123,7 +123,7 @@ class ResponseEntry:
     answer: str = ""
     uses: int = 1
     cost: float = 0.0
-    made: float = 0.0
+    created: float = 0.0
     reason: str = "stop"
     session: str = ""
 
@@ -143,12 +143,12 @@ class TenantCategory:
 
     def find(self, context: str, vector: Vector, now: float) -> ResponseEntry | None:
         """Entry that answers a question, asked once more; None if there is none."""
-        self.kept = [each for each in self.kept if now - each.made < self.rules.ttl]
+        self.kept = [each for each in self.kept if now - each.created < self.rules.ttl]
         return self._ask(self.kept, context, vector)
 
     def examples(self, vector: Vector, now: float) -> list[ResponseEntry]:
         """Entries with the most similar questions, the most similar last."""
-        alive = [each for each in self.kept if now - each.made < self.rules.ttl]
+        alive = [each for each in self.kept if now - each.created < self.rules.ttl]
         near = [(float(each.vector @ vector), each) for each in alive]
         near = [pair for pair in near if pair[0] >= self.rules.example_threshold]
         near.sort(key=lambda pair: pair[0])
@@ -172,7 +172,7 @@ class TenantCategory:
         too long."""
         if len(answer) + len(entry.question) > MAX_CHARACTERS:
             return False
-        entry.answer, entry.cost, entry.made = answer, cost, now
+        entry.answer, entry.cost, entry.created = answer, cost, now
         if any(each is entry for each in self.kept):
             return True
         if len(self.kept) >= self.rules.quota:

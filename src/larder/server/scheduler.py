@@ -333,7 +333,7 @@ class Scheduler:
             self._fail(job, error)
             return
         session.turns.append(turn)
-        usage.record_think_time(job.times.asked)
+        usage.record_think_time(job.times.arrived)
         session.transcript.epoch += 1
         job.was_new, usage.is_provisional = usage.is_provisional, False
         try:
@@ -364,21 +364,23 @@ class Scheduler:
             )
             raise kv_budget_exceeded(BudgetError(message))
 
-    def _on_written(self, job: RequestState, reason: str, done: Future[Any] | None) -> None:
+    def _on_written(self, job: RequestState, reason: str, future: Future[Any] | None) -> None:
         """The turn's write has ended, successful or not."""
-        error, job.durable = self._unwritten.outcome(job.session, done)
+        error, job.durable = self._unwritten.outcome(job.session, future)
         if isinstance(error, Exception):
             self._rollback(job, error)
             return
         self._save_then(job, partial(self._turn_stored, job, reason))
 
-    def _save_then(self, job: RequestState, then: Callable[[], None]) -> None:
+    def _save_then(self, job: RequestState, callback: Callable[[], None]) -> None:
         """Continue once no cache of the session is left to save."""
         saving = self._tiers.save_at_once(job.session)
         if saving is None:
-            then()
+            callback()
         else:
-            self._completions.track_write(job.session, saving, lambda _: self._save_then(job, then))
+            self._completions.track_write(
+                job.session, saving, lambda _: self._save_then(job, callback)
+            )
 
     def _turn_stored(self, job: RequestState, reason: str) -> None:
         """The turn is stored as far as it will be: commit it."""

@@ -284,12 +284,12 @@ class SessionIndex:
             raise session_busy(request.session)
         exchanges = match.exchanges if best is not None else 0
         past_turns = tuple(best.turns[:exchanges]) if best is not None else ()
-        prompt_tokens = self.prompt_ids(past_turns, match.rest, request.images)
+        prompt_tokens = self.prompt_ids(past_turns, match.new_messages, request.images)
         if best is None or (not exchanges and self._is_free(request)):
             return ResolvedSession(self._create(request, rule), (), request.turns, prompt_tokens)
         if not is_whole or best.usage.is_answering or best.rule is not rule:
             best = self._provisional(self.fork(best, None, rule, exchanges))
-        return ResolvedSession(best, past_turns, match.rest, prompt_tokens)
+        return ResolvedSession(best, past_turns, match.new_messages, prompt_tokens)
 
     def branch_root(self, request: Request, rule: ServingPolicy) -> str | None:
         """Root of the session that a request branches from; None if it creates no branch."""
@@ -344,18 +344,18 @@ class SessionIndex:
         """True if the request equals the last one of the session, under the same policy."""
         if session.rule is not rule or match.exchanges != len(session.turns) - 1:
             return False
-        return self._is_same_request(session.turns[-1], request, match.rest)
+        return self._is_same_request(session.turns[-1], request, match.new_messages)
 
     def _is_same_request(
-        self, turn: CompletedTurn, request: Request, rest: tuple[ChatMessage, ...]
+        self, turn: CompletedTurn, request: Request, new_messages: tuple[ChatMessage, ...]
     ) -> bool:
-        is_same = turn.messages == rest and turn.params == GenerationParams.of(request)
+        is_same = turn.messages == new_messages and turn.params == GenerationParams.of(request)
         return is_same and request.logprobs is None
 
     def prompt_ids(
         self,
         past_turns: tuple[CompletedTurn, ...],
-        rest: tuple[ChatMessage, ...],
+        new_messages: tuple[ChatMessage, ...],
         images: Mapping[str, bytes],
     ) -> tuple[int, ...]:
         """Token ids of completed turns and new messages.
@@ -366,12 +366,12 @@ class SessionIndex:
         Raises:
             ApiError: 400: there is no message to answer, or its images cannot be read.
         """
-        if not rest or rest[-1].role == ASSISTANT:
+        if not new_messages or new_messages[-1].role == ASSISTANT:
             raise invalid_request(
                 "The last message must not be the assistant's: send a message to answer.",
                 "messages",
             )
-        prompt = rendered_prompt(self._tokenizer, past_turns, rest)
+        prompt = rendered_prompt(self._tokenizer, past_turns, new_messages)
         if prompt.digests:
             new = self._images.ids(prompt, images)
         else:
@@ -402,11 +402,11 @@ class PrefixMatch:
 
     Args:
         exchanges: number of equal turns.
-        rest: messages after them.
+        new_messages: messages after them.
     """
 
     exchanges: int
-    rest: tuple[ChatMessage, ...]
+    new_messages: tuple[ChatMessage, ...]
 
 
 def match_prefix(turns: Sequence[CompletedTurn], messages: tuple[ChatMessage, ...]) -> PrefixMatch:
@@ -428,8 +428,8 @@ def continues_session(turns: Sequence[CompletedTurn], messages: tuple[ChatMessag
     question; otherwise another session may match better."""
     match = match_prefix(turns, messages)
     if match.exchanges == len(turns):
-        return all(message.role != ASSISTANT for message in match.rest)
-    return match.exchanges == len(turns) - 1 and match.rest == turns[-1].messages
+        return all(message.role != ASSISTANT for message in match.new_messages)
+    return match.exchanges == len(turns) - 1 and match.new_messages == turns[-1].messages
 
 
 def prefix_hashes(turns: Iterable[ChatMessage]) -> Iterator[int]:

@@ -206,7 +206,7 @@ def session_info(session: SessionState) -> SessionInfo:
         lossless=residency.is_lossless,
         pinned=session.usage.is_pinned,
         epoch=session.transcript.epoch,
-        made=session.identity.made,
+        made=session.identity.created,
         last_used=session.usage.last_used,
         durable=session.is_durable,
         held_tokens=_max_cache_entries(session) // max(1, rule.heads),
@@ -284,10 +284,10 @@ def cached_positions(session: SessionState) -> CachedPositions:
     return CachedPositions(tokens, layers, parked=parked, episodes=_episodes(session), tier=tier)
 
 
-def _positions(held: Entries, maps: PositionMap) -> tuple[tuple[int, ...], ...]:
+def _positions(entries: Entries, maps: PositionMap) -> tuple[tuple[int, ...], ...]:
     """Text positions of the entries of each head."""
-    heads = range(len(held.lengths))
-    return tuple(maps.transcript_positions(held.head_positions(head).tolist()) for head in heads)
+    heads = range(len(entries.lengths))
+    return tuple(maps.transcript_positions(entries.head_positions(head).tolist()) for head in heads)
 
 
 def _episodes(session: SessionState) -> tuple[EpisodeInfo, ...]:

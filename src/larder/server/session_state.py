@@ -171,13 +171,13 @@ class SessionIdentity:
 
     Args:
         key: unique number.
-        made: seconds since 1970.
+        created: seconds since 1970.
     """
 
     key: int
     tenant: str
     name: str
-    made: float
+    created: float
 
     @property
     def root(self) -> str:
@@ -405,10 +405,10 @@ class SessionUsage:
     clock: float = 0.0
     pause: PauseForecast = PauseForecast()
 
-    def record_think_time(self, asked: float) -> None:
-        """Record the time since the last answer; `asked` is when a request arrived."""
+    def record_think_time(self, requested_at: float) -> None:
+        """Record the time since the last answer; `requested_at` is when a request arrived."""
         if self.answered:
-            self.think_times.append(max(0.0, asked - self.answered))
+            self.think_times.append(max(0.0, requested_at - self.answered))
 
 
 @dataclass(eq=False)

@@ -72,10 +72,9 @@ def default_policy(kind: TextKind | str) -> str:
     return DEFAULT_POLICIES[known[name]]
 
 
-def policy_for_kind(given: Policy | None, spec: ModelSpec, kind: TextKind) -> Policy:
-    """Policy that was given, else the default one of a kind of text, for a model."""
-    policy = Policy.parse(default_policy(kind)) if given is None else given
-    return with_measured_recall(policy, spec)
+def policy_for_kind(policy: Policy | None, spec: ModelSpec, kind: TextKind) -> Policy:
+    """A policy, or the default one of a kind of text, for a model."""
+    return with_measured_recall(policy or Policy.parse(default_policy(kind)), spec)
 
 
 def with_measured_recall(policy: Policy, spec: ModelSpec) -> Policy:

@@ -335,7 +335,7 @@ def parsed_policy(policy: str | Policy) -> Policy:
 
 
 def _recall_part(
-    compensation: Compensation, storage: Storage, given: Call | None
+    compensation: Compensation, storage: Storage, recall: Call | None
 ) -> RecallPart | None:
     """Recall part, or the default one for an open slot; None without offload.
 
@@ -344,9 +344,9 @@ def _recall_part(
             tier.
     """
     if not compensation.offloads:
-        if given is not None:
+        if recall is not None:
             raise SpellingError(
-                f"{given.name}() recalls offloaded entries, but {spell(compensation)} offloads "
+                f"{recall.name}() recalls offloaded entries, but {spell(compensation)} offloads "
                 "none: write park() before it."
             )
         return None
@@ -356,7 +356,7 @@ def _recall_part(
             "quantized() to hold offloaded entries in few bits, or compact() to attend to them at "
             "positions without gaps."
         )
-    return _build_part("recall", given)
+    return _build_part("recall", recall)
 
 
 def _build_part(slot: str, call: Call | None) -> Any:

@@ -87,14 +87,14 @@ class PrefillInput:
     """Input of a prefill: a conversation, and later turns of a chat.
 
     Args:
-        said: texts of the later turns, question and answer in one.
+        later_turns: texts of the later turns, question and answer in one.
         turn_ids: token ids of those turns, concatenated.
         turn_lens: number of tokens of each.
     """
 
     conversation: Conversation
     transcript: TokenizedTranscript
-    said: tuple[str, ...] = ()
+    later_turns: tuple[str, ...] = ()
     turn_ids: tuple[int, ...] = ()
     turn_lens: tuple[int, ...] = ()
 
@@ -147,7 +147,7 @@ def prefill_memory_steps(
     warm_up(runtime, policy)
     started = time.perf_counter()
     router = policy.session.build_router(
-        source.conversation, runtime.embedder, runtime.tokenizer.count_tokens, source.said
+        source.conversation, runtime.embedder, runtime.tokenizer.count_tokens, source.later_turns
     )
     prompt_sets = prompts_per_cache(runtime, router, prompts)
     caches = yield from build_caches_steps(

@@ -154,9 +154,9 @@ class _Ciphers:
         self.InvalidTag, self.AESGCM, self.SHA256, self.HKDF = InvalidTag, AESGCM, SHA256, HKDF
 
 
-def encryption_for(key: bytes | None, what: str) -> Encryption:
+def encryption_for(key: bytes | None, owner: str) -> Encryption:
     """Encryption for data beside the store; without a key it is `NoEncryption`."""
-    return NoEncryption() if key is None else AesGcmEncryption(key, f"larder {what}".encode())
+    return NoEncryption() if key is None else AesGcmEncryption(key, f"larder {owner}".encode())
 
 
 def read_key(path: Path | None) -> bytes | None:
@@ -175,7 +175,7 @@ def read_key(path: Path | None) -> bytes | None:
         raise InputError(f"{path} cannot be read as a key ({error.strerror}).") from error
 
 
-def _parse_key(data: bytes, where: str) -> bytes:
+def _parse_key(data: bytes, source: str) -> bytes:
     """Key from hexadecimal digits or raw bytes."""
     text = data.strip()
     if len(text) == 2 * KEY_BYTES:
@@ -186,8 +186,9 @@ def _parse_key(data: bytes, where: str) -> bytes:
     if len(data) == KEY_BYTES:
         return data
     raise InputError(
-        f"{where} is no key: it must have {KEY_BYTES} random bytes, or {2 * KEY_BYTES} hexadecimal "
-        f"digits, got {len(data)} bytes. 'openssl rand -out store.key {KEY_BYTES}' makes one."
+        f"{source} is no key: it must have {KEY_BYTES} random bytes, or {2 * KEY_BYTES} "
+        f"hexadecimal digits, got {len(data)} bytes. 'openssl rand -out store.key {KEY_BYTES}' "
+        "makes one."
     )
 
 
@@ -275,9 +276,9 @@ def _create_key_file(place: FileSystem, guard: DeadlineExecutor, key: bytes) -> 
     return encryption
 
 
-def _verify_key(found: bytes, key: bytes, url: str) -> Encryption:
+def _verify_key(stored: bytes, key: bytes, url: str) -> Encryption:
     try:
-        fields = parse_json(found)
+        fields = parse_json(stored)
         version, salt = fields["version"], bytes.fromhex(fields["salt"])
         hidden = bytes.fromhex(fields["check"])
     except (Damaged, KeyError, TypeError, ValueError) as error:

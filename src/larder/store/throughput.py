@@ -70,15 +70,15 @@ class ThroughputEstimates:
             self._avoided[tier.value] = avoided
         return RestorePath.RECOMPUTE if avoided else RestorePath.LOAD
 
-    def known(self) -> dict[str, float]:
+    def estimates(self) -> dict[str, float]:
         """All estimates, as initial values for another process."""
         with self._lock:
             avoided = {f"{AVOIDED_PREFIX}{name}": float(n) for name, n in self._avoided.items()}
             return self._rates | avoided
 
-    def know(self, known: Mapping[str, Any]) -> None:
-        """Initialize unknown estimates from `known`; invalid rates are ignored."""
-        numbers = {n: float(r) for n, r in known.items() if isinstance(r, (int, float))}
+    def initialize(self, rates: Mapping[str, Any]) -> None:
+        """Initialize unknown estimates from `rates`; invalid rates are ignored."""
+        numbers = {n: float(r) for n, r in rates.items() if isinstance(r, (int, float))}
         valid = {name: rate for name, rate in numbers.items() if 0 < rate < math.inf}
         tiers = [tier.value for tier in Tier]
         with self._lock:

@@ -158,12 +158,12 @@ def _check_finite(fitted: Mapping[str, Tensor], method: Method, layer: LayerSpec
 
 
 def _mean_metrics(
-    found: Mapping[CorpusSplit, Sequence[Mapping[str, float]]],
+    metrics: Mapping[CorpusSplit, Sequence[Mapping[str, float]]],
     tested: Mapping[CorpusSplit, Sequence[Shard]],
 ) -> dict[str, float]:
     """Means over layers, and the number of documents, by split and metric."""
     out = dict[str, float]()
-    for split, layers in found.items():
+    for split, layers in metrics.items():
         for name in layers[0] if layers else ():
             out[f"{split.value}_{name}"] = round(sum(own[name] for own in layers) / len(layers), 4)
         if layers:

@@ -66,7 +66,7 @@ class EvictionSample:
         """Entries of a kv head."""
         return self.keys.shape[1]
 
-    def kept(self, count: int) -> Bool[Tensor, "K N"]:
+    def kept_mask(self, count: int) -> Bool[Tensor, "K N"]:
         """Mask of the entries that stay, `count` of each kv head."""
         mass = self.mass.clone()
         mass[:, mass.shape[1] - self.latest(count) :] = torch.inf
@@ -166,7 +166,7 @@ def sample_evictions(
 
 def share_metrics(
     ratio: Callable[[EvictionSamples, LayerTensors, float], float],
-    found: Sequence[EvictionSamples],
+    samples: Sequence[EvictionSamples],
     layers: Sequence[LayerTensors],
 ) -> dict[str, float]:
     """Layers whose error is below that of eviction, and the geometric mean of the ratios.
@@ -178,7 +178,7 @@ def share_metrics(
     """
     metrics = dict[str, float]()
     for share in SHARES:
-        ratios = [ratio(own, each, share) for own, each in zip(found, layers, strict=True)]
+        ratios = [ratio(own, each, share) for own, each in zip(samples, layers, strict=True)]
         name = round(1 / share)
         metrics[f"layers_better_{name}"] = float(sum(own < 1 for own in ratios))
         logs = [math.log(max(own, LEAST_RATIO)) for own in ratios]

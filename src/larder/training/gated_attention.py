@@ -99,7 +99,7 @@ class GatedAttention(ABC):
         return out.flatten(0, 1).to(inputs.queries.dtype)
 
     @abstractmethod
-    def weigh(self, given: GatedLogits) -> Float[Tensor, "K R Q S"]:
+    def weigh(self, gated: GatedLogits) -> Float[Tensor, "K R Q S"]:
         """Attention weights."""
 
     def _record(self, index: int, states: Tensor) -> None:
@@ -119,11 +119,11 @@ class DecayedAttention(GatedAttention):
         super().__init__(decoder, gate)
         self.held = dict[int, Float[Tensor, "K Q"]]()
 
-    def weigh(self, given: GatedLogits) -> Float[Tensor, "K R Q S"]:
-        worth = retention(given.gates, given.ages) * given.visible
-        self.held[given.place] = worth.sum(-1)
-        logits = given.logits * worth[:, None]
-        return logits.masked_fill_(~given.visible, -torch.inf).softmax(-1)
+    def weigh(self, gated: GatedLogits) -> Float[Tensor, "K R Q S"]:
+        worth = retention(gated.gates, gated.ages) * gated.visible
+        self.held[gated.place] = worth.sum(-1)
+        logits = gated.logits * worth[:, None]
+        return logits.masked_fill_(~gated.visible, -torch.inf).softmax(-1)
 
 
 class MaskedAttention(GatedAttention):
@@ -145,12 +145,12 @@ class MaskedAttention(GatedAttention):
         self._protect = protect
         self.gates = dict[int, Float[Tensor, "K S"]]()
 
-    def weigh(self, given: GatedLogits) -> Float[Tensor, "K R Q S"]:
-        self.gates[given.place] = given.gates
-        spared = given.ages < self._protect.last
+    def weigh(self, gated: GatedLogits) -> Float[Tensor, "K R Q S"]:
+        self.gates[gated.place] = gated.gates
+        spared = gated.ages < self._protect.last
         spared[:, : self._protect.first] = True
-        kept = straight_through(given.gates)[:, None].masked_fill(spared, 1.0)  # [K, Q, S]
-        logits = given.logits.masked_fill(~given.visible, -torch.inf)
+        kept = straight_through(gated.gates)[:, None].masked_fill(spared, 1.0)  # [K, Q, S]
+        logits = gated.logits.masked_fill(~gated.visible, -torch.inf)
         weights = logits.softmax(-1) * kept[:, None]
         return weights / weights.sum(-1, keepdim=True)
 

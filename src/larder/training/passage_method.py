@@ -81,7 +81,7 @@ class PassageMethod(ABC):
 
     @abstractmethod
     def shapes(
-        self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
+        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
     ) -> Mapping[str, tuple[int, ...]]:
         """Shape that each tensor of a layer must have, as of `GateProvider.shapes`."""
 

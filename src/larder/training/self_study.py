@@ -91,7 +91,7 @@ def study_conversations(
     sizes = CONTINUED_WORDS, CONTINUED_WORDS
     yield from parts(words, CONTINUE_PROMPT, sizes, counts.continuations, source)
     for _ in range(counts.questions):
-        yield asked(engine, memory, words, source)
+        yield ask_about_part(engine, memory, words, source)
 
 
 def text_of(conversation: Conversation) -> str:
@@ -137,7 +137,7 @@ def parts(
         yield StudyConversation(prompt.format(" ".join(words[start:cut])), answer)
 
 
-def asked(
+def ask_about_part(
     engine: Engine, memory: ConversationMemory, words: Sequence[str], source: Random
 ) -> StudyConversation:
     """Question that the model asks about a part of the text, and its answer."""

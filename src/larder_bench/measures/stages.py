@@ -51,9 +51,7 @@ class Stages(Measure):
     answer: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("turns", "timed", "answer"):
-            if getattr(self, name) < 1:
-                raise BadParameter(f"stages.{name} must be 1 or more, got {getattr(self, name)}.")
+        require_at_least(1, "stages", turns=self.turns, timed=self.timed, answer=self.answer)
         if self.stays < 1:
             raise BadParameter(f"stages.stays must be 1 or more, got {self.stays}.")
 

@@ -48,10 +48,7 @@ class ChatWorkload(Workload):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("sittings", "turns"):
-            if not getattr(self, name) >= 1:
-                value = getattr(self, name)
-                raise BadParameter(f"chat.{name} must be 1 or more, got {value}.")
+        require_at_least(1, "chat", sittings=self.sittings, turns=self.turns)
         for name in ("pinned", "again"):
             if not 0 <= getattr(self, name) <= 1:
                 value = getattr(self, name)

@@ -52,10 +52,10 @@ class Page:
         for domain in ("Page", "Runtime", "Log"):
             self.send(f"{domain}.enable")
 
-    def send(self, method: str, **given: Any) -> dict[str, Any]:
+    def send(self, method: str, **value: Any) -> dict[str, Any]:
         """Have the browser do something, and what it says of it."""
         self._count += 1
-        told: dict[str, Any] = {"id": self._count, "method": method, "params": given}
+        told: dict[str, Any] = {"id": self._count, "method": method, "params": value}
         if self._session is not None:
             told["sessionId"] = self._session
         os.write(self._into, json.dumps(told).encode() + b"\0")

@@ -323,12 +323,12 @@ class LazyEntries(Entries):
     """
 
     _like: Tensor
-    _made: Callable[[KVSide], Tensor]
+    _compute: Callable[[KVSide], Tensor]
 
     @staticmethod
     def of(
         like: Float[Tensor, "0 D"],
-        made: Callable[[KVSide], Tensor],
+        compute: Callable[[KVSide], Tensor],
         positions: Int32[Tensor, " T"],
         lengths: tuple[int, ...],
         columns: Mapping[str, Float[Tensor, " T"]],
@@ -338,12 +338,12 @@ class LazyEntries(Entries):
         """Packed entries, head by head.
 
         Args:
-            made: computes all keys, or all values.
+            compute: computes all keys, or all values.
         """
         entries = object.__new__(LazyEntries)  # __init__ would need keys and values
         vars(entries).update(
             _like=like,
-            _made=made,
+            _compute=compute,
             positions=positions,
             starts=tuple(sum(lengths[:head]) for head in range(len(lengths))),
             lengths=lengths,
@@ -357,7 +357,7 @@ class LazyEntries(Entries):
     def __getattr__(self, name: str) -> Tensor:
         if name not in KV_SIDES:
             raise AttributeError(name)
-        vars(self)[name] = self._made(KV_SIDES[name])
+        vars(self)[name] = self._compute(KV_SIDES[name])
         return vars(self)[name]
 
     @property

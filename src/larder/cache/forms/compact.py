@@ -151,11 +151,11 @@ class CompactLayer(CompositeLayer):
     def _radians(self, like: Tensor) -> Float[Tensor, " half"]:
         return torch.tensor(self.layer.radians, dtype=torch.float32, device=like.device)
 
-    def _turned(self, held: Entries) -> tuple[Tensor, ...]:
+    def _turned(self, entries: Entries) -> tuple[Tensor, ...]:
         """Keys of all storage rows rotated to their cache positions, and these positions."""
-        places, turned = _compact_positions(held), torch.empty_like(held.keys)
+        places, turned = _compact_positions(entries), torch.empty_like(entries.keys)
         radians = self._radians(turned)
-        parts = (tensor.split(ROTATION_CHUNK) for tensor in (turned, held.keys, places))
+        parts = (tensor.split(ROTATION_CHUNK) for tensor in (turned, entries.keys, places))
         for into, keys, at in zip(*parts, strict=True):
             into.copy_(rotate(keys[None], at, radians)[0])
         return turned, places
@@ -202,11 +202,13 @@ class CompactLayer(CompositeLayer):
         held.values[rows] = merged.values.to(held.values.dtype)
 
 
-def _compact_positions(held: Entries) -> Int[Tensor, " C"]:
+def _compact_positions(entries: Entries) -> Int[Tensor, " C"]:
     """Cache position of each storage row: its offset from the first row of its head."""
-    edges = torch.tensor([0, *held.starts[1:], len(held.keys)])  # slack may lie before the first
-    first = torch.tensor(held.starts).repeat_interleave(edges.diff())
-    return (torch.arange(len(held.keys)) - first).to(held.positions)
+    edges = torch.tensor(
+        [0, *entries.starts[1:], len(entries.keys)]
+    )  # slack may lie before the first
+    first = torch.tensor(entries.starts).repeat_interleave(edges.diff())
+    return (torch.arange(len(entries.keys)) - first).to(entries.positions)
 
 
 Part = CompactLayer

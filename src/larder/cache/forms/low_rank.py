@@ -153,17 +153,17 @@ class LowRankLayer(RecoverableLayer):
         self.replaced_bytes = self._ragged.replaced_bytes
         self._state, self._has_state = summed, has_weight
 
-    def _state_of(self, packed: Int64[Tensor, " G"], held: Entries) -> Float[Tensor, "K rank E"]:
+    def _state_of(self, packed: Int64[Tensor, " G"], entries: Entries) -> Float[Tensor, "K rank E"]:
         """State of some packed entries; heads with fewer of them are filled up with zeros."""
-        heads = heads_of_packed(packed, held.lengths)
-        counts = torch.bincount(heads, minlength=len(held.lengths))
+        heads = heads_of_packed(packed, entries.lengths)
+        counts = torch.bincount(heads, minlength=len(entries.lengths))
         offsets = torch.arange(len(packed)) - starts_of(counts)[heads]
-        rows = storage_rows(packed, *held.layout).to(held.keys.device)
+        rows = storage_rows(packed, *entries.layout).to(entries.keys.device)
         keys, values = (
             own.new_zeros(len(counts), int(counts.max()), own.shape[1]).index_put_(
                 (heads, offsets), own[rows]
             )
-            for own in (held.keys, held.values)
+            for own in (entries.keys, entries.values)
         )
         return low_rank_state(self._maps.keys(keys), values)
 

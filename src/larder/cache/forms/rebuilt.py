@@ -23,7 +23,7 @@ from larder.cache.forms._composite import RecoverableLayer
 from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.offload.slow_tier import rejected_entries
-from larder.cache.spec import CacheSpec, text_of, text_tensor
+from larder.cache.spec import CacheSpec, saved_spec_text, text_tensor
 from larder.cache.validation import check_kept, check_single_precision
 from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
@@ -135,7 +135,7 @@ class RecomputedLayer(RecoverableLayer):
         self._count_bytes()
 
     @property
-    def gone(self) -> tuple[Int64[Tensor, " _"], ...]:
+    def evicted(self) -> tuple[Int64[Tensor, " _"], ...]:
         """Positions of evicted entries per kv head."""
         return tuple(self._gone)
 
@@ -164,12 +164,8 @@ class RecomputedLayer(RecoverableLayer):
 
     @classmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> RecomputedLayer:
-        if SPEC_KEY not in state:
-            raise CacheError(
-                f"Layer {layer.index} of the saved cache has no recompute spec, but its "
-                "description has one: build the cache again."
-            )
-        like, spec = state["keys"], RecomputeSpec.from_text(text_of(state[SPEC_KEY]))
+        text = saved_spec_text(state, SPEC_KEY, layer, "recompute")
+        like, spec = state["keys"], RecomputeSpec.from_text(text)
         store = cls(layer, like.dtype, like.device, Ledger(), spec)
         store._adopt_ragged(state)
         store._source = state[SOURCE_KEY]

@@ -29,7 +29,7 @@ from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.predictive import by_head, side_by_side
 from larder.cache.residual_tier import DecodedTokens, ResidualCoder, ResidualTier
-from larder.cache.spec import CacheSpec, text_of, text_tensor
+from larder.cache.spec import CacheSpec, saved_spec_text, text_tensor
 from larder.cache.validation import check_kept, check_single_precision, tokens_kept
 from larder.core.codec import ResidualSpec
 from larder.core.errors import CacheError
@@ -193,12 +193,8 @@ class ResidualLayer(MixedLayer):
         Raises:
             CacheError: the predictions are missing, or were trained again.
         """
-        if SPEC_KEY not in state:
-            raise CacheError(
-                f"Layer {layer.index} of the saved cache has no residual spec, but its "
-                "description has one: build the cache again."
-            )
-        digest, place, text = text_of(state[SPEC_KEY]).split(" ", 2)
+        saved = saved_spec_text(state, SPEC_KEY, layer, "residual")
+        digest, place, text = saved.split(" ", 2)
         keys, spec = state["keys"], ResidualSpec.from_text(text)
         store = cls(layer, keys.dtype, keys.device, Ledger(), spec, int(place))
         if store._coder.predictions.digest != digest:
@@ -340,8 +336,8 @@ class ResidualLayer(MixedLayer):
         """Ledger columns of the exact tokens, then of the coded ones."""
         return torch.cat([self._exact_columns(), self._tier.columns], 2)
 
-    def _keep_decoded(self, found: DecodedTokens | None) -> None:
-        self._decoded = found
+    def _keep_decoded(self, decoded: DecodedTokens | None) -> None:
+        self._decoded = decoded
         self._count_bytes()
 
     def _hold(self, tier: ResidualTier) -> None:

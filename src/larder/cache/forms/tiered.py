@@ -170,10 +170,10 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         self.replaced_bytes = self._ragged.replaced_bytes
         self._replace_slow_tier(rest)
 
-    def _replace_slow_tier(self, rest: SlowTier | None) -> None:
-        """Replace the slow tier, if `rest` is not None, and its index."""
-        if rest is not None:
-            self._slow = self._attach(rest, self._slow)
+    def _replace_slow_tier(self, slow_tier: SlowTier | None) -> None:
+        """Replace the slow tier, if `slow_tier` is not None, and its index."""
+        if slow_tier is not None:
+            self._slow = self._attach(slow_tier, self._slow)
             self._numbering = EntryNumberCheck(self.layer.kv_heads)
             fresh = PageFetcher(self.layer, self.parking.recall, *self.finder.like)
             self.finder = self._attach(fresh, self.finder)
@@ -312,12 +312,12 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
             return finder.union_calls
         return finder.block_calls if recall.prefill is PrefillRecall.RECALLED else None
 
-    def _choice_for(self, held: Entries) -> PageSelection | None:
+    def _choice_for(self, entries: Entries) -> PageSelection | None:
         """Page selection of the leader in this step; None if its slow tier differs."""
         choice = None if self.leader is None else self.leader.finder.choice
-        if self.leader is None or choice is None or choice.lengths != held.lengths:
+        if self.leader is None or choice is None or choice.lengths != entries.lengths:
             return None
-        return choice if self._numbering.agrees(held, self.leader.parked()) else None
+        return choice if self._numbering.agrees(entries, self.leader.parked()) else None
 
     def _measure_layers(self) -> None:
         """Have all layers learn, and the recall part measure over them, before the first search."""

@@ -315,9 +315,13 @@ class TransformLayer(MixedLayer):
         columns = COLUMN_BYTES * len(self._ragged.ledger.columns) * len(coded)
         return FitLayer(tier, batch, exact, columns, plan.allowed_bytes)
 
-    def _new_grades(self, plan: Plan, held: Entries, sums: MergedEntries) -> Int8[Tensor, " T"]:
+    def _new_grades(self, plan: Plan, entries: Entries, sums: MergedEntries) -> Int8[Tensor, " T"]:
         """Grade of each kept entry after a plan: of coded entries never a finer one."""
-        former = held.grades.cpu() if len(held.grades) else torch.zeros(sum(held.lengths)).char()
+        former = (
+            entries.grades.cpu()
+            if len(entries.grades)
+            else torch.zeros(sum(entries.lengths)).char()
+        )
         former = former.index_fill(0, sums.targets.cpu(), 0)[plan.kept.cpu()]
         if not len(plan.grades):
             return former
@@ -331,47 +335,51 @@ class TransformLayer(MixedLayer):
         return torch.where(former > 0, torch.maximum(former, wanted), wanted)
 
     def _coded_after(
-        self, plan: Plan, held: Entries, sums: MergedEntries, grades: Tensor, step: float
+        self, plan: Plan, entries: Entries, sums: MergedEntries, grades: Tensor, step: float
     ) -> TransformedTier:
         """Coded tier after a plan; the same one if nothing of it changes."""
         coded = plan.kept.cpu()[grades > 0]
-        before = held.grades.cpu() if len(held.grades) else torch.zeros(sum(held.lengths)).char()
+        before = (
+            entries.grades.cpu()
+            if len(entries.grades)
+            else torch.zeros(sum(entries.lengths)).char()
+        )
         is_same = (
             len(coded) == len(self._tier) and step == self._tier.step and not len(sums.targets)
         )
         tiers = (grades[grades > 0] - TIER_GRADE).to(torch.int8)
         if is_same and torch.equal(before[coded], grades[grades > 0]) and not plan.columns:
             return self._tier
-        columns = self._planned_columns(plan, held)[:, (grades > 0).nonzero().flatten()]
-        batch = self.component_batch(held, coded, tiers, columns, sums)
+        columns = self._planned_columns(plan, entries)[:, (grades > 0).nonzero().flatten()]
+        batch = self.component_batch(entries, coded, tiers, columns, sums)
         return self._tier.encoded(batch, step)
 
-    def _planned_columns(self, plan: Plan, held: Entries) -> Float[Tensor, "n T"]:
+    def _planned_columns(self, plan: Plan, entries: Entries) -> Float[Tensor, "n T"]:
         """Ledger columns of the kept entries after a plan."""
         self._ragged.check_numbers(plan)
         names, kept = self._ragged.ledger.columns, plan.kept
-        rows = [plan.columns[n] if n in plan.columns else held.column(n)[kept] for n in names]
+        rows = [plan.columns[n] if n in plan.columns else entries.column(n)[kept] for n in names]
         return (
             torch.stack([row.float().cpu() for row in rows]) if rows else torch.zeros(0, len(kept))
         )
 
     def component_batch(
         self,
-        held: Entries,
+        entries: Entries,
         packed: Int64[Tensor, " N"],
         tiers: Int8[Tensor, " N"],
         columns: Float[Tensor, "n N"],
         sums: MergedEntries,
     ) -> ComponentBatch:
         """Components of some packed entries, with merged ones in their new form."""
-        heads = heads_of_packed(packed, held.lengths)
-        positions = held.packed_positions().cpu().long()[packed]
-        keys, values = held.pack(held.keys).float(), held.pack(held.values).float()
+        heads = heads_of_packed(packed, entries.lengths)
+        positions = entries.packed_positions().cpu().long()[packed]
+        keys, values = entries.pack(entries.keys).float(), entries.pack(entries.values).float()
         if len(sums.targets):
             keys, values = keys.clone(), values.clone()
             keys[sums.targets], values[sums.targets] = sums.keys, sums.values
         parts: list[Tensor] = [torch.zeros(0, 2 * self.layer.head_dim)]
-        for head in range(len(held.lengths)):
+        for head in range(len(entries.lengths)):
             own = packed[heads == head].to(keys.device)
             there = positions[heads == head]
             sides = keys[own].cpu(), values[own].cpu()
@@ -379,14 +387,14 @@ class TransformLayer(MixedLayer):
         return ComponentBatch(heads, positions, torch.cat(parts), tiers, columns)
 
     def _exact_after(
-        self, plan: Plan, held: Entries, order: Tensor, sums: MergedEntries, grades: Tensor
+        self, plan: Plan, entries: Entries, order: Tensor, sums: MergedEntries, grades: Tensor
     ) -> tuple[Plan, MergedEntries, InsertedEntries | None]:
         """Plan, merged entries and inserted entries of the exact part."""
         kept, count = plan.kept.cpu(), sum(self._ragged.lengths)
         places, exact = order[kept], grades == 0
         stays = exact & (places < count)
-        heads = heads_of_packed(kept, held.lengths)
-        lengths = torch.bincount(heads[stays], minlength=len(held.lengths))
+        heads = heads_of_packed(kept, entries.lengths)
+        lengths = torch.bincount(heads[stays], minlength=len(entries.lengths))
         marked = stays.to(plan.kept.device)
         columns = {name: numbers[marked] for name, numbers in plan.columns.items()}
         own = Plan(places[stays], tuple(lengths.tolist()), columns=columns, scalars=plan.scalars)
@@ -399,8 +407,8 @@ class TransformLayer(MixedLayer):
         if not len(comes):
             return own, merged, None
         found = torch.searchsorted(sums.targets.cpu(), kept[comes])
-        positions = held.packed_positions()[plan.kept[comes.to(plan.kept.device)]]
-        numbers = self._planned_columns(plan, held)[:, comes].to(held.keys.device)
+        positions = entries.packed_positions()[plan.kept[comes.to(plan.kept.device)]]
+        numbers = self._planned_columns(plan, entries)[:, comes].to(entries.keys.device)
         sides = sums.keys[found], sums.values[found]
         return own, merged, InsertedEntries(heads[comes], *sides, positions, numbers)
 

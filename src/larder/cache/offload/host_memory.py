@@ -36,7 +36,7 @@ class HostMemoryBudget:
         self._users.add(user)
 
     @property
-    def taken(self) -> int:
+    def used(self) -> int:
         """Bytes in use by all users."""
         return sum(user.host_nbytes for user in self._users)
 
@@ -52,7 +52,7 @@ class HostMemoryBudget:
             BudgetError: the limit or the machine's free memory would be exceeded.
         """
         if self.limit is not None:
-            self._check_limit(self.limit, self.taken + entries, index)
+            self._check_limit(self.limit, self.used + entries, index)
         free = _available_bytes() if entries else None
         needed = entries + index + beside
         if free is not None and needed > free:

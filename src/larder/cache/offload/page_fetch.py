@@ -168,7 +168,7 @@ class PageFetcher(TensorOwner):
 
     def foreseen_bytes(self, parked: tuple[int, ...]) -> int:
         """Upper bound of the slot bytes for a search over `parked` entries of each head."""
-        there = self.shared_index.index.counts if self.shared_index.known == parked else parked
+        there = self.shared_index.index.counts if self.shared_index.indexed == parked else parked
         pages = min(self.recall.pages, max(there)) * self.recall.sets(self.layer)
         rows = pages * self.recall.page
         return PagePool.foreseen_bytes(self.layer, rows, self.like[0].itemsize)
@@ -176,7 +176,7 @@ class PageFetcher(TensorOwner):
     @property
     def pages(self) -> tuple[int, int]:
         """Pages requested so far, and how many of them had to be moved."""
-        return (0, 0) if self._pool is None else (self._pool.asked, self._pool.moved)
+        return (0, 0) if self._pool is None else (self._pool.requested, self._pool.moved)
 
     def _take_prefetched(
         self, queries: Queries, entries: Entries, observed: ObservedQueries
@@ -209,7 +209,7 @@ class PageFetcher(TensorOwner):
 
     def _searchable(self, entries: Entries) -> Entries:
         """Entries that the index is to know in this step; the others are attended to one by one."""
-        known = self.shared_index.known
+        known = self.shared_index.indexed
         waiting = [length - old for length, old in zip(entries.lengths, known, strict=True)]
         is_large = min(known) >= AMORTIZED_ENTRIES and max(waiting) <= MAX_WAITING
         if not is_large or type(entries) is not Entries or not self.recall.can_read_all:
@@ -265,7 +265,7 @@ class PageFetcher(TensorOwner):
             slots = max(width, min(most, room))
             pool = PagePool(self.layer, sets, slots, self.recall.page, *self.like)
             if before is not None:
-                pool.asked, pool.moved = before.asked, before.moved
+                pool.requested, pool.moved = before.requested, before.moved
             self._pool = self._attach(pool, before)
         assert self._pool is not None
         return self._pool
@@ -354,7 +354,7 @@ class SharedIndex(TensorOwner):
         super().__init__()
         self._recall, self._layer = recall, layer
         self.index = recall.index(layer) if index is None else index
-        self.known = known or (0,) * layer.kv_heads
+        self.indexed = known or (0,) * layer.kv_heads
         self._each = 0.0  # estimated index bytes per entry; 0 until first needed
         self._sharers: WeakSet[SharedIndex] = WeakSet([self])
         self._count_bytes()
@@ -364,7 +364,7 @@ class SharedIndex(TensorOwner):
 
     def learn(self, entries: Entries, observed: Float[Tensor, "H Q D"] | None) -> None:
         """Add new entries to the index. If interrupted, the index is empty afterwards."""
-        if self.known == entries.lengths:
+        if self.indexed == entries.lengths:
             return
         if self._is_shared:
             self._own(self._copied())
@@ -372,10 +372,10 @@ class SharedIndex(TensorOwner):
             self.index.add(entries, observed)
         except BaseException:  # the index may contain half of them
             self._own(self._recall.index(self._layer))
-            self.known = (0,) * self._layer.kv_heads
+            self.indexed = (0,) * self._layer.kv_heads
             self._count_bytes()
             raise
-        self.known = entries.lengths
+        self.indexed = entries.lengths
         self._count_bytes()
 
     def observe_step(
@@ -402,7 +402,7 @@ class SharedIndex(TensorOwner):
         """Independent copy; a stateless index is shared until one of both changes."""
         is_steady = self.index.is_stateless
         index = self.index if is_steady else self._copied()
-        copy = SharedIndex(self._recall, self._layer, index, self.known)
+        copy = SharedIndex(self._recall, self._layer, index, self.indexed)
         if is_steady:
             self._sharers.add(copy)
             copy._sharers = self._sharers
@@ -411,12 +411,12 @@ class SharedIndex(TensorOwner):
     @property
     def is_used(self) -> bool:
         """True if any entry is indexed."""
-        return any(self.known)
+        return any(self.indexed)
 
     def growth_estimate_bytes(self, entries: int) -> int:
         """Estimated growth in bytes until the index covers `entries` entries of all heads."""
-        known = sum(self.known)
-        if known < SAMPLE_ENTRIES * len(self.known):
+        known = sum(self.indexed)
+        if known < SAMPLE_ENTRIES * len(self.indexed):
             self._each = self._each or self._recall.entry_bytes(self._layer)
             return max(0, int(self._each * entries) - self.nbytes)
         return self.nbytes * max(0, entries - known) // known

@@ -55,7 +55,7 @@ class PagePool(TensorOwner):
     ) -> None:
         super().__init__()
         self.sets, self.slots, self.page = sets, slots, page
-        self.asked = self.moved = 0  # pages requested and moved so far
+        self.requested = self.moved = 0  # pages requested and moved so far
         self._layer = layer
         rows = sets * slots * page
         self._keys = torch.zeros(rows, layer.head_dim, dtype=dtype, device=device)
@@ -128,7 +128,7 @@ class PagePool(TensorOwner):
         from larder.ops.cpu import page_slots
 
         self._widen_table(int(pages.max()) + 1 if pages.numel() else 0)
-        self.asked += int((pages >= 0).sum())
+        self.requested += int((pages >= 0).sum())
         self.moved += page_slots.load_pages(
             {
                 "pages": pages.contiguous(),
@@ -208,7 +208,7 @@ class PagePool(TensorOwner):
         into = slots[sets, ranks]
         old, pages = self._pages[sets, into], wanted[sets, ranks]
         moves = (old != pages) | (self._versions[sets, into] != versions[sets, ranks])
-        self.asked += len(sets)
+        self.requested += len(sets)
         self.moved += int(moves.sum())
         sets, ranks, into = sets[moves], ranks[moves], into[moves]
         if not len(sets):

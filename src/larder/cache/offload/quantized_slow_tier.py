@@ -44,10 +44,10 @@ class DequantizedEntries(Entries):
         dtype: of dequantized keys and values.
     """
 
-    def __init__(self, held: Entries, dtype: torch.dtype, numbers: QuantizedEntries) -> None:
+    def __init__(self, entries: Entries, dtype: torch.dtype, numbers: QuantizedEntries) -> None:
         own = {"positions", "starts", "lengths", "columns", "scalars", "rope_positions", "grades"}
         for name in own:
-            object.__setattr__(self, name, getattr(held, name))
+            object.__setattr__(self, name, getattr(entries, name))
         object.__setattr__(self, "_dtype", dtype)
         object.__setattr__(self, "_numbers", numbers)
 

@@ -25,8 +25,7 @@ from torch import Tensor
 from larder.cache.forms.base import AttentionCall
 from larder.cache.memory_usage import TensorOwner
 from larder.cache.offload.host_memory import HostMemoryBudget
-from larder.cache.spec import text_of
-from larder.core.errors import CacheError
+from larder.cache.spec import saved_spec_text
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.recall import OffloadSpec
@@ -57,20 +56,22 @@ class OffloadBatch:
     lengths: Int64[Tensor, " K"]
 
     @staticmethod
-    def of(held: Entries, gone: Int64[Tensor, " G"]) -> OffloadBatch:
-        """Batch of the entries with packed indices `gone`."""
-        lengths = torch.bincount(heads_of_packed(gone, held.lengths), minlength=len(held.lengths))
-        rows = storage_rows(gone, *held.layout).to(held.keys.device)
-        columns = [column[rows] for column in held.columns.values()]
-        stacked = torch.stack(columns) if columns else held.keys.new_empty(0, len(rows)).float()
+    def of(entries: Entries, rejected: Int64[Tensor, " G"]) -> OffloadBatch:
+        """Batch of the entries with packed indices `rejected`."""
+        lengths = torch.bincount(
+            heads_of_packed(rejected, entries.lengths), minlength=len(entries.lengths)
+        )
+        rows = storage_rows(rejected, *entries.layout).to(entries.keys.device)
+        columns = [column[rows] for column in entries.columns.values()]
+        stacked = torch.stack(columns) if columns else entries.keys.new_empty(0, len(rows)).float()
         return OffloadBatch(
-            held.keys[rows], held.values[rows], held.positions[rows], stacked, lengths
+            entries.keys[rows], entries.values[rows], entries.positions[rows], stacked, lengths
         )
 
 
-def rejected_entries(plan: Plan, held: int) -> Int64[Tensor, " G"]:
-    """Packed indices, of `held` entries, that a plan does not keep."""
-    stays = torch.zeros(held, dtype=torch.bool)
+def rejected_entries(plan: Plan, num_entries: int) -> Int64[Tensor, " G"]:
+    """Packed indices, of `num_entries` entries, that a plan does not keep."""
+    stays = torch.zeros(num_entries, dtype=torch.bool)
     stays[plan.kept.cpu()] = True
     return torch.nonzero(~stays).flatten()
 
@@ -324,10 +325,4 @@ def saved_offload_spec(state: Mapping[str, Tensor], layer: LayerSpec) -> Offload
     Raises:
         CacheError: the saved layer has no slow tier.
     """
-    saved = state.get(PARKING)
-    if saved is None:
-        raise CacheError(
-            f"Layer {layer.index} of the saved cache has no offload spec, but its description has "
-            "one: build the cache again."
-        )
-    return OffloadSpec.from_text(text_of(saved))
+    return OffloadSpec.from_text(saved_spec_text(state, PARKING, layer, "offload"))

@@ -150,12 +150,12 @@ def _print_table(runs: dict[str, QuestionRun]) -> None:
         table.add_row(
             name,
             f"{figures.budget_tokens:,}",
-            f"{_right(run)}/{len(run.asked)}",
+            f"{_right(run)}/{len(run.outcomes)}",
             format_bytes(figures.active_kv_bytes),
             format_bytes(figures.kv_bytes),
             format_bytes(run.peak_kv_bytes),
             format_seconds(figures.prefill_seconds),
-            f"{summary(run.asked)['decode_tokens_per_second']:.1f}",
+            f"{summary(run.outcomes)['decode_tokens_per_second']:.1f}",
         )
     console.print(table)
     context = runs[FULL].memory.figures.context_tokens
@@ -175,7 +175,7 @@ def _print_table(runs: dict[str, QuestionRun]) -> None:
 
 def _right(run: QuestionRun) -> int:
     """Number of answers that contain the expected one."""
-    return sum(one.scores is not None and one.scores.contains for one in run.asked)
+    return sum(one.scores is not None and one.scores.contains for one in run.outcomes)
 
 
 def _conclusion(runs: dict[str, QuestionRun]) -> str:

@@ -49,7 +49,7 @@ class RepeatedText(Measurement):
             raise BadParameter(f"A repeated text needs tokens >= 2 and times >= 2, got {self}.")
 
     def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
-        ids = random_tokens(sample.known(), self.tokens) * self.times
+        ids = random_tokens(sample.token_ids(), self.tokens) * self.times
         return measure_layers(decoder, ids, lambda shown: head_maxima(self._mass(shown), shown))
 
     def _mass(self, shown: AttentionInputs) -> Float[Tensor, " H"]:

@@ -75,7 +75,7 @@ class SampleText:
             ids += ids
         return ids[:tokens]
 
-    def known(self) -> tuple[int, ...]:
+    def token_ids(self) -> tuple[int, ...]:
         """Distinct token ids of the text, ascending."""
         return tuple(sorted(set(self.encode(self.text))))
 

@@ -37,7 +37,7 @@ class TrainedGates(Measurement):
         return tuple(gate for own in learned.layers for gate in own[GATES].tolist())
 
     def shapes(
-        self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
+        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
     ) -> dict[str, tuple[int, ...]]:
         """Shape of the tensor of a layer, as of `GateProvider.shapes`."""
         return {GATES: (layer.kv_heads,)}

@@ -94,7 +94,7 @@ def numba_search(
 
 def insert(
     targets: Array,
-    known: Array,
+    indexed: Array,
     keys: Float[Tensor, "C D"],
     starts: Array,
     squares: Array,
@@ -115,7 +115,7 @@ def insert(
             first,
             stop,
             targets,
-            known,
+            indexed,
             stored,
             starts,
             squares,

@@ -186,7 +186,7 @@ def insert(
     first,
     stop,
     targets,
-    known,
+    indexed,
     stored,
     starts,
     squares,
@@ -197,7 +197,7 @@ def insert(
     beams,
     counts,
 ):
-    """Insert the entries behind the first `known` of each of the heads [first, stop).
+    """Insert the entries behind the first `indexed` of each of the heads [first, stop).
 
     `targets` are their levels, -1 behind the last.
     """
@@ -207,7 +207,7 @@ def insert(
         for at in range(targets.shape[1]):
             if targets[h, at] >= 0:
                 insert_one(
-                    known[h] + at,
+                    indexed[h] + at,
                     targets[h, at],
                     stored,
                     starts[h],

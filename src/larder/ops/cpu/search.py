@@ -81,12 +81,12 @@ def interleaved(ranked: Int64[Tensor, "H P"], kv_heads: int, count: int) -> Int6
 MAX_NEAREST_ROWS = 4  # per kv head; above it a matrix product is faster
 
 
-def supports_nearest(rows: Tensor, asked: int, num_kv_heads: int) -> bool:
+def supports_nearest(rows: Tensor, num_queries: int, num_kv_heads: int) -> bool:
     """True for few rows over contiguous CPU storage of a supported dtype."""
     return (
         rows.device.type == "cpu"
         and rows.dtype in SUPPORTED_DTYPES
-        and asked <= MAX_NEAREST_ROWS * num_kv_heads
+        and num_queries <= MAX_NEAREST_ROWS * num_kv_heads
         and rows.is_contiguous()
     )
 
@@ -96,30 +96,30 @@ def nearest_rows(
     starts: Int[Tensor, " K"],
     lengths: Int[Tensor, " K"],
     marked: Bool[Tensor, " T"],
-    asked: Int64[Tensor, " F"],
+    query_rows: Int64[Tensor, " F"],
 ) -> tuple[Float[Tensor, " F"], Int64[Tensor, " F"]]:
     """Kernel of `nearest_rows`; thread-safe."""
     library = c_library()
     if library is None or rows.shape[1] > MAX_HEAD_DIM:
-        return numba_nearest_rows(rows, starts, lengths, marked, asked)
+        return numba_nearest_rows(rows, starts, lengths, marked, query_rows)
     starts, lengths, marked = starts.contiguous(), lengths.contiguous(), marked.contiguous()
-    rows, asked = rows.detach(), asked.contiguous()
-    cosines = torch.empty(len(asked), dtype=torch.float32)
-    places = torch.empty(len(asked), dtype=torch.int64)
+    rows, query_rows = rows.detach(), query_rows.contiguous()
+    cosines = torch.empty(len(query_rows), dtype=torch.float32)
+    places = torch.empty(len(query_rows), dtype=torch.int64)
     call = NearestCall(
         rows=rows.data_ptr(),
         starts=starts.data_ptr(),
         lengths=lengths.data_ptr(),
         marked=marked.data_ptr(),
-        asked=asked.data_ptr(),
+        asked=query_rows.data_ptr(),
         cosines=cosines.data_ptr(),
         places=places.data_ptr(),
         head_dim=rows.shape[1],
         item_bytes=rows.element_size(),
-        count=len(asked),
+        count=len(query_rows),
     )
-    work = 2 * len(asked) * len(marked) // len(lengths) * rows.shape[1] if len(lengths) else 0
-    threads = min(torch.get_num_threads(), len(asked), work // SPAN_FLOATS)
+    work = 2 * len(query_rows) * len(marked) // len(lengths) * rows.shape[1] if len(lengths) else 0
+    threads = min(torch.get_num_threads(), len(query_rows), work // SPAN_FLOATS)
     library.larder_nearest_rows(byref(call), threads)
     return cosines, places
 
@@ -129,23 +129,25 @@ def numba_nearest_rows(
     starts: Int[Tensor, " K"],
     lengths: Int[Tensor, " K"],
     marked: Bool[Tensor, " T"],
-    asked: Int64[Tensor, " F"],
+    query_rows: Int64[Tensor, " F"],
 ) -> tuple[Float[Tensor, " F"], Int64[Tensor, " F"]]:
     """`nearest_rows` where no C kernel was compiled, and for rows that are too long for it."""
     from larder.ops.cpu import search_kernels as kernels  # compiles: not before it is needed
 
     owned, marks = lengths.numpy(), marked.numpy()
-    heads = np.searchsorted(np.cumsum(owned), asked.numpy(), side="right")
-    cosines = np.empty(len(asked), np.float32)
-    places = np.empty(len(asked), np.int64)
+    heads = np.searchsorted(np.cumsum(owned), query_rows.numpy(), side="right")
+    cosines = np.empty(len(query_rows), np.float32)
+    places = np.empty(len(query_rows), np.int64)
     threads = num_threads_for(2 * int(owned[heads].sum()) * rows.shape[1])
-    search = kernels.nearest_all_parallel if threads > 1 and len(asked) > 1 else kernels.nearest_all
+    search = (
+        kernels.nearest_all_parallel if threads > 1 and len(query_rows) > 1 else kernels.nearest_all
+    )
     search(
         as_numpy(rows.detach()),
         starts.numpy(),
         owned,
         marks,
-        asked.numpy(),
+        query_rows.numpy(),
         heads,
         cosines,
         places,

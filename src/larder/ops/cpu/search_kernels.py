@@ -201,12 +201,12 @@ def dots_and_squares(row, rows, dots, squares):
 
 
 @njit_kernel
-def nearest_one(stored, start, length, marked, asked, first):
+def nearest_one(stored, start, length, marked, query_rows, first):
     """Cosine and packed index of the nearest marked row of a head for one of its entries."""
     scratch = np.empty((ROWS, stored.shape[1]), np.float32)
     row = np.empty(stored.shape[1], np.float32)
     dots, norms = np.empty(ROWS, np.float32), np.empty(ROWS, np.float32)
-    loaded = load_row(stored, start + asked - first, row)
+    loaded = load_row(stored, start + query_rows - first, row)
     total = np.float32(0.0)
     for d in range(row.size):
         row[d] = loaded[d]
@@ -225,22 +225,22 @@ def nearest_one(stored, start, length, marked, asked, first):
 
 
 @njit_kernel
-def nearest_all(stored, starts, lengths, marked, asked, heads, cosines, places):
+def nearest_all(stored, starts, lengths, marked, query_rows, heads, cosines, places):
     """All entries in one thread."""
     firsts = np.cumsum(lengths) - lengths
-    for f in range(asked.size):
+    for f in range(query_rows.size):
         h = heads[f]
         cosines[f], places[f] = nearest_one(
-            stored, starts[h], lengths[h], marked, asked[f], firsts[h]
+            stored, starts[h], lengths[h], marked, query_rows[f], firsts[h]
         )
 
 
 @njit_parallel
-def nearest_all_parallel(stored, starts, lengths, marked, asked, heads, cosines, places):
+def nearest_all_parallel(stored, starts, lengths, marked, query_rows, heads, cosines, places):
     """`nearest_all` in parallel over entries."""
     firsts = np.cumsum(lengths) - lengths
-    for f in numba.prange(asked.size):
+    for f in numba.prange(query_rows.size):
         h = heads[f]
         cosines[f], places[f] = nearest_one(
-            stored, starts[h], lengths[h], marked, asked[f], firsts[h]
+            stored, starts[h], lengths[h], marked, query_rows[f], firsts[h]
         )

@@ -90,16 +90,16 @@ class Budget(PolicyPart, ABC):
         """
         return ()
 
-    def is_plan_due(self, held: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
+    def is_plan_due(self, lengths: Mapping[int, int], allowed: Mapping[int, int]) -> bool:
         """True if a plan is due during decode.
 
         Args:
-            held: entries of each managed layer, all heads together, by layer index.
+            lengths: entries of each managed layer, all heads together, by layer index.
             allowed: most entries of each layer without a plan.
         """
         if self.has_shared_pool:
-            return sum(held[layer] for layer in allowed) > sum(allowed.values())
-        return any(held[layer] > most for layer, most in allowed.items())
+            return sum(lengths[layer] for layer in allowed) > sum(allowed.values())
+        return any(lengths[layer] > most for layer, most in allowed.items())
 
     def step_quota(
         self, scalars: Mapping[str, Float[Tensor, " K"]], quota: int, tokens: int

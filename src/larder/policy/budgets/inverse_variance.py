@@ -223,11 +223,11 @@ def _log_deviations(spreads: Sequence[float]) -> list[float]:
     return [math.log(max(spread, 1e-30)) / 2 for spread in spreads]
 
 
-def _full_end_layers(floors: list[int], held: list[int], total: int) -> list[int]:
+def _full_end_layers(floors: list[int], lengths: list[int], total: int) -> list[int]:
     """Floors raised to all that is held for layers 0, 1 and the last, as far as there is room."""
     floors = list(floors)
     for place in dict.fromkeys((0, min(1, len(floors) - 1), len(floors) - 1)):
-        floors[place] += min(held[place] - floors[place], max(total - sum(floors), 0))
+        floors[place] += min(lengths[place] - floors[place], max(total - sum(floors), 0))
     return floors
 
 

@@ -103,7 +103,7 @@ class Ladder(Budget):
                 after.append(after[-1])
                 continue
             done, gone = state
-            mark, new = rung.taken(protected, len(protected) - quota, done, gone)
+            mark, new = rung.retain(protected, len(protected) - quota, done, gone)
             marks.append(mark)
             after.append(new)
         numbers = scored.scores.new_tensor(after).T
@@ -136,7 +136,7 @@ class Rung:
     stays: int
     first: int
 
-    def taken(
+    def retain(
         self, protected: Marks, excess: int, done: int, gone: int
     ) -> tuple[Marks, tuple[int, int]]:
         """Mask of the entries of a head that stay when `excess` are evicted, and the new
@@ -144,14 +144,14 @@ class Rung:
         """
         free = np.flatnonzero(~protected)
         spared = max(excess - len(free), 0)  # more is protected than there is room for
-        lost, state = self.climbed(len(free), excess - spared, done, gone)
+        lost, state = self.evict(len(free), excess - spared, done, gone)
         mark = np.ones(len(protected), np.bool_)
         mark[free[lost]] = False
         if spared:
             mark[np.flatnonzero(mark)[len(protected) - excess :]] = False
         return mark, state
 
-    def climbed(
+    def evict(
         self, held: int, excess: int, done: int, gone: int
     ) -> tuple[list[int], tuple[int, int]]:
         """Evicted slots, and the new progress.
@@ -183,8 +183,8 @@ def _evict_slot(place: int, lost: list[int]) -> None:
     lost.insert(before, place + before)
 
 
-def _layers(given: int | float, layers: int) -> int:
-    return math.ceil(given * layers) if isinstance(given, float) else given
+def _layers(count: int | float, layers: int) -> int:
+    return math.ceil(count * layers) if isinstance(count, float) else count
 
 
 def _head_progress(scored: LayerScores) -> list[tuple[int, int]]:

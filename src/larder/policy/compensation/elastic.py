@@ -64,19 +64,19 @@ class Elastic(Compensation):
         return replace(plan, folds=mean_folds(alike, sources, targets))
 
 
-def _nearest(gone: Indices, anchors: PackedMask, entries: Entries) -> tuple[Indices, Indices]:
+def _nearest(rejected: Indices, anchors: PackedMask, entries: Entries) -> tuple[Indices, Indices]:
     """Rejected entries whose head has an anchor, and the nearest anchor of each."""
     kept = torch.nonzero(anchors).flatten()
-    if not len(kept) or not len(gone):
-        return gone[:0], gone[:0]
-    every = torch.arange(len(anchors), device=gone.device)
+    if not len(kept) or not len(rejected):
+        return rejected[:0], rejected[:0]
+    every = torch.arange(len(anchors), device=rejected.device)
     places = entries.packed_positions().long() + 2 * FAR * heads_of(every, entries)
-    after = torch.searchsorted(places[kept], places[gone])
+    after = torch.searchsorted(places[kept], places[rejected])
     around = torch.stack([after - 1, after]).clamp(0, len(kept) - 1)  # [2, F]
-    apart = (places[kept[around]] - places[gone]).abs()
+    apart = (places[kept[around]] - places[rejected]).abs()
     best = kept[around.gather(0, apart.argmin(0)[None])[0]]
     near = apart.amin(0) < FAR
-    return gone[near], best[near]
+    return rejected[near], best[near]
 
 
 Part = Elastic

@@ -172,12 +172,18 @@ class FoldEma(Compensation):
         return self._merge_in_steps(plan, entries, gone, nearest, heads, likeness)
 
     def _merge_in_steps(
-        self, plan: Plan, entries: Entries, gone: Tensor, nearest: Tensor, heads: Tensor, u: Tensor
+        self,
+        plan: Plan,
+        entries: Entries,
+        rejected: Tensor,
+        nearest: Tensor,
+        heads: Tensor,
+        u: Tensor,
     ) -> Plan:
         """Plan for the other thresholds, without the fused kernel."""
         compared = nearest >= 0  # a head that keeps nothing has nothing to compare with
-        gone, nearest, heads, u = (part[compared] for part in (gone, nearest, heads, u))
-        if not len(gone):
+        rejected, nearest, heads, u = (part[compared] for part in (rejected, nearest, heads, u))
+        if not len(rejected):
             return plan
         before = entries.scalars[TAU]
         if self.variant is Variant.CODE:
@@ -188,10 +194,12 @@ class FoldEma(Compensation):
         plan = replace(plan, scalars={**plan.scalars, TAU: tau})
         if self.threshold is MergeThreshold.EMA:
             alike = judged >= tau[heads] - TIE
-            gone, nearest, u = gone[alike], nearest[alike], u[alike]
-        weights, own = self._merge_weights(gone, nearest, u, entries)
+            rejected, nearest, u = rejected[alike], nearest[alike], u[alike]
+        weights, own = self._merge_weights(rejected, nearest, u, entries)
         counted = torch.ones_like(weights) if self.variant is Variant.CODE else weights
-        return self._merged(plan, normalized_folds(gone, nearest, weights, counted, own), entries)
+        return self._merged(
+            plan, normalized_folds(rejected, nearest, weights, counted, own), entries
+        )
 
     def _merge_weights(
         self, sources: Tensor, targets: Tensor, likeness: Tensor, entries: Entries

@@ -112,17 +112,17 @@ class Park(Compensation):
         streams = torch.tensor([weight == 0 for weight in weights], device=gone.device)
         return replace(plan, dropped=gone[streams[heads_of(gone, entries)]])
 
-    def remaining(self, held: int) -> int:
+    def remaining(self, num_entries: int) -> int:
         """Entries per kv head that remain after the cut, over both tiers."""
-        budget = held if self.tokens is None else self.tokens
+        budget = num_entries if self.tokens is None else self.tokens
         if self.cut is Cut.SHARE:
-            return math.ceil(self.size * held)
+            return math.ceil(self.size * num_entries)
         if self.cut is Cut.BUDGETS:
-            return min(held, math.ceil(self.size * budget))
-        times = held / budget
+            return min(num_entries, math.ceil(self.size * budget))
+        times = num_entries / budget
         if self.cut is Cut.NOTHING or times <= 1:
-            return held
-        return math.ceil(held / times ** min(0.2 + 0.06 * math.log2(times), 0.8))
+            return num_entries
+        return math.ceil(num_entries / times ** min(0.2 + 0.06 * math.log2(times), 0.8))
 
 
 Part = Park

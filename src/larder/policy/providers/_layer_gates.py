@@ -27,9 +27,9 @@ class PerceptronGate(GateProvider, ABC):
         """Activation between both maps."""
 
     def shapes(
-        self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
+        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
     ) -> dict[str, tuple[int, ...]]:
-        bias = given.get(f"{FIRST}.bias")
+        bias = tensors.get(f"{FIRST}.bias")
         inner = 0 if bias is None else bias.numel()
         return {
             f"{FIRST}.weight": (inner, width),

@@ -27,9 +27,9 @@ class AttentionGate(GateProvider):
     reads_pass = True
 
     def shapes(
-        self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
+        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
     ) -> dict[str, tuple[int, ...]]:
-        inner = given[f"{QUERY}.bias"].numel() if f"{QUERY}.bias" in given else 0
+        inner = tensors[f"{QUERY}.bias"].numel() if f"{QUERY}.bias" in tensors else 0
         inner -= inner % layer.kv_heads
         return {
             f"{QUERY}.weight": (inner, width),

@@ -117,13 +117,13 @@ class GateProvider(Provider, ABC):
 
     @abstractmethod
     def shapes(
-        self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
+        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
     ) -> Mapping[str, tuple[int, ...]]:
         """Shape that each tensor of a layer must have, by name.
 
         Args:
             width: size of a hidden state.
-            given: the tensors; sizes that training chose freely are read from them.
+            tensors: the tensors; sizes that training chose freely are read from them.
         """
 
     @abstractmethod
@@ -143,7 +143,7 @@ class LearnedProvider(Provider, ABC):
 
     @abstractmethod
     def shapes(
-        self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
+        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
     ) -> Mapping[str, tuple[int, ...]]:
         """As of `GateProvider.shapes`."""
 
@@ -209,7 +209,7 @@ class SoftPromptProvider(Provider, ABC):
 
     @abstractmethod
     def shapes(
-        self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
+        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
     ) -> Mapping[str, tuple[int, ...]]:
         """Shape that each tensor of a layer must have, as of `GateProvider.shapes`."""
 

@@ -27,9 +27,9 @@ class FastKVzipGate(GateProvider):
     """Column `fast_kvzip`, in (0, 1)."""
 
     def shapes(
-        self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
+        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
     ) -> dict[str, tuple[int, ...]]:
-        base = given.get("k_base", torch.zeros(0, 0, 0, 0))
+        base = tensors.get("k_base", torch.zeros(0, 0, 0, 0))
         sinks, channels = base.shape[-2:]
         return {
             "q_proj.weight": (layer.query_heads * channels, width),

@@ -31,10 +31,10 @@ class SharedRetentionGate(GateProvider):
     shared = frozenset({f"{SHARED}.weight", f"{SHARED}.bias"})
 
     def shapes(
-        self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
+        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
     ) -> dict[str, tuple[int, ...]]:
         inner, channels = (
-            given[name].numel() if name in given else 0
+            tensors[name].numel() if name in tensors else 0
             for name in (f"{FIRST}.bias", f"{SHARED}.weight")
         )
         return {

@@ -19,7 +19,7 @@ class KVzapLinear(GateProvider):
     """Column `kvzap`: one linear map per layer, fitted by ridge regression."""
 
     def shapes(
-        self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
+        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
     ) -> dict[str, tuple[int, ...]]:
         return {"weight": (layer.kv_heads, width), "bias": (layer.kv_heads,)}
 

@@ -18,9 +18,9 @@ class SlotConvolution(LearnedProvider):
     """Inputs `lococo.kernel`, `lococo.bias` and `lococo.gamma`."""
 
     def shapes(
-        self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
+        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
     ) -> dict[str, tuple[int, ...]]:
-        channels, _, taps = given["kernel"].shape
+        channels, _, taps = tensors["kernel"].shape
         kernel = channels, 2 * layer.head_dim, taps
         return {"kernel": kernel, "bias": (channels,), "gamma": ()}
 

@@ -31,15 +31,15 @@ class LookaheadTokens(SoftPromptProvider):
         return ALPHA / rank
 
     def shapes(
-        self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
+        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
     ) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors of a layer; sizes of its linear layers are read from `given`."""
-        own = {name.removesuffix(DOWN) for name in given if name.endswith(DOWN)}
+        """Shapes of the tensors of a layer; sizes of its linear layers are read from `tensors`."""
+        own = {name.removesuffix(DOWN) for name in tensors if name.endswith(DOWN)}
         found = dict[str, tuple[int, ...]]()
-        if EMBEDDINGS in given:
+        if EMBEDDINGS in tensors:
             found[EMBEDDINGS] = (SOFT_TOKENS, width)
         for name in own:
-            down, up = given[f"{name}{DOWN}"], given.get(f"{name}{UP}")
+            down, up = tensors[f"{name}{DOWN}"], tensors.get(f"{name}{UP}")
             found[f"{name}{DOWN}"] = (len(down), *down.shape[1:2])
             found[f"{name}{UP}"] = (0 if up is None else len(up), len(down))
         return found

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.arguments import require
+from larder.core.arguments import require, require_at_least
 from larder.core.errors import BadParameter
 from larder.core.observation import Observation
 from larder.core.types import Packed
@@ -50,9 +50,7 @@ class Compactor(Scorer):
 
     def __post_init__(self) -> None:
         require(self.blend is None or self.blend >= 0, "compactor.blend", "0 or more", self.blend)
-        for name in ("sinks", "recent"):
-            if (value := getattr(self, name)) < 0:
-                raise BadParameter(f"compactor.{name} must be 0 or more, got {value}.")
+        require_at_least(0, "compactor", sinks=self.sinks, recent=self.recent)
         if self.tokens is not None and self.tokens < 1:
             raise BadParameter(f"compactor.tokens must be at least 1, got {self.tokens}.")
         Leverage(self.sketch)

@@ -98,10 +98,10 @@ class Transform(ExactEndsStorage):
         )
 
     def _importance(
-        self, scores: Float[Tensor, " T"], kept: Int64[Tensor, " K"]
+        self, scores: Float[Tensor, " T"], widths: Int64[Tensor, " K"]
     ) -> Float[Tensor, " K"]:
         """Binary logarithms of the kept scores; NaN for all where a score of any is negative."""
-        own = scores[kept]
+        own = scores[widths]
         if not self.tiers:
             return torch.zeros_like(own)
         if bool(((scores < 0) & scores.isfinite()).any()):

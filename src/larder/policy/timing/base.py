@@ -104,3 +104,8 @@ class Timing(PolicyPart, ABC):
             tokens: M, as in `quota`.
         """
         return protected
+
+
+def count_or_share(amount: int | float, total: int) -> int:
+    """Tokens of `total`: a whole number counts them, a fraction is a share of at least one."""
+    return min(amount, total) if isinstance(amount, int) else max(1, int(amount * total))

@@ -29,7 +29,7 @@ from larder.core.arguments import require
 from larder.core.errors import BadParameter, SpellingError, UnknownName
 from larder.core.types import PackedMask
 from larder.policy.reduced_scorer import ReducedScorer
-from larder.policy.timing.base import Growth, Timing
+from larder.policy.timing.base import Growth, Timing, count_or_share
 
 EVEN = 1e-9  # 100 * 0.29 is a little less than 29
 
@@ -95,10 +95,7 @@ class ContextRefresh(Timing):
 
     def recent_tokens(self, tokens: int) -> int:
         """The latest generated tokens that stay, under a budget of `tokens` entries per head."""
-        free = tokens - self.prefill_tokens(tokens)
-        if not isinstance(self.recent, float):
-            return min(self.recent, free)
-        return max(1, int(self.recent * free))
+        return count_or_share(self.recent, tokens - self.prefill_tokens(tokens))
 
     def generation_capacity(self, tokens: int) -> int | None:
         return tokens - self.prefill_tokens(tokens)

@@ -35,7 +35,7 @@ from larder.core.arguments import require
 from larder.core.errors import BadParameter, SpellingError, UnknownName
 from larder.core.types import PackedMask
 from larder.policy.reduced_scorer import ReducedScorer
-from larder.policy.timing.base import Timing
+from larder.policy.timing.base import Timing, count_or_share
 
 EVERY_TOKENS = 15  # where neither `every` nor `expected` is given, as in the released code
 
@@ -110,10 +110,7 @@ class Split(Timing):
 
     def recent_tokens(self, tokens: int) -> int:
         """The latest generated tokens that stay, under a budget of `tokens` entries per head."""
-        free = tokens - self.prefill_tokens(tokens)
-        if not isinstance(self.recent, float):
-            return min(self.recent, free)
-        return max(1, int(self.recent * free))
+        return count_or_share(self.recent, tokens - self.prefill_tokens(tokens))
 
     def excess(self) -> int | None:
         return self._every - 1 if self.strategy is Strategy.DISCONTINUOUS else 0

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from larder.core.errors import BadParameter
+from larder.core.arguments import require_at_least
 from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.policy.units.base import Unit, group_labels
@@ -44,9 +44,7 @@ class EntropyChunk(Unit):
     layers: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("size", "spiky", "layers"):
-            if (value := getattr(self, name)) < 1:
-                raise BadParameter(f"entropy_chunk.{name} must be at least 1, got {value}.")
+        require_at_least(1, "entropy_chunk", size=self.size, spiky=self.spiky, layers=self.layers)
 
     @property
     def layers_together(self) -> int:

@@ -95,9 +95,9 @@ def check_layer(part: str, layer: int | float) -> None:
         )
 
 
-def check_counts(part: str, tokens: int | None, kept: float | None) -> None:
+def check_counts(part: str, tokens: int | None, fraction: float | None) -> None:
     """Raise BadParameter unless tokens go on, by number or by share."""
-    if tokens is not None and kept is not None:
-        raise BadParameter(f"{part} was given tokens={tokens} and kept={kept}: give one.")
+    if tokens is not None and fraction is not None:
+        raise BadParameter(f"{part} was given tokens={tokens} and kept={fraction}: give one.")
     require(tokens is None or tokens >= 1, f"{part}.tokens", "at least 1", tokens)
-    require(kept is None or 0 < kept <= 1, f"{part}.kept", "a fraction in (0, 1]", kept)
+    require(fraction is None or 0 < fraction <= 1, f"{part}.kept", "a fraction in (0, 1]", fraction)

@@ -167,9 +167,9 @@ class Relay(Ticket):
         return True
 
 
-def no_replica(why: str) -> ApiError:
+def no_replica(reason: str) -> ApiError:
     """503 error: no replica responded in time."""
-    return ApiError(f"No replica answers ({why}): retry.", 503, "stopping", retry_after=1.0)
+    return ApiError(f"No replica answers ({reason}): retry.", 503, "stopping", retry_after=1.0)
 
 
 def routing_key(tenant: str, name: str) -> str:

@@ -117,11 +117,11 @@ def is_loopback(host: str | None) -> bool:
         return False
 
 
-def parse_keys(text: str, where: str) -> dict[str, Principal]:
+def parse_keys(text: str, source: str) -> dict[str, Principal]:
     """Principals by key, from lines (or comma-separated parts) of `NAME KEY [operator]`.
 
     Args:
-        where: source of the text, for error messages.
+        source: source of the text, for error messages.
 
     Raises:
         InputError: a line is malformed or a key is duplicate; the message contains no key.
@@ -132,12 +132,12 @@ def parse_keys(text: str, where: str) -> dict[str, Principal]:
         words = line.split()
         if not words or words[0].startswith("#"):
             continue
-        _check(words, f"{where}, line {number}")
+        _check(words, f"{source}, line {number}")
         if words[1] in keys:
-            raise InputError(f"{where}, line {number}: this key is a duplicate: make another.")
+            raise InputError(f"{source}, line {number}: this key is a duplicate: make another.")
         keys[words[1]] = Principal(words[0], is_operator=words[2:] == [OPERATOR])
     if not keys:
-        raise InputError(f"{where} holds no key: write lines of 'NAME KEY', or leave it out.")
+        raise InputError(f"{source} holds no key: write lines of 'NAME KEY', or leave it out.")
     return keys
 
 
@@ -155,15 +155,15 @@ def load_keys(path: Path) -> dict[str, Principal]:
         ) from error
 
 
-def _check(words: list[str], where: str) -> None:
+def _check(words: list[str], source: str) -> None:
     if len(words) < 2 or words[2:] not in ([], [OPERATOR]):
-        raise InputError(f"{where}: not 'NAME KEY' or 'NAME KEY {OPERATOR}'.")
+        raise InputError(f"{source}: not 'NAME KEY' or 'NAME KEY {OPERATOR}'.")
     if NAME.fullmatch(words[0]) is None:
         raise InputError(
-            f"{where}: a name is 1 to 64 letters, digits, dots, dashes and underscores."
+            f"{source}: a name is 1 to 64 letters, digits, dots, dashes and underscores."
         )
     if KEY.fullmatch(words[1]) is None:
-        raise InputError(f"{where}: a key is 16 to 512 printable ASCII characters, no comma.")
+        raise InputError(f"{source}: a key is 16 to 512 printable ASCII characters, no comma.")
 
 
 def _host(origin: str) -> str | None:

@@ -161,7 +161,7 @@ async def whole_answer(
         _choice(number, each.choice(form), each.reason, each.all_logprobs(form))
         for number, each in enumerate(said)
     ]
-    reports = [each.told for each in said]
+    reports = [each.final_report for each in said]
     return {
         "choices": told,
         "usage": usage(_total(reports, prompts)),
@@ -196,7 +196,7 @@ async def chunk_events(
         yield sse_event(error_body(as_api_error(error)))
         return
     if has_usage:
-        reports = [each.told for each in said]
+        reports = [each.final_report for each in said]
         total = {"usage": usage(_total(reports, prompts)), "kv": kv_usage(reports[0])}
         yield sse_event({**head, "choices": [], **total})
     yield DONE
@@ -225,7 +225,7 @@ class _ChoiceText:
         self.parser = AnswerParser(self.answer_form)
 
     @property
-    def told(self) -> Report:
+    def final_report(self) -> Report:
         assert self.report is not None
         return self.report
 
@@ -247,8 +247,8 @@ class _ChoiceText:
     @property
     def reason(self) -> str:
         """End of the answer; not `tool_calls` where a call that was streamed is no JSON."""
-        if self.told.reason != "stop" or self.answer_form.is_plain or self.parser.is_broken:
-            return self.told.reason
+        if self.final_report.reason != "stop" or self.answer_form.is_plain or self.parser.is_broken:
+            return self.final_report.reason
         has_calls = self.parser.num_calls or self.answer_form.parse(self.text).calls
         return "tool_calls" if has_calls else "stop"
 

@@ -431,13 +431,13 @@ def _chat_tool(tool: Any) -> dict[str, Any]:
     }
 
 
-def _chat_choice(given: Mapping[str, Any]) -> Any:
+def _chat_choice(tool_choice: Mapping[str, Any]) -> Any:
     """Choice among tools in the form of chat completions."""
-    kind = given.get("type", AUTO)
+    kind = tool_choice.get("type", AUTO)
     if kind == "tool":
-        return {"type": "function", "function": {"name": given.get("name")}}
+        return {"type": "function", "function": {"name": tool_choice.get("name")}}
     kinds = {"any": REQUIRED, AUTO: AUTO, NONE: NONE}
-    return kinds.get(kind, given) if isinstance(kind, str) else given
+    return kinds.get(kind, tool_choice) if isinstance(kind, str) else tool_choice
 
 
 def _event(name: str, **content: Any) -> bytes:

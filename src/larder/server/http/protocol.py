@@ -101,13 +101,13 @@ class GenerationRequest(JsonBody):
         """Add a sentence to `warnings` of the answer."""
         self._warnings.append(warning)
 
-    def warn_unknown(self, given: Any, known: Collection[str], path: str) -> None:
+    def warn_unknown(self, value: Any, known: Collection[str], path: str) -> None:
         """Add a warning for each name of an object that is not known, the first 16.
 
         Args:
             path: of the object in the body.
         """
-        self._warnings += map(unknown_warning, unknown_names(given, known, path))
+        self._warnings += map(unknown_warning, unknown_names(value, known, path))
 
     @property
     def warnings(self) -> list[str]:

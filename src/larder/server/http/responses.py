@@ -160,10 +160,10 @@ def _incomplete_reason(report: Report, parser: AnswerParser) -> str:
     return BROKEN_CALL if parser.is_broken else ""
 
 
-async def _replay_events(told: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+async def _replay_events(response: dict[str, Any]) -> AsyncGenerator[bytes, None]:
     numbers = count()
-    yield _event(numbers, "response.created", {"response": told})
-    yield _event(numbers, f"response.{told['status']}", {"response": told})
+    yield _event(numbers, "response.created", {"response": response})
+    yield _event(numbers, f"response.{response['status']}", {"response": response})
 
 
 def _failed_event(pending: PendingResponse, error: LarderError, numbers: Iterator[int]) -> bytes:
@@ -270,7 +270,7 @@ class PendingResponse:
         return told
 
     def _store(
-        self, told: dict[str, Any], answer: Sequence[ConversationItem], session: str
+        self, response: dict[str, Any], answer: Sequence[ConversationItem], session: str
     ) -> None:
         """Write turn, response and idempotent answer in one transaction."""
         archive, tenant = self.state.archive, self.tenant
@@ -282,12 +282,12 @@ class PendingResponse:
                 newest = stored_conversation(self.state, tenant, name)
                 archive.append(tenant, name, items, expected=len(self.past))
                 sessions = dict.fromkeys([*newest["sessions"], session])
-                last = {"sessions": list(sessions), "last": [self.digest, told]}
+                last = {"sessions": list(sessions), "last": [self.digest, response]}
                 last["session"] = session
                 archive.put(tenant, CONVERSATION, name, newest | last)
             if self.request.store:
                 document = {
-                    "told": told,
+                    "told": response,
                     "items": [[item.id, item.turn.role, item.turn.text] for item in items],
                     "answers": len(answer),
                     "previous": self.request.previous_response_id,
@@ -295,7 +295,7 @@ class PendingResponse:
                 }
                 archive.put(tenant, RESPONSE, self.id, document)
             if self.key is not None:
-                own = {"digest": self.digest, "told": told}
+                own = {"digest": self.digest, "told": response}
                 archive.put(tenant, IDEMPOTENT_ANSWER, self.key, own)
 
 

@@ -215,9 +215,11 @@ async def _watch(http: HttpRequest, queue: AnswerQueue) -> None:
     queue.put(ClientClosedRequest())
 
 
-async def chain_stream(first: Item, rest: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
+async def chain_stream(
+    first: Item, items: AsyncGenerator[Item, None]
+) -> AsyncGenerator[Item, None]:
     """Stream of an item that was read ahead, and of the others."""
-    async with aclosing(rest) as others:
+    async with aclosing(items) as others:
         yield first
         async for item in others:
             yield item

@@ -59,17 +59,17 @@ def unknown_paths(raw: msgspec.Raw, annotation: Any, path: str) -> list[str]:
     return list(islice(_unknown(raw, annotation, path), MAX_UNKNOWN_NAMES))
 
 
-def unknown_names(given: Any, known: Collection[str], path: str = "") -> list[str]:
+def unknown_names(fields: Any, known: Collection[str], path: str = "") -> list[str]:
     """Paths of the names of an object that are not known, the first 16; none of anything else.
     Null is no value.
 
     Args:
-        given: object whose values are decoded, or raw.
+        fields: object whose values are decoded, or raw.
         path: of the object, empty for a body.
     """
-    if not isinstance(given, dict):
+    if not isinstance(fields, dict):
         return []
-    surplus = (name for name, value in given.items() if name not in known and not _is_null(value))
+    surplus = (name for name, value in fields.items() if name not in known and not _is_null(value))
     return [_joined(path, name) for name in islice(surplus, MAX_UNKNOWN_NAMES)]
 
 

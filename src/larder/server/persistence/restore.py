@@ -135,8 +135,8 @@ class SessionRestorer:
         usage = session.usage
         session.durability.epoch, session.durability.turns = stored.epoch, len(session.turns)
         session.transcript.epoch = int(stored.labels.get("epoch", len(session.turns)))
-        made = float(stored.labels.get("made", session.identity.made))
-        session.identity = replace(session.identity, made=made)
+        created = float(stored.labels.get("made", session.identity.created))
+        session.identity = replace(session.identity, created=created)
         usage.answered = float(stored.labels.get(ANSWERED_LABEL, 0.0))
         usage.think_times.extend(map(float, stored.labels.get(PAUSES_LABEL, "").split()))
         usage.is_pinned = stored.labels.get(PINNED_LABEL) == YES

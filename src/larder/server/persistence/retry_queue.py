@@ -69,30 +69,30 @@ class WriteRetryQueue:
         return False if session.key in self._pending else None
 
     def outcome(
-        self, session: SessionState, done: Future[LarderError | None] | None
+        self, session: SessionState, future: Future[LarderError | None] | None
     ) -> tuple[BaseException | None, bool | None]:
         """Outcome of a turn's write: the error that rolls it back, if any, and whether the turn is
         durable.
 
         Args:
-            done: as returned by `SessionPersistence.commit`.
+            future: as returned by `SessionPersistence.commit`.
         """
-        if done is None:
+        if future is None:
             return None, None
-        error = done.exception()
-        if error is None and self._is_strict and (why := done.result()) is not None:
+        error = future.exception()
+        if error is None and self._is_strict and (why := future.result()) is not None:
             self.counts[failure_reason(why)] += 1
             self._failing_until = self._clock() + DEGRADED_SECONDS
             return turn_not_durable(why), False
-        self.note(session, done)
-        return error, error is None and done.result() is None
+        self.note(session, future)
+        return error, error is None and future.result() is None
 
-    def note(self, session: SessionState, done: Future[LarderError | None] | None) -> None:
+    def note(self, session: SessionState, future: Future[LarderError | None] | None) -> None:
         """Record the outcome of a write that no request waits for."""
-        if done is None or done.exception() is not None:  # or superseded by another server
+        if future is None or future.exception() is not None:  # or superseded by another server
             self._pending.pop(session.key, None)
             return
-        why = done.result()
+        why = future.result()
         if why is not None:
             self.counts[failure_reason(why)] += 1
             self._pending[session.key] = session
@@ -126,8 +126,8 @@ class WriteRetryQueue:
         written = self._persistence.commit(session, session.turns[-1])
         self._completions.track_write(session, written, partial(self._written, session))
 
-    def _written(self, session: SessionState, done: Future[LarderError | None] | None) -> None:
-        if done is None or done.exception() is not None or done.result() is None:
+    def _written(self, session: SessionState, future: Future[LarderError | None] | None) -> None:
+        if future is None or future.exception() is not None or future.result() is None:
             self._pending.pop(session.key, None)
             self._plan(0.0)
 

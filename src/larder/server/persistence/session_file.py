@@ -278,6 +278,6 @@ def _message(record: MessageRecord) -> ChatMessage:
     return ChatMessage(record.role, record.text)
 
 
-def _damaged(why: str) -> InputError:
-    line = " ".join(why.split())[:200]
+def _damaged(reason: str) -> InputError:
+    line = " ".join(reason.split())[:200]
     return InputError(f"The session's file is damaged: {line}. Export the session again.")

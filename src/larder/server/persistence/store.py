@@ -230,7 +230,7 @@ class StoreSessionPersistence(SessionPersistence):
             MODEL_LABEL: self._fingerprint,
             ROOT_LABEL: transcript.root,
             "turns": str(sum(len(each.messages) + 1 for each in transcript.turns)),
-            "made": str(session.identity.made),
+            "made": str(session.identity.created),
             ANSWERED_LABEL: str(self._store.parts.clock()),
         }
 

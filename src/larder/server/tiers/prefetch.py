@@ -64,18 +64,22 @@ class CachePrefetcher:
                 self._completions.when_done(load.future, partial(self._on_loaded, session, load))
 
     def _on_loaded(
-        self, session: SessionState, load: StartedLoad, done: Future[LoadedCaches]
+        self, session: SessionState, load: StartedLoad, future: Future[LoadedCaches]
     ) -> None:
         if self._tiers.started.get(session.key) is not load:
             return  # a request has taken it
         del self._tiers.started[session.key]
         residency = session.residency
         is_wanted = session.is_idle and not residency.is_resident
-        if done.exception() is not None or not is_wanted or residency.saved_cache is not load.saved:
+        if (
+            future.exception() is not None
+            or not is_wanted
+            or residency.saved_cache is not load.saved
+        ):
             load.reservation.release()  # the request loads or reads it itself
             return
         try:
-            install_caches(session, session, load.saved, done.result(), load.reservation)
+            install_caches(session, session, load.saved, future.result(), load.reservation)
         except FAILURES as error:
             if isinstance(error, LarderError):
                 self._tiers.disk.reject(error)

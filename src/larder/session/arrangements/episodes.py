@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32
 
-from larder.core.arguments import require
+from larder.core.arguments import require_at_least
 from larder.core.conversation import Conversation
 from larder.core.errors import BadParameter
 from larder.session.arrangements.base import Arrangement
@@ -68,8 +68,7 @@ class Episodes(Arrangement):
     seed: int = 42
 
     def __post_init__(self) -> None:
-        for name in ("segment", "representatives"):
-            require(getattr(self, name) >= 1, f"episodes.{name}", "at least 1", getattr(self, name))
+        require_at_least(1, "episodes", segment=self.segment, representatives=self.representatives)
         if self.count < 0:
             raise BadParameter(
                 f"episodes.count must be at least 1, or 0 to choose it by silhouette, "

@@ -88,12 +88,12 @@ def read_conversation(
 
 
 def conversation_of(
-    given: ConversationLike | None, contexts: Sequence[str] | None = None
+    conversation: ConversationLike | None, contexts: Sequence[str] | None = None
 ) -> Conversation:
     """Convert a value to a conversation, or several contexts to a document.
 
     Args:
-        given: conversation; text, taken as a document; messages in the format of chat APIs,
+        conversation: conversation; text, taken as a document; messages in the format of chat APIs,
             `[{"role": "user", "content": "..."}, ...]`; or path of a file. None with contexts.
         contexts: as for `read_contexts`.
 
@@ -103,21 +103,21 @@ def conversation_of(
         BadParameter: it has another type.
     """
     if contexts is not None:
-        if given is not None:
+        if conversation is not None:
             raise UsageError(
                 "A conversation and contexts were given, but one of the two is read: give a "
                 "document as one more context, or ask about the conversation alone."
             )
         return read_contexts(contexts)
-    if isinstance(given, Conversation):
-        return given
-    if isinstance(given, Path):
-        return read_conversation(given)
-    if isinstance(given, str):
-        return _text_as_document(given)
-    check_type("conversation", given, (list, tuple), ACCEPTED_INPUTS)
-    assert given is not None  # no list
-    return chat_messages.read_chat_messages(list(given), "messages")
+    if isinstance(conversation, Conversation):
+        return conversation
+    if isinstance(conversation, Path):
+        return read_conversation(conversation)
+    if isinstance(conversation, str):
+        return _text_as_document(conversation)
+    check_type("conversation", conversation, (list, tuple), ACCEPTED_INPUTS)
+    assert conversation is not None  # no list
+    return chat_messages.read_chat_messages(list(conversation), "messages")
 
 
 SEPARATOR = "\n\n"  # behind every context, so that none runs into the next one

@@ -277,9 +277,9 @@ def _unreadable_message(path: Path, error: OSError) -> str:
     )
 
 
-def _damaged_message(path: Path, why: str) -> str:
+def _damaged_message(path: Path, reason: str) -> str:
     return (
-        f"The session file {path} is damaged ({why}): repair it, move it away, or take another "
+        f"The session file {path} is damaged ({reason}): repair it, move it away, or take another "
         "session name."
     )
 

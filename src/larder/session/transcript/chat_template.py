@@ -185,14 +185,14 @@ class ChatTemplate:
             return frozenset()
         return used.difference(RESERVED_VARIABLES, self.tokenizer.special_tokens_map)
 
-    def _variables_of(self, given: Sequence[TemplateMessage]) -> dict[str, Any]:
+    def _variables_of(self, messages: Sequence[TemplateMessage]) -> dict[str, Any]:
         """Variables in messages of `VARIABLES_ROLE`, those that the template has.
 
         Raises:
             ModelError: a content is not a JSON object.
         """
         found: dict[str, Any] = {}
-        for turn in given:
+        for turn in messages:
             try:
                 found |= json.loads(turn.content)
             except (ValueError, TypeError, RecursionError) as error:

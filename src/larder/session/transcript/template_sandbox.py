@@ -225,10 +225,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.check_size(sum(map(self._sized, parts)))
         return "".join(map(str, parts))
 
-    def collected(self, made: Any) -> Any:
+    def collected(self, value: Any) -> Any:
         """Validate the size of a list, tuple or mapping made by the template."""
-        self.check_size(self._sized(made))
-        return made
+        self.check_size(self._sized(value))
+        return value
 
     def check_size(self, size: int) -> None:
         """Validate the size of a value in characters.

@@ -102,10 +102,10 @@ def decode_state(
 
 
 def _decode_tensor(
-    key: str, role: TensorRole, tensors: Mapping[str, Tensor], how: Mapping[str, Any]
+    key: str, role: TensorRole, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]
 ) -> Tensor:
-    shape, lengths = tuple(how["shape"]), tuple(how["lengths"])
-    rows = RowLayout(lengths, shape[-1], float(how["depth"]), role)
+    shape, lengths = tuple(meta["shape"]), tuple(meta["lengths"])
+    rows = RowLayout(lengths, shape[-1], float(meta["depth"]), role)
     if sum(lengths) != math.prod(shape[:-1]) or min(lengths, default=0) < 0:
         raise Damaged(f"{key} of the shape {shape} cannot have heads of {lengths} entries.")
     own = {
@@ -113,8 +113,8 @@ def _decode_tensor(
         for name, tensor in tensors.items()
         if name.startswith(f"{key}:")
     }
-    numbers = codec_named(how["codec"]).decode(own, rows)
-    return numbers.to(DTYPES[how["dtype"]]).reshape(shape)
+    numbers = codec_named(meta["codec"]).decode(own, rows)
+    return numbers.to(DTYPES[meta["dtype"]]).reshape(shape)
 
 
 def _row_layout(
@@ -177,19 +177,22 @@ def slice_rest(state: Mapping[str, Tensor], start: int) -> dict[str, Tensor]:
 
 
 def join_chunks(
-    chunks: Sequence[Mapping[str, Tensor]], rest: Mapping[str, Tensor], spec: ModelSpec, length: int
+    chunks: Sequence[Mapping[str, Tensor]],
+    unchunked: Mapping[str, Tensor],
+    spec: ModelSpec,
+    length: int,
 ) -> dict[str, Tensor]:
     """State of a lossless cache of `length` tokens, joined from chunks and the rest.
 
     Raises:
         Damaged: pieces are missing, or of other shapes than the model's.
     """
-    state = {TAIL: rest[TAIL]} if TAIL in rest else {}
+    state = {TAIL: unchunked[TAIL]} if TAIL in unchunked else {}
     for layer in spec.layers:
         sides = (("keys", "k"), ("values", "v"))
         for what, short in sides[:1] if layer.latent_rank else sides:
             parts = [chunk.get(f"L{layer.index}.{short}") for chunk in chunks]
-            parts += [rest[name]] if (name := f"{layer.index}.{what}") in rest else []
+            parts += [unchunked[name]] if (name := f"{layer.index}.{what}") in unchunked else []
             whole = _concatenate(parts, what)[:, :length]
             if whole.shape != (layer.kv_heads, length, layer.head_dim):
                 raise Damaged(
@@ -236,9 +239,9 @@ def check_fits(state: Mapping[str, Tensor], spec: ModelSpec) -> None:
                 )
 
 
-def _concatenate(parts: Sequence[Tensor | None], what: str) -> Tensor:
+def _concatenate(parts: Sequence[Tensor | None], name: str) -> Tensor:
     found = [part for part in parts if part is not None]
     shapes = {(part.ndim, part.shape[0], part.shape[-1]) for part in found}
     if len(found) < len(parts) or len(shapes) != 1 or found[0].ndim != 3:
-        raise Damaged(f"Parts of the saved {what} are missing or of different shapes.")
+        raise Damaged(f"Parts of the saved {name} are missing or of different shapes.")
     return torch.cat(found, 1)

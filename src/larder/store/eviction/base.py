@@ -87,10 +87,10 @@ class EvictionPolicy(ABC):
         return ()
 
     @abstractmethod
-    def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
+    def worth(self, candidates: CandidateColumns, now: float) -> FloatColumn:
         """Worth of each candidate [N], in any unit: lowest first, ties by least recent use."""
 
-    def clock(self, gone: FloatColumn) -> float:
+    def clock(self, victims_worth: FloatColumn) -> float:
         """Clock of the tier after an eviction, from the worth of victims that were not
         superseded.
         """
@@ -104,53 +104,59 @@ class EvictionPolicy(ABC):
         ]
 
     def select_victims(
-        self, held: CandidateColumns, now: float, wanted_bytes: int
+        self, candidates: CandidateColumns, now: float, wanted_bytes: int
     ) -> EvictionOrder:
         """Victims that free `wanted_bytes`; all candidates if they free less."""
-        if not len(held):
+        if not len(candidates):
             return EvictionOrder(())
-        worth = self.worth(held, now)
-        keys = self._keys(held, worth, now)
-        children, stays = held.children.copy(), np.ones(len(held), np.bool_)
+        worth = self.worth(candidates, now)
+        keys = self._keys(candidates, worth, now)
+        children, stays = candidates.children.copy(), np.ones(len(candidates), np.bool_)
         rows: list[int] = []
         freed = 0
         while freed < wanted_bytes and len(free := np.flatnonzero(stays & (children == 0))):
             row = _least_row(keys, free)
             rows.append(row)
             stays[row] = False
-            freed += int(held.bytes[row])
-            if (parent := held.parents[row]) >= 0:
-                children[held.codes == parent] -= 1
-        return EvictionOrder(tuple(rows), self.clock(self._worth_of_victims(held, worth, rows)))
+            freed += int(candidates.bytes[row])
+            if (parent := candidates.parents[row]) >= 0:
+                children[candidates.codes == parent] -= 1
+        return EvictionOrder(
+            tuple(rows), self.clock(self._worth_of_victims(candidates, worth, rows))
+        )
 
     def _worth_of_victims(
-        self, held: CandidateColumns, worth: FloatColumn, rows: list[int]
+        self, candidates: CandidateColumns, worth: FloatColumn, rows: list[int]
     ) -> FloatColumn:
         if self.superseded is not SupersededOrder.ALIKE:
-            rows = [row for row in rows if not held.superseded[row]]
+            rows = [row for row in rows if not candidates.superseded[row]]
         return worth[rows]
 
-    def _keys(self, held: CandidateColumns, worth: FloatColumn, now: float) -> list[FloatColumn]:
+    def _keys(
+        self, candidates: CandidateColumns, worth: FloatColumn, now: float
+    ) -> list[FloatColumn]:
         """Sort keys, most significant first; the lowest is evicted."""
-        newest, replaced = (~held.superseded).astype(np.float64), held.superseded
+        newest, replaced = (~candidates.superseded).astype(np.float64), candidates.superseded
         if self.superseded is SupersededOrder.INSIDE and replaced.any():
-            worth = np.where(replaced, np.minimum(worth, _least_of_sessions(held, worth)), worth)
-            keys = [worth, newest, held.last_used]
+            worth = np.where(
+                replaced, np.minimum(worth, _least_of_sessions(candidates, worth)), worth
+            )
+            keys = [worth, newest, candidates.last_used]
         elif self.superseded is SupersededOrder.FIRST and replaced.any():
-            keys = [newest, worth, held.last_used]
+            keys = [newest, worth, candidates.last_used]
         else:
-            keys = [worth, held.last_used]
-        pins = self._pins(held, now)
+            keys = [worth, candidates.last_used]
+        pins = self._pins(candidates, now)
         if not pins.any():
             return keys
         order = np.lexsort(keys[::-1])
-        places = np.empty(len(held))
-        places[order] = np.arange(len(held)) / len(held)
+        places = np.empty(len(candidates))
+        places[order] = np.arange(len(candidates)) / len(candidates)
         return [places + pins]
 
-    def _pins(self, held: CandidateColumns, now: float) -> FloatColumn:
+    def _pins(self, candidates: CandidateColumns, now: float) -> FloatColumn:
         """Pin strength in the queue: 1 while pinned, then decaying."""
-        over = np.maximum(now - held.pinned_until, 0.0)
+        over = np.maximum(now - candidates.pinned_until, 0.0)
         return np.exp2(-over / self.half_life)
 
 
@@ -163,11 +169,11 @@ def _least_row(keys: Sequence[FloatColumn], rows: np.ndarray) -> int:
     return int(rows[0])
 
 
-def _least_of_sessions(held: CandidateColumns, worth: FloatColumn) -> FloatColumn:
+def _least_of_sessions(candidates: CandidateColumns, worth: FloatColumn) -> FloatColumn:
     """Lowest worth, by row, among the session's states that are not superseded."""
-    sessions, places = np.unique(held.sessions, return_inverse=True)
+    sessions, places = np.unique(candidates.sessions, return_inverse=True)
     least = np.full(len(sessions), np.inf)
-    newest = ~held.superseded
+    newest = ~candidates.superseded
     np.minimum.at(least, places[newest], worth[newest])
     return least[places]
 

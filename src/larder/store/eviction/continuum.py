@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from larder.core.arguments import require
+from larder.core.arguments import require_at_least
 from larder.core.types import Variant
 from larder.store.eviction.base import CandidateColumns, EvictionPolicy, FloatColumn, IntColumn
 
@@ -47,30 +47,34 @@ class Continuum(EvictionPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("load", "eta"):
-            require(getattr(self, name) >= 0, f"continuum.{name}", "0 or more", getattr(self, name))
+        require_at_least(0, "continuum", load=self.load, eta=self.eta)
 
-    def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
-        worth = held.last_used - now  # at most 0
-        longest = held.pauses[:, -1]
-        known = np.flatnonzero((now < held.last_used + longest) & np.isfinite(longest))
+    def worth(self, candidates: CandidateColumns, now: float) -> FloatColumn:
+        worth = candidates.last_used - now  # at most 0
+        longest = candidates.pauses[:, -1]
+        known = np.flatnonzero((now < candidates.last_used + longest) & np.isfinite(longest))
         if not len(known):
             return worth
-        gains = self.gains(held, known)
+        gains = self.gains(candidates, known)
         best = gains.argmax(1)[:, None]
         gain = np.take_along_axis(gains, best, 1)[:, 0]
-        until = held.last_used[known] + np.take_along_axis(held.pauses[known], best, 1)[:, 0]
+        until = (
+            candidates.last_used[known]
+            + np.take_along_axis(candidates.pauses[known], best, 1)[:, 0]
+        )
         lives = (gain > 0) & (now < until)
-        worth[known[lives]] = gain[lives] / held.bytes[known[lives]]
+        worth[known[lives]] = gain[lives] / candidates.bytes[known[lives]]
         return worth
 
-    def gains(self, held: CandidateColumns, rows: IntColumn) -> FloatColumn:
-        """Seconds that each time to live of these rows gains; the times are `held.pauses`."""
-        saved = held.seconds[rows] + self.eta * held.wait_seconds[rows]
+    def gains(self, candidates: CandidateColumns, rows: IntColumn) -> FloatColumn:
+        """Seconds that each time to live of these rows gains; the times are `candidates.pauses`."""
+        saved = candidates.seconds[rows] + self.eta * candidates.wait_seconds[rows]
         rent = np.ones(len(rows))
         if self.variant is not Variant.PAPER:
-            rent = self.load * held.bytes[rows] / held.bytes.sum()
-        return held.pause_shares[rows] * saved[:, None] - held.pauses[rows] * rent[:, None]
+            rent = self.load * candidates.bytes[rows] / candidates.bytes.sum()
+        return (
+            candidates.pause_shares[rows] * saved[:, None] - candidates.pauses[rows] * rent[:, None]
+        )
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from larder.store.eviction.base import CandidateColumns, EvictionPolicy, FloatCo
 class Gdsf(EvictionPolicy):
     """Frequency times cost per byte, above an aging clock."""
 
-    def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
-        return held.clock + held.uses * held.seconds / held.bytes
+    def worth(self, candidates: CandidateColumns, now: float) -> FloatColumn:
+        return candidates.clock + candidates.uses * candidates.seconds / candidates.bytes
 
-    def clock(self, gone: FloatColumn) -> float:
-        return float(gone.max(initial=0.0))
+    def clock(self, victims_worth: FloatColumn) -> float:
+        return float(victims_worth.max(initial=0.0))
 
 
 Part = Gdsf

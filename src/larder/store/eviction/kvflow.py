@@ -23,8 +23,8 @@ class Kvflow(EvictionPolicy):
 
     prefetches: ClassVar[bool] = True
 
-    def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
-        return -held.steps
+    def worth(self, candidates: CandidateColumns, now: float) -> FloatColumn:
+        return -candidates.steps
 
 
 Part = Kvflow

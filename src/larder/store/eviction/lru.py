@@ -14,8 +14,8 @@ from larder.store.eviction.base import CandidateColumns, EvictionPolicy, FloatCo
 class Lru(EvictionPolicy):
     """Eviction by last use alone."""
 
-    def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
-        return held.last_used
+    def worth(self, candidates: CandidateColumns, now: float) -> FloatColumn:
+        return candidates.last_used
 
 
 Part = Lru

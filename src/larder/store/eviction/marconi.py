@@ -52,9 +52,9 @@ class Marconi(EvictionPolicy):
     def variants(self) -> Sequence[Marconi]:
         return [replace(self, alpha=alpha) for alpha in ALPHAS]
 
-    def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
-        recent = 1 / np.maximum(now - held.last_used, MIN_IDLE_SECONDS)
-        return _scaled(recent) + self.alpha * _scaled(held.seconds / held.bytes)
+    def worth(self, candidates: CandidateColumns, now: float) -> FloatColumn:
+        recent = 1 / np.maximum(now - candidates.last_used, MIN_IDLE_SECONDS)
+        return _scaled(recent) + self.alpha * _scaled(candidates.seconds / candidates.bytes)
 
 
 def _scaled(values: FloatColumn) -> FloatColumn:

@@ -28,10 +28,10 @@ class RandomEviction(EvictionPolicy):
 
     seed: int = 0
 
-    def worth(self, held: CandidateColumns, now: float) -> FloatColumn:
+    def worth(self, candidates: CandidateColumns, now: float) -> FloatColumn:
         draw = int(np.float64(now).view(np.uint64)) + self.seed * _GOLDEN
         start = np.uint64(int(_splitmix64(np.array([draw & _MASK], np.uint64))[0]))
-        mixed = _splitmix64(held.codes.astype(np.uint64) * np.uint64(_GOLDEN) + start)
+        mixed = _splitmix64(candidates.codes.astype(np.uint64) * np.uint64(_GOLDEN) + start)
         return (mixed >> np.uint64(11)).astype(np.float64) / (1 << 53)
 
 

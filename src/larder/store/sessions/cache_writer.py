@@ -57,7 +57,7 @@ class CacheSnapshot:
     beside: bytes | None = None
 
     @property
-    def each(self) -> tuple[CacheSnapshot, ...]:
+    def split_caches(self) -> tuple[CacheSnapshot, ...]:
         """One snapshot per cache."""
         bare = replace(self, others=(), beside=None)
         return tuple(replace(bare, cache=cache) for cache in (self.cache, *self.others))
@@ -73,7 +73,7 @@ def check_snapshot(ids: Sequence[int], snapshot: CacheSnapshot | None) -> None:
     if snapshot is None:
         return
     is_lossless_codec(snapshot.codec)
-    longest = max(each.cache.next_position for each in snapshot.each)
+    longest = max(each.cache.next_position for each in snapshot.split_caches)
     if longest > len(ids) or (not snapshot.others and longest < len(ids)):
         raise InputError(
             f"The cache has read {longest} tokens, but {len(ids)} are to be "
@@ -180,7 +180,7 @@ class CacheWriter:
         with ledger.reserve(Tier.HOST, tenant, _form_bytes(snapshot)):
             snapshot, copied = with_stored_form(snapshot)
         with ledger.reserve(Tier.HOST, tenant, copied):
-            for each in snapshot.each:
+            for each in snapshot.split_caches:
                 refs, cache_bytes = self._write_cache(transaction, ids, each, is_chunked)
                 caches.append(StoredCache(each.cache.meta(), len(refs), cache_bytes))
                 spans += refs
@@ -294,7 +294,7 @@ def _form_bytes(snapshot: CacheSnapshot) -> int:
     """Peak host bytes while caches are brought into the form that they are stored in."""
     if not codec_named(snapshot.codec).has_own_form:
         return 0
-    counts = [each.cache.nbytes for each in snapshot.each]
+    counts = [each.cache.nbytes for each in snapshot.split_caches]
     return sum(counts) + max(counts)
 
 

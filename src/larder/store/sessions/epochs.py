@@ -163,7 +163,7 @@ class SessionEpochs:
         with suppress(StoreError):  # otherwise the former state is pruned later
             self._drop(record.key, [record.previous])
 
-    def remove_damaged(self, key: SessionKey, name: str, made: float) -> None:
+    def remove_damaged(self, key: SessionKey, name: str, created: float) -> None:
         """Remove a session of which no state can be read.
 
         Raises:
@@ -179,7 +179,7 @@ class SessionEpochs:
             tokens=nothing,
             num_tokens=0,
             previous=last,
-            made=made,
+            made=created,
             removed=True,
         )
         self._create(tombstone)

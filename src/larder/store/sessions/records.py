@@ -188,7 +188,7 @@ class Record:
         return self.key.record_path(self.epoch)
 
     @property
-    def each(self) -> list[Record]:
+    def split_caches(self) -> list[Record]:
         """One record per cache."""
         spans, count = len(self.spans), self.cache_bytes
         spans -= sum(cache.num_spans for cache in self.others)

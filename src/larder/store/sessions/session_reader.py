@@ -58,11 +58,11 @@ class CacheRequirements:
         """True if what is loaded, and what is read again, is chosen chunk by chunk."""
         return bool(codec_named(record.codec).levels) and self.streaming.seconds < math.inf
 
-    def check(self, record: Record, known: Sequence[int], ids: Sequence[int] | None) -> None:
+    def check(self, record: Record, session_ids: Sequence[int], ids: Sequence[int] | None) -> None:
         """Check that the caches of a record were made under these requirements.
 
         Args:
-            known: tokens of the session.
+            session_ids: tokens of the session.
             ids: the text to continue, if known.
 
         Raises:
@@ -73,7 +73,7 @@ class CacheRequirements:
             raise Refused(f"The cache differs in {', '.join(differing)}.", "identity")
         if record.policy != self.policy:
             raise Refused(f"The cache was made by {record.policy}.", "policy")
-        read = tuple(known[: record.num_cached_tokens])
+        read = tuple(session_ids[: record.num_cached_tokens])
         if ids is not None and tuple(ids[: len(read)]) != read:
             raise Refused("The text does not begin as the session does.", "tokens")
 
@@ -194,7 +194,7 @@ class SessionReader:
         begun = time.perf_counter()
         with self._ledger.reserve(Tier.HOST, record.tenant, stored + 2 * record.cache_bytes):
             found: list[SequenceCache] = []
-            for each in record.each:
+            for each in record.split_caches:
                 chunks, rest = self._read_parts(each, ids, identity)
                 state = join_chunks(chunks, rest, spec, len(ids)) if chunks else rest
                 found.append(restore_cache(spec, state, each.cache))

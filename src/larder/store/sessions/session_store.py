@@ -471,7 +471,7 @@ class SessionStore:
     def _check(
         self,
         record: Record,
-        known: Sequence[int],
+        session_ids: Sequence[int],
         asking: CacheRequirements,
         ids: Sequence[int] | None,
     ) -> None:
@@ -484,7 +484,7 @@ class SessionStore:
             raise Refused("The session was saved without a cache.", "tokens only")
         if not self.has_cache(record):
             raise Refused("The cache was evicted.", "evicted")
-        asking.check(record, known, ids)
+        asking.check(record, session_ids, ids)
         if asking.decides_by_chunk(record):
             return
         stored, count = finest_bytes(record), record.num_cached_tokens

@@ -86,9 +86,9 @@ class GateDistillation(PassageMethod, Generic[Attention]):
         return PROVIDERS.load(public_name(type(self)))()
 
     def shapes(
-        self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
+        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
     ) -> Mapping[str, tuple[int, ...]]:
-        return self.provider.shapes(layer, width, given)
+        return self.provider.shapes(layer, width, tensors)
 
     def fit(
         self, decoder: Decoder, passages: Sequence[Passage], seed: int, progress: Progress

@@ -53,7 +53,7 @@ class RetentionGates(GateDistillation[DecayedAttention]):
         return {"held": float(last.mean().detach()) / tokens}
 
 
-def excess(held: Float[Tensor, "*N Q"], most: float) -> Float[Tensor, ""]:
+def excess(occupancy: Float[Tensor, "*N Q"], most: float) -> Float[Tensor, ""]:
     """Mean over heads and queries of what is held beyond a capacity, as a share of the tokens."""
-    tokens = torch.arange(1, held.shape[-1] + 1, device=held.device)
-    return ((held - most).clamp(min=0) / tokens).mean()
+    tokens = torch.arange(1, occupancy.shape[-1] + 1, device=occupancy.device)
+    return ((occupancy - most).clamp(min=0) / tokens).mean()

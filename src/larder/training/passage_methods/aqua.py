@@ -79,9 +79,9 @@ class AquaTraining(PassageMethod):
         return found
 
     def shapes(
-        self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
+        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
     ) -> Mapping[str, tuple[int, ...]]:
-        return AquaPredictions.shapes(layer, len(given[f"{SIDES[0]}.weight"]))
+        return AquaPredictions.shapes(layer, len(tensors[f"{SIDES[0]}.weight"]))
 
     def relative_errors(
         self, layers: Sequence[LayerTensors], samples: LayerSamples

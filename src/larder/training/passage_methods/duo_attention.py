@@ -184,9 +184,9 @@ class DuoAttentionGates(PassageMethod):
         }
 
     def shapes(
-        self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
+        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
     ) -> dict[str, tuple[int, ...]]:
-        return TrainedGates().shapes(layer, width, given)
+        return TrainedGates().shapes(layer, width, tensors)
 
     def _states(
         self, decoder: Decoder, passage: Passage, gates: Mapping[int, Tensor]

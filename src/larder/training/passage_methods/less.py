@@ -59,9 +59,9 @@ class LessTraining(EvictionMethod):
         return compared_errors(own, tensors, share)
 
     def shapes(
-        self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
+        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
     ) -> dict[str, tuple[int, ...]]:
-        return LowRankMaps.shapes(layer, given["query_hidden"].shape[-1])
+        return LowRankMaps.shapes(layer, tensors["query_hidden"].shape[-1])
 
     def fit_layer(
         self, layer: LayerSpec, own: EvictionSamples, source: torch.Generator
@@ -117,7 +117,7 @@ class EvictedSample:
     @staticmethod
     def of(sample: EvictionSample, share: float) -> EvictedSample:
         """Sample with a share of its entries kept."""
-        kept = sample.kept(max(round(share * sample.context), 1))
+        kept = sample.kept_mask(max(round(share * sample.context), 1))
         evicted = sample.selected(~kept)
         return EvictedSample(
             sample.queries,
@@ -192,7 +192,7 @@ def compared_errors(own: EvictionSamples, tensors: LayerTensors, share: float) -
         case = EvictedSample.of(sample, share)
         errors += float(own.error(case.output(maps), case.target))
         more = Less().state_entries(sample.layer, FLOAT_BYTES)
-        kept = sample.kept(round(share * sample.context) + more)
+        kept = sample.kept_mask(round(share * sample.context) + more)
         bare += float(own.error(sample.attended(*sample.selected(kept))[0], case.target))
     return errors / bare
 

@@ -54,9 +54,9 @@ class LococoTraining(EvictionMethod):
         return dropped_ratio(own, tensors, share)
 
     def shapes(
-        self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
+        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
     ) -> Mapping[str, tuple[int, ...]]:
-        return SlotConvolution().shapes(layer, width, given)
+        return SlotConvolution().shapes(layer, width, tensors)
 
     def fit_layer(
         self, layer: LayerSpec, own: EvictionSamples, source: torch.Generator
@@ -120,7 +120,7 @@ class SlotSample:
     def of(sample: EvictionSample, share: float, most: int) -> SlotSample:
         """Sample with a share of its entries kept, at most `most` of them as slots."""
         count = max(round(share * sample.context), 2)
-        kept, latest = sample.kept(count), sample.latest(count)
+        kept, latest = sample.kept_mask(count), sample.latest(count)
         slots = min(most, math.floor(SLOT_SHARE * count), count - latest)
         lowest = sample.mass.masked_fill(~kept, torch.inf)
         lowest[:, sample.context - latest :] = torch.inf

@@ -201,9 +201,9 @@ class LookaheadTraining(PassageMethod):
         return {name: total / heads for name, total in tallies.items()}
 
     def shapes(
-        self, layer: LayerSpec, width: int, given: Mapping[str, Tensor]
+        self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
     ) -> dict[str, tuple[int, ...]]:
-        return LookaheadTokens().shapes(layer, width, given)
+        return LookaheadTokens().shapes(layer, width, tensors)
 
 
 def first_tensors(decoder: Decoder, rank: int, source: torch.Generator) -> list[dict[str, Tensor]]:
