@@ -172,7 +172,7 @@ MUTATIONS = {
         ("recall/test_projected.py",),
     ),
     "positionless: keys keep their rotation": Mutation(
-        "recall/_unrotated.py",
+        "recall/_unrotated_keys.py",
         "return rotate(keys[None], -places, self._radians)[0]",
         "return keys",
         ("recall/test_positionless.py",),

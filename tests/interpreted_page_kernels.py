@@ -12,7 +12,7 @@ from torch import Tensor
 
 from larder.cache import SequenceCache
 from larder.core import Mode
-from larder.models import BatchSegment, Decoder, StackedRows, TorchProducts, decoder_stack
+from larder.models import BatchSegment, Decoder, LayerRunner, StackRunner, decoder_stack
 from larder.ops import GroupReduction, SegmentTables, reference_paged_attention
 from larder.ops import pages as torch_pages
 from larder.ops.gpu import attention_kernel, decoder_layer, page_kernels
@@ -100,10 +100,10 @@ def check_layers(device: str) -> None:
     for name in ("llama", "mistral", "qwen2", "qwen3"):
         module = tiny(name, dtype=torch.bfloat16).to(device)
         with Decoder(module) as decoder:
-            decoder.products = TorchProducts()
+            decoder.layer_runner = LayerRunner()
             expected = stepped(decoder)
-            stack = StackedRows(decoder.body, decoder.spec)
-            decoder.products = stack
+            stack = StackRunner(decoder.body, decoder.spec)
+            decoder.layer_runner = stack
             got = stepped(decoder)
             assert stack._stack is not None, f"{name} is not served"
         assert (got - expected).square().mean().sqrt() < 0.05 * expected.std(), name

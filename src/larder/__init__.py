@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from larder.engine.chat import Chat
     from larder.engine.completion import Completion
     from larder.engine.engine import Engine
-    from larder.interop.applied import applied
     from larder.interop.cache import LarderCache
+    from larder.interop.policy_context import applied
     from larder.session.default_policy import default_policy
     from larder.session.files import read_conversation
     from larder.session.policy import Policy
@@ -33,7 +33,7 @@ _PUBLIC = {
     "LarderCache": "larder.interop.cache",
     "LarderError": "larder.core.errors",
     "Policy": "larder.session.policy",
-    "applied": "larder.interop.applied",
+    "applied": "larder.interop.policy_context",
     "default_policy": "larder.session.default_policy",
     "read_conversation": "larder.session.files",
 }

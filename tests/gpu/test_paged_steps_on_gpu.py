@@ -21,8 +21,8 @@ from larder.models import (
     CudaGraphCapture,
     DecodeGraphs,
     Decoder,
-    StackedRows,
-    TorchProducts,
+    LayerRunner,
+    StackRunner,
 )
 from larder.ops import (
     PAGE_TOKENS,
@@ -155,9 +155,9 @@ def test_captured_steps_equal_forward_batches(decoder) -> None:
 
 def test_the_decoder_stack_runs_the_layers(decoder) -> None:
     got = step(decoder, some_caches(decoder), 5)
-    assert isinstance(decoder.products, StackedRows)
-    assert decoder.products._stack is not None
-    decoder.products = TorchProducts()
+    assert isinstance(decoder.layer_runner, StackRunner)
+    assert decoder.layer_runner._stack is not None
+    decoder.layer_runner = LayerRunner()
     expected = step(decoder, some_caches(decoder), 5)
     assert (got - expected).square().mean().sqrt() < 0.05 * expected.std()
 

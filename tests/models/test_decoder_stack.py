@@ -9,7 +9,14 @@ from torch import nn
 from covering import covering
 from larder.cache import SequenceCache
 from larder.core import Ledger, Mode
-from larder.models import BatchSegment, Decoder, DecoderStack, FewRows, FewRowsHead, decoder_stack
+from larder.models import (
+    BatchSegment,
+    Decoder,
+    DecoderStack,
+    SmallBatchHead,
+    SmallBatchRunner,
+    decoder_stack,
+)
 from larder.ops import c_library
 from larder.ops.cpu import decoder_layer
 from learned_gates import give_gates
@@ -60,7 +67,7 @@ def step_logits(decoder: Decoder, caches: list[SequenceCache], token: int = 5) -
 
 
 def without_stack(monkeypatch) -> None:
-    monkeypatch.setattr(FewRows, "_are_few", lambda *_: False)
+    monkeypatch.setattr(SmallBatchRunner, "_are_few", lambda *_: False)
 
 
 @pytest.mark.parametrize("name, kv_heads, dtype", covering(SERVED, [1, 2, 4], MOST_DIFFERENCE))
@@ -250,12 +257,12 @@ def test_the_head_multiplies_once_and_leaves(dtype):
     module = tiny("llama", dtype=dtype)
     states = torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = module.lm_head(states)
-    with FewRowsHead(module):
+    with SmallBatchHead(module):
         assert module.lm_head._forward_pre_hooks
         got = module.lm_head(states)
         assert not module.lm_head._forward_pre_hooks and not module.lm_head._forward_hooks
     torch.testing.assert_close(got, expected, rtol=2**-7, atol=1e-2)
-    with FewRowsHead(module):
+    with SmallBatchHead(module):
         wide = module.lm_head(states.repeat(1, 6, 1))
     assert torch.equal(wide, module.lm_head(states.repeat(1, 6, 1)))
 
@@ -265,5 +272,5 @@ def test_the_head_leaves_states_of_another_dtype_to_torch():
     states = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(0))
     with torch.autocast("cpu", torch.bfloat16):
         expected = module.lm_head(states)
-        with FewRowsHead(module):
+        with SmallBatchHead(module):
             assert torch.equal(module.lm_head(states), expected)

@@ -18,11 +18,11 @@ from larder.server import (
     ParsedAnswer,
     Pythonic,
     ToolCall,
-    call_stream,
     canonical_answer,
     default_tool_parser,
     json_call,
     reasoning_stream,
+    tool_call_stream,
 )
 from larder.server.tool_parsers import hermes
 from larder.session import without_calls
@@ -150,7 +150,7 @@ def test_a_call_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
         places.append(len(text))
         return json_call(text, place)
 
-    monkeypatch.setattr(call_stream, "json_call", decoded)
+    monkeypatch.setattr(tool_call_stream, "json_call", decoded)
     for call in (
         '{"arguments": {"a": [' + "{}," * 50 + '{}]}, "name": "f"}',
         '{"name": "f", "arguments": {}, "more": [' + "{}," * 50 + "{}]}",
@@ -201,11 +201,11 @@ def scanned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         monkeypatch.setattr(owner, name, counting)
 
     for module, name in (
-        (call_stream, "call_head"),
-        (call_stream, "json_call"),
+        (tool_call_stream, "call_head"),
+        (tool_call_stream, "json_call"),
         (reasoning_stream, "marker_start"),
         (hermes, "marker_start"),
-        (call_stream.ObjectScanner, "push"),
+        (tool_call_stream.ObjectScanner, "push"),
     ):
         count(module, name)
     for parser in (Hermes, Llama3Json, Mistral, Pythonic):
@@ -219,7 +219,7 @@ def test_scanned_characters_are_proportional_to_the_answer(name: str, scanned: l
     form, text = repeated(300)[name]
     parser = AnswerParser(form)
     # The beginning of a call is looked at until its name is known, up to its 1,024th character.
-    most = 20 * len(text) + (call_stream.HEAD_CHARS**2 if "first" in name else 0)
+    most = 20 * len(text) + (tool_call_stream.HEAD_CHARS**2 if "first" in name else 0)
     for sign in text:
         parser.push(sign)
     parser.finish()

@@ -1,8 +1,8 @@
-from .adapted_press import entry_digests as entry_digests
-from .adapted_press import found_places as found_places
-from .applied import AppliedPolicy as AppliedPolicy
 from .attachment import attached as attached
 from .cache import LarderCache as LarderCache
 from .dynamic_cache import dynamic_cache_of as dynamic_cache_of
 from .lm_eval_arguments import GenerationOptions as GenerationOptions
 from .lm_eval_arguments import batch_size_of as batch_size_of
+from .policy_context import AppliedPolicy as AppliedPolicy
+from .press_adapter import entry_digests as entry_digests
+from .press_adapter import found_places as found_places

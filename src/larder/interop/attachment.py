@@ -290,7 +290,7 @@ class Attachment:
             out.last_hidden_state = running.hidden(out.last_hidden_state)
             out.past_key_values, self._cache = self._cache, None
         if isinstance(context, ForwardBatch):
-            self._head_stack.enter_context(self.decoder.products.head(context.num_tokens))
+            self._head_stack.enter_context(self.decoder.layer_runner.head(context.num_tokens))
         return out
 
     def _cache_of(self, named: dict[str, Any]) -> AttachedCache | None:

@@ -12,8 +12,8 @@ from larder.core.errors import UsageError
 from larder.core.observation import Calibration, LayerScores, Observation
 from larder.core.plan import Plan
 from larder.core.types import Packed
-from larder.interop.adapted_press import AdaptedPress
 from larder.interop.attachment import Attachment
+from larder.interop.press_adapter import PressAdapter
 from larder.policy.budgets.base import Budget
 from larder.policy.scorers.base import Scorer
 from larder.session.default_policy import TextKind, default_policy
@@ -38,7 +38,7 @@ def chosen_policy(
             "kvpress= was given together with a policy, a budget or a block, but a press chooses "
             "by its own compression ratio from a whole prompt: leave the others out."
         )
-    press = AdaptedPress.of(kvpress, attachment.module, attachment.decoder)
+    press = PressAdapter.of(kvpress, attachment.module, attachment.decoder)
     others = Policy.parse(OTHER_PARTS)
     return replace(others, scorer=PressScorer(press), budget=PressBudget(kept=1.0))
 
@@ -73,7 +73,7 @@ class PressScorer(Scorer):
     texts score 1.
     """
 
-    press: AdaptedPress
+    press: PressAdapter
 
     def required_providers(self) -> frozenset[str]:
         return frozenset({"states"})

@@ -28,10 +28,7 @@ from .decoder import Decoder as Decoder
 from .decoder import Inputs as Inputs
 from .decoder import TokenNumbers as TokenNumbers
 from .decoder_stack import DecoderStack as DecoderStack
-from .decoder_stack import FewRowsHead as FewRowsHead
-from .few_rows import FewRows as FewRows
-from .few_rows import StackedRows as StackedRows
-from .few_rows import TorchProducts as TorchProducts
+from .decoder_stack import SmallBatchHead as SmallBatchHead
 from .forward_batch import BatchSegment as BatchSegment
 from .forward_batch import ForwardBatch as ForwardBatch
 from .forward_batch import LayerActivations as LayerActivations
@@ -55,6 +52,9 @@ from .layer_reuse import pareto_ranges as pareto_ranges
 from .layer_reuse import range_profiles as range_profiles
 from .layer_reuse import receive_reading as receive_reading
 from .layer_reuse import share_reading as share_reading
+from .layer_runner import LayerRunner as LayerRunner
+from .layer_runner import SmallBatchRunner as SmallBatchRunner
+from .layer_runner import StackRunner as StackRunner
 from .learned_weights import PACKAGED as PACKAGED
 from .learned_weights import Card as Card
 from .learned_weights import LayerTensors as LayerTensors

@@ -310,7 +310,7 @@ class DecodeGraphs:
     def _forward(self, bucket: _Bucket) -> Float[Tensor, "B V"]:
         decoder = self._decoder
         context = {CONTEXT_KEYWORD: _StepAttention(decoder, bucket)}
-        with decoder.attention, decoder.products.layers(bucket.ids.shape[1]):
+        with decoder.attention, decoder.layer_runner.layers(bucket.ids.shape[1]):
             out = decoder.module(
                 input_ids=bucket.ids,
                 position_ids=bucket.positions,

@@ -23,7 +23,6 @@ from larder.models.attention_backend import (
     PrivateConfigs,
     RenumberedAttention,
 )
-from larder.models.few_rows import TorchProducts, products_of
 from larder.models.forward_batch import (
     BatchSegment,
     ForwardBatch,
@@ -38,6 +37,7 @@ from larder.models.introspection import (
     survey_model,
     switch_attention,
 )
+from larder.models.layer_runner import LayerRunner, layer_runner_of
 from larder.models.lm_head import LMHead, text_body_of
 from larder.models.placement import loaded_tensor
 from larder.models.rope_frequencies import rope_limit
@@ -298,9 +298,9 @@ class Decoder:
         return LMHead(self.module)
 
     @cached_property
-    def products(self) -> TorchProducts:
+    def layer_runner(self) -> LayerRunner:
         """Choice of what runs the layers of a call."""
-        return products_of(self.module, self.body, self.spec)
+        return layer_runner_of(self.module, self.body, self.spec)
 
     @cached_property
     def attentions(self) -> dict[int, nn.Module]:
@@ -356,7 +356,7 @@ class Decoder:
         **options: Any,
     ) -> Any:
         with self._forward_batch(segments, mode, observer, inputs) as batch:
-            with self.products.head(batch.num_tokens):
+            with self.layer_runner.head(batch.num_tokens):
                 return module(**self._arguments(batch), **options)
 
     def _arguments(self, batch: ForwardBatch) -> dict[str, Any]:
@@ -390,11 +390,11 @@ class Decoder:
             recurrent = self._recurrent.hooks(batch)
             with (
                 self.attention,
-                self.products.matrices(batch.num_tokens),
+                self.layer_runner.matrices(batch.num_tokens),
                 self._recall_hooks(batch, mode),
                 capture,
                 recurrent.installed(),
-                self.products.layers(batch.num_tokens),
+                self.layer_runner.layers(batch.num_tokens),
             ):
                 yield batch
             batch.finish(recurrent.states())

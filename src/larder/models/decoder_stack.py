@@ -205,7 +205,7 @@ class DecoderStack(nn.Module):
         return all(relative_difference(ours, theirs) < most for ours, theirs in pairs)
 
 
-class FewRowsHead:
+class SmallBatchHead:
     """Forward hooks by which the head of a model multiplies the states of decode steps.
 
     Context manager; its hooks also leave after one call of the head. The head's own product is

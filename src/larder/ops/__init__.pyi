@@ -1,4 +1,4 @@
-from .apportion import even_ranges as even_ranges
+from .apportionment import even_ranges as even_ranges
 from .approximate_products import channel_products as channel_products
 from .approximate_products import pq_products as pq_products
 from .attention import NO_SINKS as NO_SINKS
@@ -31,7 +31,7 @@ from .cpu.decoder_layer import MAX_ROWS as MAX_ROWS
 from .cpu.decoder_layer import few_rows_linear as few_rows_linear
 from .cpu.decoder_layer import is_supported as is_supported
 from .cpu.decoder_layer import max_rows as max_rows
-from .cpu.one_row_products import without_onednn as without_onednn
+from .cpu.gemv import without_onednn as without_onednn
 from .level_coder import LevelCoder as LevelCoder
 from .level_coder import bytes_per_entry as bytes_per_entry
 from .linear_weight import is_plain as is_plain

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 from larder.cache.sequence import SequenceCache
 from larder.core.images import NO_IMAGES, ImageSpans
 from larder.core.progress import Progress, no_progress
-from larder.ops.apportion import even_ranges
+from larder.ops.apportionment import even_ranges
 from larder.policy.reduced_scorer import ReducedScorer
 from larder.prefill.memory import EntryCapacity
 from larder.prefill.reader import PrefillReader, PrefillSequence

@@ -33,7 +33,7 @@ from larder.ops.rope import rotate
 from larder.ops.search import interleaved, top_rows
 from larder.recall._index_base import EntryRecall, group_queries, grow_table, mask_missing
 from larder.recall._kmeans import ClusterMetric, assign_clusters, kmeans
-from larder.recall._unrotated import UnrotatedIndex, check_rotation
+from larder.recall._unrotated_keys import UnrotatedIndex, check_rotation
 
 RIDGE = 1e-6  # added to the diagonal of the scaled second moment
 

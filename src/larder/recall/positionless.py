@@ -30,7 +30,7 @@ from larder.core.recall import PrefillRecall, RecallResult
 from larder.core.spec import LayerSpec
 from larder.ops.search import top_rows
 from larder.recall._index_base import EntryRecall, group_queries, grow_table, mask_missing
-from larder.recall._unrotated import UnrotatedIndex, check_rotation
+from larder.recall._unrotated_keys import UnrotatedIndex, check_rotation
 
 
 @dataclass(frozen=True)

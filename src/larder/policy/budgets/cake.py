@@ -28,7 +28,7 @@ from larder.core.ledger import Ledger
 from larder.core.observation import LayerScores, Observation, Phase
 from larder.core.plan import Plan
 from larder.core.types import Packed
-from larder.ops.apportion import apportion
+from larder.ops.apportionment import apportion
 from larder.policy.aggregation.mean_variance import MeanVariance
 from larder.policy.attention_reduction import check_taus, gather_last_queries, sum_statistics
 from larder.policy.budgets._selection import (

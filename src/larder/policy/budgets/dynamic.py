@@ -24,7 +24,7 @@ import torch
 from larder.core.arguments import require
 from larder.core.observation import LayerScores
 from larder.core.plan import Plan
-from larder.ops.apportion import apportion
+from larder.ops.apportionment import apportion
 from larder.ops.topk import top_mask
 from larder.policy.budgets._selection import min_entries, top_k_even
 from larder.policy.budgets.base import Budget

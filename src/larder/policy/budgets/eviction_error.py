@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from larder.core.arguments import require
 from larder.core.observation import Calibration, LayerScores
 from larder.core.plan import Plan
-from larder.ops.apportion import apportion
+from larder.ops.apportionment import apportion
 from larder.policy.budgets._selection import top_k_per_head
 from larder.policy.budgets.base import Budget
 

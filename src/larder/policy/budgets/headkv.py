@@ -24,7 +24,7 @@ from enum import Enum
 from larder.core.arguments import require
 from larder.core.observation import Calibration, LayerScores
 from larder.core.plan import Plan
-from larder.ops.apportion import apportion
+from larder.ops.apportionment import apportion
 from larder.policy.budgets._selection import top_k_by_head_weight
 from larder.policy.budgets.base import Budget
 from larder.policy.layer_calibration import split_evenly

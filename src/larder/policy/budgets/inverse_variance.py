@@ -46,7 +46,7 @@ from larder.core.ledger import Ledger
 from larder.core.observation import LayerScores, Observation, Phase
 from larder.core.plan import Plan, StepQuota
 from larder.core.types import Packed, Variant
-from larder.ops.apportion import apportion
+from larder.ops.apportionment import apportion
 from larder.policy.aggregation.sum import Sum
 from larder.policy.attention_reduction import gather_last_queries
 from larder.policy.budgets._selection import (

@@ -26,7 +26,7 @@ from torch import Tensor
 from larder.core.observation import Calibration, LayerScores, Observation, Phase
 from larder.core.plan import Plan
 from larder.core.types import Packed
-from larder.ops.apportion import apportion
+from larder.ops.apportionment import apportion
 from larder.ops.topk import top_mask
 from larder.policy.budgets._selection import top_k_total
 from larder.policy.budgets.base import Budget

@@ -23,7 +23,7 @@ from larder.core.errors import BadParameter
 from larder.core.observation import Calibration, LayerScores
 from larder.core.plan import Plan
 from larder.core.types import Variant
-from larder.ops.apportion import apportion
+from larder.ops.apportionment import apportion
 from larder.policy.budgets._selection import top_k_per_layer
 from larder.policy.budgets.base import Budget
 

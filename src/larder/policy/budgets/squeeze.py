@@ -21,7 +21,7 @@ from itertools import combinations, pairwise
 from larder.core.arguments import require
 from larder.core.observation import Calibration, LayerScores
 from larder.core.plan import Plan
-from larder.ops.apportion import apportion
+from larder.ops.apportionment import apportion
 from larder.policy.budgets._selection import top_k_per_head, with_layer_protection
 from larder.policy.budgets.base import Budget
 

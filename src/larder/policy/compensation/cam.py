@@ -38,7 +38,7 @@ from larder.core.observation import Entries, LayerScores, Phase
 from larder.core.plan import Folds, Plan, StepSpreading
 from larder.core.types import empty_tensor
 from larder.ops.entry_merge import spread_folds
-from larder.policy.compensation._merging import heads_of, rejected_indices
+from larder.policy.compensation._token_merge import heads_of, rejected_indices
 from larder.policy.compensation.base import Compensation
 
 NEWEST = "newest"

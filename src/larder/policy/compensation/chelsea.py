@@ -31,7 +31,7 @@ from larder.core.arguments import require
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan
-from larder.policy.compensation._merging import (
+from larder.policy.compensation._token_merge import (
     Indices,
     heads_of,
     kept_mask,

@@ -27,7 +27,7 @@ from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries, LayerScores, Phase
 from larder.core.plan import Plan
 from larder.core.types import PackedMask, Variant
-from larder.policy.compensation._merging import (
+from larder.policy.compensation._token_merge import (
     Indices,
     heads_of,
     kept_mask,

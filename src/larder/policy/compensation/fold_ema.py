@@ -48,7 +48,7 @@ from larder.ops.entry_merge import (
 )
 from larder.ops.packing import unmasked_indices
 from larder.ops.search import nearest_rows
-from larder.policy.compensation._merging import heads_of, kept_mask
+from larder.policy.compensation._token_merge import heads_of, kept_mask
 from larder.policy.compensation.base import Compensation
 
 TAU = "tau"

@@ -29,7 +29,7 @@ from larder.core.arguments import require
 from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan
 from larder.core.types import Packed
-from larder.policy.compensation._merging import (
+from larder.policy.compensation._token_merge import (
     Indices,
     argmax_per_group,
     heads_of,

@@ -26,7 +26,7 @@ from larder.core.errors import ScoreError
 from larder.core.observation import Entries, LayerScores, Phase
 from larder.core.plan import Folds, Plan
 from larder.ops.slot_convolution import slot_weights
-from larder.policy.compensation._merging import Indices, kept_mask, rejected_rows
+from larder.policy.compensation._token_merge import Indices, kept_mask, rejected_rows
 from larder.policy.compensation.base import Compensation
 
 LOCOCO = "lococo"

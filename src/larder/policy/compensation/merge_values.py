@@ -21,7 +21,7 @@ from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan
 from larder.ops.packing import unmasked_indices
 from larder.ops.search import nearest_rows
-from larder.policy.compensation._merging import kept_mask, mean_folds
+from larder.policy.compensation._token_merge import kept_mask, mean_folds
 from larder.policy.compensation.base import Compensation
 
 

@@ -37,7 +37,7 @@ from larder.core.observation import Entries, LayerScores, Phase
 from larder.core.plan import Plan
 from larder.ops.packing import mask_of, unmasked_indices
 from larder.ops.topk import top_per_head
-from larder.policy.compensation._merging import heads_of, rejected_indices
+from larder.policy.compensation._token_merge import heads_of, rejected_indices
 from larder.policy.compensation.base import Compensation
 
 

@@ -25,7 +25,7 @@ import torch
 from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Plan
-from larder.policy.compensation._merging import (
+from larder.policy.compensation._token_merge import (
     Indices,
     argmax_per_group,
     heads_of,

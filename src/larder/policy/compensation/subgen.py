@@ -36,7 +36,7 @@ from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries, LayerScores
 from larder.core.plan import Folds, Plan
 from larder.core.types import Packed
-from larder.policy.compensation._merging import kept_mask, rejected_indices
+from larder.policy.compensation._token_merge import kept_mask, rejected_indices
 from larder.policy.compensation.base import Compensation
 
 CLUSTER, DRAWS, MASS = "subgen_cluster", "subgen_draws", "subgen_mass"

@@ -32,7 +32,7 @@ from torch import Tensor
 from larder.core.arguments import require
 from larder.core.observation import Observation, Prompts, ScratchPrompt
 from larder.core.types import Packed, PackedMask, Variant
-from larder.ops.apportion import even_ranges
+from larder.ops.apportionment import even_ranges
 from larder.policy.attention_reduction import ObservationWindow
 from larder.policy.scorers.base import AttentionScorer, select_keys, with_pass_keys
 

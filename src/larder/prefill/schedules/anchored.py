@@ -34,7 +34,7 @@ from larder.models.chunk_recompute import recompute_tokens
 from larder.prefill.base import ContextReuse, ContextText, Steps
 from larder.prefill.contexts import ChunkAnchor, ChunkReader, ChunkSource
 from larder.prefill.reader import PrefillReader, PrefillSequence
-from larder.prefill.schedules._chunked import ChunkedSchedule
+from larder.prefill.schedules._chunk_schedule import ChunkedSchedule
 
 FEWEST = 2  # anchors that a change is estimated from
 

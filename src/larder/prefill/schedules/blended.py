@@ -21,7 +21,7 @@ from larder.models.cacheblend import ContextChunk, blend
 from larder.prefill.base import ContextReuse, ContextText, Steps
 from larder.prefill.contexts import ChunkReader, ChunkSource, nbytes_of
 from larder.prefill.reader import PrefillReader, PrefillSequence
-from larder.prefill.schedules._chunked import ChunkedSchedule
+from larder.prefill.schedules._chunk_schedule import ChunkedSchedule
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from larder.models.chunk_recompute import recompute_tokens
 from larder.prefill.base import ContextReuse, ContextText, Steps
 from larder.prefill.contexts import ChunkReader, ChunkSource, ChunkVariant
 from larder.prefill.reader import PrefillReader, PrefillSequence
-from larder.prefill.schedules._chunked import ChunkedSchedule
+from larder.prefill.schedules._chunk_schedule import ChunkedSchedule
 
 
 @dataclass(frozen=True)

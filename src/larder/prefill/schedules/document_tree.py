@@ -21,7 +21,7 @@ from larder.core.spelling import spell
 from larder.prefill.base import ContextReuse, ContextText, Steps
 from larder.prefill.contexts import BLOCK_TOKENS, ChunkSource
 from larder.prefill.reader import PrefillReader, PrefillSequence
-from larder.prefill.schedules._chunked import ChunkedSchedule
+from larder.prefill.schedules._chunk_schedule import ChunkedSchedule
 
 
 @dataclass(frozen=True)

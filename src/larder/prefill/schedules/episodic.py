@@ -19,7 +19,7 @@ import torch
 
 from larder.core.errors import BadParameter
 from larder.core.spec import POSITION_BYTES
-from larder.ops.apportion import even_ranges
+from larder.ops.apportionment import even_ranges
 from larder.prefill.base import Schedule, Steps, prefill_blocks
 from larder.prefill.reader import PrefillReader, PrefillSequence
 

@@ -14,13 +14,13 @@ from larder.core.errors import BadParameter, DependencyError
 from larder.engine.constraint import Constraint, grammar_constraint
 from larder.server.answer_form import AnswerForm, ParsedAnswer, canonical_answer
 from larder.server.api_errors import invalid_request
-from larder.server.call_stream import CallDelta, CallStream
 from larder.server.http.protocol import InputMessage, Text, new_id
 from larder.server.http.structured import Unsupported
 from larder.server.http.unknown_fields import BodyPart
 from larder.server.reasoning_stream import ReasoningStream
 from larder.server.request import ApiError
 from larder.server.session_info import ServedModel
+from larder.server.tool_call_stream import CallDelta, CallStream
 from larder.server.tool_parsers.base import ToolCall
 
 MAX_TOOLS = 128

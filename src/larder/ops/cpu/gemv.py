@@ -49,7 +49,7 @@ class _WithoutOneDNN:
 without_onednn = _WithoutOneDNN()
 
 
-def one_row_products() -> AbstractContextManager[None]:
+def fastest_gemv() -> AbstractContextManager[None]:
     """Context in which one bfloat16 row is multiplied by the faster kernel.
 
     While it is open, other threads multiply by that kernel too.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from larder.models.decoder_stack import DecoderStack
 
 
-class TorchProducts:
+class LayerRunner:
     """Contexts of calls that run the model as it is, whatever their number of tokens."""
 
     def matrices(self, num_tokens: int) -> AbstractContextManager[None]:
@@ -30,7 +30,7 @@ class TorchProducts:
     layers = head = matrices
 
 
-class StackedRows(TorchProducts):
+class StackRunner(LayerRunner):
     """Contexts of calls of a model on a GPU, which run the decoder stack. Not thread-safe.
 
     Args:
@@ -53,7 +53,7 @@ class StackedRows(TorchProducts):
         return self._stack.in_place_of_layers()
 
 
-class FewRows(StackedRows):
+class SmallBatchRunner(StackRunner):
     """Contexts of calls of a model on a CPU by their number of tokens. Not thread-safe.
 
     Args:
@@ -70,11 +70,9 @@ class FewRows(StackedRows):
         """Context of torch's matrix products of a call with so many tokens."""
         if num_tokens > 1 or self._spec.dtype is not torch.bfloat16:
             return nullcontext()
-        from larder.ops.cpu.one_row_products import (
-            one_row_products,  # measures: not before it is needed
-        )
+        from larder.ops.cpu.gemv import fastest_gemv  # measures: not before it is needed
 
-        return one_row_products()
+        return fastest_gemv()
 
     def layers(self, num_tokens: int) -> AbstractContextManager[None]:
         """Context of the layers that a call runs, to be entered once all hooks are set."""
@@ -84,9 +82,9 @@ class FewRows(StackedRows):
         """Context in which the model's head multiplies the states of a call once."""
         if not self._are_few(num_tokens):
             return nullcontext()
-        from larder.models.decoder_stack import FewRowsHead
+        from larder.models.decoder_stack import SmallBatchHead
 
-        return FewRowsHead(self._module)
+        return SmallBatchHead(self._module)
 
     def _are_few(self, num_tokens: int) -> bool:
         """True for so few tokens that the kernel is faster than torch's products."""
@@ -98,7 +96,7 @@ class FewRows(StackedRows):
         return num_tokens <= MAX_ROWS and num_tokens <= max_rows(self._spec.dtype)
 
 
-def products_of(module: Any, body: Any, spec: ModelSpec) -> TorchProducts:
+def layer_runner_of(module: Any, body: Any, spec: ModelSpec) -> LayerRunner:
     """Runner of the layers of a model with that specification of its caches.
 
     Args:
@@ -106,7 +104,7 @@ def products_of(module: Any, body: Any, spec: ModelSpec) -> TorchProducts:
         body: its layers with embedding and norm.
     """
     if spec.dtype in (torch.bfloat16, torch.float32) and spec.device.type == "cpu":
-        return FewRows(module, body, spec)
+        return SmallBatchRunner(module, body, spec)
     if spec.dtype == torch.bfloat16 and spec.device.type == "cuda" and find_spec("triton"):
-        return StackedRows(body, spec)
-    return TorchProducts()
+        return StackRunner(body, spec)
+    return LayerRunner()

@@ -34,7 +34,7 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, eq=False)
-class AdaptedPress:
+class PressAdapter:
     """Press with the attention modules that it is shown.
 
     Args:
@@ -48,7 +48,7 @@ class AdaptedPress:
     rotary: Any
 
     @staticmethod
-    def of(press: Any, model: Any, decoder: Decoder) -> AdaptedPress:
+    def of(press: Any, model: Any, decoder: Decoder) -> PressAdapter:
         """Press initialized for a model, as its own context manager does.
 
         Args:
@@ -77,7 +77,7 @@ class AdaptedPress:
                 f"{press!r} reads rotary embeddings, but this {type(model).__name__} has none: "
                 f"give policy= instead of kvpress=; {GUIDE}."
             )
-        return AdaptedPress(press, decoder.attentions, rotary)
+        return PressAdapter(press, decoder.attentions, rotary)
 
     def __repr__(self) -> str:
         return repr(self.press)

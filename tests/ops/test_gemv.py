@@ -11,16 +11,16 @@ from larder.cache import SequenceCache
 from larder.core import Mode
 from larder.models import BatchSegment, wrap_model
 from larder.ops import without_onednn
-from larder.ops.cpu import one_row_products
+from larder.ops.cpu import gemv
 from model_runs import some_ids
 from tiny_models import tiny
 
 
 @pytest.mark.parametrize("is_faster", [True, False])
 def test_one_row_is_multiplied_without_onednn_where_that_is_faster(monkeypatch, is_faster):
-    monkeypatch.setattr(one_row_products, "is_faster_without_onednn", lambda: is_faster)
+    monkeypatch.setattr(gemv, "is_faster_without_onednn", lambda: is_faster)
     before = torch.backends.mkldnn.enabled
-    with one_row_products.one_row_products():
+    with gemv.fastest_gemv():
         assert torch.backends.mkldnn.enabled == (before and not is_faster)
     assert torch.backends.mkldnn.enabled == before
 
@@ -30,7 +30,7 @@ def test_one_row_is_multiplied_without_onednn_where_that_is_faster(monkeypatch, 
     [(torch.bfloat16, 1, [False]), (torch.bfloat16, 2, [True]), (torch.float32, 1, [True])],
 )
 def test_a_decoder_uses_it_for_single_tokens_in_bfloat16(monkeypatch, dtype, tokens, expected):
-    monkeypatch.setattr(one_row_products, "is_faster_without_onednn", lambda: True)
+    monkeypatch.setattr(gemv, "is_faster_without_onednn", lambda: True)
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", True)
     decoder = wrap_model(tiny("llama").to(dtype))
     cache, seen = SequenceCache(decoder.spec, "dense"), list[bool]()
