@@ -75,7 +75,7 @@ class EntryColumns:
         return columns | scalars
 
     def beside(self, values: Float[Tensor, "n C"]) -> EntryColumns:
-        """The same scalars, as a copy, beside other columns."""
+        """Copy with other columns and the same scalars."""
         copy = EntryColumns(self.ledger, self._scalars.shape[1], self._scalars.device)
         copy.values, copy._scalars = values, self._scalars.clone()
         return copy

@@ -56,7 +56,7 @@ class LowRankMaps:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
     def on(self, device: torch.device) -> LowRankMaps:
-        """The same maps on a device."""
+        """Copy of the maps on a device."""
         if self.query_hidden.device == device:
             return self
         return LowRankMaps(**{name: own.to(device) for name, own in self.tensors().items()})

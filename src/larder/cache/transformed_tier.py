@@ -214,7 +214,7 @@ class TransformedTier:
 
     @cached_property
     def _rows(self) -> list[tuple[int, int, int, int, slice, int]]:
-        """Of each block: head, entries, first position, span, bytes of the payload, first entry."""
+        """Rows by block: head, entries, first position, span, bytes of payload, first entry."""
         rows: list[tuple[int, int, int, int, slice, int]] = []
         start = entry = 0
         for head, count, first, span, size in self.index.tolist():

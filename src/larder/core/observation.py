@@ -295,7 +295,7 @@ class LayerScores:
         return self.scores.masked_fill(self.protected, torch.inf)
 
     def on(self, device: torch.device) -> LayerScores:
-        """The same on another device, to be compared with layers there."""
+        """Copy on another device, to be compared with layers there."""
         protection = self.protection
 
         def protected(count: int) -> Tensor:

@@ -82,7 +82,7 @@ class Plan:
     dropped: Int64[Tensor, " X"] = field(default_factory=lambda: empty_tensor(torch.int64, 0))
 
     def on(self, device: torch.device) -> Plan:
-        """The same plan without merges, on the device of its layer."""
+        """Copy of the plan without merges, on the device of its layer."""
         return replace(
             self,
             kept=self.kept.to(device),

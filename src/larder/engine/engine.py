@@ -479,7 +479,7 @@ class Engine:
         return ConstraintCompiler(tokenizer, decoder.vocab_size, self.stop_ids)
 
     def _matcher_factory(self, schema: SchemaLike | None) -> Callable[[], ConstraintMatcher | None]:
-        """Makes the parser of each answer."""
+        """Factory of the parser of each answer."""
         if schema is None:
             return no_matcher
         from larder.engine.constraint import schema_constraint

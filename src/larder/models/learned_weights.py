@@ -46,7 +46,7 @@ class WeightForm(Protocol):
     def shapes(
         self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
     ) -> Mapping[str, tuple[int, ...]]:
-        """As of `GateProvider.shapes`."""
+        """Shape that each tensor of a layer must have, by name; see `GateProvider.shapes`."""
         ...
 
 

@@ -136,7 +136,7 @@ Pair = tuple[int, int]
 
 
 def _deal(counts: list[int]) -> list[tuple[Pair, Pair, Pair, Pair]]:
-    """Of each bucket: slots, frequencies, shifts and codes of its first and second code."""
+    """Table of the buckets: slots, frequencies, shifts and codes of its first and second code."""
     held = [code for code, count in enumerate(counts) if count]
     left, dealt = {code: counts[code] for code in held}, dict.fromkeys(held, 0)
     small = [code for code in held if left[code] < BUCKET_SLOTS]

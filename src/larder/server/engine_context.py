@@ -97,7 +97,7 @@ class EngineContext:
     def _is_loaded(
         self, tenant: str, name: str, evicting: Callable[[], AbstractContextManager[None]]
     ) -> bool:
-        """One attempt of `_load`; False if the session may have been removed while it was read."""
+        """Attempt of `_load`; False if the session may have been removed while it was read."""
         core, removals = self.core, self.removals
         ended, found = removals.ended, self.persistence.load(tenant, name)
         if found is None:

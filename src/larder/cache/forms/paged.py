@@ -177,7 +177,7 @@ class PagedLayer(CacheLayer):
         return self.adopted(state)
 
     def own_tensors(self) -> tuple[Tensor, ...]:
-        """None: the entries are in the arena."""
+        """Tensors of the layer: none, as the entries are in the arena."""
         return ()
 
     @property

@@ -76,7 +76,7 @@ class ParallelLayer(DenseLayer):
     def block_call(
         self, queries: Queries, keys: Keys, values: Values, mode: Mode
     ) -> AttentionCall | None:
-        """None: contexts are attended to by calls of their own."""
+        """No calls: contexts are attended to by calls of their own."""
         del queries, keys, values, mode
 
     def attention_calls(

@@ -103,7 +103,7 @@ class ResidualLayer(MixedLayer):
 
     @classmethod
     def fit_plans(cls, stores: Sequence[CacheLayer], plans: Mapping[int, Plan]) -> dict[int, Plan]:
-        """The same plans, which must keep the same tokens in all heads of all layers.
+        """Plans, checked to keep the same tokens in all heads of all layers.
 
         Raises:
             CacheError: they do not.

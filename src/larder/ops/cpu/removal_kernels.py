@@ -165,6 +165,6 @@ def move_serially(addresses, row_bytes, kept, starts, new_starts, lengths, new_l
 
 @njit_parallel
 def move_in_parallel(addresses, row_bytes, kept, starts, new_starts, lengths, new_lengths, shares):
-    """One share of the heads per thread; their regions do not overlap."""
+    """Removal by threads, a share of the heads each; their regions do not overlap."""
     for s in numba.prange(shares):
         move_share(addresses, row_bytes, kept, starts, new_starts, lengths, new_lengths, s, shares)

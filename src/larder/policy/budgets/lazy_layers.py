@@ -31,7 +31,7 @@ from larder.policy.budgets.base import CrossLayerBudget
 
 @dataclass(frozen=True)
 class LazyLayers(CrossLayerBudget):
-    """Everything for some layers, protected tokens for lazy ones; waits for the last layer.
+    """Full caches for some layers, protected tokens for lazy ones; waits for the last layer.
 
     Args:
         last: latest queries whose attention is observed, in tokens.

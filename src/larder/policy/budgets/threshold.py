@@ -25,7 +25,7 @@ from larder.policy.budgets.base import Budget
 
 @dataclass(frozen=True)
 class Threshold(Budget):
-    """Every head keeps its best entries down to a share of the very best.
+    """Best entries of each head, down to a share of the very best.
 
     Args:
         tokens: entries per kv head, at most.

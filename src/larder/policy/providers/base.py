@@ -145,7 +145,7 @@ class LearnedProvider(Provider, ABC):
     def shapes(
         self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
     ) -> Mapping[str, tuple[int, ...]]:
-        """As of `GateProvider.shapes`."""
+        """Shape that each tensor of a layer must have, by name; see `GateProvider.shapes`."""
 
 
 class WeightProvider(Provider, ABC):

@@ -37,7 +37,7 @@ LEAST_VARIANCE = 1e-8  # of a weight over the queries, under the kurtosis
 
 @dataclass(frozen=True)
 class ARKV(MixedPrecisionStorage):
-    """Each layer's share of exact entries from what its attention looks like.
+    """Share of exact entries of each layer, from the shape of its attention.
 
     Args:
         bits: of a rounded number, from 1 to 8.

@@ -88,7 +88,7 @@ class QAQ(MixedPrecisionStorage):
         )
 
     def reserved_entries(self, layers: Sequence[LayerSpec], itemsize: int) -> int:
-        """For the records of groups that are not full: every pair of bits may have one."""
+        """Entries reserved for the records of groups that are not full, one per pair of bits."""
         size = max((layer.head_dim for layer in layers), default=1)
         records = len(self.codecs) * GROUP_BYTES
         return math.ceil(records / (2 * size * itemsize + POSITION_BYTES))

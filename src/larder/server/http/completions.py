@@ -103,7 +103,7 @@ class AnswerRequest(GenerationRequest):
 
 
 class ResponseCacheOptions(BodyPart):
-    """What a request wants of the cache of answers by meaning."""
+    """Options of a request for the semantic cache of answers."""
 
     model_config = ConfigDict(extra="forbid")
 

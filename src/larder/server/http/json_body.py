@@ -263,7 +263,7 @@ def _top(model: type[JsonBody]) -> type[msgspec.Struct]:
 
 @cache
 def _strict_top(model: type[JsonBody]) -> type[msgspec.Struct]:
-    """The same struct, which rejects other fields."""
+    """Variant of a struct that rejects unknown fields."""
     bases = (_top(model),)
     return _resolved(msgspec.defstruct(model.__name__, [], bases=bases, forbid_unknown_fields=True))
 

@@ -76,7 +76,7 @@ class ImageSource(BodyPart):
 
     @property
     def url(self) -> str:
-        """The same image as a data URL."""
+        """Data URL of the image."""
         return f"data:{self.media_type};base64,{self.data}"
 
 

@@ -22,7 +22,7 @@ PrefillSteps = Generator[object, None, None]
 
 
 class ChatPrefill:
-    """Makes the prefill steps of chat turns. For the model's thread.
+    """Builder of the prefill steps of chat turns. For the model's thread.
 
     Args:
         disk: receives measurements of prefill speed.

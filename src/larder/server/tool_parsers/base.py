@@ -112,7 +112,7 @@ class ToolParser(ABC):
         """Complete calls of a text that begins at `start`; empty if it is no call."""
 
     def later_start(self, text: str) -> int:
-        """As `start`, of a text that does not begin the answer and follows content."""
+        """Start of a call, as by `start`, in a text that follows content of the answer."""
         return len(text)
 
     def first_call(self, text: str, place: int) -> CallPlace | None:
