@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from larder.cache.forms.rebuilt import recompute_cost
@@ -12,15 +12,8 @@ from larder.cache.sequence import SequenceCache
 from larder.core.arguments import check_type
 from larder.core.errors import InputError
 from larder.core.progress import Progress, no_progress
-from larder.engine.detokenizer import IncrementalDetokenizer
-from larder.engine.generate import (
-    ObserverFactory,
-    StepTokens,
-    StoppingCriteria,
-    generate,
-    no_observer,
-    one_per_step,
-)
+from larder.engine.detokenizer import IncrementalDetokenizer, discard_text
+from larder.engine.generate import StepTokens, StoppingCriteria, generate, one_per_step
 from larder.engine.sampler import SamplingParams
 from larder.models.decoder import Decoder
 from larder.models.loader import LoadedModel
@@ -130,6 +123,26 @@ def no_matcher() -> None:
     return None
 
 
+@dataclass(frozen=True)
+class AnswerOptions:
+    """Sampling, limits and receivers of an answer.
+
+    Args:
+        stop: strings that end the answer.
+        on_text: receives the text of the answer as it is generated.
+        new_matcher: creates what the answer must match.
+        progress: receives the number of tokens generated and the most to generate; at the end both
+            are those generated.
+    """
+
+    sampling: SamplingParams
+    max_new_tokens: int
+    stop: Sequence[str] = ()
+    on_text: Callable[[str], None] = discard_text
+    new_matcher: Callable[[], ConstraintMatcher | None] = no_matcher
+    progress: Progress = no_progress
+
+
 @dataclass
 class CountedStream:
     """Stream of an answer's text, whose tokens a progress counts.
@@ -170,46 +183,33 @@ class AnswerGenerator:
 
     def generate(
         self,
-        cache: SequenceCache,
-        prompt: tuple[int, ...],
-        sampling: SamplingParams,
-        max_new_tokens: int,
-        stop: Sequence[str],
-        on_text: Callable[[str], None],
-        make_observer: ObserverFactory = no_observer,
-        message: tuple[int, ...] = (),
-        matcher: ConstraintMatcher | None = None,
+        turn: TurnReader,
+        message: tuple[int, ...],
+        options: AnswerOptions,
         step_tokens: StepTokens = one_per_step,
-        progress: Progress = no_progress,
     ) -> GeneratedText:
-        """Prefill the prompt and generate the answer; the cache keeps both, the caller truncates
-        it.
+        """Read a message and generate the answer; the cache of the turn keeps both, the caller
+        truncates it.
 
         Args:
-            message: the whole message that ends with `prompt`, which `repetition_penalty` counts.
-            matcher: what the answer must match; None for any text.
             step_tokens: how many tokens of the answer one pass may read.
-            stop: strings that end the answer.
-            on_text: receives the text of the answer as it is generated.
-            make_observer: makes the observer of each forward batch, for decode eviction.
-            progress: receives the number of tokens generated and the most to generate; at the end
-                both are those generated.
         """
-        limits = StoppingCriteria(max_new_tokens, self.stop_ids)
-        stream = IncrementalDetokenizer(self.tokenizer.decode, stop, on_text)
-        counted = CountedStream(stream, progress, max_new_tokens)
+        cache, last_tokens = turn.cache, run_steps(turn.message_steps(message))
+        limits = StoppingCriteria(options.max_new_tokens, self.stop_ids)
+        stream = IncrementalDetokenizer(self.tokenizer.decode, options.stop, options.on_text)
+        counted = CountedStream(stream, options.progress, options.max_new_tokens)
         pages_before, work_before = cache.pages, recompute_cost(cache.stores)
         started = time.perf_counter()
         [ids] = generate(
             self.decoder,
             [cache],
-            [prompt],
-            sampling,
+            [last_tokens],
+            options.sampling,
             limits,
             counted.take,
-            make_observer,
-            [message or prompt],
-            [matcher],
+            turn.observer,
+            [message],
+            [options.new_matcher()],
             step_tokens,
         )
         seconds = time.perf_counter() - started
@@ -234,18 +234,9 @@ class QuestionAnswerer:
     def answer(
         self,
         question: str,
-        sampling: SamplingParams,
-        max_new_tokens: int,
-        stop: Sequence[str],
-        on_text: Callable[[str], None],
-        new_matcher: Callable[[], ConstraintMatcher | None] = no_matcher,
-        progress: Progress = no_progress,
+        options: AnswerOptions,
     ) -> Answer:
-        """Answer one question; arguments as for `Engine.ask`.
-
-        Args:
-            new_matcher: makes what the answer must match.
-            progress: receives the number of tokens generated and the most to generate.
+        """Answer one question.
 
         Raises:
             InputError: the question takes more tokens than the budget holds.
@@ -262,21 +253,9 @@ class QuestionAnswerer:
         episode_prompts = prompts_per_cache(self.runtime, memory.router, memory.prompts)
         own_prompts = episode_prompts[match.episode if match else 0]
         turn = turn_reader(self.runtime, memory.policy, cache, own_prompts, saved)
-        turn.reserve(len(prompt) + max_new_tokens)
+        turn.reserve(len(prompt) + options.max_new_tokens)
         try:
-            generated = self.generator.generate(
-                cache,
-                run_steps(turn.message_steps(prompt)),
-                sampling,
-                max_new_tokens,
-                stop,
-                on_text,
-                make_observer=turn.observer,
-                message=prompt,
-                matcher=new_matcher(),
-                step_tokens=lambda _: turn.step_tokens,
-                progress=progress,
-            )
+            generated = self.generator.generate(turn, prompt, options, lambda _: turn.step_tokens)
             held_bytes = memory.caches.nbytes + _bytes_beside(cache, turn, is_copy)
         finally:
             if turn.snapshot is None:
@@ -285,6 +264,19 @@ class QuestionAnswerer:
             elif not is_copy:
                 self._restore(turn.snapshot)
         return generated.answer(question, match, len(prompt), held_bytes)
+
+    def answer_each(self, questions: Sequence[str], options: AnswerOptions) -> list[Answer]:
+        """Answer several questions, in order, whose tokens one progress counts."""
+        answers = list[Answer]()
+        for number, question in enumerate(questions):
+            before = sum(each.new_tokens for each in answers)
+            behind = options.max_new_tokens * (len(questions) - number - 1)
+
+            def report(done: int, total: int, before: int = before, behind: int = behind) -> None:
+                options.progress(before + done, before + total + behind)
+
+            answers.append(self.answer(question, replace(options, progress=report)))
+        return answers
 
     def _restore(self, snapshot: SequenceCache) -> None:
         """Make a snapshot the active cache again."""
@@ -307,27 +299,6 @@ def checked_questions(question: str | Sequence[str]) -> list[str]:
         if not one.strip():
             raise InputError("A question is blank: write at least one word.")
     return questions
-
-
-def answer_each(
-    answer: Callable[..., Answer], questions: Sequence[str], max_new_tokens: int, progress: Progress
-) -> list[Answer]:
-    """Answers to several questions, in order, whose tokens one progress counts.
-
-    Args:
-        answer: answers one question, and takes the progress of its answer.
-        progress: receives the number of tokens generated and the most to generate, of all.
-    """
-    answers = list[Answer]()
-    for number, question in enumerate(questions):
-        before = sum(each.new_tokens for each in answers)
-        behind = max_new_tokens * (len(questions) - number - 1)
-
-        def report(done: int, total: int, before: int = before, behind: int = behind) -> None:
-            progress(before + done, before + total + behind)
-
-        answers.append(answer(question, progress=report))
-    return answers
 
 
 def _bytes_beside(cache: SequenceCache, turn: TurnReader, is_copy: bool) -> int:

@@ -9,7 +9,7 @@ from larder.core.arguments import check_count, check_type, checked_call, require
 from larder.core.conversation import Conversation
 from larder.core.errors import InputError, UsageError
 from larder.core.progress import Progress, no_progress
-from larder.engine.answer import Answer, check_prompt_fits
+from larder.engine.answer import Answer, AnswerOptions, check_prompt_fits
 from larder.engine.detokenizer import discard_text
 from larder.engine.engine import Engine
 from larder.engine.persistence import NOT_SAVED, ChatPersistence, NoPersistence, ResumeResult
@@ -142,17 +142,10 @@ class Chat:
         self._record_peaks(turn)
         try:
             with generation_progress(progress, on_text) as report:
-                completion = self._engine.answer_generator.generate(
-                    turn.cache,
-                    run_steps(turn.reader.message_steps(prompt)),
-                    sampling or SamplingParams(),
-                    max_new_tokens,
-                    stop=(),
-                    on_text=on_text,
-                    make_observer=turn.reader.observer,
-                    message=prompt,
-                    progress=report,
+                options = AnswerOptions(
+                    sampling or SamplingParams(), max_new_tokens, on_text=on_text, progress=report
                 )
+                completion = self._engine.answer_generator.generate(turn.reader, prompt, options)
             ids = prompt + completion.ids + end_ids
             self._read_rest(turn, ids, len(completion.ids))
             held_bytes = self._record_peaks(turn)

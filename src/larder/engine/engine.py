@@ -15,8 +15,8 @@ from larder.core.progress import Progress
 from larder.engine.answer import (
     Answer,
     AnswerGenerator,
+    AnswerOptions,
     QuestionAnswerer,
-    answer_each,
     checked_questions,
     no_matcher,
     stop_ids,
@@ -332,16 +332,11 @@ class Engine:
         questions = checked_questions(question)
         chosen = sampling or SamplingParams()
         check_type("sampling", chosen, SamplingParams, "a SamplingParams")
-        answer_one = partial(
-            QuestionAnswerer(self.runtime, self.answer_generator, memory).answer,
-            sampling=chosen,
-            max_new_tokens=max_new_tokens,
-            stop=stop_strings(stop),
-            on_text=on_text,
-            new_matcher=self._matcher_factory(schema),
-        )
+        answerer = QuestionAnswerer(self.runtime, self.answer_generator, memory)
+        ends, matcher = stop_strings(stop), self._matcher_factory(schema)
         with generation_progress(progress, on_text) as report:
-            answers = answer_each(answer_one, questions, max_new_tokens, report)
+            options = AnswerOptions(chosen, max_new_tokens, ends, on_text, matcher, report)
+            answers = answerer.answer_each(questions, options)
         return answers[0] if isinstance(question, str) else answers
 
     @overload
