@@ -79,24 +79,12 @@ class DecodeEviction:
         lengths = [row.cache.next_position + len(row.ids) for row in rows]
         triples = zip(numbers, rows, steps, strict=True)
         quotas = [self._quotas(number, row, step) for number, row, step in triples]
-        eviction = EvictionPass(
-            self.planner,
-            caches,
-            self.tokens,
-            quotas,
-            None,
-            lengths,
-            Phase.DECODE,
-            [self.starts[number] for number in numbers],
-            EvictionMode.EVICT,
-        )
         due = [self._is_due(row, own) for row, own in zip(rows, quotas, strict=True)]
-        phases = [ScoringPhase.DECIDE if is_due else ScoringPhase.OBSERVE for is_due in due]
         for row, own, is_due in zip(rows, quotas, due, strict=True):
             if len(row.ids) == 1 and self.planner.needs_logits(is_due):
                 row.cache.record_logits(own)
-        prompts = [ScratchPrompt(r.ids, (0, n)) for r, n in zip(rows, lengths, strict=True)]
-        eviction.begin_pass(prompts, phases, 0)
+        starts = [self.starts[number] for number in numbers]
+        eviction = self._begun_pass(rows, quotas, due, lengths, starts)
         observer: Observer = eviction
         if providers := self.planner.token_providers:
             expected = self.forecast(rows, providers)
@@ -113,6 +101,31 @@ class DecodeEviction:
         ]
         step = StepEviction(self.planner, rule, self.tokens, stepped)
         return DeferredObserver(observer, calls, step.run)
+
+    def _begun_pass(
+        self,
+        rows: Sequence[BatchSegment],
+        quotas: Sequence[Mapping[int, int]],
+        due: Sequence[bool],
+        lengths: Sequence[int],
+        starts: Sequence[int],
+    ) -> EvictionPass:
+        """Eviction pass over the tokens of rows, which decides where a plan is due."""
+        eviction = EvictionPass(
+            self.planner,
+            [row.cache for row in rows],
+            self.tokens,
+            quotas,
+            None,
+            lengths,
+            Phase.DECODE,
+            starts,
+            EvictionMode.EVICT,
+        )
+        phases = [ScoringPhase.DECIDE if is_due else ScoringPhase.OBSERVE for is_due in due]
+        prompts = [ScratchPrompt(r.ids, (0, n)) for r, n in zip(rows, lengths, strict=True)]
+        eviction.begin_pass(prompts, phases, 0)
+        return eviction
 
     def _copies(self, caches: Sequence[SequenceCache]) -> bool:
         """True if reading the entries of a layer copies them."""
