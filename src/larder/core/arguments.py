@@ -91,7 +91,7 @@ def require(is_met: bool, name: str, rule: str, value: object) -> None:
         raise BadParameter(f"{name} must be {rule}, got {value}.")
 
 
-def require_at_least(least: float, part: str, /, **values: float) -> None:
+def require_at_least(least: int | float, part: str, /, **values: int | float) -> None:
     """Check several parameters of a part against the same lower bound.
 
     Raises:
