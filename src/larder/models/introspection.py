@@ -356,9 +356,9 @@ def _rotation_error(
     keys: Float[Tensor, "N P D"], places: Int[Tensor, " P"], radians: Float[Tensor, " half"]
 ) -> float:
     """Largest distance of a key from its token's first key rotated, relative to the longest key."""
-    turned = rotate(keys[:, :1].expand_as(keys), places, radians)
+    rotated = rotate(keys[:, :1].expand_as(keys), places, radians)
     longest = keys.norm(dim=-1).max().clamp_min(torch.finfo(torch.float32).tiny)
-    return float((turned - keys).norm(dim=-1).max() / longest)
+    return float((rotated - keys).norm(dim=-1).max() / longest)
 
 
 SAMPLED_VALUES = 64  # per tensor: enough to tell fine-tuned siblings apart, cheap for large models

@@ -63,9 +63,9 @@ def levels(bits: int, size: int) -> Float[Tensor, " M"]:
 def encode(numbers: Vectors, bits: int) -> tuple[Codes, Norms]:
     """Codes of vectors, and their norms."""
     norms = numbers.float().norm(dim=1, keepdim=True).half()
-    turned = _directions(numbers.float(), norms) @ rotation(numbers.shape[1]).T
-    own = levels(bits, numbers.shape[1]).to(turned.device)
-    codes = torch.bucketize(turned, (own[1:] + own[:-1]) / 2)
+    rotated = _directions(numbers.float(), norms) @ rotation(numbers.shape[1]).T
+    own = levels(bits, numbers.shape[1]).to(rotated.device)
+    codes = torch.bucketize(rotated, (own[1:] + own[:-1]) / 2)
     return codes.to(torch.uint8), norms
 
 

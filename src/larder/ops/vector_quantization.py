@@ -67,9 +67,9 @@ class VectorQuantizer:
     def encode(self, numbers: Float[Tensor, "N W"]) -> VectorCodes:
         """Codes of finite numbers."""
         order = hadamard_order(self.width)
-        turned = numbers.float().unflatten(1, (-1, order)) @ hadamard(order).to(numbers.device)
-        scales = turned.square().mean(-1).sqrt().clamp(max=FLOAT16_MAX).half()
-        unit = turned / scales.float().clamp(min=torch.finfo(torch.float16).tiny)[..., None]
+        rotated = numbers.float().unflatten(1, (-1, order)) @ hadamard(order).to(numbers.device)
+        scales = rotated.square().mean(-1).sqrt().clamp(max=FLOAT16_MAX).half()
+        unit = rotated / scales.float().clamp(min=torch.finfo(torch.float16).tiny)[..., None]
         codes = _nearest(unit.reshape(-1, PAIR), gaussian_grid(self._points).to(numbers.device))
         rows = codes.reshape(len(numbers), self.width // PAIR)
         return VectorCodes(pack_codes(rows, PAIR * self.bits), scales)
@@ -80,8 +80,8 @@ class VectorQuantizer:
         names = unpack_codes(codes.packed, PAIR * self.bits, self.width // PAIR)
         points = gaussian_grid(self._points).to(names.device).view(torch.float64).flatten()
         unit = points.index_select(0, names.flatten().int()).view(torch.float32)  # pairs at once
-        turned = unit.view(len(codes), -1, order) * codes.scales.float()[..., None]
-        return (turned @ hadamard(order).to(turned.device).T).flatten(1)
+        rotated = unit.view(len(codes), -1, order) * codes.scales.float()[..., None]
+        return (rotated @ hadamard(order).to(rotated.device).T).flatten(1)
 
     def nothing(self, device: torch.device) -> VectorCodes:
         """Codes of no vector."""

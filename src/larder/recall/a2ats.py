@@ -134,9 +134,9 @@ class A2atsIndex(UnrotatedIndex):
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         indexed = self.paged.indexed
         clipped = self._clipped(self.unrotated_queries(queries)[:, None])[:, 0]
-        asked = group_queries(clipped, self.layer)  # [K, R, D]
+        grouped = group_queries(clipped, self.layer)  # [K, R, D]
         solved: Tensor = torch.linalg.solve_triangular(  # pyright: ignore
-            self._roots, asked.mT, upper=False
+            self._roots, grouped.mT, upper=False
         )
         products = solved.mT @ self._centers.mT  # [K, R, codes]
         codes = self._codes[:, None, : max(indexed)].long().expand(-1, self.layer.group, -1)

@@ -78,8 +78,8 @@ class BoundsIndex(ContiguousIndex):
             self._boxes[head, first : first + len(boxes)] = boxes
 
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
-        asked = group_queries(queries, self.layer)
-        sides = torch.cat([asked.clamp(min=0), asked.clamp(max=0)], dim=2)  # [K, R, 2D]
+        grouped = group_queries(queries, self.layer)
+        sides = torch.cat([grouped.clamp(min=0), grouped.clamp(max=0)], dim=2)  # [K, R, 2D]
         pages = max(self.counts)
         scores = (sides @ self._boxes[:, :pages].transpose(1, 2)).flatten(0, 1)
         return self._chosen(mask_missing(scores, self.counts), count)

@@ -112,8 +112,8 @@ class ClustersIndex(EntryIndex):
         self._sizes[head] = torch.from_numpy(counts)
 
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
-        asked = group_queries(queries, self.layer)
-        scores = (asked @ self._centroids.transpose(1, 2)).flatten(0, 1)
+        grouped = group_queries(queries, self.layer)
+        scores = (grouped @ self._centroids.transpose(1, 2)).flatten(0, 1)
         scores = mask_missing(scores, tuple(self._made.tolist()))
         return RecallResult(self._entries_of(_rank_clusters(scores), min(count, max(self.counts))))
 

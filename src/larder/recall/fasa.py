@@ -102,9 +102,9 @@ class FasaIndex(EntryIndex):
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         heads, group, indexed = self.layer.kv_heads, self.layer.group, self.paged.indexed
         picks = self._chosen[:, None].expand(-1, group, -1)
-        asked = group_queries(queries, self.layer).gather(2, picks)
+        grouped = group_queries(queries, self.layer).gather(2, picks)
         columns = torch.arange(picks.shape[2]).expand(heads, group, -1)
-        scores = channel_products(self._keys, columns, asked, max(indexed))
+        scores = channel_products(self._keys, columns, grouped, max(indexed))
         return RecallResult(top_rows(mask_missing(scores.flatten(0, 1), indexed), count))
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -113,12 +113,12 @@ class FasaIndex(EntryIndex):
 
 def rotary_pairs(layer: LayerSpec) -> Int64[Tensor, "F 2"]:
     """Dimensions that are rotated together, then neighbors among those that are not rotated."""
-    turned = len(layer.radians) if layer.radians else 0
-    first = torch.arange(turned)
-    rest = torch.arange(2 * turned, layer.head_dim)
+    rotated = len(layer.radians) if layer.radians else 0
+    first = torch.arange(rotated)
+    rest = torch.arange(2 * rotated, layer.head_dim)
     half = len(rest) // 2
     rest = torch.stack([rest[:half], rest[half : 2 * half]], dim=1)
-    return torch.cat([torch.stack([first, first + turned], dim=1), rest])
+    return torch.cat([torch.stack([first, first + rotated], dim=1), rest])
 
 
 def contextual_agreement(

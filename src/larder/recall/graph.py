@@ -120,14 +120,14 @@ class GraphIndex(EntryIndex):
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         if count >= max(self.counts):  # all entries are requested: a graph search could miss some
             return self.exact(queries, entries, count)
-        asked = group_queries(queries, self.layer)
+        grouped = group_queries(queries, self.layer)
         scores = self._late(queries, entries)
         for head, built in enumerate(self._in_graph.tolist()):
             rows = scores[head * self.layer.group : (head + 1) * self.layer.group]
-            self._score(self._linked(head, asked[head]), asked[head], entries, head, rows)
+            self._score(self._linked(head, grouped[head]), grouped[head], entries, head, rows)
             if built:
-                walked = self._walked(head, asked[head], min(count, built))
-                self._score(walked, asked[head], entries, head, rows)
+                walked = self._walked(head, grouped[head], min(count, built))
+                self._score(walked, grouped[head], entries, head, rows)
         return RecallResult(top_rows(scores, count))
 
     def _late(self, queries: Float[Tensor, "H D"], entries: Entries) -> Float[Tensor, "H M"]:

@@ -97,9 +97,9 @@ class InfiniGenIndex(EntryIndex):
             plain = torch.eye(layer.head_dim)[:, : self._read]
             return plain.repeat(layer.kv_heads, 1, 1)
         rows = queries.float().view(layer.kv_heads, -1, layer.head_dim)
-        turned = torch.linalg.svd(rows.double(), full_matrices=True).Vh.transpose(1, 2).float()
-        best = top_rows((rows @ turned).abs().sum(1), self._read)  # [K, C]
-        return turned.gather(2, best[:, None].expand(-1, layer.head_dim, -1))
+        rotated = torch.linalg.svd(rows.double(), full_matrices=True).Vh.transpose(1, 2).float()
+        best = top_rows((rows @ rotated).abs().sum(1), self._read)  # [K, C]
+        return rotated.gather(2, best[:, None].expand(-1, layer.head_dim, -1))
 
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         few = group_queries(queries, self.layer) @ self._skew

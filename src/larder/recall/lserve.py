@@ -91,8 +91,8 @@ class LServeIndex(ContiguousIndex):
 
     def _bounds(self, queries: Float[Tensor, "H D"]) -> Float[Tensor, "H P"]:
         """Upper bound of the products with the keys of each page."""
-        asked, size = group_queries(queries, self.layer), self._part.part
-        sides = torch.cat([asked.clamp(min=0), asked.clamp(max=0)], dim=2)  # [K, R, 2D]
+        grouped, size = group_queries(queries, self.layer), self._part.part
+        sides = torch.cat([grouped.clamp(min=0), grouped.clamp(max=0)], dim=2)  # [K, R, 2D]
         parts = tuple(-(-length // size) for length in self.paged.indexed)
         bounds = (sides @ self._boxes[:, : max(parts)].transpose(1, 2)).flatten(0, 1)
         bounds = mask_missing(bounds, parts)

@@ -97,9 +97,9 @@ class MPCacheIndex(ContiguousIndex):
         return table
 
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
-        asked, pages = group_queries(queries, self.layer), max(self.counts)
-        fine = (asked @ self._fine[:, :pages].transpose(1, 2)).flatten(0, 1)
-        stays = self._stays(asked, count).repeat_interleave(self._part.coarse, 1)[:, :pages]
+        grouped, pages = group_queries(queries, self.layer), max(self.counts)
+        fine = (grouped @ self._fine[:, :pages].transpose(1, 2)).flatten(0, 1)
+        stays = self._stays(grouped, count).repeat_interleave(self._part.coarse, 1)[:, :pages]
         return RecallResult(
             top_rows(mask_missing(fine.masked_fill(~stays, -torch.inf), self.counts), count)
         )

@@ -84,8 +84,8 @@ class PositionlessIndex(UnrotatedIndex):
 
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         indexed = self.paged.indexed
-        asked = group_queries(self.unrotated_queries(queries), self.layer)
-        products = asked @ self._keys[:, : max(indexed)].float().mT
+        grouped = group_queries(self.unrotated_queries(queries), self.layer)
+        products = grouped @ self._keys[:, : max(indexed)].float().mT
         return self._spans(mask_missing(products.flatten(0, 1), indexed), entries, count)
 
     def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:

@@ -128,7 +128,7 @@ class ProjectedIndex(EntryIndex):
         self, queries: Float[Tensor, "H D"], entries: Entries, count: int
     ) -> Float[Tensor, "H M"]:
         """Products of each query head with the entries that it looks at; -inf for the others."""
-        indexed, asked = self.paged.indexed, group_queries(queries, self.layer)
+        indexed, grouped = self.paged.indexed, group_queries(queries, self.layer)
         scores = torch.full((len(queries), max(indexed)), -torch.inf)
         late = torch.tensor(indexed) - self._built
         starts = torch.tensor(entries.starts) + self._built
@@ -139,7 +139,7 @@ class ProjectedIndex(EntryIndex):
             if built:
                 keys = entries.head_keys(head)[:built].float()
                 beam = max(self._part.beam, count)
-                self._walk(head, keys, asked[head], beam, scores[own, :built])
+                self._walk(head, keys, grouped[head], beam, scores[own, :built])
         return scores
 
     def _walk(

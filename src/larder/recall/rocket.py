@@ -80,10 +80,10 @@ class RocketIndex(ContiguousIndex):
             self._sides[head, :, first : first + len(boxes)] = boxes.T
 
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
-        asked = group_queries(queries, self.layer)
-        picks = top_rows(asked.abs().sum(1), self._read)[:, None].expand(-1, self.layer.group, -1)
-        read = asked.gather(2, picks)
-        left = read.abs().sum(2) / asked.abs().sum(2).clamp(min=torch.finfo(torch.float32).tiny)
+        grouped = group_queries(queries, self.layer)
+        picks = top_rows(grouped.abs().sum(1), self._read)[:, None].expand(-1, self.layer.group, -1)
+        read = grouped.gather(2, picks)
+        left = read.abs().sum(2) / grouped.abs().sum(2).clamp(min=torch.finfo(torch.float32).tiny)
         sides = picks + self.layer.head_dim * (read < 0)
         logits = channel_products(self._sides, sides, read, max(self.counts))
         logits *= self.layer.scaling / left.clamp(min=1e-12).sqrt()[..., None]

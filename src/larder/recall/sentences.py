@@ -138,8 +138,8 @@ class SentencesIndex(EntryIndex):
 
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         means = self._sums / self._counts.clamp(min=1)[..., None]  # [K, M, D]
-        asked = group_queries(self._searched(queries), self.layer).sum(1)  # [K, D]
-        products = torch.einsum("kmd,kd->km", means, asked)
+        grouped = group_queries(self._searched(queries), self.layer).sum(1)  # [K, D]
+        products = torch.einsum("kmd,kd->km", means, grouped)
         scores = products.gather(1, self._labels[:, : max(self.paged.indexed)])
         return self._found(scores, count)
 

@@ -76,11 +76,11 @@ class SparQIndex(EntryIndex):
             self._sums[head] += entries.values_from(head, before).double().sum(0)
 
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
-        asked = group_queries(queries, self.layer)
-        picks = top_rows(asked.abs().sum(1), self._read)  # [K, N]
+        grouped = group_queries(queries, self.layer)
+        picks = top_rows(grouped.abs().sum(1), self._read)  # [K, N]
         picks = picks[:, None].expand(-1, self.layer.group, -1)
-        read = asked.gather(2, picks)
-        left = read.abs().sum(2) / asked.abs().sum(2).clamp(min=MIN_SHARE)
+        read = grouped.gather(2, picks)
+        left = read.abs().sum(2) / grouped.abs().sum(2).clamp(min=MIN_SHARE)
         indexed = self.paged.indexed
         logits = channel_products(self._keys, picks, read, max(indexed))
         logits *= self.layer.scaling / left.clamp(min=1e-12).sqrt()[..., None]

@@ -87,8 +87,8 @@ class Corpus:
     @property
     def digest(self) -> str:
         """Digest of all documents and of the source that is held out."""
-        told = [(document.name, document.digest) for document in self.documents]
-        return hashlib.sha256(json.dumps([told, self.held_out]).encode()).hexdigest()
+        identity = [(document.name, document.digest) for document in self.documents]
+        return hashlib.sha256(json.dumps([identity, self.held_out]).encode()).hexdigest()
 
     def splits(self) -> dict[str, CorpusSplit]:
         """Split of each document, by its name: every sixth of a source, by digest, is a test."""

@@ -148,8 +148,8 @@ def make_labels(
 
 
 def _digest(corpus: Corpus, settings: LabelSettings) -> str:
-    told = [SCHEMA, corpus.digest, settings.passage_tokens, settings.seed]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+    identity = [SCHEMA, corpus.digest, settings.passage_tokens, settings.seed]
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
 
 def _first_passages(

@@ -105,9 +105,9 @@ class CompactLayer(CompositeLayer):
 
     def entries(self) -> Entries:
         held = self._ragged.entries()
-        turned, places = self._kept or self._turned(held)
+        rotated, places = self._kept or self._turned(held)
         self._keep()
-        return replace(held, keys=turned, rope_positions=places)
+        return replace(held, keys=rotated, rope_positions=places)
 
     @property
     def entries_copy_bytes(self) -> int:
@@ -142,10 +142,10 @@ class CompactLayer(CompositeLayer):
     def lengths(self) -> tuple[int, ...]:
         return self._ragged.lengths
 
-    def _keep(self, *turned: Tensor) -> None:
+    def _keep(self, *rotated: Tensor) -> None:
         """Keep rotated keys and their places for the next `entries`, or none."""
-        if turned or self._kept:
-            self._kept = turned
+        if rotated or self._kept:
+            self._kept = rotated
             self._count_bytes()
 
     def _radians(self, like: Tensor) -> Float[Tensor, " half"]:
@@ -153,12 +153,12 @@ class CompactLayer(CompositeLayer):
 
     def _turned(self, entries: Entries) -> tuple[Tensor, ...]:
         """Keys of all storage rows rotated to their cache positions, and these positions."""
-        places, turned = _compact_positions(entries), torch.empty_like(entries.keys)
-        radians = self._radians(turned)
-        parts = (tensor.split(ROTATION_CHUNK) for tensor in (turned, entries.keys, places))
+        places, rotated = _compact_positions(entries), torch.empty_like(entries.keys)
+        radians = self._radians(rotated)
+        parts = (tensor.split(ROTATION_CHUNK) for tensor in (rotated, entries.keys, places))
         for into, keys, at in zip(*parts, strict=True):
             into.copy_(rotate(keys[None], at, radians)[0])
-        return turned, places
+        return rotated, places
 
     def attention_calls(
         self, queries: Queries, positions: Positions, mode: Mode, shift: int
@@ -171,9 +171,9 @@ class CompactLayer(CompositeLayer):
         layout = (torch.tensor(held.starts), lengths, self.layer.scaling)
         first = (lengths + shift).clamp(min=0).to(positions.device)
         places = first[:, None] + positions - positions[0]
-        turned = rerotate_per_head(queries, positions, places, self._radians(queries))
+        rotated = rerotate_per_head(queries, positions, places, self._radians(queries))
         bias = held.columns.get(LOG_COUNT)
-        call = partial(ragged_attention, turned, held.keys, held.values, *layout, bias)
+        call = partial(ragged_attention, rotated, held.keys, held.values, *layout, bias)
         return [partial(call, softcap=self.layer.softcap)]
 
     def _carry_out(self, plan: Plan, carry: Callable[[Plan], None]) -> None:

@@ -108,16 +108,16 @@ class GaplessLayer(TieredLayer):
     ) -> tuple[Tensor, Tensor]:
         """Attention to entries rotated to the positions right before `behind`."""
         radians = torch.tensor(self.layer.radians, device=queries.device)
-        turned: list[Tensor] = []
+        rotated: list[Tensor] = []
         for keys, _, places in rows:
             ranks = torch.argsort(torch.argsort(places, stable=True), stable=True)
             new = behind - len(places) + ranks
-            turned.append(rerotate(keys[None], places, new, radians)[0])
+            rotated.append(rerotate(keys[None], places, new, radians)[0])
         lengths = torch.tensor([len(places) for _, _, places in rows])
         values = torch.cat([values for _, values, _ in rows])
         layout = starts_of(lengths), lengths, self.layer.scaling
         return ragged_attention(
-            queries, torch.cat(turned), values, *layout, softcap=self.layer.softcap
+            queries, torch.cat(rotated), values, *layout, softcap=self.layer.softcap
         )
 
 

@@ -142,10 +142,10 @@ class LowRankLayer(RecoverableLayer):
     def _carry_out(self, plan: Plan, change: Callable[[Plan], None]) -> None:
         check_kept(plan, self.lengths)
         held = self._ragged.entries()
-        gone = rejected_entries(plan, sum(held.lengths))
+        rejected = rejected_entries(plan, sum(held.lengths))
         if len(plan.folds):
-            gone = gone[~torch.isin(gone, plan.folds.sources.cpu())]
-        added = self._state_of(gone, held) if len(gone) else None
+            rejected = rejected[~torch.isin(rejected, plan.folds.sources.cpu())]
+        added = self._state_of(rejected, held) if len(rejected) else None
         has_weight = self._has_state or (added is not None and bool(added.any()))
         # Forks share the former one.
         summed = self._state if added is None else self._state + added

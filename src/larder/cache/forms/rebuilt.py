@@ -248,10 +248,10 @@ class RecomputedLayer(RecoverableLayer):
             )
         heads = heads_of_packed(packed, held.lengths)
         places = held.packed_positions().cpu()[packed].long()
-        gone = [places[heads == head] for head in range(len(held.lengths))]
+        rejected = [places[heads == head] for head in range(len(held.lengths))]
         change(plan)
         self.replaced_bytes = self._ragged.replaced_bytes
-        self._gone = [torch.cat(pair) for pair in zip(self._gone, gone, strict=True)]
+        self._gone = [torch.cat(pair) for pair in zip(self._gone, rejected, strict=True)]
         self._count_bytes()
 
 

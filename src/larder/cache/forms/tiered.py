@@ -347,15 +347,17 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         check_kept(plan, self.lengths)
         self._ragged.check_numbers(plan)
         held = self._ragged.entries()
-        gone = rejected_entries(plan, sum(held.lengths))
-        check_dropped(plan, gone)
-        if not len(gone):
+        rejected = rejected_entries(plan, sum(held.lengths))
+        check_dropped(plan, rejected)
+        if not len(rejected):
             change(plan)
             self.replaced_bytes = self._ragged.replaced_bytes
             return
         if self.is_dense:
-            refuse_eviction(len(gone), self.layer)
-        parked = gone[~torch.isin(gone, plan.dropped.cpu())] if len(plan.dropped) else gone
+            refuse_eviction(len(rejected), self.layer)
+        parked = (
+            rejected[~torch.isin(rejected, plan.dropped.cpu())] if len(plan.dropped) else rejected
+        )
         batch = OffloadBatch.of(held, parked)
         self._slow.add(batch, self._index_bytes(len(parked)))
         try:

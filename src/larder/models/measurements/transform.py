@@ -157,8 +157,8 @@ class LayerMoments:
         group = self.layer.group
         own = outputs[head * group : (head + 1) * group].double().cpu()
         queries = self.products[0, head] / self.counts[0]
-        turned = turned_moment(queries, self.layer.radians or (), reach)
-        return turned, (own @ own.transpose(1, 2)).sum(0)
+        rotated = turned_moment(queries, self.layer.radians or (), reach)
+        return rotated, (own @ own.transpose(1, 2)).sum(0)
 
 
 def transforms(

@@ -176,14 +176,14 @@ def _rotate(
     angles = row * D + places
     cosine = tl.load(cosines + angles, mask=mask, other=0.0).to(tl.float32)
     sine = tl.load(sines + angles, mask=mask, other=0.0).to(tl.float32)
-    turned = (left * cosine).to(tl.bfloat16).to(tl.float32)
-    turned -= (right * sine).to(tl.bfloat16).to(tl.float32)
-    tl.store(base + places, turned.to(tl.bfloat16), mask=mask)
+    rotated = (left * cosine).to(tl.bfloat16).to(tl.float32)
+    rotated -= (right * sine).to(tl.bfloat16).to(tl.float32)
+    tl.store(base + places, rotated.to(tl.bfloat16), mask=mask)
     cosine = tl.load(cosines + angles + D // 2, mask=mask, other=0.0).to(tl.float32)
     sine = tl.load(sines + angles + D // 2, mask=mask, other=0.0).to(tl.float32)
-    turned = (right * cosine).to(tl.bfloat16).to(tl.float32)
-    turned += (left * sine).to(tl.bfloat16).to(tl.float32)
-    tl.store(base + D // 2 + places, turned.to(tl.bfloat16), mask=mask)
+    rotated = (right * cosine).to(tl.bfloat16).to(tl.float32)
+    rotated += (left * sine).to(tl.bfloat16).to(tl.float32)
+    tl.store(base + D // 2 + places, rotated.to(tl.bfloat16), mask=mask)
 
 
 @triton.jit

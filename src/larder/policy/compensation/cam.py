@@ -94,13 +94,13 @@ class Cam(Compensation):
     def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         if scored.stage is not Phase.DECODE:
             return plan
-        gone = rejected_indices(plan, entries)
-        if not len(gone) or not len(plan.kept):
+        rejected = rejected_indices(plan, entries)
+        if not len(rejected) or not len(plan.kept):
             return plan
         drawn = empty_tensor(torch.float32, 0)
         if self._is_sampled:
-            heads = heads_of(gone, entries)
-            drawn = _uniform(entries.packed_positions()[gone], heads, self.seed)
+            heads = heads_of(rejected, entries)
+            drawn = _uniform(entries.packed_positions()[rejected], heads, self.seed)
         starts, lengths = entries.layout
         sources, targets, key_weights, value_weights = spread_folds(
             entries.columns[NEWEST],
@@ -108,7 +108,7 @@ class Cam(Compensation):
             lengths,
             plan.kept,
             plan.lengths,
-            gone,
+            rejected,
             self.window,
             drawn,
         )

@@ -149,16 +149,16 @@ class FoldEma(Compensation):
 
     def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         stays = kept_mask(plan, entries)
-        gone = unmasked_indices(stays)
-        if not len(gone):
+        rejected = unmasked_indices(stays)
+        if not len(rejected):
             return plan
         rows = entries.keys if self.likeness is Likeness.KEYS else entries.values
-        likeness, nearest = nearest_rows(rows, *entries.layout, stays, gone)
-        heads = heads_of(gone, entries)
+        likeness, nearest = nearest_rows(rows, *entries.layout, stays, rejected)
+        heads = heads_of(rejected, entries)
         if self.threshold is MergeThreshold.EMA and self.variant is not Variant.CODE:
-            weights, own = self._merge_weights(gone, nearest, likeness, entries)
+            weights, own = self._merge_weights(rejected, nearest, likeness, entries)
             tau, folds = thresholded_folds(
-                gone,
+                rejected,
                 nearest,
                 heads,
                 likeness,
@@ -169,7 +169,7 @@ class FoldEma(Compensation):
                 TIE,
             )
             return self._merged(replace(plan, scalars={**plan.scalars, TAU: tau}), folds, entries)
-        return self._merge_in_steps(plan, entries, gone, nearest, heads, likeness)
+        return self._merge_in_steps(plan, entries, rejected, nearest, heads, likeness)
 
     def _merge_in_steps(
         self,

@@ -44,15 +44,15 @@ class MergeValues(Compensation):
 
     def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         stays = kept_mask(plan, entries)
-        gone = unmasked_indices(stays)
-        if not len(gone):
+        rejected = unmasked_indices(stays)
+        if not len(rejected):
             return plan
-        likeness, nearest = nearest_rows(entries.keys, *entries.layout, stays, gone)
+        likeness, nearest = nearest_rows(entries.keys, *entries.layout, stays, rejected)
         joins = (nearest >= 0) & (likeness >= self.threshold) & (likeness > 0)
-        sources, targets, likeness = gone[joins], nearest[joins], likeness[joins]
+        sources, targets, likeness = rejected[joins], nearest[joins], likeness[joins]
         if not len(sources):
             return plan
-        weights = torch.ones(len(stays), device=gone.device)
+        weights = torch.ones(len(stays), device=rejected.device)
         lengths = entries.pack(entries.values).float().square().sum(-1).sqrt()
         both = (lengths[sources] + lengths[targets]).clamp_min(torch.finfo(torch.float32).tiny)
         weights[sources] = likeness * lengths[sources] / both

@@ -107,10 +107,10 @@ class Park(Compensation):
 
     def _without_streams(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         """Plan that drops the rejected entries of heads without weight."""
-        gone = rejected_indices(plan, entries)
+        rejected = rejected_indices(plan, entries)
         weights = scored.weights or (1.0,) * len(entries.lengths)  # none: no head is told apart
-        streams = torch.tensor([weight == 0 for weight in weights], device=gone.device)
-        return replace(plan, dropped=gone[streams[heads_of(gone, entries)]])
+        streams = torch.tensor([weight == 0 for weight in weights], device=rejected.device)
+        return replace(plan, dropped=rejected[streams[heads_of(rejected, entries)]])
 
     def remaining(self, num_entries: int) -> int:
         """Entries per kv head that remain after the cut, over both tiers."""

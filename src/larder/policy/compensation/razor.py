@@ -42,11 +42,11 @@ class Razor(Compensation):
     ledger = Ledger(columns=(LOG_COUNT,))
 
     def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
-        gone = rejected_indices(plan, entries)
-        if not len(gone):
+        rejected = rejected_indices(plan, entries)
+        if not len(rejected):
             return plan
-        slots = _slots(plan, entries, scored)[heads_of(gone, entries)]
-        return merge_by_count(plan, entries, gone[slots >= 0], slots[slots >= 0])
+        slots = _slots(plan, entries, scored)[heads_of(rejected, entries)]
+        return merge_by_count(plan, entries, rejected[slots >= 0], slots[slots >= 0])
 
 
 def _slots(plan: Plan, entries: Entries, scored: LayerScores) -> Indices:

@@ -147,7 +147,7 @@ class AttentionModuleAdapter:
         return vectors if is_plain else vectors[..., self._order]
 
     def _unturned(
-        self, turned: Float[Tensor, "N Q D"], numbers: Float[Tensor, "1 M 1"]
+        self, rotated: Float[Tensor, "N Q D"], numbers: Float[Tensor, "1 M 1"]
     ) -> Float[Tensor, "1 M _"]:
         if self.observation.layer.radians is None:
             raise ScoreError(
@@ -155,8 +155,8 @@ class AttentionModuleAdapter:
                 "this press cannot get them unrotated: take one that uses cached keys."
             )
         rows = numbers[0, :, 0].long()
-        radians = torch.tensor(self._radians, device=turned.device)
-        back = rotate(turned[:, rows].float(), -self._places[rows], radians)
+        radians = torch.tensor(self._radians, device=rotated.device)
+        back = rotate(rotated[:, rows].float(), -self._places[rows], radians)
         return self._paired(back).transpose(0, 1).flatten(1)[None]
 
     def _turn(

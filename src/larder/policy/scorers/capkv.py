@@ -79,8 +79,8 @@ class CapKV(Scorer):
         scores = values.new_full((len(is_sink),), torch.inf)
         if len(values):
             ahead = future_positions(observation, head, self.future)
-            turned = unrotate_by_mean(means, -ahead, radians)  # the inverse of the inverse
-            alike = normalize(turned, dim=-1) @ keys.T
+            rotated = unrotate_by_mean(means, -ahead, radians)  # the inverse of the inverse
+            alike = normalize(rotated, dim=-1) @ keys.T
             scores[~is_sink] = _capacity_scores(self.tau * alike, values)
         return scores
 

@@ -153,17 +153,17 @@ async def whole_answer(
     choices: ChoiceStream, prompts: Sequence[PromptChoices], form: AnswerFormat
 ) -> dict[str, Any]:
     """Fields of a whole answer."""
-    said = _choice_texts(prompts)
+    texts = _choice_texts(prompts)
     async with aclosing(choices):
         async for number, item in choices:
-            said[number].add(item)
-    told = [
+            texts[number].add(item)
+    answers = [
         _choice(number, each.choice(form), each.reason, each.all_logprobs(form))
-        for number, each in enumerate(said)
+        for number, each in enumerate(texts)
     ]
-    reports = [each.final_report for each in said]
+    reports = [each.final_report for each in texts]
     return {
-        "choices": told,
+        "choices": answers,
         "usage": usage(_total(reports, prompts)),
         "kv": kv_usage(reports[0]),
     }
@@ -178,8 +178,8 @@ async def chunk_events(
     warnings: dict[str, list[str]],
 ) -> AsyncGenerator[bytes, None]:
     """Server-sent events of a streamed answer; an error is the last one."""
-    said = _choice_texts(prompts)
-    for number, each in enumerate(said):
+    texts = _choice_texts(prompts)
+    for number, each in enumerate(texts):
         if form.opening is not None:
             yield sse_event({**head, "choices": [_choice(number, form.opening)]})
         if each.text:
@@ -189,14 +189,14 @@ async def chunk_events(
             async for number, item in choices:
                 if isinstance(item, StreamIdle):
                     yield PING
-                for event in said[number].events(number, item, form):
+                for event in texts[number].events(number, item, form):
                     extra = warnings if isinstance(item, Report) else {}
                     yield sse_event({**head, **event, **extra})
     except LarderError as error:
         yield sse_event(error_body(as_api_error(error)))
         return
     if has_usage:
-        reports = [each.final_report for each in said]
+        reports = [each.final_report for each in texts]
         total = {"usage": usage(_total(reports, prompts)), "kv": kv_usage(reports[0])}
         yield sse_event({**head, "choices": [], **total})
     yield DONE

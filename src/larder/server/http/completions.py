@@ -272,8 +272,8 @@ async def _answer(
     if body.stream:
         has_usage = body.stream_options is not None and body.stream_options.include_usage
         return EventStream(chunk_events(head, choices, prompts, form, has_usage, warnings_of(body)))
-    told = await whole_answer(choices, prompts, form)
-    return JSONResponse({**head, **told, **warnings_of(body)})
+    response = await whole_answer(choices, prompts, form)
+    return JSONResponse({**head, **response, **warnings_of(body)})
 
 
 def _prompts(state: AppState, prompt: Prompts) -> list[tuple[str, tuple[int, ...]]]:

@@ -81,9 +81,9 @@ async def embeddings(http: HttpRequest, body: EmbeddingRequest) -> JSONResponse:
     ]
     usage = {"prompt_tokens": sum(counts), "total_tokens": sum(counts)}
     warnings = [unknown_warning(path) for path in body.unknown_fields]
-    told = {"warnings": warnings} if warnings else {}
+    response = {"warnings": warnings} if warnings else {}
     head = {"object": "list", "model": queue.name}
-    return JSONResponse({**head, "data": data, "usage": usage, **told})
+    return JSONResponse({**head, "data": data, "usage": usage, **response})
 
 
 def _checked_queue(state: AppState, model: str) -> EmbedderQueue:

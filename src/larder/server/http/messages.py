@@ -231,10 +231,10 @@ class CountRequest(GenerationRequest):
             tools: in the form of chat completions.
             images: takes the images; None for a model without a vision tower.
         """
-        said = self.system or ""
-        if not isinstance(said, str):
-            said = "\n".join(block.text for block in said)
-        first = [ChatMessage("system", said)] if said else []
+        system = self.system or ""
+        if not isinstance(system, str):
+            system = "\n".join(block.text for block in system)
+        first = [ChatMessage("system", system)] if system else []
         if tools:
             variables = json.dumps(tool_variables(tools))
             first.insert(0, ChatMessage(VARIABLES_ROLE, variables))
@@ -310,11 +310,15 @@ async def messages(http: HttpRequest, body: MessagesRequest) -> Response:
     }
     if body.stream:
         return EventStream(_events(head, answer, form, warnings_of(body)))
-    said = await collect_answer(answer)
-    parsed = form.parse(said.text)
-    told = {"usage": _usage(said.report), "kv": kv_usage(said.report), **warnings_of(body)}
-    ending = _ending(said.report, bool(parsed.calls))
-    return JSONResponse({**head, "content": _content(parsed), **ending, **told})
+    collected = await collect_answer(answer)
+    parsed = form.parse(collected.text)
+    response = {
+        "usage": _usage(collected.report),
+        "kv": kv_usage(collected.report),
+        **warnings_of(body),
+    }
+    ending = _ending(collected.report, bool(parsed.calls))
+    return JSONResponse({**head, "content": _content(parsed), **ending, **response})
 
 
 @router.post("/count_tokens")
@@ -347,9 +351,9 @@ async def _events(
             elif isinstance(item, Report):
                 for event in [*blocks.of(parser.finish()), *blocks.end()]:
                     yield event
-                told = {"usage": _usage(item), "kv": kv_usage(item), **warnings}
+                response = {"usage": _usage(item), "kv": kv_usage(item), **warnings}
                 ending = _ending(item, parser.num_calls > 0 and not parser.is_broken)
-                yield _event("message_delta", delta=ending, **told)
+                yield _event("message_delta", delta=ending, **response)
                 yield _event("message_stop")
     except LarderError as error:
         yield sse_event(messages_error_body(as_api_error(error)), "error")
@@ -414,8 +418,8 @@ def _content(parsed: ParsedAnswer) -> list[dict[str, Any]]:
     if parsed.content.strip() or not parsed.calls:
         blocks.append({"type": "text", "text": parsed.content})
     for call in parsed.calls:
-        told = whole_call_json(call)
-        named = {"id": told["id"], "name": call.name, "input": json.loads(call.arguments)}
+        response = whole_call_json(call)
+        named = {"id": response["id"], "name": call.name, "input": json.loads(call.arguments)}
         blocks.append({"type": "tool_use", **named})
     return blocks
 

@@ -76,8 +76,8 @@ class ResponseOutput:
         if not self._is_open or self.items[-1]["type"] != kind:
             events += [*self._close("completed"), *self._open(kind)]
         self.items[-1]["content"][0]["text"] += text
-        told = {**self._place(), "content_index": 0, "delta": text, **LOGPROBS[kind]}
-        return [*events, (f"{TEXT_EVENTS[kind]}.delta", told)]
+        fields = {**self._place(), "content_index": 0, "delta": text, **LOGPROBS[kind]}
+        return [*events, (f"{TEXT_EVENTS[kind]}.delta", fields)]
 
     def _call(self, call: Mapping[str, Any]) -> list[OutputEvent]:
         events, function = list[OutputEvent](), call["function"]
@@ -87,8 +87,8 @@ class ResponseOutput:
             events += self._opened({"id": new_id("fc_"), "type": CALL, **own})
         if arguments := function["arguments"]:
             self.items[-1]["arguments"] += arguments
-            told = {**self._place(), "delta": arguments}
-            events.append(("response.function_call_arguments.delta", told))
+            fields = {**self._place(), "delta": arguments}
+            events.append(("response.function_call_arguments.delta", fields))
         return events
 
     def _open(self, kind: str) -> list[OutputEvent]:
@@ -98,16 +98,16 @@ class ResponseOutput:
         else:
             events = self._opened({"id": new_id("rs_"), "type": REASONING, "summary": []})
         self.items[-1]["content"] = [dict(EMPTY_PARTS[kind])]
-        told = {**self._place(), "content_index": 0, "part": EMPTY_PARTS[kind]}
-        return [*events, ("response.content_part.added", told)]
+        fields = {**self._place(), "content_index": 0, "part": EMPTY_PARTS[kind]}
+        return [*events, ("response.content_part.added", fields)]
 
     def _opened(self, item: dict[str, Any]) -> list[OutputEvent]:
         item["status"] = "in_progress"
         self.items.append(item)
         self._is_open = True
         shown = item if item["type"] == CALL else {**item, "content": []}
-        told = {"output_index": len(self.items) - 1, "item": dict(shown)}
-        return [("response.output_item.added", told)]
+        fields = {"output_index": len(self.items) - 1, "item": dict(shown)}
+        return [("response.output_item.added", fields)]
 
     def _close(self, status: str) -> list[OutputEvent]:
         if not self._is_open:
@@ -116,13 +116,13 @@ class ResponseOutput:
         item["status"], place = status, self._place()
         events = list[OutputEvent]()
         if item["type"] == CALL:
-            told = {**place, "arguments": item["arguments"]}
-            events.append(("response.function_call_arguments.done", told))
+            fields = {**place, "arguments": item["arguments"]}
+            events.append(("response.function_call_arguments.done", fields))
         else:
             [part], kind = item["content"], item["type"]
-            told = {**place, "content_index": 0}
-            done = {**told, "text": part["text"], **LOGPROBS[kind]}
+            fields = {**place, "content_index": 0}
+            done = {**fields, "text": part["text"], **LOGPROBS[kind]}
             events.append((f"{TEXT_EVENTS[kind]}.done", done))
-            events.append(("response.content_part.done", {**told, "part": part}))
+            events.append(("response.content_part.done", {**fields, "part": part}))
         ended = {"output_index": place["output_index"], "item": item}
         return [*events, ("response.output_item.done", ended)]

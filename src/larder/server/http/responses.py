@@ -86,14 +86,16 @@ async def create(http: HttpRequest, request: ResponsesRequest) -> Response:
     answer = await stream_answer(http, state, engine_input, is_firm)
     if request.stream:
         return EventStream(_events(pending, form, answer))
-    said = await collect_answer(answer)
-    output, is_cut = ResponseOutput(), said.report.reason == "length"
+    collected = await collect_answer(answer)
+    output, is_cut = ResponseOutput(), collected.report.reason == "length"
     parser = AnswerParser(form)
-    cut = [*parser.push(said.text), *parser.finish()] if is_cut else []  # a call may be broken off
-    output.add(cut or whole_deltas(form.parse(said.text)))
+    cut = (
+        [*parser.push(collected.text), *parser.finish()] if is_cut else []
+    )  # a call may be broken off
+    output.add(cut or whole_deltas(form.parse(collected.text)))
     output.finish(is_cut=is_cut)
-    cause = _incomplete_reason(said.report, parser)
-    return JSONResponse(await run_in_threadpool(pending.finish, output, said.report, cause))
+    cause = _incomplete_reason(collected.report, parser)
+    return JSONResponse(await run_in_threadpool(pending.finish, output, collected.report, cause))
 
 
 @router.get("/{name}")
@@ -125,8 +127,8 @@ def input_items(
 
 
 def _is_retry(http: HttpRequest) -> bool:
-    told = http.headers.get(RETRY_HEADER, "0")
-    return told.isdecimal() and told.strip("0") != ""
+    response = http.headers.get(RETRY_HEADER, "0")
+    return response.isdecimal() and response.strip("0") != ""
 
 
 async def _events(
@@ -145,8 +147,8 @@ async def _events(
             elif isinstance(item, Report):
                 events, cause = output.add(parser.finish()), _incomplete_reason(item, parser)
                 events += output.finish(is_cut=bool(cause))
-                told = await run_in_threadpool(pending.finish, output, item, cause)
-                events.append((f"response.{told['status']}", {"response": told}))
+                response = await run_in_threadpool(pending.finish, output, item, cause)
+                events.append((f"response.{response['status']}", {"response": response}))
                 for event, content in events:
                     yield _event(numbers, event, content)
     except LarderError as error:
@@ -168,9 +170,9 @@ async def _replay_events(response: dict[str, Any]) -> AsyncGenerator[bytes, None
 
 def _failed_event(pending: PendingResponse, error: LarderError, numbers: Iterator[int]) -> bytes:
     refusal = as_api_error(error)
-    told = pending.to_json("failed")
-    told["error"] = {"code": "server_error", "message": f"{refusal.code}: {refusal}"}
-    return _event(numbers, "response.failed", {"response": told})
+    response = pending.to_json("failed")
+    response["error"] = {"code": "server_error", "message": f"{refusal.code}: {refusal}"}
+    return _event(numbers, "response.failed", {"response": response})
 
 
 def _event(numbers: Iterator[int], event: str, content: dict[str, Any]) -> bytes:
@@ -212,11 +214,11 @@ class PendingResponse:
         Args:
             tools: in the form of chat completions.
         """
-        said, first = self.request.instructions, list[ChatMessage]()
+        instructions, first = self.request.instructions, list[ChatMessage]()
         if tools:
             first.append(ChatMessage(VARIABLES_ROLE, json.dumps(tool_variables(tools))))
-        if said is not None:
-            first.append(ChatMessage("system", said))
+        if instructions is not None:
+            first.append(ChatMessage("system", instructions))
         return (*first, *chat_messages((*self.past, *self.inputs)))
 
     def to_json(self, status: str, output: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
@@ -261,13 +263,17 @@ class PendingResponse:
         Raises:
             ApiError: 409 `conversation_changed`: another request appended to it.
         """
-        told = self.to_json("incomplete" if cause else "completed", output.items)
+        response = self.to_json("incomplete" if cause else "completed", output.items)
         if cause:
-            told["incomplete_details"] = {"reason": cause}
-        told |= {"usage": input_usage(report), "kv": kv_usage(report), "completed_at": time.time()}
-        told |= warnings_of(self.request)
-        self._store(told, output.stored(), report.session)
-        return told
+            response["incomplete_details"] = {"reason": cause}
+        response |= {
+            "usage": input_usage(report),
+            "kv": kv_usage(report),
+            "completed_at": time.time(),
+        }
+        response |= warnings_of(self.request)
+        self._store(response, output.stored(), report.session)
+        return response
 
     def _store(
         self, response: dict[str, Any], answer: Sequence[ConversationItem], session: str

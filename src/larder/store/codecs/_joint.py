@@ -73,8 +73,8 @@ class JointCodec(StorageCodec):
 
         def layer(place: int) -> Layer:
             keys, values = (stack.sides[place][role][:, rows] for role in ROLES)
-            turned = side_by_side(keys, positions, tables.radians[place])
-            return turned, side_by_side(values, positions)
+            rotated = side_by_side(keys, positions, tables.radians[place])
+            return rotated, side_by_side(values, positions)
 
         step = fitting_step(tables, layer, self._bits(stack, len(rows)))
         is_bfloat16 = stack.sides[0][TensorRole.KEYS].dtype is torch.bfloat16
@@ -110,9 +110,9 @@ class JointCodec(StorageCodec):
 
         layers = decode(tables, codes, len(places), step, dtype)
         for place, (keys, values) in enumerate(layers):
-            turned = tables.radians[place]
+            rotated = tables.radians[place]
             numbers = (
-                by_head(keys, heads[place], places, turned),
+                by_head(keys, heads[place], places, rotated),
                 by_head(values, heads[place], places),
             )
             yield {

@@ -60,8 +60,8 @@ class PrincipalCodec(StorageCodec):
             parts = list[Tensor]()
             for place, own in enumerate(stack.sides):
                 check_range(own[role])
-                turned = tables.radians[place] if role is TensorRole.KEYS else None
-                parts.append(side_by_side(own[role][:, is_coded], positions, turned))
+                rotated = tables.radians[place] if role is TensorRole.KEYS else None
+                parts.append(side_by_side(own[role][:, is_coded], positions, rotated))
                 exact = own[role][:, ~is_coded].to(EXACT_DTYPE)
                 sides[place][role] = {"exact": exact}
             sides[0][role]["words"] = encode(side, side.plans[self.share], torch.cat(parts, 1))
@@ -88,8 +88,8 @@ class PrincipalCodec(StorageCodec):
                 width = heads[place] * exact.shape[2]
                 numbers = whole[role][:, first[role] : first[role] + width]
                 first[role] += width
-                turned = tables.radians[place] if role is TensorRole.KEYS else None
-                restored = by_head(numbers, heads[place], places, turned)
+                rotated = tables.radians[place] if role is TensorRole.KEYS else None
+                restored = by_head(numbers, heads[place], places, rotated)
                 found[role] = with_exact(restored, exact, is_coded)
             yield found
 

@@ -191,7 +191,7 @@ class SessionReader:
         self, record: Record, ids: Sequence[int], identity: ModelIdentity, spec: ModelSpec
     ) -> list[SequenceCache]:
         stored = sum(ref.bytes for ref in record.spans)
-        begun = time.perf_counter()
+        started = time.perf_counter()
         with self._ledger.reserve(Tier.HOST, record.tenant, stored + 2 * record.cache_bytes):
             found: list[SequenceCache] = []
             for each in record.split_caches:
@@ -201,7 +201,7 @@ class SessionReader:
         longest = max(cache.next_position for cache in found)
         if longest > len(ids) or (len(found) == 1 and longest < len(ids)):
             raise Damaged(f"The saved cache has read {longest} tokens, its log has {len(ids)}.")
-        self._rates.loaded(Tier.DISK, stored, time.perf_counter() - begun)
+        self._rates.loaded(Tier.DISK, stored, time.perf_counter() - started)
         return found
 
     def _stream(
@@ -225,13 +225,13 @@ class SessionReader:
             rates.prefill_seconds,
             None if second is None else 1 / second,
         )
-        begun, largest = time.perf_counter(), max(max(chunk.sizes) for chunk in chunks)
+        started, largest = time.perf_counter(), max(max(chunk.sizes) for chunk in chunks)
         with self._ledger.reserve(Tier.HOST, record.tenant, largest + 2 * record.cache_bytes):
             cache, levels = stream.restore(asking.spec)
         if not levels:
             raise Refused("Prefill is in time and exact.", "slower")
         loaded = sum(chunk.sizes[each] for chunk, each in zip(chunks, levels, strict=False))
-        rates.loaded(Tier.DISK, loaded, time.perf_counter() - begun)
+        rates.loaded(Tier.DISK, loaded, time.perf_counter() - started)
         return cache, tuple(levels)
 
     def prefix(
@@ -253,7 +253,7 @@ class SessionReader:
             BudgetError: it does not fit in host memory.
         """
         stored = sum(each.chunk.ref.bytes for each in shared)
-        begun = time.perf_counter()
+        started = time.perf_counter()
         with self._ledger.reserve(Tier.HOST, tenant, 3 * stored):
             pieces: list[CacheTensors] = []
             behind = PrefixDigest(ids)
@@ -269,7 +269,7 @@ class SessionReader:
                 return None
             meta = CacheSpec("dense").meta() | {"next_position": str(length)}
             cache = restore_cache(spec, join_chunks(pieces, {}, spec, length), meta)
-        self._rates.loaded(Tier.DISK, stored, time.perf_counter() - begun)
+        self._rates.loaded(Tier.DISK, stored, time.perf_counter() - started)
         return cache
 
     def _read_parts(
