@@ -114,9 +114,9 @@ def shuffled_weights(learned: LearnedWeights, width: int, seed: int) -> LearnedW
     """Weights with the inputs of every layer's gate, of `width` numbers, in a random order."""
     source = torch.Generator().manual_seed(seed)
 
-    def shuffled(own: LayerTensors) -> LayerTensors:
+    def shuffled(tensors: LayerTensors) -> LayerTensors:
         order = torch.randperm(width, generator=source)
-        return {k: each[:, order] if is_map(each) else each for k, each in own.items()}
+        return {k: each[:, order] if is_map(each) else each for k, each in tensors.items()}
 
     def is_map(tensor: Tensor) -> bool:
         return tensor.dim() == 2 and tensor.shape[1] == width

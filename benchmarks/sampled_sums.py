@@ -77,13 +77,13 @@ def one_sample(
 
 
 def head_errors(
-    shown: AttentionInputs, head: int, quota: int, seed: int
+    inputs: AttentionInputs, head: int, quota: int, seed: int
 ) -> tuple[list[float], float]:
     """Errors of one kv head, in the order of `COLUMNS`, and the growth of its largest output."""
-    group = len(shown.queries) // len(shown.keys)
-    own = shown.queries[head * group : (head + 1) * group, -QUERIES:].float()
-    queries = own.flatten(0, 1) * shown.scaling
-    keys, values = shown.keys[head].float(), shown.values[head].float()
+    group = len(inputs.queries) // len(inputs.keys)
+    own = inputs.queries[head * group : (head + 1) * group, -QUERIES:].float()
+    queries = own.flatten(0, 1) * inputs.scaling
+    keys, values = inputs.keys[head].float(), inputs.values[head].float()
     spared = torch.zeros(len(keys), dtype=torch.bool)
     spared[:SINKS], spared[-(quota // 4) :] = True, True
     ones, source = torch.ones(len(keys)), torch.Generator().manual_seed(seed)

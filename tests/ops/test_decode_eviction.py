@@ -38,11 +38,11 @@ def layer(count: int | None, logit: float = 0.0) -> EvictionStorage:
 
 
 @pytest.mark.parametrize("own", [layer(5, torch.nan), layer(1)], ids=["nan", "too many"])
-def test_a_layer_that_is_left_has_not_changed(own: EvictionStorage) -> None:
-    tensors = [each for each in own if isinstance(each, torch.Tensor)]
+def test_a_layer_that_is_left_has_not_changed(storage: EvictionStorage) -> None:
+    tensors = [each for each in storage if isinstance(each, torch.Tensor)]
     before = [each.clone() for each in tensors]
     fits = layer(5)
-    assert evict_step([own, fits], 16, BY_MASS) == [None, 5]
+    assert evict_step([storage, fits], 16, BY_MASS) == [None, 5]
     assert all(
         torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(tensors, before, strict=True)
     )

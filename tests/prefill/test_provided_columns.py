@@ -36,7 +36,7 @@ class Drafting(Scorer):
         return observation.entries.packed_positions().float()
 
     def scratch(
-        self, block: tuple[int, ...], start: int, book: Prompts
+        self, block: tuple[int, ...], start: int, prompts: Prompts
     ) -> tuple[ScratchPrompt, ...]:
         return (ScratchPrompt((), (0, start + len(block)), drafts=2),)
 

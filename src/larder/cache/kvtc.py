@@ -128,19 +128,19 @@ def unpack_components(packed: Tensor, plan: GroupPlan, count: int, width: int) -
     return found
 
 
-def _inflated(packed: bytes, wanted: int) -> bytes:
-    """The `wanted` bytes that were packed; at most one byte more is unpacked.
+def _inflated(packed: bytes, expected: int) -> bytes:
+    """The `expected` bytes that were packed; at most one byte more is unpacked.
 
     Raises:
         ValueError: the codes are damaged, or another number of bytes.
     """
     inflater = zlib.decompressobj()
     try:
-        data = inflater.decompress(packed, wanted + 1)
+        data = inflater.decompress(packed, expected + 1)
     except zlib.error as error:
         raise ValueError(f"Codes cannot be unpacked: {error}") from None
-    if len(data) != wanted or not inflater.eof:
-        raise ValueError(f"Codes of {wanted} bytes are expected, and others were packed")
+    if len(data) != expected or not inflater.eof:
+        raise ValueError(f"Codes of {expected} bytes are expected, and others were packed")
     return data
 
 

@@ -137,13 +137,13 @@ def _message(message: Message, pieces: tuple[str, ...]) -> PageMessage:
     return PageMessage(message.role, message.speaker, message.date, pieces, lead, tail)
 
 
-def _with_opening(conversation: Conversation, shown: list[PageMessage]) -> list[PageMessage]:
+def _with_opening(conversation: Conversation, messages: list[PageMessage]) -> list[PageMessage]:
     """Messages with the transcript's opening as its own message, split from the first one."""
-    first = shown[0]
+    first = messages[0]
     opening = Message("user", conversation.opening)
     lead, rest = first.tokens[: first.lead_tokens], first.tokens[first.lead_tokens :]
     return [
         _message(opening, lead),
         PageMessage(first.role, first.speaker, first.date, rest, 0, first.tail_tokens),
-        *shown[1:],
+        *messages[1:],
     ]

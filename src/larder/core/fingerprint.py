@@ -9,7 +9,7 @@ from larder.core.errors import ModelError
 CARD = "card"  # key of the card in the metadata of a safetensors file
 
 
-def check_fingerprint(name: str, fingerprints: Sequence[str], wanted: str) -> None:
+def check_fingerprint(name: str, fingerprints: Sequence[str], expected: str) -> None:
     """Check that a model is among those of a card.
 
     Args:
@@ -19,8 +19,8 @@ def check_fingerprint(name: str, fingerprints: Sequence[str], wanted: str) -> No
     Raises:
         ModelError: it is not.
     """
-    if wanted not in fingerprints:
+    if expected not in fingerprints:
         raise ModelError(
             f"{name} was trained for the model {', '.join(own[:12] for own in fingerprints)}, not "
-            f"for this one ({wanted[:12]}): train it for this model."
+            f"for this one ({expected[:12]}): train it for this model."
         )

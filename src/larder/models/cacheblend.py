@@ -82,7 +82,7 @@ class BlendedEntries:
 @torch.no_grad()
 def blend(
     decoder: Decoder,
-    pieces: Sequence[ContextChunk],
+    chunks: Sequence[ContextChunk],
     share: float = RECOMPUTE_SHARE,
     num_exact: int = 0,
 ) -> BlendedEntries:
@@ -98,11 +98,11 @@ def blend(
         BadParameter: the share is out of range, or there are no tokens.
         ModelError: the model has sliding windows, a single layer, or an unknown key rotation.
     """
-    ids = [token for piece in pieces for token in piece.ids]
+    ids = [token for piece in chunks for token in piece.ids]
     if not 0 <= share <= 1 or not ids:
         raise BadParameter(f"blend needs tokens and a share in [0, 1], got {len(ids)} and {share}.")
     check_blendable(decoder.spec)
-    fusion = _Fusion(decoder.spec, pieces, share, num_exact)
+    fusion = _Fusion(decoder.spec, chunks, share, num_exact)
     layer = decoder.body.layers[SELECTION_LAYER]
     hooks = [layer.register_forward_pre_hook(fusion.choose, with_kwargs=True)]
     for later in decoder.body.layers[SELECTION_LAYER + 1 :]:
@@ -120,12 +120,12 @@ class _Fusion:
     """Layer attention over cached keys and values that replaces those of the selected tokens."""
 
     def __init__(
-        self, spec: ModelSpec, pieces: Sequence[ContextChunk], share: float, num_exact: int
+        self, spec: ModelSpec, chunks: Sequence[ContextChunk], share: float, num_exact: int
     ) -> None:
         self._spec, self._share, self._num_exact = spec, share, num_exact
-        flags = [torch.full((len(one.ids),), one.entries is None) for one in pieces]
+        flags = [torch.full((len(one.ids),), one.entries is None) for one in chunks]
         self._is_new = torch.cat(flags).to(spec.device)
-        self._keys, self._values = joined_layers(spec, pieces)
+        self._keys, self._values = joined_layers(spec, chunks)
         self.chosen = torch.arange(len(self._is_new), device=spec.device)
         self.deviations = torch.zeros(len(self._is_new), device=spec.device)
         self._is_choosing = False
@@ -184,18 +184,18 @@ class _Fusion:
 
 
 def joined_layers(
-    spec: ModelSpec, pieces: Sequence[ContextChunk]
+    spec: ModelSpec, chunks: Sequence[ContextChunk]
 ) -> tuple[list[Keys], list[Values]]:
     """Keys and values of all chunks by layer, keys rotated to their new positions; zeros if new."""
     keys: list[Keys] = []
     values: list[Values] = []
-    count = sum(len(piece.ids) for piece in pieces)
+    count = sum(len(piece.ids) for piece in chunks)
     for layer in spec.layers:
         shape = (layer.kv_heads, count, layer.head_dim)
         keys.append(torch.zeros(shape, dtype=spec.dtype, device=spec.device))
         values.append(torch.zeros_like(keys[-1]))
     start = 0
-    for piece in pieces:
+    for piece in chunks:
         stop = start + len(piece.ids)
         if piece.entries is not None:
             moved = piece.entries.moved_to(start, spec)

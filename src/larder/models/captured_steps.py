@@ -56,19 +56,22 @@ class CapturedSteps:
         self.refusal = _unfit_part(modules)
 
     def logits(
-        self, segments: Sequence[BatchSegment], wanted: Sequence[int], observer: Observer | None
+        self,
+        segments: Sequence[BatchSegment],
+        logit_indices: Sequence[int],
+        observer: Observer | None,
     ) -> Float[Tensor, "B V"] | None:
         """Append a token to each cache, and float32 logits.
 
         None, with nothing done, for a batch that is not captured.
 
         Args:
-            wanted: places of the logits in the batch.
+            logit_indices: places of the logits in the batch.
 
         Raises:
             CacheError, InputError, ModelError: as `Decoder.forward_logits`.
         """
-        if self.refusal or any(self._hooks) or not self._fits(segments, wanted):
+        if self.refusal or any(self._hooks) or not self._fits(segments, logit_indices):
             return None
         self._decoder.check(segments)
         caches, ids = [each.cache for each in segments], [each.ids[0] for each in segments]
@@ -78,11 +81,11 @@ class CapturedSteps:
             self.refusal = str(error)
             return None
 
-    def _fits(self, segments: Sequence[BatchSegment], wanted: Sequence[int]) -> bool:
+    def _fits(self, segments: Sequence[BatchSegment], logit_indices: Sequence[int]) -> bool:
         """True for decode steps of caches in pages whose logits are all wanted."""
         if not segments or len(segments) > BATCH_SIZES[-1]:
             return False
-        if list(wanted) != list(range(len(segments))):
+        if list(logit_indices) != list(range(len(segments))):
             return False
         return all(_is_step(each) and self._is_paged(each.cache) for each in segments)
 

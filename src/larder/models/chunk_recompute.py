@@ -51,7 +51,7 @@ class RecomputedText:
 @torch.no_grad()
 def recompute_tokens(
     decoder: Decoder,
-    pieces: Sequence[ContextChunk],
+    chunks: Sequence[ContextChunk],
     chosen: Int64[Tensor, " M"],
     profiled: Sequence[int] = (),
     first: int = 0,
@@ -68,9 +68,9 @@ def recompute_tokens(
         ModelError: the model has sliding windows, a single layer, or an unknown key rotation.
     """
     check_blendable(decoder.spec)
-    ids = [token for piece in pieces for token in piece.ids]
-    sums = [_ChunkAttention(pieces, index, first) for index in profiled]
-    fusion = _ChosenFusion(decoder, pieces, chosen, sums)
+    ids = [token for piece in chunks for token in piece.ids]
+    sums = [_ChunkAttention(chunks, index, first) for index in profiled]
+    fusion = _ChosenFusion(decoder, chunks, chosen, sums)
     if len(chosen):
         with forward_hooks(fusion.install(decoder.body.layers)):
             decoder.forward_uncached(ids, fusion)
@@ -84,11 +84,11 @@ class _ChosenFusion:
     def __init__(
         self,
         decoder: Decoder,
-        pieces: Sequence[ContextChunk],
+        chunks: Sequence[ContextChunk],
         chosen: Int64[Tensor, " M"],
         sums: Sequence[_ChunkAttention],
     ) -> None:
-        self.keys, self.values = joined_layers(decoder.spec, pieces)
+        self.keys, self.values = joined_layers(decoder.spec, chunks)
         self._chosen, self._sums = chosen, sums
 
     def install(self, layers: Iterable[nn.Module]) -> Any:
@@ -119,14 +119,14 @@ class _ChosenFusion:
 class _ChunkAttention:
     """Sums of a chunk's attention to the chunks before it and to itself, layer by layer."""
 
-    def __init__(self, pieces: Sequence[ContextChunk], index: int, first: int) -> None:
+    def __init__(self, chunks: Sequence[ContextChunk], index: int, first: int) -> None:
         self.index = index
-        edges = list(pairwise(accumulate((len(piece.ids) for piece in pieces), initial=0)))
+        edges = list(pairwise(accumulate((len(piece.ids) for piece in chunks), initial=0)))
         self._own, self._before = edges[index], edges[first:index]
-        self._ids = tuple(piece.ids for piece in pieces[first:index])
+        self._ids = tuple(piece.ids for piece in chunks[first:index])
         self._inter = list[list[float]]()
         self._intra = list[float]()
-        self._tokens = torch.zeros(len(pieces[index].ids))
+        self._tokens = torch.zeros(len(chunks[index].ids))
 
     def add(
         self,

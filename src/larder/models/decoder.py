@@ -206,14 +206,14 @@ class Decoder:
         self,
         segments: Sequence[BatchSegment],
         mode: Mode,
-        wanted: Sequence[int],
+        logit_indices: Sequence[int],
         observer: Observer | None = None,
     ) -> Float[Tensor, "N V"]:
         """Forward, and float32 logits at the given indices of the packed segments."""
         if self.captured is not None and mode is Mode.APPEND:
-            if (step := self.captured.logits(segments, wanted, observer)) is not None:
+            if (step := self.captured.logits(segments, logit_indices, observer)) is not None:
                 return step
-        places = device_tensor(wanted, self.spec.device)
+        places = device_tensor(logit_indices, self.spec.device)
         if mode is Mode.APPEND and any(_keeps_tail(segment) for segment in segments):
             return self._head.logits(torch.cat(self._hidden(segments, mode, observer))[places])
         segments = _with_earlier_tokens(segments, mode)
@@ -238,7 +238,7 @@ class Decoder:
         observer: Observer | None = None,
         inputs: Inputs = NO_INPUTS,
     ) -> Iterator[AppendCall]:
-        """Context of one call of `body` by somebody else, which appends segments.
+        """Context of a call of `body` from outside, which appends segments.
 
         The call takes `arguments` and its output goes to `parts_of`, inside the context. If the
         block fails, the caches are rolled back.

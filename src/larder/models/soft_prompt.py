@@ -91,11 +91,11 @@ class SoftPromptModules:
             )
 
 
-def _fits(own: LayerTensors, linears: Mapping[str, nn.Linear]) -> bool:
+def _fits(tensors: LayerTensors, linears: Mapping[str, nn.Linear]) -> bool:
     wanted = {f"{name}{end}" for name in linears for end in (DOWN, UP)}
-    return wanted == own.keys() - {EMBEDDINGS} and all(
-        own[f"{name}{DOWN}"].shape[1] == linear.in_features
-        and own[f"{name}{UP}"].shape[0] == linear.out_features
+    return wanted == tensors.keys() - {EMBEDDINGS} and all(
+        tensors[f"{name}{DOWN}"].shape[1] == linear.in_features
+        and tensors[f"{name}{UP}"].shape[0] == linear.out_features
         for name, linear in linears.items()
     )
 

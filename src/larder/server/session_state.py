@@ -61,9 +61,9 @@ class PositionMaps:
         """Map of one cache; the identity if nothing is recorded."""
         return self.own.get(number, PositionMap())
 
-    def file(self, drawn: int, filed: int, start: int, text: int) -> None:
-        """Record a turn that was read at `start` over cache `drawn`, and is in cache `filed`."""
-        self.own[filed] = self.of(drawn).with_segment(start, text)
+    def file(self, source: int, target: int, start: int, text: int) -> None:
+        """Record a turn that was read at `start` over cache `source`, and is in cache `target`."""
+        self.own[target] = self.of(source).with_segment(start, text)
 
     def refresh(self, positions: Sequence[int], text: int) -> None:
         """Reset the maps of caches rebuilt from the whole text: their length equals its length."""

@@ -89,17 +89,17 @@ def _check_press(sentence: str) -> None:
         )
 
 
-def _extended(preset: Mapping[str, Call], own: Mapping[str, Call]) -> dict[str, Call]:
+def _extended(preset: Mapping[str, Call], calls: Mapping[str, Call]) -> dict[str, Call]:
     """Parts of a preset with others in their slots."""
     parts = dict(preset)
-    for slot, call in own.items():
+    for slot, call in calls.items():
         former = preset.get(slot)
         if former is not None and former.name == call.name:
             parts[slot] = Call(call.name, {**former.parameters, **call.parameters})
             continue
         parts[slot] = call
         for belonging in BELONGINGS.get(slot, ()):
-            if belonging not in own:
+            if belonging not in calls:
                 parts.pop(belonging, None)
     return parts
 

@@ -105,9 +105,9 @@ def read_splits(
         if own.tokens >= limits[passage.split] or len(passage.ids) <= SINKS:
             continue
 
-        def show(inputs: AttentionInputs, own: LayerSamples = own) -> None:
-            own.add(inputs)
-            if own is trained and inputs.layer in own.layers:
+        def show(inputs: AttentionInputs, samples: LayerSamples = own) -> None:
+            samples.add(inputs)
+            if samples is trained and inputs.layer in samples.layers:
                 show_trained(inputs)
 
         decoder.forward_uncached(passage.ids, CausalAttention(show))

@@ -85,7 +85,7 @@ def _default_model() -> str:
 
 
 def _run(
-    engine: Engine, shown: Demonstration, conversation: Conversation, budget: str | None
+    engine: Engine, demonstration: Demonstration, conversation: Conversation, budget: str | None
 ) -> tuple[dict[str, QuestionRun], bool]:
     """Finished runs by policy; False if Ctrl-C came before the last."""
     from larder.session.policy import parsed_policy, with_searched_recall
@@ -94,9 +94,11 @@ def _run(
     try:
         done[FULL] = _run_policy(engine.under(FULL), conversation, FULL)
         context = done[FULL].memory.figures.context_tokens
-        for name, spelling in shown.policies.items():
+        for name, spelling in demonstration.policies.items():
             searching = with_searched_recall(parsed_policy(spelling))
-            limited = engine.under(searching, budget or str(context // shown.budget_divisor))
+            limited = engine.under(
+                searching, budget or str(context // demonstration.budget_divisor)
+            )
             done[name] = _run_policy(limited, conversation, name)
     except KeyboardInterrupt:
         if not done:
@@ -120,13 +122,15 @@ def _run_policy(engine: Engine, conversation: Conversation, name: str) -> Questi
     return run
 
 
-def _print_introduction(shown: Demonstration, conversation: Conversation, model: str) -> None:
-    what = "paragraphs" if conversation.form.is_document else "messages"
+def _print_introduction(
+    demonstration: Demonstration, conversation: Conversation, model: str
+) -> None:
+    unit = "paragraphs" if conversation.form.is_document else "messages"
     print(
-        f"The model {model} reads {shown.text}, {len(conversation.messages)} {what}, and answers "
-        f"{len(conversation.questions)} questions about it:\nfirst with its full KV cache, then "
-        f"under {len(shown.policies)} policies with the same budget. No policy knows the questions "
-        "while it reads.\n",
+        f"The model {model} reads {demonstration.text}, {len(conversation.messages)} {unit}, and "
+        f"answers {len(conversation.questions)} questions about it:\nfirst with its full KV cache, "
+        f"then under {len(demonstration.policies)} policies with the same budget. No policy knows "
+        "the questions while it reads.\n",
         flush=True,
     )
 

@@ -52,15 +52,15 @@ class RepeatedText(Measurement):
         ids = random_tokens(sample.token_ids(), self.tokens) * self.times
         return measure_layers(decoder, ids, lambda shown: head_maxima(self._mass(shown), shown))
 
-    def _mass(self, shown: AttentionInputs) -> Float[Tensor, " H"]:
+    def _mass(self, inputs: AttentionInputs) -> Float[Tensor, " H"]:
         """Mean over the tokens of all repetitions but the first."""
-        device = shown.queries.device
+        device = inputs.queries.device
         rows = torch.arange(self.tokens, self.tokens * self.times, device=device)
-        sums = torch.zeros(shown.queries.shape[0], dtype=torch.float64, device=device)
+        sums = torch.zeros(inputs.queries.shape[0], dtype=torch.float64, device=device)
         back = self.tokens * torch.arange(1, self.times, device=device)
         for some in rows.split(CHUNK_TOKENS):
             places = some[:, None] - back  # [Q, readings]
-            found = softmax_weights(shown, some).gather(
+            found = softmax_weights(inputs, some).gather(
                 2, (places + self.offset).clamp(min=0).expand(len(sums), -1, -1)
             )
             sums += found.masked_fill(places < 0, 0.0).sum((1, 2)).double()

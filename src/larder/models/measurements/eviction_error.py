@@ -57,20 +57,22 @@ class EvictionErrorMeasurement(Measurement):
         ids = sample.ids(self.context + self.following)
         return measure_layers(decoder, ids, lambda shown: [self._error(shown)])
 
-    def _error(self, shown: AttentionInputs) -> float:
-        device, total = shown.queries.device, self.context + self.following
+    def _error(self, inputs: AttentionInputs) -> float:
+        device, total = inputs.queries.device, self.context + self.following
         seen = torch.ones(total, dtype=torch.bool, device=device)
-        seen[: self.context] = self._remaining(shown)
+        seen[: self.context] = self._remaining(inputs)
         change = whole = 0.0
         for rows in torch.arange(self.context, total, device=device).split(CHUNK_TOKENS):
-            own, out = squared_errors(shown, rows, seen.expand(len(rows), -1))
+            own, out = squared_errors(inputs, rows, seen.expand(len(rows), -1))
             change, whole = change + float(own.sum()), whole + float(out.sum())
         return (change / max(whole, TINY)) ** 0.5
 
-    def _remaining(self, shown: AttentionInputs) -> Bool[Tensor, " S"]:
+    def _remaining(self, inputs: AttentionInputs) -> Bool[Tensor, " S"]:
         """Mask of the context tokens with most attention from the window, window included."""
-        voters = torch.arange(self.context - self.window, self.context, device=shown.queries.device)
-        votes = softmax_weights(shown, voters).sum((0, 1))
+        voters = torch.arange(
+            self.context - self.window, self.context, device=inputs.queries.device
+        )
+        votes = softmax_weights(inputs, voters).sum((0, 1))
         return top_mask(votes.index_fill(0, voters, torch.inf), self.kept)
 
 

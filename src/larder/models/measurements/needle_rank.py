@@ -42,13 +42,13 @@ class NeedleRank(Measurement):
         passage = self.needles.passage(sample)
         radians = {layer.index: layer.radians for layer in decoder.spec.managed}
 
-        def measure(shown: AttentionInputs) -> list[float]:
-            return needle_ranks(passage, unrotated(shown, radians[shown.layer])).tolist()
+        def measure(inputs: AttentionInputs) -> list[float]:
+            return needle_ranks(passage, unrotated(inputs, radians[inputs.layer])).tolist()
 
         return places(measure_layers(decoder, passage.ids, measure))
 
 
-def unrotated(shown: AttentionInputs, radians: tuple[float, ...] | None) -> Float[Tensor, "K S D"]:
+def unrotated(inputs: AttentionInputs, radians: tuple[float, ...] | None) -> Float[Tensor, "K S D"]:
     """Float32 keys before rotation.
 
     Raises:
@@ -56,10 +56,10 @@ def unrotated(shown: AttentionInputs, radians: tuple[float, ...] | None) -> Floa
     """
     if radians is None:
         raise ModelError(
-            f"Layer {shown.layer} rotates its keys in an unknown way, so that heads cannot be "
+            f"Layer {inputs.layer} rotates its keys in an unknown way, so that heads cannot be "
             "ordered by unrotated keys: take key_cosine() with share=1."
         )
-    keys = shown.keys.float()
+    keys = inputs.keys.float()
     positions = torch.arange(keys.shape[1], device=keys.device)
     return rotate(keys, -positions, torch.tensor(radians, device=keys.device))
 

@@ -41,9 +41,9 @@ class QFiltersMeasurement(Measurement):
             raise BadParameter(f"q_filters needs 0 <= skipped < tokens, got {self}.")
 
     def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
-        def show(shown: AttentionInputs) -> list[float]:
-            directions = query_directions(shown.queries[:, self.skipped :].float())
-            return directions.unflatten(0, (shown.keys.shape[0], -1)).mean(1).flatten().tolist()
+        def show(inputs: AttentionInputs) -> list[float]:
+            directions = query_directions(inputs.queries[:, self.skipped :].float())
+            return directions.unflatten(0, (inputs.keys.shape[0], -1)).mean(1).flatten().tolist()
 
         return measure_layers(decoder, sample.ids(self.tokens), show)
 

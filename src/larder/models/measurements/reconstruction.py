@@ -52,12 +52,12 @@ class Reconstruction(Measurement):
         ids = (*text, *sample.encode(REQUEST), *text)
         copy = torch.arange(len(ids) - len(text), len(ids), device=decoder.spec.device)
 
-        def measure(shown: AttentionInputs) -> list[float]:
+        def measure(inputs: AttentionInputs) -> list[float]:
             best = [
-                softmax_weights(shown, rows)[..., self.sinks : self.tokens].amax((1, 2))  # [H]
+                softmax_weights(inputs, rows)[..., self.sinks : self.tokens].amax((1, 2))  # [H]
                 for rows in copy.split(CHUNK_TOKENS)
             ]
-            return head_maxima(torch.stack(best).amax(0), shown)
+            return head_maxima(torch.stack(best).amax(0), inputs)
 
         return measure_layers(decoder, ids, measure)
 

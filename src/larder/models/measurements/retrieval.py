@@ -39,11 +39,11 @@ class RetrievalMeasurement(Measurement):
     def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
         passage = self.needles.passage(sample)
 
-        def measure(shown: AttentionInputs) -> list[float]:
-            sums = torch.zeros(shown.queries.shape[0], dtype=torch.float64)
+        def measure(inputs: AttentionInputs) -> list[float]:
+            sums = torch.zeros(inputs.queries.shape[0], dtype=torch.float64)
             for each in passage.needles:
-                rows = torch.tensor(each.predicting, device=shown.queries.device)
-                on_needle = softmax_weights(shown, rows)[:, :, slice(*each.needle)]
+                rows = torch.tensor(each.predicting, device=inputs.queries.device)
+                on_needle = softmax_weights(inputs, rows)[:, :, slice(*each.needle)]
                 sums += on_needle.sum((1, 2)).double().cpu()
             return (sums / len(passage.predicting)).tolist()
 

@@ -52,9 +52,10 @@ class StreamingError(Measurement):
         passage = self.needles.passage(sample)
         asking = torch.tensor(passage.predicting, device=decoder.spec.device)
 
-        def measure(shown: AttentionInputs) -> list[float]:
+        def measure(inputs: AttentionInputs) -> list[float]:
             parts = [
-                squared_errors(shown, rows, self._seen(rows)) for rows in asking.split(CHUNK_TOKENS)
+                squared_errors(inputs, rows, self._seen(rows))
+                for rows in asking.split(CHUNK_TOKENS)
             ]
             change = torch.stack([own for own, _ in parts]).sum(0)
             whole = torch.stack([out for _, out in parts]).sum()

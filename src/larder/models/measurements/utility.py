@@ -62,29 +62,29 @@ class Utility(Measurement):
         ids = sample.ids(self.context + self.following)
         return measure_layers(decoder, ids, lambda shown: self._curves(decoder, shown))
 
-    def _curves(self, decoder: Decoder, shown: AttentionInputs) -> list[float]:
+    def _curves(self, decoder: Decoder, inputs: AttentionInputs) -> list[float]:
         """Curves of a layer's heads, one after the other."""
         places = slice(self.sinks, self.context - 1)
-        ranks = self._scores(decoder, shown)[:, places].argsort(descending=True, stable=True)
-        gains = self._utilities(shown)[:, places].gather(1, ranks).double()
+        ranks = self._scores(decoder, inputs)[:, places].argsort(descending=True, stable=True)
+        gains = self._utilities(inputs)[:, places].gather(1, ranks).double()
         held = gains.cumsum(1) / gains.sum().clamp(min=TINY)
         count = held.shape[1]
         ends = [-(-count * point // CURVE_POINTS) - 1 for point in range(1, CURVE_POINTS + 1)]
         return held[:, ends].flatten().tolist()
 
-    def _scores(self, decoder: Decoder, shown: AttentionInputs) -> Float[Tensor, "K S"]:
+    def _scores(self, decoder: Decoder, inputs: AttentionInputs) -> Float[Tensor, "K S"]:
         """Score of each entry of the context, as the context's own queries give it."""
-        heads, device = shown.keys.shape[0], shown.keys.device
+        heads, device = inputs.keys.shape[0], inputs.keys.device
         keys, values = (
-            side[:, : self.context].flatten(0, 1) for side in (shown.keys, shown.values)
+            side[:, : self.context].flatten(0, 1) for side in (inputs.keys, inputs.values)
         )
         positions = torch.arange(self.context, dtype=torch.int32, device=device)
         starts = tuple(head * self.context for head in range(heads))
         entries = Entries(keys, values, positions.repeat(heads), starts, (self.context,) * heads)
         observation = Observation(
-            decoder.spec.layers[shown.layer],
+            decoder.spec.layers[inputs.layer],
             entries,
-            shown.queries[:, : self.context],
+            inputs.queries[:, : self.context],
             positions,
             self.context,
             (0, self.context),
@@ -92,15 +92,15 @@ class Utility(Measurement):
         scorer = Expected(sinks=self.sinks, epsilon=self.epsilon)
         return scorer.score(observation).view(heads, self.context)
 
-    def _utilities(self, shown: AttentionInputs) -> Float[Tensor, "K S"]:
+    def _utilities(self, inputs: AttentionInputs) -> Float[Tensor, "K S"]:
         """Attention of the following tokens to each entry, times the length of its value."""
-        heads, device = shown.keys.shape[0], shown.keys.device
+        heads, device = inputs.keys.shape[0], inputs.keys.device
         mass = torch.zeros(heads, self.context, device=device)
         total = self.context + self.following
         for rows in torch.arange(self.context, total, device=device).split(CHUNK_TOKENS):
-            weights = softmax_weights(shown, rows)[..., : self.context].sum(1)  # [H, S]
+            weights = softmax_weights(inputs, rows)[..., : self.context].sum(1)  # [H, S]
             mass += weights.unflatten(0, (heads, -1)).sum(1)
-        return mass * shown.values[:, : self.context].float().norm(dim=-1)
+        return mass * inputs.values[:, : self.context].float().norm(dim=-1)
 
 
 Part = Utility

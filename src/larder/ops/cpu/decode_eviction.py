@@ -99,44 +99,46 @@ def _set_merging(call: EvictionCall, rule: StepRule) -> None:
         call.seed = (merging.seed or 0) & SEED_BITS
 
 
-def _column_address(own: EvictionStorage, index: int | None) -> int:
+def _column_address(storage: EvictionStorage, index: int | None) -> int:
     """Address of a column; 0 for none."""
     if index is None:
         return 0
-    return own.columns.data_ptr() + index * len(own.keys) * own.columns.element_size()
+    return storage.columns.data_ptr() + index * len(storage.keys) * storage.columns.element_size()
 
 
-def _column_fields(own: EvictionStorage) -> tuple[int, ...]:
+def _column_fields(storage: EvictionStorage) -> tuple[int, ...]:
     """Fields of `struct step_columns` of c/decode_eviction.h."""
-    updated = (own.updated.get(column) for column in StepColumn if column is not StepColumn.MASS)
-    return tuple(_column_address(own, index) for index in (*updated, own.joined))
+    updated = (
+        storage.updated.get(column) for column in StepColumn if column is not StepColumn.MASS
+    )
+    return tuple(_column_address(storage, index) for index in (*updated, storage.joined))
 
 
-def _fields(own: EvictionStorage, edges: int) -> tuple[int, ...]:
+def _fields(storage: EvictionStorage, edges: int) -> tuple[int, ...]:
     """Fields of `struct evicted` of c/decode_eviction.h."""
-    stored, item = len(own.keys), own.keys.element_size()
+    stored, item = len(storage.keys), storage.keys.element_size()
     return (
-        own.keys.data_ptr(),
-        own.values.data_ptr(),
-        own.positions.data_ptr(),
-        own.columns.data_ptr(),
-        0 if own.logits is None else own.logits.data_ptr(),
-        own.starts.data_ptr(),
-        own.lengths.data_ptr(),
+        storage.keys.data_ptr(),
+        storage.values.data_ptr(),
+        storage.positions.data_ptr(),
+        storage.columns.data_ptr(),
+        0 if storage.logits is None else storage.logits.data_ptr(),
+        storage.starts.data_ptr(),
+        storage.lengths.data_ptr(),
         edges,
-        _column_address(own, own.updated.get(StepColumn.MASS)),
-        _column_address(own, own.log_counts),
-        0 if own.thresholds is None else own.thresholds.data_ptr(),
-        own.keys.shape[1] * item,
+        _column_address(storage, storage.updated.get(StepColumn.MASS)),
+        _column_address(storage, storage.log_counts),
+        0 if storage.thresholds is None else storage.thresholds.data_ptr(),
+        storage.keys.shape[1] * item,
         item,
-        len(own.columns),
+        len(storage.columns),
         stored,
-        0 if own.logits is None else own.logits.stride(0),
-        len(own.lengths),
-        0 if own.logits is None else len(own.logits),
-        -1 if own.count is None else own.count,
-        own.first,
-        own.stop,
+        0 if storage.logits is None else storage.logits.stride(0),
+        len(storage.lengths),
+        0 if storage.logits is None else len(storage.logits),
+        -1 if storage.count is None else storage.count,
+        storage.first,
+        storage.stop,
         0,
         LEFT,
     )

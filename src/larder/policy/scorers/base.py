@@ -55,7 +55,7 @@ class Scorer(PolicyPart, ABC):
         return None
 
     def scratch(
-        self, block: tuple[int, ...], start: int, book: Prompts
+        self, block: tuple[int, ...], start: int, prompts: Prompts
     ) -> tuple[ScratchPrompt, ...]:
         """Scratch prompts to read behind the cache after a block, before scoring.
 
@@ -64,7 +64,7 @@ class Scorer(PolicyPart, ABC):
         Args:
             block: token ids just read.
             start: true position of the first of them.
-            book: prompts by name, as token ids.
+            prompts: prompts by name, as token ids.
         """
         return ()
 

@@ -50,9 +50,9 @@ class InfiniPot(AttentionScorer):
         return frozenset({self.prompt})
 
     def scratch(
-        self, block: tuple[int, ...], start: int, book: Prompts
+        self, block: tuple[int, ...], start: int, prompts: Prompts
     ) -> tuple[ScratchPrompt, ...]:
-        return (ScratchPrompt(tuple(book[self.prompt]), (0, start + len(block))),)
+        return (ScratchPrompt(tuple(prompts[self.prompt]), (0, start + len(block))),)
 
     def default_reduction(self) -> tuple[str, str]:
         return "sum", "group_sum"

@@ -63,9 +63,9 @@ class KeyCosine(Scorer):
         return frozenset({self.prompt})
 
     def scratch(
-        self, block: tuple[int, ...], start: int, book: Prompts
+        self, block: tuple[int, ...], start: int, prompts: Prompts
     ) -> tuple[ScratchPrompt, ...]:
-        return (ScratchPrompt(tuple(book[self.prompt]), (0, start + len(block))),)
+        return (ScratchPrompt(tuple(prompts[self.prompt]), (0, start + len(block))),)
 
     def score(self, observation: Observation) -> Packed:
         order = observation.facts[ORDER] if self.share < 1 else ()

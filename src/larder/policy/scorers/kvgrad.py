@@ -61,9 +61,9 @@ class KVGrad(Scorer):
         require(self.opening >= 0, "kvgrad.opening", "0 or more", self.opening)
 
     def scratch(
-        self, block: tuple[int, ...], start: int, book: Prompts
+        self, block: tuple[int, ...], start: int, prompts: Prompts
     ) -> tuple[ScratchPrompt, ...]:
-        return self._reconstruct.scratch(block, start, book)
+        return self._reconstruct.scratch(block, start, prompts)
 
     def score(self, observation: Observation) -> Packed:
         window = self._reconstruct.observation_window(observation)

@@ -56,9 +56,9 @@ class Lookahead(AttentionScorer):
         return frozenset({self.prompt} - {""})
 
     def scratch(
-        self, block: tuple[int, ...], start: int, book: Prompts
+        self, block: tuple[int, ...], start: int, prompts: Prompts
     ) -> tuple[ScratchPrompt, ...]:
-        request = tuple(book[self.prompt]) if self.prompt else ()
+        request = tuple(prompts[self.prompt]) if self.prompt else ()
         return (ScratchPrompt(request, (0, start + len(block)), drafts=self.tokens),)
 
     def default_reduction(self) -> tuple[str, str]:

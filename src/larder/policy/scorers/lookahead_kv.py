@@ -32,7 +32,7 @@ class LookaheadKV(AttentionScorer):
     needs = frozenset({"lookahead_kv"})
 
     def scratch(
-        self, block: tuple[int, ...], start: int, book: Prompts
+        self, block: tuple[int, ...], start: int, prompts: Prompts
     ) -> tuple[ScratchPrompt, ...]:
         return (ScratchPrompt((PLACEHOLDER,) * SOFT_TOKENS, (0, start + len(block))),)
 

@@ -69,12 +69,12 @@ class PositionsFirst(AttentionScorer):
         return frozenset({self.prompt} - {""}) | fixed
 
     def scratch(
-        self, block: tuple[int, ...], start: int, book: Prompts
+        self, block: tuple[int, ...], start: int, prompts: Prompts
     ) -> tuple[ScratchPrompt, ...]:
         stop = start + len(block)
         shift = max(self.shift, -stop)
-        request = tuple(book[self.prompt]) if self.prompt else ()
-        text = request + self._text(block + request, book)
+        request = tuple(prompts[self.prompt]) if self.prompt else ()
+        text = request + self._text(block + request, prompts)
         return (ScratchPrompt(text, (0, stop), shift=shift),)
 
     def default_reduction(self) -> tuple[str, str]:
@@ -83,9 +83,9 @@ class PositionsFirst(AttentionScorer):
     def observation_window(self, observation: Observation) -> ObservationWindow:
         return ObservationWindow(observation.queries[:, -self.tokens :], observation.entries)
 
-    def _text(self, block: tuple[int, ...], book: Prompts) -> tuple[int, ...]:
+    def _text(self, block: tuple[int, ...], prompts: Prompts) -> tuple[int, ...]:
         if self.content is Content.FIXED:
-            request = tuple(book["repeat"])
+            request = tuple(prompts["repeat"])
             return tuple(request[place % len(request)] for place in range(self.tokens))
         first = self.tokens // 2 if self.content is Content.ENDS else 0
         if len(block) <= self.tokens:

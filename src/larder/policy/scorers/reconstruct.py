@@ -61,9 +61,9 @@ class Reconstruct(AttentionScorer):
         require(self.opening >= 0, "reconstruct.opening", "0 or more", self.opening)
 
     def scratch(
-        self, block: tuple[int, ...], start: int, book: Prompts
+        self, block: tuple[int, ...], start: int, prompts: Prompts
     ) -> tuple[ScratchPrompt, ...]:
-        request, stop = tuple(book["repeat"]), start + len(block)
+        request, stop = tuple(prompts["repeat"]), start + len(block)
         if start > 0:
             return (ScratchPrompt(request + block, (0, stop)),)
         if self.variant is Variant.LARDER:

@@ -59,7 +59,7 @@ class SnapKV(AttentionScorer):
         require(self.kernel >= 1 and self.kernel % 2 == 1, "snapkv.kernel", "odd", self.kernel)
 
     def scratch(
-        self, block: tuple[int, ...], start: int, book: Prompts
+        self, block: tuple[int, ...], start: int, prompts: Prompts
     ) -> tuple[ScratchPrompt, ...]:
         if self.variant is not Variant.CODE:
             return ()

@@ -193,13 +193,13 @@ def _costs(part: RDKV, like: Float[Tensor, "0 D"]) -> Float[Tensor, " W"]:
     return torch.tensor([2 * size * itemsize + POSITION_BYTES, *coded, 0.0])
 
 
-def _with_widths(plan: Plan, wanted: Int64[Tensor, " T"]) -> Plan:
+def _with_widths(plan: Plan, widths: Int64[Tensor, " T"]) -> Plan:
     """Plan without the entries of no bits, the others at their widths, never a finer one."""
-    stays = wanted < EVICTED
+    stays = widths < EVICTED
     heads = torch.repeat_interleave(torch.arange(len(plan.lengths)), torch.tensor(plan.lengths))
     counts = torch.bincount(heads[stays], minlength=len(plan.lengths))
     there = stays.to(plan.kept.device)
-    grades = torch.maximum(plan.grades.cpu().long(), wanted)[stays]
+    grades = torch.maximum(plan.grades.cpu().long(), widths)[stays]
     return replace(
         plan,
         kept=plan.kept[there],

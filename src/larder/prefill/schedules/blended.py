@@ -71,10 +71,10 @@ class Blended(ChunkedSchedule):
         return ContextReuse(lengths, tuple(is_known), min(sum(lengths), recomputed + behind))
 
 
-def _cut(pieces: Sequence[ContextChunk], count: int) -> list[ContextChunk]:
+def _cut(chunks: Sequence[ContextChunk], count: int) -> list[ContextChunk]:
     """First `count` tokens of some chunks."""
     cut = list[ContextChunk]()
-    for piece in pieces:
+    for piece in chunks:
         taken = min(len(piece.ids), count)
         if taken > 0:
             entries = None if piece.entries is None else piece.entries.first(taken)

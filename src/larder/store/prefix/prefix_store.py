@@ -73,10 +73,10 @@ class PrefixStore:
         """
         parts, tenant = self._parts, self._parts.tenant(principal)
 
-        def unusable(each: ChunkMatch, error: LarderError) -> None:
+        def unusable(match: ChunkMatch, error: LarderError) -> None:
             parts.refusals.note_error(error)
             if isinstance(error, Damaged | Refused):
-                dropped = parts.chunks.drop(each.chunk, tenant)
+                dropped = parts.chunks.drop(match.chunk, tenant)
                 parts.blobs.drop(chunk.ref for chunk in dropped)
 
         try:

@@ -56,8 +56,8 @@ class FastKVzipGates(Method):
     def fit(self, data: LayerData, layer: LayerSpec, seed: int) -> dict[str, Tensor]:
         states, targets = data.states, data.targets
 
-        def loss(own: Mapping[str, Tensor], rows: Tensor) -> Tensor:
-            predicted = low_rank_gate(states[rows], own).clamp(EDGE, 1 - EDGE)
+        def loss(tensors: Mapping[str, Tensor], rows: Tensor) -> Tensor:
+            predicted = low_rank_gate(states[rows], tensors).clamp(EDGE, 1 - EDGE)
             return F.binary_cross_entropy(predicted, targets[rows].clamp(0, 1))
 
         return fit_by_gradient(

@@ -53,8 +53,8 @@ class LocretHeads(Method):
         inputs, outputs = Standardization.of(data.states), Standardization.of(data.targets)
         states, targets = inputs.apply(data.states), outputs.apply(data.targets)
 
-        def loss(own: Mapping[str, Tensor], rows: Tensor) -> Tensor:
-            predicted = perceptron_gate(states[rows], own, F.silu)
+        def loss(tensors: Mapping[str, Tensor], rows: Tensor) -> Tensor:
+            predicted = perceptron_gate(states[rows], tensors, F.silu)
             rough = (predicted[1:] - predicted[:-1]).square().mean()
             return F.smooth_l1_loss(predicted, targets[rows]) + self.smoothing * rough
 

@@ -29,12 +29,12 @@ class EvictionMethod(PassageMethod):
 
     @abstractmethod
     def fit_layer(
-        self, layer: LayerSpec, own: EvictionSamples, source: torch.Generator
+        self, layer: LayerSpec, samples: EvictionSamples, source: torch.Generator
     ) -> LayerTensors:
         """Tensors of one layer."""
 
     @abstractmethod
-    def error_ratio(self, own: EvictionSamples, tensors: LayerTensors, share: float) -> float:
+    def error_ratio(self, samples: EvictionSamples, tensors: LayerTensors, share: float) -> float:
         """Error of a layer over that of eviction alone, with a share of the entries."""
 
     def passages(

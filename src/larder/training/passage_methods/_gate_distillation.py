@@ -136,14 +136,14 @@ class GateDistillation(PassageMethod, Generic[Attention]):
                 found.append({"kl": loss, **self.measures(attention, len(ids))})
         return {name: sum(own[name] for own in found) / len(found) for name in found[0]}
 
-    def _with_raw_inputs(self, own: LayerTensors, inputs: Standardization) -> LayerTensors:
+    def _with_raw_inputs(self, tensors: LayerTensors, inputs: Standardization) -> LayerTensors:
         """Tensors that read hidden states as they are."""
-        read = dict(own)
+        read = dict(tensors)
         for name in self.first_maps:
             weight, bias = f"{name}.weight", f"{name}.bias"
-            read[weight] = own[weight] / inputs.spread
-            if bias in own:
-                read[bias] = own[bias] - read[weight] @ inputs.mean
+            read[weight] = tensors[weight] / inputs.spread
+            if bias in tensors:
+                read[bias] = tensors[bias] - read[weight] @ inputs.mean
         return read
 
 

@@ -55,8 +55,8 @@ class LessTraining(EvictionMethod):
         if min(self.inner, self.epochs, self.queries) < 1 or not self.rate > 0:
             raise BadParameter(f"less needs numbers above 0, got {self}.")
 
-    def error_ratio(self, own: EvictionSamples, tensors: LayerTensors, share: float) -> float:
-        return compared_errors(own, tensors, share)
+    def error_ratio(self, samples: EvictionSamples, tensors: LayerTensors, share: float) -> float:
+        return compared_errors(samples, tensors, share)
 
     def shapes(
         self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
@@ -64,20 +64,20 @@ class LessTraining(EvictionMethod):
         return LowRankMaps.shapes(layer, tensors["query_hidden"].shape[-1])
 
     def fit_layer(
-        self, layer: LayerSpec, own: EvictionSamples, source: torch.Generator
+        self, layer: LayerSpec, samples: EvictionSamples, source: torch.Generator
     ) -> dict[str, Tensor]:
-        cases = [EvictedSample.of(sample, share) for sample in own.samples for share in SHARES]
+        cases = [EvictedSample.of(sample, share) for sample in samples.samples for share in SHARES]
         tensors = first_maps(layer, self.inner, source)
         tensors["key_scale"] = matched_scale(cases, tensors, layer).log()
         for tensor in tensors.values():
             tensor.requires_grad_()
         with torch.enable_grad():
-            self._descend(own, cases, tensors, source)
+            self._descend(samples, cases, tensors, source)
         return maps_of({name: tensor.detach() for name, tensor in tensors.items()}).tensors()
 
     def _descend(
         self,
-        own: EvictionSamples,
+        samples: EvictionSamples,
         cases: Sequence[EvictedSample],
         tensors: Mapping[str, Tensor],
         source: torch.Generator,
@@ -86,14 +86,14 @@ class LessTraining(EvictionMethod):
         optimizer = torch.optim.Adam(tensors.values(), self.rate)
         steps = self.epochs * len(cases)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-        size = sum(float(own.error(case.kept[0], case.target)) for case in cases) / len(cases)
+        size = sum(float(samples.error(case.kept[0], case.target)) for case in cases) / len(cases)
         order = Random(int(torch.randint(1 << 30, (), generator=source)))
         for _ in range(self.epochs):
             for case in order.sample(cases, len(cases)):
                 optimizer.zero_grad()
                 rows = torch.randperm(case.queries.shape[1], generator=source)[: self.queries]
                 part = case.of_queries(rows)
-                (own.error(part.output(maps_of(tensors)), part.target) / size).backward()
+                (samples.error(part.output(maps_of(tensors)), part.target) / size).backward()
                 optimizer.step()
                 schedule.step()
 
@@ -185,15 +185,15 @@ def matched_scale(
 
 
 @torch.no_grad()
-def compared_errors(own: EvictionSamples, tensors: LayerTensors, share: float) -> float:
+def compared_errors(samples: EvictionSamples, tensors: LayerTensors, share: float) -> float:
     """Error of a layer over that of eviction with as many more entries as the state takes."""
     maps, errors, bare = LowRankMaps(**tensors), 0.0, 0.0
-    for sample in own.samples:
+    for sample in samples.samples:
         case = EvictedSample.of(sample, share)
-        errors += float(own.error(case.output(maps), case.target))
+        errors += float(samples.error(case.output(maps), case.target))
         more = Less().state_entries(sample.layer, FLOAT_BYTES)
         kept = sample.kept_mask(round(share * sample.context) + more)
-        bare += float(own.error(sample.attended(*sample.selected(kept))[0], case.target))
+        bare += float(samples.error(sample.attended(*sample.selected(kept))[0], case.target))
     return errors / bare
 
 

@@ -50,8 +50,8 @@ class LococoTraining(EvictionMethod):
         if min(self.slots, self.taps, self.epochs) < 1 or not self.rate > 0:
             raise BadParameter(f"lococo needs numbers above 0, got {self}.")
 
-    def error_ratio(self, own: EvictionSamples, tensors: LayerTensors, share: float) -> float:
-        return dropped_ratio(own, tensors, share)
+    def error_ratio(self, samples: EvictionSamples, tensors: LayerTensors, share: float) -> float:
+        return dropped_ratio(samples, tensors, share)
 
     def shapes(
         self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
@@ -59,10 +59,12 @@ class LococoTraining(EvictionMethod):
         return SlotConvolution().shapes(layer, width, tensors)
 
     def fit_layer(
-        self, layer: LayerSpec, own: EvictionSamples, source: torch.Generator
+        self, layer: LayerSpec, samples: EvictionSamples, source: torch.Generator
     ) -> dict[str, Tensor]:
         cases = [
-            SlotSample.of(sample, share, self.slots) for sample in own.samples for share in SHARES
+            SlotSample.of(sample, share, self.slots)
+            for sample in samples.samples
+            for share in SHARES
         ]
         shape = self.slots, 2 * layer.head_dim, self.taps
         spread = 1 / math.sqrt(shape[1] * shape[2])
@@ -74,12 +76,12 @@ class LococoTraining(EvictionMethod):
         for tensor in tensors.values():
             tensor.requires_grad_()
         with torch.enable_grad():
-            self._descend(own, cases, tensors, source)
+            self._descend(samples, cases, tensors, source)
         return {name: tensor.detach() for name, tensor in tensors.items()}
 
     def _descend(
         self,
-        own: EvictionSamples,
+        samples: EvictionSamples,
         cases: Sequence[SlotSample],
         tensors: Mapping[str, Tensor],
         source: torch.Generator,
@@ -87,12 +89,14 @@ class LococoTraining(EvictionMethod):
         """Train tensors in place."""
         optimizer = torch.optim.Adam(tensors.values(), self.rate)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs * len(cases))
-        size = sum(float(own.error(case.bare, case.sample.target)) for case in cases) / len(cases)
+        size = sum(float(samples.error(case.bare, case.sample.target)) for case in cases) / len(
+            cases
+        )
         order = Random(int(torch.randint(1 << 30, (), generator=source)))
         for _ in range(self.epochs):
             for case in order.sample(cases, len(cases)):
                 optimizer.zero_grad()
-                (own.error(case.output(tensors), case.sample.target) / size).backward()
+                (samples.error(case.output(tensors), case.sample.target) / size).backward()
                 optimizer.step()
                 schedule.step()
                 with torch.no_grad():
@@ -143,13 +147,13 @@ class SlotSample:
 
 
 @torch.no_grad()
-def dropped_ratio(own: EvictionSamples, tensors: LayerTensors, share: float) -> float:
+def dropped_ratio(samples: EvictionSamples, tensors: LayerTensors, share: float) -> float:
     """Error of a layer over that where the slots stay as they are and the rest is dropped."""
     errors, bare = 0.0, 0.0
-    for sample in own.samples:
+    for sample in samples.samples:
         case = SlotSample.of(sample, share, len(tensors["bias"]))
-        errors += float(own.error(case.output(tensors), sample.target))
-        bare += float(own.error(case.bare, sample.target))
+        errors += float(samples.error(case.output(tensors), sample.target))
+        bare += float(samples.error(case.bare, sample.target))
     return errors / bare
 
 
