@@ -65,10 +65,7 @@ def main() -> int:
     served = ["--chat-template", str(TEMPLATE), "--served-model-name", NAME]
     served += ["--model", options.model] if options.model else []
     served += ["--dtype", options.dtype] if options.dtype else []
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        run_server(Path(folder), served) as server,
-    ):
+    with tempfile.TemporaryDirectory() as folder, run_server(Path(folder), served) as server:
         if options.python is not None:
             words = [server.url, *options.only]
             program = [options.python, str(HERE / "client_calls.py"), *words]

@@ -94,10 +94,7 @@ def answers(engine: Engine, chat: Conversation, policy: Policy, tokens: int) -> 
     """Log-likelihood per token and share of exact answers of a text under a policy."""
     memory = engine.under(policy, str(tokens)).read(chat)
     scored = score_answers(engine, memory, chat.questions)
-    return (
-        fmean(one.log_likelihood for one in scored),
-        fmean(float(one.exact) for one in scored),
-    )
+    return (fmean(one.log_likelihood for one in scored), fmean(float(one.exact) for one in scored))
 
 
 def layer_losses(engine: Engine, chats: Sequence[Conversation]) -> list[float]:

@@ -80,10 +80,7 @@ def _prefill(module: Any, decoder: Decoder, tokens: int, rounds: int) -> dict[st
 
 
 def _decode(module: Any, decoder: Decoder, tokens: int, rounds: int) -> dict[str, list[float]]:
-    long, short = (
-        random_cache(decoder, "dense", tokens),
-        random_cache(decoder, "ragged", SHORT),
-    )
+    long, short = (random_cache(decoder, "dense", tokens), random_cache(decoder, "ragged", SHORT))
     own_long, own_short = _own_filled(module, decoder, tokens), _own_filled(module, decoder, SHORT)
     cases = {
         f"transformers, {tokens} entries": lambda: _own_step(module, own_long, tokens),

@@ -81,11 +81,7 @@ class Tokens:
 
 
 def draw(
-    layer: LayerSpec,
-    count: int,
-    start: int = 0,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
+    layer: LayerSpec, count: int, start: int = 0, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> Tokens:
     """Random tokens at true positions start, start + 1, ..."""
     source = torch.Generator().manual_seed(1000 * seed + start)

@@ -119,10 +119,7 @@ class Peer:
             stop = position + len(unread)
             places = torch.arange(position, stop, device=self.device)[None]
             output = self.model(
-                self.tensor(unread),
-                past_key_values=cache,
-                position_ids=places,
-                logits_to_keep=1,
+                self.tensor(unread), past_key_values=cache, position_ids=places, logits_to_keep=1
             )
             token = int(output.logits[0, -1].argmax())
             if token in self.job["stops"]:

@@ -112,11 +112,7 @@ FAMILIES = (
     ),
     Family("GLM-4", "GLM-4-0414", "full", "Glm4ForCausalLM", configured("Glm4Config", **HEAD)),
     Family(
-        "GPT-NeoX",
-        "Pythia, GPT-NeoX",
-        "full",
-        "GPTNeoXForCausalLM",
-        configured("GPTNeoXConfig"),
+        "GPT-NeoX", "Pythia, GPT-NeoX", "full", "GPTNeoXForCausalLM", configured("GPTNeoXConfig")
     ),
     Family(
         "GPT-2",

@@ -49,10 +49,7 @@ def test_figures_are_those_of_the_rows() -> None:
 
 def test_a_figure_has_a_mean_per_budget_of_the_first_study_that_has_the_policy() -> None:
     likelihood = next(figure for figure in FIGURES if figure.title == "likelihood after")
-    assert [len(figure_text(likelihood, [name]).split(", ")) for name in ("nacl", "tova")] == [
-        2,
-        1,
-    ]
+    assert [len(figure_text(likelihood, [name]).split(", ")) for name in ("nacl", "tova")] == [2, 1]
     assert figure_text(replace(likelihood, question="inside"), ["quest"]) == ""
 
 

@@ -75,11 +75,7 @@ def test_a_page_for_two_query_heads_is_the_first_ones_best() -> None:
 
 
 @settings(max_examples=30)
-@given(
-    sets=st.sampled_from([2, 4]),
-    slots=st.integers(1, 5),
-    seed=st.integers(0, 2**31),
-)
+@given(sets=st.sampled_from([2, 4]), slots=st.integers(1, 5), seed=st.integers(0, 2**31))
 def test_the_kernel_loads_as_the_readable_form(sets, slots, seed) -> None:
     source = torch.Generator().manual_seed(seed)
     rows = torch.randn(2, 2 * 40, LAYER.head_dim, generator=source)

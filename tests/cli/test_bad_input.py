@@ -72,10 +72,7 @@ def test_a_missing_file(run: Run, tmp_path: Path) -> None:
         (("--seed", str(1 << 64)), "--seed must fit into 64 bits"),
         (("--max-new-tokens", "0", *SNAPKV), "--max-new-tokens must be at least 1, got 0"),
         (("--dtype", "int3", "--model", SEED_FOLDER), "dtype must be"),
-        (
-            ("--device", "oven", "--model", SEED_FOLDER),
-            "device must be a device that torch knows",
-        ),
+        (("--device", "oven", "--model", SEED_FOLDER), "device must be a device that torch knows"),
         (("--device", "meta", "--model", SEED_FOLDER), "device must be a device that computes"),
     ],
 )

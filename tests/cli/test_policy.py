@@ -75,11 +75,7 @@ def test_citations_in_all_their_forms() -> None:
     assert first == Citation(
         "Li et al.", "A: Title over Lines", 2024, "2404.14469", "section 4.1, eq. 3"
     )
-    assert (second.authors, second.arxiv, second.where) == (
-        "Corallo and Papotti",
-        "2408.00167",
-        "",
-    )
+    assert (second.authors, second.arxiv, second.where) == ("Corallo and Papotti", "2408.00167", "")
     assert (third.authors, third.year, third.arxiv) == ("Ann de Boer, B. Lee and Cy Ng", 1979, "")
     assert str(third) == 'Ann de Boer, B. Lee and Cy Ng, "Third" (1979)'
 

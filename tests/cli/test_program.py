@@ -83,11 +83,7 @@ def test_a_reader_that_has_gone_is_told_nothing() -> None:
     for buffered, words in (("", ("--version",)), ("1", ("--help",))):
         environment = {**os.environ, "PYTHONUNBUFFERED": buffered}
         done = subprocess.run(
-            command(*words),
-            stdout=writes,
-            stderr=subprocess.PIPE,
-            check=False,
-            env=environment,
+            command(*words), stdout=writes, stderr=subprocess.PIPE, check=False, env=environment
         )
         assert (done.returncode, done.stderr) == (1, b"")
     os.close(writes)

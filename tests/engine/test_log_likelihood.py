@@ -158,9 +158,7 @@ def test_a_text_is_scored_block_by_block_behind_what_the_policy_kept(
     assert got.kv_bytes < got.full_kv_bytes
 
 
-def test_a_policy_that_evicts_at_every_step_bounds_a_text(
-    engine_of: Callable[..., Engine],
-) -> None:
+def test_a_policy_that_evicts_at_every_step_bounds_a_text(engine_of: Callable[..., Engine]) -> None:
     full = scorer(engine_of("full")).score_text(CONTEXT, 40)
     got = scorer(engine_of(H2O)).score_text(CONTEXT, 40)
     assert got.kv_bytes < 0.9 * full.kv_bytes

@@ -159,8 +159,7 @@ def transposed_weight(module) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [replaced_projection, hooked_layer, patched_forward, transposed_weight],
+    "change", [replaced_projection, hooked_layer, patched_forward, transposed_weight]
 )
 def test_a_changed_model_runs_its_own_layers(runs, change):
     decoder = a_decoder()

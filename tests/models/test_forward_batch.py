@@ -175,8 +175,7 @@ def test_scratch_leaves_every_bit(architecture, adopted) -> None:
 
 
 @pytest.mark.parametrize(
-    "form, block, failing",
-    [("dense", 11, 1), ("ragged", 1, 0), ("ragged", 11, 1)],
+    "form, block, failing", [("dense", 11, 1), ("ragged", 1, 0), ("ragged", 11, 1)]
 )
 def test_a_pass_that_fails_halfway_is_taken_back(
     architecture, adopted, monkeypatch, form, block, failing
@@ -262,8 +261,7 @@ def test_a_pass_that_fails_behind_a_plan_spoils_the_cache(adopted, mode) -> None
 
 
 @pytest.mark.parametrize(
-    "ids, rule",
-    [((), "no tokens"), ((5, 128), "id 128"), ((-1,), "id -1"), ((5, -3, 7), "id -3")],
+    "ids, rule", [((), "no tokens"), ((5, 128), "id 128"), ((-1,), "id -1"), ((5, -3, 7), "id -3")]
 )
 def test_ids_that_no_model_knows_are_refused(adopted, ids, rule) -> None:
     decoder = adopted("llama")

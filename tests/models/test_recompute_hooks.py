@@ -172,11 +172,9 @@ def test_what_is_held_and_what_is_done_are_counted(three_layers, manner) -> None
     again = reread * (shape.projections + shape.mlp + 2 * 4 * 16 * (reread + 1))
     assert (
         made
-        == {
-            "every": 3 * gone * shape.projections,
-            "one": below + 2 * again,
-            "ids": 3 * again,
-        }[manner]
+        == {"every": 3 * gone * shape.projections, "one": below + 2 * again, "ids": 3 * again}[
+            manner
+        ]
     )
 
 

@@ -180,8 +180,7 @@ def test_a_measurement_is_kept_and_used_again(counted, larder_home) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage",
-    ["", "{", "[]", '{"schema": 0}', '{"schema": 1, "profile": {}}', '"\\ud800"', "null"],
+    "damage", ["", "{", "[]", '{"schema": 0}', '{"schema": 1, "profile": {}}', '"\\ud800"', "null"]
 )
 def test_a_damaged_file_is_measured_again(counted, larder_home, damage) -> None:
     decoder, names = wrap_model(tiny("llama")), frozenset({"sensitivity"})

@@ -108,10 +108,7 @@ def test_a_single_token_without_anything_before_it_is_no_surprise(decoder) -> No
 
 
 def test_predicting_leaves_the_same_logits_and_the_same_tail(decoder) -> None:
-    plain, one, other = (
-        SequenceCache(decoder.spec, "ragged"),
-        *map(following, [decoder] * 2),
-    )
+    plain, one, other = (SequenceCache(decoder.spec, "ragged"), *map(following, [decoder] * 2))
     wanted = [2, 6]
     expected = decoder.forward_logits([BatchSegment(plain, IDS[:7])], Mode.APPEND, wanted)
     got = decoder.forward_logits([BatchSegment(one, IDS[:7])], Mode.APPEND, wanted)

@@ -41,8 +41,7 @@ by_forms = pytest.mark.parametrize(
     ],
 )
 by_form = pytest.mark.parametrize(
-    "form",
-    [*FORMS[1:], *(pytest.param(form, marks=pytest.mark.extended) for form in NUMBA_FORMS)],
+    "form", [*FORMS[1:], *(pytest.param(form, marks=pytest.mark.extended) for form in NUMBA_FORMS)]
 )
 
 group_lens = st.integers(1, 3)

@@ -97,10 +97,7 @@ def test_the_backend_of_a_device(monkeypatch) -> None:
     assert choose_backend(gpu, torch.float32, 64, PAGE_TOKENS) is AttentionBackend.GATHERED
     assert choose_backend(gpu, torch.bfloat16, 64, 128) is AttentionBackend.GATHERED
     assert choose_backend(gpu, torch.bfloat16, 12, PAGE_TOKENS) is AttentionBackend.GATHERED
-    for is_there, expected in (
-        (True, AttentionBackend.VARLEN),
-        (False, AttentionBackend.GATHERED),
-    ):
+    for is_there, expected in ((True, AttentionBackend.VARLEN), (False, AttentionBackend.GATHERED)):
         monkeypatch.setattr(varlen, "_is_available", lambda found=is_there: found)
         assert choose_backend(gpu, *form) is expected
 

@@ -160,10 +160,7 @@ def test_a_row_is_worth_no_more_than_the_one_before() -> None:
 def test_the_best_retrieval_heads_speak_for_the_layer() -> None:
     layer = a_layer(2, 2)
     observation = a_view(layer, [[0, 3], [3, 9]])
-    statistics = [
-        torch.tensor([[1.0, 2.0], [3.0, 5.0]]),
-        torch.tensor([[6.0, 5.0], [8.0, 7.0]]),
-    ]
+    statistics = [torch.tensor([[1.0, 2.0], [3.0, 5.0]]), torch.tensor([[6.0, 5.0], [8.0, 7.0]])]
     observation = replace(observation, facts={"retrieval": (0.1, 0.9, 0.8, 0.2)})
     alone = Retrieval(heads=1).join(statistics, observation.entries, observation)
     assert [head.tolist() for head in alone] == [[3.0, 5.0], [5.0, 6.0]]  # 9: the own group

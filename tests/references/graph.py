@@ -16,11 +16,7 @@ def links(observed: Vector, keys: Sequence[Vector], count: int) -> list[int]:
 
 
 def linked(
-    query: Vector,
-    observed: Sequence[Vector],
-    keys: Sequence[Vector],
-    guides: int,
-    count: int,
+    query: Vector, observed: Sequence[Vector], keys: Sequence[Vector], guides: int, count: int
 ) -> set[int]:
     """What the observed queries nearest in angle lead to."""
     likeness = [dot(query, unit(other)) for other in observed]

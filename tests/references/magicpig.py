@@ -46,9 +46,7 @@ def log_weight(query: Vector, key: Vector, middle: Vector, bits: int, tables: in
 
 
 def attended(
-    query: Vector,
-    entries: Sequence[tuple[Vector, Vector, float]],
-    scaling: float,
+    query: Vector, entries: Sequence[tuple[Vector, Vector, float]], scaling: float
 ) -> list[float]:
     """Attention to keys and values with log-weights."""
     powers = [math.exp(scaling * dot(query, key) + weight) for key, _, weight in entries]

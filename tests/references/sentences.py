@@ -8,9 +8,7 @@ from references.lloyd import Vector, dot, mean
 
 
 def ranked(
-    queries: Sequence[Vector],
-    keys: Sequence[Vector],
-    numbers: Sequence[float],
+    queries: Sequence[Vector], keys: Sequence[Vector], numbers: Sequence[float]
 ) -> list[int]:
     """All entries of a kv head: those of the best sentence first, each sentence in order.
 

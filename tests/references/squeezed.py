@@ -28,11 +28,7 @@ def coarse_clusters_of(
 
 
 def coarse_scores(
-    query: Vector,
-    keys: Sequence[Vector],
-    clusters: Clusters,
-    coarse: Clusters,
-    scaling: float,
+    query: Vector, keys: Sequence[Vector], clusters: Clusters, coarse: Clusters, scaling: float
 ) -> list[float]:
     """Estimated attention of one query to an entry of each coarse cluster."""
     centers = [mean([keys[n] for n in cluster]) for cluster in clusters]

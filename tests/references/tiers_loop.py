@@ -24,11 +24,7 @@ def rooms(
 
 
 def lowered(
-    plan: Plan,
-    entries: Entries,
-    ranked: list[float],
-    rooms: list[int],
-    groups: list[int],
+    plan: Plan, entries: Entries, ranked: list[float], rooms: list[int], groups: list[int]
 ) -> list[int]:
     """One grade per kept entry; `ranked` and the held grades are per packed entry."""
     held = standing(plan, entries)

@@ -40,8 +40,7 @@ def check_rest(served: Served, name: str) -> tuple[int, int]:
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in SENTENCES],
+    "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in SENTENCES]
 )
 def test_a_session_holds_its_budget_at_rest_and_a_block_more_while_a_turn_runs(
     deep: LoadedModel, monkeypatch: pytest.MonkeyPatch, name: str

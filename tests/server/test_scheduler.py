@@ -25,12 +25,7 @@ def need(loaded: LoadedModel, policy: str) -> int:
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    ("policy", "sessions", "fitting"),
-    [
-        ("full", 6, 3),
-        ("limited", 6, 2),
-        ("stepwise", 5, 1),
-    ],
+    ("policy", "sessions", "fitting"), [("full", 6, 3), ("limited", 6, 2), ("stepwise", 5, 1)]
 )
 def test_sessions_on_a_budget_for_a_few_answer_as_each_alone(
     small: LoadedModel, policy: str, sessions: int, fitting: int

@@ -10,9 +10,7 @@ from larder.recall import Flat
 from larder.session import SessionCaches
 
 SPEC = ModelSpec(
-    (LayerSpec(0, 4, 2, 8, 0.3), LayerSpec(1, 4, 2, 8, 0.3)),
-    torch.float32,
-    torch.device("cpu"),
+    (LayerSpec(0, 4, 2, 8, 0.3), LayerSpec(1, 4, 2, 8, 0.3)), torch.float32, torch.device("cpu")
 )
 
 

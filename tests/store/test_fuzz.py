@@ -86,10 +86,7 @@ class Damage:
 
 damages = st.lists(
     st.builds(
-        Damage,
-        st.floats(0, 1, exclude_max=True),
-        st.sampled_from(WAYS),
-        st.integers(0, 2**32),
+        Damage, st.floats(0, 1, exclude_max=True), st.sampled_from(WAYS), st.integers(0, 2**32)
     ),
     min_size=1,
     max_size=3,

@@ -193,10 +193,7 @@ def test_21_a_cache_that_is_written_while_its_session_is_removed_leaves_nothing(
 ) -> None:
     store = store_at(tmp_path)
     store.sessions.save(WHO, TALK, IDS)
-    with (
-        pytest.raises(Refused),
-        store.sessions.stage(WHO, IDS, snapshot(read(IDS))) as staged,
-    ):
+    with pytest.raises(Refused), store.sessions.stage(WHO, IDS, snapshot(read(IDS))) as staged:
         assert store.parts.chunks.all()
         store.sessions.remove(WHO, TALK)
         store.sessions.attach(WHO, TALK, staged, expected=1)

@@ -46,9 +46,7 @@ def work(folder: Path, do: Callable[..., object], *args: object) -> list[str]:
     return done
 
 
-def test_27_a_beginning_that_another_keeps_takes_the_work_of_an_unknown_one(
-    tmp_path: Path,
-) -> None:
+def test_27_a_beginning_that_another_keeps_takes_the_work_of_an_unknown_one(tmp_path: Path) -> None:
     def look(store: object, who: str, ids: tuple[int, ...]) -> None:
         store.prefixes.match_prefix(who, ids, asking().identity, SPEC)  # pyright: ignore
 

@@ -26,8 +26,7 @@ def evaluate(
         typer.Option(metavar="SPELLING", help="Compare with this policy, question by question."),
     ] = None,
     adversarial: Annotated[
-        bool,
-        typer.Option("--adversarial", help="Include LoCoMo's unanswerable questions."),
+        bool, typer.Option("--adversarial", help="Include LoCoMo's unanswerable questions.")
     ] = False,
 ) -> None:
     """Answer every question of FILE independently and score exact match and F1.

@@ -43,8 +43,7 @@ class ServeOptions(ModelOptions):
     policy: Annotated[
         str,
         typer.Option(
-            metavar="SPELLING",
-            help="Policy of each session: a preset or a sentence of parts.",
+            metavar="SPELLING", help="Policy of each session: a preset or a sentence of parts."
         ),
     ] = "full"
     max_model_len: Annotated[
@@ -117,8 +116,7 @@ class ServeOptions(ModelOptions):
         int, typer.Option(min=0, max=65535, help="The port to listen at; 0 takes a free one.")
     ] = 8000
     kv_budget: Annotated[
-        str,
-        typer.Option(metavar="BYTES", help="Limit of all caches on the device of the model."),
+        str, typer.Option(metavar="BYTES", help="Limit of all caches on the device of the model.")
     ] = "1GiB"
     host_budget: Annotated[
         str, typer.Option(metavar="BYTES", help="Limit of caches offloaded to host memory.")
@@ -146,7 +144,7 @@ class ServeOptions(ModelOptions):
         str,
         typer.Option(
             help="Written before an answer ends: none; turn, its messages; snapshot, its messages "
-            "and cache; strict, its messages, and a failed write fails the request.",
+            "and cache; strict, its messages, and a failed write fails the request."
         ),
     ] = "turn"
     eviction: Annotated[
@@ -192,8 +190,7 @@ class ServeOptions(ModelOptions):
         ),
     ] = None
     ray: Annotated[
-        bool,
-        typer.Option("--ray", help="Serve from replicas on the machines of a Ray cluster."),
+        bool, typer.Option("--ray", help="Serve from replicas on the machines of a Ray cluster.")
     ] = False
     replicas: Annotated[
         int | None,

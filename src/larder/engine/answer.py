@@ -231,11 +231,7 @@ class QuestionAnswerer:
     generator: AnswerGenerator
     memory: ConversationMemory
 
-    def answer(
-        self,
-        question: str,
-        options: AnswerOptions,
-    ) -> Answer:
+    def answer(self, question: str, options: AnswerOptions) -> Answer:
         """Answer one question.
 
         Raises:

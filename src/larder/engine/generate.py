@@ -107,15 +107,7 @@ def generate(
         Generated ids per sequence.
     """
     batch = GenerationBatch(
-        decoder,
-        caches,
-        prompts,
-        sampling,
-        limits,
-        make_observer,
-        contexts,
-        matchers,
-        step_tokens,
+        decoder, caches, prompts, sampling, limits, make_observer, contexts, matchers, step_tokens
     )
     while batch.is_running:
         for number, token in batch.step():
@@ -159,11 +151,7 @@ class GenerationBatch:
         self._sequences = [
             _RunningSequence(cache, prompt, TokenSampler(sampling, context, matcher))
             for cache, prompt, context, matcher in zip(
-                caches,
-                prompts,
-                contexts or prompts,
-                matchers or [None] * len(prompts),
-                strict=True,
+                caches, prompts, contexts or prompts, matchers or [None] * len(prompts), strict=True
             )
         ]
         self._running = dict(enumerate(self._sequences))

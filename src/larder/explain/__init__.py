@@ -9,11 +9,4 @@ from larder.explain.explanation import (
 )
 from larder.explain.page import render
 
-__all__ = [
-    "Explanation",
-    "PageAnswer",
-    "PageEpisode",
-    "PageMessage",
-    "render",
-    "token_texts",
-]
+__all__ = ["Explanation", "PageAnswer", "PageEpisode", "PageMessage", "render", "token_texts"]

@@ -156,12 +156,7 @@ class LarderCache(AttachedCache):
         return -1
 
     def update(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        layer_idx: int,
-        *args: Any,
-        **kwargs: Any,
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> NoReturn:
         """Refuse keys of a model that the cache is not attached to.
 

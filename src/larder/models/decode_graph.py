@@ -191,10 +191,7 @@ class DecodeGraphs:
 
     @torch.no_grad()
     def step(
-        self,
-        caches: Sequence[SequenceCache],
-        ids: Sequence[int],
-        observer: Observer | None = None,
+        self, caches: Sequence[SequenceCache], ids: Sequence[int], observer: Observer | None = None
     ) -> Float[Tensor, "B V"]:
         """Append a token to each cache, and return its float32 logits, valid until the next step.
 

@@ -84,10 +84,7 @@ def _difference_alone(module: Any, ids: Sequence[int], expected: Float[Tensor, "
 
 
 def _rounding(
-    module: Any,
-    ids: Sequence[int],
-    expected: Float[Tensor, "Q V"],
-    got: Float[Tensor, "Q V"],
+    module: Any, ids: Sequence[int], expected: Float[Tensor, "Q V"], got: Float[Tensor, "Q V"]
 ) -> str:
     """Attention function of transformers that differs from the model's own as much as Larder's,
     and from Larder's too; empty if none does.

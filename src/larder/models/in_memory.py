@@ -21,10 +21,7 @@ from larder.models.verification import check_tokenizer
 
 
 def wrap_in_memory(
-    model: nn.Module,
-    tokenizer: Any,
-    processor: Any = None,
-    stage: ProgressStage = silent_stage,
+    model: nn.Module, tokenizer: Any, processor: Any = None, stage: ProgressStage = silent_stage
 ) -> LoadedModel:
     """Verified decoder around a model and its tokenizer; weights are not copied.
 

@@ -189,9 +189,7 @@ def with_adapters(
     copies = {name: adapted_copy(module, folder) for name, folder in folders.items()}
     adapted = {
         name: replace(
-            loaded,
-            decoder=wrap_model(copy, use),
-            adapters=(*loaded.adapters, folders[name]),
+            loaded, decoder=wrap_model(copy, use), adapters=(*loaded.adapters, folders[name])
         )
         for name, copy in copies.items()
     }

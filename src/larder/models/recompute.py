@@ -153,11 +153,7 @@ class KVRecompute:
 
         count = min(SURVEY_TOKENS, len(self._body.get_input_embeddings().weight))
         residuals = ResidualStream(range(len(spec.layers)))
-        self.read(
-            BatchSegment(SequenceCache(spec, "dense"), tuple(range(count))),
-            residuals,
-            watch,
-        )
+        self.read(BatchSegment(SequenceCache(spec, "dense"), tuple(range(count))), residuals, watch)
         recorded = {layer: residuals.before(layer) for layer in residuals.layers}
         found = self.project(recorded, seen[0].positions)
         for layer, original in seen.items():

@@ -120,12 +120,7 @@ class RecurrentCache(Cache):
         return [{key: tensor[row].clone() for key, tensor in found.items()} for row in rows]
 
     def update(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        layer_idx: int,
-        *args: Any,
-        **kwargs: Any,
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """The new keys and values, as they are."""
         return key_states, value_states

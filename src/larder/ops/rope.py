@@ -32,9 +32,7 @@ def frequencies(head_dim: int, theta: float) -> Float[Tensor, " half"]:
 
 
 def rotate(
-    vectors: Float[Tensor, "K S D"],
-    positions: Int[Tensor, " S"],
-    radians: Float[Tensor, " half"],
+    vectors: Float[Tensor, "K S D"], positions: Int[Tensor, " S"], radians: Float[Tensor, " half"]
 ) -> Float[Tensor, "K S D"]:
     """Queries or keys rotated to their positions; computed in float32, returned in their dtype."""
     return _apply_rotation(vectors, _rotation(positions, radians))
@@ -70,9 +68,7 @@ def rerotate_per_head(
 
 
 def rotate_per_head(
-    vectors: Float[Tensor, "N Q D"],
-    positions: Int[Tensor, "K Q"],
-    radians: Float[Tensor, " half"],
+    vectors: Float[Tensor, "N Q D"], positions: Int[Tensor, "K Q"], radians: Float[Tensor, " half"]
 ) -> Float[Tensor, "N Q D"]:
     """Queries or keys rotated to positions that differ per kv head; see `rerotate_per_head`."""
     each = positions.repeat_interleave(vectors.shape[0] // positions.shape[0], 0).flatten()

@@ -315,10 +315,7 @@ class PrefillReader:
         return next(iter(named.values()))
 
     def _eviction_pass(
-        self,
-        caches: Sequence[SequenceCache],
-        length: int,
-        listener: ScoreListener | None = None,
+        self, caches: Sequence[SequenceCache], length: int, listener: ScoreListener | None = None
     ) -> EvictionPass:
         lengths, quotas = [length] * len(caches), [self.quotas] * len(caches)
         return EvictionPass(

@@ -61,9 +61,7 @@ def text_too_long(characters: int, limit: int, param: str) -> ApiError:
 def session_not_found(name: str) -> ApiError:
     """404 `session_not_found`; also for sessions of other tenants."""
     return ApiError(
-        f"There is no session {name!r}: list the sessions, or create it.",
-        404,
-        "session_not_found",
+        f"There is no session {name!r}: list the sessions, or create it.", 404, "session_not_found"
     )
 
 

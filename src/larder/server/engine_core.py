@@ -168,8 +168,7 @@ class EngineCore:
         self.scheduler.queue.check(request.tenant)
         if request.max_new_tokens < 1:
             raise invalid_request(
-                f"max_tokens must be at least 1, got {request.max_new_tokens}.",
-                "max_tokens",
+                f"max_tokens must be at least 1, got {request.max_new_tokens}.", "max_tokens"
             )
         request = self._with_contexts(request)
         resolved = self._resolved_ephemeral(request) if request.is_ephemeral else None

@@ -39,10 +39,7 @@ class ModelRunner:
     """
 
     def __init__(
-        self,
-        decoder: Decoder,
-        tokenizer: TokenizerAdapter,
-        stops: frozenset[int],
+        self, decoder: Decoder, tokenizer: TokenizerAdapter, stops: frozenset[int]
     ) -> None:
         self._decoder, self._tokenizer, self._stops = decoder, tokenizer, stops
         self._closing = tokenizer.end_of_turn_ids()

@@ -381,9 +381,6 @@ def _with_examples(request: Request, examples: Sequence[ResponseEntry]) -> Reque
     shown = [
         message
         for each in examples
-        for message in (
-            ChatMessage("user", each.question),
-            ChatMessage("assistant", each.answer),
-        )
+        for message in (ChatMessage("user", each.question), ChatMessage("assistant", each.answer))
     ]
     return replace(request, turns=(*request.turns[:-1], *shown, request.turns[-1]))

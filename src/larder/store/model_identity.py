@@ -19,11 +19,7 @@ from larder.store.blobs.container import DTYPE_NAMES, raw_bytes
 from larder.store.digests import canonical_json, digest_of, key_of
 
 READ_BYTES = 2**22  # of a file read at once
-INFORMATIONAL_FIELDS = (
-    "torch",
-    "transformers",
-    "model",
-)  # shown, but not compared as they are
+INFORMATIONAL_FIELDS = ("torch", "transformers", "model")  # shown, but not compared as they are
 
 # Configuration keys that say where or how a model was loaded.
 _INCIDENTAL = frozenset({"transformers_version", "dtype", "torch_dtype", "_name_or_path"})

@@ -103,9 +103,7 @@ class EvictionSamples:
         return written.square().mean()
 
 
-def long_passages(
-    chosen: Mapping[CorpusSplit, list[Passage]],
-) -> dict[CorpusSplit, list[Passage]]:
+def long_passages(chosen: Mapping[CorpusSplit, list[Passage]]) -> dict[CorpusSplit, list[Passage]]:
     """Passages of each split that samples can be taken from.
 
     Raises:

@@ -148,11 +148,7 @@ def bookings_conversation(
 
 
 def _add_sessions(
-    log: LifeLog,
-    booked: BookingLog,
-    tokens: int,
-    count_tokens: Callable[[str], int],
-    share: float,
+    log: LifeLog, booked: BookingLog, tokens: int, count_tokens: Callable[[str], int], share: float
 ) -> None:
     """Add random sessions of the two kinds until several in a row do not fit."""
     misfits = 0

@@ -32,11 +32,7 @@ class GeneratedAnswers(Measure):
         items = ask_all(reader, cell.task, scorer)
         figures = reader.figures()
         peak = max(figures["peak_kv_bytes"], *(answer.held_bytes for answer in scorer.answers))
-        return figures | {
-            "peak_kv_bytes": peak,
-            "latency": scorer.latency(),
-            "items": items,
-        }
+        return figures | {"peak_kv_bytes": peak, "latency": scorer.latency(), "items": items}
 
 
 @dataclass

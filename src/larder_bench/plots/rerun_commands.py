@@ -138,16 +138,7 @@ def _block_options(study: str, block: Block) -> str:
 
 
 # Fields in which two merged blocks may differ, in order of merging.
-DIMENSIONS = (
-    "seed",
-    "budget",
-    "policy",
-    "matched",
-    "measure",
-    "tokens",
-    "task",
-    "model",
-)
+DIMENSIONS = ("seed", "budget", "policy", "matched", "measure", "tokens", "task", "model")
 SINGLE = ("device", "dtype", "question", "wording")  # one value each per command
 Block = dict[str, tuple[str | int, ...]]  # by dimension; budgets are empty for policies without one
 

@@ -105,10 +105,7 @@ class RecordedText:
         start = length // 2
         passage = ids[start : start + CUE_TOKENS + following]
         repeat = common_prompts(engine.tokenizer)["repeat"] + passage
-        probes = {
-            NEXT: Probe(ids[length:], 1),
-            RECITED: Probe(repeat, len(repeat) - following),
-        }
+        probes = {NEXT: Probe(ids[length:], 1), RECITED: Probe(repeat, len(repeat) - following)}
         logits = {name: forced_logits(engine, cache, probe) for name, probe in probes.items()}
         return RecordedText(engine, ids[:length], cache, probes, logits)
 

@@ -118,9 +118,7 @@ def _cosines(rows: Float[np.ndarray, "N D"], centroid: Float[np.ndarray, " D"]) 
     return (rows @ centroid / np.maximum(lengths, 1e-12)).tolist()
 
 
-def _tsne(
-    rows: Float[np.ndarray, "N D"],
-) -> tuple[Float[np.ndarray, "N 2"], float]:
+def _tsne(rows: Float[np.ndarray, "N D"]) -> tuple[Float[np.ndarray, "N 2"], float]:
     from sklearn.manifold import TSNE
 
     perplexity = min(PERPLEXITY, (len(rows) - 1) / 3)

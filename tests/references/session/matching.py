@@ -23,10 +23,7 @@ def slow_match(
 
 
 def slow_tau(
-    turns: list[Row],
-    folds: list[int],
-    form: Callable[[list[Row]], list[Row]],
-    quantile: float,
+    turns: list[Row], folds: list[int], form: Callable[[list[Row]], list[Row]], quantile: float
 ) -> float:
     """Each turn against the centroids that `form` makes of the turns in the other folds."""
     similarities = sorted(

@@ -78,11 +78,7 @@ def test_32_nothing_but_the_page_and_health_answers_without_a_key(served: Runnin
         (b'{"model": "m"}', 400, "messages"),
         (b'{"model": "m", "messages": []}', 400, "messages"),
         (b'{"model": "m", "messages": [{"role": "king", "content": "x"}]}', 400, "messages.0.role"),
-        (
-            b'{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}',
-            400,
-            None,
-        ),
+        (b'{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}', 400, None),
         (b'{"model": "m", "messages": [{"role": "user"}], "max_tokens": 0}', 400, "max_tokens"),
         (b'{"model": "m", "messages": [{"role": "user"}], "temperature": NaN}', 400, None),
         (

@@ -220,11 +220,7 @@ def test_a_forced_call() -> None:
             }
             tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
             told = asked(
-                client,
-                [user("Hello")],
-                tools=[tool],
-                tool_choice=choice,
-                parallel_tool_calls=False,
+                client, [user("Hello")], tools=[tool], tool_choice=choice, parallel_tool_calls=False
             )
             [call] = told.choices[0].message.tool_calls
             assert told.choices[0].finish_reason == "tool_calls"

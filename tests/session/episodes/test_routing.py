@@ -24,9 +24,7 @@ from larder.session import (
 from topic_embedder import TopicEmbedder
 
 SPEC = ModelSpec(
-    (LayerSpec(0, 4, 2, 8, 0.3), LayerSpec(1, 4, 2, 8, 0.3)),
-    torch.float32,
-    torch.device("cpu"),
+    (LayerSpec(0, 4, 2, 8, 0.3), LayerSpec(1, 4, 2, 8, 0.3)), torch.float32, torch.device("cpu")
 )
 
 

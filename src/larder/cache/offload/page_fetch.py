@@ -379,10 +379,7 @@ class SharedIndex(TensorOwner):
         self._count_bytes()
 
     def observe_step(
-        self,
-        queries: Float[Tensor, "H D"],
-        stays: Entries,
-        before: Float[Tensor, "H Q D"] | None,
+        self, queries: Float[Tensor, "H D"], stays: Entries, before: Float[Tensor, "H Q D"] | None
     ) -> None:
         """Observe the queries of a step, see `RecallIndex.observe_step`."""
         self.index.observe_step(queries, stays, before)

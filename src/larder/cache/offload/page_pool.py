@@ -256,10 +256,7 @@ def attend_estimate(queries: Queries, estimate: Estimate, layer: LayerSpec) -> A
 
 
 def attend_with_mean(
-    fetched: AttentionCall,
-    share: Float[Tensor, " H"],
-    mean: Float[Tensor, "K D"],
-    layer: LayerSpec,
+    fetched: AttentionCall, share: Float[Tensor, " H"], mean: Float[Tensor, "K D"], layer: LayerSpec
 ) -> AttentionState:
     """Attention to fetched entries, and to the mean value of the others.
 

@@ -140,14 +140,7 @@ def _print_table(runs: dict[str, QuestionRun]) -> None:
 
     console = results_console()
     table = make_table(
-        "policy",
-        "budget",
-        "right",
-        "KV active",
-        "KV total",
-        "KV peak*",
-        "prefill",
-        "decode tok/s",
+        "policy", "budget", "right", "KV active", "KV total", "KV peak*", "prefill", "decode tok/s"
     )
     for name, run in runs.items():
         figures = run.memory.figures

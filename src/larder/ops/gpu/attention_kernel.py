@@ -194,14 +194,7 @@ def _modified(logits, bias, is_held, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCA
 
 @triton.jit
 def _join(
-    parts,
-    part_lse,
-    lengths,
-    out,
-    lse,
-    D: tl.constexpr,
-    PADDED: tl.constexpr,
-    SPLIT: tl.constexpr,
+    parts, part_lse, lengths, out, lse, D: tl.constexpr, PADDED: tl.constexpr, SPLIT: tl.constexpr
 ):
     segment, row = tl.program_id(0), tl.program_id(1)
     dims = tl.arange(0, PADDED)

@@ -112,14 +112,7 @@ def are_supported(sizes: LayerSizes) -> bool:
 
 @triton.jit
 def _add_norm(
-    states,
-    added,
-    weight,
-    normed,
-    hidden,
-    epsilon,
-    HAS_ADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    states, added, weight, normed, hidden, epsilon, HAS_ADDED: tl.constexpr, BLOCK: tl.constexpr
 ):
     places = tl.arange(0, BLOCK)
     mask = places < hidden

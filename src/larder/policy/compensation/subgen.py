@@ -228,11 +228,7 @@ def draw_seed(seed: int, last: int) -> int:
 
 
 def fitting_clusters(
-    keys: Float[Tensor, "N D"],
-    former: Int64[Tensor, " N"],
-    delta: float,
-    samples: int,
-    room: int,
+    keys: Float[Tensor, "N D"], former: Int64[Tensor, " N"], delta: float, samples: int, room: int
 ) -> Int64[Tensor, " N"]:
     """Cluster of each key, with the least widened radius at which all samples fit.
 

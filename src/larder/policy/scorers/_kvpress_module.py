@@ -171,7 +171,5 @@ class AttentionModuleAdapter:
 def model_stub(model: str) -> Any:
     """Model stub with a name, for presses that look up learned weights."""
     return SimpleNamespace(
-        config=SimpleNamespace(name_or_path=model),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
+        config=SimpleNamespace(name_or_path=model), dtype=torch.float32, device=torch.device("cpu")
     )

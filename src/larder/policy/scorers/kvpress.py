@@ -62,15 +62,7 @@ LEARNED = frozenset({"KVzapPress", "QFilterPress"})  # look weights up by the na
 # Fields of presses that say how many tokens they put above all others.
 FIRST = ("n_sink", "num_sinks", "sink_size_start")
 LAST = ("window_size", "sink_size_end")
-FAULTS = (
-    AssertionError,
-    AttributeError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
+FAULTS = (AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)

@@ -58,11 +58,7 @@ def create_app(
         archive.close()
 
     app = FastAPI(
-        title="Larder",
-        version=larder.__version__,
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
+        title="Larder", version=larder.__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
     bodies = BodyBudget(settings.body_budget_bytes)
     metrics = Metrics(client)

@@ -114,11 +114,7 @@ def delete(http: HttpRequest, name: str) -> JSONResponse:
 
 @router.get("/{name}/items")
 def list_items(
-    http: HttpRequest,
-    name: str,
-    limit: Limit = 20,
-    order: Order = "desc",
-    after: str | None = None,
+    http: HttpRequest, name: str, limit: Limit = 20, order: Order = "desc", after: str | None = None
 ) -> JSONResponse:
     """List the messages of a conversation."""
     stored_conversation(app_state(http), tenant_of(http), name)

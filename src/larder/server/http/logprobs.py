@@ -42,11 +42,7 @@ def text_logprobs(logprobs: Logprobs, start: int) -> dict[str, Any]:
 
 
 def _chat_token(logprob: TokenLogprob) -> dict[str, Any]:
-    return {
-        "token": logprob.text,
-        "logprob": logprob.logprob,
-        "bytes": list(logprob.data),
-    }
+    return {"token": logprob.text, "logprob": logprob.logprob, "bytes": list(logprob.data)}
 
 
 def _ranked(logprob: TokenLogprob) -> dict[str, float] | None:

@@ -221,11 +221,7 @@ VLLM_NAMES = frozenset(
 )
 # vLLM's label values where ours differ.
 VLLM_LABEL_VALUES: Mapping[str, str] = MappingProxyType(
-    {
-        "computed": "local_compute",
-        "cached": "local_cache_hit",
-        "restored": "external_kv_transfer",
-    }
+    {"computed": "local_compute", "cached": "local_cache_hit", "restored": "external_kv_transfer"}
 )
 
 

@@ -25,10 +25,7 @@ Steps = Annotated[int, Field(ge=0, le=1 << 31)]
 Stop = Annotated[Text, Field(min_length=1, max_length=1024)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 LogitBias = Annotated[
-    dict[
-        Annotated[int, Field(ge=0, lt=1 << 31)],
-        Annotated[float, Field(ge=-100, le=100)],
-    ],
+    dict[Annotated[int, Field(ge=0, lt=1 << 31)], Annotated[float, Field(ge=-100, le=100)]],
     Field(max_length=MAX_BIASES),
 ]
 SAMPLING_FIELDS = tuple(each.name for each in fields(SamplingParams))

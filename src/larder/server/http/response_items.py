@@ -24,12 +24,7 @@ from larder.server.request import ChatMessage
 from larder.server.tool_parsers.base import ToolCall
 from larder.session.transcript.chat_template import TOOL_ROLE, has_mark, split_marks
 
-CALL, OUTPUT, MESSAGE, REASONING = (
-    "function_call",
-    "function_call_output",
-    "message",
-    "reasoning",
-)
+CALL, OUTPUT, MESSAGE, REASONING = ("function_call", "function_call_output", "message", "reasoning")
 REASONING_PART = "reasoning_text"
 PREFIXES = {CALL: "fc_", OUTPUT: "fco_"}
 CONTENT_TYPES = {"assistant": "output_text"}

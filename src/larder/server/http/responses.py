@@ -114,11 +114,7 @@ def delete(http: HttpRequest, name: str) -> JSONResponse:
 
 @router.get("/{name}/input_items")
 def input_items(
-    http: HttpRequest,
-    name: str,
-    limit: Limit = 20,
-    order: Order = "desc",
-    after: str | None = None,
+    http: HttpRequest, name: str, limit: Limit = 20, order: Order = "desc", after: str | None = None
 ) -> JSONResponse:
     """List the new input items of a request."""
     document = stored_response(app_state(http), tenant_of(http), name)

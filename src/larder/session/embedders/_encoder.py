@@ -62,11 +62,7 @@ class Encoder:
     @torch.inference_mode()
     def _rows(self, texts: list[str]) -> Float[Tensor, "B D"]:
         tokens = self._tokenizer(
-            texts,
-            padding=True,
-            truncation=True,
-            max_length=self.max_tokens,
-            return_tensors="pt",
+            texts, padding=True, truncation=True, max_length=self.max_tokens, return_tensors="pt"
         ).to(self._model.device)
         hidden = self._model(**tokens).last_hidden_state  # [B, S, D]
         return self._pool(hidden, tokens["attention_mask"]).cpu()

@@ -163,10 +163,7 @@ class DeadlineExecutor:
                 call.set_exception(self._stopped_error())
 
     def call(
-        self,
-        function: Callable[..., Result],
-        *args: Any,
-        ended: Callable[[], None] = no_op,
+        self, function: Callable[..., Result], *args: Any, ended: Callable[[], None] = no_op
     ) -> Result:
         """Call a function in a thread and return its result within the time limit.
 

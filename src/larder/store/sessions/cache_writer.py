@@ -210,12 +210,7 @@ class CacheWriter:
                 return self._write_levels(transaction, ids, state, snapshot), count
             for part in split_layers(state, codec_named(snapshot.codec)):
                 data = encode_snapshot(
-                    part,
-                    tenant,
-                    snapshot.identity,
-                    snapshot.policy,
-                    snapshot.codec,
-                    cache.spec,
+                    part, tenant, snapshot.identity, snapshot.policy, snapshot.codec, cache.spec
                 )
                 refs.append(transaction.put(data))
         return refs, count

@@ -67,10 +67,7 @@ def import_session(parts: StoreComponents, data: bytes, key: SessionKey, name: s
     record, ids, blobs = _parse_export(data)
     previous = parts.epochs.free_epoch(key, name)
     is_renamed = name != record.name
-    with (
-        parts.blobs.reserve_metadata(len(record.spans)),
-        parts.blobs.saving(tenant) as transaction,
-    ):
+    with parts.blobs.reserve_metadata(len(record.spans)), parts.blobs.saving(tenant) as transaction:
         imported = replace(
             record,
             tenant=tenant,

@@ -166,10 +166,7 @@ class LookaheadTraining(PassageMethod):
         return [{name: each.detach().cpu() for name, each in own.items()} for own in layers]
 
     def _loss(
-        self,
-        decoder: Decoder,
-        layers: Sequence[LayerTensors],
-        prompt: Mapping[int, PromptLayer],
+        self, decoder: Decoder, layers: Sequence[LayerTensors], prompt: Mapping[int, PromptLayer]
     ) -> Float[Tensor, ""]:
         shares = predicted_shares(decoder, layers, prompt)
         managed = [layer.index for layer in decoder.spec.managed]
@@ -232,10 +229,7 @@ def predicted_shares(
     context = decoder.soft_prompts.modules.installed(layers, LookaheadTokens())
     with torch.enable_grad(), decoder.attention, context:
         call_uncached(
-            decoder.body,
-            [0] * SOFT_TOKENS,
-            RenumberedAttention(attention, decoder.spec),
-            places,
+            decoder.body, [0] * SOFT_TOKENS, RenumberedAttention(attention, decoder.spec), places
         )
     return attention.shares
 
