@@ -18,13 +18,16 @@ def pattern_of(statement: str, entity: str) -> re.Pattern[str]:
     return re.compile(f"(?P<lead>.*, |.*: |){start}(?P<value>[^.]+){after}")
 
 
-STATEMENTS = [
-    ((entity, attribute.name), statement, pattern_of(statement, entity))
-    for topic in GRAMMAR.topics
-    for entity in topic.entities
-    for attribute in topic.attributes
-    for statement in attribute.statements
-]
+@cache
+def statement_patterns() -> list[tuple[tuple[str, str], str, re.Pattern[str]]]:
+    """Fact, wording and pattern of every statement of the grammar."""
+    return [
+        ((entity, attribute.name), statement, pattern_of(statement, entity))
+        for topic in GRAMMAR.topics
+        for entity in topic.entities
+        for attribute in topic.attributes
+        for statement in attribute.statements
+    ]
 
 
 def statement_in(sentence: str) -> tuple[tuple[str, str], str, re.Match[str]] | None:
@@ -33,7 +36,9 @@ def statement_in(sentence: str) -> tuple[tuple[str, str], str, re.Match[str]] | 
     Of "E is V" and "E is kept at V" the longer one is meant where both fit.
     """
     leads = {*GRAMMAR.openers, *GRAMMAR.updates}
-    matches = ((fact, said, pattern.fullmatch(sentence)) for fact, said, pattern in STATEMENTS)
+    matches = (
+        (fact, said, pattern.fullmatch(sentence)) for fact, said, pattern in statement_patterns()
+    )
     found = [(f, said, m) for f, said, m in matches if m and m["lead"].strip() in leads]
     return min(found, key=lambda one: len(one[2]["value"]), default=None)
 

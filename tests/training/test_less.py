@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,7 @@ import torch
 
 from larder.cache import LowRankMaps
 from larder.core import BadParameter
-from larder.models import LayerTensors, LoadedModel, load
-from larder.session import TokenizerAdapter
+from larder.models import LayerTensors, LoadedModel
 from larder.training import (
     PASSAGE_METHODS,
     SHARES,
@@ -25,24 +25,15 @@ from larder.training import (
     first_maps,
     maps_of,
     matched_scale,
-    read_corpus,
     sample_evictions,
-    select_passages,
 )
 from references.cache.loop import Entry
 from references.cache.low_rank import LowRankLoop
 
 
 @pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return load("seed", dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def passages(loaded: LoadedModel) -> list[Passage]:
-    corpus, limits = read_corpus(None), PassageLimits(600, 400, 300)
-    given = corpus.passages(TokenizerAdapter(loaded.tokenizer), limits.passage_tokens)
-    return [own for several in select_passages(given, limits).values() for own in several]
+def passages(passages_within: Callable[[PassageLimits], list[Passage]]) -> list[Passage]:
+    return passages_within(PassageLimits(600, 400, 300))
 
 
 @pytest.fixture(scope="module")

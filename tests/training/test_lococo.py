@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from builders import a_layer, a_spec
 from larder.core import BadParameter, ModelError
-from larder.models import LoadedModel, load
+from larder.models import LoadedModel
 from larder.session import TokenizerAdapter
 from larder.training import (
     PASSAGE_METHODS,
@@ -22,7 +23,6 @@ from larder.training import (
     dropped_ratio,
     read_corpus,
     sample_evictions,
-    select_passages,
     train_on_passages,
 )
 
@@ -30,15 +30,8 @@ SMALL = LococoTraining(slots=8, taps=3, epochs=4, rate=2e-2)
 
 
 @pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return load("seed", dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def passages(loaded: LoadedModel) -> list[Passage]:
-    corpus, limits = read_corpus(None), PassageLimits(300, 1, 300)
-    given = corpus.passages(TokenizerAdapter(loaded.tokenizer), limits.passage_tokens)
-    return [own for several in select_passages(given, limits).values() for own in several][:2]
+def passages(passages_within: Callable[[PassageLimits], list[Passage]]) -> list[Passage]:
+    return passages_within(PassageLimits(300, 1, 300))[:2]
 
 
 @pytest.fixture(scope="module")

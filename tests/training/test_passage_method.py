@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from larder.core import BadParameter, LayerSpec, ModelError, Progress, Queries
-from larder.models import AttentionInputs, CausalAttention, Decoder, LayerTensors, LoadedModel, load
+from larder.models import AttentionInputs, CausalAttention, Decoder, LayerTensors, LoadedModel
 from larder.session import TokenizerAdapter
 from larder.training import (
     CorpusSplit,
@@ -77,11 +77,6 @@ class Factors(PassageMethod):
             for own in (ones, factors)
         )
         return distillation_loss(teacher.detach(), student)
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return load("seed", dtype="float32")
 
 
 @pytest.mark.extended
