@@ -74,7 +74,8 @@ def test_what_a_known_index_will_grow_by_follows_what_it_has() -> None:
     park(store, 2000)
     extend(store, draw(LAYER, 1, 2000))
     held = store.finder.shared_index.nbytes
-    assert store._index_bytes(store.finder.shared_index.known[0]) == pytest.approx(held / 2, abs=1)
+    index = store.finder.shared_index
+    assert store._index_bytes(index.indexed[0]) == pytest.approx(held / 2, abs=1)
 
 
 def test_who_is_gone_takes_nothing() -> None:

@@ -95,6 +95,6 @@ def test_the_kernel_loads_as_the_readable_form(sets, slots, seed) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(page_slots, "supports", lambda *_: False)
             pools[1].load(pages, versions, numbers, entries)
-        assert pools[0].asked == pools[1].asked and pools[0].moved == pools[1].moved
+        assert pools[0].requested == pools[1].requested and pools[0].moved == pools[1].moved
         ours, theirs = (pool.own_tensors() for pool in pools)
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))

@@ -308,7 +308,7 @@ def test_a_large_index_takes_one_new_entry_a_step_and_the_others_are_read(monkey
     store = a_tiered()
     ever = filled(store)
     extend(store, draw(LAYER, 1, 40, seed=1))  # builds the index
-    before = store.finder.shared_index.known
+    before = store.finder.shared_index.indexed
     block = draw(LAYER, 6, 41, seed=2)
     append(store, block)
     store.apply(keeping(store, Random(3)))
@@ -321,10 +321,10 @@ def test_a_large_index_takes_one_new_entry_a_step_and_the_others_are_read(monkey
     for step in range(1, 3):
         new = draw(LAYER, 1, 46 + step, seed=10 + step)
         assert_close(extend(store, new), loop(new, ever))
-        assert store.finder.shared_index.known == tuple(known + step for known in before)
+        assert store.finder.shared_index.indexed == tuple(known + step for known in before)
         for head, entries in enumerate(ever):
             entries.append(Entry(46 + step, new.keys[head, 0], new.values[head, 0]))
-    assert store.fork().finder.shared_index.known == store.parked().lengths
+    assert store.fork().finder.shared_index.indexed == store.parked().lengths
 
 
 def test_more_waiting_entries_than_allowed_are_indexed_at_once(monkeypatch) -> None:
@@ -336,4 +336,4 @@ def test_more_waiting_entries_than_allowed_are_indexed_at_once(monkeypatch) -> N
     append(store, draw(LAYER, 9, 41, seed=2))
     store.apply(keeping(store, Random(3)))
     extend(store, draw(LAYER, 1, 50, seed=3))
-    assert store.finder.shared_index.known == store.parked().lengths
+    assert store.finder.shared_index.indexed == store.parked().lengths

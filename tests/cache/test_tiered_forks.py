@@ -131,7 +131,7 @@ def test_a_fork_whose_index_fails_leaves_the_others_alone(monkeypatch) -> None:
         with pytest.raises(CacheError, match="no"):
             extend(fork, draw(LAYER, 1, 92, 1))
     assert alike(store.state(), before)
-    assert fork.finder.shared_index.known == (0, 0)
+    assert fork.finder.shared_index.indexed == (0, 0)
 
 
 class Somebody:
