@@ -60,9 +60,9 @@ class FixedShares(Budget):
     floor: float = 0.0
 
     def layer_tokens(
-        self, tokens: int, layers: int, least: int, most: int, facts: Calibration
+        self, tokens: int, layers: int, least: int, most: int, calibration: Calibration
     ) -> tuple[int, ...]:
-        del facts
+        del calibration
         floor = min(tokens, max(least, int(self.floor * tokens), 1))
         return apportion(layers * tokens, self.weights, floor, most)
 
@@ -83,9 +83,9 @@ class OneLayerCut(FixedShares):
     layer: int = 0
 
     def layer_tokens(
-        self, tokens: int, layers: int, least: int, most: int, facts: Calibration
+        self, tokens: int, layers: int, least: int, most: int, calibration: Calibration
     ) -> tuple[int, ...]:
-        del least, facts
+        del least, calibration
         rest = layers * tokens - (layers - 1) * most
         return tuple(rest if place == self.layer else most for place in range(layers))
 
@@ -158,8 +158,8 @@ def compared_budgets(sensitivity: Sequence[float], losses: Sequence[float]) -> d
 def main(options: argparse.Namespace) -> None:
     engine = Engine.load(options.model, policy="full")
     started = time.perf_counter()
-    facts = calibrate(engine.loaded.decoder, engine.tokenizer.encode, CALIBRATIONS)
-    sensitivity = [1 - cosine for cosine in facts["sensitivity"]]
+    calibration = calibrate(engine.loaded.decoder, engine.tokenizer.encode, CALIBRATIONS)
+    sensitivity = [1 - cosine for cosine in calibration["sensitivity"]]
     cut = needle_texts(
         engine, options.model, options.corpus, range(LOSS_SEED, LOSS_SEED + options.loss_texts)
     )
@@ -170,7 +170,7 @@ def main(options: argparse.Namespace) -> None:
         "losses": [round(one, 4) for one in losses],
     }
     if losses:
-        profiles = {name: by_layer(values, len(losses)) for name, values in facts.items()}
+        profiles = {name: by_layer(values, len(losses)) for name, values in calibration.items()}
         profiles["sensitivity"] = sensitivity
         row["rank correlation"] = {
             name: round(rank_correlation(values, losses), 2) for name, values in profiles.items()

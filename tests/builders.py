@@ -144,7 +144,7 @@ def a_view(
     sentences = dict.fromkeys(("sentence", "shot"), torch.where(ends, -begun, begun))
     remembered = replace(entries, columns=some_columns(len(entries.keys), seed) | sentences)
     channels = head_numbers(layer.head_dim) * layer.kv_heads  # heads may be reordered
-    facts = {"retrieval": head_numbers(layer.query_heads), "q_filters": channels}
+    calibration = {"retrieval": head_numbers(layer.query_heads), "q_filters": channels}
     inputs = captured_inputs(layer, queries, seed)
     ids = tuple(range(queries))
     return Observation(
@@ -156,7 +156,7 @@ def a_view(
         span=(0, length),
         ids=ids,
         keys=block.keys,
-        facts=facts,
+        calibration=calibration,
         inputs=inputs,
     )
 

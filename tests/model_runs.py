@@ -72,7 +72,7 @@ def no_embedder(name: str) -> NoReturn:
 
 
 def id_runtime(
-    decoder: Decoder, facts: dict[str, Any] | None = None, **sets: frozenset[int]
+    decoder: Decoder, calibration: dict[str, Any] | None = None, **sets: frozenset[int]
 ) -> ModelRuntime:
-    """Runtime for policies over token ids, with measured facts of the model and sets of tokens."""
-    return ModelRuntime(decoder, IdTokenizer(**sets), no_embedder, lambda names: facts or {})
+    """Runtime for policies over token ids, with calibration and sets of tokens."""
+    return ModelRuntime(decoder, IdTokenizer(**sets), no_embedder, lambda names: calibration or {})

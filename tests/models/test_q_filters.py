@@ -44,7 +44,7 @@ def test_most_queries_lie_on_the_side_of_the_direction() -> None:
 def test_each_head_has_its_own_direction() -> None:
     observation = a_view(a_layer(2, 1), [range(5), range(3)], 1)
     axes = torch.eye(8)[[2, 5]].flatten().tolist()
-    scores = Scorer().score(replace(observation, facts={"q_filters": tuple(axes)}))
+    scores = Scorer().score(replace(observation, calibration={"q_filters": tuple(axes)}))
     keys = observation.entries
     assert scores[:5].tolist() == keys.head_keys(0)[:, 2].tolist()
     assert scores[5:].tolist() == keys.head_keys(1)[:, 5].tolist()

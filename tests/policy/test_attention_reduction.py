@@ -196,7 +196,7 @@ def test_what_is_looked_at_is_not_written_to(aggregation, heads) -> None:
 
 def test_the_order_of_kv_heads_does_not_matter(aggregation, heads) -> None:
     scores = (0.1, 0.7, 0.3, 0.2, 0.9, 0.0)
-    observation, order = replace(view(), facts={"retrieval": scores}), [2, 0, 1]
+    observation, order = replace(view(), calibration={"retrieval": scores}), [2, 0, 1]
     joining, old = AttentionReduction(aggregation, heads), observation.entries
     rows = [
         head * observation.layer.group + r for head in order for r in range(observation.layer.group)
@@ -209,7 +209,7 @@ def test_the_order_of_kv_heads_does_not_matter(aggregation, heads) -> None:
     straight = joining.reduce(
         ObservationWindow(observation.queries, old, observation.query_positions), observation
     )
-    other = replace(observation, facts={"retrieval": tuple(scores[row] for row in rows)})
+    other = replace(observation, calibration={"retrieval": tuple(scores[row] for row in rows)})
     got = joining.reduce(
         ObservationWindow(observation.queries[rows], turned, observation.query_positions), other
     )

@@ -186,11 +186,11 @@ def test_layer_quotas_sum_exactly(budget, loop_of, sigma, tokens, least, spare, 
     if "alpha" in {f.name for f in fields(budget)}:
         budget = replace(budget, alpha=alpha)
     layers = len(sigma)
-    facts = measured(sigma)
-    quotas = budget.layer_tokens(tokens, layers, least, most, facts)
+    calibration = measured(sigma)
+    quotas = budget.layer_tokens(tokens, layers, least, most, calibration)
     assert sum(quotas) == tokens * layers
     assert min(quotas) >= least
-    expected = loop_of(budget).layer_tokens(budget, tokens, layers, least, most, facts)
+    expected = loop_of(budget).layer_tokens(budget, tokens, layers, least, most, calibration)
     for got, deserved in zip(quotas, expected, strict=True):
         assert abs(got - deserved) <= 1 + 1e-6 * tokens
 
@@ -199,16 +199,16 @@ def test_sensitive_layers_get_more() -> None:
     from larder.core import Variant
     from larder.policy import Sensitivity
 
-    facts = {"sensitivity": (1.0, 0.9, 0.7)}  # weights 0, .01, .09
-    larder = Sensitivity().layer_tokens(101, 3, 0, 1000, facts)
+    calibration = {"sensitivity": (1.0, 0.9, 0.7)}  # weights 0, .01, .09
+    larder = Sensitivity().layer_tokens(101, 3, 0, 1000, calibration)
     assert larder == (25, 28, 250)  # a quarter for the first, the others 278 at 1 : 9, rounded
-    assert Sensitivity(alpha=1.0).layer_tokens(100, 3, 0, 1000, facts) == (25, 69, 206)
-    assert Sensitivity().layer_tokens(100, 3, 0, 120, facts) == (60, 120, 120)
-    paper = Sensitivity(variant=Variant.PAPER).layer_tokens(100, 3, 0, 1000, facts)
+    assert Sensitivity(alpha=1.0).layer_tokens(100, 3, 0, 1000, calibration) == (25, 69, 206)
+    assert Sensitivity().layer_tokens(100, 3, 0, 120, calibration) == (60, 120, 120)
+    paper = Sensitivity(variant=Variant.PAPER).layer_tokens(100, 3, 0, 1000, calibration)
     assert paper == (0, 30, 270)
-    code = Sensitivity(alpha=1.0, variant=Variant.CODE).layer_tokens(100, 3, 0, 1000, facts)
+    code = Sensitivity(alpha=1.0, variant=Variant.CODE).layer_tokens(100, 3, 0, 1000, calibration)
     assert code == (25, 69, 206)  # stretched to 0, 1/3, 1
-    assert Sensitivity(alpha=0.0).layer_tokens(100, 3, 0, 1000, facts) == (100, 100, 100)
+    assert Sensitivity(alpha=0.0).layer_tokens(100, 3, 0, 1000, calibration) == (100, 100, 100)
 
 
 # What the bundled model was measured to have, rounded.

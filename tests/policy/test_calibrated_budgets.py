@@ -40,13 +40,16 @@ LONG = [float(20 - at) for at in range(20)]
 
 
 def test_headkv_gives_every_head_a_base_and_shares_the_rest() -> None:
-    facts = {"reasoning": (0.0, 0.0, 0.1, 0.3)}
+    calibration = {"reasoning": (0.0, 0.0, 0.1, 0.3)}
     half = HeadKV(beta=2.0)
-    assert half.layer_tokens(100, 2, 0, 1000, facts) == (50, 150)
-    assert half.layer_tokens(110, 2, 10, 1000, facts) == (60, 160)  # what is protected is beside it
-    assert half.layer_tokens(100, 2, 0, 120, facts) == (80, 120)
+    assert half.layer_tokens(100, 2, 0, 1000, calibration) == (50, 150)
+    assert half.layer_tokens(110, 2, 10, 1000, calibration) == (
+        60,
+        160,
+    )  # what is protected is beside it
+    assert half.layer_tokens(100, 2, 0, 120, calibration) == (80, 120)
     assert half.layer_tokens(100, 2, 0, 1000, {"reasoning": (0.0,) * 4}) == (100, 100)
-    assert HeadKV(beta=1.0).layer_tokens(100, 2, 0, 1000, facts) == (0, 200)
+    assert HeadKV(beta=1.0).layer_tokens(100, 2, 0, 1000, calibration) == (0, 200)
     assert lengths(half, judged(LONG, LONG, weights=(0.1, 0.3)), 8) == (6, 10)
     assert lengths(half, judged(LONG, LONG, weights=(0.0, 0.3)), 8) == (4, 12)
     assert lengths(half, judged(LONG, LONG, weights=(0.1, 0.3), shielded=2), 8) == (7, 9)
@@ -56,12 +59,12 @@ def test_headkv_gives_every_head_a_base_and_shares_the_rest() -> None:
 
 def test_headkv_rounds_its_pool_down_and_names_what_it_measures() -> None:
     # 96 beside 32 that are protected: a pool of 80 for each, and 16 of its own; 90 // 1.2 is 75.
-    facts = {"reasoning": (0.0, 0.0, 1.0, 1.0), "retrieval": (1.0, 1.0, 0.0, 0.0)}
-    assert HeadKV().layer_tokens(128, 2, 32, 4000, facts) == (32 + 16, 32 + 16 + 160)
-    assert HeadKV().layer_tokens(122, 2, 32, 4000, facts) == (32 + 15, 32 + 15 + 150)
-    assert HeadKV().layer_tokens(123, 2, 32, 4000, facts) == (32 + 16, 32 + 16 + 150)
+    calibration = {"reasoning": (0.0, 0.0, 1.0, 1.0), "retrieval": (1.0, 1.0, 0.0, 0.0)}
+    assert HeadKV().layer_tokens(128, 2, 32, 4000, calibration) == (32 + 16, 32 + 16 + 160)
+    assert HeadKV().layer_tokens(122, 2, 32, 4000, calibration) == (32 + 15, 32 + 15 + 150)
+    assert HeadKV().layer_tokens(123, 2, 32, 4000, calibration) == (32 + 16, 32 + 16 + 150)
     other = HeadKV(trial=HeadTrial.RETRIEVAL)
-    assert other.layer_tokens(128, 2, 32, 4000, facts) == (32 + 16 + 160, 32 + 16)
+    assert other.layer_tokens(128, 2, 32, 4000, calibration) == (32 + 16 + 160, 32 + 16)
     assert (HeadKV().required_calibrations(), other.required_calibrations()) == (
         {"reasoning"},
         {"retrieval"},
@@ -78,10 +81,10 @@ def test_headkv_has_the_same_base_in_layers_of_any_size() -> None:
 
 def test_retrieval_heads_have_what_streaming_heads_leave() -> None:
     part = RetrievalHeads(share=0.25, trial=Trial.PASSKEYS)
-    facts = {"streaming_error": (0.1, 0.2, 0.9, 0.3)}
-    assert part.head_weights(facts) == (0.0, 0.0, 1.0, 0.0)
-    assert part.layer_tokens(100, 2, 20, 1000, facts) == (20, 180)
-    assert part.layer_tokens(100, 2, 20, 200, facts) == (90, 110)  # one head of two is whole
+    calibration = {"streaming_error": (0.1, 0.2, 0.9, 0.3)}
+    assert part.head_weights(calibration) == (0.0, 0.0, 1.0, 0.0)
+    assert part.layer_tokens(100, 2, 20, 1000, calibration) == (20, 180)
+    assert part.layer_tokens(100, 2, 20, 200, calibration) == (90, 110)  # one head of two is whole
     scored = judged(LONG, LONG, weights=(0.0, 1.0), shielded=3)
     assert lengths(part, scored, 8) == (3, 13)
     assert lengths(part, scored, 15) == (10, 20)  # what it cannot fill goes back
@@ -108,18 +111,18 @@ def test_trained_gates_choose_heads_by_quantile() -> None:
 
 
 def test_squeezed_layers_give_to_the_others() -> None:
-    facts = {"squeeze": (0.2, 0.3, 0.6, 0.95, 0.96)}
-    assert highest_group(facts["squeeze"]) == 0.95
-    assert Squeeze(p=0.4).layer_tokens(100, 5, 0, 1000, facts) == (140, 140, 140, 40, 40)
-    assert Squeeze(p=0.4).layer_tokens(100, 5, 70, 1000, facts) == (120, 120, 120, 70, 70)
+    calibration = {"squeeze": (0.2, 0.3, 0.6, 0.95, 0.96)}
+    assert highest_group(calibration["squeeze"]) == 0.95
+    assert Squeeze(p=0.4).layer_tokens(100, 5, 0, 1000, calibration) == (140, 140, 140, 40, 40)
+    assert Squeeze(p=0.4).layer_tokens(100, 5, 70, 1000, calibration) == (120, 120, 120, 70, 70)
     assert Squeeze().layer_tokens(100, 3, 0, 1000, {"squeeze": (0.5,) * 3}) == (100,) * 3
     assert Squeeze(p=0.5).layer_tokens(100, 2, 0, 1000, {"squeeze": (0.5, 0.4)}) == (50, 150)
 
 
 def test_a_share_of_recent_tokens_does_not_lift_a_squeezed_layer() -> None:
-    facts = {"squeeze": (0.2, 0.3, 0.6, 0.95, 0.96)}
+    calibration = {"squeeze": (0.2, 0.3, 0.6, 0.95, 0.96)}
     planner = Policy.parse("squeeze_attention").with_sizes(100, None).planner
-    quotas = planner.quotas(100, 1000, (0, 1, 2, 3, 4), facts)
+    quotas = planner.quotas(100, 1000, (0, 1, 2, 3, 4), calibration)
     assert tuple(quotas.values()) == (144, 143, 143, 35, 35)  # p = .35; 50 and 50 before
     scores = torch.zeros(1000)
     scores[:100] = 1.0
@@ -130,12 +133,12 @@ def test_a_share_of_recent_tokens_does_not_lift_a_squeezed_layer() -> None:
 
 
 def test_layers_share_by_error_over_a_least_number() -> None:
-    facts = {"eviction_error": (0.1, 0.3, 0.4)}
+    calibration = {"eviction_error": (0.1, 0.3, 0.4)}
     part = EvictionError(least=20, most=3.0)
-    assert part.layer_tokens(100, 3, 0, 1000, facts) == (50, 110, 140)
-    assert part.layer_tokens(100, 3, 60, 1000, facts) == (75, 105, 120)
+    assert part.layer_tokens(100, 3, 0, 1000, calibration) == (50, 110, 140)
+    assert part.layer_tokens(100, 3, 60, 1000, calibration) == (75, 105, 120)
     capped = EvictionError(least=20, most=1.2)
-    assert capped.layer_tokens(100, 3, 0, 1000, facts) == (60, 120, 120)
+    assert capped.layer_tokens(100, 3, 0, 1000, calibration) == (60, 120, 120)
 
 
 def test_rows_of_all_layers_compete() -> None:
@@ -161,13 +164,13 @@ def test_the_best_retrieval_heads_speak_for_the_layer() -> None:
     layer = a_layer(2, 2)
     observation = a_view(layer, [[0, 3], [3, 9]])
     statistics = [torch.tensor([[1.0, 2.0], [3.0, 5.0]]), torch.tensor([[6.0, 5.0], [8.0, 7.0]])]
-    observation = replace(observation, facts={"retrieval": (0.1, 0.9, 0.8, 0.2)})
+    observation = replace(observation, calibration={"retrieval": (0.1, 0.9, 0.8, 0.2)})
     alone = Retrieval(heads=1).join(statistics, observation.entries, observation)
     assert [head.tolist() for head in alone] == [[3.0, 5.0], [5.0, 6.0]]  # 9: the own group
     both = Retrieval(heads=2).join(statistics, observation.entries, observation)
     assert [head.tolist() for head in both] == [[3.0, 5.5], [5.5, 5.0]]
     with pytest.raises(ModelError, match="4 query heads, but the calibration 'retrieval' has 2"):
-        few = replace(observation, facts={"retrieval": (0.1, 0.2)})
+        few = replace(observation, calibration={"retrieval": (0.1, 0.2)})
         Retrieval().join(statistics, few.entries, few)
 
 

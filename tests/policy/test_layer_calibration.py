@@ -42,8 +42,8 @@ def test_numbers_that_fit_no_layers_or_heads_are_refused() -> None:
 class Weighing(Uniform):
     """A budget that counts heads by what was measured."""
 
-    def head_weights(self, facts: Calibration) -> tuple[float, ...]:
-        return tuple(10 * value for value in facts["echo"])
+    def head_weights(self, calibration: Calibration) -> tuple[float, ...]:
+        return tuple(10 * value for value in calibration["echo"])
 
 
 def test_a_planner_tells_a_layer_what_it_knows() -> None:
@@ -51,10 +51,10 @@ def test_a_planner_tells_a_layer_what_it_knows() -> None:
     planner = policy.planner
     planner = type(planner)(planner.protect, planner.scorer, Weighing(), planner.compensation)
     observation = a_view(a_layer(2, 2, index=5), [[0, 1, 2], [0, 2]])
-    assert planner.with_model_facts(observation).facts == {}
+    assert planner.with_model_inputs(observation).calibration == {}
     assert planner.with_protection(observation, torch.zeros(5), 9).weights == ()
     knowing = planner.with_calibration(FACTS, (1, 5), {"ends": frozenset({3})})
-    told = knowing.with_model_facts(observation)
-    assert told.facts == {"echo": (0.3, 0.4), "squeeze": (0.6,)}
+    told = knowing.with_model_inputs(observation)
+    assert told.calibration == {"echo": (0.3, 0.4), "squeeze": (0.6,)}
     assert told.lexicon == {"ends": frozenset({3})}
     assert knowing.with_protection(told, torch.zeros(5), 9).weights == (3.0, 4.0)

@@ -83,7 +83,7 @@ def test_heads_of_a_layer_share_by_their_curves() -> None:
 
 def test_layers_get_what_their_heads_deserve() -> None:
     # Two layers of one head, a half of each on average: 1/16 at .9 x 16, then all that rises by 1.
-    facts = {"utility": (*SHARP, *STRAIGHT)}
-    assert LUKV().layer_tokens(160, 2, 0, 320, facts) == (20, 300)
-    assert LUKV().layer_tokens(320, 2, 0, 320, facts) == (320, 320)
+    calibration = {"utility": (*SHARP, *STRAIGHT)}
+    assert LUKV().layer_tokens(160, 2, 0, 320, calibration) == (20, 300)
+    assert LUKV().layer_tokens(320, 2, 0, 320, calibration) == (320, 320)
     assert len(STRAIGHT) == CURVE_POINTS

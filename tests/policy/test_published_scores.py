@@ -84,7 +84,7 @@ def test_a_peak_is_spread_over_its_neighbors(pool, expected) -> None:
 def test_methods_that_average_neighbors_do_so(preset) -> None:
     window = "window=8" if preset == "compresskv" else "window=32"
     policy = Policy.parse(str(Policy.parse(preset)).replace(window, "window=1", 1))
-    seen = replace(attended([[PEAK]]), facts={"retrieval": (1.0,)})
+    seen = replace(attended([[PEAK]]), calibration={"retrieval": (1.0,)})
     scores = policy.planner.score(seen).tolist()
     assert scores[2:7] == pytest.approx([0.2] * 5, abs=1e-5)
 
@@ -253,13 +253,13 @@ def test_recent_attention_equals_its_loop_with_what_is_remembered(loop_of, held)
 def test_heads_beyond_the_share_of_a_measured_order_score_nothing() -> None:
     observation = a_view(a_layer(2, 1), [range(6), range(4)], 3)
     every = KeyCosine(kernel=1).score(observation)
-    best = replace(observation, facts={"needle_rank": (0.25, 0.0)})
+    best = replace(observation, calibration={"needle_rank": (0.25, 0.0)})
     some = KeyCosine(kernel=1, share=0.2).score(best)
     assert some[:6].tolist() == [0.0] * 6 and torch.equal(some[6:], every[6:])
     assert float(every[:6].abs().min()) > 0
-    facts = {3: {"needle_rank": (0.25, 0.0)}, 5: {"needle_rank": (0.5, 0.75)}}
-    assert KeyCosine(share=0.2).scored_layers(facts) == {3}
-    assert KeyCosine().scored_layers(facts) is None
+    calibration = {3: {"needle_rank": (0.25, 0.0)}, 5: {"needle_rank": (0.5, 0.75)}}
+    assert KeyCosine(share=0.2).scored_layers(calibration) == {3}
+    assert KeyCosine().scored_layers(calibration) is None
     with pytest.raises(BadParameter, match=r"key_cosine.share must be in \(0, 1\], got 0.0"):
         KeyCosine(share=0.0)
 

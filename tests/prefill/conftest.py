@@ -105,9 +105,11 @@ def watched() -> Watched:
 
 def a_reader(decoder: Decoder, planner: Planner, tokens: int, context: int) -> Checked:
     layers = tuple(layer.index for layer in decoder.spec.managed)
-    facts = {**made_up(decoder.spec.managed), "sensitivity": SIGMA[: len(layers)]}
-    quotas = planner.quotas(tokens, context, layers, facts)
-    return Checked(decoder, planner.with_calibration(facts, layers), tokens, quotas, Witness())
+    calibration = {**made_up(decoder.spec.managed), "sensitivity": SIGMA[: len(layers)]}
+    quotas = planner.quotas(tokens, context, layers, calibration)
+    return Checked(
+        decoder, planner.with_calibration(calibration, layers), tokens, quotas, Witness()
+    )
 
 
 def a_lane(decoder: Decoder, planner: Planner | None = None, **prompts: Any) -> PrefillSequence:

@@ -104,8 +104,8 @@ def generated(
     counter: type[Counting] = Counting,
 ) -> Counting:
     policy = Policy.parse(sentence).with_sizes(tokens, None)
-    facts = made_up(decoder.spec.managed)
-    runtime = id_runtime(decoder, facts)
+    calibration = made_up(decoder.spec.managed)
+    runtime = id_runtime(decoder, calibration)
     book = dict.fromkeys(policy.scorer.required_prompts(), some_ids(3, seed=7))
     cache = build_caches(runtime, policy, some_ids(context), [book], PeakMemoryMeter()).activate(0)
     tending = decode_planner(runtime, policy, [cache])

@@ -36,13 +36,13 @@ def decoder_of(architecture: str) -> Any:
 
 
 def read(
-    decoder: Any, sentence: str, ids: tuple[int, ...], tokens: int = 10, facts: Any = None
+    decoder: Any, sentence: str, ids: tuple[int, ...], tokens: int = 10, calibration: Any = None
 ) -> Any:
     """Cache of a text under a policy, and the meter of its prefill."""
     policy = Policy.parse(sentence).with_sizes(tokens, None)
     layers = tuple(own.index for own in decoder.spec.managed)
     budget, planner = entries_per_head(policy, decoder.spec), policy.planner
-    planner = planner if facts is None else planner.with_calibration(facts, layers)
+    planner = planner if calibration is None else planner.with_calibration(calibration, layers)
     quotas = {} if budget == WITHOUT_LIMIT else planner.quotas(budget, len(ids), layers, {})
     reader = PrefillReader(decoder, planner, budget, quotas, PeakMemoryMeter())
     own = empty_cache(policy, decoder.spec)
@@ -86,12 +86,12 @@ def test_measured_heads_alone_search_up_to_their_deepest_layer(monkeypatch) -> N
     ids, decoder = some_ids(LENGTH), decoder_of("qwen3")
     order = (0.5, 0.0, 0.25, 0.375, 0.125, 0.625, 0.75, 0.875)
     sentence = f"two_passes(layer=1, tokens=9) > {ENDS} > key_cosine({{}}) > unlimited()"
-    own, _ = read(decoder, sentence.format("share=0.25"), ids, facts={"needle_rank": order})
+    own, _ = read(decoder, sentence.format("share=0.25"), ids, calibration={"needle_rank": order})
     assert searched == [frozenset({0, 2})] and len(places(own)) == 9
     alone = []
     for head, layer in ((1, 0), (4, 2)):
         one = tuple(0.0 if number == head else 0.9 for number in range(8))
-        read(decoder, sentence.format("share=0.25"), ids, facts={"needle_rank": one})
+        read(decoder, sentence.format("share=0.25"), ids, calibration={"needle_rank": one})
         assert searched[-1] == {layer}
         alone.append(found[-1])
     assert torch.allclose(found[0], alone[0] + alone[1], atol=1e-5)

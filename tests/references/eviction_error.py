@@ -13,11 +13,11 @@ __all__ = ["choose", "layer_tokens"]
 
 
 def layer_tokens(
-    part: Any, tokens: int, layers: int, least: int, most: int, facts: Any
+    part: Any, tokens: int, layers: int, least: int, most: int, calibration: Any
 ) -> list[float]:
     if tokens >= most:
         return [float(tokens)] * layers
     floor = max(least, min(part.least, tokens))
     cap = min(int(part.most * tokens), most)
-    rest = shares(layers * (tokens - floor), list(facts["eviction_error"]), 0, cap - floor)
+    rest = shares(layers * (tokens - floor), list(calibration["eviction_error"]), 0, cap - floor)
     return [floor + own for own in rest]

@@ -25,11 +25,11 @@ def choose(
 
 
 def layer_tokens(
-    part: Any, tokens: int, layers: int, least: int, most: int, facts: Any
+    part: Any, tokens: int, layers: int, least: int, most: int, calibration: Any
 ) -> list[float]:
     if tokens >= most:
         return [float(tokens)] * layers
-    scores = facts[part.trial.value]
+    scores = calibration[part.trial.value]
     each, deserved = len(scores) // layers, []
     base = own_base(part, tokens - least)
     for layer in range(layers):

@@ -56,11 +56,11 @@ def whole(parts: list[float], total: int, most: list[int]) -> list[int]:
 
 
 def layer_tokens(
-    part: Any, tokens: int, layers: int, least: int, most: int, facts: Any
+    part: Any, tokens: int, layers: int, least: int, most: int, calibration: Any
 ) -> list[float]:
     if tokens >= most:
         return [float(tokens)] * layers
-    numbers = facts["utility"]
+    numbers = calibration["utility"]
     curves = [numbers[at : at + POINTS] for at in range(0, len(numbers), POINTS)]
     each = len(curves) // layers
     given = greedy(curves, len(curves) * (tokens - least) / (most - least))

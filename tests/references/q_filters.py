@@ -13,7 +13,7 @@ def scores(part: Any, observation: Observation) -> list[list[float]]:
     entries, size = observation.entries, observation.layer.head_dim
     out = []
     for head in heads_of(observation):
-        direction = observation.facts["q_filters"][head * size : (head + 1) * size]
+        direction = observation.calibration["q_filters"][head * size : (head + 1) * size]
         rows = entries.keys[entries.rows(head)].tolist()
         out.append([sum(x * y for x, y in zip(row, direction, strict=True)) for row in rows])
     return out

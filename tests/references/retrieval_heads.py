@@ -22,14 +22,16 @@ def choose(
     }
 
 
-def retrieval_heads(part: Any, facts: Any) -> set[int]:
+def retrieval_heads(part: Any, calibration: Any) -> set[int]:
     if part.trial.value == "passkeys":
-        return best(facts["streaming_error"], part.share)
+        return best(calibration["streaming_error"], part.share)
     if part.trial.value == "gates":
-        return best(facts["duo_attention"], part.share)
+        return best(calibration["duo_attention"], part.share)
     if part.trial.value == "copy":
-        return best(facts["reconstruction"], part.share)
-    return best(facts["echo"], part.share / 15) | best(facts["induction"], part.share * 14 / 15)
+        return best(calibration["reconstruction"], part.share)
+    return best(calibration["echo"], part.share / 15) | best(
+        calibration["induction"], part.share * 14 / 15
+    )
 
 
 def best(scores: tuple[float, ...], share: float) -> set[int]:
@@ -41,11 +43,11 @@ def best(scores: tuple[float, ...], share: float) -> set[int]:
 
 
 def layer_tokens(
-    part: Any, tokens: int, layers: int, least: int, most: int, facts: Any
+    part: Any, tokens: int, layers: int, least: int, most: int, calibration: Any
 ) -> list[float]:
     if tokens >= most:
         return [float(tokens)] * layers
-    chosen, each = retrieval_heads(part, facts), len(facts["streaming_error"]) // layers
+    chosen, each = retrieval_heads(part, calibration), len(calibration["streaming_error"]) // layers
     counts = [sum(head // each == layer for head in chosen) for layer in range(layers)]
     room, total = most - least, layers * (tokens - least)
     filled = [math.ceil(count / each * room) for count in counts]

@@ -11,12 +11,12 @@ __all__ = ["choose", "layer_tokens"]
 
 
 def layer_tokens(
-    part: Any, tokens: int, layers: int, least: int, most: int, facts: Any
+    part: Any, tokens: int, layers: int, least: int, most: int, calibration: Any
 ) -> list[float]:
     """What each layer deserves before rounding."""
     if tokens >= most:
         return [float(tokens)] * layers
-    sigma = facts["sensitivity"]
+    sigma = calibration["sensitivity"]
     low, high = min(sigma), max(sigma)
     weights = []
     for value in sigma:

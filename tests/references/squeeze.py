@@ -12,11 +12,11 @@ __all__ = ["choose", "layer_tokens"]
 
 
 def layer_tokens(
-    part: Any, tokens: int, layers: int, least: int, most: int, facts: Any
+    part: Any, tokens: int, layers: int, least: int, most: int, calibration: Any
 ) -> list[float]:
     if tokens >= most:
         return [float(tokens)] * layers
-    highest = group(list(facts["squeeze"]))
+    highest = group(list(calibration["squeeze"]))
     if len(highest) == layers:
         return [float(tokens)] * layers
     large = (layers - part.p * len(highest)) / (layers - len(highest))

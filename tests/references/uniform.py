@@ -9,7 +9,7 @@ Measures = dict[int, tuple[float, ...]]
 
 
 def layer_tokens(
-    part: object, tokens: int, layers: int, least: int, most: int, facts: object
+    part: object, tokens: int, layers: int, least: int, most: int, calibration: object
 ) -> list[float]:
     return [float(tokens)] * layers
 

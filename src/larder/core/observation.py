@@ -221,7 +221,7 @@ class Observation:
         logits: attention logits of a single query over the storage rows, biases included, row r for
             query head r of each kv head; None where they were not recorded.
         stage: prefill or decode.
-        facts: calibration of this layer.
+        calibration: measurements of this layer.
         lexicon: sets of token ids that the policy needs.
         rope_positions: positions that queries and `keys` are rotated to, for each kv head; empty
             where these are the true ones.
@@ -246,7 +246,7 @@ class Observation:
         default_factory=lambda: empty_tensor(torch.float32, 0, 0, 0)
     )
     logits: Float[Tensor, "R C"] | None = None
-    facts: Calibration = field(default_factory=dict[str, tuple[float, ...]])
+    calibration: Calibration = field(default_factory=dict[str, tuple[float, ...]])
     lexicon: Lexicon = field(default_factory=dict[str, frozenset[int]])
     rope_positions: Int[Tensor, "_ _"] = field(
         default_factory=lambda: empty_tensor(torch.int64, 0, 0)

@@ -51,7 +51,7 @@ class PressBudget(Budget):
     """
 
     def layer_tokens(
-        self, tokens: int, layers: int, least: int, most: int, facts: Calibration
+        self, tokens: int, layers: int, least: int, most: int, calibration: Calibration
     ) -> tuple[int, ...]:
         """No entries without a plan: the press is asked about every prompt."""
         return (0,) * layers

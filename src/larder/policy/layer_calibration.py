@@ -8,13 +8,13 @@ from larder.core.errors import ModelError
 from larder.core.observation import Calibration
 
 
-def split_by_layer(facts: Calibration, layers: Sequence[int]) -> dict[int, Calibration]:
+def split_by_layer(calibration: Calibration, layers: Sequence[int]) -> dict[int, Calibration]:
     """Calibration of each layer, by layer index.
 
     Raises:
         ModelError: the numbers do not divide evenly over the layers.
     """
-    parts = {name: split_evenly(name, values, len(layers)) for name, values in facts.items()}
+    parts = {name: split_evenly(name, values, len(layers)) for name, values in calibration.items()}
     return {
         index: {name: part[place] for name, part in parts.items()}
         for place, index in enumerate(layers)
@@ -22,7 +22,7 @@ def split_by_layer(facts: Calibration, layers: Sequence[int]) -> dict[int, Calib
 
 
 def select_layers(
-    facts: Calibration, all_layers: Sequence[int], layers: Sequence[int]
+    calibration: Calibration, all_layers: Sequence[int], layers: Sequence[int]
 ) -> Calibration:
     """Calibration of a selection of layers, in the order of `layers`.
 
@@ -33,8 +33,8 @@ def select_layers(
     Raises:
         ModelError: the numbers do not divide evenly over the layers.
     """
-    own = split_by_layer(facts, all_layers)
-    return {name: tuple(n for layer in layers for n in own[layer][name]) for name in facts}
+    own = split_by_layer(calibration, all_layers)
+    return {name: tuple(n for layer in layers for n in own[layer][name]) for name in calibration}
 
 
 def split_evenly(name: str, values: tuple[float, ...], layers: int) -> list[tuple[float, ...]]:

@@ -55,7 +55,7 @@ class Planner:
     Args:
         reduction: reduction over queries and heads, for attention scorers.
         recall: part that finds offloaded entries again; None without offload.
-        facts: calibration of each managed layer, by layer index.
+        calibration: measurements of each managed layer, by layer index.
         weights: budget weights of the heads of each managed layer, by layer index.
         lexicon: sets of token ids that the parts need.
         weight_inputs: tensors of weight providers by layer index, then by name.
@@ -72,7 +72,7 @@ class Planner:
     timing: Timing = PrefillOnly()
     storage: Storage = Exact()
     recall: PolicyPart | None = None
-    facts: Mapping[int, Calibration] = field(default_factory=dict[int, Calibration])
+    calibration: Mapping[int, Calibration] = field(default_factory=dict[int, Calibration])
     weights: Mapping[int, tuple[float, ...]] = field(default_factory=dict[int, tuple[float, ...]])
     lexicon: Lexicon = field(default_factory=dict[str, frozenset[int]])
     weight_inputs: Mapping[int, Mapping[str, Tensor]] = field(
@@ -170,7 +170,10 @@ class Planner:
         return {name: column for update in updates for name, column in update.items()}
 
     def with_calibration(
-        self, facts: Calibration, layers: tuple[int, ...], lexicon: Lexicon = MappingProxyType({})
+        self,
+        calibration: Calibration,
+        layers: tuple[int, ...],
+        lexicon: Lexicon = MappingProxyType({}),
     ) -> Planner:
         """Copy that is bound to a model's calibration.
 
@@ -180,10 +183,12 @@ class Planner:
         Raises:
             ModelError: a calibration does not divide over the layers.
         """
-        by_head = {"weights": self.budget.head_weights(facts)}
+        by_head = {"weights": self.budget.head_weights(calibration)}
         split = split_by_layer(by_head, layers)
         weights = {index: own["weights"] for index, own in split.items()}
-        return replace(self, facts=split_by_layer(facts, layers), weights=weights, lexicon=lexicon)
+        return replace(
+            self, calibration=split_by_layer(calibration, layers), weights=weights, lexicon=lexicon
+        )
 
     def needs_logits(self, is_due: bool) -> bool:
         """True if attention logits of the newest token are needed.
@@ -221,18 +226,22 @@ class Planner:
         columns = {column: name for own in pairs for column, name in own}
         return StepRule(scoring, self.compensation.step_merging, columns)
 
-    def with_model_facts(self, observation: Observation) -> Observation:
+    def with_model_inputs(self, observation: Observation) -> Observation:
         """Observation with calibration, lexicon and weight inputs of its layer."""
-        own = self.facts.get(observation.layer.index, {})
+        own = self.calibration.get(observation.layer.index, {})
         if not (
-            own or self.lexicon or observation.facts or observation.lexicon or self.weight_inputs
+            own
+            or self.lexicon
+            or observation.calibration
+            or observation.lexicon
+            or self.weight_inputs
         ):
             return observation
         inputs = {**observation.inputs, **self.weight_inputs.get(observation.layer.index, {})}
-        return replace(observation, facts=own, lexicon=self.lexicon, inputs=inputs)
+        return replace(observation, calibration=own, lexicon=self.lexicon, inputs=inputs)
 
     def quotas(
-        self, tokens: int, context: int, layers: tuple[int, ...], facts: Calibration
+        self, tokens: int, context: int, layers: tuple[int, ...], calibration: Calibration
     ) -> dict[int, int]:
         """Entries per kv head of each managed layer, by layer index.
 
@@ -253,7 +262,7 @@ class Planner:
         if not layers:  # every layer slides its own window
             return {}
         floor = self.smallest_budget(tokens) if self.budget.protects_own_share else least.tokens
-        shares = self.budget.layer_tokens(tokens, len(layers), floor, context, facts)
+        shares = self.budget.layer_tokens(tokens, len(layers), floor, context, calibration)
         return dict(zip(layers, shares, strict=True))
 
     def smallest_budget(self, tokens: int) -> int:

@@ -189,7 +189,7 @@ class EvictionPass:
             weight_sums=cache.stores[layer].take_weight_sums(),
         )
         own = 0 if self._scratch_tokens else len(recorded.positions)
-        return self._planner.with_model_facts(rotate_to_cache_positions(observation, own))
+        return self._planner.with_model_inputs(rotate_to_cache_positions(observation, own))
 
     def _gradient_inputs(self, row: int, layer: int) -> Mapping[str, Tensor]:
         return self._gradients[row][layer] if self._gradients else {}

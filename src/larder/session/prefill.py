@@ -320,9 +320,9 @@ def planner_with_quotas(
     """Planner with its calibration data, and the quota of entries of each layer."""
     managed = tuple(layer.index for layer in runtime.decoder.spec.managed)
     layers = tuple(layer.index for layer in budgeted_layers(policy, runtime.decoder.spec))
-    facts = select_layers(runtime.calibrate(policy.calibrations), managed, layers)
+    calibration = select_layers(runtime.calibrate(policy.calibrations), managed, layers)
     lexicon = runtime.tokenizer.lexicon(policy.lexicon)
-    planner = policy.planner.with_calibration(facts, layers, lexicon)
+    planner = policy.planner.with_calibration(calibration, layers, lexicon)
     inputs = weight_inputs(
         runtime.decoder.attentions, runtime.decoder.spec.layers, planner.providers
     )
@@ -332,7 +332,7 @@ def planner_with_quotas(
     planner = replace(planner, weight_inputs=inputs)
     if tokens == WITHOUT_LIMIT:
         return planner, {}
-    return planner, planner.quotas(tokens, context, layers, facts)
+    return planner, planner.quotas(tokens, context, layers, calibration)
 
 
 REPEAT = "Repeat the previous context exactly."

@@ -141,7 +141,7 @@ class RecordedText:
                 (0, 0),
             )
             own = protecting.with_protection(
-                planner.with_model_facts(observation), scored.scores, entries
+                planner.with_model_inputs(observation), scored.scores, entries
             )
             ready[layer] = replace(own, storage_statistics=scored.storage_statistics)
         plans = planner.plan(ready, quotas, cache.entries)

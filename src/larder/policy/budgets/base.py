@@ -66,7 +66,7 @@ class Budget(PolicyPart, ABC):
         return self.measure(observation, scores)
 
     def layer_tokens(
-        self, tokens: int, layers: int, least: int, most: int, facts: Calibration
+        self, tokens: int, layers: int, least: int, most: int, calibration: Calibration
     ) -> tuple[int, ...]:
         """Entries per kv head for each managed layer; they sum to `layers * tokens`.
 
@@ -75,18 +75,18 @@ class Budget(PolicyPart, ABC):
             layers: number of managed layers.
             least: entries that each layer needs for protected tokens.
             most: most entries of a layer, the length of the context.
-            facts: calibrations named in `calibrations`.
+            calibration: measurements named in `calibrations`.
         """
         return (tokens,) * layers
 
-    def head_weights(self, facts: Calibration) -> tuple[float, ...]:
+    def head_weights(self, calibration: Calibration) -> tuple[float, ...]:
         """Weight of each head, layer by layer, for `LayerScores.weights`.
 
         One number per kv head, or one per query head, whose groups are then averaged. Empty by
         default: heads are treated alike.
 
         Args:
-            facts: calibrations named in `calibrations`.
+            calibration: measurements named in `calibrations`.
         """
         return ()
 

@@ -43,13 +43,13 @@ class EvictionError(Budget):
         require(1 <= self.most < math.inf, "eviction_error.most", "1 or more", self.most)
 
     def layer_tokens(
-        self, tokens: int, layers: int, least: int, most: int, facts: Calibration
+        self, tokens: int, layers: int, least: int, most: int, calibration: Calibration
     ) -> tuple[int, ...]:
         if tokens >= most:
             return (tokens,) * layers
         floor = max(least, min(self.least, tokens))
         room = min(int(self.most * tokens), most) - floor
-        parts = apportion(layers * (tokens - floor), facts["eviction_error"], 0, room)
+        parts = apportion(layers * (tokens - floor), calibration["eviction_error"], 0, room)
         return tuple(floor + part for part in parts)
 
     def choose(

@@ -58,16 +58,16 @@ class HeadKV(Budget):
     def required_calibrations(self) -> frozenset[str]:
         return frozenset({self.trial.value})
 
-    def head_weights(self, facts: Calibration) -> tuple[float, ...]:
-        return facts[self.trial.value]
+    def head_weights(self, calibration: Calibration) -> tuple[float, ...]:
+        return calibration[self.trial.value]
 
     def layer_tokens(
-        self, tokens: int, layers: int, least: int, most: int, facts: Calibration
+        self, tokens: int, layers: int, least: int, most: int, calibration: Calibration
     ) -> tuple[int, ...]:
         if tokens >= most:
             return (tokens,) * layers
         name = self.trial.value
-        sums = [sum(own) for own in split_evenly(name, facts[name], layers)]
+        sums = [sum(own) for own in split_evenly(name, calibration[name], layers)]
         mean, total = tokens - least, sum(sums)
         base = self._base(mean)
         shares = [own / total if total > 0 else 1 / layers for own in sums]

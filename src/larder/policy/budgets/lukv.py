@@ -50,14 +50,16 @@ class LUKV(Budget):
 
     def measure(self, observation: Observation, scores: Packed) -> tuple[float, ...]:
         """The curves of the layer's heads."""
-        return tuple(observation.facts[UTILITY])
+        return tuple(observation.calibration[UTILITY])
 
     def layer_tokens(
-        self, tokens: int, layers: int, least: int, most: int, facts: Calibration
+        self, tokens: int, layers: int, least: int, most: int, calibration: Calibration
     ) -> tuple[int, ...]:
         if tokens >= most:
             return (tokens,) * layers
-        heads = split_evenly(UTILITY, facts[UTILITY], len(facts[UTILITY]) // CURVE_POINTS)
+        heads = split_evenly(
+            UTILITY, calibration[UTILITY], len(calibration[UTILITY]) // CURVE_POINTS
+        )
         each = len(heads) // layers
         shares = greedy_shares(heads, len(heads) * (tokens - least) / (most - least))
         deserved = [sum(shares[layer * each : (layer + 1) * each]) for layer in range(layers)]

@@ -49,7 +49,7 @@ class Pyramid(Budget):
         require(self.layers >= 1, "pyramid.layers", "at least 1", self.layers)
 
     def layer_tokens(
-        self, tokens: int, layers: int, least: int, most: int, facts: Calibration
+        self, tokens: int, layers: int, least: int, most: int, calibration: Calibration
     ) -> tuple[int, ...]:
         if tokens >= most:
             return (tokens,) * layers

@@ -80,23 +80,23 @@ class RetrievalHeads(Budget):
         single = SINGLE.get(self.trial)
         return frozenset({"echo", "induction"} if single is None else {single})
 
-    def head_weights(self, facts: Calibration) -> tuple[float, ...]:
+    def head_weights(self, calibration: Calibration) -> tuple[float, ...]:
         """1 for a retrieval head, 0 for a streaming head."""
         name = SINGLE.get(self.trial, "induction")
         if self.trial in SINGLE:
-            chosen = _highest(facts[name], self.share)
+            chosen = _highest(calibration[name], self.share)
         else:
-            chosen = _highest(facts["echo"], self.share * ECHO_SHARE)
-            chosen |= _highest(facts[name], self.share * (1 - ECHO_SHARE))
-        return tuple(float(head in chosen) for head in range(len(facts[name])))
+            chosen = _highest(calibration["echo"], self.share * ECHO_SHARE)
+            chosen |= _highest(calibration[name], self.share * (1 - ECHO_SHARE))
+        return tuple(float(head in chosen) for head in range(len(calibration[name])))
 
     def layer_tokens(
-        self, tokens: int, layers: int, least: int, most: int, facts: Calibration
+        self, tokens: int, layers: int, least: int, most: int, calibration: Calibration
     ) -> tuple[int, ...]:
         if tokens >= most:
             return (tokens,) * layers
         total, room = layers * (tokens - least), most - least
-        heads = split_evenly("retrieval heads", self.head_weights(facts), layers)
+        heads = split_evenly("retrieval heads", self.head_weights(calibration), layers)
         wholes = [sum(own) / len(own) for own in heads]
         filled = [math.ceil(whole * room) for whole in wholes]
         if sum(filled) >= total:

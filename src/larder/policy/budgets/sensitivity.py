@@ -56,11 +56,11 @@ class Sensitivity(Budget):
             )
 
     def layer_tokens(
-        self, tokens: int, layers: int, least: int, most: int, facts: Calibration
+        self, tokens: int, layers: int, least: int, most: int, calibration: Calibration
     ) -> tuple[int, ...]:
         if tokens >= most:
             return (tokens,) * layers
-        weights = [share**self.alpha for share in self._shares(facts["sensitivity"])]
+        weights = [share**self.alpha for share in self._shares(calibration["sensitivity"])]
         share = FLOORS[self.variant] if self.floor is None else self.floor
         floor = max(least, int(share * tokens), 1 if share else 0)
         return apportion(layers * tokens, weights, min(floor, tokens), most)

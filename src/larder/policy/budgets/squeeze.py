@@ -47,16 +47,16 @@ class Squeeze(Budget):
         require(0 < self.p <= 1, "squeeze.p", "a fraction in (0, 1]", self.p)
 
     def layer_tokens(
-        self, tokens: int, layers: int, least: int, most: int, facts: Calibration
+        self, tokens: int, layers: int, least: int, most: int, calibration: Calibration
     ) -> tuple[int, ...]:
         if tokens >= most:
             return (tokens,) * layers
-        edge = highest_group(facts["squeeze"])
-        small = sum(cosine >= edge for cosine in facts["squeeze"])
+        edge = highest_group(calibration["squeeze"])
+        small = sum(cosine >= edge for cosine in calibration["squeeze"])
         if small == layers:
             return (tokens,) * layers
         large = (layers - small * self.p) / (layers - small)
-        weights = [self.p if cosine >= edge else large for cosine in facts["squeeze"]]
+        weights = [self.p if cosine >= edge else large for cosine in calibration["squeeze"]]
         return apportion(layers * tokens, weights, least, most)
 
     def choose(

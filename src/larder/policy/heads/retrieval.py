@@ -46,7 +46,7 @@ class Retrieval(HeadRule):
         places, group = positions_of(entries), observation.layer.group
         best = [
             (statistics[head // group][head % group], places[head // group])
-            for head in self._best_heads(observation.layer, observation.facts["retrieval"])
+            for head in self._best_heads(observation.layer, observation.calibration["retrieval"])
         ]
         means = mean_by_position(best, places)
         own = zip(statistics, places, strict=True)

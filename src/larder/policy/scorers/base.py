@@ -68,13 +68,13 @@ class Scorer(PolicyPart, ABC):
         """
         return ()
 
-    def scored_layers(self, facts: Mapping[int, Calibration]) -> frozenset[int] | None:
+    def scored_layers(self, calibration: Mapping[int, Calibration]) -> frozenset[int] | None:
         """Layers whose scores tell entries apart, by measurement; None for all.
 
         Args:
-            facts: calibration of each layer, by its index.
+            calibration: measurements of each layer, by its index.
         """
-        del facts
+        del calibration
 
     def step_scoring(self, reduction: AttentionReduction) -> StepScoring | None:
         """Score of a decode step as a kernel can compute it; None if it cannot."""

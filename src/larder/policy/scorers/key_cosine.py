@@ -53,11 +53,13 @@ class KeyCosine(Scorer):
     def required_calibrations(self) -> frozenset[str]:
         return frozenset({ORDER}) if self.share < 1 else frozenset()
 
-    def scored_layers(self, facts: Mapping[int, Calibration]) -> frozenset[int] | None:
+    def scored_layers(self, calibration: Mapping[int, Calibration]) -> frozenset[int] | None:
         """Layers that have a head that counts."""
         if self.share == 1:
             return None
-        return frozenset(index for index, own in facts.items() if min(own[ORDER]) < self.share)
+        return frozenset(
+            index for index, own in calibration.items() if min(own[ORDER]) < self.share
+        )
 
     def required_prompts(self) -> frozenset[str]:
         return frozenset({self.prompt})
@@ -68,7 +70,7 @@ class KeyCosine(Scorer):
         return (ScratchPrompt(tuple(prompts[self.prompt]), (0, start + len(block))),)
 
     def score(self, observation: Observation) -> Packed:
-        order = observation.facts[ORDER] if self.share < 1 else ()
+        order = observation.calibration[ORDER] if self.share < 1 else ()
         radians = rope_radians(observation, "key_cosine")
         asked = rotate_per_head(
             observation.keys.float(), -observation.effective_rope_positions, radians

@@ -29,7 +29,9 @@ class QFilters(Scorer):
 
     def score(self, observation: Observation) -> Packed:
         device, kv_heads = observation.entries.keys.device, observation.layer.kv_heads
-        filters = torch.tensor(observation.facts["q_filters"], device=device).view(kv_heads, -1)
+        filters = torch.tensor(observation.calibration["q_filters"], device=device).view(
+            kv_heads, -1
+        )
         heads = (observation.entries.head_keys(h).float() @ filters[h] for h in range(kv_heads))
         return torch.cat([*heads])
 

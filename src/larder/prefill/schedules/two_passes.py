@@ -112,7 +112,7 @@ class TwoPasses(Schedule):
         last = layer_index(self.layer, spec)
         managed = [layer.index for layer in spec.managed if layer.index <= last]
         scorer = reader.planner.scorer if self.scoring is None else self.scoring.scorer
-        chosen = scorer.scored_layers(reader.planner.facts) or frozenset(
+        chosen = scorer.scored_layers(reader.planner.calibration) or frozenset(
             managed[-1 - len(managed) * place // self.layers] for place in range(self.layers)
         )
         search = TokenSearch(reader, lane, ids, chosen, self.scoring)
