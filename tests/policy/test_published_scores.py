@@ -84,8 +84,8 @@ def test_a_peak_is_spread_over_its_neighbors(pool, expected) -> None:
 def test_methods_that_average_neighbors_do_so(preset) -> None:
     window = "window=8" if preset == "compresskv" else "window=32"
     policy = Policy.parse(str(Policy.parse(preset)).replace(window, "window=1", 1))
-    seen = replace(attended([[PEAK]]), calibration={"retrieval": (1.0,)})
-    scores = policy.planner.score(seen).tolist()
+    observation = replace(attended([[PEAK]]), calibration={"retrieval": (1.0,)})
+    scores = policy.planner.score(observation).tolist()
     assert scores[2:7] == pytest.approx([0.2] * 5, abs=1e-5)
 
 
@@ -130,22 +130,22 @@ def values_of_sizes(*sizes: float) -> torch.Tensor:
 
 
 def test_the_first_part_holds_a_share_of_the_budget_whatever_values_say() -> None:
-    seen = attended([[WEIGHTS]], values_of_sizes(0.0, 0.0, 1.0, 9.0, 30.0, 1.0))
+    observation = attended([[WEIGHTS]], values_of_sizes(0.0, 0.0, 1.0, 9.0, 30.0, 1.0))
     weights = torch.tensor([*WEIGHTS[:5], math.inf])
-    plain = Criticality(epsilon=0.0).weigh(weights, seen).tolist()
+    plain = Criticality(epsilon=0.0).weigh(weights, observation).tolist()
     assert plain[:5] == pytest.approx([0.0, 0.0, 0.1, 0.45, 0.6])
-    staged = Criticality(epsilon=0.0, first=0.5).weigh(weights, seen, Selection(4)).tolist()
+    staged = Criticality(epsilon=0.0, first=0.5).weigh(weights, observation, Selection(4)).tolist()
     assert staged == [math.inf, *plain[1:5], math.inf]  # two of four; the window is one of them
-    assert Criticality(first=0.0).weigh(weights, seen, Selection(4)).isinf().sum() == 1
+    assert Criticality(first=0.0).weigh(weights, observation, Selection(4)).isinf().sum() == 1
 
 
 def test_the_first_part_stops_before_its_mass_is_reached() -> None:
-    seen = attended([[WEIGHTS]])
+    observation = attended([[WEIGHTS]])
     weights = torch.tensor(WEIGHTS)
     scores = torch.tensor([*[0.1] * 5, math.inf])
     part = Criticality(epsilon=0.0, mass=0.9, norms=Norms.SHARE)
     for quota, stays in ((6, [0, 1, 5]), (2, [0, 5]), (1, [5])):  # .03 + .5 + .3, then .93
-        weighed = part.weigh(scores, seen, Selection(quota, weights=weights))
+        weighed = part.weigh(scores, observation, Selection(quota, weights=weights))
         assert weighed.isposinf().nonzero().flatten().tolist() == stays
         first = criticality.first(part, WEIGHTS, [False] * 5 + [True], quota)
         assert [*first, 5] == stays
@@ -217,8 +217,8 @@ ROWS = [  # of two query heads, three queries each; what the last three entries 
 @pytest.mark.parametrize("fusion", Fusion)
 def test_morph_asks_the_latest_queries_about_older_entries_alone(fusion) -> None:
     """While text is generated two queries judge, without the newest; three entries stay."""
-    seen = looked(attended(ROWS), generating=True, held=2)
-    scores = Morph(window=2, fusion=fusion).score(seen).tolist()
+    observation = looked(attended(ROWS), generating=True, held=2)
+    scores = Morph(window=2, fusion=fusion).score(observation).tolist()
     first = [max(4 / 7, 1 / 5), max(2 / 7, 1 / 5), max(1 / 7, 3 / 5)]
     second = [max(1 / 3, 3 / 6), max(1 / 3, 2 / 6), max(1 / 3, 1 / 6)]
     fuse = sum if fusion is Fusion.SUM else max
@@ -228,26 +228,26 @@ def test_morph_asks_the_latest_queries_about_older_entries_alone(fusion) -> None
 
 
 def test_morph_of_one_query_ranks_older_entries_as_the_newest_token_does() -> None:
-    seen = attended([[[0.3, 0.1, 0.2, 0.05, 0.35]]])
-    ranks = Morph(window=1, fusion=Fusion.SUM).score(seen)[:-1].argsort().tolist()
-    assert ranks == LastQuery().score(seen)[:-1].argsort().tolist() == [3, 1, 2, 0]
+    observation = attended([[[0.3, 0.1, 0.2, 0.05, 0.35]]])
+    ranks = Morph(window=1, fusion=Fusion.SUM).score(observation)[:-1].argsort().tolist()
+    assert ranks == LastQuery().score(observation)[:-1].argsort().tolist() == [3, 1, 2, 0]
 
 
 @pytest.mark.parametrize("held", [0, 1, 2])
 @pytest.mark.parametrize("generating", [False, True])
 def test_morph_equals_its_loop_with_what_is_remembered(loop_of, generating, held) -> None:
-    seen = looked(attended(ROWS), generating, held)
+    observation = looked(attended(ROWS), generating, held)
     for part in (Morph(2), Morph(2, Fusion.SUM), Morph(4)):
-        got = part.score(seen).tolist()
-        assert got == pytest.approx(loop_of(part).scores(part, seen)[0], abs=1e-5)
+        got = part.score(observation).tolist()
+        assert got == pytest.approx(loop_of(part).scores(part, observation)[0], abs=1e-5)
 
 
 @pytest.mark.parametrize("held", [0, 1, 2])
 def test_recent_attention_equals_its_loop_with_what_is_remembered(loop_of, held) -> None:
-    seen = looked(attended(ROWS), True, held)
+    observation = looked(attended(ROWS), True, held)
     for part in (RecentAttention(1), RecentAttention(2), RecentAttention(4)):
-        got = part.score(seen).tolist()
-        assert got == pytest.approx(loop_of(part).scores(part, seen)[0], abs=1e-5)
+        got = part.score(observation).tolist()
+        assert got == pytest.approx(loop_of(part).scores(part, observation)[0], abs=1e-5)
 
 
 def test_heads_beyond_the_share_of_a_measured_order_score_nothing() -> None:
@@ -268,8 +268,8 @@ def test_old_queries_have_no_say_whatever_they_looked_at() -> None:
     """An entry that was looked at for long, but not lately, goes."""
     long_ago = [[0.97, 0.01, 0.01, 0.01, 0.0, 0.0]] * 2
     lately = [[0.01, 0.6, 0.2, 0.1, 0.09, 0.0], [0.01, 0.5, 0.2, 0.1, 0.1, 0.09]]
-    seen = attended([long_ago + lately])
-    scores = Morph(window=2).score(seen)
+    observation = attended([long_ago + lately])
+    scores = Morph(window=2).score(observation)
     assert int(scores.argmin()) == 0 and float(scores[0]) < 0.02
 
 

@@ -56,8 +56,8 @@ def test_a_scorer_equals_its_loop(scorer, loop_of, case, group) -> None:
 
 @pytest.mark.parametrize("span", [(0, 3), (2, 8), (5, 100)])
 def test_a_scorer_equals_its_loop_when_a_part_is_asked_for(scorer, loop_of, span) -> None:
-    seen = replace(view("uneven"), span=span)
-    assert_equal(judged(scorer, seen), loop_of(scorer).scores(scorer, seen), 1e-5)
+    observation = replace(view("uneven"), span=span)
+    assert_equal(judged(scorer, observation), loop_of(scorer).scores(scorer, observation), 1e-5)
 
 
 @pytest.mark.parametrize("variant", [{"softcap": 0.8}, {"sinks": (0.5, -1.0, 2.0, 0.0)}])
@@ -235,11 +235,13 @@ def test_plain_attention_hears_less_of_who_looks_at_itself(kind) -> None:
 
 
 def test_published_reconstruction_shares_weights_with_the_opening() -> None:
-    seen = replace(a_prompt_that_looks_at_itself(), span=(1, 2))
-    wide, narrow = (Reconstruct(opening=n, variant=Variant.PAPER).score(seen) for n in (1, 0))
+    observation = replace(a_prompt_that_looks_at_itself(), span=(1, 2))
+    wide, narrow = (
+        Reconstruct(opening=n, variant=Variant.PAPER).score(observation) for n in (1, 0)
+    )
     assert wide.tolist() == pytest.approx([-math.inf, 1.5 / 4.5])
     assert narrow.tolist() == pytest.approx([-math.inf, 1.5 / 3.5])
-    assert Reconstruct(opening=1).score(seen).tolist() == pytest.approx([-math.inf, 1.0])
+    assert Reconstruct(opening=1).score(observation).tolist() == pytest.approx([-math.inf, 1.0])
 
 
 @pytest.mark.parametrize("part", [Patched(), Reconstruct(opening=1)])
