@@ -172,7 +172,7 @@ def test_generate_runs_over_pages() -> None:
 def test_a_step_never_waits_for_the_device(decoder_over, monkeypatch, form, backend) -> None:
     """Two sequences, ragged heads: the model's step never waits, and a layer launches little."""
     dtype = torch.bfloat16
-    monkeypatch.setattr(Decoder, "products", LayerRunner())  # as on an accelerator
+    monkeypatch.setattr(Decoder, "layer_runner", LayerRunner())  # as on an accelerator
     decoder = decoder_over(AttentionBackend.GATHERED, "llama", dtype, PAGE_TOKENS)
     caches = some_caches(decoder, form)
     plain = decoder_over(None, "llama", dtype)
