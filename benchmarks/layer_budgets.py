@@ -28,7 +28,7 @@ from _needles import needle_texts
 from larder.core import Calibration, Conversation, LayerScores, Plan, Variant
 from larder.engine import Engine
 from larder.models import calibrate
-from larder.ops.apportionment import apportion
+from larder.ops import apportion
 from larder.policy import (
     Budget,
     EvictionError,

@@ -1,3 +1,4 @@
+from .arguments import require_at_least as require_at_least
 from .codec import BITS as BITS
 from .codec import LAST_TIER as LAST_TIER
 from .codec import Codec as Codec

@@ -1,3 +1,4 @@
+from .apportionment import apportion as apportion
 from .apportionment import even_ranges as even_ranges
 from .approximate_products import channel_products as channel_products
 from .approximate_products import pq_products as pq_products

@@ -19,7 +19,7 @@ from typing import TypeVar
 import numpy as np
 from jaxtyping import Float32
 
-from larder.core import BadParameter, Mode, Question, UsageError
+from larder.core import BadParameter, Mode, Question, UsageError, require_at_least
 from larder.engine import Engine
 from larder.models import BatchSegment as Tokens
 from larder.session import ConversationMemory, Embedder, decode_planner

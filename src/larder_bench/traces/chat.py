@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from larder.core import BadParameter
+from larder.core import BadParameter, require_at_least
 from larder_bench.traces._builder import TraceBuilder
 from larder_bench.traces.base import Trace, Workload
 
