@@ -25,9 +25,9 @@ def looked_at(entries: Entries, weights: list[float], joined: list[float] | None
     return replace(entries, columns={**entries.columns, **newest})
 
 
-def settled(part: Cam, kept: list[int], entries: Entries, stage: Phase = Phase.DECODE) -> Plan:
+def settled(part: Cam, kept: list[int], entries: Entries, phase: Phase = Phase.DECODE) -> Plan:
     count = len(entries.keys)
-    scored = replace(judged([0.0] * count), stage=stage)
+    scored = replace(judged([0.0] * count), phase=phase)
     return part.compensate(a_plan([kept], (count,)), entries, scored)
 
 
@@ -99,7 +99,7 @@ def test_draws_are_even_over_positions_and_differ_between_heads() -> None:
     ones = torch.ones(2000, 1)
     entries = Entries(ones, ones, places, (0, 1000), (1000, 1000), columns)
     scored = LayerScores(
-        torch.zeros(2000), torch.zeros(2000).bool(), (1000, 1000), stage=Phase.DECODE
+        torch.zeros(2000), torch.zeros(2000).bool(), (1000, 1000), phase=Phase.DECODE
     )
     plan = Cam().compensate(a_plan([[999], [999]], (1000, 1000)), entries, scored)
     joins = plan.folds.sources[plan.folds.sources != plan.folds.targets]
@@ -121,7 +121,7 @@ def test_values_do_not_grow_however_long_the_text(merge: Merge) -> None:
         store.note({"newest": torch.ones(len(store.entries().keys))})
         if sum(store.lengths) > held:
             kept = [0, 1, *range(3, held + 1)]
-            scored = replace(judged([0.0] * (held + 1)), stage=Phase.DECODE)
+            scored = replace(judged([0.0] * (held + 1)), phase=Phase.DECODE)
             store.apply(part.compensate(a_plan([kept], store.lengths), store.entries(), scored))
     assert float(store.entries().pack(store.entries().values).max()) <= 2.0001
 

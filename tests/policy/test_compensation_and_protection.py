@@ -33,7 +33,7 @@ JUDGED = [
 ]
 
 
-def judged(compensation, case: str, stage: Phase, remembered: str) -> tuple[Entries, LayerScores]:
+def judged(compensation, case: str, phase: Phase, remembered: str) -> tuple[Entries, LayerScores]:
     """Entries with all that the part has the cache remember, and how they were judged."""
     held, kept = CASES[case]
     layer, source = a_layer(len(held), 2), torch.Generator().manual_seed(5)
@@ -52,7 +52,7 @@ def judged(compensation, case: str, stage: Phase, remembered: str) -> tuple[Entr
     scores = torch.rand(total, generator=source)
     protected = torch.zeros(total, dtype=torch.bool)
     protected[a_plan(kept, entries.lengths).kept[:1]] = True
-    scored = LayerScores(scores, protected, entries.lengths, scalars=scalars, stage=stage)
+    scored = LayerScores(scores, protected, entries.lengths, scalars=scalars, phase=phase)
     return entries, replace(scored, learned=learned_tensors(layer.head_dim))
 
 
@@ -85,9 +85,9 @@ def flat(outcome: Outcome) -> list[float]:
     return numbers
 
 
-@pytest.mark.parametrize("case, stage, remembered", JUDGED)
-def test_a_compensation_equals_its_loop(compensation, loop_of, case, stage, remembered) -> None:
-    entries, scored = judged(compensation, case, stage, remembered)
+@pytest.mark.parametrize("case, phase, remembered", JUDGED)
+def test_a_compensation_equals_its_loop(compensation, loop_of, case, phase, remembered) -> None:
+    entries, scored = judged(compensation, case, phase, remembered)
     plan = a_plan(CASES[case][1], entries.lengths)
     before = [plan.kept.clone(), entries.keys.clone(), entries.values.clone()]
     settled = compensation.compensate(plan, entries, scored)

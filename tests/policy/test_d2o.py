@@ -101,7 +101,7 @@ def test_a_measure_is_the_variance_of_what_entries_received() -> None:
     )
     measured = InverseVariance(variant=Variant.PAPER).measure(observation, torch.zeros(8))
     assert measured == pytest.approx((sum(variances) / 2,))
-    later = replace(observation, stage=Phase.DECODE)
+    later = replace(observation, phase=Phase.DECODE)
     assert InverseVariance().measure(later, torch.zeros(8)) == ()
 
 
@@ -175,7 +175,7 @@ def test_three_to_one_is_of_each_layers_own_entries() -> None:
 
 def test_while_generating_a_layer_keeps_its_share() -> None:
     ready = {
-        i: replace(s, scalars={"share": torch.tensor([(10 + i) / 20])}, stage=Phase.DECODE)
+        i: replace(s, scalars={"share": torch.tensor([(10 + i) / 20])}, phase=Phase.DECODE)
         for i, s in layers_of([1, 1], 30).items()
     }
     plans = InverseVariance().choose({0: ready[0]}, {0: 20, 1: 20})

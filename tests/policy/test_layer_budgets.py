@@ -161,7 +161,7 @@ def test_a_preference_equals_its_loop(window, tau) -> None:
 
 
 def test_a_layer_is_measured_while_generating_only_until_it_has_a_share() -> None:
-    observation = replace(a_view(a_layer(), HEADS), stage=Phase.DECODE)
+    observation = replace(a_view(a_layer(), HEADS), phase=Phase.DECODE)
     for share, numbers in ((torch.full((2,), torch.nan), 1), (torch.full((2,), 6.0), 0)):
         view = replace(observation, entries=replace(observation.entries, scalars={"share": share}))
         assert len(Cake().measure(view, torch.zeros(16))) == numbers

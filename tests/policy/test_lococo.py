@@ -22,7 +22,7 @@ def judged(gamma: float = 0.4, protected: tuple[int, ...] = ()) -> LayerScores:
     mask[list(protected)] = True
     scores = torch.arange(10.0)
     learned = learned_tensors(LAYER.head_dim, gamma)
-    return LayerScores(scores, mask, (10,), stage=Phase.PREFILL, learned=learned)
+    return LayerScores(scores, mask, (10,), phase=Phase.PREFILL, learned=learned)
 
 
 def test_weights_by_hand() -> None:
@@ -56,7 +56,7 @@ def test_slots_are_the_lowest_of_those_without_protection() -> None:
 def test_gamma_of_zero_drops_as_drop_does() -> None:
     entries, plan = some_entries(LAYER, [range(10)]), a_plan(KEPT, (10,))
     assert Lococo().compensate(plan, entries, judged(gamma=0.0)) is plan
-    generating = replace(judged(), stage=Phase.DECODE)
+    generating = replace(judged(), phase=Phase.DECODE)
     assert Lococo().compensate(plan, entries, generating) is plan
 
 

@@ -59,11 +59,11 @@ SHARP = [0.9] + [0.9 + 0.1 * at / 15 for at in range(1, 16)]
 STRAIGHT = [at / 16 for at in range(1, 17)]
 
 
-def judged(measure: list[float], stage: Phase = Phase.PREFILL) -> LayerScores:
+def judged(measure: list[float], phase: Phase = Phase.PREFILL) -> LayerScores:
     scores = torch.arange(128.0).flip(0)
     protected = torch.zeros(128, dtype=torch.bool)
     protected[0] = protected[64] = True
-    return LayerScores(scores, protected, (64, 64), tuple(measure), stage=stage)
+    return LayerScores(scores, protected, (64, 64), tuple(measure), phase=phase)
 
 
 def test_heads_of_a_layer_share_by_their_curves() -> None:

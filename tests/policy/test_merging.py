@@ -121,7 +121,7 @@ def test_elastic_by_hand(variant, keys, counts) -> None:
     got = numbers(part.compensate(plan, entries, scored), entries)
     assert got[0] == pytest.approx(keys) and got[2] == pytest.approx(counts)
     assert got[1] == pytest.approx([10 * key for key in keys])
-    later = part.compensate(plan, entries, replace(scored, stage=Phase.DECODE))
+    later = part.compensate(plan, entries, replace(scored, phase=Phase.DECODE))
     assert bool(len(later.folds)) == (variant is Variant.LARDER)
 
 

@@ -15,10 +15,10 @@ from references.park import dropped, split
 HELD, KEPT = [range(30), range(4, 30)], [[0, 3, 7, 29], [0, 20, 25]]
 
 
-def scored(stage: Phase = Phase.PREFILL) -> LayerScores:
+def scored(phase: Phase = Phase.PREFILL) -> LayerScores:
     source = torch.Generator().manual_seed(3)
     scores = torch.randint(0, 9, (56,), generator=source).float()
-    return LayerScores(scores, torch.zeros(56, dtype=torch.bool), (30, 26), stage=stage)
+    return LayerScores(scores, torch.zeros(56, dtype=torch.bool), (30, 26), phase=phase)
 
 
 @pytest.mark.parametrize(
@@ -61,10 +61,10 @@ def test_a_budget_left_open_is_the_policys() -> None:
     assert Park().with_budget(64) == Park() != replace(Park(), tokens=64)
 
 
-@pytest.mark.parametrize("stage", Phase)
+@pytest.mark.parametrize("phase", Phase)
 @pytest.mark.parametrize(("weights", "head"), [((1.0, 0.0), 1), ((0.0, 0.5), 0)])
-def test_streaming_heads_lose_what_they_reject(weights, head, stage) -> None:
-    entries, judged = some_entries(a_layer(2, 2), HELD), replace(scored(stage), weights=weights)
+def test_streaming_heads_lose_what_they_reject(weights, head, phase) -> None:
+    entries, judged = some_entries(a_layer(2, 2), HELD), replace(scored(phase), weights=weights)
     settled = Park(cut=Cut.STREAMING).compensate(a_plan(KEPT, entries.lengths), entries, judged)
     lost = [s for s in range(len(HELD[head])) if s not in KEPT[head]]
     assert settled.dropped.tolist() == [30 * head + s for s in lost]

@@ -189,14 +189,14 @@ def looked(observation: Observation, generating: bool, held: int) -> Observation
     count = observation.queries.shape[1]
     before = slice(count - 1 - held, count - 1)
     latest = LatestQueries(observation.queries[:, before], observation.query_positions[before])
-    stage = Phase.DECODE if generating else Phase.PREFILL
+    phase = Phase.DECODE if generating else Phase.PREFILL
     return replace(
         observation,
         queries=observation.queries[:, -1:],
         keys=observation.keys[:, -1:],
         query_positions=observation.query_positions[-1:],
         latest=latest if held else None,
-        stage=stage,
+        phase=phase,
     )
 
 
@@ -280,7 +280,7 @@ def test_scope_reads_by_the_scorer_of_prompts_and_goes_on_by_the_newest_query() 
     row = [0.0, 0.5, 0.1, 0.2, 0.15, 0.05]
     reading = attended([[row]])
     assert planner.score(reading).tolist()[:2] == pytest.approx([0.5, 0.5], abs=1e-5)  # smoothed
-    generating = replace(reading, stage=Phase.DECODE)
+    generating = replace(reading, phase=Phase.DECODE)
     assert planner.score(generating).tolist() == pytest.approx(row, abs=1e-5)
 
 

@@ -44,7 +44,7 @@ def test_generated_tokens_are_judged_one_by_one() -> None:
     observation = a_view(a_layer(1, 1), [range(6)], 3)
     scores = torch.arange(6.0)
     assert Shot().pool(scores, observation).tolist() == [1.0, 1.0, 1.0, 4.0, 4.0, 4.0]
-    assert torch.equal(Shot().pool(scores, replace(observation, stage=Phase.DECODE)), scores)
+    assert torch.equal(Shot().pool(scores, replace(observation, phase=Phase.DECODE)), scores)
 
 
 def test_an_example_longer_than_the_budget_is_judged_token_by_token() -> None:

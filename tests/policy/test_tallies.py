@@ -59,7 +59,7 @@ class Run:
         self.store.append(new.keys, new.values, new.positions)
         self.position += count
         entries = self.store.entries()
-        stage = Phase.DECODE if count == 1 else Phase.PREFILL
+        phase = Phase.DECODE if count == 1 else Phase.PREFILL
         observation = Observation(
             self._layer,
             entries,
@@ -67,7 +67,7 @@ class Run:
             query_positions=new.positions,
             length=self.position,
             span=(0, self.position),
-            stage=stage,
+            phase=phase,
         )
         self.listener.hear(observation)
         for tally in self._tallies:

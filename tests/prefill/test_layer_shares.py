@@ -19,7 +19,7 @@ def test_the_code_measures_all_queries_of_a_text_read_whole(
     seen, measure = list[int](), InverseVariance.measure
 
     def counted(part, view, scores):
-        assert view.stage is Phase.PREFILL
+        assert view.phase is Phase.PREFILL
         seen.append(len(view.query_positions))
         return measure(part, view, scores)
 

@@ -13,7 +13,7 @@ SMALL = {"window": 2, "seed": 7}  # parameters for small layers
 
 def settle(part: Any, entries: Entries, scored: LayerScores, kept: list[list[int]]) -> Outcome:
     outcome = untouched(entries, kept)
-    if scored.stage.value != "generating" or not goes_and_stays(entries, kept):
+    if scored.phase.value != "generating" or not goes_and_stays(entries, kept):
         return outcome
     for head, entries_kept in enumerate(outcome.heads):
         for entry in entries_kept:

@@ -11,7 +11,7 @@ from references.outcome import Outcome, untouched
 
 def settle(part: Any, entries: Entries, scored: LayerScores, kept: list[list[int]]) -> Outcome:
     outcome, variant = untouched(entries, kept), part.variant.value
-    if variant != "larder" and scored.stage.value == "generating":
+    if variant != "larder" and scored.phase.value == "generating":
         return outcome
     for head, own in enumerate(kept):
         places, spared = places_of(entries, head), protected_of(entries, scored, head)

@@ -28,7 +28,7 @@ def learned_tensors(head_dim: int, gamma: float = 0.4) -> dict[str, Tensor]:
 def settle(part: Any, entries: Entries, scored: LayerScores, kept: list[list[int]]) -> Outcome:
     del part
     outcome = untouched(entries, kept)
-    if scored.stage.value == "generating":
+    if scored.phase.value == "generating":
         return outcome
     for head, own in enumerate(kept):
         gone = [s for s in range(entries.lengths[head]) if s not in own]

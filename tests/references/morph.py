@@ -17,7 +17,7 @@ def scores(part: Any, observation: Observation) -> list[list[float]]:
 
 
 def one_head(part: Any, observation: Observation, head: int) -> list[float]:
-    newest = 1 if observation.stage.value == "generating" else 0
+    newest = 1 if observation.phase.value == "generating" else 0
     start = observation.length - part.window - newest
     positions = positions_of(observation.entries, head)
     older = [s for s, place in enumerate(positions) if place < start]

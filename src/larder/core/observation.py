@@ -220,7 +220,7 @@ class Observation:
         keys: post-RoPE keys of the same tokens; those of a scratch pass are in no cache.
         logits: attention logits of a single query over the storage rows, biases included, row r for
             query head r of each kv head; None where they were not recorded.
-        stage: prefill or decode.
+        phase: prefill or decode.
         calibration: measurements of this layer.
         lexicon: sets of token ids that the policy needs.
         rope_positions: positions that queries and `keys` are rotated to, for each kv head; empty
@@ -241,7 +241,7 @@ class Observation:
     length: int
     span: tuple[int, int]
     ids: tuple[int, ...] = ()
-    stage: Phase = Phase.PREFILL
+    phase: Phase = Phase.PREFILL
     keys: Float[Tensor, "K Q D"] = field(
         default_factory=lambda: empty_tensor(torch.float32, 0, 0, 0)
     )
@@ -271,7 +271,7 @@ class LayerScores:
     Args:
         measure: statistics that the budget measured of this layer; empty where it needs none.
         scalars: ledger scalars of each kv head, by name.
-        stage: prefill or decode.
+        phase: prefill or decode.
         storage_statistics: statistics that the storage measured of the layer.
         weights: budget weight of each kv head; empty where the budget treats heads alike.
         protection: protected entries for a number of entries per head; None where that does not
@@ -284,7 +284,7 @@ class LayerScores:
     lengths: tuple[int, ...]
     measure: tuple[float, ...] = ()
     scalars: Mapping[str, Float[Tensor, " K"]] = field(default_factory=dict[str, Tensor])
-    stage: Phase = Phase.PREFILL
+    phase: Phase = Phase.PREFILL
     storage_statistics: StorageStatistics = field(default_factory=StorageStatistics)
     weights: tuple[float, ...] = ()
     protection: Callable[[int], PackedMask] | None = None

@@ -159,9 +159,9 @@ class Planner:
         """True if every token read changes what the cache holds for the parts."""
         return self.has_tallies or bool(self.token_providers)
 
-    def _scoring(self, stage: Phase) -> ReducedScorer:
+    def _scoring(self, phase: Phase) -> ReducedScorer:
         """Scorer and reduction of a phase."""
-        own = self.timing.scoring if stage is Phase.DECODE else None
+        own = self.timing.scoring if phase is Phase.DECODE else None
         return own or ReducedScorer(self.scorer, self.reduction)
 
     def tally(self, observation: Observation) -> dict[str, Float[Tensor, " C"]]:
@@ -283,7 +283,7 @@ class Planner:
         Raises:
             ScoreError: the scorer did not return one number per entry.
         """
-        own = self._scoring(observation.stage)
+        own = self._scoring(observation.phase)
         scores = own.scorer.score_with(observation, own.reduction)
         self._check(scores, own.scorer, observation)
         selection = Selection(quota)
@@ -332,7 +332,7 @@ class Planner:
             entries.lengths,
             measure=self.budget.inspect(observation, scores, protected),
             scalars=entries.scalars,
-            stage=observation.stage,
+            phase=observation.phase,
             storage_statistics=self.storage.inspect(observation),
             weights=weights,
             protection=protection,
@@ -352,13 +352,13 @@ class Planner:
         It holds no queries, since layers keep it until all of them are scored.
         """
         positions = observation.entries.packed_positions()
-        return partial(self._protected, positions, observation.length, observation.stage, start)
+        return partial(self._protected, positions, observation.length, observation.phase, start)
 
     def _protected(
-        self, positions: Int[Tensor, " T"], length: int, stage: Phase, start: int, tokens: int
+        self, positions: Int[Tensor, " T"], length: int, phase: Phase, start: int, tokens: int
     ) -> PackedMask:
         protected = self.protect.mask(positions, length, tokens) | (positions < self.watermark)
-        if stage is Phase.DECODE and self.timing.extends_protection:
+        if phase is Phase.DECODE and self.timing.extends_protection:
             return self.timing.generation_protection(protected, positions, start, length, tokens)
         return protected
 

@@ -60,7 +60,7 @@ class EvictionPass:
             per row.
         meter: observes every change; None for no measurement, as in decode.
         lengths: true tokens read at the end of the pass, one per row.
-        stage: prefill or decode.
+        phase: prefill or decode.
         starts: true positions of the first generated token, one per row; unused in prefill.
         mode: how plans are carried out.
         listener: called with what each layer was scored by, before plans are applied.
@@ -74,7 +74,7 @@ class EvictionPass:
         quotas: Sequence[Mapping[int, int]],
         meter: PeakMemoryMeter | None,
         lengths: Sequence[int],
-        stage: Phase = Phase.PREFILL,
+        phase: Phase = Phase.PREFILL,
         starts: Sequence[int] = (),
         mode: EvictionMode = EvictionMode.APPLY,
         listener: ScoreListener | None = None,
@@ -85,7 +85,7 @@ class EvictionPass:
         self._tokens = tokens
         self._quotas = quotas
         self._meter = meter
-        self._stage = stage
+        self._phase = phase
         self._starts = starts or [0] * len(caches)
         self._mode = mode
         self._listener = listener
@@ -180,7 +180,7 @@ class EvictionPass:
             self.lengths[row],
             prompt.span,
             self._ids_of(prompt, recorded, self.lengths[row]),
-            self._stage,
+            self._phase,
             recorded.keys,
             cache.stores[layer].take_logits(),
             inputs={**recorded.inputs, **self._gradient_inputs(row, layer)},

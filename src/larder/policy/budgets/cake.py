@@ -67,7 +67,7 @@ class Cake(Budget):
 
     def measure(self, observation: Observation, scores: Packed) -> tuple[float, ...]:
         """Preference of the layer; empty where its share is known already."""
-        if observation.stage is Phase.DECODE and not bool(
+        if observation.phase is Phase.DECODE and not bool(
             observation.entries.scalars[SHARE].isnan().any()
         ):
             return ()

@@ -106,7 +106,7 @@ class InverseVariance(Budget):
 
     def measure(self, observation: Observation, scores: Packed) -> tuple[float, ...]:
         """F of the layer; empty where its share is known already."""
-        if observation.stage is Phase.DECODE and not bool(
+        if observation.phase is Phase.DECODE and not bool(
             observation.entries.scalars[SHARE].isnan().any()
         ):
             return ()

@@ -137,7 +137,7 @@ def _deserved(scored: LayerScores, free: Sequence[int], count: int) -> list[floa
     Heads without curves, and those of a step of generation, keep equal shares.
     """
     heads = len(free)
-    if scored.stage is Phase.DECODE or len(scored.measure) % heads:
+    if scored.phase is Phase.DECODE or len(scored.measure) % heads:
         return [float(own) for own in free]
     curves = split_evenly(UTILITY, scored.measure, heads)
     shares = greedy_shares(curves, heads * count / sum(free))

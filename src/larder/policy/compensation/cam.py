@@ -92,7 +92,7 @@ class Cam(Compensation):
         return self.merge is Merge.SAMPLED
 
     def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
-        if scored.stage is not Phase.DECODE:
+        if scored.phase is not Phase.DECODE:
             return plan
         rejected = rejected_indices(plan, entries)
         if not len(rejected) or not len(plan.kept):

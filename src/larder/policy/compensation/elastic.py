@@ -52,7 +52,7 @@ class Elastic(Compensation):
     ledger = Ledger(columns=(LOG_COUNT,))
 
     def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
-        if self.variant is not Variant.LARDER and scored.stage is Phase.DECODE:
+        if self.variant is not Variant.LARDER and scored.phase is Phase.DECODE:
             return plan
         anchors = kept_mask(plan, entries)
         if self.variant is Variant.CODE:

@@ -45,7 +45,7 @@ class Lococo(Compensation):
         if missing:
             raise ScoreError("lococo() was given no convolution: plan through a model's runtime.")
         tensors = {name: scored.learned[f"{LOCOCO}.{name}"] for name in names}
-        if scored.stage is Phase.DECODE or not float(tensors["gamma"]):
+        if scored.phase is Phase.DECODE or not float(tensors["gamma"]):
             return plan
         parts = [
             _head_folds(entries, *own, tensors)

@@ -97,7 +97,7 @@ class Park(Compensation):
     def compensate(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         if self.separates_streaming_heads:
             return self._without_streams(plan, entries, scored)
-        if not self.needs_whole_text or scored.stage is not Phase.PREFILL or not entries.lengths:
+        if not self.needs_whole_text or scored.phase is not Phase.PREFILL or not entries.lengths:
             return plan
         stays = max(self.remaining(max(entries.lengths)), *plan.lengths, 0)
         kept = mask_of(plan.kept, sum(entries.lengths))

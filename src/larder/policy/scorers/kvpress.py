@@ -155,7 +155,7 @@ class Kvpress(Scorer):
     ) -> NoReturn:
         raise ScoreError(
             f"{self.press} cannot score layer {observation.layer.index}, {count} entries by "
-            f"{observation.queries.shape[1]} queries while {observation.stage.value} "
+            f"{observation.queries.shape[1]} queries while {observation.phase.value} "
             f"({' '.join(reason.split())}): it may be made for a context that is read in one "
             "piece and larger than its windows; put whole() in front and prefill_only() behind."
         ) from cause

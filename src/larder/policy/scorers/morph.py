@@ -84,7 +84,7 @@ class Morph(Scorer):
         return latest.before(observation.length - self._newest(observation)).last(self.window)
 
     def _newest(self, observation: Observation) -> int:
-        return int(observation.stage is Phase.DECODE)
+        return int(observation.phase is Phase.DECODE)
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Shot(Unit):
         return replace(self, longest=tokens) if self.longest is None else self
 
     def pool(self, scores: Packed, observation: Observation) -> Packed:
-        if observation.stage is Phase.DECODE:
+        if observation.phase is Phase.DECODE:
             return scores
         spans, lengths = (
             observation.entries.column("shot").abs().long(),
