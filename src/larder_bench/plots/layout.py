@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from larder_bench.plots.policy_styles import PolicyStyle
-from larder_bench.plots.style import FAINT, INK, SMALL, SOFT
+from larder_bench.plots.style import FAINT, SMALL, SOFT
 
 POINTS = 72.0  # per inch
 LINE_HEIGHT = 0.125  # inches from one line of a legend to the next
@@ -222,12 +222,6 @@ def draw_legend(
                 va="center",
             )
             x += _SWATCH + _NEAR + text_width(style.name, SMALL) + _APART
-
-
-def draw_heading(figure: Any, text: str, left: float, top: float, color: str = INK) -> None:
-    """Draw a line of text `left` inches from the left and `top` below the top."""
-    height = figure.get_size_inches()[1]
-    overlay_axes(figure).text(left, height - top, text, color=color, size=SMALL, va="center")
 
 
 def plain_axes(axes: Any) -> None:
