@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable, Iterator
+from datetime import date
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,75 +24,9 @@ from larder.engine import ConstraintCompiler, json_constraint
 from server_core import byte_characters
 
 V, END, MOST = 128, 2, 300
-STRING, INTEGER = {"type": "string", "maxLength": 4}, {"type": "integer"}
-
-
-def closed(required: list[str] | None = None, **properties: Any) -> dict[str, Any]:
-    names = list(properties) if required is None else required
-    given = {"type": "object", "properties": properties, "additionalProperties": False}
-    return {**given, "required": names}
-
-
-ENFORCED: dict[str, dict[str, Any]] = {
-    "boolean": {"type": "boolean"},
-    "null": {"type": "null"},
-    "integer range": {"type": "integer", "minimum": -3, "maximum": 12},
-    "exclusive range": {"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 5},
-    "number range": {"type": "number", "minimum": 0.5, "maximum": 2.25},
-    "multiple": {"type": "integer", "multipleOf": 5, "minimum": 0, "maximum": 50},
-    "lengths": {"type": "string", "minLength": 2, "maxLength": 5},
-    "longer": {"type": "string", "maxLength": 200},
-    "pattern": {"type": "string", "pattern": "^[a-c]{2}-[0-9]+$"},
-    "open pattern": {"type": "string", "pattern": "[0-9]", "maxLength": 20},
-    "date": {"type": "string", "format": "date"},
-    "time": {"type": "string", "format": "date-time"},
-    "uuid": {"type": "string", "format": "uuid"},
-    "address": {"type": "string", "format": "ipv4"},
-    "enum": {"enum": ["a", 1, None, True, {"b": [2]}]},
-    "const": {"const": {"a": [1, "x"]}},
-    "types": {"type": ["boolean", "null"]},
-    "array": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
-    "tuple": {"type": "array", "prefixItems": [STRING, INTEGER], "items": False, "minItems": 2},
-    "nested arrays": {
-        "type": "array",
-        "maxItems": 2,
-        "items": {"type": "array", "items": {"type": "null"}, "maxItems": 2},
-    },
-    "object": closed(a=STRING, b=INTEGER),
-    "optional": closed(["b"], a=STRING, b={"type": "boolean"}),
-    "nested objects": closed(a=closed(b=closed(c={"type": "null"}))),
-    "other values": {"type": "object", "additionalProperties": {"type": "boolean"}},
-    "pattern properties": {
-        "type": "object",
-        "patternProperties": {"^x[0-9]$": {"type": "null"}},
-        "additionalProperties": False,
-    },
-    "any of": {"anyOf": [{"type": "null"}, closed(a={"type": "boolean"})]},
-    "one of": {"oneOf": [{"const": "a"}, {"type": "boolean"}]},
-    "all of": {"allOf": [{"type": "integer", "minimum": 2}, {"maximum": 9}]},
-    "reference": {"$defs": {"a": {"type": "boolean"}}, **closed(b={"$ref": "#/$defs/a"})},
-    "recursion": {
-        "$defs": {"node": closed(["v"], v={"type": "null"}, next={"$ref": "#/$defs/node"})},
-        "$ref": "#/$defs/node",
-    },
-    "draft 7": {
-        "$schema": "http://json-schema.org/draft-07/schema#",
-        "definitions": {"a": {"type": "null"}},
-        **closed(b={"$ref": "#/definitions/a"}),
-    },
-    "escapes": closed(None, **{'a "b"\\': {"const": 'c "d"\\\n'}}),
-}
-REFUSED: dict[str, dict[str, Any]] = {
-    "unknown format": {"type": "string", "format": "frob"},
-    "unique": {"type": "array", "items": INTEGER, "uniqueItems": True},
-    "contains": {"type": "array", "contains": INTEGER},
-    "names": {"type": "object", "propertyNames": {"maxLength": 3}},
-    "dependent": {"type": "object", "dependentRequired": {"a": ["b"]}},
-    "overlap": {"oneOf": [{"type": "integer"}, {"type": "number"}]},
-    "not": {"type": "object", "not": {"required": ["a"]}},
-    "condition": {"if": {"type": "string"}, "then": {"minLength": 2}},
-    "look-ahead": {"type": "string", "pattern": "(?=a)b"},
-}
+SCHEMAS = json.loads(Path(__file__).with_name("schema_features.json").read_text())
+ENFORCED: dict[str, dict[str, Any]] = SCHEMAS["enforced"]
+REFUSED: dict[str, dict[str, Any]] = SCHEMAS["refused"]
 
 
 @pytest.fixture(scope="module")
@@ -126,3 +65,48 @@ def test_no_invalid_answer_passes(compiler: ConstraintCompiler, name: str) -> No
 def test_what_cannot_be_enforced_is_refused(name: str) -> None:
     with pytest.raises(BadParameter, match="cannot be enforced"):
         json_constraint(REFUSED[name])
+
+
+def days(years: Iterable[int]) -> Iterator[tuple[str, bool]]:
+    """Dates of some years, and whether there is such a day."""
+    for year, month, day in product(years, range(14), range(33)):
+        text = f"{year:04}-{month:02}-{day:02}"
+        try:
+            yield text, bool(date.fromisoformat(text))
+        except ValueError:
+            yield text, False
+
+
+def test_dates_are_days_that_there_are() -> None:
+    grammar = json.loads(json_constraint({"type": "string", "format": "date"}).grammar)
+    pattern = re.compile(grammar["grammars"][0]["json_schema"]["pattern"])
+    found = list(days((0, 1, 4, 100, 400, 1900, 1999, 2000, 2023, 2024, 2100, 9999)))
+    assert all(bool(pattern.fullmatch(text)) is is_day for text, is_day in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_valid"),
+    [
+        ("2024-02-29", True),
+        ("2023-02-29", False),
+        ("2024-04-31", False),
+        ("2024-02-29T23:59:59.5+01:00", True),
+        ("2023-02-29T00:00:00Z", False),
+        ("2024-02-29T24:00:00Z", False),
+    ],
+)
+@pytest.mark.parametrize("kind", ["string", ["string", "null"]])
+def test_a_date_is_enforced(
+    compiler: ConstraintCompiler, kind: str | list[str], text: str, is_valid: bool
+) -> None:
+    name = "date-time" if "T" in text else "date"
+    matcher = compiler.matcher(json_constraint({"type": kind, "format": name}))
+    tokens = [*map(ord, f'"{text}"')]
+    if is_valid:
+        for token in tokens:
+            matcher.accept(token)
+        assert matcher.is_complete
+        return
+    with pytest.raises(BadParameter):
+        for token in tokens:
+            matcher.accept(token)

@@ -28,6 +28,18 @@ MAX_GRAMMAR_CHARS = 1 << 18
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 CONSTANTS = ("const", "enum", "default", "examples")
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+# Days that there are (RFC 3339, section 5.7): llguidance's own pattern takes February 31. Year 0,
+# which Python and JavaScript's calendars do not share, is left out.
+_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"
+_FOURTHS = "(?:0[48]|[2468][048]|[13579][26])"
+_DATE = (
+    f"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
+    "|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+    f"|(?:[0-9]{{2}}{_FOURTHS}|{_FOURTHS}00)-02-29)"
+)
+_CLOCK = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"T{_CLOCK}:[0-5][0-9](?:\.[0-9]{{1,9}})?(?:Z|[+-]{_CLOCK})"
+CALENDAR_PATTERNS = {"date": f"^{_DATE}$", "date-time": f"^{_DATE}{_TIME}$"}
 
 
 @dataclass(frozen=True)
@@ -85,7 +97,7 @@ def json_constraint(schema: Mapping[str, Any] | bool, lenient: bool = False) -> 
 
     options: Any = {"whitespace_flexible": False, "lenient": lenient}
     try:
-        text = json.dumps(_rewritten(schema, _without_string_names))
+        text = json.dumps(_rewritten(schema, _prepared))
     except RecursionError as error:
         raise BadParameter("A schema must not nest hundreds of levels: flatten it.") from error
     _check_length(text)
@@ -261,7 +273,10 @@ def _checked(grammar: str) -> Constraint:
 
 
 def _message(reason: str) -> str:
-    return f"The schema, pattern or grammar cannot be enforced ({' '.join(reason.split())[:300]})."
+    return (
+        f"The schema, pattern or grammar cannot be enforced ({' '.join(reason.split())[:300]}): leave "
+        "that part out, or correct it."
+    )
 
 
 def _rewritten(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
@@ -282,11 +297,15 @@ def _rewritten(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) 
     return change(found)
 
 
-def _without_string_names(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without `propertyNames` that say only that names are strings, as all are."""
+def _prepared(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema without `propertyNames` that say only that names are strings, as all are, and with
+    a pattern of days that there are in place of a format of dates."""
     if schema.get("propertyNames") == {"type": "string"}:
         del schema["propertyNames"]
-    return schema
+    pattern = CALENDAR_PATTERNS.get(str(schema.get("format")))
+    if pattern is None or "pattern" in schema:
+        return schema
+    return {name: each for name, each in schema.items() if name != "format"} | {"pattern": pattern}
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
