@@ -13,6 +13,7 @@ from _server import HttpReply, Server, StreamedAnswer, session_path
 
 KEYS = "anne sk-anne-0123456789 operator,bob sk-bob-0123456789ab"
 TENANTS = ("sk-anne-0123456789", "sk-bob-0123456789ab")
+EMBEDDER = "minilm"
 MOST_TURNS = 4
 WORDS = "bread salt plum tea rye jam oat fig nut egg corn leek".split()
 TOOL_STEPS = 3
@@ -71,6 +72,8 @@ class RandomClient:
             (self.carry, 1),
             (self.converse, 2),
             (self.use_tools, 2),
+            (self.embed, 2),
+            (self.message, 2),
             (self.remove, 2),
             (self.intrude, 2),
             (self.babble, 2),
@@ -174,6 +177,25 @@ class RandomClient:
             ]
         self._removed(name)
         return _status(answer)
+
+    def embed(self) -> str:
+        """Embed some lines, as numbers or packed."""
+        form = self.luck.choice(("float", "base64"))
+        lines = [self._line()["content"] for _ in range(self.luck.randrange(1, 5))]
+        body = {"model": EMBEDDER, "input": lines, "encoding_format": form}
+        return str(self.own.ask("POST", "/v1/embeddings", body).status)
+
+    def message(self) -> str:
+        """Send a message in Anthropic's form in a session of its own, typed or not."""
+        self.made += 1
+        name = f"{self.name} {self.made}"
+        body: dict[str, Any] = self._body(name, [self._line()], 12)
+        if self.luck.random() < 0.5:
+            schema = TOOL["function"]["parameters"]
+            body["output_config"] = {"format": {"type": "json_schema", "schema": schema}}
+        reply = self.own.ask("POST", "/v1/messages", body | {"stream": self.luck.random() < 0.5})
+        self._removed(name)
+        return str(reply.status)
 
     def remove(self) -> str:
         """Remove a session."""

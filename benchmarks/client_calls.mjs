@@ -9,7 +9,7 @@ import { pathToFileURL } from "node:url";
 const [url, folder] = process.argv.slice(2);
 const require = createRequire(join(folder, "package.json"));
 const load = (name) => import(pathToFileURL(require.resolve(name)).href);
-const { generateText, streamText, generateObject, tool, stepCountIs } = await load("ai");
+const { generateText, streamText, generateObject, streamObject, tool, stepCountIs } = await load("ai");
 const { createOpenAI } = await load("@ai-sdk/openai");
 const { createOpenAICompatible } = await load("@ai-sdk/openai-compatible");
 const { z } = await load("zod");
@@ -76,6 +76,12 @@ const calls = {
   async generateObject(model) {
     const told = await generateObject({ model, schema, prompt: "What?", maxOutputTokens: 60 });
     check(words.includes(told.object.what), "no object");
+  },
+  async streamObject(model) {
+    const told = streamObject({ model, schema, prompt: "What?", maxOutputTokens: 60 });
+    let parts = 0;
+    for await (const _ of told.partialObjectStream) parts += 1;
+    check(parts > 0 && words.includes((await told.object).what), "no object");
   },
 };
 

@@ -20,8 +20,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-MODEL, KEY = "seed", "none"
-WORDS = ["bread", "salt", "plum"]
+from _acceptance_calls import KEY, MODEL, WORDS, hostile, lm_evaluation, other_prompts, schemas
+
+EMBEDDER = "minilm"
 COUNT = {
     "type": "object",
     "properties": {"what": {"enum": WORDS}, "kept": {"type": "boolean"}},
@@ -30,8 +31,9 @@ COUNT = {
 }
 TOOL = {"type": "function", "function": {"name": "count", "parameters": COUNT}}
 INSPECT_FORMS = ("openai-api/larder", "vllm")
+STREAMS = {"stream": True}  # argument of a model of inspect
 ASKED = [{"role": "user", "content": "I have bread and salt. What do I have?"}]
-Call = Callable[[str], None]
+Call = Callable[[str], dict[str, Any] | None]  # with figures for its row
 
 
 def openai_chat(url: str) -> None:
@@ -42,12 +44,12 @@ def openai_chat(url: str) -> None:
         assert client.chat.completions.create(**given).usage.completion_tokens
         assert list(client.chat.completions.create(**given, stream=True))
         messages: list[Any] = list(ASKED)
-        for step in range(3):
-            tools: Any = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
-            told = client.chat.completions.create(
-                model=MODEL, messages=messages, max_tokens=60, **tools
-            )
+        forced: Any = {"tool_choice": "required", "parallel_tool_calls": False}
+        for step in range(3):  # streamed at every second
+            given = {"model": MODEL, "messages": messages, "max_tokens": 60, "tools": [TOOL]}
+            told = _completed(client, bool(step % 2), given | forced)
             message = told.choices[0].message
+            assert told.choices[0].finish_reason == "tool_calls"
             assert json.loads(message.tool_calls[0].function.arguments)["what"] in WORDS
             result = {
                 "role": "tool",
@@ -56,6 +58,15 @@ def openai_chat(url: str) -> None:
             }
             messages += [message, result]
         assert told.usage.prompt_tokens_details.cached_tokens > 0
+
+
+def _completed(client: Any, is_streamed: bool, given: dict[str, Any]) -> Any:
+    """Whole chat completion."""
+    if not is_streamed:
+        return client.chat.completions.create(**given)
+    options = {"stream_options": {"include_usage": True}}
+    with client.chat.completions.stream(**given, **options) as stream:
+        return stream.get_final_completion()
 
 
 def openai_responses(url: str) -> None:
@@ -67,6 +78,32 @@ def openai_responses(url: str) -> None:
             model=MODEL, input="And?", previous_response_id=first.id, max_output_tokens=8
         ) as stream:
             assert list(stream)[-1].type in ("response.completed", "response.incomplete")
+
+
+def openai_response_tools(url: str) -> None:
+    """Loop of calls by `previous_response_id`, and typed answers."""
+    from openai import OpenAI
+
+    kind, form = _stock_type(), {"type": "function", "name": "count", "parameters": COUNT}
+    forced: Any = {"tools": [form], "tool_choice": "required", "parallel_tool_calls": False}
+    with OpenAI(base_url=f"{url}/v1", api_key=KEY) as client:
+        given: Any = {"model": MODEL, "max_output_tokens": 60}
+        asked: Any = ASKED
+        for step in range(4):  # streamed at every second
+            if step % 2:
+                with client.responses.stream(**given, **forced, input=asked) as stream:
+                    told = stream.get_final_response()
+            else:
+                told = client.responses.create(**given, **forced, input=asked)
+            [call] = [item for item in told.output if item.type == "function_call"]
+            assert json.loads(call.arguments)["what"] in WORDS
+            given["previous_response_id"] = told.id
+            asked = [{"type": "function_call_output", "call_id": call.call_id, "output": "3"}]
+        assert told.usage.input_tokens_details.cached_tokens > 0
+        typed: Any = {"model": MODEL, "input": ASKED, "text_format": kind}
+        assert isinstance(client.responses.parse(**typed).output_parsed, kind)
+        with client.responses.stream(**typed) as stream:
+            assert isinstance(stream.get_final_response().output_parsed, kind)
 
 
 def _stock_type() -> Any:
@@ -85,8 +122,10 @@ def openai_parse(url: str) -> None:
 
     kind = _stock_type()
     with OpenAI(base_url=f"{url}/v1", api_key=KEY) as client:
-        told = client.chat.completions.parse(model=MODEL, messages=ASKED, response_format=kind)
-        assert isinstance(told.choices[0].message.parsed, kind)
+        given: Any = {"model": MODEL, "messages": ASKED, "response_format": kind}
+        whole = client.chat.completions.parse(**given)
+        for told in (whole, _completed(client, True, given)):
+            assert isinstance(told.choices[0].message.parsed, kind)
 
 
 def anthropic_messages(url: str) -> None:
@@ -97,9 +136,12 @@ def anthropic_messages(url: str) -> None:
         given: Any = {"model": MODEL, "max_tokens": 60, "tools": [tool]}
         given["tool_choice"] = {"type": "any", "disable_parallel_tool_use": True}
         messages: list[Any] = list(ASKED)
-        for _ in range(2):
-            with client.messages.stream(**given, messages=messages) as stream:
-                told = stream.get_final_message()
+        for step in range(4):  # streamed at every second
+            if step % 2:
+                with client.messages.stream(**given, messages=messages) as stream:
+                    told = stream.get_final_message()
+            else:
+                told = client.messages.create(**given, messages=messages)
             [block] = [each for each in told.content if each.type == "tool_use"]
             assert told.stop_reason == "tool_use" and block.input["what"] in WORDS
             result = {"type": "tool_result", "tool_use_id": block.id, "content": "3"}
@@ -107,6 +149,7 @@ def anthropic_messages(url: str) -> None:
                 {"role": "assistant", "content": told.content},
                 {"role": "user", "content": [result]},
             ]
+        assert told.usage.cache_read_input_tokens > 0
         assert client.messages.count_tokens(model=MODEL, messages=ASKED).input_tokens
 
 
@@ -140,8 +183,37 @@ def langchain_tools(url: str) -> None:
         messages += [told, ToolMessage("3", tool_call_id=call["id"])]
     schema = {"title": "Count", **COUNT}
     for method in ("json_schema", "function_calling"):
-        assert model.with_structured_output(schema, method=method).invoke("What?")["what"] in WORDS
+        typed = model.with_structured_output(schema, method=method)
+        for told in (typed.invoke("What?"), list(typed.stream("What?"))[-1]):
+            assert told["what"] in WORDS
     assert list(model.stream("Hello"))
+
+
+def langchain_embeddings(url: str) -> None:
+    from langchain_openai import OpenAIEmbeddings
+
+    model = OpenAIEmbeddings(
+        base_url=f"{url}/v1", api_key=KEY, model=EMBEDDER, check_embedding_ctx_length=False
+    )
+    one, two = model.embed_documents(["bread", "salt"])
+    query = model.embed_query("bread")
+    assert _product(one, query) > 0.999 > _product(two, query)
+
+
+def openai_embeddings(url: str) -> None:
+    from openai import OpenAI
+
+    with OpenAI(base_url=f"{url}/v1", api_key=KEY) as client:
+        given: Any = {"model": EMBEDDER, "input": ["bread", "salt"]}
+        packed = client.embeddings.create(**given)  # the client asks for base64
+        plain = client.embeddings.create(**given, encoding_format="float")
+        assert packed.usage.total_tokens == plain.usage.total_tokens > 0
+        for one, other in zip(packed.data, plain.data, strict=True):
+            assert abs(_product(one.embedding, other.embedding) - 1) < 1e-5
+
+
+def _product(one: list[float], other: list[float]) -> float:
+    return sum(left * right for left, right in zip(one, other, strict=True))
 
 
 def agents_loop(url: str) -> None:
@@ -243,9 +315,11 @@ def inspect_tools(url: str) -> None:
 
     forced = [use_tools([count()], tool_choice="any"), generate(tool_calls="loop")]
     for form in INSPECT_FORMS:
-        called.clear()
-        _inspected(url, ["What?"], forced, form, parallel_tool_calls=False, message_limit=5)
-        assert len(called) >= 2
+        for arguments in ({}, STREAMS):
+            called.clear()
+            more = {"parallel_tool_calls": False, "message_limit": 5, "model_args": arguments}
+            _inspected(url, ["What?"], forced, form, **more)
+            assert len(called) >= 2
 
 
 def inspect_typed(url: str) -> None:
@@ -255,8 +329,10 @@ def inspect_typed(url: str) -> None:
     stock = _stock_type()
     schema = ResponseSchema(name="stock", json_schema=json_schema(stock))
     for form in INSPECT_FORMS:
-        [sample] = _inspected(url, ["What?"], form=form, response_schema=schema)
-        stock.model_validate_json(sample.output.completion)
+        for arguments in ({}, STREAMS):
+            given = {"form": form, "response_schema": schema, "model_args": arguments}
+            [sample] = _inspected(url, ["What?"], **given)
+            stock.model_validate_json(sample.output.completion)
 
 
 def _inspected(
@@ -281,41 +357,6 @@ def _inspected(
         return list(log.samples)  # read from the folder
 
 
-def lm_evaluation(url: str) -> None:
-    """Choices, a generation and a rolling log-likelihood, in requests of one and of eight texts."""
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.openai_completions import LocalCompletionsAPI
-
-    texts = ["I have bread and salt.", "The cat sat on the mat.", "One, two, three, four"]
-    pairs = [(text, f" {word}") for text in texts for word in WORDS]
-    rolling, found = [(text,) for text in texts], list[Any]()
-    for size in (1, 8):
-        model = LocalCompletionsAPI(
-            base_url=f"{url}/v1/completions",
-            model=MODEL,
-            tokenizer_backend="remote",
-            num_concurrent=1,
-            batch_size=size,
-        )
-
-        def asked(kind: str, arguments: list[Any]) -> list[Instance]:
-            return [Instance(kind, {}, given, n) for n, given in enumerate(arguments)]
-
-        until = {"until": ["."], "max_gen_toks": 6}
-        found.append(
-            [
-                model.loglikelihood(asked("loglikelihood", pairs)),
-                model.loglikelihood_rolling(asked("loglikelihood_rolling", rolling)),
-                model.generate_until(asked("generate_until", [(text, until) for text in texts])),
-            ]
-        )
-    one, eight = found
-    assert one[2] == eight[2]
-    for left, right in zip(one[0], eight[0], strict=True):
-        assert abs(left[0] - right[0]) < 1e-4 and left[1] == right[1]
-    assert all(abs(left - right) < 1e-4 for left, right in zip(one[1], eight[1], strict=True))
-
-
 def llm_command(url: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         entry = {"model_id": "larder", "model_name": MODEL, "api_base": f"{url}/v1"}
@@ -330,10 +371,11 @@ def llm_command(url: str) -> None:
             ["-c", "And?", "-o", "max_tokens", "8"],
             ["Hello", "-o", "max_tokens", "8", "--functions", "def count(kept: bool): return 3"],
             ["What?", "--schema", json.dumps(COUNT)],
+            ["What?", "--schema", json.dumps(COUNT), "--no-stream"],
         ):
             done = subprocess.run([*base, *more], env=environment, capture_output=True, text=True)
             assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["what"] in WORDS
+            assert "--schema" not in more or json.loads(done.stdout)["what"] in WORDS
 
 
 def llm_tools(url: str) -> None:
@@ -369,24 +411,34 @@ def llm_tools(url: str) -> None:
 
 
 CALLS: list[tuple[str, str, Call]] = [
-    ("openai", "chat, streamed, tool loop of 3 steps", openai_chat),
+    ("openai", "chat, streamed, tool loop of 3 steps, the second streamed", openai_chat),
     ("openai", "responses, streamed, previous_response_id", openai_responses),
-    ("openai", "chat.completions.parse", openai_parse),
-    ("anthropic", "messages.stream with a tool, count_tokens", anthropic_messages),
+    (
+        "openai",
+        "responses: tool loop of 4 steps and typed answers, streamed or not",
+        openai_response_tools,
+    ),
+    ("openai", "chat.completions.parse and .stream with a type", openai_parse),
+    ("openai", "embeddings, base64 and float", openai_embeddings),
+    ("anthropic", "tool loop of 4 steps, streamed or not, count_tokens", anthropic_messages),
     ("anthropic", "output_config.format, streamed or not", anthropic_typed),
     (
         "langchain-openai",
-        "loop of 4 calls, every second streamed, with_structured_output, stream",
+        "loop of 4 calls, every second streamed, with_structured_output, streamed or not, stream",
         langchain_tools,
     ),
+    ("langchain-openai", "OpenAIEmbeddings", langchain_embeddings),
     ("openai-agents", "loop of 4 calls, both APIs, streamed or not", agents_loop),
     ("openai-agents", "output_type, both APIs, streamed or not", agents_typed),
     ("inspect-ai", "eval of openai-api/ and vllm/ with logprobs", inspect_evaluation),
-    ("inspect-ai", "loop of 2 calls, both forms", inspect_tools),
-    ("inspect-ai", "response_schema, both forms", inspect_typed),
+    ("inspect-ai", "loop of 2 calls, both forms, streamed or not", inspect_tools),
+    ("inspect-ai", "response_schema, both forms, streamed or not", inspect_typed),
     ("llm", "prompt, --no-stream, -c, --functions, --schema", llm_command),
     ("llm", "chain with a forced call, streamed or not", llm_tools),
-    ("lm_eval", "local-completions: choices, rolling, generation, batch 1 and 8", lm_evaluation),
+    ("openai", "41 schemas: 32 answered as they say, 9 refused", schemas),
+    ("openai", "60 MiB body, n of 10**9, endless header: /health within 1 s", hostile),
+    ("openai", "same text, other tools, template variables, adapter: no cache", other_prompts),
+    ("lm_eval", "three local tasks, batch 1 and 8", lm_evaluation),
 ]
 
 
@@ -399,15 +451,15 @@ def main() -> int:
             continue
         if only and package not in only:
             continue
-        error, started = "", time.monotonic()
+        error, started, figures = "", time.monotonic(), {}
         try:
-            call(url)
+            figures = call(url) or {}
         except BaseException as caught:
             error = f"{type(caught).__name__}: {str(caught)[:600]}"
         failed += bool(error)
         seconds = round(time.monotonic() - started, 1)
         row = {"client": package, "version": found, "call": what, "seconds": seconds}
-        print(json.dumps(row | {"error": error}), flush=True)
+        print(json.dumps(row | figures | {"error": error}), flush=True)
     return 1 if failed else 0
 
 

@@ -4,14 +4,16 @@
 
 `VENV` has any of openai, anthropic, langchain-openai, openai-agents, inspect-ai, llm and lm_eval;
 `FOLDER` has node_modules with ai, @ai-sdk/openai, @ai-sdk/openai-compatible and zod. The bundled
-model answers, or that of `--model`; calls of tools are forced by their schemas. Rows go to
-results/clients.jsonl; the exit status is 1 if a call fails, or takes longer than `--seconds`.
+model answers, or that of `--model`, with an adapter of random weights beside it; calls of tools are
+forced by their schemas. In float32 log-likelihoods are compared with those of transformers. Rows go
+to results/clients.jsonl; the exit status is 1 if a call fails, or takes longer than `--seconds`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -20,12 +22,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+from _acceptance_calls import ADAPTED, TOLERANCE
 from _server import run_server
 from _timing import write
+from client_calls import EMBEDDER
+from peft import LoraConfig, get_peft_model  # pyright: ignore
+
+from larder.models import LoadedModel, load
 
 HERE = Path(__file__).parent
 TEMPLATE = HERE / "tool_template.jinja"
 NAME = "seed"  # as the clients call the model, whatever it is
+MOST_GROWTH = 64 << 20  # bytes of the server's memory, under hostile requests
+ROW_FIELDS = {"client", "version", "call", "seconds", "error"}  # of all rows
 
 
 def called(command: list[str], seconds: float) -> Iterator[dict[str, Any]]:
@@ -60,27 +70,91 @@ def called(command: list[str], seconds: float) -> Iterator[dict[str, Any]]:
             yield {"client": name, "version": "", "call": "", "seconds": seconds, "error": why}
 
 
+def save_adapter(model: torch.nn.Module, folder: Path) -> None:
+    """Save an adapter of random weights."""
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapted: Any = get_peft_model(model, config)  # pyright: ignore
+    adapted.save_pretrained(str(folder))
+    adapted.unload()
+
+
+def resident_bytes(process: int) -> int:
+    """Resident memory of a process."""
+    pages = Path(f"/proc/{process}/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def checked(row: dict[str, Any], loaded: LoadedModel) -> dict[str, Any]:
+    """Row whose memory and log-likelihoods are checked.
+
+    Hostile requests must leave memory as it was; the largest difference of the log-likelihoods of
+    lm-eval from transformers' goes into the row.
+    """
+    if "health_seconds" in row and row["grown_bytes"] > MOST_GROWTH:
+        return row | {"error": row["error"] or f"{row['grown_bytes']:,} bytes more are resident"}
+    scored = row.pop("likelihoods", None)
+    if scored is None or loaded.decoder.spec.dtype != torch.float32:
+        return row
+    loaded.decoder.release()
+    worst = max(
+        abs(value - own_likelihood(loaded, context, continuation))
+        for context, continuation, value, _ in scored
+    )
+    error = "" if worst <= TOLERANCE else f"log-likelihoods differ by {worst:.2g}"
+    return row | {"likelihoods": len(scored), "worst": worst, "error": row["error"] or error}
+
+
+def own_likelihood(loaded: LoadedModel, context: str, continuation: str) -> float:
+    """Log-likelihood of a continuation by transformers; without a context, behind the token that
+    ends texts.
+    """
+    tokenizer = loaded.tokenizer
+    ids = tokenizer.encode(context + continuation, add_special_tokens=False)
+    first = len(tokenizer.encode(context, add_special_tokens=False))
+    if not context:
+        ids, first = [tokenizer.eos_token_id, *ids], 1
+    with torch.no_grad():
+        logits = loaded.decoder.module(torch.tensor([ids])).logits[0, first - 1 : -1].float()
+    return logits.log_softmax(-1)[range(len(ids) - first), ids[first:]].sum().item()
+
+
 def main() -> int:
     options, rows = _options(), list[dict[str, Any]]()
+    loaded = load(options.model or NAME, dtype=options.dtype)
     served = ["--chat-template", str(TEMPLATE), "--served-model-name", NAME]
+    served += ["--embedding-model", EMBEDDER]
     served += ["--model", options.model] if options.model else []
     served += ["--dtype", options.dtype] if options.dtype else []
-    with tempfile.TemporaryDirectory() as folder, run_server(Path(folder), served) as server:
-        if options.python is not None:
-            words = [server.url, *options.only]
-            program = [options.python, str(HERE / "client_calls.py"), *words]
-            rows += map(_shown, called(program, options.seconds))
-        if options.node is not None:
-            program = ["node", str(HERE / "client_calls.mjs"), server.url, options.node]
-            rows += map(_shown, called(program, options.seconds))
-    write(options.out, [row | {"model": options.model or "seed"} for row in rows])
+    with tempfile.TemporaryDirectory() as folder:
+        adapter = Path(folder, ADAPTED)
+        save_adapter(loaded.decoder.module, adapter)
+        served += ["--adapter", f"{ADAPTED}={adapter}"]
+        with run_server(Path(folder, "home"), served) as server:
+            resident = resident_bytes(server.process)
+            for program in _programs(options, server.url):
+                for row in called(program, options.seconds):
+                    row["grown_bytes"] = resident_bytes(server.process) - resident
+                    resident += row["grown_bytes"]
+                    rows.append(_shown(checked(row, loaded)))
+    write(options.out, [row | {"model": options.model or NAME} for row in rows])
     return 1 if not rows or any(row["error"] for row in rows) else 0
+
+
+def _programs(options: argparse.Namespace, url: str) -> Iterator[list[str]]:
+    """Programs of clients."""
+    if options.python is not None:
+        yield [options.python, str(HERE / "client_calls.py"), url, *options.only]
+    if options.node is not None:
+        yield ["node", str(HERE / "client_calls.mjs"), url, options.node]
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
     """The row, which is printed."""
     outcome = row["error"] or "works"
     told = f"{row['client']} {row['version']} | {row['call']} | {row['seconds']} s | {outcome}"
+    figures = {name: row[name] for name in row.keys() - ROW_FIELDS}
+    told += f" | {json.dumps(figures)}" if figures else ""
     print(told, flush=True)
     return row
 

@@ -3,15 +3,16 @@
     python benchmarks/soak.py [--minutes 10] [--clients 4] [--policy full]
 
 Clients of two tenants send requests to a `larder serve` in its own process with small budgets: new
-sessions, resumed sessions, aborted streams, repeated requests, loops of tool calls, forks, pins,
-releases, compactions, exports and imports, conversations and responses, removals, wrong keys and
-invalid requests. Each client holds at most `--sessions` sessions and removes the oldest one for
-every new one, so that nothing should grow. Every second resident memory, open files, threads, files
-of the store and their bytes are counted. After a warm-up (`--warm-up` requests, at most a third of
-the time) a line is fitted to the counts: its slope with a 95 % interval. A quantity grows if the
-interval is above 0 and the increase exceeds a tolerance. At the end every session is removed, and
-the remaining files of the store are reported. Rows go to results/soak.jsonl; the exit status is 1
-if something grows or remains, an answer is a 5xx other than 503, or the budget was exceeded.
+sessions, resumed sessions, aborted streams, repeated requests, loops of tool calls, messages in
+Anthropic's form, embeddings, forks, pins, releases, compactions, exports and imports, conversations
+and responses, removals, wrong keys and invalid requests. Each client holds at most `--sessions`
+sessions and removes the oldest one for every new one, so that nothing should grow. Every second
+resident memory, open files, threads, files of the store and their bytes are counted. After a
+warm-up (`--warm-up` requests, at most a third of the time) a line is fitted to the counts: its
+slope with a 95 % interval. A quantity grows if the interval is above 0 and the increase exceeds a
+tolerance. At the end every session is removed, and the remaining files of the store are reported.
+Rows go to results/soak.jsonl; the exit status is 1 if something grows or remains, an answer is a
+5xx other than 503, or the budget was exceeded.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from _growth import growth
-from _random_client import KEYS, TENANTS, RandomClient
+from _random_client import EMBEDDER, KEYS, TENANTS, RandomClient
 from _server import Server, run_server, session_path
 from _timing import environment, write
 
@@ -83,6 +84,7 @@ def soaked(
     arguments = ["--policy", options.policy, "--chat-template", str(TEMPLATE)]
     arguments += ["--budget", options.budget] if options.budget else []
     arguments += ["--kv-budget", options.kv_budget, "--host-budget", options.host_budget]
+    arguments += ["--embedding-model", EMBEDDER]
     with run_server(home, arguments, KEYS) as server:
         clients = [
             RandomClient(server, TENANTS[n % 2], f"c{n}", options.sessions, random.Random(n))

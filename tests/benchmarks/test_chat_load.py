@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from larder.core import Conversation, Message, Question
-from larder.server import ApiKeyAuth, Archive, HttpSettings, Principal, create_app
+from larder.server import ApiKeyAuth, Archive, EmbedderQueue, HttpSettings, Principal, create_app
 from server.http.running_server import listening
 from server.http.scripted_model import served
+from topic_embedder import TopicEmbedder
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -30,7 +31,9 @@ def url() -> Iterator[str]:
     tenants = {"sk-anne-0123456789": "anne", "sk-bob-0123456789ab": "bob"}
     keys = {key: Principal(name, is_operator=name == "anne") for key, name in tenants.items()}
     hub = served(names=("seed",))
-    app = create_app(hub, ApiKeyAuth(keys), Archive(), HttpSettings(max_new_tokens=16))
+    embedder = EmbedderQueue(TopicEmbedder(), "minilm")
+    settings = HttpSettings(max_new_tokens=16)
+    app = create_app(hub, ApiKeyAuth(keys), Archive(), settings, embedder)
     with listening(app) as found:
         yield found
 
@@ -65,7 +68,9 @@ def removal_status(client: Any) -> str:
     return status
 
 
-@pytest.mark.parametrize("act", ["use_tools", "converse", "fork", "carry", "leave", "intrude"])
+@pytest.mark.parametrize(
+    "act", ["use_tools", "converse", "embed", "message", "fork", "carry", "leave", "intrude"]
+)
 def test_random_clients_are_answered(url: str, act: str) -> None:
     client_module, soak = import_module("_random_client"), import_module("soak")
     server = import_module("_server").Server(url, os.getpid(), "sk-bob-0123456789ab")

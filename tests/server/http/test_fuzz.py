@@ -16,6 +16,7 @@ from larder.models import LoadedModel
 from larder.server import (
     Archive,
     Authenticator,
+    EmbedderQueue,
     EngineClient,
     HttpSettings,
     LocalEngineClient,
@@ -41,7 +42,7 @@ class Anyone(Authenticator):
 
 def app(hub: EngineClient) -> FastAPI:
     """All endpoints of a server whose model and embedder have the name `NAME`."""
-    embedder = TopicEmbedder(NAME)
+    embedder = EmbedderQueue(TopicEmbedder(NAME), NAME)
     return create_app(hub, Anyone(), Archive(), HttpSettings(max_new_tokens=4), embedder)
 
 
