@@ -143,8 +143,37 @@ def test_chat_templates_and_adapters_are_checked_before_a_model_loads(
     assert "more than 256 KiB" in said
     said = complaint(run("serve", "--port", "0", "--adapter", "seed=folder"), 2)
     assert "the model itself has this name" in said
+    for given in ("folder", "x=folder"):
+        said = complaint(run("serve", "--port", "0", "--adapter", given), 1)
+        assert "folder has no adapter_config.json: give a folder" in said
     said = complaint(run("serve", "--port", "0", "--ray", "--adapter", "x=folder"), 2)
     assert "does not go with --ray" in said
+
+
+@pytest.mark.parametrize(
+    ("option", "status", "told"),
+    [
+        ("--tool-call-parser", 2, "no tool call parser 'none': take one of hermes"),
+        ("--reasoning-parser", 2, "no reasoning parser 'none': take one of deepseek_r1"),
+        ("--embedding-model", 2, "No embedder named 'none'"),
+    ],
+)
+def test_names_are_checked_before_a_model_loads(
+    run: Run, monkeypatch: pytest.MonkeyPatch, option: str, status: int, told: str
+) -> None:
+    monkeypatch.setattr("larder.cli.question_run.load_model", None)  # fails where it is called
+    assert told in complaint(run("serve", "--port", "0", option, "none"), status)
+
+
+@pytest.mark.parametrize("policy", ["exact_question", "finch", "laq", "dapq"])
+def test_policies_that_need_a_question_are_refused_before_a_model_loads(
+    run: Run, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    monkeypatch.setattr("larder.cli.question_run.load_model", None)
+    said = complaint(run("serve", "--port", "0", "--policy", policy), 2)
+    assert (
+        f"--policy {policy} needs the question before prefill" in said and "such as kvzip" in said
+    )
 
 
 def test_a_chat_template_takes_the_place_of_the_tokenizers(

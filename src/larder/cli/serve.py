@@ -22,6 +22,7 @@ from larder.core.errors import DependencyError, InputError, UsageError
 from larder.core.home import home
 
 if TYPE_CHECKING:
+    from larder.server.embedder_queue import EmbedderQueue
     from larder.server.engine_client import EngineClient
     from larder.server.http.auth import Authenticator
     from larder.server.persistence.base import SessionLocks
@@ -217,40 +218,34 @@ def serve(options: ServeOptions) -> None:
     --lora-modules NAME=PATH     --adapter NAME=FOLDER
     --enable-prefix-caching      always on, as is --enable-auto-tool-choice
     """
+    from larder.cli.served_models import check_model_files, check_policy
+
     _check_extra()
     if options.replicas is not None and not options.ray:
         raise UsageError("--replicas needs --ray: add --ray, or leave --replicas out.")
+    check_policy(options)
     check_store_options(options)
     check_model_files(options)
     authenticator, bound = _access_control(options), _listening_socket(options)
     _limit_arenas()
-    with bound, (ray_engine_client if options.ray else local_engine_client)(options) as client:
-        _run(options, client, authenticator, bound)
+    with bound:
+        embedder = _embedder_queue(options.embedding_model)
+        with (ray_engine_client if options.ray else local_engine_client)(options) as client:
+            _run(options, client, authenticator, bound, embedder)
+
+
+def _embedder_queue(name: str | None) -> EmbedderQueue | None:
+    """Queue of the embedder of `--embedding-model`."""
+    from larder.server.embedder_queue import EmbedderQueue
+    from larder.session.embedders.base import load_embedder
+
+    return None if name is None else EmbedderQueue(load_embedder(name), name)
 
 
 def _limit_arenas() -> None:
     from larder.server.persistence.sweeper import limit_heap_arenas
 
     limit_heap_arenas()
-
-
-def check_model_files(options: ServeOptions) -> None:
-    """Validation of the chat template and of the names of adapters before a model loads.
-
-    Raises:
-        UsageError, InputError: the template or a name cannot be used.
-    """
-    from larder.cli.served_models import read_template, split_adapters
-
-    if options.chat_template is not None:
-        read_template(options.chat_template)
-    names = {*split_adapters(options.adapter or ()).named}
-    if taken := names & {options.model, *(options.served_model_name or ())}:
-        raise UsageError(
-            f"--adapter {min(taken)}=...: the model itself has this name: take another."
-        )
-    if names and options.ray:
-        raise UsageError("--adapter NAME=FOLDER does not go with --ray: leave one of them out.")
 
 
 def _check_extra() -> None:
@@ -263,23 +258,23 @@ def _check_extra() -> None:
 
 
 def _run(
-    options: ServeOptions, client: EngineClient, authenticator: Authenticator, bound: socket.socket
+    options: ServeOptions,
+    client: EngineClient,
+    authenticator: Authenticator,
+    bound: socket.socket,
+    embedder: EmbedderQueue | None,
 ) -> None:
     """HTTP server on a bound socket, until a signal ends it."""
     import uvicorn
 
     from larder.cli.question_run import sampling_params
     from larder.cli.served_models import print_address
-    from larder.server.embedder_queue import EmbedderQueue
     from larder.server.http.app import create_app
     from larder.server.http.app_state import HttpSettings, Unsupported
     from larder.server.http.archive import Archive
     from larder.server.http.connections import ServerConfig
-    from larder.session.embedders.base import load_embedder
     from larder.store.encryption import encryption_for, read_key
 
-    name = options.embedding_model
-    embedder = None if name is None else EmbedderQueue(load_embedder(name), name)
     settings = HttpSettings(
         sampling=sampling_params(options),
         max_new_tokens=options.max_new_tokens,

@@ -70,6 +70,47 @@ def split_adapters(options: Sequence[str]) -> AdapterFolders:
     return AdapterFolders(own[0] if own else None, named)
 
 
+def check_policy(options: ServeOptions) -> None:
+    """Validation of the policy, as far as it needs no model.
+
+    Raises:
+        UsageError: the policy needs its question before it reads, or is malformed.
+    """
+    from larder.cli.question_run import QUESTION_PROMPT, check_model_options
+
+    if QUESTION_PROMPT in check_model_options(options).scorer.required_prompts():
+        raise UsageError(
+            f"--policy {options.policy} needs the question before prefill, and a server reads "
+            "conversations before they are asked: take a policy without it, such as kvzip."
+        )
+
+
+def check_model_files(options: ServeOptions) -> None:
+    """Validation of the chat template, parsers and adapters before a model loads.
+
+    Raises:
+        UsageError, InputError: the template or a name cannot be used.
+        ModelError: a folder holds no adapter.
+    """
+    from larder.models.adapter import check_adapter_folder
+    from larder.server.answer_form import AnswerForm
+
+    AnswerForm(options.tool_call_parser or "", options.reasoning_parser or "")
+    if options.chat_template is not None:
+        read_template(options.chat_template)
+    folders = split_adapters(options.adapter or ())
+    names = {*folders.named}
+    if taken := names & {options.model, *(options.served_model_name or ())}:
+        raise UsageError(
+            f"--adapter {min(taken)}=...: the model itself has this name: take another."
+        )
+    if names and options.ray:
+        raise UsageError("--adapter NAME=FOLDER does not go with --ray: leave one of them out.")
+    own = () if folders.own is None or options.ray else (folders.own,)  # on the replicas' machines
+    for folder in (*own, *folders.named.values()):
+        check_adapter_folder(folder)
+
+
 def read_template(path: Path) -> str:
     """Chat template of a file, which is compiled once to see that it can be.
 
@@ -84,7 +125,9 @@ def read_template(path: Path) -> str:
         with path.open("rb") as file:
             data = file.read(MAX_TEMPLATE_BYTES + 1)
     except OSError as error:
-        raise InputError(f"--chat-template {path} cannot be read ({error}).") from error
+        raise InputError(
+            f"--chat-template {path} cannot be read ({error}): name another file."
+        ) from error
     if len(data) > MAX_TEMPLATE_BYTES:
         raise InputError(
             f"--chat-template {path} has more than {MAX_TEMPLATE_BYTES >> 10} KiB, the most that "
@@ -93,7 +136,9 @@ def read_template(path: Path) -> str:
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(f"--chat-template {path} cannot be read ({error}).") from error
+        raise InputError(
+            f"--chat-template {path} cannot be read ({error}): name another file."
+        ) from error
     try:
         compile_template(text)
     except TemplateSyntaxError as error:

@@ -273,9 +273,10 @@ def _checked(grammar: str) -> Constraint:
 
 
 def _message(reason: str) -> str:
+    text = " ".join(reason.split())[:300]
     return (
-        f"The schema, pattern or grammar cannot be enforced ({' '.join(reason.split())[:300]}): leave "
-        "that part out, or correct it."
+        f"The schema, pattern or grammar cannot be enforced ({text}): leave that part out, or "
+        "correct it."
     )
 
 

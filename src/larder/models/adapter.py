@@ -121,14 +121,19 @@ def adapter_files(folder: str) -> list[Path]:
     return [Path(folder) / name for name in (CONFIG, *WEIGHTS) if (Path(folder) / name).is_file()]
 
 
-def _adapted(module: Any, folder: str) -> Any:
-    """Model of peft around a module, which is changed."""
-    files = {one.name for one in Path(folder).glob("adapter_*")}
+def check_adapter_folder(folder: str) -> None:
+    """Raises: ModelError: a folder lacks the files of an adapter."""
+    files = {one.name for one in adapter_files(folder)}
     if CONFIG not in files or not files.intersection(WEIGHTS):
         missing = WEIGHTS[0] if CONFIG in files else CONFIG
         raise ModelError(
             f"{folder} has no {missing}: give a folder that peft has saved an adapter in."
         )
+
+
+def _adapted(module: Any, folder: str) -> Any:
+    """Model of peft around a module, which is changed."""
+    check_adapter_folder(folder)
     try:
         from peft import PeftConfig, PeftModel  # pyright: ignore
     except ImportError as error:

@@ -28,11 +28,11 @@ def check_demand(tenant: str, demand: MemoryDemand, reservations: DeviceReservat
     Raises:
         ApiError: 400 `kv_budget_exceeded`.
     """
-    if not reservations.fits(tenant, demand):
+    if why := reservations.exceeded_limit(tenant, demand):
         raise kv_budget_exceeded(
             BudgetError(
-                f"The conversation may need {demand.total} bytes of keys and values, more than the "
-                "budget allows: shorten it, ask for fewer new tokens, or raise the budget."
+                f"The keys and values of the conversation with the longest answer may take {why}: "
+                "shorten it, ask for fewer new tokens (max_tokens), or have that limit raised."
             )
         )
 

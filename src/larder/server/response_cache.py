@@ -283,10 +283,11 @@ class ResponseCache:
         wanted = request.cached_response
         assert wanted is not None
         if wanted.category not in self.categories:
-            known = ", ".join(sorted(self.categories)) or "none"
+            known = ", ".join(sorted(self.categories))
+            way = f"take one of {known}" if known else "start the server with --response-category"
             raise invalid_request(
-                f"There is no category {wanted.category[:99]!r} of the response cache: take one of "
-                f"these, or leave response_cache out: {known}.",
+                f"There is no category {wanted.category[:99]!r} of the response cache: {way}, or "
+                "leave response_cache out.",
                 FIELD,
             )
         is_plain = request.is_nameless and not (request.images or request.contexts)

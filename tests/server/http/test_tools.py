@@ -16,6 +16,7 @@ from openai import OpenAI
 from server.http.scripted_model import TEMPLATE, TOOL, Write, call_text, client_of, served
 
 CALL: Any = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+NEGATED: Any = {"type": "function", "function": {"name": "deny", "parameters": {"not": {}}}}
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +167,10 @@ def test_choices(client: OpenAI, write: Write) -> None:
     [
         ({"tools": [{"type": "function"}]}, "tools.0 must be"),
         ({"tools": [TOOL, TOOL]}, "two tools of one name"),
+        (
+            {"tools": [NEGATED], "tool_choice": "required"},
+            "parameters of the tool 'deny': .*not.*: leave that part out.* tool_choice: auto",
+        ),
         ({"tool_choice": "must"}, "tool_choice must be none, auto, required"),
         (
             {"tool_choice": {"type": "function", "function": {"name": "x"}}},

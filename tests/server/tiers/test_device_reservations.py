@@ -45,7 +45,7 @@ def test_23_what_is_spoken_for_is_never_more_than_the_budget(
                 assert missing > 0
             else:
                 held[key] = move
-                assert reservations.fits(tenant, move) or missing == 0
+                assert not reservations.exceeded_limit(tenant, move) or missing == 0
         passing = max((need.transient_bytes for need in held.values()), default=0)
         spoken = sum(need.bytes for need in held.values()) + passing
         assert ledger.used(Tier.DEVICE) == spoken <= ledger.limit(Tier.DEVICE)
@@ -70,12 +70,11 @@ def test_what_holds_more_than_was_spoken_for_is_counted_and_charged() -> None:
 
 def test_what_could_never_fit_is_known() -> None:
     _, reservations = a_purse()
-    assert reservations.fits("a", MemoryDemand(70, 30)) and not reservations.fits(
-        "a", MemoryDemand(71, 0)
-    )
-    assert (
-        not reservations.fits("a", MemoryDemand(70, 31))
-        and reservations.missing_bytes(1, "a", MemoryDemand(80, 30)) == 10
-    )
+    assert not reservations.exceeded_limit("a", MemoryDemand(70, 30))
+    own = reservations.exceeded_limit("a", MemoryDemand(71, 0))
+    assert own == "71 bytes, more than the 70 of --tenant-quota device"
+    total = reservations.exceeded_limit("a", MemoryDemand(70, 31))
+    assert total == "101 bytes, more than the 100 of --kv-budget"
+    assert reservations.missing_bytes(1, "a", MemoryDemand(80, 30)) == 10
     with pytest.raises(BudgetError):
         reservations.grant(1, "a", MemoryDemand(71, 0))

@@ -70,7 +70,8 @@ class ApiKeyAuth(Authenticator):
         principal = self._principals.get(self._digest(key.strip()))
         if principal is None:
             raise ApiError(
-                "No valid API key: send 'Authorization: Bearer KEY' with a key of this server.",
+                "No valid API key: send 'Authorization: Bearer KEY', or 'x-api-key: KEY', with a "
+                "key of this server.",
                 401,
                 "invalid_api_key",
             )

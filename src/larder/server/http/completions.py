@@ -53,7 +53,7 @@ from larder.server.http.tools import (
     tool_variables,
 )
 from larder.server.http.unknown_fields import BodyPart
-from larder.server.request import CachedResponse, CachedUse, ChatMessage
+from larder.server.request import ApiError, CachedResponse, CachedUse, ChatMessage
 from larder.session.transcript.chat_template import VARIABLES_ROLE
 
 router = APIRouter(tags=["text"], route_class=JsonRoute)
@@ -292,4 +292,7 @@ def _prompt(state: AppState, prompt: str | list[int]) -> tuple[str, tuple[int, .
         return prompt, ()
     if not prompt:
         raise invalid_request("A prompt has no token ids: send at least one.", "prompt")
-    return state.client.detokenize(prompt), tuple(prompt)
+    try:
+        return state.client.detokenize(prompt), tuple(prompt)
+    except ApiError as error:
+        raise invalid_request(str(error), "prompt") from error

@@ -79,8 +79,8 @@ def malformed_field(steps: Sequence[int | str], reason: str) -> ApiError:
     Args:
         steps: path from the body to the value.
     """
-    place = ".".join(str(step) for step in steps if _is_field(step))[:200] or None
-    message = f"{place or 'The body'}: {reason}."
+    place = ".".join(map(str, field_steps(steps)))[:200] or None
+    message = f"{place or 'The body'}: {reason.removeprefix('Value error, ')}."
     return invalid_request(message.encode("utf-8", "replace").decode(), place)
 
 
@@ -152,10 +152,15 @@ async def on_http_error(request: HttpRequest, error: Exception) -> JSONResponse:
         return error_response(error.refusal, request.url.path)
     assert isinstance(error, BareHTTPException)
     code = FRAMEWORK_CODES.get(error.status_code, INVALID_REQUEST)
-    response = error_response(
-        ApiError(f"{error.detail}.".replace("..", "."), error.status_code, code), request.url.path
-    )
-    response.headers.update(error.headers or {})
+    path, headers = request.url.path, error.headers or {}
+    message = f"{error.detail}.".replace("..", ".")
+    if error.status_code == 404:
+        message = f"There is nothing at {path[:100]}: GET /openapi.json lists the endpoints."
+    elif error.status_code == 405:
+        allowed = headers.get("allow") or headers.get("Allow") or "another method"
+        message = f"{request.method} is not allowed at {path[:100]}: use {allowed}."
+    response = error_response(ApiError(message, error.status_code, code), path)
+    response.headers.update(headers)
     return response
 
 
@@ -163,12 +168,21 @@ async def on_validation_error(request: HttpRequest, error: Exception) -> JSONRes
     """Handler of bodies and parameters that do not match the schema of the endpoint."""
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    return error_response(malformed_field(first["loc"], first["msg"]), request.url.path)
+    if first["loc"] == ("body",):  # what is no object is refused before
+        refusal = invalid_request("The body is empty, or null: send a JSON object.")
+    else:
+        refusal = malformed_field(first["loc"], first["msg"])
+    return error_response(refusal, request.url.path)
 
 
 async def on_unexpected_error(request: HttpRequest, error: Exception) -> JSONResponse:
     """Handler of unexpected exceptions; clients get no internal details."""
     return error_response(as_api_error(error), request.url.path)
+
+
+def field_steps(steps: Sequence[int | str]) -> list[int | str]:
+    """Steps of a path that are names of fields, or list indices."""
+    return [step for step in steps if _is_field(step)]
 
 
 def _is_field(part: int | str) -> bool:

@@ -18,9 +18,10 @@ from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origi
 
 import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, PrivateAttr, ValidationError
+from pydantic_core import ErrorDetails
 
 from larder.server.api_errors import invalid_request
-from larder.server.http.error_responses import malformed_field
+from larder.server.http.error_responses import field_steps, malformed_field
 from larder.server.http.unknown_fields import (
     MAX_UNKNOWN_NAMES,
     BodyPart,
@@ -114,9 +115,16 @@ def decode_body(model: type[Model], content: bytes) -> Model | None:
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False, include_input=False)
     del fields  # else the traceback of the error would keep them alive
-    # A value of the right shape is refused by one of its parts.
-    first = max(found, key=lambda each: each["type"] in PART_ERRORS)
+    first = max(found, key=_weight)
     raise malformed_field(first["loc"], first["msg"])
+
+
+def _weight(error: ErrorDetails) -> tuple[bool, bool, int]:
+    """Order of the errors of a value that has several shapes. One of the right shape is refused by
+    one of its parts, for its length, or deeper than others."""
+    kind = error["type"]
+    is_other_shape = kind.endswith(("_type", "_parsing"))
+    return kind in PART_ERRORS, not is_other_shape, len(field_steps(error["loc"]))
 
 
 def _fields(model: type[JsonBody], content: bytes) -> tuple[dict[str, Any], list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any, get_args
 
@@ -14,6 +15,7 @@ from larder.server.http.error_responses import BodyError
 from larder.server.http.json_body import JsonBody
 from larder.server.request import ApiError
 
+_JSON_TYPE = re.compile(r"application/([^/]+\+)?json")
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
@@ -23,6 +25,13 @@ class JsonRequest(HttpRequest):
     def __init__(self, http: HttpRequest, model: type[JsonBody]) -> None:
         super().__init__(http.scope, http.receive)
         self._model = model
+
+    async def body(self) -> bytes:
+        content = await super().body()
+        kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content and _JSON_TYPE.fullmatch(kind) is None:
+            raise BodyError(_no_json(kind))
+        return content
 
     async def json(self) -> Any:
         content = await self.body()
@@ -46,6 +55,16 @@ class JsonRoute(APIRoute):
             return await handle(JsonRequest(http, model))
 
         return handled
+
+
+def _no_json(kind: str) -> ApiError:
+    """415 `unsupported_media_type`."""
+    given = f"the type {kind[:100]}" if kind else "no type"
+    return ApiError(
+        f"The body has {given}: send JSON with the header 'content-type: application/json'.",
+        415,
+        "unsupported_media_type",
+    )
 
 
 def _model_of(annotation: Any) -> type[JsonBody]:

@@ -45,11 +45,13 @@ from larder.server.http.structured import answer_constraint
 from larder.server.http.tools import (
     AUTO,
     MAX_TOOLS,
+    NAME_RULE,
     NONE,
     REQUIRED,
     AnswerParser,
     answer_rules,
     checked_tools,
+    is_tool_name,
     tool_variables,
     whole_call_json,
 )
@@ -122,12 +124,16 @@ def _known_blocks(content: Any) -> Any:
     for block in content if isinstance(content, list) else ():
         if block.type not in BLOCKS:
             raise ValueError(
-                f"a block is of type {block.type!r}, but messages hold {', '.join(BLOCKS)}"
+                f"a block is of type {block.type[:40]!r}: send blocks of the types "
+                f"{', '.join(BLOCKS)}"
             )
         if block.type == "text" and block.text is None:
             raise ValueError("a block has no text: send one")
         if block.type == "image" and (block.source is None or block.source.type != "base64"):
-            raise ValueError("an image has no source of type base64, and nothing is fetched here")
+            raise ValueError(
+                "an image has no source of type base64, and nothing is fetched here: send "
+                "{'type': 'base64', 'media_type': 'image/png', 'data': ...}"
+            )
         if block.type == "tool_use" and block.name is None:
             raise ValueError("a block of type tool_use has no name: send that of its tool")
     return content
@@ -222,7 +228,8 @@ class CountRequest(GenerationRequest):
             self.warn_unknown(tool, TOOL_FIELDS, f"tools.{number}")
         if not self.tools:
             return []
-        return checked_tools([_chat_tool(tool) for tool in self.tools], model)
+        tools = [_chat_tool(number, tool) for number, tool in enumerate(self.tools)]
+        return checked_tools(tools, model)
 
     def turns(self, tools: Sequence[Any], images: RequestImages | None) -> tuple[ChatMessage, ...]:
         """Messages in the form of the engine, tools and the system prompt before them.
@@ -286,7 +293,7 @@ async def messages(http: HttpRequest, body: MessagesRequest) -> Response:
     tools = body.chat_tools(model)
     turns = await run_in_threadpool(body.turns, tools, images if model.takes_images else None)
     given = body.tool_choice or {}
-    choice = _chat_choice(given)
+    choice = _chat_choice(given, tools)
     parallel, unsupported = not given.get("disable_parallel_tool_use"), state.settings.unsupported
     form, constraint = await answer_rules(body, tools, choice, parallel, model, unsupported)
     request = engine_request(
@@ -424,10 +431,23 @@ def _content(parsed: ParsedAnswer) -> list[dict[str, Any]]:
     return blocks
 
 
-def _chat_tool(tool: Any) -> dict[str, Any]:
-    """Tool in the form of chat completions; one that is malformed there if it is here."""
-    if not isinstance(tool, dict) or tool.get("type", "custom") != "custom":
-        return {"type": "unknown"}
+def _chat_tool(number: int, tool: Any) -> dict[str, Any]:
+    """Tool in the form of chat completions. Raises: ApiError: 400: it is none of the client's."""
+    given = tool if isinstance(tool, dict) else {}
+    if given.get("type", "custom") != "custom":
+        raise invalid_request(
+            f"tools.{number} is of the type {str(given['type'])[:40]!r}, but this server runs no "
+            "tools of its own: send {'name': ..., 'input_schema': ...}.",
+            "tools",
+            "unsupported_parameter",
+        )
+    if not is_tool_name(given.get("name")) or not isinstance(
+        given.get("input_schema"), dict | None
+    ):
+        raise invalid_request(
+            f"tools.{number} must be {{'name': ..., 'input_schema': ...}}, with {NAME_RULE}.",
+            "tools",
+        )
     function = {name: tool[name] for name in ("name", "description") if name in tool}
     return {
         "type": "function",
@@ -435,13 +455,18 @@ def _chat_tool(tool: Any) -> dict[str, Any]:
     }
 
 
-def _chat_choice(tool_choice: Mapping[str, Any]) -> Any:
-    """Choice among tools in the form of chat completions."""
-    kind = tool_choice.get("type", AUTO)
-    if kind == "tool":
-        return {"type": "function", "function": {"name": tool_choice.get("name")}}
+def _chat_choice(tool_choice: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> Any:
+    """Choice in the form of chat completions. Raises: ApiError: 400: it names no tool."""
+    kind, name = str(tool_choice.get("type", AUTO)), tool_choice.get("name")
+    if kind == "tool" and any(tool["function"]["name"] == name for tool in tools):
+        return {"type": "function", "function": {"name": name}}
     kinds = {"any": REQUIRED, AUTO: AUTO, NONE: NONE}
-    return kinds.get(kind, tool_choice) if isinstance(kind, str) else tool_choice
+    if kind not in kinds:
+        raise invalid_request(
+            "tool_choice.type must be auto, any, none, or tool with the name of one of tools.",
+            "tool_choice",
+        )
+    return kinds[kind]
 
 
 def _event(name: str, **content: Any) -> bytes:

@@ -33,11 +33,16 @@ MAX_PATH = 200  # characters of the path of an unknown field, in warnings
 ROLES = {"developer": "system"}
 # Unsupported fields that would change the answer, with the values that have no effect.
 NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": (),
     "audio": (),
     "background": (False,),
-    "container": (),
     "bad_words": ([],),
     "best_of": (1,),
+    "chat_template": (),
+    "container": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),
@@ -46,6 +51,8 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "guided_json": (),
     "guided_regex": (),
     "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
     "logprobs": (False, 0),
     "mcp_servers": ([],),
     "min_tokens": (0,),
@@ -53,7 +60,9 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "prediction": (),
     "prompt": (),
+    "prompt_logprobs": (0, False),
     "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
     "stop_token_ids": ([],),
     "structured_outputs": (),
     "suffix": ("",),
@@ -61,7 +70,19 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "text": ({"format": {"type": "text"}}, {}),
     "tools": ([],),
     "top_logprobs": (0,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
     "web_search_options": (),
+}
+# Fields in place of unsupported ones.
+REPLACEMENTS: Mapping[str, str] = {
+    "best_of": "n",
+    "documents": "contexts",
+    "function_call": "tool_choice",
+    "functions": "tools",
+    **dict.fromkeys(
+        ("guided_choice", "guided_grammar", "guided_json", "guided_regex"), "structured_outputs"
+    ),
 }
 
 
@@ -123,8 +144,9 @@ class GenerationRequest(JsonBody):
             if unsupported is Unsupported.IGNORED:
                 self.warn(f"{name} is not supported and was ignored.")
             else:
+                way = f"send {REPLACEMENTS[name]}" if name in REPLACEMENTS else "leave it out"
                 raise invalid_request(
-                    f"{name} is not supported: leave it out.", name, "unsupported_parameter"
+                    f"{name} is not supported: {way}.", name, "unsupported_parameter"
                 )
 
     @property

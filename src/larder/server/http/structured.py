@@ -20,7 +20,13 @@ from larder.server.http.app_state import Unsupported
 FORMATS = "text, json_object or json_schema"
 FORMAT_FIELDS = ("type", "json_schema")
 SCHEMA_FIELDS = ("name", "description", "schema", "strict")
-KINDS = ("json", "json_object", "regex", "choice", "grammar")
+KINDS: Mapping[str, str] = {
+    "json": "a JSON schema",
+    "json_object": "true",
+    "regex": "a text",
+    "choice": "a list of texts",
+    "grammar": "a text",
+}
 
 
 def answer_constraint(
@@ -66,13 +72,18 @@ def _formatted(response_format: Mapping[str, Any], unsupported: Unsupported) -> 
     schema = described.get("schema") if isinstance(described, Mapping) else None
     if not isinstance(described, Mapping) or not isinstance(schema, Mapping | bool):
         raise BadParameter("json_schema must have a schema, an object.")
-    lenient = described.get("strict") is False or unsupported is Unsupported.IGNORED
-    return json_constraint(schema, lenient=lenient)
+    if described.get("strict") is False or unsupported is Unsupported.IGNORED:
+        return json_constraint(schema, lenient=True)
+    try:
+        return json_constraint(schema)
+    except BadParameter as error:
+        json_constraint(schema, lenient=True)  # raises where it cannot be left out
+        raise BadParameter(f"{error} With strict: false it is left out.") from error
 
 
 def _structured(structured_outputs: Mapping[str, Any], unsupported: Unsupported) -> Constraint:
     given = {name: value for name, value in structured_outputs.items() if value is not None}
-    if len(given) != 1 or not given.keys() <= set(KINDS):
+    if len(given) != 1 or not given.keys() <= KINDS.keys():
         names = ", ".join(name[:40] for name in given) or "nothing"
         raise BadParameter(f"exactly one of {', '.join(KINDS)} must be set, got {names}.")
     [(kind, value)] = given.items()
@@ -86,4 +97,4 @@ def _structured(structured_outputs: Mapping[str, Any], unsupported: Unsupported)
         return grammar_constraint(value)
     if kind == "choice" and isinstance(value, list) and all(isinstance(v, str) for v in value):
         return choice_constraint(value)
-    raise BadParameter(f"{kind} is of the wrong type, {type(value).__name__}.")
+    raise BadParameter(f"{kind} must be {KINDS[kind]}, got {type(value).__name__}.")

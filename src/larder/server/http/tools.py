@@ -11,7 +11,7 @@ from fastapi.concurrency import run_in_threadpool
 from pydantic import Field
 
 from larder.core.errors import BadParameter, DependencyError
-from larder.engine.constraint import Constraint, grammar_constraint
+from larder.engine.constraint import Constraint, grammar_constraint, json_constraint
 from larder.server.answer_form import AnswerForm, ParsedAnswer, canonical_answer
 from larder.server.api_errors import invalid_request
 from larder.server.http.protocol import InputMessage, Text, new_id
@@ -24,6 +24,7 @@ from larder.server.tool_call_stream import CallDelta, CallStream
 from larder.server.tool_parsers.base import ToolCall
 
 MAX_TOOLS = 128
+NAME_RULE = "a name of 1 to 64 letters, digits, dots, dashes and underscores"
 _NAME = re.compile("[A-Za-z0-9_.-]{1,64}")
 AUTO, NONE, REQUIRED = "auto", "none", "required"
 
@@ -109,11 +110,10 @@ def checked_tools(tools: Sequence[Any], model: ServedModel) -> list[dict[str, An
     for number, tool in enumerate(tools):
         function: Any = tool.get("function") if isinstance(tool, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or tool.get("type") != "function":
+        if not is_tool_name(name) or tool.get("type") != "function":
             raise _refused(
                 f"tools.{number} must be {{'type': 'function', 'function': {{'name': ..., "
-                "'parameters': ...}}, with a name of 1 to 64 letters, digits, dots, dashes and "
-                "underscores."
+                f"'parameters': ...}}}}, with {NAME_RULE}."
             )
         if not isinstance(function.get("parameters", {}), dict | None):
             raise _refused(f"tools.{number}.function.parameters must be a JSON schema.")
@@ -130,6 +130,11 @@ def checked_tools(tools: Sequence[Any], model: ServedModel) -> list[dict[str, An
             "--tool-call-parser."
         )
     return list(tools)
+
+
+def is_tool_name(name: Any) -> bool:
+    """Test if a value is the name of a tool, as `NAME_RULE` has it."""
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
 async def answer_rules(
@@ -194,7 +199,21 @@ def _tool_constraint(
     try:
         return grammar_constraint(form.tools.grammar(schemas, most))
     except (BadParameter, DependencyError) as error:
+        _check_schemas(schemas)
         raise invalid_request(f"tool_choice: {error}", "tool_choice") from error
+
+
+def _check_schemas(schemas: Mapping[str, Any]) -> None:
+    """Raises: ApiError: 400: arguments of a tool cannot be enforced."""
+    for name, schema in schemas.items():
+        try:
+            json_constraint(schema)
+        except BadParameter as error:
+            raise invalid_request(
+                f"The parameters of the tool {name!r}: {error} Or send tool_choice: auto, which "
+                "enforces nothing.",
+                "tools",
+            ) from error
 
 
 def _names(tools: Sequence[Any]) -> list[str]:

@@ -80,12 +80,23 @@ class DeviceReservations:
             self._ledger.charge(Tier.DEVICE, reservation.tenant, held_bytes - limit)
             reservation.bytes += held_bytes - limit
 
-    def fits(self, tenant: str, demand: MemoryDemand) -> bool:
-        """True if the demand could be granted on an otherwise empty device."""
+    def exceeded_limit(self, tenant: str, demand: MemoryDemand) -> str:
+        """Limit that the demand exceeds even on an otherwise empty device; empty for none."""
         ledger = self._ledger
-        device_bytes = demand.bytes <= ledger.tenant_limit(Tier.DEVICE, tenant)
-        host = min(ledger.limit(Tier.HOST), ledger.tenant_limit(Tier.HOST, tenant))
-        return device_bytes and demand.total <= ledger.limit(Tier.DEVICE) and demand.host <= host
+        limits = (
+            ("--tenant-quota device", demand.bytes, ledger.tenant_limit(Tier.DEVICE, tenant)),
+            ("--kv-budget", demand.total, ledger.limit(Tier.DEVICE)),
+            ("--tenant-quota host", demand.host, ledger.tenant_limit(Tier.HOST, tenant)),
+            ("--host-budget", demand.host, ledger.limit(Tier.HOST)),
+        )
+        return next(
+            (
+                f"{count:,} bytes, more than the {limit:,} of {option}"
+                for option, count, limit in limits
+                if count > limit
+            ),
+            "",
+        )
 
     def missing_bytes(self, key: int, tenant: str, demand: MemoryDemand) -> int:
         """Bytes that other caches must release before the demand can be granted."""

@@ -1,0 +1,108 @@
+"""Refusals name the thing, the rule and the way out, in the form of the client's API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx2
+import pytest
+
+from server.fake_engine_client import NAME
+from server.http.running_server import Running
+
+CHAT, TEXT, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+HELLO = [{"role": "user", "content": "Hello."}]
+JSON = {"content-type": "application/json"}
+
+
+def message(reply: httpx2.Response, status: int) -> str:
+    assert reply.status_code == status, reply.text
+    return reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/json"])
+def test_a_body_without_its_type_is_told_which_to_send(
+    http: httpx2.Client, served: Running, kind: str | None
+) -> None:
+    headers = {} if kind is None else {"content-type": kind}
+    told = message(http.post(CHAT, content=b"{}", headers=headers), 415)
+    assert (kind or "no type") in told and "content-type: application/json" in told
+
+
+@pytest.mark.parametrize("content", [b"", b"null"])
+def test_no_body_is_told_as_none(http: httpx2.Client, served: Running, content: bytes) -> None:
+    told = message(http.post(CHAT, content=content, headers=JSON), 400)
+    assert told == "The body is empty, or null: send a JSON object."
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        (CHAT, {"stop": ["x"] * 17}, "stop: List should have at most 16 items"),
+        (TEXT, {"prompt": ["x"] * 129}, "prompt: List should have at most 128 items"),
+        (TEXT, {"prompt": ["x", 3]}, "prompt.1: Input should be a valid string"),
+        (CHAT, {"stop": ""}, "stop: "),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "a"}]}]}, ".content: a part is"),
+        (CHAT, {"guided_json": {}}, "guided_json is not supported: send structured_outputs."),
+        (CHAT, {"functions": [{}]}, "functions is not supported: send tools."),
+        (TEXT, {"use_beam_search": True}, "use_beam_search is not supported: leave it out."),
+        (TEXT, {"prompt_logprobs": 1}, "prompt_logprobs is not supported"),
+        (CHAT, {"continue_final_message": True}, "continue_final_message is not supported"),
+        (CHAT, {"chat_template": "{{ 1 }}"}, "chat_template is not supported"),
+        (CHAT, {"structured_outputs": {"choice": [1]}}, "choice must be a list of texts, got list"),
+        (MESSAGES, {"tools": [{"name": "a b"}]}, "tools.0 must be {'name': ..., 'input_schema'"),
+        (MESSAGES, {"tools": [{"name": "a", "input_schema": []}]}, "'input_schema': ...}, with"),
+        (MESSAGES, {"tools": [{"name": "a", "type": "bash_1"}]}, "is of the type 'bash_1', but"),
+        (MESSAGES, {"tool_choice": {"type": "must"}}, "tool_choice.type must be auto, any, none"),
+        (MESSAGES, {"tool_choice": {"type": "tool", "name": "x"}}, "with the name of one of tools"),
+        (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "a"}]}]}, "send blocks of"),
+    ],
+)
+def test_what_is_wrong_with_a_field(
+    http: httpx2.Client, served: Running, path: str, body: dict[str, Any], told: str
+) -> None:
+    whole = {"model": NAME, "max_tokens": 4, "messages": HELLO, "prompt": "x"}
+    if path != TEXT:
+        del whole["prompt"]
+    said = message(http.post(path, json=whole | body), 400)
+    assert told in said and "Value error" not in said
+    assert not served.hub.asked
+
+
+@pytest.mark.parametrize(
+    ("name", "harmless"),
+    [("skip_special_tokens", True), ("length_penalty", 1), ("use_beam_search", False)],
+)
+def test_values_that_change_nothing_are_taken(
+    http: httpx2.Client, served: Running, name: str, harmless: Any
+) -> None:
+    reply = http.post(CHAT, json={"model": NAME, "messages": HELLO, name: harmless})
+    assert reply.status_code == 200 and "warnings" not in reply.json()
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_left_out"),
+    [({"type": "array", "uniqueItems": True}, True), ({"type": "frob"}, False)],
+)
+def test_a_schema_that_cannot_be_enforced_says_what_can_be_done(
+    http: httpx2.Client, served: Running, schema: dict[str, Any], is_left_out: bool
+) -> None:
+    pytest.importorskip("llguidance", reason="the extra structured is not installed")
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {"model": NAME, "messages": HELLO, "response_format": wanted}
+    said = message(http.post(CHAT, json=body), 400)
+    assert "leave that part out, or correct it" in said
+    assert ("With strict: false it is left out." in said) is is_left_out
+
+
+def test_paths_and_methods_that_are_none(http: httpx2.Client, served: Running) -> None:
+    assert "nothing at /v1/frob: GET /openapi.json" in message(http.get("/v1/frob"), 404)
+    assert message(http.get(CHAT), 405) == f"GET is not allowed at {CHAT}: use POST."
+    told = http.get(MESSAGES)
+    assert told.json()["type"] == "error" and "use POST" in message(told, 405)
+
+
+def test_a_wrong_key_is_told_both_headers(served: Running) -> None:
+    with httpx2.Client(base_url=served.url) as stranger:
+        said = message(stranger.get("/v1/models"), 401)
+    assert "Authorization: Bearer KEY" in said and "x-api-key: KEY" in said
