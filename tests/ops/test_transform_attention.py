@@ -95,6 +95,28 @@ def test_bytes_are_counted_without_coding(entries, step) -> None:
     assert size <= counted <= size + 4 * min(entries, range_coder.LANES)
 
 
+@needs_kernel
+@pytest.mark.parametrize("limit", range(MATRIX_UNITS + 1))
+@pytest.mark.parametrize(("entries", "step"), [*CASES, (300, 1.0)])
+def test_every_instruction_set_reads_the_same_words(entries, step, limit) -> None:
+    numbers, tiers, deviations = a_block(entries, step)
+    given = numbers, tiers, deviations, step, Coder.ENTROPY
+    payload, library = coding.encoded(*given), c_library()
+    symbols = coding.quantized(numbers, tiers, step)
+    assert library is not None
+    try:
+        library.larder_limit_instruction_set(limit)
+        back, back_tiers = coding.decoded(payload, entries, *given[2:])
+        size = coding.coded_bytes(*given)
+        library.larder_limit_instruction_set(0)
+        assert coding.coded_bytes(*given) == size
+    finally:
+        library.larder_limit_instruction_set(MATRIX_UNITS)
+    assert back_tiers.tolist() == tiers.tolist()
+    scales = np.float32(step * 2.0 ** tiers.astype(np.float64))
+    assert np.array_equal(back, symbols.astype(np.float32) * scales[:, None])
+
+
 @pytest.mark.parametrize("kept", [0, 0.5])
 def test_damaged_words_are_read_within_bounds(kept) -> None:
     numbers, tiers, deviations = a_block(70, 0.1)

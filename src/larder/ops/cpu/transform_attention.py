@@ -15,10 +15,12 @@ from torch import Tensor
 
 from larder.ops.cpu.c_library import INTEGER, POINTER, c_library
 from larder.ops.cpu.range_coder import CodeTables, packed_tables
+from larder.ops.symbol_model import NUM_CLASSES
 
 LANES = 16  # of the kernels' vectors
 CODER_LANES = 32
 TOGETHER = 2  # blocks that a thread decodes at once
+TABLE_BYTES = 192  # of a class
 MAX_HEAD_DIM = 256
 MAX_QUERY_ROWS = 16  # per kv head
 
@@ -78,14 +80,15 @@ def supports(num_queries: int, head_dim: int, half: int) -> bool:
 
 
 def kernel_bytes(entries: int, num_blocks: int, head_dim: int) -> int:
-    """Bytes of the decoded blocks of all threads.
+    """Bytes of the decoded blocks of all threads, and of tables in the kernel's form.
 
     Args:
         entries: of the longest block.
     """
     together = min(num_blocks, TOGETHER * torch.get_num_threads())
     numbers = 2 * head_dim + head_dim // 2 + MAX_QUERY_ROWS + 5
-    return 4 * together * (-(-entries // CODER_LANES) * CODER_LANES * numbers + LANES * head_dim)
+    decoded = 4 * together * (-(-entries // CODER_LANES) * CODER_LANES * numbers + LANES * head_dim)
+    return decoded + (NUM_CLASSES + 1) * TABLE_BYTES
 
 
 def transform_attention(

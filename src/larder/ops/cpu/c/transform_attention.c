@@ -22,7 +22,9 @@
 #define EXACT_BF16 256.0f /* integers up to here are bfloat16 numbers */
 #define NUM_SIDES 2
 #define MOST_PAIRS 128 /* of components of a head */
+#define MOST_QUERIES 16 /* of a kv head */
 #define TOGETHER 2 /* blocks that a thread decodes at once */
+#define ALL_LANES 0xFFFFFFFFu
 
 /* Buckets of `AliasTables` of one class. */
 struct alias_table {
@@ -32,10 +34,23 @@ struct alias_table {
     uint16_t codes[2][BUCKETS];
 };
 
+/* Small numbers of a table as bytes, of which a vector holds all. */
+struct alias_bytes {
+    uint8_t dividers[BUCKETS];
+    uint8_t codes[2][BUCKETS];
+};
+
 struct code_tables {
     const struct alias_table *rows; /* [classes + 1], tiers last */
     int64_t classes;
     int64_t first_raw; /* class c has (c - first_raw) / CLASSES_PER_TIER raw bits, rounded down */
+};
+
+struct decoding_tables {
+    const struct alias_table *rows;
+    const struct alias_bytes *bytes; /* of each row */
+    int64_t classes;
+    int64_t first_raw;
 };
 
 struct transform_block {
@@ -136,7 +151,7 @@ INLINE int32_t decode_code(const struct alias_table *table, uint32_t *state,
 }
 
 /* Symbols of one component of a group of rows. */
-INLINE void decode_group(const struct code_tables *tables, int32_t base, const int32_t *tiers,
+INLINE void decode_group(const struct decoding_tables *tables, int32_t base, const int32_t *tiers,
                          const int32_t *order, int64_t count, uint32_t *states,
                          struct word_stream *stream, float *into) {
     int32_t symbols[CODER_LANES], extras[CODER_LANES], has_raw = 0;
@@ -180,10 +195,11 @@ static void read_positions(const struct transform_block *block, const uint8_t *b
         }
 }
 
-typedef void (*decode_function)(const struct code_tables *, const int32_t *, int64_t, int64_t,
+typedef void (*decode_function)(const struct decoding_tables *, const int32_t *, int64_t, int64_t,
                                 const uint8_t *, int64_t, const struct transform_scratch *);
-typedef void (*attend_function)(const struct transform_attention *, const struct transform_block *,
-                                int, const struct transform_scratch *, float *, float *, float *);
+typedef void (*attend_function)(const struct transform_attention *, const struct decoding_tables *,
+                                const struct transform_block *, int,
+                                const struct transform_scratch *, float *, float *, float *);
 
 #define BODY "transform_attention_body.h"
 #define WITH_DOT_PRODUCT
@@ -191,6 +207,23 @@ typedef void (*attend_function)(const struct transform_attention *, const struct
 
 static const decode_function decode_forms[] = FORMS(decode_block);
 static const attend_function attend_forms[] = FORMS(attend_blocks);
+
+/* Size of the bytes of all tables, a multiple of a cache line. */
+static size_t table_bytes(const struct code_tables *tables) {
+    return (size_t)(tables->classes + 1) * sizeof(struct alias_bytes);
+}
+
+/* Tables with their bytes, which take the microsecond of copying some KB at each call. */
+static struct decoding_tables with_bytes(const struct code_tables *tables, char *memory) {
+    struct alias_bytes *bytes = (struct alias_bytes *)memory;
+    for (int64_t row = 0; row <= tables->classes; row++)
+        for (int b = 0; b < BUCKETS; b++) {
+            bytes[row].dividers[b] = (uint8_t)tables->rows[row].dividers[b];
+            for (int k = 0; k < 2; k++)
+                bytes[row].codes[k][b] = (uint8_t)tables->rows[row].codes[k][b];
+        }
+    return (struct decoding_tables){tables->rows, bytes, tables->classes, tables->first_raw};
+}
 
 /* Bytes of a scratch, whose parts begin on cache lines; `memory` may be NULL to count them. */
 static size_t lay_out(struct transform_scratch *scratch, char *memory, int64_t entries,
@@ -213,6 +246,7 @@ static size_t lay_out(struct transform_scratch *scratch, char *memory, int64_t e
 
 struct block_tasks {
     const struct transform_attention *call;
+    struct decoding_tables tables;
     float *outs; /* [num_blocks, num_queries, head_dim] */
     float *peaks;
     float *masses;
@@ -236,7 +270,8 @@ static void attend_as_thread(void *given) {
     int64_t rows = call->num_queries;
     for (int64_t b; (b = __atomic_fetch_add(&tasks->next, TOGETHER, __ATOMIC_RELAXED)) <
                     call->num_blocks;)
-        attend(call, call->blocks + b, (int)least(TOGETHER, call->num_blocks - b), scratches,
+        attend(call, &tasks->tables, call->blocks + b,
+               (int)least(TOGETHER, call->num_blocks - b), scratches,
                tasks->outs + b * rows * call->head_dim, tasks->peaks + b * rows,
                tasks->masses + b * rows);
 }
@@ -299,11 +334,13 @@ int larder_transform_attention(const struct transform_attention *call) {
     struct transform_scratch scratch;
     tasks.memory_bytes = lay_out(&scratch, NULL, tasks.longest, NUM_SIDES * dim, rows);
     size_t sums = (size_t)(call->num_blocks * rows * (dim + 2) + dim) * sizeof(float);
-    size_t decoded = (size_t)threads * TOGETHER * tasks.memory_bytes, bytes = decoded + sums;
+    size_t decoded = (size_t)threads * TOGETHER * tasks.memory_bytes;
+    size_t bytes = decoded + table_bytes(&call->tables) + sums;
     tasks.memory = aligned_alloc(64, (bytes + 63) / 64 * 64);
     if (!tasks.memory)
         return 1;
-    tasks.outs = (float *)(tasks.memory + decoded);
+    tasks.tables = with_bytes(&call->tables, tasks.memory + decoded);
+    tasks.outs = (float *)(tasks.memory + decoded + table_bytes(&call->tables));
     tasks.peaks = tasks.outs + call->num_blocks * rows * dim;
     tasks.masses = tasks.peaks + call->num_blocks * rows;
     larder_parallel(attend_as_thread, &tasks, (int)threads);
@@ -318,11 +355,12 @@ int larder_decode_components(const struct code_tables *tables, const int32_t *ba
                              float *components, int8_t *tiers) {
     struct transform_scratch scratch;
     size_t size = lay_out(&scratch, NULL, count, width, 1);
-    char *memory = aligned_alloc(64, (size + 63) / 64 * 64);
+    char *memory = aligned_alloc(64, size + table_bytes(tables));
     if (!memory)
         return 1;
     lay_out(&scratch, memory, count, width, 1);
-    decode_forms[larder_instruction_set()](tables, bases, width, count, words, bytes, &scratch);
+    struct decoding_tables own = with_bytes(tables, memory + size);
+    decode_forms[larder_instruction_set()](&own, bases, width, count, words, bytes, &scratch);
     for (int64_t row = 0; row < count; row++) {
         int64_t n = scratch.order[row];
         float scale = (float)(step * exp2((double)scratch.tiers[n]));

@@ -2,9 +2,9 @@
  * described in ops/cpu/range_coder_kernels.py.
  */
 
-#include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "transform_coder.h"
 
@@ -20,10 +20,10 @@ struct encoding_tables {
 };
 
 static void push_word(uint32_t *state, uint64_t limit, uint16_t *words, int64_t *count) {
-    if (*state >= limit) {
-        words[(*count)++] = (uint16_t)*state;
-        *state >>= 16;
-    }
+    int64_t is_full = *state >= limit; /* no branch: it would be guessed wrong too often */
+    words[*count] = (uint16_t)*state;
+    *count += is_full;
+    *state >>= 16 * is_full;
 }
 
 INLINE void encode_code(const struct encoding_tables *tables, int64_t row, int32_t code,
@@ -39,7 +39,7 @@ INLINE void encode_code(const struct encoding_tables *tables, int64_t row, int32
 static void encode_group(const struct encoding_tables *tables, const int32_t *symbols,
                          const int64_t *rows, int64_t lanes, uint32_t *states, uint16_t *words,
                          int64_t *count) {
-    int32_t codes[CODER_LANES], extras[CODER_LANES];
+    int32_t codes[CODER_LANES], extras[CODER_LANES], most = 0;
     for (int64_t l = 0; l < lanes; l++) {
         int32_t raw = raw_bits_of(tables->first_raw, rows[l]);
         const uint16_t *starts = tables->starts + rows[l] * (NUM_CODES + 1);
@@ -49,8 +49,9 @@ static void encode_group(const struct encoding_tables *tables, const int32_t *sy
             codes[l] = ESCAPE;
             extras[l] = ESCAPED_BITS;
         }
+        most = extras[l] > most ? extras[l] : most;
     }
-    for (int chunk = 0; chunk < MOST_CHUNKS; chunk++)
+    for (int chunk = 0; chunk * CHUNK_BITS < most; chunk++)
         for (int64_t l = lanes - 1; l >= 0; l--) {
             int32_t size = chunk_size(extras[l], chunk);
             if (!size)
@@ -68,9 +69,11 @@ static void encode_group(const struct encoding_tables *tables, const int32_t *sy
 int64_t larder_encode_components(const struct encoding_tables *tables, const int32_t *bases,
                                  int64_t width, int64_t num_rows, const int32_t *symbols,
                                  const int8_t *tiers, uint16_t *words) {
-    int32_t *order = malloc((size_t)num_rows * sizeof *order + 1);
+    /* Rows in order, and their symbols of LANES components, by component. */
+    int32_t *order = malloc((size_t)num_rows * (1 + LANES) * sizeof *order + 1);
     if (!order)
         return -1;
+    int32_t *columns = order + num_rows;
     int64_t held = 0, count = 0, last = (num_rows - 1) / CODER_LANES * CODER_LANES;
     for (int tier = -LAST_TIER; tier <= LAST_TIER; tier++)
         for (int64_t n = 0; n < num_rows; n++)
@@ -79,16 +82,20 @@ int64_t larder_encode_components(const struct encoding_tables *tables, const int
     uint32_t states[CODER_LANES];
     for (int l = 0; l < CODER_LANES; l++)
         states[l] = LOWEST;
-    for (int64_t c = width - 1; c >= 0; c--)
+    for (int64_t c = width - 1; c >= 0; c--) {
+        int64_t place = c % LANES;
+        if (c == width - 1 || place == LANES - 1)
+            for (int64_t n = 0; n < num_rows; n++)
+                for (int64_t p = 0; p <= place; p++)
+                    columns[p * num_rows + n] = symbols[order[n] * width + c - place + p];
         for (int64_t first = last; first >= 0; first -= CODER_LANES) {
             int64_t lanes = least(CODER_LANES, num_rows - first), rows[CODER_LANES];
-            int32_t own[CODER_LANES];
-            for (int64_t l = 0; l < lanes; l++) {
+            for (int64_t l = 0; l < lanes; l++)
                 rows[l] = class_at(tables->classes, bases[c], tiers[order[first + l]]);
-                own[l] = symbols[order[first + l] * width + c];
-            }
-            encode_group(tables, own, rows, lanes, states, words, &count);
+            encode_group(tables, columns + place * num_rows + first, rows, lanes, states, words,
+                         &count);
         }
+    }
     for (int64_t n = num_rows - 1; n >= 0; n--)
         encode_code(tables, tables->classes, tiers[n] + LAST_TIER, states + n % CODER_LANES, words,
                     &count);
@@ -105,27 +112,18 @@ int64_t larder_encode_components(const struct encoding_tables *tables, const int
     return count;
 }
 
+typedef double (*bits_function)(const struct encoding_tables *, const int32_t *, int64_t, int64_t,
+                                const float *, const int8_t *, const float *);
+
+#define BODY "transform_encoding_body.h"
+#include "instruction_sets.h"
+
+static const bits_function bits_forms[] = FORMS(coded_bits);
+
 /* Bits of some entries, tiers included, whose `factors` are 1 over the step of each tier. */
 double larder_coded_bits(const struct encoding_tables *tables, const int32_t *bases, int64_t width,
                          int64_t num_rows, const float *numbers, const int8_t *tiers,
                          const float *factors) {
-    double total = 0;
-    for (int64_t n = 0; n < num_rows; n++) {
-        int tier = tiers[n];
-        float factor = factors[tier + LAST_TIER], sum = 0;
-        total += tier == LAST_TIER || tier == -LAST_TIER ? 3 : 2;
-        for (int64_t c = 0; c < width; c++) {
-            int64_t row = class_at(tables->classes, bases[c], tier);
-            int32_t raw = raw_bits_of(tables->first_raw, row);
-            float number = rintf(numbers[n * width + c] * factor);
-            int32_t code = ESCAPE;
-            if (number > -2147483648.0f && number < 2147483648.0f) {
-                code = ((int32_t)number >> raw) + MIDDLE;
-                code = code < 0 || code >= ESCAPE ? ESCAPE : code;
-            }
-            sum += tables->costs[row * NUM_CODES + code];
-        }
-        total += sum;
-    }
-    return total;
+    return bits_forms[larder_instruction_set()](tables, bases, width, num_rows, numbers, tiers,
+                                                factors);
 }
