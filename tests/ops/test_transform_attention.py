@@ -69,7 +69,7 @@ def test_words_are_those_of_the_loop(entries, step) -> None:
     assert found == (symbols.tolist(), tiers.tolist())
     back, back_tiers = coding.decoded(payload, entries, deviations, step, Coder.ENTROPY)
     assert back_tiers.tolist() == tiers.tolist()
-    scales = np.float32(step * 2.0 ** tiers.astype(np.float64))
+    scales = (step * 2.0 ** tiers.astype(np.float64)).astype(np.float32)
     assert np.array_equal(back, symbols.astype(np.float32) * scales[:, None])
 
 
@@ -113,7 +113,7 @@ def test_every_instruction_set_reads_the_same_words(entries, step, limit) -> Non
     finally:
         library.larder_limit_instruction_set(MATRIX_UNITS)
     assert back_tiers.tolist() == tiers.tolist()
-    scales = np.float32(step * 2.0 ** tiers.astype(np.float64))
+    scales = (step * 2.0 ** tiers.astype(np.float64)).astype(np.float32)
     assert np.array_equal(back, symbols.astype(np.float32) * scales[:, None])
 
 
