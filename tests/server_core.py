@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
@@ -197,10 +197,24 @@ class Served:
         for tier in (Tier.DEVICE, Tier.HOST):
             assert core.ledger.used(tier) <= core.ledger.limit(tier)
         held = sum(each.residency.device_bytes for each in core.sessions)
-        assert held <= core.ledger.used(Tier.DEVICE)
+        assert held - shared_bytes(core.sessions) <= core.ledger.used(Tier.DEVICE)
         resident = [each.residency for each in core.sessions if each.residency.is_resident]
         parked = sum(each.host_bytes for each in resident)
         assert parked <= core.ledger.used(Tier.HOST), (parked, core.ledger.used(Tier.HOST))
+
+
+def storages(session: SessionState) -> dict[int, int]:
+    """Bytes of all storage that a session's cache on the device has, by address."""
+    cache = session.residency.active
+    stores = () if cache is None else cache.stores
+    held = [tensor.untyped_storage() for store in stores for tensor in store.tensors()]
+    return {each.data_ptr(): each.nbytes() for each in held if each.nbytes()}
+
+
+def shared_bytes(sessions: Iterable[SessionState]) -> int:
+    """Bytes of storage that sessions have in common, once for each but the first that has it."""
+    every = [each for session in sessions for each in storages(session).items()]
+    return sum(count for _, count in every) - sum(dict(every).values())
 
 
 def encode_session(session: SessionState) -> bytes:

@@ -110,7 +110,7 @@ class Twin:
 ACTIONS = st.tuples(
     st.sampled_from(
         ["fork", "step", "step", "block", "long", "apply", "evict", "cut", "compact"]
-        + ["reserve", "note", "look", "drop"]
+        + ["reserve", "note", "look", "drop", "divide", "seal"]
     ),
     st.integers(0, 3),
     st.integers(2, 7),
@@ -135,6 +135,8 @@ def act(family: list[Twin], action: str, which: int, number: int) -> None:
     elif action in ("compact", "reserve"):
         for each in (twin.store, twin.copy):
             each.compact() if action == "compact" else each.reserve(number)
+    elif action in ("divide", "seal"):  # what is read stays the same
+        twin.store.divide(twin.next - number * number) if action == "divide" else twin.store.seal()
     elif action == "note":
         twin.note(number)
     elif action == "look":
@@ -269,3 +271,60 @@ def test_a_fork_that_is_separate_has_copies_of_codes(kind: str) -> None:
     fork.separate()
     assert fork.shared_nbytes == twin.store.shared_nbytes == 0
     assert same_bits(fork.state(), twin.copy.state())
+
+
+def a_dense_twin(length: int) -> Twin:
+    twin = Twin(STORES["dense"](), STORES["dense"](), 0)
+    twin.grow(length)
+    return twin
+
+
+def pointers(store: CacheLayer) -> dict[int, int]:
+    """Bytes of the storages of keys, values and positions, by address."""
+    storages = [t.untyped_storage() for t in store.tensors() if t.dtype is not torch.int64]
+    return {each.data_ptr(): each.nbytes() for each in storages if each.nbytes()}
+
+
+@pytest.mark.skipif(c_library() is None, reason="attention would copy divided storage")
+def test_a_fork_of_a_prefix_holds_nothing_of_later_entries() -> None:
+    twin = a_dense_twin(300)
+    twin.store.reserve(40)
+    wanted = twin.store.prefix_nbytes(200)
+    twin.store.divide(200)
+    fork = twin.store.fork()
+    fork.truncate(200)
+    assert sum(pointers(fork).values()) == wanted == 200 * (2 * 2 * LAYER.head_dim * 4 + 4)
+    assert pointers(fork).items() <= pointers(twin.store).items()
+    twin.check()
+    before = pointers(twin.store)
+    twin.grow(40)  # in the slack that it had reserved
+    assert pointers(twin.store) == before
+    twin.check()
+
+
+@pytest.mark.skipif(c_library() is None, reason="attention would copy divided storage")
+def test_storage_is_divided_for_all_that_hold_it() -> None:
+    twins = [a_dense_twin(300)]
+    twins[0].store.compact()
+    twins[0].copy.compact()
+    for length in (250, 200, 220):
+        twins[0].store.divide(length)
+        twins.append(twins[0].forked())
+        for store in (twins[-1].store, twins[-1].copy):
+            store.truncate(length)
+        twins[-1].next = length
+        twins[-1].store.seal()
+    held = {place: n for each in twins for place, n in pointers(each.store).items()}
+    assert sum(held.values()) == twins[0].store.prefix_nbytes(300)  # once, by all four
+    for twin in twins:
+        twin.check()
+    own = pointers(twins[0].store).items() - pointers(twins[1].store).items()
+    del twins[0]
+    gc.collect()
+    left = {place: n for each in twins for place, n in pointers(each.store).items()}
+    assert held.items() - left.items() == own and own
+    assert sum(left.values()) == twins[0].store.prefix_nbytes(250)
+    for twin in twins:
+        twin.grow(3)
+        twin.grow(1)
+        twin.check()

@@ -47,6 +47,11 @@ class StorageHolders:
         """Remove a holder."""
         self._holders.discard(holder)
 
+    @property
+    def holders(self) -> list[object]:
+        """Layers that hold the storage."""
+        return list(self._holders)
+
     def is_writer(self, holder: object) -> bool:
         """True for the layer that allocated the storage, or was alone when it was forked."""
         return self._writer is not None and self._writer() is holder
@@ -109,8 +114,11 @@ class SharedSegment:
     @property
     def shared_bytes(self) -> int:
         """Bytes that other layers hold too."""
-        if not self.holders.are_many:
-            return 0
+        return self.stored_bytes if self.holders.are_many else 0
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the storage, slack and entries of other layers included."""
         stored = (self.keys, self.values, self.positions, self.columns)
         return storage_bytes({id(each): each for each in stored}.values())
 
@@ -205,6 +213,13 @@ class SegmentedLayer(CacheLayer):
     def separate(self) -> None:
         self._own()
         self.compact()
+
+    def seal(self) -> None:
+        if self._holders.are_many:
+            storage = self._storage()
+            fresh = self._joined([replace(storage, lengths=storage.lengths * 0)], 0)
+            self._segments = (*self._segments, storage)
+            self._hold(fresh, keeps=True)
 
     @property
     def like(self) -> Tensor:

@@ -191,6 +191,14 @@ class RequestState(Ticket):
         self.is_cancelled = True
         self.wake()
 
+    def usable_tokens(self, session: SessionState) -> int:
+        """Tokens of the request that the cache of a session can be used for; 0 for an exact request
+        if the cache is lossy.
+        """
+        if self.request.exact and not session.residency.is_lossless:
+            return 0
+        return session.usable_prefix_len(self.known_ids)
+
     @property
     def known_ids(self) -> tuple[int, ...]:
         """Tokens of the prompt and of the answer so far."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from larder.cache.forms.base import CacheLayer
 from larder.core.observation import Entries
 from larder.server.answer_form import PLAIN_FORM, AnswerForm
 from larder.server.request import ChatMessage
@@ -274,7 +275,7 @@ def cached_positions(session: SessionState) -> CachedPositions:
         return CachedPositions(0, (), episodes=_episodes(session), tier=tier)
     maps = residency.position_maps.of(residency.episode)
     tokens = held.num_tokens(cache.next_position)
-    layers = tuple(_positions(cache.entries(layer.index), maps) for layer in cache.spec.layers)
+    layers = tuple(_positions(_entries(store), maps) for store in cache.stores)
     slow = {each.layer.index: each for each in cache.tiers if each.has_offloaded}
     parked = tuple(
         _positions(slow[layer.index].parked(), maps) if layer.index in slow else ()
@@ -282,6 +283,11 @@ def cached_positions(session: SessionState) -> CachedPositions:
     )
     parked = parked if slow else ()
     return CachedPositions(tokens, layers, parked=parked, episodes=_episodes(session), tier=tier)
+
+
+def _entries(store: CacheLayer) -> Entries:
+    """Entries of a layer, which goes on sharing storage."""
+    return (store.fork() if store.shared_length else store).entries()
 
 
 def _positions(entries: Entries, maps: PositionMap) -> tuple[tuple[int, ...], ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType, TracebackType
@@ -163,6 +163,19 @@ class ByteLedger:
             if not self._reserved[tier, tenant]:
                 del self._reserved[tier, tenant]
             self._add(tier, tenant, -min(count, self._of[tier, tenant]))
+            self._freed.notify_all()
+
+    def move(self, targets: Sequence[tuple[Reservation, int]]) -> None:
+        """Set reservations of one tier and tenant to new sizes, at once.
+
+        What some give up others take, so that the sum exceeds no budget unless it grows.
+        """
+        with self._freed:
+            for reservation, count in targets:
+                change, reservation.bytes = count - reservation.bytes, count
+                tier, tenant = reservation.tier, reservation.tenant
+                self._reserved[tier, tenant] += change
+                self._add(tier, tenant, change)
             self._freed.notify_all()
 
     def lower(self, tier: Tier, count: int) -> int:

@@ -78,3 +78,24 @@ def test_what_could_never_fit_is_known() -> None:
     assert reservations.missing_bytes(1, "a", MemoryDemand(80, 30)) == 10
     with pytest.raises(BudgetError):
         reservations.grant(1, "a", MemoryDemand(71, 0))
+
+
+def test_what_caches_share_is_reserved_once_and_passes_to_the_last_of_them() -> None:
+    ledger, reservations = a_purse()
+    reservations.grant(1, "a", MemoryDemand(40))
+    reservations.grant(3, "a", MemoryDemand(10))  # without the 30 bytes that it shares
+    reservations.share({1: {"prefix": 30}, 3: {"prefix": 30}}, {3: 30})
+    assert ledger.used(Tier.DEVICE, "a") == 50
+    assert reservations.bytes_of(1) == reservations.bytes_of(3) == 10
+    reservations.check(3, 40)
+    assert reservations.violations == 0
+    assert reservations.missing_bytes(3, "a", MemoryDemand(61)) == 1  # 50 of 70 are in use
+    reservations.release(1)
+    assert ledger.used(Tier.DEVICE, "a") == 40 == reservations.bytes_of(3)
+    reservations.grant(1, "a", MemoryDemand(5))
+    reservations.share({1: {"prefix": 30}, 3: {"prefix": 30}}, {1: 30})
+    reservations.share({3: {}}, {3: -30})  # it has gone back behind the prefix
+    assert reservations.bytes_of(1) == 35 and reservations.bytes_of(3) == 10
+    for key in (1, 3):
+        reservations.release(key)
+    assert ledger.used(Tier.DEVICE) == 0

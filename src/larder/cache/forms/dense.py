@@ -9,7 +9,9 @@ are keys and values at once: both names refer to one storage.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
+from typing import ClassVar
 
 import torch
 from jaxtyping import Int64
@@ -26,7 +28,7 @@ from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
 from larder.ops.attention import ragged_attention
 from larder.ops.block_attention import block_attention
-from larder.ops.cpu.decode_attention import StepStorage
+from larder.ops.cpu.decode_attention import StepStorage, supports_step
 from larder.ops.removal import remove_rows
 
 GROWTH = 4  # storage grows by a quarter when a caller appends without a reservation
@@ -39,6 +41,7 @@ class DenseLayer(SegmentedLayer):
     supports = frozenset[str]()
     holds_latents = True
     can_page = True
+    divides: ClassVar[bool] = True  # whether a prefix can be storage of its own
 
     def __init__(self, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
         shape = (layer.kv_heads, 0, layer.head_dim)
@@ -115,6 +118,86 @@ class DenseLayer(SegmentedLayer):
             self._cut_segments(length)
             self._drop_empty_storage()
             self._count_bytes()
+
+    def prefix_nbytes(self, length: int) -> int:
+        if not self._can_divide:
+            return 0
+        count = sum(int(self._lengths_before(each, length)[0]) for each in self._filled)
+        row = sum(self.layer.kv_heads * side.shape[2] * side.itemsize for side in self._sides)
+        return count * (row + self._positions.itemsize)
+
+    def divide(self, length: int) -> None:
+        if not self._can_divide:
+            return
+        for segment in self._filled:
+            count = int(self._lengths_before(segment, length)[0])
+            if 0 < count < len(segment.positions):
+                self._divide_storage(segment, count)
+
+    @property
+    def shared_length(self) -> int:
+        if not self._can_divide:
+            return 0
+        return sum(int(each.lengths[0]) for each in self._filled if each.shared_bytes)
+
+    def shared_storages(self) -> dict[object, int]:
+        if not self._can_divide:
+            return {}
+        return {each.holders: each.stored_bytes for each in self._filled if each.shared_bytes}
+
+    def _divide_storage(self, segment: SharedSegment, count: int) -> None:
+        """Replace a storage by one of its first `count` entries and one of the others, in all
+        layers that hold it.
+        """
+        old, is_own = segment.holders, segment.holders is self._holders
+        layers = [each for each in old.holders if isinstance(each, DenseLayer)]
+        for each in layers:
+            each.seal()
+        held = max(each._length_in(old) for each in layers)
+        behind = replace(
+            segment,
+            keys=segment.keys[:, count:],
+            values=segment.values[:, count:],
+            positions=segment.positions[count:],
+            lengths=torch.full_like(segment.lengths, held - count),
+        )
+        room = len(segment.positions) - held if is_own and not old.are_many else 0
+        front = self._joined([replace(segment, lengths=torch.full_like(behind.lengths, count))], 0)
+        back = self._joined([behind], room)
+        for each in layers:
+            each._hold_divided(old, front, back)
+
+    def _length_in(self, holders: StorageHolders) -> int:
+        """Entries of each head that this layer has in a storage."""
+        parts = (*self._segments, self._storage())
+        return max(int(each.lengths[0]) for each in parts if each.holders is holders)
+
+    def _hold_divided(self, old: StorageHolders, front: SharedSegment, back: SharedSegment) -> None:
+        """Hold two storages in place of one."""
+        parts = list[SharedSegment]()
+        for part in (*self._segments, self._storage()):
+            if part.holders is not old:
+                parts.append(part)
+                continue
+            first = int(front.lengths[0].clamp(max=part.lengths[0]))
+            behind = int(part.lengths[0]) - first
+            parts.append(replace(front, lengths=torch.full_like(part.lengths, first)))
+            if behind or old is self._holders:
+                parts.append(replace(back, lengths=torch.full_like(part.lengths, behind)))
+        old.leave(self)
+        for part in parts:
+            part.holders.join(self, part.lengths.tolist())
+        self._segments = tuple(parts[:-1])
+        self._hold(parts[-1], keeps=True)
+
+    @property
+    def _can_divide(self) -> bool:
+        """True if decode steps read several storages in place."""
+        layer, keys = self.layer, self._keys
+        if not self.divides or layer.latent_rank or layer.softcap is not None:
+            return False
+        queries = keys.new_empty(layer.query_heads, 0, layer.head_dim)
+        return supports_step(queries, keys[:, :0], self._values[:, :0])
 
     def entries(self) -> Entries:
         if len(self._filled) > 1:

@@ -40,6 +40,7 @@ class ParallelLayer(DenseLayer):
     has_public_name = False
     holds_latents = False
     can_be_shared = False
+    divides = False
 
     def __init__(self, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
         shape = (layer.kv_heads, 0, layer.head_dim)

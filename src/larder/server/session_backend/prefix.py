@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
 
+from larder.cache.prefix_sharing import seal
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError
 from larder.core.types import AppendKind, Mode
@@ -30,12 +31,13 @@ from larder.server.session_state import (
 )
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
 from larder.server.tiers.manager import TierManager
+from larder.server.tiers.shared_prefixes import copied_prefix
 from larder.server.token_logprobs import TokenTexts, token_logprobs, unscored_token
 from larder.session.caches import SessionCaches
 
 
 class PrefixBackend(SessionBackend):
-    """Session backend that truncates or copies the cache with the longest common prefix, then
+    """Session backend that truncates or shares the cache with the longest common prefix, then
     prefills the rest.
 
     Args:
@@ -78,10 +80,10 @@ class PrefixBackend(SessionBackend):
         residency = session.residency
         if not job.num_preemptions:
             job.counts.tier = residency.tier
-        usable = _usable_tokens(job, session)
+        usable = job.usable_tokens(session)
         if not usable and residency.is_resident:
             self._tiers.drop(session)
-            usable = _usable_tokens(job, session)  # the store may have an earlier state
+            usable = job.usable_tokens(session)  # the store may have an earlier state
         if not usable:
             self._start_over(job)
         elif residency.is_resident:
@@ -224,6 +226,7 @@ class PrefixBackend(SessionBackend):
         residency.resident_caches = self._caches(session, session.rule.empty_cache())
         residency.cached_ids = array(TOKEN_TYPECODE)
         residency.settled_tokens = 0
+        self._tiers.shares.note(session)
         job.prefill.cached_len, job.prefill.steps = 0, None
         self._split_prefill(job, job.known_ids)
 
@@ -274,10 +277,11 @@ class PrefixBackend(SessionBackend):
         residency = session.residency
         mark = self._own_len(job)
         can_undo = session.rule.can_truncate and cache is not None and mark > 0
+        can_undo = can_undo and self._tiers.shares.can_truncate(session, mark)
         if cache is None or not can_undo or mark < residency.settled_tokens:
             self._tiers.drop(session)
             return
-        cache.truncate(mark)
+        self._tiers.shares.truncate(session, mark)
         residency.cached_ids = residency.cached_ids[:mark]
         session.update_occupancy()
         self._tiers.shrink_to_fit(session)
@@ -332,18 +336,25 @@ class PrefixBackend(SessionBackend):
 
     def _continue(self, job: RequestState, usable: int) -> None:
         """Continue with the session's own cache."""
-        session = job.session
-        self._tiers.grant(session, self._demand(job, session))
+        session, shares = job.session, self._tiers.shares
+        if not shares.can_truncate(session, usable):
+            self._tiers.drop(session)
+            self._start_over(job)
+            return
+        own = self._demand(job, session)
+        diverging = shares.divergence_bytes(session, usable)
+        self._tiers.grant(session, replace(own, bytes=own.bytes + diverging))
         if session.residency.active is None:
             self._tiers.restore_from_host(session)
         self._truncate(session, usable)
+        seal(job.cache)
 
     def _truncate(self, session: SessionState, usable: int) -> None:
         """Truncate the cache to the common prefix."""
         residency = session.residency
         assert residency.active is not None
         if usable < residency.active.next_position:
-            residency.active.truncate(usable)
+            self._tiers.shares.truncate(session, usable)
             residency.cached_ids = residency.cached_ids[:usable]
 
     def _fetch(self, job: RequestState, source: SessionState, usable: int) -> bool:
@@ -384,7 +395,7 @@ class PrefixBackend(SessionBackend):
         residency.is_coded, residency.is_lossless = False, True
 
     def _start_over(self, job: RequestState) -> None:
-        """Start with a copy of another session's cache, or with an empty one."""
+        """Start with the prefix of another session's cache, or with an empty one."""
         session = job.session
         source = None if job.request.prompt_logprobs else self._source(job)
         if source is not None:
@@ -392,27 +403,48 @@ class PrefixBackend(SessionBackend):
                 if not source.residency.is_resident:
                     if self._fetch(job, source, source.usable_prefix_len(job.known_ids)):
                         return
-                else:
-                    self._tiers.grant(session, self._demand(job, source))
-                    if self._copy(job, source):
-                        return
+                elif self._share(job, source) or self._copy(job, source):
+                    return
             except BudgetError:
                 pass  # the whole copy may take more than the turn
         self._tiers.grant(session, self._demand(job, None))
         self._reset(session)
 
-    def _copy(self, job: RequestState, source: SessionState) -> bool:
-        """Copy the prefix from another session; False if its cache is no longer in memory."""
-        session = job.session
-        residency = session.residency
-        usable = source.usable_prefix_len(job.known_ids) if source.residency.is_resident else 0
-        if not usable or source.residency.caches is None:
+    def _share(self, job: RequestState, source: SessionState) -> bool:
+        """Share the prefix of another session on the device; False if it has to be copied.
+
+        Raises:
+            BudgetError: no device memory is free for the rest.
+        """
+        session, shares = job.session, self._tiers.shares
+        usable = source.usable_prefix_len(job.known_ids)
+        shared = shares.shareable_bytes(source, usable)
+        if not shared:
             return False
-        cache = source.residency.caches.fork(0)
-        if usable < cache.next_position:
-            cache.truncate(usable)
-            cache.compact()
-        cache.separate()  # each session is charged for its own entries, and may be dropped alone
+        demand = self._demand(job, None)
+        alone = demand.bytes + shares.table_bytes(source) - shared
+        with shares.staying(source):
+            self._tiers.grant(session, replace(demand, bytes=alone))
+        self._start_from(job, source, usable, shares.fork(source, session, usable))
+        return True
+
+    def _copy(self, job: RequestState, source: SessionState) -> bool:
+        """Copy the prefix from another session; False if its cache is no longer in memory.
+
+        Raises:
+            BudgetError: no device memory is free for the whole copy.
+        """
+        self._tiers.grant(job.session, self._demand(job, source))
+        usable = source.usable_prefix_len(job.known_ids) if source.residency.is_resident else 0
+        if usable:
+            self._start_from(job, source, usable, copied_prefix(source, usable))
+        return usable > 0
+
+    def _start_from(
+        self, job: RequestState, source: SessionState, usable: int, cache: SequenceCache
+    ) -> None:
+        """Start with a cache of the prefix of another session."""
+        session, residency = job.session, job.session.residency
         if not job.num_preemptions:
             job.counts.tier = source.residency.tier
         residency.resident_caches = self._caches(session, cache)
@@ -420,7 +452,6 @@ class PrefixBackend(SessionBackend):
         residency.settled_tokens = min(source.residency.settled_tokens, usable)
         residency.is_coded, residency.origin = source.residency.is_coded, None
         session.update_occupancy()
-        return True
 
     def _caches(self, session: SessionState, cache: SequenceCache) -> PrefixCaches:
         """A cache on the device, as the only one of a session."""
@@ -433,10 +464,10 @@ class PrefixBackend(SessionBackend):
         session = job.session
         origin = session.residency.origin
         own_len = (
-            0 if origin is None or origin.rule is not session.rule else _usable_tokens(job, origin)
+            0 if origin is None or origin.rule is not session.rule else job.usable_tokens(origin)
         )
         other = self._find(session, job.known_ids)
-        if other is not None and _usable_tokens(job, other) > own_len:
+        if other is not None and job.usable_tokens(other) > own_len:
             return other
         return origin if own_len else None
 
@@ -463,10 +494,3 @@ class PrefixBackend(SessionBackend):
 def _next_block(job: RequestState) -> tuple[int, ...]:
     """Tokens of the next block of a request's prompt."""
     return job.prefill.blocks[job.prefill.next_block]
-
-
-def _usable_tokens(job: RequestState, session: SessionState) -> int:
-    """Length of the usable common prefix; 0 for an exact request if the cache is lossy."""
-    if job.request.exact and not session.residency.is_lossless:
-        return 0
-    return session.usable_prefix_len(job.known_ids)

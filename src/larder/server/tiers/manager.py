@@ -29,6 +29,7 @@ from larder.server.tiers.disk import (
 )
 from larder.server.tiers.eviction_order import EvictionTuner, SessionEvictionOrder
 from larder.server.tiers.host import ChatHostMemory, HostMoveRates, TranscriptMemory
+from larder.server.tiers.shared_prefixes import SharedPrefixes
 from larder.store.eviction.base import EvictionPolicy
 from larder.store.ledger import NO_TENANT, ByteLedger, Reservation, Tier
 
@@ -65,6 +66,7 @@ class TierManager:
         self._writer = DiskTierWriter(ledger, disk, completions, self.write_next)
         self.on_device: dict[int, SessionState] = {}
         self.in_host: dict[int, SessionState] = {}
+        self.shares = SharedPrefixes(self.on_device, reservations)
         self.started: dict[int, StartedLoad] = {}  # loads ahead of requests, by session
         self.chats = ChatHostMemory(ledger, self.in_host, self._host_room)
         self.transcripts = TranscriptMemory(ledger, unload)
@@ -125,6 +127,7 @@ class TierManager:
         cache, need = residency.active, MemoryDemand()
         if cache is not None:
             cache.compact()
+            self.shares.note(session)
             self._reservations.check(session.key, cache.device_nbytes)
             largest = max(store.device_nbytes for store in cache.stores)
             need = MemoryDemand(cache.device_nbytes, largest)
