@@ -1,12 +1,14 @@
 """Seconds between two parts of a streamed answer while a long prompt of another client is read.
 
     python benchmarks/token_gaps.py [--model smollm2] [--words 1500] [--chunks 0 128]
+        [--latencies 1000]
 
 `larder serve` runs in its own process, once for each number of `--chunks` (its `--prefill-chunk`; 0
-for a block of the policy). A client streams an answer alone, then another while a long prompt is
-read beside it. Printed are the median of its gaps alone, the median and the longest while the
-prompt is read, and the seconds to the first token of that prompt. Between two tokens of an answer
-at most one chunk is read: the longest gap is that of one chunk and one step.
+for a block of the policy) and of `--latencies` (its `--inter-token-latency`, in milliseconds, by
+which it sizes chunks). A client streams an answer alone, then another while a long prompt is read
+beside it. Printed are the median of its gaps alone, the median, the 95th percentile and the longest
+while the prompt is read, and the seconds to the first token of that prompt. Between two tokens of
+an answer at most one chunk is read: the longest gap is that of one chunk and one step.
 """
 
 from __future__ import annotations
@@ -36,12 +38,15 @@ def answer(server: Server, model: str, words: int, new_tokens: int) -> StreamedA
 
 def main() -> None:
     options = _options()
-    for chunk in options.chunks:
+    runs = [("chunks of", chunk, 0) for chunk in options.chunks]
+    runs += [("latency of", 0, latency) for latency in options.latencies]
+    for name, chunk, latency in runs:
         serve = ["--model", options.model, "--dtype", options.dtype, "--policy", options.policy]
         serve += ["--prefill-chunk", str(chunk)] if chunk else []
+        serve += ["--inter-token-latency", str(latency)]
         with tempfile.TemporaryDirectory() as home, run_server(Path(home), serve) as server:
             told = measured(server, options)
-        print(f"{chunk or 'block'}: {told}", flush=True)
+        print(f"{name} {chunk or latency or 'a block'}: {told}", flush=True)
 
 
 def measured(server: Server, options: argparse.Namespace) -> str:
@@ -62,7 +67,8 @@ def measured(server: Server, options: argparse.Namespace) -> str:
     ]
     return (
         f"{statistics.median(gaps):.3f} s alone; {len(within)} beside a prompt of "
-        f"{long.usage['prompt_tokens']} tokens, median {statistics.median(within):.3f}, longest "
+        f"{long.usage['prompt_tokens']} tokens, median {statistics.median(within):.3f}, p95 "
+        f"{sorted(within)[int(0.95 * (len(within) - 1))]:.3f}, longest "
         f"{max(within):.3f}; its first token after {long.times[0]:.2f} s"
     )
 
@@ -75,6 +81,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--words", type=int, default=1500, help="of the long prompt")
     parser.add_argument("--new-tokens", type=int, default=120, help="of the answer beside it")
     parser.add_argument("--chunks", type=int, nargs="+", default=[0, 128])
+    parser.add_argument("--latencies", type=int, nargs="*", default=[1000])
     return parser.parse_args()
 
 

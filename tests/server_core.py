@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import count
@@ -131,6 +131,8 @@ class Served:
         prefill_chunk: int | None = None,
         quotas: Mapping[Tier, int] | None = None,
         scheduling: SchedulingPolicy = SchedulingPolicy.PRIORITY,
+        inter_token_seconds: float | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         spelling = POLICIES.get(policy, policy)
         parsed = Policy.parse(spelling).budget
@@ -151,10 +153,11 @@ class Served:
             64,
             persistence or SessionPersistence(),
             disk or DiskTier(),
-            lambda: float(next(times)),
+            clock or (lambda: float(next(times))),
             self.news.set,
             prefill_chunk=prefill_chunk,
             scheduling=scheduling,
+            inter_token_seconds=inter_token_seconds,
         )
 
     def submit(

@@ -105,6 +105,17 @@ def test_calibrations_are_made_once_and_tell_their_cost(
     assert sorted(file.stem for file in folder.glob("*.json")) == ["squeeze", "streaming_error"]
     status, text, _ = run("calibrate", "seed", "squeeze")
     assert status == 0 and "was there" in text and "streaming_error" not in text
+    for name in ("streaming_error", "squeeze"):
+        (folder / f"{name}.json").unlink()
+    measure = calibration._cached_measurement
+
+    def measured_with_another(decoder: Decoder, sample: SampleText, name: str):
+        measure(decoder, sample, "squeeze")
+        return measure(decoder, sample, name)
+
+    monkeypatch.setattr(calibration, "_cached_measurement", measured_with_another)
+    status, text, _ = run("calibrate", "seed", "streaming_error", "squeeze")
+    assert status == 0 and "was there" not in text and text.count("measured") == 2
     status, _, error = run("calibrate", "seed", "sensitivty")
     assert status == 2 and "sensitivity" in error
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from weakref import ref
 
 import pytest
 import torch
@@ -185,26 +187,50 @@ def test_quantiles_by_hand(share, expected) -> None:
     assert weighted_quantile(scores, counts, share) == expected
 
 
-def test_layers_of_a_cache_share_the_threshold_before_the_first_searches() -> None:
+def two_layers() -> list[TieredLayer]:
+    """Two layers of a cache with 60 entries each, most of them offloaded."""
     recall = Squeezed(**SMALL, tokens=30, dense=0)
     spec = OffloadSpec(recall)
     layers = [
         TieredLayer(a_layer(2, 2, index=n), torch.float32, torch.device("cpu"), Ledger(), spec)
         for n in range(2)
     ]
-    searched = layers[0]
-    from weakref import ref
-
-    searched._measured_with = tuple(map(ref, layers))
+    layers[0]._measured_with = tuple(map(ref, layers))
     for n, store in enumerate(layers):
         new = draw(LAYER, 60, 0, n)
         store.observe(new.queries, new.positions, (new.queries, new.queries[..., 0]))
         append(store, new)
         store.apply(Plan.from_mask(torch.arange(120) % 60 >= 55, store.lengths))
+    return layers
+
+
+def search(store: TieredLayer) -> None:
     step = draw(LAYER, 1, 60, 9)
-    searched.attend(step.queries, step.keys, step.values, step.positions, (1,), Mode.APPEND)
-    thresholds = [float(store.finder.shared_index.index._threshold) for store in layers]
-    assert thresholds[0] == thresholds[1] > 0
+    store.attend(step.queries, step.keys, step.values, step.positions, (1,), Mode.APPEND)
+
+
+def thresholds(layers: Sequence[TieredLayer]) -> list[float]:
+    return [float(store.finder.shared_index.index._threshold) for store in layers]
+
+
+def test_layers_of_a_cache_share_the_threshold_before_the_first_searches() -> None:
+    layers = two_layers()
+    search(layers[0])
+    first, second = thresholds(layers)
+    assert first == second > 0
+
+
+def test_the_first_search_of_a_fork_leaves_the_thresholds_of_its_source() -> None:
+    layers = two_layers()
+    for store in layers:  # the indexes know all entries, and no search has measured them
+        store._learn()
+    forks = [store.fork() for store in layers]
+    forks[0]._measured_with = tuple(map(ref, forks))
+    before = thresholds(layers)
+    search(forks[0])
+    first, second = thresholds(forks)
+    assert first == second > 0 == max(before)
+    assert thresholds(layers) == before
 
 
 @pytest.mark.parametrize(

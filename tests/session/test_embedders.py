@@ -244,6 +244,13 @@ class TestRefusals:
         with pytest.raises(ModelError, match="does not exist"):
             load_embedder(name)
 
+    def test_a_name_is_not_offered_that_needs_a_language_model(self) -> None:
+        with pytest.raises(UnknownName) as alone:
+            load_embedder("tokenz")
+        assert "minilm" in str(alone.value) and "tokens" not in str(alone.value)
+        with pytest.raises(UnknownName, match="tokens"):
+            load_embedder("tokenz", table=torch.zeros(2, 2), encode=lambda text: [0])
+
     def test_unknown_name_says_the_nearest(self) -> None:
         with pytest.raises(UnknownName, match="Did you mean 'minilm'"):
             load_embedder("minlm")

@@ -42,11 +42,11 @@ from .offload.slow_tier import StorageOwners as StorageOwners
 from .page_arena import PageArena as PageArena
 from .predictive import PredictiveTables as PredictiveTables
 from .predictive import SidePrediction as SidePrediction
-from .prefix_sharing import divide as divide
-from .prefix_sharing import fork_prefix as fork_prefix
-from .prefix_sharing import prefix_nbytes as prefix_nbytes
-from .prefix_sharing import seal as seal
-from .prefix_sharing import shared_storages as shared_storages
+from .prefix_forks import divide as divide
+from .prefix_forks import fork_prefix as fork_prefix
+from .prefix_forks import prefix_nbytes as prefix_nbytes
+from .prefix_forks import seal as seal
+from .prefix_forks import shared_storages as shared_storages
 from .recurrent_state import RecurrentState as RecurrentState
 from .residual_tier import ResidualCoder as ResidualCoder
 from .sequence import SequenceCache as SequenceCache

@@ -64,6 +64,16 @@ class ServeOptions(ModelOptions):
             "policies without eviction.  Default: 512.",
         ),
     ] = None
+    inter_token_latency: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="MS",
+            help="Milliseconds between two tokens of an answer while prompts of others are read, "
+            "by which chunks of prompts are sized, under policies without eviction; 0 for chunks "
+            "of --prefill-chunk.",
+        ),
+    ] = 1000
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
@@ -214,7 +224,7 @@ def serve(options: ServeOptions) -> None:
     --swap-space                 --host-budget
     --kv-cache-dtype             --policy with a part that quantizes
     --data-parallel-size         --ray --replicas
-    --max-num-batched-tokens     --prefill-chunk
+    --max-num-batched-tokens     --prefill-chunk, at most; --inter-token-latency sizes chunks
     --lora-modules NAME=PATH     --adapter NAME=FOLDER
     --enable-prefix-caching      always on, as is --enable-auto-tool-choice
     """

@@ -213,6 +213,7 @@ def _client(
         max_model_len=options.max_model_len,
         prefill_chunk=options.prefill_chunk,
         scheduling=SchedulingPolicy(options.scheduling_policy),
+        inter_token_seconds=options.inter_token_latency / 1000 or None,
         response_categories=dict(map(ResponseCategory.parse, options.response_category or ())),
         tool_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser or "",

@@ -284,6 +284,11 @@ class RecallPart(PolicyPart, ABC):
         """Offloaded entries that prefill blocks attend to."""
         return PrefillRecall.EXACT
 
+    def awaits_measurement(self, indexes: Sequence[RecallIndex]) -> bool:
+        """True if `measure` would change indexes."""
+        del indexes
+        return False
+
     def measure(self, indexes: Sequence[RecallIndex]) -> None:
         """Measure what holds for all layers, where the part has `measures_layers`.
 

@@ -79,14 +79,17 @@ def calibrate_each(
         UnknownName: there is no such measurement.
     """
     sample = SampleText(encode)
+    # One measurement may need another, which it makes and caches.
+    cached = {name for name in names if _calibration_file(decoder, name).is_file()}
     for name in names:
         started = time.perf_counter()
-        is_cached = _calibration_file(decoder, name).is_file()
         try:
             numbers, refusal = len(_cached_measurement(decoder, sample, name)), ""
         except ModelError as error:
             numbers, refusal = 0, str(error)
-        yield CalibrationOutcome(name, numbers, time.perf_counter() - started, is_cached, refusal)
+        yield CalibrationOutcome(
+            name, numbers, time.perf_counter() - started, name in cached, refusal
+        )
 
 
 def _calibration_file(decoder: Decoder, name: str) -> Path:

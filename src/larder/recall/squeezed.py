@@ -98,11 +98,14 @@ class Squeezed(EntryRecall):
         """New entries of a head that become clusters."""
         return self.update if self.tokens is None else min(self.update, max(1, self.tokens // 2))
 
+    def awaits_measurement(self, indexes: Sequence[RecallIndex]) -> bool:
+        return any(each.awaits_threshold for each in indexes if isinstance(each, SqueezedIndex))
+
     def measure(self, indexes: Sequence[RecallIndex]) -> None:
         """Set one threshold per level: a quantile of the scores of all entries of all layers."""
-        own = [index for index in indexes if isinstance(index, SqueezedIndex)]
-        if not any(index.awaits_threshold for index in own):
+        if not self.awaits_measurement(indexes):
             return
+        own = [index for index in indexes if isinstance(index, SqueezedIndex)]
         coarse = weighted_quantile(
             torch.cat([index.observed_coarse_scores.flatten() for index in own]),
             torch.cat([index.coarse_sizes.flatten() for index in own]),

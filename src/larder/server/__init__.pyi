@@ -86,6 +86,8 @@ from .request import Ticket as Ticket
 from .request import TokenLogprob as TokenLogprob
 from .request_queue import MAX_PASSED_BLOCKS as MAX_PASSED_BLOCKS
 from .request_queue import SchedulingPolicy as SchedulingPolicy
+from .request_state import PrefillProgress as PrefillProgress
+from .request_state import RequestState as RequestState
 from .response_cache import ResponseCache as ResponseCache
 from .response_cache import ResponseCategory as ResponseCategory
 from .response_cache import ResponseEntry as ResponseEntry
@@ -112,6 +114,9 @@ from .tiers.eviction_order import prefill_operations as prefill_operations
 from .tiers.host import MIN_MOVES as MIN_MOVES
 from .tiers.host import PROBE_INTERVAL as PROBE_INTERVAL
 from .tiers.host import HostMoveRates as HostMoveRates
+from .token_budget import MIN_CHUNK_TOKENS as MIN_CHUNK_TOKENS
+from .token_budget import PROMPT_SHARE as PROMPT_SHARE
+from .token_budget import PrefillTokenBudget as PrefillTokenBudget
 from .token_logprobs import TokenTexts as TokenTexts
 from .tool_parsers.base import TOOL_PARSERS as TOOL_PARSERS
 from .tool_parsers.base import ToolCall as ToolCall

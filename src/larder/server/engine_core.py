@@ -52,6 +52,7 @@ from larder.server.tiers.disk import DiskTier
 from larder.server.tiers.eviction_order import prefill_operations
 from larder.server.tiers.manager import TierManager, can_unload
 from larder.server.tiers.prefetch import CachePrefetcher
+from larder.server.token_budget import PrefillTokenBudget
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from larder.store.eviction.base import EVICTIONS
 from larder.store.failures import ReasonCounter
@@ -72,7 +73,8 @@ class EngineCore:
         engine, budgets, eviction, rows, waiting, persistence, disk, clock: as in
             `LocalEngineClient`.
         wake: called, from any thread, when a step would have work to do.
-        names, max_model_len, prefill_chunk, scheduling: as in `LocalEngineClient`.
+        names, max_model_len, prefill_chunk, scheduling, inter_token_seconds: as in
+            `LocalEngineClient`.
 
     Raises:
         UsageError: the policy cannot be served, or the model does not read `max_model_len` tokens.
@@ -93,6 +95,7 @@ class EngineCore:
         max_model_len: int | None = None,
         prefill_chunk: int | None = None,
         scheduling: SchedulingPolicy = SchedulingPolicy.PRIORITY,
+        inter_token_seconds: float | None = None,
     ) -> None:
         self.engine, self.clock, self._wake = engine, clock, wake
         self.names, self.constraints = tuple(names) or (engine.loaded.name,), engine.constraints
@@ -109,8 +112,10 @@ class EngineCore:
         self._chat = ChatBackend(self.tiers, self.reservations, engine.tokenizer)
         self.contexts = self._new_contexts()
         find = self.sessions.find_shared_prefix
+        self.token_budget = PrefillTokenBudget(inter_token_seconds, clock)
+        prompts = self.images, find, self.contexts
         self._prefix = PrefixBackend(
-            self.tiers, self.reservations, self.images, find, self.contexts, prefill_chunk
+            self.tiers, self.reservations, *prompts, self.token_budget, prefill_chunk
         )
         self._persistence = persistence
         self.unwritten = WriteRetryQueue(persistence, completions, disk.durability, clock, wake)
@@ -349,6 +354,7 @@ class EngineCore:
             self.clock,
             queue,
             rows,
+            token_budget=self.token_budget,
         )
 
     def _new_restorer(self) -> SessionRestorer:

@@ -47,6 +47,8 @@ class LocalEngineClient(EngineClient):
         prefill_chunk: most tokens of a prompt that are read between two tokens of other answers,
             for policies without eviction; None for a block.
         scheduling: order of the requests of one tenant.
+        inter_token_seconds: wanted between two tokens of an answer while prompts are read, by which
+            chunks of prompts are sized under policies without eviction; None for no such target.
         response_categories: categories of the response cache by name; none for no such cache.
         step_lock: held during a step, by several models that take turns.
 
@@ -72,6 +74,7 @@ class LocalEngineClient(EngineClient):
         reasoning_parser: str = "",
         prefill_chunk: int | None = None,
         scheduling: SchedulingPolicy = SchedulingPolicy.PRIORITY,
+        inter_token_seconds: float | None = None,
         response_categories: Mapping[str, ResponseCategory] = NO_CATEGORIES,
         step_lock: AbstractContextManager[object] = nullcontext(),  # noqa: B008, without state
     ) -> None:
@@ -91,6 +94,7 @@ class LocalEngineClient(EngineClient):
             max_model_len,
             prefill_chunk,
             scheduling,
+            inter_token_seconds,
         )
         if tool_parser is None:
             tool_parser = default_tool_parser(engine.tokenizer.tokenizer.chat_template)

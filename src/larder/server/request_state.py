@@ -109,6 +109,19 @@ class PrefillProgress:
             return max(1, self.estimated_blocks)
         return len(self.blocks) - self.next_block
 
+    @property
+    def block(self) -> tuple[int, ...]:
+        """Tokens of the next block."""
+        return self.blocks[self.next_block]
+
+    def resize_block(self, most: int) -> None:
+        """Make the next block one of `most` tokens, with some of the block behind it or without
+        some of its own.
+        """
+        text = tuple(token for block in self.blocks[self.next_block :][:2] for token in block)
+        parts = [part for part in (text[:most], text[most:]) if part]
+        self.blocks[self.next_block : self.next_block + 2] = parts
+
 
 @dataclass
 class AnswerProgress:

@@ -1,8 +1,9 @@
 """Scheduler: decode steps and prefill blocks of many requests over one model, fair between tenants.
 
 A step is one decode step of all running answers, then one prefill block of one request, which short
-blocks of others fill up. Ends of prompts are read in a decode step in place of a block, several if
-they are short, and never in two steps in a row while others wait for a block. Requests with the
+blocks of others fill up, as long as the latency between tokens allows (`PrefillTokenBudget`). Ends
+of prompts are read in a decode step in place of a block, several if they are short, and never in
+two steps in a row while others wait for a block. Requests with the
 lowest priority number come first in all that follows. Among them the block goes to the tenant with
 the least service, as in Sheng et al., "Fairness in Serving Large Language Models" (2024),
 arXiv:2401.00588, section 4: a counter of tokens per tenant, where a tenant that returns starts no
@@ -18,15 +19,16 @@ later.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
 from typing import Any
 
 from larder.core.errors import BudgetError, LarderError, TenantBudgetError
 from larder.server.api_errors import kv_budget_exceeded
-from larder.server.model_runner import ModelRunner
+from larder.server.model_runner import ModelRunner, Outcome
 from larder.server.model_thread import CompletionQueue
 from larder.server.persistence.base import Durability, SessionPersistence
 from larder.server.persistence.retry_queue import WriteRetryQueue
@@ -38,6 +40,7 @@ from larder.server.session_backend.base import WriteAwaited
 from larder.server.session_index import SessionIndex
 from larder.server.session_state import SessionState
 from larder.server.tiers.manager import TierManager
+from larder.server.token_budget import PrefillTokenBudget
 from larder.store.ledger import Tier
 
 # Errors of a step or a listener that end one request, not the server.
@@ -53,6 +56,7 @@ class Scheduler:
         queue: requests that wait for memory.
         rows: maximum number of sequences in one decode step.
         tasks: maximum number of admitted requests.
+        token_budget: of prompts, beside answers.
     """
 
     def __init__(
@@ -68,10 +72,12 @@ class Scheduler:
         queue: RequestQueue,
         rows: int = 64,
         tasks: int = 256,
+        token_budget: PrefillTokenBudget | None = None,
     ) -> None:
         self._runner, self._tiers, self.queue = runner, tiers, queue
         self._sessions, self._forget = sessions, forget
         self._persistence, self._completions, self._unwritten = persistence, completions, unwritten
+        self._token_budget = token_budget or PrefillTokenBudget()
         self._clock, self._rows, self._tasks = clock, rows, tasks
         self.programs = Programs()
         self.running: list[RequestState] = []
@@ -103,6 +109,7 @@ class Scheduler:
         self._admit()
         ready = self._ready()
         self._has_tails = any(job.reads_prompt_tail for job in ready)
+        self._token_budget.has_answers = bool(ready)
         answered = self._decode(ready)
         # Prompt tails take the place of a block.
         was_read = not self._has_tails and self._prefill()
@@ -262,20 +269,26 @@ class Scheduler:
             return False
         self.steps += 1
         sizes = {id(job): len(job.step_ids) for job in ready}
-        for job, outcome in self._runner.step(ready, FAILURES):
-            self.running.remove(job)
-            self._served[job.session.tenant] += sizes[id(job)]
-            if isinstance(outcome, Exception):
-                job.backend.rollback(job)
-                self._fail(job, outcome)
-                continue
-            if job.times.first is None:
-                job.times.first = self._clock()
-            if outcome:
-                self._finish(job, outcome)
-            else:
-                self.running.append(job)  # after those that were not in this decode step
+        measured = nullcontext() if self._has_tails else self._token_budget.measured_step()
+        with measured:
+            for job, outcome in self._runner.step(ready, FAILURES):
+                self._served[job.session.tenant] += sizes[id(job)]
+                self._note_outcome(job, outcome)
         return True
+
+    def _note_outcome(self, job: RequestState, outcome: Outcome) -> None:
+        """Account for what a decode step has made of a request."""
+        self.running.remove(job)
+        if isinstance(outcome, Exception):
+            job.backend.rollback(job)
+            self._fail(job, outcome)
+            return
+        if job.times.first is None:
+            job.times.first = self._clock()
+        if outcome:
+            self._finish(job, outcome)
+        else:
+            self.running.append(job)  # after those that were not in this decode step
 
     def _unread(self) -> list[RequestState]:
         """Requests that wait for a prefill block."""
@@ -290,6 +303,12 @@ class Scheduler:
         for each in left:
             each.prefill.passed_blocks += each.session.tenant == job.session.tenant
         self.blocks += 1
+        with self._token_budget.measured_chunk(len(job.session.residency.cached_ids)) as counts:
+            counts += self._read_blocks(job, others)
+        return True
+
+    def _read_blocks(self, job: RequestState, others: Sequence[RequestState]) -> list[int]:
+        """Read the next block of a request, and of others that fill it up; numbers of tokens."""
         companions = job.backend.companions(job, others) if others else []
         if companions:
             try:
@@ -299,19 +318,21 @@ class Scheduler:
         read = job.backend.finish_block if companions else job.backend.prefill_block
         for each in (job, *companions):
             each.prefill.passed_blocks = 0
-            self._finish_block(each, read)
-        return True
+        return [self._finish_block(each, read) for each in (job, *companions)]
 
-    def _finish_block(self, job: RequestState, read: Callable[[RequestState], int]) -> None:
-        """Account for a block of a request, which `read` counts."""
+    def _finish_block(self, job: RequestState, read: Callable[[RequestState], int]) -> int:
+        """Account for a block of a request, which `read` counts; the number of its tokens."""
+        count = 0
         try:
-            self._served[job.session.tenant] += read(job)
+            count = read(job)
+            self._served[job.session.tenant] += count
         except FAILURES as error:
             self.running.remove(job)
             job.backend.rollback(job)
             self._fail(job, error)
         if job in self.running and job.has_ended:
             self._finish(self.running.pop(self.running.index(job)), job.answer.finish_reason)
+        return count
 
     def _priority(self, job: RequestState) -> tuple[int | float, ...]:
         return (*self._rank(job), *self.queue.policy.prefill_rank(job))

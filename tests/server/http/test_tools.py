@@ -337,3 +337,7 @@ def test_a_choice_in_the_form_of_messages(client: OpenAI, write: Write) -> None:
         },
     ]
     assert in_messages(client, said).json()["content"][0]["text"] == "Done."
+    between = [*said[:2], {"role": "system", "content": "Be brief."}, said[2]]
+    refused = in_messages(client, between)
+    assert refused.status_code == 400
+    assert "between a tool_use and its tool_result" in refused.json()["error"]["message"]

@@ -166,6 +166,24 @@ def test_a_long_body_tells_what_a_short_one_tells(
     assert refused.status_code == 400 and "more than 23 names" in refused.text
     monkeypatch.setattr(json_body, "MAX_STRINGS", strings)
     assert told(http, CHAT, long) == names
+    monkeypatch.setattr(json_body, "MAX_STRINGS", 3)
+    nulls = user({"unset": None} | TEXT, TEXT | {"text": 'n, ","x": null' * 200, "none": None})
+    assert not told(http, CHAT, {"first": None, **chat(messages=[nulls]), "last": None})
+    for place in ({"top": 1}, {"messages": [user(TEXT | {"text": "n" * 2000, "frob": 1})]}):
+        assert http.post(f"/v1/{CHAT}", json=chat(messages=[nulls]) | place).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        (b'{"a": null}', b"{}"),
+        (b'{"a":null, "b":1 , "c" : null}', b'{ "b":1 }'),
+        (rb'{"b":"a,\",\"x\":null","c,":null}', rb'{"b":"a,\",\"x\":null"}'),
+        (b'[null, {"b": [null], "c": "null"}]', b'[null, {"b": [null], "c": "null"}]'),
+    ],
+)
+def test_fields_that_are_null_are_left_out(text: bytes, left: bytes) -> None:
+    assert json_body.without_nulls(text) == left
 
 
 @pytest.mark.parametrize(

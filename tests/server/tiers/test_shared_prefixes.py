@@ -12,8 +12,7 @@ from hypothesis import strategies as some
 from larder.core import LarderError
 from larder.models import LoadedModel
 from larder.ops import c_library
-from larder.server import ChatMessage, SessionState, Ticket
-from larder.server.session_info import cached_positions
+from larder.server import ChatMessage, SessionState, Ticket, cached_positions
 from larder.store import Tier
 from server_core import Client, Served, answered, user
 

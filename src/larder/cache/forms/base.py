@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from larder.cache.divisible_storage import DivisibleStorage
 from larder.cache.memory_usage import TensorOwner
 from larder.cache.spec import CacheSpec
 from larder.core.errors import CacheError
@@ -53,7 +54,7 @@ class PendingBlock:
     readers: int
 
 
-class CacheLayer(TensorOwner):
+class CacheLayer(DivisibleStorage, TensorOwner):
     """Cached entries of one layer of one sequence.
 
     The layer owns its tensors; `entries` returns views that are valid until the next change.
@@ -446,33 +447,6 @@ class CacheLayer(TensorOwner):
         A slow tier stays shared, and so do pages of an arena: what each layer counts as its own is
         never less than what it keeps from being freed.
         """
-
-    def prefix_nbytes(self, length: int) -> int:
-        """Bytes of the entries at true positions before `length`, once `divide` was called there;
-        0 in forms that it does not divide.
-        """
-        del length
-        return 0
-
-    def divide(self, length: int) -> None:
-        """Divide the storage at true position `length`, in every layer that holds it.
-
-        A fork that is cut to `length` then holds no storage of later entries. No effect in forms
-        whose decode steps do not read divided storage.
-        """
-        del length
-
-    def seal(self) -> None:
-        """Keep storage that forks hold too as it is: entries that come are stored apart."""
-
-    @property
-    def shared_length(self) -> int:
-        """Entries per head in divided storage that forks hold too."""
-        return 0
-
-    def shared_storages(self) -> dict[object, int]:
-        """Bytes of each divided storage that forks hold too, by what identifies it."""
-        return {}
 
     @classmethod
     def is_slow_state(cls, name: str) -> bool:

@@ -147,8 +147,14 @@ class PageFetcher(TensorOwner):
             raise
 
     def measure(self, others: Iterable[PageFetcher]) -> None:
-        """Have the recall part measure over the indexes of all layers, this one's included."""
-        self.recall.measure([fetcher.shared_index.index for fetcher in others])
+        """Have the recall part measure over the indexes of all layers, this one's included; those
+        that forks hold too stay as they are.
+        """
+        shared = [fetcher.shared_index for fetcher in others]
+        if self.recall.awaits_measurement([each.index for each in shared]):
+            for each in shared:
+                each.separate()
+            self.recall.measure([each.index for each in shared])
 
     def use_index(self, index: SharedIndex) -> None:
         """Search another index from now on."""
@@ -362,12 +368,16 @@ class SharedIndex(TensorOwner):
     def own_tensors(self) -> tuple[Tensor, ...]:
         return self.index.tensors()
 
+    def separate(self) -> None:
+        """Copy the index if forks share it."""
+        if self._is_shared:
+            self._own(self._copied())
+
     def learn(self, entries: Entries, observed: Float[Tensor, "H Q D"] | None) -> None:
         """Add new entries to the index. If interrupted, the index is empty afterwards."""
         if self.indexed == entries.lengths:
             return
-        if self._is_shared:
-            self._own(self._copied())
+        self.separate()
         try:
             self.index.add(entries, observed)
         except BaseException:  # the index may contain half of them

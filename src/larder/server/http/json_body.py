@@ -20,7 +20,7 @@ import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, PrivateAttr, ValidationError
 from pydantic_core import ErrorDetails
 
-from larder.server.api_errors import invalid_request
+from larder.server.api_errors import ApiError, invalid_request
 from larder.server.http.error_responses import field_steps, malformed_field
 from larder.server.http.unknown_fields import (
     MAX_UNKNOWN_NAMES,
@@ -32,6 +32,7 @@ from larder.server.http.unknown_fields import (
     most_strings,
     unknown_names,
     unknown_paths,
+    without_nulls,
 )
 from larder.session.transcript.chat_template import has_mark
 
@@ -135,7 +136,7 @@ def _fields(model: type[JsonBody], content: bytes) -> tuple[dict[str, Any], list
             decoded = msgspec.json.decode(content, type=_strict_top(model))
         except msgspec.ValidationError:
             decoded = msgspec.json.decode(content, type=top)
-            unknown = _unknown_names(top, content)
+            unknown = _unknown_names(model, content)
     except (ValueError, RecursionError) as error:  # msgspec's own errors are ValueErrors
         raise invalid_request(f"The body is not a JSON object of valid text ({error}).") from error
     present = {
@@ -149,21 +150,29 @@ def _fields(model: type[JsonBody], content: bytes) -> tuple[dict[str, Any], list
     }, unknown
 
 
-def _unknown_names(top: type[msgspec.Struct], content: bytes) -> list[str]:
-    """Names in a body that are no fields of its struct."""
-    _check_strings(content)
+def _unknown_names(model: type[JsonBody], content: bytes) -> list[str]:
+    """Names in a body that are no fields of its model."""
+    if _has_many_strings(content):
+        try:
+            msgspec.json.decode(without_nulls(content), type=_strict_top(model))
+        except msgspec.ValidationError:
+            raise _too_many_strings() from None
+        return []
     names = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
-    return unknown_names(names, top.__struct_fields__)
+    return unknown_names(names, _top(model).__struct_fields__)
 
 
-def _check_strings(content: bytes) -> None:
-    """Raises: ApiError: 400: there may be too many names to store each of them, to find those that
-    are unknown."""
-    if len(content) > MAPPING_BYTES and most_strings(content) > MAX_STRINGS:
-        raise invalid_request(
-            f"The body has more than {MAX_STRINGS} names and other strings, and an unknown field: "
-            "leave it out."
-        )
+def _has_many_strings(content: bytes) -> bool:
+    """True if there may be too many names to store each of them, to find those that are unknown."""
+    return len(content) > MAPPING_BYTES and most_strings(content) > MAX_STRINGS
+
+
+def _too_many_strings() -> ApiError:
+    """The refusal of a body with unknown names among so many others."""
+    return invalid_request(
+        f"The body has more than {MAX_STRINGS} names and other strings, and an unknown field: "
+        "leave it out."
+    )
 
 
 def _extra(raw: msgspec.Raw) -> Any:
@@ -195,8 +204,10 @@ def _value(model: type[JsonBody], name: str, raw: msgspec.Raw, unknown: list[str
             raise invalid_request(f"{name} has more than {MAX_ITEMS} items.", name)
         if _has_more_parts(value, MAX_PARTS):
             raise invalid_request(f"{name} has more than {MAX_PARTS} fields and lists.", name)
-        if has_unknown:
-            _check_strings(bytes(raw))
+        if has_unknown and _has_many_strings(content := bytes(raw)):
+            if shape.decode(msgspec.Raw(without_nulls(content)))[1]:
+                raise _too_many_strings()
+        elif has_unknown:
             unknown += unknown_paths(raw, model.model_fields[name].annotation, name)
         return value
     reason, steps = error_path(why)  # the path of the field follows

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
 
-from larder.cache.prefix_sharing import seal
+from larder.cache.prefix_forks import seal
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError
 from larder.core.types import AppendKind, Mode
@@ -32,6 +32,7 @@ from larder.server.session_state import (
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
 from larder.server.tiers.manager import TierManager
 from larder.server.tiers.shared_prefixes import copied_prefix
+from larder.server.token_budget import PrefillTokenBudget
 from larder.server.token_logprobs import TokenTexts, token_logprobs, unscored_token
 from larder.session.caches import SessionCaches
 
@@ -44,6 +45,7 @@ class PrefixBackend(SessionBackend):
         images: encoder of prompts with images.
         find: finds another session with a common prefix.
         contexts: chunks of the contexts of requests.
+        token_budget: tokens of a prompt between two decode steps beside answers.
         chunk_tokens: most tokens of a prompt that are read between two decode steps; None for a
             block of the policy.
     """
@@ -55,10 +57,11 @@ class PrefixBackend(SessionBackend):
         images: ImagePromptEncoder,
         find: FindPrefix,
         contexts: ContextPrompts,
+        token_budget: PrefillTokenBudget,
         chunk_tokens: int | None = None,
     ) -> None:
         super().__init__(tiers, reservations, images.tokenizer)
-        self._chunk_tokens = chunk_tokens
+        self._token_budget, self._chunk_tokens = token_budget, chunk_tokens
         self._find, self._texts = find, TokenTexts(images.tokenizer)
         self._images, self._image_reader = images, ImageReader(images)
         self._contexts = ContextReader(contexts)
@@ -147,7 +150,8 @@ class PrefixBackend(SessionBackend):
             if prefill.is_done:
                 self._prepare(job)
             return count
-        session, block = job.session, _next_block(job)
+        self._size_block(job)
+        session, block = job.session, job.prefill.block
         cache = session.residency.active
         assert cache is not None
         reader, started = session.rule.reader(len(job.resolved.prompt_ids)), perf_counter()
@@ -162,21 +166,22 @@ class PrefixBackend(SessionBackend):
         return self._count_block(job, max(cache.nbytes, reader.meter.peak_bytes) + beside)
 
     def companions(self, job: RequestState, others: Sequence[RequestState]) -> list[RequestState]:
-        room, found = self._block(job.session.rule), list[RequestState]()
+        self._size_block(job)
+        room, found = self._limit(job), list[RequestState]()
         if not self._reads_plainly(job, room):
             return []
-        room -= len(_next_block(job))
+        room -= len(job.prefill.block)
         for each in others:
             is_alike = each.backend is self and each.session.rule is job.session.rule
             if is_alike and self._reads_plainly(each, room):
-                room -= len(_next_block(each))
+                room -= len(each.prefill.block)
                 found.append(each)
         return found
 
     def read_together(self, jobs: Sequence[RequestState]) -> None:
         rows = list[BatchSegment]()
         for job in jobs:
-            block = _next_block(job)
+            block = job.prefill.block
             job.cache.reserve(len(block))
             rows.append(BatchSegment(job.cache, block, append_kind=AppendKind.TEXT))
         jobs[0].session.rule.runtime.decoder.read(rows, Mode.APPEND)
@@ -186,7 +191,7 @@ class PrefixBackend(SessionBackend):
 
     def _count_block(self, job: RequestState, held_bytes: int) -> int:
         """Account for the next block, which the cache has read; the number of its tokens."""
-        session, block = job.session, _next_block(job)
+        session, block = job.session, job.prefill.block
         session.residency.cached_ids.extend(block)
         self._reservations.check(session.key, held_bytes)
         job.prefill.next_block += 1
@@ -198,7 +203,7 @@ class PrefixBackend(SessionBackend):
         """True if the next block, of at most `room` tokens, is text of a policy that neither
         observes nor scores it.
         """
-        if job.prefill.steps is not None or len(_next_block(job)) > room:
+        if job.prefill.steps is not None or len(job.prefill.block) > room:
             return False
         return self._is_plain(job)
 
@@ -242,7 +247,7 @@ class PrefixBackend(SessionBackend):
             self.rollback(job)
 
     def tail_tokens(self, job: RequestState) -> int:
-        return min(super().tail_tokens(job), self._block(job.session.rule))
+        return min(super().tail_tokens(job), self._limit(job))
 
     def step_tokens(self, job: RequestState) -> int:
         return min(self._block(job.session.rule), REPLAYED_TOKENS)
@@ -295,6 +300,16 @@ class PrefixBackend(SessionBackend):
 
     def _block(self, rule: ServingPolicy) -> int:
         return rule.block if self._chunk_tokens is None else min(rule.block, self._chunk_tokens)
+
+    def _limit(self, job: RequestState) -> int:
+        """Most tokens of the next block of a request."""
+        read = len(job.session.residency.cached_ids)
+        return self._token_budget.limit(read, self._block(job.session.rule))
+
+    def _size_block(self, job: RequestState) -> None:
+        """Size the next block by the token budget, where it is plain text."""
+        if self._token_budget.has_target and job.prefill.steps is None and self._is_plain(job):
+            job.prefill.resize_block(self._limit(job))
 
     def _split_prefill(self, job: RequestState, text: tuple[int, ...]) -> None:
         prefill, session = job.prefill, job.session
@@ -429,11 +444,7 @@ class PrefixBackend(SessionBackend):
         return True
 
     def _copy(self, job: RequestState, source: SessionState) -> bool:
-        """Copy the prefix from another session; False if its cache is no longer in memory.
-
-        Raises:
-            BudgetError: no device memory is free for the whole copy.
-        """
+        """Copy the prefix from another session; False if its cache is no longer in memory."""
         self._tiers.grant(job.session, self._demand(job, source))
         usable = source.usable_prefix_len(job.known_ids) if source.residency.is_resident else 0
         if usable:
@@ -459,10 +470,8 @@ class PrefixBackend(SessionBackend):
         return PrefixCaches(SessionCaches.of_active(spec, cache))
 
     def _source(self, job: RequestState) -> SessionState | None:
-        """Session with the longest common prefix, among the fork's origin and
-        shareable sessions."""
-        session = job.session
-        origin = session.residency.origin
+        """Session with the longest common prefix, the fork's origin or a shareable one."""
+        session, origin = job.session, job.session.residency.origin
         own_len = (
             0 if origin is None or origin.rule is not session.rule else job.usable_tokens(origin)
         )
@@ -489,8 +498,3 @@ class PrefixBackend(SessionBackend):
             bytes=max(demand.bytes, nbytes),
             transient_bytes=max(demand.transient_bytes, nbytes),
         )
-
-
-def _next_block(job: RequestState) -> tuple[int, ...]:
-    """Tokens of the next block of a request's prompt."""
-    return job.prefill.blocks[job.prefill.next_block]

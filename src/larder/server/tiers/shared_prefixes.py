@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from larder.cache.prefix_sharing import divide, fork_prefix, prefix_nbytes, shared_storages
+from larder.cache.prefix_forks import divide, fork_prefix, prefix_nbytes, shared_storages
 from larder.cache.sequence import SequenceCache
 from larder.cache.shared_storage import SHORT_SEGMENT
 from larder.server.session_state import SessionState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -89,11 +89,15 @@ def load_embedder(
         )
     if name in EMBEDDERS.names():
         return EMBEDDERS.load(name)(device=device)
-    return EMBEDDERS.load(_embedder_family(name))(_model_source(name), device)
+    hidden = {"sentence_transformers"} if table is not None else {"sentence_transformers", "tokens"}
+    return EMBEDDERS.load(_embedder_family(name))(_model_source(name, hidden), device)
 
 
-def _model_source(name: str) -> str:
+def _model_source(name: str, hidden: Collection[str]) -> str:
     """Folder of a model, or a name on the Hugging Face hub.
+
+    Args:
+        hidden: embedders that cannot be chosen by name here.
 
     Raises:
         UnknownName: the name can be neither.
@@ -107,7 +111,7 @@ def _model_source(name: str) -> str:
             f"embedder folder {name} does not exist; give a folder with a model, or `owner/model`."
         )
     if "/" not in name:
-        known = [each for each in EMBEDDERS.names() if each != "sentence_transformers"]
+        known = [each for each in EMBEDDERS.names() if each not in hidden]
         raise UnknownName(
             f"{unknown_name_message('embedder', name, known)} Other models are named "
             "`owner/model` or by folder."

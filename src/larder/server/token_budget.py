@@ -1,0 +1,104 @@
+"""Token budget of prefill: prompt tokens between two tokens of running answers, for a latency.
+
+Of Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve" (2024),
+arXiv:2403.02310, section 4: chunks of a prompt are read beside decode steps, as long as the latency
+between tokens allows. What differs: the paper profiles a model for one budget in advance; here the
+seconds of steps and chunks are measured while serving, so that chunks become shorter as the prompt
+before them, and the attention to it, grows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import perf_counter
+
+import numpy as np
+
+MIN_CHUNK_TOKENS = 16  # however slow the machine is
+PROMPT_SHARE = 0.25  # of the target at least is for prompts, however slow a decode step is
+MAX_SAMPLES = 32  # chunks that an estimate is made from
+SMOOTHING = 0.3  # weight of the latest decode step
+GROWTH = 2  # a chunk is at most so much longer than those before it
+TOKENS, CACHED = 512.0, 4096.0  # units of the estimate
+
+
+class PrefillTokenBudget:
+    """Most tokens of the next chunk of a prompt. For the model's thread.
+
+    Args:
+        target_seconds: wanted between two tokens of an answer; None for no budget.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, target_seconds: float | None = None, clock: Callable[[], float] = perf_counter
+    ) -> None:
+        self._target, self._clock = target_seconds, clock
+        self._step_seconds = 0.0
+        self._chunks = deque[tuple[int, int, float]](maxlen=MAX_SAMPLES)
+        self.has_answers = False  # running ones, which wait for each chunk
+
+    @property
+    def has_target(self) -> bool:
+        """True if chunks are sized."""
+        return self._target is not None
+
+    @contextmanager
+    def measured_step(self) -> Iterator[None]:
+        """Context of a decode step, which is measured."""
+        started = self._now()
+        yield
+        seconds = self._now() - started
+        weight = SMOOTHING if self._step_seconds else 1.0
+        self._step_seconds += weight * (seconds - self._step_seconds)
+
+    @contextmanager
+    def measured_chunk(self, cached: int) -> Iterator[list[int]]:
+        """Context of a chunk of a prompt, which is measured; the numbers of tokens that are read
+        are added to the list.
+
+        Args:
+            cached: tokens before it.
+        """
+        started, counts = self._now(), list[int]()
+        yield counts
+        if sum(counts):
+            self._chunks.append((sum(counts), cached, self._now() - started))
+
+    def _now(self) -> float:
+        return self._clock() if self.has_target else 0.0
+
+    def limit(self, cached: int, most: int) -> int:
+        """Tokens of the next chunk, at most `most`.
+
+        Args:
+            cached: tokens before it.
+        """
+        if self._target is None or not self.has_answers:
+            return most
+        if not self._chunks:
+            return min(most, MIN_CHUNK_TOKENS)
+        seconds = max(self._target - self._step_seconds, PROMPT_SHARE * self._target)
+        constant, per_token, per_pair = self._costs()
+        rate = per_token / TOKENS + per_pair * cached / (TOKENS * CACHED)
+        longest = GROWTH * max(tokens for tokens, _, _ in self._chunks)
+        wanted = longest if rate <= 0 else int(max(0.0, seconds - constant) / rate)
+        return min(most, max(MIN_CHUNK_TOKENS, min(wanted, longest)))
+
+    def _costs(self) -> list[float]:
+        """Seconds of a chunk, of its tokens, and of their pairs with those before; by least
+        squares, none negative.
+        """
+        tokens, cached, seconds = np.array(self._chunks, dtype=np.float64).T
+        tokens = tokens / TOKENS
+        features = np.stack([np.ones_like(tokens), tokens, tokens * cached / CACHED], 1)
+        used, costs = [0, 1, 2], np.zeros(3)
+        while used:
+            found = np.linalg.lstsq(features[:, used], seconds, rcond=None)[0]
+            if (found >= 0).all():
+                costs[used] = found
+                break
+            del used[int(found.argmin())]
+        return costs.tolist()

@@ -1,0 +1,173 @@
+"""Chunks of prompts are as long as the wanted latency between tokens of answers allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from larder.models import LoadedModel
+from larder.server import (
+    MIN_CHUNK_TOKENS,
+    PROMPT_SHARE,
+    PrefillProgress,
+    PrefillTokenBudget,
+    RequestState,
+)
+from server_core import Served, told
+
+STEP, CHUNK, TOKEN, PAIR = 0.02, 0.01, 0.0005, 1e-6  # seconds
+
+
+def chunk_seconds(tokens: int, cached: int) -> float:
+    return CHUNK + tokens * (TOKEN + PAIR * cached)
+
+
+@dataclass
+class Clock:
+    now: float = 1e9
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class TimedServer:
+    """Server whose clock counts what steps and chunks would take, and the chunks that it read."""
+
+    served: Served
+    clock: Clock
+    chunks: list[tuple[int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        core = self.served.core
+        read, decode = core._prefix.prefill_block, core.scheduler._runner.step
+
+        def prefill_block(job: RequestState) -> int:
+            cached = len(job.session.residency.cached_ids)
+            count = read(job)
+            self.chunks.append((count, cached))
+            self.clock.now += chunk_seconds(count, cached)
+            return count
+
+        def step(*jobs):  # pyright: ignore
+            self.clock.now += STEP
+            return decode(*jobs)
+
+        core._prefix.prefill_block, core.scheduler._runner.step = prefill_block, step  # pyright: ignore
+
+
+def timed(small: LoadedModel, target: float | None) -> TimedServer:
+    clock = Clock()
+    return TimedServer(Served(small, clock=clock, inter_token_seconds=target), clock)
+
+
+def gaps_beside_a_prompt(server: TimedServer, sentences: int) -> tuple[list[float], float]:
+    """Seconds between tokens of an answer while a prompt of another client is read, and until the
+    prompt's first token.
+    """
+    served, clock = server.served, server.clock
+    served.ask(told(3), max_new_tokens=2)
+    _, ticket = served.submit(told(1), max_new_tokens=400)
+    while not (
+        served.core.scheduler.running and served.core.scheduler.running[0].answer.output_ids
+    ):
+        served.step()
+    [job] = served.core.scheduler.running
+    long, _ = served.submit(told(2, sentences), tenant="b", max_new_tokens=1)
+    started, gaps = clock.now, list[float]()
+    server.chunks.clear()
+    while long.report is None:
+        before, tokens = clock.now, len(job.answer.output_ids)
+        served.step()
+        assert len(job.answer.output_ids) == tokens + 1
+        gaps.append(clock.now - before)
+    ticket.cancel()
+    return gaps, clock.now - started
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [0.1, 0.25])
+def test_chunks_shrink_to_hold_the_latency_as_the_prompt_grows(
+    small: LoadedModel, target: float
+) -> None:
+    server = timed(small, target)
+    gaps, seconds = gaps_beside_a_prompt(server, 160)
+    counts = [count for count, _ in server.chunks]
+    assert sum(counts) > 3000
+    settled = gaps[8:-2]
+    assert max(gaps) <= 1.3 * target and max(settled) <= 1.05 * target
+    assert min(settled) > 0.7 * target  # as long as the target allows
+    longest = counts.index(max(counts))
+    assert counts[-3] < 0.7 * max(counts) and longest < len(counts) - 5
+    fixed = timed(small, None)
+    fixed_gaps, fixed_seconds = gaps_beside_a_prompt(fixed, 160)
+    assert max(fixed_gaps) > 2 * target  # the bound is not held by itself
+    assert seconds < 2.5 * fixed_seconds
+
+
+@pytest.mark.extended
+def test_a_prompt_alone_is_read_in_whole_blocks(small: LoadedModel) -> None:
+    server = timed(small, 0.05)
+    block = server.served.core.rule.block
+    server.served.ask(told(2, 60), max_new_tokens=2)
+    assert max(count for count, _ in server.chunks) == block
+
+
+@pytest.mark.extended
+def test_a_slow_step_leaves_a_share_to_the_prompt(small: LoadedModel) -> None:
+    target = STEP / 2  # a step alone takes longer
+    server = timed(small, target)
+    gaps, _ = gaps_beside_a_prompt(server, 20)
+    counts = [count for count, _ in server.chunks]
+    assert all(count >= MIN_CHUNK_TOKENS for count in counts[:-1])
+    assert max(gaps) <= STEP + chunk_seconds(MIN_CHUNK_TOKENS, 1000)
+
+
+@given(
+    blocks=some.lists(some.lists(some.integers(0, 9), min_size=1, max_size=9), min_size=1),
+    sizes=some.lists(some.integers(1, 12)),
+)
+def test_resized_blocks_have_the_same_tokens(blocks: list[list[int]], sizes: list[int]) -> None:
+    text = [token for block in blocks for token in block]
+    progress, read = PrefillProgress(blocks=[tuple(block) for block in blocks]), list[int]()
+    for size in sizes:
+        if progress.is_done:
+            break
+        progress.resize_block(size)
+        assert 0 < len(progress.block) <= size
+        read += progress.block
+        progress.next_block += 1
+        assert read == text[: len(read)]
+    left = [token for block in progress.blocks[progress.next_block :] for token in block]
+    assert read + left == text
+
+
+@given(
+    target=some.floats(0.05, 5.0),
+    costs=some.tuples(*[some.floats(1e-4, 1e-2)] * 2, some.floats(0, 1e-6)),
+    step=some.floats(0.0, 1.0),
+)
+def test_the_limit_holds_for_any_machine_of_such_costs(
+    target: float, costs: tuple[float, float, float], step: float
+) -> None:
+    constant, per_token, per_pair = costs
+    clock = Clock(0.0)
+    budget = PrefillTokenBudget(target, clock)
+    budget.has_answers = True
+    with budget.measured_step():
+        clock.now += step
+    cached = 0
+    for number in range(12):
+        count = budget.limit(cached, 4096)
+        seconds = constant + count * (per_token + per_pair * cached)
+        allowed = max(target - step, PROMPT_SHARE * target)
+        if number > 2 and count > MIN_CHUNK_TOKENS:
+            assert seconds <= 1.1 * allowed + 1e-9
+        with budget.measured_chunk(cached) as counts:
+            clock.now += seconds
+            counts.append(count)
+        cached += count
+    assert cached >= 12 * MIN_CHUNK_TOKENS
