@@ -12,8 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.cache.divisible_storage import DivisibleStorage
-from larder.cache.memory_usage import TensorOwner
+from larder.cache.memory_usage import DivisibleStorage, TensorOwner
 from larder.cache.spec import CacheSpec
 from larder.core.errors import CacheError
 from larder.core.images import Span

@@ -419,8 +419,12 @@ class TierManager:
         return min(ledger.limit(Tier.HOST), ledger.tenant_limit(Tier.HOST, tenant))
 
     def _leave(self, session: SessionState) -> None:
+        sharers = self._reservations.sharers(session.key) - {session.key}
         self._reservations.release(session.key)
         self.on_device.pop(session.key, None)
+        for key in sharers:
+            if len(self._reservations.sharers(key)) == 1 and self.on_device[key].is_idle:
+                self.shrink_to_fit(self.on_device[key])  # it shares nothing any more
 
     def _release_host(self, session: SessionState) -> None:
         residency = session.residency
