@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import APIRouter
@@ -51,6 +50,7 @@ from larder.server.http.tools import (
     REQUIRED,
     AnswerParser,
     answer_rules,
+    check_results_follow,
     checked_tools,
     is_tool_name,
     tool_variables,
@@ -197,11 +197,6 @@ class Message(BodyPart):
         """Ids of the calls in the message."""
         return [block.id for block in self.blocks if block.type == "tool_use"]
 
-    @property
-    def has_results(self) -> bool:
-        """True if it has the result of a call."""
-        return any(block.type == "tool_result" for block in self.blocks)
-
     def _text(self, block: ContentBlock, images: RequestImages | None) -> str:
         if block.source is None:
             return block.text or ""
@@ -252,13 +247,8 @@ class CountRequest(GenerationRequest):
             variables = json.dumps(tool_variables(tools))
             first.insert(0, ChatMessage(VARIABLES_ROLE, variables))
         ids = list[str]()
-        for message, following in zip_longest(self.messages, self.messages[1:]):
-            if message.role == "system" and ids and following is not None and following.has_results:
-                raise invalid_request(
-                    "A system message stands between a tool_use and its tool_result: put it before "
-                    "the message with the tool_use, or behind that with the results.",
-                    "messages",
-                )
+        check_results_follow([(m.role, {b.type for b in m.blocks}) for m in self.messages])
+        for message in self.messages:
             first += message.turns(ids, images)
             ids = message.call_ids
         return tuple(first)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
@@ -97,6 +97,24 @@ def in_call_order(messages: Sequence[ToolMessage]) -> list[ToolMessage]:
             )
         results[place] = message
     return found + [results[place] for place in sorted(results)]
+
+
+def check_results_follow(messages: Sequence[tuple[str, Collection[str]]]) -> None:
+    """Check that results follow their calls at once.
+
+    Args:
+        messages: role of each, and types of its blocks.
+
+    Raises:
+        ApiError: 400: a system message stands between the two.
+    """
+    for before, (role, _), behind in zip(messages, messages[1:], messages[2:], strict=False):
+        if role == "system" and "tool_use" in before[1] and "tool_result" in behind[1]:
+            raise invalid_request(
+                "A system message stands between a tool_use and its tool_result: put it before the "
+                "message with the tool_use, or behind that with the results.",
+                "messages",
+            )
 
 
 def checked_tools(tools: Sequence[Any], model: ServedModel) -> list[dict[str, Any]]:
