@@ -210,7 +210,8 @@ def search(store: TieredLayer) -> None:
 
 
 def thresholds(layers: Sequence[TieredLayer]) -> list[float]:
-    return [float(store.finder.shared_index.index._threshold) for store in layers]
+    indexes = [store.finder.shared_index.index for store in layers]
+    return [float(each._threshold) for each in indexes if isinstance(each, SqueezedIndex)]
 
 
 def test_layers_of_a_cache_share_the_threshold_before_the_first_searches() -> None:
