@@ -29,6 +29,7 @@ class RecordedLayer:
         queries: of the last token of each question and of the tokens of its answer.
         latest: queries of the last tokens of the text.
         distance: positions of the queries behind the text.
+        openings: queries of each question's tokens before its last.
     """
 
     layer: LayerSpec
@@ -36,6 +37,7 @@ class RecordedLayer:
     queries: Float[Tensor, "H Q D"]
     latest: Float[Tensor, "H Q D"]
     distance: Int64[Tensor, " Q"]
+    openings: tuple[Float[Tensor, "H N D"], ...] = ()
 
 
 def load_or_record(
@@ -70,6 +72,7 @@ def record_layers(path: Path, tokens: int, asked: int, model: str = "seed") -> l
     cache.reserve(tokens)
     keys: dict[int, list[Tensor]] = {}
     queries: dict[int, list[Tensor]] = {}
+    openings: dict[int, list[Tensor]] = {}
     distance: list[Tensor] = []
     latest: dict[int, Tensor] = {}
 
@@ -86,6 +89,7 @@ def record_layers(path: Path, tokens: int, asked: int, model: str = "seed") -> l
             _: int, layer: int, activations: LayerActivations, first: int = len(question) - 1
         ) -> None:
             queries.setdefault(layer, []).append(activations.queries[:, first:].float())
+            openings.setdefault(layer, []).append(activations.queries[:, :first].float())
 
         loaded.decoder.read([BatchSegment(cache, question + answer)], Mode.SCRATCH, record_queries)
         distance.append(torch.arange(len(question) - 1, len(question + answer)))
@@ -96,6 +100,7 @@ def record_layers(path: Path, tokens: int, asked: int, model: str = "seed") -> l
             torch.cat(queries[layer.index], 1),
             latest[layer.index],
             torch.cat(distance),
+            tuple(openings[layer.index]),
         )
         for layer in loaded.decoder.spec.layers
     ]

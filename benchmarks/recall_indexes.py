@@ -16,8 +16,10 @@ answer in order. Reported is, for --count entries per kv head:
     held        bytes of the index per parked entry; keys and values of 16 bits take 4 D
     us          of a search of one layer, the median; only of an idle machine it means something
 
-`flat` has the best of the query heads in turn, exactly. Sentences of `sentences` end at tokens with
-punctuation; the first token of an answer, and one behind such a token, attends to all entries.
+--only names indexes, or spells them with parameters, as "squeezed(coarse=0)". `rewatch` sees the
+queries of a question before those of its answer. `flat` has the best of the query heads in turn,
+exactly. Sentences of `sentences` end at tokens with punctuation; the first token of an answer, and
+one behind such a token, attends to all entries.
 JSONL goes to results/recall_indexes.jsonl.
 """
 
@@ -37,7 +39,7 @@ from _timing import environment, write
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from larder.core import RECALLS, Entries, RecallIndex, RecallPart
+from larder.core import RECALLS, Entries, RecallIndex, RecallPart, build, parse
 from larder.policy import VocabularyProvider, select_providers
 
 SINKS, RECENT, BEST = 32, 64, 32
@@ -80,7 +82,8 @@ def _measure(
     total: int,
     sentences: Float[Tensor, " S"],
 ) -> dict[str, Any]:
-    part = RECALLS.load(name)(**SETTINGS.get(name, {}))
+    (call,) = parse(name)
+    part = build(RECALLS.load(call.name), SETTINGS.get(name, {}) | call.parameters)
     part = replace(part, tokens=options.count // part.page * part.page, dense=0)
     indexes = [_built(part, each, sentences) for each in layers]
     part.measure([index for index, _ in indexes])
@@ -142,6 +145,7 @@ def _search(
     heads, group = own.layer.kv_heads, own.layer.group
     keys = torch.stack([entries.head_keys(head) for head in range(heads)])
     behind, before = own.keys.shape[1] + own.distance, list[set[int]]()
+    questions = (each[:, -max(part.observed, 1) :] for each in own.openings)
     for step, query in enumerate(own.queries.unbind(1)):
         is_first = step == 0 or int(behind[step]) != int(behind[step - 1]) + 1
         if part.follows:
@@ -149,7 +153,7 @@ def _search(
             rows = keys[:, -1]
             said = {"sentence": torch.ones(heads)}  # the answers have no punctuation inside
             stays = Entries(rows, rows, place, tuple(range(heads)), (1,) * heads, said)
-            index.observe_step(query, stays)
+            index.observe_step(query, stays, next(questions) if is_first else None)
         started = time.perf_counter()
         result = index.find(query.contiguous(), entries, part.pages)
         sums.micros.append(1e6 * (time.perf_counter() - started))

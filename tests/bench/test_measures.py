@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from larder.cache import CacheLayer
 from larder.core import BadParameter
 from larder.models import wrap_model
+from larder.session import build_caches
 from larder_bench.execution.runner import StudyRunner, parse_measure
 from larder_bench.measures.decode import StepTimings
 from larder_bench.profiling.step_profiler import StepProfiler, profile_steps
@@ -96,6 +99,24 @@ def test_made_up_entries_take_what_those_of_a_text_take(
     assert set(names[0]) == {"attention", "search", "gather", "insert", "policy", "model"}
     assert set(names[1]) - set(names[0]) == {"park", "evict"}
     assert 0 < row["policy_share"] < 1
+
+
+def test_costs_are_processor_time(
+    bench: ModelContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, inner = tmp_path / "rows.jsonl", build_caches
+
+    def waiting(*given: Any) -> Any:
+        time.sleep(0.5)
+        return inner(*given)
+
+    monkeypatch.setattr("larder_bench.measures.reading.build_caches", waiting)
+    asked = {"tasks": (StudyTask("text()", (64,)),), "measure": ("cost(steps=1)", "reading")}
+    cost, reading = run(bench, out, ("streaming_llm",), **asked)
+    assert 0 < cost["prefill_seconds"] < 0.5 <= reading["prefill_seconds"]
+    assert cost["tokens_per_second"] > 0
+    steps = [row["step"] for row in read_results([out]).exhibits_of("breakdown")]
+    assert steps[:2] == ["reading", "step"]
 
 
 def test_time_counts_once_and_clocks_are_taken_away() -> None:

@@ -13,6 +13,7 @@ from larder_bench.reports.methods import (
     FIGURES,
     SOURCE,
     PublishedMethod,
+    cost_text,
     figure_text,
     method_lines,
     read_methods,
@@ -38,7 +39,7 @@ def test_every_preset_is_of_a_system(methods) -> None:
     named = [preset for method in methods for preset in method.presets]
     assert sorted(named) == sorted(set(named))
     assert set(PRESETS) == set(named)
-    assert sum(method.area != "baseline" for method in methods) == 145
+    assert sum(method.area != "baseline" for method in methods) == 146
 
 
 def test_figures_are_those_of_the_rows() -> None:
@@ -49,16 +50,32 @@ def test_figures_are_those_of_the_rows() -> None:
 
 def test_a_figure_has_a_mean_per_budget_of_the_first_study_that_has_the_policy() -> None:
     likelihood = next(figure for figure in FIGURES if figure.title == "likelihood after")
-    assert [len(figure_text(likelihood, [name]).split(", ")) for name in ("nacl", "tova")] == [2, 1]
-    assert figure_text(replace(likelihood, question="inside"), ["quest"]) == ""
+    counts = [len(figure_text(likelihood, [name]).split(", ")) for name in ("nacl", "leverage")]
+    assert counts == [2, 1]
+    assert figure_text(replace(likelihood, question="inside"), ["leverage"]) == ""
+
+
+def test_a_budget_without_room_is_told() -> None:
+    likelihood = next(figure for figure in FIGURES if figure.title == "likelihood after")
+    assert figure_text(likelihood, ["arkvale"]) == "-0.70, refused"
+
+
+def test_costs_are_multiples_of_the_full_cache() -> None:
+    assert cost_text(["full"]) == "1.0, 1.0"
+    reading, step = map(float, cost_text(["never_measured", "qaq"]).split(", "))
+    assert reading > 5 and step > 10  # it quantizes its whole cache again at every step
+    assert cost_text(["never_measured"]) == ""
 
 
 def test_the_paper_is_the_one_that_fewest_presets_cite() -> None:
     assert (
-        PublishedMethod("D2O", "policy", "built", ("d2o",)).cited()
+        PublishedMethod("D2O", "policy", "built", ("d2o",), behavior="Seen.").cited()
         == "Wan et al. 2024, arXiv:2406.13035"
     )
-    assert PublishedMethod("Control", "policy", "built", ("random",), paper="none").cited() == ""
+    control = PublishedMethod(
+        "Control", "policy", "built", ("random",), paper="none", behavior="Control."
+    )
+    assert control.cited() == ""
 
 
 @pytest.mark.parametrize(
@@ -69,10 +86,13 @@ def test_the_paper_is_the_one_that_fewest_presets_cite() -> None:
         ({"presets": ("snapvk",)}, "names 'snapvk'"),
         ({"parts": ("snapvk",)}, "names 'snapvk'"),
         ({"presets": ()}, "presets or parts must be named"),
+        ({"behavior": "As in the paper."}, "begins with one of Seen, Partly seen"),
+        ({"behavior": ""}, "X needs a behavior"),
     ],
 )
 def test_what_is_unknown_is_refused(changed, message) -> None:
     known = {"name": "X", "area": "policy", "state": "built", "presets": ("snapkv",)}
+    known |= {"behavior": "Seen."}
     with pytest.raises(InputError, match=message):
         PublishedMethod(**known | changed)
 
@@ -87,7 +107,7 @@ def test_a_name_stands_once(tmp_path: Path) -> None:
 def test_counts_are_those_of_an_area() -> None:
     lines = list(method_lines([PublishedMethod("X", "learned", "missing", note="Why.")]))
     assert "1 systems: 1 missing." in lines
-    assert "| X |  |  | missing |  |  |  |  |  | Why. |" in lines
+    assert "| X |  |  | missing |  |  |  |  |  |  |  | Why. |" in lines
 
 
 def test_a_page_without_marks_is_refused() -> None:

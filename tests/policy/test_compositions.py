@@ -85,8 +85,52 @@ COMPOSITIONS = {
     "samples_without_gaps": (
         "blockwise() > protect(sinks=4, recent=8) > leverage() > uniform() > subgen() > compact()"
     ),
+    "reselection_over_4_bits": PARK.format("rewatch(dense=0) > quantized(bits=4, group=16)"),
+    "episodes_in_transform_codes": (
+        "episodes(count=2) > episodic() > protect(sinks=4, recent=8) > "
+        'patched(prompt="episode") > global() > transform()'
+    ),
+    "utility_in_transform_codes": (
+        "whole() > protect(sinks=4, recent=8) > compactor() > lukv() > transform()"
+    ),
+    "gated_chunks_in_transform_codes": (
+        "whole() > snapkv(window=8) > entropy_chunk(size=6) > uniform() > transform()"
+    ),
+    "anchored_contexts_in_transform_codes": (
+        "anchored() > protect(sinks=4, recent=8) > reconstruct() > global() > transform()"
+    ),
+    "repetition_in_refreshed_transform_codes": (
+        "whole() > reconstruct() > global() > transform() > context_refresh(tokens=4)"
+    ),
+    "narrowing_at_one_layer_refreshed": (
+        "narrowing() > protect(sinks=4, recent=8) > snapkv(window=8) > uniform() > "
+        "context_refresh(tokens=4)"
+    ),
+    "episodes_refreshed": (
+        "episodes(count=2) > episodic() > protect(sinks=4, recent=8) > "
+        'patched(prompt="episode") > pooled() > context_refresh(tokens=4)'
+    ),
+    "two_passes_into_shared_directions": (
+        'two_passes() > protect(sinks=4, recent=8) > patched(prompt="question") > mean() > '
+        "group_mean() > uniform() > minicache()"
+    ),
 }
+# Compositions that hold queries, codes or samples beside entries, and a budget that binds them.
+NOT_ENTRIES_ALONE = (
+    "heads_of_needles_refreshed_by_keys",
+    "narrowed_layers_refreshed_over_4_bits",
+    "samples_without_gaps",
+    "reselection_over_4_bits",
+    "gated_chunks_in_transform_codes",
+    "repetition_in_refreshed_transform_codes",
+    "narrowing_at_one_layer_refreshed",
+    "episodes_refreshed",
+    "two_passes_into_shared_directions",
+)
+BYTES = 450 << 10
 REFUSED = {
+    PARK.format("rewatch(dense=0) > transform()"): "quantized() to hold offloaded entries",
+    "freeze() > reconstruct() > global() > transform()": "take exact(), or another schedule",
     PARK.format("magicpig() > compact()"): "take another recall part, such as positionless",
     "blockwise() > morph() > uniform() > compact()": "leave the storage out, or take another",
     "freeze() > snapkv() > uniform() > subgen()": "take drop() or park(), or another schedule",
@@ -105,6 +149,7 @@ def talk() -> Conversation:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("measured_once")
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_it_answers_within_its_bytes(
     name: str, full: Engine, talk: Conversation, monkeypatch: pytest.MonkeyPatch
@@ -132,6 +177,19 @@ def test_it_answers_within_its_bytes(
         assert peak.entries <= most(memory.policy, cache, BLOCK)[1]
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("measured_once")
+@pytest.mark.parametrize("name", NOT_ENTRIES_ALONE)
+def test_a_budget_in_bytes_counts_all_that_is_held(
+    name: str, full: Engine, talk: Conversation
+) -> None:
+    engine = full.under(COMPOSITIONS[name], f"{BYTES >> 10}KiB")
+    memory = engine.read(talk, {"question": talk.questions[0].question})
+    for each in talk.questions[:2]:
+        engine.ask(memory, each.question, max_new_tokens=8)
+        assert memory.caches.activate(0).device_nbytes <= BYTES
+
+
 @pytest.mark.parametrize(
     ("sentence", "told"),
     [
@@ -155,8 +213,13 @@ def entry_bytes(cache: SequenceCache) -> int:
 
 
 def dense_bytes(cache: SequenceCache) -> int:
-    """What the cache holds beside entries: tables of page slots and of quantized groups."""
-    return 4096 * len(cache.spec.layers)
+    """What the cache holds beside entries: tables of page slots and of quantized groups, and the
+    latest queries with their positions where the policy looks at them.
+    """
+    layers = cache.spec.layers
+    query = layers[0].query_heads * layers[0].head_dim * cache.spec.dtype.itemsize
+    held = cache.cache_spec.ledger.queries * (query + 2 * POSITION_BYTES)
+    return (4096 + held) * len(layers)
 
 
 @pytest.mark.parametrize("sentence", REFUSED)

@@ -73,7 +73,7 @@ class BenchOptions(OutputOptions):
         typer.Option(
             metavar="SPELLING",
             help="forced, generated, answer_kl, divergence, fidelity, similarity, prompts, recall, "
-            "decode, reading, stages.",
+            "decode, reading, cost, stages.",
         ),
     ] = None
     name: Annotated[str | None, typer.Option(help="Name of the study.  Default: bench.")] = None

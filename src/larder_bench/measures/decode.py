@@ -75,6 +75,10 @@ class Decode(Measure):
         return amount.unit is BudgetUnit.TOKENS
 
     def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
+        return self.timed(bench, cell, time.perf_counter)
+
+    def timed(self, bench: ModelContext, cell: Cell, clock: Clock) -> Row:
+        """Row of a cell, timed by a clock."""
         policy, engine = sized_policy(bench, cell), bench.engine
         synthetic = build_synthetic_cache(engine.runtime, policy, cell.tokens, 2 * self.steps + 1)
         synthetic.cache.compact()
@@ -83,8 +87,8 @@ class Decode(Measure):
         caches = self._batch(synthetic.cache, fast + slow)
         steps = _StepRunner(bench, policy, caches, synthetic)
         try:
-            plain = steps.run(self.steps, time.perf_counter)
-            with profile_steps(_synchronized_clock(bench)) as profiler:
+            plain = steps.run(self.steps, clock)
+            with profile_steps(_synchronized(clock, bench)) as profiler:
                 profiled = steps.run(self.steps, profiler.clock, profiler)
         finally:
             stop_injection(caches)
@@ -270,16 +274,16 @@ def _tokens(bench: ModelContext, cell: Cell, policy: Policy) -> int:
     )
 
 
-def _synchronized_clock(bench: ModelContext) -> Clock:
+def _synchronized(clock: Clock, bench: ModelContext) -> Clock:
     """Clock that synchronizes the accelerator first, so that each part gets its own time."""
     if bench.engine.loaded.decoder.spec.device.type != "cuda":
-        return time.perf_counter
+        return clock
 
-    def clock() -> float:
+    def seconds() -> float:
         torch.cuda.synchronize()
-        return time.perf_counter()
+        return clock()
 
-    return clock
+    return seconds
 
 
 Part = Decode

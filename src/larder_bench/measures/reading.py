@@ -16,7 +16,7 @@ from larder.prefill import PeakMemoryMeter
 from larder.session import build_caches
 from larder_bench.measures.base import Measure
 from larder_bench.measures.decode import sized_policy
-from larder_bench.profiling.step_profiler import MODEL, POLICY
+from larder_bench.profiling.step_profiler import MODEL, POLICY, Clock
 from larder_bench.profiling.synthetic_cache import random_ids, random_prompts, replace_decoder
 from larder_bench.profiling.timed_decoder import TimedDecoder
 from larder_bench.results.rows import EXHIBITS_KEY, Row
@@ -45,13 +45,17 @@ class Reading(Measure):
         return amount.unit is BudgetUnit.TOKENS
 
     def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
+        return self.timed(bench, cell, time.perf_counter)
+
+    def timed(self, bench: ModelContext, cell: Cell, clock: Clock) -> Row:
+        """Row of a cell, timed by a clock."""
         policy, decoder = sized_policy(bench, cell), bench.engine.loaded.decoder
-        clocked, meter = TimedDecoder(decoder, time.perf_counter), PeakMemoryMeter()
+        clocked, meter = TimedDecoder(decoder, clock), PeakMemoryMeter()
         ids, prompts = random_ids(decoder, cell.tokens), random_prompts(decoder, policy)
         runtime = replace_decoder(bench.engine.runtime, clocked)
-        started = time.perf_counter()
+        started = clock()
         caches = build_caches(runtime, policy, ids, [prompts] * self.caches, meter)
-        seconds = time.perf_counter() - started
+        seconds = clock() - started
         active = max(usage.fast_tier_bytes for usage in caches.usage())
         full = decoder.spec.full_bytes(cell.tokens)
         parts = {MODEL: seconds - clocked.observer_seconds - clocked.scratch}

@@ -23,7 +23,7 @@ from larder.session import PRESETS
 from larder_bench.reports.study_index import RESULTS, replace_between
 from larder_bench.results.budget_labels import WHOLE
 from larder_bench.results.rows import read_results, rows_file
-from larder_bench.results.tables import SCALES, ScoreTable, cell_scores
+from larder_bench.results.tables import SCALES, ScoreScale, ScoreTable, cell_scores
 from larder_bench.results.toml_tables import convert_table
 
 SOURCE = "methods.toml"
@@ -64,6 +64,10 @@ class FigureColumn:
 
 SHARES = ("1/4", "1/8")
 CATALOGUE = ("catalogue", "catalogue_recall", "presets_needles")
+COSTS, FULL = "catalogue_cost", "full"
+# Beginnings of what was seen of a paper's behavior; methods of these areas need one.
+VERDICTS = ("Seen", "Partly seen", "Not seen", "Not measured", "Control")
+JUDGED = ("policy", "baseline", "learned", "reuse")
 FIGURES = (
     FigureColumn("needles after", ("ruler",), "own", "needles"),
     FigureColumn(
@@ -72,7 +76,12 @@ FIGURES = (
     FigureColumn("nats", ("divergence",), "kl", "locomo"),
     FigureColumn("likelihood after", CATALOGUE, "log_likelihood", "needles", SHARES),
     FigureColumn(
-        "likelihood inside", ("catalogue_inside",), "log_likelihood", "needles", question="inside"
+        "likelihood inside",
+        ("catalogue_inside",),
+        "log_likelihood",
+        "needles",
+        SHARES,
+        question="inside",
     ),
 )
 
@@ -89,11 +98,14 @@ class PublishedMethod:
         parts: names of parts, where no preset is the method.
         paper: arXiv id of the one among the cited papers, where rarity does not tell; `none` for a
             control without a paper.
+        measured: policy that the figures are of, where no preset is the method.
         elsewhere: where it lives outside the policy language, in Markdown.
-        note: what is missing, what was seen of the paper's claims, or why it is outside.
+        behavior: whether the paper's behavior was seen, beginning with one of `VERDICTS`.
+        note: what is missing or differs, or why it is outside.
 
     Raises:
-        InputError: area, state, a preset or a part is unknown, or a built method names none.
+        InputError: area, state, a preset or a part is unknown, a built method names none, or a
+            method that is there does not say what was seen of it.
     """
 
     name: str
@@ -102,7 +114,9 @@ class PublishedMethod:
     presets: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
     paper: str = ""
+    measured: str = ""
     elsewhere: str = ""
+    behavior: str = ""
     note: str = ""
 
     def __post_init__(self) -> None:
@@ -116,11 +130,23 @@ class PublishedMethod:
             raise InputError(f"{SOURCE}: {self.name} names {unknown[0]!r}, which is not known.")
         if self.state == "built" and not (self.presets or self.parts or self.elsewhere):
             raise InputError(f"{SOURCE}: {self.name} is built, so presets or parts must be named.")
+        is_judged = self.area in JUDGED and self.state in ("built", "partial")
+        if is_judged and not self.behavior.startswith(VERDICTS):
+            raise InputError(
+                f"{SOURCE}: {self.name} needs a behavior that begins with one of "
+                f"{', '.join(VERDICTS)}."
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Policies that its figures are of."""
+        return self.presets or ((self.measured,) if self.measured else ())
 
     def where(self) -> str:
         """Sentence of its first preset, names of the others, or its parts."""
         if not self.presets:
-            return self.elsewhere or ", ".join(f"`{name}()`" for name in self.parts)
+            parts = self.elsewhere or ", ".join(f"`{name}()`" for name in self.parts)
+            return f"{parts}; figures of `{self.measured}`" if self.measured else parts
         first, *others = self.presets
         also = f"; also {', '.join(f'`{name}`' for name in others)}" if others else ""
         return f"`{first}`: `{PRESETS[first]}`{also}"
@@ -173,11 +199,32 @@ def figure_text(figure: FigureColumn, names: Sequence[str]) -> str:
     for name in names:
         for study in figure.studies:
             table = _scores(study, figure.task, figure.question)
-            found = [table.interval(scale, name, budget) for budget in figure.budgets]
-            found = list(filter(None, found)) or [table.interval(scale, name, WHOLE)]
-            if means := [one.mean for one in found if one is not None]:
-                return ", ".join(f"{mean + 0.0:.{scale.digits}f}" for mean in means)
+            cells = [_cell(table, scale, name, budget) for budget in (WHOLE, *figure.budgets)]
+            if found := list(filter(None, cells)):
+                return ", ".join(found)
     return ""
+
+
+def _cell(table: ScoreTable, scale: ScoreScale, name: str, budget: str) -> str:
+    if table.refused(name, budget):
+        return "refused"
+    interval = table.interval(scale, name, budget)
+    return "" if interval is None else f"{interval.mean + 0.0:.{scale.digits}f}"
+
+
+@cache
+def _costs() -> dict[str, tuple[float, float]]:
+    """Seconds of reading and of a step, by policy."""
+    rows = read_results([rows_file(RESULTS, COSTS)]).measured
+    return {row["policy"]: (row["prefill_seconds"], 1 / row["tokens_per_second"]) for row in rows}
+
+
+def cost_text(names: Sequence[str]) -> str:
+    """Times of reading and of a step as multiples of the full cache's; empty without rows."""
+    costs = _costs()
+    known = next((costs[name] for name in names if name in costs), ())
+    pairs = zip(known, costs[FULL], strict=False)
+    return ", ".join(f"{own / full:.1f}" for own, full in pairs)
 
 
 def method_lines(methods: Sequence[PublishedMethod]) -> Iterator[str]:
@@ -203,12 +250,13 @@ def _short_table(members: Sequence[PublishedMethod]) -> Iterator[str]:
 
 
 def _full_table(members: Sequence[PublishedMethod]) -> Iterator[str]:
-    titles = [figure.title for figure in FIGURES]
-    yield f"| system | paper | in Larder | state | {' | '.join(titles)} | |"
-    yield "|" + "---|" * (5 + len(titles))
+    titles = [*(figure.title for figure in FIGURES), "cost"]
+    yield f"| system | paper | in Larder | state | paper's behavior | {' | '.join(titles)} | |"
+    yield "|" + "---|" * (6 + len(titles))
     for method in members:
-        figures = " | ".join(figure_text(figure, method.presets) for figure in FIGURES)
-        cells = method.name, method.cited(), method.where(), method.state, figures, method.note
+        figures = [figure_text(figure, method.names) for figure in FIGURES]
+        head = method.name, method.cited(), method.where(), method.state, method.behavior
+        cells = *head, *figures, cost_text(method.names), method.note
         yield f"| {' | '.join(cells)} |"
 
 
