@@ -9,7 +9,7 @@ model then validates the values.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -18,7 +18,6 @@ from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origi
 
 import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, PrivateAttr, ValidationError
-from pydantic_core import ErrorDetails
 
 from larder.server.api_errors import ApiError, invalid_request
 from larder.server.http.error_responses import field_steps, malformed_field
@@ -120,7 +119,7 @@ def decode_body(model: type[Model], content: bytes) -> Model | None:
     raise malformed_field(first["loc"], first["msg"])
 
 
-def _weight(error: ErrorDetails) -> tuple[bool, bool, int]:
+def _weight(error: Mapping[str, Any]) -> tuple[bool, bool, int]:
     """Order of the errors of a value that has several shapes. One of the right shape is refused by
     one of its parts, for its length, or deeper than others."""
     kind = error["type"]
