@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+import larder
 from larder.core import InputError
 from larder_bench.execution.resumable_run import ResumableRun
 from larder_bench.results import environment
-from larder_bench.results.environment import checkout_commit, environment_row
+from larder_bench.results.environment import KERNEL_SOURCES, checkout_commit, environment_row
 from larder_bench.results.rows import (
     CONDITION_KEYS,
     EXHIBITS_KEY,
@@ -198,3 +199,8 @@ def test_packed_rows_are_read_added_to_and_survive_a_stop(tmp_path: Path, cut: i
     append_rows(packed, [second])
     assert read_rows(packed) == [*kept, second]
     assert read_results([tmp_path]).cells == (first, second)
+
+
+def test_the_sources_of_kernels_are_there() -> None:
+    package = Path(larder.__file__).parent
+    assert [pattern for pattern in KERNEL_SOURCES if not any(package.glob(pattern))] == []

@@ -19,7 +19,12 @@ ID_LENGTH = 12
 PROCESSOR_KEY = "processor"  # field of the kind of processor
 KERNELS_KEY = "kernels"  # field of larder's own kernels
 # Files of the package that round sums and products, and that choose what does.
-_KERNEL_SOURCES = ("ops/**/*.py", "ops/**/*.[ch]", "models/few_rows.py", "models/decoder_stack.py")
+KERNEL_SOURCES = (
+    "ops/**/*.py",
+    "ops/**/*.[ch]",
+    "models/layer_runner.py",
+    "models/decoder_stack.py",
+)
 # Features of torch.cpu that multiply bfloat16, those that oneDNN prefers first.
 _BFLOAT16_FEATURES = ("amx_bf16", "avx512_bf16", "bf16")
 
@@ -77,7 +82,7 @@ def kernels_kind() -> str:
     from larder.ops import max_rows  # here, so that reports start without torch
 
     package = Path(larder.__file__).parent
-    sources = sorted({path for pattern in _KERNEL_SOURCES for path in package.glob(pattern)})
+    sources = sorted({path for pattern in KERNEL_SOURCES for path in package.glob(pattern)})
     contents = blake3()
     for path in sources:
         contents.update(path.relative_to(package).as_posix().encode() + b"\0")
