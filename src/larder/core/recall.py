@@ -284,6 +284,13 @@ class RecallPart(PolicyPart, ABC):
         """Offloaded entries that prefill blocks attend to."""
         return PrefillRecall.EXACT
 
+    @property
+    def coverage(self) -> float:
+        """Share of each query head's attention that the lines cover along which several tokens are
+        read; 1 for all of it.
+        """
+        return 1.0
+
     def awaits_measurement(self, indexes: Sequence[RecallIndex]) -> bool:
         """True if `measure` would change indexes."""
         del indexes

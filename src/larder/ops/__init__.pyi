@@ -20,6 +20,7 @@ from .attention_weights import weights_from_logits as weights_from_logits
 from .bit_allocation import ComponentGroup as ComponentGroup
 from .bit_allocation import allocate as allocate
 from .bit_allocation import group_errors as group_errors
+from .block_attention import FEWEST_QUERIES as FEWEST_QUERIES
 from .block_attention import summed_weights as summed_weights
 from .column_statistics import CHUNK as CHUNK
 from .column_statistics import GroupReduction as GroupReduction
@@ -35,6 +36,11 @@ from .cpu.decoder_layer import max_rows as max_rows
 from .cpu.gemv import without_onednn as without_onednn
 from .level_coder import LevelCoder as LevelCoder
 from .level_coder import bytes_per_entry as bytes_per_entry
+from .line_attention import SAMPLED_QUERIES as SAMPLED_QUERIES
+from .line_attention import AttentionLines as AttentionLines
+from .line_attention import choose_lines as choose_lines
+from .line_attention import head_lines as head_lines
+from .line_attention import line_attention as line_attention
 from .linear_weight import is_plain as is_plain
 from .low_rank_attention import RANK as RANK
 from .low_rank_attention import low_rank_attention as low_rank_attention

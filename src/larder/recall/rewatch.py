@@ -6,9 +6,11 @@ Dialogues" (2025), arXiv:2507.13681: while an answer is generated, what it atten
 an entry that one choice left out returns with another, which eviction would not allow. A text or
 question that is read in between ends a choice: the first step after it chooses by its queries.
 
-The first half of LoopServe, which reads a text by vertical and slash lines of attention, is not
-here. Differences: attention is summed over queries and over the query heads of a kv head
-[inferred], whose entries lie together.
+With a coverage below 1 a text or question of some length is read along vertical and slash lines of
+attention, chosen for each query head and input (`larder.ops.line_attention`). Layers with a softcap
+or latents, and scratch passes, read exactly. Differences: attention is summed over queries and over
+the query heads of a kv head [inferred], whose entries lie together; an input is what is read at a
+time, such as a block.
 """
 
 from __future__ import annotations
@@ -41,9 +43,12 @@ class Rewatch(EntryRecall):
 
     Args:
         every: steps that one choice stands for, and queries that it is made by.
+        coverage: share of each query head's attention, in (0, 1], that the lines cover along which
+            a text is read; 1 reads it exactly.
     """
 
     every: int = 16
+    coverage: float = 1.0
 
     follows: ClassVar[bool] = True
     observed: ClassVar[int] = 16
@@ -51,6 +56,12 @@ class Rewatch(EntryRecall):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.every >= 1, "rewatch.every", "at least 1 step", self.every)
+        require(0 < self.coverage <= 1, "rewatch.coverage", "in (0, 1]", self.coverage)
+        if self.coverage < 1 and self.union is not None:
+            raise BadParameter(
+                f"rewatch.union must be open with coverage={self.coverage}, got {self.union}: a "
+                "question is read along lines. Leave one of the two out."
+            )
         if self.fetch is not FetchMode.IN_TURN:
             raise BadParameter(
                 f"rewatch.fetch must be in_turn, got {self.fetch.value}: it chooses by the queries "

@@ -306,6 +306,10 @@ PRESETS: Mapping[str, str] = {
         "blockwise() > protect(sinks=4, recent=32) > sinks_and_window() > uniform() > "
         "park() > rewatch(dense=0) > lagged(tokens=16)"
     ),
+    "loopserve_lines": (
+        "blockwise() > protect(sinks=4, recent=32) > sinks_and_window() > uniform() > "
+        "park() > rewatch(dense=0, coverage=0.955) > lagged(tokens=16)"
+    ),
     "squeezed_attention": (
         "blockwise() > protect(sinks=0, recent=100) > sinks_and_window(sinks=0) > uniform() > "
         "park() > squeezed(dense=0) > lagged(tokens=16)"

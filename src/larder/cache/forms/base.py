@@ -170,7 +170,7 @@ class CacheLayer(DivisibleStorage, TensorOwner):
         states: list[AttentionState] = []
         block = None
         if not is_step and len(sections) == 1 and not bidirectional:
-            block = self.block_call(queries, keys, values, mode)
+            block = self.block_call(queries, keys, values, positions, mode)
         if block is not None:
             states.append(block())
         elif is_step or not self._is_empty:
@@ -191,13 +191,13 @@ class CacheLayer(DivisibleStorage, TensorOwner):
         return self.output((out, lse), queries.dtype)
 
     def block_call(
-        self, queries: Queries, keys: Keys, values: Values, mode: Mode
+        self, queries: Queries, keys: Keys, values: Values, positions: Positions, mode: Mode
     ) -> AttentionCall | None:
         """Attention of one section of new tokens to the entries and causally among themselves.
 
         None where the two are attended to by calls of their own.
         """
-        del queries, keys, values, mode
+        del queries, keys, values, positions, mode
 
     def attends_blocks(self, query_len: int) -> bool:
         """True if entries and new tokens are masked by their order alone."""

@@ -273,8 +273,9 @@ class DenseLayer(SegmentedLayer):
         return [partial(ragged_attention, queries, *rows, *layout, softcap=softcap)]
 
     def block_call(
-        self, queries: Queries, keys: Keys, values: Values, mode: Mode
+        self, queries: Queries, keys: Keys, values: Values, positions: Positions, mode: Mode
     ) -> AttentionCall | None:
+        del positions
         if not self.attends_blocks(queries.shape[1]):
             return None
         held = self._read_storage()

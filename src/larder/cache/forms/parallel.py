@@ -75,10 +75,10 @@ class ParallelLayer(DenseLayer):
         self._set_length(self._length)
 
     def block_call(
-        self, queries: Queries, keys: Keys, values: Values, mode: Mode
+        self, queries: Queries, keys: Keys, values: Values, positions: Positions, mode: Mode
     ) -> AttentionCall | None:
         """No calls: contexts are attended to by calls of their own."""
-        del queries, keys, values, mode
+        del queries, keys, values, positions, mode
 
     def attention_calls(
         self, queries: Queries, positions: Positions, mode: Mode, shift: int

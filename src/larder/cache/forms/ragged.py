@@ -353,8 +353,9 @@ class RaggedLayer(SegmentedLayer):
         return [partial(call, self.layer.scaling, bias, logits, self.layer.softcap)]
 
     def block_call(
-        self, queries: Queries, keys: Keys, values: Values, mode: Mode
+        self, queries: Queries, keys: Keys, values: Values, positions: Positions, mode: Mode
     ) -> AttentionCall | None:
+        del positions
         records, self._records_sums = self._records_sums and mode is Mode.APPEND, False
         self._weight_sums = None
         if not self.attends_blocks(queries.shape[1]):

@@ -8,7 +8,8 @@ Long-Sequence LLMs" (2026), arXiv:2604.10539, sections 2 and 3. A decode step at
 part and to the pages that the index finds; softmax runs over both together. Several tokens at once,
 and all tokens of a text, attend to everything, exactly, the slow tier in chunks; so do scratch
 passes, which leave no trace. If the recall part says so, a question attends to the union of the
-pages that its tokens find, and a block of text to the pages that its mean query finds. Parts are
+pages that its tokens find, a block of text to the pages that its mean query finds, or both to the
+entries on lines of attention that cover a share of it. Parts are
 merged by their log-sum-exp. The index adds offloaded entries at the next search, a large one
 one by one, and those that wait are attended to. Where the recall part names a length (`exact`),
 steps over fewer offloaded entries attend to all and search nothing. A dense layer
@@ -18,6 +19,7 @@ offloads nothing. A fork shares slow tier and index until one of both has to cha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from weakref import ref
 
 import torch
@@ -53,7 +55,8 @@ from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.recall import OffloadSpec, PrefillRecall
 from larder.core.spec import LayerSpec, ModelSpec
-from larder.core.types import AppendKind, Mode, Positions, Queries
+from larder.core.types import AppendKind, Keys, Mode, Positions, Queries, Values
+from larder.ops.line_attention import KeyedHead, line_attention
 from larder.ops.rope import rotate
 
 
@@ -106,6 +109,12 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
             raise CacheError(
                 f"Layer {windows[0]} has a sliding window and stores no outputs to correct: use "
                 "corrected=0, or a model without such layers."
+            )
+        parking = spec.parking
+        if parking is not None and parking.is_gapless and parking.recall.coverage < 1:
+            raise CacheError(
+                "Texts are read along lines of true distances, which positions without gaps do not "
+                "have: use coverage=1, or leave compact() out."
             )
 
     @classmethod
@@ -270,6 +279,33 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
     def is_dense(self) -> bool:
         """True for the first layers, which offload nothing."""
         return self.layer.index < self.parking.recall.dense
+
+    def block_call(
+        self, queries: Queries, keys: Keys, values: Values, positions: Positions, mode: Mode
+    ) -> AttentionCall | None:
+        coverage = self.parking.recall.coverage
+        is_sparse = coverage < 1 and mode is Mode.APPEND and not self.is_dense
+        if not is_sparse or not self.attends_blocks(queries.shape[1]):
+            return None
+        heads = self._keyed_heads(keys, values, positions)
+        own = positions.to(queries.device).long()
+        return partial(line_attention, queries, heads, own, self.layer.scaling, coverage)
+
+    def _keyed_heads(self, keys: Keys, values: Values, positions: Positions) -> list[KeyedHead]:
+        """Entries of both tiers and new tokens, by kv head in order of positions."""
+        tiers = self._slow.entries(), self._ragged.entries()
+        found = list[KeyedHead]()
+        for head, new in enumerate(zip(keys, values, strict=True)):
+            held = [
+                [each.head_keys(head) for each in tiers],
+                [each.head_values(head) for each in tiers],
+                [each.head_positions(head) for each in tiers],
+            ]
+            parts = zip(held, (*new, positions), strict=True)
+            columns = [torch.cat([*(own.to(last) for own in old), last]) for old, last in parts]
+            order = columns[2].argsort()
+            found.append((columns[0][order], columns[1][order], columns[2][order].long()))
+        return found
 
     def attention_calls(
         self, queries: Queries, positions: Positions, mode: Mode, shift: int
