@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import socket
 import tempfile
-import threading
 import time
 import urllib.request
 import uuid
@@ -77,29 +77,36 @@ def hostile(url: str) -> dict[str, Any]:
             raise AssertionError(f"no {status}")
         sent = _endless_header(url)
         assert sent < HEADER_BYTES, "an endless header was taken"
-    assert slowest[0] < HEALTH_SECONDS, f"/health took {slowest[0]:.2f} s"
-    return {"health_seconds": round(slowest[0], 3), "header_bytes": sent}
+    assert slowest.value < HEALTH_SECONDS, f"/health took {slowest.value:.2f} s"
+    return {"health_seconds": round(slowest.value, 3), "header_bytes": sent}
 
 
 @contextmanager
-def _health_watched(url: str) -> Iterator[list[float]]:
-    """Longest time of `/health` while the block runs, at every tenth of a second."""
-    slowest, is_over = [0.0], threading.Event()
+def _health_watched(url: str) -> Iterator[Any]:
+    """Longest time of `/health` while the block runs, at every tenth of a second.
 
-    def watch() -> None:
-        while not is_over.wait(0.1):
-            started = time.monotonic()
-            with urllib.request.urlopen(f"{url}/health", timeout=60) as reply:
-                reply.read()
-            slowest[0] = max(slowest[0], time.monotonic() - started)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
+    A process of its own asks: here, writing a large body would hold it up.
+    """
+    processes = multiprocessing.get_context("spawn")
+    slowest, has_begun, is_over = processes.Value("d", 0.0), processes.Event(), processes.Event()
+    process = processes.Process(target=_watch_health, args=(url, slowest, has_begun, is_over))
+    process.start()
+    assert has_begun.wait(60)
     try:
         yield slowest
     finally:
         is_over.set()
-        thread.join()
+        process.join()
+
+
+def _watch_health(url: str, slowest: Any, has_begun: Any, is_over: Any) -> None:
+    while not is_over.wait(0.1):
+        started = time.monotonic()
+        with urllib.request.urlopen(f"{url}/health", timeout=60) as reply:
+            reply.read()
+        if has_begun.is_set():
+            slowest.value = max(slowest.value, time.monotonic() - started)
+        has_begun.set()
 
 
 def _endless_header(url: str) -> int:
@@ -238,7 +245,7 @@ def _answers(samples: dict[str, Any]) -> Iterator[tuple[tuple[str, str], Any]]:
     for task, told in samples.items():
         for sample in told:
             for place, [answer] in enumerate(sample["resps"]):
-                arguments = list(sample["arguments"][f"gen_args_{place}"].values())
+                arguments = sample["arguments"][place]
                 if task == "local_rolling":
                     yield ("", arguments[0]), (_number(answer), True)
                 elif task == "local_choices":
