@@ -107,13 +107,14 @@ def checked(row: dict[str, Any], loaded: LoadedModel) -> dict[str, Any]:
 
 def own_likelihood(loaded: LoadedModel, context: str, continuation: str) -> float:
     """Log-likelihood of a continuation by transformers; without a context, behind the token that
-    ends texts.
+    begins texts, or else ends them.
     """
     tokenizer = loaded.tokenizer
     ids = tokenizer.encode(context + continuation, add_special_tokens=False)
     first = len(tokenizer.encode(context, add_special_tokens=False))
     if not context:
-        ids, first = [tokenizer.eos_token_id, *ids], 1
+        begin = tokenizer.bos_token_id
+        ids, first = [tokenizer.eos_token_id if begin is None else begin, *ids], 1
     with torch.no_grad():
         logits = loaded.decoder.module(torch.tensor([ids])).logits[0, first - 1 : -1].float()
     return logits.log_softmax(-1)[range(len(ids) - first), ids[first:]].sum().item()
