@@ -145,6 +145,7 @@ class SavedCache:
         entries: over all managed layers and heads.
         nbytes: size in the store.
         cache_bytes: size in memory.
+        bytes_at_once: of the size in the store, what is in memory at once while it is loaded.
         is_coded: a lossy codec was applied.
         is_lossless: the loaded cache holds everything that was read, bit for bit.
         caches: number of caches.
@@ -155,6 +156,7 @@ class SavedCache:
     entries: int
     nbytes: int
     cache_bytes: int
+    bytes_at_once: int
     is_coded: bool
     is_lossless: bool
     caches: int = 1
@@ -162,7 +164,7 @@ class SavedCache:
     @property
     def load_bytes(self) -> int:
         """Host memory that loading takes."""
-        return self.nbytes + COPIES * self.cache_bytes
+        return self.bytes_at_once + COPIES * self.cache_bytes
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from larder.models import LoadedModel
-from larder.store import StreamController, ThroughputEstimates
+from larder.store import StreamController, ThroughputEstimates, Tier
 from server_core import answered, told
 from server_stores import Stored
 
@@ -41,4 +41,26 @@ def test_a_resumed_session_reads_what_its_deadline_leaves_out(
     else:
         assert held - deadline - 2 <= again.cached_tokens < held - deadline + CHUNK
         assert again.recomputed_tokens > 0 and not again.lossless
+    stored.close()
+
+
+@pytest.mark.extended
+def test_a_load_in_chunks_reserves_one_level_of_one_chunk(
+    small: LoadedModel, tmp_path: Path
+) -> None:
+    stored = Stored(small, tmp_path, codec="cachegen", policy="full")
+    first = stored.ask(told(1), "x")
+    turns = answered(told(1), first, "Why?")
+    core = stored.core
+    session = core.sessions.find("a", "x")
+    core.tiers.save(session)
+    stored.run()
+    core.tiers.drop(session)
+    saved, [record] = session.residency.saved_cache, stored.store.sessions.heads()
+    sizes = [ref.bytes for ref in record.spans]
+    assert saved is not None and len(sizes) > 3 and saved.nbytes == sum(sizes)
+    assert saved.load_bytes == max(sizes) + 2 * record.cache_bytes
+    core.ledger.lower(Tier.HOST, core.ledger.used(Tier.HOST) + saved.load_bytes)
+    again = stored.ask(turns, "x").told
+    assert again.tier == "disk" and again.cached_tokens == saved.tokens
     stored.close()

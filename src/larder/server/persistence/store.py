@@ -39,6 +39,7 @@ from larder.server.session_info import SessionInfo, stored_session_info
 from larder.server.session_state import ASSISTANT, CompletedTurn, SavedCache, SessionState
 from larder.store.digests import mac_of
 from larder.store.sessions.cache_writer import StagedCache
+from larder.store.sessions.chunk_stream import bytes_at_once
 from larder.store.sessions.records import NO, PINNED_LABEL, ROOT_LABEL, YES, Record, SessionTurn
 from larder.store.store import Store
 
@@ -321,12 +322,14 @@ def saved_cache(record: Record) -> SavedCache | None:
     if not record.spans:
         return None
     labels, tokens = record.labels, record.num_cached_tokens
+    beside = 0 if record.beside is None else record.beside.bytes
     return SavedCache(
         tokens=tokens,
         settled_tokens=int(labels.get("settled", tokens)),
         entries=int(labels.get("entries", 0)),
         nbytes=sum(ref.bytes for ref in record.cache_refs),
         cache_bytes=record.cache_bytes,
+        bytes_at_once=bytes_at_once(record) + beside,
         is_coded=labels.get("coded") == "yes",
         is_lossless=labels.get("whole") == "yes",
         caches=1 + len(record.others),

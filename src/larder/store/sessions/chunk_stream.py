@@ -91,6 +91,12 @@ def finest_bytes(record: Record) -> int:
     return sum(ref.bytes for ref in record.spans[::levels])
 
 
+def bytes_at_once(record: Record) -> int:
+    """Stored bytes in memory while a record's caches are loaded: of chunks one at one level."""
+    sizes = [ref.bytes for ref in record.spans]
+    return max(sizes) if codec_named(record.codec).levels else sum(sizes)
+
+
 @dataclass(frozen=True)
 class ChunkStream:
     """Restore of one cache, chunk by chunk.

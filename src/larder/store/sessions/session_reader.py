@@ -31,7 +31,7 @@ from larder.store.codecs.base import codec_named
 from larder.store.ledger import Tier
 from larder.store.model_identity import ModelIdentity
 from larder.store.prefix.chunk_records import ChunkMatch, PrefixDigest, prefix_digest
-from larder.store.sessions.chunk_stream import CacheTensors, ChunkStream, chunks_of
+from larder.store.sessions.chunk_stream import CacheTensors, ChunkStream, bytes_at_once, chunks_of
 from larder.store.sessions.records import Record
 from larder.store.stream_controller import StreamController
 from larder.store.throughput import ThroughputEstimates
@@ -190,7 +190,7 @@ class SessionReader:
     def _whole(
         self, record: Record, ids: Sequence[int], identity: ModelIdentity, spec: ModelSpec
     ) -> list[SequenceCache]:
-        stored = sum(ref.bytes for ref in record.spans)
+        stored = bytes_at_once(record)
         started = time.perf_counter()
         with self._ledger.reserve(Tier.HOST, record.tenant, stored + 2 * record.cache_bytes):
             found: list[SequenceCache] = []
@@ -225,7 +225,7 @@ class SessionReader:
             rates.prefill_seconds,
             None if second is None else 1 / second,
         )
-        started, largest = time.perf_counter(), max(max(chunk.sizes) for chunk in chunks)
+        started, largest = time.perf_counter(), bytes_at_once(record)
         with self._ledger.reserve(Tier.HOST, record.tenant, largest + 2 * record.cache_bytes):
             cache, levels = stream.restore(asking.spec)
         if not levels:
