@@ -37,7 +37,7 @@ def layer(count: int | None, logit: float = 0.0) -> EvictionStorage:
     )
 
 
-@pytest.mark.parametrize("own", [layer(5, torch.nan), layer(1)], ids=["nan", "too many"])
+@pytest.mark.parametrize("storage", [layer(5, torch.nan), layer(1)], ids=["nan", "too many"])
 def test_a_layer_that_is_left_has_not_changed(storage: EvictionStorage) -> None:
     tensors = [each for each in storage if isinstance(each, torch.Tensor)]
     before = [each.clone() for each in tensors]

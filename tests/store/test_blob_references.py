@@ -33,13 +33,13 @@ def said(store: Store, name: str = TALK) -> bytes:
 
 
 @pytest.mark.parametrize("how", ["put", "stays"])
-def test_21_what_another_process_is_about_to_need_is_not_dropped(tmp_path: Path, meta: str) -> None:
+def test_21_what_another_process_is_about_to_need_is_not_dropped(tmp_path: Path, how: str) -> None:
     here, there = store_at(tmp_path), store_at(tmp_path)
     save(here)
     record = load(here).record
     tenant, ref = record.tenant, record.tokens
     with there.parts.blobs.saving(tenant) as saving:
-        if meta == "put":
+        if how == "put":
             assert saving.put(encode_token_log(IDS, tenant, record.session)) == ref
         else:
             assert saving.stays(ref)
@@ -77,11 +77,11 @@ def test_21_a_log_that_another_machine_has_written_too_stays(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("how", ["saved", "forked"])
 def test_21_what_another_machine_has_of_what_this_one_has_written_stays(
-    tmp_path: Path, meta: str
+    tmp_path: Path, how: str
 ) -> None:
     here, there = (store_at(tmp_path, home=home) for home in ("here", "there"))
     here.sessions.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
-    if meta == "saved":
+    if how == "saved":
         there.sessions.append(WHO, "other", SessionTurn(IDS, b"said"), 0)
     else:
         there.sessions.fork(WHO, TALK, "other")
@@ -135,7 +135,7 @@ def test_what_an_earlier_larder_has_written_is_read(
 
 
 @pytest.mark.parametrize("how", ["put", "stays"])
-def test_21_what_is_taken_for_there_is_not_being_deleted(tmp_path: Path, meta: str) -> None:
+def test_21_what_is_taken_for_there_is_not_being_deleted(tmp_path: Path, how: str) -> None:
     there = store_at(tmp_path, patience=CallLimits(seconds=0.3, rest_seconds=0.0))
     tenant, said = there.parts.tenant(WHO), list[bool]()
     data = encode_token_log(IDS, tenant, TALK)
@@ -143,7 +143,7 @@ def test_21_what_is_taken_for_there_is_not_being_deleted(tmp_path: Path, meta: s
 
     def take() -> bool:
         saving = stack.enter_context(there.parts.blobs.saving(tenant))
-        return saving.put(data) == ref if meta == "put" else saving.stays(ref)
+        return saving.put(data) == ref if how == "put" else saving.stays(ref)
 
     def meanwhile(what: str, path: str) -> None:
         if what == "remove" and path == blob_path(ref.digest):
@@ -158,4 +158,4 @@ def test_21_what_is_taken_for_there_is_not_being_deleted(tmp_path: Path, meta: s
         with here.parts.blobs.saving(tenant) as saving:
             assert saving.put(data) == ref
         assert said and any(said) <= there.parts.blobs.files.has(ref)
-        assert take() == there.parts.blobs.files.has(ref) == (meta == "put")
+        assert take() == there.parts.blobs.files.has(ref) == (how == "put")

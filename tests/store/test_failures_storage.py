@@ -77,20 +77,20 @@ def test_1_a_flipped_bit_in_the_token_log_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", CUT)
-def test_2_blobs_that_are_cut_or_overwritten_are_noticed(tmp_path: Path, meta: str) -> None:
+def test_2_blobs_that_are_cut_or_overwritten_are_noticed(tmp_path: Path, how: str) -> None:
     save(store_at(tmp_path))
     path = cache_files(tmp_path)[-1]
-    path.write_bytes(CUT[meta](path.read_bytes()))
+    path.write_bytes(CUT[how](path.read_bytes()))
     assert outcome(tmp_path) == ("tokens", "damaged")
 
 
 @pytest.mark.parametrize("how", CUT)
-def test_2_a_manifest_that_is_cut_or_overwritten_is_built_again(tmp_path: Path, meta: str) -> None:
+def test_2_a_manifest_that_is_cut_or_overwritten_is_built_again(tmp_path: Path, how: str) -> None:
     store = store_at(tmp_path)
     save(store)
     store.close()
     path = tmp_path / "home" / "manifest.sqlite"
-    path.write_bytes(CUT[meta](path.read_bytes()))
+    path.write_bytes(CUT[how](path.read_bytes()))
     for log in tmp_path.glob("home/manifest.sqlite-*"):
         log.unlink()
     assert outcome(tmp_path)[0] == "exact"
