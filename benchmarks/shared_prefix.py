@@ -1,4 +1,4 @@
-"""Memory of sessions that begin alike, in a server of its own.
+"""Memory of sessions with a common prefix, in a server of its own.
 
     python benchmarks/shared_prefix.py [--model smollm2] [--sessions 8] [--words 1500]
 
@@ -26,20 +26,20 @@ def main() -> None:
     serve = ["--model", options.model, "--dtype", options.dtype, "--policy", "full"]
     with tempfile.TemporaryDirectory() as home, run_server(Path(home), serve) as server:
         for number in range(options.sessions):
-            print(f"{number + 1} sessions: {_asked(server, options, number)}", flush=True)
+            print(f"{number + 1} sessions: {_answered(server, options, number)}", flush=True)
 
 
-def _asked(server: Server, options: argparse.Namespace, number: int) -> str:
+def _answered(server: Server, options: argparse.Namespace, number: int) -> str:
     rules = " ".join(f"rule {each}" for each in range(options.words // 2))
-    said = [
+    messages = [
         {"role": "system", "content": f"The rules of the house are {rules}."},
         {"role": "user", "content": f"{number + 3} guests come. What do they do?"},
     ]
-    body = {"model": options.model, "messages": said, "max_tokens": 8, "temperature": 0}
-    given = server.chat(body | {"session_id": f"guest-{number}"})
-    if given.error:
-        raise RuntimeError(f"a request was refused: {given.error}")
-    usage = given.usage
+    body = {"model": options.model, "messages": messages, "max_tokens": 8, "temperature": 0}
+    answer = server.chat(body | {"session_id": f"guest-{number}"})
+    if answer.error:
+        raise RuntimeError(f"a request was refused: {answer.error}")
+    usage = answer.usage
     counted = server.metrics()[DEVICE] / MIB
     summed = sum(each["tier_bytes"]["device"] for each in server.sessions()) / MIB
     cached = usage["prompt_tokens_details"]["cached_tokens"]
@@ -55,7 +55,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--sessions", type=int, default=8)
-    parser.add_argument("--words", type=int, default=1500, help="of the text that all begin with")
+    parser.add_argument("--words", type=int, default=1500, help="of the common prefix")
     return parser.parse_args()
 
 

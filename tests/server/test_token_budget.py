@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from larder.core import BadParameter
 from larder.models import LoadedModel
 from larder.server import (
     MIN_CHUNK_TOKENS,
@@ -43,6 +44,7 @@ class TimedServer:
 
     def __post_init__(self) -> None:
         core = self.served.core
+        core.token_budget._clock = self.clock
         read, decode = core._prefix.prefill_block, core.scheduler._runner.step
 
         def prefill_block(job: RequestState) -> int:
@@ -61,7 +63,7 @@ class TimedServer:
 
 def timed(small: LoadedModel, target: float | None) -> TimedServer:
     clock = Clock()
-    return TimedServer(Served(small, clock=clock, inter_token_seconds=target), clock)
+    return TimedServer(Served(small, inter_token_seconds=target), clock)
 
 
 def gaps_beside_a_prompt(server: TimedServer, sentences: int) -> tuple[list[float], float]:
@@ -126,6 +128,22 @@ def test_a_slow_step_leaves_a_share_to_the_prompt(small: LoadedModel) -> None:
     assert max(gaps) <= STEP + chunk_seconds(MIN_CHUNK_TOKENS, 1000)
 
 
+@pytest.mark.extended
+def test_a_short_prompt_is_read_before_a_long_one_in_short_chunks(small: LoadedModel) -> None:
+    server = timed(small, 0.05)
+    served = server.served
+    served.ask(told(3), max_new_tokens=2)
+    _, ticket = served.submit(told(1), max_new_tokens=400)
+    long, _ = served.submit(told(2, 60), "long", max_new_tokens=1)
+    while len(server.chunks) < 8:
+        served.step()
+    short, _ = served.submit(told(4, 20), "short", max_new_tokens=1)
+    while short.report is None:
+        served.step()
+    assert long.report is None
+    ticket.cancel()
+
+
 @given(
     blocks=some.lists(some.lists(some.integers(0, 9), min_size=1, max_size=9), min_size=1),
     sizes=some.lists(some.integers(1, 12)),
@@ -133,16 +151,71 @@ def test_a_slow_step_leaves_a_share_to_the_prompt(small: LoadedModel) -> None:
 def test_resized_blocks_have_the_same_tokens(blocks: list[list[int]], sizes: list[int]) -> None:
     text = [token for block in blocks for token in block]
     progress, read = PrefillProgress(blocks=[tuple(block) for block in blocks]), list[int]()
+    longest = max(map(len, blocks))
     for size in sizes:
         if progress.is_done:
             break
         progress.resize_block(size)
         assert 0 < len(progress.block) <= size
+        assert max(map(len, progress.blocks[progress.next_block + 1 :]), default=0) <= longest
         read += progress.block
         progress.next_block += 1
         assert read == text[: len(read)]
     left = [token for block in progress.blocks[progress.next_block :] for token in block]
     assert read + left == text
+
+
+@pytest.mark.parametrize("target", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_target_that_is_no_time_is_refused_in_words(small: LoadedModel, target: float) -> None:
+    with pytest.raises(BadParameter, match=r"inter_token_seconds must be more than 0 .* None"):
+        PrefillTokenBudget(target)
+    with pytest.raises(BadParameter, match="inter_token_seconds"):
+        Served(small, inter_token_seconds=target)
+
+
+def test_a_chunk_of_no_token_is_refused_in_words(small: LoadedModel) -> None:
+    with pytest.raises(BadParameter, match="prefill_chunk must be 1 token or more, got 0: .* None"):
+        Served(small, prefill_chunk=0)
+
+
+def test_seconds_are_those_of_a_clock_that_is_never_set(small: LoadedModel) -> None:
+    clock = Clock()
+    served = Served(small, clock=clock, inter_token_seconds=60.0)
+    served.submit(told(1), "answer", max_new_tokens=8)
+    served.submit(told(2, 10), "prompt", max_new_tokens=1)
+    while served.step():
+        clock.now -= 1e6  # the time of day was corrected
+    budget = served.core.token_budget
+    assert 0 < budget._step_seconds < 60 and all(0 < each < 60 for *_, each in budget._chunks)
+
+
+@given(
+    chunks=some.lists(
+        some.tuples(some.integers(1, 4096), some.integers(0, 1 << 20), some.floats(-1.0, 1e300)),
+        max_size=40,
+    ),
+    target=some.floats(1e-300, 1e300),
+    step=some.floats(0, 1e300),
+    cached=some.integers(0, 1 << 40),
+    most=some.integers(1, 1 << 20),
+)
+def test_a_limit_follows_from_any_measurements(
+    chunks: list[tuple[int, int, float]], target: float, step: float, cached: int, most: int
+) -> None:
+    clock = Clock(0.0)
+    budget = PrefillTokenBudget(target, clock)
+    budget.has_answers = True
+    with budget.measured_step():
+        clock.now += step
+    for count, before, seconds in chunks:
+        clock.now = 0.0
+        with budget.measured_chunk(before) as counts:
+            counts.append(count)
+            clock.now += seconds
+    longest = 2 * max([count for count, _, _ in chunks[-32:]], default=0)
+    limit = budget.limit(cached, most)
+    assert 1 <= limit <= most
+    assert min(most, MIN_CHUNK_TOKENS) <= limit <= max(MIN_CHUNK_TOKENS, longest)
 
 
 @given(

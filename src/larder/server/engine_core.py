@@ -10,7 +10,7 @@ from functools import partial
 from time import monotonic
 from weakref import WeakValueDictionary
 
-from larder.core.errors import BudgetError, UsageError
+from larder.core.errors import BadParameter, BudgetError, UsageError
 from larder.engine.detokenizer import IncrementalDetokenizer
 from larder.engine.engine import Engine
 from larder.server.admin_operations import AdminOperations
@@ -78,6 +78,7 @@ class EngineCore:
 
     Raises:
         UsageError: the policy cannot be served, or the model does not read `max_model_len` tokens.
+        BadParameter: `prefill_chunk` or `inter_token_seconds` is out of range.
     """
 
     def __init__(
@@ -112,7 +113,12 @@ class EngineCore:
         self._chat = ChatBackend(self.tiers, self.reservations, engine.tokenizer)
         self.contexts = self._new_contexts()
         find = self.sessions.find_shared_prefix
-        self.token_budget = PrefillTokenBudget(inter_token_seconds, clock)
+        if prefill_chunk is not None and prefill_chunk < 1:
+            raise BadParameter(
+                f"prefill_chunk must be 1 token or more, got {prefill_chunk}: give None for a "
+                "block of the policy."
+            )
+        self.token_budget = PrefillTokenBudget(inter_token_seconds)
         prompts = self.images, find, self.contexts
         self._prefix = PrefixBackend(
             self.tiers, self.reservations, *prompts, self.token_budget, prefill_chunk

@@ -54,6 +54,7 @@ class LocalEngineClient(EngineClient):
 
     Raises:
         UsageError: the policy cannot be served, or the model does not read `max_model_len` tokens.
+        BadParameter: `prefill_chunk` or `inter_token_seconds` is out of range.
         UnknownName, DependencyError, ModelError: an embedder of a category cannot be loaded.
     """
 

@@ -116,11 +116,12 @@ class PrefillProgress:
 
     def resize_block(self, most: int) -> None:
         """Make the next block one of `most` tokens, with some of the block behind it or without
-        some of its own.
+        some of its own; no other becomes longer than a block was.
         """
-        text = tuple(token for block in self.blocks[self.next_block :][:2] for token in block)
+        count = 1 if len(self.block) > most else 2
+        text = tuple(token for block in self.blocks[self.next_block :][:count] for token in block)
         parts = [part for part in (text[:most], text[most:]) if part]
-        self.blocks[self.next_block : self.next_block + 2] = parts
+        self.blocks[self.next_block : self.next_block + count] = parts
 
 
 @dataclass

@@ -3,16 +3,16 @@
 A step is one decode step of all running answers, then one prefill block of one request, which short
 blocks of others fill up, as long as the latency between tokens allows (`PrefillTokenBudget`). Ends
 of prompts are read in a decode step in place of a block, several if they are short, and never in
-two steps in a row while others wait for a block. Requests with the
-lowest priority number come first in all that follows. Among them the block goes to the tenant with
-the least service, as in Sheng et al., "Fairness in Serving Large Language Models" (2024),
-arXiv:2401.00588, section 4: a counter of tokens per tenant, where a tenant that returns starts no
-lower than those that are present. Among a tenant's requests it goes to the one with the fewest
-blocks left, unless another was passed over `MAX_PASSED_BLOCKS` times. So two tokens of an answer
-are never more than one block apart, and no request starves but by requests of a lower number.
-Requests of one tenant may instead come by the first arrival of their programs, admission and blocks
-alike (`SchedulingPolicy.PROGRAM_FCFS`). A request that waits for memory takes that of a running one
-of a higher number (preemption): its cache leaves the device as idle ones do, and its answer goes on
+two steps in a row while others wait for a block. Requests with the lowest priority number come
+first in all that follows. Among them the block goes to the tenant with the least service, as in
+Sheng et al., "Fairness in Serving Large Language Models" (2024), arXiv:2401.00588, section 4: a
+counter of tokens per tenant, where a tenant that returns starts no lower than those that are
+present. Among a tenant's requests it goes to the one with the fewest blocks left, unless another
+was passed over `MAX_PASSED_BLOCKS` times. So two tokens of an answer are never more than one block
+apart, and no request starves but by requests of a lower number. Requests of one tenant may instead
+come by the first arrival of their programs, admission and blocks alike
+(`SchedulingPolicy.PROGRAM_FCFS`). A request that waits for memory takes that of a running one of a
+higher number (preemption): its cache leaves the device as idle ones do, and its answer goes on
 later.
 """
 

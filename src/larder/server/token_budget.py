@@ -12,9 +12,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import inf
 from time import perf_counter
 
 import numpy as np
+
+from larder.core.errors import BadParameter
 
 MIN_CHUNK_TOKENS = 16  # however slow the machine is
 PROMPT_SHARE = 0.25  # of the target at least is for prompts, however slow a decode step is
@@ -29,12 +32,20 @@ class PrefillTokenBudget:
 
     Args:
         target_seconds: wanted between two tokens of an answer; None for no budget.
-        clock: seconds.
+        clock: seconds that never go back.
+
+    Raises:
+        BadParameter: the target is not a positive number.
     """
 
     def __init__(
         self, target_seconds: float | None = None, clock: Callable[[], float] = perf_counter
     ) -> None:
+        if target_seconds is not None and not 0 < target_seconds < inf:
+            raise BadParameter(
+                f"inter_token_seconds must be more than 0 and finite, got {target_seconds}: give "
+                "None for no target."
+            )
         self._target, self._clock = target_seconds, clock
         self._step_seconds = 0.0
         self._chunks = deque[tuple[int, int, float]](maxlen=MAX_SAMPLES)
@@ -84,8 +95,8 @@ class PrefillTokenBudget:
         constant, per_token, per_pair = self._costs()
         rate = per_token / TOKENS + per_pair * cached / (TOKENS * CACHED)
         longest = GROWTH * max(tokens for tokens, _, _ in self._chunks)
-        wanted = longest if rate <= 0 else int(max(0.0, seconds - constant) / rate)
-        return min(most, max(MIN_CHUNK_TOKENS, min(wanted, longest)))
+        wanted = longest if rate <= 0 else max(0.0, seconds - constant) / rate
+        return min(most, max(MIN_CHUNK_TOKENS, int(min(wanted, longest))))
 
     def _costs(self) -> list[float]:
         """Seconds of a chunk, of its tokens, and of their pairs with those before; by least
