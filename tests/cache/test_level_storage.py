@@ -24,7 +24,7 @@ SPEC = TransformSpec(
 LEVELS = torch.tensor([[-0.9, -0.3, 0.2, 0.8], [-1.0, -0.4, 0.3, 0.7]])
 
 
-def coded(spec: TransformSpec = SPEC) -> TransformLayer:
+def coded(spec: TransformSpec = SPEC, dtype: torch.dtype = torch.float32) -> TransformLayer:
     """Layer of twelve tokens, all but the first of which are coded where they stay."""
     whole = torch.eye(LAYER.head_dim).expand(2, LAYER.kv_heads, -1, -1)
     scales = torch.tensor([0.8, 1.0])[:, None, None, None]
@@ -34,9 +34,9 @@ def coded(spec: TransformSpec = SPEC) -> TransformLayer:
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(state_of({0: tables}) | {"0.levels2": LEVELS}, path)
     held = TransformTables.load(LAYER, spec)
-    store = TransformLayer(LAYER, torch.float32, torch.device("cpu"), Ledger(), spec, held)
+    store = TransformLayer(LAYER, dtype, torch.device("cpu"), Ledger(), spec, held)
     new = draw(LAYER, 12)
-    store.append(new.keys, new.values, new.positions)
+    store.append(new.keys.to(dtype), new.values.to(dtype), new.positions)
     grades = torch.full((14,), 3, dtype=torch.int8)
     grades[0] = 0
     store.apply(replace(a_plan(CHOSEN, store.lengths), grades=grades, step=1.0))
@@ -128,6 +128,22 @@ def test_keys_without_outliers_stay_as_they_are_when_their_block_loses_entries()
     torch.testing.assert_close(
         after.pack(after.keys), before.pack(before.keys)[positions < 9], rtol=0, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_stay_as_they_are_however_often_others_leave(dtype: torch.dtype) -> None:
+    store = coded(dtype=dtype)
+    before, positions = store.entries(), store.entries().packed_positions()
+    store.truncate(11)
+    store.apply(a_plan([[0, 1, 3, 4, 6, 7], [0, 1, 3]], store.lengths))
+    store.truncate(9)
+    stays = torch.tensor([0, 1, 3, 4, 6, 9, 10, 12])
+    after = store.entries()
+    assert after.packed_positions().tolist() == positions[stays].tolist()
+    sides = (after.pack(after.values), before.pack(before.values)[stays])
+    if dtype is torch.float32:
+        assert torch.equal(*sides)
+    torch.testing.assert_close(*sides, rtol=0, atol=2**-7)
 
 
 def test_other_levels_do_not_open_what_was_coded() -> None:

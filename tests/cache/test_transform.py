@@ -245,6 +245,55 @@ def test_words_of_an_earlier_coder_are_refused() -> None:
         TransformLayer.restore(LAYER, state | {SPEC_KEY: text_tensor(former)})
 
 
+HEAD, COUNT, FIRST, SPAN, SIZE = range(5)  # of a row of the index
+INDEX, PAYLOAD = "transform.index", "transform.payload"
+
+
+@pytest.mark.parametrize("coder", STEP_CODERS)
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [(HEAD, 2), (HEAD, -1), (COUNT, 1), (COUNT, -4), (COUNT, 9), (FIRST, -20)]
+    + [(SPAN, 1), (SPAN, -1), (SPAN, 800), (SIZE, 2), (SIZE, -2), (SIZE, 1 << 20)],
+)
+def test_a_damaged_index_is_refused(coder, field, change) -> None:
+    state = coded(coder).state()
+    state[INDEX][0, field] += change
+    with pytest.raises(CacheError, match="damaged"):
+        TransformLayer.restore(LAYER, state)
+
+
+def test_damaged_positions_are_refused() -> None:
+    state = coded().state()
+    assert int(state[PAYLOAD][0]) == 0b10111000
+    for places in (0b01111000, 0b11111000, 0b10111001, 0b00000000):
+        state[PAYLOAD][0] = places
+        with pytest.raises(CacheError, match="damaged"):
+            TransformLayer.restore(LAYER, state)
+
+
+@pytest.mark.parametrize("places", [[90, 0], [7, 7], [-2, 90], [1 << 30, 7]])
+def test_damaged_positions_without_a_bitmap_are_refused(places: list[int]) -> None:
+    spec, device = TransformSpec(sinks=0, recent=0, block=2), torch.device("cpu")
+    like = a_transform_layer(LAYER)  # saves its tables
+    store = TransformLayer(LAYER, torch.float32, device, Ledger(), spec, like.tier.tables)
+    new = draw(LAYER, 100)
+    store.append(new.keys, new.values, new.positions)
+    plan = a_plan([[0, 90], []], store.lengths)
+    store.apply(replace(plan, grades=torch.full((2,), 3, dtype=torch.int8), step=0.5))
+    state = store.state()
+    assert same_bits(TransformLayer.restore(LAYER, state).state(), state)
+    state[PAYLOAD][:8] = torch.tensor(places, dtype=torch.int32).view(torch.uint8)
+    with pytest.raises(CacheError, match="damaged"):
+        TransformLayer.restore(LAYER, state)
+
+
+def test_a_payload_or_columns_of_another_size_are_refused() -> None:
+    state = coded().state()
+    for name, part in ((PAYLOAD, state[PAYLOAD][:-2]), ("transform.columns", torch.zeros(2, 3))):
+        with pytest.raises(CacheError, match="damaged"):
+            TransformLayer.restore(LAYER, state | {name: part.clone()})
+
+
 def test_a_model_that_is_not_calibrated_is_refused() -> None:
     with pytest.raises(CacheError, match="larder model calibrate"):
         SequenceCache(a_spec(LAYER), "ragged", transform=TransformSpec())

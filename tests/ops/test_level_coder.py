@@ -31,7 +31,7 @@ def test_what_is_held_is_that_of_the_loop(share: float) -> None:
 
 
 def test_a_block_by_hand() -> None:
-    # Two entries of four channels; one in eight keys and one in four numbers of a value apart.
+    # Two entries of four channels; at most one in four numbers of keys and of a value apart.
     keys = [[0.1, -5.0, 0.6, 3.0], [-0.25, 0.0, 1.5, -0.7]]
     values = [[0.0, 2.0, 1.0, 9.0], [4.0, 4.0, 4.0, 4.0]]
     coder = LevelCoder(LEVELS, 2, 0.25)
@@ -60,6 +60,25 @@ def test_keys_that_are_coded_again_stay_as_they_are() -> None:
     assert np.array_equal(again[:, :16], held[:, :16])
 
 
+@pytest.mark.parametrize("share", [0.0, 0.1])
+@pytest.mark.parametrize("bits", [2, 4])
+def test_values_that_are_coded_again_with_their_ranges_stay_as_they_are(
+    bits: int, share: float
+) -> None:
+    levels = np.stack([np.linspace(-0.7, 0.8, 1 << bits)] * 2)  # no level reaches the extremes
+    coder, given = LevelCoder(levels, bits, share), numbers(9, 16)
+    payload = coder.encoded(given)
+    held, ranges = coder.decoded(payload, 9, 32), coder.ranges_of(payload, 9, 32)
+    assert np.array_equal(coder.encoded(held, ranges), payload)
+    assert not np.array_equal(coder.encoded(held), payload)
+    other = held.copy()
+    other[4, 16:] = numbers(1, 16, seed=1)[0, 16:]
+    found = coder.decoded(coder.encoded(other, ranges), 9, 32)
+    alone = coder.decoded(coder.encoded(other[4:5]), 1, 32)
+    assert np.array_equal(found[4, 16:], alone[0, 16:])
+    assert np.array_equal(np.delete(found, 4, 0)[:, 16:], np.delete(held, 4, 0)[:, 16:])
+
+
 @pytest.mark.parametrize("number", [np.inf, np.nan, 7e4])
 def test_what_float16_cannot_hold_is_refused(number: float) -> None:
     given = numbers(3, 4)
@@ -71,3 +90,23 @@ def test_what_float16_cannot_hold_is_refused(number: float) -> None:
 def test_a_block_with_too_many_numbers_is_refused() -> None:
     with pytest.raises(CacheError, match="take blocks of 1024 entries"):
         LevelCoder(LEVELS, 2, 0.1).encoded(np.zeros((1025, 128)))
+
+
+@pytest.mark.parametrize("cut", [0, 3, 4, 11, 30, -4])
+def test_a_payload_of_another_size_is_refused(cut: int) -> None:
+    coder = LevelCoder(LEVELS, 2, 0.25)
+    payload = coder.encoded(numbers(5, 8))
+    with pytest.raises(CacheError, match="build the cache again"):
+        coder.decoded(payload[:cut], 5, 16)
+
+
+def test_outliers_beyond_their_block_are_refused() -> None:
+    coder, given = LevelCoder(LEVELS, 2, 0.25), np.full((2, 8), 5.0, np.float32)
+    payload = coder.encoded(given)
+    first = 4 + 2 * 4 + 2 * 2  # of the places of two key outliers, whose numbers follow
+    channels = first + 2 * 4
+    for at in (first + 1, channels):
+        damaged = payload.copy()
+        damaged[at] = 255
+        with pytest.raises(CacheError, match="build the cache again"):
+            coder.decoded(damaged, 2, 8)

@@ -12,7 +12,7 @@ from torch import Tensor
 from builders import draw
 from cache_stores import attend_held
 from larder.cache import TransformLayer
-from larder.core import LOG_COUNT, Coder, LayerSpec, Ledger, Plan, TransformSpec
+from larder.core import LOG_COUNT, CacheError, Coder, LayerSpec, Ledger, Plan, TransformSpec
 from larder.ops import (
     ESCAPE,
     TIER_ROW,
@@ -126,6 +126,33 @@ def test_damaged_words_are_read_within_bounds(kept) -> None:
     few = damaged[: least + int(kept * (len(damaged) - least)) // 2 * 2]
     found, found_tiers = coding.decoded(few, 70, deviations, 0.1, Coder.ENTROPY)
     assert found.shape == numbers.shape and abs(found_tiers).max() <= 2
+
+
+def test_a_damaged_block_of_fixed_widths_is_refused() -> None:
+    numbers, tiers, deviations = a_block(70, 0.1)
+    payload = coding.encoded(numbers, tiers, deviations, 0.1, Coder.WIDTHS)
+    exceptions = int(payload[:4].view(np.int32)[0])
+    assert exceptions > 0
+    changes = ((4, 0xFF), (4, payload[4] ^ 1), (0, payload[0] ^ 1), (3, 0x80))
+    damaged = [payload[:-1], payload[:2], payload[:20]]
+    for place, byte in (*changes, (len(payload) - 8 * exceptions + 3, 0x7F)):
+        damaged.append(payload.copy())
+        damaged[-1][place] = byte
+    for own in damaged:
+        with pytest.raises(CacheError, match="build the cache again"):
+            coding.decoded(own, 70, deviations, 0.1, Coder.WIDTHS)
+
+
+@pytest.mark.slow  # numba compiles
+def test_numba_reads_few_words_as_c_does(monkeypatch) -> None:
+    deviations = a_block(70, 0.1)[2]
+    few = np.arange(6, dtype=np.uint8)
+    expected = coding.decoded(few, 70, deviations, 0.1, Coder.ENTROPY)
+    monkeypatch.setattr(range_coder, "c_library", lambda: None)
+    for own, other in zip(
+        coding.decoded(few, 70, deviations, 0.1, Coder.ENTROPY), expected, strict=True
+    ):
+        assert np.array_equal(own, other)
 
 
 def test_a_table_of_rotations_turns_as_the_function_does() -> None:

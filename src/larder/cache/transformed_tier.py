@@ -28,7 +28,8 @@ from larder.core.errors import CacheError
 from larder.core.spec import LayerSpec
 from larder.ops import transform_coder as coding
 from larder.ops.cpu import transform_attention as kernel
-from larder.ops.level_coder import LevelCoder
+from larder.ops.cpu.range_coder import LANES
+from larder.ops.level_coder import HeldRanges, LevelCoder
 from larder.ops.rope import rotation_table
 from larder.ops.symbol_model import classes_of
 
@@ -116,11 +117,13 @@ class TransformedTier:
         spec, tables, means = self.spec, self.tables, self.means_at(step, batch)
         rows: list[list[int]] = []
         parts: list[np.ndarray] = []
+        ranges = self._held_ranges(batch)
         for head, own in batch.blocks(spec.block):
             positions = batch.positions[own].numpy()
             span, places = _packed_positions(positions)
             numbers, tiers = _centered(batch, own, means, head), batch.tiers[own].numpy()
-            codes = self._codes(head, numbers, tiers, step)
+            held = _ranges_at(positions, *ranges[head]) if head in ranges else None
+            codes = self._codes(head, numbers, tiers, step, held)
             parts += [places, codes]
             size = len(places) + len(codes)
             rows.append([head, len(positions), int(positions[0]), span, size])
@@ -138,7 +141,7 @@ class TransformedTier:
             numbers, tiers = _centered(batch, own, means, head), batch.tiers[own].numpy()
             places = len(_packed_positions(batch.positions[own].numpy())[1])
             if spec.coder is Coder.LEVELS:
-                total += len(self._codes(head, numbers, tiers, step))
+                total += len(self._level_coder.encoded(numbers))
             else:
                 own_deviations = _deviations(tables, head)
                 total += coding.coded_bytes(numbers, tiers, own_deviations, step, spec.coder)
@@ -146,13 +149,35 @@ class TransformedTier:
         return total
 
     def _codes(
-        self, head: int, numbers: np.ndarray, tiers: np.ndarray, step: float
+        self,
+        head: int,
+        numbers: np.ndarray,
+        tiers: np.ndarray,
+        step: float,
+        held: HeldRanges | None,
     ) -> UInt8[np.ndarray, " B"]:
         """Payload of the components of one block."""
         if self.spec.coder is Coder.LEVELS:
-            return self._level_coder.encoded(numbers)
+            return self._level_coder.encoded(numbers, held)
         deviations = _deviations(self.tables, head)
         return coding.encoded(numbers, tiers, deviations, step, self.spec.coder)
+
+    def _held_ranges(self, batch: ComponentBatch) -> dict[int, tuple[np.ndarray, HeldRanges]]:
+        """Positions and ranges of the values that are coded here, by head; those of blocks before
+        the entries of a batch, and of coders without levels, are left out.
+        """
+        blocks = dict[int, list[tuple[np.ndarray, HeldRanges]]]()
+        heads, counts = batch.heads.unique_consecutive(return_counts=True)
+        firsts = batch.positions[counts.cumsum(0) - counts].tolist()
+        lowest = dict(zip(heads.tolist(), firsts, strict=True))
+        for block, (head, count, first, span, own, _) in enumerate(self._rows):
+            is_before = head not in lowest or (span and first + span <= lowest[head])
+            if is_before or self.spec.coder is not Coder.LEVELS:
+                continue
+            codes = self.payload[own][_position_bytes(count, span) :].numpy()
+            ranges = self._level_coder.ranges_of(codes, count, 2 * self.tables.mean.shape[2])
+            blocks.setdefault(head, []).append((self.positions_of(block).numpy(), ranges))
+        return {head: _joined_ranges(parts) for head, parts in blocks.items()}
 
     @property
     def _level_coder(self) -> LevelCoder:
@@ -242,6 +267,15 @@ class TransformedTier:
         _, count, first, span, own, _ = self._rows[block]
         places = self.payload[own][: _position_bytes(count, span)].numpy()
         return torch.from_numpy(_unpacked_positions(places, count, first, span))
+
+    def is_sound(self, block: int) -> bool:
+        """True if the positions of a block are written as a tier writes them."""
+        _, count, first, span, own, _ = self._rows[block]
+        positions = self.positions_of(block).numpy()
+        if len(positions) != count or positions[0] != first or (np.diff(positions) <= 0).any():
+            return False
+        found, places = _packed_positions(positions)
+        return found == span and np.array_equal(places, self.payload[own][: len(places)].numpy())
 
     def components_of(self, block: int) -> tuple[Float[Tensor, "N D2"], Int8[Tensor, " N"]]:
         """Components and tiers of a block's entries."""
@@ -355,7 +389,7 @@ class TransformedTier:
 
         Raises:
             CacheError: the model is not calibrated here, or was calibrated again, or the words of
-                the entries are those of another coder.
+                the entries are those of another coder, or the blocks are damaged.
         """
         saved = saved_spec_text(state, SPEC_KEY, layer, "transform")
         coding_name, _, rest = saved.partition(" ")
@@ -376,13 +410,51 @@ class TransformedTier:
             state[key].cpu() for key in (INDEX_KEY, PAYLOAD_KEY, COLUMNS_KEY)
         )
         step, means = float(state[STEP_KEY][0]), ComponentMeans.adopt(state)
-        return TransformedTier(spec, tables, step, index, payload, columns, means)
+        tier = TransformedTier(spec, tables, step, index, payload, columns, means)
+        if not (_fits(tier, layer) and all(map(tier.is_sound, range(len(index))))):
+            raise CacheError(
+                f"The coded entries of layer {layer.index} of the saved cache are damaged: build "
+                "the cache again."
+            )
+        return tier
+
+
+def _fits(tier: TransformedTier, layer: LayerSpec) -> bool:
+    """True if the index describes blocks of the layer's heads that fill payload and columns."""
+    heads, counts, firsts, spans, sizes = tier.index.numpy().astype(np.int64).T
+    words = sizes - np.where(spans > 0, -(-spans // 8), 4 * counts)
+    least = 4 * np.minimum(counts, LANES) if tier.spec.coder is Coder.ENTROPY else 1
+    ordered = np.diff(heads * (1 << 32) + firsts) > 0
+    valid = (heads >= 0) & (heads < layer.kv_heads) & (firsts >= 0) & (spans >= 0)
+    valid &= (counts >= 1) & (counts <= tier.spec.block) & (words >= least)
+    filled = sizes.sum() == len(tier.payload) and counts.sum() == tier.columns.shape[1]
+    return bool(ordered.all() and valid.all() and filled)
 
 
 def _centered(
     batch: ComponentBatch, own: slice, means: ComponentMeans, head: int
 ) -> Float[np.ndarray, "N D2"]:
     return (batch.components[own] - means.of_head(head)).numpy()
+
+
+def _joined_ranges(
+    parts: list[tuple[np.ndarray, HeldRanges]],
+) -> tuple[Int[np.ndarray, " N"], HeldRanges]:
+    held = [own for _, own in parts]
+    joined = HeldRanges(
+        np.concatenate([own.is_held for own in held]),
+        np.concatenate([own.ranges for own in held]),
+        np.concatenate([own.channels for own in held]),
+    )
+    return np.concatenate([places for places, _ in parts]), joined
+
+
+def _ranges_at(
+    positions: Int[np.ndarray, " N"], places: Int[np.ndarray, " M"], held: HeldRanges
+) -> HeldRanges:
+    """Ranges of the values at some positions, of those at `places`."""
+    rows = np.searchsorted(places, positions).clip(max=len(places) - 1)
+    return HeldRanges(places[rows] == positions, held.ranges[rows], held.channels[rows])
 
 
 def _deviations(tables: TransformTables, head: int) -> np.ndarray:

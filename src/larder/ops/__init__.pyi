@@ -34,6 +34,7 @@ from .cpu.decoder_layer import few_rows_linear as few_rows_linear
 from .cpu.decoder_layer import is_supported as is_supported
 from .cpu.decoder_layer import max_rows as max_rows
 from .cpu.gemv import without_onednn as without_onednn
+from .level_coder import HeldRanges as HeldRanges
 from .level_coder import LevelCoder as LevelCoder
 from .level_coder import bytes_per_entry as bytes_per_entry
 from .line_attention import SAMPLED_QUERIES as SAMPLED_QUERIES

@@ -77,12 +77,18 @@ def encoded(
 def decoded(
     payload: Payload, count: int, deviations: Deviations, step: float, coder: Coder
 ) -> tuple[Numbers, Tiers]:
-    """Dequantized components and tiers of one block of `count` entries."""
+    """Dequantized components and tiers of one block of `count` entries.
+
+    Raises:
+        CacheError: a block of fixed widths is damaged.
+    """
     bases = classes_of(deviations, step)
     if coder is Coder.ENTROPY:
         return range_coder.decode(payload, count, bases, step)
     from larder.ops.cpu import range_coder_kernels as kernels  # compiles: not before it is needed
 
+    if not _is_whole(payload, count, bases):
+        raise CacheError(f"A block of {count} coded entries is damaged: build the cache again.")
     numbers, tiers = np.empty((count, len(deviations)), np.float32), _saved_tiers(payload, count)
     first = 8 * (COUNT_BYTES + -(-count // 2))
     kernels.unpack_widths(payload, first, tiers, bases, symbol_model().widths, step, numbers)
@@ -118,6 +124,19 @@ def _with_widths(symbols: Int[ndarray, "N W"], tiers: Tiers, bases: Int[ndarray,
     head = np.array([missed], np.int32).view(np.uint8)
     rare = np.concatenate([places[:missed], numbers[:missed]]).view(np.uint8)
     return np.concatenate([head, nibbles[::2] | (nibbles[1::2] << 4), packed, rare])
+
+
+def _is_whole(payload: Payload, count: int, bases: Int[ndarray, " W"]) -> bool:
+    """True if a block of fixed widths has the bytes, tiers and exceptions of its entries."""
+    head = COUNT_BYTES + -(-count // 2)
+    if len(payload) < head or (tiers := _saved_tiers(payload, count)).max(initial=0) > LAST_TIER:
+        return False
+    packed = -(-int(_widths(bases, tiers).sum()) // 8)
+    missed = np.frombuffer(payload[:COUNT_BYTES].tobytes(), np.int32)[0]
+    if missed < 0 or len(payload) != head + packed + 8 * int(missed):
+        return False
+    places = _exceptions(payload)[0]
+    return bool(((places >= 0) & (places < count * len(bases))).all())
 
 
 def _saved_tiers(payload: Payload, count: int) -> Tiers:

@@ -79,6 +79,7 @@ def decode(payload: Payload, count: int, bases: Classes, step: float) -> tuple[N
         from larder.ops.cpu import range_coder_kernels as kernels  # compiles: only where needed
 
         model, words = symbol_model(), payload.copy().view(np.uint16)  # aligned
+        words = np.pad(words, (0, max(2 * LANES - len(words), 0)))  # states are read unchecked
         tables = model.starts, model.slots, model.ranks, model.raw_bits
         kernels.decode(words, bases, *tables, step, components, tiers)
         return components, tiers

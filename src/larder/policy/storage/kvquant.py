@@ -9,9 +9,9 @@ numbers are kept apart as they are; the first token stays exact. Checked against
 What differs: vectors are those of one head, where the paper has those of all heads of a token,
 since heads keep other entries. So an offset and a scale are paid for by every head, and of a value
 of 64 channels one number is an outlier. Outliers of keys are capped at their share of a block: the
-budget is kept. What is coded again, because its block has lost entries, is rounded again.
-Generated entries wait for a block of 64 before they are coded. Q-Norm, which the paper has for two
-bits, is left out.
+budget is kept. What is coded again, because others leave, keeps what it was rounded to, except
+outliers of keys that are no longer among the largest of their block. Generated entries wait for a
+block of 64 before they are coded. Q-Norm, which the paper has for two bits, is left out.
 
 Under a budget this spends the bytes that it saves: as many more entries are kept as fit.
 """
