@@ -17,6 +17,7 @@ from larder import Engine, Policy
 from larder.cache import SequenceCache
 from larder.core import Mode
 from larder.engine import ResumeResult, StorePersistence
+from larder.engine.store_persistence import prefill_or_restore
 from larder.models import BatchSegment, LoadedModel, wrap_model
 from larder.prefill import append_text
 from larder.session import (
@@ -176,6 +177,48 @@ def test_what_a_deadline_leaves_out_of_a_streamed_cache_is_read(
     difference = next_logits(runtime, found) - next_logits(runtime, saved.memory.caches.activate(0))
     assert 0 < difference.abs().max() <= TOLERANCE["entropy_fine"]
     store.close()
+
+
+def kept_reading(engine: Engine, folder: Path, codec: str) -> tuple[ResumeResult, str]:
+    """Result of a reading that is kept, and the codec that it is stored with afterwards."""
+    store = Store(str(folder / "store"), folder)
+    keeper = StorePersistence(store, engine.loaded, codec=codec)
+    _, resumed = prefill_or_restore(engine, keeper, SHORT.history, {})
+    [record] = store.sessions.heads()
+    store.close()
+    return resumed, record.codec
+
+
+@pytest.mark.usefixtures("rates")
+def test_a_reading_is_stored_with_the_codec_that_is_asked_for(
+    tmp_path: Path, small: LoadedModel
+) -> None:
+    engine = Engine(small, policy="full")
+    told = [kept_reading(engine, tmp_path, codec) for codec in ("raw", "int8", "int8", "raw")]
+    assert [codec for _, codec in told] == ["raw", "int8", "int8", "raw"]
+    first, exact, same, lossy = (resumed for resumed, _ in told)
+    assert first.reason == "new" and exact.state is not None and same.state is not None
+    assert exact.summary.endswith(" s (saved as raw)") and same.summary.endswith(" s")
+    assert lossy.state is None
+    assert lossy.summary == "prefilled again: it was saved with another codec (saved as int8)"
+
+
+@pytest.mark.usefixtures("rates")
+def test_a_damaged_chunk_of_a_reading_costs_what_is_behind_it(
+    tmp_path: Path, small: LoadedModel
+) -> None:
+    engine = Engine(small, policy="full")
+    kept_reading(engine, tmp_path, "cachegen")
+    store = Store(str(tmp_path / "store"), tmp_path)
+    [record] = store.sessions.heads()
+    for path in (tmp_path / "store").rglob(f"*{record.spans[6].digest}*"):
+        path.write_bytes(b"x" + path.read_bytes()[1:])
+    store.close()
+    resumed, _ = kept_reading(engine, tmp_path, "cachegen")
+    assert resumed.state is not None and resumed.tokens == 8
+    assert resumed.summary.endswith("the rest prefilled again: the saved data is damaged")
+    mended, _ = kept_reading(engine, tmp_path, "cachegen")
+    assert mended.reason == "" and mended.tokens == record.num_tokens
 
 
 def test_what_cannot_be_used_is_read_anew_and_why_is_counted(

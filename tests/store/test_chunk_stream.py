@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cache_stores import same_bits
 from larder.core import BadParameter, LayerSpec
 from larder.store import (
     BlobRef,
@@ -120,7 +121,8 @@ def stream_over(link: SlowLink, deadline: float, prefill: float) -> list[int]:
     stream = ChunkStream(
         chunks, ids, StreamController(deadline), load, lambda n: n * prefill, None, link.clock
     )
-    cache, levels = stream.restore(spec)
+    cache, levels, damage = stream.restore(spec)
+    assert damage is None
     assert cache.next_position == CHUNK * len(levels)
     return levels
 
@@ -191,13 +193,21 @@ def test_caches_of_other_forms_are_stored_as_entropy_does(store: Store) -> None:
     assert restored(store).levels == () and restored(store).cache is not None
 
 
-def test_a_damaged_chunk_is_not_used(store: Store, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [0, 1, 4])
+def test_a_damaged_chunk_is_not_used(store: Store, tmp_path: Path, number: int) -> None:
     save(store, IDS, "cachegen")
-    [record] = store.sessions.heads()
-    for path in (tmp_path / "store").rglob(f"*{record.spans[3].digest}*"):
+    whole, [record] = restored(store), store.sessions.heads()
+    for path in (tmp_path / "store").rglob(f"*{record.spans[3 * number].digest}*"):
         path.write_bytes(b"x" + path.read_bytes()[1:])
     found = restored(store)
-    assert found.cache is None and found.reason == "damaged"
+    assert found.reason == "damaged" and found.levels == (0,) * number
+    assert store.parts.refusals.counts() == {"damaged": 1}
+    if not number:
+        assert found.cache is None
+        return
+    assert found.cache is not None and whole.cache is not None
+    whole.cache.truncate(CHUNK * number)
+    assert same_bits(found.cache.state(), whole.cache.state())
 
 
 def test_chunks_are_found_in_their_place_alone(store: Store) -> None:

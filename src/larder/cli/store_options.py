@@ -144,10 +144,12 @@ def open_persistence(
 
 
 def print_resume_result(name: str, resumed: ResumeResult) -> None:
-    """Print one line about a restore: on a terminal, and always if the restore failed."""
+    """Print one line about a restore: on a terminal, and always if it failed, in part or wholly,
+    or was of another codec."""
     from larder.cli.console import progress_console
 
-    if resumed.reason in QUIET_REASONS:
+    if resumed.reason in QUIET_REASONS and not resumed.codec:
         progress_console().print(f"{name}: {resumed.summary}")
     else:
-        print(f"larder: {name} is {resumed.summary}", file=sys.stderr)
+        verb = " is" if resumed.state is None else ":"
+        print(f"larder: {name}{verb} {resumed.summary}", file=sys.stderr)

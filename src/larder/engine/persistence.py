@@ -27,6 +27,7 @@ REASON_TEXTS = {
     "evicted": "its caches were evicted from the store",
     "identity": "it was saved with another model or tokenizer",
     "policy": "it was saved under another policy",
+    "codec": "it was saved with another codec",
     "tokens": "it was saved with another text",
     "slower": "prefill is faster than loading",
     "damaged": "the saved data is damaged",
@@ -42,22 +43,30 @@ class ResumeResult:
 
     Args:
         state: restored state; None where the log must be prefilled again.
-        reason: key of `REASON_TEXTS` without a state; empty with one.
+        reason: key of `REASON_TEXTS` without a state, or for a part that could not be loaded;
+            else empty.
         tokens: number of tokens restored.
         seconds: time that it took.
+        codec: codec that the caches were saved with, if another is asked for; else empty.
+        is_outdated: True if the restored caches should replace the saved ones.
     """
 
     state: ChatState | None
     reason: str = ""
     tokens: int = 0
     seconds: float = 0.0
+    codec: str = ""
+    is_outdated: bool = False
 
     @property
     def summary(self) -> str:
         """One line about the result."""
-        if self.state is not None:
-            return f"restored {self.tokens:,} tokens in {self.seconds:.2f} s"
-        return f"prefilled again: {REASON_TEXTS.get(self.reason, self.reason)}"
+        read = f"prefilled again: {REASON_TEXTS.get(self.reason, self.reason)}"
+        saved = f" (saved as {self.codec})" if self.codec else ""
+        if self.state is None:
+            return f"{read}{saved}"
+        line = f"restored {self.tokens:,} tokens in {self.seconds:.2f} s{saved}"
+        return f"{line}, the rest {read}" if self.reason else line
 
 
 class ChatPersistence(ABC):

@@ -24,7 +24,7 @@ from larder.store.model_identity import (
     model_identity,
     read_json_cache,
 )
-from larder.store.sessions.cache_writer import CacheSnapshot
+from larder.store.sessions.cache_writer import CacheSnapshot, with_stored_codec
 from larder.store.sessions.session_reader import CacheRequirements, LoadedSession
 from larder.store.store import Store
 from larder.store.stream_controller import StreamController
@@ -69,6 +69,10 @@ class ModelSnapshots:
         """
         first, *others = caches
         return CacheSnapshot(first, self.identity, policy, self.codec, tuple(others), beside)
+
+    def stored_codec(self, caches: Sequence[SequenceCache]) -> str:
+        """Name of the codec that caches of one session are stored with."""
+        return with_stored_codec(self.snapshot("", caches)).codec
 
     def load(
         self, principal: str, name: str, policy: str, ids: Sequence[int] | None = None

@@ -76,6 +76,11 @@ class StorePersistence(ChatPersistence):
             if session is None or session.cache is None:
                 return ResumeResult(None, NOT_SAVED if session is None else session.reason)
             tokens, caches = len(session.ids), [session.cache, *session.others]
+            codec, record = self._snapshots.stored_codec(caches), session.record
+            former = "" if record.codec == codec else record.codec
+            # What was coded coarsely would be so at every level.
+            is_damaged = bool(session.reason) and not any(session.levels)
+            is_outdated = record.lossless if former else is_damaged
             if session.levels:
                 tokens = session.cache.next_position
                 caches = [self._read_rest(session.cache, session.ids)]
@@ -85,7 +90,8 @@ class StorePersistence(ChatPersistence):
             )
         except LarderError as error:
             return ResumeResult(None, self._store.parts.refusals.note_error(error))
-        return ResumeResult(state, "", tokens, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        return ResumeResult(state, session.reason, tokens, seconds, former, is_outdated)
 
     def _read_rest(self, cache: SequenceCache, ids: tuple[int, ...]) -> SequenceCache:
         """Have the model read what was not loaded of a cache."""
@@ -128,7 +134,9 @@ def prefill_or_restore(
 ) -> tuple[ConversationMemory, ResumeResult]:
     """Restore a saved prefill of a conversation, or prefill and save it.
 
-    Of contexts that the policy reads apart, each is restored or saved by itself.
+    Of contexts that the policy reads apart, each is restored or saved by itself. A prefill that
+    was saved with another codec is saved with that of `keeper` from then on: as it is restored, if
+    it was lossless, else after another prefill.
 
     Args:
         prompts: prompts by name, as for `Engine.read`; they are part of the saved name.
@@ -150,7 +158,11 @@ def prefill_or_restore(
     fields = [json.dumps(chat_log_record(log)), str(policy), *prompt_fields]
     name = f"reading {key_of('reading', *fields)[:32]}"
     resumed = keeper.load(name, runtime, policy, log)
+    if resumed.codec and not resumed.is_outdated:  # of a lossy codec
+        resumed = ResumeResult(None, "codec", codec=resumed.codec)
     if resumed.state is not None:
+        if resumed.is_outdated:
+            keeper.save(name, resumed.state)
         return replace(resumed.state.memory, conversation=conversation), resumed
     memory = engine.read(conversation, prompts, progress)
     keeper.record_prefill_time(memory)

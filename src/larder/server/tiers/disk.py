@@ -181,7 +181,8 @@ class StoreDiskTier(DiskTier):
                 self._parts.refusals.note("tokens", message)
                 raise Refused(message, "tokens")
             if found.levels and source.rule.is_chat and found.cache.next_position < len(ids):
-                raise Refused("A chat needs its whole cache, but a part is read again.", "slower")
+                message = "A chat needs its whole cache, but a part is read again."
+                raise Refused(message, found.reason or "slower")
             try:
                 beside = self._parts.reader.beside(found.record)
             except LarderError as error:

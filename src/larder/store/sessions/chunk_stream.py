@@ -15,7 +15,7 @@ from torch import Tensor
 
 from larder.cache.chunk_entries import ChunkEntries
 from larder.cache.sequence import SequenceCache
-from larder.core.errors import Damaged
+from larder.core.errors import Damaged, LarderError
 from larder.core.spec import ModelSpec
 from larder.store.blobs.blob_store import BlobRef
 from larder.store.blobs.cache_state import check_fits, is_lossless_cache
@@ -119,12 +119,13 @@ class ChunkStream:
     bandwidth: float | None = None
     clock: Callable[[], float] = time.perf_counter
 
-    def restore(self, spec: ModelSpec) -> tuple[SequenceCache, list[int]]:
-        """Cache of the chunks that were loaded, and their levels; the rest is to be read.
+    def restore(self, spec: ModelSpec) -> tuple[SequenceCache, list[int], LarderError | None]:
+        """Cache of the chunks that were loaded, their levels, and the error of a later chunk, if
+        it ended the stream; the rest is to be read.
 
         Raises:
-            Damaged: a chunk is of another place, or of other shapes than the model's.
-            LarderError: as `load` raises.
+            Damaged: the first chunk is of another place, or of other shapes than the model's.
+            LarderError: as `load` raises for the first chunk.
         """
         cache, levels = SequenceCache(spec, "dense"), list[int]()
         cache.allocate(len(self.ids))
@@ -134,11 +135,17 @@ class ChunkStream:
             if level is None:
                 break
             started = self.clock()
-            tensors, span = self.load(chunk.refs[level])
-            self._entries(chunk, tensors, span, spec).append_to(cache)
+            try:
+                tensors, span = self.load(chunk.refs[level])
+                entries = self._entries(chunk, tensors, span, spec)
+            except LarderError as error:
+                if not levels:
+                    raise
+                return cache, levels, error
+            entries.append_to(cache)
             levels.append(level)
             bandwidth = chunk.sizes[level] / max(self.clock() - started, 1e-9)
-        return cache, levels
+        return cache, levels, None
 
     def _progress(self, number: int, elapsed: float, bandwidth: float | None) -> StreamProgress:
         left = self.chunks[number:]

@@ -87,7 +87,8 @@ class LoadedSession:
         ids: all of its tokens; the caches may have read fewer, as the record says.
         transcript: the conversation, if saved.
         cache: None if the text must be prefilled again.
-        reason: one word for a missing cache; empty if there is a cache.
+        reason: one word for a missing cache, or for chunks of it that could not be loaded; else
+            empty.
         others: caches after the first, if the session has several.
         levels: of the chunks that were streamed; the cache has read the tokens of these alone.
     """
@@ -167,8 +168,9 @@ class SessionReader:
 
     def caches(
         self, record: Record, ids: Sequence[int], asking: CacheRequirements
-    ) -> tuple[list[SequenceCache], tuple[int, ...]]:
-        """Caches of a record, and the levels of the chunks that were streamed.
+    ) -> tuple[list[SequenceCache], tuple[int, ...], LarderError | None]:
+        """Caches of a record, the levels of the chunks that were streamed, and the error of the
+        chunk behind them, if it has one.
 
         A streamed cache has read the tokens of its chunks alone.
 
@@ -183,9 +185,9 @@ class SessionReader:
             StoreError: the disk fails.
         """
         if codec_named(record.codec).levels:
-            cache, levels = self._stream(record, ids, asking)
-            return [cache], levels
-        return self._whole(record, ids, asking.identity, asking.spec), ()
+            cache, levels, error = self._stream(record, ids, asking)
+            return [cache], levels, error
+        return self._whole(record, ids, asking.identity, asking.spec), (), None
 
     def _whole(
         self, record: Record, ids: Sequence[int], identity: ModelIdentity, spec: ModelSpec
@@ -206,8 +208,8 @@ class SessionReader:
 
     def _stream(
         self, record: Record, ids: Sequence[int], asking: CacheRequirements
-    ) -> tuple[SequenceCache, tuple[int, ...]]:
-        """Cache of the first chunks of a record, and their levels."""
+    ) -> tuple[SequenceCache, tuple[int, ...], LarderError | None]:
+        """Cache of the first chunks of a record, their levels, and the error of the next chunk."""
         chunks = chunks_of(record)
 
         def load(ref: BlobRef) -> tuple[CacheTensors, Mapping[str, object]]:
@@ -227,12 +229,12 @@ class SessionReader:
         )
         started, largest = time.perf_counter(), bytes_at_once(record)
         with self._ledger.reserve(Tier.HOST, record.tenant, largest + 2 * record.cache_bytes):
-            cache, levels = stream.restore(asking.spec)
+            cache, levels, error = stream.restore(asking.spec)
         if not levels:
             raise Refused("Prefill is in time and exact.", "slower")
         loaded = sum(chunk.sizes[each] for chunk, each in zip(chunks, levels, strict=False))
         rates.loaded(Tier.DISK, loaded, time.perf_counter() - started)
-        return cache, tuple(levels)
+        return cache, tuple(levels), error
 
     def prefix(
         self,

@@ -218,13 +218,14 @@ class SessionStore:
         try:
             self._check(record, known, asking, ids)
             read = known[: record.num_cached_tokens]
-            (cache, *others), levels = parts.reader.caches(record, read, asking)
+            (cache, *others), levels, damage = parts.reader.caches(record, read, asking)
             with parts.unwritten.suppressed():
                 parts.manifest.used(key)
         except LarderError as error:
             reason = parts.refusals.note_error(error)
             return LoadedSession(record, known, transcript, None, reason)
-        return LoadedSession(record, known, transcript, cache, "", tuple(others), levels)
+        reason = "" if damage is None else parts.refusals.note_error(damage)
+        return LoadedSession(record, known, transcript, cache, reason, tuple(others), levels)
 
     def read_transcript(self, principal: str, name: str) -> tuple[Record, bytes] | None:
         """Newest state of a session and its transcript, without a cache; None if there is none.
