@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from larder import Engine
-from larder.cache import ChunkEntries
+from larder.cache import ChunkEntries, SequenceCache
 from larder.core import LOCAL_PRINCIPAL, BadParameter, InputError, StoreFull, UsageError
 from larder.engine import StoreChunks
 from larder.models import LoadedModel
@@ -107,8 +107,13 @@ class AnchorList:
         )
 
     def add(self, *tokens: int) -> None:
-        entries = ChunkEntries(self.sides, self.sides, 7)
+        entries = ChunkEntries(self.sides, self.sides, 1)
         for token in tokens:
+            cache = SequenceCache(self._spec, "dense")
+            first = tuple(side[:, :1] for side in self.sides)
+            ChunkEntries(first, first).append_to(cache)
+            entries.append_to(cache)
+            self.chunks.add((9,), (token,) * 3, cache)
             self.chunks.add_anchor((9,), 1, ChunkAnchor((token,) * 3, entries, entries))
 
     def found(self, place: int = 1) -> list[ChunkAnchor]:
@@ -130,7 +135,8 @@ def test_the_oldest_variants_leave_a_list(plain: Engine, anchors: AnchorList) ->
     anchors.add(1, 2, 3)
     assert anchors.tokens() == [2, 3]
     first = anchors.found()[0]
-    assert first.base.start == 7 and torch.equal(first.change.keys[0], anchors.sides[0])
+    assert first.base.start == 1 and torch.equal(first.base.keys[0], anchors.sides[0])
+    assert torch.equal(first.change.keys[0], anchors.sides[0])
     spec = plain.loaded.decoder.spec
     assert anchors.found(2) == [] == anchors.chunks.variants(spec, (9,), (2,) * 3)
 

@@ -216,6 +216,22 @@ def test_anchors_say_how_contexts_change(decoder: Decoder) -> None:
     assert later == ContextReuse((9, 6, 7), (True,) * 3, recomputed_tokens=0)
 
 
+def test_an_anchor_takes_the_bytes_of_its_change(decoder: Decoder) -> None:
+    chunks = ChunkMemory()
+    read(decoder, "kvcomm", source=chunks)
+    size = decoder.spec.full_bytes(1)
+    # The prefix, three contexts, and the changes of the second and the third.
+    assert chunks.nbytes == size * (len(PREFIX) + len(ONE) + 2 * (len(TWO) + len(THREE)))
+    [anchor] = chunks.anchors(decoder.spec, PREFIX, 1)
+    assert anchor.base is chunks.find(decoder.spec, PREFIX, TWO)
+    tight = ChunkMemory(size * (len(PREFIX) + len(ONE) + 2 * (len(TWO) + len(THREE))) - 1)
+    for _ in range(2):
+        read(decoder, "kvcomm", source=tight)
+    for place, ids in ((1, TWO), (2, THREE)):
+        held = tight.anchors(decoder.spec, PREFIX, place)
+        assert not held or tight.find(decoder.spec, PREFIX, ids) is held[0].base
+
+
 def test_a_change_is_a_mean_of_the_anchors_by_nearness(decoder: Decoder) -> None:
     source = torch.Generator().manual_seed(3)
 

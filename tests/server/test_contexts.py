@@ -55,12 +55,31 @@ def test_variants_and_anchors_wait_in_host_memory_for_their_use(small: LoadedMod
     sides = tuple(torch.ones(layer.kv_heads, 3, layer.head_dim) for layer in spec.layers)
     entries = ChunkEntries(sides, sides)
     source.add_variant((1,), (2,) * 3, ChunkVariant(entries, ChunkProfile((), (), (), ())))
-    source.add_anchor((1,), 1, ChunkAnchor((2,) * 3, entries, entries))
+    cache = SequenceCache(spec, "dense")
+    small.decoder.read([BatchSegment(cache, (1, 2, 2, 2))], Mode.APPEND)
+    source.add((1,), (2,) * 3, cache)
+    source.add_anchor((1,), 1, ChunkAnchor((2,) * 3, ChunkEntries.of(cache, 1, 4), entries))
     elsewhere = replace(spec, device=torch.device("meta"))
     [variant] = source.variants(elsewhere, (1,), (2,) * 3)
     [anchor] = source.anchors(elsewhere, (1,), 1)
     for held in (variant.entries, anchor.base, anchor.change):
         assert held.keys[0].device.type == "cpu", "all would be on the device at once"
+
+
+def test_an_anchor_takes_the_bytes_of_its_change(small: LoadedModel) -> None:
+    ledger, spec = ByteLedger(ByteBudgets()), small.decoder.spec
+    source, cache = TenantChunks(HostChunks(ledger), "a"), SequenceCache(spec, "dense")
+    small.decoder.read([BatchSegment(cache, (1, 2, 2, 2))], Mode.APPEND)
+    base = ChunkEntries.of(cache, 1, 4)
+    source.add_anchor((1,), 1, ChunkAnchor((2,) * 3, base, base))
+    assert ledger.used(Tier.HOST) == 0, "nothing to be added to"
+    source.add((1,), (2,) * 3, cache)
+    for place in (1, 2):
+        source.add_anchor((1,), place, ChunkAnchor((2,) * 3, base, base))
+        assert ledger.used(Tier.HOST) == (1 + place) * base.nbytes
+    [anchor] = source.anchors(spec, (1,), 2)
+    held = source.find(spec, (1,), (2,) * 3)
+    assert held is not None and anchor.base.keys[0] is held.keys[0]
 
 
 def test_variants_leave_a_full_host_memory(small: LoadedModel) -> None:

@@ -24,7 +24,14 @@ from larder.engine.snapshots import ModelSnapshots, identity_of_model
 from larder.engine.stored_variants import StoredVariants
 from larder.models.loader import LoadedModel
 from larder.prefill.base import Progress, no_progress
-from larder.prefill.contexts import ChunkAnchor, ChunkSource, ChunkVariant, append_text
+from larder.prefill.contexts import (
+    ChunkAnchor,
+    ChunkChange,
+    ChunkSource,
+    ChunkVariant,
+    anchors_of,
+    append_text,
+)
 from larder.session.caches import offload
 from larder.session.capacity import resolve_budget
 from larder.session.chat_state import ChatState, chat_state_record, restore_chat_state
@@ -219,7 +226,9 @@ class StoreChunks(ChunkSource):
         self._variants.add_variant(self._spec, prefix, ids, variant)
 
     def anchors(self, spec: ModelSpec, prefix: tuple[int, ...], place: int) -> list[ChunkAnchor]:
-        return self._variants.anchors(spec, prefix, place)
+        changes = self._variants.changes(spec, prefix, place)
+        return anchors_of(changes, [self.find(spec.on_host, prefix, own.ids) for own in changes])
 
     def add_anchor(self, prefix: tuple[int, ...], place: int, anchor: ChunkAnchor) -> None:
-        self._variants.add_anchor(self._spec, prefix, place, anchor)
+        change = ChunkChange(anchor.ids, anchor.change)
+        self._variants.add_change(self._spec, prefix, place, change)

@@ -1,7 +1,7 @@
 """Variants and anchors of contexts in a store: sessions of caches, listed by what they are of.
 
     index    a session without a cache; its transcript names the sessions of a chunk or a place
-    item     a variant (one cache) or an anchor (two); its transcript has what is known beside them
+    item     a variant, or the change of an anchor; its transcript has what is known beside it
 
 Caches are in the form `blended`, so that none is ever shared as the cache of a prefix, and hold
 their entries from position 0 on, rotated as they were.
@@ -19,7 +19,7 @@ from larder.cache.chunk_entries import ChunkEntries, ChunkProfile
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import InputError, LarderError
 from larder.core.spec import ModelSpec
-from larder.prefill.contexts import ChunkAnchor, ChunkKey, ChunkVariant, anchor_key, variant_key
+from larder.prefill.contexts import ChunkChange, ChunkKey, ChunkVariant, anchor_key, variant_key
 from larder.store.digests import canonical_json, key_of
 from larder.store.model_identity import ModelIdentity
 from larder.store.sessions.cache_writer import CacheSnapshot
@@ -62,21 +62,21 @@ class StoredVariants:
         key = variant_key(prefix, ids, variant.profile.before)
         self._add(spec, variant_key(prefix, ids), key, ids, [variant.entries], fields)
 
-    def anchors(self, spec: ModelSpec, prefix: tuple[int, ...], place: int) -> list[ChunkAnchor]:
-        """Anchors of a place behind a prefix, the oldest first."""
-        found = list[ChunkAnchor]()
+    def changes(self, spec: ModelSpec, prefix: tuple[int, ...], place: int) -> list[ChunkChange]:
+        """Changes of anchors at a place behind a prefix, the oldest first."""
+        found = list[ChunkChange]()
         for caches, fields in self._items(spec, anchor_key(prefix, place)):
-            base, change = _entries(caches, fields)
-            found.append(ChunkAnchor(tuple(fields["ids"]), base, change))
+            *_, change = _entries(caches, fields)  # earlier versions stored the base before it
+            found.append(ChunkChange(tuple(fields["ids"]), change))
         return found
 
-    def add_anchor(
-        self, spec: ModelSpec, prefix: tuple[int, ...], place: int, anchor: ChunkAnchor
+    def add_change(
+        self, spec: ModelSpec, prefix: tuple[int, ...], place: int, change: ChunkChange
     ) -> None:
-        """Store an anchor; what cannot be written is counted by the store."""
-        key, sides = anchor_key(prefix, place, (anchor.ids,)), [anchor.base, anchor.change]
-        fields = {"ids": list(anchor.ids)}
-        self._add(spec, anchor_key(prefix, place), key, anchor.ids, sides, fields)
+        """Store the change of an anchor; what cannot be written is counted by the store."""
+        key, sides = anchor_key(prefix, place, (change.ids,)), [change.entries]
+        fields = {"ids": list(change.ids)}
+        self._add(spec, anchor_key(prefix, place), key, change.ids, sides, fields)
 
     def _items(
         self, spec: ModelSpec, key: ChunkKey

@@ -72,7 +72,10 @@ class ChunkSource(ABC):
         return []
 
     def add_anchor(self, prefix: tuple[int, ...], place: int, anchor: ChunkAnchor) -> None:
-        """Keep the change of a chunk at a place among contexts; by default it is left out."""
+        """Keep the change of a chunk at a place among contexts; by default it is left out.
+
+        Its base is held as the chunk, and not held again.
+        """
         del prefix, place, anchor
 
 
@@ -112,17 +115,30 @@ class ChunkAnchor:
     base: ChunkEntries
     change: ChunkEntries
 
+
+@dataclass(frozen=True)
+class ChunkChange:
+    """Anchor without its base, which is held as a chunk.
+
+    Args:
+        ids: its tokens.
+        entries: as `ChunkAnchor.change`.
+    """
+
+    ids: tuple[int, ...]
+    entries: ChunkEntries
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return self.base.nbytes + self.change.nbytes
+        return self.entries.nbytes
 
-    def to(self, device: torch.device | str) -> ChunkAnchor:
-        """Anchor on a device; the same tensors where they are on it."""
-        return replace(self, base=self.base.to(device), change=self.change.to(device))
+    def to(self, device: torch.device | str) -> ChunkChange:
+        """Change on a device; the same tensors where they are on it."""
+        return replace(self, entries=self.entries.to(device))
 
 
-KeptChunk = ChunkEntries | ChunkVariant | ChunkAnchor
+KeptChunk = ChunkEntries | ChunkVariant | ChunkChange
 
 
 def variant_key(
@@ -137,6 +153,14 @@ def anchor_key(
 ) -> ChunkKey:
     """Key of an anchor at a place; without its tokens, the beginning of the keys of all."""
     return (ANCHOR, prefix, place, *ids)
+
+
+def anchors_of(
+    changes: Iterable[ChunkChange], bases: Iterable[ChunkEntries | None]
+) -> list[ChunkAnchor]:
+    """Anchors of changes whose base is held."""
+    pairs = zip(changes, bases, strict=True)
+    return [ChunkAnchor(own.ids, base, own.entries) for own, base in pairs if base is not None]
 
 
 class NoChunks(ChunkSource):
@@ -206,10 +230,14 @@ class ChunkMemory(ChunkSource):
 
     def anchors(self, spec: ModelSpec, prefix: tuple[int, ...], place: int) -> list[ChunkAnchor]:
         found = self._all(spec, anchor_key(prefix, place))
-        return [own for own in found if isinstance(own, ChunkAnchor)]
+        changes = [own for own in found if isinstance(own, ChunkChange)]
+        bases = [self.find(spec, prefix, own.ids) for own in changes]
+        return anchors_of(changes, bases)
 
     def add_anchor(self, prefix: tuple[int, ...], place: int, anchor: ChunkAnchor) -> None:
-        self._hold(anchor_key(prefix, place, (anchor.ids,)), anchor)
+        change = ChunkChange(anchor.ids, anchor.change)
+        self._hold(anchor_key(prefix, place, (anchor.ids,)), change)
+        self._hold((APART, prefix, anchor.ids), anchor.base)  # used later, so that it leaves later
 
     def _all(self, spec: ModelSpec, key: ChunkKey) -> list[KeptChunk]:
         """Chunks that are held under keys that begin so, most recently used from now on."""
@@ -228,6 +256,7 @@ class ChunkMemory(ChunkSource):
         if chunk.nbytes > self._max_bytes:
             return
         self._held[key] = chunk
+        self._held.move_to_end(key)
         while self.nbytes > self._max_bytes:
             self._held.popitem(last=False)
 

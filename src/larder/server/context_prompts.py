@@ -23,10 +23,12 @@ from larder.core.spec import ModelSpec
 from larder.prefill.base import ContextText
 from larder.prefill.contexts import (
     ChunkAnchor,
+    ChunkChange,
     ChunkSource,
     ChunkVariant,
     KeptChunk,
     anchor_key,
+    anchors_of,
     variant_key,
 )
 from larder.server.api_errors import invalid_request
@@ -139,14 +141,24 @@ class HostChunks:
             self._use(held)
         return [held.entries for held in found]
 
-    def keep(self, tenant: str, key: HostKey, chunk: KeptChunk, tokens: int) -> None:
-        """Keep a variant or an anchor of so many tokens, unless there is no room for it."""
+    def keep(
+        self, tenant: str, key: HostKey, chunk: KeptChunk, tokens: int, parent: str = ""
+    ) -> None:
+        """Keep a variant or a change of so many tokens, unless there is no room for it.
+
+        Args:
+            parent: name of the chunk that it leaves before; empty for none.
+        """
         if (tenant, key) in self._held:
             self._held.pop((tenant, key)).reservation.release()
-        reservation = self._reserved(tenant, chunk.nbytes, "")
+        reservation = self._reserved(tenant, chunk.nbytes, parent)
         if reservation is not None:
             own, cost = chunk.to("cpu"), self._operations(tokens)
-            self._hold((tenant, key), own, reservation, cost, "")
+            self._hold((tenant, key), own, reservation, cost, parent)
+
+    def name(self, tenant: str, text: tuple[int, ...]) -> str:
+        """Name of the chunk that ends a text; empty if it is not held."""
+        return self._names.get((tenant, text), "")
 
     def _hold(
         self,
@@ -250,11 +262,16 @@ class TenantChunks(ChunkSource):
 
     def anchors(self, spec: ModelSpec, prefix: tuple[int, ...], place: int) -> list[ChunkAnchor]:
         found = self._chunks.beginning_with(self._tenant, anchor_key(prefix, place))
-        return [own for own in found if isinstance(own, ChunkAnchor)]
+        changes = [own for own in found if isinstance(own, ChunkChange)]
+        bases = [self._chunks.find(self._tenant, prefix, own.ids) for own in changes]
+        return anchors_of(changes, bases)
 
     def add_anchor(self, prefix: tuple[int, ...], place: int, anchor: ChunkAnchor) -> None:
-        key = anchor_key(prefix, place, (anchor.ids,))
-        self._chunks.keep(self._tenant, key, anchor, len(anchor.ids))
+        base = self._chunks.name(self._tenant, prefix + anchor.ids)
+        if not base:  # there was no room for it
+            return
+        key, change = anchor_key(prefix, place, (anchor.ids,)), anchor.change
+        self._chunks.keep(self._tenant, key, ChunkChange(anchor.ids, change), len(anchor.ids), base)
 
 
 @dataclass(frozen=True)
