@@ -199,7 +199,7 @@ def test_a_listener_that_fails_ends_alone(small: LoadedModel) -> None:
 
 def test_24_what_can_never_fit_is_refused_at_once(small: LoadedModel) -> None:
     served = Served(small, device=60_000)
-    with pytest.raises(ApiError, match="raise the budget") as caught:
+    with pytest.raises(ApiError, match="have that limit raised") as caught:
         served.submit(told(1, 30))
     assert (caught.value.status, caught.value.code) == (400, "kv_budget_exceeded")
     assert not list(served.core.sessions) and served.core.ledger.used(Tier.DEVICE) == 0
