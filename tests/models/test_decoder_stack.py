@@ -54,8 +54,8 @@ def a_decoder(name: str = "llama", dtype: torch.dtype = torch.bfloat16, **option
     return Decoder(tiny(name, dtype=dtype, **options))
 
 
-def filled_caches(decoder: Decoder, lengths: list[int]) -> list[SequenceCache]:
-    caches = [SequenceCache(decoder.spec, "dense") for _ in lengths]
+def filled_caches(decoder: Decoder, lengths: list[int], form: str = "dense") -> list[SequenceCache]:
+    caches = [SequenceCache(decoder.spec, form) for _ in lengths]
     for seed, (cache, length) in enumerate(zip(caches, lengths, strict=True)):
         decoder.read([BatchSegment(cache, some_ids(length, seed=seed))], Mode.APPEND)
     return caches
@@ -273,3 +273,57 @@ def test_the_head_leaves_states_of_another_dtype_to_torch():
         expected = module.lm_head(states)
         with SmallBatchHead(module):
             assert torch.equal(module.lm_head(states), expected)
+
+
+@pytest.mark.skipif(
+    not hasattr(c_library(), "larder_decoder_step"), reason="the library is of an older version"
+)
+@pytest.mark.parametrize(
+    "name, form, rows, dtype", covering(SERVED, ["dense", "ragged"], [1, 3], MOST_DIFFERENCE)
+)
+def test_a_step_in_one_call_gives_the_bits_of_one_call_per_layer(
+    monkeypatch, name, form, rows, dtype
+):
+    decoder = a_decoder(name, dtype, layers=3)
+
+    def steps() -> tuple[list[torch.Tensor], list[list[torch.Tensor]], list[str]]:
+        caches = filled_caches(decoder, [20, 31, 7][:rows], form)
+        told = list[str]()
+
+        def observer(row, layer, recorded):
+            told.append(f"{row} {layer} {recorded.queries.sum()} {recorded.values.sum()}")
+
+        segments = [BatchSegment(cache, (5,)) for cache in caches]
+        decoder.read(segments, Mode.APPEND, observer)
+        logits = [step_logits(decoder, caches), step_logits(decoder, caches, 8)]
+        states = [list(store.state().values()) for own in caches for store in own.stores]
+        return logits, states, told
+
+    calls = list[int]()
+    take_step = decoder_layer.LayerRows.take_step
+    monkeypatch.setattr(
+        decoder_layer.LayerRows,
+        "take_step",
+        lambda self, layers, *rest: (calls.append(len(layers)), take_step(self, layers, *rest))[1],
+    )
+    whole = steps()
+    assert calls == [3, 3, 3]
+    monkeypatch.setattr(decoder_layer, "can_step", lambda *_: False)
+    by_layer = steps()
+    assert calls == [3, 3, 3]
+    assert whole[2] == by_layer[2] and len(whole[2]) == 3 * rows
+    for ours, theirs in zip([whole[0], *whole[1]], [by_layer[0], *by_layer[1]], strict=True):
+        assert all(map(torch.equal, ours, theirs))
+    assert len(whole[1]) == 3 * rows
+
+
+def test_a_layer_that_attends_alone_leaves_recorded_logits_to_the_others(monkeypatch):
+    decoder = a_decoder(layers=2)
+    [cache] = filled_caches(decoder, [20], "ragged")
+    first, last = cache.stores
+    monkeypatch.setattr(last, "step_storage", lambda: None)
+    cache.record_logits([0])
+    step_logits(decoder, [cache])
+    logits = first.take_logits()
+    assert logits is not None and logits[:, :21].isfinite().all()
+    assert first.lengths == last.lengths == (21,) * len(first.lengths)

@@ -27,8 +27,10 @@ from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Queries
 from larder.models.activation_hooks import CaptureHook
 from larder.models.attention_backend import NAME, AttentionInputs, LayerAttention, attend
+from larder.models.forward_batch import ForwardBatch
 from larder.models.introspection import TOLERANCE, relative_difference
 from larder.ops.cpu import decoder_layer as cpu_layer
+from larder.ops.cpu.decode_attention import StepStorage
 from larder.ops.cpu.decoder_layer import few_rows_linear, is_supported, max_rows
 from larder.ops.decoder_layer import LayerSizes, LayerTensors
 
@@ -158,7 +160,32 @@ class DecoderStack(nn.Module):
         **rest: object,
     ) -> Float[Tensor, "1 N hidden"]:
         """States behind the last layer."""
+        if isinstance(larder, ForwardBatch) and self._can_step():
+            storages = larder.storages(hidden_states.dtype)
+            if storages is not None:
+                return self._step(hidden_states, position_embeddings, larder, storages)
         return self._run(hidden_states, position_embeddings, larder, len(self._weights))
+
+    def _can_step(self) -> bool:
+        """True if one call can run all layers: on a CPU, where no activations are captured."""
+        return (
+            self._spec.device.type == "cpu"
+            and cpu_layer.can_step(self._sizes, self._spec.dtype)
+            and not any(_pre_hooks(layer.self_attn) for layer in self._layers)
+        )
+
+    def _step(
+        self,
+        states: Float[Tensor, "1 N hidden"],
+        angles: Angles,
+        batch: ForwardBatch,
+        storages: Sequence[Sequence[StepStorage]],
+    ) -> Float[Tensor, "1 N hidden"]:
+        """States behind the last layer, of tokens that are appended to storages of all layers."""
+        rows = cpu_layer.LayerRows(self._sizes, states[0], angles[0][0], angles[1][0])
+        scalings = [layer.scaling for layer in self._spec.layers]
+        batch.finish_steps(rows.take_step(self._weights, storages, batch.step_positions, scalings))
+        return rows.states[None]
 
     def _run(
         self,

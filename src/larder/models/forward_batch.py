@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
+from larder.cache.forms.base import CacheLayer
 from larder.cache.recurrent_state import NO_STATE, RecurrentState
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import ModelError
@@ -22,7 +23,7 @@ from larder.core.images import NO_IMAGES, ImageSpans
 from larder.core.types import AppendKind, Keys, Mode, Queries, Values
 from larder.models.attention_backend import AttentionInputs, SteppedSegments
 from larder.ops.attention import apply_sinks, sink_logits
-from larder.ops.cpu.decode_attention import decode_step, supports_step
+from larder.ops.cpu.decode_attention import StepStorage, decode_step, supports_step
 from larder.ops.packing import device_tensor
 from larder.policy.providers.base import ImageProvider, column_providers
 
@@ -133,6 +134,8 @@ class ForwardBatch:
         self._steps = [n for n, width in enumerate(self.widths) if width == 1]
         if mode is not Mode.APPEND:
             self._steps = []
+        # Storages of layers to which segments have not attended yet.
+        self._storages: dict[int, list[StepStorage | None]] = {}
         self._paged = self._steps_over_pages()
         for segment in segments:
             for tier in segment.cache.tiers:
@@ -247,14 +250,61 @@ class ForwardBatch:
             self._observe(index, layer, own, new_keys, new_values)
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
+    def _step_layers(self, layer: int) -> list[CacheLayer]:
+        """Layer of the caches of all segments that append one token."""
+        return [self.segments[index].cache.step_layer(layer) for index in self._steps]
+
+    def _step_storages(self, layer: int) -> list[StepStorage | None]:
+        """Storage of a layer of each of these; asked for once, as it may record logits."""
+        found = self._storages.pop(layer, None)
+        return [own.step_storage() for own in self._step_layers(layer)] if found is None else found
+
+    def storages(self, dtype: torch.dtype) -> list[list[StepStorage]] | None:
+        """Storages of all layers, by layer and segment; None where layers attend one by one.
+
+        That is where a segment does not append one token, or is not stored plainly in that type of
+        numbers. Whoever appends to all of them calls `finish_steps`.
+        """
+        is_alone = len(self._steps) < len(self.segments) or self._paged is not None
+        if is_alone or self._spec.last_readers:
+            return None
+        whole = list[list[StepStorage]]()
+        for layer in range(len(self._spec.layers)):
+            found = self._step_storages(layer)
+            self._storages[layer] = found
+            plain = [own for own in found if own is not None and own.keys.dtype is dtype]
+            if len(plain) < len(found):
+                return None
+            whole.append(plain)
+        return whole
+
+    @property
+    def step_positions(self) -> list[int]:
+        """True positions of the tokens of all segments that append one."""
+        return [self._places[index][0] for index in self._steps]
+
+    def finish_steps(self, layers: Sequence[tuple[Queries, Keys, Values]]) -> None:
+        """Count the tokens that were appended to `storages`, and report every layer.
+
+        Args:
+            layers: queries, keys and values of each layer.
+        """
+        self._storages.clear()
+        positions = self.step_positions
+        for layer, sides in enumerate(layers):
+            self.called.add(layer)
+            for own, position in zip(self._step_layers(layer), positions, strict=True):
+                own.count_step(position)
+            self._observe_all(layer, *sides)
+
     def _attend_steps(
         self, layer: int, queries: Queries, keys: Keys, values: Values
     ) -> SteppedSegments | None:
         """Attention of all segments that append one token to plain storage, in one call."""
         if not self._steps or not supports_step(queries, keys, values):
             return None
-        layers = [self.segments[index].cache.step_layer(layer) for index in self._steps]
-        found = [(n, own) for n, own in enumerate(own.step_storage() for own in layers) if own]
+        layers = self._step_layers(layer)
+        found = [(n, own) for n, own in enumerate(self._step_storages(layer)) if own]
         found = [(n, own) for n, own in found if own.keys.dtype is keys.dtype]
         if not found:
             return None

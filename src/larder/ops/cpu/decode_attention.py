@@ -31,7 +31,7 @@ SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
 MAX_QUERY_ROWS = 16  # query rows per kv head; from there on a matrix product is faster
 MAX_HEAD_DIM = 1024  # of the C kernel
 SPAN_FLOATS = 1 << 15  # least work per thread; for less, waking it costs more than it saves
-SEGMENT_BYTES = 5 * 8  # of `struct segment` of c/decode_attention.c
+SEGMENT_BYTES = 5 * 8  # of `struct segment` of c/decode_attention.h
 THREADSAFE_LAYERS = ("omp", "tbb")  # numba's "workqueue" aborts under two Python threads
 
 _launch_lock = Lock()
@@ -170,6 +170,10 @@ class EvictionStorage(NamedTuple):
     stop: int
 
 
+# New keys and values of one layer [K, N, D], and the storages that they are appended to.
+StepLayer = tuple[Tensor, Tensor, Sequence[StepStorage]]
+
+
 def supports_step(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
     """True if `decode_step` takes new tokens of these shapes, dtype and device."""
     return (
@@ -206,12 +210,9 @@ def decode_step(
     kv_heads = keys.shape[0]
     keys, values = (s if s.stride(-1) == 1 else s.contiguous() for s in (keys, values))
     given = queries.transpose(0, 1).float().contiguous()  # [N, H, D]
-    segments = [segment for storage in storages for segment in storage.segments]
-    pieces = np.array([_segment_fields(segment) for segment in segments], np.int64)
-    rows = np.array(_step_rows(keys, values, positions, storages, pieces.ctypes.data), np.int64)
+    table = StepTable.of([(keys, values, storages)], positions)
     layout = np.empty((2, batch_len * kv_heads), np.int64)
     out, lse = torch.empty_like(given), given.new_empty(batch_len, num_heads)
-    total = sum(len(own.keys) for own in (*storages, *segments))
     group_len = num_heads // kv_heads
     call = AttentionCall(
         queries=given.data_ptr(),
@@ -224,8 +225,8 @@ def decode_step(
         head_dim=head_dim,
         item_bytes=keys.element_size(),
         scaling=scaling,
-        threads=min(torch.get_num_threads(), total * group_len * head_dim // SPAN_FLOATS + 1),
-        step=rows.ctypes.data,
+        threads=table.num_threads(group_len * head_dim),
+        step=table.rows.ctypes.data,
         kv_heads=kv_heads,
     )
     if library.larder_decode_step(byref(call), call.starts, call.lengths):
@@ -233,8 +234,40 @@ def decode_step(
     return out.transpose(0, 1), lse.T
 
 
+class StepTable(NamedTuple):
+    """Storages of one token of several sequences in one layer or more, as C kernels take them.
+
+    Args:
+        rows: fields of `struct step_row` of c/decode_attention.h, by layer and sequence.
+        segments: fields of the `struct segment`s that they point to.
+        stored_rows: rows of the storages of each layer together.
+    """
+
+    rows: np.ndarray[Any, Any]
+    segments: np.ndarray[Any, Any]
+    stored_rows: list[int]
+
+    @staticmethod
+    def of(layers: Sequence[StepLayer], positions: Sequence[int]) -> StepTable:
+        """Table of layers, for tokens at some positions."""
+        held = [[each for own in storages for each in own.segments] for *_, storages in layers]
+        pieces = np.array([_segment_fields(each) for own in held for each in own], np.int64)
+        rows, place = list[tuple[int, ...]](), pieces.ctypes.data
+        stored = list[int]()
+        for (keys, values, storages), own in zip(layers, held, strict=True):
+            rows += _step_rows(keys, values, positions, storages, place)
+            stored.append(sum(each.keys.shape[0] for each in (*storages, *own)))
+            place += len(own) * SEGMENT_BYTES
+        return StepTable(np.array(rows, np.int64), pieces, stored)
+
+    def num_threads(self, floats_per_row: int) -> int:
+        """Number of threads for attention to the longest layer."""
+        floats = max(self.stored_rows) * floats_per_row
+        return min(torch.get_num_threads(), floats // SPAN_FLOATS + 1)
+
+
 def _segment_fields(segment: StepSegment) -> tuple[int, ...]:
-    """Fields of `struct segment` of c/decode_attention.c."""
+    """Fields of `struct segment` of c/decode_attention.h."""
     bias = 0 if segment.bias is None else segment.bias.data_ptr()
     sides, layout = (segment.keys, segment.values), (segment.starts, segment.lengths)
     keys, values, starts, lengths = (own.data_ptr() for own in (*sides, *layout))
@@ -248,7 +281,7 @@ def _step_rows(
     storages: Sequence[StepStorage],
     segments: int,
 ) -> list[tuple[int, ...]]:
-    """Fields of `struct step_row` of c/decode_attention.c, for each sequence.
+    """Fields of `struct step_row` of c/decode_attention.h, for each sequence.
 
     Args:
         segments: address of the fields of all segments, those of a sequence side by side.
@@ -272,8 +305,8 @@ def _step_rows(
             first_value + row * next_value * item,
             key_stride * item,
             value_stride * item,
-            len(own.columns),
-            len(own.keys),
+            own.columns.shape[0],
+            own.keys.shape[0],
             position,
             first,
             len(own.segments),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import byref
 from dataclasses import fields
 from functools import cache
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from larder.ops.cpu.c_library import INTEGER, POINTER, c_library
+from larder.ops.cpu.decode_attention import MAX_HEAD_DIM, MAX_QUERY_ROWS, StepStorage, StepTable
 from larder.ops.decoder_layer import LayerSizes, LayerTensors
 
 SUFFIXES = {torch.bfloat16: "", torch.float32: "_float32"}  # of the C functions
@@ -59,6 +60,23 @@ class RowPointers(ctypes.Structure):
         ("epsilon", ctypes.c_float),
         ("threads", ctypes.c_int32),
     ]
+
+
+class DecoderStep(ctypes.Structure):
+    """`struct decoder_step` of c/decoder_layer.h."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("layers", "rows", "storages", "scalings")),
+        *((name, INTEGER) for name in ("count", "attention_threads")),
+    ]
+
+
+class LayerSides(NamedTuple):
+    """Rotated queries and keys, and values of one layer."""
+
+    queries: Float[Tensor, "H N D"]
+    keys: Float[Tensor, "K N D"]
+    values: Float[Tensor, "K N D"]
 
 
 class LayerRows:
@@ -105,6 +123,42 @@ class LayerRows:
         _check(self._kernels.attention_inputs(byref(layer), byref(call)))
         return queries, keys, values
 
+    def take_step(
+        self,
+        layers: Sequence[LayerPointers],
+        storages: Sequence[Sequence[StepStorage]],
+        positions: Sequence[int],
+        scalings: Sequence[float],
+    ) -> list[LayerSides]:
+        """Append each row to the storages of every layer, and pass the states through all of them.
+
+        One call, with the bits of one layer after the other. Lengths are the caller's to change.
+
+        Args:
+            storages: by layer and row.
+            scalings: of the logits of each layer.
+        """
+        count, call = len(layers), self._call
+        queries, keys = (self.states.new_empty(count, *shape) for shape in self._shapes)
+        values = torch.empty_like(keys)
+        call.queries, call.keys, call.values = (x.data_ptr() for x in (queries, keys, values))
+        sides = list(map(LayerSides, queries.unbind(), keys.unbind(), values.unbind()))
+        rows = zip(sides, storages, strict=True)
+        table = StepTable.of([(own.keys, own.values, held) for own, held in rows], positions)
+        pointers, factors = (LayerPointers * count)(*layers), (ctypes.c_float * count)(*scalings)
+        step = DecoderStep(
+            layers=ctypes.addressof(pointers),
+            rows=ctypes.addressof(call),
+            storages=table.rows.ctypes.data,
+            scalings=ctypes.addressof(factors),
+            count=count,
+            attention_threads=table.num_threads(queries[0, :, 0].numel() // keys.shape[1]),
+        )
+        kernel = _step_kernel(self.states.dtype)
+        assert kernel is not None, "callers ask can_step() first"
+        _check(kernel(byref(step)))
+        return sides
+
     def finish_layer(self, layer: LayerPointers, attended: Float[Tensor, "H N D"]) -> None:
         """Pass the states through what stands behind the attention of a layer."""
         attended = attended.contiguous()
@@ -122,6 +176,15 @@ def are_supported(sizes: LayerSizes) -> bool:
         (sizes.hidden, sizes.inner),
     )
     return all(is_supported(outputs, inputs) for outputs, inputs in products)
+
+
+def can_step(sizes: LayerSizes, dtype: torch.dtype) -> bool:
+    """True if one call can take decode steps through all layers, attention to such heads included.
+
+    A library of an older version cannot.
+    """
+    is_attended = sizes.heads // sizes.kv_heads <= MAX_QUERY_ROWS
+    return is_attended and sizes.head_dim <= MAX_HEAD_DIM and _step_kernel(dtype) is not None
 
 
 def is_supported(outputs: int, inputs: int) -> bool:
@@ -189,6 +252,15 @@ def _kernels(dtype: torch.dtype) -> _Kernels:
     assert library is not None, "callers ask max_rows() first"
     names = (f"larder_{name}{SUFFIXES[dtype]}" for name in _Kernels._fields)
     return _Kernels(*(getattr(library, name) for name in names))
+
+
+@cache
+def _step_kernel(dtype: torch.dtype) -> Callable[..., int] | None:
+    """C function of a decode step; None in a library of an older version."""
+    kernel = getattr(c_library(), f"larder_decoder_step{SUFFIXES[dtype]}", None)
+    if kernel is not None:
+        kernel.argtypes = [POINTER]
+    return kernel
 
 
 def _check(failed: int) -> None:

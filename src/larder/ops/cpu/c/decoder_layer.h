@@ -17,6 +17,7 @@
 #include <string.h>
 
 #include "c_library.h"
+#include "decode_attention.h"
 #include "matrix_units.h"
 
 #if defined(WITH_MATRIX_UNITS) && !defined(IS_FLOAT32)
@@ -226,6 +227,75 @@ int EXPORTED(larder_layer_output)(const struct decoder_layer *layer, const struc
     multiply(&down, inner, scratch, call->threads);
     free(scratch);
     return 0;
+}
+
+/* Decode step of several sequences through all layers; fields of DecoderStep in decoder_layer.py. */
+struct decoder_step {
+    const struct decoder_layer *layers;
+    const struct decoder_rows *rows;  /* queries, keys and values of all layers, written here */
+    const struct step_row *storages;  /* [count, rows] */
+    const float *scalings;            /* of the logits of each layer */
+    int64_t count;
+    int64_t attention_threads;
+};
+
+/* [heads, rows, head_dim] to float32 [rows, heads, head_dim]. */
+static void widen_heads(const struct decoder_rows *call, const number *from, float *to) {
+    int64_t dim = call->head_dim;
+    for (int64_t head = 0; head < call->heads; head++)
+        for (int64_t row = 0; row < call->rows; row++)
+            for (int64_t d = 0; d < dim; d++)
+                to[(row * call->heads + head) * dim + d] =
+                    from_number(from[(head * call->rows + row) * dim + d]);
+}
+
+/* float32 [rows, heads, head_dim] to [heads, rows, head_dim]. */
+static void round_heads(const struct decoder_rows *call, const float *from, number *to) {
+    int64_t dim = call->head_dim;
+    for (int64_t head = 0; head < call->heads; head++)
+        for (int64_t row = 0; row < call->rows; row++)
+            for (int64_t d = 0; d < dim; d++)
+                to[(head * call->rows + row) * dim + d] =
+                    to_number(from[(row * call->heads + head) * dim + d]);
+}
+
+/* Append a token to the storages of every layer, and pass its states through all of them. Returns 0,
+ * or 1 if memory is short. */
+int EXPORTED(larder_decoder_step)(const struct decoder_step *step) {
+    struct decoder_rows rows = *step->rows;
+    int64_t heads = rows.rows * rows.kv_heads, narrow = heads * rows.head_dim;
+    int64_t wide = rows.rows * rows.heads * rows.head_dim;
+    int64_t *starts = malloc(2 * (size_t)heads * sizeof *starts);
+    float *queries = malloc((size_t)(2 * wide + rows.rows * rows.heads) * sizeof *queries);
+    number *attended = malloc((size_t)wide * sizeof *attended);
+    int failed = !starts || !queries || !attended;
+    for (int64_t l = 0; l < step->count && !failed; l++) {
+        struct attention call = {.queries = queries, .starts = starts, .lengths = starts + heads,
+                                 .outs = queries + wide, .lses = queries + 2 * wide,
+                                 .heads = heads, .num_queries = rows.heads / rows.kv_heads,
+                                 .head_dim = rows.head_dim, .item_bytes = sizeof(number),
+                                 .scaling = step->scalings[l],
+                                 .threads = (int32_t)step->attention_threads,
+                                 .step = step->storages + l * rows.rows,
+                                 .kv_heads = rows.kv_heads};
+        rows.attended = attended;
+        failed = EXPORTED(larder_attention_inputs)(step->layers + l, &rows);
+        if (!failed) {
+            widen_heads(&rows, rows.queries, queries);
+            failed = larder_decode_step(&call, starts, starts + heads);
+        }
+        if (!failed) {
+            round_heads(&rows, call.outs, attended);
+            failed = EXPORTED(larder_layer_output)(step->layers + l, &rows);
+        }
+        rows.queries += wide;
+        rows.keys += narrow;
+        rows.values += narrow;
+    }
+    free(starts);
+    free(queries);
+    free(attended);
+    return failed;
 }
 
 /* out = rows @ matrix.T + bias. Returns 0, or 1 if memory is short. */
