@@ -9,6 +9,9 @@ from _pairs import KVPRESS, LARDER, PeerPair
 
 KVZIP = "KVzipPress()"
 KVCOMPOSE = "KVComposePress()"
+KVGRAD = "KVgradPress()"
+# Presses that a threshold gives their size: of a layer's attention, and of an entry's score.
+LAZY, DMS = "SimLayerKVPress", "DMSPress"
 # Presses whose weights come from a hub; here they are given Larder's.
 Q_FILTERS, KVZAP = "QFilterPress()", 'KVzapPress(model_type="linear")'
 FASTKVZIP, LUKV = "FastKVzipPress()", "LUKVPress()"
@@ -25,6 +28,13 @@ _EXPECTED = "expected(future=512, sinks=4, epsilon={})"
 def _equal(made: str, policy: str, recent: int = 0, sinks: int = 0) -> PeerPair:
     read = f"whole() > protect(sinks={sinks}, recent={recent})"
     return PeerPair(f"{KVPRESS}:{made}", made, f"{LARDER}:as {made}", f"{read} > {policy}")
+
+
+def _lazy(threshold: float, recent: int = 128) -> PeerPair:
+    """SimLayerKV; a lazy layer of the press keeps one entry less than it looks at."""
+    made = f"{LAZY}(lazy_threshold={threshold}, n_recent={recent})"
+    budget = f"sinks_and_window(sinks=4) > lazy_layers(threshold={threshold})"
+    return _equal(made, budget, recent - 1, 4)
 
 
 EQUAL_PAIRS = (
@@ -66,6 +76,14 @@ EQUAL_PAIRS = (
     _equal(KVZAP, "kvzap() > uniform()"),
     _equal(KVCOMPOSE, 'reconstruct(opening=0, variant="code") > group_and_layer() > composite()'),
     _equal(KVZIP, 'reconstruct(opening=4, variant="code") > global()'),
+    _equal(KVGRAD, 'kvgrad(opening=4, variant="code") > global()'),
+    _lazy(0.65),
+    _lazy(0.9),
+    _equal(
+        f"{DMS}(KnormPress(), threshold=-12)",
+        "keynorm() > fixed_threshold(score=-12)",
+        recent=128,
+    ),
 )
 
 

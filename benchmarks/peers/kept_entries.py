@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -33,11 +35,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 from _equal_pairs import (
+    DMS,
     DUO,
     EQUAL_PAIRS,
     FINCH,
     KVCOMPOSE,
+    KVGRAD,
     KVZIP,
+    LAZY,
     STREAMING,
     THINK,
     informed_pairs,
@@ -121,8 +126,7 @@ def _compare(options: argparse.Namespace) -> Iterator[Row]:
 def _compare_text(options: argparse.Namespace, text: Text) -> Iterator[Row]:
     pairs = informed_pairs(len(text.ids)) if options.informed else EQUAL_PAIRS
     pairs = [*pairs] if options.informed else [*pairs, pyramid_pair(text.kept)]
-    pairs = [pair for pair in pairs if pair.package == KVPRESS]
-    pairs = [pair for pair in pairs if options.press is None or pair.made in options.press]
+    pairs = _chosen([pair for pair in pairs if pair.package == KVPRESS], options.press)
     made = [pair.made for pair in pairs]
     job = {
         "model": str(PACKAGED_MODELS[options.model].folder(options.model)),
@@ -144,6 +148,19 @@ def _compare_text(options: argparse.Namespace, text: Text) -> Iterator[Row]:
     results = json.loads(done.stdout[done.stdout.index("[{") :])
     for pair, result in zip(pairs, results, strict=True):
         yield _row(options, pair, text, result)
+
+
+def _chosen(pairs: Sequence[PeerPair], presses: Sequence[str] | None) -> list[PeerPair]:
+    """Pairs of some presses, of all by default.
+
+    Raises:
+        SystemExit: a press that no pair has.
+    """
+    known = [pair.made for pair in pairs]
+    unknown = [press for press in presses or () if press not in known]
+    if unknown:
+        sys.exit(f"no pair has the press {unknown[0]!r}; --press takes one of: {', '.join(known)}")
+    return [pair for pair in pairs if presses is None or pair.made in presses]
 
 
 @dataclass(frozen=True)
@@ -251,33 +268,51 @@ def _row(options: argparse.Namespace, pair: PeerPair, text: Text, result: dict[s
         "kvpress": result["kvpress"],
         "dtype": "float32",
         "context_tokens": len(text.ids),
-        "kept_tokens": budget_tokens(pair.made, text),
     }
     if "refused" in result:
         return row | {"refused": result["refused"]}
-    shares = agreement(result["kept"], larder_positions(text, pair))
+    kept = budget_tokens(pair.made, text, result["kept"])
+    shares = agreement(result["kept"], larder_positions(text, pair, kept))
+    row |= {
+        "kept_tokens": kept,
+        "their_share": round(_mean_kept(result["kept"]) / len(text.ids), 4),
+    }
     return row | {"mean": round(sum(shares) / len(shares), 4), "least": round(min(shares), 4)}
 
 
-def budget_tokens(made: str, text: Text) -> int:
-    """Entries that every kv head keeps on average: what the press comes to."""
+def budget_tokens(made: str, text: Text, theirs: Positions) -> int:
+    """Entries that every kv head keeps on average: what the press comes to; all where a threshold
+    of scores decides.
+
+    Args:
+        theirs: what the press kept.
+    """
     if made in STREAMING:
         return (len(text.ids) + sum(STREAMING[made])) // 2
-    return len(text.ids) if made == THINK else text.kept
+    if made.startswith(LAZY):
+        return math.ceil(_mean_kept(theirs))
+    return len(text.ids) if made == THINK or made.startswith(DMS) else text.kept
 
 
-def larder_positions(text: Text, pair: PeerPair) -> Positions:
+def _mean_kept(kept: Positions) -> float:
+    """Entries of a kv head, on average."""
+    return fmean(len(head) for layer in kept for head in layer)
+
+
+def larder_positions(text: Text, pair: PeerPair, kept: int) -> Positions:
     """Positions that a policy keeps, with kvpress's own request to repeat the text; of ThinK, the
     channels of the first key.
+
+    Args:
+        kept: entries of every kv head, on average.
     """
     engine, asking = text.engine, replace(text.conversation, question_prompt="\n\n{question}")
     request = engine.tokenizer.encode_question_about(asking, REPEAT)
     # KVComposePress repeats the bare text.
-    repeats = {KVZIP: {"repeat": request}, KVCOMPOSE: {"repeat": []}}
+    repeats = {KVZIP: {"repeat": request}, KVGRAD: {"repeat": request}, KVCOMPOSE: {"repeat": []}}
     prompts = (repeats | {FINCH: {"question": text.question}}).get(pair.made, {})
-    size = SizeOptions(budget_tokens(pair.made, text))
     memory = prefill_conversation(
-        engine.runtime, text.conversation, Policy.parse(pair.ours), size, prompts
+        engine.runtime, text.conversation, Policy.parse(pair.ours), SizeOptions(kept), prompts
     )
     cache = memory.caches.activate(0)
     layers = [cache.entries(layer.index) for layer in engine.loaded.decoder.spec.layers]
@@ -306,7 +341,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--texts", type=int, default=1)
     parser.add_argument("--informed", action="store_true", help="presses that need more than text")
     parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--press", action="append", metavar="NAME", help="only these presses")
+    parser.add_argument(
+        "--press", action="append", metavar="NAME", help="only this press, written as in the table"
+    )
     parser.add_argument("--report", type=Path, metavar="FILE", help="print the table of a file")
     return parser.parse_args()
 

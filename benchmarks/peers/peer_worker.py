@@ -25,7 +25,8 @@ from _memory import PeakMemory, held_bytes, masked_entries
 WARM_TOKENS = 256
 PACKAGES = ("torch", "transformers", "kvpress", "optimum-quanto", "hqq")
 EAGER = "ObservedAttentionPress"  # needs the whole attention matrix
-OWN_SHARE = ("DuoAttentionPress", "ThinKPress")  # a share of heads, or channels, is an argument
+# What they keep is an argument: a share of heads or channels, or a threshold.
+OWN_SHARE = ("DuoAttentionPress", "ThinKPress", "SimLayerKVPress", "DMSPress")
 
 
 def build_press(made: str, removed: float) -> Any:

@@ -21,7 +21,9 @@ def among_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(PEERS))
 
 
-@pytest.mark.parametrize("file", ["kept_entries", "kept_entries_informed"])
+@pytest.mark.parametrize(
+    "file", ["kept_entries", "kept_entries_informed", "kept_entries_thresholds"]
+)
 def test_the_page_has_the_table_of_the_measured_rows(file: str) -> None:
     rows = read_rows(PEERS / f"{file}.jsonl.zst")
     page = (ROOT / "docs" / "kvpress.md").read_text()
