@@ -133,7 +133,7 @@ def test_a_preset_has_twins() -> None:
 
 
 BASELINES = ("kvzip_blockwise", "infinipot_summarize", "random")
-COSTS = ("reading", "stages", "decode")  # measures of bytes and seconds alone
+COSTS = ("reading", "stages", "decode", "cost")  # measures of bytes and seconds alone
 
 
 def test_baselines_have_the_layer_budgets_of_epicache() -> None:

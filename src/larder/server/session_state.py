@@ -81,8 +81,7 @@ ASSISTANT = "assistant"
 
 @dataclass(frozen=True)
 class GenerationParams:
-    """Sampling, length limit, stop strings and digest of the constraint; part of the identity of a
-    repeated request."""
+    """Parameters of a request that tell a repeated one: sampling, length limit, constraint."""
 
     sampling: SamplingParams
     max_new_tokens: int
@@ -105,8 +104,7 @@ class CompletedTurn:
         prompt_ids: their tokens.
         text: of the answer.
         answer_ids: tokens of the answer, end of turn included.
-        unread_tokens: number of last tokens that the model had not read when the answer was
-            complete.
+        unread_tokens: last tokens that the model had not read when the answer was complete.
         params: of the request.
         reason: as in `Report`.
     """

@@ -53,7 +53,7 @@ class Stages(Measure):
     def __post_init__(self) -> None:
         require_at_least(1, "stages", turns=self.turns, timed=self.timed, answer=self.answer)
         if self.stays < 1:
-            raise BadParameter(f"stages.stays must be 1 or more, got {self.stays}.")
+            raise BadParameter(f"stages.stays must be at least 1, got {self.stays}.")
 
     def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
         if (
