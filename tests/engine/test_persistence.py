@@ -16,8 +16,7 @@ from chats import HISTORY
 from larder import Engine, Policy
 from larder.cache import SequenceCache
 from larder.core import Mode
-from larder.engine import ResumeResult, StorePersistence
-from larder.engine.store_persistence import prefill_or_restore
+from larder.engine import ResumeResult, StorePersistence, prefill_or_restore
 from larder.models import BatchSegment, LoadedModel, wrap_model
 from larder.prefill import append_text
 from larder.session import (

@@ -260,7 +260,7 @@ def prefill_run(
         if keeper is None:
             memory, resumed = engine.read(conversation, prompts, watch), None
         else:
-            from larder.engine.store_persistence import prefill_or_restore
+            from larder.engine import prefill_or_restore
 
             memory, resumed = prefill_or_restore(engine, keeper, conversation, prompts, watch)
     if resumed is not None:

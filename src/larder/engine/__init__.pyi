@@ -36,3 +36,4 @@ from .snapshots import ModelSnapshots as ModelSnapshots
 from .snapshots import identity_of_model as identity_of_model
 from .store_persistence import StoreChunks as StoreChunks
 from .store_persistence import StorePersistence as StorePersistence
+from .store_persistence import prefill_or_restore as prefill_or_restore
