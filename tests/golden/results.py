@@ -20,6 +20,7 @@ MACHINE = (
     "platform",
     "cpu",
     "processor",
+    "kernels",
     "threads",
     "larder",
     "seconds",

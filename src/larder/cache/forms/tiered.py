@@ -56,7 +56,6 @@ from larder.core.plan import Plan
 from larder.core.recall import OffloadSpec, PrefillRecall
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import AppendKind, Keys, Mode, Positions, Queries, Values
-from larder.ops.line_attention import KeyedHead, line_attention
 from larder.ops.rope import rotate
 
 
@@ -287,14 +286,18 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         is_sparse = coverage < 1 and mode is Mode.APPEND and not self.is_dense
         if not is_sparse or not self.attends_blocks(queries.shape[1]):
             return None
+        from larder.ops.line_attention import line_attention
+
         heads = self._keyed_heads(keys, values, positions)
         own = positions.to(queries.device).long()
         return partial(line_attention, queries, heads, own, self.layer.scaling, coverage)
 
-    def _keyed_heads(self, keys: Keys, values: Values, positions: Positions) -> list[KeyedHead]:
+    def _keyed_heads(
+        self, keys: Keys, values: Values, positions: Positions
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Entries of both tiers and new tokens, by kv head in order of positions."""
         tiers = self._slow.entries(), self._ragged.entries()
-        found = list[KeyedHead]()
+        found = list[tuple[Tensor, Tensor, Tensor]]()
         for head, new in enumerate(zip(keys, values, strict=True)):
             held = [
                 [each.head_keys(head) for each in tiers],
