@@ -53,6 +53,7 @@ def test_short_inputs_scratch_passes_and_full_coverage_are_exact(queries: int) -
     assert torch.allclose(*outs, atol=1e-5) == (queries < FEWEST_QUERIES)
 
 
+@pytest.mark.extended
 def test_all_of_the_attention_leaves_the_logits() -> None:
     decoder, ids = wrap_model(tiny("qwen3", layers=2)), some_ids(FEWEST_QUERIES)
     logits = list[torch.Tensor]()

@@ -128,6 +128,7 @@ def test_damaged_words_are_read_within_bounds(kept) -> None:
     assert found.shape == numbers.shape and abs(found_tiers).max() <= 2
 
 
+@pytest.mark.extended
 def test_a_damaged_block_of_fixed_widths_is_refused() -> None:
     numbers, tiers, deviations = a_block(70, 0.1)
     payload = coding.encoded(numbers, tiers, deviations, 0.1, Coder.WIDTHS)

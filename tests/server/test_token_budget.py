@@ -178,6 +178,7 @@ def test_a_chunk_of_no_token_is_refused_in_words(small: LoadedModel) -> None:
         Served(small, prefill_chunk=0)
 
 
+@pytest.mark.extended
 def test_seconds_are_those_of_a_clock_that_is_never_set(small: LoadedModel) -> None:
     clock = Clock()
     served = Served(small, clock=clock, inter_token_seconds=60.0)
