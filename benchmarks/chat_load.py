@@ -10,7 +10,7 @@ Measured are tokens per second, tokens per CPU second of the server, seconds to 
 (median and 95th percentile), and the highest resident memory of the server with its children, on
 Linux. `--start` runs the server for as long as the benchmark does, so that several servers can take
 turns; `--process` measures one that runs. Without both, only the clients' figures are told. Rows go
-to results/chat_load.jsonl. docs/serving.md says how the peers were started.
+to results/chat_load.jsonl. docs/serving_measured.md says how the peers were started.
 """
 
 from __future__ import annotations
