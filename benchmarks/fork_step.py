@@ -1,10 +1,11 @@
 """Forks of one cache against copies of it: bytes, CPU time, and decode steps of all at once.
 
     python benchmarks/fork_step.py --model smollm2 --dtype float32 --entries 4096 --forks 8
+    python benchmarks/fork_step.py --model smollm2 --dtype bfloat16 --entries 1000 --pages on
 
 A cache of random entries is forked, and every fork decodes tokens of its own in one batch, as `n`
 answers to one prompt do. A copy is what a fork was before forks shared storage. Cases take turns;
-medians of CPU time. Bytes count storage that several caches hold once.
+medians of CPU time. Bytes count storage, or whole pages, that several caches hold once.
 """
 
 from __future__ import annotations
@@ -40,6 +41,16 @@ def cpu_seconds(action: Callable[[], object]) -> float:
     return time.process_time() - started
 
 
+def held_bytes(caches: list[SequenceCache]) -> int:
+    """Bytes of caches, what several of them hold counted once."""
+    if caches[0].spec.arena is None:
+        return held_nbytes(caches)
+    held = 0
+    for leases in zip(*(cache.page_leases() for cache in caches), strict=True):
+        held += len({page for lease in leases for page in lease.pages}) * leases[0].pool.page_bytes
+    return held
+
+
 def step(decoder: Decoder, caches: list[SequenceCache]) -> None:
     segments = [BatchSegment(cache, (7,)) for cache in caches]
     decoder.forward_logits(segments, Mode.APPEND, range(len(caches)))
@@ -52,10 +63,11 @@ def main() -> None:
     parser.add_argument("--form", default="ragged")
     parser.add_argument("--entries", type=int, default=4096)
     parser.add_argument("--forks", type=int, default=8)
+    parser.add_argument("--pages", default="off")
     parser.add_argument("--steps", type=int, default=9)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    decoder = load(chosen.model, dtype=chosen.dtype).decoder
+    decoder = load(chosen.model, dtype=chosen.dtype, pages=chosen.pages).decoder
     decoder.share()
     source = random_cache(decoder, chosen.form, chosen.entries)
     taken = {
@@ -69,7 +81,7 @@ def main() -> None:
             seconds[name].append(cpu_seconds(lambda own=own: step(decoder, own)))
     print(f"source {source.nbytes / MEBIBYTE:.1f} MiB, {chosen.form}, {chosen.entries} entries")
     for name, own in caches.items():
-        held = held_nbytes([source, *own]) / MEBIBYTE
+        held = held_bytes([source, *own]) / MEBIBYTE
         print(
             f"{name:7} one takes {taken[name] * 1e3:7.2f} ms; {chosen.forks} behind "
             f"{chosen.steps + 1} tokens, with the source: {held:7.1f} MiB; "

@@ -12,8 +12,22 @@ so attention counts by what it writes, and by how much the outcome depends on th
 
 Gradients (provider `gradients`) take a pass of their own, a forward and a backward over the copy,
 before the one that is scored: reading costs about four times as much. `variant` says what weights
-are shared among, as in `reconstruct`; `code` is kvpress' rule, of which one thing differs: the
-quote before a later chunk opens the copy here, and closes the request there.
+are shared among, as in `reconstruct`; `code` is kvpress' rule. Over several chunks both agree in
+
+- where chunks are cut: at `chunk` tokens, the last one shorter;
+- what a copy is read behind: the whole context, at the positions behind it, without earlier copies;
+- what a weight is shared among: the first `opening` tokens, the chunk's own entries, and the prompt
+  itself up to the query; entries of other chunks take no share;
+- the objective of each chunk, its own; the maximum over all tokens of the prompt, those of the
+  request among them; and that scores of all chunks are compared as they are.
+
+They differ in three things. kvpress words the request of a later chunk otherwise ("Repeat the part
+of the previous context exactly, starting with") and puts the 8 tokens before the chunk in front of
+the end of the user's turn, where they close the request; here the request is that of the first
+chunk and these tokens open the copy. It counts chunks behind the opening of the chat template,
+whose entries it does not score, here from the first token. It computes weights and scores in the
+model's dtype, here in float32. `larder`, the default, shares weights among the chunk's own entries
+and cuts nearly equal chunks without such tokens.
 """
 
 from __future__ import annotations
