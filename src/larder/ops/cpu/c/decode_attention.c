@@ -16,7 +16,7 @@
 #include "decode_attention.h"
 
 #define LINE 64        /* bytes that are fetched at once */
-#define AHEAD 48       /* rows whose entries are fetched before they are read */
+#define AHEAD 48       /* rows whose entries are fetched ahead, into the second cache */
 #define PART 512       /* rows of a head that one thread reads at a time */
 
 /* Entries of one head that stand in several storages, numbered from the first one on. */

@@ -36,7 +36,7 @@ TARGET INLINE void NAME(score)(const struct attention *call, const floats *queri
         const char *key = keys + (first + (b < count ? b : count - 1)) * dim * call->item_bytes;
         floats row[MAX_VECTORS];
         for (int64_t byte = 0; !call->coded && byte < dim * call->item_bytes; byte += LINE)
-            __builtin_prefetch(key + AHEAD * dim * call->item_bytes + byte);
+            __builtin_prefetch(key + AHEAD * dim * call->item_bytes + byte, 0, 2);
         for (int64_t v = 0; v < vectors; v++)
             row[v] = NAME(load)(key, v * LANES, dim, call->item_bytes == 2);
         for (int64_t n = 0; n < rows; n++) {
@@ -87,7 +87,7 @@ TARGET INLINE void NAME(accumulate)(const struct attention *call, const floats *
     for (int64_t b = 0; b < count; b++) {
         const char *value = stored + (first + b) * dim * call->item_bytes;
         for (int64_t byte = 0; !call->coded && byte < dim * call->item_bytes; byte += LINE)
-            __builtin_prefetch(value + AHEAD * dim * call->item_bytes + byte);
+            __builtin_prefetch(value + AHEAD * dim * call->item_bytes + byte, 0, 2);
         for (int64_t v = 0; v < vectors; v++)
             values[b * vectors + v] =
                 NAME(load)(value, v * LANES, dim, call->item_bytes == 2);

@@ -28,9 +28,10 @@
 #else
 #define CHUNK 32 /* bfloat16 numbers of a vector of 16 pairs */
 #endif
-#define MOST_ROWS 8   /* that share one read of the weights */
+#define TOGETHER 4    /* outputs whose sums stay in registers with those of */
+#define MOST_ROWS 6   /* rows */
 #define MOST_WEIGHTS 3
-#define PREFETCH 2048 /* numbers ahead */
+#define AHEAD 16384   /* bytes of weights that are fetched ahead, into the second cache */
 
 enum use { STORED, GATED, ADDED }; /* written; silu(first) * second; added to what is there */
 

@@ -105,23 +105,23 @@ TARGET INLINE floats NAME(add_products)(floats sum, words weights, const void *r
 #define ROW_BYTES sizeof(float)
 #endif
 
-/* Lane sums of 16 outputs with `count` rows, `together` outputs at a time. */
+/* Lane sums of 16 outputs with `count` rows, TOGETHER outputs at a time. */
 TARGET INLINE void NAME(sum_products)(const number *matrix, int64_t size, const char *rows,
-                                   int count, int together, floats *sums) {
-    for (int first = 0; first < LANES; first += together) {
+                                   int count, floats *sums) {
+    for (int first = 0; first < LANES; first += TOGETHER) {
         const number *own = matrix + first * size;
-        floats totals[4][MOST_ROWS] = {{{0}}};
+        floats totals[TOGETHER][MOST_ROWS] = {{{0}}};
         for (int64_t d = 0; d < size; d += CHUNK)
-            for (int t = 0; t < together; t++) {
+            for (int t = 0; t < TOGETHER; t++) {
                 words weights;
                 memcpy(&weights, own + t * size + d, sizeof weights);
-                __builtin_prefetch(own + t * size + d + PREFETCH);
+                __builtin_prefetch((const char *)(own + t * size + d) + AHEAD, 0, 2);
                 for (int r = 0; r < count; r++)
                     totals[t][r] = NAME(add_products)(totals[t][r], weights,
                                                    rows + r * size * (int64_t)ROW_BYTES, d);
             }
         for (int r = 0; r < count; r++)
-            for (int t = 0; t < together; t++)
+            for (int t = 0; t < TOGETHER; t++)
                 sums[r * LANES + first + t] = totals[t][r];
     }
 }
@@ -132,17 +132,14 @@ TARGET static void NAME(dot)(const struct products *all, const struct weights *w
     const number *matrix = weights->matrix + block * LANES * all->size;
     const char *rows = (const char *)all->rows + first * all->size * (int64_t)ROW_BYTES;
     floats sums[MOST_ROWS * LANES];
-#define SUM(count, together) \
-    NAME(sum_products)(matrix, all->size, rows, count, together, sums)
+#define SUM(count) NAME(sum_products)(matrix, all->size, rows, count, sums)
     switch (count) {
-    case 1: SUM(1, 4); break;
-    case 2: SUM(2, 4); break;
-    case 3: SUM(3, 4); break;
-    case 4: SUM(4, 4); break;
-    case 5: SUM(5, 2); break;
-    case 6: SUM(6, 2); break;
-    case 7: SUM(7, 2); break;
-    default: SUM(8, 2);
+    case 1: SUM(1); break;
+    case 2: SUM(2); break;
+    case 3: SUM(3); break;
+    case 4: SUM(4); break;
+    case 5: SUM(5); break;
+    default: SUM(6);
     }
 #undef SUM
     for (int64_t r = 0; r < count; r++)
