@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 
 import torch
 from jaxtyping import Float, Int
@@ -29,7 +30,8 @@ class EntryColumns:
         """The columns [C], as views."""
         return dict(zip(self.ledger.columns, self.values, strict=True))
 
-    def scalars_by_name(self) -> dict[str, Tensor]:
+    @cached_property
+    def scalars_by_name(self) -> Mapping[str, Tensor]:
         """The scalars [K], as views."""
         return dict(zip(self.ledger.scalars, self._scalars, strict=True))
 
@@ -71,7 +73,7 @@ class EntryColumns:
     def state(self, rows: Int[Tensor, " T"]) -> dict[str, Tensor]:
         """Copies of columns (at the given rows) and scalars, by saved name."""
         columns = {_COLUMN + name: held[rows] for name, held in self.by_name().items()}
-        scalars = {_SCALAR + name: held.clone() for name, held in self.scalars_by_name().items()}
+        scalars = {_SCALAR + name: held.clone() for name, held in self.scalars_by_name.items()}
         return columns | scalars
 
     def beside(self, values: Float[Tensor, "n C"]) -> EntryColumns:

@@ -172,7 +172,7 @@ class RaggedLayer(SegmentedLayer):
             {column: names.index(name) for column, name in rule.columns.items()},
             names.index(merging.column) if isinstance(merging, StepSpreading) else None,
             names.index(LOG_COUNT) if is_merging else None,
-            self._columns.scalars_by_name()[merging.scalar] if is_merging else None,
+            self._columns.scalars_by_name[merging.scalar] if is_merging else None,
             logits,
             None,
             0,
@@ -185,7 +185,7 @@ class RaggedLayer(SegmentedLayer):
         self._set_lengths(self._lengths)
 
     def ledger_scalars(self) -> Mapping[str, Float[Tensor, " K"]]:
-        return self._columns.scalars_by_name()
+        return self._columns.scalars_by_name
 
     def apply(self, plan: Plan) -> None:
         check_single_precision(plan)
@@ -298,7 +298,7 @@ class RaggedLayer(SegmentedLayer):
             tuple(held.starts.tolist()),
             tuple(held.lengths.tolist()),
             columns,
-            self._columns.scalars_by_name(),
+            self._columns.scalars_by_name,
         )
 
     def state(self) -> dict[str, Tensor]:
