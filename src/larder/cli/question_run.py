@@ -166,8 +166,15 @@ def seed_model_line() -> str:
 
 def load_model(options: ModelOptions, adapter: str | None) -> LoadedModel:
     """Model of the options under an adapter."""
-    kind = options.device, options.dtype, adapter, options.adapter_mode
-    return load(options.model, *kind, pages=options.pages, stage=progress_bar)
+    return load(
+        options.model,
+        device=options.device,
+        dtype=options.dtype,
+        adapter=adapter,
+        adapter_mode=options.adapter_mode,
+        pages=options.pages,
+        stage=progress_bar,
+    )
 
 
 def engine_over(options: ModelOptions, loaded: LoadedModel) -> Engine:

@@ -57,8 +57,8 @@ class Engine:
             around one. Its weights are not copied, and its own `generate` and `forward` stay what
             they were. Or a `LoadedModel` from `larder.models.loader.load`.
         tokenizer: the fast tokenizer of `model`; None for a `LoadedModel`, which has its own.
-        processor: processor of a model with a vision tower; None for that of a `LoadedModel`, or
-            where no images are given. Its tokenizer is the default of `tokenizer`.
+        processor: processor of a model with a vision tower, whose tokenizer is the default of
+            `tokenizer`; None for that of a `LoadedModel`, or without images.
         policy: name of a preset, spelling of parts, or a `Policy`; None takes
             `larder.default_policy` of what is read: `kvzip` for a text, `epicache_pooled` for
             messages, `cacheblend` for contexts without a budget, `snapkv` for prompts of `generate`
@@ -148,25 +148,24 @@ class Engine:
                 of 512 and the budget.
             device: torch device of weights and caches, such as `"cpu"` or `"cuda:0"`.
             dtype: `"float32"`, `"bfloat16"` or `"float16"`, or the torch dtype; `"auto"` for that
-                of the saved weights. None is `"float32"` on a CPU, or `"bfloat16"` where the
-                weights are saved so and the CPU multiplies it in hardware; `"bfloat16"` on other
-                devices; and that of the saved weights with `device_map`.
+                of the saved weights. None is that of the saved weights with `device_map`, and
+                `"bfloat16"` on accelerators and on CPUs that multiply weights saved so in hardware;
+                else `"float32"`.
             adapter: folder with an adapter of weights that peft saved, such as LoRA.
             adapter_mode: `"merged"` into the weights, or `"live"` beside them.
             revision: commit, branch or tag of a Hugging Face name; None for its main branch.
             device_map: placement of the weights by accelerate in place of `device`: `"auto"`, a
                 device, or devices by parts of the model. Each layer's cache is on the device that
                 computes the layer; parts that do not fit may lie on `"cpu"` or `"disk"`.
-            tokenizer: a tokenizer of transformers, or the name or folder of one, where the model's
-                own is not to be used.
-            processor: a processor of transformers, or the name or folder of one, for a model with
-                a vision tower; None for the one that was saved with it, which is loaded when
-                images are first given. It needs the extra `larder[vision]`.
+            tokenizer: a tokenizer of transformers, its name or folder; None for the model's own.
+            processor: a processor of transformers, its name or folder, for a model with a vision
+                tower (extra `larder[vision]`); None for the model's own, which is loaded with the
+                first images.
             pages: `"on"` to hold caches in pages of one arena, `"off"` not to, `"auto"` for pages
                 on CUDA; `larder.models.describe_steps` tells how steps then run.
-            progress: receives what is done and all of it, stage by stage: bytes downloaded, tensors
-                converted, tensors loaded, layers merged, steps of verification. None shows a bar
-                for each on a terminal once two seconds have passed.
+            progress: receives done and total of each stage (bytes downloaded, tensors converted
+                and loaded, layers merged, steps of verification); None shows a bar for each on a
+                terminal once two seconds have passed.
 
         Returns:
             Engine with the verified model: its logits through Larder's attention equal its own.
@@ -180,10 +179,19 @@ class Engine:
         """
         chosen = None if policy is None else parsed_policy(policy)
         SizeOptions(budget, block)  # validated before a model is loaded
-        hub = {"revision": revision, "device_map": device_map, "tokenizer": tokenizer}
-        kind = (device, dtype, adapter, adapter_mode)
-        stage = partial(progress_or_bar, progress)
-        loaded = load(model, *kind, **hub, processor=processor, pages=pages, stage=stage)
+        loaded = load(
+            model,
+            device=device,
+            dtype=dtype,
+            adapter=adapter,
+            adapter_mode=adapter_mode,
+            revision=revision,
+            device_map=device_map,
+            tokenizer=tokenizer,
+            processor=processor,
+            pages=pages,
+            stage=partial(progress_or_bar, progress),
+        )
         return cls(loaded, policy=chosen, budget=budget, block=block)
 
     @checked_call
@@ -254,10 +262,11 @@ class Engine:
             name: self.tokenizer.encode_question(text) for name, text in (prompts or {}).items()
         }
         source = conversation_of(conversation, contexts)
-        kind = text_kind(source, self.sizes.budget is not None)
-        given = (self.policy_for(kind), self.sizes, encoded)
+        policy = self.policy_for(text_kind(source, self.sizes.budget is not None))
         with progress_or_bar(progress, "Reading", "tokens") as report:
-            return prefill_conversation(self.runtime, source, *given, report, chunks)
+            return prefill_conversation(
+                self.runtime, source, policy, self.sizes, encoded, report, chunks
+            )
 
     @overload
     def ask(
@@ -310,9 +319,8 @@ class Engine:
             max_new_tokens: most tokens of an answer.
             stop: string that ends an answer, or several; it is not part of the answer.
             on_text: receives the text of an answer as it is generated.
-            schema: JSON schema, or class of a pydantic model, that each answer matches; None for
-                any text. Needs `larder[structured]`. An answer that `max_new_tokens` cuts is no
-                JSON.
+            schema: JSON schema, or class of a pydantic model, that each answer matches (extra
+                `larder[structured]`); None for any text. A cut answer is not repaired.
             progress: receives the number of tokens generated and the most to generate; None shows a
                 bar on a terminal once two seconds have passed, unless `on_text` shows the text.
 
@@ -389,9 +397,8 @@ class Engine:
                 prompts, a list for each. The engine needs a `processor`.
             max_new_tokens: most tokens to generate for a prompt.
             stop: string that ends the text, or several; it is not part of the text.
-            progress: receives the number of prompt tokens read and to read, then of tokens
-                generated and the most to generate; None shows a bar for each on a terminal once
-                two seconds have passed.
+            progress: receives prompt tokens read and to read, then tokens generated and the most
+                to generate; None shows a bar for each on a terminal once two seconds have passed.
             sampling: keywords of `SamplingParams` (`temperature`, `top_k`, `top_p`, `min_p`,
                 `seed`, `repetition_penalty`, `presence_penalty`, `frequency_penalty`,
                 `logit_bias`), the same for every prompt; any other is refused with the nearest
@@ -432,8 +439,7 @@ class Engine:
             images: as for `generate`.
             max_new_tokens: as for `generate`.
             stop: as for `generate`.
-            progress: receives the number of prompt tokens read and to read; None shows a bar as
-                for `generate`.
+            progress: receives prompt tokens read and to read; None shows a bar as for `generate`.
             sampling: as for `generate`.
 
         Returns:
@@ -456,8 +462,8 @@ class Engine:
 
     @property
     def beyond_budget(self) -> tuple[str, ...]:
-        """Exceptions from the budget bound, a clause each; empty where it bounds everything. A
-        clause that holds for some kinds of texts alone, under default policies, names them."""
+        """Exceptions from the budget bound, a clause each; under default policies a clause names
+        the kinds of texts that it holds for."""
         return beyond_budget_by_kind(self.policy_for, self.loaded.decoder.spec)
 
     @cached_property
@@ -485,9 +491,8 @@ class Engine:
     def _completer(self) -> PromptCompleter:
         from larder.engine.completion import PromptCompleter
 
-        end = self.stop_ids
         policy = self.policy_for(TextKind.PROMPT)
-        return PromptCompleter(self.runtime, policy, self.sizes, end, self.processor)
+        return PromptCompleter(self.runtime, policy, self.sizes, self.stop_ids, self.processor)
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:

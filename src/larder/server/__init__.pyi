@@ -20,15 +20,15 @@ from .context_order import MOST_ORDERS as MOST_ORDERS
 from .context_order import ContextOrder as ContextOrder
 from .context_order import ContextOrders as ContextOrders
 from .context_order import importance_line as importance_line
-from .context_prompts import HOST_SHARE as HOST_SHARE
-from .context_prompts import HostChunks as HostChunks
 from .context_prompts import HostTexts as HostTexts
-from .context_prompts import TenantChunks as TenantChunks
 from .context_prompts import chunk_id as chunk_id
 from .embedder_queue import EmbedderQueue as EmbedderQueue
 from .engine_client import EngineClient as EngineClient
 from .engine_context import EngineContext as EngineContext
 from .engine_core import EngineCore as EngineCore
+from .host_chunks import HOST_SHARE as HOST_SHARE
+from .host_chunks import HostChunks as HostChunks
+from .host_chunks import TenantChunks as TenantChunks
 from .http.app import create_app as create_app
 from .http.app_state import HttpSettings as HttpSettings
 from .http.app_state import Unsupported as Unsupported
@@ -99,9 +99,6 @@ from .session_info import SessionInfo as SessionInfo
 from .session_info import SessionTranscript as SessionTranscript
 from .session_info import TranscriptTexts as TranscriptTexts
 from .session_info import cached_positions as cached_positions
-from .session_state import TOKEN_TYPECODE as TOKEN_TYPECODE
-from .session_state import CompletedTurn as CompletedTurn
-from .session_state import GenerationParams as GenerationParams
 from .session_state import SessionState as SessionState
 from .stats import ServerStats as ServerStats
 from .stats import sum_stats as sum_stats
@@ -125,3 +122,6 @@ from .tool_parsers.hermes import Hermes as Hermes
 from .tool_parsers.llama3_json import Llama3Json as Llama3Json
 from .tool_parsers.mistral import Mistral as Mistral
 from .tool_parsers.pythonic import Pythonic as Pythonic
+from .transcript import TOKEN_TYPECODE as TOKEN_TYPECODE
+from .transcript import CompletedTurn as CompletedTurn
+from .transcript import GenerationParams as GenerationParams

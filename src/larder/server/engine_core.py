@@ -21,7 +21,8 @@ from larder.server.api_errors import (
     kv_budget_exceeded,
     text_too_long,
 )
-from larder.server.context_prompts import ContextPrompts, HostChunks
+from larder.server.context_prompts import ContextPrompts
+from larder.server.host_chunks import HostChunks
 from larder.server.image_prompts import ImagePromptEncoder
 from larder.server.model_runner import ModelRunner
 from larder.server.model_thread import CompletionQueue
@@ -46,13 +47,14 @@ from larder.server.session_backend.chat import ChatBackend
 from larder.server.session_backend.prefix import PrefixBackend
 from larder.server.session_index import ResolvedSession, SessionIndex
 from larder.server.session_info import session_info
-from larder.server.session_state import CompletedTurn, SessionState
+from larder.server.session_state import SessionState
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
 from larder.server.tiers.disk import DiskTier
 from larder.server.tiers.eviction_order import prefill_operations
 from larder.server.tiers.manager import TierManager, can_unload
 from larder.server.tiers.prefetch import CachePrefetcher
 from larder.server.token_budget import PrefillTokenBudget
+from larder.server.transcript import CompletedTurn
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from larder.store.eviction.base import EVICTIONS
 from larder.store.failures import ReasonCounter
@@ -98,6 +100,11 @@ class EngineCore:
         scheduling: SchedulingPolicy = SchedulingPolicy.PRIORITY,
         inter_token_seconds: float | None = None,
     ) -> None:
+        if prefill_chunk is not None and prefill_chunk < 1:
+            raise BadParameter(
+                f"prefill_chunk must be 1 token or more, got {prefill_chunk}: give None for a "
+                "block of the policy."
+            )
         self.engine, self.clock, self._wake = engine, clock, wake
         self.names, self.constraints = tuple(names) or (engine.loaded.name,), engine.constraints
         self.context = _context_tokens(engine, max_model_len)
@@ -112,16 +119,15 @@ class EngineCore:
         self.tiers = self._new_tiers(eviction, disk)
         self._chat = ChatBackend(self.tiers, self.reservations, engine.tokenizer)
         self.contexts = self._new_contexts()
-        find = self.sessions.find_shared_prefix
-        if prefill_chunk is not None and prefill_chunk < 1:
-            raise BadParameter(
-                f"prefill_chunk must be 1 token or more, got {prefill_chunk}: give None for a "
-                "block of the policy."
-            )
         self.token_budget = PrefillTokenBudget(inter_token_seconds)
-        prompts = self.images, find, self.contexts
         self._prefix = PrefixBackend(
-            self.tiers, self.reservations, *prompts, self.token_budget, prefill_chunk
+            self.tiers,
+            self.reservations,
+            self.images,
+            self.sessions.find_shared_prefix,
+            self.contexts,
+            self.token_budget,
+            prefill_chunk,
         )
         self._persistence = persistence
         self.unwritten = WriteRetryQueue(persistence, completions, disk.durability, clock, wake)

@@ -22,7 +22,7 @@ from larder.models.processor import NamedProcessor
 from larder.server.api_errors import invalid_request
 from larder.server.request import ApiError, ChatMessage
 from larder.server.serving_policy import ServingPolicy
-from larder.server.session_state import MAX_TOKEN_ID, CompletedTurn
+from larder.server.transcript import MAX_TOKEN_ID, CompletedTurn
 from larder.session.transcript.chat_template import (
     VARIABLES_ROLE,
     TemplateMessage,

@@ -17,15 +17,9 @@ from larder.server.image_prompts import ImagePart
 from larder.server.request import Listener, Report, Request, Ticket
 from larder.server.session_backend.base import SessionBackend
 from larder.server.session_index import ResolvedSession
-from larder.server.session_state import (
-    TOKEN_TYPECODE,
-    CompletedTurn,
-    GenerationParams,
-    SavedCache,
-    SessionState,
-    num_tokens,
-)
+from larder.server.session_state import SavedCache, SessionState
 from larder.server.tiers.disk import LoadedCaches
+from larder.server.transcript import TOKEN_TYPECODE, CompletedTurn, GenerationParams, num_tokens
 from larder.session.chat_state import ActiveTurn, TurnCommit
 from larder.store.ledger import Reservation
 

@@ -24,14 +24,8 @@ from larder.server.api_errors import (
 from larder.server.image_prompts import ImagePromptEncoder, rendered_prompt
 from larder.server.request import ChatMessage, Request
 from larder.server.serving_policy import ServingPolicy
-from larder.server.session_state import (
-    ASSISTANT,
-    TOKEN_TYPECODE,
-    CompletedTurn,
-    GenerationParams,
-    SessionIdentity,
-    SessionState,
-)
+from larder.server.session_state import SessionIdentity, SessionState
+from larder.server.transcript import ASSISTANT, TOKEN_TYPECODE, CompletedTurn, GenerationParams
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 

@@ -10,7 +10,8 @@ from enum import Enum
 from larder.core.errors import LarderError
 from larder.server.request import ChatMessage
 from larder.server.session_info import SessionInfo
-from larder.server.session_state import CompletedTurn, SavedCache, SessionState
+from larder.server.session_state import SavedCache, SessionState
+from larder.server.transcript import CompletedTurn
 
 ANSWERED_LABEL, PAUSES_LABEL = "answered", "pauses"  # labels of `SessionUsage` fields in records
 

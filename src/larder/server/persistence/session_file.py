@@ -19,13 +19,8 @@ from larder.core.errors import InputError, LarderError
 from larder.core.session_name import check_session_name
 from larder.engine.sampler import SamplingParams
 from larder.server.request import ChatMessage
-from larder.server.session_state import (
-    MAX_TOKEN_ID,
-    TOKEN_TYPECODE,
-    CompletedTurn,
-    GenerationParams,
-    SessionState,
-)
+from larder.server.session_state import SessionState
+from larder.server.transcript import MAX_TOKEN_ID, TOKEN_TYPECODE, CompletedTurn, GenerationParams
 from larder.session.transcript.chat_template import TOOL_ROLE, VARIABLES_ROLE, image_digests
 
 FORMAT, VERSION = "larder session", 1

@@ -36,7 +36,8 @@ from larder.server.persistence.base import (
 from larder.server.persistence.epoch_fence import EpochFence
 from larder.server.request import ApiError, ChatMessage, SessionUnreadableError
 from larder.server.session_info import SessionInfo, stored_session_info
-from larder.server.session_state import ASSISTANT, CompletedTurn, SavedCache, SessionState
+from larder.server.session_state import SavedCache, SessionState
+from larder.server.transcript import ASSISTANT, CompletedTurn
 from larder.store.digests import mac_of
 from larder.store.sessions.cache_writer import StagedCache
 from larder.store.sessions.chunk_stream import bytes_at_once

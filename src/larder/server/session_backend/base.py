@@ -10,10 +10,11 @@ from larder.core.errors import LarderError, Refused
 from larder.engine.sampler import TokenSampler
 from larder.server.answer_text import AnswerText
 from larder.server.serving_policy import ServingPolicy
-from larder.server.session_state import CompletedTurn, SavedCache, SessionState
+from larder.server.session_state import SavedCache, SessionState
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
 from larder.server.tiers.disk import SLOWER_THAN_RECOMPUTE
 from larder.server.tiers.manager import TierManager
+from larder.server.transcript import CompletedTurn
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 SHORT_TAIL_TOKENS = 128  # ends of prompts so long together are read in one decode step

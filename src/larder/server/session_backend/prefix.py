@@ -22,18 +22,13 @@ from larder.server.serving_policy import CacheOccupancy, ServingPolicy
 from larder.server.session_backend.base import FindPrefix, SessionBackend
 from larder.server.session_backend.context_reader import ContextReader
 from larder.server.session_backend.image_reader import ImageReader
-from larder.server.session_state import (
-    TOKEN_TYPECODE,
-    CompletedTurn,
-    SessionState,
-    common_prefix_len,
-    num_tokens,
-)
+from larder.server.session_state import SessionState
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
 from larder.server.tiers.manager import TierManager
 from larder.server.tiers.shared_prefixes import copied_prefix
 from larder.server.token_budget import PrefillTokenBudget
 from larder.server.token_logprobs import TokenTexts, token_logprobs, unscored_token
+from larder.server.transcript import TOKEN_TYPECODE, CompletedTurn, common_prefix_len, num_tokens
 from larder.session.caches import SessionCaches
 
 
