@@ -9,8 +9,8 @@ conversation with its next message. All share a system prompt, as the users of o
 Measured are tokens per second, tokens per CPU second of the server, seconds to the first token
 (median and 95th percentile), and the highest resident memory of the server with its children, on
 Linux. `--start` runs the server for as long as the benchmark does, so that several servers can take
-turns; `--process` measures one that runs. Without both, only the clients' figures are told. Rows go
-to results/chat_load.jsonl. docs/serving_measured.md says how the peers were started.
+turns; `--process` measures one that runs. Without both, only the clients' figures are printed. Rows
+go to results/chat_load.jsonl. docs/serving_measured.md says how the peers were started.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def chat(server: Server, client: str, options: LoadOptions) -> list[StreamedAnsw
 
 
 def measured(server: Server, clients: int, run: str, options: LoadOptions) -> dict[str, Any]:
-    """Figures of so many clients at once.
+    """Figures of concurrent clients.
 
     Args:
         run: name of the run; conversations of two runs differ.

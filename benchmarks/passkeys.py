@@ -1,4 +1,4 @@
-"""Passkeys that are said behind a cache, on documents that nothing was trained on.
+"""Passkeys recited from a cache, on documents that nothing was trained on.
 
 Ten passkeys are hidden in each document. `heads` compares ways to choose the kv heads
 that keep everything while the others keep sinks and recent tokens, at a share of full heads, with

@@ -163,7 +163,7 @@ def measure_codec(
 
 
 def reset_peak() -> int:
-    """Begin to record the highest resident memory anew, without freed memory that the process kept
+    """Reset the recorded peak of resident memory, without freed memory that the process kept
     (glibc); return the present one."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")

@@ -137,7 +137,7 @@ def _lines() -> Iterator[str]:
 
 
 def _turn(talk: Chat, line: str, options: ModelOptions, answers: list[dict[str, Any]]) -> None:
-    """Run a command, or answer the line; an error is printed and the chat goes on."""
+    """Run a command, or answer the line; an error is printed and the chat continues."""
     if line in COMMANDS:
         _run_command(talk, line)
         return

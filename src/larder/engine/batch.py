@@ -2,7 +2,7 @@
 
 Zheng et al., "BatchLLM: Optimizing Large Batched LLM Inference with Global Prefix Sharing and
 Throughput-oriented Token Batching" (2024), arXiv:2412.03594. All requests are known before the
-first is read: a tree of their tokens says which prefixes are shared. A prefix is read when its
+first is read: a tree of their tokens has the shared prefixes. A prefix is read when its
 first request is due and freed behind its last one; groups with long answers to short prompts come
 first; as many answers run together as memory holds, by bytes and not by number.
 

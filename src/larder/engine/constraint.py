@@ -2,7 +2,7 @@
 
 llguidance (Moskal et al., github.com/guidance-ai/llguidance) keeps a parser beside the answer and
 says which tokens may come next. A schema that it cannot express is refused, never approximated,
-unless the caller says `lenient`.
+unless the caller sets `lenient`.
 """
 
 from __future__ import annotations

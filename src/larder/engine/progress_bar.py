@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from larder.core.progress import Progress
 
-DELAY = 2.0  # seconds after which work that nobody watches shows a bar
+DELAY = 2.0  # seconds after which work without a progress callback shows a bar
 
 _shown = Lock()  # held while a bar is on the terminal: a second one would overwrite it
 _open: list[_Bar] = []  # bars that are open, drawn or not; the last one was opened last

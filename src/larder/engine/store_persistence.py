@@ -177,7 +177,7 @@ def prefill_or_restore(
     return memory, resumed
 
 
-NO_TOKEN = 0  # stands behind a chunk: a store never answers with the last token of a text
+NO_TOKEN = 0  # follows a chunk: a store never returns the last token of a text
 
 
 class StoreChunks(ChunkSource):

@@ -82,7 +82,7 @@ class SequenceBatch:
         return other
 
     def reset(self) -> None:
-        """Forget all rows."""
+        """Remove all rows."""
         self.rows, self.num_columns, self.records_past, self.num_chunks = [], 0, False, 0
 
     def select(self, order: Sequence[int]) -> None:

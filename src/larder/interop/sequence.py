@@ -147,7 +147,7 @@ class GeneratedSequence:
     """One row of a batch under a policy with all sizes filled in.
 
     Texts are read by the prefill schedule of the policy, generated tokens one by one under its
-    timing. `has_ended` says that the row has generated a token that ends it.
+    timing. `has_ended`: the row has generated an end token.
     """
 
     def __init__(self, runtime: ModelRuntime, policy: Policy, prompts: Prompts) -> None:

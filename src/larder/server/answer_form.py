@@ -110,7 +110,7 @@ class AnswerForm:
 
 
 def default_tool_parser(template: str | Mapping[str, str] | None) -> str:
-    """Name of the parser for a chat template; empty if the template tells none."""
+    """Name of the parser for a chat template; empty if the template has none."""
     text = template if isinstance(template, str) else " ".join((template or {}).values())
     marks = {TOOL_PARSERS.load(name).template_mark: name for name in TOOL_PARSERS_BY_MARK}
     return next((name for mark, name in marks.items() if mark in text), "")

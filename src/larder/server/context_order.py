@@ -1,6 +1,6 @@
 """Order of contexts that shares the longest prefix with earlier requests of a tenant.
 
-Retrieved documents overlap between requests, but stand in another order in each, so that prompts
+Retrieved documents overlap between requests, but in another order in each, so that prompts
 differ from the first document on. RAGBoost puts documents that were read before first, in the order
 in which they were read, leaves out repeated ones, and adds a line that tells the model which matter
 most: Jiang et al., "RAGBoost: Efficient Retrieval-Augmented Generation with Accuracy-Preserving
@@ -112,7 +112,7 @@ def known_prefix(order: Ids, wanted: Iterable[str]) -> Ids:
 
 
 def importance_line(ranking: Sequence[str], order: Sequence[str]) -> str:
-    """Line that tells the order of importance; empty where texts stand in it.
+    """Line with the order of importance; empty if the texts are in that order.
 
     Args:
         ranking, order: the same ids, most important first and as they are read.

@@ -436,7 +436,7 @@ class EngineCore:
 
 
 def _operations(engine: Engine) -> Callable[[int], float]:
-    """Operations of reading a text of so many tokens."""
+    """Number of operations for reading a text, by its number of tokens."""
     decoder = engine.loaded.decoder
     num_weights = sum(each.numel() for each in decoder.module.parameters())
     return partial(prefill_operations, decoder.spec, num_weights)

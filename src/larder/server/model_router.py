@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 
 class ModelRouter(EngineClient):
-    """Models that share nothing but their weights: sessions of one are none of another.
+    """Router over models that share weights and nothing else; a session belongs to one model.
 
     A session is looked for under the first model, then under the others in order; all of them are
     listed, and a deletion deletes it under each.
@@ -103,7 +103,7 @@ class ModelRouter(EngineClient):
 
 
 class TurnLock:
-    """Lock that is given in the order of asking, so that no thread waits for ever."""
+    """Lock acquired in the order of requests (FIFO), so that no thread starves."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

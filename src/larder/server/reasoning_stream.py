@@ -1,4 +1,4 @@
-"""Reasoning of an answer that comes in parts, told apart from its content."""
+"""Reasoning of a streamed answer, separated from its content."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _ReasoningStage(Enum):
 
 
 class ReasoningStream:
-    """Reasoning and content of an answer that comes in parts, each passed on once it is final.
+    """Reasoning and content of a streamed answer, each passed on once it is final.
 
     What is passed on is not looked at again. All parts together are those of
     `AnswerForm.split_reasoning`.
@@ -51,7 +51,7 @@ class ReasoningStream:
         return reasoning, text if self._stage is _ReasoningStage.CONTENT else ""
 
     def _started(self, text: str, is_done: bool) -> str:
-        """Text to go on with once it is known whether the answer begins with reasoning."""
+        """Text to continue with once it is known whether the answer begins with reasoning."""
         if not self._pending:
             rest = text.lstrip()
             self._space += text[: len(text) - len(rest)]

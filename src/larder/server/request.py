@@ -54,7 +54,7 @@ class CachedUse(Enum):
 
 @dataclass(frozen=True)
 class CachedResponse:
-    """Wishes of a request to the response cache.
+    """Options of a request for the response cache.
 
     Args:
         category: name of a category of the server.

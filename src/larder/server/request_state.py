@@ -214,7 +214,7 @@ class RequestState(Ticket):
 
     @property
     def can_be_preempted(self) -> bool:
-        """True if it can give up its memory and go on later.
+        """True if it can release its memory and continue later.
 
         Not while its cache is loaded or its answer ends, and not without a session of its own.
         """

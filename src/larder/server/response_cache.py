@@ -11,7 +11,7 @@ embedding is as similar as the category demands. Three systems share the entries
   questions that an entry answers times the cost of answering; a newcomer takes the place of the
   lightest only if it weighs more. Which model answers is not chosen.
 - Yu et al., "IC-Cache: Efficient Large Language Model Serving via In-context Caching" (2025),
-  arXiv:2501.12689: similar questions with their answers stand in front of a new one as examples.
+  arXiv:2501.12689: similar questions with their answers are prepended to a new one as examples.
   With a key of the client's own (keywords of a task, say) such entries are the plan templates of
   Zhang et al., "Agentic Plan Caching: Test-Time Memory for Fast and Cost-Efficient LLM Agents"
   (2025), arXiv:2506.14852. What differs: nothing is routed to another model, and entries are not
@@ -60,7 +60,7 @@ class ResponseCategory:
     """Rules of one category of questions.
 
     Args:
-        threshold: least cosine of questions that are answered alike, in (0, 1].
+        threshold: least cosine of questions that get the same answer, in (0, 1].
         ttl: seconds that an answer is given again; more than 0.
         quota: most answers of a tenant.
         example_threshold: least cosine of questions that serve as examples.
@@ -185,7 +185,7 @@ class TenantCategory:
         return True
 
     def forget(self, sessions: Collection[str]) -> None:
-        """Forget questions and answers of some sessions."""
+        """Remove questions and answers of some sessions."""
         self.kept = [each for each in self.kept if each.session not in sessions]
         for key in [key for key, each in self._asked.items() if each.session in sessions]:
             del self._asked[key]
@@ -220,7 +220,7 @@ class ResponseCache:
         clock: Callable[[], float],
     ) -> None:
         self.categories, self._runtime, self._clock = categories, runtime, clock
-        for rules in categories.values():  # an embedder that is missing is told at the start
+        for rules in categories.values():  # a missing embedder is reported at the start
             runtime.embedder(rules.embedder)
         self._tenants = OrderedDict[tuple[str, str], TenantCategory]()
         self._lock, self._embedding = threading.Lock(), threading.Lock()
@@ -268,7 +268,7 @@ class ResponseCache:
         return request, AnswerRecorder(listener, keep)
 
     def forget(self, tenant: str, sessions: Collection[str]) -> None:
-        """Forget the questions and answers of a tenant's sessions, which were deleted."""
+        """Remove questions and answers of a tenant's deleted sessions."""
         with self._lock:
             for (owner, _), each in self._tenants.items():
                 if owner == tenant:

@@ -288,7 +288,7 @@ def cached_positions(session: SessionState) -> CachedPositions:
 
 
 def _entries(store: CacheLayer) -> Entries:
-    """Entries of a layer, which goes on sharing storage."""
+    """Entries of a layer; its storage stays shared."""
     return (store.fork() if store.shared_length else store).entries()
 
 

@@ -54,7 +54,7 @@ class CallStream:
     def __init__(self, parser: ToolParser, max_calls: int | None = None) -> None:
         self._parser, self._max_calls = parser, max_calls
         self._stage, self._has_content = _CallStage.CONTENT, False
-        self._pending = ""  # characters that nobody has taken
+        self._pending = ""  # characters not yet sent
         self._withheld = list[str]()  # text from the first call on, while there is no call
         self._call = list[str]()  # JSON of the open call
         self._call_len = 0

@@ -22,7 +22,7 @@ ASSISTANT = "assistant"
 
 @dataclass(frozen=True)
 class GenerationParams:
-    """Parameters of a request that tell a repeated one: sampling, length limit, constraint."""
+    """Parameters by which a repeated request is recognized: sampling, length limit, constraint."""
 
     sampling: SamplingParams
     max_new_tokens: int

@@ -119,7 +119,7 @@ def crossing(times: list[tuple[int, float, float]]) -> int:
 def _step_seconds(
     recall: RecallPart, layer: LayerSpec, dtype: torch.dtype, length: int
 ) -> tuple[float, float]:
-    """Least seconds of a step over so many entries: attending to all, and to what it finds."""
+    """Least seconds of a step over `length` entries: attending to all, and to those recalled."""
     source, heads = torch.Generator().manual_seed(0), layer.kv_heads
     keys, values = (
         torch.randn(heads * length, layer.head_dim, generator=source).to(dtype) for _ in range(2)

@@ -41,7 +41,7 @@ def mac_of(secret: bytes, *parts: str | bytes) -> str:
 def tenant_of(secret: bytes, principal: str) -> str:
     """Tenant id of a principal: HMAC-SHA256 of its name.
 
-    Without the secret, nobody can compute the id of a principal or find the principal of an id.
+    Without the secret, ids of principals cannot be computed or inverted.
     """
     return hmac.new(secret, principal.encode("utf-8", "surrogatepass"), "sha256").hexdigest()
 

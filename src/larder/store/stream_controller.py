@@ -13,7 +13,7 @@ less than an equal share of the whole deadline, else text.
 
 Inferred: where no level is in time either, the sooner of the coarsest level and the text; the
 middle level for the first chunk where no bandwidth is known; text is all that is left, not one
-chunk, so that the caller may go on as after any other prefix.
+chunk, so that the caller can continue as after any other prefix.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Synthetic caches of a long text that nobody has read, for measurements of decode steps.
+"""Synthetic caches with the size of those of a long text, for measurements of decode steps.
 
 Caches at full precision in one tier are filled with random numbers at once. All other caches take
 synthetic keys block by block, observed by their policy, so that codes, pages and indexes are

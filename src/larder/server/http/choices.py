@@ -276,7 +276,7 @@ class _ChoiceText:
 
 
 def _choice_texts(prompts: Sequence[PromptChoices]) -> list[_ChoiceText]:
-    """All answers, none of which has begun."""
+    """All answers, empty."""
     return [
         _ChoiceText(prompt.echo, request.answer_form)
         for prompt in prompts

@@ -98,7 +98,7 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def logged_api_error(error: Exception) -> ApiError:
-    """`as_api_error` of an error that nobody expects, which is logged; others are not."""
+    """`as_api_error`; unexpected errors are logged."""
     if not isinstance(error, LarderError):
         LOG.error("A request has failed.", exc_info=error)
     return as_api_error(error)

@@ -206,7 +206,7 @@ def _with_calls(items: Sequence[ConversationItem]) -> Iterator[ChatMessage | _An
 
 
 def _in_order(outputs: dict[int, ChatMessage]) -> list[ChatMessage]:
-    """Outputs that wait, which no longer do."""
+    """Waiting outputs in the order of their calls; the list of waiting ones is cleared."""
     found = [outputs[place] for place in sorted(outputs)]
     outputs.clear()
     return found

@@ -22,7 +22,7 @@ LOGPROBS: Mapping[str, dict[str, Any]] = {MESSAGE: {"logprobs": []}, REASONING: 
 
 @dataclass
 class ResponseOutput:
-    """Output items of an answer that comes in parts.
+    """Output items of a streamed answer.
 
     Args:
         items: in the form of responses; the last may be open.

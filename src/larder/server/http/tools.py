@@ -106,7 +106,7 @@ def check_results_follow(messages: Sequence[tuple[str, Collection[str]]]) -> Non
         messages: role of each, and types of its blocks.
 
     Raises:
-        ApiError: 400: a system message stands between the two.
+        ApiError: 400: a system message is between the two.
     """
     for before, (role, _), behind in zip(messages, messages[1:], messages[2:], strict=False):
         if role == "system" and "tool_use" in before[1] and "tool_result" in behind[1]:
@@ -247,7 +247,7 @@ def _refused(message: str) -> ApiError:
 
 
 class AnswerParser:
-    """Parser of an answer that comes in parts.
+    """Parser of a streamed answer.
 
     Content is given as soon as it cannot be reasoning or a call any more, arguments of calls as
     they are written.
@@ -259,12 +259,12 @@ class AnswerParser:
 
     @property
     def num_calls(self) -> int:
-        """Number of calls that have begun."""
+        """Number of calls, complete or in progress."""
         return 0 if self._calls is None else self._calls.num_calls
 
     @property
     def is_broken(self) -> bool:
-        """True if the last call has begun and is no valid call."""
+        """True if the last call is incomplete or invalid."""
         return self._calls is not None and self._calls.is_broken
 
     def push(self, text: str) -> list[dict[str, Any]]:
@@ -302,7 +302,7 @@ def whole_call_json(call: ToolCall) -> dict[str, Any]:
 
 
 def whole_deltas(parsed: ParsedAnswer) -> list[dict[str, Any]]:
-    """Deltas of a whole answer, each with all of its part."""
+    """Deltas of a whole answer, one for each part."""
     calls = [whole_call_json(call) for call in parsed.calls]
     parts = {"reasoning_content": parsed.reasoning, "content": parsed.content, "tool_calls": calls}
     return [{name: part} for name, part in parts.items() if part]

@@ -103,11 +103,11 @@ class SessionBackend(ABC):
 
     @abstractmethod
     def preempt(self, job: RequestState) -> None:
-        """Give up the request's hold on its memory; `start` goes on from its tokens so far."""
+        """Release the memory of the request; `start` continues from its tokens so far."""
 
     @abstractmethod
     def abandon(self, job: RequestState) -> None:
-        """Undo what a request that was preempted and does not go on has left in its session."""
+        """Undo the changes of a preempted request that does not continue to its session."""
 
     @abstractmethod
     def step_tokens(self, job: RequestState) -> int:
@@ -188,6 +188,6 @@ class SessionBackend(ABC):
             self._tiers.write_next()
 
     def _note_failed_load(self, load: CacheLoad, error: BaseException) -> None:
-        """Forget a cache in the store that cannot be loaded; one that is only slow stays."""
+        """Drop the record of a stored cache that cannot be loaded; of one that is slow it stays."""
         if not isinstance(error, Refused) or error.reason != SLOWER_THAN_RECOMPUTE:
             load.source.residency.saved_cache = None

@@ -50,7 +50,7 @@ class ContextReader:
         cache = session.residency.active
         assert text is not None and cache is not None
         schedule, ids = session.rule.policy.schedule, job.resolved.prompt_ids
-        # Behind the last context stands the question, with the end of the template.
+        # The question and the end of the template follow the last context.
         text = replace(text, suffix=text.suffix[:-1])
         reader = session.rule.reader(len(ids))
         lane, source = PrefillSequence(cache, {}), self._contexts.source(session.tenant)

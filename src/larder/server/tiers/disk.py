@@ -248,7 +248,7 @@ class DiskTierWriter:
         return bool(self._reservations)
 
     def is_writing(self, tenant: str | None) -> bool:
-        """True if a write of this tenant is in progress; None stands for any tenant."""
+        """True if a write of this tenant is in progress; None means any tenant."""
         return self.is_busy if tenant is None else tenant in self._tenants.values()
 
     def write_in_progress(self, session: SessionState) -> Future[SavedCache] | None:

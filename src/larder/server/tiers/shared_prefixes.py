@@ -1,7 +1,7 @@
 """Prefixes that sessions of one tenant share on the device: one storage, reserved once.
 
 A session that starts from the cache of another holds the storage of the common prefix with it, and
-reserves only what it will hold alone. Whoever leaves the device frees what it held alone; the
+reserves only what it will hold alone. One that leaves the device frees what it held alone; the
 bytes of a prefix pass to the last session that holds it. Where the form of the cache shares
 nothing (pages of an arena, latents, quantized entries), a session copies the prefix.
 """

@@ -30,7 +30,7 @@ def _no_constant(name: str) -> None:
 
 
 DECODER = json.JSONDecoder(parse_float=_number, parse_constant=_no_constant)
-# Beginning of a call up to its arguments, where the name stands first.
+# Beginning of a call up to its arguments, if the name comes first.
 CALL_HEAD = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )

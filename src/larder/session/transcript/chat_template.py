@@ -181,7 +181,7 @@ class ChatTemplate:
 
         try:
             used = template_variables(self.tokenizer.get_chat_template())
-        except TemplateError:  # `render` says so
+        except TemplateError:  # reported by `render`
             return frozenset()
         return used.difference(RESERVED_VARIABLES, self.tokenizer.special_tokens_map)
 

@@ -13,7 +13,7 @@ from larder.core.observation import Lexicon
 from larder.policy.providers.base import VocabularyProvider, select_providers
 from larder.session.transcript.chat_template import ChatTemplate, PromptEnd, TemplateMessage
 
-PLACEHOLDER_KEY = urandom(16).hex()  # of this process; it stands in no text
+PLACEHOLDER_KEY = urandom(16).hex()  # of this process; it occurs in no text
 ACKNOWLEDGEMENT = "I have read the text. Ask me anything about it."
 
 

@@ -36,7 +36,7 @@ class BlobIndex:
         """Register a blob that exists or is about to be written; return the bytes that this adds.
 
         Args:
-            now: time by which its writer recognizes later that nobody else has registered it.
+            now: time by which its writer later recognizes its own registration.
             room: bytes that all blobs of all processes may come to; None for any number.
 
         Raises:
@@ -151,7 +151,7 @@ class BlobIndex:
         return self._mark(digest, now, now - DELETION_LEASE_SECONDS, query, (digest, own, before))
 
     def mark_orphan_deleting(self, digest: str, since: float, now: float) -> bool:
-        """Mark a blob as being deleted, whoever wrote it, unless it was registered or another
+        """Mark a blob of any writer as being deleted, unless it was registered or another
         deletion of it was marked since a time.
         """
         query = "SELECT 1 WHERE NOT EXISTS (SELECT 1 FROM blobs WHERE digest = ? AND written > ?)"

@@ -226,10 +226,10 @@ def decompress(data: bytes | memoryview, size: int) -> bytes:
     """Decompress one zstd frame.
 
     Args:
-        size: how many they are; a frame that says otherwise is not opened.
+        size: number of decompressed bytes; a frame that declares another size is not opened.
 
     Raises:
-        Damaged: this is no zstd frame of so many bytes.
+        Damaged: this is no zstd frame of `size` bytes.
     """
     import zstandard
 

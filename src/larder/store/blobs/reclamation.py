@@ -189,7 +189,7 @@ class GarbageCollection:
         return self._blobs.drop(r for r in refs if not self._blobs.index.is_referenced(r.digest))
 
     def sweep(self, needed: Collection[str], since: float) -> set[str]:
-        """Forget chunks that no session of any machine refers to.
+        """Delete chunks that no session of any machine refers to.
 
         Args:
             needed: digests that records refer to.

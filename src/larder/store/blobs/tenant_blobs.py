@@ -121,7 +121,7 @@ class TenantBlobs:
         """Protect a blob that is about to be referenced; False if it is being deleted.
 
         Call this before looking whether the blob exists: a blob that is being deleted counts as
-        missing, whatever the disk says.
+        missing, regardless of the disk.
         """
         with self._lock:
             now, own = self._clock(), self._own.get(digest, NEVER_WRITTEN)
@@ -183,7 +183,7 @@ class TenantBlobs:
         return sum(parallel_map(self._drop, dict.fromkeys(refs)))
 
     def evict(self, refs: Iterable[BlobRef]) -> None:
-        """Delete the blobs of evicted caches, whoever wrote them; their text is prefilled again."""
+        """Delete the blobs of evicted caches, of any writer; their text is prefilled again."""
         for ref in dict.fromkeys(refs):
             if not self._drop(ref) and self.files.has(ref):
                 self._drop_orphan(ref, NEVER_WRITTEN)

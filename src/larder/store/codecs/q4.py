@@ -1,7 +1,7 @@
 """Caches stored with 4 bits, and attended to as they are stored.
 
 "Agent Memory Below the Prompt: Persistent Q4 KV Cache for Multi-Agent LLM
-Inference on Edge Devices" (2026): every agent's cache lies on disk in groups of 64 numbers with 4
+Inference on Edge Devices" (2026): every agent's cache is on disk in groups of 64 numbers with 4
 bits each and is loaded straight back, without a copy at full precision. Here a lossless cache is
 stored in the form of `quantized(bits=4, group=64)`: a restore takes over the codes, kernels read
 them block by block, and tokens read after it are exact until the cache is stored again. Groups that

@@ -157,7 +157,7 @@ class DeadlineExecutor:
         with self._lock:
             self._is_stopped = True
             waiting = list(self._calls)
-        self._room.release(self.limits.calls)  # who waits for a place hears of it, too
+        self._room.release(self.limits.calls)  # wakes threads that wait for a place, too
         for call in waiting:
             with suppress(InvalidStateError):  # it has just ended
                 call.set_exception(self._stopped_error())
@@ -175,7 +175,7 @@ class DeadlineExecutor:
             StoreSlow: the call took too long, the breaker is open, or calls were stopped.
             StoreFull: the tier is full or read-only.
             StoreError: it fails.
-            FileNotFoundError, FileExistsError: as the function says.
+            FileNotFoundError, FileExistsError: raised by the function.
         """
         left, call = self._admit(function, ended), Future[Result]()
 

@@ -106,7 +106,7 @@ class ChunkStream:
         ids: tokens that it has read.
         controller: chooses levels.
         load: decoded tensors of a blob and its place in the text, verified.
-        prefill_seconds: estimated seconds of reading so many tokens; None if unknown.
+        prefill_seconds: estimated seconds of reading a number of tokens; None if unknown.
         bandwidth: bytes per second that earlier loads had; None if unknown.
         clock: seconds.
     """
