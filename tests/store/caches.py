@@ -79,7 +79,7 @@ def asking(policy: str = POLICY, **changes: Any) -> CacheRequirements:
 def store_at(
     folder: Path, place: FileSystem | None = None, home: str = "home", **options: Any
 ) -> Store:
-    told = {"secret": SECRET, "patience": CallLimits(seconds=5.0)} | options
+    told = {"secret": SECRET, "call_limits": CallLimits(seconds=5.0)} | options
     return Store(str(folder / "store") if place is None else place, folder / home, **told)
 
 

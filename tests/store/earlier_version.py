@@ -49,7 +49,7 @@ def take_back(store: Store) -> int:
     """Write all records of a store again as schema 0 had them; their number."""
     count, parts = 0, store.parts
     for kind, field in FIELDS.items():
-        paths = [entry.path for entry in parts.place.list_files(kind)]
+        paths = [entry.path for entry in parts.file_system.list_files(kind)]
         for path in (path for path in paths if path.endswith(".json")):
             fields = json.loads(open_sealed_json(parts.secret, field, parts.records.read(path)))
             text = canonical_json(renamed(fields, kind))

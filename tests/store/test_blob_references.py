@@ -136,7 +136,7 @@ def test_what_an_earlier_larder_has_written_is_read(
 
 @pytest.mark.parametrize("how", ["put", "stays"])
 def test_21_what_is_taken_for_there_is_not_being_deleted(tmp_path: Path, how: str) -> None:
-    there = store_at(tmp_path, patience=CallLimits(seconds=0.3, rest_seconds=0.0))
+    there = store_at(tmp_path, call_limits=CallLimits(seconds=0.3, rest_seconds=0.0))
     tenant, said = there.parts.tenant(WHO), list[bool]()
     data = encode_token_log(IDS, tenant, TALK)
     ref = BlobRef(digest_of(data), len(data))

@@ -145,6 +145,6 @@ def test_a_missing_file_is_no_failure_of_the_disk(tmp_path: object) -> None:
     assert not guard.breaker.is_open
 
 
-def test_patience_is_above_zero() -> None:
-    with pytest.raises(BadParameter, match="patience.seconds must be above 0, got 0"):
+def test_limits_are_above_zero() -> None:
+    with pytest.raises(BadParameter, match="limits.seconds must be above 0, got 0"):
         CallLimits(seconds=0.0)

@@ -81,8 +81,8 @@ def test_6_a_deletion_that_hangs_stops_nobody_else(
     tmp_path: Path, delete: Callable[[Store], None]
 ) -> None:
     disk, patience = hanging(tmp_path), CallLimits(seconds=20.0)
-    here = store_at(tmp_path, disk.place, patience=patience)
-    there = store_at(tmp_path, patience=patience)
+    here = store_at(tmp_path, disk.place, call_limits=patience)
+    there = store_at(tmp_path, call_limits=patience)
     save(here, tuple(range(100, 121)))
     here.sessions.append(WHO, "other", SessionTurn(IDS, b"said"), 0)
     deleting = threading.Thread(target=delete, args=(here,))
@@ -103,12 +103,12 @@ def test_6_a_deletion_that_hangs_stops_nobody_else(
 def deleting(folder: Path, now: list[float]) -> tuple[Hanging, Store, Store]:
     """A blob whose deletion was begun and hangs; who has begun it, and another process."""
     disk = hanging(folder)
-    here = store_at(folder, disk.place, patience=SHORT, clock=lambda: now[0])
+    here = store_at(folder, disk.place, call_limits=SHORT, clock=lambda: now[0])
     tenant, data, _ = log(here)
     with here.parts.blobs.saving(tenant) as saving:
         saving.put(data)  # and it goes, as nothing names it
     assert disk.hangs.is_set() and not disk.landed.is_set()
-    return disk, here, store_at(folder, patience=SHORT, clock=lambda: now[0])
+    return disk, here, store_at(folder, call_limits=SHORT, clock=lambda: now[0])
 
 
 @pytest.mark.extended
@@ -139,7 +139,7 @@ def test_3_a_process_that_was_killed_while_it_deleted_leaves_nothing_for_good(
     tmp_path: Path,
 ) -> None:
     now = [1e9]
-    here, there = (store_at(tmp_path, patience=SHORT, clock=lambda: now[0]) for _ in range(2))
+    here, there = (store_at(tmp_path, call_limits=SHORT, clock=lambda: now[0]) for _ in range(2))
     ref = put(here)
     assert here.parts.blobs.index.mark_deleting(ref.digest, now[0], now[0], now[0])
     assert not stays(there)
@@ -156,7 +156,10 @@ def test_3_a_process_that_was_killed_while_it_deleted_leaves_nothing_for_good(
 
 def test_4_a_blob_that_a_broken_disk_does_not_delete_is_there(tmp_path: Path) -> None:
     place = Faulty(open_file_system(str(tmp_path / "store")), refusing(BROKEN, "remove"))
-    here, there = store_at(tmp_path, place, patience=SHORT), store_at(tmp_path, patience=SHORT)
+    here, there = (
+        store_at(tmp_path, place, call_limits=SHORT),
+        store_at(tmp_path, call_limits=SHORT),
+    )
     ref = put(here)
     here.parts.blobs.index.touch(ref.digest, 0.0)
     with pytest.raises(StoreError, match="disk or server is well"):

@@ -126,7 +126,7 @@ def test_what_is_put_elsewhere_does_not_open(tmp_path: Path) -> None:
     own, theirs = (store.sessions.heads(who)[-1] for who in (WHO, "somebody else"))
     with pytest.raises(Damaged):
         store.parts.blobs.get(own.tokens, theirs.tenant)
-    place = store.parts.place
+    place = store.parts.file_system
     place.replace(theirs.path, place.read(own.path))
     assert store.parts.epochs._beside(theirs.key, theirs.epoch) is None
     [stolen, *_] = blob_files(tmp_path)

@@ -50,7 +50,7 @@ def test_4_a_disk_that_takes_no_more_leaves_what_was(tmp_path: Path, error: int,
                 raise OSError(error, os.strerror(error), path)
 
     place = Faulty(open_file_system(str(tmp_path / "store")), before=fail)
-    store = store_at(tmp_path, place, patience=CallLimits(max_failures=100))
+    store = store_at(tmp_path, place, call_limits=CallLimits(max_failures=100))
     text = tuple(range(50, 70))
     try:
         record = store.sessions.save(WHO, "new", text, snapshot(read(text)))
@@ -67,7 +67,7 @@ def test_4_a_disk_that_takes_no_more_leaves_what_was(tmp_path: Path, error: int,
 def test_4_a_disk_that_cannot_be_read_is_an_error_and_no_answer(tmp_path: Path) -> None:
     save(store_at(tmp_path))
     place = Faulty(open_file_system(str(tmp_path / "store")))
-    store = store_at(tmp_path, place, patience=CallLimits(max_failures=100))
+    store = store_at(tmp_path, place, call_limits=CallLimits(max_failures=100))
     place.before = refusing(BROKEN, "read")
     with pytest.raises(Refused, match="disk or server is well"):
         load(store)
@@ -118,7 +118,7 @@ def test_6_a_disk_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
 
     place = Faulty(open_file_system(str(tmp_path / "store")), before=hang)
     store = store_at(
-        tmp_path, place, patience=CallLimits(seconds=0.3, max_failures=2, rest_seconds=0.3)
+        tmp_path, place, call_limits=CallLimits(seconds=0.3, max_failures=2, rest_seconds=0.3)
     )
     hanging.set()
     with pytest.raises(StoreError, match="did not answer"):
@@ -134,7 +134,7 @@ def test_6_a_disk_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
 @pytest.mark.extended
 def test_6_an_index_that_others_hold_is_left_alone_for_a_while(tmp_path: Path) -> None:
     patience = CallLimits(seconds=0.2, rest_seconds=0.5)
-    store = store_at(tmp_path, patience=patience)
+    store = store_at(tmp_path, call_limits=patience)
     save(store)
     other = sqlite3.connect(tmp_path / "home" / "manifest.sqlite", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")

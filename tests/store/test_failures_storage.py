@@ -180,7 +180,7 @@ def test_3_orphans_of_a_crash_are_swept(tmp_path: Path) -> None:
     save(store)
     kept = set(files(tmp_path))
     store.parts.blobs.files.put(b"nobody refers to this")
-    store.parts.place.replace(f"{TEMPORARY_FOLDER}/1-half", b"half")
+    store.parts.file_system.replace(f"{TEMPORARY_FOLDER}/1-half", b"half")
     assert store.maintenance.sweep(grace_seconds=60.0) == 0
     assert store.maintenance.sweep(grace_seconds=-1.0) == 21 + 4
     assert set(files(tmp_path)) == kept and is_exact(load(store))

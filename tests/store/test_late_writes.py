@@ -19,7 +19,7 @@ PATIENCE = CallLimits(seconds=0.5, max_failures=100)
 @pytest.mark.extended
 def test_6_what_a_record_names_stays_though_it_comes_about_late(tmp_path: Path) -> None:
     disk = Hanging(tmp_path, "create", "sessions/")
-    store = store_at(tmp_path, disk.place, patience=PATIENCE)
+    store = store_at(tmp_path, disk.place, call_limits=PATIENCE)
     one = store.sessions.append(WHO, TALK, SessionTurn(IDS, b"one"), 0)
     disk.armed.set()
     with pytest.raises(StoreSlow):
@@ -36,7 +36,7 @@ def test_6_what_a_record_names_stays_though_it_comes_about_late(tmp_path: Path) 
 @pytest.mark.extended
 def test_6_a_cache_that_is_attached_late_is_whole(tmp_path: Path) -> None:
     disk = Hanging(tmp_path, "create", "sessions/")
-    store = store_at(tmp_path, disk.place, patience=PATIENCE)
+    store = store_at(tmp_path, disk.place, call_limits=PATIENCE)
     one = store.sessions.append(WHO, TALK, SessionTurn(IDS, b"one"), 0)
     disk.armed.set()
     told = snapshot(read(IDS))
@@ -53,7 +53,7 @@ def test_6_what_a_record_names_goes_at_a_sweep_where_it_never_came_about(tmp_pat
             raise OSError("The disk is not well.")
 
     inner = open_file_system(str(tmp_path / "store"))
-    store = store_at(tmp_path, Faulty(inner, before=fails), patience=PATIENCE)
+    store = store_at(tmp_path, Faulty(inner, before=fails), call_limits=PATIENCE)
     with pytest.raises(StoreError):
         store.sessions.append(WHO, TALK, SessionTurn(IDS, b"one"), 0)
     assert list((tmp_path / "store" / "blobs").rglob("*.safetensors"))

@@ -82,11 +82,11 @@ class StoredVariants:
         self, spec: ModelSpec, key: ChunkKey
     ) -> list[tuple[list[SequenceCache], dict[str, Any]]]:
         """Caches and fields of the items of a list, as far as they can be restored."""
-        asking = CacheRequirements(self.identity, str(key[0]), spec.on_host)
+        requirements = CacheRequirements(self.identity, str(key[0]), spec.on_host)
         found = list[tuple[list[SequenceCache], dict[str, Any]]]()
         for name in self._names(key):
             try:
-                loaded = self.store.sessions.load(self.principal, name, asking)
+                loaded = self.store.sessions.load(self.principal, name, requirements)
             except LarderError:
                 continue  # counted by the store
             if loaded is not None and loaded.cache is not None:

@@ -48,7 +48,7 @@ class StoreComponents:
         secret: 32 bytes, the same on all machines that share the store; None for that of `home`.
         key: encryption key, as `read_key` returns it; None for no encryption.
         budgets: bytes of each tier.
-        patience: limits of calls to the disk.
+        call_limits: of calls to the disk.
         written_bytes: daily limit of bytes written to the disk; None for no limit.
         kept_epochs: number of states that are retained per session, 1 or more.
         eviction: eviction policy of a full disk.
@@ -70,7 +70,7 @@ class StoreComponents:
         secret: bytes | None = None,
         key: bytes | None = None,
         budgets: ByteBudgets = ByteBudgets(),  # noqa: B008, frozen
-        patience: CallLimits = CallLimits(),  # noqa: B008, frozen
+        call_limits: CallLimits = CallLimits(),  # noqa: B008, frozen
         written_bytes: int | None = None,
         kept_epochs: int = KEPT_EPOCHS,
         eviction: EvictionPolicy = Lru(),  # noqa: B008, frozen
@@ -78,15 +78,16 @@ class StoreComponents:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._models = tuple(models)
-        self.place = CountingFileSystem(open_file_system(url) if isinstance(url, str) else url)
+        opened = open_file_system(url) if isinstance(url, str) else url
+        self.file_system = CountingFileSystem(opened)
         self.refusals, self.unwritten = FailureCounter(), FailureCounter()
         self.throughput, self.ledger = ThroughputEstimates(), ByteLedger(budgets)
         self.clock, self.kept_epochs = clock, kept_epochs
         self.secret = store_secret(home) if secret is None else secret
-        self.executor = DeadlineExecutor("disk", patience)
-        self.encryption = open_encryption(self.place, self.executor, key)
-        self.records = EncryptedFileSystem(self.place, self.encryption)
-        self._patience = _index_limits(patience)
+        self.executor = DeadlineExecutor("disk", call_limits)
+        self.encryption = open_encryption(self.file_system, self.executor, key)
+        self.records = EncryptedFileSystem(self.file_system, self.encryption)
+        self._call_limits = _index_limits(call_limits)
         self.manifest = self._index(home)
         self.epochs = SessionEpochs(
             self.records, self.executor, self.manifest, self.secret, self._damaged
@@ -128,9 +129,9 @@ class StoreComponents:
     def _new_blobs(self, written_bytes: int | None) -> TenantBlobs:
         """Blobs of all tenants, under a daily limit."""
         return TenantBlobs(
-            BlobStore(self.place, self.executor, self.clock),
+            BlobStore(self.file_system, self.executor, self.clock),
             self.encryption,
-            self.place,
+            self.file_system,
             self.executor,
             self.manifest,
             self.ledger,
@@ -139,7 +140,7 @@ class StoreComponents:
 
     def _index(self, home: Path) -> Manifest:
         """Index of this store; other stores known to `home` have their own."""
-        number = _store_number(self.place.url, home)
+        number = _store_number(self.file_system.url, home)
         manifest = self._manifest(home / MANIFEST_FILE)
         with manifest.reading() as rows:
             [(owner,)] = rows(OWNER_PRAGMA)
@@ -160,7 +161,7 @@ class StoreComponents:
             return self._open_manifest(path)
 
     def _open_manifest(self, path: Path) -> Manifest:
-        return Manifest(path, self.secret, self.clock, self.encryption, self._patience)
+        return Manifest(path, self.secret, self.clock, self.encryption, self._call_limits)
 
     def _catch_up(self) -> None:
         """Index the records beside the blobs, as far as the disk returns them in time."""
@@ -176,10 +177,11 @@ class StoreComponents:
         self.refusals.note("manifest", message)
 
 
-def _index_limits(patience: CallLimits) -> CallLimits:
+def _index_limits(call_limits: CallLimits) -> CallLimits:
     """Limits of calls to the index, which wait for its lock at most."""
-    seconds, rest = (min(own, BUSY_SECONDS) for own in (patience.seconds, patience.rest_seconds))
-    return CallLimits(seconds, max_failures=1, rest_seconds=rest)
+    seconds = min(call_limits.seconds, BUSY_SECONDS)
+    rest_seconds = min(call_limits.rest_seconds, BUSY_SECONDS)
+    return CallLimits(seconds, max_failures=1, rest_seconds=rest_seconds)
 
 
 def _store_number(url: str, home: Path) -> int:

@@ -242,37 +242,40 @@ CHECK_PLAINTEXT = b"larder store"
 CHECK_TENANT = "nobody"  # owner of the check, in place of a tenant id
 
 
-def open_encryption(place: FileSystem, guard: DeadlineExecutor, key: bytes | None) -> Encryption:
+def open_encryption(
+    file_system: FileSystem, executor: DeadlineExecutor, key: bytes | None
+) -> Encryption:
     """Open the encryption of a store; an empty store is initialized with the key, or without one.
 
     Raises:
         StoreError: it was created with another key, with a key and none is given, or without one.
     """
     try:
-        found = guard.call(place.read, KEY_PATH)
+        found = executor.call(file_system.read, KEY_PATH)
     except FileNotFoundError:
-        return NoEncryption() if key is None else _create_key_file(place, guard, key)
+        return NoEncryption() if key is None else _create_key_file(file_system, executor, key)
     if key is None:
         raise StoreError(
-            f"The store at {place.url} is under a key: give --key-file FILE, or use another store."
+            f"The store at {file_system.url} is under a key: give --key-file FILE, or use another "
+            "store."
         )
-    return _verify_key(found, key, place.url)
+    return _verify_key(found, key, file_system.url)
 
 
-def _create_key_file(place: FileSystem, guard: DeadlineExecutor, key: bytes) -> Encryption:
-    if guard.call(_is_in_use, place):
+def _create_key_file(file_system: FileSystem, executor: DeadlineExecutor, key: bytes) -> Encryption:
+    if executor.call(_is_in_use, file_system):
         raise StoreError(
-            f"The store at {place.url} was begun without a key: leave --key-file out, or take "
-            "another store and carry sessions over by 'larder cache export' and 'import'."
+            f"The store at {file_system.url} was begun without a key: leave --key-file out, or "
+            "take another store and carry sessions over by 'larder cache export' and 'import'."
         )
     salt = secrets.token_bytes(KEY_BYTES)
     encryption = AesGcmEncryption(key, salt)
     check = encryption.closed(CHECK_TENANT, CHECK_PLAINTEXT, KEY_PATH)
     fields = {"version": KEY_FILE_VERSION, "salt": salt.hex(), "check": check.hex()}
     try:
-        guard.call(place.create, KEY_PATH, canonical_json(fields).encode())
+        executor.call(file_system.create, KEY_PATH, canonical_json(fields).encode())
     except FileExistsError:  # another process has created it meanwhile
-        return _verify_key(guard.call(place.read, KEY_PATH), key, place.url)
+        return _verify_key(executor.call(file_system.read, KEY_PATH), key, file_system.url)
     return encryption
 
 
@@ -300,5 +303,5 @@ def _verify_key(stored: bytes, key: bytes, url: str) -> Encryption:
     return encryption
 
 
-def _is_in_use(place: FileSystem) -> bool:
-    return any(True for folder in RECORD_FOLDERS for _ in place.list_files(folder))
+def _is_in_use(file_system: FileSystem) -> bool:
+    return any(True for folder in RECORD_FOLDERS for _ in file_system.list_files(folder))

@@ -104,7 +104,7 @@ class StoreMaintenance:
             if record.removed and record.made <= before:
                 parts.epochs.forget(record)
         for path in parts.executor.call(self._quarantined, before):
-            parts.executor.call(parts.place.remove, path)
+            parts.executor.call(parts.file_system.remove, path)
         return parts.blobs.sweep(live, grace_seconds)
 
     def note_branches(self) -> None:
@@ -170,7 +170,9 @@ class StoreMaintenance:
 
     def _quarantined(self, before: float) -> list[str]:
         return [
-            e.path for e in self._parts.place.list_files(QUARANTINE_FOLDER) if e.modified <= before
+            e.path
+            for e in self._parts.file_system.list_files(QUARANTINE_FOLDER)
+            if e.modified <= before
         ]
 
 

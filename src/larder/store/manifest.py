@@ -29,6 +29,8 @@ from larder.store.sqlite import (
 )
 
 LOG_BYTES = 320 * 1024  # largest size of the write-ahead log, checkpoints included
+# Of waits for the lock of the file.
+DEFAULT_LIMITS = CallLimits(BUSY_SECONDS, max_failures=1, rest_seconds=BUSY_SECONDS)
 MANIFEST_CONTEXT = "manifest"  # in place of a path, for the encryption of records
 
 
@@ -48,17 +50,17 @@ class Manifest:
         secret: bytes,
         clock: Callable[[], float] = time.time,
         encryption: Encryption = NoEncryption(),  # noqa: B008, without state
-        patience: CallLimits = CallLimits(BUSY_SECONDS, max_failures=1, rest_seconds=BUSY_SECONDS),  # noqa: B008
+        call_limits: CallLimits = DEFAULT_LIMITS,
     ) -> None:
-        self.path, self.clock, self._patience = path, clock, patience
-        self._breaker = CircuitBreaker(patience)
+        self.path, self.clock, self._call_limits = path, clock, call_limits
+        self._breaker = CircuitBreaker(call_limits)
         self._secret, self._encryption = secret, encryption
         self._lock = threading.RLock()
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         make_private(path)
         with translate_errors(path):
             self._database = sqlite3.connect(
-                path, timeout=patience.seconds, isolation_level=None, check_same_thread=False
+                path, timeout=call_limits.seconds, isolation_level=None, check_same_thread=False
             )
             try:
                 prepare_schema(self._database, path)
@@ -261,11 +263,11 @@ class Manifest:
         """
         if self._breaker.is_open:
             raise StoreSlow(f"{self.path} was locked too long and is not retried for a while.")
-        if not self._lock.acquire(timeout=self._patience.seconds):
+        if not self._lock.acquire(timeout=self._call_limits.seconds):
             self._breaker.failed()
-            raise StoreSlow(f"{self.path} was locked for {self._patience.seconds:g} s.")
+            raise StoreSlow(f"{self.path} was locked for {self._call_limits.seconds:g} s.")
         try:
-            with translate_errors(self.path, self._patience.seconds):
+            with translate_errors(self.path, self._call_limits.seconds):
                 yield
             self._breaker.record_success()
         except StoreSlow:

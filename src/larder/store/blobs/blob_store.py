@@ -38,15 +38,18 @@ class BlobStore:
     """Content-addressed blobs on a file system. Safe from threads and processes.
 
     Args:
-        place: their file system.
-        guard: executor of calls to it.
+        file_system: of the blobs.
+        executor: of calls to it.
         clock: seconds since 1970.
     """
 
     def __init__(
-        self, place: FileSystem, guard: DeadlineExecutor, clock: Callable[[], float] = time.time
+        self,
+        file_system: FileSystem,
+        executor: DeadlineExecutor,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        self.place, self._guard, self._clock = place, guard, clock
+        self.file_system, self._executor, self._clock = file_system, executor, clock
 
     def put(self, data: bytes, ended: Callable[[], None] = no_op) -> BlobRef:
         """Write bytes under their digest; existing blobs are not written again.
@@ -59,7 +62,7 @@ class BlobStore:
             StoreSlow: it took too long; the blob may appear later.
         """
         ref = BlobRef(digest_of(data), len(data))
-        self._guard.call(self._put, blob_path(ref.digest), data, ended=ended)
+        self._executor.call(self._put, blob_path(ref.digest), data, ended=ended)
         return ref
 
     def get(self, ref: BlobRef) -> bytes:
@@ -72,7 +75,7 @@ class BlobStore:
         """
         path = blob_path(ref.digest)
         try:
-            data = self._guard.call(self.place.read, path)
+            data = self._executor.call(self.file_system.read, path)
         except FileNotFoundError as error:
             raise Damaged(
                 f"Blob {ref.digest[:12]} is missing: its content must be computed again."
@@ -91,7 +94,7 @@ class BlobStore:
 
     def size(self, digest: str) -> int | None:
         """Bytes of the file under a digest; None if there is none."""
-        return self._guard.call(self.place.size, blob_path(digest))
+        return self._executor.call(self.file_system.size, blob_path(digest))
 
     def delete(self, digest: str, ended: Callable[[], None] = no_op) -> tuple[int, bool]:
         """Remove a blob; return its bytes, and True if a quarantined copy exists instead.
@@ -103,11 +106,11 @@ class BlobStore:
             StoreSlow: it took too long; the blob may go later.
             StoreError: the disk fails.
         """
-        return self._guard.call(self._remove, blob_path(digest), ended=ended)
+        return self._executor.call(self._remove, blob_path(digest), ended=ended)
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every blob by digest."""
-        entries = self._guard.call(self._listed, BLOBS_FOLDER)
+        entries = self._executor.call(self._listed, BLOBS_FOLDER)
         return {digest: entry.bytes for entry in entries if (digest := digest_in_path(entry.path))}
 
     def sweep(
@@ -125,37 +128,37 @@ class BlobStore:
                 directly.
         """
         keep, before, freed = frozenset(live), self._clock() - grace_seconds, 0
-        for entry in self._guard.call(self._listed, BLOBS_FOLDER, TEMPORARY_FOLDER):
+        for entry in self._executor.call(self._listed, BLOBS_FOLDER, TEMPORARY_FOLDER):
             digest = digest_in_path(entry.path)
             if digest in keep or entry.modified > before:
                 continue
             if digest and delete is not None:
                 freed += delete(BlobRef(digest, entry.bytes))
             else:
-                self._guard.call(self.place.remove, entry.path)
+                self._executor.call(self.file_system.remove, entry.path)
                 freed += entry.bytes
         return freed
 
     def _put(self, path: str, data: bytes) -> None:
-        if self.place.size(path) == len(data):
-            self.place.touch(path, data)  # so that a sweep leaves it until it is referred to
+        if self.file_system.size(path) == len(data):
+            self.file_system.touch(path, data)  # so that a sweep leaves it until it is referred to
         else:
-            self.place.replace(path, data)
+            self.file_system.replace(path, data)
 
     def _remove(self, path: str) -> tuple[int, bool]:
-        there = self.place.size(path)
+        there = self.file_system.size(path)
         if there is None:
             aside = f"{QUARANTINE_FOLDER}/{path.rpartition('/')[2]}"
-            return 0, self.place.size(aside) is not None
-        self.place.remove(path)
+            return 0, self.file_system.size(aside) is not None
+        self.file_system.remove(path)
         return there, False
 
     def _listed(self, *folders: str) -> list[FileInfo]:
-        return [entry for folder in folders for entry in self.place.list_files(folder)]
+        return [entry for folder in folders for entry in self.file_system.list_files(folder)]
 
     def _set_aside(self, path: str) -> None:
         try:
-            self._guard.call(self.place.set_aside, path)
+            self._executor.call(self.file_system.set_aside, path)
         except StoreError:
             return  # a disk that cannot be written: the next read finds the damage again
 

@@ -41,16 +41,16 @@ class TenantBlobs:
         self,
         files: BlobStore,
         encryption: Encryption,
-        place: CountingFileSystem,
-        guard: DeadlineExecutor,
+        file_system: CountingFileSystem,
+        executor: DeadlineExecutor,
         manifest: Manifest,
         ledger: ByteLedger,
         written_bytes: int | None = None,
     ) -> None:
         self.files, self.ledger, self.index = files, ledger, BlobIndex(manifest)
         self._encryption, self._clock = encryption, manifest.clock
-        self._usage = DiskUsage(place, guard, manifest, self.index, ledger)
-        wait_seconds = min(guard.limits.seconds, BUSY_SECONDS)
+        self._usage = DiskUsage(file_system, executor, manifest, self.index, ledger)
+        wait_seconds = min(executor.limits.seconds, BUSY_SECONDS)
         self._deletions = PendingDeletions(files, self.index, manifest.clock, wait_seconds)
         self.make_room: Callable[[str, int], None] = lambda tenant, count: None
         # Deletes what nothing refers to at the end of a save; of several parts of the store.
@@ -328,13 +328,13 @@ class DiskUsage:
 
     def __init__(
         self,
-        place: CountingFileSystem,
-        guard: DeadlineExecutor,
+        file_system: CountingFileSystem,
+        executor: DeadlineExecutor,
         manifest: Manifest,
         index: BlobIndex,
         ledger: ByteLedger,
     ) -> None:
-        self._place, self._guard, self._manifest = place, guard, manifest
+        self._file_system, self._executor, self._manifest = file_system, executor, manifest
         self._index, self._ledger = index, ledger
         self._lock = threading.RLock()
         self._blob_bytes: Counter[str] = Counter()  # as charged to the ledger, by tenant
@@ -350,7 +350,7 @@ class DiskUsage:
     def charge_metadata(self) -> None:
         """Charge growth of the index and records."""
         with self._lock:
-            self._metadata_bytes = self._manifest.nbytes + self._place.metadata_bytes
+            self._metadata_bytes = self._manifest.nbytes + self._file_system.metadata_bytes
             self._charge(self._blob_bytes)
 
     def add_blob(self, ref: BlobRef, reservation: Reservation, now: float) -> None:
@@ -392,8 +392,8 @@ class DiskUsage:
             before: as in `BlobIndex.prune`.
         """
         with self._lock:
-            counted = self._place.metadata_bytes  # what comes meanwhile may count twice
-            files = self._guard.call(self._all_files)
+            counted = self._file_system.metadata_bytes  # what comes meanwhile may count twice
+            files = self._executor.call(self._all_files)
             blobs = {digest: file.bytes for file in files if (digest := digest_in_path(file.path))}
             self._index.prune({*blobs, *pending}, before)
             registered = self._index.digests()
@@ -420,4 +420,4 @@ class DiskUsage:
         self._ledger.set(Tier.DISK, {**self._blob_bytes, NO_TENANT: others})
 
     def _all_files(self) -> list[FileInfo]:
-        return list(self._place.list_files(""))
+        return list(self._file_system.list_files(""))

@@ -54,14 +54,14 @@ class CallLimits:
 
     def __post_init__(self) -> None:
         for name in ("seconds", "calls", "max_failures"):
-            require(getattr(self, name) > 0, f"patience.{name}", "above 0", getattr(self, name))
+            require(getattr(self, name) > 0, f"limits.{name}", "above 0", getattr(self, name))
 
 
 class CircuitBreaker:
     """Circuit breaker that opens after consecutive failures. Safe from threads."""
 
-    def __init__(self, patience: CallLimits, clock: Callable[[], float] = time.monotonic) -> None:
-        self._patience, self._clock = patience, clock
+    def __init__(self, limits: CallLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits, self._clock = limits, clock
         self._lock = threading.Lock()
         self._failures = 0
         self._rests_until = 0.0
@@ -70,12 +70,12 @@ class CircuitBreaker:
     def is_open(self) -> bool:
         """True if calls are refused; the first call after the rest is let through as a trial."""
         with self._lock:
-            if self._failures < self._patience.max_failures:
+            if self._failures < self._limits.max_failures:
                 return False
             now = self._clock()
             if now < self._rests_until:
                 return True
-            self._rests_until = now + self._patience.rest_seconds  # one trial call
+            self._rests_until = now + self._limits.rest_seconds  # one trial call
             return False
 
     def record_success(self) -> None:
@@ -87,7 +87,7 @@ class CircuitBreaker:
         """Record a call that timed out or failed with a disk error."""
         with self._lock:
             self._failures += 1
-            self._rests_until = self._clock() + self._patience.rest_seconds
+            self._rests_until = self._clock() + self._limits.rest_seconds
 
 
 class DaemonThreads:
@@ -142,12 +142,12 @@ class DeadlineExecutor:
     def __init__(
         self,
         tier: str,
-        patience: CallLimits = CallLimits(),  # noqa: B008, frozen
+        limits: CallLimits = CallLimits(),  # noqa: B008, frozen
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.tier, self.limits = tier, patience
-        self.breaker = CircuitBreaker(patience, clock)
-        self._room = threading.Semaphore(patience.calls)
+        self.tier, self.limits = tier, limits
+        self.breaker = CircuitBreaker(limits, clock)
+        self._room = threading.Semaphore(limits.calls)
         self._lock = threading.Lock()
         self._calls, self._threads = set[Future[Any]](), DaemonThreads()
         self._is_stopped = False

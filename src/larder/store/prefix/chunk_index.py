@@ -48,20 +48,20 @@ class ChunkIndex:
     """Prefix chunks of all tenants. Safe from threads and processes.
 
     Args:
-        place: file system of the chunk records, for other machines and index rebuilds.
+        file_system: of the chunk records, for other machines and index rebuilds.
         sealing: encryption of tokens and their digests in the index.
     """
 
     def __init__(
         self,
-        place: FileSystem,
-        guard: DeadlineExecutor,
+        file_system: FileSystem,
+        executor: DeadlineExecutor,
         manifest: Manifest,
         secret: bytes,
         sealing: Encryption = NoEncryption(),  # noqa: B008, without state
     ) -> None:
         self._manifest, self._sealing = manifest, sealing
-        self._records = ChunkRecords(place, guard, secret)
+        self._records = ChunkRecords(file_system, executor, secret)
         self._adding = _ConcurrentKeys()
 
     def match_prefix(self, tenant: str, identity: str, ids: Sequence[int]) -> list[ChunkMatch]:

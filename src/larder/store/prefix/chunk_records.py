@@ -69,17 +69,17 @@ class ChunkRecords:
     """Chunk records on the file system. Safe from threads and processes.
 
     Args:
-        place: file system of the records.
+        file_system: of the records.
     """
 
-    def __init__(self, place: FileSystem, guard: DeadlineExecutor, secret: bytes) -> None:
-        self._place, self._guard, self._secret = place, guard, secret
+    def __init__(self, file_system: FileSystem, executor: DeadlineExecutor, secret: bytes) -> None:
+        self._files, self._executor, self._secret = file_system, executor, secret
 
     def write(self, tenant: str, key: str, fields: dict[str, Any]) -> bool:
         """Write a chunk record; True if none of its key existed."""
         path = chunk_record_path(tenant, key)
         try:
-            self._guard.call(self._place.create, path, self._sealed(fields))
+            self._executor.call(self._files.create, path, self._sealed(fields))
         except FileExistsError:
             return False
         return True
@@ -90,7 +90,7 @@ class ChunkRecords:
 
     def all(self) -> Iterator[dict[str, Any]]:
         """All intact chunk records."""
-        for path in self._guard.call(self._paths, CHUNKS_FOLDER):
+        for path in self._executor.call(self._paths, CHUNKS_FOLDER):
             if (fields := self._read(path)) is not None:
                 yield fields
 
@@ -98,40 +98,40 @@ class ChunkRecords:
         """Replace records of earlier versions by those of the present one, each at once; return
         their number. Others are ignored: their tokens are prefilled again."""
         count = 0
-        for path in self._guard.call(self._paths, CHUNKS_FOLDER):
+        for path in self._executor.call(self._paths, CHUNKS_FOLDER):
             fields = self._open(path)
             if fields is not None and CHUNK_FORM.can_upgrade(fields.get("schema")):
                 upgraded = CHUNK_FORM.upgraded(fields, fields["schema"])
-                self._guard.call(self._place.replace, path, self._sealed(upgraded))
+                self._executor.call(self._files.replace, path, self._sealed(upgraded))
                 count += 1
         return count
 
     def share(self, tenant: str, key: str) -> None:
         """Mark a chunk as used by a machine other than its writer."""
         with suppress(FileExistsError):
-            self._guard.call(
-                self._place.create, chunk_record_path(tenant, key, SHARED_SUFFIX), b"{}"
+            self._executor.call(
+                self._files.create, chunk_record_path(tenant, key, SHARED_SUFFIX), b"{}"
             )
 
     def is_shared(self, tenant: str, key: str) -> bool:
         """True if a chunk is marked as shared."""
         return (
-            self._guard.call(self._place.size, chunk_record_path(tenant, key, SHARED_SUFFIX))
+            self._executor.call(self._files.size, chunk_record_path(tenant, key, SHARED_SUFFIX))
             is not None
         )
 
     def keep(self, tenant: str, key: str) -> None:
         """Mark a chunk as retained without a session."""
         with suppress(FileExistsError):
-            self._guard.call(self._place.create, _kept_marker_path(tenant, key), b"{}")
+            self._executor.call(self._files.create, _kept_marker_path(tenant, key), b"{}")
 
     def is_kept(self, tenant: str, key: str) -> bool:
         """True if a chunk is marked as retained."""
-        return self._guard.call(self._place.size, _kept_marker_path(tenant, key)) is not None
+        return self._executor.call(self._files.size, _kept_marker_path(tenant, key)) is not None
 
     def kept(self) -> set[tuple[str, str]]:
         """Tenant and key of every retained chunk."""
-        words = (path.split("/") for path in self._guard.call(self._paths, KEPT_FOLDER))
+        words = (path.split("/") for path in self._executor.call(self._paths, KEPT_FOLDER))
         return {
             (each[1], each[2].removesuffix(f".{RECORD_SUFFIX}")) for each in words if len(each) == 3
         }
@@ -144,7 +144,7 @@ class ChunkRecords:
                 chunk_record_path(tenant, key),
                 chunk_record_path(tenant, key, SHARED_SUFFIX),
             ):
-                self._guard.call(self._place.remove, path)
+                self._executor.call(self._files.remove, path)
 
     def _read(self, path: str) -> dict[str, Any] | None:
         fields = self._open(path)
@@ -153,7 +153,7 @@ class ChunkRecords:
     def _open(self, path: str) -> dict[str, Any] | None:
         """Fields of a record of any version; None if it is missing or damaged."""
         try:
-            data = self._guard.call(self._place.read, path)
+            data = self._executor.call(self._files.read, path)
             return parse_json(open_sealed_json(self._secret, "chunk", data))
         except (FileNotFoundError, Damaged):
             return None
@@ -163,7 +163,7 @@ class ChunkRecords:
         return sealed_json(self._secret, "chunk", text)
 
     def _paths(self, folder: str) -> list[str]:
-        found = (entry.path for entry in self._place.list_files(folder))
+        found = (entry.path for entry in self._files.list_files(folder))
         return [path for path in found if path.endswith(f".{RECORD_SUFFIX}")]
 
 

@@ -44,13 +44,13 @@ class SessionEpochs:
 
     def __init__(
         self,
-        place: FileSystem,
-        guard: DeadlineExecutor,
+        file_system: FileSystem,
+        executor: DeadlineExecutor,
         manifest: Manifest,
         secret: bytes,
         damaged: Callable[[str], None],
     ) -> None:
-        self._place, self._guard, self.manifest = place, guard, manifest
+        self._files, self._executor, self.manifest = file_system, executor, manifest
         self._secret, self._damaged = secret, damaged
 
     def head(self, key: SessionKey) -> Record | None:
@@ -80,7 +80,7 @@ class SessionEpochs:
                 return record
             if epoch in written and epoch not in self.written(key):
                 return self.newest(key)  # pruned meanwhile, after a newer state
-            self._guard.call(self._place.set_aside, key.record_path(epoch))
+            self._executor.call(self._files.set_aside, key.record_path(epoch))
         if there:
             raise Damaged(
                 "Every record of the session is damaged: remove it, and begin it again from its "
@@ -94,7 +94,7 @@ class SessionEpochs:
 
     def written(self, key: SessionKey) -> list[int]:
         """Epochs that have a record beside the blobs."""
-        return self._guard.call(self._listed, key.folder)
+        return self._executor.call(self._listed, key.folder)
 
     def commit(self, record: Record, expected: int, is_new: bool = False) -> None:
         """Commit a record, whose epoch is the next one, as the head.
@@ -193,7 +193,7 @@ class SessionEpochs:
         self.manifest.forget_session(record.key)
         for epoch in self.written(record.key):  # earlier ones that appeared late, too
             if epoch <= record.epoch:
-                self._guard.call(self._place.remove, record.key.record_path(epoch))
+                self._executor.call(self._files.remove, record.key.record_path(epoch))
 
     def indexed_heads(self, tenant: str) -> list[Record]:
         """Newest state of each session of a tenant, most recently used first."""
@@ -213,7 +213,7 @@ class SessionEpochs:
         what other machines have written meanwhile.
         """
         known, there = self.manifest.heads(), set[SessionKey]()
-        for path in self._guard.call(self._paths):
+        for path in self._executor.call(self._paths):
             if (parsed := _parse_record_path(path)) is None:
                 continue
             key, epoch = parsed
@@ -228,7 +228,7 @@ class SessionEpochs:
         """Every intact record beside the blobs, and why those of other versions are refused, by
         path."""
         records, refused = list[Record](), dict[str, str]()
-        for path in self._guard.call(self._paths):
+        for path in self._executor.call(self._paths):
             parsed = _parse_record_path(path)
             try:
                 record = None if parsed is None else self._beside(parsed[0], parsed[1])
@@ -247,10 +247,10 @@ class SessionEpochs:
             their number, and why others are refused, by path.
         """
         count, refused = 0, dict[str, str]()
-        for path in self._guard.call(self._paths):
+        for path in self._executor.call(self._paths):
             parsed = _parse_record_path(path)
             try:
-                data = self._guard.call(self._place.read, path)
+                data = self._executor.call(self._files.read, path)
                 record = upgraded_record(data, self._secret)
             except (FileNotFoundError, Damaged):  # set aside when the session is read
                 continue
@@ -259,7 +259,7 @@ class SessionEpochs:
                 continue
             if record is None or (record.key, record.epoch) != parsed:
                 continue
-            self._guard.call(self._place.replace, path, encode_record(record, self._secret))
+            self._executor.call(self._files.replace, path, encode_record(record, self._secret))
             self.manifest.adopt(record)
             count += 1
         return count, refused
@@ -267,7 +267,9 @@ class SessionEpochs:
     def _create(self, record: Record) -> None:
         """Create the record of an epoch. Raises: Superseded: it exists."""
         try:
-            self._guard.call(self._place.create, record.path, encode_record(record, self._secret))
+            self._executor.call(
+                self._files.create, record.path, encode_record(record, self._secret)
+            )
         except FileExistsError as error:
             with suppress(Damaged):  # its blobs may be the ones evicted now
                 self.newest(record.key)
@@ -275,27 +277,27 @@ class SessionEpochs:
 
     def _forgotten(self, tenant: str) -> int:
         """Highest epoch of a tenant's forgotten sessions; 0 if there are none."""
-        return max(self._guard.call(self._numbers, f"{FORGOTTEN_FOLDER}/{tenant}"), default=0)
+        return max(self._executor.call(self._numbers, f"{FORGOTTEN_FOLDER}/{tenant}"), default=0)
 
     def _note_forgotten(self, tenant: str, epoch: int) -> None:
         folder = f"{FORGOTTEN_FOLDER}/{tenant}"
-        noted = self._guard.call(self._numbers, folder)
+        noted = self._executor.call(self._numbers, folder)
         if epoch <= max(noted, default=0):
             return
         with suppress(FileExistsError):
-            self._guard.call(self._place.create, f"{folder}/{epoch}.json", b"{}")
+            self._executor.call(self._files.create, f"{folder}/{epoch}.json", b"{}")
         for each in noted:
-            self._guard.call(self._place.remove, f"{folder}/{each}.json")
+            self._executor.call(self._files.remove, f"{folder}/{each}.json")
 
     def _numbers(self, folder: str) -> list[int]:
-        names = (entry.path.rpartition("/")[2] for entry in self._place.list_files(folder))
+        names = (entry.path.rpartition("/")[2] for entry in self._files.list_files(folder))
         words = (name.removesuffix(".json") for name in names)
         return [int(word) for word in words if word.isascii() and word.isdecimal()]
 
     def _drop(self, key: SessionKey, epochs: list[int]) -> None:
         self.manifest.forget(key, epochs)
         for epoch in epochs:
-            self._guard.call(self._place.remove, key.record_path(epoch))
+            self._executor.call(self._files.remove, key.record_path(epoch))
 
     def _adopt(self, key: SessionKey, epochs: Iterable[int]) -> None:
         """Index states of another machine, so that their blobs stay referenced."""
@@ -321,7 +323,7 @@ class SessionEpochs:
 
     def _beside(self, key: SessionKey, epoch: int) -> Record | None:
         try:
-            data = self._guard.call(self._place.read, key.record_path(epoch))
+            data = self._executor.call(self._files.read, key.record_path(epoch))
             record = decode_record(data, self._secret)
         except FileNotFoundError:
             return None
@@ -334,11 +336,11 @@ class SessionEpochs:
         return record
 
     def _listed(self, folder: str) -> list[int]:
-        parsed = [_parse_record_path(entry.path) for entry in self._place.list_files(folder)]
+        parsed = [_parse_record_path(entry.path) for entry in self._files.list_files(folder)]
         return sorted(each[1] for each in parsed if each)
 
     def _paths(self) -> list[str]:
-        return [entry.path for entry in self._place.list_files(SESSIONS_FOLDER)]
+        return [entry.path for entry in self._files.list_files(SESSIONS_FOLDER)]
 
 
 def _parse_record_path(path: str) -> tuple[SessionKey, int] | None:
@@ -361,11 +363,11 @@ class BranchNotes:
     """Notes that name the branches of each session. Safe from threads and processes.
 
     Args:
-        place: file system of the notes.
+        file_system: of the notes.
     """
 
-    def __init__(self, place: FileSystem, guard: DeadlineExecutor, secret: bytes) -> None:
-        self._place, self._guard, self._secret = place, guard, secret
+    def __init__(self, file_system: FileSystem, executor: DeadlineExecutor, secret: bytes) -> None:
+        self._files, self._executor, self._secret = file_system, executor, secret
 
     def note(self, record: Record) -> None:
         """Write the note of a session if it is a branch."""
@@ -374,11 +376,14 @@ class BranchNotes:
             return
         data = sealed_json(self._secret, "name", record.name, path)
         with suppress(FileExistsError):
-            self._guard.call(self._place.create, path, data)
+            self._executor.call(self._files.create, path, data)
 
     def note_all(self, records: Iterable[Record]) -> None:
         """Write the notes of many branches, most of which exist."""
-        noted = {None, *(entry.path for entry in self._guard.call(self._listed, BRANCHES_FOLDER))}
+        noted = {
+            None,
+            *(entry.path for entry in self._executor.call(self._listed, BRANCHES_FOLDER)),
+        }
         for record in records:
             if _branch_path(record) not in noted:
                 self.note(record)
@@ -387,7 +392,7 @@ class BranchNotes:
         """Delete the note of a session."""
         path = _branch_path(record)
         if path is not None:
-            self._guard.call(self._place.remove, path)
+            self._executor.call(self._files.remove, path)
 
     def of(self, tenant: str, root: str) -> list[str]:
         """Names of the branches of a session, oldest note first.
@@ -395,7 +400,7 @@ class BranchNotes:
         Some sessions may never have been written; damaged notes are skipped.
         """
         folder = f"{BRANCHES_FOLDER}/{tenant}/{SessionKey.named(tenant, root).session}"
-        found = sorted(self._guard.call(self._listed, folder), key=lambda each: each.modified)
+        found = sorted(self._executor.call(self._listed, folder), key=lambda each: each.modified)
         names = (self._read(entry.path) for entry in found)
         return [name for name in names if name]
 
@@ -406,23 +411,23 @@ class BranchNotes:
             existing: all sessions with a record.
             before: seconds since 1970; sessions of later notes may be about to be written.
         """
-        for entry in self._guard.call(self._listed, BRANCHES_FOLDER):
+        for entry in self._executor.call(self._listed, BRANCHES_FOLDER):
             words = entry.path.split("/")
             if len(words) != 4 or not words[3].endswith(".json"):
                 continue  # no note
             key = SessionKey(words[1], words[3].removesuffix(".json"))
             if entry.modified <= before and key not in existing:
-                self._guard.call(self._place.remove, entry.path)
+                self._executor.call(self._files.remove, entry.path)
 
     def _read(self, path: str) -> str:
         try:
-            data = self._guard.call(self._place.read, path)
+            data = self._executor.call(self._files.read, path)
             return open_sealed_json(self._secret, "name", data, path)
         except (FileNotFoundError, Damaged):
             return ""
 
     def _listed(self, folder: str) -> list[FileInfo]:
-        return list(self._place.list_files(folder))
+        return list(self._files.list_files(folder))
 
 
 def _branch_path(record: Record) -> str | None:

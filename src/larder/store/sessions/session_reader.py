@@ -167,7 +167,7 @@ class SessionReader:
         return self.ids(record)[:count] == tuple(ids[:count])
 
     def caches(
-        self, record: Record, ids: Sequence[int], asking: CacheRequirements
+        self, record: Record, ids: Sequence[int], requirements: CacheRequirements
     ) -> tuple[list[SequenceCache], tuple[int, ...], LarderError | None]:
         """Caches of a record, the levels of the chunks that were streamed, and the error of the
         chunk behind them, if it has one.
@@ -185,9 +185,9 @@ class SessionReader:
             StoreError: the disk fails.
         """
         if codec_named(record.codec).levels:
-            cache, levels, error = self._stream(record, ids, asking)
+            cache, levels, error = self._stream(record, ids, requirements)
             return [cache], levels, error
-        return self._whole(record, ids, asking.identity, asking.spec), (), None
+        return self._whole(record, ids, requirements.identity, requirements.spec), (), None
 
     def _whole(
         self, record: Record, ids: Sequence[int], identity: ModelIdentity, spec: ModelSpec
@@ -207,14 +207,14 @@ class SessionReader:
         return found
 
     def _stream(
-        self, record: Record, ids: Sequence[int], asking: CacheRequirements
+        self, record: Record, ids: Sequence[int], requirements: CacheRequirements
     ) -> tuple[SequenceCache, tuple[int, ...], LarderError | None]:
         """Cache of the first chunks of a record, their levels, and the error of the next chunk."""
         chunks = chunks_of(record)
 
         def load(ref: BlobRef) -> tuple[CacheTensors, Mapping[str, object]]:
             data = self._blobs.get(ref, record.tenant)
-            tensors = _snapshot_tensors(data, record, asking.identity)
+            tensors = _snapshot_tensors(data, record, requirements.identity)
             return tensors, peek_metadata(data).get("span", {})
 
         rates = self._rates
@@ -222,14 +222,14 @@ class SessionReader:
         stream = ChunkStream(
             chunks,
             ids,
-            asking.streaming,
+            requirements.streaming,
             load,
             rates.prefill_seconds,
             None if second is None else 1 / second,
         )
         started, largest = time.perf_counter(), bytes_at_once(record)
         with self._ledger.reserve(Tier.HOST, record.tenant, largest + 2 * record.cache_bytes):
-            cache, levels, error = stream.restore(asking.spec)
+            cache, levels, error = stream.restore(requirements.spec)
         if not levels:
             raise Refused("Prefill is in time and exact.", "slower")
         loaded = sum(chunk.sizes[each] for chunk, each in zip(chunks, levels, strict=False))

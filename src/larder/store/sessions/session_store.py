@@ -196,7 +196,11 @@ class SessionStore:
         return labeled
 
     def load(
-        self, principal: str, name: str, asking: CacheRequirements, ids: Sequence[int] | None = None
+        self,
+        principal: str,
+        name: str,
+        requirements: CacheRequirements,
+        ids: Sequence[int] | None = None,
     ) -> LoadedSession | None:
         """Load a session with its caches; None if there is none of that name.
 
@@ -216,9 +220,9 @@ class SessionStore:
         except LarderError as error:
             raise self._unreadable(name, error) from error
         try:
-            self._check(record, known, asking, ids)
+            self._check(record, known, requirements, ids)
             read = known[: record.num_cached_tokens]
-            (cache, *others), levels, damage = parts.reader.caches(record, read, asking)
+            (cache, *others), levels, damage = parts.reader.caches(record, read, requirements)
             with parts.unwritten.suppressed():
                 parts.manifest.used(key)
         except LarderError as error:
@@ -302,9 +306,7 @@ class SessionStore:
         return self._parts.epochs.indexed_heads(self._parts.tenant(principal))
 
     def branches(self, principal: str, root: str) -> list[str]:
-        """Names of sessions whose label `ROOT_LABEL` names this one, on any machine, oldest
-        first.
-        """
+        """Names of sessions with this root (`ROOT_LABEL`), on any machine, oldest first."""
         return self._parts.branches.of(self._parts.tenant(principal), root)
 
     def has_cache(self, record: Record) -> bool:
@@ -473,7 +475,7 @@ class SessionStore:
         self,
         record: Record,
         session_ids: Sequence[int],
-        asking: CacheRequirements,
+        requirements: CacheRequirements,
         ids: Sequence[int] | None,
     ) -> None:
         """Check that a cache fits the request.
@@ -485,8 +487,8 @@ class SessionStore:
             raise Refused("The session was saved without a cache.", "tokens only")
         if not self.has_cache(record):
             raise Refused("The cache was evicted.", "evicted")
-        asking.check(record, session_ids, ids)
-        if asking.decides_by_chunk(record):
+        requirements.check(record, session_ids, ids)
+        if requirements.decides_by_chunk(record):
             return
         stored, count = finest_bytes(record), record.num_cached_tokens
         if self._parts.throughput.choose(Tier.DISK, stored, count) is not RestorePath.LOAD:
