@@ -217,10 +217,10 @@ def _file_document(one: FileEvaluation) -> dict[str, Any]:
     return {"file": str(one.path), "schema": SCHEMA, "error": error_record(one.error)}
 
 
-def _comparison(evaluation: Evaluation, rival: Engine) -> dict[str, Any]:
+def _comparison(evaluation: Evaluation, baseline: Engine) -> dict[str, Any]:
     outcomes = [one.outcomes for one in evaluation.others]
     return {
-        "policy": str(rival.policy),
+        "policy": str(baseline.policy),
         **summary([one for of_file in outcomes for one in of_file]),
         **interval_records(outcomes),
         "difference": {n: asdict(i) for n, i in paired_differences(evaluation.pairs()).items()},

@@ -79,9 +79,9 @@ class PrefixNode:
     requests: list[BatchRequest] = field(default_factory=list[BatchRequest])
     children: list[PrefixNode] = field(default_factory=list["PrefixNode"])
 
-    def read_tokens(self, above: int = 0) -> int:
-        """Tokens that are read for all requests below a prefix of `above` tokens."""
-        own = len(self.ids) - above
+    def read_tokens(self, prefix_len: int = 0) -> int:
+        """Tokens that are read for all requests below a prefix of `prefix_len` tokens."""
+        own = len(self.ids) - prefix_len
         rest = sum(len(each.ids) - len(self.ids) for each in self.requests)
         return own + rest + sum(child.read_tokens(len(self.ids)) for child in self.children)
 
@@ -96,9 +96,10 @@ class PrefixNode:
         while waiting:
             node = waiting.pop()
             yield node
-            above = len(node.ids)
+            prefix_len = len(node.ids)
             waiting += sorted(
-                node.children, key=lambda one: one.new_tokens() / max(1, one.read_tokens(above))
+                node.children,
+                key=lambda one: one.new_tokens() / max(1, one.read_tokens(prefix_len)),
             )
 
 

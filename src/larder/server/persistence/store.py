@@ -349,8 +349,8 @@ class SessionNameIndex:
         self._is_loaded = False
         self._changes: list[Callable[[], None]] | None = None  # changes during the load
         self._keys: dict[str, tuple[str, str]] = {}
-        self._firsts: dict[str, dict[str, None]] = {}
-        self._wholes: dict[str, dict[str, None]] = {}
+        self._by_first: dict[str, dict[str, None]] = {}
+        self._by_transcript: dict[str, dict[str, None]] = {}
 
     def load(self, read: Callable[[], Iterable[tuple[str, str, str]]]) -> None:
         """Fill the index, once.
@@ -371,31 +371,33 @@ class SessionNameIndex:
                     self._changes = None
                 raise
             with self._lock:
-                for name, first, whole in found:
-                    self._add(name, first, whole)
+                for name, first_key, transcript_key in found:
+                    self._add(name, first_key, transcript_key)
                 for change in self._changes:
                     change()
                 self._changes, self._is_loaded = None, True
 
-    def add(self, name: str, first: str, whole: str) -> None:
+    def add(self, name: str, first_key: str, transcript_key: str) -> None:
         """Add or update a session as the most recently used one."""
-        self._change(partial(self._add, name, first, whole))
+        self._change(partial(self._add, name, first_key, transcript_key))
 
     def remove(self, name: str) -> None:
         """Remove a session, if the index has it."""
         self._change(partial(self._remove, name))
 
-    def candidates(self, firsts: Sequence[str], wholes: Sequence[str], most: int) -> list[str]:
+    def candidates(
+        self, first_keys: Sequence[str], transcript_keys: Sequence[str], most: int
+    ) -> list[str]:
         """Sessions that messages may continue: those whose whole transcript is a prefix, longest
         first, then those with equal first messages, most recently used first.
 
         Args:
-            firsts, wholes: keys of the prefixes of the messages, shortest first.
+            first_keys, transcript_keys: keys of the prefixes of the messages, shortest first.
             most: maximum number of names.
         """
         with self._lock:
-            continued = [self._wholes.get(key, {}) for key in reversed(wholes)]
-            alike = [self._firsts.get(key, {}) for key in reversed(firsts)]
+            continued = [self._by_transcript.get(key, {}) for key in reversed(transcript_keys)]
+            alike = [self._by_first.get(key, {}) for key in reversed(first_keys)]
             matches = [name for names in (*continued, *alike) for name in reversed(names)]
         return list(dict.fromkeys(matches))[:most]
 
@@ -406,17 +408,17 @@ class SessionNameIndex:
             elif self._changes is not None:  # before a load the store has the change
                 self._changes.append(change)
 
-    def _add(self, name: str, first: str, whole: str) -> None:
+    def _add(self, name: str, first_key: str, transcript_key: str) -> None:
         self._remove(name)
-        self._keys[name] = first, whole
-        for names, key in ((self._firsts, first), (self._wholes, whole)):
+        self._keys[name] = first_key, transcript_key
+        for names, key in ((self._by_first, first_key), (self._by_transcript, transcript_key)):
             names.setdefault(key, {})[name] = None
 
     def _remove(self, name: str) -> None:
         keys = self._keys.pop(name, None)
         if keys is None:
             return
-        for names, key in zip((self._firsts, self._wholes), keys, strict=True):
+        for names, key in zip((self._by_first, self._by_transcript), keys, strict=True):
             del names[key][name]
             if not names[key]:
                 del names[key]

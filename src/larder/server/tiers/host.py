@@ -152,15 +152,16 @@ class TranscriptMemory:
         for each in idle[: max(0, len(idle) - MAX_IDLE_TRANSCRIPTS)]:
             self._unload(each)
 
-    def unload_one(self, but: SessionState, tenant: str | None = None) -> bool:
+    def unload_one(self, excluded: SessionState, tenant: str | None = None) -> bool:
         """Unload the least recently used idle session, pinned ones last; true
         if one was unloaded.
 
         Args:
+            excluded: session that stays.
             tenant: only one of this tenant; None for any.
         """
         idle = [each for each in self._idle() if tenant in (None, each.tenant)]
-        return any(self._unload(each) for each in idle if each is not but)
+        return any(self._unload(each) for each in idle if each is not excluded)
 
     def _is_above_share(self, session: SessionState) -> bool:
         extra = self._unstored_bytes(session) - self._pinned_bytes.get(session.key, 0)
@@ -170,10 +171,10 @@ class TranscriptMemory:
     def _unstored_bytes(self, session: SessionState) -> int:
         return 0 if session.durability.epoch else session.transcript.nbytes
 
-    def _count(self, session: SessionState, staying: int) -> None:
-        self._tenant_bytes[session.tenant] += staying - self._pinned_bytes.pop(session.key, 0)
-        if staying:
-            self._pinned_bytes[session.key] = staying
+    def _count(self, session: SessionState, nbytes: int) -> None:
+        self._tenant_bytes[session.tenant] += nbytes - self._pinned_bytes.pop(session.key, 0)
+        if nbytes:
+            self._pinned_bytes[session.key] = nbytes
         if not self._tenant_bytes[session.tenant]:
             del self._tenant_bytes[session.tenant]
 

@@ -125,34 +125,34 @@ def _atoms(
     form: PromptLayout, index: int, message: Message, unit: SegmentUnit, weigh: Callable[[str], int]
 ) -> Iterator[_Atom]:
     content = message.content
-    spoken = message.utterance if message.utterance.strip() else content
-    offset = content.find(spoken)
+    utterance = message.utterance if message.utterance.strip() else content
+    offset = content.find(utterance)
     if message.role == "system" or offset < 0:
         # An utterance that is not part of the content cannot be divided by spans of the content.
-        weight = 0 if message.role == "system" else weigh(spoken)
-        yield _Atom(MessageSpan(index, 0, len(content)), spoken, weight)
+        weight = 0 if message.role == "system" else weigh(utterance)
+        yield _Atom(MessageSpan(index, 0, len(content)), utterance, weight)
         return
-    spans = _spans(spoken, form, unit)
+    spans = _spans(utterance, form, unit)
     for start, stop in spans:
         # Text around the utterance (headers, captions) joins its first and last span.
         piece = MessageSpan(
             index,
             0 if start == 0 else offset + start,
-            len(content) if stop == len(spoken) else offset + stop,
+            len(content) if stop == len(utterance) else offset + stop,
         )
-        yield _Atom(piece, spoken[start:stop], weigh(spoken[start:stop]))
+        yield _Atom(piece, utterance[start:stop], weigh(utterance[start:stop]))
 
 
-def _spans(spoken: str, form: PromptLayout, unit: SegmentUnit) -> list[tuple[int, int]]:
+def _spans(utterance: str, form: PromptLayout, unit: SegmentUnit) -> list[tuple[int, int]]:
     """Spans of the units of one utterance, without gaps."""
     if unit is not SegmentUnit.UTTERANCES:
-        stops = [word.end() for word in _WORD.finditer(spoken)][:-1]
-        borders = [0, *stops, len(spoken)]
+        stops = [word.end() for word in _WORD.finditer(utterance)][:-1]
+        borders = [0, *stops, len(utterance)]
         return list(zip(borders, borders[1:], strict=False))
-    is_long = form is PromptLayout.CHAT and len(spoken) > LONG_CHARACTERS
-    if spoken and (is_long or form.is_document):
-        return sentences(spoken)
-    return [(0, len(spoken))]
+    is_long = form is PromptLayout.CHAT and len(utterance) > LONG_CHARACTERS
+    if utterance and (is_long or form.is_document):
+        return sentences(utterance)
+    return [(0, len(utterance))]
 
 
 def _group_atoms(atoms: list[_Atom], size: int) -> list[list[_Atom]]:
@@ -181,8 +181,8 @@ def _segment(index: int, atoms: list[_Atom], messages: tuple[Message, ...]) -> S
     for place, group in groupby(atoms, key=lambda atom: atom.piece.message):
         parts = list(group)
         pieces.append(MessageSpan(place, parts[0].piece.start, parts[-1].piece.stop))
-        spoken = "".join(part.text for part in parts).strip()
-        (headers if messages[place].role == "system" else lines).append(spoken)
+        utterance = "".join(part.text for part in parts).strip()
+        (headers if messages[place].role == "system" else lines).append(utterance)
     return Segment(index, tuple(pieces), "\n".join(lines or headers))
 
 
