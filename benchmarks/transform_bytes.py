@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transform_holding import BUDGETS, POLICIES, documents
+from transform_fidelity import BUDGETS, POLICIES, documents
 
 from larder.cache import SequenceCache, TransformedTier, TransformLayer
 from larder.core import LAST_TIER
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--budget", default="1/8", choices=list(BUDGETS))
-    parser.add_argument("--policy", default="larder", help="name in transform_holding.py")
+    parser.add_argument("--policy", default="larder", help="name in transform_fidelity.py")
     parser.add_argument("--figure", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 from _timing import environment
-from transform_holding import POLICIES, documents
+from transform_fidelity import POLICIES, documents
 
 from larder.cache import SequenceCache
 from larder.core import Mode
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
-        "--policy", default="larder", help="name in transform_holding.py, or a sentence"
+        "--policy", default="larder", help="name in transform_fidelity.py, or a sentence"
     )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

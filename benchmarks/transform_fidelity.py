@@ -7,7 +7,7 @@ tokens (teacher forcing). Bytes are those of every tensor of the cache, with exa
 in bfloat16, relative to the full bfloat16 cache: so a model that runs in float32 is measured as in
 bfloat16. Calibrated tables are counted apart.
 
-    python benchmarks/transform_holding.py --corpus FOLDER --model smollm2 --texts 4 --tokens 1024
+    python benchmarks/transform_fidelity.py --corpus FOLDER --model smollm2 --texts 4 --tokens 1024
 
 Writes a row per document, policy and budget to --output. With --summary FILE ... nothing is
 measured: means of such rows are printed, with the ratio of `larder` to every other policy and its
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--following", type=int, default=64)
     parser.add_argument("--policy", action="append", help="name above, or a sentence")
     parser.add_argument("--budget", action="append", choices=list(BUDGETS))
-    parser.add_argument("--output", type=Path, default=Path("results/transform_holding.jsonl"))
+    parser.add_argument("--output", type=Path, default=Path("results/transform_fidelity.jsonl"))
     parser.add_argument("--summary", type=Path, nargs="+", help="files of rows")
     options = parser.parse_args()
     if options.summary:
