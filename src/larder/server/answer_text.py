@@ -1,4 +1,4 @@
-"""Text of an answer on its way to the listener, with the log-probabilities of its tokens."""
+"""Text of an answer for its listener: new, with log-probabilities, or that of a stored answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from larder.engine.detokenizer import REPLACEMENT_CHARACTER, IncrementalDetokenizer
-from larder.server.request import Listener, TokenLogprob
+from larder.server.request import Listener, Report, Ticket, TokenLogprob
+from larder.server.session_info import session_info
+from larder.server.session_state import SessionState
+from larder.server.transcript import CompletedTurn
+from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 
 class AnswerText:
@@ -65,3 +69,46 @@ class AnswerText:
             ready.append(self._waiting.popleft()[1])
         if ready:
             self._listener.on_logprobs(tuple(ready))
+
+
+def replay_answer(
+    tokenizer: TokenizerAdapter,
+    session: SessionState,
+    completed_turn: CompletedTurn,
+    listener: Listener,
+    seconds: float,
+    durable: bool | None,
+) -> Ticket:
+    """Send a stored answer again, decoded from its tokens: the stored text is stripped of
+    surrounding white space.
+
+    Args:
+        seconds: time since the repeated request arrived.
+        durable: as in `Report`.
+    """
+    ids = completed_turn.answer_ids[
+        : max(0, len(completed_turn.answer_ids) - len(tokenizer.end_of_turn_ids()))
+    ]
+    stream = IncrementalDetokenizer(tokenizer.decode, completed_turn.params.stop, listener.on_text)
+    all(stream.push(token) for token in ids)
+    stream.finish()
+    prompt, view = session.transcript.tokens - len(completed_turn.answer_ids), session_info(session)
+    report = Report(
+        session=session.name,
+        prompt_tokens=prompt,
+        cached_tokens=prompt,
+        restored_tokens=0,
+        recomputed_tokens=0,
+        new_tokens=len(ids),
+        evicted_tokens=view.evicted_tokens,
+        merged_tokens=view.merged_tokens,
+        lossless=session.residency.is_lossless,
+        tier=session.residency.tier,
+        reason=completed_turn.reason,
+        wait_seconds=0.0,
+        first_seconds=seconds,
+        seconds=seconds,
+        durable=durable,
+    )
+    listener.on_done(report)
+    return Ticket()

@@ -11,10 +11,10 @@ from time import monotonic
 from weakref import WeakValueDictionary
 
 from larder.core.errors import BadParameter, BudgetError, UsageError
-from larder.engine.detokenizer import IncrementalDetokenizer
 from larder.engine.engine import Engine
 from larder.server.admin_operations import AdminOperations
 from larder.server.admission import check_demand
+from larder.server.answer_text import replay_answer
 from larder.server.api_errors import (
     context_length_exceeded,
     invalid_request,
@@ -30,14 +30,7 @@ from larder.server.persistence.base import SessionPersistence
 from larder.server.persistence.restore import ResidencyLocks, SessionRestorer
 from larder.server.persistence.retry_queue import WriteRetryQueue
 from larder.server.persistence.session_file import TOKEN_CHARACTERS, TranscriptSnapshot
-from larder.server.request import (
-    ChatMessage,
-    Listener,
-    Report,
-    Request,
-    SessionUnreadableError,
-    Ticket,
-)
+from larder.server.request import ChatMessage, Listener, Request, SessionUnreadableError, Ticket
 from larder.server.request_queue import RequestQueue, SchedulingPolicy
 from larder.server.request_state import RequestState, RequestTimes
 from larder.server.scheduler import Scheduler
@@ -46,7 +39,6 @@ from larder.server.session_backend.base import SessionBackend
 from larder.server.session_backend.chat import ChatBackend
 from larder.server.session_backend.prefix import PrefixBackend
 from larder.server.session_index import ResolvedSession, SessionIndex
-from larder.server.session_info import session_info
 from larder.server.session_state import SessionState
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
 from larder.server.tiers.disk import DiskTier
@@ -54,8 +46,6 @@ from larder.server.tiers.eviction_order import prefill_operations
 from larder.server.tiers.manager import TierManager, can_unload
 from larder.server.tiers.prefetch import CachePrefetcher
 from larder.server.token_budget import PrefillTokenBudget
-from larder.server.transcript import CompletedTurn
-from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from larder.store.eviction.base import EVICTIONS
 from larder.store.failures import ReasonCounter
 from larder.store.ledger import ByteBudgets, ByteLedger, Tier
@@ -456,46 +446,3 @@ def _context_tokens(engine: Engine, max_model_len: int | None) -> int:
             "reads: give fewer, or leave it out."
         )
     return context if max_model_len is None else max_model_len
-
-
-def replay_answer(
-    tokenizer: TokenizerAdapter,
-    session: SessionState,
-    completed_turn: CompletedTurn,
-    listener: Listener,
-    seconds: float,
-    durable: bool | None,
-) -> Ticket:
-    """Send a stored answer again, decoded from its tokens: the stored text is stripped of
-    surrounding white space.
-
-    Args:
-        seconds: time since the repeated request arrived.
-        durable: as in `Report`.
-    """
-    ids = completed_turn.answer_ids[
-        : max(0, len(completed_turn.answer_ids) - len(tokenizer.end_of_turn_ids()))
-    ]
-    stream = IncrementalDetokenizer(tokenizer.decode, completed_turn.params.stop, listener.on_text)
-    all(stream.push(token) for token in ids)
-    stream.finish()
-    prompt, view = session.transcript.tokens - len(completed_turn.answer_ids), session_info(session)
-    report = Report(
-        session=session.name,
-        prompt_tokens=prompt,
-        cached_tokens=prompt,
-        restored_tokens=0,
-        recomputed_tokens=0,
-        new_tokens=len(ids),
-        evicted_tokens=view.evicted_tokens,
-        merged_tokens=view.merged_tokens,
-        lossless=session.residency.is_lossless,
-        tier=session.residency.tier,
-        reason=completed_turn.reason,
-        wait_seconds=0.0,
-        first_seconds=seconds,
-        seconds=seconds,
-        durable=durable,
-    )
-    listener.on_done(report)
-    return Ticket()
