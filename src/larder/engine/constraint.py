@@ -281,8 +281,8 @@ def _message(reason: str) -> str:
 
 
 def _rewritten(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """The schema with `change` applied to every schema in it, innermost first; names of properties
-    and constant values are none."""
+    """Schema with `change` applied to every subschema, innermost first; property names and
+    constants are left as they are."""
     if isinstance(schema, list):
         return [_rewritten(each, change) for each in schema]
     if not isinstance(schema, Mapping):
@@ -299,8 +299,8 @@ def _rewritten(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) 
 
 
 def _prepared(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without `propertyNames` that say only that names are strings, as all are, and with
-    a pattern of days that there are in place of a format of dates."""
+    """Schema in the terms of llguidance: without a `propertyNames` that only requires strings, and
+    with a pattern of existing days in place of a date format."""
     if schema.get("propertyNames") == {"type": "string"}:
         del schema["propertyNames"]
     pattern = CALENDAR_PATTERNS.get(str(schema.get("format")))
@@ -310,5 +310,5 @@ def _prepared(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without properties that it does not name, unless it says that there may be."""
+    """Schema whose objects have no properties beside the named ones, unless it allows others."""
     return {"additionalProperties": False, **schema} if "properties" in schema else schema
