@@ -229,6 +229,7 @@ def serve(options: ServeOptions) -> None:
     --enable-prefix-caching      always on, as is --enable-auto-tool-choice
     """
     from larder.cli.served_models import check_model_files, check_policy
+    from larder.server.persistence.sweeper import limit_heap_arenas
 
     _check_extra()
     if options.replicas is not None and not options.ray:
@@ -237,7 +238,7 @@ def serve(options: ServeOptions) -> None:
     check_store_options(options)
     check_model_files(options)
     authenticator, bound = _access_control(options), _listening_socket(options)
-    _limit_arenas()
+    limit_heap_arenas()
     with bound:
         embedder = _embedder_queue(options.embedding_model)
         with (ray_engine_client if options.ray else local_engine_client)(options) as client:
@@ -245,17 +246,13 @@ def serve(options: ServeOptions) -> None:
 
 
 def _embedder_queue(name: str | None) -> EmbedderQueue | None:
-    """Queue of the embedder of `--embedding-model`."""
+    """Queue of the embedder of `--embedding-model`; None without one."""
+    if name is None:
+        return None
     from larder.server.embedder_queue import EmbedderQueue
     from larder.session.embedders.base import load_embedder
 
-    return None if name is None else EmbedderQueue(load_embedder(name), name)
-
-
-def _limit_arenas() -> None:
-    from larder.server.persistence.sweeper import limit_heap_arenas
-
-    limit_heap_arenas()
+    return EmbedderQueue(load_embedder(name), name)
 
 
 def _check_extra() -> None:
