@@ -34,17 +34,17 @@ def test_a_guess_is_what_the_first_seed_came_to(is_in_file: bool) -> None:
     if not is_in_file:
         known.learn(second, came_to(50))
         known.learn(first, came_to(20))
-    assert known.guess(cell("h2o", 7)) == 0.2 and known.guess(second) == 0.2
-    assert known.guess(first) is None and known.guess(cell("h2o", 1)) is None
-    assert known.guess(cell("snapkv", 7)) is None
+    assert known.tokens_per_byte(cell("h2o", 7)) == 0.2 and known.tokens_per_byte(second) == 0.2
+    assert known.tokens_per_byte(first) is None and known.tokens_per_byte(cell("h2o", 1)) is None
+    assert known.tokens_per_byte(cell("snapkv", 7)) is None
 
 
 def test_a_guess_at_the_total_is_of_all_bytes_and_a_refusal_tells_nothing() -> None:
     known = MeasuredCells([cell("h2o", 0, "total").head(TOLD) | came_to(20)])
-    assert known.guess(cell("h2o", 1, "total")) == 0.05
-    assert known.guess(cell("h2o", 1, "bytes")) is None
+    assert known.tokens_per_byte(cell("h2o", 1, "total")) == 0.05
+    assert known.tokens_per_byte(cell("h2o", 1, "bytes")) is None
     known.learn(cell("snapkv", 0), {"refused": "too small"})
-    assert known.guess(cell("snapkv", 1)) is None
+    assert known.tokens_per_byte(cell("snapkv", 1)) is None
 
 
 def test_what_has_no_budget_to_choose_comes_to_the_same() -> None:

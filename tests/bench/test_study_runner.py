@@ -80,9 +80,11 @@ def test_what_comes_to_the_same_is_measured_once(
     measured: list[str] = []
     measure = ForcedAnswers.measure
 
-    def counted(self: ForcedAnswers, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
+    def counted(
+        self: ForcedAnswers, bench: ModelContext, cell: Cell, tokens_per_byte: float | None
+    ) -> Row:
         measured.append(f"{cell.subject.name} {cell.matched.value}")
-        return measure(self, bench, cell, guess)
+        return measure(self, bench, cell, tokens_per_byte)
 
     monkeypatch.setattr(ForcedAnswers, "measure", counted)
     wanted = study(("h2o", RAG), matched=("bytes", "tokens"), files=1)
@@ -202,7 +204,9 @@ def test_a_number_of_tokens_is_decoded_over_once(
 ) -> None:
     measured: list[str] = []
 
-    def counted(self: Decode, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
+    def counted(
+        self: Decode, bench: ModelContext, cell: Cell, tokens_per_byte: float | None
+    ) -> Row:
         measured.append(f"{cell.budget} {cell.matched.value}")
         return {"items": []}
 

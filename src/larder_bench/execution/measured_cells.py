@@ -31,12 +31,12 @@ class MeasuredCells:
         """Store the result of a cell."""
         self._keep(cell.place, cell.seed, cell.measure, measured | {"matched": cell.matched.value})
 
-    def guess(self, cell: Cell) -> float | None:
+    def tokens_per_byte(self, cell: Cell) -> float | None:
         """Tokens per byte measured with the first seed; None for the first seed itself, or if that
         cell was refused.
         """
-        seed, guess = self._guesses.get(cell.place, (cell.seed, None))
-        return guess if seed < cell.seed else None
+        seed, tokens_per_byte = self._guesses.get(cell.place, (cell.seed, None))
+        return tokens_per_byte if seed < cell.seed else None
 
     def source(self, cell: Cell) -> int | None:
         """Seed that the first guess of a cell comes from; None if there is none."""

@@ -241,13 +241,13 @@ def _check_texts(
 
 def measure_cell(bench: ModelContext, known: MeasuredCells, cell: Cell) -> Row:
     """Result row of a cell."""
-    row = known.shared_row(cell) or _measure_uncached(bench, cell, known.guess(cell))
+    row = known.shared_row(cell) or _measure_uncached(bench, cell, known.tokens_per_byte(cell))
     known.learn(cell, row)
     return row
 
 
-def _measure_uncached(bench: ModelContext, cell: Cell, guess: float | None) -> Row:
-    measured = parse_measure(cell.measure).measure(bench, cell, guess)
+def _measure_uncached(bench: ModelContext, cell: Cell, tokens_per_byte: float | None) -> Row:
+    measured = parse_measure(cell.measure).measure(bench, cell, tokens_per_byte)
     return measured | {
         TEXT_DIGEST_KEY: conversation_digest(bench.conversation(cell.task, cell.seed, cell.tokens))
     }
@@ -287,7 +287,7 @@ def _cells_of_model(study: Study, model: str) -> list[Cell]:
     """Distinct cells of a model, measures in their canonical spelling."""
     measures = {one: parse_measure(one) for one in study.measure}
     for name, measure in measures.items():
-        if QuestionPlacement.INSIDE.value in study.question and not measure.knows_inside:
+        if QuestionPlacement.INSIDE.value in study.question and not measure.supports_inside:
             raise UsageError(
                 f"The measure {name} asks no question inside the compressed context: leave out "
                 "--question inside, or take the measure forced, generated or answer_kl."

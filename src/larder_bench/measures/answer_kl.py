@@ -33,16 +33,16 @@ from larder_bench.tasks.base import QuestionStyle
 class AnswerKl(Measure):
     """KL divergence from the full cache at the expected answers."""
 
-    knows_inside: ClassVar[bool] = True
+    supports_inside: ClassVar[bool] = True
 
-    def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
+    def measure(self, bench: ModelContext, cell: Cell, tokens_per_byte: float | None) -> Row:
         if cell.task.style not in (QuestionStyle.INDEPENDENT, QuestionStyle.RECITAL):
             raise UsageError(
                 f"Questions of {public_name(type(cell.task))} build on each other, but answer_kl "
                 "asks each on its own: "
                 "take a task with independent questions, or the measure forced."
             )
-        reader = ConversationReader.of(bench, cell, guess)
+        reader = ConversationReader.of(bench, cell, tokens_per_byte)
         items = ask_all(reader, cell.task, _KlScorer(bench.expected(reader.conversation)))
         return reader.figures() | {"items": items}
 

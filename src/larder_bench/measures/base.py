@@ -14,18 +14,18 @@ from larder_bench.studies.model_context import ModelContext
 class Measure(ABC):
     """Measure of one cell of a study. Implementations are frozen dataclasses."""
 
-    knows_inside: ClassVar[bool] = False  # whether questions can be inside the compressed context
+    supports_inside: ClassVar[bool] = False  # questions inside the compressed context
 
     def is_alike(self, amount: MemoryBudget) -> bool:
         """Test if a budget means the same for this measure under every matched quantity."""
         return False
 
     @abstractmethod
-    def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
+    def measure(self, bench: ModelContext, cell: Cell, tokens_per_byte: float | None) -> Row:
         """Figures of the caches and items of a cell.
 
         Args:
-            guess: tokens per byte of an earlier cell with the same policy.
+            tokens_per_byte: of an earlier cell with the same policy; None if unknown.
 
         Raises:
             LarderError: the policy refuses; a refusal is a result, too.

@@ -36,7 +36,7 @@ class Cost(Measure):
         """A number of tokens has one meaning; shares and bytes depend on the matched quantity."""
         return amount.unit is BudgetUnit.TOKENS
 
-    def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
+    def measure(self, bench: ModelContext, cell: Cell, tokens_per_byte: float | None) -> Row:
         reading = Reading().timed(bench, cell, time.process_time)
         step = Decode(self.steps).timed(bench, cell, time.process_time)
         exhibits = [*reading[EXHIBITS_KEY], *step[EXHIBITS_KEY]]

@@ -74,7 +74,7 @@ class Decode(Measure):
         """A number of tokens has one meaning; shares and bytes depend on the matched quantity."""
         return amount.unit is BudgetUnit.TOKENS
 
-    def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
+    def measure(self, bench: ModelContext, cell: Cell, tokens_per_byte: float | None) -> Row:
         return self.timed(bench, cell, time.perf_counter)
 
     def timed(self, bench: ModelContext, cell: Cell, clock: Clock) -> Row:

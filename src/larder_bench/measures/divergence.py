@@ -45,7 +45,7 @@ class Divergence(Measure):
         if self.following < 2:
             raise BadParameter(f"divergence.following must be 2 or more, got {self.following}.")
 
-    def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
+    def measure(self, bench: ModelContext, cell: Cell, tokens_per_byte: float | None) -> Row:
         policy, amount = checked_policy(cell), cell.amount
         conversation = bench.conversation(cell.task, cell.seed, cell.tokens)
         text = bench.recorded(conversation, self.following)
@@ -54,7 +54,11 @@ class Divergence(Measure):
             fit = BudgetFit(length, text.cache, 1)
         else:
             wanted = amount.bytes(full, full // length)
-            first = int(guess * wanted) if guess else _first_guess(policy, text, wanted, full)
+            first = (
+                int(tokens_per_byte * wanted)
+                if tokens_per_byte
+                else _first_guess(policy, text, wanted, full)
+            )
             fit = search_budget(
                 lambda tokens: text.held(policy, tokens), compared_bytes, wanted, first, length
             )

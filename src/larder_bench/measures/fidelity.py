@@ -41,7 +41,7 @@ class Fidelity(Measure):
         if self.following < 2:
             raise BadParameter(f"fidelity.following must be 2 or more, got {self.following}.")
 
-    def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
+    def measure(self, bench: ModelContext, cell: Cell, tokens_per_byte: float | None) -> Row:
         policy = _policy(cell)
         conversation = bench.conversation(cell.task, cell.seed, cell.tokens)
         truth = bench.reference(conversation, self.following)
@@ -55,7 +55,7 @@ class Fidelity(Measure):
         if cell.amount is None:
             memory, tries = read(None), 1
         else:
-            fit = TargetSize(cell.amount, cell.matched, context, spec).read(read, guess)
+            fit = TargetSize(cell.amount, cell.matched, context, spec).read(read, tokens_per_byte)
             memory, tries = fit.result, fit.tries
         figures = row_figures(memory.figures) | (
             {EXHIBITS_KEY: exhibit_rows(memory)} if cell.has_exhibits else {}

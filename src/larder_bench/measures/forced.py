@@ -26,10 +26,10 @@ from larder_bench.studies.question_sequences import ConversationReader, ask_all
 class ForcedAnswers(Measure):
     """Likelihood of the expected answers under teacher forcing."""
 
-    knows_inside: ClassVar[bool] = True
+    supports_inside: ClassVar[bool] = True
 
-    def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
-        reader = ConversationReader.of(bench, cell, guess)
+    def measure(self, bench: ModelContext, cell: Cell, tokens_per_byte: float | None) -> Row:
+        reader = ConversationReader.of(bench, cell, tokens_per_byte)
         items = ask_all(reader, cell.task, self)
         return reader.figures() | {"items": items}
 

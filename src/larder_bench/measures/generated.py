@@ -24,10 +24,10 @@ from larder_bench.studies.question_sequences import ConversationReader, ask_all
 class GeneratedAnswers(Measure):
     """Agreement of generated answers with the expected ones, and their latency."""
 
-    knows_inside: ClassVar[bool] = True
+    supports_inside: ClassVar[bool] = True
 
-    def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
-        reader = ConversationReader.of(bench, cell, guess)
+    def measure(self, bench: ModelContext, cell: Cell, tokens_per_byte: float | None) -> Row:
+        reader = ConversationReader.of(bench, cell, tokens_per_byte)
         scorer = GeneratedAnswerScorer()
         items = ask_all(reader, cell.task, scorer)
         figures = reader.figures()

@@ -57,7 +57,7 @@ class PromptsMeasure(Measure):
         if not 1 <= self.step <= 50:
             raise BadParameter(f"prompts.step must be from 1 to 50, got {self.step}.")
 
-    def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
+    def measure(self, bench: ModelContext, cell: Cell, tokens_per_byte: float | None) -> Row:
         policy = _policy(cell)
         conversation = bench.conversation(cell.task, cell.seed, cell.tokens)
         sequences = number_questions(cell.task, conversation)
@@ -65,7 +65,7 @@ class PromptsMeasure(Measure):
         tokenizer = bench.engine.tokenizer
         exact = [tokenizer.encode_question(one.question.question) for one in questions]
         reader = _PromptReader(bench, conversation, policy)
-        figures, sized = reader.first(cell, exact[0], guess)
+        figures, sized = reader.first(cell, exact[0], tokens_per_byte)
         rows: list[Row] = []
         prompts_by_percentile = self._prompts(bench, conversation, questions)
         for percentile, (similarities, prompts) in prompts_by_percentile.items():
@@ -124,7 +124,7 @@ class _PromptReader:
     conversation: Conversation
     policy: Policy
 
-    def first(self, cell: Cell, prompt: Ids, guess: float | None) -> tuple[Row, Policy]:
+    def first(self, cell: Cell, prompt: Ids, tokens_per_byte: float | None) -> tuple[Row, Policy]:
         """Figures of the first prefill, and the policy with the size of all prefills."""
         if cell.amount is None:
             memory, tries = self._read(None, prompt), 1
@@ -132,7 +132,7 @@ class _PromptReader:
             engine = self.bench.engine
             context = len(engine.tokenizer.encode_conversation(self.conversation).ids)
             target = TargetSize(cell.amount, cell.matched, context, engine.loaded.decoder.spec)
-            fit = target.read(lambda tokens: self._read(tokens, prompt), guess)
+            fit = target.read(lambda tokens: self._read(tokens, prompt), tokens_per_byte)
             memory, tries = fit.result, fit.tries
         return row_figures(memory.figures) | {"reads": tries}, memory.policy
 

@@ -64,9 +64,9 @@ class RecallMeasure(Measure):
         if self.first < 0:
             raise BadParameter(f"recall.first must be 0 or more, got {self.first}.")
 
-    def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
+    def measure(self, bench: ModelContext, cell: Cell, tokens_per_byte: float | None) -> Row:
         _check(cell, self.first)
-        reader = ConversationReader.of(bench, replace(cell, has_exhibits=False), guess)
+        reader = ConversationReader.of(bench, replace(cell, has_exhibits=False), tokens_per_byte)
         tally = _RecallTally(self.first)
         sequences = number_questions(cell.task, reader.conversation)
         questions = [one for sequence in sequences for one in sequence]

@@ -42,7 +42,7 @@ class SimilarityMeasure(Measure):
         if self.sinks < 0:
             raise BadParameter(f"similarity.sinks must be 0 or more, got {self.sinks}.")
 
-    def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
+    def measure(self, bench: ModelContext, cell: Cell, tokens_per_byte: float | None) -> Row:
         subject, decoder = cell.subject, bench.engine.loaded.decoder
         if not isinstance(subject, PolicyMethod) or not subject.variant.is_full:
             raise UsageError(

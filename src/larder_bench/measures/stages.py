@@ -55,7 +55,7 @@ class Stages(Measure):
         if self.stays < 1:
             raise BadParameter(f"stages.stays must be at least 1, got {self.stays}.")
 
-    def measure(self, bench: ModelContext, cell: Cell, guess: float | None) -> Row:
+    def measure(self, bench: ModelContext, cell: Cell, tokens_per_byte: float | None) -> Row:
         if (
             not isinstance(cell.subject, PolicyMethod)
             or cell.subject.scope is not QuestionScope.CONTEXT
@@ -64,7 +64,7 @@ class Stages(Measure):
                 f"{cell.subject.name} needs a prefill for each question, but stages has one "
                 "prefill for many turns: leave it out."
             )
-        reader = ConversationReader.of(bench, replace(cell, has_exhibits=False), guess)
+        reader = ConversationReader.of(bench, replace(cell, has_exhibits=False), tokens_per_byte)
         questions = reader.conversation.questions
         if not questions:
             name = reader.conversation.name

@@ -44,7 +44,7 @@ class ConversationReader:
 
     Args:
         amount: budget; None if there is nothing to choose.
-        guess: tokens per byte of an earlier prefill, if known.
+        tokens_per_byte: of an earlier prefill, if known.
         takes_exhibits: whether exhibits are taken of the first prefill.
         placement: place of the questions.
     """
@@ -54,14 +54,14 @@ class ConversationReader:
     conversation: Conversation
     amount: MemoryBudget | None
     matched: MatchedQuantity
-    guess: float | None = None
+    tokens_per_byte: float | None = None
     takes_exhibits: bool = False
     placement: QuestionPlacement = QuestionPlacement.AFTER
     _figures: list[Row] = field(default_factory=list)
     _tries: int = 0
 
     @staticmethod
-    def of(bench: ModelContext, cell: Cell, guess: float | None) -> ConversationReader:
+    def of(bench: ModelContext, cell: Cell, tokens_per_byte: float | None) -> ConversationReader:
         """Reader of a cell's conversation."""
         conversation = bench.conversation(cell.task, cell.seed, cell.tokens)
         return ConversationReader(
@@ -70,7 +70,7 @@ class ConversationReader:
             conversation=conversation,
             amount=cell.amount,
             matched=cell.matched,
-            guess=guess,
+            tokens_per_byte=tokens_per_byte,
             takes_exhibits=cell.has_exhibits,
             placement=cell.question,
         )
@@ -96,9 +96,9 @@ class ConversationReader:
             spec = self.bench.engine.loaded.decoder.spec
             context = len(self.bench.engine.tokenizer.encode_conversation(conversation).ids)
             matched = self.subject.matched(self.matched)
-            fit = TargetSize(self.amount, matched, context, spec).read(under, self.guess)
+            fit = TargetSize(self.amount, matched, context, spec).read(under, self.tokens_per_byte)
             memory = fit.result
-            self.guess = fit.tokens / max(1, matched_bytes(matched)(memory.figures))
+            self.tokens_per_byte = fit.tokens / max(1, matched_bytes(matched)(memory.figures))
         figures = row_figures(memory.figures)
         if self.takes_exhibits and not self._figures:
             figures[EXHIBITS_KEY] = exhibit_rows(memory)
