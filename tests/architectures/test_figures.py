@@ -6,6 +6,7 @@ import pytest
 
 from architectures.families import Family, Status, with_status
 from architectures.figures import DTYPES, committed, measured, misses
+from covering import covering
 
 SUPPORTED = with_status(Status.SUPPORTED)
 # One of each kind of layers: full, sliding, latents, convolutions.
@@ -22,8 +23,7 @@ def test_committed_figures_show_what_the_table_says() -> None:
             assert misses(found, dtype) == [], (name, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize(("name", "dtype"), covering(FAST, DTYPES))
 def test_a_family_of_each_kind(name: str, dtype: str) -> None:
     family = next(family for family in SUPPORTED if family.name == name)
     found = measured(family, dtype, FEW_STEPS, with_peak=False)

@@ -88,6 +88,7 @@ def test_a_fork_takes_no_pages_until_one_of_both_writes() -> None:
     assert store.shared_nbytes == 4 * pages.page_bytes  # two full pages of each head
 
 
+@pytest.mark.extended
 def test_owners_of_shared_pages_may_go_alone() -> None:
     layer = a_layer(2, 2)
     arena = an_arena(layer)
@@ -107,6 +108,7 @@ def test_owners_of_shared_pages_may_go_alone() -> None:
     assert pages.free_pages == empty
 
 
+@pytest.mark.extended
 def test_pages_return_when_their_sequence_is_gone() -> None:
     layer = a_layer(2, 2)
     arena = an_arena(layer)

@@ -124,6 +124,7 @@ def test_docs_show_figures_that_their_commands_draw(run: Run, tmp_path: Path) ->
     assert differing(sorted(FIGURES.glob("*.svg")), tmp_path) == []
 
 
+@pytest.mark.extended
 def test_a_figure_that_is_drawn_otherwise_is_found(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

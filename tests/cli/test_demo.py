@@ -67,6 +67,7 @@ def test_a_model_that_is_not_there_is_told(run: Run) -> None:
     assert "does not exist" in complaint(run("demo", "--model", "./nowhere"), 1)
 
 
+@pytest.mark.extended
 def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     read = Engine.read
 

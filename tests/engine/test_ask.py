@@ -77,6 +77,7 @@ def test_the_table_is_not_converted_either(loaded: LoadedModel) -> None:
     assert embedder.embed_segments(["a dog"]).dtype.name == "float32"
 
 
+@pytest.mark.extended
 def test_a_policy_may_judge_by_any_prompt_that_is_given(loaded: LoadedModel) -> None:
     engine = under(loaded, SINGLE.replace("keydiff()", 'patched(prompt="my_prompt")'))
     with pytest.raises(UsageError, match=r"only guidance, repeat, summarize are known.*prompts="):

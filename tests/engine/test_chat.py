@@ -115,6 +115,7 @@ def test_one_cache_is_active_and_all_bytes_are_counted(engine: Engine) -> None:
         assert 0 <= figures.kv_bytes - held < 1000, "beyond the entries there is only bookkeeping"
 
 
+@pytest.mark.extended
 def test_a_new_topic_is_answered_by_the_nearest_episode_and_then_has_its_own(
     engine: Engine,
 ) -> None:

@@ -36,7 +36,7 @@ def test_a_chat_stays_within_its_budget_and_is_never_read_anew(
     assert chat.figures.log_tokens > 2 * chat.figures.budget_tokens
 
 
-@pytest.mark.parametrize("name", ["h2o", "episodes"])
+@pytest.mark.parametrize("name", ["h2o", pytest.param("episodes", marks=pytest.mark.extended)])
 def test_an_interrupted_turn_leaves_no_trace(loaded: LoadedModel, name: str) -> None:
     chat = Chat(under(loaded, STEPWISE[name]), history=HISTORY)
     chat.say("My dog eats apples.", max_new_tokens=6)

@@ -48,7 +48,12 @@ def test_a_full_cache_continues_as_transformers_does(name: str) -> None:
         assert completion.kv_bytes >= completion.full_kv_bytes
 
 
-FREED = [("Falcon-H1", policy) for policy in POLICIES] + [(name, "h2o") for name in LATENT]
+LONG = ("blocks", "kvzip")  # policies whose case is extended
+FREED = [
+    *(("Falcon-H1", policy) for policy in POLICIES if policy not in LONG),
+    *(pytest.param("Falcon-H1", policy, marks=pytest.mark.extended) for policy in LONG),
+    *((name, "h2o") for name in LATENT),
+]
 
 
 @pytest.mark.parametrize("name, policy", FREED)

@@ -154,6 +154,7 @@ def rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{rates}.load_seconds", lambda self, tier, count: 1e-12 * count)
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("rates")
 def test_what_a_deadline_leaves_out_of_a_streamed_cache_is_read(
     tmp_path: Path, small: LoadedModel, runtime: ModelRuntime
@@ -202,6 +203,7 @@ def test_a_reading_is_stored_with_the_codec_that_is_asked_for(
     assert lossy.summary == "prefilled again: it was saved with another codec (saved as int8)"
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("rates")
 def test_a_damaged_chunk_of_a_reading_costs_what_is_behind_it(
     tmp_path: Path, small: LoadedModel

@@ -17,11 +17,14 @@ GOLDENS: dict[str, Golden] = {
 # Those that take 0.4 s and more.
 EXTENDED = frozenset(
     {
+        "ask",
         "bench",
         "eval",
         "homes/chats",
+        "homes/chats_sealed",
         "homes/lost_index",
         "homes/server_chat",
+        "homes/server_sealed",
         "http",
         "logits",
         "study_fields",
