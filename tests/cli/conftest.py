@@ -24,12 +24,10 @@ def calibrated(measured_once: None) -> None:
 def run(seed_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a command line; the bundled model is not loaded anew each time."""
 
-    def loaded(
-        name: str, device: str, dtype: str | None, adapter: str | None, mode: str, **options: Any
-    ) -> LoadedModel:
+    def loaded(name: str, dtype: str | None, adapter: str | None, **options: Any) -> LoadedModel:
         if name == SEED and adapter is None:
             return seed_model
-        return load(name, device, dtype, adapter, mode, **options)
+        return load(name, dtype=dtype, adapter=adapter, **options)
 
     monkeypatch.setattr(question_run, "load", loaded)
 

@@ -115,7 +115,7 @@ def test_20_what_another_machine_wrote_is_found(tmp_path: Path) -> None:
 def test_a_state_that_was_written_but_not_indexed_is_found(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
     heads.commit(a_record(1), expected=0)
-    heads._place.create(a_record(2).path, encode_record(a_record(2), SECRET))
+    heads._files.create(a_record(2).path, encode_record(a_record(2), SECRET))
     assert heads.head(OWN) == a_record(2)
 
 
@@ -123,13 +123,13 @@ def test_who_looks_between_a_record_and_its_index_stops_no_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heads = heads_at(tmp_path)
-    create = heads._place.create
+    create = heads._files.create
 
     def created(path: str, data: bytes) -> None:
         create(path, data)
         assert heads.head(OWN) is not None  # it is taken over into the index
 
-    monkeypatch.setattr(heads._place, "create", created)
+    monkeypatch.setattr(heads._files, "create", created)
     for epoch in (1, 2, 3):
         heads.commit(a_record(epoch), expected=epoch - 1)
     assert heads.head(OWN) == a_record(3) and heads.manifest.epochs(OWN) == [1, 2, 3]
@@ -139,7 +139,7 @@ def test_a_session_begins_while_others_are_forgotten(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
     other = SessionKey.named(TENANT, "another").session
     gone = replace(a_record(7, removed=True), session=other, name="another")
-    heads._place.create(gone.path, encode_record(gone, SECRET))
+    heads._files.create(gone.path, encode_record(gone, SECRET))
     before = heads.before(TENANT, heads.newest(OWN), None)
     heads.forget(gone)
     assert (before, heads.before(TENANT, heads.newest(OWN), None)) == (0, 7)
@@ -222,7 +222,7 @@ def test_1_flipped_bits_in_both_give_the_state_before(tmp_path: Path) -> None:
 def test_a_record_in_the_place_of_another_is_not_believed(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
     heads.commit(a_record(1), expected=0)
-    heads._place.create(a_record(2).path, encode_record(a_record(1), SECRET))
+    heads._files.create(a_record(2).path, encode_record(a_record(1), SECRET))
     assert heads.head(OWN) == a_record(1)
 
 
@@ -295,7 +295,7 @@ def test_4_a_manifest_that_cannot_be_written_says_so(tmp_path: Path) -> None:
 def test_4_a_commit_that_cannot_be_written_is_not_seen(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
     heads.commit(a_record(1), expected=0)
-    heads._place = Faulty(heads._place, refusing(FULL, "create"))
+    heads._files = Faulty(heads._files, refusing(FULL, "create"))
     with pytest.raises(StoreFull):
         heads.commit(a_record(2), expected=1)
     assert heads.head(OWN) == a_record(1)

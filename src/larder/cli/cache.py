@@ -250,7 +250,7 @@ def _open_store(options: StoreOptions) -> Iterator[Store]:
 def _check_exists(store: Store, is_needed: bool) -> None:
     """Raises: InputError: there is nothing at the store's address, and `is_needed`; otherwise that
     is reported on stderr."""
-    place = store.parts.place
+    place = store.parts.file_system
     if next(place.list_files(""), None) is not None:
         return
     message = f"There is no store at {place.url}: name another by --store, or LARDER_HOME."

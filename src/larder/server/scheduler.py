@@ -139,39 +139,51 @@ class Scheduler:
         full = set[str]()  # tenants whose own budget is used up
         while len(self.running) < self._tasks:
             firsts = [self.queue.first(each) for each in self.queue.tenants if each not in full]
-            if not firsts:
+            if not firsts or not self._try_admit(min(firsts, key=self._rank), full):
                 return
-            job = min(firsts, key=self._rank)
-            try:
-                self._start(job)
-            except WriteAwaited:  # holds up no other tenant
-                full.add(job.session.tenant)
-            except BudgetError as error:
-                is_own = isinstance(error, TenantBudgetError)
-                if self._preempt_for(job, is_own, error.tier):
-                    continue
-                whose = job.session.tenant if is_own else None
-                if self._holders(job, is_own) or self._tiers.is_writing(whose):
-                    if not is_own:
-                        return
-                    full.add(job.session.tenant)
-                    continue
-                if job.session.residency.is_resident:  # its own cache, beside that of the turn
-                    self._tiers.drop(job.session)
-                    continue
-                self.queue.remove(job)
-                self._fail(job, kv_budget_exceeded(error))
-            except FAILURES as error:
-                self.queue.remove(job)
-                job.backend.rollback(job)
-                self._fail(job, error)
-            else:
-                self.queue.remove(job)
-                self.running.append(job)
-                if job.prefill.load is not None:
-                    self._completions.when_done(
-                        job.prefill.load.future, partial(self._on_loaded, job)
-                    )
+
+    def _try_admit(self, job: RequestState, full: set[str]) -> bool:
+        """Admit a request, fail it, or leave it in the queue; False if all others wait, too.
+
+        Args:
+            full: tenants whose own budget is used up; that of the request is added if it waits
+                without holding up others.
+        """
+        try:
+            self._start(job)
+        except WriteAwaited:
+            full.add(job.session.tenant)
+            return True
+        except BudgetError as error:
+            return self._make_room(job, error, full)
+        except FAILURES as error:
+            self.queue.remove(job)
+            job.backend.rollback(job)
+            self._fail(job, error)
+            return True
+        self.queue.remove(job)
+        self.running.append(job)
+        if job.prefill.load is not None:
+            self._completions.when_done(job.prefill.load.future, partial(self._on_loaded, job))
+        return True
+
+    def _make_room(self, job: RequestState, error: BudgetError, full: set[str]) -> bool:
+        """Free memory for a request that `error` has refused, or let it wait for running ones; it
+        fails if there are none. Arguments and result as for `_try_admit`."""
+        is_own = isinstance(error, TenantBudgetError)
+        if self._preempt_for(job, is_own, error.tier):
+            return True
+        tenant = job.session.tenant
+        if self._holders(job, is_own) or self._tiers.is_writing(tenant if is_own else None):
+            if is_own:
+                full.add(tenant)
+            return is_own
+        if job.session.residency.is_resident:  # its own cache, beside that of the turn
+            self._tiers.drop(job.session)
+            return True
+        self.queue.remove(job)
+        self._fail(job, kv_budget_exceeded(error))
+        return True
 
     def _rank(self, job: RequestState) -> tuple[int, float]:
         """Order in which requests of different tenants come."""

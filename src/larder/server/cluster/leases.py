@@ -89,7 +89,7 @@ class SessionLeases:
         """
         until = self._parts.clock() + self._alive_seconds
         path = self._holder_path(self._holder)
-        self._call(self._parts.place.replace, path, self._sealed(path, {"until": until}))
+        self._call(self._parts.file_system.replace, path, self._sealed(path, {"until": until}))
         self._alive_until = until
 
     def take(self, principal: str, name: str) -> SessionLease:
@@ -109,11 +109,11 @@ class SessionLeases:
         lease = SessionLease(folder, max(terms, default=0) + 1, secrets.token_hex(16))
         data = self._sealed(lease.path, {"holder": self._holder, "mark": lease.mark})
         try:
-            self._call(self._parts.place.create, lease.path, data)
+            self._call(self._parts.file_system.create, lease.path, data)
         except FileExistsError as error:
             raise LeaseConflict(self._alive_seconds) from error
         for term in terms:
-            self._call(self._parts.place.remove, f"{folder}/{term}.json")
+            self._call(self._parts.file_system.remove, f"{folder}/{term}.json")
         return lease
 
     def holds(self, lease: SessionLease) -> bool:
@@ -133,7 +133,7 @@ class SessionLeases:
             StoreError: the store cannot be written; the lease ends with this process.
         """
         if self._read(lease.path).get("mark") == lease.mark:
-            self._call(self._parts.place.remove, lease.path)
+            self._call(self._parts.file_system.remove, lease.path)
 
     def sweep(self) -> int:
         """Delete files of processes that ended without releasing; return the number deleted."""
@@ -142,11 +142,13 @@ class SessionLeases:
         old = [
             entry.path
             for folder in (HOLDERS_FOLDER, LEASES_FOLDER)
-            for entry in self._call(lambda folder=folder: list(parts.place.list_files(folder)))
+            for entry in self._call(
+                lambda folder=folder: list(parts.file_system.list_files(folder))
+            )
             if entry.modified < before and not self._is_alive(entry.path)
         ]
         for path in old:
-            self._call(parts.place.remove, path)
+            self._call(parts.file_system.remove, path)
         return len(old)
 
     def _is_alive(self, path: str) -> bool:
@@ -162,7 +164,7 @@ class SessionLeases:
         Raises:
             StoreError: the store cannot be written.
         """
-        self._call(self._parts.place.remove, self._holder_path(self._holder))
+        self._call(self._parts.file_system.remove, self._holder_path(self._holder))
         self._alive_until = 0.0
 
     def _check(self, path: str) -> None:
@@ -176,7 +178,9 @@ class SessionLeases:
             raise LeaseConflict(left)
 
     def _terms(self, folder: str) -> list[int]:
-        found = self._call(lambda: [entry.path for entry in self._parts.place.list_files(folder)])
+        found = self._call(
+            lambda: [entry.path for entry in self._parts.file_system.list_files(folder)]
+        )
         words = (path.rpartition("/")[2].removesuffix(".json") for path in found)
         return sorted(int(word) for word in words if word.isascii() and word.isdecimal())
 
@@ -186,7 +190,7 @@ class SessionLeases:
     def _read(self, path: str) -> dict[str, Any]:
         """Content of a file; empty if it is missing or damaged."""
         try:
-            data = self._call(self._parts.place.read, path)
+            data = self._call(self._parts.file_system.read, path)
             return parse_json(open_sealed_json(self._parts.secret, "told", data, path))
         except (FileNotFoundError, Damaged):
             return {}

@@ -208,7 +208,7 @@ class StoreDiskTier(DiskTier):
             budget={Tier.DISK.value: limit} if limit < UNLIMITED else {},
             rejected=self._parts.refusals.counts(),
             unwritten=self._parts.unwritten.counts(),
-            written_bytes=self._parts.place.written_bytes,
+            written_bytes=self._parts.file_system.written_bytes,
         )
 
     def stop(self) -> None:
