@@ -171,8 +171,8 @@ def _listening(application: Any) -> Iterator[str]:
 
 
 def _load(
-    name: str, device: str, dtype: str | None, adapter: str | None, mode: str, **options: Any
+    name: str, *, device: str, dtype: str | None, adapter: str | None, **options: Any
 ) -> LoadedModel:
     if (name, device, dtype, adapter) == (SEED, "cpu", None, None):
         return bundled()
-    return load(name, device, dtype, adapter, mode, **options)
+    return load(name, device, dtype, adapter, **options)
