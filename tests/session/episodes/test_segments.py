@@ -228,6 +228,7 @@ class TestSentences:
         assume(text)
         assert sentences(text) == slow_sentences(text, SHORT_CHARACTERS, LONG_CHARACTERS)
 
+    @pytest.mark.extended
     @given(st.text(max_size=200))
     def test_spans_leave_nothing_out(self, text: str) -> None:
         assert "".join(text[start:stop] for start, stop in sentences(text)) == text
