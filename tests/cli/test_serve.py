@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import socket
 import sys
@@ -16,6 +17,7 @@ import uvicorn
 from cli_results import Run, complaint, document
 from larder.cli import serve
 from larder.cli.errors import INTERRUPTED_EXIT_CODE
+from larder.store.fs.local import LocalFileSystem
 
 ASKED = {"messages": [{"role": "user", "content": "My cat is Mira."}], "max_tokens": 3}
 
@@ -163,6 +165,24 @@ def test_names_are_checked_before_a_model_loads(
 ) -> None:
     monkeypatch.setattr("larder.cli.question_run.load_model", None)  # fails where it is called
     assert told in complaint(run("serve", "--port", "0", option, "none"), status)
+
+
+def test_a_store_that_cannot_be_written_is_refused_before_a_model_loads(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("larder.cli.question_run.load_model", None)
+    (tmp_path / "file").touch()
+    said = complaint(run("serve", "--port", "0", "--store", tmp_path / "file" / "store"), 1)
+    assert f"{tmp_path}/file/store cannot be written (Not a directory): let this user" in said
+
+    def full(self: LocalFileSystem, path: str, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", path)
+
+    monkeypatch.setattr(LocalFileSystem, "create", full)  # it may have room again
+    done = run("serve", "--port", "0", "--store", tmp_path / "store")
+    assert isinstance(done.exception, TypeError)  # the model would be loaded
+    assert "turns are not durable until the store takes them" in done.stderr
+    assert "cannot be written (No space left on device): make room" in done.stderr
 
 
 @pytest.mark.parametrize("policy", ["exact_question", "finch", "laq", "dapq"])

@@ -17,7 +17,14 @@ import typer
 
 from larder.cli.errors import INTERRUPTED_EXIT_CODE
 from larder.cli.options import ModelOptions, command
-from larder.cli.store_options import DEFAULT_CODEC, CodecName, KeyFile, ResumeDeadline, check_codec
+from larder.cli.store_options import (
+    DEFAULT_CODEC,
+    CodecName,
+    KeyFile,
+    ResumeDeadline,
+    check_codec,
+    check_store_access,
+)
 from larder.core.errors import DependencyError, InputError, UsageError
 from larder.core.home import home
 
@@ -454,6 +461,7 @@ def _open_store(
     from larder.store.eviction.base import EVICTIONS
     from larder.store.store import Store
 
+    check_store_access(url)
     return Store(
         url,
         home(),

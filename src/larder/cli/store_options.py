@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from larder.core.errors import LarderError
+from larder.core.errors import LarderError, StoreFull, StoreSlow
 
 if TYPE_CHECKING:
     from larder.engine.engine import Engine
@@ -99,6 +99,20 @@ def check_codec(name: str, resume_deadline: float | None = None) -> None:
     from larder.store.blobs.payloads import is_lossless_codec
 
     is_lossless_codec(name)
+
+
+def check_store_access(url: str) -> None:
+    """Check that a store can be written; one that is slow or full now is reported on stderr.
+
+    Raises:
+        StoreError: it cannot be written.
+    """
+    from larder.store.fs import check_writable
+
+    try:
+        check_writable(url)
+    except (StoreSlow, StoreFull) as error:
+        print(f"larder: turns are not durable until the store takes them: {error}", file=sys.stderr)
 
 
 @contextmanager

@@ -1,7 +1,15 @@
 """File systems of the store, opened by their path or address."""
 
+import errno
+import secrets
+
+from larder.core.errors import StoreError, StoreFull
 from larder.store.fs.base import FileSystem
+from larder.store.fs.deadline import DeadlineExecutor
 from larder.store.fs.local import LocalFileSystem
+
+PROBE_FOLDER = "probe"  # folder of files that only show that a place can be written
+NO_ROOM_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 
 
 def open_file_system(url: str) -> FileSystem:
@@ -17,3 +25,27 @@ def open_file_system(url: str) -> FileSystem:
     from larder.store.fs.remote import RemoteFileSystem
 
     return RemoteFileSystem(url)
+
+
+def check_writable(url: str) -> None:
+    """Check that a store can be kept at a path or address, by a file that is removed again.
+
+    Raises:
+        StoreSlow, StoreFull: it does not answer in time, or has no room; either may pass.
+        StoreError: it cannot be written.
+    """
+    DeadlineExecutor("disk").call(_write_probe, open_file_system(url))
+
+
+def _write_probe(place: FileSystem) -> None:
+    path = f"{PROBE_FOLDER}/{secrets.token_hex(8)}"
+    try:
+        place.create(path, path.encode())
+        place.remove(path)
+    except OSError as error:
+        why = f"The store at {place.url} cannot be written ({error.strerror or error})"
+        if error.errno in NO_ROOM_ERRNOS:
+            raise StoreFull(f"{why}: make room there, or name another store.") from error
+        raise StoreError(
+            f"{why}: let this user write there, or name another folder or address for the store."
+        ) from error
