@@ -1,12 +1,14 @@
 // Calls of the AI SDK against a running server; one JSON line per call.
 //
-//     node benchmarks/client_calls.mjs URL FOLDER_WITH_NODE_MODULES
+//     node benchmarks/client_calls.mjs URL FOLDER_WITH_NODE_MODULES [--images]
+//
+// With --images the server has a model that sees, and calls have images.
 
 import { createRequire } from "node:module";
 import { join } from "node:path";
 import { pathToFileURL } from "node:url";
 
-const [url, folder] = process.argv.slice(2);
+const [url, folder, images] = process.argv.slice(2);
 const require = createRequire(join(folder, "package.json"));
 const load = (name) => import(pathToFileURL(require.resolve(name)).href);
 const { generateText, streamText, generateObject, streamObject, tool, stepCountIs } = await load("ai");
@@ -85,10 +87,29 @@ const calls = {
   },
 };
 
+// One red pixel.
+const pixel = Buffer.from(
+  "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGM4wSUHAAKOAPGpWvKOAAAAAElFTkSuQmCC",
+  "base64",
+);
+const shown = [{ type: "image", image: pixel }, { type: "text", text: "What is this?" }];
+const given = { messages: [{ role: "user", content: shown }], maxOutputTokens: 8 };
+const imageCalls = {
+  async "generateText with an image"(model) {
+    const told = await generateText({ model, ...given });
+    check(told.usage.outputTokens > 0, "no usage");
+  },
+  async "streamText with an image"(model) {
+    const told = streamText({ model, ...given, onError() {} });
+    for await (const part of told.fullStream) if (part.type === "error") throw part.error;
+    check((await told.usage).outputTokens > 0, "no usage");
+  },
+};
+
 const { version } = require("ai/package.json");
 let failed = 0;
 for (const [name, model] of Object.entries(models)) {
-  for (const [what, call] of Object.entries(calls)) {
+  for (const [what, call] of Object.entries(images ? imageCalls : calls)) {
     let error = "";
     const started = Date.now();
     try {

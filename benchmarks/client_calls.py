@@ -1,9 +1,10 @@
 """Calls of real clients in Python against a running server; one JSON line per call.
 
-    python benchmarks/client_calls.py URL [PACKAGE...]
+    python benchmarks/client_calls.py URL [--images] [PACKAGE...]
 
 Runs in an environment that has the clients, without Larder: those that are not installed are
-skipped. `clients.py` starts the server, whose model is called `seed` whatever it is.
+skipped. `clients.py` starts the server, whose model is called `seed` whatever it is. With
+`--images` the server has a model that sees, and calls have images.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from _acceptance_calls import KEY, MODEL, WORDS, hostile, lm_evaluation, other_prompts, schemas
+from _image_calls import IMAGE_CALLS, REFUSED_IMAGE_CALLS, Call
 
 EMBEDDER = "minilm"
+IMAGES_OPTION = "--images"
 COUNT = {
     "type": "object",
     "properties": {"what": {"enum": WORDS}, "kept": {"type": "boolean"}},
@@ -33,7 +35,6 @@ TOOL = {"type": "function", "function": {"name": "count", "parameters": COUNT}}
 INSPECT_FORMS = ("openai-api/larder", "vllm")
 STREAMS = {"stream": True}  # argument of a model of inspect
 ASKED = [{"role": "user", "content": "I have bread and salt. What do I have?"}]
-Call = Callable[[str], dict[str, Any] | None]  # with figures for its row
 
 
 def openai_chat(url: str) -> None:
@@ -439,12 +440,15 @@ CALLS: list[tuple[str, str, Call]] = [
     ("openai", "60 MiB body, n of 10**9, endless header: /health within 1 s", hostile),
     ("openai", "same text, other tools, template variables, adapter: no cache", other_prompts),
     ("lm_eval", "three local tasks, batch 1 and 8", lm_evaluation),
+    *REFUSED_IMAGE_CALLS,
 ]
 
 
 def main() -> int:
     failed, (url, *only) = 0, sys.argv[1:]
-    for package, what, call in CALLS:
+    sees = IMAGES_OPTION in only
+    only = [package for package in only if package != IMAGES_OPTION]
+    for package, what, call in IMAGE_CALLS if sees else CALLS:
         try:
             found = version(package)
         except PackageNotFoundError:

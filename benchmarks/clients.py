@@ -5,8 +5,9 @@
 `VENV` has any of openai, anthropic, langchain-openai, openai-agents, inspect-ai, llm and lm_eval;
 `FOLDER` has node_modules with ai, @ai-sdk/openai, @ai-sdk/openai-compatible and zod. The bundled
 model answers, or that of `--model`, with an adapter of random weights beside it; calls of tools are
-forced by their schemas. In float32 log-likelihoods are compared with those of transformers. Rows go
-to results/clients.jsonl; the exit status is 1 if a call fails, or takes longer than `--seconds`.
+forced by their schemas. In float32 log-likelihoods are compared with those of transformers. Calls
+with images follow, to a server over a model of random weights that sees. Rows go to
+results/clients.jsonl; the exit status is 1 if a call fails, or takes longer than `--seconds`.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from typing import Any
 
 import torch
 from _acceptance_calls import ADAPTED, TOLERANCE
+from _image_model import save_image_model
 from _server import run_server
 from _timing import write
-from client_calls import EMBEDDER
+from client_calls import EMBEDDER, IMAGES_OPTION
 from peft import LoraConfig, get_peft_model  # pyright: ignore
 
 from larder.models import LoadedModel, load
@@ -123,31 +125,50 @@ def own_likelihood(loaded: LoadedModel, context: str, continuation: str) -> floa
 def main() -> int:
     options, rows = _options(), list[dict[str, Any]]()
     loaded = load(options.model or NAME, dtype=options.dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        rows += _text_rows(options, loaded, Path(folder))
+        rows += _image_rows(options, loaded, Path(folder, "images"))
+    write(options.out, rows)
+    return 1 if not rows or any(row["error"] for row in rows) else 0
+
+
+def _text_rows(
+    options: argparse.Namespace, loaded: LoadedModel, folder: Path
+) -> Iterator[dict[str, Any]]:
+    """Rows of calls without images."""
     served = ["--chat-template", str(TEMPLATE), "--served-model-name", NAME]
     served += ["--embedding-model", EMBEDDER]
     served += ["--model", options.model] if options.model else []
     served += ["--dtype", options.dtype] if options.dtype else []
-    with tempfile.TemporaryDirectory() as folder:
-        adapter = Path(folder, ADAPTED)
-        save_adapter(loaded.decoder.module, adapter)
-        served += ["--adapter", f"{ADAPTED}={adapter}"]
-        with run_server(Path(folder, "home"), served) as server:
-            resident = resident_bytes(server.process)
-            for program in _programs(options, server.url):
-                for row in called(program, options.seconds):
-                    row["grown_bytes"] = resident_bytes(server.process) - resident
-                    resident += row["grown_bytes"]
-                    rows.append(_shown(checked(row, loaded)))
-    write(options.out, [row | {"model": options.model or NAME} for row in rows])
-    return 1 if not rows or any(row["error"] for row in rows) else 0
+    save_adapter(loaded.decoder.module, folder / ADAPTED)
+    served += ["--adapter", f"{ADAPTED}={folder / ADAPTED}"]
+    with run_server(folder / "home", served) as server:
+        resident = resident_bytes(server.process)
+        for program in _programs(options, server.url):
+            for row in called(program, options.seconds):
+                row["grown_bytes"] = resident_bytes(server.process) - resident
+                resident += row["grown_bytes"]
+                yield _shown(checked(row, loaded)) | {"model": options.model or NAME}
 
 
-def _programs(options: argparse.Namespace, url: str) -> Iterator[list[str]]:
+def _image_rows(
+    options: argparse.Namespace, loaded: LoadedModel, folder: Path
+) -> Iterator[dict[str, Any]]:
+    """Rows of calls with images."""
+    save_image_model(loaded.tokenizer, folder)
+    served = ["--model", str(folder), "--served-model-name", NAME]
+    with run_server(folder / "home", served) as server:
+        for program in _programs(options, server.url, IMAGES_OPTION):
+            for row in called(program, options.seconds):
+                yield _shown(row) | {"model": "images"}
+
+
+def _programs(options: argparse.Namespace, url: str, *more: str) -> Iterator[list[str]]:
     """Programs of clients."""
     if options.python is not None:
-        yield [options.python, str(HERE / "client_calls.py"), url, *options.only]
+        yield [options.python, str(HERE / "client_calls.py"), url, *more, *options.only]
     if options.node is not None:
-        yield ["node", str(HERE / "client_calls.mjs"), url, options.node]
+        yield ["node", str(HERE / "client_calls.mjs"), url, options.node, *more]
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
