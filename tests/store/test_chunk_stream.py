@@ -28,7 +28,20 @@ from larder.store import (
 )
 from references import stream_controller as loops
 
-from .caches import IDS, SPEC, TALK, WHO, asking, compressed, read, save, snapshot, store_at
+from .caches import (
+    IDS,
+    LONGER,
+    SPEC,
+    TALK,
+    WHO,
+    asking,
+    compressed,
+    go_on,
+    read,
+    save,
+    snapshot,
+    store_at,
+)
 
 MB = 10**6
 GIGABIT = 1e9 / 8
@@ -184,6 +197,44 @@ def test_a_slow_tier_is_loaded_at_the_coarsest_level(store: Store) -> None:
     store.parts.throughput.initialize({"disk": 1e-3, "reading": 1e-9})
     found = restored(store, 1.0)
     assert found.levels[0] == 2
+
+
+def test_a_session_that_was_loaded_coarsely_keeps_its_finest_levels(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(store, IDS, "cachegen")
+    finest, [before] = restored(store).cache, store.sessions.heads()
+    with monkeypatch.context() as slow:
+        slow.setattr(StreamController, "level", lambda self, now: 2)
+        coarse = restored(store)
+    # The last chunk is not full: it is encoded again once it has grown, from its finest level.
+    assert coarse.levels == (2, 2, 2, 2, 2, 0)
+    assert coarse.cache is not None and finest is not None
+    assert not same_bits(coarse.cache.state(), finest.state())
+    go_on(coarse.cache, LONGER[len(IDS) :], IDS)
+    store.sessions.save(WHO, TALK, LONGER, snapshot(coarse.cache, "cachegen"))
+    [after] = store.sessions.heads()
+    assert after.spans[:15] == before.spans[:15]
+    again = restored(store).cache
+    assert again is not None
+    again.truncate(CHUNK * 5)
+    finest.truncate(CHUNK * 5)
+    assert same_bits(again.state(), finest.state())
+
+
+def test_chunks_of_another_text_are_not_kept(store: Store) -> None:
+    save(store, IDS, "cachegen")
+    [before] = store.sessions.heads()
+    edited = (*IDS[:9], 99, *IDS[10:])
+    save(store, edited, "cachegen")
+    [after] = store.sessions.heads()
+    assert after.spans[:6] == before.spans[:6]
+    assert not {*after.spans[6:]} & {*before.spans}
+    exact = read(edited).state()
+    held = restored(store).cache
+    assert held is not None
+    for name, tensor in held.state().items():
+        assert (tensor - exact[name]).abs().max() < codec_named("entropy_fine").step_scale
 
 
 def test_caches_of_other_forms_are_stored_as_entropy_does(store: Store) -> None:

@@ -156,7 +156,8 @@ class StoreDiskTier(DiskTier):
         def saved() -> SavedCache:
             try:
                 snapshot = self._snapshots.snapshot(policy, caches, beside)
-                with self._snapshots.store.sessions.stage(session.tenant, ids, snapshot) as staged:
+                stage = self._snapshots.store.sessions.stage
+                with stage(session.tenant, ids, snapshot, session.name) as staged:
                     record = self._persistence.attach(session, staged, labels).result()
             except LarderError as error:
                 self._parts.unwritten.note_error(error)

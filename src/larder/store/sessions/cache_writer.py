@@ -9,7 +9,7 @@ from itertools import takewhile
 from torch import Tensor
 
 from larder.cache.sequence import SequenceCache
-from larder.core.errors import InputError
+from larder.core.errors import Damaged, InputError, Refused
 from larder.store.blobs.blob_store import BlobRef
 from larder.store.blobs.cache_state import (
     RAW_CODEC,
@@ -19,7 +19,13 @@ from larder.store.blobs.cache_state import (
     split_layers,
     state_nbytes,
 )
-from larder.store.blobs.payloads import add_owner, encode_chunk, encode_snapshot, is_lossless_codec
+from larder.store.blobs.payloads import (
+    add_owner,
+    decode_token_log,
+    encode_chunk,
+    encode_snapshot,
+    is_lossless_codec,
+)
 from larder.store.blobs.tenant_blobs import BlobTransaction, TenantBlobs
 from larder.store.codecs.base import codec_named
 from larder.store.ledger import Tier
@@ -32,7 +38,7 @@ from larder.store.prefix.chunk_records import (
     token_bytes,
     token_ids_from_bytes,
 )
-from larder.store.sessions.chunk_stream import can_stream, chunk_slices
+from larder.store.sessions.chunk_stream import StreamedChunk, can_stream, chunk_slices, chunks_of
 from larder.store.sessions.records import Record, StoredCache
 
 
@@ -61,6 +67,11 @@ class CacheSnapshot:
         """One snapshot per cache."""
         bare = replace(self, others=(), beside=None)
         return tuple(replace(bare, cache=cache) for cache in (self.cache, *self.others))
+
+    def has_origin_of(self, record: Record) -> bool:
+        """True if the caches of a record are of the same model, policy and codec."""
+        own = self.identity.to_dict(), self.policy, self.codec
+        return own == (record.identity, record.policy, record.codec)
 
 
 def check_snapshot(ids: Sequence[int], snapshot: CacheSnapshot | None) -> None:
@@ -162,26 +173,44 @@ class CacheWriter:
     def __init__(self, blobs: TenantBlobs, chunks: ChunkIndex) -> None:
         self._blobs, self._chunks = blobs, chunks
 
-    def num_chunks(self, ids: Sequence[int], snapshot: CacheSnapshot) -> int:
-        """Number of prefix chunks that a snapshot is stored as."""
-        return len(ids) // chunk_index.CHUNK_TOKENS if is_shareable(snapshot) else 0
-
     def snapshot(
-        self, transaction: BlobTransaction, ids: Sequence[int], snapshot: CacheSnapshot
+        self,
+        transaction: BlobTransaction,
+        ids: Sequence[int],
+        snapshot: CacheSnapshot,
+        newest: Record | None = None,
     ) -> CacheBlobs:
         """Write caches. A single lossless cache is written as shared chunks first.
+
+        Args:
+            newest: state of the session. Its chunks at several levels stay as they are: what was
+                loaded of them may be coarser than their finest level.
 
         Raises:
             BudgetError, StoreError: they cannot be stored.
         """
         is_chunked, snapshot = is_shareable(snapshot), with_stored_codec(snapshot)
+        stored = self._common_chunks(newest, ids, snapshot)
+        chunks = len(ids) // chunk_index.CHUNK_TOKENS if is_chunked else 0
+        with self._blobs.reserve_metadata(chunks):
+            return self._write_caches(transaction, ids, snapshot, is_chunked, stored)
+
+    def _write_caches(
+        self,
+        transaction: BlobTransaction,
+        ids: Sequence[int],
+        snapshot: CacheSnapshot,
+        is_chunked: bool,
+        stored: Sequence[StreamedChunk],
+    ) -> CacheBlobs:
+        """Write caches, as shared chunks first where they are chunked."""
         caches, spans = list[StoredCache](), list[BlobRef]()
         ledger, tenant = self._blobs.ledger, transaction.tenant
         with ledger.reserve(Tier.HOST, tenant, _form_bytes(snapshot)):
             snapshot, copied = with_stored_form(snapshot)
         with ledger.reserve(Tier.HOST, tenant, copied):
             for each in snapshot.split_caches:
-                refs, cache_bytes = self._write_cache(transaction, ids, each, is_chunked)
+                refs, cache_bytes = self._write_cache(transaction, ids, each, is_chunked, stored)
                 caches.append(StoredCache(each.cache.meta(), len(refs), cache_bytes))
                 spans += refs
         beside = None
@@ -190,12 +219,32 @@ class CacheWriter:
         total = sum(cache.cache_bytes for cache in caches)
         return CacheBlobs(snapshot, tuple(spans), total, tuple(caches[1:]), beside)
 
+    def _common_chunks(
+        self, newest: Record | None, ids: Sequence[int], snapshot: CacheSnapshot
+    ) -> list[StreamedChunk]:
+        """Chunks at several levels that a session has of the beginning of a text."""
+        if newest is None or not newest.spans or not snapshot.has_origin_of(newest):
+            return []
+        if not codec_named(newest.codec).levels:
+            return []
+        try:
+            log = self._blobs.get(newest.tokens, newest.tenant)
+            own = decode_token_log(log, newest.num_tokens, newest.tenant, newest.session)
+            chunks = chunks_of(newest)
+        except (Damaged, Refused):
+            return []
+        text = tuple(ids)
+        return list(
+            takewhile(lambda at: own[at.start : at.stop] == text[at.start : at.stop], chunks)
+        )
+
     def _write_cache(
         self,
         transaction: BlobTransaction,
         ids: Sequence[int],
         snapshot: CacheSnapshot,
         is_chunked: bool,
+        stored: Sequence[StreamedChunk],
     ) -> tuple[list[BlobRef], int]:
         """Write one cache; return its blobs and the bytes of its tensors."""
         cache, tenant = snapshot.cache, transaction.tenant
@@ -207,7 +256,7 @@ class CacheWriter:
                 refs = [chunk.ref for chunk in shared]
                 state = slice_rest(state, shared[-1].stop if shared else 0)
             if codec_named(snapshot.codec).levels:
-                return self._write_levels(transaction, ids, state, snapshot), count
+                return self._write_levels(transaction, ids, state, snapshot, stored), count
             for part in split_layers(state, codec_named(snapshot.codec)):
                 data = encode_snapshot(
                     part, tenant, snapshot.identity, snapshot.policy, snapshot.codec, cache.spec
@@ -221,14 +270,19 @@ class CacheWriter:
         ids: Sequence[int],
         state: Mapping[str, Tensor],
         snapshot: CacheSnapshot,
+        stored: Sequence[StreamedChunk],
     ) -> list[BlobRef]:
-        """Write the chunks of a cache, each at every level of the codec."""
+        """Write the chunks of a cache that are not stored, each at every level of the codec."""
         spec, owner = snapshot.cache.spec, (transaction.tenant, snapshot.identity, snapshot.policy)
-        return [
-            transaction.put(encode_snapshot(part, *owner, level, spec, span))
-            for part, span in chunk_slices(state, ids)
-            for level in codec_named(snapshot.codec).levels
-        ]
+        there, refs = {(each.start, each.stop): each.refs for each in stored}, list[BlobRef]()
+        for part, span in chunk_slices(state, ids):
+            found = there.get((span["start"], span["start"] + span["n_tokens"]), ())
+            if found and all([transaction.stays(ref) for ref in found]):
+                refs += found
+                continue
+            for level in codec_named(snapshot.codec).levels:
+                refs.append(transaction.put(encode_snapshot(part, *owner, level, spec, span)))
+        return refs
 
     def chunks(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -85,6 +85,22 @@ def chunks_of(record: Record) -> list[StreamedChunk]:
     return [StreamedChunk(refs, at, min(at + size, length)) for refs, at in places]
 
 
+def loaded_chunks(record: Record) -> list[StreamedChunk]:
+    """Chunks of a record as they are loaded: all but full ones at the finest level, since they are
+    encoded again once they have grown.
+
+    Raises:
+        Damaged: as `chunks_of`.
+    """
+    size, found = chunk_index.CHUNK_TOKENS, chunks_of(record)
+    return [
+        each
+        if each.stop - each.start == size
+        else replace(each, refs=(each.refs[0],) * len(each.refs))
+        for each in found
+    ]
+
+
 def finest_bytes(record: Record) -> int:
     """Stored bytes of a record's caches, those of chunks at their finest level."""
     levels = max(1, len(codec_named(record.codec).levels))
@@ -134,6 +150,7 @@ class ChunkStream:
             level = self.controller.level(self._progress(number, self.clock() - begun, bandwidth))
             if level is None:
                 break
+            level = chunk.refs.index(chunk.refs[level])
             started = self.clock()
             try:
                 tensors, span = self.load(chunk.refs[level])

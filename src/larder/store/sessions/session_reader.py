@@ -31,7 +31,12 @@ from larder.store.codecs.base import codec_named
 from larder.store.ledger import Tier
 from larder.store.model_identity import ModelIdentity
 from larder.store.prefix.chunk_records import ChunkMatch, PrefixDigest, prefix_digest
-from larder.store.sessions.chunk_stream import CacheTensors, ChunkStream, bytes_at_once, chunks_of
+from larder.store.sessions.chunk_stream import (
+    CacheTensors,
+    ChunkStream,
+    bytes_at_once,
+    loaded_chunks,
+)
 from larder.store.sessions.records import Record
 from larder.store.stream_controller import StreamController
 from larder.store.throughput import ThroughputEstimates
@@ -210,7 +215,7 @@ class SessionReader:
         self, record: Record, ids: Sequence[int], requirements: CacheRequirements
     ) -> tuple[SequenceCache, tuple[int, ...], LarderError | None]:
         """Cache of the first chunks of a record, their levels, and the error of the next chunk."""
-        chunks = chunks_of(record)
+        chunks = loaded_chunks(record)
 
         def load(ref: BlobRef) -> tuple[CacheTensors, Mapping[str, object]]:
             data = self._blobs.get(ref, record.tenant)

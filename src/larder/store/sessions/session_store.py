@@ -19,12 +19,7 @@ from larder.store.components import StoreComponents
 from larder.store.ledger import Tier
 from larder.store.manifest import superseded_error
 from larder.store.prefix.chunk_records import prefix_digest
-from larder.store.sessions.cache_writer import (
-    CacheBlobs,
-    CacheSnapshot,
-    StagedCache,
-    check_snapshot,
-)
+from larder.store.sessions.cache_writer import CacheSnapshot, StagedCache, check_snapshot
 from larder.store.sessions.chunk_stream import finest_bytes
 from larder.store.sessions.export import export_session, import_session
 from larder.store.sessions.records import (
@@ -81,7 +76,8 @@ class SessionStore:
             record = self._text_record(transaction, key, name, previous, ids, transcript)
             if snapshot is not None:
                 try:
-                    record = self._write_cache(transaction, ids, snapshot).add_to(record)
+                    blobs = parts.writer.snapshot(transaction, ids, snapshot, newest)
+                    record = blobs.add_to(record)
                 except (BudgetError, StoreError) as error:
                     parts.unwritten.note_error(error)
             if newest is not None and record == replace(newest, made=record.made):
@@ -121,20 +117,22 @@ class SessionStore:
 
     @contextmanager
     def stage(
-        self, principal: str, ids: Sequence[int], snapshot: CacheSnapshot
+        self, principal: str, ids: Sequence[int], snapshot: CacheSnapshot, name: str = ""
     ) -> Iterator[StagedCache]:
         """Context in which the blobs of a cache are written and pinned; blobs that are unreferenced
         at its end are deleted.
 
         Args:
             ids: tokens that the cache has read.
+            name: of the session, whose chunks at several levels stay as they are stored.
 
         Raises:
             BudgetError, StoreError: they cannot be stored.
         """
         check_snapshot(ids, snapshot)
+        newest = self._parts.epochs.newest(self._key(principal, name)) if name else None
         with self._parts.blobs.saving(self._parts.tenant(principal)) as transaction:
-            blobs = self._write_cache(transaction, ids, snapshot)
+            blobs = self._parts.writer.snapshot(transaction, ids, snapshot, newest)
             yield StagedCache(tuple(ids), blobs, transaction)
 
     def attach(
@@ -455,13 +453,6 @@ class SessionStore:
             transcript=text,
             made=self._parts.clock(),
         )
-
-    def _write_cache(
-        self, transaction: BlobTransaction, ids: Sequence[int], snapshot: CacheSnapshot
-    ) -> CacheBlobs:
-        writer = self._parts.writer
-        with self._parts.blobs.reserve_metadata(writer.num_chunks(ids, snapshot)):
-            return writer.snapshot(transaction, ids, snapshot)
 
     def _cache_covers(self, record: Record, ids: Sequence[int]) -> bool:
         """True if a record's cache is present and covers the beginning of a text."""
