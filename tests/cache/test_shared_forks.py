@@ -15,6 +15,7 @@ from builders import Tokens, a_layer, a_plan, a_spec, draw
 from cache_stores import attend, extend, same_bits
 from larder.cache import (
     FORMS,
+    MANY_SEGMENTS,
     SHORT_SEGMENT,
     CacheLayer,
     CompactLayer,
@@ -328,3 +329,18 @@ def test_storage_is_divided_for_all_that_hold_it() -> None:
         twin.grow(3)
         twin.grow(1)
         twin.check()
+
+
+@pytest.mark.skipif(c_library() is None, reason="attention would copy divided storage")
+def test_segments_of_forks_that_are_gone_are_joined() -> None:
+    twin = a_dense_twin(80)
+    for _ in range(3 * MANY_SEGMENTS):
+        twin.store.divide(twin.next)
+        fork = twin.store.fork()
+        twin.store.seal()
+        twin.grow(SHORT_SEGMENT)
+        twin.grow(1)
+        assert len(twin.store._segments) <= MANY_SEGMENTS + 1
+        twin.check()
+        assert fork.num_storages
+        del fork

@@ -51,6 +51,7 @@ from .recurrent_state import RecurrentState as RecurrentState
 from .residual_tier import ResidualCoder as ResidualCoder
 from .sequence import SequenceCache as SequenceCache
 from .sequence import held_nbytes as held_nbytes
+from .shared_storage import MANY_SEGMENTS as MANY_SEGMENTS
 from .shared_storage import SHORT_SEGMENT as SHORT_SEGMENT
 from .shared_storage import SegmentedLayer as SegmentedLayer
 from .spec import FORMS as FORMS

@@ -141,6 +141,11 @@ class DivisibleStorage:
         """Keep storage that forks hold too as it is: entries that come are stored apart."""
 
     @property
+    def num_storages(self) -> int:
+        """Number of storages with entries, shared or not."""
+        return 1
+
+    @property
     def shared_length(self) -> int:
         """Entries per head in divided storage that forks hold too."""
         return 0

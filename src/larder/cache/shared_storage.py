@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from weakref import WeakSet, ref
 
 import torch
@@ -25,6 +26,8 @@ from larder.core.spec import LayerSpec
 from larder.ops.cpu.decode_attention import StepSegment
 
 SHORT_SEGMENT = 64  # entries of the longest head, below which a fork copies them to append
+# Neighboring segments of one layer alone that are joined: a table and a loop of each step for each.
+MANY_SEGMENTS = 4
 
 
 class StorageHolders:
@@ -222,6 +225,10 @@ class SegmentedLayer(CacheLayer):
             self._hold(fresh, keeps=True)
 
     @property
+    def num_storages(self) -> int:
+        return len(self._filled)
+
+    @property
     def like(self) -> Tensor:
         """Keys of no entry, in the dtype and on the device of the storage."""
         return self._storage().keys[:0]
@@ -279,8 +286,22 @@ class SegmentedLayer(CacheLayer):
             self._hold(self._joined([storage], growth))
         else:
             fresh = self._joined([replace(storage, lengths=storage.lengths * 0)], growth)
+            self._rejoin()
             self._segments = (*self._segments, storage)
             self._hold(fresh, keeps=True)
+
+    def _rejoin(self) -> None:
+        """Join neighboring segments that no other layer holds any more, where they are many."""
+        stay = list[SharedSegment]()
+        for is_shared, run in groupby(self._segments, lambda each: each.holders.are_many):
+            found = list(run)
+            if not is_shared and len(found) >= MANY_SEGMENTS:
+                found = [self._joined(found, 0)]
+                found[0].holders.join(self, found[0].lengths.tolist())
+            stay += found
+        if len(stay) < len(self._segments):
+            self._leave_segments(stay)
+            self._count_bytes()
 
     def _own(self, room: int = 0) -> None:
         """Bring all entries into one storage that no other layer holds, before they change.

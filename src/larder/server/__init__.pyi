@@ -111,6 +111,7 @@ from .tiers.eviction_order import prefill_operations as prefill_operations
 from .tiers.host import MIN_MOVES as MIN_MOVES
 from .tiers.host import PROBE_INTERVAL as PROBE_INTERVAL
 from .tiers.host import HostMoveRates as HostMoveRates
+from .tiers.shared_prefixes import SharedPrefixes as SharedPrefixes
 from .token_budget import MIN_CHUNK_TOKENS as MIN_CHUNK_TOKENS
 from .token_budget import PROMPT_SHARE as PROMPT_SHARE
 from .token_budget import PrefillTokenBudget as PrefillTokenBudget

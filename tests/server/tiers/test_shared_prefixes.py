@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
+from larder.cache import SequenceCache
 from larder.core import LarderError
 from larder.models import LoadedModel
 from larder.ops import c_library
-from larder.server import ChatMessage, SessionState, Ticket, cached_positions
+from larder.server import ChatMessage, SessionState, SharedPrefixes, Ticket, cached_positions
 from larder.store import Tier
 from server_core import Client, Served, answered, user
 
@@ -40,15 +42,13 @@ def real_bytes(served: Served) -> int:
     """Bytes of all storage of entries, once each, and of the tables of each session."""
     sessions = list(served.core.sessions)
     entries = {place: n for each in sessions for place, n in entry_storages(each).items()}
-    tables = sum(
-        tensor.untyped_storage().nbytes()
-        for each in sessions
-        if each.residency.active is not None
-        for store in each.residency.active.stores
-        for tensor in store.tensors()
-        if tensor.dtype is torch.int64
-    )
-    return sum(entries.values()) + tables
+    return sum(entries.values()) + sum(table_bytes(each.residency.active) for each in sessions)
+
+
+def table_bytes(cache: SequenceCache | None) -> int:
+    """Bytes of the tables of all storages of a cache."""
+    tensors = () if cache is None else (t for each in cache.stores for t in each.tensors())
+    return sum(t.untyped_storage().nbytes() for t in tensors if t.dtype is torch.int64)
 
 
 def reserved_bytes(served: Served) -> int:
@@ -84,6 +84,29 @@ def test_eight_sessions_hold_a_prefix_once(small: LoadedModel) -> None:
     assert served.core.ledger.used(Tier.DEVICE) < 0.35 * sum(
         each.residency.device_bytes for each in sessions
     )
+
+
+def test_tables_of_a_fork_take_no_more_than_is_reserved(
+    small: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the storage of the source was divided for sessions that are gone."""
+    served, grown, reserved = Served(small), list[int](), list[int]()
+    fork = SharedPrefixes.fork
+
+    def measured(self: SharedPrefixes, source: SessionState, *where: Any) -> SequenceCache:
+        before = table_bytes(source.residency.active)
+        reserved.append(self.table_bytes(source))
+        copy = fork(self, source, *where)
+        grown.append(table_bytes(source.residency.active) + table_bytes(copy) - before)
+        return copy
+
+    monkeypatch.setattr(SharedPrefixes, "fork", measured)
+    served.ask(question(0), "source")
+    for number in range(1, 7):
+        served.ask(question(number, PREFIX[: len(PREFIX) - 60 * number]), "other")
+        served.core.remove("a", "other")
+    assert len(grown) == 6 and min(grown) > 0
+    assert all(one <= most for one, most in zip(grown, reserved, strict=True))
 
 
 def test_other_tenants_share_nothing(small: LoadedModel) -> None:

@@ -129,6 +129,7 @@ class DenseLayer(SegmentedLayer):
     def divide(self, length: int) -> None:
         if not self._can_divide:
             return
+        self._rejoin()
         for segment in self._filled:
             count = int(self._lengths_before(segment, length)[0])
             if 0 < count < len(segment.positions):

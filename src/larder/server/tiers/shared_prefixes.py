@@ -52,7 +52,7 @@ class SharedPrefixes:
         assert cache is not None
         heads = sum(store.layer.kv_heads for store in cache.stores)
         sharers = len(self._reservations.sharers(source.key)) + 1
-        held = max(len(store.shared_storages()) for store in cache.stores)
+        held = max(store.num_storages for store in cache.stores)
         return TABLE_BYTES * heads * (2 * sharers + held)
 
     def fork(self, source: SessionState, session: SessionState, length: int) -> SequenceCache:
