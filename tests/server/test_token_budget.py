@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import statistics
 from dataclasses import dataclass, field
 
 import pytest
@@ -245,3 +247,26 @@ def test_the_limit_holds_for_any_machine_of_such_costs(
             counts.append(count)
         cached += count
     assert cached >= 12 * MIN_CHUNK_TOKENS
+
+
+def test_chunks_are_sized_for_slow_ones_where_times_vary() -> None:
+    """Of a machine whose chunks take .6 to 1.6 of an estimate, nine of ten gaps are in time."""
+    draw, clock, target = random.Random(3), Clock(), 0.25
+    budget = PrefillTokenBudget(target, clock)
+    budget.has_answers = True
+    for slowness, shares in ((0.0, (0.95, 1.0)), (0.5, (0.6, 0.9))):
+        gaps, cached = list[float](), 0
+        for _ in range(200):
+            with budget.measured_step():
+                clock.now += STEP
+            tokens = budget.limit(cached, 512)
+            with budget.measured_chunk(cached) as counts:
+                counts.append(tokens)
+                seconds = chunk_seconds(tokens, cached) * draw.lognormvariate(0.0, slowness)
+                clock.now += seconds
+            gaps.append(STEP + seconds)
+            cached += tokens
+        late = sum(gap > 1.001 * target for gap in gaps[20:]) / len(gaps[20:])
+        assert late <= (0.15 if slowness else 0.0)
+        settled = statistics.mean(gaps[20:])
+        assert shares[0] * target <= settled <= shares[1] * target + 1e-9

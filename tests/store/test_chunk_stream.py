@@ -230,11 +230,11 @@ def test_chunks_of_another_text_are_not_kept(store: Store) -> None:
     [after] = store.sessions.heads()
     assert after.spans[:6] == before.spans[:6]
     assert not {*after.spans[6:]} & {*before.spans}
-    exact = read(edited).state()
+    exact, finest = read(edited).state(), codec_named("entropy_fine")
     held = restored(store).cache
-    assert held is not None
+    assert held is not None and isinstance(finest, Entropy)
     for name, tensor in held.state().items():
-        assert (tensor - exact[name]).abs().max() < codec_named("entropy_fine").step_scale
+        assert (tensor - exact[name]).abs().max() < finest.step_scale
 
 
 def test_caches_of_other_forms_are_stored_as_entropy_does(store: Store) -> None:

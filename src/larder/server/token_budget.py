@@ -4,7 +4,8 @@ Of Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with Sar
 arXiv:2403.02310, section 4: chunks of a prompt are read beside decode steps, as long as the latency
 between tokens allows. What differs: the paper profiles a model for one budget in advance; here the
 seconds of steps and chunks are measured while serving, so that chunks become shorter as the prompt
-before them, and the attention to it, grows.
+before them, and the attention to it, grows. Where chunks take more or less than such an estimate,
+as beside other work of the machine, they are sized for the slow ones among the latest.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from larder.core.errors import BadParameter
 MIN_CHUNK_TOKENS = 16  # however slow the machine is
 PROMPT_SHARE = 0.25  # of the target at least is for prompts, however slow a decode step is
 MAX_SAMPLES = 32  # chunks that an estimate is made from
+SLOW_SHARE = 0.9  # quantile of chunks, by what they took beside the estimate, that is in time
 SMOOTHING = 0.3  # weight of the latest decode step
 GROWTH = 2  # a chunk is at most so much longer than those before it
 TOKENS, CACHED = 512.0, 4096.0  # units of the estimate
@@ -94,9 +96,19 @@ class PrefillTokenBudget:
         seconds = max(self._target - self._step_seconds, PROMPT_SHARE * self._target)
         constant, per_token, per_pair = self._costs()
         rate = per_token / TOKENS + per_pair * cached / (TOKENS * CACHED)
+        seconds /= self._slowness(constant, per_token, per_pair)
         longest = GROWTH * max(tokens for tokens, _, _ in self._chunks)
         wanted = longest if rate <= 0 else max(0.0, seconds - constant) / rate
         return min(most, max(MIN_CHUNK_TOKENS, int(min(wanted, longest))))
+
+    def _slowness(self, constant: float, per_token: float, per_pair: float) -> float:
+        """What slow chunks took, in estimates of their seconds; 1 at least."""
+        tokens, cached, seconds = np.array(self._chunks, dtype=np.float64).T
+        tokens = tokens / TOKENS
+        estimates = constant + tokens * (per_token + per_pair * cached / CACHED)
+        if not estimates.all():
+            return 1.0
+        return max(1.0, float(np.quantile(seconds / estimates, SLOW_SHARE)))
 
     def _costs(self) -> list[float]:
         """Seconds of a chunk, of its tokens, and of their pairs with those before; by least
