@@ -17,7 +17,7 @@ import uvicorn
 from cli_results import Run, complaint, document
 from larder.cli import serve
 from larder.cli.errors import INTERRUPTED_EXIT_CODE
-from larder.store.fs.local import LocalFileSystem
+from larder.store import LocalFileSystem
 
 ASKED = {"messages": [{"role": "user", "content": "My cat is Mira."}], "max_tokens": 3}
 

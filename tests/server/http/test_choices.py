@@ -150,6 +150,24 @@ def test_echoed_prompts_have_the_log_probabilities_of_the_model(
     assert hub.sessions("local") == ()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_is_scored_without_an_answer(client: OpenAI, stream: bool) -> None:
+    asked: dict[str, Any] = {"model": "characters", "prompt": TEXTS[0], "echo": True, "logprobs": 0}
+    asked |= {"stream_options": {"include_usage": True}, "stream": True} if stream else {}
+    told = client.completions.create(**asked, max_tokens=0)
+    chunks: list[Any] = list(told) if stream else [told]
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    assert "".join(choice.text for choice in choices) == TEXTS[0]
+    scores = [n for each in choices if each.logprobs for n in each.logprobs.token_logprobs]
+    own = own_logprobs([ord(sign) for sign in TEXTS[0]])
+    wanted = [own[place, ord(sign)].item() for place, sign in enumerate(TEXTS[0][1:])]
+    assert scores[0] is None and scores[1:] == pytest.approx(wanted, abs=1e-4)
+    assert choices[-1].finish_reason == "length"
+    assert chunks[-1].usage.completion_tokens == 0
+    with pytest.raises(openai.BadRequestError, match="or 0 with echo: true"):
+        client.completions.create(model="characters", prompt="a", max_tokens=0)
+
+
 @pytest.mark.extended
 def test_choices_share_the_prompt_and_leave_one_session(small: LoadedModel) -> None:
     hub = LocalEngineClient(Engine(small, policy="full"), ByteBudgets({Tier.DEVICE: 1 << 20}))

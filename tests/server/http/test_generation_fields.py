@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI
 
 from larder.server import CachedResponse, CachedUse
-from larder.server.http import json_body
+from larder.server.http import json_body, response_items, tools
 from server.fake_engine_client import NAME
 from server.http.running_server import Running
 
@@ -113,15 +113,24 @@ def test_names_of_no_field_are_in_the_warnings(
         "completions": {"model": NAME, "prompt": "a"},
         "responses": {"model": NAME, "input": "a"},
     }
-    body = said[path] | {"frob": [{}], "temperat\u00fcre": 1}
+    prediction = {"type": "content", "content": "a"}  # makes answers of others sooner, not other
+    body = said[path] | {"frob": [{}], "temperat\u00fcre": 1, "prediction": prediction}
     whole = http.post(f"/v1/{path}", json=body).json()
     assert "warnings" in whole, whole
     told = whole["warnings"]
-    assert any("'frob'" in one for one in told) and any("'temperat\u00fcre'" in o for o in told)
+    for name in ("frob", "temperat\u00fcre", "prediction"):
+        assert any(f"'{name}'" in one for one in told)
     assert not any("'model'" in one for one in told)
     if path != "responses":
         text = http.post(f"/v1/{path}", json=body | {"stream": True}).text
         assert "'frob'" in text
+
+
+def test_refusals_of_another_model_are_text() -> None:
+    part = {"type": "refusal", "refusal": "No."}
+    message = {"role": "assistant", "content": [part]}
+    assert tools.ToolMessage.model_validate(message).turn().text == "No."
+    assert response_items.ResponseInputItem.model_validate(message).turn().text == "No."
 
 
 def test_answers_without_such_names_have_no_warnings(http: httpx2.Client, served: Running) -> None:

@@ -232,6 +232,22 @@ def test_a_forced_call() -> None:
             assert json.loads(call.function.arguments)["at"] in ("x", "y")
 
 
+def test_forced_calls_among_some_tools_and_of_tools_without_parameters() -> None:
+    pytest.importorskip("llguidance", reason="the extra structured is not installed")
+    tools = [{"type": "function", "function": {"name": name}} for name in ("look", "wait", "go")]
+    allowed = {"mode": "required", "tools": [tools[1]]}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    one = {"tools": tools, "parallel_tool_calls": False}
+    for client in client_of(served()):
+        [told] = asked(client, [user("Hello")], tool_choice=choice, **one).choices
+        [call] = told.message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("wait", "{}")
+        for wrong in ({"mode": "auto"}, {"tools": [TOOL | {"function": {"name": "x"}}]}):
+            choice = {"type": "allowed_tools", "allowed_tools": allowed | wrong}
+            with pytest.raises(openai.BadRequestError, match="must have the mode required"):
+                asked(client, [user("Hello")], tool_choice=choice, **one)
+
+
 def in_messages(client: OpenAI, messages: list[Any], **more: Any) -> httpx2.Response:
     tool = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
     body = {"model": "characters", "max_tokens": 300, "messages": messages, "tools": [tool]} | more

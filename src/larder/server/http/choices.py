@@ -101,10 +101,12 @@ class PromptChoices:
     Args:
         requests: one per answer. The others wait for the first, which reads the prompt.
         echo: text before each answer.
+        is_prompt_alone: the echo is all that is told, of answers of one token.
     """
 
     requests: tuple[Request, ...]
     echo: str = ""
+    is_prompt_alone: bool = False
 
 
 def prompt_choices(request: Request, num_choices: int, is_echoed: bool = False) -> PromptChoices:
@@ -209,6 +211,7 @@ class _ChoiceText:
     Args:
         text: text so far, the echoed prompt included.
         answer_form: parsers of the text.
+        is_prompt_alone: the one token behind the echoed prompt is not told.
         logprobs: log-probabilities that are not sent yet.
         start: character at which the first of them begins.
         report: set at the end.
@@ -216,6 +219,7 @@ class _ChoiceText:
 
     text: str
     answer_form: AnswerForm = PLAIN_FORM
+    is_prompt_alone: bool = False
     logprobs: list[TokenLogprob] = field(default_factory=list)
     start: int = 0
     report: Report | None = None
@@ -231,8 +235,11 @@ class _ChoiceText:
 
     def add(self, item: Item) -> None:
         """Add an item of the answer."""
-        if isinstance(item, str):
-            self.text += item
+        if self.is_prompt_alone and isinstance(item, Report):
+            self.report = replace(item, new_tokens=0, reason="length")
+            del self.logprobs[-1:]
+        elif isinstance(item, str):
+            self.text += "" if self.is_prompt_alone else item
         elif isinstance(item, tuple):
             self.logprobs += item
         elif isinstance(item, Report):
@@ -258,6 +265,8 @@ class _ChoiceText:
 
     def events(self, number: int, item: Item, form: AnswerFormat) -> list[dict[str, Any]]:
         """Add an item; the events that it makes ready."""
+        if self.is_prompt_alone and isinstance(item, str):
+            return []
         self.add(item)
         events = list[dict[str, Any]]()
         is_text, is_plain = isinstance(item, str), self.answer_form.is_plain
@@ -278,7 +287,7 @@ class _ChoiceText:
 def _choice_texts(prompts: Sequence[PromptChoices]) -> list[_ChoiceText]:
     """All answers, empty."""
     return [
-        _ChoiceText(prompt.echo, request.answer_form)
+        _ChoiceText(prompt.echo, request.answer_form, prompt.is_prompt_alone)
         for prompt in prompts
         for request in prompt.requests
     ]

@@ -46,6 +46,7 @@ from larder.server.http.protocol import (
 from larder.server.http.streaming import EventStream
 from larder.server.http.structured import FORMAT_FIELDS, SCHEMA_FIELDS, answer_constraint
 from larder.server.http.tools import (
+    ALLOWED,
     ToolMessage,
     answer_rules,
     checked_tools,
@@ -175,11 +176,26 @@ class CompletionRequest(AnswerRequest):
     prompt: Text | Texts | Ids | Annotated[list[Ids], Field(max_length=MAX_CHOICES)]
     echo: bool | None = None
     logprobs: TopLogprobs | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=1 << 31)] | None = None
 
     @property
     def num_logprobs(self) -> int | None:
         """Number of the most likely tokens beside each token."""
         return self.logprobs
+
+    @property
+    def new_tokens(self) -> int | None:
+        """Longest answer; where only the prompt is wanted, a token that is not told.
+
+        Raises:
+            ApiError: 400: nothing is wanted.
+        """
+        if self.max_tokens == 0 and not self.echo:
+            raise invalid_request(
+                "max_tokens must be at least 1, or 0 with echo: true, for the prompt alone.",
+                "max_tokens",
+            )
+        return None if self.max_tokens is None else max(1, self.max_tokens)
 
 
 @router.post("/v1/chat/completions")
@@ -191,7 +207,7 @@ async def chat_completions(http: HttpRequest, body: ChatCompletionRequest) -> Re
     taken = images if model.takes_images else None
     if body.tools:
         checked_tools(body.tools, model)
-    body.warn_unknown(body.tool_choice, ("type", "function"), "tool_choice")
+    body.warn_unknown(body.tool_choice, ("type", "function", ALLOWED), "tool_choice")
     turns = await run_in_threadpool(body.turns, model.template_variables, taken)
     parallel, unsupported = body.parallel_tool_calls, state.settings.unsupported
     form, constraint = await answer_rules(
@@ -228,7 +244,7 @@ async def completions(http: HttpRequest, body: CompletionRequest) -> Response:
         state,
         body,
         hint.name,
-        body.max_tokens,
+        body.new_tokens,
         stop_strings(body.stop),
         raw_prompt="",
         constraint=await run_in_threadpool(body.constraint, state.settings.unsupported),
@@ -251,7 +267,11 @@ async def completions(http: HttpRequest, body: CompletionRequest) -> Response:
         )
         for number, (text, ids) in enumerate(prompts)
     ]
-    choices = [prompt_choices(each, count, is_echoed=bool(body.echo)) for each in requests]
+    is_alone = body.max_tokens == 0
+    choices = [
+        replace(prompt_choices(each, count, is_echoed=bool(body.echo)), is_prompt_alone=is_alone)
+        for each in requests
+    ]
     return await _answer(http, body, choices, hint.is_firm, TEXT_FORMAT)
 
 

@@ -58,7 +58,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "modalities": (["text"],),
     "n": (1,),
-    "prediction": (),
     "prompt": (),
     "prompt_logprobs": (0, False),
     "response_format": ({"type": "text"},),
@@ -171,7 +170,7 @@ def unknown_warning(path: str) -> str:
     return f"{path[:MAX_PATH]!r} is no field of this endpoint and was ignored."
 
 
-TEXT_PARTS = ("text", "input_text", "output_text")
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 IMAGE_PARTS = ("image_url", "input_image")
 
 
@@ -186,9 +185,15 @@ class ContentPart(BodyPart):
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset({"cache_control"})
 
-    type: Literal["text", "input_text", "output_text", "image_url", "input_image"]
+    type: Literal["text", "input_text", "output_text", "refusal", "image_url", "input_image"]
     text: Annotated[Text | None, WithJsonSchema({"title": "Text", "type": "string"})] = None
+    refusal: Text | None = None
     image_url: ImageUrl | Text | None = None
+
+    @property
+    def words(self) -> str | None:
+        """Text of the part; None without one."""
+        return self.refusal if self.type == "refusal" else self.text
 
     @property
     def url(self) -> str:
@@ -205,7 +210,7 @@ def known_parts(content: Any) -> Any:
                 f"a part is of type {part.type!r}, but messages hold texts and images: send parts "
                 "of the types text, input_text, output_text, image_url or input_image"
             )
-        if part.type in TEXT_PARTS and part.text is None:
+        if part.type in TEXT_PARTS and part.words is None:
             raise ValueError("a part has no text: send one")
         if part.type in IMAGE_PARTS and part.image_url is None:
             raise ValueError("an image has no image_url: send one, as data:image/png;base64,...")
@@ -243,7 +248,7 @@ class InputMessage(BodyPart):
 
     def _text(self, part: ContentPart, images: RequestImages | None) -> str:
         if part.type not in IMAGE_PARTS:
-            return part.text or ""
+            return part.words or ""
         return placed_mark(part.url, self.role, images)
 
 

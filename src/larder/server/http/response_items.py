@@ -42,7 +42,15 @@ class ItemPart(ContentPart):
     """Part of an item's content."""
 
     ignored_fields: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs"})
-    type: Literal["text", "input_text", "output_text", "image_url", "input_image", "reasoning_text"]
+    type: Literal[
+        "text",
+        "input_text",
+        "output_text",
+        "refusal",
+        "image_url",
+        "input_image",
+        "reasoning_text",
+    ]
 
 
 def _item_parts(content: Any) -> Any:

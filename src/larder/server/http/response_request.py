@@ -67,7 +67,7 @@ class ResponsesRequest(GenerationRequest):
                     "unsupported_parameter",
                 )
             self.warn_unknown(tool, ("type", "strict", *FUNCTION_FIELDS), f"tools.{number}")
-        self.warn_unknown(self.tool_choice, ("type", "name"), "tool_choice")
+        self.warn_unknown(self.tool_choice, ("type", "name", "mode", "tools"), "tool_choice")
         tools = [
             {"type": "function", "function": {name: tool.get(name) for name in FUNCTION_FIELDS}}
             for tool in self.tools or ()

@@ -26,7 +26,10 @@ from larder.server.tool_parsers.base import ToolCall
 MAX_TOOLS = 128
 NAME_RULE = "a name of 1 to 64 letters, digits, dots, dashes and underscores"
 _NAME = re.compile("[A-Za-z0-9_.-]{1,64}")
-AUTO, NONE, REQUIRED = "auto", "none", "required"
+AUTO, NONE, REQUIRED, ALLOWED = "auto", "none", "required", "allowed_tools"
+# Arguments of a tool that has no parameters, and of one whose schema says nothing.
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+ANY_ARGUMENTS = {"type": "object"}
 
 
 class ConstrainedRequest(Protocol):
@@ -196,29 +199,61 @@ def _tool_constraint(
     """
     if choice in (None, AUTO, NONE):
         return None
-    names = _names(tools or ())
-    if choice != REQUIRED:
-        named = choice.get("function") if isinstance(choice, dict) else None
-        name = named.get("name") if isinstance(named, dict) else None
-        if name not in names:
-            raise invalid_request(
-                "tool_choice must be none, auto, required, or name a function of tools.",
-                "tool_choice",
-            )
-        names = [name]
+    chosen, is_named = _chosen_names(choice, _names(tools or ()))
     schemas = {
-        tool["function"]["name"]: tool["function"].get("parameters") or {"type": "object"}
+        tool["function"]["name"]: _arguments_schema(tool["function"].get("parameters"))
         for tool in tools or ()
-        if tool["function"]["name"] in names
+        if tool["function"]["name"] in chosen
     }
     if form.tools is None or not schemas:
         raise invalid_request("tool_choice needs tools: send them.", "tool_choice")
-    most = 1 if choice != REQUIRED or not form.is_parallel else None
+    most = 1 if is_named or not form.is_parallel else None
     try:
         return grammar_constraint(form.tools.grammar(schemas, most))
     except (BadParameter, DependencyError) as error:
         _check_schemas(schemas)
         raise invalid_request(f"tool_choice: {error}", "tool_choice") from error
+
+
+def _chosen_names(choice: Any, names: Collection[str]) -> tuple[Collection[str], bool]:
+    """Tools that a choice forces one of, and whether it names a single one.
+
+    Raises:
+        ApiError: 400: the choice is malformed, or names no tool.
+    """
+    if choice == REQUIRED:
+        return names, False
+    given: dict[str, Any] = choice if isinstance(choice, dict) else {}
+    if given.get("type") == ALLOWED:
+        allowed: Any = given.get(ALLOWED, given)  # flat in responses
+        mode, tools = (allowed.get(name) for name in ("mode", "tools"))
+        chosen = [_named(tool) for tool in tools] if isinstance(tools, list) else []
+        if mode == REQUIRED and chosen and set(chosen) <= set(names):
+            return chosen, False
+        raise invalid_request(
+            "tool_choice.allowed_tools must have the mode required and functions of tools: with "
+            "the mode auto, leave the other tools out.",
+            "tool_choice",
+        )
+    if _named(given) not in names:
+        raise invalid_request(
+            "tool_choice must be none, auto, required, allowed_tools, or name a function of tools.",
+            "tool_choice",
+        )
+    return [_named(given)], True
+
+
+def _named(choice: Any) -> str:
+    """Name of a function, flat or not; empty without one."""
+    given: Any = choice if isinstance(choice, dict) else {}
+    function = given.get("function", given)
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else ""
+
+
+def _arguments_schema(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Schema of the arguments of a call."""
+    return NO_ARGUMENTS if parameters is None else parameters or ANY_ARGUMENTS
 
 
 def _check_schemas(schemas: Mapping[str, Any]) -> None:
