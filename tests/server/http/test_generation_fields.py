@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI
 
 from larder.server import CachedResponse, CachedUse
-from larder.server.http import json_body, response_items, tools
+from larder.server.http import json_body
 from server.fake_engine_client import NAME
 from server.http.running_server import Running
 
@@ -126,11 +126,16 @@ def test_names_of_no_field_are_in_the_warnings(
         assert "'frob'" in text
 
 
-def test_refusals_of_another_model_are_text() -> None:
-    part = {"type": "refusal", "refusal": "No."}
-    message = {"role": "assistant", "content": [part]}
-    assert tools.ToolMessage.model_validate(message).turn().text == "No."
-    assert response_items.ResponseInputItem.model_validate(message).turn().text == "No."
+@pytest.mark.parametrize(
+    ("path", "field"), [("chat/completions", "messages"), ("responses", "input")]
+)
+def test_refusals_of_another_model_are_text(
+    http: httpx2.Client, served: Running, path: str, field: str
+) -> None:
+    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
+    body = {"model": NAME, field: [*ASKED["messages"], refusal, *ASKED["messages"]]}
+    assert http.post(f"/v1/{path}", json=body).status_code == 200
+    assert served.hub.asked[-1].turns[1].text == "No."
 
 
 def test_answers_without_such_names_have_no_warnings(http: httpx2.Client, served: Running) -> None:

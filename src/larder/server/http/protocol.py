@@ -191,15 +191,15 @@ class ContentPart(BodyPart):
     image_url: ImageUrl | Text | None = None
 
     @property
-    def words(self) -> str | None:
-        """Text of the part; None without one."""
-        return self.refusal if self.type == "refusal" else self.text
-
-    @property
     def url(self) -> str:
         """Address of the image."""
         given = self.image_url
         return given.url if isinstance(given, ImageUrl) else given or ""
+
+
+def part_text(part: Any) -> str | None:
+    """Text of a part, as it came or validated; None without one."""
+    return part.refusal if part.type == "refusal" else part.text
 
 
 def known_parts(content: Any) -> Any:
@@ -210,7 +210,7 @@ def known_parts(content: Any) -> Any:
                 f"a part is of type {part.type!r}, but messages hold texts and images: send parts "
                 "of the types text, input_text, output_text, image_url or input_image"
             )
-        if part.type in TEXT_PARTS and part.words is None:
+        if part.type in TEXT_PARTS and part_text(part) is None:
             raise ValueError("a part has no text: send one")
         if part.type in IMAGE_PARTS and part.image_url is None:
             raise ValueError("an image has no image_url: send one, as data:image/png;base64,...")
@@ -248,7 +248,7 @@ class InputMessage(BodyPart):
 
     def _text(self, part: ContentPart, images: RequestImages | None) -> str:
         if part.type not in IMAGE_PARTS:
-            return part.words or ""
+            return part_text(part) or ""
         return placed_mark(part.url, self.role, images)
 
 

@@ -274,9 +274,10 @@ class CacheWriter:
     ) -> list[BlobRef]:
         """Write the chunks of a cache that are not stored, each at every level of the codec."""
         spec, owner = snapshot.cache.spec, (transaction.tenant, snapshot.identity, snapshot.policy)
-        there, refs = {(each.start, each.stop): each.refs for each in stored}, list[BlobRef]()
+        there, refs = dict[tuple[object, object], tuple[BlobRef, ...]](), list[BlobRef]()
+        there |= {(each.start, each.stop - each.start): each.refs for each in stored}
         for part, span in chunk_slices(state, ids):
-            found = there.get((span["start"], span["start"] + span["n_tokens"]), ())
+            found = there.get((span["start"], span["n_tokens"]), ())
             if found and all([transaction.stays(ref) for ref in found]):
                 refs += found
                 continue
