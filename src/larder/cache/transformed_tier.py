@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -170,7 +169,8 @@ class TransformedTier:
         heads, counts = batch.heads.unique_consecutive(return_counts=True)
         firsts = batch.positions[counts.cumsum(0) - counts].tolist()
         lowest = dict(zip(heads.tolist(), firsts, strict=True))
-        for block, (head, count, first, span, own, _) in enumerate(self._rows):
+        for block in range(len(self.index)):
+            head, count, first, span, own, _ = self._row(block)
             is_before = head not in lowest or (span and first + span <= lowest[head])
             if is_before or self.spec.coder is not Coder.LEVELS:
                 continue
@@ -214,18 +214,15 @@ class TransformedTier:
             self, step=step, index=index[order], payload=payload, columns=numbers, means=later.means
         )
 
-    def __post_init__(self) -> None:
-        _ = self._rows  # read before a layer changes, since reading may fail for lack of memory
-
     def __len__(self) -> int:
-        return sum(count for _, count, _, _, _, _ in self._rows)
+        return int(self.index[:, 1].sum())
 
     def lengths(self, heads: int) -> Int64[Tensor, " K"]:
         """Entries of each kv head."""
         owners, counts = self.index[:, 0].long(), self.index[:, 1].long()
         return torch.zeros(heads, dtype=torch.int64).index_add_(0, owners, counts)
 
-    @cached_property
+    @property
     def rounds(self) -> list[list[int]]:
         """Blocks in groups with at most one block of each head."""
         groups: list[list[int]] = []
@@ -237,15 +234,15 @@ class TransformedTier:
             groups[turn].append(block)
         return groups
 
-    @cached_property
-    def _rows(self) -> list[tuple[int, int, int, int, slice, int]]:
-        """Rows by block: head, entries, first position, span, bytes of payload, first entry."""
-        rows: list[tuple[int, int, int, int, slice, int]] = []
-        start = entry = 0
-        for head, count, first, span, size in self.index.tolist():
-            rows.append((head, count, first, span, slice(start, start + size), entry))
-            start, entry = start + size, entry + count
-        return rows
+    def _row(self, block: int) -> tuple[int, int, int, int, slice, int]:
+        """Head, entries, first position, span, bytes of payload and first entry of a block.
+
+        Read from the index at every call: held, they would be bytes that nobody counts.
+        """
+        head, count, first, span, size = self.index[block].tolist()
+        before = self.index[:block].sum(0)
+        start, entry = int(before[4]), int(before[1])
+        return head, count, first, span, slice(start, start + size), entry
 
     def can_attend(self, num_queries: int) -> bool:
         """True if the compiled kernel serves so many queries per kv head."""
@@ -255,22 +252,22 @@ class TransformedTier:
 
     def head_of(self, block: int) -> int:
         """Kv head of a block."""
-        return self._rows[block][0]
+        return int(self.index[block, 0])
 
     def entries_of(self, block: int) -> slice:
         """Indices of a block's entries in the tier."""
-        _, count, _, _, _, first = self._rows[block]
+        _, count, _, _, _, first = self._row(block)
         return slice(first, first + count)
 
     def positions_of(self, block: int) -> Int64[Tensor, " N"]:
         """True positions of a block's entries."""
-        _, count, first, span, own, _ = self._rows[block]
+        _, count, first, span, own, _ = self._row(block)
         places = self.payload[own][: _position_bytes(count, span)].numpy()
         return torch.from_numpy(_unpacked_positions(places, count, first, span))
 
     def is_sound(self, block: int) -> bool:
         """True if the positions of a block are written as a tier writes them."""
-        _, count, first, span, own, _ = self._rows[block]
+        _, count, first, span, own, _ = self._row(block)
         positions = self.positions_of(block).numpy()
         if len(positions) != count or positions[0] != first or (np.diff(positions) <= 0).any():
             return False
@@ -279,7 +276,7 @@ class TransformedTier:
 
     def components_of(self, block: int) -> tuple[Float[Tensor, "N D2"], Int8[Tensor, " N"]]:
         """Components and tiers of a block's entries."""
-        head, count, _, span, own, _ = self._rows[block]
+        head, count, _, span, own, _ = self._row(block)
         codes = self.payload[own][_position_bytes(count, span) :].numpy()
         if self.spec.coder is Coder.LEVELS:
             held = self._level_coder.decoded(codes, count, 2 * self.tables.mean.shape[2])
@@ -348,7 +345,7 @@ class TransformedTier:
 
     def batch(self) -> ComponentBatch:
         """All entries, decoded."""
-        blocks = range(len(self._rows))
+        blocks = range(len(self.index))
         pairs = [self.components_of(block) for block in blocks]
         width = 2 * self.tables.mean.shape[-1]
         heads = torch.repeat_interleave(self.index[:, 0].long(), self.index[:, 1].long())
