@@ -91,7 +91,9 @@ def test_bytes_are_those_of_index_payload_and_exact_entries() -> None:
     sizes = tier.index[:, 4].tolist()
     assert len(sizes) == 4 and len(tier.payload) == sum(sizes)
     assert store.nbytes == ragged + INDEX_BYTES * len(sizes) + len(tier.payload)
-    assert tier.estimate(tier.batch(), 1.0) >= tier.index.nbytes + len(tier.payload)
+    assert tier.estimate(tier.centered(tier.batch(), 1.0), 1.0) >= tier.index.nbytes + len(
+        tier.payload
+    )
 
 
 @pytest.mark.parametrize("queries", [1, 20])

@@ -208,7 +208,7 @@ def test_bytes_are_those_of_index_payload_and_exact_entries(coder) -> None:
     means = LAYER.kv_heads * (2 * LAYER.head_dim + 2 * 4)
     real = tier.index.nbytes + len(tier.payload) + means
     assert store.nbytes == ragged + real
-    estimate = tier.estimate(tier.batch(), 0.5)
+    estimate = tier.estimate(tier.centered(tier.batch(), 0.5), 0.5)
     assert real <= estimate <= real + 8 * len(sizes)
 
 
@@ -408,8 +408,10 @@ def test_bytes_that_nothing_fits_are_refused_and_columns_are_counted() -> None:
 
 
 @pytest.mark.parametrize("coder", STEP_CODERS)
-@pytest.mark.parametrize("share", [0.1, 0.3])
-def test_one_step_fills_the_bytes_of_all_layers(coder, share) -> None:
+@pytest.mark.parametrize(("share", "held_bytes"), [(0.1, 1 << 26), (0.3, 1 << 26), (0.3, 1)])
+def test_one_step_fills_the_bytes_of_all_layers(coder, share, held_bytes, monkeypatch) -> None:
+    """With one byte for components, those of the second layer are computed anew for every step."""
+    monkeypatch.setattr("larder.cache.forms._transform_fit.HELD_BYTES", held_bytes)
     layers = [replace(LAYER, index=index) for index in range(2)]
     stores = [a_transform_layer(LAYER, coder=coder, step=0.0, ledger=Ledger()) for _ in layers]
     for index, store in enumerate(stores):

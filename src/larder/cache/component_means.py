@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int8, Int64
 from torch import Tensor
@@ -69,3 +70,29 @@ class ComponentMeans:
         if CODES_KEY not in state:
             return ComponentMeans.zeros()
         return ComponentMeans(state[CODES_KEY].cpu(), state[SCALES_KEY].cpu())
+
+
+@dataclass(frozen=True, eq=False)
+class CenteredBlock:
+    """Components of a block of a head, without their means, and tiers."""
+
+    head: int
+    numbers: np.ndarray
+    tiers: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class CenteredBlocks:
+    """Entries to code, in blocks.
+
+    Args:
+        nbytes_beside: of means, index and positions, which no step changes.
+    """
+
+    blocks: tuple[CenteredBlock, ...]
+    nbytes_beside: int
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the components while they are held."""
+        return sum(block.numbers.nbytes for block in self.blocks)

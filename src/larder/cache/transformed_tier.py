@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int, Int8, Int32, Int64, UInt8
 from torch import Tensor
 
-from larder.cache.component_means import ComponentMeans
+from larder.cache.component_means import CenteredBlock, CenteredBlocks, ComponentMeans
 from larder.cache.spec import saved_spec_text, text_tensor
 from larder.cache.transform_tables import TransformTables
 from larder.core.codec import Coder, MeanSource, TransformSpec
@@ -132,19 +132,26 @@ class TransformedTier:
             spec, tables, step, index, torch.from_numpy(payload), batch.columns.clone(), means
         )
 
-    def estimate(self, batch: ComponentBatch, step: float) -> float:
-        """Bytes that other entries would take, columns left out; hardly ever too few."""
-        spec, tables, means = self.spec, self.tables, self.means_at(step, batch)
-        total = float(means.codes.nbytes + means.scales.nbytes)
-        for head, own in batch.blocks(spec.block):
+    def centered(self, batch: ComponentBatch, step: float) -> CenteredBlocks:
+        """Blocks of other entries, centered as they are coded with a step."""
+        means = self.means_at(step, batch)
+        total, blocks = means.codes.nbytes + means.scales.nbytes, list[CenteredBlock]()
+        for head, own in batch.blocks(self.spec.block):
             numbers, tiers = _centered(batch, own, means, head), batch.tiers[own].numpy()
+            blocks.append(CenteredBlock(head, numbers, tiers))
             places = len(_packed_positions(batch.positions[own].numpy())[1])
-            if spec.coder is Coder.LEVELS:
-                total += len(self._level_coder.encoded(numbers))
-            else:
-                own_deviations = _deviations(tables, head)
-                total += coding.coded_bytes(numbers, tiers, own_deviations, step, spec.coder)
             total += INDEX_BYTES + places + ROUNDING_BYTES
+        return CenteredBlocks(tuple(blocks), total)
+
+    def estimate(self, centered: CenteredBlocks, step: float) -> float:
+        """Bytes that other entries would take, columns left out; hardly ever too few."""
+        total = float(centered.nbytes_beside)
+        for block in centered.blocks:
+            if self.spec.coder is Coder.LEVELS:
+                total += len(self._level_coder.encoded(block.numbers))
+            else:
+                own = block.numbers, block.tiers, _deviations(self.tables, block.head)
+                total += coding.coded_bytes(*own, step, self.spec.coder)
         return total
 
     def _codes(

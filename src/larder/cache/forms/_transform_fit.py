@@ -2,7 +2,8 @@
 
 Bytes fall as the step grows, so the secant method within the bounds of a bisection finds the
 smallest step whose bytes fit. Components of the first layers are held meanwhile, up to
-`HELD_BYTES`; those of the others are computed anew for every step, one layer at a time.
+`HELD_BYTES`; those of the others are computed anew for every step, one layer at a time, so the
+first step that they are asked for is the one with which the held ones fit their share.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ import torch
 from jaxtyping import Float, Int8
 from torch import Tensor
 
-from larder.cache.transformed_tier import ComponentBatch, TransformedTier
+from larder.cache.component_means import CenteredBlocks
+from larder.cache.transformed_tier import TransformedTier
 from larder.core.codec import LAST_TIER
 from larder.core.errors import BudgetError
 
 TRIES = 24
 HELD_BYTES = 1 << 26
 SLACK = 0.004  # octaves of the bytes that may be left
+FIRST_STEP = 0.25
 FIRST_SLOPE, FLATTEST = 0.4, 0.05  # octaves of bytes lost with one of the step
 FINEST, COARSEST = 2.0**-20, 2.0**20  # steps
 OCTAVES_PER_TIER = 2.0  # of importance
@@ -34,17 +37,27 @@ class FitLayer:
 
     Args:
         tier: entries that are coded already, if any.
-        batch: makes the components of the entries to code.
+        centered: makes the blocks of the entries to code, for a step.
         exact_bytes: of the entries that stay exact.
         column_bytes: of the ledger columns of the entries to code.
         allowed_bytes: of all kept entries.
+        entries: to code.
     """
 
     tier: TransformedTier
-    batch: Callable[[], ComponentBatch]
+    centered: Callable[[float], CenteredBlocks]
     exact_bytes: int
     column_bytes: int
     allowed_bytes: int
+    entries: int
+
+
+@dataclass(frozen=True)
+class StepGuess:
+    """Step, and the octaves of bytes that one octave of it adds."""
+
+    step: float
+    slope: float
 
 
 def tiers_of(importance: Float[Tensor, " N"], median: Float[Tensor, ""]) -> Int8[Tensor, " N"]:
@@ -67,20 +80,40 @@ def common_step(layers: Sequence[FitLayer]) -> float:
     Raises:
         BudgetError: not even the coarsest step fits.
     """
-    layers = _with_held_components(layers)
+    held, others = _with_held_components(layers)
+    layers = [*held, *others]
     fixed = sum(layer.exact_bytes + layer.column_bytes for layer in layers)
-    allowed = sum(layer.allowed_bytes for layer in layers) - fixed
+    allowed = float(sum(layer.allowed_bytes for layer in layers) - fixed)
     least = max((layer.tier.step for layer in layers), default=0.0) or FINEST
-    low, high = math.log2(least), math.log2(COARSEST)
     if allowed <= 0:
         raise _too_little(layers, fixed, allowed)
-    if _bytes(layers, least) <= allowed:
-        return least
-    tried = low if least > FINEST else -2.0
-    step, slope, last = COARSEST, -FIRST_SLOPE, (math.nan, math.nan)
+    first = StepGuess(least if least > FINEST else FIRST_STEP, -FIRST_SLOPE)
+    if others and least == FINEST:
+        share = sum(layer.entries for layer in held) / sum(layer.entries for layer in layers)
+        first = _search(partial(_bytes, held), share * allowed, least, first)
+    step = _search(partial(_bytes, layers), allowed, least, first).step
+    if step == COARSEST and _bytes(layers, step) > allowed:
+        raise _too_little(layers, fixed, allowed)
+    return step
+
+
+def _search(
+    size: Callable[[float], float], allowed: float, least: float, first: StepGuess
+) -> StepGuess:
+    """Smallest step, from `least` on, whose bytes fit; the coarsest one where none does.
+
+    Args:
+        size: bytes with a step.
+        first: step that is tried first.
+    """
+    low, high = math.log2(least), math.log2(COARSEST)
+    step, slope, last = COARSEST, first.slope, (math.nan, math.nan)
+    tried = math.log2(first.step)
     for turn in range(TRIES):
-        found = math.log2(_bytes(layers, 2.0**tried) / allowed)
+        found = math.log2(size(least if tried == low else 2.0**tried) / allowed)
         if found <= 0:
+            if not turn and (tried == low or size(least) <= allowed):
+                return StepGuess(least, slope)
             step, high = 2.0**tried, tried
             if found >= -SLACK:
                 break
@@ -91,35 +124,36 @@ def common_step(layers: Sequence[FitLayer]) -> float:
         last = tried, found
         guess = tried - (found + SLACK / 2) / slope if turn < TRIES // 2 else math.inf
         tried = guess if low < guess < high else (low + high) / 2
-    if step == COARSEST and _bytes(layers, step) > allowed:
-        raise _too_little(layers, fixed, allowed)
-    return step
+    return StepGuess(step, slope)
 
 
-def _too_little(layers: Sequence[FitLayer], fixed: int, allowed: int) -> BudgetError:
-    fewest = fixed + math.ceil(_bytes(layers, COARSEST))
+def _too_little(layers: Sequence[FitLayer], fixed: int, allowed: float) -> BudgetError:
+    fewest, most = fixed + math.ceil(_bytes(layers, COARSEST)), fixed + round(allowed)
     return BudgetError(
         f"The entries that transform keeps take at least {fewest} bytes, but the budget allows "
-        f"{fixed + allowed}: raise the budget, lower sinks or recent, or choose parts with fewer "
-        "ledger columns."
+        f"{most}: raise the budget, lower sinks or recent, or choose parts with fewer ledger "
+        "columns."
     )
 
 
-def _with_held_components(layers: Sequence[FitLayer]) -> list[FitLayer]:
-    """Layers of which the first ones keep their components."""
-    left, found = HELD_BYTES, list[FitLayer]()
+def _with_held_components(
+    layers: Sequence[FitLayer],
+) -> tuple[list[FitLayer], list[FitLayer]]:
+    """First layers, which keep their components, and the others."""
+    left, held = HELD_BYTES, list[FitLayer]()
     for layer in layers:
-        if left > 0:
-            batch = layer.batch()
-            left -= batch.components.nbytes
-            layer = replace(layer, batch=partial(_same, batch))  # noqa: PLW2901
-        found.append(layer)
-    return found
+        if left <= 0:
+            break
+        own = layer.centered(math.nan)
+        left -= own.held_bytes
+        held.append(replace(layer, centered=partial(_held, layer, own)))
+    return held, list(layers[len(held) :])
 
 
-def _same(batch: ComponentBatch) -> ComponentBatch:
-    return batch
+def _held(layer: FitLayer, own: CenteredBlocks, step: float) -> CenteredBlocks:
+    """Held components; those of the step that the tier has are centered on its own means."""
+    return layer.centered(step) if step == layer.tier.step else own
 
 
 def _bytes(layers: Sequence[FitLayer], step: float) -> float:
-    return sum(layer.tier.estimate(layer.batch(), step) for layer in layers)
+    return sum(layer.tier.estimate(layer.centered(step), step) for layer in layers)

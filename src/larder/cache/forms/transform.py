@@ -26,6 +26,7 @@ import torch
 from jaxtyping import Float, Int8, Int64
 from torch import Tensor
 
+from larder.cache.component_means import CenteredBlocks
 from larder.cache.entry_columns import check_columns
 from larder.cache.forms._composite import COLUMN_BYTES, MixedLayer
 from larder.cache.forms._transform_fit import FitLayer, common_step, tiers_of
@@ -305,15 +306,16 @@ class TransformLayer(MixedLayer):
         grades = self._new_grades(plan, self.entries(), no_merges(self._ragged.entries().keys))
         coded, tiers = plan.kept.cpu()[grades > 0], (grades[grades > 0] - TIER_GRADE).char()
 
-        def batch() -> ComponentBatch:
+        def centered(step: float) -> CenteredBlocks:
             columns, held = torch.zeros(0, len(coded)), self.entries()
-            return self.component_batch(held, coded, tiers, columns, no_merges(held.keys))
+            batch = self.component_batch(held, coded, tiers, columns, no_merges(held.keys))
+            return tier.centered(batch, step)
 
         like = self._ragged.entries().keys
         entry = 2 * self.layer.head_dim * like.itemsize + POSITION_BYTES
         tier, exact = self._tier, int((grades == 0).sum()) * entry
         columns = COLUMN_BYTES * len(self._ragged.ledger.columns) * len(coded)
-        return FitLayer(tier, batch, exact, columns, plan.allowed_bytes)
+        return FitLayer(tier, centered, exact, columns, plan.allowed_bytes, len(coded))
 
     def _new_grades(self, plan: Plan, entries: Entries, sums: MergedEntries) -> Int8[Tensor, " T"]:
         """Grade of each kept entry after a plan: of coded entries never a finer one."""
