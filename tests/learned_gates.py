@@ -42,9 +42,12 @@ def give_gates(decoder: Decoder) -> None:
     for name, gate in every_gate().items():
         decoder.gates.put(name, gate, random_weights(name, gate, decoder.spec))
     decoder.soft_prompts.put("lookahead_kv", random_soft_prompt(decoder))
+    decoder.soft_prompts.put("restorekv", random_soft_prompt(decoder, tokens=8))
 
 
-def random_soft_prompt(decoder: Decoder, seed: int = 0) -> list[dict[str, Tensor]]:
+def random_soft_prompt(
+    decoder: Decoder, seed: int = 0, tokens: int = 32
+) -> list[dict[str, Tensor]]:
     """Learned tokens and updates of rank 2, as large as the weights."""
     source = torch.Generator().manual_seed(seed)
     layers: list[dict[str, Tensor]] = [{} for _ in decoder.spec.managed]
@@ -52,5 +55,5 @@ def random_soft_prompt(decoder: Decoder, seed: int = 0) -> list[dict[str, Tensor
         for name, linear in linears.items():
             own[f"{name}.down"] = torch.randn(2, linear.in_features, generator=source) / 8
             own[f"{name}.up"] = torch.randn(linear.out_features, 2, generator=source) / 8
-    layers[0]["embeddings"] = torch.randn(32, decoder.spec.width, generator=source)
+    layers[0]["embeddings"] = torch.randn(tokens, decoder.spec.width, generator=source)
     return layers

@@ -15,7 +15,8 @@ from larder.cache import merge_entries
 from larder.core import BadParameter, BudgetError, Entries, LayerScores, Phase, Plan
 from larder.policy import Protect, ProtectedTokens
 from references.lococo import learned_tensors
-from references.outcome import Outcome, untouched
+from references.outcome import Entry, Outcome, untouched
+from references.restorekv import learned_entries
 
 # What each head held, and which of its entries stay.
 CASES = {
@@ -53,7 +54,8 @@ def judged(compensation, case: str, phase: Phase, remembered: str) -> tuple[Entr
     protected = torch.zeros(total, dtype=torch.bool)
     protected[a_plan(kept, entries.lengths).kept[:1]] = True
     scored = LayerScores(scores, protected, entries.lengths, scalars=scalars, phase=phase)
-    return entries, replace(scored, learned=learned_tensors(layer.head_dim))
+    learned = learned_tensors(layer.head_dim) | learned_entries(len(held), layer.head_dim)
+    return entries, replace(scored, learned=learned)
 
 
 def carried_out(plan: Plan, entries: Entries) -> Outcome:
@@ -71,13 +73,17 @@ def carried_out(plan: Plan, entries: Entries) -> Outcome:
         for entry, number in zip(flat, column.tolist(), strict=True):
             entry.columns[name] = number
     outcome.scalars = {name: held.tolist() for name, held in plan.scalars.items()}
+    if plan.added is not None:
+        places = plan.added.positions.tolist()
+        sides = zip(plan.added.keys.tolist(), plan.added.values.tolist(), strict=True)
+        outcome.added = [[Entry(*own) for own in zip(places, *pair, strict=True)] for pair in sides]
     return outcome
 
 
 def flat(outcome: Outcome) -> list[float]:
     """Every number of an outcome."""
     numbers: list[float] = []
-    for entry in (entry for head in outcome.heads for entry in head):
+    for entry in (entry for head in (*outcome.heads, *outcome.added) for entry in head):
         numbers += [entry.kept, *entry.key, *entry.value]
         numbers += [entry.columns[name] for name in sorted(entry.columns)]
     for name in sorted(outcome.scalars):

@@ -25,10 +25,15 @@ class Entry:
 
 @dataclass
 class Outcome:
-    """Entries of each head, and scalars of each head by name."""
+    """Entries of each head, and scalars of each head by name.
+
+    Args:
+        added: entries behind the kept ones of each head, `kept` their true position.
+    """
 
     heads: list[list[Entry]]
     scalars: dict[str, list[float]] = field(default_factory=dict)
+    added: list[list[Entry]] = field(default_factory=list)
 
 
 def untouched(entries: Entries, kept: list[list[int]]) -> Outcome:

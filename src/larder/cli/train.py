@@ -28,9 +28,9 @@ MethodName = Annotated[
     typer.Argument(
         metavar="METHOD",
         help="kvzap, kvzap_mlp, fast_kvzip or locret; labels, which these begin with; trim, "
-        "global_retention, attention_gate, aqua, duo_attention, lookahead_kv, less or lococo, "
-        "which need none; predictive or kvtc, for codecs of those names; or cartridge, for one "
-        "FILE.",
+        "global_retention, attention_gate, aqua, duo_attention, lookahead_kv, less, lococo or "
+        "restorekv, which need none; predictive or kvtc, for codecs of those names; or cartridge, "
+        "for one FILE.",
     ),
 ]
 CartridgeText = Annotated[

@@ -52,6 +52,7 @@ from .observation import Phase as Phase
 from .observation import Prompts as Prompts
 from .observation import ScratchPrompt as ScratchPrompt
 from .observation import StorageStatistics as StorageStatistics
+from .plan import AddedEntries as AddedEntries
 from .plan import Folds as Folds
 from .plan import Plan as Plan
 from .plan import StepColumn as StepColumn

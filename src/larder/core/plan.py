@@ -44,6 +44,20 @@ class Folds:
 
 
 @dataclass(frozen=True)
+class AddedEntries:
+    """Entries that a plan adds behind those that stay, as many in each kv head.
+
+    Args:
+        keys: post-RoPE.
+        positions: true positions, none before that of an entry that stays.
+    """
+
+    keys: Float[Tensor, "K N D"]
+    values: Float[Tensor, "K N Dv"]
+    positions: Int64[Tensor, " N"]
+
+
+@dataclass(frozen=True)
 class Plan:
     """Plan of one layer: the entries that stay; all others get the fate of the compensation.
 
@@ -65,6 +79,7 @@ class Plan:
         step: quantization step of transform-coded entries; 0 leaves it to the cache.
         dropped: ascending indices of the rejected entries that are dropped for good, where the
             compensation offloads the rest; without offload, all rejected entries are dropped.
+        added: entries that `SequenceCache` appends once the plan is carried out; None for none.
     """
 
     kept: Int64[Tensor, " T"]
@@ -80,9 +95,10 @@ class Plan:
     allowed_bytes: int = 0
     step: float = 0.0
     dropped: Int64[Tensor, " X"] = field(default_factory=lambda: empty_tensor(torch.int64, 0))
+    added: AddedEntries | None = None
 
     def on(self, device: torch.device) -> Plan:
-        """Copy of the plan without merges, on the device of its layer."""
+        """Copy of the plan without merges and additions, on the device of its layer."""
         return replace(
             self,
             kept=self.kept.to(device),

@@ -19,8 +19,8 @@ from larder.core.errors import ModelError
 from larder.core.spec import ModelSpec
 from larder.models.activation_hooks import forward_hooks
 from larder.models.learned_weights import LayerTensors, load_learned
-from larder.policy.providers.base import SoftPromptProvider
-from larder.policy.providers.lookahead_kv import DOWN, EMBEDDINGS, UP
+from larder.policy.providers._soft_tokens import DOWN, EMBEDDINGS, UP
+from larder.policy.providers.base import SoftTokenProvider
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class SoftPromptModules:
         )
 
     def installed(
-        self, layers: Sequence[LayerTensors], provider: SoftPromptProvider
+        self, layers: Sequence[LayerTensors], provider: SoftTokenProvider
     ) -> AbstractContextManager[None]:
         """Context of passes whose tokens are the learned ones, once for each sequence.
 
@@ -64,7 +64,7 @@ class SoftPromptModules:
         return forward_hooks(self._handles(layers, provider))
 
     def _handles(
-        self, layers: Sequence[LayerTensors], provider: SoftPromptProvider
+        self, layers: Sequence[LayerTensors], provider: SoftTokenProvider
     ) -> Iterator[Any]:
         yield self.embedding.register_forward_hook(_replacing(layers[0][EMBEDDINGS]))
         for own, linears in zip(layers, self.linears, strict=True):
@@ -135,7 +135,7 @@ class LearnedSoftPrompts:
         self._spec = spec
         self._layers = dict[str, Sequence[LayerTensors]]()
 
-    def soft_pass(self, name: str, provider: SoftPromptProvider) -> AbstractContextManager[None]:
+    def soft_pass(self, name: str, provider: SoftTokenProvider) -> AbstractContextManager[None]:
         """Context of scratch passes of the provider's tokens.
 
         Raises:

@@ -58,6 +58,7 @@ from .compensation.park import Cut as Cut
 from .compensation.park import Park as Park
 from .compensation.razor import Razor as Razor
 from .compensation.recompute import Recompute as Recompute
+from .compensation.restorekv import RestoreKV as RestoreKV
 from .compensation.subgen import CLUSTER as CLUSTER
 from .compensation.subgen import DRAWS as DRAWS
 from .compensation.subgen import MASS as MASS
@@ -82,6 +83,7 @@ from .providers.base import ImageProvider as ImageProvider
 from .providers.base import Kind as Kind
 from .providers.base import LearnedProvider as LearnedProvider
 from .providers.base import Provider as Provider
+from .providers.base import SoftEntryProvider as SoftEntryProvider
 from .providers.base import SoftPromptProvider as SoftPromptProvider
 from .providers.base import TokenProvider as TokenProvider
 from .providers.base import VocabularyProvider as VocabularyProvider

@@ -29,6 +29,7 @@ from larder.policy.providers.base import (
     ActivationProvider,
     GradientProvider,
     Provider,
+    SoftEntryProvider,
     SoftPromptProvider,
     TokenProvider,
     select_providers,
@@ -120,6 +121,11 @@ class Planner:
     def soft_prompt_providers(self) -> Mapping[str, SoftPromptProvider]:
         """Providers of learned tokens of scratch passes, by name."""
         return select_providers(self.providers, SoftPromptProvider)
+
+    @cached_property
+    def soft_entry_providers(self) -> Mapping[str, SoftEntryProvider]:
+        """Providers of learned tokens whose entries parts read, by name."""
+        return select_providers(self.providers, SoftEntryProvider)
 
     @cached_property
     def calibrations(self) -> frozenset[str]:

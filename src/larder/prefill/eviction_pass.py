@@ -92,7 +92,8 @@ class EvictionPass:
         self._prompts: Sequence[ScratchPrompt] = ()
         self._phases: Sequence[ScoringPhase] = ()
         self._scratch_tokens = 0
-        self._gradients: Sequence[LayerInputs] = ()
+        self._inputs: Sequence[LayerInputs] = ()
+        self._input_bytes = 0
         self._scores: dict[tuple[int, int], Packed] = {}
         self._ready: list[dict[int, LayerScores]] = [{} for _ in caches]
         self._shared_scores = SharedLayerScores(planner.unit.layers_together)
@@ -103,15 +104,17 @@ class EvictionPass:
         prompts: Sequence[ScratchPrompt],
         phases: Sequence[ScoringPhase],
         scratch_tokens: int,
-        gradients: Sequence[LayerInputs] = (),
+        inputs: Sequence[LayerInputs] = (),
     ) -> None:
         """Set tokens and purpose of the next pass, one item per row.
 
         Args:
             scratch_tokens: scratch tokens of all rows together; 0 in an appending pass.
-            gradients: what gradient providers give; empty where there are none.
+            inputs: what passes of their own gave of each row; empty where there are none.
         """
-        self._gradients = gradients
+        self._inputs = inputs
+        found = [own for row in inputs for layer in row.values() for own in layer.values()]
+        self._input_bytes = sum(own.nbytes for own in found)
         self._prompts, self._phases, self._scratch_tokens = prompts, phases, scratch_tokens
         if scratch_tokens or not self._planner.sums_weights:
             return
@@ -164,9 +167,10 @@ class EvictionPass:
             self._listener(layer, observation, scores)
 
     def _in_flight(self, layer: int) -> int:
-        """Key and value bytes of scratch tokens in one layer, all rows together."""
+        """Bytes of inputs, and of scratch keys and values in one layer, all rows together."""
         spec = self._caches[0].spec
-        return spec.layers[layer].bytes_per_token(spec.dtype) * self._scratch_tokens
+        scratch = spec.layers[layer].bytes_per_token(spec.dtype) * self._scratch_tokens
+        return scratch + self._input_bytes
 
     def _observation(self, row: int, layer: int, recorded: LayerActivations) -> Observation:
         cache, prompt = self._caches[row], self._prompts[row]
@@ -183,7 +187,7 @@ class EvictionPass:
             self._phase,
             recorded.keys,
             cache.stores[layer].take_logits(),
-            inputs={**recorded.inputs, **self._gradient_inputs(row, layer)},
+            inputs={**recorded.inputs, **self._inputs_of(row, layer)},
             latest=cache.latest.queries(layer),
             watermark=self._planner.watermark,
             weight_sums=cache.stores[layer].take_weight_sums(),
@@ -191,8 +195,8 @@ class EvictionPass:
         own = 0 if self._scratch_tokens else len(recorded.positions)
         return self._planner.with_model_inputs(rotate_to_cache_positions(observation, own))
 
-    def _gradient_inputs(self, row: int, layer: int) -> Mapping[str, Tensor]:
-        return self._gradients[row][layer] if self._gradients else {}
+    def _inputs_of(self, row: int, layer: int) -> Mapping[str, Tensor]:
+        return self._inputs[row].get(layer, {}) if self._inputs else {}
 
     def _ids_of(
         self, prompt: ScratchPrompt, recorded: LayerActivations, length: int
@@ -287,6 +291,18 @@ class SharedLayerScores:
             positions = observation.entries.packed_positions()
             self._leads[row] = LeaderScores(scores, positions, observation.entries.lengths)
         return scores
+
+
+def joined_inputs(
+    first: Sequence[LayerInputs], second: Sequence[LayerInputs]
+) -> Sequence[LayerInputs]:
+    """Inputs of each row that two passes gave; either may be empty."""
+    if not first or not second:
+        return first or second
+    return [
+        {layer: {**own.get(layer, {}), **more.get(layer, {})} for layer in {**own, **more}}
+        for own, more in zip(first, second, strict=True)
+    ]
 
 
 def rotate_to_cache_positions(observation: Observation, own: int) -> Observation:

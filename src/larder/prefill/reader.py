@@ -23,7 +23,13 @@ from larder.models.forward_batch import BatchSegment, Observer
 from larder.policy.planner import Planner
 from larder.policy.providers.base import DraftProvider, select_providers
 from larder.policy.scorers.base import Scorer
-from larder.prefill.eviction_pass import EvictionPass, LayerInputs, ScoreListener, ScoringPhase
+from larder.prefill.eviction_pass import (
+    EvictionPass,
+    LayerInputs,
+    ScoreListener,
+    ScoringPhase,
+    joined_inputs,
+)
 from larder.prefill.memory import EntryCapacity, PeakMemoryMeter
 
 if TYPE_CHECKING:
@@ -63,7 +69,8 @@ class PrefillReader:
     Args:
         tokens: M, entries per kv head averaged over the managed layers.
         quotas: capacity per managed layer, by layer index.
-        recall_entries: entries per kv head reserved for recalled pages, once anything is offloaded.
+        recall_entries: entries per kv head reserved for recalled pages and for added entries, once
+            anything is rejected.
         bound: capacity of a cache between turns; None where nothing is ever evicted.
     """
 
@@ -237,8 +244,10 @@ class PrefillReader:
             if following:
                 drafted = with_drafts(self.decoder, self._drafts, caches, prompts, following)
             scratch_tokens = sum(scratch.tokens for scratch in drafted)
-            slopes = self._gradients(caches, drafted)
-            eviction.begin_pass(drafted, [phase] * len(drafted), scratch_tokens, slopes)
+            inputs = self._gradients(caches, drafted)
+            if phase is ScoringPhase.DECIDE and self.planner.soft_entry_providers:
+                inputs = joined_inputs(inputs, self._soft_entries(caches))
+            eviction.begin_pass(drafted, [phase] * len(drafted), scratch_tokens, inputs)
             pairs = zip(caches, drafted, strict=True)
             rows = [BatchSegment(cache, each.ids, shift=each.shift) for cache, each in pairs]
             self._read_scratch(rows, eviction)
@@ -261,6 +270,12 @@ class PrefillReader:
 
         pairs = zip(caches, prompts, strict=True)
         return [gradient_inputs(self.decoder, *pair, providers) for pair in pairs]
+
+    def _soft_entries(self, caches: Sequence[SequenceCache]) -> list[LayerInputs]:
+        """Entries of learned tokens behind each cache."""
+        from larder.prefill.soft_entries import soft_entries  # few policies have learned tokens
+
+        return soft_entries(self.decoder, caches, self.planner.soft_entry_providers)
 
     def finish(self, lane: PrefillSequence, waiting: Sequence[PrefillSequence] = ()) -> None:
         """Finish a sequence: free the slack of its cache and pass the cache on.

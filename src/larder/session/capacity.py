@@ -101,7 +101,8 @@ def entries_per_head(policy: Policy, spec: ModelSpec) -> int:
         storage.check(spec.managed, spec.dtype.itemsize)
         return _resident_entries(policy, tokens)
     if tokens != WITHOUT_LIMIT:
-        entries = storage.entries(tokens, spec.managed, spec.dtype.itemsize)
+        left = _beside(policy, tokens, policy.compensation.added_entries)
+        entries = storage.entries(left, spec.managed, spec.dtype.itemsize)
         return _beside_state(policy, spec, entries)
     if storage.codecs or storage.transform is not None or storage.form != "ragged":
         raise UsageError(
@@ -119,6 +120,16 @@ def _beside_state(policy: Policy, spec: ModelSpec, entries: int) -> int:
     """
     size, part = spec.dtype.itemsize, policy.compensation
     taken = max((part.state_entries(layer, size) for layer in spec.managed), default=0)
+    return _beside(policy, entries, taken)
+
+
+def _beside(policy: Policy, entries: int, taken: int) -> int:
+    """Entries per kv head that stay of a budget when the compensation takes some.
+
+    Raises:
+        BudgetError: none stay.
+    """
+    part = policy.compensation
     if taken and entries <= taken:
         raise BudgetError(
             f"The budget of {entries} tokens has no room beside the state of {spell(part)}, which "
@@ -145,14 +156,15 @@ def entry_bound(policy: Policy, spec: ModelSpec) -> EntryCapacity | None:
     layers, recall = budgeted_layers(policy, spec), policy.recall
     heads = sum(layer.kv_heads for layer in layers)
     entries, block = entries_per_head(policy, spec), block_tokens(policy)
-    resting = heads * (entries + policy.lag)
+    added = policy.compensation.added_entries
+    resting = heads * (entries + policy.lag + added)
     if recall is not None:
         resting += sum(recall.sets(layer) for layer in layers) * (recall.tokens or 0)
     if not policy.resident_storage.codecs:
         return EntryCapacity(resting, heads, block)
     size = spec.dtype.itemsize
     rooms = [
-        layer.kv_heads * policy.storage.full_precision_entries(entries, layer, size)
+        layer.kv_heads * (policy.storage.full_precision_entries(entries, layer, size) + added)
         for layer in spec.managed
     ]
     finest_heads = sum(layer.kv_heads for layer in spec.managed)
@@ -175,8 +187,11 @@ def recall_slot_entries(policy: Policy, spec: ModelSpec) -> int:
 
 
 def prefill_allowance(policy: Policy) -> int:
-    """Entries per kv head beyond the quotas that a cache may hold before entries are offloaded."""
-    return recall_budget_tokens(policy) + max(0, policy.lag - 1)
+    """Entries per kv head beyond the quotas that a cache may hold before entries are offloaded, or
+    others are added to those that stay.
+    """
+    beside = policy.compensation.added_entries
+    return recall_budget_tokens(policy) + beside + max(0, policy.lag - 1)
 
 
 def _resident_entries(policy: Policy, tokens: int) -> int:

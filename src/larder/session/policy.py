@@ -42,6 +42,7 @@ from larder.policy.values.keys_alone import KeysAlone
 from larder.prefill.base import Schedule, TurnRule
 from larder.session.arrangements.base import Arrangement
 from larder.session.policy_validation import (
+    check_added,
     check_cache_form,
     check_correction,
     check_gapless,
@@ -162,6 +163,7 @@ class Policy:
         check_heads(chosen["budget"], chosen["compensation"])
         check_recompute(chosen["compensation"], chosen["storage"])
         check_state(chosen["compensation"], chosen["storage"])
+        check_added(chosen["scorer"], chosen["compensation"], chosen["storage"])
         check_cache_form(chosen["storage"])
         recall = _recall_part(chosen["compensation"], chosen["storage"], given.get("recall"))
         check_correction(chosen["protect"], recall)

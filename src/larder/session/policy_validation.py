@@ -235,6 +235,27 @@ def check_state(compensation: Compensation, storage: Storage) -> None:
         )
 
 
+def check_added(scorer: Scorer, compensation: Compensation, storage: Storage) -> None:
+    """Validate that what a compensation adds is made behind the full cache, and held.
+
+    Raises:
+        SpellingError: entries are rejected while the text is read, or the storage holds none that
+            are added.
+    """
+    if not compensation.added_entries:
+        return
+    if not needs_scratch_prompts(scorer):
+        raise SpellingError(
+            f"{spell(compensation)} reads the full cache once the text is scored, but "
+            f"{spell(scorer)} has entries rejected while it is read: take reconstruct(), or drop()."
+        )
+    if storage != Exact() and not (storage.codecs and storage.form == "ragged"):
+        raise SpellingError(
+            f"{spell(compensation)} adds entries that {spell(storage)} cannot hold beside its own: "
+            "take quantized(), leave the storage out, or take drop()."
+        )
+
+
 def check_correction(
     protect: Protect, recall: RecallPart | None, tokens: int | None = None
 ) -> None:

@@ -170,7 +170,7 @@ def attention_under_mask(
     queries: Queries,
     keys: Float[Tensor, "K S D"],
     values: Float[Tensor, "K S Dv"],
-    seen: Bool[Tensor, "Q S"],
+    seen: Bool[Tensor, "*H Q S"],
 ) -> Queries:
     """Attention of a layer under a mask, which gradients pass through.
 

@@ -114,6 +114,8 @@ class RecordedText:
         parts = [policy.scorer, policy.planner.reduction, policy.planner.values]
         if type(policy.storage).inspect is not Storage.inspect:
             parts.append(policy.storage)
+        if policy.compensation.required_providers():
+            parts.append(policy.compensation)
         name = " ".join(map(str, parts))
         if name not in self._scores:
             self._scores[name] = self._recorded(policy)
@@ -143,7 +145,9 @@ class RecordedText:
             own = protecting.with_protection(
                 planner.with_model_inputs(observation), scored.scores, entries
             )
-            ready[layer] = replace(own, storage_statistics=scored.storage_statistics)
+            learned = {**own.learned, **scored.learned}
+            statistics = scored.storage_statistics
+            ready[layer] = replace(own, storage_statistics=statistics, learned=learned)
         plans = planner.plan(ready, quotas, cache.entries)
         for layer, plan in cache.fit_plans(plans).items():
             cache.apply(layer, plan)

@@ -49,6 +49,11 @@ class Compensation(PolicyPart, ABC):
         """True if retrieval heads and streaming heads are treated differently."""
         return False
 
+    @property
+    def added_entries(self) -> int:
+        """Exact entries per kv head that a plan adds to those that stay, and the budget's count."""
+        return 0
+
     def state_entries(self, layer: LayerSpec, itemsize: int) -> int:
         """Entries per kv head whose bytes its state of rejected entries takes from the budget.
 

@@ -13,6 +13,7 @@ A part names the providers that it reads in `needs`, by their file names:
 | `GradientProvider` | gradients of a scratch pass | `Observation.inputs[name]` |
 | `DraftProvider` | logits behind a scratch prompt | queries of the drafted tokens |
 | `SoftPromptProvider` | learned tokens of a scratch pass | queries of the scratch prompt |
+| `SoftEntryProvider` | learned tokens behind a text | `Observation.inputs[name.keys]`, `.values` |
 | `VocabularyProvider` | texts of all tokens | `Observation.lexicon[name]` |
 
 A column, read by `Entries.column(name)`, has one number per entry: the cache keeps, forks, saves
@@ -191,7 +192,7 @@ class DraftProvider(Provider, ABC):
         """Next token of each prompt, from the float32 logits behind it."""
 
 
-class SoftPromptProvider(Provider, ABC):
+class SoftTokenProvider(Provider, ABC):
     """Learned vectors that a scratch pass reads in place of its tokens' embeddings, and low-rank
     updates of linear layers in that pass.
 
@@ -201,7 +202,7 @@ class SoftPromptProvider(Provider, ABC):
     @property
     @abstractmethod
     def tokens(self) -> int:
-        """Learned vectors, which is the length of the scratch prompt."""
+        """Learned vectors, which is the length of the pass."""
 
     @abstractmethod
     def scale(self, rank: int) -> float:
@@ -212,6 +213,18 @@ class SoftPromptProvider(Provider, ABC):
         self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
     ) -> Mapping[str, tuple[int, ...]]:
         """Shape that each tensor of a layer must have, as of `GateProvider.shapes`."""
+
+
+class SoftPromptProvider(SoftTokenProvider):
+    """Learned tokens that stand for those of a scratch prompt, whose queries scorers read."""
+
+
+class SoftEntryProvider(SoftTokenProvider):
+    """Learned tokens of a pass of their own behind a text, before anything of it is evicted.
+
+    Their keys and values in each layer, post-RoPE, are the inputs `<name>.keys` and
+    `<name>.values`. Their positions are those of the latest tokens of the text.
+    """
 
 
 class VocabularyProvider(Provider, ABC):

@@ -13,11 +13,10 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from larder.core.spec import LayerSpec
+from larder.policy.providers._soft_tokens import soft_token_shapes
 from larder.policy.providers.base import SoftPromptProvider
 
 SOFT_TOKENS, ALPHA = 32, 32.0
-EMBEDDINGS = "embeddings"  # tensor of the learned tokens, beside those of the first layer
-DOWN, UP = ".down", ".up"  # ends of the names of both factors of an update
 
 
 class LookaheadTokens(SoftPromptProvider):
@@ -33,16 +32,7 @@ class LookaheadTokens(SoftPromptProvider):
     def shapes(
         self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
     ) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors of a layer; sizes of its linear layers are read from `tensors`."""
-        own = {name.removesuffix(DOWN) for name in tensors if name.endswith(DOWN)}
-        found = dict[str, tuple[int, ...]]()
-        if EMBEDDINGS in tensors:
-            found[EMBEDDINGS] = (SOFT_TOKENS, width)
-        for name in own:
-            down, up = tensors[f"{name}{DOWN}"], tensors.get(f"{name}{UP}")
-            found[f"{name}{DOWN}"] = (len(down), *down.shape[1:2])
-            found[f"{name}{UP}"] = (0 if up is None else len(up), len(down))
-        return found
+        return soft_token_shapes(SOFT_TOKENS, width, tensors)
 
 
 Part = LookaheadTokens

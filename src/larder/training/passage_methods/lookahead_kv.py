@@ -35,13 +35,14 @@ from larder.models.measurements._needles import NeedleSettings
 from larder.models.measurements.base import SampleText
 from larder.ops.attention import cap_logits
 from larder.ops.attention_weights import softmax_with_sinks
-from larder.policy.providers.lookahead_kv import DOWN, EMBEDDINGS, SOFT_TOKENS, UP, LookaheadTokens
+from larder.policy.providers.lookahead_kv import SOFT_TOKENS, LookaheadTokens
 from larder.prefill.base import Progress
 from larder.session.prefill import common_prompts
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from larder.training.corpus import Corpus, CorpusSplit, Passage
 from larder.training.label_pass import row_attention
 from larder.training.passage_method import PassageLimits, PassageMethod
+from larder.training.passage_methods._soft_tokens import first_soft_tokens
 
 WINDOW = 32  # latest tokens of a prompt whose attention the learned tokens are compared with
 BEST = 64  # entries whose share of the answer's attention is measured
@@ -148,7 +149,7 @@ class LookaheadTraining(PassageMethod):
         self, decoder: Decoder, passages: Sequence[Passage], seed: int, progress: Progress
     ) -> list[LayerTensors]:
         source, steps = torch.Generator().manual_seed(seed), self.epochs * len(passages)
-        layers = first_tensors(decoder, self.rank, source)
+        layers = first_soft_tokens(decoder, SOFT_TOKENS, self.rank, source)
         tensors = [each.requires_grad_() for own in layers for each in own.values()]
         optimizer = torch.optim.AdamW(tensors, lr=self.rate, weight_decay=0)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
@@ -201,22 +202,6 @@ class LookaheadTraining(PassageMethod):
         self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]
     ) -> dict[str, tuple[int, ...]]:
         return LookaheadTokens().shapes(layer, width, tensors)
-
-
-def first_tensors(decoder: Decoder, rank: int, source: torch.Generator) -> list[dict[str, Tensor]]:
-    """Tensors before training: embeddings of random tokens, and updates that change nothing."""
-    table = decoder.embedding_table().detach()
-    drawn = torch.randint(len(table), (SOFT_TOKENS,), generator=source)
-    layers = list[dict[str, Tensor]]()
-    for linears in decoder.soft_prompts.modules.linears:
-        own = dict[str, Tensor]()
-        for name, linear in linears.items():
-            bound = 1 / math.sqrt(linear.in_features)
-            down = (2 * torch.rand(rank, linear.in_features, generator=source) - 1) * bound
-            own |= {f"{name}{DOWN}": down, f"{name}{UP}": torch.zeros(linear.out_features, rank)}
-        layers.append({name: each.to(table.device) for name, each in own.items()})
-    layers[0][EMBEDDINGS] = table[drawn.to(table.device)].float().clone()
-    return layers
 
 
 def predicted_shares(
