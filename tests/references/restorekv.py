@@ -38,10 +38,9 @@ def settle(part: Any, entries: Entries, scored: LayerScores, kept: list[list[int
 
 
 def updated(weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
-    """A weight with its update: 16 / rank times the product of both factors."""
-    rank = len(down)
-    rows = [
-        [sum(float(up[i, r] * down[r, j]) for r in range(rank)) for j in range(down.shape[1])]
-        for i in range(up.shape[0])
-    ]
-    return weight + 16 / rank * torch.tensor(rows)
+    """Weights of a linear layer with the update of rank len(down), alpha 16."""
+    out = weight.clone()
+    for row in range(len(out)):
+        for one in range(len(down)):
+            out[row] += 16 / len(down) * up[row, one] * down[one]
+    return out

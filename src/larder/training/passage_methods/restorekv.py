@@ -262,8 +262,8 @@ def scored_layers(decoder: Decoder, text: CopyPass) -> dict[int, LayerText]:
             weights = row_attention(inputs, int(some[0]), len(some))[1][..., : text.context]
             shares = weights / weights.sum(-1, keepdim=True)
             best = torch.maximum(best, shares.amax((1, 2)))
-        sides = (side[:, : text.context].clone() for side in (inputs.keys, inputs.values))
-        found[inputs.layer] = LayerText(*sides, best)
+        keys, values = inputs.keys[:, : text.context], inputs.values[:, : text.context]
+        found[inputs.layer] = LayerText(keys.clone(), values.clone(), best)
 
     decoder.forward_uncached(text.ids, CausalAttention(show))
     return found
