@@ -31,7 +31,7 @@
 #define TOGETHER 4    /* outputs whose sums stay in registers with those of */
 #define MOST_ROWS 6   /* rows */
 #define MOST_WEIGHTS 3
-#define AHEAD 16384   /* bytes of weights that are fetched ahead, into the second cache */
+#define BYTES_AHEAD 16384 /* bytes of weights that are fetched ahead, into the second cache */
 
 enum use { STORED, GATED, ADDED }; /* written; silu(first) * second; added to what is there */
 
@@ -318,5 +318,9 @@ int64_t EXPORTED(larder_most_rows)(void) {
     if (larder_has_matrix_units())
         return 128;
 #endif
+#if defined(IS_FLOAT32)
     return 16;
+#else
+    return 64;
+#endif
 }

@@ -115,7 +115,7 @@ TARGET INLINE void NAME(sum_products)(const number *matrix, int64_t size, const 
             for (int t = 0; t < TOGETHER; t++) {
                 words weights;
                 memcpy(&weights, own + t * size + d, sizeof weights);
-                __builtin_prefetch((const char *)(own + t * size + d) + AHEAD, 0, 2);
+                __builtin_prefetch((const char *)(own + t * size + d) + BYTES_AHEAD, 0, 2);
                 for (int r = 0; r < count; r++)
                     totals[t][r] = NAME(add_products)(totals[t][r], weights,
                                                    rows + r * size * (int64_t)ROW_BYTES, d);
