@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from builders import Tokens
-from larder.cache import AttentionState, CacheLayer
+from larder.cache import AttentionState, CacheLayer, NewTokens
 from larder.core import Mode
 from larder.ops import merge_attention
 from references.cache.ragged import RaggedLoop
@@ -61,19 +62,21 @@ def places(store: CacheLayer) -> list[int]:
     return [tensor.data_ptr() for tensor in store.tensors()[:3]]
 
 
+def new_tokens(new: Tokens, mode: Mode = Mode.SCRATCH, **options: Any) -> NewTokens:
+    """Drawn tokens as a layer takes them."""
+    return NewTokens(new.queries, new.keys, new.values, new.positions, mode, **options)
+
+
 def attend_held(store: CacheLayer, new: Tokens) -> Tensor:
     """Attention of tokens to all entries, their own included."""
     count, states = new.queries.shape[1], list[AttentionState]()
-    for call in store.attention_calls(new.queries, new.positions, Mode.APPEND, -count):
+    for call in store.attention_calls(new_tokens(new, Mode.APPEND, shift=-count)):
         states.append(call())
     return merge_attention([out for out, _ in states], [lse for _, lse in states])[0]
 
 
-def attend(
-    store: CacheLayer | RaggedLoop, new: Tokens, sections: tuple[int, ...] | None = None
-) -> Tensor:
-    parts = sections or (new.queries.shape[1],)
-    return store.attend(new.queries, new.keys, new.values, new.positions, parts)
+def attend(store: CacheLayer | RaggedLoop, new: Tokens, sections: tuple[int, ...] = ()) -> Tensor:
+    return store.attend(new_tokens(new, sections=sections))
 
 
 def append(store: CacheLayer | RaggedLoop, new: Tokens) -> None:
@@ -81,8 +84,7 @@ def append(store: CacheLayer | RaggedLoop, new: Tokens) -> None:
 
 
 def extend(store: CacheLayer, new: Tokens) -> Tensor:
-    parts = (new.queries.shape[1],)
-    return store.attend(new.queries, new.keys, new.values, new.positions, parts, Mode.APPEND)
+    return store.attend(new_tokens(new, Mode.APPEND))
 
 
 def assert_close(got: Tensor, expected: Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from builders import a_layer, draw
-from cache_stores import append, assert_close, extend, same_bits
+from cache_stores import append, assert_close, extend, new_tokens, same_bits
 from larder.cache import CorrectedLayer
 from larder.core import (
     AppendKind,
@@ -83,8 +83,7 @@ def test_answers_are_those_of_the_loop(name, codec) -> None:
         told = draw(LAYER, count + 1, place - count, 7 + step)
         old, new = told.part(0, count), told.part(count, count + 1)
         if count:
-            parts = old.queries, old.keys, old.values, old.positions
-            out = store.again(*parts, lambda new=new: extend(store, new))
+            out = store.attend_replayed(new_tokens(old), lambda new=new: extend(store, new))
         else:
             out = extend(store, new)
         keys = torch.cat([keys[:, : place - count], told.keys], 1)
@@ -119,13 +118,16 @@ def test_it_comes_back_with_what_it_remembers() -> None:
     fork = store.fork()
     told = draw(LAYER, 2, READ, 3)
     old, new = told.part(0, 1), told.part(1, 2)
-    parts = old.queries, old.keys, old.values, old.positions
     before, apart = store.state(), CorrectedLayer.restore(LAYER, store.state())
     assert fork.nbytes - fork.shared_nbytes < 300  # lengths, starts and what the index votes by
-    fork.again(*parts, lambda: extend(fork, new))  # writes over its latest entries
+    # This writes over its latest entries.
+    fork.attend_replayed(new_tokens(old), lambda: extend(fork, new))
     assert same_bits(store.state(), before)
     fork = apart.fork()
-    outs = [each.again(*parts, lambda e=each: extend(e, new)) for each in (store, back, fork)]
+    outs = [
+        each.attend_replayed(new_tokens(old), lambda e=each: extend(e, new))
+        for each in (store, back, fork)
+    ]
     assert_close(outs[1], outs[0])
     assert_close(outs[2], outs[0])
     fork.truncate(READ + 1)
@@ -156,9 +158,8 @@ def test_what_it_cannot_correct_is_refused() -> None:
     store, _, _ = a_store(PARTS["flat"])
     extend(store, draw(LAYER, 1, READ))
     other = draw(LAYER, 1, READ - 1)
-    parts = other.queries, other.keys, other.values, other.positions
     with pytest.raises(CacheError, match="outputs at positions \\[39\\], which are not its latest"):
-        store.again(*parts, lambda: pytest.fail("answered"))
+        store.attend_replayed(new_tokens(other), lambda: pytest.fail("answered"))
     with pytest.raises(
         BadParameter, match="sparq.corrected must be 0, got 1: an estimate that sparq"
     ):

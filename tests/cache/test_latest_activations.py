@@ -10,7 +10,7 @@ from safetensors.torch import load, save
 
 from builders import FORM_NAMES, a_layer, a_spec, draw, tiers_of
 from cache_stores import same_bits
-from larder.cache import SequenceCache, latest_queries_bytes
+from larder.cache import NewTokens, SequenceCache, latest_queries_bytes
 from larder.core import LatestQueries, Ledger, Mode
 from tensor_memory import reachable_tensors, storage_bytes
 
@@ -25,7 +25,7 @@ def read(cache: SequenceCache, count: int) -> None:
     for layer in LAYERS:
         new = draw(layer, count, start)
         tensors = (new.queries, new.keys, new.values, new.positions)
-        cache.attend(layer.index, *tensors, Mode.APPEND, (count,))
+        cache.attend(layer.index, NewTokens(*tensors, Mode.APPEND))
         cache.remember(layer.index, new.queries, new.positions)
     cache.advance(count)
 

@@ -11,7 +11,7 @@ from safetensors.torch import load, save
 
 from builders import a_layer, a_plan, a_spec, draw
 from cache_stores import append, assert_close, attend, extend
-from larder.cache import LowRankLayer, LowRankMaps, SequenceCache
+from larder.cache import LowRankLayer, LowRankMaps, NewTokens, SequenceCache
 from larder.core import CacheError, Folds, Ledger, Mode, Plan
 from larder.ops import RANK, low_rank_attention, low_rank_state, state_bytes
 from low_rank_weights import give_maps, some_maps
@@ -171,7 +171,7 @@ def read(cache: SequenceCache, count: int) -> list[torch.Tensor]:
     for layer in SPEC.layers:
         new = draw(layer, count, start)
         given = (new.queries, new.keys, new.values, new.positions)
-        outs.append(cache.attend(layer.index, *given, Mode.APPEND, (count,)))
+        outs.append(cache.attend(layer.index, NewTokens(*given, Mode.APPEND)))
     cache.advance(count)
     return outs
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from builders import a_layer, a_plan, draw
+from cache_stores import attend, extend
 from larder.cache import BlendedLayer, ParallelLayer
-from larder.core import CacheError, Mode
+from larder.core import CacheError
 from larder.ops import merge_attention
 from references.cache.loop import Entry
 from references.cache.parallel import context_weight, two_branches
@@ -36,7 +37,7 @@ def entries(tokens: Any, head: int, count: int | None = None) -> list[Entry]:
 
 
 def test_both_branches_equal_the_loop() -> None:
-    found = filled().attend(NEW.queries, NEW.keys, NEW.values, NEW.positions, (3,))
+    found = attend(filled(), NEW)
     for head in range(LAYER.query_heads):
         kv = head // 2
         contexts = entries(ONE, kv) + entries(TWO, kv)
@@ -56,12 +57,11 @@ def test_the_hand_value() -> None:
 
 
 def test_single_tokens_equal_a_block_and_the_order_of_contexts_does_not_matter() -> None:
-    together = filled().attend(NEW.queries, NEW.keys, NEW.values, NEW.positions, (3,))
+    together = attend(filled(), NEW)
     store, apart = filled(order=-1), list[torch.Tensor]()
     for n in range(3):
         one = NEW.part(n, n + 1)
-        tokens = one.queries, one.keys, one.values, one.positions
-        apart.append(store.attend(*tokens, (1,), Mode.APPEND))
+        apart.append(extend(store, one))
     assert torch.allclose(torch.cat(apart, 1), together, atol=1e-5)
     assert store.lengths == (13, 13) and store.step_storage() is None
 
@@ -69,12 +69,12 @@ def test_single_tokens_equal_a_block_and_the_order_of_contexts_does_not_matter()
 def test_state_forks_and_truncation_keep_contexts() -> None:
     store = filled()
     store.compact()
-    before, held = store.attend(*_new(), (3,)), store.nbytes
-    store.attend(*_new(), (3,), Mode.APPEND)
+    before, held = attend(store, NEW), store.nbytes
+    extend(store, NEW)
     copy = ParallelLayer.restore(LAYER, store.state())
     store.truncate(8)
     store.compact()
-    assert torch.equal(store.attend(*_new(), (3,)), before) and store.nbytes == held
+    assert torch.equal(attend(store, NEW), before) and store.nbytes == held
     assert copy.lengths == (13, 13) and copy.entries().lengths == (13, 13)
     assert len(copy.entries().keys) == 26 and copy.entries_copy_bytes == 26 * (2 * 8 * 4 + 4)
     copy.truncate(4)
@@ -86,11 +86,7 @@ def test_plans_are_refused_while_contexts_are_held() -> None:
     for change in (store.apply, store.evict):
         with pytest.raises(CacheError, match="unlimited"):
             change(a_plan([[0], [0]], store.lengths))
-    assert math.isfinite(float(store.attend(*_new(), (3,)).sum()))
-
-
-def _new() -> tuple[torch.Tensor, ...]:
-    return NEW.queries, NEW.keys, NEW.values, NEW.positions
+    assert math.isfinite(float(attend(store, NEW).sum()))
 
 
 def test_a_fork_holds_the_contexts_too() -> None:
@@ -102,9 +98,8 @@ def test_a_fork_holds_the_contexts_too() -> None:
     assert type(copy) is ParallelLayer and copy.factors == store.factors
     assert copy.lengths == store.lengths and copy.nbytes == store.nbytes == alone
     assert copy.shared_nbytes == store.shared_nbytes == alone
-    tokens = NEW.queries, NEW.keys, NEW.values, NEW.positions
-    for mode in (Mode.APPEND, Mode.APPEND):
-        assert torch.equal(copy.attend(*tokens, (3,), mode), store.attend(*tokens, (3,), mode))
+    for _ in range(2):
+        assert torch.equal(extend(copy, NEW), extend(store, NEW))
         assert copy.lengths == store.lengths and copy.usage.entries == store.usage.entries
         assert torch.equal(copy.entries().keys, store.entries().keys)
         assert copy.nbytes == storage_bytes(reachable_tensors(copy))
@@ -117,8 +112,7 @@ def test_a_fork_that_appends_behind_many_entries_shares_them() -> None:
     store, long = filled(), draw(LAYER, 100, 8, seed=4)
     store.append(long.keys, long.values, long.positions)
     copy, more = store.fork(), draw(LAYER, 3, 108, seed=5)
-    tokens = more.queries, more.keys, more.values, more.positions
-    outs = [each.attend(*tokens, (3,), Mode.APPEND) for each in (copy, store)]
+    outs = [extend(each, more) for each in (copy, store)]
     assert torch.allclose(*outs, atol=1e-6) and 0 < copy.shared_nbytes < copy.nbytes
     assert copy.lengths == store.lengths == (113, 113)
     assert copy.usage.entries == store.usage.entries == 226
@@ -133,4 +127,4 @@ def test_a_blended_cache_forks_to_one() -> None:
     copy = store.fork()
     assert type(copy) is BlendedLayer
     assert copy.lengths == store.lengths and copy.nbytes == store.nbytes
-    assert torch.equal(copy.attend(*_new(), (3,)), store.attend(*_new(), (3,)))
+    assert torch.equal(attend(copy, NEW), attend(store, NEW))

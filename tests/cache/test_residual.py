@@ -11,7 +11,7 @@ from torch import Tensor
 
 from builders import a_layer, a_plan, a_spec, draw
 from cache_stores import assert_close, same_bits
-from larder.cache import AquaPredictions, ResidualLayer, SequenceCache, tables_path
+from larder.cache import AquaPredictions, NewTokens, ResidualLayer, SequenceCache, tables_path
 from larder.core import CacheError, Folds, Ledger, Mode, ModelSpec, Plan, ResidualSpec
 from larder.models import Card
 from larder.ops import gaussian_grid
@@ -61,7 +61,7 @@ def read(cache: SequenceCache, count: int, start: int | None = None) -> list[Ten
     for index, layer in enumerate(LAYERS):
         new = draw(layer, count, first, seed=index)
         numbers = new.queries, new.keys, new.values, new.positions
-        outs.append(cache.attend(index, *numbers, Mode.APPEND, (count,)))
+        outs.append(cache.attend(index, NewTokens(*numbers, Mode.APPEND)))
     cache.advance(count)
     return outs
 
@@ -283,7 +283,7 @@ def test_a_pass_that_failed_halfway_is_made_up_for() -> None:
     for index, layer in enumerate(LAYERS[:2]):  # the third layer never sees the block
         new = draw(layer, 50, 40, seed=index)
         given = new.queries, new.keys, new.values, new.positions
-        cache.attend(index, *given, Mode.APPEND, (50,))
+        cache.attend(index, NewTokens(*given, Mode.APPEND))
     cache.truncate(40)
     for twin in (cache, whole):
         read(twin, 50)
@@ -336,7 +336,7 @@ def test_what_is_not_finite_is_refused() -> None:
     keys = new.keys.clone()
     keys[0, 30, 2] = torch.inf
     with pytest.raises(CacheError, match="must be finite"):
-        cache.attend(0, new.queries, keys, new.values, new.positions, Mode.APPEND, (LONG,))
+        cache.attend(0, NewTokens(new.queries, keys, new.values, new.positions, Mode.APPEND))
 
 
 def test_a_plan_that_keeps_all_changes_nothing() -> None:
@@ -353,7 +353,7 @@ def test_another_device_holds_the_same() -> None:
         for index, layer in enumerate(LAYERS):
             new = draw(layer, LONG, 0, seed=index)
             sides = (new.queries, new.keys, new.values, new.positions)
-            cache.attend(index, *(side.to(OTHER) for side in sides), Mode.APPEND, (LONG,))
+            cache.attend(index, NewTokens(*(side.to(OTHER) for side in sides), Mode.APPEND))
         cache.advance(LONG)
         found = numbers(cache, 2)
         assert found.device == OTHER

@@ -10,7 +10,7 @@ from safetensors.torch import load, save
 
 from builders import a_layer, a_plan, a_spec, draw
 from cache_stores import same_bits
-from larder.cache import SequenceCache
+from larder.cache import NewTokens, SequenceCache
 from larder.core import LOG_COUNT, CacheError, Codec, Ledger, Mode
 from tensor_memory import reachable_tensors, storage_bytes
 
@@ -24,7 +24,7 @@ def read(cache: SequenceCache, count: int) -> list[torch.Tensor]:
     for layer in LAYERS:
         new = draw(layer, count, cache.next_position)
         tensors = (new.queries, new.keys, new.values, new.positions)
-        outs.append(cache.attend(layer.index, *tensors, Mode.APPEND, (count,)))
+        outs.append(cache.attend(layer.index, NewTokens(*tensors, Mode.APPEND)))
     cache.advance(count)
     return outs
 

@@ -8,7 +8,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from builders import FORM_NAMES, a_layer, a_plan, a_spec, draw, parking_of
-from larder.cache import SequenceCache
+from larder.cache import NewTokens, SequenceCache
 from larder.core import CacheError, Mode
 from tensor_memory import reachable_tensors, storage_bytes
 
@@ -33,7 +33,7 @@ def read(
     for layer in SPEC.layers:
         new = draw(layer, count, start, seed)
         tensors = (new.queries, new.keys, new.values, positions)
-        outs.append(cache.attend(layer.index, *tensors, mode, parts))
+        outs.append(cache.attend(layer.index, NewTokens(*tensors, mode, parts)))
     if mode is Mode.APPEND:
         cache.advance(count)
     return outs
@@ -98,12 +98,9 @@ def test_sections_do_not_see_each_other(form) -> None:
             positions = cache.next_position + torch.arange(stop - start)
             alone = cache.attend(
                 layer.index,
-                part.queries,
-                part.keys,
-                part.values,
-                positions,
-                Mode.SCRATCH,
-                (stop - start,),
+                NewTokens(
+                    part.queries, part.keys, part.values, positions, Mode.SCRATCH, (stop - start,)
+                ),
             )
             torch.testing.assert_close(out[:, start:stop], alone, atol=1e-5, rtol=1e-4)
 

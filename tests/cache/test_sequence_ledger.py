@@ -12,7 +12,7 @@ from torch import Tensor
 
 from builders import a_layer, a_plan, a_spec, draw
 from cache_stores import same_bits
-from larder.cache import SequenceCache
+from larder.cache import NewTokens, SequenceCache
 from larder.core import LOG_COUNT, CacheError, Ledger, Mode
 from tensor_memory import reachable_tensors, storage_bytes
 
@@ -27,7 +27,7 @@ def read(cache: SequenceCache, count: int) -> list[Tensor]:
     for layer in SPEC.layers:
         new = draw(layer, count, start)
         tensors = (new.queries, new.keys, new.values, new.positions)
-        outs.append(cache.attend(layer.index, *tensors, Mode.APPEND, (count,)))
+        outs.append(cache.attend(layer.index, NewTokens(*tensors, Mode.APPEND)))
     cache.advance(count)
     return outs
 

@@ -21,6 +21,7 @@ from larder.cache import (
     CompactLayer,
     DenseLayer,
     GradedLayer,
+    NewTokens,
     RaggedLayer,
     SequenceCache,
     SlidingWindowLayer,
@@ -220,7 +221,7 @@ def test_the_bytes_of_a_family_are_counted_once(form) -> None:
     new = draw(LAYER, 200, 0, 1)
     for layer in range(2):
         sides = new.queries, new.keys, new.values, new.positions
-        cache.attend(layer, *sides, Mode.APPEND, (200,))
+        cache.attend(layer, NewTokens(*sides, Mode.APPEND))
     cache.advance(200)
     forks = [cache.fork() for _ in range(3)]
     family = [cache, *forks]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from builders import a_layer, a_spec, draw
 from cache_stores import assert_close
-from larder.cache import SequenceCache
+from larder.cache import NewTokens, SequenceCache
 from larder.core import BadParameter, Ledger, Mode, OffloadSpec, Plan, RecallPart
 from larder.recall import Dci, Flat, Votes, Wave
 from references.cache.loop import Entry, attend_one
@@ -39,7 +39,7 @@ def a_cache(
     cache, ever = SequenceCache(spec, "tiered", Ledger(), parking=OffloadSpec(recall)), []
     for i, layer in enumerate(spec.layers):
         new = draw(layer, TOKENS, 0, i)
-        cache.attend(i, new.queries, new.keys, new.values, new.positions, Mode.APPEND, (TOKENS,))
+        cache.attend(i, NewTokens(new.queries, new.keys, new.values, new.positions, Mode.APPEND))
         pairs = zip(new.keys[0], new.values[0], strict=True)
         ever.append([Entry(place, *pair) for place, pair in enumerate(pairs)])
     cache.advance(TOKENS)
@@ -56,7 +56,9 @@ def step(cache: SequenceCache, seed: int = 90) -> list[Tensor]:
     for i, layer in enumerate(cache.spec.layers):
         new = draw(layer, 1, place, seed + i)
         outs.append(
-            cache.attend(i, new.queries, new.keys, new.values, new.positions, Mode.APPEND, (1,))
+            cache.attend(
+                i, NewTokens(new.queries, new.keys, new.values, new.positions, Mode.APPEND)
+            )
         )
     cache.advance(1)
     return outs
@@ -118,7 +120,7 @@ def test_what_was_taken_back_is_not_taken_over() -> None:
     cache.truncate(20)
     for i in range(LAYERS):
         new = draw(LAYER, 20, 20, 50 + i)
-        cache.attend(i, new.queries, new.keys, new.values, new.positions, Mode.APPEND, (20,))
+        cache.attend(i, NewTokens(new.queries, new.keys, new.values, new.positions, Mode.APPEND))
     cache.advance(20)
     assert not any(tier.finder.shared_index.is_used for tier in cache.tiers)
     step(cache)

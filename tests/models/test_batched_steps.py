@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from builders import a_layer, a_spec
-from larder.cache import CacheLayer, SequenceCache, storage_bytes
+from larder.cache import CacheLayer, NewTokens, SequenceCache, storage_bytes
 from larder.core import LOG_COUNT, LayerSpec, Ledger, Mode, Plan
 from larder.models import AttentionInputs, BatchSegment, ForwardBatch
 from larder.ops import c_library
@@ -101,7 +101,7 @@ def of_cache(cache: SequenceCache, new: list[Tensor]) -> Tensor:
     count = new[0].shape[1]
     places = torch.arange(cache.next_position, cache.next_position + count)
     queries, keys, values = new
-    out = cache.attend(0, queries, keys, values, places, Mode.APPEND, (count,))
+    out = cache.attend(0, NewTokens(queries, keys, values, places, Mode.APPEND))
     cache.advance(count)
     return out
 

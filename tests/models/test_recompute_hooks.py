@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cache_stores import same_bits
-from larder.cache import SequenceCache, recomputed_layers
+from larder.cache import NewTokens, SequenceCache, recomputed_layers
 from larder.core import BadParameter, CacheError, Mode, Plan, RecomputeSource, RecomputeSpec
 from larder.models import BatchSegment, Decoder, wrap_model
 from memory_counts import checked_counts
@@ -188,7 +188,7 @@ def test_what_cannot_come_back_is_refused(three_layers) -> None:
         assert not {2, 3} & {*torch.cat(store.evicted).tolist()}
     with pytest.raises(CacheError, match="has no model to do so"):
         new = torch.zeros(4, 1, 16), torch.zeros(2, 1, 16), torch.zeros(2, 1, 16)
-        every.attend(0, *new, torch.tensor([READ]), Mode.SCRATCH, (1,))
+        every.attend(0, NewTokens(*new, torch.tensor([READ]), Mode.SCRATCH, (1,)))
     with pytest.raises(BadParameter, match="recompute.depth must be at least 1, got 0: the input"):
         RecomputeSpec(RecomputeSource.ONE, 0)
     one = filled(three_layers, "one")

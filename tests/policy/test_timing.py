@@ -10,7 +10,7 @@ import torch
 
 from builders import a_layer, a_plan, a_spec, draw
 from larder import Policy
-from larder.cache import SequenceCache
+from larder.cache import NewTokens, SequenceCache
 from larder.core import BadParameter, Mode
 from larder.models import BatchSegment, LayerActivations
 from larder.policy import (
@@ -70,7 +70,7 @@ class Growing:
         for layer in LAYERS:
             new = draw(layer, count, self.cache.next_position, layer.index)
             states = (new.queries, new.keys, new.values, new.positions)
-            self.cache.attend(layer.index, *states, Mode.APPEND, (count,))
+            self.cache.attend(layer.index, NewTokens(*states, Mode.APPEND))
             if watch is not None:
                 watch(0, layer.index, LayerActivations(*states))
         self.cache.advance(count)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from builders import Tokens, a_layer, a_plan, draw
-from cache_stores import append, extend
+from cache_stores import append, extend, new_tokens
 from cache_stores import attend as attend_behind
 from larder import Policy
 from larder.cache import CompactLayer, SequenceCache
@@ -82,7 +82,7 @@ def test_places_follow_what_each_head_holds() -> None:
 @pytest.mark.parametrize("shift", [7, -2, -4])
 def test_a_shifted_text_stands_away_from_what_each_head_holds(shift) -> None:
     store, new = a_store(), draw(a_layer(2, 2), 3, HELD + shift)
-    out = store.attend(new.queries, new.keys, new.values, new.positions, (3,), shift=shift)
+    out = store.attend(new_tokens(new, shift=shift))
     seen = shown(store, new, 0)
     firsts = [max(5 + shift, 0), max(2 + shift, 0)]
     assert seen.effective_rope_positions.tolist() == [

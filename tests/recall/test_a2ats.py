@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from builders import HEAD_DIM, RADIANS, a_layer, draw
-from larder.cache import TieredLayer
+from larder.cache import NewTokens, TieredLayer
 from larder.core import BadParameter, CacheError, Ledger, Mode, OffloadSpec
 from larder.ops import rotate
 from larder.recall import A2ats, A2atsIndex, Flat
@@ -137,8 +137,8 @@ def test_queries_of_the_text_arrive_as_they_were_before_rotation() -> None:
     rotated = rotate(tokens.queries, tokens.positions, torch.tensor(RADIANS))
     for parking, expected in ((OffloadSpec(part), tokens.queries), (plain, rotated[:, :0])):
         store = TieredLayer(LAYER, torch.float32, torch.device("cpu"), Ledger(), parking)
-        new = rotated, tokens.keys, tokens.values, tokens.positions
-        store.attend(*new, (6,), Mode.APPEND)
+        sides = rotated, tokens.keys, tokens.values, tokens.positions
+        store.attend(NewTokens(*sides, Mode.APPEND))
         assert torch.allclose(store.state()["observed"], expected, atol=1e-5)
 
 

@@ -10,7 +10,7 @@ import torch
 from builders import HEAD_DIM, a_layer, draw
 from cache_stores import append
 from index_recall import built, keys_of
-from larder.cache import TieredLayer
+from larder.cache import NewTokens, TieredLayer
 from larder.core import BadParameter, Ledger, Mode, OffloadSpec, Plan, RecallIndex
 from larder.ops import attention as attention_ops
 from larder.recall import MagicPig, MagicPigIndex
@@ -143,7 +143,7 @@ def test_a_step_attends_with_the_weights_of_what_was_drawn(kernels, dtype, monke
     for seed in (7, 8):
         step = draw(LAYER, 1, 53 + seed, seed, dtype)
         rows = step.queries, step.keys, step.values, step.positions
-        out = store.attend(*rows, (1,), Mode.APPEND)
+        out = store.attend(NewTokens(*rows, Mode.APPEND))
         held, fast = store.parked(), store.entries()
         found = store.finder.shared_index.index.find(step.queries[:, 0].float(), held, 20)
         for h, query in enumerate(step.queries[:, 0].float().tolist()):

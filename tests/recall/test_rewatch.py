@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from builders import HEAD_DIM, a_layer, draw
-from cache_stores import append
+from cache_stores import append, extend
 from index_recall import assert_best, keys_of
 from larder.cache import TieredLayer
-from larder.core import AppendKind, BadParameter, FetchMode, Ledger, Mode, OffloadSpec, Plan
+from larder.core import AppendKind, BadParameter, FetchMode, Ledger, OffloadSpec, Plan
 from larder.recall import Rewatch
 from references import rewatch as loop
 from references.recalling import attention, of_groups
@@ -94,8 +94,7 @@ def test_a_layer_passes_the_queries_of_a_question() -> None:
     for one in (store, twin):
         for new in (question, step):
             one.expect(AppendKind.QUESTION if new is question else AppendKind.STEP)
-            rows = new.queries, new.keys, new.values, new.positions
-            one.attend(*rows, (len(new.positions),), Mode.APPEND)
+            extend(one, new)
         latest = one.finder.shared_index.index.state()["latest"]
         assert torch.equal(latest, torch.cat([question.queries[:, -15:], step.queries], 1))
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from builders import HEAD_DIM, a_layer, draw
-from cache_stores import append
+from cache_stores import append, extend, new_tokens
 from index_recall import keys_of
 from larder.cache import TieredLayer
-from larder.core import BadParameter, Ledger, Mode, OffloadSpec, Plan
+from larder.core import BadParameter, Ledger, OffloadSpec, Plan
 from larder.recall import Squeezed, SqueezedIndex, weighted_quantile
 from references import squeezed as loop
 from slow_tiers import Tier
@@ -198,7 +198,7 @@ def two_layers() -> list[TieredLayer]:
     layers[0]._measured_with = tuple(map(ref, layers))
     for n, store in enumerate(layers):
         new = draw(LAYER, 60, 0, n)
-        store.observe(new.queries, new.positions, (new.queries, new.queries[..., 0]))
+        store.observe(new_tokens(new), (new.queries, new.queries[..., 0]))
         append(store, new)
         store.apply(Plan.from_mask(torch.arange(120) % 60 >= 55, store.lengths))
     return layers
@@ -206,7 +206,7 @@ def two_layers() -> list[TieredLayer]:
 
 def search(store: TieredLayer) -> None:
     step = draw(LAYER, 1, 60, 9)
-    store.attend(step.queries, step.keys, step.values, step.positions, (1,), Mode.APPEND)
+    extend(store, step)
 
 
 def thresholds(layers: Sequence[TieredLayer]) -> list[float]:

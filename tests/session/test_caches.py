@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from larder.cache import SequenceCache
+from larder.cache import NewTokens, SequenceCache
 from larder.core import LayerSpec, Mode, ModelSpec, OffloadSpec, Plan
 from larder.recall import Flat
 from larder.session import SessionCaches
@@ -77,5 +77,5 @@ def _read(cache: SequenceCache, tokens: int, start: int) -> None:
         queries = torch.randn(layer.query_heads, tokens, layer.head_dim)
         keys = torch.randn(layer.kv_heads, tokens, layer.head_dim)
         positions = torch.arange(start, start + tokens)
-        cache.attend(layer.index, queries, keys, keys, positions, Mode.APPEND, (tokens,))
+        cache.attend(layer.index, NewTokens(queries, keys, keys, positions, Mode.APPEND))
     cache.advance(tokens)

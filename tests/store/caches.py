@@ -10,7 +10,7 @@ import torch
 
 from builders import a_layer, a_spec
 from cache_stores import same_bits
-from larder.cache import SequenceCache
+from larder.cache import NewTokens, SequenceCache
 from larder.core import Mode, ModelSpec, Plan, Refused
 from larder.store import (
     CacheRequirements,
@@ -54,7 +54,7 @@ def go_on(cache: SequenceCache, ids: Sequence[int], before: Sequence[int] = ()) 
         keys = torch.sin(sums[None, :, None] * waves / 7 + layer.index).float()
         queries = torch.zeros(layer.query_heads, len(ids), layer.head_dim)
         positions = torch.arange(start, start + len(ids))
-        cache.attend(layer.index, queries, keys, keys.cos(), positions, Mode.APPEND, (len(ids),))
+        cache.attend(layer.index, NewTokens(queries, keys, keys.cos(), positions, Mode.APPEND))
     cache.advance(len(ids))
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from builders import FORM_NAMES, a_layer, a_spec, draw, tiers_of
 from cache_stores import same_bits
-from larder.cache import SequenceCache
+from larder.cache import NewTokens, SequenceCache
 from larder.core import CacheError, Damaged, Mode
 from larder.store import (
     CODECS,
@@ -76,7 +76,7 @@ def test_every_form_of_cache_comes_back(name: str, form: str) -> None:
     for layer in spec.layers:
         new = draw(layer, 90)
         cache.attend(
-            layer.index, new.queries, new.keys, new.values, new.positions, Mode.APPEND, (90,)
+            layer.index, NewTokens(new.queries, new.keys, new.values, new.positions, Mode.APPEND)
         )
     cache.advance(90)
     state, codec = cache.state(), codec_named(name)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from builders import RADIANS, a_layer, a_spec, draw
-from larder.cache import KvtcTables, PrincipalSide, SequenceCache, tables_path
+from larder.cache import KvtcTables, NewTokens, PrincipalSide, SequenceCache, tables_path
 from larder.core import CacheError, Damaged, Mode, Plan
 from larder.models import Card
 from larder.ops import allocate, group_errors
@@ -102,7 +102,7 @@ def a_cache(count: int = TOKENS) -> SequenceCache:
     for layer in SPEC.layers:
         new = draw(layer, count, seed=layer.index)
         given = new.queries, new.keys, new.values, new.positions
-        cache.attend(layer.index, *given, Mode.APPEND, (count,))
+        cache.attend(layer.index, NewTokens(*given, Mode.APPEND))
     cache.advance(count)
     return cache
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from builders import RADIANS, a_layer, a_spec, draw
 from cache_stores import same_bits
-from larder.cache import PredictiveTables, SequenceCache, SidePrediction, tables_path
+from larder.cache import NewTokens, PredictiveTables, SequenceCache, SidePrediction, tables_path
 from larder.core import CacheError, Damaged, Mode, ModelSpec, Plan
 from larder.models import Card
 from larder.ops import rotate
@@ -70,7 +70,7 @@ def a_cache(form: str = "dense", spec: ModelSpec = SPEC, count: int = TOKENS) ->
     for layer in spec.layers:
         new = draw(layer, count, seed=layer.index)
         given = new.queries, new.keys, new.values, new.positions
-        cache.attend(layer.index, *given, Mode.APPEND, (count,))
+        cache.attend(layer.index, NewTokens(*given, Mode.APPEND))
     cache.advance(count)
     return cache
 

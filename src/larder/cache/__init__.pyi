@@ -31,6 +31,7 @@ from .low_rank_maps import LowRankMaps as LowRankMaps
 from .memory_usage import storage_bytes as storage_bytes
 from .merged_entries import merge_entries as merge_entries
 from .model_positions import ModelPositions as ModelPositions
+from .new_tokens import NewTokens as NewTokens
 from .offload.host_memory import HostMemoryBudget as HostMemoryBudget
 from .offload.page_fetch import PageFetcher as PageFetcher
 from .offload.page_fetch import PageSelection as PageSelection

@@ -15,18 +15,18 @@ from larder.cache.forms.tiered import TieredLayer, tiered_layers
 from larder.cache.latest_activations import LatestActivations
 from larder.cache.memory_usage import MemoryUsage
 from larder.cache.model_positions import ModelPositions
+from larder.cache.new_tokens import NewTokens
 from larder.cache.recurrent_state import NO_STATE, CacheCheckpoint, RecurrentState
 from larder.cache.spec import CacheSpec, create_layer, form_of
 from larder.cache.state_dict import move_state, restore_layers, state_dict
 from larder.core.codec import Codec, ResidualSpec, TransformSpec
 from larder.core.errors import BudgetError, CacheError
-from larder.core.images import Span
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan, StepRule
 from larder.core.recall import OffloadSpec
 from larder.core.spec import LayerPairing, LayerSpec, ModelSpec, RecomputeSpec
-from larder.core.types import Keys, Mode, Positions, Queries, Values
+from larder.core.types import Mode, Positions, Queries
 from larder.ops.cpu.decode_attention import EvictionStorage
 from larder.ops.removal import MIN_ROAMING_SLACK
 
@@ -84,52 +84,24 @@ class SequenceCache:
         self._stores = [create_layer(layer, spec, self.cache_spec) for layer in spec.layers]
         self._link_layers()
 
-    def attend(
-        self,
-        layer: int,
-        queries: Queries,
-        keys: Keys,
-        values: Values,
-        positions: Positions,
-        mode: Mode,
-        sections: tuple[int, ...],
-        shift: int = 0,
-        reread: int = 0,
-        bidirectional: tuple[Span, ...] = (),
-    ) -> Queries:
+    def attend(self, layer: int, new: NewTokens, num_replayed: int = 0) -> Queries:
         """Attention of one layer, in one of three modes.
 
         Args:
-            reread: number of first tokens that the cache read before, see `CacheLayer.again`.
-            shift: offset of a scratch text from `next_position`; negative for earlier positions.
-            bidirectional: spans of new tokens that see all of their span.
+            num_replayed: first tokens that the cache read before (`CacheLayer.attend_replayed`).
 
         Raises: CacheError: more than one section to append, or the cache is invalid.
         """
         self._check()
         store = self._stores[layer]
-        if reread:
-            old, new = slice(None, reread), slice(reread, None)
-            answer = partial(
-                self.attend,
-                layer,
-                queries[:, new],
-                keys[:, new],
-                values[:, new],
-                positions[new],
-                mode,
-                sections,
-                shift,
-                bidirectional=bidirectional,
-            )
-            return store.again(
-                queries[:, old], keys[:, old], values[:, old], positions[old], answer
-            )
-        if mode is Mode.PROBE:
-            return torch.zeros_like(queries)
-        if mode is Mode.APPEND and len(sections) != 1:
-            raise CacheError(f"Cannot append {len(sections)} sections at once: append one.")
-        return store.attend(queries, keys, values, positions, sections, mode, shift, bidirectional)
+        if num_replayed:
+            replayed, rest = new.split(num_replayed)
+            return store.attend_replayed(replayed, partial(self.attend, layer, rest))
+        if new.mode is Mode.PROBE:
+            return torch.zeros_like(new.queries)
+        if new.mode is Mode.APPEND and len(new.section_lengths) != 1:
+            raise CacheError(f"Cannot append {len(new.sections)} sections at once: append one.")
+        return store.attend(new)
 
     def step_layer(self, layer: int) -> CacheLayer:
         """Layer that a decode step of several caches appends to. Raises: CacheError: invalid."""

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from larder.cache.forms.base import CacheLayer
+from larder.cache.new_tokens import NewTokens
 from larder.cache.recurrent_state import NO_STATE, RecurrentState
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import ModelError
@@ -232,21 +233,18 @@ class ForwardBatch:
             if stepped is not None and index in taken:
                 outs.append(stepped.out[:, taken[index], None])
             else:
-                segment, places = self.segments[index], places_of[index]
-                outs.append(
-                    segment.cache.attend(
-                        layer,
-                        own,
-                        new_keys,
-                        new_values,
-                        places,
-                        self.mode,
-                        segment.sections or (self.widths[index] - len(segment.reread_ids),),
-                        segment.shift,
-                        len(segment.reread_ids),
-                        segment.images.bidirectional,
-                    )
+                segment = self.segments[index]
+                new = NewTokens(
+                    own,
+                    new_keys,
+                    new_values,
+                    places_of[index],
+                    self.mode,
+                    segment.sections,
+                    segment.shift,
+                    segment.images.bidirectional,
                 )
+                outs.append(segment.cache.attend(layer, new, len(segment.reread_ids)))
             self._observe(index, layer, own, new_keys, new_values)
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 

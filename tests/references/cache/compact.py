@@ -25,19 +25,13 @@ class CompactLoop(RaggedLoop):
                 unturned = self.turned(keys[head, q], -position)
                 entries.append(Entry(position, unturned, values[head, q]))
 
-    def attend(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        positions: Tensor,
-        sections: tuple[int, ...],
-    ) -> Tensor:
+    def attend(self, new: NewTokens) -> Tensor:
+        queries, keys, values, positions = new.queries, new.keys, new.values, new.positions
         group = self.layer.query_heads // self.layer.kv_heads
         out = torch.zeros(queries.shape, dtype=torch.float64)
         for head in range(queries.shape[0]):
             kv, first = head // group, 0
-            for section in sections:
+            for section in new.section_lengths:
                 for q in range(section):
                     own = [self.fresh(keys, values, positions, kv, first + s) for s in range(q + 1)]
                     seen = self.looked_at([*self.heads[kv], *own])

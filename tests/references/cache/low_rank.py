@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from larder.cache import LowRankMaps
+from larder.cache import LowRankMaps, NewTokens
 from larder.core import LayerSpec
 from references.cache.folding import Fold
 from references.cache.loop import Entry
@@ -35,22 +35,16 @@ class LowRankLoop(RaggedLoop):
             self.gone[head] += [e for n, e in entries if n not in own and (head, n) not in merged]
         super().fold(chosen, folds)
 
-    def attend(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        positions: Tensor,
-        sections: tuple[int, ...],
-    ) -> Tensor:
+    def attend(self, new: NewTokens) -> Tensor:
+        queries, keys, values = new.queries, new.keys, new.values
         out = torch.zeros(queries.shape, dtype=torch.float64)
         group = self.layer.group
         for head in range(len(queries)):
             kv, first = head // group, 0
-            for section in sections:
+            for section in new.section_lengths:
                 for q in range(first, first + section):
-                    new = [Entry(0, keys[kv, s], values[kv, s]) for s in range(first, q + 1)]
-                    seen = [*self.heads[kv], *new]
+                    own = [Entry(0, keys[kv, s], values[kv, s]) for s in range(first, q + 1)]
+                    seen = [*self.heads[kv], *own]
                     out[head, q] = self.attend_one(head, queries[head, q], seen)
                 first += section
         return out

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from larder.cache import NewTokens
 from larder.core import LayerSpec
 from references.cache.folding import Fold, folded
 from references.cache.loop import Entry, attend
@@ -18,15 +19,9 @@ class RaggedLoop:
         self.layer = layer
         self.heads: list[list[Entry]] = [[] for _ in range(layer.kv_heads)]
 
-    def attend(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        positions: Tensor,
-        sections: tuple[int, ...],
-    ) -> Tensor:
-        return attend(self.heads, queries, keys, values, positions, sections, self.layer)
+    def attend(self, new: NewTokens) -> Tensor:
+        sides = new.queries, new.keys, new.values, new.positions
+        return attend(self.heads, *sides, new.section_lengths, self.layer)
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         for head, entries in enumerate(self.heads):

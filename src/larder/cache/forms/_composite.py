@@ -12,11 +12,12 @@ from torch import Tensor
 from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.memory_usage import ForkFamily, TensorOwner
+from larder.cache.new_tokens import NewTokens
 from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import POSITION_BYTES, LayerSpec
-from larder.core.types import Keys, Mode, Positions, Queries, Values
+from larder.core.types import Keys, Positions, Queries, Values
 
 COLUMN_BYTES = 4  # of a number of the ledger
 GRADE_BYTES = 1  # of a grade in what `entries` shows
@@ -113,12 +114,10 @@ class MixedLayer(CompositeLayer):
         names = self._ragged.ledger.columns
         return names.index(LOG_COUNT) if LOG_COUNT in names else None
 
-    def attention_calls(
-        self, queries: Queries, positions: Positions, mode: Mode, shift: int
-    ) -> list[AttentionCall]:
-        calls = self._other_calls(queries)
+    def attention_calls(self, new: NewTokens) -> list[AttentionCall]:
+        calls = self._other_calls(new.queries)
         if any(self._ragged.lengths) or not calls:
-            calls = self._ragged.attention_calls(queries, positions, mode, shift) + calls
+            calls = self._ragged.attention_calls(new) + calls
         return calls
 
 

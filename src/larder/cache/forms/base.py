@@ -13,9 +13,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.cache.memory_usage import DivisibleStorage, TensorOwner
+from larder.cache.new_tokens import NewTokens
 from larder.cache.spec import CacheSpec
 from larder.core.errors import CacheError
-from larder.core.images import Span
 from larder.core.observation import Entries
 from larder.core.plan import Plan, StepRule
 from larder.core.spec import LayerSpec, ModelSpec
@@ -139,98 +139,71 @@ class CacheLayer(DivisibleStorage, TensorOwner):
         """
         return dict(plans)
 
-    def attend(
-        self,
-        queries: Queries,
-        keys: Keys,
-        values: Values,
-        positions: Positions,
-        sections: tuple[int, ...],
-        mode: Mode = Mode.SCRATCH,
-        shift: int = 0,
-        bidirectional: tuple[Span, ...] = (),
-    ) -> Queries:
+    def attend(self, new: NewTokens) -> Queries:
         """Attention of new tokens to the cache and causally among themselves.
 
-        A single token to append sees everything including itself, so it is appended first and
-        needs no attention beside that to the entries; if that fails, the caller takes it back with
+        A decode step sees every entry and its own, so that it is appended first and needs no
+        attention beside that to the entries; if that fails, the caller takes it back with
         `truncate`.
-
-        Args:
-            queries, keys, values: of the new tokens, post-RoPE.
-            positions: their true positions, later than all cached ones unless `shift` is negative.
-            sections: lengths that partition Q into sequences that do not see each other.
-            mode: `APPEND` to append the tokens, `SCRATCH` for no side effects.
-            shift: offset of `positions` from the end of the sequence; negative for earlier ones.
-            bidirectional: spans of new tokens that see all of their span.
         """
-        is_step = mode is Mode.APPEND and queries.shape[1] == 1
+        is_step = new.is_step
         if is_step:
-            self.append(keys, values, positions)
-        states: list[AttentionState] = []
-        block = None
-        if not is_step and len(sections) == 1 and not bidirectional:
-            block = self.block_call(queries, keys, values, positions, mode)
-        if block is not None:
-            states.append(block())
-        elif is_step or not self._is_empty:
-            start = -1 if is_step else shift
-            for call in self.attention_calls(queries, positions, mode, start):
-                states.append(call())
-        if not is_step and block is None:
-            states.append(self.causal_call(queries, keys, values, positions, sections)())
-            if bidirectional:
-                scaling, softcap = self.layer.scaling, self.layer.softcap
-                new = queries, keys, values
-                states.append(lookahead_attention(*new, scaling, bidirectional, softcap))
-        out, lse = merge_attention([out for out, _ in states], [lse for _, lse in states])
-        if mode is Mode.APPEND:
+            self.append(new.keys, new.values, new.positions)
+            states = [call() for call in self.attention_calls(new)]
+        else:
+            states = self._attend_block(new)
+        state = merge_attention([out for out, _ in states], [lse for _, lse in states])
+        if new.mode is Mode.APPEND:
             if not is_step:
-                self._append_block(PendingBlock(keys, values, positions, self.num_readers))
-            self.observe(queries, positions, (out, lse))
-        return self.output((out, lse), queries.dtype)
+                sides = new.keys, new.values, new.positions
+                self._append_block(PendingBlock(*sides, self.num_readers))
+            self.observe(new, state)
+        return self.output(state, new.queries.dtype)
 
-    def block_call(
-        self, queries: Queries, keys: Keys, values: Values, positions: Positions, mode: Mode
-    ) -> AttentionCall | None:
+    def _attend_block(self, new: NewTokens) -> list[AttentionState]:
+        """Attention of tokens that are not entries yet, in parts."""
+        is_plain = len(new.section_lengths) == 1 and not new.bidirectional
+        if is_plain and (block := self.block_call(new)) is not None:
+            return [block()]
+        states: list[AttentionState] = []
+        if not self._is_empty:
+            states += [call() for call in self.attention_calls(new)]
+        states.append(self.causal_call(new)())
+        if new.bidirectional:
+            layer, sides = self.layer, (new.queries, new.keys, new.values)
+            spans = new.bidirectional
+            states.append(lookahead_attention(*sides, layer.scaling, spans, layer.softcap))
+        return states
+
+    def block_call(self, new: NewTokens) -> AttentionCall | None:
         """Attention of one section of new tokens to the entries and causally among themselves.
 
         None where the two are attended to by calls of their own.
         """
-        del queries, keys, values, positions, mode
+        del new
 
-    def attends_blocks(self, query_len: int) -> bool:
+    def attends_blocks(self, new: NewTokens) -> bool:
         """True if entries and new tokens are masked by their order alone."""
         layer = self.layer
         is_plain = layer.softcap is None and layer.sliding_window is None and layer.chunk is None
-        return is_plain and not layer.latent_rank and query_len >= FEWEST_QUERIES
+        return is_plain and not layer.latent_rank and len(new) >= FEWEST_QUERIES
 
-    def causal_call(
-        self,
-        queries: Queries,
-        keys: Keys,
-        values: Values,
-        positions: Positions,
-        sections: tuple[int, ...],
-    ) -> AttentionCall:
+    def causal_call(self, new: NewTokens) -> AttentionCall:
         """Causal attention of tokens among themselves, within each section."""
-        layer = self.layer
-        if layer.sliding_window is not None and has_gaps(positions, sections):
-            # Offsets are no distances: the window is told by true positions.
+        layer, sides, positions = self.layer, (new.queries, new.keys, new.values), new.positions
+        if layer.sliding_window is not None and new.has_gaps:
+            # Offsets are no distances: true positions decide what is in the window.
             is_seen = positions <= positions[:, None]
             is_seen &= positions >= layer.first_visible(positions)[:, None]
-            return partial(
-                masked_attention, queries, keys, values, layer.scaling, is_seen, layer.softcap
-            )
+            return partial(masked_attention, *sides, layer.scaling, is_seen, layer.softcap)
+        sections = new.section_lengths
         if layer.chunk is not None:
             firsts = [sum(sections[:index]) for index in range(len(sections))]
             starts = positions[firsts].tolist()
             sections = chunk_sections(sections, starts, layer.chunk)
         return partial(
             causal_attention,
-            queries,
-            keys,
-            values,
+            *sides,
             layer.scaling,
             sections,
             window=layer.sliding_window,
@@ -243,17 +216,10 @@ class CacheLayer(DivisibleStorage, TensorOwner):
         return apply_sinks(out, lse, sink_logits(self.layer, out)).to(dtype)
 
     @abstractmethod
-    def attention_calls(
-        self, queries: Queries, positions: Positions, mode: Mode, shift: int
-    ) -> Iterable[AttentionCall]:
+    def attention_calls(self, new: NewTokens) -> Iterable[AttentionCall]:
         """Kernel calls whose merged results are the attention of queries to all entries.
 
         Each call is made before the next one is asked for, so that copies need not coexist.
-
-        Args:
-            positions: true positions of the queries.
-            mode: `APPEND` if the tokens are, or will be, appended.
-            shift: offset of the first query from the end of the entries; -1 if it was appended.
         """
 
     @abstractmethod
@@ -302,31 +268,25 @@ class CacheLayer(DivisibleStorage, TensorOwner):
         if not block.readers:
             self.append(block.keys, block.values, block.positions)
 
-    def observe(self, queries: Queries, positions: Positions, state: AttentionState) -> None:
+    def observe(self, new: NewTokens, state: AttentionState) -> None:
         """Record the attention of appended tokens, in forms that use it later.
 
         Args:
             state: over the entries alone, without sinks.
         """
-        del queries, positions, state
+        del new, state
 
-    def again(
-        self,
-        queries: Queries,
-        keys: Keys,
-        values: Values,
-        positions: Positions,
-        answer: Callable[[], Queries],
+    def attend_replayed(
+        self, replayed: NewTokens, answer: Callable[[], Queries]
     ) -> Float[Tensor, "H N D"]:
-        """Attention of replayed tokens, followed by that of new tokens.
+        """Attention of tokens that the cache read before, followed by that of new tokens.
 
         Args:
-            queries, keys, values: of a text that was read before, from its first token on.
-            positions: their true positions.
+            replayed: the first tokens of the text.
             answer: computes the attention of the new tokens, and appends them if required.
         """
-        before = self.causal_call(queries, keys, values, positions, (len(positions),))()
-        return torch.cat([self.output(before, queries.dtype), answer()], 1)
+        dtype = replayed.queries.dtype
+        return torch.cat([self.output(self.causal_call(replayed)(), dtype), answer()], 1)
 
     @property
     def _is_empty(self) -> bool:
@@ -488,10 +448,3 @@ class CacheLayer(DivisibleStorage, TensorOwner):
     def full_precision_lengths(self) -> tuple[int, ...]:
         """Full-precision entries of each kv head."""
         return self.lengths
-
-
-def has_gaps(positions: Positions, sections: tuple[int, ...]) -> bool:
-    """True if the tokens of a text are not consecutive, as behind a choice among them."""
-    if len(sections) > 1 or not len(positions):
-        return False
-    return int(positions[-1]) - int(positions[0]) >= len(positions)

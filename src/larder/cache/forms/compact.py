@@ -27,6 +27,7 @@ from larder.cache.forms._composite import CompositeLayer
 from larder.cache.forms.base import AttentionCall
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.merged_entries import MergedEntries, merge_entries
+from larder.cache.new_tokens import NewTokens
 from larder.cache.spec import CacheSpec
 from larder.cache.validation import check_counts
 from larder.core.errors import CacheError
@@ -34,7 +35,7 @@ from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Folds, Plan
 from larder.core.spec import POSITION_BYTES, LayerSpec, ModelSpec
-from larder.core.types import Keys, Mode, Positions, Queries, Values
+from larder.core.types import Keys, Positions, Values
 from larder.ops.attention import ragged_attention
 from larder.ops.packing import starts_of, storage_rows
 from larder.ops.rope import rerotate_per_head, rotate
@@ -160,16 +161,14 @@ class CompactLayer(CompositeLayer):
             into.copy_(rotate(keys[None], at, radians)[0])
         return rotated, places
 
-    def attention_calls(
-        self, queries: Queries, positions: Positions, mode: Mode, shift: int
-    ) -> list[AttentionCall]:
-        held = self.entries()
-        if mode is Mode.APPEND and queries.shape[1] == 1 and self._keeps_entries:
+    def attention_calls(self, new: NewTokens) -> list[AttentionCall]:
+        held, queries, positions = self.entries(), new.queries, new.positions
+        if new.is_step and self._keeps_entries:
             self._keeps_entries = False
             self._keep(held.keys, held.rope_positions)
         lengths = torch.tensor(held.lengths)
         layout = (torch.tensor(held.starts), lengths, self.layer.scaling)
-        first = (lengths + shift).clamp(min=0).to(positions.device)
+        first = (lengths + new.offset).clamp(min=0).to(positions.device)
         places = first[:, None] + positions - positions[0]
         rotated = rerotate_per_head(queries, positions, places, self._radians(queries))
         bias = held.columns.get(LOG_COUNT)

@@ -26,11 +26,12 @@ from torch import Tensor
 
 from larder.cache.forms.base import AttentionCall, AttentionState
 from larder.cache.forms.tiered import TieredLayer
+from larder.cache.new_tokens import NewTokens
 from larder.cache.offload.page_fetch import PageSelection
 from larder.cache.spec import with_prefix
 from larder.core.errors import CacheError
 from larder.core.spec import LayerSpec
-from larder.core.types import AppendKind, Keys, Mode, Positions, Queries, Values
+from larder.core.types import AppendKind, Mode, Queries
 from larder.ops.attention import merge_attention, ragged_attention
 from larder.ops.packing import starts_of
 
@@ -83,24 +84,19 @@ class CorrectedLayer(TieredLayer):
         self._ids = latest[len(latest) - len(self._past) :]
         self._count_bytes()
 
-    def observe(self, queries: Queries, positions: Positions, state: AttentionState) -> None:
-        super().observe(queries, positions, state)
-        if len(positions) > 1 or self._coming is not AppendKind.STEP:
+    def observe(self, new: NewTokens, state: AttentionState) -> None:
+        super().observe(new, state)
+        if len(new) > 1 or self._coming is not AppendKind.STEP:
             self._past = ()  # texts attend to everything: nothing to correct
         else:
             used = NO_ENTRIES if self._used is None else _selected_entries(self._used)
             parked = torch.tensor(self._slow.lengths)
-            latest = PastAnswer(int(positions[0]), *state, used, parked)
+            latest = PastAnswer(int(new.positions[0]), *state, used, parked)
             self._past = (*self._past, latest)[-self.parking.recall.corrected :]
         self._count_bytes()
 
-    def again(
-        self,
-        queries: Queries,
-        keys: Keys,
-        values: Values,
-        positions: Positions,
-        answer: Callable[[], Queries],
+    def attend_replayed(
+        self, replayed: NewTokens, answer: Callable[[], Queries]
     ) -> Float[Tensor, "H N D"]:
         """Attention of the replayed latest tokens; replaces their entries, corrects their outputs.
 
@@ -112,19 +108,22 @@ class CorrectedLayer(TieredLayer):
         if self._ragged.shared_nbytes:
             self._ragged.separate()  # entries are written
         held = self._ragged.entries()
-        tails = [held.head_positions(head)[-len(places) :].tolist() for head in range(len(keys))]
-        if positions.tolist() != places or any(tail != places for tail in tails):
+        tails = [
+            held.head_positions(head)[-len(places) :].tolist() for head in range(len(replayed.keys))
+        ]
+        if replayed.positions.tolist() != places or any(tail != places for tail in tails):
             raise CacheError(
                 f"Layer {self.layer.index} cannot correct its outputs at positions "
-                f"{positions.tolist()}, which are not its latest entries: protect at least as many "
-                "recent tokens as are corrected."
+                f"{replayed.positions.tolist()}, which are not its latest entries: protect at "
+                "least as many recent tokens as are corrected."
             )
         ends = torch.tensor([s + n for s, n in zip(held.starts, held.lengths, strict=True)])
         rows = (ends[:, None] + torch.arange(-len(places), 0)).flatten().to(held.keys.device)
-        held.keys[rows] = keys.flatten(0, 1).to(held.keys)
-        held.values[rows] = values.flatten(0, 1).to(held.values)
+        held.keys[rows] = replayed.keys.flatten(0, 1).to(held.keys)
+        held.values[rows] = replayed.values.flatten(0, 1).to(held.values)
         new = answer()
-        mended = [self._mended(past, queries[:, i : i + 1]) for i, past in enumerate(former)]
+        queries = replayed.queries.split(1, 1)
+        mended = [self._mended(*pair) for pair in zip(former, queries, strict=True)]
         self._past = (*mended, self._past[-1])[-self.parking.recall.corrected :]
         self._count_bytes()
         return torch.cat(
@@ -195,11 +194,9 @@ class CorrectedLayer(TieredLayer):
         own = [part for past in self._past for part in (past.out, past.lse, past.seen, past.parked)]
         return (*super().own_tensors(), *own, self._ids)
 
-    def attention_calls(
-        self, queries: Queries, positions: Positions, mode: Mode, shift: int
-    ) -> Iterator[AttentionCall]:
+    def attention_calls(self, new: NewTokens) -> Iterator[AttentionCall]:
         self._used = None
-        return super().attention_calls(queries, positions, mode, shift)
+        return super().attention_calls(new)
 
     def _offloaded_calls(self, queries: Queries, mode: Mode) -> Iterable[AttentionCall]:
         calls = super()._offloaded_calls(queries, mode)

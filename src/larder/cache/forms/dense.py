@@ -18,6 +18,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from larder.cache.forms.base import AttentionCall
+from larder.cache.new_tokens import NewTokens
 from larder.cache.shared_storage import SegmentedLayer, SharedSegment, StorageHolders
 from larder.cache.spec import CacheSpec
 from larder.cache.validation import check_kept, check_single_precision, tokens_kept
@@ -25,7 +26,7 @@ from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec
-from larder.core.types import Keys, Mode, Positions, Queries, Values
+from larder.core.types import Keys, Positions, Values
 from larder.ops.attention import ragged_attention
 from larder.ops.block_attention import block_attention
 from larder.ops.cpu.decode_attention import StepStorage, supports_step
@@ -265,30 +266,25 @@ class DenseLayer(SegmentedLayer):
             )
         return chosen
 
-    def attention_calls(
-        self, queries: Queries, positions: Positions, mode: Mode, shift: int
-    ) -> list[AttentionCall]:
+    def attention_calls(self, new: NewTokens) -> list[AttentionCall]:
         held = self._read_storage()
         rows = held.keys.flatten(0, 1), held.values.flatten(0, 1)
         layout, softcap = (held.starts, held.lengths, self.layer.scaling), self.layer.softcap
-        return [partial(ragged_attention, queries, *rows, *layout, softcap=softcap)]
+        return [partial(ragged_attention, new.queries, *rows, *layout, softcap=softcap)]
 
-    def block_call(
-        self, queries: Queries, keys: Keys, values: Values, positions: Positions, mode: Mode
-    ) -> AttentionCall | None:
-        del positions
-        if not self.attends_blocks(queries.shape[1]):
+    def block_call(self, new: NewTokens) -> AttentionCall | None:
+        if not self.attends_blocks(new):
             return None
         held = self._read_storage()
         return partial(
             block_attention,
-            queries,
+            new.queries,
             held.keys.flatten(0, 1),
             held.values.flatten(0, 1),
             held.starts,
             held.lengths,
-            new_keys=keys,
-            new_values=values,
+            new_keys=new.keys,
+            new_values=new.values,
             scaling=self.layer.scaling,
         )
 

@@ -22,13 +22,14 @@ from torch import Tensor
 from larder.cache.forms.base import AttentionCall
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.forms.tiered import TieredLayer
+from larder.cache.new_tokens import NewTokens
 from larder.cache.offload.page_fetch import PageSelection
 from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.recall import OffloadSpec
 from larder.core.spec import POSITION_BYTES, LayerSpec
-from larder.core.types import Mode, Positions, Queries
+from larder.core.types import Mode, Queries
 from larder.ops.attention import ragged_attention
 from larder.ops.packing import starts_of
 from larder.ops.rope import rerotate
@@ -77,22 +78,20 @@ class GaplessLayer(TieredLayer):
         itemsize = self._ragged.entries().keys.itemsize
         return rows * (2 * self.layer.head_dim * itemsize + 2 * POSITION_BYTES)
 
-    def attention_calls(
-        self, queries: Queries, positions: Positions, mode: Mode, shift: int
-    ) -> Iterator[AttentionCall]:
-        choice = self._selection(queries, mode)
+    def attention_calls(self, new: NewTokens) -> Iterator[AttentionCall]:
+        choice = self._selection(new.queries, new.mode)
         if choice is None:
-            yield from self._ragged.attention_calls(queries, positions, mode, shift)
+            yield from self._ragged.attention_calls(new)
             if len(self._slow):
-                yield from self._slow.attention_calls(queries)
+                yield from self._slow.attention_calls(new.queries)
             return
         if self._records:  # what scorers judge by: logits of resident entries where they were
             self._records = False
-            for call in self._ragged.attention_calls(queries, positions, mode, shift):
+            for call in self._ragged.attention_calls(new):
                 call()
-        behind = int(positions[0]) + int(mode is Mode.APPEND and queries.shape[1] == 1)
+        behind = int(new.positions[0]) + int(new.is_step)
         rows = _visible(self._ragged, self._slow.entries(), choice)
-        yield partial(self._attend, queries, rows, behind)
+        yield partial(self._attend, new.queries, rows, behind)
 
     def _selection(self, queries: Queries, mode: Mode) -> PageSelection | None:
         """Pages that the queries attend to; None for attention to everything."""

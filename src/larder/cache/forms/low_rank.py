@@ -23,6 +23,7 @@ from larder.cache.forms._composite import RecoverableLayer
 from larder.cache.forms.base import AttentionCall, AttentionState
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.low_rank_maps import LowRankMaps
+from larder.cache.new_tokens import NewTokens
 from larder.cache.offload.slow_tier import rejected_entries
 from larder.cache.spec import CacheSpec, text_of, text_tensor
 from larder.cache.validation import check_kept
@@ -31,7 +32,7 @@ from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec
-from larder.core.types import Mode, Positions, Queries
+from larder.core.types import Queries
 from larder.ops.low_rank_attention import RANK, STATE_DTYPE, low_rank_attention, low_rank_state
 from larder.ops.packing import heads_of_packed, starts_of, storage_rows
 
@@ -126,11 +127,9 @@ class LowRankLayer(RecoverableLayer):
     def _is_empty(self) -> bool:
         return not any(self.lengths) and not self._has_state
 
-    def attention_calls(
-        self, queries: Queries, positions: Positions, mode: Mode, shift: int
-    ) -> list[AttentionCall]:
-        [entries] = self._ragged.attention_calls(queries, positions, mode, shift)
-        return [partial(self._attend_both, entries, queries)] if self._has_state else [entries]
+    def attention_calls(self, new: NewTokens) -> list[AttentionCall]:
+        [entries] = self._ragged.attention_calls(new)
+        return [partial(self._attend_both, entries, new.queries)] if self._has_state else [entries]
 
     def _attend_both(self, entries: AttentionCall, queries: Queries) -> AttentionState:
         """Attention to entries and state, merged with fewer calls than any number of parts."""

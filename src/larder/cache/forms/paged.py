@@ -18,6 +18,7 @@ from larder.cache.forms.dense import DenseLayer
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.layer_pages import IntArray, LayerPages, PageLease
 from larder.cache.merged_entries import merge_entries
+from larder.cache.new_tokens import NewTokens
 from larder.cache.page_arena import PageArena
 from larder.cache.spec import CacheSpec
 from larder.cache.validation import check_counts, check_dtypes, check_kept, check_single_precision
@@ -25,7 +26,7 @@ from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec
-from larder.core.types import Keys, Mode, Positions, Queries, Values
+from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.packing import copy_to_device, sorted_places
 from larder.ops.paged_attention import paged_attention
 from larder.ops.pages import append_rows
@@ -78,10 +79,8 @@ class PagedLayer(CacheLayer):
         else:  # the step has begun pages
             self._count()
 
-    def attention_calls(
-        self, queries: Queries, positions: Positions, mode: Mode, shift: int
-    ) -> list[AttentionCall]:
-        return [partial(self._attend_held, queries)]
+    def attention_calls(self, new: NewTokens) -> list[AttentionCall]:
+        return [partial(self._attend_held, new.queries)]
 
     def apply(self, plan: Plan) -> None:
         check_kept(plan, self.lengths)

@@ -22,12 +22,13 @@ from torch import Tensor
 from larder.cache.forms.base import AttentionCall, AttentionState
 from larder.cache.forms.dense import DenseLayer
 from larder.cache.memory_usage import storage_bytes
+from larder.cache.new_tokens import NewTokens
 from larder.cache.shared_storage import StorageHolders
 from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec
-from larder.core.types import Keys, Mode, Positions, Queries, Values
+from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.attention import ragged_attention
 from larder.ops.cpu.decode_attention import StepStorage
 
@@ -74,20 +75,16 @@ class ParallelLayer(DenseLayer):
         self._count_bytes()
         self._set_length(self._length)
 
-    def block_call(
-        self, queries: Queries, keys: Keys, values: Values, positions: Positions, mode: Mode
-    ) -> AttentionCall | None:
+    def block_call(self, new: NewTokens) -> AttentionCall | None:
         """No calls: contexts are attended to by calls of their own."""
-        del queries, keys, values, positions, mode
+        del new
 
-    def attention_calls(
-        self, queries: Queries, positions: Positions, mode: Mode, shift: int
-    ) -> list[AttentionCall]:
+    def attention_calls(self, new: NewTokens) -> list[AttentionCall]:
         calls: list[AttentionCall] = []
         if any(super().lengths):
-            calls = super().attention_calls(queries, positions, mode, shift)
+            calls = super().attention_calls(new)
         if self.num_context_entries:
-            calls.append(partial(self._context_attention, queries))
+            calls.append(partial(self._context_attention, new.queries))
         return calls
 
     def _context_attention(self, queries: Queries) -> AttentionState:

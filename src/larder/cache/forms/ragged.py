@@ -22,6 +22,7 @@ from torch import Tensor
 from larder.cache.entry_columns import EntryColumns
 from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.merged_entries import MergedEntries, merge_entries, no_merges
+from larder.cache.new_tokens import NewTokens
 from larder.cache.row_updates import (
     InsertedEntries,
     PlanWrites,
@@ -43,7 +44,7 @@ from larder.core.ledger import LOG_COUNT, Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan, StepMerging, StepRule, StepSpreading
 from larder.core.spec import LayerSpec, ModelSpec
-from larder.core.types import Keys, Mode, Positions, Queries, Values
+from larder.core.types import Keys, Mode, Positions, Values
 from larder.ops.attention import ragged_attention
 from larder.ops.block_attention import block_attention
 from larder.ops.cpu.decode_attention import EvictionStorage, StepStorage
@@ -340,33 +341,30 @@ class RaggedLayer(SegmentedLayer):
     def lengths(self) -> tuple[int, ...]:
         return self._all_lengths(self._lengths)
 
-    def attention_calls(
-        self, queries: Queries, positions: Positions, mode: Mode, shift: int
-    ) -> list[AttentionCall]:
+    def attention_calls(self, new: NewTokens) -> list[AttentionCall]:
         """Call of the kernel; it records the logits of a decode step after `record_logits`."""
         logits = None
-        if mode is Mode.APPEND and queries.shape[1] == 1:
-            logits = self._step_logits(queries.shape[0] // self.layer.kv_heads)
+        if new.is_step:
+            logits = self._step_logits(len(new.queries) // self.layer.kv_heads)
         held, names = self._read_storage(), self.ledger.columns
         bias = held.columns[names.index(LOG_COUNT)] if LOG_COUNT in names else None
-        call = partial(ragged_attention, queries, held.keys, held.values, held.starts, held.lengths)
+        rows = held.keys, held.values, held.starts, held.lengths
+        call = partial(ragged_attention, new.queries, *rows)
         return [partial(call, self.layer.scaling, bias, logits, self.layer.softcap)]
 
-    def block_call(
-        self, queries: Queries, keys: Keys, values: Values, positions: Positions, mode: Mode
-    ) -> AttentionCall | None:
-        del positions
-        records, self._records_sums = self._records_sums and mode is Mode.APPEND, False
+    def block_call(self, new: NewTokens) -> AttentionCall | None:
+        records, self._records_sums = self._records_sums and new.mode is Mode.APPEND, False
         self._weight_sums = None
-        if not self.attends_blocks(queries.shape[1]):
+        if not self.attends_blocks(new):
             return None
         held, names = self._read_storage(), self.ledger.columns
         bias = held.columns[names.index(LOG_COUNT)] if LOG_COUNT in names else None
         if records and not self.layer.sinks:
-            entries = int(held.lengths.sum()) + keys.shape[0] * keys.shape[1]
-            self._weight_sums = torch.empty(entries, device=keys.device)
-        call = partial(block_attention, queries, held.keys, held.values, held.starts, held.lengths)
-        return partial(call, keys, values, self.layer.scaling, bias, self._weight_sums)
+            entries = int(held.lengths.sum()) + self.layer.kv_heads * len(new)
+            self._weight_sums = torch.empty(entries, device=new.keys.device)
+        rows = held.keys, held.values, held.starts, held.lengths
+        call = partial(block_attention, new.queries, *rows, new.keys, new.values)
+        return partial(call, self.layer.scaling, bias, self._weight_sums)
 
     def record_weight_sums(self) -> None:
         self._records_sums = True

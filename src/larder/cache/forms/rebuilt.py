@@ -22,6 +22,7 @@ from torch import Tensor
 from larder.cache.forms._composite import RecoverableLayer
 from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.forms.ragged import RaggedLayer
+from larder.cache.new_tokens import NewTokens
 from larder.cache.offload.slow_tier import rejected_entries
 from larder.cache.spec import CacheSpec, saved_spec_text, text_tensor
 from larder.cache.validation import check_kept, check_single_precision
@@ -29,7 +30,7 @@ from larder.core.errors import CacheError
 from larder.core.ledger import Ledger
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec, RecomputeSpec
-from larder.core.types import Keys, Mode, Positions, Queries, Values
+from larder.core.types import Positions, Queries
 from larder.ops.attention import ragged_attention
 from larder.ops.packing import heads_of_packed, starts_of
 
@@ -90,22 +91,15 @@ class RecomputedLayer(RecoverableLayer):
         self._source = torch.cat([self._source, source]) if len(self._source) else source.clone()
         self._count_bytes()
 
-    def again(
-        self,
-        queries: Queries,
-        keys: Keys,
-        values: Values,
-        positions: Positions,
-        answer: Callable[[], Queries],
+    def attend_replayed(
+        self, replayed: NewTokens, answer: Callable[[], Queries]
     ) -> Float[Tensor, "H N D"]:
         """Attention of replayed tokens, whose keys and values are lent to the tokens after them."""
-        self._lent = keys, values
-        self.tokens += len(positions)
-        before = torch.zeros_like(queries)
+        self._lent = replayed.keys, replayed.values
+        self.tokens += len(replayed)
+        before = torch.zeros_like(replayed.queries)
         if self.layer.index >= self.rebuilding.depth:  # outputs are unused before that layer
-            texts = (len(positions),)
-            state = self.causal_call(queries, keys, values, positions, texts)()
-            before = self.output(state, queries.dtype)
+            before = self.output(self.causal_call(replayed)(), before.dtype)
         try:
             return torch.cat([before, answer()], 1)
         finally:
@@ -191,13 +185,11 @@ class RecomputedLayer(RecoverableLayer):
     def _is_empty(self) -> bool:
         return not any(self.lengths) and not any(map(len, self._gone))
 
-    def attention_calls(
-        self, queries: Queries, positions: Positions, mode: Mode, shift: int
-    ) -> Iterator[AttentionCall]:
-        yield from self._ragged.attention_calls(queries, positions, mode, shift)
+    def attention_calls(self, new: NewTokens) -> Iterator[AttentionCall]:
+        yield from self._ragged.attention_calls(new)
         for places, keys, values in self._blocks():
             layout, numbers = self._evicted_rows(places, keys, values)
-            call = partial(ragged_attention, queries, *numbers, *layout, self.layer.scaling)
+            call = partial(ragged_attention, new.queries, *numbers, *layout, self.layer.scaling)
             yield partial(call, softcap=self.layer.softcap)
 
     def _blocks(self) -> Iterator[tuple[Int64[Tensor, " B"], RecomputedKV, RecomputedKV]]:

@@ -14,12 +14,13 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from larder.cache.forms.base import AttentionCall, CacheLayer
+from larder.cache.new_tokens import NewTokens
 from larder.cache.spec import CacheSpec
 from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec
-from larder.core.types import Keys, Mode, Positions, Queries, Values
+from larder.core.types import Keys, Mode, Positions, Values
 
 
 class SharedKVLayer(CacheLayer):
@@ -38,11 +39,10 @@ class SharedKVLayer(CacheLayer):
         if len(positions) > 1:
             self.source.finish_reader()
 
-    def attention_calls(
-        self, queries: Queries, positions: Positions, mode: Mode, shift: int
-    ) -> Iterable[AttentionCall]:
+    def attention_calls(self, new: NewTokens) -> Iterable[AttentionCall]:
         """Kernel calls of the source; what it records of its own queries stays."""
-        return self.source.attention_calls(queries, positions, Mode.SCRATCH, shift)
+        scratch = replace(new, mode=Mode.SCRATCH, shift=new.offset)
+        return self.source.attention_calls(scratch)
 
     @property
     def _is_empty(self) -> bool:

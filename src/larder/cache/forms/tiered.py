@@ -29,6 +29,7 @@ from larder.cache.forms._composite import RecoverableLayer
 from larder.cache.forms.base import AttentionCall, AttentionState, CacheLayer
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.memory_usage import TensorOwner
+from larder.cache.new_tokens import NewTokens
 from larder.cache.offload.host_memory import MIB, HostMemoryBudget, HostMemoryUser
 from larder.cache.offload.page_fetch import (
     EntryNumberCheck,
@@ -55,7 +56,7 @@ from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.recall import OffloadSpec, PrefillRecall
 from larder.core.spec import LayerSpec, ModelSpec
-from larder.core.types import AppendKind, Keys, Mode, Positions, Queries, Values
+from larder.core.types import AppendKind, Mode, Queries
 from larder.ops.rope import rotate
 
 
@@ -147,12 +148,12 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
     def own_tensors(self) -> tuple[Tensor, ...]:
         return (self._observed,)
 
-    def observe(self, queries: Queries, positions: Positions, state: AttentionState) -> None:
-        wanted = self.parking.recall.observed
+    def observe(self, new: NewTokens, state: AttentionState) -> None:
+        wanted, queries = self.parking.recall.observed, new.queries
         if wanted and not self.is_dense:
             if self.parking.recall.observes_unrotated and self.layer.radians:
                 radians = torch.tensor(self.layer.radians, device=queries.device)
-                queries = rotate(queries, -positions, radians)
+                queries = rotate(queries, -new.positions, radians)
             latest = torch.cat([self._observed, queries.detach().float().cpu()], 1)
             self._observed = latest[:, -wanted:].contiguous()
             self._count_bytes()
@@ -279,43 +280,36 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         """True for the first layers, which offload nothing."""
         return self.layer.index < self.parking.recall.dense
 
-    def block_call(
-        self, queries: Queries, keys: Keys, values: Values, positions: Positions, mode: Mode
-    ) -> AttentionCall | None:
+    def block_call(self, new: NewTokens) -> AttentionCall | None:
         coverage = self.parking.recall.coverage
-        is_sparse = coverage < 1 and mode is Mode.APPEND and not self.is_dense
-        if not is_sparse or not self.attends_blocks(queries.shape[1]):
+        is_sparse = coverage < 1 and new.mode is Mode.APPEND and not self.is_dense
+        if not is_sparse or not self.attends_blocks(new):
             return None
         from larder.ops.line_attention import line_attention
 
-        heads = self._keyed_heads(keys, values, positions)
-        own = positions.to(queries.device).long()
-        return partial(line_attention, queries, heads, own, self.layer.scaling, coverage)
+        heads, own = self._entries_with(new), new.positions.to(new.queries.device).long()
+        return partial(line_attention, new.queries, heads, own, self.layer.scaling, coverage)
 
-    def _keyed_heads(
-        self, keys: Keys, values: Values, positions: Positions
-    ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Entries of both tiers and new tokens, by kv head in order of positions."""
+    def _entries_with(self, new: NewTokens) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Keys, values and positions of both tiers and new tokens, by kv head in text order."""
         tiers = self._slow.entries(), self._ragged.entries()
         found = list[tuple[Tensor, Tensor, Tensor]]()
-        for head, new in enumerate(zip(keys, values, strict=True)):
+        for head, sides in enumerate(zip(new.keys, new.values, strict=True)):
             held = [
                 [each.head_keys(head) for each in tiers],
                 [each.head_values(head) for each in tiers],
                 [each.head_positions(head) for each in tiers],
             ]
-            parts = zip(held, (*new, positions), strict=True)
+            parts = zip(held, (*sides, new.positions), strict=True)
             columns = [torch.cat([*(own.to(last) for own in old), last]) for old, last in parts]
             order = columns[2].argsort()
             found.append((columns[0][order], columns[1][order], columns[2][order].long()))
         return found
 
-    def attention_calls(
-        self, queries: Queries, positions: Positions, mode: Mode, shift: int
-    ) -> Iterator[AttentionCall]:
-        yield from self._ragged.attention_calls(queries, positions, mode, shift)
+    def attention_calls(self, new: NewTokens) -> Iterator[AttentionCall]:
+        yield from self._ragged.attention_calls(new)
         if len(self._slow):
-            yield from self._offloaded_calls(queries, mode)
+            yield from self._offloaded_calls(new.queries, new.mode)
 
     def _offloaded_calls(self, queries: Queries, mode: Mode) -> Iterable[AttentionCall]:
         """Kernel calls for the recalled part of the slow tier, or for all of it."""

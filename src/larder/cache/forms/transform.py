@@ -34,6 +34,7 @@ from larder.cache.forms.base import AttentionCall, AttentionState, CacheLayer
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.memory_usage import storage_bytes
 from larder.cache.merged_entries import MergedEntries, merge_entries, no_merges
+from larder.cache.new_tokens import NewTokens
 from larder.cache.row_updates import InsertedEntries
 from larder.cache.spec import CacheSpec
 from larder.cache.transform_tables import TransformTables
@@ -45,7 +46,7 @@ from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import POSITION_BYTES, LayerSpec, ModelSpec
-from larder.core.types import Keys, Mode, Positions, Queries, Values
+from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.attention import merge_attention, ragged_attention
 from larder.ops.cpu.transform_attention import kernel_bytes
 from larder.ops.packing import heads_of_packed, starts_of
@@ -192,15 +193,13 @@ class TransformLayer(MixedLayer):
     def _is_mixed(self) -> bool:
         return bool(len(self._tier))
 
-    def attention_calls(
-        self, queries: Queries, positions: Positions, mode: Mode, shift: int
-    ) -> list[AttentionCall]:
-        if not self._attends_coded(queries):
-            return super().attention_calls(queries, positions, mode, shift)
+    def attention_calls(self, new: NewTokens) -> list[AttentionCall]:
+        if not self._attends_coded(new.queries):
+            return super().attention_calls(new)
         exact = list[AttentionCall]()
         if any(self._ragged.lengths):
-            exact += self._ragged.attention_calls(queries, positions, mode, shift)
-        return [partial(self._attend_both, exact, queries)]
+            exact += self._ragged.attention_calls(new)
+        return [partial(self._attend_both, exact, new.queries)]
 
     def _other_calls(self, queries: Queries) -> list[AttentionCall]:
         return [partial(self._attend_round, queries, blocks) for blocks in self._tier.rounds]

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.memory_usage import ForkFamily
+from larder.cache.new_tokens import NewTokens
 from larder.cache.spec import CacheSpec
 from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec
-from larder.core.types import Keys, Mode, Positions, Queries, Values
+from larder.core.types import Keys, Positions, Values
 from larder.ops.attention import windowed_attention
 
 
@@ -135,13 +136,11 @@ class SlidingWindowLayer(CacheLayer):
     def lengths(self) -> tuple[int, ...]:
         return (len(self._positions),) * self.layer.kv_heads
 
-    def attention_calls(
-        self, queries: Queries, positions: Positions, mode: Mode, shift: int
-    ) -> list[AttentionCall]:
+    def attention_calls(self, new: NewTokens) -> list[AttentionCall]:
         call = partial(
             windowed_attention,
-            queries,
-            self.layer.first_visible(positions),
+            new.queries,
+            self.layer.first_visible(new.positions),
             self._keys,
             self._values,
             self._positions,
