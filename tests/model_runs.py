@@ -43,13 +43,13 @@ def read_on(decoder: Decoder, cache: SequenceCache, ids: Sequence[int], block: i
 
 def read_and_evict(
     reader: PrefillReader,
-    lanes: Sequence[PrefillSequence],
+    sequences: Sequence[PrefillSequence],
     ids: tuple[int, ...],
     block: tuple[int, ...],
     start: int,
 ) -> None:
     """All steps of a block."""
-    for _ in reader.read_and_evict_steps(lanes, ids, block, start):
+    for _ in reader.read_and_evict_steps(sequences, ids, block, start):
         pass
 
 

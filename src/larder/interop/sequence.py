@@ -177,9 +177,9 @@ class GeneratedSequence:
         meter = PeakMemoryMeter()
         reader = prefill_reader(self._runtime, self.policy, length, meter)
         images = images.shifted(self.cache.next_position)
-        lane = PrefillSequence(self.cache, self._prompts, images=images)
+        sequence = PrefillSequence(self.cache, self._prompts, images=images)
         with progress_or_bar(None, "Reading", "tokens") as progress:
-            run_steps(self.policy.schedule.steps(reader, [lane], ids), progress)
+            run_steps(self.policy.schedule.steps(reader, [sequence], ids), progress)
         self.peak_bytes = max(self.peak_bytes, meter.peak_bytes)
         self._eviction = decode_planner(self._runtime, self.policy, [self.cache])
         self._num_generated, self._num_reserved, self.has_ended = 0, 0, False

@@ -150,7 +150,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def steps(
-        self, reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]
+        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: tuple[int, ...]
     ) -> Steps[None]:
         """Read `ids` into the cache of every sequence and leave each within its budget."""
 
@@ -165,26 +165,30 @@ class Schedule(ABC):
         return "lru"
 
     def context_steps(
-        self, reader: PrefillReader, lane: PrefillSequence, text: ContextText, source: ChunkSource
+        self,
+        reader: PrefillReader,
+        sequence: PrefillSequence,
+        text: ContextText,
+        source: ChunkSource,
     ) -> Steps[ContextReuse]:
         """Read several contexts into one cache; by default as one text, which reuses nothing.
 
         Args:
             source: entries of contexts that were read before.
         """
-        yield from self.steps(reader, (lane,), text.ids)
+        yield from self.steps(reader, (sequence,), text.ids)
         lengths = tuple(map(len, text.contexts))
         return ContextReuse(lengths, (False,) * len(lengths))
 
     def read(
         self,
         reader: PrefillReader,
-        lanes: Sequence[PrefillSequence],
+        sequences: Sequence[PrefillSequence],
         ids: tuple[int, ...],
         progress: Progress,
     ) -> None:
         """Run all steps."""
-        run_steps(self.steps(reader, lanes, ids), progress)
+        run_steps(self.steps(reader, sequences, ids), progress)
 
 
 def prefill_blocks(
@@ -208,8 +212,8 @@ def prefill_blocks(
             )
             done += len(block) * len(group)
             yield done, total
-        for number, lane in enumerate(group, start=1):
-            reader.finish(lane, group[number:])
+        for number, sequence in enumerate(group, start=1):
+            reader.finish(sequence, group[number:])
 
 
 def split_blocks(

@@ -1,7 +1,7 @@
 """Eviction during decode: keeps caches within their budget while text is generated.
 
 By plans, layer by layer; or, where a policy amounts to a `StepRule`, by one C call for all layers
-of all rows.
+of all segments.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from larder.policy.providers.base import TokenProvider
 from larder.policy.timing.base import Growth
 from larder.prefill.eviction_pass import EvictionMode, EvictionPass, ScoringPhase, token_observer
 
-# Numbers of the tokens of rows before they are read, by provider; one mapping per row.
+# Numbers of tokens before they are read, by provider; one mapping per segment.
 TokenForecast = Callable[
     [Sequence[BatchSegment], Mapping[str, TokenProvider]],
     Sequence[Mapping[str, Float[Tensor, " _"]]],
@@ -30,10 +30,10 @@ TokenForecast = Callable[
 
 
 def no_forecast(
-    rows: Sequence[BatchSegment], providers: Mapping[str, TokenProvider]
+    segments: Sequence[BatchSegment], providers: Mapping[str, TokenProvider]
 ) -> Sequence[Mapping[str, Float[Tensor, " _"]]]:
     """Null forecast, for policies without token providers."""
-    return [{} for _ in rows]
+    return [{} for _ in segments]
 
 
 @dataclass(frozen=True)
@@ -67,53 +67,53 @@ class DecodeEviction:
         return replace(self, max_excess=0)
 
     def observer(
-        self, numbers: Sequence[int], rows: Sequence[BatchSegment], steps: Sequence[int]
+        self, numbers: Sequence[int], segments: Sequence[BatchSegment], steps: Sequence[int]
     ) -> Observer:
         """Observer of one pass.
 
         Args:
-            numbers: index of each row's cache.
-            steps: tokens generated so far, one per row.
+            numbers: index of each segment's cache.
+            steps: tokens generated so far, one per segment.
         """
-        caches = [row.cache for row in rows]
-        lengths = [row.cache.next_position + len(row.ids) for row in rows]
-        triples = zip(numbers, rows, steps, strict=True)
-        quotas = [self._quotas(number, row, step) for number, row, step in triples]
-        due = [self._is_due(row, own) for row, own in zip(rows, quotas, strict=True)]
-        for row, own, is_due in zip(rows, quotas, due, strict=True):
-            if len(row.ids) == 1 and self.planner.needs_logits(is_due):
-                row.cache.record_logits(own)
+        caches = [segment.cache for segment in segments]
+        lengths = [segment.cache.next_position + len(segment.ids) for segment in segments]
+        triples = zip(numbers, segments, steps, strict=True)
+        quotas = [self._quotas(number, segment, step) for number, segment, step in triples]
+        due = [self._is_due(segment, own) for segment, own in zip(segments, quotas, strict=True)]
+        for segment, own, is_due in zip(segments, quotas, due, strict=True):
+            if len(segment.ids) == 1 and self.planner.needs_logits(is_due):
+                segment.cache.record_logits(own)
         starts = [self.starts[number] for number in numbers]
-        eviction = self._begun_pass(rows, quotas, due, lengths, starts)
+        eviction = self._eviction_pass(segments, quotas, due, lengths, starts)
         observer: Observer = eviction
         if providers := self.planner.token_providers:
-            expected = self.forecast(rows, providers)
+            expected = self.forecast(segments, providers)
             observer = token_observer(eviction, caches, list(self.quotas[0]), expected)
-        if max(len(row.ids) for row in rows) > 1 or self._copies(caches):
+        if max(len(segment.ids) for segment in segments) > 1 or self._copies(caches):
             return observer
-        calls = len(rows) * len(caches[0].spec.layers)
+        calls = len(segments) * len(caches[0].spec.layers)
         rule = self.planner.step_rule
         if rule is None:
             return DeferredObserver(observer, calls)
         stepped = [
-            SteppedRow(cache=cache, quotas=own, is_due=is_due, length=length)
+            SequenceStep(cache=cache, quotas=own, is_due=is_due, length=length)
             for cache, own, is_due, length in zip(caches, quotas, due, lengths, strict=True)
         ]
         step = StepEviction(self.planner, rule, self.tokens, stepped)
         return DeferredObserver(observer, calls, step.run)
 
-    def _begun_pass(
+    def _eviction_pass(
         self,
-        rows: Sequence[BatchSegment],
+        segments: Sequence[BatchSegment],
         quotas: Sequence[Mapping[int, int]],
         due: Sequence[bool],
         lengths: Sequence[int],
         starts: Sequence[int],
     ) -> EvictionPass:
-        """Eviction pass over the tokens of rows, which decides where a plan is due."""
+        """Eviction pass over the tokens of segments, which decides where a plan is due."""
         eviction = EvictionPass(
             self.planner,
-            [row.cache for row in rows],
+            [segment.cache for segment in segments],
             self.tokens,
             quotas,
             None,
@@ -123,7 +123,7 @@ class DecodeEviction:
             EvictionMode.EVICT,
         )
         phases = [ScoringPhase.DECIDE if is_due else ScoringPhase.OBSERVE for is_due in due]
-        prompts = [ScratchPrompt(r.ids, (0, n)) for r, n in zip(rows, lengths, strict=True)]
+        prompts = [ScratchPrompt(r.ids, (0, n)) for r, n in zip(segments, lengths, strict=True)]
         eviction.begin_pass(prompts, phases, 0)
         return eviction
 
@@ -133,42 +133,44 @@ class DecodeEviction:
             cache.stores[layer].entries_copy_bytes for cache in caches for layer in self.quotas[0]
         )
 
-    def _quotas(self, number: int, row: BatchSegment, step: int) -> dict[int, int]:
-        timing, layers = self.planner.timing, len(row.cache.spec.layers)
-        appended = row.cache.next_position + len(row.ids) - self.starts[number]
+    def _quotas(self, number: int, segment: BatchSegment, step: int) -> dict[int, int]:
+        timing, layers = self.planner.timing, len(segment.cache.spec.layers)
+        appended = segment.cache.next_position + len(segment.ids) - self.starts[number]
         return {
             layer: timing.layer_quota(q, self.tokens, Growth(step, appended, layer / layers))
             for layer, q in self.quotas[number].items()
         }
 
-    def _is_due(self, row: BatchSegment, quotas: Mapping[int, int]) -> bool:
-        """True if the cache exceeds its capacity once the row is read."""
+    def _is_due(self, segment: BatchSegment, quotas: Mapping[int, int]) -> bool:
+        """True if the cache exceeds its capacity once the segment is read."""
         excess = self.planner.timing.excess()
         if excess is None:
             return False
         if self.max_excess is not None:
             excess = min(excess, self.max_excess)
-        lengths, new = row.cache.lengths(), len(row.ids)
-        if not any(tier.has_offloaded for tier in row.cache.tiers):
+        lengths, new = segment.cache.lengths(), len(segment.ids)
+        if not any(tier.has_offloaded for tier in segment.cache.tiers):
             excess += self.recall_entries
         held = {layer: sum(lengths[layer]) + new * len(lengths[layer]) for layer in quotas}
         allowed = {layer: (quota + excess) * len(lengths[layer]) for layer, quota in quotas.items()}
         return self.planner.budget.is_plan_due(held, allowed) or self._is_rounding_due(
-            row, quotas, excess
+            segment, quotas, excess
         )
 
-    def _is_rounding_due(self, row: BatchSegment, quotas: Mapping[int, int], excess: int) -> bool:
-        """True if entries at full precision exceed their capacity once the row is read."""
-        storage, spec = self.planner.storage, row.cache.spec
+    def _is_rounding_due(
+        self, segment: BatchSegment, quotas: Mapping[int, int], excess: int
+    ) -> bool:
+        """True if entries at full precision exceed their capacity once the segment is read."""
+        storage, spec = self.planner.storage, segment.cache.spec
         if not storage.codecs:
             return False
-        finest, itemsize = row.cache.full_precision_lengths(), spec.dtype.itemsize
+        finest, itemsize = segment.cache.full_precision_lengths(), spec.dtype.itemsize
         capacity = {
             i: storage.full_precision_entries(q, spec.layers[i], itemsize)
             for i, q in quotas.items()
         }
         return any(
-            sum(finest[layer]) > (capacity[layer] + excess - len(row.ids)) * len(finest[layer])
+            sum(finest[layer]) > (capacity[layer] + excess - len(segment.ids)) * len(finest[layer])
             for layer in quotas
         )
 
@@ -183,8 +185,8 @@ class DeferredObserver:
 
     Args:
         observer: receives the calls in their order, but those of layers that `evict` has done.
-        calls: number of calls of the pass: one per layer and row.
-        evict: comes first, and returns the layers that need no call: (row, layer).
+        calls: number of calls of the pass: one per layer and segment.
+        evict: comes first, and returns the layers that need no call: (segment, layer).
     """
 
     def __init__(
@@ -198,19 +200,19 @@ class DeferredObserver:
         self._evict = evict
         self._buffer: list[tuple[int, int, LayerActivations]] = []
 
-    def __call__(self, row: int, layer: int, recorded: LayerActivations) -> None:
-        self._buffer.append((row, layer, recorded))
+    def __call__(self, segment: int, layer: int, recorded: LayerActivations) -> None:
+        self._buffer.append((segment, layer, recorded))
         if len(self._buffer) == self._calls:
             calls, self._buffer = self._buffer, []
             done = self._evict()
-            for row, layer, recorded in calls:
-                if (row, layer) not in done:
-                    self._observer(row, layer, recorded)
+            for segment, layer, recorded in calls:
+                if (segment, layer) not in done:
+                    self._observer(segment, layer, recorded)
 
 
 @dataclass(frozen=True)
-class SteppedRow:
-    """One row of a pass of single tokens.
+class SequenceStep:
+    """One segment of a pass of single tokens.
 
     Args:
         quotas: entries per kv head of each managed layer, by layer index.
@@ -232,32 +234,32 @@ class StepEviction:
     """
 
     def __init__(
-        self, planner: Planner, rule: StepRule, tokens: int, rows: Sequence[SteppedRow]
+        self, planner: Planner, rule: StepRule, tokens: int, segments: Sequence[SequenceStep]
     ) -> None:
-        self._planner, self._rule, self._tokens, self._rows = planner, rule, tokens, rows
+        self._planner, self._rule, self._tokens, self._segments = planner, rule, tokens, segments
 
     def run(self) -> set[tuple[int, int]]:
-        """Evict, and return the layers that are done: (row, layer).
+        """Evict, and return the layers that are done: (segment, layer).
 
-        Rows of which the kernel cannot do a layer are left to plans.
+        Segments of which the kernel cannot do a layer are left to plans.
         """
         done: set[tuple[int, int]] = set()
-        for number, row in enumerate(self._rows):
-            layers = self._layers(row)
+        for number, segment in enumerate(self._segments):
+            layers = self._layers(segment)
             if layers is not None:
-                found = row.cache.evict_step(layers, self._rule)
+                found = segment.cache.evict_step(layers, self._rule)
                 done.update((number, layer) for layer in found)
         return done
 
-    def _layers(self, row: SteppedRow) -> dict[int, EvictionStorage] | None:
-        """Layers of a row, as the kernel takes them; None if there is one that it cannot do."""
+    def _layers(self, segment: SequenceStep) -> dict[int, EvictionStorage] | None:
+        """Layers of a segment, as the kernel takes them; None if there is one that it cannot do."""
         layers: dict[int, EvictionStorage] = {}
-        for layer, quota in row.quotas.items():
-            store = row.cache.stores[layer]
+        for layer, quota in segment.quotas.items():
+            store = segment.cache.stores[layer]
             own = store.eviction_storage(self._rule)
             if own is None:
                 return None
-            if not row.is_due:
+            if not segment.is_due:
                 layers[layer] = own
                 continue
             kept = self._planner.budget.step_quota(store.ledger_scalars(), quota, self._tokens)
@@ -265,5 +267,6 @@ class StepEviction:
                 return None
             ends = self._planner.protect.ends(kept.protected_by)
             first = max(ends.first, self._planner.watermark)
-            layers[layer] = own._replace(count=kept.count, first=first, stop=row.length - ends.last)
+            stop = segment.length - ends.last
+            layers[layer] = own._replace(count=kept.count, first=first, stop=stop)
         return layers

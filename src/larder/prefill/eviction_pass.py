@@ -54,14 +54,14 @@ class EvictionPass:
     Scores of several passes are combined by maximum.
 
     Args:
-        caches: one per row of the pass.
+        caches: one per segment of the pass.
         tokens: M, entries per kv head averaged over the managed layers.
         quotas: capacity of each managed layer in entries per kv head, by layer index, one mapping
-            per row.
+            per segment.
         meter: observes every change; None for no measurement, as in decode.
-        lengths: true tokens read at the end of the pass, one per row.
+        lengths: true tokens read at the end of the pass, one per segment.
         phase: prefill or decode.
-        starts: true positions of the first generated token, one per row; unused in prefill.
+        starts: true positions of the first generated token, one per segment; unused in prefill.
         mode: how plans are carried out.
         listener: called with what each layer was scored by, before plans are applied.
     """
@@ -106,11 +106,11 @@ class EvictionPass:
         scratch_tokens: int,
         inputs: Sequence[LayerInputs] = (),
     ) -> None:
-        """Set tokens and purpose of the next pass, one item per row.
+        """Set tokens and purpose of the next pass, one item per segment.
 
         Args:
-            scratch_tokens: scratch tokens of all rows together; 0 in an appending pass.
-            inputs: what passes of their own gave of each row; empty where there are none.
+            scratch_tokens: scratch tokens of all segments together; 0 in an appending pass.
+            inputs: what passes of their own gave of each segment; empty where there are none.
         """
         self._inputs = inputs
         found = [own for row in inputs for layer in row.values() for own in layer.values()]
@@ -122,72 +122,72 @@ class EvictionPass:
             if len(prompt.ids) > 1:
                 cache.record_weight_sums(quotas)
 
-    def __call__(self, row: int, layer: int, recorded: LayerActivations) -> None:
+    def __call__(self, index: int, layer: int, recorded: LayerActivations) -> None:
         if self._meter is not None:
-            cache = self._caches[row]
+            cache = self._caches[index]
             replaced = 0 if self._scratch_tokens else cache.stores[layer].replaced_bytes
-            self._note(layer, max(replaced, cache.stores[layer].attention_copy_bytes))
-        is_observed = self._phases[row] is not ScoringPhase.OBSERVE or self._planner.has_tallies
+            self._measure(layer, max(replaced, cache.stores[layer].attention_copy_bytes))
+        is_observed = self._phases[index] is not ScoringPhase.OBSERVE or self._planner.has_tallies
         is_observed |= self._listener is not None
-        if layer in self._quotas[row] and is_observed:
-            self._carry_out(row, layer, self._plans(row, layer, recorded))
+        if layer in self._quotas[index] and is_observed:
+            self._apply(index, layer, self._plans(index, layer, recorded))
 
-    def _plans(self, row: int, layer: int, recorded: LayerActivations) -> dict[int, Plan]:
+    def _plans(self, index: int, layer: int, recorded: LayerActivations) -> dict[int, Plan]:
         """Plans for the layers that can be decided once this one is scored."""
-        observation = self._observation(row, layer, recorded)
+        observation = self._observation(index, layer, recorded)
         if not self._scratch_tokens:
-            observation = self._tally(row, layer, observation)
-        if self._phases[row] is ScoringPhase.OBSERVE:
-            self._tell(layer, observation, None)
+            observation = self._tally(index, layer, observation)
+        if self._phases[index] is ScoringPhase.OBSERVE:
+            self._notify(layer, observation, None)
             return {}
         score = partial(
             self._planner.score,
-            quota=self._quotas[row][layer],
+            quota=self._quotas[index][layer],
             tokens=self._tokens,
-            start=self._starts[row],
+            start=self._starts[index],
         )
-        own = self._shared_scores.scores(row, self._places[layer], observation, score)
-        scores = self._join(row, layer, own)
-        self._tell(layer, observation, scores)
-        if self._phases[row] is ScoringPhase.ACCUMULATE:
-            self._scores[row, layer] = scores
+        own = self._shared_scores.scores(index, self._places[layer], observation, score)
+        scores = self._combine(index, layer, own)
+        self._notify(layer, observation, scores)
+        if self._phases[index] is ScoringPhase.ACCUMULATE:
+            self._scores[index, layer] = scores
             return {}
-        cache, ready = self._caches[row], self._ready[row]
+        cache, ready = self._caches[index], self._ready[index]
         if self._meter is not None:
-            others = max((cache.stores[index].entries_copy_bytes for index in ready), default=0)
-            self._note(layer, cache.stores[layer].entries_copy_bytes + others)
+            others = max((cache.stores[own].entries_copy_bytes for own in ready), default=0)
+            self._measure(layer, cache.stores[layer].entries_copy_bytes + others)
         ready[layer] = self._planner.with_protection(
-            observation, scores, self._tokens, self._starts[row]
+            observation, scores, self._tokens, self._starts[index]
         )
-        entries = lambda index: observation.entries if index == layer else cache.entries(index)  # noqa: E731
-        return self._planner.plan(ready, self._quotas[row], entries)
+        entries = lambda own: observation.entries if own == layer else cache.entries(own)  # noqa: E731
+        return self._planner.plan(ready, self._quotas[index], entries)
 
-    def _tell(self, layer: int, observation: Observation, scores: Packed | None) -> None:
+    def _notify(self, layer: int, observation: Observation, scores: Packed | None) -> None:
         if self._listener is not None:
             self._listener(layer, observation, scores)
 
     def _in_flight(self, layer: int) -> int:
-        """Bytes of inputs, and of scratch keys and values in one layer, all rows together."""
+        """Bytes of inputs, and of scratch keys and values in one layer, all segments together."""
         spec = self._caches[0].spec
         scratch = spec.layers[layer].bytes_per_token(spec.dtype) * self._scratch_tokens
         return scratch + self._input_bytes
 
-    def _observation(self, row: int, layer: int, recorded: LayerActivations) -> Observation:
-        cache, prompt = self._caches[row], self._prompts[row]
+    def _observation(self, index: int, layer: int, recorded: LayerActivations) -> Observation:
+        cache, prompt = self._caches[index], self._prompts[index]
         if self._meter is not None:
-            self._note(layer, cache.stores[layer].entries_copy_bytes)
+            self._measure(layer, cache.stores[layer].entries_copy_bytes)
         observation = Observation(
             cache.spec.layers[layer],
             cache.entries(layer),
             recorded.queries,
             recorded.positions,
-            self.lengths[row],
+            self.lengths[index],
             prompt.span,
-            self._ids_of(prompt, recorded, self.lengths[row]),
+            self._ids_of(prompt, recorded, self.lengths[index]),
             self._phase,
             recorded.keys,
             cache.stores[layer].take_logits(),
-            inputs={**recorded.inputs, **self._inputs_of(row, layer)},
+            inputs={**recorded.inputs, **self._inputs_of(index, layer)},
             latest=cache.latest.queries(layer),
             watermark=self._planner.watermark,
             weight_sums=cache.stores[layer].take_weight_sums(),
@@ -195,8 +195,8 @@ class EvictionPass:
         own = 0 if self._scratch_tokens else len(recorded.positions)
         return self._planner.with_model_inputs(rotate_to_cache_positions(observation, own))
 
-    def _inputs_of(self, row: int, layer: int) -> Mapping[str, Tensor]:
-        return self._inputs[row].get(layer, {}) if self._inputs else {}
+    def _inputs_of(self, index: int, layer: int) -> Mapping[str, Tensor]:
+        return self._inputs[index].get(layer, {}) if self._inputs else {}
 
     def _ids_of(
         self, prompt: ScratchPrompt, recorded: LayerActivations, length: int
@@ -207,24 +207,24 @@ class EvictionPass:
         start = length - len(prompt.ids)
         return tuple(prompt.ids[place - start] for place in recorded.positions.tolist())
 
-    def _tally(self, row: int, layer: int, observation: Observation) -> Observation:
+    def _tally(self, index: int, layer: int, observation: Observation) -> Observation:
         """Update the ledger of a layer, and return the observation with its new columns."""
-        self._caches[row].remember(layer, observation.queries, observation.query_positions)
+        self._caches[index].remember(layer, observation.queries, observation.query_positions)
         columns = self._planner.tally(observation)
         if not columns:
             return observation
-        cache = self._caches[row]
+        cache = self._caches[index]
         cache.note(layer, columns)
         if not cache.stores[layer].entries_copy_bytes:
             return observation
         return replace(observation, entries=observation.entries.with_columns(columns))
 
-    def _join(self, row: int, layer: int, scores: Packed) -> Packed:
-        earlier = self._scores.pop((row, layer), None)
+    def _combine(self, index: int, layer: int, scores: Packed) -> Packed:
+        earlier = self._scores.pop((index, layer), None)
         return scores if earlier is None else torch.maximum(scores, earlier)
 
-    def _carry_out(self, row: int, current: int, plans: Mapping[int, Plan]) -> None:
-        cache, ready = self._caches[row], self._ready[row]
+    def _apply(self, index: int, current: int, plans: Mapping[int, Plan]) -> None:
+        cache, ready = self._caches[index], self._ready[index]
         for layer, plan in cache.fit_plans(plans).items():
             scored = ready.pop(layer)
             if self._planner.budget.replans:
@@ -234,9 +234,9 @@ class EvictionPass:
             else:
                 cache.evict(layer, plan)
             if self._meter is not None:
-                self._note(current, cache.stores[layer].replaced_bytes)
+                self._measure(current, cache.stores[layer].replaced_bytes)
 
-    def _note(self, layer: int, passing_bytes: int) -> None:
+    def _measure(self, layer: int, passing_bytes: int) -> None:
         """Measure temporary bytes of a layer, scratch keys and values included."""
         if self._meter is not None:
             self._meter.observe(self._caches, self._in_flight(layer) + passing_bytes)
@@ -273,23 +273,27 @@ class SharedLayerScores:
         self._leads: dict[int, LeaderScores] = {}
 
     def scores(
-        self, row: int, place: int, observation: Observation, score: Callable[[Observation], Packed]
+        self,
+        index: int,
+        place: int,
+        observation: Observation,
+        score: Callable[[Observation], Packed],
     ) -> Packed:
         """Scores of a layer.
 
         Args:
-            row: row of the pass.
+            index: segment of the pass.
             place: index among the managed layers, from 0.
             score: computes the scores of a layer.
         """
         if self._together == 1:
             return score(observation)
-        if place % self._together and self._leads[row].fits(observation):
-            return self._leads[row].scores.to(observation.entries.positions.device)
+        if place % self._together and self._leads[index].fits(observation):
+            return self._leads[index].scores.to(observation.entries.positions.device)
         scores = score(observation)
         if place % self._together == 0:
             positions = observation.entries.packed_positions()
-            self._leads[row] = LeaderScores(scores, positions, observation.entries.lengths)
+            self._leads[index] = LeaderScores(scores, positions, observation.entries.lengths)
         return scores
 
 
@@ -340,13 +344,13 @@ def token_observer(
 
     Args:
         layers: layers with the columns.
-        numbers: of the tokens about to be read, by column; one mapping per row.
+        numbers: of the tokens about to be read, by column; one mapping per segment.
     """
     starts = [cache.next_position for cache in caches]
 
-    def observe(row: int, layer: int, recorded: LayerActivations) -> None:
+    def observe(index: int, layer: int, recorded: LayerActivations) -> None:
         if layer in layers:
-            caches[row].note_tokens(layer, numbers[row], starts[row])
-        observer(row, layer, recorded)
+            caches[index].note_tokens(layer, numbers[index], starts[index])
+        observer(index, layer, recorded)
 
     return observe

@@ -82,22 +82,24 @@ class PrefillReader:
     recall_entries: int = 0
     bound: EntryCapacity | None = None
 
-    def append(self, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]) -> None:
+    def append(self, sequences: Sequence[PrefillSequence], ids: tuple[int, ...]) -> None:
         """Read tokens into every sequence without scoring."""
-        rows, observer = self._appending(lanes, ids)
+        segments, observer = self._appending(sequences, ids)
         inputs, providers = self.planner.activation_providers, self.planner.token_providers
         if not providers:
-            self.decoder.read(rows, Mode.APPEND, observer, inputs)
+            self.decoder.read(segments, Mode.APPEND, observer, inputs)
             return
-        start = lanes[0].cache.next_position
-        numbers = self.decoder.forward_token_numbers(rows, Mode.APPEND, providers, observer, inputs)
-        for row, own in zip(rows, numbers, strict=True):
+        start = sequences[0].cache.next_position
+        numbers = self.decoder.forward_token_numbers(
+            segments, Mode.APPEND, providers, observer, inputs
+        )
+        for segment, own in zip(segments, numbers, strict=True):
             for layer in self.quotas:
-                row.cache.note_tokens(layer, own, start)
+                segment.cache.note_tokens(layer, own, start)
 
     def read_and_evict_steps(
         self,
-        lanes: Sequence[PrefillSequence],
+        sequences: Sequence[PrefillSequence],
         ids: tuple[int, ...],
         block: tuple[int, ...],
         start: int,
@@ -111,34 +113,34 @@ class PrefillReader:
             block: tokens to score by; `ids` are its last ones.
             start: true position of the first token of `block`.
         """
-        if self._fits(lanes, len(ids)):
-            self.append(lanes, ids)
+        if self._fits(sequences, len(ids)):
+            self.append(sequences, ids)
             return
-        scratches = [self._scratches(lane, block, start) for lane in lanes]
-        caches = [lane.cache for lane in lanes]
+        scratches = [self._scratches(sequence, block, start) for sequence in sequences]
+        caches = [sequence.cache for sequence in sequences]
         length = start + len(block)
         eviction = self._eviction_pass(caches, length)
         if not scratches[0]:
             eviction.begin_pass(
-                [ScratchPrompt(ids, (0, length))] * len(lanes),
-                [ScoringPhase.DECIDE] * len(lanes),
+                [ScratchPrompt(ids, (0, length))] * len(sequences),
+                [ScoringPhase.DECIDE] * len(sequences),
                 0,
             )
             inputs = self.planner.activation_providers
-            self.decoder.read(_rows(lanes, ids), Mode.APPEND, eviction, inputs)
+            self.decoder.read(_segments(sequences, ids), Mode.APPEND, eviction, inputs)
             return
         following = list[int]()
         has_drafts = any(scratch.drafts for scratch in scratches[0])
         if has_drafts:
-            rows, observer = self._appending(lanes, ids)
-            following = next_tokens(self.decoder, self._drafts, rows, Mode.APPEND, observer)
+            segments, observer = self._appending(sequences, ids)
+            following = next_tokens(self.decoder, self._drafts, segments, Mode.APPEND, observer)
         else:
-            self.append(lanes, ids)
+            self.append(sequences, ids)
         yield from self._scratch_steps(eviction, caches, scratches, following)
 
     def read_narrowing_steps(
         self,
-        lane: PrefillSequence,
+        sequence: PrefillSequence,
         ids: tuple[int, ...],
         choose: ChooseTokens,
         listener: ScoreListener | None,
@@ -148,34 +150,34 @@ class PrefillReader:
 
         Args:
             choose: tokens that go into each layer.
-            listener: told what each managed layer was scored by, before the next one is read.
+            listener: called with what a managed layer was scored by, before the next one is read.
         """
         from larder.models.token_selection import read_narrowing  # few policies narrow
 
-        start = lane.cache.next_position
-        scratches = self._scratches(lane, ids, start)
+        start = sequence.cache.next_position
+        scratches = self._scratches(sequence, ids, start)
         length = start + len(ids)
-        eviction = self._eviction_pass([lane.cache], length, listener)
+        eviction = self._eviction_pass([sequence.cache], length, listener)
         phase = ScoringPhase.OBSERVE if scratches else ScoringPhase.DECIDE
         span = (0, 0) if scratches else (0, length)
         eviction.begin_pass([ScratchPrompt(ids, span)], [phase], 0)
-        (row,) = _rows((lane,), ids)
-        read_narrowing(self.decoder, row, eviction, choose, self.planner.activation_providers)
+        (segment,) = _segments((sequence,), ids)
+        read_narrowing(self.decoder, segment, eviction, choose, self.planner.activation_providers)
         if scratches:
-            scoring = self._eviction_pass([lane.cache], length)
-            yield from self._scratch_steps(scoring, [lane.cache], [scratches], [])
+            scoring = self._eviction_pass([sequence.cache], length)
+            yield from self._scratch_steps(scoring, [sequence.cache], [scratches], [])
 
     def append_chosen(
-        self, lane: PrefillSequence, ids: tuple[int, ...], choose: ChooseTokens
+        self, sequence: PrefillSequence, ids: tuple[int, ...], choose: ChooseTokens
     ) -> None:
         """Read a text, of which chosen tokens alone go into some layers, without scoring."""
         from larder.models.token_selection import read_narrowing  # few policies narrow
 
-        (row,), observer = self._appending((lane,), ids)
-        read_narrowing(self.decoder, row, observer, choose, self.planner.activation_providers)
+        (segment,), observer = self._appending((sequence,), ids)
+        read_narrowing(self.decoder, segment, observer, choose, self.planner.activation_providers)
 
     def read_chosen_steps(
-        self, lane: PrefillSequence, ids: tuple[int, ...], rows: Int64[Tensor, " N"]
+        self, sequence: PrefillSequence, ids: tuple[int, ...], rows: Int64[Tensor, " N"]
     ) -> Iterator[None]:
         """Read chosen tokens of a text, then bring the cache within its budget.
 
@@ -183,14 +185,14 @@ class PrefillReader:
             rows: their ascending indices, the last token among them.
         """
         choose: ChooseTokens = lambda layer, _: None if layer else rows  # noqa: E731
-        if self._holds(max(map(max, lane.cache.lengths())) + len(rows)):
-            self.append_chosen(lane, ids, choose)
+        if self._holds(max(map(max, sequence.cache.lengths())) + len(rows)):
+            self.append_chosen(sequence, ids, choose)
         else:
-            yield from self.read_narrowing_steps(lane, ids, choose, None)
+            yield from self.read_narrowing_steps(sequence, ids, choose, None)
 
     def score_steps(
         self,
-        lane: PrefillSequence,
+        sequence: PrefillSequence,
         ids: tuple[int, ...],
         block: tuple[int, ...],
         choose: ChooseTokens,
@@ -202,25 +204,25 @@ class PrefillReader:
         Args:
             block: tokens to score; `ids` are its last ones.
             choose: tokens that go into each layer.
-            listener: told what each managed layer was scored by; in the end, by all prompts.
+            listener: called with what each managed layer was scored by; at the end, by all prompts.
             scorer: what says which prompts are read behind the text.
         """
         from larder.models.token_selection import read_narrowing  # few policies narrow
 
-        length = lane.cache.next_position + len(ids)
+        length = sequence.cache.next_position + len(ids)
         start, inputs = length - len(block), self.planner.activation_providers
-        scratches = scorer.scratch(block, start, lane.prompts)
-        eviction = self._eviction_pass([lane.cache], length, None if scratches else listener)
+        scratches = scorer.scratch(block, start, sequence.prompts)
+        eviction = self._eviction_pass([sequence.cache], length, None if scratches else listener)
         phase = ScoringPhase.OBSERVE if scratches else ScoringPhase.ACCUMULATE
         eviction.begin_pass([ScratchPrompt(ids, (0, length))], [phase], 0)
-        (row,) = _rows((lane,), ids)
-        read_narrowing(self.decoder, row, eviction, choose, inputs)
-        scoring = self._eviction_pass([lane.cache], length, listener)
+        (segment,) = _segments((sequence,), ids)
+        read_narrowing(self.decoder, segment, eviction, choose, inputs)
+        scoring = self._eviction_pass([sequence.cache], length, listener)
         for each in scratches:
             yield
-            phases, slopes = [ScoringPhase.ACCUMULATE], self._gradients([lane.cache], [each])
+            phases, slopes = [ScoringPhase.ACCUMULATE], self._gradients([sequence.cache], [each])
             scoring.begin_pass([each], phases, each.tokens, slopes)
-            prompt = BatchSegment(lane.cache, each.ids, shift=each.shift)
+            prompt = BatchSegment(sequence.cache, each.ids, shift=each.shift)
             self._read_scratch([prompt], scoring)
 
     def _scratch_steps(
@@ -249,15 +251,15 @@ class PrefillReader:
                 inputs = joined_inputs(inputs, self._soft_entries(caches))
             eviction.begin_pass(drafted, [phase] * len(drafted), scratch_tokens, inputs)
             pairs = zip(caches, drafted, strict=True)
-            rows = [BatchSegment(cache, each.ids, shift=each.shift) for cache, each in pairs]
-            self._read_scratch(rows, eviction)
+            segments = [BatchSegment(cache, each.ids, shift=each.shift) for cache, each in pairs]
+            self._read_scratch(segments, eviction)
 
-    def _read_scratch(self, rows: Sequence[BatchSegment], observer: EvictionPass) -> None:
+    def _read_scratch(self, segments: Sequence[BatchSegment], observer: EvictionPass) -> None:
         """Read scratch prompts, of learned tokens where the policy names any."""
         with ExitStack() as contexts:
             for name, provider in self.planner.soft_prompt_providers.items():
                 contexts.enter_context(self.decoder.soft_prompts.soft_pass(name, provider))
-            self.decoder.read(rows, Mode.SCRATCH, observer, self.planner.activation_providers)
+            self.decoder.read(segments, Mode.SCRATCH, observer, self.planner.activation_providers)
 
     def _gradients(
         self, caches: Sequence[SequenceCache], prompts: Sequence[ScratchPrompt]
@@ -277,39 +279,41 @@ class PrefillReader:
 
         return soft_entries(self.decoder, caches, self.planner.soft_entry_providers)
 
-    def finish(self, lane: PrefillSequence, waiting: Sequence[PrefillSequence] = ()) -> None:
+    def finish(self, sequence: PrefillSequence, waiting: Sequence[PrefillSequence] = ()) -> None:
         """Finish a sequence: free the slack of its cache and pass the cache on.
 
         Args:
             waiting: sequences of the same group that are finished later.
         """
         # Compacting goes layer by layer and holds one layer twice.
-        caches = [lane.cache, *(each.cache for each in waiting)]
-        self.meter.observe(caches, lane.cache.largest_layer_bytes)
-        lane.cache.compact()
-        self.meter.add_finished(lane.cache)
-        lane.finish(lane.cache)
+        caches = [sequence.cache, *(each.cache for each in waiting)]
+        self.meter.observe(caches, sequence.cache.largest_layer_bytes)
+        sequence.cache.compact()
+        self.meter.add_finished(sequence.cache)
+        sequence.finish(sequence.cache)
 
     def _appending(
-        self, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]
+        self, sequences: Sequence[PrefillSequence], ids: tuple[int, ...]
     ) -> tuple[list[BatchSegment], EvictionPass]:
-        """Rows of an appending pass, and an observer that only updates tallies."""
-        caches = [lane.cache for lane in lanes]
-        observer = self._eviction_pass(caches, lanes[0].cache.next_position + len(ids))
+        """Segments of an appending pass, and an observer that only updates tallies."""
+        caches = [sequence.cache for sequence in sequences]
+        observer = self._eviction_pass(caches, sequences[0].cache.next_position + len(ids))
         observer.begin_pass(
-            [ScratchPrompt(ids, (0, 0))] * len(lanes), [ScoringPhase.OBSERVE] * len(lanes), 0
+            [ScratchPrompt(ids, (0, 0))] * len(sequences),
+            [ScoringPhase.OBSERVE] * len(sequences),
+            0,
         )
-        return _rows(lanes, ids), observer
+        return _segments(sequences, ids), observer
 
     def _scratches(
-        self, lane: PrefillSequence, block: tuple[int, ...], start: int
+        self, sequence: PrefillSequence, block: tuple[int, ...], start: int
     ) -> tuple[ScratchPrompt, ...]:
         """Scratch prompts of a sequence.
 
         Numbers that are made of logits are known only after a pass, when all layers are done, so
         their readers get a second pass over the latest tokens.
         """
-        scratches = self.planner.scorer.scratch(block, start, lane.prompts)
+        scratches = self.planner.scorer.scratch(block, start, sequence.prompts)
         if scratches or not self.planner.token_providers:
             return scratches
         return (ScratchPrompt(block[-REREAD_TOKENS:], (0, start + len(block))),)
@@ -337,12 +341,12 @@ class PrefillReader:
             self.planner, caches, self.tokens, quotas, self.meter, lengths, listener=listener
         )
 
-    def _fits(self, lanes: Sequence[PrefillSequence], new_tokens: int) -> bool:
+    def _fits(self, sequences: Sequence[PrefillSequence], new_tokens: int) -> bool:
         """True if every layer of every sequence stays within its budget without a plan.
 
         A cache that has kept everything has offloaded nothing, and needs no recall slots.
         """
-        return self._holds(max(lane.cache.next_position for lane in lanes) + new_tokens)
+        return self._holds(max(sequence.cache.next_position for sequence in sequences) + new_tokens)
 
     def _holds(self, longest: int) -> bool:
         """True if `longest` entries per kv head are within the budget of every layer."""
@@ -355,26 +359,28 @@ class PrefillReader:
         )
 
 
-def _rows(lanes: Sequence[PrefillSequence], ids: tuple[int, ...]) -> list[BatchSegment]:
-    """Rows with the same text for every sequence."""
-    rows = list[BatchSegment]()
-    for lane in lanes:
-        start = lane.cache.next_position
-        images = lane.images.within(start, start + len(ids))
-        rows.append(BatchSegment(lane.cache, ids, append_kind=AppendKind.TEXT, images=images))
-    return rows
+def _segments(sequences: Sequence[PrefillSequence], ids: tuple[int, ...]) -> list[BatchSegment]:
+    """Segments with the same text for every sequence."""
+    segments = list[BatchSegment]()
+    for sequence in sequences:
+        start = sequence.cache.next_position
+        images = sequence.images.within(start, start + len(ids))
+        segments.append(
+            BatchSegment(sequence.cache, ids, append_kind=AppendKind.TEXT, images=images)
+        )
+    return segments
 
 
 def next_tokens(
     decoder: Decoder,
     drafts: DraftProvider,
-    rows: Sequence[BatchSegment],
+    segments: Sequence[BatchSegment],
     mode: Mode,
     observer: Observer | None = None,
 ) -> list[int]:
-    """Read rows; returns the drafted next token of each."""
-    ends = [total - 1 for total in accumulate(len(row.ids) for row in rows)]
-    return drafts.next_tokens(decoder.forward_logits(rows, mode, ends, observer))
+    """Read segments; returns the drafted next token of each."""
+    ends = [total - 1 for total in accumulate(len(segment.ids) for segment in segments)]
+    return drafts.next_tokens(decoder.forward_logits(segments, mode, ends, observer))
 
 
 def with_drafts(
@@ -395,8 +401,8 @@ def with_drafts(
         tokens = following
         if prompts[0].ids:
             pairs = zip(caches, prompts, strict=True)
-            rows = [BatchSegment(cache, each.ids, shift=each.shift) for cache, each in pairs]
-            tokens = next_tokens(decoder, drafts, rows, Mode.SCRATCH)
+            segments = [BatchSegment(cache, each.ids, shift=each.shift) for cache, each in pairs]
+            tokens = next_tokens(decoder, drafts, segments, Mode.SCRATCH)
         longer = [(*each.ids, token) for each, token in zip(prompts, tokens, strict=True)]
         pairs = zip(prompts, longer, strict=True)
         prompts = [replace(each, ids=ids, drafts=each.drafts - 1) for each, ids in pairs]

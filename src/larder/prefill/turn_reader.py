@@ -71,7 +71,7 @@ class TurnReader:
         turns: TurnRule = TurnRule(),  # noqa: B008, without state
     ) -> None:
         self.cache, self.snapshot, self.meter = cache, saved, PeakMemoryMeter()
-        self._decoder, self._lane, self._reader_of = (
+        self._decoder, self._sequence, self._reader_of = (
             decoder,
             PrefillSequence(cache, prompts),
             reader_of,
@@ -193,29 +193,29 @@ class TurnReader:
         return self._bound.is_exceeded(self.cache)
 
     def observer(
-        self, numbers: Sequence[int], rows: Sequence[BatchSegment], steps: Sequence[int]
+        self, numbers: Sequence[int], segments: Sequence[BatchSegment], steps: Sequence[int]
     ) -> Observer | None:
-        """Observer of a pass over the only row; ends the open block first where it is full.
+        """Observer of a pass over the only segment; ends the open block first where it is full.
 
         It has the signature of `larder.engine.generate.ObserverFactory`.
         """
-        run_steps(self.end_block_steps(len(rows[0].ids)))
-        return self._observer(rows[0], steps[0], self._eviction)
+        run_steps(self.end_block_steps(len(segments[0].ids)))
+        return self._observer(segments[0], steps[0], self._eviction)
 
-    def last_observer(self, row: BatchSegment, answer_tokens: int) -> Observer | None:
+    def last_observer(self, segment: BatchSegment, answer_tokens: int) -> Observer | None:
         """Observer of the last pass of a turn, after which the cache is within its budget."""
-        return self._observer(row, answer_tokens, self._final_eviction)
+        return self._observer(segment, answer_tokens, self._final_eviction)
 
     def _observer(
-        self, row: BatchSegment, answer_tokens: int, eviction: DecodeEviction | None
+        self, segment: BatchSegment, answer_tokens: int, eviction: DecodeEviction | None
     ) -> Observer | None:
         """Observer of a pass, whose tokens join the open block."""
         self.meter.observe([self.cache], 0)
         self._last_pass = self.cache.checkpoint()
         # Tokens of a failed pass.
         del self._open[self._last_pass.position - self._start.position :]
-        self._open.extend(row.ids)
-        return None if eviction is None else eviction.observer([0], [row], [answer_tokens])
+        self._open.extend(segment.ids)
+        return None if eviction is None else eviction.observer([0], [segment], [answer_tokens])
 
     def _read(
         self,
@@ -224,8 +224,8 @@ class TurnReader:
         answer_tokens: int,
         eviction: DecodeEviction | None,
     ) -> None:
-        row = BatchSegment(self.cache, ids, append_kind=coming)
-        self._decoder.read([row], Mode.APPEND, self._observer(row, answer_tokens, eviction))
+        segment = BatchSegment(self.cache, ids, append_kind=coming)
+        self._decoder.read([segment], Mode.APPEND, self._observer(segment, answer_tokens, eviction))
 
     def _block_end(self, more: tuple[int, ...] = ()) -> Steps[None]:
         """End a block within the turn, after reading `more` tokens of it."""
@@ -265,8 +265,9 @@ class TurnReader:
         cache = self.cache
         reader = self._reader_of(cache.next_position + len(ids), self.meter)
         for block in split_blocks(ids, self._block):
-            judging = self._turns.reader(reader, cache, cache.next_position + len(block))
-            yield from judging.read_and_evict_steps([self._lane], block, block, cache.next_position)
+            own = self._turns.reader(reader, cache, cache.next_position + len(block))
+            start = cache.next_position
+            yield from own.read_and_evict_steps([self._sequence], block, block, start)
         self._turns.trim(cache, self._bound)
         self._close()
 

@@ -104,9 +104,9 @@ def _prefill_contexts(
     require_prompts(known, policy.scorer.required_prompts())
     check_recent_fits(policy, entries_per_head(policy, spec))
     caches, reader = SessionCaches(spec, ()), prefill_reader(runtime, policy, len(text.ids), meter)
-    lane = PrefillSequence(empty_cache(policy, spec), known, caches.add)
+    sequence = PrefillSequence(empty_cache(policy, spec), known, caches.add)
     reuse = run_steps(
-        policy.schedule.context_steps(reader, lane, text, source or NoChunks()), progress
+        policy.schedule.context_steps(reader, sequence, text, source or NoChunks()), progress
     )
     figures = cache_figures(
         policy,

@@ -89,9 +89,9 @@ def prefill_images(
     read_at, cache = time.perf_counter(), empty_cache(policy, spec)
     text.place(cache)
     reader = prefill_reader(runtime, policy, len(context), meter)
-    lane = PrefillSequence(cache, prompts, images=text.images)
+    sequence = PrefillSequence(cache, prompts, images=text.images)
     with text.embedded(runtime.decoder, cache):
-        run_steps(policy.schedule.steps(reader, [lane], context), progress)
+        run_steps(policy.schedule.steps(reader, [sequence], context), progress)
     figures = cache_figures(
         policy,
         spec,

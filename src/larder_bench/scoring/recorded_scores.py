@@ -170,8 +170,10 @@ class RecordedText:
         reader = prefill_reader(self.engine.runtime, sized, len(self.ids), PeakMemoryMeter())
         planner = RecordingPlanner.of(reader.planner)
         cache = empty_cache(sized, self.engine.loaded.decoder.spec)
-        lane = PrefillSequence(cache, common_prompts(self.engine.tokenizer))
-        steps = replace(reader, planner=planner).read_and_evict_steps([lane], self.ids, self.ids, 0)
+        sequence = PrefillSequence(cache, common_prompts(self.engine.tokenizer))
+        steps = replace(reader, planner=planner).read_and_evict_steps(
+            [sequence], self.ids, self.ids, 0
+        )
         for _ in steps:
             pass
         return planner.recorded

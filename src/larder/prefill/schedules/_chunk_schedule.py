@@ -22,9 +22,9 @@ class ChunkedSchedule(Schedule):
     cache_form: ClassVar[str] = "blended"
 
     def steps(
-        self, reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]
+        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: tuple[int, ...]
     ) -> Steps[None]:
-        return Whole().steps(reader, lanes, ids)
+        return Whole().steps(reader, sequences, ids)
 
     def check(self, reader: PrefillReader) -> None:
         """Check that the policy can plan without having observed every token.
@@ -51,7 +51,7 @@ class ChunkedSchedule(Schedule):
     def finish(
         self,
         reader: PrefillReader,
-        lane: PrefillSequence,
+        sequence: PrefillSequence,
         text: ContextText,
         entries: ChunkEntries,
         is_known: Sequence[bool],
@@ -64,13 +64,13 @@ class ChunkedSchedule(Schedule):
             recomputed: tokens of these that were computed again.
         """
         total = len(text.ids)
-        lane.cache.allocate(total)
+        sequence.cache.allocate(total)
         if entries.num_tokens:
-            entries.append_to(lane.cache)
-        reader.meter.observe([lane.cache], entries.nbytes)
-        rest = text.ids[lane.cache.next_position :]
-        yield from reader.read_and_evict_steps((lane,), rest, text.ids, 0)
-        reader.finish(lane)
+            entries.append_to(sequence.cache)
+        reader.meter.observe([sequence.cache], entries.nbytes)
+        rest = text.ids[sequence.cache.next_position :]
+        yield from reader.read_and_evict_steps((sequence,), rest, text.ids, 0)
+        reader.finish(sequence)
         yield total, total
         lengths = tuple(map(len, text.contexts))
         behind = max(0, len(rest) - len(text.suffix))  # the last context, read as usual

@@ -172,30 +172,30 @@ class NarrowingSchedule(Schedule):
         return scoring_of(public_name(type(self)), self.scorer)
 
     def steps(
-        self, reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]
+        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: tuple[int, ...]
     ) -> Steps[None]:
-        total = len(ids) * len(lanes)
-        for number, lane in enumerate(lanes, start=1):
-            check_text(self, lane, ids)
-            yield from self.read_steps(reader, lane, ids)
-            reader.finish(lane)
+        total = len(ids) * len(sequences)
+        for number, sequence in enumerate(sequences, start=1):
+            check_text(self, sequence, ids)
+            yield from self.read_steps(reader, sequence, ids)
+            reader.finish(sequence)
             yield len(ids) * number, total
 
     @abstractmethod
     def read_steps(
-        self, reader: PrefillReader, lane: PrefillSequence, ids: tuple[int, ...]
+        self, reader: PrefillReader, sequence: PrefillSequence, ids: tuple[int, ...]
     ) -> Iterator[None]:
         """Steps of reading a text into one sequence."""
 
 
-def check_text(schedule: object, lane: PrefillSequence, ids: tuple[int, ...]) -> None:
+def check_text(schedule: object, sequence: PrefillSequence, ids: tuple[int, ...]) -> None:
     """Check that tokens of a text may be left out of some layers.
 
     Raises:
         UsageError: the text has images.
     """
-    start = lane.cache.next_position
-    images: ImageSpans = lane.images.within(start, start + len(ids))
+    start = sequence.cache.next_position
+    images: ImageSpans = sequence.images.within(start, start + len(ids))
     if images.spans:
         raise UsageError(
             f"{spell(schedule)} leaves tokens out of deeper layers, but the text has images, "

@@ -60,7 +60,11 @@ class Anchored(ChunkedSchedule):
         return 5  # chunks as read and as changed, what is computed, its slices and their changes
 
     def context_steps(
-        self, reader: PrefillReader, lane: PrefillSequence, text: ContextText, source: ChunkSource
+        self,
+        reader: PrefillReader,
+        sequence: PrefillSequence,
+        text: ContextText,
+        source: ChunkSource,
     ) -> Steps[ContextReuse]:
         self.check(reader)
         spec, limit = reader.decoder.spec, self.reused_tokens(reader, text)
@@ -93,7 +97,7 @@ class Anchored(ChunkedSchedule):
             if stop - first == len(ids):
                 change = changes(entries.slice(first, stop), base, spec)
                 source.add_anchor(text.prefix, place, ChunkAnchor(ids, base, change))
-        return (yield from self.finish(reader, lane, text, entries, is_known, again))
+        return (yield from self.finish(reader, sequence, text, entries, is_known, again))
 
 
 def changes(entries: ChunkEntries, base: ChunkEntries, spec: ModelSpec) -> ChunkEntries:

@@ -39,7 +39,11 @@ class Blended(ChunkedSchedule):
         require(0 <= self.recompute <= 1, "blended.recompute", "a share in [0, 1]", self.recompute)
 
     def context_steps(
-        self, reader: PrefillReader, lane: PrefillSequence, text: ContextText, source: ChunkSource
+        self,
+        reader: PrefillReader,
+        sequence: PrefillSequence,
+        text: ContextText,
+        source: ChunkSource,
     ) -> Steps[ContextReuse]:
         self.check(reader)
         ids, total = text.ids, len(text.ids)
@@ -58,13 +62,13 @@ class Blended(ChunkedSchedule):
         if pieces:
             blended = blend(reader.decoder, pieces, self.recompute, len(text.prefix))
             held = nbytes_of([blended.entries, *(p.entries for p in pieces if p.entries)])
-            lane.cache.allocate(total)
-            blended.entries.append_to(lane.cache)
-            reader.meter.observe([lane.cache], held)
+            sequence.cache.allocate(total)
+            blended.entries.append_to(sequence.cache)
+            reader.meter.observe([sequence.cache], held)
             recomputed = int((blended.chosen >= len(text.prefix)).sum())
-        rest = ids[lane.cache.next_position :]
-        yield from reader.read_and_evict_steps((lane,), rest, ids, 0)
-        reader.finish(lane)
+        rest = ids[sequence.cache.next_position :]
+        yield from reader.read_and_evict_steps((sequence,), rest, ids, 0)
+        reader.finish(sequence)
         yield total, total
         lengths = tuple(map(len, text.contexts))
         behind = max(0, len(rest) - len(text.suffix))  # the last context, read as usual

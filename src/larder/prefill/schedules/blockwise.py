@@ -37,9 +37,11 @@ class Blockwise(Schedule):
         return self.tokens
 
     def steps(
-        self, reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]
+        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: tuple[int, ...]
     ) -> Steps[None]:
-        return prefill_blocks(reader, [(lane,) for lane in lanes], ids, self.tokens or len(ids))
+        return prefill_blocks(
+            reader, [(sequence,) for sequence in sequences], ids, self.tokens or len(ids)
+        )
 
 
 Part = Blockwise

@@ -36,28 +36,28 @@ class Cartridge(Schedule):
         require(self.slots >= 1, "cartridge.slots", "at least 1", self.slots)
 
     def steps(
-        self, reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]
+        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: tuple[int, ...]
     ) -> Steps[None]:
         if reader.quotas:
             raise UsageError(
                 f"{spell(self)} holds as many entries as it was trained with, so a budget has no "
                 "say: take unlimited() with it, and no budget."
             )
-        if lanes[0].cache.next_position:
-            yield from Whole().steps(reader, lanes, ids)
+        if sequences[0].cache.next_position:
+            yield from Whole().steps(reader, sequences, ids)
             return
         spec = reader.decoder.spec
         check_chunkable(spec, spell(self))
         cartridge = find_cartridge(spec, ids, self.slots)
-        for lane in lanes:
-            cartridge.start(lane.cache)
-            reader.meter.observe([lane.cache], 0)
+        for sequence in sequences:
+            cartridge.start(sequence.cache)
+            reader.meter.observe([sequence.cache], 0)
         rest = ids[cartridge.num_tokens :]
         if rest:
-            yield from Whole().steps(reader, lanes, rest)
+            yield from Whole().steps(reader, sequences, rest)
             return
-        for lane in lanes:
-            reader.finish(lane)
+        for sequence in sequences:
+            reader.finish(sequence)
         yield len(ids), len(ids)
 
 

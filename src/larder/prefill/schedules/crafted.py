@@ -55,7 +55,11 @@ class Crafted(ChunkedSchedule):
         return 3  # chunks, what is computed, and the variants that are kept of it
 
     def context_steps(
-        self, reader: PrefillReader, lane: PrefillSequence, text: ContextText, source: ChunkSource
+        self,
+        reader: PrefillReader,
+        sequence: PrefillSequence,
+        text: ContextText,
+        source: ChunkSource,
     ) -> Steps[ContextReuse]:
         self.check(reader)
         chunks = ChunkReader(reader.decoder, text.prefix, source)
@@ -91,7 +95,7 @@ class Crafted(ChunkedSchedule):
         for index, profile in made.profiles.items():
             entries = made.entries.slice(edges[index], edges[index + 1])
             source.add_variant(text.prefix, pieces[index].ids, ChunkVariant(entries, profile))
-        return (yield from self.finish(reader, lane, text, made.entries, is_known, again))
+        return (yield from self.finish(reader, sequence, text, made.entries, is_known, again))
 
     def _best(
         self, reader: PrefillReader, source: ChunkSource, text: ContextText, place: int

@@ -40,7 +40,11 @@ class DocumentTree(ChunkedSchedule):
         return self.eviction
 
     def context_steps(
-        self, reader: PrefillReader, lane: PrefillSequence, text: ContextText, source: ChunkSource
+        self,
+        reader: PrefillReader,
+        sequence: PrefillSequence,
+        text: ContextText,
+        source: ChunkSource,
     ) -> Steps[ContextReuse]:
         self.check(reader)
         if reader.quotas:
@@ -49,20 +53,20 @@ class DocumentTree(ChunkedSchedule):
                 "or take blended()."
             )
         total, before, is_known = len(text.ids), tuple[int, ...](), list[bool]()
-        lane.cache.allocate(total)
+        sequence.cache.allocate(total)
         for own in (text.prefix, *text.contexts):
-            is_known.append(_extend(reader, lane, before, own, source))
+            is_known.append(_extend(reader, sequence, before, own, source))
             before += own
             yield len(before), total
-        _read(reader, lane, text.suffix)
-        reader.finish(lane)
+        _read(reader, sequence, text.suffix)
+        reader.finish(sequence)
         yield total, total
         return ContextReuse(tuple(map(len, text.contexts)), tuple(is_known[1:]))
 
 
 def _extend(
     reader: PrefillReader,
-    lane: PrefillSequence,
+    sequence: PrefillSequence,
     before: tuple[int, ...],
     ids: tuple[int, ...],
     source: ChunkSource,
@@ -70,17 +74,17 @@ def _extend(
     """Extend a cache by a text behind `before`; True if its entries were known."""
     found = source.find(reader.decoder.spec, before, ids) if ids else None
     if found is not None:
-        found.append_to(lane.cache)
+        found.append_to(sequence.cache)
         return True
-    _read(reader, lane, ids)
+    _read(reader, sequence, ids)
     if ids:
-        source.add(before, ids, lane.cache)
+        source.add(before, ids, sequence.cache)
     return False
 
 
-def _read(reader: PrefillReader, lane: PrefillSequence, ids: tuple[int, ...]) -> None:
+def _read(reader: PrefillReader, sequence: PrefillSequence, ids: tuple[int, ...]) -> None:
     for start in range(0, len(ids), BLOCK_TOKENS):
-        reader.append((lane,), ids[start : start + BLOCK_TOKENS])
+        reader.append((sequence,), ids[start : start + BLOCK_TOKENS])
 
 
 Part = DocumentTree

@@ -64,24 +64,24 @@ class Episodic(Schedule):
         return self.tokens
 
     def steps(
-        self, reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]
+        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: tuple[int, ...]
     ) -> Steps[None]:
         block = self.tokens or len(ids)
-        most = self._together(reader, lanes, ids, block)
-        groups = [lanes[start:stop] for start, stop in even_ranges(len(lanes), most)]
+        most = self._together(reader, sequences, ids, block)
+        groups = [sequences[start:stop] for start, stop in even_ranges(len(sequences), most)]
         return prefill_blocks(reader, groups, ids, block)
 
     def _together(
         self,
         reader: PrefillReader,
-        lanes: Sequence[PrefillSequence],
+        sequences: Sequence[PrefillSequence],
         ids: tuple[int, ...],
         block: int,
     ) -> int:
         if self.together is Together.ALL:
-            return len(lanes)
+            return len(sequences)
         if self.together is Together.FITTING:
-            return max_parallel_caches(reader, lanes, ids, block)
+            return max_parallel_caches(reader, sequences, ids, block)
         return self.together
 
 
@@ -104,7 +104,7 @@ def free_device_bytes(device: torch.device) -> int | None:
 
 
 def max_parallel_caches(
-    reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...], block: int
+    reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: tuple[int, ...], block: int
 ) -> int:
     """Number of caches to build together: at least one.
 
@@ -118,17 +118,17 @@ def max_parallel_caches(
     if free is None:
         return 1
     each = max(
-        cache_bytes(reader, lane, ids, block) + activation_bytes(reader, lane, ids[:block])
-        for lane in lanes
+        cache_bytes(reader, sequence, ids, block) + activation_bytes(reader, sequence, ids[:block])
+        for sequence in sequences
     )
-    return max(1, min(len(lanes), int(free * USABLE_FRACTION) // each))
+    return max(1, min(len(sequences), int(free * USABLE_FRACTION) // each))
 
 
 def cache_bytes(
-    reader: PrefillReader, lane: PrefillSequence, ids: tuple[int, ...], block: int
+    reader: PrefillReader, sequence: PrefillSequence, ids: tuple[int, ...], block: int
 ) -> int:
     """Most bytes of a sequence's cache: budget and block, and a copy of one layer."""
-    spec, longest = reader.decoder.spec, lane.cache.next_position + len(ids)
+    spec, longest = reader.decoder.spec, sequence.cache.next_position + len(ids)
     layers: list[int] = []
     for layer in spec.layers:
         if layer.kv_source is not None:
@@ -139,9 +139,11 @@ def cache_bytes(
     return sum(layers) + max(layers)
 
 
-def activation_bytes(reader: PrefillReader, lane: PrefillSequence, block: tuple[int, ...]) -> int:
+def activation_bytes(
+    reader: PrefillReader, sequence: PrefillSequence, block: tuple[int, ...]
+) -> int:
     """Most activation bytes of a sequence's tokens in a forward pass."""
-    prompts = reader.planner.scorer.scratch(block, len(block), lane.prompts)
+    prompts = reader.planner.scorer.scratch(block, len(block), sequence.prompts)
     tokens = max(len(block), *(scratch.tokens for scratch in prompts), 0)
     spec = reader.decoder.spec
     width = max(layer.query_heads * layer.head_dim for layer in spec.layers)

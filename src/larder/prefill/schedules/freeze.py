@@ -57,29 +57,29 @@ class Freeze(Schedule):
         return Freezing(DEFAULT_SHARE if self.kept is None else self.kept)
 
     def steps(
-        self, reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]
+        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: tuple[int, ...]
     ) -> Steps[None]:
-        total = len(ids) * len(lanes)
-        for number, lane in enumerate(lanes):
-            yield from self._lane(reader, lane, ids)
-            reader.finish(lane)
+        total = len(ids) * len(sequences)
+        for number, sequence in enumerate(sequences):
+            yield from self._sequence_steps(reader, sequence, ids)
+            reader.finish(sequence)
             yield len(ids) * (number + 1), total
 
-    def _lane(
-        self, reader: PrefillReader, lane: PrefillSequence, ids: tuple[int, ...]
+    def _sequence_steps(
+        self, reader: PrefillReader, sequence: PrefillSequence, ids: tuple[int, ...]
     ) -> Steps[None]:
-        cache, rule = lane.cache, self.turn_rule.protecting(reader.planner.protect.sinks)
-        if not lane.turn_ends:  # no conversation, or a part of a turn: it may fill the budget
+        cache, rule = sequence.cache, self.turn_rule.protecting(reader.planner.protect.sinks)
+        if not sequence.turn_ends:  # no conversation, or a part of a turn: it may fill the budget
             frozen = [_frozen_entries(cache, layer) for layer in reader.quotas]
             rule = replace(rule, room=reader.tokens - sum(frozen) // max(1, len(frozen)))
         start, stop = cache.next_position, cache.next_position + len(ids)
-        ends = [end for end in sorted(set(lane.turn_ends)) if start < end < stop]
+        ends = [end for end in sorted(set(sequence.turn_ends)) if start < end < stop]
         edges = self._joined(reader, [start, *ends, stop])
         for first, end in pairwise(edges):
             own = rule.reader(reader, cache, end)
-            yield from read_then_plan(own, lane, ids[first - start : end - start])
+            yield from read_then_plan(own, sequence, ids[first - start : end - start])
             rule.trim(cache, reader.bound)
-            if end in lane.turn_ends:
+            if end in sequence.turn_ends:
                 rule.freeze(cache)
             yield None
 

@@ -64,7 +64,7 @@ class LayerwiseNarrowing(NarrowingSchedule):
         scoring_of("layerwise_narrowing", self.scorer)
 
     def read_steps(
-        self, reader: PrefillReader, lane: PrefillSequence, ids: tuple[int, ...]
+        self, reader: PrefillReader, sequence: PrefillSequence, ids: tuple[int, ...]
     ) -> Iterator[None]:
         spec, reader = reader.decoder.spec, scoring_reader(reader)
         managed = tuple(layer.index for layer in spec.managed)
@@ -78,7 +78,7 @@ class LayerwiseNarrowing(NarrowingSchedule):
             lambda layer, reached: shape.count(layer, reached, fall),
             self.scoring,
         )
-        yield from reader.read_narrowing_steps(lane, ids, choice.before, choice.observe)
+        yield from reader.read_narrowing_steps(sequence, ids, choice.before, choice.observe)
 
     def _fall(self, shape: NarrowingShape, num_tokens: int, budget: int) -> float:
         if num_tokens <= budget < WITHOUT_LIMIT:

@@ -61,7 +61,7 @@ class Narrowing(NarrowingSchedule):
         scoring_of("narrowing", self.scorer)
 
     def read_steps(
-        self, reader: PrefillReader, lane: PrefillSequence, ids: tuple[int, ...]
+        self, reader: PrefillReader, sequence: PrefillSequence, ids: tuple[int, ...]
     ) -> Iterator[None]:
         layer = layer_index(self.layer, reader.decoder.spec)
         count = max(self._count(len(ids)), largest_quota(reader, layer + 1))
@@ -73,7 +73,7 @@ class Narrowing(NarrowingSchedule):
             lambda _layer, _reached: count,
             self.scoring,
         )
-        yield from reader.read_narrowing_steps(lane, ids, choice.before, choice.observe)
+        yield from reader.read_narrowing_steps(sequence, ids, choice.before, choice.observe)
 
     def _count(self, num_tokens: int) -> int:
         """Tokens of a text that go deeper."""

@@ -58,15 +58,19 @@ class Parallel(Schedule):
                 )
 
     def steps(
-        self, reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]
+        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: tuple[int, ...]
     ) -> Steps[None]:
-        return Whole().steps(reader, lanes, ids)
+        return Whole().steps(reader, sequences, ids)
 
     def context_steps(
-        self, reader: PrefillReader, lane: PrefillSequence, text: ContextText, source: ChunkSource
+        self,
+        reader: PrefillReader,
+        sequence: PrefillSequence,
+        text: ContextText,
+        source: ChunkSource,
     ) -> Steps[ContextReuse]:
         check_chunkable(reader.decoder.spec, spell(self))
-        if lane.cache.cache_spec.form != self.cache_form:
+        if sequence.cache.cache_spec.form != self.cache_form:
             raise UsageError(
                 f"{spell(self)} cannot evict or recompute entries, because those of several "
                 "contexts have the same positions: write unlimited() behind it and nothing else, "
@@ -81,15 +85,15 @@ class Parallel(Schedule):
             is_known.append(found)
             done += len(own)
             yield done, total
-        lane.cache.allocate(len(text.prefix) + len(text.suffix))
+        sequence.cache.allocate(len(text.prefix) + len(text.suffix))
         if prefix is not None:
-            prefix.append_to(lane.cache)
-        self._hold(lane.cache, contexts)
-        reader.meter.observe([lane.cache], nbytes_of(contexts))
+            prefix.append_to(sequence.cache)
+        self._hold(sequence.cache, contexts)
+        reader.meter.observe([sequence.cache], nbytes_of(contexts))
         for start in range(0, len(text.suffix), BLOCK_TOKENS):
-            reader.append((lane,), text.suffix[start : start + BLOCK_TOKENS])
+            reader.append((sequence,), text.suffix[start : start + BLOCK_TOKENS])
             yield None
-        reader.finish(lane)
+        reader.finish(sequence)
         yield total, total
         return ContextReuse(tuple(map(len, text.contexts)), tuple(is_known))
 

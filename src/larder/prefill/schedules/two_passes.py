@@ -91,23 +91,23 @@ class TwoPasses(Schedule):
         return scoring_of("two_passes", self.scorer)
 
     def steps(
-        self, reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]
+        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: tuple[int, ...]
     ) -> Steps[None]:
-        total = len(ids) * len(lanes)
-        for number, lane in enumerate(lanes, start=1):
+        total = len(ids) * len(sequences)
+        for number, sequence in enumerate(sequences, start=1):
             count = self._count(reader, len(ids))
             if count < len(ids):
-                yield from self._lane(reader, lane, ids, count)
-                reader.finish(lane)
+                yield from self._sequence_steps(reader, sequence, ids, count)
+                reader.finish(sequence)
                 yield len(ids) * number, total
             else:
-                for step in Whole().steps(reader, [lane], ids):
+                for step in Whole().steps(reader, [sequence], ids):
                     yield step and (len(ids) * number, total)
 
-    def _lane(
-        self, reader: PrefillReader, lane: PrefillSequence, ids: tuple[int, ...], count: int
+    def _sequence_steps(
+        self, reader: PrefillReader, sequence: PrefillSequence, ids: tuple[int, ...], count: int
     ) -> Iterator[None]:
-        check_text(self, lane, ids)
+        check_text(self, sequence, ids)
         spec, reader = reader.decoder.spec, scoring_reader(reader)
         last = layer_index(self.layer, spec)
         managed = [layer.index for layer in spec.managed if layer.index <= last]
@@ -115,13 +115,13 @@ class TwoPasses(Schedule):
         chosen = scorer.scored_layers(reader.planner.calibration) or frozenset(
             managed[-1 - len(managed) * place // self.layers] for place in range(self.layers)
         )
-        search = TokenSearch(reader, lane, ids, chosen, self.scoring)
+        search = TokenSearch(reader, sequence, ids, chosen, self.scoring)
         yield from search.steps()
         widths = [int(word) for word in self.widths.split()]
         rows = found_tokens(search.scores, search.always, count, widths)
         del search
         yield
-        yield from reader.read_chosen_steps(lane, ids, rows)
+        yield from reader.read_chosen_steps(sequence, ids, rows)
 
     def _count(self, reader: PrefillReader, num_tokens: int) -> int:
         """Tokens that are read anew."""
@@ -150,15 +150,15 @@ class TokenSearch:
     def __init__(
         self,
         reader: PrefillReader,
-        lane: PrefillSequence,
+        sequence: PrefillSequence,
         ids: tuple[int, ...],
         layers: frozenset[int],
         scoring: ReducedScorer | None,
     ) -> None:
         quotas = {layer: own for layer, own in reader.quotas.items() if layer in layers}
         self._reader, self._ids, self._last = replace(reader, quotas=quotas), ids, max(layers)
-        self._lane = replace(lane, cache=lane.cache.fork())
-        self._original, self._scoring = lane.cache, scoring
+        self._sequence = replace(sequence, cache=sequence.cache.fork())
+        self._original, self._scoring = sequence.cache, scoring
         self._by_layer: dict[int, Float[Tensor, " Q"]] = {}
         self.always: Bool[Tensor, " Q"] = torch.zeros(len(ids), dtype=torch.bool)
 
@@ -182,11 +182,11 @@ class TokenSearch:
         observed = max(BLOCK_TOKENS, scorer.protected_tokens().last)
         first = 0 if planner.observes_whole_text else max(0, len(self._ids) - observed)
         for block in split_blocks(self._ids[:first], BLOCK_TOKENS):
-            self._reader.append_chosen(self._lane, block, self._before)
+            self._reader.append_chosen(self._sequence, block, self._before)
             yield
         rest = self._ids[first:]
         yield from self._reader.score_steps(
-            self._lane, rest, self._ids, self._before, self._observe, scorer
+            self._sequence, rest, self._ids, self._before, self._observe, scorer
         )
 
     def _before(self, layer: int, positions: Tensor) -> Int64[Tensor, " N"] | None:

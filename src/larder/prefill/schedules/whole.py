@@ -24,34 +24,34 @@ class Whole(Schedule):
     """Prefill with one plan, after all tokens are read."""
 
     def steps(
-        self, reader: PrefillReader, lanes: Sequence[PrefillSequence], ids: tuple[int, ...]
+        self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: tuple[int, ...]
     ) -> Steps[None]:
-        total = len(ids) * len(lanes)
-        for number, lane in enumerate(lanes):
-            yield from read_then_plan(reader, lane, ids)
-            reader.finish(lane)
+        total = len(ids) * len(sequences)
+        for number, sequence in enumerate(sequences):
+            yield from read_then_plan(reader, sequence, ids)
+            reader.finish(sequence)
             yield len(ids) * (number + 1), total
 
 
 def read_then_plan(
-    reader: PrefillReader, lane: PrefillSequence, ids: tuple[int, ...]
+    reader: PrefillReader, sequence: PrefillSequence, ids: tuple[int, ...]
 ) -> Steps[None]:
     """Read tokens into one sequence, in large blocks, with one plan behind them."""
-    start = lane.cache.next_position
+    start = sequence.cache.next_position
     scorer = reader.planner.scorer
     observed = max(BLOCK_TOKENS, scorer.protected_tokens().last)  # these always stay
     last = 0 if reader.planner.observes_whole_text else max(0, len(ids) - observed)
-    lane.cache.allocate(len(ids))
-    images = lane.images.within(start, start + len(ids))
+    sequence.cache.allocate(len(ids))
+    images = sequence.images.within(start, start + len(ids))
     first, last = 0, images.border(last, 0)
     if last == len(ids):  # the image ends the text
         last = 0
     while first < last:
         cut = images.border(min(first + BLOCK_TOKENS, last), first)
-        reader.append((lane,), ids[first:cut])
+        reader.append((sequence,), ids[first:cut])
         first = cut
         yield None
-    yield from reader.read_and_evict_steps((lane,), ids[last:], ids, start)
+    yield from reader.read_and_evict_steps((sequence,), ids[last:], ids, start)
 
 
 Part = Whole

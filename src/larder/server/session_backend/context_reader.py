@@ -53,8 +53,8 @@ class ContextReader:
         # The question and the end of the template follow the last context.
         text = replace(text, suffix=text.suffix[:-1])
         reader = session.rule.reader(len(ids))
-        lane, source = PrefillSequence(cache, {}), self._contexts.source(session.tenant)
-        reuse = yield from schedule.context_steps(reader, lane, text, source)
+        sequence, source = PrefillSequence(cache, {}), self._contexts.source(session.tenant)
+        reuse = yield from schedule.context_steps(reader, sequence, text, source)
         session.residency.cached_ids.extend(ids[:-1])
         job.counts.cached = reuse.cached_tokens
         job.counts.recomputed = reuse.recomputed_tokens
