@@ -163,6 +163,18 @@ class Entries:
         """Packed numbers of a ledger column."""
         return self.pack(self.columns[name])
 
+    def packed_columns(self) -> Float[Tensor, "n T"]:
+        """Packed numbers of all ledger columns, in order."""
+        if not self.columns:
+            return torch.zeros(0, sum(self.lengths), device=self.positions.device)
+        return torch.stack([self.column(name) for name in self.columns])
+
+    def packed_grades(self) -> Int8[Tensor, " T"]:
+        """Packed grades of all entries, in host memory."""
+        if not len(self.grades):
+            return torch.zeros(sum(self.lengths), dtype=torch.int8)
+        return self.pack(self.grades).cpu()
+
     def pack(self, stored: Shaped[Tensor, "C *rest"]) -> Shaped[Tensor, "T *rest"]:
         """Packed rows of a tensor with one row per storage row, head by head."""
         if stored.dim() == 1 and stored.device.type == "cpu" and stored.dtype in NUMPY_DTYPES:

@@ -79,13 +79,13 @@ class GradedTiers:
             numbers[summed] = sums[found].to(dtype)
         return numbers
 
-    def shown(self) -> Entries:
+    def as_entries(self) -> Entries:
         """Copy of all entries by head, then position; dequantized on first access."""
         order, device = self.places.order, self.finest.keys.device
         counts = torch.bincount(self.places.heads, minlength=len(self.finest.lengths))
         return LazyEntries.of(
             self.finest.keys[:0],
-            self._everything,
+            self._decode_all,
             self.places.positions[order].int().to(device),
             tuple(counts.tolist()),
             dict(zip(self.finest.columns, self._columns()[:, order.to(device)], strict=True)),
@@ -93,12 +93,12 @@ class GradedTiers:
             self.places.grades[order].to(device),
         )
 
-    def _everything(self, side: KVSide) -> Float[Tensor, "T D"]:
+    def _decode_all(self, side: KVSide) -> Float[Tensor, "T D"]:
         """All keys or all values in packed order, in the cache's dtype."""
         parts = self.places.order.split(CODING_CHUNK)
         return torch.cat([self._numbers(part, side).to(self.finest.keys.dtype) for part in parts])
 
-    def noted(
+    def with_columns(
         self, columns: Mapping[str, Float[Tensor, " _"]], ledger: Ledger
     ) -> list[Float[Tensor, "n _"]]:
         """All columns of each tier, some replaced by one number per packed entry."""
@@ -106,7 +106,7 @@ class GradedTiers:
         sizes = [sum(self.finest.lengths), *(len(tier) for tier in self.coded)]
         return [part.clone() for part in held.split(sizes, dim=1)]
 
-    def folded(self, plan: Plan) -> GradedTiers:
+    def with_merges(self, plan: Plan) -> GradedTiers:
         """Snapshot with the merged entries of a plan.
 
         Raises:
@@ -117,7 +117,7 @@ class GradedTiers:
         device = self.finest.keys.device
         return replace(self, sums=merge_by_place(plan, self.places.order, self.numbers, device))
 
-    def summed(self, sums: MergedEntries) -> GradedTiers:
+    def with_merged(self, sums: MergedEntries) -> GradedTiers:
         """Snapshot with merged entries, given by packed index."""
         if not len(sums.targets):
             return self
@@ -126,7 +126,7 @@ class GradedTiers:
         merged = MergedEntries(places.to(turn.device), sums.keys[turn], sums.values[turn])
         return replace(self, sums=merged)
 
-    def own(
+    def finest_change(
         self, plan: Plan, kept: Int64[Tensor, " T"], grades: Int8[Tensor, " T"], ledger: Ledger
     ) -> tuple[Plan, MergedEntries, InsertedEntries | None]:
         """Plan, merged entries and inserted entries of the finest tier.
@@ -152,7 +152,7 @@ class GradedTiers:
         positions = self.places.positions[places].int().to(keys.device)
         return InsertedEntries(self.places.heads[places], keys, values, positions, held)
 
-    def after(
+    def quantized_after(
         self,
         kept: Int64[Tensor, " T"],
         grades: Int8[Tensor, " T"],
@@ -235,10 +235,8 @@ class GradedTiers:
             changed: columns that have new numbers at some places.
         """
         device = self.finest.keys.device
-        size = sum(self.finest.lengths)
-        own = [self.finest.column(name) for name in self.finest.columns]
-        finest = torch.stack(own) if own else torch.zeros(0, size, device=device)
-        held = torch.cat([finest, *(tier.columns for tier in self.coded)], dim=1)
+        tiers = (tier.columns for tier in self.coded)
+        held = torch.cat([self.finest.packed_columns(), *tiers], dim=1)
         for name, numbers in changed.items():
             held[ledger.columns.index(name), places.to(device)] = numbers.to(held)
         return held

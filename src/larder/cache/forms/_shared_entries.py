@@ -127,15 +127,15 @@ class SharedEntries:
         numbers[side][:, rows] = columns
         return replace(self, held=held, columns=numbers)._selected(held.any(0).nonzero().flatten())
 
-    def joined(self, sheet: SharingCandidates, weight: float) -> SharedEntries:
+    def joined(self, candidates: SharingCandidates, weight: float) -> SharedEntries:
         """Shared entries with more rows, which both layers hold.
 
         Args:
             weight: of the upper layer's direction.
         """
-        pairs = sheet.keys, sheet.values
+        pairs = candidates.keys, candidates.values
         keys, values = (slerp(*pair, weight) for pair in pairs)
-        coming = EncodingBatch(keys, values, sheet.positions, sheet.heads.long().cpu())
+        coming = EncodingBatch(keys, values, candidates.positions, candidates.heads.long().cpu())
         held = self.heads.long() * HEAD_STRIDE + self.positions
         directions, order, factors = self.directions.joined(held, coming)
         norms = torch.stack(
@@ -144,10 +144,10 @@ class SharedEntries:
         return SharedEntries(
             directions,
             torch.cat([self.norms, norms], dim=2)[..., order] * factors,
-            torch.cat([self.heads, sheet.heads])[order],
-            torch.cat([self.positions, sheet.positions])[order],
-            torch.cat([self.held, self.held.new_ones(2, len(sheet.heads))], dim=1)[:, order],
-            torch.cat([self.columns, sheet.columns], dim=2)[..., order],
+            torch.cat([self.heads, candidates.heads])[order],
+            torch.cat([self.positions, candidates.positions])[order],
+            torch.cat([self.held, self.held.new_ones(2, len(candidates.heads))], dim=1)[:, order],
+            torch.cat([self.columns, candidates.columns], dim=2)[..., order],
         )
 
     def tensors(self) -> dict[str, Tensor]:

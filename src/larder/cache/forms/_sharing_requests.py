@@ -67,9 +67,7 @@ def sharing_candidates(
         there = rows.to(entries.keys.device)
         keys.append(entries.pack(entries.keys)[there])
         values.append(entries.pack(entries.values)[there])
-        own = [entries.column(name)[there] for name in entries.columns]
-        nothing = entries.keys.new_zeros(0, len(rows)).float()
-        columns.append(torch.stack(own) if own else nothing)
+        columns.append(entries.packed_columns()[:, there])
     device, counts = held[0].keys.device, torch.tensor(held[0].lengths)
     heads = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int16), counts)
     positions = held[0].packed_positions()[lower.to(device)].int()
@@ -82,13 +80,13 @@ def sharing_candidates(
     )
 
 
-def similar_directions(sheet: SharingCandidates, apart: float) -> Bool[Tensor, " N"]:
+def similar_directions(candidates: SharingCandidates, apart: float) -> Bool[Tensor, " N"]:
     """Mask of the entries to share: not those in the upper part of the range of angles.
 
     Keys and values both count. A single entry, or entries of equal angles, are all shared.
     """
-    alike = torch.ones(len(sheet.heads), dtype=torch.bool, device=sheet.keys[0].device)
-    for lower, upper in (sheet.keys, sheet.values):
+    alike = torch.ones(len(candidates.heads), dtype=torch.bool, device=candidates.keys[0].device)
+    for lower, upper in (candidates.keys, candidates.values):
         angle = angles(lower, upper)
         if len(angle):
             least, most = angle.min(), angle.max()

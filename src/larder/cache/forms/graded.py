@@ -99,7 +99,7 @@ class GradedLayer(MixedLayer):
             return
         tiers = self._tiers()
         check_columns(columns, self._ragged.ledger, len(tiers.places.order))
-        noted = tiers.noted(columns, self._ragged.ledger)
+        noted = tiers.with_columns(columns, self._ragged.ledger)
         self._ragged.note_packed(noted[0])
         pairs = zip(self._coded, noted[1:], strict=True)
         self._hold(tuple(replace(tier, columns=own) for tier, own in pairs))
@@ -110,7 +110,7 @@ class GradedLayer(MixedLayer):
             tiers = self._tiers()
             order = tiers.places.order
             kept = order[tiers.places.positions[order] < length]
-            coded = tiers.after(kept, tiers.places.grades[kept])
+            coded = tiers.quantized_after(kept, tiers.places.grades[kept])
         self._ragged.truncate(length)
         self._hold(coded)
 
@@ -118,7 +118,7 @@ class GradedLayer(MixedLayer):
         finest = self._ragged.entries()
         if not self._has_coded:
             return finest
-        return self._tiers().shown()
+        return self._tiers().as_entries()
 
     @property
     def coded_bytes(self) -> int:
@@ -193,7 +193,7 @@ class GradedLayer(MixedLayer):
         """
         self._ragged.check_numbers(plan)
         check_channels(plan, self.layer)
-        return self._changed(plan, self._tiers().folded(plan))
+        return self._changed(plan, self._tiers().with_merges(plan))
 
     def _changed(
         self, plan: Plan, tiers: GradedTiers
@@ -202,8 +202,8 @@ class GradedLayer(MixedLayer):
         kept = tiers.places.order[plan.kept.cpu()]
         grades = check_grades(plan, tiers.grades[kept], len(self._coded))
         ledger = self._ragged.ledger
-        coded = tiers.after(kept, grades, plan.channels, plan.columns, ledger)
-        return coded, *tiers.own(plan, kept, grades, ledger)
+        coded = tiers.quantized_after(kept, grades, plan.channels, plan.columns, ledger)
+        return coded, *tiers.finest_change(plan, kept, grades, ledger)
 
     def _change_own(
         self,
@@ -217,7 +217,7 @@ class GradedLayer(MixedLayer):
         Args:
             sums: merged entries, by packed index.
         """
-        coded, own, merged, coming = self._changed(plan, self._tiers().summed(sums))
+        coded, own, merged, coming = self._changed(plan, self._tiers().with_merged(sums))
         change(self._ragged, own, merged, join_inserted(coming, arrivals))
         self._replace(coded)
 

@@ -80,7 +80,7 @@ class PairedLayer(GradedLayer):
         codecs: Sequence[Codec] = (),
     ) -> None:
         self.side = side
-        self.wished = SharingRequest.none()
+        self.requested = SharingRequest.none()
         like = torch.empty(0, layer.head_dim, dtype=dtype, device=device)
         shared = SharedEntries.nothing(like, len(ledger.columns), next(iter(codecs), None))
         self._pair = LayerPair(shared, pairing)
@@ -100,7 +100,7 @@ class PairedLayer(GradedLayer):
         link_pairs(layers)
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
-        self.wished = SharingRequest.none()  # rows move
+        self.requested = SharingRequest.none()  # rows move
         super().append(keys, values, positions)
 
     def apply(self, plan: Plan) -> None:
@@ -123,7 +123,7 @@ class PairedLayer(GradedLayer):
         self._pair.replace_shared(shared.select(self.side, rows, held[:, order.own :]))
 
     def truncate(self, length: int) -> None:
-        self.wished = SharingRequest.none()
+        self.requested = SharingRequest.none()
         super().truncate(length)
         shared = self._pair.shared
         rows = shared.rows(self.side)
@@ -218,9 +218,7 @@ class PairedLayer(GradedLayer):
     @property
     def own_grades(self) -> Int8[Tensor, " T"]:
         """Grades of the own entries, in host memory."""
-        own = self.own
-        exact = torch.zeros(sum(own.lengths), dtype=torch.int8)
-        return own.grades.cpu().clone() if len(own.grades) else exact
+        return self.own.packed_grades()
 
     @property
     def coded(self) -> SharingRequest:
@@ -233,15 +231,15 @@ class PairedLayer(GradedLayer):
         """True if there is a codec."""
         return len(self._coded) > 0
 
-    def settle(self, rows: Int64[Tensor, " N"], change: PlanCarrier) -> None:
+    def remove_shared(self, rows: Int64[Tensor, " N"], change: PlanCarrier) -> None:
         """Remove own entries, given as packed rows, that are shared from now on.
 
         Other ones that were requested to be shared are quantized, if there is a codec.
         """
-        grades = self.own_grades
+        grades = self.own_grades.clone()
         if self.is_coded:
-            grades[self.wished.rows] = 1
-        self.wished = SharingRequest.none()
+            grades[self.requested.rows] = 1
+        self.requested = SharingRequest.none()
         keep = torch.ones(len(grades), dtype=torch.bool)
         keep[rows] = False
         plan = Plan.from_mask(keep, super().lengths)
@@ -299,11 +297,8 @@ class PairedLayer(GradedLayer):
             changed: numbers of the entries at `places`, by default all in packed order.
         """
         own, shared = self.own, self._pair.shared
-        columns = [own.column(name) for name in own.columns]
-        nothing = own.empty_like.new_zeros(0, order.own, dtype=torch.float32)
-        finest = torch.stack(columns) if columns else nothing
         theirs = shared.columns[self.side][:, shared.rows(self.side)]
-        held = torch.cat([finest, theirs], dim=1)
+        held = torch.cat([own.packed_columns(), theirs], dim=1)
         there = (order.places if places is None else places).to(held.device)
         for name, numbers in changed.items():
             held[self._ragged.ledger.columns.index(name), there] = numbers.to(held)
@@ -363,9 +358,9 @@ class PairedLayer(GradedLayer):
         self._change_own(rest, sums.among(rest.kept), change, arrivals)
         self.replaced_bytes += shared.nbytes
         self._pair.replace_shared(left)
-        wished = ((grades[mine] > 0) & (before[mine] == 0)).nonzero().flatten()
-        places = kept[mine][wished]
-        self.wished = SharingRequest(wished, order.ranks[places])
+        requested = ((grades[mine] > 0) & (before[mine] == 0)).nonzero().flatten()
+        places = kept[mine][requested]
+        self.requested = SharingRequest(requested, order.ranks[places])
         if self.side == UPPER:
             self._pair.share_requested(change)
 
@@ -414,22 +409,22 @@ class LayerPair:
         chosen = self._chosen(halves)
         shared = self.shared
         if len(chosen[0]):
-            sheet = sharing_candidates((halves[LOWER].own, halves[UPPER].own), *chosen)
-            shared = shared.joined(sheet, self.pairing.weight)
+            candidates = sharing_candidates((halves[LOWER].own, halves[UPPER].own), *chosen)
+            shared = shared.joined(candidates, self.pairing.weight)
         for half, rows in zip(halves, chosen, strict=True):
-            if len(rows) or (half.is_coded and len(half.wished.rows)):
-                half.settle(rows, change)
+            if len(rows) or (half.is_coded and len(half.requested.rows)):
+                half.remove_shared(rows, change)
         self.replace_shared(shared)
 
     def _chosen(
         self, halves: tuple[PairedLayer, PairedLayer]
     ) -> tuple[Int64[Tensor, " N"], Int64[Tensor, " N"]]:
         """Rows, in either layer, of the entries to share."""
-        found = requested_by_both(halves[0].wished, halves[1].wished)
+        found = requested_by_both(halves[0].requested, halves[1].requested)
         if not len(found[0]):
             return found
-        sheet = sharing_candidates((halves[LOWER].own, halves[UPPER].own), *found)
-        alike = similar_directions(sheet, self.pairing.apart).cpu()
+        candidates = sharing_candidates((halves[LOWER].own, halves[UPPER].own), *found)
+        alike = similar_directions(candidates, self.pairing.apart).cpu()
         chosen = found[0][alike], found[1][alike]
         if not halves[0].is_coded:
             return chosen
@@ -452,8 +447,8 @@ class LayerPair:
         excess = len(lower) - int(self.pairing.apart * total)
         if excess <= 0:
             return chosen
-        sheet = sharing_candidates((halves[LOWER].own, halves[UPPER].own), lower, upper)
-        spread = angles(*sheet.keys) + angles(*sheet.values)
+        candidates = sharing_candidates((halves[LOWER].own, halves[UPPER].own), lower, upper)
+        spread = angles(*candidates.keys) + angles(*candidates.values)
         nearest = spread.argsort()[:excess].cpu()
         pairs = zip(chosen, (lower[nearest], upper[nearest]), strict=True)
         rows, others = (torch.cat(pair).sort().values for pair in pairs)

@@ -327,10 +327,7 @@ class ResidualLayer(MixedLayer):
     def _exact_columns(self) -> Float[Tensor, "n K E"]:
         """Ledger columns of the exact tokens."""
         exact, heads = self._ragged.entries(), self.layer.kv_heads
-        rows = [exact.column(name).view(heads, -1) for name in self._ragged.ledger.columns]
-        return (
-            torch.stack(rows) if rows else self._tier.columns.new_zeros(0, heads, exact.lengths[0])
-        )
+        return exact.packed_columns().unflatten(1, (heads, exact.lengths[0]))
 
     def _columns(self) -> Float[Tensor, "n K T"]:
         """Ledger columns of the exact tokens, then of the coded ones."""

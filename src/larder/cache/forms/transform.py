@@ -265,7 +265,7 @@ class TransformLayer(MixedLayer):
             plan = self.fit_plans([self], {0: plan})[0]
         step = plan.step or self._tier.step
         held, order = self.entries(), self._order()
-        sums = merge_entries(plan, held) if len(plan.folds) else no_merges(held.keys)
+        sums = merge_entries(plan, held)
         grades = self._new_grades(plan, held, sums)
         if bool(grades.any()) and not step:
             raise CacheError(
@@ -318,12 +318,7 @@ class TransformLayer(MixedLayer):
 
     def _new_grades(self, plan: Plan, entries: Entries, sums: MergedEntries) -> Int8[Tensor, " T"]:
         """Grade of each kept entry after a plan: of coded entries never a finer one."""
-        former = (
-            entries.grades.cpu()
-            if len(entries.grades)
-            else torch.zeros(sum(entries.lengths)).char()
-        )
-        former = former.index_fill(0, sums.targets.cpu(), 0)[plan.kept.cpu()]
+        former = entries.packed_grades().index_fill(0, sums.targets.cpu(), 0)[plan.kept.cpu()]
         if not len(plan.grades):
             return former
         wanted = plan.grades.cpu()
@@ -340,11 +335,7 @@ class TransformLayer(MixedLayer):
     ) -> TransformedTier:
         """Coded tier after a plan; the same one if nothing of it changes."""
         coded = plan.kept.cpu()[grades > 0]
-        before = (
-            entries.grades.cpu()
-            if len(entries.grades)
-            else torch.zeros(sum(entries.lengths)).char()
-        )
+        before = entries.packed_grades()
         is_same = (
             len(coded) == len(self._tier) and step == self._tier.step and not len(sums.targets)
         )
@@ -358,11 +349,10 @@ class TransformLayer(MixedLayer):
     def _planned_columns(self, plan: Plan, entries: Entries) -> Float[Tensor, "n T"]:
         """Ledger columns of the kept entries after a plan."""
         self._ragged.check_numbers(plan)
-        names, kept = self._ragged.ledger.columns, plan.kept
-        rows = [plan.columns[n] if n in plan.columns else entries.column(n)[kept] for n in names]
-        return (
-            torch.stack([row.float().cpu() for row in rows]) if rows else torch.zeros(0, len(kept))
-        )
+        columns = entries.packed_columns().cpu()[:, plan.kept.cpu()]
+        for name, numbers in plan.columns.items():
+            columns[self._ragged.ledger.columns.index(name)] = numbers.float().cpu()
+        return columns
 
     def component_batch(
         self,
@@ -423,8 +413,7 @@ class TransformLayer(MixedLayer):
         if int(counts.max()) < min(GENERATED_BLOCK, spec.block):
             return
         packed = behind.nonzero().flatten()
-        rows = [exact.column(name).cpu()[packed] for name in self._ragged.ledger.columns]
-        columns = torch.stack(rows) if rows else torch.zeros(0, len(packed))
+        columns = exact.packed_columns().cpu()[:, packed]
         tiers = torch.zeros(len(packed), dtype=torch.int8)
         batch = self.component_batch(exact, packed, tiers, columns, no_merges(exact.keys))
         tier = self._tier.extended(self._encoded(batch))
@@ -462,10 +451,7 @@ class TransformLayer(MixedLayer):
 
     def _columns(self) -> Float[Tensor, "n T"]:
         """Ledger columns of the exact entries, then of the coded ones."""
-        exact = self._ragged.entries()
-        rows = [exact.column(name).cpu() for name in self._ragged.ledger.columns]
-        own = torch.stack(rows) if rows else torch.zeros(0, sum(exact.lengths))
-        return torch.cat([own, self._tier.columns], 1)
+        return torch.cat([self._ragged.entries().packed_columns().cpu(), self._tier.columns], 1)
 
     def _hold(self, tier: TransformedTier) -> None:
         self._tier = tier
