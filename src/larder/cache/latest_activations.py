@@ -72,10 +72,10 @@ class LatestActivations:
 
     def release_state(self, place: torch.device) -> dict[str, Tensor]:
         """All tensors, moved to device `place`; the object is empty afterwards."""
-        handed = {name: tensor.to(place) for name, tensor in self.state().items()}
+        moved = {name: tensor.to(place) for name, tensor in self.state().items()}
         self.tail = torch.empty(0)
         self._hold({})
-        return handed
+        return moved
 
     @classmethod
     def restore(

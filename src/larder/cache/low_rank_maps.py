@@ -48,7 +48,7 @@ class LowRankMaps:
 
     @cached_property
     def digest(self) -> str:
-        """Short digest of the numbers, which tells one training from another."""
+        """Short digest of the numbers, which identifies a training."""
         return tensors_digest(self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from larder.core.images import Span
 from larder.core.types import Keys, Mode, Positions, Queries, Values
@@ -57,16 +57,20 @@ class NewTokens:
 
     def split(self, count: int) -> tuple[NewTokens, NewTokens]:
         """The first `count` tokens as one text, and the others with their sections and spans."""
-        first, rest = slice(None, count), slice(count, None)
-        sides = self.queries, self.keys, self.values
+        queries, keys, values = self.queries, self.keys, self.values
         return (
-            NewTokens(*(side[:, first] for side in sides), self.positions[first], self.mode),
             NewTokens(
-                *(side[:, rest] for side in sides),
-                self.positions[rest],
+                queries[:, :count],
+                keys[:, :count],
+                values[:, :count],
+                self.positions[:count],
                 self.mode,
-                self.sections,
-                self.shift,
-                self.bidirectional,
+            ),
+            replace(
+                self,
+                queries=queries[:, count:],
+                keys=keys[:, count:],
+                values=values[:, count:],
+                positions=self.positions[count:],
             ),
         )

@@ -372,12 +372,12 @@ class SequenceCache:
         """All tensors, moved layer by layer to device `place`; the cache is empty afterwards."""
         self._check()
         try:
-            handed = move_state(self._stores, self.cache_spec, self.spec, place)
+            moved = move_state(self._stores, self.cache_spec, self.spec, place)
         finally:
             self._link_layers()
         recurrent, self.recurrent = self.recurrent.to(place), NO_STATE
         places = {name: own.to(place) for name, own in self.model_positions.state().items()}
-        return handed | self.latest.release_state(place) | recurrent.state() | places
+        return moved | self.latest.release_state(place) | recurrent.state() | places
 
     def _link_layers(self) -> None:
         """Link the layers with each other, and count their memory for the sequence."""

@@ -38,20 +38,20 @@ def move_state(
 
     At most one layer is held twice. On an interruption the layers are restored, but not linked.
     """
-    handed: dict[str, Tensor] = {}
+    moved: dict[str, Tensor] = {}
     given: list[int] = []
     try:
         for index, store in enumerate(stores):
             own = store.state()
-            handed |= {f"{index}.{name}": own[name].to(place) for name in own}
+            moved |= {f"{index}.{name}": own[name].to(place) for name in own}
             stores[index] = create_layer(store.layer, spec, makeup)
             given.append(index)
     except BaseException:
         for index in given:
             empty = stores[index]
-            stores[index] = empty.adopted(_layer_state(handed, index, empty, spec))
+            stores[index] = empty.adopted(_layer_state(moved, index, empty, spec))
         raise
-    return handed
+    return moved
 
 
 def restore_layers(

@@ -67,7 +67,7 @@ class TrainedTables(ABC):
 
     @cached_property
     def digest(self) -> str:
-        """Short digest of the numbers, which tells one training from another."""
+        """Short digest of the numbers, which identifies a training."""
         return tensors_digest(self.tensors().values())
 
     def save(self, path: Path, card: Mapping[str, str]) -> None:

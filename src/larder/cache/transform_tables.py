@@ -65,7 +65,7 @@ class TransformTables:
 
     @cached_property
     def digest(self) -> str:
-        """Short digest of the numbers, which tells one calibration from another."""
+        """Short digest of the numbers, which identifies a calibration."""
         own = (self.forward, self.mean, self.deviation)
         return tensors_digest((*own, self.levels) if self.levels.numel() else own)
 

@@ -78,7 +78,7 @@ class Question:
         sources: number of passages that hold the needed facts; None where unknown.
         scorer: name of the data set's own scorer in the benchmark; empty for the usual scores.
         classes: possible answers, where the data set scores by classification.
-        answer_prefix: beginning of the answer, given to the model; `answer` goes on from there.
+        answer_prefix: beginning of the answer, given to the model; `answer` continues it.
 
     Examples:
         >>> Question("What is the cat called?", "Minka", answer_prefix="The cat is").prefixed_answer

@@ -138,6 +138,10 @@ class SteppedSegments(NamedTuple):
     segments: list[int]
     out: Float[Tensor, "H N D"]
 
+    def by_segment(self) -> dict[int, Queries]:
+        """Attention of each segment."""
+        return dict(zip(self.segments, self.out.split(1, 1), strict=True))
+
 
 @runtime_checkable
 class LayerAttention(Protocol):

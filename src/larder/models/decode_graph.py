@@ -112,7 +112,7 @@ class ObservedStep:
 
 
 class GraphContractError(LarderError):
-    """A call that would not be repeated by a graph as it runs by itself."""
+    """Call that a graph would not repeat as it runs without one."""
 
 
 @dataclass

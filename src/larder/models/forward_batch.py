@@ -60,12 +60,18 @@ class BatchSegment:
 
     @property
     def section_lengths(self) -> tuple[int, ...]:
+        """Lengths of the sections, which is one where none are given."""
         return self.sections or (len(self.ids),)
 
     def positions(self) -> list[int]:
         """True positions of `ids`; every section starts at the cache's next one plus `shift`."""
         start = self.cache.next_position + self.shift
         return [start + offset for part in self.section_lengths for offset in range(part)]
+
+    def all_positions(self) -> list[int]:
+        """True positions of all tokens that the model computes, re-read ones included."""
+        stop = self.reread_start + len(self.reread_ids)
+        return [*range(self.reread_start, stop), *self.positions()]
 
     @property
     def num_tokens(self) -> int:
@@ -117,13 +123,7 @@ class ForwardBatch:
         # Activations of layers whose entries later layers still read, by segment and layer.
         self._waiting: dict[tuple[int, int], LayerActivations] = {}
         self._plans = [segment.cache.plans for segment in segments]
-        again = [
-            range(segment.reread_start, segment.reread_start + len(segment.reread_ids))
-            for segment in segments
-        ]
-        self._places = [
-            [*old, *segment.positions()] for old, segment in zip(again, segments, strict=True)
-        ]
+        self._places = [segment.all_positions() for segment in segments]
         # Tokens of each segment that the present layers take.
         self.widths = [segment.num_tokens for segment in segments]
         packed = device_tensor([place for own in self._places for place in own], device)
@@ -131,10 +131,9 @@ class ForwardBatch:
         self._positions = {device: list(packed.split(self.widths))}
         self._device = device
         self._firsts = [0, *accumulate(self.widths)]  # place of each segment's first token
+        is_append = mode is Mode.APPEND
         # Segments that append one token.
-        self._steps = [n for n, width in enumerate(self.widths) if width == 1]
-        if mode is not Mode.APPEND:
-            self._steps = []
+        self._steps = [n for n, width in enumerate(self.widths) if is_append and width == 1]
         # Storages of layers to which segments have not attended yet.
         self._storages: dict[int, list[StepStorage | None]] = {}
         self._paged = self._steps_over_pages()
@@ -160,7 +159,7 @@ class ForwardBatch:
         return sum(segment.num_tokens for segment in self.segments)
 
     def positions(self) -> Int[Tensor, "*axes 1 Q"]:
-        """`position_ids` of all tokens: true ones, or in A numbers where a cache knows those."""
+        """`position_ids` of all tokens: true ones, or in A numbers where a cache holds those."""
         if all(segment.cache.model_positions.are_true for segment in self.segments):
             return torch.cat(self._positions[self._device])[None]
         parts = [self._model_positions(index) for index in range(len(self.segments))]
@@ -218,35 +217,37 @@ class ForwardBatch:
         queries = inputs.queries
         if inputs.temperature is not None:
             queries = inputs.queries_at(torch.cat(self._positions_on(queries.device)))
-        keys, values = inputs.keys, inputs.values
-        stepped = None if self._paged is None else self._paged.attend(layer, queries, keys, values)
+        sides = queries, inputs.keys, inputs.values
+        stepped = None if self._paged is None else self._paged.attend(layer, *sides)
         if stepped is None:
-            stepped = self._attend_steps(layer, queries, keys, values)
+            stepped = self._attend_steps(layer, *sides)
         if stepped is not None and len(stepped.segments) == len(self.segments):
-            self._observe_all(layer, queries, keys, values)
+            self._observe_all(layer, *sides)
             return stepped.out
+        done = {} if stepped is None else stepped.by_segment()
         outs: list[Queries] = []
-        taken = {} if stepped is None else {own: n for n, own in enumerate(stepped.segments)}
-        places_of = self._positions_on(queries.device)
-        sides = (side.split(self.widths, 1) for side in (queries, keys, values))
-        for index, (own, new_keys, new_values) in enumerate(zip(*sides, strict=True)):
-            if stepped is not None and index in taken:
-                outs.append(stepped.out[:, taken[index], None])
-            else:
-                segment = self.segments[index]
-                new = NewTokens(
-                    own,
-                    new_keys,
-                    new_values,
-                    places_of[index],
-                    self.mode,
-                    segment.sections,
-                    segment.shift,
-                    segment.images.bidirectional,
-                )
-                outs.append(segment.cache.attend(layer, new, len(segment.reread_ids)))
-            self._observe(index, layer, own, new_keys, new_values)
+        parts = (side.split(self.widths, 1) for side in sides)
+        for index, own in enumerate(zip(*parts, strict=True)):
+            outs.append(done[index] if index in done else self._attend_segment(layer, index, *own))
+            self._observe(index, layer, *own)
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+
+    def _attend_segment(
+        self, layer: int, index: int, queries: Queries, keys: Keys, values: Values
+    ) -> Queries:
+        """Attention of one segment, by its own cache."""
+        segment = self.segments[index]
+        new = NewTokens(
+            queries,
+            keys,
+            values,
+            self._positions_on(queries.device)[index],
+            self.mode,
+            segment.sections,
+            segment.shift,
+            segment.images.bidirectional,
+        )
+        return segment.cache.attend(layer, new, len(segment.reread_ids))
 
     def _step_layers(self, layer: int) -> list[CacheLayer]:
         """Layer of the caches of all segments that append one token."""
@@ -261,7 +262,7 @@ class ForwardBatch:
         """Storages of all layers, by layer and segment; None where layers attend one by one.
 
         That is where a segment does not append one token, or is not stored plainly in that type of
-        numbers. Whoever appends to all of them calls `finish_steps`.
+        numbers. A caller that appends to all of them calls `finish_steps` next.
         """
         is_alone = len(self._steps) < len(self.segments) or self._paged is not None
         if is_alone or self._spec.last_readers:
@@ -326,7 +327,7 @@ class ForwardBatch:
         return SteppedSegments(segments, out.to(queries.dtype))
 
     def _observe_all(self, layer: int, queries: Queries, keys: Keys, values: Values) -> None:
-        """Report a layer of every segment, unless nobody listens."""
+        """Report a layer of every segment, if there is an observer or a later reader."""
         if self._observer is None and not self.captured and not self._spec.last_readers:
             return
         if len(self.segments) == 1:

@@ -1,4 +1,4 @@
-"""Entries of one model used by another of the same shape, with a range of layers read anew.
+"""Entries of one model used by another of the same shape, with a range of layers computed again.
 
 Liu et al., "DroidSpeak: KV Cache Sharing for Cross-LLM Communication and Multi-LLM Serving" (2024),
 arXiv:2411.02820. Models that were tuned from one base have caches that differ in few layers. A text

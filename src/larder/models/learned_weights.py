@@ -85,14 +85,14 @@ class Card:
             ValueError, TypeError, KeyError, AttributeError: it is none.
         """
         try:
-            told = json.loads(text)
+            fields = json.loads(text)
         except RecursionError as error:
             raise ValueError("the card is nested too deeply") from error
-        metrics = {name: float(number) for name, number in told["metrics"].items()}
-        prints = told["fingerprints"]
+        metrics = {name: float(number) for name, number in fields["metrics"].items()}
+        prints = fields["fingerprints"]
         if not isinstance(prints, list) or not all(isinstance(each, str) for each in prints):
             raise ValueError(f"fingerprints must be a list of strings, got {prints!r}")
-        return Card(**{**told, "fingerprints": tuple(prints), "metrics": metrics})
+        return Card(**{**fields, "fingerprints": tuple(prints), "metrics": metrics})
 
 
 @dataclass(frozen=True)

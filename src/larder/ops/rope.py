@@ -89,7 +89,7 @@ def unrotate_by_mean(
 def rotation_table(length: int, radians: tuple[float, ...]) -> Float[Tensor, "P 2 half"]:
     """Cosines and sines of at least the positions below `length`; kept, one table per frequencies.
 
-    A table is made anew for twice the length where it is too short.
+    A table that is too short is replaced by one of twice the length.
     """
     with _tables_lock:
         held = _tables.get(radians)

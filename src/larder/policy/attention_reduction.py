@@ -71,27 +71,17 @@ class AttentionReduction:
         self, window: ObservationWindow, observation: Observation
     ) -> list[Float[Tensor, " _"]]:
         """One number per entry and kv head; the full matrix of weights is never held."""
-        entries = window.entries
-        scored = entries.lengths
-        if self.aggregation.depends_on_other_entries:
-            scored = window.scored_lengths()
+        entries, aggregation = window.entries, self.aggregation
         is_local = not (
-            self.aggregation.depends_on_other_entries or self.aggregation.depends_on_visible_count
+            aggregation.depends_on_other_entries or aggregation.depends_on_visible_count
         )
         if observation.logits is not None and is_local and window.is_own_pass(observation):
-            # The single query's logits were recorded by attention: no second product is needed.
-            weights = self.aggregation.single_query(
-                head_weights_from_logits(
-                    observation.logits,
-                    *entries.layout,
-                    sink_logits(observation.layer, observation.logits),
-                )
-            )
-            joined = self.heads.join_stored(weights, entries, observation)
-            return [self.aggregation.complete(head) for head in joined]
+            return self._reduce_recorded(observation.logits, entries, observation)
+        is_global = aggregation.depends_on_other_entries
+        scored = window.scored_lengths() if is_global else entries.lengths
         key_positions = None if window.positions is None else entries.packed_positions()
         statistics = reduce_columns(
-            self.aggregation,
+            aggregation,
             window.queries,
             entries.keys,
             *entries.layout,
@@ -109,9 +99,19 @@ class AttentionReduction:
         ]
         joined = self.heads.join(whole, entries, observation)
         return [
-            pad(self.aggregation.complete(head[:count]), (0, len(head) - count))
+            pad(aggregation.complete(head[:count]), (0, len(head) - count))
             for head, count in zip(joined, scored, strict=True)
         ]
+
+    def _reduce_recorded(
+        self, logits: Float[Tensor, "R C"], entries: Entries, observation: Observation
+    ) -> list[Float[Tensor, " _"]]:
+        """`reduce` of the logits of a single query that attention recorded: no second product."""
+        sinks = sink_logits(observation.layer, logits)
+        weights = head_weights_from_logits(logits, *entries.layout, sinks)
+        single = self.aggregation.single_query(weights)
+        joined = self.heads.join_stored(single, entries, observation)
+        return [self.aggregation.complete(head) for head in joined]
 
 
 @dataclass(frozen=True)

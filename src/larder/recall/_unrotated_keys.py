@@ -27,7 +27,7 @@ def check_rotation(layer: LayerSpec, name: str) -> None:
 
 
 class UnrotatedIndex(EntryIndex):
-    """Index that knows the position of the latest query, in `_last`.
+    """Index with the position of the latest query, in `_last`.
 
     It comes with every step (`observe_step`); before any, it is that of the latest entry.
     """

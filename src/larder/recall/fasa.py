@@ -132,7 +132,7 @@ def contextual_agreement(
     merits: list[Tensor] = []
     for pair in pairs:
         alone = top_mask(queries[:, pair] @ keys[:, pair].T, agreeing)
-        most = torch.maximum(full.sum(1), alone.sum(1))  # a pair that tells nothing marks all
+        most = torch.maximum(full.sum(1), alone.sum(1))  # a pair with equal products marks all
         merits.append(((full & alone).sum(1) / most).mean())
     return torch.stack(merits)
 

@@ -2,7 +2,7 @@
 
 Li et al., "LoopServe: An Adaptive Dual-phase LLM Inference Acceleration System for Multi-Turn
 Dialogues" (2025), arXiv:2507.13681: while an answer is generated, what it attends to moves. Every
-16 tokens the entries are chosen anew, from the full cache, by the attention of the last 16 queries;
+16 tokens entries are chosen again, from the full cache, by the attention of the last 16 queries;
 an entry that one choice left out returns with another, which eviction would not allow. A text or
 question that is read in between ends a choice: the first step after it chooses by its queries.
 

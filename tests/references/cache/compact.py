@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from larder.cache import NewTokens
 from references.cache.folding import Fold, folded
 from references.cache.loop import Entry, attend_one
 from references.cache.ragged import RaggedLoop

@@ -101,8 +101,8 @@ class MixedLayer(CompositeLayer):
         if not self._is_mixed:
             return 0
         numbers = 2 * self.layer.head_dim * self._ragged.entries().keys.itemsize
-        remembered = COLUMN_BYTES * len(self._ragged.ledger.columns)
-        return sum(self.lengths) * (numbers + POSITION_BYTES + GRADE_BYTES + remembered)
+        columns = COLUMN_BYTES * len(self._ragged.ledger.columns)
+        return sum(self.lengths) * (numbers + POSITION_BYTES + GRADE_BYTES + columns)
 
     @property
     def full_precision_lengths(self) -> tuple[int, ...]:

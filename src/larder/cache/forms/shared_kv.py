@@ -10,6 +10,7 @@ of them attend to the same entries. Plans follow the queries of the source alone
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 

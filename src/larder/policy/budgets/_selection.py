@@ -111,7 +111,7 @@ SHARE = "share"  # ledger scalar: the layer's share of the average budget, used 
 
 
 def entries_from_share(scored: LayerScores, quota: int) -> int:
-    """Entries of a layer by its remembered share of a quota, rounded down."""
+    """Entries of a layer by its recorded share of a quota, rounded down."""
     return share_of_quota(float(scored.scalars[SHARE][0]), quota)
 
 

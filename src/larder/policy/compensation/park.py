@@ -108,7 +108,7 @@ class Park(Compensation):
     def _without_streams(self, plan: Plan, entries: Entries, scored: LayerScores) -> Plan:
         """Plan that drops the rejected entries of heads without weight."""
         rejected = rejected_indices(plan, entries)
-        weights = scored.weights or (1.0,) * len(entries.lengths)  # none: no head is told apart
+        weights = scored.weights or (1.0,) * len(entries.lengths)  # none: all heads alike
         streams = torch.tensor([weight == 0 for weight in weights], device=rejected.device)
         return replace(plan, dropped=rejected[streams[heads_of(rejected, entries)]])
 

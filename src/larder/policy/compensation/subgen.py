@@ -223,7 +223,7 @@ class Sketch:
 
 
 def draw_seed(seed: int, last: int) -> int:
-    """Seed of the samples of a plan, told apart by position in the 32 bits that count."""
+    """Seed of the samples of a plan, different for each position in the 32 bits that count."""
     return (seed * 2_654_435_761 + last * 40_503) % (1 << 32)
 
 

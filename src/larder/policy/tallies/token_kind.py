@@ -1,7 +1,7 @@
 """Tally of the kind of a token: special, punctuation, or neither (FastGen).
 
 Ge et al., "Model Tells You What to Discard: Adaptive KV Cache Compression for LLMs" (2024),
-arXiv:2310.01801, tells these kinds apart. The column holds 3 for a special token, 2 for
+arXiv:2310.01801, distinguishes these kinds. The column holds 3 for a special token, 2 for
 punctuation, and 1 for any other.
 """
 

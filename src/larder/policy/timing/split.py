@@ -16,7 +16,7 @@ that leaves as much for reading, 125 %, in tokens. The paper has what was read w
 no longer than its 2048, which is the same rule.
 
 The paper divides the tokens that are expected by the entries that are free to find `every`, which
-`expected` does here; its released code takes 15 where nobody says, and so do we. The question is
+`expected` does here; its released code takes 15 by default, and so do we. The question is
 part of what was read there; here it is read once generating has begun, and competes with the
 answer. In a chat what earlier turns left counts as read while it fits the share of reading; from
 then on all of it competes.
@@ -63,7 +63,7 @@ class Split(Timing):
             follows from `expected`, or 15.
         expected: tokens that will be generated.
         scorer: what scores while text is generated, with an aggregation and a head rule behind it
-            if its paper's are not wanted; left open, the policy's own scorer goes on.
+            if its paper's are not wanted; by default the policy's own scorer.
     """
 
     reading: float = 0.8

@@ -56,7 +56,7 @@ class Criticality(ValueRule):
     Of scores that can be negative the lowest is taken off first.
 
     Args:
-        epsilon: added to every weight, so that large values count where nobody looked.
+        epsilon: added to every weight, so that large values count where no query attends.
         first: share of a head's budget that goes to the highest scores before values count.
         mass: instead of `first`, how much of all attention the entries of the first part hold
             together with what stays anyway.

@@ -43,7 +43,7 @@ class LayerwiseNarrowing(NarrowingSchedule):
     """Prefill with one plan, in which ever fewer tokens go through deeper layers.
 
     Args:
-        share: share of the tokens before the recent ones that goes on behind the last layer, in
+        share: share of the tokens before the recent ones that is left behind the last layer, in
             (0, 1]; behind earlier layers it is larger. Left open, what the budget allows, and 0.9
             without one.
         least: fewest tokens before the recent ones that go on.
@@ -92,7 +92,7 @@ class LayerwiseNarrowing(NarrowingSchedule):
 class NarrowingShape:
     """Tokens that reach each layer of a model, as a function of how far shares fall with depth.
 
-    A fall of up to 1 is 1 less the share that goes on behind the last layer; a larger one is the
+    A fall of up to 1 is 1 less the share that is left behind the last layer; a larger one is the
     power of a cosine that falls to 0.
 
     Args:

@@ -98,7 +98,7 @@ class Parallel(Schedule):
         return ContextReuse(tuple(map(len, text.contexts)), tuple(is_known))
 
     def _hold(self, cache: SequenceCache, contexts: Sequence[ChunkEntries]) -> None:
-        """Hold contexts in every layer of a cache, which goes on behind the longest of them."""
+        """Hold contexts in every layer of a cache, whose next position is behind the longest."""
         device = cache.spec.device
         ranges = [(each.start, each.start + each.num_tokens) for each in contexts]
         positions = [torch.arange(*each, device=device) for each in ranges]

@@ -6,7 +6,7 @@ whose attention from the question to all of its keys chooses tokens; these are r
 model as a short text. Scores are smoothed over several widths at once, so that single tokens and
 whole passages are found. Song et al., "Compress, Gather, and Recompute: REFORMing Long-Context
 Processing in Transformers" (2025), arXiv:2506.01215, finds tokens by the likeness of their vectors
-from several layers instead, and computes their entries anew.
+from several layers instead, and computes their entries again.
 
 Of both the abstracts are known to us, not the released code. Inferred: every width chooses equally
 many tokens; scores of several layers are added; found tokens are read at their true positions, as
@@ -57,7 +57,7 @@ class TwoPasses(Schedule):
             layers. Where it slides a window, the nearest one before it that does not.
         layers: layers whose scores are added, at equal distances up to `layer`. A scorer of a few
             measured heads names its layers itself (`key_cosine(share=0.05)`).
-        tokens: tokens that are read anew.
+        tokens: tokens that are read in the second pass.
         kept: the same as a fraction of the text; left open with `tokens`, as many as the budget
             holds, and a quarter without one. Never fewer than it holds.
         scorer: what finds tokens, with an aggregation and a head rule behind it if its paper's are
@@ -124,7 +124,7 @@ class TwoPasses(Schedule):
         yield from reader.read_chosen_steps(sequence, ids, rows)
 
     def _count(self, reader: PrefillReader, num_tokens: int) -> int:
-        """Tokens that are read anew."""
+        """Tokens that are read in the second pass."""
         held = largest_quota(reader, 0)
         if self.tokens is not None:
             return max(self.tokens, held)
