@@ -51,7 +51,7 @@ class GrowthReporter:
 
     def _figures(self) -> dict[str, object]:
         requested, moved = self.cache.pages
-        parked = [int(n) for tier in self.cache.tiers for n in tier.finder.shared_index.indexed]
+        parked = [int(n) for tier in self.cache.tiers for n in tier.fetcher.shared_index.indexed]
         return {
             "generated": self.generated,
             "seconds_per_token": round((time.process_time() - self.started) / self.every, 5),
@@ -65,7 +65,7 @@ class GrowthReporter:
 
 def _once(tier: TieredLayer) -> bool:
     """Test if the pages of a layer's index contain every known entry exactly once."""
-    index, lengths = tier.finder.shared_index.index, tier.finder.shared_index.indexed
+    index, lengths = tier.fetcher.shared_index.index, tier.fetcher.shared_index.indexed
     for head, (pages, length) in enumerate(zip(index.counts, lengths, strict=True)):
         heads = torch.full((len(index.counts), pages), -1)
         heads[head] = torch.arange(pages)

@@ -120,7 +120,7 @@ def _run_variant(
         )
         if requested:
             stats.hits[tier.layer.index] = round(1 - moved / requested, 3)
-        stats.agreement[tier.layer.index] = tier.finder.agreement
+        stats.agreement[tier.layer.index] = tier.fetcher.agreement
     return stats
 
 
@@ -134,7 +134,7 @@ def _found(cache: SequenceCache) -> dict[int, list[set[int]]]:
     """Entries of each set that each layer's own search found in this step, by layer."""
     found: dict[int, list[set[int]]] = {}
     for tier in cache.tiers:
-        choice = tier.finder.choice
+        choice = tier.fetcher.selection
         if choice is not None and tier.leader is None:
             found[tier.layer.index] = [{*own} - {-1} for own in choice.numbers.flatten(1).tolist()]
     return found

@@ -35,8 +35,8 @@ def bytes_of(layer: CacheLayer) -> int:
 
 def assert_counted(layer: CacheLayer) -> None:
     """Check the counts of a layer against its tensors and lengths, behind a prefetch under way."""
-    if isinstance(layer, TieredLayer) and layer.finder._arrived is not None:
-        layer.finder._arrived()
+    if isinstance(layer, TieredLayer) and layer.fetcher._arrived is not None:
+        layer.fetcher._arrived()
     assert layer.nbytes == bytes_of(layer)
     assert layer.usage.entries == sum(layer.lengths)
     if layer.page_lease is not None:
@@ -44,10 +44,10 @@ def assert_counted(layer: CacheLayer) -> None:
         return
     near = layer.tensors()
     if isinstance(layer, TieredLayer):
-        pool = layer.finder._pool
+        pool = layer.fetcher._pool
         near = layer._ragged.tensors() + (() if pool is None else pool.own_tensors())
         assert layer.host_nbytes == storage_bytes(
-            (*layer._slow.tensors(), *layer.finder.shared_index.index.tensors())
+            (*layer._slow.tensors(), *layer.fetcher.shared_index.index.tensors())
         )
     assert layer.device_nbytes == storage_bytes(near)
 

@@ -67,7 +67,7 @@ def a_store(
 
 def fetched(store: CorrectedLayer, head: int) -> list[int]:
     """Numbers of the entries that a query head was given; here they are positions, too."""
-    choice = store.finder.choice
+    choice = store.fetcher.selection
     own = choice.numbers[head * len(choice.numbers) // LAYER.query_heads]
     return [n for n in own.flatten().tolist() if n >= 0]
 

@@ -34,7 +34,7 @@ def offload(tokens: int, page: int = 1) -> OffloadSpec:
 def by_loop(store: TieredLayer, new: Tokens) -> torch.Tensor:
     """Every visible entry of a head moved to the consecutive positions before the first query."""
     text, outs = draw(LAYER, COUNT), torch.empty_like(new.queries)
-    choice = store.finder.choice
+    choice = store.fetcher.selection
     assert choice is not None
     parked = [n for n in range(COUNT) if n not in RESIDENT]
     for h in range(LAYER.query_heads):

@@ -66,15 +66,15 @@ def test_the_index_counts_before_it_is_made(name) -> None:
     other, tight = a_store(PARTS[name], entries + index // 3)
     with pytest.raises(BudgetError, match="and their index"):
         park(other, 3000)
-    assert len(other.parked().positions) == tight.used - other.finder.shared_index.nbytes - 48 == 0
+    assert len(other.parked().positions) == tight.used - other.fetcher.shared_index.nbytes - 48 == 0
 
 
 def test_what_a_known_index_will_grow_by_follows_what_it_has() -> None:
     store, _ = a_store(PARTS["bounds"], ROOMY)
     park(store, 2000)
     extend(store, draw(LAYER, 1, 2000))
-    held = store.finder.shared_index.nbytes
-    index = store.finder.shared_index
+    held = store.fetcher.shared_index.nbytes
+    index = store.fetcher.shared_index
     assert store._index_bytes(index.indexed[0]) == pytest.approx(held / 2, abs=1)
 
 

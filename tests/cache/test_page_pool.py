@@ -28,8 +28,8 @@ def a_store(recall: RecallPart, count: int) -> TieredLayer:
 
 def rows(store: TieredLayer) -> int:
     """Of keys in the slots."""
-    assert store.finder._pool is not None
-    return len(store.finder._pool.own_tensors()[0])
+    assert store.fetcher._pool is not None
+    return len(store.fetcher._pool.own_tensors()[0])
 
 
 def test_a_short_text_has_slots_for_its_pages_only_and_more_as_it_grows() -> None:

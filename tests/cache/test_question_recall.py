@@ -55,7 +55,7 @@ def test_a_question_looks_at_the_pages_that_its_tokens_find(union) -> None:
     store, new = a_store(union), draw(LAYER, 3, COUNT, 1)
     store.expect(AppendKind.QUESTION)
     assert_close(extend(store, new), by_loop(new, union))
-    assert store.finder.slot_bytes == 0  # those of a question are given back
+    assert store.fetcher.slot_bytes == 0  # those of a question are given back
 
 
 @pytest.mark.parametrize("coming", [AppendKind.TEXT, AppendKind.STEP])

@@ -66,7 +66,7 @@ def step(cache: SequenceCache, seed: int = 90) -> list[Tensor]:
 
 def numbers(cache: SequenceCache, layer: int) -> list[int]:
     """Of the entries that the index of a layer found for the first kv head."""
-    choice = cache.tiers[layer].finder.choice
+    choice = cache.tiers[layer].fetcher.selection
     return sorted(n for n in choice.numbers[0].flatten().tolist() if n >= 0)
 
 
@@ -83,7 +83,7 @@ def test_followers_attend_to_what_the_first_of_them_found(name) -> None:
         among = [ever[i][n] for n in (*numbers(cache, leader), *near)] + [own]
         expected = attend_one(new.queries[0, 0], among, LAYER.scaling)
         assert_close(outs[i][0, 0], expected)
-    searched = [tier.finder.shared_index.is_used for tier in cache.tiers]
+    searched = [tier.fetcher.shared_index.is_used for tier in cache.tiers]
     assert searched == [False, True, False, False, True, False]
 
 
@@ -99,18 +99,18 @@ def test_a_cache_comes_back_without_the_indexes_that_nobody_asked(name) -> None:
     for copy in (back, fork):
         for got, wanted in zip(step(copy, 7), expected, strict=True):
             assert_close(got, wanted)
-        assert not copy.tiers[2].finder.shared_index.is_used
+        assert not copy.tiers[2].fetcher.shared_index.is_used
 
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_a_layer_that_parked_other_entries_searches_itself(more) -> None:
     cache, _ = a_cache(PARTS["flat"], 2, more)
     step(cache)
-    searched = [tier.finder.shared_index.is_used for tier in cache.tiers]
+    searched = [tier.fetcher.shared_index.is_used for tier in cache.tiers]
     assert searched == [False, True, True, False, True, False]
     cache.forget(3, 5)  # and what is left of both still differs
     step(cache)
-    assert [tier.finder.shared_index.is_used for tier in cache.tiers] == searched
+    assert [tier.fetcher.shared_index.is_used for tier in cache.tiers] == searched
 
 
 def test_what_was_taken_back_is_not_taken_over() -> None:
@@ -122,9 +122,9 @@ def test_what_was_taken_back_is_not_taken_over() -> None:
         new = draw(LAYER, 20, 20, 50 + i)
         cache.attend(i, NewTokens(new.queries, new.keys, new.values, new.positions, Mode.APPEND))
     cache.advance(20)
-    assert not any(tier.finder.shared_index.is_used for tier in cache.tiers)
+    assert not any(tier.fetcher.shared_index.is_used for tier in cache.tiers)
     step(cache)
-    assert numbers(cache, 1) and cache.tiers[2].finder.choice is None
+    assert numbers(cache, 1) and cache.tiers[2].fetcher.selection is None
 
 
 def test_fewer_indexes_are_fewer_bytes() -> None:

@@ -172,10 +172,10 @@ def test_the_exact_search_is_asked_for_by_name(monkeypatch) -> None:
     def refuse(*args: object) -> None:
         raise AssertionError("asked")
 
-    monkeypatch.setattr(type(store.finder.shared_index.index), "find", refuse)
+    monkeypatch.setattr(type(store.fetcher.shared_index.index), "find", refuse)
     with pytest.raises(AssertionError, match="asked"):
-        store.finder.shared_index.index.find()
-    monkeypatch.setattr(type(store.finder.shared_index.index), "exact", refuse)
+        store.fetcher.shared_index.index.find()
+    monkeypatch.setattr(type(store.fetcher.shared_index.index), "exact", refuse)
     with pytest.raises(AssertionError, match="asked"):
         extend(store, draw(LAYER, 1, 40, 1))
 
@@ -274,9 +274,9 @@ def test_up_to_its_length_all_entries_are_read_exactly_and_none_is_indexed() -> 
     new = draw(LAYER, 1, 40, seed=1)
     assert max(store.parked().lengths) <= 60
     assert_close(extend(store, new), loop(new, ever))
-    assert not store.finder.shared_index.is_used and store.pages == (0, 0)
+    assert not store.fetcher.shared_index.is_used and store.pages == (0, 0)
     copy = store.fork()
-    assert not copy.finder.shared_index.is_used
+    assert not copy.fetcher.shared_index.is_used
     assert not any(name.startswith("index.") for name in copy.state())
     saved = TieredLayer.adopt(LAYER, store.state())
     later = draw(LAYER, 1, 41, seed=2)
@@ -308,7 +308,7 @@ def test_a_large_index_takes_one_new_entry_a_step_and_the_others_are_read(monkey
     store = a_tiered()
     ever = filled(store)
     extend(store, draw(LAYER, 1, 40, seed=1))  # builds the index
-    before = store.finder.shared_index.indexed
+    before = store.fetcher.shared_index.indexed
     block = draw(LAYER, 6, 41, seed=2)
     append(store, block)
     store.apply(keeping(store, Random(3)))
@@ -321,10 +321,10 @@ def test_a_large_index_takes_one_new_entry_a_step_and_the_others_are_read(monkey
     for step in range(1, 3):
         new = draw(LAYER, 1, 46 + step, seed=10 + step)
         assert_close(extend(store, new), loop(new, ever))
-        assert store.finder.shared_index.indexed == tuple(known + step for known in before)
+        assert store.fetcher.shared_index.indexed == tuple(known + step for known in before)
         for head, entries in enumerate(ever):
             entries.append(Entry(46 + step, new.keys[head, 0], new.values[head, 0]))
-    assert store.fork().finder.shared_index.indexed == store.parked().lengths
+    assert store.fork().fetcher.shared_index.indexed == store.parked().lengths
 
 
 def test_more_waiting_entries_than_allowed_are_indexed_at_once(monkeypatch) -> None:
@@ -336,4 +336,4 @@ def test_more_waiting_entries_than_allowed_are_indexed_at_once(monkeypatch) -> N
     append(store, draw(LAYER, 9, 41, seed=2))
     store.apply(keeping(store, Random(3)))
     extend(store, draw(LAYER, 1, 50, seed=3))
-    assert store.finder.shared_index.indexed == store.parked().lengths
+    assert store.fetcher.shared_index.indexed == store.parked().lengths

@@ -100,7 +100,7 @@ def test_what_is_shared_is_told_of_both_and_of_neither_once_they_part() -> None:
     store = a_store()
     assert store.shared_nbytes == 0
     fork = store.fork()
-    slow = store._slow.nbytes + sum(t.nbytes for t in store.finder.shared_index.index.tensors())
+    slow = store._slow.nbytes + sum(t.nbytes for t in store.fetcher.shared_index.index.tensors())
     assert store.shared_host_nbytes == fork.shared_host_nbytes == slow
     assert store.shared_nbytes == fork.shared_nbytes == slow + store._ragged.shared_nbytes
     assert fork.nbytes == store.nbytes > fork.shared_nbytes
@@ -115,7 +115,7 @@ def test_what_is_shared_is_told_of_both_and_of_neither_once_they_part() -> None:
 
 def test_what_an_index_remembers_of_looking_is_not_shared() -> None:
     store = a_store(PARTS["votes"])
-    assert store.fork().finder.shared_index.index is not store.finder.shared_index.index
+    assert store.fork().fetcher.shared_index.index is not store.fetcher.shared_index.index
 
 
 def test_a_fork_whose_index_fails_leaves_the_others_alone(monkeypatch) -> None:
@@ -127,11 +127,11 @@ def test_a_fork_whose_index_fails_leaves_the_others_alone(monkeypatch) -> None:
         raise CacheError("no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(fork.finder.shared_index.index), "add", refuse)
+        patch.setattr(type(fork.fetcher.shared_index.index), "add", refuse)
         with pytest.raises(CacheError, match="no"):
             extend(fork, draw(LAYER, 1, 92, 1))
     assert alike(store.state(), before)
-    assert fork.finder.shared_index.indexed == (0, 0)
+    assert fork.fetcher.shared_index.indexed == (0, 0)
 
 
 class Somebody:

@@ -103,7 +103,7 @@ def test_only_who_searches_fetches_ahead(decoder, monkeypatch) -> None:
     cache = a_cache(decoder, shared, FetchMode.AHEAD)
     first = steps(decoder, cache, count=1)
     assert asked == {3: True}
-    assert not cache.tiers[2].finder.shared_index.is_used
+    assert not cache.tiers[2].fetcher.shared_index.is_used
     again = steps(decoder, a_cache(decoder, shared, FetchMode.AHEAD), count=1)
     assert torch.equal(first, again)
 
@@ -153,15 +153,15 @@ def test_agreement_is_counted_and_changes_nothing(decoder) -> None:
         a_cache(decoder, SOME, fetch) for fetch in (FetchMode.AHEAD, FetchMode.COMPARED)
     )
     assert torch.equal(steps(decoder, ahead), steps(decoder, compared))
-    assert [tier.finder.agreement for tier in ahead.tiers] == [(0, 0)] * LAYERS
-    counts = [tier.finder.agreement for tier in compared.tiers]
+    assert [tier.fetcher.agreement for tier in ahead.tiers] == [(0, 0)] * LAYERS
+    counts = [tier.fetcher.agreement for tier in compared.tiers]
     assert counts[:2] == [(0, 0)] * 2
     for pages, common in counts[2:]:
         assert pages == STEPS * 2 * SOME.pages  # of two kv heads
         assert 0 <= common <= pages
     full = a_cache(decoder, ALL, FetchMode.COMPARED)
     steps(decoder, full)
-    assert all(pages == common for pages, common in (t.finder.agreement for t in full.tiers))
+    assert all(pages == common for pages, common in (t.fetcher.agreement for t in full.tiers))
 
 
 @pytest.mark.parametrize("fault", [RuntimeError("lost"), SystemExit(3), MemoryError()])
@@ -195,7 +195,7 @@ def test_a_pass_that_breaks_leaves_no_thread_and_nothing_expected(decoder) -> No
     with pytest.raises(KeyboardInterrupt):
         decoder.forward_logits([BatchSegment(cache, (50,))], Mode.APPEND, [0], refuse)
     assert not threads()
-    assert all(tier.finder._arrived is None for tier in cache.tiers)
+    assert all(tier.fetcher._arrived is None for tier in cache.tiers)
     hooks = [module._forward_pre_hooks for module in decoder.module.modules()]
     assert not any(hooks)
     fresh = a_cache(decoder, SOME, FetchMode.AHEAD)

@@ -43,7 +43,7 @@ def test_all_but_the_first_two_layers_share_in_pairs(decoder) -> None:
     )
     assert cache.pages[0] > 0
     # Who uses what another found needs no index as long as the same tokens are parked.
-    assert [tier.finder.shared_index.is_used for tier in tiers] == [
+    assert [tier.fetcher.shared_index.is_used for tier in tiers] == [
         leader is None for leader in leaders
     ]
     for first in (2, 4):

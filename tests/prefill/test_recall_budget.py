@@ -39,7 +39,7 @@ def runtime(decoder: Decoder) -> ModelRuntime:
 
 def attended(tier: TieredLayer) -> list[int]:
     """Entries that each set of query heads has just attended to."""
-    stays, choice = tier.lengths, tier.finder.choice
+    stays, choice = tier.lengths, tier.fetcher.selection
     if not tier.has_offloaded or choice is None:
         return list(stays)
     found = (choice.numbers >= 0).sum((1, 2)).tolist()

@@ -145,7 +145,7 @@ def test_a_step_attends_with_the_weights_of_what_was_drawn(kernels, dtype, monke
         rows = step.queries, step.keys, step.values, step.positions
         out = store.attend(NewTokens(*rows, Mode.APPEND))
         held, fast = store.parked(), store.entries()
-        found = store.finder.shared_index.index.find(step.queries[:, 0].float(), held, 20)
+        found = store.fetcher.shared_index.index.find(step.queries[:, 0].float(), held, 20)
         for h, query in enumerate(step.queries[:, 0].float().tolist()):
             k = h // 2
             near = zip(fast.head_keys(k).tolist(), fast.head_values(k).tolist(), strict=True)

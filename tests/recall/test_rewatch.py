@@ -95,7 +95,7 @@ def test_a_layer_passes_the_queries_of_a_question() -> None:
         for new in (question, step):
             one.expect(AppendKind.QUESTION if new is question else AppendKind.STEP)
             extend(one, new)
-        latest = one.finder.shared_index.index.state()["latest"]
+        latest = one.fetcher.shared_index.index.state()["latest"]
         assert torch.equal(latest, torch.cat([question.queries[:, -15:], step.queries], 1))
 
 

@@ -210,7 +210,7 @@ def search(store: TieredLayer) -> None:
 
 
 def thresholds(layers: Sequence[TieredLayer]) -> list[float]:
-    indexes = [store.finder.shared_index.index for store in layers]
+    indexes = [store.fetcher.shared_index.index for store in layers]
     return [float(each._threshold) for each in indexes if isinstance(each, SqueezedIndex)]
 
 
@@ -224,7 +224,7 @@ def test_layers_of_a_cache_share_the_threshold_before_the_first_searches() -> No
 def test_the_first_search_of_a_fork_leaves_the_thresholds_of_its_source() -> None:
     layers = two_layers()
     for store in layers:  # the indexes know all entries, and no search has measured them
-        store._learn()
+        store._update_index()
     forks = [store.fork() for store in layers]
     forks[0]._measured_with = tuple(map(ref, forks))
     before = thresholds(layers)

@@ -68,7 +68,7 @@ class LayerPrefetch:
             self._worker.shutdown(wait=True, cancel_futures=True)
             for tiers in self._tiers.values():
                 for tier in tiers:
-                    tier.finder.expect(None)
+                    tier.fetcher.expect(None)
 
     def _before(self, layer: int) -> RemovableHandle:
         """Hook on the layer before one whose pages are fetched."""
@@ -82,11 +82,11 @@ class LayerPrefetch:
         if self._worker is None or named.get(CONTEXT_KEYWORD) is not self._batch:
             return
         tiers = self._tiers[layer]
-        if not all(tier.finder.fetches_ahead for tier in tiers):
+        if not all(tier.fetcher.fetches_ahead for tier in tiers):
             return
         fetch = self._worker.submit(_fetch, self._modules[layer], args, named, tiers, self._ends)
         for tier in tiers:
-            tier.finder.expect(self._completion(fetch))
+            tier.fetcher.expect(self._completion(fetch))
 
     def _completion(self, fetch: Future[None]) -> Callable[[], bool]:
         """Callback that waits for the worker, and returns True if the fetch succeeded."""
@@ -95,7 +95,7 @@ class LayerPrefetch:
             fault = fetch.exception()
             if fault is not None and self._tiers_ahead():
                 for tier in self._tiers_ahead():
-                    tier.finder.fetches_ahead = False
+                    tier.fetcher.fetches_ahead = False
                 warnings.warn(
                     f"Fetching pages ahead failed ({type(fault).__name__}: {fault}): from now on "
                     "every layer searches for itself. Answers are those of recall without "
@@ -109,7 +109,7 @@ class LayerPrefetch:
 
     def _tiers_ahead(self) -> list[TieredLayer]:
         return [
-            tier for tiers in self._tiers.values() for tier in tiers if tier.finder.fetches_ahead
+            tier for tiers in self._tiers.values() for tier in tiers if tier.fetcher.fetches_ahead
         ]
 
 
@@ -141,7 +141,7 @@ def _prefetchable_tiers(segments: Sequence[BatchSegment]) -> dict[int, list[Tier
         [
             t
             for t in segment.cache.tiers
-            if t.has_offloaded and t.leader is None and t.finder.fetches_ahead
+            if t.has_offloaded and t.leader is None and t.fetcher.fetches_ahead
         ]
         for segment in segments
     ]

@@ -285,5 +285,5 @@ def _slot_bytes(cache: SequenceCache) -> list[int]:
     """Bytes of the page slots by layer, allocated or not yet."""
     layers = [0] * len(cache.stores)
     for tier in cache.tiers:
-        layers[tier.layer.index] = tier.finder.slot_bytes + tier.foreseen_bytes
+        layers[tier.layer.index] = tier.fetcher.slot_bytes + tier.foreseen_bytes
     return layers

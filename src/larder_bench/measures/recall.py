@@ -115,7 +115,7 @@ class _RecallTally:
         tier = cache.stores[layer]
         if layer < self.first or not isinstance(tier, TieredLayer) or not tier.has_offloaded:
             return
-        choice = tier.finder.choice or (tier.leader and tier.leader.finder.choice)
+        choice = tier.fetcher.selection or (tier.leader and tier.leader.fetcher.selection)
         if choice:
             numbers = _of_kv_heads(tier, queries, choice)
             self.values[self.question, layer, step] = _layer_recall(tier, queries, numbers)
@@ -147,12 +147,12 @@ def _of_kv_heads(
     heads, recall = tier.layer.kv_heads, tier.parking.recall
     if len(choice.pages) == heads:
         return choice.numbers
-    finder, pages = tier.finder, choice.pages
-    if tier.leader is not None and tier.finder.choice is None:
-        finder = tier.leader.finder
+    fetcher, pages = tier.fetcher, choice.pages
+    if tier.leader is not None and tier.fetcher.selection is None:
+        fetcher = tier.leader.fetcher
     else:  # the selection is limited to pages that query heads share
-        pages = finder.look(queries[:, None], tier.parked()).pages
-    return finder.shared_index.index.contents(interleaved(pages, heads, recall.pages))
+        pages = fetcher.search(queries[:, None], tier.parked()).pages
+    return fetcher.shared_index.index.contents(interleaved(pages, heads, recall.pages))
 
 
 def _layer_recall(
@@ -200,11 +200,11 @@ def _exhibit(
 
 def _index_figures(tiers: Sequence[TieredLayer]) -> Row:
     """Bytes of the indexes per key, and the fill of their pages."""
-    used = [tier for tier in tiers if tier.has_offloaded and tier.finder.shared_index.is_used]
+    used = [tier for tier in tiers if tier.has_offloaded and tier.fetcher.shared_index.is_used]
     keys = sum(sum(tier.parked().lengths) for tier in used)
     if not keys:
         return {}
-    indexes = [tier.finder.shared_index.index for tier in used]
+    indexes = [tier.fetcher.shared_index.index for tier in used]
     capacity = sum(sum(index.counts) * index.page for index in indexes)
     nbytes = sum(tensor.nbytes for index in indexes for tensor in index.tensors())
     return {"index_bytes_per_key": round(nbytes / keys, 2), "page_fill": round(keys / capacity, 4)}

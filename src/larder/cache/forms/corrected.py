@@ -86,7 +86,7 @@ class CorrectedLayer(TieredLayer):
 
     def observe(self, new: NewTokens, state: AttentionState) -> None:
         super().observe(new, state)
-        if len(new) > 1 or self._coming is not AppendKind.STEP:
+        if len(new) > 1 or self._append_kind is not AppendKind.STEP:
             self._past = ()  # texts attend to everything: nothing to correct
         else:
             used = NO_ENTRIES if self._used is None else _selected_entries(self._used)
@@ -200,8 +200,8 @@ class CorrectedLayer(TieredLayer):
 
     def _offloaded_calls(self, queries: Queries, mode: Mode) -> Iterable[AttentionCall]:
         calls = super()._offloaded_calls(queries, mode)
-        taken = self._choice_for(self._slow.entries())
-        self._used = self.finder.choice if taken is None else taken
+        taken = self._leader_selection(self._slow.entries())
+        self._used = self.fetcher.selection if taken is None else taken
         return calls
 
     def _mended(self, past: PastAnswer, query: Float[Tensor, "H 1 D"]) -> PastAnswer:
@@ -218,7 +218,7 @@ class CorrectedLayer(TieredLayer):
         owners = fresh // SET_STRIDE
         lengths = torch.bincount(owners, minlength=sets)
         rows = torch.tensor(held.starts)[owners // group] + fresh % SET_STRIDE
-        keys, values = torch.empty(2, len(rows), self.layer.head_dim, dtype=self.finder.like[0])
+        keys, values = torch.empty(2, len(rows), self.layer.head_dim, dtype=self.fetcher.like[0])
         held.gather(rows, keys, values)
         near = keys.to(query.device), values.to(query.device)
         layout = starts_of(lengths), lengths, self.layer.scaling
@@ -227,9 +227,9 @@ class CorrectedLayer(TieredLayer):
         return PastAnswer(past.place, *mended, torch.cat([past.seen, fresh]), past.parked)
 
 
-def _selected_entries(choice: PageSelection) -> Int64[Tensor, " E"]:
+def _selected_entries(selection: PageSelection) -> Int64[Tensor, " E"]:
     """Entries of the selected pages, numbered apart for each set."""
-    numbers = choice.numbers.flatten(1)
+    numbers = selection.numbers.flatten(1)
     numbered = numbers + SET_STRIDE * torch.arange(len(numbers))[:, None]
     return numbered[numbers >= 0]
 

@@ -79,8 +79,8 @@ class GaplessLayer(TieredLayer):
         return rows * (2 * self.layer.head_dim * itemsize + 2 * POSITION_BYTES)
 
     def attention_calls(self, new: NewTokens) -> Iterator[AttentionCall]:
-        choice = self._selection(new.queries, new.mode)
-        if choice is None:
+        selection = self._selection(new.queries, new.mode)
+        if selection is None:
             yield from self._ragged.attention_calls(new)
             if len(self._slow):
                 yield from self._slow.attention_calls(new.queries)
@@ -90,7 +90,7 @@ class GaplessLayer(TieredLayer):
             for call in self._ragged.attention_calls(new):
                 call()
         behind = int(new.positions[0]) + int(new.is_step)
-        rows = _visible(self._ragged, self._slow.entries(), choice)
+        rows = _visible(self._ragged, self._slow.entries(), selection)
         yield partial(self._attend, new.queries, rows, behind)
 
     def _selection(self, queries: Queries, mode: Mode) -> PageSelection | None:
@@ -98,9 +98,9 @@ class GaplessLayer(TieredLayer):
         if not len(self._slow) or (search := self._search(queries, mode)) is None:
             return None
         held = self._slow.entries()
-        if (choice := self._choice_for(held)) is not None:
-            return choice
-        return None if search(queries, held, self._observed) is None else self.finder.choice
+        if (selection := self._leader_selection(held)) is not None:
+            return selection
+        return None if search(queries, held, self._observed) is None else self.fetcher.selection
 
     def _attend(
         self, queries: Queries, rows: list[tuple[Tensor, Tensor, Tensor]], behind: int
@@ -121,17 +121,17 @@ class GaplessLayer(TieredLayer):
 
 
 def _visible(
-    ragged: RaggedLayer, parked: Entries, choice: PageSelection
+    ragged: RaggedLayer, parked: Entries, selection: PageSelection
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Keys, values and true positions of what each set attends to.
 
     Offloaded entries that the search did not know yet are all among them.
     """
     held, rows = ragged.entries(), list[tuple[Tensor, Tensor, Tensor]]()
-    group = len(choice.pages) // len(held.lengths)
-    for number, own in enumerate(choice.numbers.flatten(1)):
+    group = len(selection.pages) // len(held.lengths)
+    for number, own in enumerate(selection.numbers.flatten(1)):
         head = number // group
-        later = torch.arange(choice.lengths[head], parked.lengths[head])
+        later = torch.arange(selection.lengths[head], parked.lengths[head])
         found = torch.cat([own[own >= 0], later]) + parked.starts[head]
         keys, values = torch.empty(2, len(found), held.keys.shape[1], dtype=held.keys.dtype)
         parked.gather(found, keys, values)

@@ -86,11 +86,11 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         is_pinned = device.type == "cuda"
         slow = _create_slow_tier(layer, parking, dtype, ledger.columns, is_pinned)
         self.parking, self._slow = parking, self._attach(slow)
-        self.finder = self._attach(PageFetcher(layer, parking.recall, dtype, device))
+        self.fetcher = self._attach(PageFetcher(layer, parking.recall, dtype, device))
         self.leader: TieredLayer | None = None  # the layer whose pages it uses
         self._measured_with: tuple[ref[TieredLayer], ...] = ()  # layers of the first one to search
         self._numbering = EntryNumberCheck(layer.kv_heads)
-        self._coming = AppendKind.STEP
+        self._append_kind = AppendKind.STEP
         self._observed = torch.empty(layer.query_heads, 0, layer.head_dim)
         self._count_bytes()
 
@@ -143,7 +143,7 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
 
     @property
     def parts(self) -> tuple[TensorOwner, ...]:
-        return self._ragged, self._slow, self.finder
+        return self._ragged, self._slow, self.fetcher
 
     def own_tensors(self) -> tuple[Tensor, ...]:
         return (self._observed,)
@@ -158,9 +158,9 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
             self._observed = latest[:, -wanted:].contiguous()
             self._count_bytes()
 
-    def expect(self, coming: AppendKind) -> None:
+    def expect(self, kind: AppendKind) -> None:
         """Set the kind of the tokens of the next passes."""
-        self._coming = coming
+        self._append_kind = kind
 
     def compact(self) -> None:
         super().compact()
@@ -184,19 +184,19 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         if slow_tier is not None:
             self._slow = self._attach(slow_tier, self._slow)
             self._numbering = EntryNumberCheck(self.layer.kv_heads)
-            fresh = PageFetcher(self.layer, self.parking.recall, *self.finder.like)
-            self.finder = self._attach(fresh, self.finder)
+            fresh = PageFetcher(self.layer, self.parking.recall, *self.fetcher.like)
+            self.fetcher = self._attach(fresh, self.fetcher)
 
     def parked(self) -> Entries:
         """Offloaded entries, in order of their numbers."""
         return self._slow.entries()
 
     def state(self) -> dict[str, Tensor]:
-        self._learn()
+        self._update_index()
         state = self._ragged.state() | {PARKING: text_tensor(self.parking.to_text())}
         state |= {SLOW + name: tensor for name, tensor in self._slow.state().items()}
-        if self.finder.shared_index.is_used:
-            own = self.finder.shared_index.index.state()
+        if self.fetcher.shared_index.is_used:
+            own = self.fetcher.shared_index.index.state()
             state |= {INDEX + name: tensor for name, tensor in own.items()}
         return state | {OBSERVED: self._observed.clone()}
 
@@ -211,18 +211,18 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         store._slow = store._attach(slow, store._slow)
         if own := with_prefix(INDEX, state):
             index = parking.recall.adopt(layer, own)
-            store.finder.use_index(SharedIndex(parking.recall, layer, index, slow.lengths))
+            store.fetcher.use_index(SharedIndex(parking.recall, layer, index, slow.lengths))
         store._observed = state[OBSERVED]
         store._count_bytes()
         return store
 
     def _like(self) -> TieredLayer:
-        self._learn()
+        self._update_index()
         like, ledger = self._ragged.like, self._ragged.ledger
         copy = type(self)(self.layer, like.dtype, like.device, ledger, self.parking)
         copy._slow = copy._attach(self._slow.fork(), copy._slow)
-        copy.finder.use_index(self.finder.shared_index.fork())
-        copy.finder.fetches_ahead = self.finder.fetches_ahead
+        copy.fetcher.use_index(self.fetcher.shared_index.fork())
+        copy.fetcher.fetches_ahead = self.fetcher.fetches_ahead
         copy._observed = self._observed
         copy._count_bytes()
         return copy
@@ -238,14 +238,14 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
 
     @property
     def host_nbytes(self) -> int:
-        return self._slow.nbytes + self.finder.shared_index.nbytes
+        return self._slow.nbytes + self.fetcher.shared_index.nbytes
 
     @property
     def foreseen_bytes(self) -> int:
         """Device bytes that the page slots of the first decode step will need."""
-        if not self.has_offloaded or self.finder.slot_bytes:
+        if not self.has_offloaded or self.fetcher.slot_bytes:
             return 0
-        return self.finder.foreseen_bytes(self._slow.lengths)
+        return self.fetcher.foreseen_bytes(self._slow.lengths)
 
     @property
     def shared_nbytes(self) -> int:
@@ -259,12 +259,12 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
 
     @property
     def _shared_slow_nbytes(self) -> int:
-        return self._slow.shared_nbytes + self.finder.shared_index.shared_nbytes
+        return self._slow.shared_nbytes + self.fetcher.shared_index.shared_nbytes
 
     @property
     def pages(self) -> tuple[int, int]:
         """Pages requested so far, and how many of them had to be moved."""
-        return self.finder.pages
+        return self.fetcher.pages
 
     @property
     def has_offloaded(self) -> bool:
@@ -313,14 +313,14 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
 
     def _offloaded_calls(self, queries: Queries, mode: Mode) -> Iterable[AttentionCall]:
         """Kernel calls for the recalled part of the slow tier, or for all of it."""
-        is_step = mode is Mode.APPEND and self._coming is AppendKind.STEP
+        is_step = mode is Mode.APPEND and self._append_kind is AppendKind.STEP
         if is_step and queries.shape[1] == 1 and self._reads_all:
             return self._slow.attention_calls(queries)
         held, search = self._slow.entries(), self._search(queries, mode)
         if search is None:
             return self._slow.attention_calls(queries)
-        if (choice := self._choice_for(held)) is not None:
-            return self.finder.selection_calls(queries, held, choice)
+        if (selection := self._leader_selection(held)) is not None:
+            return self.fetcher.selection_calls(queries, held, selection)
         calls = search(queries, held, self._observed)
         return self._slow.attention_calls(queries) if calls is None else calls
 
@@ -332,47 +332,47 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
 
     def _search(self, queries: Queries, mode: Mode) -> RecallCalls | None:
         """Search for a decode step, question or block; None for attention to all entries."""
-        recall, finder = self.parking.recall, self.finder
+        recall, fetcher = self.parking.recall, self.fetcher
         if mode is not Mode.APPEND:
             return None
-        if queries.shape[1] == 1 and self._coming is AppendKind.STEP:
+        if queries.shape[1] == 1 and self._append_kind is AppendKind.STEP:
             self._measure_layers()
             if recall.follows:
                 held, stays = self._slow.entries(), self._ragged.entries()
-                finder.follow(queries, held, self._observed, stays)
-            return finder.step_calls
-        if self._coming is AppendKind.QUESTION and recall.union is not None:
-            return finder.union_calls
-        return finder.block_calls if recall.prefill is PrefillRecall.RECALLED else None
+                fetcher.follow(queries, held, self._observed, stays)
+            return fetcher.step_calls
+        if self._append_kind is AppendKind.QUESTION and recall.union is not None:
+            return fetcher.union_calls
+        return fetcher.block_calls if recall.prefill is PrefillRecall.RECALLED else None
 
-    def _choice_for(self, entries: Entries) -> PageSelection | None:
+    def _leader_selection(self, entries: Entries) -> PageSelection | None:
         """Page selection of the leader in this step; None if its slow tier differs."""
-        choice = None if self.leader is None else self.leader.finder.choice
-        if self.leader is None or choice is None or choice.lengths != entries.lengths:
+        selection = None if self.leader is None else self.leader.fetcher.selection
+        if self.leader is None or selection is None or selection.lengths != entries.lengths:
             return None
-        return choice if self._numbering.agrees(entries, self.leader.parked()) else None
+        return selection if self._numbering.agrees(entries, self.leader.parked()) else None
 
     def _measure_layers(self) -> None:
-        """Have all layers learn, and the recall part measure over them, before the first search."""
+        """Update all indexes and let the recall part measure over them, before the first search."""
         layers = [layer for each in self._measured_with if (layer := each()) is not None]
         if layers:
             for layer in layers:
-                layer._learn()
-            self.finder.measure([layer.finder for layer in layers])
+                layer._update_index()
+            self.fetcher.measure([layer.fetcher for layer in layers])
 
-    def _learn(self) -> None:
+    def _update_index(self) -> None:
         """Update the index, unless only the leader's index is searched, or none."""
         if self._searches and not self._reads_all:
-            self.finder.learn(self._slow.entries(), self._observed)
+            self.fetcher.update_index(self._slow.entries(), self._observed)
 
     @property
     def _searches(self) -> bool:
         """True if this layer's own index is or was searched."""
-        return self.leader is None or self.finder.shared_index.is_used
+        return self.leader is None or self.fetcher.shared_index.is_used
 
     def fetch(self, queries: Queries) -> None:
         """Find and transfer pages for queries [H, 1, D] ahead of attention, on any thread."""
-        self.finder.fetch(queries, self._slow.entries(), self._observed)
+        self.fetcher.fetch(queries, self._slow.entries(), self._observed)
 
     def _carry_out(self, plan: Plan, change: Callable[[Plan], None]) -> None:
         """Offload the entries that a plan rejects and does not drop, then apply it."""
@@ -404,7 +404,7 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         """Estimated growth of the index for `coming` more entries; 0 without a limit."""
         counts = self._slow.room.limit is not None and self._searches
         return (
-            self.finder.shared_index.growth_estimate_bytes(len(self._slow) + coming)
+            self.fetcher.shared_index.growth_estimate_bytes(len(self._slow) + coming)
             if counts
             else 0
         )

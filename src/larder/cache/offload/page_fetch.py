@@ -58,17 +58,17 @@ class PageFetcher(TensorOwner):
         self.shared_index = self._attach(SharedIndex(recall, layer))
         self.fetches_ahead = recall.fetch is not FetchMode.IN_TURN
         self.agreement = 0, 0  # pages found in turn, and how many of them were fetched ahead
-        self.choice: PageSelection | None = None  # of the latest step that was searched for
+        self.selection: PageSelection | None = None  # of the latest step that was searched for
         self._pool: PagePool | None = None
         self._arrived: Callable[[], bool] | None = None
         self._fetched: RecallResult | None = None
 
     def selection_calls(
-        self, queries: Queries, entries: Entries, choice: PageSelection
+        self, queries: Queries, entries: Entries, selection: PageSelection
     ) -> list[AttentionCall]:
         """Attention to the pages that another layer selected."""
-        fill = self._loaded if queries.shape[1] == 1 else self._loaded_once
-        return [fill(choice, entries).attention_call(queries)]
+        fill = self._load if queries.shape[1] == 1 else self._load_once
+        return [fill(selection, entries).attention_call(queries)]
 
     def follow(
         self, queries: Queries, entries: Entries, observed: ObservedQueries, stays: Entries
@@ -78,7 +78,7 @@ class PageFetcher(TensorOwner):
         Args:
             stays: entries of the fast tier, see `RecallIndex.follow`.
         """
-        self.learn(entries, observed)
+        self.update_index(entries, observed)
         before = observed if observed.shape[1] else None
         self.shared_index.observe_step(queries[:, 0].detach().float().cpu(), stays, before)
 
@@ -88,8 +88,8 @@ class PageFetcher(TensorOwner):
         """Attention to the pages found for one query per head; None for attention to everything."""
         found, indexed = self._take_prefetched(queries, entries, observed), entries
         if found is None:
-            indexed = self._searchable(entries)
-            found = self._found(queries, indexed, observed)
+            indexed = self._entries_to_index(entries)
+            found = self._find_and_load(queries, indexed, observed)
         if found.attends_all:
             return None
         assert self._pool is not None  # made for what was found
@@ -107,24 +107,24 @@ class PageFetcher(TensorOwner):
     ) -> list[AttentionCall]:
         """Attention of several queries to the union of the pages found for each."""
         rows = [
-            self._look(row, entries, observed).pages.clone()
+            self._search(row, entries, observed).pages.clone()
             for row in queries.split(1, dim=1)
         ]  # fmt: skip
         wide, sets = max(pages.shape[1] for pages in rows), len(rows[0])
         lists = torch.stack([pad(pages, (0, wide - pages.shape[1]), value=-1) for pages in rows], 1)
         most = (self.recall.union or 0) // self.recall.page
-        self.choice = self._chosen(interleaved(lists.flatten(0, 1), sets, most), most, entries)
-        return [self._loaded_once(self.choice, entries).attention_call(queries)]
+        self.selection = self._select(interleaved(lists.flatten(0, 1), sets, most), most, entries)
+        return [self._load_once(self.selection, entries).attention_call(queries)]
 
     def block_calls(
         self, queries: Queries, entries: Entries, observed: ObservedQueries
     ) -> list[AttentionCall]:
         """Attention of a block of queries to the pages found for their mean."""
-        self.learn(entries, observed)
+        self.update_index(entries, observed)
         mean = queries.detach().float().mean(1).cpu()
         found = self.shared_index.search(mean, entries, SearchMode.EXACT)
-        self.choice = self._chosen(found.pages, self.recall.pages, entries)
-        return [self._loaded_once(self.choice, entries).attention_call(queries)]
+        self.selection = self._select(found.pages, self.recall.pages, entries)
+        return [self._load_once(self.selection, entries).attention_call(queries)]
 
     def expect(self, arrived: Callable[[], bool] | None) -> None:
         """Use the result of `fetch` in the next decode step.
@@ -136,18 +136,18 @@ class PageFetcher(TensorOwner):
 
     def fetch(self, queries: Queries, entries: Entries, observed: ObservedQueries) -> None:
         """Find and transfer pages for queries [H, 1, D] ahead of attention, on any thread."""
-        self._fetched = self._found(queries, entries, observed)
+        self._fetched = self._find_and_load(queries, entries, observed)
 
-    def learn(self, entries: Entries, observed: ObservedQueries) -> None:
+    def update_index(self, entries: Entries, observed: ObservedQueries) -> None:
         """Add the entries offloaded since the last search to the index."""
         try:
-            self.shared_index.learn(entries, observed if observed.shape[1] else None)
+            self.shared_index.update(entries, observed if observed.shape[1] else None)
         except BaseException:  # the index was reset, so its pages are invalid
             self._drop_pool()
             raise
 
     def measure(self, others: Iterable[PageFetcher]) -> None:
-        """Have the recall part measure over the indexes of all layers, this one's included; those
+        """Let the recall part measure over the indexes of all layers, this one's included; those
         that forks hold too stay as they are.
         """
         shared = [fetcher.shared_index for fetcher in others]
@@ -196,25 +196,27 @@ class PageFetcher(TensorOwner):
             return None
         found = self._fetched
         if found is not None and self.recall.fetch is FetchMode.COMPARED:
-            own = self._look(queries, entries, observed)
+            own = self._search(queries, entries, observed)
             pages, common = _count_common_pages(own.pages, found.pages)
             self.agreement = self.agreement[0] + pages, self.agreement[1] + common
         return found
 
-    def _found(self, queries: Queries, entries: Entries, observed: ObservedQueries) -> RecallResult:
+    def _find_and_load(
+        self, queries: Queries, entries: Entries, observed: ObservedQueries
+    ) -> RecallResult:
         """Search result, with its pages loaded into slots."""
-        found = self._look(queries, entries, observed)
+        found = self._search(queries, entries, observed)
         if found.attends_all:
-            self.choice = None
+            self.selection = None
             return found
-        self.choice = self._chosen(found.pages, self.recall.pages, entries)
-        pool = self._loaded(self.choice, entries)
+        self.selection = self._select(found.pages, self.recall.pages, entries)
+        pool = self._load(self.selection, entries)
         if found.log_weights is not None:
-            pool.add_log_weights(self.choice.pages, found.log_weights)
+            pool.add_log_weights(self.selection.pages, found.log_weights)
         return found
 
-    def _searchable(self, entries: Entries) -> Entries:
-        """Entries that the index is to know in this step; the others are attended to one by one."""
+    def _entries_to_index(self, entries: Entries) -> Entries:
+        """Entries that the index covers in this step; the others are attended to one by one."""
         known = self.shared_index.indexed
         waiting = [length - old for length, old in zip(entries.lengths, known, strict=True)]
         is_large = min(known) >= AMORTIZED_ENTRIES and max(waiting) <= MAX_WAITING
@@ -223,7 +225,7 @@ class PageFetcher(TensorOwner):
         lengths = (min(pair) for pair in zip(entries.lengths, (k + 1 for k in known), strict=True))
         return replace(entries, lengths=tuple(lengths))
 
-    def _chosen(self, pages: Int64[Tensor, "N P"], slots: int, entries: Entries) -> PageSelection:
+    def _select(self, pages: Int64[Tensor, "N P"], slots: int, entries: Entries) -> PageSelection:
         """Selection of the found pages, limited to `slots` pages per set of `recall.sets`.
 
         Query heads with own page lists share the slots of their kv head, unless the part has one
@@ -239,31 +241,33 @@ class PageFetcher(TensorOwner):
         versions = entries.page_versions(index.versions(pages), members)
         return PageSelection(pages, versions, members, entries.lengths)
 
-    def _loaded_once(self, choice: PageSelection, entries: Entries) -> PagePool:
+    def _load_once(self, selection: PageSelection, entries: Entries) -> PagePool:
         """Temporary slots for one selection."""
-        sets, width = choice.pages.shape
+        sets, width = selection.pages.shape
         pool = PagePool(self.layer, sets, max(1, width), self.recall.page, *self.like)
-        pool.load(choice.pages, choice.versions, choice.numbers, entries)
+        pool.load(selection.pages, selection.versions, selection.numbers, entries)
         return pool
 
-    def _loaded(self, choice: PageSelection, entries: Entries) -> PagePool:
+    def _load(self, selection: PageSelection, entries: Entries) -> PagePool:
         """Slots with the selected pages loaded."""
-        pool = self._pool_for(choice)
-        pool.load(choice.pages, choice.versions, choice.numbers, entries)
+        pool = self._pool_for(selection)
+        pool.load(selection.pages, selection.versions, selection.numbers, entries)
         return pool
 
-    def _look(self, queries: Queries, entries: Entries, observed: ObservedQueries) -> RecallResult:
-        self.learn(entries, observed)
-        return self.look(queries, entries)
+    def _search(
+        self, queries: Queries, entries: Entries, observed: ObservedQueries
+    ) -> RecallResult:
+        self.update_index(entries, observed)
+        return self.search(queries, entries)
 
-    def look(self, queries: Queries, entries: Entries) -> RecallResult:
+    def search(self, queries: Queries, entries: Entries) -> RecallResult:
         """Search result over the indexed entries, for one query per head."""
         asked = queries[:, 0].detach().float().cpu()
         return self.shared_index.search(asked, entries, self.recall.search)
 
-    def _pool_for(self, choice: PageSelection) -> PagePool:
+    def _pool_for(self, selection: PageSelection) -> PagePool:
         """Slots for a selection; they grow to the budget only when there are enough pages."""
-        sets, width = choice.pages.shape
+        sets, width = selection.pages.shape
         before = self._pool
         if before is None or before.sets != sets or before.slots < width:
             most = max(1, self.recall.pages * self.recall.sets(self.layer) // sets)
@@ -373,7 +377,7 @@ class SharedIndex(TensorOwner):
         if self._is_shared:
             self._own(self._copied())
 
-    def learn(self, entries: Entries, observed: Float[Tensor, "H Q D"] | None) -> None:
+    def update(self, entries: Entries, observed: Float[Tensor, "H Q D"] | None) -> None:
         """Add new entries to the index. If interrupted, the index is empty afterwards."""
         if self.indexed == entries.lengths:
             return
@@ -399,8 +403,8 @@ class SharedIndex(TensorOwner):
         self, queries: Float[Tensor, "H D"], entries: Entries, mode: SearchMode
     ) -> RecallResult:
         """Pages found for one query per query head."""
-        look = self.index.exact if mode is SearchMode.EXACT else self.index.find
-        found = look(queries, entries, self._recall.pages)
+        find = self.index.exact if mode is SearchMode.EXACT else self.index.find
+        found = find(queries, entries, self._recall.pages)
         if not self.index.is_stateless:
             self._count_bytes()
         return found
