@@ -9,6 +9,8 @@ from .attention_backend import AttentionProbe as AttentionProbe
 from .attention_backend import CausalAttention as CausalAttention
 from .attention_backend import attend as attend
 from .attention_backend import register_backend as register_backend
+from .attention_survey import AttentionSurvey as AttentionSurvey
+from .attention_survey import check_attention_kinds as check_attention_kinds
 from .cacheblend import RECOMPUTE_SHARE as RECOMPUTE_SHARE
 from .cacheblend import ContextChunk as ContextChunk
 from .cacheblend import blend as blend
@@ -36,8 +38,6 @@ from .forward_batch import Observer as Observer
 from .gguf import convert_gguf as convert_gguf
 from .in_memory import shared_decoder as shared_decoder
 from .introspection import TOLERANCE as TOLERANCE
-from .introspection import AttentionSurvey as AttentionSurvey
-from .introspection import check_attention_kinds as check_attention_kinds
 from .introspection import fingerprint as fingerprint
 from .introspection import has_quantized_weights as has_quantized_weights
 from .kv_cost import GEMMA_3_4B as GEMMA_3_4B

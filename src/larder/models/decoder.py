@@ -23,6 +23,7 @@ from larder.models.attention_backend import (
     PrivateConfigs,
     RenumberedAttention,
 )
+from larder.models.attention_survey import latent_hooks, survey_model
 from larder.models.forward_batch import (
     BatchSegment,
     ForwardBatch,
@@ -30,13 +31,7 @@ from larder.models.forward_batch import (
     new_hidden,
     new_token_indices,
 )
-from larder.models.introspection import (
-    call_uncached,
-    check_unchanged,
-    latent_hooks,
-    survey_model,
-    switch_attention,
-)
+from larder.models.introspection import call_uncached, check_unchanged, switch_attention
 from larder.models.layer_runner import LayerRunner, layer_runner_of
 from larder.models.lm_head import LMHead, text_body_of
 from larder.models.placement import loaded_tensor

@@ -28,14 +28,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from larder.cache.new_tokens import NewTokens
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import CacheError, ModelError
 from larder.core.spec import ModelSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
 from larder.models.activation_hooks import forward_hooks
 from larder.models.attention_backend import AttentionInputs, AttentionProbe
+from larder.models.attention_survey import SURVEY_TOKENS
 from larder.models.forward_batch import BatchSegment, LayerActivations, Observer
-from larder.models.introspection import SURVEY_TOKENS, TOLERANCE
+from larder.models.introspection import TOLERANCE
 
 BLOCK_TOKENS = 512
 
@@ -191,8 +193,8 @@ class _AppendingLayers:
 
     def attend(self, inputs: AttentionInputs) -> Queries:
         queries = inputs.queries_at(self._positions)
-        new = queries, inputs.keys, inputs.values, self._positions
-        return self._cache.attend(inputs.layer, *new, Mode.APPEND, (len(self._positions),))
+        sides = queries, inputs.keys, inputs.values
+        return self._cache.attend(inputs.layer, NewTokens(*sides, self._positions, Mode.APPEND))
 
 
 def _capture_layer(

@@ -170,14 +170,11 @@ class RaggedLayer(SegmentedLayer):
             self._lengths,
             self._edges,
             self._columns.values,
-            {column: names.index(name) for column, name in rule.columns.items()},
-            names.index(merging.column) if isinstance(merging, StepSpreading) else None,
-            names.index(LOG_COUNT) if is_merging else None,
-            self._columns.scalars_by_name[merging.scalar] if is_merging else None,
-            logits,
-            None,
-            0,
-            0,
+            updated={column: names.index(name) for column, name in rule.columns.items()},
+            joined=names.index(merging.column) if isinstance(merging, StepSpreading) else None,
+            log_counts=names.index(LOG_COUNT) if is_merging else None,
+            thresholds=self._columns.scalars_by_name[merging.scalar] if is_merging else None,
+            logits=logits,
         )
 
     def count_eviction(self, room: int) -> None:

@@ -165,9 +165,9 @@ class EvictionStorage(NamedTuple):
     log_counts: int | None
     thresholds: Float[Tensor, " K"] | None
     logits: Float[Tensor, "R C"] | None
-    count: int | None
-    first: int
-    stop: int
+    count: int | None = None
+    first: int = 0
+    stop: int = 0
 
 
 # New keys and values of one layer [K, N, D], and the storages that they are appended to.

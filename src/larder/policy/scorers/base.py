@@ -139,6 +139,26 @@ class AttentionScorer(Scorer):
         return AttentionReduction.from_names(aggregation, heads)
 
 
+class PromptScorer(Scorer):
+    """Base of scorers by a named prompt, which is read behind the cache and discarded."""
+
+    prompt: str
+
+    def required_prompts(self) -> frozenset[str]:
+        return frozenset({self.prompt})
+
+    def scratch(
+        self, block: tuple[int, ...], start: int, prompts: Prompts
+    ) -> tuple[ScratchPrompt, ...]:
+        return (ScratchPrompt(tuple(prompts[self.prompt]), (0, start + len(block))),)
+
+
+def whole_pass_window(observation: Observation) -> ObservationWindow:
+    """Window of all queries of the pass, which see the entries and each other."""
+    entries = with_pass_keys(observation, observation.entries)
+    return ObservationWindow(observation.queries, entries, observation.query_positions)
+
+
 def with_pass_keys(observation: Observation, entries: Entries) -> Entries:
     """Entries with the tokens of the pass appended to every head, as plain attention sees them.
 

@@ -24,14 +24,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.core.arguments import require
-from larder.core.observation import Observation, Prompts, ScratchPrompt
+from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.policy.attention_reduction import ObservationWindow
-from larder.policy.scorers.base import AttentionScorer
+from larder.policy.scorers.base import AttentionScorer, PromptScorer
 
 
 @dataclass(frozen=True)
-class InfiniPot(AttentionScorer):
+class InfiniPot(PromptScorer, AttentionScorer):
     """Maximum over both rankings of the share of the ranking divided by the rank in it.
 
     Args:
@@ -45,14 +45,6 @@ class InfiniPot(AttentionScorer):
 
     def __post_init__(self) -> None:
         require(0 <= self.novel <= 1, "infinipot.novel", "a fraction in [0, 1]", self.novel)
-
-    def required_prompts(self) -> frozenset[str]:
-        return frozenset({self.prompt})
-
-    def scratch(
-        self, block: tuple[int, ...], start: int, prompts: Prompts
-    ) -> tuple[ScratchPrompt, ...]:
-        return (ScratchPrompt(tuple(prompts[self.prompt]), (0, start + len(block))),)
 
     def default_reduction(self) -> tuple[str, str]:
         return "sum", "group_sum"

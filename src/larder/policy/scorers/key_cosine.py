@@ -21,18 +21,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from larder.core.arguments import require
-from larder.core.observation import Calibration, Observation, Prompts, ScratchPrompt
+from larder.core.observation import Calibration, Observation
 from larder.core.types import Packed
 from larder.ops.pooling import running_max
 from larder.ops.rope import rotate, rotate_per_head
 from larder.policy.scorers._future_queries import rope_radians
-from larder.policy.scorers.base import Scorer
+from larder.policy.scorers.base import PromptScorer
 
 ORDER = "needle_rank"  # of all kv heads, as fractions
 
 
 @dataclass(frozen=True)
-class KeyCosine(Scorer):
+class KeyCosine(PromptScorer):
     """The highest cosine of an entry's key to a key of the prompt, before rotation.
 
     Args:
@@ -60,14 +60,6 @@ class KeyCosine(Scorer):
         return frozenset(
             index for index, own in calibration.items() if min(own[ORDER]) < self.share
         )
-
-    def required_prompts(self) -> frozenset[str]:
-        return frozenset({self.prompt})
-
-    def scratch(
-        self, block: tuple[int, ...], start: int, prompts: Prompts
-    ) -> tuple[ScratchPrompt, ...]:
-        return (ScratchPrompt(tuple(prompts[self.prompt]), (0, start + len(block))),)
 
     def score(self, observation: Observation) -> Packed:
         order = observation.calibration[ORDER] if self.share < 1 else ()

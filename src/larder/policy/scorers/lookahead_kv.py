@@ -20,7 +20,7 @@ from larder.core.observation import Observation, Prompts, ScratchPrompt
 from larder.core.types import Packed
 from larder.policy.attention_reduction import ObservationWindow
 from larder.policy.providers.lookahead_kv import SOFT_TOKENS
-from larder.policy.scorers.base import AttentionScorer, with_pass_keys, without_pass_keys
+from larder.policy.scorers.base import AttentionScorer, whole_pass_window, without_pass_keys
 
 PLACEHOLDER = 0  # token whose embedding a learned vector replaces
 
@@ -40,11 +40,7 @@ class LookaheadKV(AttentionScorer):
         return "mean", "group_mean"
 
     def observation_window(self, observation: Observation) -> ObservationWindow:
-        return ObservationWindow(
-            observation.queries,
-            with_pass_keys(observation, observation.entries),
-            observation.query_positions,
-        )
+        return whole_pass_window(observation)
 
     def finish(self, observation: Observation, heads: list[Tensor]) -> Packed:
         return without_pass_keys(observation, heads)

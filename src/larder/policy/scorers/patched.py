@@ -25,14 +25,19 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from larder.core.observation import Observation, Prompts, ScratchPrompt
+from larder.core.observation import Observation
 from larder.core.types import Packed, Variant
 from larder.policy.attention_reduction import ObservationWindow
-from larder.policy.scorers.base import AttentionScorer, with_pass_keys, without_pass_keys
+from larder.policy.scorers.base import (
+    AttentionScorer,
+    PromptScorer,
+    whole_pass_window,
+    without_pass_keys,
+)
 
 
 @dataclass(frozen=True)
-class Patched(AttentionScorer):
+class Patched(PromptScorer, AttentionScorer):
     """The highest weight that any prompt token of any query head of the group gives an entry.
 
     Args:
@@ -44,25 +49,13 @@ class Patched(AttentionScorer):
     prompt: str = "episode"
     variant: Variant = Variant.LARDER
 
-    def required_prompts(self) -> frozenset[str]:
-        return frozenset({self.prompt})
-
-    def scratch(
-        self, block: tuple[int, ...], start: int, prompts: Prompts
-    ) -> tuple[ScratchPrompt, ...]:
-        return (ScratchPrompt(tuple(prompts[self.prompt]), (0, start + len(block))),)
-
     def default_reduction(self) -> tuple[str, str]:
         return "max", "group_max"
 
     def observation_window(self, observation: Observation) -> ObservationWindow:
         if self.variant is not Variant.PAPER:
             return ObservationWindow(observation.queries, observation.entries)
-        return ObservationWindow(
-            observation.queries,
-            with_pass_keys(observation, observation.entries),
-            observation.query_positions,
-        )
+        return whole_pass_window(observation)
 
     def finish(self, observation: Observation, heads: list[Tensor]) -> Packed:
         return without_pass_keys(observation, heads)
