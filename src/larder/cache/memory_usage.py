@@ -19,7 +19,7 @@ class MemoryUsage:
     A total may be shared between threads, as pages of one layer are prefetched while another layer
     appends; each usage is changed by one thread at a time.
 
-    Args:
+    Attributes:
         nbytes: bytes of all tensors.
         device_nbytes: bytes among them in the model's memory, without slower tiers.
         entries: cached entries over all kv heads, without offloaded ones.

@@ -83,7 +83,7 @@ def insert_entries(
     columns: Float[Tensor, "n C"],
     starts: Int64[Tensor, " K"],
     lengths: Int64[Tensor, " K"],
-    arrivals: InsertedEntries,
+    inserted: InsertedEntries,
 ) -> None:
     """Insert entries into their heads by position; each head has enough slack behind it.
 
@@ -92,22 +92,22 @@ def insert_entries(
         starts, lengths: of the heads before the insertion.
     """
     keys, values, positions = stored
-    counts = arrivals.counts(len(starts)).tolist()
+    counts = inserted.counts(len(starts)).tolist()
     first = 0
     for start, length, count in zip(starts.tolist(), lengths.tolist(), counts, strict=True):
         own, first = slice(first, first + count), first + count
         if not count:
             continue
         held = positions[start : start + length]
-        moved = int(torch.searchsorted(held, arrivals.positions[own][:1])[0])  # all before stay
+        moved = int(torch.searchsorted(held, inserted.positions[own][:1])[0])  # all before stay
         rows = slice(start + moved, start + length + count)
-        order = torch.cat([held[moved:], arrivals.positions[own]]).argsort()
-        pairs = (keys, arrivals.keys), (values, arrivals.values), (positions, arrivals.positions)
-        for into, coming in pairs:
+        order = torch.cat([held[moved:], inserted.positions[own]]).argsort()
+        pairs = (keys, inserted.keys), (values, inserted.values), (positions, inserted.positions)
+        for into, new in pairs:
             there = into[start + moved : start + length]
-            into[rows] = torch.cat([there, coming[own].to(into.dtype)])[order]
+            into[rows] = torch.cat([there, new[own].to(into.dtype)])[order]
         there = columns[:, start + moved : start + length]
-        columns[:, rows] = torch.cat([there, arrivals.columns[:, own]], dim=1)[:, order]
+        columns[:, rows] = torch.cat([there, inserted.columns[:, own]], dim=1)[:, order]
 
 
 @dataclass(frozen=True)

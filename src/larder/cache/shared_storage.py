@@ -214,7 +214,7 @@ class SegmentedLayer(CacheLayer):
         return copy
 
     def separate(self) -> None:
-        self._own()
+        self._unshare()
         self.compact()
 
     def seal(self) -> None:
@@ -303,7 +303,7 @@ class SegmentedLayer(CacheLayer):
             self._leave_segments(stay)
             self._count_bytes()
 
-    def _own(self, room: int = 0) -> None:
+    def _unshare(self, room: int = 0) -> None:
         """Bring all entries into one storage that no other layer holds, before they change.
 
         Args:
@@ -318,10 +318,10 @@ class SegmentedLayer(CacheLayer):
         self._leave_segments(())
         self._hold(joined)
 
-    def _own_where_joined(self) -> None:
+    def _unshare_segments(self) -> None:
         """Bring entries in several storages into one; what others hold alone stays shared."""
         if self._segments:
-            self._own()
+            self._unshare()
 
     def _cut_segments(self, length: int) -> None:
         """Drop the entries of the segments at true positions `length` and later."""
@@ -340,7 +340,7 @@ class SegmentedLayer(CacheLayer):
         """Free the slack of segments that no other layer holds, and of an unused storage."""
         self._drop_empty_storage()
         if not any(segment.holders.are_many for segment in self._segments):
-            self._own_where_joined()
+            self._unshare_segments()
 
     def _hold(self, storage: SharedSegment, keeps: bool = False) -> None:
         """Replace the own storage, and count the bytes."""

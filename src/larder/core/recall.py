@@ -60,7 +60,7 @@ class RecallResult:
         share: estimated share of all attention that goes to the found entries, per query head, in
             (0, 1]; the rest goes to `mean`. None where nothing is mixed in.
         mean: mean value of all entries, per kv head, where `share` is given.
-        is_whole: whether the step attends to all offloaded entries instead of the pages.
+        attends_all: whether the step attends to all offloaded entries instead of the pages.
     """
 
     pages: Int64[Tensor, "N P"]

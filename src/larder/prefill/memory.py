@@ -13,10 +13,10 @@ class EntryCapacity:
     """Capacity of one cache, in entries over all managed layers and kv heads.
 
     Args:
-        resting: most entries between two turns, recall slots included.
+        entries: most entries between two turns, recall slots included.
         heads: kv heads of all managed layers.
         block: M_block, entries per kv head that a running turn may add.
-        finest: most entries at full precision between two turns; None for no limit.
+        full_precision: most entries at full precision between two turns; None for no limit.
         full_precision_heads: kv heads that share them.
     """
 

@@ -49,6 +49,7 @@ class TurnReader:
     Args:
         cache: cache that the turn extends.
         prompts: scratch prompts by name.
+        reader_of: makes the reader that reads a block with a plan.
         bound: capacity of the cache; None where nothing is ever evicted.
         block: most tokens of one pass.
         open_block: last tokens of the cache, those since the last plan.
@@ -67,10 +68,10 @@ class TurnReader:
         block: int,
         open_block: OpenBlock,
         eviction: DecodeEviction | None = None,
-        saved: SequenceCache | None = None,
+        snapshot: SequenceCache | None = None,
         turns: TurnRule = TurnRule(),  # noqa: B008, without state
     ) -> None:
-        self.cache, self.snapshot, self.meter = cache, saved, PeakMemoryMeter()
+        self.cache, self.snapshot, self.meter = cache, snapshot, PeakMemoryMeter()
         self._decoder, self._sequence, self._reader_of = (
             decoder,
             PrefillSequence(cache, prompts),
@@ -157,8 +158,8 @@ class TurnReader:
             yield from self.end_block_steps(1)
             part = ids[place : place + min(most, self.free_tokens)]
             place += len(part)
-            coming = AppendKind.STEP if is_single else AppendKind.TEXT
-            self._read(part, coming, place, self._eviction)
+            kind = AppendKind.STEP if is_single else AppendKind.TEXT
+            self._read(part, kind, place, self._eviction)
             if not is_single or place % REPLAYED_TOKENS == 0:
                 yield
 
@@ -220,11 +221,11 @@ class TurnReader:
     def _read(
         self,
         ids: tuple[int, ...],
-        coming: AppendKind,
+        kind: AppendKind,
         answer_tokens: int,
         eviction: DecodeEviction | None,
     ) -> None:
-        segment = BatchSegment(self.cache, ids, append_kind=coming)
+        segment = BatchSegment(self.cache, ids, append_kind=kind)
         self._decoder.read([segment], Mode.APPEND, self._observer(segment, answer_tokens, eviction))
 
     def _block_end(self, more: tuple[int, ...] = ()) -> Steps[None]:

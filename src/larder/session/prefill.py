@@ -250,7 +250,7 @@ def turn_reader(
 
     Args:
         prompts: prompts that the entries of the cache are scored with.
-        saved: as for `TurnReader`.
+        saved: copy of the cache before the turn, if there is one.
         open_block: as for `TurnReader`; empty by default.
     """
     spec = runtime.decoder.spec

@@ -135,15 +135,15 @@ class GradedTiers:
             kept, grades: places of the kept entries, and their new grades.
         """
         exact, held = grades == 0, self.places.grades[kept] == 0
-        stays, comes = kept[exact & held], kept[exact & ~held]
+        stays, promoted = kept[exact & held], kept[exact & ~held]
         counts = torch.bincount(self.places.heads[stays], minlength=len(self.finest.lengths))
         there = (exact & held).to(plan.kept.device)
         columns = {name: part[there] for name, part in plan.columns.items()}
         own = Plan(stays, tuple(counts.tolist()), columns=columns, scalars=plan.scalars)
-        arrivals = self._arrivals(comes, plan, kept, ledger) if len(comes) else None
-        return own, self.sums.among(stays), arrivals
+        inserted = self._inserted_entries(promoted, plan, kept, ledger) if len(promoted) else None
+        return own, self.sums.among(stays), inserted
 
-    def _arrivals(
+    def _inserted_entries(
         self, places: Int64[Tensor, " N"], plan: Plan, kept: Int64[Tensor, " T"], ledger: Ledger
     ) -> InsertedEntries:
         """Entries that move from a quantized tier to full precision."""
@@ -257,8 +257,8 @@ def rows_to_reencode(
     groups = tier.rows.groups_of(rows)
     counts = torch.bincount(groups, minlength=len(owners))
     small = (counts > 0) & (counts < tier.codec.min_group_entries)
-    coming = torch.bincount(torch.cat([owners[small], incoming]), minlength=heads)
-    return (small & (coming[owners] > 1))[groups]
+    entering = torch.bincount(torch.cat([owners[small], incoming]), minlength=heads)
+    return (small & (entering[owners] > 1))[groups]
 
 
 def group_sizes(heads: Int64[Tensor, " N"], group: int) -> Int64[Tensor, " G"]:

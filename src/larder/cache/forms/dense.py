@@ -60,8 +60,8 @@ class DenseLayer(SegmentedLayer):
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         count, self.replaced_bytes = keys.shape[1], 0
-        if count == 1:
-            self._own(MIN_GROWTH_TOKENS)  # attention to several storages would copy them each step
+        if count == 1:  # attention to several storages would copy them at each step
+            self._unshare(MIN_GROWTH_TOKENS)
         self._make_room(count)
         start, stop = self._length, self._length + count
         self._keys[:, start:stop] = keys
@@ -89,13 +89,13 @@ class DenseLayer(SegmentedLayer):
 
     def apply(self, plan: Plan) -> None:
         rows = self._chosen(plan).to(self._keys.device)
-        self._own_where_joined()
+        self._unshare_segments()
         self._replace([side[:, rows] for side in self._sides], self._positions[rows])
         self._set_length(len(rows))
 
     def evict(self, plan: Plan) -> None:
         rows = self._chosen(plan)
-        self._own()
+        self._unshare()
         positions = self._positions[rows.to(self._positions.device)]
         flat = [side.view(-1, self.layer.head_dim) for side in self._sides]
         self.replaced_bytes = 0
@@ -203,7 +203,7 @@ class DenseLayer(SegmentedLayer):
 
     def entries(self) -> Entries:
         if len(self._filled) > 1:
-            self._own()
+            self._unshare()
         held, rank = self._read_storage(), self.layer.latent_rank
         values = held.values.flatten(0, 1)
         return Entries(

@@ -83,14 +83,14 @@ class GradedLayer(MixedLayer):
 
     def apply(self, plan: Plan) -> None:
         check_kept(plan, self.lengths)
-        tiers, own, sums, coming = self._planned(plan)
-        self._ragged.apply_folded(own, sums, coming)
+        tiers, own, sums, promoted = self._planned(plan)
+        self._ragged.apply_folded(own, sums, promoted)
         self._replace(tiers)
 
     def evict(self, plan: Plan) -> None:
         check_kept(plan, self.lengths)
-        tiers, own, sums, coming = self._planned(plan)
-        self._ragged.evict_folded(own, sums, coming)
+        tiers, own, sums, promoted = self._planned(plan)
+        self._ragged.evict_folded(own, sums, promoted)
         self._replace(tiers)
 
     def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
@@ -210,15 +210,15 @@ class GradedLayer(MixedLayer):
         plan: Plan,
         sums: MergedEntries,
         change: PlanCarrier,
-        arrivals: InsertedEntries | None = None,
+        inserted: InsertedEntries | None = None,
     ) -> None:
         """Apply a validated plan, with merged and inserted entries computed by the caller.
 
         Args:
             sums: merged entries, by packed index.
         """
-        coded, own, merged, coming = self._changed(plan, self._tiers().with_merged(sums))
-        change(self._ragged, own, merged, join_inserted(coming, arrivals))
+        coded, own, merged, promoted = self._changed(plan, self._tiers().with_merged(sums))
+        change(self._ragged, own, merged, join_inserted(promoted, inserted))
         self._replace(coded)
 
     def _replace(self, coded: tuple[QuantizedTier, ...]) -> None:

@@ -321,7 +321,7 @@ class PairedLayer(GradedLayer):
 
         return merge_by_place(plan, order.places, numbers, own.keys.device)
 
-    def _arrivals(
+    def _inserted_entries(
         self, sums: MergedEntries, order: PairedOrder, columns: Float[Tensor, "n T"]
     ) -> InsertedEntries | None:
         """Merge targets that were shared, in order of heads and positions."""
@@ -353,9 +353,9 @@ class PairedLayer(GradedLayer):
         columns = self._columns(plan.columns, order, kept)
         rows = shared.rows(self.side)[(kept[~mine] - order.own).to(shared.held.device)]
         left = shared.select(self.side, rows, columns[:, kept[~mine]])
-        arrivals = self._arrivals(sums, order, columns)
+        inserted = self._inserted_entries(sums, order, columns)
         rest = self._rest(plan, kept, kept < order.own, grades, order)
-        self._change_own(rest, sums.among(rest.kept), change, arrivals)
+        self._change_own(rest, sums.among(rest.kept), change, inserted)
         self.replaced_bytes += shared.nbytes
         self._pair.replace_shared(left)
         requested = ((grades[mine] > 0) & (before[mine] == 0)).nonzero().flatten()

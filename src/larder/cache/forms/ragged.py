@@ -106,8 +106,8 @@ class RaggedLayer(SegmentedLayer):
         check_dtypes(self.layer, self._keys.dtype, keys, values)
         count, self.replaced_bytes = keys.shape[1], 0
         self._hold_logits(None)
-        if count == 1:
-            self._own(GROWTH_TOKENS)  # attention to several storages would copy them at each step
+        if count == 1:  # attention to several storages would copy them at each step
+            self._unshare(GROWTH_TOKENS)
         self._make_room(count)
         rows = self._starts + self._lengths
         if count == 1:
@@ -136,7 +136,7 @@ class RaggedLayer(SegmentedLayer):
         self.replaced_bytes = 0
         self._hold_logits(None)
         if self._records_logits:  # for tallies, which change columns
-            self._own(GROWTH_TOKENS)
+            self._unshare(GROWTH_TOKENS)
         self._make_room(1)
         logits = self._step_logits(self.layer.query_heads // self.layer.kv_heads)
         columns, names = self._columns.values, self._columns.ledger.columns
@@ -191,18 +191,18 @@ class RaggedLayer(SegmentedLayer):
         self.apply_folded(plan, self._merge(plan))
 
     def apply_folded(
-        self, plan: Plan, sums: MergedEntries, arrivals: InsertedEntries | None = None
+        self, plan: Plan, sums: MergedEntries, inserted: InsertedEntries | None = None
     ) -> None:
         """Apply a validated plan, with merged and inserted entries computed by the caller."""
-        self._own_where_joined()
+        self._unshare_segments()
         rows = packed_rows(self._starts, self._lengths)[plan.kept.cpu()]
         lengths = torch.tensor(plan.lengths, dtype=torch.int64)
-        coming = arrivals.counts(len(lengths)) if arrivals else 0
+        coming = inserted.counts(len(lengths)) if inserted else 0
         changes = self._changes(plan, sums, (starts_of(lengths + coming), lengths))
         self._lay_out(list(rows.split(plan.lengths)), coming)
         self._write(changes)
-        if arrivals:
-            self._take_in(arrivals)
+        if inserted:
+            self._insert(inserted)
 
     def evict(self, plan: Plan) -> None:
         check_single_precision(plan)
@@ -210,14 +210,14 @@ class RaggedLayer(SegmentedLayer):
         self.evict_folded(plan, self._merge(plan))
 
     def evict_folded(
-        self, plan: Plan, sums: MergedEntries, arrivals: InsertedEntries | None = None
+        self, plan: Plan, sums: MergedEntries, inserted: InsertedEntries | None = None
     ) -> None:
         """Evict by a validated plan, with merged and inserted entries computed by the caller."""
         self.replaced_bytes = 0
         self._hold_logits(None)
-        self._own()
-        if arrivals:
-            self._make_room(int(arrivals.counts(len(plan.lengths)).max()))
+        self._unshare()
+        if inserted:
+            self._make_room(int(inserted.counts(len(plan.lengths)).max()))
         kept, lengths = plan.kept.cpu(), torch.tensor(plan.lengths, dtype=torch.int64)
         starts, held, slack = self._starts, self._lengths, MIN_ROAMING_SLACK
         motion = plan_removal(starts, held, kept, plan.lengths, self._edges, slack)
@@ -229,19 +229,19 @@ class RaggedLayer(SegmentedLayer):
         self._set_lengths(lengths)
         if changes is not None:
             self._write(changes)
-        if arrivals:
-            self._draw_back(int(arrivals.counts(len(lengths)).max()))
-            self._take_in(arrivals)
+        if inserted:
+            self._move_to_edges(int(inserted.counts(len(lengths)).max()))
+            self._insert(inserted)
 
     def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
         if self._is_shared:
-            self._own_with(columns)
+            self._unshare_with(columns)
         else:
             self._columns.write(columns)
 
     def note_packed(self, columns: Float[Tensor, "n T"]) -> None:
         """Replace all ledger columns, one number per packed entry."""
-        self._own()
+        self._unshare()
         rows = packed_rows(self._starts, self._lengths).to(self._keys.device)
         self._columns.values[:, rows] = columns
 
@@ -250,12 +250,12 @@ class RaggedLayer(SegmentedLayer):
         self._columns.check_columns(plan.columns, len(plan.kept))
         self._columns.check_scalars(plan.scalars)
 
-    def _own_with(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
+    def _unshare_with(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
         """Copy shared entries, and replace columns given by row of the shared storage."""
         held = self._read_storage()
         self._columns.check_columns(columns, held.columns.shape[1])
         rows = packed_rows(held.starts, held.lengths)
-        self._own()
+        self._unshare()
         rows_now = packed_rows(self._starts, self._lengths)
         self._columns.write_rows(rows_now, {name: columns[name][rows] for name in columns})
 
@@ -266,14 +266,14 @@ class RaggedLayer(SegmentedLayer):
 
     def allocate(self, room: int) -> None:
         self._start_storage(room, room)
-        self._draw_back(room)
+        self._move_to_edges(room)
         if room > self._room:
-            self._lay_out(self._everything(), room)
+            self._lay_out(self._used_rows(), room)
 
     def compact(self) -> None:
         self._compact_segments()
         if len(self._keys) > int(self._lengths.sum()) and not self._holders.are_many:
-            self._lay_out(self._everything(), 0)
+            self._lay_out(self._used_rows(), 0)
 
     def truncate(self, length: int) -> None:
         lengths = self._lengths_before(self._storage(), length)
@@ -286,7 +286,7 @@ class RaggedLayer(SegmentedLayer):
 
     def entries(self) -> Entries:
         if self.ledger.columns or len(self._filled) > 1:
-            self._own()  # so that numbers that are noted show in the views
+            self._unshare()  # so that numbers that are noted show in the views
         held = self._read_storage()
         columns = dict(zip(self.ledger.columns, held.columns, strict=True))
         return Entries(
@@ -401,20 +401,20 @@ class RaggedLayer(SegmentedLayer):
         self._columns.write_rows(changes.rows, changes.columns)
         self._columns.write_scalars(changes.scalars)
 
-    def _take_in(self, arrivals: InsertedEntries) -> None:
+    def _insert(self, inserted: InsertedEntries) -> None:
         """Insert entries at their positions, into existing slack."""
-        insert_entries(self._stored(), self._columns.values, self._starts, self._lengths, arrivals)
-        self._set_lengths(self._lengths + arrivals.counts(len(self._lengths)))
+        insert_entries(self._stored(), self._columns.values, self._starts, self._lengths, inserted)
+        self._set_lengths(self._lengths + inserted.counts(len(self._lengths)))
         self._room = self._least_room(self._starts, self._lengths)
 
     def _make_room(self, count: int) -> None:
         """Ensure slack for `count` entries in every head; new storage has some to spare."""
         self._start_storage(count, max(count, GROWTH_TOKENS))
-        self._draw_back(count)
+        self._move_to_edges(count)
         if count > self._room:
-            self._lay_out(self._everything(), max(count, GROWTH_TOKENS))
+            self._lay_out(self._used_rows(), max(count, GROWTH_TOKENS))
 
-    def _everything(self) -> list[Tensor]:
+    def _used_rows(self) -> list[Tensor]:
         """Used storage rows per head."""
         starts, ends = self._starts.tolist(), (self._starts + self._lengths).tolist()
         return [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
@@ -424,7 +424,7 @@ class RaggedLayer(SegmentedLayer):
         ends = zip(self._edges[1:], starts.tolist(), lengths.tolist(), strict=True)
         return min(edge - start - length for edge, start, length in ends)
 
-    def _draw_back(self, room: int) -> None:
+    def _move_to_edges(self, room: int) -> None:
         """Move heads back to their edges if that gives `room` slack behind each."""
         if self._room >= room or self._holders.are_many:
             return

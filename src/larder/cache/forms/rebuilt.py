@@ -73,8 +73,8 @@ class RecomputedLayer(RecoverableLayer):
         self.project: ProjectKV | None = None  # while a model runs
         self.tokens = self.operations = 0  # recomputed tokens so far, and their operations
         self._source = torch.empty(0, 0, dtype=dtype, device=device)
-        self._gone = [torch.empty(0, dtype=torch.int64) for _ in range(layer.kv_heads)]
-        self._lent: tuple[RecomputedKV, RecomputedKV] | None = None
+        self._evicted = [torch.empty(0, dtype=torch.int64) for _ in range(layer.kv_heads)]
+        self._replayed: tuple[RecomputedKV, RecomputedKV] | None = None
         self._count_bytes()
 
     @classmethod
@@ -95,7 +95,7 @@ class RecomputedLayer(RecoverableLayer):
         self, replayed: NewTokens, answer: Callable[[], Queries]
     ) -> Float[Tensor, "H N D"]:
         """Attention of replayed tokens, whose keys and values are lent to the tokens after them."""
-        self._lent = replayed.keys, replayed.values
+        self._replayed = replayed.keys, replayed.values
         self.tokens += len(replayed)
         before = torch.zeros_like(replayed.queries)
         if self.layer.index >= self.rebuilding.depth:  # outputs are unused before that layer
@@ -103,12 +103,12 @@ class RecomputedLayer(RecoverableLayer):
         try:
             return torch.cat([before, answer()], 1)
         finally:
-            self._lent = None
+            self._replayed = None
 
     def truncate(self, length: int) -> None:
         self._ragged.truncate(length)
         self._source = self._source[:length].clone()
-        self._gone = [own[own < length] for own in self._gone]
+        self._evicted = [own[own < length] for own in self._evicted]
         self._count_bytes()
 
     def forget(self, start: int, stop: int) -> None:
@@ -125,18 +125,18 @@ class RecomputedLayer(RecoverableLayer):
             )
         self._ragged.forget(start, stop)
         self.replaced_bytes = self._ragged.replaced_bytes
-        self._gone = [own[(own < start) | (own >= stop)] for own in self._gone]
+        self._evicted = [own[(own < start) | (own >= stop)] for own in self._evicted]
         self._count_bytes()
 
     @property
     def evicted(self) -> tuple[Int64[Tensor, " _"], ...]:
         """Positions of evicted entries per kv head."""
-        return tuple(self._gone)
+        return tuple(self._evicted)
 
     @property
     def wanted(self) -> int:
         """Number of first tokens to read again for all evicted entries."""
-        return max((int(own.max()) + 1 for own in self._gone if len(own)), default=0)
+        return max((int(own.max()) + 1 for own in self._evicted if len(own)), default=0)
 
     @property
     def source(self) -> Tensor:
@@ -151,9 +151,9 @@ class RecomputedLayer(RecoverableLayer):
     def state(self) -> dict[str, Tensor]:
         state = self._ragged.state() | {
             SOURCE_KEY: self._source.clone(),
-            EVICTED_KEY: torch.cat(self._gone),
+            EVICTED_KEY: torch.cat(self._evicted),
         }
-        state |= {LENGTHS_KEY: torch.tensor([len(own) for own in self._gone])}
+        state |= {LENGTHS_KEY: torch.tensor([len(own) for own in self._evicted])}
         return state | {SPEC_KEY: text_tensor(self.rebuilding.to_text())}
 
     @classmethod
@@ -163,27 +163,27 @@ class RecomputedLayer(RecoverableLayer):
         store = cls(layer, like.dtype, like.device, Ledger(), spec)
         store._adopt_ragged(state)
         store._source = state[SOURCE_KEY]
-        store._gone = list(state[EVICTED_KEY].cpu().split(state[LENGTHS_KEY].tolist()))
+        store._evicted = list(state[EVICTED_KEY].cpu().split(state[LENGTHS_KEY].tolist()))
         store._count_bytes()
         return store
 
     def _like(self) -> RecomputedLayer:
         like, ledger = self._ragged.like, self._ragged.ledger
         copy = RecomputedLayer(self.layer, like.dtype, like.device, ledger, self.rebuilding)
-        copy._source, copy._gone = self._source, self._gone
+        copy._source, copy._evicted = self._source, self._evicted
         copy._count_bytes()
         return copy
 
     def _copy_tensors(self) -> None:
-        self._source, self._gone = self._source.clone(), [own.clone() for own in self._gone]
+        self._source, self._evicted = self._source.clone(), [own.clone() for own in self._evicted]
         self._count_bytes()
 
     def own_tensors(self) -> tuple[Tensor, ...]:
-        return (self._source, *self._gone)
+        return (self._source, *self._evicted)
 
     @property
     def _is_empty(self) -> bool:
-        return not any(self.lengths) and not any(map(len, self._gone))
+        return not any(self.lengths) and not any(map(len, self._evicted))
 
     def attention_calls(self, new: NewTokens) -> Iterator[AttentionCall]:
         yield from self._ragged.attention_calls(new)
@@ -194,11 +194,11 @@ class RecomputedLayer(RecoverableLayer):
 
     def _blocks(self) -> Iterator[tuple[Int64[Tensor, " B"], RecomputedKV, RecomputedKV]]:
         """Blocks of recomputed keys and values of all evicted entries, with their positions."""
-        wanted = torch.unique(torch.cat(self._gone))
+        wanted = torch.unique(torch.cat(self._evicted))
         if not len(wanted):
             return
-        if self._lent is not None:
-            yield torch.arange(self._lent[0].shape[1]), *self._lent
+        if self._replayed is not None:
+            yield torch.arange(self._replayed[0].shape[1]), *self._replayed
             return
         if self.project is None or not len(self._source):
             raise CacheError(
@@ -214,7 +214,7 @@ class RecomputedLayer(RecoverableLayer):
         self, places: Int64[Tensor, " B"], keys: RecomputedKV, values: RecomputedKV
     ) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
         """Starts and lengths, keys and values of the tokens that are evicted from each kv head."""
-        rows = [torch.nonzero(torch.isin(places, own)).flatten() for own in self._gone]
+        rows = [torch.nonzero(torch.isin(places, own)).flatten() for own in self._evicted]
         lengths = torch.tensor([len(own) for own in rows])
         flat = torch.cat([own + head * len(places) for head, own in enumerate(rows)])
         flat = flat.to(keys.device)
@@ -243,7 +243,7 @@ class RecomputedLayer(RecoverableLayer):
         rejected = [places[heads == head] for head in range(len(held.lengths))]
         change(plan)
         self.replaced_bytes = self._ragged.replaced_bytes
-        self._gone = [torch.cat(pair) for pair in zip(self._gone, rejected, strict=True)]
+        self._evicted = [torch.cat(pair) for pair in zip(self._evicted, rejected, strict=True)]
         self._count_bytes()
 
 

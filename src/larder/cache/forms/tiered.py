@@ -400,11 +400,11 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
             raise
         self.replaced_bytes = self._ragged.replaced_bytes + self._slow.replaced_bytes
 
-    def _index_bytes(self, coming: int) -> int:
-        """Estimated growth of the index for `coming` more entries; 0 without a limit."""
+    def _index_bytes(self, count: int) -> int:
+        """Estimated growth of the index for `count` more entries; 0 without a limit."""
         counts = self._slow.room.limit is not None and self._searches
         return (
-            self.fetcher.shared_index.growth_estimate_bytes(len(self._slow) + coming)
+            self.fetcher.shared_index.growth_estimate_bytes(len(self._slow) + count)
             if counts
             else 0
         )

@@ -273,12 +273,12 @@ class TransformLayer(MixedLayer):
                 "or bytes to fill, or use a compensation that lowers no precision."
             )
         tier = self._coded_after(plan, held, sums, grades, step)
-        own, merged, arrivals = self._exact_after(plan, held, order, sums, grades)
+        own, merged, inserted = self._exact_after(plan, held, order, sums, grades)
         between = storage_bytes((*self._tier.tensors(), *tier.tensors()))
         if is_eviction:
-            self._ragged.evict_folded(own, merged, arrivals)
+            self._ragged.evict_folded(own, merged, inserted)
         else:
-            self._ragged.apply_folded(own, merged, arrivals)
+            self._ragged.apply_folded(own, merged, inserted)
         self.replaced_bytes = self._ragged.replaced_bytes + between
         self._hold(tier)
 

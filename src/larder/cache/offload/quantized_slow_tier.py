@@ -40,8 +40,9 @@ class DequantizedEntries(Entries):
     """Entries whose `keys` and `values` are dequantized on first access.
 
     Args:
-        held: positions and columns.
+        entries: positions, columns and layout.
         dtype: of dequantized keys and values.
+        numbers: quantized keys and values.
     """
 
     def __init__(self, entries: Entries, dtype: torch.dtype, numbers: QuantizedEntries) -> None:

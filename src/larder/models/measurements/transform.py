@@ -122,6 +122,8 @@ class LayerMoments:
     Args:
         sums: of keys and values, float64 [2, K, D].
         products: of queries, keys and values with themselves, float64 [3, K, D, D].
+
+    Attributes:
         counts: tokens of queries times their group, and of the others.
     """
 
