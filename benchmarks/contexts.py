@@ -76,7 +76,7 @@ def entropy(engine: Engine, cache: SequenceCache, ids: tuple[int, ...]) -> float
     found: list[Tensor] = []
 
     def observe(_segment: int, layer: int, activations: LayerActivations) -> None:
-        store = cache.stores[layer]
+        store = cache.layers[layer]
         held, spec = store.entries(), store.layer
         keys = torch.stack(
             [held.keys[s : s + n] for s, n in zip(held.starts, held.lengths, strict=True)]

@@ -49,7 +49,7 @@ def random_decoder(layers: int, dtype: torch.dtype) -> Decoder:
 def filled(decoder: Decoder, policy: Policy, entries: int) -> SequenceCache:
     """Cache of icecache behind random entries."""
     cache = empty_cache(policy, decoder.spec)
-    for layer, store in zip(decoder.spec.layers, cache.stores, strict=True):
+    for layer, store in zip(decoder.spec.layers, cache.layers, strict=True):
         shape = layer.kv_heads, entries, layer.head_dim
         keys, values = (torch.randn(shape).to(decoder.spec.dtype) for _ in range(2))
         store.append(keys, values, torch.arange(entries))

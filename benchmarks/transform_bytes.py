@@ -49,7 +49,7 @@ def component_bits(tier: TransformedTier) -> tuple[np.ndarray, int]:
 def shares(cache: SequenceCache) -> dict[str, float]:
     """Bytes of each part of a cache, exact entries in bfloat16."""
     parts = dict.fromkeys(PARTS, 0.0)
-    for store in cache.stores:
+    for store in cache.layers:
         assert isinstance(store, TransformLayer)
         tier, dim = store.tier, store.layer.head_dim
         bits, _ = component_bits(tier)
@@ -114,7 +114,7 @@ def main() -> None:
     text = RecordedText.of(engine, ids, FOLLOWING)
     tokens = int(options.tokens * BUDGETS[options.budget])
     cache = text.held(Policy.parse(sentence), tokens)
-    sums, counts = zip(*(component_bits(store.tier) for store in cache.stores), strict=True)
+    sums, counts = zip(*(component_bits(store.tier) for store in cache.layers), strict=True)
     bits, parts = sum(sums) / sum(counts), shares(cache)
     print(json.dumps({name: round(size) for name, size in parts.items()}))
     print(json.dumps({"entries": sum(counts), "bits": [round(float(b), 2) for b in bits]}))

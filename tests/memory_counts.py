@@ -54,14 +54,14 @@ def assert_counted(layer: CacheLayer) -> None:
 
 def assert_sequence_counted(cache: SequenceCache) -> None:
     """Check the counts of a sequence against those of a walk over its layers."""
-    for layer in cache.stores:
+    for layer in cache.layers:
         assert_counted(layer)
     latest = cache.latest._queries.values()
     beside = cache.latest.tail.nbytes + sum(held.nbytes for held in latest)
     beside += cache.model_positions.nbytes
-    assert cache.nbytes == sum(map(bytes_of, cache.stores)) + beside
-    assert cache.device_nbytes == sum(s.device_nbytes for s in cache.stores) + beside
-    budgeted = [s for s in cache.stores if cache.is_budgeted(s.layer)]
+    assert cache.nbytes == sum(map(bytes_of, cache.layers)) + beside
+    assert cache.device_nbytes == sum(s.device_nbytes for s in cache.layers) + beside
+    budgeted = [s for s in cache.layers if cache.is_budgeted(s.layer)]
     assert cache.managed_entries == sum(sum(s.lengths) for s in budgeted)
 
 

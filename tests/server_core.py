@@ -209,7 +209,7 @@ class Served:
 def storages(session: SessionState) -> dict[int, int]:
     """Bytes of all storage that a session's cache on the device has, by address."""
     cache = session.residency.active
-    stores = () if cache is None else cache.stores
+    stores = () if cache is None else cache.layers
     held = [tensor.untyped_storage() for store in stores for tensor in store.tensors()]
     return {each.data_ptr(): each.nbytes() for each in held if each.nbytes()}
 

@@ -63,7 +63,7 @@ def test_a_plan_on_a_copy_keeps_what_a_reading_keeps(
         PeakMemoryMeter(),
     )
     alone = caches.activate(0)
-    for layer in range(len(held.stores)):
+    for layer in range(len(held.layers)):
         own, other = held.entries(layer), alone.entries(layer)
         assert own.lengths == other.lengths
         assert torch.equal(own.packed_positions(), other.packed_positions())

@@ -56,7 +56,7 @@ def test_the_last_queries_are_held_and_counted(form) -> None:
     assert_latest(cache, [6, 7, 8, 9])
     held = storage_bytes(reachable_tensors(cache.latest))
     assert cache.latest.nbytes == held == latest_queries_bytes(HELD, LAYERS, 4)
-    assert cache.nbytes == held + sum(store.nbytes for store in cache.stores)
+    assert cache.nbytes == held + sum(store.nbytes for store in cache.layers)
 
 
 def through_a_file(cache: SequenceCache) -> SequenceCache:

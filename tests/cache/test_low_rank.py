@@ -194,7 +194,7 @@ def test_saved_caches_and_forks_continue_alike() -> None:
 
 @pytest.mark.usefixtures("maps")
 def test_layers_of_one_state_do_not_change_it_or_each_other() -> None:
-    layer = a_sequence().stores[0]
+    layer = a_sequence().layers[0]
     state = layer.state()
     before = {name: own.clone() for name, own in state.items()}
     first, second = (LowRankLayer.adopt(layer.layer, state) for _ in range(2))

@@ -27,7 +27,7 @@ def an_arena(
 
 def a_store(layer: LayerSpec, arena: PageArena) -> PagedLayer:
     spec = replace(a_spec(layer), arena=arena)
-    [store] = SequenceCache(spec, "ragged").stores
+    [store] = SequenceCache(spec, "ragged").layers
     assert isinstance(store, PagedLayer)
     return store
 
@@ -175,9 +175,9 @@ def test_states_are_those_of_the_form_without_pages(form, plain) -> None:
     paged = replace(spec, arena=an_arena(layer))
     caches = SequenceCache(spec, form), SequenceCache(paged, form)
     for cache in caches:
-        extend(cache.stores[0], new)
+        extend(cache.layers[0], new)
         cache.advance(9)
-    assert isinstance(caches[0].stores[0], plain)
+    assert isinstance(caches[0].layers[0], plain)
     states = [cache.state() for cache in caches]
     assert states[0].keys() == states[1].keys()
     for name, tensor in states[0].items():
@@ -186,16 +186,16 @@ def test_states_are_those_of_the_form_without_pages(form, plain) -> None:
         for state in states:
             for build in (SequenceCache.restore, SequenceCache.adopt):
                 own = {name: tensor.clone() for name, tensor in state.items()}
-                assert same(build(target, own, caches[0].meta()).stores[0], caches[0].stores[0])
+                assert same(build(target, own, caches[0].meta()).layers[0], caches[0].layers[0])
 
 
 def test_pages_of_forks_count_once() -> None:
     layer = a_layer(2, 2)
     cache = SequenceCache(replace(a_spec(layer), arena=an_arena(layer)), "ragged")
-    extend(cache.stores[0], draw(layer, 10))
+    extend(cache.layers[0], draw(layer, 10))
     fork = cache.fork()
     assert held_nbytes([cache, fork]) == cache.nbytes == fork.nbytes > 0
-    extend(fork.stores[0], draw(layer, 1, 10))
+    extend(fork.layers[0], draw(layer, 1, 10))
     assert cache.nbytes < held_nbytes([cache, fork]) < cache.nbytes + fork.nbytes
 
 
@@ -220,13 +220,13 @@ def test_layers_that_cannot_be_in_pages_are_as_without_an_arena() -> None:
     layers = a_layer(2, 2), a_layer(1, 3, window=6, index=1), a_layer(3, 1, index=2)
     spec = a_spec(*layers)
     spec = replace(spec, arena=PageArena(spec, 20, 4))
-    kinds = [type(store).__name__ for store in SequenceCache(spec, "ragged").stores]
+    kinds = [type(store).__name__ for store in SequenceCache(spec, "ragged").layers]
     assert kinds == ["PagedLayer", "SlidingWindowLayer", "PagedLayer"]
-    noted = SequenceCache(spec, "ragged", Ledger(("mass",), ())).stores
+    noted = SequenceCache(spec, "ragged", Ledger(("mass",), ())).layers
     assert [type(store).__name__ for store in noted] == [
         *("RaggedLayer", "SlidingWindowLayer", "RaggedLayer")
     ]
-    tiered = SequenceCache(spec, "tiered", parking=parking_of("tiered")).stores
+    tiered = SequenceCache(spec, "tiered", parking=parking_of("tiered")).layers
     assert "PagedLayer" not in {type(store).__name__ for store in tiered}
 
 

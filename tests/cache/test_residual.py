@@ -119,7 +119,7 @@ def test_coded_tokens_are_those_of_the_loop() -> None:
     cache = filled()
     for position in (2, 40, 84):
         for index, (keys, values) in enumerate(loop_token(position)):
-            stored = cache.stores[index]
+            stored = cache.layers[index]
             assert isinstance(stored, ResidualLayer)
             decoded = stored.decoded()
             assert_close(decoded[0][position - 2], torch.tensor(keys))

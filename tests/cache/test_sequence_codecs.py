@@ -64,8 +64,8 @@ def test_bytes_and_entries_are_counted() -> None:
     assert cache.nbytes == storage_bytes(reachable_tensors(cache._stores))
     assert cache.lengths()[0] == (12, 11)
     assert cache.full_precision_lengths()[0] == (4, 4)
-    assert cache.stores[0].entries_copy_bytes == 23 * (2 * 8 * 4 + 4 + 1 + 4)
-    assert cache.stores[1].entries_copy_bytes == 0
+    assert cache.layers[0].entries_copy_bytes == 23 * (2 * 8 * 4 + 4 + 1 + 4)
+    assert cache.layers[1].entries_copy_bytes == 0
 
 
 def test_another_description_is_not_restored() -> None:

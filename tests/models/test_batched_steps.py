@@ -129,7 +129,7 @@ def test_steps_in_one_call_have_the_bits_and_bytes_of_the_loop(drawn, dtype, ste
         for (cache, alone, new), out in zip(told, batched, strict=True):
             assert torch.equal(out, of_cache(alone, new))
             assert_equal(cache, alone)
-            assert_equal_logits(cache.stores[0], alone.stores[0])
+            assert_equal_logits(cache.layers[0], alone.layers[0])
 
 
 def generator(seed: int) -> torch.Generator:
@@ -153,7 +153,7 @@ def assert_equal(cache: SequenceCache, alone: SequenceCache) -> None:
     assert own.keys() == other.keys()
     assert all(torch.equal(tensor, other[name]) for name, tensor in own.items())
     assert cache.nbytes == alone.nbytes
-    assert cache.nbytes == storage_bytes(t for store in cache.stores for t in store.tensors())
+    assert cache.nbytes == storage_bytes(t for store in cache.layers for t in store.tensors())
     if cache.spec.managed:
         assert cache.managed_entries == sum(map(sum, cache.lengths()))
 

@@ -55,7 +55,7 @@ def test_where_nothing_is_missed_nothing_is_corrected(decoder) -> None:
     plain, mended = (a_cache(decoder, replace(ALL, corrected=n)) for n in (0, 2))
     assert torch.allclose(steps(decoder, plain), steps(decoder, mended), atol=1e-4)
     assert mended.next_position == READ + STEPS
-    for left, right in zip(plain.stores, mended.stores, strict=True):
+    for left, right in zip(plain.layers, mended.layers, strict=True):
         pair = left.entries().head_keys(1), right.entries().head_keys(1)
         assert torch.allclose(*pair, atol=1e-4)
 
@@ -68,7 +68,7 @@ def test_what_was_missed_reaches_the_layers_above(decoder) -> None:
     assert not torch.allclose(before[-1], after[-1], atol=1e-3)
     pairs = [
         (left.entries().head_keys(0), right.entries().head_keys(0))
-        for left, right in zip(plain.stores, mended.stores, strict=True)
+        for left, right in zip(plain.layers, mended.layers, strict=True)
     ]
     for left, right in pairs[:2]:
         assert torch.allclose(left, right, atol=1e-5)

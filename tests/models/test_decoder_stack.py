@@ -296,7 +296,7 @@ def test_a_step_in_one_call_gives_the_bits_of_one_call_per_layer(
         segments = [BatchSegment(cache, (5,)) for cache in caches]
         decoder.read(segments, Mode.APPEND, observer)
         logits = [step_logits(decoder, caches), step_logits(decoder, caches, 8)]
-        states = [list(store.state().values()) for own in caches for store in own.stores]
+        states = [list(store.state().values()) for own in caches for store in own.layers]
         return logits, states, told
 
     calls = list[int]()
@@ -320,7 +320,7 @@ def test_a_step_in_one_call_gives_the_bits_of_one_call_per_layer(
 def test_a_layer_that_attends_alone_leaves_recorded_logits_to_the_others(monkeypatch):
     decoder = a_decoder(layers=2)
     [cache] = filled_caches(decoder, [20], "ragged")
-    first, last = cache.stores
+    first, last = cache.layers
     monkeypatch.setattr(last, "step_storage", lambda: None)
     cache.record_logits([0])
     step_logits(decoder, [cache])

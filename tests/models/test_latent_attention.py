@@ -125,8 +125,8 @@ def test_latents_are_evicted_by_plans_alone(decoder: Decoder) -> None:
     read_on(decoder, held, IDS[:8], 8)
     held.record_logits([0])
     read_on(decoder, held, IDS[8:9], 1)
-    assert held.stores[0].eviction_storage(StepRule(StepScoring(StepScore.MASS), None, {})) is None
-    assert held.stores[0].take_logits() is not None
+    assert held.layers[0].eviction_storage(StepRule(StepScoring(StepScore.MASS), None, {})) is None
+    assert held.layers[0].take_logits() is not None
 
 
 def test_saved_and_forked_caches_continue(decoder: Decoder) -> None:

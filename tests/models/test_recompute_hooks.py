@@ -70,7 +70,7 @@ def full(decoder: Decoder, ids: tuple[int, ...]) -> torch.Tensor:
 @EACH
 def test_logits_are_those_over_a_full_cache(decoder, manner) -> None:
     cache, whole = filled(decoder, manner), full(decoder, IDS)
-    for store in recomputed_layers(cache.stores):
+    for store in recomputed_layers(cache.layers):
         least = cache.cache_spec.rebuilding.depth
         assert all(len(own) == 16 for own in store.evicted) == (store.layer.index >= least)
     got = [read_on(decoder, cache, IDS[READ : READ + 3], 1)]
@@ -121,7 +121,7 @@ def test_it_comes_back_and_goes_its_own_way(three_layers, manner) -> None:
     for copy in (back, fork):
         assert torch.equal(read_on(decoder, copy, IDS[READ:], 1), expected)
     assert cache.nbytes == sum(
-        t.untyped_storage().nbytes() for s in cache.stores for t in s.tensors()
+        t.untyped_storage().nbytes() for s in cache.layers for t in s.tensors()
     )
 
 
@@ -157,17 +157,17 @@ def test_a_pass_that_breaks_leaves_nothing(three_layers, manner) -> None:
 def test_what_is_held_and_what_is_done_are_counted(three_layers, manner) -> None:
     """By hand, for the tiny Llama: 64 numbers a residual, 4 query and 2 kv heads of 16."""
     cache, shape = filled(three_layers, manner), three_layers.shape
-    tokens = sum(store.tokens for store in recomputed_layers(cache.stores))
-    operations = sum(store.operations for store in recomputed_layers(cache.stores))
+    tokens = sum(store.tokens for store in recomputed_layers(cache.layers))
+    operations = sum(store.operations for store in recomputed_layers(cache.layers))
     three_layers.read([BatchSegment(cache, IDS[READ : READ + 1])], Mode.APPEND)
-    gone = len({*torch.cat(recomputed_layers(cache.stores)[-1].evicted).tolist()})
-    sources = sum(store.source.nbytes for store in recomputed_layers(cache.stores))
+    gone = len({*torch.cat(recomputed_layers(cache.layers)[-1].evicted).tolist()})
+    sources = sum(store.source.nbytes for store in recomputed_layers(cache.layers))
     per_token = {"every": 3 * 4 * shape.hidden, "one": 4 * shape.hidden, "ids": 4}[manner]
     assert sources == (READ + 1) * per_token
-    reread = recomputed_layers(cache.stores)[-1].wanted
+    reread = recomputed_layers(cache.layers)[-1].wanted
     run = {"every": 3 * gone, "one": 3 * reread, "ids": 3 * reread}[manner]
-    assert sum(s.tokens for s in recomputed_layers(cache.stores)) - tokens == run
-    made = sum(s.operations for s in recomputed_layers(cache.stores)) - operations
+    assert sum(s.tokens for s in recomputed_layers(cache.layers)) - tokens == run
+    made = sum(s.operations for s in recomputed_layers(cache.layers)) - operations
     below = reread * (shape.projections + shape.mlp)
     again = reread * (shape.projections + shape.mlp + 2 * 4 * 16 * (reread + 1))
     assert (
@@ -184,7 +184,7 @@ def test_what_cannot_come_back_is_refused(three_layers) -> None:
         cache.forget(2, 4)
     every = filled(three_layers, "every")
     every.forget(2, 4)
-    for store in recomputed_layers(every.stores):
+    for store in recomputed_layers(every.layers):
         assert not {2, 3} & {*torch.cat(store.evicted).tolist()}
     with pytest.raises(CacheError, match="has no model to do so"):
         new = torch.zeros(4, 1, 16), torch.zeros(2, 1, 16), torch.zeros(2, 1, 16)

@@ -92,7 +92,7 @@ def test_entries_are_where_their_layer_is_computed(device: SecondDevice) -> None
     with wrap_model(spread(device)) as decoder:
         spec = decoder.spec
         assert spec.layer_devices == PLACES and spec.device == CPU
-        places = [store.entries().keys.device for store in SequenceCache(spec, "ragged").stores]
+        places = [store.entries().keys.device for store in SequenceCache(spec, "ragged").layers]
     assert places == list(PLACES)
 
 
@@ -102,8 +102,8 @@ def test_a_saved_cache_comes_back_to_the_devices_of_its_layers(device: SecondDev
     cache, _ = engine.read(TEXT).activate_for("letters")
     there = {name: own.to(CPU) for name, own in cache.state().items()}
     back = SequenceCache.restore(cache.spec, there, cache.meta())
-    assert [store.entries().keys.device for store in back.stores] == list(PLACES)
-    for own, other in zip(cache.stores, back.stores, strict=True):
+    assert [store.entries().keys.device for store in back.layers] == list(PLACES)
+    for own, other in zip(cache.layers, back.layers, strict=True):
         assert torch.equal(own.entries().keys, other.entries().keys)
 
 

@@ -43,7 +43,7 @@ def separate(spec: ModelSpec) -> ModelSpec:
 
 
 def recorded_logits(cache: SequenceCache, layer: int, head: int) -> Tensor:
-    logits = cache.stores[layer].take_logits()
+    logits = cache.layers[layer].take_logits()
     assert logits is not None
     return logits[:, cache.entries(layer).rows(head)]
 
@@ -106,7 +106,7 @@ def test_a_failed_block_is_taken_back(model: Any, decoder: Decoder) -> None:
     with pytest.raises(RuntimeError, match="between"):
         read_on(decoder, held, IDS[20:30], 10)
     hook.remove()
-    assert all(store.pending is None for store in held.stores)
+    assert all(store.pending is None for store in held.layers)
     got = torch.cat([first, read_on(decoder, held, IDS[20:], 20)])
     assert (got - own_logits(model, IDS)).abs().max() < TOLERANCE
 

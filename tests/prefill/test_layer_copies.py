@@ -151,7 +151,7 @@ class Watching(PeakMemoryMeter):
     def observe(self, caches: Sequence[SequenceCache], passing_bytes: int) -> None:
         super().observe(caches, passing_bytes)
         copied = max(
-            cache.stores[layer].entries_copy_bytes for cache in caches for layer in range(LAYERS)
+            cache.layers[layer].entries_copy_bytes for cache in caches for layer in range(LAYERS)
         )
         self.noted.append((passing_bytes, copied))
 

@@ -75,14 +75,14 @@ def entry_bytes(spec: ModelSpec) -> int:
 def test_what_is_read_later_attends_to_the_state(decoder: Decoder) -> None:
     ids = some_ids(CONTEXT + 3)
     cache = cached(decoder, LESS, TOKENS, ids[:CONTEXT])
-    layer = cache.stores[0]
+    layer = cache.layers[0]
     assert isinstance(layer, LowRankLayer) and bool(layer.low_rank_state[..., -1].all())
     bare = cached(decoder, KEYDIFF, TOKENS - 4, ids[:CONTEXT])
     assert bare.lengths() == cache.lengths()
     own, without = (behind(decoder, each, ids[CONTEXT:]) for each in (cache, bare))
     assert not torch.allclose(own, without, atol=1e-3)
     layer.low_rank_state.zero_()
-    other = cache.stores[1]
+    other = cache.layers[1]
     assert isinstance(other, LowRankLayer)
     other.low_rank_state.zero_()
     torch.testing.assert_close(behind(decoder, cache, ids[CONTEXT:]), without)
@@ -109,8 +109,8 @@ def test_blocks_add_to_the_state(decoder: Decoder) -> None:
     sentence = LESS.replace("whole()", "blockwise()")
     cache = cached(decoder, sentence, TOKENS, ids)
     assert set(cache.lengths()[0]) == {TOKENS - 4}
-    assert isinstance(cache.stores[0], LowRankLayer)
-    assert bool(cache.stores[0].low_rank_state.any())
+    assert isinstance(cache.layers[0], LowRankLayer)
+    assert bool(cache.layers[0].low_rank_state.any())
 
 
 def test_storages_that_are_not_exact_are_refused() -> None:

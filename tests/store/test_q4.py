@@ -117,7 +117,7 @@ def test_attention_reads_the_codes(store: Store, decoder: Decoder) -> None:
         keys, values = (
             side.unflatten(0, (layer.kv_heads, -1)) for side in (held.keys, held.values)
         )
-        plain.stores[layer.index].append(keys, values, torch.arange(len(IDS)))
+        plain.layers[layer.index].append(keys, values, torch.arange(len(IDS)))
     plain.advance(len(IDS))
     logits = [
         decoder.forward_logits([BatchSegment(each, NEXT)], Mode.SCRATCH, range(len(NEXT)))

@@ -122,7 +122,7 @@ class ChunkEntries:
             )
         stop = self.start + self.num_tokens
         positions = torch.arange(self.start, stop, device=self.keys[0].device)
-        for store, keys, values in zip(cache.stores, self.keys, self.values, strict=True):
+        for store, keys, values in zip(cache.layers, self.keys, self.values, strict=True):
             store.append(keys, values, positions)
         cache.advance(self.num_tokens)
 

@@ -24,7 +24,7 @@ def fork_prefix(cache: SequenceCache, length: int) -> SequenceCache:
     if length < copy.next_position:
         copy.truncate(length)
     copy.compact()
-    for store, source in zip(copy.stores, cache.stores, strict=True):
+    for store, source in zip(copy.layers, cache.layers, strict=True):
         if store.shared_storages():
             store.seal()
             source.seal()
@@ -38,21 +38,21 @@ def divide(cache: SequenceCache, length: int) -> None:
 
     `truncate(length)` then frees what the cache alone holds behind it.
     """
-    for store in cache.stores:
+    for store in cache.layers:
         store.divide(length)
 
 
 def seal(cache: SequenceCache) -> None:
     """Keep storage that forks hold too as it is: tokens that come are stored apart."""
-    for store in cache.stores:
+    for store in cache.layers:
         store.seal()
 
 
 def prefix_nbytes(cache: SequenceCache, length: int) -> int:
     """Bytes that `fork_prefix` shares with a cache."""
-    return sum(store.prefix_nbytes(length) for store in cache.stores)
+    return sum(store.prefix_nbytes(length) for store in cache.layers)
 
 
 def shared_storages(cache: SequenceCache) -> dict[object, int]:
     """Bytes of each divided storage that forks of a cache hold too, by what identifies it."""
-    return {key: n for store in cache.stores for key, n in store.shared_storages().items()}
+    return {key: n for store in cache.layers for key, n in store.shared_storages().items()}

@@ -81,7 +81,7 @@ class SequenceCache:
         self._is_spoiled = False
         form_of(self.cache_spec).check_spec(self.cache_spec, spec)
         self.cache_spec.check_model(spec)
-        self._stores = [create_layer(layer, spec, self.cache_spec) for layer in spec.layers]
+        self._layers = [create_layer(layer, spec, self.cache_spec) for layer in spec.layers]
         self._link_layers()
 
     def attend(self, layer: int, new: NewTokens, num_replayed: int = 0) -> Queries:
@@ -93,41 +93,41 @@ class SequenceCache:
         Raises: CacheError: more than one section to append, or the cache is invalid.
         """
         self._check()
-        store = self._stores[layer]
+        own = self._layers[layer]
         if num_replayed:
             replayed, rest = new.split(num_replayed)
-            return store.attend_replayed(replayed, partial(self.attend, layer, rest))
+            return own.attend_replayed(replayed, partial(self.attend, layer, rest))
         if new.mode is Mode.PROBE:
             return torch.zeros_like(new.queries)
         if new.mode is Mode.APPEND and len(new.section_lengths) != 1:
             raise CacheError(f"Cannot append {len(new.sections)} sections at once: append one.")
-        return store.attend(new)
+        return own.attend(new)
 
     def step_layer(self, layer: int) -> CacheLayer:
         """Layer that a decode step of several caches appends to. Raises: CacheError: invalid."""
         self._check()
-        return self._stores[layer]
+        return self._layers[layer]
 
     def count_step(self, position: int) -> None:
         """Count a token that was appended to the pages of every layer. Raises: CacheError."""
         self._check()
-        for store in self._stores:
-            store.count_step(position)
+        for each in self._layers:
+            each.count_step(position)
 
     def page_leases(self) -> list[PageLease]:
         """Pages of the layers that have them, in model order. Raises: CacheError: invalid."""
         self._check()
-        return [own for store in self._stores if (own := store.page_lease) is not None]
+        return [own for each in self._layers if (own := each.page_lease) is not None]
 
     def record_logits(self, layers: Iterable[int]) -> None:
         """Record the logits of the next decode step in some layers."""
         for layer in layers:
-            self._stores[layer].record_logits()
+            self._layers[layer].record_logits()
 
     def record_weight_sums(self, layers: Iterable[int]) -> None:
         """Record the attention that entries receive from the next block in some layers."""
         for layer in layers:
-            self._stores[layer].record_weight_sums()
+            self._layers[layer].record_weight_sums()
 
     def advance(self, tokens: int, recurrent: RecurrentState = NO_STATE) -> None:
         """Count tokens as read, after every layer has appended them.
@@ -142,7 +142,7 @@ class SequenceCache:
         """Plans with what must be found for their layers together; nothing changes."""
         if not plans or not form_of(self.cache_spec).spans_layers:
             return dict(plans)
-        return self._stores[next(iter(plans))].fit_plans(self._stores, plans)
+        return self._layers[next(iter(plans))].fit_plans(self._layers, plans)
 
     def apply(self, layer: int, plan: Plan) -> None:
         """Apply a plan to one layer; rejected entries are freed at once."""
@@ -174,14 +174,14 @@ class SequenceCache:
             rooms = evict_step(tuple(layers.values()), MIN_ROAMING_SLACK, rule)
             for layer, room in zip(layers, rooms, strict=True):
                 if room is not None:
-                    self._stores[layer].count_eviction(room)
+                    self._layers[layer].count_eviction(room)
                     done.append(layer)
         return done
 
     def note(self, layer: int, columns: Mapping[str, Tensor]) -> None:
         """Replace ledger columns of one layer, one number per row of its storage."""
         with self._changing():
-            self._stores[layer].note(columns)
+            self._layers[layer].note(columns)
 
     def note_tokens(self, layer: int, numbers: Mapping[str, Tensor], start: int) -> None:
         """Record numbers of consecutive tokens in the ledger columns of one layer.
@@ -193,7 +193,7 @@ class SequenceCache:
         """
         place = self.spec.device_of(layer)
         named = {n: numbers[n].to(place) for n in numbers if n in self.cache_spec.ledger.columns}
-        if not named or not self.is_budgeted(self._stores[layer].layer):
+        if not named or not self.is_budgeted(self._layers[layer].layer):
             return
         entries = self.entries(layer)
         places = entries.positions.long() - start
@@ -218,7 +218,7 @@ class SequenceCache:
         """Drop the entries of managed layers at true positions [start, stop)."""
         with self._changing():
             for layer in self.spec.managed:
-                self._stores[layer.index].forget(start, stop)
+                self._layers[layer.index].forget(start, stop)
 
     def invalidate(self) -> None:
         """Mark the cache unusable, after a pass that failed when some plans had been applied."""
@@ -226,18 +226,18 @@ class SequenceCache:
 
     def allocate(self, room: int) -> None:
         """Reserve storage for at least `room` more tokens per head, to be kept."""
-        for store in self._stores:
-            store.allocate(room)
+        for each in self._layers:
+            each.allocate(room)
 
     def reserve(self, room: int) -> None:
         """Reserve storage for `room` tokens that `truncate` may take back, windows included."""
-        for store in self._stores:
-            store.reserve(room)
+        for each in self._layers:
+            each.reserve(room)
 
     def compact(self) -> None:
         """Free all slack."""
-        for store in self._stores:
-            store.compact()
+        for each in self._layers:
+            each.compact()
 
     def checkpoint(self) -> CacheCheckpoint:
         """Present position, for `roll_back`. Its recurrent state stays in memory while held."""
@@ -263,9 +263,9 @@ class SequenceCache:
         self._truncate(length)
 
     def _truncate(self, length: int) -> None:
-        for store in self._stores:
-            store.pending = None
-            store.truncate(length)
+        for each in self._layers:
+            each.pending = None
+            each.truncate(length)
         self.model_positions = self.model_positions.truncated(length)
         if length < self.next_position:
             self.next_position = length
@@ -278,7 +278,7 @@ class SequenceCache:
         """
         self._check()
         copy = SequenceCache(self.spec, **vars(self.cache_spec))
-        copy._stores = [store.fork() for store in self._stores]
+        copy._layers = [each.fork() for each in self._layers]
         copy._link_layers()
         copy.next_position, copy.latest = self.next_position, self.latest.fork()
         copy.watermark = self.watermark
@@ -289,21 +289,21 @@ class SequenceCache:
         """Copy the entries in the model's memory that forks hold too, so that each owner of such a
         cache can free it, and its bytes are those of its own entries. Pages stay shared.
         """
-        for store in self._stores:
-            store.separate()
+        for each in self._layers:
+            each.separate()
 
     def entries(self, layer: int) -> Entries:
         """Entries of a layer: views, or a copy where they are quantized."""
         self._check()
-        return self._stores[layer].entries()
+        return self._layers[layer].entries()
 
     def lengths(self) -> tuple[tuple[int, ...], ...]:
         """Entries of each kv head of each layer."""
-        return tuple(store.lengths for store in self._stores)
+        return tuple(each.lengths for each in self._layers)
 
     def full_precision_lengths(self) -> tuple[tuple[int, ...], ...]:
         """Full-precision entries of each kv head of each layer."""
-        return tuple(store.full_precision_lengths for store in self._stores)
+        return tuple(each.full_precision_lengths for each in self._layers)
 
     @property
     def managed_entries(self) -> int:
@@ -311,19 +311,19 @@ class SequenceCache:
         return self._budgeted.entries
 
     @property
-    def stores(self) -> tuple[CacheLayer, ...]:
+    def layers(self) -> tuple[CacheLayer, ...]:
         """Layers of the cache, in model order."""
-        return tuple(self._stores)
+        return tuple(self._layers)
 
     @property
     def tiers(self) -> list[TieredLayer]:
         """Layers that have a slow tier."""
-        return tiered_layers(self._stores)
+        return tiered_layers(self._layers)
 
     @property
     def pages(self) -> tuple[int, int]:
         """Pages recalled so far, and how many of them had to be moved."""
-        counts = [store.pages for store in self.tiers]
+        counts = [each.pages for each in self.tiers]
         return sum(asked for asked, _ in counts), sum(moved for _, moved in counts)
 
     @property
@@ -334,7 +334,7 @@ class SequenceCache:
     @property
     def idle_nbytes(self) -> int:
         """Bytes between two turns, without slack: at least those of the state."""
-        return sum(store.idle_nbytes for store in self._stores) + self._fixed_nbytes
+        return sum(each.idle_nbytes for each in self._layers) + self._fixed_nbytes
 
     @property
     def device_nbytes(self) -> int:
@@ -350,29 +350,29 @@ class SequenceCache:
     @property
     def shared_nbytes(self) -> int:
         """Bytes of `nbytes` that forks of this cache, or the one it was forked from, hold too."""
-        return sum(store.shared_nbytes for store in self._stores)
+        return sum(each.shared_nbytes for each in self._layers)
 
     @property
     def shared_device_nbytes(self) -> int:
         """Bytes of `shared_nbytes` in the model's memory."""
-        return self.shared_nbytes - sum(store.shared_host_nbytes for store in self.tiers)
+        return self.shared_nbytes - sum(each.shared_host_nbytes for each in self.tiers)
 
     @property
     def largest_layer_bytes(self) -> int:
         """Bytes of the largest layer, slack included."""
-        return max(store.nbytes for store in self._stores)
+        return max(each.nbytes for each in self._layers)
 
     def state(self) -> dict[str, Tensor]:
         """All tensors by name, without slack."""
         self._check()
-        own = state_dict(self._stores) | self.latest.state()
+        own = state_dict(self._layers) | self.latest.state()
         return own | self.recurrent.state() | self.model_positions.state()
 
     def release_state(self, place: torch.device) -> dict[str, Tensor]:
         """All tensors, moved layer by layer to device `place`; the cache is empty afterwards."""
         self._check()
         try:
-            moved = move_state(self._stores, self.cache_spec, self.spec, place)
+            moved = move_state(self._layers, self.cache_spec, self.spec, place)
         finally:
             self._link_layers()
         recurrent, self.recurrent = self.recurrent.to(place), NO_STATE
@@ -381,15 +381,15 @@ class SequenceCache:
 
     def _link_layers(self) -> None:
         """Link the layers with each other, and count their memory for the sequence."""
-        form_of(self.cache_spec).link_layers(self._stores, self.cache_spec)
-        if any(store.layer.kv_source is not None for store in self._stores):
+        form_of(self.cache_spec).link_layers(self._layers, self.cache_spec)
+        if any(each.layer.kv_source is not None for each in self._layers):
             from larder.cache.forms.shared_kv import link_shared_layers
 
-            link_shared_layers(self._stores)
+            link_shared_layers(self._layers)
         self._budgeted, self._unbudgeted = MemoryUsage(), MemoryUsage()
-        for store in self._stores:
-            is_budgeted = self.is_budgeted(store.layer)
-            store.usage.join(self._budgeted if is_budgeted else self._unbudgeted)
+        for each in self._layers:
+            is_budgeted = self.is_budgeted(each.layer)
+            each.usage.join(self._budgeted if is_budgeted else self._unbudgeted)
 
     def is_budgeted(self, layer: LayerSpec) -> bool:
         """True for layers under a budget: full attention, and not among the first, dense ones."""
@@ -427,7 +427,7 @@ class SequenceCache:
 
         Raises: CacheError: layers of the state do not match the model or the ledger of `meta`.
         """
-        return cls._rebuilt(spec, state, meta, lambda store, own: store.restored(own))
+        return cls._rebuilt(spec, state, meta, lambda layer, state: layer.restored(state))
 
     @classmethod
     def adopt(
@@ -437,7 +437,7 @@ class SequenceCache:
 
         `state` must not be used afterwards: the cache writes into it.
         """
-        return cls._rebuilt(spec, state, meta, lambda store, own: store.adopted(own))
+        return cls._rebuilt(spec, state, meta, lambda layer, state: layer.adopted(state))
 
     @classmethod
     def _rebuilt(
@@ -448,7 +448,7 @@ class SequenceCache:
         fill: Callable[[CacheLayer, dict[str, Tensor]], CacheLayer],
     ) -> SequenceCache:
         cache = SequenceCache(spec, **vars(CacheSpec.of(meta)))
-        cache._stores = restore_layers(cache._stores, cache.cache_spec, spec, state, fill)
+        cache._layers = restore_layers(cache._layers, cache.cache_spec, spec, state, fill)
         cache._link_layers()
         cache.next_position = int(meta["next_position"])
         cache.watermark = int(meta.get("watermark", "0"))
@@ -466,7 +466,7 @@ def held_nbytes(caches: Iterable[SequenceCache]) -> int:
         for lease in cache.page_leases():
             held |= {(id(lease.pool), page): lease.pool.page_bytes for page in lease.pages}
         others += cache._fixed_nbytes
-        for tensor in (tensor for store in cache.stores for tensor in store.tensors()):
+        for tensor in (tensor for each in cache.layers for tensor in each.tensors()):
             storage = tensor.untyped_storage()
             held[storage.data_ptr()] = storage.nbytes()
     return others + sum(held.values())

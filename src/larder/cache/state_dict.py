@@ -16,12 +16,12 @@ from larder.core.errors import CacheError
 from larder.core.spec import ModelSpec
 
 
-def state_dict(stores: Sequence[CacheLayer]) -> dict[str, Tensor]:
+def state_dict(layers: Sequence[CacheLayer]) -> dict[str, Tensor]:
     """Copies of all tensors, without slack, named `<layer>.<tensor>`."""
     return {
         f"{index}.{name}": tensor
-        for index, store in enumerate(stores)
-        for name, tensor in store.state().items()
+        for index, layer in enumerate(layers)
+        for name, tensor in layer.state().items()
     }
 
 
@@ -32,7 +32,7 @@ def layer_of(name: str) -> int | None:
 
 
 def move_state(
-    stores: list[CacheLayer], makeup: CacheSpec, spec: ModelSpec, place: torch.device
+    layers: list[CacheLayer], cache_spec: CacheSpec, spec: ModelSpec, place: torch.device
 ) -> dict[str, Tensor]:
     """All tensors, moved to device `place` layer by layer; the layers are empty afterwards.
 
@@ -41,22 +41,22 @@ def move_state(
     moved: dict[str, Tensor] = {}
     given: list[int] = []
     try:
-        for index, store in enumerate(stores):
-            own = store.state()
+        for index, layer in enumerate(layers):
+            own = layer.state()
             moved |= {f"{index}.{name}": own[name].to(place) for name in own}
-            stores[index] = create_layer(store.layer, spec, makeup)
+            layers[index] = create_layer(layer.layer, spec, cache_spec)
             given.append(index)
     except BaseException:
         for index in given:
-            empty = stores[index]
-            stores[index] = empty.adopted(_layer_state(moved, index, empty, spec))
+            empty = layers[index]
+            layers[index] = empty.adopted(_layer_state(moved, index, empty, spec))
         raise
     return moved
 
 
 def restore_layers(
-    stores: Sequence[CacheLayer],
-    makeup: CacheSpec,
+    layers: Sequence[CacheLayer],
+    cache_spec: CacheSpec,
     spec: ModelSpec,
     state: Mapping[str, Tensor],
     fill: Callable[[CacheLayer, dict[str, Tensor]], CacheLayer],
@@ -67,21 +67,21 @@ def restore_layers(
         CacheError: a layer is missing, or does not match the cache specification.
     """
     full: list[CacheLayer] = []
-    for index, store in enumerate(stores):
-        own = _layer_state(state, index, store, spec)
-        if not own and store.layer.kv_source is None:
+    for index, layer in enumerate(layers):
+        own = _layer_state(state, index, layer, spec)
+        if not own and layer.layer.kv_source is None:
             raise CacheError(
                 f"The saved cache has no layer {index}, but the model has "
                 f"{len(spec.layers)} layers: it belongs to another model."
             )
-        if store.layer in spec.managed:
-            _check_layer(makeup, index, own)
-        full.append(fill(store, own))
+        if layer.layer in spec.managed:
+            _check_layer(cache_spec, index, own)
+        full.append(fill(layer, own))
     return full
 
 
 def _layer_state(
-    state: Mapping[str, Tensor], index: int, store: CacheLayer, spec: ModelSpec
+    state: Mapping[str, Tensor], index: int, layer: CacheLayer, spec: ModelSpec
 ) -> dict[str, Tensor]:
     """Tensors of one layer on its device; lengths and the slow tier stay on the host."""
     prefix = f"{index}."
@@ -90,25 +90,25 @@ def _layer_state(
         for name, tensor in state.items()
         if name.startswith(prefix) and not is_latest_queries(name)
     }
-    host = {n for n in own if n.endswith("lengths") or store.is_slow_state(n)}
+    host = {n for n in own if n.endswith("lengths") or layer.is_slow_state(n)}
     place = spec.device_of(index)
     return {n: t.to(torch.device("cpu") if n in host else place) for n, t in own.items()}
 
 
-def _check_layer(makeup: CacheSpec, index: int, state: Mapping[str, Tensor]) -> None:
+def _check_layer(cache_spec: CacheSpec, index: int, state: Mapping[str, Tensor]) -> None:
     """Check a saved managed layer against the cache specification.
 
     Raises:
         CacheError: columns or precision grades differ.
     """
-    check_ledger(makeup.ledger, index, column_names(state))
-    if not (makeup.codecs or any(name.startswith("grade") for name in state)):
+    check_ledger(cache_spec.ledger, index, column_names(state))
+    if not (cache_spec.codecs or any(name.startswith("grade") for name in state)):
         return
     from larder.cache.quantized_tier import saved_codecs  # not before quantized tiers are restored
 
     found = saved_codecs(state)
-    if found != makeup.codecs:
+    if found != cache_spec.codecs:
         raise CacheError(
             f"Layer {index} of the saved cache has {len(found)} quantized grades, but these are "
-            f"not the {len(makeup.codecs)} of its description: build the cache again."
+            f"not the {len(cache_spec.codecs)} of its description: build the cache again."
         )

@@ -198,7 +198,7 @@ class AnswerGenerator:
         limits = StoppingCriteria(options.max_new_tokens, self.stop_ids)
         stream = IncrementalDetokenizer(self.tokenizer.decode, options.stop, options.on_text)
         counted = CountedStream(stream, options.progress, options.max_new_tokens)
-        pages_before, work_before = cache.pages, recompute_cost(cache.stores)
+        pages_before, work_before = cache.pages, recompute_cost(cache.layers)
         started = time.perf_counter()
         [ids] = generate(
             self.decoder,
@@ -219,7 +219,7 @@ class AnswerGenerator:
             ids=tuple(ids),
             seconds=seconds,
             pages=_counter_increase(cache.pages, pages_before),
-            work=_counter_increase(recompute_cost(cache.stores), work_before),
+            work=_counter_increase(recompute_cost(cache.layers), work_before),
         )
 
 

@@ -119,8 +119,8 @@ def describe_steps(decoder: Decoder, cache: SequenceCache) -> str:
     """Form of the decode steps of a cache, and why they are not captured graphs over pages."""
     if cache.spec.arena is None:
         return "layer by layer, without pages (pages are used by default on CUDA devices)"
-    outside = [n for n, store in enumerate(cache.stores) if store.page_lease is None]
-    if len(outside) == len(cache.stores):
+    outside = [n for n, store in enumerate(cache.layers) if store.page_lease is None]
+    if len(outside) == len(cache.layers):
         return f"layer by layer: {_reason(cache)}"
     if outside:
         return f"over pages, layer by layer: layers {outside} have windows or shared entries"

@@ -42,7 +42,7 @@ class TrainedCartridge:
         """Fill an empty cache, which counts the text as read."""
         positions = torch.arange(self.slots.num_tokens, device=self.slots.keys[0].device)
         for store, keys, values in zip(
-            cache.stores, self.slots.keys, self.slots.values, strict=True
+            cache.layers, self.slots.keys, self.slots.values, strict=True
         ):
             store.append(keys, values, positions)
         cache.advance(self.num_tokens)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 def with_reread_tokens(segment: BatchSegment, mode: Mode) -> BatchSegment:
     """Segment extended by the tokens of its cache that must be re-read."""
-    stores, spec = recomputed_layers(segment.cache.stores), segment.cache.cache_spec.rebuilding
+    stores, spec = recomputed_layers(segment.cache.layers), segment.cache.cache_spec.rebuilding
     if mode is Mode.PROBE or spec is None or not spec.rereads:
         return segment
     count = max(store.wanted for store in stores)
@@ -71,7 +71,7 @@ def advance_corrected(segments: Sequence[BatchSegment]) -> None:
 
 
 def _corrected_stores(segment: BatchSegment) -> list[CorrectedLayer]:
-    return [store for store in segment.cache.stores if isinstance(store, CorrectedLayer)]
+    return [store for store in segment.cache.layers if isinstance(store, CorrectedLayer)]
 
 
 class RecomputeHooks:
@@ -99,7 +99,7 @@ class RecomputeHooks:
     def installed(self) -> Iterator[None]:
         """Context manager with the hooks on; a block that fails stores no sources."""
         stores = [
-            store for segment in self._segments for store in recomputed_layers(segment.cache.stores)
+            store for segment in self._segments for store in recomputed_layers(segment.cache.layers)
         ]
         if not stores:
             yield
@@ -176,7 +176,7 @@ class RecomputeHooks:
             if not count or index not in _residual_layers(segment):
                 parts.append(own)
                 continue
-            store = segment.cache.stores[index]
+            store = segment.cache.layers[index]
             assert isinstance(store, RecomputedLayer)
             parts += [store.source[:count].to(own), own[count:]]
         return torch.cat(parts)[None]
@@ -189,7 +189,7 @@ class RecomputeHooks:
         for segment, start in zip(self._segments, starts, strict=False):
             stop = start + len(segment.ids)
             for layer in _residual_layers(segment):
-                store = segment.cache.stores[layer]
+                store = segment.cache.layers[layer]
                 assert isinstance(store, RecomputedLayer)
                 store.keep(self._taken[layer][start:stop].clone())
             if segment.cache.cache_spec.rebuilding is not None and not _residual_layers(segment):
@@ -204,14 +204,14 @@ def _residual_layers(segment: BatchSegment) -> list[int]:
         return []
     if rebuilding.source is RecomputeSource.ONE:
         return [_source_layer(segment).layer.index]
-    return [store.layer.index for store in recomputed_layers(segment.cache.stores)]
+    return [store.layer.index for store in recomputed_layers(segment.cache.layers)]
 
 
 def _source_layer(segment: BatchSegment) -> RecomputedLayer:
     """Layer whose source serves all layers."""
     spec = segment.cache.cache_spec.rebuilding
     assert spec is not None
-    found = [s for s in recomputed_layers(segment.cache.stores) if s.layer.index >= spec.depth]
+    found = [s for s in recomputed_layers(segment.cache.layers) if s.layer.index >= spec.depth]
     if not found:
         raise CacheError(
             f"No layer from {spec.depth} on can be recomputed: give recompute() a lower depth."

@@ -130,7 +130,7 @@ class DecodeEviction:
     def _copies(self, caches: Sequence[SequenceCache]) -> bool:
         """True if reading the entries of a layer copies them."""
         return any(
-            cache.stores[layer].entries_copy_bytes for cache in caches for layer in self.quotas[0]
+            cache.layers[layer].entries_copy_bytes for cache in caches for layer in self.quotas[0]
         )
 
     def _quotas(self, number: int, segment: BatchSegment, step: int) -> dict[int, int]:
@@ -255,7 +255,7 @@ class StepEviction:
         """Layers of a segment, as the kernel takes them; None if there is one that it cannot do."""
         layers: dict[int, EvictionStorage] = {}
         for layer, quota in segment.quotas.items():
-            store = segment.cache.stores[layer]
+            store = segment.cache.layers[layer]
             own = store.eviction_storage(self._rule)
             if own is None:
                 return None

@@ -125,8 +125,8 @@ class EvictionPass:
     def __call__(self, index: int, layer: int, recorded: LayerActivations) -> None:
         if self._meter is not None:
             cache = self._caches[index]
-            replaced = 0 if self._scratch_tokens else cache.stores[layer].replaced_bytes
-            self._measure(layer, max(replaced, cache.stores[layer].attention_copy_bytes))
+            replaced = 0 if self._scratch_tokens else cache.layers[layer].replaced_bytes
+            self._measure(layer, max(replaced, cache.layers[layer].attention_copy_bytes))
         is_observed = self._phases[index] is not ScoringPhase.OBSERVE or self._planner.has_tallies
         is_observed |= self._listener is not None
         if layer in self._quotas[index] and is_observed:
@@ -154,8 +154,8 @@ class EvictionPass:
             return {}
         cache, ready = self._caches[index], self._ready[index]
         if self._meter is not None:
-            others = max((cache.stores[own].entries_copy_bytes for own in ready), default=0)
-            self._measure(layer, cache.stores[layer].entries_copy_bytes + others)
+            others = max((cache.layers[own].entries_copy_bytes for own in ready), default=0)
+            self._measure(layer, cache.layers[layer].entries_copy_bytes + others)
         ready[layer] = self._planner.with_protection(
             observation, scores, self._tokens, self._starts[index]
         )
@@ -175,7 +175,7 @@ class EvictionPass:
     def _observation(self, index: int, layer: int, recorded: LayerActivations) -> Observation:
         cache, prompt = self._caches[index], self._prompts[index]
         if self._meter is not None:
-            self._measure(layer, cache.stores[layer].entries_copy_bytes)
+            self._measure(layer, cache.layers[layer].entries_copy_bytes)
         observation = Observation(
             cache.spec.layers[layer],
             cache.entries(layer),
@@ -186,11 +186,11 @@ class EvictionPass:
             self._ids_of(prompt, recorded, self.lengths[index]),
             self._phase,
             recorded.keys,
-            cache.stores[layer].take_logits(),
+            cache.layers[layer].take_logits(),
             inputs={**recorded.inputs, **self._inputs_of(index, layer)},
             latest=cache.latest.queries(layer),
             watermark=self._planner.watermark,
-            weight_sums=cache.stores[layer].take_weight_sums(),
+            weight_sums=cache.layers[layer].take_weight_sums(),
         )
         own = 0 if self._scratch_tokens else len(recorded.positions)
         return self._planner.with_model_inputs(rotate_to_cache_positions(observation, own))
@@ -215,7 +215,7 @@ class EvictionPass:
             return observation
         cache = self._caches[index]
         cache.note(layer, columns)
-        if not cache.stores[layer].entries_copy_bytes:
+        if not cache.layers[layer].entries_copy_bytes:
             return observation
         return replace(observation, entries=observation.entries.with_columns(columns))
 
@@ -234,7 +234,7 @@ class EvictionPass:
             else:
                 cache.evict(layer, plan)
             if self._meter is not None:
-                self._measure(current, cache.stores[layer].replaced_bytes)
+                self._measure(current, cache.layers[layer].replaced_bytes)
 
     def _measure(self, layer: int, passing_bytes: int) -> None:
         """Measure temporary bytes of a layer, scratch keys and values included."""

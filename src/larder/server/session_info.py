@@ -277,7 +277,7 @@ def cached_positions(session: SessionState) -> CachedPositions:
         return CachedPositions(0, (), episodes=_episodes(session), tier=tier)
     maps = residency.position_maps.of(residency.episode)
     tokens = held.num_tokens(cache.next_position)
-    layers = tuple(_positions(_entries(store), maps) for store in cache.stores)
+    layers = tuple(_positions(_entries(store), maps) for store in cache.layers)
     slow = {each.layer.index: each for each in cache.tiers if each.has_offloaded}
     parked = tuple(
         _positions(slow[layer.index].parked(), maps) if layer.index in slow else ()

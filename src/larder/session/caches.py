@@ -250,7 +250,7 @@ def offload(cache: SequenceCache) -> OffloadedCache:
     fast = sum(layers)
     for name, tensor in state.items():
         layer = layer_of(name)
-        if layer is not None and cache.stores[layer].is_slow_state(name.partition(".")[2]):
+        if layer is not None and cache.layers[layer].is_slow_state(name.partition(".")[2]):
             continue
         nbytes = tensor.untyped_storage().nbytes()
         fast += nbytes
@@ -275,7 +275,7 @@ def _fast_tier_bytes(cache: SequenceCache) -> int:
 
 def _fast_tier_bytes_by_layer(cache: SequenceCache) -> list[int]:
     """Bytes in device memory by layer, page slots included."""
-    layers = [store.device_nbytes for store in cache.stores]
+    layers = [store.device_nbytes for store in cache.layers]
     for tier in cache.tiers:
         layers[tier.layer.index] += tier.foreseen_bytes
     return layers
@@ -283,7 +283,7 @@ def _fast_tier_bytes_by_layer(cache: SequenceCache) -> list[int]:
 
 def _slot_bytes(cache: SequenceCache) -> list[int]:
     """Bytes of the page slots by layer, allocated or not yet."""
-    layers = [0] * len(cache.stores)
+    layers = [0] * len(cache.layers)
     for tier in cache.tiers:
         layers[tier.layer.index] = tier.fetcher.slot_bytes + tier.foreseen_bytes
     return layers

@@ -112,7 +112,7 @@ class _RecallTally:
         self, cache: SequenceCache, layer: int, step: int, queries: Float[Tensor, "H D"]
     ) -> None:
         """Record the recall of the pages that a layer has just fetched, if any."""
-        tier = cache.stores[layer]
+        tier = cache.layers[layer]
         if layer < self.first or not isinstance(tier, TieredLayer) or not tier.has_offloaded:
             return
         choice = tier.fetcher.selection or (tier.leader and tier.leader.fetcher.selection)

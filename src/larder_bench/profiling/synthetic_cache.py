@@ -88,7 +88,7 @@ def append_random_entries(decoder: Decoder, caches: Sequence[SequenceCache], tok
         for layer in spec.layers:
             both = torch.randn(2, layer.kv_heads, tokens, layer.head_dim)
             keys, values = both.to(spec.dtype).to(spec.device)
-            cache.stores[layer.index].append(keys, values, positions)
+            cache.layers[layer.index].append(keys, values, positions)
         cache.advance(tokens)
 
 

@@ -129,7 +129,7 @@ class SyntheticDecoder(TimedDecoder):
             for number, row in enumerate(rows):
                 recorded = self._activations(layer, row, mode)
                 if mode is Mode.APPEND:
-                    row.cache.stores[layer.index].append(
+                    row.cache.layers[layer.index].append(
                         recorded.keys, recorded.values, recorded.positions
                     )
                 if observer is not None:

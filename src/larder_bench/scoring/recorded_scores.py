@@ -156,7 +156,7 @@ class RecordedText:
     def _copy(self, policy: Policy) -> SequenceCache:
         """Copy of the full cache in the form of a policy."""
         cache = empty_cache(policy, self.engine.loaded.decoder.spec)
-        for layer, store in enumerate(cache.stores):
+        for layer, store in enumerate(cache.layers):
             own = self.cache.entries(layer)
             heads = range(len(own.lengths))
             keys = torch.stack([own.head_keys(head) for head in heads])
@@ -182,7 +182,7 @@ class RecordedText:
 def compared_bytes(cache: SequenceCache) -> int:
     """Bytes of a cache whose exact entries are counted in bfloat16."""
     total = 0
-    for store in cache.stores:
+    for store in cache.layers:
         extra = cache.spec.dtype.itemsize - COMPARED_BYTES
         exact = sum(store.full_precision_lengths)
         total += store.nbytes - 2 * store.layer.head_dim * extra * exact

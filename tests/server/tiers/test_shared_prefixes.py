@@ -33,7 +33,7 @@ def session_of(served: Served, name: str, tenant: str = "a") -> SessionState:
 def entry_storages(session: SessionState) -> dict[int, int]:
     """Bytes of the storages of entries, by address."""
     cache = session.residency.active
-    tensors = () if cache is None else (t for each in cache.stores for t in each.tensors())
+    tensors = () if cache is None else (t for each in cache.layers for t in each.tensors())
     held = [t.untyped_storage() for t in tensors if t.dtype is not torch.int64]
     return {each.data_ptr(): each.nbytes() for each in held if each.nbytes()}
 
@@ -47,7 +47,7 @@ def real_bytes(served: Served) -> int:
 
 def table_bytes(cache: SequenceCache | None) -> int:
     """Bytes of the tables of all storages of a cache."""
-    tensors = () if cache is None else (t for each in cache.stores for t in each.tensors())
+    tensors = () if cache is None else (t for each in cache.layers for t in each.tensors())
     return sum(t.untyped_storage().nbytes() for t in tensors if t.dtype is torch.int64)
 
 

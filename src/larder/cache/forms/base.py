@@ -130,11 +130,11 @@ class CacheLayer(DivisibleStorage, TensorOwner):
         del layers, spec
 
     @classmethod
-    def fit_plans(cls, stores: Sequence[CacheLayer], plans: Mapping[int, Plan]) -> dict[int, Plan]:
+    def fit_plans(cls, layers: Sequence[CacheLayer], plans: Mapping[int, Plan]) -> dict[int, Plan]:
         """Plans of several layers with what must be found for all of them together.
 
         Args:
-            stores: all layers of the sequence.
+            layers: all layers of the sequence.
             plans: by layer index.
         """
         return dict(plans)

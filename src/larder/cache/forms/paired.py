@@ -461,10 +461,10 @@ class LayerPair:
             half.count_shared()
 
 
-def link_pairs(stores: Sequence[CacheLayer]) -> None:
+def link_pairs(layers: Sequence[CacheLayer]) -> None:
     """Link the layers of pairs: each lower layer with the next upper one."""
     waiting: PairedLayer | None = None
-    for store in stores:
+    for store in layers:
         if not isinstance(store, PairedLayer):
             continue
         if store.side == LOWER:

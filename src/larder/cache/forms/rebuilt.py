@@ -247,14 +247,14 @@ class RecomputedLayer(RecoverableLayer):
         self._count_bytes()
 
 
-def recomputed_layers(stores: Sequence[CacheLayer]) -> list[RecomputedLayer]:
+def recomputed_layers(layers: Sequence[CacheLayer]) -> list[RecomputedLayer]:
     """Layers with recomputed entries."""
-    return [store for store in stores if isinstance(store, RecomputedLayer)]
+    return [store for store in layers if isinstance(store, RecomputedLayer)]
 
 
-def recompute_cost(stores: Sequence[CacheLayer]) -> tuple[int, int]:
+def recompute_cost(layers: Sequence[CacheLayer]) -> tuple[int, int]:
     """Tokens recomputed so far, over layers, and the operations this took."""
-    own = recomputed_layers(stores)
+    own = recomputed_layers(layers)
     return sum(store.tokens for store in own), sum(store.operations for store in own)
 
 

@@ -102,7 +102,7 @@ class ResidualLayer(MixedLayer):
             layer._below, layer._is_last = below, layer is own[-1]
 
     @classmethod
-    def fit_plans(cls, stores: Sequence[CacheLayer], plans: Mapping[int, Plan]) -> dict[int, Plan]:
+    def fit_plans(cls, layers: Sequence[CacheLayer], plans: Mapping[int, Plan]) -> dict[int, Plan]:
         """Plans, checked to keep the same tokens in all heads of all layers.
 
         Raises:
@@ -110,7 +110,7 @@ class ResidualLayer(MixedLayer):
         """
         first: Tensor | None = None
         for index, plan in plans.items():
-            kept = _kept_tokens(plan, stores[index])
+            kept = _kept_tokens(plan, layers[index])
             first = kept if first is None else first
             if not torch.equal(kept, first):
                 _refuse(f"keeps other tokens in layer {index} than in the layers before")

@@ -410,9 +410,9 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         )
 
 
-def tiered_layers(stores: Sequence[CacheLayer]) -> list[TieredLayer]:
+def tiered_layers(layers: Sequence[CacheLayer]) -> list[TieredLayer]:
     """Layers that have a slow tier."""
-    return [store for store in stores if isinstance(store, TieredLayer)]
+    return [store for store in layers if isinstance(store, TieredLayer)]
 
 
 def _create_slow_tier(

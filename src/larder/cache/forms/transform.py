@@ -283,8 +283,8 @@ class TransformLayer(MixedLayer):
         self._hold(tier)
 
     @classmethod
-    def fit_plans(cls, stores: Sequence[CacheLayer], plans: Mapping[int, Plan]) -> dict[int, Plan]:
-        owned = {index: (store_of(stores[index]), plan) for index, plan in plans.items()}
+    def fit_plans(cls, layers: Sequence[CacheLayer], plans: Mapping[int, Plan]) -> dict[int, Plan]:
+        owned = {index: (store_of(layers[index]), plan) for index, plan in plans.items()}
         fitted = {
             i: pair for i, pair in owned.items() if pair[1].allowed_bytes and pair[1].grades.any()
         }

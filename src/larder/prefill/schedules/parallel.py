@@ -102,7 +102,7 @@ class Parallel(Schedule):
         device = cache.spec.device
         ranges = [(each.start, each.start + each.num_tokens) for each in contexts]
         positions = [torch.arange(*each, device=device) for each in ranges]
-        for index, store in enumerate(cache.stores):
+        for index, store in enumerate(cache.layers):
             assert isinstance(store, ParallelLayer)  # the form of this schedule
             sides = [each.keys[index] for each in contexts], [e.values[index] for e in contexts]
             store.hold_contexts(*sides, positions, self.temperature, self.scale)

@@ -129,7 +129,7 @@ class TierManager:
             cache.compact()
             self.shares.note(session)
             self._reservations.check(session.key, cache.device_nbytes)
-            largest = max(store.device_nbytes for store in cache.stores)
+            largest = max(store.device_nbytes for store in cache.layers)
             need = MemoryDemand(cache.device_nbytes, largest)
         self._reservations.grant(session.key, session.tenant, need)
         if residency.resident_caches is None or not residency.resident_caches.spans_tiers:

@@ -50,9 +50,9 @@ class SharedPrefixes:
         """Bytes that tables of storages take in addition, if one more session shares a prefix."""
         cache = source.residency.active
         assert cache is not None
-        heads = sum(store.layer.kv_heads for store in cache.stores)
+        heads = sum(store.layer.kv_heads for store in cache.layers)
         sharers = len(self._reservations.sharers(source.key)) + 1
-        held = max(store.num_storages for store in cache.stores)
+        held = max(store.num_storages for store in cache.layers)
         return TABLE_BYTES * heads * (2 * sharers + held)
 
     def fork(self, source: SessionState, session: SessionState, length: int) -> SequenceCache:
@@ -109,7 +109,7 @@ class SharedPrefixes:
         cache = session.residency.active
         if cache is None:
             return 0
-        shared = max(store.shared_length for store in cache.stores)
+        shared = max(store.shared_length for store in cache.layers)
         return prefix_nbytes(cache, shared) - prefix_nbytes(cache, min(shared, length))
 
     def _held_bytes(self, session: SessionState) -> dict[int, int]:
