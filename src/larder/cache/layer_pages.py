@@ -70,7 +70,7 @@ class LayerPages:
         return len(self._free)
 
     def grow(self, num_pages: int) -> None:
-        """Have at least `num_pages` pages, in new memory with the entries of the present ones.
+        """Grow to at least `num_pages` pages, in new memory with the present entries.
 
         Raises:
             torch.OutOfMemoryError: there is no room for them; nothing has changed.
@@ -191,7 +191,7 @@ class PageLease:
         return sum(map(self.pool.is_shared, self.pages))
 
     def reserve(self, room: int | Int64[np.ndarray, " K"]) -> None:
-        """Have pages for `room` more entries in each head, which no other lease reads.
+        """Reserve pages for `room` more entries in each head, which no other lease reads.
 
         Raises:
             CacheError: the pool has no pages left; nothing has changed.

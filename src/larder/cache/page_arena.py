@@ -104,7 +104,7 @@ class PageArena:
         return tables
 
     def _grow(self, missing: int) -> None:
-        """Have twice as many pages of every layer, or `missing` more than now, up to the most.
+        """Grow to twice as many pages of every layer, or by `missing` pages, up to the most.
 
         Tables of steps, and graphs that were captured with them, are not valid afterwards.
         """
@@ -121,7 +121,7 @@ class PageArena:
             return
 
     def _move_positions(self, num_pages: int) -> None:
-        """Have positions of at least as many pages, in new memory."""
+        """Move positions into new memory of at least as many pages."""
         layers, held, page_tokens = self.positions.shape
         if held >= num_pages:
             return

@@ -187,7 +187,7 @@ class SegmentedLayer(CacheLayer):
 
     @abstractmethod
     def _use(self, storage: SharedSegment) -> None:
-        """Make a storage the own one; the caller counts its bytes."""
+        """Replace the own storage by another one; the caller counts its bytes."""
 
     @abstractmethod
     def _joined(self, segments: Sequence[SharedSegment], room: int) -> SharedSegment:

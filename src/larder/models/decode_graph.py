@@ -89,12 +89,12 @@ class ObservedStep:
         self._sides = self._views(self._buffer)
 
     def write(self, layer: int, queries: Queries, keys: Keys, values: Values) -> None:
-        """Write those of one layer."""
+        """Write queries, keys and values of one layer."""
         for target, source in zip(self._sides[layer], (queries, keys, values), strict=True):
             target.copy_(source)
 
     def copies(self) -> list[list[Tensor]]:
-        """Those of every layer, in memory that later steps do not change."""
+        """Queries, keys and values of every layer, in memory that later steps do not change."""
         return self._views(self._buffer.clone())
 
     def _views(self, buffer: Float[Tensor, " _"]) -> list[list[Tensor]]:

@@ -289,7 +289,7 @@ def _kernels_of(device: torch.device) -> LayerKernels:
 
 
 def _is_own_attention() -> bool:
-    """False while somebody has wrapped Larder's attention function."""
+    """False while Larder's attention function is wrapped or replaced."""
     return ALL_ATTENTION_FUNCTIONS.get(NAME) is attend
 
 

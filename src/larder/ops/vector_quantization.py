@@ -46,7 +46,7 @@ class VectorCodes:
         return VectorCodes(self.packed[rows], self.scales[rows])
 
     def joined(self, other: VectorCodes) -> VectorCodes:
-        """These codes, and others behind them."""
+        """Codes with others behind them."""
         return VectorCodes(
             torch.cat([self.packed, other.packed]), torch.cat([self.scales, other.scales])
         )

@@ -304,7 +304,7 @@ class ChunkReader:
 
 
 def append_text(decoder: Decoder, cache: SequenceCache, ids: tuple[int, ...]) -> None:
-    """Have a model read tokens behind a cache that keeps all of them."""
+    """Read tokens with a model behind a cache that keeps all of them."""
     for start in range(0, len(ids), BLOCK_TOKENS):
         block = ids[start : start + BLOCK_TOKENS]
         decoder.read([BatchSegment(cache, block, append_kind=AppendKind.TEXT)], Mode.APPEND)

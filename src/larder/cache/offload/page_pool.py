@@ -169,7 +169,7 @@ class PagePool(TensorOwner):
         return *own, *(torch.from_numpy(table) for table in tables)
 
     def _widen_table(self, most: int) -> None:
-        """Make room in the table for so many pages of each set."""
+        """Widen the table to so many pages of each set."""
         if most > self._table.shape[1]:
             more = max(most, 2 * self._table.shape[1]) - self._table.shape[1]
             self._table = np.pad(self._table, ((0, 0), (0, more)), constant_values=NO_PAGE)

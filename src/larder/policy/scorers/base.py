@@ -69,7 +69,7 @@ class Scorer(PolicyPart, ABC):
         return ()
 
     def scored_layers(self, calibration: Mapping[int, Calibration]) -> frozenset[int] | None:
-        """Layers whose scores tell entries apart, by measurement; None for all.
+        """Layers whose scores distinguish entries, by measurement; None for all.
 
         Args:
             calibration: measurements of each layer, by its index.

@@ -100,7 +100,7 @@ class Split(Timing):
         return None if self.scorer is None else _parse_scoring(self.scorer)
 
     def with_budget(self, tokens: int) -> Split:
-        """With `every` filled in from the tokens that are expected."""
+        """Copy with `every` filled in from the tokens that are expected."""
         if self.expected is None:
             return self
         free = tokens - self.prefill_tokens(tokens)
