@@ -124,7 +124,7 @@ def _full(
 ) -> Callable[[], None]:
     cache = SequenceCache(decoder.spec, "dense")
     tokens = streams[0].keys.shape[1]
-    for layer, stream, store in zip(decoder.spec.layers, streams, cache._stores, strict=True):
+    for layer, stream, store in zip(decoder.spec.layers, streams, cache._layers, strict=True):
         store.allocate(tokens + 64)
         store.append(stream.keys, draw_values(decoder.spec, layer, tokens), torch.arange(tokens))
     cache.next_position = tokens
@@ -193,7 +193,7 @@ def _parked(
     near = entries_per_head(policy, decoder.spec)
     first = policy.scorer.protected_tokens().union(policy.protect.least(near)).first
     tokens, seconds = streams[0].keys.shape[1], 0.0
-    for layer, stream, store in zip(decoder.spec.layers, streams, cache._stores, strict=True):
+    for layer, stream, store in zip(decoder.spec.layers, streams, cache._layers, strict=True):
         assert isinstance(store, TieredLayer)
         values = draw_values(decoder.spec, layer, tokens)
         stays = torch.ones(tokens, dtype=torch.bool)

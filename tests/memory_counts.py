@@ -15,13 +15,15 @@ from larder.cache import FORMS, CacheLayer, SequenceCache, TieredLayer, storage_
 
 LAYERS = [FORMS.load(name) for name in FORMS.names()]
 CHANGES = (
-    *("append", "attend", "again", "record_logits", "take_logits", "apply", "evict", "note"),
-    *("allocate", "reserve", "compact", "truncate", "forget", "entries", "fork", "state", "adopt"),
-    *("keep", "record_ids", "fetch", "expect", "link", "give_up"),
+    *("append", "attend", "attend_replayed", "record_logits", "take_logits", "apply", "evict"),
+    *("write_columns", "allocate", "reserve", "compact", "truncate", "drop_range", "entries"),
+    *("fork", "state", "adopt", "append_source", "record_ids", "fetch", "expect", "link"),
+    "give_up",
 )
 SEQUENCE_CHANGES = (
-    *("attend", "advance", "apply", "evict", "note", "remember", "forget", "allocate", "reserve"),
-    *("compact", "truncate", "fork", "entries", "release_state", "restore", "adopt"),
+    *("attend", "advance", "apply", "evict", "write_columns", "record_queries", "drop_range"),
+    *("allocate", "reserve", "compact", "truncate", "fork", "entries", "release_state"),
+    *("restore", "adopt"),
 )
 
 

@@ -25,7 +25,7 @@ def test_what_is_forgotten_is_in_neither_tier() -> None:
     store.apply(a_plan([range(0, 40, 3), range(35, 40)], [40, 40]))
     extend(store, new)
     store.truncate(40)
-    store.forget(10, 30)
+    store.drop_range(10, 30)
     assert [sum(pair) for pair in zip(store.lengths, store.parked().lengths, strict=True)] == [
         20,
         20,
@@ -38,5 +38,5 @@ def test_what_is_forgotten_is_in_neither_tier() -> None:
 def test_a_dense_layer_forgets_too() -> None:
     store = a_tiered(1)
     append(store, draw(LAYER, 6))
-    store.forget(2, 5)
+    store.drop_range(2, 5)
     assert store.entries().head_positions(1).tolist() == [0, 1, 5]

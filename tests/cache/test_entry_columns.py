@@ -28,7 +28,7 @@ def signed(store: CacheLayer) -> CacheLayer:
     """Write into every entry who it is, and a scalar into every head."""
     entries = store.entries()
     own = identities(store)
-    store.note({"mass": entries.unpack(own), "age": entries.unpack(-own)})
+    store.write_columns({"mass": entries.unpack(own), "age": entries.unpack(-own)})
     scalars = {"mean": torch.arange(len(entries.lengths)) + 0.5}
     everything = a_plan([range(n) for n in store.lengths], store.lengths)
     store.evict(replace(everything, scalars=scalars))
@@ -165,7 +165,7 @@ def test_noting_replaces_whole_columns(remembering) -> None:
     store.allocate(4)
     rows = len(store.entries().positions)
     written = torch.arange(rows) / 7
-    store.note({"age": written})
+    store.write_columns({"age": written})
     entries = store.entries()
     assert torch.equal(entries.columns["age"], written)
     assert torch.equal(entries.column("mass"), identities(store))
@@ -184,7 +184,7 @@ def wrong(store: CacheLayer) -> dict[str, tuple[str, Callable[[], None]]]:
     kept = len(plan.kept)
 
     def noting(**columns: Tensor) -> Callable[[], None]:
-        return lambda: store.note(columns)
+        return lambda: store.write_columns(columns)
 
     def carrying_out(**parts) -> Callable[[], None]:
         def both() -> None:
@@ -227,8 +227,8 @@ def test_stores_without_a_ledger_hold_nothing_and_say_so(subject) -> None:
     if not subject.kind.parks:
         assert before.keys() <= {"keys", "values", "positions", "lengths"}
     with pytest.raises(CacheError, match="'?mass"):
-        store.note({"mass": torch.zeros(len(entries.positions))})
-    store.note({})
+        store.write_columns({"mass": torch.zeros(len(entries.positions))})
+    store.write_columns({})
     plan = a_plan([range(n) for n in store.lengths], store.lengths)
     for written in (
         {"columns": {"mass": torch.zeros(len(plan.kept))}},

@@ -136,7 +136,7 @@ def test_noting(remembering) -> None:
     names = remembering.kind.ledger.columns
 
     def change(store: CacheLayer) -> None:
-        store.note(written)
+        store.write_columns(written)
 
     store = remembering.filled()[0]
     written = {name: torch.rand(len(store.entries().positions)) for name in names}

@@ -147,7 +147,7 @@ def test_any_life_agrees_with_the_loop(data) -> None:
         loop.append(new.positions.tolist())
         length += size
         entries = store.entries()
-        store.note({"mass": 2.0 * entries.positions.float()})
+        store.write_columns({"mass": 2.0 * entries.positions.float()})
         assert_structure(store, loop)
         before = numbers(store)
         groups = [{slot.position: slot.group for slot in head} for head in loop.heads]
@@ -183,7 +183,7 @@ def test_attention_is_that_over_what_is_shown(queries) -> None:
     chosen = [[(i, (0, 1, 2, 1)[i % 4]) for i in range(h, 24)] for h in range(2)]
     store.apply(graded(store, chosen))
     entries = store.entries()
-    store.note({LOG_COUNT: torch.rand(len(entries.positions))})
+    store.write_columns({LOG_COUNT: torch.rand(len(entries.positions))})
     entries = store.entries()
     asked = draw(LAYER, queries, 24)
     layout = torch.tensor(entries.starts), torch.tensor(entries.lengths), LAYER.scaling

@@ -40,7 +40,7 @@ def test_a_sequence_is_refused_before_anything_is_allocated_and_nothing_has_chan
     spec = a_spec(wide, replace(wide, index=1))
     cache = SequenceCache(spec, "tiered", parking=OffloadSpec(Flat(tokens=4, dense=0), 1))
     for layer in (0, 1):
-        append(cache._stores[layer], draw(wide, 9000))
+        append(cache._layers[layer], draw(wide, 9000))
     before = cache.nbytes
     with pytest.raises(BudgetError, match="raise park"):
         cache.apply(0, a_plan([[8999], [8999]], [9000, 9000]))

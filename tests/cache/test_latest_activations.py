@@ -26,7 +26,7 @@ def read(cache: SequenceCache, count: int) -> None:
         new = draw(layer, count, start)
         tensors = (new.queries, new.keys, new.values, new.positions)
         cache.attend(layer.index, NewTokens(*tensors, Mode.APPEND))
-        cache.remember(layer.index, new.queries, new.positions)
+        cache.record_queries(layer.index, new.queries, new.positions)
     cache.advance(count)
 
 

@@ -30,7 +30,7 @@ def weighed(store: CacheLayer, loop: RaggedLoop, seed: int = 9) -> Counts:
 
 def note(store: CacheLayer, counts: Counts) -> None:
     packed = torch.tensor([float(n) for head in counts for n in head])
-    store.note({LOG_COUNT: store.entries().unpack(packed.log())})
+    store.write_columns({LOG_COUNT: store.entries().unpack(packed.log())})
 
 
 def repeat(loop: RaggedLoop, counts: Counts) -> None:

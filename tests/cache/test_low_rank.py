@@ -134,7 +134,7 @@ def test_truncating_and_forgetting_leave_the_state() -> None:
     before = store.low_rank_state.clone()
     extend(store, draw(LAYER, 4, HELD))
     store.truncate(HELD)
-    store.forget(2, 6)
+    store.drop_range(2, 6)
     assert torch.equal(store.low_rank_state, before)
     loop.heads = [[e for e in own if not 2 <= e.position < 6] for own in loop.heads]
     new = draw(LAYER, 2, HELD)

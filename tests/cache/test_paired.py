@@ -176,7 +176,7 @@ def test_a_pair_is_restored_to_the_bit_and_on_its_own(dtype: torch.dtype) -> Non
     pair = a_pair(dtype=dtype)
     for layer, half in zip(LAYERS, pair, strict=True):
         append(half, draw(layer, 8, seed=layer.index, dtype=dtype))
-        half.note({"mass": half.entries().positions.float()})
+        half.write_columns({"mass": half.entries().positions.float()})
     shared(pair, [[0, 1, 2, 3, 4, 5, 6, 7]] * 2, [[1] * 5 + [0] * 3] * 2)
     states = [half.state() for half in pair]
     copies = [half.restore(half.layer, state) for half, state in zip(pair, states, strict=True)]
@@ -196,12 +196,12 @@ def test_truncating_takes_new_tokens_back_and_columns_follow_their_entries() -> 
     read(pair, 6, 0)
     for number, half in enumerate(pair):
         rows = half.entries().positions.float() + 10 * number
-        half.note({"mass": rows})
+        half.write_columns({"mass": rows})
     shared(pair, [[0, 1, 2, 4, 5]] * 2, [[1, 1, 0, 1, 0]] * 2)
     for number, half in enumerate(pair):
         expected = [float(place + 10 * number) for place in (0, 1, 2, 4, 5)] * 2
         assert half.entries().column("mass").tolist() == expected
-        half.note({"mass": half.entries().columns["mass"] + 100})
+        half.write_columns({"mass": half.entries().columns["mass"] + 100})
         assert half.entries().column("mass").tolist() == [n + 100 for n in expected]
     before = [half.fork() for half in pair]
     link_pairs(before)
@@ -239,7 +239,7 @@ def test_an_entry_that_stands_for_many_weighs_as_many() -> None:
     pair = halves[0], halves[1]
     read(pair, 4, 0)
     shared(pair, [[0, 1, 2, 3]] * 2, [[1, 1, 0, 0]] * 2)
-    pair[0].note({LOG_COUNT: torch.tensor([3.0, 0, 0, 0, 0, 0, 0, 0]).log1p()})
+    pair[0].write_columns({LOG_COUNT: torch.tensor([3.0, 0, 0, 0, 0, 0, 0, 0]).log1p()})
     query, entries = draw(LAYERS[0], 1, 9), pair[0].entries()
     out = attend_held(pair[0], query)[:2]
     repeated = torch.tensor([0, 0, 0, 0, 1, 2, 3])

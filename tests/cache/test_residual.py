@@ -269,7 +269,7 @@ def test_evicted_tokens_leave_the_codes_of_the_others(mode) -> None:
 def test_truncating_and_dropping_keep_the_codes_of_the_others() -> None:
     cache, whole = filled(), filled()
     cache.truncate(60)
-    cache.forget(10, 20)
+    cache.drop_range(10, 20)
     stays = [*range(10), *range(20, 60)]
     rows = [head * LONG + token for head in range(2) for token in stays]
     for index in range(3):
@@ -296,12 +296,12 @@ def test_columns_stay_with_their_tokens() -> None:
     cache = filled(ledger=Ledger(("mass",)))
     column = torch.arange(2.0 * LONG)
     for index in range(3):
-        cache.note(index, {"mass": column})
+        cache.write_columns(index, {"mass": column})
     assert cache.entries(1).column("mass").tolist() == column.tolist()
     keep(cache, [0, 7, 88], "apply")
     expected = [0.0, 7.0, 88.0, 90.0, 97.0, 178.0]
     assert cache.entries(2).column("mass").tolist() == expected
-    cache.note(1, {"mass": torch.arange(6.0)})
+    cache.write_columns(1, {"mass": torch.arange(6.0)})
     assert cache.entries(1).column("mass").tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 

@@ -61,7 +61,7 @@ def test_a_copy_holds_the_same_codes_and_continues_alike(way) -> None:
 
 def test_bytes_and_entries_are_counted() -> None:
     cache = filled()
-    assert cache.nbytes == storage_bytes(reachable_tensors(cache._stores))
+    assert cache.nbytes == storage_bytes(reachable_tensors(cache._layers))
     assert cache.lengths()[0] == (12, 11)
     assert cache.full_precision_lengths()[0] == (4, 4)
     assert cache.layers[0].entries_copy_bytes == 23 * (2 * 8 * 4 + 4 + 1 + 4)

@@ -62,7 +62,7 @@ def equal(left: SequenceCache, right: SequenceCache) -> bool:
 
 def raw(cache: SequenceCache) -> list[Tensor]:
     """The bits of every tensor as it stands, slack included."""
-    return [t.clone().flatten().view(torch.uint8) for t in reachable_tensors(cache._stores)]
+    return [t.clone().flatten().view(torch.uint8) for t in reachable_tensors(cache._layers)]
 
 
 @pytest.mark.parametrize("mode", [Mode.SCRATCH, Mode.PROBE])
@@ -141,7 +141,7 @@ def test_a_state_that_is_given_up_is_not_held_twice(form) -> None:
     places = {t.untyped_storage().data_ptr() for t in state.values()}
     taken = SequenceCache.adopt(SPEC, state, cache.meta())
     assert equal(taken, cache)
-    held = {t.untyped_storage().data_ptr() for store in taken._stores for t in store.tensors()[:3]}
+    held = {t.untyped_storage().data_ptr() for store in taken._layers for t in store.tensors()[:3]}
     assert held <= places
 
 
@@ -189,7 +189,7 @@ def test_truncating_goes_back_in_every_layer(form) -> None:
 
 def test_bytes_and_entries_are_counted(form) -> None:
     cache = filled(form)
-    stores = sum(storage_bytes(reachable_tensors(store)) for store in cache._stores)
+    stores = sum(storage_bytes(reachable_tensors(store)) for store in cache._layers)
     assert cache.nbytes == stores == storage_bytes(reachable_tensors(cache))
     assert cache.lengths()[0] == ((7, 7) if form == "dense" else (7, 5))
     assert cache.managed_entries == sum(sum(cache.lengths()[index]) for index in (0, 2))

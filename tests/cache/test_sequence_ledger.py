@@ -46,7 +46,7 @@ def remembering() -> SequenceCache:
     for index in MANAGED:
         heads = LAYERS[index].kv_heads
         own = cache.entries(index).unpack(identities(cache, index))
-        cache.note(index, {"mass": own, LOG_COUNT: own / 4})
+        cache.write_columns(index, {"mass": own, LOG_COUNT: own / 4})
         plan = a_plan([range(h, READ, 2 + h) for h in range(heads)], [READ] * heads)
         scalars = {"mean": index + torch.arange(heads) / 2}
         (cache.apply if index else cache.evict)(index, replace(plan, scalars=scalars))
@@ -113,7 +113,7 @@ def test_a_fork_shares_no_number() -> None:
     cache = remembering()
     before, copy = cache.state(), cache.fork()
     for index in MANAGED:
-        copy.note(index, {"mass": torch.zeros(len(copy.entries(index).positions))})
+        copy.write_columns(index, {"mass": torch.zeros(len(copy.entries(index).positions))})
         lengths = copy.lengths()[index]
         everything = a_plan([range(n) for n in lengths], lengths)
         copy.evict(index, replace(everything, scalars={"mean": torch.zeros(len(lengths))}))
@@ -135,7 +135,7 @@ def test_numbers_stay_with_their_entries(change) -> None:
     assert_remembers(cache)
     read(cache, 3)
     assert_remembers(cache)
-    assert cache.nbytes == storage_bytes(reachable_tensors(cache._stores))
+    assert cache.nbytes == storage_bytes(reachable_tensors(cache._layers))
 
 
 def test_truncating_forgets_numbers_too() -> None:
@@ -152,7 +152,7 @@ def test_an_interrupted_surrender_leaves_everything(monkeypatch) -> None:
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache._stores[2], "state", fail)
+        patch.setattr(cache._layers[2], "state", fail)
         with pytest.raises(MemoryError):
             cache.release_state(torch.device("cpu"))
     assert alike(cache, twin)
@@ -164,13 +164,13 @@ def test_changes_that_cannot_be_taken_back_are_counted() -> None:
     assert cache.plans == 4
     rows = len(cache.entries(0).positions)
     with pytest.raises(CacheError):
-        cache.note(0, {"moss": torch.zeros(rows)})
+        cache.write_columns(0, {"moss": torch.zeros(rows)})
     with pytest.raises(CacheError, match="only managed layers of a ragged cache"):
-        cache.note(1, {"mass": torch.zeros(6)})
+        cache.write_columns(1, {"mass": torch.zeros(6)})
     with pytest.raises(CacheError):
         cache.evict(1, a_plan([[0]], [6]))
     assert cache.plans == 4
-    cache.note(0, {"mass": torch.zeros(rows)})
+    cache.write_columns(0, {"mass": torch.zeros(rows)})
     assert cache.plans == 5
 
 
@@ -180,7 +180,7 @@ def test_a_spoiled_cache_changes_no_more() -> None:
     lengths = cache.lengths()[0]
     for change in (
         lambda: cache.evict(0, a_plan([[0]] * 2, lengths)),
-        lambda: cache.note(0, {}),
+        lambda: cache.write_columns(0, {}),
         cache.fork,
         cache.state,
     ):
@@ -192,7 +192,7 @@ def test_only_what_is_asked_for_is_held() -> None:
     caches = [SequenceCache(SPEC, "ragged", ledger) for ledger in (Ledger(), LEDGER)]
     for cache in caches:
         cache.allocate(10)
-        assert cache.nbytes == storage_bytes(reachable_tensors(cache._stores))
+        assert cache.nbytes == storage_bytes(reachable_tensors(cache._layers))
     heads = sum(LAYERS[index].kv_heads for index in MANAGED)
     assert caches[1].nbytes - caches[0].nbytes == 4 * heads * (2 * 10 + 2)
     plain = caches[0]

@@ -96,12 +96,12 @@ class Twin:
         for twin in (self.store, self.copy):
             getattr(twin, name)(plan)
 
-    def note(self, number: int) -> None:
+    def write_columns(self, number: int) -> None:
         for twin in (self.store, self.copy):
             entries = twin.entries()
             if entries.columns:
                 packed = torch.arange(sum(entries.lengths)) * 0.25 + number
-                twin.note({"age": entries.unpack(packed)})
+                twin.write_columns({"age": entries.unpack(packed)})
 
     def check(self) -> None:
         assert same_bits(self.store.state(), self.copy.state())
@@ -140,7 +140,7 @@ def act(family: list[Twin], action: str, which: int, number: int) -> None:
     elif action in ("divide", "seal"):  # what is read stays the same
         twin.store.divide(twin.next - number * number) if action == "divide" else twin.store.seal()
     elif action == "note":
-        twin.note(number)
+        twin.write_columns(number)
     elif action == "look":
         new = draw(LAYER, number, twin.next, 3)
         assert torch.equal(attend(twin.store, new), attend(twin.copy, new))
@@ -199,7 +199,7 @@ def test_the_last_holder_has_its_slack_back() -> None:
 def test_a_plan_on_a_fork_leaves_the_source() -> None:
     store = grown("counting")
     before, fork = store.state(), store.fork()
-    fork.note({"age": torch.ones(len(fork.entries().positions))})
+    fork.write_columns({"age": torch.ones(len(fork.entries().positions))})
     kept = [list(range(0, length, 2)) for length in fork.lengths]
     fork.evict(a_plan(kept, fork.lengths))
     assert same_bits(store.state(), before)

@@ -108,7 +108,7 @@ def test_a_layer_that_parked_other_entries_searches_itself(more) -> None:
     step(cache)
     searched = [tier.fetcher.shared_index.is_used for tier in cache.tiers]
     assert searched == [False, True, True, False, True, False]
-    cache.forget(3, 5)  # and what is left of both still differs
+    cache.drop_range(3, 5)  # and what is left of both still differs
     step(cache)
     assert [tier.fetcher.shared_index.is_used for tier in cache.tiers] == searched
 

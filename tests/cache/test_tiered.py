@@ -205,7 +205,7 @@ def test_columns_go_with_their_entries() -> None:
     store = a_tiered()
     append(store, draw(LAYER, 6))
     held = store.entries()
-    store.note({"mass": torch.arange(len(held.keys), dtype=torch.float32)})
+    store.write_columns({"mass": torch.arange(len(held.keys), dtype=torch.float32)})
     store.apply(a_plan([[0, 5], [1, 2, 5]], [6, 6]))
     parked = store.parked()
     told = [parked.columns["mass"][parked.rows(h)].tolist() for h in range(2)]

@@ -148,7 +148,7 @@ def test_caches_that_were_saved_without_means_have_none() -> None:
 def test_attention_decodes_what_entries_show(coder, queries) -> None:
     store, new = coded(coder, step=0.5), draw(LAYER, queries, 12)
     columns = {LOG_COUNT: torch.arange(14.0) / 5}
-    store.note(columns)
+    store.write_columns(columns)
     entries, out = store.entries(), attend_held(store, new)
     assert entries.column(LOG_COUNT).tolist() == columns[LOG_COUNT].tolist()
     for query_head in range(LAYER.query_heads):
@@ -307,7 +307,7 @@ def test_truncating_and_dropping_keep_the_codes_of_the_others() -> None:
     positions = store.entries().packed_positions()
     store.truncate(9)
     assert torch.equal(numbers(store), before[positions < 9])
-    store.forget(3, 6)
+    store.drop_range(3, 6)
     stays = (positions < 9) & ~((positions >= 3) & (positions < 6))
     assert torch.equal(numbers(store), before[stays])
 

@@ -65,7 +65,9 @@ def cache_of(
         (cache.evict if seed > 1 else cache.apply)(
             0, Plan.from_mask(stays.flatten(), (entries, entries))
         )
-        cache.note(0, {LOG_COUNT: torch.rand(len(cache.entries(0).positions), generator=source)})
+        cache.write_columns(
+            0, {LOG_COUNT: torch.rand(len(cache.entries(0).positions), generator=source)}
+        )
     cache.record_logits([0])
     return cache
 

@@ -57,14 +57,14 @@ def threads() -> list[str]:
 
 def noting_threads(monkeypatch) -> list[tuple[int, bool]]:
     """The layer of each search, and whether a worker made it."""
-    noted, find = [], PageFetcher._found
+    noted, find = [], PageFetcher._find_and_load
 
     def note(self: PageFetcher, *args: object):
         is_worker = threading.current_thread() is not threading.main_thread()
         noted.append((self.layer.index, is_worker))
         return find(self, *args)
 
-    monkeypatch.setattr(PageFetcher, "_found", note)
+    monkeypatch.setattr(PageFetcher, "_find_and_load", note)
     return noted
 
 

@@ -181,9 +181,9 @@ def test_what_is_held_and_what_is_done_are_counted(three_layers, manner) -> None
 def test_what_cannot_come_back_is_refused(three_layers) -> None:
     cache = filled(three_layers, "ids")
     with pytest.raises(CacheError, match="cannot be dropped: held='ids' reads the text again"):
-        cache.forget(2, 4)
+        cache.drop_range(2, 4)
     every = filled(three_layers, "every")
-    every.forget(2, 4)
+    every.drop_range(2, 4)
     for store in recomputed_layers(every.layers):
         assert not {2, 3} & {*torch.cat(store.evicted).tolist()}
     with pytest.raises(CacheError, match="has no model to do so"):

@@ -213,7 +213,7 @@ def test_attention_is_that_of_the_loop_over_decoded_entries(
 ) -> None:
     layer = a_wide_layer(head_dim, turned)
     store = a_coded_layer(layer, dtype, 0.3)
-    store.note({LOG_COUNT: torch.arange(189.0) / 50})
+    store.write_columns({LOG_COUNT: torch.arange(189.0) / 50})
     calls = list[int]()
     attend = transform_attention.transform_attention
     monkeypatch.setattr(

@@ -118,7 +118,7 @@ def test_values_do_not_grow_however_long_the_text(merge: Merge) -> None:
     for step in range(400):
         new = draw(layer, 1, step)
         store.append(new.keys, torch.ones_like(new.values), new.positions)
-        store.note({"newest": torch.ones(len(store.entries().keys))})
+        store.write_columns({"newest": torch.ones(len(store.entries().keys))})
         if sum(store.lengths) > held:
             kept = [0, 1, *range(3, held + 1)]
             scored = replace(judged([0.0] * (held + 1)), phase=Phase.DECODE)

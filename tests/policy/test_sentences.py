@@ -37,7 +37,7 @@ class Text:
             ids=ids,
             lexicon={ENDS: frozenset({DOT})},
         )
-        self.store.note(TALLIES.load("sentence")().update(observation))
+        self.store.write_columns(TALLIES.load("sentence")().update(observation))
 
     def sentences(self, head: int) -> list[float]:
         entries = self.store.entries()

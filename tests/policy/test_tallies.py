@@ -71,7 +71,7 @@ class Run:
         )
         self.listener.hear(observation)
         for tally in self._tallies:
-            self.store.note(tally.update(observation))
+            self.store.write_columns(tally.update(observation))
 
     def keep(self, heads: list[list[int]]) -> None:
         held = self.store.lengths
@@ -80,7 +80,7 @@ class Run:
         if self._counted:
             source = torch.Generator().manual_seed(self.position)
             counts = torch.rand(len(self.store.entries().keys), generator=source).mul(3)
-            self.store.note({LOG_COUNT: counts})
+            self.store.write_columns({LOG_COUNT: counts})
 
     def remembered(self, loop: Any) -> Iterator[tuple[str, float, float]]:
         """Name, what the column holds and what the loop says, for every entry."""
@@ -179,7 +179,9 @@ def test_an_update_writes_nothing(tally) -> None:
 
 def test_a_wrong_column_is_noticed(tally, loop_of) -> None:
     done = run([tally], "blocks")
-    done.store.note({tally.columns[0]: done.store.entries().columns[tally.columns[0]] + 0.01})
+    done.store.write_columns(
+        {tally.columns[0]: done.store.entries().columns[tally.columns[0]] + 0.01}
+    )
     with pytest.raises(AssertionError):
         assert_remembers(done, tally, loop_of(tally))
 

@@ -81,7 +81,7 @@ def test_a_judged_step_turns_keys_once(decoder, name, monkeypatch) -> None:
     steps = STEPS - 1  # the first token comes from the question, read as a whole
     turns = 2 if name == "merging" else 1  # merging turns what it merges again
     assert (steps + 1) * LAYERS <= len(calls) <= (turns * steps + 3) * LAYERS
-    assert all(not store._kept for store in cache._stores)
+    assert all(not store._kept for store in cache._layers)
 
 
 def test_nobody_looks_where_nothing_is_judged(decoder, monkeypatch) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from larder import Policy
-from larder.cache import AttentionState, TieredLayer
+from larder.cache import AttentionState, NewTokens, TieredLayer
 from larder.core import AppendKind, BudgetError
 from larder.engine import SamplingParams, StoppingCriteria, keep_generating
 from larder.engine.generate import generate
@@ -51,9 +49,9 @@ def counts_of_steps(decoder: Decoder, wanted: Policy, context: int, steps: int) 
     """`attended` of every layer and every generated token that was read behind a text."""
     counts, observe = list[int](), TieredLayer.observe
 
-    def noting(self: TieredLayer, queries: Any, positions: Any, state: AttentionState) -> None:
-        observe(self, queries, positions, state)
-        if len(positions) == 1 and self._coming is AppendKind.STEP:
+    def noting(self: TieredLayer, new: NewTokens, state: AttentionState) -> None:
+        observe(self, new, state)
+        if len(new) == 1 and self._append_kind is AppendKind.STEP:
             counts.extend(attended(self))
 
     with pytest.MonkeyPatch.context() as patch:

@@ -30,10 +30,10 @@ class LatestActivations:
         self._query_bytes = 0
 
     def queries(self, layer: int) -> LatestQueries | None:
-        """Latest queries of a layer; None before the first `remember`."""
+        """Latest queries of a layer; None before the first `record_queries`."""
         return self._queries.get(layer)
 
-    def remember(self, layer: int, queries: Queries, positions: Positions) -> None:
+    def record_queries(self, layer: int, queries: Queries, positions: Positions) -> None:
         """Append the queries of a forward pass; the oldest beyond `num_queries` are dropped."""
         new = LatestQueries(queries, positions).last(self._num_queries)
         if (held := self._queries.get(layer)) is not None:

@@ -178,12 +178,12 @@ class SequenceCache:
                     done.append(layer)
         return done
 
-    def note(self, layer: int, columns: Mapping[str, Tensor]) -> None:
+    def write_columns(self, layer: int, columns: Mapping[str, Tensor]) -> None:
         """Replace ledger columns of one layer, one number per row of its storage."""
         with self._changing():
-            self._layers[layer].note(columns)
+            self._layers[layer].write_columns(columns)
 
-    def note_tokens(self, layer: int, numbers: Mapping[str, Tensor], start: int) -> None:
+    def write_token_columns(self, layer: int, numbers: Mapping[str, Tensor], start: int) -> None:
         """Record numbers of consecutive tokens in the ledger columns of one layer.
 
         Args:
@@ -199,7 +199,7 @@ class SequenceCache:
         places = entries.positions.long() - start
         count = len(next(iter(named.values())))
         is_new, rows = (places >= 0) & (places < count), places.clamp(0, count - 1)
-        self.note(
+        self.write_columns(
             layer,
             {
                 n: torch.where(is_new, entries.spread(own, rows), entries.columns[n])
@@ -207,18 +207,18 @@ class SequenceCache:
             },
         )
 
-    def remember(self, layer: int, queries: Queries, positions: Positions) -> None:
+    def record_queries(self, layer: int, queries: Queries, positions: Positions) -> None:
         """Record the post-RoPE queries of a pass among the latest of a layer, if any are held."""
         if not self.cache_spec.ledger.queries:
             return
         with self._changing():
-            self.latest.remember(layer, queries, positions)
+            self.latest.record_queries(layer, queries, positions)
 
-    def forget(self, start: int, stop: int) -> None:
+    def drop_range(self, start: int, stop: int) -> None:
         """Drop the entries of managed layers at true positions [start, stop)."""
         with self._changing():
             for layer in self.spec.managed:
-                self._layers[layer.index].forget(start, stop)
+                self._layers[layer.index].drop_range(start, stop)
 
     def invalidate(self) -> None:
         """Mark the cache unusable, after a pass that failed when some plans had been applied."""

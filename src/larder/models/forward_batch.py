@@ -391,7 +391,7 @@ class ForwardBatch:
             if len(activations.positions) < count:
                 places = activations.positions - start
                 inputs = {name: _spread(own, places, count) for name, own in inputs.items()}
-            cache.note_tokens(layer, inputs, start)
+            cache.write_token_columns(layer, inputs, start)
         if self._observer is not None:
             self._observer(index, layer, activations)
 

@@ -191,10 +191,10 @@ class RecomputeHooks:
             for layer in _residual_layers(segment):
                 store = segment.cache.layers[layer]
                 assert isinstance(store, RecomputedLayer)
-                store.keep(self._taken[layer][start:stop].clone())
+                store.append_source(self._taken[layer][start:stop].clone())
             if segment.cache.cache_spec.rebuilding is not None and not _residual_layers(segment):
                 ids = torch.tensor(segment.ids, dtype=torch.int32, device=segment.cache.spec.device)
-                _source_layer(segment).keep(ids[:, None])
+                _source_layer(segment).append_source(ids[:, None])
 
 
 def _residual_layers(segment: BatchSegment) -> list[int]:

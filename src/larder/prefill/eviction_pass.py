@@ -209,12 +209,12 @@ class EvictionPass:
 
     def _tally(self, index: int, layer: int, observation: Observation) -> Observation:
         """Update the ledger of a layer, and return the observation with its new columns."""
-        self._caches[index].remember(layer, observation.queries, observation.query_positions)
+        self._caches[index].record_queries(layer, observation.queries, observation.query_positions)
         columns = self._planner.tally(observation)
         if not columns:
             return observation
         cache = self._caches[index]
-        cache.note(layer, columns)
+        cache.write_columns(layer, columns)
         if not cache.layers[layer].entries_copy_bytes:
             return observation
         return replace(observation, entries=observation.entries.with_columns(columns))
@@ -350,7 +350,7 @@ def token_observer(
 
     def observe(index: int, layer: int, recorded: LayerActivations) -> None:
         if layer in layers:
-            caches[index].note_tokens(layer, numbers[index], starts[index])
+            caches[index].write_token_columns(layer, numbers[index], starts[index])
         observer(index, layer, recorded)
 
     return observe

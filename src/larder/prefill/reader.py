@@ -95,7 +95,7 @@ class PrefillReader:
         )
         for segment, own in zip(segments, numbers, strict=True):
             for layer in self.quotas:
-                segment.cache.note_tokens(layer, own, start)
+                segment.cache.write_token_columns(layer, own, start)
 
     def read_and_evict_steps(
         self,

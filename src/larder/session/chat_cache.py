@@ -287,7 +287,7 @@ class ChatCache:
         cache = turn.cache.fork()
         self.peak_bytes = max(self.peak_bytes, self.caches.nbytes + cache.nbytes)
         beginning = shared_prefix_len(self.state.memory)
-        cache.forget(beginning, turn.start_position)  # sliding-window layers hold their window
+        cache.drop_range(beginning, turn.start_position)  # sliding-window layers hold their window
         policy, opened = self.state.memory.policy, turn.reader.open_block
         reader = turn_reader(self._runtime, policy, cache, prompts, open_block=opened)
         if reader.is_over_budget:

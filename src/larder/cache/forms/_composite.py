@@ -136,8 +136,8 @@ class RecoverableLayer(CompositeLayer):
     def evict(self, plan: Plan) -> None:
         self._carry_out(plan, self._ragged.evict)
 
-    def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
-        self._ragged.note(columns)
+    def write_columns(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
+        self._ragged.write_columns(columns)
 
     def entries(self) -> Entries:
         """Entries of the ragged part; policies do not see the rest."""

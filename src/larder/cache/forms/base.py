@@ -340,7 +340,7 @@ class CacheLayer(DivisibleStorage, TensorOwner):
             CacheError: see `apply`.
         """
 
-    def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
+    def write_columns(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
         """Replace ledger columns, given one number per row of the storage.
 
         Views that `entries` returned before show the new numbers.
@@ -370,7 +370,7 @@ class CacheLayer(DivisibleStorage, TensorOwner):
     def truncate(self, length: int) -> None:
         """Drop the entries at true positions `length` and later."""
 
-    def forget(self, start: int, stop: int) -> None:
+    def drop_range(self, start: int, stop: int) -> None:
         """Drop the entries at true positions [start, stop); memory is freed as in `apply`."""
         held = self.entries()
         positions = held.packed_positions()

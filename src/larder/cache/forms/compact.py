@@ -89,8 +89,8 @@ class CompactLayer(CompositeLayer):
     def evict(self, plan: Plan) -> None:
         self._carry_out(plan, self._ragged.evict)
 
-    def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
-        self._ragged.note(columns)
+    def write_columns(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
+        self._ragged.write_columns(columns)
 
     def allocate(self, room: int) -> None:
         self._keep()

@@ -135,9 +135,9 @@ class CorrectedLayer(TieredLayer):
         super().truncate(length)
         self._forget_past()
 
-    def forget(self, start: int, stop: int) -> None:
+    def drop_range(self, start: int, stop: int) -> None:
         """Drop entries at [start, stop); no remaining token is corrected any more."""
-        super().forget(start, stop)
+        super().drop_range(start, stop)
         self._forget_past()
 
     def _forget_past(self) -> None:

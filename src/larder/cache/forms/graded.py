@@ -93,14 +93,14 @@ class GradedLayer(MixedLayer):
         self._ragged.evict_folded(own, sums, promoted)
         self._replace(tiers)
 
-    def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
+    def write_columns(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
         if not self._has_coded:
-            self._ragged.note(columns)
+            self._ragged.write_columns(columns)
             return
         tiers = self._tiers()
         check_columns(columns, self._ragged.ledger, len(tiers.places.order))
         noted = tiers.with_columns(columns, self._ragged.ledger)
-        self._ragged.note_packed(noted[0])
+        self._ragged.write_packed_columns(noted[0])
         pairs = zip(self._coded, noted[1:], strict=True)
         self._hold(tuple(replace(tier, columns=own) for tier, own in pairs))
 

@@ -6,7 +6,7 @@
 Dong et al., "Get More with LESS: Synthesizing Recurrence with KV Cache Compression for Efficient
 LLM Inference" (2024), arXiv:2402.09398: learned features of its key add a rejected entry to the
 state. Attention to both parts is merged by log-sum-exp, in every pass. Entries that a plan merges
-into others are not added. A sum cannot be taken apart: after `truncate` and `forget` the state
+into others are not added. A sum cannot be taken apart: after `truncate` and `drop_range` the state
 still has what was rejected before.
 """
 
@@ -83,8 +83,8 @@ class LowRankLayer(RecoverableLayer):
     def truncate(self, length: int) -> None:
         self._ragged.truncate(length)
 
-    def forget(self, start: int, stop: int) -> None:
-        self._ragged.forget(start, stop)
+    def drop_range(self, start: int, stop: int) -> None:
+        self._ragged.drop_range(start, stop)
         self.replaced_bytes = self._ragged.replaced_bytes
 
     def state(self) -> dict[str, Tensor]:

@@ -109,15 +109,15 @@ class PairedLayer(GradedLayer):
     def evict(self, plan: Plan) -> None:
         self._carry(plan, RaggedLayer.evict_folded)
 
-    def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
+    def write_columns(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
         if not self._has_shared:
-            super().note(columns)
+            super().write_columns(columns)
             return
         order = self._order()
         check_columns(columns, self._ragged.ledger, len(order.places))
         held = self._columns(columns, order)
         names = self._ragged.ledger.columns
-        super().note(dict(zip(names, held[:, : order.own], strict=True)))
+        super().write_columns(dict(zip(names, held[:, : order.own], strict=True)))
         shared = self._pair.shared
         rows = shared.rows(self.side)
         self._pair.replace_shared(shared.select(self.side, rows, held[:, order.own :]))

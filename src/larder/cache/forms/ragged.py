@@ -233,13 +233,13 @@ class RaggedLayer(SegmentedLayer):
             self._move_to_edges(int(inserted.counts(len(lengths)).max()))
             self._insert(inserted)
 
-    def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
+    def write_columns(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
         if self._is_shared:
             self._unshare_with(columns)
         else:
             self._columns.write(columns)
 
-    def note_packed(self, columns: Float[Tensor, "n T"]) -> None:
+    def write_packed_columns(self, columns: Float[Tensor, "n T"]) -> None:
         """Replace all ledger columns, one number per packed entry."""
         self._unshare()
         rows = packed_rows(self._starts, self._lengths).to(self._keys.device)

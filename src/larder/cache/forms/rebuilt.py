@@ -86,7 +86,7 @@ class RecomputedLayer(RecoverableLayer):
     def num_dense_layers(cls, spec: CacheSpec) -> int:
         return 0 if spec.rebuilding is None else spec.rebuilding.depth
 
-    def keep(self, source: Tensor) -> None:
+    def append_source(self, source: Tensor) -> None:
         """Append the source rows of the tokens read last."""
         self._source = torch.cat([self._source, source]) if len(self._source) else source.clone()
         self._count_bytes()
@@ -111,7 +111,7 @@ class RecomputedLayer(RecoverableLayer):
         self._evicted = [own[own < length] for own in self._evicted]
         self._count_bytes()
 
-    def forget(self, start: int, stop: int) -> None:
+    def drop_range(self, start: int, stop: int) -> None:
         """Drop entries at true positions [start, stop), evicted ones included.
 
         Raises:
@@ -123,7 +123,7 @@ class RecomputedLayer(RecoverableLayer):
                 f"{self.rebuilding.source.value!r} reads the text again with all tokens. Use "
                 "recompute(held='every')."
             )
-        self._ragged.forget(start, stop)
+        self._ragged.drop_range(start, stop)
         self.replaced_bytes = self._ragged.replaced_bytes
         self._evicted = [own[(own < start) | (own >= stop)] for own in self._evicted]
         self._count_bytes()

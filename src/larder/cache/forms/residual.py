@@ -126,9 +126,9 @@ class ResidualLayer(MixedLayer):
     def evict(self, plan: Plan) -> None:
         self._carry_out(plan, self._ragged.evict)
 
-    def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
+    def write_columns(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
         if not self._is_mixed:
-            self._ragged.note(columns)
+            self._ragged.write_columns(columns)
             return
         ledger, order = self._ragged.ledger, self._order()
         heads = self.layer.kv_heads
@@ -137,14 +137,14 @@ class ResidualLayer(MixedLayer):
         for name, numbers in columns.items():
             held[ledger.columns.index(name)][:, order] = numbers.view(heads, -1)
         exact, coded = held.split([len(order) - len(self._tier), len(self._tier)], 2)
-        self._ragged.note_packed(exact.flatten(1))
+        self._ragged.write_packed_columns(exact.flatten(1))
         self._hold(replace(self._tier, columns=coded.clone()))
 
     def truncate(self, length: int) -> None:
         self._ragged.truncate(length)
         self._hold(self._tier.select((self._tier.positions < length).nonzero().flatten()))
 
-    def forget(self, start: int, stop: int) -> None:
+    def drop_range(self, start: int, stop: int) -> None:
         """Drop the tokens at true positions [start, stop), without decoding the others."""
         exact = self._ragged.entries().head_positions(0)
         positions = torch.cat([exact, self._tier.positions])[self._order()]

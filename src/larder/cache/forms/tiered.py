@@ -172,10 +172,10 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         self._ragged.truncate(length)
         self._replace_slow_tier(rest)
 
-    def forget(self, start: int, stop: int) -> None:
+    def drop_range(self, start: int, stop: int) -> None:
         """Drop entries at true positions [start, stop) in both tiers."""
         rest = self._slow.without_range(start, stop)
-        self._ragged.forget(start, stop)
+        self._ragged.drop_range(start, stop)
         self.replaced_bytes = self._ragged.replaced_bytes
         self._replace_slow_tier(rest)
 
@@ -339,7 +339,7 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
             self._measure_layers()
             if recall.follows:
                 held, stays = self._slow.entries(), self._ragged.entries()
-                fetcher.follow(queries, held, self._observed, stays)
+                fetcher.observe_step(queries, held, self._observed, stays)
             return fetcher.step_calls
         if self._append_kind is AppendKind.QUESTION and recall.union is not None:
             return fetcher.union_calls

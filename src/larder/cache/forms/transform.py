@@ -105,9 +105,9 @@ class TransformLayer(MixedLayer):
     def evict(self, plan: Plan) -> None:
         self._carry_out(plan, is_eviction=True)
 
-    def note(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
+    def write_columns(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
         if not self._is_mixed:
-            self._ragged.note(columns)
+            self._ragged.write_columns(columns)
             return
         ledger, order = self._ragged.ledger, self._order()
         check_columns(columns, ledger, len(order))
@@ -116,7 +116,7 @@ class TransformLayer(MixedLayer):
             held[ledger.columns.index(name), order] = numbers
         exact, coded = held.split([sum(self._ragged.lengths), len(self._tier)], 1)
         tier = replace(self._tier, columns=coded.clone())
-        self._ragged.note_packed(exact)
+        self._ragged.write_packed_columns(exact)
         self._hold(tier)
 
     def truncate(self, length: int) -> None:

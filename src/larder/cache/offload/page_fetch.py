@@ -70,13 +70,13 @@ class PageFetcher(TensorOwner):
         fill = self._load if queries.shape[1] == 1 else self._load_once
         return [fill(selection, entries).attention_call(queries)]
 
-    def follow(
+    def observe_step(
         self, queries: Queries, entries: Entries, observed: ObservedQueries, stays: Entries
     ) -> None:
         """Pass the queries of a decode step to the index before the search.
 
         Args:
-            stays: entries of the fast tier, see `RecallIndex.follow`.
+            stays: entries of the fast tier, see `RecallIndex.observe_step`.
         """
         self.update_index(entries, observed)
         before = observed if observed.shape[1] else None

@@ -155,7 +155,7 @@ class Freezing(TurnRule):
         held = torch.cat([cache.entries(layer.index).packed_positions() for layer in layers])
         old = held[(held >= self.first) & (held < cache.watermark)].sort().values
         if len(old):
-            cache.forget(self.first, int(old[min(excess, len(old)) - 1]) + 1)
+            cache.drop_range(self.first, int(old[min(excess, len(old)) - 1]) + 1)
 
 
 def _frozen_entries(cache: SequenceCache, layer: int) -> int:
