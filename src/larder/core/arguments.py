@@ -116,18 +116,15 @@ def check_type(name: str, value: object, kinds: type | tuple[type, ...], expecte
         raise BadParameter(f"{name} must be {expected}, got {_describe(value)}.")
 
 
-def check_count(name: str, value: object, least: int = 1) -> None:
-    """Check that an argument is a whole number of at least `least`.
+def check_count(name: str, value: object) -> None:
+    """Check that an argument is a whole number of at least 1.
 
     Raises:
-        BadParameter: `value` is not a whole number, or is below `least`.
+        BadParameter: `value` is not a whole number, or is below 1.
     """
     if isinstance(value, bool) or not isinstance(value, int):
-        raise BadParameter(
-            f"{name} must be a whole number of at least {least}, got {_describe(value)}."
-        )
-    if value < least:
-        raise BadParameter(f"{name} must be at least {least}, got {value}.")
+        raise BadParameter(f"{name} must be a whole number of at least 1, got {_describe(value)}.")
+    require(value >= 1, name, "at least 1", value)
 
 
 def check_number(name: str, value: object) -> None:

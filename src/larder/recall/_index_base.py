@@ -227,9 +227,9 @@ def grow_table(table: Tensor, needed: int, dim: int = 1) -> Tensor:
     return larger
 
 
-def trim_table(table: Tensor, needed: int, dim: int = 1) -> Tensor:
-    """Table without slack."""
-    return table.narrow(dim, 0, needed).contiguous()
+def trim_table(table: Tensor, needed: int) -> Tensor:
+    """Copy of a table without slack in its second dimension."""
+    return table[:, :needed].clone(memory_format=torch.contiguous_format)
 
 
 class QueryHeadRule(Enum):

@@ -197,9 +197,9 @@ class ClusterPages:
         return {
             "lengths": self._lengths.clone(),
             "counts": self._counts.clone(),
-            "order": trim_table(self._order, max(self.indexed)).clone(),
-            "firsts": trim_table(self._firsts, max(self.counts)).clone(),
-            "versions": trim_table(self._versions, changed).clone(),
+            "order": trim_table(self._order, max(self.indexed)),
+            "firsts": trim_table(self._firsts, max(self.counts)),
+            "versions": trim_table(self._versions, changed),
         }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:

@@ -214,8 +214,8 @@ class WaveIndex(RecallIndex):
         return {
             **self._paged.state(),
             "settled": self._settled.clone(),
-            "keys": trim_table(self._keys, most).clone(),
-            "values": trim_table(self._values, most).clone(),
+            "keys": trim_table(self._keys, most),
+            "values": trim_table(self._values, most),
         }
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
