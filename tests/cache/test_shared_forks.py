@@ -253,7 +253,7 @@ def test_a_fork_shares_what_recomputes_its_evicted_entries() -> None:
     store = FORMS.load("rebuilt")(LAYER, torch.float32, CPU, Ledger(), RecomputeSpec())
     tokens = draw(LAYER, 100)
     store.append(tokens.keys, tokens.values, tokens.positions)
-    store.keep(torch.randn(100, 8))
+    store.append_source(torch.randn(100, 8))
     store.apply(a_plan([range(0, 100, 2), range(50)], store.lengths))
     before, fork = store.state(), store.fork()
     assert same_bits(fork.state(), before)

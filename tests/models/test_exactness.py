@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -99,9 +101,9 @@ def test_query_heads_use_their_own_kv_head(adopted) -> None:
     cache = SequenceCache(decoder.spec, "ragged")
     plain = cache.attend
 
-    def interleaved(layer, queries, keys, values, *rest):
+    def interleaved(layer, new, *rest):
         order = [0, 2, 1, 3]
-        return plain(layer, queries[order], keys, values, *rest)[order]
+        return plain(layer, replace(new, queries=new.queries[order]), *rest)[order]
 
     cache.attend = interleaved
     assert (read_on(decoder, cache, ids, 8) - expected).abs().max() > 1000 * TOLERANCE

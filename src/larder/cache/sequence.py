@@ -147,20 +147,20 @@ class SequenceCache:
     def apply(self, layer: int, plan: Plan) -> None:
         """Apply a plan to one layer; rejected entries are freed at once."""
         with self._changing():
-            self._stores[layer].apply(plan)
+            self._layers[layer].apply(plan)
             self._append_added(layer, plan)
 
     def evict(self, layer: int, plan: Plan) -> None:
         """Apply a plan to one layer; rejected entries become slack for the next tokens."""
         with self._changing():
-            self._stores[layer].evict(plan)
+            self._layers[layer].evict(plan)
             self._append_added(layer, plan)
 
     def _append_added(self, layer: int, plan: Plan) -> None:
         """Append the entries that a plan adds, which count as no tokens."""
         if plan.added is not None:
             added = plan.added
-            self._stores[layer].append(added.keys, added.values, added.positions)
+            self._layers[layer].append(added.keys, added.values, added.positions)
 
     def evict_step(self, layers: Mapping[int, EvictionStorage], rule: StepRule) -> list[int]:
         """Evict from several layers in one call, and return those that are done.

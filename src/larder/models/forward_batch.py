@@ -228,16 +228,18 @@ class ForwardBatch:
         outs: list[Queries] = []
         parts = (side.split(self.widths, 1) for side in sides)
         for index, own in enumerate(zip(*parts, strict=True)):
-            outs.append(done[index] if index in done else self._attend_segment(layer, index, *own))
+            if index in done:
+                outs.append(done[index])
+            else:
+                segment, new = self.segments[index], self._new_tokens(index, *own)
+                outs.append(segment.cache.attend(layer, new, len(segment.reread_ids)))
             self._observe(index, layer, *own)
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
-    def _attend_segment(
-        self, layer: int, index: int, queries: Queries, keys: Keys, values: Values
-    ) -> Queries:
-        """Attention of one segment, by its own cache."""
+    def _new_tokens(self, index: int, queries: Queries, keys: Keys, values: Values) -> NewTokens:
+        """Tokens of one segment, as its cache takes them."""
         segment = self.segments[index]
-        new = NewTokens(
+        return NewTokens(
             queries,
             keys,
             values,
@@ -247,7 +249,6 @@ class ForwardBatch:
             segment.shift,
             segment.images.bidirectional,
         )
-        return segment.cache.attend(layer, new, len(segment.reread_ids))
 
     def _step_layers(self, layer: int) -> list[CacheLayer]:
         """Layer of the caches of all segments that append one token."""

@@ -113,7 +113,7 @@ class EvictionPass:
             inputs: what passes of their own gave of each segment; empty where there are none.
         """
         self._inputs = inputs
-        found = [own for row in inputs for layer in row.values() for own in layer.values()]
+        found = [own for each in inputs for layer in each.values() for own in layer.values()]
         self._input_bytes = sum(own.nbytes for own in found)
         self._prompts, self._phases, self._scratch_tokens = prompts, phases, scratch_tokens
         if scratch_tokens or not self._planner.sums_weights:
@@ -300,7 +300,7 @@ class SharedLayerScores:
 def joined_inputs(
     first: Sequence[LayerInputs], second: Sequence[LayerInputs]
 ) -> Sequence[LayerInputs]:
-    """Inputs of each row that two passes gave; either may be empty."""
+    """Inputs of each segment that two passes gave; either may be empty."""
     if not first or not second:
         return first or second
     return [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
@@ -149,9 +149,9 @@ class CacheLayer(DivisibleStorage, TensorOwner):
         is_step = new.is_step
         if is_step:
             self.append(new.keys, new.values, new.positions)
-            states = [call() for call in self.attention_calls(new)]
-        else:
-            states = self._attend_block(new)
+        states: list[AttentionState] = []
+        for call in self.attention_calls(new) if is_step else self._block_calls(new):
+            states.append(call())
         state = merge_attention([out for out, _ in states], [lse for _, lse in states])
         if new.mode is Mode.APPEND:
             if not is_step:
@@ -160,20 +160,19 @@ class CacheLayer(DivisibleStorage, TensorOwner):
             self.observe(new, state)
         return self.output(state, new.queries.dtype)
 
-    def _attend_block(self, new: NewTokens) -> list[AttentionState]:
-        """Attention of tokens that are not entries yet, in parts."""
+    def _block_calls(self, new: NewTokens) -> Iterator[AttentionCall]:
+        """Kernel calls whose merged results are the attention of tokens that are no entries yet."""
         is_plain = len(new.section_lengths) == 1 and not new.bidirectional
         if is_plain and (block := self.block_call(new)) is not None:
-            return [block()]
-        states: list[AttentionState] = []
+            yield block
+            return
         if not self._is_empty:
-            states += [call() for call in self.attention_calls(new)]
-        states.append(self.causal_call(new)())
+            yield from self.attention_calls(new)
+        yield self.causal_call(new)
         if new.bidirectional:
-            layer, sides = self.layer, (new.queries, new.keys, new.values)
+            sides, layer = (new.queries, new.keys, new.values), self.layer
             spans = new.bidirectional
-            states.append(lookahead_attention(*sides, layer.scaling, spans, layer.softcap))
-        return states
+            yield partial(lookahead_attention, *sides, layer.scaling, spans, layer.softcap)
 
     def block_call(self, new: NewTokens) -> AttentionCall | None:
         """Attention of one section of new tokens to the entries and causally among themselves.
