@@ -236,7 +236,7 @@ def serve(options: ServeOptions) -> None:
     --enable-prefix-caching      always on, as is --enable-auto-tool-choice
     """
     from larder.cli.served_models import check_model_files, check_policy
-    from larder.server.persistence.sweeper import limit_heap_arenas
+    from larder.server.persistence.sweeper import limit_heap_arenas, limit_primitive_cache
 
     _check_extra()
     if options.replicas is not None and not options.ray:
@@ -246,6 +246,7 @@ def serve(options: ServeOptions) -> None:
     check_model_files(options)
     authenticator, bound = _access_control(options), _listening_socket(options)
     limit_heap_arenas()
+    limit_primitive_cache()
     with bound:
         embedder = _embedder_queue(options.embedding_model)
         with (ray_engine_client if options.ray else local_engine_client)(options) as client:

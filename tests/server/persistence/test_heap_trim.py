@@ -1,4 +1,4 @@
-"""Pages that nobody uses, given back."""
+"""Limits of libraries' memory, and unused pages that are returned."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from larder.server import trim_heap
 from larder.server.persistence import sweeper
@@ -70,6 +71,39 @@ def test_threads_share_two_arenas_unless_the_environment_says_otherwise() -> Non
     assert arenas() == ("True", 2)
     said, count = arenas(MALLOC_ARENA_MAX="6")
     assert said == "False" and count > 2
+
+
+SHAPES = """
+import torch
+from larder.server.persistence.sweeper import limit_primitive_cache
+print(limit_primitive_cache())
+with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON_CREATION):
+    for rows in (*range(1, 101), 90, 1):
+        torch.nn.functional.gelu(torch.zeros(rows, 64))
+"""
+
+
+def compiled(**variables: str) -> tuple[str, int]:
+    """Whether a process has limited its cache of kernels, and how many it compiles for activations
+    of a hundred shapes, a late one and the first of them twice."""
+    done = subprocess.run(
+        [sys.executable, "-c", SHAPES],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    [said] = {"True", "False"}.intersection(done.stdout.splitlines())
+    return said, done.stdout.count("cache_miss")
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
+def test_kernels_of_few_shapes_are_cached_unless_the_environment_says_otherwise() -> None:
+    said, with_limit = compiled()
+    assert said == "True"
+    said, without = compiled(ONEDNN_PRIMITIVE_CACHE_CAPACITY="1024")
+    assert said == "False" and (with_limit, without) == (101, 100)
 
 
 def test_where_there_is_no_such_thing_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:

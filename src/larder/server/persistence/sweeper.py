@@ -18,6 +18,8 @@ from larder.store.store import Store
 
 ARENAS_VARIABLE = "MALLOC_ARENA_MAX"  # of the C library
 M_ARENA_MAX, MAX_ARENAS = -8, 2
+PRIMITIVES_VARIABLES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY")
+MAX_PRIMITIVES = 64  # eight or more lengths of prompts; a new one is compiled in about a ms
 
 
 class StoreSweeper:
@@ -90,6 +92,15 @@ def limit_heap_arenas() -> bool:
     if library is None or ARENAS_VARIABLE in os.environ:
         return False
     return bool(library.mallopt(M_ARENA_MAX, MAX_ARENAS))
+
+
+def limit_primitive_cache() -> bool:
+    """Have oneDNN cache few of the kernels that it compiles for each shape of its operands, of some
+    40 KiB each; false where the environment says how many. Only before its first use."""
+    if any(name in os.environ for name in PRIMITIVES_VARIABLES):
+        return False
+    os.environ[PRIMITIVES_VARIABLES[0]] = str(MAX_PRIMITIVES)
+    return True
 
 
 def trim_heap() -> bool:
