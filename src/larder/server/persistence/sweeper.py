@@ -18,6 +18,7 @@ from larder.store.store import Store
 
 ARENAS_VARIABLE = "MALLOC_ARENA_MAX"  # of the C library
 M_ARENA_MAX, MAX_ARENAS = -8, 2
+TRIM_SECONDS = 5.0  # a trim takes some ms
 PRIMITIVES_VARIABLES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY")
 MAX_PRIMITIVES = 64  # eight or more lengths of prompts; a new one is compiled in about a ms
 
@@ -25,11 +26,13 @@ MAX_PRIMITIVES = 64  # eight or more lengths of prompts; a new one is compiled i
 class StoreSweeper:
     """Thread that deletes removed data often and sweeps the whole store rarely. A context manager.
 
-    Unused heap pages are returned to the system as often.
+    Unused heap pages are returned to the system more often still, so that the memory of a server
+    depends little on how fast requests come.
 
     Args:
         seconds: between two collections of removed data.
         sweep_seconds: between two sweeps of the whole store.
+        trim_seconds: between two returns of heap pages.
     """
 
     def __init__(
@@ -37,8 +40,10 @@ class StoreSweeper:
         store: Store,
         seconds: float = TOMBSTONE_SECONDS / 2,
         sweep_seconds: float = GRACE_SECONDS,
+        trim_seconds: float = TRIM_SECONDS,
     ) -> None:
         self._store, self._seconds, self._sweep_seconds = store, seconds, sweep_seconds
+        self._trim_seconds = min(trim_seconds, seconds)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="larder sweeping", daemon=True)
 
@@ -56,15 +61,16 @@ class StoreSweeper:
         self._thread.join()
 
     def _run(self) -> None:
-        swept = time.monotonic()
+        collected = swept = time.monotonic()
         self._do(self._store.maintenance.note_branches)
-        while not self._ended.wait(self._seconds):
+        while not self._ended.wait(self._trim_seconds):
             trim_heap()
-            is_due = time.monotonic() - swept >= self._sweep_seconds
-            if is_due:
-                swept = time.monotonic()
-            self._do(self._store.maintenance.forget_removed)
-            if is_due:
+            now = time.monotonic()
+            if now - collected >= self._seconds:
+                collected = now
+                self._do(self._store.maintenance.forget_removed)
+            if now - swept >= self._sweep_seconds:
+                swept = now
                 self._do(self._store.maintenance.sweep)
 
     def _do(self, work: Callable[[], object]) -> None:
