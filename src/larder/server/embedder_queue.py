@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import numpy as np
-from anyio import CapacityLimiter, Lock, to_thread
+from anyio import CancelScope, Lock
 from jaxtyping import Float32
 
 from larder.session.embedders.base import Embedder
@@ -21,15 +23,18 @@ class EmbedderQueue:
     """Queue of the tenants before an embedder: each has one batch of texts in it, so that no tenant
     waits for more than a batch of every other. For one event loop.
 
+    One thread uses the embedder: every thread that multiplies matrices keeps megabytes of buffers
+    in the libraries of torch for as long as it lives.
+
     Args:
-        embedder: used by one thread at a time.
+        embedder: used by the queue's thread alone.
         name: name that requests give.
     """
 
     def __init__(self, embedder: Embedder, name: str) -> None:
         self.embedder, self.name = embedder, name
         self._turns = defaultdict[str, Lock](Lock)
-        self._threads = CapacityLimiter(1)  # apart from those that wait for answers
+        self._thread = ThreadPoolExecutor(1, "larder embedding")
 
     async def embed(self, tenant: str, texts: Sequence[str]) -> Float32[np.ndarray, "N D"]:
         """One unit row per text."""
@@ -52,9 +57,13 @@ class EmbedderQueue:
     async def _run(
         self, tenant: str, work: Callable[[Sequence[str]], Result], batch: Sequence[str]
     ) -> Result:
-        """Result of one batch of a tenant, in its turn."""
+        """Result of one batch of a tenant, in its turn, which ends with the batch even where the
+        request is cancelled."""
         async with self._turns[tenant]:
-            return await to_thread.run_sync(work, batch, limiter=self._threads)
+            result = asyncio.wrap_future(self._thread.submit(work, batch))
+            with CancelScope(shield=True):
+                await asyncio.wait([result])
+            return result.result()
 
     def _counts(self, texts: Sequence[str]) -> list[int]:
         """Number of tokens of each text, up to the first that is too long."""

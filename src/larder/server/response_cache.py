@@ -28,6 +28,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from types import MappingProxyType
@@ -223,7 +224,9 @@ class ResponseCache:
         for rules in categories.values():  # a missing embedder is reported at the start
             runtime.embedder(rules.embedder)
         self._tenants = OrderedDict[tuple[str, str], TenantCategory]()
-        self._lock, self._embedding = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        # As in `EmbedderQueue`: other threads would keep buffers of their own.
+        self._embedding = ThreadPoolExecutor(1, "larder questions")
         self.hits = self.misses = 0
 
     def take(self, request: Request, listener: Listener) -> tuple[Request, Listener] | None:
@@ -305,9 +308,11 @@ class ResponseCache:
         text = wanted.key or question
         if max(len(text), len(question)) > MAX_CHARACTERS:
             return None
-        with self._embedding:
-            embedder = self._runtime.embedder(self.categories[wanted.category].embedder)
-            return embedder.embed_questions([text])[0] if embedder.reads_whole(text) else None
+        return self._embedding.submit(self._embedded, wanted.category, text).result()
+
+    def _embedded(self, category: str, text: str) -> Vector | None:
+        embedder = self._runtime.embedder(self.categories[category].embedder)
+        return embedder.embed_questions([text])[0] if embedder.reads_whole(text) else None
 
     def _of(self, tenant: str, category: str, now: float) -> TenantCategory:
         """Questions of a tenant and category; those of others are forgotten once their answers

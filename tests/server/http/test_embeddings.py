@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from anyio import create_task_group, run, sleep, to_thread
 from openai import APIStatusError, OpenAI
 
 from larder.server import ApiKeyAuth, Archive, EmbedderQueue, HttpSettings, Principal, create_app
@@ -27,6 +28,7 @@ class Letters(Embedder):
 
     def __init__(self) -> None:
         self.batches, self.counted = list[list[str]](), list[str]()
+        self.threads = set[int]()
         self.free = threading.Event()
         self.free.set()
         self._running = threading.Lock()
@@ -42,6 +44,7 @@ class Letters(Embedder):
     def embed_segments(self, texts: Sequence[str]) -> np.ndarray:
         assert self._running.acquire(blocking=False), "two threads at once"
         self.batches.append(list(texts))
+        self.threads.add(threading.get_ident())
         self.free.wait(20)
         rows = np.array([[ord(text[0]), ord(text[1])] for text in texts], np.float32)
         self._running.release()
@@ -147,6 +150,21 @@ def test_a_long_list_of_one_tenant_holds_up_no_other(url: str, letters: Letters)
         assert all(len(each.result().data) == 200 for each in first)
     place = letters.batches.index(["bob"])
     assert place <= 2 < len(letters.batches) - 2 and max(map(len, letters.batches)) == 32
+
+
+def test_one_thread_embeds_while_others_work(letters: Letters) -> None:
+    queue, free = EmbedderQueue(letters, "letters"), threading.Event()
+
+    async def ask() -> None:
+        await queue.embed("anne", ["A day."])
+        async with create_task_group() as group:
+            group.start_soon(to_thread.run_sync, free.wait, 20)
+            await sleep(0.02)  # a thread that is idle has begun to wait
+            await queue.embed("bob", ["Night!"])
+            free.set()
+
+    run(ask)
+    assert len(letters.batches) == 2 and len(letters.threads) == 1
 
 
 @pytest.mark.slow
