@@ -60,8 +60,12 @@ class RandomClient:
             while len(self.held[name]) < 2 * (MOST_TURNS - 1):
                 self._said(name, self.held[name])
 
-    def run(self, until: float) -> None:
-        """Send random requests until a time of the monotonic clock."""
+    def run(self, until: float, seconds: float = 0.0) -> None:
+        """Send random requests until a time of the monotonic clock.
+
+        Args:
+            seconds: least time from the start of one to the start of the next.
+        """
         acts: list[tuple[Callable[[], str], int]] = [
             (self.begin, 4),
             (self.go_on, 8),
@@ -79,9 +83,10 @@ class RandomClient:
             (self.babble, 2),
         ]
         chances = [weight for _, weight in acts]
-        while time.monotonic() < until:
+        while (started := time.monotonic()) < until:
             [(act, _)] = self.luck.choices(acts, chances)
             self.outcomes[f"{act.__name__}: {act()}"] += 1
+            time.sleep(max(0.0, started + seconds - time.monotonic()))
 
     def begin(self) -> str:
         """Start a new session; the oldest one is removed if there are too many."""
