@@ -157,10 +157,11 @@ class SequenceCache:
             self._append_added(layer, plan)
 
     def _append_added(self, layer: int, plan: Plan) -> None:
-        """Append the entries that a plan adds, which count as no tokens."""
+        """Append the entries that a plan adds, which count as no tokens, without slack."""
         if plan.added is not None:
-            added = plan.added
-            self._layers[layer].append(added.keys, added.values, added.positions)
+            added, store = plan.added, self._layers[layer]
+            store.append(added.keys, added.values, added.positions)
+            store.compact()
 
     def evict_step(self, layers: Mapping[int, EvictionStorage], rule: StepRule) -> list[int]:
         """Evict from several layers in one call, and return those that are done.
