@@ -18,6 +18,7 @@ from scalar_entries import judged, line, numbers
 
 HELD = (9, 7, 8)
 KEPT = [[0, 3, 7, 8], [1, 2, 6], []]
+RESTOREKV_TENSORS = ("restorekv.keys", "restorekv.values")
 UNNORMALISED = {("fold_ema", Variant.CODE)}  # their released code lets keys and values shrink
 
 
@@ -41,7 +42,8 @@ def some(heads: list[int], counted: bool = True) -> tuple[Entries, LayerScores]:
     columns = {LOG_COUNT: logs, "mass": mass, **drawn}
     scalars = {name: torch.full((len(heads),), torch.nan) for name in ("tau", MASS)}
     entries = Entries(keys, values, positions, starts, lengths, columns, scalars)
-    given = learned_tensors(keys.shape[1])
+    added = torch.zeros(len(heads), 8, keys.shape[1])
+    given = learned_tensors(keys.shape[1]) | dict.fromkeys(RESTOREKV_TENSORS, added)
     return entries, LayerScores(scores, protected, lengths, scalars=scalars, learned=given)
 
 

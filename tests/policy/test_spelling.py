@@ -76,6 +76,12 @@ def option_of(kind: type) -> st.SearchStrategy[Any]:
     return st.sampled_from(list(kind)) if issubclass(kind, Enum) else VALUES[kind]
 
 
+def compensation_for(scorer: Any, compensation: Any) -> Any:
+    """The compensation, or `drop()` where it adds entries behind a scorer that it refuses."""
+    is_refused = compensation.added_entries and not needs_scratch_prompts(scorer)
+    return Drop() if is_refused else compensation
+
+
 @pytest.mark.extended
 @given(st.fixed_dictionaries({slot: drafts(slot) for slot in SLOTS}))
 def test_any_policy_round_trips(slots) -> None:
@@ -85,6 +91,7 @@ def test_any_policy_round_trips(slots) -> None:
             parts[slot] = kind(**values)
         except BadParameter:
             parts[slot] = kind()
+    parts["compensation"] = compensation_for(parts["scorer"], parts["compensation"])
     if parts["scorer"].default_reduction() is None:
         parts |= {"aggregation": NoAggregation(), "heads": NoHeadRule()}
         parts["values"] = KeysAlone()
@@ -97,8 +104,9 @@ def test_any_policy_round_trips(slots) -> None:
     else:
         parts["storage"] = Exact()
         parts["recall"] = replace(parts["recall"], corrected=0)
-    is_exact = isinstance(parts["compensation"], Recompute) or parts["compensation"].sums_rejected
-    if is_exact or parts["scorer"].required_ledger().queries:
+    compensation = parts["compensation"]
+    is_exact = isinstance(compensation, Recompute) or compensation.sums_rejected
+    if is_exact or compensation.added_entries or parts["scorer"].required_ledger().queries:
         parts["storage"] = Exact()
     if isinstance(parts["storage"], Form):
         parts["storage"] = Form("dense")
@@ -120,7 +128,8 @@ def test_any_policy_round_trips(slots) -> None:
 def test_every_part_round_trips(slot) -> None:
     for kind in parts_of(slot):
         before = {"recall": "park() > ", **dict.fromkeys(REDUCTION_SLOTS, "snapkv() > ")}
-        sentence = before.get(slot, "") + spell(kind())
+        is_added = slot == "compensation" and bool(kind().added_entries)
+        sentence = before.get(slot, "reconstruct() > " * is_added) + spell(kind())
         assert getattr(Policy.parse(sentence), slot) == kind()
 
 

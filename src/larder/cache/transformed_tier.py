@@ -222,7 +222,7 @@ class TransformedTier:
         )
 
     def __len__(self) -> int:
-        return int(self.index[:, 1].sum())
+        return self.columns.shape[1]
 
     def lengths(self, heads: int) -> Int64[Tensor, " K"]:
         """Entries of each kv head."""

@@ -97,7 +97,7 @@ def _profiled_methods() -> Iterator[tuple[type, str, str]]:
             if name in vars(owner):
                 yield owner, name, part
     yield PagePool, "load", "gather"
-    yield PageFetcher, "learn", "insert"
+    yield PageFetcher, "update_index", "insert"
     for owner in (SlowTier, *_subclasses(SlowTier)):
         if "add" in vars(owner):
             yield owner, "add", "park"
