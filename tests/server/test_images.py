@@ -109,9 +109,10 @@ def model_answer(name: str, session: SessionState, shades: list[int], tokens: in
     return out[0, len(real) :].tolist()
 
 
-def assert_answered(name: str, one: Shown, shades: list[int]) -> None:
-    expected = list(takewhile(lambda t: t != STOP, model_answer(name, one.session(), shades)))
-    assert list(one.session().turns[-1].answer_ids[: len(expected)]) == expected
+def assert_answered(name: str, one: Shown, shades: list[int], session: str = "x") -> None:
+    held = one.session(session)
+    expected = list(takewhile(lambda t: t != STOP, model_answer(name, held, shades)))
+    assert list(held.turns[-1].answer_ids[: len(expected)]) == expected
 
 
 @pytest.fixture
@@ -165,6 +166,27 @@ def test_a_lost_cache_is_read_again(merges: list[int]) -> None:
     one.images.files.clear()
     with pytest.raises(AssertionError, match="no longer in a cache"):
         one.ask(answered(turns, again, "So?"))
+
+
+@pytest.mark.extended
+def test_sessions_share_nothing_from_the_first_image_that_differs_on() -> None:
+    one, text = shown(QWEN), "Look with care, an then say: " * 4  # so long that it is shared
+    before, asked = len(f"User: {text}"), " here? An "
+    first = [one.message(text, 10, asked, 20, "?")]
+    answer = one.ask(first)
+    for name, shades, cached in (
+        ("y", (11, 20), before),
+        ("z", (10, 21), before),  # one image of a turn, and none of them is reused
+        ("w", (10, 20), answer.told.prompt_tokens - 1),
+    ):
+        told = one.ask([one.message(text, shades[0], asked, shades[1], "?")], name).told
+        assert told.cached_tokens == cached
+        assert_answered(QWEN, one, [*shades], name)
+    for shade in (30, 31):  # two branches of one session
+        turns = [*answered(first, answer, "")[:-1], one.message(asked, shade, "?")]
+        report = one.ask(turns).told
+        assert answer.told.prompt_tokens < report.cached_tokens < report.prompt_tokens - 1
+        assert_answered(QWEN, one, [10, 20, shade], report.session)
 
 
 @pytest.mark.usefixtures("loads")
