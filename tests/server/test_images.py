@@ -230,3 +230,7 @@ def test_refusals() -> None:
     with pytest.raises(ApiError, match="kv_policy 'exact'"):
         limited.ask([limited.message("Look: ", 10, "?")])
     assert limited.ask([limited.message("Look: ", 10, "?")], exact=True).text
+    apart, context = shown(LLAVA, policy="ape"), ("A man is here.",)
+    with pytest.raises(ApiError, match="read apart in front of text alone: ask with kv_policy"):
+        apart.ask([apart.message("Look: ", 10, "?")], contexts=context)
+    assert apart.ask([apart.message("Look: ", 10, "?")], contexts=context, exact=True).text

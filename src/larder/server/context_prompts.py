@@ -23,6 +23,7 @@ from larder.server.host_chunks import HostChunks, TenantChunks
 from larder.server.image_prompts import rendered_prompt
 from larder.server.request import ApiError, ChatMessage, Request
 from larder.session.files.loader import SEPARATOR
+from larder.session.transcript.chat_template import image_digests
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 from larder.store.ledger import ByteLedger, Reservation, Tier
 
@@ -163,8 +164,15 @@ class ContextPrompts:
         """Tokens of a request whose contexts are read apart.
 
         Raises:
-            ApiError: 400: there is no message of the user, or nothing behind the contexts.
+            ApiError: 400: there is no message of the user, nothing behind the contexts, or
+                an image.
         """
+        if any(image_digests(turn.text) for turn in request.turns):
+            raise invalid_request(
+                "The messages have images, but contexts are read apart in front of text alone: ask "
+                "with kv_policy 'exact', or send the contexts in a message.",
+                "contexts",
+            )
         # Random, so that no message can contain it; no template changes it.
         mark = f"0context{urandom(MARK_BYTES).hex()}0"
         turns = _with_opening(request.turns, mark)
