@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from larder.cache.forms.base import CacheLayer
-from larder.cache.forms.tiered import TieredLayer, tiered_layers
 from larder.cache.latest_activations import LatestActivations
 from larder.cache.memory_usage import MemoryUsage
 from larder.cache.model_positions import ModelPositions
@@ -30,7 +29,8 @@ from larder.core.types import Mode, Positions, Queries
 from larder.ops.cpu.decode_attention import EvictionStorage
 from larder.ops.removal import MIN_ROAMING_SLACK
 
-if TYPE_CHECKING:  # an arena's modules are loaded where there is one
+if TYPE_CHECKING:  # modules of arenas and slow tiers are loaded where there are any
+    from larder.cache.forms.tiered import TieredLayer
     from larder.cache.layer_pages import PageLease
 
 
@@ -319,13 +319,19 @@ class SequenceCache:
     @property
     def tiers(self) -> list[TieredLayer]:
         """Layers that have a slow tier."""
-        return tiered_layers(self._layers)
+        return [cast("TieredLayer", layer) for layer in self._layers if layer.has_slow_tier]
 
     @property
     def pages(self) -> tuple[int, int]:
         """Pages recalled so far, and how many of them had to be moved."""
-        counts = [each.pages for each in self.tiers]
+        counts = [layer.pages for layer in self._layers]
         return sum(asked for asked, _ in counts), sum(moved for _, moved in counts)
+
+    @property
+    def recompute_cost(self) -> tuple[int, int]:
+        """Tokens recomputed so far, over layers, and the operations this took."""
+        costs = [layer.recompute_cost for layer in self._layers]
+        return sum(tokens for tokens, _ in costs), sum(operations for _, operations in costs)
 
     @property
     def nbytes(self) -> int:

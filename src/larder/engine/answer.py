@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from larder.cache.forms.rebuilt import recompute_cost
 from larder.cache.sequence import SequenceCache
 from larder.core.arguments import check_type
 from larder.core.errors import InputError
@@ -198,7 +197,7 @@ class AnswerGenerator:
         limits = StoppingCriteria(options.max_new_tokens, self.stop_ids)
         stream = IncrementalDetokenizer(self.tokenizer.decode, options.stop, options.on_text)
         counted = CountedStream(stream, options.progress, options.max_new_tokens)
-        pages_before, work_before = cache.pages, recompute_cost(cache.layers)
+        pages_before, work_before = cache.pages, cache.recompute_cost
         started = time.perf_counter()
         [ids] = generate(
             self.decoder,
@@ -219,7 +218,7 @@ class AnswerGenerator:
             ids=tuple(ids),
             seconds=seconds,
             pages=_counter_increase(cache.pages, pages_before),
-            work=_counter_increase(recompute_cost(cache.layers), work_before),
+            work=_counter_increase(cache.recompute_cost, work_before),
         )
 
 

@@ -74,6 +74,9 @@ class CacheLayer(DivisibleStorage, TensorOwner):
     # Whether other layers of the model may attend to the entries.
     can_be_shared: ClassVar[bool] = True
 
+    # Whether a slow tier in host memory holds some of the entries.
+    has_slow_tier: ClassVar[bool] = False
+
     # Whether a layer of a model with an arena of pages holds its entries there instead.
     can_page: ClassVar[bool] = False
 
@@ -240,6 +243,16 @@ class CacheLayer(DivisibleStorage, TensorOwner):
     def page_lease(self) -> PageLease | None:
         """Pages of the entries, for a decode step in one call with others; None without pages."""
         return None
+
+    @property
+    def pages(self) -> tuple[int, int]:
+        """Pages recalled so far, and how many of them had to be moved."""
+        return 0, 0
+
+    @property
+    def recompute_cost(self) -> tuple[int, int]:
+        """Tokens recomputed so far, and the operations this took."""
+        return 0, 0
 
     def eviction_storage(self, rule: StepRule) -> EvictionStorage | None:
         """Storage with recorded logits, for an eviction in one call with other layers.

@@ -86,6 +86,10 @@ class RecomputedLayer(RecoverableLayer):
     def num_dense_layers(cls, spec: CacheSpec) -> int:
         return 0 if spec.rebuilding is None else spec.rebuilding.depth
 
+    @property
+    def recompute_cost(self) -> tuple[int, int]:
+        return self.tokens, self.operations
+
     def append_source(self, source: Tensor) -> None:
         """Append the source rows of the tokens read last."""
         self._source = torch.cat([self._source, source]) if len(self._source) else source.clone()
@@ -250,12 +254,6 @@ class RecomputedLayer(RecoverableLayer):
 def recomputed_layers(layers: Sequence[CacheLayer]) -> list[RecomputedLayer]:
     """Layers with recomputed entries."""
     return [store for store in layers if isinstance(store, RecomputedLayer)]
-
-
-def recompute_cost(layers: Sequence[CacheLayer]) -> tuple[int, int]:
-    """Tokens recomputed so far, over layers, and the operations this took."""
-    own = recomputed_layers(layers)
-    return sum(store.tokens for store in own), sum(store.operations for store in own)
 
 
 Part = RecomputedLayer

@@ -71,6 +71,7 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
     supports = frozenset({"ledger", "parking"})
     requires = frozenset({"parking"})
     can_be_shared = False
+    has_slow_tier = True
     slow_state = (SLOW, INDEX, OBSERVED, PARKING)
     counts_as_device = False  # queries for the index are on the host
 
@@ -125,7 +126,10 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
     def link_layers(cls, layers: Sequence[CacheLayer], spec: CacheSpec) -> None:
         """Link the layers with the host memory budget and their recall leaders."""
         mib = None if spec.parking is None else spec.parking.host_mib
-        budget, tiers = HostMemoryBudget(None if mib is None else mib * MIB), tiered_layers(layers)
+        budget, tiers = (
+            HostMemoryBudget(None if mib is None else mib * MIB),
+            [layer for layer in layers if isinstance(layer, TieredLayer)],
+        )
         for tier in tiers:
             tier.join(budget)
         searched = [tier for tier in tiers if not tier.is_dense]
@@ -263,7 +267,6 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
 
     @property
     def pages(self) -> tuple[int, int]:
-        """Pages requested so far, and how many of them had to be moved."""
         return self.fetcher.pages
 
     @property
@@ -408,11 +411,6 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
             if counts
             else 0
         )
-
-
-def tiered_layers(layers: Sequence[CacheLayer]) -> list[TieredLayer]:
-    """Layers that have a slow tier."""
-    return [store for store in layers if isinstance(store, TieredLayer)]
 
 
 def _create_slow_tier(
