@@ -78,6 +78,15 @@ def test_added_entries_count_in_the_budget(decoder: Decoder) -> None:
         cached(decoder, RESTORE, ADDED, ids)
 
 
+def test_the_peak_counts_what_a_plan_replaces_before_it_adds(decoder: Decoder) -> None:
+    ids, peaks = some_ids(200), list[int]()
+    for sentence in (KVZIP, RESTORE):
+        policy, meter = Policy.parse(sentence).with_sizes(TOKENS, None), PeakMemoryMeter()
+        build_caches(id_runtime(decoder), policy, ids, [{"repeat": (5, 6)}], meter)
+        peaks.append(meter.peak_bytes)
+    assert peaks[0] < peaks[1]  # the same storage is replaced, and the learned tokens are held
+
+
 def test_what_is_read_later_continues_the_text_and_is_taken_back(decoder: Decoder) -> None:
     ids = some_ids(CONTEXT + 3)
     cache = cached(decoder, RESTORE, TOKENS, ids[:CONTEXT])

@@ -159,9 +159,11 @@ class SequenceCache:
     def _append_added(self, layer: int, plan: Plan) -> None:
         """Append the entries that a plan adds, which count as no tokens, without slack."""
         if plan.added is not None:
-            added, store = plan.added, self._layers[layer]
-            store.append(added.keys, added.values, added.positions)
-            store.compact()
+            added, own = plan.added, self._layers[layer]
+            replaced = own.replaced_bytes  # by the plan itself
+            own.append(added.keys, added.values, added.positions)
+            own.compact()
+            own.replaced_bytes = max(replaced, own.replaced_bytes)
 
     def evict_step(self, layers: Mapping[int, EvictionStorage], rule: StepRule) -> list[int]:
         """Evict from several layers in one call, and return those that are done.
