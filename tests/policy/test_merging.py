@@ -14,11 +14,11 @@ from larder.cache import merge_entries
 from larder.core import LOG_COUNT, BadParameter, Entries, LayerScores, Phase, Variant, public_name
 from larder.policy import CLUSTER, DRAWS, MASS, Chelsea, Elastic, Kvmerger, Razor, Subgen
 from references.lococo import learned_tensors
+from references.restorekv import learned_entries
 from scalar_entries import judged, line, numbers
 
 HELD = (9, 7, 8)
 KEPT = [[0, 3, 7, 8], [1, 2, 6], []]
-RESTOREKV_TENSORS = ("restorekv.keys", "restorekv.values")
 UNNORMALISED = {("fold_ema", Variant.CODE)}  # their released code lets keys and values shrink
 
 
@@ -42,8 +42,7 @@ def some(heads: list[int], counted: bool = True) -> tuple[Entries, LayerScores]:
     columns = {LOG_COUNT: logs, "mass": mass, **drawn}
     scalars = {name: torch.full((len(heads),), torch.nan) for name in ("tau", MASS)}
     entries = Entries(keys, values, positions, starts, lengths, columns, scalars)
-    added = torch.zeros(len(heads), 8, keys.shape[1])
-    given = learned_tensors(keys.shape[1]) | dict.fromkeys(RESTOREKV_TENSORS, added)
+    given = learned_tensors(keys.shape[1]) | learned_entries(len(heads), keys.shape[1])
     return entries, LayerScores(scores, protected, lengths, scalars=scalars, learned=given)
 
 

@@ -24,10 +24,10 @@ def scores(part: Any, observation: Observation) -> list[list[float]]:
     return found
 
 
-def updated(weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
-    """Weights of a linear layer with the update of rank len(down), alpha 32."""
+def updated(weight: Tensor, down: Tensor, up: Tensor, alpha: int = 32) -> Tensor:
+    """Weights of a linear layer with the update of rank len(down)."""
     out = weight.clone()
     for row in range(len(out)):
         for one in range(len(down)):
-            out[row] += 32 / len(down) * up[row, one] * down[one]
+            out[row] += alpha / len(down) * up[row, one] * down[one]
     return out

@@ -35,12 +35,3 @@ def settle(part: Any, entries: Entries, scored: LayerScores, kept: list[list[int
         for head in range(len(kept))
     ]
     return outcome
-
-
-def updated(weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
-    """Weights of a linear layer with the update of rank len(down), alpha 16."""
-    out = weight.clone()
-    for row in range(len(out)):
-        for one in range(len(down)):
-            out[row] += 16 / len(down) * up[row, one] * down[one]
-    return out

@@ -30,6 +30,7 @@ from larder.training import (
 from learned_gates import random_soft_prompt
 from model_runs import some_ids
 from references import restorekv as loop
+from references.lookahead_kv import updated
 from tiny_models import tiny
 
 NAME, REQUEST, CONTEXT = "restorekv", (5, 6), 140
@@ -103,7 +104,7 @@ def test_the_pass_is_that_of_updated_weights(decoder) -> None:
         for own, linears in zip(layers, decoder.soft_prompts.modules.linears, strict=True):
             for name, linear in linears.items():
                 linear.weight.copy_(
-                    loop.updated(linear.weight, own[f"{name}.down"], own[f"{name}.up"])
+                    updated(linear.weight, own[f"{name}.down"], own[f"{name}.up"], alpha=16)
                 )
     decoder.read(
         [BatchSegment(cache, tuple(range(loop.TOKENS)), shift=-loop.TOKENS)],
