@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from larder.core import InputError
+from larder.core import InputError, MissingWeights
 from larder_bench.execution import committed_rows
-from larder_bench.execution.committed_rows import cheapest_cell, check_cell, rounding_of
+from larder_bench.execution.committed_rows import cheapest_cells, check_cell, rounding_of
 from larder_bench.execution.row_comparison import LOG_LIKELIHOOD, Rounding, differences
 from larder_bench.execution.runner import StudyRunner
 from larder_bench.results.rows import Row
@@ -36,13 +36,13 @@ def rows(bench: ModelContext, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 
 def test_a_row_is_re_created(bench: ModelContext, rows: list[Row]) -> None:
-    cell, row = cheapest_cell(STUDY, rows, ["snapkv"])
+    cell, row = cheapest_cells(STUDY, rows, ["snapkv"])[0]
     assert row["policy"] == "snapkv"
     assert check_cell(cell, row, lambda _: bench).differences == ()
 
 
 def test_a_changed_score_is_found(bench: ModelContext, rows: list[Row]) -> None:
-    cell, row = cheapest_cell(STUDY, rows)
+    cell, row = cheapest_cells(STUDY, rows)[0]
     assert row["policy"] in STUDY.policies
     items = [{**row["items"][0], "log_likelihood": 1.0}, *row["items"][1:]]
     [only] = check_cell(cell, {**row, "items": items}, lambda _: bench).differences
@@ -50,7 +50,7 @@ def test_a_changed_score_is_found(bench: ModelContext, rows: list[Row]) -> None:
 
 
 def test_another_text_differs(bench: ModelContext, rows: list[Row]) -> None:
-    cell, row = cheapest_cell(STUDY, rows)
+    cell, row = cheapest_cells(STUDY, rows)[0]
     [only] = check_cell(cell, {**row, "text_digest": "0"}, lambda _: bench).differences
     assert only.startswith("the text is another one: give the same --corpus")
 
@@ -62,25 +62,45 @@ def test_a_cell_that_is_refused_now_differs(
         raise InputError("No room.")
 
     monkeypatch.setattr(committed_rows, "measure_cell", refuse)
-    cell, row = cheapest_cell(STUDY, rows)
+    cell, row = cheapest_cells(STUDY, rows)[0]
     assert check_cell(cell, row, lambda _: bench).differences == ("refused now: No room.",)
 
 
+def test_a_cell_without_weights_is_no_difference(
+    bench: ModelContext, rows: list[Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> Row:
+        raise MissingWeights("No weights.")
+
+    monkeypatch.setattr(committed_rows, "measure_cell", refuse)
+    cell, row = cheapest_cells(STUDY, rows)[0]
+    with pytest.raises(MissingWeights, match="No weights"):
+        check_cell(cell, row, lambda _: bench)
+
+
+def test_each_policy_has_its_cheapest_cell(rows: list[Row]) -> None:
+    slower = [{**row, "seconds": row["seconds"] + 10 * (row["policy"] == "snapkv")} for row in rows]
+    slower += [{**row, "seconds": row["seconds"] + 20} for row in slower]
+    found = cheapest_cells(STUDY, slower)
+    assert [row["policy"] for _, row in found] == ["streaming_llm", "snapkv"]
+    assert found[1][1]["seconds"] < found[0][1]["seconds"] + 20
+
+
 def test_a_study_of_controls_alone_is_checked_by_one_of_them(rows: list[Row]) -> None:
-    _, row = cheapest_cell(replace(STUDY, policies=()), rows)
+    _, row = cheapest_cells(replace(STUDY, policies=()), rows)[0]
     assert row["policy"] in STUDY.controls
 
 
 def test_rows_that_are_not_there_are_named(rows: list[Row]) -> None:
     with pytest.raises(InputError, match="the study one can be measured again for h2o: take"):
-        cheapest_cell(STUDY, rows, ["h2o"])
+        cheapest_cells(STUDY, rows, ["h2o"])
 
 
 def test_rows_of_another_processor_are_compared_by_their_means(
     bench: ModelContext, rows: list[Row]
 ) -> None:
     """One token's likelihood may move; the mean of a cell by no more than the tolerance."""
-    cell, row = cheapest_cell(STUDY, rows)
+    cell, row = cheapest_cells(STUDY, rows)[0]
     first, *others = row["items"]
     allowed = 0.9 * LOG_LIKELIHOOD * len(row["items"])
     for moved, found in ((allowed, 0), (-allowed, 0), (1.3 * allowed, 1)):
@@ -94,7 +114,7 @@ def test_rows_of_another_processor_are_compared_by_their_means(
 def test_an_equal_row_of_another_processor_is_compared_exactly(
     bench: ModelContext, rows: list[Row]
 ) -> None:
-    cell, row = cheapest_cell(STUDY, rows)
+    cell, row = cheapest_cells(STUDY, rows)[0]
     checked = check_cell(cell, row, lambda _: bench, Rounding.OTHER)
     assert (checked.differences, checked.rounding) == ((), Rounding.SAME)
 

@@ -46,8 +46,8 @@ def coded(spec: TransformSpec = SPEC, dtype: torch.dtype = torch.float32) -> Tra
 def test_keys_before_rotation_and_values_are_those_of_the_loop() -> None:
     store, new = coded(), draw(LAYER, 12)
     tables, batch = store.tier.tables, store.tier.batch()
-    for block in range(len(store.tier.index)):
-        head, own = store.tier.head_of(block), store.tier.entries_of(block)
+    for block in store.tier.blocks:
+        head, own = block.head, block.entries
         positions = store.tier.positions_of(block).tolist()
         keys = [
             [

@@ -12,7 +12,7 @@ from safetensors.torch import load, save
 from builders import a_layer, a_plan, a_spec, draw
 from cache_stores import append, assert_close, attend, extend
 from larder.cache import LowRankLayer, LowRankMaps, NewTokens, SequenceCache
-from larder.core import CacheError, Folds, Ledger, Mode, Plan
+from larder.core import CacheError, Folds, Ledger, MissingWeights, Mode, Plan
 from larder.ops import RANK, low_rank_attention, low_rank_state, state_bytes
 from low_rank_weights import give_maps, some_maps
 from references.cache.folding import Fold
@@ -214,7 +214,7 @@ def test_other_features_are_refused() -> None:
 
 
 def test_a_model_without_features_says_how_to_make_them() -> None:
-    with pytest.raises(CacheError, match="larder train less"):
+    with pytest.raises(MissingWeights, match="larder train less"):
         SequenceCache(SPEC, "low_rank")
     give_maps(a_spec(a_layer(3, 1), a_layer(3, 1, index=1)))
     with pytest.raises(CacheError, match="have shapes"):

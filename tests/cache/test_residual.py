@@ -12,7 +12,16 @@ from torch import Tensor
 from builders import a_layer, a_plan, a_spec, draw
 from cache_stores import assert_close, same_bits
 from larder.cache import AquaPredictions, NewTokens, ResidualLayer, SequenceCache, tables_path
-from larder.core import CacheError, Folds, Ledger, Mode, ModelSpec, Plan, ResidualSpec
+from larder.core import (
+    CacheError,
+    Folds,
+    Ledger,
+    MissingWeights,
+    Mode,
+    ModelSpec,
+    Plan,
+    ResidualSpec,
+)
 from larder.models import Card
 from larder.ops import gaussian_grid
 from references import aqua as reference
@@ -217,7 +226,7 @@ def test_predictions_trained_again_do_not_open_what_others_coded() -> None:
 
 def test_a_model_without_predictions_is_refused() -> None:
     tables_path("", "aqua").unlink()
-    with pytest.raises(CacheError, match="larder train aqua"):
+    with pytest.raises(MissingWeights, match="larder train aqua"):
         a_cache()
     with pytest.raises(CacheError, match="rotary"):
         SequenceCache(

@@ -212,6 +212,18 @@ def test_bytes_are_those_of_index_payload_and_exact_entries(coder) -> None:
     assert real <= estimate <= real + 8 * len(sizes)
 
 
+@pytest.mark.parametrize("coder", STEP_CODERS)
+def test_blocks_lie_behind_all_blocks_before_them(coder) -> None:
+    tier = coded(coder, step=0.5).tier
+    rows = tier.index.tolist()
+    assert len(tier.blocks) == len(rows) > 2
+    for place, block in enumerate(tier.blocks):
+        assert [*block[:4]] == rows[place][:4]
+        start, entry = (sum(row[field] for row in rows[:place]) for field in (4, 1))
+        assert block.codes == slice(start, start + rows[place][4])
+        assert block.entries == slice(entry, entry + rows[place][1])
+
+
 def test_saving_then_continuing_both() -> None:
     store = coded(step=0.5)
     back = TransformLayer.restore(LAYER, store.state())

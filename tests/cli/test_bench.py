@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 
 from cli_results import Run, complaint, document, write
+from larder.core import MissingWeights
 from larder_bench.cli import check
 from larder_bench.cli.bench import BenchOptions
+from larder_bench.execution.committed_rows import CheckedCell
 from larder_bench.execution.resumable_run import ResumableRun as Running
 from larder_bench.execution.runner import MEASURES
-from larder_bench.results.rows import read_rows
+from larder_bench.results.rows import Row, read_rows
+from larder_bench.studies.cells import Cell
 
 TINY = ("--model", "random:qwen3-tiny", "--tokens", "180", "--files", "1", "--budget", "1/2")
 ONE = ("bench", "passkey", *TINY, "--policy", "h2o", "--control", "full", "--matched", "bytes")
@@ -121,3 +124,32 @@ def test_missing_rows_are_skipped_with_the_reason(
 
 def test_a_check_of_a_task_is_refused(run: Run) -> None:
     assert "name a study, no task" in complaint(run("bench", "--check", "needles"), 2)
+
+
+def test_policies_without_weights_are_named_and_left_out(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next policy is measured in their place."""
+    measured = list[str]()
+
+    def checked(cell: Cell, row: Row, *_: object) -> CheckedCell:
+        measured.append(row["policy"])
+        if "restorekv" in row["policy"]:
+            raise MissingWeights(
+                "restorekv has no weights: make them with `larder train restorekv`"
+            )
+        return CheckedCell(row, ())
+
+    monkeypatch.setattr(check, "check_cell", checked)
+    monkeypatch.setattr(check, "context_loader", lambda *_: None)
+    restored = "whole() > protect(sinks=4, recent=0) > reconstruct() > global() > restorekv()"
+    result = run("bench", "--check", "--study", "larder_rivals", "--json")
+    [found] = document(result)["checks"]
+    assert result.exit_code == 0 and found["outcome"] == "equal"
+    assert len(found["untrained"]) == len(measured) - 1
+    assert all("larder train restorekv" in reason for reason in found["untrained"])
+    measured.clear()
+    result = run("bench", "--check", "--study", "larder_rivals", "--policy", restored)
+    assert result.exit_code == 1 and len(measured) == 1
+    assert "skipped: None of the policies" in result.stdout
+    assert f"not measured: {restored}" in result.stdout

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from larder import Policy
 from larder.cache import SequenceCache
-from larder.core import AppendKind, LayerSpec, Ledger, Mode, ModelError, ModelSpec
+from larder.core import AppendKind, LayerSpec, Ledger, MissingWeights, Mode, ModelError, ModelSpec
 from larder.models import (
     PACKAGED,
     BatchSegment,
@@ -114,7 +114,7 @@ def test_scratch_passes_and_other_caches_are_left_alone(gated) -> None:
 def test_weights_of_the_home_are_found(gated, larder_home) -> None:
     spec, gate = gated.spec, GATES["kvzap"]
     with pytest.raises(
-        ModelError, match="kvzap has no weights for this model .*larder train kvzap"
+        MissingWeights, match="kvzap has no weights for this model .*larder train kvzap"
     ):
         load_learned(spec, "kvzap", gate)
     weights = random_weights("kvzap", gate, spec)

@@ -17,7 +17,7 @@ from builders import RADIANS, a_layer, a_spec, draw
 from larder.cache import KvtcTables, NewTokens, PrincipalSide, SequenceCache, tables_path
 from larder.core import CacheError, Damaged, Mode, Plan
 from larder.models import Card
-from larder.ops import allocate, group_errors
+from larder.ops import AllocationTable, group_errors
 from larder.store import codec_named, decode_state, encode_state, state_nbytes
 from larder.training import planned, principal_side
 from references.ops import bit_allocation as slow
@@ -34,7 +34,8 @@ def test_groups_have_the_least_error_that_fits(seed: int, half: int) -> None:
     source = torch.Generator().manual_seed(seed)
     components = torch.randn(5, 4, generator=source) * torch.tensor([8.0, 4, 1, 0.1])
     errors = group_errors(components, (1, 2, 4))
-    groups = allocate(errors, 4, 2 * half)
+    table = AllocationTable.of(errors, 4, 320)
+    groups = table.groups(2 * half)
     chosen = [(each.size, each.bits) for each in groups]
     assert sum(size for size, _ in chosen) == 4
     assert sum(map(slow.cost, chosen)) <= 2 * half
@@ -51,11 +52,13 @@ def test_groups_by_hand() -> None:
         (2, 0): torch.tensor([10.0]).numpy(),
         (2, 2): torch.tensor([1.6]).numpy(),
     }
-    found = [allocate(errors, 2, budget) for budget in (32, 34, 36, 68)]
+    table = AllocationTable.of(errors, 2, 68)
+    found = [table.groups(budget) for budget in (32, 34, 36, 68, 100)]
     assert [[(g.size, g.bits) for g in own] for own in found] == [
         [(1, 0), (1, 0)],
         [(1, 2), (1, 0)],
         [(2, 2)],
+        [(1, 2), (1, 2)],
         [(1, 2), (1, 2)],
     ]
 
@@ -79,8 +82,9 @@ def some_tables(share: float = 0.5) -> KvtcTables:
     for _ in range(2):
         basis = torch.linalg.qr(torch.randn(WIDTH, WIDTH, generator=source))[0]
         components = torch.randn(64, WIDTH, generator=source)
-        errors = group_errors(components, (1, 16))
-        plan = planned(components, errors, share * 16 * WIDTH)
+        most = share * 16 * WIDTH
+        table = AllocationTable.of(group_errors(components, (1, 16)), WIDTH, int(2 * most))
+        plan = planned(components, table, most)
         own = PrincipalSide(
             torch.randn(WIDTH, generator=source), basis, {"1/8": plan, "1/16": plan.clone()}
         )
@@ -127,8 +131,8 @@ def test_layers_come_back_near_and_their_ends_in_bfloat16(name: str, tables: Kvt
 def test_fewer_bits_lose_more_and_take_less() -> None:
     source = torch.Generator().manual_seed(1)
     components = torch.randn(256, 32, generator=source) * torch.linspace(8, 0.1, 32)
-    errors = group_errors(components, (1, 16))
-    plans = [planned(components, errors, bits) for bits in (400.0, 200.0, 100.0)]
+    table = AllocationTable.of(group_errors(components, (1, 16)), 32, 800)
+    plans = [planned(components, table, bits) for bits in (400.0, 200.0, 100.0)]
     spent = [sum(s * b + 32 for s, b in plan.tolist() if b) for plan in plans]
     assert spent == sorted(spent, reverse=True) and spent[0] > spent[2]
 

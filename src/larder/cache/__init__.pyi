@@ -1,6 +1,7 @@
 from .aqua_tables import AquaPredictions as AquaPredictions
 from .chunk_entries import ChunkEntries as ChunkEntries
 from .chunk_entries import ChunkProfile as ChunkProfile
+from .coded_blocks import INDEX_BYTES as INDEX_BYTES
 from .forms._shared_entries import LOWER as LOWER
 from .forms._shared_entries import UPPER as UPPER
 from .forms._shared_entries import slerp as slerp
@@ -62,6 +63,5 @@ from .spec import text_tensor as text_tensor
 from .table_file import tables_path as tables_path
 from .transform_tables import TransformTables as TransformTables
 from .transform_tables import state_of as state_of
-from .transformed_tier import INDEX_BYTES as INDEX_BYTES
 from .transformed_tier import SPEC_KEY as SPEC_KEY
 from .transformed_tier import TransformedTier as TransformedTier

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from larder.cache.predictive import SIDES, LinearPrediction
 from larder.cache.table_file import read_trained, tables_path, tensors_digest
-from larder.core.errors import CacheError
+from larder.core.errors import CacheError, MissingWeights
 from larder.core.spec import LayerSpec
 
 PARTS = ("weight", "bias")
@@ -80,7 +80,8 @@ class AquaPredictions:
             place: of the layer among the managed ones.
 
         Raises:
-            CacheError: there are none, they have other shapes, or the rotary embedding is unknown.
+            MissingWeights: there are none.
+            CacheError: they have other shapes, or the rotary embedding is unknown.
             ModelError: they are of another model.
         """
         if layer.radians is None or layer.latent_rank:
@@ -92,7 +93,7 @@ class AquaPredictions:
         try:
             found = _read(path, path.stat().st_mtime_ns, place, fingerprint, device)
         except (OSError, KeyError):
-            raise CacheError(
+            raise MissingWeights(
                 f"{path} has no predictions of layer {layer.index}: make them with "
                 "`larder train aqua`, or choose another storage."
             ) from None

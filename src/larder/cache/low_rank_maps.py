@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from larder.cache.table_file import read_trained, tables_path, tensors_digest
-from larder.core.errors import CacheError
+from larder.core.errors import CacheError, MissingWeights
 from larder.core.spec import LayerSpec
 from larder.ops.low_rank_attention import RANK, key_features, query_features
 
@@ -86,14 +86,15 @@ class LowRankMaps:
             place: number of the layer among the managed ones.
 
         Raises:
-            CacheError: the model has none, or they have other shapes.
+            MissingWeights: the model has none.
+            CacheError: they have other shapes.
             ModelError: they are of another model.
         """
         path = tables_path(fingerprint, "less")
         try:
             maps = _read(path, path.stat().st_mtime_ns, place, fingerprint)
         except (OSError, KeyError):
-            raise CacheError(
+            raise MissingWeights(
                 f"{path} has no features of layer {layer.index}: make them with `larder train "
                 "less`, on the device and dtype that the model runs in, or take drop()."
             ) from None

@@ -19,6 +19,15 @@ import torch
 from jaxtyping import Float, Int, Int8, Int32, Int64, UInt8
 from torch import Tensor
 
+from larder.cache.coded_blocks import (
+    INDEX_BYTES,
+    INDEX_FIELDS,
+    CodedBlock,
+    blocks_of,
+    packed_positions,
+    position_bytes,
+    unpacked_positions,
+)
 from larder.cache.component_means import CenteredBlock, CenteredBlocks, ComponentMeans
 from larder.cache.spec import saved_spec_text, text_tensor
 from larder.cache.transform_tables import TransformTables
@@ -32,8 +41,6 @@ from larder.ops.level_coder import HeldRanges, LevelCoder
 from larder.ops.rope import rotation_table
 from larder.ops.symbol_model import classes_of
 
-INDEX_FIELDS = 5
-INDEX_BYTES = 4 * INDEX_FIELDS
 CODING = "lanes"  # name of the coder's words in saved states
 ROUNDING_BYTES = 2  # of a block's words that a count of bits leaves out
 SPEC_KEY, INDEX_KEY, PAYLOAD_KEY, STEP_KEY, COLUMNS_KEY = (
@@ -119,7 +126,7 @@ class TransformedTier:
         ranges = self._held_ranges(batch)
         for head, own in batch.blocks(spec.block):
             positions = batch.positions[own].numpy()
-            span, places = _packed_positions(positions)
+            span, places = packed_positions(positions)
             numbers, tiers = _centered(batch, own, means, head), batch.tiers[own].numpy()
             held = _ranges_at(positions, *ranges[head]) if head in ranges else None
             codes = self._codes(head, numbers, tiers, step, held)
@@ -139,7 +146,7 @@ class TransformedTier:
         for head, own in batch.blocks(self.spec.block):
             numbers, tiers = _centered(batch, own, means, head), batch.tiers[own].numpy()
             blocks.append(CenteredBlock(head, numbers, tiers))
-            places = len(_packed_positions(batch.positions[own].numpy())[1])
+            places = len(packed_positions(batch.positions[own].numpy())[1])
             total += INDEX_BYTES + places + ROUNDING_BYTES
         return CenteredBlocks(tuple(blocks), total)
 
@@ -176,13 +183,14 @@ class TransformedTier:
         heads, counts = batch.heads.unique_consecutive(return_counts=True)
         firsts = batch.positions[counts.cumsum(0) - counts].tolist()
         lowest = dict(zip(heads.tolist(), firsts, strict=True))
-        for block in range(len(self.index)):
-            head, count, first, span, own, _ = self._row(block)
-            is_before = head not in lowest or (span and first + span <= lowest[head])
-            if is_before or self.spec.coder is not Coder.LEVELS:
+        if self.spec.coder is not Coder.LEVELS:
+            return {}
+        for block in self.blocks:
+            head, end = block.head, block.first + block.span
+            if head not in lowest or (block.span and end <= lowest[head]):
                 continue
-            codes = self.payload[own][_position_bytes(count, span) :].numpy()
-            ranges = self._level_coder.ranges_of(codes, count, 2 * self.tables.mean.shape[2])
+            codes, width = self._codes_of(block), 2 * self.tables.mean.shape[2]
+            ranges = self._level_coder.ranges_of(codes, block.count, width)
             blocks.setdefault(head, []).append((self.positions_of(block).numpy(), ranges))
         return {head: _joined_ranges(parts) for head, parts in blocks.items()}
 
@@ -230,26 +238,21 @@ class TransformedTier:
         return torch.zeros(heads, dtype=torch.int64).index_add_(0, owners, counts)
 
     @property
-    def rounds(self) -> list[list[int]]:
+    def blocks(self) -> list[CodedBlock]:
+        """All blocks, read from the index: held, they would be bytes that nobody counts."""
+        return blocks_of(self.index)
+
+    @property
+    def rounds(self) -> list[list[CodedBlock]]:
         """Blocks in groups with at most one block of each head."""
-        groups: list[list[int]] = []
+        groups: list[list[CodedBlock]] = []
         seen: dict[int, int] = {}
-        for block, head in enumerate(self.index[:, 0].tolist()):
-            turn = seen[head] = seen.get(head, -1) + 1
+        for block in self.blocks:
+            turn = seen[block.head] = seen.get(block.head, -1) + 1
             if turn == len(groups):
                 groups.append([])
             groups[turn].append(block)
         return groups
-
-    def _row(self, block: int) -> tuple[int, int, int, int, slice, int]:
-        """Head, entries, first position, span, bytes of payload and first entry of a block.
-
-        Read from the index at every call: held, they would be bytes that nobody counts.
-        """
-        head, count, first, span, size = self.index[block].tolist()
-        before = self.index[:block].sum(0)
-        start, entry = int(before[4]), int(before[1])
-        return head, count, first, span, slice(start, start + size), entry
 
     def can_attend(self, num_queries: int) -> bool:
         """True if the compiled kernel serves so many queries per kv head."""
@@ -257,40 +260,36 @@ class TransformedTier:
         is_coded = self.spec.coder is Coder.ENTROPY
         return is_coded and kernel.supports(num_queries, head_dim, half)
 
-    def head_of(self, block: int) -> int:
-        """Kv head of a block."""
-        return int(self.index[block, 0])
-
-    def entries_of(self, block: int) -> slice:
-        """Indices of a block's entries in the tier."""
-        _, count, _, _, _, first = self._row(block)
-        return slice(first, first + count)
-
-    def positions_of(self, block: int) -> Int64[Tensor, " N"]:
+    def positions_of(self, block: CodedBlock) -> Int64[Tensor, " N"]:
         """True positions of a block's entries."""
-        _, count, first, span, own, _ = self._row(block)
-        places = self.payload[own][: _position_bytes(count, span)].numpy()
-        return torch.from_numpy(_unpacked_positions(places, count, first, span))
+        size = position_bytes(block.count, block.span)
+        places = self.payload[block.codes][:size].numpy()
+        return torch.from_numpy(unpacked_positions(places, block.count, block.first, block.span))
 
-    def is_sound(self, block: int) -> bool:
+    def _codes_of(self, block: CodedBlock) -> UInt8[np.ndarray, " B"]:
+        """Payload of a block's components."""
+        return self.payload[block.codes][position_bytes(block.count, block.span) :].numpy()
+
+    def is_sound(self, block: CodedBlock) -> bool:
         """True if the positions of a block are written as a tier writes them."""
-        _, count, first, span, own, _ = self._row(block)
         positions = self.positions_of(block).numpy()
-        if len(positions) != count or positions[0] != first or (np.diff(positions) <= 0).any():
+        if len(positions) != block.count or positions[0] != block.first:
             return False
-        found, places = _packed_positions(positions)
-        return found == span and np.array_equal(places, self.payload[own][: len(places)].numpy())
+        if (np.diff(positions) <= 0).any():
+            return False
+        found, places = packed_positions(positions)
+        held = self.payload[block.codes][: len(places)].numpy()
+        return found == block.span and np.array_equal(places, held)
 
-    def components_of(self, block: int) -> tuple[Float[Tensor, "N D2"], Int8[Tensor, " N"]]:
+    def components_of(self, block: CodedBlock) -> tuple[Float[Tensor, "N D2"], Int8[Tensor, " N"]]:
         """Components and tiers of a block's entries."""
-        head, count, _, span, own, _ = self._row(block)
-        codes = self.payload[own][_position_bytes(count, span) :].numpy()
+        codes, count = self._codes_of(block), block.count
         if self.spec.coder is Coder.LEVELS:
             held = self._level_coder.decoded(codes, count, 2 * self.tables.mean.shape[2])
             return torch.from_numpy(held), torch.zeros(count, dtype=torch.int8)
-        deviations = _deviations(self.tables, head)
+        deviations = _deviations(self.tables, block.head)
         numbers, tiers = coding.decoded(codes, count, deviations, self.step, self.spec.coder)
-        return torch.from_numpy(numbers) + self.means.of_head(head), torch.from_numpy(tiers)
+        return torch.from_numpy(numbers) + self.means.of_head(block.head), torch.from_numpy(tiers)
 
     def attend(
         self,
@@ -346,13 +345,14 @@ class TransformedTier:
     def _length(self) -> int:
         """Positions up to the last one that is coded."""
         ends = [1]
-        for block, (_, _, first, span, _) in enumerate(self.index.tolist()):
-            ends.append(first + span if span else int(self.positions_of(block)[-1]) + 1)
+        for block in self.blocks:
+            last = block.first + block.span - 1 if block.span else self.positions_of(block)[-1]
+            ends.append(int(last) + 1)
         return max(ends)
 
     def batch(self) -> ComponentBatch:
         """All entries, decoded."""
-        blocks = range(len(self.index))
+        blocks = self.blocks
         pairs = [self.components_of(block) for block in blocks]
         width = 2 * self.tables.mean.shape[-1]
         heads = torch.repeat_interleave(self.index[:, 0].long(), self.index[:, 1].long())
@@ -415,7 +415,7 @@ class TransformedTier:
         )
         step, means = float(state[STEP_KEY][0]), ComponentMeans.adopt(state)
         tier = TransformedTier(spec, tables, step, index, payload, columns, means)
-        if not (_fits(tier, layer) and all(map(tier.is_sound, range(len(index))))):
+        if not (_fits(tier, layer) and all(map(tier.is_sound, tier.blocks))):
             raise CacheError(
                 f"The coded entries of layer {layer.index} of the saved cache are damaged: build "
                 "the cache again."
@@ -463,25 +463,3 @@ def _ranges_at(
 
 def _deviations(tables: TransformTables, head: int) -> np.ndarray:
     return tables.deviation[:, head].flatten().numpy()
-
-
-def _packed_positions(positions: Int[np.ndarray, " N"]) -> tuple[int, UInt8[np.ndarray, " B"]]:
-    """Span and bytes of ascending positions."""
-    span = int(positions[-1] - positions[0]) + 1
-    if -(-span // 8) > 4 * len(positions):
-        return 0, positions.astype(np.int32).view(np.uint8)
-    marks = np.zeros(span, np.uint8)
-    marks[positions - positions[0]] = 1
-    return span, np.packbits(marks)
-
-
-def _position_bytes(count: int, span: int) -> int:
-    return -(-span // 8) if span else 4 * count
-
-
-def _unpacked_positions(
-    places: UInt8[np.ndarray, " B"], count: int, first: int, span: int
-) -> Int[np.ndarray, " N"]:
-    if not span:
-        return places.copy().view(np.int32)[:count].astype(np.int64)
-    return np.flatnonzero(np.unpackbits(places, count=span)).astype(np.int64) + first

@@ -22,6 +22,7 @@ from .errors import Damaged as Damaged
 from .errors import DependencyError as DependencyError
 from .errors import InputError as InputError
 from .errors import LarderError as LarderError
+from .errors import MissingWeights as MissingWeights
 from .errors import ModelError as ModelError
 from .errors import Refused as Refused
 from .errors import ScoreError as ScoreError

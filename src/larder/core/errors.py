@@ -9,6 +9,7 @@
     ├── BudgetError             the budget cannot hold the protected entries
     ├── InputError              a file or conversation cannot be read
     ├── ModelError              a model cannot be loaded or is not supported
+    │   └── MissingWeights      a method's weights for a model are not trained yet
     ├── ScoreError              a scorer returned what no budget can rank
     ├── CacheError              the cache form does not support an operation
     ├── StoreError              a store cannot read or write a record
@@ -87,6 +88,10 @@ class InputError(LarderError):
 
 class ModelError(LarderError):
     """Model that cannot be loaded, or needs something that Larder does not support."""
+
+
+class MissingWeights(ModelError):
+    """Learned weights that no file holds for a model; `larder train` makes them."""
 
 
 class ScoreError(LarderError):

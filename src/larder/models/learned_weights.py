@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from larder.cache.table_file import write_tensors
-from larder.core.errors import ModelError
+from larder.core.errors import MissingWeights, ModelError
 from larder.core.fingerprint import CARD, check_fingerprint
 from larder.core.home import home
 from larder.core.spec import LayerSpec, ModelSpec
@@ -121,12 +121,13 @@ def load_learned(spec: ModelSpec, name: str, form: WeightForm) -> LearnedWeights
     """Weights of a method for a model, in float32.
 
     Raises:
-        ModelError: there are none, they are of another model, or have other shapes.
+        MissingWeights: there are none.
+        ModelError: they are of another model, or have other shapes.
     """
     path = learned_file(spec.fingerprint, name)
     found = read_learned(path) if path.is_file() else _packaged(spec.fingerprint, name)
     if found is None:
-        raise ModelError(
+        raise MissingWeights(
             f"{name} has no weights for this model (fingerprint {spec.fingerprint[:12]}, "
             f"{str(spec.dtype).removeprefix('torch.')}): make them with `larder train {name}`, or "
             "choose a policy without it."

@@ -17,8 +17,8 @@ from .attention import windowed_attention as windowed_attention
 from .attention_weights import head_weights_from_logits as head_weights_from_logits
 from .attention_weights import softmax_with_sinks as softmax_with_sinks
 from .attention_weights import weights_from_logits as weights_from_logits
+from .bit_allocation import AllocationTable as AllocationTable
 from .bit_allocation import ComponentGroup as ComponentGroup
-from .bit_allocation import allocate as allocate
 from .bit_allocation import group_errors as group_errors
 from .block_attention import FEWEST_QUERIES as FEWEST_QUERIES
 from .block_attention import summed_weights as summed_weights

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int16
 from numpy import ndarray
 from torch import Tensor
 
@@ -59,33 +59,59 @@ def group_errors(components: Float[Tensor, "N W"], sizes: Sequence[int] = SIZES)
     return found
 
 
-def allocate(errors: Errors, width: int, budget: int) -> list[ComponentGroup]:
-    """Groups in order with the least sum of errors whose bits fit the budget of a token.
+@dataclass(frozen=True, eq=False)
+class AllocationTable:
+    """Best groups for every budget up to one, by dynamic programming.
 
     Args:
-        errors: of each group, by size and bits; those of one component are among them.
-        width: number of components.
+        options: groups that may be chosen.
+        choice: index of the last group among the options, by components and by units of bits spent.
     """
-    units = budget // UNIT
-    best = np.zeros((width + 1, units + 1))
-    choice = np.zeros((width + 1, units + 1), np.int16)
-    options = [ComponentGroup(size, bits) for size, bits in errors]
-    for stop in range(1, width + 1):
-        best[stop] = np.inf
-        for number, option in enumerate(options):
-            cost, start = option.cost // UNIT, stop - option.size
-            if start < 0 or start % option.size or cost > units:
-                continue
-            own = errors[option.size, option.bits][start // option.size]
-            found = best[start, : units + 1 - cost] + own
-            is_less = found < best[stop, cost:]
-            best[stop, cost:][is_less] = found[is_less]
-            choice[stop, cost:][is_less] = number
-    groups, stop, left = list[ComponentGroup](), width, units
-    while stop:
-        groups.append(options[choice[stop, left]])
-        stop, left = stop - groups[-1].size, left - groups[-1].cost // UNIT
-    return groups[::-1]
+
+    options: tuple[ComponentGroup, ...]
+    choice: Int16[ndarray, "W1 U1"]
+
+    @staticmethod
+    def of(errors: Errors, width: int, budget: int) -> AllocationTable:
+        """Table of groups with the least sum of errors.
+
+        Args:
+            errors: of each group, by size and bits; those of one component are among them.
+            width: number of components.
+            budget: most bits of a token.
+        """
+        units = budget // UNIT
+        options = tuple(ComponentGroup(size, bits) for size, bits in errors)
+        best = np.full((width + 1, units + 1), np.inf)
+        best[0] = 0
+        choice = np.zeros((width + 1, units + 1), np.int16)
+        for stop in range(1, width + 1):
+            for number, option in enumerate(options):
+                cost, start = option.cost // UNIT, stop - option.size
+                if start < 0 or start % option.size or cost > units:
+                    continue
+                found = (
+                    best[start, : units + 1 - cost]
+                    + errors[option.size, option.bits][start // option.size]
+                )
+                is_less = found < best[stop, cost:]
+                np.copyto(best[stop, cost:], found, where=is_less)
+                np.copyto(choice[stop, cost:], number, where=is_less)
+        return AllocationTable(options, choice)
+
+    @property
+    def budget(self) -> int:
+        """Most bits of a token that groups are known for."""
+        return UNIT * (self.choice.shape[1] - 1)
+
+    def groups(self, budget: int) -> list[ComponentGroup]:
+        """Groups in order with the least sum of errors whose bits fit the budget of a token."""
+        found = list[ComponentGroup]()
+        stop, left = self.choice.shape[0] - 1, min(budget, self.budget) // UNIT
+        while stop:
+            found.append(self.options[self.choice[stop, left]])
+            stop, left = stop - found[-1].size, left - found[-1].cost // UNIT
+        return found[::-1]
 
 
 def quantized_group(

@@ -10,10 +10,15 @@ from typing import Any
 import typer
 
 from larder.cli.errors import SCHEMA, print_document
-from larder.core import LarderError, UsageError
+from larder.core import LarderError, MissingWeights, UsageError
 from larder.models import PACKAGED_MODELS
 from larder_bench.cli.bench_options import BenchOptions, context_loader
-from larder_bench.execution.committed_rows import cheapest_cell, check_cell, rounding_of
+from larder_bench.execution.committed_rows import (
+    CheckedCell,
+    cheapest_cells,
+    check_cell,
+    rounding_of,
+)
 from larder_bench.reports.study_index import RESULTS
 from larder_bench.results.environment import environment_row
 from larder_bench.results.rows import read_results, rows_file
@@ -31,6 +36,7 @@ class StudyCheck:
         differences: of the committed row and the measured one.
         comparison: how both were compared.
         skipped: why nothing was measured; else empty.
+        untrained: policies of cheaper cells whose weights were not trained here, with the reason.
     """
 
     study: str
@@ -39,6 +45,7 @@ class StudyCheck:
     differences: tuple[str, ...] = ()
     skipped: str = ""
     comparison: str = ""
+    untrained: tuple[str, ...] = ()
 
     @property
     def outcome(self) -> str:
@@ -79,30 +86,51 @@ def _packaged_studies() -> Iterator[str]:
 
 
 def _check(name: str, options: BenchOptions) -> StudyCheck:
+    started, untrained = perf_counter(), list[str]()
+    try:
+        checked = _first_checked(name, options, untrained)
+    except LarderError as error:
+        reason, seconds = str(error), perf_counter() - started
+        return StudyCheck(name, "", seconds, skipped=reason, untrained=tuple(untrained))
+    row = checked.row
+    what = f"{row['policy']} at {row['budget']}, {row['task']}, {row['model']}"
+    seconds, comparison = perf_counter() - started, checked.rounding.comparison
+    left = tuple(untrained)
+    return StudyCheck(name, what, seconds, checked.differences, "", comparison, left)
+
+
+def _first_checked(name: str, options: BenchOptions, untrained: list[str]) -> CheckedCell:
+    """Check of the cheapest cell whose policy has its weights here.
+
+    Args:
+        untrained: the policies of cheaper cells are added to it, each with the reason.
+
+    Raises:
+        MissingWeights: no policy has its weights.
+        LarderError: there are no rows, or the model or a source is missing.
+    """
     from torch import set_num_threads
 
-    started = perf_counter()
-    try:
-        study = read_study(name)
-        results = read_results([rows_file(RESULTS, study.name)])
-        cell, row = cheapest_cell(study, results.cells, options.policy or ())
+    study = read_study(name)
+    results = read_results([rows_file(RESULTS, study.name)])
+    choices = cheapest_cells(study, results.cells, options.policy or ())
+    for cell, row in choices:
         origin = results.environments.get(row.get("environment", ""), {})
         set_num_threads(threads := origin.get("threads", 1))
         rounding = rounding_of(origin, environment_row(threads))
         loader = context_loader(study, replace(options, dtype=options.dtype or row.get("dtype")))
-        checked = check_cell(cell, row, loader, rounding)
-    except LarderError as error:
-        return StudyCheck(name, "", perf_counter() - started, skipped=str(error))
-    what = f"{row['policy']} at {row['budget']}, {row['task']}, {row['model']}"
-    seconds = perf_counter() - started
-    return StudyCheck(
-        name, what, seconds, checked.differences, comparison=checked.rounding.comparison
-    )
+        try:
+            return check_cell(cell, row, loader, rounding)
+        except MissingWeights as error:
+            untrained.append(f"{row['policy']}: {error}")
+    raise MissingWeights(f"None of the policies of {name} has its weights here.")
 
 
 def _print(one: StudyCheck) -> None:
     cell = f" ({one.cell})" if one.cell else ""
     print(f"{one.study}{cell}: {one.outcome}, {one.seconds:.0f} s", flush=True)
+    for reason in one.untrained:
+        print(f"    not measured: {reason}")
     if one.comparison:
         print(f"    compared {one.comparison}")
     for difference in one.differences[:SHOWN]:
@@ -118,5 +146,6 @@ def _record(one: StudyCheck) -> dict[str, Any]:
         "outcome": one.outcome,
         "comparison": one.comparison,
         "differences": list(one.differences),
+        "untrained": list(one.untrained),
         "seconds": round(one.seconds, 2),
     }

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from larder.core import InputError, LarderError
+from larder.core import InputError, LarderError, MissingWeights
 from larder_bench.datasets.conversation_file import conversation_digest
 from larder_bench.execution.measured_cells import MeasuredCells
 from larder_bench.execution.row_comparison import Rounding, differences
@@ -42,12 +42,13 @@ class CheckedCell:
     rounding: Rounding = Rounding.SAME
 
 
-def cheapest_cell(
+def cheapest_cells(
     study: Study, rows: Sequence[Row], policies: Sequence[str] = ()
-) -> tuple[Cell, Row]:
-    """Cell of the study's first conversation that took the fewest seconds, and its row.
+) -> list[tuple[Cell, Row]]:
+    """Cell of each policy that took the fewest seconds, and its row, in order of these seconds.
 
-    Rows that were refused or shared are left out.
+    Cells are those of the study's first conversation; rows that were refused or shared are left
+    out.
 
     Args:
         policies: names to choose from; empty for those of the study, or for its controls if it has
@@ -71,8 +72,10 @@ def cheapest_cell(
             f"{', '.join(study.policies or study.controls)}, or measure rows by "
             f"larder bench --study {study.name}."
         )
-    row = min(found, key=lambda one: one["seconds"])
-    return cells[_place(row)], row
+    cheapest = dict[str, Row]()
+    for row in sorted(found, key=lambda one: one["seconds"]):
+        cheapest.setdefault(row["policy"], row)
+    return [(cells[_place(row)], row) for row in cheapest.values()]
 
 
 def rounding_of(committed: Row, here: Row) -> Rounding:
@@ -92,6 +95,7 @@ def check_cell(
     Another text than that of the row, and a cell that is refused now, are differences.
 
     Raises:
+        MissingWeights: the policy needs weights that were not trained here.
         LarderError: the model or a source is missing.
     """
     bench = open_model(cell.model)
@@ -102,6 +106,8 @@ def check_cell(
         )
     try:
         measured = measure_cell(bench, MeasuredCells(()), cell)
+    except MissingWeights:
+        raise
     except LarderError as error:
         return CheckedCell(row, (f"refused now: {error}",))
     again = _compared(split_exhibits(cell.head(bench.row_fields()) | measured)[-1])

@@ -26,6 +26,7 @@ import torch
 from jaxtyping import Float, Int8, Int64
 from torch import Tensor
 
+from larder.cache.coded_blocks import CodedBlock
 from larder.cache.component_means import CenteredBlocks
 from larder.cache.entry_columns import check_columns
 from larder.cache.forms._composite import COLUMN_BYTES, MixedLayer
@@ -227,20 +228,20 @@ class TransformLayer(MixedLayer):
             and self._tier.can_attend(rows)
         )
 
-    def _attend_round(self, queries: Queries, blocks: list[int]) -> AttentionState:
+    def _attend_round(self, queries: Queries, blocks: list[CodedBlock]) -> AttentionState:
         """Attention to at most one block of each head, which is decoded for it."""
         tier, heads = self._tier, self.layer.kv_heads
         lengths = torch.zeros(heads, dtype=torch.int64)
         keys, components, biases = list[Tensor](), list[Tensor](), list[Tensor]()
         column = self._bias_column
         for block in blocks:
-            head, positions = tier.head_of(block), tier.positions_of(block)
+            head, positions = block.head, tier.positions_of(block)
             own, other = tier.components_of(block)[0].chunk(2, 1)
             keys.append(tier.tables.keys(head, own, positions))
             components.append(other)
             lengths[head] = len(positions)
             if column is not None:
-                biases.append(tier.columns[column, tier.entries_of(block)])
+                biases.append(tier.columns[column, block.entries])
         device = queries.device
         out, lse = ragged_attention(
             queries.float(),
@@ -444,9 +445,9 @@ class TransformLayer(MixedLayer):
         if self._is_mixed:
             index = self._tier.index
             coded = torch.repeat_interleave(index[:, 0].long(), index[:, 1].long())
-            blocks = range(len(index))
             heads = torch.cat([heads, coded])
-            positions = torch.cat([positions, *(self._tier.positions_of(b) for b in blocks)])
+            own = map(self._tier.positions_of, self._tier.blocks)
+            positions = torch.cat([positions, *own])
         return torch.argsort(heads * (1 << 32) + positions)
 
     def _columns(self) -> Float[Tensor, "n T"]:
