@@ -1,14 +1,15 @@
 """Seconds between two parts of a streamed answer while a long prompt of another client is read.
 
     python benchmarks/token_gaps.py [--model smollm2] [--words 1500] [--chunks 0 128]
-        [--latencies 1000]
+        [--latencies 1000] [--policy full] [--budget 512]
 
 `larder serve` runs in its own process, once for each number of `--chunks` (its `--prefill-chunk`; 0
 for a block of the policy) and of `--latencies` (its `--inter-token-latency`, in milliseconds, by
 which it sizes chunks). A client streams an answer alone, then another while a long prompt is read
 beside it. Printed are the median of its gaps alone, the median, the 95th percentile and the longest
 while the prompt is read, and the seconds to the first token of that prompt. Between two tokens of
-an answer at most one chunk is read: the longest gap is that of one chunk and one step.
+an answer at most one chunk is read: without a latency the longest gap is that of one chunk and one
+step. With one, decode steps also run between the layers of a chunk.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ def main() -> None:
     runs += [("latency of", 0, latency) for latency in options.latencies]
     for name, chunk, latency in runs:
         serve = ["--model", options.model, "--dtype", options.dtype, "--policy", options.policy]
+        serve += ["--budget", options.budget] if options.budget else []
         serve += ["--prefill-chunk", str(chunk)] if chunk else []
         serve += ["--inter-token-latency", str(latency)]
         with tempfile.TemporaryDirectory() as home, run_server(Path(home), serve) as server:
@@ -78,6 +80,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--policy", default="full")
+    parser.add_argument("--budget", help="budget of policies that evict")
     parser.add_argument("--words", type=int, default=1500, help="of the long prompt")
     parser.add_argument("--new-tokens", type=int, default=120, help="of the answer beside it")
     parser.add_argument("--chunks", type=int, nargs="+", default=[0, 128])

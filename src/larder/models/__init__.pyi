@@ -16,6 +16,8 @@ from .cacheblend import ContextChunk as ContextChunk
 from .cacheblend import blend as blend
 from .calibration import MEASUREMENTS as MEASUREMENTS
 from .calibration import calibrate as calibrate
+from .call_interruption import LONG_CALL_TOKENS as LONG_CALL_TOKENS
+from .call_interruption import CallInterruptions as CallInterruptions
 from .captured_steps import CapturedSteps as CapturedSteps
 from .captured_steps import describe_steps as describe_steps
 from .cartridges import TrainedCartridge as TrainedCartridge

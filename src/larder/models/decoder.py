@@ -24,6 +24,7 @@ from larder.models.attention_backend import (
     RenumberedAttention,
 )
 from larder.models.attention_survey import latent_hooks, survey_model
+from larder.models.call_interruption import CallInterruptions
 from larder.models.forward_batch import (
     BatchSegment,
     ForwardBatch,
@@ -98,6 +99,7 @@ class Decoder:
         except BaseException:
             self.release()
             raise
+        self.interruptions = CallInterruptions(module)
 
     @property
     def vocab_size(self) -> int:
@@ -350,8 +352,11 @@ class Decoder:
         inputs: Inputs = NO_INPUTS,
         **options: Any,
     ) -> Any:
+        num_tokens = sum(segment.num_tokens for segment in segments)
+        before_layer = self.interruptions.before_layer(num_tokens)
         with self._forward_batch(segments, mode, observer, inputs) as batch:
-            with self.layer_runner.head(batch.num_tokens):
+            batch.before_layer = before_layer
+            with self.layer_runner.head(num_tokens):
                 return module(**self._arguments(batch), **options)
 
     def _arguments(self, batch: ForwardBatch) -> dict[str, Any]:

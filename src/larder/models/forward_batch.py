@@ -23,6 +23,7 @@ from larder.core.errors import ModelError
 from larder.core.images import NO_IMAGES, ImageSpans
 from larder.core.types import AppendKind, Keys, Mode, Queries, Values
 from larder.models.attention_backend import AttentionInputs, SteppedSegments
+from larder.models.call_interruption import BeforeLayer, no_calls
 from larder.ops.attention import apply_sinks, sink_logits
 from larder.ops.cpu.decode_attention import StepStorage, decode_step, supports_step
 from larder.ops.packing import device_tensor
@@ -117,6 +118,7 @@ class ForwardBatch:
         self.captured: dict[str, Float[Tensor, "Q *rest"]] = {}
         # Further keyword arguments of the model.
         self.options: dict[str, Any] = {}
+        self.before_layer: BeforeLayer = no_calls
         self.mode = mode
         self._spec = segments[0].cache.spec
         self._observer = observer
@@ -212,6 +214,7 @@ class ForwardBatch:
         self._firsts = [0, len(rows)]
 
     def attend(self, inputs: AttentionInputs) -> Queries:
+        self.before_layer()
         layer = self._spec.index_of(inputs.layer)
         self.called.add(layer)
         queries = inputs.queries

@@ -271,6 +271,8 @@ class RecurrentHooks:
         self, number: int, module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Forward pre-hook: the call for the first group."""
+        if not self._is_own(args, named):
+            return args, named
         self._hidden = args[0] if args else named["hidden_states"]
         own = {name: value for name, value in named.items() if name != CONTEXT_KEYWORD}
         return self._call(number, self._groups[0], args, own)
@@ -282,8 +284,10 @@ class RecurrentHooks:
         args: tuple[Any, ...],
         named: dict[str, Any],
         out: Float[Tensor, "G Q hidden"],
-    ) -> Float[Tensor, "1 N hidden"]:
+    ) -> Float[Tensor, "_ _ hidden"]:
         """Forward hook: the calls for the other groups, and the output for all texts."""
+        if not self._is_own(args, named):
+            return out
         outs = dict(zip(self._groups[0], out, strict=True))
         self._keep(number, self._groups[0])
         for group in self._groups[1:]:
@@ -291,6 +295,10 @@ class RecurrentHooks:
             outs |= zip(group, module.forward(*own_args, **own), strict=True)
             self._keep(number, group)
         return torch.cat([outs[index] for index in range(len(outs))])[None]
+
+    def _is_own(self, args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
+        """True for a call of this batch, and not of one that runs between its layers."""
+        return any(each is self._cache for each in (*args, *named.values()))
 
     def _call(
         self, number: int, group: Sequence[int], args: tuple[Any, ...], named: Mapping[str, Any]

@@ -107,9 +107,9 @@ class EngineCore:
         self.residency_locks = ResidencyLocks()
         completions = self.completions = CompletionQueue(wake)
         self.tiers = self._new_tiers(eviction, disk)
-        self._chat = ChatBackend(self.tiers, self.reservations, engine.tokenizer)
-        self.contexts = self._new_contexts()
         self.token_budget = PrefillTokenBudget(inter_token_seconds)
+        self._chat = ChatBackend(self.tiers, self.reservations, engine.tokenizer, self.token_budget)
+        self.contexts = self._new_contexts()
         self._prefix = PrefixBackend(
             self.tiers,
             self.reservations,

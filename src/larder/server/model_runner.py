@@ -42,6 +42,7 @@ class ModelRunner:
         self, decoder: Decoder, tokenizer: TokenizerAdapter, stops: frozenset[int]
     ) -> None:
         self._decoder, self._tokenizer, self._stops = decoder, tokenizer, stops
+        self.interruptions = decoder.interruptions
         self._closing = tokenizer.end_of_turn_ids()
         self._texts = TokenTexts(tokenizer)
 

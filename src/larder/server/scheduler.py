@@ -11,9 +11,10 @@ present. Among a tenant's requests it goes to the one with the fewest blocks lef
 was passed over `MAX_PASSED_BLOCKS` times. So two tokens of an answer are never more than one block
 apart, and no request starves but by requests of a lower number. Requests of one tenant may instead
 come by the first arrival of their programs, admission and blocks alike
-(`SchedulingPolicy.PROGRAM_FCFS`). A request that waits for memory takes that of a running one of a
-higher number (preemption): its cache leaves the device as idle ones do, and its answer goes on
-later.
+(`SchedulingPolicy.PROGRAM_FCFS`). A block, or the long end of a prompt, that takes longer than the
+latency between tokens allows is interrupted between two layers for decode steps. A request that
+waits for memory takes that of a running one of a higher number (preemption): its cache leaves the
+device as idle ones do, and its answer goes on later.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -39,6 +39,7 @@ from larder.server.request_state import RequestState
 from larder.server.session_backend.base import WriteAwaited
 from larder.server.session_index import SessionIndex
 from larder.server.session_state import SessionState
+from larder.server.step_interruption import StepInterruption
 from larder.server.tiers.manager import TierManager
 from larder.server.token_budget import PrefillTokenBudget
 from larder.store.ledger import Tier
@@ -79,9 +80,13 @@ class Scheduler:
         self._persistence, self._completions, self._unwritten = persistence, completions, unwritten
         self._token_budget = token_budget or PrefillTokenBudget()
         self._clock, self._rows, self._tasks = clock, rows, tasks
+        self._interruption = StepInterruption(
+            runner.interruptions, self._token_budget, self._answers, self._decode
+        )
         self.programs = Programs()
         self.running: list[RequestState] = []
         self._has_tails = False  # the latest step has read ends of prompts
+        self._ended: list[tuple[RequestState, str]] = []  # answers, with their finish reasons
         self.finishing: list[RequestState] = []  # complete answers whose turns are being written
         self._served: dict[str, float] = defaultdict(float)
         self.steps = self.blocks = self.preemptions = self._arrived = 0
@@ -110,9 +115,10 @@ class Scheduler:
         ready = self._ready()
         self._has_tails = any(job.reads_prompt_tail for job in ready)
         self._token_budget.has_answers = bool(ready)
-        answered = self._decode(ready)
+        answered = self._decode_apart(ready)
         # Prompt tails take the place of a block.
         was_read = not self._has_tails and self._prefill()
+        self._finish_ended()
         return was_completed or was_read or answered
 
     def cancel_all(self) -> None:
@@ -275,18 +281,38 @@ class Scheduler:
         ready = [job for job in ready if id(job) not in later]
         return sorted(ready, key=lambda job: job.request.priority)[: self._rows]
 
-    def _decode(self, ready: list[RequestState]) -> bool:
-        """One token for every answer that is ready."""
-        if not ready:
-            return False
+    def _decode_apart(self, ready: list[RequestState]) -> bool:
+        """One token for every answer that is ready: behind all others for those with long ends of
+        prompts, between whose layers these go on, if there is a latency to hold."""
+        long = self._interruption.long_tails(ready)
+        others = [job for job in ready if job not in long]
+        if others:
+            with self._token_budget.measured_step([job.reads_prompt_tail for job in others]):
+                self._decode(others)
+        self._finish_ended()
+        if long:
+            with self._interruption.allowed():
+                self._decode(long)
+        return bool(ready)
+
+    def _answers(self) -> list[RequestState]:
+        """Answers in progress, in the next decode step that reads no ends of prompts."""
+        ready = [job for job in self.running if job.prefill.is_done and job.answer.output_ids]
+        return sorted(ready, key=lambda job: job.request.priority)[: self._rows]
+
+    def _decode(self, jobs: list[RequestState]) -> None:
+        """One token for every answer."""
         self.steps += 1
-        sizes = {id(job): len(job.step_ids) for job in ready}
-        measured = nullcontext() if self._has_tails else self._token_budget.measured_step()
-        with measured:
-            for job, outcome in self._runner.step(ready, FAILURES):
-                self._served[job.session.tenant] += sizes[id(job)]
-                self._note_outcome(job, outcome)
-        return True
+        sizes = {id(job): len(job.step_ids) for job in jobs}
+        for job, outcome in self._runner.step(jobs, FAILURES):
+            self._served[job.session.tenant] += sizes[id(job)]
+            self._note_outcome(job, outcome)
+
+    def _finish_ended(self) -> None:
+        """Finish answers that have ended; passes that this takes can be interrupted."""
+        with self._interruption.allowed():
+            while self._ended:
+                self._finish(*self._ended.pop(0))
 
     def _note_outcome(self, job: RequestState, outcome: Outcome) -> None:
         """Account for what a decode step has made of a request."""
@@ -298,7 +324,7 @@ class Scheduler:
         if job.times.first is None:
             job.times.first = self._clock()
         if outcome:
-            self._finish(job, outcome)
+            self._ended.append((job, outcome))
         else:
             self.running.append(job)  # after those that were not in this decode step
 
@@ -316,7 +342,8 @@ class Scheduler:
             each.prefill.passed_blocks += each.session.tenant == job.session.tenant
         self.blocks += 1
         with self._token_budget.measured_chunk(len(job.session.residency.cached_ids)) as counts:
-            counts += self._read_blocks(job, others)
+            with self._interruption.allowed():
+                counts += self._read_blocks(job, others)
         return True
 
     def _read_blocks(self, job: RequestState, others: Sequence[RequestState]) -> list[int]:

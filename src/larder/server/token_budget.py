@@ -5,13 +5,14 @@ arXiv:2403.02310, section 4: chunks of a prompt are read beside decode steps, as
 between tokens allows. What differs: the paper profiles a model for one budget in advance; here the
 seconds of steps and chunks are measured while serving, so that chunks become shorter as the prompt
 before them, and the attention to it, grows. Where chunks take more or less than such an estimate,
-as beside other work of the machine, they are sized for the slow ones among the latest.
+as beside other work of the machine, they are sized for the slow ones among the latest. And where a
+chunk still takes too long, or a policy reads whole blocks, decode steps run between its layers.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import inf
 from time import perf_counter
@@ -50,6 +51,8 @@ class PrefillTokenBudget:
             )
         self._target, self._clock = target_seconds, clock
         self._step_seconds = 0.0
+        self._step_ended = 0.0
+        self.interrupted_seconds = 0.0  # of decode steps between the layers of chunks, in all
         self._chunks = deque[tuple[int, int, float]](maxlen=MAX_SAMPLES)
         self.has_answers = False  # running ones, which wait for each chunk
 
@@ -59,13 +62,36 @@ class PrefillTokenBudget:
         return self._target is not None
 
     @contextmanager
-    def measured_step(self) -> Iterator[None]:
-        """Context of a decode step, which is measured."""
+    def measured_step(self, tails: Sequence[bool] = ()) -> Iterator[None]:
+        """Context of a decode step, which is measured unless it reads ends of prompts as well.
+
+        Args:
+            tails: whether each of its requests reads one.
+        """
         started = self._now()
         yield
-        seconds = self._now() - started
-        weight = SMOOTHING if self._step_seconds else 1.0
-        self._step_seconds += weight * (seconds - self._step_seconds)
+        self._step_ended = self._now()
+        if not any(tails):
+            weight = SMOOTHING if self._step_seconds else 1.0
+            self._step_seconds += weight * (self._step_ended - started - self._step_seconds)
+
+    @contextmanager
+    def interruption(self) -> Iterator[None]:
+        """Context of what runs between the layers of a chunk, and is no part of its seconds."""
+        started = self._now()
+        yield
+        self.interrupted_seconds += self._now() - started
+
+    @property
+    def is_step_due(self) -> bool:
+        """True if the answers have waited for a decode step so long that one must start now."""
+        if self._target is None:
+            return False
+        return self._now() - self._step_ended >= self._prompt_seconds(self._target)
+
+    def _prompt_seconds(self, target: float) -> float:
+        """Seconds between two decode steps that are for prompts."""
+        return max(target - self._step_seconds, PROMPT_SHARE * target)
 
     @contextmanager
     def measured_chunk(self, cached: int) -> Iterator[list[int]]:
@@ -75,10 +101,11 @@ class PrefillTokenBudget:
         Args:
             cached: tokens before it.
         """
-        started, counts = self._now(), list[int]()
+        started, counts = self._now() - self.interrupted_seconds, list[int]()
         yield counts
         if sum(counts):
-            self._chunks.append((sum(counts), cached, self._now() - started))
+            seconds = self._now() - self.interrupted_seconds - started
+            self._chunks.append((sum(counts), cached, seconds))
 
     def _now(self) -> float:
         return self._clock() if self.has_target else 0.0
@@ -93,7 +120,7 @@ class PrefillTokenBudget:
             return most
         if not self._chunks:
             return min(most, MIN_CHUNK_TOKENS)
-        seconds = max(self._target - self._step_seconds, PROMPT_SHARE * self._target)
+        seconds = self._prompt_seconds(self._target)
         constant, per_token, per_pair = self._costs()
         rate = per_token / TOKENS + per_pair * cached / (TOKENS * CACHED)
         seconds /= self._slowness(constant, per_token, per_pair)

@@ -180,8 +180,8 @@ def prompts_per_cache(runtime: ModelRuntime, router: Router, prompts: Prompts) -
     common = {**common_prompts(runtime.tokenizer), **prompts}
     shown = router.prompts()
     if not shown:
-        # A chat without a history has no episodes yet, so their prompts are empty.
-        return [{**common, **dict.fromkeys(router.prompt_names, ())}]
+        # A chat without a history has no episodes yet: their prompts show no segments.
+        return [{**common, **dict.fromkeys(router.prompt_names, episode_prompt(runtime.tokenizer))}]
     return [{**common, "episode": episode_prompt(runtime.tokenizer, texts)} for texts in shown]
 
 
@@ -359,7 +359,7 @@ def common_prompts(tokenizer: TokenizerAdapter) -> dict[str, tuple[int, ...]]:
     return {name: tokenizer.encode_question(text) for name, text in COMMON_PROMPTS.items()}
 
 
-def episode_prompt(tokenizer: TokenizerAdapter, texts: Sequence[str]) -> tuple[int, ...]:
+def episode_prompt(tokenizer: TokenizerAdapter, texts: Sequence[str] = ()) -> tuple[int, ...]:
     """Scoring prompt of an episode: a request for key facts, and its representative segments."""
     return tokenizer.encode_question(EPISODE) + tokenizer.encode("\n\n".join(texts))
 

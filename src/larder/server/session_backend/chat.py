@@ -26,6 +26,7 @@ from larder.server.session_backend.chat_snapshot import ChatCaches
 from larder.server.session_state import SessionState
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
 from larder.server.tiers.manager import TierManager
+from larder.server.token_budget import PrefillTokenBudget
 from larder.server.transcript import CompletedTurn, num_tokens
 from larder.session.chat_state import ActiveTurn
 from larder.session.transcript.chat_log import ChatTurn
@@ -34,12 +35,21 @@ from larder.store.ledger import Tier
 
 
 class ChatBackend(SessionBackend):
-    """Session backend with a `ChatCache` per session."""
+    """Session backend with a `ChatCache` per session.
+
+    Args:
+        token_budget: counts the seconds of decode steps that interrupt blocks.
+    """
 
     def __init__(
-        self, tiers: TierManager, reservations: DeviceReservations, tokenizer: TokenizerAdapter
+        self,
+        tiers: TierManager,
+        reservations: DeviceReservations,
+        tokenizer: TokenizerAdapter,
+        token_budget: PrefillTokenBudget,
     ) -> None:
         super().__init__(tiers, reservations, tokenizer)
+        self._token_budget = token_budget
         self._prefill = ChatPrefill(tokenizer, tiers.disk)
 
     def turn_demand(
@@ -93,10 +103,10 @@ class ChatBackend(SessionBackend):
         prefill = job.prefill
         assert prefill.steps is not None
         prefill.estimated_blocks -= 1
-        started = perf_counter()
+        started = perf_counter() - self._token_budget.interrupted_seconds
         try:
             next(prefill.steps)
-            prefill.seconds += perf_counter() - started
+            prefill.seconds += perf_counter() - self._token_budget.interrupted_seconds - started
         except StopIteration:
             prefill.steps = None
             self._start_answer(job)

@@ -149,7 +149,8 @@ class PrefixBackend(SessionBackend):
         session, block = job.session, job.prefill.block
         cache = session.residency.active
         assert cache is not None
-        reader, started = session.rule.reader(len(job.resolved.prompt_ids)), perf_counter()
+        reader = session.rule.reader(len(job.resolved.prompt_ids))
+        started = perf_counter() - self._token_budget.interrupted_seconds
         beside = 0
         cache.reserve(len(block))
         if job.request.prompt_logprobs:
@@ -157,7 +158,8 @@ class PrefixBackend(SessionBackend):
         else:
             beside = self._image_reader.read(job, reader, block)
         if 2 * len(block) > self._block(session.rule):  # short prefills are slower per token
-            self._tiers.disk.note_reading(len(block), perf_counter() - started)
+            seconds = perf_counter() - self._token_budget.interrupted_seconds - started
+            self._tiers.disk.note_reading(len(block), seconds)
         return self._count_block(job, max(cache.nbytes, reader.meter.peak_bytes) + beside)
 
     def companions(self, job: RequestState, others: Sequence[RequestState]) -> list[RequestState]:

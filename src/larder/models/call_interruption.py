@@ -1,0 +1,62 @@
+"""Interruption of long calls of a model: other calls of it between two of its layers.
+
+A call of many tokens takes seconds on a CPU. What it has computed after a layer is its hidden
+states and the entries in its own caches, so that a call over other caches may run before the next
+layer, with no part in its results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+LONG_CALL_TOKENS = 128  # calls of more can be interrupted
+
+# Called before each layer of a long call; it may make other calls of the same decoder.
+BeforeLayer = Callable[[], None]
+
+
+def no_calls() -> None:
+    """Null callback before layers: nothing runs between them."""
+
+
+class CallInterruptions:
+    """Callback that runs between the layers of long calls of a decoder. For one thread.
+
+    It does not run in calls around which others have put hooks, such as those of learned prompts:
+    the hooks would take part in its own calls as well.
+
+    Args:
+        module: the decoder's model, with the hooks that all of its calls have.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._num_hooks = module, _count_hooks(module)
+        self._before_layer: BeforeLayer = no_calls
+
+    @contextmanager
+    def by(self, before_layer: BeforeLayer) -> Iterator[None]:
+        """Context in which the callback runs before each layer of long calls.
+
+        Args:
+            before_layer: may call the decoder with other caches than those of the call.
+        """
+        former, self._before_layer = self._before_layer, before_layer
+        try:
+            yield
+        finally:
+            self._before_layer = former
+
+    def before_layer(self, num_tokens: int) -> BeforeLayer:
+        """Callback of a call of so many tokens, whose own hooks are not set yet."""
+        if self._before_layer is no_calls or num_tokens <= LONG_CALL_TOKENS:
+            return no_calls
+        return self._before_layer if _count_hooks(self._module) == self._num_hooks else no_calls
+
+
+def _count_hooks(module: nn.Module) -> int:
+    """Number of forward hooks and forward pre-hooks of a module and of all its parts."""
+    names = ("_forward_hooks", "_forward_pre_hooks")
+    return sum(len(vars(part)[name]) for part in module.modules() for name in names)

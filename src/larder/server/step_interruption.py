@@ -1,0 +1,69 @@
+"""Interruption of long calls by decode steps, where a latency between tokens is to be held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from larder.models.call_interruption import CallInterruptions
+from larder.server.request_state import RequestState
+from larder.server.session_backend.base import SHORT_TAIL_TOKENS
+from larder.server.token_budget import PrefillTokenBudget
+
+
+class StepInterruption:
+    """Decode steps between two layers of long calls: blocks of prompts, long ends of them, scoring
+    passes. For the model's thread.
+
+    Args:
+        interruptions: of the decoder.
+        token_budget: says when a step is due.
+        answers: the answers in progress, at most a batch of them, without ends of prompts.
+        decode: generates one token for each.
+    """
+
+    def __init__(
+        self,
+        interruptions: CallInterruptions,
+        token_budget: PrefillTokenBudget,
+        answers: Callable[[], list[RequestState]],
+        decode: Callable[[list[RequestState]], None],
+    ) -> None:
+        self._interruptions, self._token_budget = interruptions, token_budget
+        self._answers, self._decode = answers, decode
+        self._is_allowed = False
+
+    @contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Context of long calls that steps may interrupt; no step is interrupted itself."""
+        if not self._token_budget.has_target:
+            yield
+            return
+        self._is_allowed = True
+        try:
+            with self._interruptions.by(self._before_layer):
+                yield
+        finally:
+            self._is_allowed = False
+
+    def long_tails(self, jobs: Sequence[RequestState]) -> list[RequestState]:
+        """Requests whose ends of prompts are so long that others need not wait for them; none
+        without others."""
+        if not self._token_budget.has_target:
+            return []
+        long = [job for job in jobs if job.reads_prompt_tail]
+        long = [job for job in long if len(job.step_ids) > SHORT_TAIL_TOKENS]
+        return long if len(long) < len(jobs) else []
+
+    def _before_layer(self) -> None:
+        if not self._is_allowed or not self._token_budget.is_step_due:
+            return
+        jobs = self._answers()
+        if not jobs:
+            return
+        self._is_allowed = False
+        try:
+            with self._token_budget.interruption(), self._token_budget.measured_step():
+                self._decode(jobs)
+        finally:
+            self._is_allowed = True

@@ -1,0 +1,101 @@
+"""Other calls of a decoder between the layers of a long one change neither of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from architectures.families import families
+from larder.cache import SequenceCache
+from larder.core import Mode
+from larder.models import LONG_CALL_TOKENS, BatchSegment, Decoder, wrap_model
+from model_runs import some_ids
+
+LONG = LONG_CALL_TOKENS + 12
+# Recurrent layers, latents and layers that share entries keep more than caches during a call.
+FAMILIES = ["Bamba", "DeepSeek-V3", "Gemma 3n"]
+
+
+def logits(decoder: Decoder, cache: SequenceCache, ids: tuple[int, ...]) -> Tensor:
+    return decoder.forward_logits([BatchSegment(cache, ids)], Mode.APPEND, [len(ids) - 1])
+
+
+class Steps:
+    """Decode steps of another text, one before each layer of a long call."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder, self.cache = decoder, SequenceCache(decoder.spec, "ragged")
+        self.ids, self.seen = list(some_ids(40, seed=2)), list[Tensor]()
+        logits(decoder, self.cache, tuple(self.ids[:9]))
+        self.place = 9
+
+    def step(self) -> None:
+        self.seen.append(logits(self.decoder, self.cache, (self.ids[self.place],)))
+        self.place += 1
+
+
+def check_interrupted(decoder: Decoder) -> None:
+    """A long call and the steps between its layers give what each gives alone."""
+    ids = some_ids(LONG, seed=1)
+    alone = SequenceCache(decoder.spec, "ragged")
+    expected = logits(decoder, alone, ids)
+    between, apart = Steps(decoder), Steps(decoder)
+    cache = SequenceCache(decoder.spec, "ragged")
+    with decoder.interruptions.by(between.step):
+        found = logits(decoder, cache, ids)
+    assert len(between.seen) == len(decoder.spec.layers)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    for name, tensor in alone.state().items():
+        torch.testing.assert_close(cache.state()[name], tensor, rtol=0, atol=0)
+    for _ in between.seen:
+        apart.step()
+    torch.testing.assert_close(torch.cat(between.seen), torch.cat(apart.seen), rtol=0, atol=1e-5)
+
+
+def test_a_long_call_and_the_steps_between_its_layers_are_as_alone(architecture, adopted) -> None:
+    check_interrupted(adopted(architecture))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", FAMILIES)
+def test_so_are_those_of_layers_that_keep_more_than_entries(name: str) -> None:
+    [family] = [family for family in families() if family.name == name]
+    check_interrupted(wrap_model(family.model()))
+
+
+def test_nothing_runs_in_short_calls_and_behind_the_context(adopted) -> None:
+    decoder = adopted("qwen3")
+    between, cache = Steps(decoder), SequenceCache(decoder.spec, "ragged")
+    with decoder.interruptions.by(between.step):
+        logits(decoder, cache, some_ids(LONG_CALL_TOKENS))
+    logits(decoder, cache, some_ids(LONG))
+    assert not between.seen
+
+
+def test_nothing_runs_in_calls_that_have_hooks_of_others(adopted) -> None:
+    decoder, calls = adopted("qwen3"), list[int]()
+
+    def halved(module: nn.Module, args: object, out: Tensor) -> Tensor:
+        calls.append(1)
+        return out / 2
+
+    between, cache = Steps(decoder), SequenceCache(decoder.spec, "ragged")
+    hook = decoder.module.get_input_embeddings().register_forward_hook(halved)
+    with hook, decoder.interruptions.by(between.step):
+        logits(decoder, cache, some_ids(LONG))
+    assert calls == [1] and not between.seen
+
+
+def test_a_step_that_fails_fails_the_call_and_takes_it_back(adopted) -> None:
+    decoder = adopted("qwen3")
+    cache, read = SequenceCache(decoder.spec, "ragged"), list[int]()
+
+    def fail() -> None:
+        if read:
+            raise RuntimeError("no step")
+        read.append(1)
+
+    with decoder.interruptions.by(fail), pytest.raises(RuntimeError, match="no step"):
+        logits(decoder, cache, some_ids(LONG))
+    assert cache.next_position == 0 and not any(map(max, cache.lengths()))

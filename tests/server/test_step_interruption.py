@@ -1,0 +1,151 @@
+"""Answers go on between the layers of blocks that policies read whole, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from larder.models import ForwardBatch, LoadedModel
+from larder.server import ChatMessage, Request
+from server_core import LIMITED, STEPWISE, Client, Served, characters, told
+from topic_embedder import TopicEmbedder
+
+LAYERS, BLOCK, BUDGET, TARGET = 8, 160, 200, 0.3
+TOKEN_SECONDS = 0.001  # of one layer
+POLICIES = {
+    "full": "full",
+    "limited": LIMITED,
+    "stepwise": STEPWISE,
+    "episodes": (
+        "episodes(count=2) > episodic() > protect(sinks=4, recent=8) > "
+        'patched(prompt="episode") > uniform() > drop()'
+    ),
+    "reconstructed": "blockwise() > protect(sinks=4, recent=8) > reconstruct() > pooled()",
+    "whole": "kvzip",
+}
+
+
+@dataclass
+class Clock:
+    """Seconds that go on with the tokens that layers take, and the most of these."""
+
+    now: float = 1e9
+    longest: int = 0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class TimedClient(Client):
+    """Client that writes down the seconds at which parts of its answer came."""
+
+    clock: Callable[[], float] = float
+    times: list[float] = field(default_factory=list)
+
+    def on_text(self, text: str) -> None:
+        self.text += text
+        self.times.append(self.clock())
+
+
+@pytest.fixture(scope="module")
+def deep() -> LoadedModel:
+    return characters(layers=LAYERS)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Clock that long layers advance."""
+    clock, attend = Clock(), ForwardBatch.attend
+
+    def timed(batch: ForwardBatch, inputs):  # pyright: ignore
+        out = attend(batch, inputs)
+        clock.now += TOKEN_SECONDS * inputs.queries.shape[1]
+        clock.longest = max(clock.longest, inputs.queries.shape[1])
+        return out
+
+    monkeypatch.setattr(ForwardBatch, "attend", timed)
+    return clock
+
+
+@dataclass
+class Conversations:
+    """Server with an answer in progress, beside which the prompt of another client is read.
+
+    Args:
+        gaps: seconds between two parts of that answer until the first token of the prompt.
+    """
+
+    served: Served
+    clock: Clock
+    gaps: list[float] = field(default_factory=list)
+
+    def client(self, turns: list[ChatMessage], name: str, new_tokens: int) -> TimedClient:
+        client = TimedClient(served=self.served, clock=self.clock)
+        request = Request(name, tuple(turns), name, max_new_tokens=new_tokens)
+        self.served.core.submit(request, client, 0.0)
+        return client
+
+    def run(self) -> tuple[str, str]:
+        """The texts of both answers."""
+        first = self.client(told(1), "first", 90)
+        while len(first.times) < 3:
+            self.served.step()
+        second, started = self.client(told(2, 24), "second", 3), len(first.times)
+        while not second.times:
+            assert first.report is None and second.error is None, second.error
+            self.served.step()
+        times = [each for each in first.times[started - 1 :] if each <= second.times[0]]
+        times.append(second.times[0])
+        self.gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
+        self.served.run()
+        assert first.told and second.told
+        return first.text, second.text
+
+
+def conversations(
+    deep: LoadedModel, clock: Clock, policy: str, target: float | None
+) -> Conversations:
+    served = Served(
+        deep,
+        POLICIES[policy],
+        tokens=BUDGET,
+        block=None if policy == "whole" else BLOCK,
+        embedder=TopicEmbedder(),
+        inter_token_seconds=target,
+    )
+    served.core.token_budget._clock = clock
+    return Conversations(served, clock)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "limited",
+        *(pytest.param(name, marks=pytest.mark.extended) for name in POLICIES if name != "limited"),
+    ],
+)
+def test_an_answer_goes_on_between_the_layers_of_blocks(
+    deep: LoadedModel, clock: Clock, policy: str
+) -> None:
+    plain = conversations(deep, clock, policy, None)
+    expected = plain.run()
+    # Without a target a whole block lies between two tokens.
+    assert max(plain.gaps) > 0.9 * LAYERS * BLOCK * TOKEN_SECONDS
+    bounded = conversations(deep, clock, policy, TARGET)
+    assert bounded.run() == expected
+    # A step starts once it is due, behind the layer that is computed then.
+    layer = clock.longest * TOKEN_SECONDS
+    assert len(bounded.gaps) > 3 and layer < 0.2 * max(plain.gaps)
+    assert max(bounded.gaps) < TARGET + 1.1 * layer
+
+
+@pytest.mark.extended
+def test_a_first_message_longer_than_the_budget_is_read_under_episodes(deep: LoadedModel) -> None:
+    served = Served(
+        deep, POLICIES["episodes"], tokens=BUDGET, block=BLOCK, embedder=TopicEmbedder()
+    )
+    told_all = served.ask(told(2, 24), "long", max_new_tokens=2)
+    assert told_all.told.prompt_tokens > 2 * BUDGET
