@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from beartype import beartype
 from jaxtyping import AbstractArray, Float, Float32, Int, jaxtyped
 from jaxtyping._storage import get_shape_memo
 from torch import Tensor
@@ -160,3 +161,19 @@ def test_every_module_but_the_kernels_is_checked() -> None:
     modules = set(checked_modules(PACKAGE, UNCHECKED))
     assert "larder.core" in modules
     assert not {"larder", "larder.ops", "larder.ops.cpu"} & modules
+
+
+def test_checks_of_types_leave_the_random_numbers_of_tests_alone() -> None:
+    @checked
+    def total(numbers: list[int]) -> int:
+        return sum(numbers)
+
+    @jaxtyped(typechecker=beartype)
+    def last(numbers: list[int]) -> int:
+        return numbers[-1]
+
+    before = random.getstate()
+    assert total([1, 2, 3]) == 6 and last([1, 2, 3]) == 3
+    assert random.getstate() == before
+    with pytest.raises(Exception, match="total"):
+        total(["one", "two"])  # pyright: ignore

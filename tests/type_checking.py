@@ -19,11 +19,13 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from inspect import isasyncgenfunction, isgeneratorfunction
 from pathlib import Path
+from random import Random
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, get_args, get_type_hints
 
 import torch
 from beartype import beartype
+from beartype._check.code import codemain
 from jaxtyping import AbstractArray, jaxtyped
 from jaxtyping._storage import get_shape_memo, pop_shape_memo, push_shape_memo
 from torch import Tensor
@@ -35,6 +37,10 @@ MARK = "__checked__"  # what the decorator is called in the modules
 ARRAYS: Any = type(AbstractArray)  # what decides whether a tensor is of an annotated kind
 ASKED = ARRAYS.__instancecheck__  # as jaxtyping does
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if type(d) is torch.dtype}
+
+# beartype checks a random item of each list. It gets numbers of its own, because threads of the
+# server call checked functions while strategies of Hypothesis draw, which may not use `random`.
+codemain.getrandbits = Random(0).getrandbits  # pyright: ignore[reportPrivateImportUsage]
 
 CHECKED_CALLS = 2
 CHECKED = "__beartype_func"  # the default by which the checks of beartype hold their function
