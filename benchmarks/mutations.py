@@ -57,7 +57,7 @@ MUTATIONS = {
     ),
     "utility: without lengths of values": Mutation(
         "models/measurements/utility.py",
-        "return mass * shown.values[:, : self.context].float().norm(dim=-1)",
+        "return mass * inputs.values[:, : self.context].float().norm(dim=-1)",
         "return mass",
         ("models/test_measurements.py",),
         "utility",
@@ -84,7 +84,7 @@ MUTATIONS = {
     ),
     "gradients: later tokens are seen": Mutation(
         "prefill/gradients.py",
-        "hidden = (places > seen.query_positions[:, None]) | (places < first)",
+        "hidden = (places > observation.query_positions[:, None]) | (places < first)",
         "hidden = places < first",
         ("prefill/test_gradients.py",),
     ),
@@ -146,6 +146,19 @@ MUTATIONS = {
         "states = embedded if states is None else states.to(embedded)",
         "states = embedded",
         ("models/test_layer_reuse.py",),
+    ),
+    "layer_reuse: the receiver does not see the prefix": Mutation(
+        "models/layer_reuse.py",
+        "if self._before is not None:",
+        "if self._before is None:",
+        ("models/test_layer_reuse.py",),
+        "prefix",
+    ),
+    "layer_reuse: what is taken stays as it was read": Mutation(
+        "prefill/layer_reuse.py",
+        "found = self._own.find(spec, prefix, ids)\n        if found is not None or",
+        "found = self._sender.source.find(spec, prefix, ids)\n        if found is not None or",
+        ("prefill/test_layer_reuse.py",),
     ),
     "a2ats: metric without its root": Mutation(
         "recall/a2ats.py",
@@ -212,8 +225,8 @@ MUTATIONS = {
     ),
     "compactor: leverage subtracted": Mutation(
         "policy/scorers/compactor.py",
-        "self._weight(seen) * leverage + attention",
-        "attention - self._weight(seen) * leverage",
+        "self._weight(observation) * leverage + attention",
+        "attention - self._weight(observation) * leverage",
         SCORERS,
         "compactor",
     ),
@@ -245,8 +258,8 @@ MUTATIONS = {
     ),
     "window: gathers where it is to locate": Mutation(
         "policy/units/window.py",
-        "self.task is Task.GIVEN or _asks(seen) else 1.0",
-        "self.task is Task.GIVEN or not _asks(seen) else 1.0",
+        "self.task is Task.GIVEN or _asks(observation) else 1.0",
+        "self.task is Task.GIVEN or not _asks(observation) else 1.0",
         ("policy/test_values_and_units.py",),
         "window or asks",
     ),
@@ -287,7 +300,7 @@ MUTATIONS = {
     ),
     "recent_attention: queries of the pass alone": Mutation(
         "policy/scorers/recent_attention.py",
-        "latest = seen.latest.extended(latest)",
+        "latest = observation.latest.extended(latest)",
         "latest = latest.last(self.window)",
         ("policy/test_published_scores.py",),
         "recent_attention",
@@ -328,8 +341,8 @@ MUTATIONS = {
     ),
     "a2ats: queries of the text stay rotated": Mutation(
         "cache/forms/tiered.py",
-        "queries = rotate(queries, -positions, radians)",
-        "queries = rotate(queries, 0 * positions, radians)",
+        "queries = rotate(queries, -new.positions, radians)",
+        "queries = rotate(queries, 0 * new.positions, radians)",
         ("recall/test_a2ats.py",),
     ),
 }

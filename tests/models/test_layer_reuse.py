@@ -11,9 +11,11 @@ from larder.models import (
     BatchSegment,
     Decoder,
     RangeProfile,
+    SharedReading,
     pareto_ranges,
     range_profiles,
     receive_reading,
+    recorded_states,
     share_reading,
 )
 from model_runs import some_ids
@@ -84,6 +86,38 @@ def test_ranges_that_another_beats_are_left_out() -> None:
     made = [((0, 0), 0.9), ((0, 1), 1.0), ((1, 2), 0.5), ((0, 2), 0.5), ((1, 3), 0.2)]
     profiles = [RangeProfile(*one) for one in made]
     assert [own.layers for own in pareto_ranges(profiles)] == [(0, 0), (1, 2), (1, 3)]
+
+
+def test_all_layers_behind_a_prefix_are_the_receivers_own_reading(pair) -> None:
+    sender, receiver = pair
+    prefix, text = IDS[:5], IDS[5:]
+    sent = SequenceCache(sender.spec, "dense")
+    sender.read([BatchSegment(sent, prefix)], Mode.APPEND)
+    with recorded_states(sender, (2,)) as recorder:
+        sender.read([BatchSegment(sent, text[:6])], Mode.APPEND)
+        sender.read([BatchSegment(sent, text[6:])], Mode.APPEND)
+    states = recorder.states()
+    assert states[2].shape == (1, len(text), sender.spec.width)
+    reading = SharedReading(text, ChunkEntries.of(sent, 5, len(IDS)), states)
+    own = own_reading(receiver)
+    before = ChunkEntries(
+        tuple(side[:, :5] for side in own.keys), tuple(side[:, :5] for side in own.values)
+    )
+    whole = receive_reading(receiver, reading, (0, 4), before)
+    assert whole.start == 5
+    for side, expected in zip((*whole.keys, *whole.values), (*own.keys, *own.values), strict=True):
+        torch.testing.assert_close(side, expected[:, 5:], atol=1e-4, rtol=1e-4)
+    part = receive_reading(receiver, reading, (2, 4), before)
+    assert torch.equal(part.values[1], reading.entries.values[1])
+    assert not torch.allclose(part.values[3], reading.entries.values[3], atol=1e-3)
+
+
+def test_layers_that_a_model_has_not_are_refused(pair) -> None:
+    sender, receiver = pair
+    with pytest.raises(ModelError, match="has 4"), recorded_states(sender, (5,)):
+        pass
+    with pytest.raises(ModelError, match="Layer 8 is none of the model"):
+        receive_reading(receiver, share_reading(sender, IDS, (2,)), (2, 9))
 
 
 def test_other_shapes_and_missing_states_are_refused(pair) -> None:

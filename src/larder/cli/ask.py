@@ -18,9 +18,13 @@ from larder.cli.store_options import (
     DEFAULT_CODEC,
     CodecName,
     KeyFile,
+    RecomputeLayers,
     ResumeDeadline,
+    ReuseFrom,
+    ShareLayers,
     StoreUrl,
     check_codec,
+    layer_transfer,
     open_persistence,
 )
 from larder.core.conversation import Conversation, Question
@@ -82,6 +86,9 @@ def ask(
     codec: CodecName = DEFAULT_CODEC,
     resume_deadline: ResumeDeadline = None,
     key_file: KeyFile = None,
+    share_layer: ShareLayers = [],  # noqa: B006, never changed
+    reuse_from: ReuseFrom = None,
+    recompute_layers: RecomputeLayers = None,
 ) -> None:
     """Answer questions about FILE from a cache within the budget.
 
@@ -92,15 +99,23 @@ def ask(
     _check_page(explain)
     check_codec(codec, resume_deadline)
     answer_schema = None if schema is None else _read_schema(schema)
+    layers = layer_transfer(share_layer, reuse_from, recompute_layers)
     if not keep:
         _check_no_store(store, codec, key_file, resume_deadline)
+        if layers is not None:
+            raise UsageError(
+                "--share-layer and --reuse-from need --keep, since models share through a store: "
+                "add --keep, or leave them out."
+            )
     conversation = _read_files(file, context)
     questions = [_question_of(conversation, text) for text in question]
     prompts = _prompts(prompt)
     options = choose_policy(options, [conversation])
     engine = open_engine(options)
-    saved = open_persistence(engine, store, codec, key_file, resume_deadline) if keep else None
-    with saved or nullcontext() as keeper:
+    saved = nullcontext()
+    if keep:
+        saved = open_persistence(engine, store, codec, key_file, resume_deadline, layers)
+    with saved as keeper:
         run, is_whole = _run_questions(
             engine, keeper, options, conversation, questions, prompts, answer_schema
         )

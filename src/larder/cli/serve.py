@@ -113,6 +113,13 @@ class ServeOptions(ModelOptions):
             "model, and the option may be repeated; without, it is applied to the model.",
         ),
     ] = None
+    reuse_contexts: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=SENDER:START-STOP",
+            help="Contexts that SENDER read serve NAME, layers START to STOP - 1 computed again.",
+        ),
+    ] = None
     lenient: Annotated[
         bool,
         typer.Option(

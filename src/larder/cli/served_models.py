@@ -18,6 +18,7 @@ from larder.core.errors import InputError, UsageError
 if TYPE_CHECKING:
     from larder.cli.serve import ServeOptions
     from larder.models.loader import LoadedModel
+    from larder.server.context_transfer import ContextTransfer
     from larder.server.engine_client import EngineClient
     from larder.server.local_engine_client import LocalEngineClient
     from larder.server.persistence.base import SessionLocks
@@ -94,11 +95,15 @@ def check_model_files(options: ServeOptions) -> None:
     """
     from larder.models.adapter import check_adapter_folder
     from larder.server.answer_form import AnswerForm
+    from larder.session.policy import parsed_policy
 
     AnswerForm(options.tool_call_parser or "", options.reasoning_parser or "")
     if options.chat_template is not None:
         read_template(options.chat_template)
     folders = split_adapters(options.adapter or ())
+    served = ((options.served_model_name or [options.model])[0], *folders.named)
+    for transfer in context_transfers(options):
+        transfer.check(served, parsed_policy(options.policy))
     names = {*folders.named}
     if taken := names & {options.model, *(options.served_model_name or ())}:
         raise UsageError(
@@ -109,6 +114,25 @@ def check_model_files(options: ServeOptions) -> None:
     own = () if folders.own is None or options.ray else (folders.own,)  # on the replicas' machines
     for folder in (*own, *folders.named.values()):
         check_adapter_folder(folder)
+
+
+def context_transfers(options: ServeOptions) -> list[ContextTransfer]:
+    """Transfers of the values of `--reuse-contexts`.
+
+    Raises:
+        UsageError: one is malformed, or a model takes contexts from two.
+    """
+    if not options.reuse_contexts:
+        return []
+    from larder.server.context_transfer import ContextTransfer
+
+    found = list(map(ContextTransfer.parse, options.reuse_contexts))
+    receivers = [each.receiver for each in found]
+    if twice := [name for name in receivers if receivers.count(name) > 1]:
+        raise UsageError(
+            f"--reuse-contexts {twice[0]}=... is given twice: a model takes contexts from one."
+        )
+    return found
 
 
 def read_template(path: Path) -> str:
@@ -177,6 +201,8 @@ def model_clients(
     clients = {own_name: _client(options, loaded, (own_name, *others), share, store, locks, lock)}
     for name, model in adapted.items():
         clients[name] = _client(options, model, (name,), share, store, locks, lock)
+    for transfer in context_transfers(options):
+        transfer.connect({name: client.context.core for name, client in clients.items()})
     return ModelRouter(clients)
 
 

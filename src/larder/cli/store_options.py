@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from larder.core.errors import LarderError, StoreFull, StoreSlow
+from larder.core.errors import LarderError, StoreFull, StoreSlow, UsageError
 
 if TYPE_CHECKING:
     from larder.engine.engine import Engine
+    from larder.engine.layer_transfer import LayerTransfer
     from larder.engine.persistence import ChatPersistence, ResumeResult
     from larder.store.store import Store
     from larder.store.stream_controller import StreamController
@@ -53,6 +54,29 @@ ResumeDeadline = Annotated[
         metavar="SECONDS",
         help="Time in which a cache saved with --codec cachegen is restored: chunk by chunk, at "
         "the finest level that comes in time, or from its text.  Default: the finest level.",
+    ),
+]
+ShareLayers = Annotated[
+    list[int],
+    typer.Option(
+        "--share-layer",
+        metavar="LAYER",
+        help="Layer before which hidden states are saved, too, so that models tuned from the same "
+        "base can take what is read (--reuse-from); may be repeated.",
+    ),
+]
+ReuseFrom = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        help="Take contexts and saved caches that this model of the same shape has shared.",
+    ),
+]
+RecomputeLayers = Annotated[
+    str | None,
+    typer.Option(
+        metavar="START-STOP",
+        help="With --reuse-from: layers that are computed again, such as 10-30 for 10 to 29.",
     ),
 ]
 DEFAULT_CODEC = "raw"  # valid without an import of the store
@@ -101,6 +125,28 @@ def check_codec(name: str, resume_deadline: float | None = None) -> None:
     is_lossless_codec(name)
 
 
+def layer_transfer(
+    share_layers: list[int], reuse_from: str | None, recompute_layers: str | None
+) -> LayerTransfer | None:
+    """What a model shares with others, and takes from one; None for neither.
+
+    Raises:
+        UsageError: a layer or a range is malformed, or one option lacks the other.
+    """
+    if not (share_layers or reuse_from or recompute_layers):
+        return None
+    from larder.engine.layer_transfer import LayerTransfer, check_state_layers, parse_layers
+
+    check_state_layers(share_layers)
+    if (reuse_from is None) != (recompute_layers is None):
+        raise UsageError(
+            "--reuse-from and --recompute-layers go together: name the model, and the layers that "
+            "are computed again (benchmarks/layer_ranges.py measures ranges)."
+        )
+    layers = (0, 0) if recompute_layers is None else parse_layers(recompute_layers)
+    return LayerTransfer(tuple(sorted(set(share_layers))), reuse_from or "", layers)
+
+
 def check_store_access(url: str) -> None:
     """Check that a store can be written; one that is slow or full now is reported on stderr.
 
@@ -122,6 +168,7 @@ def open_persistence(
     codec: str,
     key_file: Path | None,
     resume_deadline: float | None = None,
+    layers: LayerTransfer | None = None,
 ) -> Iterator[ChatPersistence]:
     """Persistence of caches in a store.
 
@@ -131,6 +178,7 @@ def open_persistence(
         StoreError, InputError: the key is invalid, or the store cannot be opened with it.
     """
     from larder.core.home import LOCAL_PRINCIPAL
+    from larder.engine.layer_transfer import LayerTransfer
     from larder.engine.persistence import NoPersistence
     from larder.engine.store_persistence import StorePersistence
     from larder.store.encryption import encryption_for, read_key
@@ -152,6 +200,7 @@ def open_persistence(
             codec,
             encryption_for(key, "chats"),
             streaming_of(resume_deadline),
+            layers or LayerTransfer(),
         )
     finally:
         store.close()

@@ -23,6 +23,12 @@ from .generate import StoppingCriteria as StoppingCriteria
 from .generate import keep_generating as keep_generating
 from .generate import no_observer as no_observer
 from .image_prompts import encode_image_prompts as encode_image_prompts
+from .layer_transfer import LayerTransfer as LayerTransfer
+from .layer_transfer import StoredStates as StoredStates
+from .layer_transfer import check_sender as check_sender
+from .layer_transfer import parse_layers as parse_layers
+from .layer_transfer import reused_chunks as reused_chunks
+from .layer_transfer import stored_sender as stored_sender
 from .log_likelihood import ContinuationRequest as ContinuationRequest
 from .log_likelihood import LikelihoodScorer as LikelihoodScorer
 from .log_likelihood import ScoredText as ScoredText

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,6 +50,8 @@ class ResumeResult:
         seconds: time that it took.
         codec: codec that the caches were saved with, if another is asked for; else empty.
         is_outdated: True if the restored caches should replace the saved ones.
+        sender: model that the caches were taken from, and what was computed again; empty for those
+            of the model itself.
     """
 
     state: ChatState | None
@@ -57,6 +60,7 @@ class ResumeResult:
     seconds: float = 0.0
     codec: str = ""
     is_outdated: bool = False
+    sender: str = ""
 
     @property
     def summary(self) -> str:
@@ -65,7 +69,8 @@ class ResumeResult:
         saved = f" (saved as {self.codec})" if self.codec else ""
         if self.state is None:
             return f"{read}{saved}"
-        line = f"restored {self.tokens:,} tokens in {self.seconds:.2f} s{saved}"
+        of = f" of {self.sender}" if self.sender else ""
+        line = f"restored {self.tokens:,} tokens{of} in {self.seconds:.2f} s{saved}"
         return f"{line}, the rest {read}" if self.reason else line
 
 
@@ -95,6 +100,27 @@ class ChatPersistence(ABC):
     @abstractmethod
     def chunks(self) -> ChunkSource | None:
         """Contexts that were read before; None where nothing is saved."""
+
+    def receive(
+        self, name: str, runtime: ModelRuntime, policy: Policy, log: ChatLog
+    ) -> ResumeResult:
+        """Restore a state that another model of the same shape has saved; by default none.
+
+        Raises:
+            LarderError: what is asked for can never serve this model.
+        """
+        del name, runtime, policy, log
+        return ResumeResult(None, NOT_SAVED)
+
+    def share_states(self, policy: Policy, ids: tuple[int, ...]) -> AbstractContextManager[object]:
+        """Context in which a text is read whose hidden states are saved for other models; by
+        default nothing is.
+
+        Raises:
+            UsageError: the policy does not read a text so that it can be shared.
+        """
+        del policy, ids
+        return nullcontext()
 
 
 class NoPersistence(ChatPersistence):

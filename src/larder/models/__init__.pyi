@@ -53,6 +53,7 @@ from .layer_reuse import SharedReading as SharedReading
 from .layer_reuse import pareto_ranges as pareto_ranges
 from .layer_reuse import range_profiles as range_profiles
 from .layer_reuse import receive_reading as receive_reading
+from .layer_reuse import recorded_states as recorded_states
 from .layer_reuse import share_reading as share_reading
 from .layer_runner import LayerRunner as LayerRunner
 from .layer_runner import SmallBatchRunner as SmallBatchRunner

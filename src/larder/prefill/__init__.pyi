@@ -5,7 +5,9 @@ from .base import run_steps as run_steps
 from .base import split_blocks as split_blocks
 from .contexts import ChunkAnchor as ChunkAnchor
 from .contexts import ChunkMemory as ChunkMemory
+from .contexts import ChunkReader as ChunkReader
 from .contexts import ChunkSource as ChunkSource
+from .contexts import ChunkStates as ChunkStates
 from .contexts import ChunkVariant as ChunkVariant
 from .contexts import NoChunks as NoChunks
 from .contexts import append_text as append_text
@@ -17,6 +19,8 @@ from .eviction_pass import ScoringPhase as ScoringPhase
 from .eviction_pass import SharedLayerScores as SharedLayerScores
 from .eviction_pass import rotate_to_cache_positions as rotate_to_cache_positions
 from .gradients import gradient_inputs as gradient_inputs
+from .layer_reuse import ReusedChunks as ReusedChunks
+from .layer_reuse import SenderChunks as SenderChunks
 from .memory import PeakMemoryMeter as PeakMemoryMeter
 from .reader import PrefillReader as PrefillReader
 from .reader import PrefillSequence as PrefillSequence

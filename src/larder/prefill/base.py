@@ -9,8 +9,10 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from larder.cache.sequence import SequenceCache
+from larder.core.errors import UsageError
 from larder.core.images import NO_IMAGES, ImageSpans
 from larder.core.progress import Progress, no_progress
+from larder.core.spelling import spell
 from larder.ops.apportionment import even_ranges
 from larder.policy.reduced_scorer import ReducedScorer
 from larder.prefill.memory import EntryCapacity
@@ -121,6 +123,8 @@ class Schedule(ABC):
 
     # Cache form of a schedule that reads contexts apart; empty for that of the policy.
     cache_form: ClassVar[str] = ""
+    # Whether chunks may approximate the model's own reading, since what is made of them is private.
+    takes_reused_chunks: ClassVar[bool] = False
     # Whether tokens are chosen in the pass that reads them, before a prompt is read behind it.
     chooses_in_pass: ClassVar[bool] = False
 
@@ -163,6 +167,23 @@ class Schedule(ABC):
     def chunk_eviction(self) -> str:
         """Eviction policy of the contexts that a server keeps in host memory."""
         return "lru"
+
+    def check_chunks(self, source: ChunkSource) -> None:
+        """Check that contexts may come from a source.
+
+        Raises:
+            UsageError: they are of another model, and the schedule reads contexts as one text, or
+                keeps what it makes of them as the model's own reading.
+        """
+        if source.is_exact or self.takes_reused_chunks:
+            return
+        how = (
+            "keeps what it makes of them as exact" if self.cache_form else "reads them as one text"
+        )
+        raise UsageError(
+            f"{spell(self)} {how}, so that it cannot take contexts of another model: take "
+            "cacheblend or ape, or read them without the other model."
+        )
 
     def context_steps(
         self,

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from larder.cache.chunk_entries import ChunkEntries, ChunkProfile
 from larder.cache.sequence import SequenceCache
@@ -27,11 +30,21 @@ BLOCK_TOKENS = 1024  # bounds activations; blocks of any size give the same entr
 DEFAULT_SOURCE_BYTES = 2**30
 # What a chunk is held as, its prefix, its tokens or its place, and the chunks it was read behind.
 ChunkKey = tuple[object, ...]
-APART, VARIANT, ANCHOR = "apart", "variant", "anchor"
+APART, VARIANT, ANCHOR, STATES = "apart", "variant", "anchor", "states"
 
 
 class ChunkSource(ABC):
     """Entries of chunks by their tokens and those of their prefix, of one model and one tenant."""
+
+    # Whether what is found is what the model itself would read.
+    is_exact: ClassVar[bool] = True
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """Layers before which the hidden states of a chunk are kept beside its entries, for other
+        models of the same shape (DroidSpeak); none by default.
+        """
+        return ()
 
     @abstractmethod
     def find(
@@ -77,6 +90,38 @@ class ChunkSource(ABC):
         Its base is held as the chunk, and not held again.
         """
         del prefix, place, anchor
+
+    def states(
+        self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
+    ) -> ChunkStates | None:
+        """Hidden states of a chunk, on the device of `spec`; None if there are none."""
+        return None
+
+    def add_states(
+        self, prefix: tuple[int, ...], ids: tuple[int, ...], states: ChunkStates
+    ) -> None:
+        """Keep the hidden states of a chunk; by default they are left out."""
+        del prefix, ids, states
+
+
+@dataclass(frozen=True)
+class ChunkStates:
+    """Hidden states of a chunk's tokens before some layers.
+
+    Args:
+        by_layer: states by the index of the layer.
+    """
+
+    by_layer: Mapping[int, Float[Tensor, "1 N hidden"]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(own.nbytes for own in self.by_layer.values())
+
+    def to(self, device: torch.device | str) -> ChunkStates:
+        """States on a device; the same tensors where they are on it."""
+        return ChunkStates({layer: own.to(device) for layer, own in self.by_layer.items()})
 
 
 @dataclass(frozen=True)
@@ -138,7 +183,7 @@ class ChunkChange:
         return replace(self, entries=self.entries.to(device))
 
 
-KeptChunk = ChunkEntries | ChunkVariant | ChunkChange
+KeptChunk = ChunkEntries | ChunkVariant | ChunkChange | ChunkStates
 
 
 def variant_key(
@@ -183,6 +228,8 @@ class ChunkMemory(ChunkSource):
 
     Args:
         max_bytes: most bytes of all entries.
+        state_layers: layers before which hidden states are kept, too, for another model of the
+            same shape (`larder.engine.reused_chunks`).
 
     Examples:
         >>> chunks = ChunkMemory(2**28)
@@ -190,9 +237,11 @@ class ChunkMemory(ChunkSource):
         0
     """
 
-    def __init__(self, max_bytes: int = DEFAULT_SOURCE_BYTES) -> None:
+    def __init__(
+        self, max_bytes: int = DEFAULT_SOURCE_BYTES, state_layers: Sequence[int] = ()
+    ) -> None:
         check_count("max_bytes", max_bytes)
-        self._max_bytes = max_bytes
+        self._max_bytes, self._state_layers = max_bytes, tuple(state_layers)
         self._held = OrderedDict[ChunkKey, KeptChunk]()
         self._spec: ModelSpec | None = None
 
@@ -200,6 +249,22 @@ class ChunkMemory(ChunkSource):
     def nbytes(self) -> int:
         """Bytes of all entries."""
         return sum(chunk.nbytes for chunk in self._held.values())
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        return self._state_layers
+
+    def states(
+        self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
+    ) -> ChunkStates | None:
+        found = self._all(spec, (STATES, prefix, ids))
+        own = found[0] if found else None
+        return own if isinstance(own, ChunkStates) else None
+
+    def add_states(
+        self, prefix: tuple[int, ...], ids: tuple[int, ...], states: ChunkStates
+    ) -> None:
+        self._hold((STATES, prefix, ids), states)
 
     def find(
         self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
@@ -278,15 +343,36 @@ class ChunkReader:
     def chunk(self, ids: tuple[int, ...]) -> tuple[ChunkEntries, bool]:
         """Entries of a chunk, and whether they were found."""
         found = self._source.find(self._decoder.spec, self._prefix, ids)
-        if found is not None:
+        if found is not None and self._has_states(ids):
             return found, True
         self._fill()
         start = self._cache.next_position
-        self._read(ids)
+        states = self._read_with_states(ids)
         entries = ChunkEntries.of(self._cache, start, start + len(ids))
         self._source.add(self._prefix, ids, self._cache)
+        if states is not None:
+            self._source.add_states(self._prefix, ids, states)
         self._cache.truncate(start)
         return entries, False
+
+    def _has_states(self, ids: tuple[int, ...]) -> bool:
+        """True if all hidden states that the source keeps of a chunk are there."""
+        wanted = set(self._source.state_layers)
+        if not wanted:
+            return True
+        states = self._source.states(self._decoder.spec, self._prefix, ids)
+        return states is not None and wanted <= states.by_layer.keys()
+
+    def _read_with_states(self, ids: tuple[int, ...]) -> ChunkStates | None:
+        """Read a chunk; its hidden states where the source keeps them."""
+        if not self._source.state_layers:
+            self._read(ids)
+            return None
+        from larder.models.layer_reuse import recorded_states
+
+        with recorded_states(self._decoder, self._source.state_layers) as recorder:
+            self._read(ids)
+        return ChunkStates(recorder.states())
 
     def _fill(self) -> None:
         """Read the prefix, unless it has been read."""

@@ -22,6 +22,7 @@ from .context_order import ContextOrders as ContextOrders
 from .context_order import importance_line as importance_line
 from .context_prompts import HostTexts as HostTexts
 from .context_prompts import chunk_id as chunk_id
+from .context_transfer import ContextTransfer as ContextTransfer
 from .embedder_queue import EmbedderQueue as EmbedderQueue
 from .engine_client import EngineClient as EngineClient
 from .engine_context import EngineContext as EngineContext

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from os import urandom
@@ -17,6 +18,7 @@ from sys import getsizeof
 
 from larder.core.errors import BudgetError
 from larder.prefill.base import ContextText
+from larder.prefill.contexts import ChunkSource
 from larder.server.api_errors import invalid_request
 from larder.server.context_order import ContextOrder, ContextOrders, importance_line
 from larder.server.host_chunks import HostChunks, TenantChunks
@@ -32,6 +34,8 @@ MOST_TEXTS = 4096  # texts of one tenant that ids stand for
 TEXT_BYTES = 2**24  # of memory that they take, at most
 TEXT_SHARE = 1 / 16  # of host memory that texts of all tenants take, at most
 ENTRY_BYTES = 512  # of memory that a text takes beside its characters
+# Chunks of a tenant with those that another model has read, from its own chunks.
+ChunkTransfer = Callable[[ChunkSource, str], ChunkSource]
 MARK_BYTES = 16  # of the mark that stands for the contexts while a prompt is rendered
 
 
@@ -122,10 +126,24 @@ class ContextPrompts:
     def __init__(self, tokenizer: TokenizerAdapter, ledger: ByteLedger, chunks: HostChunks) -> None:
         self._tokenizer, self._chunks = tokenizer, chunks
         self._texts, self._orders = HostTexts(ledger), ContextOrders(ledger)
+        self._transfer: ChunkTransfer | None = None
 
-    def source(self, tenant: str) -> TenantChunks:
-        """Chunks of a tenant."""
+    def source(self, tenant: str) -> ChunkSource:
+        """Chunks of a tenant; where they are taken from another model, those of both."""
+        own = self.own_source(tenant)
+        return own if self._transfer is None else self._transfer(own, tenant)
+
+    def own_source(self, tenant: str) -> TenantChunks:
+        """Chunks that this model has read for a tenant."""
         return TenantChunks(self._chunks, tenant)
+
+    def share(self, layers: Iterable[int]) -> None:
+        """Keep hidden states before some layers, beside those that are kept, for other models."""
+        self._chunks.state_layers = tuple(sorted({*self._chunks.state_layers, *layers}))
+
+    def take(self, transfer: ChunkTransfer) -> None:
+        """Take contexts that this model has not read from another model."""
+        self._transfer = transfer
 
     def resolved(self, request: Request) -> Request:
         """Request with the texts of its contexts in place of ids.

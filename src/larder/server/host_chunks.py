@@ -1,6 +1,7 @@
 """Chunks of contexts in host memory: their entries, reservations and eviction, by tenant.
 
-Variants of a chunk (Cache-Craft) and changes of an anchor (KVCOMM) are kept beside the entries.
+Variants of a chunk (Cache-Craft), changes of an anchor (KVCOMM) and hidden states for other models
+(DroidSpeak) are kept beside the entries.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError
 from larder.core.spec import ModelSpec
 from larder.prefill.contexts import (
+    STATES,
     ChunkAnchor,
     ChunkChange,
     ChunkSource,
+    ChunkStates,
     ChunkVariant,
     KeptChunk,
     anchor_key,
@@ -66,6 +69,7 @@ class HostChunks:
         operations: Callable[[int], float] = float,
     ) -> None:
         self._ledger, self._rule, self._operations = ledger, rule, operations
+        self.state_layers: tuple[int, ...] = ()  # before which states are kept for other models
         self._held = dict[tuple[str, HostKey], HostChunk]()
         self._names = dict[tuple[str, tuple[int, ...]], str]()  # by tenant and text to the end
         self._uses, self._clock = 0, 0.0
@@ -233,6 +237,24 @@ class TenantChunks(ChunkSource):
     ) -> None:
         key = variant_key(prefix, ids, variant.profile.before)
         self._chunks.keep(self._tenant, key, variant, len(ids))
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        return self._chunks.state_layers
+
+    def states(
+        self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
+    ) -> ChunkStates | None:
+        found = self._chunks.beginning_with(self._tenant, (STATES, prefix, ids))
+        own = found[0] if found else None
+        return own.to(spec.device) if isinstance(own, ChunkStates) else None
+
+    def add_states(
+        self, prefix: tuple[int, ...], ids: tuple[int, ...], states: ChunkStates
+    ) -> None:
+        chunk = self._chunks.name(self._tenant, prefix + ids)
+        if chunk:  # there was room for it
+            self._chunks.keep(self._tenant, (STATES, prefix, ids), states, len(ids), chunk)
 
     def anchors(self, spec: ModelSpec, prefix: tuple[int, ...], place: int) -> list[ChunkAnchor]:
         found = self._chunks.beginning_with(self._tenant, anchor_key(prefix, place))

@@ -56,8 +56,7 @@ class ModelRouter(EngineClient):
         parallel_map(lambda client: client.close(), self._clients.values())
 
     def _scoped(self, tenant: str, name: str) -> str:
-        """Tenant under a model."""
-        return tenant if name == self._default else f"{tenant}{MODEL_SEPARATOR}{name}"
+        return scoped_tenant(tenant, name, self._default)
 
     def _merged(self, operation: Operation[..., R], arguments: tuple[Any, ...]) -> R:
         assert operation.merge is not None
@@ -100,6 +99,21 @@ class ModelRouter(EngineClient):
                 if error.code != "session_not_found":
                     raise
         return self._clients[last].call(operation, self._scoped(tenant, last), *rest)
+
+
+def scoped_tenant(tenant: str, name: str, default: str) -> str:
+    """Tenant under a model.
+
+    Args:
+        name: of the model.
+        default: name of the model under which a tenant has its own name.
+    """
+    return tenant if name == default else f"{tenant}{MODEL_SEPARATOR}{name}"
+
+
+def unscoped_tenant(scoped: str, name: str, default: str) -> str:
+    """Tenant of a name by `scoped_tenant`."""
+    return scoped if name == default else scoped.removesuffix(f"{MODEL_SEPARATOR}{name}")
 
 
 class TurnLock:

@@ -91,6 +91,8 @@ def _prefill_contexts(
     """
     from larder.prefill.contexts import NoChunks
 
+    source = source or NoChunks()
+    policy.schedule.check_chunks(source)
     spec, tokenizer = runtime.decoder.spec, runtime.tokenizer
     transcript = tokenizer.encode_conversation(document)
     text = _context_text(transcript, tokenizer.num_prefix_tokens(document))
@@ -105,9 +107,7 @@ def _prefill_contexts(
     check_recent_fits(policy, entries_per_head(policy, spec))
     caches, reader = SessionCaches(spec, ()), prefill_reader(runtime, policy, len(text.ids), meter)
     sequence = PrefillSequence(empty_cache(policy, spec), known, caches.add)
-    reuse = run_steps(
-        policy.schedule.context_steps(reader, sequence, text, source or NoChunks()), progress
-    )
+    reuse = run_steps(policy.schedule.context_steps(reader, sequence, text, source), progress)
     figures = cache_figures(
         policy,
         spec,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from larder.core.arguments import require
 from larder.models.cacheblend import ContextChunk, blend
@@ -34,6 +35,7 @@ class Blended(ChunkedSchedule):
     """
 
     recompute: float = 0.15
+    takes_reused_chunks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require(0 <= self.recompute <= 1, "blended.recompute", "a share in [0, 1]", self.recompute)

@@ -49,6 +49,7 @@ class Parallel(Schedule):
     temperature: float = 0.9
     scale: float = 0.9
     cache_form: ClassVar[str] = "parallel"
+    takes_reused_chunks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name in ("temperature", "scale"):

@@ -1,0 +1,119 @@
+"""Contexts that one model has read, taken by another of its shape (DroidSpeak)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from larder.core import ModelError, UsageError
+from larder.models import Decoder
+from larder.prefill import (
+    Blended,
+    ChunkMemory,
+    ChunkReader,
+    ChunkSource,
+    NoChunks,
+    ReusedChunks,
+    SenderChunks,
+    Whole,
+)
+from model_runs import some_ids
+from tiny_models import tiny
+
+PREFIX, TEXT = some_ids(5, seed=1), some_ids(13, seed=2)
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Decoder, Decoder]:
+    """A model and one whose weights are a little different."""
+    one, other = tiny("qwen3", layers=4), tiny("qwen3", layers=4)
+    source = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=source)
+    return Decoder(one), Decoder(other)
+
+
+def sent(sender: Decoder, layers: tuple[int, ...] = (2,)) -> SenderChunks:
+    """Chunk of a sender behind the prefix."""
+    chunks = ChunkMemory(state_layers=layers)
+    ChunkReader(sender, PREFIX, chunks).chunk(TEXT)
+    return SenderChunks(chunks, sender.spec)
+
+
+def taken(receiver: Decoder, source: ChunkSource):
+    return ChunkReader(receiver, PREFIX, source).chunk(TEXT)
+
+
+@pytest.mark.parametrize("layers", [(0, 4), (2, 4), (0, 2), (1, 1)])
+def test_layers_outside_the_range_are_the_senders_and_all_layers_the_receivers(pair, layers):
+    sender, receiver = pair
+    chunks = sent(sender)
+    theirs = chunks.source.find(sender.spec, PREFIX, TEXT)
+    own, _ = taken(receiver, NoChunks())
+    got, found = taken(receiver, ReusedChunks(NoChunks(), chunks, receiver, layers))
+    assert theirs is not None
+    assert found and got.start == len(PREFIX)
+    for layer in range(4):
+        if layers[0] <= layer < layers[1]:
+            assert not torch.equal(got.values[layer], theirs.values[layer])
+        else:
+            assert torch.equal(got.values[layer], theirs.values[layer])
+            assert torch.equal(got.keys[layer], theirs.keys[layer])
+    if layers[0] == 0:
+        for layer in range(layers[1]):
+            torch.testing.assert_close(got.keys[layer], own.keys[layer], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(got.values[layer], own.values[layer], atol=1e-4, rtol=1e-4)
+
+
+def test_own_chunks_come_first_and_taken_ones_are_kept_nowhere(pair) -> None:
+    sender, receiver = pair
+    mine = ChunkMemory()
+    source = ReusedChunks(mine, sent(sender), receiver, (2, 4))
+    approximate, _ = taken(receiver, source)
+    assert mine.find(receiver.spec, PREFIX, TEXT) is None
+    assert mine.find(receiver.spec, (), PREFIX) is not None  # read by the receiver itself
+    own, found = taken(receiver, mine)
+    assert not found
+    again, found = taken(receiver, source)
+    assert found and torch.equal(again.values[0], own.values[0])
+    assert not torch.equal(again.values[0], approximate.values[0])
+
+
+def test_what_the_sender_has_not_is_read(pair) -> None:
+    sender, receiver = pair
+    empty = SenderChunks(ChunkMemory(state_layers=(2,)), sender.spec)
+    own, _ = taken(receiver, NoChunks())
+    got, found = taken(receiver, ReusedChunks(NoChunks(), empty, receiver, (2, 4)))
+    assert not found
+    torch.testing.assert_close(got.values[3], own.values[3], atol=1e-5, rtol=1e-5)
+
+
+def test_a_chunk_that_was_kept_without_states_is_read_again_by_its_own_model(pair) -> None:
+    sender, _ = pair
+    chunks = ChunkMemory()
+    taken(sender, chunks)
+    sharing = ChunkMemory(state_layers=(2,))
+    sharing._held.update(chunks._held)
+    assert not taken(sender, sharing)[1]
+    assert taken(sender, sharing)[1]
+    states = sharing.states(sender.spec, PREFIX, TEXT)
+    assert states is not None and states.by_layer[2].shape == (1, len(TEXT), sender.spec.width)
+    assert states.nbytes == states.by_layer[2].nbytes > 0
+
+
+def test_ranges_without_states_and_layers_that_are_none_are_refused(pair) -> None:
+    sender, receiver = pair
+    with pytest.raises(ModelError, match="keeps those before 2"):
+        ReusedChunks(NoChunks(), sent(sender), receiver, (1, 4))
+    with pytest.raises(ModelError, match="Layer 8 is none"):
+        ReusedChunks(NoChunks(), sent(sender), receiver, (2, 9))
+
+
+def test_schedules_that_keep_contexts_as_exact_refuse_those_of_another_model(pair) -> None:
+    sender, receiver = pair
+    source = ReusedChunks(NoChunks(), sent(sender), receiver, (2, 4))
+    Blended().check_chunks(source)
+    Whole().check_chunks(NoChunks())
+    with pytest.raises(UsageError, match="reads them as one text"):
+        Whole().check_chunks(source)
