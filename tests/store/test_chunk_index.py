@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,8 +18,10 @@ from larder.store import (
     Manifest,
     PrefixChunk,
     PrefixDigest,
+    chunk_record_path,
     open_file_system,
     prefix_digest,
+    sealed_json,
     token_ids_from_bytes,
 )
 from larder.store.prefix import chunk_index as module
@@ -202,3 +205,52 @@ def test_a_chunk_that_others_continue_stays(tmp_path: Path) -> None:
     assert held(chunks.match_prefix(TENANT, IDENTITY, [1, 2, 3, 4, 5, 6])) == 6
     chunks.remove_unreferenced(TENANT, [first, second])
     assert chunks.all() == []
+
+
+def record_of(folder: Path, tokens: Sequence[int]) -> Path:
+    """The file of the first chunk of a text."""
+    [chunk] = [each.chunk for each in chunks_at(folder).match_prefix(TENANT, IDENTITY, tokens)]
+    return folder / "store" / chunk_record_path(TENANT, chunk.key)
+
+
+@pytest.mark.parametrize("damage", ["changed", "cut", "no JSON", "of another chunk"])
+@pytest.mark.parametrize("is_read", [True, False], ids=["read", "not read"])
+def test_a_damaged_record_is_set_aside_and_stored_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str, is_read: bool
+) -> None:
+    lines = list[str]()
+    log = logging.getLogger("larder.store")
+    monkeypatch.setattr(log, "warning", lambda form, *told: lines.append(form % told))
+    keep(chunks_at(tmp_path), [1, 2, 3])
+    keep(chunks_at(tmp_path), [4, 5, 6])
+    path, other = (record_of(tmp_path, ids) for ids in ([1, 2, 3], [4, 5, 6]))
+    intact = path.read_bytes()
+    damaged = {
+        "changed": intact.replace(b"[1,2,3]", b"[1,2,7]"),
+        "cut": intact[:-9],
+        "no JSON": b"\0" * len(intact),
+        "of another chunk": other.read_bytes(),
+    }[damage]
+    assert damaged != intact
+    path.write_bytes(damaged)
+    elsewhere = chunks_at(tmp_path, "other")
+    if is_read:
+        assert not elsewhere.match_prefix(TENANT, IDENTITY, [1, 2, 3])
+        assert not path.exists()
+    elsewhere.add(TENANT, IDENTITY, None, [1, 2, 3], a_ref("again"))  # read again, and stored
+    third = chunks_at(tmp_path, "third")
+    assert held(third.match_prefix(TENANT, IDENTITY, [1, 2, 3])) == 3
+    [line] = lines
+    assert line.startswith(f"damaged: the chunk record chunks/{TENANT}/") and "set aside" in line
+    assert (tmp_path / "store" / "damaged" / path.name).read_bytes() == damaged
+
+
+def test_a_record_of_another_version_stays(tmp_path: Path) -> None:
+    keep(chunks_at(tmp_path), [1, 2, 3])
+    path = record_of(tmp_path, [1, 2, 3])
+    later = sealed_json(SECRET, "chunk", '{"schema":99}')
+    path.write_bytes(later)
+    elsewhere = chunks_at(tmp_path, "other")
+    assert not elsewhere.match_prefix(TENANT, IDENTITY, [1, 2, 3])
+    elsewhere.add(TENANT, IDENTITY, None, [1, 2, 3], a_ref("again"))
+    assert path.read_bytes() == later

@@ -90,6 +90,7 @@ from .prefix.chunk_records import CHUNK_FORM as CHUNK_FORM
 from .prefix.chunk_records import ChunkMatch as ChunkMatch
 from .prefix.chunk_records import PrefixChunk as PrefixChunk
 from .prefix.chunk_records import PrefixDigest as PrefixDigest
+from .prefix.chunk_records import chunk_record_path as chunk_record_path
 from .prefix.chunk_records import common_prefix_len as common_prefix_len
 from .prefix.chunk_records import prefix_digest as prefix_digest
 from .prefix.chunk_records import token_bytes as token_bytes

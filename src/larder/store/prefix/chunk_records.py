@@ -8,6 +8,7 @@ kept/<tenant>/<key>.json       mark: the chunk is retained without a session
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from larder.core.errors import Damaged
+from larder.core.errors import Damaged, StoreError
 from larder.store.blobs.blob_store import BlobRef
 from larder.store.digests import canonical_json, key_of, open_sealed_json, parse_json, sealed_json
 from larder.store.fs.base import FileSystem
@@ -26,6 +27,7 @@ CHUNKS_FOLDER, KEPT_FOLDER = "chunks", "kept"
 CHUNK_SCHEMA = 1
 CHUNK_FORM = StoredForm("The record of a prefix chunk", "schema", CHUNK_SCHEMA)
 RECORD_SUFFIX, SHARED_SUFFIX = "json", "shared"
+_LOG = logging.getLogger("larder.store")
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,13 @@ class ChunkRecords:
         self._files, self._executor, self._secret = file_system, executor, secret
 
     def write(self, tenant: str, key: str, fields: dict[str, Any]) -> bool:
-        """Write a chunk record; True if none of its key existed."""
+        """Write a chunk record; True if none of its key existed, or a damaged one."""
+        if self._create(tenant, key, fields):
+            return True
+        self._intact(tenant, key)
+        return self._create(tenant, key, fields)
+
+    def _create(self, tenant: str, key: str, fields: dict[str, Any]) -> bool:
         path = chunk_record_path(tenant, key)
         try:
             self._executor.call(self._files.create, path, self._sealed(fields))
@@ -85,8 +93,26 @@ class ChunkRecords:
         return True
 
     def read(self, tenant: str, key: str) -> dict[str, Any] | None:
-        """Chunk record; None if it is missing or damaged."""
-        return self._read(chunk_record_path(tenant, key))
+        """Chunk record; None if it is missing, or damaged and set aside."""
+        fields = self._intact(tenant, key)
+        return fields if fields is not None and fields.get("schema") == CHUNK_SCHEMA else None
+
+    def _intact(self, tenant: str, key: str) -> dict[str, Any] | None:
+        """Fields of a record of any version. One that was changed, or belongs to another chunk, is
+        set aside, so that the chunk can be stored again."""
+        path = chunk_record_path(tenant, key)
+        try:
+            fields = self._parsed(path)
+            if fields.get("schema") == CHUNK_SCHEMA and _place_of(fields) != (tenant, key):
+                raise Damaged("It belongs to another chunk.")
+        except FileNotFoundError:
+            return None
+        except Damaged as error:
+            _LOG.warning("damaged: the chunk record %s is set aside. %s", path, error)
+            with suppress(FileNotFoundError, StoreError):
+                self._executor.call(self._files.set_aside, path)
+            return None
+        return fields
 
     def all(self) -> Iterator[dict[str, Any]]:
         """All intact chunk records."""
@@ -153,10 +179,13 @@ class ChunkRecords:
     def _open(self, path: str) -> dict[str, Any] | None:
         """Fields of a record of any version; None if it is missing or damaged."""
         try:
-            data = self._executor.call(self._files.read, path)
-            return parse_json(open_sealed_json(self._secret, "chunk", data))
+            return self._parsed(path)
         except (FileNotFoundError, Damaged):
             return None
+
+    def _parsed(self, path: str) -> dict[str, Any]:
+        data = self._executor.call(self._files.read, path)
+        return parse_json(open_sealed_json(self._secret, "chunk", data))
 
     def _sealed(self, fields: dict[str, Any]) -> bytes:
         text = canonical_json(fields | {"schema": CHUNK_SCHEMA})
@@ -202,6 +231,11 @@ def chunk_from_dict(fields: dict[str, Any], parent: int) -> PrefixChunk:
         fields["prefix"],
         BlobRef(**fields["ref"]),
     )
+
+
+def _place_of(fields: dict[str, Any]) -> tuple[Any, Any]:
+    """Tenant and key of a record."""
+    return fields.get("tenant"), fields.get("key")
 
 
 class PrefixDigest:
