@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
 from cli_results import Run, complaint, document
 from larder import Chat
+from larder.store import LocalFileSystem
 
 POLICY = 'episodes(embedder="tokens") > blockwise() > patched() > pooled()'
 SMALL = ("--policy", POLICY, "--budget", "64", "--max-new-tokens", "8")
@@ -125,3 +127,39 @@ def test_damage_is_told_and_read_anew(run: Run, larder_home: Path) -> None:
 def test_a_codec_that_is_none_is_refused_early(run: Run) -> None:
     result = run("chat", "s", *SMALL, "--codec", "int3", stdin="Hello.\n")
     assert "'int3'" in complaint(result, 2)
+
+
+def test_what_cannot_be_written_is_told_before_the_first_turn(
+    run: Run, larder_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = LocalFileSystem.create
+    monkeypatch.setattr("larder.cli.question_run.load_model", None)  # fails where it is called
+
+    def read_only(self: LocalFileSystem, path: str, data: bytes) -> None:
+        if self.url == str(larder_home):
+            raise OSError(errno.EROFS, "Read-only file system", path)
+        create(self, path, data)
+
+    monkeypatch.setattr(LocalFileSystem, "create", read_only)
+    done = run("chat", "kept", stdin="")
+    assert isinstance(done.exception, TypeError)  # the model would be loaded
+    assert f"the turns of 'kept' are not saved: {larder_home} cannot be written" in done.stderr
+    assert "set LARDER_HOME" in done.stderr
+    assert "not saved" not in run("chat", stdin="").stderr  # it has no name
+
+
+def test_a_store_that_cannot_be_written_is_told_before_the_first_turn(
+    run: Run, larder_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = LocalFileSystem.create
+
+    def read_only(self: LocalFileSystem, path: str, data: bytes) -> None:
+        if self.url == str(larder_home / "store"):
+            raise OSError(errno.EROFS, "Read-only file system", path)
+        create(self, path, data)
+
+    monkeypatch.setattr(LocalFileSystem, "create", read_only)
+    done = run("chat", "kept", "--model", "seed", stdin="/quit\n")
+    [line] = [line for line in done.stderr.splitlines() if "caches are not saved" in line]
+    assert f"The store at {larder_home}/store cannot be written (Read-only file system)" in line
+    assert "are not saved" not in run("chat", "other", "--store", larder_home / "else").stderr

@@ -25,7 +25,8 @@ from larder.cli.store_options import (
     open_persistence,
     print_resume_result,
 )
-from larder.core.errors import LarderError
+from larder.core.errors import LarderError, StoreError
+from larder.core.home import home
 from larder.engine.progress_bar import progress_bar
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ def chat(
 
     check_codec(codec, resume_deadline)
     history = _history(file)
+    if session is not None:
+        _print_unwritable_home(session)
     engine = open_engine(options)
     persistence = (
         nullcontext()
@@ -76,6 +79,21 @@ def chat(
         with progress_bar("Reading", "tokens") as watch:
             talk = Chat(engine, session, history, watch, keeper)
         _chat_loop(talk, session, options)
+
+
+def _print_unwritable_home(session: str) -> None:
+    """Report on stderr if the transcript could not be saved now."""
+    from larder.store.fs import check_writable
+
+    try:
+        check_writable(str(home()))
+    except StoreError as error:
+        print(
+            f"larder: the turns of {session!r} are not saved: {home()} cannot be written "
+            f"({error.__cause__ or error}): let this user write there, or set LARDER_HOME to "
+            "another folder.",
+            file=sys.stderr,
+        )
 
 
 def _history(file: Path | None) -> Conversation | None:

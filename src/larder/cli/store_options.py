@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from larder.core.errors import LarderError, StoreFull, StoreSlow, UsageError
+from larder.core.errors import LarderError, StoreError, StoreFull, StoreSlow, UsageError
 
 if TYPE_CHECKING:
     from larder.engine.engine import Engine
@@ -105,8 +105,14 @@ def open_store(url: str | None, key_file: Path | None) -> Store:
     from larder.store.encryption import read_key
     from larder.store.store import Store
 
-    key = read_key(key_file)
-    return Store(str(home() / "store") if url is None else url, home(), key=key)
+    return Store(store_url(url), home(), key=read_key(key_file))
+
+
+def store_url(url: str | None) -> str:
+    """Address of a store; by default in the home folder."""
+    from larder.core.home import home
+
+    return str(home() / "store") if url is None else url
 
 
 def check_codec(name: str, resume_deadline: float | None = None) -> None:
@@ -161,6 +167,20 @@ def check_store_access(url: str) -> None:
         print(f"larder: turns are not durable until the store takes them: {error}", file=sys.stderr)
 
 
+def print_if_unwritable(saved: str, url: str) -> None:
+    """Print one line on stderr if a folder or address cannot be written now.
+
+    Args:
+        saved: what would be saved there.
+    """
+    from larder.store.fs import check_writable
+
+    try:
+        check_writable(url)
+    except StoreError as error:
+        print(f"larder: {saved} are not saved: {error}", file=sys.stderr)
+
+
 @contextmanager
 def open_persistence(
     engine: Engine,
@@ -172,7 +192,8 @@ def open_persistence(
 ) -> Iterator[ChatPersistence]:
     """Persistence of caches in a store.
 
-    Without a key, a store that cannot be opened is reported on stderr and nothing is saved.
+    Without a key, a store that cannot be opened is reported on stderr and nothing is saved. A store
+    that cannot be written is reported, too, and what it holds is read.
 
     Raises:
         StoreError, InputError: the key is invalid, or the store cannot be opened with it.
@@ -192,6 +213,7 @@ def open_persistence(
         print(f"larder: caches are not saved: {error}", file=sys.stderr)
         yield NoPersistence()
         return
+    print_if_unwritable("caches", store_url(url))
     try:
         yield StorePersistence(
             store,
