@@ -41,7 +41,7 @@ class AquaPredictions:
     def tensors(self) -> dict[str, Tensor]:
         """Tensors by name."""
         sides = zip(SIDES, (self.keys, self.values), strict=True)
-        named = [(side, (own.weights, own.bias)) for side, own in sides]
+        named = [(side, (maps.weights, maps.bias)) for side, maps in sides]
         return {
             f"{side}.{part}": tensor
             for side, pair in named
@@ -67,7 +67,7 @@ class AquaPredictions:
         """
         width = layer.kv_heads * layer.head_dim
         rows = below, below + width if below else 0
-        weights = {f"{s}.weight": (own, width) for s, own in zip(SIDES, rows, strict=True)}
+        weights = {f"{s}.weight": (row, width) for s, row in zip(SIDES, rows, strict=True)}
         return weights | {f"{side}.bias": (width,) for side in SIDES}
 
     @staticmethod
@@ -97,7 +97,7 @@ class AquaPredictions:
                 f"{path} has no predictions of layer {layer.index}: make them with "
                 "`larder train aqua`, or choose another storage."
             ) from None
-        shapes = {name: tuple(own.shape) for name, own in found.tensors().items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in found.tensors().items()}
         below = sum(shapes["keys.weight"][:1]) or layer.kv_heads * layer.head_dim
         wanted = AquaPredictions.shapes(layer, below if place else 0)
         if shapes != wanted:
@@ -119,5 +119,5 @@ def _read(
     """
     names = [f"{side}.{part}" for side in SIDES for part in PARTS]
     found = read_trained(path, fingerprint, [f"layers.{place}.{name}" for name in names])
-    own = [tensor.float().to(device) for tensor in found.values()]
-    return AquaPredictions.of(dict(zip(names, own, strict=True)))
+    tensors = [tensor.float().to(device) for tensor in found.values()]
+    return AquaPredictions.of(dict(zip(names, tensors, strict=True)))

@@ -85,7 +85,7 @@ class BlockTables:
     ) -> None:
         self.batch_len, self.width = batch_len, width
         self._all_positions, device = positions, positions.device
-        self._heads = [own.layer.kv_heads for own in pages]
+        self._heads = [store.layer.kv_heads for store in pages]
         sizes = [batch_len * heads for heads in self._heads]
         total, rows = sum(sizes), positions[0].numel()
         self._table = torch.zeros(total, width, dtype=torch.int32, device=device)
@@ -100,8 +100,8 @@ class BlockTables:
         self._seen: list[int] = []
         self._next: list[int] = []
         self.layers = {
-            own.layer.index: _layer_step(own, slots, table, lengths)
-            for own, slots, table, lengths in zip(
+            store.layer.index: _layer_step(store, slots, table, lengths)
+            for store, slots, table, lengths in zip(
                 pages,
                 self._slots.split(sizes),
                 self._table.split(sizes),
@@ -117,7 +117,7 @@ class BlockTables:
             leases: of each sequence, one per layer; pages for another entry are reserved.
             positions: true position of each new entry.
         """
-        seen = [own.mark for each in leases for own in each]
+        seen = [array.mark for each in leases for array in each]
         host, is_next = self._host, [place - 1 for place in positions] == self._next
         if is_next and len(seen) == len(self._seen):
             host.grow()
@@ -136,8 +136,8 @@ class BlockTables:
             for target, numbers in zip(targets, host.arrays, strict=True):
                 write_to_device(target, numbers)
         else:
-            for own in (self._lengths, self._positions, self._slots):
-                own.add_(self._growth)
+            for array in (self._lengths, self._positions, self._slots):
+                array.add_(self._growth)
         self._seen, self._next = seen, list(positions)
         self._all_positions.view(-1).index_copy_(0, self._slots + self._firsts, self._positions)
 
@@ -163,8 +163,8 @@ class HostTables:
 
     def clear(self) -> None:
         """Make all segments padding."""
-        for own in self.arrays:
-            own[...] = 0
+        for array in self.arrays:
+            array[...] = 0
         self.lengths[...] = PADDING_LENGTH
 
     def grow(self) -> None:

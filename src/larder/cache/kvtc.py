@@ -63,7 +63,10 @@ class KvtcTables(TrainedTables):
 
     def tensors(self) -> dict[str, Tensor]:
         """Tensors of the file, by name."""
-        found = {f"radians.{place}": own.float().clone() for place, own in enumerate(self.radians)}
+        found = {
+            f"radians.{place}": radians.float().clone()
+            for place, radians in enumerate(self.radians)
+        }
         for name, side in zip(SIDES, self.sides, strict=True):
             found |= {f"{name}.mean": side.mean, f"{name}.basis": side.basis.to(STORED_DTYPE)}
             found |= {f"{name}.plan.{share}": plan.int() for share, plan in side.plans.items()}
@@ -78,7 +81,7 @@ class KvtcTables(TrainedTables):
 
 def _side(tensors: Mapping[str, Tensor], name: str) -> PrincipalSide:
     prefix = f"{name}.plan."
-    plans = {key.removeprefix(prefix): own for key, own in tensors.items() if prefix in key}
+    plans = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if prefix in key}
     return PrincipalSide(tensors[f"{name}.mean"], tensors[f"{name}.basis"].float(), plans)
 
 
@@ -99,8 +102,8 @@ def decode(side: PrincipalSide, plan: GroupPlan, packed: Tensor, count: int) -> 
 def pack_components(components: Numbers, plan: GroupPlan) -> UInt8[Tensor, " B"]:
     """Packed codes of components."""
     parts = list[bytes]()
-    for own, _, bits in _groups(plan):
-        codes, shifts, scales = quantized_group(components[:, own], bits)
+    for group, _, bits in _groups(plan):
+        codes, shifts, scales = quantized_group(components[:, group], bits)
         numbers = (shifts.half(), scales.half(), pack_codes(codes, bits))
         parts += [part.contiguous().numpy().tobytes() for part in numbers]
     packed = np.frombuffer(zlib.compress(b"".join(parts), LEVEL), np.uint8)
@@ -116,7 +119,7 @@ def unpack_components(packed: Tensor, plan: GroupPlan, count: int, width: int) -
     token_bytes = sum(2 * SCALE_BYTES + _row_bytes(size, bits) for _, size, bits in _groups(plan))
     data = _inflated(packed.numpy().tobytes(), count * token_bytes)
     found, start = torch.zeros(count, width), 0
-    for own, size, bits in _groups(plan):
+    for group, size, bits in _groups(plan):
         row_bytes = _row_bytes(size, bits)
         stop = start + count * (2 * SCALE_BYTES + row_bytes)
         held = np.frombuffer(data[start:stop], np.uint8).copy()
@@ -124,7 +127,7 @@ def unpack_components(packed: Tensor, plan: GroupPlan, count: int, width: int) -
         shifts, scales, codes = torch.from_numpy(held).split(sizes)
         numbers = unpack_codes(codes.view(count, row_bytes), bits, size)
         half = (part.view(torch.float16)[:, None] for part in (shifts, scales))
-        found[:, own], start = dequantize(numbers, *half), stop
+        found[:, group], start = dequantize(numbers, *half), stop
     return found
 
 

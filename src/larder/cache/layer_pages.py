@@ -78,7 +78,7 @@ class LayerPages:
         held, stored = self.num_pages, (self.keys, self.values)
         if held >= num_pages:
             return
-        fresh = [own.new_zeros(num_pages, *own.shape[1:]) for own in stored]
+        fresh = [tensor.new_zeros(num_pages, *tensor.shape[1:]) for tensor in stored]
         for target, source in zip(fresh, stored, strict=True):
             target[:held] = source
         self.keys, self.values = fresh

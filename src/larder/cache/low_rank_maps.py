@@ -59,7 +59,7 @@ class LowRankMaps:
         """Copy of the maps on a device."""
         if self.query_hidden.device == device:
             return self
-        return LowRankMaps(**{name: own.to(device) for name, own in self.tensors().items()})
+        return LowRankMaps(**{name: tensor.to(device) for name, tensor in self.tensors().items()})
 
     @staticmethod
     def shapes(layer: LayerSpec, inner: int) -> dict[str, tuple[int, ...]]:
@@ -99,7 +99,7 @@ class LowRankMaps:
                 "less`, on the device and dtype that the model runs in, or take drop()."
             ) from None
         wanted = LowRankMaps.shapes(layer, maps.query_hidden.shape[-1])
-        shapes = {name: tuple(own.shape) for name, own in maps.tensors().items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in maps.tensors().items()}
         if shapes != wanted:
             raise CacheError(
                 f"The features of layer {layer.index} in {path} have shapes {shapes}, but this "
@@ -116,4 +116,6 @@ def _read(path: Path, modified: int, place: int, fingerprint: str) -> LowRankMap
         KeyError: the file has no such layer.
     """
     names = [f"layers.{place}.{each.name}" for each in fields(LowRankMaps)]
-    return LowRankMaps(*(own.float() for own in read_trained(path, fingerprint, names).values()))
+    return LowRankMaps(
+        *(tensor.float() for tensor in read_trained(path, fingerprint, names).values())
+    )

@@ -108,15 +108,15 @@ class PageArena:
 
         Tables of steps, and graphs that were captured with them, are not valid afterwards.
         """
-        num_pages = min(own.num_pages for own in self.pages.values())
+        num_pages = min(store.num_pages for store in self.pages.values())
         wanted = min(max(2 * num_pages, num_pages + missing), self._max_pages + 1)
         if wanted < num_pages + missing:
             return
         self.num_moves += 1
         try:
             self._move_positions(wanted)
-            for own in self.pages.values():
-                own.grow(wanted)
+            for store in self.pages.values():
+                store.grow(wanted)
         except torch.OutOfMemoryError:  # layers that have not grown keep what they had
             return
 
@@ -127,8 +127,8 @@ class PageArena:
             return
         positions = self.positions.new_zeros(layers, num_pages, page_tokens)
         positions[:, :held] = self.positions
-        for own, view in zip(self.pages.values(), positions, strict=True):
-            own.positions = view
+        for store, view in zip(self.pages.values(), positions, strict=True):
+            store.positions = view
         self.positions = positions
         self._steps.clear()
 

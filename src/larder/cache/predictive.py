@@ -256,9 +256,9 @@ def _bits(tables: PredictiveTables, layers: Sequence[Sequence[Numbers]], step: f
     """Bits of a number."""
     below: tuple[Numbers, ...] = ()
     total, numbers = 0.0, 0
-    for pair, own in zip(tables.layers, layers, strict=True):
+    for pair, layer in zip(tables.layers, layers, strict=True):
         decoded = list[Numbers]()
-        for side, part in zip(pair, own, strict=True):
+        for side, part in zip(pair, layer, strict=True):
             symbols, known = _symbols(side, part, (*decoded, *below), step, torch.float32)
             bases = classes_of(side.deviation.numpy(), step)
             tiers = np.zeros(len(part), np.int8)

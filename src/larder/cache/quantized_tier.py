@@ -156,7 +156,7 @@ def concat_tiers(tiers: Sequence[QuantizedTier]) -> QuantizedTier:
 
 def saved_codecs(state: Mapping[str, Tensor]) -> tuple[Codec, ...]:
     """Codecs of grades 1, 2, ... of a saved layer; empty for layers without quantized tiers."""
-    return tuple(codec_from_tensor(own["codec"]) for own in saved_tiers(state))
+    return tuple(codec_from_tensor(tier["codec"]) for tier in saved_tiers(state))
 
 
 def saved_tiers(state: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:

@@ -95,19 +95,19 @@ def insert_entries(
     counts = inserted.counts(len(starts)).tolist()
     first = 0
     for start, length, count in zip(starts.tolist(), lengths.tolist(), counts, strict=True):
-        own, first = slice(first, first + count), first + count
+        span, first = slice(first, first + count), first + count
         if not count:
             continue
         held = positions[start : start + length]
-        moved = int(torch.searchsorted(held, inserted.positions[own][:1])[0])  # all before stay
+        moved = int(torch.searchsorted(held, inserted.positions[span][:1])[0])  # all before stay
         rows = slice(start + moved, start + length + count)
-        order = torch.cat([held[moved:], inserted.positions[own]]).argsort()
+        order = torch.cat([held[moved:], inserted.positions[span]]).argsort()
         pairs = (keys, inserted.keys), (values, inserted.values), (positions, inserted.positions)
         for into, new in pairs:
             there = into[start + moved : start + length]
-            into[rows] = torch.cat([there, new[own].to(into.dtype)])[order]
+            into[rows] = torch.cat([there, new[span].to(into.dtype)])[order]
         there = columns[:, start + moved : start + length]
-        columns[:, rows] = torch.cat([there, inserted.columns[:, own]], dim=1)[:, order]
+        columns[:, rows] = torch.cat([there, inserted.columns[:, span]], dim=1)[:, order]
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ class SequenceCache:
     def page_leases(self) -> list[PageLease]:
         """Pages of the layers that have them, in model order. Raises: CacheError: invalid."""
         self._check()
-        return [own for each in self._layers if (own := each.page_lease) is not None]
+        return [lease for each in self._layers if (lease := each.page_lease) is not None]
 
     def record_logits(self, layers: Iterable[int]) -> None:
         """Record the logits of the next decode step in some layers."""
@@ -385,7 +385,7 @@ class SequenceCache:
         finally:
             self._link_layers()
         recurrent, self.recurrent = self.recurrent.to(place), NO_STATE
-        places = {name: own.to(place) for name, own in self.model_positions.state().items()}
+        places = {name: tensor.to(place) for name, tensor in self.model_positions.state().items()}
         return moved | self.latest.release_state(place) | recurrent.state() | places
 
     def _link_layers(self) -> None:

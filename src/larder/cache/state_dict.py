@@ -42,8 +42,8 @@ def move_state(
     given: list[int] = []
     try:
         for index, layer in enumerate(layers):
-            own = layer.state()
-            moved |= {f"{index}.{name}": own[name].to(place) for name in own}
+            state = layer.state()
+            moved |= {f"{index}.{name}": state[name].to(place) for name in state}
             layers[index] = create_layer(layer.layer, spec, cache_spec)
             given.append(index)
     except BaseException:

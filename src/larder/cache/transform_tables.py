@@ -155,6 +155,6 @@ def state_of(tables: Mapping[int, TransformTables]) -> dict[str, Tensor]:
     """Tensors of a file, by name."""
     return {
         f"{index}.{part}": tensor.contiguous()
-        for index, own in tables.items()
-        for part, tensor in zip(PARTS, (own.forward, own.mean, own.deviation), strict=True)
+        for index, table in tables.items()
+        for part, tensor in zip(PARTS, (table.forward, table.mean, table.deviation), strict=True)
     }

@@ -124,10 +124,10 @@ class TransformedTier:
         rows: list[list[int]] = []
         parts: list[np.ndarray] = []
         ranges = self._held_ranges(batch)
-        for head, own in batch.blocks(spec.block):
-            positions = batch.positions[own].numpy()
+        for head, block in batch.blocks(spec.block):
+            positions = batch.positions[block].numpy()
             span, places = packed_positions(positions)
-            numbers, tiers = _centered(batch, own, means, head), batch.tiers[own].numpy()
+            numbers, tiers = _centered(batch, block, means, head), batch.tiers[block].numpy()
             held = _ranges_at(positions, *ranges[head]) if head in ranges else None
             codes = self._codes(head, numbers, tiers, step, held)
             parts += [places, codes]
@@ -143,10 +143,10 @@ class TransformedTier:
         """Blocks of other entries, centered as they are coded with a step."""
         means = self.means_at(step, batch)
         total, blocks = means.codes.nbytes + means.scales.nbytes, list[CenteredBlock]()
-        for head, own in batch.blocks(self.spec.block):
-            numbers, tiers = _centered(batch, own, means, head), batch.tiers[own].numpy()
+        for head, block in batch.blocks(self.spec.block):
+            numbers, tiers = _centered(batch, block, means, head), batch.tiers[block].numpy()
             blocks.append(CenteredBlock(head, numbers, tiers))
-            places = len(packed_positions(batch.positions[own].numpy())[1])
+            places = len(packed_positions(batch.positions[block].numpy())[1])
             total += INDEX_BYTES + places + ROUNDING_BYTES
         return CenteredBlocks(tuple(blocks), total)
 
@@ -373,8 +373,8 @@ class TransformedTier:
     def copy(self) -> TransformedTier:
         """Tier with copies of all tensors."""
         means = ComponentMeans(self.means.codes.clone(), self.means.scales.clone())
-        own = {name: getattr(self, name).clone() for name in ("index", "payload", "columns")}
-        return replace(self, means=means, **own)
+        tensors = {name: getattr(self, name).clone() for name in ("index", "payload", "columns")}
+        return replace(self, means=means, **tensors)
 
     def state(self) -> dict[str, Tensor]:
         """Copies of all tensors by name, with what names the calibration."""
@@ -444,11 +444,11 @@ def _centered(
 def _joined_ranges(
     parts: list[tuple[np.ndarray, HeldRanges]],
 ) -> tuple[Int[np.ndarray, " N"], HeldRanges]:
-    held = [own for _, own in parts]
+    held = [tier for _, tier in parts]
     joined = HeldRanges(
-        np.concatenate([own.is_held for own in held]),
-        np.concatenate([own.ranges for own in held]),
-        np.concatenate([own.channels for own in held]),
+        np.concatenate([tier.is_held for tier in held]),
+        np.concatenate([tier.ranges for tier in held]),
+        np.concatenate([tier.channels for tier in held]),
     )
     return np.concatenate([places for places, _ in parts]), joined
 

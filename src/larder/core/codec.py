@@ -186,7 +186,7 @@ class Codec:
     @staticmethod
     def from_fields(fields: Mapping[str, Any]) -> Codec:
         """Codec from its fields."""
-        numbers = {name: own for name, own in fields.items() if name not in ENUM_FIELDS}
+        numbers = {name: field for name, field in fields.items() if name not in ENUM_FIELDS}
         return Codec(
             **numbers,
             key_scales=ScaleGranularity(fields.get("key_scales", ScaleGranularity.CHANNEL.value)),
@@ -243,8 +243,8 @@ class Codec:
             itemsize: bytes of an unquantized number.
         """
         sides = self.keys(head_dim), self.values(head_dim)
-        own = POSITION_BYTES + sum(side.entry_bytes(itemsize) for side in sides)
-        return own + self.group_bytes(head_dim) / self.min_group_entries
+        own_bytes = POSITION_BYTES + sum(side.entry_bytes(itemsize) for side in sides)
+        return own_bytes + self.group_bytes(head_dim) / self.min_group_entries
 
 
 # Fields of a codec that are members of an enumeration.

@@ -21,6 +21,6 @@ def check_fingerprint(name: str, fingerprints: Sequence[str], expected: str) -> 
     """
     if expected not in fingerprints:
         raise ModelError(
-            f"{name} was trained for the model {', '.join(own[:12] for own in fingerprints)}, not "
-            f"for this one ({expected[:12]}): train it for this model."
+            f"{name} was trained for the model {', '.join(each[:12] for each in fingerprints)}, "
+            f"not for this one ({expected[:12]}): train it for this model."
         )

@@ -318,7 +318,7 @@ class LayerScores:
             self,
             scores=self.scores.to(device),
             protected=self.protected.to(device),
-            scalars={name: own.to(device) for name, own in self.scalars.items()},
+            scalars={name: scalar.to(device) for name, scalar in self.scalars.items()},
             protection=None if protection is None else protected,
         )
 

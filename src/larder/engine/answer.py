@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from larder.cache.sequence import SequenceCache
@@ -26,7 +27,7 @@ from larder.session.prefill import ModelRuntime, prompts_per_cache, turn_reader
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 if TYPE_CHECKING:
-    from larder.engine.constraint import ConstraintMatcher
+    from larder.engine.constraint import ConstraintCompiler, ConstraintMatcher, SchemaLike
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,21 @@ class GeneratedText:
 def no_matcher() -> None:
     """Matcher factory of answers of any text."""
     return None
+
+
+def answer_matchers(
+    schema: SchemaLike | None, compiler: Callable[[], ConstraintCompiler]
+) -> Callable[[], ConstraintMatcher | None]:
+    """Factory of the matcher of each answer.
+
+    Args:
+        compiler: called if there is a schema.
+    """
+    if schema is None:
+        return no_matcher
+    from larder.engine.constraint import schema_constraint
+
+    return partial(compiler().matcher, schema_constraint(schema))
 
 
 @dataclass(frozen=True)

@@ -87,8 +87,8 @@ class PrefixNode:
 
     def new_tokens(self) -> int:
         """Most tokens that are generated for all requests below."""
-        own = sum(each.max_new_tokens for each in self.requests)
-        return own + sum(child.new_tokens() for child in self.children)
+        new_tokens = sum(each.max_new_tokens for each in self.requests)
+        return new_tokens + sum(child.new_tokens() for child in self.children)
 
     def walk(self) -> Iterator[PrefixNode]:
         """Prefixes from this one on, those with most new tokens per token read first."""

@@ -10,15 +10,14 @@ import torch
 from torch import nn
 
 from larder.core.arguments import check_count, check_type, checked_call
-from larder.core.observation import Prompts
 from larder.core.progress import Progress
 from larder.engine.answer import (
     Answer,
     AnswerGenerator,
     AnswerOptions,
     QuestionAnswerer,
+    answer_matchers,
     checked_questions,
-    no_matcher,
     stop_ids,
 )
 from larder.engine.detokenizer import discard_text, stop_strings
@@ -37,12 +36,12 @@ from larder.session.default_policy import (
 from larder.session.files import ConversationLike, conversation_of
 from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy, parsed_policy
-from larder.session.prefill import SizeOptions
+from larder.session.prefill import SizeOptions, encoded_prompts
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
 if TYPE_CHECKING:
     from larder.engine.completion import Completion, PromptCompleter
-    from larder.engine.constraint import ConstraintCompiler, ConstraintMatcher, SchemaLike
+    from larder.engine.constraint import ConstraintCompiler, SchemaLike
     from larder.prefill.contexts import ChunkSource
 
 
@@ -256,11 +255,7 @@ class Engine:
             >>> memory.conversation.messages[0].role
             'user'
         """
-        prompts_expected = 'texts by name, such as {"question": "..."}'
-        check_type("prompts", prompts, (Mapping, type(None)), prompts_expected)
-        encoded: Prompts = {
-            name: self.tokenizer.encode_question(text) for name, text in (prompts or {}).items()
-        }
+        encoded = encoded_prompts(self.tokenizer, prompts)
         source = conversation_of(conversation, contexts)
         policy = self.policy_for(text_kind(source, self.sizes.budget is not None))
         with progress_or_bar(progress, "Reading", "tokens") as report:
@@ -341,7 +336,7 @@ class Engine:
         chosen = sampling or SamplingParams()
         check_type("sampling", chosen, SamplingParams, "a SamplingParams")
         answerer = QuestionAnswerer(self.runtime, self.answer_generator, memory)
-        ends, matcher = stop_strings(stop), self._matcher_factory(schema)
+        ends, matcher = stop_strings(stop), answer_matchers(schema, lambda: self.constraints)
         with generation_progress(progress, on_text) as report:
             options = AnswerOptions(chosen, max_new_tokens, ends, on_text, matcher, report)
             answers = answerer.answer_each(questions, options)
@@ -478,14 +473,6 @@ class Engine:
 
         decoder, tokenizer = self.loaded.decoder, self.loaded.tokenizer
         return ConstraintCompiler(tokenizer, decoder.vocab_size, self.stop_ids)
-
-    def _matcher_factory(self, schema: SchemaLike | None) -> Callable[[], ConstraintMatcher | None]:
-        """Factory of the parser of each answer."""
-        if schema is None:
-            return no_matcher
-        from larder.engine.constraint import schema_constraint
-
-        return partial(self.constraints.matcher, schema_constraint(schema))
 
     @property
     def _completer(self) -> PromptCompleter:

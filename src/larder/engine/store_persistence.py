@@ -353,7 +353,9 @@ class StoreChunks(ChunkSource):
 
     def anchors(self, spec: ModelSpec, prefix: tuple[int, ...], place: int) -> list[ChunkAnchor]:
         changes = self._variants.changes(spec, prefix, place)
-        return anchors_of(changes, [self.find(spec.on_host, prefix, own.ids) for own in changes])
+        return anchors_of(
+            changes, [self.find(spec.on_host, prefix, change.ids) for change in changes]
+        )
 
     def add_anchor(self, prefix: tuple[int, ...], place: int, anchor: ChunkAnchor) -> None:
         change = ChunkChange(anchor.ids, anchor.change)

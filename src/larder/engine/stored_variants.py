@@ -122,7 +122,7 @@ class StoredVariants:
             if not record.spans:  # no room for the caches, which the store has counted
                 sessions.remove(self.principal, name)
                 return
-            names = [own for own in self._names(listed) if own != name] + [name]
+            names = [each for each in self._names(listed) if each != name] + [name]
             text_of_list = canonical_json(names[-MOST_ITEMS:]).encode()
             sessions.save(self.principal, self._list_name(listed), ids, transcript=text_of_list)
             for dropped in names[:-MOST_ITEMS]:

@@ -139,12 +139,12 @@ class SequenceBatch:
         if not self.rows:
             _check_first_positions(call)
             return
-        for number, (row, own) in enumerate(zip(self.rows, call.positions, strict=False)):
+        for number, (row, places) in enumerate(zip(self.rows, call.positions, strict=False)):
             read = row.cache.next_position
             # A mask may hide tokens that were read, so that transformers counts fewer.
-            if own and own[0] < (min(read, 1) if call.mask_columns else read):
+            if places and places[0] < (min(read, 1) if call.mask_columns else read):
                 raise CacheError(
-                    f"The text of row {number} starts at position {own[0]}, but the cache has "
+                    f"The text of row {number} starts at position {places[0]}, but the cache has "
                     f"read {read} tokens of the row: give generate() the whole text so far and "
                     "new text behind it, or call reset() for another text. Assisted decoding "
                     "reads every text whole: leave the assistant out of later turns."
@@ -159,7 +159,7 @@ class SequenceBatch:
         if self.takes_candidates and call.logits_to_keep > 1:
             self.check_croppable()
             num_settled -= call.logits_to_keep - 1
-        longest = max(sum(c < num_settled for c in own) for own in call.columns)
+        longest = max(sum(c < num_settled for c in column) for column in call.columns)
         return num_settled if longest > 1 or not self.rows else 0
 
     def _warn_of_chunks(self, call: BodyCall, num_read: int) -> None:
@@ -180,8 +180,8 @@ class SequenceBatch:
         if not num_read:
             return [self.attachment.decoder.no_states() for _ in call.ids]
         texts = [
-            own[: sum(c < num_read for c in columns)]
-            for own, columns in zip(call.ids, call.columns, strict=True)
+            row_ids[: sum(c < num_read for c in columns)]
+            for row_ids, columns in zip(call.ids, call.columns, strict=True)
         ]
         if self.rows:
             return [self._read(n, row, texts[n], call) for n, row in enumerate(self.rows)]
@@ -233,8 +233,8 @@ class SequenceBatch:
         """Context of the call for the columns from `num_read` on, and the rows that have any."""
         end = EndTokens.of(self.attachment.module.generation_config)
         rest = [
-            own[sum(c < num_read for c in columns) :]
-            for own, columns in zip(call.ids, call.columns, strict=True)
+            row_ids[sum(c < num_read for c in columns) :]
+            for row_ids, columns in zip(call.ids, call.columns, strict=True)
         ]
         rows = self._continued_rows(rest, end)
         if not rows:
@@ -260,7 +260,7 @@ class SequenceBatch:
         generate() stops once all rows have ended, so that the tokens of such rows are no padding:
         the call has other end tokens.
         """
-        given = [number for number, own in enumerate(ids) if own]
+        given = [number for number, row_ids in enumerate(ids) if row_ids]
         goes_on = [n for n in given if not end.is_padding(self.rows[n], ids[n])]
         return goes_on or given
 
@@ -291,9 +291,9 @@ def _check_mask(call: BodyCall, num_columns: int) -> None:
 
 def _check_first_positions(call: BodyCall) -> None:
     """Check that the positions given for a first text are those of its tokens."""
-    for own in call.positions:
-        if own != tuple(range(len(own))):
+    for places in call.positions:
+        if places != tuple(range(len(places))):
             raise ModelError(
-                f"position_ids start with {list(own[:4])}, but the tokens of a first text are at "
-                "0, 1, 2, ...: leave position_ids out."
+                f"position_ids start with {list(places[:4])}, but the tokens of a first text are "
+                "at 0, 1, 2, ...: leave position_ids out."
             )

@@ -283,7 +283,7 @@ def check_dynamic_cache(cache: Cache, spec: ModelSpec) -> tuple[int, int]:
     for layer, own in zip(spec.holders, layers, strict=True):
         if not isinstance(own, DynamicLayer):
             raise _unknown_layer(own, layer)
-    lengths = {own.get_seq_length() for own in layers}
+    lengths = {each.get_seq_length() for each in layers}
     if len(lengths) > 1 or 0 in lengths:
         found = ", ".join(map(str, sorted(lengths)))
         raise CacheError(

@@ -198,11 +198,11 @@ class LarderLM(TemplateLM):
         """Log-likelihood of each text, in windows of `max_length` tokens as lm-eval's own."""
         texts = [request.args[0] for request in requests]
         windows = [list(self._windows(text)) for text in texts]
-        self._check_shortest([len(ids) for own in windows for ids, _ in own])
+        self._check_shortest([len(ids) for window in windows for ids, _ in window])
         totals = list[float]()
         shown = tqdm(texts, desc="larder: texts", disable=disable_tqdm)
-        for text, own in zip(shown, windows, strict=True):
-            total = sum((self._score_window(ids, num_scored) for ids, num_scored in own), 0.0)
+        for text, window in zip(shown, windows, strict=True):
+            total = sum((self._score_window(ids, num_scored) for ids, num_scored in window), 0.0)
             totals.append(total)
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
         return totals

@@ -307,14 +307,14 @@ def num_last_entries(cache: SequenceCache) -> int:
     length, limits = cache.next_position, list[int]()
     for layer in cache.spec.holders:
         entries = cache.entries(layer.index)
-        for own in entries.packed_positions().split(list(entries.lengths)):
+        for places in entries.packed_positions().split(list(entries.lengths)):
             if layer.sliding_window is not None:
-                first = int(own.min())
+                first = int(places.min())
                 limits.append(length - (first + layer.sliding_window - 1) if first else length)
                 continue
-            last = torch.arange(length - len(own), length, device=own.device)
-            missing = (own != last).nonzero()
-            limits.append(len(own) - int(missing.max()) - 1 if len(missing) else len(own))
+            last = torch.arange(length - len(places), length, device=places.device)
+            missing = (places != last).nonzero()
+            limits.append(len(places) - int(missing.max()) - 1 if len(missing) else len(places))
     return max(0, min(limits))
 
 

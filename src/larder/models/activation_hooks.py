@@ -61,8 +61,8 @@ class CaptureHook:
         """Capture from the input of a layer's attention, if it is a call of the batch."""
         if batch is self._batch:
             self._batch.captured = {
-                name: _captured(own, attention, states, self._batch.widths)
-                for name, own in self._providers.items()
+                name: _captured(provider, attention, states, self._batch.widths)
+                for name, provider in self._providers.items()
             }
 
 

@@ -360,8 +360,8 @@ class PrivateConfigs:
 
     def install(self) -> None:
         """Put the private copies in place."""
-        for (part, name, _), own in zip(self._former, self._copies, strict=True):
-            vars(part)[name] = own
+        for (part, name, _), held in zip(self._former, self._copies, strict=True):
+            vars(part)[name] = held
 
     def restore(self) -> None:
         """Put the original configurations back."""

@@ -227,7 +227,7 @@ class RowPositions:
         """Positions of M-RoPE at the columns of each row; empty without them."""
         if not len(self.several):
             return ()
-        return tuple(self.several[:, row, list(own)] for row, own in enumerate(columns))
+        return tuple(self.several[:, row, list(column)] for row, column in enumerate(columns))
 
     @staticmethod
     def of(position_ids: Tensor | None, batch: int) -> RowPositions:
@@ -290,11 +290,11 @@ def _check_last_columns(
     columns: tuple[tuple[int, ...], ...], num_columns: int, logits_to_keep: int
 ) -> None:
     """Check that rows end with a token where the logits of the last column alone are asked for."""
-    for row, own in enumerate(columns):
-        if logits_to_keep == 1 and own and own[-1] < num_columns - 1:
+    for row, column in enumerate(columns):
+        if logits_to_keep == 1 and column and column[-1] < num_columns - 1:
             raise ModelError(
-                f"Row {row} ends with {num_columns - 1 - own[-1]} columns of padding, behind which "
-                "no token can be generated: pad on the left, with padding_side='left' of the "
+                f"Row {row} ends with {num_columns - 1 - column[-1]} columns of padding, behind "
+                "which no token can be generated: pad on the left, with padding_side='left' of the "
                 "tokenizer."
             )
 

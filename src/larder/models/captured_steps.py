@@ -49,7 +49,7 @@ class CapturedSteps:
         self._decoder, self._capture = decoder, capture
         modules = list(decoder.module.modules())
         self._hooks: list[Mapping[int, object]] = [_global_forward_hooks, _global_forward_pre_hooks]
-        self._hooks += [own for each in modules for own in _hooks_of(each)]
+        self._hooks += [hook for each in modules for hook in _hooks_of(each)]
         self._weights = [each._parameters for each in modules if each._parameters]
         self._addresses: list[int] = []
         self._graphs: DecodeGraphs | None = None

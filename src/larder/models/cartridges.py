@@ -80,7 +80,7 @@ def _slots_of(learned: LearnedWeights, path: Path, spec: ModelSpec, slots: int) 
     """
     check_fingerprint(str(path), learned.card.fingerprints, spec.fingerprint)
     shapes = [(layer.kv_heads, slots, layer.head_dim) for layer in spec.layers]
-    found = [(own.get("keys"), own.get("values")) for own in learned.layers]
+    found = [(tensors.get("keys"), tensors.get("values")) for tensors in learned.layers]
     fits = len(found) == len(shapes) and all(
         side is not None and tuple(side.shape) == shape
         for pair, shape in zip(found, shapes, strict=True)
@@ -89,7 +89,7 @@ def _slots_of(learned: LearnedWeights, path: Path, spec: ModelSpec, slots: int) 
     if not fits:
         raise ModelError(f"{path} holds no slots of this model: remove it, and train again.")
     sides = [
-        tuple(own[name].to(spec.device, spec.dtype) for own in learned.layers)
+        tuple(tensors[name].to(spec.device, spec.dtype) for tensors in learned.layers)
         for name in ("keys", "values")
     ]
     return ChunkEntries(sides[0], sides[1])

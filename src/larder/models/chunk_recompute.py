@@ -75,7 +75,7 @@ def recompute_tokens(
         with forward_hooks(fusion.install(decoder.body.layers)):
             decoder.forward_uncached(ids, fusion)
     entries = ChunkEntries(tuple(fusion.keys), tuple(fusion.values))
-    return RecomputedText(entries, {own.index: own.profile() for own in sums})
+    return RecomputedText(entries, {each.index: each.profile() for each in sums})
 
 
 class _ChosenFusion:
@@ -103,8 +103,8 @@ class _ChosenFusion:
         places = torch.arange(keys.shape[1], device=keys.device)
         visible = places[None] <= self._chosen[:, None]  # [M, N]
         queries = inputs.queries_at(self._chosen)
-        for own in self._sums:
-            own.add(inputs, queries, keys, self._chosen)
+        for each in self._sums:
+            each.add(inputs, queries, keys, self._chosen)
         out = masked_attention(queries, keys, values, inputs.scaling, visible, inputs.softcap)
         return inputs.output(out)
 

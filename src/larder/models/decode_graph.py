@@ -98,16 +98,16 @@ class ObservedStep:
         return self._views(self._buffer.clone())
 
     def _views(self, buffer: Float[Tensor, " _"]) -> list[list[Tensor]]:
-        heads = [(own.query_heads, own.kv_heads, own.kv_heads) for own in self._layers]
+        heads = [(layer.query_heads, layer.kv_heads, layer.kv_heads) for layer in self._layers]
         sizes = [
-            count * self._batch_len * own.head_dim
-            for own, counts in zip(self._layers, heads, strict=True)
+            count * self._batch_len * layer.head_dim
+            for layer, counts in zip(self._layers, heads, strict=True)
             for count in counts
         ]
         parts = iter(buffer.split(sizes))
         return [
-            [next(parts).view(count, self._batch_len, own.head_dim) for count in counts]
-            for own, counts in zip(self._layers, heads, strict=True)
+            [next(parts).view(count, self._batch_len, layer.head_dim) for count in counts]
+            for layer, counts in zip(self._layers, heads, strict=True)
         ]
 
 
@@ -178,7 +178,7 @@ class DecodeGraphs:
                 f"Layers {missing} of the model, or layers without attention, hold something else "
                 "than pages, so its steps cannot be captured: call Decoder.forward_logits()."
             )
-        fixed = [own.backend for own in arena.pages.values() if not own.backend.is_capturable]
+        fixed = [store.backend for store in arena.pages.values() if not store.backend.is_capturable]
         if fixed:
             raise CacheError(
                 f"Attention by the backend {fixed[0].value} reads lengths on the host, so a graph "

@@ -341,7 +341,7 @@ class Decoder:
         known = self._head.token_numbers(before, ids[len(ids) - len(before) :], providers)
         if len(before) == len(ids):
             return known
-        return {name: torch.cat([own.max()[None], own]) for name, own in known.items()}
+        return {name: torch.cat([norms.max()[None], norms]) for name, norms in known.items()}
 
     def _run(
         self,

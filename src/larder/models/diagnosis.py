@@ -92,8 +92,8 @@ def _rounding(
     error = relative_difference(got, expected)
     for other in OWN_FUNCTIONS if module._supports_sdpa else ("eager",):
         logits = _logits_with(module, other, ids)
-        own, away = (relative_difference(logits, each) for each in (expected, got))
-        if min(own, away) >= error / 4:
+        near, away = (relative_difference(logits, each) for each in (expected, got))
+        if min(near, away) >= error / 4:
             return other
     return ""
 

@@ -149,7 +149,7 @@ class ForwardBatch:
             return None
         from larder.models.paged_steps import PagedSteps
 
-        return PagedSteps([own.cache for own in self.segments], self._steps, self._firsts)
+        return PagedSteps([each.cache for each in self.segments], self._steps, self._firsts)
 
     def ids(self) -> list[int]:
         """Tokens that the model computes, packed."""
@@ -182,7 +182,9 @@ class ForwardBatch:
     def _positions_on(self, device: torch.device) -> list[Int[Tensor, " Q"]]:
         """True positions of the tokens of each segment on the device of a layer."""
         if device not in self._positions:
-            self._positions[device] = [own.to(device) for own in self._positions[self._device]]
+            self._positions[device] = [
+                places.to(device) for places in self._positions[self._device]
+            ]
         return self._positions[device]
 
     @property
@@ -275,7 +277,9 @@ class ForwardBatch:
         for layer in range(len(self._spec.layers)):
             found = self._step_storages(layer)
             self._storages[layer] = found
-            plain = [own for own in found if own is not None and own.keys.dtype is dtype]
+            plain = [
+                storage for storage in found if storage is not None and storage.keys.dtype is dtype
+            ]
             if len(plain) < len(found):
                 return None
             whole.append(plain)
@@ -307,7 +311,7 @@ class ForwardBatch:
         if not self._steps or not supports_step(queries, keys, values):
             return None
         layers = self._step_layers(layer)
-        found = [(n, own) for n, own in enumerate(self._step_storages(layer)) if own]
+        found = [(n, storage) for n, storage in enumerate(self._step_storages(layer)) if storage]
         found = [(n, own) for n, own in found if own.keys.dtype is keys.dtype]
         if not found:
             return None
@@ -394,7 +398,7 @@ class ForwardBatch:
             start, inputs = cache.next_position, activations.inputs
             if len(activations.positions) < count:
                 places = activations.positions - start
-                inputs = {name: _spread(own, places, count) for name, own in inputs.items()}
+                inputs = {name: _spread(tensor, places, count) for name, tensor in inputs.items()}
             cache.write_token_columns(layer, inputs, start)
         if self._observer is not None:
             self._observer(index, layer, activations)

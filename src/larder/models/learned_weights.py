@@ -106,8 +106,8 @@ class LearnedWeights:
         """Write the file, whole or not at all."""
         tensors = {
             f"{LAYERS}.{place}.{name}": tensor.to(dtype).contiguous()
-            for place, own in enumerate(self.layers)
-            for name, tensor in own.items()
+            for place, layer in enumerate(self.layers)
+            for name, tensor in layer.items()
         }
         write_tensors(path, tensors, {CARD: self.card.dumps()})
 
@@ -182,9 +182,9 @@ def check_learned(weights: LearnedWeights, spec: ModelSpec, name: str, form: Wei
             f"The weights of {name} are of {len(weights.layers)} layers, but this model has "
             f"{len(spec.managed)} managed ones: train {name} for this model."
         )
-    for layer, own in zip(spec.managed, weights.layers, strict=True):
-        shapes = {key: tuple(tensor.shape) for key, tensor in own.items()}
-        wanted = _wanted_shapes(form, layer, spec.width, own)
+    for layer, tensors in zip(spec.managed, weights.layers, strict=True):
+        shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+        wanted = _wanted_shapes(form, layer, spec.width, tensors)
         if shapes != wanted:
             raise ModelError(
                 f"The weights of {name} for layer {layer.index} have shapes {shapes}, but this "
@@ -203,8 +203,8 @@ def _wanted_shapes(
 
 
 def _check_shared(weights: LearnedWeights, name: str, gate: GateProvider) -> None:
-    for place, own in enumerate(weights.layers):
-        differing = [k for k in sorted(gate.shared) if not own[k].equal(weights.layers[0][k])]
+    for place, layer in enumerate(weights.layers):
+        differing = [k for k in sorted(gate.shared) if not layer[k].equal(weights.layers[0][k])]
         if differing:
             raise ModelError(
                 f"The weights of {name} have another {differing[0]} in layer {place} than in layer "
@@ -268,8 +268,8 @@ class LearnedGates:
             if name not in self._tensors:
                 self.put_tensors(name, provider, load_learned(self._spec, name, provider))
             pairs = zip(self._spec.managed, self._tensors[name].layers, strict=True)
-            for layer, own in pairs:
-                found[layer.index] |= {f"{name}.{key}": each for key, each in own.items()}
+            for layer, tensors in pairs:
+                found[layer.index] |= {f"{name}.{key}": each for key, each in tensors.items()}
         return found
 
     def put_tensors(self, name: str, provider: LearnedProvider, learned: LearnedWeights) -> None:

@@ -35,7 +35,9 @@ class PagedSteps:
         self._indices: list[int] = []
         if self._arena is not None:
             caches = ((index, batch[index]) for index in steps)
-            held = {i: own.page_leases() for i, own in caches if own.spec.arena is self._arena}
+            held = {
+                i: cache.page_leases() for i, cache in caches if cache.spec.arena is self._arena
+            }
             self._indices = [index for index, leases in held.items() if leases]
             self._leases = [held[index] for index in self._indices]
         self._caches = [batch[index] for index in self._indices]

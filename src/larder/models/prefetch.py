@@ -145,6 +145,6 @@ def _prefetchable_tiers(segments: Sequence[BatchSegment]) -> dict[int, list[Tier
         ]
         for segment in segments
     ]
-    ready = [{tier.layer.index: tier for tier in own} for own in tiers]
-    common = [i for i in ready[0] if all(i in own for own in ready)]
-    return {i: [own[i] for own in ready] for i in common}
+    ready = [{tier.layer.index: tier for tier in layers} for layers in tiers]
+    common = [i for i in ready[0] if all(i in layers for layers in ready)]
+    return {i: [layers[i] for layers in ready] for i in common}

@@ -159,8 +159,8 @@ class KVRecompute:
         recorded = {layer: residuals.before(layer) for layer in residuals.layers}
         found = self.project(recorded, seen[0].positions)
         for layer, original in seen.items():
-            for got, own in zip(found[layer], (original.keys, original.values), strict=True):
-                error = float((got - own).abs().max() / own.abs().max().clamp_min(1e-6))
+            for got, side in zip(found[layer], (original.keys, original.values), strict=True):
+                error = float((got - side).abs().max() / side.abs().max().clamp_min(1e-6))
                 if not error <= TOLERANCE[spec.dtype]:
                     raise ModelError(
                         f"Layer {layer} of {type(self._body).__name__} gives other keys "

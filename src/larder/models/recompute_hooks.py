@@ -165,20 +165,20 @@ class RecomputeHooks:
         """Part of each segment, and the count of its leading re-read tokens."""
         parts = packed.split([segment.num_tokens for segment in self._segments])
         return [
-            (own, len(segment.reread_ids))
-            for own, segment in zip(parts, self._segments, strict=True)
+            (part, len(segment.reread_ids))
+            for part, segment in zip(parts, self._segments, strict=True)
         ]
 
     def _restored(self, index: int, entering: Tensor) -> Tensor:
         """Input of a layer, re-read tokens replaced by their recorded residuals."""
         parts: list[Tensor] = []
-        for segment, (own, count) in zip(self._segments, self._split(entering[0]), strict=True):
+        for segment, (states, count) in zip(self._segments, self._split(entering[0]), strict=True):
             if not count or index not in _residual_layers(segment):
-                parts.append(own)
+                parts.append(states)
                 continue
             store = segment.cache.layers[index]
             assert isinstance(store, RecomputedLayer)
-            parts += [store.source[:count].to(own), own[count:]]
+            parts += [store.source[:count].to(states), states[count:]]
         return torch.cat(parts)[None]
 
     def _store_sources(self) -> None:

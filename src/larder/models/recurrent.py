@@ -102,7 +102,7 @@ class RecurrentCache(Cache):
         layer = LinearAttentionLayer(number_of_states=self._counts[number])
         for owner, name in states[0].tensors:
             if owner == number:
-                _fill(layer, name, torch.stack([own.tensors[owner, name] for own in states]))
+                _fill(layer, name, torch.stack([state.tensors[owner, name] for state in states]))
         self.layers[number] = layer
 
     def take(self, number: int) -> list[LayerTensors]:

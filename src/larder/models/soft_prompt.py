@@ -67,9 +67,9 @@ class SoftPromptModules:
         self, layers: Sequence[LayerTensors], provider: SoftTokenProvider
     ) -> Iterator[Any]:
         yield self.embedding.register_forward_hook(_replacing(layers[0][EMBEDDINGS]))
-        for own, linears in zip(layers, self.linears, strict=True):
+        for layer, linears in zip(layers, self.linears, strict=True):
             for name, linear in linears.items():
-                down, up = own[f"{name}{DOWN}"], own[f"{name}{UP}"]
+                down, up = layer[f"{name}{DOWN}"], layer[f"{name}{UP}"]
                 yield linear.register_forward_hook(_adding(down, up, provider.scale(len(down))))
 
     def check(self, layers: Sequence[LayerTensors], name: str) -> None:
@@ -84,7 +84,7 @@ class SoftPromptModules:
                 "for this model."
             )
         pairs = zip(layers, self.linears, strict=True)
-        if not all(_fits(own, linears) for own, linears in pairs):
+        if not all(_fits(layer, linears) for layer, linears in pairs):
             raise ModelError(
                 f"The weights of {name} do not fit the linear layers of this model: train {name} "
                 "for this model."
@@ -153,4 +153,6 @@ class LearnedSoftPrompts:
         """
         self.modules.check(layers, name)
         device = self._spec.device
-        self._layers[name] = [{key: own.to(device) for key, own in each.items()} for each in layers]
+        self._layers[name] = [
+            {key: tensor.to(device) for key, tensor in each.items()} for each in layers
+        ]

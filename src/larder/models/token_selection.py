@@ -127,7 +127,7 @@ class _NarrowingHooks:
                 self._rows = rows if self._rows is None else self._rows[rows]
             if self._rows is None:
                 return None
-            named = {name: _sliced(name, own, self._rows) for name, own in named.items()}
+            named = {name: _sliced(name, tensor, self._rows) for name, tensor in named.items()}
             states = args[0] if args else named["hidden_states"]
             states = states if rows is None else states.index_select(1, rows.to(states.device))
             if args:
@@ -140,7 +140,7 @@ class _NarrowingHooks:
 def _sliced(name: str, argument: Any, rows: Tensor) -> Any:
     """Argument of a layer, for some tokens alone where it has a row per token."""
     if name == ROTARY:
-        return tuple(own.index_select(-2, rows.to(own.device)) for own in argument)
+        return tuple(tensor.index_select(-2, rows.to(tensor.device)) for tensor in argument)
     if name in TOKEN_DIMENSIONS and argument is not None:
         return argument.index_select(TOKEN_DIMENSIONS[name], rows.to(argument.device))
     return argument

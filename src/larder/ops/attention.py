@@ -123,14 +123,14 @@ def ragged_attention(
     groups = queries.unflatten(0, (lengths.shape[0], -1))  # [K, R, Q, D]
     for group, (start, length) in zip(groups, owned, strict=True):
         chunk = max(MOST_LOGITS // max(group.shape[0] * length, 1), 1)
-        own = slice(start, start + length)
-        added = None if bias is None else bias[own]
+        span = slice(start, start + length)
+        added = None if bias is None else bias[span]
         if logits is not None:
-            rows = group.flatten(0, 1).float() @ keys[own].float().T * scaling
+            rows = group.flatten(0, 1).float() @ keys[span].float().T * scaling
             rows = cap_logits(rows, softcap)
-            logits[:, own] = rows if added is None else rows + added
+            logits[:, span] = rows if added is None else rows + added
         parts = [
-            attention(some, keys[own], values[own], scaling, bias=added, softcap=softcap)
+            attention(some, keys[span], values[span], scaling, bias=added, softcap=softcap)
             for some in group.split(chunk, dim=1)
         ]
         outs.append(torch.cat([out for out, _ in parts], dim=1))

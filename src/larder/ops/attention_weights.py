@@ -50,14 +50,14 @@ def attention_weights(
     heads = queries.unflatten(0, (lengths.shape[0], -1))  # [K, R, Q, D]
     own_sinks = sinks_by_group(sinks, lengths.shape[0])
     for head, sink, (start, length) in zip(heads, own_sinks, owned, strict=True):
-        own = slice(start, start + length)
-        own_bias = weights.new_zeros(length) if bias is None else bias[own]
+        span = slice(start, start + length)
+        own_bias = weights.new_zeros(length) if bias is None else bias[span]
         chunk = max(MOST_LOGITS // max(head.shape[0] * length, 1), 1)
         sums = weights.new_zeros(head.shape[0], length)
         for some in head.split(chunk, dim=1):
-            logits = cap_logits(some.float() @ keys[own].float().T * scaling, softcap)
+            logits = cap_logits(some.float() @ keys[span].float().T * scaling, softcap)
             sums += softmax_with_sinks(logits + own_bias, sink).sum(1)
-        weights[own] = group.join(sums)
+        weights[span] = group.join(sums)
     return weights
 
 
@@ -104,6 +104,6 @@ def head_weights_from_logits(
     shares = torch.zeros_like(logits)
     own_sinks = sinks_by_group(sinks, lengths.shape[0])
     for start, length, sink in zip(starts.tolist(), lengths.tolist(), own_sinks, strict=True):
-        own = slice(start, start + length)
-        shares[:, own] = softmax_with_sinks(logits[:, own], sink)
+        span = slice(start, start + length)
+        shares[:, span] = softmax_with_sinks(logits[:, span], sink)
     return shares

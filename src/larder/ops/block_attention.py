@@ -71,11 +71,11 @@ def summed_weights(
     groups = queries.detach().unflatten(0, (len(lengths), -1))  # [K, R, Q, D]
     layout = zip(groups, new_keys.detach(), starts.tolist(), lengths.tolist(), strict=True)
     for group, fresh, start, length in layout:
-        own = slice(start, start + length)
-        held = torch.cat([keys[own].detach(), fresh]).float()
+        span = slice(start, start + length)
+        held = torch.cat([keys[span].detach(), fresh]).float()
         added = held.new_zeros(len(held))
         if bias is not None:
-            added[:length] = bias[own]
+            added[:length] = bias[span]
         total = held.new_zeros(len(held))
         for first in range(0, query_len, CHUNK):
             some = group[:, first : first + CHUNK].float()

@@ -97,8 +97,8 @@ def reduce_columns(
     layout = zip(groups, starts.tolist(), lengths.tolist(), shown, own_sinks, strict=True)
     for group, start, length, width, sink in layout:
         softmax = LogitSoftmax(scaling, softcap, sink)
-        own = slice(start, start + length)
-        own_keys, own_bias = keys[own].detach().float(), None if bias is None else bias[own]
+        span = slice(start, start + length)
+        own_keys, own_bias = keys[span].detach().float(), None if bias is None else bias[span]
         visible = None
         if positions is not None:
             visible = positions[0], positions[1][packed : packed + length]

@@ -71,10 +71,10 @@ def line_attention(
         queries.unflatten(0, (len(heads), -1)), heads, strict=True
     ):
         lines = head_lines(group, keys, positions, places, scaling, coverage)
-        for own, line in zip(group, lines, strict=True):
+        for query, line in zip(group, lines, strict=True):
             parts = [
                 _attend(some, keys, values, at, places, line, scaling)
-                for some, at in zip(own.split(CHUNK), positions.split(CHUNK), strict=True)
+                for some, at in zip(query.split(CHUNK), positions.split(CHUNK), strict=True)
             ]
             outs.append(torch.cat([out for out, _ in parts]))
             lses.append(torch.cat([lse for _, lse in parts]))

@@ -49,9 +49,9 @@ def variance_boosted_means(
     """
     parts = [mean[:0]]
     for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-        own = slice(start, start + length)
-        raised = top_mask(spread[own] / count[own], int(share * length))
-        parts.append(mean[own] + raised.float())
+        span = slice(start, start + length)
+        raised = top_mask(spread[span] / count[span], int(share * length))
+        parts.append(mean[span] + raised.float())
     return torch.cat(parts)
 
 
@@ -75,6 +75,6 @@ def layer_mean(
     if len(set(counts)) > 1:
         return None
     heads = [slice(start, start + counts[0]) for start in starts.tolist()]
-    if any(not torch.equal(positions[own], positions[heads[0]]) for own in heads):
+    if any(not torch.equal(positions[head], positions[heads[0]]) for head in heads):
         return None
-    return torch.cat([numbers[:, own] for own in heads]).mean(0)
+    return torch.cat([numbers[:, head] for head in heads]).mean(0)

@@ -102,10 +102,10 @@ def reference_paged_attention(
     """Reference of `paged_attention`: one segment after the other."""
     outs: list[Tensor] = []
     lses: list[Tensor] = []
-    for own, pages, length in zip(queries, tables.table, tables.lengths.tolist(), strict=True):
+    for query, pages, length in zip(queries, tables.table, tables.lengths.tolist(), strict=True):
         held = [stored[pages.long()].flatten(0, 1)[:length] for stored in (keys, values)]
         added = None if bias is None else bias[pages.long()].flatten()[:length]
-        out, lse = attention(own, held[0], held[1], scaling, bias=added, softcap=softcap)
+        out, lse = attention(query, held[0], held[1], scaling, bias=added, softcap=softcap)
         outs.append(out)
         lses.append(lse)
     return torch.stack(outs), torch.stack(lses)

@@ -97,10 +97,10 @@ def pack_codes(codes: UInt8[Tensor, "N W"], bits: int) -> UInt8[Tensor, "N B"]:
 def unpack_codes(stored: UInt8[Tensor, "N B"], bits: int, width: int) -> UInt8[Tensor, "N W"]:
     """Codes of `width` channels from packed bytes."""
     codes, start = stored.new_zeros(len(stored), width), 0
-    for own, shift in bit_fields(bits):
-        stop = start + math.ceil(width / (8 // own))
+    for place, shift in bit_fields(bits):
+        stop = start + math.ceil(width / (8 // place))
         field = stored[:, start:stop]
-        planes = [field >> (own * plane) & (2**own - 1) for plane in range(8 // own)]
+        planes = [field >> (place * plane) & (2**place - 1) for plane in range(8 // place)]
         codes |= torch.cat(planes, dim=1)[:, :width] << shift
         start = stop
     return codes

@@ -86,15 +86,15 @@ def quantized_attention(
     starts = starts_of(entries.lengths[:, 1].long())
     outs: list[Tensor] = []
     lses: list[Tensor] = []
-    for head, own in enumerate(queries.unflatten(0, (num_kv_heads, -1))):
+    for head, group in enumerate(queries.unflatten(0, (num_kv_heads, -1))):
         groups = (entries.lengths[:, 0] == head).nonzero().flatten()
         counts = entries.lengths[groups, 1].long()
         shift = torch.repeat_interleave(starts[groups] - starts_of(counts), counts)
-        out = torch.zeros_like(own, dtype=torch.float32)
-        lse = own.new_full(own.shape[:2], -torch.inf, dtype=torch.float32)
+        out = torch.zeros_like(group, dtype=torch.float32)
+        lse = group.new_full(group.shape[:2], -torch.inf, dtype=torch.float32)
         for rows in (shift + torch.arange(len(shift))).split(DECODE_CHUNK):
             if len(rows):
-                part = _attend_rows(own, entries, rows, scaling, bias, softcap)
+                part = _attend_rows(group, entries, rows, scaling, bias, softcap)
                 out, lse = merge_attention((out, part[0]), (lse, part[1]))
         outs.append(out)
         lses.append(lse)

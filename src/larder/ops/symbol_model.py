@@ -123,7 +123,7 @@ def symbol_model() -> SymbolModel:
 
 def _alias_tables(counts: Int[ndarray, "C N"]) -> AliasTables:
     """Buckets of the slots of each row."""
-    dealt = [_deal(own.tolist()) for own in counts]
+    dealt = [_deal(count.tolist()) for count in counts]
     dividers = np.array([[bucket[0][0] for bucket in row] for row in dealt], np.uint16)
     parts = [
         np.array([[[bucket[k][side] for bucket in row] for side in range(2)] for row in dealt])

@@ -66,4 +66,8 @@ def mean_per_kv_head(values: tuple[float, ...], kv_heads: int) -> tuple[float, .
             f"A layer of {kv_heads} kv heads was calibrated by {len(values)} numbers, which cannot "
             "be divided among them: measure it again for this model."
         )
-    return tuple(sum(own) / len(own) for own in split_evenly("heads", values, kv_heads) if own)
+    return tuple(
+        sum(numbers) / len(numbers)
+        for numbers in split_evenly("heads", values, kv_heads)
+        if numbers
+    )

@@ -191,7 +191,7 @@ class Planner:
         """
         by_head = {"weights": self.budget.head_weights(calibration)}
         split = split_by_layer(by_head, layers)
-        weights = {index: own["weights"] for index, own in split.items()}
+        weights = {index: numbers["weights"] for index, numbers in split.items()}
         return replace(
             self, calibration=split_by_layer(calibration, layers), weights=weights, lexicon=lexicon
         )
@@ -229,7 +229,7 @@ class Planner:
         if not is_plain:
             return None
         pairs = [zip(tally.step_columns, tally.columns, strict=True) for tally in self._tallies]
-        columns = {column: name for own in pairs for column, name in own}
+        columns = {column: name for pair in pairs for column, name in pair}
         return StepRule(scoring, self.compensation.step_merging, columns)
 
     def with_model_inputs(self, observation: Observation) -> Observation:
@@ -274,7 +274,9 @@ class Planner:
     def smallest_budget(self, tokens: int) -> int:
         """Fewest entries per kv head, at most `tokens`, that hold what is protected of them."""
         always = self.scorer.protected_tokens()
-        sizes = (own for own in range(tokens) if self.protect.ends(own).union(always).tokens <= own)
+        sizes = (
+            size for size in range(tokens) if self.protect.ends(size).union(always).tokens <= size
+        )
         return next(sizes, tokens)
 
     def score(

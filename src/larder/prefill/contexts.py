@@ -205,7 +205,9 @@ def anchors_of(
 ) -> list[ChunkAnchor]:
     """Anchors of changes whose base is held."""
     pairs = zip(changes, bases, strict=True)
-    return [ChunkAnchor(own.ids, base, own.entries) for own, base in pairs if base is not None]
+    return [
+        ChunkAnchor(chunk.ids, base, chunk.entries) for chunk, base in pairs if base is not None
+    ]
 
 
 class NoChunks(ChunkSource):
@@ -286,7 +288,7 @@ class ChunkMemory(ChunkSource):
         self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
     ) -> list[ChunkVariant]:
         found = self._all(spec, variant_key(prefix, ids))
-        return [own for own in found if isinstance(own, ChunkVariant)]
+        return [each for each in found if isinstance(each, ChunkVariant)]
 
     def add_variant(
         self, prefix: tuple[int, ...], ids: tuple[int, ...], variant: ChunkVariant
@@ -295,8 +297,8 @@ class ChunkMemory(ChunkSource):
 
     def anchors(self, spec: ModelSpec, prefix: tuple[int, ...], place: int) -> list[ChunkAnchor]:
         found = self._all(spec, anchor_key(prefix, place))
-        changes = [own for own in found if isinstance(own, ChunkChange)]
-        bases = [self.find(spec, prefix, own.ids) for own in changes]
+        changes = [each for each in found if isinstance(each, ChunkChange)]
+        bases = [self.find(spec, prefix, change.ids) for change in changes]
         return anchors_of(changes, bases)
 
     def add_anchor(self, prefix: tuple[int, ...], place: int, anchor: ChunkAnchor) -> None:
@@ -312,10 +314,10 @@ class ChunkMemory(ChunkSource):
                 "make one for each model."
             )
         self._spec = spec
-        keys = [own for own in self._held if own[: len(key)] == key]
-        for own in keys:
-            self._held.move_to_end(own)
-        return [self._held[own] for own in keys]
+        keys = [held for held in self._held if held[: len(key)] == key]
+        for held in keys:
+            self._held.move_to_end(held)
+        return [self._held[held] for held in keys]
 
     def _hold(self, key: ChunkKey, chunk: KeptChunk) -> None:
         if chunk.nbytes > self._max_bytes:

@@ -113,8 +113,8 @@ class EvictionPass:
             inputs: what passes of their own gave of each segment; empty where there are none.
         """
         self._inputs = inputs
-        found = [own for each in inputs for layer in each.values() for own in layer.values()]
-        self._input_bytes = sum(own.nbytes for own in found)
+        found = [tensor for each in inputs for layer in each.values() for tensor in layer.values()]
+        self._input_bytes = sum(tensor.nbytes for tensor in found)
         self._prompts, self._phases, self._scratch_tokens = prompts, phases, scratch_tokens
         if scratch_tokens or not self._planner.sums_weights:
             return

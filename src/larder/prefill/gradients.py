@@ -80,7 +80,7 @@ def _layer_gradients(
         objective = provider.objective(recorder.states[0])
         layers = list(recorder.added)
         gradients = torch.autograd.grad(objective, [recorder.added[index] for index in layers])
-    return {index: own[0].detach() for index, own in zip(layers, gradients, strict=True)}
+    return {index: gradient[0].detach() for index, gradient in zip(layers, gradients, strict=True)}
 
 
 class _OutputRecorder:

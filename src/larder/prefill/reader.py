@@ -93,9 +93,9 @@ class PrefillReader:
         numbers = self.decoder.forward_token_numbers(
             segments, Mode.APPEND, providers, observer, inputs
         )
-        for segment, own in zip(segments, numbers, strict=True):
+        for segment, number in zip(segments, numbers, strict=True):
             for layer in self.quotas:
-                segment.cache.write_token_columns(layer, own, start)
+                segment.cache.write_token_columns(layer, number, start)
 
     def read_and_evict_steps(
         self,

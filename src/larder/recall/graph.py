@@ -140,8 +140,8 @@ class GraphIndex(EntryIndex):
         scores = torch.full((len(queries), max(indexed)), -torch.inf)
         group = self.layer.group
         for head, (length, first) in enumerate(zip(indexed, built, strict=True)):
-            own = slice(head * group, (head + 1) * group)
-            scores[own, first:length] = late[own, : length - first]
+            span = slice(head * group, (head + 1) * group)
+            scores[span, first:length] = late[span, : length - first]
         return scores
 
     def _linked(self, head: int, queries: Float[Tensor, "R D"]) -> Int64[Tensor, "R C"]:

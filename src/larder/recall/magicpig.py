@@ -149,7 +149,7 @@ class MagicPigIndex(EntryIndex):
         most = max(self.paged.indexed)
         asked = self._hashed(queries.float()).view(self.layer.kv_heads, self.layer.group, -1)
         codes = self._codes[:, :, :most]
-        hits = [(codes == own[..., None]).sum(1, dtype=torch.int16) for own in asked.unbind(1)]
+        hits = [(codes == code[..., None]).sum(1, dtype=torch.int16) for code in asked.unbind(1)]
         owned = torch.arange(most) < torch.tensor(self.paged.indexed)[:, None]
         return ((torch.stack(hits, 1) >= COLLISIONS) & owned[:, None]).flatten(0, 1)
 

@@ -134,12 +134,12 @@ class ProjectedIndex(EntryIndex):
         starts = torch.tensor(entries.starts) + self._built
         fresh = page_max_scores(queries, entries.keys, starts, late)
         for head, built in enumerate(self._built.tolist()):
-            own = slice(head * self.layer.group, (head + 1) * self.layer.group)
-            scores[own, built : indexed[head]] = fresh[own, : indexed[head] - built]
+            span = slice(head * self.layer.group, (head + 1) * self.layer.group)
+            scores[span, built : indexed[head]] = fresh[span, : indexed[head] - built]
             if built:
                 keys = entries.head_keys(head)[:built].float()
                 beam = max(self._part.beam, count)
-                self._walk(head, keys, grouped[head], beam, scores[own, :built])
+                self._walk(head, keys, grouped[head], beam, scores[span, :built])
         return scores
 
     def _walk(

@@ -9,7 +9,7 @@ from itertools import accumulate
 from types import MappingProxyType
 
 from larder.cache.sequence import SequenceCache
-from larder.core.arguments import check_count
+from larder.core.arguments import check_count, check_type
 from larder.core.conversation import Conversation, PromptLayout
 from larder.core.errors import UsageError
 from larder.core.memory_budget import MemoryBudget
@@ -290,7 +290,7 @@ def decode_planner(
     # Generated text continues to fill layers, so the present context does not limit them.
     lengths = [max(cache.next_position, tokens) for cache in caches]
     ready = [planner_with_quotas(runtime, policy, reading, length) for length in lengths]
-    quotas = tuple(own for _, own in ready)
+    quotas = tuple(quota for _, quota in ready)
     return DecodeEviction(
         ready[0][0],
         tokens,
@@ -354,9 +354,18 @@ EPISODE = (
 )
 
 
+def encoded_prompts(
+    tokenizer: TokenizerAdapter, prompts: Mapping[str, str] | None
+) -> dict[str, tuple[int, ...]]:
+    """Token ids of scoring prompts. Raises: BadParameter: they are no texts by name."""
+    expected = 'texts by name, such as {"question": "..."}'
+    check_type("prompts", prompts, (Mapping, type(None)), expected)
+    return {name: tokenizer.encode_question(text) for name, text in (prompts or {}).items()}
+
+
 def common_prompts(tokenizer: TokenizerAdapter) -> dict[str, tuple[int, ...]]:
     """Scoring prompts that depend on the tokenizer alone."""
-    return {name: tokenizer.encode_question(text) for name, text in COMMON_PROMPTS.items()}
+    return encoded_prompts(tokenizer, COMMON_PROMPTS)
 
 
 def episode_prompt(tokenizer: TokenizerAdapter, texts: Sequence[str] = ()) -> tuple[int, ...]:

@@ -124,7 +124,7 @@ def _in_order(calls: Sequence[Call], preset: str) -> dict[str, Call]:
             )
     ordered = [call for _, call in placed]
     if ordered != list(calls):
-        given, right = (preset + " > ".join(map(str, own)) for own in (calls, ordered))
+        given, right = (preset + " > ".join(map(str, sequence)) for sequence in (calls, ordered))
         raise SpellingError(f"The parts of {given!r} are out of order: write {right!r}.")
     return dict(placed)
 

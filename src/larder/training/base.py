@@ -165,10 +165,14 @@ def _mean_metrics(
     out = dict[str, float]()
     for split, layers in metrics.items():
         for name in layers[0] if layers else ():
-            out[f"{split.value}_{name}"] = round(sum(own[name] for own in layers) / len(layers), 4)
+            out[f"{split.value}_{name}"] = round(
+                sum(layer[name] for layer in layers) / len(layers), 4
+            )
         if layers:
-            out[f"{split.value}_documents"] = float(len({own.document for own in tested[split]}))
-            out[f"{split.value}_tokens"] = float(sum(own.tokens for own in tested[split]))
+            out[f"{split.value}_documents"] = float(
+                len({passage.document for passage in tested[split]})
+            )
+            out[f"{split.value}_tokens"] = float(sum(passage.tokens for passage in tested[split]))
     return out
 
 

@@ -114,8 +114,8 @@ class SlotAttention:
     def attend(self, inputs: AttentionInputs) -> Queries:
         slots = self._keys[inputs.layer], self._values[inputs.layer]
         keys, values = (
-            torch.cat([own.to(new.dtype), new], 1)
-            for own, new in zip(slots, (inputs.keys, inputs.values), strict=True)
+            torch.cat([slot.to(new.dtype), new], 1)
+            for slot, new in zip(slots, (inputs.keys, inputs.values), strict=True)
         )
         return attention_under_mask(inputs, inputs.queries, keys, values, self._is_seen)
 

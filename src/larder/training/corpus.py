@@ -94,9 +94,11 @@ class Corpus:
         """Split of each document, by its name: every sixth of a source, by digest, is a test."""
         found = dict[str, CorpusSplit]()
         for source in self.sources:
-            own = sorted((d for d in self.documents if d.source == source), key=lambda d: d.digest)
-            for place, document in enumerate(own):
-                is_test = place % TEST_EVERY == 0 and len(own) > 1
+            ordered = sorted(
+                (d for d in self.documents if d.source == source), key=lambda d: d.digest
+            )
+            for place, document in enumerate(ordered):
+                is_test = place % TEST_EVERY == 0 and len(ordered) > 1
                 split = CorpusSplit.TEST if is_test else CorpusSplit.TRAIN
                 found[document.name] = CorpusSplit.HELD_OUT if source == self.held_out else split
         return found
@@ -110,9 +112,11 @@ class Corpus:
         """
         splits, rounds = self.splits(), list[Iterator[Passage]]()
         for source in self.sources:
-            own = [document for document in self.documents if document.source == source]
-            Random(seed).shuffle(own)
-            rounds.append(_in_turn([_passages(d, splits[d.name], adapter, tokens) for d in own]))
+            documents = [document for document in self.documents if document.source == source]
+            Random(seed).shuffle(documents)
+            rounds.append(
+                _in_turn([_passages(d, splits[d.name], adapter, tokens) for d in documents])
+            )
         yield from _in_turn(rounds)
 
 
@@ -224,8 +228,8 @@ def _message_groups(
         group.append(place)
         counted += adapter.count_tokens(message.content)
         if counted >= tokens:
-            own = tuple(conversation.messages[n] for n in group)
-            yield replace(conversation, messages=own, questions=())
+            messages = tuple(conversation.messages[n] for n in group)
+            yield replace(conversation, messages=messages, questions=())
             group, counted = [], 0
 
 

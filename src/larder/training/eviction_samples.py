@@ -110,7 +110,7 @@ def long_passages(chosen: Mapping[CorpusSplit, list[Passage]]) -> dict[CorpusSpl
         ModelError: all passages to train on are too short.
     """
     found = {
-        split: [own for own in passages if len(own.ids) >= LEAST_TOKENS]
+        split: [passage for passage in passages if len(passage.ids) >= LEAST_TOKENS]
         for split, passages in chosen.items()
     }
     if chosen[CorpusSplit.TRAIN] and not found[CorpusSplit.TRAIN]:
@@ -176,7 +176,7 @@ def share_metrics(
     """
     metrics = dict[str, float]()
     for share in SHARES:
-        ratios = [ratio(own, each, share) for own, each in zip(samples, layers, strict=True)]
+        ratios = [ratio(sample, each, share) for sample, each in zip(samples, layers, strict=True)]
         name = round(1 / share)
         metrics[f"layers_better_{name}"] = float(sum(own < 1 for own in ratios))
         logs = [math.log(max(own, LEAST_RATIO)) for own in ratios]
@@ -187,7 +187,9 @@ def share_metrics(
 def _sample(inputs: AttentionInputs, layer: LayerSpec) -> EvictionSample:
     context = inputs.queries.shape[1] - NEW_TOKENS
     new = slice(context, None)
-    queries, keys, values = (own.cpu() for own in (inputs.queries, inputs.keys, inputs.values))
+    queries, keys, values = (
+        tensor.cpu() for tensor in (inputs.queries, inputs.keys, inputs.values)
+    )
     among = causal_attention(
         queries[:, new],
         keys[:, new],

@@ -181,7 +181,7 @@ def attention_under_mask(
             masked_attention(queries, keys, values, inputs.scaling, seen, inputs.softcap)
         )
     group = len(queries) // len(keys)
-    spread = (own.repeat_interleave(group, 0)[None] for own in (keys, values))
+    spread = (side.repeat_interleave(group, 0)[None] for side in (keys, values))
     return F.scaled_dot_product_attention(
         queries[None], *spread, attn_mask=seen, scale=inputs.scaling
     )[0]
@@ -222,5 +222,7 @@ def layer_inputs(decoder: Decoder, show: Callable[[int, Tensor], None]) -> Itera
     def install(index: int, module: nn.Module) -> RemovableHandle:
         return module.register_forward_pre_hook(partial(record, index), with_kwargs=True)
 
-    with forward_hooks(install(index, own) for index, own in decoder.attentions.items()):
+    with forward_hooks(
+        install(index, attention) for index, attention in decoder.attentions.items()
+    ):
         yield

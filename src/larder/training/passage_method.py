@@ -188,8 +188,8 @@ def distillation_loss(
 
 
 def _check_finite(layers: Sequence[LayerTensors], name: str) -> None:
-    for place, own in enumerate(layers):
-        if not all(bool(tensor.isfinite().all()) for tensor in own.values()):
+    for place, layer in enumerate(layers):
+        if not all(bool(tensor.isfinite().all()) for tensor in layer.values()):
             raise ModelError(
                 f"Training {name} diverged in layer {place}: take another seed, or more tokens."
             )
@@ -197,8 +197,8 @@ def _check_finite(layers: Sequence[LayerTensors], name: str) -> None:
 
 def _sizes(split: CorpusSplit, passages: Sequence[Passage]) -> dict[str, float]:
     return {
-        f"{split.value}_documents": float(len({own.document for own in passages})),
-        f"{split.value}_tokens": float(sum(len(own.ids) for own in passages)),
+        f"{split.value}_documents": float(len({passage.document for passage in passages})),
+        f"{split.value}_tokens": float(sum(len(passage.ids) for passage in passages)),
     }
 
 

@@ -205,8 +205,8 @@ def tested(
         below = decoded
     found = {f"{split}_tokens": float(samples.tokens)}
     found[f"{split}_documents"] = float(len(samples.documents))
-    for name, own in zip(("keys", "values"), shares, strict=True):
-        if own:
-            found[f"{split}_{name}_r2"] = round(sum(own) / len(own), 4)
-            found[f"{split}_{name}_worst_r2"] = round(min(own), 4)
+    for name, share in zip(("keys", "values"), shares, strict=True):
+        if share:
+            found[f"{split}_{name}_r2"] = round(sum(share) / len(share), 4)
+            found[f"{split}_{name}_worst_r2"] = round(min(share), 4)
     return found

@@ -105,6 +105,6 @@ def _profiled_methods() -> Iterator[tuple[type, str, str]]:
 
 
 def _subclasses(kind: type) -> Iterator[type]:
-    for own in kind.__subclasses__():
-        yield own
-        yield from _subclasses(own)
+    for subclass in kind.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)

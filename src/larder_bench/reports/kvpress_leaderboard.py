@@ -115,8 +115,8 @@ class LeaderboardRun:
         for _, item in self._items():
             scores.setdefault((item["kind"], item["scored_by"]), []).append(item["own"])
         out = dict[str, dict[str, float]]()
-        for (kind, name), own in sorted(scores.items()):
-            out.setdefault(kind, {})[name] = round(100 * fmean(own), 2)
+        for (kind, name), score in sorted(scores.items()):
+            out.setdefault(kind, {})[name] = round(100 * fmean(score), 2)
         return out
 
     def predictions(self) -> list[dict[str, object]]:

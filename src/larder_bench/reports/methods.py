@@ -224,7 +224,7 @@ def cost_text(names: Sequence[str]) -> str:
     costs = _costs()
     known = next((costs[name] for name in names if name in costs), ())
     pairs = zip(known, costs[FULL], strict=False)
-    return ", ".join(f"{own / full:.1f}" for own, full in pairs)
+    return ", ".join(f"{part / full:.1f}" for part, full in pairs)
 
 
 def method_lines(methods: Sequence[PublishedMethod]) -> Iterator[str]:

@@ -154,7 +154,7 @@ class PolicyMethod(ComparedMethod):
         engine = bench.engine.under(policy, None if tokens is None else str(tokens))
         texts = {"question": question.question, "task": TASK}
         named = policy.scorer.required_prompts()
-        return engine.read(conversation, {n: own for n, own in texts.items() if n in named})
+        return engine.read(conversation, {n: text for n, text in texts.items() if n in named})
 
 
 @dataclass(frozen=True)

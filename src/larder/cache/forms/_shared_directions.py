@@ -152,7 +152,7 @@ def _length_ratios(meant: EncodingBatch, coded: QuantizedTier) -> Float[Tensor, 
     lengths = [side.norm(dim=-1) for side in (meant.keys, meant.values)]
     decoded = [side.norm(dim=-1) for side in found]
     pairs = zip(lengths, decoded, strict=True)
-    return torch.stack([own / other.masked_fill(other == 0, 1.0) for own, other in pairs])
+    return torch.stack([length / other.masked_fill(other == 0, 1.0) for length, other in pairs])
 
 
 def no_directions(like: Float[Tensor, "_ D"], codec: Codec | None) -> Directions:

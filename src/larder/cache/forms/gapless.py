@@ -129,10 +129,10 @@ def _visible(
     """
     held, rows = ragged.entries(), list[tuple[Tensor, Tensor, Tensor]]()
     group = len(selection.pages) // len(held.lengths)
-    for number, own in enumerate(selection.numbers.flatten(1)):
+    for number, numbers in enumerate(selection.numbers.flatten(1)):
         head = number // group
         later = torch.arange(selection.lengths[head], parked.lengths[head])
-        found = torch.cat([own[own >= 0], later]) + parked.starts[head]
+        found = torch.cat([numbers[numbers >= 0], later]) + parked.starts[head]
         keys, values = torch.empty(2, len(found), held.keys.shape[1], dtype=held.keys.dtype)
         parked.gather(found, keys, values)
         places = parked.positions[found].to(held.positions)

@@ -138,7 +138,7 @@ class GradedLayer(MixedLayer):
         store = cls(layer, dtype, device, Ledger(), ())
         store._adopt_ragged(state)
         ledger, size = store._ragged.ledger, layer.head_dim
-        store._hold(tuple(QuantizedTier.adopt(own, ledger, size) for own in saved_tiers(state)))
+        store._hold(tuple(QuantizedTier.adopt(tier, ledger, size) for tier in saved_tiers(state)))
         return store
 
     def _like(self) -> GradedLayer:

@@ -70,7 +70,7 @@ class LowRankLayer(RecoverableLayer):
 
     @classmethod
     def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> LowRankLayer:
-        place = [own.index for own in model.managed].index(layer.index)
+        place = [each.index for each in model.managed].index(layer.index)
         maps = LowRankMaps.load(layer, place, model.fingerprint)
         source = place, model.fingerprint
         return cls(layer, model.dtype, model.device, spec.ledger, maps, source)

@@ -113,7 +113,7 @@ class PagedLayer(CacheLayer):
 
     def truncate(self, length: int) -> None:
         heads = self._lease.gather()[2].split(list(self.lengths))
-        self._lease.set_lengths([int((own < length).sum()) for own in heads])
+        self._lease.set_lengths([int((head < length).sum()) for head in heads])
         self._count()
 
     def entries(self) -> Entries:

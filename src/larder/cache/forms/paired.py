@@ -173,7 +173,7 @@ class PairedLayer(GradedLayer):
         half = cls(layer, keys.dtype, keys.device, Ledger(), pairing, int(side), codecs)
         half._adopt_ragged(state)
         ledger, size = half._ragged.ledger, layer.head_dim
-        half._hold(tuple(QuantizedTier.adopt(own, ledger, size) for own in saved_tiers(state)))
+        half._hold(tuple(QuantizedTier.adopt(tier, ledger, size) for tier in saved_tiers(state)))
         shared = SharedEntries.nothing(keys[:0], len(ledger.columns), next(iter(codecs), None))
         if half.side == UPPER:
             own = with_prefix("shared.", state)  # the layer's own keys are there, too
@@ -198,8 +198,8 @@ class PairedLayer(GradedLayer):
 
     def own_tensors(self) -> tuple[Tensor, ...]:
         """Quantized tiers, and the shared entries in the upper layer."""
-        own = super().own_tensors()
-        return own if self.side == LOWER else (*own, *self._pair.shared.tensors().values())
+        tensors = super().own_tensors()
+        return tensors if self.side == LOWER else (*tensors, *self._pair.shared.tensors().values())
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -148,9 +148,13 @@ class ParallelLayer(DenseLayer):
 
     @classmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> ParallelLayer:
-        own = {name: tensor for name, tensor in state.items() if not name.startswith(PREFIX)}
-        store = cls(layer, own["keys"].dtype, own["keys"].device)
-        store._keys, store._values, store._positions = own["keys"], own["values"], own["positions"]
+        plain = {name: tensor for name, tensor in state.items() if not name.startswith(PREFIX)}
+        store = cls(layer, plain["keys"].dtype, plain["keys"].device)
+        store._keys, store._values, store._positions = (
+            plain["keys"],
+            plain["values"],
+            plain["positions"],
+        )
         store._context_keys = state[f"{PREFIX}keys"]
         store._context_values = state[f"{PREFIX}values"]
         store._context_positions = state[f"{PREFIX}positions"]

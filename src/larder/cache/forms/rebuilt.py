@@ -112,7 +112,7 @@ class RecomputedLayer(RecoverableLayer):
     def truncate(self, length: int) -> None:
         self._ragged.truncate(length)
         self._source = self._source[:length].clone()
-        self._evicted = [own[own < length] for own in self._evicted]
+        self._evicted = [places[places < length] for places in self._evicted]
         self._count_bytes()
 
     def drop_range(self, start: int, stop: int) -> None:
@@ -129,7 +129,7 @@ class RecomputedLayer(RecoverableLayer):
             )
         self._ragged.drop_range(start, stop)
         self.replaced_bytes = self._ragged.replaced_bytes
-        self._evicted = [own[(own < start) | (own >= stop)] for own in self._evicted]
+        self._evicted = [places[(places < start) | (places >= stop)] for places in self._evicted]
         self._count_bytes()
 
     @property
@@ -140,7 +140,7 @@ class RecomputedLayer(RecoverableLayer):
     @property
     def wanted(self) -> int:
         """Number of first tokens to read again for all evicted entries."""
-        return max((int(own.max()) + 1 for own in self._evicted if len(own)), default=0)
+        return max((int(places.max()) + 1 for places in self._evicted if len(places)), default=0)
 
     @property
     def source(self) -> Tensor:
@@ -157,7 +157,7 @@ class RecomputedLayer(RecoverableLayer):
             SOURCE_KEY: self._source.clone(),
             EVICTED_KEY: torch.cat(self._evicted),
         }
-        state |= {LENGTHS_KEY: torch.tensor([len(own) for own in self._evicted])}
+        state |= {LENGTHS_KEY: torch.tensor([len(places) for places in self._evicted])}
         return state | {SPEC_KEY: text_tensor(self.rebuilding.to_text())}
 
     @classmethod
@@ -179,7 +179,10 @@ class RecomputedLayer(RecoverableLayer):
         return copy
 
     def _copy_tensors(self) -> None:
-        self._source, self._evicted = self._source.clone(), [own.clone() for own in self._evicted]
+        self._source, self._evicted = (
+            self._source.clone(),
+            [places.clone() for places in self._evicted],
+        )
         self._count_bytes()
 
     def own_tensors(self) -> tuple[Tensor, ...]:
@@ -218,9 +221,9 @@ class RecomputedLayer(RecoverableLayer):
         self, places: Int64[Tensor, " B"], keys: RecomputedKV, values: RecomputedKV
     ) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
         """Starts and lengths, keys and values of the tokens that are evicted from each kv head."""
-        rows = [torch.nonzero(torch.isin(places, own)).flatten() for own in self._evicted]
-        lengths = torch.tensor([len(own) for own in rows])
-        flat = torch.cat([own + head * len(places) for head, own in enumerate(rows)])
+        rows = [torch.nonzero(torch.isin(places, evicted)).flatten() for evicted in self._evicted]
+        lengths = torch.tensor([len(row) for row in rows])
+        flat = torch.cat([row + head * len(places) for head, row in enumerate(rows)])
         flat = flat.to(keys.device)
         held = [part.flatten(0, 1)[flat].contiguous() for part in (keys, values)]
         return (starts_of(lengths), lengths), held

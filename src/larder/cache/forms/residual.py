@@ -223,7 +223,7 @@ class ResidualLayer(MixedLayer):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        return tuple(own + len(self._tier) for own in self._ragged.lengths)
+        return tuple(length + len(self._tier) for length in self._ragged.lengths)
 
     def decoded(self) -> DecodedTokens:
         """Keys before rotation and values of all coded tokens, from the layers below."""

@@ -304,7 +304,9 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
                 [each.head_positions(head) for each in tiers],
             ]
             parts = zip(held, (*sides, new.positions), strict=True)
-            columns = [torch.cat([*(own.to(last) for own in old), last]) for old, last in parts]
+            columns = [
+                torch.cat([*(column.to(last) for column in old), last]) for old, last in parts
+            ]
             order = columns[2].argsort()
             found.append((columns[0][order], columns[1][order], columns[2][order].long()))
         return found

@@ -255,8 +255,8 @@ class TransformLayer(MixedLayer):
         )
         averages = out.unflatten(0, (heads, -1)).cpu()
         restored = [
-            tier.tables.values(head, own) if lengths[head] else own
-            for head, own in enumerate(averages)
+            tier.tables.values(head, average) if lengths[head] else average
+            for head, average in enumerate(averages)
         ]
         return torch.cat(restored).to(device), lse
 

@@ -96,7 +96,7 @@ class DequantizedEntries(Entries):
         members = torch.arange(first, self.lengths[head])
         heads = torch.full_like(members, head)
         pairs = zip(heads.split(DECODE_CHUNK), members.split(DECODE_CHUNK), strict=True)
-        parts = [self._numbers.decoded(own, some, side).to(self._dtype) for own, some in pairs]
+        parts = [self._numbers.decoded(rows, some, side).to(self._dtype) for rows, some in pairs]
         return torch.cat(parts)
 
     def _everything(self, side: KVSide) -> Float[Tensor, "C D"]:
@@ -140,7 +140,7 @@ class QuantizedEntries:
     @property
     def coded(self) -> Int64[Tensor, " K"]:
         """Quantized entries of each head."""
-        return torch.tensor([len(own) * self.group for own in self.groups])
+        return torch.tensor([len(group) * self.group for group in self.groups])
 
     def decoded(
         self, heads: Int64[Tensor, " N"], members: Int64[Tensor, " N"], side: KVSide

@@ -72,11 +72,11 @@ def noise_costs(
         sinks: first tokens of a text that do not count.
     """
     source = torch.Generator().manual_seed(0)
-    sums = {index: own.mean.new_zeros(own.mean.shape[:2]) for index, own in tables.items()}
+    sums = {index: table.mean.new_zeros(table.mean.shape[:2]) for index, table in tables.items()}
     for ids in texts:
         pairs = _gradients(decoder, ids, ShiftedAttention(tables), source)
-        for index, own in tables.items():
-            sums[index] += _component_squares(own, pairs[index], sinks)
+        for index, table in tables.items():
+            sums[index] += _component_squares(table, pairs[index], sinks)
     return {index: total / len(texts) for index, total in sums.items()}
 
 
@@ -95,8 +95,8 @@ class GradedNumbers:
     @staticmethod
     def concat(texts: Sequence[GradedNumbers]) -> GradedNumbers:
         """Numbers of all texts."""
-        keys, values = (torch.cat([own.numbers[side] for own in texts], 1) for side in (0, 1))
-        ours, theirs = (torch.cat([own.weights[side] for own in texts], 1) for side in (0, 1))
+        keys, values = (torch.cat([text.numbers[side] for text in texts], 1) for side in (0, 1))
+        ours, theirs = (torch.cat([text.weights[side] for text in texts], 1) for side in (0, 1))
         return GradedNumbers((keys, values), (ours, theirs))
 
 
@@ -140,9 +140,11 @@ def _gradients(
 
 def cost_weights(costs: Mapping[int, Float[Tensor, "2 K"]]) -> dict[int, Float[Tensor, "2 K"]]:
     """Factors on components, 1 on geometric average, with which noise costs the same."""
-    logarithms = {index: own.clamp(min=1e-30).log2() / 2 for index, own in costs.items()}
-    mean = torch.stack([own.mean() for own in logarithms.values()]).mean()
-    return {i: 2.0 ** (own - mean).clamp(-RANGE, RANGE) for i, own in logarithms.items()}
+    logarithms = {index: cost.clamp(min=1e-30).log2() / 2 for index, cost in costs.items()}
+    mean = torch.stack([logarithm.mean() for logarithm in logarithms.values()]).mean()
+    return {
+        i: 2.0 ** (logarithm - mean).clamp(-RANGE, RANGE) for i, logarithm in logarithms.items()
+    }
 
 
 def _likelihood_gradient(

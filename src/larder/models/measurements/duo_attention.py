@@ -34,7 +34,7 @@ class TrainedGates(Measurement):
             ModelError: none were trained for this model.
         """
         learned = load_learned(decoder.spec, NAME, self)
-        return tuple(gate for own in learned.layers for gate in own[GATES].tolist())
+        return tuple(gate for layer in learned.layers for gate in layer[GATES].tolist())
 
     def shapes(
         self, layer: LayerSpec, width: int, tensors: Mapping[str, Tensor]

@@ -74,7 +74,7 @@ class KVQuantMeasurement(TableMeasurement):
     def summary(self, tables: dict[str, Tensor]) -> tuple[float, ...]:
         layers = sorted(int(n.partition(".")[0]) for n in tables if n.endswith(".forward"))
         scales = (tables[f"{layer}.forward"][KEYS].diagonal(dim1=1, dim2=2) for layer in layers)
-        return tuple(float((1 / own).mean()) for own in scales)
+        return tuple(float((1 / scale).mean()) for scale in scales)
 
 
 def scaled_tables(layer: LayerSpec, keys: Float[Tensor, "K N D"]) -> TransformTables:

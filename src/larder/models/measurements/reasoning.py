@@ -78,11 +78,11 @@ class Reasoning(Measurement):
         counted = [is_right for is_right, _ in runs]
         if not any(counted):
             counted = [True] * len(runs)
-        sums = {layer: torch.zeros_like(own) for layer, own in runs[0][1].items()}
+        sums = {layer: torch.zeros_like(run) for layer, run in runs[0][1].items()}
         for (_, scores), counts in zip(runs, counted, strict=True):
-            for layer, own in scores.items():
-                sums[layer] += own * counts
-        means = {layer: (own / len(runs)).tolist() for layer, own in sums.items()}
+            for layer, score in scores.items():
+                sums[layer] += score * counts
+        means = {layer: (score / len(runs)).tolist() for layer, score in sums.items()}
         return flatten_layers(decoder, means)
 
     def prompts(self, sample: SampleText) -> list[ReasoningPrompt]:

@@ -57,7 +57,7 @@ class StreamingError(Measurement):
                 squared_errors(inputs, rows, self._seen(rows))
                 for rows in asking.split(CHUNK_TOKENS)
             ]
-            change = torch.stack([own for own, _ in parts]).sum(0)
+            change = torch.stack([error for error, _ in parts]).sum(0)
             whole = torch.stack([out for _, out in parts]).sum()
             return (change / whole.clamp(min=TINY)).sqrt().tolist()
 

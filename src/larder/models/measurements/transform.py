@@ -99,7 +99,7 @@ class TransformMeasurement(TableMeasurement):
         if not texts:
             return plain
         weights = cost_weights(noise_costs(decoder, texts, plain, self.sinks))
-        return {index: own.scaled(weights[index]) for index, own in plain.items()}
+        return {index: table.scaled(weights[index]) for index, table in plain.items()}
 
     def _seen(self, layer: LayerSpec) -> LayerSpec:
         """Layer whose keys need no turning back where rotated ones are transformed."""
@@ -182,7 +182,7 @@ def transforms(
             second = moments.products[side + 1, head] / count
             pairs.append(klt(second - mean.outer(mean), metric, power))
         forward.append(torch.stack([matrix for matrix, _ in pairs]))
-        deviation.append(torch.stack([own for _, own in pairs]))
+        deviation.append(torch.stack([error for _, error in pairs]))
     return TransformTables(
         torch.stack(forward, 1).float(),
         (moments.sums / count).float(),

@@ -131,7 +131,7 @@ def _dispersion(observation: Observation, window: int) -> tuple[float, float]:
     before = observation.entries.packed_positions() < observation.query_positions[-window:][0]
     heads = gather_last_queries(_EntropyVariance(), observation, window)
     marks = torch.split(before, list(observation.entries.lengths))
-    earlier = [head[:, own] for head, own in zip(heads, marks, strict=True)]
+    earlier = [head[:, mark] for head, mark in zip(heads, marks, strict=True)]
     entropy, variance = sum_statistics(earlier, 2)
     return max(entropy, 0.0), variance
 

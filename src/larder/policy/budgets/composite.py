@@ -40,11 +40,16 @@ class Composite(CrossLayerBudget):
     ) -> dict[int, Plan]:
         total = sum(quotas[index] * len(scored.lengths) for index, scored in ready.items())
         rows = [_rows(scored) for scored in ready.values()]
-        worth, sizes = torch.cat([own for own, _ in rows]), torch.cat([size for _, size in rows])
+        worth, sizes = (
+            torch.cat([values for values, _ in rows]),
+            torch.cat([size for _, size in rows]),
+        )
         order = torch.argsort(worth, descending=True, stable=True)
         stays = torch.zeros_like(worth, dtype=torch.bool)
         stays[order] = sizes[order].cumsum(0) <= total
-        counts = [int(part.sum()) for part in torch.split(stays, [len(own) for own, _ in rows])]
+        counts = [
+            int(part.sum()) for part in torch.split(stays, [len(values) for values, _ in rows])
+        ]
         pairs = zip(ready.items(), counts, strict=True)
         return {index: top_k_per_head(scored, count) for (index, scored), count in pairs}
 

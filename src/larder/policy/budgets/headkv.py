@@ -67,10 +67,10 @@ class HeadKV(Budget):
         if tokens >= most:
             return (tokens,) * layers
         name = self.trial.value
-        sums = [sum(own) for own in split_evenly(name, calibration[name], layers)]
+        sums = [sum(numbers) for numbers in split_evenly(name, calibration[name], layers)]
         mean, total = tokens - least, sum(sums)
         base = self._base(mean)
-        shares = [own / total if total > 0 else 1 / layers for own in sums]
+        shares = [each / total if total > 0 else 1 / layers for each in sums]
         deserved = [base + layers * share * (mean - base) for share in shares]
         return tuple(least + part for part in apportion(layers * mean, deserved, 0, most - least))
 

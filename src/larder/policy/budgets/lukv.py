@@ -141,7 +141,7 @@ def _deserved(scored: LayerScores, free: Sequence[int], count: int) -> list[floa
         return [float(own) for own in free]
     curves = split_evenly(UTILITY, scored.measure, heads)
     shares = greedy_shares(curves, heads * count / sum(free))
-    return [share * own for share, own in zip(shares, free, strict=True)]
+    return [share * part for share, part in zip(shares, free, strict=True)]
 
 
 Part = LUKV

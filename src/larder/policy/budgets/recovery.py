@@ -71,7 +71,7 @@ class Recovery(CrossLayerBudget):
         total = sum(quotas[index] * len(scored.lengths) for index, scored in ready.items())
         policies = [each for scored in ready.values() for each in _policies(scored)]
         threshold = _threshold(policies, total)
-        marks = [_cheapest(own, threshold) for own in policies]
+        marks = [_cheapest(policy, threshold) for policy in policies]
         if sum(int(mark.sum()) for mark in marks) > total:
             marks = [torch.zeros_like(mark) for mark in marks]
         ranked = torch.cat([scored.ranked() for scored in ready.values()])
@@ -120,11 +120,11 @@ def _cheapest(own: HeadPolicies, threshold: float) -> Bool[Tensor, " S"]:
 
 def _threshold(policies: list[HeadPolicies], total: int) -> float:
     """Largest threshold at which all heads fit; 0 if there is none."""
-    known = sorted({min(share, 1.0) for own in policies for share in own.shares} | {0.0})
+    known = sorted({min(share, 1.0) for policy in policies for share in policy.shares} | {0.0})
     low, high = 0, len(known)
     while high - low > 1:
         middle = (low + high) // 2
-        held = sum(int(_cheapest(own, known[middle]).sum()) for own in policies)
+        held = sum(int(_cheapest(policy, known[middle]).sum()) for policy in policies)
         low, high = (middle, high) if held <= total else (low, middle)
     return known[low]
 

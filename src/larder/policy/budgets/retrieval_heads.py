@@ -97,7 +97,7 @@ class RetrievalHeads(Budget):
             return (tokens,) * layers
         total, room = layers * (tokens - least), most - least
         heads = split_evenly("retrieval heads", self.head_weights(calibration), layers)
-        wholes = [sum(own) / len(own) for own in heads]
+        wholes = [sum(head) / len(head) for head in heads]
         filled = [math.ceil(whole * room) for whole in wholes]
         if sum(filled) >= total:
             parts = apportion(total, wholes, 0, filled)

@@ -48,12 +48,12 @@ class Lococo(Compensation):
         if scored.phase is Phase.DECODE or not float(tensors["gamma"]):
             return plan
         parts = [
-            _head_folds(entries, *own, tensors)
-            for own in _heads(plan, entries, scored, len(tensors["bias"]))
+            _head_folds(entries, *head, tensors)
+            for head in _heads(plan, entries, scored, len(tensors["bias"]))
         ]
         if not parts:
             return plan
-        sources, targets, weights = (torch.cat(own) for own in zip(*parts, strict=True))
+        sources, targets, weights = (torch.cat(part) for part in zip(*parts, strict=True))
         return replace(plan, folds=Folds(sources, targets, weights, weights))
 
 

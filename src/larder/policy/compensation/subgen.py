@@ -80,13 +80,13 @@ class Subgen(Compensation):
         masses = list[float](entries.scalars[MASS].nan_to_num(0.0).tolist())  # pyright: ignore
         factors, first = torch.ones(len(stays)), 0
         for head, (held, quota) in enumerate(zip(entries.lengths, plan.lengths, strict=True)):
-            own = slice(first, first + held)
+            span = slice(first, first + held)
             if held > quota:
-                free = first + (~spared[own]).nonzero().flatten()
+                free = first + (~spared[span]).nonzero().flatten()
                 sketch = self._sketch(entries, head, free - first, columns, free, masses[head])
                 drawn = sketch.drawn(quota - (held - len(free)))
                 rows = free[drawn.chosen]
-                stays[own] = spared[own]
+                stays[span] = spared[span]
                 stays[rows] = True
                 for name, column in drawn.columns.items():
                     columns[name][rows] = column

@@ -116,7 +116,7 @@ class Kvpress(Scorer):
         devices = [observation.queries.device] if observation.queries.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):  # pyright: ignore
             self._seed_generator(observation, devices)
-            return torch.cat([self._of_heads(observation, own) for own in groups])
+            return torch.cat([self._of_heads(observation, group) for group in groups])
 
     def _seed_generator(self, observation: Observation, devices: list[torch.device]) -> None:
         """Seed the generators, for each layer separately."""

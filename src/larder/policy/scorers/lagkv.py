@@ -90,12 +90,12 @@ class LagKV(Scorer):
         scores[:first] = torch.inf
         compared = (len(keys) - first) // lag - 1  # partitions
         if compared > 0:
-            own = slice(first, first + compared * lag)
-            scores[own] = (
+            span = slice(first, first + compared * lag)
+            scores[span] = (
                 (self._shares(keys[first:], lag) + self._shares(values[first:], lag)) / 2
             ).flatten()
             if self.within is Within.PARTITION:
-                scores[own] = _ranks(scores[own].view(-1, lag)).flatten()
+                scores[span] = _ranks(scores[span].view(-1, lag)).flatten()
         return scores
 
     def _lag(self, entries: int) -> int:

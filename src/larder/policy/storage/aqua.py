@@ -97,10 +97,12 @@ class Aqua(Storage):
 
     def _gain(self, layers: Sequence[LayerSpec], itemsize: int) -> float:
         """Tokens of all layers that are coded in the bytes of one exact token."""
-        exact = sum(own.kv_heads * (2 * own.head_dim * itemsize + POSITION_BYTES) for own in layers)
+        exact = sum(
+            layer.kv_heads * (2 * layer.head_dim * itemsize + POSITION_BYTES) for layer in layers
+        )
         coded = sum(
-            self.residual.token_bytes(own.kv_heads * own.head_dim, place)
-            for place, own in enumerate(layers)
+            self.residual.token_bytes(layer.kv_heads * layer.head_dim, place)
+            for place, layer in enumerate(layers)
         )
         return exact / coded if layers else 1.0
 

@@ -203,7 +203,7 @@ def _selected(plan: Plan, stays: Bool[Tensor, " T"]) -> Plan:
         plan,
         kept=plan.kept[stays],
         lengths=tuple(counts),
-        columns={name: own[stays] for name, own in plan.columns.items()},
+        columns={name: column[stays] for name, column in plan.columns.items()},
         grades=plan.grades[stays],
         importance=plan.importance[:0],
         allowed_bytes=0,

@@ -159,7 +159,7 @@ def water_level(
         weights: binary logarithms of the weights of each layer.
         costs: bytes of an entry of each width.
     """
-    finite = [own[own.isfinite()] for own in weights.values()]
+    finite = [weight[weight.isfinite()] for weight in weights.values()]
     known = torch.cat([torch.zeros(1).double(), *finite])
     low, high = float(known.min()) - 2 * WIDTHS[0] - 2, float(known.max()) + 2
     if _bytes(weights, costs, low) <= allowed:
@@ -183,7 +183,7 @@ def widths_at(weights: Packed, level: float) -> Int64[Tensor, " T"]:
 def _bytes(
     weights: Mapping[int, Packed], costs: Mapping[int, Float[Tensor, " W"]], level: float
 ) -> float:
-    return sum(float(costs[i][widths_at(own, level)].sum()) for i, own in weights.items())
+    return sum(float(costs[i][widths_at(weight, level)].sum()) for i, weight in weights.items())
 
 
 def _costs(part: RDKV, like: Float[Tensor, "0 D"]) -> Float[Tensor, " W"]:
@@ -204,7 +204,7 @@ def _with_widths(plan: Plan, widths: Int64[Tensor, " T"]) -> Plan:
         plan,
         kept=plan.kept[there],
         lengths=tuple(counts.tolist()),  # pyright: ignore
-        columns={name: own[there] for name, own in plan.columns.items()},
+        columns={name: column[there] for name, column in plan.columns.items()},
         grades=grades.to(torch.int8).to(plan.kept.device),
         importance=plan.importance[:0],
         allowed_bytes=0,

@@ -73,7 +73,7 @@ def kept_key_energies(plan: Plan, entries: Entries) -> Float[Tensor, "K D"]:
     """Mean square of each channel of the keys that a plan keeps; 0 for a head that keeps none."""
     squares = entries.pack(entries.keys)[plan.kept].float().square()
     heads = torch.split(squares, list(plan.lengths))
-    return torch.stack([own.sum(0) / max(len(own), 1) for own in heads])
+    return torch.stack([head.sum(0) / max(len(head), 1) for head in heads])
 
 
 Part = ThinK

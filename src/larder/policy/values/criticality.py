@@ -138,7 +138,7 @@ def _shares(norms: Sequence[Tensor], counted: Sequence[PackedMask]) -> list[Tens
     """Each head's norms as parts of the sum over those that count; 0 where that is 0."""
     tiny = torch.finfo(torch.float32).tiny
     pairs = zip(norms, counted, strict=True)
-    return [own / own[counts].sum().clamp(min=tiny) for own, counts in pairs]
+    return [scores / scores[counts].sum().clamp(min=tiny) for scores, counts in pairs]
 
 
 Part = Criticality

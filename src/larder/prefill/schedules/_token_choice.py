@@ -134,7 +134,7 @@ def layer_index(layer: int | float, spec: ModelSpec) -> int:
             "Every layer of the model slides a window of its own, so that no layer sees all tokens "
             "to choose among: take whole() or blockwise()."
         )
-    return max((own for own in managed if own <= index), default=managed[0])
+    return max((number for number in managed if number <= index), default=managed[0])
 
 
 def scoring_reader(reader: PrefillReader) -> PrefillReader:
@@ -156,8 +156,8 @@ def recent_tokens(reader: PrefillReader, scoring: ReducedScorer | None) -> int:
 
 def largest_quota(reader: PrefillReader, first: int) -> int:
     """Most entries per kv head that the budget lets a layer from `first` on hold; 0 without one."""
-    quotas = [own for layer, own in reader.quotas.items() if layer >= first]
-    return max((own for own in quotas if own < WITHOUT_LIMIT), default=0)
+    quotas = [quota for layer, quota in reader.quotas.items() if layer >= first]
+    return max((quota for quota in quotas if quota < WITHOUT_LIMIT), default=0)
 
 
 class NarrowingSchedule(Schedule):

@@ -167,7 +167,7 @@ def _distances(own: Float[Tensor, "K N D"], base: Float[Tensor, "K M D"]) -> Flo
 def _mean_distance(one: ChunkEntries, other: ChunkEntries) -> float:
     """Distance of the values of two chunks, in the mean over tokens and layers."""
     pairs = zip(one.values, other.values, strict=True)
-    away = [_distances(own, base).mean() for own, base in pairs]
+    away = [_distances(chunk, base).mean() for chunk, base in pairs]
     return float(torch.stack(away).mean())
 
 

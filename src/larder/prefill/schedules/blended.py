@@ -53,11 +53,11 @@ class Blended(ChunkedSchedule):
         pieces, is_known = list[ContextChunk](), list[bool]()
         if (prefix := chunks.prefix()) is not None:
             pieces.append(ContextChunk(text.prefix, prefix))
-        for own in text.contexts:
-            entries, found = chunks.chunk(own)
-            pieces.append(ContextChunk(own, entries))
+        for context in text.contexts:
+            entries, found = chunks.chunk(context)
+            pieces.append(ContextChunk(context, entries))
             is_known.append(found)
-            done += len(own)
+            done += len(context)
             yield done, total
         pieces = _cut(pieces, self.reused_tokens(reader, text))
         recomputed = 0

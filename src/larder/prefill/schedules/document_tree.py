@@ -54,9 +54,9 @@ class DocumentTree(ChunkedSchedule):
             )
         total, before, is_known = len(text.ids), tuple[int, ...](), list[bool]()
         sequence.cache.allocate(total)
-        for own in (text.prefix, *text.contexts):
-            is_known.append(_extend(reader, sequence, before, own, source))
-            before += own
+        for chunk in (text.prefix, *text.contexts):
+            is_known.append(_extend(reader, sequence, before, chunk, source))
+            before += chunk
             yield len(before), total
         _read(reader, sequence, text.suffix)
         reader.finish(sequence)

@@ -80,11 +80,11 @@ class Parallel(Schedule):
         chunks, done, total = ChunkReader(reader.decoder, text.prefix, source), 0, len(text.ids)
         contexts, is_known = list[ChunkEntries](), list[bool]()
         prefix = chunks.prefix()
-        for own in text.contexts:
-            entries, found = chunks.chunk(own)
+        for context in text.contexts:
+            entries, found = chunks.chunk(context)
             contexts.append(entries)
             is_known.append(found)
-            done += len(own)
+            done += len(context)
             yield done, total
         sequence.cache.allocate(len(text.prefix) + len(text.suffix))
         if prefix is not None:

@@ -155,7 +155,7 @@ class TokenSearch:
         layers: frozenset[int],
         scoring: ReducedScorer | None,
     ) -> None:
-        quotas = {layer: own for layer, own in reader.quotas.items() if layer in layers}
+        quotas = {layer: quota for layer, quota in reader.quotas.items() if layer in layers}
         self._reader, self._ids, self._last = replace(reader, quotas=quotas), ids, max(layers)
         self._sequence = replace(sequence, cache=sequence.cache.fork())
         self._original, self._scoring = sequence.cache, scoring

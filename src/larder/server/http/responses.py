@@ -410,7 +410,9 @@ def _chain(state: AppState, tenant: str, name: str) -> tuple[tuple[ConversationI
 
 def _stored_items(document: dict[str, Any]) -> list[ConversationItem]:
     """Items of a response: those of the input, then those of the answer."""
-    return [ConversationItem(own, ChatMessage(role, text)) for own, role, text in document["items"]]
+    return [
+        ConversationItem(name, ChatMessage(role, text)) for name, role, text in document["items"]
+    ]
 
 
 def _digest(request: ResponsesRequest) -> str:

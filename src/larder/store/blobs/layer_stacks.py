@@ -55,7 +55,7 @@ def encode_stacks(
         layers = _stack(state, prefix)
         if not layers:
             continue
-        stack = LayerStack(tuple(own.sides for own in layers), layers[0].positions, model)
+        stack = LayerStack(tuple(layer.sides for layer in layers), layers[0].positions, model)
         try:
             found = codec.encode_stack(stack)
         except CacheError:
@@ -157,7 +157,7 @@ def _parts(tensors: Mapping[str, Tensor], key: str) -> dict[str, Tensor]:
 def _stack(state: Mapping[str, Tensor], prefix: str) -> list[_StackedLayer]:
     """Layers in order, if all of them hold the same tokens in every head; else none."""
     found = list[_StackedLayer]()
-    for layer in sorted({int(own) for own in _layers_with(state, f"{prefix}keys")}):
+    for layer in sorted({int(number) for number in _layers_with(state, f"{prefix}keys")}):
         own = _stacked_layer(state, layer, prefix)
         if own is None or not torch.equal(own.positions, (found or [own])[0].positions):
             return []

@@ -116,8 +116,8 @@ class JointCodec(StorageCodec):
                 by_head(values, heads[place], places),
             )
             yield {
-                role: with_exact(own, coded.sides[place][role]["exact"], is_coded)
-                for role, own in zip(ROLES, numbers, strict=True)
+                role: with_exact(number, coded.sides[place][role]["exact"], is_coded)
+                for role, number in zip(ROLES, numbers, strict=True)
             }
 
     def _bits(self, stack: LayerStack, coded: int) -> float:

@@ -58,11 +58,11 @@ class PrincipalCodec(StorageCodec):
         sides: list[dict[TensorRole, dict[str, Tensor]]] = [{} for _ in stack.sides]
         for role, side in zip(ROLES, tables.sides, strict=True):
             parts = list[Tensor]()
-            for place, own in enumerate(stack.sides):
-                check_range(own[role])
+            for place, arrays in enumerate(stack.sides):
+                check_range(arrays[role])
                 rotated = tables.radians[place] if role is TensorRole.KEYS else None
-                parts.append(side_by_side(own[role][:, is_coded], positions, rotated))
-                exact = own[role][:, ~is_coded].to(EXACT_DTYPE)
+                parts.append(side_by_side(arrays[role][:, is_coded], positions, rotated))
+                exact = arrays[role][:, ~is_coded].to(EXACT_DTYPE)
                 sides[place][role] = {"exact": exact}
             sides[0][role]["words"] = encode(side, side.plans[self.share], torch.cat(parts, 1))
         return CodedStack(tuple(sides), {"model": stack.model, "tables": tables.digest})
@@ -81,10 +81,10 @@ class PrincipalCodec(StorageCodec):
             for role, side in zip(ROLES, tables.sides, strict=True)
         }
         first = dict.fromkeys(ROLES, 0)
-        for place, own in enumerate(coded.sides):
+        for place, arrays in enumerate(coded.sides):
             found = dict[TensorRole, Tensor]()
             for role in ROLES:
-                exact = own[role]["exact"]
+                exact = arrays[role]["exact"]
                 width = heads[place] * exact.shape[2]
                 numbers = whole[role][:, first[role] : first[role] + width]
                 first[role] += width

@@ -163,7 +163,7 @@ def with_stored_form(snapshot: CacheSnapshot) -> tuple[CacheSnapshot, int]:
     codec, caches = codec_named(snapshot.codec), (snapshot.cache, *snapshot.others)
     first, *others = held = [codec.stored_form(cache) for cache in caches]
     pairs = zip(held, caches, strict=True)
-    copied = sum(own.nbytes for own, cache in pairs if own is not cache)
+    copied = sum(copy.nbytes for copy, cache in pairs if copy is not cache)
     return replace(snapshot, cache=first, others=tuple(others)), copied
 
 

@@ -16,11 +16,9 @@ from larder.core.errors import BudgetError, Damaged, InputError, LarderError, Re
 from larder.store.blobs.payloads import add_owner, encode_token_log
 from larder.store.blobs.tenant_blobs import BlobTransaction
 from larder.store.components import StoreComponents
-from larder.store.ledger import Tier
 from larder.store.manifest import superseded_error
 from larder.store.prefix.chunk_records import prefix_digest
 from larder.store.sessions.cache_writer import CacheSnapshot, StagedCache, check_snapshot
-from larder.store.sessions.chunk_stream import finest_bytes
 from larder.store.sessions.export import export_session, import_session
 from larder.store.sessions.records import (
     NO,
@@ -30,8 +28,13 @@ from larder.store.sessions.records import (
     SessionKey,
     SessionTurn,
 )
+from larder.store.sessions.session_loader import (
+    cache_covers,
+    has_cache,
+    load_session,
+    load_transcript,
+)
 from larder.store.sessions.session_reader import CacheRequirements, LoadedSession
-from larder.store.throughput import RestorePath
 
 NO_LABELS: Mapping[str, str] = {}
 
@@ -104,7 +107,7 @@ class SessionStore:
             record = replace(record, labels=dict(turn.labels))
             if newest is not None and record.is_same_turn(newest):
                 return newest
-            if newest is not None and self._cache_covers(newest, turn.ids):
+            if newest is not None and cache_covers(parts, newest, turn.ids):
                 count = newest.num_cached_tokens
                 record = record.replace_cache(newest)
                 prefix = prefix_digest(turn.ids[:count])
@@ -208,26 +211,8 @@ class SessionStore:
         Raises:
             Refused: the tokens cannot be read either; the reason is in the error.
         """
-        parts, key = self._parts, self._key(principal, name)
-        try:
-            record = parts.epochs.head(key)
-            if record is None:
-                return None
-            known = parts.reader.ids(record)
-            transcript = None if record.transcript is None else parts.reader.transcript(record)
-        except LarderError as error:
-            raise self._unreadable(name, error) from error
-        try:
-            self._check(record, known, requirements, ids)
-            read = known[: record.num_cached_tokens]
-            (cache, *others), levels, damage = parts.reader.caches(record, read, requirements)
-            with parts.unwritten.suppressed():
-                parts.manifest.used(key)
-        except LarderError as error:
-            reason = parts.refusals.note_error(error)
-            return LoadedSession(record, known, transcript, None, reason)
-        reason = "" if damage is None else parts.refusals.note_error(damage)
-        return LoadedSession(record, known, transcript, cache, reason, tuple(others), levels)
+        key = self._key(principal, name)
+        return load_session(self._parts, key, name, requirements, ids)
 
     def read_transcript(self, principal: str, name: str) -> tuple[Record, bytes] | None:
         """Newest state of a session and its transcript, without a cache; None if there is none.
@@ -236,17 +221,7 @@ class SessionStore:
             Damaged: the transcript, or every record of the session, is damaged.
             Refused: it cannot be read for another reason, named in the error.
         """
-        parts = self._parts
-        try:
-            record = parts.epochs.head(self._key(principal, name))
-            if record is None or record.transcript is None:
-                return None
-            return record, parts.reader.transcript(record)
-        except Damaged as error:
-            parts.refusals.note_error(error)
-            raise
-        except LarderError as error:
-            raise self._unreadable(name, error) from error
+        return load_transcript(self._parts, self._key(principal, name), name)
 
     def restart_epoch(self, principal: str, name: str) -> int:
         """Epoch that a new beginning of a damaged session follows; 0 if it is intact or missing.
@@ -309,7 +284,7 @@ class SessionStore:
 
     def has_cache(self, record: Record) -> bool:
         """True if a session has a cache that was not evicted."""
-        return bool(record.spans) and not self._parts.blobs.index.is_evicted(record)
+        return has_cache(self._parts, record)
 
     def has_moved(self, principal: str, name: str, epoch: int) -> bool:
         """True if a session's newest epoch differs from this one; 0 means no session."""
@@ -424,10 +399,6 @@ class SessionStore:
             raise InputError(f"Session {name!r} has no state {epoch}: it has {retained}.")
         return record
 
-    def _unreadable(self, name: str, error: LarderError) -> Refused:
-        reason = self._parts.refusals.note_error(error)
-        return Refused(f"Session {name!r} cannot be read: {error}", reason)
-
     def _text_record(
         self,
         transaction: BlobTransaction,
@@ -453,37 +424,6 @@ class SessionStore:
             transcript=text,
             made=self._parts.clock(),
         )
-
-    def _cache_covers(self, record: Record, ids: Sequence[int]) -> bool:
-        """True if a record's cache is present and covers the beginning of a text."""
-        try:
-            return self.has_cache(record) and self._parts.reader.cache_covers(record, ids)
-        except (Damaged, Refused) as error:
-            self._parts.refusals.note_error(error)
-            return False
-
-    def _check(
-        self,
-        record: Record,
-        session_ids: Sequence[int],
-        requirements: CacheRequirements,
-        ids: Sequence[int] | None,
-    ) -> None:
-        """Check that a cache fits the request.
-
-        Raises:
-            Refused: it does not, or prefill is faster.
-        """
-        if not record.spans:
-            raise Refused("The session was saved without a cache.", "tokens only")
-        if not self.has_cache(record):
-            raise Refused("The cache was evicted.", "evicted")
-        requirements.check(record, session_ids, ids)
-        if requirements.decides_by_chunk(record):
-            return
-        stored, count = finest_bytes(record), record.num_cached_tokens
-        if self._parts.throughput.choose(Tier.DISK, stored, count) is not RestorePath.LOAD:
-            raise Refused("Prefill is faster than loading the cache.", "slower")
 
 
 def _is_new(newest: Record | None, expected: int | None) -> bool:

@@ -77,7 +77,7 @@ class LocretHeads(Method):
         """Rows of successive tokens of one passage, two at least."""
         passages = torch.arange(sum(lengths)).split(list(lengths))
         windows = [own for passage in passages for own in passage.split(self.window)]
-        return [own for own in windows if len(own) > 1]
+        return [window for window in windows if len(window) > 1]
 
 
 Part = LocretHeads

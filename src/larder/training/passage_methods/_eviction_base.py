@@ -50,9 +50,9 @@ class EvictionMethod(PassageMethod):
         total = len(passages) + len(layers)
         found = sample_evictions(decoder, passages, lambda done, _: progress(done, total))
         trained = list[LayerTensors]()
-        for layer, own in zip(layers, found, strict=True):
+        for layer, tensors in zip(layers, found, strict=True):
             source = torch.Generator().manual_seed(seed * 1000 + layer.index)
-            trained.append(self.fit_layer(layer, own, source))
+            trained.append(self.fit_layer(layer, tensors, source))
             progress(len(passages) + len(trained), total)
         return trained
 

@@ -97,7 +97,7 @@ class GateDistillation(PassageMethod, Generic[Attention]):
         inputs = input_scalings(decoder, windows[:SAMPLED_WINDOWS])
         device = decoder.spec.device
         layers = _on_device(self.first_layers(decoder.spec, seed), device)
-        trained = list({id(each): each for own in layers for each in own.values()}.values())
+        trained = list({id(each): each for layer in layers for each in layer.values()}.values())
         order = [*_shuffled(windows, self.epochs, seed)]
         optimizer = torch.optim.AdamW(trained, lr=self.rate)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -118,8 +118,8 @@ class GateDistillation(PassageMethod, Generic[Attention]):
                 schedule.step()
                 progress(done, len(order))
         return [
-            self._with_raw_inputs({k: each.detach().clone() for k, each in own.items()}, scaling)
-            for own, scaling in zip(layers, inputs, strict=True)
+            self._with_raw_inputs({k: each.detach().clone() for k, each in layer.items()}, scaling)
+            for layer, scaling in zip(layers, inputs, strict=True)
         ]
 
     def test(
@@ -134,7 +134,7 @@ class GateDistillation(PassageMethod, Generic[Attention]):
                 )
                 loss = float(distilled(decoder, attention, ids).detach())
                 found.append({"kl": loss, **self.measures(attention, len(ids))})
-        return {name: sum(own[name] for own in found) / len(found) for name in found[0]}
+        return {name: sum(scores[name] for scores in found) / len(found) for name in found[0]}
 
     def _with_raw_inputs(self, tensors: LayerTensors, inputs: Standardization) -> LayerTensors:
         """Tensors that read hidden states as they are."""
@@ -194,7 +194,7 @@ def _on_device(layers: Sequence[LayerTensors], device: torch.device) -> list[dic
     """Tensors on a device, as leaves of gradients; those that were one object still are."""
     moved = {
         id(each): each.to(device).detach().clone().requires_grad_()
-        for own in layers
-        for each in own.values()
+        for layer in layers
+        for each in layer.values()
     }
-    return [{name: moved[id(each)] for name, each in own.items()} for own in layers]
+    return [{name: moved[id(each)] for name, each in layer.items()} for layer in layers]

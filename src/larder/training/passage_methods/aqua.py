@@ -73,9 +73,11 @@ class AquaTraining(PassageMethod):
         found = dict[str, float]()
         for side, name in enumerate(SIDES):
             pairs = [pair[side] for pair in errors]
-            found[f"{name}_error"] = sum(own for own, _ in pairs) / len(pairs)
+            found[f"{name}_error"] = sum(error for error, _ in pairs) / len(pairs)
             found[f"{name}_error_unpredicted"] = sum(plain for _, plain in pairs) / len(pairs)
-            found[f"{name}_layers_without_gain"] = float(sum(own >= plain for own, plain in pairs))
+            found[f"{name}_layers_without_gain"] = float(
+                sum(error >= plain for error, plain in pairs)
+            )
         return found
 
     def shapes(

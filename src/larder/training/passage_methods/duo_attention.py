@@ -172,10 +172,10 @@ class DuoAttentionGates(PassageMethod):
         self, decoder: Decoder, layers: Sequence[LayerTensors], passages: Sequence[Passage]
     ) -> dict[str, float]:
         """Mean gate, and the share of passkeys that are said with all heads full and with half."""
-        gates = torch.cat([own[GATES] for own in layers])
+        gates = torch.cat([each[GATES] for each in layers])
         best = torch.zeros(len(gates), device=decoder.spec.device)
         best[gates.topk(len(gates) // 2).indices] = 1
-        parts = best.split([len(own[GATES]) for own in layers])
+        parts = best.split([len(each[GATES]) for each in layers])
         indices = [layer.index for layer in decoder.spec.managed]
         return {
             "mean_gate": float(gates.mean()),

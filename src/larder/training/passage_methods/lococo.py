@@ -140,9 +140,9 @@ class SlotSample:
     def output(self, tensors: LayerTensors) -> Float[Tensor, "H Q D"]:
         """Output of attention to heavy entries and mixed slots."""
         weights = slot_weights(*self.others, self.chosen, **tensors)
-        mixed = [weights @ own.to(weights.dtype) for own in self.others]
+        mixed = [weights @ other.to(weights.dtype) for other in self.others]
         pairs = zip(self.heavy, mixed, strict=True)
-        keys, values = (torch.cat([own.to(new.dtype), new], 1) for own, new in pairs)
+        keys, values = (torch.cat([side.to(new.dtype), new], 1) for side, new in pairs)
         return self.sample.attended(keys, values)[0]
 
 

@@ -150,7 +150,7 @@ class LookaheadTraining(PassageMethod):
     ) -> list[LayerTensors]:
         source, steps = torch.Generator().manual_seed(seed), self.epochs * len(passages)
         layers = first_soft_tokens(decoder, SOFT_TOKENS, self.rank, source)
-        tensors = [each.requires_grad_() for own in layers for each in own.values()]
+        tensors = [each.requires_grad_() for layer in layers for each in layer.values()]
         optimizer = torch.optim.AdamW(tensors, lr=self.rate, weight_decay=0)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
         prompts = [read_prompt(decoder, passage.ids, self.answer) for passage in passages]
@@ -164,7 +164,7 @@ class LookaheadTraining(PassageMethod):
                 schedule.step()
                 done += 1
                 progress(done, steps)
-        return [{name: each.detach().cpu() for name, each in own.items()} for own in layers]
+        return [{name: each.detach().cpu() for name, each in layer.items()} for layer in layers]
 
     def _loss(
         self, decoder: Decoder, layers: Sequence[LayerTensors], prompt: Mapping[int, PromptLayer]
@@ -182,10 +182,10 @@ class LookaheadTraining(PassageMethod):
         """
         tallies = {"kl": 0.0, "share": 0.0, "window_share": 0.0, "most_share": 0.0}
         device, heads = decoder.spec.device, 0
-        own = [{name: each.to(device) for name, each in layer.items()} for layer in layers]
+        tensors = [{name: each.to(device) for name, each in layer.items()} for layer in layers]
         for passage in passages:
             prompt = read_prompt(decoder, passage.ids, self.answer)
-            shares = predicted_shares(decoder, own, prompt)
+            shares = predicted_shares(decoder, tensors, prompt)
             for layer in decoder.spec.managed:
                 known, found = prompt[layer.index], shares[layer.index].detach()
                 heads += layer.kv_heads

@@ -154,9 +154,9 @@ class RestoreTraining(PassageMethod):
         chosen = super().passages(corpus, adapter, limits)
         return {
             split: [
-                replace(own, ids=own.ids + request, predicting=(len(own.ids),))
-                for own in passages
-                if len(own.ids) >= LEAST_TOKENS + FOLLOWING
+                replace(passage, ids=passage.ids + request, predicting=(len(passage.ids),))
+                for passage in passages
+                if len(passage.ids) >= LEAST_TOKENS + FOLLOWING
             ]
             for split, passages in chosen.items()
         }
@@ -168,7 +168,7 @@ class RestoreTraining(PassageMethod):
         source, order = torch.Generator().manual_seed(seed), Random(seed)
         provider = RestoreTokens()
         layers = first_soft_tokens(decoder, RESTORE_TOKENS, self.rank, source)
-        tensors = [each.requires_grad_() for own in layers for each in own.values()]
+        tensors = [each.requires_grad_() for layer in layers for each in layer.values()]
         optimizer = torch.optim.AdamW(tensors, lr=self.rate, weight_decay=0)
         steps = self.epochs * len(passages)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -190,7 +190,7 @@ class RestoreTraining(PassageMethod):
             optimizer.step()
             schedule.step()
             progress(len(texts) + done + 1, total)
-        return [{name: each.detach().cpu() for name, each in own.items()} for own in layers]
+        return [{name: each.detach().cpu() for name, each in layer.items()} for layer in layers]
 
     def test(
         self, decoder: Decoder, layers: Sequence[LayerTensors], passages: Sequence[Passage]
@@ -199,10 +199,10 @@ class RestoreTraining(PassageMethod):
         entries, by the share that is kept.
         """
         device, order, found = decoder.spec.device, Random(0), dict[str, list[float]]()
-        own = [{name: each.to(device) for name, each in layer.items()} for layer in layers]
+        tensors = [{name: each.to(device) for name, each in layer.items()} for layer in layers]
         for passage in passages:
             text = taught_text(decoder, passage, order)
-            restored = restored_entries(decoder, own, RestoreTokens(), text)
+            restored = restored_entries(decoder, tensors, RestoreTokens(), text)
             for share in SHARES:
                 for name, added in (("kl", restored), ("evicted_kl", {})):
                     loss = restored_loss(decoder, text, share, added)
@@ -245,7 +245,7 @@ def taught_text(decoder: Decoder, passage: Passage, order: Random) -> TaughtText
     ids, lengths = following + recited, (len(following), len(recited))
     rows = (*range(FOLLOWING - 1), *range(len(ids) - FOLLOWING - 1, len(ids) - 1))
     layers = scored_layers(decoder, CopyPass.of(text, request))
-    seen = {index: everything(own) for index, own in layers.items()}
+    seen = {index: everything(layer) for index, layer in layers.items()}
     with torch.no_grad():
         teacher = compared_logits(decoder, seen, count, ids, lengths, rows)
     return TaughtText(layers, Probes(ids, lengths, rows, teacher.half()))
@@ -295,7 +295,7 @@ def restored_entries(
     decoder: Decoder, layers: Sequence[LayerTensors], provider: RestoreTokens, text: TaughtText
 ) -> dict[int, tuple[Keys, Values]]:
     """Keys and values of the learned tokens behind a text, by layer; gradients pass through."""
-    seen = {index: everything(own) for index, own in text.layers.items()}
+    seen = {index: everything(layer) for index, layer in text.layers.items()}
     attention = BehindAttention(seen, (provider.tokens,))
     places = torch.arange(text.tokens - provider.tokens, text.tokens, device=decoder.spec.device)
     with decoder.soft_prompts.modules.installed(layers, provider):
@@ -315,8 +315,8 @@ def restored_loss(
     count = next(iter(added.values()))[0].shape[1] if added else 0
     masks = kept_masks(text.layers, share, count)
     held = {
-        index: _with_added(own, masks[index], added.get(index))
-        for index, own in text.layers.items()
+        index: _with_added(layer, masks[index], added.get(index))
+        for index, layer in text.layers.items()
     }
     probes = text.probes
     own = compared_logits(decoder, held, text.tokens, probes.ids, probes.lengths, probes.rows)

@@ -79,8 +79,8 @@ def _lines(rows: Sequence[Row], kind: str) -> tuple[Line, ...]:
         ends = (max(end, LEAST) for end in (found.mean, found.low, found.high))
         points.setdefault(policy, []).append((share, *ends))
     return tuple(
-        Line(policy, *(tuple(column) for column in zip(*sorted(own), strict=True)))
-        for policy, own in points.items()
+        Line(policy, *(tuple(column) for column in zip(*sorted(point), strict=True)))
+        for policy, point in points.items()
     )
 
 
