@@ -31,7 +31,7 @@ def test_the_mean_count_loses_its_fraction() -> None:
     tier = Tier(layer)
     tier.grow((4,))
     index.add(tier.entries())
-    assert int((index._found(torch.tensor(rows), 3).pages >= 0).sum()) == 2
+    assert int((index._result(torch.tensor(rows), 3).pages >= 0).sum()) == 2
 
 
 @pytest.mark.parametrize("alpha", [0.5, 2.0, 100.0])

@@ -46,36 +46,36 @@ def build_tree(
     cell_of = np.full(count, -1, np.int64)
     cell_of[upper] = 1 + np.arange(len(upper))
     centers = np.concatenate([[0], upper]).astype(np.int32)
-    growing = _PageBuilder(page, len(centers))
+    builder = _PageBuilder(page, len(centers))
     alongs = dci.projections(keys, square, direction)
     parent_of = np.zeros(count, np.int64)
     blank = np.zeros(len(centers), np.float32), np.zeros((len(centers), 0), np.int8)
     for level in range(levels - 1, -1, -1):
-        own = np.nonzero(targets == level)[0]
+        nodes = np.nonzero(targets == level)[0]
         above = np.nonzero(targets == level + 1)[0]
-        parents = np.zeros(len(own), np.int64)
+        parents = np.zeros(len(nodes), np.int64)
         if EXACT_LEVEL_ENTRIES < len(above):
-            cells = dict(zip(CELLS, (growing.firsts, centers, *blank), strict=True))
-            tree = growing.pages(), cells
-            parents = dci.parents(keys, own, square, *tree, levels, level, beam)
+            cells = dict(zip(CELLS, (builder.firsts, centers, *blank), strict=True))
+            tree = builder.pages(), cells
+            parents = dci.parents(keys, nodes, square, *tree, levels, level, beam)
         elif len(above):
-            parents = cell_of[above[nearest_parents(keys, own, above, square)]]
-        parent_of[own] = parents
-        members = cell_of[own] if level else own
-        growing.add(level, parents, members, alongs[own])
+            parents = cell_of[above[nearest_parents(keys, nodes, above, square)]]
+        parent_of[nodes] = parents
+        members = cell_of[nodes] if level else nodes
+        builder.add(level, parents, members, alongs[nodes])
     means, scales = dci.quantize_means(_cell_means(keys, targets, parent_of, cell_of, len(centers)))
-    cells = dict(zip(CELLS, (growing.firsts, centers, scales, means[:, :mean_dim]), strict=True))
-    return DciTree(growing.pages(), cells, levels, sizes, upcoming, square, count)
+    cells = dict(zip(CELLS, (builder.firsts, centers, scales, means[:, :mean_dim]), strict=True))
+    return DciTree(builder.pages(), cells, levels, sizes, upcoming, square, count)
 
 
-def nearest_parents(keys: Float[Tensor, "S D"], own: Array, above: Array, square: float) -> Array:
-    """Index in `above` of the entry nearest to each of `own`, in lifted space, by all pairs."""
-    theirs, tails = _lift_keys(keys, above, square)
-    found = np.empty(len(own), np.int64)
+def nearest_parents(keys: Float[Tensor, "S D"], nodes: Array, above: Array, square: float) -> Array:
+    """Index in `above` of the entry nearest to each of `nodes`, in lifted space, by all pairs."""
+    candidates, tails = _lift_keys(keys, above, square)
+    found = np.empty(len(nodes), np.int64)
     step = max(MAX_PAIRS // len(above), 1)
-    for first in range(0, len(own), step):
-        some, mine = _lift_keys(keys, own[first : first + step], square)
-        products = torch.addmm(torch.outer(mine, tails), some, theirs.T)
+    for first in range(0, len(nodes), step):
+        some, heights = _lift_keys(keys, nodes[first : first + step], square)
+        products = torch.addmm(torch.outer(heights, tails), some, candidates.T)
         found[first : first + step] = products.argmax(1).numpy()
     return found
 
@@ -93,14 +93,14 @@ def _cell_means(
     sums = torch.zeros(cells, keys.shape[1])
     counts = torch.zeros(cells)
     for level in range(int(targets.max(initial=0)) + 1):
-        for own in np.array_split(np.nonzero(targets == level)[0], 1 + len(keys) // CHUNK):
-            rows, below = keys[torch.from_numpy(own)].float(), torch.from_numpy(cell_of[own])
-            number = torch.ones(len(own))
+        for nodes in np.array_split(np.nonzero(targets == level)[0], 1 + len(keys) // CHUNK):
+            rows, below = keys[torch.from_numpy(nodes)].float(), torch.from_numpy(cell_of[nodes])
+            number = torch.ones(len(nodes))
             if level:
                 sums[below] += rows
                 counts[below] += 1
                 rows, number = sums[below], counts[below]
-            above = torch.from_numpy(parent_of[own])
+            above = torch.from_numpy(parent_of[nodes])
             sums.index_add_(0, above, rows)
             counts.index_add_(0, above, number)
     return sums / counts.clamp(min=1)[:, None]
@@ -130,24 +130,24 @@ class _PageBuilder:
         firsts = self._count + np.cumsum(pages) - pages
         total = int(pages.sum())
         rows = np.repeat(firsts, sizes) + within - self._count
-        made = {
+        table = {
             "members": np.full((total, self._page), -1, np.int32),
             "fills": np.bincount(rows, minlength=total).astype(np.int16),
             "nexts": np.arange(self._count + 1, self._count + total + 1, dtype=np.int32),
             "lows": np.zeros(total, np.float32),
             "tiers": np.full(total, level, np.int8),
         }
-        made["members"][rows, slots] = members[order]
-        made["nexts"][firsts + pages - 1 - self._count] = -1
-        made["lows"][rows[slots == 0]] = alongs[order][slots == 0]
+        table["members"][rows, slots] = members[order]
+        table["nexts"][firsts + pages - 1 - self._count] = -1
+        table["lows"][rows[slots == 0]] = alongs[order][slots == 0]
         self.firsts[cells] = firsts
-        self._levels.append(made)
+        self._levels.append(table)
         self._count += total
 
     def pages(self) -> dict[str, Array]:
         """All pages so far."""
         names = self._levels[0]
-        return {name: np.concatenate([made[name] for made in self._levels]) for name in names}
+        return {name: np.concatenate([table[name] for table in self._levels]) for name in names}
 
 
 @dataclass(frozen=True)

@@ -108,27 +108,27 @@ class DciForest:
         pages[number], own_cells[number] = max(pages[number], count), max(own_cells[number], cells)
         self.reserve(pages, own_cells)
         before = self.entries_of(number, int(self.peaks[number]))
-        mine = self.head(number)
+        arrays = self.head(number)
         for name, array in (built.pages | built.cells).items():
-            mine[name][: len(array)] = array
-        mine["members"][count:], mine["fills"][count:] = -1, 0
+            arrays[name][: len(array)] = array
+        arrays["members"][count:], arrays["fills"][count:] = -1, 0
         self.counts[number] = count, cells
         self.peaks[number] = max(self.peaks[number], count)
         after = self.entries_of(number, int(self.peaks[number]))
         same = (after[: len(before)] == before).all(1)
-        mine["versions"][: len(before)] += ~same
+        arrays["versions"][: len(before)] += ~same
         self.levels[number], self.upcoming[number] = built.levels, built.upcoming
         self.sizes[number] = built.sizes
         self.squares[number], self.built[number] = built.square, built.entries
 
     def entries_of(self, number: int, count: int) -> Array:
         """Entry numbers of the first pages of a head [count, S], -1 after the last of each."""
-        mine = self.head(number)
-        members = mine["members"][:count]
-        upper = (mine["tiers"][:count, None] > 0) & (members >= 0)
-        return np.where(upper, mine["centers"][np.where(upper, members, 0)], members)
+        arrays = self.head(number)
+        members = arrays["members"][:count]
+        upper = (arrays["tiers"][:count, None] > 0) & (members >= 0)
+        return np.where(upper, arrays["centers"][np.where(upper, members, 0)], members)
 
-    def look(self, name: str, pages: Int64[Tensor, "N P"]) -> Array:
+    def page_values(self, name: str, pages: Int64[Tensor, "N P"]) -> Array:
         """Values of array `name` for pages of any set; those of page 0 in place of -1."""
         return self.arrays[name][self._rows(pages)]
 

@@ -58,7 +58,7 @@ class ContiguousPages:
 
 
 class ContiguousIndex(RecallIndex):
-    """Index over contiguous pages. Subclasses implement the search, and `_digest` for new entries.
+    """Index over contiguous pages. Subclasses implement the search, and `_extend` for new entries.
 
     Args:
         page: entries of a page.
@@ -76,10 +76,10 @@ class ContiguousIndex(RecallIndex):
     def add(self, entries: Entries, queries: Tensor | None = None) -> None:
         indexed = self.paged.indexed
         check_new_entries(entries, indexed, self.layer.index)
-        self._digest(entries, indexed, queries)
+        self._extend(entries, indexed, queries)
         self.paged = ContiguousPages(self.page, torch.tensor(entries.lengths))
 
-    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
+    def _extend(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
         """Add entries after the known ones; no effect where the search reads the keys."""
 
     def page_scores(self, queries: Float[Tensor, "H D"], entries: Entries) -> Float[Tensor, "H P"]:

@@ -83,16 +83,16 @@ class A2atsIndex(UnrotatedIndex):
         self._made_of = torch.zeros(layer.kv_heads, dtype=torch.int64)
         self._codes = torch.zeros(layer.kv_heads, 0, dtype=torch.int32)
 
-    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
+    def _extend(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
         self._codes = grow_table(self._codes, max(entries.lengths))
         if not int(self._made_of.max()) and queries is not None and queries.shape[1]:
             self._roots = self._metric(queries)
         for head, (before, now) in enumerate(zip(indexed, entries.lengths, strict=True)):
             if now >= max(2 * int(self._made_of[head]), 1):
-                self._fit(head, self._weighed(head, entries, 0))
+                self._fit(head, self._metric_keys(head, entries, 0))
             elif now > before:
-                points = self._weighed(head, entries, before)
-                self._codes[head, before:now] = self._coded(head, points)
+                points = self._metric_keys(head, entries, before)
+                self._codes[head, before:now] = self._nearest_codes(head, points)
         self._note_latest(entries)
 
     def _metric(self, queries: Float[Tensor, "H Q D"]) -> Float[Tensor, "K D D"]:
@@ -115,7 +115,7 @@ class A2atsIndex(UnrotatedIndex):
         at = torch.full((queries.shape[1],), self._part.clip)
         return rotate(queries, at, self._radians)
 
-    def _weighed(self, head: int, entries: Entries, first: int) -> Float[Tensor, "S D"]:
+    def _metric_keys(self, head: int, entries: Entries, first: int) -> Float[Tensor, "S D"]:
         """Keys from entry `first` on, before rotation, times the root of the metric."""
         return self.unrotated_keys(head, entries, first) @ self._roots[head]
 
@@ -127,7 +127,7 @@ class A2atsIndex(UnrotatedIndex):
         self._centers[head, :count], self._codes[head, : len(points)] = made[0], made[1].int()
         self._made_of[head] = len(points)
 
-    def _coded(self, head: int, points: Float[Tensor, "S D"]) -> Int64[Tensor, " S"]:
+    def _nearest_codes(self, head: int, points: Float[Tensor, "S D"]) -> Int64[Tensor, " S"]:
         count = min(self._part.codes, int(self._made_of[head]))
         return assign_clusters(points, self._centers[head, :count], ClusterMetric.DISTANCE)
 

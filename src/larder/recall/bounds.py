@@ -72,7 +72,7 @@ class BoundsIndex(ContiguousIndex):
         self._kind = part.digest
         self._boxes = torch.zeros(layer.kv_heads, 0, 2 * layer.head_dim)  # highest, then lowest
 
-    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
+    def _extend(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
         self._boxes = grow_table(self._boxes, -(-max(entries.lengths) // self.page))
         for head, first, boxes in changed_boxes(entries, indexed, self.page, self._kind):
             self._boxes[head, first : first + len(boxes)] = boxes
@@ -82,12 +82,12 @@ class BoundsIndex(ContiguousIndex):
         sides = torch.cat([grouped.clamp(min=0), grouped.clamp(max=0)], dim=2)  # [K, R, 2D]
         pages = max(self.counts)
         scores = (sides @ self._boxes[:, :pages].transpose(1, 2)).flatten(0, 1)
-        return self._chosen(mask_missing(scores, self.counts), count)
+        return self._best_pages(mask_missing(scores, self.counts), count)
 
     def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
-        return self._chosen(self.page_scores(queries, entries), count)
+        return self._best_pages(self.page_scores(queries, entries), count)
 
-    def _chosen(self, scores: Float[Tensor, "H P"], count: int) -> RecallResult:
+    def _best_pages(self, scores: Float[Tensor, "H P"], count: int) -> RecallResult:
         return RecallResult(
             select_pages(scores, self.layer.kv_heads, HEAD_RULES[self._kind], count)
         )

@@ -72,7 +72,7 @@ class ClustersIndex(EntryIndex):
         self._labels = torch.zeros(heads, 0, dtype=torch.int32)
         self._order = torch.zeros(heads, 0, dtype=torch.int32)
 
-    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
+    def _extend(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
         longest = max(entries.lengths)
         self._labels, self._order = (
             grow_table(self._labels, longest),
@@ -82,12 +82,12 @@ class ClustersIndex(EntryIndex):
             if now == before:
                 continue
             if now >= max(2 * int(self._made_of[head]), 1):
-                self._make(head, entries.head_keys(head).float())
+                self._cluster(head, entries.head_keys(head).float())
             else:
-                self._join(head, entries.keys_from(head, before).float(), before)
+                self._assign(head, entries.keys_from(head, before).float(), before)
             self._sort(head, now)
 
-    def _make(self, head: int, keys: Float[Tensor, "S D"]) -> None:
+    def _cluster(self, head: int, keys: Float[Tensor, "S D"]) -> None:
         count = max(len(keys) // self._part.size, 1)
         self._centroids, self._sizes = (
             grow_table(self._centroids, count),
@@ -97,7 +97,7 @@ class ClustersIndex(EntryIndex):
         self._centroids[head, :count], self._labels[head, : len(keys)] = made
         self._made_of[head], self._made[head] = len(keys), count
 
-    def _join(self, head: int, keys: Float[Tensor, "S D"], first: int) -> None:
+    def _assign(self, head: int, keys: Float[Tensor, "S D"], first: int) -> None:
         centroids = self._centroids[head, : int(self._made[head])]
         labels = assign_clusters(keys, centroids, ClusterMetric.COSINE)
         self._labels[head, first : first + len(keys)] = labels
@@ -115,9 +115,9 @@ class ClustersIndex(EntryIndex):
         grouped = group_queries(queries, self.layer)
         scores = (grouped @ self._centroids.transpose(1, 2)).flatten(0, 1)
         scores = mask_missing(scores, tuple(self._made.tolist()))
-        return RecallResult(self._entries_of(_rank_clusters(scores), min(count, max(self.counts))))
+        return RecallResult(self._members(_rank_clusters(scores), min(count, max(self.counts))))
 
-    def _entries_of(self, ranked: Int64[Tensor, "H C"], count: int) -> Int64[Tensor, "H P"]:
+    def _members(self, ranked: Int64[Tensor, "H C"], count: int) -> Int64[Tensor, "H P"]:
         """First `count` entries of the ranked clusters, cluster by cluster."""
         sizes = self._sizes.repeat_interleave(self.layer.group, 0)
         firsts = (sizes.cumsum(1) - sizes).gather(1, ranked)  # in `order`, by rank

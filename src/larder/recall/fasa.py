@@ -76,7 +76,7 @@ class FasaIndex(EntryIndex):
         self._asked = torch.zeros(layer.kv_heads, dtype=torch.bool)  # who was chosen by queries
         self._keys = torch.zeros(layer.kv_heads, chosen, 0)
 
-    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
+    def _extend(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
         self._keys = grow_table(self._keys.to(entries.keys.dtype), max(entries.lengths), dim=2)
         for head, (before, now) in enumerate(zip(indexed, entries.lengths, strict=True)):
             first = before

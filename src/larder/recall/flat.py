@@ -4,7 +4,7 @@ No paper; "Exact-TopK" in Mao, Yuzhen et al., "IceCache" and the oracle of most 
 nothing, and every step reads all keys once.
 
 To write another index over contiguous pages, subclass `ContiguousIndex` (`_index_base.py`), which
-validates new entries and tracks numbers and versions of pages; implement `_digest` and `find`, and
+validates new entries and tracks numbers and versions of pages; implement `_extend` and `find`, and
 name in `tables` what it holds. Query head rules are in `_index_base.py`, the
 search itself in `larder.ops.search`.
 """

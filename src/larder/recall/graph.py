@@ -81,19 +81,19 @@ class GraphIndex(EntryIndex):
         self._signs = torch.zeros(layer.kv_heads, 0, layer.head_dim)  # observed, of length 1
         self._links = torch.zeros(layer.kv_heads, 0, part.links, dtype=torch.int32)
 
-    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
-        grew = False
+    def _extend(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
+        is_rebuilt = False
         for head, (built, now) in enumerate(
             zip(self._in_graph.tolist(), entries.lengths, strict=True)
         ):
             if now - built >= max(built, self._part.least):
                 self._build(head, entries.head_keys(head))
-                grew = True
-        if queries is not None and (grew or not self._signs.shape[1]):
+                is_rebuilt = True
+        if queries is not None and (is_rebuilt or not self._signs.shape[1]):
             seen = queries.float().reshape(self.layer.kv_heads, -1, self.layer.head_dim)
             self._signs = normalize(seen, dim=-1)
-            grew = True
-        if grew:
+            is_rebuilt = True
+        if is_rebuilt:
             self._link(entries)
 
     def _build(self, head: int, keys: Float[Tensor, "S D"]) -> None:
@@ -121,43 +121,47 @@ class GraphIndex(EntryIndex):
         if count >= max(self.counts):  # all entries are requested: a graph search could miss some
             return self.exact(queries, entries, count)
         grouped = group_queries(queries, self.layer)
-        scores = self._late(queries, entries)
+        scores = self._new_products(queries, entries)
         for head, built in enumerate(self._in_graph.tolist()):
             rows = scores[head * self.layer.group : (head + 1) * self.layer.group]
-            self._score(self._linked(head, grouped[head]), grouped[head], entries, head, rows)
+            self._score(self._links_of(head, grouped[head]), grouped[head], entries, head, rows)
             if built:
-                walked = self._walked(head, grouped[head], min(count, built))
-                self._score(walked, grouped[head], entries, head, rows)
+                reached = self._nearest(head, grouped[head], min(count, built))
+                self._score(reached, grouped[head], entries, head, rows)
         return RecallResult(top_rows(scores, count))
 
-    def _late(self, queries: Float[Tensor, "H D"], entries: Entries) -> Float[Tensor, "H M"]:
+    def _new_products(
+        self, queries: Float[Tensor, "H D"], entries: Entries
+    ) -> Float[Tensor, "H M"]:
         """Products with entries outside the graphs; -inf for those inside."""
         indexed, built = self.paged.indexed, self._in_graph.tolist()
         starts = torch.tensor(entries.starts) + self._in_graph
-        late = page_max_scores(
+        products = page_max_scores(
             queries, entries.keys, starts, torch.tensor(indexed) - self._in_graph
         )
         scores = torch.full((len(queries), max(indexed)), -torch.inf)
         group = self.layer.group
         for head, (length, first) in enumerate(zip(indexed, built, strict=True)):
             span = slice(head * group, (head + 1) * group)
-            scores[span, first:length] = late[span, : length - first]
+            scores[span, first:length] = products[span, : length - first]
         return scores
 
-    def _linked(self, head: int, queries: Float[Tensor, "R D"]) -> Int64[Tensor, "R C"]:
+    def _links_of(self, head: int, queries: Float[Tensor, "R D"]) -> Int64[Tensor, "R C"]:
         """Keys linked to the observed queries most similar to the new ones."""
         guides = top_rows(queries @ self._signs[head].T, GUIDE_QUERIES)
         return self._links[head][guides].flatten(1).long()
 
-    def _walked(self, head: int, queries: Float[Tensor, "R D"], count: int) -> Int64[Tensor, "R C"]:
+    def _nearest(
+        self, head: int, queries: Float[Tensor, "R D"], count: int
+    ) -> Int64[Tensor, "R C"]:
         """Keys found in the graph."""
         graph = self._graphs[head]
         graph.expansion_search = max(self._part.beam, count)
         found = [graph.search(row, count, threads=1).keys for row in queries.numpy()]
-        walked = torch.full((len(found), count), -1)
-        for row, keys in zip(walked, found, strict=True):
+        reached = torch.full((len(found), count), -1)
+        for row, keys in zip(reached, found, strict=True):
             row[: len(keys)] = torch.from_numpy(keys.astype(np.int64))
-        return walked
+        return reached
 
     def _score(
         self,

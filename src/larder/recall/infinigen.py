@@ -79,15 +79,15 @@ class InfiniGenIndex(EntryIndex):
         self._skew = torch.zeros(layer.kv_heads, 0, self._read)  # [K, D, C], made of queries
         self._keys = torch.zeros(layer.kv_heads, 0, self._read)
 
-    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
+    def _extend(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
         if not self._skew.shape[1]:
-            self._skew = self._skewed(queries)
+            self._skew = self._skew_directions(queries)
         self._keys = grow_table(self._keys, max(entries.lengths))
         for head, (before, now) in enumerate(zip(indexed, entries.lengths, strict=True)):
             keys = entries.keys_from(head, before).float()
             self._keys[head, before:now] = keys @ self._skew[head]
 
-    def _skewed(self, queries: Tensor | None) -> Float[Tensor, "K D C"]:
+    def _skew_directions(self, queries: Tensor | None) -> Float[Tensor, "K D C"]:
         """Directions of each kv head in which its queries are largest, the largest first.
 
         The first channels as they are before any query was observed.
@@ -105,20 +105,20 @@ class InfiniGenIndex(EntryIndex):
         few = group_queries(queries, self.layer) @ self._skew
         indexed = self.paged.indexed
         logits = few @ self._keys[:, : max(indexed)].transpose(1, 2) * self.layer.scaling
-        return self._found(mask_missing(logits.flatten(0, 1), indexed), count)
+        return self._result(mask_missing(logits.flatten(0, 1), indexed), count)
 
     def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
-        return self._found(mask_missing(self.logits(queries, entries), self.paged.indexed), count)
+        return self._result(mask_missing(self.logits(queries, entries), self.paged.indexed), count)
 
-    def _found(self, logits: Float[Tensor, "H M"], count: int) -> RecallResult:
+    def _result(self, logits: Float[Tensor, "H M"], count: int) -> RecallResult:
         """Equal number of best entries for every kv head; all of a head where they fit."""
         indexed = torch.tensor(self.paged.indexed)
         if not logits.shape[1]:
             return RecallResult(torch.empty(len(indexed), 0, dtype=torch.int64))
-        away = logits - logits.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
-        near = int((away > -self._part.alpha).sum(1).float().mean())
+        below = logits - logits.amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
+        near = int((below > -self._part.alpha).sum(1).float().mean())
         most = max(1, min(near, int(self._part.most * int(indexed.max())), count))
-        scores = away.view(len(indexed), self.layer.group, -1).amax(1)
+        scores = below.view(len(indexed), self.layer.group, -1).amax(1)
         pages = top_rows(scores, count)
         left_out = (torch.arange(pages.shape[1]) >= most) & (indexed > count)[:, None]
         return RecallResult(pages.masked_fill(left_out, -1))

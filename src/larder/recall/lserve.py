@@ -70,7 +70,7 @@ class LServeIndex(ContiguousIndex):
         self._chosen = torch.zeros(layer.kv_heads, 0, dtype=torch.int64)
         self._course = torch.zeros(2, dtype=torch.int64)  # steps it stands for, pages asked for
 
-    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
+    def _extend(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
         size = self._part.part
         self._boxes = grow_table(self._boxes, -(-max(entries.lengths) // size))
         for head, first, boxes in changed_boxes(entries, indexed, size, PageSummary.QUEST):

@@ -88,7 +88,7 @@ class MagicPigIndex(EntryIndex):
         self._means = torch.zeros(layer.kv_heads, layer.head_dim)
         self._codes = torch.zeros(layer.kv_heads, part.tables, 0, dtype=torch.int16)
 
-    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
+    def _extend(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
         self._codes = grow_table(self._codes, max(entries.lengths), dim=2)
         for head, (before, now) in enumerate(zip(indexed, entries.lengths, strict=True)):
             if now == before:
@@ -98,10 +98,10 @@ class MagicPigIndex(EntryIndex):
                 self._means[head] = entries.head_keys(head).float().mean(0)
                 self._made_of[head], first = now, 0
             keys = entries.keys_from(head, first).float() - self._means[head]
-            codes = [self._hashed(some) for some in keys.split(MAX_HASHED)]
+            codes = [self._hash_codes(some) for some in keys.split(MAX_HASHED)]
             self._codes[head, :, first:now] = torch.cat(codes).T
 
-    def _hashed(self, rows: Float[Tensor, "N D"]) -> Int16[Tensor, "N L"]:
+    def _hash_codes(self, rows: Float[Tensor, "N D"]) -> Int16[Tensor, "N L"]:
         """Codes of some vectors: the signs of their products, as bits, table by table."""
         bits = self._part.bits
         signs = (rows @ self._directions > 0).view(len(rows), self._part.tables, bits)
@@ -111,7 +111,7 @@ class MagicPigIndex(EntryIndex):
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         indexed = torch.tensor(self.paged.indexed).repeat_interleave(self.layer.group)
         fits = indexed <= count
-        heads, numbers = torch.nonzero(self._is_drawn(queries) & ~fits[:, None], as_tuple=True)
+        heads, numbers = torch.nonzero(self._collides(queries) & ~fits[:, None], as_tuple=True)
         logits, raised = self._weighted(queries, entries, heads, numbers)
         # Priority sampling: of more than `count`, those of the highest weight over a random number.
         shape = len(queries), max(self.paged.indexed)
@@ -124,9 +124,9 @@ class MagicPigIndex(EntryIndex):
             least = torch.where(ranked[:, count] < 0, least, last)
         weights = torch.zeros(shape, dtype=torch.float64)
         weights[heads, numbers] = torch.maximum(logits + raised, least[heads]) - logits
-        return self._found(ranked[:, :count], weights, indexed, fits)
+        return self._result(ranked[:, :count], weights, indexed, fits)
 
-    def _found(
+    def _result(
         self,
         pages: Int64[Tensor, "H P"],
         weights: Float[Tensor, "H M"],
@@ -144,10 +144,10 @@ class MagicPigIndex(EntryIndex):
             log_weights[is_empty] = -torch.inf
         return RecallResult(pages, log_weights=log_weights.float())
 
-    def _is_drawn(self, queries: Float[Tensor, "H D"]) -> Bool[Tensor, "H M"]:
+    def _collides(self, queries: Float[Tensor, "H D"]) -> Bool[Tensor, "H M"]:
         """Mask of the entries that collide with each query head."""
         most = max(self.paged.indexed)
-        asked = self._hashed(queries.float()).view(self.layer.kv_heads, self.layer.group, -1)
+        asked = self._hash_codes(queries.float()).view(self.layer.kv_heads, self.layer.group, -1)
         codes = self._codes[:, :, :most]
         hits = [(codes == code[..., None]).sum(1, dtype=torch.int16) for code in asked.unbind(1)]
         owned = torch.arange(most) < torch.tensor(self.paged.indexed)[:, None]

@@ -81,7 +81,7 @@ class MPCacheIndex(ContiguousIndex):
         self._fine = torch.zeros(layer.kv_heads, 0, layer.head_dim)
         self._coarse = torch.zeros(layer.kv_heads, 0, layer.head_dim)
 
-    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
+    def _extend(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
         self._fine = self._points(self._fine, entries, indexed, self.page)
         self._coarse = self._points(self._coarse, entries, indexed, self.page * self._part.coarse)
 

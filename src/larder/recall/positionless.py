@@ -73,7 +73,7 @@ class PositionlessIndex(UnrotatedIndex):
         self._part = part
         self._keys = torch.zeros(layer.kv_heads, 0, layer.head_dim)
 
-    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
+    def _extend(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
         if not max(indexed):
             self._keys = self._keys.to(entries.keys.dtype)
         self._keys = grow_table(self._keys, max(entries.lengths))

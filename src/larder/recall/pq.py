@@ -81,7 +81,7 @@ class PQIndex(EntryIndex):
         self._made_of = torch.zeros(layer.kv_heads, dtype=torch.int64)
         self._codes = torch.zeros(layer.kv_heads, part.parts, 0, dtype=torch.uint8)
 
-    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
+    def _extend(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
         self._codes = grow_table(self._codes, max(entries.lengths), dim=2)
         for head, (before, now) in enumerate(zip(indexed, entries.lengths, strict=True)):
             if now >= max(2 * int(self._made_of[head]), 1):

@@ -79,7 +79,7 @@ class ProjectedIndex(EntryIndex):
         width = part.degree + NEAREST + 2
         self._edges = torch.zeros(layer.kv_heads, 0, width, dtype=torch.int32)
 
-    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
+    def _extend(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
         for head, now in enumerate(entries.lengths):
             built = int(self._built[head])
             if now - built >= max(built, self._part.least):
@@ -127,7 +127,7 @@ class ProjectedIndex(EntryIndex):
     def visited_products(
         self, queries: Float[Tensor, "H D"], entries: Entries, count: int
     ) -> Float[Tensor, "H M"]:
-        """Products of each query head with the entries that it looks at; -inf for the others."""
+        """Products of each query head with the entries that it visits; -inf for the others."""
         indexed, grouped = self.paged.indexed, group_queries(queries, self.layer)
         scores = torch.full((len(queries), max(indexed)), -torch.inf)
         late = torch.tensor(indexed) - self._built
@@ -150,22 +150,22 @@ class ProjectedIndex(EntryIndex):
         beam: int,
         scores: Float[Tensor, "R S"],
     ) -> None:
-        """Write the products with all keys that a walk comes by into `scores`."""
+        """Write the products with all visited keys into `scores`."""
         entry = self._entry[head]
         scores[:, entry] = queries @ keys[entry]
         followed = torch.zeros_like(scores, dtype=torch.bool)
         while True:
             best = scores.topk(min(beam, scores.shape[1]), dim=1)
-            open_ = best.values.isfinite() & ~followed.gather(1, best.indices)
-            if not bool(open_.any()):
+            unfollowed = best.values.isfinite() & ~followed.gather(1, best.indices)
+            if not bool(unfollowed.any()):
                 return
-            nodes, is_real = _first_marked(best.indices, open_, FOLLOWED)
+            nodes, is_real = _first_marked(best.indices, unfollowed, FOLLOWED)
             followed.scatter_(1, nodes, is_real | followed.gather(1, nodes))
             reached = self._edges[head][nodes].masked_fill(~is_real[..., None], -1).flatten(1)
             reached = reached.long()
-            spots = reached.clamp(min=0)
-            products = (keys[spots] * queries[:, None]).sum(2).masked_fill(reached < 0, -torch.inf)
-            scores.scatter_reduce_(1, spots, products, "amax")
+            rows = reached.clamp(min=0)
+            products = (keys[rows] * queries[:, None]).sum(2).masked_fill(reached < 0, -torch.inf)
+            scores.scatter_reduce_(1, rows, products, "amax")
 
 
 def _near_edges(keys: Float[Tensor, "S D"]) -> Int32[Tensor, "S N"]:

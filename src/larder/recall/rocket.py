@@ -74,7 +74,7 @@ class RocketIndex(ContiguousIndex):
         self._read = min(channels, layer.head_dim)
         self._sides = torch.zeros(layer.kv_heads, 2 * layer.head_dim, 0)  # largest, then smallest
 
-    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
+    def _extend(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
         self._sides = grow_table(self._sides, -(-max(entries.lengths) // self.page), dim=2)
         for head, first, boxes in changed_boxes(entries, indexed, self.page, PageSummary.QUEST):
             self._sides[head, :, first : first + len(boxes)] = boxes.T
@@ -87,12 +87,12 @@ class RocketIndex(ContiguousIndex):
         sides = picks + self.layer.head_dim * (read < 0)
         logits = channel_products(self._sides, sides, read, max(self.counts))
         logits *= self.layer.scaling / left.clamp(min=1e-12).sqrt()[..., None]
-        return self._found(mask_missing(logits.flatten(0, 1), self.counts), count)
+        return self._result(mask_missing(logits.flatten(0, 1), self.counts), count)
 
     def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
-        return self._found(self.page_scores(queries, entries).mul_(self.layer.scaling), count)
+        return self._result(self.page_scores(queries, entries).mul_(self.layer.scaling), count)
 
-    def _found(self, logits: Float[Tensor, "H P"], count: int) -> RecallResult:
+    def _result(self, logits: Float[Tensor, "H P"], count: int) -> RecallResult:
         return RecallResult(
             top_rows(sum_group_weights(softmax_weights(logits), self.counts), count)
         )

@@ -90,13 +90,13 @@ class SentencesIndex(EntryIndex):
         self._asked = torch.zeros(layer.query_heads, layer.head_dim)
         self._course = torch.tensor([0, NO_POSITION])  # queries in that sum, position of the latest
 
-    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
+    def _extend(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
         self._labels = grow_table(self._labels, max(entries.lengths))
         for head, (before, now) in enumerate(zip(indexed, entries.lengths, strict=True)):
             if now > before:
-                self._take_in(head, entries, before)
+                self._insert(head, entries, before)
 
-    def _take_in(self, head: int, entries: Entries, before: int) -> None:
+    def _insert(self, head: int, entries: Entries, before: int) -> None:
         """Relabel the entries of a head, and add those from `before` on to their sentences."""
         column = self._column(entries, head)
         numbers, labels = column.unique(return_inverse=True)
@@ -138,21 +138,21 @@ class SentencesIndex(EntryIndex):
 
     def find(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
         means = self._sums / self._counts.clamp(min=1)[..., None]  # [K, M, D]
-        grouped = group_queries(self._searched(queries), self.layer).sum(1)  # [K, D]
+        grouped = group_queries(self._mean_query(queries), self.layer).sum(1)  # [K, D]
         products = torch.einsum("kmd,kd->km", means, grouped)
         scores = products.gather(1, self._labels[:, : max(self.paged.indexed)])
-        return self._found(scores, count)
+        return self._result(scores, count)
 
     def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
-        logits = self.logits(self._searched(queries), entries)
-        return self._found(logits.view(self.layer.kv_heads, self.layer.group, -1).sum(1), count)
+        logits = self.logits(self._mean_query(queries), entries)
+        return self._result(logits.view(self.layer.kv_heads, self.layer.group, -1).sum(1), count)
 
-    def _searched(self, queries: Float[Tensor, "H D"]) -> Float[Tensor, "H D"]:
+    def _mean_query(self, queries: Float[Tensor, "H D"]) -> Float[Tensor, "H D"]:
         """Mean query of the sentence; `queries` before the first followed step."""
         count = int(self._course[0])
         return self._asked / count if count else queries
 
-    def _found(self, scores: Float[Tensor, "K M"], count: int) -> RecallResult:
+    def _result(self, scores: Float[Tensor, "K M"], count: int) -> RecallResult:
         best = top_rows(mask_missing(scores, self.paged.indexed), count)
         return RecallResult(best, attends_all=int(self._course[0]) == 1)
 

@@ -69,7 +69,7 @@ class SparQIndex(EntryIndex):
         self._keys = torch.zeros(layer.kv_heads, layer.head_dim, 0)
         self._sums = torch.zeros(layer.kv_heads, layer.head_dim, dtype=torch.float64)
 
-    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
+    def _extend(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
         self._keys = grow_table(self._keys.to(entries.keys.dtype), max(entries.lengths), dim=2)
         for head, (before, now) in enumerate(zip(indexed, entries.lengths, strict=True)):
             self._keys[head, :, before:now] = entries.keys_from(head, before).T
@@ -84,12 +84,12 @@ class SparQIndex(EntryIndex):
         indexed = self.paged.indexed
         logits = channel_products(self._keys, picks, read, max(indexed))
         logits *= self.layer.scaling / left.clamp(min=1e-12).sqrt()[..., None]
-        return self._found(mask_missing(logits.flatten(0, 1), indexed), count)
+        return self._result(mask_missing(logits.flatten(0, 1), indexed), count)
 
     def exact(self, queries: Float[Tensor, "H D"], entries: Entries, count: int) -> RecallResult:
-        return self._found(self.logits(queries, entries), count)
+        return self._result(self.logits(queries, entries), count)
 
-    def _found(self, logits: Float[Tensor, "H M"], count: int) -> RecallResult:
+    def _result(self, logits: Float[Tensor, "H M"], count: int) -> RecallResult:
         weights, indexed = softmax_weights(logits), self.paged.indexed
         pages = top_rows(sum_group_weights(weights, indexed), count)
         each = pages.repeat_interleave(self.layer.group, 0)

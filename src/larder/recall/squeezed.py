@@ -196,7 +196,7 @@ class SqueezedIndex(EntryIndex):
         self._threshold, self._coarse_threshold = torch.tensor(fine), torch.tensor(coarse)
         self._measured = self._measured[:1].repeat(2)
 
-    def _digest(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
+    def _extend(self, entries: Entries, indexed: tuple[int, ...], queries: Tensor | None) -> None:
         self._labels = grow_table(self._labels, max(entries.lengths))
         for head, now in enumerate(entries.lengths):
             done = int(self._settled[head])
