@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from larder.cache import FORMS
+from larder.cache import FORMS, CacheSpec, LayerOptions
 from larder.core import Entries, LayerSpec, ModelSpec, Observation, OffloadSpec, Plan, RecomputeSpec
 from larder.policy import (
     PROVIDERS,
@@ -51,6 +51,12 @@ def a_layer(
 
 def a_spec(*layers: LayerSpec, dtype: torch.dtype = torch.float32) -> ModelSpec:
     return ModelSpec(layers, dtype, torch.device("cpu"))
+
+
+def layer_options(
+    dtype: torch.dtype = torch.float32, device: torch.device | None = None, **spec: Any
+) -> LayerOptions:
+    return LayerOptions(dtype, device or torch.device("cpu"), CacheSpec("ragged", **spec))
 
 
 def parking_of(form: str) -> OffloadSpec | None:

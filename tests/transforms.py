@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from builders import layer_options
 from larder.cache import TransformLayer, TransformTables, tables_path
 from larder.core import Coder, LayerSpec, Ledger, MeanSource, TransformSpec
 
@@ -43,6 +44,10 @@ def a_transform_layer(
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(state_of({layer.index: some_tables(layer)}), path)
     spec = TransformSpec(coder, sinks=1, recent=2, block=4, mean=mean)
-    store = TransformLayer(layer, dtype, device, ledger, spec, TransformTables.load(layer, spec))
+    store = TransformLayer(
+        layer,
+        layer_options(dtype, device=device, ledger=ledger, transform=spec),
+        TransformTables.load(layer, spec),
+    )
     store._hold(replace(store.tier, step=step))
     return store

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
 from importlib import import_module
 from random import Random
 from typing import Any
@@ -13,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from builders import Tokens, a_layer, a_plan, draw
+from builders import Tokens, a_layer, a_plan, draw, layer_options
 from larder.cache import (
     FORMS,
     CacheLayer,
     CompactLayer,
     DenseLayer,
     GradedLayer,
+    LayerOptions,
     LowRankLayer,
     RaggedLayer,
     SlidingWindowLayer,
@@ -62,7 +62,7 @@ class Kind:
         parks: whether what plans reject is attended to all the same.
     """
 
-    store: Callable[[LayerSpec, torch.dtype, torch.device], CacheLayer]
+    store: Callable[[LayerSpec, LayerOptions], CacheLayer]
     loop: Callable[[LayerSpec], RaggedLoop]
     plans: Plans
     merges: bool = False
@@ -79,36 +79,28 @@ LOSSLESS = (Codec(0, 0, 3), Codec(0, 0, 2))
 LEDGER = Ledger(("mass", LOG_COUNT, "age"), ("threshold", "mean"))
 
 
-def a_graded(ledger: Ledger) -> Callable[[LayerSpec, torch.dtype, torch.device], CacheLayer]:
-    return lambda *form: GradedLayer(*form, ledger, LOSSLESS)
+PARKING = OffloadSpec(Flat(tokens=8, page=4, dense=0))
 
 
-def a_tiered(layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> CacheLayer:
-    return TieredLayer(layer, dtype, device, Ledger(), OffloadSpec(Flat(tokens=8, page=4, dense=0)))
+def a_transformed(layer: LayerSpec, options: LayerOptions) -> CacheLayer:
+    dtype, device = options.dtype, options.device
+    return a_transform_layer(layer, dtype, device, options.spec.ledger, step=0.0)  # codes nothing
 
 
-def a_transformed(layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> CacheLayer:
-    return a_transform_layer(layer, dtype, device, LEDGER, step=0.0)  # codes nothing
-
-
-def a_low_rank(layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> CacheLayer:
-    return LowRankLayer(layer, dtype, device, LEDGER, silent_maps(layer))
+def a_low_rank(layer: LayerSpec, options: LayerOptions) -> CacheLayer:
+    return LowRankLayer(layer, options, silent_maps(layer))
 
 
 KINDS = {
     "dense": Kind(DenseLayer, DenseLoop, Plans.SAME_IN_EVERY_HEAD),
     "ragged": Kind(RaggedLayer, RaggedLoop, Plans.ANY, merges=True),
-    "remembering": Kind(
-        partial(RaggedLayer, ledger=LEDGER), RaggedLoop, Plans.ANY, merges=True, ledger=LEDGER
-    ),
+    "remembering": Kind(RaggedLayer, RaggedLoop, Plans.ANY, merges=True, ledger=LEDGER),
     "compact": Kind(CompactLayer, CompactLoop, Plans.ANY, merges=True),
-    "graded": Kind(a_graded(LEDGER), RaggedLoop, Plans.ANY, True, LEDGER, LOSSLESS),
-    "coded": Kind(
-        a_graded(LEDGER), RaggedLoop, Plans.ANY, True, LEDGER, LOSSLESS, (0, 0, 1, 0, 2, 1)
-    ),
+    "graded": Kind(GradedLayer, RaggedLoop, Plans.ANY, True, LEDGER, LOSSLESS),
+    "coded": Kind(GradedLayer, RaggedLoop, Plans.ANY, True, LEDGER, LOSSLESS, (0, 0, 1, 0, 2, 1)),
     "transformed": Kind(a_transformed, RaggedLoop, Plans.ANY, True, LEDGER),
     "low_rank": Kind(a_low_rank, RaggedLoop, Plans.ANY, True, LEDGER),
-    "tiered": Kind(a_tiered, RaggedLoop, Plans.NONE, parks=True),
+    "tiered": Kind(TieredLayer, RaggedLoop, Plans.NONE, parks=True),
     "window": Kind(SlidingWindowLayer, WindowLoop, Plans.NONE, window=6),
     "chunked": Kind(SlidingWindowLayer, WindowLoop, Plans.NONE, window=6, chunk=6),
 }
@@ -134,7 +126,10 @@ class Subject:
     layer: LayerSpec
 
     def new(self, dtype: torch.dtype = torch.float32) -> CacheLayer:
-        return self.kind.store(self.layer, dtype, torch.device("cpu"))
+        ledger, codecs = self.kind.ledger, self.kind.codecs
+        parking = PARKING if self.kind.parks else None
+        options = layer_options(dtype, ledger=ledger, codecs=codecs, parking=parking)
+        return self.kind.store(self.layer, options)
 
     def loop(self) -> RaggedLoop:
         return self.kind.loop(self.layer)

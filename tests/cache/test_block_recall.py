@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from builders import Tokens, a_layer, a_plan, draw
+from builders import Tokens, a_layer, a_plan, draw, layer_options
 from cache_stores import append, assert_close, attend, extend
 from larder.cache import TieredLayer
-from larder.core import AppendKind, Ledger, OffloadSpec, PrefillRecall
+from larder.core import AppendKind, OffloadSpec, PrefillRecall
 from larder.recall import Votes
 from references import votes as loop
 from references.cache.loop import Entry, attend_one
@@ -18,7 +18,7 @@ LAYER, COUNT = a_layer(2, 2), 41
 
 def a_store(prefill: PrefillRecall, tokens: int = 8) -> TieredLayer:
     parking = OffloadSpec(Votes(tokens=tokens, dense=0, prefill=prefill))
-    store = TieredLayer(LAYER, torch.float32, torch.device("cpu"), Ledger(), parking)
+    store = TieredLayer(LAYER, layer_options(parking=parking))
     append(store, draw(LAYER, COUNT))
     store.apply(a_plan([[COUNT - 1]] * 2, [COUNT] * 2))
     return store

@@ -8,19 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from builders import a_layer, draw
+from builders import a_layer, draw, layer_options
 from cache_stores import append, assert_close, extend, new_tokens, same_bits
 from larder.cache import CorrectedLayer
-from larder.core import (
-    AppendKind,
-    BadParameter,
-    CacheError,
-    Codec,
-    Ledger,
-    OffloadSpec,
-    Plan,
-    RecallPart,
-)
+from larder.core import AppendKind, BadParameter, CacheError, Codec, OffloadSpec, Plan, RecallPart
 from larder.recall import Bounds, Flat, SparQ
 
 LAYER = a_layer(2, 2)
@@ -53,7 +44,7 @@ def a_store(
     recall: RecallPart, codec: Codec | None = None
 ) -> tuple[CorrectedLayer, Tensor, Tensor]:
     parking = OffloadSpec(recall, None, codec)
-    store = CorrectedLayer(LAYER, torch.float32, torch.device("cpu"), Ledger(), parking)
+    store = CorrectedLayer(LAYER, layer_options(parking=parking))
     new = draw(LAYER, READ, 0)
     append(store, new)
     latest = torch.arange(READ - NEAR, READ)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
-from builders import a_layer, a_plan, draw
+from builders import a_layer, a_plan, draw, layer_options
 from cache_stores import append, assert_close, extend
 from larder.cache import TieredLayer
-from larder.core import Ledger, OffloadSpec
+from larder.core import OffloadSpec
 from larder.recall import Flat
 
 LAYER = a_layer(2, 2)
@@ -15,7 +13,7 @@ LAYER = a_layer(2, 2)
 
 def a_tiered(dense: int) -> TieredLayer:
     parking = OffloadSpec(Flat(tokens=400, page=4, dense=dense))
-    return TieredLayer(LAYER, torch.float32, torch.device("cpu"), Ledger(), parking)
+    return TieredLayer(LAYER, layer_options(parking=parking))
 
 
 def test_what_is_forgotten_is_in_neither_tier() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from builders import a_layer, a_plan
+from builders import a_layer, a_plan, layer_options
 from cache_stores import append, extend, same_bits
 from larder.cache import CacheLayer, RaggedLayer
 from larder.core import LOG_COUNT, CacheError, Ledger
@@ -244,7 +244,7 @@ def test_what_is_remembered_is_counted() -> None:
     layer = a_layer(2, 2)
     sizes = []
     for ledger in (Ledger(), Ledger(("a", "b", "c"), ("d", "e"))):
-        store = RaggedLayer(layer, torch.float32, torch.device("cpu"), ledger)
+        store = RaggedLayer(layer, layer_options(ledger=ledger))
         store.allocate(10)
         assert storage_bytes(reachable_tensors(store)) == store.nbytes
         sizes.append(store.nbytes)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from builders import a_plan
+from builders import a_plan, layer_options
 from cache_stores import exact, same_bits
 from larder.cache import CacheLayer, GradedLayer, RaggedLayer
 from larder.core import CacheError, Folds, LayerSpec, Plan
@@ -149,7 +149,7 @@ def test_truncating(subject) -> None:
 
 
 def test_entries_of_another_dtype_are_named() -> None:
-    layer = RaggedLayer(LayerSpec(3, 2, 1, 4, 0.5), torch.float32, torch.device("cpu"))
+    layer = RaggedLayer(LayerSpec(3, 2, 1, 4, 0.5), layer_options())
     rows, places = torch.zeros(1, 2, 4), torch.arange(2)
     layer.append(rows, rows, places)
     with pytest.raises(CacheError, match=r"Layer 3 .* values in torch.bfloat16.* torch.float32: "):

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from builders import RADIANS, Tokens, a_layer, a_plan, draw
+from builders import RADIANS, Tokens, a_layer, a_plan, draw, layer_options
 from cache_stores import append, assert_close, attend, extend
 from larder import Policy
 from larder.cache import GaplessLayer, TieredLayer
-from larder.core import AppendKind, CacheError, Ledger, OffloadSpec, PrefillRecall, SpellingError
+from larder.core import AppendKind, CacheError, OffloadSpec, PrefillRecall, SpellingError
 from larder.recall import Flat, Votes
 from references.a2ats import turned
 from references.cache.loop import Entry, attend_one
@@ -21,7 +21,7 @@ RESIDENT = [0, 1, 38, 39, 40]
 
 
 def a_store(parking: OffloadSpec, kind: type[TieredLayer] = GaplessLayer) -> TieredLayer:
-    store = kind(LAYER, torch.float32, torch.device("cpu"), Ledger(), parking)
+    store = kind(LAYER, layer_options(parking=parking))
     append(store, draw(LAYER, COUNT))
     store.apply(a_plan([RESIDENT] * 2, [COUNT] * 2))
     return store
@@ -117,7 +117,7 @@ def test_a_scorer_by_attention_still_gets_logits() -> None:
 def test_an_unknown_rotation_is_refused() -> None:
     layer = replace(LAYER, radians=None)
     with pytest.raises(CacheError, match="leave compact\\(\\) out"):
-        GaplessLayer(layer, torch.float32, torch.device("cpu"), Ledger(), offload(3))
+        GaplessLayer(layer, layer_options(parking=offload(3)))
 
 
 @pytest.mark.parametrize("recall", ["wave()", "magicpig()", "bounds(corrected=2)"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import larder.cache.forms._graded_tiers as tiers
-from builders import HEAD_DIM, a_layer, a_plan, draw
+from builders import HEAD_DIM, a_layer, a_plan, draw, layer_options
 from cache_stores import attend_held, same_bits
 from larder.cache import CacheSpec, GradedLayer
 from larder.core import LOG_COUNT, CacheError, Codec, Folds, Ledger, Plan, ScaleGranularity
@@ -26,7 +26,7 @@ LEDGER = Ledger(("mass", LOG_COUNT))
 
 
 def a_store(codecs=CODECS, ledger: Ledger = LEDGER, dtype=torch.float32) -> GradedLayer:
-    return GradedLayer(LAYER, dtype, CPU, ledger, codecs)
+    return GradedLayer(LAYER, layer_options(dtype, ledger=ledger, codecs=codecs))
 
 
 def filled(count: int = 24, codecs=CODECS) -> GradedLayer:
@@ -281,7 +281,7 @@ def test_codes_are_turned_back_for_who_asks_for_numbers(monkeypatch) -> None:
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_bytes_shrink_to_what_arithmetic_says(bits) -> None:
     layer = replace(a_layer(2, 1), head_dim=64)
-    store = GradedLayer(layer, torch.float32, CPU, Ledger(), (Codec(bits, bits, 32),))
+    store = GradedLayer(layer, layer_options(codecs=(Codec(bits, bits, 32),)))
     new = draw(layer, 1024)
     store.append(new.keys, new.values, new.positions)
     store.compact()

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
-from builders import a_layer, a_plan, a_spec, draw
+from builders import a_layer, a_plan, a_spec, draw, layer_options
 from cache_stores import append, extend
 from larder.cache import HostMemoryBudget, SequenceCache, TieredLayer
-from larder.core import BudgetError, Ledger, OffloadSpec, RecallPart
+from larder.core import BudgetError, OffloadSpec, RecallPart
 from larder.recall import PQ, Bounds, Dci, Flat
 
 LAYER = a_layer(2, 2)
@@ -23,7 +22,7 @@ ROOMY = 1 << 30
 
 
 def a_store(recall: RecallPart, limit: int | None = None) -> tuple[TieredLayer, HostMemoryBudget]:
-    store = TieredLayer(LAYER, torch.float32, torch.device("cpu"), Ledger(), OffloadSpec(recall))
+    store = TieredLayer(LAYER, layer_options(parking=OffloadSpec(recall)))
     room = HostMemoryBudget(limit)
     store.join(room)
     return store, room

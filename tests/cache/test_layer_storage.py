@@ -6,6 +6,7 @@ import weakref
 
 import torch
 
+from builders import layer_options
 from cache_stores import append, assert_holds, exact, extend, same, same_bits
 from larder.cache import DenseLayer, TieredLayer
 from larder.core import LayerSpec
@@ -168,7 +169,7 @@ def test_a_plan_holds_the_old_storage_beside_the_new(planned) -> None:
 def test_first_rows_of_heads_do_not_keep_a_default_device() -> None:
     layer = LayerSpec(0, query_heads=3, kv_heads=3, head_dim=16, scaling=0.25)
     with torch.device("meta"):
-        store = DenseLayer(layer, torch.float32, torch.device("cpu"))
+        store = DenseLayer(layer, layer_options())
         store.reserve(777)
         held = store.step_storage()
     assert held is not None and held.starts.device.type == "cpu"

@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from builders import a_layer, a_plan, draw
+from builders import a_layer, a_plan, draw, layer_options
 from cache_stores import attend_held, same_bits
 from larder.cache import INDEX_BYTES, TransformLayer, TransformTables, state_of, tables_path
-from larder.core import CacheError, Coder, Ledger, MeanSource, TransformSpec
+from larder.core import CacheError, Coder, MeanSource, TransformSpec
 from references import kvquant as reference
 from references import transform as rotation
 from transforms import some_tables
@@ -34,7 +34,7 @@ def coded(spec: TransformSpec = SPEC, dtype: torch.dtype = torch.float32) -> Tra
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(state_of({0: tables}) | {"0.levels2": LEVELS}, path)
     held = TransformTables.load(LAYER, spec)
-    store = TransformLayer(LAYER, dtype, torch.device("cpu"), Ledger(), spec, held)
+    store = TransformLayer(LAYER, layer_options(dtype, transform=spec), held)
     new = draw(LAYER, 12)
     store.append(new.keys.to(dtype), new.values.to(dtype), new.positions)
     grades = torch.full((14,), 3, dtype=torch.int8)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from builders import a_layer, a_plan, draw
+from builders import a_layer, a_plan, draw, layer_options
 from cache_stores import append, assert_close, attend, extend
 from larder import Policy
 from larder.cache import SequenceCache, TieredLayer
-from larder.core import AppendKind, BadParameter, CacheError, Ledger, Mode, OffloadSpec
+from larder.core import AppendKind, BadParameter, CacheError, Mode, OffloadSpec
 from larder.models import BatchSegment, Decoder, wrap_model
 from larder.ops import FEWEST_QUERIES, head_lines
 from larder.ops.attention import attention
@@ -22,7 +22,7 @@ LAYER, COUNT = a_layer(2, 2), 41
 
 def a_store(coverage: float) -> TieredLayer:
     parking = OffloadSpec(Rewatch(tokens=4, dense=0, coverage=coverage))
-    store = TieredLayer(LAYER, torch.float32, torch.device("cpu"), Ledger(), parking)
+    store = TieredLayer(LAYER, layer_options(parking=parking))
     append(store, draw(LAYER, COUNT))
     store.apply(a_plan([[0, 3, COUNT - 1], [7, COUNT - 1]], [COUNT] * 2))
     store.expect(AppendKind.TEXT)

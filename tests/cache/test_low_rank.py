@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from builders import a_layer, a_plan, a_spec, draw
+from builders import a_layer, a_plan, a_spec, draw, layer_options
 from cache_stores import append, assert_close, attend, extend
 from larder.cache import LowRankLayer, LowRankMaps, NewTokens, SequenceCache
-from larder.core import CacheError, Folds, Ledger, MissingWeights, Mode, Plan
+from larder.core import CacheError, Folds, MissingWeights, Mode, Plan
 from larder.ops import RANK, low_rank_attention, low_rank_state, state_bytes
 from low_rank_weights import give_maps, some_maps
 from references.cache.folding import Fold
@@ -26,7 +26,7 @@ SPEC = a_spec(LAYER, a_layer(1, 3, window=6, index=1), a_layer(3, 1, index=2))
 
 def a_low_rank(seed: int = 0) -> tuple[LowRankLayer, LowRankLoop]:
     maps = some_maps(LAYER, seed)
-    store = LowRankLayer(LAYER, torch.float32, torch.device("cpu"), Ledger(), maps)
+    store = LowRankLayer(LAYER, layer_options(), maps)
     return store, LowRankLoop(LAYER, maps)
 
 

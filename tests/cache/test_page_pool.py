@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from builders import a_layer, a_plan, draw
+from builders import a_layer, a_plan, draw, layer_options
 from cache_stores import append, assert_close, extend
 from larder.cache import PagePool, TieredLayer
-from larder.core import Entries, Ledger, OffloadSpec, RecallPart
+from larder.core import Entries, OffloadSpec, RecallPart
 from larder.ops import merge_attention, ragged_attention
 from larder.ops.cpu import page_slots
 from larder.recall import Bounds, Flat
@@ -20,7 +20,7 @@ ROW = 2 * 8 * 4 + 4  # a key, a value, a bias
 
 
 def a_store(recall: RecallPart, count: int) -> TieredLayer:
-    store = TieredLayer(LAYER, torch.float32, torch.device("cpu"), Ledger(), OffloadSpec(recall))
+    store = TieredLayer(LAYER, layer_options(parking=OffloadSpec(recall)))
     append(store, draw(LAYER, count))
     store.apply(a_plan([[count - 1]] * 2, list(store.lengths)))
     return store

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 import torch
 
-from builders import a_layer, a_plan, a_spec, draw, parking_of
+from builders import a_layer, a_plan, a_spec, draw, layer_options, parking_of
 from cache_stores import append, assert_close, assert_holds, attend, extend, same
 from larder.cache import DenseLayer, PageArena, PagedLayer, RaggedLayer, SequenceCache, held_nbytes
 from larder.core import CacheError, Folds, LayerSpec, Ledger, Plan
@@ -202,7 +202,7 @@ def test_pages_of_forks_count_once() -> None:
 def test_merges_are_applied() -> None:
     layer = a_layer(2, 2)
     paged = a_store(layer, an_arena(layer))
-    ragged = RaggedLayer(layer, torch.float32, torch.device("cpu"))
+    ragged = RaggedLayer(layer, layer_options())
     folds = Folds(
         torch.tensor([1, 2, 7]),
         torch.tensor([0, 0, 9]),

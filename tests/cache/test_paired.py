@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from builders import a_layer, a_plan, draw
+from builders import a_layer, a_plan, draw, layer_options
 from cache_stores import append, assert_close, attend, attend_held, extend, same, same_bits
 from larder.cache import LOWER, UPPER, PairedLayer, link_pairs, slerp
 from larder.core import LOG_COUNT, BadParameter, CacheError, Folds, LayerPairing, Ledger, Plan
@@ -29,7 +29,9 @@ def a_pair(
 ) -> tuple[PairedLayer, PairedLayer]:
     device = torch.device("cpu")
     halves = [
-        PairedLayer(layer, dtype, device, LEDGER, pairing, side)
+        PairedLayer(
+            layer, layer_options(dtype, device=device, ledger=LEDGER, pairing=pairing), side
+        )
         for layer, side in zip(LAYERS, (LOWER, UPPER), strict=True)
     ]
     link_pairs(halves)
@@ -163,7 +165,7 @@ def test_what_one_layer_evicts_the_other_still_holds_and_then_it_is_gone() -> No
 
 def test_a_layer_without_a_partner_shares_nothing() -> None:
     half = a_pair()[0]
-    alone = PairedLayer(LAYERS[0], torch.float32, torch.device("cpu"), LEDGER, PAIRING)
+    alone = PairedLayer(LAYERS[0], layer_options(ledger=LEDGER, pairing=PAIRING))
     append(alone, draw(LAYERS[0], 4))
     plan = a_plan([[0, 1, 2]] * 2, alone.lengths)
     alone.apply(replace(plan, grades=torch.ones(6, dtype=torch.int8)))
@@ -232,7 +234,7 @@ def test_new_tokens_see_what_is_shared() -> None:
 
 def test_an_entry_that_stands_for_many_weighs_as_many() -> None:
     halves = [
-        PairedLayer(layer, torch.float32, torch.device("cpu"), Ledger((LOG_COUNT,)), PAIRING, side)
+        PairedLayer(layer, layer_options(ledger=Ledger((LOG_COUNT,)), pairing=PAIRING), side)
         for layer, side in zip(LAYERS, (LOWER, UPPER), strict=True)
     ]
     link_pairs(halves)

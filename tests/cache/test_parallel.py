@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from builders import a_layer, a_plan, draw
+from builders import a_layer, a_plan, draw, layer_options
 from cache_stores import attend, extend
 from larder.cache import BlendedLayer, ParallelLayer
 from larder.core import CacheError
@@ -23,7 +23,7 @@ NEW = draw(LAYER, 3, 8, seed=3)
 
 
 def filled(temperature: float = 0.9, scale: float = 0.8, order: int = 1) -> ParallelLayer:
-    store = ParallelLayer(LAYER, torch.float32, torch.device("cpu"))
+    store = ParallelLayer(LAYER, layer_options())
     store.append(PREFIX.keys, PREFIX.values, PREFIX.positions)
     contexts = [ONE, TWO][::order]
     sides = ([getattr(c, name) for c in contexts] for name in ("keys", "values", "positions"))
@@ -122,7 +122,7 @@ def test_a_fork_that_appends_behind_many_entries_shares_them() -> None:
 
 
 def test_a_blended_cache_forks_to_one() -> None:
-    store = BlendedLayer(LAYER, torch.float32, torch.device("cpu"))
+    store = BlendedLayer(LAYER, layer_options())
     store.append(ONE.keys, ONE.values, ONE.positions)
     copy = store.fork()
     assert type(copy) is BlendedLayer

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from builders import a_layer, a_plan, draw
+from builders import a_layer, a_plan, draw, layer_options
 from cache_stores import append, assert_close, attend_held, same, same_bits
 from larder import Policy
 from larder.cache import LOWER, UPPER, PairedLayer, link_pairs
@@ -31,7 +31,7 @@ Pair = tuple[PairedLayer, PairedLayer]
 def a_pair(apart: float = 0.0, codec: Codec = CODEC, weight: float = 0.3) -> Pair:
     pairing, ledger = LayerPairing(0.0, weight, apart), Ledger(("mass",))
     halves = [
-        PairedLayer(layer, torch.float32, CPU, ledger, pairing, side, (codec,))
+        PairedLayer(layer, layer_options(ledger=ledger, pairing=pairing, codecs=(codec,)), side)
         for layer, side in zip(LAYERS, (LOWER, UPPER), strict=True)
     ]
     link_pairs(halves)
@@ -165,7 +165,7 @@ def test_a_pair_is_restored_to_the_bit() -> None:
 
 
 def test_a_layer_without_a_partner_is_quantized_alone() -> None:
-    half = PairedLayer(LAYERS[0], torch.float32, CPU, Ledger(), LayerPairing(), LOWER, (CODEC,))
+    half = PairedLayer(LAYERS[0], layer_options(pairing=LayerPairing(), codecs=(CODEC,)), LOWER)
     append(half, draw(LAYERS[0], 6))
     plan = a_plan([list(range(6))] * 2, half.lengths)
     half.apply(replace(plan, grades=torch.tensor([1] * 4 + [0] * 2, dtype=torch.int8).repeat(2)))

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 import torch
 
-from builders import a_layer, a_plan, draw
+from builders import a_layer, a_plan, draw, layer_options
 from cache_stores import append, assert_close, extend, same_bits
 from larder.cache import QuantizedSlowTier, TieredLayer
 from larder.core import CacheError, Codec, Entries, Ledger, OffloadSpec, RecallPart
@@ -23,7 +23,10 @@ CODECS = {"int8": Codec(8, 8, GROUP), "int4": Codec(4, 4, GROUP), "apart": Codec
 def a_store(codec: Codec = CODECS["int8"], recall: RecallPart = EVERYTHING) -> TieredLayer:
     place = torch.device("cpu")
     return TieredLayer(
-        LAYER, torch.float32, place, Ledger(("mass",)), OffloadSpec(recall, None, codec)
+        LAYER,
+        layer_options(
+            device=place, ledger=Ledger(("mass",)), parking=OffloadSpec(recall, None, codec)
+        ),
     )
 
 
@@ -43,7 +46,10 @@ def twins(codec: Codec, recall: RecallPart = EVERYTHING) -> tuple[TieredLayer, T
     place = torch.device("cpu")
     stores = (
         a_store(codec, recall),
-        TieredLayer(LAYER, torch.float32, place, Ledger(("mass",)), OffloadSpec(recall)),
+        TieredLayer(
+            LAYER,
+            layer_options(device=place, ledger=Ledger(("mass",)), parking=OffloadSpec(recall)),
+        ),
     )
     for store in stores:
         fill(store)
@@ -137,7 +143,7 @@ def test_bytes_fall_with_the_bits_and_are_those_of_every_tensor() -> None:
     for codec in (None, CODECS["int8"], CODECS["int4"]):
         layer = replace(LAYER, head_dim=64)
         parking = OffloadSpec(EVERYTHING, None, codec and replace(codec, group=32))
-        store = TieredLayer(layer, torch.float32, torch.device("cpu"), Ledger(), parking)
+        store = TieredLayer(layer, layer_options(parking=parking))
         append(store, draw(layer, 1025))
         store.apply(a_plan([[1024]] * 2, [1025] * 2))
         store.compact()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from builders import Tokens, a_layer, a_plan, draw
+from builders import Tokens, a_layer, a_plan, draw, layer_options
 from cache_stores import append, assert_close, attend, extend
 from larder.cache import TieredLayer
-from larder.core import AppendKind, BadParameter, Ledger, OffloadSpec
+from larder.core import AppendKind, BadParameter, OffloadSpec
 from larder.recall import Bounds, Flat
 from references.cache.loop import Entry, attend_one
 
@@ -17,7 +17,7 @@ LAYER, COUNT, PAGE = a_layer(2, 2), 41, 4
 
 def a_store(union: int | None, tokens: int = 8) -> TieredLayer:
     recall = Flat(tokens=tokens, page=PAGE, dense=0, union=union)
-    store = TieredLayer(LAYER, torch.float32, torch.device("cpu"), Ledger(), OffloadSpec(recall))
+    store = TieredLayer(LAYER, layer_options(parking=OffloadSpec(recall)))
     append(store, draw(LAYER, COUNT))
     store.apply(a_plan([[COUNT - 1]] * 2, [COUNT] * 2))
     return store
@@ -75,9 +75,7 @@ def test_a_union_of_all_pages_is_everything_for_one_token_too(part) -> None:
         new = draw(LAYER, count, COUNT, 2)
         expected = attend(a_store(None), new)
         recall = part(tokens=40, page=PAGE, dense=0, union=80)
-        store = TieredLayer(
-            LAYER, torch.float32, torch.device("cpu"), Ledger(), OffloadSpec(recall)
-        )
+        store = TieredLayer(LAYER, layer_options(parking=OffloadSpec(recall)))
         append(store, draw(LAYER, COUNT))
         store.apply(a_plan([[COUNT - 1]] * 2, [COUNT] * 2))
         store.expect(AppendKind.QUESTION)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from builders import a_layer, a_plan, draw
+from builders import a_layer, a_plan, draw, layer_options
 from cache_stores import extend
 from larder.cache import DenseLayer, RaggedLayer
 
@@ -26,7 +26,7 @@ def test_ragged_attention_is_masked_dense_attention(case, count, seed) -> None:
     kv_heads, group, held, kept = case
     layer = a_layer(kv_heads, group)
     old, new = draw(layer, held, 0, seed), draw(layer, count, held, seed)
-    store = RaggedLayer(layer, torch.float32, torch.device("cpu"))
+    store = RaggedLayer(layer, layer_options())
     store.append(old.keys, old.values, old.positions)
     store.apply(a_plan(kept, [held] * kv_heads))
     got = extend(store, new)
@@ -45,7 +45,7 @@ def test_ragged_attention_is_masked_dense_attention(case, count, seed) -> None:
 @given(st.integers(1, 3), st.integers(1, 3), st.lists(st.integers(1, 9), min_size=1, max_size=5))
 def test_ragged_and_dense_agree_while_nothing_is_evicted(kv_heads, group, blocks) -> None:
     layer = a_layer(kv_heads, group)
-    stores = [kind(layer, torch.float32, torch.device("cpu")) for kind in (DenseLayer, RaggedLayer)]
+    stores = [kind(layer, layer_options()) for kind in (DenseLayer, RaggedLayer)]
     start = 0
     for size in blocks:
         new = draw(layer, size, start)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from builders import a_layer, draw
+from builders import a_layer, draw, layer_options
 from cache_stores import extend
 from larder.cache import RaggedLayer
 from larder.core import Plan
@@ -16,7 +16,7 @@ from larder.core import Plan
 def a_store() -> RaggedLayer:
     """Nine entries per head, and room for more."""
     store, told = (
-        RaggedLayer(a_layer(2, 2), torch.float32, torch.device("cpu")),
+        RaggedLayer(a_layer(2, 2), layer_options()),
         draw(a_layer(2, 2), 9),
     )
     store.append(told.keys, told.values, told.positions)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from builders import Tokens, a_layer, a_plan, a_spec, draw
+from builders import Tokens, a_layer, a_plan, a_spec, draw, layer_options
 from cache_stores import attend, extend, same_bits
 from larder.cache import (
     FORMS,
@@ -36,17 +36,17 @@ from transforms import a_transform_layer
 LAYER = a_layer(2, 2)
 CPU = torch.device("cpu")
 STORES = {
-    "dense": lambda: DenseLayer(LAYER, torch.float32, CPU),
-    "ragged": lambda: RaggedLayer(LAYER, torch.float32, CPU),
-    "counting": lambda: RaggedLayer(LAYER, torch.float32, CPU, Ledger((LOG_COUNT, "age"))),
+    "dense": lambda: DenseLayer(LAYER, layer_options()),
+    "ragged": lambda: RaggedLayer(LAYER, layer_options()),
+    "counting": lambda: RaggedLayer(LAYER, layer_options(ledger=Ledger((LOG_COUNT, "age")))),
 }
 AGES = Ledger(("age",))
 CODECS = Codec(8, 4, 8), Codec(2, 2, 4)
 COMPOSITES = {
-    "compact": lambda: CompactLayer(LAYER, torch.float32, CPU, AGES),
-    "graded": lambda: GradedLayer(LAYER, torch.float32, CPU, AGES, CODECS),
+    "compact": lambda: CompactLayer(LAYER, layer_options(ledger=AGES)),
+    "graded": lambda: GradedLayer(LAYER, layer_options(ledger=AGES, codecs=CODECS)),
     "transform": lambda: a_transform_layer(LAYER, ledger=AGES),
-    "window": lambda: SlidingWindowLayer(replace(LAYER, sliding_window=40), torch.float32, CPU),
+    "window": lambda: SlidingWindowLayer(replace(LAYER, sliding_window=40), layer_options()),
 }
 
 
@@ -250,7 +250,7 @@ def test_a_fork_that_is_separate_shares_nothing(form: str) -> None:
 
 
 def test_a_fork_shares_what_recomputes_its_evicted_entries() -> None:
-    store = FORMS.load("rebuilt")(LAYER, torch.float32, CPU, Ledger(), RecomputeSpec())
+    store = FORMS.load("rebuilt")(LAYER, layer_options(rebuilding=RecomputeSpec()))
     tokens = draw(LAYER, 100)
     store.append(tokens.keys, tokens.values, tokens.positions)
     store.append_source(torch.randn(100, 8))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from builders import Tokens, a_layer, a_plan, draw
+from builders import Tokens, a_layer, a_plan, draw, layer_options
 from cache_stores import append, assert_close, extend, same_bits
 from larder.cache import TieredLayer
 from larder.cache.offload import page_fetch
@@ -27,7 +27,10 @@ def a_tiered(
 ):
     place = torch.device("cpu")
     return TieredLayer(
-        layer, torch.float32, place, Ledger(("mass",)), OffloadSpec(recall, host_mib)
+        layer,
+        layer_options(
+            device=place, ledger=Ledger(("mass",)), parking=OffloadSpec(recall, host_mib)
+        ),
     )
 
 

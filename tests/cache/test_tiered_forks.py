@@ -7,7 +7,7 @@ from random import Random
 import pytest
 import torch
 
-from builders import a_layer, a_plan, draw
+from builders import a_layer, a_plan, draw, layer_options
 from cache_stores import append, assert_close, extend
 from larder.cache import StorageOwners, TieredLayer
 from larder.core import CacheError, Ledger, OffloadSpec, Plan, RecallPart
@@ -24,7 +24,9 @@ PARTS = {
 def a_store(recall: RecallPart = PARTS["flat"], count: int = 90) -> TieredLayer:
     """With room in its slow tier, given back as far as it is."""
     place = torch.device("cpu")
-    store = TieredLayer(LAYER, torch.float32, place, Ledger(("mass",)), OffloadSpec(recall))
+    store = TieredLayer(
+        LAYER, layer_options(device=place, ledger=Ledger(("mass",)), parking=OffloadSpec(recall))
+    )
     for start in range(0, count, 30):
         append(store, draw(LAYER, 30, start))
         store.apply(keeping(store, Random(start), 0.5))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from builders import a_layer, a_plan, a_spec, draw
+from builders import a_layer, a_plan, a_spec, draw, layer_options
 from cache_stores import assert_close, attend_held, same_bits
 from larder.cache import (
     INDEX_BYTES,
@@ -287,7 +287,7 @@ def test_damaged_positions_are_refused() -> None:
 def test_damaged_positions_without_a_bitmap_are_refused(places: list[int]) -> None:
     spec, device = TransformSpec(sinks=0, recent=0, block=2), torch.device("cpu")
     like = a_transform_layer(LAYER)  # saves its tables
-    store = TransformLayer(LAYER, torch.float32, device, Ledger(), spec, like.tier.tables)
+    store = TransformLayer(LAYER, layer_options(device=device, transform=spec), like.tier.tables)
     new = draw(LAYER, 100)
     store.append(new.keys, new.values, new.positions)
     plan = a_plan([[0, 90], []], store.lengths)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from builders import draw
+from builders import draw, layer_options
 from cache_stores import attend_held
 from larder.cache import TransformLayer
 from larder.core import LOG_COUNT, CacheError, Coder, LayerSpec, Ledger, Plan, TransformSpec
@@ -179,7 +179,11 @@ def a_coded_layer(
     """Layer whose first head codes most of `count` entries in blocks of 64, in all tiers."""
     spec, ledger = TransformSpec(sinks=1, recent=2, block=64), Ledger((LOG_COUNT,))
     device = torch.device("cpu")
-    store = TransformLayer(layer, dtype, device, ledger, spec, some_tables(layer))
+    store = TransformLayer(
+        layer,
+        layer_options(dtype, device=device, ledger=ledger, transform=spec),
+        some_tables(layer),
+    )
     new = draw(layer, count)
     store.append(new.keys.to(dtype), new.values.to(dtype), new.positions)
     lengths = count - 1, 40

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from builders import a_layer, a_plan, draw
+from builders import a_layer, a_plan, draw, layer_options
 from larder.cache import RaggedLayer, merge_entries
 from larder.core import BadParameter, Entries, LayerScores, Ledger, Phase, Plan
 from larder.policy import Cam, Merge
@@ -114,7 +114,7 @@ def test_values_do_not_grow_however_long_the_text(merge: Merge) -> None:
     """Even attention and equal values: what joins is as large as can be."""
     layer, part, held = a_layer(1, 1), Cam(window=8, merge=merge), 24
     ledger = Ledger(columns=("joined", "newest"))
-    store = RaggedLayer(layer, torch.float32, torch.device("cpu"), ledger)
+    store = RaggedLayer(layer, layer_options(ledger=ledger))
     for step in range(400):
         new = draw(layer, 1, step)
         store.append(new.keys, torch.ones_like(new.values), new.positions)

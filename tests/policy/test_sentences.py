@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from builders import a_layer, a_plan, draw
+from builders import a_layer, a_plan, draw, layer_options
 from larder import Policy
 from larder.cache import RaggedLayer
 from larder.core import Ledger, Observation
@@ -20,7 +19,7 @@ class Text:
     """A layer that reads tokens of which `DOT` ends a sentence."""
 
     def __init__(self) -> None:
-        self.store = RaggedLayer(LAYER, torch.float32, torch.device("cpu"), Ledger(("sentence",)))
+        self.store = RaggedLayer(LAYER, layer_options(ledger=Ledger(("sentence",))))
         self.position = 0
 
     def read(self, *ids: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from builders import a_layer, a_plan, a_view, draw
+from builders import a_layer, a_plan, a_view, draw, layer_options
 from larder.cache import RaggedLayer
 from larder.core import LOG_COUNT, BadParameter, LayerSpec, Ledger, Observation, Phase
 from larder.policy import TALLIES, LagKV, Recurrence, RoCo, Within
@@ -50,7 +50,7 @@ class Run:
     ) -> None:
         names = [name for tally in tallies for name in tally.columns]
         columns = [*names, LOG_COUNT] if counted else names
-        self.store = RaggedLayer(LAYER, dtype, torch.device("cpu"), Ledger(tuple(sorted(columns))))
+        self.store = RaggedLayer(LAYER, layer_options(dtype, ledger=Ledger(tuple(sorted(columns)))))
         self.listener, self.position, self._layer = Listener(), 0, layer
         self._tallies, self._counted, self._dtype, self._sharp = tallies, counted, dtype, sharp
 

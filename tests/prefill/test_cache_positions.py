@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from builders import Tokens, a_layer, a_plan, draw
+from builders import Tokens, a_layer, a_plan, draw, layer_options
 from cache_stores import append, extend, new_tokens
 from cache_stores import attend as attend_behind
 from larder import Policy
@@ -25,7 +25,7 @@ HELD = 11
 
 def a_store() -> CompactLayer:
     """Two heads that lost different entries."""
-    store = CompactLayer(a_layer(2, 2), torch.float32, torch.device("cpu"))
+    store = CompactLayer(a_layer(2, 2), layer_options())
     append(store, draw(store.layer, HELD))
     store.apply(a_plan([[0, 3, 4, 9, 10], [1, 10]], [HELD, HELD]))
     return store

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from builders import a_layer, a_plan, draw
+from builders import a_layer, a_plan, draw, layer_options
 from cache_stores import append, attend_held
 from larder import Policy
 from larder.cache import CompactLayer, SequenceCache
@@ -96,7 +96,7 @@ def test_nobody_looks_where_nothing_is_judged(decoder, monkeypatch) -> None:
 
 
 def test_what_a_look_copies_is_counted() -> None:
-    store = CompactLayer(a_layer(2, 2), torch.float32, torch.device("cpu"))
+    store = CompactLayer(a_layer(2, 2), layer_options())
     append(store, draw(store.layer, 9))
     store.allocate(5)
     held, shown = store.nbytes, store.entries()
@@ -118,7 +118,7 @@ def test_what_a_look_copies_is_counted() -> None:
 
 @pytest.mark.parametrize("change", ["append", "apply", "truncate", "compact", "allocate"])
 def test_kept_keys_are_forgotten_when_anything_changes(change) -> None:
-    store = CompactLayer(a_layer(2, 2), torch.float32, torch.device("cpu"))
+    store = CompactLayer(a_layer(2, 2), layer_options())
     append(store, draw(store.layer, 9))
     new, more = draw(store.layer, 1, 9), draw(store.layer, 2, 10)
     store.record_logits()

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from builders import HEAD_DIM, RADIANS, a_layer, draw
+from builders import HEAD_DIM, RADIANS, a_layer, draw, layer_options
 from larder.cache import NewTokens, TieredLayer
-from larder.core import BadParameter, CacheError, Ledger, Mode, OffloadSpec
+from larder.core import BadParameter, CacheError, Mode, OffloadSpec
 from larder.ops import rotate
 from larder.recall import A2ats, A2atsIndex, Flat
 from references import a2ats as loop
@@ -136,7 +136,7 @@ def test_queries_of_the_text_arrive_as_they_were_before_rotation() -> None:
     tokens = draw(LAYER, 6, start=3)
     rotated = rotate(tokens.queries, tokens.positions, torch.tensor(RADIANS))
     for parking, expected in ((OffloadSpec(part), tokens.queries), (plain, rotated[:, :0])):
-        store = TieredLayer(LAYER, torch.float32, torch.device("cpu"), Ledger(), parking)
+        store = TieredLayer(LAYER, layer_options(parking=parking))
         sides = rotated, tokens.keys, tokens.values, tokens.positions
         store.attend(NewTokens(*sides, Mode.APPEND))
         assert torch.allclose(store.state()["observed"], expected, atol=1e-5)

@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 
-from builders import HEAD_DIM, a_layer, draw
+from builders import HEAD_DIM, a_layer, draw, layer_options
 from cache_stores import append
 from index_recall import built, keys_of
 from larder.cache import NewTokens, TieredLayer
-from larder.core import BadParameter, Ledger, Mode, OffloadSpec, Plan, RecallIndex
+from larder.core import BadParameter, Mode, OffloadSpec, Plan, RecallIndex
 from larder.ops import attention as attention_ops
 from larder.recall import MagicPig, MagicPigIndex
 from references import magicpig as loop
@@ -132,7 +132,7 @@ def test_a_query_that_draws_nothing_gets_a_page_without_weight() -> None:
 def test_a_step_attends_with_the_weights_of_what_was_drawn(kernels, dtype, monkeypatch) -> None:
     """Twice, since slots stay between steps and their weights do not."""
     recall = MagicPig(**SMALL, tokens=20, dense=0)
-    store = TieredLayer(LAYER, dtype, torch.device("cpu"), Ledger(), OffloadSpec(recall))
+    store = TieredLayer(LAYER, layer_options(dtype, parking=OffloadSpec(recall)))
     append(store, draw(LAYER, 60, 0, 1, dtype))
     store.apply(Plan.from_mask(torch.arange(120) % 60 >= 55, store.lengths))
     if kernels == "torch":

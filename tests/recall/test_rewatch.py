@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from builders import HEAD_DIM, a_layer, draw
+from builders import HEAD_DIM, a_layer, draw, layer_options
 from cache_stores import append, extend
 from index_recall import assert_best, keys_of
 from larder.cache import TieredLayer
-from larder.core import AppendKind, BadParameter, FetchMode, Ledger, OffloadSpec, Plan
+from larder.core import AppendKind, BadParameter, FetchMode, OffloadSpec, Plan
 from larder.recall import Rewatch
 from references import rewatch as loop
 from references.recalling import attention, of_groups
@@ -86,7 +86,7 @@ def assert_choice(found: torch.Tensor, tier: Tier, said: list[torch.Tensor]) -> 
 
 def test_a_layer_passes_the_queries_of_a_question() -> None:
     spec = OffloadSpec(Rewatch(tokens=8, dense=0))
-    store = TieredLayer(a_layer(2, 2), torch.float32, torch.device("cpu"), Ledger(), spec)
+    store = TieredLayer(a_layer(2, 2), layer_options(parking=spec))
     text, question, step = draw(LAYER, 40, 0, 0), draw(LAYER, 20, 40, 1), draw(LAYER, 1, 60, 2)
     append(store, text)
     store.apply(Plan.from_mask(torch.arange(80) % 40 >= 35, store.lengths))

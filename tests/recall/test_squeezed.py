@@ -10,11 +10,11 @@ from weakref import ref
 import pytest
 import torch
 
-from builders import HEAD_DIM, a_layer, draw
+from builders import HEAD_DIM, a_layer, draw, layer_options
 from cache_stores import append, extend, new_tokens
 from index_recall import keys_of
 from larder.cache import TieredLayer
-from larder.core import BadParameter, Ledger, OffloadSpec, Plan
+from larder.core import BadParameter, OffloadSpec, Plan
 from larder.recall import Squeezed, SqueezedIndex, weighted_quantile
 from references import squeezed as loop
 from slow_tiers import Tier
@@ -191,10 +191,7 @@ def two_layers() -> list[TieredLayer]:
     """Two layers of a cache with 60 entries each, most of them offloaded."""
     recall = Squeezed(**SMALL, tokens=30, dense=0)
     spec = OffloadSpec(recall)
-    layers = [
-        TieredLayer(a_layer(2, 2, index=n), torch.float32, torch.device("cpu"), Ledger(), spec)
-        for n in range(2)
-    ]
+    layers = [TieredLayer(a_layer(2, 2, index=n), layer_options(parking=spec)) for n in range(2)]
     layers[0]._measured_with = tuple(map(ref, layers))
     for n, store in enumerate(layers):
         new = draw(LAYER, 60, 0, n)

@@ -58,6 +58,7 @@ from .shared_storage import SHORT_SEGMENT as SHORT_SEGMENT
 from .shared_storage import SegmentedLayer as SegmentedLayer
 from .spec import FORMS as FORMS
 from .spec import CacheSpec as CacheSpec
+from .spec import LayerOptions as LayerOptions
 from .spec import text_of as text_of
 from .spec import text_tensor as text_tensor
 from .table_file import tables_path as tables_path

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -134,6 +134,31 @@ class CacheSpec:
             transform=TransformSpec.from_text(transform) if transform else None,
             residual=ResidualSpec.from_text(residual) if residual else None,
         )
+
+
+PLAIN = CacheSpec("ragged")  # without options
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """Options of one layer: how its tensors are created, and what its cache is specified as.
+
+    Args:
+        dtype, device: of keys and values.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    spec: CacheSpec
+
+    @staticmethod
+    def of_state(state: Mapping[str, Tensor], spec: CacheSpec = PLAIN) -> LayerOptions:
+        """Options of a restored layer, whose keys are in its state."""
+        return LayerOptions(state["keys"].dtype, state["keys"].device, spec)
+
+    def with_ledger(self, ledger: Ledger) -> LayerOptions:
+        """Options with the ledger of a restored layer."""
+        return replace(self, spec=replace(self.spec, ledger=ledger))
 
 
 def with_prefix(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.memory_usage import ForkFamily, TensorOwner
 from larder.cache.new_tokens import NewTokens
+from larder.cache.spec import LayerOptions
 from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Entries
 from larder.core.plan import Plan
@@ -32,9 +33,9 @@ class CompositeLayer(CacheLayer):
     replaced and never written.
     """
 
-    def __init__(self, layer: LayerSpec, ragged: RaggedLayer) -> None:
+    def __init__(self, layer: LayerSpec, options: LayerOptions) -> None:
         super().__init__(layer)
-        self._ragged = self._attach(ragged)
+        self.options, self._ragged = options, self._attach(RaggedLayer(layer, options))
         self._family = ForkFamily(self)
 
     @property
@@ -68,9 +69,9 @@ class CompositeLayer(CacheLayer):
         if self._family.shared_bytes(self):
             self._copy_tensors()
 
-    @abstractmethod
     def _like(self) -> CompositeLayer:
         """Layer of the same form and options, which holds the same but for the ragged part."""
+        return type(self)(self.layer, self.options)
 
     @abstractmethod
     def _copy_tensors(self) -> None:
@@ -79,6 +80,7 @@ class CompositeLayer(CacheLayer):
     def _adopt_ragged(self, state: dict[str, Tensor]) -> None:
         """Replace the ragged part by that of a saved state."""
         self._ragged = self._attach(RaggedLayer.adopt(self.layer, state), self._ragged)
+        self.options = self.options.with_ledger(self._ragged.ledger)
 
 
 class MixedLayer(CompositeLayer):

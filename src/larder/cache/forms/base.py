@@ -14,7 +14,7 @@ from torch import Tensor
 
 from larder.cache.memory_usage import DivisibleStorage, TensorOwner
 from larder.cache.new_tokens import NewTokens
-from larder.cache.spec import CacheSpec
+from larder.cache.spec import CacheSpec, LayerOptions
 from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan, StepRule
@@ -90,14 +90,15 @@ class CacheLayer(DivisibleStorage, TensorOwner):
     pending: PendingBlock | None = None
     replaced_bytes: int = 0  # old storage held beside the new one during the last change
 
-    def __init__(self, layer: LayerSpec) -> None:
+    def __init__(self, layer: LayerSpec, options: LayerOptions | None = None) -> None:
+        del options  # for forms that create tensors
         super().__init__()
         self.layer = layer
 
     @classmethod
-    @abstractmethod
     def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> CacheLayer:
         """Empty layer of this form, or of the form that `spec` needs instead."""
+        return cls(layer, LayerOptions(model.dtype, model.device, spec))
 
     @classmethod
     def check_spec(cls, spec: CacheSpec, model: ModelSpec) -> None:

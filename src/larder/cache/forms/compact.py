@@ -25,16 +25,15 @@ from torch import Tensor
 
 from larder.cache.forms._composite import CompositeLayer
 from larder.cache.forms.base import AttentionCall
-from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.merged_entries import MergedEntries, merge_entries
 from larder.cache.new_tokens import NewTokens
-from larder.cache.spec import CacheSpec
+from larder.cache.spec import LayerOptions
 from larder.cache.validation import check_counts
 from larder.core.errors import CacheError
-from larder.core.ledger import LOG_COUNT, Ledger
+from larder.core.ledger import LOG_COUNT
 from larder.core.observation import Entries
 from larder.core.plan import Folds, Plan
-from larder.core.spec import POSITION_BYTES, LayerSpec, ModelSpec
+from larder.core.spec import POSITION_BYTES, LayerSpec
 from larder.core.types import Keys, Positions, Values
 from larder.ops.attention import ragged_attention
 from larder.ops.packing import starts_of, storage_rows
@@ -46,34 +45,21 @@ ROTATION_CHUNK = 1 << 14  # keys rotated at once, in float32
 class CompactLayer(CompositeLayer):
     """Per-head lengths, positions without gaps. Reading entries copies the keys.
 
-    Args:
-        ledger: columns and scalars that the policy keeps.
-
     Raises:
         CacheError: the layer's rotary embedding is unknown.
     """
 
     rerotates_keys = True
 
-    def __init__(
-        self,
-        layer: LayerSpec,
-        dtype: torch.dtype,
-        device: torch.device,
-        ledger: Ledger = Ledger(),  # noqa: B008, frozen and empty
-    ) -> None:
+    def __init__(self, layer: LayerSpec, options: LayerOptions) -> None:
         if layer.radians is None:
             raise CacheError(
                 f"Layer {layer.index} has a rotary embedding unknown to Larder, so its keys "
                 "cannot be unrotated: use a cache form that keeps true positions."
             )
-        super().__init__(layer, RaggedLayer(layer, dtype, device, ledger))
+        super().__init__(layer, options)
         self._keeps_entries = False
         self._kept: tuple[Tensor, ...] = ()  # turned keys and their places, of all rows
-
-    @classmethod
-    def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> CompactLayer:
-        return cls(layer, model.dtype, model.device, spec.ledger)
 
     def record_logits(self) -> None:
         self._keeps_entries = True
@@ -124,14 +110,9 @@ class CompactLayer(CompositeLayer):
 
     @classmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> CompactLayer:
-        store = cls(layer, state["keys"].dtype, state["keys"].device)
+        store = cls(layer, LayerOptions.of_state(state))
         store._adopt_ragged(state)
         return store
-
-    def _like(self) -> CompactLayer:
-        """Empty layer: keys that were turned for the next read are not shared."""
-        like = self._ragged.like
-        return CompactLayer(self.layer, like.dtype, like.device, self._ragged.ledger)
 
     def _copy_tensors(self) -> None:
         """No effect: all entries are in the ragged part."""

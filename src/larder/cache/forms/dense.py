@@ -20,12 +20,12 @@ from torch import Tensor
 from larder.cache.forms.base import AttentionCall
 from larder.cache.new_tokens import NewTokens
 from larder.cache.shared_storage import SegmentedLayer, SharedSegment, StorageHolders
-from larder.cache.spec import CacheSpec
+from larder.cache.spec import LayerOptions
 from larder.cache.validation import check_kept, check_single_precision, tokens_kept
 from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan
-from larder.core.spec import LayerSpec, ModelSpec
+from larder.core.spec import LayerSpec
 from larder.core.types import Keys, Positions, Values
 from larder.ops.attention import ragged_attention
 from larder.ops.block_attention import block_attention
@@ -44,19 +44,16 @@ class DenseLayer(SegmentedLayer):
     can_page = True
     divides: ClassVar[bool] = True  # whether a prefix can be storage of its own
 
-    def __init__(self, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
-        shape = (layer.kv_heads, 0, layer.head_dim)
+    def __init__(self, layer: LayerSpec, options: LayerOptions) -> None:
+        shape, device = (layer.kv_heads, 0, layer.head_dim), options.device
         super().__init__(layer)
-        self._keys = torch.empty(shape, dtype=dtype, device=device)
+        self.options = options
+        self._keys = torch.empty(shape, dtype=options.dtype, device=device)
         self._values = self._keys if layer.latent_rank else torch.empty_like(self._keys)
         self._positions = torch.empty(0, dtype=torch.int32, device=device)
         self._length = 0
         self._flat_rows: tuple[Tensor, ...] = ()  # keys, values and no columns, for decode steps
         self._count_bytes()
-
-    @classmethod
-    def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> DenseLayer:
-        return cls(layer, model.dtype, model.device)
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         count, self.replaced_bytes = keys.shape[1], 0
@@ -223,7 +220,7 @@ class DenseLayer(SegmentedLayer):
 
     @classmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> DenseLayer:
-        store = cls(layer, state["keys"].dtype, state["keys"].device)
+        store = cls(layer, LayerOptions.of_state(state))
         store._keys = state["keys"]
         store._values = store._keys if layer.latent_rank else state["values"]
         store._positions = state["positions"]
@@ -355,7 +352,7 @@ class DenseLayer(SegmentedLayer):
         return torch.full_like(segment.lengths, int((held < length).sum()))
 
     def _like(self) -> DenseLayer:
-        return type(self)(self.layer, self._keys.dtype, self._keys.device)
+        return type(self)(self.layer, self.options)
 
 
 @lru_cache(maxsize=256)

@@ -24,10 +24,9 @@ from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.forms.tiered import TieredLayer
 from larder.cache.new_tokens import NewTokens
 from larder.cache.offload.page_fetch import PageSelection
+from larder.cache.spec import LayerOptions
 from larder.core.errors import CacheError
-from larder.core.ledger import Ledger
 from larder.core.observation import Entries
-from larder.core.recall import OffloadSpec
 from larder.core.spec import POSITION_BYTES, LayerSpec
 from larder.core.types import Mode, Queries
 from larder.ops.attention import ragged_attention
@@ -44,20 +43,13 @@ class GaplessLayer(TieredLayer):
 
     has_public_name = False
 
-    def __init__(
-        self,
-        layer: LayerSpec,
-        dtype: torch.dtype,
-        device: torch.device,
-        ledger: Ledger,
-        parking: OffloadSpec,
-    ) -> None:
+    def __init__(self, layer: LayerSpec, options: LayerOptions) -> None:
         if layer.radians is None:
             raise CacheError(
                 f"Layer {layer.index} has a rotary embedding unknown to Larder, so its keys cannot "
                 "be moved to positions without gaps: leave compact() out."
             )
-        super().__init__(layer, dtype, device, ledger, parking)
+        super().__init__(layer, options)
         self._records = False
 
     def record_logits(self) -> None:

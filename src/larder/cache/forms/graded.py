@@ -21,7 +21,7 @@ Attention reads codes, never a whole dequantized layer; merges dequantize the en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -37,13 +37,11 @@ from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.merged_entries import MergedEntries
 from larder.cache.quantized_tier import QuantizedTier, saved_tiers, tier_prefix
 from larder.cache.row_updates import InsertedEntries, join_inserted
-from larder.cache.spec import CacheSpec
+from larder.cache.spec import LayerOptions
 from larder.cache.validation import check_channels, check_grades, check_kept
-from larder.core.codec import Codec
-from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
-from larder.core.spec import LayerSpec, ModelSpec
+from larder.core.spec import LayerSpec
 from larder.core.types import Queries
 from larder.ops.quantized_attention import quantized_attention
 
@@ -55,31 +53,16 @@ class GradedLayer(MixedLayer):
     """Per-head lengths and several precisions; rejected entries free memory.
 
     `entries` returns a copy as soon as any entry is quantized.
-
-    Args:
-        ledger: columns and scalars that the policy keeps.
-        codecs: of grades 1, 2, ...
     """
 
     supports, requires = frozenset({"ledger", "codecs"}), frozenset({"codecs"})
     has_public_name = False
 
-    def __init__(
-        self,
-        layer: LayerSpec,
-        dtype: torch.dtype,
-        device: torch.device,
-        ledger: Ledger,
-        codecs: Sequence[Codec],
-    ) -> None:
-        like = torch.empty(0, layer.head_dim, dtype=dtype, device=device)
-        super().__init__(layer, RaggedLayer(layer, dtype, device, ledger))
-        columns = len(ledger.columns)
-        self._hold(tuple(QuantizedTier.nothing(codec, like, columns) for codec in codecs))
-
-    @classmethod
-    def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> GradedLayer:
-        return cls(layer, model.dtype, model.device, spec.ledger, spec.codecs)
+    def __init__(self, layer: LayerSpec, options: LayerOptions) -> None:
+        super().__init__(layer, options)
+        spec, like = options.spec, self._ragged.like
+        columns = len(spec.ledger.columns)
+        self._hold(tuple(QuantizedTier.nothing(codec, like, columns) for codec in spec.codecs))
 
     def apply(self, plan: Plan) -> None:
         check_kept(plan, self.lengths)
@@ -134,16 +117,14 @@ class GradedLayer(MixedLayer):
 
     @classmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> GradedLayer:
-        dtype, device = state["keys"].dtype, state["keys"].device
-        store = cls(layer, dtype, device, Ledger(), ())
+        store = cls(layer, LayerOptions.of_state(state))
         store._adopt_ragged(state)
         ledger, size = store._ragged.ledger, layer.head_dim
         store._hold(tuple(QuantizedTier.adopt(tier, ledger, size) for tier in saved_tiers(state)))
         return store
 
     def _like(self) -> GradedLayer:
-        like = self._ragged.like
-        copy = GradedLayer(self.layer, like.dtype, like.device, self._ragged.ledger, ())
+        copy = GradedLayer(self.layer, self.options)
         copy._hold(self._coded)
         return copy
 

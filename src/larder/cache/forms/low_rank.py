@@ -21,14 +21,12 @@ from torch import Tensor
 
 from larder.cache.forms._composite import RecoverableLayer
 from larder.cache.forms.base import AttentionCall, AttentionState
-from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.low_rank_maps import LowRankMaps
 from larder.cache.new_tokens import NewTokens
 from larder.cache.offload.slow_tier import rejected_entries
-from larder.cache.spec import CacheSpec, text_of, text_tensor
+from larder.cache.spec import CacheSpec, LayerOptions, text_of, text_tensor
 from larder.cache.validation import check_kept
 from larder.core.errors import CacheError
-from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec
@@ -43,7 +41,6 @@ class LowRankLayer(RecoverableLayer):
     """Per-head lengths; rejected entries are added to a state of constant size.
 
     Args:
-        ledger: columns and scalars that the policy keeps.
         maps: features of keys and queries.
         source: number of the layer among the managed ones, and fingerprint of the model, by which
             a saved layer finds its maps.
@@ -55,16 +52,14 @@ class LowRankLayer(RecoverableLayer):
     def __init__(
         self,
         layer: LayerSpec,
-        dtype: torch.dtype,
-        device: torch.device,
-        ledger: Ledger,
+        options: LayerOptions,
         maps: LowRankMaps,
         source: tuple[int, str] = (0, ""),
     ) -> None:
-        super().__init__(layer, RaggedLayer(layer, dtype, device, ledger))
-        self._maps, self._source = maps.on(device), source
+        super().__init__(layer, options)
+        self._maps, self._source = maps.on(options.device), source
         shape = layer.kv_heads, RANK, layer.head_dim + 1
-        self._state = torch.zeros(shape, dtype=STATE_DTYPE, device=device)
+        self._state = torch.zeros(shape, dtype=STATE_DTYPE, device=options.device)
         self._has_state = False
         self._count_bytes()
 
@@ -73,7 +68,7 @@ class LowRankLayer(RecoverableLayer):
         place = [each.index for each in model.managed].index(layer.index)
         maps = LowRankMaps.load(layer, place, model.fingerprint)
         source = place, model.fingerprint
-        return cls(layer, model.dtype, model.device, spec.ledger, maps, source)
+        return cls(layer, LayerOptions(model.dtype, model.device, spec), maps, source)
 
     @property
     def low_rank_state(self) -> Float[Tensor, "K rank E"]:
@@ -103,8 +98,7 @@ class LowRankLayer(RecoverableLayer):
                 f"The state of layer {layer.index} was summed with features {digest}, but those "
                 f"of the model are {maps.digest} now: build the cache again."
             )
-        like = state["keys"]
-        store = cls(layer, like.dtype, like.device, Ledger(), maps, source)
+        store = cls(layer, LayerOptions.of_state(state), maps, source)
         store._adopt_ragged(state)
         store._state = state[STATE_KEY]
         store._has_state = bool(store._state.any())
@@ -112,8 +106,7 @@ class LowRankLayer(RecoverableLayer):
         return store
 
     def _like(self) -> LowRankLayer:
-        like, ledger = self._ragged.like, self._ragged.ledger
-        copy = LowRankLayer(self.layer, like.dtype, like.device, ledger, self._maps, self._source)
+        copy = LowRankLayer(self.layer, self.options, self._maps, self._source)
         copy._state, copy._has_state = self._state, self._has_state
         return copy
 

@@ -41,10 +41,8 @@ from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.merged_entries import MergedEntries, merge_by_place, no_merges
 from larder.cache.quantized_tier import QuantizedTier, saved_codecs, saved_tiers
 from larder.cache.row_updates import InsertedEntries
-from larder.cache.spec import CacheSpec, with_prefix
+from larder.cache.spec import CacheSpec, LayerOptions, with_prefix
 from larder.cache.validation import check_grades, check_kept
-from larder.core.codec import Codec
-from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerPairing, LayerSpec, ModelSpec
@@ -60,39 +58,27 @@ class PairedLayer(GradedLayer):
     `entries` returns a copy as soon as any entry is shared.
 
     Args:
-        ledger: columns and scalars that the policy keeps.
         side: `LOWER` or `UPPER`.
-        codecs: of directions and of own entries, at most one; without any, all are exact.
     """
 
     supports, requires = frozenset({"ledger", "codecs"}), frozenset[str]()
     has_public_name = True
     spans_layers = True
 
-    def __init__(
-        self,
-        layer: LayerSpec,
-        dtype: torch.dtype,
-        device: torch.device,
-        ledger: Ledger,
-        pairing: LayerPairing,
-        side: int = LOWER,
-        codecs: Sequence[Codec] = (),
-    ) -> None:
-        self.side = side
+    def __init__(self, layer: LayerSpec, options: LayerOptions, side: int = LOWER) -> None:
+        self.side, spec = side, options.spec
         self.requested = SharingRequest.none()
-        like = torch.empty(0, layer.head_dim, dtype=dtype, device=device)
-        shared = SharedEntries.nothing(like, len(ledger.columns), next(iter(codecs), None))
-        self._pair = LayerPair(shared, pairing)
-        super().__init__(layer, dtype, device, ledger, codecs)
+        like = torch.empty(0, layer.head_dim, dtype=options.dtype, device=options.device)
+        columns, codec = len(spec.ledger.columns), next(iter(spec.codecs), None)
+        self._pair = LayerPair(SharedEntries.nothing(like, columns, codec), spec.pairing)
+        super().__init__(layer, options)
         self._join(self._pair)
 
     @classmethod
     def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> PairedLayer:
         uppers = [upper for _, upper in spec.pairing.pairs(model.managed)]
         side = UPPER if layer.index in uppers else LOWER
-        parts = spec.ledger, spec.pairing, side, spec.codecs
-        return cls(layer, model.dtype, model.device, *parts)
+        return cls(layer, LayerOptions(model.dtype, model.device, spec), side)
 
     @classmethod
     def link_layers(cls, layers: Sequence[CacheLayer], spec: CacheSpec) -> None:
@@ -170,7 +156,8 @@ class PairedLayer(GradedLayer):
         side, start, weight, apart = state["pair"].tolist()
         pairing, keys = LayerPairing(start=start, weight=weight, apart=apart), state["keys"]
         codecs = saved_codecs(state)
-        half = cls(layer, keys.dtype, keys.device, Ledger(), pairing, int(side), codecs)
+        spec = CacheSpec("paired", codecs=codecs, pairing=pairing)
+        half = cls(layer, LayerOptions.of_state(state, spec), int(side))
         half._adopt_ragged(state)
         ledger, size = half._ragged.ledger, layer.head_dim
         half._hold(tuple(QuantizedTier.adopt(tier, ledger, size) for tier in saved_tiers(state)))
@@ -183,9 +170,7 @@ class PairedLayer(GradedLayer):
 
     def _like(self) -> PairedLayer:
         """Layer with the same shared entries if it is the upper one; `link_pairs` links it."""
-        like, ledger, pairing = self._ragged.like, self._ragged.ledger, self._pair.pairing
-        codecs = tuple(tier.codec for tier in self._coded)
-        copy = PairedLayer(self.layer, like.dtype, like.device, ledger, pairing, self.side, codecs)
+        copy = PairedLayer(self.layer, self.options, self.side)
         copy._hold(self._coded)
         if self.side == UPPER:
             copy._pair.replace_shared(self._pair.shared)

@@ -24,6 +24,7 @@ from larder.cache.forms.dense import DenseLayer
 from larder.cache.memory_usage import storage_bytes
 from larder.cache.new_tokens import NewTokens
 from larder.cache.shared_storage import StorageHolders
+from larder.cache.spec import LayerOptions
 from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan
@@ -43,15 +44,15 @@ class ParallelLayer(DenseLayer):
     can_be_shared = False
     divides = False
 
-    def __init__(self, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
-        shape = (layer.kv_heads, 0, layer.head_dim)
-        self._context_keys = torch.empty(shape, dtype=dtype, device=device)
+    def __init__(self, layer: LayerSpec, options: LayerOptions) -> None:
+        shape, device = (layer.kv_heads, 0, layer.head_dim), options.device
+        self._context_keys = torch.empty(shape, dtype=options.dtype, device=device)
         self._context_values = torch.empty_like(self._context_keys)
         self._context_positions = torch.empty(0, dtype=torch.int32, device=device)
         self._factors = torch.ones(2)  # temperature and scale, on the host
         self._context_holders = StorageHolders()
         self._context_holders.join(self, ())
-        super().__init__(layer, dtype, device)
+        super().__init__(layer, options)
 
     def hold_contexts(
         self,
@@ -149,7 +150,7 @@ class ParallelLayer(DenseLayer):
     @classmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> ParallelLayer:
         plain = {name: tensor for name, tensor in state.items() if not name.startswith(PREFIX)}
-        store = cls(layer, plain["keys"].dtype, plain["keys"].device)
+        store = cls(layer, LayerOptions.of_state(state))
         store._keys, store._values, store._positions = (
             plain["keys"],
             plain["values"],
@@ -211,7 +212,7 @@ class ParallelLayer(DenseLayer):
         self._context_holders.join(self, ())
 
     def _like(self) -> ParallelLayer:
-        copy = ParallelLayer(self.layer, self._keys.dtype, self._keys.device)
+        copy = ParallelLayer(self.layer, self.options)
         copy._context_keys, copy._context_values = self._context_keys, self._context_values
         copy._context_positions, copy._factors = self._context_positions, self._factors
         copy._context_holders = self._context_holders

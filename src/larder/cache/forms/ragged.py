@@ -32,7 +32,7 @@ from larder.cache.row_updates import (
     relocate_rows,
 )
 from larder.cache.shared_storage import SegmentedLayer, SharedSegment, joined_rows
-from larder.cache.spec import FORMS, CacheSpec
+from larder.cache.spec import FORMS, CacheSpec, LayerOptions
 from larder.cache.validation import (
     check_counts,
     check_dtypes,
@@ -55,25 +55,17 @@ GROWTH_TOKENS = 64  # slack allocated when a caller appends without a reservatio
 
 
 class RaggedLayer(SegmentedLayer):
-    """Per-head lengths; rejected entries free memory.
-
-    Args:
-        ledger: columns and scalars that the policy keeps.
-    """
+    """Per-head lengths; rejected entries free memory."""
 
     supports = frozenset({"ledger", "codecs", "transform"})
     holds_latents = True
     can_page = True
 
-    def __init__(
-        self,
-        layer: LayerSpec,
-        dtype: torch.dtype,
-        device: torch.device,
-        ledger: Ledger = Ledger(),  # noqa: B008, frozen and empty
-    ) -> None:
-        nothing = torch.empty(0, layer.head_dim, dtype=dtype, device=device)
+    def __init__(self, layer: LayerSpec, options: LayerOptions) -> None:
+        device, ledger = options.device, options.spec.ledger
+        nothing = torch.empty(0, layer.head_dim, dtype=options.dtype, device=device)
         super().__init__(layer)
+        self.options = options
         self._keys, self._values = nothing, nothing if layer.latent_rank else nothing.clone()
         self._positions = torch.empty(0, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(layer.kv_heads, dtype=torch.int64)
@@ -92,7 +84,7 @@ class RaggedLayer(SegmentedLayer):
         if spec.codecs or spec.transform is not None:
             other: type[CacheLayer] = FORMS.load("graded" if spec.codecs else "transform")
             return other.create(layer, model, spec)
-        return cls(layer, model.dtype, model.device, spec.ledger)
+        return super().create(layer, model, spec)
 
     def record_logits(self) -> None:
         self._records_logits = True
@@ -312,7 +304,7 @@ class RaggedLayer(SegmentedLayer):
 
     @classmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> RaggedLayer:
-        store = cls(layer, state["keys"].dtype, state["keys"].device)
+        store = cls(layer, LayerOptions.of_state(state))
         store._keys = state["keys"]
         store._values = store._keys if layer.latent_rank else state["values"]
         store._positions = state["positions"]
@@ -320,6 +312,7 @@ class RaggedLayer(SegmentedLayer):
         store._starts = starts_of(store._lengths)
         store._edges = (*store._starts.tolist(), len(store._keys))
         store._columns = EntryColumns.adopt(state, layer.kv_heads, len(store._keys))
+        store.options = store.options.with_ledger(store.ledger)
         store._count_bytes()
         return store
 
@@ -474,7 +467,7 @@ class RaggedLayer(SegmentedLayer):
         return joined_rows(segments, room)
 
     def _like(self) -> RaggedLayer:
-        copy = RaggedLayer(self.layer, self._keys.dtype, self._keys.device, self.ledger)
+        copy = RaggedLayer(self.layer, self.options)
         copy._columns = self._columns.beside(copy._columns.values)
         return copy
 

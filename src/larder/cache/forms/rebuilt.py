@@ -21,15 +21,13 @@ from torch import Tensor
 
 from larder.cache.forms._composite import RecoverableLayer
 from larder.cache.forms.base import AttentionCall, CacheLayer
-from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.new_tokens import NewTokens
 from larder.cache.offload.slow_tier import rejected_entries
-from larder.cache.spec import CacheSpec, saved_spec_text, text_tensor
+from larder.cache.spec import CacheSpec, LayerOptions, saved_spec_text, text_tensor
 from larder.cache.validation import check_kept, check_single_precision
 from larder.core.errors import CacheError
-from larder.core.ledger import Ledger
 from larder.core.plan import Plan
-from larder.core.spec import LayerSpec, ModelSpec, RecomputeSpec
+from larder.core.spec import LayerSpec, RecomputeSpec
 from larder.core.types import Positions, Queries
 from larder.ops.attention import ragged_attention
 from larder.ops.packing import heads_of_packed, starts_of
@@ -48,39 +46,23 @@ ProjectKV = Callable[[int, Tensor, Positions], tuple[RecomputedKV, RecomputedKV]
 
 
 class RecomputedLayer(RecoverableLayer):
-    """Layer that loses no entry and stores few.
-
-    Args:
-        ledger: columns and scalars that the policy keeps.
-        rebuilding: source of the recomputation.
-    """
+    """Layer that loses no entry and stores few."""
 
     supports = frozenset({"ledger", "rebuilding"})
     requires = frozenset({"rebuilding"})
     can_be_shared = False
     spans_layers = True
 
-    def __init__(
-        self,
-        layer: LayerSpec,
-        dtype: torch.dtype,
-        device: torch.device,
-        ledger: Ledger,
-        rebuilding: RecomputeSpec,
-    ) -> None:
-        super().__init__(layer, RaggedLayer(layer, dtype, device, ledger))
-        self.rebuilding = rebuilding
+    def __init__(self, layer: LayerSpec, options: LayerOptions) -> None:
+        super().__init__(layer, options)
+        assert options.spec.rebuilding is not None  # required
+        self.rebuilding = options.spec.rebuilding
         self.project: ProjectKV | None = None  # while a model runs
         self.tokens = self.operations = 0  # recomputed tokens so far, and their operations
-        self._source = torch.empty(0, 0, dtype=dtype, device=device)
+        self._source = torch.empty(0, 0, dtype=options.dtype, device=options.device)
         self._evicted = [torch.empty(0, dtype=torch.int64) for _ in range(layer.kv_heads)]
         self._replayed: tuple[RecomputedKV, RecomputedKV] | None = None
         self._count_bytes()
-
-    @classmethod
-    def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> RecomputedLayer:
-        assert spec.rebuilding is not None  # required
-        return cls(layer, model.dtype, model.device, spec.ledger, spec.rebuilding)
 
     @classmethod
     def num_dense_layers(cls, spec: CacheSpec) -> int:
@@ -163,8 +145,8 @@ class RecomputedLayer(RecoverableLayer):
     @classmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> RecomputedLayer:
         text = saved_spec_text(state, SPEC_KEY, layer, "recompute")
-        like, spec = state["keys"], RecomputeSpec.from_text(text)
-        store = cls(layer, like.dtype, like.device, Ledger(), spec)
+        spec = CacheSpec("rebuilt", rebuilding=RecomputeSpec.from_text(text))
+        store = cls(layer, LayerOptions.of_state(state, spec))
         store._adopt_ragged(state)
         store._source = state[SOURCE_KEY]
         store._evicted = list(state[EVICTED_KEY].cpu().split(state[LENGTHS_KEY].tolist()))
@@ -172,8 +154,7 @@ class RecomputedLayer(RecoverableLayer):
         return store
 
     def _like(self) -> RecomputedLayer:
-        like, ledger = self._ragged.like, self._ragged.ledger
-        copy = RecomputedLayer(self.layer, like.dtype, like.device, ledger, self.rebuilding)
+        copy = RecomputedLayer(self.layer, self.options)
         copy._source, copy._evicted = self._source, self._evicted
         copy._count_bytes()
         return copy

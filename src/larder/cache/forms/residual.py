@@ -26,14 +26,12 @@ from larder.cache.aqua_tables import AquaPredictions
 from larder.cache.entry_columns import check_columns
 from larder.cache.forms._composite import MixedLayer
 from larder.cache.forms.base import AttentionCall, CacheLayer
-from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.predictive import by_head, side_by_side
 from larder.cache.residual_tier import DecodedTokens, ResidualCoder, ResidualTier
-from larder.cache.spec import CacheSpec, saved_spec_text, text_tensor
+from larder.cache.spec import CacheSpec, LayerOptions, saved_spec_text, text_tensor
 from larder.cache.validation import check_kept, check_single_precision, tokens_kept
 from larder.core.codec import ResidualSpec
 from larder.core.errors import CacheError
-from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec
@@ -56,7 +54,6 @@ class ResidualLayer(MixedLayer):
     `entries` returns a copy as soon as any token is coded.
 
     Args:
-        ledger: columns and scalars that the policy keeps.
         place: of the layer among the managed ones.
     """
 
@@ -65,16 +62,10 @@ class ResidualLayer(MixedLayer):
     has_public_name = False
     spans_layers = True
 
-    def __init__(
-        self,
-        layer: LayerSpec,
-        dtype: torch.dtype,
-        device: torch.device,
-        ledger: Ledger,
-        spec: ResidualSpec,
-        place: int,
-    ) -> None:
-        super().__init__(layer, RaggedLayer(layer, dtype, device, ledger))
+    def __init__(self, layer: LayerSpec, options: LayerOptions, place: int) -> None:
+        super().__init__(layer, options)
+        spec, device = options.spec.residual, options.device
+        assert spec is not None  # required
         self.spec, self.place = spec, place
         predictions = AquaPredictions.load(layer, place, spec.model, device)
         width = layer.kv_heads * layer.head_dim
@@ -84,7 +75,7 @@ class ResidualLayer(MixedLayer):
         self._below: ResidualLayer | None = None
         self._is_last = True
         self._decoded: DecodedTokens | None = None  # until the layer above has used it
-        columns = torch.zeros(len(ledger.columns), layer.kv_heads, 0, device=device)
+        columns = torch.zeros(len(options.spec.ledger.columns), layer.kv_heads, 0, device=device)
         self._hold(self._coder.nothing(columns))
 
     @classmethod
@@ -92,7 +83,8 @@ class ResidualLayer(MixedLayer):
         assert spec.residual is not None  # required
         own = spec.residual.of_model(model.fingerprint)
         place = [each.index for each in model.managed].index(layer.index)
-        return cls(layer, model.dtype, model.device, spec.ledger, own, place)
+        options = LayerOptions(model.dtype, model.device, replace(spec, residual=own))
+        return cls(layer, options, place)
 
     @classmethod
     def link_layers(cls, layers: Sequence[CacheLayer], spec: CacheSpec) -> None:
@@ -195,8 +187,8 @@ class ResidualLayer(MixedLayer):
         """
         saved = saved_spec_text(state, SPEC_KEY, layer, "residual")
         digest, place, text = saved.split(" ", 2)
-        keys, spec = state["keys"], ResidualSpec.from_text(text)
-        store = cls(layer, keys.dtype, keys.device, Ledger(), spec, int(place))
+        spec = CacheSpec("residual", residual=ResidualSpec.from_text(text))
+        store = cls(layer, LayerOptions.of_state(state, spec), int(place))
         if store._coder.predictions.digest != digest:
             raise CacheError(
                 f"Layer {layer.index} of the saved cache was coded with predictions that have been "
@@ -207,8 +199,7 @@ class ResidualLayer(MixedLayer):
         return store
 
     def _like(self) -> ResidualLayer:
-        like, ledger = self._ragged.like, self._ragged.ledger
-        copy = ResidualLayer(self.layer, like.dtype, like.device, ledger, self.spec, self.place)
+        copy = ResidualLayer(self.layer, self.options, self.place)
         copy._coder = self._coder
         copy._hold(self._tier)
         return copy

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.new_tokens import NewTokens
-from larder.cache.spec import CacheSpec
 from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan
-from larder.core.spec import LayerSpec, ModelSpec
+from larder.core.spec import LayerSpec
 from larder.core.types import Keys, Mode, Positions, Values
 
 
@@ -30,10 +29,6 @@ class SharedKVLayer(CacheLayer):
     has_public_name = False
 
     source: CacheLayer
-
-    @classmethod
-    def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> SharedKVLayer:
-        return cls(layer)
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         """No effect: the source appends the tokens, a block behind its last reader."""

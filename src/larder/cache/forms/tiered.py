@@ -27,7 +27,6 @@ from torch import Tensor
 
 from larder.cache.forms._composite import RecoverableLayer
 from larder.cache.forms.base import AttentionCall, AttentionState, CacheLayer
-from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.memory_usage import TensorOwner
 from larder.cache.new_tokens import NewTokens
 from larder.cache.offload.host_memory import MIB, HostMemoryBudget, HostMemoryUser
@@ -48,25 +47,19 @@ from larder.cache.offload.slow_tier import (
     rejected_entries,
     saved_offload_spec,
 )
-from larder.cache.spec import FORMS, CacheSpec, text_tensor, with_prefix
+from larder.cache.spec import FORMS, CacheSpec, LayerOptions, text_tensor, with_prefix
 from larder.cache.validation import check_dropped, check_kept, check_offload_plan, refuse_eviction
 from larder.core.errors import CacheError
-from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
-from larder.core.recall import OffloadSpec, PrefillRecall
+from larder.core.recall import PrefillRecall
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import AppendKind, Mode, Queries
 from larder.ops.rope import rotate
 
 
 class TieredLayer(RecoverableLayer, HostMemoryUser):
-    """Per-head lengths in device memory, rejected entries offloaded to host memory.
-
-    Args:
-        ledger: columns and scalars that the policy keeps.
-        parking: offload and recall options, every size filled in.
-    """
+    """Per-head lengths in device memory, rejected entries offloaded to host memory."""
 
     supports = frozenset({"ledger", "parking"})
     requires = frozenset({"parking"})
@@ -75,19 +68,13 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
     slow_state = (SLOW, INDEX, OBSERVED, PARKING)
     counts_as_device = False  # queries for the index are on the host
 
-    def __init__(
-        self,
-        layer: LayerSpec,
-        dtype: torch.dtype,
-        device: torch.device,
-        ledger: Ledger,
-        parking: OffloadSpec,
-    ) -> None:
-        super().__init__(layer, RaggedLayer(layer, dtype, device, ledger))
-        is_pinned = device.type == "cuda"
-        slow = _create_slow_tier(layer, parking, dtype, ledger.columns, is_pinned)
-        self.parking, self._slow = parking, self._attach(slow)
-        self.fetcher = self._attach(PageFetcher(layer, parking.recall, dtype, device))
+    def __init__(self, layer: LayerSpec, options: LayerOptions) -> None:
+        super().__init__(layer, options)
+        parking, device = options.spec.parking, options.device
+        assert parking is not None  # required
+        self.parking = parking
+        self._slow = self._attach(_create_slow_tier(layer, options, options.spec.ledger.columns))
+        self.fetcher = self._attach(PageFetcher(layer, parking.recall, options.dtype, device))
         self.leader: TieredLayer | None = None  # the layer whose pages it uses
         self._measured_with: tuple[ref[TieredLayer], ...] = ()  # layers of the first one to search
         self._numbering = EntryNumberCheck(layer.kv_heads)
@@ -100,7 +87,7 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         assert spec.parking is not None  # required
         kind = FORMS.load("corrected") if spec.parking.recall.corrected else cls
         kind = FORMS.load("gapless") if spec.parking.is_gapless else kind
-        return kind(layer, model.dtype, model.device, spec.ledger, spec.parking)
+        return kind(layer, LayerOptions(model.dtype, model.device, spec))
 
     @classmethod
     def check_spec(cls, spec: CacheSpec, model: ModelSpec) -> None:
@@ -206,11 +193,11 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
 
     @classmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> TieredLayer:
-        parking, keys = saved_offload_spec(state, layer), state["keys"]
-        store = cls(layer, keys.dtype, keys.device, Ledger(), parking)
+        parking = saved_offload_spec(state, layer)
+        spec = CacheSpec("tiered", parking=parking)
+        store = cls(layer, LayerOptions.of_state(state, spec))
         store._adopt_ragged(state)
-        columns, is_pinned = store._ragged.ledger.columns, keys.device.type == "cuda"
-        slow = _create_slow_tier(layer, parking, keys.dtype, columns, is_pinned)
+        slow = _create_slow_tier(layer, store.options, store._ragged.ledger.columns)
         slow.adopt(with_prefix(SLOW, state))
         store._slow = store._attach(slow, store._slow)
         if own := with_prefix(INDEX, state):
@@ -222,8 +209,7 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
 
     def _like(self) -> TieredLayer:
         self._update_index()
-        like, ledger = self._ragged.like, self._ragged.ledger
-        copy = type(self)(self.layer, like.dtype, like.device, ledger, self.parking)
+        copy = type(self)(self.layer, self.options)
         copy._slow = copy._attach(self._slow.fork(), copy._slow)
         copy.fetcher.use_index(self.fetcher.shared_index.fork())
         copy.fetcher.fetches_ahead = self.fetcher.fetches_ahead
@@ -416,18 +402,16 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
 
 
 def _create_slow_tier(
-    layer: LayerSpec,
-    parking: OffloadSpec,
-    dtype: torch.dtype,
-    columns: tuple[str, ...],
-    is_pinned: bool,
+    layer: LayerSpec, options: LayerOptions, columns: tuple[str, ...]
 ) -> SlowTier:
     """Empty slow tier, quantized if the offload spec has a codec."""
-    if parking.codec is None:
-        return SlowTier(layer, dtype, columns, is_pinned)
+    codec = None if options.spec.parking is None else options.spec.parking.codec
+    is_pinned = options.device.type == "cuda"
+    if codec is None:
+        return SlowTier(layer, options.dtype, columns, is_pinned)
     from larder.cache.offload.quantized_slow_tier import QuantizedSlowTier
 
-    return QuantizedSlowTier(layer, dtype, columns, is_pinned, parking.codec)
+    return QuantizedSlowTier(layer, options.dtype, columns, is_pinned, codec)
 
 
 Part = TieredLayer

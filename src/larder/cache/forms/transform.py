@@ -32,18 +32,16 @@ from larder.cache.entry_columns import check_columns
 from larder.cache.forms._composite import COLUMN_BYTES, MixedLayer
 from larder.cache.forms._transform_fit import FitLayer, common_step, tiers_of
 from larder.cache.forms.base import AttentionCall, AttentionState, CacheLayer
-from larder.cache.forms.ragged import RaggedLayer
 from larder.cache.memory_usage import storage_bytes
 from larder.cache.merged_entries import MergedEntries, merge_entries, no_merges
 from larder.cache.new_tokens import NewTokens
 from larder.cache.row_updates import InsertedEntries
-from larder.cache.spec import CacheSpec
+from larder.cache.spec import CacheSpec, LayerOptions
 from larder.cache.transform_tables import TransformTables
 from larder.cache.transformed_tier import ComponentBatch, TransformedTier
 from larder.cache.validation import check_kept
-from larder.core.codec import NUM_TIERS, TIER_GRADE, TransformSpec
+from larder.core.codec import NUM_TIERS, TIER_GRADE
 from larder.core.errors import CacheError
-from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import POSITION_BYTES, LayerSpec, ModelSpec
@@ -59,34 +57,24 @@ class TransformLayer(MixedLayer):
     """Per-head lengths; coded entries take about as many bytes as their information.
 
     `entries` returns a copy as soon as any entry is coded.
-
-    Args:
-        ledger: columns and scalars that the policy keeps.
     """
 
     supports = requires = frozenset({"ledger", "transform"})
     has_public_name = False
     spans_layers = True
 
-    def __init__(
-        self,
-        layer: LayerSpec,
-        dtype: torch.dtype,
-        device: torch.device,
-        ledger: Ledger,
-        spec: TransformSpec,
-        tables: TransformTables,
-    ) -> None:
-        super().__init__(layer, RaggedLayer(layer, dtype, device, ledger))
-        self._dtype = dtype
-        self._hold(TransformedTier.nothing(spec, tables, len(ledger.columns)))
+    def __init__(self, layer: LayerSpec, options: LayerOptions, tables: TransformTables) -> None:
+        super().__init__(layer, options)
+        spec = options.spec
+        assert spec.transform is not None  # required
+        self._hold(TransformedTier.nothing(spec.transform, tables, len(spec.ledger.columns)))
 
     @classmethod
     def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> TransformLayer:
         assert spec.transform is not None  # required
         own = spec.transform.of_model(model.fingerprint)
-        tables = TransformTables.load(layer, own)
-        return cls(layer, model.dtype, model.device, spec.ledger, own, tables)
+        options = LayerOptions(model.dtype, model.device, replace(spec, transform=own))
+        return cls(layer, options, TransformTables.load(layer, own))
 
     @property
     def tier(self) -> TransformedTier:
@@ -167,16 +155,16 @@ class TransformLayer(MixedLayer):
 
     @classmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> TransformLayer:
-        tier, like = TransformedTier.adopt(layer, state), state["keys"]
-        store = cls(layer, like.dtype, like.device, Ledger(), tier.spec, tier.tables)
+        tier = TransformedTier.adopt(layer, state)
+        spec = CacheSpec("transform", transform=tier.spec)
+        store = cls(layer, LayerOptions.of_state(state, spec), tier.tables)
         store._adopt_ragged(state)
         store._hold(tier)
         return store
 
     def _like(self) -> TransformLayer:
-        ledger, place, tier = self._ragged.ledger, self._ragged.like.device, self._tier
-        copy = TransformLayer(self.layer, self._dtype, place, ledger, tier.spec, tier.tables)
-        copy._hold(tier)
+        copy = TransformLayer(self.layer, self.options, self._tier.tables)
+        copy._hold(self._tier)
         return copy
 
     def _copy_tensors(self) -> None:
@@ -214,7 +202,7 @@ class TransformLayer(MixedLayer):
         states = [call() for call in exact]
         outs, lses = [out for out, _ in states], [lse for _, lse in states]
         other = merge_attention(outs, lses) if states else None
-        sizes = self.layer.scaling, self._dtype, self._bias_column
+        sizes = self.layer.scaling, self.options.dtype, self._bias_column
         return self._tier.attend(queries, *sizes, other)
 
     def _attends_coded(self, queries: Queries) -> bool:

@@ -19,11 +19,11 @@ from torch import Tensor
 from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.memory_usage import ForkFamily
 from larder.cache.new_tokens import NewTokens
-from larder.cache.spec import CacheSpec
+from larder.cache.spec import LayerOptions
 from larder.core.errors import CacheError
 from larder.core.observation import Entries
 from larder.core.plan import Plan
-from larder.core.spec import LayerSpec, ModelSpec
+from larder.core.spec import LayerSpec
 from larder.core.types import Keys, Positions, Values
 from larder.ops.attention import windowed_attention
 
@@ -37,21 +37,18 @@ class SlidingWindowLayer(CacheLayer):
 
     has_public_name = False
 
-    def __init__(self, layer: LayerSpec, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, layer: LayerSpec, options: LayerOptions) -> None:
         if layer.sliding_window is None:
             raise CacheError(f"Layer {layer.index} has no sliding window: use a dense cache.")
-        shape = (layer.kv_heads, 0, layer.head_dim)
+        shape, device = (layer.kv_heads, 0, layer.head_dim), options.device
         super().__init__(layer)
-        self._keys = torch.empty(shape, dtype=dtype, device=device)
-        self._values = torch.empty(shape, dtype=dtype, device=device)
+        self.options = options
+        self._keys = torch.empty(shape, dtype=options.dtype, device=device)
+        self._values = torch.empty_like(self._keys)
         self._positions = torch.empty(0, dtype=torch.int32, device=device)
         self._slack = 0
         self._family = ForkFamily(self)
         self._count()
-
-    @classmethod
-    def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> SlidingWindowLayer:
-        return cls(layer, model.dtype, model.device)
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         rows = self._seen_from(int(positions[0]) - self._slack)
@@ -99,7 +96,7 @@ class SlidingWindowLayer(CacheLayer):
 
     def fork(self) -> SlidingWindowLayer:
         """Layer with the same entries in the same storage, which neither of both writes."""
-        copy = SlidingWindowLayer(self.layer, self._keys.dtype, self._keys.device)
+        copy = SlidingWindowLayer(self.layer, self.options)
         copy._keys, copy._values, copy._positions = self._keys, self._values, self._positions
         copy._family = self._family
         copy._family.join(copy)
@@ -123,7 +120,7 @@ class SlidingWindowLayer(CacheLayer):
 
     @classmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> SlidingWindowLayer:
-        store = cls(layer, state["keys"].dtype, state["keys"].device)
+        store = cls(layer, LayerOptions.of_state(state))
         store._keys, store._values = state["keys"], state["values"]
         store._positions = state["positions"]
         store._count()
