@@ -50,9 +50,9 @@ class LayerStep(NamedTuple):
         kv_heads, batch_len, _ = keys.shape
         pages, layer = self.pages, self.pages.layer
         pages.append_step(self.slots, keys, values)
-        own = queries.unflatten(0, (kv_heads, -1)).permute(2, 0, 1, 3)  # [B, K, R, D]
+        grouped = queries.unflatten(0, (kv_heads, -1)).permute(2, 0, 1, 3)  # [B, K, R, D]
         out, lse = paged_attention(
-            own.flatten(0, 1).unsqueeze(2),
+            grouped.flatten(0, 1).unsqueeze(2),
             pages.keys,
             pages.values,
             self.tables,
@@ -169,8 +169,8 @@ class HostTables:
 
     def grow(self) -> None:
         """Count one more entry in all segments but padding."""
-        for own in (self.lengths, self.places, self.slots):
-            own += self.growth
+        for array in (self.lengths, self.places, self.slots):
+            array += self.growth
 
     def write(self, segments: slice, lease: PageLease, position: int) -> None:
         """Set the segments of a lease that takes another entry."""
@@ -183,8 +183,8 @@ class HostTables:
 
 def reserve_step(leases: Sequence[Sequence[PageLease]]) -> None:
     """Reserve pages for one more entry in each head. Raises: CacheError: none are left."""
-    for own in leases:
-        for lease in own:
+    for layer_leases in leases:
+        for lease in layer_leases:
             if not lease.has_room:
                 lease.reserve(1)
 

@@ -269,8 +269,8 @@ class PageLease:
     def fork(self) -> PageLease:
         """Lease of the same entries; pages are copied when one of both writes into them."""
         copy = PageLease(self.pool)
-        for own, pages in zip(copy._pages, self._pages, strict=True):
-            own += pages
+        for copied, pages in zip(copy._pages, self._pages, strict=True):
+            copied += pages
             self.pool.share(pages)
         copy.lengths = self.lengths.copy()
         copy._changed()

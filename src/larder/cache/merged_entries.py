@@ -34,8 +34,8 @@ class MergedEntries:
 
     def among(self, places: Int64[Tensor, " M"]) -> MergedEntries:
         """Merges whose targets are in `places`, which ascend."""
-        own = is_in_sorted(self.targets, places.to(self.targets.device))
-        return MergedEntries(self.targets[own], self.keys[own], self.values[own])
+        chosen = is_in_sorted(self.targets, places.to(self.targets.device))
+        return MergedEntries(self.targets[chosen], self.keys[chosen], self.values[chosen])
 
 
 def merge_entries(plan: Plan, entries: Entries) -> MergedEntries:

@@ -145,9 +145,9 @@ class PredictiveTables(TrainedTables):
         found = dict[str, Tensor]()
         for place, (pair, radians) in enumerate(zip(self.layers, self.radians, strict=True)):
             found[f"{place}.radians"] = radians.float().clone()  # may be shared by layers
-            for side, own in zip(SIDES, pair, strict=True):
+            for side, tables in zip(SIDES, pair, strict=True):
                 for part in PARTS:
-                    number = getattr(own, part)
+                    number = getattr(tables, part)
                     number = number if part == "deviation" else number.to(STORED_DTYPE)
                     found[f"{place}.{side}.{part}"] = number.contiguous()
         return found
@@ -223,8 +223,8 @@ def decode(
     below: tuple[Numbers, ...] = ()
     for place, pair in enumerate(tables.layers):
         decoded = list[Numbers]()
-        for side, own in zip(pair, coded(place), strict=True):
-            components = _unpacked(own, side, count, step)
+        for side, coded_side in zip(pair, coded(place), strict=True):
+            components = _unpacked(coded_side, side, count, step)
             decoded.append(side.restored((*decoded, *below), components, dtype))
         below = decoded[0], decoded[1]
         yield below
@@ -328,5 +328,5 @@ def by_head(
     numbers: Numbers, heads: int, positions: Tensor, radians: Tensor | None = None
 ) -> Float[Tensor, "K N D"]:
     """Numbers of each kv head; rotated where there are frequencies."""
-    own = numbers.unflatten(1, (heads, -1)).transpose(0, 1)
-    return own if radians is None else rotate(own, positions, radians)
+    heads_first = numbers.unflatten(1, (heads, -1)).transpose(0, 1)
+    return heads_first if radians is None else rotate(heads_first, positions, radians)

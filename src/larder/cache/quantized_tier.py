@@ -134,9 +134,9 @@ def encode_tier(
         CacheError: a number to quantize exceeds float16.
     """
     owners = pool.heads[starts_of(counts)]
-    own = weights[owners.to(weights.device)] if len(weights) else weights
+    importance = weights[owners.to(weights.device)] if len(weights) else weights
     head_dim = pool.keys.shape[1]
-    keys = quantize_rows(pool.keys, counts, codec.keys(head_dim), own, dtype)
+    keys = quantize_rows(pool.keys, counts, codec.keys(head_dim), importance, dtype)
     values = quantize_rows(pool.values, counts, codec.values(head_dim), weights[:0], dtype)
     lengths = torch.stack([owners, counts], dim=1).int()
     columns = pool.keys.new_zeros(num_columns, len(pool.heads), dtype=torch.float32)
@@ -162,10 +162,10 @@ def saved_codecs(state: Mapping[str, Tensor]) -> tuple[Codec, ...]:
 def saved_tiers(state: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """State of each quantized tier of a saved layer."""
     for grade in count(1):
-        own = with_prefix(tier_prefix(grade), state)
-        if not own:
+        tier_state = with_prefix(tier_prefix(grade), state)
+        if not tier_state:
             return
-        yield own
+        yield tier_state
 
 
 def tier_prefix(grade: int) -> str:

@@ -93,15 +93,15 @@ class SequenceCache:
         Raises: CacheError: more than one section to append, or the cache is invalid.
         """
         self._check()
-        own = self._layers[layer]
+        target = self._layers[layer]
         if num_replayed:
             replayed, rest = new.split(num_replayed)
-            return own.attend_replayed(replayed, partial(self.attend, layer, rest))
+            return target.attend_replayed(replayed, partial(self.attend, layer, rest))
         if new.mode is Mode.PROBE:
             return torch.zeros_like(new.queries)
         if new.mode is Mode.APPEND and len(new.section_lengths) != 1:
             raise CacheError(f"Cannot append {len(new.sections)} sections at once: append one.")
-        return own.attend(new)
+        return target.attend(new)
 
     def step_layer(self, layer: int) -> CacheLayer:
         """Layer that a decode step of several caches appends to. Raises: CacheError: invalid."""
@@ -159,11 +159,11 @@ class SequenceCache:
     def _append_added(self, layer: int, plan: Plan) -> None:
         """Append the entries that a plan adds, which count as no tokens, without slack."""
         if plan.added is not None:
-            added, own = plan.added, self._layers[layer]
-            replaced = own.replaced_bytes  # by the plan itself
-            own.append(added.keys, added.values, added.positions)
-            own.compact()
-            own.replaced_bytes = max(replaced, own.replaced_bytes)
+            added, target = plan.added, self._layers[layer]
+            replaced = target.replaced_bytes  # by the plan itself
+            target.append(added.keys, added.values, added.positions)
+            target.compact()
+            target.replaced_bytes = max(replaced, target.replaced_bytes)
 
     def evict_step(self, layers: Mapping[int, EvictionStorage], rule: StepRule) -> list[int]:
         """Evict from several layers in one call, and return those that are done.
@@ -425,8 +425,8 @@ class SequenceCache:
 
     def meta(self) -> dict[str, str]:
         """Text metadata that `restore` needs beside the tensors."""
-        own = self.cache_spec.meta() | {"next_position": str(self.next_position)}
-        return own | ({"watermark": str(self.watermark)} if self.watermark else {})
+        fields = self.cache_spec.meta() | {"next_position": str(self.next_position)}
+        return fields | ({"watermark": str(self.watermark)} if self.watermark else {})
 
     @classmethod
     def restore(

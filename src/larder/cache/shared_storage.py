@@ -111,8 +111,8 @@ class SharedSegment:
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors; keys and values once where they are one."""
         sides = (self.keys,) if self.values is self.keys else (self.keys, self.values)
-        own = (*sides, self.positions, self.lengths, self.starts)
-        return (*own, self.columns) if self.columns.numel() else own
+        stored = (*sides, self.positions, self.lengths, self.starts)
+        return (*stored, self.columns) if self.columns.numel() else stored
 
     @property
     def shared_bytes(self) -> int:

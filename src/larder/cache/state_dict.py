@@ -68,15 +68,15 @@ def restore_layers(
     """
     full: list[CacheLayer] = []
     for index, layer in enumerate(layers):
-        own = _layer_state(state, index, layer, spec)
-        if not own and layer.layer.kv_source is None:
+        layer_state = _layer_state(state, index, layer, spec)
+        if not layer_state and layer.layer.kv_source is None:
             raise CacheError(
                 f"The saved cache has no layer {index}, but the model has "
                 f"{len(spec.layers)} layers: it belongs to another model."
             )
         if layer.layer in spec.managed:
-            _check_layer(cache_spec, index, own)
-        full.append(fill(layer, own))
+            _check_layer(cache_spec, index, layer_state)
+        full.append(fill(layer, layer_state))
     return full
 
 

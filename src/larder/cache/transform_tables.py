@@ -50,8 +50,10 @@ class TransformTables:
 
     def scaled(self, factors: Float[Tensor, "2 K"]) -> TransformTables:
         """Tables whose components are multiplied by a factor for each side and head."""
-        own = factors[..., None]
-        return replace(self, forward=self.forward * own[..., None], deviation=self.deviation * own)
+        scale = factors[..., None]
+        return replace(
+            self, forward=self.forward * scale[..., None], deviation=self.deviation * scale
+        )
 
     @cached_property
     def inverse(self) -> Float[Tensor, "2 K D D"]:
@@ -66,8 +68,8 @@ class TransformTables:
     @cached_property
     def digest(self) -> str:
         """Short digest of the numbers, which identifies a calibration."""
-        own = (self.forward, self.mean, self.deviation)
-        return tensors_digest((*own, self.levels) if self.levels.numel() else own)
+        tables = (self.forward, self.mean, self.deviation)
+        return tensors_digest((*tables, self.levels) if self.levels.numel() else tables)
 
     @property
     def nbytes(self) -> int:
@@ -84,8 +86,8 @@ class TransformTables:
         """Components of the entries of a head: those of keys, then those of values."""
         plain = rotate(keys.float()[None], -positions, self._frequencies)[0]
         sides = ((KEYS, plain), (VALUES, values.float()))
-        own = [(x - self.mean[side, head]) @ self.forward[side, head] for side, x in sides]
-        return torch.cat(own, 1)
+        parts = [(x - self.mean[side, head]) @ self.forward[side, head] for side, x in sides]
+        return torch.cat(parts, 1)
 
     def keys(
         self, head: int, components: Float[Tensor, "N D"], positions: Int[Tensor, " N"]

@@ -312,8 +312,8 @@ class TransformedTier:
         means = self._kernel_means()
         heads = kernel.TransformedHeads(tables.inverse, pairs, means, classes, rotation)
         bias = None if column is None else self.columns[column]
-        own = self.payload, self._kernel_blocks(), heads, self.step
-        return kernel.transform_attention(queries, *own, scaling, bias, other)
+        coded = self.payload, self._kernel_blocks(), heads, self.step
+        return kernel.transform_attention(queries, *coded, scaling, bias, other)
 
     def _kernel_means(self) -> Float[Tensor, "2 K D"]:
         """Means of keys before rotation, and of values, as the kernel adds them; not held, since
@@ -367,8 +367,8 @@ class TransformedTier:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that are not empty, the shared tables excluded."""
-        own = (self.index, self.payload, self.columns, self.means.codes, self.means.scales)
-        return tuple(tensor for tensor in own if tensor.numel())
+        coded = (self.index, self.payload, self.columns, self.means.codes, self.means.scales)
+        return tuple(tensor for tensor in coded if tensor.numel())
 
     def copy(self) -> TransformedTier:
         """Tier with copies of all tensors."""
@@ -436,9 +436,9 @@ def _fits(tier: TransformedTier, layer: LayerSpec) -> bool:
 
 
 def _centered(
-    batch: ComponentBatch, own: slice, means: ComponentMeans, head: int
+    batch: ComponentBatch, rows: slice, means: ComponentMeans, head: int
 ) -> Float[np.ndarray, "N D2"]:
-    return (batch.components[own] - means.of_head(head)).numpy()
+    return (batch.components[rows] - means.of_head(head)).numpy()
 
 
 def _joined_ranges(

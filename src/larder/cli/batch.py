@@ -190,14 +190,14 @@ def _request(engine: Engine, line: Mapping[str, Any], options: ModelOptions) -> 
     from larder.engine.sampler import SamplingParams
 
     body, is_chat = line["body"], line["url"] == CHAT_URL
-    own = "messages" if is_chat else "prompt"
+    field = "messages" if is_chat else "prompt"
     sampling = {each.name for each in fields(SamplingParams)} - {"logit_bias"}
-    known = NEUTRAL_FIELDS | sampling | {own}
+    known = NEUTRAL_FIELDS | sampling | {field}
     if unknown := sorted(name for name in body.keys() - known if body[name] is not None):
         raise InputError(f"{', '.join(unknown)} is not supported in a batch: leave it out.")
-    if own not in body:
-        raise InputError(f"The body has no {own}: give it.")
-    ids = (_chat_ids if is_chat else _text_ids)(engine, body[own])
+    if field not in body:
+        raise InputError(f"The body has no {field}: give it.")
+    ids = (_chat_ids if is_chat else _text_ids)(engine, body[field])
     given = {name: body[name] for name in sampling if body.get(name) is not None}
     defaults = {
         "temperature": options.temperature,

@@ -95,8 +95,8 @@ class ModelOptions(OutputOptions):
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """Decorator for commands: flattens the options class, and turns errors into exit codes."""
-    own = inspect.signature(function, eval_str=True)
-    [slot] = [p for p in own.parameters.values() if _is_options(p.annotation)]
+    signature = inspect.signature(function, eval_str=True)
+    [slot] = [p for p in signature.parameters.values() if _is_options(p.annotation)]
     shared = _parameters(slot.annotation)
 
     @wraps(function)
@@ -113,7 +113,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             _exit_with_error(Interrupted("interrupted before the first result."), options)
 
-    others = [p for p in own.parameters.values() if p is not slot]
+    others = [p for p in signature.parameters.values() if p is not slot]
     run.__signature__ = inspect.Signature(  # pyright: ignore[reportAttributeAccessIssue]
         [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*others, *shared)]
     )

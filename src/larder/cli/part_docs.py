@@ -112,9 +112,11 @@ def parts_of(policy: Policy) -> tuple[PartDoc, ...]:
         if part is not None and not isinstance(part, NoAggregation | NoHeadRule)
     )
     pages = [_part_doc_with_values(part, slot) for slot, part in named]
-    own = policy.scorer.default_reduction() or ()
+    reduction = policy.scorer.default_reduction() or ()
     return tuple(
-        replace(page, citations=()) if page.slot in REDUCTION_SLOTS and page.name in own else page
+        replace(page, citations=())
+        if page.slot in REDUCTION_SLOTS and page.name in reduction
+        else page
         for page in pages
     )
 

@@ -59,11 +59,11 @@ class Family:
         raise UnknownName(unknown_name_message(self.kind, name, self.names(), self.listing))
 
     def _offered(self) -> dict[str, EntryPoint]:
-        own = self.own()
+        builtin = self.own()
         return {
             point.name: point
             for point in _entry_points(f"larder.{self.kind}", tuple(sys.path))
-            if point.name not in own
+            if point.name not in builtin
         }
 
 

@@ -81,9 +81,9 @@ class PrefixNode:
 
     def read_tokens(self, prefix_len: int = 0) -> int:
         """Tokens that are read for all requests below a prefix of `prefix_len` tokens."""
-        own = len(self.ids) - prefix_len
+        num_new = len(self.ids) - prefix_len
         rest = sum(len(each.ids) - len(self.ids) for each in self.requests)
-        return own + rest + sum(child.read_tokens(len(self.ids)) for child in self.children)
+        return num_new + rest + sum(child.read_tokens(len(self.ids)) for child in self.children)
 
     def new_tokens(self) -> int:
         """Most tokens that are generated for all requests below."""

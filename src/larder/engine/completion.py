@@ -364,13 +364,13 @@ class _TurnObservers:
             self._turns[number].observer([0], [row], [step])
             for number, row, step in zip(numbers, rows, steps, strict=True)
         ]
-        own = {row: each for row, each in enumerate(observers) if each is not None}
+        by_row = {row: each for row, each in enumerate(observers) if each is not None}
 
         def observe(row: int, layer: int, activations: LayerActivations) -> None:
-            if row in own:
-                own[row](0, layer, activations)
+            if row in by_row:
+                by_row[row](0, layer, activations)
 
-        return observe if own else None
+        return observe if by_row else None
 
 
 def _completion(row: _ReadPrompt, text: str, ids: Sequence[int], is_full: bool) -> Completion:

@@ -114,12 +114,12 @@ class SequenceBatch:
         Yields:
             Attention of the call's new tokens.
         """
-        with self._undone_on_failure():
+        with self._rollback_on_failure():
             self._check_call(call)
             num_read = self._num_text_columns(call)
             self._warn_of_chunks(call, num_read)
             states = self._read_texts(call, num_read)
-            with self._appended(call, num_read) as (rows, append):
+            with self._append_call(call, num_read) as (rows, append):
                 yield PackedCall(call, states, rows, append)
             self.num_columns += call.num_columns
             for number, row in enumerate(self.rows):
@@ -227,7 +227,7 @@ class SequenceBatch:
         return capture.states()
 
     @contextmanager
-    def _appended(
+    def _append_call(
         self, call: BodyCall, num_read: int
     ) -> Iterator[tuple[list[int], AppendCall | EmptyCall]]:
         """Context of the call for the columns from `num_read` on, and the rows that have any."""
@@ -261,11 +261,11 @@ class SequenceBatch:
         the call has other end tokens.
         """
         given = [number for number, row_ids in enumerate(ids) if row_ids]
-        goes_on = [n for n in given if not end.is_padding(self.rows[n], ids[n])]
-        return goes_on or given
+        continuing = [n for n in given if not end.is_padding(self.rows[n], ids[n])]
+        return continuing or given
 
     @contextmanager
-    def _undone_on_failure(self) -> Iterator[None]:
+    def _rollback_on_failure(self) -> Iterator[None]:
         """Roll every row back if the block fails."""
         rows = list(self.rows)
         states = [row.state() for row in rows]

@@ -187,24 +187,26 @@ def _check_entries(sequence: SequenceCache) -> None:
             )
 
 
-def _exported_layer(own: Any, sequences: Sequence[SequenceCache], layer: LayerSpec) -> DynamicLayer:
+def _exported_layer(
+    target: Any, sequences: Sequence[SequenceCache], layer: LayerSpec
+) -> DynamicLayer:
     """Layer of transformers with copies of the entries.
 
     Args:
-        own: empty layer that transformers takes for the model.
+        target: empty layer that transformers takes for the model.
     """
     parts = [_entries(sequence, layer) for sequence in sequences]
     keys, values, positions = (torch.stack(side) for side in zip(*parts, strict=True))
     length = sequences[0].next_position
     if layer.sliding_window is not None:
-        if type(own) is not DynamicSlidingWindowLayer or layer.chunk is not None:
-            raise _unknown_layer(own, layer)
-        least = max(0, keys.shape[2] - own.sliding_window + 1)
-        own.update(keys[:, :, least:], values[:, :, least:])
-        own.cumulative_length = length
-        return own
-    if type(own) is not DynamicLayer:
-        raise _unknown_layer(own, layer)
+        if type(target) is not DynamicSlidingWindowLayer or layer.chunk is not None:
+            raise _unknown_layer(target, layer)
+        least = max(0, keys.shape[2] - target.sliding_window + 1)
+        target.update(keys[:, :, least:], values[:, :, least:])
+        target.cumulative_length = length
+        return target
+    if type(target) is not DynamicLayer:
+        raise _unknown_layer(target, layer)
     exported = EvictedLayer(length - keys.shape[2], positions)
     exported.update(keys, values)
     return exported
@@ -229,9 +231,9 @@ def _entries(
     )
 
 
-def _unknown_layer(own: Any, layer: LayerSpec) -> CacheError:
+def _unknown_layer(found: Any, layer: LayerSpec) -> CacheError:
     return CacheError(
-        f"Layer {layer.index} is a {type(own).__name__} in transformers, which is not exchanged: "
+        f"Layer {layer.index} is a {type(found).__name__} in transformers, which is not exchanged: "
         "continue with the cache that you have."
     )
 
@@ -255,10 +257,12 @@ def filled_cache(empty: SequenceCache, cache: Cache, row: int, length: int) -> S
         )
     state = dict[str, Tensor]()
     for layer in spec.holders:
-        own = _layer_state(cache.layers[layer.index], row, length, spec, layer)
+        state_of_layer = _layer_state(cache.layers[layer.index], row, length, spec, layer)
         if layer.sliding_window is None:
-            own = _managed_state(own, form.form, layer)
-        state |= {f"{layer.index}.{name}": tensor.clone() for name, tensor in own.items()}
+            state_of_layer = _managed_state(state_of_layer, form.form, layer)
+        state |= {
+            f"{layer.index}.{name}": tensor.clone() for name, tensor in state_of_layer.items()
+        }
     return SequenceCache.adopt(spec, state, {**empty.meta(), "next_position": str(length)})
 
 
@@ -280,9 +284,9 @@ def check_dynamic_cache(cache: Cache, spec: ModelSpec) -> tuple[int, int]:
             "layers: give a cache that this model, without recurrent layers, has filled."
         )
     layers: list[Any] = [cache.layers[layer.index] for layer in spec.holders]
-    for layer, own in zip(spec.holders, layers, strict=True):
-        if not isinstance(own, DynamicLayer):
-            raise _unknown_layer(own, layer)
+    for layer, found_layer in zip(spec.holders, layers, strict=True):
+        if not isinstance(found_layer, DynamicLayer):
+            raise _unknown_layer(found_layer, layer)
     lengths = {each.get_seq_length() for each in layers}
     if len(lengths) > 1 or 0 in lengths:
         found = ", ".join(map(str, sorted(lengths)))
@@ -294,36 +298,36 @@ def check_dynamic_cache(cache: Cache, spec: ModelSpec) -> tuple[int, int]:
 
 
 def _layer_state(
-    own: Any, row: int, length: int, spec: ModelSpec, layer: LayerSpec
+    source: Any, row: int, length: int, spec: ModelSpec, layer: LayerSpec
 ) -> dict[str, Tensor]:
     """Keys, values [K, S, D] and true positions [K, S] of a row of a layer."""
-    keys, values = own.keys[row], own.values[row]
+    keys, values = source.keys[row], source.values[row]
     if layer.latent_rank and keys.shape[2] == layer.latent_rank:
         keys = values = torch.cat([keys, values], dim=2)
     expected, found = (layer.kv_heads, layer.head_dim), (keys.shape[0], keys.shape[2])
     if found != expected or values.shape != keys.shape or keys.dtype != spec.dtype:
         raise CacheError(
             f"Layer {layer.index} of the DynamicCache has {found[0]} heads of {found[1]} numbers "
-            f"in {own.keys.dtype}, but the model has {expected[0]} of {expected[1]} in "
+            f"in {source.keys.dtype}, but the model has {expected[0]} of {expected[1]} in "
             f"{spec.dtype}: give a cache that this model has filled."
         )
     if layer.sliding_window is not None:
         positions = torch.arange(length - keys.shape[1], length)
-    elif type(own) is EvictedLayer:
-        positions = own.true_positions()[row]
-    elif type(own) is DynamicLayer:
+    elif type(source) is EvictedLayer:
+        positions = source.true_positions()[row]
+    elif type(source) is DynamicLayer:
         positions = torch.arange(keys.shape[1])
     else:
-        raise _unknown_layer(own, layer)
+        raise _unknown_layer(source, layer)
     places = positions.to(spec.device, torch.int32).expand(layer.kv_heads, -1)
     if layer.sliding_window is not None:
         places = places[0]
     return {"keys": keys, "values": values, "positions": places}
 
 
-def _managed_state(own: Mapping[str, Tensor], form: str, layer: LayerSpec) -> dict[str, Tensor]:
+def _managed_state(state: Mapping[str, Tensor], form: str, layer: LayerSpec) -> dict[str, Tensor]:
     """State of a layer in a cache form, as `CacheLayer.adopt` takes it."""
-    keys, values, positions = own["keys"], own["values"], own["positions"]
+    keys, values, positions = state["keys"], state["values"], state["positions"]
     if form == "ragged":
         lengths = torch.full((layer.kv_heads,), keys.shape[1])
         return {

@@ -338,9 +338,9 @@ class LarderLM(TemplateLM):
         """Keys of items of similar length, longest first, with the engine that reads them."""
         ordered = sorted(items, key=lambda key: -length(items[key]))
         for engine in (self._engine, self._smallest):
-            own = [key for key in ordered if self._engine_of(length(items[key])) is engine]
-            for start in range(0, len(own), size):
-                yield engine, own[start : start + size]
+            keys = [key for key in ordered if self._engine_of(length(items[key])) is engine]
+            for start in range(0, len(keys), size):
+                yield engine, keys[start : start + size]
 
     def _budget_of(self, tokens: int) -> int:
         """Tokens that the budget is for a context of `tokens` tokens."""

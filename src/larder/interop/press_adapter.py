@@ -158,7 +158,9 @@ def entry_digests(
     size, bounds = (2, keys.shape[2]), torch.iinfo(torch.int64)
     factors = torch.randint(bounds.min, bounds.max, size, generator=generator).to(keys.device)
     parts = zip((keys, values), factors, strict=True)
-    sums = [torch.stack([(_bits(head) * own).sum(1) for head in part]) for part, own in parts]
+    sums = [
+        torch.stack([(_bits(head) * numbers).sum(1) for head in part]) for part, numbers in parts
+    ]
     return sums[0] + sums[1]
 
 

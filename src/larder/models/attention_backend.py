@@ -270,10 +270,10 @@ def _chunk_of(module: nn.Module, index: int) -> int | None:
 
 def _temperature_of(module: nn.Module) -> QueryTemperature | None:
     """Factor on the queries of a layer of Llama 4 without RoPE; None for other layers."""
-    own = vars(module)
-    if not own.get("attn_temperature_tuning") or own.get("use_rope", True):
+    attributes = vars(module)
+    if not attributes.get("attn_temperature_tuning") or attributes.get("use_rope", True):
         return None
-    return QueryTemperature(float(own["floor_scale"]), float(own["attn_scale"]))
+    return QueryTemperature(float(attributes["floor_scale"]), float(attributes["attn_scale"]))
 
 
 def _check_keywords(rest: Mapping[str, object], dropout: float) -> None:

@@ -205,8 +205,8 @@ class InputTokens:
             none = torch.zeros(embeddings.shape[:2], dtype=torch.long)
             return InputTokens(none, False, embeddings, none.bool())
         vocabulary = len(table.get_parameter("weight"))
-        own = outer.ids.masked_fill(outer.ids >= vocabulary, 0)
-        return InputTokens(own, True, embeddings, (table(own) != embeddings).any(-1))
+        text_ids = outer.ids.masked_fill(outer.ids >= vocabulary, 0)
+        return InputTokens(text_ids, True, embeddings, (table(text_ids) != embeddings).any(-1))
 
 
 @dataclass(frozen=True)

@@ -133,10 +133,10 @@ def describe_steps(decoder: Decoder, cache: SequenceCache) -> str:
 
 def _reason(cache: SequenceCache) -> str:
     """Reason why no layer of a cache is in pages."""
-    own = cache.cache_spec
-    if not (own.ledger.columns or own.ledger.scalars):
-        return f"its {own.form} cache holds more than keys, values and positions in one precision"
-    columns = ", ".join((*own.ledger.columns, *own.ledger.scalars))
+    spec = cache.cache_spec
+    if not (spec.ledger.columns or spec.ledger.scalars):
+        return f"its {spec.form} cache holds more than keys, values and positions in one precision"
+    columns = ", ".join((*spec.ledger.columns, *spec.ledger.scalars))
     return f"the policy keeps numbers of each entry ({columns}), which pages do not hold"
 
 

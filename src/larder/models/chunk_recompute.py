@@ -140,8 +140,8 @@ class _ChunkAttention:
         rows = ((chosen >= start) & (chosen < stop)).nonzero().flatten()
         inter, intra = [0.0] * len(self._before), 0.0
         for some in rows.split(ROWS):
-            own = queries[:, some].float().unflatten(0, (len(keys), -1))  # [K, R, Q, D]
-            logits = own @ keys[:, None, :stop].float().transpose(-1, -2) * inputs.scaling
+            grouped = queries[:, some].float().unflatten(0, (len(keys), -1))  # [K, R, Q, D]
+            logits = grouped @ keys[:, None, :stop].float().transpose(-1, -2) * inputs.scaling
             logits = cap_logits(logits, inputs.softcap).flatten(0, 1)  # [H, Q, S]
             later = torch.arange(stop, device=logits.device) > chosen[some, None]
             weights = softmax_with_sinks(logits.masked_fill(later, -torch.inf), inputs.sinks)

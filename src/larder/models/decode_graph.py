@@ -248,8 +248,8 @@ class DecodeGraphs:
                 for row in range(len(caches)):
                     place = slice(row, row + 1)
                     queries, keys, values = (side[:, place] for side in sides)
-                    own = LayerActivations(queries, keys, values, positions[place])
-                    observer(row, layer, own)
+                    activations = LayerActivations(queries, keys, values, positions[place])
+                    observer(row, layer, activations)
         except BaseException:
             for cache, before in zip(caches, plans, strict=True):
                 if cache.plans != before:

@@ -376,12 +376,14 @@ def _is_hooked(part: nn.Module) -> bool:
 
     The stack serves hooks that capture activations itself, on a CPU.
     """
-    own = vars(part)
-    others = own["_forward_pre_hooks"] and any(
+    attributes = vars(part)
+    others = attributes["_forward_pre_hooks"] and any(
         type(hook) is not CaptureHook or hook.is_on_device for hook in _pre_hooks(part)
     )
-    hooks = own["_forward_hooks"] or others
-    return bool(hooks or _global_forward_hooks or _global_forward_pre_hooks) or "forward" in own
+    hooks = attributes["_forward_hooks"] or others
+    return (
+        bool(hooks or _global_forward_hooks or _global_forward_pre_hooks) or "forward" in attributes
+    )
 
 
 def _pre_hooks(part: nn.Module) -> list[Any]:

@@ -232,13 +232,13 @@ class ForwardBatch:
         done = {} if stepped is None else stepped.by_segment()
         outs: list[Queries] = []
         parts = (side.split(self.widths, 1) for side in sides)
-        for index, own in enumerate(zip(*parts, strict=True)):
+        for index, inputs_of_layer in enumerate(zip(*parts, strict=True)):
             if index in done:
                 outs.append(done[index])
             else:
-                segment, new = self.segments[index], self._new_tokens(index, *own)
+                segment, new = self.segments[index], self._new_tokens(index, *inputs_of_layer)
                 outs.append(segment.cache.attend(layer, new, len(segment.reread_ids)))
-            self._observe(index, layer, *own)
+            self._observe(index, layer, *inputs_of_layer)
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
     def _new_tokens(self, index: int, queries: Queries, keys: Keys, values: Values) -> NewTokens:

@@ -141,10 +141,10 @@ def has_quantized_weights(module: Any) -> bool:
     """True if the model was loaded quantized, or has weights in integers or in tensor classes."""
     if module.config.to_dict().get("quantization_config"):
         return True
-    own = ((name, weight.detach()) for name, weight in module.named_parameters())
+    weights = ((name, weight.detach()) for name, weight in module.named_parameters())
     return any(
         is_traceable_wrapper_subclass(weight) or weight.dtype in INTEGER_WEIGHTS
-        for _, weight in own
+        for _, weight in weights
     )
 
 

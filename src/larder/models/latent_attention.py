@@ -59,8 +59,8 @@ class LatentAttention:
             return self._inner.attend(inputs)
         latents, rotated = self._entries
         rank, plain = latents.shape[-1], inputs.queries.shape[-1] - rotated.shape[-1]
-        own = _head_projections(self._module, inputs.keys.shape[0], latents)
-        of_keys, of_values = own[:, :plain], own[:, plain:]
+        projections = _head_projections(self._module, inputs.keys.shape[0], latents)
+        of_keys, of_values = projections[:, :plain], projections[:, plain:]
         queries = torch.cat(
             [inputs.queries[..., :plain] @ of_keys, inputs.queries[..., plain:]], dim=-1
         )

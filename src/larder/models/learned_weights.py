@@ -308,7 +308,7 @@ class LearnedGates:
         self._bound[name] = BoundGate(
             gate,
             {
-                self._modules[layer.index]: {key: each.to(device) for key, each in own.items()}
-                for layer, own in zip(layers, learned.layers, strict=True)
+                self._modules[layer.index]: {key: each.to(device) for key, each in tensors.items()}
+                for layer, tensors in zip(layers, learned.layers, strict=True)
             },
         )

@@ -104,8 +104,10 @@ class _PassThrough(nn.Module):
 
     def __init__(self, layers: nn.Module) -> None:
         super().__init__()
-        own = {*vars(self), "forward"}
-        vars(self).update({name: value for name, value in vars(layers).items() if name not in own})
+        attributes = {*vars(self), "forward"}
+        vars(self).update(
+            {name: value for name, value in vars(layers).items() if name not in attributes}
+        )
 
     def forward(self, inputs_embeds: Tensor, **rest: Any) -> _LastHiddenState:
         return _LastHiddenState(last_hidden_state=inputs_embeds)  # pyright: ignore

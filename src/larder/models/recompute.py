@@ -141,8 +141,10 @@ class KVRecompute:
     def _run_on(self, model: Any, part: Float[Tensor, "Q hidden"], cache: SequenceCache) -> None:
         first = cache.next_position
         positions = torch.arange(first, first + len(part), device=part.device)
-        own = _AppendingLayers(cache, positions)
-        model(inputs_embeds=part[None], position_ids=positions[None], use_cache=False, larder=own)
+        layers = _AppendingLayers(cache, positions)
+        model(
+            inputs_embeds=part[None], position_ids=positions[None], use_cache=False, larder=layers
+        )
         cache.advance(len(part))
 
     def _check(self) -> None:

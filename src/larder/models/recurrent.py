@@ -274,8 +274,8 @@ class RecurrentHooks:
         if not self._is_own(args, named):
             return args, named
         self._hidden = args[0] if args else named["hidden_states"]
-        own = {name: value for name, value in named.items() if name != CONTEXT_KEYWORD}
-        return self._call(number, self._groups[0], args, own)
+        kwargs = {name: value for name, value in named.items() if name != CONTEXT_KEYWORD}
+        return self._call(number, self._groups[0], args, kwargs)
 
     def _others(
         self,

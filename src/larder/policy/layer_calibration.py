@@ -33,8 +33,10 @@ def select_layers(
     Raises:
         ModelError: the numbers do not divide evenly over the layers.
     """
-    own = split_by_layer(calibration, all_layers)
-    return {name: tuple(n for layer in layers for n in own[layer][name]) for name in calibration}
+    by_layer = split_by_layer(calibration, all_layers)
+    return {
+        name: tuple(n for layer in layers for n in by_layer[layer][name]) for name in calibration
+    }
 
 
 def split_evenly(name: str, values: tuple[float, ...], layers: int) -> list[tuple[float, ...]]:

@@ -84,9 +84,9 @@ class Planner:
     @cached_property
     def prefill_parts(self) -> tuple[PolicyPart, ...]:
         """Parts that read inputs in prefill."""
-        own = (self.scorer, self.reduction.heads, self.values, self.unit, self.budget)
-        own += (self.compensation, self.storage, self.timing)
-        return own if self.recall is None else (*own, self.recall)
+        parts = (self.scorer, self.reduction.heads, self.values, self.unit, self.budget)
+        parts += (self.compensation, self.storage, self.timing)
+        return parts if self.recall is None else (*parts, self.recall)
 
     @cached_property
     def parts(self) -> tuple[PolicyPart, ...]:
@@ -167,8 +167,8 @@ class Planner:
 
     def _scoring(self, phase: Phase) -> ReducedScorer:
         """Scorer and reduction of a phase."""
-        own = self.timing.scoring if phase is Phase.DECODE else None
-        return own or ReducedScorer(self.scorer, self.reduction)
+        scoring = self.timing.scoring if phase is Phase.DECODE else None
+        return scoring or ReducedScorer(self.scorer, self.reduction)
 
     def tally(self, observation: Observation) -> dict[str, Float[Tensor, " C"]]:
         """New values of all tally columns, after an appending pass."""
@@ -234,9 +234,9 @@ class Planner:
 
     def with_model_inputs(self, observation: Observation) -> Observation:
         """Observation with calibration, lexicon and weight inputs of its layer."""
-        own = self.calibration.get(observation.layer.index, {})
+        measured = self.calibration.get(observation.layer.index, {})
         if not (
-            own
+            measured
             or self.lexicon
             or observation.calibration
             or observation.lexicon
@@ -244,7 +244,7 @@ class Planner:
         ):
             return observation
         inputs = {**observation.inputs, **self.weight_inputs.get(observation.layer.index, {})}
-        return replace(observation, calibration=own, lexicon=self.lexicon, inputs=inputs)
+        return replace(observation, calibration=measured, lexicon=self.lexicon, inputs=inputs)
 
     def quotas(
         self, tokens: int, context: int, layers: tuple[int, ...], calibration: Calibration
@@ -291,12 +291,12 @@ class Planner:
         Raises:
             ScoreError: the scorer did not return one number per entry.
         """
-        own = self._scoring(observation.phase)
-        scores = own.scorer.score_with(observation, own.reduction)
-        self._check(scores, own.scorer, observation)
+        scoring = self._scoring(observation.phase)
+        scores = scoring.scorer.score_with(observation, scoring.reduction)
+        self._check(scores, scoring.scorer, observation)
         selection = Selection(quota)
         if quota and self.values.selects:
-            weights = own.scorer.weights(observation) if self.values.wants_weights else None
+            weights = scoring.scorer.weights(observation) if self.values.wants_weights else None
             selection = Selection(quota, self._protection(observation, start)(tokens), weights)
         weighed = self.values.weigh(scores.to(torch.float32), observation, selection)
         return self.unit.pool(weighed, observation)

@@ -192,8 +192,8 @@ class EvictionPass:
             watermark=self._planner.watermark,
             weight_sums=cache.layers[layer].take_weight_sums(),
         )
-        own = 0 if self._scratch_tokens else len(recorded.positions)
-        return self._planner.with_model_inputs(rotate_to_cache_positions(observation, own))
+        num_new = 0 if self._scratch_tokens else len(recorded.positions)
+        return self._planner.with_model_inputs(rotate_to_cache_positions(observation, num_new))
 
     def _inputs_of(self, index: int, layer: int) -> Mapping[str, Tensor]:
         return self._inputs[index].get(layer, {}) if self._inputs else {}
@@ -309,7 +309,7 @@ def joined_inputs(
     ]
 
 
-def rotate_to_cache_positions(observation: Observation, own: int) -> Observation:
+def rotate_to_cache_positions(observation: Observation, num_new: int) -> Observation:
     """Observation with queries and keys rotated to cache positions, behind the layer's entries.
 
     An offset from right behind the text is kept in cache positions. Without a compact layer, the
@@ -321,9 +321,9 @@ def rotate_to_cache_positions(observation: Observation, own: int) -> Observation
     true, radians = observation.query_positions, observation.layer.radians
     if radians is None or not len(observation.entries.rope_positions):
         return observation
-    shift = true[0] - (observation.length - own)
+    shift = true[0] - (observation.length - num_new)
     lengths = torch.tensor(observation.entries.lengths, device=true.device)
-    first = (lengths - own + shift).clamp(min=0)
+    first = (lengths - num_new + shift).clamp(min=0)
     places = first[:, None] + true - true[0]
     frequencies = torch.tensor(radians, device=true.device)
     return replace(

@@ -266,9 +266,9 @@ class TurnReader:
         cache = self.cache
         reader = self._reader_of(cache.next_position + len(ids), self.meter)
         for block in split_blocks(ids, self._block):
-            own = self._turns.reader(reader, cache, cache.next_position + len(block))
+            block_reader = self._turns.reader(reader, cache, cache.next_position + len(block))
             start = cache.next_position
-            yield from own.read_and_evict_steps([self._sequence], block, block, start)
+            yield from block_reader.read_and_evict_steps([self._sequence], block, block, start)
         self._turns.trim(cache, self._bound)
         self._close()
 

@@ -142,8 +142,8 @@ class DciForest:
         return torch.from_numpy(entries.astype(np.int64))
 
     def tensors(self) -> tuple[Tensor, ...]:
-        own = [self.bases, self.counts, *(getattr(self, name) for name in _HEAD_FIELDS)]
-        return tuple(torch.from_numpy(array) for array in (*self.arrays.values(), *own))
+        fields = [self.bases, self.counts, *(getattr(self, name) for name in _HEAD_FIELDS)]
+        return tuple(torch.from_numpy(array) for array in (*self.arrays.values(), *fields))
 
     def state(self) -> dict[str, Tensor]:
         """All arrays, without slack."""

@@ -151,8 +151,5 @@ class A2atsIndex(UnrotatedIndex):
     def _union(self, scores: Float[Tensor, "H M"], count: int) -> RecallResult:
         return RecallResult(interleaved(top_rows(scores, count), self.layer.kv_heads, count))
 
-    def _table_length(self, name: str) -> int:
-        return max(self.paged.indexed)
-
 
 Part = A2ats

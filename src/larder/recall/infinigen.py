@@ -123,8 +123,5 @@ class InfiniGenIndex(EntryIndex):
         left_out = (torch.arange(pages.shape[1]) >= most) & (indexed > count)[:, None]
         return RecallResult(pages.masked_fill(left_out, -1))
 
-    def _table_length(self, name: str) -> int:
-        return max(self.paged.indexed)
-
 
 Part = InfiniGen

@@ -188,8 +188,5 @@ class MagicPigIndex(EntryIndex):
     def tensors(self) -> tuple[Tensor, ...]:
         return (*super().tensors(), self._directions)
 
-    def _table_length(self, name: str) -> int:
-        return max(self.paged.indexed)
-
 
 Part = MagicPig

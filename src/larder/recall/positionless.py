@@ -134,8 +134,5 @@ class PositionlessIndex(UnrotatedIndex):
                 break
         return ranks
 
-    def _table_length(self, name: str) -> int:
-        return max(self.paged.indexed)
-
 
 Part = Positionless

@@ -83,8 +83,8 @@ class ProjectedIndex(EntryIndex):
         for head, now in enumerate(entries.lengths):
             built = int(self._built[head])
             if now - built >= max(built, self._part.least):
-                own = self._queries_of(head, queries)
-                self._build(head, entries.head_keys(head).float(), own)
+                observed = self._queries_of(head, queries)
+                self._build(head, entries.head_keys(head).float(), observed)
 
     def _queries_of(self, head: int, queries: Tensor | None) -> Float[Tensor, "N D"]:
         """Observed queries of the query heads of a kv head."""
@@ -181,8 +181,8 @@ def _near_edges(keys: Float[Tensor, "S D"]) -> Int32[Tensor, "S N"]:
         apart = lengths - 2 * keys[some] @ keys.T
         apart[torch.arange(len(some)), some] = torch.inf
         found = apart.topk(min(NEAREST, count), largest=False)
-        own = found.indices.masked_fill(found.values.isposinf(), -1)
-        near[some, : own.shape[1]] = own
+        nearest = found.indices.masked_fill(found.values.isposinf(), -1)
+        near[some, : nearest.shape[1]] = nearest
     return torch.cat([around, near], 1).int()
 
 

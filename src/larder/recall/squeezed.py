@@ -105,18 +105,18 @@ class Squeezed(EntryRecall):
         """Set one threshold per level: a quantile of the scores of all entries of all layers."""
         if not self.awaits_measurement(indexes):
             return
-        own = [index for index in indexes if isinstance(index, SqueezedIndex)]
+        squeezed = [index for index in indexes if isinstance(index, SqueezedIndex)]
         coarse = weighted_quantile(
-            torch.cat([index.observed_coarse_scores.flatten() for index in own]),
-            torch.cat([index.coarse_sizes.flatten() for index in own]),
+            torch.cat([index.observed_coarse_scores.flatten() for index in squeezed]),
+            torch.cat([index.coarse_sizes.flatten() for index in squeezed]),
             self.coarse_dropped,
         )
         fine = weighted_quantile(
-            torch.cat([index.observed_scores.flatten() for index in own]),
-            torch.cat([index.cluster_sizes.flatten() for index in own]),
+            torch.cat([index.observed_scores.flatten() for index in squeezed]),
+            torch.cat([index.cluster_sizes.flatten() for index in squeezed]),
             self.dropped,
         )
-        for index in own:
+        for index in squeezed:
             index.set_thresholds(fine, coarse)
 
     def index(self, layer: LayerSpec) -> SqueezedIndex:
@@ -228,12 +228,12 @@ class SqueezedIndex(EntryIndex):
     ) -> None:
         """Cluster the newest clusters of a head."""
         coarse, _, labels = self._kmeans(centroids, count)
-        old, own = int(self._coarse_made[head]), int(self._made[head])
+        old, count_before = int(self._coarse_made[head]), int(self._made[head])
         for name in ("coarse_centroids", "coarse_sizes", "coarse_scores"):
             setattr(self, f"_{name}", grow_table(getattr(self, f"_{name}"), old + len(coarse)))
         self._coarse_centroids[head, old : old + len(coarse)] = coarse
         self._coarse_sizes[head].index_add_(0, labels + old, sizes)
-        self._coarse_labels[head, own - len(labels) : own] = (labels + old).int()
+        self._coarse_labels[head, count_before - len(labels) : count_before] = (labels + old).int()
         self._coarse_made[head] = old + len(coarse)
 
     def _kmeans(

@@ -87,10 +87,10 @@ class HostTexts:
 
     def _reserved(self, tenant: str, count: int) -> Reservation | None:
         """Host memory for a text; None if there is no room, even without older ones."""
-        ledger, own = self._ledger, self._bytes[tenant]
+        ledger, reserved = self._ledger, self._bytes[tenant]
         limit = int(TEXT_SHARE * ledger.limit(Tier.HOST))
         most = ledger.limit(Tier.HOST) - ledger.used(Tier.HOST) + self.nbytes
-        quota = ledger.tenant_limit(Tier.HOST, tenant) - ledger.used(Tier.HOST, tenant) + own
+        quota = ledger.tenant_limit(Tier.HOST, tenant) - ledger.used(Tier.HOST, tenant) + reserved
         if count > min(limit, TEXT_BYTES, most, quota):
             return None
         while True:

@@ -62,8 +62,8 @@ class ModelRouter(EngineClient):
         assert operation.merge is not None
         results = list[Any]()
         for name, client in self._clients.items():
-            own = (self._scoped(arguments[0], name), *arguments[1:]) if arguments else ()
-            results.append(client.call(operation, *own))
+            scoped = (self._scoped(arguments[0], name), *arguments[1:]) if arguments else ()
+            results.append(client.call(operation, *scoped))
         return operation.merge(results)
 
     def _removed(self, operation: Operation[..., R], arguments: tuple[Any, ...]) -> Any:
@@ -131,8 +131,8 @@ class TurnLock:
 
     def __enter__(self) -> None:
         with self._changed:
-            own, self._next = self._next, self._next + 1
-            self._changed.wait_for(lambda: self._served == own)
+            turn, self._next = self._next, self._next + 1
+            self._changed.wait_for(lambda: self._served == turn)
 
     def __exit__(self, *_: object) -> None:
         with self._changed:

@@ -40,20 +40,20 @@ class Programs:
 
     def note_arrival(self, job: RequestState) -> None:
         """Set the request's place by the first request of its program."""
-        own = self._of(job.session.tenant)
+        programs = self._of(job.session.tenant)
         program = job.request.program or job.session.root
-        job.program_order = own.arrivals.setdefault(program, job.order)
-        own.arrivals.move_to_end(program)
-        if len(own.arrivals) > MAX_PROGRAMS:
-            own.arrivals.popitem(last=False)
+        job.program_order = programs.arrivals.setdefault(program, job.order)
+        programs.arrivals.move_to_end(program)
+        if len(programs.arrivals) > MAX_PROGRAMS:
+            programs.arrivals.popitem(last=False)
 
     def note_start(self, job: RequestState, now: float) -> None:
         """Record the wait of a request that leaves the queue for the first time, and the pause
         before it."""
-        own, usage = self._of(job.session.tenant), job.session.usage
-        own.waits.append(max(0.0, now - job.times.arrived))
+        programs, usage = self._of(job.session.tenant), job.session.usage
+        programs.waits.append(max(0.0, now - job.times.arrived))
         if usage.pause.tool and usage.answered:
-            own.pauses.record(usage.pause.tool, max(0.0, job.times.arrived - usage.answered))
+            programs.pauses.record(usage.pause.tool, max(0.0, job.times.arrived - usage.answered))
             usage.pause = PauseForecast()
 
     def note_answer(self, session: SessionState, tool: str) -> None:
@@ -62,14 +62,14 @@ class Programs:
         Args:
             tool: tool that runs next; empty for none, where the session's own pauses are used.
         """
-        own = self._of(session.tenant)
-        pauses = tuple(own.pauses.after(tool)) if tool else ()
-        wait_seconds = sum(own.waits) / len(own.waits) if own.waits else 0.0
+        programs = self._of(session.tenant)
+        pauses = tuple(programs.pauses.after(tool)) if tool else ()
+        wait_seconds = sum(programs.waits) / len(programs.waits) if programs.waits else 0.0
         session.usage.pause = PauseForecast(tool, pauses, wait_seconds)
 
     def _of(self, tenant: str) -> TenantPrograms:
-        own = self._tenants.setdefault(tenant, TenantPrograms())
+        programs = self._tenants.setdefault(tenant, TenantPrograms())
         self._tenants.move_to_end(tenant)
         if len(self._tenants) > MAX_TENANTS:
             self._tenants.popitem(last=False)
-        return own
+        return programs

@@ -75,7 +75,7 @@ class RequestQueue:
         return sum(map(len, list(self._jobs.values())))  # a copy, which no other thread changes
 
     def __iter__(self) -> Iterator[RequestState]:
-        return (job for own in self._jobs.values() for job in own)
+        return (job for jobs in self._jobs.values() for job in jobs)
 
     @property
     def tenants(self) -> list[str]:
@@ -88,16 +88,16 @@ class RequestQueue:
         Raises:
             ApiError: 503 `overloaded`, or 429 `too_many_requests`.
         """
-        count, own = len(self), len(self._jobs.get(tenant, ()))
+        count, tenant_count = len(self), len(self._jobs.get(tenant, ()))
         if count >= self._most:
             raise overloaded(count)
-        if own >= self._most - count:
-            raise too_many_requests(own)
+        if tenant_count >= self._most - count:
+            raise too_many_requests(tenant_count)
 
     def add(self, job: RequestState) -> None:
         """Add a request to its tenant's queue."""
-        own = self._jobs.setdefault(job.session.tenant, [])
-        insort(own, job, key=lambda each: (each.request.priority, each.order))
+        jobs = self._jobs.setdefault(job.session.tenant, [])
+        insort(jobs, job, key=lambda each: (each.request.priority, each.order))
 
     def first(self, tenant: str) -> RequestState:
         """The next request of a tenant."""

@@ -194,8 +194,8 @@ class TenantCategory:
     def _ask(
         self, entries: Sequence[ResponseEntry], context: str, vector: Vector
     ) -> ResponseEntry | None:
-        own = [each for each in entries if each.context == context]
-        best = max(own, key=lambda each: float(each.vector @ vector), default=None)
+        candidates = [each for each in entries if each.context == context]
+        best = max(candidates, key=lambda each: float(each.vector @ vector), default=None)
         if best is None or float(best.vector @ vector) < self.rules.threshold:
             return None
         best.uses += 1
@@ -241,15 +241,15 @@ class ResponseCache:
             return request, listener
         now, context = self._clock(), _context(request, wanted)
         with self._lock:
-            own = self._of(request.tenant, wanted.category, now)
+            cached = self._of(request.tenant, wanted.category, now)
             found = None
             if wanted.use is CachedUse.ANSWER:
-                found = own.find(context, vector, now)
+                found = cached.find(context, vector, now)
             self.hits += found is not None
             self.misses += found is None
             if found is None:
-                entry = own.note(context, vector, question) if wanted.is_kept else None
-                examples = own.examples(vector, now) if wanted.use is CachedUse.EXAMPLES else []
+                entry = cached.note(context, vector, question) if wanted.is_kept else None
+                examples = cached.examples(vector, now) if wanted.use is CachedUse.EXAMPLES else []
         if found is not None:
             listener.on_text(found.answer)
             listener.on_done(cached_report(self._clock() - now, found.reason))
@@ -265,8 +265,8 @@ class ResponseCache:
                 # The question that was answered, not the one that it resembled.
                 entry.question, entry.vector, entry.reason = question, vector, report.reason
                 entry.session = report.session
-                own.used = self._clock()
-                own.keep(entry, answer, max(0.0, seconds), own.used)
+                cached.used = self._clock()
+                cached.keep(entry, answer, max(0.0, seconds), cached.used)
 
         return request, AnswerRecorder(listener, keep)
 
@@ -320,14 +320,14 @@ class ResponseCache:
         for name, each in list(self._tenants.items()):
             if now - each.used >= each.rules.ttl:
                 del self._tenants[name]
-        own = self._tenants.get((tenant, category))
-        if own is None:
-            own = self._tenants[tenant, category] = TenantCategory(self.categories[category])
-        own.used = now
+        cached = self._tenants.get((tenant, category))
+        if cached is None:
+            cached = self._tenants[tenant, category] = TenantCategory(self.categories[category])
+        cached.used = now
         self._tenants.move_to_end((tenant, category))
         if len(self._tenants) > MAX_TENANTS * max(1, len(self.categories)):
             self._tenants.popitem(last=False)
-        return own
+        return cached
 
 
 @dataclass

@@ -70,8 +70,8 @@ class SessionIndex:
 
     def of(self, tenant: str) -> list[SessionState]:
         """Sessions of a tenant, most recently used first."""
-        own = [each for (whose, _), each in self._sessions.items() if whose == tenant]
-        return sorted(own, key=lambda each: -each.usage.last_used)
+        sessions = [each for (whose, _), each in self._sessions.items() if whose == tenant]
+        return sorted(sessions, key=lambda each: -each.usage.last_used)
 
     def has(self, tenant: str, name: str) -> bool:
         """True if the session is in memory."""
@@ -159,9 +159,9 @@ class SessionIndex:
     def forget(self, session: SessionState) -> None:
         """Remove a session from all indexes."""
         self._sessions.pop((session.tenant, session.name), None)
-        _discard_key(self._families, own := (session.tenant, session.root), session)
-        if own not in self._families:
-            self._avoided.pop(own, None)
+        _discard_key(self._families, family_key := (session.tenant, session.root), session)
+        if family_key not in self._families:
+            self._avoided.pop(family_key, None)
         self._unindex(session)
 
     def _unindex(self, session: SessionState) -> None:
@@ -327,9 +327,14 @@ class SessionIndex:
             match = match_prefix(each.turns, request.turns)
             is_whole = match.exchanges == len(each.turns)
             is_again = self._is_repeated(each, match, request, rule)
-            own = match.exchanges, is_again or is_whole, not each.usage.is_answering, each.key
-            if own > rank:
-                best, rank, found = each, own, match
+            candidate_rank = (
+                match.exchanges,
+                is_again or is_whole,
+                not each.usage.is_answering,
+                each.key,
+            )
+            if candidate_rank > rank:
+                best, rank, found = each, candidate_rank, match
         return best, found
 
     def _is_repeated(

@@ -60,11 +60,11 @@ def token_logprobs(
         num_top: number of the most likely tokens.
     """
     logprobs = logits.float().log_softmax(-1)
-    own = logprobs[torch.arange(len(ids)), torch.tensor(ids)].tolist()
+    chosen = logprobs[torch.arange(len(ids)), torch.tensor(ids)].tolist()
     ranked, tokens = logprobs.topk(min(num_top, logprobs.shape[1]))
     entries = list[TokenLogprob]()
     for token, number, best, numbers in zip(
-        ids, own, tokens.tolist(), ranked.tolist(), strict=True
+        ids, chosen, tokens.tolist(), ranked.tolist(), strict=True
     ):
         pairs = zip(best, numbers, strict=True)
         top = tuple(_entry(other, likely, texts) for other, likely in pairs)

@@ -233,8 +233,8 @@ def _resident_entries(policy: Policy, tokens: int) -> int:
 def _cache_form(policy: Policy, tokens: int) -> str:
     """Cache form of the managed layers."""
     is_dense = tokens == WITHOUT_LIMIT and not policy.schedule.narrows
-    own = (policy.schedule.cache_form or "dense") if is_dense else policy.storage.form
-    return policy.compensation.cache_form or own
+    form = (policy.schedule.cache_form or "dense") if is_dense else policy.storage.form
+    return policy.compensation.cache_form or form
 
 
 def budget_tokens(policy: Policy) -> int:

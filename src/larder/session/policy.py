@@ -190,12 +190,12 @@ class Policy:
             >>> Policy.parse("snapkv").short
             'whole() > snapkv() > uniform()'
         """
-        own = self.scorer.default_reduction()
+        reduction = self.scorer.default_reduction()
         implied = {slot: _build_part(slot, None) for slot in ("session", "protect", "compensation")}
         implied |= {
             slot: _build_part(slot, None) for slot in ("values", "unit", "storage", "timing")
         }
-        implied |= reduction_parts(self.scorer, {}) if own is not None else {}
+        implied |= reduction_parts(self.scorer, {}) if reduction is not None else {}
         parts = {slot: getattr(self, slot) for slot in SLOTS}
         return " > ".join(
             spell_briefly(part)

@@ -196,8 +196,8 @@ class PageFetcher(TensorOwner):
             return None
         found = self._fetched
         if found is not None and self.recall.fetch is FetchMode.COMPARED:
-            own = self._search(queries, entries, observed)
-            pages, common = _count_common_pages(own.pages, found.pages)
+            searched = self._search(queries, entries, observed)
+            pages, common = _count_common_pages(searched.pages, found.pages)
             self.agreement = self.agreement[0] + pages, self.agreement[1] + common
         return found
 
@@ -300,9 +300,11 @@ def attend_behind(
     return ragged_attention(queries, *rows, layer.scaling, softcap=layer.softcap)
 
 
-def _count_common_pages(own: Int64[Tensor, "N P"], ahead: Int64[Tensor, "N Q"]) -> tuple[int, int]:
+def _count_common_pages(
+    needed: Int64[Tensor, "N P"], ahead: Int64[Tensor, "N Q"]
+) -> tuple[int, int]:
     """Number of pages in `own`, and how many of them are in `ahead`."""
-    pairs = [({*a} - {-1}, {*b}) for a, b in zip(own.tolist(), ahead.tolist(), strict=True)]
+    pairs = [({*a} - {-1}, {*b}) for a, b in zip(needed.tolist(), ahead.tolist(), strict=True)]
     return sum(len(a) for a, _ in pairs), sum(len(a & b) for a, b in pairs)
 
 
@@ -331,17 +333,17 @@ class EntryNumberCheck:
     def __init__(self, heads: int) -> None:
         self._alike: tuple[int, ...] | None = (0,) * heads  # of each head; None for different
 
-    def agrees(self, own: Entries, other: Entries) -> bool:
+    def agrees(self, current: Entries, other: Entries) -> bool:
         """True if all of `own` are the first entries of `other`, head by head."""
         if self._alike is None:
             return False
-        ends = zip(self._alike, own.lengths, strict=True)
+        ends = zip(self._alike, current.lengths, strict=True)
         for head, (seen, now) in enumerate(ends):
-            left, right = own.head_positions(head), other.head_positions(head)
+            left, right = current.head_positions(head), other.head_positions(head)
             if not torch.equal(left[seen:now], right[seen:now]):
                 self._alike = None
                 return False
-        self._alike = own.lengths
+        self._alike = current.lengths
         return True
 
 

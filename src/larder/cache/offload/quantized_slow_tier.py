@@ -254,8 +254,8 @@ class QuantizedSlowTier(SlowTier):
         for piece in (QuantizedKV.concat(numbers.pieces),) if numbers.pieces else ():
             state[f"{CODED}lengths"] = piece.lengths.clone()
             for side, held in (("keys", piece.keys), ("values", piece.values)):
-                own = held.tensors().items()
-                state |= {f"{CODED}{side}.{name}": tensor.clone() for name, tensor in own}
+                tensors = held.tensors().items()
+                state |= {f"{CODED}{side}.{name}": tensor.clone() for name, tensor in tensors}
         return state
 
     def adopt(self, state: Mapping[str, Tensor]) -> None:

@@ -159,8 +159,8 @@ class SlowTier(TensorOwner):
         heads = torch.repeat_interleave(torch.arange(len(self._lengths)), self._lengths)
         kept = torch.bincount(heads[stays], minlength=len(self._lengths))
         rest = self._like()
-        own = {"keys": self._keys, "values": self._values, "positions": self._positions}
-        state = {name: tensor[rows[stays]] for name, tensor in own.items()}
+        sides = {"keys": self._keys, "values": self._values, "positions": self._positions}
+        state = {name: tensor[rows[stays]] for name, tensor in sides.items()}
         rest.adopt(state | {"columns": self._columns[:, rows[stays]], "lengths": kept})
         rest.room = self.room
         return rest
@@ -212,8 +212,8 @@ class SlowTier(TensorOwner):
     def state(self) -> dict[str, Tensor]:
         """Tensors by name, without slack."""
         rows = packed_rows(self._starts, self._lengths)
-        own = {"keys": self._keys, "values": self._values, "positions": self._positions}
-        held = {name: tensor[rows] for name, tensor in own.items()}
+        sides = {"keys": self._keys, "values": self._values, "positions": self._positions}
+        held = {name: tensor[rows] for name, tensor in sides.items()}
         return held | {"columns": self._columns[:, rows], "lengths": self._lengths.clone()}
 
     def adopt(self, state: Mapping[str, Tensor]) -> None:
@@ -228,8 +228,8 @@ class SlowTier(TensorOwner):
         self._count_bytes()
 
     def own_tensors(self) -> tuple[Tensor, ...]:
-        own = self._keys, self._values, self._positions, self._columns
-        return *own, self._starts, self._lengths, self._slack
+        tables = self._keys, self._values, self._positions, self._columns
+        return *tables, self._starts, self._lengths, self._slack
 
     @property
     def shared_nbytes(self) -> int:

@@ -119,8 +119,8 @@ def weighted_levels(
 ) -> Float[ndarray, " M"]:
     """Ascending centers of k-means of weighted numbers, from evenly spaced quantiles on."""
     order = np.argsort(numbers, kind="stable")
-    ordered, own = numbers[order].astype(np.float64), weights[order].astype(np.float64)
-    mass, moment = (np.append(0.0, part.cumsum()) for part in (own, own * ordered))
+    ordered, costs = numbers[order].astype(np.float64), weights[order].astype(np.float64)
+    mass, moment = (np.append(0.0, part.cumsum()) for part in (costs, costs * ordered))
     targets = (np.arange(count) + 0.5) / count * len(ordered)
     levels = ordered[targets.astype(int)]
     for _ in range(ROUNDS):

@@ -157,10 +157,10 @@ class LayerMoments:
     ) -> tuple[Float[Tensor, "D D"], Float[Tensor, "D D"]]:
         """Second moments that weigh errors of the keys and of the values of a head."""
         group = self.layer.group
-        own = outputs[head * group : (head + 1) * group].double().cpu()
+        head_outputs = outputs[head * group : (head + 1) * group].double().cpu()
         queries = self.products[0, head] / self.counts[0]
         rotated = turned_moment(queries, self.layer.radians or (), reach)
-        return rotated, (own @ own.transpose(1, 2)).sum(0)
+        return rotated, (head_outputs @ head_outputs.transpose(1, 2)).sum(0)
 
 
 def transforms(

@@ -112,10 +112,10 @@ def _kept(scores: Float[Tensor, " S"], protected: Bool[Tensor, " S"]) -> Bool[Te
     return torch.stack([*every, torch.ones_like(protected)])
 
 
-def _cheapest(own: HeadPolicies, threshold: float) -> Bool[Tensor, " S"]:
+def _cheapest(policies: HeadPolicies, threshold: float) -> Bool[Tensor, " S"]:
     """Entries kept by the first policy that recovers the threshold."""
-    fits = (number for number, share in enumerate(own.shares) if share >= threshold)
-    return own.marks[next(fits, len(own.shares) - 1)]
+    fits = (number for number, share in enumerate(policies.shares) if share >= threshold)
+    return policies.marks[next(fits, len(policies.shares) - 1)]
 
 
 def _threshold(policies: list[HeadPolicies], total: int) -> float:

@@ -49,10 +49,10 @@ def mean_folds(weights: Packed, sources: Indices, targets: Indices) -> Folds:
         weights: weights of all packed entries, for keys and values alike.
         sources, targets: packed entries; a source has one target and is not a target itself.
     """
-    own, places = unique_targets(targets)
-    totals = weights[own].index_add(0, places, weights[sources])
-    shares = torch.cat([weights[sources] / totals[places], weights[own] / totals])
-    return Folds(torch.cat([sources, own]), torch.cat([targets, own]), shares, shares)
+    unique, places = unique_targets(targets)
+    totals = weights[unique].index_add(0, places, weights[sources])
+    shares = torch.cat([weights[sources] / totals[places], weights[unique] / totals])
+    return Folds(torch.cat([sources, unique]), torch.cat([targets, unique]), shares, shares)
 
 
 def merge_by_count(plan: Plan, entries: Entries, sources: Indices, targets: Indices) -> Plan:
@@ -64,9 +64,9 @@ def merge_by_count(plan: Plan, entries: Entries, sources: Indices, targets: Indi
         return plan
     logs = entries.column(LOG_COUNT)
     counts = logs.exp()
-    own, places = unique_targets(targets)
-    totals = counts[own].index_add(0, places, counts[sources])
-    logs = logs.index_copy(0, own, totals.log())[plan.kept]
+    unique, places = unique_targets(targets)
+    totals = counts[unique].index_add(0, places, counts[sources])
+    logs = logs.index_copy(0, unique, totals.log())[plan.kept]
     columns = {**plan.columns, LOG_COUNT: logs}
     return replace(plan, folds=mean_folds(counts, sources, targets), columns=columns)
 

@@ -137,11 +137,11 @@ def _best(likeness: Tensor, heads: Indices, most: Int64[Tensor, " K"]) -> Indice
 
 def _merge(keys: Tensor, counts: Tensor, sources: Indices, targets: Indices) -> None:
     """Targets become the means of themselves and their sources, in place."""
-    own, places = unique_targets(targets)
-    sums = keys[own] * counts[own, None]
+    unique, places = unique_targets(targets)
+    sums = keys[unique] * counts[unique, None]
     sums.index_add_(0, places, keys[sources] * counts[sources, None])
     counts.index_add_(0, targets, counts[sources])
-    keys[own] = sums / counts[own, None]
+    keys[unique] = sums / counts[unique, None]
 
 
 Part = Chelsea

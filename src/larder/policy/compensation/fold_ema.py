@@ -220,12 +220,14 @@ class FoldEma(Compensation):
             return plan
         if not self._counts:
             return replace(plan, folds=Folds(sources, targets, weights, weights))
-        own = sources == targets
+        is_self = sources == targets
         logs = entries.column(LOG_COUNT).index_add(
-            0, targets[own], -weights[own].double().log().float()
+            0, targets[is_self], -weights[is_self].double().log().float()
         )
         columns = {**plan.columns, LOG_COUNT: logs[plan.kept]}
-        return replace(plan, folds=Folds(sources, targets, own.float(), weights), columns=columns)
+        return replace(
+            plan, folds=Folds(sources, targets, is_self.float(), weights), columns=columns
+        )
 
 
 def _rates(entries: Entries) -> Float[Tensor, " T"]:

@@ -109,9 +109,9 @@ class Kvmerger(Compensation):
     def _kernel(self, entries: Entries, sources: Indices, targets: Indices) -> Packed:
         """Weight of each packed entry: 1 for a pivot, less for entries merged into it."""
         apart = _distances(entries, sources, targets)
-        own, places = unique_targets(targets)
-        counts = torch.bincount(places, minlength=len(own))
-        sums = apart.new_zeros(len(own)).index_add(0, places, apart)
+        unique, places = unique_targets(targets)
+        counts = torch.bincount(places, minlength=len(unique))
+        sums = apart.new_zeros(len(unique)).index_add(0, places, apart)
         sigma = (self.width * sums / (math.sqrt(2) * (counts + 1)))[places]
         scaled = torch.where(apart > 0, apart / sigma, 0.0)  # equal keys weigh the same
         weights = apart.new_ones(sum(entries.lengths))

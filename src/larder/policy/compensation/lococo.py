@@ -63,12 +63,12 @@ def _heads(
     """Slots and rejected entries of each head that has both, packed and ascending."""
     stays, found, first = kept_mask(plan, entries), list[tuple[Indices, Indices]](), 0
     for held, kept in zip(entries.lengths, plan.lengths, strict=True):
-        own = torch.arange(first, first + held, device=stays.device)
-        free = own[stays[own] & ~scored.protected[own]]
+        rows = torch.arange(first, first + held, device=stays.device)
+        free = rows[stays[rows] & ~scored.protected[rows]]
         count = min(most, math.floor(SLOT_SHARE * kept), len(free))
         if count and held > kept:
             lowest = scored.scores[free].argsort(stable=True)[:count]
-            found.append((free[lowest].sort().values, own[~stays[own]]))  # pyright: ignore
+            found.append((free[lowest].sort().values, rows[~stays[rows]]))  # pyright: ignore
         first += held
     return found
 

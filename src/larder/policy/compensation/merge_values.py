@@ -57,8 +57,8 @@ class MergeValues(Compensation):
         both = (lengths[sources] + lengths[targets]).clamp_min(torch.finfo(torch.float32).tiny)
         weights[sources] = likeness * lengths[sources] / both
         folds = mean_folds(weights, sources, targets)
-        own = folds.sources == folds.targets
-        return replace(plan, folds=replace(folds, key_weights=own.float()))
+        is_self = folds.sources == folds.targets
+        return replace(plan, folds=replace(folds, key_weights=is_self.float()))
 
 
 Part = MergeValues

@@ -52,9 +52,9 @@ class Razor(Compensation):
 def _slots(plan: Plan, entries: Entries, scored: LayerScores) -> Indices:
     """The packed entry of each head that is, or becomes, its compensation token; -1 for none."""
     logs, kept, heads = entries.column(LOG_COUNT), plan.kept, len(entries.lengths)
-    own = heads_of(torch.arange(len(logs), device=kept.device), entries)
-    former = argmax_per_group(logs, own, kept[logs[kept] > 0], heads)
-    lowest = argmax_per_group(-scored.scores, own, kept[~scored.protected[kept]], heads)
+    owners = heads_of(torch.arange(len(logs), device=kept.device), entries)
+    former = argmax_per_group(logs, owners, kept[logs[kept] > 0], heads)
+    lowest = argmax_per_group(-scored.scores, owners, kept[~scored.protected[kept]], heads)
     return torch.where(former >= 0, former, lowest)
 
 

@@ -212,10 +212,10 @@ class Sketch:
         if len(numbers) and room:
             samples = min(self.part.samples, room)
             former = self.clusters[numbers]
-            own = fitting_clusters(self.keys[numbers], former, self.part.delta, samples, room)
-            clusters[numbers] = own + 1
-            offsets = self._uniform(int(own.max()) + 1)
-            keys[numbers] = cluster_samples(own, self.weights[numbers], samples, offsets)
+            labels = fitting_clusters(self.keys[numbers], former, self.part.delta, samples, room)
+            clusters[numbers] = labels + 1
+            offsets = self._uniform(int(labels.max()) + 1)
+            keys[numbers] = cluster_samples(labels, self.weights[numbers], samples, offsets)
         return clusters, keys
 
     def _uniform(self, count: int) -> Float[Tensor, " N"]:
@@ -246,9 +246,9 @@ def fitting_clusters(
         )
     radius = max(radius, torch.finfo(torch.float32).tiny)
     while True:
-        own = clusters_within(keys, former, radius, room)
-        if own is not None and int(own.bincount().clamp(max=samples).sum()) <= room:
-            return own
+        labels = clusters_within(keys, former, radius, room)
+        if labels is not None and int(labels.bincount().clamp(max=samples).sum()) <= room:
+            return labels
         radius *= WIDENING
 
 
@@ -265,27 +265,27 @@ def clusters_within(
         leaders[members] = members[:1].expand(len(members))
     is_leader = leaders == torch.arange(len(keys))
     order = torch.cat([(is_leader & (former > 0)).nonzero(), (former == 0).nonzero()]).flatten()
-    left, own = order, torch.full((len(keys),), -1)
+    left, labels = order, torch.full((len(keys),), -1)
     for cluster in range(most + 1):
         if not len(left):
-            return own[leaders]
+            return labels[leaders]
         near = (keys[left] - keys[left[0]]).square().sum(1) <= radius * radius
         near[0] = True
-        own[left[near]] = cluster
+        labels[left[near]] = cluster
         left = left[~near]
     return None
 
 
 def cluster_samples(
-    own: Int64[Tensor, " N"], weights: Tensor, samples: int, offsets: Tensor
+    labels: Int64[Tensor, " N"], weights: Tensor, samples: int, offsets: Tensor
 ) -> Tensor:
     """Keys that each entry stands for: `samples` of a cluster share its weight; 0 for the others.
 
     A cluster of no more entries than that keeps all with their own weights.
     """
-    order = torch.argsort(own, stable=True)
+    order = torch.argsort(labels, stable=True)
     out = torch.zeros_like(weights)
-    sizes = list[int](torch.bincount(own).tolist())  # pyright: ignore
+    sizes = list[int](torch.bincount(labels).tolist())  # pyright: ignore
     for cluster, rows in enumerate(torch.split(order, sizes)):
         if len(rows) <= samples:
             out[rows] = weights[rows]

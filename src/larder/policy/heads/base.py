@@ -23,8 +23,8 @@ class HeadRule(PolicyPart, ABC):
         self, statistics: Float[Tensor, "R C"], entries: Entries, observation: Observation
     ) -> list[Float[Tensor, " _"]]:
         """Reduction of statistics in storage layout, one number per storage row; see `join`."""
-        own = [statistics[:, entries.rows(head)] for head in range(len(entries.lengths))]
-        return self.join(own, entries, observation)
+        by_head = [statistics[:, entries.rows(head)] for head in range(len(entries.lengths))]
+        return self.join(by_head, entries, observation)
 
     @abstractmethod
     def join(
@@ -77,7 +77,7 @@ def mean_by_position(
     sums = heads[0][0].new_zeros(length)
     counts = torch.zeros_like(sums)
     # Head by head: a single call would add in undefined order on an accelerator.
-    for statistics, own in heads:
-        sums.index_add_(0, own, statistics)
-        counts.index_add_(0, own, torch.ones_like(statistics))
+    for statistics, head_positions in heads:
+        sums.index_add_(0, head_positions, statistics)
+        counts.index_add_(0, head_positions, torch.ones_like(statistics))
     return sums / counts

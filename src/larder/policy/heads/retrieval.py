@@ -49,8 +49,8 @@ class Retrieval(HeadRule):
             for head in self._best_heads(observation.layer, observation.calibration["retrieval"])
         ]
         means = mean_by_position(best, places)
-        own = zip(statistics, places, strict=True)
-        return [means[place].where(~means[place].isnan(), head.mean(0)) for head, place in own]
+        pairs = zip(statistics, places, strict=True)
+        return [means[place].where(~means[place].isnan(), head.mean(0)) for head, place in pairs]
 
     def _best_heads(self, layer: LayerSpec, scores: tuple[float, ...]) -> list[int]:
         """The query heads with the highest scores; of equals the first."""

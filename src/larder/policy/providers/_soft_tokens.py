@@ -19,11 +19,11 @@ def soft_token_shapes(
         count: learned tokens.
         width: size of a hidden state.
     """
-    own = {name.removesuffix(DOWN) for name in tensors if name.endswith(DOWN)}
+    linears = {name.removesuffix(DOWN) for name in tensors if name.endswith(DOWN)}
     found = dict[str, tuple[int, ...]]()
     if EMBEDDINGS in tensors:
         found[EMBEDDINGS] = (count, width)
-    for name in own:
+    for name in linears:
         down, up = tensors[f"{name}{DOWN}"], tensors.get(f"{name}{UP}")
         found[f"{name}{DOWN}"] = (len(down), *down.shape[1:2])
         found[f"{name}{UP}"] = (0 if up is None else len(up), len(down))

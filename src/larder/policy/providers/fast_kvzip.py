@@ -64,9 +64,9 @@ def low_rank_logits(
     queries = _normed(flat.view(len(flat), kv_heads, -1, channels), weights["q_norm.weight"])
     flat = F.linear(states, weights["k_proj.weight"])
     keys = _normed(flat.view(len(flat), kv_heads, channels), weights["k_norm.weight"])
-    own = torch.einsum("qkrc,qkc->qkr", queries, keys) / math.sqrt(channels) + weights["b"][:, 0]
+    logits = torch.einsum("qkrc,qkc->qkr", queries, keys) / math.sqrt(channels) + weights["b"][:, 0]
     sinks = torch.einsum("qkrc,ksc->qkrs", queries, base) / math.sqrt(channels)
-    return own - sinks.logsumexp(-1)
+    return logits - sinks.logsumexp(-1)
 
 
 def _normed(

@@ -165,11 +165,11 @@ def with_pass_keys(observation: Observation, entries: Entries) -> Entries:
     Values are zeros, and the ledger columns of appended tokens are 0.
     """
     heads = range(observation.layer.kv_heads)
-    own = list(torch.unbind(observation.keys.to(entries.keys.dtype)))
+    pass_keys = list(torch.unbind(observation.keys.to(entries.keys.dtype)))
     ahead = observation.query_positions.to(entries.positions.dtype)
     fresh = torch.zeros(len(ahead), device=ahead.device)
     return _packed_entries(
-        [torch.cat([entries.head_keys(h), own[h]]) for h in heads],
+        [torch.cat([entries.head_keys(h), pass_keys[h]]) for h in heads],
         [torch.cat([entries.head_positions(h), ahead]) for h in heads],
         {
             name: [torch.cat([column[entries.rows(h)], fresh]) for h in heads]

@@ -85,10 +85,10 @@ class Compactor(Scorer):
 
 def _standard(scores: Packed, counts: Tensor) -> Float[Tensor, " T"]:
     """Scores in standard deviations from the mean of those that count."""
-    own = scores[counts]
-    spread = own.std() if len(own) > 1 else own.new_zeros(())
-    least = LEAST_SPREAD * own.mean().abs().clamp_min(torch.finfo(torch.float32).tiny ** 0.5)
-    return (scores - own.mean()) / torch.maximum(spread, least)
+    counted = scores[counts]
+    spread = counted.std() if len(counted) > 1 else counted.new_zeros(())
+    least = LEAST_SPREAD * counted.mean().abs().clamp_min(torch.finfo(torch.float32).tiny ** 0.5)
+    return (scores - counted.mean()) / torch.maximum(spread, least)
 
 
 Part = Compactor

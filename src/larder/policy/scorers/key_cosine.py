@@ -58,7 +58,7 @@ class KeyCosine(PromptScorer):
         if self.share == 1:
             return None
         return frozenset(
-            index for index, own in calibration.items() if min(own[ORDER]) < self.share
+            index for index, measured in calibration.items() if min(measured[ORDER]) < self.share
         )
 
     def score(self, observation: Observation) -> Packed:

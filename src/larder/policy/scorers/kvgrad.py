@@ -109,14 +109,16 @@ class KVGrad(Scorer):
             window.entries,
             observation.layer,
         )
-        own = window.queries[head * layer.group : (head + 1) * layer.group].float()
+        head_queries = window.queries[head * layer.group : (head + 1) * layer.group].float()
         sinks = sinks_by_group(sink_logits(layer, keys), layer.kv_heads)[head]
         bias = entries.columns.get(LOG_COUNT)
         best = keys.new_zeros(layer.group, len(keys))
         if not len(keys):
             return best
-        for rows in torch.split(torch.arange(own.shape[1], device=keys.device), QUERIES):
-            logits = cap_logits(own[:, rows] @ keys.T * layer.scaling, layer.softcap)  # [R, Q, S]
+        for rows in torch.split(torch.arange(head_queries.shape[1], device=keys.device), QUERIES):
+            logits = cap_logits(
+                head_queries[:, rows] @ keys.T * layer.scaling, layer.softcap
+            )  # [R, Q, S]
             if bias is not None:
                 logits = logits + bias[entries.rows(head)]
             if window.positions is not None:

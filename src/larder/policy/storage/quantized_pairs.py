@@ -134,9 +134,9 @@ class QuantizedPairs(MixedPrecisionStorage):
         codec, shared = self.codecs[0], {index for pair in pairs for index in pair}
         found = dict[int, float]()
         for index, (_, size) in shapes.items():
-            own = codec.bytes_per_entry(size, itemsize)
-            half = (1 - self.apart) * (own + SHARED_BYTES) / 2 + self.apart * own
-            found[index] = half if index in shared else own
+            entry_bytes = codec.bytes_per_entry(size, itemsize)
+            half = (1 - self.apart) * (entry_bytes + SHARED_BYTES) / 2 + self.apart * entry_bytes
+            found[index] = half if index in shared else entry_bytes
         return found
 
     def _mean_cost(

@@ -101,12 +101,12 @@ class Transform(ExactEndsStorage):
         self, scores: Float[Tensor, " T"], widths: Int64[Tensor, " K"]
     ) -> Float[Tensor, " K"]:
         """Binary logarithms of the kept scores; NaN for all where a score of any is negative."""
-        own = scores[widths]
+        numbers = scores[widths]
         if not self.tiers:
-            return torch.zeros_like(own)
+            return torch.zeros_like(numbers)
         if bool(((scores < 0) & scores.isfinite()).any()):
-            return torch.full_like(own, torch.nan)
-        return self.tiers * own.clamp(min=0).log2()
+            return torch.full_like(numbers, torch.nan)
+        return self.tiers * numbers.clamp(min=0).log2()
 
 
 Part = Transform

@@ -43,8 +43,8 @@ class Timing(PolicyPart, ABC):
     @property
     def parts(self) -> tuple[PolicyPart, ...]:
         """Parts of the decode phase that read inputs; empty for the policy's own."""
-        own = self.scoring
-        return () if own is None else (own.scorer, own.reduction.heads)
+        scoring = self.scoring
+        return () if scoring is None else (scoring.scorer, scoring.reduction.heads)
 
     @property
     def scorers(self) -> tuple[Scorer, ...]:

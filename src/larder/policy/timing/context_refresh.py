@@ -102,8 +102,8 @@ class ContextRefresh(Timing):
 
     def survivors(self, depth: float) -> int:
         """Tokens that stay of those that are judged together, in a layer at a depth in [0, 1)."""
-        own = (1 - self.share) * (math.cos(math.pi * depth) + 1) / 2 + self.share
-        return max(1, int(self.tokens * self.kept * own + EVEN))
+        kept = (1 - self.share) * (math.cos(math.pi * depth) + 1) / 2 + self.share
+        return max(1, int(self.tokens * self.kept * kept + EVEN))
 
     def layer_quota(self, quota: int, tokens: int, growth: Growth) -> int:
         """Capacity that follows the rounds so far: full between two, and cut at each."""

@@ -59,11 +59,11 @@ class EntropyChunk(Unit):
     def _ranks(self, scores: Float[Tensor, " S"], spans: Int64[Tensor, " S"]) -> Tensor:
         """Ranks of one head, the highest first; infinite scores do not change."""
         counted = scores.isfinite()
-        own, out = scores[counted], scores.clone()
-        if len(own):
-            order = self._order(own, group_labels(spans[counted], (len(own),)))
-            ranks = torch.empty_like(own)
-            ranks[order] = torch.arange(len(own), 0, -1, dtype=own.dtype, device=own.device)
+        held, out = scores[counted], scores.clone()
+        if len(held):
+            order = self._order(held, group_labels(spans[counted], (len(held),)))
+            ranks = torch.empty_like(held)
+            ranks[order] = torch.arange(len(held), 0, -1, dtype=held.dtype, device=held.device)
             out[counted] = ranks
         return out
 

@@ -63,8 +63,10 @@ class TokenChoice:
         always = always_passing(self.planner, self.scoring, places, length, self.budget)
         count = max(int(always.sum()), self.count(layer, reached))
         if count < reached:
-            own = token_scores(observation, scores_of(self.scoring, observation, scores), reached)
-            marks = top_mask(own.masked_fill(always, torch.inf), count)
+            new_scores = token_scores(
+                observation, scores_of(self.scoring, observation, scores), reached
+            )
+            marks = top_mask(new_scores.masked_fill(always, torch.inf), count)
             self.chosen[layer] = torch.nonzero(marks).flatten()
 
     def before(self, layer: int, positions: Int[Tensor, " Q"]) -> Int64[Tensor, " N"] | None:
@@ -150,8 +152,8 @@ def recent_tokens(reader: PrefillReader, scoring: ReducedScorer | None) -> int:
     planner = reader.planner
     scorer = planner.scorer if scoring is None else scoring.scorer
     budget = min(reader.tokens, WITHOUT_LIMIT)
-    own = 0 if budget == WITHOUT_LIMIT else planner.protect.recent_tokens(budget)
-    return max(1, own, scorer.protected_tokens().last)
+    recent = 0 if budget == WITHOUT_LIMIT else planner.protect.recent_tokens(budget)
+    return max(1, recent, scorer.protected_tokens().last)
 
 
 def largest_quota(reader: PrefillReader, first: int) -> int:

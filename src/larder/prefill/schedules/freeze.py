@@ -76,8 +76,8 @@ class Freeze(Schedule):
         ends = [end for end in sorted(set(sequence.turn_ends)) if start < end < stop]
         edges = self._joined(reader, [start, *ends, stop])
         for first, end in pairwise(edges):
-            own = rule.reader(reader, cache, end)
-            yield from read_then_plan(own, sequence, ids[first - start : end - start])
+            sequence_reader = rule.reader(reader, cache, end)
+            yield from read_then_plan(sequence_reader, sequence, ids[first - start : end - start])
             rule.trim(cache, reader.bound)
             if end in sequence.turn_ends:
                 rule.freeze(cache)

@@ -196,9 +196,9 @@ class TokenSearch:
 
     def _observe(self, layer: int, observation: Observation, scores: Packed | None) -> None:
         count, start = len(self._ids), self._original.next_position
-        own = token_scores(observation, scores_of(self._scoring, observation, scores), count)
-        self._by_layer[layer] = own
-        places = torch.arange(start, start + count, device=own.device)
+        new_scores = token_scores(observation, scores_of(self._scoring, observation, scores), count)
+        self._by_layer[layer] = new_scores
+        places = torch.arange(start, start + count, device=new_scores.device)
         planner, tokens = self._reader.planner, self._reader.tokens
         self.always = always_passing(planner, self._scoring, places, start + count, tokens)
 

@@ -97,11 +97,14 @@ class LoopbackAuth(Authenticator):
                 403,
                 "forbidden",
             )
-        own = f"http://{host}".lower()
-        if headers.get("origin", own) != own or headers.get("sec-fetch-site", "none") in CROSS_SITE:
+        origin = f"http://{host}".lower()
+        if (
+            headers.get("origin", origin) != origin
+            or headers.get("sec-fetch-site", "none") in CROSS_SITE
+        ):
             raise ApiError(
                 "Without API keys only the page of this server has access from a browser: start "
-                f"the server with --keys FILE, or open {own}.",
+                f"the server with --keys FILE, or open {origin}.",
                 403,
                 "forbidden",
             )

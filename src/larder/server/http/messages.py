@@ -189,8 +189,8 @@ class Message(BodyPart):
         )
         if calls:
             text = canonical_answer(text, calls)
-        own = [ChatMessage("tool", results[place]) for place in sorted(results)]
-        return own if own and not text else [*own, ChatMessage(self.role, text)]
+        outputs = [ChatMessage("tool", results[place]) for place in sorted(results)]
+        return outputs if outputs and not text else [*outputs, ChatMessage(self.role, text)]
 
     @property
     def call_ids(self) -> list[str]:

@@ -129,8 +129,8 @@ def new_items(
 def item_json(item: ConversationItem) -> dict[str, Any]:
     """Item as JSON. Of images only their places are stored."""
     if item.turn.role in PREFIXES:
-        own = json.loads(item.turn.text)
-        return {"id": item.id, "type": item.turn.role, "status": "completed", **own}
+        fields = json.loads(item.turn.text)
+        return {"id": item.id, "type": item.turn.role, "status": "completed", **fields}
     kind, text = CONTENT_TYPES.get(item.turn.role, "input_text"), item.turn.text
     content: list[dict[str, Any]] = []
     for number, piece in enumerate(split_marks(text) if has_mark(text) else [text]):
@@ -163,15 +163,15 @@ def chat_messages(items: Sequence[ConversationItem]) -> tuple[ChatMessage, ...]:
             places = {call_id: place for place, call_id in enumerate(item.ids)}
             found.append(item.message)
         elif item.role == OUTPUT:
-            own = json.loads(item.text)
-            place = places.get(own["call_id"])
+            output = json.loads(item.text)
+            place = places.get(output["call_id"])
             if place is None or place in outputs:
                 raise _refused(
-                    f"The function_call_output of {own['call_id'][:100]!r} answers no function_call"
-                    " before it, or one that another answers: send the items of the response too, "
+                    f"The function_call_output of {output['call_id'][:100]!r} answers no "
+                    "function_call before it, or one that another answers: send the items of the response too, "
                     "or previous_response_id."
                 )
-            outputs[place] = ChatMessage(TOOL_ROLE, own["output"])
+            outputs[place] = ChatMessage(TOOL_ROLE, output["output"])
         else:
             found += _in_order(outputs)
             places = {}

@@ -297,8 +297,8 @@ class PendingResponse:
                 }
                 archive.put(tenant, RESPONSE, self.id, document)
             if self.key is not None:
-                own = {"digest": self.digest, "told": response}
-                archive.put(tenant, IDEMPOTENT_ANSWER, self.key, own)
+                document_of_key = {"digest": self.digest, "told": response}
+                archive.put(tenant, IDEMPOTENT_ANSWER, self.key, document_of_key)
 
 
 def pending_response(

@@ -136,11 +136,13 @@ class DeviceReservations:
         """
         changed, touched = dict[object, int](), set(held)
         for key, storages in held.items():
-            own = self._reserved[key]
-            touched |= self._shared.leave(key, own.storages)
-            own.demand = replace(own.demand, bytes=own.demand.bytes + changes.get(key, 0))
-            changed |= {**own.storages, **storages}
-            own.storages = dict(storages)
+            reserved = self._reserved[key]
+            touched |= self._shared.leave(key, reserved.storages)
+            reserved.demand = replace(
+                reserved.demand, bytes=reserved.demand.bytes + changes.get(key, 0)
+            )
+            changed |= {**reserved.storages, **storages}
+            reserved.storages = dict(storages)
         for key, storages in held.items():
             touched |= self._shared.join(key, storages)
         self._settle(touched, changed)

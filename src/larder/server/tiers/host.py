@@ -165,8 +165,8 @@ class TranscriptMemory:
 
     def _is_above_share(self, session: SessionState) -> bool:
         extra = self._unstored_bytes(session) - self._pinned_bytes.get(session.key, 0)
-        own, total = self._tenant_bytes[session.tenant], self._tenant_bytes.total()
-        return extra > 0 and own + extra > self._ledger.limit(Tier.HOST) - (total + extra)
+        tenant_bytes, total = self._tenant_bytes[session.tenant], self._tenant_bytes.total()
+        return extra > 0 and tenant_bytes + extra > self._ledger.limit(Tier.HOST) - (total + extra)
 
     def _unstored_bytes(self, session: SessionState) -> int:
         return 0 if session.durability.epoch else session.transcript.nbytes
