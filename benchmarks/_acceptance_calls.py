@@ -1,4 +1,4 @@
-"""Calls that show what the server must stand, and lm-eval's; run by `client_calls.py`."""
+"""Calls of schemas and hostile bodies, and lm-eval's; run by `client_calls.py`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def hostile(url: str) -> dict[str, Any]:
 
     with (
         OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client,
-        _health_watched(url) as slowest,
+        _slowest_health_reply(url) as slowest,
     ):
         hello: Any = [{"role": "user", "content": "Hello"}]
         large: Any = [{"role": "user", "content": "x" * (60 * MIB)}]
@@ -82,7 +82,7 @@ def hostile(url: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _health_watched(url: str) -> Iterator[Any]:
+def _slowest_health_reply(url: str) -> Iterator[Any]:
     """Longest time of `/health` while the block runs, at every tenth of a second.
 
     A process of its own asks: here, writing a large body would hold it up.
@@ -171,7 +171,7 @@ def lm_evaluation(url: str) -> dict[str, Any]:
         `likelihoods`: context, continuation, log-likelihood and whether it is the greedy one.
     """
     os.environ.setdefault("OPENAI_API_KEY", KEY)
-    one, eight = (_evaluated(url, size) for size in (1, 8))
+    one, eight = (_lm_eval_results(url, size) for size in (1, 8))
     assert one.keys() == eight.keys() and len(one) > 12
     for key, value in one.items():
         if isinstance(value, str):
@@ -186,7 +186,7 @@ def lm_evaluation(url: str) -> dict[str, Any]:
     return {"likelihoods": scored}
 
 
-def _evaluated(url: str, batch_size: int) -> dict[tuple[str, str], Any]:
+def _lm_eval_results(url: str, batch_size: int) -> dict[tuple[str, str], Any]:
     """Log-likelihood and greediness by context and continuation, or generated text."""
     from lm_eval import simple_evaluate
 

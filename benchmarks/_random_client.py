@@ -68,19 +68,19 @@ class RandomClient:
         """
         acts: list[tuple[Callable[[], str], int]] = [
             (self.begin, 4),
-            (self.go_on, 8),
-            (self.leave, 3),
+            (self.continue_session, 8),
+            (self.disconnect, 3),
             (self.repeat, 1),
             (self.fork, 2),
-            (self.manage, 2),
-            (self.carry, 1),
-            (self.converse, 2),
+            (self.move_session, 2),
+            (self.copy_session, 1),
+            (self.use_conversation, 2),
             (self.use_tools, 2),
             (self.embed, 2),
             (self.message, 2),
             (self.remove, 2),
-            (self.intrude, 2),
-            (self.babble, 2),
+            (self.use_wrong_key, 2),
+            (self.send_invalid, 2),
         ]
         chances = [weight for _, weight in acts]
         while (started := time.monotonic()) < until:
@@ -95,11 +95,11 @@ class RandomClient:
         self.made += 1
         return self._said(f"{self.name} {self.made}", [])
 
-    def go_on(self) -> str:
+    def continue_session(self) -> str:
         """Send the next turn of a random session."""
         return self._said(*self._any()) if self.held else "nothing there"
 
-    def leave(self) -> str:
+    def disconnect(self) -> str:
         """Disconnect from a stream before its end."""
         if not self.held:
             return "nothing there"
@@ -126,7 +126,7 @@ class RandomClient:
             self.held[made] = list(told)
         return str(reply.status)
 
-    def manage(self) -> str:
+    def move_session(self) -> str:
         """Send a management request for a session."""
         if not self.held:
             return "nothing there"
@@ -136,7 +136,7 @@ class RandomClient:
             return "200"
         return f"{reply.status} {reply.json['error']['code']} of {act}"
 
-    def carry(self) -> str:
+    def copy_session(self) -> str:
         """Export a session and import it under another name."""
         if not self.held or len(self.held) >= self.most:
             return "no room"
@@ -149,7 +149,7 @@ class RandomClient:
             self.held[made] = list(told)
         return str(reply.status)
 
-    def converse(self) -> str:
+    def use_conversation(self) -> str:
         """Create a conversation stored by the server, use it, and delete it."""
         made = self.own.ask("POST", "/v1/conversations", {}).json["id"]
         told = []
@@ -206,7 +206,7 @@ class RandomClient:
         """Remove a session."""
         return self._removed(self._any()[0]) if self.held else "nothing there"
 
-    def intrude(self) -> str:
+    def use_wrong_key(self) -> str:
         """Use a wrong key, and the name of another tenant's session."""
         wrong = self.own.ask("GET", "/v1/sessions", key="sk-wrong-0123456789")
         other = next(key for key in TENANTS if key != self.key)
@@ -214,7 +214,7 @@ class RandomClient:
         far = self.own.ask("GET", session_path(name), key=other)
         return f"{wrong.status} {far.status}"
 
-    def babble(self) -> str:
+    def send_invalid(self) -> str:
         """Send an invalid request."""
         bad: list[tuple[str, Any]] = [
             ("/v1/chat/completions", b"{"),

@@ -22,7 +22,7 @@ PROTECTED_TOKENS = 32  # sinks, and as many of the latest tokens, that are never
 
 @dataclass(frozen=True)
 class RecordedLayer:
-    """What one layer activations of a text and of the questions asked behind it.
+    """Keys and queries of one layer, of a text and of the questions asked behind it.
 
     Args:
         keys: of the text, post-RoPE.

@@ -59,14 +59,14 @@ class VirtualClock:
         return self.now
 
 
-class ReadingTimes(DiskTier):
+class PrefillTimes(DiskTier):
     """No disk, but prefill times of the virtual clock."""
 
     def seconds_to_read(self, tokens: int) -> float:
         return tokens * PROMPT_SECONDS
 
 
-class DropRates(HostMoveRates):
+class SlowHostRates(HostMoveRates):
     """Moves to host memory that always take longer than reading again."""
 
     def is_slower(self, count: int, seconds: float) -> bool:
@@ -99,7 +99,7 @@ class VirtualServer:
             64,
             1024,
             persistence or SessionPersistence(),
-            disk or ReadingTimes(),
+            disk or PrefillTimes(),
             self.clock,
             lambda: None,
             prefill_chunk=BLOCK_TOKENS,

@@ -105,7 +105,7 @@ class FileOrder:
             self._held.popitem(last=False)
 
     def _distinct(self) -> list[tuple[int, ...]]:
-        """What held caches do not share with one held before them, as a radix tree counts it."""
+        """Tokens of each held cache that no cache before it shares, as a radix tree counts them."""
         names = sorted(self._held)
         pairs = zip([(), *names], names, strict=False)
         return [own[_common(before, own) :] for before, own in pairs]

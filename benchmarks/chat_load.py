@@ -43,7 +43,7 @@ WORDS = "river bridge garden winter letter copper window market engine forest si
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What each client sends.
+    """Conversations that each client sends.
 
     Args:
         words: of a message; the system prompt has four times as many.
@@ -58,7 +58,7 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class ProcessUse:
-    """What a process and its children have used.
+    """CPU time and memory of a process and its children.
 
     Args:
         cpu_seconds: of those that live, and of children that were waited for.

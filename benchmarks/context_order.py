@@ -70,7 +70,7 @@ def trace(
     return found
 
 
-def replayed(
+def replay(
     server: Server, requests: Sequence[ContextRequest], order: str, model: str
 ) -> dict[str, Any]:
     """Figures of all requests, one after the other."""
@@ -114,8 +114,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = list[dict[str, Any]]()
     for order in ORDERS:
         with tempfile.TemporaryDirectory() as home, run_server(Path(home), serve) as server:
-            replayed(server, requests[:1], order, options.model)  # warms up
-            rows.append(replayed(server, requests[1:], order, options.model))
+            replay(server, requests[:1], order, options.model)  # warms up
+            rows.append(replay(server, requests[1:], order, options.model))
         row = rows[-1]
         print(
             f"{order:7} {row['cached']:.2f} of {row['prompt_tokens']} prompt tokens cached, "

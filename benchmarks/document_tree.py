@@ -23,7 +23,7 @@ from random import Random
 from typing import Any
 
 from _timing import environment, write
-from _virtual_server import MODEL, DropRates, VirtualServer, text_of, user
+from _virtual_server import MODEL, SlowHostRates, VirtualServer, text_of, user
 
 from larder.engine import Engine
 from larder.server import HOST_SHARE, Request
@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name == "full":  # transcripts alone are in host memory
             budgets = ByteBudgets({Tier.DEVICE: one + size, Tier.HOST: HOST_BYTES})
         server = VirtualServer(budgets, "lru", engine=Engine(loaded, policy=policy))
-        server.core.tiers.rates = DropRates()
+        server.core.tiers.rates = SlowHostRates()
         found = shares(server, requests)
         rows.append({"policy": name, **found, "room": options.room})
         told = "{cached:.2f} of all prompt tokens cached, {computed:.2f} computed".format(**found)

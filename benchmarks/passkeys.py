@@ -91,7 +91,7 @@ def forced(runtime: ModelRuntime, sentence: str, read: Sequence[int], ids: Seque
 def measured(
     runtime: ModelRuntime, sentence: str, passage: NeedlePassage, cut: int, asked: Sequence[int]
 ) -> tuple[list[bool], float]:
-    """Whether each passkey is said, and the mean loss of its tokens.
+    """Mask of the passkeys that are predicted, and the mean loss of their tokens.
 
     Args:
         cut: tokens that are read into the cache.

@@ -23,7 +23,7 @@ from random import Random
 from typing import Any
 
 from _timing import environment, write
-from _virtual_server import Answer, DropRates, VirtualServer, text_of, user
+from _virtual_server import Answer, SlowHostRates, VirtualServer, text_of, user
 
 from larder.engine import Engine
 from larder.server import ChatMessage, Request, SchedulingPolicy
@@ -77,8 +77,8 @@ def programs(count: int, seed: int) -> list[Program]:
     return found
 
 
-def play(server: VirtualServer, trace: Sequence[Program]) -> None:
-    """Play a trace to its end."""
+def replay(server: VirtualServer, trace: Sequence[Program]) -> None:
+    """Replay a trace to its end."""
     clock = server.clock
     for program in trace:
         program.messages = [user(text_of(program.name, FIRST_WORDS))]
@@ -130,8 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for seed in range(options.seeds):
             trace = programs(options.programs, seed)
             server = VirtualServer(budgets, eviction, order, engine=engine)
-            server.core.tiers.rates = DropRates()
-            play(server, trace)
+            server.core.tiers.rates = SlowHostRates()
+            replay(server, trace)
             played += trace
         seconds = sorted(program.seconds for program in played)
         again = sum(each.recomputed for each in played) / sum(each.prompt for each in played)

@@ -48,8 +48,8 @@ SETTINGS: dict[str, dict[str, Any]] = {"bounds": {"page": 16}}
 
 
 @dataclass
-class Seen:
-    """What the searches of one index found, one number per token and layer."""
+class SearchRecord:
+    """Results of the searches of one index, one number per token and layer."""
 
     recall: list[float]
     mass: list[float]
@@ -87,7 +87,7 @@ def _measure(
     part = replace(part, tokens=options.count // part.page * part.page, dense=0)
     indexes = [_built(part, each, sentences) for each in layers]
     part.measure([index for index, _ in indexes])
-    sums = Seen([], [], [], [], [], [])
+    sums = SearchRecord([], [], [], [], [], [])
     for (index, entries), own in zip(indexes, layers, strict=True):
         _search(part, index, entries, own, sums)
     held = sum(t.nbytes for index, _ in indexes for t in index.tensors())
@@ -139,7 +139,7 @@ def _built(
 
 
 def _search(
-    part: RecallPart, index: RecallIndex, entries: Entries, own: RecordedLayer, sums: Seen
+    part: RecallPart, index: RecallIndex, entries: Entries, own: RecordedLayer, sums: SearchRecord
 ) -> None:
     """Searches for the tokens of all answers; each answer begins with nothing fetched."""
     heads, group = own.layer.kv_heads, own.layer.group

@@ -36,7 +36,7 @@ VERBS = ("return", "repair", "insure", "rent", "sell", "clean", "store", "ship")
 THINGS = ("a bicycle", "a camera", "a piano", "a tent", "a laptop")
 
 
-class LatestKept(TenantCategory):
+class OldestFirst(TenantCategory):
     """Category that evicts the oldest answer, whatever it weighs."""
 
     def keep(self, entry: ResponseEntry, answer: str, cost: float, now: float) -> bool:
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     costs = [COSTS[number % 3 == 0] for number in range(options.questions)]
     total, rows = sum(costs[number] for number, _ in asked), list[dict[str, Any]]()
     for threshold in (0.7, 0.8, 0.9, 0.95):
-        for name, kind in (("lec", TenantCategory), ("latest", LatestKept)):
+        for name, kind in (("lec", TenantCategory), ("latest", OldestFirst)):
             own = kind(ResponseCategory(threshold=threshold, ttl=1e9, quota=options.quota))
             saved, wrong = 0.0, 0
             for time, ((number, text), vector) in enumerate(zip(asked, vectors, strict=True)):

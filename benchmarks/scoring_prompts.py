@@ -1,4 +1,4 @@
-"""What a scoring prompt must hold for attention to find a keyed number in prose.
+"""Scoring prompts by how well attention from them finds a keyed number in prose.
 
 The text is read whole; entries are then scored by attention from a prompt that is read behind it
 and forgotten, a quarter stays, and the expected answer is scored by its likelihood. Prompts: the

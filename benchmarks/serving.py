@@ -70,7 +70,7 @@ class ScriptedSession:
             messages.append({"role": "assistant", "content": answers[-1].text})
         return answers
 
-    def right(self, answers: Sequence[StreamedAnswer]) -> float:
+    def accuracy(self, answers: Sequence[StreamedAnswer]) -> float:
         """Share of answers that are correct according to the life-log."""
         questions = self.conversation.questions[: self.turns]
         pairs = zip(answers, questions, strict=True)
@@ -92,9 +92,9 @@ class MetricsPoller:
 
     def run(self) -> None:
         while not self.ended.wait(SCRAPE_SECONDS):
-            self.look()
+            self.read_metrics()
 
-    def look(self) -> dict[str, float]:
+    def read_metrics(self) -> dict[str, float]:
         """Current metrics."""
         metrics = self.server.metrics()
         self.looks += 1
@@ -187,7 +187,7 @@ def compared(
     }
     right = {
         "right": float(
-            np.mean([t.right(h) for t, h in zip(sessions, concurrent.answers, strict=True)])
+            np.mean([t.accuracy(h) for t, h in zip(sessions, concurrent.answers, strict=True)])
         )
     }
     rows = [
@@ -217,7 +217,7 @@ def one_by_one(sessions: Sequence[ScriptedSession], options: Sequence[str]) -> S
                 exported.append(server.ask("POST", session_path(session.name, "export")).body)
                 server.ask("DELETE", session_path(session.name))
             poller = MetricsPoller(server)
-            return ServingRun(answers, exported, seconds, poller, poller.look())
+            return ServingRun(answers, exported, seconds, poller, poller.read_metrics())
 
 
 def at_once(sessions: Sequence[ScriptedSession], options: Sequence[str]) -> ServingRun:
@@ -236,7 +236,7 @@ def at_once(sessions: Sequence[ScriptedSession], options: Sequence[str]) -> Serv
         finally:
             poller.ended.set()
             thread.join()
-        numbers = poller.look()
+        numbers = poller.read_metrics()
         exported = [
             server.ask("POST", session_path(session.name, "export")).body for session in sessions
         ]

@@ -76,7 +76,7 @@ def sample(process: int, home: Path) -> dict[str, Any]:
     }
 
 
-def soaked(
+def run_soak(
     options: argparse.Namespace, home: Path
 ) -> tuple[list[Any], Counter[str], float, dict[str, int]]:
     """Samples with their seconds, outcomes, number of budget violations, and remaining files by
@@ -120,7 +120,7 @@ def soaked(
 def main() -> int:
     options = _options()
     with tempfile.TemporaryDirectory() as folder:
-        samples, outcomes, violations, left = soaked(options, Path(folder))
+        samples, outcomes, violations, left = run_soak(options, Path(folder))
     latest = MOST_WARM_UP * samples[-1][0]
     measured = [
         (at, counts)

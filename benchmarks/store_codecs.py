@@ -131,7 +131,7 @@ def texts(loaded: LoadedModel, options: argparse.Namespace) -> Iterator[tuple[in
 def probes_of(
     decoder: Decoder, ids: tuple[int, ...], request: tuple[int, ...], continued: int
 ) -> dict[str, Probe]:
-    """What is read over a cache of all but the last tokens of a text."""
+    """Last tokens of a text, which are read over a cache of those before."""
     length = len(ids) - continued
     start = length // 2
     recited = request + ids[start : start + CUE_TOKENS + continued]

@@ -1,4 +1,4 @@
-"""How a transform-coded cache spends its bytes: parts of a coded entry, and bits of its components.
+"""Bytes of a transform-coded cache by part of a coded entry, and bits of its components.
 
 A document is read and scored once, and held at one budget. Bits of components are the code lengths
 of the range coder's tables; positions, index and exact entries are counted as they are stored.

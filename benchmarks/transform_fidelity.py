@@ -37,7 +37,7 @@ from larder_bench.scoring.recorded_scores import (
     compared_full_bytes,
     forced_logits,
 )
-from larder_bench.studies.size_matching import search_budget
+from larder_bench.studies.target_size import search_budget
 
 KVZIP = "whole() > reconstruct() > global()"
 EXPECTED = "whole() > expected() > ada()"

@@ -45,7 +45,7 @@ class UntimedDisk(StoreDiskTier):
         return tokens * PROMPT_SECONDS
 
 
-def played(
+def replay(
     loaded: LoadedModel, eviction: str, options: argparse.Namespace, folder: Path
 ) -> dict[str, Any]:
     """Figures of all workflows under an eviction policy."""
@@ -113,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     loaded, rows = open_model(MODEL), list[dict[str, Any]]()
     for eviction in ("lru", "kvflow"):
         with tempfile.TemporaryDirectory() as folder:
-            row = {"eviction": eviction} | played(loaded, eviction, options, Path(folder))
+            row = {"eviction": eviction} | replay(loaded, eviction, options, Path(folder))
         rows.append(row)
         where = ", ".join(f"{tier} {row[tier]:.2f}" for tier in TIERS)
         print(f"{eviction:8} {where}; {row['again']:.2f} of all tokens read again", flush=True)

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from larder.core import BudgetError
-from larder_bench.studies.size_matching import TOLERANCE, TRIES, search_budget
+from larder_bench.studies.target_size import TOLERANCE, TRIES, search_budget
 
 MOST = 2000
 

@@ -69,7 +69,17 @@ def removal_status(client: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    "act", ["use_tools", "converse", "embed", "message", "fork", "carry", "leave", "intrude"]
+    "act",
+    [
+        "use_tools",
+        "use_conversation",
+        "embed",
+        "message",
+        "fork",
+        "copy_session",
+        "disconnect",
+        "use_wrong_key",
+    ],
 )
 def test_random_clients_are_answered(url: str, act: str) -> None:
     client_module, soak = import_module("_random_client"), import_module("soak")

@@ -129,7 +129,7 @@ class PrefillTokenBudget:
         return min(most, max(MIN_CHUNK_TOKENS, int(min(wanted, longest))))
 
     def _slowness(self, constant: float, per_token: float, per_pair: float) -> float:
-        """What slow chunks took, in estimates of their seconds; 1 at least."""
+        """Duration of slow chunks relative to its estimate; 1 at least."""
         tokens, cached, seconds = np.array(self._chunks, dtype=np.float64).T
         tokens = tokens / TOKENS
         estimates = constant + tokens * (per_token + per_pair * cached / CACHED)

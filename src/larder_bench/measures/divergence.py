@@ -28,7 +28,7 @@ from larder_bench.scoring.recorded_scores import (
 from larder_bench.studies.cells import Cell
 from larder_bench.studies.methods import PolicyMethod, QuestionScope
 from larder_bench.studies.model_context import ModelContext
-from larder_bench.studies.size_matching import BudgetFit, search_budget
+from larder_bench.studies.target_size import BudgetFit, search_budget
 
 
 @dataclass(frozen=True)

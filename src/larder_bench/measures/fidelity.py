@@ -24,7 +24,7 @@ from larder_bench.studies.cells import Cell
 from larder_bench.studies.exhibits import exhibit_rows
 from larder_bench.studies.methods import PolicyMethod, QuestionScope
 from larder_bench.studies.model_context import ModelContext
-from larder_bench.studies.size_matching import TargetSize, row_figures
+from larder_bench.studies.target_size import TargetSize, row_figures
 
 
 @dataclass(frozen=True)

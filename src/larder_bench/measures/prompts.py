@@ -31,7 +31,7 @@ from larder_bench.studies.cells import Cell
 from larder_bench.studies.methods import PolicyMethod
 from larder_bench.studies.model_context import ModelContext
 from larder_bench.studies.question_sequences import number_questions
-from larder_bench.studies.size_matching import TargetSize, row_figures
+from larder_bench.studies.target_size import TargetSize, row_figures
 from larder_bench.tasks.base import QuestionStyle
 
 Ids = tuple[int, ...]

@@ -29,7 +29,7 @@ from larder_bench.studies.cells import Cell
 from larder_bench.studies.methods import PolicyMethod, QuestionScope
 from larder_bench.studies.model_context import ModelContext
 from larder_bench.studies.question_sequences import ConversationReader
-from larder_bench.studies.size_matching import row_figures
+from larder_bench.studies.target_size import row_figures
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from larder_bench.studies.cells import Cell
 from larder_bench.studies.exhibits import exhibit_rows
 from larder_bench.studies.methods import ComparedMethod, QuestionScope
 from larder_bench.studies.model_context import ModelContext
-from larder_bench.studies.size_matching import TargetSize, matched_bytes, row_figures
+from larder_bench.studies.target_size import TargetSize, matched_bytes, row_figures
 from larder_bench.tasks.base import BenchTask, QuestionStyle
 
 

@@ -168,8 +168,8 @@ def chat_messages(items: Sequence[ConversationItem]) -> tuple[ChatMessage, ...]:
             if place is None or place in outputs:
                 raise _refused(
                     f"The function_call_output of {output['call_id'][:100]!r} answers no "
-                    "function_call before it, or one that another answers: send the items of the response too, "
-                    "or previous_response_id."
+                    "function_call before it, or one that another answers: send the items of the "
+                    "response too, or previous_response_id."
                 )
             outputs[place] = ChatMessage(TOOL_ROLE, output["output"])
         else:
