@@ -222,7 +222,7 @@ def shared_bytes(sessions: Iterable[SessionState]) -> int:
 
 def encode_session(session: SessionState) -> bytes:
     """A session as a session file."""
-    fingerprint = session.rule.runtime.decoder.spec.fingerprint
+    fingerprint = session.serving.runtime.decoder.spec.fingerprint
     return session_file.encode(session_file.take_snapshot(session), fingerprint)
 
 

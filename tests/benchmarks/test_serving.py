@@ -56,7 +56,7 @@ def test_answers_that_part_are_judged_by_the_two_best_logits() -> None:
         *said[1].prompt_ids,
         *said[1].answer_ids[:2],
     ]
-    cache, decoder = served.core.rule.empty_cache(), engine.loaded.decoder
+    cache, decoder = served.core.serving.empty_cache(), engine.loaded.decoder
     logits = decoder.forward_logits(
         [BatchSegment(cache, tuple(before))], Mode.APPEND, [len(before) - 1]
     )[0]

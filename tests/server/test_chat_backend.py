@@ -115,7 +115,7 @@ def test_a_message_longer_than_the_budget_is_read_in_blocks(small: LoadedModel) 
         served.step()
     long, _ = served.submit(told(2, 18), max_new_tokens=2)
     served.run()
-    assert long.told.prompt_tokens > 4 * served.core.rule.block
+    assert long.told.prompt_tokens > 4 * served.core.serving.block
     between = [after - before for before, after in zip(short.steps, short.steps[1:], strict=False)]
     assert max(between) <= 2
     assert served.core.ledger.used(Tier.HOST) > 0

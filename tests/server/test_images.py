@@ -101,7 +101,7 @@ def model_answer(name: str, session: SessionState, shades: list[int], tokens: in
     """Answer to the last prompt of a session by the model alone."""
     *past, last = session.turns
     ids = [t for turn in past for part in (turn.prompt_ids, turn.answer_ids) for t in part]
-    vocabulary = session.rule.runtime.decoder.vocab_size
+    vocabulary = session.serving.runtime.decoder.vocab_size
     real = [IMAGE if t >= vocabulary else t for t in (*ids, *last.prompt_ids)]
     pixels = [pixels_of(Image.open(BytesIO(file_of(shade)))) for shade in shades]
     given = ShadeProcessor(name, None).inputs(real, pixels)
@@ -144,7 +144,7 @@ def test_a_conversation_about_images(name: str, merges: list[int]) -> None:
     third = one.ask(turns)
     assert_answered(name, one, [10, 20, 30])
     assert merges == [2, 1] and third.told.cached_tokens > second.told.prompt_tokens
-    if not one.session().rule.can_truncate:
+    if not one.session().serving.can_truncate:
         return
     other = one.ask([one.message("Look with care: ", 11, " an", 20, "?")], "y").told
     assert other.cached_tokens == len("User: Look with care: ")

@@ -233,7 +233,7 @@ def test_few_tokens_of_prompts_are_read_between_tokens_of_answers(
     small: LoadedModel, policy: str, chunk: int | None
 ) -> None:
     served = Served(small, policy, prefill_chunk=chunk)
-    bound = chunk or served.core.rule.block
+    bound = chunk or served.core.serving.block
     quick = [served.submit(told(n, 1), max_new_tokens=60)[0] for n in range(2)]
     running = served.core.scheduler.running
     while len(running) < 2 or any(not job.answer.output_ids for job in running):

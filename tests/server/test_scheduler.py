@@ -85,7 +85,7 @@ def test_a_long_prompt_does_not_stop_answers(small: LoadedModel) -> None:
         served.step()
     long, _ = served.submit(told(2, 12))
     served.run()
-    assert long.told.prompt_tokens > 10 * served.core.rule.block
+    assert long.told.prompt_tokens > 10 * served.core.serving.block
     between = [after - before for before, after in zip(short.steps, short.steps[1:], strict=False)]
     assert max(between) <= 2  # a token may finish no character: text then comes with the next one
 
@@ -111,7 +111,7 @@ def test_a_second_tenant_reads_before_the_rest_of_a_flood(small: LoadedModel) ->
     other, _ = served.submit(told(5, 4), tenant="b", max_new_tokens=1)
     while other.report is None:
         served.step()
-    own = -(-other.told.prompt_tokens // served.core.rule.block) + 2  # and to end the turn
+    own = -(-other.told.prompt_tokens // served.core.serving.block) + 2  # and to end the turn
     assert served.core.scheduler.blocks <= 2 * own + 2
     assert all(client.report is None for client in flood)
     served.run()

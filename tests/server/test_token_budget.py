@@ -115,7 +115,7 @@ def test_chunks_shrink_to_hold_the_latency_as_the_prompt_grows(
 @pytest.mark.extended
 def test_a_prompt_alone_is_read_in_whole_blocks(small: LoadedModel) -> None:
     server = timed(small, 0.05)
-    block = server.served.core.rule.block
+    block = server.served.core.serving.block
     server.served.ask(told(2, 60), max_new_tokens=2)
     assert max(count for count, _ in server.chunks) == block
 

@@ -71,7 +71,7 @@ class AdminOperations:
         started = None if saved is None else self._tiers.take_started(session, saved)
         reservation, usage.is_running = None, True  # not a candidate for its own eviction
         try:
-            self._tiers.grant(session, self._backend_of(session.rule).idle_demand(session))
+            self._tiers.grant(session, self._backend_of(session.serving).idle_demand(session))
             if saved is not None:
                 reservation = self._tiers.host_room(session, saved.load_bytes)
         except BudgetError as error:

@@ -38,79 +38,85 @@ def check_demand(tenant: str, demand: MemoryDemand, reservations: DeviceReservat
 
 
 def chat_turn_demand(
-    rule: ServingPolicy, length: int, prompt: int, new_tokens: int, episodes: int
+    serving: ServingPolicy, length: int, prompt: int, new_tokens: int, episodes: int
 ) -> MemoryDemand:
     """Upper bound of the memory that a turn of a chat session takes.
 
     Args:
-        rule: the policy of the session.
+        serving: the policy of the session.
         length: tokens of the whole text once the prompt is read.
         prompt: new tokens among them.
         new_tokens: the longest answer.
         episodes: the number of caches that the session has.
     """
     whole = length + new_tokens + END_OF_TURN_TOKENS
-    idle_entries = min(whole, _idle_entries(rule))
-    active_entries = min(whole, _active_entries(rule))
-    device = rule.cache_demand(active_entries, whole, 0)
-    if _has_second_cache(rule, prompt + new_tokens):
-        device = _sum(device, rule.cache_demand(idle_entries, whole, 0))
-    rebuilt = rule.cache_demand(min(whole, _rebuild_entries(rule, length)), whole, 0)
-    transient = max(device.transient_bytes, rebuilt.transient_bytes) + _scratch_bytes(rule, whole)
-    nbytes = max(device.bytes, rebuilt.bytes) + _source_bytes(rule, whole)
-    return MemoryDemand(nbytes, transient, _host_bytes(rule, whole, idle_entries, episodes))
+    idle_entries = min(whole, _idle_entries(serving))
+    active_entries = min(whole, _active_entries(serving))
+    device = serving.cache_demand(active_entries, whole, 0)
+    if _has_second_cache(serving, prompt + new_tokens):
+        device = _sum(device, serving.cache_demand(idle_entries, whole, 0))
+    rebuilt = serving.cache_demand(min(whole, _rebuild_entries(serving, length)), whole, 0)
+    transient = max(device.transient_bytes, rebuilt.transient_bytes) + _scratch_bytes(
+        serving, whole
+    )
+    nbytes = max(device.bytes, rebuilt.bytes) + _source_bytes(serving, whole)
+    return MemoryDemand(nbytes, transient, _host_bytes(serving, whole, idle_entries, episodes))
 
 
-def _idle_entries(rule: ServingPolicy) -> int:
+def _idle_entries(serving: ServingPolicy) -> int:
     """Entries per head of a cache between two turns."""
-    return rule.tokens + _slots(rule) + _slack(rule)
+    return serving.tokens + _slots(serving) + _slack(serving)
 
 
-def _slots(rule: ServingPolicy) -> int:
-    return recall_slot_entries(rule.policy, rule.runtime.decoder.spec) + rule.policy.lag
+def _slots(serving: ServingPolicy) -> int:
+    return recall_slot_entries(serving.policy, serving.runtime.decoder.spec) + serving.policy.lag
 
 
-def _slack(rule: ServingPolicy) -> int:
-    excess = rule.policy.timing.excess()
+def _slack(serving: ServingPolicy) -> int:
+    excess = serving.policy.timing.excess()
     return 0 if excess is None else excess + GROWTH_TOKENS
 
 
-def _active_entries(rule: ServingPolicy) -> int:
+def _active_entries(serving: ServingPolicy) -> int:
     """Entries per head of a cache while it answers, page slots included."""
-    return rule.tokens + 2 * _slots(rule) + rule.block + GROWTH_TOKENS
+    return serving.tokens + 2 * _slots(serving) + serving.block + GROWTH_TOKENS
 
 
-def _rebuild_entries(rule: ServingPolicy, length: int) -> int:
+def _rebuild_entries(serving: ServingPolicy, length: int) -> int:
     """Entries per head of a cache that is rebuilt from its text."""
-    if not rule.policy.schedule.has_blocks:
+    if not serving.policy.schedule.has_blocks:
         return length
-    return rule.tokens + _slots(rule) + rule.block + GROWTH_TOKENS
+    return serving.tokens + _slots(serving) + serving.block + GROWTH_TOKENS
 
 
-def _has_second_cache(rule: ServingPolicy, tokens: int) -> bool:
+def _has_second_cache(serving: ServingPolicy, tokens: int) -> bool:
     """True if a turn of this many tokens needs a second cache on the device: a copy, or a new
     episode's."""
-    is_single = isinstance(rule.policy.session, Single)
-    return rule.evicts_while_decoding or not is_single or tokens + END_OF_TURN_TOKENS > rule.block
+    is_single = isinstance(serving.policy.session, Single)
+    return (
+        serving.evicts_while_decoding
+        or not is_single
+        or tokens + END_OF_TURN_TOKENS > serving.block
+    )
 
 
 def _sum(one: MemoryDemand, other: MemoryDemand) -> MemoryDemand:
     return MemoryDemand(one.bytes + other.bytes, max(one.transient_bytes, other.transient_bytes))
 
 
-def _scratch_bytes(rule: ServingPolicy, length: int) -> int:
+def _scratch_bytes(serving: ServingPolicy, length: int) -> int:
     """Bytes of one layer's keys and values beyond the cache, read to score the
     whole text at once."""
-    if rule.policy.schedule.has_blocks:
+    if serving.policy.schedule.has_blocks:
         return 0
-    spec = rule.runtime.decoder.spec
+    spec = serving.runtime.decoder.spec
     largest = max(layer.bytes_per_token(spec.dtype) for layer in spec.layers)
     return largest * (length + BLOCK_TOKENS)
 
 
-def _source_bytes(rule: ServingPolicy, length: int) -> int:
+def _source_bytes(serving: ServingPolicy, length: int) -> int:
     """Bytes of the inputs that keys and values are rebuilt from, and one layer of them twice."""
-    rebuilding, spec = rule.policy.rebuilding, rule.runtime.decoder.spec
+    rebuilding, spec = serving.policy.rebuilding, serving.runtime.decoder.spec
     if rebuilding is None:
         return 0
     layers = len(spec.layers) + 1 if rebuilding.source is RecomputeSource.EVERY else 2
@@ -119,15 +125,15 @@ def _source_bytes(rule: ServingPolicy, length: int) -> int:
     return length * row * UNDO_COPIES
 
 
-def _host_bytes(rule: ServingPolicy, length: int, idle_entries: int, episodes: int) -> int:
+def _host_bytes(serving: ServingPolicy, length: int, idle_entries: int, episodes: int) -> int:
     """Bytes of inactive caches, of offloaded entries and of their recall indexes."""
-    policy, spec = rule.policy, rule.runtime.decoder.spec
+    policy, spec = serving.policy, serving.runtime.decoder.spec
     count = 0
     if not isinstance(policy.session, Single):
         count = 2 * max(episodes + 1, MOST_EPISODES)
     elif episodes:
         count = 1
-    cache_bytes = count * rule.cache_demand(idle_entries, length, 0).bytes
+    cache_bytes = count * serving.cache_demand(idle_entries, length, 0).bytes
     if policy.recall is None:
         return cache_bytes
     offloaded = sum(layer.bytes_per_token(spec.dtype) for layer in budgeted_layers(policy, spec))

@@ -98,7 +98,7 @@ class EngineCore:
         self.engine, self.clock, self._wake = engine, clock, wake
         self.names, self.constraints = tuple(names) or (engine.loaded.name,), engine.constraints
         self.context = _context_tokens(engine, max_model_len)
-        self.rule = ServingPolicy.of(engine)
+        self.serving = ServingPolicy.of(engine)
         self._exact = self._exact_rule()
         self.ledger = ByteLedger(budgets)
         self.reservations = DeviceReservations(self.ledger)
@@ -224,14 +224,14 @@ class EngineCore:
 
     def open(self, tenant: str, name: str, turns: Sequence[ChatMessage]) -> SessionState:
         """Create a session, as `EngineClient.open`."""
-        session = self.sessions.open(tenant, name, self.rule)
+        session = self.sessions.open(tenant, name, self.serving)
         session.transcript.opening_messages = tuple(turns)
         return self._charged(session)
 
     def fork(self, tenant: str, name: str, new_name: str | None) -> SessionState:
         """Copy a session, as `EngineClient.fork`."""
         source = self.idle(tenant, name)
-        forked = self.sessions.fork(source, new_name, source.rule, len(source.turns))
+        forked = self.sessions.fork(source, new_name, source.serving, len(source.turns))
         forked.transcript.epoch = source.transcript.epoch
         if forked.turns:
             self.sessions.index_session(forked)
@@ -276,16 +276,16 @@ class EngineCore:
 
     def _resolved(self, request: Request) -> ResolvedSession:
         """The session that a request continues, at its newest state."""
-        rule = self.rule_of(request)
+        serving = self.serving_of(request)
         self.check_length(request.raw_prompt or "", *(turn.text for turn in request.turns))
-        resolved = self.sessions.resolve(request, rule)
+        resolved = self.sessions.resolve(request, serving)
         for _ in range(MAX_REFRESHES):
             try:
                 if not self._reloaded(resolved.session):
                     break
             except SessionUnreadableError as error:
                 self.restorer.restart_from_request(error, request)
-            resolved = self.sessions.resolve(request, rule)
+            resolved = self.sessions.resolve(request, serving)
         return resolved
 
     def _resolved_ephemeral(self, request: Request) -> ResolvedSession:
@@ -294,10 +294,10 @@ class EngineCore:
         if request.contexts:
             ids = self.contexts.prompt(request).ids
             request = replace(request, raw_prompt=request.turns[-1].text, raw_ids=ids)
-            return self.sessions.resolve_ephemeral(request, self.rule_of(request), None)
+            return self.sessions.resolve_ephemeral(request, self.serving_of(request), None)
         first = self._first_choices.get((request.tenant, request.choice_group))
         leader = None if first is None or request.prompt_logprobs else first.resolved
-        return self.sessions.resolve_ephemeral(request, self.rule_of(request), leader)
+        return self.sessions.resolve_ephemeral(request, self.serving_of(request), leader)
 
     def _with_contexts(self, request: Request) -> Request:
         """Request with known contexts: apart under a policy that reads them so, else as text."""
@@ -306,21 +306,21 @@ class EngineCore:
         request = self.contexts.resolved(request)
         self.check_length(*request.contexts, param="contexts")
         self.contexts.keep(request)
-        schedule = self.rule_of(request).policy.schedule
+        schedule = self.serving_of(request).policy.schedule
         return request if schedule.cache_form else self.contexts.as_message(request)
 
-    def rule_of(self, request: Request) -> ServingPolicy:
+    def serving_of(self, request: Request) -> ServingPolicy:
         """The policy that a request is answered under."""
-        return self._exact if request.exact or request.prompt_logprobs else self.rule
+        return self._exact if request.exact or request.prompt_logprobs else self.serving
 
-    def _backend_of(self, rule: ServingPolicy) -> SessionBackend:
+    def _backend_of(self, serving: ServingPolicy) -> SessionBackend:
         """Backend of the sessions under a policy."""
-        return self._chat if rule.is_chat else self._prefix
+        return self._chat if serving.is_chat else self._prefix
 
     def _exact_rule(self) -> ServingPolicy:
         """Policy of exact requests: the server's own where that is lossless."""
-        is_exact = not (self.rule.is_chat or self.rule.policy.schedule.cache_form)
-        return self.rule if is_exact else self.rule.exact()
+        is_exact = not (self.serving.is_chat or self.serving.policy.schedule.cache_form)
+        return self.serving if is_exact else self.serving.exact()
 
     def _new_tiers(self, eviction: str, disk: DiskTier) -> TierManager:
         """Memory tiers under the eviction policy of a name."""
@@ -338,7 +338,7 @@ class EngineCore:
 
     def _new_contexts(self) -> ContextPrompts:
         """Contexts of requests, with their chunks in host memory."""
-        rule = EVICTIONS.load(self.rule.policy.schedule.chunk_eviction)()
+        rule = EVICTIONS.load(self.serving.policy.schedule.chunk_eviction)()
         chunks = HostChunks(self.ledger, rule, _operations(self.engine))
         return ContextPrompts(self.engine.tokenizer, self.ledger, chunks)
 
@@ -361,13 +361,13 @@ class EngineCore:
 
     def _new_restorer(self) -> SessionRestorer:
         """Restorer of sessions under the policies of this engine core."""
-        rules = (self.rule,) if self._exact is self.rule else (self.rule, self._exact)
+        rules = (self.serving,) if self._exact is self.serving else (self.serving, self._exact)
         decoder = self.engine.loaded.decoder
         return SessionRestorer(decoder, self.sessions, self._persistence, rules, self._charged)
 
     def _idle_demand(self, session: SessionState) -> MemoryDemand:
         """Upper bound of the device memory of an idle session."""
-        return self._backend_of(session.rule).idle_demand(session)
+        return self._backend_of(session.serving).idle_demand(session)
 
     def _reloaded(self, session: SessionState) -> bool:
         """Reload a session if another server has written it since; true if it was reloaded."""
@@ -399,10 +399,10 @@ class EngineCore:
         if length >= self.context:
             raise context_length_exceeded(length, self.context)
         new_tokens = min(request.max_new_tokens, self.context - length)
-        rule = resolved.session.rule
-        self.images.check_policy(resolved.prompt_ids, rule)
-        backend = self._backend_of(rule)
-        demand = backend.turn_demand(rule, resolved.past_turns, length, new_tokens)
+        serving = resolved.session.serving
+        self.images.check_policy(resolved.prompt_ids, serving)
+        backend = self._backend_of(serving)
+        demand = backend.turn_demand(serving, resolved.past_turns, length, new_tokens)
         check_demand(request.tenant, demand, self.reservations)
         return RequestState(
             request=request,

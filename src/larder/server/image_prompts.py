@@ -121,15 +121,15 @@ class ImagePromptEncoder:
         spec = self._decoder.spec
         return len(ids) * spec.width * spec.dtype.itemsize
 
-    def check_policy(self, ids: Sequence[int], rule: ServingPolicy) -> None:
+    def check_policy(self, ids: Sequence[int], serving: ServingPolicy) -> None:
         """Check that sessions under a policy can hold a prompt.
 
         Raises:
             ApiError: 400: the prompt has images, and the policy evicts or forms episodes.
         """
-        if rule.is_chat and self.image_spans(ids).spans:
+        if serving.is_chat and self.image_spans(ids).spans:
             raise invalid_request(
-                f"The messages have images, but sessions under {rule} are read again by their "
+                f"The messages have images, but sessions under {serving} are read again by their "
                 "words: ask with kv_policy 'exact', or serve another policy, such as full.",
                 "messages",
             )

@@ -116,8 +116,8 @@ class LocalEngineClient(EngineClient):
             if request.constraint is not None:  # compiled here, so that the model's thread need not
                 core.constraints.matcher(request.constraint)
             take = partial(self._submit_now, request, listener, core.clock())
-            rule = core.rule_of(request)
-            ticket, absent = context.candidates.resolve_resident(request, rule, take)
+            serving = core.serving_of(request)
+            ticket, absent = context.candidates.resolve_resident(request, serving, take)
         except ApiError as error:
             core.refused.count(error.code)
             raise

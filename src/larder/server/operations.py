@@ -49,10 +49,10 @@ def models(context: EngineContext) -> tuple[ServedModel, ...]:
     core = context.core
     model = ServedModel(
         name=core.names[0],
-        policy=str(core.rule),
+        policy=str(core.serving),
         context_tokens=core.context,
         made=context.made,
-        budget_tokens=core.rule.budget_tokens,
+        budget_tokens=core.serving.budget_tokens,
         beyond_budget=beyond_budget(core.engine.policy, core.engine.loaded.decoder.spec),
         template_variables=core.engine.tokenizer.template_variables,
         takes_images=core.images.takes_images,

@@ -292,9 +292,9 @@ class RequestState(Ticket):
     def report(self, reason: str, now: float) -> Report:
         """Measurements of the request."""
         session, occupancy = self.session, self.session.residency.occupancy
-        per_head = occupancy.entries // max(1, session.rule.heads)
-        lost_entries = max(0, occupancy.read - per_head) if session.rule.is_limited else 0
-        merges, times = session.rule.merges, self.times
+        per_head = occupancy.entries // max(1, session.serving.heads)
+        lost_entries = max(0, occupancy.read - per_head) if session.serving.is_limited else 0
+        merges, times = session.serving.merges, self.times
         return Report(
             session=session.name,
             prompt_tokens=len(self.resolved.prompt_ids),
@@ -305,7 +305,7 @@ class RequestState(Ticket):
             evicted_tokens=0 if merges else lost_entries,
             merged_tokens=lost_entries if merges else 0,
             lossless=session.residency.is_lossless
-            and (self.contexts is None or session.rule.is_exact_with_contexts),
+            and (self.contexts is None or session.serving.is_exact_with_contexts),
             tier=self.counts.tier,
             reason=reason,
             wait_seconds=(now if times.started is None else times.started) - times.arrived,

@@ -99,7 +99,7 @@ class SessionIndex:
             raise session_busy(name)
         return found
 
-    def open(self, tenant: str, name: str | None, rule: ServingPolicy) -> SessionState:
+    def open(self, tenant: str, name: str | None, serving: ServingPolicy) -> SessionState:
         """Create a session; without a name, under a random one.
 
         Raises:
@@ -110,14 +110,14 @@ class SessionIndex:
             raise session_exists(name)
         self._count += 1
         now = self._clock()
-        session = SessionState(SessionIdentity(self._count, tenant, name, now), rule)
+        session = SessionState(SessionIdentity(self._count, tenant, name, now), serving)
         session.usage.last_used = now
         self._sessions[tenant, name] = session
         self._families[tenant, session.root][session.key] = session
         return session
 
     def fork(
-        self, source: SessionState, name: str | None, rule: ServingPolicy, exchanges: int
+        self, source: SessionState, name: str | None, serving: ServingPolicy, exchanges: int
     ) -> SessionState:
         """Create a session that begins with turns of another; without a name, as a numbered branch
         of it."""
@@ -128,7 +128,7 @@ class SessionIndex:
             candidate = branch_name(source.root, number)
             is_taken = self.has(source.tenant, candidate) or candidate in avoided
             name = None if is_taken else candidate
-        forked = self.open(source.tenant, name, rule)
+        forked = self.open(source.tenant, name, serving)
         forked.transcript.turns, forked.residency.origin = list(source.turns[:exchanges]), source
         forked.transcript.opening_messages = () if exchanges else source.transcript.opening_messages
         return forked
@@ -191,13 +191,13 @@ class SessionIndex:
             (each.usable_prefix_len(prompt_tokens), each.residency.is_resident, each.key, each)
             for each in self._prefixes.get(key, {}).values()
             if each is not session
-            and each.rule is session.rule
+            and each.serving is session.serving
             and (each.residency.is_lossless or each.root == session.root)
         ]
         usable, *_, best = max(ranked, default=(0, None))
         return best if usable else None
 
-    def resolve(self, request: Request, rule: ServingPolicy) -> ResolvedSession:
+    def resolve(self, request: Request, serving: ServingPolicy) -> ResolvedSession:
         """The session that a request continues; it is created if necessary.
 
         Raises:
@@ -206,13 +206,13 @@ class SessionIndex:
         """
         if request.raw_prompt is not None:
             messages, prompt_tokens = self._whole_prompt(request)
-            return ResolvedSession(self._create(request, rule), (), messages, prompt_tokens)
+            return ResolvedSession(self._create(request, serving), (), messages, prompt_tokens)
         if request.follows is not None:
-            return self._resolve_follows(request, rule)
-        return self._resolve_messages(request, rule)
+            return self._resolve_follows(request, serving)
+        return self._resolve_messages(request, serving)
 
     def resolve_ephemeral(
-        self, request: Request, rule: ServingPolicy, leader: ResolvedSession | None
+        self, request: Request, serving: ServingPolicy, leader: ResolvedSession | None
     ) -> ResolvedSession:
         """A session for one answer, which is removed with its request.
 
@@ -222,9 +222,9 @@ class SessionIndex:
         name = f"s-{secrets.token_hex(8)}"
         if leader is None:
             messages, prompt_tokens = self._whole_prompt(request)
-            session = self._provisional(self.open(request.tenant, name, rule))
+            session = self._provisional(self.open(request.tenant, name, serving))
             return ResolvedSession(session, (), messages, prompt_tokens)
-        forked = self.fork(leader.session, name, leader.session.rule, len(leader.past_turns))
+        forked = self.fork(leader.session, name, leader.session.serving, len(leader.past_turns))
         return replace(leader, session=self._provisional(forked))
 
     def _whole_prompt(self, request: Request) -> tuple[tuple[ChatMessage, ...], tuple[int, ...]]:
@@ -241,21 +241,21 @@ class SessionIndex:
         session.usage.is_provisional = True
         return session
 
-    def _create(self, request: Request, rule: ServingPolicy) -> SessionState:
+    def _create(self, request: Request, serving: ServingPolicy) -> SessionState:
         """Create a session, under the client's name if it is free."""
         name = request.session
         if name is not None and (request.tenant, name) in self._sessions:
-            return self._provisional(self.fork(self.find(request.tenant, name), None, rule, 0))
+            return self._provisional(self.fork(self.find(request.tenant, name), None, serving, 0))
         if name is None and request.routing_tag:
             name = f"s-{request.routing_tag}-{secrets.token_hex(8)}"
-        return self._provisional(self.open(request.tenant, name, rule))
+        return self._provisional(self.open(request.tenant, name, serving))
 
-    def _resolve_follows(self, request: Request, rule: ServingPolicy) -> ResolvedSession:
+    def _resolve_follows(self, request: Request, serving: ServingPolicy) -> ResolvedSession:
         name = str(request.follows)
         session = self.find(request.tenant, name)
         last = session.turns[-1:]
         is_same = bool(last) and self._is_same_request(last[0], request, request.turns)
-        if is_same and session.rule is rule:
+        if is_same and session.serving is serving:
             return ResolvedSession(session, repeated_turn=last[0])
         self.idle(request.tenant, name)
         turns = (
@@ -263,14 +263,14 @@ class SessionIndex:
         )
         past_turns = tuple(session.turns)
         prompt_tokens = self.prompt_ids(past_turns, turns, request.images)
-        if session.rule is not rule:
-            session = self._provisional(self.fork(session, None, rule, len(past_turns)))
+        if session.serving is not serving:
+            session = self._provisional(self.fork(session, None, serving, len(past_turns)))
         return ResolvedSession(session, past_turns, turns, prompt_tokens)
 
-    def _resolve_messages(self, request: Request, rule: ServingPolicy) -> ResolvedSession:
+    def _resolve_messages(self, request: Request, serving: ServingPolicy) -> ResolvedSession:
         candidates = self.candidates(request)
-        best, match = self._best(candidates, request, rule)
-        if best is not None and self._is_repeated(best, match, request, rule):
+        best, match = self._best(candidates, request, serving)
+        if best is not None and self._is_repeated(best, match, request, serving):
             return ResolvedSession(best, repeated_turn=best.turns[-1])
         waiting = [each for each in candidates if each.usage.is_answering]
         is_whole = best is not None and match.exchanges == len(best.turns)
@@ -280,24 +280,24 @@ class SessionIndex:
         past_turns = tuple(best.turns[:exchanges]) if best is not None else ()
         prompt_tokens = self.prompt_ids(past_turns, match.new_messages, request.images)
         if best is None or (not exchanges and self._is_free(request)):
-            return ResolvedSession(self._create(request, rule), (), request.turns, prompt_tokens)
-        if not is_whole or best.usage.is_answering or best.rule is not rule:
-            best = self._provisional(self.fork(best, None, rule, exchanges))
+            return ResolvedSession(self._create(request, serving), (), request.turns, prompt_tokens)
+        if not is_whole or best.usage.is_answering or best.serving is not serving:
+            best = self._provisional(self.fork(best, None, serving, exchanges))
         return ResolvedSession(best, past_turns, match.new_messages, prompt_tokens)
 
-    def branch_root(self, request: Request, rule: ServingPolicy) -> str | None:
+    def branch_root(self, request: Request, serving: ServingPolicy) -> str | None:
         """Root of the session that a request branches from; None if it creates no branch."""
         name = request.follows or request.session
         if request.follows is not None or request.raw_prompt is not None:
             known = None if name is None else self._sessions.get((request.tenant, name))
-            if known is None or (request.follows is not None and known.rule is rule):
+            if known is None or (request.follows is not None and known.serving is serving):
                 return None
             return known.root
-        best, match = self._best(self.candidates(request), request, rule)
+        best, match = self._best(self.candidates(request), request, serving)
         is_first = not match.exchanges and self._is_free(request)
-        if best is None or is_first or self._is_repeated(best, match, request, rule):
+        if best is None or is_first or self._is_repeated(best, match, request, serving):
             return None
-        is_whole = match.exchanges == len(best.turns) and best.rule is rule
+        is_whole = match.exchanges == len(best.turns) and best.serving is serving
         return None if is_whole and not best.usage.is_answering else best.root
 
     def _is_free(self, request: Request) -> bool:
@@ -319,14 +319,14 @@ class SessionIndex:
         )
 
     def _best(
-        self, candidates: list[SessionState], request: Request, rule: ServingPolicy
+        self, candidates: list[SessionState], request: Request, serving: ServingPolicy
     ) -> tuple[SessionState | None, PrefixMatch]:
         """Session with the longest match; of equal ones, one that the messages continue."""
         best, rank, found = None, (-1, False, False, 0), PrefixMatch(0, request.turns)
         for each in candidates:
             match = match_prefix(each.turns, request.turns)
             is_whole = match.exchanges == len(each.turns)
-            is_again = self._is_repeated(each, match, request, rule)
+            is_again = self._is_repeated(each, match, request, serving)
             candidate_rank = (
                 match.exchanges,
                 is_again or is_whole,
@@ -338,10 +338,10 @@ class SessionIndex:
         return best, found
 
     def _is_repeated(
-        self, session: SessionState, match: PrefixMatch, request: Request, rule: ServingPolicy
+        self, session: SessionState, match: PrefixMatch, request: Request, serving: ServingPolicy
     ) -> bool:
         """True if the request equals the last one of the session, under the same policy."""
-        if session.rule is not rule or match.exchanges != len(session.turns) - 1:
+        if session.serving is not serving or match.exchanges != len(session.turns) - 1:
             return False
         return self._is_same_request(session.turns[-1], request, match.new_messages)
 

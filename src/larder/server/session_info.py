@@ -189,8 +189,8 @@ def session_status(session: SessionState) -> str:
 def session_info(session: SessionState) -> SessionInfo:
     """Summary of a session in memory."""
     residency = session.residency
-    held, rule = residency.occupancy, session.rule
-    kept = held.entries // max(1, rule.heads) if rule.is_limited else held.read
+    held, serving = residency.occupancy, session.serving
+    kept = held.entries // max(1, serving.heads) if serving.is_limited else held.read
     lost = max(0, held.read - kept)
     return SessionInfo(
         name=session.name,
@@ -204,16 +204,16 @@ def session_info(session: SessionState) -> SessionInfo:
             "disk": 0 if residency.saved_cache is None else residency.saved_cache.nbytes,
         },
         kept_tokens=kept,
-        evicted_tokens=0 if rule.merges else lost,
-        merged_tokens=lost if rule.merges else 0,
+        evicted_tokens=0 if serving.merges else lost,
+        merged_tokens=lost if serving.merges else 0,
         lossless=residency.is_lossless,
         pinned=session.usage.is_pinned,
         epoch=session.transcript.epoch,
         made=session.identity.created,
         last_used=session.usage.last_used,
         durable=session.is_durable,
-        held_tokens=_max_cache_entries(session) // max(1, rule.heads),
-        budget_tokens=rule.budget_tokens,
+        held_tokens=_max_cache_entries(session) // max(1, serving.heads),
+        budget_tokens=serving.budget_tokens,
     )
 
 
@@ -310,7 +310,7 @@ def _episodes(session: SessionState) -> tuple[EpisodeInfo, ...]:
         EpisodeInfo(
             number=number,
             is_active=number == caches.active_number,
-            kept_tokens=usage.entries // max(1, session.rule.heads),
+            kept_tokens=usage.entries // max(1, session.serving.heads),
             segments=segments[number],
             about=about[number],
             tier="device" if number == caches.active_number else "host",

@@ -265,11 +265,11 @@ class SessionState:
     """State of one session. For the model's thread.
 
     Args:
-        rule: policy of its caches.
+        serving: policy of its caches.
     """
 
     identity: SessionIdentity
-    rule: ServingPolicy
+    serving: ServingPolicy
     transcript: Transcript = field(default_factory=Transcript)
     residency: Residency = field(default_factory=Residency)
     durability: SessionDurability = field(default_factory=SessionDurability)
@@ -315,7 +315,7 @@ class SessionState:
     def usable_prefix_len(self, wanted: Sequence[int]) -> int:
         """Tokens of a text that its cache can be used for; never the last one, which is always
         read."""
-        if self.rule.is_chat:  # chat caches are extended by turns, not by tokens
+        if self.serving.is_chat:  # chat caches are extended by turns, not by tokens
             return 0
         residency = self.residency
         read, settled = residency.cached_ids, residency.settled_tokens
@@ -327,11 +327,11 @@ class SessionState:
         common = min(common_prefix_len(read, wanted), len(wanted) - 1)
         if common == len(read):
             return common
-        return common if self.rule.can_truncate and common >= settled else 0
+        return common if self.serving.can_truncate and common >= settled else 0
 
     def update_occupancy(self) -> None:
         """Record the cache's occupancy; after every turn."""
         residency, cache = self.residency, self.residency.active
         assert cache is not None
-        residency.is_lossless = not residency.is_coded and self.rule.is_lossless(cache)
-        residency.chat_occupancy = self.rule.occupancy(cache)
+        residency.is_lossless = not residency.is_coded and self.serving.is_lossless(cache)
+        residency.chat_occupancy = self.serving.occupancy(cache)

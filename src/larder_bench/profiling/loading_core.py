@@ -30,7 +30,7 @@ class LoadingCore(EngineCore):
             self.restorer.restore,
             self.restorer,
         )
-        return loader.resolve_resident(request, self.rule_of(request), submit)
+        return loader.resolve_resident(request, self.serving_of(request), submit)
 
     def announce(self, tenant: str, steps: Mapping[str, int]) -> tuple[str, ...]:
         for name in super().announce(tenant, steps):

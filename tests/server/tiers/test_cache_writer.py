@@ -317,7 +317,7 @@ def test_a_cache_is_made_as_small_as_its_policy_wants(small: LoadedModel, tmp_pa
     turns = talk(stored)
     talk(never)
     session = stored.core.find("a", "x")
-    before, bound = session.residency.occupancy, session.rule.heads * session.rule.tokens
+    before, bound = session.residency.occupancy, session.serving.heads * session.serving.tokens
     assert before.entries <= bound, "at rest it is as small as its budget already"
     done = stored.core.admin.compact(stored.core.idle("a", "x"))
     stored.run()

@@ -239,7 +239,7 @@ def test_who_leaves_while_it_waits_for_memory_leaves_nothing_there(
 def host_need(served: Served) -> int:
     """What a turn may ask of host memory."""
     [session] = served.core.sessions
-    return chat_turn_demand(session.rule, session.transcript.tokens + 64, 32, 5, 4).host
+    return chat_turn_demand(session.serving, session.transcript.tokens + 64, 32, 5, 4).host
 
 
 @pytest.mark.extended

@@ -215,7 +215,7 @@ def test_a_session_that_is_prefetched_makes_no_other_leave_memory(
     stored.ask(told(1, 20), "y", tenant="b")
     tiers.drop(core.sessions.find("b", "y"))
     core.ledger.lower(Tier.HOST, core.ledger.used(Tier.HOST))
-    loaded = core.sessions.open("a", "x", core.rule)
+    loaded = core.sessions.open("a", "x", core.serving)
     loaded.transcript.opening_messages = (user("Why?"),)
     with tiers.evicting_only("a"):
         assert not tiers.charge_transcript(loaded)

@@ -57,7 +57,7 @@ def reserved_bytes(served: Served) -> int:
 
 
 def entry_bytes(served: Served) -> int:
-    spec = served.core.rule.runtime.decoder.spec
+    spec = served.core.serving.runtime.decoder.spec
     return sum(each.bytes_per_token(spec.dtype) + 4 for each in spec.layers)  # and a position
 
 

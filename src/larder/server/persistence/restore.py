@@ -140,9 +140,9 @@ class SessionRestorer:
         usage.answered = float(stored.labels.get(ANSWERED_LABEL, 0.0))
         usage.think_times.extend(map(float, stored.labels.get(PAUSES_LABEL, "").split()))
         usage.is_pinned = stored.labels.get(PINNED_LABEL) == YES
-        for rule in self._rules:
-            if stored.saved_cache is not None and str(rule.policy) == stored.policy:
-                session.rule, session.residency.saved_cache = rule, stored.saved_cache
+        for serving in self._rules:
+            if stored.saved_cache is not None and str(serving.policy) == stored.policy:
+                session.serving, session.residency.saved_cache = serving, stored.saved_cache
                 session.residency.is_lossless = stored.saved_cache.is_lossless
                 break
         return self._charge(session)
@@ -190,7 +190,7 @@ class CandidateLoader:
             yield
 
     def resolve_resident(
-        self, request: Request, rule: ServingPolicy, take: Callable[[], Result]
+        self, request: Request, serving: ServingPolicy, take: Callable[[], Result]
     ) -> Result:
         """Load all sessions that a request may continue, then return the result of `take`.
 
@@ -207,7 +207,7 @@ class CandidateLoader:
         with self._residency_locks.hold(tenant, *named):
             results = list[Result]()  # one call of the model's thread suffices if all are in memory
             missing = self._call(
-                lambda: self._resolve_if_resident(request, rule, named, take, results)
+                lambda: self._resolve_if_resident(request, serving, named, take, results)
             )
             failed = [name for name in missing if not self._load_named(request, name)]
             if results:
@@ -215,7 +215,7 @@ class CandidateLoader:
             names = [name for name in self._names(request) if name not in failed]
             with self._residency_locks.hold(tenant, *names):
                 self.restore_candidates(tenant, names)
-                root = self._call(lambda: self._branch_root(request, rule, take, results))
+                root = self._call(lambda: self._branch_root(request, serving, take, results))
                 if root is None:
                     return results[0]
                 with self._residency_locks.hold(tenant, root):
@@ -267,7 +267,7 @@ class CandidateLoader:
     def _resolve_if_resident(
         self,
         request: Request,
-        rule: ServingPolicy,
+        serving: ServingPolicy,
         named: Sequence[str],
         take: Callable[[], Any],
         results: list[Any],
@@ -279,15 +279,15 @@ class CandidateLoader:
         is_looked_for = request.is_nameless or request.session is not None
         if missing or (is_looked_for and not sessions.has_exact_match(request)):
             return missing
-        self._branch_root(request, rule, take, results)
+        self._branch_root(request, serving, take, results)
         return []
 
     def _branch_root(
-        self, request: Request, rule: ServingPolicy, take: Callable[[], Any], results: list[Any]
+        self, request: Request, serving: ServingPolicy, take: Callable[[], Any], results: list[Any]
     ) -> str | None:
         """The root of the session that a request branches from; without a branch the request is
         resolved. On the thread that owns the sessions."""
-        root = self._sessions.branch_root(request, rule)
+        root = self._sessions.branch_root(request, serving)
         if root is None:
             results.append(take())
         return root

@@ -40,7 +40,7 @@ class SessionBackend(ABC):
 
     @abstractmethod
     def turn_demand(
-        self, rule: ServingPolicy, turns: Sequence[CompletedTurn], length: int, new_tokens: int
+        self, serving: ServingPolicy, turns: Sequence[CompletedTurn], length: int, new_tokens: int
     ) -> MemoryDemand:
         """Upper bound of the memory of a turn that starts from text alone.
 
@@ -115,7 +115,7 @@ class SessionBackend(ABC):
 
     def tail_tokens(self, job: RequestState) -> int:
         """Most tokens of several ends of prompts that one decode step reads."""
-        return min(SHORT_TAIL_TOKENS, job.session.rule.block)
+        return min(SHORT_TAIL_TOKENS, job.session.serving.block)
 
     @abstractmethod
     def on_step(self, job: RequestState, plans: int) -> None:
@@ -151,7 +151,7 @@ class SessionBackend(ABC):
         if job.answer.stream is None:
             decode, request = self._tokenizer.decode, job.request
             job.answer.stream = AnswerText(decode, request.stop, job.listener)
-            vocabulary = job.session.rule.runtime.decoder.vocab_size
+            vocabulary = job.session.serving.runtime.decoder.vocab_size
             # The ids of image tokens are none of the model's.
             prompt_ids = [token for token in job.resolved.prompt_ids if token < vocabulary]
             job.answer.sampler = TokenSampler(request.sampling, prompt_ids, job.matcher)

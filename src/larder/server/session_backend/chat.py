@@ -53,12 +53,12 @@ class ChatBackend(SessionBackend):
         self._prefill = ChatPrefill(tokenizer, tiers.disk)
 
     def turn_demand(
-        self, rule: ServingPolicy, turns: Sequence[CompletedTurn], length: int, new_tokens: int
+        self, serving: ServingPolicy, turns: Sequence[CompletedTurn], length: int, new_tokens: int
     ) -> MemoryDemand:
-        return chat_turn_demand(rule, length, length - num_tokens(turns), new_tokens, 0)
+        return chat_turn_demand(serving, length, length - num_tokens(turns), new_tokens, 0)
 
     def idle_demand(self, session: SessionState) -> MemoryDemand:
-        return chat_turn_demand(session.rule, session.residency.occupancy.read, 0, 0, 1)
+        return chat_turn_demand(session.serving, session.residency.occupancy.read, 0, 0, 1)
 
     def start(self, job: RequestState) -> None:
         resolved = job.resolved
@@ -78,7 +78,9 @@ class ChatBackend(SessionBackend):
         )
         self._grant(
             session,
-            chat_turn_demand(session.rule, length, length - past_tokens, job.new_tokens, episodes),
+            chat_turn_demand(
+                session.serving, length, length - past_tokens, job.new_tokens, episodes
+            ),
         )
         if held is None:
             job.counts.tier = self._copy_from_origin(job)
@@ -96,7 +98,7 @@ class ChatBackend(SessionBackend):
             self._count_cached(job, num_tokens(resolved.past_turns[:num_turns]))
         job.counts.recomputed = past_tokens - job.prefill.cached_len
         unread = len(resolved.prompt_ids) - job.prefill.cached_len
-        job.prefill.estimated_blocks = unread // session.rule.block
+        job.prefill.estimated_blocks = unread // session.serving.block
         job.prefill.steps = self._prefill.steps(job)
 
     def prefill_block(self, job: RequestState) -> int:
@@ -111,7 +113,7 @@ class ChatBackend(SessionBackend):
             prefill.steps = None
             self._start_answer(job)
         self._check(job)
-        return job.session.rule.block
+        return job.session.serving.block
 
     def restart_prefill(self, job: RequestState) -> None:
         answer = job.answer
@@ -243,7 +245,7 @@ class ChatBackend(SessionBackend):
         session, past_tokens = job.session, num_tokens(job.resolved.past_turns)
         for each in (session, session.residency.origin):
             saved = None if each is None else each.residency.saved_cache
-            if each is not None and saved is not None and each.rule is session.rule:
+            if each is not None and saved is not None and each.serving is session.serving:
                 if saved.tokens <= past_tokens:
                     return each
         return None
@@ -272,7 +274,7 @@ class ChatBackend(SessionBackend):
         residency.origin = None
         if origin is None or origin.residency.chat_cache is None or origin.usage.is_running:
             return "none"
-        if origin.rule is not session.rule:
+        if origin.serving is not session.serving:
             return "none"
         copied = origin.residency.chat_cache.copy_before(len(job.resolved.past_turns))
         residency.resident_caches = None if copied is None else ChatCaches(copied)

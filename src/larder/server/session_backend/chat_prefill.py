@@ -43,7 +43,7 @@ class ChatPrefill:
         if chat_cache is None:
             chat_cache = yield from self._rebuild(job)
             residency.resident_caches = ChatCaches(chat_cache)
-            if job.counts.recomputed > session.rule.block:  # short prefills are slower per token
+            if job.counts.recomputed > session.serving.block:  # short prefills are slower per token
                 self._disk.note_reading(job.counts.recomputed, prefill.seconds)
         else:
             chat_cache.refresh_meter = PeakMemoryMeter()
@@ -77,12 +77,12 @@ class ChatPrefill:
 
     def _rebuild(self, job: RequestState) -> Generator[object, None, ChatCache]:
         """Rebuild the caches from the transcript."""
-        session, runtime = job.session, job.session.rule.runtime
+        session, runtime = job.session, job.session.serving.runtime
         log = self._log(job)
         before = replace(log, turns=log.turns[: session.residency.rebuilt_turns])
         session.residency.position_maps = PositionMaps()
         meter, source = PeakMemoryMeter(), before.prefill_input(before.transcript(self._tokenizer))
-        memory = yield from prefill_memory_steps(runtime, source, session.rule.policy, {}, meter)
+        memory = yield from prefill_memory_steps(runtime, source, session.serving.policy, {}, meter)
         chat_cache = ChatCache(runtime, ChatState(memory, before))
         chat_cache.refresh_meter = meter
         yield from self._catch_up(job, chat_cache)
@@ -153,8 +153,8 @@ class ChatPrefill:
         Args:
             room: tokens of the whole turn.
         """
-        active_turn, block = chat_cache.open_turn(question), session.rule.block
-        if len(prompt) > budget_tokens(session.rule.policy):
+        active_turn, block = chat_cache.open_turn(question), session.serving.block
+        if len(prompt) > budget_tokens(session.serving.policy):
             active_turn = yield from chat_cache.open_turn_prefilled(active_turn, prompt[:-block])
             prompt = prompt[-block:]
         active_turn.reader.reserve(room)

@@ -113,7 +113,7 @@ def restore_chat(
         Damaged: caches and record do not match the transcript; the session is unchanged.
     """
     residency = session.residency
-    decoded, rule = _parsed(beside), session.rule
+    decoded, serving = _parsed(beside), session.serving
     try:
         base, episode = int(decoded["base"]), int(decoded["episode"])
         position_maps = PositionMaps(
@@ -129,9 +129,9 @@ def restore_chat(
         ) from error
     if not (session.turns and 0 <= episode < len(caches) and 0 <= base <= len(session.turns)):
         raise Damaged("The chat state beside the caches does not match them: discard it.")
-    log = session_log(session.root, session.turns, rule.runtime.tokenizer)
-    state = restore_chat_state(data, ids, caches, rule.runtime, rule.policy, log, 0.0)
-    residency.resident_caches = ChatCaches(ChatCache(rule.runtime, state))
+    log = session_log(session.root, session.turns, serving.runtime.tokenizer)
+    state = restore_chat_state(data, ids, caches, serving.runtime, serving.policy, log, 0.0)
+    residency.resident_caches = ChatCaches(ChatCache(serving.runtime, state))
     residency.rebuilt_turns, residency.episode = base, episode
     residency.position_maps = position_maps
 

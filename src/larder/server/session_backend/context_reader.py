@@ -22,9 +22,9 @@ class ContextReader:
 
     def nbytes_beside(self, job: RequestState) -> int:
         """Upper bound of the bytes beside the cache while contexts are read."""
-        rule = job.session.rule
-        count = rule.runtime.decoder.spec.full_bytes(len(job.resolved.prompt_ids))
-        return rule.policy.schedule.context_copies * count
+        serving = job.session.serving
+        count = serving.runtime.decoder.spec.full_bytes(len(job.resolved.prompt_ids))
+        return serving.policy.schedule.context_copies * count
 
     def begin(self, job: RequestState) -> None:
         """Make the steps of a request's prefill."""
@@ -49,10 +49,10 @@ class ContextReader:
         session, text = job.session, job.contexts
         cache = session.residency.active
         assert text is not None and cache is not None
-        schedule, ids = session.rule.policy.schedule, job.resolved.prompt_ids
+        schedule, ids = session.serving.policy.schedule, job.resolved.prompt_ids
         # The question and the end of the template follow the last context.
         text = replace(text, suffix=text.suffix[:-1])
-        reader = session.rule.reader(len(ids))
+        reader = session.serving.reader(len(ids))
         sequence, source = PrefillSequence(cache, {}), self._contexts.source(session.tenant)
         reuse = yield from schedule.context_steps(reader, sequence, text, source)
         session.residency.cached_ids.extend(ids[:-1])

@@ -66,7 +66,7 @@ class ImageReader:
         Raises:
             ApiError: 400: an image of the block is in no message of the request.
         """
-        cache, decoder = job.cache, job.session.rule.runtime.decoder
+        cache, decoder = job.cache, job.session.serving.runtime.decoder
         start = cache.next_position
         part = self._part_at(job, start)
         if part is None:

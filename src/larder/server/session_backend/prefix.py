@@ -62,13 +62,13 @@ class PrefixBackend(SessionBackend):
         self._contexts = ContextReader(contexts)
 
     def turn_demand(
-        self, rule: ServingPolicy, turns: Sequence[CompletedTurn], length: int, new_tokens: int
+        self, serving: ServingPolicy, turns: Sequence[CompletedTurn], length: int, new_tokens: int
     ) -> MemoryDemand:
-        return rule.lossless_turn_demand(CacheOccupancy(), length, new_tokens)
+        return serving.lossless_turn_demand(CacheOccupancy(), length, new_tokens)
 
     def idle_demand(self, session: SessionState) -> MemoryDemand:
         occupancy = session.residency.occupancy
-        return session.rule.lossless_turn_demand(occupancy, occupancy.read, 0)
+        return session.serving.lossless_turn_demand(occupancy, occupancy.read, 0)
 
     def start(self, job: RequestState) -> None:
         session = job.session
@@ -149,7 +149,7 @@ class PrefixBackend(SessionBackend):
         session, block = job.session, job.prefill.block
         cache = session.residency.active
         assert cache is not None
-        reader = session.rule.reader(len(job.resolved.prompt_ids))
+        reader = session.serving.reader(len(job.resolved.prompt_ids))
         started = perf_counter() - self._token_budget.interrupted_seconds
         beside = 0
         cache.reserve(len(block))
@@ -157,7 +157,7 @@ class PrefixBackend(SessionBackend):
             self._read_scored(job, cache, block)
         else:
             beside = self._image_reader.read(job, reader, block)
-        if 2 * len(block) > self._block(session.rule):  # short prefills are slower per token
+        if 2 * len(block) > self._block(session.serving):  # short prefills are slower per token
             seconds = perf_counter() - self._token_budget.interrupted_seconds - started
             self._tiers.disk.note_reading(len(block), seconds)
         return self._count_block(job, max(cache.nbytes, reader.meter.peak_bytes) + beside)
@@ -169,7 +169,7 @@ class PrefixBackend(SessionBackend):
             return []
         room -= len(job.prefill.block)
         for each in others:
-            is_alike = each.backend is self and each.session.rule is job.session.rule
+            is_alike = each.backend is self and each.session.serving is job.session.serving
             if is_alike and self._reads_plainly(each, room):
                 room -= len(each.prefill.block)
                 found.append(each)
@@ -181,7 +181,7 @@ class PrefixBackend(SessionBackend):
             block = job.prefill.block
             job.cache.reserve(len(block))
             rows.append(BatchSegment(job.cache, block, append_kind=AppendKind.TEXT))
-        jobs[0].session.rule.runtime.decoder.read(rows, Mode.APPEND)
+        jobs[0].session.serving.runtime.decoder.read(rows, Mode.APPEND)
 
     def finish_block(self, job: RequestState) -> int:
         return self._count_block(job, job.cache.nbytes)
@@ -206,13 +206,13 @@ class PrefixBackend(SessionBackend):
 
     def _is_plain(self, job: RequestState) -> bool:
         """True if a prompt is text, under a policy that neither observes nor scores it."""
-        if job.request.prompt_logprobs or job.session.rule.is_limited:
+        if job.request.prompt_logprobs or job.session.serving.is_limited:
             return False
         return not self._image_reader.has_images(job)
 
     def _read_scored(self, job: RequestState, cache: SequenceCache, block: tuple[int, ...]) -> None:
         """Read a block, and send the log-probabilities of the tokens that it predicts."""
-        decoder, ids = job.session.rule.runtime.decoder, job.resolved.prompt_ids
+        decoder, ids = job.session.serving.runtime.decoder, job.resolved.prompt_ids
         start, scored = cache.next_position, job.prefill.scored_len
         row = BatchSegment(cache, block, append_kind=AppendKind.TEXT)
         logits = decoder.forward_logits([row], Mode.APPEND, range(len(block)))
@@ -225,7 +225,7 @@ class PrefixBackend(SessionBackend):
     def restart_prefill(self, job: RequestState) -> None:
         session = job.session
         residency = session.residency
-        residency.resident_caches = self._caches(session, session.rule.empty_cache())
+        residency.resident_caches = self._caches(session, session.serving.empty_cache())
         residency.cached_ids = array(TOKEN_TYPECODE)
         residency.settled_tokens = 0
         self._tiers.shares.note(session)
@@ -247,7 +247,7 @@ class PrefixBackend(SessionBackend):
         return min(super().tail_tokens(job), self._limit(job))
 
     def step_tokens(self, job: RequestState) -> int:
-        return min(self._block(job.session.rule), REPLAYED_TOKENS)
+        return min(self._block(job.session.serving), REPLAYED_TOKENS)
 
     def on_step(self, job: RequestState, plans: int) -> None:
         session = job.session
@@ -278,7 +278,7 @@ class PrefixBackend(SessionBackend):
         session, cache = job.session, job.session.residency.active
         residency = session.residency
         mark = self._own_len(job)
-        can_undo = session.rule.can_truncate and cache is not None and mark > 0
+        can_undo = session.serving.can_truncate and cache is not None and mark > 0
         can_undo = can_undo and self._tiers.shares.can_truncate(session, mark)
         if cache is None or not can_undo or mark < residency.settled_tokens:
             self._tiers.drop(session)
@@ -295,13 +295,13 @@ class PrefixBackend(SessionBackend):
         cached = session.residency.cached_ids[: job.prefill.cached_len]
         return common_prefix_len(cached, session.transcript.ids)
 
-    def _block(self, rule: ServingPolicy) -> int:
-        return rule.block if self._chunk_tokens is None else min(rule.block, self._chunk_tokens)
+    def _block(self, serving: ServingPolicy) -> int:
+        return serving.block if self._chunk_tokens is None else min(serving.block, self._chunk_tokens)
 
     def _limit(self, job: RequestState) -> int:
         """Most tokens of the next block of a request."""
         read = len(job.session.residency.cached_ids)
-        return self._token_budget.limit(read, self._block(job.session.rule))
+        return self._token_budget.limit(read, self._block(job.session.serving))
 
     def _size_block(self, job: RequestState) -> None:
         """Size the next block by the token budget, where it is plain text."""
@@ -310,9 +310,9 @@ class PrefixBackend(SessionBackend):
 
     def _split_prefill(self, job: RequestState, text: tuple[int, ...]) -> None:
         prefill, session = job.prefill, job.session
-        block = self._block(session.rule)
+        block = self._block(session.serving)
         if job.request.prompt_logprobs:  # all logits of a block are there at once
-            vocab_size = session.rule.runtime.decoder.vocab_size
+            vocab_size = session.serving.runtime.decoder.vocab_size
             block = min(block, max(1, LOGITS_CHUNK // vocab_size))
             if not prefill.scored_len:
                 prefill.scored_len = 1
@@ -401,7 +401,7 @@ class PrefixBackend(SessionBackend):
         """Start with an empty cache, in memory that is reserved."""
         residency = session.residency
         residency.origin = None
-        residency.resident_caches = self._caches(session, session.rule.empty_cache())
+        residency.resident_caches = self._caches(session, session.serving.empty_cache())
         residency.cached_ids = array(TOKEN_TYPECODE)
         residency.settled_tokens = 0
         residency.is_coded, residency.is_lossless = False, True
@@ -463,14 +463,14 @@ class PrefixBackend(SessionBackend):
 
     def _caches(self, session: SessionState, cache: SequenceCache) -> PrefixCaches:
         """A cache on the device, as the only one of a session."""
-        spec = session.rule.runtime.decoder.spec
+        spec = session.serving.runtime.decoder.spec
         return PrefixCaches(SessionCaches.of_active(spec, cache))
 
     def _source(self, job: RequestState) -> SessionState | None:
         """Session with the longest common prefix, the fork's origin or a shareable one."""
         session, origin = job.session, job.session.residency.origin
         own_len = (
-            0 if origin is None or origin.rule is not session.rule else job.usable_tokens(origin)
+            0 if origin is None or origin.serving is not session.serving else job.usable_tokens(origin)
         )
         other = self._find(session, job.known_ids)
         if other is not None and job.usable_tokens(other) > own_len:
@@ -482,7 +482,7 @@ class PrefixBackend(SessionBackend):
         occupancy = (
             job.session.residency.occupancy if source is None else source.residency.occupancy
         )
-        demand = job.session.rule.lossless_turn_demand(
+        demand = job.session.serving.lossless_turn_demand(
             occupancy, len(job.resolved.prompt_ids), job.new_tokens
         )
         embeddings = self._images.embedding_bytes(job.resolved.prompt_ids)

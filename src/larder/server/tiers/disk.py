@@ -137,7 +137,7 @@ class StoreDiskTier(DiskTier):
         self, session: SessionState, caches: Sequence[SequenceCache], beside: bytes | None
     ) -> Future[SavedCache]:
         residency = session.residency
-        ids, policy = tuple(residency.cached_ids), str(session.rule.policy)
+        ids, policy = tuple(residency.cached_ids), str(session.serving.policy)
         is_coded = residency.is_coded or not is_lossless_codec(self._snapshots.codec)
         is_lossless = residency.is_lossless and not is_coded
         view = session_info(session)
@@ -169,7 +169,7 @@ class StoreDiskTier(DiskTier):
         return self._saving.submit(saved)
 
     def load(self, source: SessionState, stored: SavedCache) -> Future[LoadedCaches]:
-        policy = str(source.rule.policy)
+        policy = str(source.serving.policy)
         ids = tuple(source.transcript.ids[: stored.tokens])
 
         def loaded() -> LoadedCaches:
@@ -181,7 +181,7 @@ class StoreDiskTier(DiskTier):
                 message = f"The cache of {source.name!r} belongs to another text."
                 self._parts.refusals.note("tokens", message)
                 raise Refused(message, "tokens")
-            if found.levels and source.rule.is_chat and found.cache.next_position < len(ids):
+            if found.levels and source.serving.is_chat and found.cache.next_position < len(ids):
                 message = "A chat needs its whole cache, but a part is read again."
                 raise Refused(message, found.reason or "slower")
             try:
@@ -364,10 +364,10 @@ def install_caches(
     """
     residency = session.residency
     read = source.transcript.ids[: stored.tokens]
-    if session.rule.is_chat:
+    if session.serving.is_chat:
         restore_chat(session, read, loaded_caches.caches, loaded_caches.beside)
     else:
-        spec = session.rule.runtime.decoder.spec
+        spec = session.serving.runtime.decoder.spec
         # What was not loaded of a streamed cache is read again.
         read = read[: loaded_caches.caches[0].next_position]
         residency.resident_caches = PrefixCaches(SessionCaches(spec, loaded_caches.caches[:1]))
