@@ -296,7 +296,9 @@ class PrefixBackend(SessionBackend):
         return common_prefix_len(cached, session.transcript.ids)
 
     def _block(self, serving: ServingPolicy) -> int:
-        return serving.block if self._chunk_tokens is None else min(serving.block, self._chunk_tokens)
+        return (
+            serving.block if self._chunk_tokens is None else min(serving.block, self._chunk_tokens)
+        )
 
     def _limit(self, job: RequestState) -> int:
         """Most tokens of the next block of a request."""
@@ -470,7 +472,9 @@ class PrefixBackend(SessionBackend):
         """Session with the longest common prefix, the fork's origin or a shareable one."""
         session, origin = job.session, job.session.residency.origin
         own_len = (
-            0 if origin is None or origin.serving is not session.serving else job.usable_tokens(origin)
+            0
+            if origin is None or origin.serving is not session.serving
+            else job.usable_tokens(origin)
         )
         other = self._find(session, job.known_ids)
         if other is not None and job.usable_tokens(other) > own_len:
