@@ -40,6 +40,12 @@ def pin(served: Served, persistence: StoreSessionPersistence) -> None:
     written.result(30)
 
 
+def assert_superseded(served: Served, text: list[ChatMessage]) -> None:
+    late, _ = served.submit(text, "x")
+    served.run()
+    assert isinstance(late.error, ApiError) and late.error.code == "session_superseded"
+
+
 @pytest.fixture
 def persistence(small: LoadedModel, tmp_path: Path) -> StoreSessionPersistence:
     return keeper_in(tmp_path, small)
@@ -232,9 +238,7 @@ def test_20_what_another_has_gone_back_to_supersedes(
     text = answered(text, served.ask(text, "x"), "Really?")
     other = keeper_in(tmp_path, small)._store.sessions
     other.roll_back("a", "x", 1)
-    late, _ = served.submit(text, "x")
-    served.run()
-    assert isinstance(late.error, ApiError) and late.error.code == "session_superseded"
+    assert_superseded(served, text)
     assert len(said_in(tmp_path, small)) == 1
 
 
@@ -247,9 +251,7 @@ def test_20_what_was_begun_anew_elsewhere_supersedes(
     [gone] = other.core.remove("a", "x")
     gone.result(30)
     begun(other)
-    late, _ = served.submit(text, "x")
-    served.run()
-    assert isinstance(late.error, ApiError) and late.error.code == "session_superseded"
+    assert_superseded(served, text)
     assert len(said_in(tmp_path, small)) == 1
 
 
@@ -260,9 +262,7 @@ def test_20_what_another_has_gone_back_to_supersedes_what_was_given_up(
     with unheard(persistence):
         text = answered(text, served.ask(text, "x"), "Really?")
     keeper_in(tmp_path, small)._store.sessions.roll_back("a", "x", 1)
-    late, _ = served.submit(text, "x")
-    served.run()
-    assert isinstance(late.error, ApiError) and late.error.code == "session_superseded"
+    assert_superseded(served, text)
     assert len(said_in(tmp_path, small)) == 1
 
 
@@ -274,9 +274,7 @@ def test_20_what_another_has_made_of_what_was_given_up_supersedes(
         text = answered(text, served.ask(text, "x"), "Really?")
     other = keeper_in(tmp_path, small)._store.sessions
     other.label("a", "x", {"pinned": "yes"}, 2)
-    late, _ = served.submit(text, "x")
-    served.run()
-    assert isinstance(late.error, ApiError) and late.error.code == "session_superseded"
+    assert_superseded(served, text)
     assert served.core.find("a", "x").usage.is_pinned
 
 

@@ -157,7 +157,7 @@ class PrefixBackend(SessionBackend):
             self._read_scored(job, cache, block)
         else:
             beside = self._image_reader.read(job, reader, block)
-        if 2 * len(block) > self._block(session.serving):  # short prefills are slower per token
+        if 2 * len(block) > self._block(session):  # short prefills are slower per token
             seconds = perf_counter() - self._token_budget.interrupted_seconds - started
             self._tiers.disk.note_reading(len(block), seconds)
         return self._count_block(job, max(cache.nbytes, reader.meter.peak_bytes) + beside)
@@ -247,7 +247,7 @@ class PrefixBackend(SessionBackend):
         return min(super().tail_tokens(job), self._limit(job))
 
     def step_tokens(self, job: RequestState) -> int:
-        return min(self._block(job.session.serving), REPLAYED_TOKENS)
+        return min(self._block(job.session), REPLAYED_TOKENS)
 
     def on_step(self, job: RequestState, plans: int) -> None:
         session = job.session
@@ -295,15 +295,14 @@ class PrefixBackend(SessionBackend):
         cached = session.residency.cached_ids[: job.prefill.cached_len]
         return common_prefix_len(cached, session.transcript.ids)
 
-    def _block(self, serving: ServingPolicy) -> int:
-        return (
-            serving.block if self._chunk_tokens is None else min(serving.block, self._chunk_tokens)
-        )
+    def _block(self, session: SessionState) -> int:
+        block = session.serving.block
+        return block if self._chunk_tokens is None else min(block, self._chunk_tokens)
 
     def _limit(self, job: RequestState) -> int:
         """Most tokens of the next block of a request."""
         read = len(job.session.residency.cached_ids)
-        return self._token_budget.limit(read, self._block(job.session.serving))
+        return self._token_budget.limit(read, self._block(job.session))
 
     def _size_block(self, job: RequestState) -> None:
         """Size the next block by the token budget, where it is plain text."""
@@ -312,7 +311,7 @@ class PrefixBackend(SessionBackend):
 
     def _split_prefill(self, job: RequestState, text: tuple[int, ...]) -> None:
         prefill, session = job.prefill, job.session
-        block = self._block(session.serving)
+        block = self._block(session)
         if job.request.prompt_logprobs:  # all logits of a block are there at once
             vocab_size = session.serving.runtime.decoder.vocab_size
             block = min(block, max(1, LOGITS_CHUNK // vocab_size))
@@ -471,11 +470,8 @@ class PrefixBackend(SessionBackend):
     def _source(self, job: RequestState) -> SessionState | None:
         """Session with the longest common prefix, the fork's origin or a shareable one."""
         session, origin = job.session, job.session.residency.origin
-        own_len = (
-            0
-            if origin is None or origin.serving is not session.serving
-            else job.usable_tokens(origin)
-        )
+        is_usable = origin is not None and origin.serving is session.serving
+        own_len = job.usable_tokens(origin) if origin is not None and is_usable else 0
         other = self._find(session, job.known_ids)
         if other is not None and job.usable_tokens(other) > own_len:
             return other
