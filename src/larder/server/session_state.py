@@ -90,6 +90,7 @@ class Residency:
         is_lossless: the cache holds everything that it has read, bit for bit.
         is_coded: the cache came from a lossy codec.
         origin: session that it was forked from, until it has a cache of its own.
+        source_name: of the session whose stored cache this one began with; empty for none.
         saved_cache: cache in the store, of this state or an earlier one.
         failed_write_tokens: length of the cache that the store did not accept; -1 if the last write
             succeeded.
@@ -107,6 +108,7 @@ class Residency:
     is_lossless: bool = True
     is_coded: bool = False
     origin: SessionState | None = None
+    source_name: str = ""
     saved_cache: SavedCache | None = None
     failed_write_tokens: int = -1
     is_saving: bool = False
@@ -126,6 +128,13 @@ class Residency:
     def rebuild_bytes(self) -> int:
         """Peak of live bytes on the device while chat caches were rebuilt."""
         return 0 if self.resident_caches is None else self.resident_caches.rebuild_bytes
+
+    def note_source(self, source: SessionState) -> None:
+        """Note that these caches are those of another session, or a beginning of them."""
+        theirs = source.residency
+        if theirs is not self:
+            is_stored = theirs.saved_cache is not None
+            self.source_name = source.name if is_stored else theirs.source_name or source.name
 
     def contains(self, turns: int) -> bool:
         """True if the caches in memory are those after this number of completed turns."""

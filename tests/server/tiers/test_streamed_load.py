@@ -64,3 +64,29 @@ def test_a_load_in_chunks_reserves_one_level_of_one_chunk(
     again = stored.ask(turns, "x").told
     assert again.tier == "disk" and again.cached_tokens == saved.tokens
     stored.close()
+
+
+def test_a_fork_of_what_was_loaded_coarsely_keeps_the_finest_levels(
+    small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = Stored(small, tmp_path, codec="cachegen", policy="full")
+    core, levels = stored.core, 3
+    first = stored.ask(told(1, 4), "x")
+    turns = answered(told(1, 4), first, "Why?")
+    core.admin.release(core.idle("a", "x"))
+    stored.run()
+    monkeypatch.setattr(StreamController, "level", lambda *_: levels - 1)
+    core.fork("a", "x", "direct")
+    direct = stored.ask(turns, "direct")
+    assert direct.told.tier == "disk" and not direct.told.lossless  # the caches of x, coarsely
+    core.fork("a", "direct", "second")  # before those of the first fork are stored
+    assert not stored.ask(answered(turns, direct, "How?"), "second").told.lossless
+    for name in ("second", "direct"):
+        core.admin.release(core.idle("a", name))
+    stored.run()
+    spans = {record.name: record.spans for record in stored.store.sessions.heads()}
+    full = (first.told.prompt_tokens // CHUNK) * levels
+    assert full > 3 * levels
+    for name in ("direct", "second"):
+        assert spans[name][:full] == spans["x"][:full]
+    stored.close()

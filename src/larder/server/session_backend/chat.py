@@ -281,6 +281,7 @@ class ChatBackend(SessionBackend):
         if copied is not None:
             residency.cached_ids = session.transcript.ids
             residency.is_coded = origin.residency.is_coded
+            residency.note_source(origin)
         residency.episode = origin.residency.episode
         residency.rebuilt_turns = min(origin.residency.rebuilt_turns, len(job.resolved.past_turns))
         residency.chat_occupancy = origin.residency.chat_occupancy

@@ -460,6 +460,7 @@ class PrefixBackend(SessionBackend):
         residency.cached_ids = source.residency.cached_ids[:usable]
         residency.settled_tokens = min(source.residency.settled_tokens, usable)
         residency.is_coded, residency.origin = source.residency.is_coded, None
+        residency.note_source(source)
         session.update_occupancy()
 
     def _caches(self, session: SessionState, cache: SequenceCache) -> PrefixCaches:

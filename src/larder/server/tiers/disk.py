@@ -138,6 +138,7 @@ class StoreDiskTier(DiskTier):
     ) -> Future[SavedCache]:
         residency = session.residency
         ids, policy = tuple(residency.cached_ids), str(session.serving.policy)
+        names = [name for name in (session.name, residency.source_name) if name]
         is_coded = residency.is_coded or not is_lossless_codec(self._snapshots.codec)
         is_lossless = residency.is_lossless and not is_coded
         view = session_info(session)
@@ -157,7 +158,7 @@ class StoreDiskTier(DiskTier):
             try:
                 snapshot = self._snapshots.snapshot(policy, caches, beside)
                 stage = self._snapshots.store.sessions.stage
-                with stage(session.tenant, ids, snapshot, session.name) as staged:
+                with stage(session.tenant, ids, snapshot, names) as staged:
                     record = self._persistence.attach(session, staged, labels).result()
             except LarderError as error:
                 self._parts.unwritten.note_error(error)
@@ -376,3 +377,4 @@ def install_caches(
     residency.cached_ids = read
     residency.settled_tokens = min(stored.settled_tokens, len(read))
     residency.is_coded = stored.is_coded
+    residency.note_source(source)

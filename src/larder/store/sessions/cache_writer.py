@@ -178,19 +178,21 @@ class CacheWriter:
         transaction: BlobTransaction,
         ids: Sequence[int],
         snapshot: CacheSnapshot,
-        newest: Record | None = None,
+        records: Sequence[Record] = (),
     ) -> CacheBlobs:
         """Write caches. A single lossless cache is written as shared chunks first.
 
         Args:
-            newest: state of the session. Its chunks at several levels stay as they are: what was
-                loaded of them may be coarser than their finest level.
+            records: newest states of the session, and of one that its cache began with. Their
+                chunks at several levels stay as they are: what was loaded of them may be coarser
+                than their finest level.
 
         Raises:
             BudgetError, StoreError: they cannot be stored.
         """
         is_chunked, snapshot = is_shareable(snapshot), with_stored_codec(snapshot)
-        stored = self._common_chunks(newest, ids, snapshot)
+        common = [self._common_chunks(record, ids, snapshot) for record in records]
+        stored = max(common, key=len, default=[])
         chunks = len(ids) // chunk_index.CHUNK_TOKENS if is_chunked else 0
         with self._blobs.reserve_metadata(chunks):
             return self._write_caches(transaction, ids, snapshot, is_chunked, stored)
@@ -220,10 +222,10 @@ class CacheWriter:
         return CacheBlobs(snapshot, tuple(spans), total, tuple(caches[1:]), beside)
 
     def _common_chunks(
-        self, newest: Record | None, ids: Sequence[int], snapshot: CacheSnapshot
+        self, newest: Record, ids: Sequence[int], snapshot: CacheSnapshot
     ) -> list[StreamedChunk]:
         """Chunks at several levels that a session has of the beginning of a text."""
-        if newest is None or not newest.spans or not snapshot.has_origin_of(newest):
+        if not newest.spans or not snapshot.has_origin_of(newest):
             return []
         if not codec_named(newest.codec).levels:
             return []

@@ -79,7 +79,8 @@ class SessionStore:
             record = self._text_record(transaction, key, name, previous, ids, transcript)
             if snapshot is not None:
                 try:
-                    blobs = parts.writer.snapshot(transaction, ids, snapshot, newest)
+                    records = [] if newest is None else [newest]
+                    blobs = parts.writer.snapshot(transaction, ids, snapshot, records)
                     record = blobs.add_to(record)
                 except (BudgetError, StoreError) as error:
                     parts.unwritten.note_error(error)
@@ -120,22 +121,24 @@ class SessionStore:
 
     @contextmanager
     def stage(
-        self, principal: str, ids: Sequence[int], snapshot: CacheSnapshot, name: str = ""
+        self, principal: str, ids: Sequence[int], snapshot: CacheSnapshot, names: Sequence[str] = ()
     ) -> Iterator[StagedCache]:
         """Context in which the blobs of a cache are written and pinned; blobs that are unreferenced
         at its end are deleted.
 
         Args:
             ids: tokens that the cache has read.
-            name: of the session, whose chunks at several levels stay as they are stored.
+            names: of the session, and of one that its cache began with. Their chunks at several
+                levels stay as they are stored.
 
         Raises:
             BudgetError, StoreError: they cannot be stored.
         """
         check_snapshot(ids, snapshot)
-        newest = self._parts.epochs.newest(self._key(principal, name)) if name else None
+        found = [self._parts.epochs.newest(self._key(principal, name)) for name in names]
+        records = [record for record in found if record is not None]
         with self._parts.blobs.saving(self._parts.tenant(principal)) as transaction:
-            blobs = self._parts.writer.snapshot(transaction, ids, snapshot, newest)
+            blobs = self._parts.writer.snapshot(transaction, ids, snapshot, records)
             yield StagedCache(tuple(ids), blobs, transaction)
 
     def attach(
