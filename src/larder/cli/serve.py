@@ -243,7 +243,7 @@ def serve(options: ServeOptions) -> None:
     --enable-prefix-caching      always on, as is --enable-auto-tool-choice
     """
     from larder.cli.served_models import check_model_files, check_policy
-    from larder.server.persistence.sweeper import limit_heap_arenas, limit_primitive_cache
+    from larder.server.persistence.sweeper import limit_memory
 
     _check_extra()
     if options.replicas is not None and not options.ray:
@@ -252,8 +252,7 @@ def serve(options: ServeOptions) -> None:
     check_store_options(options)
     check_model_files(options)
     authenticator, bound = _access_control(options), _listening_socket(options)
-    limit_heap_arenas()
-    limit_primitive_cache()
+    limit_memory()
     with bound:
         embedder = _embedder_queue(options.embedding_model)
         with (ray_engine_client if options.ray else local_engine_client)(options) as client:
@@ -439,7 +438,9 @@ def replica_engine_client(
         key: encryption key; None leaves blobs unencrypted.
     """
     from larder.server.cluster.leases import LeasedSessionLocks, LeaseHeartbeat, SessionLeases
+    from larder.server.persistence.sweeper import limit_memory
 
+    limit_memory()
     store = _open_store(options, url, secret, key)
     leases = SessionLeases(store.parts)
     heartbeat = LeaseHeartbeat(leases)

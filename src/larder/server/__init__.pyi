@@ -74,6 +74,7 @@ from .persistence.store import MAX_CANDIDATES as MAX_CANDIDATES
 from .persistence.store import StoreSessionPersistence as StoreSessionPersistence
 from .persistence.sweeper import StoreSweeper as StoreSweeper
 from .persistence.sweeper import limit_heap_arenas as limit_heap_arenas
+from .persistence.sweeper import limit_memory as limit_memory
 from .persistence.sweeper import limit_primitive_cache as limit_primitive_cache
 from .persistence.sweeper import trim_heap as trim_heap
 from .request import ApiError as ApiError

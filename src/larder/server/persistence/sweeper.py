@@ -109,6 +109,12 @@ def limit_primitive_cache() -> bool:
     return True
 
 
+def limit_memory() -> None:
+    """Limit what libraries keep of the memory of a server's process. Before its first model."""
+    limit_heap_arenas()
+    limit_primitive_cache()
+
+
 def trim_heap() -> bool:
     """Return unused heap pages of the process to the system; true if there were any."""
     trimmer = _malloc_trim()
