@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from larder.cache import SequenceCache
-from larder.core import BudgetError, InputError
+from larder.core import BudgetError, InputError, Mode
 from larder.engine import (
     BatchRequest,
     BatchResult,
@@ -17,7 +17,7 @@ from larder.engine import (
     prefix_tree,
 )
 from larder.engine.generate import generate
-from larder.models import Decoder
+from larder.models import BatchSegment, Decoder
 from model_runs import some_ids
 from tiny_models import tiny
 
@@ -113,6 +113,31 @@ def test_as_many_run_together_as_memory_holds(decoder: Decoder) -> None:
     assert errors.keys() == {"long"} and len(results) == 6
     with pytest.raises(BudgetError, match="--memory"):
         raise errors["long"]
+
+
+def test_requests_take_memory_for_what_is_theirs_behind_a_shared_prefix(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix, answer = some_ids(100, seed=1), BatchRunner._answer_group
+    several = requests(*[(*prefix, *some_ids(7, seed=2 + n)) for n in range(6)])
+    cache = SequenceCache(decoder.spec, "dense")
+    decoder.read([BatchSegment(cache, prefix)], Mode.APPEND)
+    cache.compact()
+    own, sizes, used = decoder.spec.full_bytes(10), list[int](), list[int]()
+
+    def measured(runner: BatchRunner, group: list[tuple[BatchRequest, SequenceCache, int]]) -> None:
+        answer(runner, group)
+        stores = [store for _, one, _ in group for store in one.layers]
+        held = [tensor.untyped_storage() for store in stores for tensor in store.tensors()]
+        sizes.append(len(group))
+        used.append(sum({each.data_ptr(): each.nbytes() for each in held}.values()))
+
+    monkeypatch.setattr(BatchRunner, "_answer_group", measured)
+    most = cache.nbytes + 3 * own
+    results, errors, _ = run(decoder, several, most)
+    assert not errors and sizes == [3, 3]  # one would fit if each took its whole text
+    assert 0.9 * most < max(used) < 1.02 * most  # with numbers of positions
+    assert [results[r.name].ids for r in several] == [tuple(alone(decoder, r)) for r in several]
 
 
 def test_groups_with_long_answers_to_short_prompts_come_first() -> None:

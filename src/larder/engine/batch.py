@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from larder.cache.prefix_forks import prefix_nbytes
 from larder.cache.sequence import SequenceCache
+from larder.cache.shared_storage import SHORT_SEGMENT
 from larder.core.errors import BudgetError, InputError
 from larder.core.types import AppendKind, Mode
 from larder.engine.detokenizer import IncrementalDetokenizer, discard_text
@@ -173,7 +175,7 @@ class BatchRunner:
                 path.pop()
             cache = self._cache_of(node, path)
             path.append((node, cache))
-            held = sum(each.nbytes for _, each in path)
+            held = _held_bytes([each for _, each in path])
             for request in sorted(node.requests, key=lambda each: -each.max_new_tokens):
                 self._add(request, cache, held)
         path.clear()
@@ -196,7 +198,8 @@ class BatchRunner:
             held: bytes of all prefixes.
         """
         spec = self._decoder.spec
-        demand = spec.full_bytes(len(request.ids) + request.max_new_tokens)
+        length = len(request.ids) + request.max_new_tokens
+        demand = spec.full_bytes(length) - _shared_bytes(prefix)
         if self._max_bytes is not None:
             if held + self._waiting_bytes + demand > self._max_bytes:
                 self._answer()
@@ -208,6 +211,7 @@ class BatchRunner:
                 self._on_error(request, BudgetError(message))
                 return
         cache = prefix.fork()
+        cache.reserve(length - prefix.next_position)
         self._read(cache, request.ids[:-1])
         self._waiting.append((request, cache, prefix.next_position))
         self._waiting_bytes += demand
@@ -253,3 +257,15 @@ class BatchRunner:
             is_cut = len(ids) == request.max_new_tokens and stream.matched_stop is None
             reason = "length" if is_cut else "stop"
             self._on_result(BatchResult(request, stream.text, ids, reason, cached))
+
+
+def _held_bytes(path: Sequence[SequenceCache]) -> int:
+    """Bytes of caches of prefixes, each of which shares the storage of the one before it."""
+    shared = sum(map(_shared_bytes, path[:-1]))
+    return sum(cache.nbytes for cache in path) - shared
+
+
+def _shared_bytes(prefix: SequenceCache) -> int:
+    """Bytes of a cache that its forks share with it once they have read more."""
+    length = prefix.next_position
+    return prefix_nbytes(prefix, length) if length >= SHORT_SEGMENT else 0
