@@ -116,6 +116,10 @@ def test_calibrations_are_made_once_and_tell_their_cost(
     monkeypatch.setattr(calibration, "_cached_measurement", measured_with_another)
     status, text, _ = run("calibrate", "seed", "streaming_error", "squeeze")
     assert status == 0 and "was there" not in text and text.count("measured") == 2
+    file = folder / "squeeze.json"  # of other parameters, so that it is measured again
+    file.write_text(file.read_text().replace('"profile": {', '"profile": {"other": 1, '))
+    status, text, _ = run("calibrate", "seed", "streaming_error", "squeeze")
+    assert status == 0 and text.count("was there") == text.count("measured") == 1
     status, _, error = run("calibrate", "seed", "sensitivty")
     assert status == 2 and "sensitivity" in error
 

@@ -80,7 +80,7 @@ def calibrate_each(
     """
     sample = SampleText(encode)
     # One measurement may need another, which it makes and caches.
-    cached = {name for name in names if _calibration_file(decoder, name).is_file()}
+    cached = {name for name in names if _is_cached(decoder, name)}
     for name in names:
         started = time.perf_counter()
         try:
@@ -96,13 +96,33 @@ def _calibration_file(decoder: Decoder, name: str) -> Path:
     return home() / decoder.spec.fingerprint / f"{name}.json"
 
 
+def _is_cached(decoder: Decoder, name: str) -> bool:
+    """Test if the files of a measurement exist and are of this model and these parameters."""
+    measurement: Measurement = MEASUREMENTS.load(name)()
+    try:
+        count = _expected_count(decoder, measurement, name)
+    except ModelError:
+        return False
+    return _cached_values(decoder, measurement, name, count) is not None
+
+
+def _cached_values(
+    decoder: Decoder, measurement: Measurement, name: str, count: int
+) -> tuple[float, ...] | None:
+    """Values of a measurement from its files; None if it must be made."""
+    path, profile = _calibration_file(decoder, name), asdict(measurement)  # pyright: ignore
+    if not measurement.has_cache or not measurement.has_files(path.parent):
+        return None
+    return _load_values(path, profile, count)
+
+
 def _cached_measurement(decoder: Decoder, sample: SampleText, name: str) -> tuple[float, ...]:
     measurement: Measurement = MEASUREMENTS.load(name)()
     count = _expected_count(decoder, measurement, name)
-    path, profile = _calibration_file(decoder, name), asdict(measurement)  # pyright: ignore
-    known = _load_values(path, profile, count) if measurement.has_cache else None
-    if known is not None and measurement.has_files(path.parent):
+    known = _cached_values(decoder, measurement, name, count)
+    if known is not None:
         return known
+    path, profile = _calibration_file(decoder, name), asdict(measurement)  # pyright: ignore
     values = measurement.measure_into(path.parent, decoder, sample)
     if len(values) != count or not all(map(math.isfinite, values)):
         raise ModelError(
