@@ -76,7 +76,7 @@ gpu: ## the tests and the table of decode steps that need a GPU, in under ten mi
 demo: $(STAMP) ## SmolLM2 reads a document: full cache and five policies side by side
 	$(BIN)/larder demo
 
-smoke: $(STAMP) ## measure one committed cell of each study on a real model again: CORPUS=, DATA=
+smoke: $(STAMP) ## measure one committed cell of each study again and compare: CORPUS=, DATA=
 	$(BIN)/larder bench --check $(if $(CORPUS),--corpus $(CORPUS)) $(if $(DATA),--data $(DATA))
 
 lint: $(STAMP) ## formatting, ruff, pyright, layers

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from larder.core import InputError, MissingWeights
 from larder_bench.execution import committed_rows
-from larder_bench.execution.committed_rows import cheapest_cells, check_cell, rounding_of
-from larder_bench.execution.row_comparison import LOG_LIKELIHOOD, Rounding, differences
+from larder_bench.execution.committed_rows import (
+    LONG_SECONDS,
+    PlannedCheck,
+    cheapest_check,
+    check_cell,
+    rounding_of,
+)
+from larder_bench.execution.row_comparison import (
+    LOG_LIKELIHOOD,
+    Rounding,
+    differences,
+    largest_deviation,
+)
 from larder_bench.execution.runner import StudyRunner
 from larder_bench.results.rows import Row
 from larder_bench.studies.model_context import ModelContext
@@ -35,23 +47,45 @@ def rows(bench: ModelContext, tmp_path_factory: pytest.TempPathFactory) -> list[
     return running.rows()
 
 
+def _with(planned: PlannedCheck, **fields: Any) -> PlannedCheck:
+    return replace(planned, row=planned.row | fields)
+
+
 def test_a_row_is_re_created(bench: ModelContext, rows: list[Row]) -> None:
-    cell, row = cheapest_cells(STUDY, rows, ["snapkv"])[0]
-    assert row["policy"] == "snapkv"
-    assert check_cell(cell, row, lambda _: bench).differences == ()
+    planned = cheapest_check(STUDY, rows, ["snapkv"])
+    assert planned.row["policy"] == "snapkv" and planned.is_sized
+    assert check_cell(planned, lambda _: bench).differences == ()
+
+
+def test_a_question_with_a_prefill_of_its_own_is_asked_alone(
+    bench: ModelContext, tmp_path: Path
+) -> None:
+    """The first of several questions gives the items and figures that it gave among them."""
+    inside = replace(STUDY, tasks=(StudyTask("needles(needles=2)", (300,)),), question=("inside",))
+    running = StudyRunner(inside, tmp_path / "one.jsonl", lambda _: bench, 1)
+    running.run()
+    planned = cheapest_check(inside, running.rows())
+    assert planned.asked == 1 and len(planned.row["items"]) == 2
+    assert planned.seconds < planned.row["seconds"]
+    assert check_cell(planned, lambda _: bench).differences == ()
+    first, second = planned.row["items"]
+    of_first = _with(planned, items=[{**first, "log_likelihood": 1.0}, second])
+    of_second = _with(planned, items=[first, {**second, "log_likelihood": 1.0}])
+    assert len(check_cell(of_first, lambda _: bench).differences) == 1
+    assert check_cell(of_second, lambda _: bench).differences == ()
 
 
 def test_a_changed_score_is_found(bench: ModelContext, rows: list[Row]) -> None:
-    cell, row = cheapest_cells(STUDY, rows)[0]
-    assert row["policy"] in STUDY.policies
-    items = [{**row["items"][0], "log_likelihood": 1.0}, *row["items"][1:]]
-    [only] = check_cell(cell, {**row, "items": items}, lambda _: bench).differences
+    planned = cheapest_check(STUDY, rows)
+    assert planned.row["policy"] in STUDY.policies
+    items = [{**planned.row["items"][0], "log_likelihood": 1.0}, *planned.row["items"][1:]]
+    [only] = check_cell(_with(planned, items=items), lambda _: bench).differences
     assert only.startswith("items[0].log_likelihood: 1.0 committed, -")
 
 
 def test_another_text_differs(bench: ModelContext, rows: list[Row]) -> None:
-    cell, row = cheapest_cells(STUDY, rows)[0]
-    [only] = check_cell(cell, {**row, "text_digest": "0"}, lambda _: bench).differences
+    planned = cheapest_check(STUDY, rows)
+    [only] = check_cell(_with(planned, text_digest="0"), lambda _: bench).differences
     assert only.startswith("the text is another one: give the same --corpus")
 
 
@@ -62,8 +96,8 @@ def test_a_cell_that_is_refused_now_differs(
         raise InputError("No room.")
 
     monkeypatch.setattr(committed_rows, "measure_cell", refuse)
-    cell, row = cheapest_cells(STUDY, rows)[0]
-    assert check_cell(cell, row, lambda _: bench).differences == ("refused now: No room.",)
+    planned = cheapest_check(STUDY, rows)
+    assert check_cell(planned, lambda _: bench).differences == ("refused now: No room.",)
 
 
 def test_a_cell_without_weights_is_no_difference(
@@ -73,49 +107,66 @@ def test_a_cell_without_weights_is_no_difference(
         raise MissingWeights("No weights.")
 
     monkeypatch.setattr(committed_rows, "measure_cell", refuse)
-    cell, row = cheapest_cells(STUDY, rows)[0]
     with pytest.raises(MissingWeights, match="No weights"):
-        check_cell(cell, row, lambda _: bench)
+        check_cell(cheapest_check(STUDY, rows), lambda _: bench)
 
 
-def test_each_policy_has_its_cheapest_cell(rows: list[Row]) -> None:
-    slower = [{**row, "seconds": row["seconds"] + 10 * (row["policy"] == "snapkv")} for row in rows]
-    slower += [{**row, "seconds": row["seconds"] + 20} for row in slower]
-    found = cheapest_cells(STUDY, slower)
-    assert [row["policy"] for _, row in found] == ["streaming_llm", "snapkv"]
-    assert found[1][1]["seconds"] < found[0][1]["seconds"] + 20
+def test_other_policies_follow_by_their_cheapest_cells(rows: list[Row]) -> None:
+    slower = [{**row, "seconds": 1.0 + 10 * (row["policy"] == "snapkv")} for row in rows]
+    found = cheapest_check(STUDY, [*slower, *({**row, "seconds": 100.0} for row in slower)])
+    assert found.row["policy"] == "streaming_llm"
+    [other] = found.others
+    assert other.row["policy"] == "snapkv" and other.row["seconds"] == 11.0
 
 
 def test_a_study_of_controls_alone_is_checked_by_one_of_them(rows: list[Row]) -> None:
-    _, row = cheapest_cells(replace(STUDY, policies=()), rows)[0]
-    assert row["policy"] in STUDY.controls
+    planned = cheapest_check(replace(STUDY, policies=()), rows)
+    assert planned.row["policy"] in STUDY.controls
+
+
+def test_policies_that_take_long_are_left_to_the_controls(rows: list[Row]) -> None:
+    costs = {"full": 1.0}
+    long = [row | {"seconds": costs.get(row["policy"], 99 * LONG_SECONDS)} for row in rows]
+    assert cheapest_check(STUDY, long).row["policy"] == "full"
+    assert cheapest_check(STUDY, long, ["snapkv"]).row["policy"] == "snapkv"
+
+
+def test_a_calibration_that_may_be_missing_counts(bench: ModelContext, tmp_path: Path) -> None:
+    calibrated = replace(STUDY, policies=("random:sensitivity", "snapkv"))
+    running = StudyRunner(calibrated, tmp_path / "one.jsonl", lambda _: bench, 1)
+    running.run()
+    rows = [row | {"seconds": 1.0 + (row["policy"] == "snapkv")} for row in running.rows()]
+    assert cheapest_check(calibrated, rows).row["policy"] == "snapkv"
 
 
 def test_rows_that_are_not_there_are_named(rows: list[Row]) -> None:
     with pytest.raises(InputError, match="the study one can be measured again for h2o: take"):
-        cheapest_cells(STUDY, rows, ["h2o"])
+        cheapest_check(STUDY, rows, ["h2o"])
 
 
 def test_rows_of_another_processor_are_compared_by_their_means(
     bench: ModelContext, rows: list[Row]
 ) -> None:
     """One token's likelihood may move; the mean of a cell by no more than the tolerance."""
-    cell, row = cheapest_cells(STUDY, rows)[0]
-    first, *others = row["items"]
-    allowed = 0.9 * LOG_LIKELIHOOD * len(row["items"])
+    planned = cheapest_check(STUDY, rows)
+    first, *others = planned.row["items"]
+    allowed = 0.9 * LOG_LIKELIHOOD * len(planned.row["items"])
     for moved, found in ((allowed, 0), (-allowed, 0), (1.3 * allowed, 1)):
         items = [{**first, "log_likelihood": first["log_likelihood"] + moved}, *others]
-        checked = check_cell(cell, {**row, "items": items}, lambda _: bench, Rounding.OTHER)
+        moved_row = _with(planned, items=items)
+        checked = check_cell(moved_row, lambda _: bench, Rounding.OTHER)
         assert len(checked.differences) == found
         assert checked.rounding is Rounding.OTHER
-        assert len(check_cell(cell, {**row, "items": items}, lambda _: bench).differences) == 1
+        assert checked.largest is not None and checked.largest.field == "log_likelihood"
+        assert (checked.largest.share > 1) == bool(found)
+        assert len(check_cell(moved_row, lambda _: bench).differences) == 1
 
 
 def test_an_equal_row_of_another_processor_is_compared_exactly(
     bench: ModelContext, rows: list[Row]
 ) -> None:
-    cell, row = cheapest_cells(STUDY, rows)[0]
-    checked = check_cell(cell, row, lambda _: bench, Rounding.OTHER)
+    planned = cheapest_check(STUDY, rows)
+    checked = check_cell(planned, lambda _: bench, Rounding.OTHER)
     assert (checked.differences, checked.rounding) == ((), Rounding.SAME)
 
 
@@ -158,7 +209,7 @@ def _answers(right: int, **more: Any) -> Row:
     [
         (_answers(2), []),
         (_answers(1), []),  # one answer of the cell
-        (_answers(0), ["mean items.exact: 0.5 committed, 0 measured"]),
+        (_answers(0), ["mean items.exact: 0.5 committed, 0 measured; 0.25 is allowed"]),
         (_answers(2, kv_bytes=10_090), []),
         (_answers(2, kv_bytes=10_200), ["kv_bytes: 10000 committed, 10200 measured"]),
         (_answers(2, tokens=1), ["tokens: None committed, 1 measured"]),
@@ -178,3 +229,19 @@ def test_recall_on_another_processor_is_compared_by_its_mean() -> None:
         "mean items.possible",
         "mean items.recall_5",
     ]
+
+
+@pytest.mark.parametrize(
+    ("measured", "share"),
+    [(-1.0, 0.0), (-1.05, 0.5), (-1.2, 2.0), (-0.85, 0.75), (-0.7, 1.5)],
+)
+def test_means_may_leave_the_known_ones_by_the_range_of_these(
+    measured: float, share: float
+) -> None:
+    """Between -1.0, which is committed, and -0.9 all is allowed, and .1 on either side."""
+    one, other = ([{"log_likelihood": mean}] * 4 for mean in (-1.0, measured))
+    known = {"log_likelihood": [-0.9, -0.95]}
+    found = largest_deviation(one, other, known)
+    assert (found.share if found else 0.0) == pytest.approx(share, rel=1e-5)
+    told = differences({"items": one}, {"items": other}, Rounding.OTHER, known=known)
+    assert bool(list(told)) == (share > 1)

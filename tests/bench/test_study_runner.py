@@ -233,3 +233,28 @@ def test_rows_tell_their_text_and_are_not_mixed_with_those_of_another(
     with pytest.raises(InputError, match="same --corpus and --data as then, or another --out"):
         run(bench, study(("random", "keydiff"), controls=()), path)
     assert len(read_rows(path)) == len(lines)
+
+
+def test_durations_are_estimated_from_rows_and_the_rest_is_measured(
+    bench: ModelContext, tmp_path: Path
+) -> None:
+    """Twice the mean of a policy's rows for its two cells; without rows a cell is measured."""
+    wanted, opened = study(("keydiff",)), list[str]()
+
+    def load(model: str) -> ModelContext:
+        opened.append(model)
+        return bench
+
+    running = StudyRunner(wanted, tmp_path / "none.jsonl", load, 1)
+    heads = [cell.head({}) for cell in validate_study(wanted)]
+    rows = [row | {"seconds": 1.0 + row["seed"]} for row in heads]
+    shared = [row | {"seconds": 99.0, "shared_with": "bytes"} for row in heads]
+    seconds = running.estimate(rows + shared)
+    assert opened == []
+    first = wanted.first_seed
+    assert {group[-1]: each for group, each in seconds.items()} == pytest.approx(
+        {"keydiff": 2 * (1.5 + first), "full": 2 * (1.5 + first)}
+    )
+    others = running.estimate([row for row in rows if row["policy"] == "full"])
+    assert opened == ["random:qwen3-tiny"]
+    assert {group[-1] for group in others} == {"keydiff", "full"}

@@ -10,11 +10,11 @@ from cli_results import Run, complaint, document, write
 from larder.core import MissingWeights
 from larder_bench.cli import check
 from larder_bench.cli.bench import BenchOptions
-from larder_bench.execution.committed_rows import CheckedCell
+from larder_bench.execution.committed_rows import CheckedCell, PlannedCheck
 from larder_bench.execution.resumable_run import ResumableRun as Running
+from larder_bench.execution.row_comparison import Deviation, Rounding
 from larder_bench.execution.runner import MEASURES
-from larder_bench.results.rows import Row, read_rows
-from larder_bench.studies.cells import Cell
+from larder_bench.results.rows import read_rows
 
 TINY = ("--model", "random:qwen3-tiny", "--tokens", "180", "--files", "1", "--budget", "1/2")
 ONE = ("bench", "passkey", *TINY, "--policy", "h2o", "--control", "full", "--matched", "bytes")
@@ -122,6 +122,35 @@ def test_missing_rows_are_skipped_with_the_reason(
     assert result.exit_code == 1 and result.stdout.startswith("recital: skipped: ")
 
 
+def test_checks_of_many_studies_end_with_a_summary(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worst = Deviation("kl", 0.2, 0.25, 0.1)
+    checked = {
+        "near": CheckedCell({}, (), Rounding.OTHER, largest=worst),
+        "far": CheckedCell({}, ("budget: 1 committed, 2 measured",)),
+    }
+    found = [check.StudyCheck(name, "cell", 2.0, 3.5, one) for name, one in checked.items()]
+    monkeypatch.setattr(check, "_measured_studies", lambda _: iter(["near", "far", "gone"]))
+    gone = check.StudyCheck("gone", "", 0.0, skipped="no model")
+    monkeypatch.setattr(check, "_checks", lambda *_: iter([*found, gone]))
+    result = run("bench", "--check")
+    assert result.exit_code == 1
+    *_, totals, last = result.stdout.splitlines()
+    assert totals.startswith("2 of 3 studies compared, 1 differ; 0 s, 7 s of the processor.")
+    assert last == (
+        "Largest difference: near, kl 0.2 committed, 0.25 measured, 50% of what is allowed."
+    )
+    assert "near (cell): equal, 2 s, 3.5 s of the processor" in result.stdout
+    assert "gone: skipped: no model" in result.stdout
+
+
+def test_studies_of_one_model_can_be_checked_alone() -> None:
+    names = set(check._measured_studies(None))
+    of_gemma = set(check._measured_studies(["gemma3-270m"]))
+    assert of_gemma == {"divergence_gemma", "memory_gemma"} < names
+
+
 def test_a_check_of_a_task_is_refused(run: Run) -> None:
     assert "name a study, no task" in complaint(run("bench", "--check", "needles"), 2)
 
@@ -132,16 +161,15 @@ def test_policies_without_weights_are_named_and_left_out(
     """The next policy is measured in their place."""
     measured = list[str]()
 
-    def checked(cell: Cell, row: Row, *_: object) -> CheckedCell:
-        measured.append(row["policy"])
-        if "restorekv" in row["policy"]:
+    def checked(planned: PlannedCheck, *_: object) -> CheckedCell:
+        measured.append(planned.row["policy"])
+        if "restorekv" in planned.row["policy"]:
             raise MissingWeights(
                 "restorekv has no weights: make them with `larder train restorekv`"
             )
-        return CheckedCell(row, ())
+        return CheckedCell(planned.row, ())
 
     monkeypatch.setattr(check, "check_cell", checked)
-    monkeypatch.setattr(check, "context_loader", lambda *_: None)
     restored = "whole() > protect(sinks=4, recent=0) > reconstruct() > global() > restorekv()"
     result = run("bench", "--check", "--study", "larder_rivals", "--json")
     [found] = document(result)["checks"]

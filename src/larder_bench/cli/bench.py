@@ -199,7 +199,7 @@ def _print_progress(row: Row, progress: RunProgress) -> None:
 
 
 def _print_estimate(runner: StudyRunner, cells: int, options: BenchOptions) -> None:
-    seconds = runner.estimate()
+    seconds = runner.estimate(_known_rows(runner))
     total = sum(seconds.values())
     if options.json:
         parts = [
@@ -214,6 +214,15 @@ def _print_estimate(runner: StudyRunner, cells: int, options: BenchOptions) -> N
     for name, each in seconds.items():
         print(f"{' '.join(name):72} {each / 60:8.1f} min")
     print(f"{f'{cells} cells':72} {total / 60:8.1f} min")
+
+
+def _known_rows(runner: StudyRunner) -> list[Row]:
+    """Measured rows of a study: committed ones, and those of its results file."""
+    from larder_bench.reports.study_index import RESULTS as COMMITTED
+    from larder_bench.results.rows import read_results, rows_file
+
+    paths = dict.fromkeys((rows_file(COMMITTED, runner.study.name), runner.out))
+    return [row for path in paths if path.is_file() for row in read_results([path]).cells]
 
 
 def _print_tables(runner: StudyRunner, rows: list[Row]) -> None:

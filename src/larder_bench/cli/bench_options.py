@@ -11,6 +11,9 @@ import typer
 from larder.cli.options import OutputOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from larder.engine import Engine
     from larder_bench.execution.runner import ContextLoader
     from larder_bench.studies.model_context import ModelContext
     from larder_bench.studies.study import Study
@@ -108,31 +111,49 @@ class BenchOptions(OutputOptions):
         ),
     ] = False
     estimate: Annotated[
-        bool, typer.Option("--estimate", help="Only print the estimated duration.")
+        bool,
+        typer.Option(
+            "--estimate",
+            help="Only print the estimated duration: from rows of the study if there are any, else "
+            "from one cell of each kind, measured now.",
+        ),
     ] = False
     check: Annotated[
         bool,
         typer.Option(
             "--check",
             help="Measure the cheapest committed cell of the study, or of --policy, again and "
-            "compare; without --study one of each study on a packaged model.",
+            "compare; without --study one of each study, in two processes of one thread.",
         ),
     ] = False
 
 
-def context_loader(study: Study, options: BenchOptions) -> ContextLoader:
-    """Loader of a study's models, worded as the study asks."""
+def load_engine(model: str, device: str, dtype: str | None) -> Engine:
+    """Engine of a model with the full cache."""
     from larder.engine import Engine
     from larder.engine.progress_bar import progress_bar
+    from larder_bench.random_models import open_model
+
+    with progress_bar(f"Loading {model}"):
+        return Engine(open_model(model, device, dtype), policy="full")
+
+
+def context_loader(
+    study: Study,
+    options: BenchOptions,
+    engines: Callable[[str, str, str | None], Engine] = load_engine,
+) -> ContextLoader:
+    """Loader of a study's models, worded as the study asks.
+
+    Args:
+        engines: returns the engine of a model on a device in a dtype.
+    """
     from larder_bench.datasets.sources import TaskSources
     from larder_bench.datasets.task_prompts import Wording
     from larder_bench.studies.model_context import ModelContext
 
     def load_context(model: str) -> ModelContext:
-        from larder_bench.random_models import open_model
-
-        with progress_bar(f"Loading {model}"):
-            engine = Engine(open_model(model, options.device, options.dtype), policy="full")
+        engine = engines(model, options.device, options.dtype)
         template = engine.tokenizer.tokenizer.chat_template
         wording = (
             Wording(study.wording) if study.wording else Wording.of_model(model, bool(template))

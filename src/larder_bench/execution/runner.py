@@ -8,10 +8,12 @@ tokens, such as the full cache, is measured once and gets a row for each.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
 
 from larder.core import Family, InputError, SpellingError, UsageError, build, parse, spell
 from larder_bench.datasets.conversation_file import conversation_digest
@@ -29,6 +31,7 @@ from larder_bench.measures.base import Measure
 from larder_bench.results.environment import environment_row
 from larder_bench.results.papers import Paper, paper_budget
 from larder_bench.results.rows import (
+    SHARED_KEY,
     TEXT_DIGEST_KEY,
     Row,
     append_rows,
@@ -115,19 +118,29 @@ class StudyRunner:
             self._append_paper()
             run.run(on_row)
 
-    def estimate(self) -> dict[CostGroup, float]:
-        """Estimated seconds by model, task, length, measure and policy, from one cell of each.
+    def estimate(self, known: Sequence[Row] = ()) -> dict[CostGroup, float]:
+        """Estimated seconds by model, task, length, measure and policy.
+
+        Args:
+            known: measured rows. Groups without one are estimated from one cell, measured now.
 
         Raises:
             LarderError: see `run`.
         """
         seconds: dict[CostGroup, float] = {}
+        of_rows = _mean_seconds(known)
         for model in self.study.models:
-            bench = self.open(model)
             cells = distinct_cells(self._cells[model])
-            _build_conversations(bench, cells)
+            counts = Counter(map(_cost_group, cells))
+            seconds |= {
+                group: of_rows[group] * n for group, n in counts.items() if group in of_rows
+            }
+            if not (missing := [cell for cell in cells if _cost_group(cell) not in of_rows]):
+                continue
+            bench = self.open(model)
+            _build_conversations(bench, missing)
             seconds |= estimate_seconds(
-                cells, _cost_group, lambda cell, bench=bench: _measure_uncached(bench, cell, None)
+                missing, _cost_group, lambda cell, bench=bench: _measure_uncached(bench, cell, None)
             )
         return seconds
 
@@ -197,6 +210,16 @@ class StudyRunner:
         """Append an environment row to the file unless it is already there."""
         if not any(row.get("id") == environment["id"] for row in existing_rows(self.out)):
             append_rows(self.out, [environment])
+
+
+def _mean_seconds(rows: Sequence[Row]) -> dict[CostGroup, float]:
+    """Mean duration of a row by cost group, without rows that were not measured themselves."""
+    seconds: dict[CostGroup, list[float]] = {}
+    for row in rows:
+        if SHARED_KEY not in row:
+            names = (row["model"], row["task"], str(row["tokens"]), row["measure"], row["policy"])
+            seconds.setdefault(names, []).append(row["seconds"])
+    return {group: fmean(each) for group, each in seconds.items()}
 
 
 def _cost_group(cell: Cell) -> CostGroup:

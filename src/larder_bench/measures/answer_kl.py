@@ -34,6 +34,7 @@ class AnswerKl(Measure):
     """KL divergence from the full cache at the expected answers."""
 
     supports_inside: ClassVar[bool] = True
+    asks: ClassVar[bool] = True
 
     def measure(self, bench: ModelContext, cell: Cell, tokens_per_byte: float | None) -> Row:
         if cell.task.style not in (QuestionStyle.INDEPENDENT, QuestionStyle.RECITAL):

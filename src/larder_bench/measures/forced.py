@@ -27,6 +27,7 @@ class ForcedAnswers(Measure):
     """Likelihood of the expected answers under teacher forcing."""
 
     supports_inside: ClassVar[bool] = True
+    asks: ClassVar[bool] = True
 
     def measure(self, bench: ModelContext, cell: Cell, tokens_per_byte: float | None) -> Row:
         reader = ConversationReader.of(bench, cell, tokens_per_byte)

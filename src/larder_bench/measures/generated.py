@@ -25,6 +25,7 @@ class GeneratedAnswers(Measure):
     """Agreement of generated answers with the expected ones, and their latency."""
 
     supports_inside: ClassVar[bool] = True
+    asks: ClassVar[bool] = True
 
     def measure(self, bench: ModelContext, cell: Cell, tokens_per_byte: float | None) -> Row:
         reader = ConversationReader.of(bench, cell, tokens_per_byte)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import numpy as np
 from jaxtyping import Int
@@ -35,6 +36,7 @@ from larder_bench.studies.target_size import TargetSize, row_figures
 from larder_bench.tasks.base import QuestionStyle
 
 Ids = tuple[int, ...]
+LONGEST_STEP = 50  # percentiles
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class PromptsMeasure(Measure):
         embedder: embedder that similarities are computed with.
     """
 
+    asks: ClassVar[bool] = True
+    reads_each: ClassVar[bool] = True
     utterances: int = 8
     step: int = 10
     embedder: str = "minilm"
@@ -54,8 +58,12 @@ class PromptsMeasure(Measure):
     def __post_init__(self) -> None:
         if self.utterances < 1:
             raise BadParameter(f"prompts.utterances must be 1 or more, got {self.utterances}.")
-        if not 1 <= self.step <= 50:
-            raise BadParameter(f"prompts.step must be from 1 to 50, got {self.step}.")
+        if not 1 <= self.step <= LONGEST_STEP:
+            raise BadParameter(f"prompts.step must be from 1 to {LONGEST_STEP}, got {self.step}.")
+
+    def brief(self) -> Self:
+        """Measure with two prompts beside the question."""
+        return replace(self, step=LONGEST_STEP)
 
     def measure(self, bench: ModelContext, cell: Cell, tokens_per_byte: float | None) -> Row:
         policy = _policy(cell)

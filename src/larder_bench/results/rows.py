@@ -52,6 +52,7 @@ EXHIBITS: dict[str, tuple[str, ...]] = {
     "eviction": (),
     "breakdown": ("step",),
 }
+SHARED_KEY = "shared_with"  # of rows that were not measured themselves
 TEXT_DIGEST_KEY = "text_digest"  # of the conversation that was read, questions included
 EXHIBITS_KEY = "exhibits"  # exhibits of a row that is not written yet
 # Fields that may differ between two runs of a cell, besides names that end in _seconds.
@@ -61,7 +62,7 @@ TIMING_KEYS = frozenset(
         "latency",
         "parts",
         "date",
-        "shared_with",
+        SHARED_KEY,
         "tokens_per_second",
         "policy_share",
         "process_peak_bytes",  # as the operating system reports it

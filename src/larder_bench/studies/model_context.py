@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -33,10 +33,12 @@ class ModelContext:
     Args:
         engine: engine with the full cache.
         sources: data that tasks are built from.
+        asked: number of questions of a conversation that are asked, the first ones; None for all.
     """
 
     engine: Engine
     sources: TaskSources
+    asked: int | None = None
     passages: Callable[[Conversation, str, int], SegmentIndex] = field(init=False)
     conversation: Callable[[BenchTask, int, int], Conversation] = field(init=False)
     reference: Callable[[Conversation, int], FullCacheReference] = field(init=False)
@@ -71,7 +73,8 @@ class ModelContext:
         return SegmentIndex(conversation, self.engine.tokenizer, loaded, size)
 
     def _build(self, task: BenchTask, seed: int, tokens: int) -> Conversation:
-        return worded_chat(task.make(seed, tokens, self.sources), self.sources.wording)
+        whole = worded_chat(task.make(seed, tokens, self.sources), self.sources.wording)
+        return replace(whole, questions=whole.questions[: self.asked])
 
     def _read(self, conversation: Conversation, following: int) -> FullCacheReference:
         return FullCacheReference.of(

@@ -116,15 +116,7 @@ def ask_all(reader: ConversationReader, task: BenchTask, scorer: AnswerScorer) -
     """Items of all questions of a conversation."""
     engine, items = reader.bench.engine, list[Row]()
     sequences = number_questions(task, reader.conversation)
-    scope = reader.subject.scope
-    if scope is QuestionScope.CONTEXT and reader.placement is QuestionPlacement.INSIDE:
-        scope = QuestionScope.FIRST
-    if scope is QuestionScope.FIRST and task.style in (
-        QuestionStyle.INDEPENDENT,
-        QuestionStyle.RECITAL,
-    ):
-        scope = QuestionScope.EACH
-    if scope is QuestionScope.EACH:
+    if reads_each_question(reader.subject, task, reader.placement):
         for sequence in sequences:
             for one in sequence:
                 memory = reader.read(one.question, sequence[0].question)
@@ -143,6 +135,16 @@ def ask_all(reader: ConversationReader, task: BenchTask, scorer: AnswerScorer) -
         else:
             items += _ask_in_turns(engine, memory, batch[0], scorer)
     return items
+
+
+def reads_each_question(
+    subject: ComparedMethod, task: BenchTask, placement: QuestionPlacement
+) -> bool:
+    """Test if a method reads the conversation again for each question."""
+    if subject.scope is QuestionScope.CONTEXT and placement is QuestionPlacement.AFTER:
+        return False
+    independent = task.style in (QuestionStyle.INDEPENDENT, QuestionStyle.RECITAL)
+    return independent or subject.scope is QuestionScope.EACH
 
 
 def number_questions(task: BenchTask, conversation: Conversation) -> list[list[NumberedQuestion]]:
