@@ -1,6 +1,7 @@
 """Retrieved documents in a server's caches, against prefix caching of whole sessions under LRU.
 
     python benchmarks/document_tree.py [--requests 80] [--documents 16] [--contexts 3] [--room 12]
+        [--policy NAME ...]
 
 Each request asks a new question behind documents that are drawn by popularity (Zipf), in the order
 in which they are drawn. Beside a request's own, the same bytes, those of a number of documents,
@@ -9,7 +10,9 @@ holds is reused, and sessions leave by last use), or contexts in host memory: as
 eviction by last use and by RAGCache's priority, read apart and used at any place (APE, CacheBlend),
 or as they were in earlier texts (Cache-Craft, KVCOMM). Printed, and written to
 results/document_tree.jsonl, is the share of prompt tokens that caches had, and of those that were
-computed in all layers, known ones that were computed again included. Nothing is timed. The model
+computed in all layers, known ones that were computed again included, and how many documents' bytes
+the caches held between two requests, on average: sessions use what a request leaves of its own
+room, too, so that they hold more than the other ones. Nothing is timed. The model
 has random weights: which tokens Cache-Craft computes again depends on its attention.
 """
 
@@ -57,16 +60,22 @@ def trace(requests: int, documents: int, contexts: int) -> list[tuple[str, ...]]
 
 def shares(server: VirtualServer, requests: Sequence[tuple[str, ...]]) -> dict[str, float]:
     """Share of prompt tokens that the caches had, and of those computed in all layers."""
-    prompt = cached = again = 0
+    prompt = cached = again = held = 0
+    tier = Tier.HOST if server.core.rule.policy.schedule.cache_form else Tier.DEVICE
     for number, contexts in enumerate(requests):
         turns = (user(f"Question {number}?"),)
+        held += server.core.ledger.used(tier)
         answer = server.submit(Request("rag", turns, contexts=contexts, max_new_tokens=2))
         while answer.report is None:
             server.step()
         prompt += answer.report.prompt_tokens
         cached += answer.report.cached_tokens
         again += answer.report.recomputed_tokens
-    return {"cached": cached / prompt, "computed": (prompt - cached + again) / prompt}
+    return {
+        "cached": cached / prompt,
+        "computed": (prompt - cached + again) / prompt,
+        "held_bytes": held / len(requests),
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,23 +84,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--documents", type=int, default=16)
     parser.add_argument("--contexts", type=int, default=3)
     parser.add_argument("--room", type=int, default=12, help="documents that caches may hold")
+    parser.add_argument("--policy", choices=POLICIES, action="append", help="only this one")
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args(arguments)
     requests = trace(options.requests, options.documents, options.contexts)
     loaded, rows = open_model(MODEL), list[dict[str, Any]]()
     tokens = len(Engine(loaded, policy="full").tokenizer.encode(requests[0][0]))
     size = loaded.decoder.spec.full_bytes(options.room * tokens)
-    for name, policy in POLICIES.items():
-        one = loaded.decoder.spec.full_bytes(3 * options.contexts * tokens)  # request, at most
-        budgets = ByteBudgets({Tier.DEVICE: 4 * one, Tier.HOST: int(size / HOST_SHARE)})
+    one = loaded.decoder.spec.full_bytes(tokens)
+    own = (options.contexts + 1) * one  # of a request with its question
+    for name in options.policy or POLICIES:
+        policy = POLICIES[name]
+        budgets = ByteBudgets({Tier.DEVICE: 9 * own, Tier.HOST: int(size / HOST_SHARE)})
         if name == "full":  # transcripts alone are in host memory
-            budgets = ByteBudgets({Tier.DEVICE: one + size, Tier.HOST: HOST_BYTES})
+            budgets = ByteBudgets({Tier.DEVICE: own + size, Tier.HOST: HOST_BYTES})
         server = VirtualServer(budgets, "lru", engine=Engine(loaded, policy=policy))
         server.core.tiers.rates = SlowHostRates()
         found = shares(server, requests)
         rows.append({"policy": name, **found, "room": options.room})
         told = "{cached:.2f} of all prompt tokens cached, {computed:.2f} computed".format(**found)
-        print(f"{name:10} {told}", flush=True)
+        print(f"{name:10} {told}; {found['held_bytes'] / one:.1f} documents held", flush=True)
     write(options.out, [row | {"environment": environment()} for row in rows])
     return 0
 
