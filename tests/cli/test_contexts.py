@@ -40,3 +40,20 @@ def test_contexts_under_a_budget_are_one_text(run: Run, texts: tuple[Path, Path]
 def test_what_is_no_document_is_refused(run: Run, talk: Path, texts: tuple[Path, Path]) -> None:
     assert "--context" in complaint(run("ask", *ASKED), 2)
     assert "no document" in complaint(run("ask", talk, "--context", texts[0], *ASKED), 1)
+
+
+def test_layers_and_models_to_share_with_are_checked_first(run: Run, texts) -> None:
+    """Nothing is read, and no model is loaded, before the options fit together."""
+    words = ("ask", "--context", texts[0], *ASKED)
+    for options, why in (
+        (("--share-layer", "2"), "need --keep"),
+        (("--keep", "--share-layer", "0"), "before layer 1 or a later one"),
+        (("--keep", "--reuse-from", "seed"), "go together"),
+        (("--keep", "--recompute-layers", "1-2"), "go together"),
+        (("--keep", "--reuse-from", "seed", "--recompute-layers", "2-1"), "is START-STOP"),
+        (("--keep", "--reuse-from", "other", "--recompute-layers", "1-2"), "nothing that other"),
+    ):
+        assert why in complaint(run(*words, *options), 2)
+    assert run(*words, "--keep", "--share-layer", "1", "--json").exit_code == 0
+    itself = ("--keep", "--reuse-from", "seed", "--recompute-layers", "1-2")
+    assert "this model itself" in complaint(run(*words, *itself), 1)

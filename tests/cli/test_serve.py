@@ -111,6 +111,18 @@ def test_what_cannot_be_is_told_before_a_model_loads(run: Run) -> None:
     assert "needs the question before prefill" in said
 
 
+def test_contexts_of_another_model_are_checked_first(run: Run) -> None:
+    for given, why in (
+        (["lora"], "is not NAME=SENDER:START-STOP"),
+        (["lora=seed:2-1"], "is START-STOP"),
+        (["lora=seed:1-2"], "needs two models"),
+        (["lora=seed:1-2", "lora=seed:0-1"], "is given twice"),
+    ):
+        options = [word for each in given for word in ("--reuse-contexts", each)]
+        said = complaint(run("serve", "--port", "0", "--policy", "ape", *options), 2)
+        assert why in said
+
+
 def test_quotas_of_tenants(run: Run, answered: dict[str, Any]) -> None:
     for given, why in (
         (["gpu=1MiB"], "'gpu=1MiB' is not TIER=BYTES: take one of device, host, disk"),
