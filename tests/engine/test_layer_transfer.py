@@ -61,11 +61,13 @@ def test_contexts_in_memory_serve_another_model(models, policy: str) -> None:
     kept = ChunkMemory(state_layers=(2,))
     base.read(contexts=[ONE, TWO], chunks=kept)
     own = tuned.read(contexts=[TWO, ONE])
-    whole = reused_chunks(ChunkMemory(), kept, *models, (0, 4))
+    whole = reused_chunks(ChunkMemory(), kept, models[0], models[1], (0, 4))
     memory = tuned.read(contexts=[TWO, ONE], chunks=whole)
     assert memory.reuse.cached == (True, True) and not any(own.reuse.cached)
     assert text_of(tuned, memory) == text_of(tuned, own)
-    part = tuned.read(contexts=[TWO], chunks=reused_chunks(ChunkMemory(), kept, *models, (2, 4)))
+    part = tuned.read(
+        contexts=[TWO], chunks=reused_chunks(ChunkMemory(), kept, models[0], models[1], (2, 4))
+    )
     assert part.reuse.cached == (True,)
     with pytest.raises(UsageError, match="keeps what it makes of them as exact"):
         tuned.under("kvcomm").read(contexts=[ONE], chunks=whole)
@@ -103,11 +105,11 @@ def test_a_saved_cache_serves_another_model(models, store: Store) -> None:
     assert resumed.state is not None
     assert "of base, layers 2 to 3 computed again" in resumed.summary
     own = tuned.read(conversation)
-    parts = [each.caches.activate(0).state() for each in (memory, own)]
+    taken, read = (each.caches.activate(0).state() for each in (memory, own))
     differing = {
         int(name.partition(".")[0])
-        for name in parts[0]
-        if name.endswith(("keys", "values")) and not torch.allclose(*(p[name] for p in parts))
+        for name in taken
+        if name.endswith(("keys", "values")) and not torch.allclose(taken[name], read[name])
     }
     assert differing, "the sender's layers are not the receiver's"
     whole = LayerTransfer(sender="base", layers=(0, 4))
