@@ -27,9 +27,11 @@ from larder.core import (
     CacheError,
     Coder,
     Folds,
+    LayerScores,
     Ledger,
     MeanSource,
     Plan,
+    ScoreScale,
     TransformSpec,
 )
 from larder.policy import Transform
@@ -378,7 +380,12 @@ def test_tiers_by_importance_are_those_of_the_loop() -> None:
     assert tiers_of(torch.full((3,), -math.inf), torch.tensor(-math.inf)).tolist() == [0, 0, 0]
 
 
-def fitted_layers(allowed: int, given: list[Tensor], columns: Ledger = LEDGER) -> list[Plan]:
+def fitted_layers(
+    allowed: int,
+    given: list[Tensor],
+    columns: Ledger = LEDGER,
+    scale: ScoreScale = ScoreScale.WEIGHTS,
+) -> list[Plan]:
     """Fitted plans of layers that keep and code all of twelve tokens, by their importance."""
     stores, plans = list[TransformLayer](), dict[int, Plan]()
     for index, scores in enumerate(given):
@@ -386,7 +393,8 @@ def fitted_layers(allowed: int, given: list[Tensor], columns: Ledger = LEDGER) -
         store.append(new.keys, new.values, new.positions)
         plan = a_plan([range(12), range(12)], (12, 12))
         grades = torch.full((24,), 3, dtype=torch.int8)
-        importance = Transform(sinks=0, recent=0)._importance(scores, plan.kept)
+        scored = LayerScores(scores, torch.zeros(24, dtype=torch.bool), (12, 12), scale=scale)
+        importance = Transform(sinks=0, recent=0)._importance(scored, plan.kept)
         numbers = {"importance": importance, "allowed_bytes": allowed}
         plans[index] = replace(plan, grades=grades, **numbers)
         stores.append(store)
@@ -405,6 +413,17 @@ def test_tiers_are_decided_over_all_layers() -> None:
     signed = ones.index_fill(0, torch.tensor(3), -1.0)
     for given in ([none, none], [none, ones], [-ones, ones], [ones, signed, small]):
         assert {*torch.cat([p.grades for p in fitted_layers(1000, given)]).tolist()} == {3}
+
+
+def test_logarithms_have_the_tiers_of_their_weights() -> None:
+    given = [torch.logspace(-6, 3, 24), torch.logspace(2, -1, 24)]
+    weights = fitted_layers(1000, given)
+    logs = [scores.log() for scores in given]
+    found = fitted_layers(1000, logs, scale=ScoreScale.LOGARITHMS)
+    assert [plan.grades.tolist() for plan in found] == [plan.grades.tolist() for plan in weights]
+    assert [plan.step for plan in found] == [plan.step for plan in weights]
+    assert len(set(weights[0].grades.tolist())) == 5
+    assert {*fitted_layers(1000, logs)[0].grades.tolist()} == {3}
 
 
 def test_bytes_that_nothing_fits_are_refused_and_columns_are_counted() -> None:

@@ -51,6 +51,7 @@ from .observation import LayerScores as LayerScores
 from .observation import Observation as Observation
 from .observation import Phase as Phase
 from .observation import Prompts as Prompts
+from .observation import ScoreScale as ScoreScale
 from .observation import ScratchPrompt as ScratchPrompt
 from .observation import StorageStatistics as StorageStatistics
 from .plan import AddedEntries as AddedEntries

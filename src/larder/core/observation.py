@@ -210,6 +210,17 @@ class Entries:
         return stored
 
 
+class ScoreScale(Enum):
+    """Meaning of the differences of scores.
+
+    WEIGHTS: ratios count, as those of attention weights.
+    LOGARITHMS: natural logarithms of weights; differences count.
+    """
+
+    WEIGHTS = "weights"
+    LOGARITHMS = "logarithms"
+
+
 class Phase(Enum):
     """Phase of inference in which a layer is scored."""
 
@@ -289,6 +300,7 @@ class LayerScores:
         protection: protected entries for a number of entries per head; None where that does not
             matter.
         learned: tensors of the providers that the compensation reads, by name.
+        scale: meaning of the differences of scores.
     """
 
     scores: Packed
@@ -301,6 +313,7 @@ class LayerScores:
     weights: tuple[float, ...] = ()
     protection: Callable[[int], PackedMask] | None = None
     learned: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    scale: ScoreScale = ScoreScale.WEIGHTS
 
     def ranked(self) -> Packed:
         """Scores with the protected entries above all others."""

@@ -345,6 +345,7 @@ class Planner:
             weights=weights,
             protection=protection,
             learned=self._learned(observation),
+            scale=self._scoring(observation.phase).scorer.scale,
         )
 
     def _learned(self, observation: Observation) -> dict[str, Tensor]:

@@ -12,7 +12,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.observation import Calibration, Entries, Observation, Prompts, ScratchPrompt
+from larder.core.observation import (
+    Calibration,
+    Entries,
+    Observation,
+    Prompts,
+    ScoreScale,
+    ScratchPrompt,
+)
 from larder.core.part import PolicyPart
 from larder.core.plan import StepScoring
 from larder.core.types import Packed, PackedMask
@@ -28,6 +35,8 @@ class Scorer(PolicyPart, ABC):
 
     # Names of the prompts that must be given before prefill.
     prompts: ClassVar[frozenset[str]] = frozenset()
+    # Of the scores, as storages read it; values must leave the scores as they are.
+    scale: ClassVar[ScoreScale] = ScoreScale.WEIGHTS
 
     @abstractmethod
     def score(self, observation: Observation) -> Packed:

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
-from larder.core.observation import Observation
+from larder.core.observation import Observation, ScoreScale
 from larder.core.types import Packed
 from larder.policy.scorers.base import Scorer
 
@@ -39,6 +40,7 @@ class KVzap(Scorer):
     """
 
     form: Predictor = Predictor.RIDGE
+    scale: ClassVar[ScoreScale] = ScoreScale.LOGARITHMS
 
     def required_providers(self) -> frozenset[str]:
         return frozenset({COLUMNS[self.form]})

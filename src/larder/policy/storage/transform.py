@@ -8,10 +8,10 @@ averaged over rotations, values by that of the output projection; then both are 
 (Karhunen-Loeve) and quantized with one step for all components of all layers, so that a component
 whose deviation lies below the step takes no bits. KVTC, "KV Cache Transform Coding for Compact
 Storage in LLM Inference" (2025), arXiv:2511.01815, codes caches at rest so; here entries are
-attended to as they are coded. Entries of four times the median's score have half the step, where
-scores are weights: scores that may be negative, such as logarithms (kvzap, locret) or signed ones
-(keydiff), have no ratios, so one negative score in any layer gives all entries of all layers one
-step. An entropy coder with static tables, or fixed widths, holds the symbols.
+attended to as they are coded. Entries of four times the median's score have half the step; of
+scores that are logarithms (kvzap), those that lie log 4 above it. Other scores that may be negative
+(locret, keydiff) have no ratios, so one negative score in any layer gives all entries of all layers
+one step. An entropy coder with static tables, or fixed widths, holds the symbols.
 
 Under a budget this spends the bytes that it saves: as many more entries are kept as fit at `bits`
 per number, and the step is the smallest one whose bytes fit the budget.
@@ -19,6 +19,7 @@ per number, and the step is the smallest one whose bytes fit the budget.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -29,7 +30,7 @@ from torch import Tensor
 from larder.core.arguments import require
 from larder.core.codec import Coder, MeanSource, RopeStage, TransformSpec
 from larder.core.errors import BadParameter
-from larder.core.observation import Entries, LayerScores
+from larder.core.observation import Entries, LayerScores, ScoreScale
 from larder.core.plan import Plan
 from larder.policy.storage._exact_ends import OVERHEAD_BYTES, ExactEndsStorage
 
@@ -93,17 +94,17 @@ class Transform(ExactEndsStorage):
         return replace(
             plan,
             grades=self.grades(plan, entries),
-            importance=self._importance(scored.scores, plan.kept),
+            importance=self._importance(scored, plan.kept),
             allowed_bytes=int(allowed),
         )
 
-    def _importance(
-        self, scores: Float[Tensor, " T"], widths: Int64[Tensor, " K"]
-    ) -> Float[Tensor, " K"]:
+    def _importance(self, scored: LayerScores, kept: Int64[Tensor, " K"]) -> Float[Tensor, " K"]:
         """Binary logarithms of the kept scores; NaN for all where a score of any is negative."""
-        numbers = scores[widths]
+        scores, numbers = scored.scores, scored.scores[kept]
         if not self.tiers:
             return torch.zeros_like(numbers)
+        if scored.scale is ScoreScale.LOGARITHMS:
+            return self.tiers / math.log(2) * numbers
         if bool(((scores < 0) & scores.isfinite()).any()):
             return torch.full_like(numbers, torch.nan)
         return self.tiers * numbers.clamp(min=0).log2()
