@@ -136,7 +136,8 @@ def serving(home: Path, **options: Any) -> Iterator[str]:
     Args:
         options: as the command has them; the key file hides the archive as well as the store.
     """
-    from larder.cli.serve import ServeOptions, local_engine_client
+    from larder.cli.engine_clients import local_engine_client
+    from larder.cli.serve import ServeOptions
     from larder.server import Archive, HttpSettings, LoopbackAuth, create_app
     from larder.store import encryption_for, read_key
 

@@ -1,0 +1,150 @@
+"""Engine clients of `larder serve`: in this process, or replicas in processes that Ray runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from larder.cli.store_options import check_store_access
+from larder.core.home import home
+
+if TYPE_CHECKING:
+    from larder.cli.serve import ServeOptions
+    from larder.server.engine_client import EngineClient
+    from larder.server.persistence.base import SessionLocks
+    from larder.store.store import Store
+
+STORE_FOLDER = "store"  # in the home folder
+DEFAULT_REPLICAS = 2
+# Saved states of a session: the newest, and one to fall back on if that is damaged.
+STORED_EPOCHS = 2
+
+
+@contextmanager
+def local_engine_client(options: ServeOptions) -> Iterator[EngineClient]:
+    """Engine client in this process, over the store of the options."""
+    from larder.server.persistence.base import SessionLocks
+    from larder.store.encryption import read_key
+
+    store = _open_store(options, store_url(options), key=read_key(options.key_file))
+    try:
+        with _local_engine_client(options, store, SessionLocks()) as client:
+            yield client
+    finally:
+        store.close()
+
+
+@contextmanager
+def ray_engine_client(options: ServeOptions) -> Iterator[EngineClient]:
+    """Engine client of replicas in processes that Ray runs.
+
+    Raises:
+        DependencyError: Ray Serve is not installed.
+        UsageError: the machines do not share the store.
+        ModelError: no replica starts.
+    """
+    from larder.cli.question_run import check_model_options
+    from larder.core.ray_cluster import connect, require_ray, shutdown
+    from larder.server.cluster.client import ClusterEngineClient
+    from larder.server.cluster.ray_serve import RayReplicaSet, ReplicaResources, check_store
+    from larder.store.encryption import read_key, store_secret
+
+    require_ray("'larder serve --ray'")
+    check_model_options(options)
+    replicas = DEFAULT_REPLICAS if options.replicas is None else options.replicas
+    resources = ReplicaResources(replicas, accelerators=int(options.device.startswith("cuda")))
+    start_replica = partial(
+        replica_engine_client,
+        options,
+        store_url(options),
+        secret=store_secret(home()),
+        key=read_key(options.key_file),
+    )
+    machines = connect()
+    try:
+        check_store(options.store, machines)
+        client = ClusterEngineClient(RayReplicaSet(start_replica, resources))
+        try:
+            yield client
+        finally:
+            client.close()
+    finally:
+        shutdown()
+
+
+@contextmanager
+def replica_engine_client(
+    options: ServeOptions, url: str, secret: bytes, key: bytes | None = None
+) -> Iterator[EngineClient]:
+    """Engine client of one replica, in its own process; its store index is local to its machine.
+
+    Args:
+        url: address of the store that all replicas share.
+        secret: secret of the store, the same in every replica.
+        key: encryption key; None leaves blobs unencrypted.
+    """
+    from larder.server.cluster.leases import LeasedSessionLocks, LeaseHeartbeat, SessionLeases
+    from larder.server.persistence.sweeper import limit_memory
+
+    limit_memory()
+    store = _open_store(options, url, secret, key)
+    leases = SessionLeases(store.parts)
+    heartbeat = LeaseHeartbeat(leases)
+
+    try:
+        with _local_engine_client(options, store, LeasedSessionLocks(store, leases)) as client:
+            yield client
+    finally:
+        heartbeat.close()
+        store.close()
+
+
+def store_url(options: ServeOptions) -> str:
+    """Store address, absolute where it is a folder."""
+    if options.store is None:
+        return str(home() / STORE_FOLDER)
+    if "://" in options.store:
+        return options.store
+    return str(Path(options.store).expanduser().absolute())
+
+
+def _open_store(
+    options: ServeOptions, url: str, secret: bytes | None = None, key: bytes | None = None
+) -> Store:
+    from larder.cli.serve_budgets import disk_budget
+    from larder.cli.served_models import split_adapters
+    from larder.store.eviction.base import EVICTIONS
+    from larder.store.store import Store
+
+    check_store_access(url)
+    return Store(
+        url,
+        home(),
+        secret=secret,
+        key=key,
+        eviction=EVICTIONS.load(options.eviction)(),
+        budgets=disk_budget(options.store_budget, options.tenant_quota or ()),
+        models=tuple(split_adapters(options.adapter or ()).named),
+        kept_epochs=STORED_EPOCHS,
+    )
+
+
+@contextmanager
+def _local_engine_client(
+    options: ServeOptions, store: Store, locks: SessionLocks
+) -> Iterator[EngineClient]:
+    from larder.cli.serve_budgets import memory_budgets
+    from larder.cli.served_models import model_clients
+    from larder.server.persistence.sweeper import StoreSweeper
+
+    quotas = options.tenant_quota or ()
+    budgets = memory_budgets(options.kv_budget, options.host_budget, quotas)
+    client = model_clients(options, budgets, store, locks)
+    try:
+        with StoreSweeper(store):
+            yield client
+    finally:
+        client.close()
