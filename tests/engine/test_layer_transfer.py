@@ -111,7 +111,7 @@ def test_a_saved_cache_serves_another_model(models, store: Store) -> None:
         for name in taken
         if name.endswith(("keys", "values")) and not torch.allclose(taken[name], read[name])
     }
-    assert differing, "the sender's layers are not the receiver's"
+    assert {0, 1} <= differing, "the first two layers are the sender's"
     whole = LayerTransfer(sender="base", layers=(0, 4))
     memory, resumed = prefill_or_restore(
         tuned, StorePersistence(store, models[1], layers=whole), conversation, {}

@@ -249,6 +249,21 @@ def test_draws_follow_the_softmax_of_the_scores() -> None:
     assert float(((counts[1:] - expected) ** 2 / expected).sum()) < 13.8  # 1 in 1,000 by chance
 
 
+def test_nacls_hand_values_of_32_000_tokens() -> None:
+    """256 sinks, 64 latest and the best 3,840 stay; 2,240 of the others are drawn: 6,400."""
+    scores = torch.linspace(1, 0, 32_000)
+    protected = torch.zeros(32_000, dtype=torch.bool)
+    protected[:256] = protected[-64:] = True
+    scored = LayerScores(scores, protected, (32_000,))
+    kept = Drawn().choose({0: scored}, {0: 6_400})[0].kept
+    assert len(kept) == 6_400
+    first = 256 + 3_840  # of falling scores, the best behind the sinks
+    assert torch.equal(kept[:first], torch.arange(first))
+    assert torch.equal(kept[-64:], torch.arange(32_000 - 64, 32_000))
+    drawn = kept[first:-64]
+    assert len(drawn) == 2_240 and int(drawn.max()) > 20_000
+
+
 def test_without_a_share_nothing_is_drawn() -> None:
     lengths = (5, 9, 3)
     scores = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(2))

@@ -67,3 +67,13 @@ def test_half_of_the_entries_answer_as_all_do(seed_model: LoadedModel) -> None:
         return sum(one.exact for one in score_answers(engine, engine.read(log), log.questions))
 
     assert right("full", None) == right(PAPER, "50%") == right("lagkv", "50%")
+
+
+def test_hand_values_of_400_entries() -> None:
+    """16 sinks, half of two partitions of 128 that are compared, and the last one: 272."""
+    parts = [(0, 16), (16, 144), (144, 272), (272, 400)]
+    sentence = "whole() > protect(sinks=16, recent=0) > lagkv(lag=128) > uniform()"
+    observation = a_view(a_layer(2, 1), [range(400), range(400)], 1)
+    for kept in kept_by(sentence, observation, 272):
+        counts = [sum(start <= place < stop for place in kept) for start, stop in parts]
+        assert counts == [16, 64, 64, 128]
