@@ -191,10 +191,9 @@ def build_caches(
     ids: tuple[int, ...],
     prompt_sets: Sequence[Prompts],
     meter: PeakMemoryMeter,
-    progress: Progress = no_progress,
 ) -> SessionCaches:
     """Prefill tokens into one cache per prompt set, within the budget, and offload each."""
-    return run_steps(build_caches_steps(runtime, policy, ids, prompt_sets, meter), progress)
+    return run_steps(build_caches_steps(runtime, policy, ids, prompt_sets, meter))
 
 
 def build_caches_steps(
