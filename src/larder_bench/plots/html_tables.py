@@ -14,7 +14,7 @@ from larder_bench.reports.paper_comparison import compare_with_paper, comparison
 from larder_bench.results.budget_labels import OWN, WHOLE
 from larder_bench.results.papers import Paper
 from larder_bench.results.rows import Row
-from larder_bench.results.tables import SCALES, TIMES, ScoreScale, ScoreTable, cell_scores
+from larder_bench.results.tables import SCALES, TIMES, ItemScale, ScoreTable, cell_scores
 
 
 def group_tables(title: str, rows: Sequence[Row], bases: Sequence[str]) -> Iterator[str]:
@@ -59,7 +59,7 @@ def _time_table(table: ScoreTable) -> Iterator[str]:
     yield html
 
 
-def _means(table: ScoreTable, scale: ScoreScale) -> str:
+def _means(table: ScoreTable, scale: ItemScale) -> str:
     """Table with a line per policy; below each mean are its interval, the share of the bytes, and
     the budget in tokens per kv head.
 
@@ -81,11 +81,11 @@ def _means(table: ScoreTable, scale: ScoreScale) -> str:
     return html_table(scale.title, f"<th scope=col>policy</th>{head}", lines)
 
 
-def _has(table: ScoreTable, scale: ScoreScale, name: str, budget: str) -> bool:
+def _has(table: ScoreTable, scale: ItemScale, name: str, budget: str) -> bool:
     return table.interval(scale, name, budget) is not None or table.refused(name, budget) > 0
 
 
-def _mean(table: ScoreTable, scale: ScoreScale, name: str, budget: str, across: int = 1) -> str:
+def _mean(table: ScoreTable, scale: ItemScale, name: str, budget: str, across: int = 1) -> str:
     interval, refused = table.interval(scale, name, budget), table.refused(name, budget)
     start = f"<td colspan={across}" if across > 1 else "<td"
     if interval is None:
@@ -98,7 +98,7 @@ def _mean(table: ScoreTable, scale: ScoreScale, name: str, budget: str, across: 
     return f"{start}><b>{mean}</b> <i>{ends}</i><small>{share}</small></td>"
 
 
-def _differences(table: ScoreTable, scale: ScoreScale, base: str) -> Iterator[str]:
+def _differences(table: ScoreTable, scale: ItemScale, base: str) -> Iterator[str]:
     budgets = [b for b in table.budgets if table.interval(scale, base, b) is not None]
     if not budgets:
         return

@@ -35,7 +35,7 @@ from larder_bench.results.budget_labels import WHOLE
 from larder_bench.results.papers import Paper
 from larder_bench.results.policy_labels import label_legend, policy_labels
 from larder_bench.results.rows import Results, Row, read_results, rows_file
-from larder_bench.results.tables import SCALES, TIMES, ScoreScale, ScoreTable, cell_scores
+from larder_bench.results.tables import SCALES, TIMES, ItemScale, ScoreTable, cell_scores
 from larder_bench.studies.study import read_study
 
 MARKED = re.compile(r"(<!-- table: (?!end)(.*?) -->\n)(?:.*?\n)??(<!-- table: end -->)", re.DOTALL)
@@ -237,7 +237,7 @@ def by_random(rows: Sequence[Row], key: str = "") -> list[str]:
     return lines
 
 
-def _beside_random(table: ScoreTable, scale: ScoreScale, budget: str) -> dict[str, list[str]]:
+def _beside_random(table: ScoreTable, scale: ItemScale, budget: str) -> dict[str, list[str]]:
     """Policies by the sign of their paired interval, each group by the size of the difference."""
     sign = -1 if scale.key in LESS_IS_BETTER else 1
     groups: dict[str, list[tuple[float, str]]] = {"worse": [], "no better": [], "better": []}
@@ -254,7 +254,7 @@ def _beside_random(table: ScoreTable, scale: ScoreScale, budget: str) -> dict[st
     }
 
 
-def _signed(interval: Interval | None, scale: ScoreScale) -> str:
+def _signed(interval: Interval | None, scale: ItemScale) -> str:
     if interval is None:
         return ""
     mean, low, high = (x + 0.0 for x in (interval.mean, interval.low, interval.high))
@@ -297,14 +297,14 @@ def _task_names(spellings: Collection[str]) -> dict[str, str]:
     return names
 
 
-def _scale(table: ScoreTable, key: str) -> ScoreScale:
+def _scale(table: ScoreTable, key: str) -> ItemScale:
     """Scale of a table.
 
     Raises:
         InputError: the rows have no such number.
     """
     scales = {scale.key: scale for scale in table.scales_with_data(SCALES)}
-    scales |= {name: ScoreScale(name, TIMES[name], digits=1) for name in table.timed_fields()}
+    scales |= {name: ItemScale(name, TIMES[name], digits=1) for name in table.timed_fields()}
     if key and key not in scales:
         raise InputError(f"No row has {key!r}: take one of {list(scales)}.")
     return scales[key] if key else next(iter(scales.values()))
@@ -315,7 +315,7 @@ def _budgets(table: ScoreTable) -> list[str]:
     return [budget for budget in table.budgets if budget != WHOLE] or list(table.budgets)
 
 
-def _ranked_policies(table: ScoreTable, scale: ScoreScale) -> list[str]:
+def _ranked_policies(table: ScoreTable, scale: ItemScale) -> list[str]:
     """Policies, the full cache first, then the best by the mean over all budgets."""
     sign = 1 if scale.key in LESS_IS_BETTER else -1
 
@@ -327,7 +327,7 @@ def _ranked_policies(table: ScoreTable, scale: ScoreScale) -> list[str]:
     return sorted(table.names, key=rank)
 
 
-def _mean(table: ScoreTable, scale: ScoreScale, name: str, budget: str) -> float | None:
+def _mean(table: ScoreTable, scale: ItemScale, name: str, budget: str) -> float | None:
     if scale.key in TIMES:
         seconds = table.seconds(name, budget).get(scale.key)
         return None if seconds is None else 1000 * seconds
@@ -336,7 +336,7 @@ def _mean(table: ScoreTable, scale: ScoreScale, name: str, budget: str) -> float
 
 
 def _cell(
-    table: ScoreTable, scale: ScoreScale, name: str, budget: str, with_ends: bool = False
+    table: ScoreTable, scale: ItemScale, name: str, budget: str, with_ends: bool = False
 ) -> str:
     mean = _mean(table, scale, name, budget)
     if mean is None:

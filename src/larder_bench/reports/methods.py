@@ -23,7 +23,7 @@ from larder.session import PRESETS
 from larder_bench.reports.study_index import RESULTS, replace_between
 from larder_bench.results.budget_labels import WHOLE
 from larder_bench.results.rows import read_results, rows_file
-from larder_bench.results.tables import SCALES, ScoreScale, ScoreTable, cell_scores
+from larder_bench.results.tables import SCALES, ItemScale, ScoreTable, cell_scores
 from larder_bench.results.toml_tables import convert_table
 
 SOURCE = "methods.toml"
@@ -205,7 +205,7 @@ def figure_text(figure: FigureColumn, names: Sequence[str]) -> str:
     return ""
 
 
-def _cell(table: ScoreTable, scale: ScoreScale, name: str, budget: str) -> str:
+def _cell(table: ScoreTable, scale: ItemScale, name: str, budget: str) -> str:
     if table.refused(name, budget):
         return "refused"
     interval = table.interval(scale, name, budget)

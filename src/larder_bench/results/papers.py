@@ -30,7 +30,7 @@ from typing import Any
 from larder.core import UnknownName, UsageError, unknown_name_message
 from larder_bench.results.budget_labels import OWN, WHOLE
 from larder_bench.results.rows import PAPER, SCHEMA, Row
-from larder_bench.results.tables import SCALES, TIMES, ScoreScale
+from larder_bench.results.tables import SCALES, TIMES, ItemScale
 from larder_bench.results.toml_tables import convert_table
 
 MIB = float(2**20)
@@ -120,7 +120,7 @@ class ReportedValue:
         return not ambiguous and all(matches)
 
     @property
-    def measured_scale(self) -> ScoreScale | CellCost:
+    def measured_scale(self) -> ItemScale | CellCost:
         """Scale of the measured value."""
         return known_scales()[self.scale]
 
@@ -193,7 +193,7 @@ class Paper:
         return paper
 
 
-def known_scales() -> dict[str, ScoreScale | CellCost]:
+def known_scales() -> dict[str, ItemScale | CellCost]:
     """Scales of measured values, by name."""
     return {one.key: one for one in (*SCALES, *COSTS)}
 

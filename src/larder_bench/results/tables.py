@@ -15,7 +15,7 @@ from larder_bench.results.rows import Row
 
 
 @dataclass(frozen=True)
-class ScoreScale:
+class ItemScale:
     """Score that each item has.
 
     Args:
@@ -70,23 +70,23 @@ TIMES = {
     "turn_seconds": "a turn, all shared out",
     "uncached_turn_seconds": "a turn read anew",
 }
-SPEED = ScoreScale("tokens_per_second", "Tokens per second", digits=1)
-SHARE = ScoreScale("policy_share", "Share of the time that the policy takes", digits=3)
+SPEED = ItemScale("tokens_per_second", "Tokens per second", digits=1)
+SHARE = ItemScale("policy_share", "Share of the time that the policy takes", digits=3)
 COSTS = (SPEED, SHARE)  # of a whole cell
 SCALES = (
-    ScoreScale("exact", "Exact match", digits=2),
-    ScoreScale("f1", "F1", digits=2),
-    ScoreScale("f1_stemmed", "F1 of stemmed words, as LoCoMo scores", digits=2),
-    ScoreScale("own", "Score of the data set", digits=2),
-    ScoreScale("log_likelihood", "Log-likelihood per token (nats)", digits=2),
-    ScoreScale("similarity", "Cosine of keys with and without block-wise eviction", digits=3),
-    ScoreScale("kl", "KL(full || policy) per token (nats, less is better)", digits=3),
-    ScoreScale("same", "Likeliest token is the same", digits=3),
-    ScoreScale("recall_1", "Recall@1: the largest product is among what was fetched", digits=3),
-    ScoreScale("recall_3", "Recall@3", digits=3),
-    ScoreScale("recall_5", "Recall@5", digits=3),
-    ScoreScale("mass", "Attention kept", digits=3),
-    ScoreScale("possible", "Attention kept, had as many been fetched one by one", digits=3),
+    ItemScale("exact", "Exact match", digits=2),
+    ItemScale("f1", "F1", digits=2),
+    ItemScale("f1_stemmed", "F1 of stemmed words, as LoCoMo scores", digits=2),
+    ItemScale("own", "Score of the data set", digits=2),
+    ItemScale("log_likelihood", "Log-likelihood per token (nats)", digits=2),
+    ItemScale("similarity", "Cosine of keys with and without block-wise eviction", digits=3),
+    ItemScale("kl", "KL(full || policy) per token (nats, less is better)", digits=3),
+    ItemScale("same", "Likeliest token is the same", digits=3),
+    ItemScale("recall_1", "Recall@1: the largest product is among what was fetched", digits=3),
+    ItemScale("recall_3", "Recall@3", digits=3),
+    ItemScale("recall_5", "Recall@5", digits=3),
+    ItemScale("mass", "Attention kept", digits=3),
+    ItemScale("possible", "Attention kept, had as many been fetched one by one", digits=3),
     *COSTS,
 )
 
@@ -187,12 +187,12 @@ class ScoreTable:
         by_field = {key: [each[key] for each in timings if key in each] for key in TIMES}
         return {key: sum(values) / len(values) for key, values in by_field.items() if values}
 
-    def scales_with_data(self, scales: Sequence[ScoreScale]) -> list[ScoreScale]:
+    def scales_with_data(self, scales: Sequence[ItemScale]) -> list[ItemScale]:
         """Scales for which any item has a number."""
         items = [item for one in self._entries.values() for item in one.items[:1]]
         return [s for s in scales if any(item.get(s.key) is not None for item in items)]
 
-    def means(self, scale: ScoreScale) -> list[str]:
+    def means(self, scale: ItemScale) -> list[str]:
         """Table of means per policy with interval, and in parentheses the share of the bytes
         held.
         """
@@ -204,7 +204,7 @@ class ScoreTable:
             lines.append(_markdown_row(name, *(self._mean(scale, name, b) for b in self.budgets)))
         return lines
 
-    def interval(self, scale: ScoreScale, name: str, budget: str) -> Interval | None:
+    def interval(self, scale: ItemScale, name: str, budget: str) -> Interval | None:
         """Mean of a policy's items at a budget, with its interval; None without items."""
         scores = [
             [float(item[scale.key]) for item in items if item.get(scale.key) is not None]
@@ -213,9 +213,7 @@ class ScoreTable:
         scores = [values for values in scores if values]
         return Bootstrap().mean(resampling_units(scores)) if scores else None
 
-    def difference(
-        self, scale: ScoreScale, first: str, second: str, budget: str
-    ) -> Interval | None:
+    def difference(self, scale: ItemScale, first: str, second: str, budget: str) -> Interval | None:
         """Paired difference, first less second, on items that both scored; None without any.
 
         A policy without cells at the budget, such as the full cache, stands with its whole cache.
@@ -259,7 +257,7 @@ class ScoreTable:
         cells = (self._entries.get((name, budget, source)) for source in self._sources)
         return sum(one is not None and one.is_refused for one in cells)
 
-    def _mean(self, scale: ScoreScale, name: str, budget: str) -> str:
+    def _mean(self, scale: ItemScale, name: str, budget: str) -> str:
         interval, refused = self.interval(scale, name, budget), self.refused(name, budget)
         if interval is None:
             return "refused" if refused else ""
