@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ import torch
 import larder.prefill.decode_eviction as decode_eviction
 from larder import Policy
 from larder.cache import SequenceCache
+from larder.core import Plan
 from larder.engine import SamplingParams, StoppingCriteria
 from larder.engine.generate import generate
 from larder.models import wrap_model
-from larder.ops import c_library
+from larder.ops import EvictionTable, c_library
 from larder.prefill import DeferredObserver, PeakMemoryMeter, StepEviction
 from larder.session import build_caches, decode_planner
 from model_runs import id_runtime, some_ids
@@ -56,6 +58,19 @@ def generated(sentence: str, dtype: torch.dtype) -> tuple[list[int], SequenceCac
     return [int(token) for row in made for token in row], cache
 
 
+def same_caches(one: SequenceCache, other: SequenceCache) -> bool:
+    state, kept = one.state(), other.state()
+    return state.keys() == kept.keys() and all(
+        torch.equal(own.nan_to_num(nan=7.0), kept[name].nan_to_num(nan=7.0))
+        for name, own in state.items()
+    )
+
+
+def by_plans(observer: Any, calls: int, *rest: Any) -> DeferredObserver:
+    del rest
+    return DeferredObserver(observer, calls)
+
+
 @pytest.mark.extended
 @pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
 @pytest.mark.parametrize("dtype, sentence", CASES)
@@ -63,26 +78,84 @@ def test_a_kernel_leaves_what_plans_leave(
     sentence: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel: list[int] = []
+    laid_out: list[bool] = []
 
-    def counted(self: StepEviction) -> set[tuple[int, int]]:
-        done = run(self)
+    def counted(self: StepEviction, layouts: Any = ()) -> set[tuple[int, int]]:
+        done = run(self, layouts)
         kernel.append(len(done))
+        laid_out.append(bool(layouts))
         return done
 
     run = StepEviction.run
     monkeypatch.setattr(StepEviction, "run", counted)
     tokens, cache = generated(sentence, dtype)
     assert kernel and min(kernel) == 3
-
-    def by_plans(observer: Any, calls: int, evict: Any) -> DeferredObserver:
-        del evict
-        return DeferredObserver(observer, calls)
+    assert laid_out.count(True) >= STEPS - 1
 
     monkeypatch.setattr(decode_eviction, "DeferredObserver", by_plans)
     expected, reference = generated(sentence, dtype)
     assert tokens == expected
-    state, kept = cache.state(), reference.state()
-    assert state.keys() == kept.keys()
-    for name, own in state.items():
-        assert torch.equal(own.nan_to_num(nan=7.0), kept[name].nan_to_num(nan=7.0)), name
+    assert same_caches(cache, reference)
     assert cache.nbytes == reference.nbytes and cache.lengths() == reference.lengths()
+
+
+@pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
+@pytest.mark.parametrize("sentence", [f"whole() > {H2O}", f"whole() > {D2O}every_step()"])
+def test_a_layer_that_the_kernel_leaves_goes_by_its_plan(
+    sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evict, left = EvictionTable.evict, list[int | None]()
+
+    def without_one(self: EvictionTable, roomy: int) -> list[int | None]:
+        self._rows[1, self.COUNT] = 0  # more entries than it rejects
+        rooms = evict(self, roomy)
+        left.append(rooms[1])
+        return rooms
+
+    monkeypatch.setattr(EvictionTable, "evict", without_one)
+    tokens, cache = generated(sentence, BFLOAT16)
+    assert left and set(left) == {None}
+    monkeypatch.setattr(decode_eviction, "DeferredObserver", by_plans)
+    expected, reference = generated(sentence, BFLOAT16)
+    assert tokens == expected and same_caches(cache, reference)
+    assert cache.nbytes == reference.nbytes
+
+
+@pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
+def test_a_fork_and_its_source_go_on_as_they_would_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def continued(cache: SequenceCache, ids: tuple[int, ...]) -> list[list[int]]:
+        return generate(
+            decoder,
+            [cache],
+            [ids],
+            SamplingParams(),
+            StoppingCriteria(6),
+            make_observer=decode_planner(runtime, policy, [cache]).observer,
+        )
+
+    policy = Policy.parse(f"whole() > {H2O}").with_sizes(20, None)
+    decoder = wrap_model(tiny("qwen3", layers=3))
+    runtime = id_runtime(decoder)
+    found = list[tuple[list[list[int]], list[list[int]], SequenceCache, SequenceCache]]()
+    for observer in (DeferredObserver, by_plans):
+        monkeypatch.setattr(decode_eviction, "DeferredObserver", observer)
+        cache = build_caches(runtime, policy, some_ids(48), [{}], PeakMemoryMeter()).activate(0)
+        continued(cache, some_ids(1))
+        fork = cache.fork()
+        found.append((continued(cache, (3,)), continued(fork, (4,)), cache, fork))
+    (one, two, cache, fork), (first, second, source, other) = found
+    assert (one, two) == (first, second)
+    assert same_caches(cache, source) and same_caches(fork, other)
+
+
+@pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
+def test_a_layout_is_stale_once_a_plan_moved_a_layer_and_holds_nothing_alive() -> None:
+    _, cache = generated(f"whole() > {H2O}", FLOAT32)
+    layout = cache.step_layout(FLOAT32)
+    assert layout is not None and layout is cache.step_layout(FLOAT32) and layout.is_current
+    assert cache.step_layout(BFLOAT16) is None
+    held = ref(cache.layers[1].entries().keys)
+    lengths = cache.lengths()[1]
+    cache.apply(1, Plan(torch.arange(sum(lengths)), lengths))
+    assert not layout.is_current and held() is None
+    assert cache.step_layout(FLOAT32) is not layout

@@ -25,6 +25,7 @@ from .forms.residual import ResidualLayer as ResidualLayer
 from .forms.tiered import TieredLayer as TieredLayer
 from .forms.transform import TransformLayer as TransformLayer
 from .forms.window import SlidingWindowLayer as SlidingWindowLayer
+from .held_bytes import held_nbytes as held_nbytes
 from .kvtc import KvtcTables as KvtcTables
 from .kvtc import PrincipalSide as PrincipalSide
 from .latest_activations import latest_queries_bytes as latest_queries_bytes
@@ -52,7 +53,6 @@ from .prefix_forks import shared_storages as shared_storages
 from .recurrent_state import RecurrentState as RecurrentState
 from .residual_tier import ResidualCoder as ResidualCoder
 from .sequence import SequenceCache as SequenceCache
-from .sequence import held_nbytes as held_nbytes
 from .shared_storage import MANY_SEGMENTS as MANY_SEGMENTS
 from .shared_storage import SHORT_SEGMENT as SHORT_SEGMENT
 from .shared_storage import SegmentedLayer as SegmentedLayer
@@ -62,6 +62,9 @@ from .spec import LayerOptions as LayerOptions
 from .spec import text_of as text_of
 from .spec import text_tensor as text_tensor
 from .table_file import tables_path as tables_path
+from .tier_inputs import MOST_TIERS as MOST_TIERS
+from .tier_inputs import KernelInputs as KernelInputs
+from .tier_inputs import kernel_inputs as kernel_inputs
 from .transform_tables import TransformTables as TransformTables
 from .transform_tables import state_of as state_of
 from .transformed_tier import SPEC_KEY as SPEC_KEY

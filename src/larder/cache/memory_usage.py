@@ -47,6 +47,8 @@ class MemoryUsage:
 
     def set_entries(self, entries: int) -> None:
         """Replace the entries held beside those of usages that joined this one."""
+        if entries == self._own_entries:
+            return
         change, self._own_entries = entries - self._own_entries, entries
         self._add(0, 0, change)
 

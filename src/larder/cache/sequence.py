@@ -29,9 +29,11 @@ from larder.core.types import Mode, Positions, Queries
 from larder.ops.cpu.decode_attention import EvictionStorage
 from larder.ops.removal import MIN_ROAMING_SLACK
 
-if TYPE_CHECKING:  # modules of arenas and slow tiers are loaded where there are any
+if TYPE_CHECKING:  # modules of arenas, slow tiers and tables are loaded where there are any
     from larder.cache.forms.tiered import TieredLayer
     from larder.cache.layer_pages import PageLease
+    from larder.cache.step_layout import StepLayout
+    from larder.ops.cpu.decode_eviction import EvictionTable
 
 
 class SequenceCache:
@@ -79,6 +81,7 @@ class SequenceCache:
         self.recurrent = NO_STATE
         self.model_positions = ModelPositions()
         self._is_spoiled = False
+        self._layout: StepLayout | None = None
         form_of(self.cache_spec).check_spec(self.cache_spec, spec)
         self.cache_spec.check_model(spec)
         self._layers = [create_layer(layer, spec, self.cache_spec) for layer in spec.layers]
@@ -107,6 +110,21 @@ class SequenceCache:
         """Layer that a decode step of several caches appends to. Raises: CacheError: invalid."""
         self._check()
         return self._layers[layer]
+
+    def step_layout(self, dtype: torch.dtype) -> StepLayout | None:
+        """Tables for a decode step over keys and values of that type.
+
+        None where layers are asked one by one: in forms without tables, and where others hold the
+        storage of a layer. Raises: CacheError: invalid.
+        """
+        self._check()
+        if not self._can_lay_out:
+            return None
+        if self._layout is None or not self._layout.is_current:
+            from larder.cache.step_layout import StepLayout  # for ragged layers alone
+
+            self._layout = StepLayout.of(self._layers)
+        return self._layout if self._layout and self._layout.dtype is dtype else None
 
     def count_step(self, position: int) -> None:
         """Count a token that was appended to the pages of every layer. Raises: CacheError."""
@@ -180,6 +198,15 @@ class SequenceCache:
                     self._layers[layer].count_eviction(room)
                     done.append(layer)
         return done
+
+    def evict_laid_out(self, layout: StepLayout, table: EvictionTable) -> list[int]:
+        """Evict from the layers of a table behind the newest token, as `evict_step`.
+
+        Args:
+            layout: of this cache.
+        """
+        with self._changing():
+            return layout.evict(table, self.next_position + 1)
 
     def write_columns(self, layer: int, columns: Mapping[str, Tensor]) -> None:
         """Replace ledger columns of one layer, one number per row of its storage."""
@@ -338,21 +365,21 @@ class SequenceCache:
     @property
     def nbytes(self) -> int:
         """Bytes of every tensor held, slack and metadata included."""
-        return self._budgeted.nbytes + self._unbudgeted.nbytes + self._fixed_nbytes
+        return self._budgeted.nbytes + self._unbudgeted.nbytes + self.fixed_nbytes
 
     @property
     def idle_nbytes(self) -> int:
         """Bytes between two turns, without slack: at least those of the state."""
-        return sum(each.idle_nbytes for each in self._layers) + self._fixed_nbytes
+        return sum(each.idle_nbytes for each in self._layers) + self.fixed_nbytes
 
     @property
     def device_nbytes(self) -> int:
         """Bytes in the model's memory, without the slow tiers."""
         layers = self._budgeted.device_nbytes + self._unbudgeted.device_nbytes
-        return layers + self._fixed_nbytes
+        return layers + self.fixed_nbytes
 
     @property
-    def _fixed_nbytes(self) -> int:
+    def fixed_nbytes(self) -> int:
         """Bytes of what is no entry."""
         return self.latest.nbytes + self.recurrent.nbytes + self.model_positions.nbytes
 
@@ -395,6 +422,11 @@ class SequenceCache:
             from larder.cache.forms.shared_kv import link_shared_layers
 
             link_shared_layers(self._layers)
+        self._layout = None
+        self._can_lay_out = all(
+            each.can_lay_out and each.layer.kv_heads == self._layers[0].layer.kv_heads
+            for each in self._layers
+        )
         self._budgeted, self._unbudgeted = MemoryUsage(), MemoryUsage()
         for each in self._layers:
             is_budgeted = self.is_budgeted(each.layer)
@@ -465,17 +497,3 @@ class SequenceCache:
         cache.latest = LatestActivations.restore(state, cache.cache_spec.ledger.queries, spec)
         cache.model_positions = ModelPositions.restore(state, spec.device)
         return cache
-
-
-def held_nbytes(caches: Iterable[SequenceCache]) -> int:
-    """Bytes of several caches, with storage that they share counted once."""
-    held: dict[object, int] = {}
-    others = 0
-    for cache in caches:
-        for lease in cache.page_leases():
-            held |= {(id(lease.pool), page): lease.pool.page_bytes for page in lease.pages}
-        others += cache._fixed_nbytes
-        for tensor in (tensor for each in cache.layers for tensor in each.tensors()):
-            storage = tensor.untyped_storage()
-            held[storage.data_ptr()] = storage.nbytes()
-    return others + sum(held.values())

@@ -30,6 +30,7 @@ from larder.cache.coded_blocks import (
 )
 from larder.cache.component_means import CenteredBlock, CenteredBlocks, ComponentMeans
 from larder.cache.spec import saved_spec_text, text_tensor
+from larder.cache.tier_inputs import KernelInputs, kernel_inputs
 from larder.cache.transform_tables import TransformTables
 from larder.core.codec import Coder, MeanSource, TransformSpec
 from larder.core.errors import CacheError
@@ -306,19 +307,21 @@ class TransformedTier:
             column: ledger column that is added to the logits.
             other: attention to further entries, which is merged.
         """
-        tables, classes = self.tables, self._kernel_classes()
+        own = self.payload, self.index, self.means.codes, self.means.scales
+        tables, held = self.tables, kernel_inputs(own, self.step, self._kernel_inputs)
         pairs = tables.bfloat16_keys if dtype is torch.bfloat16 else None
-        rotation = rotation_table(self._length, tables.radians)
-        means = self._kernel_means()
-        heads = kernel.TransformedHeads(tables.inverse, pairs, means, classes, rotation)
+        rotation = rotation_table(held.length, tables.radians)
+        heads = kernel.TransformedHeads(tables.inverse, pairs, held.means, held.classes, rotation)
         bias = None if column is None else self.columns[column]
-        coded = self.payload, self._kernel_blocks(), heads, self.step
+        coded = self.payload, held.blocks, heads, self.step
         return kernel.transform_attention(queries, *coded, scaling, bias, other)
 
+    def _kernel_inputs(self) -> KernelInputs:
+        own = self._kernel_blocks(), self._kernel_means(), self._kernel_classes()
+        return KernelInputs(*own, self._length)
+
     def _kernel_means(self) -> Float[Tensor, "2 K D"]:
-        """Means of keys before rotation, and of values, as the kernel adds them; not held, since
-        they would take four times the bytes of their codes.
-        """
+        """Means of keys before rotation, and of values, as the kernel adds them."""
         if not len(self.means.codes):
             return self.tables.mean
         codes, scales = self.means.codes.numpy(), self.means.scales.numpy()

@@ -10,7 +10,8 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from larder.cache.sequence import SequenceCache, held_nbytes
+from larder.cache.held_bytes import held_nbytes
+from larder.cache.sequence import SequenceCache
 from larder.core.arguments import checked_call
 from larder.core.errors import CacheError, ModelError, UsageError
 from larder.interop.attachment import AttachedCache, attached

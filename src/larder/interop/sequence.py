@@ -21,6 +21,7 @@ from larder.interop.dynamic_cache import FORMS
 from larder.models.calibration import calibrate
 from larder.models.decoder import Decoder
 from larder.models.forward_batch import BatchSegment, Observer
+from larder.models.observers import JoinedObserver
 from larder.models.verification import check_tokenizer
 from larder.policy.compensation.drop import Drop
 from larder.prefill.base import run_steps
@@ -339,10 +340,8 @@ class EndTokens:
 
 def observer_of(observers: list[Observer | None]) -> Observer | None:
     """Observer of a batch whose segments have an observer each; None if they have none."""
-    own = [observer for observer in observers if observer is not None]
-    if not own:
-        return None
-    return lambda row, layer, activations: own[row](0, layer, activations)
+    own = {row: observer for row, observer in enumerate(observers) if observer is not None}
+    return JoinedObserver(own) if own else None
 
 
 def sequence_factory(

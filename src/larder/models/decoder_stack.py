@@ -29,8 +29,8 @@ from larder.models.activation_hooks import CaptureHook
 from larder.models.attention_backend import NAME, AttentionInputs, LayerAttention, attend
 from larder.models.forward_batch import ForwardBatch
 from larder.models.introspection import TOLERANCE, relative_difference
+from larder.models.module_snapshot import ModuleSnapshot
 from larder.ops.cpu import decoder_layer as cpu_layer
-from larder.ops.cpu.decode_attention import StepStorage
 from larder.ops.cpu.decoder_layer import few_rows_linear, is_supported, max_rows
 from larder.ops.decoder_layer import LayerSizes, LayerTensors
 
@@ -86,13 +86,7 @@ class DecoderStack(nn.Module):
         self._layers = list(body.layers)
         # transformers 5.2 chooses the mask of a layer by it; later versions ask the configuration
         self.attention_type = vars(self._layers[0]).get("attention_type", "full_attention")
-        self._parts = [
-            (part, type(part), _children(part), _parameter_ids(part))
-            for layer in self._layers
-            for part in layer.modules()
-        ]
-        parameters = [each for layer in body.layers for each in layer.parameters()]
-        self._addresses = [(each, each.data_ptr()) for each in parameters]
+        self._parts = ModuleSnapshot(self._layers, spec.dtype)
 
     @staticmethod
     def of(body: Any, spec: ModelSpec) -> DecoderStack | None:
@@ -126,19 +120,9 @@ class DecoderStack(nn.Module):
         return (
             _is_own_attention()
             and list(self._owner[0].layers) == self._layers
-            and all(
-                type(part) is kind
-                and not _is_hooked(part)
-                and _children(part) == children
-                and _parameter_ids(part) == ids
-                for part, kind, children, ids in self._parts
-            )
-            and all(
-                each.data_ptr() == address
-                and each.dtype is self._spec.dtype
-                and each.is_contiguous()
-                for each, address in self._addresses
-            )
+            and not (_global_forward_hooks or _global_forward_pre_hooks)
+            and self._parts.is_current
+            and all(map(_is_served_hook, self._parts.pre_hooks))
         )
 
     @contextmanager
@@ -161,9 +145,9 @@ class DecoderStack(nn.Module):
     ) -> Float[Tensor, "1 N hidden"]:
         """States behind the last layer."""
         if isinstance(larder, ForwardBatch) and self._can_step():
-            storages = larder.storages(hidden_states.dtype)
-            if storages is not None:
-                return self._step(hidden_states, position_embeddings, larder, storages)
+            tabulate = larder.step_tables(hidden_states.dtype)
+            if tabulate is not None:
+                return self._step(hidden_states, position_embeddings, larder, tabulate)
         return self._run(hidden_states, position_embeddings, larder, len(self._weights))
 
     def _can_step(self) -> bool:
@@ -179,12 +163,12 @@ class DecoderStack(nn.Module):
         states: Float[Tensor, "1 N hidden"],
         angles: Angles,
         batch: ForwardBatch,
-        storages: Sequence[Sequence[StepStorage]],
+        tabulate: cpu_layer.StepTableMaker,
     ) -> Float[Tensor, "1 N hidden"]:
         """States behind the last layer, of tokens that are appended to storages of all layers."""
         rows = cpu_layer.LayerRows(self._sizes, states[0], angles[0][0], angles[1][0])
         scalings = [layer.scaling for layer in self._spec.layers]
-        batch.finish_steps(rows.take_step(self._weights, storages, batch.step_positions, scalings))
+        batch.finish_steps(rows.take_step(self._weights, tabulate, scalings))
         return rows.states[None]
 
     def _run(
@@ -372,27 +356,18 @@ def _layer_sizes(body: Any, spec: LayerSpec) -> LayerSizes:
 
 
 def _is_hooked(part: nn.Module) -> bool:
-    """True if a call of a module does something beside what its class says.
-
-    The stack serves hooks that capture activations itself, on a CPU.
-    """
+    """True if a call of a module does something beside what its class says."""
     attributes = vars(part)
-    others = attributes["_forward_pre_hooks"] and any(
-        type(hook) is not CaptureHook or hook.is_on_device for hook in _pre_hooks(part)
-    )
+    others = not all(map(_is_served_hook, _pre_hooks(part)))
     hooks = attributes["_forward_hooks"] or others
-    return (
-        bool(hooks or _global_forward_hooks or _global_forward_pre_hooks) or "forward" in attributes
-    )
+    is_global = _global_forward_hooks or _global_forward_pre_hooks
+    return bool(hooks or is_global) or "forward" in attributes
+
+
+def _is_served_hook(hook: object) -> bool:
+    """True for hooks that capture activations, which the stack serves itself, on a CPU."""
+    return type(hook) is CaptureHook and not hook.is_on_device
 
 
 def _pre_hooks(part: nn.Module) -> list[Any]:
     return list(vars(part)["_forward_pre_hooks"].values())
-
-
-def _children(part: nn.Module) -> list[nn.Module | None]:
-    return list(vars(part)["_modules"].values())
-
-
-def _parameter_ids(part: nn.Module) -> list[int]:
-    return list(map(id, vars(part)["_parameters"].values()))

@@ -6,11 +6,13 @@ position. Segments do not attend to each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
@@ -24,12 +26,14 @@ from larder.core.images import NO_IMAGES, ImageSpans
 from larder.core.types import AppendKind, Keys, Mode, Queries, Values
 from larder.models.attention_backend import AttentionInputs, SteppedSegments
 from larder.models.call_interruption import BeforeLayer, no_calls
+from larder.models.observers import LayerActivations, Observer, StepObserver
 from larder.ops.attention import apply_sinks, sink_logits
-from larder.ops.cpu.decode_attention import StepStorage, decode_step, supports_step
+from larder.ops.cpu.decode_attention import StepStorage, StepTable, decode_step, supports_step
 from larder.ops.packing import device_tensor
 from larder.policy.providers.base import ImageProvider, column_providers
 
 if TYPE_CHECKING:
+    from larder.cache.step_layout import StepLayout
     from larder.models.paged_steps import PagedSteps
 
 
@@ -80,28 +84,6 @@ class BatchSegment:
         return len(self.reread_ids) + len(self.ids)
 
 
-@dataclass(frozen=True)
-class LayerActivations:
-    """Activations of one layer for one segment.
-
-    Args:
-        queries [H, Q, D], keys and values [K, Q, D]: post-RoPE.
-        positions: true positions [Q].
-        inputs: what activation providers captured of the tokens, by name.
-    """
-
-    queries: Float[Tensor, "H Q D"]
-    keys: Float[Tensor, "K Q D"]
-    values: Float[Tensor, "K Q D"]
-    positions: Int[Tensor, " Q"]
-    inputs: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-
-
-# Called with (segment index, layer, activations) after each layer of each segment, once the cache
-# of that layer is up to date.
-Observer = Callable[[int, int, LayerActivations], None]
-
-
 class ForwardBatch:
     """State of one forward call over packed segments. Used once."""
 
@@ -138,6 +120,7 @@ class ForwardBatch:
         self._steps = [n for n, width in enumerate(self.widths) if is_append and width == 1]
         # Storages of layers to which segments have not attended yet.
         self._storages: dict[int, list[StepStorage | None]] = {}
+        self._layouts: list[StepLayout] = []
         self._paged = self._steps_over_pages()
         for segment in segments:
             for tier in segment.cache.tiers:
@@ -264,15 +247,38 @@ class ForwardBatch:
         found = self._storages.pop(layer, None)
         return [own.step_storage() for own in self._step_layers(layer)] if found is None else found
 
-    def storages(self, dtype: torch.dtype) -> list[list[StepStorage]] | None:
-        """Storages of all layers, by layer and segment; None where layers attend one by one.
+    def step_tables(
+        self, dtype: torch.dtype
+    ) -> Callable[[Float[Tensor, "L K N D"], Float[Tensor, "L K N D"]], StepTable] | None:
+        """Maker of the table of all layers' storages, given new keys and values.
 
-        That is where a segment does not append one token, or is not stored plainly in that type of
-        numbers. A caller that appends to all of them calls `finish_steps` next.
+        None where layers attend one by one: where a segment does not append one token, or is not
+        stored plainly in that type of numbers. A caller that appends calls `finish_steps` next.
         """
         is_alone = len(self._steps) < len(self.segments) or self._paged is not None
         if is_alone or self._spec.last_readers:
             return None
+        self._layouts = self._step_layouts(dtype)
+        if self._layouts:
+            rows = np.stack([own.take_rows() for own in self._layouts], 1)
+            return partial(StepTable.of_rows, rows, self.step_positions)
+        storages = self._all_storages(dtype)
+        if storages is None:
+            return None
+        return partial(StepTable.of_layers, storages, self.step_positions)
+
+    def _step_layouts(self, dtype: torch.dtype) -> list[StepLayout]:
+        """Layout of each cache; empty if there is one without."""
+        found: list[StepLayout] = []
+        for segment in self.segments:
+            layout = segment.cache.step_layout(dtype)
+            if layout is None:
+                return []
+            found.append(layout)
+        return found
+
+    def _all_storages(self, dtype: torch.dtype) -> list[list[StepStorage]] | None:
+        """Storages of all layers, by layer and segment; None if there is one of another type."""
         whole = list[list[StepStorage]]()
         for layer in range(len(self._spec.layers)):
             found = self._step_storages(layer)
@@ -291,18 +297,31 @@ class ForwardBatch:
         return [self._places[index][0] for index in self._steps]
 
     def finish_steps(self, layers: Sequence[tuple[Queries, Keys, Values]]) -> None:
-        """Count the tokens that were appended to `storages`, and report every layer.
+        """Count the tokens that were appended by `step_tables`, and report every layer.
 
         Args:
             layers: queries, keys and values of each layer.
         """
         self._storages.clear()
+        self.called.update(range(len(layers)))
+        if self._layouts and self._finish_layouts():
+            return
         positions = self.step_positions
         for layer, sides in enumerate(layers):
-            self.called.add(layer)
-            for own, position in zip(self._step_layers(layer), positions, strict=True):
-                own.count_step(position)
+            if not self._layouts:
+                for own, position in zip(self._step_layers(layer), positions, strict=True):
+                    own.count_step(position)
             self._observe_all(layer, *sides)
+
+    def _finish_layouts(self) -> bool:
+        """Count the tokens in layouts; True if the observer is done with them."""
+        observer = self._observer
+        for layout in self._layouts:
+            layout.count_step()
+        is_done = isinstance(observer, StepObserver) and observer.end_step(self._layouts)
+        for layout in self._layouts:
+            layout.settle()
+        return is_done or (observer is None and not self.captured)
 
     def _attend_steps(
         self, layer: int, queries: Queries, keys: Keys, values: Values

@@ -28,6 +28,7 @@ from .column_statistics import reduce_columns as reduce_columns
 from .cpu.c_library import c_library as c_library
 from .cpu.decode_attention import EvictionStorage as EvictionStorage
 from .cpu.decode_attention import decode_step as decode_step
+from .cpu.decode_eviction import EvictionTable as EvictionTable
 from .cpu.decode_eviction import evict_step as evict_step
 from .cpu.decoder_layer import MAX_ROWS as MAX_ROWS
 from .cpu.decoder_layer import few_rows_linear as few_rows_linear

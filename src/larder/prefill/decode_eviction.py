@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from jaxtyping import Float
 from torch import Tensor
@@ -15,12 +16,17 @@ from torch import Tensor
 from larder.cache.sequence import SequenceCache
 from larder.core.observation import Phase, ScratchPrompt
 from larder.core.plan import StepRule
-from larder.models.forward_batch import BatchSegment, LayerActivations, Observer
+from larder.models.forward_batch import BatchSegment
+from larder.models.observers import LayerActivations, Observer, StepObserver
 from larder.ops.cpu.decode_attention import EvictionStorage
 from larder.policy.planner import Planner
 from larder.policy.providers.base import TokenProvider
 from larder.policy.timing.base import Growth
 from larder.prefill.eviction_pass import EvictionMode, EvictionPass, ScoringPhase, token_observer
+
+if TYPE_CHECKING:  # few policies evict by a kernel
+    from larder.cache.step_layout import StepLayout
+    from larder.ops.cpu.decode_eviction import EvictionTable
 
 # Numbers of tokens before they are read, by provider; one mapping per segment.
 TokenForecast = Callable[
@@ -100,7 +106,7 @@ class DecodeEviction:
             for cache, own, is_due, length in zip(caches, quotas, due, lengths, strict=True)
         ]
         step = StepEviction(self.planner, rule, self.tokens, stepped)
-        return DeferredObserver(observer, calls, step.run)
+        return DeferredObserver(observer, calls, step.run, step.num_layers)
 
     def _eviction_pass(
         self,
@@ -135,6 +141,9 @@ class DecodeEviction:
 
     def _quotas(self, number: int, segment: BatchSegment, step: int) -> dict[int, int]:
         timing, layers = self.planner.timing, len(segment.cache.spec.layers)
+        if not timing.varies_by_layer:
+            quotas = self.quotas[number].items()
+            return {layer: timing.quota(quota, self.tokens, step) for layer, quota in quotas}
         appended = segment.cache.next_position + len(segment.ids) - self.starts[number]
         return {
             layer: timing.layer_quota(q, self.tokens, Growth(step, appended, layer / layers))
@@ -148,11 +157,12 @@ class DecodeEviction:
             return False
         if self.max_excess is not None:
             excess = min(excess, self.max_excess)
-        lengths, new = segment.cache.lengths(), len(segment.ids)
+        layers, new = segment.cache.layers, len(segment.ids)
         if not any(tier.has_offloaded for tier in segment.cache.tiers):
             excess += self.recall_entries
-        held = {layer: sum(lengths[layer]) + new * len(lengths[layer]) for layer in quotas}
-        allowed = {layer: (quota + excess) * len(lengths[layer]) for layer, quota in quotas.items()}
+        heads = {layer: layers[layer].layer.kv_heads for layer in quotas}
+        held = {layer: layers[layer].usage.entries + new * heads[layer] for layer in quotas}
+        allowed = {layer: (quota + excess) * heads[layer] for layer, quota in quotas.items()}
         return self.planner.budget.is_plan_due(held, allowed) or self._is_rounding_due(
             segment, quotas, excess
         )
@@ -175,7 +185,13 @@ class DecodeEviction:
         )
 
 
-class DeferredObserver:
+def evict_nothing(layouts: Sequence[StepLayout]) -> set[tuple[int, int]]:
+    """Eviction of a `DeferredObserver` that leaves all layers to the observer."""
+    del layouts
+    return set()
+
+
+class DeferredObserver(StepObserver):
     """Observer that buffers the activations of a pass of single tokens until its last layer.
 
     Eviction between layers runs with cold processor caches, since the model's weights pass through
@@ -186,28 +202,37 @@ class DeferredObserver:
     Args:
         observer: receives the calls in their order, but those of layers that `evict` has done.
         calls: number of calls of the pass: one per layer and segment.
-        evict: comes first, and returns the layers that need no call: (segment, layer).
+        evict: comes first, and returns the layers that need no call: (segment, layer). It is given
+            the layouts of the caches, if the pass went by these.
+        num_evicted: number of layers that `evict` can do, over all segments.
     """
 
     def __init__(
         self,
         observer: Observer,
         calls: int,
-        evict: Callable[[], set[tuple[int, int]]] = lambda: set(),
+        evict: Callable[[Sequence[StepLayout]], set[tuple[int, int]]] = evict_nothing,
+        num_evicted: int = 0,
     ) -> None:
         self._observer = observer
         self._calls = calls
         self._evict = evict
+        self._num_evicted = num_evicted
+        self._done: set[tuple[int, int]] | None = None
         self._buffer: list[tuple[int, int, LayerActivations]] = []
 
-    def __call__(self, segment: int, layer: int, recorded: LayerActivations) -> None:
-        self._buffer.append((segment, layer, recorded))
+    def __call__(self, segment: int, layer: int, activations: LayerActivations) -> None:
+        self._buffer.append((segment, layer, activations))
         if len(self._buffer) == self._calls:
             calls, self._buffer = self._buffer, []
-            done = self._evict()
-            for segment, layer, recorded in calls:
+            done = self._evict(()) if self._done is None else self._done
+            for segment, layer, activations in calls:
                 if (segment, layer) not in done:
-                    self._observer(segment, layer, recorded)
+                    self._observer(segment, layer, activations)
+
+    def end_step(self, layouts: Sequence[StepLayout]) -> bool:
+        self._done = self._evict(layouts)
+        return 0 < self._num_evicted == len(self._done)
 
 
 @dataclass(frozen=True)
@@ -238,18 +263,45 @@ class StepEviction:
     ) -> None:
         self._planner, self._rule, self._tokens, self._segments = planner, rule, tokens, segments
 
-    def run(self) -> set[tuple[int, int]]:
+    @property
+    def num_layers(self) -> int:
+        """Number of layers that are evicted from, over all segments."""
+        return sum(len(segment.quotas) for segment in self._segments)
+
+    def run(self, layouts: Sequence[StepLayout] = ()) -> set[tuple[int, int]]:
         """Evict, and return the layers that are done: (segment, layer).
 
         Segments of which the kernel cannot do a layer are left to plans.
+
+        Args:
+            layouts: of the cache of each segment; empty where the pass went layer by layer.
         """
         done: set[tuple[int, int]] = set()
         for number, segment in enumerate(self._segments):
-            layers = self._layers(segment)
-            if layers is not None:
-                found = segment.cache.evict_step(layers, self._rule)
-                done.update((number, layer) for layer in found)
+            if layouts:
+                found = self._evict_laid_out(segment, layouts[number])
+            else:
+                layers = self._layers(segment)
+                found = [] if layers is None else segment.cache.evict_step(layers, self._rule)
+            done.update((number, layer) for layer in found)
         return done
+
+    def _evict_laid_out(self, segment: SequenceStep, layout: StepLayout) -> list[int]:
+        """Evict by the tables of a layout, and return the layers that are done."""
+        due = segment.quotas if segment.is_due else list(segment.quotas)
+        key = self._tokens, due
+        table = layout.eviction_table(self._planner, key, lambda: self._table(segment))
+        return [] if table is None else segment.cache.evict_laid_out(layout, table)
+
+    def _table(self, segment: SequenceStep) -> EvictionTable | None:
+        """Layers of a segment as a table; None if there is one that the kernel cannot do."""
+        from larder.ops.cpu.decode_eviction import EvictionTable  # few policies evict so
+
+        layers = self._layers(segment)
+        if layers is None:
+            return None
+        spared = [segment.length - own.stop for own in layers.values()]
+        return EvictionTable(list(layers.values()), self._rule, list(layers), spared)
 
     def _layers(self, segment: SequenceStep) -> dict[int, EvictionStorage] | None:
         """Layers of a segment, as the kernel takes them; None if there is one that it cannot do."""

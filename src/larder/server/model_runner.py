@@ -10,7 +10,8 @@ from torch import Tensor
 
 from larder.core.types import AppendKind, Mode
 from larder.models.decoder import Decoder
-from larder.models.forward_batch import BatchSegment, LayerActivations, Observer
+from larder.models.forward_batch import BatchSegment, Observer
+from larder.models.observers import JoinedObserver
 from larder.server.request import TokenLogprob
 from larder.server.request_state import RequestState
 from larder.server.token_logprobs import TokenTexts, token_logprobs
@@ -213,11 +214,4 @@ def _observer(jobs: Sequence[RequestState], rows: Sequence[BatchSegment]) -> Obs
         )
         if row_logits is not None:
             observers[number] = row_logits
-    if not observers:
-        return None
-
-    def observe(row: int, layer: int, recorded: LayerActivations) -> None:
-        if row in observers:
-            observers[row](0, layer, recorded)
-
-    return observe
+    return JoinedObserver(observers) if observers else None

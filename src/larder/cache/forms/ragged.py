@@ -20,6 +20,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from larder.cache.entry_columns import EntryColumns
+from larder.cache.forms._ragged_steps import GROWTH_TOKENS, RaggedSteps
 from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.merged_entries import MergedEntries, merge_entries, no_merges
 from larder.cache.new_tokens import NewTokens
@@ -31,7 +32,7 @@ from larder.cache.row_updates import (
     plan_writes,
     relocate_rows,
 )
-from larder.cache.shared_storage import SegmentedLayer, SharedSegment, joined_rows
+from larder.cache.shared_storage import SharedSegment, joined_rows
 from larder.cache.spec import FORMS, CacheSpec, LayerOptions
 from larder.cache.validation import (
     check_counts,
@@ -40,21 +41,18 @@ from larder.cache.validation import (
     check_merges_whole,
     check_single_precision,
 )
-from larder.core.ledger import LOG_COUNT, Ledger
+from larder.core.ledger import Ledger
 from larder.core.observation import Entries
-from larder.core.plan import Plan, StepMerging, StepRule, StepSpreading
+from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Keys, Mode, Positions, Values
 from larder.ops.attention import ragged_attention
 from larder.ops.block_attention import block_attention
-from larder.ops.cpu.decode_attention import EvictionStorage, StepStorage
 from larder.ops.packing import packed_rows, starts_of
 from larder.ops.removal import MIN_ROAMING_SLACK, move_rows, plan_removal, remove_rows
 
-GROWTH_TOKENS = 64  # slack allocated when a caller appends without a reservation
 
-
-class RaggedLayer(SegmentedLayer):
+class RaggedLayer(RaggedSteps):
     """Per-head lengths; rejected entries free memory."""
 
     supports = frozenset({"ledger", "codecs", "transform"})
@@ -62,19 +60,7 @@ class RaggedLayer(SegmentedLayer):
     can_page = True
 
     def __init__(self, layer: LayerSpec, options: LayerOptions) -> None:
-        device, ledger = options.device, options.spec.ledger
-        nothing = torch.empty(0, layer.head_dim, dtype=options.dtype, device=device)
-        super().__init__(layer)
-        self.options = options
-        self._keys, self._values = nothing, nothing if layer.latent_rank else nothing.clone()
-        self._positions = torch.empty(0, dtype=torch.int32, device=device)
-        self._lengths = torch.zeros(layer.kv_heads, dtype=torch.int64)
-        self._starts = torch.zeros(layer.kv_heads, dtype=torch.int64)
-        self._columns = EntryColumns(ledger, layer.kv_heads, device)
-        self._edges = (0,) * (layer.kv_heads + 1)
-        self._room = 0
-        self._records_logits = False
-        self._logits: Tensor | None = None
+        super().__init__(layer, options)
         self._records_sums = False
         self._weight_sums: Tensor | None = None  # an activation: taken before the next layer
         self._count_bytes()
@@ -86,18 +72,10 @@ class RaggedLayer(SegmentedLayer):
             return other.create(layer, model, spec)
         return super().create(layer, model, spec)
 
-    def record_logits(self) -> None:
-        self._records_logits = True
-
-    def take_logits(self) -> Float[Tensor, "R C"] | None:
-        logits = self._logits
-        self._hold_logits(None)
-        return logits
-
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         check_dtypes(self.layer, self._keys.dtype, keys, values)
         count, self.replaced_bytes = keys.shape[1], 0
-        self._hold_logits(None)
+        self.hold_logits(None)
         if count == 1:  # attention to several storages would copy them at each step
             self._unshare(GROWTH_TOKENS)
         self._make_room(count)
@@ -121,58 +99,6 @@ class RaggedLayer(SegmentedLayer):
             self._values.index_copy_(0, rows, values[:, 0])
         self._positions.index_copy_(0, rows, positions.to(torch.int32).expand(len(rows)))
         self._columns.clear(rows)
-
-    def step_storage(self) -> StepStorage | None:
-        if self.layer.latent_rank or self.layer.softcap is not None:
-            return None
-        self.replaced_bytes = 0
-        self._hold_logits(None)
-        if self._records_logits:  # for tallies, which change columns
-            self._unshare(GROWTH_TOKENS)
-        self._make_room(1)
-        logits = self._step_logits(self.layer.query_heads // self.layer.kv_heads)
-        columns, names = self._columns.values, self._columns.ledger.columns
-        counts = names.index(LOG_COUNT) if LOG_COUNT in names else None
-        bias = None if counts is None else columns[counts]
-        stored, layout = (self._keys, self._values, self._positions), (self._starts, self._lengths)
-        return StepStorage(*stored, columns, *layout, bias, logits, self._step_segments(counts))
-
-    def count_step(self, position: int) -> None:
-        self._set_lengths(self._lengths + 1)
-        self._room -= 1
-
-    def eviction_storage(self, rule: StepRule) -> EvictionStorage | None:
-        from larder.ops.cpu.decode_eviction import supports  # few policies evict so
-
-        names, logits = self._columns.ledger.columns, self._logits
-        stored = self._keys, self._values, self._columns.values
-        if logits is None and rule.uses_attention:
-            return None
-        if self.layer.sinks or self.layer.latent_rank or self._is_shared:
-            return None
-        if not supports(rule, *stored):
-            return None
-        merging = rule.merging
-        is_merging = isinstance(merging, StepMerging)
-        return EvictionStorage(
-            self._keys,
-            self._values,
-            self._positions,
-            self._starts,
-            self._lengths,
-            self._edges,
-            self._columns.values,
-            updated={column: names.index(name) for column, name in rule.columns.items()},
-            joined=names.index(merging.column) if isinstance(merging, StepSpreading) else None,
-            log_counts=names.index(LOG_COUNT) if is_merging else None,
-            thresholds=self._columns.scalars_by_name[merging.scalar] if is_merging else None,
-            logits=logits,
-        )
-
-    def count_eviction(self, room: int) -> None:
-        self.replaced_bytes, self._room = 0, room
-        self._hold_logits(None)
-        self._set_lengths(self._lengths)
 
     def ledger_scalars(self) -> Mapping[str, Float[Tensor, " K"]]:
         return self._columns.scalars_by_name
@@ -206,7 +132,7 @@ class RaggedLayer(SegmentedLayer):
     ) -> None:
         """Evict by a validated plan, with merged and inserted entries computed by the caller."""
         self.replaced_bytes = 0
-        self._hold_logits(None)
+        self.hold_logits(None)
         self._unshare()
         if inserted:
             self._make_room(int(inserted.counts(len(plan.lengths)).max()))
@@ -336,9 +262,11 @@ class RaggedLayer(SegmentedLayer):
         logits = None
         if new.is_step:
             logits = self._step_logits(len(new.queries) // self.layer.kv_heads)
-        held, names = self._read_storage(), self.ledger.columns
-        bias = held.columns[names.index(LOG_COUNT)] if LOG_COUNT in names else None
-        rows = held.keys, held.values, held.starts, held.lengths
+        held = self._read_storage()
+        rows, bias = (
+            (held.keys, held.values, held.starts, held.lengths),
+            self._bias_of(held.columns),
+        )
         call = partial(ragged_attention, new.queries, *rows)
         return [partial(call, self.layer.scaling, bias, logits, self.layer.softcap)]
 
@@ -347,8 +275,8 @@ class RaggedLayer(SegmentedLayer):
         self._weight_sums = None
         if not self.attends_blocks(new):
             return None
-        held, names = self._read_storage(), self.ledger.columns
-        bias = held.columns[names.index(LOG_COUNT)] if LOG_COUNT in names else None
+        held = self._read_storage()
+        bias = self._bias_of(held.columns)
         if records and not self.layer.sinks:
             entries = int(held.lengths.sum()) + self.layer.kv_heads * len(new)
             self._weight_sums = torch.empty(entries, device=new.keys.device)
@@ -362,15 +290,6 @@ class RaggedLayer(SegmentedLayer):
     def take_weight_sums(self) -> Float[Tensor, " T"] | None:
         sums, self._weight_sums = self._weight_sums, None
         return sums
-
-    def _step_logits(self, group_len: int) -> Tensor | None:
-        """Buffer for the logits of a decode step, if they are recorded."""
-        logits = None
-        if self._records_logits:
-            self._records_logits = False
-            logits = torch.empty(group_len, len(self._keys), device=self._keys.device)
-        self._hold_logits(logits)
-        return logits
 
     def _merge(self, plan: Plan) -> MergedEntries:
         """Merged entries of a plan."""
@@ -437,7 +356,7 @@ class RaggedLayer(SegmentedLayer):
         starts, total = starts_of(lengths + slack), int((lengths + slack).sum())
         least = int(slack.min())
         fresh = relocate_rows(self._stored(), self._columns.values, rows, starts, total)
-        self._hold_logits(None)
+        self.hold_logits(None)
         self.replaced_bytes = self.nbytes
         self._renew_holders()
         # Of latents, the fresh tensors are keys, positions and columns.
@@ -458,7 +377,7 @@ class RaggedLayer(SegmentedLayer):
     def _use(self, storage: SharedSegment) -> None:
         self._keys, self._values, self._positions = storage.keys, storage.values, storage.positions
         self._columns = self._columns.beside(storage.columns)
-        self._hold_logits(None)
+        self.hold_logits(None)
         self._starts, self._edges = storage.starts.clone(), storage.edges
         self._room = storage.room
         self._set_lengths(storage.lengths.clone())
@@ -470,14 +389,6 @@ class RaggedLayer(SegmentedLayer):
         copy = RaggedLayer(self.layer, self.options)
         copy._columns = self._columns.beside(copy._columns.values)
         return copy
-
-    def _hold_logits(self, logits: Tensor | None) -> None:
-        """Hold the logits of a decode step, or none."""
-        former, self._logits = self._logits, logits
-        if former is not logits:
-            coming = 0 if logits is None else logits.untyped_storage().nbytes()
-            going = 0 if former is None else former.untyped_storage().nbytes()
-            self.usage.add_bytes(coming - going, self.counts_as_device)
 
 
 Part = RaggedLayer

@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from jaxtyping import Float, Int
+from numpy.typing import NDArray
 from torch import Tensor
 
 from larder.core.plan import StepColumn
-from larder.ops.cpu.c_library import AttentionCall, c_library
+from larder.ops.cpu.c_library import INTEGER, POINTER, AttentionCall, c_library
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
 MAX_QUERY_ROWS = 16  # query rows per kv head; from there on a matrix product is faster
@@ -33,6 +34,13 @@ MAX_HEAD_DIM = 1024  # of the C kernel
 SPAN_FLOATS = 1 << 15  # least work per thread; for less, waking it costs more than it saves
 SEGMENT_BYTES = 5 * 8  # of `struct segment` of c/decode_attention.h
 THREADSAFE_LAYERS = ("omp", "tbb")  # numba's "workqueue" aborts under two Python threads
+
+# Fields of `struct step_row` of c/decode_attention.h, 8 bytes each.
+STEP_ROW = (
+    *("keys", "values", "positions", "columns", "bias", "logits", "starts", "lengths"),
+    *("new_keys", "new_values", "keys_stride", "values_stride"),
+    *("num_columns", "stored_rows", "position", "segments", "num_segments"),
+)
 
 _launch_lock = Lock()
 
@@ -243,8 +251,8 @@ class StepTable(NamedTuple):
         stored_rows: rows of the storages of each layer together.
     """
 
-    rows: np.ndarray[Any, Any]
-    segments: np.ndarray[Any, Any]
+    rows: NDArray[np.int64]
+    segments: NDArray[np.int64]
     stored_rows: list[int]
 
     @staticmethod
@@ -260,10 +268,70 @@ class StepTable(NamedTuple):
             place += len(own) * SEGMENT_BYTES
         return StepTable(np.array(rows, np.int64), pieces, stored)
 
+    @staticmethod
+    def of_layers(
+        storages: Sequence[Sequence[StepStorage]],
+        positions: Sequence[int],
+        keys: Float[Tensor, "L K N D"],
+        values: Float[Tensor, "L K N D"],
+    ) -> StepTable:
+        """Table of storages by layer and row, for tokens at some positions."""
+        sides = zip(keys.unbind(), values.unbind(), storages, strict=True)
+        return StepTable.of(list(sides), positions)
+
+    @staticmethod
+    def of_rows(
+        rows: NDArray[np.int64],
+        positions: Sequence[int],
+        keys: Float[Tensor, "L K N D"],
+        values: Float[Tensor, "L K N D"],
+    ) -> StepTable:
+        """Table of storages whose fields [L, N, 17] are known, of new keys and values of layers."""
+        layers, batch = np.arange(len(rows))[:, None], np.arange(rows.shape[1])
+        for name, side in (("keys", keys), ("values", values)):
+            layer, head, row = (stride * side.itemsize for stride in side.stride()[:3])
+            rows[:, :, STEP_ROW.index(f"new_{name}")] = (
+                side.data_ptr() + layers * layer + batch * row
+            )
+            rows[:, :, STEP_ROW.index(f"{name}_stride")] = head
+        rows[:, :, STEP_ROW.index("position")] = positions
+        stored = rows[:, :, STEP_ROW.index("stored_rows")].sum(1).tolist()
+        return StepTable(rows, rows[:0], stored)
+
     def num_threads(self, floats_per_row: int) -> int:
         """Number of threads for attention to the longest layer."""
         floats = max(self.stored_rows) * floats_per_row
         return min(torch.get_num_threads(), floats // SPAN_FLOATS + 1)
+
+
+def fixed_rows(storages: Sequence[StepStorage]) -> NDArray[np.int64]:
+    """Fields [L, 17] of storages without segments, of no new entries yet."""
+    nothing = torch.empty(0, 0, 0)
+    rows = [_step_rows(nothing, nothing, (0,), (own,), 0)[0] for own in storages]
+    return np.array(rows, np.int64)
+
+
+def can_count() -> bool:
+    """True if the library counts entries in place; one of an older version does not."""
+    return hasattr(c_library(), "larder_count_entries")
+
+
+def count_steps(rows: NDArray[np.int64], kv_heads: int) -> None:
+    """Count the entries that a step has written behind the rows of storages."""
+    library = c_library()
+    assert library is not None
+    sizes = INTEGER(len(rows)), INTEGER(kv_heads)
+    library.larder_count_steps(POINTER(rows.ctypes.data), *sizes)
+
+
+def count_entries(rows: NDArray[np.int64], kv_heads: int) -> list[int]:
+    """Entries of each row of storages, over all heads."""
+    library = c_library()
+    assert library is not None
+    counts = np.empty(len(rows), np.int64)
+    sizes = INTEGER(len(rows)), INTEGER(kv_heads)
+    library.larder_count_entries(POINTER(rows.ctypes.data), *sizes, POINTER(counts.ctypes.data))
+    return counts.tolist()
 
 
 def _segment_fields(segment: StepSegment) -> tuple[int, ...]:

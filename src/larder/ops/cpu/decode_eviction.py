@@ -14,6 +14,7 @@ from functools import cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from larder.core.plan import StepColumn, StepMerging, StepRule, StepScore, StepSpreading
@@ -23,6 +24,13 @@ from larder.ops.cpu.decode_attention import SUPPORTED_DTYPES, EvictionStorage
 DONE, LEFT, FAILED = range(3)
 STEP_SCORES = (StepScore.MASS, StepScore.LAYER_MEAN, StepScore.RAISED_MEAN, StepScore.POSITION)
 SEED_BITS = (1 << 32) - 1  # all that draws depend on
+LOGITS, COUNT, STOP, ROOM, STATUS = (
+    4,
+    -5,
+    -3,
+    -2,
+    -1,
+)  # fields of `struct evicted` of c/decode_eviction.h
 LEAST_FLOATS = 1 << 15  # of keys and values per thread; for less, waking it costs more
 
 
@@ -60,33 +68,75 @@ def evict_step(layers: Sequence[EvictionStorage], roomy: int, rule: StepRule) ->
     Raises:
         MemoryError: buffers could not be allocated; layers are half changed.
     """
-    library = c_library()
-    assert library is not None
-    edges = np.array([edge for own in layers for edge in own.edges], np.int64)
-    rows, place = [], edges.ctypes.data
-    for own in layers:
-        rows.append(_fields(own, place))
-        place += len(own.edges) * edges.itemsize
-    table = np.array(rows, np.int64)
-    floats = sum(2 * own.keys.numel() for own in layers)
-    call = EvictionCall(
-        layers=table.ctypes.data,
-        count=len(layers),
-        roomy=roomy,
-        threads=min(torch.get_num_threads(), len(layers), floats // LEAST_FLOATS + 1),
-    )
-    _set_merging(call, rule)
-    if rule.is_accumulating:
-        library.larder_evict_step(byref(call))
-    else:
-        columns = np.array([_column_fields(own) for own in layers], np.int64)
-        call.columns, call.scoring = columns.ctypes.data, STEP_SCORES.index(rule.scoring.score)
-        call.sinks, call.spared = rule.scoring.sinks, rule.scoring.spared
-        library.larder_evict_by_rule(byref(call))
-    ends = table[:, -2:].tolist()
-    if any(status == FAILED for _, status in ends):
-        raise MemoryError("The merges of entries could not allocate their buffers.")
-    return [room if status == DONE else None for room, status in ends]
+    return EvictionTable(layers, rule).evict(roomy)
+
+
+class EvictionTable:
+    """Layers to evict from by a rule, as the C kernel takes them. It holds no storage alive.
+
+    Args:
+        storages: of each layer, which `supports` allows.
+        layers: index of each layer among those of the sequence.
+        spared_last: number of latest tokens that each layer spares, for `evict` at a length.
+    """
+
+    # Fields of `struct evicted` of c/decode_eviction.h.
+    LOGITS, COUNT, STOP, ROOM, STATUS = 4, -5, -3, -2, -1
+
+    def __init__(
+        self,
+        storages: Sequence[EvictionStorage],
+        rule: StepRule,
+        layers: Sequence[int] = (),
+        spared_last: Sequence[int] = (),
+    ) -> None:
+        self.layers = list(layers)
+        self._spared_last = np.array(spared_last, np.int64)
+        self._rule = rule
+        self._edges = np.array([edge for own in storages for edge in own.edges], np.int64)
+        rows, place = [], self._edges.ctypes.data
+        for own in storages:
+            rows.append(_fields(own, place))
+            place += len(own.edges) * self._edges.itemsize
+        self._rows = np.array(rows, np.int64)
+        self._columns = np.array([_column_fields(own) for own in storages], np.int64)
+        self._floats = sum(2 * own.keys.numel() for own in storages)
+
+    def evict(self, roomy: int) -> list[int | None]:
+        """Evict as `evict_step`."""
+        library, rule = c_library(), self._rule
+        assert library is not None
+        count = len(self._rows)
+        call = EvictionCall(
+            layers=self._rows.ctypes.data,
+            count=count,
+            roomy=roomy,
+            threads=min(torch.get_num_threads(), count, self._floats // LEAST_FLOATS + 1),
+        )
+        self._rows[:, self.STATUS] = LEFT
+        _set_merging(call, rule)
+        if rule.is_accumulating:
+            library.larder_evict_step(byref(call))
+        else:
+            call.columns = self._columns.ctypes.data
+            call.scoring = STEP_SCORES.index(rule.scoring.score)
+            call.sinks, call.spared = rule.scoring.sinks, rule.scoring.spared
+            library.larder_evict_by_rule(byref(call))
+        ends = self._rows[:, self.ROOM :].tolist()
+        if any(status == FAILED for _, status in ends):
+            raise MemoryError("The merges of entries could not allocate their buffers.")
+        return [room if status == DONE else None for room, status in ends]
+
+    def evict_at(self, roomy: int, length: int, logits: NDArray[np.int64]) -> list[int | None]:
+        """Evict as `evict_step`, after another token.
+
+        Args:
+            length: true tokens read.
+            logits: address of the logits of each layer.
+        """
+        self._rows[:, self.STOP] = length - self._spared_last
+        self._rows[:, self.LOGITS] = logits
+        return self.evict(roomy)
 
 
 def _set_merging(call: EvictionCall, rule: StepRule) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from larder.ops.cpu.c_library import INTEGER, POINTER, c_library
-from larder.ops.cpu.decode_attention import MAX_HEAD_DIM, MAX_QUERY_ROWS, StepStorage, StepTable
+from larder.ops.cpu.decode_attention import MAX_HEAD_DIM, MAX_QUERY_ROWS, StepTable
 from larder.ops.decoder_layer import LayerSizes, LayerTensors
 
 SUFFIXES = {torch.bfloat16: "", torch.float32: "_float32"}  # of the C functions
@@ -37,6 +37,8 @@ REPETITIONS = 3
 MOST_SLOWDOWN = 1.25  # of the products alone; the layer saves more than that around them
 
 Product = Callable[[Tensor, Tensor], Tensor]
+# Table of the storages of all layers, given their new keys and values [L, K, N, D].
+StepTableMaker = Callable[[Tensor, Tensor], StepTable]
 
 
 class LayerPointers(ctypes.Structure):
@@ -126,8 +128,7 @@ class LayerRows:
     def take_step(
         self,
         layers: Sequence[LayerPointers],
-        storages: Sequence[Sequence[StepStorage]],
-        positions: Sequence[int],
+        tabulate: StepTableMaker,
         scalings: Sequence[float],
     ) -> list[LayerSides]:
         """Append each row to the storages of every layer, and pass the states through all of them.
@@ -135,7 +136,7 @@ class LayerRows:
         One call, with the bits of one layer after the other. Lengths are the caller's to change.
 
         Args:
-            storages: by layer and row.
+            tabulate: makes the table of the storages.
             scalings: of the logits of each layer.
         """
         count, call = len(layers), self._call
@@ -143,8 +144,7 @@ class LayerRows:
         values = torch.empty_like(keys)
         call.queries, call.keys, call.values = (x.data_ptr() for x in (queries, keys, values))
         sides = list(map(LayerSides, queries.unbind(), keys.unbind(), values.unbind()))
-        rows = zip(sides, storages, strict=True)
-        table = StepTable.of([(own.keys, own.values, held) for own, held in rows], positions)
+        table = tabulate(keys, values)
         pointers, factors = (LayerPointers * count)(*layers), (ctypes.c_float * count)(*scalings)
         step = DecoderStep(
             layers=ctypes.addressof(pointers),

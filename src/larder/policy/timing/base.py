@@ -34,6 +34,7 @@ class Timing(PolicyPart, ABC):
     """Eviction schedule of the decode phase. A frozen dataclass."""
 
     extends_protection: ClassVar[bool] = False  # whether decode protects more
+    varies_by_layer: ClassVar[bool] = False  # whether `layer_quota` is more than `quota`
 
     @property
     def scoring(self) -> ReducedScorer | None:

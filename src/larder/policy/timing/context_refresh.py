@@ -56,6 +56,7 @@ class ContextRefresh(Timing):
     reading: float = 0.8
     scorer: str = "recent_attention()"
     extends_protection = True
+    varies_by_layer = True
 
     def __post_init__(self) -> None:
         require(self.tokens >= 1, "context_refresh.tokens", "at least 1", self.tokens)

@@ -272,3 +272,20 @@ int larder_decode_step(const struct attention *call, int64_t *starts, int64_t *l
     }
     return larder_decode_attention(call);
 }
+
+/* Count the entries that a step has written to some rows. */
+void larder_count_steps(const struct step_row *rows, int64_t count, int64_t kv_heads) {
+    for (int64_t row = 0; row < count; row++)
+        for (int64_t head = 0; head < kv_heads; head++)
+            ((int64_t *)rows[row].lengths)[head]++;
+}
+
+/* Entries of some rows, over their heads. */
+void larder_count_entries(const struct step_row *rows, int64_t count, int64_t kv_heads,
+                          int64_t *entries) {
+    for (int64_t row = 0; row < count; row++) {
+        entries[row] = 0;
+        for (int64_t head = 0; head < kv_heads; head++)
+            entries[row] += rows[row].lengths[head];
+    }
+}

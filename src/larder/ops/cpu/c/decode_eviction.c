@@ -138,9 +138,14 @@ static void evict_layer(const struct eviction *call, struct evicted *layer,
     free(gone.found);
 }
 
+/* Next layer, from the last one on: its entries were read latest. Negative behind the first. */
+static int64_t take_layer(struct eviction *call) {
+    return call->count - 1 - __atomic_fetch_add(&call->next, 1, __ATOMIC_RELAXED);
+}
+
 static void evict_as_thread(void *given) {
     struct eviction *call = given;
-    for (int64_t l; (l = __atomic_fetch_add(&call->next, 1, __ATOMIC_RELAXED)) < call->count;)
+    for (int64_t l; (l = take_layer(call)) >= 0;)
         evict_layer(call, call->layers + l, NULL);
 }
 
@@ -152,7 +157,7 @@ void larder_evict_step(struct eviction *call) {
 
 static void evict_by_rule_as_thread(void *given) {
     struct eviction *call = given;
-    for (int64_t l; (l = __atomic_fetch_add(&call->next, 1, __ATOMIC_RELAXED)) < call->count;)
+    for (int64_t l; (l = take_layer(call)) >= 0;)
         evict_layer(call, call->layers + l, call->columns + l);
 }
 

@@ -1,0 +1,156 @@
+"""Storage of all layers of one sequence as the kernels of decode steps take it, kept between steps.
+
+Where no layer moved its storage, a step makes no call per layer before the kernels: the tables of
+addresses stay, the kernels change starts and lengths in place, and one buffer holds the logits of
+all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import TYPE_CHECKING, cast
+from weakref import ref
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from larder.cache.forms.base import CacheLayer
+from larder.core.types import empty_tensor
+from larder.ops.cpu.decode_attention import (
+    STEP_ROW,
+    can_count,
+    count_entries,
+    count_steps,
+    fixed_rows,
+)
+from larder.ops.removal import MIN_ROAMING_SLACK
+
+if TYPE_CHECKING:  # few policies evict by a kernel
+    from larder.cache.forms.ragged import RaggedLayer
+    from larder.ops.cpu.decode_eviction import EvictionTable
+
+ITEM_BYTES = 4  # of a logit
+
+
+class StepLayout:
+    """Tables of the layers of one sequence, valid while no layer moves its storage.
+
+    It holds no storage alive. A step goes `take_rows`, `count_step`, `evict` where a rule applies,
+    and `settle`, which tells the layers what the kernels did.
+
+    Args:
+        layers: all layers of the sequence, which `can_lay_out`, in storage of their own. Starts and
+            lengths become tensors that no other owner reads.
+    """
+
+    def __init__(self, layers: Sequence[RaggedLayer]) -> None:
+        self._layers = tuple(layers)
+        self._rooms = [layer.start_layout() for layer in layers]
+        self._held = [ref(own) for layer in layers for own in layer.fixed_storage()]
+        self._rows = fixed_rows([layer.step_row() for layer in layers])
+        self._groups = np.array([own.layer.query_heads // own.layer.kv_heads for own in layers])
+        self._stored = self._rows[:, STEP_ROW.index("stored_rows")].copy()
+        self._logits, self._offsets = empty_tensor(torch.float32, 0), np.zeros(len(layers), int)
+        self._kv_heads = layers[0].layer.kv_heads
+        self._entries = count_entries(self._rows, self._kv_heads)
+        self._is_holding = False  # whether layers were given logits
+        self._unread = set[int]()  # layers with logits that no kernel has read
+        self._eviction: tuple[object, tuple[object, ...], EvictionTable] | None = None
+
+    @staticmethod
+    def of(layers: Sequence[CacheLayer]) -> StepLayout | None:
+        """Layout of layers that `can_lay_out`; None where others hold the storage of one,
+        and for a library of an older version."""
+        if not can_count() or not all(layer.fixed_storage() for layer in layers):
+            return None
+        return StepLayout(cast("Sequence[RaggedLayer]", layers))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of keys and values."""
+        return self._layers[0].like.dtype
+
+    @property
+    def is_current(self) -> bool:
+        """True while every layer has the storage of the tables, and room for one more entry."""
+        if min(self._rooms) < 1:
+            return False
+        present = [own for layer in self._layers for own in layer.fixed_storage()]
+        is_same = map(is_, [each() for each in self._held], present)
+        return len(present) == len(self._held) and all(is_same)
+
+    def take_rows(self) -> NDArray[np.int64]:
+        """Fields of `struct step_row` by layer, with a buffer for the logits that are recorded."""
+        records = [layer.takes_records() for layer in self._layers]
+        self._unread = {index for index, own in enumerate(records) if own}
+        sizes = np.where(records, self._groups * self._stored, 0)
+        ends = sizes.cumsum()
+        self._offsets, self._logits = ends - sizes, torch.empty(int(ends[-1]))
+        self._rows[:, STEP_ROW.index("logits")] = np.where(records, self._addresses, 0)
+        return self._rows
+
+    def count_step(self) -> None:
+        """Count the entry that was written behind each head of every layer."""
+        count_steps(self._rows, self._kv_heads)
+        self._rooms = [room - 1 for room in self._rooms]
+
+    def eviction_table(
+        self, owner: object, key: tuple[object, ...], build: Callable[[], EvictionTable | None]
+    ) -> EvictionTable | None:
+        """Table of the layers that a rule evicts from, kept while owner and key are the same.
+
+        Args:
+            owner: whose rule it is.
+            key: what the table depends on beside the storage.
+            build: makes it from layers that hold their logits; None where a layer is not served.
+        """
+        held = self._eviction
+        if held is not None and held[0] is owner and held[1] == key:
+            return held[2]
+        self.settle()
+        table = build()
+        self._eviction = None if table is None else (owner, key, table)
+        return table
+
+    def evict(self, table: EvictionTable, length: int) -> list[int]:
+        """Evict from the layers of a table, and return those that are done.
+
+        Args:
+            length: true tokens read.
+        """
+        logits = self._addresses[table.layers]
+        rooms = table.evict_at(MIN_ROAMING_SLACK, length, logits)
+        found = dict(zip(table.layers, rooms, strict=True))
+        done = {layer: room for layer, room in found.items() if room is not None}
+        for layer, room in done.items():
+            self._rooms[layer] = room
+        self._unread -= done.keys()
+        return list(done)
+
+    def settle(self) -> None:
+        """Count in every layer what kernels have appended and evicted.
+
+        Recorded logits that no kernel has read go to their layers, as copies.
+        """
+        self._layers[0].set_rooms(self._layers, self._rooms)
+        former, self._entries = self._entries, count_entries(self._rows, self._kv_heads)
+        if former != self._entries:
+            for layer, entries in zip(self._layers, self._entries, strict=True):
+                layer.usage.set_entries(entries)
+        if self._is_holding or self._unread:
+            for index, layer in enumerate(self._layers):
+                layer.hold_logits(self._logits_of(index) if index in self._unread else None)
+        self._is_holding = bool(self._unread)
+
+    @property
+    def _addresses(self) -> NDArray[np.int64]:
+        """Address of the logits of each layer."""
+        return self._logits.data_ptr() + self._offsets * ITEM_BYTES
+
+    def _logits_of(self, index: int) -> Tensor:
+        """Copy of the logits of one layer."""
+        rows, stored = int(self._groups[index]), int(self._stored[index])
+        return self._logits[self._offsets[index] :][: rows * stored].view(rows, stored).clone()

@@ -1,0 +1,77 @@
+"""Observers of forward batches: what is called with the activations of each layer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from larder.cache.step_layout import StepLayout
+
+
+@dataclass(frozen=True)
+class LayerActivations:
+    """Activations of one layer for one segment.
+
+    Args:
+        queries [H, Q, D], keys and values [K, Q, D]: post-RoPE.
+        positions: true positions [Q].
+        inputs: what activation providers captured of the tokens, by name.
+    """
+
+    queries: Float[Tensor, "H Q D"]
+    keys: Float[Tensor, "K Q D"]
+    values: Float[Tensor, "K Q D"]
+    positions: Int[Tensor, " Q"]
+    inputs: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+
+
+# Called with (segment index, layer, activations) after each layer of each segment, once the cache
+# of that layer is up to date.
+Observer = Callable[[int, int, LayerActivations], None]
+
+
+class StepObserver(ABC):
+    """Observer that may act on all layers of a decode step at once."""
+
+    @abstractmethod
+    def __call__(self, segment: int, layer: int, activations: LayerActivations) -> None:
+        """Report of a layer, as of any observer."""
+
+    @abstractmethod
+    def end_step(self, layouts: Sequence[StepLayout]) -> bool:
+        """Act on a step of single tokens, of which no layer was reported.
+
+        Args:
+            layouts: of the cache of each segment, with its token counted.
+
+        Returns:
+            False if all layers are to be reported nevertheless.
+        """
+
+
+class JoinedObserver(StepObserver):
+    """Observer of a batch that reports each segment to an observer of its own, as segment 0.
+
+    Args:
+        observers: by segment; those without one are not reported.
+    """
+
+    def __init__(self, observers: Mapping[int, Observer]) -> None:
+        self._observers = observers
+
+    def __call__(self, segment: int, layer: int, activations: LayerActivations) -> None:
+        if segment in self._observers:
+            self._observers[segment](0, layer, activations)
+
+    def end_step(self, layouts: Sequence[StepLayout]) -> bool:
+        own = [
+            isinstance(each, StepObserver) and each.end_step([layouts[segment]])
+            for segment, each in self._observers.items()
+        ]
+        return all(own)
