@@ -14,7 +14,17 @@ from builders import Tokens, a_layer, a_plan, draw, layer_options
 from cache_stores import append, assert_close, extend, same_bits
 from larder.cache import TieredLayer
 from larder.cache.offload import page_fetch
-from larder.core import CacheError, LayerSpec, Ledger, OffloadSpec, Plan, RecallPart, SearchMode
+from larder.core import (
+    AppendKind,
+    CacheError,
+    LayerSpec,
+    Ledger,
+    OffloadSpec,
+    Plan,
+    RecallPart,
+    SearchMode,
+)
+from larder.ops import c_library, decode_step
 from larder.recall import Flat
 from references.cache.loop import Entry, attend_one
 
@@ -340,3 +350,37 @@ def test_more_waiting_entries_than_allowed_are_indexed_at_once(monkeypatch) -> N
     store.apply(keeping(store, Random(3)))
     extend(store, draw(LAYER, 1, 50, seed=3))
     assert store.fetcher.shared_index.indexed == store.parked().lengths
+
+
+@pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
+def test_a_step_that_reads_all_attends_to_both_tiers_in_one_call() -> None:
+    store = a_tiered(replace(EVERYTHING, tokens=4, exact=60))
+    ever = filled(store)
+    for number in range(3):
+        new, lengths = draw(LAYER, 1, 40 + number, seed=1 + number), store.lengths
+        storage = store.step_storage()
+        assert storage is not None and len(storage.segments) == 1
+        place = new.positions.tolist()
+        out, _ = decode_step(new.queries, new.keys, new.values, place, [storage], LAYER.scaling)
+        store.count_step(place[0])
+        assert_close(out, loop(new, ever))
+        assert store.lengths == tuple(length + 1 for length in lengths)
+        assert store.entries().head_positions(1)[-1] == place[0]
+        for head, entries in enumerate(ever):
+            entries.append(Entry(place[0], new.keys[head, 0], new.values[head, 0]))
+    assert store.pages == (0, 0)
+
+
+@pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
+def test_a_step_that_searches_or_leaves_a_record_attends_alone() -> None:
+    searching = a_tiered(replace(EVERYTHING, tokens=4, exact=5))
+    filled(searching)
+    assert searching.step_storage() is None
+    store = a_tiered(replace(EVERYTHING, tokens=4, exact=60))
+    filled(store)
+    store.expect(AppendKind.QUESTION)
+    assert store.step_storage() is None
+    store.expect(AppendKind.STEP)
+    assert store.step_storage() is not None
+    store.record_logits()
+    assert store.step_storage() is None

@@ -68,6 +68,7 @@ class CorrectedLayer(TieredLayer):
     """Tiered layer that stores the outputs of the latest `recall.corrected` tokens."""
 
     has_public_name = False
+    reads_in_place = False
 
     _past: tuple[PastAnswer, ...] = ()
     _ids: Int64[Tensor, " P"] = NO_ENTRIES

@@ -42,6 +42,7 @@ class GaplessLayer(TieredLayer):
     """
 
     has_public_name = False
+    reads_in_place = False
 
     def __init__(self, layer: LayerSpec, options: LayerOptions) -> None:
         if layer.radians is None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import ClassVar
 from weakref import ref
 
 import torch
@@ -55,6 +56,7 @@ from larder.core.plan import Plan
 from larder.core.recall import PrefillRecall
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import AppendKind, Mode, Queries
+from larder.ops.cpu.decode_attention import StepStorage
 from larder.ops.rope import rotate
 
 
@@ -67,6 +69,8 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
     has_slow_tier = True
     slow_state = (SLOW, INDEX, OBSERVED, PARKING)
     counts_as_device = False  # queries for the index are on the host
+    # Whether a step that searches nothing attends to entries where they are, and to nothing else.
+    reads_in_place: ClassVar[bool] = True
 
     def __init__(self, layer: LayerSpec, options: LayerOptions) -> None:
         super().__init__(layer, options)
@@ -314,6 +318,28 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
             return self.fetcher.selection_calls(queries, held, selection)
         calls = search(queries, held, self._observed)
         return self._slow.attention_calls(queries) if calls is None else calls
+
+    def step_storage(self) -> StepStorage | None:
+        if not self._steps_over_all:
+            return None
+        own = self._ragged.step_storage()
+        self.replaced_bytes = self._ragged.replaced_bytes
+        if own is None or not len(self._slow):
+            return own
+        return own._replace(segments=(self._slow.step_segment(), *own.segments))
+
+    def count_step(self, position: int) -> None:
+        self._ragged.count_step(position)
+
+    @property
+    def _steps_over_all(self) -> bool:
+        """True if a step attends to all entries of both tiers, in place, and leaves no record."""
+        if not self.reads_in_place or self._append_kind is not AppendKind.STEP:
+            return False
+        if not len(self._slow):
+            return not self.parking.recall.observed
+        is_near = self._ragged.like.device.type == "cpu" and not self._ragged.records_logits
+        return is_near and self._reads_all and not self.parking.recall.observed
 
     @property
     def _reads_all(self) -> bool:

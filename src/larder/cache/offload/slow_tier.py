@@ -32,6 +32,7 @@ from larder.core.recall import OffloadSpec
 from larder.core.spec import POSITION_BYTES, LayerSpec
 from larder.core.types import Queries
 from larder.ops.attention import ragged_attention
+from larder.ops.cpu.decode_attention import StepSegment
 from larder.ops.packing import heads_of_packed, packed_rows, starts_of, storage_rows
 
 MAX_ROWS = 1 << 14  # rows moved to an accelerator at once
@@ -191,6 +192,10 @@ class SlowTier(TensorOwner):
             rows = storage_rows(torch.arange(int(counts.sum())), starts + first, counts)
             sides = [part[rows].to(queries.device) for part in (held.keys, held.values)]
             yield partial(attend, *sides, starts_of(counts), counts, scaling)
+
+    def step_segment(self) -> StepSegment:
+        """All entries as the kernel of decode steps takes them."""
+        return StepSegment(self._keys, self._values, self._starts, self._lengths, None)
 
     def _staying(self, start: int, stop: int | None) -> Bool[Tensor, " T"]:
         """Mask of the packed entries outside positions [start, stop)."""
