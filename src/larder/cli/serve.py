@@ -61,9 +61,9 @@ class ServeOptions(ModelOptions):
         typer.Option(
             min=0,
             metavar="MS",
-            help="Milliseconds between two tokens of an answer while prompts of others are read, "
-            "by which chunks of prompts are sized, under policies without eviction; 0 for chunks "
-            "of --prefill-chunk.",
+            help="Milliseconds between two tokens of an answer while prompts of others are read: "
+            "chunks are sized for it under policies without eviction, and blocks are interrupted "
+            "between layers under all; 0 for whole chunks and blocks.",
         ),
     ] = 1000
     served_model_name: Annotated[
