@@ -97,8 +97,8 @@ MUTATIONS = {
     ),
     "paired: unit directions keep the length that rounding gives them": Mutation(
         "cache/forms/_shared_directions.py",
-        "own / other.masked_fill(other == 0, 1.0)",
-        "own / own.masked_fill(other == 0, 1.0)",
+        "length / other.masked_fill(other == 0, 1.0)",
+        "length / length.masked_fill(other == 0, 1.0)",
         ("cache/test_quantized_pairs.py",),
         "loop or levels",
     ),
@@ -286,8 +286,8 @@ MUTATIONS = {
     ),
     "context_refresh: shares rise with depth": Mutation(
         "policy/timing/context_refresh.py",
-        "own = (1 - self.share) * (math.cos(math.pi * depth) + 1) / 2 + self.share",
-        "own = (1 - self.share) * (1 - math.cos(math.pi * depth)) / 2 + self.share",
+        "kept = (1 - self.share) * (math.cos(math.pi * depth) + 1) / 2 + self.share",
+        "kept = (1 - self.share) * (1 - math.cos(math.pi * depth)) / 2 + self.share",
         ("policy/test_timing.py",),
         "refresh or survivors",
     ),
