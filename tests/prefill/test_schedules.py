@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from covering import covering
+from covering import covering, one_in
 from larder import Policy
 from larder.cache import SequenceCache
 from larder.core import BadParameter, BudgetError, Mode
@@ -31,6 +31,12 @@ SENTENCES = [
     "lookahead(tokens=3) > pooled()",
     "novelty() > uniform()",
 ]
+
+
+# Presets that hold entries in fewer bits, without channels, or layers together, at any budget.
+LOSSY_AT_ANY_BUDGET = {
+    *("kivi", "kivi_blockwise", "mikv", "qaq", "think", "minicache", "minicache_quantized"),
+}
 
 
 def planner_of(sentence: str):
@@ -249,6 +255,25 @@ def test_every_preset_reads(watched, reader_for, lane_for, preset) -> None:
         assert 0 < lane.cache.managed_entries <= most
     else:
         assert lane.cache.managed_entries == most
+
+
+@pytest.mark.parametrize(
+    "preset", one_in(6, sorted(PRESETS.keys() - {"larder"} - LOSSY_AT_ANY_BUDGET))
+)
+def test_with_room_for_everything_every_preset_is_the_plain_model(
+    watched, reader_for, lane_for, preset
+) -> None:
+    """Nothing is rejected, and what follows has the model's own logits."""
+    policy, ids, more = Policy.parse(preset), some_ids(60), some_ids(4, seed=8)
+    tokens = 400 if policy.budget.tokens is None else policy.budget.tokens
+    reader, lane = (
+        reader_for(watched, policy.planner, tokens, 60),
+        lane_for(watched, policy.planner),
+    )
+    policy.with_sizes(tokens, None, 60).schedule.read(reader, [lane], ids, no_progress)
+    assert lane.cache.managed_entries == 60 * 2 * 3
+    expected = own_logits(tiny("qwen3", layers=3), (*ids, *more))[-len(more) :]
+    torch.testing.assert_close(read_on(watched, lane.cache, more, 4), expected, atol=1e-3, rtol=0)
 
 
 def test_sizes_that_make_no_sense_are_refused(watched, reader_for) -> None:
