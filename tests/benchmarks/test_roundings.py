@@ -1,0 +1,42 @@
+"""Means under several kernels are those of the checks that `make smoke` makes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from runpy import run_path
+from typing import Any
+
+import pytest
+
+from larder_bench.cli.check import ROUNDINGS, check_label, known_means
+from larder_bench.execution.committed_rows import cheapest_check
+from larder_bench.reports.study_index import RESULTS
+from larder_bench.results.rows import read_results, rows_file
+from larder_bench.studies.study import read_study
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "roundings.py"
+STUDIES = sorted(json.loads(ROUNDINGS.read_text()))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", STUDIES)
+def test_measured_means_are_of_the_check_of_a_study(name: str) -> None:
+    """Rows that make another cell the cheapest need `benchmarks/roundings.py` again."""
+    planned = cheapest_check(read_study(name), read_results([rows_file(RESULTS, name)]).cells)
+    known = json.loads(ROUNDINGS.read_text())[name]
+    assert known["check"] == check_label(planned)
+    means = known_means(planned)
+    assert means is not None and all(len(each) == len(known["kernels"]) for each in means.values())
+
+
+def test_means_of_another_check_are_dropped() -> None:
+    merge: Any = run_path(str(SCRIPT))["merge"]
+    known = dict[str, Any]()
+    record = {"study": "one", "check": "a", "means": {"kl": 0.12345678}}
+    merge(known, "plain", [record, {"study": "two", "check": "b", "means": {}}])
+    merge(known, "avx2", [record])
+    assert list(known) == ["one"] and known["one"]["kernels"]["plain"] == {"kl": 0.123457}
+    assert set(known["one"]["kernels"]) == {"plain", "avx2"}
+    merge(known, "plain", [record | {"check": "c"}])
+    assert known["one"]["check"] == "c" and set(known["one"]["kernels"]) == {"plain"}
