@@ -31,6 +31,7 @@ FIELDS = {"message", "type", "param", "code"}
 MESSAGES_FIELDS = {"message", "type"}  # of errors in Anthropic's form
 OVERLOADED = {"overloaded", "overloaded_error"}
 MODES = ("positive", "negative")
+TIMEOUT_SECONDS = 600.0  # of a request: 99 answers to one prompt take long on a busy machine
 
 
 class Anyone(Authenticator):
@@ -103,7 +104,7 @@ def attempt(cases: Any, tries: int, is_same: bool) -> int:
         tried += 1
         if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
             case.body["model"] = NAME  # a name that is made up is a 404, before all else
-        reply = case.call()
+        reply = case.call(timeout=TIMEOUT_SECONDS)
         assert "Traceback" not in reply.text
         if reply.status_code >= 400:
             error = reply.json()["error"]
