@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,14 +21,6 @@ STORE_FOLDER = "store"  # in the home folder
 DEFAULT_REPLICAS = 2
 # Saved states of a session: the newest, and one to fall back on if that is damaged.
 STORED_EPOCHS = 2
-MKL_VARIABLE = "MKL_DISABLE_FAST_MM"
-
-
-def free_mkl_buffers() -> None:
-    """Have MKL free the buffers of its products, of 4 to 6 MB each, in place of caching those of
-    each thread by size, so that memory does not grow with the lengths of prompts. To be called
-    before torch loads."""
-    os.environ.setdefault(MKL_VARIABLE, "1")
 
 
 @contextmanager
@@ -95,7 +86,6 @@ def replica_engine_client(
         secret: secret of the store, the same in every replica.
         key: encryption key; None leaves blobs unencrypted.
     """
-    free_mkl_buffers()
     from larder.server.cluster.leases import LeasedSessionLocks, LeaseHeartbeat, SessionLeases
     from larder.server.persistence.sweeper import limit_memory
 

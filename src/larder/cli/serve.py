@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from larder.cli.engine_clients import free_mkl_buffers, local_engine_client, ray_engine_client
+from larder.cli.engine_clients import local_engine_client, ray_engine_client
 from larder.cli.errors import INTERRUPTED_EXIT_CODE
 from larder.cli.options import ModelOptions, command
 from larder.cli.store_options import DEFAULT_CODEC, CodecName, KeyFile, ResumeDeadline, check_codec
@@ -228,8 +228,6 @@ def serve(options: ServeOptions) -> None:
     --enable-prefix-caching      always on, as is --enable-auto-tool-choice
     """
     from larder.cli.served_models import check_model_files, check_policy
-
-    free_mkl_buffers()
     from larder.server.persistence.sweeper import limit_memory
 
     _check_extra()

@@ -109,33 +109,3 @@ def test_kernels_of_few_shapes_are_cached_unless_the_environment_says_otherwise(
 def test_where_there_is_no_such_thing_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweeper, "_malloc_trim", lambda: None)
     assert not trim_heap()
-
-
-PRODUCTS = """
-import sys
-from larder.cli.engine_clients import free_mkl_buffers
-if "freed" in sys.argv:
-    assert "torch" not in sys.modules
-    free_mkl_buffers()
-import ctypes, torch
-from pathlib import Path
-for rows in range(20, 400, 30):
-    torch.nn.functional.linear(torch.zeros(rows, 576), torch.zeros(1536, 576))
-stat = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).mkl_serv_mem_stat
-stat.restype = ctypes.c_longlong
-print("bytes", stat(ctypes.byref(ctypes.c_int())))
-"""
-
-
-def mkl_bytes(*words: str) -> int:
-    """Bytes of buffers that MKL caches behind products of a dozen lengths."""
-    command = [sys.executable, "-c", PRODUCTS, *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return int(done.stdout.split()[-1])
-
-
-@pytest.mark.extended
-@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch has no MKL")
-def test_mkl_caches_no_buffers() -> None:
-    assert mkl_bytes("freed") == 0
-    assert mkl_bytes() > 4 << 20
