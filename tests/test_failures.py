@@ -1,6 +1,6 @@
-"""Each of the 32 failures that a store and a server must stand is shown by tests that exist.
+"""Coverage of the 32 failures of docs/failure_tests.md by existing tests.
 
-A test of failure 7 is called `test_7_...`; docs/failure_tests.md names the ones that show it.
+A test of failure 7 has the mark `failure(number=7)`, and the page names it in row 7.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ PAGE = TESTS.parent / "docs" / "failure_tests.md"
 NUMBERS = range(1, 33)
 LONG = {"slow", "stress", "gpu"}
 ROW = re.compile(r"\| (\d+) \| ([^|]+) \| ([^|]+) \|")
-NAMED = re.compile(r"`([\w/]+\.py)::(test_(\d+)_\w+)`")
+FAILURE = re.compile(r"pytest\.mark\.failure\(number=(\d+)\)")
+NAMED = re.compile(r"`([\w/]+\.py)::(test_\w+)`")
 
 
 def rows() -> dict[int, str]:
@@ -41,19 +42,35 @@ def spelled(node: ast.expr) -> set[str]:
     return {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
 
 
-def test_every_failure_is_shown_by_tests_that_exist() -> None:
-    told = rows()
-    assert sorted(told) == list(NUMBERS)
-    for number, cell in told.items():
+@cache
+def failure_numbers(path: str) -> dict[str, set[int]]:
+    """By test function of a file, the numbers of its `failure` marks."""
+    functions = ast.walk(ast.parse((TESTS / path).read_text()))
+    return {
+        f.name: {
+            int(number)
+            for each in f.decorator_list
+            for number in FAILURE.findall(ast.unparse(each))
+        }
+        for f in functions
+        if isinstance(f, ast.FunctionDef)
+    }
+
+
+def test_every_failure_has_existing_tests() -> None:
+    cells = rows()
+    assert sorted(cells) == list(NUMBERS)
+    for number, cell in cells.items():
         named = NAMED.findall(cell)
         assert named, f"failure {number} has no test: {PAGE.name} names none"
-        for path, test, own in named:
-            assert int(own) == number, f"{test} stands in the row of failure {number}"
+        for path, test in named:
             assert test in marks(path), f"{path} has no {test}: mend {PAGE.name}"
-        quick = [test for path, test, _ in named if not LONG & marks(path)[test]]
+            assert number in failure_numbers(path)[test], f"{test} has no mark of failure {number}"
+        quick = [test for path, test in named if not LONG & marks(path)[test]]
         assert quick, f"failure {number} is shown by long tests alone"
 
 
-def test_a_mark_is_found() -> None:
-    assert "stress" in marks("store/test_crashes.py")["test_3_killed_two_hundred_times"]
-    assert "skipif" in marks("store/test_crashes.py")["test_3_killed_at_any_time"]
+def test_marks_are_found() -> None:
+    assert "stress" in marks("store/test_crashes.py")["test_killed_two_hundred_times"]
+    assert "skipif" in marks("store/test_crashes.py")["test_killed_at_any_time"]
+    assert failure_numbers("store/test_crashes.py")["test_killed_at_any_time"] == {3}

@@ -119,9 +119,10 @@ def test_verify_names_what_another_version_wrote(
     assert "is of version 1, this larder reads 2: it is left as it is" in said
 
 
+@pytest.mark.failure(number=10)
 @pytest.mark.extended
 @pytest.mark.parametrize("name", ["chats", "chats_sealed"])
-def test_10_a_home_of_an_earlier_version_is_carried_over_by_one_command(
+def test_a_home_of_an_earlier_version_is_carried_over_by_one_command(
     run: Run, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     pytest.importorskip("cryptography")
@@ -175,7 +176,8 @@ def by_name(listed: Any) -> dict[str, Any]:
     return {each["session"]: each for each in listed["sessions"]}
 
 
-def test_10_a_chat_of_an_earlier_version_is_carried_over(
+@pytest.mark.failure(number=10)
+def test_a_chat_of_an_earlier_version_is_carried_over(
     larder_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("cryptography")
@@ -224,7 +226,8 @@ def test_what_lies_open_is_sealed_by_a_command(run: Run, larder_home: Path, tmp_
     assert not any(b"secret" in file.read_bytes() for file in files)
 
 
-def test_30_a_file_that_is_no_session_is_refused(run: Run, kept: Path, tmp_path: Path) -> None:
+@pytest.mark.failure(number=30)
+def test_a_file_that_is_no_session_is_refused(run: Run, kept: Path, tmp_path: Path) -> None:
     file = tmp_path / "talk.larder"
     run("cache", "export", "talk", str(file))
     data = file.read_bytes()

@@ -113,9 +113,10 @@ def every_preset() -> list[Any]:
     return found
 
 
+@pytest.mark.failure(number=15)
 @pytest.mark.extended
 @pytest.mark.parametrize("preset", every_preset())
-def test_15_every_policy_comes_back_to_the_bit(
+def test_every_policy_comes_back_to_the_bit(
     runtime: ModelRuntime, keeper: StorePersistence, preset: str
 ) -> None:
     saved = read(runtime, preset)
@@ -129,9 +130,10 @@ def test_15_every_policy_comes_back_to_the_bit(
         assert same_bits(one.state(), other.state()) and one.meta() == other.meta()
 
 
+@pytest.mark.failure(number=15)
 @pytest.mark.parametrize("codec", UNTRAINED)
 @pytest.mark.parametrize("preset", ["epicache", "snapkv"])
-def test_15_codecs_change_the_next_token_a_little(
+def test_codecs_change_the_next_token_a_little(
     store: Store, small: LoadedModel, runtime: ModelRuntime, preset: str, codec: str
 ) -> None:
     keeper, saved = StorePersistence(store, small, "codecs", codec), read(runtime, preset)
@@ -245,8 +247,9 @@ def test_what_cannot_be_used_is_read_anew_and_why_is_counted(
     assert ResumeResult(saved, "", 1200, 0.5).summary == "restored 1,200 tokens in 0.50 s"
 
 
+@pytest.mark.failure(number=26)
 @pytest.mark.extended
-def test_26_reading_is_chosen_where_it_was_quicker_also_in_another_process(
+def test_reading_is_chosen_where_it_was_quicker_also_in_another_process(
     tmp_path: Path, small: LoadedModel, runtime: ModelRuntime
 ) -> None:
     saved = read(runtime, "snapkv")

@@ -118,11 +118,12 @@ def test_a_second_tenant_reads_before_the_rest_of_a_flood(small: LoadedModel) ->
     assert all(client.told.new_tokens for client in flood)
 
 
+@pytest.mark.failure(number=19)
 @pytest.mark.parametrize(
     ("policy", "steps"),
     [("full", 0), ("full", 1), ("full", 12), ("limited", 2), ("limited", 9), ("stepwise", 9)],
 )
-def test_19_a_cancelled_request_leaves_nothing(small: LoadedModel, policy: str, steps: int) -> None:
+def test_a_cancelled_request_leaves_nothing(small: LoadedModel, policy: str, steps: int) -> None:
     served, other = Served(small, policy), Served(small, policy)
     turns = told(1)
     before = served.ask(turns, "x")
@@ -146,7 +147,8 @@ def test_19_a_cancelled_request_leaves_nothing(small: LoadedModel, policy: str, 
     assert served.ask(again, "x").text == other.ask(again, "x").text
 
 
-def test_19_a_cancelled_request_leaves_nothing_of_a_copied_cache(small: LoadedModel) -> None:
+@pytest.mark.failure(number=19)
+def test_a_cancelled_request_leaves_nothing_of_a_copied_cache(small: LoadedModel) -> None:
     served, other, turns = Served(small), Served(small), told(1)
     before = served.ask(turns, "x")
     other.ask(turns, "x")
@@ -197,7 +199,8 @@ def test_a_listener_that_fails_ends_alone(small: LoadedModel) -> None:
     assert isinstance(bad.error, IndexError) and good.told.new_tokens == 4
 
 
-def test_24_what_can_never_fit_is_refused_at_once(small: LoadedModel) -> None:
+@pytest.mark.failure(number=24)
+def test_what_can_never_fit_is_refused_at_once(small: LoadedModel) -> None:
     served = Served(small, device=60_000)
     with pytest.raises(ApiError, match="have that limit raised") as caught:
         served.submit(told(1, 30))
@@ -208,7 +211,8 @@ def test_24_what_can_never_fit_is_refused_at_once(small: LoadedModel) -> None:
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_24_a_budget_that_is_lowered_is_kept_at_once(small: LoadedModel) -> None:
+@pytest.mark.failure(number=24)
+def test_a_budget_that_is_lowered_is_kept_at_once(small: LoadedModel) -> None:
     served = Served(small, device=20_000_000, host=20_000_000)
     for number in range(4):
         served.ask(told(number), f"n{number}")

@@ -22,7 +22,8 @@ from larder.store import Store, Tier
 from server_core import Served, answered, told, user
 
 
-def test_24_a_budget_that_is_lowered_under_an_answer_holds_once_it_ends(small: LoadedModel) -> None:
+@pytest.mark.failure(number=24)
+def test_a_budget_that_is_lowered_under_an_answer_holds_once_it_ends(small: LoadedModel) -> None:
     served = Served(small, device=20_000_000, host=20_000_000)
     first = served.ask(told(1), "x")
     ends, ticket = served.submit(answered(told(1), first, "Why?"), "x")
@@ -95,7 +96,8 @@ def test_no_cache_is_moved_to_the_room_of_an_answer(small: LoadedModel, name: st
     served.check()
 
 
-def test_18_an_answer_is_not_repeated_to_who_asks_for_everything(small: LoadedModel) -> None:
+@pytest.mark.failure(number=18)
+def test_an_answer_is_not_repeated_to_who_asks_for_everything(small: LoadedModel) -> None:
     served, full = Served(small, "limited"), Served(small)
     turns = told(1, 5)
     for name in ("x", None):
@@ -107,7 +109,8 @@ def test_18_an_answer_is_not_repeated_to_who_asks_for_everything(small: LoadedMo
         assert served.core.scheduler.steps == steps
 
 
-def test_18_an_answer_that_is_repeated_has_as_many_tokens(small: LoadedModel) -> None:
+@pytest.mark.failure(number=18)
+def test_an_answer_that_is_repeated_has_as_many_tokens(small: LoadedModel) -> None:
     served = Served(small)
     first, again = served.ask(told(1), "x").told, served.ask(told(1), "x").told
     assert (again.new_tokens, again.prompt_tokens) == (first.new_tokens, first.prompt_tokens)
@@ -142,7 +145,8 @@ def test_a_turn_that_could_not_be_kept_leaves_nothing_behind(small: LoadedModel)
     assert not (list(sessions) or sessions._firsts or sessions._prefixes)  # pyright: ignore
 
 
-def test_22_a_turn_whose_log_has_no_room_is_not_kept(small: LoadedModel) -> None:
+@pytest.mark.failure(number=22)
+def test_a_turn_whose_log_has_no_room_is_not_kept(small: LoadedModel) -> None:
     free = Served(small)
     free.ask(told(1), "x")
     log_bytes = free.core.sessions.find("a", "x").transcript.nbytes
@@ -158,7 +162,8 @@ def test_22_a_turn_whose_log_has_no_room_is_not_kept(small: LoadedModel) -> None
     assert served.ask(answered(told(1), first, "Why?"), "x", max_new_tokens=1).told.new_tokens
 
 
-def test_22_logs_of_one_tenant_leave_room_for_others(small: LoadedModel) -> None:
+@pytest.mark.failure(number=22)
+def test_logs_of_one_tenant_leave_room_for_others(small: LoadedModel) -> None:
     served = Served(small, host=60_000)
     with pytest.raises(ApiError, match="remove") as caught:
         for number in range(100):
@@ -181,9 +186,10 @@ def pinned(served: Served, name: str) -> None:
     served.core.admin.release(served.core.idle("a", name))
 
 
+@pytest.mark.failure(number=22)
 @pytest.mark.extended
 @pytest.mark.parametrize("forks", [0, 1])
-def test_22_logs_of_pinned_sessions_leave_room_for_others(
+def test_logs_of_pinned_sessions_leave_room_for_others(
     small: LoadedModel, tmp_path: Path, forks: int
 ) -> None:
     store = Store(str(tmp_path / "blobs"), tmp_path / "home")
@@ -225,8 +231,9 @@ class Spoken(SamplingParams):
         return ord(self.script.pop(0))
 
 
+@pytest.mark.failure(number=18)
 @pytest.mark.parametrize("stop", [(), ("no", "s ")])
-def test_18_an_answer_is_repeated_with_the_white_space_around_it(
+def test_an_answer_is_repeated_with_the_white_space_around_it(
     small: LoadedModel, stop: tuple[str, ...]
 ) -> None:
     served = Served(small)

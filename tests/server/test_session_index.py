@@ -40,7 +40,8 @@ def test_an_answer_keeps_the_tokens_that_were_generated(small: LoadedModel) -> N
     )
 
 
-def test_18_the_same_request_again_is_the_same_turn(small: LoadedModel) -> None:
+@pytest.mark.failure(number=18)
+def test_the_same_request_again_is_the_same_turn(small: LoadedModel) -> None:
     served = Served(small)
     turns = told(1)
     first = served.ask(turns, "x")
@@ -53,7 +54,8 @@ def test_18_the_same_request_again_is_the_same_turn(small: LoadedModel) -> None:
     assert len(served.core.sessions.find("a", "x").turns) == 2
 
 
-def test_18_a_second_request_into_a_busy_session_is_refused(small: LoadedModel) -> None:
+@pytest.mark.failure(number=18)
+def test_a_second_request_into_a_busy_session_is_refused(small: LoadedModel) -> None:
     served = Served(small)
     client, _ = served.submit(told(1), "x")
     for turns in (told(1), told(2)):
@@ -67,9 +69,10 @@ def test_18_a_second_request_into_a_busy_session_is_refused(small: LoadedModel) 
     assert len(list(served.core.sessions)) == 2
 
 
+@pytest.mark.failure(number=14)
 @pytest.mark.extended
 @pytest.mark.parametrize("policy", ["full", "limited"])
-def test_14_another_text_goes_on_in_a_fork(small: LoadedModel, policy: str) -> None:
+def test_another_text_goes_on_in_a_fork(small: LoadedModel, policy: str) -> None:
     served, alone = Served(small, policy), Served(small, policy)
     turns = told(1)
     first = served.ask(turns, "x")
@@ -88,7 +91,8 @@ def test_14_another_text_goes_on_in_a_fork(small: LoadedModel, policy: str) -> N
     assert reseeded.told.session == "x~3"
 
 
-def test_17_conversations_that_share_a_beginning_share_its_work(small: LoadedModel) -> None:
+@pytest.mark.failure(number=17)
+def test_conversations_that_share_a_beginning_share_its_work(small: LoadedModel) -> None:
     served, alone = Served(small), Served(small)
     shared = ChatMessage("system", "You count coins in boxes, and you say so. " * 2)
     texts = [[shared, user(f"Number {n}?")] for n in range(2)]
@@ -154,7 +158,8 @@ def test_a_text_without_turns_is_continued_as_it_is(small: LoadedModel) -> None:
         served.submit([], raw_prompt="")
 
 
-def test_16_a_text_that_is_known_whole_or_longer_is_answered_as_if_it_were_new(
+@pytest.mark.failure(number=16)
+def test_a_text_that_is_known_whole_or_longer_is_answered_as_if_it_were_new(
     small: LoadedModel,
 ) -> None:
     text, served = "Once upon a time there was a box of coins", Served(small)
@@ -181,7 +186,8 @@ def test_names_that_are_none_are_refused(small: LoadedModel, name: str) -> None:
         Served(small).submit(told(1), name)
 
 
-def test_14_a_session_that_began_with_more_is_found_beside_one_that_began_with_less(
+@pytest.mark.failure(number=14)
+def test_a_session_that_began_with_more_is_found_beside_one_that_began_with_less(
     small: LoadedModel,
 ) -> None:
     served = Served(small)
@@ -212,6 +218,7 @@ def test_a_session_survives_export_and_import(small: LoadedModel) -> None:
     assert [each.name for each in other.core.sessions] == ["y"]
 
 
+@pytest.mark.failure(number=30)
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -229,7 +236,7 @@ def test_a_session_survives_export_and_import(small: LoadedModel) -> None:
         ("format", []),
     ],
 )
-def test_30_a_file_that_was_made_to_do_harm_is_refused(
+def test_a_file_that_was_made_to_do_harm_is_refused(
     small: LoadedModel, field: str, value: object
 ) -> None:
     served = Served(small)
@@ -245,6 +252,7 @@ def test_30_a_file_that_was_made_to_do_harm_is_refused(
     assert [each.name for each in served.core.sessions] == ["x"]
 
 
+@pytest.mark.failure(number=30)
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -264,17 +272,18 @@ def test_30_a_file_that_was_made_to_do_harm_is_refused(
         ("reason", None),
     ],
 )
-def test_30_an_exchange_that_was_made_to_do_harm_is_refused(
+def test_an_exchange_that_was_made_to_do_harm_is_refused(
     small: LoadedModel, field: str, value: object
 ) -> None:
-    test_30_a_file_that_was_made_to_do_harm_is_refused(small, field, value)
+    test_a_file_that_was_made_to_do_harm_is_refused(small, field, value)
 
 
+@pytest.mark.failure(number=30)
 @pytest.mark.parametrize(
     ("field", "value"),
     [("stop", [str(n) for n in range(2000)]), ("text", "x" * 10**5), ("reason", "x" * 10**5)],
 )
-def test_30_a_small_file_that_unpacks_to_long_texts_is_refused(
+def test_a_small_file_that_unpacks_to_long_texts_is_refused(
     small: LoadedModel, field: str, value: object
 ) -> None:
     served = Served(small)
@@ -288,14 +297,16 @@ def test_30_a_small_file_that_unpacks_to_long_texts_is_refused(
     assert caught.value.status == 400
 
 
+@pytest.mark.failure(number=30)
 @pytest.mark.parametrize("text", [b"[" * 10**6, b"1" * 10**6, b" " * (1 << 27), b"\xff"])
-def test_30_a_bomb_is_not_unpacked(small: LoadedModel, text: bytes) -> None:
+def test_a_bomb_is_not_unpacked(small: LoadedModel, text: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         take_in(Served(small), "a", "y", zstandard.compress(text))
     assert caught.value.status == 400 and len(str(caught.value)) < 400
 
 
-def test_22_ten_thousand_idle_sessions_stay_within_host_memory(small: LoadedModel) -> None:
+@pytest.mark.failure(number=22)
+def test_ten_thousand_idle_sessions_stay_within_host_memory(small: LoadedModel) -> None:
     served = Served(small, host=3_000_000)
     for number in range(10_000):
         try:

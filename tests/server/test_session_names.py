@@ -163,6 +163,7 @@ def names(client: httpx2.Client) -> set[str]:
     return {each["id"] for each in client.get("/v1/sessions").json()["data"]}
 
 
+@pytest.mark.failure(number=30)
 @pytest.mark.extended
 @FEW
 @given(NAMES.filter(is_allowed))
@@ -170,7 +171,7 @@ def names(client: httpx2.Client) -> set[str]:
 @example(PERSIAN)
 @example("é" * 255)
 @example("a b　c/d?e#f%20~3")
-def test_30_a_name_that_is_allowed_goes_all_the_way(
+def test_a_name_that_is_allowed_goes_all_the_way(
     client: httpx2.Client, hub: LocalEngineClient, name: str
 ) -> None:
     root = root_name(name)
@@ -198,16 +199,18 @@ def test_30_a_name_that_is_allowed_goes_all_the_way(
     assert chat_log_path(name).name.isascii()
 
 
+@pytest.mark.failure(number=30)
 @pytest.mark.parametrize("name", REFUSED, ids=ascii)
-def test_30_a_name_that_is_none_is_refused_at_every_entrance(
+def test_a_name_that_is_none_is_refused_at_every_entrance(
     client: httpx2.Client, hub: LocalEngineClient, name: str
 ) -> None:
     refuse_everywhere(client, hub, name)
 
 
+@pytest.mark.failure(number=30)
 @FEW
 @given(NAMES.filter(lambda name: not is_allowed(name)))
-def test_30_any_name_that_is_none_is_refused_at_every_entrance(
+def test_any_name_that_is_none_is_refused_at_every_entrance(
     client: httpx2.Client, hub: LocalEngineClient, name: str
 ) -> None:
     refuse_everywhere(client, hub, name)

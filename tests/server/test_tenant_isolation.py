@@ -29,8 +29,9 @@ def text(number: int) -> list[ChatMessage]:
     return [SYSTEM, user(f"How many are in box {number}?")]
 
 
+@pytest.mark.failure(number=27)
 @pytest.mark.parametrize("tier", ["device", "host", "restart"])
-def test_27_the_same_text_hits_for_its_tenant_and_for_no_other(
+def test_the_same_text_hits_for_its_tenant_and_for_no_other(
     small: LoadedModel, tmp_path: Path, tier: str
 ) -> None:
     served = Served(small, persistence=kept_in(tmp_path, small))
@@ -69,7 +70,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         yield counts
 
 
-def test_27_a_text_that_another_has_said_takes_the_work_of_an_unknown_one(
+@pytest.mark.failure(number=27)
+def test_a_text_that_another_has_said_takes_the_work_of_an_unknown_one(
     small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = Served(small, persistence=kept_in(tmp_path, small))
@@ -89,7 +91,8 @@ def test_27_a_text_that_another_has_said_takes_the_work_of_an_unknown_one(
     assert work["another's"] == work["unknown"] != work["own"]
 
 
-def test_29_a_session_of_another_takes_the_work_of_none(
+@pytest.mark.failure(number=29)
+def test_a_session_of_another_takes_the_work_of_none(
     small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = Served(small, persistence=kept_in(tmp_path, small))
@@ -126,13 +129,15 @@ def canary(loaded: LoadedModel, folder: Path) -> tuple[int, dict[str, str]]:
     return left, {t: client.text for t, client in own.items()}
 
 
+@pytest.mark.failure(number=28)
 @pytest.mark.extended
-def test_28_no_answer_holds_the_secret_of_another(small: LoadedModel, tmp_path: Path) -> None:
+def test_no_answer_holds_the_secret_of_another(small: LoadedModel, tmp_path: Path) -> None:
     assert canary(small, tmp_path)[0] > 0
 
 
+@pytest.mark.failure(number=28)
 @pytest.mark.slow
-def test_28_a_model_that_recites_says_its_own_secret_alone(
+def test_a_model_that_recites_says_its_own_secret_alone(
     seed_model: LoadedModel, tmp_path: Path
 ) -> None:
     left, said = canary(seed_model, tmp_path)

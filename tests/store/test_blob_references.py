@@ -32,8 +32,9 @@ def said(store: Store, name: str = TALK) -> bytes:
     return found[1]
 
 
+@pytest.mark.failure(number=21)
 @pytest.mark.parametrize("how", ["put", "stays"])
-def test_21_what_another_process_is_about_to_need_is_not_dropped(tmp_path: Path, how: str) -> None:
+def test_what_another_process_is_about_to_need_is_not_dropped(tmp_path: Path, how: str) -> None:
     here, there = store_at(tmp_path), store_at(tmp_path)
     save(here)
     record = load(here).record
@@ -50,8 +51,9 @@ def test_21_what_another_process_is_about_to_need_is_not_dropped(tmp_path: Path,
     assert not there.parts.blobs.files.has(ref)  # it has put it last, and nothing came of it
 
 
+@pytest.mark.failure(number=21)
 @pytest.mark.extended
-def test_21_a_fork_that_goes_on_elsewhere_leaves_what_it_was_made_of(tmp_path: Path) -> None:
+def test_a_fork_that_goes_on_elsewhere_leaves_what_it_was_made_of(tmp_path: Path) -> None:
     here, there = (store_at(tmp_path, home=home, kept_epochs=2) for home in ("here", "there"))
     here.sessions.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
     here.sessions.fork(WHO, TALK, "fork")
@@ -62,8 +64,9 @@ def test_21_a_fork_that_goes_on_elsewhere_leaves_what_it_was_made_of(tmp_path: P
     assert load(here).ids == IDS
 
 
+@pytest.mark.failure(number=21)
 @pytest.mark.extended
-def test_21_a_log_that_another_machine_has_written_too_stays(tmp_path: Path) -> None:
+def test_a_log_that_another_machine_has_written_too_stays(tmp_path: Path) -> None:
     here, there = (store_at(tmp_path, home=home, kept_epochs=1) for home in ("here", "there"))
     here.sessions.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
     there.sessions.append(WHO, "alike", SessionTurn(IDS, b"said"), 0)
@@ -75,8 +78,9 @@ def test_21_a_log_that_another_machine_has_written_too_stays(tmp_path: Path) -> 
     assert there.maintenance.sweep(grace_seconds=-1.0) == 0
 
 
+@pytest.mark.failure(number=21)
 @pytest.mark.parametrize("how", ["saved", "forked"])
-def test_21_what_another_machine_has_of_what_this_one_has_written_stays(
+def test_what_another_machine_has_of_what_this_one_has_written_stays(
     tmp_path: Path, how: str
 ) -> None:
     here, there = (store_at(tmp_path, home=home) for home in ("here", "there"))
@@ -92,7 +96,8 @@ def test_21_what_another_machine_has_of_what_this_one_has_written_stays(
     assert blob_files(tmp_path) == []
 
 
-def test_21_a_state_between_that_another_machine_has_written_stays_whole(tmp_path: Path) -> None:
+@pytest.mark.failure(number=21)
+def test_a_state_between_that_another_machine_has_written_stays_whole(tmp_path: Path) -> None:
     here, there = (store_at(tmp_path, home=home, kept_epochs=3) for home in ("here", "there"))
     here.sessions.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
     with there.sessions.stage(WHO, IDS, snapshot(compressed(IDS))) as prepared:
@@ -103,7 +108,8 @@ def test_21_a_state_between_that_another_machine_has_written_stays_whole(tmp_pat
     assert said(here) == b"said" and load(here).ids == IDS
 
 
-def test_21_who_comes_too_late_takes_nothing_from_who_has_written_the_same(tmp_path: Path) -> None:
+@pytest.mark.failure(number=21)
+def test_who_comes_too_late_takes_nothing_from_who_has_written_the_same(tmp_path: Path) -> None:
     turn, there = SessionTurn(IDS, b"said"), store_at(tmp_path, home="there")
 
     def first(what: str, path: str) -> None:
@@ -134,8 +140,9 @@ def test_what_an_earlier_larder_has_written_is_read(
     assert said(store, "fork") == b"said" and load(store, "fork").ids == IDS
 
 
+@pytest.mark.failure(number=21)
 @pytest.mark.parametrize("how", ["put", "stays"])
-def test_21_what_is_taken_for_there_is_not_being_deleted(tmp_path: Path, how: str) -> None:
+def test_what_is_taken_for_there_is_not_being_deleted(tmp_path: Path, how: str) -> None:
     there = store_at(tmp_path, call_limits=CallLimits(seconds=0.3, rest_seconds=0.0))
     tenant, said = there.parts.tenant(WHO), list[bool]()
     data = encode_token_log(IDS, tenant, TALK)

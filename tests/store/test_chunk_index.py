@@ -88,7 +88,8 @@ def _whole(chunk: PrefixChunk, found: Sequence[ChunkMatch], text: list[int]) -> 
     return text[: chunk.start] + token_ids_from_bytes(chunk.tokens)
 
 
-def test_14_what_was_edited_or_cut_shares_up_to_there(tmp_path: Path) -> None:
+@pytest.mark.failure(number=14)
+def test_what_was_edited_or_cut_shares_up_to_there(tmp_path: Path) -> None:
     chunks = chunks_at(tmp_path)
     text = list(range(100, 111))  # three whole chunks, and two tokens that fill none
     keep(chunks, text)
@@ -116,7 +117,8 @@ def test_nothing_crosses_tenants_or_identities(tmp_path: Path) -> None:
     assert chunks.match_prefix(TENANT, "0" * 64, [1, 2, 3]) == []
 
 
-def test_13_digests_that_collide_are_told_apart_by_tokens(
+@pytest.mark.failure(number=13)
+def test_digests_that_collide_are_told_apart_by_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "chunk_key", lambda *args: f"{0:064x}")
@@ -135,7 +137,8 @@ def test_13_digests_that_collide_are_told_apart_by_tokens(
     assert held(chunks.match_prefix(TENANT, IDENTITY, [5, 5, 5, 9, 9, 9])) == 0
 
 
-def test_8_another_machine_finds_what_is_told_of_beside_the_blobs(tmp_path: Path) -> None:
+@pytest.mark.failure(number=8)
+def test_another_machine_finds_what_is_told_of_beside_the_blobs(tmp_path: Path) -> None:
     keep(chunks_at(tmp_path), list(range(9)))
     other = chunks_at(tmp_path, "another machine")
     assert held(other.match_prefix(TENANT, IDENTITY, list(range(9)))) == 9

@@ -114,8 +114,9 @@ def test_numbers_that_cannot_be_rounded_are_kept_as_they_are(name: str, bad: flo
         codec_named(name).encode(state["0.values"][1], RowLayout((12,), 8, 0.0, TensorRole.VALUES))
 
 
+@pytest.mark.failure(number=30)
 @pytest.mark.parametrize("name", LOSSY)
-def test_30_codes_that_do_not_fit_are_refused(name: str) -> None:
+def test_codes_that_do_not_fit_are_refused(name: str) -> None:
     state = {"0.keys": torch.randn(2, 30, 8)}
     tensors, told = encode_state(state, codec_named(name), name, a_spec(a_layer()))
     how = told["0.keys"]
@@ -137,7 +138,8 @@ def test_30_codes_that_do_not_fit_are_refused(name: str) -> None:
         decode_state(tensors, {"0.positions": how}, 10**4)
 
 
-def test_30_a_frame_that_would_fill_memory_is_not_opened() -> None:
+@pytest.mark.failure(number=30)
+def test_a_frame_that_would_fill_memory_is_not_opened() -> None:
     bomb = compress(bytes(10**7))
     assert len(bomb) < 2000 and decompress(bomb, 10**7) == bytes(10**7)
     for data, size in ((bomb, 100), (bomb, 10**7 + 1), (bomb[:-9], 10**7), (b"no frame", 8)):

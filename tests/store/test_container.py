@@ -87,6 +87,7 @@ def test_what_is_cut_or_longer_is_noticed() -> None:
             unpack_container(other)
 
 
+@pytest.mark.failure(number=30)
 @pytest.mark.parametrize(
     "header",
     [
@@ -107,7 +108,7 @@ def test_what_is_cut_or_longer_is_noticed() -> None:
         {"a": 3},
     ],
 )
-def test_30_a_malicious_header_is_refused(header: dict[str, Any]) -> None:
+def test_a_malicious_header_is_refused(header: dict[str, Any]) -> None:
     metadata = json.loads(_head(pack_container({}, TOLD)))["__metadata__"]
     with pytest.raises(Damaged):
         unpack_container(rewritten({"__metadata__": metadata} | header, b"\0" * 8))
@@ -117,7 +118,8 @@ def _head(data: bytes) -> bytes:
     return data[8 : 8 + int.from_bytes(data[:8], "little")]
 
 
-def test_30_headers_that_would_take_memory_are_refused_unread() -> None:
+@pytest.mark.failure(number=30)
+def test_headers_that_would_take_memory_are_refused_unread() -> None:
     huge = (2**63).to_bytes(8, "little") + b"{}"
     claimed = (MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b" " * (MAX_HEADER_BYTES + 1)
     deep = b"[" * 100_000
@@ -129,14 +131,16 @@ def test_30_headers_that_would_take_memory_are_refused_unread() -> None:
             unpack_container(data)
 
 
+@pytest.mark.failure(number=30)
 @given(st.binary(max_size=400))
-def test_30_any_bytes_are_refused(data: bytes) -> None:
+def test_any_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(LarderError):
         unpack_container(data)
 
 
+@pytest.mark.failure(number=30)
 @given(st.data())
-def test_30_a_file_with_anything_changed_is_refused(data: st.DataObject) -> None:
+def test_a_file_with_anything_changed_is_refused(data: st.DataObject) -> None:
     packed = bytearray(pack_container({"a": torch.arange(4.0)}, TOLD))
     head = 8 + int.from_bytes(packed[:8], "little")
     solid = len(packed[:head].rstrip())
@@ -149,8 +153,9 @@ def test_30_a_file_with_anything_changed_is_refused(data: st.DataObject) -> None
         unpack_container(bytes(packed))
 
 
+@pytest.mark.failure(number=10)
 @pytest.mark.parametrize("version", [0, 2, "1", None])
-def test_10_another_version_is_refused_with_its_reason(version: object) -> None:
+def test_another_version_is_refused_with_its_reason(version: object) -> None:
     metadata = json.loads(_head(pack_container({}, TOLD)))["__metadata__"]
     told = json.loads(metadata["kvm"]) | {"version": version}
     with pytest.raises(Refused, match="left as it is") as refused:
@@ -158,5 +163,6 @@ def test_10_another_version_is_refused_with_its_reason(version: object) -> None:
     assert refused.value.reason == "format"
 
 
-def test_10_unknown_keys_are_tolerated() -> None:
+@pytest.mark.failure(number=10)
+def test_unknown_keys_are_tolerated() -> None:
     assert unpack_container(pack_container({}, TOLD | {"of_later": [1]}))[1]["of_later"] == [1]

@@ -14,8 +14,9 @@ def of_nobody(store: Store) -> int:
     return store.parts.ledger.used(Tier.DISK, NO_TENANT)
 
 
+@pytest.mark.failure(number=23)
 @pytest.mark.parametrize("is_counted", [True, False])
-def test_23_a_blob_of_another_machine_leaves_the_account_that_it_was_in(
+def test_a_blob_of_another_machine_leaves_the_account_that_it_was_in(
     tmp_path: Path, is_counted: bool
 ) -> None:
     here, there = store_at(tmp_path, home="here"), store_at(tmp_path, home="there")
@@ -33,7 +34,8 @@ def test_23_a_blob_of_another_machine_leaves_the_account_that_it_was_in(
     assert load(here).reason == "evicted" and not there.parts.blobs.files.has(span)
 
 
-def test_23_what_was_another_machines_is_counted_once_when_it_is_written_again(
+@pytest.mark.failure(number=23)
+def test_what_was_another_machines_is_counted_once_when_it_is_written_again(
     tmp_path: Path,
 ) -> None:
     there = store_at(tmp_path, home="there")
@@ -50,7 +52,8 @@ def test_23_what_was_another_machines_is_counted_once_when_it_is_written_again(
     assert here.parts.ledger.used(Tier.DISK) == before
 
 
-def test_21_a_damaged_blob_goes_with_its_session(tmp_path: Path) -> None:
+@pytest.mark.failure(number=21)
+def test_a_damaged_blob_goes_with_its_session(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     save(store)
     ref = load(store).record.tokens

@@ -56,10 +56,11 @@ OPERATION = st.tuples(
 )
 
 
+@pytest.mark.failure(number=23)
 @pytest.mark.extended
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=3)
 @given(st.lists(OPERATION, min_size=4, max_size=9))
-def test_23_no_budget_is_exceeded_whatever_happens(
+def test_no_budget_is_exceeded_whatever_happens(
     tmp_path_factory: pytest.TempPathFactory, operations: list[tuple[str, int, int]]
 ) -> None:
     folder = tmp_path_factory.mktemp("store")
@@ -96,7 +97,8 @@ def test_23_no_budget_is_exceeded_whatever_happens(
         assert on_disk(folder) <= store.parts.ledger.used(Tier.DISK)
 
 
-def test_23_processes_of_one_machine_keep_to_one_budget(tmp_path: Path) -> None:
+@pytest.mark.failure(number=23)
+def test_processes_of_one_machine_keep_to_one_budget(tmp_path: Path) -> None:
     limit = INDEX + 90 * KIB
     stores = [store_at(tmp_path, **disk(limit)) for _ in range(2)]
     kept = 0
@@ -116,9 +118,10 @@ def test_23_processes_of_one_machine_keep_to_one_budget(tmp_path: Path) -> None:
     assert stores[1].parts.ledger.used(Tier.DISK) < before[1]
 
 
+@pytest.mark.failure(number=23)
 @pytest.mark.extended
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_23_a_sweep_forgets_nothing_that_is_being_written(tmp_path: Path, moment: str) -> None:
+def test_a_sweep_forgets_nothing_that_is_being_written(tmp_path: Path, moment: str) -> None:
     stopped, goes_on = threading.Event(), threading.Event()
 
     def hook(what: str, path: str) -> None:
@@ -145,7 +148,8 @@ def test_23_a_sweep_forgets_nothing_that_is_being_written(tmp_path: Path, moment
     assert ledger.used(Tier.DISK) == used
 
 
-def test_24_a_session_larger_than_the_budget_keeps_its_tokens(tmp_path: Path) -> None:
+@pytest.mark.failure(number=24)
+def test_a_session_larger_than_the_budget_keeps_its_tokens(tmp_path: Path) -> None:
     store = store_at(tmp_path, **disk(INDEX - 20 * KIB))
     record = store.sessions.save(WHO, TALK, LONGER, snapshot(read(LONGER)))
     assert record.spans == () and store.parts.unwritten.counts() == {"budget": 1}
@@ -155,7 +159,8 @@ def test_24_a_session_larger_than_the_budget_keeps_its_tokens(tmp_path: Path) ->
     assert small.spans and load(store).cache is not None
 
 
-def test_24_a_budget_of_nothing(tmp_path: Path) -> None:
+@pytest.mark.failure(number=24)
+def test_a_budget_of_nothing(tmp_path: Path) -> None:
     store = store_at(tmp_path, **disk(0))
     with pytest.raises(BudgetError, match="raise the budget"):
         save(store)
@@ -163,7 +168,8 @@ def test_24_a_budget_of_nothing(tmp_path: Path) -> None:
     assert files(tmp_path, "store/blobs") == []
 
 
-def test_24_a_budget_of_host_memory(tmp_path: Path) -> None:
+@pytest.mark.failure(number=24)
+def test_a_budget_of_host_memory(tmp_path: Path) -> None:
     save(store_at(tmp_path))
     store = store_at(tmp_path, budgets=ByteBudgets({Tier.HOST: KIB}))
     loaded = load(store)
@@ -173,7 +179,8 @@ def test_24_a_budget_of_host_memory(tmp_path: Path) -> None:
     assert record.spans == () and load(store, "new").ids == LONGER
 
 
-def test_24_a_budget_that_is_lowered_while_it_is_used(tmp_path: Path) -> None:
+@pytest.mark.failure(number=24)
+def test_a_budget_that_is_lowered_while_it_is_used(tmp_path: Path) -> None:
     store = store_at(tmp_path, **disk(INDEX + 900 * KIB))
     for number in range(3):
         ids = tuple(range(1000 * number, 1000 * number + 1500))
@@ -231,8 +238,9 @@ def test_a_pinned_session_leaves_last(
         assert gone == set(left)
 
 
+@pytest.mark.failure(number=25)
 @pytest.mark.extended
-def test_25_writes_to_the_disk_are_bounded_by_the_day(tmp_path: Path) -> None:
+def test_writes_to_the_disk_are_bounded_by_the_day(tmp_path: Path) -> None:
     now = [0.0]
     store = store_at(tmp_path, written_bytes=30 * KIB, clock=lambda: now[0])
     save(store)
@@ -245,7 +253,8 @@ def test_25_writes_to_the_disk_are_bounded_by_the_day(tmp_path: Path) -> None:
     assert again.sessions.save(WHO, "new", LONGER, snapshot(read(LONGER))).spans
 
 
-def test_26_what_is_read_quicker_is_not_loaded(tmp_path: Path) -> None:
+@pytest.mark.failure(number=26)
+def test_what_is_read_quicker_is_not_loaded(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     save(store)
     rates = store.parts.throughput
@@ -259,8 +268,9 @@ def test_26_what_is_read_quicker_is_not_loaded(tmp_path: Path) -> None:
     assert ThroughputEstimates().choose(Tier.DISK, 1000, 10) is RestorePath.LOAD
 
 
+@pytest.mark.failure(number=22)
 @pytest.mark.extended
-def test_22_many_sessions_take_no_memory_of_the_ledger(tmp_path: Path) -> None:
+def test_many_sessions_take_no_memory_of_the_ledger(tmp_path: Path) -> None:
     store, source = store_at(tmp_path), random.Random(0)
     for number in range(20):
         ids = tuple(source.choices(range(99), k=9))

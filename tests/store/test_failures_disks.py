@@ -35,11 +35,12 @@ pytestmark = pytest.mark.usefixtures("small_chunks")
 OTHERS = (BROKEN, READ_ONLY, QUOTA)
 
 
+@pytest.mark.failure(number=4)
 @pytest.mark.parametrize(
     ("error", "step"),
     [(FULL, step) for step in range(8)] + [(e, s) for e in OTHERS for s in (0, 3, 6)],
 )
-def test_4_a_disk_that_takes_no_more_leaves_what_was(tmp_path: Path, error: int, step: int) -> None:
+def test_a_disk_that_takes_no_more_leaves_what_was(tmp_path: Path, error: int, step: int) -> None:
     save(store_at(tmp_path))
     steps: list[str] = []
 
@@ -64,7 +65,8 @@ def test_4_a_disk_that_takes_no_more_leaves_what_was(tmp_path: Path, error: int,
     assert outcome(tmp_path) == ("exact", "")
 
 
-def test_4_a_disk_that_cannot_be_read_is_an_error_and_no_answer(tmp_path: Path) -> None:
+@pytest.mark.failure(number=4)
+def test_a_disk_that_cannot_be_read_is_an_error_and_no_answer(tmp_path: Path) -> None:
     save(store_at(tmp_path))
     place = Faulty(open_file_system(str(tmp_path / "store")))
     store = store_at(tmp_path, place, call_limits=CallLimits(max_failures=100))
@@ -77,7 +79,8 @@ def test_4_a_disk_that_cannot_be_read_is_an_error_and_no_answer(tmp_path: Path) 
     assert outcome(tmp_path) == ("exact", "")
 
 
-def test_5_a_blob_that_went_between_looking_and_loading(tmp_path: Path) -> None:
+@pytest.mark.failure(number=5)
+def test_a_blob_that_went_between_looking_and_loading(tmp_path: Path) -> None:
     save(store_at(tmp_path))
     for path in cache_files(tmp_path):
         data = path.read_bytes()
@@ -94,7 +97,8 @@ def test_5_a_blob_that_went_between_looking_and_loading(tmp_path: Path) -> None:
     assert load(store_at(tmp_path, place)).reason == "damaged"
 
 
-def test_5_a_chunk_that_is_gone_is_forgotten_and_asked_for_once(tmp_path: Path) -> None:
+@pytest.mark.failure(number=5)
+def test_a_chunk_that_is_gone_is_forgotten_and_asked_for_once(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     store.prefixes.save(WHO, IDS, read(IDS), asking().identity)
     for path in cache_files(tmp_path):
@@ -107,8 +111,9 @@ def test_5_a_chunk_that_is_gone_is_forgotten_and_asked_for_once(tmp_path: Path) 
     assert found is not None and found.next_position == 20
 
 
+@pytest.mark.failure(number=6)
 @pytest.mark.extended
-def test_6_a_disk_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_disk_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
     save(store_at(tmp_path))
     go_on, hanging = threading.Event(), threading.Event()
 
@@ -131,8 +136,9 @@ def test_6_a_disk_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
     assert is_exact(load(store, "new"), LONGER)
 
 
+@pytest.mark.failure(number=6)
 @pytest.mark.extended
-def test_6_an_index_that_others_hold_is_left_alone_for_a_while(tmp_path: Path) -> None:
+def test_an_index_that_others_hold_is_left_alone_for_a_while(tmp_path: Path) -> None:
     patience = CallLimits(seconds=0.2, rest_seconds=0.5)
     store = store_at(tmp_path, call_limits=patience)
     save(store)
@@ -154,8 +160,9 @@ def test_6_an_index_that_others_hold_is_left_alone_for_a_while(tmp_path: Path) -
     assert is_exact(load(store)) and is_exact(load(store, "new"), LONGER)
 
 
+@pytest.mark.failure(number=7)
 @pytest.mark.extended
-def test_7_reading_while_the_same_is_written(tmp_path: Path) -> None:
+def test_reading_while_the_same_is_written(tmp_path: Path) -> None:
     store, stop = store_at(tmp_path), threading.Event()
     texts = {name: (*IDS, number) for number, name in enumerate("abc")}
     wrong: list[object] = []

@@ -48,8 +48,9 @@ CUT = {
 }
 
 
+@pytest.mark.failure(number=1)
 @pytest.mark.extended
-def test_1_a_flipped_bit_in_any_tensor_is_noticed(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_any_tensor_is_noticed(tmp_path: Path) -> None:
     save(store_at(tmp_path))
     for path in cache_files(tmp_path):
         data = path.read_bytes()
@@ -67,7 +68,8 @@ def test_1_a_flipped_bit_in_any_tensor_is_noticed(tmp_path: Path) -> None:
     assert outcome(tmp_path) == ("exact", "")
 
 
-def test_1_a_flipped_bit_in_the_token_log_is_noticed(tmp_path: Path) -> None:
+@pytest.mark.failure(number=1)
+def test_a_flipped_bit_in_the_token_log_is_noticed(tmp_path: Path) -> None:
     save(store_at(tmp_path))
     [path] = set(blob_files(tmp_path)) - set(cache_files(tmp_path))
     data = bytearray(path.read_bytes())
@@ -76,16 +78,18 @@ def test_1_a_flipped_bit_in_the_token_log_is_noticed(tmp_path: Path) -> None:
     assert outcome(tmp_path) == ("lost", "damaged")
 
 
+@pytest.mark.failure(number=2)
 @pytest.mark.parametrize("how", CUT)
-def test_2_blobs_that_are_cut_or_overwritten_are_noticed(tmp_path: Path, how: str) -> None:
+def test_blobs_that_are_cut_or_overwritten_are_noticed(tmp_path: Path, how: str) -> None:
     save(store_at(tmp_path))
     path = cache_files(tmp_path)[-1]
     path.write_bytes(CUT[how](path.read_bytes()))
     assert outcome(tmp_path) == ("tokens", "damaged")
 
 
+@pytest.mark.failure(number=2)
 @pytest.mark.parametrize("how", CUT)
-def test_2_a_manifest_that_is_cut_or_overwritten_is_built_again(tmp_path: Path, how: str) -> None:
+def test_a_manifest_that_is_cut_or_overwritten_is_built_again(tmp_path: Path, how: str) -> None:
     store = store_at(tmp_path)
     save(store)
     store.close()
@@ -98,7 +102,8 @@ def test_2_a_manifest_that_is_cut_or_overwritten_is_built_again(tmp_path: Path, 
     assert found is not None and found.next_position == 20
 
 
-def test_2_swapped_blobs_are_noticed(tmp_path: Path) -> None:
+@pytest.mark.failure(number=2)
+def test_swapped_blobs_are_noticed(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     save(store)
     first, *_, last = cache_files(tmp_path)
@@ -120,7 +125,8 @@ def test_a_damaged_blob_is_mended_by_the_next_saving(tmp_path: Path) -> None:
     assert is_exact(load(store))
 
 
-def test_10_another_version_is_left_in_place(tmp_path: Path) -> None:
+@pytest.mark.failure(number=10)
+def test_another_version_is_left_in_place(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     store.sessions.save(WHO, TALK, IDS, snapshot(compressed(IDS)))
     [path] = cache_files(tmp_path)
@@ -175,7 +181,8 @@ def test_a_part_that_claims_more_than_was_saved_is_not_decoded(tmp_path: Path, c
     assert load(store).reason == "damaged"
 
 
-def test_3_orphans_of_a_crash_are_swept(tmp_path: Path) -> None:
+@pytest.mark.failure(number=3)
+def test_orphans_of_a_crash_are_swept(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     save(store)
     kept = set(files(tmp_path))
@@ -186,8 +193,9 @@ def test_3_orphans_of_a_crash_are_swept(tmp_path: Path) -> None:
     assert set(files(tmp_path)) == kept and is_exact(load(store))
 
 
+@pytest.mark.failure(number=13)
 @pytest.mark.parametrize("other", [(0, *IDS[1:]), (*IDS[:4], 0, *IDS[5:])], ids=["before", "in it"])
-def test_13_a_chunk_of_another_text_is_not_used_whoever_refers_to_it(
+def test_a_chunk_of_another_text_is_not_used_whoever_refers_to_it(
     tmp_path: Path, other: tuple[int, ...]
 ) -> None:
     store = store_at(tmp_path)

@@ -22,9 +22,10 @@ def resident(what: str) -> int:
     return 1024 * int(line.split()[1])
 
 
+@pytest.mark.failure(number=23)
 @pytest.mark.extended
 @pytest.mark.skipif(not RESET.exists(), reason="only Linux tells the peak")
-def test_23_the_process_takes_no_more_than_the_budget_of_host_memory(tmp_path: Path) -> None:
+def test_the_process_takes_no_more_than_the_budget_of_host_memory(tmp_path: Path) -> None:
     ids = tuple(range(480))
     cache = read(ids[:1], spec=WIDE)
     for start in range(1, len(ids), 40):

@@ -15,8 +15,9 @@ pytestmark = pytest.mark.usefixtures("small_chunks")
 OTHER = "somebody else"
 
 
+@pytest.mark.failure(number=27)
 @pytest.mark.parametrize("codec", ["raw", "int8"])
-def test_27_what_a_tenant_keeps_is_found_by_it_alone(tmp_path: Path, codec: str) -> None:
+def test_what_a_tenant_keeps_is_found_by_it_alone(tmp_path: Path, codec: str) -> None:
     store = store_at(tmp_path)
     save(store, codec=codec)
     for again in (store, store_at(tmp_path), store_at(tmp_path, home="another home")):
@@ -46,7 +47,8 @@ def work(folder: Path, do: Callable[..., object], *args: object) -> list[str]:
     return done
 
 
-def test_27_a_beginning_that_another_keeps_takes_the_work_of_an_unknown_one(tmp_path: Path) -> None:
+@pytest.mark.failure(number=27)
+def test_a_beginning_that_another_keeps_takes_the_work_of_an_unknown_one(tmp_path: Path) -> None:
     def look(store: object, who: str, ids: tuple[int, ...]) -> None:
         store.prefixes.match_prefix(who, ids, asking().identity, SPEC)  # pyright: ignore
 
@@ -55,7 +57,8 @@ def test_27_a_beginning_that_another_keeps_takes_the_work_of_an_unknown_one(tmp_
     assert theirs == unknown and 0 < len(theirs) < len(work(tmp_path, look, WHO, LONGER))
 
 
-def test_27_saving_what_another_has_takes_the_work_of_saving_what_is_new(tmp_path: Path) -> None:
+@pytest.mark.failure(number=27)
+def test_saving_what_another_has_takes_the_work_of_saving_what_is_new(tmp_path: Path) -> None:
     def keep(store: object, who: str, name: str, ids: tuple[int, ...]) -> None:
         store.sessions.save(who, name, ids, snapshot(read(ids)), transcript=bytes(ids))  # pyright: ignore
 
@@ -71,7 +74,8 @@ def test_27_saving_what_another_has_takes_the_work_of_saving_what_is_new(tmp_pat
     assert len(theirs) == len(unknown)
 
 
-def test_29_a_session_of_another_takes_the_work_of_none(tmp_path: Path) -> None:
+@pytest.mark.failure(number=29)
+def test_a_session_of_another_takes_the_work_of_none(tmp_path: Path) -> None:
     def ask(store: object, name: str) -> None:
         assert store.sessions.load(OTHER, name, asking()) is None  # pyright: ignore
 

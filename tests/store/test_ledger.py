@@ -20,8 +20,9 @@ OPERATION = st.tuples(
 )
 
 
+@pytest.mark.failure(number=23)
 @given(st.lists(OPERATION, max_size=40), st.integers(0, 100), st.integers(0, 100))
-def test_23_no_budget_is_ever_exceeded(
+def test_no_budget_is_ever_exceeded(
     operations: list[tuple[str, Tier, str, int]], total: int, own: int
 ) -> None:
     ledger = ByteLedger(ByteBudgets(dict.fromkeys(Tier, total), dict.fromkeys(Tier, own)))
@@ -86,7 +87,8 @@ def test_a_budget_that_is_lowered_lets_nothing_in_until_enough_is_gone() -> None
     assert ledger.used(Tier.DISK) == 50
 
 
-def test_25_who_waits_gets_what_others_give_back() -> None:
+@pytest.mark.failure(number=25)
+def test_who_waits_gets_what_others_give_back() -> None:
     ledger = ByteLedger(ByteBudgets({Tier.HOST: 10}))
     first = ledger.reserve(Tier.HOST, "a", 10)
     timer = threading.Timer(0.02, first.release)
@@ -98,7 +100,8 @@ def test_25_who_waits_gets_what_others_give_back() -> None:
     timer.join()
 
 
-def test_23_threads_together_keep_to_the_budget() -> None:
+@pytest.mark.failure(number=23)
+def test_threads_together_keep_to_the_budget() -> None:
     ledger = ByteLedger(ByteBudgets({Tier.HOST: 100}))
     highest, refused = [0], [0]
 
@@ -118,7 +121,8 @@ def test_23_threads_together_keep_to_the_budget() -> None:
     assert 0 < highest[0] <= 100 and ledger.used(Tier.HOST) == 0
 
 
-def test_24_nothing_takes_no_room_however_far_a_budget_was_lowered() -> None:
+@pytest.mark.failure(number=24)
+def test_nothing_takes_no_room_however_far_a_budget_was_lowered() -> None:
     ledger = ByteLedger(ByteBudgets({Tier.HOST: 10}, {Tier.HOST: 10}))
     held = ledger.reserve(Tier.HOST, "a", 10)
     ledger.lower(Tier.HOST, 5)
@@ -129,7 +133,8 @@ def test_24_nothing_takes_no_room_however_far_a_budget_was_lowered() -> None:
     assert ledger.used(Tier.HOST) == 0
 
 
-def test_23_what_is_on_its_way_counts_beside_what_is_found() -> None:
+@pytest.mark.failure(number=23)
+def test_what_is_on_its_way_counts_beside_what_is_found() -> None:
     ledger = ByteLedger(ByteBudgets({Tier.DISK: 100}))
     coming, there = ledger.reserve(Tier.DISK, "a", 30), ledger.reserve(Tier.DISK, "a", 20)
     there.release()  # what was written is in the next count

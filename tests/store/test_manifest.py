@@ -42,13 +42,15 @@ def test_a_record_comes_back_and_notices_every_flipped_bit() -> None:
         decode_record(data, b"t" * 32)
 
 
-def test_10_a_record_of_another_schema_is_refused() -> None:
+@pytest.mark.failure(number=10)
+def test_a_record_of_another_schema_is_refused() -> None:
     with pytest.raises(Refused, match="left as it is"):
         decode_record(encode_record(a_record(1, schema=2), SECRET), SECRET)
 
 
+@pytest.mark.failure(number=30)
 @pytest.mark.parametrize("name", ["../../etc/passwd", "@", "Ω", "a" * 255, "con", "a/b"])
-def test_30_any_other_name_is_a_digest_in_paths(name: str) -> None:
+def test_any_other_name_is_a_digest_in_paths(name: str) -> None:
     key = SessionKey.named(TENANT, name).session
     assert a_record(1).path.count("/") == 3 and name not in replace(a_record(1), session=key).path
 
@@ -78,7 +80,8 @@ def test_heads_move_by_compare_and_swap(tmp_path: Path) -> None:
     assert BlobIndex(heads.manifest).live_digests() == {a_record(n).tokens.digest for n in (1, 2)}
 
 
-def test_7_of_many_writers_of_one_epoch_one_wins(tmp_path: Path) -> None:
+@pytest.mark.failure(number=7)
+def test_of_many_writers_of_one_epoch_one_wins(tmp_path: Path) -> None:
     ours, theirs = heads_at(tmp_path), heads_at(tmp_path, home="other machine")
     won: list[int] = []
 
@@ -101,7 +104,8 @@ def test_7_of_many_writers_of_one_epoch_one_wins(tmp_path: Path) -> None:
         assert head is not None and head.num_tokens == winner
 
 
-def test_20_what_another_machine_wrote_is_found(tmp_path: Path) -> None:
+@pytest.mark.failure(number=20)
+def test_what_another_machine_wrote_is_found(tmp_path: Path) -> None:
     ours, theirs = heads_at(tmp_path), heads_at(tmp_path, home="other machine")
     for epoch in range(1, 8):
         theirs.commit(a_record(epoch), expected=epoch - 1)
@@ -160,7 +164,8 @@ def test_old_states_are_pruned(tmp_path: Path) -> None:
     assert heads.head(OWN) == a_record(6)
 
 
-def test_20_a_removed_session_fences_late_writers(tmp_path: Path) -> None:
+@pytest.mark.failure(number=20)
+def test_a_removed_session_fences_late_writers(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
     heads.commit(a_record(1), expected=0)
     heads.commit(a_record(2, removed=True), expected=1)
@@ -185,7 +190,8 @@ def _flip_file(folder: Path, epoch: int) -> None:
     path.write_bytes(bytes(data))
 
 
-def test_1_a_flipped_bit_in_the_manifest_is_mended_from_the_record(tmp_path: Path) -> None:
+@pytest.mark.failure(number=1)
+def test_a_flipped_bit_in_the_manifest_is_mended_from_the_record(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
     heads.commit(a_record(1), expected=0)
     heads.commit(a_record(2), expected=1)
@@ -197,14 +203,16 @@ def test_1_a_flipped_bit_in_the_manifest_is_mended_from_the_record(tmp_path: Pat
     assert heads.head(OWN) == a_record(2) and not said
 
 
-def test_1_a_flipped_bit_in_a_record_does_no_harm(tmp_path: Path) -> None:
+@pytest.mark.failure(number=1)
+def test_a_flipped_bit_in_a_record_does_no_harm(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
     heads.commit(a_record(1), expected=0)
     _flip_file(tmp_path, 1)
     assert heads.head(OWN) == a_record(1)
 
 
-def test_1_flipped_bits_in_both_give_the_state_before(tmp_path: Path) -> None:
+@pytest.mark.failure(number=1)
+def test_flipped_bits_in_both_give_the_state_before(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
     heads.commit(a_record(1), expected=0)
     heads.commit(a_record(2), expected=1)
@@ -226,8 +234,9 @@ def test_a_record_in_the_place_of_another_is_not_believed(tmp_path: Path) -> Non
     assert heads.head(OWN) == a_record(1)
 
 
+@pytest.mark.failure(number=1)
 @pytest.mark.parametrize("damage", ["noise", "torn", "emptied", "page"])
-def test_1_a_damaged_database_is_noticed_and_moved_aside(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_database_is_noticed_and_moved_aside(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "manifest.sqlite"
     manifest = Manifest(path, SECRET)
     for number in range(4):
@@ -249,8 +258,9 @@ def test_1_a_damaged_database_is_noticed_and_moved_aside(tmp_path: Path, damage:
     assert Manifest(path, SECRET).sessions() == []
 
 
+@pytest.mark.failure(number=10)
 @pytest.mark.parametrize("schema", [1, 2])
-def test_10_an_index_of_the_schema_before_is_carried_over(tmp_path: Path, schema: int) -> None:
+def test_an_index_of_the_schema_before_is_carried_over(tmp_path: Path, schema: int) -> None:
     heads = heads_at(tmp_path)
     heads.commit(a_record(1), expected=0)
     index, path = BlobIndex(heads.manifest), heads.manifest.path
@@ -282,7 +292,8 @@ def test_a_database_of_a_later_larder_is_left_alone(tmp_path: Path) -> None:
         Manifest(path, SECRET)
 
 
-def test_4_a_manifest_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+@pytest.mark.failure(number=4)
+def test_a_manifest_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     manifest = Manifest(tmp_path / "manifest.sqlite", SECRET)
     with manifest.reading() as rows:
         rows("PRAGMA max_page_count = 24")
@@ -292,7 +303,8 @@ def test_4_a_manifest_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     assert manifest.sessions() == [OWN]
 
 
-def test_4_a_commit_that_cannot_be_written_is_not_seen(tmp_path: Path) -> None:
+@pytest.mark.failure(number=4)
+def test_a_commit_that_cannot_be_written_is_not_seen(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
     heads.commit(a_record(1), expected=0)
     heads._files = Faulty(heads._files, refusing(FULL, "create"))

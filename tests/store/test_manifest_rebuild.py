@@ -67,9 +67,10 @@ def emptied(path: Path) -> None:
 DAMAGES = (noise, torn, emptied, Path.unlink)
 
 
+@pytest.mark.failure(number=2)
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda each: each.__name__)
 @pytest.mark.parametrize("of", ["manifest", "log", "both"])
-def test_2_sessions_are_listed_whatever_became_of_the_index(
+def test_sessions_are_listed_whatever_became_of_the_index(
     killed: Path, damage: Callable[[Path], None], of: str
 ) -> None:
     if of != "log":
@@ -130,8 +131,9 @@ def test_the_index_of_another_home_is_not_believed(killed: Path, tmp_path: Path)
         assert {each.name for each in store.sessions.indexed_heads(WHO)} == {*NAMES}
 
 
+@pytest.mark.failure(number=3)
 @pytest.mark.parametrize("step", range(8))
-def test_3_nothing_is_lost_where_building_again_is_interrupted(
+def test_nothing_is_lost_where_building_again_is_interrupted(
     killed: Path, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for suffix in ("", "-wal", "-shm"):

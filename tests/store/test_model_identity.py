@@ -79,14 +79,16 @@ CHANGED = {
 }
 
 
+@pytest.mark.failure(number=11)
 @pytest.mark.parametrize("what", CHANGED)
-def test_11_anything_that_changes_alone_misses(what: str) -> None:
+def test_anything_that_changes_alone_misses(what: str) -> None:
     other, named = CHANGED[what]
     assert set(made().differences(other)) == named
     assert other.key != made().key
 
 
-def test_11_what_only_tells_does_not_miss() -> None:
+@pytest.mark.failure(number=11)
+def test_what_only_tells_does_not_miss() -> None:
     other = made(model="under another name", torch="2.14.1", transformers="5.24.0")
     assert made().differences(other) == [] and made().key == other.key
     assert configured(dtype="bfloat16").key == made().key
@@ -99,7 +101,8 @@ def test_an_identity_comes_back_from_text() -> None:
     assert ModelIdentity.from_dict(shorter).differences(made(numerics="tf32")) == ["numerics"]
 
 
-def test_12_models_of_equal_shapes_have_other_weights() -> None:
+@pytest.mark.failure(number=12)
+def test_models_of_equal_shapes_have_other_weights() -> None:
     one, same, other = (tiny("llama", seed=seed) for seed in (0, 0, 1))
     digests = [digest_of_weights(model.named_parameters()) for model in (one, same, other)]
     assert digests[0] == digests[1] != digests[2]

@@ -75,8 +75,9 @@ def store_of(folder: Path) -> Store:
     return store_at(folder)
 
 
+@pytest.mark.failure(number=15)
 @pytest.mark.parametrize("codec", CODECS.names())
-def test_15_the_next_token_is_as_likely_as_before(tmp_path: Path, codec: str) -> None:
+def test_the_next_token_is_as_likely_as_before(tmp_path: Path, codec: str) -> None:
     decoder, store = a_decoder(), store_of(tmp_path)
     cache = halved(decoder, TEXT)
     snapshot = CacheSnapshot(cache, identity(decoder), POLICY, codec)
@@ -89,7 +90,8 @@ def test_15_the_next_token_is_as_likely_as_before(tmp_path: Path, codec: str) ->
     assert float((before - after).abs().max()) <= TOLERANCE[codec]
 
 
-def test_8_what_is_said_after_a_restart_is_what_would_have_been_said(tmp_path: Path) -> None:
+@pytest.mark.failure(number=8)
+def test_what_is_said_after_a_restart_is_what_would_have_been_said(tmp_path: Path) -> None:
     decoder = a_decoder()
     cache = read(decoder, TEXT)
     store = store_of(tmp_path)
@@ -110,7 +112,8 @@ def test_8_what_is_said_after_a_restart_is_what_would_have_been_said(tmp_path: P
         assert int(rest.argmax()) == said[0]
 
 
-def test_12_a_model_of_equal_shapes_gets_nothing(tmp_path: Path) -> None:
+@pytest.mark.failure(number=12)
+def test_a_model_of_equal_shapes_gets_nothing(tmp_path: Path) -> None:
     one, other = a_decoder(0), a_decoder(1)
     store = store_of(tmp_path)
     store.sessions.save(WHO, TALK, TEXT, CacheSnapshot(read(one, TEXT), identity(one), POLICY))
@@ -121,6 +124,7 @@ def test_12_a_model_of_equal_shapes_gets_nothing(tmp_path: Path) -> None:
     assert store.prefixes.match_prefix(WHO, TEXT, identity(one), one.spec) is not None
 
 
+@pytest.mark.failure(number=11)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -136,7 +140,7 @@ def test_12_a_model_of_equal_shapes_gets_nothing(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_11_a_session_is_not_given_to_who_differs(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_session_is_not_given_to_who_differs(tmp_path: Path, changes: dict[str, Any]) -> None:
     store = store_of(tmp_path)
     save(store)
     loaded = load(store, **changes)
@@ -145,7 +149,8 @@ def test_11_a_session_is_not_given_to_who_differs(tmp_path: Path, changes: dict[
     assert load(store).cache is not None
 
 
-def test_11_a_session_is_not_given_to_another_policy_or_text(tmp_path: Path) -> None:
+@pytest.mark.failure(number=11)
+def test_a_session_is_not_given_to_another_policy_or_text(tmp_path: Path) -> None:
     store = store_of(tmp_path)
     save(store)
     other = store.sessions.load(WHO, TALK, asking("snapkv"))
@@ -174,8 +179,9 @@ print(load(store).reason or "exact", found.next_position)
 """
 
 
+@pytest.mark.failure(number=9)
 @pytest.mark.extended
-def test_9_keys_are_equal_whatever_the_seed_of_hashes(tmp_path: Path) -> None:
+def test_keys_are_equal_whatever_the_seed_of_hashes(tmp_path: Path) -> None:
     save(store_of(tmp_path))
     tests = Path(__file__).parents[1]
     path = [str(tests), str(tests.parent), str(tests.parent / "src")]

@@ -66,8 +66,9 @@ def test_a_compressed_cache_comes_back_to_the_bit(tmp_path: Path) -> None:
     assert store.prefixes.match_prefix(WHO, LONGER, asking().identity, SPEC) is None
 
 
+@pytest.mark.failure(number=15)
 @pytest.mark.parametrize("codec", CODECS.names())
-def test_15_positions_are_exact_whatever_the_codec(tmp_path: Path, codec: str) -> None:
+def test_positions_are_exact_whatever_the_codec(tmp_path: Path, codec: str) -> None:
     store, cache = store_at(tmp_path), compressed(IDS)
     store.sessions.save(WHO, TALK, IDS, snapshot(cache, codec))
     loaded = load(store)
@@ -96,8 +97,9 @@ def test_what_did_not_change_is_not_written_again(tmp_path: Path) -> None:
     assert log not in cache_files(tmp_path) and set(again) < set(blob_files(tmp_path))
 
 
+@pytest.mark.failure(number=17)
 @pytest.mark.extended
-def test_17_two_conversations_that_share_most_both_stay(tmp_path: Path) -> None:
+def test_two_conversations_that_share_most_both_stay(tmp_path: Path) -> None:
     store, other = store_at(tmp_path), (*IDS[:-2], 1, 2)
     for turn in range(3):
         texts = {"a": (*IDS, *range(turn)), "b": (*other, *range(turn))}
@@ -107,7 +109,8 @@ def test_17_two_conversations_that_share_most_both_stay(tmp_path: Path) -> None:
             assert is_exact(load(store, name), ids) and load(store, name).cache is not None
 
 
-def test_18_saving_again_what_was_saved_does_nothing(tmp_path: Path) -> None:
+@pytest.mark.failure(number=18)
+def test_saving_again_what_was_saved_does_nothing(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     first = store.sessions.save(WHO, TALK, IDS, snapshot(read(IDS)), expected=0)
     again = store.sessions.save(WHO, TALK, IDS, snapshot(read(IDS)), expected=0)
@@ -142,8 +145,9 @@ def test_rolling_back_is_one_more_state(tmp_path: Path) -> None:
     assert is_exact(load(store), IDS[:14])
 
 
+@pytest.mark.failure(number=21)
 @pytest.mark.extended
-def test_21_what_only_a_removed_session_needed_is_deleted(tmp_path: Path) -> None:
+def test_what_only_a_removed_session_needed_is_deleted(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     save(store)
     save(store, (*IDS[:12], 1, 2, 3), name="other")
@@ -161,8 +165,9 @@ def test_21_what_only_a_removed_session_needed_is_deleted(tmp_path: Path) -> Non
     assert is_exact(load(store))
 
 
+@pytest.mark.failure(number=21)
 @pytest.mark.extended
-def test_21_chunks_leave_with_the_last_session_that_is_made_of_them(tmp_path: Path) -> None:
+def test_chunks_leave_with_the_last_session_that_is_made_of_them(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     save(store, name="stays")
     before = {*files(tmp_path, "store/blobs"), *files(tmp_path, "store/chunks")}
@@ -178,8 +183,9 @@ def test_21_chunks_leave_with_the_last_session_that_is_made_of_them(tmp_path: Pa
     assert store.parts.blobs.index.bytes_by_tenant() == counted
 
 
+@pytest.mark.failure(number=21)
 @pytest.mark.extended
-def test_21_chunks_that_another_machine_needs_stay_until_a_sweep(tmp_path: Path) -> None:
+def test_chunks_that_another_machine_needs_stay_until_a_sweep(tmp_path: Path) -> None:
     now = [time.time()]  # of files, too
     store, other = (store_at(tmp_path, home=home, clock=lambda: now[0]) for home in ("a", "b"))
     save(store)
@@ -254,8 +260,9 @@ def test_tokens_alone_can_be_kept(tmp_path: Path) -> None:
     assert loaded.ids == IDS and loaded.cache is None and loaded.reason == "tokens only"
 
 
+@pytest.mark.failure(number=14)
 @pytest.mark.parametrize("length", [3, 4, 5, 8, 20])
-def test_14_beginnings_are_shared_whole_or_in_part(tmp_path: Path, length: int) -> None:
+def test_beginnings_are_shared_whole_or_in_part(tmp_path: Path, length: int) -> None:
     store = store_at(tmp_path)
     assert store.prefixes.save(WHO, IDS, read(IDS), asking().identity) == 20
     asked = (*IDS[:length], 99, 98, 97)
@@ -265,7 +272,8 @@ def test_14_beginnings_are_shared_whole_or_in_part(tmp_path: Path, length: int) 
     assert same_bits(found.state(), _read_in_two(asked, length).state())
 
 
-def test_16_the_last_token_is_left_to_be_read(tmp_path: Path) -> None:
+@pytest.mark.failure(number=16)
+def test_the_last_token_is_left_to_be_read(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     store.prefixes.save(WHO, IDS, read(IDS), asking().identity)
     for length in (21, 20, 17, 2):

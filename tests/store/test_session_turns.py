@@ -151,8 +151,9 @@ def test_merging_leaves_the_newest_state_alone(tmp_path: Path) -> None:
     assert store.sessions.read_transcript(WHO, TALK) == (record, b"24 tokens")
 
 
+@pytest.mark.failure(number=20)
 @pytest.mark.extended
-def test_20_a_name_that_was_removed_and_taken_anew_is_not_mistaken_for_the_old_one(
+def test_a_name_that_was_removed_and_taken_anew_is_not_mistaken_for_the_old_one(
     tmp_path: Path,
 ) -> None:
     now = [1_700_000_000.0]

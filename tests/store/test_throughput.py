@@ -16,7 +16,8 @@ def test_what_is_not_known_is_loaded() -> None:
     assert rates.load_seconds(Tier.DISK, 1) is None
 
 
-def test_26_where_loading_is_slower_the_text_is_read_again() -> None:
+@pytest.mark.failure(number=26)
+def test_where_loading_is_slower_the_text_is_read_again() -> None:
     rates = ThroughputEstimates()
     rates.read(1000, 1.0)
     rates.loaded(Tier.DISK, 10**6, 1.0)
@@ -26,7 +27,8 @@ def test_26_where_loading_is_slower_the_text_is_read_again() -> None:
     assert rates.choose(Tier.HOST, 10**6, 999) is RestorePath.LOAD
 
 
-def test_26_a_slow_tier_is_tried_again() -> None:
+@pytest.mark.failure(number=26)
+def test_a_slow_tier_is_tried_again() -> None:
     rates = ThroughputEstimates()
     rates.read(1000, 1.0)
     rates.loaded(Tier.DISK, 10, 1.0)

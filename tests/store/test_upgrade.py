@@ -52,9 +52,10 @@ def check(store: Store) -> None:
     assert found is not None and found.next_position >= 20
 
 
+@pytest.mark.failure(number=10)
 @pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize("home", ["home", "elsewhere"])
-def test_10_what_an_earlier_version_wrote_is_carried_over(earlier: Path, home: str) -> None:
+def test_what_an_earlier_version_wrote_is_carried_over(earlier: Path, home: str) -> None:
     store = store_at(earlier, home=home)
     for path, why in store.maintenance.refused_records().items():
         assert path.startswith("sessions/")
@@ -71,8 +72,9 @@ def test_10_what_an_earlier_version_wrote_is_carried_over(earlier: Path, home: s
     store.close()
 
 
+@pytest.mark.failure(number=10)
 @pytest.mark.usefixtures("steps")
-def test_10_an_index_of_records_that_another_machine_carried_over(earlier: Path) -> None:
+def test_an_index_of_records_that_another_machine_carried_over(earlier: Path) -> None:
     store = store_at(earlier)
     with store.parts.manifest.writing() as rows:  # as the earlier version has indexed them
         for path in (earlier / "store" / "sessions").rglob("*.json"):
@@ -85,7 +87,8 @@ def test_10_an_index_of_records_that_another_machine_carried_over(earlier: Path)
     check(store)
 
 
-def test_10_without_steps_everything_stays_as_it_is(earlier: Path) -> None:
+@pytest.mark.failure(number=10)
+def test_without_steps_everything_stays_as_it_is(earlier: Path) -> None:
     before = {path: path.read_bytes() for path in (earlier / "store").rglob("*.json")}
     store = store_at(earlier, home="elsewhere")
     result = store.maintenance.upgrade()
@@ -120,19 +123,22 @@ def killed_upgrades(earlier: Path, first: int, stride: int) -> int:
     raise AssertionError("an upgrade has too many steps")
 
 
+@pytest.mark.failure(number=3)
 @pytest.mark.extended
 @pytest.mark.usefixtures("steps")
-def test_3_an_upgrade_that_is_killed_loses_nothing(earlier: Path) -> None:
+def test_an_upgrade_that_is_killed_loses_nothing(earlier: Path) -> None:
     assert killed_upgrades(earlier, 9, 61) >= 2
 
 
+@pytest.mark.failure(number=3)
 @pytest.mark.stress
 @pytest.mark.usefixtures("steps")
-def test_3_an_upgrade_that_is_killed_anywhere_loses_nothing(earlier: Path) -> None:
+def test_an_upgrade_that_is_killed_anywhere_loses_nothing(earlier: Path) -> None:
     assert killed_upgrades(earlier, 1, 1) > 50
 
 
-def test_10_caches_of_an_earlier_version_are_carried_over_as_they_are_read(
+@pytest.mark.failure(number=10)
+def test_caches_of_an_earlier_version_are_carried_over_as_they_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = store_at(tmp_path)
@@ -156,8 +162,9 @@ def test_10_caches_of_an_earlier_version_are_carried_over_as_they_are_read(
     assert is_exact(load(store, "taken in"))
 
 
+@pytest.mark.failure(number=10)
 @pytest.mark.usefixtures("steps")
-def test_10_an_exported_session_of_an_earlier_version_is_taken_in(
+def test_an_exported_session_of_an_earlier_version_is_taken_in(
     earlier: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = store_at(earlier, home="elsewhere")

@@ -159,6 +159,7 @@ def hostile(small: LoadedModel, kind: str) -> tuple[str, bytes, set[int]]:
 LONG = ("import of 66 MB", "import of 8 MiB", "chat of 64 MiB", "chat of 8 MiB")
 
 
+@pytest.mark.failure(number=30)
 @pytest.mark.extended
 @pytest.mark.parametrize(
     "kind",
@@ -167,7 +168,7 @@ LONG = ("import of 66 MB", "import of 8 MiB", "chat of 64 MiB", "chat of 8 MiB")
         for kind in (*IMPORTS, *CHATS)
     ],
 )
-def test_30_ten_hostile_bodies_delay_no_other_tenant(small: LoadedModel, kind: str) -> None:
+def test_ten_hostile_bodies_delay_no_other_tenant(small: LoadedModel, kind: str) -> None:
     """Before: 22 million items kept /health for seconds and took 1.6 GB, each.
 
     Three attempts: a machine that does something else delays everything now and then.
@@ -186,7 +187,8 @@ def test_30_ten_hostile_bodies_delay_no_other_tenant(small: LoadedModel, kind: s
     assert min(waits) <= HEALTH_SECONDS, waits
 
 
-def test_30_an_import_says_how_large_it_is_and_is_no_larger() -> None:
+@pytest.mark.failure(number=30)
+def test_an_import_says_how_large_it_is_and_is_no_larger() -> None:
     text = b'{"format":"larder session","version":1}' + b" " * 4096
     undeclared = zstandard.ZstdCompressor(write_content_size=False).compress(text)
     limit = session_file.SessionFileLimit(1000, 1000)
@@ -230,7 +232,8 @@ def test_a_refused_body_is_gone_at_once(served: Running) -> None:
         gc.enable()
 
 
-def test_30_bodies_count_on_a_budget_of_their_own() -> None:
+@pytest.mark.failure(number=30)
+def test_bodies_count_on_a_budget_of_their_own() -> None:
     """One tenant takes half of it and is told to wait, others still have room; it comes back."""
     settings = HttpSettings(body_budget_bytes=400_000)
     body = b'{"prompt": "' + b"a" * 150_000 + b'"}'
@@ -278,7 +281,8 @@ def test_what_is_passed_over_is_not_built(served: Running, http: httpx2.Client) 
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
 
 
-def test_30_a_request_has_no_more_parts_than_can_be_looked_at() -> None:
+@pytest.mark.failure(number=30)
+def test_a_request_has_no_more_parts_than_can_be_looked_at() -> None:
     """Ten thousand messages, or five thousand of parts, are some; parts by the hundred thousand,
     more."""
     part = '{"type": "text", "text": ""}'

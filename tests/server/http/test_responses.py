@@ -119,7 +119,8 @@ def test_a_response_is_streamed(anne: OpenAI, served: Running) -> None:
     assert broken[-1].response.error is not None
 
 
-def test_18_a_repeated_request_is_not_a_second_turn(
+@pytest.mark.failure(number=18)
+def test_a_repeated_request_is_not_a_second_turn(
     http: httpx2.Client, anne: OpenAI, served: Running
 ) -> None:
     """Failure test 18: a client that has lost the answer asks once more by itself."""
@@ -147,7 +148,8 @@ def test_conversations_survive_a_restart(tmp_path: Path) -> None:
                 assert len(said(served)) == (1 if turn == "one" else 3)
 
 
-def test_10_an_archive_of_a_later_version_is_left_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.failure(number=10)
+def test_an_archive_of_a_later_version_is_left_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "archive.sqlite"
     Archive(path).close()
     with closing(sqlite3.connect(path)) as base:

@@ -91,11 +91,12 @@ def begun(client: httpx2.Client) -> str:
     return name
 
 
+@pytest.mark.failure(number=18)
 @pytest.mark.extended
 @pytest.mark.parametrize(
     "step, store", [*((step, True) for step in range(ROWS + 2)), (0, False), (ROWS, False)]
 )
-def test_18_a_crash_and_a_retry_make_one_turn(
+def test_a_crash_and_a_retry_make_one_turn(
     loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, store: bool
 ) -> None:
     with serving(tmp_path, loaded) as client:
@@ -116,9 +117,10 @@ def test_18_a_crash_and_a_retry_make_one_turn(
         assert len(said_in(client, name)) == 4
 
 
+@pytest.mark.failure(number=18)
 @pytest.mark.extended
 @pytest.mark.parametrize("store", [True, False])
-def test_18_a_key_is_answered_once(
+def test_a_key_is_answered_once(
     loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: bool
 ) -> None:
     own = {"idempotency-key": "a key of mine"}

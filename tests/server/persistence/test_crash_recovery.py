@@ -151,9 +151,10 @@ def test_a_server_that_ends_before_it_serves_is_not_waited_for() -> None:
     process.join()
 
 
+@pytest.mark.failure(number=3)
 @pytest.mark.stress
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_3_a_server_that_is_killed_loses_nothing_it_has_told(
+def test_a_server_that_is_killed_loses_nothing_it_has_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.set_num_threads(1)

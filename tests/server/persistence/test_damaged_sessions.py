@@ -80,9 +80,10 @@ def talk(served: Stored | Served) -> list[ChatMessage]:
     return turns
 
 
+@pytest.mark.failure(number=1)
 @pytest.mark.extended
 @pytest.mark.parametrize("kind", KINDS)
-def test_1_one_flipped_bit_locks_no_session(small: LoadedModel, tmp_path: Path, kind: str) -> None:
+def test_one_flipped_bit_locks_no_session(small: LoadedModel, tmp_path: Path, kind: str) -> None:
     policy = asked("epicache") if kind == "beside" else {}
     first, never = Stored(small, tmp_path, **policy), Served(small, **policy)  # pyright: ignore
     turns = talk(first)
@@ -111,7 +112,8 @@ def test_1_one_flipped_bit_locks_no_session(small: LoadedModel, tmp_path: Path, 
     assert healed.disk.stats().rejected == {}
 
 
-def test_1_only_who_does_not_send_the_text_hears_that_it_is_gone(
+@pytest.mark.failure(number=1)
+def test_only_who_does_not_send_the_text_hears_that_it_is_gone(
     small: LoadedModel, tmp_path: Path
 ) -> None:
     with hub_in(tmp_path, small) as hub:
@@ -133,7 +135,8 @@ def test_1_only_who_does_not_send_the_text_hears_that_it_is_gone(
         assert len(hub.session("a", "x").turns) == 4
 
 
-def test_1_a_session_that_another_server_has_mended_is_not_begun_again(
+@pytest.mark.failure(number=1)
+def test_a_session_that_another_server_has_mended_is_not_begun_again(
     small: LoadedModel, tmp_path: Path
 ) -> None:
     first = Served(small, persistence=keeper_in(tmp_path, small))
@@ -148,8 +151,9 @@ def test_1_a_session_that_another_server_has_mended_is_not_begun_again(
     assert late.ask(turns, "x", max_new_tokens=3).text == mended.text
 
 
+@pytest.mark.failure(number=1)
 @pytest.mark.extended
-def test_1_a_conversation_goes_on_from_what_the_archive_has(
+def test_a_conversation_goes_on_from_what_the_archive_has(
     small: LoadedModel, tmp_path: Path
 ) -> None:
     persistence = keeper_in(tmp_path, small)

@@ -44,8 +44,9 @@ def never(stored: Stored, error: LarderError) -> Any:
     return failing(stored.store.sessions, "append", error)  # pyright: ignore
 
 
+@pytest.mark.failure(number=4)
 @pytest.mark.parametrize("reason", ERRORS)
-def test_4_a_turn_that_is_not_written_says_so_and_is_written_later(
+def test_a_turn_that_is_not_written_says_so_and_is_written_later(
     small: LoadedModel, tmp_path: Path, reason: str
 ) -> None:
     stored = Stored(small, tmp_path)
@@ -68,8 +69,9 @@ def test_4_a_turn_that_is_not_written_says_so_and_is_written_later(
     assert [len(late.core.find("a", name).turns) for name in ("x", "y")] == [2, 1]
 
 
+@pytest.mark.failure(number=4)
 @pytest.mark.parametrize("reason", ERRORS)
-def test_4_nothing_is_answered_strictly_that_the_store_does_not_take(
+def test_nothing_is_answered_strictly_that_the_store_does_not_take(
     small: LoadedModel, tmp_path: Path, reason: str
 ) -> None:
     stored = Stored(small, tmp_path, Durability.STRICT)
@@ -97,7 +99,8 @@ def test_4_nothing_is_answered_strictly_that_the_store_does_not_take(
         late.core.find("a", "y")
 
 
-def test_4_what_only_memory_has_is_written_when_the_server_stops(
+@pytest.mark.failure(number=4)
+def test_what_only_memory_has_is_written_when_the_server_stops(
     small: LoadedModel, tmp_path: Path
 ) -> None:
     stored = Stored(small, tmp_path)
@@ -107,7 +110,8 @@ def test_4_what_only_memory_has_is_written_when_the_server_stops(
     assert len(Stored(small, tmp_path).core.find("a", "x").turns) == 1
 
 
-def test_4_a_turn_that_nobody_waits_for_degrades_all_the_same(
+@pytest.mark.failure(number=4)
+def test_a_turn_that_nobody_waits_for_degrades_all_the_same(
     small: LoadedModel, tmp_path: Path
 ) -> None:
     stored = Stored(small, tmp_path, Durability.NONE)
@@ -116,7 +120,8 @@ def test_4_a_turn_that_nobody_waits_for_degrades_all_the_same(
     assert stored.core.unwritten.is_degraded and stored.core.unwritten.counts == {"full": 1}
 
 
-def test_4_a_session_that_is_removed_degrades_nothing(small: LoadedModel, tmp_path: Path) -> None:
+@pytest.mark.failure(number=4)
+def test_a_session_that_is_removed_degrades_nothing(small: LoadedModel, tmp_path: Path) -> None:
     stored = Stored(small, tmp_path)
     with never(stored, ERRORS["full"]):
         stored.ask(told(1), "x")
@@ -166,8 +171,9 @@ def numbers(client: httpx2.Client) -> list[str]:
     return client.get("/metrics").text.splitlines()
 
 
+@pytest.mark.failure(number=4)
 @pytest.mark.extended
-def test_4_a_full_disk_is_told_to_every_client(small: LoadedModel, tmp_path: Path) -> None:
+def test_a_full_disk_is_told_to_every_client(small: LoadedModel, tmp_path: Path) -> None:
     with serving(small, tmp_path, Durability.TURN) as (client, disk):
         assert chat(client, "a").json()["kv"]["durable"] is True
         assert client.get("/health").json() == {"status": "ok"}
@@ -190,8 +196,9 @@ def test_4_a_full_disk_is_told_to_every_client(small: LoadedModel, tmp_path: Pat
         disk.is_full = False
 
 
+@pytest.mark.failure(number=4)
 @pytest.mark.extended
-def test_4_a_full_disk_is_a_503_where_turns_are_strict(small: LoadedModel, tmp_path: Path) -> None:
+def test_a_full_disk_is_a_503_where_turns_are_strict(small: LoadedModel, tmp_path: Path) -> None:
     with serving(small, tmp_path, Durability.STRICT) as (client, disk):
         assert chat(client, "a").json()["kv"]["durable"] is True
         disk.is_full = True

@@ -24,8 +24,9 @@ def talk(served: Served, session: str = "x") -> list[ChatMessage]:
     return answered(turns, served.ask(turns, session), "Sure?")
 
 
+@pytest.mark.failure(number=8)
 @pytest.mark.extended
-def test_8_a_conversation_goes_on_after_a_restart(small: LoadedModel, tmp_path: Path) -> None:
+def test_a_conversation_goes_on_after_a_restart(small: LoadedModel, tmp_path: Path) -> None:
     turns = talk(Served(small, "limited", persistence=kept_in(tmp_path, small)))
     other = Served(small, "limited")
     talk(other)
@@ -49,7 +50,8 @@ def test_forks_come_back_with_their_session(small: LoadedModel, tmp_path: Path) 
     assert again.ask(more, "x").told.session == fork.told.session == "x~2"
 
 
-def test_20_two_servers_do_not_both_write_a_session(small: LoadedModel, tmp_path: Path) -> None:
+@pytest.mark.failure(number=20)
+def test_two_servers_do_not_both_write_a_session(small: LoadedModel, tmp_path: Path) -> None:
     first = Served(small, persistence=kept_in(tmp_path, small))
     turns = talk(first)
     second = Served(small, persistence=kept_in(tmp_path, small))
@@ -66,7 +68,8 @@ def kept_said(small: LoadedModel, folder: Path) -> list[object]:
     return list(Served(small, persistence=kept_in(folder, small)).core.find("a", "x").turns)
 
 
-def test_21_a_removed_session_stays_away(small: LoadedModel, tmp_path: Path) -> None:
+@pytest.mark.failure(number=21)
+def test_a_removed_session_stays_away(small: LoadedModel, tmp_path: Path) -> None:
     served = Served(small, persistence=kept_in(tmp_path, small))
     talk(served)
     [gone] = served.core.remove("a", "x")
@@ -78,7 +81,8 @@ def test_21_a_removed_session_stays_away(small: LoadedModel, tmp_path: Path) -> 
     assert len(kept_said(small, tmp_path)) == 2
 
 
-def test_4_a_full_disk_stops_no_answer(
+@pytest.mark.failure(number=4)
+def test_a_full_disk_stops_no_answer(
     small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     persistence = kept_in(tmp_path, small)

@@ -73,7 +73,8 @@ def test_what_is_said_next_goes_on_from_it(
     assert len(said_in(tmp_path, small)) == turns + 1
 
 
-def test_6_a_server_ends_in_time_though_its_disk_hangs(small: LoadedModel, tmp_path: Path) -> None:
+@pytest.mark.failure(number=6)
+def test_a_server_ends_in_time_though_its_disk_hangs(small: LoadedModel, tmp_path: Path) -> None:
     place = Hanging(tmp_path, "replace", "blobs/")
     stored = Stored(small, tmp_path, place=place.place)
     text = begun(stored)
@@ -151,8 +152,9 @@ def test_a_cache_is_attached_behind_it(small: LoadedModel, tmp_path: Path, metho
     assert view.tier == "disk" and view.pinned == (method == "label")
 
 
+@pytest.mark.failure(number=21)
 @pytest.mark.parametrize("turns", [1, 2])
-def test_21_a_session_that_is_deleted_does_not_come_back(
+def test_a_session_that_is_deleted_does_not_come_back(
     small: LoadedModel,
     tmp_path: Path,
     persistence: StoreSessionPersistence,
@@ -187,8 +189,9 @@ class Late(Faulty):
             super().create(*self.given)
 
 
+@pytest.mark.failure(number=21)
 @pytest.mark.parametrize("turns", [1, 2])
-def test_21_a_session_stays_deleted_whose_writing_goes_on(
+def test_a_session_stays_deleted_whose_writing_goes_on(
     small: LoadedModel, tmp_path: Path, turns: int
 ) -> None:
     place = Late(open_file_system(str(tmp_path / "blobs")))
@@ -231,7 +234,8 @@ def test_who_deletes_what_the_store_may_have_hears_that_it_is_slow(
     assert persistence.list_sessions("a") == []
 
 
-def test_20_what_another_has_gone_back_to_supersedes(
+@pytest.mark.failure(number=20)
+def test_what_another_has_gone_back_to_supersedes(
     small: LoadedModel, tmp_path: Path, persistence: StoreSessionPersistence, served: Served
 ) -> None:
     text = begun(served)
@@ -242,7 +246,8 @@ def test_20_what_another_has_gone_back_to_supersedes(
     assert len(said_in(tmp_path, small)) == 1
 
 
-def test_20_what_was_begun_anew_elsewhere_supersedes(
+@pytest.mark.failure(number=20)
+def test_what_was_begun_anew_elsewhere_supersedes(
     small: LoadedModel, tmp_path: Path, persistence: StoreSessionPersistence, served: Served
 ) -> None:
     text = begun(served)
@@ -255,7 +260,8 @@ def test_20_what_was_begun_anew_elsewhere_supersedes(
     assert len(said_in(tmp_path, small)) == 1
 
 
-def test_20_what_another_has_gone_back_to_supersedes_what_was_given_up(
+@pytest.mark.failure(number=20)
+def test_what_another_has_gone_back_to_supersedes_what_was_given_up(
     small: LoadedModel, tmp_path: Path, persistence: StoreSessionPersistence, served: Served
 ) -> None:
     text = begun(served)
@@ -266,7 +272,8 @@ def test_20_what_another_has_gone_back_to_supersedes_what_was_given_up(
     assert len(said_in(tmp_path, small)) == 1
 
 
-def test_20_what_another_has_made_of_what_was_given_up_supersedes(
+@pytest.mark.failure(number=20)
+def test_what_another_has_made_of_what_was_given_up_supersedes(
     small: LoadedModel, tmp_path: Path, persistence: StoreSessionPersistence, served: Served
 ) -> None:
     text = begun(served)

@@ -23,8 +23,9 @@ def a_purse(limit: int = LIMIT) -> tuple[ByteLedger, DeviceReservations]:
     return ledger, DeviceReservations(ledger)
 
 
+@pytest.mark.failure(number=23)
 @given(moves=MOVES)
-def test_23_what_is_spoken_for_is_never_more_than_the_budget(
+def test_what_is_spoken_for_is_never_more_than_the_budget(
     moves: list[tuple[int, MemoryDemand | None | int]],
 ) -> None:
     ledger, reservations = a_purse()
