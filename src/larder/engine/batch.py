@@ -15,9 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from larder.cache.prefix_forks import prefix_nbytes
 from larder.cache.sequence import SequenceCache
-from larder.cache.shared_storage import SHORT_SEGMENT
 from larder.core.errors import BudgetError, InputError
 from larder.core.types import AppendKind, Mode
 from larder.engine.detokenizer import IncrementalDetokenizer, discard_text
@@ -141,6 +139,47 @@ def _shared_len(one: BatchRequest, other: BatchRequest) -> int:
     return next((n for n, (a, b) in enumerate(pairs) if a != b), limit)
 
 
+class CacheCharges:
+    """Bytes of caches and their forks, each storage once.
+
+    What a window holds is replaced at each step, and charged at its most instead.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._storages = dict[int, int]()  # bytes by address
+
+    def add(self, cache: SequenceCache, length: int, block: int) -> None:
+        """Charge a cache; arguments as for `with_cache`."""
+        self.total = self.with_cache(cache, length, block)
+        self._storages |= _storages(cache)
+
+    def with_cache(self, cache: SequenceCache, length: int, block: int) -> int:
+        """Total with one cache more, whose storage is allocated.
+
+        Args:
+            length: tokens that it will have read.
+            block: tokens that it reads at once, which a window holds beside its own.
+        """
+        spec = cache.spec
+        if spec.arena is not None:  # pages are shared, but not by address
+            return self.total + spec.full_bytes(length)
+        added = {key: n - self._storages.get(key, 0) for key, n in _storages(cache).items()}
+        windows = sum(
+            layer.bytes_per_token(spec.dtype) * min(length, layer.sliding_window + block)
+            for layer in spec.layers
+            if layer.sliding_window is not None
+        )
+        return self.total + sum(added.values()) + windows + spec.recurrent_bytes
+
+
+def _storages(cache: SequenceCache) -> dict[int, int]:
+    """Bytes of the storages of layers without windows, by address."""
+    stores = (each for each in cache.layers if each.layer.sliding_window is None)
+    held = [tensor.untyped_storage() for store in stores for tensor in store.tensors()]
+    return {storage.data_ptr(): storage.nbytes() for storage in held if storage.nbytes()}
+
+
 class BatchRunner:
     """Answers to all requests of a batch, over lossless caches within some bytes. Used once.
 
@@ -164,57 +203,78 @@ class BatchRunner:
         self._decoder, self._decode, self._stop_ids = decoder, decode, stop_ids
         self._max_bytes, self._on_result, self._on_error = max_bytes, on_result, on_error
         self._waiting = list[tuple[BatchRequest, SequenceCache, int]]()
-        self._waiting_bytes = 0
+        self._path = list[tuple[PrefixNode, SequenceCache]]()  # prefixes from the root on
+        self._charges = CacheCharges()
         self.num_read_tokens = 0
 
     def run(self, requests: Sequence[BatchRequest]) -> None:
         """Answer all requests."""
-        path = list[tuple[PrefixNode, SequenceCache]]()
         for node in prefix_tree(requests).walk():
-            while path and path[-1][0].ids != node.ids[: len(path[-1][0].ids)]:
-                path.pop()
-            cache = self._cache_of(node, path)
-            path.append((node, cache))
-            held = _held_bytes([each for _, each in path])
-            for request in sorted(node.requests, key=lambda each: -each.max_new_tokens):
-                self._add(request, cache, held)
-        path.clear()
+            while self._path and self._path[-1][0].ids != node.ids[: len(self._path[-1][0].ids)]:
+                self._path.pop()
+            self._visit(node)
+        self._path.clear()
         self._answer()
 
-    def _cache_of(
-        self, node: PrefixNode, path: Sequence[tuple[PrefixNode, SequenceCache]]
-    ) -> SequenceCache:
-        """Cache that has read a prefix, made from that of its parent."""
-        parent = path[-1][1] if path else SequenceCache(self._decoder.spec, "dense")
-        cache = parent.fork()
+    def _visit(self, node: PrefixNode) -> None:
+        """Read a prefix behind its parent, and add its requests; they are refused without room."""
+        parent = self._path[-1][1] if self._path else SequenceCache(self._decoder.spec, "dense")
+        cache = self._fork(parent, len(node.ids), len(node.ids))
+        if cache is None:
+            for request in node.requests:
+                self._refuse(request)
+            return
         self._read(cache, node.ids)
         cache.compact()
-        return cache
+        self._path.append((node, cache))
+        for request in sorted(node.requests, key=lambda each: -each.max_new_tokens):
+            self._add(request, cache)
 
-    def _add(self, request: BatchRequest, prefix: SequenceCache, held: int) -> None:
-        """Add a request to those that are answered next, once there is room.
-
-        Args:
-            held: bytes of all prefixes.
-        """
-        spec = self._decoder.spec
-        length = len(request.ids) + request.max_new_tokens
-        demand = spec.full_bytes(length) - _shared_bytes(prefix)
-        if self._max_bytes is not None:
-            if held + self._waiting_bytes + demand > self._max_bytes:
-                self._answer()
-            if held + demand > self._max_bytes:
-                message = (
-                    f"The request takes {demand} bytes beside the {held} of its prefixes, but the "
-                    f"batch may take {self._max_bytes}: raise --memory, or shorten it."
-                )
-                self._on_error(request, BudgetError(message))
-                return
-        cache = prefix.fork()
-        cache.reserve(length - prefix.next_position)
+    def _add(self, request: BatchRequest, prefix: SequenceCache) -> None:
+        """Add a request to those that are answered next, once there is room."""
+        num_read = len(request.ids) - 1
+        cache = self._fork(prefix, num_read + 1 + request.max_new_tokens, num_read)
+        if cache is None:
+            self._refuse(request)
+            return
         self._read(cache, request.ids[:-1])
         self._waiting.append((request, cache, prefix.next_position))
-        self._waiting_bytes += demand
+
+    def _refuse(self, request: BatchRequest) -> None:
+        length = len(request.ids) + request.max_new_tokens
+        message = (
+            f"The request of {length} tokens, whose keys and values take "
+            f"{self._decoder.spec.full_bytes(length)} bytes, does not fit into the "
+            f"{self._max_bytes} that the batch may take: raise --memory, or shorten it."
+        )
+        self._on_error(request, BudgetError(message))
+
+    def _fork(self, prefix: SequenceCache, length: int, num_read: int) -> SequenceCache | None:
+        """Fork of a prefix with storage for a text, charged, once there is room; None if there is
+        none beside the prefixes.
+
+        Args:
+            length: tokens of the text.
+            num_read: tokens among them that are read before others are generated.
+        """
+        while (cache := self._fork_now(prefix, length, num_read)) is None and self._waiting:
+            self._answer()
+        return cache
+
+    def _fork_now(self, prefix: SequenceCache, length: int, num_read: int) -> SequenceCache | None:
+        """Fork as by `_fork`; None if there is no room now."""
+        most = self._max_bytes
+        least = self._decoder.spec.full_bytes(length) - prefix.nbytes
+        if most is not None and self._charges.total + least > most:
+            return None  # not even allocated
+        cache = prefix.fork()
+        cache.allocate(length - prefix.next_position)
+        if most is not None:
+            block = min(BLOCK_TOKENS, num_read - prefix.next_position)
+            if self._charges.with_cache(cache, length, block) > most:
+                return None
+            self._charges.add(cache, length, block)
+        return cache
 
     def _read(self, cache: SequenceCache, ids: tuple[int, ...]) -> None:
         """Read what a cache lacks of some tokens."""
@@ -230,9 +290,12 @@ class BatchRunner:
         for one in self._waiting:
             alike = replace(one[0], name="", ids=(0,), stop=())
             groups.setdefault(repr(alike), []).append(one)
-        self._waiting, self._waiting_bytes = [], 0
+        self._waiting = []
         for group in groups.values():
             self._answer_group(group)
+        self._charges = CacheCharges()
+        for _, cache in self._path:
+            self._charges.add(cache, cache.next_position, 0)
 
     def _answer_group(self, group: Sequence[tuple[BatchRequest, SequenceCache, int]]) -> None:
         first, caches = group[0][0], [cache for _, cache, _ in group]
@@ -257,15 +320,3 @@ class BatchRunner:
             is_cut = len(ids) == request.max_new_tokens and stream.matched_stop is None
             reason = "length" if is_cut else "stop"
             self._on_result(BatchResult(request, stream.text, ids, reason, cached))
-
-
-def _held_bytes(path: Sequence[SequenceCache]) -> int:
-    """Bytes of caches of prefixes, each of which shares the storage of the one before it."""
-    shared = sum(map(_shared_bytes, path[:-1]))
-    return sum(cache.nbytes for cache in path) - shared
-
-
-def _shared_bytes(prefix: SequenceCache) -> int:
-    """Bytes of a cache that its forks share with it once they have read more."""
-    length = prefix.next_position
-    return prefix_nbytes(prefix, length) if length >= SHORT_SEGMENT else 0
