@@ -118,7 +118,7 @@ def test_a_session_stays_with_one_replica(front: Front) -> None:
     assert front.hub.stats().done == {"stop": 0, "length": 12} or front.hub.stats().done["length"]
 
 
-def test_what_names_a_session_names_its_forks() -> None:
+def test_routing_key_is_shared_by_a_session_and_its_forks() -> None:
     assert (
         routing_key("a", "x")
         == routing_key("a", "x~2")
@@ -137,7 +137,7 @@ def test_what_names_a_session_names_its_forks() -> None:
 
 
 @pytest.mark.extended
-def test_another_goes_on_when_one_is_lost_between_turns(front: Front, small: LoadedModel) -> None:
+def test_replica_lost_between_turns_is_replaced(front: Front, small: LoadedModel) -> None:
     turns = [*told(1), ChatMessage("assistant", front.ask(told(1)).text), user("Why?")]
     front.replicas.lose(front.replicas.went[-1])
     last = front.ask(turns)
@@ -148,7 +148,7 @@ def test_another_goes_on_when_one_is_lost_between_turns(front: Front, small: Loa
 
 @pytest.mark.extended
 @pytest.mark.parametrize("pieces", [0, 1, 3])
-def test_a_client_hears_nothing_of_a_loss_halfway(
+def test_replica_lost_during_an_answer_is_hidden_from_the_client(
     front: Front, small: LoadedModel, pieces: int
 ) -> None:
     front.replicas.breaks = pieces
@@ -158,7 +158,7 @@ def test_a_client_hears_nothing_of_a_loss_halfway(
 
 
 @pytest.mark.extended
-def test_a_replica_that_stops_hands_its_answers_over(front: Front) -> None:
+def test_stopping_replica_hands_its_answers_to_another(front: Front) -> None:
     heard = front.submit(told(1), tokens=60)
     assert heard.begun.wait(20)
     front.replicas.lose(front.replicas.went[-1])
@@ -167,7 +167,7 @@ def test_a_replica_that_stops_hands_its_answers_over(front: Front) -> None:
     assert heard.text == whole.text and len(front.replicas.left) == 1
 
 
-def test_an_answer_that_goes_on_otherwise_is_none(front: Front) -> None:
+def test_resumed_answer_with_different_text_is_an_error(front: Front) -> None:
     heard = front.submit(told(1))
     assert heard.over.wait(20)
     relay = front.ticket
@@ -178,7 +178,7 @@ def test_an_answer_that_goes_on_otherwise_is_none(front: Front) -> None:
 
 
 @pytest.mark.extended
-def test_nobody_left_is_an_error_after_a_while(hasty: Front) -> None:
+def test_request_without_replicas_is_a_503_after_the_wait(hasty: Front) -> None:
     for number in (0, 1):
         hasty.replicas.lose(number)
     with pytest.raises(ApiError) as refused:
@@ -188,7 +188,7 @@ def test_nobody_left_is_an_error_after_a_while(hasty: Front) -> None:
 
 
 @pytest.mark.extended
-def test_a_session_that_is_held_is_waited_for(front: Front) -> None:
+def test_session_leased_elsewhere_is_waited_for(front: Front) -> None:
     turns = [*told(1), ChatMessage("assistant", front.ask(told(1)).text), user("Why?")]
     other = front.replicas.stores[1 - front.replicas.went[-1]]
     from larder.server import SessionLeases
@@ -199,7 +199,7 @@ def test_a_session_that_is_held_is_waited_for(front: Front) -> None:
     assert front.ask(turns).report is not None
 
 
-def test_refusals_come_as_they_are(front: Front) -> None:
+def test_replica_refusals_are_passed_through(front: Front) -> None:
     with pytest.raises(ApiError) as refused:
         front.submit(told(1), tokens=0)
     assert (refused.value.status, refused.value.code) == (400, "invalid_request")
@@ -211,7 +211,7 @@ def test_refusals_come_as_they_are(front: Front) -> None:
     assert front.hub.detokenize(front.hub.tokenize("Hello.")) == "Hello."
 
 
-def test_whoever_leaves_stops_the_answer(front: Front) -> None:
+def test_cancelled_request_stops_the_answer_on_its_replica(front: Front) -> None:
     heard = front.submit(told(1), tokens=2000)
     assert heard.begun.wait(20)
     front.ticket.cancel()
@@ -222,7 +222,7 @@ def test_whoever_leaves_stops_the_answer(front: Front) -> None:
     assert front.ask(told(1)).report is not None
 
 
-def test_closing_ends_what_is_answered(front: Front) -> None:
+def test_close_cancels_running_answers(front: Front) -> None:
     heard = front.submit(told(1), tokens=2000)
     assert heard.begun.wait(20)
     front.hub.close()
@@ -234,7 +234,7 @@ def test_closing_ends_what_is_answered(front: Front) -> None:
             ask()
 
 
-def test_numbers_are_added() -> None:
+def test_stats_of_replicas_are_summed() -> None:
     one = ServerStats(sessions={"idle": 1}, steps=2, done={"stop": 1})
     two = ServerStats(sessions={"idle": 2, "running": 1}, steps=3)
     total = sum_stats([one, two])
@@ -243,7 +243,7 @@ def test_numbers_are_added() -> None:
     assert sum_stats([]) == ServerStats()
 
 
-def test_an_error_crosses_processes_with_its_fields() -> None:
+def test_api_error_is_pickled_with_its_fields() -> None:
     error = SessionUnreadableError("talk")
     error.param, error.retry_after = "session", 2.0
     there = pickle.loads(pickle.dumps(error))

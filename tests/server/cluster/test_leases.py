@@ -72,7 +72,7 @@ def alone(loaded: LoadedModel, questions: int) -> list[ChatMessage]:
 
 
 @pytest.mark.extended
-def test_a_conversation_goes_to_and_fro(small: LoadedModel, two: Two) -> None:
+def test_session_alternates_between_two_servers(small: LoadedModel, two: Two) -> None:
     turns = told(1)
     for number in range(5):
         last = two[number % 2].ask(turns)
@@ -82,7 +82,7 @@ def test_a_conversation_goes_to_and_fro(small: LoadedModel, two: Two) -> None:
     assert len(two[0].served.core.find("a", "x").turns) == 5
 
 
-def test_who_answers_is_left_in_peace(two: Two) -> None:
+def test_session_leased_by_a_running_answer_is_refused(two: Two) -> None:
     first, second = two
     turns = answered(told(1), first.ask(told(1)), "Why?")
     late, _ = first.served.submit(turns, "x")
@@ -94,7 +94,7 @@ def test_who_answers_is_left_in_peace(two: Two) -> None:
     assert second.ask(turns).text == late.text  # the same request again: the same answer again
 
 
-def test_who_was_given_up_for_dead_writes_nothing(two: Two, clock: Clock) -> None:
+def test_expired_lease_fences_its_former_holder(two: Two, clock: Clock) -> None:
     first, second = two
     turns = answered(told(1), first.ask(told(1)), "Why?")
     late, _ = first.served.submit(turns, "x")
@@ -109,7 +109,7 @@ def test_who_was_given_up_for_dead_writes_nothing(two: Two, clock: Clock) -> Non
     assert again.text == soon.text and len(first.served.core.find("a", "x").turns) == 2
 
 
-def test_who_says_that_it_is_alive_is(two: Two, clock: Clock) -> None:
+def test_renewed_lease_is_not_taken_over(two: Two, clock: Clock) -> None:
     first, second = two
     first.served.submit(told(1), "x")
     for _ in range(4):
@@ -121,7 +121,7 @@ def test_who_says_that_it_is_alive_is(two: Two, clock: Clock) -> None:
     second.served.submit(told(1), "x")
 
 
-def test_a_cancelled_answer_lets_go(two: Two) -> None:
+def test_cancelled_answer_releases_its_lease(two: Two) -> None:
     first, second = two
     _, ticket = first.served.submit(told(1), "x")
     first.served.step()
@@ -130,7 +130,7 @@ def test_a_cancelled_answer_lets_go(two: Two) -> None:
     assert second.ask(told(1)).told.new_tokens
 
 
-def test_what_is_removed_here_is_gone_there(two: Two) -> None:
+def test_session_removed_by_one_server_is_gone_from_the_other(two: Two) -> None:
     first, second = two
     first.ask(told(1))
     [gone] = second.served.core.remove("a", "x")
@@ -142,7 +142,7 @@ def test_what_is_removed_here_is_gone_there(two: Two) -> None:
 
 
 @pytest.mark.extended
-def test_forks_that_two_make_do_not_meet(two: Two) -> None:
+def test_forks_of_two_servers_get_distinct_names(two: Two) -> None:
     first, second = two
     one = first.ask(told(1))
     fork = second.ask(told(2))
@@ -153,7 +153,9 @@ def test_forks_that_two_make_do_not_meet(two: Two) -> None:
     assert first.ask(more).told.session == "x~2"
 
 
-def test_a_store_that_fails_stops_no_answer(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_lease_store_does_not_stop_answers(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def slow(*args: object) -> None:
         raise StoreSlow("The disk is slow: see to it.")
 
@@ -167,7 +169,9 @@ def test_a_store_that_fails_stops_no_answer(two: Two, monkeypatch: pytest.Monkey
     assert "\n".join(warnings).count("Shared session store: The disk is slow") >= 2
 
 
-def test_another_secret_claims_nothing(small: LoadedModel, two: Two, tmp_path: Path) -> None:
+def test_lease_record_with_a_wrong_signature_is_ignored(
+    small: LoadedModel, two: Two, tmp_path: Path
+) -> None:
     first, second = two
     first.served.submit(told(1), "x")
     [path] = (tmp_path / "blobs" / "claims").glob("*/*/*.json")
@@ -176,7 +180,7 @@ def test_another_secret_claims_nothing(small: LoadedModel, two: Two, tmp_path: P
     assert not first.claims.holds(first.locks._active[1])
 
 
-def test_what_the_dead_leave_is_deleted(two: Two, clock: Clock, tmp_path: Path) -> None:
+def test_sweep_deletes_expired_leases(two: Two, clock: Clock, tmp_path: Path) -> None:
     first, second = two
     clock.now = time.time()
     first.served.submit(told(1), "x")
@@ -193,7 +197,7 @@ def test_what_the_dead_leave_is_deleted(two: Two, clock: Clock, tmp_path: Path) 
 
 
 @pytest.mark.extended
-def test_one_host_loads_nothing_that_only_many_need(tmp_path: Path) -> None:
+def test_single_host_server_does_not_import_cluster_modules(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; import larder.server.persistence.store; "
         "from larder.store.store import Store; "

@@ -150,7 +150,9 @@ class Talk:
         self.messages.append({"role": "user", "content": f"And {len(self.messages)}?"})
 
 
-def test_conversations_outlive_a_machine(machines: Machines, seed_model: LoadedModel) -> None:
+def test_conversations_survive_the_loss_of_a_machine(
+    machines: Machines, seed_model: LoadedModel
+) -> None:
     with OpenAI(api_key="-", base_url=f"{machines.url}/v1") as client:
         talks = [Talk(client, f"talk {number}") for number in range(TALKS)]
         told = client.conversations.create()

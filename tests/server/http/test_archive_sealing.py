@@ -40,7 +40,7 @@ def of_the_first_version(folder: Path, sealing: Encryption | None = None) -> Non
 
 
 @pytest.mark.parametrize("written", [in_the_open_at, of_the_first_version])
-def test_what_was_written_before_is_refused_until_it_is_adopted(
+def test_unencrypted_archive_is_refused_until_it_is_sealed(
     tmp_path: Path, written: Callable[[Path], None]
 ) -> None:
     written(tmp_path)
@@ -57,7 +57,7 @@ def test_what_was_written_before_is_refused_until_it_is_adopted(
 
 
 @pytest.mark.parametrize("step", ["os.replace", "sqlite3.connect"])
-def test_an_adoption_that_is_interrupted_changes_nothing(
+def test_interrupted_sealing_changes_nothing(
     tmp_path: Path, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_the_open_at(tmp_path)
@@ -74,7 +74,7 @@ def test_an_adoption_that_is_interrupted_changes_nothing(
         assert len(archive.items(ANNE, ONE)) == 3
 
 
-def test_an_archive_that_is_in_use_or_of_another_key_is_not_adopted(tmp_path: Path) -> None:
+def test_archive_in_use_or_of_another_key_is_not_sealed(tmp_path: Path) -> None:
     (tmp_path / "used").mkdir()
     in_the_open_at(tmp_path / "used")
     with opened(tmp_path / "used", None) as archive:
@@ -89,7 +89,7 @@ def test_an_archive_that_is_in_use_or_of_another_key_is_not_adopted(tmp_path: Pa
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022])
-def test_an_archive_is_for_its_user_alone(tmp_path: Path, umask: int) -> None:
+def test_archive_file_is_readable_by_its_user_only(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
         with opened(tmp_path / "server", None) as archive:

@@ -34,14 +34,14 @@ def rows(folder: Path) -> Iterator[sqlite3.Connection]:
         yield base
 
 
-def test_what_was_written_comes_back(folder: Path) -> None:
+def test_sealed_archive_round_trips(folder: Path) -> None:
     with opened(folder) as archive, closing(Archive()) as other:
         fill(other)
         assert told(archive) == told(other)
         assert [each.id for each in archive.items(ANNE, ONE)][0] == f"msg_{ONE}_0"
 
 
-def test_no_name_and_no_text_stands_in_the_open(folder: Path) -> None:
+def test_sealed_archive_has_no_plaintext_names_or_texts(folder: Path) -> None:
     with opened(folder):  # the log beside it, too
         data = b"".join(file.read_bytes() for file in folder.iterdir())
     for word in (ANNE, BOB, ONE, TWO, "resp_1", "idem-key", "msg_", "says", "secret of", "user"):
@@ -161,7 +161,7 @@ FORGERIES: dict[str, Callable[[sqlite3.Connection], None]] = {
 
 
 @pytest.mark.parametrize("forgery", FORGERIES.values(), ids=FORGERIES.keys())
-def test_what_was_forged_is_noticed(
+def test_forged_rows_are_detected(
     folder: Path, rows: sqlite3.Connection, forgery: Callable[[sqlite3.Connection], None]
 ) -> None:
     forgery(rows)
@@ -170,7 +170,7 @@ def test_what_was_forged_is_noticed(
 
 
 @pytest.mark.parametrize("kind", ["conversation", "contents"])
-def test_a_part_that_was_put_back_is_noticed(
+def test_restored_older_rows_are_detected(
     folder: Path, rows: sqlite3.Connection, kind: str
 ) -> None:
     before = rows.execute("SELECT rowid, * FROM documents WHERE kind = ?", (kind,)).fetchall()
@@ -185,9 +185,7 @@ def test_a_part_that_was_put_back_is_noticed(
             told(archive)
 
 
-def test_a_message_that_was_deleted_cannot_be_put_back(
-    folder: Path, rows: sqlite3.Connection
-) -> None:
+def test_deleted_message_cannot_be_reinserted(folder: Path, rows: sqlite3.Connection) -> None:
     before = rows.execute("SELECT * FROM documents WHERE kind = 'item'").fetchall()
     with opened(folder) as archive:
         archive.remove_item(ANNE, ONE, f"msg_{ONE}_1")
@@ -206,7 +204,7 @@ def test_a_message_that_was_deleted_cannot_be_put_back(
 
 
 @pytest.mark.extended
-def test_clients_are_told_and_can_delete_what_was_forged(tmp_path: Path) -> None:
+def test_forged_conversation_is_a_500_and_can_be_deleted(tmp_path: Path) -> None:
     archive = Archive(tmp_path / "archive.sqlite", sealing=encryption_for(KEY, "archive"))
     with (
         running(LoopbackAuth(), archive=archive) as served,
@@ -224,7 +222,7 @@ def test_clients_are_told_and_can_delete_what_was_forged(tmp_path: Path) -> None
         assert http.get(place).status_code == 404
 
 
-def test_what_is_not_noticed_is_what_the_docs_say(folder: Path, rows: sqlite3.Connection) -> None:
+def test_undetected_rollbacks_are_those_of_the_docs(folder: Path, rows: sqlite3.Connection) -> None:
     """A response that is deleted or put back, and a conversation with all that belongs to it."""
     before = rows.execute("SELECT * FROM documents WHERE kind != 'key'").fetchall()
     with opened(folder) as archive:
@@ -235,7 +233,7 @@ def test_what_is_not_noticed_is_what_the_docs_say(folder: Path, rows: sqlite3.Co
         assert told(archive) == own
 
 
-def test_a_file_is_under_its_key_and_no_other(folder: Path, rows: sqlite3.Connection) -> None:
+def test_archive_opens_with_its_own_key_only(folder: Path, rows: sqlite3.Connection) -> None:
     with pytest.raises(StoreError, match="with another key"), opened(folder, OTHER):
         pass
     with pytest.raises(StoreError, match="give --key-file"), opened(folder, None):

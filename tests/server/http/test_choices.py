@@ -24,7 +24,7 @@ USER: Any = [{"role": "user", "content": "a b"}]
 TEXTS = ["Once upon a time", "x", "The harbour opened in 1871. " * 9]
 
 
-def test_prompts_of_a_list_are_answered_each(anne: OpenAI, served: Running) -> None:
+def test_each_prompt_of_a_list_is_answered(anne: OpenAI, served: Running) -> None:
     whole = anne.completions.create(model=NAME, prompt=["a", "b c"], echo=True)
     assert [(each.index, each.text) for each in whole.choices] == [
         (0, "aYou said: a "),
@@ -43,7 +43,7 @@ def test_prompts_of_a_list_are_answered_each(anne: OpenAI, served: Running) -> N
     assert texts == ["aYou said: a ", "bYou said: b "]
 
 
-def test_choices_have_seeds_of_their_own(anne: OpenAI, served: Running) -> None:
+def test_choices_have_distinct_seeds(anne: OpenAI, served: Running) -> None:
     whole = anne.chat.completions.create(
         model=NAME, messages=USER, n=3, seed=7, extra_headers={"x-session-id": "one"}
     )
@@ -80,7 +80,7 @@ def test_too_many_answers_are_refused(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_that_fails_ends_the_others(anne: OpenAI, served: Running, stream: bool) -> None:
+def test_failed_choice_cancels_the_others(anne: OpenAI, served: Running, stream: bool) -> None:
     with pytest.raises(openai.APIError) as told:
         list(anne.completions.create(model=NAME, prompt=["wait", "break"], stream=stream))
     assert told.value.code == "overloaded"
@@ -88,7 +88,7 @@ def test_an_answer_that_fails_ends_the_others(anne: OpenAI, served: Running, str
     assert all(ticket.cancelled.wait(10) for ticket in served.hub.tickets)
 
 
-def test_the_first_refusal_is_the_status(anne: OpenAI, served: Running) -> None:
+def test_first_refused_choice_sets_the_status(anne: OpenAI, served: Running) -> None:
     with pytest.raises(openai.BadRequestError):
         anne.completions.create(model=NAME, prompt=["refuse no 400"], n=2, stream=True)
 
@@ -121,7 +121,7 @@ def own_logprobs(ids: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_echoed_prompts_have_the_log_probabilities_of_the_model(
+def test_echoed_prompt_logprobs_match_the_model(
     client: OpenAI, hub: LocalEngineClient, stream: bool
 ) -> None:
     prompts = [[ord(sign) for sign in text] for text in TEXTS]
@@ -169,7 +169,7 @@ def test_a_prompt_is_scored_without_an_answer(client: OpenAI, stream: bool) -> N
 
 
 @pytest.mark.extended
-def test_choices_share_the_prompt_and_leave_one_session(small: LoadedModel) -> None:
+def test_choices_share_the_prompt_and_keep_one_session(small: LoadedModel) -> None:
     hub = LocalEngineClient(Engine(small, policy="full"), ByteBudgets({Tier.DEVICE: 1 << 20}))
     with connected(hub) as client:
         check_choices(client, hub)

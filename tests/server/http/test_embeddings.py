@@ -82,7 +82,7 @@ def refused(client: OpenAI, **fields: Any) -> tuple[int, str, str]:
     return caught.value.status_code, body["code"], body["message"]
 
 
-def test_rows_are_those_of_the_embedder_in_both_encodings(url: str, letters: Letters) -> None:
+def test_embeddings_match_the_embedder_as_floats_and_base64(url: str, letters: Letters) -> None:
     client = OpenAI(base_url=url, api_key=ANNE)
     want = letters.embed_segments(["A day.", "Night!"])
     coded = client.embeddings.create(**DAY)  # OpenAI's client asks for base64
@@ -97,7 +97,7 @@ def test_rows_are_those_of_the_embedder_in_both_encodings(url: str, letters: Let
     assert "'frob'" in extra["warnings"][0]
 
 
-def test_what_cannot_be_embedded_is_refused(url: str, letters: Letters) -> None:
+def test_invalid_embedding_input_is_refused(url: str, letters: Letters) -> None:
     client = OpenAI(base_url=url, api_key=ANNE)
     assert refused(client, input=[1, 2])[:2] == refused(client, input=[[1]])[:2]
     status, _, message = refused(client, input=[1, 2])
@@ -112,14 +112,14 @@ def test_what_cannot_be_embedded_is_refused(url: str, letters: Letters) -> None:
     assert letters.batches == [["A day."]]  # whose length was compared with dimensions
 
 
-def test_texts_behind_one_that_is_too_long_are_not_counted(url: str, letters: Letters) -> None:
+def test_tokenization_stops_at_the_first_text_too_long(url: str, letters: Letters) -> None:
     client = OpenAI(base_url=url, api_key=ANNE)
     texts = [*["a b"] * 40, "a " * 9, *["c d"] * 40]
     message = refused(client, input=texts)[2]
     assert "input.40" in message and letters.counted == texts[:41]
 
 
-def test_the_name_of_the_option_is_that_of_requests(letters: Letters) -> None:
+def test_embedding_model_name_is_that_of_the_option(letters: Letters) -> None:
     with listening(app_with(letters, "./folder")) as found:
         client = OpenAI(base_url=f"{found}/v1", api_key=ANNE)
         answer = client.embeddings.create(**{**DAY, "model": "./folder"})
@@ -128,14 +128,14 @@ def test_the_name_of_the_option_is_that_of_requests(letters: Letters) -> None:
     assert status == 404 and "./folder" in message
 
 
-def test_a_server_without_an_embedder_names_the_option() -> None:
+def test_server_without_an_embedder_names_the_flag() -> None:
     with listening(app_with(None)) as found:
         client = OpenAI(base_url=f"{found}/v1", api_key=ANNE)
         status, code, message = refused(client)
     assert (status, code) == (404, "model_not_found") and "--embedding-model" in message
 
 
-def test_a_long_list_of_one_tenant_holds_up_no_other(url: str, letters: Letters) -> None:
+def test_embedding_batches_alternate_between_tenants(url: str, letters: Letters) -> None:
     letters.free.clear()
     many = {"model": "letters", "input": ["anne"] * 200}
     with ThreadPoolExecutor(3) as pool:
@@ -152,7 +152,7 @@ def test_a_long_list_of_one_tenant_holds_up_no_other(url: str, letters: Letters)
     assert place <= 2 < len(letters.batches) - 2 and max(map(len, letters.batches)) == 32
 
 
-def test_one_thread_embeds_while_others_work(letters: Letters) -> None:
+def test_embedding_batches_run_on_one_thread(letters: Letters) -> None:
     queue, free = EmbedderQueue(letters, "letters"), threading.Event()
 
     async def ask() -> None:
@@ -168,7 +168,7 @@ def test_one_thread_embeds_while_others_work(letters: Letters) -> None:
 
 
 @pytest.mark.slow
-def test_langchain_embeds_by_minilm() -> None:
+def test_langchain_embeddings_match_minilm() -> None:
     OpenAIEmbeddings = pytest.importorskip("langchain_openai").OpenAIEmbeddings  # noqa: N806
     embedder = load_embedder("minilm")
     texts = ["The baker sells bread.", "Bread is sold by the baker.", "Ships sail at dawn."]

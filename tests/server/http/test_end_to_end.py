@@ -33,7 +33,7 @@ def client(url: str) -> Iterator[OpenAI]:
 
 
 @pytest.mark.extended
-def test_a_conversation_reads_only_what_is_new(client: OpenAI, url: str) -> None:
+def test_conversation_prefills_only_new_tokens(client: OpenAI, url: str) -> None:
     conversation = client.conversations.create()
     told = [
         client.responses.create(model="seed", input=text, conversation=conversation.id)
@@ -50,7 +50,7 @@ def test_a_conversation_reads_only_what_is_new(client: OpenAI, url: str) -> None
     )
 
 
-def test_a_chat_says_the_same_streamed_and_in_another_session(client: OpenAI, url: str) -> None:
+def test_streamed_chat_in_another_session_has_the_same_text(client: OpenAI, url: str) -> None:
     messages = [{"role": "user", "content": text} for text in SAID[:2]]
     whole = client.chat.completions.create(model="seed", messages=messages)
     chunks = client.chat.completions.create(
@@ -66,7 +66,7 @@ def test_a_chat_says_the_same_streamed_and_in_another_session(client: OpenAI, ur
     assert httpx2.delete(f"{url}/v1/sessions/other").json()["deleted"]
 
 
-def test_what_can_never_fit_is_refused_at_once(client: OpenAI, url: str) -> None:
+def test_request_larger_than_the_budget_is_refused(client: OpenAI, url: str) -> None:
     for text, code in (("x", "kv_budget_exceeded"), ("x " * 40_000, "context_length_exceeded")):
         with pytest.raises(openai.BadRequestError) as told:
             client.chat.completions.create(

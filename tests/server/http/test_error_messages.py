@@ -21,7 +21,7 @@ def message(reply: httpx2.Response, status: int) -> str:
 
 
 @pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/json"])
-def test_a_body_without_its_type_is_told_which_to_send(
+def test_missing_content_type_names_the_expected_type(
     http: httpx2.Client, served: Running, kind: str | None
 ) -> None:
     headers = {} if kind is None else {"content-type": kind}
@@ -30,7 +30,9 @@ def test_a_body_without_its_type_is_told_which_to_send(
 
 
 @pytest.mark.parametrize("content", [b"", b"null"])
-def test_no_body_is_told_as_none(http: httpx2.Client, served: Running, content: bytes) -> None:
+def test_empty_body_has_its_own_message(
+    http: httpx2.Client, served: Running, content: bytes
+) -> None:
     told = message(http.post(CHAT, content=content, headers=JSON), 400)
     assert told == "The body is empty, or null: send a JSON object."
 
@@ -58,7 +60,7 @@ def test_no_body_is_told_as_none(http: httpx2.Client, served: Running, content: 
         (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "a"}]}]}, "send blocks of"),
     ],
 )
-def test_what_is_wrong_with_a_field(
+def test_invalid_field_message_names_field_and_rule(
     http: httpx2.Client, served: Running, path: str, body: dict[str, Any], told: str
 ) -> None:
     whole = {"model": NAME, "max_tokens": 4, "messages": HELLO, "prompt": "x"}
@@ -73,7 +75,7 @@ def test_what_is_wrong_with_a_field(
     ("name", "harmless"),
     [("skip_special_tokens", True), ("length_penalty", 1), ("use_beam_search", False)],
 )
-def test_values_that_change_nothing_are_taken(
+def test_unsupported_fields_with_default_values_are_accepted(
     http: httpx2.Client, served: Running, name: str, harmless: Any
 ) -> None:
     reply = http.post(CHAT, json={"model": NAME, "messages": HELLO, name: harmless})
@@ -84,7 +86,7 @@ def test_values_that_change_nothing_are_taken(
     ("schema", "is_left_out"),
     [({"type": "array", "uniqueItems": True}, True), ({"type": "frob"}, False)],
 )
-def test_a_schema_that_cannot_be_enforced_says_what_can_be_done(
+def test_unenforceable_schema_message_names_the_way_out(
     http: httpx2.Client, served: Running, schema: dict[str, Any], is_left_out: bool
 ) -> None:
     pytest.importorskip("llguidance", reason="the extra structured is not installed")
@@ -95,14 +97,16 @@ def test_a_schema_that_cannot_be_enforced_says_what_can_be_done(
     assert ("With strict: false it is left out." in said) is is_left_out
 
 
-def test_paths_and_methods_that_are_none(http: httpx2.Client, served: Running) -> None:
+def test_unknown_paths_and_methods_name_the_known_ones(
+    http: httpx2.Client, served: Running
+) -> None:
     assert "nothing at /v1/frob: GET /openapi.json" in message(http.get("/v1/frob"), 404)
     assert message(http.get(CHAT), 405) == f"GET is not allowed at {CHAT}: use POST."
     told = http.get(MESSAGES)
     assert told.json()["type"] == "error" and "use POST" in message(told, 405)
 
 
-def test_a_wrong_key_is_told_both_headers(served: Running) -> None:
+def test_invalid_key_message_names_both_headers(served: Running) -> None:
     with httpx2.Client(base_url=served.url) as stranger:
         said = message(stranger.get("/v1/models"), 401)
     assert "Authorization: Bearer KEY" in said and "x-api-key: KEY" in said

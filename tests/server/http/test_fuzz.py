@@ -48,19 +48,19 @@ def app(hub: EngineClient) -> FastAPI:
 
 
 @pytest.mark.slow
-def test_every_endpoint_stands_what_is_made_up() -> None:
+def test_endpoints_accept_or_refuse_generated_requests() -> None:
     assert attempts(app(FakeHub()), "negative", 1, is_same=True) > 10
 
 
 @pytest.mark.stress
 @pytest.mark.parametrize("mode", MODES)
-def test_every_endpoint_stands_much_that_is_made_up(mode: str) -> None:
+def test_endpoints_accept_or_refuse_many_generated_requests(mode: str) -> None:
     assert attempts(app(FakeHub()), mode, 60, is_same=False) > 600
 
 
 @pytest.mark.stress
 @pytest.mark.parametrize("mode", MODES)
-def test_a_model_stands_behind_every_endpoint(mode: str, small: LoadedModel) -> None:
+def test_endpoints_with_a_model_survive_generated_requests(mode: str, small: LoadedModel) -> None:
     budgets = ByteBudgets({Tier.DEVICE: 300_000, Tier.HOST: 600_000})
     hub = LocalEngineClient(Engine(small, policy="full"), budgets, names=(NAME,))
     try:

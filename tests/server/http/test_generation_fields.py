@@ -66,7 +66,7 @@ def test_fields_out_of_range_are_refused(
     assert not served.hub.asked
 
 
-def test_log_probabilities_of_a_chat(anne: OpenAI, served: Running) -> None:
+def test_chat_logprobs_have_tokens_and_top_logprobs(anne: OpenAI, served: Running) -> None:
     whole = anne.chat.completions.create(**ASKED, logprobs=True, top_logprobs=2)
     logprobs = whole.choices[0].logprobs
     assert logprobs is not None and logprobs.content is not None
@@ -91,7 +91,7 @@ def test_log_probabilities_of_a_chat(anne: OpenAI, served: Running) -> None:
     assert plain.choices[0].logprobs is None
 
 
-def test_log_probabilities_of_a_completion(anne: OpenAI, served: Running) -> None:
+def test_completion_logprobs_have_tokens_and_offsets(anne: OpenAI, served: Running) -> None:
     whole = anne.completions.create(model=NAME, prompt="a", logprobs=1)
     told = whole.choices[0].logprobs
     assert told is not None
@@ -105,7 +105,7 @@ def test_log_probabilities_of_a_completion(anne: OpenAI, served: Running) -> Non
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
-def test_names_of_no_field_are_in_the_warnings(
+def test_unknown_fields_are_in_the_warnings(
     http: httpx2.Client, served: Running, path: str
 ) -> None:
     said = {
@@ -129,7 +129,7 @@ def test_names_of_no_field_are_in_the_warnings(
 @pytest.mark.parametrize(
     ("path", "field"), [("chat/completions", "messages"), ("responses", "input")]
 )
-def test_refusals_of_another_model_are_text(
+def test_refusal_parts_of_the_history_are_read_as_text(
     http: httpx2.Client, served: Running, path: str, field: str
 ) -> None:
     refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
@@ -138,11 +138,13 @@ def test_refusals_of_another_model_are_text(
     assert served.hub.asked[-1].turns[1].text == "No."
 
 
-def test_answers_without_such_names_have_no_warnings(http: httpx2.Client, served: Running) -> None:
+def test_requests_without_unknown_fields_have_no_warnings(
+    http: httpx2.Client, served: Running
+) -> None:
     assert "warnings" not in http.post("/v1/chat/completions", json=ASKED).json()
 
 
-def test_of_many_or_long_names_a_few_are_told(
+def test_warnings_for_unknown_fields_are_bounded(
     http: httpx2.Client, served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     many = ASKED | {f"name{place}": 1 for place in range(1000)} | {"x" * 5000: 2}
@@ -155,7 +157,7 @@ def test_of_many_or_long_names_a_few_are_told(
     assert refused.status_code == 400 and "more than 1000 names" in refused.text
 
 
-def test_template_variables_reach_the_engine_if_the_template_has_them(
+def test_template_variables_known_to_the_template_reach_the_engine(
     http: httpx2.Client, served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served_model = replace(served.hub.models()[0], template_variables=frozenset({"depth", "mood"}))
@@ -173,7 +175,7 @@ def test_template_variables_reach_the_engine_if_the_template_has_them(
     assert http.post("/v1/chat/completions", json=ASKED | role).status_code == 400
 
 
-def test_the_response_cache_is_asked_by_a_field(anne: OpenAI, served: Running) -> None:
+def test_response_cache_field_reaches_the_engine(anne: OpenAI, served: Running) -> None:
     anne.chat.completions.create(
         **ASKED, extra_body={"response_cache": {"category": "faq", "use": "examples", "key": "k"}}
     )

@@ -168,7 +168,7 @@ LONG = ("import of 66 MB", "import of 8 MiB", "chat of 64 MiB", "chat of 8 MiB")
         for kind in (*IMPORTS, *CHATS)
     ],
 )
-def test_ten_hostile_bodies_delay_no_other_tenant(small: LoadedModel, kind: str) -> None:
+def test_hostile_bodies_do_not_delay_other_tenants(small: LoadedModel, kind: str) -> None:
     """Before: 22 million items kept /health for seconds and took 1.6 GB, each.
 
     Three attempts: a machine that does something else delays everything now and then.
@@ -188,7 +188,7 @@ def test_ten_hostile_bodies_delay_no_other_tenant(small: LoadedModel, kind: str)
 
 
 @pytest.mark.failure(number=30)
-def test_an_import_says_how_large_it_is_and_is_no_larger() -> None:
+def test_import_beyond_its_declared_size_is_refused() -> None:
     text = b'{"format":"larder session","version":1}' + b" " * 4096
     undeclared = zstandard.ZstdCompressor(write_content_size=False).compress(text)
     limit = session_file.SessionFileLimit(1000, 1000)
@@ -203,7 +203,7 @@ def test_an_import_says_how_large_it_is_and_is_no_larger() -> None:
 
 
 @pytest.mark.parametrize("count", [1000, 1001])
-def test_a_session_that_no_model_here_can_read_is_not_imported(count: int) -> None:
+def test_import_of_a_session_of_an_unserved_model_is_refused(count: int) -> None:
     ids = ",".join(["1"] * count)
     drawn = '{"temperature":0,"top_k":0,"top_p":1,"seed":0}'
     said = f'{{"turns":[],"prompt":[{ids}],"text":"","answer":[],"unread":0,"sampling":{drawn},'
@@ -220,7 +220,7 @@ def test_a_session_that_no_model_here_can_read_is_not_imported(count: int) -> No
             session_file.decode(packed(text.encode()), "", 10, limit)
 
 
-def test_a_refused_body_is_gone_at_once(served: Running) -> None:
+def test_refused_body_is_freed_without_garbage_collection(served: Running) -> None:
     """Not once garbage is collected, which may be many bodies later."""
     gc.collect()
     gc.disable()
@@ -233,7 +233,7 @@ def test_a_refused_body_is_gone_at_once(served: Running) -> None:
 
 
 @pytest.mark.failure(number=30)
-def test_bodies_count_on_a_budget_of_their_own() -> None:
+def test_body_budget_is_shared_by_tenants_and_released() -> None:
     """One tenant takes half of it and is told to wait, others still have room; it comes back."""
     settings = HttpSettings(body_budget_bytes=400_000)
     body = b'{"prompt": "' + b"a" * 150_000 + b'"}'
@@ -263,7 +263,7 @@ def test_bodies_count_on_a_budget_of_their_own() -> None:
         assert asked(BOB, 20_000) == (200, None)
 
 
-def test_what_is_passed_over_is_not_built(served: Running, http: httpx2.Client) -> None:
+def test_unknown_fields_are_not_decoded(served: Running, http: httpx2.Client) -> None:
     """Fields that are not known, whatever they hold, but for those that would be obeyed."""
     chat = {"model": NAME, "messages": [{"role": "user", "content": "a", "x": [{}]}]}
     assert http.post("/v1/chat/completions", json={**chat, "x": [[{}]]}).status_code == 200
@@ -282,7 +282,7 @@ def test_what_is_passed_over_is_not_built(served: Running, http: httpx2.Client) 
 
 
 @pytest.mark.failure(number=30)
-def test_a_request_has_no_more_parts_than_can_be_looked_at() -> None:
+def test_request_with_too_many_parts_is_refused() -> None:
     """Ten thousand messages, or five thousand of parts, are some; parts by the hundred thousand,
     more."""
     part = '{"type": "text", "text": ""}'

@@ -44,7 +44,7 @@ def routes(found: Iterable[Any]) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.failure(number=32)
-def test_nothing_but_the_page_and_health_answers_without_a_key(served: Running) -> None:
+def test_only_the_page_and_health_are_open_without_a_key(served: Running) -> None:
     """Every route that the application has, told of or not, and those that are none."""
     app = create_app(FakeHub(), LoopbackAuth(), Archive(), HttpSettings())
     told = {(path, m.upper()) for path, own in app.openapi()["paths"].items() for m in own}
@@ -99,7 +99,7 @@ def test_bad_bodies_are_refused(
     assert not served.hub.asked
 
 
-def test_a_body_without_a_length_is_bounded_too(http: httpx2.Client, served: Running) -> None:
+def test_body_without_content_length_is_bounded(http: httpx2.Client, served: Running) -> None:
     def pieces() -> Any:
         for _ in range(11):
             yield b" " * 10_000
@@ -111,7 +111,7 @@ def test_a_body_without_a_length_is_bounded_too(http: httpx2.Client, served: Run
 @pytest.mark.failure(number=30)
 @pytest.mark.parametrize("name", ["a" * 256, "a\tb", " ", "\x7f", "a\x85b"])
 @pytest.mark.parametrize("field", ["session_id", "prompt_cache_key", "header"])
-def test_names_that_are_none_are_refused(
+def test_invalid_session_names_are_refused(
     http: httpx2.Client, served: Running, name: str, field: str
 ) -> None:
     headers = {"x-session-id": name.encode("latin-1")} if field == "header" else {}
@@ -124,7 +124,9 @@ def test_names_that_are_none_are_refused(
 
 @pytest.mark.failure(number=30)
 @pytest.mark.parametrize("name", ["../../etc/passwd", "a@b", "héllo 🍞", "a/b/pin", "%2e%2e%2f"])
-def test_any_plain_name_is_only_a_name(http: httpx2.Client, served: Running, name: str) -> None:
+def test_session_name_of_plain_text_round_trips_through_urls(
+    http: httpx2.Client, served: Running, name: str
+) -> None:
     """Failure test 30."""
     http.post("/v1/chat/completions", json=chat("x", session_id=name))
     [session] = http.get("/v1/sessions").json()["data"]
@@ -136,7 +138,7 @@ def test_any_plain_name_is_only_a_name(http: httpx2.Client, served: Running, nam
     assert error(http.get(place), 404)["code"] == "session_not_found"
 
 
-def test_the_most_telling_name_counts(http: httpx2.Client, served: Running) -> None:
+def test_session_name_precedence(http: httpx2.Client, served: Running) -> None:
     body = chat("x", session_id="body", prompt_cache_key="key")
     for headers in ({"x-session-id": "head", "thread-id": "t"}, {"thread-id": "t"}, {}):
         http.post("/v1/chat/completions", json=body, headers=headers)
@@ -147,7 +149,7 @@ def test_the_most_telling_name_counts(http: httpx2.Client, served: Running) -> N
 
 
 @pytest.mark.failure(number=18)
-def test_a_busy_session_is_told_and_a_busy_key_passed_by(
+def test_busy_session_is_a_409_and_busy_cache_key_is_ignored(
     http: httpx2.Client, served: Running
 ) -> None:
     """Failure test 18, as far as HTTP has a part in it."""
@@ -158,13 +160,13 @@ def test_a_busy_session_is_told_and_a_busy_key_passed_by(
     assert served.hub.asked[-1].session is None
 
 
-def test_permanent_refusals_say_that_trying_again_is_of_no_use(http: httpx2.Client) -> None:
+def test_permanent_refusals_disable_client_retries(http: httpx2.Client) -> None:
     told = http.post("/v1/chat/completions", json=chat("refuse store_full 503"))
     assert told.headers["x-should-retry"] == "false"
     assert "x-should-retry" not in http.post("/v1/chat/completions", json=chat("break")).headers
 
 
-def test_silence_is_filled_with_comments(http: httpx2.Client, served: Running) -> None:
+def test_idle_stream_sends_ping_comments(http: httpx2.Client, served: Running) -> None:
     body = chat("wait", stream=True)
     with http.stream("POST", "/v1/chat/completions", json=body) as reply:
         assert reply.headers["content-type"].startswith("text/event-stream")
@@ -176,7 +178,7 @@ def test_silence_is_filled_with_comments(http: httpx2.Client, served: Running) -
 @pytest.mark.failure(number=19)
 @pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_leaves_is_not_worked_for(served: Running, path: str, stream: bool) -> None:
+def test_disconnected_client_cancels_its_request(served: Running, path: str, stream: bool) -> None:
     """Failure test 19, as far as HTTP has a part in it."""
     same = {"model": NAME, "stream": stream}
     body = {"prompt": "wait", "input": "wait", "messages": [{"role": "user", "content": "wait"}]}
@@ -194,7 +196,7 @@ def test_who_leaves_is_not_worked_for(served: Running, path: str, stream: bool) 
 
 
 @pytest.mark.failure(number=29)
-def test_tenants_know_nothing_of_each_other(
+def test_other_tenants_objects_look_nonexistent(
     http: httpx2.Client, anne: OpenAI, bob: OpenAI, served: Running
 ) -> None:
     """Failure test 29: what belongs to another is told of exactly as what never was."""
@@ -221,7 +223,7 @@ def test_tenants_know_nothing_of_each_other(
     assert len(served.hub.asked) == 1
 
 
-def test_sessions_are_looked_after(http: httpx2.Client, served: Running) -> None:
+def test_session_endpoints_manage_sessions(http: httpx2.Client, served: Running) -> None:
     http.post("/v1/chat/completions", json=chat("hello", session_id="one"))
     assert http.post("/v1/sessions/one/release").json()["tier"] == "disk"
     assert http.post("/v1/sessions/one/fork", json={"name": "two"}).json()["id"] == "two"
@@ -238,7 +240,7 @@ def test_sessions_are_looked_after(http: httpx2.Client, served: Running) -> None
     assert told["turns"][0] == {"role": "user", "text": "hello", "start": 0, "stop": 4}
 
 
-def test_tokens_there_and_back(http: httpx2.Client, served: Running) -> None:
+def test_tokenize_and_detokenize_round_trip(http: httpx2.Client, served: Running) -> None:
     told = http.post("/tokenize", json={"prompt": "hi"}).json()
     assert told == {"count": 2, "max_model_len": 4096, "tokens": [104, 105]}
     assert http.post("/detokenize", json={"tokens": told["tokens"]}).json() == {"prompt": "hi"}
@@ -247,7 +249,7 @@ def test_tokens_there_and_back(http: httpx2.Client, served: Running) -> None:
 
 
 @pytest.mark.failure(number=31)
-def test_garbage_on_the_port_leaves_the_server_alive(served: Running) -> None:
+def test_garbage_bytes_do_not_stop_the_server(served: Running) -> None:
     """Failure test 31."""
     port = int(served.url.rpartition(":")[2])
     for garbage in (b"\x00" * 4096, b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01" + bytes(range(256))):
@@ -258,7 +260,7 @@ def test_garbage_on_the_port_leaves_the_server_alive(served: Running) -> None:
     assert httpx2.get(f"{served.url}/health").json() == {"status": "ok"}
 
 
-def test_who_is_far_finds_an_open_server_closed() -> None:
+def test_server_without_keys_refuses_remote_and_cross_origin_requests() -> None:
     """Without keys only this machine is served, and no other site's page in its browser."""
     app = create_app(FakeHub(), LoopbackAuth(), Archive(), HttpSettings())
 

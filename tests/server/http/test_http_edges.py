@@ -28,7 +28,7 @@ from server.http.conftest import ANNE
 from server.http.running_server import Running
 
 
-def test_an_event_is_one_line_whatever_ends_lines_elsewhere() -> None:
+def test_sse_event_escapes_all_line_separators() -> None:
     told = {"text": "a\u2028b\u2029c\u0085d\ne\r\n\x0b\x1c"}
     lines = sse_event(told).decode().splitlines()
     assert lines[1:] == [""] and json.loads(lines[0].removeprefix("data: ")) == told
@@ -43,7 +43,7 @@ def test_an_event_is_one_line_whatever_ends_lines_elsewhere() -> None:
         ("guided_json", None, {"type": "object"}),
     ],
 )
-def test_what_would_change_the_answer_is_refused(
+def test_unsupported_fields_that_change_the_answer_are_refused(
     http: httpx2.Client, served: Running, name: str, harmless: Any, other: Any
 ) -> None:
     body = {"model": NAME, "messages": [{"role": "user", "content": "a"}]}
@@ -57,7 +57,7 @@ def test_what_would_change_the_answer_is_refused(
     assert len(served.hub.asked) == 1
 
 
-def test_a_prompt_of_tokens_keeps_nobody_else_waiting(
+def test_token_prompt_is_detokenized_off_the_event_loop(
     http: httpx2.Client, served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loops = list[bool]()
@@ -76,7 +76,7 @@ def test_a_prompt_of_tokens_keeps_nobody_else_waiting(
     assert told.json()["choices"][0]["text"].startswith("You said: hi") and loops == [False]
 
 
-def test_what_is_noted_of_a_conversation_while_it_is_answered_stays(
+def test_metadata_update_during_an_answer_is_kept(
     anne: OpenAI, served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     conversation = anne.conversations.create(metadata={"topic": "old"})
@@ -119,7 +119,7 @@ def told_to_one_that_leaves(path: str, parts: Sequence[bytes]) -> tuple[list[int
 
 
 @pytest.mark.parametrize("path", ["/v1/sessions/x/import", "/v1/chat/completions"])
-def test_a_client_that_breaks_off_is_no_failure_of_the_server(path: str) -> None:
+def test_request_aborted_by_the_client_is_not_a_server_error(path: str) -> None:
     [status], hub = told_to_one_that_leaves(path, [b'{"model": '])
     assert status < 500 and not (hub.asked or hub.held)
     [status], hub = told_to_one_that_leaves(path, [b"x" * 600] * 2)

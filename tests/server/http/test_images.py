@@ -72,7 +72,7 @@ def model_answer(engine: Engine, text: str, *images: Image.Image) -> list[int]:
     return model.generate(**given, max_new_tokens=8, **GREEDY)[0, -8:].tolist()
 
 
-def test_images_are_read_as_the_processor_reads_them(client: OpenAI, engine: Engine) -> None:
+def test_image_chat_matches_the_processor_and_model(client: OpenAI, engine: Engine) -> None:
     said = asked(client, user("5 ", RED, " 7 8"))
     text = "User: 5 <image> 7 8\nAssistant:"
     if engine.tokenizer.tokenizer.chat_template:
@@ -91,7 +91,7 @@ def test_images_are_read_as_the_processor_reads_them(client: OpenAI, engine: Eng
     assert second.usage.prompt_tokens_details.cached_tokens >= said.usage.prompt_tokens
 
 
-def test_images_of_responses(client: OpenAI) -> None:
+def test_responses_accept_image_items(client: OpenAI) -> None:
     content: Any = [
         {"type": "input_text", "text": "5 "},
         {"type": "input_image", "detail": "auto", "image_url": data_url(RED)},
@@ -124,13 +124,15 @@ def test_images_of_responses(client: OpenAI) -> None:
         ({"type": "text", "text": "what is <image> here"}, "image tokens"),
     ],
 )
-def test_parts_that_are_refused(client: OpenAI, part: dict[str, Any], error: str) -> None:
+def test_invalid_image_parts_are_refused(client: OpenAI, part: dict[str, Any], error: str) -> None:
     content = [part, {"type": "text", "text": " 5"}, shown(BLUE)]
     with pytest.raises(openai.BadRequestError, match=error):
         asked(client, {"role": "user", "content": [*content, {"type": "text", "text": " 6"}]})
 
 
-def test_images_where_only_text_is_read(client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_are_refused_where_only_text_is_allowed(
+    client: OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for role in ("system", "assistant"):
         with pytest.raises(openai.BadRequestError, match="message of the user"):
             asked(client, {"role": role, "content": [shown(RED)]}, user("5"))

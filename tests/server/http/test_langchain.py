@@ -29,7 +29,7 @@ def model(served: Running, **more: object) -> ChatOpenAI:
 
 
 @pytest.mark.extended
-def test_an_answer_tells_what_was_cached(served: Running) -> None:
+def test_usage_metadata_has_cached_tokens(served: Running) -> None:
     from langchain_core.messages import AIMessage
 
     talk = model(served)
@@ -56,6 +56,6 @@ def test_an_answer_is_streamed(served: Running) -> None:
 
 
 @pytest.mark.extended
-def test_a_response_is_used(served: Running) -> None:
+def test_responses_api_answers(served: Running) -> None:
     answer = model(served, use_responses_api=True).invoke("hello")
     assert answer.text == "You said: hello "

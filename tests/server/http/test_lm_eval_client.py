@@ -35,7 +35,7 @@ def own_likelihood(ids: list[int], num_scored: int) -> tuple[float, bool]:
 
 @pytest.mark.parametrize("backend", ["huggingface", "remote"])
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_log_likelihoods_are_those_of_the_model(
+def test_log_likelihoods_match_the_model(
     small: LoadedModel,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -31,7 +31,7 @@ def events(response: httpx2.Response) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def test_a_whole_answer(http: httpx2.Client, served: Running) -> None:
+def test_message_is_answered_with_usage(http: httpx2.Client, served: Running) -> None:
     told = sent(http, temperature=0.5, top_k=3, stop_sequences=["END"]).json()
     assert told["content"] == [{"type": "text", "text": "You said: hello there "}]
     assert (told["type"], told["role"], told["model"]) == ("message", "assistant", NAME)
@@ -43,7 +43,9 @@ def test_a_whole_answer(http: httpx2.Client, served: Running) -> None:
     assert (asked.max_new_tokens, asked.stop, asked.sampling.top_k) == (50, ("END",), 3)
 
 
-def test_system_and_blocks(http: httpx2.Client, served: Running) -> None:
+def test_system_prompt_and_content_blocks_become_turns(
+    http: httpx2.Client, served: Running
+) -> None:
     blocks = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     said = [*HELLO, {"role": "assistant", "content": blocks}, {"role": "user", "content": blocks}]
     marked = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
@@ -57,7 +59,7 @@ def test_system_and_blocks(http: httpx2.Client, served: Running) -> None:
         )
 
 
-def test_roles_of_claude_code(http: httpx2.Client, served: Running) -> None:
+def test_unusual_roles_of_claude_code_are_accepted(http: httpx2.Client, served: Running) -> None:
     said = [{"role": role, "content": f"{role}."} for role in ("ctx", "msg", "system", "user")]
     assert sent(http, messages=said).status_code == 200
     told = [(turn.role, turn.text) for turn in served.hub.asked[-1].turns]
@@ -65,7 +67,7 @@ def test_roles_of_claude_code(http: httpx2.Client, served: Running) -> None:
     assert sent(http, messages=[{"role": "tool", "content": "x"}]).status_code == 400
 
 
-def test_a_streamed_answer(http: httpx2.Client, served: Running) -> None:
+def test_message_is_streamed_as_events(http: httpx2.Client, served: Running) -> None:
     told = events(sent(http, stream=True))
     names = [name for name, _ in told]
     assert names[:2] == ["message_start", "content_block_start"]
@@ -79,7 +81,7 @@ def test_a_streamed_answer(http: httpx2.Client, served: Running) -> None:
     assert told[-2][1]["usage"]["output_tokens"] == 4
 
 
-def test_what_cuts_an_answer_short(http: httpx2.Client, served: Running) -> None:
+def test_stop_reasons_of_truncated_and_failed_answers(http: httpx2.Client, served: Running) -> None:
     long = [{"role": "user", "content": "long"}]
     assert sent(http, messages=long).json()["stop_reason"] == "max_tokens"
     broken = events(sent(http, messages=[{"role": "user", "content": "break"}], stream=True))
@@ -89,7 +91,7 @@ def test_what_cuts_an_answer_short(http: httpx2.Client, served: Running) -> None
     )
 
 
-def test_tokens_are_counted(http: httpx2.Client, served: Running) -> None:
+def test_count_tokens_runs_no_model(http: httpx2.Client, served: Running) -> None:
     told = http.post("/v1/messages/count_tokens", json={"model": NAME, "messages": HELLO})
     assert told.json() == {"input_tokens": len("hello there")}
     assert served.hub.asked == []
@@ -134,7 +136,7 @@ def test_tokens_are_counted(http: httpx2.Client, served: Running) -> None:
         ),
     ],
 )
-def test_refusals(
+def test_invalid_messages_are_refused(
     http: httpx2.Client, served: Running, body: dict[str, Any], status: int, kind: str, message: str
 ) -> None:
     response = sent(http, **body)
@@ -144,7 +146,7 @@ def test_refusals(
     assert message in told["error"]["message"]
 
 
-def test_keys(served: Running) -> None:
+def test_api_key_header_admits_its_tenant(served: Running) -> None:
     body = {"model": NAME, "max_tokens": 5, "messages": HELLO}
     with httpx2.Client(base_url=served.url) as client:
         refused = client.post("/v1/messages", json=body, headers={"x-api-key": "sk-nobody-0123456"})

@@ -16,7 +16,7 @@ def user(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def test_a_chat_is_answered_with_what_it_took(anne: OpenAI, served: Running) -> None:
+def test_chat_is_answered_with_usage(anne: OpenAI, served: Running) -> None:
     first = anne.chat.completions.create(
         model=NAME, messages=user("hello there"), extra_headers={"x-session-id": "one"}
     )
@@ -55,7 +55,7 @@ def test_a_chat_is_streamed(anne: OpenAI, served: Running, has_usage: bool) -> N
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_what_is_asked_reaches_the_hub(anne: OpenAI, served: Running) -> None:
+def test_request_fields_reach_the_engine(anne: OpenAI, served: Running) -> None:
     anne.chat.completions.create(
         model=NAME,
         messages=[
@@ -86,9 +86,7 @@ def test_what_is_asked_reaches_the_hub(anne: OpenAI, served: Running) -> None:
         anne.chat.completions.create(**said, extra_body={"kv_steps": -1})
 
 
-def test_only_operators_go_before_requests_without_a_priority(
-    anne: OpenAI, bob: OpenAI, served: Running
-) -> None:
+def test_priority_below_zero_is_for_operators(anne: OpenAI, bob: OpenAI, served: Running) -> None:
     given: Any = {"model": NAME, "messages": [{"role": "user", "content": "hello"}]}
     for client, priority in ((anne, -2), (anne, None), (bob, 0), (bob, 7)):
         client.chat.completions.create(**given, extra_body={"priority": priority})
@@ -107,13 +105,13 @@ def test_only_operators_go_before_requests_without_a_priority(
         ({"type": "text"}, "no text"),
     ],
 )
-def test_parts_without_text_are_refused(anne: OpenAI, part: Any, reason: str) -> None:
+def test_unsupported_content_parts_are_refused(anne: OpenAI, part: Any, reason: str) -> None:
     messages: Any = [{"role": "user", "content": [{"type": "text", "text": "What is it?"}, part]}]
     with pytest.raises(openai.BadRequestError, match=reason):
         anne.chat.completions.create(model=NAME, messages=messages)
 
 
-def test_a_text_is_continued(anne: OpenAI, served: Running) -> None:
+def test_completion_continues_text_or_tokens(anne: OpenAI, served: Running) -> None:
     whole = anne.completions.create(model=NAME, prompt="a b", max_tokens=4)
     assert whole.choices[0].text == "You said: a b "
     assert served.hub.asked[0].raw_prompt == "a b" and not served.hub.asked[0].turns
@@ -121,7 +119,7 @@ def test_a_text_is_continued(anne: OpenAI, served: Running) -> None:
     assert "".join(c.choices[0].text for c in chunks if c.choices) == "You said: ab "
 
 
-def test_models_are_told(anne: OpenAI, served: Running) -> None:
+def test_models_are_listed(anne: OpenAI, served: Running) -> None:
     assert [model.id for model in anne.models.list()] == [NAME]
     assert anne.models.retrieve(NAME).owned_by == "larder"
     for ask in (
@@ -143,7 +141,7 @@ def test_models_are_told(anne: OpenAI, served: Running) -> None:
         ("break", openai.InternalServerError, "overloaded"),
     ],
 )
-def test_refusals_are_errors_of_the_client(
+def test_refusals_raise_the_matching_client_error(
     anne: OpenAI, served: Running, said: str, kind: type[openai.APIStatusError], code: str
 ) -> None:
     with pytest.raises(kind) as told:
@@ -152,7 +150,7 @@ def test_refusals_are_errors_of_the_client(
     assert "secret" not in str(told.value)
 
 
-def test_a_stream_that_breaks_is_an_error_of_the_client(anne: OpenAI, served: Running) -> None:
+def test_failed_stream_raises_a_client_error(anne: OpenAI, served: Running) -> None:
     stream = anne.chat.completions.create(model=NAME, messages=user("break"), stream=True)
     with pytest.raises(openai.APIError) as told:
         list(stream)
@@ -160,7 +158,7 @@ def test_a_stream_that_breaks_is_an_error_of_the_client(anne: OpenAI, served: Ru
 
 
 @pytest.mark.extended
-def test_only_what_will_do_later_is_tried_again(server: Running, served: Running) -> None:
+def test_client_retries_only_transient_errors(server: Running, served: Running) -> None:
     from server.http.conftest import ANNE
 
     with OpenAI(api_key=ANNE, base_url=f"{server.url}/v1", max_retries=1) as client:
@@ -179,7 +177,7 @@ def test_only_what_will_do_later_is_tried_again(server: Running, served: Running
         {"min_tokens": 5},
     ],
 )
-def test_what_would_be_passed_over_silently_is_refused(
+def test_unsupported_parameters_are_refused(
     anne: OpenAI, served: Running, more: dict[str, object]
 ) -> None:
     with pytest.raises(openai.BadRequestError) as told:

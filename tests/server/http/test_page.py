@@ -37,7 +37,7 @@ def asset(name: str) -> str:
     return files("larder.server.page").joinpath(name).read_text(encoding="utf-8")
 
 
-def test_the_page_needs_nothing_but_this_server(served: Running) -> None:
+def test_page_loads_assets_of_this_server_only(served: Running) -> None:
     reply = httpx2.get(served.url)
     policy = reply.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "unsafe" not in policy
@@ -48,20 +48,20 @@ def test_the_page_needs_nothing_but_this_server(served: Running) -> None:
     assert "://" not in "".join(map(asset, SCRIPTS))
 
 
-def test_scripts_find_what_they_look_for() -> None:
+def test_element_ids_used_by_scripts_exist() -> None:
     there = set(re.findall(r'id="(\w+)"', asset("page.html")))
     wanted = set(re.findall(r'find\("(\w+)"\)', "".join(map(asset, SCRIPTS))))
     assert wanted and wanted <= there
 
 
-def test_texts_reach_the_page_as_text() -> None:
+def test_scripts_never_insert_html() -> None:
     scripts = "".join(map(asset, SCRIPTS))
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", scripts)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
-def test_a_browser_shows_what_is_kept(tmp_path: Path) -> None:
+def test_browser_shows_kept_entries_of_a_session(tmp_path: Path) -> None:
     with running(LoopbackAuth()) as served, browser(tmp_path) as page:
         said = [ChatMessage("user", "How long?"), ChatMessage("assistant", "<b>Two</b> days.")]
         served.hub.held[LOCAL, "about bread"] = said
@@ -93,9 +93,7 @@ def test_a_browser_shows_what_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
-def test_one_talks_to_a_model_and_sees_what_it_keeps(
-    tmp_path: Path, seed_model: LoadedModel
-) -> None:
+def test_browser_chat_shows_kept_entries(tmp_path: Path, seed_model: LoadedModel) -> None:
     engine = Engine(seed_model, policy="keydiff", budget="96")
     hub = LocalEngineClient(engine, ByteBudgets({Tier.DEVICE: 8 << 20}))
     app = create_app(hub, LoopbackAuth(), Archive(), HttpSettings(max_new_tokens=8))
@@ -128,7 +126,7 @@ def test_one_talks_to_a_model_and_sees_what_it_keeps(
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
-def test_the_page_asks_for_a_key_and_for_nothing_that_it_may_not_see(tmp_path: Path) -> None:
+def test_page_asks_for_a_key_and_skips_forbidden_requests(tmp_path: Path) -> None:
     keys = {"sk-anne-0123456789": Principal("anne", is_operator=False)}
     with running(ApiKeyAuth(keys)) as served, browser(tmp_path) as page:
         page.open(served.url)

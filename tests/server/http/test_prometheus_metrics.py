@@ -9,7 +9,7 @@ from server.http.running_server import Running
 from server.http.test_http import chat, error
 
 
-def test_numbers_of_all_tenants_are_for_operators(http: httpx2.Client, served: Running) -> None:
+def test_metrics_of_all_tenants_are_for_operators(http: httpx2.Client, served: Running) -> None:
     http.post("/v1/chat/completions", json=chat("hello"))
     text = http.get("/metrics").text
     for line in (

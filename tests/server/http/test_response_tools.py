@@ -53,7 +53,7 @@ def streamed(client: OpenAI, given: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("way", "is_streamed"), [("input", True), ("previous", False), ("conversation", True)]
 )
-def test_a_loop_of_calls_is_one_session(
+def test_tool_loop_reuses_one_session(
     client: OpenAI, write: Write, way: str, is_streamed: bool
 ) -> None:
     items: list[Any] = [{"role": "user", "content": f"Look around, {way} {is_streamed}."}]
@@ -103,7 +103,7 @@ def test_a_loop_of_calls_is_one_session(
 
 
 @pytest.mark.extended
-def test_choices_and_cut_calls(client: OpenAI, write: Write) -> None:
+def test_tool_choice_and_truncated_calls(client: OpenAI, write: Write) -> None:
     write(call_text(at="a") + call_text(at="b"))
     told = client.responses.create(
         model=MODEL, input="One", tools=[FLAT], parallel_tool_calls=False
@@ -124,7 +124,7 @@ def test_choices_and_cut_calls(client: OpenAI, write: Write) -> None:
 
 
 @pytest.mark.extended
-def test_malformed_calls_are_text(client: OpenAI, write: Write) -> None:
+def test_malformed_tool_calls_are_text(client: OpenAI, write: Write) -> None:
     unnamed = '<tool_call>{"name": "", "arguments": {"a": 1}}</tool_call>'
     unclosed = '<tool_call>{"name": "look", "arguments": {"a": 1'
     for text, is_streamed in ((unnamed, True), (unnamed, False), (unclosed, False)):
@@ -154,7 +154,7 @@ def test_a_streamed_call_that_breaks_is_incomplete(client: OpenAI, write: Write)
     ]
 
 
-def test_forced_calls_and_formats(client: OpenAI) -> None:
+def test_forced_tool_calls_and_text_formats(client: OpenAI) -> None:
     pytest.importorskip("llguidance", reason="the extra structured is not installed")
 
     class Place(BaseModel):
@@ -198,12 +198,14 @@ RESULT: Any = {"type": "function_call_output", "call_id": "1", "output": "b"}
         ),
     ],
 )
-def test_refusals(client: OpenAI, more: dict[str, Any], error: str) -> None:
+def test_invalid_tool_requests_are_refused(
+    client: OpenAI, more: dict[str, Any], error: str
+) -> None:
     with pytest.raises(openai.BadRequestError, match=error):
         client.responses.create(**{"model": MODEL, "input": "Hello"} | more)
 
 
-def test_images_of_a_model_without_eyes(client: OpenAI) -> None:
+def test_images_are_refused_by_a_text_model(client: OpenAI) -> None:
     part = {"type": "input_image", "detail": "auto", "image_url": image_url()}
     message: Any = {"role": "user", "content": [{"type": "input_text", "text": "See"}, part]}
     with pytest.raises(openai.BadRequestError, match="only texts are read"):

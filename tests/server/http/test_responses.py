@@ -22,7 +22,7 @@ def said(served: Running) -> list[str]:
     return [f"{turn.role}: {turn.text}" for turn in served.hub.asked[-1].turns]
 
 
-def test_a_conversation_remembers(anne: OpenAI, served: Running) -> None:
+def test_conversation_includes_earlier_items(anne: OpenAI, served: Running) -> None:
     conversation = anne.conversations.create(metadata={"about": "bread"})
     first = anne.responses.create(model=NAME, input="one", conversation=conversation.id)
     assert first.output_text == "You said: one "
@@ -51,7 +51,7 @@ def test_a_conversation_remembers(anne: OpenAI, served: Running) -> None:
     assert told.value.code == "conversation_not_found"
 
 
-def test_no_session_of_a_deleted_conversation_stays(anne: OpenAI, served: Running) -> None:
+def test_deleting_a_conversation_removes_its_sessions(anne: OpenAI, served: Running) -> None:
     """Failure test 21, as far as HTTP has a part in it."""
     conversation = anne.conversations.create()
     for text in ("one", "fork", "two"):
@@ -63,7 +63,7 @@ def test_no_session_of_a_deleted_conversation_stays(anne: OpenAI, served: Runnin
     assert not served.hub.held
 
 
-def test_items_come_and_go(anne: OpenAI, served: Running) -> None:
+def test_conversation_items_are_added_and_deleted(anne: OpenAI, served: Running) -> None:
     conversation = anne.conversations.create(items=[{"role": "user", "content": "a"}])
     added = anne.conversations.items.create(
         conversation.id, items=[{"role": "user", "content": "b"}]
@@ -77,7 +77,7 @@ def test_items_come_and_go(anne: OpenAI, served: Running) -> None:
         anne.conversations.items.retrieve(added.data[0].id, conversation_id=conversation.id)
 
 
-def test_a_response_goes_on_from_another(anne: OpenAI, served: Running) -> None:
+def test_previous_response_id_continues_or_forks_the_session(anne: OpenAI, served: Running) -> None:
     first = anne.responses.create(model=NAME, input="one")
     second = anne.responses.create(model=NAME, input="fork", previous_response_id=first.id)
     assert served.hub.asked[-1].session == "session-0"
@@ -98,7 +98,7 @@ def test_a_response_goes_on_from_another(anne: OpenAI, served: Running) -> None:
         anne.responses.create(model=NAME, input="x", previous_response_id="a", conversation="b")
 
 
-def test_what_is_not_to_be_kept_is_not(anne: OpenAI, served: Running) -> None:
+def test_response_with_store_false_is_not_kept(anne: OpenAI, served: Running) -> None:
     response = anne.responses.create(model=NAME, input="one", store=False)
     with pytest.raises(openai.NotFoundError):
         anne.responses.retrieve(response.id)
@@ -120,7 +120,7 @@ def test_a_response_is_streamed(anne: OpenAI, served: Running) -> None:
 
 
 @pytest.mark.failure(number=18)
-def test_a_repeated_request_is_not_a_second_turn(
+def test_retried_request_is_not_a_second_turn(
     http: httpx2.Client, anne: OpenAI, served: Running
 ) -> None:
     """Failure test 18: a client that has lost the answer asks once more by itself."""
@@ -149,7 +149,7 @@ def test_conversations_survive_a_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.failure(number=10)
-def test_an_archive_of_a_later_version_is_left_as_it_is(tmp_path: Path) -> None:
+def test_archive_of_a_later_version_is_refused_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "archive.sqlite"
     Archive(path).close()
     with closing(sqlite3.connect(path)) as base:
@@ -162,7 +162,7 @@ def test_an_archive_of_a_later_version_is_left_as_it_is(tmp_path: Path) -> None:
         Archive(path)
 
 
-def test_the_oldest_responses_make_room() -> None:
+def test_full_archive_evicts_the_oldest_responses() -> None:
     archive = Archive(limit_bytes=500)
     for number in range(10):
         archive.put("anne", RESPONSE, str(number), {"text": "x" * 100})
@@ -173,7 +173,7 @@ def test_the_oldest_responses_make_room() -> None:
     archive.close()
 
 
-def test_a_conversation_that_has_grown_meanwhile_is_told() -> None:
+def test_concurrent_append_to_a_conversation_is_a_409() -> None:
     archive = Archive()
     archive.append("anne", "c", [ConversationItem("a", ChatMessage("user", "x"))], expected=0)
     with pytest.raises(ApiError) as told:
@@ -183,7 +183,7 @@ def test_a_conversation_that_has_grown_meanwhile_is_told() -> None:
     archive.close()
 
 
-def test_a_damaged_archive_is_told_of(tmp_path: Path) -> None:
+def test_damaged_archive_raises(tmp_path: Path) -> None:
     path = tmp_path / "archive.sqlite"
     path.write_bytes(b"no database at all" * 100)
     with pytest.raises(Damaged, match="archive.sqlite"):

@@ -96,7 +96,7 @@ def begun(client: httpx2.Client) -> str:
 @pytest.mark.parametrize(
     "step, store", [*((step, True) for step in range(ROWS + 2)), (0, False), (ROWS, False)]
 )
-def test_a_crash_and_a_retry_make_one_turn(
+def test_retry_after_a_crash_makes_one_turn(
     loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, store: bool
 ) -> None:
     with serving(tmp_path, loaded) as client:
@@ -120,7 +120,7 @@ def test_a_crash_and_a_retry_make_one_turn(
 @pytest.mark.failure(number=18)
 @pytest.mark.extended
 @pytest.mark.parametrize("store", [True, False])
-def test_a_key_is_answered_once(
+def test_idempotency_key_is_answered_once(
     loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: bool
 ) -> None:
     own = {"idempotency-key": "a key of mine"}

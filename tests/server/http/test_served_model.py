@@ -14,7 +14,7 @@ from larder.server import Archive, HttpSettings, LocalEngineClient, LoopbackAuth
 from server.http.running_server import listening
 
 
-def test_a_model_has_several_names_and_a_shorter_context(small: LoadedModel) -> None:
+def test_served_model_names_and_max_model_len(small: LoadedModel) -> None:
     hub = LocalEngineClient(Engine(small, policy="full"), names=("one", "two"), max_model_len=50)
     app = create_app(hub, LoopbackAuth(), Archive(), HttpSettings(max_new_tokens=4))
     with listening(app) as url, OpenAI(api_key="-", base_url=f"{url}/v1", max_retries=0) as client:
@@ -33,6 +33,6 @@ def test_a_model_has_several_names_and_a_shorter_context(small: LoadedModel) -> 
         assert refused.value.code == "context_length_exceeded"
 
 
-def test_a_context_longer_than_the_model_reads_is_refused(small: LoadedModel) -> None:
+def test_max_model_len_beyond_the_model_is_refused(small: LoadedModel) -> None:
     with pytest.raises(UsageError, match="--max-model-len 99999999"):
         LocalEngineClient(Engine(small, policy="full"), max_model_len=99_999_999)

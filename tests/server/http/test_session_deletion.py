@@ -14,7 +14,7 @@ def say(http: httpx2.Client, name: str) -> None:
     assert http.post("/v1/chat/completions", json=body).status_code == 200
 
 
-def test_deleting_a_session_tells_of_its_branches(http: httpx2.Client, served: Running) -> None:
+def test_session_deletion_lists_remaining_branches(http: httpx2.Client, served: Running) -> None:
     for name in ("x", "x~2", "y"):
         say(http, name)
     assert http.delete("/v1/sessions/x").json()["branches"] == ["x~2"]

@@ -43,7 +43,7 @@ def slow_requests(url: str, count: int, said: str) -> Iterator[list[socket.socke
 
 
 @pytest.mark.failure(number=31)
-def test_an_endless_header_is_cut(served: Running) -> None:
+def test_endless_header_closes_the_connection(served: Running) -> None:
     """Before: httptools, where it is installed, took all of it, and answered nobody meanwhile."""
     sent = 0
     with connected(served.url) as endless, pytest.raises(OSError):
@@ -73,7 +73,7 @@ def test_a_thousand_headers_are_refused(served: Running) -> None:
     ],
     ids=["nothing", "head", "body"],
 )
-def test_150_slow_requests_are_closed(said: str) -> None:
+def test_many_slow_requests_are_closed(said: str) -> None:
     settings = HttpSettings(request_seconds=0.3)
     with (
         running(ApiKeyAuth(KEYS), settings) as served,
@@ -93,7 +93,7 @@ def test_150_slow_requests_are_closed(said: str) -> None:
 
 
 @pytest.mark.extended
-def test_a_body_that_comes_steadily_and_a_long_answer_have_their_time() -> None:
+def test_steady_body_and_long_answer_are_not_timed_out() -> None:
     settings = HttpSettings(request_seconds=0.1, request_bytes_per_second=100, ping_seconds=0.05)
     body = b'{"prompt": "' + b"a" * 3000 + b'"}'
     head = (
@@ -112,7 +112,7 @@ def test_a_body_that_comes_steadily_and_a_long_answer_have_their_time() -> None:
 
 
 @pytest.mark.failure(number=31)
-def test_half_of_the_connections_stay_free_of_slow_ones() -> None:
+def test_slow_requests_take_at_most_half_of_the_connections() -> None:
     settings = HttpSettings(request_seconds=60.0, max_connections=16)
     with running(ApiKeyAuth(KEYS), settings) as served:
         with slow_requests(served.url, 30, "GET /health HTTP/1.1\r\nX-A: ") as slow:

@@ -49,7 +49,7 @@ def asked(**more: Any) -> dict[str, Any]:
     return {"model": "characters", "messages": MESSAGES} | more
 
 
-def test_a_model_of_pydantic_is_answered(client: OpenAI) -> None:
+def test_pydantic_model_is_parsed(client: OpenAI) -> None:
     said = client.chat.completions.parse(**asked(response_format=Pet))
     assert isinstance(said.choices[0].message.parsed, Pet)
     assert said.choices[0].finish_reason == "stop"
@@ -57,7 +57,7 @@ def test_a_model_of_pydantic_is_answered(client: OpenAI) -> None:
         assert isinstance(stream.get_final_completion().choices[0].message.parsed, Pet)
 
 
-def test_a_lenient_server_names_what_it_leaves_out() -> None:
+def test_lenient_server_warns_about_ignored_keywords() -> None:
     settings = HttpSettings(max_new_tokens=60, unsupported=Unsupported.IGNORED)
     hub = LocalEngineClient(Engine(byte_characters(), policy="full"))
     app = create_app(hub, LoopbackAuth(), Archive(), settings)
@@ -75,7 +75,7 @@ def test_a_lenient_server_names_what_it_leaves_out() -> None:
         assert any("uniqueItems" in each for each in more.warnings)
 
 
-def test_another_format_is_another_request(client: OpenAI) -> None:
+def test_responses_of_different_formats_are_cached_apart(client: OpenAI) -> None:
     extra = {"x-session-id": "formats"}
     texts = {
         client.chat.completions.create(
@@ -88,7 +88,7 @@ def test_another_format_is_another_request(client: OpenAI) -> None:
     assert texts == {"one", "two"}
 
 
-def test_outputs_of_vllm(client: OpenAI) -> None:
+def test_structured_outputs_field_of_vllm_is_enforced(client: OpenAI) -> None:
     for given, check in (
         ({"regex": "[xy]{3}"}, lambda text: re.fullmatch("[xy]{3}", text)),
         ({"choice": ["red", "blue"]}, lambda text: text in ("red", "blue")),
@@ -121,13 +121,13 @@ def test_outputs_of_vllm(client: OpenAI) -> None:
     ],
     ids=lambda wrong: str(wrong)[:60],
 )
-def test_what_cannot_be_enforced_is_named(client: OpenAI, wrong: dict[str, Any]) -> None:
+def test_unenforceable_format_names_its_parameter(client: OpenAI, wrong: dict[str, Any]) -> None:
     with pytest.raises(openai.BadRequestError) as told:
         client.chat.completions.create(**asked(), extra_body=wrong)
     assert told.value.param == next(iter(wrong))
 
 
-def test_a_lenient_schema_says_what_it_leaves_out(client: OpenAI) -> None:
+def test_non_strict_schema_warns_about_ignored_keywords(client: OpenAI) -> None:
     schema = {"type": "array", "uniqueItems": True, "maxItems": 2, "items": {"type": "boolean"}}
     described = {"name": "x", "schema": schema, "strict": False}
     body = {"response_format": {"type": "json_schema", "json_schema": described}}
@@ -136,7 +136,7 @@ def test_a_lenient_schema_says_what_it_leaves_out(client: OpenAI) -> None:
     assert "uniqueItems" in (said.model_extra or {})["warnings"][0]
 
 
-def test_a_cut_answer_is_not_repaired(client: OpenAI) -> None:
+def test_truncated_json_is_not_repaired(client: OpenAI) -> None:
     said = client.chat.completions.create(
         **asked(response_format={"type": "json_object"}, max_tokens=2, logprobs=True)
     )
