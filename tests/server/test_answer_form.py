@@ -110,7 +110,9 @@ def cut(text: str, seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
-def test_calls_are_found(name: str, text: str, content: str, calls: tuple[ToolCall, ...]) -> None:
+def test_tool_calls_are_parsed(
+    name: str, text: str, content: str, calls: tuple[ToolCall, ...]
+) -> None:
     form = AnswerForm(name)
     parsed = form.parse(text)
     assert (parsed.content, parsed.calls) == (content, calls)
@@ -125,7 +127,7 @@ def test_calls_are_found(name: str, text: str, content: str, calls: tuple[ToolCa
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3_json"])
-def test_arguments_come_as_they_are_written(name: str) -> None:
+def test_call_arguments_are_streamed_as_generated(name: str) -> None:
     parser = AnswerParser(AnswerForm(name))
     text = ("<tool_call>" if name == "hermes" else "") + '{"name": "f", "arguments": {"a": "bcd"}}'
     deltas = [(place, delta) for place, sign in enumerate(text) for delta in parser.push(sign)]
@@ -136,14 +138,14 @@ def test_arguments_come_as_they_are_written(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3_json"])
-def test_a_call_without_a_name_is_text(name: str) -> None:
+def test_tool_call_without_a_name_is_text(name: str) -> None:
     for call in ('{"name": "", "arguments": {"a": 1}}', '{"arguments": {"a": 1}, "name": ""}'):
         text = ("<tool_call>" if name == "hermes" else "") + call
         assert AnswerForm(name).parse(text) == ParsedAnswer("", text)
         assert streamed(AnswerForm(name), list(text)) == ("", text, [])
 
 
-def test_a_call_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tool_call_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     places = list[int]()
 
     def decoded(text: str, place: int) -> Any:
@@ -226,7 +228,7 @@ def test_scanned_characters_are_proportional_to_the_answer(name: str, scanned: l
     assert len(text) / 2 < sum(scanned) < most, sum(scanned) / len(text)
 
 
-def test_clients_spell_arguments_in_their_own_way() -> None:
+def test_equivalent_argument_spellings_are_equal() -> None:
     spellings = ('{"a":1,"b":[true,null]}', '{ "a": 1.0, "b": [ true, null ] }', F.arguments)
     assert {ToolCall.of("f", spelling) for spelling in spellings} == {F}
     assert ToolCall.of("f", "{broken") == ToolCall("f", "{broken")
@@ -261,7 +263,9 @@ def test_clients_spell_arguments_in_their_own_way() -> None:
         ("deepseek_r1", "hm", "hm", ""),
     ],
 )
-def test_reasoning_is_told_apart(name: str, text: str, reasoning: str, content: str) -> None:
+def test_reasoning_is_separated_from_content(
+    name: str, text: str, reasoning: str, content: str
+) -> None:
     form = AnswerForm(reasoning_parser=name)
     parsed = form.parse(text)
     assert (parsed.reasoning, parsed.content) == (reasoning, content)
@@ -270,7 +274,7 @@ def test_reasoning_is_told_apart(name: str, text: str, reasoning: str, content: 
     assert form.canonical(text) == content.strip()
 
 
-def test_reasoning_before_calls() -> None:
+def test_reasoning_before_tool_calls_is_separated() -> None:
     form = AnswerForm("hermes", "qwen3")
     text = f"<think>\nWhich?\n</think>\n\nThis.\n<tool_call>\n{RAW_F}\n</tool_call>"
     expected = "Which?", "This.\n", [("f", '{"a": 1.0,"b":[true,null]}')]
@@ -278,7 +282,7 @@ def test_reasoning_before_calls() -> None:
         assert streamed(form, parts) == expected
 
 
-def test_names() -> None:
+def test_parser_names_and_defaults() -> None:
     assert TOOL_PARSERS.names() == sorted(ANSWERS)
     assert default_tool_parser("... <tool_call> ...") == "hermes"
     assert default_tool_parser({"tool_use": "[TOOL_CALLS]"}) == "mistral"

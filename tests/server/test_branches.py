@@ -33,7 +33,7 @@ def branched(folder: Path, loaded: LoadedModel, count: int = 3) -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("gone", ["x", "x~2"])
-def test_a_branch_behind_one_that_is_gone_is_gone_on_with(
+def test_branch_continues_after_an_earlier_one_is_removed(
     small: LoadedModel, tmp_path: Path, gone: str
 ) -> None:
     branched(tmp_path, small)
@@ -49,9 +49,7 @@ def test_a_branch_behind_one_that_is_gone_is_gone_on_with(
         assert ask(hub, told(3), "x").told.session == "x~3"
 
 
-def test_a_branch_that_was_asked_for_first_hides_no_other(
-    small: LoadedModel, tmp_path: Path
-) -> None:
+def test_branch_loaded_first_does_not_hide_others(small: LoadedModel, tmp_path: Path) -> None:
     branched(tmp_path, small)
     with hub_in(tmp_path, small) as hub:
         hub.session("a", "x~2")
@@ -62,7 +60,7 @@ def test_a_branch_that_was_asked_for_first_hides_no_other(
 
 
 @pytest.mark.parametrize("damaged", ["x", "x~2"])
-def test_branches_that_cannot_be_read_go_as_well(
+def test_unreadable_branches_are_removed_with_their_session(
     small: LoadedModel, tmp_path: Path, damaged: str
 ) -> None:
     branched(tmp_path, small)
@@ -78,9 +76,7 @@ def test_branches_that_cannot_be_read_go_as_well(
 
 
 @pytest.mark.extended
-def test_branches_that_stay_are_told_though_they_cannot_be_read(
-    small: LoadedModel, tmp_path: Path
-) -> None:
+def test_removal_lists_unreadable_remaining_branches(small: LoadedModel, tmp_path: Path) -> None:
     branched(tmp_path, small)
     flip(tmp_path, small, "x~2")
     with hub_in(tmp_path, small) as hub:
@@ -92,7 +88,7 @@ def test_branches_that_stay_are_told_though_they_cannot_be_read(
     assert not list((tmp_path / "blobs" / "families").rglob("*.json"))
 
 
-def test_a_branch_of_a_session_that_is_in_memory_takes_no_name_that_is_kept(
+def test_branch_of_a_resident_session_avoids_stored_names(
     small: LoadedModel, tmp_path: Path
 ) -> None:
     branched(tmp_path, small)
@@ -103,9 +99,7 @@ def test_a_branch_of_a_session_that_is_in_memory_takes_no_name_that_is_kept(
         assert again.told.session == "x~4"
 
 
-def test_a_branch_that_nobody_has_named_takes_no_name_that_is_kept(
-    small: LoadedModel, tmp_path: Path
-) -> None:
+def test_unnamed_branch_avoids_stored_names(small: LoadedModel, tmp_path: Path) -> None:
     with hub_in(tmp_path, small) as hub:
         first = answered(told(1), ask(hub, told(1), "x"), "Why?")
         ask(hub, first, "x")
@@ -121,9 +115,7 @@ def ask_exactly(hub: LocalEngineClient, turns: list[ChatMessage], name: str) -> 
     return client.told.session
 
 
-def test_a_branch_under_another_rule_has_a_name_of_its_own(
-    small: LoadedModel, tmp_path: Path
-) -> None:
+def test_exact_branch_has_its_own_name(small: LoadedModel, tmp_path: Path) -> None:
     with hub_in(tmp_path, small, policy=LIMITED) as hub:
         first = ask(hub, told(1), "x")
         for number, more in enumerate(("Why?", "How?"), start=2):
@@ -135,9 +127,7 @@ def test_a_branch_under_another_rule_has_a_name_of_its_own(
 
 
 @pytest.mark.extended
-def test_a_branch_of_a_session_without_a_name_has_a_name_of_its_own(
-    small: LoadedModel, tmp_path: Path
-) -> None:
+def test_branch_of_an_unnamed_session_has_its_own_name(small: LoadedModel, tmp_path: Path) -> None:
     with hub_in(tmp_path, small) as hub:
         first = ask(hub, told(1))
         root = first.told.session
@@ -151,9 +141,7 @@ def test_a_branch_of_a_session_without_a_name_has_a_name_of_its_own(
         assert root_name(new) == root and new not in {each.told.session for each in made}
 
 
-def test_a_question_that_comes_twice_at_once_makes_a_branch_of_its_own(
-    small: LoadedModel, tmp_path: Path
-) -> None:
+def test_concurrent_identical_question_makes_a_branch(small: LoadedModel, tmp_path: Path) -> None:
     with hub_in(tmp_path, small) as hub:
         first = ask(hub, told(1))
         root = first.told.session
@@ -170,7 +158,7 @@ def test_a_question_that_comes_twice_at_once_makes_a_branch_of_its_own(
 
 @pytest.mark.extended
 @pytest.mark.parametrize("damaged", ["x~2", "x~4"])
-def test_a_fork_is_not_named_as_one_that_cannot_be_read(
+def test_fork_avoids_the_names_of_unreadable_branches(
     small: LoadedModel, tmp_path: Path, damaged: str
 ) -> None:
     branched(tmp_path, small, 4)
@@ -183,7 +171,7 @@ def test_a_fork_is_not_named_as_one_that_cannot_be_read(
         assert hub.session("a", name).turns == hub.session("a", "x").turns
 
 
-def test_who_deletes_branches_hears_that_they_cannot_be_told(
+def test_branch_removal_with_an_unreadable_family_is_a_503(
     small: LoadedModel, tmp_path: Path
 ) -> None:
     branched(tmp_path, small)
@@ -213,7 +201,7 @@ def calls(hub: LocalEngineClient, monkeypatch: pytest.MonkeyPatch) -> list[objec
     return made
 
 
-def test_requests_wait_for_no_more_steps_than_they_must(
+def test_requests_await_a_bounded_number_of_store_reads(
     small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with hub_in(tmp_path, small) as hub:
@@ -231,9 +219,7 @@ def test_requests_wait_for_no_more_steps_than_they_must(
 
 
 @pytest.mark.extended
-def test_a_large_family_is_not_brought_to_memory_for_one_of_it(
-    small: LoadedModel, tmp_path: Path
-) -> None:
+def test_branch_of_a_large_family_loads_few_sessions(small: LoadedModel, tmp_path: Path) -> None:
     branched(tmp_path, small, count=14)
     with hub_in(tmp_path, small) as hub:
         assert ask(hub, told(99), "x").told.session == "x~15"
@@ -242,7 +228,7 @@ def test_a_large_family_is_not_brought_to_memory_for_one_of_it(
 
 
 @pytest.mark.extended
-def test_branches_go_though_what_they_began_as_is_gone(small: LoadedModel, tmp_path: Path) -> None:
+def test_branches_are_removed_after_their_root(small: LoadedModel, tmp_path: Path) -> None:
     branched(tmp_path, small)
     with hub_in(tmp_path, small) as hub:
         assert hub.remove("a", "x") == ("x~2", "x~3")
@@ -252,7 +238,7 @@ def test_branches_go_though_what_they_began_as_is_gone(small: LoadedModel, tmp_p
             hub.remove("a", "x", branches=True)
 
 
-def test_a_removal_that_fails_ends_once_all_of_it_has(
+def test_failed_removal_ends_after_all_its_parts(
     small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     branched(tmp_path, small)

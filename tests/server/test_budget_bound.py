@@ -42,7 +42,7 @@ def check_rest(served: Served, name: str) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in SENTENCES]
 )
-def test_a_session_holds_its_budget_at_rest_and_a_block_more_while_a_turn_runs(
+def test_session_holds_at_most_budget_plus_one_block(
     deep: LoadedModel, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     served, turns = serving(deep, SENTENCES[name]), list[ChatMessage]()
@@ -58,7 +58,7 @@ def test_a_session_holds_its_budget_at_rest_and_a_block_more_while_a_turn_runs(
 
 
 @pytest.mark.extended
-def test_a_cache_that_is_read_again_stays_within_the_bound(
+def test_rebuilt_cache_stays_within_the_bound(
     deep: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept, lost = (serving(deep, KEYDIFF) for _ in range(2))
@@ -75,7 +75,7 @@ def test_a_cache_that_is_read_again_stays_within_the_bound(
 
 
 @pytest.mark.extended
-def test_a_branch_and_an_edit_stay_within_the_bound(
+def test_branch_and_edit_stay_within_the_bound(
     deep: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = serving(deep, KEYDIFF)
@@ -88,7 +88,7 @@ def test_a_branch_and_an_edit_stay_within_the_bound(
     assert client.told.session != "x" and peak.entries <= running
 
 
-def test_a_session_tells_what_it_holds_of_its_budget(deep: LoadedModel) -> None:
+def test_session_view_reports_held_and_budget_tokens(deep: LoadedModel) -> None:
     served = serving(deep, KEYDIFF)
     served.ask([user(SAID[1])], "x", max_new_tokens=40)
     view = session_info(served.core.sessions.find("a", "x")).as_json()

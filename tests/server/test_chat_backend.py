@@ -56,7 +56,7 @@ def talked(served: Served, name: str, history: list[ChatMessage], said: list[str
 
 @pytest.mark.extended
 @pytest.mark.parametrize("kind", KINDS)
-def test_answers_are_those_of_a_chat(deep: LoadedModel, kind: str) -> None:
+def test_answers_match_a_local_chat(deep: LoadedModel, kind: str) -> None:
     served = serving(deep, kind, device=None)
     engine = Engine(deep, policy=KINDS[kind], budget=str(TOKENS))
     engine.runtime = served.core.engine.runtime
@@ -73,7 +73,7 @@ def test_answers_are_those_of_a_chat(deep: LoadedModel, kind: str) -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("kind", ["d2o", "epicache", "snapkv"])
-def test_caches_that_were_given_up_are_built_again(small: LoadedModel, kind: str) -> None:
+def test_dropped_caches_are_recomputed(small: LoadedModel, kind: str) -> None:
     kept, lost = serving(small, kind), serving(small, kind)
     turns = [*HISTORY[:2], user(SAID[0])]
     for more in [*SAID[1:3], ""]:
@@ -86,7 +86,7 @@ def test_caches_that_were_given_up_are_built_again(small: LoadedModel, kind: str
 
 
 @pytest.mark.parametrize(("kind", "steps"), [("epicache", 1), ("epicache", 9), ("d2o", 6)])
-def test_a_cancelled_turn_leaves_chats_as_they_were(
+def test_cancelled_turn_leaves_the_chat_unchanged(
     small: LoadedModel, kind: str, steps: int
 ) -> None:
     served, other = serving(small, kind), serving(small, kind)
@@ -122,7 +122,7 @@ def test_a_message_longer_than_the_budget_is_read_in_blocks(small: LoadedModel) 
 
 
 @pytest.mark.extended
-def test_an_edited_message_goes_on_from_before_it(small: LoadedModel) -> None:
+def test_edited_message_continues_from_the_turn_before(small: LoadedModel) -> None:
     served, alone = serving(small, "epicache"), serving(small, "epicache")
     first = [*HISTORY[:4], user(SAID[0])]
     said = answered(first, served.ask(first, "x"), SAID[1])
@@ -141,7 +141,7 @@ def test_an_edited_message_goes_on_from_before_it(small: LoadedModel) -> None:
     assert roomy.ask(edited, "x").told.cached_tokens > 0, "the latest turn is cut off a copy"
 
 
-def test_the_map_shows_episodes_and_what_is_parked(small: LoadedModel) -> None:
+def test_kept_view_shows_episodes_and_offloaded_entries(small: LoadedModel) -> None:
     served = serving(small, "epicache")
     talked(served, "x", HISTORY, SAID[:2])
     session = served.core.sessions.find("a", "x")

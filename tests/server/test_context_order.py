@@ -37,7 +37,7 @@ def shared_size(order: tuple[str, ...], known: list[tuple[str, ...]], sizes: dic
     return most
 
 
-def test_no_order_shares_more() -> None:
+def test_context_order_shares_the_longest_prefix() -> None:
     luck, orders = Random(3), ContextOrders(ByteLedger())
     known = list[tuple[str, ...]]()
     for _ in range(60):
@@ -53,7 +53,7 @@ def test_no_order_shares_more() -> None:
         known.append(found)
 
 
-def test_what_was_not_read_before_keeps_its_order() -> None:
+def test_unknown_contexts_keep_their_order() -> None:
     orders = ContextOrders(ByteLedger())
     assert orders.shared("t", dict.fromkeys("cab", 1)) == ("c", "a", "b")
     orders.add("t", ("c", "a", "b"))
@@ -61,7 +61,7 @@ def test_what_was_not_read_before_keeps_its_order() -> None:
     assert orders.shared("other", dict.fromkeys("zcxa", 1)) == ("z", "c", "x", "a")
 
 
-def test_the_line_names_places_by_importance() -> None:
+def test_importance_line_ranks_context_positions() -> None:
     assert importance_line(["z", "c", "x"], ["c", "z", "x"]) == (
         "The 3 texts above, the most relevant first: 2, 1, 3."
     )
@@ -75,7 +75,7 @@ def asked(
     return served.ask([user(question)], contexts=contexts, context_order=SHARED, **more)
 
 
-def test_contexts_in_another_order_are_read_from_the_cache(small: LoadedModel) -> None:
+def test_reordered_contexts_hit_the_prefix_cache(small: LoadedModel) -> None:
     served, given = Served(small), Served(small)
     first = asked(served, "abc")
     again = asked(served, "cab", "And box b?")
@@ -92,7 +92,7 @@ def test_contexts_in_another_order_are_read_from_the_cache(small: LoadedModel) -
     assert other.told.cached_tokens == 0 and first.told.cached_tokens == 0
 
 
-def test_a_conversation_goes_on_and_repeated_contexts_are_read_once(small: LoadedModel) -> None:
+def test_repeated_contexts_of_a_conversation_are_prefilled_once(small: LoadedModel) -> None:
     served = Served(small)
     asked(served, "ab")
     turns = [user("Which box is the last?")]

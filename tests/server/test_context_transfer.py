@@ -38,7 +38,7 @@ def served(models: dict[str, LoadedModel], layers: tuple[int, int]) -> dict[str,
 
 
 @pytest.mark.parametrize("layers", [(0, 2), (1, 2)])
-def test_an_adapter_takes_what_its_base_has_read_for_the_tenant(models, layers) -> None:
+def test_adapter_reuses_context_caches_of_its_base(models, layers) -> None:
     both = served(models, layers)
     own = Served(models["lora"], "ape").ask(ASKED, contexts=(ONE, TWO))
     read = both["base"].ask(ASKED, contexts=(ONE, TWO)).told
@@ -53,7 +53,7 @@ def test_an_adapter_takes_what_its_base_has_read_for_the_tenant(models, layers) 
     assert both["base"].ask(ASKED, contexts=(ONE,)).told.cached_tokens == SIZES[0]
 
 
-def test_nothing_is_taken_from_the_adapter_by_its_base(models) -> None:
+def test_base_does_not_reuse_context_caches_of_its_adapter(models) -> None:
     both = served(models, (1, 2))
     both["lora"].ask(ASKED, tenant="a@lora", contexts=(ONE,))
     assert both["base"].ask(ASKED, contexts=(ONE,)).told.cached_tokens == 0
@@ -72,7 +72,7 @@ def test_hidden_states_count_into_host_memory(models) -> None:
     assert more == SIZES[0] * width * size
 
 
-def test_models_policies_and_layers_that_cannot_be_connected_are_refused(models) -> None:
+def test_incompatible_transfers_are_refused(models) -> None:
     both = {name: Served(loaded, "ape").core for name, loaded in models.items()}
     with pytest.raises(ModelError, match="Layer 2 is none of the model"):
         ContextTransfer("lora", "base", (1, 3)).connect(both)

@@ -50,7 +50,7 @@ def test_variants_and_anchors_are_reused_by_their_tenant(small: LoadedModel, pol
     assert served.core.ledger.used(Tier.DEVICE) == 0
 
 
-def test_variants_and_anchors_wait_in_host_memory_for_their_use(small: LoadedModel) -> None:
+def test_variants_and_anchors_are_held_in_host_memory(small: LoadedModel) -> None:
     source, spec = TenantChunks(HostChunks(ByteLedger(ByteBudgets())), "a"), small.decoder.spec
     sides = tuple(torch.ones(layer.kv_heads, 3, layer.head_dim) for layer in spec.layers)
     entries = ChunkEntries(sides, sides)
@@ -66,7 +66,7 @@ def test_variants_and_anchors_wait_in_host_memory_for_their_use(small: LoadedMod
         assert held.keys[0].device.type == "cpu", "all would be on the device at once"
 
 
-def test_an_anchor_takes_the_bytes_of_its_change(small: LoadedModel) -> None:
+def test_anchor_is_charged_its_difference_only(small: LoadedModel) -> None:
     ledger, spec = ByteLedger(ByteBudgets()), small.decoder.spec
     source, cache = TenantChunks(HostChunks(ledger), "a"), SequenceCache(spec, "dense")
     small.decoder.read([BatchSegment(cache, (1, 2, 2, 2))], Mode.APPEND)
@@ -82,7 +82,7 @@ def test_an_anchor_takes_the_bytes_of_its_change(small: LoadedModel) -> None:
     assert held is not None and anchor.base.keys[0] is held.keys[0]
 
 
-def test_variants_leave_a_full_host_memory(small: LoadedModel) -> None:
+def test_full_host_memory_evicts_variants(small: LoadedModel) -> None:
     served = Served(small, "cachecraft")
     served.ask(ASKED, contexts=(ONE, TWO))
     taken = served.core.ledger.used(Tier.HOST)
@@ -95,7 +95,7 @@ def test_variants_leave_a_full_host_memory(small: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("policy", ["cacheblend", "ape"])
-def test_known_contexts_are_reused_by_their_tenant(small: LoadedModel, policy: str) -> None:
+def test_cached_contexts_are_reused_by_their_tenant_only(small: LoadedModel, policy: str) -> None:
     served = Served(small, policy)
     first = served.ask(ASKED, contexts=(ONE, TWO))
     again = served.ask(ASKED, contexts=(chunk_id(ONE), TWO))
@@ -113,7 +113,7 @@ def test_known_contexts_are_reused_by_their_tenant(small: LoadedModel, policy: s
     assert served.core.ledger.used(Tier.DEVICE) == 0
 
 
-def test_a_document_tree_is_exact_and_of_one_tenant(small: LoadedModel) -> None:
+def test_document_tree_is_lossless_and_tenant_private(small: LoadedModel) -> None:
     served, plain = Served(small, "ragcache"), Served(small, "full")
     sizes = [len(text.rstrip()) + 2 for text in (ONE, TWO)]
     asked = [((ONE, TWO), 0), ((ONE, TWO), sum(sizes)), ((TWO, ONE), 0), ((ONE, "New."), sizes[0])]
@@ -135,7 +135,7 @@ def tree(small: LoadedModel, room: int) -> tuple[HostChunks, TenantChunks, Seque
     return chunks, TenantChunks(chunks, "a"), cache
 
 
-def test_a_document_leaves_after_those_that_were_read_behind_it(small: LoadedModel) -> None:
+def test_document_tree_evicts_leaves_first(small: LoadedModel) -> None:
     chunks, own, cache = tree(small, 3)
     first, second, third = (tuple(range(n, n + 4)) for n in (5, 9, 13))
     for length, (before, ids) in ((4, ((), first)), (8, (first, second))):
@@ -158,7 +158,7 @@ def test_a_document_leaves_after_those_that_were_read_behind_it(small: LoadedMod
     assert known == [True, True, False, True]
 
 
-def test_documents_before_a_new_one_stay(small: LoadedModel) -> None:
+def test_ancestors_of_a_new_document_are_not_evicted(small: LoadedModel) -> None:
     chunks, own, cache = tree(small, 3)
     first, second, third = (tuple(range(n, n + 4)) for n in (5, 9, 13))
     for length, before, ids in ((4, (), first), (8, first, second), (4, (), (1, 2, 3, 4))):
@@ -172,7 +172,7 @@ def test_documents_before_a_new_one_stay(small: LoadedModel) -> None:
     assert [key for _, key in chunks._held] == path
 
 
-def test_documents_that_are_asked_for_often_stay_until_the_clock_has_passed_them(
+def test_frequent_documents_stay_until_the_eviction_clock_passes(
     small: LoadedModel,
 ) -> None:
     chunks, own, cache = tree(small, 2)
@@ -189,7 +189,7 @@ def test_documents_that_are_asked_for_often_stay_until_the_clock_has_passed_them
         assert known(1) == (number < 5) and known(number)
 
 
-def test_contexts_are_text_under_other_policies(small: LoadedModel) -> None:
+def test_contexts_are_plain_text_under_other_policies(small: LoadedModel) -> None:
     served = Served(small, "full")
     apart = served.ask(ASKED, contexts=(ONE, TWO))
     text = f"{ONE.rstrip()}\n\n{TWO.rstrip()}\n\n{ASKED[0].text}"
@@ -259,7 +259,7 @@ def test_texts_of_a_tenant_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert texts.find("one", chunk_id("c" * 400)) is None
 
 
-def test_texts_of_all_tenants_count_on_host_memory() -> None:
+def test_texts_of_all_tenants_are_charged_to_host_memory() -> None:
     budgets = ByteBudgets({Tier.HOST: 16 * 3000}, {Tier.HOST: 2000})
     ledger = ByteLedger(budgets)
     texts = HostTexts(ledger)
@@ -284,9 +284,7 @@ def test_texts_that_are_refused_are_not_kept(small: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("said", ["0context0", "0mark00"])
-def test_contexts_stand_in_front_of_the_user_whatever_is_said(
-    small: LoadedModel, said: str
-) -> None:
+def test_contexts_precede_the_user_message(small: LoadedModel, said: str) -> None:
     core = Served(small, "ape").core
     turns = (ChatMessage("system", said), user(f"{said} What?"))
     text = core.contexts.prompt(Request("a", turns, contexts=(ONE,)))

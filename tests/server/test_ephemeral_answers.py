@@ -37,7 +37,7 @@ def answers(served: Served, several: list[Request], together: bool) -> list[Clie
 @pytest.mark.extended
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("policy", ["full", LIMITED, STEPWISE])
-def test_choices_are_what_each_is_alone(small: LoadedModel, policy: str, together: bool) -> None:
+def test_choices_match_single_requests(small: LoadedModel, policy: str, together: bool) -> None:
     served, alone = Served(small, policy, tokens=64), Served(small, policy, tokens=64)
     first = served.ask(told(1), "x")
     turns = answered(told(1), first, "And what does the next box hold?")
@@ -57,7 +57,7 @@ def test_choices_are_what_each_is_alone(small: LoadedModel, policy: str, togethe
     assert served.ask(answered(turns, clients[0], "So?"), "x").told.session == "x"
 
 
-def test_choices_read_the_prompt_once(small: LoadedModel) -> None:
+def test_choices_prefill_the_prompt_once(small: LoadedModel) -> None:
     served = Served(small)
     _, *others = answers(served, requests(told(3), 3), together=True)
     length = others[0].told.prompt_tokens
@@ -65,7 +65,7 @@ def test_choices_read_the_prompt_once(small: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("policy", ["full", LIMITED])
-def test_a_scored_prompt_leaves_nothing(small: LoadedModel, policy: str) -> None:
+def test_scored_prompt_leaves_no_session(small: LoadedModel, policy: str) -> None:
     served, full = Served(small, policy), Served(small)
     text = "Box 7 holds 12 coins. " * 5
     scored = {"raw_prompt": text, "logprobs": 1, "prompt_logprobs": True, "max_new_tokens": 1}
@@ -77,7 +77,7 @@ def test_a_scored_prompt_leaves_nothing(small: LoadedModel, policy: str) -> None
     assert not list(served.core.sessions) and served.core.ledger.used(Tier.DEVICE) == 0
 
 
-def test_a_cancelled_first_answer_leaves_the_others(small: LoadedModel) -> None:
+def test_cancelled_first_choice_does_not_stop_the_others(small: LoadedModel) -> None:
     served = Served(small)
     first, *others = requests([user("Who is there, and who is not?")], 2)
     client, other = Client(served=served), Client(served=served)

@@ -19,7 +19,7 @@ CASES = [
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name, policy, count", CASES)
-def test_sessions_answer_as_each_alone(name: str, policy: str, count: int) -> None:
+def test_batched_sessions_match_single_sessions(name: str, policy: str, count: int) -> None:
     together, alone = (Served(family_characters(name), policy) for _ in range(2))
     texts = {number: told(number) for number in range(count)}
     for more in ("Why?", "Sure?"):
@@ -31,7 +31,7 @@ def test_sessions_answer_as_each_alone(name: str, policy: str, count: int) -> No
     assert together.core.scheduler.steps < alone.core.scheduler.steps
 
 
-def test_a_state_serves_its_whole_text_alone() -> None:
+def test_recurrent_state_is_reused_for_its_whole_text_only() -> None:
     """A longer text continues a session, an edited one is read from the start."""
     edited, continued = (Served(family_characters(HYBRID)) for _ in range(2))
     first = [each.ask(told(1), "x") for each in (edited, continued)]

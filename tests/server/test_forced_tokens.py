@@ -62,7 +62,7 @@ def counted_passes(loaded: LoadedModel) -> Iterator[list[int]]:
         yield counts
 
 
-def test_forced_tokens_are_those_of_the_mask() -> None:
+def test_forced_tokens_match_masked_sampling() -> None:
     compiler = ConstraintCompiler(byte_characters().tokenizer, 128, frozenset({2}))
     for make in (lambda: json_constraint(SCHEMA), lambda: regex_constraint("ab[cd]ef")):
         source, params = torch.Generator().manual_seed(1), SamplingParams(temperature=1.0, seed=7)
@@ -90,9 +90,7 @@ def test_forced_tokens_are_those_of_the_mask() -> None:
         ),
     ],
 )
-def test_a_server_reads_forced_tokens_together(
-    loaded: LoadedModel, policy: str, temperature: float
-) -> None:
+def test_server_batches_forced_tokens(loaded: LoadedModel, policy: str, temperature: float) -> None:
     sampling = SamplingParams(temperature=temperature, seed=5)
 
     def answers() -> tuple[list[Any], int]:
@@ -125,7 +123,7 @@ def test_a_server_reads_forced_tokens_together(
         assert steps < single_steps - TOKENS / 2
 
 
-def test_an_answer_ends_inside_forced_tokens(loaded: LoadedModel) -> None:
+def test_answer_stops_inside_forced_tokens(loaded: LoadedModel) -> None:
     served = Served(loaded)
     constraint = regex_constraint("[ab]cdefgh")
     whole = served.ask(ASKED, constraint=constraint, max_new_tokens=9)
@@ -146,7 +144,7 @@ def test_an_answer_ends_inside_forced_tokens(loaded: LoadedModel) -> None:
 @pytest.mark.parametrize(
     "policy", ["full", STEPWISE, pytest.param(LIMITED, marks=pytest.mark.slow)]
 )
-def test_an_engine_reads_forced_tokens_together(loaded: LoadedModel, policy: str) -> None:
+def test_engine_batches_forced_tokens(loaded: LoadedModel, policy: str) -> None:
     budget = None if policy == "full" else 64
     engine = Engine(loaded, policy=policy, budget=budget)
     memory = engine.read("It is warm in here. " * 6)

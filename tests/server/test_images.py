@@ -130,7 +130,7 @@ def merges(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_conversation_about_images(name: str, merges: list[int]) -> None:
+def test_image_conversation_matches_the_model(name: str, merges: list[int]) -> None:
     one = shown(name)
     turns = [one.message("Look with care: ", 10, " an", 20, "?")]
     first = one.ask(turns)
@@ -152,7 +152,7 @@ def test_a_conversation_about_images(name: str, merges: list[int]) -> None:
     assert same.cached_tokens == first.told.prompt_tokens - len("?\nAssistant:")
 
 
-def test_a_lost_cache_is_read_again(merges: list[int]) -> None:
+def test_dropped_image_cache_is_recomputed(merges: list[int]) -> None:
     one = shown(QWEN)
     turns = [one.message("Look: ", 10, " here?")]
     turns = answered(turns, one.ask(turns), "Why?")
@@ -169,7 +169,7 @@ def test_a_lost_cache_is_read_again(merges: list[int]) -> None:
 
 
 @pytest.mark.extended
-def test_sessions_share_nothing_from_the_first_image_that_differs_on() -> None:
+def test_sessions_share_no_prefix_past_a_different_image() -> None:
     one, text = shown(QWEN), "Look with care, an then say: " * 4  # so long that it is shared
     before, asked = len(f"User: {text}"), " here? An "
     first = [one.message(text, 10, asked, 20, "?")]
@@ -205,13 +205,13 @@ def test_a_stored_session_continues(tmp_path: Path, merges: list[int]) -> None:
     store.close()
 
 
-def test_a_repetition_penalty_counts_words_alone() -> None:
+def test_repetition_penalty_ignores_image_tokens() -> None:
     one = shown(LLAVA)
     sampling = SamplingParams(temperature=0.0, repetition_penalty=1.5)
     assert one.ask([one.message("Look: ", 10, "?")], sampling=sampling).text
 
 
-def test_blocks_do_not_cut_images(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_blocks_do_not_split_images(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = ("Look: ", 10, " an", 20, " an", 30, "?")
     whole, cut = shown(QWEN), shown(QWEN)
     expected = whole.ask([whole.message(*parts)]).text
@@ -220,7 +220,7 @@ def test_blocks_do_not_cut_images(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cut.served.core.scheduler.blocks > 3
 
 
-def test_refusals() -> None:
+def test_unsupported_image_requests_are_refused() -> None:
     one = shown(LLAVA)
     with pytest.raises(ApiError, match="image tokens"):
         one.ask([one.message("What is <image> in ", 10, "?")])

@@ -43,7 +43,7 @@ def ask(
     return client, hub.submit(request, client)
 
 
-def test_clients_of_many_threads_are_answered(hub: LocalEngineClient) -> None:
+def test_concurrent_clients_are_answered(hub: LocalEngineClient) -> None:
     reports: dict[int, Report] = {}
 
     def talk(number: int) -> None:
@@ -61,7 +61,7 @@ def test_clients_of_many_threads_are_answered(hub: LocalEngineClient) -> None:
     assert stats.budget_bytes == {"device": 2_000_000} and stats.steps <= 18
 
 
-def test_a_pin_that_is_not_written_is_none(
+def test_failed_pin_write_leaves_the_session_unpinned(
     small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: object) -> None:
@@ -87,7 +87,7 @@ def test_a_pin_that_is_not_written_is_none(
         assert hub.session("a", "x").view.pinned
 
 
-def test_an_answer_may_be_cancelled_from_outside(hub: LocalEngineClient) -> None:
+def test_ticket_cancels_a_running_answer(hub: LocalEngineClient) -> None:
     client, ticket = ask(hub, told(1), "x", new=1000)
     ticket.cancel()
     assert client.wait().reason == "cancelled"
@@ -122,7 +122,7 @@ def test_sessions_are_managed_by_name(hub: LocalEngineClient) -> None:
     assert caught.value.code == "session_exists"
 
 
-def test_branches_go_with_a_session_where_that_is_wanted(hub: LocalEngineClient) -> None:
+def test_branches_are_removed_with_a_session_on_request(hub: LocalEngineClient) -> None:
     def branched(name: str) -> tuple[str, ...]:
         ask(hub, told(1), name)[0].wait()
         made = [ask(hub, told(number), name)[0].wait().session for number in (2, 3)]
@@ -138,7 +138,7 @@ def test_branches_go_with_a_session_where_that_is_wanted(hub: LocalEngineClient)
     assert there == {"x~3", "x of one's own", "y of one's own"}
 
 
-def test_nothing_goes_while_a_branch_that_is_to_go_is_answering(hub: LocalEngineClient) -> None:
+def test_removal_with_a_busy_branch_removes_nothing(hub: LocalEngineClient) -> None:
     for number in (1, 2):
         ask(hub, told(number), "x")[0].wait()
     _, ticket = ask(hub, told(3), "x~2", new=1000)
@@ -149,7 +149,7 @@ def test_nothing_goes_while_a_branch_that_is_to_go_is_answering(hub: LocalEngine
     ticket.cancel()
 
 
-def test_looking_at_what_is_kept_moves_nothing(hub: LocalEngineClient) -> None:
+def test_kept_view_does_not_move_caches(hub: LocalEngineClient) -> None:
     ask(hub, told(1), "x")[0].wait()
     before, core = hub.kept("a", "x"), hub.context.core
     assert hub.context.thread.call(lambda: core.tiers.offload(core.find("a", "x")))
@@ -162,7 +162,7 @@ def test_looking_at_what_is_kept_moves_nothing(hub: LocalEngineClient) -> None:
     assert hub.kept("a", "x").tokens == 0 and hub.kept("a", "x").tier == "none"
 
 
-def test_tokens_go_there_and_back(hub: LocalEngineClient) -> None:
+def test_tokenize_and_detokenize_round_trip(hub: LocalEngineClient) -> None:
     assert hub.detokenize(hub.tokenize("Box 7.")) == "Box 7."
     with pytest.raises(ApiError, match="vocabulary"):
         hub.detokenize([5, 4000])
@@ -170,14 +170,14 @@ def test_tokens_go_there_and_back(hub: LocalEngineClient) -> None:
     assert model.name == "characters" and model.context_tokens == 4096
 
 
-def test_tokens_that_share_a_character_have_it_once() -> None:
+def test_character_of_several_tokens_appears_once() -> None:
     raw = "Aé€𝄞z".encode()
     pieces = TranscriptTexts(lambda ids: bytes(ids).decode("utf-8", "replace"))
     assert pieces.texts(raw) == ("A", "", "é", "", "", "€", "", "", "", "𝄞", "z")
     assert pieces.texts(raw[:2] + b"z") == ("A", "\ufffd", "z")
 
 
-def test_a_text_that_could_never_be_read_is_not_taken_apart(
+def test_text_beyond_the_context_length_is_not_tokenized(
     hub: LocalEngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object) -> None:
@@ -193,7 +193,7 @@ def test_a_text_that_could_never_be_read_is_not_taken_apart(
         hub.tokenize(text)
 
 
-def test_a_hub_that_is_closed_takes_nothing_and_leaves_nobody_waiting(
+def test_close_cancels_running_requests_and_refuses_new_ones(
     hub: LocalEngineClient,
 ) -> None:
     client, _ = ask(hub, told(1), "x", new=1000)
@@ -204,7 +204,7 @@ def test_a_hub_that_is_closed_takes_nothing_and_leaves_nobody_waiting(
     assert caught.value.status == 503
 
 
-def test_a_session_is_not_taken_apart_on_the_thread_that_answers(
+def test_imports_and_exports_run_off_the_model_thread(
     small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = list[tuple[str, str]]()

@@ -58,7 +58,7 @@ def logits_of(loaded: LoadedModel) -> torch.Tensor:
         return decoder.module(IDS).logits
 
 
-def test_weights_are_shared_but_for_those_that_the_adapter_changes(folder: Path) -> None:
+def test_adapter_shares_unmodified_weights(folder: Path) -> None:
     own, adapted = with_adapters(characters(), {"lora": str(folder)})
     changed = adapted["lora"]
     theirs = dict(changed.decoder.module.named_parameters())
@@ -134,7 +134,7 @@ def test_nothing_is_shared_between_models(client: OpenAI) -> None:
     client.delete("/sessions/only", cast_to=object)
 
 
-def test_turns_are_taken_in_order() -> None:
+def test_models_take_turns_in_order() -> None:
     lock, order = TurnLock(), list[int]()
 
     def work(number: int) -> None:
@@ -152,7 +152,7 @@ def test_turns_are_taken_in_order() -> None:
     assert order == list(range(5))
 
 
-def test_budgets_are_divided() -> None:
+def test_budgets_are_divided_between_models() -> None:
     budgets = ByteBudgets({Tier.DEVICE: 10}, {Tier.HOST: 9})
     shares = budgets.divided(3)
     assert (dict(shares.total), dict(shares.tenant)) == ({Tier.DEVICE: 3}, {Tier.HOST: 3})
@@ -160,7 +160,7 @@ def test_budgets_are_divided() -> None:
     assert (dict(disk.total), dict(disk.tenant)) == ({Tier.DISK: 9 * 10**9}, {Tier.DISK: 9000})
 
 
-def test_names_of_adapters(tmp_path: Path) -> None:
+def test_adapter_names_are_parsed(tmp_path: Path) -> None:
     from larder.cli.served_models import split_adapters
 
     odd = tmp_path / "a=b"

@@ -28,7 +28,7 @@ from server_engine_clients import hub_in
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_can_be_relayed(name: str) -> None:
+def test_operation_has_its_placement_and_merge(name: str) -> None:
     """Those on a session are routed by tenant and name, those of every replica are merged."""
     operation = OPERATIONS[name]
     names = [each.name for each in operation.parameters]
@@ -77,9 +77,7 @@ def test_arguments_are_passed_by_position_with_their_defaults() -> None:
         OPERATIONS["remove"].arguments("a")
 
 
-def test_a_client_runs_an_operation_that_is_no_method_of_its(
-    small: LoadedModel, tmp_path: Path
-) -> None:
+def test_client_runs_operations_without_own_methods(small: LoadedModel, tmp_path: Path) -> None:
     def context_len(context: EngineContext, tenant: str, name: str) -> int:
         return context.core.context if context.core.sessions.has(tenant, name) else 0
 

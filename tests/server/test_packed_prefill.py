@@ -32,7 +32,7 @@ def asked(served: Served, count: int, sentences: int = 2) -> list[Client]:
     return [served.submit(told(number, sentences), f"s{number}")[0] for number in range(count)]
 
 
-def test_prompts_that_arrive_together_are_read_in_one_pass(passes) -> None:
+def test_simultaneous_prompts_are_packed_in_one_forward_batch(passes) -> None:
     alone = Served(characters())
     expected = [alone.ask(told(number), f"s{number}").text for number in range(4)]
     singles, passes[:] = list(passes), []
@@ -50,7 +50,7 @@ def test_prompts_that_arrive_together_are_read_in_one_pass(passes) -> None:
         assert served.ask(turns, f"s{number}").text == alone.ask(turns, f"s{number}").text
 
 
-def test_a_pass_is_no_longer_than_a_block(passes) -> None:
+def test_packed_batch_is_at_most_one_block(passes) -> None:
     served = Served(characters(), prefill_chunk=128)
     asked(served, 4, sentences=1)
     served.run()
@@ -58,14 +58,14 @@ def test_a_pass_is_no_longer_than_a_block(passes) -> None:
     assert max(map(sum, passes)) <= 128
 
 
-def test_blocks_of_other_policies_are_read_apart(passes) -> None:
+def test_blocks_of_unpackable_policies_are_prefilled_separately(passes) -> None:
     served = Served(characters(), "limited")
     asked(served, 3)
     served.run()
     assert {len(rows) for rows in passes} == {1}
 
 
-def test_log_probabilities_of_a_prompt_are_read_apart(passes) -> None:
+def test_prompts_with_logprobs_are_prefilled_separately(passes) -> None:
     served = Served(characters())
     scored, _ = served.submit(told(0), "s0", prompt_logprobs=True, logprobs=0)
     asked_later, _ = served.submit(told(1), "s1")
@@ -74,7 +74,7 @@ def test_log_probabilities_of_a_prompt_are_read_apart(passes) -> None:
     assert {len(rows) for rows in passes} == {1}
 
 
-def test_a_pass_that_fails_is_made_alone(monkeypatch) -> None:
+def test_failed_packed_batch_is_retried_one_by_one(monkeypatch) -> None:
     expected = [Served(characters()).ask(told(number)).text for number in range(3)]
     read = Decoder.read
 
@@ -90,7 +90,7 @@ def test_a_pass_that_fails_is_made_alone(monkeypatch) -> None:
     assert [client.text for client in clients] == expected
 
 
-def test_a_request_that_cannot_be_read_ends_alone(monkeypatch) -> None:
+def test_failing_request_of_a_packed_batch_fails_alone(monkeypatch) -> None:
     """The pass of all fails as long as it is among them, and then its own."""
     read = Decoder.read
 
@@ -122,7 +122,7 @@ def steps(monkeypatch) -> list[list[int]]:
     return found
 
 
-def test_short_prompts_are_read_by_the_decode_steps_of_others(steps) -> None:
+def test_short_prompts_are_prefilled_in_decode_steps(steps) -> None:
     alone = Served(characters())
     expected = [alone.ask(told(number, 1), f"s{number}").text for number in range(4)]
     steps.clear()
@@ -142,7 +142,7 @@ def test_short_prompts_are_read_by_the_decode_steps_of_others(steps) -> None:
         assert served.ask(turns, f"s{number}").text == alone.ask(turns, f"s{number}").text
 
 
-def test_a_long_prompt_goes_on_beside_short_ones(steps) -> None:
+def test_long_prompt_progresses_beside_short_ones(steps) -> None:
     served = Served(characters(), prefill_chunk=64)
     long, _ = served.submit(told(0, 12), "long")
     shorts = list[Client]()

@@ -29,7 +29,7 @@ def taken(arena: PageArena) -> int:
 
 
 @pytest.mark.extended
-def test_a_session_with_the_beginning_of_another_takes_few_pages() -> None:
+def test_sessions_with_a_common_prefix_share_pages() -> None:
     plain, (served, arena) = Served(characters()), over_pages()
     turns, answers = told(0, BEGINNING), list[str]()
     for own in (plain, served):
@@ -56,7 +56,7 @@ def test_a_session_with_the_beginning_of_another_takes_few_pages() -> None:
 
 
 @pytest.mark.extended
-def test_offloaded_sessions_take_host_memory_and_come_back() -> None:
+def test_paged_sessions_are_offloaded_and_restored() -> None:
     plain, (served, _) = Served(characters()), over_pages(device=250_000, host=150_000)
     turns = {f"s{number}": told(number, 3) for number in range(5)}
     for _ in range(2):

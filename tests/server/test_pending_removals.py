@@ -19,7 +19,7 @@ READER = "reader"
 
 @pytest.mark.failure(number=21)
 @pytest.mark.parametrize("is_over", [True, False])
-def test_what_was_read_before_a_session_is_deleted_does_not_bring_it_back(
+def test_read_finished_after_a_deletion_does_not_restore_the_session(
     small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_over: bool
 ) -> None:
     """What was read arrives when the store has forgotten the session, or is about to."""
@@ -59,7 +59,7 @@ def test_what_was_read_before_a_session_is_deleted_does_not_bring_it_back(
         assert ask(hub, told(1), "x").told.session == "x"
 
 
-def test_what_could_not_be_deleted_is_read_again(small: LoadedModel, tmp_path: Path) -> None:
+def test_session_stays_readable_after_a_failed_deletion(small: LoadedModel, tmp_path: Path) -> None:
     with hub_in(tmp_path, small) as hub:
         assert isinstance(hub.context.persistence, StoreSessionPersistence)
         ask(hub, told(1), "x")

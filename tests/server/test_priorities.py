@@ -44,7 +44,7 @@ def finished(served: Served, clients: dict[str, Client]) -> list[str]:
     raise AssertionError(f"after many steps only {order} have ended")
 
 
-def test_lower_numbers_come_first(small: LoadedModel) -> None:
+def test_lower_priority_values_run_first(small: LoadedModel) -> None:
     served = Served(small, device=int(1.2 * room(small, "full", told(1), 4)))
     clients = {
         f"{priority} {n}": served.submit(told(n + 10 * priority), priority=priority)[0]
@@ -54,7 +54,7 @@ def test_lower_numbers_come_first(small: LoadedModel) -> None:
     assert served.core.scheduler.preemptions == 0
 
 
-def test_prompts_and_steps_go_by_priority(small: LoadedModel) -> None:
+def test_prefill_and_decode_follow_priority(small: LoadedModel) -> None:
     served = Served(small, "full", prefill_chunk=16, rows=1)
     late = {"late": served.submit(LONG, tenant="a", priority=1, max_new_tokens=8)[0]}
     for _ in range(2):
@@ -64,7 +64,7 @@ def test_prompts_and_steps_go_by_priority(small: LoadedModel) -> None:
     assert not late["late"].text or late["late"].told
 
 
-def test_equal_numbers_share_by_tokens_served(small: LoadedModel) -> None:
+def test_equal_priorities_share_by_tokens_served(small: LoadedModel) -> None:
     """Two tenants read equally many tokens although one has four times as many requests."""
     served = Served(small, "full", prefill_chunk=16)
     flood = [served.submit(told(n, 12), tenant="a", priority=3)[0] for n in range(4)]
@@ -83,7 +83,7 @@ def test_equal_numbers_share_by_tokens_served(small: LoadedModel) -> None:
 @pytest.mark.parametrize(
     ("steps", "host"), [(30, None), *(pytest.param(*case, marks=pytest.mark.slow) for case in REST)]
 )
-def test_a_preempted_answer_goes_on_as_if_nothing_had_been(
+def test_preempted_answer_resumes_unchanged(
     small: LoadedModel, policy: str, steps: int, host: int | None
 ) -> None:
     alone = Served(small, policy)
@@ -112,9 +112,7 @@ def test_a_preempted_answer_goes_on_as_if_nothing_had_been(
 
 
 @pytest.mark.parametrize("policy", ["full", pytest.param("limited", marks=pytest.mark.slow)])
-def test_a_preempted_request_that_is_cancelled_leaves_nothing(
-    small: LoadedModel, policy: str
-) -> None:
+def test_cancelled_preempted_request_releases_everything(small: LoadedModel, policy: str) -> None:
     turns = told(1)
     device = int(1.3 * room(small, policy, LONG, 40))
     served, alone = Served(small, policy, device=device), Served(small, policy)
@@ -136,7 +134,7 @@ def test_a_preempted_request_that_is_cancelled_leaves_nothing(
     assert served.core.sessions.find("a", "x").transcript.epoch == 2
 
 
-def test_a_request_is_not_preempted_for_one_of_its_own_number(small: LoadedModel) -> None:
+def test_request_is_not_preempted_by_equal_priority(small: LoadedModel) -> None:
     served = Served(small, device=int(1.2 * room(small, "full", LONG, 40)))
     first, _ = served.submit(LONG, priority=1, max_new_tokens=40)
     served.step()
@@ -147,9 +145,7 @@ def test_a_request_is_not_preempted_for_one_of_its_own_number(small: LoadedModel
 
 @pytest.mark.extended
 @pytest.mark.parametrize("policy", ["full", "limited"])
-def test_a_used_up_quota_of_one_tenant_holds_up_and_preempts_no_other(
-    small: LoadedModel, policy: str
-) -> None:
+def test_exhausted_tenant_quota_does_not_preempt_others(small: LoadedModel, policy: str) -> None:
     quota = int(1.2 * reserved(small, policy, LONG, 40))
     served = Served(small, policy, quotas={Tier.DEVICE: quota})
     first, _ = served.submit(LONG, tenant="a", max_new_tokens=40)
@@ -178,7 +174,7 @@ def test_a_tenant_preempts_its_own_requests_for_its_quota(small: LoadedModel) ->
 
 
 @pytest.mark.extended
-def test_nobody_stops_on_the_device_where_host_memory_is_short(small: LoadedModel) -> None:
+def test_no_preemption_without_host_memory(small: LoadedModel) -> None:
     """A turn of a chat counts on host memory; an exact answer has none to give."""
 
     def begun(host: int | None) -> tuple[Served, list[list[ChatMessage]]]:
@@ -229,7 +225,7 @@ def prompt_tokens(served: Served) -> Iterator[list[int]]:
         pytest.param("limited", None, marks=pytest.mark.slow),
     ],
 )
-def test_few_tokens_of_prompts_are_read_between_tokens_of_answers(
+def test_prefill_tokens_between_decode_steps_are_bounded(
     small: LoadedModel, policy: str, chunk: int | None
 ) -> None:
     served = Served(small, policy, prefill_chunk=chunk)
@@ -252,7 +248,7 @@ def test_few_tokens_of_prompts_are_read_between_tokens_of_answers(
     assert steps > 2 and len(counts) > 2 and quick
 
 
-def test_a_cache_is_read_again_where_moving_it_takes_longer() -> None:
+def test_cache_is_recomputed_when_moving_it_is_slower() -> None:
     rates = HostMoveRates()
     assert not rates.is_slower(10**9, 1e-9), "nothing is known"
     for _ in range(MIN_MOVES):
@@ -265,7 +261,9 @@ def test_a_cache_is_read_again_where_moving_it_takes_longer() -> None:
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
-def test_evicted_sessions_go_where_it_costs_less(small: LoadedModel, is_slow: bool) -> None:
+def test_evicted_sessions_take_the_cheaper_of_offload_and_drop(
+    small: LoadedModel, is_slow: bool
+) -> None:
     served = Served(small, device=int(1.2 * room(small, "full", told(1), 4)))
     for _ in range(MIN_MOVES):
         served.core.tiers.rates.note(1 if is_slow else 10**12, 1.0)

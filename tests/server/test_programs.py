@@ -35,7 +35,7 @@ def finished(served: Served, clients: dict[str, Client]) -> list[str]:
         (PROGRAMS, ["running", "old", "new 0", "new 1"]),
     ],
 )
-def test_a_program_that_has_begun_does_not_wait_behind_new_ones(
+def test_running_program_goes_before_new_programs(
     small: LoadedModel, scheduling: SchedulingPolicy, order: list[str]
 ) -> None:
     served = one_at_a_time(small, scheduling)
@@ -48,9 +48,7 @@ def test_a_program_that_has_begun_does_not_wait_behind_new_ones(
     assert finished(served, clients) == order
 
 
-def test_new_programs_do_not_wait_forever(
-    small: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_programs_are_not_starved(small: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_queue, "MAX_PASSED_REQUESTS", 5)
     served = one_at_a_time(small, PROGRAMS)
     turns = {name: told(number, 5) for number, name in enumerate(("old 0", "old 1"))}
@@ -65,7 +63,7 @@ def test_new_programs_do_not_wait_forever(
     assert new.report is not None and 5 <= rounds <= 8
 
 
-def test_a_session_in_memory_goes_first_and_priority_before_all(small: LoadedModel) -> None:
+def test_resident_sessions_go_first_after_priority(small: LoadedModel) -> None:
     served = Served(small, scheduling=PROGRAMS)
     turns, rank = told(1), served.core.scheduler.queue.policy.first
     first = served.ask(turns, "held")
@@ -77,7 +75,7 @@ def test_a_session_in_memory_goes_first_and_priority_before_all(small: LoadedMod
     served.run()
 
 
-def test_without_contention_nobody_waits(small: LoadedModel) -> None:
+def test_uncontended_requests_are_admitted_at_once(small: LoadedModel) -> None:
     served = Served(small, scheduling=PROGRAMS)
     turns = {name: told(number) for number, name in enumerate("ab")}
     for _ in range(3):
@@ -88,7 +86,7 @@ def test_without_contention_nobody_waits(small: LoadedModel) -> None:
         turns = {name: answered(turns[name], clients[name], "Why?") for name in turns}
 
 
-def test_pauses_are_those_of_the_tool_and_of_its_tenant(small: LoadedModel) -> None:
+def test_predicted_pauses_are_per_tool_and_tenant(small: LoadedModel) -> None:
     served = Served(small, eviction="continuum")
     turns = told(1)
     for number in range(3):
@@ -119,7 +117,7 @@ def pair(loaded: LoadedModel, is_old_resident: bool) -> tuple[Served, dict[str, 
 @pytest.mark.parametrize(
     ("is_resident", "order"), [(True, ["old", "held"]), (False, ["held", "old"])]
 )
-def test_prompts_are_read_in_the_order_of_admission(
+def test_prompts_are_prefilled_in_admission_order(
     small: LoadedModel, is_resident: bool, order: list[str]
 ) -> None:
     served, clients = pair(small, is_resident)
@@ -127,7 +125,7 @@ def test_prompts_are_read_in_the_order_of_admission(
 
 
 @pytest.mark.parametrize(("passed", "order"), [(64, ["held", "old"]), (63, ["old", "held"])])
-def test_the_prompt_of_an_overtaken_request_is_read_first(
+def test_overtaken_request_is_prefilled_first(
     small: LoadedModel, passed: int, order: list[str]
 ) -> None:
     served, clients = pair(small, is_old_resident=True)
@@ -136,7 +134,7 @@ def test_the_prompt_of_an_overtaken_request_is_read_first(
     assert finished(served, clients) == order
 
 
-def test_no_prompt_waits_for_the_blocks_of_old_programs_forever(
+def test_prompts_are_not_starved_by_old_programs(
     small: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request_queue, "MAX_PASSED_REQUESTS", 3)

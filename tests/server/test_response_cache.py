@@ -41,7 +41,7 @@ def entry(number: int, uses: int) -> ResponseEntry:
     return ResponseEntry("", row(float(number)), f"q{number}", uses=uses)
 
 
-def test_a_full_category_keeps_what_weighs_most() -> None:
+def test_full_category_keeps_the_heaviest_entries() -> None:
     own = TenantCategory(ResponseCategory(quota=2))
     five, three, four, two = entry(0, 5), entry(1, 3), entry(2, 4), entry(3, 2)
     assert own.keep(five, "5", 1.0, NOW) and own.keep(three, "3", 1.0, NOW)
@@ -49,7 +49,7 @@ def test_a_full_category_keeps_what_weighs_most() -> None:
     assert not own.keep(two, "2", 1.0, NOW) and [each.answer for each in own.kept] == ["5", "4"]
 
 
-def test_a_question_that_is_asked_often_gets_its_place_in_the_end() -> None:
+def test_frequent_question_eventually_replaces_an_entry() -> None:
     own = TenantCategory(ResponseCategory(quota=1))
     assert own.keep(own.note("", row(0.0), "a"), "a", 2.0, NOW)
     asked = 0
@@ -58,7 +58,7 @@ def test_a_question_that_is_asked_often_gets_its_place_in_the_end() -> None:
     assert asked == 2 and [each.question for each in own.kept] == ["b"]
 
 
-def test_answers_are_found_by_nearness_within_a_conversation_and_a_time() -> None:
+def test_lookup_is_by_similarity_conversation_and_ttl() -> None:
     own = TenantCategory(ResponseCategory(threshold=0.9, ttl=10.0))
     for angle in (0.0, 0.3):
         own.keep(own.note("here", row(angle), f"{angle}"), f"{angle}", 1.0, NOW)
@@ -69,7 +69,7 @@ def test_answers_are_found_by_nearness_within_a_conversation_and_a_time() -> Non
     assert own.find("here", row(0.25), NOW + 10) is None and not own.kept
 
 
-def test_rules_are_spelled_and_wrong_ones_refused() -> None:
+def test_category_rules_are_parsed_and_validated() -> None:
     name, rules = ResponseCategory.parse("faq:threshold=0.8,ttl=60,quota=5,embedder=tokens")
     assert (name, rules) == ("faq", ResponseCategory(0.8, 60.0, 5, embedder="tokens"))
     assert ResponseCategory.parse("faq") == ("faq", ResponseCategory())
@@ -119,7 +119,7 @@ class Cached:
         return waiting
 
 
-def test_an_answer_is_given_again_to_its_tenant_alone(small: LoadedModel) -> None:
+def test_cached_response_is_returned_to_its_tenant_only(small: LoadedModel) -> None:
     cached = Cached(small)
     with closing(cached.client):
         first, again = cached.ask("Box 7 holds?"), cached.ask("Box seven, what does it hold?")
@@ -136,7 +136,7 @@ def test_an_answer_is_given_again_to_its_tenant_alone(small: LoadedModel) -> Non
         assert cached.client.responses.hits == 1
 
 
-def test_sampled_answers_are_given_again_only_if_asked_for(small: LoadedModel) -> None:
+def test_sampled_responses_are_reused_only_on_request(small: LoadedModel) -> None:
     cached, hot = Cached(small), SamplingParams(temperature=1.0)
     with closing(cached.client):
         for _ in range(2):
@@ -147,7 +147,7 @@ def test_sampled_answers_are_given_again_only_if_asked_for(small: LoadedModel) -
         assert again.told.tier == "response"
 
 
-def test_examples_stand_in_front_of_a_question(small: LoadedModel) -> None:
+def test_cached_examples_precede_the_question(small: LoadedModel) -> None:
     cached = Cached(small)
     wanted = CachedResponse("faq", CachedUse.EXAMPLES, key="plan")
     with closing(cached.client):
@@ -158,7 +158,7 @@ def test_examples_stand_in_front_of_a_question(small: LoadedModel) -> None:
         assert second.told.prompt_tokens > first.told.prompt_tokens
 
 
-def test_what_cannot_be_answered_by_meaning_is_refused(small: LoadedModel) -> None:
+def test_uncacheable_requests_are_refused(small: LoadedModel) -> None:
     cached = Cached(small)
     with closing(cached.client):
         refused: list[dict[str, Any]] = [
@@ -174,20 +174,20 @@ def test_what_cannot_be_answered_by_meaning_is_refused(small: LoadedModel) -> No
             assert told.value.param == "response_cache" and told.value.status == 400
 
 
-def test_an_embedder_that_is_missing_is_told_at_the_start(small: LoadedModel) -> None:
+def test_missing_embedder_is_an_error_at_startup(small: LoadedModel) -> None:
     with pytest.raises(UnknownName, match="guess"):
         categories = {"faq": ResponseCategory(embedder="guess")}
         LocalEngineClient(Engine(small, policy="full"), response_categories=categories)
 
 
-def test_an_answer_that_was_cut_off_says_so_again(small: LoadedModel) -> None:
+def test_cached_truncated_answer_keeps_its_finish_reason(small: LoadedModel) -> None:
     cached = Cached(small)
     with closing(cached.client):
         first, again = cached.ask("Box 7?"), cached.ask("Box 7?")
         assert again.told.tier == "response" and again.told.reason == first.told.reason == "length"
 
 
-def test_an_entry_has_the_question_that_was_answered(small: LoadedModel) -> None:
+def test_entry_stores_the_question_that_was_answered(small: LoadedModel) -> None:
     cached, wanted = Cached(small), CachedResponse("faq", CachedUse.EXAMPLES, key="plan")
     asked = Request("a", (ChatMessage("user", "Never."),), cached_response=wanted, max_new_tokens=4)
     cached.client.responses.take(asked, Client())
@@ -198,7 +198,7 @@ def test_an_entry_has_the_question_that_was_answered(small: LoadedModel) -> None
         assert [each.question for each in own.kept] == ["Open 7.", "Open 9."]
 
 
-def test_questions_that_are_not_embedded_whole_are_answered_anew(small: LoadedModel) -> None:
+def test_questions_longer_than_the_embedder_are_not_cached(small: LoadedModel) -> None:
     cached = Cached(small)
     with closing(cached.client):
         for text in ("Lamp" + " on" * 20, "Lamp" + " off" * 20):
@@ -208,7 +208,7 @@ def test_questions_that_are_not_embedded_whole_are_answered_anew(small: LoadedMo
         assert not cached.client.responses._tenants
 
 
-def test_tenants_whose_answers_are_over_are_forgotten(small: LoadedModel) -> None:
+def test_tenants_with_only_expired_entries_are_dropped(small: LoadedModel) -> None:
     cached = Cached(small, ttl=1000.0)
     with closing(cached.client):
         cached.ask("Box 7?")
@@ -242,7 +242,7 @@ def test_a_full_queue_refuses_before_a_question_is_embedded(
 
 
 @pytest.mark.parametrize("quota", [1000, 1])
-def test_a_deleted_session_takes_its_answers_along(small: LoadedModel, quota: int) -> None:
+def test_deleted_session_removes_its_cached_responses(small: LoadedModel, quota: int) -> None:
     cached = Cached(small, quota=quota)
     with closing(cached.client):
         other = cached.ask("Coin 7?", tenant="b")
@@ -257,7 +257,7 @@ def test_a_deleted_session_takes_its_answers_along(small: LoadedModel, quota: in
         assert cached.client.responses.hits == 2
 
 
-def test_what_is_not_to_be_kept_is_no_answer_and_no_example(small: LoadedModel) -> None:
+def test_private_responses_are_not_cached(small: LoadedModel) -> None:
     cached, private = Cached(small), CachedResponse("faq", is_kept=False)
     with closing(cached.client):
         cached.ask("Box 7?", cached_response=private)

@@ -27,7 +27,7 @@ def need(loaded: LoadedModel, policy: str) -> int:
 @pytest.mark.parametrize(
     ("policy", "sessions", "fitting"), [("full", 6, 3), ("limited", 6, 2), ("stepwise", 5, 1)]
 )
-def test_sessions_on_a_budget_for_a_few_answer_as_each_alone(
+def test_sessions_beyond_the_budget_match_single_sessions(
     small: LoadedModel, policy: str, sessions: int, fitting: int
 ) -> None:
     crowd = Served(small, policy, device=fitting * need(small, policy))
@@ -44,13 +44,13 @@ def test_sessions_on_a_budget_for_a_few_answer_as_each_alone(
         assert crowd.core.scheduler.steps < alone.core.scheduler.steps
 
 
-def test_idle_sessions_of_others_leave_where_a_tenant_has_none(small: LoadedModel) -> None:
+def test_idle_sessions_of_other_tenants_are_evicted(small: LoadedModel) -> None:
     served = Served(small, device=int(1.9 * need(small, "full")), host=50_000)
     for tenant in "abca":
         assert served.ask(told(11), "x", tenant=tenant).told.new_tokens
 
 
-def test_prompts_are_read_however_many_writes_end(small: LoadedModel) -> None:
+def test_prompts_are_prefilled_while_writes_complete(small: LoadedModel) -> None:
     served = Served(small)
     client, _ = served.submit(told(11, 20), "x")
     for _ in range(90):
@@ -63,9 +63,7 @@ def test_prompts_are_read_however_many_writes_end(small: LoadedModel) -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("policy", MODES)
-def test_a_cache_that_was_dropped_is_read_again_to_the_same_answer(
-    small: LoadedModel, policy: str
-) -> None:
+def test_dropped_cache_is_recomputed_to_the_same_answer(small: LoadedModel, policy: str) -> None:
     kept, lost = Served(small, policy), Served(small, policy, host=300_000)
     turns, told_lost = told(1, 3), None
     for more in ("And 8?", "Why?"):
@@ -78,7 +76,7 @@ def test_a_cache_that_was_dropped_is_read_again_to_the_same_answer(
     assert told_lost.told.cached_tokens == 0
 
 
-def test_a_long_prompt_does_not_stop_answers(small: LoadedModel) -> None:
+def test_long_prompt_does_not_stall_decoding(small: LoadedModel) -> None:
     served = Served(small, "limited")
     short, _ = served.submit(told(1, 1), max_new_tokens=16)
     while not short.text:
@@ -90,7 +88,7 @@ def test_a_long_prompt_does_not_stop_answers(small: LoadedModel) -> None:
     assert max(between) <= 2  # a token may finish no character: text then comes with the next one
 
 
-def test_a_prompt_is_read_in_chunks_between_tokens(small: LoadedModel) -> None:
+def test_prompt_is_prefilled_in_chunks_between_decode_steps(small: LoadedModel) -> None:
     answers = list[str]()
     for chunk in (None, 7):
         served = Served(small, prefill_chunk=chunk)
@@ -104,7 +102,7 @@ def test_a_prompt_is_read_in_chunks_between_tokens(small: LoadedModel) -> None:
 
 
 @pytest.mark.extended
-def test_a_second_tenant_reads_before_the_rest_of_a_flood(small: LoadedModel) -> None:
+def test_second_tenant_is_served_before_the_rest_of_a_flood(small: LoadedModel) -> None:
     served = Served(small, "limited")
     flood = [served.submit(told(number, 8))[0] for number in range(3)]
     served.step()
@@ -123,7 +121,7 @@ def test_a_second_tenant_reads_before_the_rest_of_a_flood(small: LoadedModel) ->
     ("policy", "steps"),
     [("full", 0), ("full", 1), ("full", 12), ("limited", 2), ("limited", 9), ("stepwise", 9)],
 )
-def test_a_cancelled_request_leaves_nothing(small: LoadedModel, policy: str, steps: int) -> None:
+def test_cancelled_request_releases_everything(small: LoadedModel, policy: str, steps: int) -> None:
     served, other = Served(small, policy), Served(small, policy)
     turns = told(1)
     before = served.ask(turns, "x")
@@ -148,7 +146,7 @@ def test_a_cancelled_request_leaves_nothing(small: LoadedModel, policy: str, ste
 
 
 @pytest.mark.failure(number=19)
-def test_a_cancelled_request_leaves_nothing_of_a_copied_cache(small: LoadedModel) -> None:
+def test_cancelled_request_truncates_a_copied_cache(small: LoadedModel) -> None:
     served, other, turns = Served(small), Served(small), told(1)
     before = served.ask(turns, "x")
     other.ask(turns, "x")
@@ -171,7 +169,7 @@ def test_a_cancelled_request_leaves_nothing_of_a_copied_cache(small: LoadedModel
 
 
 @pytest.mark.extended
-def test_a_row_that_fails_ends_alone(small: LoadedModel) -> None:
+def test_failing_sequence_of_a_batch_fails_alone(small: LoadedModel) -> None:
     served, alone = Served(small, "stepwise"), Served(small, "stepwise")
     clients = [served.submit(told(number), max_new_tokens=20)[0] for number in range(3)]
     while len([job for job in served.core.scheduler.running if job.answer.output_ids]) < 3:
@@ -187,7 +185,7 @@ def test_a_row_that_fails_ends_alone(small: LoadedModel) -> None:
     assert len(list(served.core.sessions)) == 2
 
 
-def test_a_listener_that_fails_ends_alone(small: LoadedModel) -> None:
+def test_failing_listener_fails_alone(small: LoadedModel) -> None:
     served = Served(small)
 
     def fail(text: str) -> None:
@@ -200,7 +198,7 @@ def test_a_listener_that_fails_ends_alone(small: LoadedModel) -> None:
 
 
 @pytest.mark.failure(number=24)
-def test_what_can_never_fit_is_refused_at_once(small: LoadedModel) -> None:
+def test_request_larger_than_the_budget_is_refused(small: LoadedModel) -> None:
     served = Served(small, device=60_000)
     with pytest.raises(ApiError, match="have that limit raised") as caught:
         served.submit(told(1, 30))
@@ -212,7 +210,7 @@ def test_what_can_never_fit_is_refused_at_once(small: LoadedModel) -> None:
 
 
 @pytest.mark.failure(number=24)
-def test_a_budget_that_is_lowered_is_kept_at_once(small: LoadedModel) -> None:
+def test_lowered_budget_is_enforced_at_once(small: LoadedModel) -> None:
     served = Served(small, device=20_000_000, host=20_000_000)
     for number in range(4):
         served.ask(told(number), f"n{number}")
@@ -234,7 +232,7 @@ def test_a_budget_that_is_lowered_is_kept_at_once(small: LoadedModel) -> None:
         "blockwise() > sinks_and_window() > uniform() > cam() > every_step()",
     ],
 )
-def test_no_policy_holds_more_than_was_spoken_for(small: LoadedModel, policy: str) -> None:
+def test_policies_hold_at_most_their_reservation(small: LoadedModel, policy: str) -> None:
     served = Served(small, policy, tokens=48)
     turns = told(1, 6)
     more = answered(turns, served.ask(turns, "x"), "Why?")
@@ -242,7 +240,7 @@ def test_no_policy_holds_more_than_was_spoken_for(small: LoadedModel, policy: st
     assert not client.told.lossless and served.core.reservations.violations == 0
 
 
-def test_layers_that_slide_a_window_are_never_taken_back() -> None:
+def test_sliding_window_layers_are_not_truncated() -> None:
     windows = characters("gemma3")
     crowd, alone = Served(windows, device=220_000), Served(windows)
     texts: dict[int, list[ChatMessage]] = {number: told(number) for number in range(3)}
@@ -268,15 +266,13 @@ def test_layers_that_slide_a_window_are_never_taken_back() -> None:
         ("snapkv_blockwise", "raise the budget"),
     ],
 )
-def test_a_policy_that_cannot_be_served_is_refused_at_the_start(
-    small: LoadedModel, policy: str, way: str
-) -> None:
+def test_unservable_policy_is_refused_at_startup(small: LoadedModel, policy: str, way: str) -> None:
     with pytest.raises(LarderError, match=way):
         Served(small, policy, tokens=256 if policy == "exact_question" else 32)
 
 
 @pytest.mark.extended
-def test_a_flood_of_one_tenant_leaves_places_for_others(small: LoadedModel) -> None:
+def test_queue_keeps_places_for_other_tenants(small: LoadedModel) -> None:
     served = Served(small)  # with 64 places
     with pytest.raises(ApiError, match="wait for") as caught:
         for number in range(64):
@@ -292,7 +288,7 @@ def test_a_flood_of_one_tenant_leaves_places_for_others(small: LoadedModel) -> N
     assert other.told.new_tokens and served.ask(told(50)).told.new_tokens
 
 
-def test_a_full_queue_takes_nobody(small: LoadedModel) -> None:
+def test_full_queue_refuses_requests(small: LoadedModel) -> None:
     served = Served(small)
     with pytest.raises(ApiError) as caught:
         for number in range(100):
@@ -302,7 +298,7 @@ def test_a_full_queue_takes_nobody(small: LoadedModel) -> None:
 
 
 @pytest.mark.extended
-def test_a_long_prompt_is_read_though_shorter_ones_keep_coming(small: LoadedModel) -> None:
+def test_long_prompt_is_not_starved_by_short_ones(small: LoadedModel) -> None:
     served, number = Served(small, "limited"), 100
     scheduler = served.core.scheduler
     long, _ = served.submit(told(1, 6), max_new_tokens=1)

@@ -23,7 +23,7 @@ from server_core import Served, answered, told, user
 
 
 @pytest.mark.failure(number=24)
-def test_a_budget_that_is_lowered_under_an_answer_holds_once_it_ends(small: LoadedModel) -> None:
+def test_budget_lowered_during_an_answer_holds_after_it(small: LoadedModel) -> None:
     served = Served(small, device=20_000_000, host=20_000_000)
     first = served.ask(told(1), "x")
     ends, ticket = served.submit(answered(told(1), first, "Why?"), "x")
@@ -51,7 +51,7 @@ class Failing(SamplingParams):
         return super().sample(logits, random_generator)
 
 
-def test_a_draw_that_fails_changes_no_other_answer(small: LoadedModel) -> None:
+def test_failing_sampler_does_not_change_other_answers(small: LoadedModel) -> None:
     served, alone = Served(small), Served(small)
     good = [served.submit(told(number), max_new_tokens=9)[0] for number in range(2)]
     bad, _ = served.submit(told(2), max_new_tokens=9, sampling=Failing())
@@ -61,7 +61,7 @@ def test_a_draw_that_fails_changes_no_other_answer(small: LoadedModel) -> None:
         assert client.text == alone.ask(told(number), max_new_tokens=9).text
 
 
-def test_room_on_the_device_is_not_made_by_dropping_who_gets_it(small: LoadedModel) -> None:
+def test_eviction_spares_the_session_to_be_loaded(small: LoadedModel) -> None:
     alone = Served(small)
     alone.ask(told(1), "x")
     need, held = alone.core.reservations.peak, alone.core.sessions.find("a", "x").residency.nbytes
@@ -77,7 +77,9 @@ def test_room_on_the_device_is_not_made_by_dropping_who_gets_it(small: LoadedMod
 
 
 @pytest.mark.parametrize("name", ["prefetch", "compact"])
-def test_no_cache_is_moved_to_the_room_of_an_answer(small: LoadedModel, name: str) -> None:
+def test_prefetch_does_not_take_the_memory_of_a_running_answer(
+    small: LoadedModel, name: str
+) -> None:
     alone = Served(small)
     alone.ask(told(1), "x", max_new_tokens=20)
     served = Served(small, device=int(1.2 * alone.core.reservations.peak))
@@ -97,7 +99,7 @@ def test_no_cache_is_moved_to_the_room_of_an_answer(small: LoadedModel, name: st
 
 
 @pytest.mark.failure(number=18)
-def test_an_answer_is_not_repeated_to_who_asks_for_everything(small: LoadedModel) -> None:
+def test_lossy_answer_is_not_repeated_for_an_exact_request(small: LoadedModel) -> None:
     served, full = Served(small, "limited"), Served(small)
     turns = told(1, 5)
     for name in ("x", None):
@@ -110,13 +112,13 @@ def test_an_answer_is_not_repeated_to_who_asks_for_everything(small: LoadedModel
 
 
 @pytest.mark.failure(number=18)
-def test_an_answer_that_is_repeated_has_as_many_tokens(small: LoadedModel) -> None:
+def test_repeated_answer_reports_the_same_token_counts(small: LoadedModel) -> None:
     served = Served(small)
     first, again = served.ask(told(1), "x").told, served.ask(told(1), "x").told
     assert (again.new_tokens, again.prompt_tokens) == (first.new_tokens, first.prompt_tokens)
 
 
-def test_a_fork_goes_on_under_the_name_that_its_client_was_told(small: LoadedModel) -> None:
+def test_fork_continues_under_its_reported_name(small: LoadedModel) -> None:
     served = Served(small)
     served.ask(told(1), "x")
     turns = told(2)
@@ -136,7 +138,7 @@ class Late(SessionPersistence):
         raise session_superseded(session.name)
 
 
-def test_a_turn_that_could_not_be_kept_leaves_nothing_behind(small: LoadedModel) -> None:
+def test_uncommitted_turn_leaves_no_session(small: LoadedModel) -> None:
     served = Served(small, persistence=Late())
     client, _ = served.submit([user("Hello.")], "x")
     served.run()
@@ -146,7 +148,7 @@ def test_a_turn_that_could_not_be_kept_leaves_nothing_behind(small: LoadedModel)
 
 
 @pytest.mark.failure(number=22)
-def test_a_turn_whose_log_has_no_room_is_not_kept(small: LoadedModel) -> None:
+def test_turn_without_room_for_its_transcript_is_not_kept(small: LoadedModel) -> None:
     free = Served(small)
     free.ask(told(1), "x")
     log_bytes = free.core.sessions.find("a", "x").transcript.nbytes
@@ -163,7 +165,7 @@ def test_a_turn_whose_log_has_no_room_is_not_kept(small: LoadedModel) -> None:
 
 
 @pytest.mark.failure(number=22)
-def test_logs_of_one_tenant_leave_room_for_others(small: LoadedModel) -> None:
+def test_transcripts_of_one_tenant_leave_room_for_others(small: LoadedModel) -> None:
     served = Served(small, host=60_000)
     with pytest.raises(ApiError, match="remove") as caught:
         for number in range(100):
@@ -189,7 +191,7 @@ def pinned(served: Served, name: str) -> None:
 @pytest.mark.failure(number=22)
 @pytest.mark.extended
 @pytest.mark.parametrize("forks", [0, 1])
-def test_logs_of_pinned_sessions_leave_room_for_others(
+def test_transcripts_of_pinned_sessions_leave_room_for_others(
     small: LoadedModel, tmp_path: Path, forks: int
 ) -> None:
     store = Store(str(tmp_path / "blobs"), tmp_path / "home")
@@ -209,7 +211,9 @@ def test_logs_of_pinned_sessions_leave_room_for_others(
 
 
 @pytest.mark.extended
-def test_logs_of_pinned_sessions_leave_last(small: LoadedModel, tmp_path: Path) -> None:
+def test_transcripts_of_pinned_sessions_are_evicted_last(
+    small: LoadedModel, tmp_path: Path
+) -> None:
     store = Store(str(tmp_path / "blobs"), tmp_path / "home")
     served = Served(
         small, host=20_000, persistence=StoreSessionPersistence(store, small.decoder.spec)
@@ -233,7 +237,7 @@ class Spoken(SamplingParams):
 
 @pytest.mark.failure(number=18)
 @pytest.mark.parametrize("stop", [(), ("no", "s ")])
-def test_an_answer_is_repeated_with_the_white_space_around_it(
+def test_repeated_answer_keeps_surrounding_white_space(
     small: LoadedModel, stop: tuple[str, ...]
 ) -> None:
     served = Served(small)

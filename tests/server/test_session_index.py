@@ -15,7 +15,7 @@ from larder.store import Tier
 from server_core import Served, answered, encode_session, told, user
 
 
-def test_a_conversation_that_goes_on_is_not_read_again(small: LoadedModel) -> None:
+def test_continued_conversation_is_not_prefilled_again(small: LoadedModel) -> None:
     served = Served(small)
     turns = told(1)
     first = served.ask(turns, "x")
@@ -41,7 +41,7 @@ def test_an_answer_keeps_the_tokens_that_were_generated(small: LoadedModel) -> N
 
 
 @pytest.mark.failure(number=18)
-def test_the_same_request_again_is_the_same_turn(small: LoadedModel) -> None:
+def test_repeated_request_is_the_same_turn(small: LoadedModel) -> None:
     served = Served(small)
     turns = told(1)
     first = served.ask(turns, "x")
@@ -55,7 +55,7 @@ def test_the_same_request_again_is_the_same_turn(small: LoadedModel) -> None:
 
 
 @pytest.mark.failure(number=18)
-def test_a_second_request_into_a_busy_session_is_refused(small: LoadedModel) -> None:
+def test_request_to_a_busy_session_is_refused(small: LoadedModel) -> None:
     served = Served(small)
     client, _ = served.submit(told(1), "x")
     for turns in (told(1), told(2)):
@@ -72,7 +72,7 @@ def test_a_second_request_into_a_busy_session_is_refused(small: LoadedModel) -> 
 @pytest.mark.failure(number=14)
 @pytest.mark.extended
 @pytest.mark.parametrize("policy", ["full", "limited"])
-def test_another_text_goes_on_in_a_fork(small: LoadedModel, policy: str) -> None:
+def test_different_text_continues_in_a_fork(small: LoadedModel, policy: str) -> None:
     served, alone = Served(small, policy), Served(small, policy)
     turns = told(1)
     first = served.ask(turns, "x")
@@ -92,7 +92,7 @@ def test_another_text_goes_on_in_a_fork(small: LoadedModel, policy: str) -> None
 
 
 @pytest.mark.failure(number=17)
-def test_conversations_that_share_a_beginning_share_its_work(small: LoadedModel) -> None:
+def test_conversations_with_a_common_prefix_share_its_cache(small: LoadedModel) -> None:
     served, alone = Served(small), Served(small)
     shared = ChatMessage("system", "You count coins in boxes, and you say so. " * 2)
     texts = [[shared, user(f"Number {n}?")] for n in range(2)]
@@ -110,7 +110,7 @@ def test_conversations_that_share_a_beginning_share_its_work(small: LoadedModel)
 
 
 @pytest.mark.extended
-def test_what_a_policy_has_dropped_is_shared_with_nobody(small: LoadedModel) -> None:
+def test_prefix_with_evicted_entries_is_not_shared(small: LoadedModel) -> None:
     served = Served(small, "limited")
     shared = ChatMessage("system", "You count coins in boxes, and you say so. " * 3)
     lossy = served.ask([shared, user("Number 1?")])
@@ -123,7 +123,7 @@ def test_what_a_policy_has_dropped_is_shared_with_nobody(small: LoadedModel) -> 
     assert whole.ask(more, "another").told.cached_tokens > 0
 
 
-def test_who_asks_for_everything_gets_an_answer_from_everything(small: LoadedModel) -> None:
+def test_exact_request_uses_a_lossless_cache(small: LoadedModel) -> None:
     served, full = Served(small, "limited"), Served(small, "full")
     turns = told(1, 5)
     lossy = served.ask(turns, "x")
@@ -135,7 +135,7 @@ def test_who_asks_for_everything_gets_an_answer_from_everything(small: LoadedMod
     assert again.told.lossless and again.told.session != "x"
 
 
-def test_a_turn_may_follow_a_session_by_its_name_alone(small: LoadedModel) -> None:
+def test_follows_continues_a_session_by_name(small: LoadedModel) -> None:
     served, whole = Served(small), Served(small)
     turns = told(1)
     first = served.ask(turns, "x")
@@ -149,7 +149,7 @@ def test_a_turn_may_follow_a_session_by_its_name_alone(small: LoadedModel) -> No
     assert (caught.value.status, caught.value.code) == (404, "session_not_found")
 
 
-def test_a_text_without_turns_is_continued_as_it_is(small: LoadedModel) -> None:
+def test_raw_prompt_continues_its_session(small: LoadedModel) -> None:
     served = Served(small)
     first = served.ask([], raw_prompt="Once upon a time there was a box")
     longer = served.ask([], raw_prompt="Once upon a time there was a box" + first.text)
@@ -159,7 +159,7 @@ def test_a_text_without_turns_is_continued_as_it_is(small: LoadedModel) -> None:
 
 
 @pytest.mark.failure(number=16)
-def test_a_text_that_is_known_whole_or_longer_is_answered_as_if_it_were_new(
+def test_fully_cached_prompt_is_answered_like_a_new_one(
     small: LoadedModel,
 ) -> None:
     text, served = "Once upon a time there was a box of coins", Served(small)
@@ -172,7 +172,7 @@ def test_a_text_that_is_known_whole_or_longer_is_answered_as_if_it_were_new(
 
 
 @pytest.mark.parametrize("turns", [[], [ChatMessage("assistant", "Hello.")]])
-def test_what_cannot_be_answered_is_refused(small: LoadedModel, turns: list[ChatMessage]) -> None:
+def test_invalid_turn_sequences_are_refused(small: LoadedModel, turns: list[ChatMessage]) -> None:
     served = Served(small)
     with pytest.raises(ApiError) as caught:
         served.submit(turns, "x")
@@ -181,13 +181,13 @@ def test_what_cannot_be_answered_is_refused(small: LoadedModel, turns: list[Chat
 
 
 @pytest.mark.parametrize("name", ["", "a" * 256, "a\nb", "a\0b"])
-def test_names_that_are_none_are_refused(small: LoadedModel, name: str) -> None:
+def test_invalid_session_names_are_refused(small: LoadedModel, name: str) -> None:
     with pytest.raises(ApiError, match="must"):
         Served(small).submit(told(1), name)
 
 
 @pytest.mark.failure(number=14)
-def test_a_session_that_began_with_more_is_found_beside_one_that_began_with_less(
+def test_session_with_the_longer_prefix_is_found(
     small: LoadedModel,
 ) -> None:
     served = Served(small)
@@ -203,7 +203,7 @@ def take_in(served: Served, tenant: str, name: str, data: bytes) -> None:
     served.core.import_(tenant, name, served.core.restorer.decode(data))
 
 
-def test_a_session_survives_export_and_import(small: LoadedModel) -> None:
+def test_session_round_trips_through_export_and_import(small: LoadedModel) -> None:
     served, other = Served(small, "limited"), Served(small, "limited")
     turns = told(1)
     first = served.ask(turns, "x")
@@ -236,9 +236,7 @@ def test_a_session_survives_export_and_import(small: LoadedModel) -> None:
         ("format", []),
     ],
 )
-def test_a_file_that_was_made_to_do_harm_is_refused(
-    small: LoadedModel, field: str, value: object
-) -> None:
+def test_malicious_session_file_is_refused(small: LoadedModel, field: str, value: object) -> None:
     served = Served(small)
     served.ask(told(1), "x")
     document = json.loads(zstandard.decompress(encode_session(served.core.find("a", "x"))))
@@ -272,10 +270,10 @@ def test_a_file_that_was_made_to_do_harm_is_refused(
         ("reason", None),
     ],
 )
-def test_an_exchange_that_was_made_to_do_harm_is_refused(
+def test_malicious_turn_of_a_session_file_is_refused(
     small: LoadedModel, field: str, value: object
 ) -> None:
-    test_a_file_that_was_made_to_do_harm_is_refused(small, field, value)
+    test_malicious_session_file_is_refused(small, field, value)
 
 
 @pytest.mark.failure(number=30)
@@ -283,7 +281,7 @@ def test_an_exchange_that_was_made_to_do_harm_is_refused(
     ("field", "value"),
     [("stop", [str(n) for n in range(2000)]), ("text", "x" * 10**5), ("reason", "x" * 10**5)],
 )
-def test_a_small_file_that_unpacks_to_long_texts_is_refused(
+def test_small_file_with_long_decompressed_texts_is_refused(
     small: LoadedModel, field: str, value: object
 ) -> None:
     served = Served(small)
@@ -299,7 +297,7 @@ def test_a_small_file_that_unpacks_to_long_texts_is_refused(
 
 @pytest.mark.failure(number=30)
 @pytest.mark.parametrize("text", [b"[" * 10**6, b"1" * 10**6, b" " * (1 << 27), b"\xff"])
-def test_a_bomb_is_not_unpacked(small: LoadedModel, text: bytes) -> None:
+def test_decompression_bomb_is_refused(small: LoadedModel, text: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         take_in(Served(small), "a", "y", zstandard.compress(text))
     assert caught.value.status == 400 and len(str(caught.value)) < 400

@@ -104,14 +104,14 @@ def test_ordinary_text_is_a_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "a\ud83d"], ids=ascii)
-def test_what_cannot_be_seen_or_told_apart_is_none(name: str) -> None:
+def test_invisible_or_confusable_characters_are_refused(name: str) -> None:
     with pytest.raises(InputError, match="must") as caught:
         check_session_name(name, "session_id")
     assert str(caught.value).isprintable() and str(caught.value).startswith("session_id must")
 
 
 @pytest.mark.extended
-def test_no_category_of_characters_is_forgotten() -> None:
+def test_all_character_categories_are_classified() -> None:
     seen = {0x600, 0x601, 0x602, 0x603, 0x604, 0x605, 0x6DD, 0x70F, 0x890, 0x891, 0x8E2}
     seen |= {0x110BD, 0x110CD, *range(0x13430, 0x13440)}  # number signs and hieroglyphs
     private = {*range(0xE010, 0xF8F0), *range(0xF0010, 0xFFFF0), *range(0x100010, 0x10FFF0)}
@@ -125,7 +125,7 @@ def test_no_category_of_characters_is_forgotten() -> None:
 @given(NAMES)
 @example("a~2~3")
 @example("~1~2")
-def test_branches_of_a_name_are_names_and_so_is_its_root(name: str) -> None:
+def test_branch_and_root_of_a_valid_name_are_valid(name: str) -> None:
     if is_allowed(name):
         assert is_allowed(root_name(name)) and root_name(
             branch_name(root_name(name), 7)
@@ -171,7 +171,7 @@ def names(client: httpx2.Client) -> set[str]:
 @example(PERSIAN)
 @example("é" * 255)
 @example("a b　c/d?e#f%20~3")
-def test_a_name_that_is_allowed_goes_all_the_way(
+def test_valid_name_is_accepted_by_every_endpoint_and_the_store(
     client: httpx2.Client, hub: LocalEngineClient, name: str
 ) -> None:
     root = root_name(name)
@@ -201,7 +201,7 @@ def test_a_name_that_is_allowed_goes_all_the_way(
 
 @pytest.mark.failure(number=30)
 @pytest.mark.parametrize("name", REFUSED, ids=ascii)
-def test_a_name_that_is_none_is_refused_at_every_entrance(
+def test_invalid_name_is_refused_by_every_endpoint(
     client: httpx2.Client, hub: LocalEngineClient, name: str
 ) -> None:
     refuse_everywhere(client, hub, name)
@@ -210,7 +210,7 @@ def test_a_name_that_is_none_is_refused_at_every_entrance(
 @pytest.mark.failure(number=30)
 @FEW
 @given(NAMES.filter(lambda name: not is_allowed(name)))
-def test_any_name_that_is_none_is_refused_at_every_entrance(
+def test_generated_invalid_names_are_refused_by_every_endpoint(
     client: httpx2.Client, hub: LocalEngineClient, name: str
 ) -> None:
     refuse_everywhere(client, hub, name)
@@ -246,7 +246,7 @@ def refuse_everywhere(client: httpx2.Client, hub: LocalEngineClient, name: str) 
     assert caught.value.status == 400  # pyright: ignore
 
 
-def test_an_empty_name_in_a_path_is_refused_by_every_operation(client: httpx2.Client) -> None:
+def test_empty_name_in_a_path_is_refused(client: httpx2.Client) -> None:
     answers = [client.get("/v1/sessions/"), client.delete("/v1/sessions/")]
     answers += [client.get("/v1/sessions//kept")]
     answers += [client.post(f"/v1/sessions//{verb}") for verb in ("pin", "fork", "export")]
@@ -256,7 +256,7 @@ def test_an_empty_name_in_a_path_is_refused_by_every_operation(client: httpx2.Cl
         assert (answer.status_code, said["code"]) == (400, "invalid_session_id"), answer.request.url
 
 
-def test_bytes_that_are_no_text_are_no_name(client: httpx2.Client) -> None:
+def test_name_of_invalid_utf8_is_refused(client: httpx2.Client) -> None:
     for answer in (
         ask(client, "Hi", headers={"x-session-id": b"caf\xe9"}),
         client.get("/v1/sessions/caf%E9"),
@@ -264,7 +264,7 @@ def test_bytes_that_are_no_text_are_no_name(client: httpx2.Client) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_session_id")
 
 
-def test_a_session_of_an_earlier_rule_can_still_be_removed(
+def test_session_with_a_formerly_valid_name_can_be_removed(
     hub: LocalEngineClient, tmp_path: Path
 ) -> None:
     store = hub.context.persistence._store  # pyright: ignore

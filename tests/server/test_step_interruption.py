@@ -127,7 +127,7 @@ def conversations(
         *(pytest.param(name, marks=pytest.mark.extended) for name in POLICIES if name != "limited"),
     ],
 )
-def test_an_answer_goes_on_between_the_layers_of_blocks(
+def test_decode_steps_run_between_layers_of_a_block(
     deep: LoadedModel, clock: Clock, policy: str
 ) -> None:
     plain = conversations(deep, clock, policy, None)
@@ -143,7 +143,7 @@ def test_an_answer_goes_on_between_the_layers_of_blocks(
 
 
 @pytest.mark.extended
-def test_a_first_message_longer_than_the_budget_is_read_under_episodes(deep: LoadedModel) -> None:
+def test_first_message_beyond_the_budget_is_prefilled_under_episodes(deep: LoadedModel) -> None:
     served = Served(
         deep, POLICIES["episodes"], tokens=BUDGET, block=BLOCK, embedder=TopicEmbedder()
     )

@@ -35,12 +35,12 @@ def prompt_of(served: Served, client: Client) -> str:
     return served.core.engine.tokenizer.decode(ids)
 
 
-def test_a_template_says_which_variables_it_has(templated: LoadedModel) -> None:
+def test_template_lists_its_variables(templated: LoadedModel) -> None:
     assert ChatTemplate(templated.tokenizer).variables == {"mood", "depth"}
     assert ChatTemplate(characters().tokenizer).variables == frozenset()
 
 
-def test_variables_that_would_reach_further_are_left_out(templated: LoadedModel) -> None:
+def test_unsafe_template_variables_are_ignored(templated: LoadedModel) -> None:
     given = '{"messages": [], "add_generation_prompt": false, "bos_token": "?", "mood": "x"}'
     turns = [TemplateMessage(VARIABLES_ROLE, given), TemplateMessage("user", "Hi")]
     assert ChatTemplate(templated.tokenizer).render(turns, PromptEnd.ANSWER) == (
@@ -52,7 +52,7 @@ def test_variables_that_would_reach_further_are_left_out(templated: LoadedModel)
 
 
 @pytest.mark.parametrize("policy", ["full", LIMITED])
-def test_variables_hold_for_all_turns_of_a_conversation(
+def test_variables_apply_to_all_turns_of_a_conversation(
     templated: LoadedModel, policy: str
 ) -> None:
     served = Served(templated, policy, tokens=64)
@@ -65,7 +65,7 @@ def test_variables_hold_for_all_turns_of_a_conversation(
     assert second.told.cached_tokens > len("[user]One?\n[assistant](calm)")
 
 
-def test_a_conversation_with_others_is_another(templated: LoadedModel) -> None:
+def test_different_variables_make_a_different_session(templated: LoadedModel) -> None:
     served = Served(templated)
     first = served.ask([moody("calm"), user("One?")])
     said = ChatMessage("assistant", first.text)
@@ -78,7 +78,7 @@ def test_a_conversation_with_others_is_another(templated: LoadedModel) -> None:
     assert "(calm)" not in prompt_of(served, others[0]) + prompt_of(served, others[1])
 
 
-def test_variables_come_back_with_a_session(templated: LoadedModel) -> None:
+def test_variables_are_restored_with_a_session(templated: LoadedModel) -> None:
     served, other = Served(templated), Served(templated)
     first = served.ask([moody("calm"), user("One?")], "x")
     data = encode_session(served.core.find("a", "x"))

@@ -31,9 +31,7 @@ def text(number: int) -> list[ChatMessage]:
 
 @pytest.mark.failure(number=27)
 @pytest.mark.parametrize("tier", ["device", "host", "restart"])
-def test_the_same_text_hits_for_its_tenant_and_for_no_other(
-    small: LoadedModel, tmp_path: Path, tier: str
-) -> None:
+def test_prefix_hits_are_within_one_tenant(small: LoadedModel, tmp_path: Path, tier: str) -> None:
     served = Served(small, persistence=kept_in(tmp_path, small))
     first = served.ask(text(1), "x")
     if tier == "host":
@@ -71,7 +69,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 
 @pytest.mark.failure(number=27)
-def test_a_text_that_another_has_said_takes_the_work_of_an_unknown_one(
+def test_text_of_another_tenant_costs_as_much_as_an_unknown_one(
     small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = Served(small, persistence=kept_in(tmp_path, small))
@@ -92,7 +90,7 @@ def test_a_text_that_another_has_said_takes_the_work_of_an_unknown_one(
 
 
 @pytest.mark.failure(number=29)
-def test_a_session_of_another_takes_the_work_of_none(
+def test_session_of_another_tenant_costs_as_much_as_a_missing_one(
     small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = Served(small, persistence=kept_in(tmp_path, small))
@@ -131,13 +129,13 @@ def canary(loaded: LoadedModel, folder: Path) -> tuple[int, dict[str, str]]:
 
 @pytest.mark.failure(number=28)
 @pytest.mark.extended
-def test_no_answer_holds_the_secret_of_another(small: LoadedModel, tmp_path: Path) -> None:
+def test_answers_never_contain_secrets_of_other_tenants(small: LoadedModel, tmp_path: Path) -> None:
     assert canary(small, tmp_path)[0] > 0
 
 
 @pytest.mark.failure(number=28)
 @pytest.mark.slow
-def test_a_model_that_recites_says_its_own_secret_alone(
+def test_reciting_model_repeats_only_its_own_secret(
     seed_model: LoadedModel, tmp_path: Path
 ) -> None:
     left, said = canary(seed_model, tmp_path)

@@ -121,7 +121,7 @@ def test_a_prompt_alone_is_read_in_whole_blocks(small: LoadedModel) -> None:
 
 
 @pytest.mark.extended
-def test_a_slow_step_leaves_a_share_to_the_prompt(small: LoadedModel) -> None:
+def test_slow_decode_step_leaves_a_minimum_chunk_to_prefill(small: LoadedModel) -> None:
     target = STEP / 2  # a step alone takes longer
     server = timed(small, target)
     gaps, _ = gaps_beside_a_prompt(server, 20)
@@ -168,20 +168,20 @@ def test_resized_blocks_have_the_same_tokens(blocks: list[list[int]], sizes: lis
 
 
 @pytest.mark.parametrize("target", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_target_that_is_no_time_is_refused_in_words(small: LoadedModel, target: float) -> None:
+def test_invalid_latency_target_is_refused(small: LoadedModel, target: float) -> None:
     with pytest.raises(BadParameter, match=r"inter_token_seconds must be more than 0 .* None"):
         PrefillTokenBudget(target)
     with pytest.raises(BadParameter, match="inter_token_seconds"):
         Served(small, inter_token_seconds=target)
 
 
-def test_a_chunk_of_no_token_is_refused_in_words(small: LoadedModel) -> None:
+def test_empty_prefill_chunk_is_refused(small: LoadedModel) -> None:
     with pytest.raises(BadParameter, match="prefill_chunk must be 1 token or more, got 0: .* None"):
         Served(small, prefill_chunk=0)
 
 
 @pytest.mark.extended
-def test_seconds_are_those_of_a_clock_that_is_never_set(small: LoadedModel) -> None:
+def test_timing_uses_a_monotonic_clock(small: LoadedModel) -> None:
     clock = Clock()
     served = Served(small, clock=clock, inter_token_seconds=60.0)
     served.submit(told(1), "answer", max_new_tokens=8)
@@ -226,7 +226,7 @@ def test_a_limit_follows_from_any_measurements(
     costs=some.tuples(*[some.floats(1e-4, 1e-2)] * 2, some.floats(0, 1e-6)),
     step=some.floats(0.0, 1.0),
 )
-def test_the_limit_holds_for_any_machine_of_such_costs(
+def test_chunk_limit_holds_for_any_affine_cost(
     target: float, costs: tuple[float, float, float], step: float
 ) -> None:
     constant, per_token, per_pair = costs
@@ -249,7 +249,7 @@ def test_the_limit_holds_for_any_machine_of_such_costs(
     assert cached >= 12 * MIN_CHUNK_TOKENS
 
 
-def test_chunks_are_sized_for_slow_ones_where_times_vary() -> None:
+def test_chunks_are_sized_for_a_high_quantile_of_times() -> None:
     """Of a machine whose chunks take .6 to 1.6 of an estimate, nine of ten gaps are in time."""
     draw, clock, target = random.Random(3), Clock(), 0.25
     budget = PrefillTokenBudget(target, clock)

@@ -22,7 +22,7 @@ def log_share(row: list[float], token: int) -> float:
     return row[token] - largest - math.log(sum(math.exp(each - largest) for each in row))
 
 
-def test_log_probabilities_are_those_of_a_plain_loop(small: LoadedModel) -> None:
+def test_logprobs_match_a_plain_loop(small: LoadedModel) -> None:
     texts = TokenTexts(TokenizerAdapter(small.tokenizer))
     logits = torch.randn((5, 128), generator=torch.Generator().manual_seed(3)) * 4
     logits[0, 70] = -math.inf
@@ -38,7 +38,7 @@ def test_log_probabilities_are_those_of_a_plain_loop(small: LoadedModel) -> None
         assert (each.token, each.text, each.data) == (token, chr(token), chr(token).encode())
 
 
-def test_texts_of_tokens_keep_white_space_and_bytes(seed_model: LoadedModel) -> None:
+def test_token_texts_keep_white_space_and_bytes(seed_model: LoadedModel) -> None:
     tokenizer = TokenizerAdapter(seed_model.tokenizer)
     texts = TokenTexts(tokenizer)
     for text in ("Once upon  a time\n", "naïve 日本 \U0001f600"):
@@ -67,7 +67,7 @@ def said(text: str, stops: tuple[str, ...]) -> tuple[Client, list[tuple[int, int
     return client, counts
 
 
-def test_what_a_stop_string_holds_back_holds_its_log_probabilities_back() -> None:
+def test_logprobs_are_held_back_with_their_stop_string() -> None:
     client, counts = said("an END", ("END",))
     assert (client.text, "".join(each.text for each in client.logprobs)) == ("an ", "an ")
     assert counts == [(1, 1), (2, 2), (3, 3), (3, 3), (3, 3), (3, 3)]
@@ -78,7 +78,7 @@ def test_what_a_stop_string_holds_back_holds_its_log_probabilities_back() -> Non
     assert client.text == "".join(each.text for each in client.logprobs) == "an E"
 
 
-def test_an_answer_has_the_log_probabilities_of_the_model(small: LoadedModel) -> None:
+def test_answer_logprobs_match_the_model(small: LoadedModel) -> None:
     served = Served(small)
     client = served.ask(told(1), logprobs=2, max_new_tokens=6)
     [session] = served.core.sessions
@@ -95,7 +95,7 @@ def test_an_answer_has_the_log_probabilities_of_the_model(small: LoadedModel) ->
         assert [one.token for one in each.top][0] == each.token  # greedy
 
 
-def test_bias_and_temperature_leave_log_probabilities_as_they_are(small: LoadedModel) -> None:
+def test_bias_and_temperature_do_not_change_logprobs(small: LoadedModel) -> None:
     served = Served(small)
     plain = served.ask(told(1), "plain", logprobs=0, max_new_tokens=1)
     biased = SamplingParams(temperature=0.3, logit_bias={plain.logprobs[0].token: 100.0})
@@ -103,7 +103,7 @@ def test_bias_and_temperature_leave_log_probabilities_as_they_are(small: LoadedM
     assert other.logprobs[0].logprob == pytest.approx(plain.logprobs[0].logprob, abs=1e-5)
 
 
-def test_log_probabilities_of_a_repeated_request_are_computed(small: LoadedModel) -> None:
+def test_repeated_request_computes_logprobs(small: LoadedModel) -> None:
     served = Served(small)
     first = served.ask(told(1), "x", logprobs=1)
     again = served.ask(told(1), "x", logprobs=1)

@@ -33,7 +33,7 @@ def user(text: str) -> Any:
     return {"role": "user", "content": text}
 
 
-def test_a_call_is_answered(client: OpenAI, write: Write) -> None:
+def test_tool_call_is_answered(client: OpenAI, write: Write) -> None:
     write("I look." + call_text(at="a", n=1.0))
     [choice] = asked(client, [user("What is there?")]).choices
     assert choice.finish_reason == "tool_calls" and choice.message.content == "I look."
@@ -43,7 +43,7 @@ def test_a_call_is_answered(client: OpenAI, write: Write) -> None:
 
 
 @pytest.mark.extended
-def test_a_call_is_streamed(client: OpenAI, write: Write) -> None:
+def test_tool_call_is_streamed(client: OpenAI, write: Write) -> None:
     write("<think>\nHm.\n</think>\n\nI look." + call_text(at="a") + call_text(at="b"))
     with client.chat.completions.stream(
         model="characters",
@@ -62,7 +62,7 @@ def test_a_call_is_streamed(client: OpenAI, write: Write) -> None:
 
 
 @pytest.mark.extended
-def test_a_streamed_call_that_breaks_ends_as_the_answer_did(client: OpenAI, write: Write) -> None:
+def test_malformed_streamed_call_keeps_the_finish_reason(client: OpenAI, write: Write) -> None:
     """A client that hears `tool_calls` would run the call, whose arguments are no JSON."""
     broken = ('{"name": "look", "arguments": {"at": }}', '{"name": "look", "arguments": {"at')
     for number, text in enumerate(broken):
@@ -85,7 +85,7 @@ def test_a_streamed_call_that_breaks_ends_as_the_answer_did(client: OpenAI, writ
 
 @pytest.mark.extended
 @pytest.mark.parametrize("is_streamed", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_ten_steps_of_a_loop_are_one_session(
+def test_ten_step_tool_loop_reuses_one_session(
     client: OpenAI, write: Write, is_streamed: bool
 ) -> None:
     """The client leaves reasoning out, spells arguments anew and swaps results: nothing is read
@@ -133,7 +133,9 @@ def test_ten_steps_of_a_loop_are_one_session(
     assert last.model_extra["kv"]["session"] in sessions
 
 
-def test_calls_are_rendered_where_nothing_is_cached(client: OpenAI, write: Write) -> None:
+def test_tool_calls_without_a_cache_are_rendered_by_the_template(
+    client: OpenAI, write: Write
+) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at":"x"}'}}
     write("So.")
     told = asked(
@@ -152,7 +154,7 @@ def test_calls_are_rendered_where_nothing_is_cached(client: OpenAI, write: Write
 
 
 @pytest.mark.extended
-def test_choices(client: OpenAI, write: Write) -> None:
+def test_tool_choice_limits_calls(client: OpenAI, write: Write) -> None:
     write(call_text(at="a") + call_text(at="b"))
     told = asked(client, [user("One")], parallel_tool_calls=False)
     assert len(told.choices[0].message.tool_calls) == 1
@@ -195,14 +197,16 @@ def test_choices(client: OpenAI, write: Write) -> None:
         ({"messages": [{"role": "robot", "content": "a"}]}, "role"),
     ],
 )
-def test_refusals(client: OpenAI, more: dict[str, Any], error: str) -> None:
+def test_invalid_tool_requests_are_refused(
+    client: OpenAI, more: dict[str, Any], error: str
+) -> None:
     more = dict(more)
     with pytest.raises(openai.BadRequestError, match=error):
         asked(client, more.pop("messages", [user("Hello")]), **more)
 
 
 @pytest.mark.extended
-def test_models_that_take_no_tools() -> None:
+def test_models_without_tool_templates_refuse_tools() -> None:
     plain = TEMPLATE.replace("{% if tools %}{{ tools | tojson }}{% endif %}", "")
     for template, parser, error in (
         (plain, "hermes", "ignores tools"),
@@ -214,7 +218,7 @@ def test_models_that_take_no_tools() -> None:
 
 
 @pytest.mark.extended
-def test_a_forced_call() -> None:
+def test_forced_tool_call_matches_its_schema() -> None:
     pytest.importorskip("llguidance", reason="the extra structured is not installed")
     for client in client_of(served()):
         for choice in ("required", {"type": "function", "function": {"name": "look"}}):
@@ -232,7 +236,7 @@ def test_a_forced_call() -> None:
             assert json.loads(call.function.arguments)["at"] in ("x", "y")
 
 
-def test_forced_calls_among_some_tools_and_of_tools_without_parameters() -> None:
+def test_forced_calls_of_allowed_tools_and_without_parameters() -> None:
     pytest.importorskip("llguidance", reason="the extra structured is not installed")
     tools = [{"type": "function", "function": {"name": name}} for name in ("look", "wait", "go")]
     allowed = {"mode": "required", "tools": [tools[1]]}
@@ -257,7 +261,9 @@ def in_messages(client: OpenAI, messages: list[Any], **more: Any) -> httpx2.Resp
 
 @pytest.mark.extended
 @pytest.mark.parametrize("is_streamed", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_loop_in_the_form_of_messages(client: OpenAI, write: Write, is_streamed: bool) -> None:
+def test_messages_tool_loop_reuses_one_session(
+    client: OpenAI, write: Write, is_streamed: bool
+) -> None:
     messages, cached, sessions = [user(f"Look at this, {is_streamed}.")], 0, set[str]()
     for step in range(4):
         write(f"<think>\nHm {step}.\n</think>\n\nI look." + call_text(at=str(step)) + call_text())
@@ -327,7 +333,7 @@ def streamed_message(response: httpx2.Response) -> dict[str, Any]:
 
 
 @pytest.mark.extended
-def test_a_choice_in_the_form_of_messages(client: OpenAI, write: Write) -> None:
+def test_messages_tool_choice_limits_calls(client: OpenAI, write: Write) -> None:
     write(call_text(at="a") + call_text(at="b"))
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     told = in_messages(client, [user("One")], tool_choice=choice).json()

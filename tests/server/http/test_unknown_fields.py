@@ -108,7 +108,7 @@ BODIES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", BODIES)
-def test_names_inside_a_body_are_told_with_their_paths(
+def test_unknown_nested_fields_are_reported_with_paths(
     http: httpx2.Client, served: Running, case: str
 ) -> None:
     path, body, names = BODIES[case]
@@ -117,7 +117,9 @@ def test_names_inside_a_body_are_told_with_their_paths(
     assert all(any(each.endswith(name) for each in found) for name in names), found
 
 
-def test_a_stream_and_a_count_tell_them_too(http: httpx2.Client, served: Running) -> None:
+def test_streams_and_token_counts_report_unknown_fields(
+    http: httpx2.Client, served: Running
+) -> None:
     body = chat(messages=[user(TEXT | {"frob": 1})], stream=True)
     assert "'messages.0.content.0.frob'" in http.post(f"/v1/{CHAT}", json=body).text
     counted = of_messages(messages=[user(TEXT | {"frob": 1})])
@@ -125,9 +127,7 @@ def test_a_stream_and_a_count_tell_them_too(http: httpx2.Client, served: Running
     assert told(http, "messages/count_tokens", counted) == ["messages.0.content.0.frob"]
 
 
-def test_what_clients_repeat_of_an_answer_and_null_are_not_told(
-    http: httpx2.Client, served: Running
-) -> None:
+def test_echoed_answers_and_nulls_are_not_reported(http: httpx2.Client, served: Running) -> None:
     answer = {"role": "assistant", "content": "b", "refusal": None, "annotations": []}
     answer |= {"reasoning_content": "why", "tool_calls": [CALL], "audio": None}
     result = {"role": "tool", "tool_call_id": "c", "content": "1"}
@@ -141,7 +141,7 @@ def test_what_clients_repeat_of_an_answer_and_null_are_not_told(
     assert not told(http, "messages", of_messages(messages=[asked, said, cached]))
 
 
-def test_of_many_names_the_first_are_told(http: httpx2.Client, served: Running) -> None:
+def test_reported_unknown_fields_are_bounded(http: httpx2.Client, served: Running) -> None:
     many = [user(TEXT | {f"x{part}": 1 for part in range(9)}) for _ in range(9)]
     found = told(http, CHAT, chat(messages=many))
     assert len(found) == 16 and found[9] == "messages.1.content.0.x0"
@@ -150,7 +150,7 @@ def test_of_many_names_the_first_are_told(http: httpx2.Client, served: Running) 
     assert only.startswith("messages.0.yyy") and len(only) == 200
 
 
-def test_a_long_body_tells_what_a_short_one_tells(
+def test_long_bodies_report_the_same_unknown_fields(
     http: httpx2.Client, served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = [TEXT | {"unset": None}, TEXT | {"frob": 1, "null": "null"}]
@@ -182,7 +182,7 @@ def test_a_long_body_tells_what_a_short_one_tells(
         (b'[null, {"b": [null], "c": "null"}]', b'[null, {"b": [null], "c": "null"}]'),
     ],
 )
-def test_fields_that_are_null_are_left_out(text: bytes, left: bytes) -> None:
+def test_null_fields_are_removed(text: bytes, left: bytes) -> None:
     assert json_body.without_nulls(text) == left
 
 
@@ -194,12 +194,12 @@ def test_fields_that_are_null_are_left_out(text: bytes, left: bytes) -> None:
         (rb'{"a\\":1,"b\\" : ":\"c: d"}', 3),
     ],
 )
-def test_strings_are_counted_by_their_quotation_marks(text: bytes, count: int) -> None:
+def test_string_count_is_bounded_by_quotation_marks(text: bytes, count: int) -> None:
     assert json_body.most_strings(text) == count
     assert json_body.most_strings(rb'["\\\""]') >= 1  # an upper bound
 
 
-def test_tools_tell_what_is_left_out_of_them(
+def test_unknown_fields_of_tools_are_reported(
     http: httpx2.Client, served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     form = AnswerForm(tool_parser="hermes")
@@ -214,7 +214,7 @@ def test_tools_tell_what_is_left_out_of_them(
     assert sorted(found) == ["tool_choice.y", "tools.0.x"]
 
 
-def test_a_call_of_another_kind_is_refused(http: httpx2.Client, served: Running) -> None:
+def test_tool_call_of_an_unsupported_type_is_refused(http: httpx2.Client, served: Running) -> None:
     answer = {"role": "assistant", "tool_calls": [CALL | {"type": "custom"}]}
     reply = http.post(f"/v1/{CHAT}", json=chat(messages=[answer]))
     assert reply.status_code == 400 and "tool_calls.0.type" in reply.text

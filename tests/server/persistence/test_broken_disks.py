@@ -39,7 +39,7 @@ def others(small: LoadedModel) -> tuple[list[ChatMessage], str]:
 
 @pytest.mark.failure(number=4)
 @pytest.mark.parametrize("error", [FULL, READ_ONLY, BROKEN, QUOTA])
-def test_turns_that_a_broken_disk_does_not_take_are_written_once_it_is_mended(
+def test_turns_refused_by_a_broken_disk_are_written_after_recovery(
     small: LoadedModel, tmp_path: Path, others: tuple[list[ChatMessage], str], error: int
 ) -> None:
     place = Faulty(open_file_system(str(tmp_path / "disk")))
@@ -62,7 +62,7 @@ def test_turns_that_a_broken_disk_does_not_take_are_written_once_it_is_mended(
 
 @pytest.mark.failure(number=4)
 @pytest.mark.parametrize("is_served", [True, False])
-def test_a_store_that_is_gone_stops_no_answer(
+def test_missing_store_does_not_stop_answers(
     small: LoadedModel, tmp_path: Path, others: tuple[list[ChatMessage], str], is_served: bool
 ) -> None:
     stored = Stored(small, tmp_path)
@@ -85,7 +85,7 @@ def test_a_store_that_is_gone_stops_no_answer(
     assert again.ask(answered(turns, last, "So?"), "x").told.session == "x"
 
 
-def test_a_clock_that_is_set_changes_no_answer(
+def test_clock_change_does_not_change_answers(
     small: LoadedModel,
     tmp_path: Path,
     others: tuple[list[ChatMessage], str],
@@ -106,7 +106,7 @@ def test_a_clock_that_is_set_changes_no_answer(
 
 
 @pytest.mark.failure(number=4)
-def test_an_archive_that_is_full_is_a_503_and_keeps_what_it_has(tmp_path: Path) -> None:
+def test_full_archive_is_a_503_and_keeps_its_responses(tmp_path: Path) -> None:
     path = tmp_path / "archive.sqlite"
     with closing(Archive(path)) as archive, running(LoopbackAuth(), archive=archive) as served:
         with httpx2.Client(base_url=served.url, timeout=20) as client:

@@ -25,7 +25,7 @@ def talk(loaded: LoadedModel, folder: Path) -> list[ChatMessage]:
     return answered(turns, served.ask(turns, "x"), "Sure?")
 
 
-def test_sessions_of_another_model_are_not_meant(
+def test_sessions_of_another_model_are_no_candidates(
     small: LoadedModel, other: LoadedModel, tmp_path: Path
 ) -> None:
     turns = talk(small, tmp_path)
@@ -39,7 +39,7 @@ def test_sessions_of_another_model_are_not_meant(
 
 
 @pytest.mark.parametrize("reason", ["invalid_request", "session_unreadable", "kv_budget_exceeded"])
-def test_what_was_only_guessed_refuses_no_request(
+def test_unreadable_candidate_session_is_skipped(
     small: LoadedModel,
     other: LoadedModel,
     tmp_path: Path,
@@ -71,7 +71,7 @@ def test_what_was_only_guessed_refuses_no_request(
 
 
 @pytest.mark.parametrize("is_damaged", [True, False])
-def test_what_cannot_be_read_can_be_removed(
+def test_unreadable_session_can_be_removed(
     small: LoadedModel, other: LoadedModel, tmp_path: Path, is_damaged: bool
 ) -> None:
     talk(small, tmp_path)

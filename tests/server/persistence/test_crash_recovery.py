@@ -140,7 +140,7 @@ def _wait(talks: list[Talk], answers: int, seconds: float) -> None:
 
 @pytest.mark.stress
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_server_that_ends_before_it_serves_is_not_waited_for() -> None:
+def test_server_exit_before_serving_is_detected() -> None:
     processes = multiprocessing.get_context("fork")
     mine, its = processes.Pipe()
     process = processes.Process(target=os._exit, args=(1,))
@@ -154,7 +154,7 @@ def test_a_server_that_ends_before_it_serves_is_not_waited_for() -> None:
 @pytest.mark.failure(number=3)
 @pytest.mark.stress
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_server_that_is_killed_loses_nothing_it_has_told(
+def test_killed_server_keeps_all_acknowledged_turns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.set_num_threads(1)

@@ -83,7 +83,9 @@ def talk(served: Stored | Served) -> list[ChatMessage]:
 @pytest.mark.failure(number=1)
 @pytest.mark.extended
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_flipped_bit_locks_no_session(small: LoadedModel, tmp_path: Path, kind: str) -> None:
+def test_session_with_a_flipped_bit_continues(
+    small: LoadedModel, tmp_path: Path, kind: str
+) -> None:
     policy = asked("epicache") if kind == "beside" else {}
     first, never = Stored(small, tmp_path, **policy), Served(small, **policy)  # pyright: ignore
     turns = talk(first)
@@ -113,7 +115,7 @@ def test_one_flipped_bit_locks_no_session(small: LoadedModel, tmp_path: Path, ki
 
 
 @pytest.mark.failure(number=1)
-def test_only_who_does_not_send_the_text_hears_that_it_is_gone(
+def test_damaged_session_is_an_error_only_without_the_text(
     small: LoadedModel, tmp_path: Path
 ) -> None:
     with hub_in(tmp_path, small) as hub:
@@ -136,7 +138,7 @@ def test_only_who_does_not_send_the_text_hears_that_it_is_gone(
 
 
 @pytest.mark.failure(number=1)
-def test_a_session_that_another_server_has_mended_is_not_begun_again(
+def test_session_repaired_by_another_server_is_not_restarted(
     small: LoadedModel, tmp_path: Path
 ) -> None:
     first = Served(small, persistence=keeper_in(tmp_path, small))
@@ -153,9 +155,7 @@ def test_a_session_that_another_server_has_mended_is_not_begun_again(
 
 @pytest.mark.failure(number=1)
 @pytest.mark.extended
-def test_a_conversation_goes_on_from_what_the_archive_has(
-    small: LoadedModel, tmp_path: Path
-) -> None:
+def test_damaged_session_continues_from_the_archive(small: LoadedModel, tmp_path: Path) -> None:
     persistence = keeper_in(tmp_path, small)
     hub = LocalEngineClient(Engine(small, policy="full"), persistence=persistence)
     app = create_app(

@@ -46,7 +46,7 @@ def never(stored: Stored, error: LarderError) -> Any:
 
 @pytest.mark.failure(number=4)
 @pytest.mark.parametrize("reason", ERRORS)
-def test_a_turn_that_is_not_written_says_so_and_is_written_later(
+def test_unwritten_turn_is_reported_and_written_later(
     small: LoadedModel, tmp_path: Path, reason: str
 ) -> None:
     stored = Stored(small, tmp_path)
@@ -71,7 +71,7 @@ def test_a_turn_that_is_not_written_says_so_and_is_written_later(
 
 @pytest.mark.failure(number=4)
 @pytest.mark.parametrize("reason", ERRORS)
-def test_nothing_is_answered_strictly_that_the_store_does_not_take(
+def test_strict_durability_refuses_unwritten_turns(
     small: LoadedModel, tmp_path: Path, reason: str
 ) -> None:
     stored = Stored(small, tmp_path, Durability.STRICT)
@@ -100,9 +100,7 @@ def test_nothing_is_answered_strictly_that_the_store_does_not_take(
 
 
 @pytest.mark.failure(number=4)
-def test_what_only_memory_has_is_written_when_the_server_stops(
-    small: LoadedModel, tmp_path: Path
-) -> None:
+def test_unwritten_turns_are_written_at_shutdown(small: LoadedModel, tmp_path: Path) -> None:
     stored = Stored(small, tmp_path)
     with never(stored, ERRORS["full"]):
         stored.ask(told(1), "x")
@@ -111,7 +109,7 @@ def test_what_only_memory_has_is_written_when_the_server_stops(
 
 
 @pytest.mark.failure(number=4)
-def test_a_turn_that_nobody_waits_for_degrades_all_the_same(
+def test_unwritten_turn_without_durability_degrades_health(
     small: LoadedModel, tmp_path: Path
 ) -> None:
     stored = Stored(small, tmp_path, Durability.NONE)
@@ -121,7 +119,9 @@ def test_a_turn_that_nobody_waits_for_degrades_all_the_same(
 
 
 @pytest.mark.failure(number=4)
-def test_a_session_that_is_removed_degrades_nothing(small: LoadedModel, tmp_path: Path) -> None:
+def test_removed_session_with_unwritten_turns_does_not_degrade_health(
+    small: LoadedModel, tmp_path: Path
+) -> None:
     stored = Stored(small, tmp_path)
     with never(stored, ERRORS["full"]):
         stored.ask(told(1), "x")
@@ -173,7 +173,7 @@ def numbers(client: httpx2.Client) -> list[str]:
 
 @pytest.mark.failure(number=4)
 @pytest.mark.extended
-def test_a_full_disk_is_told_to_every_client(small: LoadedModel, tmp_path: Path) -> None:
+def test_full_disk_is_reported_in_every_response(small: LoadedModel, tmp_path: Path) -> None:
     with serving(small, tmp_path, Durability.TURN) as (client, disk):
         assert chat(client, "a").json()["kv"]["durable"] is True
         assert client.get("/health").json() == {"status": "ok"}
@@ -198,7 +198,7 @@ def test_a_full_disk_is_told_to_every_client(small: LoadedModel, tmp_path: Path)
 
 @pytest.mark.failure(number=4)
 @pytest.mark.extended
-def test_a_full_disk_is_a_503_where_turns_are_strict(small: LoadedModel, tmp_path: Path) -> None:
+def test_full_disk_with_strict_durability_is_a_503(small: LoadedModel, tmp_path: Path) -> None:
     with serving(small, tmp_path, Durability.STRICT) as (client, disk):
         assert chat(client, "a").json()["kv"]["durable"] is True
         disk.is_full = True

@@ -127,7 +127,7 @@ def check(
 @pytest.mark.extended
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("durability", [Durability.TURN, Durability.STRICT])
-def test_what_is_told_as_durable_survives_a_full_disk_and_a_kill(
+def test_durable_turns_survive_a_full_disk_and_a_kill(
     small: LoadedModel, tmp_path: Path, durability: Durability
 ) -> None:
     place = Small(tmp_path / "blobs", BLOB_BYTES)
@@ -141,7 +141,7 @@ def test_what_is_told_as_durable_survives_a_full_disk_and_a_kill(
 @pytest.mark.extended
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("durability", [Durability.TURN, Durability.STRICT])
-def test_the_same_on_a_file_system_that_is_full(
+def test_durable_turns_survive_a_full_file_system_and_a_kill(
     small: LoadedModel, mounted: Path, tmp_path: Path, durability: Durability
 ) -> None:
     heard = killed(

@@ -24,7 +24,7 @@ def resident() -> int:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library has no such thing")
-def test_what_lies_free_between_what_is_used_goes_back() -> None:
+def test_trim_returns_free_pages_between_used_ones() -> None:
     sizes = random.Random(0)
     held = [b"x" * sizes.randrange(400, 36_000) for _ in range(6000)]
     stays = held[::50]
@@ -67,7 +67,7 @@ def arenas(**variables: str) -> tuple[str, int]:
 
 @pytest.mark.extended
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library has no such thing")
-def test_threads_share_two_arenas_unless_the_environment_says_otherwise() -> None:
+def test_malloc_arenas_default_to_two() -> None:
     assert arenas() == ("True", 2)
     said, count = arenas(MALLOC_ARENA_MAX="6")
     assert said == "False" and count > 2
@@ -99,13 +99,13 @@ def compiled(**variables: str) -> tuple[str, int]:
 
 @pytest.mark.extended
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
-def test_kernels_of_few_shapes_are_cached_unless_the_environment_says_otherwise() -> None:
+def test_primitive_cache_capacity_has_a_small_default() -> None:
     said, with_limit = compiled()
     assert said == "True"
     said, without = compiled(ONEDNN_PRIMITIVE_CACHE_CAPACITY="1024")
     assert said == "False" and (with_limit, without) == (101, 100)
 
 
-def test_where_there_is_no_such_thing_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trim_without_malloc_trim_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweeper, "_malloc_trim", lambda: None)
     assert not trim_heap()

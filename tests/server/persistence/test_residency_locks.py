@@ -41,7 +41,7 @@ def crowded(hub: LocalEngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
         lambda hub: hub.remove("a", "x"),
     ],
 )
-def test_what_is_asked_for_does_not_leave_before_it_is_used(
+def test_session_in_use_is_not_evicted(
     small: LoadedModel,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -58,7 +58,7 @@ def test_what_is_asked_for_does_not_leave_before_it_is_used(
         assert act(hub) == expected
 
 
-def test_no_branch_takes_the_name_of_one_that_cannot_be_had(
+def test_branch_does_not_reuse_the_name_of_an_unreadable_one(
     small: LoadedModel, tmp_path: Path
 ) -> None:
     with hub_in(tmp_path, small) as hub:
@@ -68,7 +68,7 @@ def test_no_branch_takes_the_name_of_one_that_cannot_be_had(
         assert ask(hub, told(3), "x").told.session == "x~3"
 
 
-def test_who_is_awaited_twice_is_awaited_until_both_are_done(
+def test_nested_residency_locks_hold_until_the_last_release(
     small: LoadedModel, tmp_path: Path
 ) -> None:
     residency_locks = ResidencyLocks()

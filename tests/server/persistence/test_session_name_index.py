@@ -53,7 +53,7 @@ def index(small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return Index(small, tmp_path, monkeypatch)
 
 
-def test_who_names_its_session_has_nothing_looked_up(index: Index) -> None:
+def test_named_session_needs_no_index_lookup(index: Index) -> None:
     turns = answered(told(1), index.served.ask(told(1), "x"), "Why?")
     index.served.ask(turns, "x")
     index.served.ask(told(2), "new")
@@ -62,7 +62,7 @@ def test_who_names_its_session_has_nothing_looked_up(index: Index) -> None:
     assert index.names("a") and index.reads == ["a"]
 
 
-def test_a_slow_index_is_waited_for_by_its_tenant_alone(index: Index) -> None:
+def test_slow_index_delays_only_its_tenant(index: Index) -> None:
     index.slow, found = "a", list[str]()
     asking = threading.Thread(target=lambda: found.extend(index.names("a")))
     asking.start()
@@ -81,7 +81,7 @@ def test_a_slow_index_is_waited_for_by_its_tenant_alone(index: Index) -> None:
     assert found == ["late"] == index.names("a")
 
 
-def test_an_index_that_failed_is_asked_again(index: Index) -> None:
+def test_failed_index_read_is_retried(index: Index) -> None:
     index.error = StoreSlow("The disk is slow: see to it.")
     assert index.names("a") == []
     index.error = None

@@ -26,7 +26,7 @@ def talk(served: Served, session: str = "x") -> list[ChatMessage]:
 
 @pytest.mark.failure(number=8)
 @pytest.mark.extended
-def test_a_conversation_goes_on_after_a_restart(small: LoadedModel, tmp_path: Path) -> None:
+def test_conversation_continues_after_a_restart(small: LoadedModel, tmp_path: Path) -> None:
     turns = talk(Served(small, "limited", persistence=kept_in(tmp_path, small)))
     other = Served(small, "limited")
     talk(other)
@@ -41,7 +41,7 @@ def test_a_conversation_goes_on_after_a_restart(small: LoadedModel, tmp_path: Pa
         third.core.find("b", "x")
 
 
-def test_forks_come_back_with_their_session(small: LoadedModel, tmp_path: Path) -> None:
+def test_forks_are_restored_with_their_session(small: LoadedModel, tmp_path: Path) -> None:
     served = Served(small, persistence=kept_in(tmp_path, small))
     talk(served)
     fork = served.ask(told(2), "x")
@@ -51,7 +51,7 @@ def test_forks_come_back_with_their_session(small: LoadedModel, tmp_path: Path) 
 
 
 @pytest.mark.failure(number=20)
-def test_two_servers_do_not_both_write_a_session(small: LoadedModel, tmp_path: Path) -> None:
+def test_concurrent_writers_of_a_session_conflict(small: LoadedModel, tmp_path: Path) -> None:
     first = Served(small, persistence=kept_in(tmp_path, small))
     turns = talk(first)
     second = Served(small, persistence=kept_in(tmp_path, small))
@@ -69,7 +69,7 @@ def kept_said(small: LoadedModel, folder: Path) -> list[object]:
 
 
 @pytest.mark.failure(number=21)
-def test_a_removed_session_stays_away(small: LoadedModel, tmp_path: Path) -> None:
+def test_removed_session_is_not_rewritten(small: LoadedModel, tmp_path: Path) -> None:
     served = Served(small, persistence=kept_in(tmp_path, small))
     talk(served)
     [gone] = served.core.remove("a", "x")
@@ -82,7 +82,7 @@ def test_a_removed_session_stays_away(small: LoadedModel, tmp_path: Path) -> Non
 
 
 @pytest.mark.failure(number=4)
-def test_a_full_disk_stops_no_answer(
+def test_full_disk_does_not_stop_answers(
     small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     persistence = kept_in(tmp_path, small)
@@ -100,7 +100,9 @@ def test_a_full_disk_stops_no_answer(
 
 
 @pytest.mark.extended
-def test_a_session_among_many_that_began_alike_is_found(small: LoadedModel, tmp_path: Path) -> None:
+def test_session_is_found_among_many_with_the_same_prefix(
+    small: LoadedModel, tmp_path: Path
+) -> None:
     served = Served(small, persistence=kept_in(tmp_path, small))
     texts = {}
     for name in (f"n{number:02}" for number in range(12)):
@@ -112,7 +114,7 @@ def test_a_session_among_many_that_began_alike_is_found(small: LoadedModel, tmp_
         assert len(again.core.sessions) <= 1 + MAX_CANDIDATES
 
 
-def test_a_session_that_is_gone_is_not_looked_for(small: LoadedModel, tmp_path: Path) -> None:
+def test_removed_session_is_no_candidate(small: LoadedModel, tmp_path: Path) -> None:
     persistence, other = kept_in(tmp_path, small), kept_in(tmp_path, small)
     served = Served(small, persistence=persistence)
     turns = talk(served)

@@ -12,7 +12,7 @@ from larder.server import StoreSweeper
 from larder.store import Store
 
 
-def test_a_store_is_swept_until_the_end_and_a_slow_disk_does_not_stop_that(
+def test_sweeper_runs_until_shutdown_despite_a_slow_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, enough = list[str](), threading.Event()

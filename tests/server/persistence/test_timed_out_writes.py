@@ -57,7 +57,7 @@ def served(small: LoadedModel, persistence: StoreSessionPersistence) -> Served:
 
 
 @pytest.mark.parametrize("turns", [1, 2])
-def test_what_is_said_next_goes_on_from_it(
+def test_next_turn_continues_from_a_late_write(
     small: LoadedModel,
     tmp_path: Path,
     persistence: StoreSessionPersistence,
@@ -74,7 +74,7 @@ def test_what_is_said_next_goes_on_from_it(
 
 
 @pytest.mark.failure(number=6)
-def test_a_server_ends_in_time_though_its_disk_hangs(small: LoadedModel, tmp_path: Path) -> None:
+def test_shutdown_is_bounded_while_the_disk_hangs(small: LoadedModel, tmp_path: Path) -> None:
     place = Hanging(tmp_path, "replace", "blobs/")
     stored = Stored(small, tmp_path, place=place.place)
     text = begun(stored)
@@ -91,7 +91,7 @@ def test_a_server_ends_in_time_though_its_disk_hangs(small: LoadedModel, tmp_pat
     assert len(again.core.find("a", "x").turns) == 1
 
 
-def test_one_of_several_that_were_given_up_came_about(
+def test_one_of_several_timed_out_writes_completes(
     small: LoadedModel, tmp_path: Path, persistence: StoreSessionPersistence, served: Served
 ) -> None:
     text = begun(served)
@@ -107,7 +107,7 @@ def test_one_of_several_that_were_given_up_came_about(
 
 @pytest.mark.parametrize("method", ["append", "label"])
 @pytest.mark.parametrize("turns", [1, 2])
-def test_a_session_can_be_pinned_behind_it(
+def test_session_is_pinned_after_a_late_write(
     small: LoadedModel,
     tmp_path: Path,
     persistence: StoreSessionPersistence,
@@ -130,7 +130,9 @@ def test_a_session_can_be_pinned_behind_it(
 
 @pytest.mark.usefixtures("loads")
 @pytest.mark.parametrize("method", ["attach", "label"])
-def test_a_cache_is_attached_behind_it(small: LoadedModel, tmp_path: Path, method: str) -> None:
+def test_cache_is_attached_after_a_late_write(
+    small: LoadedModel, tmp_path: Path, method: str
+) -> None:
     stored = Stored(small, tmp_path)
     begun(stored)
     session = stored.core.find("a", "x")
@@ -154,7 +156,7 @@ def test_a_cache_is_attached_behind_it(small: LoadedModel, tmp_path: Path, metho
 
 @pytest.mark.failure(number=21)
 @pytest.mark.parametrize("turns", [1, 2])
-def test_a_session_that_is_deleted_does_not_come_back(
+def test_session_deleted_after_a_timed_out_write_stays_deleted(
     small: LoadedModel,
     tmp_path: Path,
     persistence: StoreSessionPersistence,
@@ -191,7 +193,7 @@ class Late(Faulty):
 
 @pytest.mark.failure(number=21)
 @pytest.mark.parametrize("turns", [1, 2])
-def test_a_session_stays_deleted_whose_writing_goes_on(
+def test_session_deleted_during_a_late_write_stays_deleted(
     small: LoadedModel, tmp_path: Path, turns: int
 ) -> None:
     place = Late(open_file_system(str(tmp_path / "blobs")))
@@ -209,7 +211,7 @@ def test_a_session_stays_deleted_whose_writing_goes_on(
 
 
 @pytest.mark.parametrize("error", [SLOW, StoreFull("No room: make some.")])
-def test_what_was_never_written_is_deleted_whatever_the_store_does(
+def test_unwritten_session_is_deleted_despite_store_errors(
     persistence: StoreSessionPersistence, served: Served, error: StoreError
 ) -> None:
     served.core.open("a", "x", ())
@@ -221,7 +223,7 @@ def test_what_was_never_written_is_deleted_whatever_the_store_does(
 
 
 @pytest.mark.parametrize("is_heard", [True, False])
-def test_who_deletes_what_the_store_may_have_hears_that_it_is_slow(
+def test_deletion_on_a_slow_store_raises(
     persistence: StoreSessionPersistence, served: Served, is_heard: bool
 ) -> None:
     with unheard(persistence, "label" if is_heard else "append"):
@@ -235,7 +237,7 @@ def test_who_deletes_what_the_store_may_have_hears_that_it_is_slow(
 
 
 @pytest.mark.failure(number=20)
-def test_what_another_has_gone_back_to_supersedes(
+def test_rollback_by_another_server_supersedes(
     small: LoadedModel, tmp_path: Path, persistence: StoreSessionPersistence, served: Served
 ) -> None:
     text = begun(served)
@@ -247,7 +249,7 @@ def test_what_another_has_gone_back_to_supersedes(
 
 
 @pytest.mark.failure(number=20)
-def test_what_was_begun_anew_elsewhere_supersedes(
+def test_session_recreated_by_another_server_supersedes(
     small: LoadedModel, tmp_path: Path, persistence: StoreSessionPersistence, served: Served
 ) -> None:
     text = begun(served)
@@ -261,7 +263,7 @@ def test_what_was_begun_anew_elsewhere_supersedes(
 
 
 @pytest.mark.failure(number=20)
-def test_what_another_has_gone_back_to_supersedes_what_was_given_up(
+def test_rollback_by_another_server_supersedes_a_timed_out_write(
     small: LoadedModel, tmp_path: Path, persistence: StoreSessionPersistence, served: Served
 ) -> None:
     text = begun(served)
@@ -273,7 +275,7 @@ def test_what_another_has_gone_back_to_supersedes_what_was_given_up(
 
 
 @pytest.mark.failure(number=20)
-def test_what_another_has_made_of_what_was_given_up_supersedes(
+def test_label_by_another_server_supersedes_a_timed_out_write(
     small: LoadedModel, tmp_path: Path, persistence: StoreSessionPersistence, served: Served
 ) -> None:
     text = begun(served)
@@ -285,7 +287,7 @@ def test_what_another_has_made_of_what_was_given_up_supersedes(
     assert served.core.find("a", "x").usage.is_pinned
 
 
-def test_whether_a_session_has_gone_on_elsewhere_is_not_known_of_a_slow_store(
+def test_slow_store_does_not_reveal_conflicts(
     small: LoadedModel, tmp_path: Path, persistence: StoreSessionPersistence, served: Served
 ) -> None:
     text = begun(served)
@@ -298,7 +300,7 @@ def test_whether_a_session_has_gone_on_elsewhere_is_not_known_of_a_slow_store(
     assert len(said_in(tmp_path, small)) == 4
 
 
-def test_it_is_nobody_elses_to_who_shares_the_store(
+def test_late_write_belongs_to_its_own_server(
     small: LoadedModel, tmp_path: Path, persistence: StoreSessionPersistence
 ) -> None:
     store = persistence._store
@@ -312,7 +314,9 @@ def test_it_is_nobody_elses_to_who_shares_the_store(
     assert len(said_in(tmp_path, small)) == 3
 
 
-def test_a_hub_forgets_and_pins_as_well(small: LoadedModel, tmp_path: Path) -> None:
+def test_engine_client_pins_and_removes_after_a_late_write(
+    small: LoadedModel, tmp_path: Path
+) -> None:
     with hub_in(tmp_path, small) as hub:
         assert isinstance(hub.context.persistence, StoreSessionPersistence)
         with unheard(hub.context.persistence):

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("loads")
 FULL = StoreFull("No room.")
 
 
-def test_a_turn_that_is_not_written_is_no_restore_that_was_rejected(
+def test_unwritten_turn_is_not_counted_as_a_rejected_restore(
     small: LoadedModel, tmp_path: Path
 ) -> None:
     stored = Stored(small, tmp_path)
@@ -29,7 +29,7 @@ def test_a_turn_that_is_not_written_is_no_restore_that_was_rejected(
     stored.close()
 
 
-def test_a_cache_comes_back_though_its_use_cannot_be_noted(
+def test_cache_is_restored_when_its_access_time_cannot_be_written(
     small: LoadedModel, tmp_path: Path
 ) -> None:
     first = Stored(small, tmp_path)
@@ -43,7 +43,7 @@ def test_a_cache_comes_back_though_its_use_cannot_be_noted(
     again.close()
 
 
-def test_each_metric_says_what_it_counts() -> None:
+def test_write_metrics_describe_what_they_count() -> None:
     found = {
         each.name: each for each in _counters(ServerStats(rejected={"a": 1}, unwritten={"full": 2}))
     }

@@ -67,7 +67,7 @@ def test_a_load_waits_for_a_write_that_holds_host_memory(
     stored.close()
 
 
-def test_a_load_waits_for_one_write_alone(
+def test_load_waits_for_one_write_only(
     small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored, turns = crowded(small, tmp_path, "full")

@@ -31,7 +31,7 @@ def has_only_logs(stored: Stored) -> bool:
 
 @pytest.mark.parametrize("failure", [RuntimeError, MemoryError, TypeError])
 @pytest.mark.parametrize("kind", HELD)
-def test_the_room_of_what_could_not_be_taken_in_is_given_back(
+def test_failed_load_releases_its_reservation(
     small: LoadedModel,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -47,7 +47,7 @@ def turn_bytes(loaded: LoadedModel, policy: str) -> int:
 
 @pytest.mark.failure(number=8)
 @pytest.mark.parametrize("policy", ["full", "limited"])
-def test_a_restarted_server_restores_and_says_the_same(
+def test_restarted_server_restores_caches_and_answers_the_same(
     small: LoadedModel, tmp_path: Path, policy: str
 ) -> None:
     first, never = Stored(small, tmp_path, policy=policy), Served(small, policy)
@@ -68,7 +68,7 @@ def test_a_restarted_server_restores_and_says_the_same(
 
 @pytest.mark.extended
 @pytest.mark.parametrize("policy", ["full", "limited"])
-def test_many_sessions_take_turns_in_little_memory(
+def test_many_sessions_alternate_in_little_memory(
     small: LoadedModel, tmp_path: Path, policy: str
 ) -> None:
     size = cache_bytes(small, policy)
@@ -89,7 +89,7 @@ def test_many_sessions_take_turns_in_little_memory(
 
 @pytest.mark.failure(number=1)
 @pytest.mark.extended
-def test_what_is_damaged_is_read_again(small: LoadedModel, tmp_path: Path) -> None:
+def test_damaged_cache_is_recomputed(small: LoadedModel, tmp_path: Path) -> None:
     first, never = Stored(small, tmp_path), Served(small)
     turns = talk(first)
     talk(never)
@@ -110,7 +110,7 @@ def test_what_is_damaged_is_read_again(small: LoadedModel, tmp_path: Path) -> No
 
 
 @pytest.mark.failure(number=26)
-def test_reading_where_loading_is_slower(
+def test_cache_is_recomputed_when_loading_is_slower(
     small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = Stored(small, tmp_path)
@@ -147,7 +147,7 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
 
 
 @pytest.mark.failure(number=6)
-def test_a_slow_disk_stops_nobody_who_is_answered(
+def test_slow_disk_does_not_stall_other_answers(
     small: LoadedModel, tmp_path: Path, gate: Gate
 ) -> None:
     stored = Stored(small, tmp_path, place=gate)
@@ -164,7 +164,7 @@ def test_a_slow_disk_stops_nobody_who_is_answered(
 
 @pytest.mark.failure(number=25)
 @pytest.mark.extended
-def test_a_full_tier_before_a_slow_disk_has_requests_wait(
+def test_requests_wait_while_a_full_tier_drains_to_a_slow_disk(
     small: LoadedModel, tmp_path: Path, gate: Gate
 ) -> None:
     size = cache_bytes(small)
@@ -182,7 +182,7 @@ def test_a_full_tier_before_a_slow_disk_has_requests_wait(
 
 
 @pytest.mark.failure(number=25)
-def test_a_write_of_one_tenant_holds_up_no_other_at_its_quota(
+def test_write_of_one_tenant_does_not_delay_another_at_its_quota(
     small: LoadedModel, tmp_path: Path, gate: Gate
 ) -> None:
     one = Served(small)
@@ -205,7 +205,9 @@ def test_a_write_of_one_tenant_holds_up_no_other_at_its_quota(
     stored.run()
 
 
-def test_nothing_is_waited_for_unless_asked(small: LoadedModel, tmp_path: Path, gate: Gate) -> None:
+def test_writes_are_not_awaited_without_durability(
+    small: LoadedModel, tmp_path: Path, gate: Gate
+) -> None:
     stored = Stored(small, tmp_path, Durability.NONE, place=gate)
     gate.is_open.clear()
     client, _ = stored.served.submit(told(1), "x")
@@ -216,7 +218,7 @@ def test_nothing_is_waited_for_unless_asked(small: LoadedModel, tmp_path: Path, 
     assert Stored(small, tmp_path, place=gate).core.find("a", "x").turns
 
 
-def test_the_strongest_durability_keeps_the_cache_too(small: LoadedModel, tmp_path: Path) -> None:
+def test_strongest_durability_stores_the_cache(small: LoadedModel, tmp_path: Path) -> None:
     killed, never = Stored(small, tmp_path, Durability.SNAPSHOT), Served(small)
     turns = talk(killed)
     talk(never)
@@ -227,7 +229,9 @@ def test_the_strongest_durability_keeps_the_cache_too(small: LoadedModel, tmp_pa
 
 
 @pytest.mark.extended
-def test_a_codec_that_loses_is_not_exact(small: LoadedModel, tmp_path: Path) -> None:
+def test_cache_of_a_lossy_codec_is_not_used_for_exact_requests(
+    small: LoadedModel, tmp_path: Path
+) -> None:
     first = Stored(small, tmp_path, codec="int8")
     turns = talk(first)
     first.close()
@@ -244,7 +248,7 @@ def test_a_codec_that_loses_is_not_exact(small: LoadedModel, tmp_path: Path) -> 
 
 @pytest.mark.failure(number=22)
 @pytest.mark.extended
-def test_sessions_that_rest_take_no_memory(small: LoadedModel, tmp_path: Path) -> None:
+def test_idle_stored_sessions_take_no_memory(small: LoadedModel, tmp_path: Path) -> None:
     size = cache_bytes(small)
     stored = Stored(small, tmp_path, device=3 * size, host=4 * size)
     turns = {f"n{number}": told(number, 1) for number in range(24)}
@@ -260,7 +264,7 @@ def test_sessions_that_rest_take_no_memory(small: LoadedModel, tmp_path: Path) -
     assert anonymous.told.session == "n5"
 
 
-def test_a_session_is_let_go_and_had_back(small: LoadedModel, tmp_path: Path) -> None:
+def test_released_session_is_prefetched_again(small: LoadedModel, tmp_path: Path) -> None:
     stored = Stored(small, tmp_path, policy="limited")
     turns = talk(stored)
     done = stored.core.admin.release(stored.core.idle("a", "x"))
@@ -277,9 +281,7 @@ def test_a_session_is_let_go_and_had_back(small: LoadedModel, tmp_path: Path) ->
     assert stored.ask(turns, "x").told.tier == "device"
 
 
-def test_a_cache_in_the_store_stays_there_when_it_is_looked_at(
-    small: LoadedModel, tmp_path: Path
-) -> None:
+def test_session_view_does_not_load_a_stored_cache(small: LoadedModel, tmp_path: Path) -> None:
     stored = Stored(small, tmp_path)
     talk(stored)
     done = stored.core.admin.release(stored.core.idle("a", "x"))
@@ -294,7 +296,7 @@ def test_a_cache_in_the_store_stays_there_when_it_is_looked_at(
         assert hub.prefetch("a", "x").tier == "device" and hub.kept("a", "x").tokens > 0
 
 
-def test_a_pin_outlives_the_server(small: LoadedModel, tmp_path: Path) -> None:
+def test_pin_survives_a_restart(small: LoadedModel, tmp_path: Path) -> None:
     first = Stored(small, tmp_path)
     turns = talk(first)
     with closing(hub_over(small, first)) as hub:
@@ -319,7 +321,7 @@ def test_a_pin_outlives_the_server(small: LoadedModel, tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_a_cache_is_made_as_small_as_its_policy_wants(small: LoadedModel, tmp_path: Path) -> None:
+def test_stored_cache_is_compacted_to_its_budget(small: LoadedModel, tmp_path: Path) -> None:
     stored, never = Stored(small, tmp_path, policy="limited"), Served(small, "limited")
     turns = talk(stored)
     talk(never)

@@ -54,7 +54,7 @@ def blocks(served: Served, turns: list[ChatMessage]) -> tuple[str, int]:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_restarted_server_goes_on_from_the_restored_caches(
+def test_restarted_server_continues_from_restored_caches(
     deep: LoadedModel, tmp_path: Path, kind: str
 ) -> None:
     first, never = stored(deep, tmp_path, kind), unstored(deep, kind)
@@ -83,7 +83,7 @@ def test_a_restarted_server_goes_on_from_the_restored_caches(
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", ways(each for each in PRESETS if each not in REFUSED))
-def test_the_caches_of_every_preset_come_back(deep: LoadedModel, tmp_path: Path, name: str) -> None:
+def test_caches_of_every_preset_are_restored(deep: LoadedModel, tmp_path: Path, name: str) -> None:
     tokens = 192 if name in WIDE else TOKENS
     first, never = (stored(deep, tmp_path, name, tokens=tokens), unstored(deep, name, tokens))
     turns, other = (talk(each, said=SAID[:2]) for each in (first, never))
@@ -109,9 +109,7 @@ def flip(folder: Path, holding: bytes) -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("part", [b"session_snapshot", b'"base"'])
-def test_a_flipped_bit_has_the_text_be_read_again(
-    small: LoadedModel, tmp_path: Path, part: bytes
-) -> None:
+def test_flipped_bit_recomputes_the_caches(small: LoadedModel, tmp_path: Path, part: bytes) -> None:
     first, never = stored(small, tmp_path, "epicache"), unstored(small, "epicache")
     turns = talk(first)
     talk(never)
@@ -131,7 +129,7 @@ def test_a_flipped_bit_has_the_text_be_read_again(
 
 
 @pytest.mark.extended
-def test_what_stands_beside_the_caches_must_fit_them(
+def test_record_of_another_chat_is_rejected(
     small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A record that is whole, and yet of another chat."""
@@ -152,7 +150,7 @@ def test_what_stands_beside_the_caches_must_fit_them(
 
 @pytest.mark.extended
 @pytest.mark.parametrize("tier", ["disk", "device"])
-def test_turns_that_were_said_later_are_heard_again(
+def test_turns_after_the_stored_caches_are_prefilled_again(
     small: LoadedModel, tmp_path: Path, tier: str
 ) -> None:
     killed, never = stored(small, tmp_path, "epicache"), unstored(small, "epicache")
@@ -177,7 +175,7 @@ def test_turns_that_were_said_later_are_heard_again(
 
 
 @pytest.mark.extended
-def test_the_strongest_durability_keeps_the_caches_too(small: LoadedModel, tmp_path: Path) -> None:
+def test_strongest_durability_stores_the_caches(small: LoadedModel, tmp_path: Path) -> None:
     killed = stored(small, tmp_path, "epicache", Durability.SNAPSHOT)
     never = unstored(small, "epicache")
     turns = talk(killed)
@@ -190,7 +188,7 @@ def test_the_strongest_durability_keeps_the_caches_too(small: LoadedModel, tmp_p
 
 
 @pytest.mark.extended
-def test_many_chats_take_turns_in_little_memory(small: LoadedModel, tmp_path: Path) -> None:
+def test_many_chats_alternate_in_little_memory(small: LoadedModel, tmp_path: Path) -> None:
     measured = unstored(small, "epicache")
     talk(measured)
     [session] = measured.core.sessions
@@ -210,7 +208,7 @@ def test_many_chats_take_turns_in_little_memory(small: LoadedModel, tmp_path: Pa
 
 
 @pytest.mark.extended
-def test_who_leaves_while_it_waits_for_memory_leaves_nothing_there(
+def test_request_cancelled_while_waiting_for_memory_releases_it(
     small: LoadedModel, tmp_path: Path
 ) -> None:
     measured = unstored(small, "epicache")
@@ -243,7 +241,7 @@ def host_need(served: Served) -> int:
 
 
 @pytest.mark.extended
-def test_a_session_is_let_go_and_had_back(small: LoadedModel, tmp_path: Path) -> None:
+def test_released_chat_is_prefetched_again(small: LoadedModel, tmp_path: Path) -> None:
     own, never = stored(small, tmp_path, "epicache"), unstored(small, "epicache")
     turns = talk(own)
     talk(never)
@@ -260,9 +258,7 @@ def test_a_session_is_let_go_and_had_back(small: LoadedModel, tmp_path: Path) ->
 
 
 @pytest.mark.extended
-def test_who_asks_while_its_caches_are_written_gets_its_answer(
-    small: LoadedModel, tmp_path: Path
-) -> None:
+def test_request_during_a_cache_write_is_answered(small: LoadedModel, tmp_path: Path) -> None:
     """What is written meanwhile is what was there before, to the bit."""
     own, never = stored(small, tmp_path, "epicache"), unstored(small, "epicache")
     turns = talk(own, said=SAID[:3])

@@ -25,7 +25,7 @@ def a_purse(limit: int = LIMIT) -> tuple[ByteLedger, DeviceReservations]:
 
 @pytest.mark.failure(number=23)
 @given(moves=MOVES)
-def test_what_is_spoken_for_is_never_more_than_the_budget(
+def test_reservations_never_exceed_the_budget(
     moves: list[tuple[int, MemoryDemand | None | int]],
 ) -> None:
     ledger, reservations = a_purse()
@@ -58,7 +58,7 @@ def test_what_is_spoken_for_is_never_more_than_the_budget(
     assert ledger.used(Tier.DEVICE) == 0
 
 
-def test_what_holds_more_than_was_spoken_for_is_counted_and_charged() -> None:
+def test_bytes_beyond_a_reservation_are_counted_and_charged() -> None:
     ledger, reservations = a_purse()
     reservations.grant(1, "a", MemoryDemand(40, 10))
     reservations.check(1, 50)
@@ -69,7 +69,7 @@ def test_what_holds_more_than_was_spoken_for_is_counted_and_charged() -> None:
     assert ledger.used(Tier.DEVICE) == 0
 
 
-def test_what_could_never_fit_is_known() -> None:
+def test_demand_beyond_the_limits_is_detected() -> None:
     _, reservations = a_purse()
     assert not reservations.exceeded_limit("a", MemoryDemand(70, 30))
     own = reservations.exceeded_limit("a", MemoryDemand(71, 0))
@@ -81,7 +81,7 @@ def test_what_could_never_fit_is_known() -> None:
         reservations.grant(1, "a", MemoryDemand(71, 0))
 
 
-def test_what_caches_share_is_reserved_once_and_passes_to_the_last_of_them() -> None:
+def test_shared_bytes_are_reserved_once_by_the_last_holder() -> None:
     ledger, reservations = a_purse()
     reservations.grant(1, "a", MemoryDemand(40))
     reservations.grant(3, "a", MemoryDemand(10))  # without the 30 bytes that it shares

@@ -38,7 +38,7 @@ def on_disk(stored: Stored, name: str = "x") -> SessionState:
 @pytest.mark.extended
 @pytest.mark.parametrize("policy", ["full", "limited"])
 @pytest.mark.parametrize(("eviction", "tier"), [("kvflow", "device"), ("lru", "disk")])
-def test_the_next_agent_is_fetched_from_the_store(
+def test_next_session_of_a_workflow_is_prefetched(
     small: LoadedModel, tmp_path: Path, policy: str, eviction: str, tier: str
 ) -> None:
     stored, plain = Stored(small, tmp_path, policy=policy, eviction=eviction), Served(small, policy)
@@ -55,7 +55,7 @@ def test_the_next_agent_is_fetched_from_the_store(
     stored.close()
 
 
-def test_a_request_takes_the_load_that_is_under_way(small: LoadedModel, tmp_path: Path) -> None:
+def test_request_joins_a_prefetch_in_progress(small: LoadedModel, tmp_path: Path) -> None:
     stored = Stored(small, tmp_path, eviction="kvflow")
     turns, loads, load = told(1), list[str](), stored.disk.load
 
@@ -73,7 +73,9 @@ def test_a_request_takes_the_load_that_is_under_way(small: LoadedModel, tmp_path
     stored.close()
 
 
-def test_what_is_forgotten_meanwhile_leaves_no_memory(small: LoadedModel, tmp_path: Path) -> None:
+def test_session_removed_during_a_prefetch_releases_its_memory(
+    small: LoadedModel, tmp_path: Path
+) -> None:
     stored = Stored(small, tmp_path, eviction="kvflow")
     stored.ask(told(1), "x")
     session = on_disk(stored)
@@ -85,7 +87,7 @@ def test_what_is_forgotten_meanwhile_leaves_no_memory(small: LoadedModel, tmp_pa
 
 
 @pytest.mark.parametrize(("steps", "tier"), [(1, "host"), (2, "device")])
-def test_none_takes_the_place_of_one_that_is_due_as_early(
+def test_prefetch_does_not_evict_sessions_due_as_early(
     small: LoadedModel, steps: int, tier: str
 ) -> None:
     probe = Served(small)
@@ -100,7 +102,7 @@ def test_none_takes_the_place_of_one_that_is_due_as_early(
     assert session.residency.tier == tier
 
 
-def test_a_prefetch_that_fails_leaves_the_session_to_its_request(small: LoadedModel) -> None:
+def test_failed_prefetch_leaves_the_load_to_the_request(small: LoadedModel) -> None:
     served, plain = Served(small, eviction="kvflow"), Served(small)
     turns = told(1)
     first = served.ask(turns, "x")
@@ -120,7 +122,7 @@ def test_a_prefetch_that_fails_leaves_the_session_to_its_request(small: LoadedMo
     assert served.ask(turns, "x").text == plain.ask(turns, "x").text
 
 
-def test_a_session_that_only_the_store_holds_comes_back(small: LoadedModel, tmp_path: Path) -> None:
+def test_session_absent_from_memory_is_prefetched(small: LoadedModel, tmp_path: Path) -> None:
     first = Stored(small, tmp_path)
     first.ask(told(1), "x")
     first.close()
@@ -144,7 +146,7 @@ def test_a_session_that_only_the_store_holds_comes_back(small: LoadedModel, tmp_
         }
 
 
-def test_loads_of_named_sessions_are_bounded_and_end_with_the_server(small: LoadedModel) -> None:
+def test_prefetches_by_name_are_bounded_and_end_at_shutdown(small: LoadedModel) -> None:
     client, going = LocalEngineClient(Engine(small, policy="full"), eviction="kvflow"), Event()
     with closing(client):
         client._prefetching.submit(going.wait)
@@ -167,7 +169,7 @@ def offloaded(served: Served, name: str) -> SessionState:
 
 
 @pytest.mark.parametrize(("others", "tier"), [(("b",), "host"), (("b", "a"), "device")])
-def test_a_prefetch_takes_the_place_of_its_own_tenant_alone(
+def test_prefetch_evicts_sessions_of_its_own_tenant_only(
     small: LoadedModel, others: tuple[str, ...], tier: str
 ) -> None:
     probe = Served(small)
@@ -185,7 +187,7 @@ def test_a_prefetch_takes_the_place_of_its_own_tenant_alone(
 
 
 @pytest.mark.extended
-def test_a_prefetch_leaves_others_their_host_memory(small: LoadedModel, tmp_path: Path) -> None:
+def test_prefetch_does_not_evict_host_memory_of_others(small: LoadedModel, tmp_path: Path) -> None:
     probe = Stored(small, tmp_path / "probe", eviction="kvflow")
     probe.ask(told(1), "x")
     size = on_disk(probe).residency.saved_cache
@@ -207,9 +209,7 @@ def test_a_prefetch_leaves_others_their_host_memory(small: LoadedModel, tmp_path
     stored.close()
 
 
-def test_a_session_that_is_prefetched_makes_no_other_leave_memory(
-    small: LoadedModel, tmp_path: Path
-) -> None:
+def test_prefetched_transcript_does_not_evict_others(small: LoadedModel, tmp_path: Path) -> None:
     stored = Stored(small, tmp_path, eviction="kvflow")
     core, tiers = stored.core, stored.core.tiers
     stored.ask(told(1, 20), "y", tenant="b")

@@ -14,7 +14,7 @@ from server_stores import Stored
 pytestmark = pytest.mark.usefixtures("loads")
 
 
-def test_a_session_goes_on_from_its_codes(small: LoadedModel, tmp_path: Path) -> None:
+def test_session_continues_from_four_bit_codes(small: LoadedModel, tmp_path: Path) -> None:
     stored = Stored(small, tmp_path, codec="q4", policy="full")
     turns, exact_bytes = told(1, 12), 0
     for number in range(3):

@@ -18,7 +18,7 @@ from server_stores import Stored
 
 
 @pytest.mark.parametrize(("eviction", "leaves"), [("kvflow", "late"), ("lru", "soon")])
-def test_who_is_asked_again_last_leaves_first(
+def test_session_with_the_latest_next_use_is_evicted_first(
     small: LoadedModel, eviction: str, leaves: str
 ) -> None:
     probe = Served(small)
@@ -41,7 +41,7 @@ def ask(hub: LocalEngineClient, name: str, tenant: str, steps: Mapping[str, int]
     assert client.over.wait(30)
 
 
-def test_steps_of_others_are_told_by_name_and_within_a_tenant(small: LoadedModel) -> None:
+def test_workflow_steps_are_set_by_name_within_a_tenant(small: LoadedModel) -> None:
     with closing(LocalEngineClient(Engine(small, policy="full"), eviction="kvflow")) as hub:
         for tenant in "ab":
             ask(hub, "planner", tenant, {"": 2})
@@ -53,9 +53,7 @@ def test_steps_of_others_are_told_by_name_and_within_a_tenant(small: LoadedModel
         assert sessions.find("b", "critic").usage.workflow_steps == math.inf
 
 
-def test_pauses_between_answers_are_seen_and_outlive_the_server(
-    small: LoadedModel, tmp_path: Path
-) -> None:
+def test_think_times_are_recorded_and_survive_a_restart(small: LoadedModel, tmp_path: Path) -> None:
     first = Stored(small, tmp_path)
     turns, ends = told(1), list[float]()
     for _ in range(3):

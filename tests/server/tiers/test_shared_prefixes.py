@@ -62,7 +62,7 @@ def entry_bytes(served: Served) -> int:
 
 
 @pytest.mark.extended
-def test_eight_sessions_hold_a_prefix_once(small: LoadedModel) -> None:
+def test_eight_sessions_store_a_prefix_once(small: LoadedModel) -> None:
     served, alone = Served(small), Served(small)
     cached = list[int]()
     for number in range(8):
@@ -87,7 +87,7 @@ def test_eight_sessions_hold_a_prefix_once(small: LoadedModel) -> None:
 
 
 @pytest.mark.extended
-def test_tables_of_a_fork_take_no_more_than_is_reserved(
+def test_block_tables_of_a_fork_fit_their_reservation(
     small: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the storage of the source was divided for sessions that are gone."""
@@ -111,7 +111,7 @@ def test_tables_of_a_fork_take_no_more_than_is_reserved(
     assert all(one <= most for one, most in zip(grown, reserved, strict=True))
 
 
-def test_other_tenants_share_nothing(small: LoadedModel) -> None:
+def test_prefixes_are_not_shared_between_tenants(small: LoadedModel) -> None:
     served = Served(small)
     for tenant in "aab":
         served.ask(question(ord(tenant)), tenant=tenant)
@@ -125,7 +125,7 @@ def test_other_tenants_share_nothing(small: LoadedModel) -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("fate", ["delete", "offload", "drop"])
-def test_the_bytes_of_a_prefix_pass_to_the_last_that_hold_it(small: LoadedModel, fate: str) -> None:
+def test_prefix_bytes_are_charged_to_the_last_holder(small: LoadedModel, fate: str) -> None:
     served, alone = Served(small), Served(small)
     told: list[Client] = [served.ask(question(number), f"n{number}") for number in range(3)]
     for number in range(2):
@@ -161,7 +161,7 @@ def test_the_bytes_of_a_prefix_pass_to_the_last_that_hold_it(small: LoadedModel,
 
 
 @pytest.mark.extended
-def test_a_session_that_goes_back_into_a_prefix_reserves_what_it_reads_anew(
+def test_session_truncated_into_a_prefix_reserves_its_new_tokens(
     small: LoadedModel,
 ) -> None:
     served, alone = Served(small), Served(small)
@@ -261,7 +261,7 @@ class Crowd:
 @settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-def test_what_is_reserved_is_what_is_held_whatever_happens(
+def test_reserved_bytes_equal_held_bytes_in_any_order(
     small: LoadedModel, moves: Sequence[tuple[str, int]]
 ) -> None:
     crowd = Crowd(small)

@@ -23,7 +23,7 @@ def rates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("deadline", [20.0, 50.0, 10_000.0])
-def test_a_resumed_session_reads_what_its_deadline_leaves_out(
+def test_resumed_session_recomputes_chunks_past_the_deadline(
     small: LoadedModel, tmp_path: Path, deadline: float
 ) -> None:
     stored = Stored(
@@ -45,9 +45,7 @@ def test_a_resumed_session_reads_what_its_deadline_leaves_out(
 
 
 @pytest.mark.extended
-def test_a_load_in_chunks_reserves_one_level_of_one_chunk(
-    small: LoadedModel, tmp_path: Path
-) -> None:
+def test_chunked_load_reserves_one_level_of_one_chunk(small: LoadedModel, tmp_path: Path) -> None:
     stored = Stored(small, tmp_path, codec="cachegen", policy="full")
     first = stored.ask(told(1), "x")
     turns = answered(told(1), first, "Why?")
@@ -66,7 +64,7 @@ def test_a_load_in_chunks_reserves_one_level_of_one_chunk(
     stored.close()
 
 
-def test_a_fork_of_what_was_loaded_coarsely_keeps_the_finest_levels(
+def test_fork_of_a_coarse_load_keeps_the_finest_levels(
     small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = Stored(small, tmp_path, codec="cachegen", policy="full")
