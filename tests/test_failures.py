@@ -71,6 +71,18 @@ def test_every_failure_has_existing_tests() -> None:
 
 
 def test_marks_are_found() -> None:
-    assert "stress" in marks("store/test_crashes.py")["test_killed_two_hundred_times"]
-    assert "skipif" in marks("store/test_crashes.py")["test_killed_at_any_time"]
-    assert failure_numbers("store/test_crashes.py")["test_killed_at_any_time"] == {3}
+    assert (
+        "stress"
+        in marks("store/test_crashes.py")[
+            "test_save_killed_two_hundred_times_keeps_the_committed_state"
+        ]
+    )
+    assert (
+        "skipif"
+        in marks("store/test_crashes.py")[
+            "test_save_killed_at_random_times_keeps_the_committed_state"
+        ]
+    )
+    assert failure_numbers("store/test_crashes.py")[
+        "test_save_killed_at_random_times_keeps_the_committed_state"
+    ] == {3}

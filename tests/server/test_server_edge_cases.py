@@ -77,9 +77,7 @@ def test_eviction_spares_the_session_to_be_loaded(small: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("name", ["prefetch", "compact"])
-def test_prefetch_does_not_take_the_memory_of_a_running_answer(
-    small: LoadedModel, name: str
-) -> None:
+def test_move_to_a_device_full_of_running_answers_is_a_503(small: LoadedModel, name: str) -> None:
     alone = Served(small)
     alone.ask(told(1), "x", max_new_tokens=20)
     served = Served(small, device=int(1.2 * alone.core.reservations.peak))

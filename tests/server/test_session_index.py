@@ -270,7 +270,7 @@ def test_malicious_session_file_is_refused(small: LoadedModel, field: str, value
         ("reason", None),
     ],
 )
-def test_malicious_turn_of_a_session_file_is_refused(
+def test_malicious_exchange_of_a_session_file_is_refused(
     small: LoadedModel, field: str, value: object
 ) -> None:
     test_malicious_session_file_is_refused(small, field, value)

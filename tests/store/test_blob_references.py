@@ -34,7 +34,7 @@ def said(store: Store, name: str = TALK) -> bytes:
 
 @pytest.mark.failure(number=21)
 @pytest.mark.parametrize("how", ["put", "stays"])
-def test_what_another_process_is_about_to_need_is_not_dropped(tmp_path: Path, how: str) -> None:
+def test_blob_of_a_save_in_progress_is_not_deleted(tmp_path: Path, how: str) -> None:
     here, there = store_at(tmp_path), store_at(tmp_path)
     save(here)
     record = load(here).record
@@ -53,7 +53,7 @@ def test_what_another_process_is_about_to_need_is_not_dropped(tmp_path: Path, ho
 
 @pytest.mark.failure(number=21)
 @pytest.mark.extended
-def test_a_fork_that_goes_on_elsewhere_leaves_what_it_was_made_of(tmp_path: Path) -> None:
+def test_fork_continued_elsewhere_keeps_its_source_blobs(tmp_path: Path) -> None:
     here, there = (store_at(tmp_path, home=home, kept_epochs=2) for home in ("here", "there"))
     here.sessions.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
     here.sessions.fork(WHO, TALK, "fork")
@@ -66,7 +66,7 @@ def test_a_fork_that_goes_on_elsewhere_leaves_what_it_was_made_of(tmp_path: Path
 
 @pytest.mark.failure(number=21)
 @pytest.mark.extended
-def test_a_log_that_another_machine_has_written_too_stays(tmp_path: Path) -> None:
+def test_token_log_written_by_two_machines_is_kept(tmp_path: Path) -> None:
     here, there = (store_at(tmp_path, home=home, kept_epochs=1) for home in ("here", "there"))
     here.sessions.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
     there.sessions.append(WHO, "alike", SessionTurn(IDS, b"said"), 0)
@@ -80,9 +80,7 @@ def test_a_log_that_another_machine_has_written_too_stays(tmp_path: Path) -> Non
 
 @pytest.mark.failure(number=21)
 @pytest.mark.parametrize("how", ["saved", "forked"])
-def test_what_another_machine_has_of_what_this_one_has_written_stays(
-    tmp_path: Path, how: str
-) -> None:
+def test_blob_referenced_by_another_machine_is_kept(tmp_path: Path, how: str) -> None:
     here, there = (store_at(tmp_path, home=home) for home in ("here", "there"))
     here.sessions.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
     if how == "saved":
@@ -97,7 +95,7 @@ def test_what_another_machine_has_of_what_this_one_has_written_stays(
 
 
 @pytest.mark.failure(number=21)
-def test_a_state_between_that_another_machine_has_written_stays_whole(tmp_path: Path) -> None:
+def test_intermediate_epoch_of_another_machine_stays_complete(tmp_path: Path) -> None:
     here, there = (store_at(tmp_path, home=home, kept_epochs=3) for home in ("here", "there"))
     here.sessions.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
     with there.sessions.stage(WHO, IDS, snapshot(compressed(IDS))) as prepared:
@@ -109,7 +107,7 @@ def test_a_state_between_that_another_machine_has_written_stays_whole(tmp_path: 
 
 
 @pytest.mark.failure(number=21)
-def test_who_comes_too_late_takes_nothing_from_who_has_written_the_same(tmp_path: Path) -> None:
+def test_superseded_writer_deletes_no_shared_blobs(tmp_path: Path) -> None:
     turn, there = SessionTurn(IDS, b"said"), store_at(tmp_path, home="there")
 
     def first(what: str, path: str) -> None:
@@ -123,7 +121,7 @@ def test_who_comes_too_late_takes_nothing_from_who_has_written_the_same(tmp_path
     assert said(there) == b"said" and load(there).ids == IDS
 
 
-def test_what_an_earlier_larder_has_written_is_read(
+def test_token_log_of_an_earlier_version_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -142,7 +140,7 @@ def test_what_an_earlier_larder_has_written_is_read(
 
 @pytest.mark.failure(number=21)
 @pytest.mark.parametrize("how", ["put", "stays"])
-def test_what_is_taken_for_there_is_not_being_deleted(tmp_path: Path, how: str) -> None:
+def test_blob_found_present_is_not_being_deleted(tmp_path: Path, how: str) -> None:
     there = store_at(tmp_path, call_limits=CallLimits(seconds=0.3, rest_seconds=0.0))
     tenant, said = there.parts.tenant(WHO), list[bool]()
     data = encode_token_log(IDS, tenant, TALK)

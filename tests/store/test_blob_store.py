@@ -45,21 +45,19 @@ def blobs(place: FileSystem) -> BlobStore:
     return BlobStore(place, DeadlineExecutor("disk"))
 
 
-def test_what_is_put_comes_back(blobs: BlobStore) -> None:
+def test_put_blob_is_read_back(blobs: BlobStore) -> None:
     ref = blobs.put(DATA)
     assert ref == BlobRef(digest_of(DATA), len(DATA)) and blobs.has(ref)
     assert blobs.get(ref) == DATA
     assert blobs.sizes() == {ref.digest: len(DATA)}
 
 
-def test_the_same_bytes_are_kept_once(blobs: BlobStore, place: FileSystem) -> None:
+def test_equal_blobs_are_stored_once(blobs: BlobStore, place: FileSystem) -> None:
     assert blobs.put(DATA) == blobs.put(DATA)
     assert [entry.path for entry in place.list_files("")] == [blob_path(digest_of(DATA))]
 
 
-def test_what_is_damaged_is_set_aside_and_can_be_written_anew(
-    blobs: BlobStore, place: FileSystem
-) -> None:
+def test_damaged_blob_is_quarantined_and_rewritable(blobs: BlobStore, place: FileSystem) -> None:
     ref = blobs.put(DATA)
     place.replace(blob_path(ref.digest), DATA[:-1] + b"!")
     with pytest.raises(Damaged, match="not the 10 written"):
@@ -72,12 +70,12 @@ def test_what_is_damaged_is_set_aside_and_can_be_written_anew(
     assert blobs.get(blobs.put(DATA)) == DATA
 
 
-def test_a_shorter_one_is_written_over(blobs: BlobStore, place: FileSystem) -> None:
+def test_truncated_blob_is_overwritten(blobs: BlobStore, place: FileSystem) -> None:
     place.replace(blob_path(digest_of(DATA)), DATA[:4])
     assert blobs.get(blobs.put(DATA)) == DATA
 
 
-def test_create_refuses_what_is_there(place: FileSystem) -> None:
+def test_create_refuses_an_existing_path(place: FileSystem) -> None:
     place.create("a/b", b"1")
     with pytest.raises(FileExistsError):
         place.create("a/b", b"2")
@@ -90,9 +88,7 @@ def test_create_refuses_what_is_there(place: FileSystem) -> None:
         place.read("a/b")
 
 
-def test_a_sweep_takes_orphans_and_leaves_what_is_young(
-    blobs: BlobStore, place: FileSystem
-) -> None:
+def test_sweep_deletes_old_orphans_only(blobs: BlobStore, place: FileSystem) -> None:
     kept, lost = blobs.put(DATA), blobs.put(DATA * 2)
     place.replace(f"{TEMPORARY_FOLDER}/1-half", b"half")
     assert blobs.sweep([kept.digest], grace_seconds=60.0) == 0
@@ -101,7 +97,7 @@ def test_a_sweep_takes_orphans_and_leaves_what_is_young(
     assert [entry.path for entry in place.list_files("")] == [blob_path(kept.digest)]
 
 
-def test_an_orphan_that_is_put_again_is_young(tmp_path: Path) -> None:
+def test_orphan_put_again_restarts_its_grace_time(tmp_path: Path) -> None:
     blobs = BlobStore(open_file_system(str(tmp_path)), DeadlineExecutor("disk"))
     ref = blobs.put(DATA)
     os.utime(tmp_path / blob_path(ref.digest), (0, 0))
@@ -118,13 +114,13 @@ def test_only_digests_become_paths(blobs: BlobStore, place: FileSystem) -> None:
 
 
 @pytest.mark.parametrize("error", [FULL, READ_ONLY])
-def test_a_disk_that_takes_nothing_is_told(tmp_path: Path, error: int) -> None:
+def test_full_disk_raises_store_full(tmp_path: Path, error: int) -> None:
     place = Faulty(open_file_system(str(tmp_path)), refusing(error, "replace"))
     with pytest.raises(StoreFull, match="untouched"):
         BlobStore(place, DeadlineExecutor("disk")).put(DATA)
 
 
-def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(handle: int) -> None:
         raise OSError(FULL, "full")
 
@@ -142,12 +138,12 @@ def test_an_address_of_an_unknown_kind_is_refused() -> None:
         open_file_system("nowhere://bucket/folder")
 
 
-def test_a_folder_that_knows_no_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(source: Path, target: Path) -> None:
         raise PermissionError(1, "no links here")
 
     monkeypatch.setattr(os, "link", refuse)
-    test_create_refuses_what_is_there(open_file_system(str(tmp_path)))
+    test_create_refuses_an_existing_path(open_file_system(str(tmp_path)))
 
 
 class ClientError(Exception):
@@ -155,7 +151,7 @@ class ClientError(Exception):
 
 
 @pytest.mark.parametrize("act", ["create", "replace", "read", "size", "remove", "list_files"])
-def test_errors_of_a_client_are_the_disks(monkeypatch: pytest.MonkeyPatch, act: str) -> None:
+def test_client_errors_become_store_errors(monkeypatch: pytest.MonkeyPatch, act: str) -> None:
     def fails(*args: object, **kwargs: object) -> None:
         raise ClientError("Could not connect to the endpoint.")
 

@@ -70,7 +70,7 @@ TEXT = st.lists(st.integers(0, 2), max_size=13)
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10)
 @given(st.lists(TEXT, max_size=8), st.lists(TEXT, min_size=1, max_size=5))
-def test_the_tree_finds_what_a_linear_scan_finds(
+def test_prefix_match_equals_a_linear_scan(
     tmp_path_factory: pytest.TempPathFactory, kept: list[list[int]], asked: list[list[int]]
 ) -> None:
     chunks = chunks_at(tmp_path_factory.mktemp("chunks"))
@@ -89,7 +89,7 @@ def _whole(chunk: PrefixChunk, found: Sequence[ChunkMatch], text: list[int]) -> 
 
 
 @pytest.mark.failure(number=14)
-def test_what_was_edited_or_cut_shares_up_to_there(tmp_path: Path) -> None:
+def test_edited_text_matches_up_to_the_edit(tmp_path: Path) -> None:
     chunks = chunks_at(tmp_path)
     text = list(range(100, 111))  # three whole chunks, and two tokens that fill none
     keep(chunks, text)
@@ -118,7 +118,7 @@ def test_nothing_crosses_tenants_or_identities(tmp_path: Path) -> None:
 
 
 @pytest.mark.failure(number=13)
-def test_digests_that_collide_are_told_apart_by_tokens(
+def test_colliding_digests_are_distinguished_by_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "chunk_key", lambda *args: f"{0:064x}")
@@ -138,14 +138,14 @@ def test_digests_that_collide_are_told_apart_by_tokens(
 
 
 @pytest.mark.failure(number=8)
-def test_another_machine_finds_what_is_told_of_beside_the_blobs(tmp_path: Path) -> None:
+def test_another_machine_reads_the_chunk_records(tmp_path: Path) -> None:
     keep(chunks_at(tmp_path), list(range(9)))
     other = chunks_at(tmp_path, "another machine")
     assert held(other.match_prefix(TENANT, IDENTITY, list(range(9)))) == 9
     assert len(other.all()) == 3
 
 
-def test_the_index_is_built_again(tmp_path: Path) -> None:
+def test_index_is_rebuilt_from_records(tmp_path: Path) -> None:
     first = chunks_at(tmp_path)
     for text in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8, 9], [4, 4, 4]):
         keep(first, text)
@@ -157,7 +157,7 @@ def test_the_index_is_built_again(tmp_path: Path) -> None:
     }
 
 
-def test_what_is_told_of_a_chunk_is_sealed(tmp_path: Path) -> None:
+def test_chunk_record_is_authenticated(tmp_path: Path) -> None:
     keep(chunks_at(tmp_path), [1, 2, 3])
     [path] = (tmp_path / "store" / "chunks").rglob("*.json")
     path.write_bytes(path.read_bytes().replace(b"[1,2,3]", b"[1,2,4]"))
@@ -166,7 +166,7 @@ def test_what_is_told_of_a_chunk_is_sealed(tmp_path: Path) -> None:
     assert chunks_at(tmp_path, "other").match_prefix(TENANT, IDENTITY, [1, 2, 3]) == []
 
 
-def test_what_continues_a_chunk_goes_with_it(tmp_path: Path) -> None:
+def test_dropping_a_chunk_drops_its_descendants(tmp_path: Path) -> None:
     chunks = chunks_at(tmp_path)
     keep(chunks, [1, 2, 3, 4, 5, 6, 7, 8, 9])
     keep(chunks, [1, 2, 3, 0, 0, 0])
@@ -176,7 +176,7 @@ def test_what_continues_a_chunk_goes_with_it(tmp_path: Path) -> None:
     assert held(chunks.match_prefix(TENANT, IDENTITY, [1, 2, 3, 0, 0, 0])) == 6
 
 
-def test_the_digest_of_a_text_grows_with_it() -> None:
+def test_prefix_digest_is_incremental() -> None:
     behind = PrefixDigest(range(20))
     for count in (3, 0, 9):
         assert behind.digest([1, 2]) == prefix_digest([*range(behind.start), 1, 2])
@@ -187,7 +187,7 @@ def test_the_digest_of_a_text_grows_with_it() -> None:
             behind.digest(wrong)
 
 
-def test_what_continues_a_chunk_that_is_gone_is_not_kept(tmp_path: Path) -> None:
+def test_chunk_behind_a_dropped_parent_is_not_added(tmp_path: Path) -> None:
     chunks = chunks_at(tmp_path)
     keep(chunks, [1, 2, 3])
     [first] = chunks.match_prefix(TENANT, IDENTITY, [1, 2, 3])
@@ -198,7 +198,7 @@ def test_what_continues_a_chunk_that_is_gone_is_not_kept(tmp_path: Path) -> None
     assert len(list((tmp_path / "store" / "chunks").rglob("*.json"))) == 1
 
 
-def test_a_chunk_that_others_continue_stays(tmp_path: Path) -> None:
+def test_chunk_with_descendants_is_kept(tmp_path: Path) -> None:
     chunks = chunks_at(tmp_path)
     keep(chunks, [1, 2, 3, 4, 5, 6])
     [first, second] = [
@@ -218,7 +218,7 @@ def record_of(folder: Path, tokens: Sequence[int]) -> Path:
 
 @pytest.mark.parametrize("damage", ["changed", "cut", "no JSON", "of another chunk"])
 @pytest.mark.parametrize("is_read", [True, False], ids=["read", "not read"])
-def test_a_damaged_record_is_set_aside_and_stored_again(
+def test_damaged_chunk_record_is_quarantined_and_rewritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str, is_read: bool
 ) -> None:
     lines = list[str]()
@@ -248,7 +248,7 @@ def test_a_damaged_record_is_set_aside_and_stored_again(
     assert (tmp_path / "store" / "damaged" / path.name).read_bytes() == damaged
 
 
-def test_a_record_of_another_version_stays(tmp_path: Path) -> None:
+def test_chunk_record_of_another_version_is_kept(tmp_path: Path) -> None:
     keep(chunks_at(tmp_path), [1, 2, 3])
     path = record_of(tmp_path, [1, 2, 3])
     later = sealed_json(SECRET, "chunk", '{"schema":99}')

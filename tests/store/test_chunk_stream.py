@@ -62,7 +62,7 @@ def test_hand_values_of_four_chunks_in_two_seconds(rule: StreamRule) -> None:
     assert controller.level(progress(bandwidth=None)) == 1
 
 
-def test_the_rule_of_the_paper_takes_the_time_that_remains() -> None:
+def test_paper_rule_uses_the_remaining_time() -> None:
     controller = StreamController(2.0)
     last = {"sizes": SIZES[:1], "elapsed": 1.3}
     assert controller.level(progress(**last)) == 0  # .64 of .70 s
@@ -73,7 +73,7 @@ def test_the_rule_of_the_paper_takes_the_time_that_remains() -> None:
     assert controller.level(progress(**last | {"elapsed": 1.9, "recompute": 0.4})) == 2
 
 
-def test_the_rule_of_the_code_takes_an_equal_share_of_the_deadline() -> None:
+def test_code_rule_uses_an_equal_share_of_the_deadline() -> None:
     controller = StreamController(2.0, StreamRule.CODE)
     late = progress(sizes=SIZES[:1], elapsed=1.9)
     assert controller.level(late) == 1
@@ -87,7 +87,7 @@ def test_without_a_deadline_the_finest_level_is_loaded() -> None:
             StreamController(seconds)
 
 
-def test_the_controller_does_what_its_loop_does() -> None:
+def test_controller_equals_its_reference() -> None:
     draw = random.Random(5)
     for _ in range(300):
         sizes = [sorted((draw.randint(1, 99) for _ in range(3)), reverse=True) for _ in range(3)]
@@ -140,14 +140,14 @@ def stream_over(link: SlowLink, deadline: float, prefill: float) -> list[int]:
     return levels
 
 
-def test_levels_follow_the_bandwidth_of_the_chunk_before() -> None:
+def test_levels_follow_the_bandwidth_of_the_previous_chunk() -> None:
     assert stream_over(SlowLink(*[100.0] * 4), 3.2, 99.0) == [1, 0, 0, 0]
     # The link slows down behind the first chunk, which costs 1.2 s more than was foreseen.
     assert stream_over(SlowLink(100.0, 50.0, 50.0, 50.0), 3.2, 99.0) == [1, 0, 2, 2]
     assert stream_over(SlowLink(100.0, 50.0, 200.0, 200.0), 3.2, 99.0) == [1, 0, 2, 0]
 
 
-def test_text_ends_the_stream_where_it_is_in_time() -> None:
+def test_stream_ends_where_recomputing_meets_the_deadline() -> None:
     assert stream_over(SlowLink(*[100.0] * 4), 3.2, 0.21) == [1]  # 12 tokens in 2.52 of 2.6 s
     assert stream_over(SlowLink(), 3.2, 0.2) == []
 
@@ -184,7 +184,7 @@ def test_a_saved_cache_has_every_chunk_at_every_level(store: Store) -> None:
     assert not torch.equal(held["0.keys"], exact["0.keys"])
 
 
-def test_a_deadline_decides_what_is_loaded(store: Store) -> None:
+def test_deadline_limits_the_loaded_chunks(store: Store) -> None:
     save(store, IDS, "cachegen")
     store.parts.throughput.initialize({"disk": 1e15, "reading": 1.0})
     # The last of 21 tokens is read in a second.
@@ -199,7 +199,7 @@ def test_a_slow_tier_is_loaded_at_the_coarsest_level(store: Store) -> None:
     assert found.levels[0] == 2
 
 
-def test_a_session_that_was_loaded_coarsely_keeps_its_finest_levels(
+def test_coarsely_loaded_session_keeps_its_finest_levels(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(store, IDS, "cachegen")
@@ -222,7 +222,7 @@ def test_a_session_that_was_loaded_coarsely_keeps_its_finest_levels(
     assert same_bits(again.state(), finest.state())
 
 
-def test_chunks_of_another_text_are_not_kept(store: Store) -> None:
+def test_chunks_of_a_changed_text_are_replaced(store: Store) -> None:
     save(store, IDS, "cachegen")
     [before] = store.sessions.heads()
     edited = (*IDS[:9], 99, *IDS[10:])
@@ -237,7 +237,7 @@ def test_chunks_of_another_text_are_not_kept(store: Store) -> None:
         assert (tensor - exact[name]).abs().max() < finest.step_scale
 
 
-def test_caches_of_other_forms_are_stored_as_entropy_does(store: Store) -> None:
+def test_caches_of_other_forms_fall_back_to_entropy(store: Store) -> None:
     store.sessions.save(WHO, TALK, IDS, snapshot(compressed(IDS), "cachegen"))
     [record] = store.sessions.heads()
     assert record.codec == "entropy"
@@ -261,7 +261,7 @@ def test_a_damaged_chunk_is_not_used(store: Store, tmp_path: Path, number: int) 
     assert same_bits(found.cache.state(), whole.cache.state())
 
 
-def test_chunks_are_found_in_their_place_alone(store: Store) -> None:
+def test_chunks_decode_at_their_own_position_only(store: Store) -> None:
     save(store, IDS, "cachegen")
     [record] = store.sessions.heads()
     swapped = replace(record, spans=(*record.spans[3:6], *record.spans[:3], *record.spans[6:]))

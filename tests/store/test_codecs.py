@@ -42,7 +42,7 @@ def some_rows(role: TensorRole, depth: float = 0.0, width: int = 8) -> tuple[Ten
 
 @pytest.mark.parametrize("role", TensorRole)
 @pytest.mark.parametrize("name", CODECS.names())
-def test_a_codec_does_what_its_loop_does(name: str, role: TensorRole) -> None:
+def test_codec_equals_its_reference(name: str, role: TensorRole) -> None:
     for depth, step in ((0.0, STEPS[0]), (0.5, STEPS[1]), (0.9, STEPS[2])):
         numbers, rows = some_rows(role, depth)
         codec = codec_named(name)
@@ -70,7 +70,7 @@ def test_groups_of_channels_end_with_the_head() -> None:
 
 @pytest.mark.parametrize("form", FORM_NAMES)
 @pytest.mark.parametrize("name", CODECS.names())
-def test_every_form_of_cache_comes_back(name: str, form: str) -> None:
+def test_every_cache_form_round_trips(name: str, form: str) -> None:
     spec = a_spec(a_layer(), a_layer(index=1))
     cache = SequenceCache(spec, form, **tiers_of(form))
     for layer in spec.layers:
@@ -101,7 +101,7 @@ def test_every_form_of_cache_comes_back(name: str, form: str) -> None:
 
 @pytest.mark.parametrize("name", LOSSY)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e5])
-def test_numbers_that_cannot_be_rounded_are_kept_as_they_are(name: str, bad: float) -> None:
+def test_unquantizable_tensors_are_stored_exactly(name: str, bad: float) -> None:
     state = {"0.keys": torch.randn(2, 12, 8), "0.values": torch.randn(2, 12, 8)}
     state["0.values"][1, 3, 4] = bad
     tensors, told = encode_state(state, codec_named(name), name, a_spec(a_layer()))
@@ -116,7 +116,7 @@ def test_numbers_that_cannot_be_rounded_are_kept_as_they_are(name: str, bad: flo
 
 @pytest.mark.failure(number=30)
 @pytest.mark.parametrize("name", LOSSY)
-def test_codes_that_do_not_fit_are_refused(name: str) -> None:
+def test_codes_of_wrong_shapes_are_refused(name: str) -> None:
     state = {"0.keys": torch.randn(2, 30, 8)}
     tensors, told = encode_state(state, codec_named(name), name, a_spec(a_layer()))
     how = told["0.keys"]
@@ -139,7 +139,7 @@ def test_codes_that_do_not_fit_are_refused(name: str) -> None:
 
 
 @pytest.mark.failure(number=30)
-def test_a_frame_that_would_fill_memory_is_not_opened() -> None:
+def test_decompression_bomb_is_refused() -> None:
     bomb = compress(bytes(10**7))
     assert len(bomb) < 2000 and decompress(bomb, 10**7) == bytes(10**7)
     for data, size in ((bomb, 100), (bomb, 10**7 + 1), (bomb[:-9], 10**7), (b"no frame", 8)):

@@ -34,7 +34,7 @@ def in_rows(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
-def test_a_number_comes_back() -> None:
+def test_scalar_round_trips() -> None:
     tensors, _ = unpack_container(pack_container({"scalar": torch.tensor(3.5)}, TOLD))
     assert tensors["scalar"].shape == () and tensors["scalar"] == 3.5
 
@@ -44,20 +44,20 @@ def rewritten(header: dict[str, Any], body: bytes = b"") -> bytes:
     return len(head).to_bytes(8, "little") + head + body
 
 
-def test_what_is_packed_comes_back_to_the_bit() -> None:
+def test_container_round_trips_bit_exactly() -> None:
     tensors, told = unpack_container(pack_container(some_tensors(), TOLD))
     assert same_bits(tensors, in_rows(some_tensors()))
     assert told == TOLD | {"format": "kvm", "version": 1}
     assert peek_metadata(pack_container(some_tensors(), TOLD)) == told
 
 
-def test_any_safetensors_reader_reads_it() -> None:
+def test_safetensors_reads_the_container() -> None:
     assert same_bits(
         safetensors.torch.load(pack_container(some_tensors(), TOLD)), in_rows(some_tensors())
     )
 
 
-def test_equal_content_is_equal_bytes() -> None:
+def test_packing_is_deterministic() -> None:
     backwards = dict(reversed(some_tensors().items()))
     assert pack_container(some_tensors(), {"x": 2, "y": 1}) == pack_container(
         backwards, {"y": 1, "x": 2}
@@ -65,7 +65,7 @@ def test_equal_content_is_equal_bytes() -> None:
 
 
 @pytest.mark.parametrize("part", ["length", "header", "tensor"])
-def test_every_flipped_bit_is_noticed(part: str) -> None:
+def test_every_flipped_bit_is_detected(part: str) -> None:
     data = pack_container({"a": torch.arange(4.0), "b": torch.arange(3, dtype=torch.uint8)}, TOLD)
     head = 8 + int.from_bytes(data[:8], "little")
     spans = {"length": (0, 8), "header": (8, head), "tensor": (head, len(data))}
@@ -80,7 +80,7 @@ def test_every_flipped_bit_is_noticed(part: str) -> None:
                 unpack_container(bytes(flipped))
 
 
-def test_what_is_cut_or_longer_is_noticed() -> None:
+def test_truncated_or_extended_container_is_detected() -> None:
     data = pack_container(some_tensors(), TOLD)
     for other in (data[:-1], data[: len(data) // 2], b"", data[:7], data + b"\0", b"\0" * 1000):
         with pytest.raises(Damaged):
@@ -119,7 +119,7 @@ def _head(data: bytes) -> bytes:
 
 
 @pytest.mark.failure(number=30)
-def test_headers_that_would_take_memory_are_refused_unread() -> None:
+def test_oversized_headers_are_refused_unread() -> None:
     huge = (2**63).to_bytes(8, "little") + b"{}"
     claimed = (MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b" " * (MAX_HEADER_BYTES + 1)
     deep = b"[" * 100_000
@@ -133,14 +133,14 @@ def test_headers_that_would_take_memory_are_refused_unread() -> None:
 
 @pytest.mark.failure(number=30)
 @given(st.binary(max_size=400))
-def test_any_bytes_are_refused(data: bytes) -> None:
+def test_random_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(LarderError):
         unpack_container(data)
 
 
 @pytest.mark.failure(number=30)
 @given(st.data())
-def test_a_file_with_anything_changed_is_refused(data: st.DataObject) -> None:
+def test_file_with_any_change_is_refused(data: st.DataObject) -> None:
     packed = bytearray(pack_container({"a": torch.arange(4.0)}, TOLD))
     head = 8 + int.from_bytes(packed[:8], "little")
     solid = len(packed[:head].rstrip())

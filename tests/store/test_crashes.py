@@ -135,13 +135,13 @@ def killed_everywhere(folder: Path, steps: range) -> int:
 
 @pytest.mark.failure(number=3)
 @pytest.mark.extended
-def test_killed_at_some_steps_of_a_saving(tmp_path: Path) -> None:
+def test_save_killed_at_some_steps_keeps_the_committed_state(tmp_path: Path) -> None:
     assert killed_everywhere(tmp_path, range(11, 120, 53)) >= 4
 
 
 @pytest.mark.failure(number=3)
 @pytest.mark.stress
-def test_killed_at_every_step_of_a_saving(tmp_path: Path) -> None:
+def test_save_killed_at_every_step_keeps_the_committed_state(tmp_path: Path) -> None:
     assert killed_everywhere(tmp_path, range(1, STEPS)) >= 100
 
 
@@ -169,11 +169,11 @@ def killed_at_random(folder: Path, times: int) -> int:
 
 
 @pytest.mark.failure(number=3)
-def test_killed_at_any_time(tmp_path: Path) -> None:
+def test_save_killed_at_random_times_keeps_the_committed_state(tmp_path: Path) -> None:
     assert killed_at_random(tmp_path, 4) == 4
 
 
 @pytest.mark.failure(number=3)
 @pytest.mark.stress
-def test_killed_two_hundred_times(tmp_path: Path) -> None:
+def test_save_killed_two_hundred_times_keeps_the_committed_state(tmp_path: Path) -> None:
     assert killed_at_random(tmp_path, 200) == 200

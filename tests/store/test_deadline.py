@@ -24,14 +24,14 @@ def threads_since(before: list[threading.Thread]) -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each not in before]
 
 
-def test_what_a_call_returns_or_raises_is_handed_on() -> None:
+def test_result_or_exception_of_a_call_is_passed_on() -> None:
     guard = DeadlineExecutor("disk")
     assert guard.call(divmod, 7, 2) == (3, 1)
     with pytest.raises(ZeroDivisionError):
         guard.call(divmod, 7, 0)
 
 
-def test_a_call_that_hangs_is_left_and_gives_back_when_it_ends() -> None:
+def test_hanging_call_times_out_and_releases_its_slot_at_its_end() -> None:
     guard = DeadlineExecutor("disk", CallLimits(seconds=SHORT))
     go_on, ended = threading.Event(), threading.Event()
     with pytest.raises(StoreSlow, match="did not answer wait within 0.02 s"):
@@ -56,7 +56,7 @@ def test_hanging_calls_are_bounded() -> None:
     go_on.set()
 
 
-def test_calls_one_after_the_other_share_a_thread_that_keeps_nothing() -> None:
+def test_sequential_calls_share_a_thread_without_references() -> None:
     guard, results = DeadlineExecutor("disk"), list[weakref.ref[threading.Event]]()
 
     def made() -> threading.Event:
@@ -71,7 +71,7 @@ def test_calls_one_after_the_other_share_a_thread_that_keeps_nothing() -> None:
     assert results[0]() is None
 
 
-def test_idle_threads_end_and_calls_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_threads_end_and_later_calls_succeed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deadline, "IDLE_SECONDS", 0.0)
     guard, before = DeadlineExecutor("disk"), threading.enumerate()
     for number in range(200):  # some calls meet a thread that is about to end
@@ -83,7 +83,7 @@ def test_idle_threads_end_and_calls_go_on(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_fork_starts_threads_of_its_own() -> None:
+def test_forked_process_starts_its_own_threads() -> None:
     guard = DeadlineExecutor("disk", CallLimits(seconds=5.0))
     assert guard.call(divmod, 7, 2) == (3, 1)
     child = os.fork()
@@ -96,7 +96,7 @@ def test_a_fork_starts_threads_of_its_own() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 
-def test_a_tier_that_fails_rests_and_is_tried_again() -> None:
+def test_breaker_opens_after_failures_and_retries() -> None:
     now = [0.0]
     guard = DeadlineExecutor(
         "disk", CallLimits(max_failures=2, rest_seconds=10.0), clock=lambda: now[0]
@@ -115,7 +115,7 @@ def test_a_tier_that_fails_rests_and_is_tried_again() -> None:
     assert guard.call(divmod, 7, 2) == (3, 1)
 
 
-def test_calls_that_are_stopped_fail_at_once_and_give_back_when_they_end() -> None:
+def test_stopped_calls_fail_at_once_and_release_their_slots() -> None:
     guard = DeadlineExecutor("disk", CallLimits(seconds=60.0, calls=1))
     go_on, ended, raised = threading.Event(), list[int](), list[StoreSlow]()
 

@@ -78,7 +78,7 @@ def _swept(store: Store) -> None:
 @pytest.mark.failure(number=6)
 @pytest.mark.extended
 @pytest.mark.parametrize("delete", [_removed, _evicted, _swept])
-def test_a_deletion_that_hangs_stops_nobody_else(
+def test_hanging_deletion_does_not_block_others(
     tmp_path: Path, delete: Callable[[Store], None]
 ) -> None:
     disk, patience = hanging(tmp_path), CallLimits(seconds=20.0)
@@ -114,7 +114,7 @@ def deleting(folder: Path, now: list[float]) -> tuple[Hanging, Store, Store]:
 
 @pytest.mark.failure(number=6)
 @pytest.mark.extended
-def test_what_is_being_deleted_is_written_anew_once_that_is_over(tmp_path: Path) -> None:
+def test_blob_being_deleted_is_rewritten_after_the_deletion(tmp_path: Path) -> None:
     disk, here, there = deleting(tmp_path, [1e9])
     for each in (here, there):
         assert each.parts.blobs.files.has(log(each)[2]) and not stays(each)
@@ -126,7 +126,7 @@ def test_what_is_being_deleted_is_written_anew_once_that_is_over(tmp_path: Path)
 
 
 @pytest.mark.failure(number=6)
-def test_a_deletion_that_still_hangs_is_believed_as_long_as_its_process_lives(
+def test_deletion_mark_holds_while_its_process_lives(
     tmp_path: Path,
 ) -> None:
     now = [1e9]
@@ -139,7 +139,7 @@ def test_a_deletion_that_still_hangs_is_believed_as_long_as_its_process_lives(
 
 
 @pytest.mark.failure(number=3)
-def test_a_process_that_was_killed_while_it_deleted_leaves_nothing_for_good(
+def test_deletion_mark_of_a_killed_process_expires(
     tmp_path: Path,
 ) -> None:
     now = [1e9]
@@ -159,7 +159,7 @@ def test_a_process_that_was_killed_while_it_deleted_leaves_nothing_for_good(
 
 
 @pytest.mark.failure(number=4)
-def test_a_blob_that_a_broken_disk_does_not_delete_is_there(tmp_path: Path) -> None:
+def test_blob_is_kept_when_its_deletion_fails(tmp_path: Path) -> None:
     place = Faulty(open_file_system(str(tmp_path / "store")), refusing(BROKEN, "remove"))
     here, there = (
         store_at(tmp_path, place, call_limits=SHORT),

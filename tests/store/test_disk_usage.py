@@ -16,9 +16,7 @@ def of_nobody(store: Store) -> int:
 
 @pytest.mark.failure(number=23)
 @pytest.mark.parametrize("is_counted", [True, False])
-def test_a_blob_of_another_machine_leaves_the_account_that_it_was_in(
-    tmp_path: Path, is_counted: bool
-) -> None:
+def test_evicted_blob_of_another_machine_is_uncharged(tmp_path: Path, is_counted: bool) -> None:
     here, there = store_at(tmp_path, home="here"), store_at(tmp_path, home="there")
     there.sessions.save(WHO, TALK, IDS, snapshot(compressed(IDS)))
     if is_counted:
@@ -35,7 +33,7 @@ def test_a_blob_of_another_machine_leaves_the_account_that_it_was_in(
 
 
 @pytest.mark.failure(number=23)
-def test_what_was_another_machines_is_counted_once_when_it_is_written_again(
+def test_rewritten_blob_of_another_machine_is_charged_once(
     tmp_path: Path,
 ) -> None:
     there = store_at(tmp_path, home="there")
@@ -53,7 +51,7 @@ def test_what_was_another_machines_is_counted_once_when_it_is_written_again(
 
 
 @pytest.mark.failure(number=21)
-def test_a_damaged_blob_goes_with_its_session(tmp_path: Path) -> None:
+def test_damaged_blob_is_deleted_with_its_session(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     save(store)
     ref = load(store).record.tokens

@@ -52,12 +52,12 @@ def filled(folder: Path, key: bytes | None = KEY) -> Store:
     return store
 
 
-def test_other_users_of_the_machine_read_nothing(tmp_path: Path) -> None:
+def test_store_folders_are_private_to_their_user(tmp_path: Path) -> None:
     save(store_at(tmp_path))
     assert [(tmp_path / each).stat().st_mode & 0o077 for each in ("home", "store")] == [0, 0]
 
 
-def test_everything_comes_back_under_the_key(tmp_path: Path) -> None:
+def test_encrypted_store_round_trips(tmp_path: Path) -> None:
     filled(tmp_path).close()
     for home in ("home", "another home"):
         store = store_at(tmp_path, key=KEY, home=home)
@@ -85,7 +85,7 @@ def readable_words(store: Store, folder: Path) -> set[bytes]:
 
 
 @pytest.mark.extended
-def test_nothing_can_be_read_without_the_key(tmp_path: Path) -> None:
+def test_encrypted_store_has_no_plaintext(tmp_path: Path) -> None:
     assert len(readable_words(filled(tmp_path / "open", key=None), tmp_path / "open")) == 5
     sealed = filled(tmp_path / "sealed")
     [own] = [r for r in sealed.sessions.heads(WHO) if r.name == TALK]
@@ -93,7 +93,7 @@ def test_nothing_can_be_read_without_the_key(tmp_path: Path) -> None:
     assert readable_words(sealed, tmp_path / "sealed") == set()
 
 
-def test_tenants_have_no_bytes_in_common_and_a_tenant_has_caches_once(tmp_path: Path) -> None:
+def test_encrypted_blobs_are_shared_within_a_tenant_only(tmp_path: Path) -> None:
     store = filled(tmp_path)
     before = set(blob_files(tmp_path))
     again = store.sessions.save(WHO, "again", IDS, snapshot(read(IDS)), transcript=SAID)
@@ -107,7 +107,7 @@ def test_tenants_have_no_bytes_in_common_and_a_tenant_has_caches_once(tmp_path: 
 
 
 @pytest.mark.extended
-def test_another_key_or_none_is_refused(tmp_path: Path) -> None:
+def test_wrong_or_missing_key_is_refused(tmp_path: Path) -> None:
     filled(tmp_path / "a").close()
     for key, said in ((OTHER, "another key"), (None, "give --key-file")):
         with pytest.raises(StoreError, match=said):
@@ -121,7 +121,7 @@ def test_another_key_or_none_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_what_is_put_elsewhere_does_not_open(tmp_path: Path) -> None:
+def test_moved_ciphertext_does_not_decrypt(tmp_path: Path) -> None:
     store = filled(tmp_path)
     own, theirs = (store.sessions.heads(who)[-1] for who in (WHO, "somebody else"))
     with pytest.raises(Damaged):
@@ -137,7 +137,7 @@ def test_what_is_put_elsewhere_does_not_open(tmp_path: Path) -> None:
     assert len(problems) >= 2
 
 
-def test_a_session_is_carried_into_a_store_under_a_key_and_out(tmp_path: Path) -> None:
+def test_session_moves_between_plain_and_encrypted_stores(tmp_path: Path) -> None:
     plain, sealed = store_at(tmp_path / "a"), store_at(tmp_path / "b", key=KEY)
     plain.sessions.save(WHO, TALK, IDS, snapshot(read(IDS)), transcript=SAID)
     sealed.sessions.import_file(plain.sessions.export(load(plain).record), "x", "moved")
@@ -149,7 +149,7 @@ def test_a_session_is_carried_into_a_store_under_a_key_and_out(tmp_path: Path) -
 
 @settings(max_examples=15)
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=11), min_size=2, max_size=5))
-def test_masked_texts_agree_as_far_as_the_texts_do(texts: list[list[int]]) -> None:
+def test_masked_texts_keep_common_prefix_lengths(texts: list[list[int]]) -> None:
     sealed, plain = AesGcmEncryption(KEY, b"salt"), NoEncryption()
     for left in texts:
         for right in texts:

@@ -83,7 +83,7 @@ def crowd(rows: list[dict]) -> list[Candidate]:
 
 
 @RULES
-def test_every_rule_cites_and_is_spelled(name: str) -> None:
+def test_every_rule_has_a_citation_and_a_spelling(name: str) -> None:
     part = rule(name)
     assert PAPER.search(inspect.getmodule(type(part)).__doc__ or "")
     call = parse(spell(part))[0]
@@ -92,7 +92,7 @@ def test_every_rule_cites_and_is_spelled(name: str) -> None:
 
 @RULES
 @given(rows=ROWS)
-def test_worth_is_the_loops(name: str, rows: list[dict]) -> None:
+def test_worth_equals_its_reference(name: str, rows: list[dict]) -> None:
     part, told = rule(name), crowd(rows)
     worths = part.worth(CandidateColumns.of(told), NOW).tolist()
     assert worths == pytest.approx(loop_worths(part, told, NOW))
@@ -102,7 +102,7 @@ def test_worth_is_the_loops(name: str, rows: list[dict]) -> None:
 @pytest.mark.parametrize("fate", list(SupersededOrder))
 @settings(max_examples=12)
 @given(rows=ROWS, wanted=st.sampled_from([1, 100, 5000, 10**6]))
-def test_who_leaves_is_the_loops(
+def test_victims_equal_the_reference(
     name: str, fate: SupersededOrder, rows: list[dict], wanted: int
 ) -> None:
     part, told = rule(name, superseded=fate), crowd(rows)
@@ -114,9 +114,7 @@ def test_who_leaves_is_the_loops(
 
 @RULES
 @given(rows=ROWS)
-def test_everybody_goes_once_and_nobody_before_what_continues_it(
-    name: str, rows: list[dict]
-) -> None:
+def test_order_has_each_candidate_once_and_children_first(name: str, rows: list[dict]) -> None:
     told = crowd(rows)
     gone = rule(name).order(told, NOW)
     assert sorted(one.name for one in gone) == sorted(one.name for one in told)
@@ -125,7 +123,7 @@ def test_everybody_goes_once_and_nobody_before_what_continues_it(
 
 
 @RULES
-def test_no_more_leave_than_must(name: str) -> None:
+def test_minimal_number_of_victims_is_selected(name: str) -> None:
     told = [a(f"n{number}", last_used=float(number)) for number in range(5)]
     held = CandidateColumns.of(told)
     assert len(rule(name).select_victims(held, NOW, 201).rows) == 3
@@ -133,7 +131,7 @@ def test_no_more_leave_than_must(name: str) -> None:
 
 
 @RULES
-def test_an_older_state_goes_before_the_one_that_replaces_it(name: str) -> None:
+def test_superseded_state_is_evicted_first(name: str) -> None:
     best = {"seconds": 9.0, "uses": 9, "steps": 1.0, "last_used": NOW, "session": "s"}
     told = [a("new", session="s"), a("old", superseded=True, **best), a("other")]
     for fate in (SupersededOrder.FIRST, SupersededOrder.INSIDE):
@@ -142,14 +140,14 @@ def test_an_older_state_goes_before_the_one_that_replaces_it(name: str) -> None:
     assert rule(name).order(told, NOW)[0].name == "old"
 
 
-def test_alike_nobody_looks_whether_it_is_replaced() -> None:
+def test_superseded_order_alike_ignores_replacement() -> None:
     told = [a("old", superseded=True, last_used=20.0), a("new")]
     order = rule("lru", superseded=SupersededOrder.ALIKE).order(told, NOW)
     assert [one.name for one in order] == ["new", "old"]
 
 
 @RULES
-def test_a_pin_is_soft_and_fades(name: str) -> None:
+def test_pin_is_soft_and_expires(name: str) -> None:
     others = [a(f"n{number}", last_used=20.0 + number, steps=1.0, uses=5) for number in range(8)]
     places = []
     for until in (NOW + 1, NOW - 600, NOW - 1200, NOW - 60_000):
@@ -162,13 +160,13 @@ def test_a_pin_is_soft_and_fades(name: str) -> None:
     assert places[-1] == unpinned.index("pinned")
 
 
-def test_pins_are_equal_among_each_other() -> None:
+def test_pinned_candidates_are_ordered_by_worth() -> None:
     told = [a("late", pinned_until=math.inf, last_used=20.0), a("early", pinned_until=NOW)]
     assert [one.name for one in rule("lru").order(told, NOW)] == ["early", "late"]
 
 
 @given(rows=ROWS)
-def test_the_clock_of_gdsf_is_the_loops(rows: list[dict]) -> None:
+def test_gdsf_clock_equals_its_reference(rows: list[dict]) -> None:
     part, told = rule("gdsf"), crowd(rows)
     worths = loop_worths(part, told, NOW)
     for wanted in (1, 100, 10**6):
@@ -177,13 +175,13 @@ def test_the_clock_of_gdsf_is_the_loops(rows: list[dict]) -> None:
         assert found.clock == pytest.approx(gdsf_loop.clock(gone))
 
 
-def test_a_pin_does_not_stop_the_clock() -> None:
+def test_pin_does_not_stop_the_gdsf_clock() -> None:
     told = [a("pinned", pinned_until=2 * NOW), a("dear", seconds=5.0)]
     found = rule("gdsf").select_victims(CandidateColumns.of(told), NOW, 1)
     assert found.rows == (1,) and found.clock == pytest.approx(0.05)
 
 
-def test_gdsf_lets_go_what_was_used_often_long_ago() -> None:
+def test_gdsf_evicts_formerly_frequent_candidates() -> None:
     part, clock = rule("gdsf"), 0.0
     often = a("often", uses=6)
     for number in range(12):
@@ -195,7 +193,7 @@ def test_gdsf_lets_go_what_was_used_often_long_ago() -> None:
     assert told[found.rows[0]] is often and number > 1
 
 
-def test_marconi_keeps_what_saves_more_per_byte_and_alpha_says_how_much() -> None:
+def test_marconi_alpha_weights_savings_per_byte() -> None:
     told = [a("dear", seconds=9.0, last_used=100.0), a("recent", last_used=999.0), a("old")]
     assert rule("marconi", alpha=2.0).order(told, NOW)[-1].name == "dear"
     assert rule("marconi", alpha=0.0).order(told, NOW)[-1].name == "recent"
@@ -206,7 +204,7 @@ def test_kvflow_without_hints_is_lru() -> None:
     assert rule("kvflow").order(told, NOW) == rule("lru").order(told, NOW)
 
 
-def test_continuum_waits_for_short_pauses_only_as_long_as_they_take() -> None:
+def test_continuum_keeps_sessions_for_the_expected_pause() -> None:
     tool = a("tool", pauses=(2.0,) * 8, bytes=50)
     told = [tool, a("recent", last_used=10.5, bytes=50)]
     part = rule("continuum", load=0.1)
@@ -215,7 +213,7 @@ def test_continuum_waits_for_short_pauses_only_as_long_as_they_take() -> None:
     assert rule("continuum", load=10.0).order(told, 11.0)[0].name == "tool"  # too dear
 
 
-def test_continuum_does_not_wait_for_the_slowest() -> None:
+def test_continuum_ignores_outlier_pauses() -> None:
     tool = a("tool", bytes=50, pauses=(1.0,) * 7 + (500.0,))
     part, told = rule("continuum", load=0.1), [tool, a("b", last_used=10.5, bytes=50)]
     assert part.order(told, 10.9)[0].name == "b"
@@ -232,7 +230,7 @@ def test_continuum_has_the_papers_values() -> None:
         assert part.order([told[0], replace(told[1], last_used=11.0)], now)[0].name == expected
 
 
-def test_pauses_of_few_calls_are_those_of_all_tools() -> None:
+def test_tools_with_few_pauses_use_those_of_all_tools() -> None:
     pauses = ToolPauses()
     assert pauses.after("test") == ()
     for number in range(MIN_PAUSES):
@@ -242,7 +240,7 @@ def test_pauses_of_few_calls_are_those_of_all_tools() -> None:
     assert sorted(pauses.after("new"))[-1] == 100 and len(pauses.after("new")) == 2 * MIN_PAUSES
 
 
-def test_random_draws_anew_at_every_time() -> None:
+def test_random_draws_depend_on_time_and_seed() -> None:
     told = [a(f"n{number}") for number in range(40)]
     held, part = CandidateColumns.of(told), rule("random")
     first = {part.select_victims(held, float(time), 1).rows[0] for time in range(60)}
@@ -266,7 +264,7 @@ def test_quantiles_of_few_and_many_pauses() -> None:
         ("continuum", {"eta": -1.0}, "continuum.eta"),
     ],
 )
-def test_what_is_out_of_range_is_refused(name: str, parameters: dict, said: str) -> None:
+def test_parameters_out_of_range_are_refused(name: str, parameters: dict, said: str) -> None:
     with pytest.raises(BadParameter, match=said):
         rule(name, **parameters)
 

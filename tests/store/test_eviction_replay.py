@@ -44,25 +44,25 @@ LONG = trace({"a": 90.0, **dict.fromkeys("bcdefgh", 1.0)}, "abcabdaefaghabc" * 3
 
 
 @pytest.mark.parametrize("rule", [EVICTIONS.load("lru")(), *VARIANTS[::5]])
-def test_what_is_saved_is_the_loops(rule: EvictionPolicy) -> None:
+def test_saved_cost_equals_its_reference(rule: EvictionPolicy) -> None:
     for capacity in (0, 100, 250, 10_000):
         assert saved_cost(LONG, rule, capacity) == saved_in_a_loop(LONG, rule, capacity)
 
 
-def test_long_sessions_are_kept_where_that_saves_most() -> None:
+def test_best_variant_keeps_long_sessions() -> None:
     uses = trace({"a": 90.0, **dict.fromkeys("bcdefgh", 1.0)}, "abcdaefgahbca")
     best = best_variant(uses, VARIANTS, 200)
     assert isinstance(best, Marconi) and best.alpha > 0
     assert saved_cost(uses, best, 200) == 270 > saved_cost(uses, EVICTIONS.load("lru")(), 200)
 
 
-def test_equal_lengths_need_recency_alone() -> None:
+def test_best_variant_for_equal_lengths_is_recency() -> None:
     best = best_variant(trace(dict.fromkeys("abcd", 5.0), "abcabdabcacd"), VARIANTS, 200)
     assert isinstance(best, Marconi) and best.alpha == 0
     assert ALPHAS[:3] == (0.0, 0.1, 0.2) and ALPHAS[-1] == 2.0
 
 
-def test_five_times_the_requests_before_the_first_eviction_are_replayed() -> None:
+def test_tuner_replays_five_times_the_requests_before_the_first_eviction() -> None:
     tuner = EvictionTuner(Marconi(), lambda: 200)
     uses = trace({"a": 90.0, **dict.fromkeys("bcdefgh", 1.0)}, "abcdaefgahbcaefgahbc")
     for number, use in enumerate(uses[:15], start=1):
@@ -84,7 +84,7 @@ def test_a_policy_without_variants_stays() -> None:
     assert tuner.rule is lru and not tuner.is_observing
 
 
-def test_operations_grow_faster_than_text_without_windows() -> None:
+def test_prefill_operations_are_superlinear_without_windows() -> None:
     full, windows = (wrap_model(tiny(name)).spec for name in ("qwen3", "gemma3"))
     heads = 4 * 16  # query heads and their size
     assert prefill_operations(full, 1000, 9) == 9 * (1000 + 2 * 2 * heads * 5)

@@ -60,7 +60,7 @@ OPERATION = st.tuples(
 @pytest.mark.extended
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=3)
 @given(st.lists(OPERATION, min_size=4, max_size=9))
-def test_no_budget_is_exceeded_whatever_happens(
+def test_budgets_hold_under_random_operations(
     tmp_path_factory: pytest.TempPathFactory, operations: list[tuple[str, int, int]]
 ) -> None:
     folder = tmp_path_factory.mktemp("store")
@@ -98,7 +98,7 @@ def test_no_budget_is_exceeded_whatever_happens(
 
 
 @pytest.mark.failure(number=23)
-def test_processes_of_one_machine_keep_to_one_budget(tmp_path: Path) -> None:
+def test_processes_of_one_machine_share_a_budget(tmp_path: Path) -> None:
     limit = INDEX + 90 * KIB
     stores = [store_at(tmp_path, **disk(limit)) for _ in range(2)]
     kept = 0
@@ -121,7 +121,7 @@ def test_processes_of_one_machine_keep_to_one_budget(tmp_path: Path) -> None:
 @pytest.mark.failure(number=23)
 @pytest.mark.extended
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_sweep_forgets_nothing_that_is_being_written(tmp_path: Path, moment: str) -> None:
+def test_sweep_counts_blobs_being_written(tmp_path: Path, moment: str) -> None:
     stopped, goes_on = threading.Event(), threading.Event()
 
     def hook(what: str, path: str) -> None:
@@ -160,7 +160,7 @@ def test_a_session_larger_than_the_budget_keeps_its_tokens(tmp_path: Path) -> No
 
 
 @pytest.mark.failure(number=24)
-def test_a_budget_of_nothing(tmp_path: Path) -> None:
+def test_zero_disk_budget_refuses_saves(tmp_path: Path) -> None:
     store = store_at(tmp_path, **disk(0))
     with pytest.raises(BudgetError, match="raise the budget"):
         save(store)
@@ -169,7 +169,7 @@ def test_a_budget_of_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.failure(number=24)
-def test_a_budget_of_host_memory(tmp_path: Path) -> None:
+def test_host_budget_limits_loads_and_saves(tmp_path: Path) -> None:
     save(store_at(tmp_path))
     store = store_at(tmp_path, budgets=ByteBudgets({Tier.HOST: KIB}))
     loaded = load(store)
@@ -180,7 +180,7 @@ def test_a_budget_of_host_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.failure(number=24)
-def test_a_budget_that_is_lowered_while_it_is_used(tmp_path: Path) -> None:
+def test_lowered_disk_budget_evicts_on_the_next_save(tmp_path: Path) -> None:
     store = store_at(tmp_path, **disk(INDEX + 900 * KIB))
     for number in range(3):
         ids = tuple(range(1000 * number, 1000 * number + 1500))
@@ -196,7 +196,7 @@ def test_a_budget_that_is_lowered_while_it_is_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_old_states_leave_first_and_what_was_used_last_stays(tmp_path: Path) -> None:
+def test_eviction_takes_old_epochs_then_least_recent_sessions(tmp_path: Path) -> None:
     now = [0.0]
 
     def later() -> float:
@@ -219,7 +219,7 @@ def test_old_states_leave_first_and_what_was_used_last_stays(tmp_path: Path) -> 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("made", [read, compressed])
-def test_a_pinned_session_leaves_last(
+def test_pinned_session_is_evicted_last(
     tmp_path: Path, made: Callable[[tuple[int, ...]], SequenceCache]
 ) -> None:
     store = store_at(tmp_path)
@@ -240,7 +240,7 @@ def test_a_pinned_session_leaves_last(
 
 @pytest.mark.failure(number=25)
 @pytest.mark.extended
-def test_writes_to_the_disk_are_bounded_by_the_day(tmp_path: Path) -> None:
+def test_daily_write_budget_is_enforced(tmp_path: Path) -> None:
     now = [0.0]
     store = store_at(tmp_path, written_bytes=30 * KIB, clock=lambda: now[0])
     save(store)
@@ -254,7 +254,7 @@ def test_writes_to_the_disk_are_bounded_by_the_day(tmp_path: Path) -> None:
 
 
 @pytest.mark.failure(number=26)
-def test_what_is_read_quicker_is_not_loaded(tmp_path: Path) -> None:
+def test_cache_faster_to_recompute_is_not_loaded(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     save(store)
     rates = store.parts.throughput
@@ -270,7 +270,7 @@ def test_what_is_read_quicker_is_not_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.failure(number=22)
 @pytest.mark.extended
-def test_many_sessions_take_no_memory_of_the_ledger(tmp_path: Path) -> None:
+def test_stored_sessions_are_not_charged_to_host_memory(tmp_path: Path) -> None:
     store, source = store_at(tmp_path), random.Random(0)
     for number in range(20):
         ids = tuple(source.choices(range(99), k=9))

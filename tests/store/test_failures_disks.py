@@ -40,7 +40,7 @@ OTHERS = (BROKEN, READ_ONLY, QUOTA)
     ("error", "step"),
     [(FULL, step) for step in range(8)] + [(e, s) for e in OTHERS for s in (0, 3, 6)],
 )
-def test_a_disk_that_takes_no_more_leaves_what_was(tmp_path: Path, error: int, step: int) -> None:
+def test_full_disk_leaves_the_store_unchanged(tmp_path: Path, error: int, step: int) -> None:
     save(store_at(tmp_path))
     steps: list[str] = []
 
@@ -66,7 +66,7 @@ def test_a_disk_that_takes_no_more_leaves_what_was(tmp_path: Path, error: int, s
 
 
 @pytest.mark.failure(number=4)
-def test_a_disk_that_cannot_be_read_is_an_error_and_no_answer(tmp_path: Path) -> None:
+def test_unreadable_disk_raises(tmp_path: Path) -> None:
     save(store_at(tmp_path))
     place = Faulty(open_file_system(str(tmp_path / "store")))
     store = store_at(tmp_path, place, call_limits=CallLimits(max_failures=100))
@@ -80,7 +80,7 @@ def test_a_disk_that_cannot_be_read_is_an_error_and_no_answer(tmp_path: Path) ->
 
 
 @pytest.mark.failure(number=5)
-def test_a_blob_that_went_between_looking_and_loading(tmp_path: Path) -> None:
+def test_blob_deleted_before_its_load_falls_back_to_tokens(tmp_path: Path) -> None:
     save(store_at(tmp_path))
     for path in cache_files(tmp_path):
         data = path.read_bytes()
@@ -98,7 +98,7 @@ def test_a_blob_that_went_between_looking_and_loading(tmp_path: Path) -> None:
 
 
 @pytest.mark.failure(number=5)
-def test_a_chunk_that_is_gone_is_forgotten_and_asked_for_once(tmp_path: Path) -> None:
+def test_missing_chunk_is_dropped_from_the_index_once(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     store.prefixes.save(WHO, IDS, read(IDS), asking().identity)
     for path in cache_files(tmp_path):
@@ -113,7 +113,7 @@ def test_a_chunk_that_is_gone_is_forgotten_and_asked_for_once(tmp_path: Path) ->
 
 @pytest.mark.failure(number=6)
 @pytest.mark.extended
-def test_a_disk_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
+def test_hanging_disk_does_not_block_other_calls(tmp_path: Path) -> None:
     save(store_at(tmp_path))
     go_on, hanging = threading.Event(), threading.Event()
 
@@ -138,7 +138,7 @@ def test_a_disk_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
 
 @pytest.mark.failure(number=6)
 @pytest.mark.extended
-def test_an_index_that_others_hold_is_left_alone_for_a_while(tmp_path: Path) -> None:
+def test_locked_manifest_opens_the_breaker(tmp_path: Path) -> None:
     patience = CallLimits(seconds=0.2, rest_seconds=0.5)
     store = store_at(tmp_path, call_limits=patience)
     save(store)
@@ -162,7 +162,7 @@ def test_an_index_that_others_hold_is_left_alone_for_a_while(tmp_path: Path) -> 
 
 @pytest.mark.failure(number=7)
 @pytest.mark.extended
-def test_reading_while_the_same_is_written(tmp_path: Path) -> None:
+def test_concurrent_reads_and_writes_of_a_session(tmp_path: Path) -> None:
     store, stop = store_at(tmp_path), threading.Event()
     texts = {name: (*IDS, number) for number, name in enumerate("abc")}
     wrong: list[object] = []

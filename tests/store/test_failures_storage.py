@@ -50,7 +50,7 @@ CUT = {
 
 @pytest.mark.failure(number=1)
 @pytest.mark.extended
-def test_a_flipped_bit_in_any_tensor_is_noticed(tmp_path: Path) -> None:
+def test_flipped_bit_in_a_tensor_is_detected(tmp_path: Path) -> None:
     save(store_at(tmp_path))
     for path in cache_files(tmp_path):
         data = path.read_bytes()
@@ -69,7 +69,7 @@ def test_a_flipped_bit_in_any_tensor_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.failure(number=1)
-def test_a_flipped_bit_in_the_token_log_is_noticed(tmp_path: Path) -> None:
+def test_flipped_bit_in_the_token_log_is_detected(tmp_path: Path) -> None:
     save(store_at(tmp_path))
     [path] = set(blob_files(tmp_path)) - set(cache_files(tmp_path))
     data = bytearray(path.read_bytes())
@@ -80,7 +80,7 @@ def test_a_flipped_bit_in_the_token_log_is_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.failure(number=2)
 @pytest.mark.parametrize("how", CUT)
-def test_blobs_that_are_cut_or_overwritten_are_noticed(tmp_path: Path, how: str) -> None:
+def test_truncated_or_overwritten_blobs_are_detected(tmp_path: Path, how: str) -> None:
     save(store_at(tmp_path))
     path = cache_files(tmp_path)[-1]
     path.write_bytes(CUT[how](path.read_bytes()))
@@ -89,7 +89,7 @@ def test_blobs_that_are_cut_or_overwritten_are_noticed(tmp_path: Path, how: str)
 
 @pytest.mark.failure(number=2)
 @pytest.mark.parametrize("how", CUT)
-def test_a_manifest_that_is_cut_or_overwritten_is_built_again(tmp_path: Path, how: str) -> None:
+def test_truncated_or_overwritten_manifest_is_rebuilt(tmp_path: Path, how: str) -> None:
     store = store_at(tmp_path)
     save(store)
     store.close()
@@ -103,7 +103,7 @@ def test_a_manifest_that_is_cut_or_overwritten_is_built_again(tmp_path: Path, ho
 
 
 @pytest.mark.failure(number=2)
-def test_swapped_blobs_are_noticed(tmp_path: Path) -> None:
+def test_swapped_blobs_are_detected(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     save(store)
     first, *_, last = cache_files(tmp_path)
@@ -113,7 +113,7 @@ def test_swapped_blobs_are_noticed(tmp_path: Path) -> None:
     assert outcome(tmp_path) == ("tokens", "damaged")
 
 
-def test_a_damaged_blob_is_mended_by_the_next_saving(tmp_path: Path) -> None:
+def test_damaged_blob_is_repaired_by_the_next_save(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     save(store)
     for path in cache_files(tmp_path):
@@ -156,9 +156,7 @@ def _point_to(store: object, digest: str, count: int) -> None:
     "change",
     [{"tenant": "0" * 64}, {"identity": "0" * 64}, {"kind": "x"}, {"policy": {"name": "y"}}],
 )
-def test_a_blob_that_is_somebody_elses_is_not_used_whoever_refers_to_it(
-    tmp_path: Path, change: dict[str, object]
-) -> None:
+def test_blob_of_another_tenant_is_not_used(tmp_path: Path, change: dict[str, object]) -> None:
     store = store_at(tmp_path)
     store.sessions.save(WHO, TALK, IDS, snapshot(compressed(IDS)))
     [path] = cache_files(tmp_path)
@@ -170,7 +168,7 @@ def test_a_blob_that_is_somebody_elses_is_not_used_whoever_refers_to_it(
 
 
 @pytest.mark.parametrize("codec", ["raw", "int4", "entropy"])
-def test_a_part_that_claims_more_than_was_saved_is_not_decoded(tmp_path: Path, codec: str) -> None:
+def test_span_larger_than_its_record_is_not_decoded(tmp_path: Path, codec: str) -> None:
     store = store_at(tmp_path)
     store.sessions.save(WHO, TALK, IDS, snapshot(compressed(IDS), codec))
     [path] = cache_files(tmp_path)
@@ -195,9 +193,7 @@ def test_orphans_of_a_crash_are_swept(tmp_path: Path) -> None:
 
 @pytest.mark.failure(number=13)
 @pytest.mark.parametrize("other", [(0, *IDS[1:]), (*IDS[:4], 0, *IDS[5:])], ids=["before", "in it"])
-def test_a_chunk_of_another_text_is_not_used_whoever_refers_to_it(
-    tmp_path: Path, other: tuple[int, ...]
-) -> None:
+def test_chunk_of_another_text_is_not_used(tmp_path: Path, other: tuple[int, ...]) -> None:
     store = store_at(tmp_path)
     save(store, other, name="other")
     save(store)

@@ -185,11 +185,11 @@ def attempt(whole: Path, tmp_path: Path, tries: int, is_same: bool) -> None:
 
 
 @pytest.mark.extended
-def test_what_is_changed_at_random_is_right_or_refused(whole: Path, tmp_path: Path) -> None:
+def test_random_changes_are_harmless_or_refused(whole: Path, tmp_path: Path) -> None:
     used(whole)
     attempt(whole, tmp_path, 12, is_same=True)
 
 
 @pytest.mark.stress
-def test_many_changes_at_random_are_right_or_refused(whole: Path, tmp_path: Path) -> None:
+def test_many_random_changes_are_harmless_or_refused(whole: Path, tmp_path: Path) -> None:
     attempt(whole, tmp_path, 1500, is_same=False)

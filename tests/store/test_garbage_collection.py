@@ -86,7 +86,7 @@ def nothing_is_left(folder: Path, *stores: Store) -> bool:
 @pytest.mark.extended
 @pytest.mark.parametrize("uses", [_has_read, _has_loaded, _has_saved, _was_begun])
 @pytest.mark.parametrize("is_here_first", [True, False])
-def test_chunks_that_no_session_is_made_of_leave_every_machine(
+def test_unreferenced_chunks_are_deleted_on_every_machine(
     tmp_path: Path, uses: Callable[[Store], None], is_here_first: bool
 ) -> None:
     clock = Clock()
@@ -106,7 +106,7 @@ def test_chunks_that_no_session_is_made_of_leave_every_machine(
 
 @pytest.mark.failure(number=21)
 @pytest.mark.extended
-def test_chunks_that_are_read_stay_while_they_are(tmp_path: Path) -> None:
+def test_chunks_being_read_are_kept(tmp_path: Path) -> None:
     clock = Clock()
     here = store_at(tmp_path, home="here", clock=clock)
     there = store_at(tmp_path, home="there", clock=clock)
@@ -123,7 +123,7 @@ def test_chunks_that_are_read_stay_while_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.failure(number=21)
 @pytest.mark.extended
-def test_beginnings_that_are_kept_for_their_own_sake_stay(tmp_path: Path) -> None:
+def test_saved_prefixes_without_sessions_are_kept(tmp_path: Path) -> None:
     clock = Clock()
     homes = ("here", "there", "who knows nothing of them")
     stores = [store_at(tmp_path, home=home, clock=clock) for home in homes]
@@ -157,7 +157,7 @@ class Stopped(BaseException):
         "chunks.remove_unreferenced",
     ],
 )
-def test_a_removal_that_was_stopped_is_finished_by_a_sweep(
+def test_sweep_finishes_an_interrupted_removal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     clock, (part, name) = Clock(), where.split(".")
@@ -182,7 +182,7 @@ def test_a_removal_that_was_stopped_is_finished_by_a_sweep(
 
 
 @pytest.mark.failure(number=21)
-def test_a_name_that_was_taken_anew_outlives_the_sweep(tmp_path: Path) -> None:
+def test_session_recreated_under_its_name_survives_the_sweep(tmp_path: Path) -> None:
     clock = Clock()
     store = store_at(tmp_path, clock=clock)
     save(store)
@@ -194,7 +194,7 @@ def test_a_name_that_was_taken_anew_outlives_the_sweep(tmp_path: Path) -> None:
 
 
 @pytest.mark.failure(number=21)
-def test_a_cache_that_is_written_while_its_session_is_removed_leaves_nothing(
+def test_cache_written_during_a_removal_is_deleted(
     tmp_path: Path,
 ) -> None:
     store = store_at(tmp_path)
@@ -208,7 +208,7 @@ def test_a_cache_that_is_written_while_its_session_is_removed_leaves_nothing(
 
 @pytest.mark.failure(number=21)
 @pytest.mark.extended
-def test_a_chunk_that_another_save_is_about_to_use_stays(tmp_path: Path) -> None:
+def test_chunk_of_a_concurrent_save_is_kept(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     with store.sessions.stage(WHO, IDS, snapshot(read(IDS))):
         save(store, SIX_CHUNKS, name="other")
@@ -221,7 +221,7 @@ def test_a_chunk_that_another_save_is_about_to_use_stays(tmp_path: Path) -> None
 
 
 @pytest.mark.failure(number=21)
-def test_chunks_that_two_threads_have_written_at_once_are_of_one_machine(
+def test_chunks_written_by_two_threads_have_one_owner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both saves write the record of a chunk before either has it in the index."""
@@ -246,7 +246,7 @@ def test_chunks_that_two_threads_have_written_at_once_are_of_one_machine(
 
 @pytest.mark.extended
 @pytest.mark.parametrize("days", [-1, 1])
-def test_a_clock_that_is_set_loses_nothing_and_keeps_nothing(tmp_path: Path, days: int) -> None:
+def test_clock_change_neither_loses_nor_leaks_blobs(tmp_path: Path, days: int) -> None:
     clock = Clock()
     store = store_at(tmp_path, clock=clock)
     save(store)

@@ -25,7 +25,7 @@ def resident(what: str) -> int:
 @pytest.mark.failure(number=23)
 @pytest.mark.extended
 @pytest.mark.skipif(not RESET.exists(), reason="only Linux tells the peak")
-def test_the_process_takes_no_more_than_the_budget_of_host_memory(tmp_path: Path) -> None:
+def test_resident_memory_stays_within_the_host_budget(tmp_path: Path) -> None:
     ids = tuple(range(480))
     cache = read(ids[:1], spec=WIDE)
     for start in range(1, len(ids), 40):

@@ -17,7 +17,7 @@ OTHER = "somebody else"
 
 @pytest.mark.failure(number=27)
 @pytest.mark.parametrize("codec", ["raw", "int8"])
-def test_what_a_tenant_keeps_is_found_by_it_alone(tmp_path: Path, codec: str) -> None:
+def test_saved_data_is_found_by_its_tenant_only(tmp_path: Path, codec: str) -> None:
     store = store_at(tmp_path)
     save(store, codec=codec)
     for again in (store, store_at(tmp_path), store_at(tmp_path, home="another home")):
@@ -48,7 +48,7 @@ def work(folder: Path, do: Callable[..., object], *args: object) -> list[str]:
 
 
 @pytest.mark.failure(number=27)
-def test_a_beginning_that_another_keeps_takes_the_work_of_an_unknown_one(tmp_path: Path) -> None:
+def test_prefix_of_another_tenant_costs_as_much_as_an_unknown_one(tmp_path: Path) -> None:
     def look(store: object, who: str, ids: tuple[int, ...]) -> None:
         store.prefixes.match_prefix(who, ids, asking().identity, SPEC)  # pyright: ignore
 
@@ -58,7 +58,7 @@ def test_a_beginning_that_another_keeps_takes_the_work_of_an_unknown_one(tmp_pat
 
 
 @pytest.mark.failure(number=27)
-def test_saving_what_another_has_takes_the_work_of_saving_what_is_new(tmp_path: Path) -> None:
+def test_save_of_another_tenants_data_costs_as_much_as_new_data(tmp_path: Path) -> None:
     def keep(store: object, who: str, name: str, ids: tuple[int, ...]) -> None:
         store.sessions.save(who, name, ids, snapshot(read(ids)), transcript=bytes(ids))  # pyright: ignore
 
@@ -75,7 +75,7 @@ def test_saving_what_another_has_takes_the_work_of_saving_what_is_new(tmp_path: 
 
 
 @pytest.mark.failure(number=29)
-def test_a_session_of_another_takes_the_work_of_none(tmp_path: Path) -> None:
+def test_session_of_another_tenant_costs_as_much_as_a_missing_one(tmp_path: Path) -> None:
     def ask(store: object, name: str) -> None:
         assert store.sessions.load(OTHER, name, asking()) is None  # pyright: ignore
 

@@ -30,7 +30,7 @@ CARD = {"card": Card("kvtc", (SPEC.fingerprint,)).dumps()}
 
 @given(st.integers(0, 50), st.integers(0, 160))
 @settings(max_examples=15, deadline=None)
-def test_groups_have_the_least_error_that_fits(seed: int, half: int) -> None:
+def test_bit_groups_minimize_the_error_within_the_budget(seed: int, half: int) -> None:
     source = torch.Generator().manual_seed(seed)
     components = torch.randn(5, 4, generator=source) * torch.tensor([8.0, 4, 1, 0.1])
     errors = group_errors(components, (1, 2, 4))
@@ -44,7 +44,7 @@ def test_groups_have_the_least_error_that_fits(seed: int, half: int) -> None:
     assert slow.error(chosen, listed) == pytest.approx(wanted, rel=1e-9, abs=1e-9)
 
 
-def test_groups_by_hand() -> None:
+def test_bit_groups_hand_values() -> None:
     # A pair in two bits costs 36 bits, a single one 34, as much in eight bits 48 and 40.
     errors = {
         (1, 0): torch.tensor([9.0, 1.0]).numpy(),
@@ -63,7 +63,7 @@ def test_groups_by_hand() -> None:
     ]
 
 
-def test_components_are_those_of_the_covariance() -> None:
+def test_components_are_eigenvectors_of_the_covariance() -> None:
     source = torch.Generator().manual_seed(3)
     numbers = torch.randn(400, 12, generator=source) * torch.linspace(6, 0.2, 12) + 5
     mean, basis = principal_side(numbers, 4, seed=0)
@@ -112,7 +112,7 @@ def a_cache(count: int = TOKENS) -> SequenceCache:
 
 
 @pytest.mark.parametrize("name", ["kvtc", "kvtc16"])
-def test_layers_come_back_near_and_their_ends_in_bfloat16(name: str, tables: KvtcTables) -> None:
+def test_layers_round_trip_with_exact_first_and_last_tokens(name: str, tables: KvtcTables) -> None:
     cache, codec = a_cache(), codec_named(name)
     state = cache.state()
     tensors, told = encode_state(state, codec, name, cache.spec)
@@ -128,7 +128,7 @@ def test_layers_come_back_near_and_their_ends_in_bfloat16(name: str, tables: Kvt
     assert all(torch.equal(found[key], again[key]) for key in found)
 
 
-def test_fewer_bits_lose_more_and_take_less() -> None:
+def test_fewer_bits_have_more_error_and_fewer_bytes() -> None:
     source = torch.Generator().manual_seed(1)
     components = torch.randn(256, 32, generator=source) * torch.linspace(8, 0.1, 32)
     table = AllocationTable.of(group_errors(components, (1, 16)), 32, 800)
@@ -137,7 +137,7 @@ def test_fewer_bits_lose_more_and_take_less() -> None:
     assert spent == sorted(spent, reverse=True) and spent[0] > spent[2]
 
 
-def test_a_model_without_components_is_named(
+def test_model_without_components_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LARDER_HOME", str(tmp_path))
@@ -145,7 +145,7 @@ def test_a_model_without_components_is_named(
         codec_named("kvtc").check_model("f" * 32)
 
 
-def test_caches_that_evict_by_head_are_coded_alone(tables: KvtcTables) -> None:
+def test_per_head_eviction_is_coded_layer_by_layer(tables: KvtcTables) -> None:
     cache = a_cache()
     for layer in range(LAYERS):
         kept = torch.tensor([*range(0, TOKENS, 2), *range(TOKENS, 2 * TOKENS, 4)])
@@ -154,7 +154,7 @@ def test_caches_that_evict_by_head_are_coded_alone(tables: KvtcTables) -> None:
     assert "stack" not in told["0.keys"]
 
 
-def test_damaged_codes_are_told(tables: KvtcTables) -> None:
+def test_damaged_codes_raise(tables: KvtcTables) -> None:
     cache = a_cache()
     tensors, told = encode_state(cache.state(), codec_named("kvtc"), "kvtc", cache.spec)
     name = next(key for key in tensors if key.endswith("words"))
@@ -164,7 +164,7 @@ def test_damaged_codes_are_told(tables: KvtcTables) -> None:
 
 
 @pytest.mark.extended
-def test_codes_that_unpack_to_more_are_refused_before_they_take_memory(tables: KvtcTables) -> None:
+def test_oversized_codes_are_refused_before_allocation(tables: KvtcTables) -> None:
     cache = a_cache()
     tensors, told = encode_state(cache.state(), codec_named("kvtc"), "kvtc", cache.spec)
     name = next(key for key in tensors if key.endswith("words"))

@@ -18,7 +18,7 @@ PATIENCE = CallLimits(seconds=0.5, max_failures=100)
 
 @pytest.mark.failure(number=6)
 @pytest.mark.extended
-def test_what_a_record_names_stays_though_it_comes_about_late(tmp_path: Path) -> None:
+def test_blobs_of_a_late_record_are_kept(tmp_path: Path) -> None:
     disk = Hanging(tmp_path, "create", "sessions/")
     store = store_at(tmp_path, disk.place, call_limits=PATIENCE)
     one = store.sessions.append(WHO, TALK, SessionTurn(IDS, b"one"), 0)
@@ -36,7 +36,7 @@ def test_what_a_record_names_stays_though_it_comes_about_late(tmp_path: Path) ->
 
 @pytest.mark.failure(number=6)
 @pytest.mark.extended
-def test_a_cache_that_is_attached_late_is_whole(tmp_path: Path) -> None:
+def test_late_attached_cache_is_complete(tmp_path: Path) -> None:
     disk = Hanging(tmp_path, "create", "sessions/")
     store = store_at(tmp_path, disk.place, call_limits=PATIENCE)
     one = store.sessions.append(WHO, TALK, SessionTurn(IDS, b"one"), 0)
@@ -50,7 +50,7 @@ def test_a_cache_that_is_attached_late_is_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.failure(number=6)
-def test_what_a_record_names_goes_at_a_sweep_where_it_never_came_about(tmp_path: Path) -> None:
+def test_blobs_of_a_failed_record_are_swept(tmp_path: Path) -> None:
     def fails(what: str, path: str) -> None:
         if what == "create" and path.startswith("sessions/"):
             raise OSError("The disk is not well.")
@@ -66,7 +66,7 @@ def test_what_a_record_names_goes_at_a_sweep_where_it_never_came_about(tmp_path:
 
 
 @pytest.mark.failure(number=20)
-def test_a_session_that_another_machine_has_removed_does_not_come_back(tmp_path: Path) -> None:
+def test_session_removed_by_another_machine_stays_removed(tmp_path: Path) -> None:
     here, there = store_at(tmp_path), store_at(tmp_path, home="another machine")
     save(here)
     epoch = load(there).record.epoch
@@ -80,7 +80,7 @@ def test_a_session_that_another_machine_has_removed_does_not_come_back(tmp_path:
 
 
 @pytest.mark.failure(number=20)
-def test_a_sweep_learns_of_sessions_that_others_have_removed(tmp_path: Path) -> None:
+def test_sweep_drops_sessions_removed_by_other_machines(tmp_path: Path) -> None:
     here, there = store_at(tmp_path), store_at(tmp_path, home="another machine")
     save(here)
     save(here, name="stays")
@@ -91,7 +91,7 @@ def test_a_sweep_learns_of_sessions_that_others_have_removed(tmp_path: Path) -> 
     assert [record.name for record in there.sessions.indexed_heads(WHO)] == ["stays"]
 
 
-def test_a_session_of_which_nothing_can_be_read_can_be_removed_and_begun_again(
+def test_unreadable_session_can_be_removed_and_recreated(
     tmp_path: Path,
 ) -> None:
     store = store_at(tmp_path)
@@ -118,7 +118,7 @@ def test_a_session_of_which_nothing_can_be_read_can_be_removed_and_begun_again(
 
 
 @pytest.mark.failure(number=21)
-def test_a_state_that_comes_about_behind_its_removal_goes_with_it(tmp_path: Path) -> None:
+def test_record_written_after_its_removal_is_deleted(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     one = store.sessions.append(WHO, TALK, SessionTurn(IDS, b"one"), 0)
     [path] = (tmp_path / "store" / "sessions").rglob("1.json")
@@ -135,7 +135,7 @@ def test_a_state_that_comes_about_behind_its_removal_goes_with_it(tmp_path: Path
     assert store.sessions.append(WHO, TALK, SessionTurn(IDS, b"one"), 0).epoch > one.epoch
 
 
-def test_a_sweep_passes_over_what_is_not_ours(tmp_path: Path) -> None:
+def test_sweep_ignores_foreign_files(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     store.sessions.append(WHO, "x~2", SessionTurn(IDS, b"one", {"root": "x"}), 0)
     stray = tmp_path / "store" / "families" / ".DS_Store"
@@ -145,9 +145,7 @@ def test_a_sweep_passes_over_what_is_not_ours(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tidies", ["note_branches", "sweep"])
-def test_branches_that_were_written_before_they_were_noted_are_noted(
-    tmp_path: Path, tidies: str
-) -> None:
+def test_unindexed_branches_are_indexed(tmp_path: Path, tidies: str) -> None:
     store = store_at(tmp_path)
     for name in ("x", "x~2", "x~3"):
         store.sessions.append(WHO, name, SessionTurn(IDS, b"one", {"root": "x"}), 0)
@@ -158,7 +156,7 @@ def test_branches_that_were_written_before_they_were_noted_are_noted(
     assert set(store.sessions.branches(WHO, "x")) == {"x~2", "x~3"}
 
 
-def test_calls_at_once_are_all_made_though_one_fails() -> None:
+def test_concurrent_calls_all_run_when_one_fails() -> None:
     made = list[int]()
 
     def call(number: int) -> int:

@@ -22,7 +22,7 @@ OPERATION = st.tuples(
 
 @pytest.mark.failure(number=23)
 @given(st.lists(OPERATION, max_size=40), st.integers(0, 100), st.integers(0, 100))
-def test_no_budget_is_ever_exceeded(
+def test_reservations_never_exceed_the_budgets(
     operations: list[tuple[str, Tier, str, int]], total: int, own: int
 ) -> None:
     ledger = ByteLedger(ByteBudgets(dict.fromkeys(Tier, total), dict.fromkeys(Tier, own)))
@@ -55,7 +55,7 @@ def test_no_budget_is_ever_exceeded(
                 assert ledger.used(each, name) == mine <= own
 
 
-def test_a_budget_of_nothing_takes_nothing() -> None:
+def test_zero_budget_refuses_reservations() -> None:
     ledger = ByteLedger(ByteBudgets({Tier.DISK: 0}))
     with pytest.raises(BudgetError, match="may hold 0 and hold 0"):
         ledger.reserve(Tier.DISK, "a", 1)
@@ -66,7 +66,7 @@ def test_a_budget_of_nothing_takes_nothing() -> None:
         ledger.reserve(Tier.DISK, "a", -1)
 
 
-def test_one_tenant_cannot_take_the_room_of_all() -> None:
+def test_tenant_quota_leaves_room_for_others() -> None:
     ledger = ByteLedger(ByteBudgets({Tier.HOST: 100}, {Tier.HOST: 60}))
     ledger.reserve(Tier.HOST, "a", 60)
     with pytest.raises(BudgetError, match="this tenant may hold 60"):
@@ -76,7 +76,7 @@ def test_one_tenant_cannot_take_the_room_of_all() -> None:
         ledger.reserve(Tier.HOST, "b", 1)
 
 
-def test_a_budget_that_is_lowered_lets_nothing_in_until_enough_is_gone() -> None:
+def test_lowered_budget_refuses_until_enough_is_released() -> None:
     ledger = ByteLedger(ByteBudgets({Tier.DISK: 100}))
     held = ledger.reserve(Tier.DISK, "a", 80)
     assert ledger.lower(Tier.DISK, 50) == 30
@@ -88,7 +88,7 @@ def test_a_budget_that_is_lowered_lets_nothing_in_until_enough_is_gone() -> None
 
 
 @pytest.mark.failure(number=25)
-def test_who_waits_gets_what_others_give_back() -> None:
+def test_waiting_reservation_gets_released_bytes() -> None:
     ledger = ByteLedger(ByteBudgets({Tier.HOST: 10}))
     first = ledger.reserve(Tier.HOST, "a", 10)
     timer = threading.Timer(0.02, first.release)
@@ -101,7 +101,7 @@ def test_who_waits_gets_what_others_give_back() -> None:
 
 
 @pytest.mark.failure(number=23)
-def test_threads_together_keep_to_the_budget() -> None:
+def test_concurrent_reservations_stay_within_the_budget() -> None:
     ledger = ByteLedger(ByteBudgets({Tier.HOST: 100}))
     highest, refused = [0], [0]
 
@@ -122,7 +122,7 @@ def test_threads_together_keep_to_the_budget() -> None:
 
 
 @pytest.mark.failure(number=24)
-def test_nothing_takes_no_room_however_far_a_budget_was_lowered() -> None:
+def test_empty_reservation_succeeds_over_budget() -> None:
     ledger = ByteLedger(ByteBudgets({Tier.HOST: 10}, {Tier.HOST: 10}))
     held = ledger.reserve(Tier.HOST, "a", 10)
     ledger.lower(Tier.HOST, 5)
@@ -134,7 +134,7 @@ def test_nothing_takes_no_room_however_far_a_budget_was_lowered() -> None:
 
 
 @pytest.mark.failure(number=23)
-def test_what_is_on_its_way_counts_beside_what_is_found() -> None:
+def test_pending_writes_are_added_to_the_measured_usage() -> None:
     ledger = ByteLedger(ByteBudgets({Tier.DISK: 100}))
     coming, there = ledger.reserve(Tier.DISK, "a", 30), ledger.reserve(Tier.DISK, "a", 20)
     there.release()  # what was written is in the next count

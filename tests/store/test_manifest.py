@@ -28,7 +28,7 @@ from store.records import KEY, SECRET, TENANT, a_record, a_ref, heads_at
 OWN = KEY
 
 
-def test_a_record_comes_back_and_notices_every_flipped_bit() -> None:
+def test_record_round_trips_and_detects_flipped_bits() -> None:
     record = a_record(3, spans=(a_ref("a"), a_ref("b")), transcript=a_ref("c"), made=1.5)
     data = encode_record(record, SECRET)
     assert decode_record(data, SECRET) == record
@@ -50,7 +50,7 @@ def test_a_record_of_another_schema_is_refused() -> None:
 
 @pytest.mark.failure(number=30)
 @pytest.mark.parametrize("name", ["../../etc/passwd", "@", "Ω", "a" * 255, "con", "a/b"])
-def test_any_other_name_is_a_digest_in_paths(name: str) -> None:
+def test_session_names_are_digests_in_paths(name: str) -> None:
     key = SessionKey.named(TENANT, name).session
     assert a_record(1).path.count("/") == 3 and name not in replace(a_record(1), session=key).path
 
@@ -81,7 +81,7 @@ def test_heads_move_by_compare_and_swap(tmp_path: Path) -> None:
 
 
 @pytest.mark.failure(number=7)
-def test_of_many_writers_of_one_epoch_one_wins(tmp_path: Path) -> None:
+def test_one_of_many_writers_of_an_epoch_wins(tmp_path: Path) -> None:
     ours, theirs = heads_at(tmp_path), heads_at(tmp_path, home="other machine")
     won: list[int] = []
 
@@ -105,7 +105,7 @@ def test_of_many_writers_of_one_epoch_one_wins(tmp_path: Path) -> None:
 
 
 @pytest.mark.failure(number=20)
-def test_what_another_machine_wrote_is_found(tmp_path: Path) -> None:
+def test_head_written_by_another_machine_is_found(tmp_path: Path) -> None:
     ours, theirs = heads_at(tmp_path), heads_at(tmp_path, home="other machine")
     for epoch in range(1, 8):
         theirs.commit(a_record(epoch), expected=epoch - 1)
@@ -116,14 +116,14 @@ def test_what_another_machine_wrote_is_found(tmp_path: Path) -> None:
     assert theirs.head(OWN) == a_record(8)
 
 
-def test_a_state_that_was_written_but_not_indexed_is_found(tmp_path: Path) -> None:
+def test_unindexed_record_is_found(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
     heads.commit(a_record(1), expected=0)
     heads._files.create(a_record(2).path, encode_record(a_record(2), SECRET))
     assert heads.head(OWN) == a_record(2)
 
 
-def test_who_looks_between_a_record_and_its_index_stops_no_writer(
+def test_reader_between_record_and_index_does_not_block_the_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heads = heads_at(tmp_path)
@@ -139,7 +139,7 @@ def test_who_looks_between_a_record_and_its_index_stops_no_writer(
     assert heads.head(OWN) == a_record(3) and heads.manifest.epochs(OWN) == [1, 2, 3]
 
 
-def test_a_session_begins_while_others_are_forgotten(tmp_path: Path) -> None:
+def test_session_is_created_during_tombstone_deletion(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
     other = SessionKey.named(TENANT, "another").session
     gone = replace(a_record(7, removed=True), session=other, name="another")
@@ -155,7 +155,7 @@ def test_a_session_begins_while_others_are_forgotten(tmp_path: Path) -> None:
         heads.commit(a_record(1), expected=0, is_new=True)
 
 
-def test_old_states_are_pruned(tmp_path: Path) -> None:
+def test_old_epochs_are_pruned(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
     for epoch in range(1, 7):
         heads.commit(a_record(epoch), expected=epoch - 1)
@@ -191,7 +191,7 @@ def _flip_file(folder: Path, epoch: int) -> None:
 
 
 @pytest.mark.failure(number=1)
-def test_a_flipped_bit_in_the_manifest_is_mended_from_the_record(tmp_path: Path) -> None:
+def test_flipped_bit_in_the_manifest_is_repaired_from_the_record(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
     heads.commit(a_record(1), expected=0)
     heads.commit(a_record(2), expected=1)
@@ -204,7 +204,7 @@ def test_a_flipped_bit_in_the_manifest_is_mended_from_the_record(tmp_path: Path)
 
 
 @pytest.mark.failure(number=1)
-def test_a_flipped_bit_in_a_record_does_no_harm(tmp_path: Path) -> None:
+def test_flipped_bit_in_a_record_is_ignored_for_the_manifest(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
     heads.commit(a_record(1), expected=0)
     _flip_file(tmp_path, 1)
@@ -212,7 +212,7 @@ def test_a_flipped_bit_in_a_record_does_no_harm(tmp_path: Path) -> None:
 
 
 @pytest.mark.failure(number=1)
-def test_flipped_bits_in_both_give_the_state_before(tmp_path: Path) -> None:
+def test_flipped_bits_in_record_and_manifest_give_the_previous_epoch(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
     heads.commit(a_record(1), expected=0)
     heads.commit(a_record(2), expected=1)
@@ -227,7 +227,7 @@ def test_flipped_bits_in_both_give_the_state_before(tmp_path: Path) -> None:
         heads.head(OWN)
 
 
-def test_a_record_in_the_place_of_another_is_not_believed(tmp_path: Path) -> None:
+def test_record_at_another_path_is_ignored(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
     heads.commit(a_record(1), expected=0)
     heads._files.create(a_record(2).path, encode_record(a_record(1), SECRET))
@@ -236,7 +236,7 @@ def test_a_record_in_the_place_of_another_is_not_believed(tmp_path: Path) -> Non
 
 @pytest.mark.failure(number=1)
 @pytest.mark.parametrize("damage", ["noise", "torn", "emptied", "page"])
-def test_a_damaged_database_is_noticed_and_moved_aside(tmp_path: Path, damage: str) -> None:
+def test_damaged_manifest_is_quarantined(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "manifest.sqlite"
     manifest = Manifest(path, SECRET)
     for number in range(4):
@@ -260,7 +260,7 @@ def test_a_damaged_database_is_noticed_and_moved_aside(tmp_path: Path, damage: s
 
 @pytest.mark.failure(number=10)
 @pytest.mark.parametrize("schema", [1, 2])
-def test_an_index_of_the_schema_before_is_carried_over(tmp_path: Path, schema: int) -> None:
+def test_index_of_the_previous_schema_is_migrated(tmp_path: Path, schema: int) -> None:
     heads = heads_at(tmp_path)
     heads.commit(a_record(1), expected=0)
     index, path = BlobIndex(heads.manifest), heads.manifest.path
@@ -282,7 +282,7 @@ def test_an_index_of_the_schema_before_is_carried_over(tmp_path: Path, schema: i
     assert index.bytes_by_tenant() == {"a": 2, "b": 3}
 
 
-def test_a_database_of_a_later_larder_is_left_alone(tmp_path: Path) -> None:
+def test_manifest_of_a_later_schema_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "manifest.sqlite"
     Manifest(path, SECRET).close()
     database = sqlite3.connect(path)
@@ -293,7 +293,7 @@ def test_a_database_of_a_later_larder_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.failure(number=4)
-def test_a_manifest_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+def test_read_only_manifest_raises_store_full(tmp_path: Path) -> None:
     manifest = Manifest(tmp_path / "manifest.sqlite", SECRET)
     with manifest.reading() as rows:
         rows("PRAGMA max_page_count = 24")
@@ -304,7 +304,7 @@ def test_a_manifest_that_cannot_be_written_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.failure(number=4)
-def test_a_commit_that_cannot_be_written_is_not_seen(tmp_path: Path) -> None:
+def test_failed_commit_is_not_visible(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
     heads.commit(a_record(1), expected=0)
     heads._files = Faulty(heads._files, refusing(FULL, "create"))

@@ -22,7 +22,7 @@ def names(store: Store) -> set[str]:
     return {record.name for record in store.sessions.heads(WHO)}
 
 
-def test_two_stores_of_one_home_know_nothing_of_each_other(tmp_path: Path) -> None:
+def test_stores_of_one_home_have_separate_manifests(tmp_path: Path) -> None:
     first, second = stored(tmp_path, "first"), stored(tmp_path, "second")
     save(first)
     assert names(second) == set() and second.sessions.load(WHO, TALK, asking()) is None
@@ -37,7 +37,7 @@ def test_two_stores_of_one_home_know_nothing_of_each_other(tmp_path: Path) -> No
     assert is_exact(load(second), MORE) and names(first) == set()
 
 
-def test_the_index_of_before_stays_with_who_opens_it_first(tmp_path: Path) -> None:
+def test_legacy_manifest_belongs_to_the_first_store_that_opens_it(tmp_path: Path) -> None:
     store = stored(tmp_path, "store")
     save(store)
     store.sessions.load(WHO, TALK, asking())

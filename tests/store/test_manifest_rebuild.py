@@ -70,7 +70,7 @@ DAMAGES = (noise, torn, emptied, Path.unlink)
 @pytest.mark.failure(number=2)
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda each: each.__name__)
 @pytest.mark.parametrize("of", ["manifest", "log", "both"])
-def test_sessions_are_listed_whatever_became_of_the_index(
+def test_sessions_are_listed_after_manifest_damage(
     killed: Path, damage: Callable[[Path], None], of: str
 ) -> None:
     if of != "log":
@@ -91,7 +91,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("told", FOREIGN.values(), ids=FOREIGN.keys())
-def test_a_database_of_something_else_is_set_aside(killed: Path, told: str) -> None:
+def test_foreign_database_is_quarantined(killed: Path, told: str) -> None:
     path = killed / "home" / "manifest.sqlite"
     for suffix in ("", "-wal", "-shm"):
         path.with_name(f"{path.name}{suffix}").unlink(missing_ok=True)
@@ -105,7 +105,7 @@ def test_a_database_of_something_else_is_set_aside(killed: Path, told: str) -> N
 
 
 @pytest.mark.parametrize("table", ["sessions", "epochs", "spans", "chunks", "totals"])
-def test_a_lost_table_is_no_lost_session(killed: Path, table: str) -> None:
+def test_dropped_table_is_rebuilt(killed: Path, table: str) -> None:
     with closing(sqlite3.connect(killed / "home" / "manifest.sqlite")) as database:
         database.execute(f"DROP TABLE {table}")
     with opened(killed) as store:
@@ -113,7 +113,7 @@ def test_a_lost_table_is_no_lost_session(killed: Path, table: str) -> None:
 
 
 @pytest.mark.parametrize("change", ["UPDATE epochs SET record = x'00'", "DELETE FROM epochs"])
-def test_a_damaged_row_is_read_from_its_record(killed: Path, change: str) -> None:
+def test_damaged_row_is_restored_from_its_record(killed: Path, change: str) -> None:
     with closing(sqlite3.connect(killed / "home" / "manifest.sqlite")) as database:
         database.execute(f"{change} WHERE session = (SELECT min(session) FROM epochs)")
         database.commit()
@@ -121,7 +121,7 @@ def test_a_damaged_row_is_read_from_its_record(killed: Path, change: str) -> Non
         assert listed(store) == (4, 4)
 
 
-def test_the_index_of_another_home_is_not_believed(killed: Path, tmp_path: Path) -> None:
+def test_manifest_of_another_home_is_rebuilt(killed: Path, tmp_path: Path) -> None:
     (other := tmp_path / "other").mkdir()
     with closing(Store(str(killed / "store"), other, secret=b"o" * 32)) as store:
         store.sessions.append(WHO, "theirs", SessionTurn(IDS, b"{}"), 0)
@@ -133,7 +133,7 @@ def test_the_index_of_another_home_is_not_believed(killed: Path, tmp_path: Path)
 
 @pytest.mark.failure(number=3)
 @pytest.mark.parametrize("step", range(8))
-def test_nothing_is_lost_where_building_again_is_interrupted(
+def test_interrupted_rebuild_loses_nothing(
     killed: Path, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for suffix in ("", "-wal", "-shm"):
@@ -166,7 +166,7 @@ def test_nothing_is_lost_where_building_again_is_interrupted(
         )
 
 
-def test_what_another_machine_has_written_is_listed_after_a_start(killed: Path) -> None:
+def test_sessions_of_another_machine_are_listed_after_a_start(killed: Path) -> None:
     with closing(Store(str(killed / "store"), killed / "theirs", secret=SECRET)) as theirs:
         theirs.sessions.save(WHO, "five", IDS)
         theirs.sessions.remove(WHO, "one")
@@ -180,9 +180,7 @@ def test_what_another_machine_has_written_is_listed_after_a_start(killed: Path) 
         }
 
 
-def test_a_start_reads_no_record_that_the_index_has(
-    killed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_start_reads_no_indexed_records(killed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(killed) as store:
         assert listed(store) == (4, 4)
     read = list[str]()
@@ -194,7 +192,7 @@ def test_a_start_reads_no_record_that_the_index_has(
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o777])
-def test_a_database_is_for_its_user_alone(tmp_path: Path, umask: int) -> None:
+def test_manifest_is_private_to_its_user(tmp_path: Path, umask: int) -> None:
     path, before = tmp_path / "home" / "manifest.sqlite", os.umask(umask)
     try:
         with closing(Manifest(path, SECRET)) as manifest:

@@ -81,20 +81,20 @@ CHANGED = {
 
 @pytest.mark.failure(number=11)
 @pytest.mark.parametrize("what", CHANGED)
-def test_anything_that_changes_alone_misses(what: str) -> None:
+def test_each_identity_field_changes_the_key(what: str) -> None:
     other, named = CHANGED[what]
     assert set(made().differences(other)) == named
     assert other.key != made().key
 
 
 @pytest.mark.failure(number=11)
-def test_what_only_tells_does_not_miss() -> None:
+def test_informative_fields_do_not_change_the_key() -> None:
     other = made(model="under another name", torch="2.14.1", transformers="5.24.0")
     assert made().differences(other) == [] and made().key == other.key
     assert configured(dtype="bfloat16").key == made().key
 
 
-def test_an_identity_comes_back_from_text() -> None:
+def test_identity_round_trips_through_its_dict() -> None:
     assert ModelIdentity.from_dict(made().to_dict()) == made()
     shorter = made(numerics="tf32").to_dict()
     del shorter["numerics"]
@@ -102,7 +102,7 @@ def test_an_identity_comes_back_from_text() -> None:
 
 
 @pytest.mark.failure(number=12)
-def test_models_of_equal_shapes_have_other_weights() -> None:
+def test_weight_digest_distinguishes_models_of_equal_shapes() -> None:
     one, same, other = (tiny("llama", seed=seed) for seed in (0, 0, 1))
     digests = [digest_of_weights(model.named_parameters()) for model in (one, same, other)]
     assert digests[0] == digests[1] != digests[2]
@@ -111,7 +111,7 @@ def test_models_of_equal_shapes_have_other_weights() -> None:
     assert digest_of_weights(one.named_parameters()) != digests[0]
 
 
-def test_files_are_read_once(tmp_path: Path) -> None:
+def test_file_digests_are_cached(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("b", "a")]
     for file in files:
         file.write_text(file.name)

@@ -110,7 +110,7 @@ def by_loop(cache: SequenceCache, tables: PredictiveTables, step: float) -> dict
 
 
 @pytest.mark.parametrize("name", PREDICTING)
-def test_layers_come_back_as_the_loop_codes_them(name: str, tables: PredictiveTables) -> None:
+def test_decoded_layers_equal_the_reference(name: str, tables: PredictiveTables) -> None:
     cache = a_cache()
     tensors, told = saved(cache, name)
     note = told["0.keys"]["stack"]["note"]
@@ -120,7 +120,7 @@ def test_layers_come_back_as_the_loop_codes_them(name: str, tables: PredictiveTa
         torch.testing.assert_close(found[key][:, SINKS:], wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_first_tokens_keep_bfloat16_and_all_else_is_the_same(tables: PredictiveTables) -> None:
+def test_first_tokens_are_bfloat16_and_other_fields_exact(tables: PredictiveTables) -> None:
     cache = a_cache()
     state, found = cache.state(), decoded(cache)
     assert found.keys() == state.keys()
@@ -140,7 +140,7 @@ def test_two_restores_are_the_same_to_the_bit(form: str, tables: PredictiveTable
 
 
 @pytest.mark.parametrize("name", PREDICTING)
-def test_codes_take_the_share_of_bfloat16(name: str, tables: PredictiveTables) -> None:
+def test_codes_take_the_declared_share_of_bfloat16(name: str, tables: PredictiveTables) -> None:
     cache = a_cache(count=3000)
     tensors, told = saved(cache, name)
     coded = sum(t.nbytes for key, t in tensors.items() if ":" in key)
@@ -152,7 +152,7 @@ def test_codes_take_the_share_of_bfloat16(name: str, tables: PredictiveTables) -
     assert all(float(each.abs().mean()) < 2 for each in numbers)
 
 
-def test_a_plan_that_evicts_by_token_is_predicted_and_one_by_head_is_not(
+def test_token_eviction_is_predicted_and_head_eviction_is_not(
     tables: PredictiveTables,
 ) -> None:
     for by_head, is_stack in ((False, True), (True, False)):
@@ -192,7 +192,7 @@ def test_layers_of_other_forms_keep_the_shape_of_their_positions(
         decode_state(tensors, wider, 2 * state_nbytes(state))
 
 
-def test_models_without_predictions_are_named_and_coded_layer_by_layer() -> None:
+def test_models_without_predictions_are_coded_layer_by_layer() -> None:
     spec = replace(SPEC, fingerprint="e" * 32)
     with pytest.raises(CacheError, match="larder train predictive"):
         codec_named("predictive").check_model(spec.fingerprint)
@@ -209,7 +209,7 @@ def test_numbers_that_are_not_finite_are_coded_layer_by_layer(tables: Predictive
     assert torch.equal(tensors["1.values"], state["1.values"])
 
 
-def test_predictions_trained_again_refuse_what_the_former_ones_coded(
+def test_retrained_predictions_refuse_earlier_codes(
     tables: PredictiveTables,
 ) -> None:
     cache = a_cache()
@@ -220,7 +220,7 @@ def test_predictions_trained_again_refuse_what_the_former_ones_coded(
 
 
 @pytest.mark.failure(number=30)
-def test_stacks_that_do_not_fit_are_refused(tables: PredictiveTables) -> None:
+def test_stacks_of_wrong_shapes_are_refused(tables: PredictiveTables) -> None:
     cache = a_cache()
     tensors, told = saved(cache)
     room = state_nbytes(cache.state())
@@ -252,7 +252,7 @@ def test_stacks_that_do_not_fit_are_refused(tables: PredictiveTables) -> None:
         decode_state(tensors, half, room)
 
 
-def test_a_damaged_file_of_predictions_is_none(tables: PredictiveTables) -> None:
+def test_damaged_predictions_file_is_ignored(tables: PredictiveTables) -> None:
     path = tables_path(SPEC.fingerprint, "predictive")
     path.write_bytes(b"no tensors")
     with pytest.raises(CacheError, match="no predictions"):

@@ -46,7 +46,7 @@ def restored(found: LoadedSession) -> SequenceCache:
     return found.cache
 
 
-def test_a_restored_cache_holds_codes_and_nothing_else(store: Store) -> None:
+def test_restored_cache_holds_codes_only(store: Store) -> None:
     save(store, IDS, "q4")
     found = load(store)
     state = restored(found).state()
@@ -61,7 +61,7 @@ def test_a_restored_cache_holds_codes_and_nothing_else(store: Store) -> None:
             assert codes.shape == (layer.kv_heads * len(IDS), layer.head_dim // 2)
 
 
-def test_its_numbers_are_those_that_int4_decodes(store: Store) -> None:
+def test_q4_values_equal_int4_decoding(store: Store) -> None:
     save(store, IDS, "q4", "codes")
     save(store, IDS, "int4", "decoded")
     codes, decoded = restored(load(store, "codes")), restored(load(store, "decoded")).state()
@@ -91,7 +91,7 @@ def decoder() -> Decoder:
     return wrap_model(tiny("qwen3", layers=2))
 
 
-def test_what_was_stored_once_is_not_rounded_again(store: Store, decoder: Decoder) -> None:
+def test_stored_codes_are_not_requantized(store: Store, decoder: Decoder) -> None:
     cache, ids = SequenceCache(decoder.spec, "dense"), LONG
     append_text(decoder, cache, LONG)
     cache = saved_and_restored(store, cache, ids, decoder.spec)
@@ -107,7 +107,7 @@ def test_what_was_stored_once_is_not_rounded_again(store: Store, decoder: Decode
         ids += new
 
 
-def test_attention_reads_the_codes(store: Store, decoder: Decoder) -> None:
+def test_attention_uses_the_codes(store: Store, decoder: Decoder) -> None:
     cache = SequenceCache(decoder.spec, "dense")
     append_text(decoder, cache, IDS)
     found = saved_and_restored(store, cache, IDS, decoder.spec)
@@ -127,14 +127,14 @@ def test_attention_reads_the_codes(store: Store, decoder: Decoder) -> None:
     assert (logits[0] - logits[2]).abs().max() > 1e-3
 
 
-def test_other_caches_are_decoded(store: Store) -> None:
+def test_other_cache_forms_are_decoded(store: Store) -> None:
     store.sessions.save(WHO, TALK, IDS, snapshot_of(compressed(IDS), "q4"))
     cache = restored(load(store))
     assert cache.cache_spec.form == "ragged"
     assert cache.lengths() == compressed(IDS).lengths()
 
 
-def test_numbers_beyond_float16_are_kept_as_they_are(store: Store) -> None:
+def test_values_beyond_float16_are_stored_exactly(store: Store) -> None:
     state = read(IDS).state()
     state["0.keys"][0, 3, 2] = 1e6
     cache = SequenceCache.restore(SPEC, state, read(IDS).meta())
@@ -144,7 +144,7 @@ def test_numbers_beyond_float16_are_kept_as_they_are(store: Store) -> None:
     assert not store.parts.unwritten.counts()
 
 
-def test_its_copies_count_on_host_memory(tmp_path: Path) -> None:
+def test_q4_copies_are_charged_to_host_memory(tmp_path: Path) -> None:
     count = read(IDS).nbytes
     limits = [2 * count - 1, 2 * count]
     for limit in limits:

@@ -77,7 +77,7 @@ def store_of(folder: Path) -> Store:
 
 @pytest.mark.failure(number=15)
 @pytest.mark.parametrize("codec", CODECS.names())
-def test_the_next_token_is_as_likely_as_before(tmp_path: Path, codec: str) -> None:
+def test_restored_next_token_logits_are_within_tolerance(tmp_path: Path, codec: str) -> None:
     decoder, store = a_decoder(), store_of(tmp_path)
     cache = halved(decoder, TEXT)
     snapshot = CacheSnapshot(cache, identity(decoder), POLICY, codec)
@@ -91,7 +91,7 @@ def test_the_next_token_is_as_likely_as_before(tmp_path: Path, codec: str) -> No
 
 
 @pytest.mark.failure(number=8)
-def test_what_is_said_after_a_restart_is_what_would_have_been_said(tmp_path: Path) -> None:
+def test_restored_session_generates_the_same_tokens(tmp_path: Path) -> None:
     decoder = a_decoder()
     cache = read(decoder, TEXT)
     store = store_of(tmp_path)
@@ -113,7 +113,7 @@ def test_what_is_said_after_a_restart_is_what_would_have_been_said(tmp_path: Pat
 
 
 @pytest.mark.failure(number=12)
-def test_a_model_of_equal_shapes_gets_nothing(tmp_path: Path) -> None:
+def test_model_with_other_weights_gets_no_cache(tmp_path: Path) -> None:
     one, other = a_decoder(0), a_decoder(1)
     store = store_of(tmp_path)
     store.sessions.save(WHO, TALK, TEXT, CacheSnapshot(read(one, TEXT), identity(one), POLICY))
@@ -140,7 +140,7 @@ def test_a_model_of_equal_shapes_gets_nothing(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_session_is_not_given_to_who_differs(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_session_is_refused_for_another_identity(tmp_path: Path, changes: dict[str, Any]) -> None:
     store = store_of(tmp_path)
     save(store)
     loaded = load(store, **changes)
@@ -150,7 +150,7 @@ def test_a_session_is_not_given_to_who_differs(tmp_path: Path, changes: dict[str
 
 
 @pytest.mark.failure(number=11)
-def test_a_session_is_not_given_to_another_policy_or_text(tmp_path: Path) -> None:
+def test_session_is_refused_for_another_policy_or_text(tmp_path: Path) -> None:
     store = store_of(tmp_path)
     save(store)
     other = store.sessions.load(WHO, TALK, asking("snapkv"))
@@ -181,7 +181,7 @@ print(load(store).reason or "exact", found.next_position)
 
 @pytest.mark.failure(number=9)
 @pytest.mark.extended
-def test_keys_are_equal_whatever_the_seed_of_hashes(tmp_path: Path) -> None:
+def test_keys_do_not_depend_on_the_hash_seed(tmp_path: Path) -> None:
     save(store_of(tmp_path))
     tests = Path(__file__).parents[1]
     path = [str(tests), str(tests.parent), str(tests.parent / "src")]

@@ -24,7 +24,7 @@ def kept(store: Store) -> Record:
         return store.sessions.attach(WHO, TALK, prepared, 1)
 
 
-def test_it_stays_with_the_caches(tmp_path: Path) -> None:
+def test_session_state_is_stored_with_the_caches(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     kept(store)
     said = store.sessions.append(WHO, TALK, SessionTurn((*IDS, 40), b"more"), 2)
@@ -34,13 +34,13 @@ def test_it_stays_with_the_caches(tmp_path: Path) -> None:
     assert other.spans == () and reader.beside(other) is None
 
 
-def test_it_travels_with_them(tmp_path: Path) -> None:
+def test_session_state_is_exported_with_the_caches(tmp_path: Path) -> None:
     store, other = store_at(tmp_path / "a"), store_at(tmp_path / "b")
     taken = other.sessions.import_file(store.sessions.export(kept(store)), "x", "moved")
     assert other.parts.reader.beside(taken) == BESIDE
 
 
-def test_it_leaves_with_them(tmp_path: Path) -> None:
+def test_session_state_is_evicted_with_the_caches(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     record = kept(store)
     blobs = store.parts.blobs
@@ -50,7 +50,7 @@ def test_it_leaves_with_them(tmp_path: Path) -> None:
     assert not blobs.index.is_referenced(record.beside.digest)
 
 
-def test_damage_is_found(tmp_path: Path) -> None:
+def test_damaged_session_state_is_detected(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     record = kept(store)
     [path] = [path for path in blob_files(tmp_path) if BESIDE in path.read_bytes()]
@@ -61,7 +61,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
     assert [each.startswith("The state beside") for each in checked.problems] == [True]
 
 
-def test_a_cache_in_a_form_that_this_version_does_not_have_is_damaged() -> None:
+def test_unknown_cache_form_is_damaged() -> None:
     cache = SequenceCache(SPEC, "dense")
     with pytest.raises(Damaged, match="No cache form named 'folded'"):
         restore_cache(SPEC, cache.state(), cache.meta() | {"form": "folded"})

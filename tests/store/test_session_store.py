@@ -44,7 +44,7 @@ from store.caches import (
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
-def test_a_session_comes_back_and_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+def test_restored_session_continues_identically(tmp_path: Path) -> None:
     first = store_at(tmp_path)
     first.sessions.save(WHO, TALK, IDS, snapshot(read(IDS)), transcript=b"said")
     first.close()
@@ -57,7 +57,7 @@ def test_a_session_comes_back_and_goes_on_as_if_nothing_had_been(tmp_path: Path)
     assert same_bits(loaded.cache.state(), whole.state())
 
 
-def test_a_compressed_cache_comes_back_to_the_bit(tmp_path: Path) -> None:
+def test_compressed_cache_round_trips_bit_exactly(tmp_path: Path) -> None:
     store, cache = store_at(tmp_path), compressed(IDS)
     store.sessions.save(WHO, TALK, IDS, snapshot(cache))
     found = load(store).cache
@@ -84,7 +84,7 @@ def test_positions_are_exact_whatever_the_codec(tmp_path: Path, codec: str) -> N
             assert (state[name] - found[name]).abs().max() < farthest
 
 
-def test_what_did_not_change_is_not_written_again(tmp_path: Path) -> None:
+def test_unchanged_blobs_are_not_rewritten(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     save(store)
     before = {path: path.stat().st_ino for path in blob_files(tmp_path)}
@@ -99,7 +99,7 @@ def test_what_did_not_change_is_not_written_again(tmp_path: Path) -> None:
 
 @pytest.mark.failure(number=17)
 @pytest.mark.extended
-def test_two_conversations_that_share_most_both_stay(tmp_path: Path) -> None:
+def test_conversations_with_shared_chunks_both_load(tmp_path: Path) -> None:
     store, other = store_at(tmp_path), (*IDS[:-2], 1, 2)
     for turn in range(3):
         texts = {"a": (*IDS, *range(turn)), "b": (*other, *range(turn))}
@@ -110,7 +110,7 @@ def test_two_conversations_that_share_most_both_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.failure(number=18)
-def test_saving_again_what_was_saved_does_nothing(tmp_path: Path) -> None:
+def test_repeated_save_is_idempotent(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     first = store.sessions.save(WHO, TALK, IDS, snapshot(read(IDS)), expected=0)
     again = store.sessions.save(WHO, TALK, IDS, snapshot(read(IDS)), expected=0)
@@ -120,7 +120,7 @@ def test_saving_again_what_was_saved_does_nothing(tmp_path: Path) -> None:
     assert is_exact(load(store))
 
 
-def test_a_fork_shares_its_caches_and_goes_its_own_way(tmp_path: Path) -> None:
+def test_fork_shares_caches_and_diverges(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     save(store)
     count, caches = len(blob_files(tmp_path)), cache_files(tmp_path)
@@ -134,7 +134,7 @@ def test_a_fork_shares_its_caches_and_goes_its_own_way(tmp_path: Path) -> None:
         store.sessions.fork(WHO, "nobody", "x")
 
 
-def test_rolling_back_is_one_more_state(tmp_path: Path) -> None:
+def test_rollback_is_a_new_epoch(tmp_path: Path) -> None:
     store = store_at(tmp_path, kept_epochs=3)
     for stop in (10, 14, 21):
         save(store, IDS[:stop])
@@ -147,7 +147,7 @@ def test_rolling_back_is_one_more_state(tmp_path: Path) -> None:
 
 @pytest.mark.failure(number=21)
 @pytest.mark.extended
-def test_what_only_a_removed_session_needed_is_deleted(tmp_path: Path) -> None:
+def test_removal_deletes_unshared_blobs(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     save(store)
     save(store, (*IDS[:12], 1, 2, 3), name="other")
@@ -167,7 +167,7 @@ def test_what_only_a_removed_session_needed_is_deleted(tmp_path: Path) -> None:
 
 @pytest.mark.failure(number=21)
 @pytest.mark.extended
-def test_chunks_leave_with_the_last_session_that_is_made_of_them(tmp_path: Path) -> None:
+def test_chunks_are_deleted_with_their_last_session(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     save(store, name="stays")
     before = {*files(tmp_path, "store/blobs"), *files(tmp_path, "store/chunks")}
@@ -185,7 +185,7 @@ def test_chunks_leave_with_the_last_session_that_is_made_of_them(tmp_path: Path)
 
 @pytest.mark.failure(number=21)
 @pytest.mark.extended
-def test_chunks_that_another_machine_needs_stay_until_a_sweep(tmp_path: Path) -> None:
+def test_chunks_used_by_another_machine_stay_until_a_sweep(tmp_path: Path) -> None:
     now = [time.time()]  # of files, too
     store, other = (store_at(tmp_path, home=home, clock=lambda: now[0]) for home in ("a", "b"))
     save(store)
@@ -204,7 +204,7 @@ def test_chunks_that_another_machine_needs_stay_until_a_sweep(tmp_path: Path) ->
     assert files(tmp_path, "store/chunks") == [] and files(tmp_path, "store/blobs") == []
 
 
-def test_a_writer_that_comes_late_finds_the_session_removed(tmp_path: Path) -> None:
+def test_late_writer_of_a_removed_session_is_superseded(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     save(store)
     store.sessions.remove(WHO, TALK)
@@ -213,7 +213,7 @@ def test_a_writer_that_comes_late_finds_the_session_removed(tmp_path: Path) -> N
 
 
 @pytest.mark.extended
-def test_a_session_that_was_removed_leaves_nothing_for_long(tmp_path: Path) -> None:
+def test_tombstones_of_removed_sessions_are_deleted_later(tmp_path: Path) -> None:
     now = [1e9]
     store = store_at(tmp_path, clock=lambda: now[0])
     save(store, name="stays")
@@ -233,7 +233,7 @@ def test_a_session_that_was_removed_leaves_nothing_for_long(tmp_path: Path) -> N
     assert is_exact(load(store, "one")) and load(store, "one").record.epoch == 5
 
 
-def test_tenants_know_nothing_of_each_other(tmp_path: Path) -> None:
+def test_tenants_are_isolated(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     save(store)
     assert store.sessions.load("somebody else", TALK, asking()) is None
@@ -244,7 +244,7 @@ def test_tenants_know_nothing_of_each_other(tmp_path: Path) -> None:
     assert len(store.sessions.heads(WHO)) == 1 and store.sessions.heads("somebody else") == []
 
 
-def test_what_is_not_the_cache_of_its_tokens_is_not_saved(tmp_path: Path) -> None:
+def test_cache_not_matching_its_tokens_is_refused(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     with pytest.raises(InputError, match="has read 21 tokens, but 26"):
         store.sessions.save(WHO, TALK, LONGER, snapshot(read(IDS)))
@@ -262,7 +262,7 @@ def test_tokens_alone_can_be_kept(tmp_path: Path) -> None:
 
 @pytest.mark.failure(number=14)
 @pytest.mark.parametrize("length", [3, 4, 5, 8, 20])
-def test_beginnings_are_shared_whole_or_in_part(tmp_path: Path, length: int) -> None:
+def test_prefixes_match_completely_or_partly(tmp_path: Path, length: int) -> None:
     store = store_at(tmp_path)
     assert store.prefixes.save(WHO, IDS, read(IDS), asking().identity) == 20
     asked = (*IDS[:length], 99, 98, 97)
@@ -273,7 +273,7 @@ def test_beginnings_are_shared_whole_or_in_part(tmp_path: Path, length: int) -> 
 
 
 @pytest.mark.failure(number=16)
-def test_the_last_token_is_left_to_be_read(tmp_path: Path) -> None:
+def test_prefix_match_leaves_the_last_token(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     store.prefixes.save(WHO, IDS, read(IDS), asking().identity)
     for length in (21, 20, 17, 2):
@@ -289,7 +289,7 @@ def _read_in_two(ids: tuple[int, ...], length: int) -> SequenceCache:
     return cache
 
 
-def test_two_processes_of_one_machine_see_each_others_states(tmp_path: Path) -> None:
+def test_processes_of_one_machine_see_each_others_epochs(tmp_path: Path) -> None:
     one, other = store_at(tmp_path), store_at(tmp_path)
     save(one)
     assert is_exact(load(other)) and load(other).cache is not None
@@ -302,7 +302,7 @@ def test_two_processes_of_one_machine_see_each_others_states(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("is_indexed", [True, False])
-def test_verify_names_records_of_other_versions_and_leaves_them(
+def test_verify_reports_records_of_other_versions_unchanged(
     tmp_path: Path, is_indexed: bool
 ) -> None:
     store = store_at(tmp_path)
@@ -325,7 +325,7 @@ def test_verify_names_records_of_other_versions_and_leaves_them(
     assert path.read_bytes() == data and files(tmp_path) == before
 
 
-def test_verify_mends_records_and_finds_what_is_lost(tmp_path: Path) -> None:
+def test_verify_repairs_records_and_reports_losses(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     save(store)
     [path] = (tmp_path / "store" / "sessions").rglob("*.json")

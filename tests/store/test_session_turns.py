@@ -30,7 +30,7 @@ def attach(store: Store, ids: Sequence[int], expected: int, name: str = TALK) ->
         return store.sessions.attach(WHO, name, prepared, expected, {"settled": "3"})
 
 
-def test_a_cache_stays_with_the_turns_behind_it(tmp_path: Path) -> None:
+def test_cache_is_kept_when_turns_are_appended(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     say(store, IDS, 0)
     assert store.sessions.load(WHO, TALK, asking()).reason == "tokens only"  # pyright: ignore
@@ -45,7 +45,7 @@ def test_a_cache_stays_with_the_turns_behind_it(tmp_path: Path) -> None:
     assert again.sessions.read_transcript(WHO, TALK) == (written, b"24 tokens")
 
 
-def test_a_cache_of_another_text_goes(tmp_path: Path) -> None:
+def test_cache_of_another_text_is_dropped(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     say(store, IDS, 0)
     attach(store, IDS, 1)
@@ -57,7 +57,7 @@ def test_a_cache_of_another_text_goes(tmp_path: Path) -> None:
     assert attach(store, (9, *IDS), 3).epoch == 4
 
 
-def test_the_same_turn_again_is_one_turn(tmp_path: Path) -> None:
+def test_repeated_append_is_one_turn(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     first = say(store, IDS, 0)
     assert say(store, IDS, 0) == first
@@ -65,7 +65,7 @@ def test_the_same_turn_again_is_one_turn(tmp_path: Path) -> None:
         say(store, MORE, 0)
 
 
-def test_labels_are_asked_of_the_newest_state_also_where_it_has_them(tmp_path: Path) -> None:
+def test_labels_require_the_newest_epoch(tmp_path: Path) -> None:
     here, there = store_at(tmp_path), store_at(tmp_path, home="there")
     pinned = {"pinned": "yes"}
     say(here, IDS, 0)
@@ -77,7 +77,7 @@ def test_labels_are_asked_of_the_newest_state_also_where_it_has_them(tmp_path: P
     assert here.sessions.label(WHO, TALK, pinned, 3).num_tokens == len(MORE)
 
 
-def test_labels_push_out_no_state_and_make_no_session_newer(tmp_path: Path) -> None:
+def test_labels_do_not_prune_epochs_or_change_recency(tmp_path: Path) -> None:
     now = [1.0]
     store = store_at(tmp_path, clock=lambda: now[0])
     for number in range(4):
@@ -92,7 +92,7 @@ def test_labels_push_out_no_state_and_make_no_session_newer(tmp_path: Path) -> N
     assert store.sessions.roll_back(WHO, TALK, 2).num_tokens == 10
 
 
-def test_a_head_that_is_dropped_for_one_with_labels_is_not_gone_back_behind(tmp_path: Path) -> None:
+def test_unreadable_labeled_head_falls_back_to_its_predecessor(tmp_path: Path) -> None:
     there = store_at(tmp_path, home="there")
 
     def label(what: str, path: str) -> None:
@@ -108,7 +108,7 @@ def test_a_head_that_is_dropped_for_one_with_labels_is_not_gone_back_behind(tmp_
     assert found is not None and (found[0].epoch, found[1]) == (3, b"10 tokens")
 
 
-def test_a_cache_that_nobody_attaches_leaves_nothing(tmp_path: Path) -> None:
+def test_unattached_staged_cache_is_uncharged(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     say(store, IDS, 0)
     before = store.parts.ledger.used(Tier.DISK, store.parts.tenant(WHO))
@@ -117,7 +117,7 @@ def test_a_cache_that_nobody_attaches_leaves_nothing(tmp_path: Path) -> None:
     assert store.parts.ledger.used(Tier.DISK, store.parts.tenant(WHO)) == before
 
 
-def test_one_that_stands_in_many_states_makes_room_once(tmp_path: Path) -> None:
+def test_cache_of_many_epochs_is_evicted_once(tmp_path: Path) -> None:
     probe = store_at(tmp_path / "probe")
     say(probe, IDS, 0)
     size = attach(probe, IDS, 1).spans[0].bytes
@@ -132,7 +132,7 @@ def test_one_that_stands_in_many_states_makes_room_once(tmp_path: Path) -> None:
     assert say(store, (*MORE, 5), 3).spans == ()
 
 
-def test_sessions_are_listed_from_the_index_alone(tmp_path: Path) -> None:
+def test_sessions_are_listed_from_the_index_only(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     for number in range(3):
         say(store, IDS, 0, f"n{number}")
@@ -141,7 +141,7 @@ def test_sessions_are_listed_from_the_index_alone(tmp_path: Path) -> None:
     assert store.sessions.indexed_heads("somebody else") == []
 
 
-def test_merging_leaves_the_newest_state_alone(tmp_path: Path) -> None:
+def test_compaction_keeps_the_newest_epoch(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     say(store, IDS, 0)
     say(store, MORE, 1)
@@ -153,7 +153,7 @@ def test_merging_leaves_the_newest_state_alone(tmp_path: Path) -> None:
 
 @pytest.mark.failure(number=20)
 @pytest.mark.extended
-def test_a_name_that_was_removed_and_taken_anew_is_not_mistaken_for_the_old_one(
+def test_session_recreated_under_a_removed_name_is_distinct(
     tmp_path: Path,
 ) -> None:
     now = [1_700_000_000.0]

@@ -8,7 +8,7 @@ from larder.core import BadParameter
 from larder.store import PROBE_INTERVAL, RestorePath, ThroughputEstimates, Tier
 
 
-def test_what_is_not_known_is_loaded() -> None:
+def test_unmeasured_tier_is_loaded() -> None:
     rates = ThroughputEstimates()
     assert rates.choose(Tier.DISK, 10**9, 1) is RestorePath.LOAD
     rates.read(1000, 1.0)
@@ -17,7 +17,7 @@ def test_what_is_not_known_is_loaded() -> None:
 
 
 @pytest.mark.failure(number=26)
-def test_where_loading_is_slower_the_text_is_read_again() -> None:
+def test_recompute_is_chosen_when_loading_is_slower() -> None:
     rates = ThroughputEstimates()
     rates.read(1000, 1.0)
     rates.loaded(Tier.DISK, 10**6, 1.0)
@@ -28,7 +28,7 @@ def test_where_loading_is_slower_the_text_is_read_again() -> None:
 
 
 @pytest.mark.failure(number=26)
-def test_a_slow_tier_is_tried_again() -> None:
+def test_slow_tier_is_measured_again() -> None:
     rates = ThroughputEstimates()
     rates.read(1000, 1.0)
     rates.loaded(Tier.DISK, 10, 1.0)

@@ -55,7 +55,7 @@ def check(store: Store) -> None:
 @pytest.mark.failure(number=10)
 @pytest.mark.usefixtures("steps")
 @pytest.mark.parametrize("home", ["home", "elsewhere"])
-def test_what_an_earlier_version_wrote_is_carried_over(earlier: Path, home: str) -> None:
+def test_store_of_an_earlier_version_is_upgraded(earlier: Path, home: str) -> None:
     store = store_at(earlier, home=home)
     for path, why in store.maintenance.refused_records().items():
         assert path.startswith("sessions/")
@@ -74,7 +74,7 @@ def test_what_an_earlier_version_wrote_is_carried_over(earlier: Path, home: str)
 
 @pytest.mark.failure(number=10)
 @pytest.mark.usefixtures("steps")
-def test_an_index_of_records_that_another_machine_carried_over(earlier: Path) -> None:
+def test_index_of_records_upgraded_by_another_machine(earlier: Path) -> None:
     store = store_at(earlier)
     with store.parts.manifest.writing() as rows:  # as the earlier version has indexed them
         for path in (earlier / "store" / "sessions").rglob("*.json"):
@@ -88,7 +88,7 @@ def test_an_index_of_records_that_another_machine_carried_over(earlier: Path) ->
 
 
 @pytest.mark.failure(number=10)
-def test_without_steps_everything_stays_as_it_is(earlier: Path) -> None:
+def test_upgrade_without_migration_steps_changes_nothing(earlier: Path) -> None:
     before = {path: path.read_bytes() for path in (earlier / "store").rglob("*.json")}
     store = store_at(earlier, home="elsewhere")
     result = store.maintenance.upgrade()
@@ -126,19 +126,19 @@ def killed_upgrades(earlier: Path, first: int, stride: int) -> int:
 @pytest.mark.failure(number=3)
 @pytest.mark.extended
 @pytest.mark.usefixtures("steps")
-def test_an_upgrade_that_is_killed_loses_nothing(earlier: Path) -> None:
+def test_upgrade_killed_at_some_steps_loses_nothing(earlier: Path) -> None:
     assert killed_upgrades(earlier, 9, 61) >= 2
 
 
 @pytest.mark.failure(number=3)
 @pytest.mark.stress
 @pytest.mark.usefixtures("steps")
-def test_an_upgrade_that_is_killed_anywhere_loses_nothing(earlier: Path) -> None:
+def test_upgrade_killed_at_every_step_loses_nothing(earlier: Path) -> None:
     assert killed_upgrades(earlier, 1, 1) > 50
 
 
 @pytest.mark.failure(number=10)
-def test_caches_of_an_earlier_version_are_carried_over_as_they_are_read(
+def test_caches_of_an_earlier_version_are_upgraded_on_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = store_at(tmp_path)
@@ -164,7 +164,7 @@ def test_caches_of_an_earlier_version_are_carried_over_as_they_are_read(
 
 @pytest.mark.failure(number=10)
 @pytest.mark.usefixtures("steps")
-def test_an_exported_session_of_an_earlier_version_is_taken_in(
+def test_exported_session_of_an_earlier_version_is_imported(
     earlier: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = store_at(earlier, home="elsewhere")

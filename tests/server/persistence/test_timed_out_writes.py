@@ -287,7 +287,7 @@ def test_label_by_another_server_supersedes_a_timed_out_write(
     assert served.core.find("a", "x").usage.is_pinned
 
 
-def test_slow_store_does_not_reveal_conflicts(
+def test_turns_are_kept_when_the_epoch_check_times_out(
     small: LoadedModel, tmp_path: Path, persistence: StoreSessionPersistence, served: Served
 ) -> None:
     text = begun(served)
@@ -300,7 +300,7 @@ def test_slow_store_does_not_reveal_conflicts(
     assert len(said_in(tmp_path, small)) == 4
 
 
-def test_late_write_belongs_to_its_own_server(
+def test_late_write_under_session_leases_is_no_conflict(
     small: LoadedModel, tmp_path: Path, persistence: StoreSessionPersistence
 ) -> None:
     store = persistence._store
