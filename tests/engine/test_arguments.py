@@ -32,7 +32,7 @@ def engine() -> Engine:
 
 
 @pytest.mark.parametrize("amount", EQUAL, ids=str)
-def test_a_budget_is_written_in_many_ways(amount) -> None:
+def test_budget_spellings_are_parsed(amount) -> None:
     assert {MemoryBudget.parse(given) for given in EQUAL[amount]} == {MemoryBudget(*amount)}
 
 
@@ -40,17 +40,17 @@ NO_BUDGETS = [0, -1, "0", 1.5, "1.5", "5/4", "1/0", "many", "64 apples", "", "25
 
 
 @pytest.mark.parametrize("given", [*NO_BUDGETS, "512 min 64", "64MiB min 64"])
-def test_what_is_no_budget(given) -> None:
+def test_invalid_budgets_are_refused(given) -> None:
     with pytest.raises(UsageError, match=r"budget .*write 512 .*25%, 1/4 or 0\.25 .*64MiB"):
         MemoryBudget.parse(given)
 
 
-def test_a_share_is_the_same_however_it_is_written(engine) -> None:
+def test_fractional_budget_spellings_are_equal(engine) -> None:
     spec, policy = engine.loaded.decoder.spec, Policy.parse("keydiff() > uniform()")
     assert {resolve_budget(policy, share, 1000, spec) for share in SHARES} == {250}
 
 
-def test_a_share_of_a_short_text_is_its_min(engine) -> None:
+def test_fractional_budget_of_a_short_text_is_its_minimum(engine) -> None:
     spec, policy = engine.loaded.decoder.spec, Policy.parse("keydiff() > uniform()")
     held = [resolve_budget(policy, "25% min 64", tokens, spec) for tokens in (1000, 256, 100)]
     assert held == [250, 64, 64]
@@ -58,7 +58,7 @@ def test_a_share_of_a_short_text_is_its_min(engine) -> None:
     assert (amount.bytes(80_000, 100), amount.bytes(8_000, 100)) == (20_000, 6_400)
 
 
-def test_python_takes_numbers_where_the_command_line_takes_text(engine) -> None:
+def test_budget_numbers_and_strings_are_equal(engine) -> None:
     conversation = read_conversation(FILE)
     held = [
         engine.under("keydiff", budget).read(conversation).figures.budget_tokens
@@ -67,7 +67,7 @@ def test_python_takes_numbers_where_the_command_line_takes_text(engine) -> None:
     assert held == [96, 96]
 
 
-def test_texts_and_messages_are_read(engine) -> None:
+def test_texts_messages_and_files_are_read(engine) -> None:
     told = "My dog is called Biscuit."
     messages = [{"role": "user", "content": told}, {"role": "assistant", "content": "Nice."}]
     own = Conversation("own", (Message("user", told), Message("assistant", "Nice.")))
@@ -91,11 +91,11 @@ def test_a_list_of_questions_gets_a_list_of_answers(engine) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16", "torch.bfloat16"])
-def test_a_dtype_as_torch_has_it(dtype) -> None:
+def test_torch_dtypes_are_accepted(dtype) -> None:
     assert load(SEED, dtype=dtype).decoder.spec.dtype == torch.bfloat16
 
 
-def test_the_dtype_of_the_weights(tmp_path) -> None:
+def test_dtype_auto_is_that_of_the_weights(tmp_path) -> None:
     tiny("llama").to(torch.float16).save_pretrained(tmp_path)
     seed_tokenizer().save_pretrained(tmp_path)
     assert load(str(tmp_path), dtype="auto").decoder.spec.dtype == torch.float16
@@ -106,7 +106,7 @@ def test_the_dtype_of_the_weights(tmp_path) -> None:
     ("given", "told"),
     [("", "empty"), ("  \n", "empty"), ("notes/today.txt", "name of a file"), ([], "empty")],
 )
-def test_nothing_to_read(engine, given, told) -> None:
+def test_empty_input_is_refused(engine, given, told) -> None:
     with pytest.raises(InputError, match=told):
         engine.read(given)
 

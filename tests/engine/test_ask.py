@@ -18,7 +18,7 @@ from topic_embedder import TopicEmbedder
 
 
 @pytest.mark.extended
-def test_asking_gives_the_room_of_the_answer_back(engine: Engine) -> None:
+def test_answer_releases_its_memory(engine: Engine) -> None:
     memory = engine.read(HISTORY)
     memory.activate_for("My dog?")
     before = memory.caches.nbytes
@@ -27,7 +27,7 @@ def test_asking_gives_the_room_of_the_answer_back(engine: Engine) -> None:
     assert answer.held_bytes > before
 
 
-def test_a_failed_answer_gives_its_room_back_too(engine: Engine) -> None:
+def test_failed_answer_releases_its_memory(engine: Engine) -> None:
     memory = engine.read(HISTORY)
     memory.activate_for("My dog?")
     before = memory.caches.nbytes
@@ -41,7 +41,7 @@ def test_a_failed_answer_gives_its_room_back_too(engine: Engine) -> None:
 
 
 @pytest.mark.extended
-def test_loading_an_embedder_is_setting_up_and_not_reading(loaded: LoadedModel) -> None:
+def test_embedder_load_counts_as_setup_time(loaded: LoadedModel) -> None:
     engine, clock = under(loaded, EPISODES), [0.0]
 
     def slow(name: str) -> TopicEmbedder:
@@ -58,7 +58,7 @@ def test_loading_an_embedder_is_setting_up_and_not_reading(loaded: LoadedModel) 
     assert again.setup_seconds < 100
 
 
-def test_the_embedding_table_is_held_and_not_copied(loaded: LoadedModel) -> None:
+def test_embedding_table_is_not_copied(loaded: LoadedModel) -> None:
     engine = Engine(loaded)
     embedder = engine.runtime.embedder("tokens")
     table = loaded.decoder.embedding_table()
@@ -66,7 +66,7 @@ def test_the_embedding_table_is_held_and_not_copied(loaded: LoadedModel) -> None
     assert [tensor.data_ptr() for tensor in held] == [table.data_ptr()]
 
 
-def test_the_table_is_not_converted_either(loaded: LoadedModel) -> None:
+def test_embedding_table_is_not_converted(loaded: LoadedModel) -> None:
     narrow = loaded.decoder.embedding_table().to(torch.bfloat16)
     engine = Engine(loaded)
     with pytest.MonkeyPatch.context() as patch:
@@ -78,7 +78,7 @@ def test_the_table_is_not_converted_either(loaded: LoadedModel) -> None:
 
 
 @pytest.mark.extended
-def test_a_policy_may_judge_by_any_prompt_that_is_given(loaded: LoadedModel) -> None:
+def test_policy_scores_by_any_given_prompt(loaded: LoadedModel) -> None:
     engine = under(loaded, SINGLE.replace("keydiff()", 'patched(prompt="my_prompt")'))
     with pytest.raises(UsageError, match=r"only guidance, repeat, summarize are known.*prompts="):
         engine.read(HISTORY)
@@ -90,7 +90,7 @@ def test_a_policy_may_judge_by_any_prompt_that_is_given(loaded: LoadedModel) -> 
 
 
 @pytest.mark.extended
-def test_one_stop_string_is_not_its_letters(engine: Engine) -> None:
+def test_stop_string_is_not_split_into_letters(engine: Engine) -> None:
     memory = engine.read(HISTORY)
     whole = engine.ask(memory, "My dog?", max_new_tokens=12).text
     letters = "".join(reversed(dict.fromkeys(whole))) + "\0"

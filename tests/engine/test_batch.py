@@ -57,7 +57,7 @@ def alone(decoder: Decoder, request: BatchRequest) -> list[int]:
     return ids
 
 
-def test_the_hand_value() -> None:
+def test_prefix_tree_hand_value() -> None:
     """Three requests of 10 tokens behind 100 that they share: 130 of 330 tokens are read."""
     shared = tuple(range(100))
     tree = prefix_tree(requests(*[(*shared, 100 + n, *range(9)) for n in range(3)]))
@@ -68,7 +68,7 @@ def test_the_hand_value() -> None:
 @given(
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple), min_size=1, max_size=9)
 )
-def test_the_tree_shares_what_a_loop_finds(prompts: list[tuple[int, ...]]) -> None:
+def test_prefix_tree_equals_its_reference(prompts: list[tuple[int, ...]]) -> None:
     """Every distinct prefix is read once, but for the last token of each prompt."""
     tree = prefix_tree(requests(*prompts))
     nodes = list(tree.walk())
@@ -89,7 +89,7 @@ def test_the_tree_shares_what_a_loop_finds(prompts: list[tuple[int, ...]]) -> No
     assert tree.read_tokens() == sum(map(len, ordered)) - sum(kept)
 
 
-def test_answers_are_those_of_each_alone(decoder: Decoder) -> None:
+def test_batched_answers_equal_single_ones(decoder: Decoder) -> None:
     one, two = some_ids(12, seed=1), some_ids(5, seed=2)
     several = requests(one, (*one, *two), (*one, *two, 7), (*one, 9), two, one)
     several.append(BatchRequest("drawn", (*one, 3), SamplingParams(temperature=1.0, seed=5), 4))
@@ -104,7 +104,7 @@ def test_answers_are_those_of_each_alone(decoder: Decoder) -> None:
     assert runner.num_read_tokens == prefix_tree(several).read_tokens()
 
 
-def test_as_many_run_together_as_memory_holds(decoder: Decoder) -> None:
+def test_batch_size_is_limited_by_memory(decoder: Decoder) -> None:
     prompts = [(*some_ids(8, seed=1), n) for n in range(6)]
     several = requests(*prompts)
     demand = decoder.spec.full_bytes(12)
@@ -152,7 +152,7 @@ class PeakBytes:
         self.most = max(self.most, used)
 
 
-def test_requests_take_memory_for_what_is_theirs_behind_a_shared_prefix(
+def test_requests_with_a_shared_prefix_reserve_their_suffix(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefix = some_ids(100, seed=1)
@@ -201,7 +201,7 @@ def test_a_prefix_without_room_is_not_read(decoder: Decoder) -> None:
     assert len(errors) == 3 and not results and not runner.num_read_tokens
 
 
-def test_groups_with_long_answers_to_short_prompts_come_first() -> None:
+def test_groups_with_long_answers_to_short_prompts_run_first() -> None:
     short = [BatchRequest(f"s{n}", (1, 1, n), max_new_tokens=50) for n in range(2)]
     long = [BatchRequest(f"l{n}", (*range(2, 40), n), max_new_tokens=2) for n in range(2)]
     order = [node.ids[:1] for node in prefix_tree([*long, *short]).walk()]

@@ -27,7 +27,7 @@ def model() -> Any:
 
 
 @pytest.mark.parametrize("function", [larder.applied, LarderCache, Engine])
-def test_a_misspelt_keyword_names_the_nearest(model: Any, function: Any) -> None:
+def test_misspelled_keyword_suggests_the_nearest(model: Any, function: Any) -> None:
     name = function.__qualname__
     with (
         unchecked(),
@@ -38,7 +38,7 @@ def test_a_misspelt_keyword_names_the_nearest(model: Any, function: Any) -> None
         function(model, compression_ratio=0.5)
 
 
-def test_calls_name_what_a_function_takes(engine: Engine) -> None:
+def test_unknown_keywords_name_the_supported_ones(engine: Engine) -> None:
     with (
         unchecked(),
         pytest.raises(UnknownName, match=r"Engine\.load\(\) has no .*'torch_dtype': give dtype="),
@@ -71,12 +71,12 @@ def test_calls_name_what_a_function_takes(engine: Engine) -> None:
         engine.ask(engine.read(TEXT), "Who?", max_tokens=3)
 
 
-def test_a_call_that_fits_raises_its_own_errors() -> None:
+def test_valid_call_raises_its_own_errors() -> None:
     with unchecked(), pytest.raises(ModelError, match="not a model of transformers"):
         LarderCache("gpt2")
 
 
-def test_a_share_of_a_short_prompt_names_the_way_out(engine: Engine) -> None:
+def test_fractional_budget_of_a_short_prompt_names_the_way_out(engine: Engine) -> None:
     with (
         unchecked(),
         pytest.raises(
@@ -103,7 +103,7 @@ def test_a_policy_with_a_question_names_the_argument(engine: Engine) -> None:
         finch.read(TEXT, prompts="What is the cat called?")
 
 
-def test_a_formatted_file_is_to_be_saved_as_text(tmp_path: Any) -> None:
+def test_binary_document_names_the_way_out(tmp_path: Any) -> None:
     path = tmp_path / "report.pdf"
     path.write_bytes(b"%PDF-1.4")
     with (
@@ -113,7 +113,7 @@ def test_a_formatted_file_is_to_be_saved_as_text(tmp_path: Any) -> None:
         read_conversation(path)
 
 
-def test_the_nearest_model_stands_first() -> None:
+def test_unknown_model_suggests_the_nearest() -> None:
     with (
         unchecked(),
         pytest.raises(ModelError, match=r"cannot be loaded\. Did you mean 'smollm2'\?"),
@@ -121,7 +121,7 @@ def test_the_nearest_model_stands_first() -> None:
         Engine.load("smolm2")
 
 
-def test_public_objects_are_printed_in_a_line(engine: Engine) -> None:
+def test_public_objects_have_one_line_reprs(engine: Engine) -> None:
     memory = engine.read(TEXT)
     answer = engine.ask(memory, "Who?", max_new_tokens=2)
     completion = engine.generate(TEXT, max_new_tokens=2)

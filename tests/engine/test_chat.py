@@ -36,7 +36,7 @@ ALL_POLICIES = POLICIES | {f"stepwise {name}": policy for name, policy in STEPWI
 
 @pytest.mark.extended
 @pytest.mark.parametrize("policy", ALL_POLICIES)
-def test_the_first_turn_says_what_asking_says(loaded: LoadedModel, policy: str) -> None:
+def test_first_turn_equals_ask(loaded: LoadedModel, policy: str) -> None:
     engine = under(loaded, ALL_POLICIES[policy])
     question = "What is dog number 3 called?"
     asked = engine.ask(engine.read(HISTORY), question, max_new_tokens=12)
@@ -46,7 +46,7 @@ def test_the_first_turn_says_what_asking_says(loaded: LoadedModel, policy: str) 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("max_new_tokens", [1, 3, 24], ids=["one", "cut", "ended"])
-def test_the_whole_turn_is_read_to_its_end(engine: Engine, max_new_tokens: int) -> None:
+def test_turn_is_prefilled_to_its_end(engine: Engine, max_new_tokens: int) -> None:
     memory = engine.read(HISTORY)
     chat = Chat(engine, history=HISTORY)
     answer = chat.say("What is dog number 3 called?", max_new_tokens=max_new_tokens)
@@ -67,7 +67,7 @@ def test_the_whole_turn_is_read_to_its_end(engine: Engine, max_new_tokens: int) 
             assert torch.allclose(kept.head_keys(head), read.head_keys(head)[places], atol=1e-4)
 
 
-def test_a_turn_behind_nothing_opens_the_conversation(engine: Engine) -> None:
+def test_first_turn_of_an_empty_chat_has_the_opening(engine: Engine) -> None:
     chat = Chat(engine)
     chat.say("My dog is called Rex.", max_new_tokens=8)
     chat.say("And my dog is old.", max_new_tokens=8)
@@ -81,7 +81,7 @@ def test_a_turn_behind_nothing_opens_the_conversation(engine: Engine) -> None:
 
 
 @pytest.mark.extended
-def test_what_was_appended_comes_back_when_the_topic_does(engine: Engine) -> None:
+def test_appended_turn_is_kept_when_its_episode_is_reactivated(engine: Engine) -> None:
     chat = Chat(engine, history=HISTORY)
     dogs = chat.say("My dog eats apples.", max_new_tokens=6).episode
     assert dogs is not None
@@ -116,7 +116,7 @@ def test_one_cache_is_active_and_all_bytes_are_counted(engine: Engine) -> None:
 
 
 @pytest.mark.extended
-def test_a_new_topic_is_answered_by_the_nearest_episode_and_then_has_its_own(
+def test_new_topic_is_answered_by_the_nearest_episode_then_gets_its_own(
     engine: Engine,
 ) -> None:
     chat = Chat(engine, history=HISTORY)
@@ -136,7 +136,7 @@ def test_a_new_topic_is_answered_by_the_nearest_episode_and_then_has_its_own(
 
 
 @pytest.mark.extended
-def test_a_new_episode_holds_the_first_tokens_and_the_turn_as_it_was_read(engine: Engine) -> None:
+def test_new_episode_holds_sinks_and_its_turn(engine: Engine) -> None:
     twin = engine.read(HISTORY)
     chat = Chat(engine, history=HISTORY)
     answer = chat.say("A star is far away.", max_new_tokens=6)
@@ -183,7 +183,7 @@ def _first(cache: SequenceCache, stop: int) -> list[list[int]]:
 
 
 @pytest.mark.extended
-def test_a_new_episode_without_sinks_begins_at_the_beginning(loaded: LoadedModel) -> None:
+def test_new_episode_without_sinks_begins_with_its_turn(loaded: LoadedModel) -> None:
     chat = Chat(under(loaded, EPISODES.replace("sinks=4", "sinks=0")), history=HISTORY)
     answer = chat.say("A star is far away.", max_new_tokens=6)
     shelf = chat.memory.caches
@@ -192,7 +192,7 @@ def test_a_new_episode_without_sinks_begins_at_the_beginning(loaded: LoadedModel
     assert any(found[0])
 
 
-def test_without_enough_said_no_topic_is_new(engine: Engine) -> None:
+def test_short_chat_opens_no_episode(engine: Engine) -> None:
     chat = Chat(engine)
     for text in ("My dog is old.", "The star is far."):
         chat.say(text, max_new_tokens=4)
@@ -200,7 +200,7 @@ def test_without_enough_said_no_topic_is_new(engine: Engine) -> None:
 
 
 @pytest.mark.extended
-def test_a_cache_beyond_its_bound_is_read_anew(engine: Engine) -> None:
+def test_cache_beyond_its_bound_is_refreshed(engine: Engine) -> None:
     chat = Chat(engine, history=HISTORY)
     prompts = [view.prompt_texts for view in chat.episodes]
     while not chat.figures.refreshes:
@@ -219,7 +219,7 @@ def test_a_cache_beyond_its_bound_is_read_anew(engine: Engine) -> None:
 
 
 @pytest.mark.extended
-def test_a_chat_from_nothing_finds_its_topics_when_it_has_grown(engine: Engine) -> None:
+def test_chat_without_history_forms_episodes_later(engine: Engine) -> None:
     chat = Chat(engine)
     for n in range(20):
         chat.say(("My dog", "The car")[n % 2] + f" is number {n}.", max_new_tokens=6)
@@ -254,7 +254,7 @@ BRIEF = Conversation("a word", (Message("user", "Hello."), Message("assistant", 
 
 
 @pytest.mark.extended
-def test_turns_do_not_outgrow_the_bytes_of_the_budget(loaded: LoadedModel) -> None:
+def test_turns_stay_within_the_byte_budget(loaded: LoadedModel) -> None:
     """More entries fit than tokens at full precision, but not while they are whole."""
     chat = Chat(under(loaded, f"{SINGLE} > quantized(bits=2, group=8)"), history=BRIEF)
     allowed = loaded.decoder.spec.full_bytes(BUDGET + BLOCK)

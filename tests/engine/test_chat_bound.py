@@ -77,7 +77,7 @@ ON_THE_SERVER = {"keydiff", "snapkv", "h2o_while_reading", "int4"}
 @pytest.mark.parametrize(
     "history", [pytest.param(None, marks=pytest.mark.slow), HISTORY], ids=["nothing", "history"]
 )
-def test_a_chat_holds_its_budget_at_rest_and_a_block_more_while_a_turn_runs(
+def test_chat_holds_at_most_budget_plus_one_block(
     small: LoadedModel, monkeypatch: pytest.MonkeyPatch, name: str, history: Conversation | None
 ) -> None:
     chat = Chat(under(small, SENTENCES[name]), history=history)
@@ -108,7 +108,7 @@ def test_the_bound_holds_for_any_turns(
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", some("snapkv", "h2o_while_reading", "epicache", "icecache"))
-def test_an_answer_holds_no_more_than_budget_and_block_and_leaves_no_trace(
+def test_answer_stays_within_the_bound_and_leaves_no_trace(
     small: LoadedModel, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     engine = under(small, SENTENCES[name])
@@ -126,7 +126,7 @@ def test_an_answer_holds_no_more_than_budget_and_block_and_leaves_no_trace(
     assert again.ids == answer.ids
 
 
-def test_a_turn_leaves_what_a_context_in_the_same_blocks_leaves(small: LoadedModel) -> None:
+def test_turn_equals_a_context_in_the_same_blocks(small: LoadedModel) -> None:
     engine = under(small, SENTENCES["snapkv"])
     chat, twin = (Chat(engine, history=HISTORY) for _ in range(2))
     chat.say("Hi.", max_new_tokens=2)
@@ -145,7 +145,7 @@ def test_a_turn_leaves_what_a_context_in_the_same_blocks_leaves(small: LoadedMod
 
 
 @pytest.mark.extended
-def test_a_roll_back_reads_anew_within_the_bound(
+def test_rollback_recomputes_within_the_bound(
     small: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chat = Chat(under(small, KEYDIFF), history=HISTORY)
@@ -175,7 +175,7 @@ def test_a_turn_longer_than_a_block_is_undone_as_a_whole(small: LoadedModel) -> 
     assert all(same(a, b) for a, b in zip(states(chat), before, strict=True))
 
 
-def test_an_interrupted_plan_at_the_end_of_a_turn_is_made_up_for(
+def test_interrupted_plan_is_completed_by_the_next_turn(
     small: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chat = Chat(under(small, KEYDIFF), history=HISTORY)
@@ -190,16 +190,14 @@ def test_an_interrupted_plan_at_the_end_of_a_turn_is_made_up_for(
 
 
 @pytest.mark.extended
-def test_a_full_budget_drops_nothing_in_a_chat(small: LoadedModel) -> None:
+def test_full_budget_evicts_nothing_in_a_chat(small: LoadedModel) -> None:
     limited, full = Chat(under(small, KEYDIFF, 512)), Chat(Engine(small, policy="full"))
     for text, tokens in TURNS:
         mine, theirs = (chat.say(text, max_new_tokens=tokens) for chat in (limited, full))
         assert mine.ids == theirs.ids
 
 
-def test_more_than_the_bound_is_noticed(
-    small: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bound_check_detects_an_excess(small: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     chat = Chat(Engine(small, policy="full"))
     with peaks(monkeypatch) as peak:
         chat.say("The car is red. " * 3, max_new_tokens=80)

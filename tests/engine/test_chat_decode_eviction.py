@@ -20,9 +20,7 @@ EXCESS = {"lagged": 7}
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", STEPWISE)
-def test_a_chat_stays_within_its_budget_and_is_never_read_anew(
-    loaded: LoadedModel, name: str
-) -> None:
+def test_chat_stays_within_its_budget_without_refreshes(loaded: LoadedModel, name: str) -> None:
     chat = Chat(under(loaded, STEPWISE[name]), history=HISTORY)
     for number in range(5):
         chat.say(f"My dog is {number} years old, and the car is older.", max_new_tokens=8)
@@ -48,7 +46,7 @@ def test_an_interrupted_turn_leaves_no_trace(loaded: LoadedModel, name: str) -> 
     assert chat.figures.kv_bytes == bytes_before and len(chat.turns) == 1
 
 
-def test_the_copy_is_counted_at_its_height(loaded: LoadedModel) -> None:
+def test_peak_includes_the_copy_of_a_turn(loaded: LoadedModel) -> None:
     chat = Chat(under(loaded, STEPWISE["h2o"]), history=HISTORY)
     answer = chat.say("My dog eats apples.", max_new_tokens=6)
     assert answer.held_bytes > 1.9 * chat.figures.kv_bytes
@@ -56,7 +54,7 @@ def test_the_copy_is_counted_at_its_height(loaded: LoadedModel) -> None:
 
 
 @pytest.mark.extended
-def test_a_new_episode_has_nothing_of_the_old_one_in_either_tier(loaded: LoadedModel) -> None:
+def test_new_episode_shares_no_entries_in_either_tier(loaded: LoadedModel) -> None:
     chat = Chat(under(loaded, PARKED), history=HISTORY)
     begun = chat.figures.log_tokens
     # One of 16 is the newest token's.
@@ -71,7 +69,7 @@ def test_a_new_episode_has_nothing_of_the_old_one_in_either_tier(loaded: LoadedM
         assert len(first) == 0 or int(first.max()) < 20, name
 
 
-def test_a_turn_on_a_new_topic_opens_an_episode_and_leaves_the_old_one(loaded: LoadedModel) -> None:
+def test_turn_on_a_new_topic_leaves_other_episodes_unchanged(loaded: LoadedModel) -> None:
     chat = Chat(under(loaded, STEPWISE["episodes"]), history=HISTORY)
     before = states(chat)
     chat.say("A star is far away.", max_new_tokens=6)

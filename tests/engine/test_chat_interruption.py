@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("read_once")
 
 @pytest.mark.extended
 @pytest.mark.parametrize("policy", ["episodes", "single"])
-def test_a_chat_that_comes_back_is_as_if_read_anew(loaded: LoadedModel, policy: str) -> None:
+def test_resumed_chat_equals_a_recomputed_one(loaded: LoadedModel, policy: str) -> None:
     engine = under(loaded, POLICIES[policy])
     chat = Chat(engine, "mine")
     while not chat.figures.refreshes:
@@ -51,7 +51,7 @@ def test_a_chat_that_comes_back_is_as_if_read_anew(loaded: LoadedModel, policy: 
 
 
 @pytest.mark.extended
-def test_an_interrupted_refresh_leaves_the_old_memory_and_is_made_up_for(engine: Engine) -> None:
+def test_interrupted_refresh_is_completed_by_the_next_turn(engine: Engine) -> None:
     calls: list[int] = []
 
     def progress(done: int, total: int) -> None:
@@ -92,7 +92,7 @@ def test_an_interrupted_turn_is_undone(
     assert all(same(a, b) for a, b in zip(states(chat), before, strict=True))
 
 
-def test_a_turn_that_cannot_be_filed_or_kept_is_undone(
+def test_turn_that_cannot_be_assigned_or_saved_is_undone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chat = Chat(engine, "mine", history=HISTORY)
@@ -111,7 +111,7 @@ def test_a_turn_that_cannot_be_filed_or_kept_is_undone(
 
 
 @pytest.mark.extended
-def test_sliding_windows_come_back_whole_from_an_interrupted_turn(
+def test_interrupted_turn_restores_sliding_windows(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = tiny("gemma3", layers=3)
@@ -142,7 +142,7 @@ def test_the_file_is_written_after_every_turn(engine: Engine) -> None:
     assert len(record["history"]["messages"]) == len(HISTORY.messages)
 
 
-def test_a_session_of_another_model_is_not_gone_on_with(engine: Engine) -> None:
+def test_session_of_another_model_is_refused(engine: Engine) -> None:
     Chat(engine, "mine").say("My dog is old.", max_new_tokens=4)
     path = chat_log_path("mine")
     record = json.loads(path.read_text(encoding="utf-8"))
@@ -163,19 +163,19 @@ def test_a_session_keeps_its_history(engine: Engine) -> None:
         Chat(engine, "mine", history=replace(HISTORY, messages=HISTORY.messages[:2]))
 
 
-def test_a_chat_without_a_name_leaves_nothing(engine: Engine, larder_home: Path) -> None:
+def test_unnamed_chat_writes_no_files(engine: Engine, larder_home: Path) -> None:
     Chat(engine).say("My dog is old.", max_new_tokens=4)
     assert not larder_home.exists()
 
 
 @pytest.mark.parametrize("text", ["", " \n", "dog " * 200, "half a \ud83d"])
-def test_messages_that_cannot_be_said(engine: Engine, text: str) -> None:
+def test_invalid_messages_are_refused(engine: Engine, text: str) -> None:
     chat = Chat(engine, history=HISTORY)
     with pytest.raises(InputError):
         chat.say(text)
     assert chat.turns == () and within(chat)
 
 
-def test_a_policy_that_must_know_its_question_cannot_chat(loaded: LoadedModel) -> None:
+def test_question_aware_policy_is_refused(loaded: LoadedModel) -> None:
     with pytest.raises(UsageError, match="question"):
         Chat(under(loaded, "exact_question"))

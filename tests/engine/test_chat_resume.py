@@ -37,7 +37,7 @@ def equal(one: Chat, other: Chat) -> bool:
 @pytest.mark.parametrize(
     "policy", [EPISODES, STEPWISE, "full"], ids=["episodes", "stepwise", "full"]
 )
-def test_a_restored_chat_goes_on_as_the_one_that_was_saved(
+def test_restored_chat_continues_as_the_saved_one(
     loaded: LoadedModel, keeper: StorePersistence, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = under(loaded, policy)
@@ -62,7 +62,7 @@ def test_a_restored_chat_goes_on_as_the_one_that_was_saved(
 
 
 @pytest.mark.extended
-def test_a_damaged_state_is_read_anew(
+def test_damaged_state_is_recomputed(
     engine: Engine, keeper: StorePersistence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chat = Chat(engine, "mine", HISTORY, keeper=keeper)
@@ -77,7 +77,7 @@ def test_a_damaged_state_is_read_anew(
 
 
 @pytest.mark.extended
-def test_a_fork_is_never_heard_of(engine: Engine) -> None:
+def test_fork_does_not_change_its_source(engine: Engine) -> None:
     chat = Chat(engine, "mine", HISTORY)
     chat.say("My dog is old.", max_new_tokens=4)
     before, file = states(chat), chat_log_path("mine").read_bytes()
@@ -96,7 +96,7 @@ def test_a_fork_is_never_heard_of(engine: Engine) -> None:
 @pytest.mark.parametrize(
     "policy", [EPISODES, STEPWISE, POLICIES["full"]], ids=["episodes", "stepwise", "full"]
 )
-def test_turns_that_are_rolled_back_were_never_said(loaded: LoadedModel, policy: str) -> None:
+def test_rolled_back_turns_leave_no_trace(loaded: LoadedModel, policy: str) -> None:
     engine = under(loaded, policy)
     chat = Chat(engine, "mine", HISTORY)
     chat.say("My dog is old.", max_new_tokens=4)
@@ -116,7 +116,7 @@ def test_turns_that_are_rolled_back_were_never_said(loaded: LoadedModel, policy:
 
 
 @pytest.mark.extended
-def test_a_topic_of_its_own_is_rolled_back_too(engine: Engine) -> None:
+def test_rollback_removes_a_new_episode(engine: Engine) -> None:
     chat = Chat(engine, "mine", HISTORY)
     chat.say("A sea and a star.", max_new_tokens=4)
     assert chat.figures.opened == 1 and len(chat.episodes) == 3

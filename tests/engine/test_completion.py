@@ -49,7 +49,7 @@ def engine_under(policy: str, tokenizer: Any, architecture: str = "qwen3") -> En
 
 @pytest.mark.extended
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
-def test_a_full_cache_continues_as_transformers_does(architecture: str, tokenizer: Any) -> None:
+def test_full_cache_completion_equals_transformers(architecture: str, tokenizer: Any) -> None:
     module = tiny(architecture)
     engine = Engine(module, tokenizer, policy="full")
     completions = engine.generate(PROMPTS, max_new_tokens=20)
@@ -60,7 +60,7 @@ def test_a_full_cache_continues_as_transformers_does(architecture: str, tokenize
 
 @pytest.mark.extended
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_batch_gives_what_each_prompt_gives_alone(policy: str, tokenizer: Any) -> None:
+def test_batched_completions_equal_single_ones(policy: str, tokenizer: Any) -> None:
     engine = engine_under(policy, tokenizer)
     together = engine.generate(PROMPTS, max_new_tokens=18)
     assert together == [engine.generate(prompt, max_new_tokens=18) for prompt in PROMPTS]
@@ -69,7 +69,7 @@ def test_a_batch_gives_what_each_prompt_gives_alone(policy: str, tokenizer: Any)
         assert together[0].kv_bytes < together[0].full_kv_bytes / 2
 
 
-def test_the_end_of_a_prompt_chooses_its_episode(tokenizer: Any) -> None:
+def test_prompt_end_selects_the_episode(tokenizer: Any) -> None:
     engine = engine_under(EPISODIC, tokenizer)
     several = engine.generate([PROMPTS[3], "x"], max_new_tokens=4)
     assert [len(one.ids) for one in several] == [4, 4]
@@ -77,7 +77,7 @@ def test_the_end_of_a_prompt_chooses_its_episode(tokenizer: Any) -> None:
 
 
 @pytest.mark.extended
-def test_a_seed_decides_what_is_sampled(tokenizer: Any) -> None:
+def test_seed_determines_sampling(tokenizer: Any) -> None:
     engine = engine_under("full", tokenizer)
     first = engine.generate(PROMPTS, seed=3, **SAMPLED)
     assert first == engine.generate(PROMPTS, seed=3, **SAMPLED)
@@ -99,7 +99,7 @@ def test_a_stream_is_the_text_of_the_completion(policy: str, tokenizer: Any) -> 
     assert "".join(engine.stream(PROMPTS[0], max_new_tokens=12, stop=[stop])) == cut.text
 
 
-def test_the_model_is_free_between_two_parts(tokenizer: Any) -> None:
+def test_model_is_usable_between_parts_of_a_stream(tokenizer: Any) -> None:
     module = tiny("llama")
     engine = Engine(module, tokenizer, policy="full")
     expected = own_completion(module, tokenizer, PROMPTS[1], 6)
@@ -118,7 +118,7 @@ def test_a_stop_token_ends_one_prompt_of_a_batch(tokenizer: Any) -> None:
     assert long == whole[1]
 
 
-def test_special_tokens_are_those_of_the_tokenizer_and_not_doubled(tokenizer: Any) -> None:
+def test_special_tokens_are_not_duplicated(tokenizer: Any) -> None:
     adapter = Engine(tiny("llama"), tokenizer, policy="full").tokenizer
     assert adapter.encode_prompt("Hi") == tuple(tokenizer("Hi")["input_ids"])
     assert adapter.encode_prompt("<bos>Hi") == (1, *tokenizer("Hi")["input_ids"])
@@ -150,7 +150,7 @@ def test_wrong_keywords_are_named(case: str, tokenizer: Any) -> None:
             call("Hi", **keywords)
 
 
-def test_prompts_that_cannot_be_continued(tokenizer: Any) -> None:
+def test_invalid_prompts_are_refused(tokenizer: Any) -> None:
     engine = engine_under("full", tokenizer)
     with pytest.raises(InputError, match="Prompt 2 has no tokens"):
         engine.generate(["Hi", ""])

@@ -91,7 +91,7 @@ def test_random_answers_match_their_pattern_choice_and_grammar(
         assert isinstance(json.loads(sampled(compiler, json_constraint(ANY_OBJECT), seed)), dict)
 
 
-def test_nothing_may_follow_a_closed_object(compiler: ConstraintCompiler) -> None:
+def test_nothing_follows_a_closed_object(compiler: ConstraintCompiler) -> None:
     matcher = compiler.matcher(json_constraint({"type": "object", "additionalProperties": False}))
     logits = torch.zeros(V)
     assert torch.isfinite(matcher.masked(logits)).nonzero().flatten().tolist() == [ord("{")]
@@ -102,14 +102,14 @@ def test_nothing_may_follow_a_closed_object(compiler: ConstraintCompiler) -> Non
 
 
 @pytest.mark.parametrize("schema", REFUSED, ids=str)
-def test_what_cannot_be_enforced_is_refused_unless_lenient(schema: dict[str, Any]) -> None:
+def test_unenforceable_schemas_are_refused_unless_lenient(schema: dict[str, Any]) -> None:
     with pytest.raises(BadParameter, match="cannot be enforced"):
         json_constraint(schema)
     if "pattern" not in schema:
         assert json_constraint(schema, lenient=True).warnings
 
 
-def test_names_that_are_strings_are_no_condition() -> None:
+def test_trivial_property_names_are_ignored() -> None:
     record = {"type": "object", "propertyNames": {"type": "string"}}
     assert json_constraint(record) == json_constraint({"type": "object"})
     named = {"type": "object", "properties": {"propertyNames": {"type": "string"}}}
@@ -118,7 +118,7 @@ def test_names_that_are_strings_are_no_condition() -> None:
         assert "propertyNames" in json_constraint(schema).grammar
 
 
-def test_a_pydantic_model_has_no_other_fields(compiler: ConstraintCompiler) -> None:
+def test_pydantic_schema_allows_no_other_fields(compiler: ConstraintCompiler) -> None:
     matcher = compiler.matcher(schema_constraint(Home))
     for sign in '{"town":"Bern","known":true':
         matcher.accept(ord(sign))
@@ -166,7 +166,7 @@ def test_a_grammar_is_compiled_once(
     assert calls == [one.digest, two.digest, three.digest, two.digest]
 
 
-def test_what_is_compiled_waits_for_no_compilation(
+def test_cached_grammar_does_not_wait_for_a_compilation(
     compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model's thread takes a matcher that is cached while another thread compiles."""

@@ -38,7 +38,7 @@ def test_contexts_are_one_document_under_any_policy(plain: Engine) -> None:
 
 
 @pytest.mark.parametrize("policy", ["cacheblend", "ape"])
-def test_known_contexts_answer_as_unknown_ones(plain: Engine, policy: str) -> None:
+def test_cached_contexts_give_the_same_answers(plain: Engine, policy: str) -> None:
     engine, chunks = plain.under(policy), ChunkMemory()
     first = engine.read(contexts=[CAT, BAKER], chunks=chunks)
     again = engine.read(contexts=[CAT, BAKER], chunks=chunks)
@@ -72,7 +72,7 @@ def test_a_store_keeps_chunks_for_one_tenant(plain: Engine, tmp_path: Path) -> N
 
 @pytest.mark.extended
 @pytest.mark.parametrize("policy", ["cachecraft", "kvcomm"])
-def test_variants_and_anchors_outlive_the_process(
+def test_variants_and_anchors_are_restored_from_the_store(
     plain: Engine, tmp_path: Path, policy: str
 ) -> None:
     engine, loaded, memory = plain.under(policy), plain.loaded, ChunkMemory()
@@ -131,7 +131,7 @@ def anchors(plain: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     made.store.close()
 
 
-def test_the_oldest_variants_leave_a_list(plain: Engine, anchors: AnchorList) -> None:
+def test_oldest_variants_are_evicted(plain: Engine, anchors: AnchorList) -> None:
     anchors.add(1, 2, 3)
     assert anchors.tokens() == [2, 3]
     first = anchors.found()[0]
@@ -141,7 +141,7 @@ def test_the_oldest_variants_leave_a_list(plain: Engine, anchors: AnchorList) ->
     assert anchors.found(2) == [] == anchors.chunks.variants(spec, (9,), (2,) * 3)
 
 
-def test_variants_that_cannot_be_stored_displace_none(
+def test_failed_variant_saves_evict_nothing(
     anchors: AnchorList, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     anchors.add(1, 2)
@@ -160,7 +160,7 @@ def test_variants_that_cannot_be_stored_displace_none(
     assert anchors.tokens() == [2, 3]
 
 
-def test_variants_that_were_removed_by_hand_leave_their_list(anchors: AnchorList) -> None:
+def test_variants_removed_from_the_store_are_dropped(anchors: AnchorList) -> None:
     anchors.add(1, 2)
     sessions = anchors.store.sessions
     oldest = min(
@@ -182,7 +182,7 @@ def test_blended_caches_are_never_shared_as_prefixes(plain: Engine) -> None:
     assert all(is_lossless_cache(cache) for cache in exact.caches.copies())
 
 
-def test_what_is_no_list_of_texts_is_refused(plain: Engine) -> None:
+def test_invalid_context_arguments_are_refused(plain: Engine) -> None:
     with pytest.raises(UsageError, match="one of the two"):
         plain.read("A text.", contexts=[CAT])
     for contexts in ([], [" "]):

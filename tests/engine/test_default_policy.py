@@ -26,7 +26,7 @@ def default(kind: str) -> Policy:
 
 
 @pytest.mark.extended
-def test_an_engine_chooses_by_what_it_reads(engine: Engine) -> None:
+def test_default_policy_depends_on_the_text_kind(engine: Engine) -> None:
     read = {
         "document": engine.read(TEXT),
         "conversation": engine.read(MESSAGES),
@@ -46,7 +46,7 @@ def test_contexts_with_a_budget_are_read_as_a_document(engine: Engine) -> None:
     assert memory.policy.scorer == default("document").scorer
 
 
-def test_a_policy_that_is_given_reads_everything(engine: Engine) -> None:
+def test_explicit_policy_is_used_for_every_kind(engine: Engine) -> None:
     other = engine.under("keydiff", 96)
     for kind in TextKind:
         assert other.policy_for(kind) == with_measured_recall(
@@ -74,6 +74,6 @@ def test_the_command_line_has_the_same_defaults(kind: str) -> None:
     assert options.policy == larder.default_policy(kind)
 
 
-def test_an_unknown_kind() -> None:
+def test_unknown_kind_lists_the_known() -> None:
     with pytest.raises(UnknownName, match="Known: prompt, document, conversation, contexts"):
         larder.default_policy("text")

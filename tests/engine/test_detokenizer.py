@@ -41,7 +41,7 @@ def spoken(text: str, stops: Sequence[str] = ()) -> tuple[list[str], str]:
         ("ab", ("b", "ab"), ""),
     ],
 )
-def test_what_was_handed_on_is_what_is_kept(text: str, stops: Sequence[str], kept: str) -> None:
+def test_streamed_text_equals_the_final_text(text: str, stops: Sequence[str], kept: str) -> None:
     pieces, told = spoken(text, stops)
     assert "".join(pieces) == told == kept
 
@@ -92,7 +92,7 @@ def parts(pieces: Sequence[str]) -> list[int]:
 
 @given(pieces=st.lists(st.sampled_from((*WORDS, *CHARACTERS)), max_size=80))
 @pytest.mark.parametrize("name", DECODERS)
-def test_text_is_what_all_tokens_say_together(name: str, pieces: list[str]) -> None:
+def test_incremental_text_equals_decoding_all_tokens(name: str, pieces: list[str]) -> None:
     decode, told, ids = decoder(name), list[str](), parts(pieces)
     stream = IncrementalDetokenizer(decode, (), told.append)
     for token in ids:
@@ -104,7 +104,7 @@ def test_text_is_what_all_tokens_say_together(name: str, pieces: list[str]) -> N
 
 
 @given(raw=st.binary(max_size=80), stop=st.sampled_from(["", "ab", "€", "\ufffd€"]))
-def test_bytes_that_are_no_text_are_kept_as_they_are_told(raw: bytes, stop: str) -> None:
+def test_invalid_utf8_is_streamed_as_replacement_characters(raw: bytes, stop: str) -> None:
     told = list[str]()
     stream = IncrementalDetokenizer(plain, [stop], told.append)
     whole = all(stream.push(byte) for byte in raw)
@@ -116,7 +116,7 @@ def test_bytes_that_are_no_text_are_kept_as_they_are_told(raw: bytes, stop: str)
 
 @pytest.mark.parametrize("text", ["and so on, ", "€uro", "🙂", "€", "é"])
 @pytest.mark.parametrize("name", ["bytes of characters", "bytes"])
-def test_a_token_costs_the_same_wherever_it_stands(name: str, text: str) -> None:
+def test_cost_per_token_is_constant(name: str, text: str) -> None:
     decoded = list[int]()
     own = plain if name == "bytes" else decoder(name)
 

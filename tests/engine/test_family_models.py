@@ -36,7 +36,7 @@ LATENT = ["DeepSeek-V3", "Gemma 3n"]  # the second shares the entries of layers
 
 @pytest.mark.parametrize("name", [*EXTENDED, *LATENT])
 @torch.no_grad()
-def test_a_full_cache_continues_as_transformers_does(name: str) -> None:
+def test_full_cache_completion_equals_transformers(name: str) -> None:
     engine, loaded = engine_of(name, "full"), family_characters(name)
     got = engine.generate(PROMPTS, max_new_tokens=12)
     for completion, prompt in zip(got, PROMPTS, strict=True):
@@ -67,7 +67,7 @@ def test_policies_free_memory(name: str, policy: str) -> None:
 
 
 @pytest.mark.extended
-def test_an_answer_leaves_the_memory_as_it_was() -> None:
+def test_answer_does_not_change_the_memory() -> None:
     engine = under(family_characters("Falcon-H1"), SINGLE)
     memory = engine.read(HISTORY)
     before = state(memory.caches.activate(0).fork())
@@ -87,7 +87,7 @@ SAVED = [
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name, policy, new_tokens", SAVED)
-def test_a_saved_chat_continues_alike(
+def test_saved_chat_continues_identically(
     name: str, policy: str, new_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = family_characters(name)

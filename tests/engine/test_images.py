@@ -73,7 +73,7 @@ def expected_ids(name: str, prompt: Prompt, tokens: int) -> list[int]:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("policy", ["full", "blockwise(tokens=6) > keydiff() > unlimited()"])
-def test_a_full_budget_is_the_model_itself(name: str, policy: str) -> None:
+def test_full_budget_equals_the_model(name: str, policy: str) -> None:
     engine = engine_of(name, policy)
     engine.stop_ids = frozenset()
     prompts = [words(PROMPT, name), words(OTHER, name)]
@@ -85,7 +85,7 @@ def test_a_full_budget_is_the_model_itself(name: str, policy: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_policy_keeps_what_it_keeps_in_generate(name: str) -> None:
+def test_policy_keeps_the_same_entries_as_generate(name: str) -> None:
     engine = engine_of(name, FREED, 14)
     runtime, processor = engine.runtime, FakeProcessor(name, None)
     (read,) = encode_image_prompts(runtime, processor, [words(PROMPT, name)], [[PROMPT]])
@@ -101,7 +101,7 @@ def test_a_policy_keeps_what_it_keeps_in_generate(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_behind_images_are_those_of_the_model(name: str) -> None:
+def test_logits_after_images_equal_the_model(name: str) -> None:
     engine = engine_of(name)
     runtime, processor = engine.runtime, FakeProcessor(name, None)
     (read,) = encode_image_prompts(runtime, processor, ["x"], [[PROMPT]])
@@ -119,14 +119,14 @@ def test_logits_behind_images_are_those_of_the_model(name: str) -> None:
     assert (swapped - expected).abs().max() > 0.1  # images matter
 
 
-def test_a_prompt_without_images_needs_none() -> None:
+def test_prompt_without_images_is_accepted() -> None:
     engine, text = engine_of(LLAVA), "5 6 7 8"
     both = engine.generate([text, words(OTHER, LLAVA)], images=[[], [OTHER]], max_new_tokens=4)
     assert both[0] == engine.generate(text, max_new_tokens=4)
     assert engine.under("full").generate(text, images=[], max_new_tokens=4) == both[0]
 
 
-def test_refusals() -> None:
+def test_invalid_image_arguments_are_refused() -> None:
     engine, text = engine_of(LLAVA), words(OTHER, LLAVA)
     without = larder.Engine(model_of(LLAVA), tokenizer_of(model_of(LLAVA)), policy="full")
     with pytest.raises(BadParameter, match="processor="):
@@ -153,7 +153,7 @@ class LossyProcessor(FakeProcessor):
         return given | {"pixel_values": given["pixel_values"][:1]}
 
 
-def test_images_that_do_not_fit_the_prompt() -> None:
+def test_images_not_matching_the_prompt_are_refused() -> None:
     model = model_of(GEMMA)
     processor = LossyProcessor(GEMMA, tokenizer_of(model))
     engine = larder.Engine(model, policy="full", processor=processor)
@@ -187,7 +187,7 @@ def expected_of_red(model: Any, processor: LlavaProcessor, text: str) -> list[in
     return model.generate(**given, max_new_tokens=8, **GREEDY)[0, -8:].tolist()
 
 
-def test_a_processor_of_transformers() -> None:
+def test_transformers_processor_is_used() -> None:
     model, text = model_of(LLAVA), "5 <image> 7 8"
     processor = llava_processor(model)
     engine = larder.Engine(model, policy="full", processor=processor)
@@ -223,7 +223,7 @@ def test_a_folder_is_loaded_with_its_processor(llava_folder: Path) -> None:
         assert list(under.ids) == expected[:1]
 
 
-def test_a_folder_without_a_processor(llava_folder: Path, tmp_path: Path) -> None:
+def test_folder_without_a_processor_is_refused(llava_folder: Path, tmp_path: Path) -> None:
     bare = shutil.copytree(llava_folder, tmp_path / "bare")
     for name in PROCESSOR_FILES:
         (bare / name).unlink(missing_ok=True)
@@ -233,7 +233,7 @@ def test_a_folder_without_a_processor(llava_folder: Path, tmp_path: Path) -> Non
         larder.Engine.load(str(bare), policy="full", processor="nowhere")
 
 
-def test_an_absent_extra_is_named(llava_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_vision_extra_is_named(llava_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("larder.models.processor.find_spec", lambda name: None)
     engine = larder.Engine.load(str(llava_folder), policy="full")
     assert engine.generate("5 6 7", max_new_tokens=1).ids  # texts need no Pillow

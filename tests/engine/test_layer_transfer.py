@@ -121,7 +121,7 @@ def test_a_saved_cache_serves_another_model(models, store: Store) -> None:
     assert prefill_or_restore(base, sender, conversation, {})[1].state is not None
 
 
-def test_what_cannot_serve_is_refused(models, store: Store) -> None:
+def test_incompatible_transfers_are_refused(models, store: Store) -> None:
     base, tuned = models
     conversation = conversation_of(ONE)
     sender = StorePersistence(store, base, layers=LayerTransfer(state_layers=(2,)))

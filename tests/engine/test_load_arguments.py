@@ -24,13 +24,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_every_argument_is_explained() -> None:
+def test_every_argument_is_documented() -> None:
     told = inspect.getdoc(Engine.load) or ""
     for name in inspect.signature(Engine.load).parameters:
         assert f"\n    {name}: " in told, name
 
 
-def test_a_tokenizer_from_elsewhere(folder: Path, tmp_path: Path) -> None:
+def test_separate_tokenizer_is_used(folder: Path, tmp_path: Path) -> None:
     tokenizer = characters().tokenizer
     tokenizer.save_pretrained(tmp_path)
     for given in (tokenizer, str(tmp_path)):
@@ -55,13 +55,13 @@ def test_a_device_map_places_the_weights(folder: Path) -> None:
         Engine.load(str(folder), device="cuda:0", device_map="auto")
 
 
-def test_accelerate_is_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_accelerate_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "find_spec", lambda name: None)
     with pytest.raises(DependencyError, match="pip install accelerate"):
         Engine.load(str(folder), device_map="auto")
 
 
-def test_a_revision_reaches_every_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_revision_is_passed_to_every_download(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
     def refuse(source: str, **options: Any) -> Any:
@@ -77,7 +77,7 @@ def test_a_revision_reaches_every_file(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["seed", "folder"])
-def test_a_local_model_has_no_revision(name: str, folder: Path) -> None:
+def test_revision_of_a_local_model_is_refused(name: str, folder: Path) -> None:
     given = name if name == "seed" else str(folder)
     with pytest.raises(BadParameter, match="revision 'main' names a version on the Hugging Face"):
         Engine.load(given, revision="main")

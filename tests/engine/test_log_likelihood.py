@@ -83,7 +83,7 @@ def step(engine: Engine, cached: SequenceCache, token: int) -> Any:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
-def test_a_full_cache_scores_as_the_model_does(
+def test_full_cache_scores_equal_the_model(
     engine_of: Callable[..., Engine], architecture: str
 ) -> None:
     engine = engine_of("full", architecture)
@@ -99,7 +99,7 @@ def test_a_full_cache_scores_as_the_model_does(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_continuation_is_scored_behind_what_the_policy_kept(
+def test_continuation_is_scored_over_the_kept_entries(
     engine_of: Callable[..., Engine], policy: str
 ) -> None:
     engine = engine_of(policy)
@@ -119,7 +119,7 @@ def test_a_continuation_is_scored_behind_what_the_policy_kept(
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
-def test_a_text_under_a_full_cache_is_scored_as_the_model_does(
+def test_text_scores_of_a_full_cache_equal_the_model(
     engine_of: Callable[..., Engine], architecture: str
 ) -> None:
     engine = engine_of("full", architecture)
@@ -131,7 +131,7 @@ def test_a_text_under_a_full_cache_is_scored_as_the_model_does(
 
 @pytest.mark.parametrize("policy", ["streaming_llm", BLOCKS, KVZIP])
 @pytest.mark.parametrize("num_scored", [69, 30])
-def test_a_text_is_scored_block_by_block_behind_what_the_policy_kept(
+def test_text_is_scored_block_by_block_over_the_kept_entries(
     engine_of: Callable[..., Engine], policy: str, num_scored: int
 ) -> None:
     """Beside each block read twice: one token after the other, and as the policy reads it."""
@@ -158,14 +158,14 @@ def test_a_text_is_scored_block_by_block_behind_what_the_policy_kept(
     assert got.kv_bytes < got.full_kv_bytes
 
 
-def test_a_policy_that_evicts_at_every_step_bounds_a_text(engine_of: Callable[..., Engine]) -> None:
+def test_stepwise_policy_bounds_the_cache_of_a_text(engine_of: Callable[..., Engine]) -> None:
     full = scorer(engine_of("full")).score_text(CONTEXT, 40)
     got = scorer(engine_of(H2O)).score_text(CONTEXT, 40)
     assert got.kv_bytes < 0.9 * full.kv_bytes
     assert abs(got.scores[0].log_likelihood - full.scores[0].log_likelihood) > 1e-2
 
 
-def test_what_cannot_be_scored_is_refused(engine_of: Callable[..., Engine]) -> None:
+def test_unscorable_inputs_are_refused(engine_of: Callable[..., Engine]) -> None:
     with pytest.raises(InputError, match="The context of a continuation has no tokens"):
         ContinuationRequest((), ((3,),))
     with pytest.raises(InputError, match="A continuation has no tokens"):

@@ -103,7 +103,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_no_decoder(case: str, tokenizer: Any) -> None:
+def test_unsupported_models_are_refused(case: str, tokenizer: Any) -> None:
     make, told = REFUSED[case]
     with pytest.raises(ModelError, match=told):
         Engine(make(), tokenizer)
@@ -121,7 +121,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_a_model_that_was_changed_since(case: str, tokenizer: Any) -> None:
+def test_modified_model_is_detected(case: str, tokenizer: Any) -> None:
     change, expected = CHANGES[case]
     module = tiny("llama")
     engine = Engine(module, tokenizer, policy="keydiff", budget=48)
@@ -136,7 +136,7 @@ def test_a_model_that_was_changed_since(case: str, tokenizer: Any) -> None:
     assert all(torch.equal(before[name], own) for name, own in after.items())
 
 
-def test_a_tokenizer_of_the_model_is_needed(tokenizer: Any) -> None:
+def test_missing_or_wrong_tokenizer_is_refused(tokenizer: Any) -> None:
     with pytest.raises(BadParameter, match=r"as by transformers.AutoTokenizer.*, got None"):
         Engine(tiny("llama"))
     with pytest.raises(BadParameter, match=r"got 'full' \(str\)"):
@@ -151,6 +151,6 @@ def test_a_tokenizer_of_the_model_is_needed(tokenizer: Any) -> None:
         Engine(smaller, tokenizer)
 
 
-def test_a_loaded_model_has_its_tokenizer() -> None:
+def test_second_argument_of_a_loaded_model_is_refused() -> None:
     with pytest.raises(BadParameter, match=r"Engine\(loaded, policy='full'\)"):
         Engine(characters(), "full")

@@ -116,7 +116,7 @@ def every_preset() -> list[Any]:
 @pytest.mark.failure(number=15)
 @pytest.mark.extended
 @pytest.mark.parametrize("preset", every_preset())
-def test_every_policy_comes_back_to_the_bit(
+def test_every_policy_round_trips_bit_exactly(
     runtime: ModelRuntime, keeper: StorePersistence, preset: str
 ) -> None:
     saved = read(runtime, preset)
@@ -133,7 +133,7 @@ def test_every_policy_comes_back_to_the_bit(
 @pytest.mark.failure(number=15)
 @pytest.mark.parametrize("codec", UNTRAINED)
 @pytest.mark.parametrize("preset", ["epicache", "snapkv"])
-def test_codecs_change_the_next_token_a_little(
+def test_codecs_change_next_token_logits_within_tolerance(
     store: Store, small: LoadedModel, runtime: ModelRuntime, preset: str, codec: str
 ) -> None:
     keeper, saved = StorePersistence(store, small, "codecs", codec), read(runtime, preset)
@@ -158,7 +158,7 @@ def rates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.extended
 @pytest.mark.usefixtures("rates")
-def test_what_a_deadline_leaves_out_of_a_streamed_cache_is_read(
+def test_tokens_past_the_load_deadline_are_recomputed(
     tmp_path: Path, small: LoadedModel, runtime: ModelRuntime
 ) -> None:
     # A store of its own: the time that reading the rest takes is known to its store afterwards.
@@ -192,9 +192,7 @@ def kept_reading(engine: Engine, folder: Path, codec: str) -> tuple[ResumeResult
 
 
 @pytest.mark.usefixtures("rates")
-def test_a_reading_is_stored_with_the_codec_that_is_asked_for(
-    tmp_path: Path, small: LoadedModel
-) -> None:
+def test_prefill_is_saved_with_the_requested_codec(tmp_path: Path, small: LoadedModel) -> None:
     engine = Engine(small, policy="full")
     told = [kept_reading(engine, tmp_path, codec) for codec in ("raw", "int8", "int8", "raw")]
     assert [codec for _, codec in told] == ["raw", "int8", "int8", "raw"]
@@ -207,9 +205,7 @@ def test_a_reading_is_stored_with_the_codec_that_is_asked_for(
 
 @pytest.mark.extended
 @pytest.mark.usefixtures("rates")
-def test_a_damaged_chunk_of_a_reading_costs_what_is_behind_it(
-    tmp_path: Path, small: LoadedModel
-) -> None:
+def test_damaged_chunk_recomputes_the_tokens_after_it(tmp_path: Path, small: LoadedModel) -> None:
     engine = Engine(small, policy="full")
     kept_reading(engine, tmp_path, "cachegen")
     store = Store(str(tmp_path / "store"), tmp_path)
@@ -224,7 +220,7 @@ def test_a_damaged_chunk_of_a_reading_costs_what_is_behind_it(
     assert mended.reason == "" and mended.tokens == record.num_tokens
 
 
-def test_what_cannot_be_used_is_read_anew_and_why_is_counted(
+def test_unusable_caches_are_recomputed_and_counted_by_reason(
     store: Store, keeper: StorePersistence, small: LoadedModel, runtime: ModelRuntime
 ) -> None:
     saved, counts = read(runtime, "snapkv"), store.parts.refusals.counts
@@ -249,7 +245,7 @@ def test_what_cannot_be_used_is_read_anew_and_why_is_counted(
 
 @pytest.mark.failure(number=26)
 @pytest.mark.extended
-def test_reading_is_chosen_where_it_was_quicker_also_in_another_process(
+def test_recompute_is_chosen_when_faster_across_processes(
     tmp_path: Path, small: LoadedModel, runtime: ModelRuntime
 ) -> None:
     saved = read(runtime, "snapkv")

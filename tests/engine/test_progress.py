@@ -65,7 +65,7 @@ def test_a_load_counts_each_tensor_and_each_step_of_verification() -> None:
     assert stages.calls("Verifying") == counted(3)
 
 
-def test_an_engine_hands_its_callback_to_the_load() -> None:
+def test_engine_load_passes_its_progress_callback() -> None:
     seen = Recorder()
     Engine.load("seed", policy="full", progress=seen)
     assert seen.calls[-3:] == counted(3) and len(seen.totals) == 2
@@ -120,7 +120,7 @@ def test_bytes_of_several_downloads_are_counted_together() -> None:
     assert stages.calls("Downloading") == [(60, 150), (110, 150), (150, 150)]
 
 
-def test_the_hub_downloads_with_these_bars(tmp_path: Path) -> None:
+def test_hub_downloads_use_the_progress_bars(tmp_path: Path) -> None:
     """The bars take what huggingface_hub makes its own with."""
     from huggingface_hub.utils.tqdm import _get_progress_bar_context  # pyright: ignore
 
@@ -139,7 +139,7 @@ def test_the_hub_downloads_with_these_bars(tmp_path: Path) -> None:
     assert stages.calls("Downloading") == [(8, 8)]
 
 
-def test_other_threads_keep_their_own_bars_while_a_model_loads() -> None:
+def test_other_threads_keep_their_progress_bars_during_a_load() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     from transformers.utils import logging
@@ -184,7 +184,7 @@ def test_a_turn_of_a_chat_counts_its_tokens(engine: Engine) -> None:
     assert seen.calls[0] == (1, 5) and seen.calls[-1] == (answer.new_tokens, answer.new_tokens)
 
 
-def test_completions_count_what_is_read_and_then_what_is_generated(engine: Engine) -> None:
+def test_completions_count_prefilled_then_generated_tokens(engine: Engine) -> None:
     seen = Recorder()
     prompts = ["One parcel", "Two keys are here"]
     one, two = engine.under("full").generate(prompts, max_new_tokens=4, progress=seen)
@@ -195,7 +195,7 @@ def test_completions_count_what_is_read_and_then_what_is_generated(engine: Engin
 
 
 @pytest.mark.parametrize("call", ["ask", "say", "generate", "load"])
-def test_nothing_is_written_off_a_terminal(
+def test_no_output_without_a_terminal(
     engine: Engine, call: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     calls: dict[str, Callable[[], object]] = {
@@ -208,7 +208,7 @@ def test_nothing_is_written_off_a_terminal(
     assert capfd.readouterr() == ("", "")
 
 
-def test_text_that_the_caller_shows_has_no_bar_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streamed_text_has_no_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = list[str]()
 
     @contextmanager

@@ -27,7 +27,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     return stream
 
 
-def test_nothing_is_written_where_stderr_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_output_when_stderr_is_not_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_bar("Reading", "tokens") as update:
         update(1, 2)
     assert capsys.readouterr() == ("", "")
@@ -41,7 +41,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def test_work_that_nobody_watches_is_shown_after_a_delay(terminal: Terminal, clock) -> None:
+def test_bar_appears_after_a_delay(terminal: Terminal, clock) -> None:
     with progress_or_bar(None, "Reading", "tokens") as update:
         clock[0] += 1.9
         update(1, 2000)
@@ -54,7 +54,7 @@ def test_work_that_nobody_watches_is_shown_after_a_delay(terminal: Terminal, clo
     assert "7 s left" in text
 
 
-def test_the_callback_of_the_caller_is_used_as_it_is(terminal: Terminal) -> None:
+def test_callback_of_the_caller_replaces_the_bar(terminal: Terminal) -> None:
     calls = []
     with progress_or_bar(lambda done, total: calls.append((done, total)), "Reading", "t") as update:
         update(1, 2)
@@ -62,7 +62,7 @@ def test_the_callback_of_the_caller_is_used_as_it_is(terminal: Terminal) -> None
     assert terminal.getvalue() == ""
 
 
-def test_a_second_bar_inside_the_first_is_silent(terminal: Terminal) -> None:
+def test_nested_bar_is_silent(terminal: Terminal) -> None:
     with progress_bar("Outer", "cells") as outer, progress_bar("Inner", "tokens") as inner:
         outer(1, 3)
         inner(5, 7)
@@ -72,7 +72,7 @@ def test_a_second_bar_inside_the_first_is_silent(terminal: Terminal) -> None:
     assert "After" in terminal.getvalue()
 
 
-def test_a_failure_takes_the_bar_away(terminal: Terminal) -> None:
+def test_failure_removes_the_bar(terminal: Terminal) -> None:
     with pytest.raises(ZeroDivisionError), progress_bar("Reading", "tokens"):
         raise ZeroDivisionError
     with progress_bar("Again", "tokens") as update:
@@ -80,7 +80,7 @@ def test_a_failure_takes_the_bar_away(terminal: Terminal) -> None:
     assert "Again" in terminal.getvalue()
 
 
-def test_what_is_no_callback_is_named() -> None:
+def test_invalid_callback_is_refused() -> None:
     with pytest.raises(BadParameter, match=r"progress must be a function .*, got 3 \(int\)"):
         with progress_or_bar(3, "Reading", "tokens"):  # pyright: ignore
             pass

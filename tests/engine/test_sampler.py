@@ -21,21 +21,21 @@ def drawn(sampling: SamplingParams, logits: torch.Tensor = LOGITS) -> set[int]:
 
 
 @pytest.mark.parametrize("temperature", [math.nan, math.inf, -math.inf, -0.1])
-def test_a_temperature_that_is_no_number_is_refused(temperature: float) -> None:
+def test_non_finite_temperature_is_refused(temperature: float) -> None:
     with pytest.raises(BadParameter, match="temperature must be a finite number"):
         SamplingParams(temperature=temperature)
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-10])
-def test_a_tiny_temperature_takes_the_most_likely_token(temperature: float) -> None:
+def test_tiny_temperature_is_greedy(temperature: float) -> None:
     assert drawn(SamplingParams(temperature=temperature), 1e4 + LOGITS) == {0}
 
 
-def test_tokens_that_are_ruled_out_are_never_drawn() -> None:
+def test_masked_tokens_are_never_sampled() -> None:
     assert drawn(SamplingParams(temperature=1.0), torch.tensor([0.0, -math.inf, 0.0])) == {0, 2}
 
 
-def test_top_p_is_taken_of_what_top_k_leaves() -> None:
+def test_top_p_applies_after_top_k() -> None:
     # Of the best two, the first holds 4/7 = 0.57 and so all of 0.5; of all four it holds 0.4.
     assert drawn(SamplingParams(1.0, top_k=2, top_p=0.5)) == {0}
     assert drawn(SamplingParams(1.0, top_p=0.5)) == {0, 1}
@@ -59,7 +59,7 @@ def penalized(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_bias_and_penalties_change_the_logits_that_are_sampled(temperature: float) -> None:
+def test_bias_and_penalties_change_sampled_logits(temperature: float) -> None:
     source = torch.Generator().manual_seed(1)
     parts: dict[str, Any] = {
         "logit_bias": {3: 2.5, 7: -1.0},
@@ -92,7 +92,7 @@ def run_beside_reference(params: SamplingParams, prompt: list[int], source: torc
     return changes
 
 
-def test_min_p_keeps_what_is_likely_enough() -> None:
+def test_min_p_keeps_tokens_above_its_threshold() -> None:
     logits = torch.tensor([0.0, math.log(0.5), math.log(0.2), math.log(0.05)])
     assert drawn(SamplingParams(1.0, min_p=0.3), logits) == {0, 1}
     assert drawn(SamplingParams(1.0, min_p=0.1), logits) == {0, 1, 2}

@@ -51,7 +51,7 @@ def drawn(compiler: ConstraintCompiler, schema: dict[str, Any], seed: int) -> st
 
 
 @pytest.mark.parametrize("name", ENFORCED)
-def test_no_invalid_answer_passes(compiler: ConstraintCompiler, name: str) -> None:
+def test_invalid_answers_are_rejected(compiler: ConstraintCompiler, name: str) -> None:
     schema = ENFORCED[name]
     kind = validator_for(schema, Draft202012Validator)
     validator = kind(schema, format_checker=kind.FORMAT_CHECKER)
@@ -62,7 +62,7 @@ def test_no_invalid_answer_passes(compiler: ConstraintCompiler, name: str) -> No
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_enforced_is_refused(name: str) -> None:
+def test_unenforceable_schemas_are_refused(name: str) -> None:
     with pytest.raises(BadParameter, match="cannot be enforced"):
         json_constraint(REFUSED[name])
 
@@ -77,7 +77,7 @@ def days(years: Iterable[int]) -> Iterator[tuple[str, bool]]:
             yield text, False
 
 
-def test_dates_are_days_that_there_are() -> None:
+def test_date_format_accepts_existing_days_only() -> None:
     grammar = json.loads(json_constraint({"type": "string", "format": "date"}).grammar)
     pattern = re.compile(grammar["grammars"][0]["json_schema"]["pattern"])
     found = list(days((0, 1, 4, 100, 400, 1900, 1999, 2000, 2023, 2024, 2100, 9999)))

@@ -35,20 +35,20 @@ def sliding() -> LoadedModel:
     return characters("gemma3", layers=4)
 
 
-def test_sliding_windows_are_told_with_the_model(sliding: LoadedModel) -> None:
+def test_sliding_window_layers_are_named_beyond_the_budget(sliding: LoadedModel) -> None:
     [clause] = Engine(sliding, policy=BLOCKS, budget="64").beyond_budget
     assert "of 4 layers hold sliding windows" in clause
 
 
 @pytest.mark.parametrize("sentence", ["full", BLOCKS, "whole() > snapkv() > uniform()"])
-def test_a_model_whose_layers_all_slide_says_that_policies_change_nothing(sentence: str) -> None:
+def test_model_of_sliding_layers_only_says_policies_change_nothing(sentence: str) -> None:
     sliding = characters("gemma3", layers=1)  # its full layers come later
     [clause] = Engine(sliding, policy=sentence).beyond_budget
     assert clause == "all 1 layers slide: policy and budget change nothing here"
 
 
 @pytest.mark.extended
-def test_kinds_of_texts_are_told_where_their_default_policies_differ() -> None:
+def test_text_kinds_are_named_where_default_policies_differ() -> None:
     clauses = Engine.load().beyond_budget
     assert [each for each in clauses if each.startswith("whole()")] == [
         "whole() holds a whole context until all of it is read (text: prompt, document)"

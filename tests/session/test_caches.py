@@ -14,7 +14,7 @@ SPEC = ModelSpec(
 )
 
 
-def test_a_shelf_with_a_cache_replaced_shares_all_others() -> None:
+def test_replacing_a_cache_shares_all_others() -> None:
     shelf = SessionCaches(SPEC, [_cache(3), _cache(5)])
     active = shelf.activate(0)
     grown = shelf.with_cache(2, _cache(7)).with_cache(1, _cache(9))
@@ -23,7 +23,7 @@ def test_a_shelf_with_a_cache_replaced_shares_all_others() -> None:
     assert [holding.next_position for holding in shelf.usage()] == [3, 5]
 
 
-def test_what_replaces_the_active_cache_is_active_as_it_is() -> None:
+def test_replacement_of_the_active_cache_is_active() -> None:
     shelf, other = SessionCaches(SPEC, [_cache(3)]), _cache(4)
     shelf.activate(0)
     replaced = shelf.with_cache(0, other)
@@ -31,7 +31,7 @@ def test_what_replaces_the_active_cache_is_active_as_it_is() -> None:
     assert shelf.activate(0).next_position == 3
 
 
-def test_a_shelf_at_rest_holds_everything_once() -> None:
+def test_deactivated_caches_are_held_once() -> None:
     shelf = SessionCaches(SPEC, [_cache(3), _cache(5)])
     shelf.activate(1)
     active_bytes = shelf.nbytes - shelf.offloaded_bytes
@@ -41,7 +41,7 @@ def test_a_shelf_at_rest_holds_everything_once() -> None:
     assert len(shelf) == 2
 
 
-def test_what_is_parked_is_not_in_use_but_the_slots_for_pages_are() -> None:
+def test_fast_tier_bytes_count_page_slots_without_offloaded_entries() -> None:
     cache = _cache(40, OffloadSpec(Flat(tokens=8, page=4, dense=0)))
     for layer in SPEC.layers:
         cache.apply(layer.index, Plan(torch.tensor([0, 1, 39, 40, 41, 79]), (3, 3)))

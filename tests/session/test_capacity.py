@@ -34,7 +34,7 @@ def decoder() -> Decoder:
         "morph(window=8) > uniform()",
     ],
 )
-def test_a_cache_takes_no_more_bytes_than_asked_for_and_nearly_as_many(decoder, sentence) -> None:
+def test_cache_fills_its_byte_budget_without_exceeding_it(decoder, sentence) -> None:
     policy = Policy.parse(sentence)
     spec = decoder.spec
     tokens = resolve_budget(policy, f"{ASKED // 1024}KiB", CONTEXT, spec)
@@ -47,7 +47,7 @@ def test_a_cache_takes_no_more_bytes_than_asked_for_and_nearly_as_many(decoder, 
     assert len(tail) == ("novelty" in sentence) * spec.width
 
 
-def test_what_is_remembered_can_be_all_that_a_budget_holds(decoder) -> None:
+def test_byte_budget_of_one_entry_is_the_minimum(decoder) -> None:
     policy, spec = Policy.parse("column_mass() > uniform()"), decoder.spec
     heads = sum(layer.kv_heads for layer in spec.managed)
     least = spec.managed_bytes_per_token() + heads * (4 + 4 + 16)  # position, column; where it is

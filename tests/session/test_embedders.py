@@ -123,7 +123,7 @@ class TestContract:
         once = np.tile(embedder.embed_segments(short), (times, 1))
         np.testing.assert_allclose(rows, once, atol=1e-5)
 
-    def test_no_texts(self, embedder: Embedder) -> None:
+    def test_empty_list_has_no_rows(self, embedder: Embedder) -> None:
         width = embedder.embed_segments(["one"]).shape[1]
         assert embedder.embed_segments([]).shape == (0, width)
         assert embedder.embed_questions([]).shape == (0, width)
@@ -131,10 +131,12 @@ class TestContract:
     def test_an_empty_text_has_a_finite_row(self, embedder: Embedder) -> None:
         assert np.isfinite(embedder.embed_segments([""])).all()
 
-    def test_it_has_a_name(self, embedder: Embedder) -> None:
+    def test_embedder_has_a_name(self, embedder: Embedder) -> None:
         assert embedder.name
 
-    def test_it_is_silent(self, embedder: Embedder, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_embedder_prints_nothing(
+        self, embedder: Embedder, capfd: pytest.CaptureFixture[str]
+    ) -> None:
         embedder.embed_segments(TEXTS)
         assert capfd.readouterr() == ("", "")
 
@@ -150,17 +152,17 @@ class TestMiniLM:
         np.testing.assert_allclose(minilm.embed_segments(TEXTS), expected, atol=1e-5)
 
     @pytest.mark.extended
-    def test_equals_the_library(self, minilm: MiniLM) -> None:
+    def test_minilm_equals_sentence_transformers(self, minilm: MiniLM) -> None:
         pytest.importorskip("sentence_transformers")
         expected = slow_library_rows(str(folder()), TEXTS)
         np.testing.assert_allclose(minilm.embed_questions(TEXTS), expected, atol=1e-5)
 
-    def test_meaning(self, minilm: MiniLM) -> None:
+    def test_question_is_nearest_to_its_answer(self, minilm: MiniLM) -> None:
         question = minilm.embed_questions(["How much is fixing the door?"])[0]
         assert (minilm.embed_segments(TEXTS) @ question).argmax() == 0
 
     @pytest.mark.slow
-    def test_loads_in_silence_without_the_sentence_library(self) -> None:
+    def test_minilm_loads_silently_without_sentence_transformers(self) -> None:
         code = (
             "import sys; from larder.session.embedders.base import load_embedder; "
             "load_embedder('minilm'); assert 'sentence_transformers' not in sys.modules"
@@ -176,7 +178,7 @@ class TestMiniLM:
 
 class TestSentenceTransformers:
     @pytest.mark.extended
-    def test_a_folder_of_another_kind_is_theirs(self, minilm: MiniLM) -> None:
+    def test_other_model_folders_use_sentence_transformers(self, minilm: MiniLM) -> None:
         pytest.importorskip("sentence_transformers")
         loaded = load_embedder(str(folder()))
         assert isinstance(loaded, SentenceTransformers)
@@ -188,14 +190,14 @@ class TestSentenceTransformers:
         with pytest.raises(DependencyError, match=r'pip install "larder\[embed\]"'):
             load_embedder("someone/some-model")
 
-    def test_out_of_reach(self) -> None:
+    def test_unreachable_model_is_refused(self) -> None:
         pytest.importorskip("sentence_transformers")
         with pytest.raises(ModelError, match="someone/no-such-model cannot be loaded"):
             load_embedder("someone/no-such-model")
 
 
 class TestQwen3:
-    def test_equals_the_slow_last_token(self, qwen3_folder: Path) -> None:
+    def test_qwen3_equals_its_last_token_reference(self, qwen3_folder: Path) -> None:
         loaded = load_embedder(str(qwen3_folder))
         assert isinstance(loaded, Qwen3)
         model, tokenizer = AutoModel.from_pretrained(qwen3_folder).eval(), tiny_tokenizer()
@@ -207,10 +209,10 @@ class TestQwen3:
             expected = slow_last_rows(model, tokenizer, texts, 2048)
             np.testing.assert_allclose(rows, expected, atol=1e-5)
 
-    def test_braces_in_a_text_are_text(self, qwen3_folder: Path) -> None:
+    def test_braces_in_a_text_are_not_formatted(self, qwen3_folder: Path) -> None:
         assert Qwen3(str(qwen3_folder)).embed_segments(["{text} {0}"]).shape == (1, 16)
 
-    def test_out_of_reach_by_name(self) -> None:
+    def test_unreachable_qwen3_model_is_refused(self) -> None:
         with pytest.raises(ModelError, match="someone/Qwen3-Embedding-9B cannot be loaded"):
             load_embedder("someone/Qwen3-Embedding-9B")
 
@@ -230,21 +232,21 @@ class TestTokens:
         table = torch.nn.Embedding(5, 4).weight
         assert TokenTable(table, lambda text: [1]).embed_segments(["x"]).shape == (1, 4)
 
-    def test_needs_a_model(self) -> None:
+    def test_token_table_without_a_model_is_refused(self) -> None:
         with pytest.raises(BadParameter, match="pass `table` and `encode`"):
             load_embedder("tokens")
 
 
 class TestRefusals:
-    def test_every_part_stands_in_this_suite(self) -> None:
+    def test_every_embedder_is_in_this_suite(self) -> None:
         assert EMBEDDERS.names() == ["minilm", "qwen3", "sentence_transformers", "tokens"]
 
     @pytest.mark.parametrize("name", ["/no/such/folder", "./nowhere", "~/nowhere", "a/b/c"])
-    def test_folder_does_not_exist(self, name: str) -> None:
+    def test_missing_folder_is_refused(self, name: str) -> None:
         with pytest.raises(ModelError, match="does not exist"):
             load_embedder(name)
 
-    def test_a_name_is_not_offered_that_needs_a_language_model(self) -> None:
+    def test_names_that_need_a_language_model_are_not_suggested(self) -> None:
         with pytest.raises(UnknownName) as alone:
             load_embedder("tokenz")
         assert "minilm" in str(alone.value) and "tokens" not in str(alone.value)
@@ -255,32 +257,32 @@ class TestRefusals:
         with pytest.raises(UnknownName, match="Did you mean 'minilm'"):
             load_embedder("minlm")
 
-    def test_the_library_is_no_model(self) -> None:
+    def test_library_name_without_a_model_is_refused(self) -> None:
         with pytest.raises(BadParameter, match="owner/model"):
             load_embedder("sentence_transformers")
 
-    def test_folder_without_a_model(self, tmp_path: Path) -> None:
+    def test_folder_without_a_model_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=r"holds no config\.json"):
             load_embedder(str(tmp_path))
 
-    def test_folder_without_weights(self, tmp_path: Path) -> None:
+    def test_folder_without_weights_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
         with pytest.raises(ModelError, match="holds no weights"):
             load_embedder(str(tmp_path))
 
-    def test_broken_config(self, tmp_path: Path) -> None:
+    def test_invalid_config_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text("{")
         (tmp_path / "model.safetensors").touch()
         with pytest.raises(ModelError, match="is not JSON"):
             load_embedder(str(tmp_path))
 
-    def test_broken_weights(self, tmp_path: Path) -> None:
+    def test_invalid_weights_are_refused(self, tmp_path: Path) -> None:
         (save_qwen3(tmp_path) / "model.safetensors").write_bytes(b"not weights")
         with pytest.raises(ModelError, match="cannot be loaded") as caught:
             load_embedder(str(tmp_path))
         assert "\n" not in str(caught.value)
 
-    def test_missing_weights(self, tmp_path: Path) -> None:
+    def test_missing_weights_are_refused(self, tmp_path: Path) -> None:
         from safetensors.torch import load_file, save_file
 
         file = save_qwen3(tmp_path) / "model.safetensors"
@@ -290,12 +292,12 @@ class TestRefusals:
         with pytest.raises(ModelError, match=r"lacks 1 weights.*layers\.1\.mlp\.up_proj"):
             load_embedder(str(tmp_path))
 
-    def test_numbers_that_are_not_finite(self) -> None:
+    def test_non_finite_rows_are_refused(self) -> None:
         with pytest.raises(ModelError, match="not finite"):
             unit_rows(torch.tensor([[1.0, float("nan")]]), "broken")
 
 
-def test_questions_that_are_cut_off_or_unknown_are_not_read_whole() -> None:
+def test_truncated_or_unknown_questions_are_not_read_whole() -> None:
     embedder = load_embedder("minilm")
     assert embedder.reads_whole("What does box 7 hold?")
     for text in ("Where is box 7? " * 60, "ลืมรหัสผ่าน"):  # noqa: RUF001

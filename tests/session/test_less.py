@@ -44,7 +44,7 @@ def behind(decoder: Decoder, cache: SequenceCache, ids: tuple[int, ...]) -> Tens
     return decoder.forward_logits([BatchSegment(cache, ids)], Mode.SCRATCH, range(len(ids)))
 
 
-def test_a_budget_with_room_for_all_is_exact(decoder: Decoder) -> None:
+def test_full_budget_is_exact(decoder: Decoder) -> None:
     ids = some_ids(CONTEXT + 6)
     cache = cached(decoder, LESS, CONTEXT + 4, ids[:CONTEXT])
     full = cached(decoder, "whole() > unlimited()", CONTEXT, ids[:CONTEXT])
@@ -54,7 +54,7 @@ def test_a_budget_with_room_for_all_is_exact(decoder: Decoder) -> None:
     assert not torch.allclose(behind(decoder, evicting, ids[CONTEXT:]), expected, atol=1e-4)
 
 
-def test_the_state_counts_in_entries_and_bytes(decoder: Decoder) -> None:
+def test_low_rank_state_counts_in_entries_and_bytes(decoder: Decoder) -> None:
     spec, ids = decoder.spec, some_ids(CONTEXT)
     policy = Policy.parse(LESS).with_sizes(TOKENS, None)
     assert entries_per_head(policy, spec) == TOKENS - 4
@@ -72,7 +72,7 @@ def entry_bytes(spec: ModelSpec) -> int:
     return 2 * spec.layers[0].head_dim * spec.dtype.itemsize + POSITION_BYTES
 
 
-def test_what_is_read_later_attends_to_the_state(decoder: Decoder) -> None:
+def test_later_tokens_attend_to_the_state(decoder: Decoder) -> None:
     ids = some_ids(CONTEXT + 3)
     cache = cached(decoder, LESS, TOKENS, ids[:CONTEXT])
     layer = cache.layers[0]
@@ -88,7 +88,7 @@ def test_what_is_read_later_attends_to_the_state(decoder: Decoder) -> None:
     torch.testing.assert_close(behind(decoder, cache, ids[CONTEXT:]), without)
 
 
-def test_rows_of_a_batch_equal_themselves_alone(decoder: Decoder) -> None:
+def test_batch_equals_single_sequences(decoder: Decoder) -> None:
     texts = [some_ids(CONTEXT + 2, seed=seed) for seed in (1, 2)]
     caches = [cached(decoder, LESS, TOKENS, ids[:CONTEXT]) for ids in texts]
     alone = [cache.fork() for cache in caches]
@@ -113,12 +113,12 @@ def test_blocks_add_to_the_state(decoder: Decoder) -> None:
     assert bool(cache.layers[0].low_rank_state.any())
 
 
-def test_storages_that_are_not_exact_are_refused() -> None:
+def test_lossy_storages_are_refused() -> None:
     with pytest.raises(SpellingError, match="leave the storage out, or take drop"):
         Policy.parse(f"{LESS} > quantized(bits=4)")
 
 
-def test_slots_of_a_convolution_come_from_the_models_weights(decoder: Decoder) -> None:
+def test_convolution_slots_use_trained_weights(decoder: Decoder) -> None:
     ids, size = some_ids(CONTEXT + 3), 2 * decoder.spec.layers[0].head_dim
     source, sentence = torch.Generator().manual_seed(0), f"{KEYDIFF} > lococo()"
     plain = behind(decoder, cached(decoder, KEYDIFF, TOKENS, ids[:CONTEXT]), ids[CONTEXT:])

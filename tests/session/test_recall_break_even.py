@@ -45,7 +45,7 @@ def measured(monkeypatch) -> list[object]:
     return seen
 
 
-def test_it_is_measured_once_per_part_and_saved(measured, larder_home):
+def test_break_even_is_measured_once_per_index_and_saved(measured, larder_home):
     assert [break_even(Dci(tokens=64), SPEC) for _ in range(2)] == [700, 700]
     assert break_even(Dci(tokens=128), SPEC) == 700
     assert measured == [Dci(tokens=64), Dci(tokens=128)]
@@ -73,14 +73,14 @@ def test_a_damaged_file_is_measured_again(measured, larder_home, damage):
     assert len(measured) == 2
 
 
-def test_a_home_that_cannot_be_written_is_measured_every_time(measured, larder_home):
+def test_read_only_home_measures_every_time(measured, larder_home):
     larder_home.mkdir(exist_ok=True)
     (larder_home / "break_even").write_text("a file where the folder would be")
     assert [break_even(Dci(tokens=64), SPEC) for _ in range(2)] == [700, 700]
     assert len(measured) == 2
 
 
-def test_what_another_process_saved_in_the_meantime_stays(measured, monkeypatch, larder_home):
+def test_concurrently_saved_measurements_are_kept(measured, monkeypatch, larder_home):
     def measure(recall, layer, dtype) -> int:
         monkeypatch.setattr(recall_break_even, "measure_break_even", lambda *_: 300)
         assert break_even(Dci(tokens=128), SPEC) == 300
@@ -92,7 +92,7 @@ def test_what_another_process_saved_in_the_meantime_stays(measured, monkeypatch,
     assert sorted(json.loads(file.read_text()).values()) == [200, 300]
 
 
-def test_a_policy_names_the_length_that_runs(measured):
+def test_policy_spelling_has_the_measured_length(measured):
     policy = with_measured_recall(Policy.parse("icecache"), SPEC)
     assert policy.recall == replace(Policy.parse("icecache").recall, exact=700)
     assert "exact=700" in str(policy)
@@ -103,20 +103,20 @@ def test_a_policy_names_the_length_that_runs(measured):
     "spelling",
     ["full", "icecache_ahead", str(Policy.parse("icecache")).replace("dci(", "dci(exact=9, ")],
 )
-def test_other_policies_stay_as_they_are(measured, spelling):
+def test_other_policies_are_unchanged(measured, spelling):
     policy = Policy.parse(spelling)
     assert with_measured_recall(policy, SPEC) == policy
     assert measured == []
 
 
-def test_engines_and_caches_run_what_was_measured(measured):
+def test_engines_and_caches_use_the_measured_length(measured):
     model = tiny("llama")
     assert LarderCache(model, "icecache", 64).policy.recall.exact == 700
     engine = Engine.load(policy="icecache", budget=64)
     assert engine.policy.recall.exact == 700
 
 
-def test_a_model_on_an_accelerator_searches(measured):
+def test_accelerator_models_are_not_measured(measured):
     far = ModelSpec(SPEC.layers, torch.float32, torch.device("meta"))
     assert with_measured_recall(Policy.parse("icecache"), far) == Policy.parse("icecache")
     assert measured == []
@@ -135,7 +135,7 @@ def test_a_bad_value_in_the_environment_is_an_error(monkeypatch):
 
 
 @given(power=st.floats(0.1, 0.7), scale=st.floats(1e-3, 1e3), exact=st.integers(1 << 11, 1 << 17))
-def test_the_crossing_of_two_powers_is_found(power, scale, exact):
+def test_crossing_of_two_power_laws(power, scale, exact):
     def seconds(length: int) -> tuple[int, float, float]:
         return length, scale * length, scale * exact * (length / exact) ** power
 
@@ -143,28 +143,28 @@ def test_the_crossing_of_two_powers_is_found(power, scale, exact):
     assert crossing(times) == pytest.approx(exact, rel=1e-2)
 
 
-def test_where_recall_never_pays_all_is_read():
+def test_crossing_without_gain_is_the_maximum():
     assert crossing([(1024, 1.0, 2.0), (4096, 2.0, 4.0)]) == MAX_ENTRIES
 
 
 @given(shares=st.lists(st.floats(1e-9, 1e9), min_size=6, max_size=6))
-def test_any_times_give_a_length(shares):
+def test_crossing_of_any_times_is_in_range(shares):
     times = list(zip((1024, 4096, 16384), shares[:3], shares[3:], strict=True))
     for count in (1, 2, 3):
         assert 0 <= crossing(times[:count]) <= MAX_ENTRIES
 
 
-def test_times_that_approach_each_other_slowly_give_a_length():
+def test_crossing_of_nearly_parallel_times_is_the_maximum():
     assert crossing([(1024, 1.0, 2.0), (4096, 4.0, 8.0 - 1e-9)]) == MAX_ENTRIES
 
 
-def test_a_measurement_is_a_length(monkeypatch):
+def test_measured_break_even_is_in_range(monkeypatch):
     monkeypatch.setattr(recall_break_even, "LENGTHS", (16, 32))
     monkeypatch.setattr(recall_break_even, "EVICTED_FLOATS", 16)
     assert 0 < measure_break_even(Flat(tokens=8), a_layer(), torch.float32) <= MAX_ENTRIES
 
 
 @pytest.mark.parametrize("options", [{"layers": 3}, {"corrected": 2}])
-def test_parts_that_must_search_refuse_a_length(options):
+def test_approximate_options_refuse_an_exact_length(options):
     with pytest.raises(BadParameter, match="dci.exact must be 0 or open"):
         Dci(exact=5, **options)

@@ -39,7 +39,7 @@ def behind(decoder: Decoder, cache: SequenceCache, ids: tuple[int, ...]) -> Tens
     return decoder.forward_logits([BatchSegment(cache, ids)], Mode.SCRATCH, range(len(ids)))
 
 
-def test_a_budget_with_room_for_all_is_exact(decoder: Decoder) -> None:
+def test_full_budget_is_exact(decoder: Decoder) -> None:
     ids = some_ids(CONTEXT + 6)
     cache = cached(decoder, RESTORE, CONTEXT, ids[:CONTEXT])
     full = cached(decoder, "whole() > unlimited()", CONTEXT, ids[:CONTEXT])
@@ -49,7 +49,7 @@ def test_a_budget_with_room_for_all_is_exact(decoder: Decoder) -> None:
     assert not torch.allclose(behind(decoder, evicting, ids[CONTEXT:]), expected, atol=1e-4)
 
 
-def test_added_entries_are_those_of_a_pass_behind_the_full_cache(decoder: Decoder) -> None:
+def test_added_entries_equal_a_forward_pass_over_the_full_cache(decoder: Decoder) -> None:
     ids, wanted = some_ids(CONTEXT), dict[int, tuple[Tensor, Tensor]]()
     full = cached(decoder, "whole() > unlimited()", CONTEXT, ids)
     with decoder.soft_prompts.soft_pass("restorekv", PROVIDER):
@@ -78,7 +78,7 @@ def test_added_entries_count_in_the_budget(decoder: Decoder) -> None:
         cached(decoder, RESTORE, ADDED, ids)
 
 
-def test_the_peak_counts_what_a_plan_replaces_before_it_adds(decoder: Decoder) -> None:
+def test_peak_includes_replaced_and_learned_entries(decoder: Decoder) -> None:
     ids, peaks = some_ids(200), list[int]()
     for sentence in (KVZIP, RESTORE):
         policy, meter = Policy.parse(sentence).with_sizes(TOKENS, None), PeakMemoryMeter()
@@ -87,7 +87,7 @@ def test_the_peak_counts_what_a_plan_replaces_before_it_adds(decoder: Decoder) -
     assert peaks[0] < peaks[1]  # the same storage is replaced, and the learned tokens are held
 
 
-def test_what_is_read_later_continues_the_text_and_is_taken_back(decoder: Decoder) -> None:
+def test_later_tokens_continue_positions_and_roll_back(decoder: Decoder) -> None:
     ids = some_ids(CONTEXT + 3)
     cache = cached(decoder, RESTORE, TOKENS, ids[:CONTEXT])
     before = behind(decoder, cache, ids[CONTEXT:])
@@ -108,7 +108,7 @@ def test_blocks_stay_within_the_budget(decoder: Decoder) -> None:
     assert set(cache.lengths()[0]) == {TOKENS}
 
 
-def test_added_entries_stay_exact_beside_quantized_ones(decoder: Decoder) -> None:
+def test_added_entries_are_exact_beside_quantized_ones(decoder: Decoder) -> None:
     ids = some_ids(CONTEXT)
     cache = cached(decoder, f"{RESTORE} > quantized(bits=4, group=8)", TOKENS, ids)
     exact = cached(decoder, RESTORE, TOKENS, ids)
@@ -117,7 +117,7 @@ def test_added_entries_stay_exact_beside_quantized_ones(decoder: Decoder) -> Non
     assert cache.managed_entries > exact.managed_entries
 
 
-def test_what_cannot_be_restored_is_refused(decoder: Decoder) -> None:
+def test_unsupported_policies_are_refused(decoder: Decoder) -> None:
     with pytest.raises(SpellingError, match=r"take reconstruct\(\), or drop"):
         Policy.parse("whole() > keydiff() > uniform() > restorekv()")
     with pytest.raises(SpellingError, match="cannot hold beside its own"):

@@ -37,7 +37,7 @@ def topics(seed: int, sizes: tuple[int, ...], spread: float = 0.1) -> np.ndarray
 class TestCluster:
     @pytest.mark.parametrize("seed", range(6))
     @pytest.mark.parametrize("count", [1, 2, 3])
-    def test_finds_the_best_partition(self, seed: int, count: int) -> None:
+    def test_clusters_equal_the_best_partition(self, seed: int, count: int) -> None:
         rows = random_rows(seed, 7)
         assert cluster(rows, count).labels.tolist() == best_labels(rows.tolist(), count)
 
@@ -81,18 +81,18 @@ class TestCluster:
         assert (cluster(rows, 5, seed=7).labels == cluster(rows, 5, seed=7).labels).all()
 
     @pytest.mark.parametrize(("num_rows", "count"), [(0, 4), (3, 0)])
-    def test_refusals(self, num_rows: int, count: int) -> None:
+    def test_invalid_counts_are_refused(self, num_rows: int, count: int) -> None:
         with pytest.raises(BadParameter, match="episodes"):
             cluster(np.zeros((num_rows, 2), np.float32), count)
 
 
 class TestChooseCount:
     @pytest.mark.parametrize("num_topics", [2, 3, 5, 7])
-    def test_finds_the_topics_there_are(self, num_topics: int) -> None:
+    def test_silhouette_count_equals_the_number_of_topics(self, num_topics: int) -> None:
         assert choose_cluster_count(topics(0, (6,) * num_topics)) == num_topics
 
     @pytest.mark.parametrize("seed", range(2))
-    def test_equals_the_slow_silhouette(self, seed: int) -> None:
+    def test_silhouette_count_equals_its_reference(self, seed: int) -> None:
         rows = random_rows(seed, 12)
         scores = {
             count: slow_silhouette(rows.tolist(), cluster(rows, count).labels.tolist())
@@ -100,7 +100,7 @@ class TestChooseCount:
         }
         assert choose_cluster_count(rows) == max(scores, key=lambda count: scores[count])
 
-    def test_stays_in_the_range_asked_for(self) -> None:
+    def test_silhouette_count_is_within_the_range(self) -> None:
         assert choose_cluster_count(topics(0, (6,) * 5), range(2, 4)) in (2, 3)
 
     @pytest.mark.parametrize("num_rows", [1, 2])
@@ -114,7 +114,7 @@ class TestChooseCount:
 class TestRepresentatives:
     @settings(max_examples=20)
     @given(st.integers(0, 99), st.integers(1, 15), st.integers(1, 6), st.integers(1, 9))
-    def test_equals_the_slow_ranking(
+    def test_representatives_equal_their_reference(
         self, seed: int, num_rows: int, num_episodes: int, count: int
     ) -> None:
         rows = random_rows(seed, num_rows)
@@ -123,7 +123,7 @@ class TestRepresentatives:
             expected = slow_representatives(rows.tolist(), clusters.labels.tolist(), episode, count)
             assert list(representatives(rows, clusters, episode, count)) == expected
 
-    def test_the_one_of_the_paper_is_the_nearest(self) -> None:
+    def test_single_representative_is_the_nearest(self) -> None:
         rows = topics(1, (9, 5))
         clusters = cluster(rows, 2)
         (chosen,) = representatives(rows, clusters, 0, 1)
@@ -131,13 +131,13 @@ class TestRepresentatives:
         nearness = {i: cosine(rows[i].tolist(), center) for i in clusters.members[0]}
         assert nearness[chosen] == max(nearness.values())
 
-    def test_of_equals_the_earlier(self) -> None:
+    def test_equal_representatives_are_ordered_by_index(self) -> None:
         rows = unit([[1, 0], [1, 0.2], [1, -0.2], [1, 0.2]])
         clusters = cluster(rows, 1)
         assert representatives(rows, clusters, 0, 2) == (0, 1)
 
     @pytest.mark.parametrize(("episode", "count"), [(2, 1), (-1, 1), (0, 0)])
-    def test_refusals(self, episode: int, count: int) -> None:
+    def test_invalid_counts_are_refused(self, episode: int, count: int) -> None:
         rows = topics(0, (4, 4))
         with pytest.raises(BadParameter):
             representatives(rows, cluster(rows, 2), episode, count)

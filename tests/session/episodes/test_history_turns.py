@@ -7,7 +7,7 @@ from larder.core import PromptLayout
 from larder.session import DialogueSession, Utterance, cut_segments, history_turns, messages
 
 
-def test_a_question_goes_with_its_answer_and_the_system_prompt_with_none() -> None:
+def test_history_turn_is_a_question_with_its_answer() -> None:
     told = [("system", "s"), ("user", "q1"), ("assistant", "a1"), ("user", "q2"), ("user", "q3")]
     chat = Conversation("chat", tuple(Message(role, text) for role, text in told))
     found = history_turns(chat, cut_segments(chat, size=3))
@@ -15,12 +15,12 @@ def test_a_question_goes_with_its_answer_and_the_system_prompt_with_none() -> No
     assert [one.segment_indices for one in found] == [(0,), (0,), (1,)]
 
 
-def test_an_exchange_across_a_border_belongs_to_both_segments() -> None:
+def test_turn_across_a_segment_boundary_has_both_segments() -> None:
     chat = Conversation("chat", (Message("user", "q"), Message("assistant", "a")))
     assert history_turns(chat, cut_segments(chat, size=1))[0].segment_indices == (0, 1)
 
 
-def test_utterances_lose_the_names_that_no_turn_of_a_chat_carries() -> None:
+def test_history_turns_have_no_speaker_names() -> None:
     said = [Utterance("Ann", "Hello.", "May"), Utterance("Bo", 'A "hi".', "May", "and shared it")]
     talk = Conversation(
         "talk", messages([DialogueSession("May", (*said, said[0]))]), form=PromptLayout.TRANSCRIPT
@@ -30,7 +30,7 @@ def test_utterances_lose_the_names_that_no_turn_of_a_chat_carries() -> None:
     assert [one.segment_indices for one in found] == [(0,), (0,)]
 
 
-def test_a_document_is_cut_into_pairs_of_sentences() -> None:
+def test_document_is_split_into_pairs_of_sentences() -> None:
     text = "".join(f"This is the sentence with the number {n} in it. " for n in range(8))
     paper = Conversation("paper", (Message("user", text),), form=PromptLayout.DOCUMENT)
     found = history_turns(paper, cut_segments(paper))

@@ -42,7 +42,9 @@ def alone(rows: np.ndarray) -> list[tuple[int, ...]]:
 class TestMatch:
     @pytest.mark.parametrize("rule", MatchRule)
     @given(seed=st.integers(0, 999), num_episodes=st.integers(1, 8))
-    def test_equals_the_slow_search(self, rule: MatchRule, seed: int, num_episodes: int) -> None:
+    def test_match_equals_its_reference(
+        self, rule: MatchRule, seed: int, num_episodes: int
+    ) -> None:
         generator = np.random.default_rng(seed)
         centroids = generator.normal(size=(num_episodes, 5)).astype(np.float32)
         question = unit(generator.normal(size=5))
@@ -51,30 +53,30 @@ class TestMatch:
         assert found.episode == episode
         assert found.similarity == pytest.approx(similarity, abs=1e-6)
 
-    def test_the_dot_favors_tight_episodes_and_the_cosine_does_not(self) -> None:
+    def test_dot_rule_favors_tight_episodes(self) -> None:
         loose, tight = [0.3, 0.0], [0.7, 0.7]
         question = unit([1.0, 0.3])
         centroids = np.array([loose, tight], np.float32)
         assert match_episode(question, centroids).episode == 0
         assert match_episode(question, centroids, MatchRule.DOT).episode == 1
 
-    def test_of_equals_the_first(self) -> None:
+    def test_equal_matches_take_the_first_episode(self) -> None:
         centroids = np.array([[0, 1], [1, 0], [1, 0]], np.float32)
         assert match_episode(unit([1, 0]), centroids) == EpisodeMatch(1, 1.0)
 
-    def test_a_centroid_at_zero_is_like_nothing(self) -> None:
+    def test_zero_centroid_has_similarity_zero(self) -> None:
         centroids = np.array([[0, 0], [0.1, 1]], np.float32)
         assert match_episode(unit([1, 0]), centroids).episode == 1
         assert match_episode(unit([1, 0]), centroids[:1]) == EpisodeMatch(0, 0.0)
 
-    def test_no_episode(self) -> None:
+    def test_match_without_episodes_is_refused(self) -> None:
         with pytest.raises(BadParameter, match="0 episodes"):
             match_episode(unit([1, 0]), np.zeros((0, 2), np.float32))
 
 
 class TestTau:
     @pytest.mark.parametrize("quantile", [0.0, 0.05, 0.4, 1.0])
-    def test_equals_the_slow_calibration(self, quantile: float) -> None:
+    def test_tau_equals_its_reference(self, quantile: float) -> None:
         turns, folds = topics(0, 3), 5
         deal = np.random.default_rng(3).permutation(len(turns)) % folds
 
@@ -85,13 +87,13 @@ class TestTau:
         tau = calibrate_tau(turns, turns, alone(turns), 4, quantile, folds, seed=3)
         assert tau == pytest.approx(expected, abs=1e-5)
 
-    def test_held_out_turns_are_farther_than_those_that_formed_the_centroids(self) -> None:
+    def test_tau_of_held_out_turns_is_lower(self) -> None:
         turns = topics(1, 5)
         centroids = cluster(turns, 4).centroids
         own = np.quantile([match_episode(turn, centroids).similarity for turn in turns], 0.05)
         assert calibrate_tau(turns, turns, alone(turns)) < own
 
-    def test_old_topics_are_filed_and_a_new_one_is_noticed(self) -> None:
+    def test_tau_separates_known_and_new_topics(self) -> None:
         known, later, other = topics(2, 12), topics(3, 25), topics(4, 25, first=4, last=6)
         tau, centroids = calibrate_tau(known, known, alone(known)), cluster(known).centroids
         new = [is_new_topic(match_episode(turn, centroids).similarity, tau) for turn in later]
@@ -104,18 +106,18 @@ class TestTau:
         tau = calibrate_tau(turns, turns, alone(turns))
         assert not is_new_topic(-1.0, tau)
 
-    def test_two_turns_meet_each_other(self) -> None:
+    def test_tau_of_two_turns_is_their_similarity(self) -> None:
         turns = unit([[1, 0], [1, 1]])
         assert calibrate_tau(turns, turns, alone(turns)) == pytest.approx(2**-0.5)
 
-    def test_a_turn_meets_no_centroid_that_its_own_text_made(self) -> None:
+    def test_tau_excludes_centroids_of_the_own_segments(self) -> None:
         # Each turn says exactly what its two segments say, and no other segment says it.
         segments = np.repeat(np.eye(16, dtype=np.float32)[:8], 2, axis=0)
         places = [(2 * number, 2 * number + 1) for number in range(8)]
         tau = calibrate_tau(segments, segments[::2], places, 16, quantile=1.0)
         assert tau == pytest.approx(0.0)
 
-    def test_turns_unlike_segments_have_their_own_quantile(self) -> None:
+    def test_tau_uses_the_quantile_of_turns(self) -> None:
         segments = topics(2, 12)
         turns = unit(segments + 0.3 * np.random.default_rng(0).normal(size=segments.shape))
         later = topics(3, 50)
@@ -129,12 +131,12 @@ class TestTau:
             > 0.3
         )
 
-    def test_equal_to_the_threshold_is_not_new(self) -> None:
+    def test_similarity_equal_to_tau_is_not_new(self) -> None:
         assert not is_new_topic(0.5, 0.5)
         assert is_new_topic(0.49, 0.5)
 
     @pytest.mark.parametrize(("quantile", "folds"), [(-0.1, 5), (1.1, 5), (0.05, 1)])
-    def test_refusals(self, quantile: float, folds: int) -> None:
+    def test_invalid_quantiles_and_folds_are_refused(self, quantile: float, folds: int) -> None:
         with pytest.raises(BadParameter, match="tau"):
             calibrate_tau(
                 topics(0, 2), topics(0, 2), alone(topics(0, 2)), quantile=quantile, folds=folds

@@ -50,7 +50,7 @@ def arranged(history: Conversation, *said: str, **options: object) -> NearestEpi
 DOGS_AND_CARS = talk(*(f"my dog {n}" for n in range(6)), *(f"the car {n}" for n in range(6)))
 
 
-def test_a_turn_on_a_known_topic_grows_the_episode_that_answered() -> None:
+def test_turn_on_a_known_topic_is_assigned_to_its_episode() -> None:
     router = arranged(DOGS_AND_CARS)
     filing = router.assign_turn("a dog barks", 0)
     grown = filing.router
@@ -74,7 +74,7 @@ def test_a_turn_on_a_new_topic_opens_an_episode() -> None:
     assert grown.episodes[:2] == router.episodes
 
 
-def test_a_filed_turn_leaves_the_former_router_as_it_was() -> None:
+def test_assigning_a_turn_does_not_change_the_former_router() -> None:
     router = arranged(DOGS_AND_CARS)
     before = router.segments()
     router.assign_turn("a dog barks", 0)
@@ -82,7 +82,7 @@ def test_a_filed_turn_leaves_the_former_router_as_it_was() -> None:
     assert router.segments() == before and router.tau is None
 
 
-def test_tau_is_calibrated_once_on_what_the_episodes_were_formed_of() -> None:
+def test_tau_is_calibrated_once_on_the_initial_segments() -> None:
     router = arranged(DOGS_AND_CARS)
     first = router.assign_turn("a dog barks", 0).router
     second = first.assign_turn("a strange dog", 0).router
@@ -108,7 +108,7 @@ def test_a_quantile_of_zero_is_stricter_than_a_high_one() -> None:
     assert strict.tau(rows, rows, places, 2) < loose.tau(rows, rows, places, 2)
 
 
-def test_a_refresh_gives_one_episode_a_new_centroid_and_new_representatives() -> None:
+def test_refresh_updates_centroid_and_representatives_of_one_episode() -> None:
     router = arranged(DOGS_AND_CARS, representatives=2).assign_turn("a dog barks", 0).router
     reform = router.refresh(0)
     after = reform.router
@@ -122,7 +122,7 @@ def test_a_refresh_gives_one_episode_a_new_centroid_and_new_representatives() ->
     assert after.tau == router.tau
 
 
-def test_a_new_segment_can_come_to_stand_for_its_episode() -> None:
+def test_refresh_can_choose_a_new_segment_as_representative() -> None:
     router = arranged(talk("the car", "dog sea", "dog star"), count=2, representatives=1)
     number = router.route("dog").episode  # pyright: ignore
     for text in ("dog dog", "dog a dog", "a dog dog"):
@@ -134,7 +134,7 @@ def test_a_new_segment_can_come_to_stand_for_its_episode() -> None:
     )
 
 
-def test_a_chat_that_has_grown_is_divided_into_topics_in_the_order_of_its_turns() -> None:
+def test_grown_chat_is_clustered_into_topics_in_turn_order() -> None:
     router = arranged(talk())
     for text in ("my dog", "the car", "a dog barks", "a car stops"):
         router = router.assign_turn(text, 0).router
@@ -149,7 +149,7 @@ def test_a_chat_that_has_grown_is_divided_into_topics_in_the_order_of_its_turns(
     assert after.tau is None, "tau belongs to the episodes it was calibrated on"
 
 
-def test_too_few_segments_are_not_divided() -> None:
+def test_too_few_segments_stay_one_episode() -> None:
     router = arranged(talk()).assign_turn("my dog", 0).router.assign_turn("the car", 0).router
     assert router.refresh(0).rebuilt == (0,)
     assert router.refresh(0).router.segments() == [2]
@@ -165,35 +165,35 @@ def test_segments_keep_their_order_through_new_episodes_and_refreshes() -> None:
     assert router._rows()[0] == (*_texts(DOGS_AND_CARS), *said)
 
 
-def test_what_was_said_is_arranged_with_the_history() -> None:
+def test_turns_are_clustered_with_the_history() -> None:
     router = arranged(DOGS_AND_CARS, "a dog barks", "a car stops")
     assert router.segments() == [7, 7]
 
 
-def test_a_short_chat_comes_back_as_one_episode() -> None:
+def test_short_chat_is_one_episode() -> None:
     assert arranged(talk(), "my dog", "the car", count=4).segments() == [2]
     assert len(arranged(talk(), "my dog", "the car", "a dog", "a car", count=4).segments()) == 2
 
 
-def test_one_cache_files_everything_where_it_is() -> None:
+def test_single_router_assigns_every_turn_to_its_cache() -> None:
     router = Single().build_router(talk("a"), topics, words, ("b",))
     assert router.assign_turn("anything", 0).number == 0
     assert router.refresh(0).rebuilt == (0,)
 
 
-def test_nobody_answers_before_there_are_episodes() -> None:
+def test_router_without_episodes_routes_nowhere() -> None:
     router = NearestEpisodeRouter(TopicEmbedder(), MatchRule.COSINE, (), Episodes())
     assert router.route("dog") is None
 
 
 @pytest.mark.parametrize("given", ["20%", None])
-def test_a_chat_from_nothing_has_no_context_to_take_a_share_of(given: str | None) -> None:
+def test_fractional_budget_without_context_is_refused(given: str | None) -> None:
     policy = Policy.parse("pooled()" if given else "pooled(kept=0.2)")
     with pytest.raises(UsageError, match="share of the context"):
         resolve_budget_without_context(policy, given, SPEC)
 
 
-def test_a_chat_from_nothing_takes_a_size_of_its_own() -> None:
+def test_budget_without_context_has_a_default() -> None:
     open_end = Policy.parse("pooled()")
     assert resolve_budget_without_context(open_end, None, SPEC) == 512
     assert resolve_budget_without_context(open_end, "96", SPEC) == 96
@@ -208,7 +208,7 @@ def _texts(conversation: Conversation) -> tuple[str, ...]:
     return tuple(message.content for message in conversation.messages)
 
 
-def test_too_many_episodes_are_formed_anew() -> None:
+def test_too_many_episodes_are_clustered_again() -> None:
     router = arranged(DOGS_AND_CARS)
     row = router.episodes[0].rows[0]
     extra = [Episode(row, row[None], (f"alone {n}",), (0,), (100 + n,)) for n in range(3)]
@@ -222,7 +222,7 @@ def test_too_many_episodes_are_formed_anew() -> None:
 FOUR_TOPICS = talk(*(f"{topic} {n}" for topic in ("dog", "car", "sea", "star") for n in range(6)))
 
 
-def test_tau_and_refresh_follow_the_number_of_episodes_that_silhouette_chose() -> None:
+def test_tau_uses_the_silhouette_count_of_episodes() -> None:
     router = arranged(FOUR_TOPICS, count=0)
     assert len(router.episodes) == router.formed == 4
     filed = router.assign_turn("dog", 0).router
@@ -236,7 +236,7 @@ def test_tau_and_refresh_follow_the_number_of_episodes_that_silhouette_chose() -
     assert crowded.refresh(0).rebuilt == (0,), "five of four formed are not too many"
 
 
-def test_fewer_topics_than_asked_for_are_not_formed_anew_at_every_refresh() -> None:
+def test_fewer_topics_than_requested_are_not_reclustered() -> None:
     router = arranged(talk(*["dog", "car"] * 8), count=4)
     assert len(router.episodes) == 2
     assert router.refresh(0).rebuilt == (0,)

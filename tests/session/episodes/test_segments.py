@@ -97,7 +97,7 @@ class TestEverything:
 
     @settings(max_examples=40)
     @given(MESSAGES, st.sampled_from([SegmentUnit.WORDS, SegmentUnit.TOKENS]), st.integers(1, 9))
-    def test_size_is_exceeded_by_single_words_alone(
+    def test_segment_size_is_exceeded_by_single_words_only(
         self, said: list[Message], unit: SegmentUnit, size: int
     ) -> None:
         conversation = talk([Message(each.role, each.utterance) for each in said])
@@ -107,7 +107,7 @@ class TestEverything:
 
     @settings(max_examples=40)
     @given(MESSAGES)
-    def test_segments_have_text_where_there_is_any(self, said: list[Message]) -> None:
+    def test_segments_of_a_text_are_not_all_empty(self, said: list[Message]) -> None:
         assume(any(each.content.strip() for each in said if each.role != "system"))
         assert "".join(segment.text for segment in cut_segments(talk(said))).strip()
 
@@ -115,25 +115,25 @@ class TestEverything:
 class TestUtterances:
     @settings(max_examples=40)
     @given(MESSAGES, st.integers(1, 6))
-    def test_equals_the_slow_grouping(self, said: list[Message], size: int) -> None:
+    def test_message_segments_equal_their_reference(self, said: list[Message], size: int) -> None:
         expected = slow_utterances(tuple(said), size)
         assume(expected)
         segments = cut_segments(talk(said, PromptLayout.TRANSCRIPT), size=size)
         assert [segment.text for segment in segments] == expected
 
-    def test_four_each_and_the_last_is_short(self) -> None:
+    def test_default_segments_have_four_messages(self) -> None:
         segments = cut_segments(transcript(*"abcdefghij"))
         assert [segment.messages for segment in segments] == [range(4), range(4, 8), range(8, 10)]
         assert [segment.text for segment in segments] == ["a\nb\nc\nd", "e\nf\ng\nh", "i\nj"]
 
-    def test_a_session_header_joins_what_follows_and_is_not_embedded(self) -> None:
+    def test_session_header_joins_the_next_segment_without_text(self) -> None:
         roles = ["system", "user", "assistant", "system", "user", "system"]
         said = tuple(Message(role, f"{role} {i}") for i, role in enumerate(roles))
         segments = cut_segments(Conversation("talk", said), size=2)
         assert [segment.messages for segment in segments] == [range(3), range(3, 6)]
         assert [segment.text for segment in segments] == ["user 1\nassistant 2", "user 4"]
 
-    def test_headers_alone_are_embedded_for_want_of_better(self) -> None:
+    def test_conversation_of_headers_embeds_the_headers(self) -> None:
         (segment,) = cut_segments(Conversation("talk", (Message("system", "Be brief."),)))
         assert segment.text == "Be brief."
 
@@ -145,13 +145,13 @@ class TestUtterances:
         (segment,) = cut_segments(Conversation("talk", (message,), form=PromptLayout.TRANSCRIPT))
         assert segment == Segment(0, (MessageSpan(0, 0, len(message.content)),), "Hello there.")
 
-    def test_an_utterance_told_otherwise_stays_whole(self) -> None:
+    def test_message_with_a_separate_utterance_is_not_split(self) -> None:
         message = Message("assistant", "Lots of words. " * 50, utterance="A summary of them.")
         (segment,) = cut_segments(Conversation("talk", (message,)))
         assert segment.text == "A summary of them."
         assert segment.pieces == (MessageSpan(0, 0, len(message.content)),)
 
-    def test_long_chat_messages_count_by_sentence_and_transcripts_do_not(self) -> None:
+    def test_long_chat_messages_are_split_into_sentences(self) -> None:
         long = "This sentence goes on for a while. " * 16
         said = (Message("user", "Tell me."), Message("assistant", long))
         assert len(long) > LONG_CHARACTERS
@@ -161,7 +161,7 @@ class TestUtterances:
         assert chat[1].messages == range(1, 2)
         assert len(cut_segments(Conversation("talk", said, form=PromptLayout.TRANSCRIPT))) == 1
 
-    def test_documents_are_cut_whatever_their_length(self) -> None:
+    def test_documents_are_split_into_sentences(self) -> None:
         text = "One sentence here.\n\nAnother paragraph. And more of it."
         document = Conversation("talk", (Message("user", text),), form=PromptLayout.DOCUMENT)
         assert [s.text for s in cut_segments(document, size=1)] == [
@@ -184,7 +184,7 @@ class TestUtterances:
 class TestWordsAndTokens:
     @settings(max_examples=40)
     @given(MESSAGES, st.sampled_from([SegmentUnit.WORDS, SegmentUnit.TOKENS]), st.integers(1, 9))
-    def test_equals_the_slow_filling(
+    def test_word_segments_equal_their_reference(
         self, said: list[Message], unit: SegmentUnit, size: int
     ) -> None:
         expected = slow_words(
@@ -199,13 +199,13 @@ class TestWordsAndTokens:
             [word for _, word in group] for group in expected
         ]
 
-    def test_words_cross_messages(self) -> None:
+    def test_word_segments_cross_messages(self) -> None:
         segments = cut_segments(transcript("one two", "three four", "five"), SegmentUnit.WORDS, 3)
         assert [segment.text for segment in segments] == ["one two\nthree", "four\nfive"]
         assert segments[0].pieces == (MessageSpan(0, 0, 7), MessageSpan(1, 0, 5))
         assert segments[1].pieces == (MessageSpan(1, 5, 10), MessageSpan(2, 0, 4))
 
-    def test_a_heavy_word_stands_alone(self) -> None:
+    def test_word_beyond_the_size_is_its_own_segment(self) -> None:
         segments = cut_segments(
             transcript("a bbbbbbbb c d"), SegmentUnit.TOKENS, 3, lambda text: len(text.strip())
         )
@@ -213,24 +213,24 @@ class TestWordsAndTokens:
 
 
 class TestRefusals:
-    def test_size(self) -> None:
+    def test_size_below_one_is_refused(self) -> None:
         with pytest.raises(BadParameter, match="segment size must be at least 1, got 0"):
             cut_segments(transcript("a"), size=0)
 
-    def test_tokens_without_a_tokenizer(self) -> None:
+    def test_token_segments_without_a_tokenizer_are_refused(self) -> None:
         with pytest.raises(BadParameter, match="need `count`"):
             cut_segments(transcript("a"), SegmentUnit.TOKENS)
 
 
 class TestSentences:
     @given(LONG_PROSE)
-    def test_equals_the_slow_walk(self, text: str) -> None:
+    def test_sentences_equal_their_reference(self, text: str) -> None:
         assume(text)
         assert sentences(text) == slow_sentences(text, SHORT_CHARACTERS, LONG_CHARACTERS)
 
     @pytest.mark.extended
     @given(st.text(max_size=200))
-    def test_spans_leave_nothing_out(self, text: str) -> None:
+    def test_sentence_spans_cover_the_text(self, text: str) -> None:
         assert "".join(text[start:stop] for start, stop in sentences(text)) == text
         long = text * 20
         lengths = [len(long[start:stop].strip()) for start, stop in sentences(long)]
@@ -250,6 +250,6 @@ class TestSentences:
             ["word " * 100, "word " * 20],
         ],
     )
-    def test_by_hand(self, parts: list[str]) -> None:
+    def test_sentences_hand_values(self, parts: list[str]) -> None:
         text = "".join(parts)
         assert [text[start:stop] for start, stop in sentences(text)] == parts

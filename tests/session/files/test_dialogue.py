@@ -68,7 +68,7 @@ class TestLoCoMo:
             '\nDATE: 1 June, 2023\nCONVERSATION:\nAnn said, "Yes."\n'
         )
 
-    def test_utterances_are_bare(self, tmp_path: Path) -> None:
+    def test_utterances_have_no_header(self, tmp_path: Path) -> None:
         messages = read_conversation(write(tmp_path, LOCOMO)).messages
         assert [m.utterance for m in messages[:2]] == ['Ann said, "Hello Bo."', 'Bo said, "Hi."']
         assert [(m.speaker, m.date) for m in messages[1:3]] == [
@@ -76,13 +76,13 @@ class TestLoCoMo:
             ("Bo", "9 May, 2023"),
         ]
 
-    def test_adversarial_questions_are_left_out(self, tmp_path: Path) -> None:
+    def test_adversarial_questions_are_skipped(self, tmp_path: Path) -> None:
         assert read_conversation(write(tmp_path, LOCOMO)).questions == (
             Question("Which year?", "2022", "temporal"),
             Question("Who barked?", "the dog", "multi_hop"),
         )
 
-    def test_adversarial_questions_can_be_asked_and_refused(self, tmp_path: Path) -> None:
+    def test_adversarial_questions_are_included_on_request(self, tmp_path: Path) -> None:
         path = write(tmp_path, LOCOMO)
         asked = read_conversation(path, Adversarial.ASKED)
         assert [(q.answer, q.kind) for q in asked.questions[1:3]] == [
@@ -142,13 +142,15 @@ class TestRealTalk:
 
 class TestBadTranscripts:
     @pytest.mark.parametrize("source", [LOCOMO, REALTALK])
-    def test_question_of_a_transcript(self, tmp_path: Path, source: dict[str, object]) -> None:
+    def test_invalid_transcript_questions_are_refused(
+        self, tmp_path: Path, source: dict[str, object]
+    ) -> None:
         path = write(tmp_path, {**source, "qa": [{"answer": "x", "category": 1}]})
         assert "qa 1 has no 'question'" in complaint(path)
         path = write(tmp_path, {**source, "qa": [{"question": "x", "category": 9}]})
         assert "qa 1: unknown category 9; it is one of 1 (multi_hop)" in complaint(path)
 
-    def test_transcript_without_utterances(self, tmp_path: Path) -> None:
+    def test_transcript_without_utterances_is_refused(self, tmp_path: Path) -> None:
         talk = {"speaker_a": "Ann", "speaker_b": "Bo"}
         assert "no session holds an utterance" in complaint(write(tmp_path, {"conversation": talk}))
         talk = {**talk, "session_1": [{"speaker": "Ann", "text": "x"}]}

@@ -48,9 +48,7 @@ class TestChats:
             ("assistant", "b"),
         ]
 
-    def test_a_date_is_shown_where_it_changes_and_never_by_the_assistant(
-        self, tmp_path: Path
-    ) -> None:
+    def test_dates_are_prepended_where_they_change(self, tmp_path: Path) -> None:
         said = [("user", "Mon"), ("assistant", "Mon"), ("assistant", "Tue"), ("user", "Tue")]
         said += [("user", "Tue")]
         entries = [{"role": role, "content": "x", "date": date} for role, date in said]
@@ -59,13 +57,13 @@ class TestChats:
         assert [m.date for m in messages] == ["Mon", "Mon", "Tue", "Tue", "Tue"]
         assert {m.utterance or m.content for m in messages} == {"x"}
 
-    def test_a_byte_order_mark_is_no_error(self, tmp_path: Path) -> None:
+    def test_byte_order_mark_is_accepted(self, tmp_path: Path) -> None:
         path = write(tmp_path, b'\xef\xbb\xbf[{"role": "user", "content": "x"}]')
         assert read_conversation(path).messages == (Message("user", "x"),)
 
 
 class TestDocuments:
-    def test_a_paragraph_is_a_message(self, tmp_path: Path) -> None:
+    def test_paragraphs_of_a_document_are_messages(self, tmp_path: Path) -> None:
         path = write(tmp_path, "# One\n\n  two\nthree\n \n\nfour", "notes.md")
         conversation = read_conversation(path)
         assert (conversation.form, conversation.name) == (PromptLayout.DOCUMENT, "notes")
@@ -81,12 +79,12 @@ class TestDocuments:
 
 
 class TestFinding:
-    def test_a_folder_stands_for_its_conversations(self, tmp_path: Path) -> None:
+    def test_folder_expands_to_its_conversations(self, tmp_path: Path) -> None:
         for name in ("b.json", "a.JSON", "README.md", ".hidden.json", "c.png"):
             write(tmp_path, "x", name)
         assert [path.name for path in find_files([tmp_path])] == ["a.JSON", "b.json"]
 
-    def test_or_for_its_documents(self, tmp_path: Path) -> None:
+    def test_folder_expands_to_its_documents(self, tmp_path: Path) -> None:
         for name in ("b.txt", "a.md", "c.png"):
             write(tmp_path, "x", name)
         assert [path.name for path in find_files([tmp_path])] == ["a.md", "b.txt"]
@@ -95,21 +93,21 @@ class TestFinding:
         paths = [write(tmp_path, "x", name) for name in ("b.json", "a.json")]
         assert find_files([paths[0], tmp_path]) == paths
 
-    def test_a_folder_without_readable_files(self, tmp_path: Path) -> None:
+    def test_folder_without_readable_files_is_refused(self, tmp_path: Path) -> None:
         write(tmp_path, "x", "c.png")
         with pytest.raises(InputError, match="holds no readable file.*json, .txt, .md"):
             find_files([tmp_path])
 
-    def test_a_missing_path(self, tmp_path: Path) -> None:
+    def test_missing_path_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(InputError, match="gone.json does not exist"):
             find_files([tmp_path / "gone.json"])
 
 
 class TestBadInput:
-    def test_missing_file(self, tmp_path: Path) -> None:
+    def test_missing_file_is_refused(self, tmp_path: Path) -> None:
         assert "does not exist" in complaint(tmp_path / "gone.json")
 
-    def test_folder(self, tmp_path: Path) -> None:
+    def test_folder_instead_of_a_file_is_refused(self, tmp_path: Path) -> None:
         assert "is a folder: name a file" in complaint(tmp_path)
 
     @pytest.mark.parametrize(
@@ -128,11 +126,13 @@ class TestBadInput:
             (b"9" * 5000, "talk.json", "thousands of digits"),
         ],
     )
-    def test_bytes(self, tmp_path: Path, content: bytes, name: str, said: str) -> None:
+    def test_undecodable_files_are_refused(
+        self, tmp_path: Path, content: bytes, name: str, said: str
+    ) -> None:
         assert said in complaint(write(tmp_path, content, name))
 
     @pytest.mark.parametrize("content", [{}, {"text": "x"}, "3", '"text"', "null"])
-    def test_json_of_no_known_shape_lists_the_known(self, tmp_path: Path, content: object) -> None:
+    def test_unknown_json_shape_lists_the_known_ones(self, tmp_path: Path, content: object) -> None:
         said = complaint(write(tmp_path, content))
         assert all(word in said for word in ('{"messages"', "list of", "LoCoMo", "RealTalk"))
 
@@ -153,7 +153,7 @@ class TestBadInput:
             ({"conversation": {}}, "a whole LoCoMo sample"),
         ],
     )
-    def test_message(self, tmp_path: Path, entry: object, said: str) -> None:
+    def test_invalid_messages_are_refused(self, tmp_path: Path, entry: object, said: str) -> None:
         entries = [{"role": "user", "content": "fine"}, entry]
         for content in (entries, {"messages": entries}):
             with pytest.raises(InputError, match=said):
@@ -168,7 +168,7 @@ class TestBadInput:
             ({"messages": [{"role": "user", "content": "x"}], "qa": {}}, "'qa' must be a list"),
         ],
     )
-    def test_lists(self, tmp_path: Path, content: object, said: str) -> None:
+    def test_invalid_lists_are_refused(self, tmp_path: Path, content: object, said: str) -> None:
         assert said in complaint(write(tmp_path, content))
 
     @pytest.mark.parametrize(
@@ -180,6 +180,6 @@ class TestBadInput:
             ({"question": "x", "answer": True}, "must be a text or a number, got true"),
         ],
     )
-    def test_question(self, tmp_path: Path, entry: object, said: str) -> None:
+    def test_invalid_questions_are_refused(self, tmp_path: Path, entry: object, said: str) -> None:
         content = {"messages": [{"role": "user", "content": "x"}], "qa": [entry]}
         assert said in complaint(write(tmp_path, content))

@@ -39,18 +39,18 @@ def written(name: str = "mine") -> tuple[Path, dict[str, Any]]:
     return book.path, json.loads(book.path.read_text(encoding="utf-8"))
 
 
-def test_what_is_saved_is_loaded() -> None:
+def test_saved_log_is_loaded() -> None:
     written()
     kept = ChatLogFile("mine").load()
     assert kept is not None and kept.log == LOG and kept.identity == STAMP
 
 
-def test_a_new_name_has_nothing_kept_and_leaves_no_folder(larder_home: Path) -> None:
+def test_loading_a_new_name_creates_no_folder(larder_home: Path) -> None:
     assert ChatLogFile("mine").load() is None
     assert not larder_home.exists()
 
 
-def test_the_file_says_what_was_said_in_plain_words() -> None:
+def test_log_file_is_plain_json() -> None:
     _, record = written()
     assert record["schema"] == 1
     assert record["turns"][0]["messages"] == [
@@ -60,7 +60,7 @@ def test_the_file_says_what_was_said_in_plain_words() -> None:
     assert record["model"] == {"name": "seed", "fingerprint": "abc"}
 
 
-def test_every_save_replaces_the_file_and_leaves_nothing_beside_it() -> None:
+def test_save_replaces_the_file_atomically() -> None:
     book = ChatLogFile("mine")
     book.save(LOG, STAMP)
     book.save(LOG.with_turn(ChatTurn("More?", "No.", (4,))), STAMP)
@@ -69,7 +69,7 @@ def test_every_save_replaces_the_file_and_leaves_nothing_beside_it() -> None:
     assert [file.name for file in book.path.parent.iterdir()] == ["mine.json"]
 
 
-def test_under_a_key_the_file_is_hidden() -> None:
+def test_log_file_is_encrypted_under_a_key() -> None:
     pytest.importorskip("cryptography")
     path, _ = written()
     before, sealing = path.read_bytes(), encryption_for(b"k" * 32, "chats")
@@ -88,7 +88,7 @@ def test_under_a_key_the_file_is_hidden() -> None:
             ChatLogFile("mine", encryption_for(key, "chats")).load()
 
 
-def test_a_crash_while_writing_leaves_the_old_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crash_during_a_save_keeps_the_old_file(monkeypatch: pytest.MonkeyPatch) -> None:
     path, _ = written()
     before = path.read_bytes()
     book = ChatLogFile("mine")
@@ -157,14 +157,14 @@ def test_a_damaged_file_is_named_and_not_overwritten(damage: str) -> None:
     assert path.read_bytes() == before
 
 
-def test_bytes_that_are_no_text_are_damage() -> None:
+def test_undecodable_file_is_damaged() -> None:
     path, _ = written()
     path.write_bytes(b"\xff\xfe\x00{")
     with pytest.raises(InputError, match="damaged"):
         ChatLogFile("mine").load()
 
 
-def test_a_file_that_another_chat_has_changed_is_not_overwritten() -> None:
+def test_file_changed_by_another_chat_is_not_overwritten() -> None:
     path, _ = written()
     first, second = ChatLogFile("mine"), ChatLogFile("mine")
     first.load(), second.load()
@@ -175,19 +175,19 @@ def test_a_file_that_another_chat_has_changed_is_not_overwritten() -> None:
     assert path.read_bytes() == before
 
 
-def test_a_home_that_cannot_be_written_to_is_named(larder_home: Path) -> None:
+def test_unwritable_home_is_named(larder_home: Path) -> None:
     larder_home.write_text("a file, not a folder")
     with pytest.raises(InputError, match="LARDER_HOME"):
         ChatLogFile("mine").save(LOG, STAMP)
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a\n", " a", "a" * 256, "a\0"])
-def test_names_that_are_none(name: str) -> None:
+def test_invalid_session_names_are_refused(name: str) -> None:
     with pytest.raises(InputError, match="session's name must"):
         chat_log_path(name)
 
 
-def test_any_other_name_is_a_file_of_its_own(larder_home: Path) -> None:
+def test_every_name_has_its_own_file(larder_home: Path) -> None:
     names = ("a/b", "../a", "a\\b", "a b", "-a", ".a", "é", "a" * 101, "👩‍💻 notes", "~x")
     files = {chat_log_path(name) for name in names}
     assert len(files) == len(names) and {file.parent for file in files} == {
@@ -201,5 +201,5 @@ def test_any_other_name_is_a_file_of_its_own(larder_home: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a", "Ann_2.v1-b", "7", "a" * 100])
-def test_names_that_are_some(name: str, larder_home: Path) -> None:
+def test_simple_names_are_file_names(name: str, larder_home: Path) -> None:
     assert chat_log_path(name) == larder_home / "sessions" / f"{name}.json"

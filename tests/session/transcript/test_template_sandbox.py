@@ -58,7 +58,7 @@ def tokenizer(template: str) -> Any:
 
 @pytest.mark.parametrize("template", [None, CHATML, MACROS], ids=["seed", "chatml", "macros"])
 @pytest.mark.parametrize("end", PromptEnd)
-def test_the_text_is_that_of_transformers(template, end) -> None:
+def test_rendered_text_equals_transformers(template, end) -> None:
     own = tokenizer(template or seed_tokenizer().chat_template)
     expected = own.apply_chat_template(
         MESSAGES, tokenize=False, add_generation_prompt=end is PromptEnd.ANSWER
@@ -169,19 +169,19 @@ WORKING = {
 
 
 @pytest.mark.parametrize("name", WORKING)
-def test_what_templates_do_is_no_attack(name) -> None:
+def test_common_template_features_are_allowed(name) -> None:
     template, expected = WORKING[name]
     assert render_template(compile_template(template), MESSAGES) == expected
 
 
-def test_an_engine_says_what_is_wrong_with_the_template() -> None:
+def test_template_errors_are_explained() -> None:
     with pytest.raises(ModelError, match="more than .* characters.*plain chat template"):
         ChatTemplate(tokenizer("{{ 'a' * 10**9 }}")).render(TURNS, PromptEnd.CLOSED)
     with pytest.raises(ModelError, match="rejects the conversation: ZeroDivisionError"):
         ChatTemplate(tokenizer("{{ 1 / 0 }}")).render(TURNS, PromptEnd.CLOSED)
 
 
-def test_a_long_document_is_no_attack() -> None:
+def test_long_document_is_rendered() -> None:
     text = "word " * 2_000_000
     said = ChatTemplate(tokenizer(CHATML)).render([TemplateMessage("user", text)], PromptEnd.ANSWER)
     assert len(said) > len(text)

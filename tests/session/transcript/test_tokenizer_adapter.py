@@ -25,7 +25,7 @@ def a_chat() -> Conversation:
     return Conversation("chat", tuple(map(Message, roles, CONTENTS)))
 
 
-def test_a_short_message_is_not_found_in_a_header(seed: LoadedModel) -> None:
+def test_span_of_a_short_message_is_not_in_a_header(seed: LoadedModel) -> None:
     written = TokenizerAdapter(seed.tokenizer).encode_conversation(a_chat())
     shown = [seed.tokenizer.decode(list(written.ids[a:b])) for a, b in written.spans]
     for place, (one, said) in enumerate(zip(shown, CONTENTS, strict=True)):
@@ -36,7 +36,7 @@ def test_a_short_message_is_not_found_in_a_header(seed: LoadedModel) -> None:
         assert f"<|{header}|>" in one
 
 
-def test_utterances_are_not_found_in_the_opening(seed: LoadedModel) -> None:
+def test_spans_of_utterances_are_not_in_the_opening(seed: LoadedModel) -> None:
     talk = replace(a_chat(), form=PromptLayout.TRANSCRIPT, opening="a user said a word:\n")
     text, starts = TokenizerAdapter(seed.tokenizer).render_conversation(talk)
     spans = TokenizerAdapter(seed.tokenizer).encode_conversation(talk).spans
@@ -47,7 +47,7 @@ def test_utterances_are_not_found_in_the_opening(seed: LoadedModel) -> None:
         assert expected <= starts[stop] <= expected + 12, "tokens may reach over a border"
 
 
-def test_contexts_are_not_put_into_the_opening(seed: LoadedModel) -> None:
+def test_contexts_follow_the_opening(seed: LoadedModel) -> None:
     opening = "0mark00 is a word. "
     messages = (Message("user", "One. "), Message("user", "Two. "))
     contexts = Conversation("x", messages, form=PromptLayout.CONTEXTS, opening=opening)
