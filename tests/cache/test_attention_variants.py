@@ -5,7 +5,7 @@ from __future__ import annotations
 from cache_stores import append, assert_close, attend, extend
 
 
-def test_attention_equals_the_loop(variant_subject) -> None:
+def test_attention_equals_its_reference(variant_subject) -> None:
     """A plan before it, blocks and single tokens, and sections that do not see each other."""
     store, loop = variant_subject.filled()
     start = 13
@@ -18,6 +18,6 @@ def test_attention_equals_the_loop(variant_subject) -> None:
     assert_close(attend(store, new), attend(loop, new))
 
 
-def test_new_tokens_alone(variant_subject) -> None:
+def test_attention_among_new_tokens_equals_its_reference(variant_subject) -> None:
     new = variant_subject.tokens(9)
     assert_close(attend(variant_subject.new(), new), attend(variant_subject.loop(), new))

@@ -42,13 +42,13 @@ def by_loop(new: Tokens, count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("coming", [AppendKind.TEXT, AppendKind.QUESTION])
 @pytest.mark.parametrize(("tokens", "block"), [(8, 5), (3, 1), (COUNT, 4)])
-def test_a_block_sees_what_its_mean_query_finds(coming, tokens, block) -> None:
+def test_block_attends_to_pages_of_its_mean_query(coming, tokens, block) -> None:
     store, new = a_store(PrefillRecall.RECALLED, tokens), draw(LAYER, block, COUNT, 1)
     store.expect(coming)
     assert_close(extend(store, new), by_loop(new, tokens))
 
 
-def test_where_all_is_found_or_nothing_is_said_a_block_is_exact() -> None:
+def test_block_is_exact_with_full_or_disabled_recall() -> None:
     new = draw(LAYER, 4, COUNT, 1)
     stores = a_store(PrefillRecall.RECALLED, COUNT), a_store(PrefillRecall.EXACT, 3)
     for store in stores:
@@ -60,7 +60,7 @@ def test_where_all_is_found_or_nothing_is_said_a_block_is_exact() -> None:
     assert not torch.allclose(outs[2], outs[1], atol=1e-3)
 
 
-def test_what_is_only_looked_at_sees_everything() -> None:
+def test_scratch_attention_covers_all_entries() -> None:
     new = draw(LAYER, 4, COUNT, 1)
     some, exact = a_store(PrefillRecall.RECALLED, 3), a_store(PrefillRecall.EXACT, 3)
     for store in (some, exact):
@@ -68,7 +68,7 @@ def test_what_is_only_looked_at_sees_everything() -> None:
     assert_close(attend(some, new), attend(exact, new))
 
 
-def test_hand_values() -> None:
+def test_mean_query_recall_hand_values() -> None:
     """Two queries of a block whose mean is (1, 1): the key (1, 1) wins, which neither prefers."""
     keys = [[[2.0, -2.0], [-2.0, 2.0], [1.0, 1.0]]]
     mean = [[(3.0 - 1.0) / 2, (-1.0 + 3.0) / 2]]

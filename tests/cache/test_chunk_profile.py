@@ -33,7 +33,7 @@ def test_overlap_counts_old_mass_and_falls_with_swapped_pairs() -> None:
     assert a_profile((), 4.0).overlap(()) == 1 and a_profile((), 4.0).overlap((ONE,)) == 0
 
 
-def test_a_share_is_what_impact_and_overlap_leave() -> None:
+def test_recompute_share_follows_from_impact_and_overlap() -> None:
     # CCI .622, overlap .533: .290, of 100 tokens 30.
     masses = (0.6, 0.6, 0.4, 0.4)  # 2 / (100 x 1) = .02
     profile = a_profile(masses, 400.0, 100)

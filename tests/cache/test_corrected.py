@@ -66,7 +66,7 @@ def fetched(store: CorrectedLayer, head: int) -> list[int]:
 @pytest.mark.parametrize(
     "name, codec", [*((name, None) for name in PARTS), ("flat", Codec(4, 4, 8))]
 )
-def test_answers_are_those_of_the_loop(name, codec) -> None:
+def test_corrected_answers_equal_their_reference(name, codec) -> None:
     store, keys, values = a_store(PARTS[name], codec)
     former: list[Loop] = []
     for step in range(STEPS):
@@ -100,7 +100,7 @@ def test_answers_are_those_of_the_loop(name, codec) -> None:
         assert torch.equal(held.head_keys(head), keys[head, READ - NEAR :])
 
 
-def test_it_comes_back_with_what_it_remembers() -> None:
+def test_corrected_layer_round_trips_with_its_queries() -> None:
     store, _, _ = a_store(PARTS["flat"])
     extend(store, draw(LAYER, 1, READ))
     store.record_ids((5,))
@@ -127,7 +127,7 @@ def test_it_comes_back_with_what_it_remembers() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_nothing_is_corrected_after_a_text(count) -> None:
+def test_no_correction_after_a_text(count) -> None:
     """It has attended to everything, be it one token."""
     store, _, _ = a_store(PARTS["flat"])
     extend(store, draw(LAYER, 1, READ))
@@ -137,7 +137,7 @@ def test_nothing_is_corrected_after_a_text(count) -> None:
     assert store.ids == ()
 
 
-def test_no_more_are_remembered_than_are_corrected() -> None:
+def test_held_queries_are_limited_to_corrected_tokens() -> None:
     store, _, _ = a_store(PARTS["flat"])
     for step in range(3):
         extend(store, draw(LAYER, 1, READ + step))
@@ -145,7 +145,7 @@ def test_no_more_are_remembered_than_are_corrected() -> None:
     assert store.ids == (1, 2)
 
 
-def test_what_it_cannot_correct_is_refused() -> None:
+def test_invalid_corrections_are_refused() -> None:
     store, _, _ = a_store(PARTS["flat"])
     extend(store, draw(LAYER, 1, READ))
     other = draw(LAYER, 1, READ - 1)

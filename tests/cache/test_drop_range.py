@@ -16,7 +16,7 @@ def a_tiered(dense: int) -> TieredLayer:
     return TieredLayer(LAYER, layer_options(parking=parking))
 
 
-def test_what_is_forgotten_is_in_neither_tier() -> None:
+def test_dropped_range_is_in_neither_tier() -> None:
     store, other = a_tiered(0), a_tiered(0)
     text, new = draw(LAYER, 40), draw(LAYER, 1, 40, 3)
     append(store, text)
@@ -33,7 +33,7 @@ def test_what_is_forgotten_is_in_neither_tier() -> None:
     assert_close(extend(store, new), extend(other, new))
 
 
-def test_a_dense_layer_forgets_too() -> None:
+def test_dense_layer_drops_a_range() -> None:
     store = a_tiered(1)
     append(store, draw(LAYER, 6))
     store.drop_range(2, 5)

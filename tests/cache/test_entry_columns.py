@@ -100,7 +100,7 @@ CHANGES = (
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_numbers_move_with_their_entries(remembering, change) -> None:
+def test_columns_move_with_their_entries(remembering, change) -> None:
     store, until = a_change(change, remembering, signed(remembering.filled()[0]))
     assert sum(store.lengths) > 0
     assert_signed(store, until)
@@ -108,7 +108,7 @@ def test_numbers_move_with_their_entries(remembering, change) -> None:
     assert store.entries().columns.keys() == set(remembering.kind.ledger.columns)
 
 
-def test_numbers_through_a_long_life(remembering) -> None:
+def test_columns_follow_entries_through_random_operations(remembering) -> None:
     source, until = Random(7), 13
     store = signed(remembering.filled()[0])
     for turn in range(24):
@@ -122,7 +122,7 @@ def test_numbers_through_a_long_life(remembering) -> None:
         assert_signed(store, until)
 
 
-def test_a_new_store_has_written_nothing(remembering) -> None:
+def test_new_store_has_zero_columns(remembering) -> None:
     store = remembering.new()
     append(store, remembering.tokens(5))
     entries = store.entries()
@@ -149,7 +149,7 @@ def test_a_plan_writes_columns_and_scalars(remembering, carry_out) -> None:
     assert torch.equal(entries.scalars["mean"], torch.arange(heads) + 0.5)
 
 
-def test_numbers_of_another_type_are_written(remembering, carry_out) -> None:
+def test_columns_of_another_dtype_are_converted(remembering, carry_out) -> None:
     store = remembering.filled()[0]
     plan = a_plan([range(n) for n in store.lengths], store.lengths)
     counts, heads = torch.arange(len(plan.kept)), len(store.lengths)
@@ -160,7 +160,7 @@ def test_numbers_of_another_type_are_written(remembering, carry_out) -> None:
     assert torch.equal(entries.column("age"), counts.float())
 
 
-def test_noting_replaces_whole_columns(remembering) -> None:
+def test_writing_columns_replaces_them(remembering) -> None:
     store = signed(remembering.filled()[0])
     store.allocate(4)
     rows = len(store.entries().positions)
@@ -209,7 +209,7 @@ def wrong(store: CacheLayer) -> dict[str, tuple[str, Callable[[], None]]]:
     }
 
 
-def test_what_is_in_no_ledger_is_refused(remembering) -> None:
+def test_undeclared_columns_are_refused(remembering) -> None:
     store = signed(remembering.filled()[0])
     before = store.state()
     for message, write in wrong(store).values():
@@ -218,7 +218,7 @@ def test_what_is_in_no_ledger_is_refused(remembering) -> None:
         assert same_bits(store.state(), before)
 
 
-def test_stores_without_a_ledger_hold_nothing_and_say_so(subject) -> None:
+def test_store_without_a_ledger_refuses_columns(subject) -> None:
     if subject.kind.ledger.columns:
         return
     store, _ = subject.filled()
@@ -240,7 +240,7 @@ def test_stores_without_a_ledger_hold_nothing_and_say_so(subject) -> None:
     assert same_bits(store.state(), before)
 
 
-def test_what_is_remembered_is_counted() -> None:
+def test_columns_and_scalars_count_in_bytes() -> None:
     layer = a_layer(2, 2)
     sizes = []
     for ledger in (Ledger(), Ledger(("a", "b", "c"), ("d", "e"))):

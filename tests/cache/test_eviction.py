@@ -33,7 +33,7 @@ def step(subject: Any, store: CacheLayer, loop: RaggedLoop, new: Tokens) -> None
     append(loop, new)
 
 
-def test_evicting_keeps_what_applying_keeps(planned) -> None:
+def test_evict_equals_apply(planned) -> None:
     source = Random(0)
     for gone in (0, 1, 3, 13):
         (evicted, loop), (applied, _) = planned.filled(), planned.filled()
@@ -45,7 +45,7 @@ def test_evicting_keeps_what_applying_keeps(planned) -> None:
         assert same_bits(evicted.state(), applied.state())
 
 
-def test_what_is_evicted_becomes_room_where_it_lies(planned) -> None:
+def test_eviction_is_in_place(planned) -> None:
     store, loop = planned.new(), planned.loop()
     for twin in (store, loop):
         append(twin, planned.tokens(13))
@@ -60,7 +60,7 @@ def test_what_is_evicted_becomes_room_where_it_lies(planned) -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_one_goes_for_each_that_comes(planned, dtype) -> None:
+def test_one_eviction_per_appended_token(planned, dtype) -> None:
     source = Random(1)
     store, loop = planned.filled(9, dtype)  # heads are uneven, and one is empty
     store.allocate(2)
@@ -76,7 +76,7 @@ def test_one_goes_for_each_that_comes(planned, dtype) -> None:
         assert (places(store), store.nbytes) == (before, size)
 
 
-def test_heads_wander_through_their_room_and_come_back(planned) -> None:
+def test_heads_move_through_their_slack_and_wrap(planned) -> None:
     source = Random(5)
     store, loop = planned.filled(13)
     store.allocate(20)
@@ -96,7 +96,7 @@ def test_heads_wander_through_their_room_and_come_back(planned) -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_heads_that_come_and_go_as_they_like(planned, dtype) -> None:
+def test_uneven_eviction_does_not_accumulate_slack(planned, dtype) -> None:
     source, start = Random(2), 13
     store, loop = planned.filled(13, dtype)
     for turn in range(16):
@@ -116,7 +116,7 @@ def test_heads_that_come_and_go_as_they_like(planned, dtype) -> None:
         assert store.nbytes < 64 * 1024  # slack does not pile up
 
 
-def test_tokens_after_an_eviction_are_taken_back(planned) -> None:
+def test_truncate_after_an_eviction(planned) -> None:
     store, loop = planned.filled()
     store.reserve(6)
     evict(store, loop, planned.losing(Random(3), store.lengths, 2))
@@ -126,7 +126,7 @@ def test_tokens_after_an_eviction_are_taken_back(planned) -> None:
     step(planned, store, loop, planned.tokens(3, 13))
 
 
-def test_saving_after_an_eviction(planned) -> None:
+def test_state_after_an_eviction_round_trips(planned) -> None:
     store, loop = planned.filled()
     evict(store, loop, planned.losing(Random(4), store.lengths, 2))
     for copy in (store.fork(), type(store).restore(store.layer, store.state())):
@@ -159,7 +159,7 @@ def test_a_plan_that_does_not_fit_changes_nothing(planned, carry_out) -> None:
     append(store, planned.tokens(1, 6))
 
 
-def test_one_precision_cannot_be_lowered(planned, carry_out) -> None:
+def test_single_precision_store_refuses_grades(planned, carry_out) -> None:
     if planned.kind.codecs:
         return
     store = planned.new()
@@ -175,7 +175,7 @@ def test_one_precision_cannot_be_lowered(planned, carry_out) -> None:
 
 
 @pytest.mark.parametrize("subject", ["window-grouped"], indirect=True)
-def test_a_window_takes_no_plan(subject, carry_out) -> None:
+def test_sliding_window_layer_refuses_plans(subject, carry_out) -> None:
     store, _ = subject.filled()
     before = store.state()
     with pytest.raises(CacheError, match="plan for managed layers only"):

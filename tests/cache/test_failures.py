@@ -95,14 +95,14 @@ def full_plan(store: CacheLayer) -> Plan:
 
 
 @pytest.mark.parametrize("size", [1, 80])
-def test_appending(subject, size) -> None:
+def test_failed_append_changes_nothing(subject, size) -> None:
     new = subject.tokens(size, 13)
     change = lambda store: store.append(new.keys, new.values, new.positions)  # noqa: E731
     store, _ = subject.filled()
     assert refusals(lambda: store, change) > 0
 
 
-def test_reserving_and_compacting(subject) -> None:
+def test_failed_reserve_and_compact_change_nothing(subject) -> None:
     def slack() -> CacheLayer:
         store, _ = subject.filled()
         store.reserve(5)
@@ -116,13 +116,13 @@ def test_reserving_and_compacting(subject) -> None:
         refusals(lambda store=store: store, change)
 
 
-def test_carrying_out_a_plan(planned, carry_out) -> None:
+def test_failed_plan_changes_nothing(planned, carry_out) -> None:
     plan = thinned(planned.filled()[0].lengths)
     assert_refused_in_vain(lambda: planned.filled()[0], lambda store: carry_out(store, plan))
 
 
 @pytest.mark.parametrize("remembering", ["remembering-grouped", "coded-grouped"], indirect=True)
-def test_folding_and_writing(remembering, carry_out) -> None:
+def test_failed_merge_and_column_writes_change_nothing(remembering, carry_out) -> None:
     def roomy() -> CacheLayer:
         store = remembering.filled(dtype=torch.bfloat16)[0]
         store.allocate(3)
@@ -132,7 +132,7 @@ def test_folding_and_writing(remembering, carry_out) -> None:
     assert_refused_in_vain(roomy, lambda store: carry_out(store, plan))
 
 
-def test_noting(remembering) -> None:
+def test_failed_column_write_changes_nothing(remembering) -> None:
     names = remembering.kind.ledger.columns
 
     def change(store: CacheLayer) -> None:
@@ -143,7 +143,7 @@ def test_noting(remembering) -> None:
     refusals(lambda: store, change)
 
 
-def test_truncating(subject) -> None:
+def test_failed_truncate_changes_nothing(subject) -> None:
     store, _ = subject.filled()
     assert refusals(lambda: store, lambda store: store.truncate(5)) > 0
 

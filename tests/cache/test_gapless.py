@@ -64,14 +64,14 @@ def test_a_step_attends_at_consecutive_positions(tokens: int, page: int) -> None
 
 
 @pytest.mark.parametrize("block", [1, 5])
-def test_a_block_that_is_read_by_what_it_finds_does_so_too(block: int) -> None:
+def test_recalling_block_attends_at_consecutive_positions(block: int) -> None:
     recall = Votes(tokens=6, dense=0, prefill=PrefillRecall.RECALLED)
     store, new = a_store(OffloadSpec(recall, is_gapless=True)), draw(LAYER, block, COUNT, 1)
     store.expect(AppendKind.TEXT)
     assert_close(extend(store, new), by_loop(store, new))
 
 
-def test_where_everything_is_found_nothing_moves() -> None:
+def test_full_recall_keeps_true_positions() -> None:
     new = draw(LAYER, 1, COUNT, 1)
     stores = a_store(offload(36)), a_store(replace(offload(36), is_gapless=False), TieredLayer)
     for store in stores:
@@ -85,13 +85,13 @@ def test_where_everything_is_found_nothing_moves() -> None:
     assert not torch.allclose(moved, unmoved, atol=1e-3)
 
 
-def test_what_is_only_looked_at_sees_everything_where_it_stood() -> None:
+def test_scratch_attention_uses_true_positions() -> None:
     new = draw(LAYER, 4, COUNT, 1)
     stores = a_store(offload(3)), a_store(replace(offload(3), is_gapless=False), TieredLayer)
     assert_close(*(attend(store, new) for store in stores))
 
 
-def test_it_is_saved_and_forked_with_its_kind() -> None:
+def test_gapless_layer_round_trips_and_forks() -> None:
     parking, new = replace(offload(3), host_mib=7), draw(LAYER, 1, COUNT, 1)
     assert OffloadSpec.from_text(parking.to_text()) == parking
     store = a_store(parking)
@@ -103,7 +103,7 @@ def test_it_is_saved_and_forked_with_its_kind() -> None:
     assert torch.equal(outs[0], outs[2])
 
 
-def test_a_scorer_by_attention_still_gets_logits() -> None:
+def test_gapless_layer_records_logits() -> None:
     store, new = a_store(offload(3)), draw(LAYER, 1, COUNT, 1)
     store.expect(AppendKind.STEP)
     store.record_logits()

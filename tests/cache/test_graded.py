@@ -137,7 +137,7 @@ def assert_moved(before, after, groups, loop: GradedLoop, sums) -> None:
 @pytest.mark.extended
 @settings(max_examples=6)
 @given(st.data())
-def test_any_life_agrees_with_the_loop(data) -> None:
+def test_random_operations_equal_the_reference(data) -> None:
     store, loop = a_store(), GradedLoop(LAYER.kv_heads, [codec.group for codec in CODECS])
     length = 0
     for step in range(data.draw(st.integers(2, 6))):
@@ -178,7 +178,7 @@ def test_any_life_agrees_with_the_loop(data) -> None:
 
 
 @pytest.mark.parametrize("queries", [1, 18])
-def test_attention_is_that_over_what_is_shown(queries) -> None:
+def test_attention_equals_that_over_decoded_entries(queries) -> None:
     store = filled()
     chosen = [[(i, (0, 1, 2, 1)[i % 4]) for i in range(h, 24)] for h in range(2)]
     store.apply(graded(store, chosen))
@@ -194,7 +194,7 @@ def test_attention_is_that_over_what_is_shown(queries) -> None:
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_entries_keep_their_codes_while_half_of_their_group_is_left() -> None:
+def test_codes_are_kept_while_half_of_their_group_remains() -> None:
     store = filled(8, (Codec(2, 2, 8), Codec(2, 2, 8)))
     store.apply(every(store, 1))
     first = numbers(store)
@@ -207,7 +207,7 @@ def test_entries_keep_their_codes_while_half_of_their_group_is_left() -> None:
     assert [tuple(g) for g in store._coded[0].rows.lengths.tolist()] == [(0, 7), (1, 7)]
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_plans_are_refused() -> None:
     store = filled(6)
     store.apply(graded(store, [[(0, 0), (1, 1), (2, 2), (3, 0)]] * 2))
     before = store.state()
@@ -240,7 +240,7 @@ def test_what_cannot_be_is_refused() -> None:
     assert same_bits(store.state(), before)
 
 
-def test_channels_go_by_their_weights() -> None:
+def test_channels_are_dropped_by_weight() -> None:
     store = filled(12, (Codec(0, 8, 4, channels=0.5),))
     exact = store.entries().keys.clone()
     weights = torch.stack([torch.arange(8.0), -torch.arange(8.0)])
@@ -253,7 +253,7 @@ def test_channels_go_by_their_weights() -> None:
         assert not entries.head_keys(head)[:, lost].any()
 
 
-def test_a_small_piece_at_a_time(monkeypatch) -> None:
+def test_chunked_quantization_equals_the_whole(monkeypatch) -> None:
     whole, pieces = filled(), filled()
     whole.apply(every(whole, 1))
     monkeypatch.setattr(tiers, "CODING_CHUNK", 5)
@@ -263,7 +263,7 @@ def test_a_small_piece_at_a_time(monkeypatch) -> None:
     assert torch.equal(shown.keys, expected.keys) and torch.equal(shown.values, expected.values)
 
 
-def test_codes_are_turned_back_for_who_asks_for_numbers(monkeypatch) -> None:
+def test_codes_are_decoded_on_access(monkeypatch) -> None:
     store, asked, decoded = filled(), [], QuantizedRows.decoded
     store.apply(every(store, 1))
     monkeypatch.setattr(
@@ -279,7 +279,7 @@ def test_codes_are_turned_back_for_who_asks_for_numbers(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
-def test_bytes_shrink_to_what_arithmetic_says(bits) -> None:
+def test_quantized_bytes_hand_values(bits) -> None:
     layer = replace(a_layer(2, 1), head_dim=64)
     store = GradedLayer(layer, layer_options(codecs=(Codec(bits, bits, 32),)))
     new = draw(layer, 1024)
@@ -298,7 +298,7 @@ def test_bytes_shrink_to_what_arithmetic_says(bits) -> None:
     assert store.entries_copy_bytes == sum(t.untyped_storage().nbytes() for t in copied)
 
 
-def test_keys_with_scales_per_entry_come_back_from_a_saved_layer() -> None:
+def test_keys_with_scales_per_entry_round_trip() -> None:
     codecs = Codec(5, 3, 4, key_scales=ScaleGranularity.ENTRY), Codec(7, 1, 4)
     store = filled(12, codecs)
     store.apply(graded(store, [[(i, 1 + i % 2) for i in range(n)] for n in store.lengths]))
@@ -308,7 +308,7 @@ def test_keys_with_scales_per_entry_come_back_from_a_saved_layer() -> None:
     assert all(torch.equal(own, numbers(store)[at]) for at, own in numbers(restored).items())
 
 
-def test_a_specification_comes_back_from_its_text_and_names_usual_codecs_as_before() -> None:
+def test_cache_spec_round_trips_through_its_text() -> None:
     codecs = Codec(4, 8, 4), Codec(5, 3, key_scales=ScaleGranularity.ENTRY)
     spec = CacheSpec("graded", LEDGER, codecs=codecs)
     assert CacheSpec.of(spec.meta()) == spec

@@ -34,7 +34,7 @@ def park(store: TieredLayer, count: int, start: int = 0) -> None:
     store.apply(a_plan([[n] for n in last], list(store.lengths)))
 
 
-def test_a_sequence_is_refused_before_anything_is_allocated_and_nothing_has_changed() -> None:
+def test_sequence_beyond_the_host_budget_is_refused_unchanged() -> None:
     wide = a_layer(2, 1)
     spec = a_spec(wide, replace(wide, index=1))
     cache = SequenceCache(spec, "tiered", parking=OffloadSpec(Flat(tokens=4, dense=0), 1))
@@ -47,14 +47,14 @@ def test_a_sequence_is_refused_before_anything_is_allocated_and_nothing_has_chan
     assert cache.lengths()[0] == (9000, 9000)
 
 
-def test_memory_that_the_machine_lacks_is_told_too(monkeypatch) -> None:
+def test_missing_host_memory_is_refused(monkeypatch) -> None:
     monkeypatch.setattr("larder.cache.offload.host_memory._available_bytes", lambda: 1000)
     with pytest.raises(BudgetError, match="available"):
         HostMemoryBudget().check(2000)
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_the_index_counts_before_it_is_made(name) -> None:
+def test_index_bytes_are_reserved_before_its_construction(name) -> None:
     store, room = a_store(PARTS[name], ROOMY)
     foreseen = store._index_bytes(2 * 3000)
     park(store, 3000)
@@ -68,7 +68,7 @@ def test_the_index_counts_before_it_is_made(name) -> None:
     assert len(other.parked().positions) == tight.used - other.fetcher.shared_index.nbytes - 48 == 0
 
 
-def test_what_a_known_index_will_grow_by_follows_what_it_has() -> None:
+def test_index_growth_is_estimated_from_its_size() -> None:
     store, _ = a_store(PARTS["bounds"], ROOMY)
     park(store, 2000)
     extend(store, draw(LAYER, 1, 2000))
@@ -77,7 +77,7 @@ def test_what_a_known_index_will_grow_by_follows_what_it_has() -> None:
     assert store._index_bytes(index.indexed[0]) == pytest.approx(held / 2, abs=1)
 
 
-def test_who_is_gone_takes_nothing() -> None:
+def test_deleted_stores_release_host_memory() -> None:
     store, room = a_store(Flat(tokens=4, dense=0))
     park(store, 10)
     assert room.used == store.host_nbytes > 0

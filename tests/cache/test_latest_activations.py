@@ -79,7 +79,7 @@ COPIES: dict[str, Callable[[SequenceCache], SequenceCache]] = {
 
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("form", FORMS)
-def test_a_copy_holds_the_same_and_goes_its_own_way(form, way) -> None:
+def test_copy_of_latest_queries_is_independent(form, way) -> None:
     twin, copy = remembering(form), COPIES[way](remembering(form))
     assert_latest(copy, [6, 7, 8, 9])
     assert same_bits(copy.state(), twin.state()) and copy.meta() == twin.meta()
@@ -91,7 +91,7 @@ def test_a_copy_holds_the_same_and_goes_its_own_way(form, way) -> None:
     assert held is not None and held.positions.tolist() == [9, 10, 11, 12]
 
 
-def test_what_is_taken_back_is_forgotten() -> None:
+def test_truncate_drops_latest_queries() -> None:
     cache = remembering()
     cache.truncate(8)
     assert_latest(cache, [6, 7])
@@ -100,7 +100,7 @@ def test_what_is_taken_back_is_forgotten() -> None:
     assert_latest(cache, [6, 7])
 
 
-def test_remembering_cannot_be_taken_back() -> None:
+def test_latest_queries_count_as_irreversible_changes() -> None:
     """What has gone out of the window does not come back with `truncate`."""
     cache = remembering()
     before = cache.plans

@@ -10,7 +10,7 @@ from cache_stores import append, assert_close, assert_holds, attend, extend, hel
 from larder.core import CacheError
 
 
-def test_two_stores_with_different_entries_are_told_apart(subject) -> None:
+def test_store_comparison_detects_different_entries(subject) -> None:
     left, right = subject.new(), subject.new()
     append(left, subject.tokens(4, seed=1))
     append(right, subject.tokens(4, seed=2))
@@ -21,7 +21,7 @@ def test_two_stores_with_different_entries_are_told_apart(subject) -> None:
 
 
 @pytest.mark.parametrize("sections", [(5,), (1,), (2, 3), (1, 1, 4)])
-def test_attention_equals_the_loop(subject, sections) -> None:
+def test_attention_equals_its_reference(subject, sections) -> None:
     store, loop = subject.filled()
     lengths = [offset for section in sections for offset in range(section)]
     new = subject.tokens(len(lengths), 13)
@@ -35,7 +35,7 @@ def test_an_empty_store_attends_among_new_tokens(subject) -> None:
     assert_close(attend(subject.new(), new), attend(subject.loop(), new))
 
 
-def test_extending_block_by_block_equals_the_loop(subject) -> None:
+def test_extending_block_by_block_equals_its_reference(subject) -> None:
     store, loop = subject.filled()
     start = 13
     for size in (5, 1, 8, 1, 1, 3):
@@ -62,7 +62,7 @@ def test_single_tokens_equal_a_block(subject) -> None:
     assert same(block, single)
 
 
-def test_results_come_in_the_type_of_the_queries(subject) -> None:
+def test_outputs_have_the_dtype_of_the_queries(subject) -> None:
     store = subject.new(torch.bfloat16)
     new = subject.tokens(6)
     low = Tokens(new.queries.bfloat16(), new.keys.bfloat16(), new.values.bfloat16(), new.positions)
@@ -71,7 +71,7 @@ def test_results_come_in_the_type_of_the_queries(subject) -> None:
     assert {t.dtype for t in store.tensors()[:2]} == {torch.bfloat16}
 
 
-def test_a_plan_keeps_just_what_it_names(planned) -> None:
+def test_plan_keeps_exactly_its_entries(planned) -> None:
     store, loop = planned.filled(17)
     assert_holds(store, loop)
     assert store.lengths == tuple(len(head) for head in loop.heads)
@@ -91,7 +91,7 @@ def test_a_plan_may_keep_everything_or_nothing(planned) -> None:
 
 
 @pytest.mark.parametrize("taken_back", [1, 3, 5])
-def test_truncating_takes_tokens_back(subject, taken_back) -> None:
+def test_truncate_removes_the_latest_tokens(subject, taken_back) -> None:
     store, _ = subject.filled()
     store.reserve(8)
     kept, gone = 5 - taken_back, 13 + 5 - taken_back
@@ -107,7 +107,7 @@ def test_truncating_takes_tokens_back(subject, taken_back) -> None:
     assert_close(extend(store, other), extend(expected, other))
 
 
-def test_a_failed_block_can_be_taken_back_without_having_reserved(subject) -> None:
+def test_failed_block_is_truncated_without_a_reservation(subject) -> None:
     store, loop = subject.filled()
     extend(store, subject.tokens(20, 13, seed=4))
     store.truncate(13)
@@ -115,7 +115,7 @@ def test_a_failed_block_can_be_taken_back_without_having_reserved(subject) -> No
     assert_close(extend(store, new), attend(loop, new))
 
 
-def test_truncating_reaches_into_what_a_plan_left(planned) -> None:
+def test_truncate_after_a_plan(planned) -> None:
     store, loop = planned.filled(13)
     store.truncate(7)
     for (positions, _, _), entries in zip(held(store), loop.heads, strict=True):
@@ -126,7 +126,7 @@ def test_truncating_reaches_into_what_a_plan_left(planned) -> None:
     assert_close(extend(store, new), attend(loop, new))
 
 
-def test_nothing_written_is_an_input(subject) -> None:
+def test_inputs_are_not_modified(subject) -> None:
     store, _ = subject.filled()
     new = subject.tokens(5, 13)
     before = [t.clone() for t in (new.queries, new.keys, new.values, new.positions)]
@@ -147,7 +147,7 @@ def test_head_order_does_not_matter(subject) -> None:
         assert_close(extend(turned, mixed), extend(straight, new)[rows])
 
 
-def test_forms_without_free_plans_say_so(subject) -> None:
+def test_forms_without_plans_refuse_them(subject) -> None:
     store = subject.new()
     append(store, subject.tokens(6))
     heads = subject.layer.kv_heads

@@ -30,7 +30,7 @@ def test_a_hidden_tensor_is_found(subject) -> None:
     assert storage_bytes(reachable_tensors(store)) == store.nbytes + 4000
 
 
-def test_what_a_plan_rejects_is_freed_at_once(planned) -> None:
+def test_plan_frees_evicted_storage_at_once(planned) -> None:
     store, chosen = planned.new(), planned.chosen(40)
     append(store, planned.tokens(40))
     before = store.nbytes
@@ -45,7 +45,7 @@ def test_what_a_plan_rejects_is_freed_at_once(planned) -> None:
     assert storage_bytes(reachable_tensors(store)) == store.nbytes
 
 
-def test_a_fork_goes_its_own_way(subject) -> None:
+def test_fork_is_independent(subject) -> None:
     store, _ = subject.filled()
     store.reserve(4)
     copy, untouched = store.fork(), subject.filled()[0]
@@ -56,7 +56,7 @@ def test_a_fork_goes_its_own_way(subject) -> None:
     assert not same(store, copy)
 
 
-def test_a_fork_takes_no_bytes_until_one_of_both_changes(subject) -> None:
+def test_fork_is_copy_on_write(subject) -> None:
     store, _ = subject.filled(200)
     held, fork = store.nbytes, store.fork()
     assert fork.nbytes - fork.shared_nbytes < 200  # lengths, starts and numbers per head
@@ -97,7 +97,7 @@ def test_reserved_storage_is_used(planned) -> None:
     assert store.nbytes == size
 
 
-def test_compacting_gives_slack_back(subject) -> None:
+def test_compact_releases_slack(subject) -> None:
     store, _ = subject.filled()
     store.reserve(100)
     extend(store, subject.tokens(3, 13))
@@ -112,7 +112,7 @@ def test_compacting_gives_slack_back(subject) -> None:
     )
 
 
-def test_saved_and_restored_both_continue_alike(subject) -> None:
+def test_restored_copy_continues_identically(subject) -> None:
     store, _ = subject.filled()
     store.reserve(9)
     state = store.state()
@@ -149,7 +149,7 @@ def test_lengths_are_those_of_the_entries(subject, monkeypatch) -> None:
     assert store.lengths == expected
 
 
-def test_what_stood_beside_the_new_storage_is_told(subject) -> None:
+def test_replaced_bytes_report_the_old_storage(subject) -> None:
     store, _ = subject.filled()
     before = store.device_nbytes - subject.unreplaced_bytes(store)
     append(store, subject.tokens(80, 13))  # more than any slack
@@ -166,7 +166,7 @@ def test_a_plan_holds_the_old_storage_beside_the_new(planned) -> None:
     assert store.replaced_bytes == before
 
 
-def test_first_rows_of_heads_do_not_keep_a_default_device() -> None:
+def test_head_offsets_are_on_the_cpu() -> None:
     layer = LayerSpec(0, query_heads=3, kv_heads=3, head_dim=16, scaling=0.25)
     with torch.device("meta"):
         store = DenseLayer(layer, layer_options())

@@ -43,7 +43,7 @@ def coded(spec: TransformSpec = SPEC, dtype: torch.dtype = torch.float32) -> Tra
     return store
 
 
-def test_keys_before_rotation_and_values_are_those_of_the_loop() -> None:
+def test_unrotated_keys_and_values_equal_the_reference() -> None:
     store, new = coded(), draw(LAYER, 12)
     tables, batch = store.tier.tables, store.tier.batch()
     for block in store.tier.blocks:
@@ -73,7 +73,7 @@ def test_keys_before_rotation_and_values_are_those_of_the_loop() -> None:
         torch.testing.assert_close(batch.components[own], torch.tensor(expected), rtol=0, atol=1e-3)
 
 
-def test_the_first_token_is_exact_and_others_are_near() -> None:
+def test_first_token_is_exact_and_others_approximate() -> None:
     store, new = coded(), draw(LAYER, 12)
     held = store.entries()
     assert store.full_precision_lengths == (1, 0)
@@ -97,7 +97,7 @@ def test_bytes_are_those_of_index_payload_and_exact_entries() -> None:
 
 
 @pytest.mark.parametrize("queries", [1, 20])
-def test_attention_decodes_what_entries_show(queries: int) -> None:
+def test_attention_equals_that_over_decoded_entries(queries: int) -> None:
     store, new = coded(), draw(LAYER, queries, 12)
     entries, out = store.entries(), attend_held(store, new)
     for query_head in range(LAYER.query_heads):
@@ -111,7 +111,7 @@ def test_attention_decodes_what_entries_show(queries: int) -> None:
             )
 
 
-def test_saving_then_continuing_both() -> None:
+def test_restored_copy_continues_identically() -> None:
     store = coded()
     back = TransformLayer.restore(LAYER, store.state())
     assert same_bits(store.state(), back.state())
@@ -121,7 +121,7 @@ def test_saving_then_continuing_both() -> None:
     assert torch.equal(attend_held(store, new), attend_held(back, new))
 
 
-def test_keys_without_outliers_stay_as_they_are_when_their_block_loses_entries() -> None:
+def test_keys_without_outliers_are_unchanged_by_evictions_in_their_block() -> None:
     store = coded(replace(SPEC, outliers=0.0))
     before, positions = store.entries(), store.entries().packed_positions()
     store.truncate(9)
@@ -133,7 +133,7 @@ def test_keys_without_outliers_stay_as_they_are_when_their_block_loses_entries()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_stay_as_they_are_however_often_others_leave(dtype: torch.dtype) -> None:
+def test_values_are_unchanged_by_evictions_of_others(dtype: torch.dtype) -> None:
     store = coded(dtype=dtype)
     before, positions = store.entries(), store.entries().packed_positions()
     store.truncate(11)
@@ -148,7 +148,7 @@ def test_values_stay_as_they_are_however_often_others_leave(dtype: torch.dtype) 
     torch.testing.assert_close(*sides, rtol=0, atol=2**-7)
 
 
-def test_other_levels_do_not_open_what_was_coded() -> None:
+def test_state_of_other_levels_is_refused() -> None:
     state = coded().state()
     own = {name: part for name, part in _file().items() if name != "0.levels2"}
     save_file(own | {"0.levels2": LEVELS + 0.05}, tables_path("", "kvquant"))

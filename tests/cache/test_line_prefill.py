@@ -29,7 +29,7 @@ def a_store(coverage: float) -> TieredLayer:
     return store
 
 
-def test_a_block_is_read_along_the_lines_of_both_tiers() -> None:
+def test_block_attends_to_lines_of_both_tiers() -> None:
     held, new = draw(LAYER, COUNT), draw(LAYER, FEWEST_QUERIES, COUNT, 1)
     found, places = extend(a_store(0.6), new), torch.arange(COUNT + FEWEST_QUERIES)
     positions, expected = places[COUNT:], list[torch.Tensor]()
@@ -54,7 +54,7 @@ def test_short_inputs_scratch_passes_and_full_coverage_are_exact(queries: int) -
 
 
 @pytest.mark.extended
-def test_all_of_the_attention_leaves_the_logits() -> None:
+def test_full_coverage_leaves_the_logits_unchanged() -> None:
     decoder, ids = wrap_model(tiny("qwen3", layers=2)), some_ids(FEWEST_QUERIES)
     logits = list[torch.Tensor]()
     for coverage in (1.0, 1 - 1e-9, 0.5):
@@ -71,7 +71,7 @@ def append_logits(decoder: Decoder, cache: SequenceCache, ids: tuple[int, ...]) 
     return decoder.forward_logits(rows, Mode.APPEND, [len(ids) - 1])
 
 
-def test_what_contradicts_lines_is_refused() -> None:
+def test_options_conflicting_with_lines_are_refused() -> None:
     with pytest.raises(BadParameter, match="union must be open with coverage=0.9"):
         Rewatch(coverage=0.9, union=8)
     with pytest.raises(BadParameter, match=r"coverage must be in \(0, 1\]"):

@@ -49,7 +49,7 @@ def cut(subject, sections: tuple[int, ...]) -> Tokens:
 
 # Few queries and many: both kinds of kernel.
 @pytest.mark.parametrize("sections", [(1,), (5,), (2, 3), (1, 1, 4), (11, 12)])
-def test_attending(remembering, sections) -> None:
+def test_counted_attention_equals_its_reference(remembering, sections) -> None:
     store, loop = remembering.filled()
     weighed(store, loop)
     new = cut(remembering, sections)
@@ -67,7 +67,7 @@ def held_by_loop(loop: RaggedLoop, queries: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("queries", [1, 20])
-def test_attending_to_what_is_held(remembering, queries) -> None:
+def test_counted_attention_over_held_entries_equals_its_reference(remembering, queries) -> None:
     store, loop = remembering.filled()
     weighed(store, loop)
     new = remembering.tokens(queries, 13)
@@ -75,7 +75,7 @@ def test_attending_to_what_is_held(remembering, queries) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_extending(remembering, dtype) -> None:
+def test_extend_with_counts_equals_its_reference(remembering, dtype) -> None:
     store, loop = remembering.filled(13, dtype)
     weighed(store, loop)
     start = 13
@@ -105,7 +105,7 @@ def test_counts_move_with_their_entries(remembering, carry_out) -> None:
         assert_close(attend(twin, new), attend(loop, new))
 
 
-def test_a_fork_weighs_alike(remembering) -> None:
+def test_fork_keeps_counts(remembering) -> None:
     store, loop = remembering.filled()
     weighed(store, loop)
     new = remembering.tokens(2, 13)

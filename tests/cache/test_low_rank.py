@@ -40,7 +40,7 @@ def filled(chosen: list[list[int]] = CHOSEN) -> tuple[LowRankLayer, LowRankLoop]
     return store, loop
 
 
-def test_a_state_by_hand() -> None:
+def test_low_rank_state_hand_values() -> None:
     features = torch.tensor([[[1.0, 0.0], [2.0, 3.0]]])
     values = torch.tensor([[[1.0, 2.0], [10.0, 20.0]]])
     state = low_rank_state(features, values)
@@ -50,12 +50,12 @@ def test_a_state_by_hand() -> None:
     assert lse.exp().tolist() == [[pytest.approx(6)], [pytest.approx(6)]]
 
 
-def test_a_query_that_meets_nothing_gets_no_weight() -> None:
+def test_empty_state_has_no_weight() -> None:
     out, lse = low_rank_attention(torch.ones(1, 1, 2), torch.zeros(1, 2, 4))
     assert not out.any() and float(lse) < -80
 
 
-def test_the_feature_of_one_key_by_hand() -> None:
+def test_feature_map_hand_values() -> None:
     """One channel, one hidden unit, weights of 1, a scale of -3 and an interaction of 1."""
     one = torch.ones(1, 1, 1)
     maps = LowRankMaps(one, one, one, one, -3 * one, one)
@@ -67,7 +67,7 @@ def test_the_feature_of_one_key_by_hand() -> None:
 
 
 @pytest.mark.parametrize("sections", [(5,), (1,), (2, 3)])
-def test_attention_equals_the_loop(sections) -> None:
+def test_attention_equals_its_reference(sections) -> None:
     store, loop = filled()
     lengths = [offset for section in sections for offset in range(section)]
     new = draw(LAYER, len(lengths), HELD)
@@ -78,7 +78,7 @@ def test_attention_equals_the_loop(sections) -> None:
 
 
 @pytest.mark.parametrize("carried", ["apply", "evict"])
-def test_steps_and_blocks_with_plans_between_equal_the_loop(carried) -> None:
+def test_steps_blocks_and_plans_equal_the_reference(carried) -> None:
     store, loop = filled()
     start = HELD
     for size in (1, 4, 1, 1, 3):
@@ -94,13 +94,13 @@ def test_steps_and_blocks_with_plans_between_equal_the_loop(carried) -> None:
 
 
 @pytest.mark.parametrize("chosen", [[[], []], [[*range(HELD)], []]])
-def test_a_head_that_loses_all_attends_to_its_state(chosen) -> None:
+def test_head_without_entries_attends_to_its_state(chosen) -> None:
     store, loop = filled(chosen)
     new = draw(LAYER, 3, HELD)
     assert_close(attend(store, new), attend(loop, new))
 
 
-def test_nothing_rejected_leaves_attention_as_it_is() -> None:
+def test_attention_without_evictions_is_exact() -> None:
     store, _ = filled([[*range(HELD)]] * 2)
     plain, _ = a_low_rank()
     append(plain, draw(LAYER, HELD))
@@ -109,7 +109,7 @@ def test_nothing_rejected_leaves_attention_as_it_is() -> None:
     assert torch.equal(attend(store, new), attend(plain, new))
 
 
-def test_merged_entries_are_not_summed_up() -> None:
+def test_merged_entries_are_not_added_to_the_state() -> None:
     store, loop = a_low_rank()
     for twin in (store, loop):
         append(twin, draw(LAYER, HELD))
@@ -129,7 +129,7 @@ def test_merged_entries_are_not_summed_up() -> None:
     assert_close(attend(store, new), attend(loop, new))
 
 
-def test_truncating_and_forgetting_leave_the_state() -> None:
+def test_truncate_and_drop_keep_the_state() -> None:
     store, loop = filled()
     before = store.low_rank_state.clone()
     extend(store, draw(LAYER, 4, HELD))
@@ -183,7 +183,7 @@ def maps() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("maps")
-def test_saved_caches_and_forks_continue_alike() -> None:
+def test_restored_caches_and_forks_continue_identically() -> None:
     cache = a_sequence()
     copies = [SequenceCache.restore(SPEC, load(save(cache.state())), cache.meta()), cache.fork()]
     for size in (3, 1, 5):
@@ -193,7 +193,7 @@ def test_saved_caches_and_forks_continue_alike() -> None:
 
 
 @pytest.mark.usefixtures("maps")
-def test_layers_of_one_state_do_not_change_it_or_each_other() -> None:
+def test_layers_restored_from_one_state_are_independent() -> None:
     layer = a_sequence().layers[0]
     state = layer.state()
     before = {name: own.clone() for name, own in state.items()}
@@ -213,7 +213,7 @@ def test_other_features_are_refused() -> None:
         SequenceCache.restore(SPEC, state, meta)
 
 
-def test_a_model_without_features_says_how_to_make_them() -> None:
+def test_model_without_features_names_the_training_command() -> None:
     with pytest.raises(MissingWeights, match="larder train less"):
         SequenceCache(SPEC, "low_rank")
     give_maps(a_spec(a_layer(3, 1), a_layer(3, 1, index=1)))

@@ -55,7 +55,7 @@ def assert_folds(
 
 
 @pytest.mark.parametrize("dtype, rounding", [(torch.float32, 2e-6), (torch.bfloat16, 2**-7)])
-def test_folding_equals_the_loop(merging, carry_out, dtype, rounding) -> None:
+def test_merge_equals_its_reference(merging, carry_out, dtype, rounding) -> None:
     source = Random(5)
     store, loop = merging.filled(13, dtype)  # heads are uneven, and one is empty
     store.allocate(4)  # slack between the heads
@@ -79,7 +79,7 @@ def test_folding_equals_the_loop(merging, carry_out, dtype, rounding) -> None:
     )
 
 
-def test_a_target_keeps_only_what_its_own_row_says(merging, carry_out) -> None:
+def test_merge_target_keeps_its_own_weight(merging, carry_out) -> None:
     for own in ([], [Fold((0, 2), (0, 2), 0.25, 0.5)]):
         store, loop = merging.new(), merging.loop()
         for twin in (store, loop):
@@ -89,7 +89,7 @@ def test_a_target_keeps_only_what_its_own_row_says(merging, carry_out) -> None:
         assert_folds(carry_out, store, loop, chosen, folds)
 
 
-def test_first_and_last_entries_of_every_head(merging, carry_out) -> None:
+def test_merge_into_first_and_last_entries(merging, carry_out) -> None:
     store, loop = merging.new(), merging.loop()
     for twin in (store, loop):
         append(twin, merging.tokens(7))
@@ -109,7 +109,7 @@ def test_first_and_last_entries_of_every_head(merging, carry_out) -> None:
     assert_folds(carry_out, store, loop, [[0, 5]] * merging.layer.kv_heads, folds)
 
 
-def test_more_rows_than_are_widened_at_once(merging, monkeypatch) -> None:
+def test_merge_in_chunks_equals_its_reference(merging, monkeypatch) -> None:
     monkeypatch.setattr(folding, "SOURCE_CHUNK", 2)
     monkeypatch.setattr(folding.fast, "MAX_FOLDS", 0)
     store, loop = merging.new(), merging.loop()
@@ -120,7 +120,7 @@ def test_more_rows_than_are_widened_at_once(merging, monkeypatch) -> None:
     assert_folds(lambda one, plan: one.apply(plan), store, loop, chosen, folds)
 
 
-def test_nothing_outside_a_plan_is_folded(merging, carry_out) -> None:
+def test_merges_outside_the_plan_are_refused(merging, carry_out) -> None:
     store = merging.new()
     append(store, merging.tokens(4))
     plan, before = merging.plan([[0, 1]] * merging.layer.kv_heads, 4), store.state()
@@ -134,7 +134,7 @@ def test_nothing_outside_a_plan_is_folded(merging, carry_out) -> None:
     assert same_bits(store.state(), before)
 
 
-def test_what_cannot_fold_says_so(subject, carry_out) -> None:
+def test_forms_without_merges_refuse_them(subject, carry_out) -> None:
     store, _ = subject.filled()
     lengths, before = store.lengths, store.state()
     plan = a_plan([range(n) for n in lengths], lengths)

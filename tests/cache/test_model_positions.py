@@ -16,25 +16,25 @@ def at(known: ModelPositions, places: list[int], length: int) -> list[list[int]]
     return known.at(torch.tensor(places), length).tolist()
 
 
-def test_without_any_known_they_are_true() -> None:
+def test_default_model_positions_are_true_positions() -> None:
     none = ModelPositions()
     assert at(none, [3, 4], 3) == [[3, 4]]
     assert none.extended(3, torch.tensor([[3, 4]] * 3)).are_true
 
 
-def test_later_tokens_count_on() -> None:
+def test_later_tokens_continue_from_the_highest_position() -> None:
     known = ModelPositions().extended(0, GIVEN)
     assert at(known, [5, 6, 7, 8, 9], 8) == [[2, 4, 5, 6, 7], [3, 4, 5, 6, 7], [3, 4, 5, 6, 7]]
     assert known.extended(8, torch.tensor([[6, 7]] * 3)) is known
 
 
-def test_a_prompt_behind_a_part_of_the_text() -> None:
+def test_positions_around_an_image() -> None:
     known = ModelPositions().extended(0, GIVEN)
     assert at(known, [6, 7], 6) == [[4, 5]] * 3  # behind the image
     assert at(known, [1, 2], 2) == [[1, 2]] * 3  # in front of it
 
 
-def test_another_image_behind_generated_text() -> None:
+def test_image_after_generated_text() -> None:
     known = ModelPositions().extended(0, GIVEN)
     longer = known.extended(10, torch.tensor([[8, 8], [8, 8], [8, 9]]))
     assert at(longer, [8, 9, 10, 11, 12], 12) == [
@@ -45,7 +45,7 @@ def test_another_image_behind_generated_text() -> None:
     assert torch.equal(longer.truncated(8).known, GIVEN)
 
 
-def test_a_cache_forks_saves_and_cuts_them() -> None:
+def test_model_positions_are_forked_saved_and_truncated() -> None:
     layers = (LayerSpec(0, 2, 1, 4, 0.5),)
     spec = ModelSpec(layers, torch.float32, torch.device("cpu"), "", 8)
     cache = SequenceCache(spec, "ragged")

@@ -32,7 +32,7 @@ def rows(store: TieredLayer) -> int:
     return len(store.fetcher._pool.own_tensors()[0])
 
 
-def test_a_short_text_has_slots_for_its_pages_only_and_more_as_it_grows() -> None:
+def test_page_slots_grow_with_the_text() -> None:
     store = a_store(Flat(tokens=80, page=4, dense=0), 13)
     assert store.foreseen_bytes >= 2 * 12 * ROW  # the index knows nothing yet
     extend(store, draw(LAYER, 1, 13))
@@ -50,13 +50,13 @@ def test_a_short_text_has_slots_for_its_pages_only_and_more_as_it_grows() -> Non
 
 
 @pytest.mark.parametrize(("tokens", "held"), [(4, 2 * 4), (8, 4 * 4), (12, 4 * 4), (16, 4 * 8)])
-def test_query_heads_that_choose_for_themselves_share_the_slots_of_a_kv_head(tokens, held) -> None:
+def test_query_heads_share_the_page_slots_of_their_kv_head(tokens, held) -> None:
     store = a_store(Bounds(tokens=tokens, page=4, dense=0), 60)
     extend(store, draw(LAYER, 1, 60))
     assert rows(store) == held <= 2 * tokens
 
 
-def test_a_page_for_two_query_heads_is_the_first_ones_best() -> None:
+def test_page_of_two_query_heads_is_loaded_once() -> None:
     store = a_store(Bounds(tokens=4, page=4, dense=0), 60)
     new, fast, parked = draw(LAYER, 1, 60), store.entries(), store.parked()
     index = Bounds(tokens=4, page=4, dense=0).index(LAYER)
@@ -76,7 +76,7 @@ def test_a_page_for_two_query_heads_is_the_first_ones_best() -> None:
 
 @settings(max_examples=30)
 @given(sets=st.sampled_from([2, 4]), slots=st.integers(1, 5), seed=st.integers(0, 2**31))
-def test_the_kernel_loads_as_the_readable_form(sets, slots, seed) -> None:
+def test_page_load_kernel_equals_the_python_form(sets, slots, seed) -> None:
     source = torch.Generator().manual_seed(seed)
     rows = torch.randn(2, 2 * 40, LAYER.head_dim, generator=source)
     entries = Entries(*rows, torch.arange(40).repeat(2).int(), (0, 40), (40, 40))

@@ -34,7 +34,7 @@ def a_store(layer: LayerSpec, arena: PageArena) -> PagedLayer:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("seed", range(4))
-def test_a_random_life_equals_the_loop(backend, seed) -> None:
+def test_random_operations_equal_the_reference(backend, seed) -> None:
     """Blocks, steps, evictions by both ways, forks and scratch texts in any order."""
     source, layer = Random(seed), a_layer(2, 2)
     store, loop, start = a_store(layer, an_arena(layer, backend=backend)), RaggedLoop(layer), 0
@@ -61,7 +61,7 @@ def test_a_random_life_equals_the_loop(backend, seed) -> None:
 
 
 @pytest.mark.parametrize("fields", [{"softcap": 1.5}, {"sinks": (0.5, -1.0, 3.0, 0.0)}])
-def test_softcaps_and_sinks_are_honored(fields) -> None:
+def test_softcaps_and_sinks_are_applied(fields) -> None:
     layer = replace(a_layer(2, 2), **fields)
     store, loop = a_store(layer, an_arena(layer)), RaggedLoop(layer)
     for start, count in ((0, 7), (7, 1), (8, 3)):
@@ -70,7 +70,7 @@ def test_softcaps_and_sinks_are_honored(fields) -> None:
         append(loop, new)
 
 
-def test_a_fork_takes_no_pages_until_one_of_both_writes() -> None:
+def test_fork_takes_no_pages_before_a_write() -> None:
     layer = a_layer(2, 2)
     arena = an_arena(layer)
     pages, store = arena.pages[0], a_store(layer, arena)
@@ -89,7 +89,7 @@ def test_a_fork_takes_no_pages_until_one_of_both_writes() -> None:
 
 
 @pytest.mark.extended
-def test_owners_of_shared_pages_may_go_alone() -> None:
+def test_shared_pages_outlive_one_owner() -> None:
     layer = a_layer(2, 2)
     arena = an_arena(layer)
     pages, store = arena.pages[0], a_store(layer, arena)
@@ -109,7 +109,7 @@ def test_owners_of_shared_pages_may_go_alone() -> None:
 
 
 @pytest.mark.extended
-def test_pages_return_when_their_sequence_is_gone() -> None:
+def test_pages_are_freed_with_their_sequence() -> None:
     layer = a_layer(2, 2)
     arena = an_arena(layer)
     pages, store = arena.pages[0], a_store(layer, arena)
@@ -127,7 +127,7 @@ def test_pages_return_when_their_sequence_is_gone() -> None:
     assert pages.free_pages == free
 
 
-def test_a_full_arena_says_what_to_do_and_changes_nothing() -> None:
+def test_full_arena_is_refused_unchanged() -> None:
     layer = a_layer(2, 2)
     store = a_store(layer, an_arena(layer, num_pages=5))
     extend(store, draw(layer, 8))
@@ -139,7 +139,7 @@ def test_a_full_arena_says_what_to_do_and_changes_nothing() -> None:
         an_arena(layer, num_pages=0)
 
 
-def test_evicting_from_shared_pages_takes_pages_for_kept_entries_alone() -> None:
+def test_eviction_from_shared_pages_copies_kept_entries_only() -> None:
     layer = a_layer(2, 2)
     arena = an_arena(layer, num_pages=10)
     store, new = a_store(layer, arena), draw(layer, 16)
@@ -155,7 +155,7 @@ def test_evicting_from_shared_pages_takes_pages_for_kept_entries_alone() -> None
         store.fork().evict(a_plan([range(1, 16, 4), range(2, 16, 4)], store.lengths))
 
 
-def test_truncating_takes_tokens_back() -> None:
+def test_truncate_removes_the_latest_tokens() -> None:
     layer = a_layer(2, 2)
     arena = an_arena(layer)
     store, expected = a_store(layer, arena), a_store(layer, arena)
@@ -169,7 +169,7 @@ def test_truncating_takes_tokens_back() -> None:
 
 
 @pytest.mark.parametrize(("form", "plain"), [("dense", DenseLayer), ("ragged", RaggedLayer)])
-def test_states_are_those_of_the_form_without_pages(form, plain) -> None:
+def test_states_equal_those_of_the_unpaged_form(form, plain) -> None:
     layer = a_layer(2, 2)
     spec, new = a_spec(layer), draw(a_layer(2, 2), 9)
     paged = replace(spec, arena=an_arena(layer))
@@ -216,7 +216,7 @@ def test_merges_are_applied() -> None:
     assert same(paged, ragged)
 
 
-def test_layers_that_cannot_be_in_pages_are_as_without_an_arena() -> None:
+def test_unpageable_layers_ignore_the_arena() -> None:
     layers = a_layer(2, 2), a_layer(1, 3, window=6, index=1), a_layer(3, 1, index=2)
     spec = a_spec(*layers)
     spec = replace(spec, arena=PageArena(spec, 20, 4))

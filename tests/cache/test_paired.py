@@ -55,7 +55,7 @@ def shared(
 @pytest.mark.extended
 @given(st.integers(0, 10_000))
 @settings(max_examples=12, deadline=None)
-def test_any_history_is_that_of_the_loop(seed: int) -> None:
+def test_random_operations_equal_the_reference(seed: int) -> None:
     rng, pair = Random(seed), a_pair(LayerPairing(0.0, 0.3, 0.2))
     told = PairLoop(0.3, 0.2)
     length = 0
@@ -146,7 +146,7 @@ def test_bytes_shrink_to_one_direction_for_two_layers() -> None:
     assert pair[0].full_precision_lengths == (0, 0) and pair[0].lengths == (100, 100)
 
 
-def test_what_one_layer_evicts_the_other_still_holds_and_then_it_is_gone() -> None:
+def test_shared_entry_is_freed_after_both_layers_evict_it() -> None:
     pair = a_pair(LayerPairing(0.0, 0.6, 0.0))
     read(pair, 6, 0)
     shared(pair, [[0, 1, 2, 3, 4, 5]] * 2, [[1] * 6] * 2)
@@ -174,7 +174,7 @@ def test_a_layer_without_a_partner_shares_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_pair_is_restored_to_the_bit_and_on_its_own(dtype: torch.dtype) -> None:
+def test_pair_round_trips_bit_exactly(dtype: torch.dtype) -> None:
     pair = a_pair(dtype=dtype)
     for layer, half in zip(LAYERS, pair, strict=True):
         append(half, draw(layer, 8, seed=layer.index, dtype=dtype))
@@ -193,7 +193,7 @@ def test_a_pair_is_restored_to_the_bit_and_on_its_own(dtype: torch.dtype) -> Non
     assert all(same(copy, half) for copy, half in zip(copies, pair, strict=True))
 
 
-def test_truncating_takes_new_tokens_back_and_columns_follow_their_entries() -> None:
+def test_truncate_keeps_columns_with_their_entries() -> None:
     pair = a_pair(LayerPairing(0.0, 0.6, 0.0))
     read(pair, 6, 0)
     for number, half in enumerate(pair):
@@ -217,7 +217,7 @@ def test_truncating_takes_new_tokens_back_and_columns_follow_their_entries() -> 
         assert half.lengths == (2, 2)
 
 
-def test_new_tokens_see_what_is_shared() -> None:
+def test_new_tokens_attend_to_shared_entries() -> None:
     pair = a_pair()
     read(pair, 6, 0)
     shared(pair, [[0, 1, 2, 3, 4, 5]] * 2, [[1, 1, 1, 1, 0, 0]] * 2)
@@ -232,7 +232,7 @@ def test_new_tokens_see_what_is_shared() -> None:
         assert_close(out[2 * head : 2 * head + 2], expected)
 
 
-def test_an_entry_that_stands_for_many_weighs_as_many() -> None:
+def test_entry_counts_weight_attention() -> None:
     halves = [
         PairedLayer(layer, layer_options(ledger=Ledger((LOG_COUNT,)), pairing=PAIRING), side)
         for layer, side in zip(LAYERS, (LOWER, UPPER), strict=True)
@@ -249,7 +249,7 @@ def test_an_entry_that_stands_for_many_weighs_as_many() -> None:
     assert_close(out, attention(query.queries[:2], keys, values, LAYERS[0].scaling)[0])
 
 
-def test_what_cannot_be_shared_is_refused_and_nothing_changes() -> None:
+def test_unshareable_entries_are_refused_unchanged() -> None:
     pair = a_pair()
     read(pair, 4, 0)
     shared(pair, [[0, 1, 2, 3]] * 2, [[1, 1, 0, 0]] * 2)
@@ -268,7 +268,7 @@ def test_what_cannot_be_shared_is_refused_and_nothing_changes() -> None:
         assert same_bits(pair[0].state(), before)
 
 
-def test_directions_between_are_those_of_the_loop() -> None:
+def test_slerp_equals_its_reference() -> None:
     one, other = (torch.randn(20, 4, generator=torch.Generator().manual_seed(s)) for s in (1, 2))
     one[0], other[0] = torch.tensor([1.0, 0, 0, 0]), torch.tensor([2.0, 0, 0, 0])
     for weight in (0.0, 0.25, 0.6, 1.0):
@@ -283,7 +283,7 @@ def _unit(vectors: Tensor) -> Tensor:
     return vectors / vectors.norm(dim=-1, keepdim=True)
 
 
-def test_pairs_begin_at_their_depth_and_need_like_heads() -> None:
+def test_pairs_start_at_a_depth_and_need_equal_heads() -> None:
     layers = [a_layer(index=i) for i in (0, 1, 3, 4, 5)]
     assert LayerPairing(0.0).pairs(layers) == [(0, 1), (3, 4)]
     assert LayerPairing(0.5).pairs(layers) == [(3, 4)]

@@ -36,7 +36,7 @@ def entries(tokens: Any, head: int, count: int | None = None) -> list[Entry]:
     return [Entry(p, tokens.keys[head, n], tokens.values[head, n]) for n, p in enumerate(places)]
 
 
-def test_both_branches_equal_the_loop() -> None:
+def test_both_branches_equal_their_reference() -> None:
     found = attend(filled(), NEW)
     for head in range(LAYER.query_heads):
         kv = head // 2
@@ -48,7 +48,7 @@ def test_both_branches_equal_the_loop() -> None:
             assert torch.allclose(found[head, q], torch.tensor(expected), atol=1e-4)
 
 
-def test_the_hand_value() -> None:
+def test_context_weight_hand_value() -> None:
     """Log-sum-exps of 2 and 1 under S = T = .9: the contexts weigh .650."""
     assert context_weight(2.0, 1.0, 0.9, 0.9) == pytest.approx(0.650, abs=5e-4)
     outs, lses = torch.tensor([[[1.0]], [[0.0]]]), torch.tensor([[2.0 * 0.81], [1.0]])
@@ -56,7 +56,7 @@ def test_the_hand_value() -> None:
     assert float(merged) == pytest.approx(0.650, abs=5e-4)
 
 
-def test_single_tokens_equal_a_block_and_the_order_of_contexts_does_not_matter() -> None:
+def test_single_tokens_equal_a_block_for_any_context_order() -> None:
     together = attend(filled(), NEW)
     store, apart = filled(order=-1), list[torch.Tensor]()
     for n in range(3):
@@ -108,7 +108,7 @@ def test_a_fork_holds_the_contexts_too() -> None:
     assert copy.shared_nbytes == 0
 
 
-def test_a_fork_that_appends_behind_many_entries_shares_them() -> None:
+def test_fork_appending_to_many_entries_shares_them() -> None:
     store, long = filled(), draw(LAYER, 100, 8, seed=4)
     store.append(long.keys, long.values, long.positions)
     copy, more = store.fork(), draw(LAYER, 3, 108, seed=5)
@@ -121,7 +121,7 @@ def test_a_fork_that_appends_behind_many_entries_shares_them() -> None:
     assert torch.equal(copy.entries().keys[:7], store.entries().keys[:7])
 
 
-def test_a_blended_cache_forks_to_one() -> None:
+def test_blended_cache_is_forked() -> None:
     store = BlendedLayer(LAYER, layer_options())
     store.append(ONE.keys, ONE.values, ONE.positions)
     copy = store.fork()

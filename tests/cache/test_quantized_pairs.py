@@ -62,7 +62,7 @@ def lists(half: PairedLayer) -> Layer:
 
 @pytest.mark.parametrize("apart", [0.0, 0.3])
 @pytest.mark.parametrize("count", [4, 10])
-def test_both_layers_read_what_the_loop_reads(apart: float, count: int) -> None:
+def test_both_layers_equal_their_reference(apart: float, count: int) -> None:
     pair = filled(count, apart=apart)
     expected = told((lists(pair[0]), lists(pair[1])), 0.3, apart, 4, 4)
     carry(pair, [list(range(count))] * 2, [[1] * count] * 2)
@@ -109,7 +109,7 @@ def test_directions_of_levels_are_exact_and_lengths_always() -> None:
         assert not torch.allclose(found, keys, atol=0.1)
 
 
-def test_merges_leave_both_forms_of_codes() -> None:
+def test_merges_decode_both_forms_of_codes() -> None:
     pair = filled(8, apart=0.2)
     carry(pair, [list(range(8))] * 2, [[1] * 6 + [0] * 2] * 2)
     shown = pair[0].entries()
@@ -132,7 +132,7 @@ def test_merges_leave_both_forms_of_codes() -> None:
         assert same(fork[1], pair[1])
 
 
-def test_a_group_is_encoded_again_once_half_of_it_is_gone() -> None:
+def test_group_is_reencoded_after_losing_half_its_entries() -> None:
     pair = filled(8)
     carry(pair, [list(range(8))] * 2, [[1] * 8] * 2)
     shown = [half.entries().keys.clone() for half in pair]
@@ -148,7 +148,7 @@ def test_a_group_is_encoded_again_once_half_of_it_is_gone() -> None:
         assert len(half.state()) and half.lengths == (7, 7)
 
 
-def test_a_pair_is_restored_to_the_bit() -> None:
+def test_quantized_pair_round_trips_bit_exactly() -> None:
     pair = filled(9, apart=0.2)
     carry(pair, [list(range(9))] * 2, [[1] * 7 + [0] * 2] * 2)
     states = [half.state() for half in pair]
@@ -173,7 +173,7 @@ def test_a_layer_without_a_partner_is_quantized_alone() -> None:
     assert half.entries().grades.tolist() == ([1] * 4 + [0] * 2) * 2
 
 
-def test_saved_bytes_are_spent_by_hand() -> None:
+def test_saved_bytes_hand_values() -> None:
     layers = [replace(a_layer(1, 1, index=index), head_dim=64) for index in range(4)]
     # Exact 2 * 64 * 4 + 4 = 516. Quantized 32 + 32 + 8 + 4, and 264 / 16 of half a group: 92.5.
     # Shared for two (92.5 + 24) / 2 = 58.25, with .05 alone 59.9625. Mean of four layers 76.23125.
@@ -187,7 +187,7 @@ def test_saved_bytes_are_spent_by_hand() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("scorer", ["sinks_and_window", "column_mass", "keydiff"])
 @pytest.mark.parametrize("budget", ["uniform", "pyramid", "pooled", "global"])
-def test_the_bytes_of_a_budget_hold_and_are_used(scorer: str, budget: str) -> None:
+def test_byte_budget_is_used_and_not_exceeded(scorer: str, budget: str) -> None:
     decoder = wrap_model(tiny("qwen3", layers=4))
     runtime = id_runtime(decoder, dict(made_up(decoder.spec.managed)))
     sentence = f"blockwise(tokens=32) > {scorer}() > {budget}() > quantized_pairs(group=8, start=0)"

@@ -69,7 +69,7 @@ def ever(store: TieredLayer, parked: Entries) -> list[list[Entry]]:
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_numbers_lie_on_grids_of_their_group_and_those_that_wait_are_exact(name) -> None:
+def test_slow_tier_is_quantized_by_group_with_exact_remainder(name) -> None:
     codec = CODECS[name]
     store, exact = twins(codec)
     got, true = store.parked(), exact.parked()
@@ -95,7 +95,7 @@ def test_numbers_lie_on_grids_of_their_group_and_those_that_wait_are_exact(name)
 
 @pytest.mark.parametrize("queries", [1, 5])
 @pytest.mark.parametrize("recall", [EVERYTHING, Bounds(tokens=400, page=4, dense=0)])
-def test_attention_is_to_what_the_codes_stand_for(queries, recall) -> None:
+def test_attention_uses_decoded_values(queries, recall) -> None:
     store, _ = twins(CODECS["int4"], recall)
     new, held = draw(LAYER, queries, 70, 1), ever(store, store.parked())
     got = extend(store, new)
@@ -106,7 +106,7 @@ def test_attention_is_to_what_the_codes_stand_for(queries, recall) -> None:
             assert_close(got[h, q], expected)
 
 
-def test_a_page_is_moved_anew_once_its_entries_are_rounded() -> None:
+def test_page_is_reloaded_after_its_quantization() -> None:
     store = a_store(CODECS["int4"], Flat(tokens=400, page=GROUP, dense=0))
     append(store, draw(LAYER, GROUP - 1))
     store.apply(a_plan([[GROUP - 2]] * 2, [GROUP - 1] * 2))
@@ -120,7 +120,7 @@ def test_a_page_is_moved_anew_once_its_entries_are_rounded() -> None:
         store.truncate(GROUP + 9)
 
 
-def test_a_restored_store_and_a_fork_answer_alike_and_go_on_alike() -> None:
+def test_restored_store_and_fork_continue_identically() -> None:
     recall = Flat(tokens=8, page=4, dense=0)
     store, _ = twins(CODECS["apart"], recall)
     store.compact()
@@ -138,7 +138,7 @@ def test_a_restored_store_and_a_fork_answer_alike_and_go_on_alike() -> None:
     assert same_bits(store.state(), state)
 
 
-def test_bytes_fall_with_the_bits_and_are_those_of_every_tensor() -> None:
+def test_bytes_decrease_with_the_bits() -> None:
     held = []
     for codec in (None, CODECS["int8"], CODECS["int4"]):
         layer = replace(LAYER, head_dim=64)
@@ -153,7 +153,7 @@ def test_bytes_fall_with_the_bits_and_are_those_of_every_tensor() -> None:
     assert held[1] < 2 * (64 + 8) + 12 and held[2] < 2 * (32 + 8) + 12
 
 
-def test_truncating_reaches_the_codes() -> None:
+def test_truncate_removes_codes() -> None:
     store, _ = twins(CODECS["int8"])
     before = store.parked()
     store.truncate(40)
@@ -165,7 +165,7 @@ def test_truncating_reaches_the_codes() -> None:
         assert (after.head_keys(head) - keys).abs().max() < 0.02
 
 
-def test_what_cannot_be_rounded_or_carried_out_changes_nothing(monkeypatch) -> None:
+def test_failed_quantization_changes_nothing(monkeypatch) -> None:
     store, _ = twins(CODECS["int8"])
     before = store.state()
     append(store, draw(LAYER, 9, 70))

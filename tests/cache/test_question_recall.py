@@ -51,7 +51,7 @@ def by_loop(new: Tokens, union: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("union", [8, 16, 20])
-def test_a_question_looks_at_the_pages_that_its_tokens_find(union) -> None:
+def test_question_attends_to_the_union_of_its_tokens_pages(union) -> None:
     store, new = a_store(union), draw(LAYER, 3, COUNT, 1)
     store.expect(AppendKind.QUESTION)
     assert_close(extend(store, new), by_loop(new, union))
@@ -59,7 +59,7 @@ def test_a_question_looks_at_the_pages_that_its_tokens_find(union) -> None:
 
 
 @pytest.mark.parametrize("coming", [AppendKind.TEXT, AppendKind.STEP])
-def test_texts_and_what_is_only_looked_at_see_everything(coming) -> None:
+def test_texts_and_scratch_passes_attend_to_all_entries(coming) -> None:
     new = draw(LAYER, 3, COUNT, 1)
     store, full = a_store(4), a_store(None)
     store.expect(AppendKind.QUESTION)
@@ -70,7 +70,7 @@ def test_texts_and_what_is_only_looked_at_see_everything(coming) -> None:
 
 
 @pytest.mark.parametrize("part", [Flat, Bounds])
-def test_a_union_of_all_pages_is_everything_for_one_token_too(part) -> None:
+def test_union_of_all_pages_is_exact(part) -> None:
     for count in (1, 5):
         new = draw(LAYER, count, COUNT, 2)
         expected = attend(a_store(None), new)
@@ -84,7 +84,7 @@ def test_a_union_of_all_pages_is_everything_for_one_token_too(part) -> None:
             assert_close(got, expected)
 
 
-def test_a_single_token_of_a_text_sees_everything_and_a_step_what_it_finds() -> None:
+def test_text_token_attends_to_all_and_decode_step_recalls() -> None:
     new = draw(LAYER, 1, COUNT, 1)
     everything = attend(a_store(None), new)
     for coming in AppendKind:
@@ -95,6 +95,6 @@ def test_a_single_token_of_a_text_sees_everything_and_a_step_what_it_finds() -> 
 
 
 @pytest.mark.parametrize("union", [0, 3, 6])
-def test_a_union_is_of_whole_pages(union) -> None:
+def test_union_of_partial_pages_is_refused(union) -> None:
     with pytest.raises(BadParameter, match=r"flat.union must be whole pages of 4 entries"):
         Flat(page=4, union=union)

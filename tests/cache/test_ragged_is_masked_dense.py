@@ -43,7 +43,7 @@ def test_ragged_attention_is_masked_dense_attention(case, count, seed) -> None:
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.lists(st.integers(1, 9), min_size=1, max_size=5))
-def test_ragged_and_dense_agree_while_nothing_is_evicted(kv_heads, group, blocks) -> None:
+def test_ragged_equals_dense_without_evictions(kv_heads, group, blocks) -> None:
     layer = a_layer(kv_heads, group)
     stores = [kind(layer, layer_options()) for kind in (DenseLayer, RaggedLayer)]
     start = 0

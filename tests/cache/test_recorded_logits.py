@@ -30,7 +30,7 @@ def read_one(store: RaggedLayer, position: int) -> torch.Tensor:
     return new.queries
 
 
-def test_logits_are_those_of_the_newest_query_and_handed_out_once() -> None:
+def test_logits_of_the_newest_query_are_taken_once() -> None:
     store = a_store()
     store.record_logits()
     queries, heard = read_one(store, 9), store.take_logits()
@@ -43,7 +43,7 @@ def test_logits_are_those_of_the_newest_query_and_handed_out_once() -> None:
     assert store.take_logits() is None
 
 
-def test_a_store_listens_to_one_token_only() -> None:
+def test_logits_are_recorded_for_single_tokens_only() -> None:
     store = a_store()
     read_one(store, 9)
     assert store.take_logits() is None
@@ -54,7 +54,7 @@ def test_a_store_listens_to_one_token_only() -> None:
 
 
 @pytest.mark.parametrize("change", ["append", "apply", "evict", "lay out"])
-def test_what_was_heard_is_forgotten_when_entries_move(change) -> None:
+def test_recorded_logits_are_dropped_when_entries_move(change) -> None:
     store = a_store()
     store.record_logits()
     read_one(store, 9)

@@ -110,7 +110,7 @@ def loop_token(position: int) -> list[tuple[list[float], list[float]]]:
 
 
 @pytest.mark.extended
-def test_first_and_latest_tokens_are_exact_and_all_others_coded() -> None:
+def test_first_and_latest_tokens_are_exact_and_others_coded() -> None:
     cache = filled()
     assert cache.lengths() == ((LONG, LONG),) * 3
     assert cache.full_precision_lengths() == ((7, 7),) * 3
@@ -124,7 +124,7 @@ def test_first_and_latest_tokens_are_exact_and_all_others_coded() -> None:
 
 
 @pytest.mark.extended
-def test_coded_tokens_are_those_of_the_loop() -> None:
+def test_coded_tokens_equal_their_reference() -> None:
     cache = filled()
     for position in (2, 40, 84):
         for index, (keys, values) in enumerate(loop_token(position)):
@@ -139,7 +139,7 @@ def test_coded_tokens_are_those_of_the_loop() -> None:
 
 
 @pytest.mark.parametrize("queries", [1, 3])
-def test_attention_is_that_over_the_entries_shown(queries) -> None:
+def test_attention_equals_that_over_decoded_entries(queries) -> None:
     cache = filled()
     held = [cache.entries(index) for index in range(3)]
     outs = read(cache, queries)
@@ -154,7 +154,7 @@ def test_attention_is_that_over_the_entries_shown(queries) -> None:
             assert_close(outs[index][query_head, 0], torch.tensor(expected))
 
 
-def test_a_layer_that_is_read_alone_shows_the_same() -> None:
+def test_decoding_order_of_layers_does_not_matter() -> None:
     one, other = filled(), filled()
     expected = [numbers(one, index) for index in range(3)]
     assert_close(numbers(other, 2), expected[2])
@@ -184,7 +184,7 @@ def test_bytes_are_those_of_codes_and_exact_tokens() -> None:
     assert cache.nbytes == 3 * exact + sum(coded)
 
 
-def test_what_is_decoded_is_freed_by_the_end_of_a_pass() -> None:
+def test_decoded_tensors_are_freed_after_a_forward_pass() -> None:
     cache = filled()
     before = cache.nbytes
     slack = filled()
@@ -200,7 +200,7 @@ def test_what_is_decoded_is_freed_by_the_end_of_a_pass() -> None:
 
 
 @pytest.mark.extended
-def test_saving_then_continuing_both() -> None:
+def test_restored_copy_continues_identically() -> None:
     cache = filled()
     back = SequenceCache.restore(cache.spec, cache.state(), cache.meta())
     assert same_bits(cache.state(), back.state())
@@ -213,7 +213,7 @@ def test_saving_then_continuing_both() -> None:
     assert same_bits(cache.state(), back.state()) and same_bits(cache.state(), fork.state())
 
 
-def test_predictions_trained_again_do_not_open_what_others_coded() -> None:
+def test_state_of_other_predictions_is_refused() -> None:
     cache = filled()
     state = cache.state()
     save_predictions(seed=7)
@@ -263,7 +263,7 @@ def keep(cache: SequenceCache, tokens: list[int], mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["apply", "evict"])
-def test_evicted_tokens_leave_the_codes_of_the_others(mode) -> None:
+def test_eviction_keeps_the_codes_of_others(mode) -> None:
     cache, whole = filled(), filled()
     kept = [0, 3, 4, 50, 84, 85, 89]
     keep(cache, kept, mode)
@@ -287,7 +287,7 @@ def test_truncating_and_dropping_keep_the_codes_of_the_others() -> None:
     assert cache.entries(2).head_positions(0).tolist() == [*stays, *range(60, 90)]
 
 
-def test_a_pass_that_failed_halfway_is_made_up_for() -> None:
+def test_interrupted_forward_pass_is_completed_by_the_next() -> None:
     cache, whole = filled(40), filled(40)
     for index, layer in enumerate(LAYERS[:2]):  # the third layer never sees the block
         new = draw(layer, 50, 40, seed=index)
@@ -333,14 +333,14 @@ def test_plans_by_entry_are_refused_and_change_nothing() -> None:
     assert same_bits(cache.state(), before)
 
 
-def test_layers_that_hold_other_tokens_are_told_apart() -> None:
+def test_layers_with_different_tokens_are_refused() -> None:
     cache = filled()
     cache.apply(0, a_plan([[0, 5], [0, 5]], cache.lengths()[0]))
     with pytest.raises(CacheError, match="the layer below does not hold"):
         cache.entries(1)
 
 
-def test_what_is_not_finite_is_refused() -> None:
+def test_non_finite_entries_are_refused() -> None:
     cache, new = a_cache(), draw(LAYERS[0], LONG)
     keys = new.keys.clone()
     keys[0, 30, 2] = torch.inf
@@ -355,7 +355,7 @@ def test_a_plan_that_keeps_all_changes_nothing() -> None:
     assert same_bits(cache.state(), before)
 
 
-def test_another_device_holds_the_same() -> None:
+def test_second_device_holds_the_same_entries() -> None:
     expected = numbers(filled(), 2)
     with SecondDevice():
         cache = SequenceCache(ModelSpec(LAYERS, torch.float32, OTHER), "residual", residual=SPEC)

@@ -49,7 +49,7 @@ COPIES = {
 
 
 @pytest.mark.parametrize("way", COPIES)
-def test_a_copy_holds_the_same_codes_and_continues_alike(way) -> None:
+def test_copy_has_the_same_codes_and_continues_identically(way) -> None:
     twin, copy = filled(), COPIES[way](filled())
     assert copy.cache_spec.codecs == CODECS and copy.meta() == twin.meta()
     assert same_bits(copy.state(), twin.state())
@@ -68,7 +68,7 @@ def test_bytes_and_entries_are_counted() -> None:
     assert cache.layers[1].entries_copy_bytes == 0
 
 
-def test_another_description_is_not_restored() -> None:
+def test_state_of_other_codecs_is_refused() -> None:
     cache = filled()
     meta = cache.meta() | {"codecs": SequenceCache(SPEC, "ragged").meta()["codecs"]}
     with pytest.raises(CacheError, match="2 quantized grades, .* build the cache again"):

@@ -67,7 +67,7 @@ def raw(cache: SequenceCache) -> list[Tensor]:
 
 @pytest.mark.parametrize("mode", [Mode.SCRATCH, Mode.PROBE])
 @pytest.mark.parametrize("sections", [(5,), (1,), (2, 3)])
-def test_scratch_and_probe_leave_every_bit(form, mode, sections) -> None:
+def test_scratch_and_probe_do_not_change_the_cache(form, mode, sections) -> None:
     cache = filled(form)
     cache.reserve(3)
     before, size, position = raw(cache), cache.nbytes, cache.next_position
@@ -77,11 +77,11 @@ def test_scratch_and_probe_leave_every_bit(form, mode, sections) -> None:
     assert (cache.nbytes, cache.next_position) == (size, position)
 
 
-def test_probing_attends_to_nothing(form) -> None:
+def test_probe_outputs_are_zero(form) -> None:
     assert not any(out.any() for out in read(filled(form), 4, Mode.PROBE))
 
 
-def test_scratch_sees_what_append_would_see(form) -> None:
+def test_scratch_outputs_equal_append(form) -> None:
     cache = filled(form)
     scratch = read(cache, 5, Mode.SCRATCH)
     for a, b in zip(scratch, read(cache, 5), strict=True):
@@ -113,7 +113,7 @@ def test_sections_are_not_appended(form) -> None:
     assert equal(cache, twin)
 
 
-def test_saved_through_a_file_both_continue_alike(form) -> None:
+def test_copy_from_a_file_continues_identically(form) -> None:
     cache = filled(form)
     copy = SequenceCache.restore(SPEC, load(save(cache.state())), cache.meta())
     assert equal(cache, copy)
@@ -135,7 +135,7 @@ def test_one_state_restores_twice(form) -> None:
     assert equal(SequenceCache.restore(SPEC, state, meta), cache)
 
 
-def test_a_state_that_is_given_up_is_not_held_twice(form) -> None:
+def test_consumed_state_is_not_held_twice(form) -> None:
     cache = filled(form)
     state = cache.state()
     places = {t.untyped_storage().data_ptr() for t in state.values()}
@@ -145,7 +145,7 @@ def test_a_state_that_is_given_up_is_not_held_twice(form) -> None:
     assert held <= places
 
 
-def test_storage_alone_makes_no_window_hold_more(form) -> None:
+def test_reserved_storage_does_not_extend_a_window(form) -> None:
     plain, prepared = filled(form), filled(form)
     prepared.allocate(40)
     for each in (plain, prepared):
@@ -164,7 +164,7 @@ def test_a_cache_of_another_model_is_not_restored(form) -> None:
         SequenceCache.restore(SPEC, state, cache.meta())
 
 
-def test_a_fork_goes_its_own_way(form) -> None:
+def test_fork_is_independent(form) -> None:
     cache, twin = filled(form), filled(form)
     copy = cache.fork()
     assert equal(copy, cache)
@@ -173,7 +173,7 @@ def test_a_fork_goes_its_own_way(form) -> None:
     assert (cache.next_position, copy.next_position) == (14, 18)
 
 
-def test_truncating_goes_back_in_every_layer(form) -> None:
+def test_truncate_applies_to_every_layer(form) -> None:
     cache, twin = filled(form), filled(form)
     for each in (cache, twin):
         each.reserve(12)
@@ -195,7 +195,7 @@ def test_bytes_and_entries_are_counted(form) -> None:
     assert cache.managed_entries == sum(sum(cache.lengths()[index]) for index in (0, 2))
 
 
-def test_compacting_every_layer(form) -> None:
+def test_compact_applies_to_every_layer(form) -> None:
     cache = filled(form)
     cache.reserve(40)
     before = cache.nbytes

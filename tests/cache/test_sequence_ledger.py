@@ -96,7 +96,7 @@ COPIES = {
 
 
 @pytest.mark.parametrize("way", COPIES)
-def test_a_copy_remembers_and_goes_its_own_way(way) -> None:
+def test_copy_has_its_own_columns(way) -> None:
     twin, copy = remembering(), COPIES[way](remembering())
     assert_remembers(copy)
     assert (copy.cache_spec.ledger, copy.next_position) == (LEDGER, READ)
@@ -109,7 +109,7 @@ def test_a_copy_remembers_and_goes_its_own_way(way) -> None:
     assert_remembers(COPIES[way](copy))
 
 
-def test_a_fork_shares_no_number() -> None:
+def test_fork_shares_no_columns() -> None:
     cache = remembering()
     before, copy = cache.state(), cache.fork()
     for index in MANAGED:
@@ -129,7 +129,7 @@ CHANGES: dict[str, Callable[[SequenceCache], None]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_numbers_stay_with_their_entries(change) -> None:
+def test_columns_stay_with_their_entries(change) -> None:
     cache = remembering()
     CHANGES[change](cache)
     assert_remembers(cache)
@@ -138,14 +138,14 @@ def test_numbers_stay_with_their_entries(change) -> None:
     assert cache.nbytes == storage_bytes(reachable_tensors(cache._layers))
 
 
-def test_truncating_forgets_numbers_too() -> None:
+def test_truncate_drops_columns() -> None:
     cache = remembering()
     cache.truncate(9)
     read(cache, 5)
     assert_remembers(cache, 9)
 
 
-def test_an_interrupted_surrender_leaves_everything(monkeypatch) -> None:
+def test_interrupted_release_changes_nothing(monkeypatch) -> None:
     cache, twin = remembering(), remembering()
 
     def fail() -> None:
@@ -174,7 +174,7 @@ def test_changes_that_cannot_be_taken_back_are_counted() -> None:
     assert cache.plans == 5
 
 
-def test_a_spoiled_cache_changes_no_more() -> None:
+def test_invalidated_cache_refuses_changes() -> None:
     cache = remembering()
     cache.invalidate()
     lengths = cache.lengths()[0]
@@ -188,7 +188,7 @@ def test_a_spoiled_cache_changes_no_more() -> None:
             change()
 
 
-def test_only_what_is_asked_for_is_held() -> None:
+def test_only_declared_columns_are_held() -> None:
     caches = [SequenceCache(SPEC, "ragged", ledger) for ledger in (Ledger(), LEDGER)]
     for cache in caches:
         cache.allocate(10)
@@ -200,13 +200,13 @@ def test_only_what_is_asked_for_is_held() -> None:
     assert SequenceCache.restore(SPEC, plain.state(), plain.meta()).cache_spec.ledger == Ledger()
 
 
-def test_a_dense_cache_remembers_nothing() -> None:
+def test_dense_cache_refuses_a_ledger() -> None:
     with pytest.raises(CacheError, match="does not support ledger, .*mass.*ragged"):
         SequenceCache(SPEC, "dense", LEDGER)
 
 
 @pytest.mark.parametrize("lost", ["2.column.mass", "0.scalar.mean"])
-def test_a_state_without_its_numbers_is_not_restored(lost) -> None:
+def test_state_without_its_columns_is_refused(lost) -> None:
     cache = remembering()
     state = {name: held for name, held in cache.state().items() if name != lost}
     for build in (SequenceCache.restore, SequenceCache.adopt):

@@ -150,7 +150,7 @@ def act(family: list[Twin], action: str, which: int, number: int) -> None:
 @pytest.mark.parametrize("kind", [*STORES, *COMPOSITES])
 @settings(max_examples=25, deadline=None)
 @given(st.lists(ACTIONS, min_size=4, max_size=14))
-def test_a_family_equals_deep_copies(kind: str, actions) -> None:
+def test_forks_equal_deep_copies(kind: str, actions) -> None:
     create = (STORES | COMPOSITES)[kind]
     family = [Twin(create(), create(), 0)]
     family[0].grow(SHORT_SEGMENT + 9)
@@ -167,7 +167,7 @@ def grown(kind: str = "ragged", count: int = 3 * SHORT_SEGMENT) -> CacheLayer:
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_what_is_shared_is_not_copied_to_append(kind) -> None:
+def test_append_does_not_copy_shared_entries(kind) -> None:
     store = grown(kind)
     store.reserve(3)
     held, entries = store.nbytes, [t.data_ptr() for t in store.tensors()[:2]]
@@ -183,7 +183,7 @@ def test_what_is_shared_is_not_copied_to_append(kind) -> None:
     assert [t.data_ptr() for t in store.tensors()[:2]] == entries  # the source writes its slack
 
 
-def test_the_last_holder_has_its_slack_back() -> None:
+def test_last_holder_regains_its_slack() -> None:
     store = grown()
     store.reserve(8)
     places = [t.data_ptr() for t in store.tensors()[:2]]
@@ -196,7 +196,7 @@ def test_the_last_holder_has_its_slack_back() -> None:
     assert [t.data_ptr() for t in fork.tensors()[:2]] == places
 
 
-def test_a_plan_on_a_fork_leaves_the_source() -> None:
+def test_plan_on_a_fork_does_not_change_the_source() -> None:
     store = grown("counting")
     before, fork = store.state(), store.fork()
     fork.write_columns({"age": torch.ones(len(fork.entries().positions))})
@@ -206,7 +206,7 @@ def test_a_plan_on_a_fork_leaves_the_source() -> None:
     assert store.shared_nbytes == 0
 
 
-def test_a_cut_source_does_not_write_what_its_fork_reads() -> None:
+def test_truncated_source_does_not_overwrite_its_fork() -> None:
     store = grown()
     fork = store.fork()
     before = fork.state()
@@ -216,7 +216,7 @@ def test_a_cut_source_does_not_write_what_its_fork_reads() -> None:
 
 
 @pytest.mark.parametrize("form", ["dense", "ragged"])
-def test_the_bytes_of_a_family_are_counted_once(form) -> None:
+def test_shared_bytes_of_forks_are_counted_once(form) -> None:
     cache = SequenceCache(a_spec(LAYER, LAYER), form)
     new = draw(LAYER, 200, 0, 1)
     for layer in range(2):
@@ -234,7 +234,7 @@ def test_the_bytes_of_a_family_are_counted_once(form) -> None:
 
 
 @pytest.mark.parametrize("form", STORES)
-def test_a_fork_that_is_separate_shares_nothing(form: str) -> None:
+def test_separate_fork_shares_nothing(form: str) -> None:
     store, tokens = STORES[form](), draw(LAYER, 100)
     store.append(tokens.keys, tokens.values, tokens.positions)
     store.reserve(50)
@@ -264,7 +264,7 @@ def test_a_fork_shares_what_recomputes_its_evicted_entries() -> None:
 
 
 @pytest.mark.parametrize("kind", COMPOSITES)
-def test_a_fork_that_is_separate_has_copies_of_codes(kind: str) -> None:
+def test_separate_fork_copies_codes(kind: str) -> None:
     twin = Twin(COMPOSITES[kind](), COMPOSITES[kind](), 0)
     twin.grow(100)
     if not isinstance(twin.copy, SlidingWindowLayer):
@@ -288,7 +288,7 @@ def pointers(store: CacheLayer) -> dict[int, int]:
 
 
 @pytest.mark.skipif(c_library() is None, reason="attention would copy divided storage")
-def test_a_fork_of_a_prefix_holds_nothing_of_later_entries() -> None:
+def test_fork_of_a_prefix_does_not_hold_later_entries() -> None:
     twin = a_dense_twin(300)
     twin.store.reserve(40)
     wanted = twin.store.prefix_nbytes(200)
@@ -305,7 +305,7 @@ def test_a_fork_of_a_prefix_holds_nothing_of_later_entries() -> None:
 
 
 @pytest.mark.skipif(c_library() is None, reason="attention would copy divided storage")
-def test_storage_is_divided_for_all_that_hold_it() -> None:
+def test_shared_storage_is_split_for_all_holders() -> None:
     twins = [a_dense_twin(300)]
     twins[0].store.compact()
     twins[0].copy.compact()
@@ -333,7 +333,7 @@ def test_storage_is_divided_for_all_that_hold_it() -> None:
 
 
 @pytest.mark.skipif(c_library() is None, reason="attention would copy divided storage")
-def test_segments_of_forks_that_are_gone_are_joined() -> None:
+def test_segments_of_deleted_forks_are_joined() -> None:
     twin = a_dense_twin(80)
     for _ in range(3 * MANY_SEGMENTS):
         twin.store.divide(twin.next)

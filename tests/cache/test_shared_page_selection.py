@@ -71,7 +71,7 @@ def numbers(cache: SequenceCache, layer: int) -> list[int]:
 
 
 @EACH
-def test_followers_attend_to_what_the_first_of_them_found(name) -> None:
+def test_follower_layers_attend_to_the_leaders_pages(name) -> None:
     cache, ever = a_cache(PARTS[name])
     outs = step(cache)
     leaders = [None if tier.leader is None else tier.leader.layer.index for tier in cache.tiers]
@@ -88,7 +88,7 @@ def test_followers_attend_to_what_the_first_of_them_found(name) -> None:
 
 
 @EACH
-def test_a_cache_comes_back_without_the_indexes_that_nobody_asked(name) -> None:
+def test_unused_indexes_are_not_saved(name) -> None:
     cache, _ = a_cache(PARTS[name])
     step(cache)
     state = cache.state()
@@ -103,7 +103,7 @@ def test_a_cache_comes_back_without_the_indexes_that_nobody_asked(name) -> None:
 
 
 @pytest.mark.parametrize("more", [0, 1])
-def test_a_layer_that_parked_other_entries_searches_itself(more) -> None:
+def test_layer_with_other_offloaded_entries_searches_itself(more) -> None:
     cache, _ = a_cache(PARTS["flat"], 2, more)
     step(cache)
     searched = [tier.fetcher.shared_index.is_used for tier in cache.tiers]
@@ -113,7 +113,7 @@ def test_a_layer_that_parked_other_entries_searches_itself(more) -> None:
     assert [tier.fetcher.shared_index.is_used for tier in cache.tiers] == searched
 
 
-def test_what_was_taken_back_is_not_taken_over() -> None:
+def test_page_selection_of_truncated_tokens_is_not_reused() -> None:
     """The leader's pages of a text that is gone are no pages of the text that came in its place."""
     cache, _ = a_cache(PARTS["flat"])
     step(cache)
@@ -127,7 +127,7 @@ def test_what_was_taken_back_is_not_taken_over() -> None:
     assert numbers(cache, 1) and cache.tiers[2].fetcher.selection is None
 
 
-def test_fewer_indexes_are_fewer_bytes() -> None:
+def test_shared_selection_reduces_index_bytes() -> None:
     many, _ = a_cache(Dci(tokens=8, page=4, dense=1))
     few, _ = a_cache(PARTS["dci"])
     step(many)
@@ -135,7 +135,7 @@ def test_fewer_indexes_are_fewer_bytes() -> None:
     assert few.nbytes < many.nbytes
 
 
-def test_what_holds_for_one_layer_only_is_not_shared() -> None:
+def test_unshareable_indexes_refuse_several_layers() -> None:
     with pytest.raises(BadParameter, match=r"wave.layers must be 1, got 2"):
         Wave(layers=2)
     with pytest.raises(BadParameter, match=r"dci.layers must be at least 1, got 0"):

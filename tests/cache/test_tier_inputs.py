@@ -28,7 +28,7 @@ def test_inputs_are_made_once_for_the_same_tensors_and_step() -> None:
     assert kernel_inputs(other, 0.25, lambda: some_inputs(5)).length == 4
 
 
-def test_a_tier_is_not_kept_alive_and_another_in_its_place_has_its_own_inputs() -> None:
+def test_kernel_inputs_do_not_keep_their_tier_alive() -> None:
     for number in range(50):  # some get the address of one that was freed
         own = tensors()
         assert kernel_inputs(own, 0.5, lambda number=number: some_inputs(number)).length == number
@@ -37,7 +37,7 @@ def test_a_tier_is_not_kept_alive_and_another_in_its_place_has_its_own_inputs() 
         assert held() is None
 
 
-def test_those_read_longest_ago_are_made_again() -> None:
+def test_least_recent_kernel_inputs_are_evicted() -> None:
     many = [tensors() for _ in range(MOST_TIERS + 1)]
     for own in many:
         kernel_inputs(own, 0.5, lambda: some_inputs(0))

@@ -81,7 +81,7 @@ def loop(new: Tokens, ever: list[list[Entry]], layer: LayerSpec = LAYER) -> torc
 
 
 @pytest.mark.parametrize("queries", [1, 5])
-def test_where_everything_is_recalled_attention_is_to_all_there_ever_was(queries) -> None:
+def test_full_recall_attends_to_all_entries(queries) -> None:
     store = a_tiered()
     ever = filled(store)
     assert all(store.parked().lengths)
@@ -89,14 +89,14 @@ def test_where_everything_is_recalled_attention_is_to_all_there_ever_was(queries
     assert_close(extend(store, new), loop(new, ever))
 
 
-def test_several_tokens_see_everything_however_little_is_recalled() -> None:
+def test_several_tokens_attend_to_all_entries() -> None:
     store = a_tiered(Flat(tokens=1, dense=0))
     ever = filled(store)
     new = draw(LAYER, 3, 40, 1)
     assert_close(extend(store, new), loop(new, ever))
 
 
-def test_a_single_token_sees_the_fast_tier_and_the_best_pages() -> None:
+def test_decode_step_attends_to_the_fast_tier_and_the_best_pages() -> None:
     recall = Flat(tokens=8, page=4, dense=0)
     store = a_tiered(recall)
     filled(store)
@@ -150,7 +150,7 @@ def _best_pages(new: Tokens, store: TieredLayer, head: int, recall: Flat) -> lis
 
 @given(st.integers(0, 10_000), st.sampled_from([1, 4]))
 @settings(max_examples=12, deadline=None)
-def test_any_history_recalls_what_a_store_without_slots_would(seed, page) -> None:
+def test_recall_with_page_slots_equals_fresh_recall(seed, page) -> None:
     """Pages that stay in their slots from step to step give what freshly fetched ones would."""
     source = Random(seed)
     store, position = a_tiered(Flat(tokens=8, page=page, dense=0)), 0
@@ -166,7 +166,7 @@ def test_any_history_recalls_what_a_store_without_slots_would(seed, page) -> Non
     assert 0 <= moved <= asked
 
 
-def test_pages_that_stay_are_not_moved_again() -> None:
+def test_resident_pages_are_not_loaded_again() -> None:
     store = a_tiered(Flat(tokens=8, page=4, dense=0))
     filled(store)
     new = draw(LAYER, 1, 40, 1)
@@ -178,7 +178,7 @@ def test_pages_that_stay_are_not_moved_again() -> None:
     assert store.pages == (8, 4)
 
 
-def test_the_exact_search_is_asked_for_by_name(monkeypatch) -> None:
+def test_exact_search_is_explicit(monkeypatch) -> None:
     store = a_tiered(replace(EVERYTHING, search=SearchMode.EXACT))
     filled(store)
 
@@ -193,7 +193,7 @@ def test_the_exact_search_is_asked_for_by_name(monkeypatch) -> None:
         extend(store, draw(LAYER, 1, 40, 1))
 
 
-def test_a_restored_store_answers_alike_and_to_the_bit() -> None:
+def test_restored_store_answers_bit_exactly() -> None:
     store = a_tiered(Flat(tokens=8, page=4, dense=0))
     filled(store)
     state = store.state()
@@ -214,7 +214,7 @@ def test_bytes_are_those_of_every_tensor_of_both_tiers() -> None:
     assert store.device_nbytes < store.nbytes
 
 
-def test_columns_go_with_their_entries() -> None:
+def test_columns_are_offloaded_with_their_entries() -> None:
     store = a_tiered()
     append(store, draw(LAYER, 6))
     held = store.entries()
@@ -227,7 +227,7 @@ def test_columns_go_with_their_entries() -> None:
     assert told == [[starts[h] + n for n in expected[h]] for h in range(2)]
 
 
-def test_truncating_reaches_the_slow_tier() -> None:
+def test_truncate_removes_slow_tier_entries() -> None:
     store = a_tiered()
     ever = filled(store)
     extend(store, draw(LAYER, 1, 40, 1))
@@ -239,7 +239,7 @@ def test_truncating_reaches_the_slow_tier() -> None:
     assert_close(extend(store, new), loop(new, left))
 
 
-def test_a_dense_layer_parks_nothing() -> None:
+def test_dense_layer_offloads_nothing() -> None:
     store = a_tiered(Flat(tokens=4, dense=1))
     append(store, draw(LAYER, 6))
     with pytest.raises(CacheError, match="offloads nothing"):
@@ -247,7 +247,7 @@ def test_a_dense_layer_parks_nothing() -> None:
     assert store.lengths == (6, 6)
 
 
-def test_a_change_that_fails_parks_nothing(monkeypatch) -> None:
+def test_failed_change_offloads_nothing(monkeypatch) -> None:
     store = a_tiered()
     filled(store)
     before = store.parked().lengths
@@ -261,7 +261,7 @@ def test_a_change_that_fails_parks_nothing(monkeypatch) -> None:
     assert store.parked().lengths == before
 
 
-def test_what_a_plan_drops_is_in_no_tier() -> None:
+def test_dropped_entries_are_in_no_tier() -> None:
     store = a_tiered()
     append(store, draw(LAYER, 6, 0, 1))
     plan = replace(a_plan([[0, 5], [1, 2, 5]], [6, 6]), dropped=torch.tensor([1, 3, 10]))
@@ -271,7 +271,7 @@ def test_what_a_plan_drops_is_in_no_tier() -> None:
 
 
 @pytest.mark.parametrize("wrong", [[3, 1], [1, 1], [0], [12]])
-def test_only_what_is_rejected_can_be_dropped(wrong) -> None:
+def test_dropping_kept_entries_is_refused(wrong) -> None:
     store = a_tiered()
     append(store, draw(LAYER, 6, 0, 1))
     plan = replace(a_plan([[0, 5], [1, 2, 5]], [6, 6]), dropped=torch.tensor(wrong))
@@ -280,7 +280,7 @@ def test_only_what_is_rejected_can_be_dropped(wrong) -> None:
     assert (store.lengths, store.parked().lengths) == ((6, 6), (0, 0))
 
 
-def test_up_to_its_length_all_entries_are_read_exactly_and_none_is_indexed() -> None:
+def test_recall_below_its_exact_length_is_exact_without_an_index() -> None:
     recall = replace(EVERYTHING, tokens=4, exact=60)
     store = a_tiered(recall)
     ever = filled(store)
@@ -296,7 +296,7 @@ def test_up_to_its_length_all_entries_are_read_exactly_and_none_is_indexed() -> 
     assert torch.equal(extend(saved, later), extend(store, later))
 
 
-def test_behind_its_length_a_step_recalls_what_its_index_finds() -> None:
+def test_recall_above_its_exact_length_uses_the_index() -> None:
     few, all_of_them = (replace(EVERYTHING, tokens=4, exact=exact) for exact in (5, 0))
     stores = a_tiered(few), a_tiered(all_of_them)
     for store in stores:
@@ -307,7 +307,7 @@ def test_behind_its_length_a_step_recalls_what_its_index_finds() -> None:
     assert torch.equal(*outs) and stores[0].pages == stores[1].pages != (0, 0)
 
 
-def test_scratch_passes_and_texts_read_all_as_before() -> None:
+def test_scratch_passes_and_texts_attend_to_all_entries() -> None:
     stores = a_tiered(replace(EVERYTHING, exact=60)), a_tiered(EVERYTHING)
     ever = [filled(store) for store in stores][0]
     new = draw(LAYER, 3, 40, seed=1)
@@ -316,7 +316,7 @@ def test_scratch_passes_and_texts_read_all_as_before() -> None:
     assert torch.equal(*outs)
 
 
-def test_a_large_index_takes_one_new_entry_a_step_and_the_others_are_read(monkeypatch) -> None:
+def test_large_index_adds_one_entry_per_step(monkeypatch) -> None:
     monkeypatch.setattr(page_fetch, "AMORTIZED_ENTRIES", 20)
     store = a_tiered()
     ever = filled(store)
@@ -340,7 +340,7 @@ def test_a_large_index_takes_one_new_entry_a_step_and_the_others_are_read(monkey
     assert store.fork().fetcher.shared_index.indexed == store.parked().lengths
 
 
-def test_more_waiting_entries_than_allowed_are_indexed_at_once(monkeypatch) -> None:
+def test_pending_entries_beyond_the_limit_are_indexed_at_once(monkeypatch) -> None:
     monkeypatch.setattr(page_fetch, "AMORTIZED_ENTRIES", 1)
     monkeypatch.setattr(page_fetch, "MAX_WAITING", 1)
     store = a_tiered()
@@ -353,7 +353,7 @@ def test_more_waiting_entries_than_allowed_are_indexed_at_once(monkeypatch) -> N
 
 
 @pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
-def test_a_step_that_reads_all_attends_to_both_tiers_in_one_call() -> None:
+def test_exact_step_attends_to_both_tiers_in_one_call() -> None:
     store = a_tiered(replace(EVERYTHING, tokens=4, exact=60))
     ever = filled(store)
     for number in range(3):
@@ -372,7 +372,7 @@ def test_a_step_that_reads_all_attends_to_both_tiers_in_one_call() -> None:
 
 
 @pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
-def test_a_step_that_searches_or_leaves_a_record_attends_alone() -> None:
+def test_searching_or_recording_step_is_not_batched() -> None:
     searching = a_tiered(replace(EVERYTHING, tokens=4, exact=5))
     filled(searching)
     assert searching.step_storage() is None

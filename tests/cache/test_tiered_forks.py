@@ -61,7 +61,7 @@ def go_on(store: TieredLayer, start: int, seed: int, steps: int = 4) -> list[tor
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_a_fork_goes_its_own_way_and_answers_as_a_copy_would(name) -> None:
+def test_fork_equals_a_deep_copy(name) -> None:
     store = a_store(PARTS[name])
     extend(store, draw(LAYER, 1, 90, 0))
     before = {key: tensor.clone() for key, tensor in store.state().items()}
@@ -77,7 +77,7 @@ def test_a_fork_goes_its_own_way_and_answers_as_a_copy_would(name) -> None:
     assert alike(store.state(), other.state()) and alike(fork.state(), twin.state())
 
 
-def test_the_first_that_grows_stays_where_it_is_and_the_second_moves() -> None:
+def test_first_growing_fork_keeps_the_shared_storage() -> None:
     store = a_store()
     first, second, at = store.fork(), store.fork(), places(store)
     go_on(first, 91, 1, 1)
@@ -87,7 +87,7 @@ def test_the_first_that_grows_stays_where_it_is_and_the_second_moves() -> None:
     assert places(store) == at
 
 
-def test_a_fork_that_is_gone_is_in_nobodys_way() -> None:
+def test_deleted_fork_releases_the_shared_storage() -> None:
     store = a_store()
     at = places(store)
     for seed in range(3):
@@ -98,7 +98,7 @@ def test_a_fork_that_is_gone_is_in_nobodys_way() -> None:
     assert store.shared_nbytes == 0
 
 
-def test_what_is_shared_is_told_of_both_and_of_neither_once_they_part() -> None:
+def test_shared_bytes_are_reported_until_forks_diverge() -> None:
     store = a_store()
     assert store.shared_nbytes == 0
     fork = store.fork()
@@ -115,12 +115,12 @@ def test_what_is_shared_is_told_of_both_and_of_neither_once_they_part() -> None:
     assert store.shared_nbytes == fork.shared_nbytes == 0
 
 
-def test_what_an_index_remembers_of_looking_is_not_shared() -> None:
+def test_search_state_of_an_index_is_not_shared() -> None:
     store = a_store(PARTS["votes"])
     assert store.fork().fetcher.shared_index.index is not store.fetcher.shared_index.index
 
 
-def test_a_fork_whose_index_fails_leaves_the_others_alone(monkeypatch) -> None:
+def test_failed_index_of_a_fork_does_not_affect_others(monkeypatch) -> None:
     store = a_store()
     fork, before = store.fork(), store.state()
     go_on(fork, 91, 1, 1)
@@ -148,7 +148,7 @@ CLAIMS: dict[str, tuple[tuple[int, int], bool]] = {
 
 
 @pytest.mark.parametrize("name", CLAIMS)
-def test_rows_are_claimed_head_by_head(name) -> None:
+def test_rows_are_claimed_per_head(name) -> None:
     wanted, granted = CLAIMS[name]
     one, other = Somebody(), Somebody()
     owners = StorageOwners(one, (4, 4))

@@ -76,7 +76,7 @@ def originals() -> Tensor:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("coder", STEP_CODERS)
-def test_a_tiny_step_holds_what_exact_storage_holds(coder) -> None:
+def test_tiny_step_equals_exact_storage(coder) -> None:
     store = coded(coder)
     assert store.lengths == (9, 5)
     assert store.full_precision_lengths == (2, 1)
@@ -109,7 +109,7 @@ def components_by_loop(store: TransformLayer) -> list[list[float]]:
 
 @pytest.mark.parametrize("coder", STEP_CODERS)
 @pytest.mark.parametrize("mean", MeanSource)
-def test_what_is_held_is_that_of_the_loop(coder, mean) -> None:
+def test_decoded_entries_equal_their_reference(coder, mean) -> None:
     store, step = coded(coder, step=0.3, mean=mean), 0.3
     batch, plain = store.tier.batch(), components_by_loop(store)
     for head in range(LAYER.kv_heads):
@@ -125,7 +125,7 @@ def test_what_is_held_is_that_of_the_loop(coder, mean) -> None:
             torch.testing.assert_close(got, torch.tensor(expected), rtol=0, atol=1e-4)
 
 
-def test_entries_that_are_coded_again_with_their_step_keep_their_means() -> None:
+def test_entries_reencoded_with_the_same_step_keep_their_means() -> None:
     store = coded(step=0.3)
     batch = store.tier.batch()
     again = store.tier.encoded(batch.select(torch.arange(3)), 0.3)
@@ -134,7 +134,7 @@ def test_entries_that_are_coded_again_with_their_step_keep_their_means() -> None
     assert not torch.equal(coarser.means.numbers, store.tier.means.numbers)
 
 
-def test_caches_that_were_saved_without_means_have_none() -> None:
+def test_state_without_means_is_restored_without_means() -> None:
     store = coded(step=0.3, mean=MeanSource.MODEL)
     state = store.state()
     spec = text_of(state[SPEC_KEY]).replace(', "mean": "model"', "")
@@ -147,7 +147,7 @@ def test_caches_that_were_saved_without_means_have_none() -> None:
 
 @pytest.mark.parametrize("coder", STEP_CODERS)
 @pytest.mark.parametrize("queries", [1, 20])
-def test_attention_decodes_what_entries_show(coder, queries) -> None:
+def test_attention_equals_that_over_decoded_entries(coder, queries) -> None:
     store, new = coded(coder, step=0.5), draw(LAYER, queries, 12)
     columns = {LOG_COUNT: torch.arange(14.0) / 5}
     store.write_columns(columns)
@@ -165,7 +165,7 @@ def test_attention_decodes_what_entries_show(coder, queries) -> None:
             assert_close(out[query_head, place], torch.tensor(expected))
 
 
-def test_a_head_without_entries_takes_no_part() -> None:
+def test_head_without_entries_has_zero_output() -> None:
     store, new = a_transform_layer(LAYER, step=0.1), draw(LAYER, 6)
     store.append(new.keys, new.values, new.positions)
     plan = a_plan([[1, 2, 3], []], store.lengths)
@@ -175,7 +175,7 @@ def test_a_head_without_entries_takes_no_part() -> None:
 
 
 @pytest.mark.parametrize("coder", STEP_CODERS)
-def test_components_far_beyond_their_deviation_survive(coder) -> None:
+def test_outlier_components_are_kept(coder) -> None:
     store, new = a_transform_layer(LAYER, coder=coder, step=0.01), draw(LAYER, 4)
     values = new.values.clone()
     values[0, 1, 3], values[1, 2, 0] = 3e5, -2e4
@@ -187,7 +187,7 @@ def test_components_far_beyond_their_deviation_survive(coder) -> None:
     assert float(held.head_values(1)[2, 0]) == pytest.approx(-2e4, rel=1e-5)
 
 
-def test_what_is_not_finite_is_refused() -> None:
+def test_non_finite_entries_are_refused() -> None:
     store, new = a_transform_layer(LAYER), draw(LAYER, 4)
     values = new.values.clone()
     values[0, 1, 3] = math.inf
@@ -215,7 +215,7 @@ def test_bytes_are_those_of_index_payload_and_exact_entries(coder) -> None:
 
 
 @pytest.mark.parametrize("coder", STEP_CODERS)
-def test_blocks_lie_behind_all_blocks_before_them(coder) -> None:
+def test_block_offsets_are_cumulative(coder) -> None:
     tier = coded(coder, step=0.5).tier
     rows = tier.index.tolist()
     assert len(tier.blocks) == len(rows) > 2
@@ -226,7 +226,7 @@ def test_blocks_lie_behind_all_blocks_before_them(coder) -> None:
         assert block.entries == slice(entry, entry + rows[place][1])
 
 
-def test_saving_then_continuing_both() -> None:
+def test_restored_copy_continues_identically() -> None:
     store = coded(step=0.5)
     back = TransformLayer.restore(LAYER, store.state())
     assert same_bits(store.state(), back.state())
@@ -239,7 +239,7 @@ def test_saving_then_continuing_both() -> None:
     assert same_bits(store.fork().state(), back.state())
 
 
-def test_a_calibration_made_anew_does_not_open_what_another_coded() -> None:
+def test_state_of_another_calibration_is_refused() -> None:
     state = coded().state()
     from safetensors.torch import save_file
 
@@ -252,7 +252,7 @@ def test_a_calibration_made_anew_does_not_open_what_another_coded() -> None:
         TransformLayer.restore(LAYER, state)
 
 
-def test_words_of_an_earlier_coder_are_refused() -> None:
+def test_state_of_an_earlier_coder_is_refused() -> None:
     state = coded().state()
     _, _, former = text_of(state[SPEC_KEY]).partition(" ")
     with pytest.raises(CacheError, match="earlier version"):
@@ -326,7 +326,7 @@ def test_truncating_and_dropping_keep_the_codes_of_the_others() -> None:
     assert torch.equal(numbers(store), before[stays])
 
 
-def test_a_coarser_tier_is_taken_and_a_finer_one_is_not() -> None:
+def test_grades_only_become_coarser() -> None:
     store = coded(step=0.5)
     kept = torch.arange(14)
     wanted = torch.tensor([0, 5, 5, 1, 1, 5, 1, 5, 0, 1, 1, 0, 1, 1], dtype=torch.int8)
@@ -335,7 +335,7 @@ def test_a_coarser_tier_is_taken_and_a_finer_one_is_not() -> None:
     assert store.entries().grades.tolist() == torch.maximum(former, wanted).tolist()
 
 
-def test_merges_go_into_decoded_entries() -> None:
+def test_merges_apply_to_decoded_entries() -> None:
     store = coded(step=0.1)
     held = numbers(store)
     one = torch.tensor([1, 1]), torch.tensor([3, 0])  # a coded target, and an exact one
@@ -372,7 +372,7 @@ def test_generated_entries_are_coded_when_a_block_is_full() -> None:
     assert held.lengths == (9, 5)
 
 
-def test_tiers_by_importance_are_those_of_the_loop() -> None:
+def test_tiers_by_importance_equal_their_reference() -> None:
     scores = torch.tensor([0.0, 1e-6, 0.1, 0.24, 0.3, 0.5, 1.0, 2.2, 5.0, 90.0])
     tiers = tiers_of(scores.log2(), scores.log2().median())
     median = float(scores.median())
@@ -415,7 +415,7 @@ def test_tiers_are_decided_over_all_layers() -> None:
         assert {*torch.cat([p.grades for p in fitted_layers(1000, given)]).tolist()} == {3}
 
 
-def test_logarithms_have_the_tiers_of_their_weights() -> None:
+def test_log_weights_have_the_tiers_of_their_weights() -> None:
     given = [torch.logspace(-6, 3, 24), torch.logspace(2, -1, 24)]
     weights = fitted_layers(1000, given)
     logs = [scores.log() for scores in given]
@@ -426,7 +426,7 @@ def test_logarithms_have_the_tiers_of_their_weights() -> None:
     assert {*fitted_layers(1000, logs)[0].grades.tolist()} == {3}
 
 
-def test_bytes_that_nothing_fits_are_refused_and_columns_are_counted() -> None:
+def test_insufficient_byte_budget_is_refused() -> None:
     ones = [torch.ones(24)] * 2
     with pytest.raises(BudgetError, match="at least .* bytes, but the budget allows 60: raise"):
         fitted_layers(30, ones)
@@ -440,7 +440,9 @@ def test_bytes_that_nothing_fits_are_refused_and_columns_are_counted() -> None:
 
 @pytest.mark.parametrize("coder", STEP_CODERS)
 @pytest.mark.parametrize(("share", "held_bytes"), [(0.1, 1 << 26), (0.3, 1 << 26), (0.3, 1)])
-def test_one_step_fills_the_bytes_of_all_layers(coder, share, held_bytes, monkeypatch) -> None:
+def test_one_step_size_fills_the_byte_budget_of_all_layers(
+    coder, share, held_bytes, monkeypatch
+) -> None:
     """With one byte for components, those of the second layer are computed anew for every step."""
     monkeypatch.setattr("larder.cache.forms._transform_fit.HELD_BYTES", held_bytes)
     layers = [replace(LAYER, index=index) for index in range(2)]

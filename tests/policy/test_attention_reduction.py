@@ -67,7 +67,7 @@ def streamed(aggregation: Any, rows: Tensor, chunk: int) -> Tensor:
     heads=st.integers(1, 3),
     seed=st.integers(0, 9),
 )
-def test_an_aggregation_equals_its_loop_in_chunks_of_any_size(
+def test_aggregation_equals_its_reference_for_any_chunk_size(
     aggregation, loop_of, queries, entries, heads, seed
 ) -> None:
     rows = some_weights(queries, entries, heads, seed)
@@ -89,9 +89,7 @@ def test_without_queries_an_aggregation_is_0(aggregation) -> None:
     group=st.integers(1, 3),
     seed=st.integers(0, 5),
 )
-def test_a_head_rule_equals_its_loop_on_heads_of_any_length(
-    heads, loop_of, held, group, seed
-) -> None:
+def test_head_rule_equals_its_reference(heads, loop_of, held, group, seed) -> None:
     layer, places = a_layer(len(held), group), [sorted(head) for head in held]
     source = torch.Generator().manual_seed(seed)
     statistics = [torch.rand(group, len(head), generator=source) for head in places]
@@ -148,7 +146,9 @@ def row_of(
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_joining_equals_the_loops_on_uneven_heads(aggregation, heads, loop_of, causal) -> None:
+def test_reduction_equals_its_reference_on_uneven_heads(
+    aggregation, heads, loop_of, causal
+) -> None:
     observation, joining = view(), AttentionReduction(aggregation, heads)
     positions = observation.query_positions if causal else None
     got = joining.reduce(
@@ -157,7 +157,7 @@ def test_joining_equals_the_loops_on_uneven_heads(aggregation, heads, loop_of, c
     assert_equal(got, looped(joining, observation, causal, loop_of))
 
 
-def test_queries_that_see_nothing_and_heads_that_hold_nothing(aggregation, heads, loop_of) -> None:
+def test_reduction_of_blind_queries_and_empty_heads(aggregation, heads, loop_of) -> None:
     observation = view(heads=[[], [5, 6, 7], [0, 1, 2, 6, 7]])
     joining = AttentionReduction(aggregation, heads)
     assert int(observation.query_positions[0]) == 5
@@ -168,7 +168,7 @@ def test_queries_that_see_nothing_and_heads_that_hold_nothing(aggregation, heads
     assert_equal(got, looped(joining, early, True, loop_of))
 
 
-def test_no_head_has_the_weights_of_all_its_queries_at_once(aggregation, heads) -> None:
+def test_attention_weights_are_streamed_in_chunks(aggregation, heads) -> None:
     queries, entries, group = 8 * CHUNK, 32, 2
     observation = view(group, [list(range(600 - entries, 600))] * 2, queries)
     with LargestTensor() as largest:
@@ -178,7 +178,7 @@ def test_no_head_has_the_weights_of_all_its_queries_at_once(aggregation, heads) 
     assert 2 * group * CHUNK * entries <= largest.numbers < group * queries * entries
 
 
-def test_what_is_looked_at_is_not_written_to(aggregation, heads) -> None:
+def test_observation_is_not_modified(aggregation, heads) -> None:
     observation = view()
     tensors = (
         observation.queries,
@@ -216,7 +216,7 @@ def test_the_order_of_kv_heads_does_not_matter(aggregation, heads) -> None:
     assert_equal(got, [straight[head].tolist() for head in order])
 
 
-def test_half_precision_is_joined_in_float32(aggregation, heads) -> None:
+def test_half_precision_is_reduced_in_float32(aggregation, heads) -> None:
     observation, joining = view(), AttentionReduction(aggregation, heads)
     keys, queries = observation.entries.keys.bfloat16(), observation.queries.bfloat16()
     low = joining.reduce(
@@ -229,7 +229,7 @@ def test_half_precision_is_joined_in_float32(aggregation, heads) -> None:
     assert_equal(low, [head.tolist() for head in wide])
 
 
-def test_small_variance_about_a_large_mean_is_not_lost() -> None:
+def test_small_variance_around_a_large_mean_is_accurate() -> None:
     noise = torch.randn(1, 64, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     rows = (0.9 + 1e-4 * noise).float()
     gamma = 1e9
@@ -254,14 +254,14 @@ def test_special_cases_of_one_aggregation_are_another() -> None:
     assert (lifted > risk[0]).any()
 
 
-def test_queries_that_tell_nothing_apart_give_1_however_many_keys_they_see() -> None:
+def test_scaled_mean_of_uniform_attention_is_one() -> None:
     rows = torch.tensor([[[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25, 0.25, 0.25, 0.25]]])
     assert streamed(ScaledMean(), rows[:, 2:], 1).tolist() == [[1.0, 1.0, 1.0, 1.0]]
     assert streamed(ScaledMean(), rows[:, :2], 1).tolist() == [[1.0, 0.5, 0.0, 0.0]]
     assert streamed(Mean(), rows[:, :2], 1).tolist() == [[0.75, 0.25, 0.0, 0.0]]
 
 
-def test_the_newest_token_is_scaled_by_the_entries_of_its_own_head() -> None:
+def test_newest_token_is_scaled_per_head() -> None:
     # What attention left behind of one query holds all heads: 2 entries here, 8 there.
     observation = view(1, [[0, 1], list(range(8))], 1)
     observation = replace(observation, queries=torch.zeros_like(observation.queries))
@@ -291,7 +291,7 @@ def test_all_heads_of_a_layer_keep_the_same_entries() -> None:
     assert kept["group_mean()"][0] != kept["group_mean()"][1]
 
 
-def test_positions_are_matched_where_heads_hold_different_entries() -> None:
+def test_heads_are_matched_by_position() -> None:
     layer = a_layer(2, 1)
     observation = a_view(layer, [[0, 3, 7], [3, 9]])
     statistics = [torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[6.0, 5.0]])]
@@ -299,7 +299,7 @@ def test_positions_are_matched_where_heads_hold_different_entries() -> None:
     assert [head.tolist() for head in joined] == [[1.0, 4.0, 3.0], [4.0, 5.0]]
 
 
-def test_heads_that_hold_the_same_and_heads_that_do_not_are_joined_alike() -> None:
+def test_equal_and_uneven_heads_are_reduced_alike() -> None:
     layer = a_layer(3, 2)
     whole = [0, 3, 7, 9]
     for held in ([whole] * 3, [whole, whole, [0, 3, 7, 8]], [whole, whole, [0, 3]], [[]] * 3):
@@ -335,9 +335,9 @@ def frozen_and_cited(part: Any) -> None:
     assert PAPER.search(module.__doc__), module.__name__
 
 
-def test_an_aggregation_is_frozen_and_names_its_paper(aggregation) -> None:
+def test_aggregation_is_frozen_and_cited(aggregation) -> None:
     frozen_and_cited(aggregation)
 
 
-def test_a_head_rule_is_frozen_and_names_its_paper(heads) -> None:
+def test_head_rule_is_frozen_and_cited(heads) -> None:
     frozen_and_cited(heads)

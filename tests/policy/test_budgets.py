@@ -83,7 +83,7 @@ def kept_per_head(plan: Any, lengths: tuple[int, ...]) -> list[list[int]]:
 
 
 @given(case=CASES)
-def test_a_budget_equals_its_loop_and_keeps_its_promises(budget, loop_of, case) -> None:
+def test_budget_equals_its_reference(budget, loop_of, case) -> None:
     ready, quotas = ready_of(case)
     before = {i: (s.scores.clone(), s.protected.clone()) for i, s in ready.items()}
     plans = chosen(budget, ready, quotas)
@@ -236,7 +236,7 @@ def test_without_a_floor_a_sharper_alpha_is_another_split() -> None:
     assert splits[0] != splits[1]
 
 
-def test_draws_follow_the_softmax_of_the_scores() -> None:
+def test_sampling_follows_the_softmax_of_the_scores() -> None:
     """One entry is safe and one of three others is drawn; chi-square with two degrees."""
     scores, rounds = torch.tensor([9.0, 0.0, 1.0, 2.0]), 2000
     scored = LayerScores(scores, torch.zeros(4, dtype=torch.bool), (4,))
@@ -249,7 +249,7 @@ def test_draws_follow_the_softmax_of_the_scores() -> None:
     assert float(((counts[1:] - expected) ** 2 / expected).sum()) < 13.8  # 1 in 1,000 by chance
 
 
-def test_nacls_hand_values_of_32_000_tokens() -> None:
+def test_nacl_hand_values_of_32_000_tokens() -> None:
     """256 sinks, 64 latest and the best 3,840 stay; 2,240 of the others are drawn: 6,400."""
     scores = torch.linspace(1, 0, 32_000)
     protected = torch.zeros(32_000, dtype=torch.bool)
@@ -264,7 +264,7 @@ def test_nacls_hand_values_of_32_000_tokens() -> None:
     assert len(drawn) == 2_240 and int(drawn.max()) > 20_000
 
 
-def test_without_a_share_nothing_is_drawn() -> None:
+def test_zero_share_samples_nothing() -> None:
     lengths = (5, 9, 3)
     scores = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(2))
     scored = LayerScores(scores, torch.zeros(len(scores), dtype=torch.bool), lengths)
@@ -291,7 +291,7 @@ def test_alphas_out_of_range_are_refused(alpha) -> None:
         Sensitivity(alpha=alpha)
 
 
-def test_a_budget_is_frozen_and_names_its_paper(budget) -> None:
+def test_budget_is_frozen_and_cited(budget) -> None:
     for field in fields(budget):
         with pytest.raises(FrozenInstanceError):
             setattr(budget, field.name, None)

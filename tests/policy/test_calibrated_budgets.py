@@ -39,7 +39,7 @@ def lengths(budget: object, scored: LayerScores, tokens: int) -> tuple[int, ...]
 LONG = [float(20 - at) for at in range(20)]
 
 
-def test_headkv_gives_every_head_a_base_and_shares_the_rest() -> None:
+def test_headkv_splits_a_base_and_a_shared_pool() -> None:
     calibration = {"reasoning": (0.0, 0.0, 0.1, 0.3)}
     half = HeadKV(beta=2.0)
     assert half.layer_tokens(100, 2, 0, 1000, calibration) == (50, 150)
@@ -57,7 +57,7 @@ def test_headkv_gives_every_head_a_base_and_shares_the_rest() -> None:
     assert lengths(half, judged(LONG[:3], LONG, weights=(0.9, 0.1)), 8) == (3, 13)
 
 
-def test_headkv_rounds_its_pool_down_and_names_what_it_measures() -> None:
+def test_headkv_rounds_its_pool_down() -> None:
     # 96 beside 32 that are protected: a pool of 80 for each, and 16 of its own; 90 // 1.2 is 75.
     calibration = {"reasoning": (0.0, 0.0, 1.0, 1.0), "retrieval": (1.0, 1.0, 0.0, 0.0)}
     assert HeadKV().layer_tokens(128, 2, 32, 4000, calibration) == (32 + 16, 32 + 16 + 160)
@@ -79,7 +79,7 @@ def test_headkv_has_the_same_base_in_layers_of_any_size() -> None:
     assert plans[1].lengths == (6, 18)
 
 
-def test_retrieval_heads_have_what_streaming_heads_leave() -> None:
+def test_retrieval_heads_get_the_remaining_budget() -> None:
     part = RetrievalHeads(share=0.25, trial=Trial.PASSKEYS)
     calibration = {"streaming_error": (0.1, 0.2, 0.9, 0.3)}
     assert part.head_weights(calibration) == (0.0, 0.0, 1.0, 0.0)
@@ -92,7 +92,7 @@ def test_retrieval_heads_have_what_streaming_heads_leave() -> None:
     assert lengths(part, two, 9) == (12, 3, 12)
 
 
-def test_repeats_choose_echo_and_induction_heads() -> None:
+def test_repeat_trial_selects_echo_and_induction_heads() -> None:
     echo = tuple(float(head == 7) for head in range(20))
     induction = tuple(float(head in (2, 3)) - head / 100 for head in range(20))
     part = RetrievalHeads()
@@ -102,7 +102,7 @@ def test_repeats_choose_echo_and_induction_heads() -> None:
     assert RetrievalHeads(trial=Trial.PASSKEYS).required_calibrations() == {"streaming_error"}
 
 
-def test_trained_gates_choose_heads_by_quantile() -> None:
+def test_trained_gates_select_heads_by_quantile() -> None:
     part = RetrievalHeads(share=0.5, trial=Trial.GATES)
     assert part.required_calibrations() == {"duo_attention"}
     gates = {"duo_attention": (1.0, 0.1, 0.0, 0.3)}
@@ -141,7 +141,7 @@ def test_layers_share_by_error_over_a_least_number() -> None:
     assert capped.layer_tokens(100, 3, 0, 1000, calibration) == (60, 120, 120)
 
 
-def test_rows_of_all_layers_compete() -> None:
+def test_composite_rows_compete_over_all_layers() -> None:
     first = judged([9.0, 1.0, 0.0], [5.0, 4.0, 0.0])  # rows 7, 2.5, 0
     second = judged([3.0, 2.9, 2.8], [3.1, 3.0, 2.0])  # rows 3.05, 2.95, 2.4
     plans = Composite().choose({0: first, 1: second}, {0: 2, 1: 2})
@@ -154,13 +154,13 @@ def test_rows_of_all_layers_compete() -> None:
     assert [plans[index].lengths for index in (0, 1)] == [(20,), (4,)]
 
 
-def test_a_row_is_worth_no_more_than_the_one_before() -> None:
+def test_composite_rows_are_non_increasing() -> None:
     uneven = judged([0.1], [0.1], [5.0, 4.9])  # rows 1.73 and 4.9, which counts as 1.73
     plans = Composite().choose({0: uneven, 1: judged([3.0, 2.0])}, {0: 1, 1: 1})
     assert [plans[index].lengths for index in (0, 1)] == [(0, 0, 0), (2,)]
 
 
-def test_the_best_retrieval_heads_speak_for_the_layer() -> None:
+def test_layer_score_is_that_of_the_best_retrieval_heads() -> None:
     layer = a_layer(2, 2)
     observation = a_view(layer, [[0, 3], [3, 9]])
     statistics = [torch.tensor([[1.0, 2.0], [3.0, 5.0]]), torch.tensor([[6.0, 5.0], [8.0, 7.0]])]
@@ -174,7 +174,7 @@ def test_the_best_retrieval_heads_speak_for_the_layer() -> None:
         Retrieval().join(statistics, few.entries, few)
 
 
-def test_the_layers_opinion_is_added_to_a_heads_own() -> None:
+def test_layer_score_is_added_to_head_scores() -> None:
     layer = a_layer(2, 1)
     observation = a_view(layer, [[0, 3], [3, 9]])
     statistics = [torch.tensor([[1.0, 2.0]]), torch.tensor([[6.0, 5.0]])]

@@ -31,7 +31,7 @@ def settled(part: Cam, kept: list[int], entries: Entries, phase: Phase = Phase.D
     return part.compensate(a_plan([kept], (count,)), entries, scored)
 
 
-def test_cam_by_hand() -> None:
+def test_cam_hand_values() -> None:
     # 1 joins 2 and 4 with .2 / mean(.2, .8, .2) = .5, 3 joins 4 and 5 with .9 / .5 (clamped to 1),
     # and after 6 nothing follows.
     entries = line([0, 1, 2, 3, 4, 5, 6], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], [1] * 7)
@@ -46,13 +46,13 @@ def test_cam_by_hand() -> None:
     assert numbers(plan, entries)[1] == pytest.approx([10.0, 30 + 10.0, 60 + 10.0 + 40.0 + 50.0])
 
 
-def test_what_leaves_while_a_context_is_read_is_dropped() -> None:
+def test_cam_drops_entries_during_prefill() -> None:
     entries = looked_at(line([0, 1, 2], [1.0, 2.0, 3.0], [1] * 3), [1.0, 1.0, 1.0])
     plan = settled(Cam(), [0, 2], entries, Phase.PREFILL)
     assert not len(plan.folds) and not plan.columns
 
 
-def test_cam_gives_back_what_the_weighted_sum_loses() -> None:
+def test_cam_preserves_the_weighted_sum() -> None:
     source = torch.Generator().manual_seed(6)
     values, weights = torch.randn(12, 8, generator=source), torch.rand(12, generator=source)
     weights[3] *= 0.1  # less than those that follow: its share is not clamped
@@ -67,14 +67,14 @@ def test_cam_gives_back_what_the_weighted_sum_loses() -> None:
     torch.testing.assert_close(weights[kept] @ now[kept], weights @ values)
 
 
-def test_cam_without_weights_around() -> None:
+def test_cam_with_zero_weights() -> None:
     entries = line([0, 1, 2], [1.0, 2.0, 3.0], [1] * 3)
     for weights, expected in ([0.0, 0.0, 0.0], 30.0), ([0.0, 0.5, 0.0], 50.0):
         held = looked_at(entries, weights)
         assert numbers(settled(Cam(), [0, 2], held), held)[1] == pytest.approx([10.0, expected])
 
 
-def test_a_value_that_others_joined_is_handed_on_as_a_single_one() -> None:
+def test_cam_merges_a_merged_value_as_a_single_one() -> None:
     entries = looked_at(line([0, 1, 2], [1.0, 2.0, 3.0], [1] * 3), [1.0] * 3, [0.0, 0.6, 0.1])
     plan = settled(Cam(), [0, 2], entries)
     assert numbers(plan, entries)[1] == pytest.approx([10.0, 30 + 20 / 1.6])
@@ -92,7 +92,7 @@ def test_sampled_cam_is_expected_cam_on_average() -> None:
     assert numbers(again, entries)[1][1] == joined[3]
 
 
-def test_draws_are_even_over_positions_and_differ_between_heads() -> None:
+def test_cam_samples_are_uniform_and_differ_between_heads() -> None:
     places = torch.arange(0, 1000, dtype=torch.int32).repeat(2)
     columns = {"newest": torch.full((2000,), 0.25), "joined": torch.zeros(2000)}
     columns["newest"][999::1000] = 1.0
@@ -110,7 +110,7 @@ def test_draws_are_even_over_positions_and_differ_between_heads() -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("merge", Merge)
-def test_values_do_not_grow_however_long_the_text(merge: Merge) -> None:
+def test_cam_values_stay_bounded(merge: Merge) -> None:
     """Even attention and equal values: what joins is as large as can be."""
     layer, part, held = a_layer(1, 1), Cam(window=8, merge=merge), 24
     ledger = Ledger(columns=("joined", "newest"))

@@ -54,13 +54,13 @@ def pairs(plan: Plan) -> dict[int, int]:
         (Chelsea(8), 6, {0: 5, 2: 1}),
     ],
 )
-def test_matches_by_hand(part, tokens, expected) -> None:
+def test_matching_hand_values(part, tokens, expected) -> None:
     plan = settled(part, turned(DEGREES), list(range(tokens)))
     assert pairs(plan) == expected and plan.lengths == (tokens,)
     assert plan.kept.tolist() == [s for s in range(8) if s not in expected]
 
 
-def test_the_matching_decides_what_goes_whatever_the_scores() -> None:
+def test_matching_selects_evictions_instead_of_scores() -> None:
     degrees = [0.0, 90.0, 200.0, 201.0]  # of four, the last two are nearly one
     for kept in ([0, 1, 2], [1, 2, 3], [0, 2, 3]):
         plan = settled(Chelsea(4), turned(degrees), kept)
@@ -76,7 +76,7 @@ def test_identical_pairs_merge_first() -> None:
     torch.testing.assert_close(merged.keys, entries.keys[[3, 7]])  # the mean of a key and itself
 
 
-def test_what_is_protected_takes_no_part() -> None:
+def test_protected_entries_are_not_matched() -> None:
     entries = turned([0.0, 0.0, 90.0, 91.0, 180.0, 180.0])
     plan = settled(Chelsea(6), entries, [0, 1, 2, 4, 5], spared=(0, 1, 4, 5))
     assert plan.kept.tolist() == [0, 1, 3, 4, 5] and pairs(plan) == {2: 3}
@@ -85,7 +85,7 @@ def test_what_is_protected_takes_no_part() -> None:
     assert plan.kept.tolist() == [0, 1, 4, 5] and not len(plan.folds)
 
 
-def test_chunks_are_cut_anew_of_what_is_left() -> None:
+def test_chunks_are_formed_again_from_remaining_entries() -> None:
     # Chunks {0, 1}, {2, 3}: both merge, and of what is left 1 and 3 make a chunk.
     plan = settled(Chelsea(2), turned([0.0, 1.0, 90.0, 91.0]), [0])
     assert plan.kept.tolist() == [3] and pairs(plan) == {0: 3, 1: 3, 2: 3}
@@ -99,7 +99,7 @@ def test_a_chunk_ends_with_its_head() -> None:
     assert plan.kept.tolist() == [0, 1, 3, 4, 5] and pairs(plan) == {2: 1}
 
 
-def test_counts_by_hand() -> None:
+def test_merged_counts_hand_values() -> None:
     # (4 * 1 + 1 * 6) / 5 and (2 * 3 + 9) / 3; all keys point the same way.
     entries = line([0, 1, 2, 3], [1.0, 6.0, 3.0, 9.0], [4, 1, 2, 1])
     keys, values, counts = numbers(settled(Chelsea(2), entries, [0, 3]), entries)
@@ -110,13 +110,13 @@ def test_counts_by_hand() -> None:
     assert keys == pytest.approx([25 / 8]) and counts == pytest.approx([8])
 
 
-def test_matches_sought_a_few_at_a_time_are_the_same(monkeypatch) -> None:
+def test_matching_in_chunks_is_the_same(monkeypatch) -> None:
     whole = settled(Chelsea(4), turned(DEGREES), [0, 1, 2])
     monkeypatch.setattr(f"{Chelsea.__module__}.ROWS", 4)
     assert pairs(settled(Chelsea(4), turned(DEGREES), [0, 1, 2])) == pairs(whole)
 
 
-def test_the_preset_asks_no_attention_and_clusters_what_is_generated() -> None:
+def test_preset_needs_no_attention_and_clusters_generated_tokens() -> None:
     preset = Policy.parse("chelsea")
     assert preset.scorer.default_reduction() is None
     assert preset.timing.excess() == preset.compensation.chunk - 1

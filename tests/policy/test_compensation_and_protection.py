@@ -92,7 +92,7 @@ def flat(outcome: Outcome) -> list[float]:
 
 
 @pytest.mark.parametrize("case, phase, remembered", JUDGED)
-def test_a_compensation_equals_its_loop(compensation, loop_of, case, phase, remembered) -> None:
+def test_compensation_equals_its_reference(compensation, loop_of, case, phase, remembered) -> None:
     entries, scored = judged(compensation, case, phase, remembered)
     plan = a_plan(CASES[case][1], entries.lengths)
     before = [plan.kept.clone(), entries.keys.clone(), entries.values.clone()]

@@ -151,7 +151,7 @@ def talk() -> Conversation:
 @pytest.mark.slow
 @pytest.mark.usefixtures("measured_once")
 @pytest.mark.parametrize("name", COMPOSITIONS)
-def test_it_answers_within_its_bytes(
+def test_composition_answers_within_its_bytes(
     name: str, full: Engine, talk: Conversation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = full.under(COMPOSITIONS[name], TOKENS)
@@ -180,9 +180,7 @@ def test_it_answers_within_its_bytes(
 @pytest.mark.slow
 @pytest.mark.usefixtures("measured_once")
 @pytest.mark.parametrize("name", NOT_ENTRIES_ALONE)
-def test_a_budget_in_bytes_counts_all_that_is_held(
-    name: str, full: Engine, talk: Conversation
-) -> None:
+def test_byte_budget_counts_all_held_bytes(name: str, full: Engine, talk: Conversation) -> None:
     engine = full.under(COMPOSITIONS[name], f"{BYTES >> 10}KiB")
     memory = engine.read(talk, {"question": talk.questions[0].question})
     for each in talk.questions[:2]:
@@ -197,9 +195,7 @@ def test_a_budget_in_bytes_counts_all_that_is_held(
         ("blended() > fastgen() > recovery()", r"observes every token.*take a scorer"),
     ],
 )
-def test_contexts_that_a_part_cannot_take_are_refused(
-    full: Engine, sentence: str, told: str
-) -> None:
+def test_contexts_unsupported_by_a_part_are_refused(full: Engine, sentence: str, told: str) -> None:
     with pytest.raises(UsageError, match=told):
         full.under(sentence, TOKENS).read(contexts=["My cat is called Mira."] * 2)
 
@@ -223,7 +219,7 @@ def dense_bytes(cache: SequenceCache) -> int:
 
 
 @pytest.mark.parametrize("sentence", REFUSED)
-def test_a_refusal_says_what_else_to_take(sentence: str) -> None:
+def test_refused_composition_names_the_way_out(sentence: str) -> None:
     with pytest.raises(SpellingError) as refused:
         Policy.parse(sentence)
     assert REFUSED[sentence] in str(refused.value)

@@ -60,7 +60,7 @@ def test_layers_share_one_pool_exactly(spreads, heads, same, tokens, held, rule,
     assert shares == pytest.approx([kept / tokens for kept in got])
 
 
-def test_shares_by_hand() -> None:
+def test_layer_shares_hand_values() -> None:
     ready = layers_of([1, 1, 1], 1000)
     spreads = (math.exp(1.0), math.exp(2.0), math.exp(3.0))
     ready = {i: replace(s, measure=(spreads[i],)) for i, s in ready.items()}
@@ -82,7 +82,7 @@ def test_shares_by_hand() -> None:
     assert shares(InverseVariance(temperature=1e6)) == [100, 100, 100]
 
 
-def test_the_code_keeps_the_ends_whole_as_far_as_there_is_room() -> None:
+def test_code_variant_keeps_end_layers_whole_within_the_budget() -> None:
     ready = layers_of([1] * 5, 100)
     ready = {i: replace(s, measure=(1.0,)) for i, s in ready.items()}
     part = InverseVariance(variant=Variant.CODE)
@@ -92,7 +92,7 @@ def test_the_code_keeps_the_ends_whole_as_far_as_there_is_room() -> None:
     assert [plans[i].lengths[0] for i in range(5)] == [100, 52, 16, 16, 16]
 
 
-def test_a_measure_is_the_variance_of_what_entries_received() -> None:
+def test_measure_is_the_variance_of_received_attention() -> None:
     observation = a_view(a_layer(2, 1), [range(5), range(3)], 2)
     heads = torch.split(observation.entries.column("mass"), [5, 3])
     variances = [float(((h - h.mean()) ** 2).sum() / (len(h) - 1)) for h in heads]
@@ -105,7 +105,7 @@ def test_a_measure_is_the_variance_of_what_entries_received() -> None:
     assert InverseVariance().measure(later, torch.zeros(8)) == ()
 
 
-def test_larder_measures_neither_sinks_nor_age() -> None:
+def test_larder_variant_ignores_sinks_and_age() -> None:
     """A strong sink and many queries made a layer look sparse, whatever lies between."""
     observation, source = a_view(a_layer(1, 1), [range(50)], 2), torch.Generator().manual_seed(2)
     rows = observation.entries.rows(0)
@@ -129,7 +129,7 @@ def test_larder_measures_neither_sinks_nor_age() -> None:
 
 
 @pytest.mark.parametrize("kv_heads, group", [(1, 3), (2, 2), (1, 1)])
-def test_the_code_scales_variances_over_query_heads(kv_heads, group) -> None:
+def test_code_variant_scales_variances_over_query_heads(kv_heads, group) -> None:
     """Two kv heads alone always come to .5, and one to 0, whatever their attention is."""
     observation = a_view(a_layer(kv_heads, group), [range(9)] * kv_heads, 4)
     queries, positions = observation.queries, observation.query_positions
@@ -147,7 +147,7 @@ def test_the_code_scales_variances_over_query_heads(kv_heads, group) -> None:
     assert got == pytest.approx(sum(scaled) / len(scaled), abs=1e-4)
 
 
-def test_three_to_one_is_of_each_layers_own_entries() -> None:
+def test_recent_ratio_applies_to_each_layers_entries() -> None:
     """Recent tokens by the average budget left a layer of 25 entries 4 sinks and 21 recent."""
     source, tokens, length = torch.Generator().manual_seed(1), 85, 300
     planner = Planner(Protect(4, 0.25), ColumnMass(), InverseVariance(), Drop())
@@ -173,7 +173,7 @@ def test_three_to_one_is_of_each_layers_own_entries() -> None:
             assert set(kept.tolist()) == expected
 
 
-def test_while_generating_a_layer_keeps_its_share() -> None:
+def test_layer_keeps_its_share_during_decoding() -> None:
     ready = {
         i: replace(s, scalars={"share": torch.tensor([(10 + i) / 20])}, phase=Phase.DECODE)
         for i, s in layers_of([1, 1], 30).items()
@@ -184,7 +184,7 @@ def test_while_generating_a_layer_keeps_its_share() -> None:
     assert InverseVariance().choose(ready, {0: 40, 1: 40})[1].lengths == (22,)
 
 
-def test_layers_that_share_are_due_when_all_together_are_over() -> None:
+def test_pooled_layers_are_due_by_their_total() -> None:
     assert not InverseVariance().is_plan_due({0: 30, 1: 10}, {0: 20, 1: 20})
     assert InverseVariance().is_plan_due({0: 31, 1: 10}, {0: 20, 1: 20})
 

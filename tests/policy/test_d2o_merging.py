@@ -36,7 +36,7 @@ def two_folded_into_one(tau: float = math.nan) -> Entries:
         (FoldEma(variant=Variant.PAPER, weights=Weights.AVERAGE), (0.9000, 0.1000)),
     ],
 )
-def test_merged_keys_and_values_by_hand(part, expected) -> None:
+def test_merged_keys_and_values_hand_values(part, expected) -> None:
     entries = two_folded_into_one()
     plan = replace(part, threshold=MergeThreshold.NONE).compensate(
         a_plan([[0]], (3,)), entries, judged((3,))
@@ -48,7 +48,7 @@ def test_merged_keys_and_values_by_hand(part, expected) -> None:
     assert float(sums) == pytest.approx(1.0) or part.variant is Variant.CODE and sums < 1
 
 
-def test_larder_leaves_keys_and_counts_attention_by_hand() -> None:
+def test_larder_variant_hand_values() -> None:
     # Per query that could see them 6 / 3, 2 / 2 and 3 / 1: 2, 1 and 3 of 6, three times its own.
     entries = two_folded_into_one()
     part = FoldEma(threshold=MergeThreshold.NONE)
@@ -65,7 +65,7 @@ def attended(keys: Tensor, values: Tensor, logs: Tensor, query: Tensor) -> Tenso
     return (keys @ query + logs).softmax(0) @ values
 
 
-def test_merging_loses_nothing_for_a_query_like_those_before() -> None:
+def test_merge_is_exact_for_a_repeated_query() -> None:
     """Mean keys take the attention of what they replace; keys that stay and count do not."""
     source = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, 12, 8, generator=source)
@@ -90,7 +90,7 @@ def test_merging_loses_nothing_for_a_query_like_those_before() -> None:
     assert float((dropped - whole).norm() / whole.norm()) > 0.2
 
 
-def test_the_threshold_starts_at_the_mean_and_follows_by_the_closed_form() -> None:
+def test_threshold_follows_its_closed_form() -> None:
     likeness = [0.9 / math.hypot(0.9, 0.1), 0.8 / math.hypot(0.8, 0.2)]
     mean, tau = sum(likeness) / 2, math.nan
     for step in range(5):
@@ -107,12 +107,12 @@ def test_the_threshold_starts_at_the_mean_and_follows_by_the_closed_form() -> No
 
 
 @pytest.mark.parametrize("tau, sources", [(0.0, [1, 2, 0]), (math.nan, [1, 0]), (1.2, [])])
-def test_what_is_not_like_enough_is_dropped(tau, sources) -> None:
+def test_entries_below_the_similarity_threshold_are_dropped(tau, sources) -> None:
     plan = FoldEma().compensate(a_plan([[0]], (3,)), two_folded_into_one(tau), judged((3,)))
     assert plan.folds.sources.tolist() == sources
 
 
-def test_the_code_folds_a_rank_in_all_heads_or_in_none() -> None:
+def test_code_variant_merges_a_rank_in_all_heads_or_none() -> None:
     # Rank 0 is .99 and .6 alike, rank 1 .9 and .9: only the means of the ranks decide.
     keys = torch.tensor([[1.0, 0.0]] * 2).repeat_interleave(3, 0)
     for row, u in zip((1, 2, 4, 5), (0.99, 0.9, 0.6, 0.9), strict=True):
@@ -128,7 +128,7 @@ def test_the_code_folds_a_rank_in_all_heads_or_in_none() -> None:
     assert sorted(set(by_rank.folds.sources.tolist()) - {0, 3}) == [2, 5]
 
 
-def test_equal_likenesses_share_one_fate() -> None:
+def test_equal_similarities_are_treated_alike() -> None:
     """Rounding puts the mean of equal numbers above or below them."""
     source = torch.Generator().manual_seed(0)
     for _ in range(20):

@@ -39,7 +39,7 @@ def kept(heads: list[LayerScores], tokens: int) -> list[list[int]]:
     return [plans[i].kept.tolist() for i in ready]
 
 
-def test_a_head_that_special_tokens_recover_leaves_the_rest_to_another() -> None:
+def test_head_recovered_by_special_tokens_leaves_its_budget() -> None:
     easy = judged(SCORES, [0.96, 0.97, 0.98, 0.99, 1.0])
     hard = judged(SCORES, [0.1, 0.2, 0.3, 0.95, 1.0])
     assert kept([easy, hard], 3) == [[0, 1], [0, 1, 2, 3]]
@@ -47,14 +47,14 @@ def test_a_head_that_special_tokens_recover_leaves_the_rest_to_another() -> None
     assert kept([easy, easy], 1) == [[0], [0]]
 
 
-def test_what_is_left_goes_to_the_best_and_protected_entries_stay() -> None:
+def test_remaining_budget_goes_to_the_best_entries() -> None:
     easy = judged(SCORES, [0.96, 0.97, 0.98, 0.99, 1.0], protected=(5,))
     hard = judged(SCORES, [0.1, 0.2, 0.3, 0.95, 1.0])
     assert kept([easy, hard], 3) == [[0, 5], [0, 1, 2, 3]]
     assert kept([easy, hard], 1) == [[0, 5], []]  # not even the first kind fits
 
 
-def test_recovered_is_the_weight_on_what_is_kept_of_the_worst_query_head() -> None:
+def test_recovery_is_that_of_the_worst_query_head() -> None:
     observation = a_view(a_layer(1, 2), [range(8)], 3)
     scores, protected = torch.tensor([4.0, 3, 2, 1, 0, 0, 0, 0]), torch.zeros(8).bool()
     protected[7] = True
@@ -69,7 +69,7 @@ def test_recovered_is_the_weight_on_what_is_kept_of_the_worst_query_head() -> No
     assert shares[4] == 1.0
 
 
-def test_kinds_are_told_by_the_vocabulary() -> None:
+def test_token_kinds_are_read_from_the_vocabulary() -> None:
     observation = a_view(a_layer(2, 1), [range(5), [0, 2, 3, 4]], 3)
     columns = {
         **observation.entries.columns,
@@ -89,7 +89,7 @@ def test_kinds_are_told_by_the_vocabulary() -> None:
         assert column[observation.entries.rows(head)].tolist() == [9.0] * (2 - head) + kinds
 
 
-def test_kinds_stand_in_whole_numbers_of_the_loop() -> None:
+def test_scores_of_token_kinds_equal_their_reference() -> None:
     observation = a_view(a_layer(2, 2), [range(9), range(2, 9)], 3)
     kinds = torch.arange(len(observation.entries.keys)).float() % 4
     observation = replace(
@@ -116,7 +116,7 @@ def lengths(
     return [plans[index].lengths for index in range(len(layers))]
 
 
-def test_the_laziest_layers_keep_the_ends_alone() -> None:
+def test_laziest_layers_keep_sinks_and_recent_only() -> None:
     layers = [layer(0.5), layer(0.9), layer(0.7)]
     assert lengths(layers, 10) == [(10, 10)] * 3
     assert lengths(layers, 8) == [(10, 10), (4, 4), (10, 10)]  # six entries a head must go
@@ -126,7 +126,7 @@ def test_the_laziest_layers_keep_the_ends_alone() -> None:
     assert lengths(layers, 8, threshold=0.6) == [(10, 10), (2, 2), (2, 2)]
 
 
-def test_lazy_is_where_the_latest_query_looks_at_the_ends() -> None:
+def test_laziness_is_the_attention_to_sinks_and_recent() -> None:
     observation = a_view(a_layer(2, 2), [range(7), range(3, 7)], 3)
     protected = torch.tensor([True, *[False] * 5, True, *[False] * 3, True])
     rows = []
@@ -149,6 +149,6 @@ def test_lazy_is_where_the_latest_query_looks_at_the_ends() -> None:
         lambda: LazyLayers(threshold=0.0),
     ],
 )
-def test_parameters(wrong) -> None:
+def test_parameters_out_of_range_are_refused(wrong) -> None:
     with pytest.raises(BadParameter, match="must be"):
         wrong()

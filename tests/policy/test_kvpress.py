@@ -81,12 +81,12 @@ def test_a_press_is_spelled_with_its_parameters() -> None:
 
 
 @pytest.mark.parametrize("press", ["", "1", "A() > B()", "SnapKVPress(8)", "A(x=[1])"])
-def test_what_is_no_press_is_refused(press) -> None:
+def test_invalid_presses_are_refused(press) -> None:
     with pytest.raises(BadParameter, match=r"kvpress\.press"):
         Kvpress(press)
 
 
-def test_what_a_press_asks_to_see() -> None:
+def test_required_inputs_of_presses() -> None:
     asked = {
         press: (part.required_providers(), part.observes_whole_text())
         for press in ("SnapKVPress(window_size=8)", "CompactorPress", "KVzapPress")
@@ -108,7 +108,7 @@ def test_without_the_package_the_extra_is_named(monkeypatch) -> None:
             ask()
 
 
-def test_the_stand_in_turns_queries_as_attention_did() -> None:
+def test_attention_module_rotates_queries_as_the_model() -> None:
     """Turned again, what it projects gives the logits that attention had."""
     observation = whole(group=3)
     standing = AttentionModuleAdapter(observation, [0, 1])
@@ -123,7 +123,7 @@ def test_the_stand_in_turns_queries_as_attention_did() -> None:
     assert torch.equal(standing.rotary_emb(flat, torch.arange(TOKENS)[None])[0], cosine)
 
 
-def test_the_stand_in_counts_on_from_where_the_pass_ends() -> None:
+def test_attention_module_continues_positions() -> None:
     observation = a_view(a_layer(), [list(range(TOKENS))] * 2, 10)
     standing = AttentionModuleAdapter(observation, [0, 1])
     next_of_pass = standing.rotary_emb(observation.queries, torch.tensor([[10]]))
@@ -131,7 +131,7 @@ def test_the_stand_in_counts_on_from_where_the_pass_ends() -> None:
     assert next_of_pass[0][0, 0, :3].tolist() == pytest.approx(angles.cos().tolist(), abs=1e-5)
 
 
-def test_the_stand_in_weighs_by_position_and_count() -> None:
+def test_attention_module_weights_by_position_and_count() -> None:
     observation = whole()
     rows = torch.zeros(len(observation.entries.keys))
     rows[observation.entries.starts[1] + 4] = 50.0
@@ -143,21 +143,21 @@ def test_the_stand_in_weighs_by_position_and_count() -> None:
 
 
 @with_kvpress
-def test_windows_and_sinks_of_a_press_are_kept_from_the_budget() -> None:
+def test_windows_and_sinks_of_a_press_are_protected() -> None:
     assert Kvpress("SnapKVPress(window_size=8)").protected_tokens() == ProtectedTokens(last=8)
     assert Kvpress("CompactorPress").protected_tokens() == ProtectedTokens(8, 4)
     assert Kvpress("ExpectedAttentionPress(n_sink=3)").protected_tokens() == ProtectedTokens(3)
 
 
 @with_kvpress
-def test_keys_alone_are_judged_alike() -> None:
+def test_key_scorers_equal_their_presses() -> None:
     seen = whole()
     torch.testing.assert_close(Kvpress("KnormPress").score(seen), KeyNorm().score(seen))
     torch.testing.assert_close(Kvpress("KeyDiffPress").score(seen), KeyDiff().score(seen))
 
 
 @with_kvpress
-def test_snapkv_without_pooling_is_alike_up_to_a_factor() -> None:
+def test_snapkv_without_pooling_equals_its_press_up_to_a_factor() -> None:
     observation = whole()
     theirs = heads(Kvpress("SnapKVPress(window_size=6, kernel_size=1)").score(observation))
     ours = heads(SnapKV(window=6, kernel=1).score(observation))
@@ -166,14 +166,14 @@ def test_snapkv_without_pooling_is_alike_up_to_a_factor() -> None:
 
 
 @with_kvpress
-def test_snapkv_pools_by_the_mean_there_and_by_the_highest_here() -> None:
+def test_snapkv_pooling_differs_from_its_press() -> None:
     seen = whole()
     theirs = Kvpress("SnapKVPress(window_size=6, kernel_size=5)").score(seen)
     assert kept(theirs, 20) != kept(SnapKV(window=6, kernel=5).score(seen), 20)
 
 
 @with_kvpress
-def test_expected_attention_is_alike() -> None:
+def test_expected_attention_equals_its_press() -> None:
     told = "n_future_positions=9, n_sink=3, epsilon=0.02"
     theirs = heads(Kvpress(f"ExpectedAttentionPress({told})").score(whole()))
     ours = heads(Expected(future=9, sinks=3, epsilon=0.02).score(whole()))
@@ -183,7 +183,7 @@ def test_expected_attention_is_alike() -> None:
 
 @with_kvpress
 @pytest.mark.parametrize("by", list(Leverages))
-def test_curdkv_is_alike(by) -> None:
+def test_curdkv_equals_its_press(by) -> None:
     names = {Leverages.PRODUCT: "kv_product", Leverages.MEAN: "kv_avg"}
     told = names.get(by, by.value.removesuffix("s"))
     theirs = heads(Kvpress(f'CURPress(num_sinks=3, leverage_type="{told}")').score(whole()))
@@ -193,7 +193,7 @@ def test_curdkv_is_alike(by) -> None:
 
 
 @with_kvpress
-def test_capkv_is_alike() -> None:
+def test_capkv_equals_its_press() -> None:
     told = "tau=2.0, n_future_positions=9, n_sink=3"
     theirs = heads(Kvpress(f"CapPress({told})").score(whole(group=3)))
     ours = heads(CapKV(tau=2.0, future=9, sinks=3).score(whole(group=3)))
@@ -202,7 +202,7 @@ def test_capkv_is_alike() -> None:
 
 
 @with_kvpress
-def test_tova_is_alike_but_keeps_the_last_token() -> None:
+def test_tova_equals_its_press_except_the_last_token() -> None:
     theirs, ours = heads(Kvpress("TOVAPress").score(whole())), heads(LastQuery().score(whole()))
     torch.testing.assert_close(theirs[:, :-1], ours[:, :-1])
     assert (theirs[:, -1] > theirs[:, :-1].max()).all()
@@ -210,7 +210,7 @@ def test_tova_is_alike_but_keeps_the_last_token() -> None:
 
 @with_kvpress
 @pytest.mark.parametrize("within", list(Within))
-def test_lagkv_is_alike_where_partitions_are_compared(within) -> None:
+def test_lagkv_equals_its_press_in_compared_partitions(within) -> None:
     crossing = int(within is Within.HEAD)
     theirs = Kvpress(f"LagKVPress(n_sink=4, lag_size=8, cross_scoring={crossing})").score(whole())
     ours = LagKV(sinks=4, lag=8, within=within).score(whole())
@@ -222,13 +222,13 @@ def test_lagkv_is_alike_where_partitions_are_compared(within) -> None:
 
 
 @with_kvpress
-def test_streaming_llm_keeps_the_same() -> None:
+def test_streaming_llm_equals_its_press() -> None:
     theirs = Kvpress("StreamingLLMPress(n_sink=3, compression_ratio=0.75)").score(whole())
     assert kept(theirs, 15) == kept(SinksAndWindow(sinks=3).score(whole()), 15)
 
 
 @with_kvpress
-def test_observed_attention_is_mass_for_each_query_that_could_look() -> None:
+def test_observed_attention_equals_its_press() -> None:
     observation = whole()
     standing = AttentionModuleAdapter(observation, [0, 1])
     mass = standing.weights()[0].sum(1).view(2, observation.layer.group, TOKENS).sum(1)
@@ -266,7 +266,7 @@ def test_leverage_equals_the_press_under_one_sketch_and_ridge() -> None:
 
 
 @with_kvpress
-def test_leverage_is_nearly_alike_for_the_sketch_is_drawn_anew() -> None:
+def test_leverage_correlates_with_its_press() -> None:
     theirs = heads(Kvpress("LeverageScorePress(sketch_dimension=64)").score(whole()))
     ours = heads(Leverage(sketch=64).score(whole()))
     together = torch.corrcoef(torch.stack([theirs.flatten(), ours.flatten()]))
@@ -274,7 +274,7 @@ def test_leverage_is_nearly_alike_for_the_sketch_is_drawn_anew() -> None:
 
 
 @with_kvpress
-def test_values_are_merged_alike() -> None:
+def test_value_merging_equals_its_press() -> None:
     from kvpress import MergingPress, SnapKVPress
 
     observation, keeps = whole(), [list(range(0, TOKENS, 3))] * 2
@@ -296,7 +296,7 @@ def test_values_are_merged_alike() -> None:
 
 
 @with_kvpress
-def test_what_is_drawn_by_chance_repeats_and_leaves_chance_alone() -> None:
+def test_random_press_is_seeded_and_keeps_the_global_generator() -> None:
     before = torch.random.get_rng_state()
     first = Kvpress("RandomPress", seed=1).score(whole())
     assert torch.equal(Kvpress("RandomPress", seed=1).score(whole()), first)
@@ -306,7 +306,7 @@ def test_what_is_drawn_by_chance_repeats_and_leaves_chance_alone() -> None:
 
 
 @with_kvpress
-def test_heads_of_different_lengths_are_shown_one_by_one() -> None:
+def test_uneven_heads_are_passed_one_by_one() -> None:
     layer = a_layer(2, 2)
     uneven = a_view(layer, [list(range(30)), list(range(10, 30))], 12)
     scores = Kvpress("SnapKVPress(window_size=4, kernel_size=1)").score(uneven)
@@ -325,13 +325,13 @@ def test_heads_of_different_lengths_are_shown_one_by_one() -> None:
         ("AdaKVPress()", BadParameter, "does more than score"),
     ],
 )
-def test_another_press_is_told_apart(press, error, message) -> None:
+def test_unsupported_presses_are_refused(press, error, message) -> None:
     with pytest.raises(error, match=message):
         Kvpress(press).protected_tokens()
 
 
 @with_kvpress
-def test_a_press_that_cannot_score_says_why() -> None:
+def test_failing_press_says_why() -> None:
     block = a_view(a_layer(), [list(range(TOKENS))] * 2, 10)
     with pytest.raises(ScoreError, match=r"only supports prefill.*put whole\(\) in front"):
         Kvpress("NonCausalAttnPress").score(block)

@@ -61,7 +61,7 @@ def climbed(part: Ladder, layer: int, layers: int, quota: int, steps: list[int])
 
 @pytest.mark.parametrize("variant", [Variant.LARDER, Variant.CODE])
 @pytest.mark.parametrize("span, overlap", [(3, 0), (3, 2), (2, 1), (0.5, 0), (0.3, 0.2), (1, 0)])
-def test_many_rounds_equal_the_loop(variant, span, overlap) -> None:
+def test_many_rounds_equal_the_reference(variant, span, overlap) -> None:
     source = Random(3)
     steps = [20, *(source.randint(1, 4) for _ in range(50))]
     part = Ladder(span=span, overlap=overlap, variant=variant)
@@ -70,7 +70,7 @@ def test_many_rounds_equal_the_loop(variant, span, overlap) -> None:
         assert len(layer.tokens) == 24
 
 
-def test_a_token_is_kept_by_layers_in_succession() -> None:
+def test_token_is_kept_by_successive_layers() -> None:
     held = streamed(Ladder(span=2, overlap=0), 6, 17, [29])  # 24 slots, 12 are to stay
     keeping = {t: [i for i, layer in enumerate(held) if t in layer.tokens] for t in range(2, 20)}
     assert [keeping[t] for t in range(2, 8)] == [[0, 1], [2, 3], [4, 5]] * 2
@@ -83,7 +83,7 @@ def test_released_layers_alternate() -> None:
     assert parities[0] != parities[1] and parities[0] == parities[2] == parities[4]
 
 
-def test_together_layers_reach_further_back_than_a_window() -> None:
+def test_union_of_layers_reaches_further_than_a_window() -> None:
     held = streamed(Ladder(span=2), 6, 24, [20, *[3] * 50])
     oldest = [min(t for t in layer.tokens if t >= SINKS) for layer in held]
     assert max(oldest) < 170 - 24 * 2
@@ -95,7 +95,7 @@ def test_together_layers_reach_further_back_than_a_window() -> None:
     assert sum(gaps[:6]) > sum(gaps[-6:])  # sparser with age
 
 
-def test_what_goes_where_no_rung_fits_is_the_oldest() -> None:
+def test_oldest_entries_are_evicted_without_a_fitting_rung() -> None:
     for part in (Ladder(span=6), Ladder(span=1)):
         (layer, *_) = streamed(part, 6, SINKS + RECENT + 2, [40, 1, 1])
         assert layer.tokens[:SINKS] == [0, 1]
@@ -112,6 +112,6 @@ def test_what_goes_where_no_rung_fits_is_the_oldest() -> None:
         ({"span": 3, "overlap": 3}, "ladder.overlap must be below span=3, got 3"),
     ],
 )
-def test_bad_parameters(given, told) -> None:
+def test_invalid_parameters_are_refused(given, told) -> None:
     with pytest.raises(BadParameter, match=told):
         Ladder(**given)

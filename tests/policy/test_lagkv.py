@@ -29,7 +29,7 @@ def long_text() -> Observation:
 
 
 @pytest.mark.parametrize("name", ["lagkv", "protect(sinks=0, recent=0) > lagkv()"])
-def test_sinks_stay_at_small_budgets(long_text: Observation, name: str) -> None:
+def test_sinks_are_kept_at_small_budgets(long_text: Observation, name: str) -> None:
     for head in kept_by(name, long_text, 128):
         assert head[:16] == list(range(16))
 
@@ -58,7 +58,7 @@ def test_a_budget_without_room_for_the_sinks_is_refused() -> None:
 
 
 @pytest.mark.extended
-def test_half_of_the_entries_answer_as_all_do(seed_model: LoadedModel) -> None:
+def test_half_budget_answers_as_the_full_cache(seed_model: LoadedModel) -> None:
     full = Engine(seed_model, policy="full")
     log = lifelog_conversation(1, 1000, lambda text: len(full.tokenizer.encode(text)), 8)
 

@@ -36,7 +36,7 @@ def judged(*heads: list[float], shielded: tuple[int, ...] = ()) -> LayerScores:
     return LayerScores(scores, protected, tuple(len(head) for head in heads))
 
 
-def test_a_pyramid_falls_in_equal_steps() -> None:
+def test_pyramid_decreases_in_equal_steps() -> None:
     def split(beta: float, tokens: int, layers: int, least: int, most: int) -> tuple[int, ...]:
         return Pyramid(beta=float(beta)).layer_tokens(tokens, layers, least, most, {})
 
@@ -49,7 +49,7 @@ def test_a_pyramid_falls_in_equal_steps() -> None:
     assert split(20, 10, 4, 10, 50) == (10,) * 4
 
 
-def test_groups_of_layers_fall_together() -> None:
+def test_pyramid_layer_groups_share_a_step() -> None:
     """WindowKV's four groups of eight layers at 1,024: 1,463, 1,171, 878 and 585."""
     sizes = Pyramid(beta=1.75, layers=8).layer_tokens(1024, 32, 0, 10_000, {})
     assert sum(sizes) == 32 * 1024
@@ -58,7 +58,7 @@ def test_groups_of_layers_fall_together() -> None:
     assert Pyramid(layers=4).layer_tokens(100, 4, 10, 1000, {}) == (100,) * 4
 
 
-def test_a_head_that_wins_nothing_keeps_its_floor() -> None:
+def test_head_without_top_scores_keeps_its_floor() -> None:
     layer = judged([9.0, 8.0, 7.0, 6.0, 5.0, 4.0], [3.0, 2.0, 1.0, 0.5, 0.4, 0.3])
 
     def lengths(safeguard: float) -> tuple[int, ...]:
@@ -69,7 +69,7 @@ def test_a_head_that_wins_nothing_keeps_its_floor() -> None:
     assert lengths(1.0) == Uniform().choose({0: layer}, {0: 4})[0].lengths == (4, 4)
 
 
-def test_a_threshold_keeps_a_share_of_the_best_of_each_head() -> None:
+def test_threshold_keeps_scores_above_a_share_of_the_best() -> None:
     layer = judged([1.0, 0.5, 0.49, 0.1], [8.0, 5.0, 4.0, 3.9], shielded=(3,))
 
     def kept(share: float, tokens: int = 4) -> list[int]:
@@ -81,12 +81,12 @@ def test_a_threshold_keeps_a_share_of_the_best_of_each_head() -> None:
     assert kept(0.0, 3) == [0, 1, 3, 4, 5, 6]
 
 
-def test_a_protected_giant_is_not_the_best() -> None:
+def test_threshold_ignores_protected_scores() -> None:
     layer = judged([100.0, 1.0, 0.6, 0.4], shielded=(0,))
     assert Threshold(share=0.5).choose({0: layer}, {0: 4})[0].kept.tolist() == [0, 1, 2]
 
 
-def test_negative_scores_count_from_the_least() -> None:
+def test_threshold_of_negative_scores_is_relative_to_the_lowest() -> None:
     layer = judged([-1.0, -2.0, -4.0, -5.0])
     assert Threshold(share=0.5).choose({0: layer}, {0: 4})[0].kept.tolist() == [0, 1]
 
@@ -107,17 +107,17 @@ def test_layers_keep_the_same_share_of_what_they_hold() -> None:
     assert lengths_of(PrefixKV(), [flat, larger], 5) == [(8,), (2,)]
 
 
-def test_coverage_leaves_aside_what_is_protected() -> None:
+def test_coverage_ignores_protected_entries() -> None:
     sink = judged([1e6] + [1.0] * 9, shielded=(0,))
     assert lengths_of(PrefixKV(), [sink, judged([1.0] * 8 + [0.0] * 2)], 3) == [(4,), (2,)]
 
 
-def test_what_nothing_tells_apart_is_shared_alike() -> None:
+def test_equal_scores_are_shared_by_length() -> None:
     layers = [judged([0.0] * 6), judged([0.0] * 6), judged([0.0] * 12)]
     assert lengths_of(PrefixKV(), layers, 4) == [(3,), (3,), (6,)]
 
 
-def test_layers_get_as_many_as_they_have_among_the_best() -> None:
+def test_layers_get_their_count_among_the_global_best() -> None:
     rich, poor = judged([9.0, 8.0, 7.0, 6.0, 5.0, 4.0]), judged([3.0, 2.0, 1.0, 0.5, 0.4, 0.3])
     assert lengths_of(Dynamic(least=0.0), [rich, poor], 3) == [(6,), (0,)]
     assert lengths_of(Dynamic(least=0.5), [rich, poor], 4) == [(6,), (2,)]
@@ -128,13 +128,13 @@ def test_layers_get_as_many_as_they_have_among_the_best() -> None:
     assert lengths_of(Dynamic(most=1.0), [judged([1.0]), rich], 2) == [(0,), (4,)]
 
 
-def test_a_layer_has_room_for_what_one_of_its_heads_protects() -> None:
+def test_layer_budget_covers_protected_entries() -> None:
     rich = judged([9.0, 8.0, 7.0, 6.0, 5.0, 4.0])
     layer = judged([0.1, 0.2], [0.3, 0.4, 0.5], shielded=(0, 1))
     assert lengths_of(Dynamic(least=0.0), [rich, layer], 2) == [(2,), (2, 2)]
 
 
-def test_heads_keep_equally_many_and_the_best_has_the_odd_one() -> None:
+def test_even_heads_give_the_remainder_to_the_best() -> None:
     layer = judged([5.0, 4.0, 3.0, 2.0], [9.0, 8.0, 1.0, 0.0], [7.0])
     assert top_k_even(layer, 5).lengths == (2, 2, 1)
     assert top_k_even(layer, 4).lengths == (1, 2, 1)
@@ -147,7 +147,7 @@ HEADS = [[*range(9)], [0, 2, 3, 5, 6, 7, 8]]
 
 @pytest.mark.parametrize("window", [1, 3, 4, 32])
 @pytest.mark.parametrize("tau", [(1.0, 1.0), (2.0, 0.5)])
-def test_a_preference_equals_its_loop(window, tau) -> None:
+def test_preference_equals_its_reference(window, tau) -> None:
     part = Cake(window=window, tau1=tau[0], tau2=tau[1])
     observation = a_view(a_layer(), HEADS, queries=5, seed=4)
     source = torch.Generator().manual_seed(2)
@@ -160,7 +160,7 @@ def test_a_preference_equals_its_loop(window, tau) -> None:
         assert (got > 0) == (window > 1)
 
 
-def test_a_layer_is_measured_while_generating_only_until_it_has_a_share() -> None:
+def test_layer_with_a_share_is_not_measured_during_decoding() -> None:
     observation = replace(a_view(a_layer(), HEADS), phase=Phase.DECODE)
     for share, numbers in ((torch.full((2,), torch.nan), 1), (torch.full((2,), 6.0), 0)):
         view = replace(observation, entries=replace(observation.entries, scalars={"share": share}))
@@ -184,7 +184,7 @@ def cascade(layers: list[LayerScores], tokens: int) -> Iterator[dict[int, LayerS
     held=st.integers(1, 14),
     seed=st.integers(0, 9),
 )
-def test_layers_are_cut_again_as_more_go_by(preferences, tokens, held, seed) -> None:
+def test_cascade_replans_layers_after_later_ones(preferences, tokens, held, seed) -> None:
     source = torch.Generator().manual_seed(seed)
     draws = [torch.rand(2, held, generator=source).tolist() for _ in preferences]
     layers = [
@@ -203,20 +203,20 @@ def test_layers_are_cut_again_as_more_go_by(preferences, tokens, held, seed) -> 
             assert left[index].scalars["share"].tolist() == pytest.approx([share] * 2)
 
 
-def test_layers_share_by_preference_and_those_to_come_are_counted_as_room() -> None:
+def test_cascade_shares_by_preference_including_later_layers() -> None:
     layers = [replace(judged([1.0] * 12), measure=(p,)) for p in (3.0, 1.0, 2.0)]
     left = [[len(layer.scores) for layer in ready.values()] for ready in cascade(layers, 4)]
     assert left == [[12], [9, 3], [6, 2, 4]]
 
 
-def test_layers_to_come_are_taken_for_narrow() -> None:
+def test_cascade_assumes_narrow_later_layers() -> None:
     wide = replace(judged([1.0] * 9, [1.0] * 9), measure=(1.0,))
     narrow = replace(judged([1.0] * 9), measure=(1.0,))
     plans = Cake().choose({0: wide, 1: narrow}, {0: 3, 1: 3, 2: 3})
     assert sum(sum(plan.lengths) for plan in plans.values()) == 12
 
 
-def test_dynamic_budgets_are_cut_again_after_every_few_layers() -> None:
+def test_dynamic_budgets_are_replanned_every_few_layers() -> None:
     """Four layers of 40 entries, 10 of which each may keep; the last have the best scores."""
     layers = {i: judged([float(i)] * 40) for i in range(4)}
     quotas = dict.fromkeys(layers, 10)
@@ -234,7 +234,7 @@ def test_dynamic_budgets_are_cut_again_after_every_few_layers() -> None:
     assert sum(left[-1]) == 40
 
 
-def test_a_layer_keeps_its_share_while_generating() -> None:
+def test_layer_keeps_its_share_during_decoding() -> None:
     share = {"share": torch.tensor([3.0, 3.0]) / 18}
     grown = replace(judged([3.0, 2.0, 1.0], [6.0, 5.0]), scalars=share)
     full = replace(judged([3.0, 2.0], [5.0]), scalars=share)

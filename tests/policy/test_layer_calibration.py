@@ -15,7 +15,7 @@ from larder.policy import Uniform, mean_per_kv_head, split_by_layer
 FACTS = {"echo": (0.1, 0.2, 0.3, 0.4), "squeeze": (0.5, 0.6)}
 
 
-def test_layers_get_their_own_numbers() -> None:
+def test_calibration_is_split_by_layer() -> None:
     told = split_by_layer(FACTS, (1, 5))
     assert told == {
         1: {"echo": (0.1, 0.2), "squeeze": (0.5,)},
@@ -25,13 +25,13 @@ def test_layers_get_their_own_numbers() -> None:
     assert split_by_layer({}, (0, 1)) == {0: {}, 1: {}}
 
 
-def test_numbers_of_query_heads_become_means_of_their_groups() -> None:
+def test_query_head_calibration_is_averaged_per_kv_head() -> None:
     assert mean_per_kv_head((1.0, 3.0, 5.0, 9.0), 2) == (2.0, 7.0)
     assert mean_per_kv_head((1.0, 3.0), 2) == (1.0, 3.0)
     assert mean_per_kv_head((), 2) == ()
 
 
-def test_numbers_that_fit_no_layers_or_heads_are_refused() -> None:
+def test_calibration_of_wrong_length_is_refused() -> None:
     with pytest.raises(ModelError, match=r"'echo' has 4 numbers, which 3 managed layers cannot"):
         split_by_layer({"echo": FACTS["echo"]}, (0, 1, 2))
     with pytest.raises(ModelError, match="2 kv heads was calibrated by 3 numbers"):
@@ -46,7 +46,7 @@ class Weighing(Uniform):
         return tuple(10 * value for value in calibration["echo"])
 
 
-def test_a_planner_tells_a_layer_what_it_knows() -> None:
+def test_planner_passes_calibration_and_lexicon_to_layers() -> None:
     policy = Policy.parse("snapkv(window=1) > group_max()")
     planner = policy.planner
     planner = type(planner)(planner.protect, planner.scorer, Weighing(), planner.compensation)

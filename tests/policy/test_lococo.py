@@ -25,7 +25,7 @@ def judged(gamma: float = 0.4, protected: tuple[int, ...] = ()) -> LayerScores:
     return LayerScores(scores, mask, (10,), phase=Phase.PREFILL, learned=learned)
 
 
-def test_weights_by_hand() -> None:
+def test_slot_weights_hand_values() -> None:
     """One channel that looks at the key alone: softmax of ln 1, ln 2 and ln 5 gives eighths."""
     keys = torch.tensor([[[1.0], [2.0], [5.0]]]).log()
     kernel = torch.tensor([[[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]])
@@ -35,7 +35,7 @@ def test_weights_by_hand() -> None:
     assert slot_weights(keys, *given, torch.tensor(0.0)).tolist() == [[[0.0, 1.0, 0.0]]]
 
 
-def test_a_neighbor_is_read_through_its_tap() -> None:
+def test_convolution_kernel_reads_neighbors() -> None:
     keys = torch.tensor([[[1.0], [2.0], [5.0]]]).log()
     kernel = torch.tensor([[[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]])  # the entry before
     given = torch.zeros_like(keys), torch.tensor([[0]]), kernel, torch.zeros(1)
@@ -43,7 +43,7 @@ def test_a_neighbor_is_read_through_its_tap() -> None:
     torch.testing.assert_close(found, torch.tensor([[[1 / 4, 1 / 4, 2 / 4]]]))
 
 
-def test_slots_are_the_lowest_of_those_without_protection() -> None:
+def test_slots_are_the_lowest_unprotected_entries() -> None:
     entries, plan = some_entries(LAYER, [range(10)]), a_plan(KEPT, (10,))
     folds = Lococo().compensate(plan, entries, judged(protected=(1,))).folds
     assert sorted(set(folds.targets.tolist())) == [4, 5]
@@ -53,14 +53,14 @@ def test_slots_are_the_lowest_of_those_without_protection() -> None:
         assert total == pytest.approx(1, abs=1e-6)
 
 
-def test_gamma_of_zero_drops_as_drop_does() -> None:
+def test_zero_gamma_equals_drop() -> None:
     entries, plan = some_entries(LAYER, [range(10)]), a_plan(KEPT, (10,))
     assert Lococo().compensate(plan, entries, judged(gamma=0.0)) is plan
     generating = replace(judged(), phase=Phase.DECODE)
     assert Lococo().compensate(plan, entries, generating) is plan
 
 
-def test_without_a_convolution_it_is_refused() -> None:
+def test_missing_convolution_is_refused() -> None:
     entries, plan = some_entries(LAYER, [range(10)]), a_plan(KEPT, (10,))
     with pytest.raises(ScoreError, match="plan through a model's runtime"):
         Lococo().compensate(plan, entries, replace(judged(), learned={}))

@@ -17,14 +17,14 @@ HEIGHTS = st.lists(st.integers(0, 20), min_size=4, max_size=4)
 CURVES = st.lists(HEIGHTS.map(lambda ups: [sum(ups[: i + 1]) / 4 for i in range(4)]), min_size=1)
 
 
-def test_a_hull_skips_what_lies_below_it() -> None:
+def test_concave_hull_skips_points_below_it() -> None:
     # 0, .1, .6, .7, .8 at quarters: from 0 straight to .6, then .1 for each quarter.
     steps = concave_steps([0.1, 0.6, 0.7, 0.8])
     assert [width for _, width in steps] == [0.5, 0.5]
     assert [slope for slope, _ in steps] == pytest.approx([1.2, 0.4])
 
 
-def test_the_next_entries_go_where_they_add_most() -> None:
+def test_greedy_shares_follow_the_steepest_slope() -> None:
     # Head 0 rises by 2.4 per share up to a quarter, then .4; head 1 by 1 all the way.
     curves = [[0.6, 0.7, 0.8, 0.9], [0.25, 0.5, 0.75, 1.0]]
     assert greedy_shares(curves, 0.2) == pytest.approx([0.2, 0.0])
@@ -34,7 +34,7 @@ def test_the_next_entries_go_where_they_add_most() -> None:
 
 
 @given(curves=CURVES, part=st.floats(0, 1))
-def test_shares_are_those_of_the_loop(curves, part) -> None:
+def test_greedy_shares_equal_their_reference(curves, part) -> None:
     total = part * len(curves)
     got = greedy_shares(curves, total)
     assert sum(got) == pytest.approx(total, abs=1e-9)
@@ -81,7 +81,7 @@ def test_heads_of_a_layer_share_by_their_curves() -> None:
     assert none.kept.tolist() == [0, 64]
 
 
-def test_layers_get_what_their_heads_deserve() -> None:
+def test_layers_get_the_sum_of_their_heads_shares() -> None:
     # Two layers of one head, a half of each on average: 1/16 at .9 x 16, then all that rises by 1.
     calibration = {"utility": (*SHARP, *STRAIGHT)}
     assert LUKV().layer_tokens(160, 2, 0, 320, calibration) == (20, 300)

@@ -84,7 +84,7 @@ def test_protected_entries_stay_at_their_positions(compensation) -> None:
         assert torch.equal(plan.kept, before.kept)
 
 
-def test_what_is_merged_is_a_weighted_mean(compensation) -> None:
+def test_merged_entry_is_a_weighted_mean(compensation) -> None:
     if (public_name(type(compensation)), getattr(compensation, "variant", None)) in UNNORMALISED:
         return
     entries, scored = some([0, 1, 2])
@@ -115,7 +115,7 @@ PLACES, NUMBERS = [0, 3, 5, 7, 10, 11, 12, 14], [1.0, 2.0, 6.0, 8.0, 4.0, 3.0, 5
         (Variant.CODE, [1.0, 28 / 6, 9.0], [1, 1, 4]),
     ],
 )
-def test_elastic_by_hand(variant, keys, counts) -> None:
+def test_elastic_hand_values(variant, keys, counts) -> None:
     entries = line(PLACES, NUMBERS, [1, 1, 3, 2, 1, 1, 1, 4])
     plan = a_plan([[0, 4, 7]], (8,))
     scored, part = judged([0.0] * 8, (0,)), Elastic(variant)
@@ -127,7 +127,7 @@ def test_elastic_by_hand(variant, keys, counts) -> None:
 
 
 @pytest.mark.parametrize("part", [Elastic(), Razor()])
-def test_merging_at_once_or_one_by_one_is_the_same(part) -> None:
+def test_merging_at_once_equals_one_by_one(part) -> None:
     # All into entry 0, in one plan or in two: counts make the means agree.
     entries, alone = line([0, 1, 2, 3], [1.0, 2.0, 6.0, 7.0], [1, 1, 1, 1]), judged([1.0, 0, 0, 0])
     [key], [value], [count] = numbers(part.compensate(a_plan([[0]], (4,)), entries, alone), entries)
@@ -145,7 +145,7 @@ def test_merging_at_once_or_one_by_one_is_the_same(part) -> None:
     assert (key, count) == (pytest.approx(4.0), pytest.approx(4.0))
 
 
-def test_a_merged_entry_never_gets_more_than_its_tokens_got() -> None:
+def test_merged_entry_gets_at_most_the_attention_of_its_tokens() -> None:
     source = torch.Generator().manual_seed(2)
     keys, query = torch.randn(6, 8, generator=source), torch.randn(8, generator=source)
     places = torch.arange(6, dtype=torch.int32)
@@ -173,7 +173,7 @@ def test_a_merged_entry_never_gets_more_than_its_tokens_got() -> None:
         ([1, 1, 1, 1, 1, 1], (0, 3, 5), [0, 3, 5], [4.0, 8.0, 3.0], [1, 1, 1]),
     ],
 )
-def test_razor_by_hand(counts, protected, kept, keys, now) -> None:
+def test_razor_hand_values(counts, protected, kept, keys, now) -> None:
     entries = line([0, 1, 2, 3, 4, 5], [4.0, 2.0, 6.0, 8.0, 1.0, 3.0], counts)
     scored = judged([0.9, 0.1, 0.2, 0.3, 0.0, 0.5], protected)
     got = numbers(Razor().compensate(a_plan([kept], (6,)), entries, scored), entries)
@@ -220,7 +220,7 @@ def a_plane() -> Entries:
         ([0.3, 0.1, 0.9, 0.2, 0.0, 0.1, 0.5], (2,), 2, 21.6, {2: [], 6: [3, 4, 5]}),
     ],
 )
-def test_kvmerger_sets_and_pivots_by_hand(scores, protected, most, degrees, sets) -> None:
+def test_kvmerger_sets_and_pivots_hand_values(scores, protected, most, degrees, sets) -> None:
     part, entries = Kvmerger(threshold=math.cos(math.radians(degrees))), a_plane()
     given = a_plan([range(most)], (7,))
     plan = part.compensate(given, entries, judged(scores, protected))
@@ -230,7 +230,7 @@ def test_kvmerger_sets_and_pivots_by_hand(scores, protected, most, degrees, sets
     assert merged == sets
 
 
-def test_kvmerger_weights_by_hand() -> None:
+def test_kvmerger_weights_hand_values() -> None:
     # Distances 0, 1 and 1: sigma 2 / (3 sqrt 2), weights 1 and twice exp(-9/4) = .1054.
     entries = line([0, 1, 2], [4.0, 5.0, 3.0], [1] * 3)
     plan, scored = a_plan([[0]], (3,)), judged([1.0, 0.0, 0.0])
@@ -261,7 +261,7 @@ def test_a_kernel_out_of_range_is_refused(given, said) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_keys_taken_a_few_at_a_time_make_the_same_sets(monkeypatch, rows) -> None:
+def test_kvmerger_sets_in_chunks_are_the_same(monkeypatch, rows) -> None:
     (entries, scored), plan = some([0, 1, 2]), a_plan(KEPT, HELD)
     whole = Kvmerger(threshold=-0.1).compensate(plan, entries, scored).folds
     monkeypatch.setattr(f"{Kvmerger.__module__}.ROWS", rows)

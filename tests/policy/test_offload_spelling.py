@@ -10,13 +10,13 @@ from larder.policy import Exact
 from larder.recall import Flat
 
 
-def test_what_is_parked_is_found_by_a_tree_unless_another_index_is_named() -> None:
+def test_offload_defaults_to_the_dci_index() -> None:
     assert spell(Policy.parse("park()").recall).startswith("dci(")
     assert spell(Policy.parse("park() > flat(page=4)").recall).startswith("flat(")
     assert Policy.parse("drop()").recall is None
 
 
-def test_what_is_parked_may_be_held_in_few_bits_and_the_rest_as_it_is() -> None:
+def test_offloaded_entries_can_be_quantized() -> None:
     policy = Policy.parse("park(host_mib=7) > flat() > quantized(bits=8, group=16)").with_sizes(
         64, None
     )
@@ -28,7 +28,7 @@ def test_what_is_parked_may_be_held_in_few_bits_and_the_rest_as_it_is() -> None:
     assert policy.resident_storage == policy.planner.storage == Exact()
 
 
-def test_as_many_tokens_as_stay_are_corrected() -> None:
+def test_corrected_tokens_are_limited_to_recent_ones() -> None:
     assert Policy.parse("protect(recent=2) > park() > flat(corrected=2)").with_sizes(64, None)
     policy = Policy.parse("protect(recent=0.1) > park() > flat(tokens=16, corrected=3)")
     assert policy.with_sizes(46, None)
@@ -36,6 +36,6 @@ def test_as_many_tokens_as_stay_are_corrected() -> None:
         policy.with_sizes(45, None)
 
 
-def test_pages_leave_room_even_where_nothing_is_protected() -> None:
+def test_recalled_pages_leave_room_without_protection() -> None:
     policy = Policy.parse("protect(sinks=0, recent=0) > keydiff() > park() > flat(page=16)")
     assert [policy.with_sizes(tokens, None).recall.tokens for tokens in (64, 65)] == [48, 64]

@@ -30,7 +30,7 @@ def scored(phase: Phase = Phase.PREFILL) -> LayerScores:
         (Park(cut=Cut.SHARE, size=0.05), 2),  # fewer than stay in the fast tier
     ],
 )
-def test_a_cut_drops_the_lowest_scores_of_each_head(part, stays) -> None:
+def test_cut_drops_the_lowest_scores_of_each_head(part, stays) -> None:
     entries, judged = some_entries(a_layer(2, 2), HELD), scored()
     plan = a_plan(KEPT, entries.lengths)
     settled = part.compensate(plan, entries, judged)
@@ -40,7 +40,7 @@ def test_a_cut_drops_the_lowest_scores_of_each_head(part, stays) -> None:
     assert torch.equal(settled.kept, plan.kept)
 
 
-def test_nothing_that_is_generated_is_dropped_and_nothing_without_a_cut() -> None:
+def test_no_drops_during_decoding_or_without_a_cut() -> None:
     entries = some_entries(a_layer(2, 2), HELD)
     plan = a_plan(KEPT, entries.lengths)
     cutting = Park(cut=Cut.SHARE, size=0.5)
@@ -49,13 +49,13 @@ def test_nothing_that_is_generated_is_dropped_and_nothing_without_a_cut() -> Non
 
 
 @pytest.mark.parametrize("held", [4, 8, 9, 100, 1500, 128_000])
-def test_the_split_is_rocketkvs(held) -> None:
+def test_split_cut_equals_rocketkv(held) -> None:
     left = Park(cut=Cut.SPLIT, tokens=8).remaining(held)
     assert left == split(held, 8)
     assert min(held, 8) <= left <= held
 
 
-def test_a_budget_left_open_is_the_policys() -> None:
+def test_open_budget_is_filled_by_the_policy() -> None:
     assert Park(cut=Cut.SPLIT).with_budget(64) == Park(cut=Cut.SPLIT, tokens=64)
     assert Park(cut=Cut.SPLIT, tokens=9).with_budget(64).tokens == 9
     assert Park().with_budget(64) == Park() != replace(Park(), tokens=64)
@@ -63,7 +63,7 @@ def test_a_budget_left_open_is_the_policys() -> None:
 
 @pytest.mark.parametrize("phase", Phase)
 @pytest.mark.parametrize(("weights", "head"), [((1.0, 0.0), 1), ((0.0, 0.5), 0)])
-def test_streaming_heads_lose_what_they_reject(weights, head, phase) -> None:
+def test_streaming_heads_drop_evicted_entries(weights, head, phase) -> None:
     entries, judged = some_entries(a_layer(2, 2), HELD), replace(scored(phase), weights=weights)
     settled = Park(cut=Cut.STREAMING).compensate(a_plan(KEPT, entries.lengths), entries, judged)
     lost = [s for s in range(len(HELD[head])) if s not in KEPT[head]]

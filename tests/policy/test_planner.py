@@ -51,7 +51,7 @@ SEEN = a_view(a_layer(2, 2, index=3), [range(5), range(3)], 2)
     ],
     ids=["length", "dimensions", "whole_numbers", "nan"],
 )
-def test_scores_that_cannot_be_ranked_are_refused(scores, said) -> None:
+def test_unrankable_scores_are_refused(scores, said) -> None:
     with pytest.raises(ScoreError, match=said) as caught:
         planner(Given(scores)).score(SEEN)
     assert str(caught.value).startswith(f"{public_name(Given)} returned")
@@ -66,7 +66,7 @@ def test_scores_become_float32_and_may_be_infinite() -> None:
         assert torch.equal(got, scores)
 
 
-def test_a_budget_must_hold_what_a_scorer_always_keeps() -> None:
+def test_budget_below_protected_tokens_is_refused() -> None:
     wide = SinksAndWindow(sinks=40)
     assert (wide.protected_tokens(), KeyDiff().protected_tokens()) == (
         ProtectedTokens(40, 1),
@@ -91,7 +91,7 @@ KEEPERS = {
 
 
 @pytest.mark.parametrize("name", KEEPERS)
-def test_an_accepted_budget_holds_what_is_protected_and_what_a_scorer_keeps(name) -> None:
+def test_accepted_budget_keeps_all_protected_tokens(name) -> None:
     scorer, protect, least = KEEPERS[name]
     whole = planner(scorer, protect)
     with pytest.raises(BudgetError, match=f"budget of {least - 1} tokens is smaller"):
@@ -110,7 +110,7 @@ def test_an_accepted_budget_holds_what_is_protected_and_what_a_scorer_keeps(name
             assert len(head) == tokens
 
 
-def test_a_budget_too_small_for_both_says_what_each_keeps() -> None:
+def test_too_small_budget_names_all_protected_tokens() -> None:
     with pytest.raises(BudgetError) as caught:
         planner(SnapKV(window=32), Protect(sinks=4, recent=0)).quotas(34, 100, (0,), {})
     said = str(caught.value)
@@ -119,7 +119,7 @@ def test_a_budget_too_small_for_both_says_what_each_keeps() -> None:
     assert "\n" not in said
 
 
-def test_layers_get_no_less_than_a_scorer_always_keeps() -> None:
+def test_layer_quotas_cover_protected_tokens() -> None:
     from larder.policy import Sensitivity
 
     whole = Planner(Protect(0, 0), SinksAndWindow(sinks=19), Sensitivity(), Drop())

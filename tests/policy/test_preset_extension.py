@@ -51,24 +51,24 @@ def parsed(sentence: str) -> str:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_a_part_behind_a_preset_takes_its_slot(preset) -> None:
+def test_part_after_a_preset_replaces_its_slot(preset) -> None:
     results = {added: parsed(f"{preset} > {added}") for added in ADDED}
     assert results == {added: parsed(spliced(preset, added)) for added in ADDED}
     assert results["quantized(bits=8)"].count("quantized") <= 1
 
 
-def test_an_added_part_leaves_the_others() -> None:
+def test_added_part_keeps_the_others() -> None:
     assert Policy.parse("kvzip > quantized(bits=4)") == Policy.parse(
         "whole() > reconstruct() > global() > quantized(bits=4)"
     )
 
 
-def test_the_same_part_keeps_what_is_not_named() -> None:
+def test_repeated_part_keeps_unnamed_parameters() -> None:
     policy = Policy.parse("epicache > sensitivity(alpha=3)")
     assert (policy.budget.alpha, policy.budget.floor) == (3, 0.015)
 
 
-def test_what_belongs_to_a_replaced_part_leaves_with_it() -> None:
+def test_replacing_a_part_removes_its_dependents() -> None:
     assert Policy.parse("cake > keydiff()").scorer == Policy.parse("keydiff()").scorer
     assert Policy.parse("icecache > drop()").recall is None
     assert Policy.parse("cake > snapkv(window=64)").heads == Policy.parse("cake").heads
@@ -84,6 +84,6 @@ def test_a_bare_name_that_is_no_preset_is_a_part() -> None:
     assert Policy.parse("reconstruct > global()") == Policy.parse("reconstruct() > global()")
 
 
-def test_parentheses_choose_the_part() -> None:
+def test_parentheses_select_the_part_over_the_preset() -> None:
     assert "> ada(" in str(Policy.parse("expected > quantized()"))
     assert "> pooled(" in str(Policy.parse("expected() > quantized()"))

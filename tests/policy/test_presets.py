@@ -40,12 +40,12 @@ def part_names(sentence: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [*READ_WHOLE, "elastic_cache", "headkv", "qaq"])
-def test_what_a_paper_decides_after_the_whole_prompt_is_decided_then(name: str) -> None:
+def test_presets_of_whole_prompt_papers_are_whole(name: str) -> None:
     assert isinstance(Policy.parse(name).schedule, Whole)
 
 
 @pytest.mark.parametrize("name", READ_IN_BLOCKS)
-def test_what_a_paper_decides_while_it_reads_is_decided_then(name: str) -> None:
+def test_presets_of_blockwise_papers_are_blockwise(name: str) -> None:
     assert isinstance(Policy.parse(name).schedule, Blockwise)
 
 
@@ -66,11 +66,11 @@ def test_what_a_paper_decides_while_it_reads_is_decided_then(name: str) -> None:
         ),
     ],
 )
-def test_the_bare_name_is_the_paper(name: str, sentence: str) -> None:
+def test_bare_preset_name_is_the_published_form(name: str, sentence: str) -> None:
     assert str(Policy.parse(name)) == str(Policy.parse(sentence))
 
 
-def test_forms_that_bound_memory_while_reading_say_so() -> None:
+def test_blockwise_presets_are_named_blockwise() -> None:
     forms = [name for name in PRESETS if name.endswith("_blockwise")]
     methods = ("snapkv", "kvzip", "h2o", "d2o", "kivi")
     assert forms == [f"{name}_blockwise" for name in methods]
@@ -88,7 +88,7 @@ def committed() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.extended
-def test_no_committed_row_claims_what_its_name_means_now() -> None:
+def test_committed_rows_match_their_policy_names() -> None:
     rows = {(name, told) for name, told in committed() if name.partition(":")[0] in RENAMED}
     assert len(rows) > 10
     for name, told in sorted(rows):

@@ -50,7 +50,7 @@ def attention() -> ToyAttention:
 
 
 @pytest.mark.parametrize(("name", "provider"), of_kind(TokenProvider))
-def test_numbers_of_tokens_are_those_of_the_loop(name, provider) -> None:
+def test_token_columns_equal_their_reference(name, provider) -> None:
     rows, ids = logits(), torch.arange(TOKENS) % VOCAB
     got = provider.measure(rows, ids)
     assert provider.has_column and got.dtype == torch.float32
@@ -60,7 +60,7 @@ def test_numbers_of_tokens_are_those_of_the_loop(name, provider) -> None:
 
 
 @pytest.mark.parametrize(("name", "provider"), of_kind(ImageProvider))
-def test_numbers_of_images_are_those_of_the_loop(name, provider) -> None:
+def test_image_columns_equal_their_reference(name, provider) -> None:
     is_image = torch.tensor([False, True, True, False])
     got = provider.measure(is_image)
     assert provider.has_column and got.dtype == torch.float32
@@ -68,7 +68,7 @@ def test_numbers_of_images_are_those_of_the_loop(name, provider) -> None:
 
 
 @pytest.mark.parametrize(("name", "provider"), of_kind(ActivationProvider))
-def test_what_is_captured_is_what_the_loop_says(name, provider, attention) -> None:
+def test_captured_activations_equal_their_reference(name, provider, attention) -> None:
     states = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         got = provider.capture(attention, states)
@@ -81,7 +81,7 @@ def test_what_is_captured_is_what_the_loop_says(name, provider, attention) -> No
 
 @pytest.mark.parametrize(("name", "provider"), of_kind(GateProvider))
 @pytest.mark.parametrize("group", [1, 3])
-def test_gates_are_those_of_the_loop(name, provider, group) -> None:
+def test_gates_equal_their_reference(name, provider, group) -> None:
     layer = a_layer(2, group)
     weights = random_tensors(provider, layer, HIDDEN)
     states = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(3))
@@ -109,7 +109,7 @@ def test_tensors_are_views_of_weights(name, provider, attention) -> None:
 
 
 @pytest.mark.parametrize(("name", "provider"), of_kind(GradientProvider))
-def test_gradients_are_those_of_the_loop(name, provider) -> None:
+def test_gradients_equal_their_reference(name, provider) -> None:
     states = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(4))
     assert float(provider.objective(states)) == pytest.approx(loop(name).objective(states.tolist()))
     got = provider.numbers(states.bfloat16())
@@ -119,7 +119,7 @@ def test_gradients_are_those_of_the_loop(name, provider) -> None:
 
 
 @pytest.mark.parametrize(("name", "provider"), of_kind(DraftProvider))
-def test_drafted_tokens_are_those_of_the_loop(name, provider) -> None:
+def test_drafted_tokens_equal_their_reference(name, provider) -> None:
     for seed in range(3):
         rows = logits(seed)
         assert provider.next_tokens(rows) == loop(name).tokens(rows.tolist())
@@ -146,7 +146,7 @@ TEXTS = [
 
 
 @pytest.mark.parametrize(("name", "provider"), of_kind(VocabularyProvider))
-def test_tokens_of_the_vocabulary_are_those_of_the_loop(name, provider) -> None:
+def test_vocabulary_sets_equal_their_reference(name, provider) -> None:
     texts = (*TEXTS, *getattr(loop(name), "TEXTS", ()))  # its reference may name some more
     told = [(text, special) for text in texts for special in (False, True)]
     found = [provider.contains(*each) for each in told]
@@ -161,7 +161,7 @@ def test_a_provider_is_found_by_its_file_and_an_unknown_one_is_refused() -> None
         select_providers(["surprises"], TokenProvider)
 
 
-def test_a_scorer_of_decode_alone_does_not_decide_how_a_prompt_is_read() -> None:
+def test_decode_scorer_does_not_affect_prefill() -> None:
     press = "kvpress(press='ExpectedAttentionPress()')"
     prefill = Policy.parse(f"whole() > {press} > uniform(tokens=64)").planner
     decode = f'whole() > snapkv() > uniform(tokens=64) > split(scorer="{press}")'

@@ -74,14 +74,14 @@ PEAK = [0.0] * 4 + [1.0] + [0.0] * 5  # one entry has all of the weight; the las
 
 
 @pytest.mark.parametrize("pool, expected", [(Pool.MEAN, 0.2), (Pool.MAX, 1.0)])
-def test_a_peak_is_spread_over_its_neighbors(pool, expected) -> None:
+def test_pooling_spreads_a_peak_over_its_neighbors(pool, expected) -> None:
     scores = SnapKV(window=1, kernel=5, pool=pool).score(attended([[PEAK]])).tolist()
     assert scores[2:7] == pytest.approx([expected] * 5, abs=1e-6)
     assert scores[:2] == pytest.approx([0.0] * 2, abs=1e-6) and scores[-1] == math.inf
 
 
 @pytest.mark.parametrize("preset", ["cake", "compresskv", "arkv"])
-def test_methods_that_average_neighbors_do_so(preset) -> None:
+def test_average_pooling_methods_average_neighbors(preset) -> None:
     window = "window=8" if preset == "compresskv" else "window=32"
     policy = Policy.parse(str(Policy.parse(preset)).replace(window, "window=1", 1))
     observation = replace(attended([[PEAK]]), calibration={"retrieval": (1.0,)})
@@ -90,12 +90,12 @@ def test_methods_that_average_neighbors_do_so(preset) -> None:
 
 
 @pytest.mark.parametrize("name", ["defensivekv", "layer_defensivekv", "cake", "compresskv"])
-def test_what_the_paper_reads_whole_is_read_whole_with_nothing_else_protected(name) -> None:
+def test_whole_prompt_presets_protect_nothing_else(name) -> None:
     said = str(Policy.parse(name))
     assert "whole() > protect(sinks=0, recent=0)" in said
 
 
-def test_defensive_scores_are_the_highest_of_window_and_group_above_their_mean() -> None:
+def test_defensive_scores_hand_values() -> None:
     """Two query heads, two queries, eight entries of which the last two are the queries' own."""
     rows = [
         [[0.6, 0, 0, 0, 0, 0.2, 0.2, 0], [0.1, 0, 0, 0, 0, 0.4, 0.3, 0.2]],
@@ -110,7 +110,7 @@ def test_defensive_scores_are_the_highest_of_window_and_group_above_their_mean()
     assert scores[6:] == [math.inf] * 2
 
 
-def test_defensive_rows_are_smoothed_and_brought_back_to_their_sum() -> None:
+def test_defensive_smoothing_keeps_row_sums() -> None:
     row = [0.6, 0.0, 0.0, 0.0, 0.0, 0.3, 0.1]
     policy = Policy.parse(
         "whole() > snapkv(window=1, kernel=1) > defensive(kernel=3) > group_max() > pooled()"
@@ -129,7 +129,7 @@ def values_of_sizes(*sizes: float) -> torch.Tensor:
     return torch.tensor(sizes)[:, None]
 
 
-def test_the_first_part_holds_a_share_of_the_budget_whatever_values_say() -> None:
+def test_criticality_first_stage_ignores_values() -> None:
     observation = attended([[WEIGHTS]], values_of_sizes(0.0, 0.0, 1.0, 9.0, 30.0, 1.0))
     weights = torch.tensor([*WEIGHTS[:5], math.inf])
     plain = Criticality(epsilon=0.0).weigh(weights, observation).tolist()
@@ -139,7 +139,7 @@ def test_the_first_part_holds_a_share_of_the_budget_whatever_values_say() -> Non
     assert Criticality(first=0.0).weigh(weights, observation, Selection(4)).isinf().sum() == 1
 
 
-def test_the_first_part_stops_before_its_mass_is_reached() -> None:
+def test_criticality_first_stage_stops_below_its_mass() -> None:
     observation = attended([[WEIGHTS]])
     weights = torch.tensor(WEIGHTS)
     scores = torch.tensor([*[0.1] * 5, math.inf])
@@ -151,14 +151,14 @@ def test_the_first_part_stops_before_its_mass_is_reached() -> None:
         assert [*first, 5] == stays
 
 
-def test_what_is_protected_is_part_of_the_first_part() -> None:
+def test_criticality_first_stage_includes_protected_entries() -> None:
     seen, scores = attended([[WEIGHTS]]), torch.tensor(WEIGHTS)
     protected = torch.tensor([False, False, False, False, True, True])
     staged = Criticality(first=0.5).weigh(scores, seen, Selection(6, protected))
     assert staged.isposinf().nonzero().flatten().tolist() == [0]
 
 
-def test_norms_are_those_behind_the_projection(loop_of) -> None:
+def test_value_norms_are_after_the_output_projection(loop_of) -> None:
     source = torch.Generator().manual_seed(3)
     rows = [[WEIGHTS]] * 2
     observation = attended(rows, torch.randn(6, 2, generator=source))
@@ -170,7 +170,7 @@ def test_norms_are_those_behind_the_projection(loop_of) -> None:
         assert got == pytest.approx(loop_of(part).weighed(part, *arguments)[0], rel=1e-4)
 
 
-def test_the_preset_keeps_what_its_stages_say() -> None:
+def test_criticality_preset_hand_values() -> None:
     """A first part by mean weight, then risk times the share of the value."""
     rows = [[[0.5, 0.02, 0.02, 0.02, 0.2, 0.04, 0.2]], [[0.1, 0.0, 0.3, 0.0, 0.3, 0.1, 0.2]]]
     values = torch.ones(7, 2)
@@ -215,7 +215,7 @@ ROWS = [  # of two query heads, three queries each; what the last three entries 
 
 
 @pytest.mark.parametrize("fusion", Fusion)
-def test_morph_asks_the_latest_queries_about_older_entries_alone(fusion) -> None:
+def test_morph_scores_older_entries_by_recent_queries(fusion) -> None:
     """While text is generated two queries judge, without the newest; three entries stay."""
     observation = looked(attended(ROWS), generating=True, held=2)
     scores = Morph(window=2, fusion=fusion).score(observation).tolist()
@@ -227,7 +227,7 @@ def test_morph_asks_the_latest_queries_about_older_entries_alone(fusion) -> None
     assert scores[3:] == [math.inf] * 3
 
 
-def test_morph_of_one_query_ranks_older_entries_as_the_newest_token_does() -> None:
+def test_morph_of_one_query_ranks_as_last_query() -> None:
     observation = attended([[[0.3, 0.1, 0.2, 0.05, 0.35]]])
     ranks = Morph(window=1, fusion=Fusion.SUM).score(observation)[:-1].argsort().tolist()
     assert ranks == LastQuery().score(observation)[:-1].argsort().tolist() == [3, 1, 2, 0]
@@ -235,7 +235,7 @@ def test_morph_of_one_query_ranks_older_entries_as_the_newest_token_does() -> No
 
 @pytest.mark.parametrize("held", [0, 1, 2])
 @pytest.mark.parametrize("generating", [False, True])
-def test_morph_equals_its_loop_with_what_is_remembered(loop_of, generating, held) -> None:
+def test_morph_with_columns_equals_its_reference(loop_of, generating, held) -> None:
     observation = looked(attended(ROWS), generating, held)
     for part in (Morph(2), Morph(2, Fusion.SUM), Morph(4)):
         got = part.score(observation).tolist()
@@ -243,7 +243,7 @@ def test_morph_equals_its_loop_with_what_is_remembered(loop_of, generating, held
 
 
 @pytest.mark.parametrize("held", [0, 1, 2])
-def test_recent_attention_equals_its_loop_with_what_is_remembered(loop_of, held) -> None:
+def test_recent_attention_with_columns_equals_its_reference(loop_of, held) -> None:
     observation = looked(attended(ROWS), True, held)
     for part in (RecentAttention(1), RecentAttention(2), RecentAttention(4)):
         got = part.score(observation).tolist()
@@ -264,7 +264,7 @@ def test_heads_beyond_the_share_of_a_measured_order_score_nothing() -> None:
         KeyCosine(share=0.0)
 
 
-def test_old_queries_have_no_say_whatever_they_looked_at() -> None:
+def test_recent_attention_ignores_old_queries() -> None:
     """An entry that was looked at for long, but not lately, goes."""
     long_ago = [[0.97, 0.01, 0.01, 0.01, 0.0, 0.0]] * 2
     lately = [[0.01, 0.6, 0.2, 0.1, 0.09, 0.0], [0.01, 0.5, 0.2, 0.1, 0.1, 0.09]]
@@ -273,7 +273,7 @@ def test_old_queries_have_no_say_whatever_they_looked_at() -> None:
     assert int(scores.argmin()) == 0 and float(scores[0]) < 0.02
 
 
-def test_scope_reads_by_the_scorer_of_prompts_and_goes_on_by_the_newest_query() -> None:
+def test_scope_uses_separate_prefill_and_decode_scorers() -> None:
     policy = Policy.parse("scope")
     assert isinstance(policy.scorer, SnapKV) and policy.scorer.window == 8
     planner = Policy.parse(str(policy).replace("window=8", "window=1")).planner
@@ -284,7 +284,7 @@ def test_scope_reads_by_the_scorer_of_prompts_and_goes_on_by_the_newest_query() 
     assert planner.score(generating).tolist() == pytest.approx(row, abs=1e-5)
 
 
-def test_the_room_of_scope_grows_once_in_nine_tokens() -> None:
+def test_scope_decode_budget_hand_values() -> None:
     """8192 tokens are expected; 128 of 1024 entries are for the latest: 8064 // 896."""
     split = Split(reading=2 / 3, strategy=Strategy.ADAPTIVE, recent=128, expected=8192)
     filled = split.with_budget(3072)
@@ -306,12 +306,12 @@ def test_the_room_of_scope_grows_once_in_nine_tokens() -> None:
         ("last_query(", "does not parse"),
     ],
 )
-def test_a_scorer_for_what_is_generated_is_checked_when_it_is_parsed(sentence, said) -> None:
+def test_decode_scorer_is_validated_at_parsing(sentence, said) -> None:
     with pytest.raises(LarderError, match=re.escape(said)):
         Policy.parse(f'snapkv() > split(scorer="{sentence}")')
 
 
-def test_prompts_may_judge_what_is_read_where_something_else_judges_what_is_generated() -> None:
+def test_prompt_scorers_are_allowed_for_prefill_only() -> None:
     sentence = 'whole() > reconstruct() > uniform() > split(scorer="last_query()")'
     assert str(Policy.parse(sentence)) == str(Policy.parse(str(Policy.parse(sentence))))
     with pytest.raises(SpellingError, match="reconstruct.* judges by prompts"):
@@ -320,7 +320,7 @@ def test_prompts_may_judge_what_is_read_where_something_else_judges_what_is_gene
         Policy.parse('whole() > snapkv() > uniform() > split(scorer="reconstruct()")')
 
 
-def test_what_gets_less_than_an_even_share_counts_as_unimportant() -> None:
+def test_below_uniform_attention_counts_as_unimportant() -> None:
     observation = attended([[[0.4, 0.05, 0.05, 0.5]]])
     column = observation.entries.with_columns({"unimportant": torch.tensor([8.0, 0.0, 4.0, 0.0])})
     [counts] = PersistenceTally().update(replace(observation, entries=column)).values()
@@ -337,7 +337,7 @@ def stored(keys: list[list[float]], values: list[list[float]]) -> Observation:
     return Observation(layer, entries, asked, places[-1:], count, (0, count), keys=asked)
 
 
-def test_lengths_of_keys_and_values_are_shares_of_their_window() -> None:
+def test_leverages_of_keys_and_values_hand_values() -> None:
     seen = stored([[1.0, 0.0], [1.0, 1.0], [2.0, 0.0]], [[1.0, 1.0], [1.0, 0.0], [0.0, 3.0]])
     scores = {by: CurDKV(window=2, sinks=0, by=by).score(seen) for by in Leverages}
     assert scores[Leverages.KEYS].tolist() == pytest.approx([1 / 6, 1 / 3, 1 / 2])
@@ -346,7 +346,7 @@ def test_lengths_of_keys_and_values_are_shares_of_their_window() -> None:
     assert scores[Leverages.PRODUCT].tolist() == pytest.approx([2 / 13, 2 / 13, 9 / 13])
 
 
-def test_values_that_repeat_are_worth_less() -> None:
+def test_repeated_values_score_lower() -> None:
     """Three keys alike: A is 1 + 2 along the value held twice, 1 + 1 along the other."""
     seen = stored([[1.0, 0.0]] * 3, [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
     scores = CapKV(future=1, sinks=0).score(seen).tolist()

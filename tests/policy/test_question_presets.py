@@ -36,16 +36,16 @@ def _right(engine: Engine, log) -> int:
 
 
 @pytest.mark.extended
-def test_drafts_that_answer_the_question_find_what_it_needs(right: dict[str, int]) -> None:
+def test_draft_answers_find_the_evidence(right: dict[str, int]) -> None:
     assert right["laq"] == right["full"] > right["laq_guidance"]
 
 
-def test_pseudo_tokens_behind_the_question_find_what_it_needs(right: dict[str, int]) -> None:
+def test_pseudo_tokens_find_the_evidence(right: dict[str, int]) -> None:
     assert right["dapq"] > right[NAMES[3]]
 
 
 @pytest.mark.parametrize("name", ["laq", "dapq"])
-def test_a_question_that_is_not_known_is_asked_for(seed_model: LoadedModel, name: str) -> None:
+def test_missing_question_is_refused(seed_model: LoadedModel, name: str) -> None:
     engine = Engine(seed_model, policy=name, budget="25%")
     log = lifelog_conversation(0, 300, lambda text: len(engine.tokenizer.encode(text)), 1)
     with pytest.raises(UsageError, match="needs the question before prefill"):

@@ -44,7 +44,7 @@ def shifted(observation: Observation, by: int) -> Observation:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_scorer_of_a_compact_layer_equals_its_loop(loop_of, part) -> None:
+def test_scorer_of_a_compact_layer_equals_its_reference(loop_of, part) -> None:
     observation = a_compact_view()
     got = part.score(observation).split(observation.entries.lengths)
     for one, other in zip(got, loop_of(part).scores(part, observation), strict=True):
@@ -53,7 +53,7 @@ def test_a_scorer_of_a_compact_layer_equals_its_loop(loop_of, part) -> None:
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("by", [7, 3000])
-def test_only_distances_count(part, by) -> None:
+def test_scores_depend_on_distances_only(part, by) -> None:
     for seen in (a_view(a_layer(2, 2), HEADS, 3), a_compact_view()):
         torch.testing.assert_close(
             part.score(shifted(seen, by)), part.score(seen), atol=1e-3, rtol=1e-3
@@ -61,14 +61,14 @@ def test_only_distances_count(part, by) -> None:
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_a_rotation_that_is_not_known_is_refused(part) -> None:
+def test_unknown_rotation_is_refused(part) -> None:
     observation = a_view(a_layer(2, 2, index=3), HEADS, 3)
     with pytest.raises(ScoreError, match="Layer 3 rotates its"):
         part.score(replace(observation, layer=replace(observation.layer, radians=None)))
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_layers_that_turn_nothing_are_scored_as_they_are(loop_of, part) -> None:
+def test_layers_without_rotation_are_scored(loop_of, part) -> None:
     observation = a_view(a_layer(2, 2), HEADS, 3)
     still = replace(observation, layer=replace(observation.layer, radians=()))
     got = part.score(still).split(observation.entries.lengths)
@@ -76,7 +76,7 @@ def test_layers_that_turn_nothing_are_scored_as_they_are(loop_of, part) -> None:
         assert one.tolist() == pytest.approx(other, rel=1e-5, abs=1e-5)
 
 
-def test_expected_attention_is_the_mean_of_what_gaussian_queries_give() -> None:
+def test_expected_attention_equals_a_monte_carlo_mean() -> None:
     """Against the mean exponential logit of many drawn queries, where the rotation is one."""
     observation = a_view(a_layer(1, 1), [list(range(9))], 6)
     still = replace(observation.layer, radians=(), scaling=0.1)
@@ -92,7 +92,7 @@ def test_expected_attention_is_the_mean_of_what_gaussian_queries_give() -> None:
     torch.testing.assert_close(part.score(observation), expected, rtol=0.03, atol=0.0)
 
 
-def test_a_key_like_no_other_has_leverage_near_one() -> None:
+def test_unique_key_has_leverage_near_one() -> None:
     observation = a_view(a_layer(1, 1), [list(range(40))], 3)
     still = replace(observation, layer=replace(observation.layer, radians=()))
     keys = torch.randn(len(still.entries.keys), 8)
@@ -103,7 +103,7 @@ def test_a_key_like_no_other_has_leverage_near_one() -> None:
     assert float(scores.sum()) == pytest.approx(8, abs=0.2)  # the rank
 
 
-def test_bad_leverage() -> None:
+def test_invalid_leverage_parameters_are_refused() -> None:
     with pytest.raises(BadParameter, match="leverage.sketch must be at least 1 dimension, got 0"):
         Leverage(sketch=0)
     with pytest.raises(BadParameter, match="leverage.ridge must be above 0, got 0.0"):
@@ -118,6 +118,6 @@ def test_bad_leverage() -> None:
         ({"epsilon": -0.1}, "expected.epsilon must be 0 or more, got -0.1"),
     ],
 )
-def test_bad_parameters(wrong: dict[str, Any], told: str) -> None:
+def test_invalid_expected_parameters_are_refused(wrong: dict[str, Any], told: str) -> None:
     with pytest.raises(BadParameter, match=told):
         Expected(**wrong)

@@ -49,19 +49,19 @@ def assert_equal(got: list[list[float]], expected: list[list[float]], within: fl
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("group", [1, 3])
-def test_a_scorer_equals_its_loop(scorer, loop_of, case, group) -> None:
+def test_scorer_equals_its_reference(scorer, loop_of, case, group) -> None:
     observation = view(case, group)
     assert_equal(judged(scorer, observation), loop_of(scorer).scores(scorer, observation), 1e-5)
 
 
 @pytest.mark.parametrize("span", [(0, 3), (2, 8), (5, 100)])
-def test_a_scorer_equals_its_loop_when_a_part_is_asked_for(scorer, loop_of, span) -> None:
+def test_scorer_of_a_span_equals_its_reference(scorer, loop_of, span) -> None:
     observation = replace(view("uneven"), span=span)
     assert_equal(judged(scorer, observation), loop_of(scorer).scores(scorer, observation), 1e-5)
 
 
 @pytest.mark.parametrize("variant", [{"softcap": 0.8}, {"sinks": (0.5, -1.0, 2.0, 0.0)}])
-def test_a_scorer_equals_its_loop_under_softcap_and_sinks(scorer, loop_of, variant) -> None:
+def test_scorer_with_softcap_and_sinks_equals_its_reference(scorer, loop_of, variant) -> None:
     heads = [[0, 1, 4, 9, 10, 11, 12], [2, 3, 8, 9, 10, 11, 12]]
     observation = a_view(replace(a_layer(2, 2, index=1), **variant), heads, 4)
     assert_equal(judged(scorer, observation), loop_of(scorer).scores(scorer, observation), 1e-5)
@@ -74,7 +74,9 @@ def test_a_scorer_equals_its_loop_under_softcap_and_sinks(scorer, loop_of, varia
     group=st.integers(1, 2),
     seed=st.integers(0, 5),
 )
-def test_scorers_equal_their_loops_on_any_cache(scorer, loop_of, heads, block, group, seed) -> None:
+def test_scorers_equal_their_references_on_any_cache(
+    scorer, loop_of, heads, block, group, seed
+) -> None:
     old = [sorted(head) for head in heads]
     first = 1 + max((p for head in old for p in head), default=-1)
     full = [[*head, *range(first, first + block)] for head in old]
@@ -82,7 +84,7 @@ def test_scorers_equal_their_loops_on_any_cache(scorer, loop_of, heads, block, g
     assert_equal(judged(scorer, observation), loop_of(scorer).scores(scorer, observation), 1e-5)
 
 
-def test_a_wrong_score_is_noticed(scorer, loop_of) -> None:
+def test_comparison_detects_a_wrong_score(scorer, loop_of) -> None:
     observation = view("uneven")
     expected = loop_of(scorer).scores(scorer, observation)
     wrong = [[-value for value in head] for head in expected]
@@ -90,7 +92,7 @@ def test_a_wrong_score_is_noticed(scorer, loop_of) -> None:
         assert_equal(wrong, expected, 1e-5)
 
 
-def test_scores_are_numbers_and_repeat(scorer) -> None:
+def test_scores_are_finite_and_deterministic(scorer) -> None:
     observation = view("uneven")
     first = scorer.score(observation)
     assert not first.isnan().any()
@@ -98,7 +100,7 @@ def test_scores_are_numbers_and_repeat(scorer) -> None:
     assert torch.equal(scorer.score(observation), first)
 
 
-def test_nothing_written_is_an_input(scorer) -> None:
+def test_inputs_are_not_modified(scorer) -> None:
     observation = view("uneven")
     tensors = (
         observation.entries.keys,
@@ -113,7 +115,7 @@ def test_nothing_written_is_an_input(scorer) -> None:
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
 
 
-def test_rows_that_nobody_owns_do_not_count(scorer) -> None:
+def test_unowned_rows_are_ignored(scorer) -> None:
     observation = view("uneven")
     lengths, starts = observation.entries.lengths, observation.entries.starts
     keys = observation.entries.keys.clone()
@@ -170,7 +172,7 @@ def halved(entries: Entries) -> Entries:
     return replace(entries, keys=entries.keys.bfloat16(), values=entries.values.bfloat16())
 
 
-def test_a_scorer_is_frozen_and_names_its_paper(scorer) -> None:
+def test_scorer_is_frozen_and_cited(scorer) -> None:
     for field in fields(scorer):
         with pytest.raises(FrozenInstanceError):
             setattr(scorer, field.name, None)
@@ -178,7 +180,7 @@ def test_a_scorer_is_frozen_and_names_its_paper(scorer) -> None:
     assert PAPER.search(module.__doc__), module.__name__
 
 
-def test_prompts_that_a_scorer_reads_are_announced(scorer) -> None:
+def test_scratch_prompts_are_declared(scorer) -> None:
     book = {name: (7, 8, 9) for name in scorer.required_prompts()}
     block = tuple(range(10, 30))
     for start in (0, 40):
@@ -202,7 +204,9 @@ def test_reconstruction_repeats_every_token_once() -> None:
 @pytest.mark.parametrize("variant", [Variant.PAPER, Variant.CODE])
 @pytest.mark.parametrize("length", [3, 20, 21, 27])
 @pytest.mark.parametrize("chunk", [3, 10])
-def test_published_requests_quote_what_came_before(loop_of, variant, length, chunk) -> None:
+def test_published_repeat_prompts_quote_the_previous_tokens(
+    loop_of, variant, length, chunk
+) -> None:
     part, block = Reconstruct(chunk=chunk, variant=variant), tuple(range(100, 100 + length))
     asked = part.scratch(block, 0, {"repeat": (1, 2)})
     got = [(list(scratch.ids), *scratch.span) for scratch in asked]
@@ -225,7 +229,7 @@ def a_prompt_that_looks_at_itself() -> Observation:
 
 
 @pytest.mark.parametrize("kind", [Patched, Reconstruct])
-def test_plain_attention_hears_less_of_who_looks_at_itself(kind) -> None:
+def test_plain_attention_of_self_attending_queries_is_lower(kind) -> None:
     seen = a_prompt_that_looks_at_itself()
     alone = kind().score(seen)
     assert alone.tolist() == pytest.approx([0.9, 0.6])
@@ -246,7 +250,7 @@ def test_published_reconstruction_shares_weights_with_the_opening() -> None:
 
 @pytest.mark.parametrize("part", [Patched(), Reconstruct(opening=1)])
 @pytest.mark.parametrize("variant", Variant)
-def test_an_entry_that_stands_for_two_weighs_as_two_equal_ones(part, variant) -> None:
+def test_entry_of_count_two_equals_two_entries(part, variant) -> None:
     scorer, share = replace(part, variant=variant), torch.tensor([1.0, 2.0, 1.0] * 2)
     observation = a_view(a_layer(2, 2), [[0, 2, 6], [1, 3, 6]], 1)
     entries = observation.entries
@@ -258,7 +262,7 @@ def test_an_entry_that_stands_for_two_weighs_as_two_equal_ones(part, variant) ->
     torch.testing.assert_close(one, share * two[torch.tensor([0, 1, 3, 4, 5, 7])])
 
 
-def test_another_seed_is_another_draw() -> None:
+def test_random_scores_depend_on_the_seed() -> None:
     from larder.policy import Random
 
     observation = view("uneven")

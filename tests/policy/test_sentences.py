@@ -49,7 +49,7 @@ def test_a_sentence_ends_with_its_last_token() -> None:
     assert text.sentences(0) == text.sentences(1) == [1, 1, -1, 4, -4, -6, 7]
 
 
-def test_a_sentence_goes_on_over_the_edge_of_a_pass() -> None:
+def test_sentence_continues_across_blocks() -> None:
     text = Text()
     text.read(1, DOT, 1, 1)
     text.read(1, DOT, 1)
@@ -58,7 +58,7 @@ def test_a_sentence_goes_on_over_the_edge_of_a_pass() -> None:
     assert text.sentences(0) == [1, -1, 3, 3, 3, -3, 7, -7, 9]
 
 
-def test_a_sentence_begins_anew_where_the_last_token_is_gone() -> None:
+def test_sentence_restarts_after_an_evicted_last_token() -> None:
     text = Text()
     text.read(1, DOT, 1, 1)
     text.store.evict(a_plan([[0, 2, 3], [0, 1, 2]], (4, 4)))
@@ -67,14 +67,14 @@ def test_a_sentence_begins_anew_where_the_last_token_is_gone() -> None:
     assert text.sentences(1) == [1, -1, 3, 5, -5, 7]
 
 
-def test_a_sentence_that_was_ended_does_not_go_on() -> None:
+def test_ended_sentence_does_not_continue() -> None:
     text = Text()
     text.read(1, DOT)
     text.read(1, 1)
     assert text.sentences(0) == [1, -1, 3, 3]
 
 
-def test_the_planner_has_the_column_kept() -> None:
+def test_planner_declares_the_sentence_column() -> None:
     assert Policy.parse("keydiff() > sentence()").planner.ledger.columns == ("sentence",)
 
 
@@ -83,7 +83,7 @@ def scribe(seed_model) -> TokenizerAdapter:
     return TokenizerAdapter(seed_model.tokenizer)
 
 
-def test_ends_are_read_off_the_tokenizer(scribe) -> None:
+def test_sentence_ends_are_read_from_the_tokenizer(scribe) -> None:
     ends = scribe.lexicon(frozenset({ENDS}))[ENDS]
     assert scribe.lexicon(frozenset()) == {}
     for text in (".", "?", "!", "\n"):

@@ -25,7 +25,7 @@ def kept(scored: LayerScores, tokens: int) -> list[int]:
     return Entire().choose({0: scored}, {0: tokens})[0].kept.tolist()
 
 
-def test_whole_shots_stay_and_what_fits_none_is_not_used() -> None:
+def test_whole_shots_are_kept_and_the_remainder_unused() -> None:
     """Shots of 40, 30 and 50 tokens with .3, .2 and .1: of 80, the first two take 70."""
     assert kept(judged([(40, 0.3), (30, 0.2), (50, 0.1)]), 80) == list(range(70))
 
@@ -35,19 +35,19 @@ def test_a_shot_that_does_not_fit_is_skipped() -> None:
     assert kept(judged([(40, 0.3), (50, 0.2), (20, 0.1)]), 65) == [*range(40), *range(90, 110)]
 
 
-def test_protected_tokens_come_first_and_cut_a_shot() -> None:
+def test_protected_tokens_take_precedence_over_shots() -> None:
     assert kept(judged([(4, 0.3), (3, 0.2)], protected=(5,)), 5) == [0, 1, 2, 3, 5]
     assert kept(judged([(4, 0.3), (3, 0.2)], protected=(5,)), 2) == [4, 5]
 
 
-def test_generated_tokens_are_judged_one_by_one() -> None:
+def test_generated_tokens_are_scored_individually() -> None:
     observation = a_view(a_layer(1, 1), [range(6)], 3)
     scores = torch.arange(6.0)
     assert Shot().pool(scores, observation).tolist() == [1.0, 1.0, 1.0, 4.0, 4.0, 4.0]
     assert torch.equal(Shot().pool(scores, replace(observation, phase=Phase.DECODE)), scores)
 
 
-def test_an_example_longer_than_the_budget_is_judged_token_by_token() -> None:
+def test_example_beyond_the_budget_is_scored_by_token() -> None:
     """Examples end at positions that 3 divides; of a head's 5, 3 and 2 entries belong together."""
     observation = a_view(a_layer(2, 1), [range(5), [0, 1, 2, 3]], 3)
     scores = torch.tensor([5.0, 1.0, 3.0, 8.0, 2.0, 1.0, 2.0, 6.0, 4.0])
@@ -63,7 +63,7 @@ def test_a_text_without_examples_fills_its_budget() -> None:
     assert policy.planner.unit == Shot(layers=1000, longest=100)
 
 
-def test_parameters() -> None:
+def test_parameters_out_of_range_are_refused() -> None:
     with pytest.raises(BadParameter, match="shot.longest must be at least 1 token, got 0"):
         Shot(longest=0)
     with pytest.raises(BadParameter, match="shot.layers must be at least 1, got 0"):

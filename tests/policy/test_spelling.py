@@ -134,7 +134,7 @@ def test_every_part_round_trips(slot) -> None:
 
 
 @pytest.mark.parametrize("slot", REDUCTION_SLOTS)
-def test_what_a_paper_joins_by_is_spelled_and_may_be_changed(slot) -> None:
+def test_default_reductions_are_spelled_and_replaceable(slot) -> None:
     for kind in parts_of(slot):
         policy = Policy.parse(f"snapkv() > {spell(kind())}")
         assert spell(kind()) in str(policy)
@@ -225,7 +225,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("sentence", WRONG, ids=lambda s: repr(s)[:40])
-def test_what_is_misspelt_is_told_in_one_line(sentence) -> None:
+def test_misspelling_errors_are_one_line(sentence) -> None:
     kind, said = WRONG[sentence]
     with pytest.raises(kind) as caught:
         Policy.parse(sentence)
@@ -236,7 +236,7 @@ def test_what_is_misspelt_is_told_in_one_line(sentence) -> None:
 
 
 @given(st.text(max_size=30))
-def test_nonsense_is_never_more_than_an_error_of_ours(text) -> None:
+def test_random_text_raises_larder_errors_only(text) -> None:
     try:
         Policy.parse(text)
     except LarderError as error:
@@ -270,19 +270,19 @@ def outsider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Family:
     return FAMILIES["scorer"]
 
 
-def test_a_third_party_joins_a_family(outsider) -> None:
+def test_third_party_part_is_registered(outsider) -> None:
     assert "outlandish" in outsider.names()
     policy = Policy.parse("outlandish(weight=5) > pooled()")
     assert policy.scorer.weight == 5
     assert Policy.parse(str(policy)) == policy
 
 
-def test_a_third_party_cannot_take_a_name_over(outsider) -> None:
+def test_third_party_cannot_replace_a_name(outsider) -> None:
     assert outsider.load("snapkv").__module__ == "larder.policy.scorers.snapkv"
     assert outsider.names().count("snapkv") == 1
 
 
-def test_a_part_is_written_with_the_name_of_its_entry_point(
+def test_part_is_spelled_by_its_entry_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "oddly_named.py").write_text(OUTSIDER.replace("class Part", "class Norm"))
@@ -300,7 +300,7 @@ def test_a_part_is_written_with_the_name_of_its_entry_point(
         Policy.parse("value_norm(height=3)")
 
 
-def test_a_part_that_nobody_offers_goes_by_its_class() -> None:
+def test_unregistered_part_is_spelled_by_its_class() -> None:
     @dataclass(frozen=True)
     class Mine(Protect):
         pass
@@ -309,7 +309,7 @@ def test_a_part_that_nobody_offers_goes_by_its_class() -> None:
 
 
 @pytest.mark.parametrize("recent", [float("nan"), float("inf"), 1.0, -1])
-def test_recent_tokens_are_a_number(recent: float) -> None:
+def test_fractional_recent_tokens_of_one_or_more_are_refused(recent: float) -> None:
     with pytest.raises(BadParameter, match="fraction below 1"):
         Protect(recent=recent)
 

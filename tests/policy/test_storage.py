@@ -91,7 +91,7 @@ def judged(part: Any, seed: int, is_graded: bool) -> tuple[Observation, LayerSco
 @pytest.mark.parametrize("part", PARTS, ids=str)
 @given(st.integers(0, 99), st.booleans(), st.integers(2, 12), st.floats(0, 1))
 @settings(max_examples=15, deadline=None)
-def test_grades_are_those_of_the_loop(
+def test_grades_equal_their_reference(
     part: Any, seed: int, is_graded: bool, quota: int, share: float
 ) -> None:
     share = share if isinstance(part, ARKV) else 1.0
@@ -108,7 +108,7 @@ def test_grades_are_those_of_the_loop(
     assert graded.kept is plan.kept
 
 
-def test_the_worst_go_down_in_whole_groups_and_of_equals_the_earlier() -> None:
+def test_demotion_takes_whole_groups_of_the_lowest_scores() -> None:
     ranked = torch.tensor([3.0, 1.0, 1.0, 1.0, 5.0, 0.5])
     held = torch.zeros(6, dtype=torch.int8)
     assert demote_groups(ranked, held, [5], [2]).tolist() == [0, 1, 0, 0, 0, 1]
@@ -122,9 +122,7 @@ def test_the_worst_go_down_in_whole_groups_and_of_equals_the_earlier() -> None:
 )
 @given(st.integers(8, 3000), st.sampled_from([32, 64, 128]), st.sampled_from([2, 4]))
 @settings(max_examples=25, deadline=None)
-def test_what_may_be_held_fits_the_bytes_of_the_budget(
-    part: Any, tokens: int, size: int, itemsize: int
-) -> None:
+def test_entries_fit_the_byte_budget(part: Any, tokens: int, size: int, itemsize: int) -> None:
     part, layer = replace(part, group=16), replace(a_layer(), head_dim=size)
     full = 2 * size * itemsize + 4
     try:
@@ -141,7 +139,7 @@ def test_what_may_be_held_fits_the_bytes_of_the_budget(
     assert part.full_precision_entries(quota, layer, itemsize) <= quota
 
 
-def test_a_budget_that_cannot_hold_a_waiting_group_is_refused() -> None:
+def test_budget_below_one_full_precision_group_is_refused() -> None:
     with pytest.raises(BudgetError, match="32 that .*quantized.* full precision"):
         Quantized().entries(32, [replace(a_layer(), head_dim=64)], 4)
     assert Quantized().entries(33, [replace(a_layer(), head_dim=64)], 4) >= 33
@@ -177,7 +175,7 @@ def test_fewer_bits_hold_more_entries() -> None:
     assert 1000 < counts[0] < counts[1] < counts[2]
 
 
-def test_preference_of_a_layer_is_that_of_the_loop() -> None:
+def test_layer_preference_equals_its_reference() -> None:
     from references.arkv import preference
 
     for part in (ARKV(), ARKV(tau1=0.7, tau2=2.0, tau3=1.3, window=4)):
@@ -194,7 +192,7 @@ def test_layers_are_compared_with_the_best() -> None:
     assert Exact().compare(told) == [1.0] * 3
 
 
-def test_bits_of_qaq_by_hand() -> None:
+def test_qaq_bits_hand_values() -> None:
     # 1000 entries, an error of .01, a range of 4: steps of twice sqrt(12 / 1000) * .01 / weight.
     weights = torch.tensor([0.5, 0.01, 0.001])
     deviation = math.sqrt(12 / 1000) * 0.01 / weights
@@ -219,7 +217,7 @@ def graded(part: QAQ, vectors: torch.Tensor, weights: torch.Tensor) -> list[int]
 
 
 @pytest.mark.extended
-def test_numbers_that_stand_out_do_not_widen_the_range_of_qaq() -> None:
+def test_qaq_outliers_do_not_widen_the_range() -> None:
     vectors = torch.linspace(-1, 1, 201).repeat(1000, 1)
     vectors[:, 0], vectors[:, -1] = -100.0, 100.0
     weights = torch.full((1000,), 0.01)
@@ -228,12 +226,12 @@ def test_numbers_that_stand_out_do_not_widen_the_range_of_qaq() -> None:
     assert graded(QAQ(**told, outliers=0.0), vectors, weights) == [8] * 1000
 
 
-def test_the_newest_tokens_take_most_bits_under_qaq() -> None:
+def test_qaq_newest_tokens_take_the_most_bits() -> None:
     vectors, weights = torch.linspace(-1, 1, 64).repeat(100, 1), torch.full((100,), 1e-6)
     assert graded(QAQ(window=32), vectors, weights) == [1] * 69 + [8] * 31
 
 
-def test_what_is_looked_at_is_that_of_the_loop() -> None:
+def test_storage_statistics_equal_their_reference() -> None:
     from references.qaq import looked_at
 
     part = QAQ(window=4)
@@ -247,7 +245,7 @@ def test_what_is_looked_at_is_that_of_the_loop() -> None:
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=4, max_size=12), st.floats(0.1, 0.9))
 @settings(max_examples=30, deadline=None)
-def test_widths_of_rdkv_are_those_of_the_loop(weights: list[float], share: float) -> None:
+def test_rdkv_widths_equal_their_reference(weights: list[float], share: float) -> None:
     from references.rdkv import WIDTHS, widths
 
     part, layer = RDKV(group=16), replace(a_layer(), head_dim=64)
@@ -276,7 +274,7 @@ def test_widths_of_rdkv_are_those_of_the_loop(weights: list[float], share: float
         assert found[index].grades.tolist() == grades
 
 
-def test_entries_without_weight_take_what_others_leave_of_rdkv() -> None:
+def test_rdkv_keeps_weightless_entries_in_the_remaining_budget() -> None:
     part, (observation, scored) = RDKV(group=2, window=0), judged(RDKV(group=2, window=0), 5, False)
     nothing = replace(scored, scores=torch.zeros_like(scored.scores))
     plan = a_plan([range(len(head)) for head in POSITIONS], observation.entries.lengths)
@@ -286,7 +284,7 @@ def test_entries_without_weight_take_what_others_leave_of_rdkv() -> None:
         assert found.kept.tolist() == plan.kept.tolist() and not bool(found.grades.any())
 
 
-def test_rdkv_refuses_scores_that_are_no_weights() -> None:
+def test_rdkv_refuses_negative_scores() -> None:
     part, (observation, scored) = RDKV(group=2, window=0), judged(RDKV(group=2, window=0), 5, False)
     plan = a_plan([range(len(head)) for head in POSITIONS], observation.entries.lengths)
     signed = replace(scored, scores=scored.scores - 1)
@@ -295,7 +293,7 @@ def test_rdkv_refuses_scores_that_are_no_weights() -> None:
     assert len(RDKV(group=2).grade(plan, observation.entries, signed, 12, 1.0).importance)
 
 
-def test_weights_of_rdkv_by_hand() -> None:
+def test_rdkv_weights_hand_values() -> None:
     part, observation = RDKV(window=4), a_view(a_layer(3, 2), POSITIONS, queries=6, seed=3)
     observation = replace(observation, entries=replace(observation.entries, columns={}))
     found = part.inspect(observation).weights
@@ -326,7 +324,7 @@ def test_channels_by_energy_and_by_peak() -> None:
             assert float(peak[head, channel]) == pytest.approx(ratio, rel=1e-4)
 
 
-def test_think_weighs_channels_by_the_keys_that_stay() -> None:
+def test_think_weights_channels_by_kept_keys() -> None:
     part = ThinK(group=3)
     observation, scored = judged(part, 5, is_graded=False)
     plan = a_plan([[0, 3, 8], [], [1, 2, 5]], observation.entries.lengths)
@@ -385,7 +383,7 @@ def test_parameters_out_of_range_are_refused(name: str, parameters: dict[str, An
         FAMILIES["storage"].load(name)(**parameters)
 
 
-def test_an_upper_layer_of_a_pair_brings_its_own_quota() -> None:
+def test_upper_layer_of_a_pair_adds_its_quota() -> None:
     part = QuantizedPairs(group=2, start=0.0)
     views = [a_view(a_layer(1, 1, index=index), [list(range(40))]) for index in range(2)]
     plans = dict[int, Plan]()

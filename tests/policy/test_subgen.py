@@ -77,7 +77,7 @@ def test_equal_keys_are_counted_exactly() -> None:
     assert torch.allclose(sums(held, query)[:2], sums(entries, query)[:2], rtol=1e-5)
 
 
-def test_a_draw_is_worth_the_mass_over_draws_and_its_own_square() -> None:
+def test_sample_weight_is_mass_over_samples_and_squared_norm() -> None:
     """Values of squares 1 and 3, one draw: it stands for mass 4, whichever it is."""
     values = torch.tensor([[1.0, 0.0], [0.0, 3**0.5], [0.0, 0.0]])
     for seed in range(8):
@@ -89,7 +89,7 @@ def test_a_draw_is_worth_the_mass_over_draws_and_its_own_square() -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("again", [False, True])
-def test_estimates_are_right_in_the_mean(again: bool) -> None:
+def test_estimates_are_unbiased(again: bool) -> None:
     """Also where samples are sampled again behind later entries, with fewer slots."""
     first, later = text(30, 1), text(20, 2)
     query, totals = 0.5 * torch.randn(4, generator=torch.Generator().manual_seed(3)), []
@@ -106,7 +106,7 @@ def test_estimates_are_right_in_the_mean(again: bool) -> None:
     assert bool((error[:4] > 0).all())
 
 
-def test_former_draws_keep_their_mass() -> None:
+def test_earlier_samples_keep_their_mass() -> None:
     """The mass is the sum of |v|^2 of all that was sampled, however often."""
     first, later = text(30, 1), text(20, 2)
     held = settled(Subgen(), first, 18)
@@ -116,7 +116,7 @@ def test_former_draws_keep_their_mass() -> None:
     assert float(again.scalars[MASS]) == pytest.approx(sum(squares), rel=1e-5)
 
 
-def test_more_samples_are_nearer() -> None:
+def test_error_decreases_with_samples() -> None:
     entries, query = text(120, 4), 0.5 * torch.ones(4)
     true, errors = sums(entries, query), []
     for room in (15, 40, 90):
@@ -134,7 +134,7 @@ def test_protected_entries_stay_exact() -> None:
         assert [float(held.columns[name][row]) for name in COLUMNS] == [0.0] * 3
 
 
-def test_draws_sum_up_whatever_is_rounded() -> None:
+def test_sample_counts_sum_exactly() -> None:
     source = torch.Generator().manual_seed(6)
     weights = torch.rand(1000, generator=source, dtype=torch.float64)
     weights[-3:] = 0.0
@@ -153,13 +153,13 @@ def test_half_precision_values_stay_finite() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"delta": 0.0}, {"samples": 0}, {"share": 1.0}])
-def test_parameters(wrong: dict[str, float]) -> None:
+def test_parameters_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(BadParameter, match="subgen."):
         Subgen(**wrong)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_keys_that_are_not_finite_are_refused(bad: float) -> None:
+def test_non_finite_keys_are_refused(bad: float) -> None:
     keys = torch.randn(8, 4)
     keys[3, 1] = bad
     with pytest.raises(ScoreError, match="or take drop"):

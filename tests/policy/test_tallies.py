@@ -115,27 +115,27 @@ def every_tally() -> list[Any]:
 
 
 @pytest.mark.parametrize("counted", [False, True], ids=["single", "counted"])
-def test_a_tally_equals_its_loop(tally, loop_of, counted) -> None:
+def test_tally_equals_its_reference(tally, loop_of, counted) -> None:
     assert_remembers(run([tally], "blocks", counted), tally, loop_of(tally))
 
 
 @pytest.mark.parametrize("counted", [False, True], ids=["single", "counted"])
 @pytest.mark.parametrize("case", CASES)
-def test_tallies_that_run_together_equal_their_loops(loop_of, case, counted) -> None:
+def test_concurrent_tallies_equal_their_references(loop_of, case, counted) -> None:
     done = run(every_tally(), case, counted)
     for tally in every_tally():
         assert_remembers(done, tally, loop_of(tally))
 
 
 @pytest.mark.parametrize("variant", [{"softcap": 0.8}, {"sinks": (0.5, -1.0, 2.0, 0.0)}])
-def test_tallies_equal_their_loops_under_softcap_and_sinks(loop_of, variant) -> None:
+def test_tallies_with_softcap_and_sinks_equal_their_references(loop_of, variant) -> None:
     layer = replace(LAYER, **variant)
     done = run(every_tally(), "reading_then_generating", counted=True, layer=layer)
     for tally in every_tally():
         assert_remembers(done, tally, loop_of(tally))
 
 
-def test_tallies_equal_their_loops_when_attention_is_sharp(loop_of) -> None:
+def test_tallies_with_sharp_attention_equal_their_references(loop_of) -> None:
     """Most weights are next to nothing: entries go unneeded for long."""
     done = run(every_tally(), "reading_then_generating", sharp=12.0)
     for tally in every_tally():
@@ -157,7 +157,7 @@ def test_tallies_do_not_disturb_each_other() -> None:
     assert len(names) == len(set(names))
 
 
-def test_an_update_writes_nothing(tally) -> None:
+def test_update_does_not_modify_its_inputs(tally) -> None:
     done = run([tally], "blocks")
     new = draw(LAYER, 2, done.position)
     done.store.append(new.keys, new.values, new.positions)
@@ -177,7 +177,7 @@ def test_an_update_writes_nothing(tally) -> None:
     assert any(not torch.equal(before[name], update[name]) for name in before)
 
 
-def test_a_wrong_column_is_noticed(tally, loop_of) -> None:
+def test_comparison_detects_a_wrong_column(tally, loop_of) -> None:
     done = run([tally], "blocks")
     done.store.write_columns(
         {tally.columns[0]: done.store.entries().columns[tally.columns[0]] + 0.01}
@@ -186,7 +186,7 @@ def test_a_wrong_column_is_noticed(tally, loop_of) -> None:
         assert_remembers(done, tally, loop_of(tally))
 
 
-def test_a_tally_names_its_paper(tally) -> None:
+def test_tally_is_cited(tally) -> None:
     assert "arXiv:" in (inspect.getmodule(type(tally)).__doc__ or "")
 
 
@@ -198,7 +198,7 @@ def told_of(**columns: list[float]) -> Observation:
     return replace(observation, entries=replace(observation.entries, columns=rows), length=21)
 
 
-def test_what_is_due_outranks_what_was_never_needed_again() -> None:
+def test_due_entries_outrank_entries_never_needed_again() -> None:
     last, gap = [20.0, 12.0, 12.0, 12.0, 0.0], [1.0, 16.0, 4.0, 0.0, 0.0]
     scores = Recurrence().score(told_of(last_needed=last, longest_gap=gap))
     assert scores.argsort(descending=True).tolist()[:3] == [0, 1, 2]
@@ -206,7 +206,7 @@ def test_what_is_due_outranks_what_was_never_needed_again() -> None:
     assert float(scores[1]) == pytest.approx(2 / (1 + math.exp(1.5)), abs=1e-5)
 
 
-def test_an_uneven_entry_is_spared_and_age_is_no_merit() -> None:
+def test_roco_protects_high_variance_entries_regardless_of_age() -> None:
     told = told_of(
         moment_count=[20.0, 20.0, 2.0, 2.0],
         moment_mean=[0.1, 0.02, 0.2, 0.01],
@@ -216,7 +216,7 @@ def test_an_uneven_entry_is_spared_and_age_is_no_merit() -> None:
     assert RoCo(spared=0.0).score(told).tolist() == pytest.approx([0.1, 0.02, 0.2, 0.01])
 
 
-def test_every_partition_gives_up_the_same_share() -> None:
+def test_every_partition_evicts_the_same_share() -> None:
     heads = a_view(a_layer(2, 1), [range(32), range(23)], 1)
     scores = LagKV(sinks=3, lag=5).score(heads)
     for part, partitions in zip(scores.split([32, 23]), (4, 3), strict=True):
@@ -229,7 +229,7 @@ def test_every_partition_gives_up_the_same_share() -> None:
     assert together.sum(1).tolist() == pytest.approx([1.0] * 4)
 
 
-def test_channels_that_do_not_vary_are_no_reason_to_stay_or_go() -> None:
+def test_constant_channels_do_not_affect_scores() -> None:
     heads = a_view(a_layer(1, 1), [range(8)], 1)
     heads.entries.keys[:], heads.entries.values[:] = 1.0, 2.0
     scores = LagKV(sinks=0, lag=2, within=Within.HEAD).score(heads)

@@ -78,7 +78,7 @@ class Growing:
 
 @pytest.mark.parametrize("passes", PASSES)
 @pytest.mark.parametrize("prompt, shared", [(4, Uniform()), (13, Pooled())], ids=["fits", "cut"])
-def test_a_timing_equals_its_loop(timing, loop_of, passes, prompt, shared) -> None:
+def test_timing_equals_its_reference(timing, loop_of, passes, prompt, shared) -> None:
     got = Growing(timing, prompt, shared).go_on(PASSES[passes])
     sums = [[sum(heads) for heads in layers] for layers in got]
     expected = loop_of(timing).held(timing, TOKENS, prompt, PASSES[passes])
@@ -88,11 +88,11 @@ def test_a_timing_equals_its_loop(timing, loop_of, passes, prompt, shared) -> No
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 10, 11, 500])
-def test_reading_gets_its_part_of_the_budget(timing, loop_of, tokens) -> None:
+def test_prefill_budget_equals_its_reference(timing, loop_of, tokens) -> None:
     assert timing.prefill_tokens(tokens) == loop_of(timing).reading(timing, tokens)
 
 
-def test_both_parts_stay_within_the_budget(timing) -> None:
+def test_prefill_and_decode_quotas_stay_within_the_budget(timing) -> None:
     for tokens in (1, 7, 100):
         quota = timing.prefill_tokens(tokens)
         for step in (0, 1, 50, 5000):
@@ -100,7 +100,7 @@ def test_both_parts_stay_within_the_budget(timing) -> None:
 
 
 @pytest.mark.parametrize("strategy", Strategy)
-def test_what_was_read_stays_whole_beside_what_is_generated(strategy) -> None:
+def test_prefill_entries_are_kept_during_decoding(strategy) -> None:
     growing = Growing(Split(0.6, strategy, recent=2, every=3), 13, Pooled())
     before = [growing.places(layer) for layer in MANAGED]
     growing.go_on(PASSES["long_question"])
@@ -111,7 +111,7 @@ def test_what_was_read_stays_whole_beside_what_is_generated(strategy) -> None:
             assert {end - 2, end - 1} <= now
 
 
-def test_rounds_of_a_refresh_keep_a_share_by_depth_for_good() -> None:
+def test_refresh_rounds_keep_a_share_by_depth() -> None:
     """Blocks of 4 behind 3 recent tokens: 3 of 4 stay in layer 0, 1 of 4 at two thirds."""
     part = ContextRefresh(4, 0.9, 0.1, 3, 0.1, "last_query() > sum() > group_mean()")
     assert [part.survivors(depth) for depth in (0.0, 2 / 3)] == [3, 1]
@@ -133,12 +133,12 @@ def test_rounds_of_a_refresh_keep_a_share_by_depth_for_good() -> None:
         before = after
 
 
-def test_a_refresh_judges_by_a_scorer() -> None:
+def test_refresh_requires_a_scorer() -> None:
     with pytest.raises(BadParameter, match=r"context_refresh\.scorer must be a scorer: No scorer"):
         ContextRefresh(scorer="uniform()")
 
 
-def test_survivors_of_the_released_numbers() -> None:
+def test_survivors_hand_values() -> None:
     """int(16 * .9 * r) with r = .9 (cos(pi l / 32) + 1) / 2 + .1: 14.4, 7.92 and 1.47."""
     own = ContextRefresh()
     assert [own.survivors(layer / 32) for layer in (0, 16, 31)] == [14, 7, 1]
@@ -147,7 +147,7 @@ def test_survivors_of_the_released_numbers() -> None:
 
 @pytest.mark.parametrize("passes", [[1] * 40, [3, 1, 1, 7, 1]])
 @pytest.mark.parametrize("distance", [1, 4, TOKENS, TOKENS + 5])
-def test_a_fixed_slot_is_deleted_at_every_step(loop_of, passes, distance) -> None:
+def test_fixed_slot_is_evicted_at_every_step(loop_of, passes, distance) -> None:
     part = FixedSlot(distance)
     growing = Growing(part, 13, Uniform(), Protect(0, 1))
     before = [growing.places(layer) for layer in MANAGED]
@@ -157,7 +157,7 @@ def test_a_fixed_slot_is_deleted_at_every_step(loop_of, passes, distance) -> Non
             assert now == set(loop_of(part).places(part, TOKENS, sorted(was), passes, 13))
 
 
-def test_all_but_the_newest_entries_stay_for_good_under_elastic_cache() -> None:
+def test_elastic_cache_evicts_newest_entries_only() -> None:
     preset = Policy.parse("elastic_cache")
     assert preset.timing == FixedSlot(distance=25) and preset.protect.recent <= 25
     growing = Growing(FixedSlot(4), 13, Uniform(), preset.protect)
@@ -167,7 +167,7 @@ def test_all_but_the_newest_entries_stay_for_good_under_elastic_cache() -> None:
     assert after == [*before[: TOKENS - 4], 49, 50, 51, 52]
 
 
-def test_room_for_generated_tokens_grows_to_what_is_left() -> None:
+def test_decode_quota_grows_to_the_remaining_budget() -> None:
     split = Split(0.5, Strategy.ADAPTIVE, recent=4, every=10)
     rooms = [split.quota(50, 100, step) - 50 for step in (0, 9, 10, 25, 459, 460, 10**6)]
     assert rooms == [4, 4, 5, 6, 49, 50, 50]
@@ -181,7 +181,7 @@ def test_a_timing_is_frozen_and_cites_its_paper(timing) -> None:
     assert "arXiv:" in said or "o paper" in said
 
 
-def test_only_what_was_read_is_spared(timing) -> None:
+def test_only_prefill_entries_are_protected(timing) -> None:
     protected = torch.tensor([False, True, False, False, True, False])
     positions = torch.arange(6, dtype=torch.int32)
     own, waits = timing.extends_protection, isinstance(timing, ContextRefresh)

@@ -75,28 +75,28 @@ def assert_equal(got: list[list[float]], expected: list[list[float]]) -> None:
 
 
 @pytest.mark.parametrize("case", CASE)
-def test_a_value_rule_equals_its_loop(values, loop_of, case) -> None:
+def test_value_rule_equals_its_reference(values, loop_of, case) -> None:
     scores, seen = told(CASE[case])
     got = split(values.weigh(scores, seen), seen)
     assert_equal(got, weighed_by_loop(values, loop_of(values), scores, seen))
 
 
 @given(heads=HEADS)
-def test_value_rules_equal_their_loops_on_any_scores(values, loop_of, heads) -> None:
+def test_value_rules_equal_their_references_on_any_scores(values, loop_of, heads) -> None:
     scores, seen = told(heads)
     got = split(values.weigh(scores, seen), seen)
     assert_equal(got, weighed_by_loop(values, loop_of(values), scores, seen))
 
 
 @pytest.mark.parametrize("case", CASE)
-def test_a_unit_equals_its_loop(unit, loop_of, case) -> None:
+def test_unit_equals_its_reference(unit, loop_of, case) -> None:
     scores, seen = told(CASE[case])
     got = split(unit.pool(scores, seen), seen)
     assert_equal(got, loop_of(unit).pooled(unit, split(scores, seen), places_of(seen)))
 
 
 @given(heads=HEADS, size=st.integers(1, 7), best=st.sampled_from([0.01, 0.29, 0.5, 0.75, 1.0]))
-def test_units_of_any_size_equal_their_loops(unit, loop_of, heads, size, best) -> None:
+def test_units_of_any_size_equal_their_references(unit, loop_of, heads, size, best) -> None:
     chosen = {"size": size, "best": best, "layers": 1}
     unit = replace(unit, **{f.name: chosen[f.name] for f in fields(unit) if f.name in chosen})
     scores, seen = told(heads)
@@ -113,7 +113,7 @@ RULES = [
 
 @pytest.mark.parametrize("case", CASE)
 @pytest.mark.parametrize("rule", RULES)
-def test_infinite_scores_stay_and_no_other_becomes_infinite(rule, case) -> None:
+def test_infinite_scores_are_kept_and_finite_ones_stay_finite(rule, case) -> None:
     scores, seen = told(CASE[case])
     got = rule(scores, seen)
     assert got.dtype is torch.float32
@@ -124,7 +124,7 @@ def test_infinite_scores_stay_and_no_other_becomes_infinite(rule, case) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_what_is_infinite_says_nothing_of_others(rule) -> None:
+def test_infinite_scores_do_not_affect_others(rule) -> None:
     scores, seen = told(CASE["infinite"])
     flipped = torch.where(scores.isfinite(), scores, -scores)
     finite = scores.isfinite()
@@ -149,7 +149,7 @@ def test_the_order_of_kv_heads_does_not_matter(rule, case) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_nothing_written_is_an_input(rule) -> None:
+def test_inputs_are_not_modified(rule) -> None:
     scores, observation = told(CASE["negative"])
     tensors = (
         scores,
@@ -163,7 +163,7 @@ def test_nothing_written_is_an_input(rule) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_rows_that_nobody_owns_do_not_count(rule) -> None:
+def test_unowned_rows_are_ignored(rule) -> None:
     scores, observation = told(CASE["plain"])
     values = torch.full_like(observation.entries.values, 1e4)
     for head in heads_of(observation):
@@ -173,7 +173,7 @@ def test_rows_that_nobody_owns_do_not_count(rule) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_half_precision_is_weighed_in_float32(rule) -> None:
+def test_half_precision_is_weighted_in_float32(rule) -> None:
     scores, observation = told(CASE["plain"])
     values = observation.entries.values.bfloat16()
     low = rule(scores, replace(observation, entries=replace(observation.entries, values=values)))
@@ -183,7 +183,7 @@ def test_half_precision_is_weighed_in_float32(rule) -> None:
     assert torch.equal(low, wide)
 
 
-def test_caote_is_what_the_output_loses() -> None:
+def test_caote_is_the_change_of_the_output() -> None:
     scores, observation = told([{0: 3.0, 1: 1.0, 2: 0.0}])
     observation.entries.values[observation.entries.rows(0)] = torch.eye(3, 8) * torch.tensor(
         [[4.0], [4.0], [9.0]]
@@ -193,7 +193,7 @@ def test_caote_is_what_the_output_loses() -> None:
 
 
 @pytest.mark.parametrize("heavy", [1e3, 1e6, 1e9])
-def test_caote_keeps_its_digits_where_one_entry_has_almost_all_weight(loop_of, heavy) -> None:
+def test_caote_is_accurate_for_a_dominant_entry(loop_of, heavy) -> None:
     scores, seen = told([{0: 1.0, 1: heavy, 2: 0.5, 3: 2.0}])
     expected = loop_of(Caote()).weighed(Caote(), split(scores, seen), values_of(seen))
     got = split(Caote().weigh(scores, seen), seen)
@@ -201,7 +201,7 @@ def test_caote_keeps_its_digits_where_one_entry_has_almost_all_weight(loop_of, h
     assert max(got[0]) == got[0][1]
 
 
-def test_large_values_count_where_nobody_looked() -> None:
+def test_large_values_count_with_little_attention() -> None:
     scores, observation = told([{0: 0.0, 1: 0.0, 2: 0.3}])
     values = observation.entries.values
     values[:3] = torch.tensor([[1.0], [-2.0], [0.001]])
@@ -209,7 +209,7 @@ def test_large_values_count_where_nobody_looked() -> None:
     assert got == pytest.approx([0.8, 1.6, 0.0032])
 
 
-def test_a_unit_has_one_score_and_the_protected_are_no_part_of_it() -> None:
+def test_units_share_one_score_without_protected_entries() -> None:
     scores, seen = told([{0: 1.0, 1: INF, 2: 3.0, 3: 5.0, 7: -INF, 8: 4.0}, {2: 8.0, 5: 6.0}])
     assert Chunk(size=3).pool(scores, seen).tolist() == [2.0, INF, 2.0, 5.0, -INF, 4.0, 8.0, 6.0]
     assert Chunk(size=4).pool(scores, seen).tolist() == [3.0, INF, 3.0, 3.0, -INF, 4.0, 8.0, 6.0]
@@ -217,13 +217,13 @@ def test_a_unit_has_one_score_and_the_protected_are_no_part_of_it() -> None:
     assert window.pool(scores, seen).tolist() == [4.0, INF, 4.0, 4.0, -INF, 4.0, 8.0, 6.0]
 
 
-def test_a_window_that_averages_all_is_a_chunk() -> None:
+def test_window_averaging_all_equals_a_chunk() -> None:
     scores, seen = told(CASE["negative"])
     whole = Window(size=3, best=1.0).pool(scores, seen)
     assert torch.equal(whole, Chunk(size=3).pool(scores, seen))
 
 
-def test_a_text_that_asks_is_looked_through_by_the_best_half_of_a_window() -> None:
+def test_question_text_uses_the_best_half_of_a_window() -> None:
     scores, seen = told([{n: float(n % 4) for n in range(8)}])
     asking = replace(seen, ids=(3, 9, 4), lexicon={"question_marks": frozenset({9})})
     long_ago = replace(asking, ids=(9, *[4] * 32))
@@ -233,14 +233,14 @@ def test_a_text_that_asks_is_looked_through_by_the_best_half_of_a_window() -> No
     assert Window(size=4, best=0.5).pool(scores, long_ago).tolist() == [2.5] * 8
 
 
-def test_a_share_of_a_window_is_not_one_short_of_itself() -> None:
+def test_window_share_is_rounded_correctly() -> None:
     assert 0.29 * 100 < 29
     scores, seen = told([{place: float(place < 28) for place in range(100)}])
     pooled = Window(size=100, best=0.29).pool(scores, seen)
     assert pooled.tolist() == pytest.approx([28 / 29] * 100)
 
 
-def test_a_spiky_chunk_keeps_its_best_tokens_and_the_rest_comes_last() -> None:
+def test_entropy_chunk_splits_uneven_chunks() -> None:
     """Means 10, 9, 1 and 2: the first is one token's, and keeps two of four; 2 and 3 come last."""
     observation = a_view(a_layer(1, 1), [range(16)], 1)
     numbers = [36, 2, 1.1, 1, 9, 9.1, 9.2, 8.7, 1, 1.1, 0.9, 0.95, 2, 2.1, 2.2, 1.7]
@@ -253,7 +253,7 @@ def test_a_spiky_chunk_keeps_its_best_tokens_and_the_rest_comes_last() -> None:
             EntropyChunk(**wrong)
 
 
-def test_units_stay_whole_where_the_budget_allows() -> None:
+def test_units_are_kept_whole_within_the_budget() -> None:
     observation = a_view(a_layer(2, 2), [list(range(24))] * 2, 3)
     sentence = "protect(sinks=0, recent=0) > column_mass() > chunk(size=4) > uniform(tokens=8)"
     planner = Policy.parse(sentence).planner
@@ -263,7 +263,7 @@ def test_units_stay_whole_where_the_budget_allows() -> None:
         assert len(set((head // 4).tolist())) == 2
 
 
-def test_a_whole_sentence_of_these_parts() -> None:
+def test_policy_of_value_rule_and_unit_parts() -> None:
     policy = Policy.parse(
         "snapkv(window=2) > mean_variance(gamma=2.0) > group_max() > caote() > chunk(size=3) > "
         "pooled(tokens=64)"
@@ -295,11 +295,11 @@ def test_parameters_out_of_range_are_refused(named) -> None:
             kind(**{parameter: value})
 
 
-def test_a_value_rule_is_frozen_and_names_its_paper(values) -> None:
+def test_value_rule_is_frozen_and_cited(values) -> None:
     frozen_and_cited(values)
 
 
-def test_a_unit_is_frozen_and_names_its_paper(unit) -> None:
+def test_unit_is_frozen_and_cited(unit) -> None:
     frozen_and_cited(unit)
 
 
