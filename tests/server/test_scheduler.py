@@ -258,6 +258,14 @@ def test_sliding_window_layers_are_not_truncated() -> None:
         texts = {n: answered(turns, clients[n], more) for n, turns in texts.items()}
 
 
+@pytest.mark.parametrize("length", [800, 1000])
+def test_windows_of_prompts_of_several_blocks_are_within_what_was_reserved(length: int) -> None:
+    """A window keeps a block in front of the latest one, for a rollback."""
+    served = Served(characters("gemma3", layers=3))
+    client = served.ask([user("x" * length)], "x", max_new_tokens=3)  # checks after each step
+    assert client.told.prompt_tokens >= length
+
+
 @pytest.mark.parametrize(
     ("policy", "way"),
     [

@@ -231,7 +231,8 @@ class ServingPolicy:
         spec, columns = self.runtime.decoder.spec, len(self.policy.planner.ledger.columns)
         entries = per_head if layer in self._layers else length + new_tokens
         if layer.sliding_window is not None:
-            entries = min(length + new_tokens, layer.sliding_window + self.block + new_tokens)
+            # A block, and as many entries in front of it, for a rollback of the block before.
+            entries = min(length + new_tokens, layer.sliding_window + 2 * self.block + new_tokens)
         if spec.arena is not None:  # the last page of each head is held whole
             entries = -(-entries // spec.arena.page_tokens) * spec.arena.page_tokens
         extra = layer.kv_heads * (POSITION_BYTES + NUMBER_BYTES * columns)
