@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
-from larder.models import ForwardBatch, LoadedModel
-from larder.server import ChatMessage, Request
+from larder.models import Decoder, ForwardBatch, LoadedModel
+from larder.server import ChatMessage, Request, Ticket
 from server_core import LIMITED, STEPWISE, Client, Served, characters, told
 from topic_embedder import TopicEmbedder
 
@@ -149,3 +150,81 @@ def test_first_message_beyond_the_budget_is_prefilled_under_episodes(deep: Loade
     )
     told_all = served.ask(told(2, 24), "long", max_new_tokens=2)
     assert told_all.told.prompt_tokens > 2 * BUDGET
+
+
+@dataclass
+class ClientBetweenLayers(TimedClient):
+    """Client that acts on a part of its answer that comes between the layers of a call."""
+
+    ticket: Ticket | None = None
+    act: Callable[[ClientBetweenLayers], None] = float  # pyright: ignore
+    is_reading: Callable[[], bool] = bool
+
+    def on_text(self, text: str) -> None:
+        super().on_text(text)
+        if self.is_reading():
+            self.act(self)
+
+
+def beside_a_prompt(
+    deep: LoadedModel,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    act: Callable[[ClientBetweenLayers], None],
+) -> tuple[Conversations, ClientBetweenLayers, TimedClient]:
+    """A prompt with an answer in progress beside it, whose client acts between layers."""
+    depth, forward = [0], Decoder._run
+
+    def counted(decoder: Decoder, *args: Any, **options: Any) -> Any:
+        depth[0] += 1
+        try:
+            return forward(decoder, *args, **options)
+        finally:
+            depth[0] -= 1
+
+    monkeypatch.setattr(Decoder, "_run", counted)
+    talks = conversations(deep, clock, "limited", TARGET)
+    first = ClientBetweenLayers(
+        served=talks.served, clock=clock, act=act, is_reading=lambda: depth[0] > 0
+    )
+    request = Request("first", tuple(told(1)), "first", max_new_tokens=90)
+    first.ticket = talks.served.core.submit(request, first, 0.0)
+    while len(first.times) < 3:
+        talks.served.step()
+    return talks, first, talks.client(told(2, 24), "second", 3)
+
+
+def test_an_error_of_the_scheduler_between_layers_is_not_that_of_the_prompt(
+    deep: LoadedModel, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, expected = conversations(deep, clock, "limited", None).run()
+
+    def fail(client: ClientBetweenLayers) -> None:
+        raise ValueError("no text is taken")
+
+    def fail_again(client: TimedClient, error: Exception) -> None:
+        raise RuntimeError("no error is taken") from error
+
+    monkeypatch.setattr(ClientBetweenLayers, "on_error", fail_again, raising=False)
+    talks, _, second = beside_a_prompt(deep, clock, monkeypatch, fail)
+    with pytest.raises(RuntimeError, match="no error is taken"):
+        talks.served.run()
+    assert second.error is None
+    talks.served.run()
+    assert second.told and second.text == expected
+
+
+def test_a_canceled_answer_takes_no_steps_between_layers(
+    deep: LoadedModel, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = list[int]()
+
+    def cancel(client: ClientBetweenLayers) -> None:
+        assert client.ticket is not None
+        client.ticket.cancel()
+        parts.append(len(client.times))
+
+    talks, first, second = beside_a_prompt(deep, clock, monkeypatch, cancel)
+    talks.served.run()
+    assert len(parts) == 1 and len(first.times) == parts[0]
+    assert first.told.reason == "cancelled" and second.told

@@ -81,7 +81,7 @@ class Scheduler:
         self._token_budget = token_budget or PrefillTokenBudget()
         self._clock, self._rows, self._tasks = clock, rows, tasks
         self._interruption = StepInterruption(
-            runner.interruptions, self._token_budget, self._answers, self._decode
+            runner.interruptions, self._token_budget, self._answers, self._decode, FAILURES
         )
         self.programs = Programs()
         self.running: list[RequestState] = []
@@ -297,7 +297,8 @@ class Scheduler:
 
     def _answers(self) -> list[RequestState]:
         """Answers in progress, in the next decode step that reads no ends of prompts."""
-        ready = [job for job in self.running if job.prefill.is_done and job.answer.output_ids]
+        running = [job for job in self.running if not job.is_cancelled]
+        ready = [job for job in running if job.prefill.is_done and job.answer.output_ids]
         return sorted(ready, key=lambda job: job.request.priority)[: self._rows]
 
     def _decode(self, jobs: list[RequestState]) -> None:

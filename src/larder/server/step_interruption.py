@@ -20,6 +20,8 @@ class StepInterruption:
         token_budget: says when a step is due.
         answers: the answers in progress, at most a batch of them, without ends of prompts.
         decode: generates one token for each.
+        failures: errors that end the request of an interrupted call. One of `decode` itself is none
+            of that request: `allowed` raises it once the call is complete.
     """
 
     def __init__(
@@ -28,10 +30,12 @@ class StepInterruption:
         token_budget: PrefillTokenBudget,
         answers: Callable[[], list[RequestState]],
         decode: Callable[[list[RequestState]], None],
+        failures: tuple[type[Exception], ...],
     ) -> None:
         self._interruptions, self._token_budget = interruptions, token_budget
-        self._answers, self._decode = answers, decode
+        self._answers, self._decode, self._failures = answers, decode, failures
         self._is_allowed = False
+        self._failure: Exception | None = None  # of the latest step
 
     @contextmanager
     def allowed(self) -> Iterator[None]:
@@ -45,6 +49,9 @@ class StepInterruption:
                 yield
         finally:
             self._is_allowed = False
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def long_tails(self, jobs: Sequence[RequestState]) -> list[RequestState]:
         """Requests whose ends of prompts are so long that others need not wait for them; none
@@ -65,5 +72,7 @@ class StepInterruption:
         try:
             with self._token_budget.interruption(), self._token_budget.measured_step():
                 self._decode(jobs)
-        finally:
+        except self._failures as error:
+            self._failure = error
+        else:
             self._is_allowed = True
