@@ -2,8 +2,8 @@
 
 The same checks run under several kernels of the same processor: those that torch takes by itself,
 those without instructions for bfloat16, those of AVX2, and in float32, which the others
-approximate. Their means over the items of each cell go to `studies/roundings.json`;
-`larder_bench.execution.row_comparison` allows what these, and the committed row, span.
+approximate. Their means over the items of each cell go to `studies/roundings.json`, and those of
+the committed row; `larder_bench.execution.row_comparison` allows what they span.
 
     python benchmarks/roundings.py --corpus FOLDER --data FOLDER [--kernels avx2] [--model NAME]
 
@@ -56,9 +56,13 @@ def merge(known: dict[str, Any], kernels: str, records: list[dict[str, Any]]) ->
         study = known.get(record["study"], {})
         if study.get("check") != record["check"]:
             study = {"check": record["check"], "kernels": {}}
-        means = {field: round(mean, DIGITS) for field, mean in record["means"].items()}
-        study["kernels"][kernels] = means
+        study["committed"] = _rounded(record["committed_means"])
+        study["kernels"][kernels] = _rounded(record["means"])
         known[record["study"]] = study
+
+
+def _rounded(means: dict[str, float]) -> dict[str, float]:
+    return {field: round(mean, DIGITS) for field, mean in means.items()}
 
 
 def main() -> None:

@@ -18,6 +18,8 @@ from larder_bench.execution.committed_rows import (
     rounding_of,
 )
 from larder_bench.execution.row_comparison import (
+    DIVERGENCE,
+    LEAST,
     LOG_LIKELIHOOD,
     Rounding,
     differences,
@@ -240,8 +242,22 @@ def test_means_may_leave_the_known_ones_by_the_range_of_these(
 ) -> None:
     """Between -1.0, which is committed, and -0.9 all is allowed, and .1 on either side."""
     one, other = ([{"log_likelihood": mean}] * 4 for mean in (-1.0, measured))
-    known = {"log_likelihood": [-0.9, -0.95]}
+    known = {"log_likelihood": [-0.9, -0.95, -1.0]}
     found = largest_deviation(one, other, known)
     assert (found.share if found else 0.0) == pytest.approx(share, rel=1e-5)
     told = differences({"items": one}, {"items": other}, Rounding.OTHER, known=known)
     assert bool(list(told)) == (share > 1)
+
+
+@pytest.mark.parametrize("added", [0.3, 3.0, 300.0])
+def test_a_committed_mean_that_was_changed_gets_no_room_from_known_ones(added: float) -> None:
+    """What was measured lies among the known means; the row lies as far outside as it was changed.
+
+    `added` is in nats; .025 is the fixed tolerance of a divergence.
+    """
+    committed, measured = ([{"kl": mean}] * 4 for mean in (0.05 + added, 0.04))
+    known = {"kl": [0.03, 0.07, 0.05]}
+    told = differences({"items": committed}, {"items": measured}, Rounding.OTHER, known=known)
+    assert len(list(told)) == 1
+    found = largest_deviation(committed, measured, known)
+    assert found is not None and found.allowed == max(DIVERGENCE, LEAST * found.committed)

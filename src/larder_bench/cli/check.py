@@ -183,15 +183,17 @@ def _checked(planned: PlannedCheck, options: BenchOptions, origin: Row) -> Check
 
 
 def known_means(planned: PlannedCheck) -> dict[str, list[float]] | None:
-    """Means of a check under several roundings, by field; None if they were not measured."""
+    """Means of a check under several roundings, by field, and of the row when these were measured;
+    None if they were not.
+    """
     if not ROUNDINGS.is_file():
         return None
     found = _roundings().get(planned.cell.study, {})
     if found.get("check") != check_label(planned):
         return None
     means: dict[str, list[float]] = {}
-    for of_kernels in found["kernels"].values():
-        for field, mean in of_kernels.items():
+    for own in (*found["kernels"].values(), found["committed"]):
+        for field, mean in own.items():
             means.setdefault(field, []).append(mean)
     return means
 
@@ -265,6 +267,7 @@ def _record(one: StudyCheck) -> dict[str, Any]:
         "differences": list(one.differences),
         "untrained": list(one.untrained),
         "means": {} if checked is None else dict(checked.means or {}),
+        "committed_means": {} if checked is None else dict(checked.committed or {}),
         "largest_difference": round(one.largest, 4),
         "seconds": round(one.seconds, 2),
         "cpu_seconds": round(one.cpu_seconds, 2),

@@ -97,6 +97,7 @@ class CheckedCell:
         differences: fields that differ, each with both values; empty if the row was re-created.
         rounding: how both were compared: exactly if everything is equal, whatever their kernels.
         means: measured means over the items, by field.
+        committed: means of the row, by field.
         largest: largest difference of means, in shares of what is allowed; None if all are equal.
     """
 
@@ -104,6 +105,7 @@ class CheckedCell:
     differences: tuple[str, ...]
     rounding: Rounding = Rounding.SAME
     means: Means | None = None
+    committed: Means | None = None
     largest: Deviation | None = None
 
 
@@ -188,15 +190,16 @@ def check_cell(
     measured[TEXT_DIGEST_KEY] = text
     again = _compared(split_exhibits(cell.head(bench.row_fields()) | measured)[-1], planned)
     committed = _compared(row, planned)
-    means = item_means(again.get(ITEMS) or ())
+    means, former = (item_means(each.get(ITEMS) or ()) for each in (again, committed))
     exact = tuple(differences(committed, again, Rounding.SAME))
     if not exact or rounding is Rounding.SAME:
-        return CheckedCell(row, exact, means=means)
+        return CheckedCell(row, exact, means=means, committed=former)
     return CheckedCell(
         row,
         tuple(differences(committed, again, rounding, known=known)),
         rounding,
         means,
+        former,
         largest_deviation(committed.get(ITEMS) or (), again.get(ITEMS) or (), known),
     )
 
