@@ -68,7 +68,7 @@ def test_the_budget_holds_and_so_do_chains(
 
 @pytest.mark.parametrize("name", ["chat", "workflows"])
 @pytest.mark.parametrize("told", ["lru", "kvflow"])
-def test_whole_states_are_held_as_in_the_loop(name: str, told: str) -> None:
+def test_whole_states_are_held_as_the_reference(name: str, told: str) -> None:
     trace, budget = trace_of(name, StateForm.WHOLE, 250), 3 * 2**30
     loop = Loop(trace, rule(told), budget)
     counts = replay_trace(trace, rule(told), budget)

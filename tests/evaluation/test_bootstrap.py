@@ -104,6 +104,6 @@ def test_different_questions() -> None:
 
 
 @pytest.mark.parametrize("bad", [{"resamples": 0}, {"coverage": 0.0}, {"coverage": 1.0}])
-def test_parameters(bad: dict[str, int]) -> None:
+def test_parameters_out_of_range_are_refused(bad: dict[str, int]) -> None:
     with pytest.raises(BadParameter, match=f"bootstrap.{next(iter(bad))}"):
         Bootstrap(**bad)

@@ -55,7 +55,7 @@ def on_gpu(own: PagedSegments) -> PagedSegments:
 @pytest.mark.parametrize("queries", [(2, 1), (8, 1), (3, 5), (2, 90)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("backend", [AttentionBackend.VARLEN, AttentionBackend.TRITON])
-def test_kernels_equal_the_loop(backend, dtype, queries) -> None:
+def test_kernels_equal_the_reference(backend, dtype, queries) -> None:
     if backend is AttentionBackend.VARLEN and not varlen.supports(dtype, 64, PAGE_TOKENS):
         pytest.skip("varlen_attn of this torch does not take these pages")
     own = on_gpu(some_segments(LENGTHS, PAGE_TOKENS, queries, 64, dtype))
@@ -67,7 +67,7 @@ def test_kernels_equal_the_loop(backend, dtype, queries) -> None:
 
 
 @torch.no_grad()
-def test_biases_and_softcaps_equal_the_loop() -> None:
+def test_biases_and_softcaps_equal_the_reference() -> None:
     own = on_gpu(some_segments(LENGTHS, PAGE_TOKENS, (2, 1), 64, torch.bfloat16))
     stored = own.queries, own.keys, own.values, own.tables, own.scaling
     got = paged_attention(*stored, AttentionBackend.TRITON, own.bias, 1.5)

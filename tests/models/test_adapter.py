@@ -34,7 +34,7 @@ def save_adapter(folder: Path, module: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("mode", AdapterMode)
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "phi3", "gemma3"])
-def test_logits_are_those_of_peft(tmp_path: Path, architecture: str, mode: AdapterMode) -> None:
+def test_logits_equal_peft(tmp_path: Path, architecture: str, mode: AdapterMode) -> None:
     expected = save_adapter(tmp_path, tiny(architecture))
     plain = wrap_model(tiny(architecture))
     with wrap_model(apply_adapter(tiny(architecture), str(tmp_path), mode)) as decoder:
@@ -60,7 +60,7 @@ def test_an_adapter_of_the_bundled_model_is_loaded(tmp_path: Path) -> None:
     assert done.exit_code == 0 and json.loads(done.stdout)["answers"]
 
 
-def test_what_is_no_adapter_is_refused(tmp_path: Path) -> None:
+def test_invalid_adapters_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="has no adapter_config.json: give a folder that peft"):
         load(adapter=str(tmp_path / "none"))
     with pytest.raises(BadParameter, match="adapter_mode must be merged or live, got 'hot'"):

@@ -15,7 +15,7 @@ from model_runs import own_logits, some_ids
 from tiny_models import tiny
 
 
-def test_models_that_share_a_configuration_are_held_one_by_one() -> None:
+def test_models_sharing_a_config_are_switched_separately() -> None:
     one, other = tiny("gemma3"), tiny("gemma3", seed=1)
     shared = one.config
     for part in other.modules():
@@ -33,7 +33,7 @@ def test_models_that_share_a_configuration_are_held_one_by_one() -> None:
     assert one.config is other.config is shared
 
 
-def test_layers_are_found_where_a_class_names_a_part_that_it_has_not() -> None:
+def test_layers_are_found_with_a_wrong_base_model_prefix() -> None:
     module = tiny("gemma3")
     module.base_model_prefix = "language_model"  # as in transformers 4.54
     hidden = torch.randn(3, module.config.hidden_size)
@@ -43,7 +43,7 @@ def test_layers_are_found_where_a_class_names_a_part_that_it_has_not() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "difference"), [(12, 1e-4), (40, 0)])
-def test_attention_may_be_wrapped_as_kvpress_wraps_it(tokens: int, difference: float) -> None:
+def test_attention_function_can_be_wrapped_like_kvpress(tokens: int, difference: float) -> None:
     """What it takes is then handed on by its place, as transformers' own functions have it.
 
     A call of few tokens runs the model's own layers then, no decoder stack.
@@ -70,7 +70,7 @@ def test_attention_may_be_wrapped_as_kvpress_wraps_it(tokens: int, difference: f
     assert called == [0, 1]
 
 
-def test_hooks_are_removed_where_one_cannot_be_installed() -> None:
+def test_hooks_are_removed_when_one_fails_to_install() -> None:
     module = torch.nn.Linear(2, 2)
 
     def install() -> Iterator[Any]:

@@ -115,7 +115,7 @@ def of_cache(cache: SequenceCache, new: list[Tensor]) -> Tensor:
     st.integers(1, 3),
     st.sampled_from(LAYERS),
 )
-def test_steps_in_one_call_have_the_bits_and_bytes_of_the_loop(drawn, dtype, steps, layer) -> None:
+def test_batched_steps_equal_single_steps_bitwise(drawn, dtype, steps, layer) -> None:
     told = [
         (
             cache_of(row, dtype, layer),
@@ -161,7 +161,7 @@ def assert_equal(cache: SequenceCache, alone: SequenceCache) -> None:
 
 
 @pytest.mark.skipif(c_library() is None, reason="C kernels were not compiled")
-def test_plain_steps_are_not_attended_to_one_by_one(monkeypatch) -> None:
+def test_plain_steps_are_batched(monkeypatch) -> None:
     caches = [cache_of((form, 9, 2, 1), torch.float32) for form in ("dense", "ragged")]
 
     def refused(*_: object, **__: object) -> None:
@@ -172,7 +172,7 @@ def test_plain_steps_are_not_attended_to_one_by_one(monkeypatch) -> None:
     assert [cache.lengths() for cache in caches] == [((10, 10),), ((8, 7),)]
 
 
-def test_a_step_without_memory_leaves_the_caches_as_they_were(monkeypatch) -> None:
+def test_out_of_memory_step_leaves_the_caches_unchanged(monkeypatch) -> None:
     def fail(*_: object) -> None:
         raise MemoryError
 

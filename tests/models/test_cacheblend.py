@@ -47,7 +47,7 @@ def difference(one: SequenceCache, other: SequenceCache) -> float:
 
 
 @pytest.mark.parametrize(("share", "num_exact"), [(0.0, 0), (0.3, 0), (0.3, 7)])
-def test_blending_is_what_is_done_by_hand(decoder: Decoder, share: float, num_exact: int) -> None:
+def test_blending_equals_its_reference(decoder: Decoder, share: float, num_exact: int) -> None:
     parts = pieces(decoder)
     held: list[Any] = [[] for _ in decoder.spec.layers]
     for piece in parts:
@@ -71,7 +71,7 @@ def test_blending_is_what_is_done_by_hand(decoder: Decoder, share: float, num_ex
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "phi3"])
-def test_computing_everything_is_reading(architecture: str) -> None:
+def test_full_recompute_equals_prefill(architecture: str) -> None:
     decoder = Decoder(tiny(architecture, layers=3))
     full = read(decoder, TEXT)
     found = blend(decoder, pieces(decoder), 1.0)
@@ -84,21 +84,21 @@ def test_computing_everything_is_reading(architecture: str) -> None:
     assert torch.allclose(*nexts, atol=1e-3)
 
 
-def test_what_stood_at_the_beginning_does_not_deviate(decoder: Decoder) -> None:
+def test_first_context_has_no_deviation(decoder: Decoder) -> None:
     found = blend(decoder, [chunk(read(decoder, ONE), ONE), ContextChunk(ASKED)], 0.0)
     assert difference(found.cache(decoder.spec), read(decoder, ONE + ASKED)) < 1e-4
     assert float(found.deviations[: len(ONE)].max()) < 1e-6
     assert found.chosen.tolist() == list(range(len(ONE), len(ONE + ASKED)))
 
 
-def test_the_share_is_of_the_tokens_behind_the_exact_ones(decoder: Decoder) -> None:
+def test_share_applies_to_tokens_after_the_exact_ones(decoder: Decoder) -> None:
     found = blend(decoder, pieces(decoder), 0.3, len(ONE))
     inside = found.chosen[found.chosen < len(ONE + TWO)]
     assert len(inside) == 3 and int(inside.min()) >= len(ONE)  # 0.3 of 9, rounded up
     assert len(blend(decoder, pieces(decoder), 0.3).chosen) == 5 + len(ASKED)  # 0.3 of 16
 
 
-def test_computing_the_more_is_the_nearer(decoder: Decoder) -> None:
+def test_error_decreases_with_recomputed_tokens(decoder: Decoder) -> None:
     full = read(decoder, TEXT).state()["3.values"]
     errors = [
         float((blend(decoder, pieces(decoder), s).entries.values[3] - full).norm())
@@ -107,7 +107,7 @@ def test_computing_the_more_is_the_nearer(decoder: Decoder) -> None:
     assert errors[0] > errors[1] > errors[2]
 
 
-def test_what_cannot_be_blended_is_refused(decoder: Decoder) -> None:
+def test_incompatible_contexts_are_refused(decoder: Decoder) -> None:
     whole = read(decoder, ONE)
     for share, parts in ((1.1, [ContextChunk(ONE)]), (0.5, [])):
         with pytest.raises(BadParameter, match="share"):

@@ -24,9 +24,7 @@ def small(monkeypatch):
     )
 
 
-def test_numbers_per_head_are_kept_and_used_again(
-    three_layers, small, larder_home, monkeypatch
-) -> None:
+def test_calibration_is_cached(three_layers, small, larder_home, monkeypatch) -> None:
     names = frozenset({"retrieval", "squeeze"})
     first = calibrate(three_layers, encode, names)
     assert [len(first[name]) for name in ("retrieval", "squeeze")] == [12, 3]
@@ -48,7 +46,7 @@ def test_a_measurement_of_wrong_length_is_refused(three_layers, small, monkeypat
             calibrate(three_layers, encode, frozenset({"squeeze"}))
 
 
-def test_layers_that_differ_in_heads_cannot_be_told_apart(three_layers, small, monkeypatch) -> None:
+def test_uneven_head_counts_are_refused(three_layers, small, monkeypatch) -> None:
     layers = three_layers.spec.layers
     uneven = replace(three_layers.spec, layers=(replace(layers[0], kv_heads=4), *layers[1:]))
     monkeypatch.setattr(three_layers, "spec", uneven)

@@ -53,18 +53,18 @@ def check_interrupted(decoder: Decoder) -> None:
     torch.testing.assert_close(torch.cat(between.seen), torch.cat(apart.seen), rtol=0, atol=1e-5)
 
 
-def test_a_long_call_and_the_steps_between_its_layers_are_as_alone(architecture, adopted) -> None:
+def test_interrupted_call_and_its_steps_equal_separate_calls(architecture, adopted) -> None:
     check_interrupted(adopted(architecture))
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", FAMILIES)
-def test_so_are_those_of_layers_that_keep_more_than_entries(name: str) -> None:
+def test_interruption_of_recurrent_and_latent_layers(name: str) -> None:
     [family] = [family for family in families() if family.name == name]
     check_interrupted(wrap_model(family.model()))
 
 
-def test_nothing_runs_in_short_calls_and_behind_the_context(adopted) -> None:
+def test_short_calls_are_not_interrupted(adopted) -> None:
     decoder = adopted("qwen3")
     between, cache = Steps(decoder), SequenceCache(decoder.spec, "ragged")
     with decoder.interruptions.by(between.step):
@@ -73,7 +73,7 @@ def test_nothing_runs_in_short_calls_and_behind_the_context(adopted) -> None:
     assert not between.seen
 
 
-def test_nothing_runs_in_calls_that_have_hooks_of_others(adopted) -> None:
+def test_calls_with_foreign_hooks_are_not_interrupted(adopted) -> None:
     decoder, calls = adopted("qwen3"), list[int]()
 
     def halved(module: nn.Module, args: object, out: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def test_nothing_runs_in_calls_that_have_hooks_of_others(adopted) -> None:
     assert calls == [1] and not between.seen
 
 
-def test_a_step_that_fails_fails_the_call_and_takes_it_back(adopted) -> None:
+def test_failing_interruption_rolls_the_call_back(adopted) -> None:
     decoder = adopted("qwen3")
     cache, read = SequenceCache(decoder.spec, "ragged"), list[int]()
 

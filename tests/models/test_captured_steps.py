@@ -80,7 +80,7 @@ def step(decoder: Decoder, caches: list[SequenceCache], token: int, observer: An
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", POLICIES)
-def test_an_engine_answers_alike(seed_engine, replayed, name) -> None:
+def test_engine_with_captured_steps_answers_the_same(seed_engine, replayed, name) -> None:
     """Reading, then a step for each token of the answer, with evictions between them."""
     engine, decoder = seed_engine.under(*POLICIES[name]), seed_engine.loaded.decoder
     answers: list[Any] = []
@@ -94,7 +94,7 @@ def test_an_engine_answers_alike(seed_engine, replayed, name) -> None:
     assert len(replayed) >= len(answers[1]) - 1 > 1
 
 
-def test_observers_see_what_they_see_layer_by_layer(decoder, replayed) -> None:
+def test_observers_receive_the_same_as_without_capture(decoder, replayed) -> None:
     """Queries, keys, values and positions of every layer, with evictions by the observer."""
     seen: list[list[Any]] = []
     for is_captured in (True, False):

@@ -27,7 +27,7 @@ def entries_of(decoder: Decoder, ids: tuple[int, ...]) -> ChunkEntries:
     return ChunkEntries.of(cache, 0, len(ids))
 
 
-def test_given_tokens_go_through_all_layers_as_in_the_loop(decoder: Decoder) -> None:
+def test_recomputed_tokens_equal_their_reference(decoder: Decoder) -> None:
     parts = [(ONE, True), (TWO, True), (THREE, False)]
     pieces = [
         ContextChunk(ids, entries_of(decoder, ids) if known else None) for ids, known in parts
@@ -53,7 +53,7 @@ def test_given_tokens_go_through_all_layers_as_in_the_loop(decoder: Decoder) -> 
         torch.testing.assert_close(got.values[layer], torch.stack(values, 1), atol=1e-4, rtol=1e-3)
 
 
-def test_without_tokens_keys_are_rotated_alone(decoder: Decoder) -> None:
+def test_no_recomputed_tokens_only_rotates_keys(decoder: Decoder) -> None:
     one, two = entries_of(decoder, ONE), entries_of(decoder, TWO)
     pieces = [ContextChunk(ONE, one), ContextChunk(TWO, two)]
     got = recompute_tokens(decoder, pieces, torch.empty(0, dtype=torch.int64)).entries

@@ -51,7 +51,7 @@ def steps(decoder: Decoder, *caches: SequenceCache, ids: tuple[int, ...] = IDS) 
     return torch.stack(outs)
 
 
-def test_where_nothing_is_missed_nothing_is_corrected(decoder) -> None:
+def test_full_recall_corrects_nothing(decoder) -> None:
     plain, mended = (a_cache(decoder, replace(ALL, corrected=n)) for n in (0, 2))
     assert torch.allclose(steps(decoder, plain), steps(decoder, mended), atol=1e-4)
     assert mended.next_position == READ + STEPS
@@ -60,7 +60,7 @@ def test_where_nothing_is_missed_nothing_is_corrected(decoder) -> None:
         assert torch.allclose(*pair, atol=1e-4)
 
 
-def test_what_was_missed_reaches_the_layers_above(decoder) -> None:
+def test_correction_reaches_the_layers_above(decoder) -> None:
     """Keys of a layer that parks nothing below it stay; those above are replaced."""
     plain, mended = (a_cache(decoder, replace(SOME, corrected=n)) for n in (0, 2))
     before, after = steps(decoder, plain), steps(decoder, mended)
@@ -78,7 +78,7 @@ def test_what_was_missed_reaches_the_layers_above(decoder) -> None:
 
 
 @pytest.mark.parametrize("fetch", [FetchMode.IN_TURN, FetchMode.AHEAD])
-def test_rows_are_corrected_each_for_itself(decoder, fetch) -> None:
+def test_sequences_are_corrected_independently(decoder, fetch) -> None:
     recall, other = replace(SOME, corrected=2, fetch=fetch), some_ids(READ + STEPS, seed=4)
     texts = IDS, (*other[:READ], *IDS[READ:])
     alone = [steps(decoder, a_cache(decoder, recall, text)) for text in texts]
@@ -86,7 +86,7 @@ def test_rows_are_corrected_each_for_itself(decoder, fetch) -> None:
     assert torch.allclose(torch.cat(alone, 1), together, atol=1e-4)
 
 
-def test_a_pass_that_breaks_is_taken_back(decoder) -> None:
+def test_interrupted_forward_pass_is_rolled_back(decoder) -> None:
     cache, twin = (a_cache(decoder, replace(SOME, corrected=1)) for _ in range(2))
 
     def refuse(row: int, layer: int, recorded: object) -> None:
@@ -98,7 +98,7 @@ def test_a_pass_that_breaks_is_taken_back(decoder) -> None:
     assert torch.allclose(steps(decoder, cache), steps(decoder, twin), atol=1e-5)
 
 
-def test_a_model_whose_layers_slide_windows_is_refused() -> None:
+def test_sliding_window_model_is_refused() -> None:
     with (
         wrap_model(tiny("gemma3")) as held,
         pytest.raises(CacheError, match="has a sliding window and"),

@@ -62,7 +62,7 @@ def test_replayed_steps_equal_forward_batches(decoder) -> None:
         assert torch.equal(one.entries(1).positions, other.entries(1).positions)
 
 
-def test_a_replay_writes_into_the_same_memory(decoder) -> None:
+def test_replays_use_the_same_output_memory(decoder) -> None:
     graphs = DecodeGraphs(decoder, EagerCapture(), width=8, batch_sizes=(4,))
     caches = some_caches(decoder)
     places = {graphs.step(caches, (5, 6, 7)).data_ptr() for _ in range(12)}
@@ -88,7 +88,7 @@ def test_padding_changes_no_cache(decoder) -> None:
     assert all(torch.equal(own, before[name]) for name, own in caches[2].state().items())
 
 
-def test_a_call_that_reads_elsewhere_is_noticed() -> None:
+def test_call_with_other_addresses_is_detected() -> None:
     held: list[Tensor] = [torch.ones(3), torch.ones(3)]
     replay = EagerCapture().capture(lambda: held[0] * 2)
     assert replay().tolist() == [2.0] * 3
@@ -99,7 +99,7 @@ def test_a_call_that_reads_elsewhere_is_noticed() -> None:
         replay()
 
 
-def test_a_call_with_another_number_or_operator_is_noticed() -> None:
+def test_call_with_another_number_or_operator_is_detected() -> None:
     numbers, own = [2], torch.ones(3)
     replay = EagerCapture().capture(lambda: own * numbers[0])
     numbers[0] = 3
@@ -112,7 +112,7 @@ def test_a_call_with_another_number_or_operator_is_noticed() -> None:
         replay()
 
 
-def test_what_cannot_be_captured_is_refused(decoder) -> None:
+def test_uncapturable_batches_are_refused(decoder) -> None:
     caches = some_caches(decoder)
     with pytest.raises(CacheError, match="more than the largest batch size, 2"):
         DecodeGraphs(decoder, EagerCapture(), 8, (1, 2)).step(caches, (5, 6, 7))

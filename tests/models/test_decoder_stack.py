@@ -71,7 +71,7 @@ def without_stack(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("name, kv_heads, dtype", covering(SERVED, [1, 2, 4], MOST_DIFFERENCE))
-def test_steps_equal_those_of_the_models_own_layers(monkeypatch, runs, name, kv_heads, dtype):
+def test_steps_equal_the_models_layers(monkeypatch, runs, name, kv_heads, dtype):
     decoder = a_decoder(name, dtype, kv_heads=kv_heads, layers=3)
     got = [step_logits(decoder, filled_caches(decoder, [20, 31]))]
     assert runs == [2]
@@ -84,7 +84,7 @@ def test_steps_equal_those_of_the_models_own_layers(monkeypatch, runs, name, kv_
 
 @pytest.mark.parametrize("name", SERVED)
 @by_dtype
-def test_a_step_is_the_same_bits_alone_and_in_a_batch(runs, name, dtype):
+def test_step_is_bitwise_independent_of_the_batch(runs, name, dtype):
     decoder, lengths = a_decoder(name, dtype), [20, 31, 17, 40, 23]
     together = step_logits(decoder, filled_caches(decoder, lengths))
     for number, cache in enumerate(filled_caches(decoder, lengths)):
@@ -94,13 +94,13 @@ def test_a_step_is_the_same_bits_alone_and_in_a_batch(runs, name, dtype):
 
 
 @pytest.mark.parametrize("name", ["phi3", "gemma3"])
-def test_other_architectures_run_their_own_layers(runs, name):
+def test_other_architectures_use_the_models_layers(runs, name):
     decoder = a_decoder(name)
     step_logits(decoder, filled_caches(decoder, [20]))
     assert runs == []
 
 
-def test_more_tokens_and_other_types_run_the_models_layers(runs):
+def test_many_tokens_and_other_dtypes_use_the_models_layers(runs):
     decoder = a_decoder()
     filled_caches(decoder, [FEW + 1])
     half = a_decoder(dtype=torch.float16)
@@ -122,7 +122,7 @@ def test_the_model_keeps_its_weights_and_its_modules(runs):
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in parts)
 
 
-def test_a_failing_step_puts_the_layers_back(monkeypatch):
+def test_failing_step_restores_the_layers(monkeypatch):
     decoder = a_decoder()
     caches, layers = filled_caches(decoder, [20]), decoder.body.layers
 
@@ -161,7 +161,7 @@ def transposed_weight(module) -> None:
 @pytest.mark.parametrize(
     "change", [replaced_projection, hooked_layer, patched_forward, transposed_weight]
 )
-def test_a_changed_model_runs_its_own_layers(runs, change):
+def test_modified_model_uses_its_own_layers(runs, change):
     decoder = a_decoder()
     caches = filled_caches(decoder, [20])
     step_logits(decoder, caches)
@@ -170,7 +170,7 @@ def test_a_changed_model_runs_its_own_layers(runs, change):
     assert runs == [1]
 
 
-def test_a_replaced_layer_is_the_one_that_runs(monkeypatch, runs):
+def test_replaced_layer_is_used(monkeypatch, runs):
     decoder, other = a_decoder(), a_decoder(seed=1)
     step_logits(decoder, filled_caches(decoder, [20]))
     decoder.body.layers[1] = other.body.layers[1]
@@ -238,7 +238,7 @@ def test_new_weights_are_read_at_the_next_step(monkeypatch, runs):
     assert (got - expected).square().mean().sqrt() < ROUNDING * expected.std()
 
 
-def test_a_layer_that_computes_otherwise_is_not_served(monkeypatch, runs):
+def test_layer_with_another_computation_is_not_accelerated(monkeypatch, runs):
     decoder = a_decoder()
     attention = type(decoder.body.layers[0].self_attn)
     own = attention.forward
@@ -252,7 +252,7 @@ def test_a_layer_that_computes_otherwise_is_not_served(monkeypatch, runs):
 
 
 @by_dtype
-def test_the_head_multiplies_once_and_leaves(dtype):
+def test_head_hook_runs_once_and_is_removed(dtype):
     module = tiny("llama", dtype=dtype)
     states = torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     expected = module.lm_head(states)
@@ -266,7 +266,7 @@ def test_the_head_multiplies_once_and_leaves(dtype):
     assert torch.equal(wide, module.lm_head(states.repeat(1, 6, 1)))
 
 
-def test_the_head_leaves_states_of_another_dtype_to_torch():
+def test_head_of_another_dtype_uses_torch():
     module = tiny("llama", dtype=torch.bfloat16)
     states = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(0))
     with torch.autocast("cpu", torch.bfloat16):
@@ -281,9 +281,7 @@ def test_the_head_leaves_states_of_another_dtype_to_torch():
 @pytest.mark.parametrize(
     "name, form, rows, dtype", covering(SERVED, ["dense", "ragged"], [1, 3], MOST_DIFFERENCE)
 )
-def test_a_step_in_one_call_gives_the_bits_of_one_call_per_layer(
-    monkeypatch, name, form, rows, dtype
-):
+def test_fused_step_equals_layer_calls_bitwise(monkeypatch, name, form, rows, dtype):
     decoder = a_decoder(name, dtype, layers=3)
 
     def steps() -> tuple[list[torch.Tensor], list[list[torch.Tensor]], list[str]]:
@@ -317,7 +315,7 @@ def test_a_step_in_one_call_gives_the_bits_of_one_call_per_layer(
     assert len(whole[1]) == 3 * rows
 
 
-def test_a_layer_that_attends_alone_leaves_recorded_logits_to_the_others(monkeypatch):
+def test_layer_attending_separately_keeps_recorded_logits(monkeypatch):
     decoder = a_decoder(layers=2)
     [cache] = filled_caches(decoder, [20], "ragged")
     first, last = cache.layers

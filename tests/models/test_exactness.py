@@ -71,7 +71,7 @@ def test_the_seed_model_is_exact(form, block) -> None:
     assert (got - own_logits(decoder.module, ids)).abs().max() < TOLERANCE
 
 
-def test_the_seed_model_turns_as_it_was_trained(seed_model) -> None:
+def test_seed_model_keeps_its_rope_base(seed_model) -> None:
     """Written for one major version of transformers, a config may lose its RoPE base in another."""
     rotary = seed_model.decoder.module.base_model.rotary_emb
     assert torch.allclose(rotary.inv_freq[1], torch.tensor(1e6 ** (-2 / 64)))

@@ -48,7 +48,7 @@ def recordings(decoder, cache, ids, mode) -> dict[int, LayerActivations]:
     return seen
 
 
-def test_probing_records_and_touches_nothing(architecture, adopted) -> None:
+def test_probe_does_not_change_the_cache(architecture, adopted) -> None:
     decoder = adopted(architecture)
     cache = SequenceCache(decoder.spec, "ragged")
     read_on(decoder, cache, some_ids(12), 5)
@@ -93,7 +93,7 @@ FORMS_OF_A_LAYER: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name, kind, count", covering(FORMS_OF_A_LAYER, AppendKind, [1, 4]))
-def test_few_functions_stand_between_the_model_and_the_kernel(
+def test_call_depth_from_model_to_kernel_is_bounded(
     adopted, monkeypatch, name, kind, count
 ) -> None:
     """The walk of docs/structure.md, from the attention function to each kernel that it reaches."""
@@ -112,7 +112,7 @@ def test_few_functions_stand_between_the_model_and_the_kernel(
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_few_functions_stand_before_attention_over_pages(monkeypatch, count) -> None:
+def test_call_depth_to_paged_attention_is_bounded(monkeypatch, count) -> None:
     decoder = Decoder(tiny("llama"))
     decoder.use_pages(PageArena(decoder.spec, 80, 8, AttentionBackend.CPU))
     try:
@@ -164,7 +164,7 @@ def _watched(kernel: Callable[..., Any], walks: list[list[str]]) -> Callable[...
     return watch
 
 
-def test_scratch_leaves_every_bit(architecture, adopted) -> None:
+def test_scratch_does_not_change_the_cache(architecture, adopted) -> None:
     decoder = adopted(architecture)
     cache = SequenceCache(decoder.spec, "ragged")
     read_on(decoder, cache, some_ids(12), 5)
@@ -177,7 +177,7 @@ def test_scratch_leaves_every_bit(architecture, adopted) -> None:
 @pytest.mark.parametrize(
     "form, block, failing", [("dense", 11, 1), ("ragged", 1, 0), ("ragged", 11, 1)]
 )
-def test_a_pass_that_fails_halfway_is_taken_back(
+def test_failed_forward_pass_is_rolled_back(
     architecture, adopted, monkeypatch, form, block, failing
 ) -> None:
     decoder, ids = adopted(architecture), some_ids(40)
@@ -201,7 +201,7 @@ def test_a_pass_that_fails_halfway_is_taken_back(
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=0)
 
 
-def test_a_pass_that_misses_a_layer_says_so(adopted) -> None:
+def test_forward_pass_missing_a_layer_is_refused(adopted) -> None:
     decoder = adopted("llama")
     cache = SequenceCache(decoder.spec, "ragged")
     batch = ForwardBatch([BatchSegment(cache, (5,))], Mode.APPEND, torch.device("cpu"), None)
@@ -210,7 +210,7 @@ def test_a_pass_that_misses_a_layer_says_so(adopted) -> None:
         batch.finish()
 
 
-def test_a_pass_that_misses_a_layer_is_taken_back(adopted, monkeypatch) -> None:
+def test_forward_pass_missing_a_layer_is_rolled_back(adopted, monkeypatch) -> None:
     decoder = adopted("llama")
     cache, twin = (SequenceCache(decoder.spec, "ragged") for _ in range(2))
     for each in (cache, twin):
@@ -230,7 +230,7 @@ def test_a_pass_that_misses_a_layer_is_taken_back(adopted, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("mode", [Mode.APPEND, Mode.SCRATCH])
-def test_a_pass_that_fails_behind_a_plan_spoils_the_cache(adopted, mode) -> None:
+def test_forward_pass_failing_after_a_plan_invalidates_the_cache(adopted, mode) -> None:
     decoder = adopted("llama")
     cache, other = (SequenceCache(decoder.spec, "ragged") for _ in range(2))
     for each in (cache, other):
@@ -263,7 +263,7 @@ def test_a_pass_that_fails_behind_a_plan_spoils_the_cache(adopted, mode) -> None
 @pytest.mark.parametrize(
     "ids, rule", [((), "no tokens"), ((5, 128), "id 128"), ((-1,), "id -1"), ((5, -3, 7), "id -3")]
 )
-def test_ids_that_no_model_knows_are_refused(adopted, ids, rule) -> None:
+def test_ids_outside_the_vocabulary_are_refused(adopted, ids, rule) -> None:
     decoder = adopted("llama")
     cache = SequenceCache(decoder.spec, "ragged")
     with pytest.raises(InputError, match=rule):

@@ -56,9 +56,7 @@ def by_transformers(file: Path) -> Any:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_weights_config_and_tokens_are_those_of_transformers(
-    tmp_path: Path, architecture: str
-) -> None:
+def test_weights_config_and_tokens_equal_transformers(tmp_path: Path, architecture: str) -> None:
     file = tiny_file(tmp_path, architecture)
     folder, theirs = convert_gguf(file), by_transformers(file)
     ours = AutoModelForCausalLM.from_pretrained(folder)
@@ -84,7 +82,7 @@ def test_weights_config_and_tokens_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("kind", [Q.Q4_0, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.BF16, Q.F16])
-def test_every_quantization_is_that_of_transformers(tmp_path: Path, kind: Q) -> None:
+def test_every_quantization_equals_transformers(tmp_path: Path, kind: Q) -> None:
     file = tiny_file(tmp_path, kind=kind)
     ours = AutoModelForCausalLM.from_pretrained(convert_gguf(file)).state_dict()
     expected = by_transformers(file).state_dict()
@@ -153,12 +151,12 @@ def test_damaged_files_are_refused(tmp_path: Path, home: Path, change: Any, said
     assert not (home / "models").exists() or not list((home / "models").iterdir())
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="does not exist: check its name"):
         load(str(tmp_path / "none.gguf"))
 
 
-def test_a_full_disk_is_told(tmp_path: Path, home: Path) -> None:
+def test_full_disk_is_refused(tmp_path: Path, home: Path) -> None:
     file = tiny_file(tmp_path)
     home.write_text("a file where the folder would be")
     with pytest.raises(ModelError, match="set LARDER_HOME to another folder"):

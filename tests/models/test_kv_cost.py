@@ -30,7 +30,7 @@ def test_layers_before_the_one_residual_keep_their_entries() -> None:
     assert half == (64 + 8) * KIB
 
 
-def test_projecting_takes_the_operations_that_are_told(three_layers) -> None:
+def test_projection_operations_match_the_estimate(three_layers) -> None:
     recompute = three_layers.recompute
     held = {layer: torch.randn(7, 64) for layer in range(3)}
     with FlopCounterMode(display=False) as counter:
@@ -40,7 +40,7 @@ def test_projecting_takes_the_operations_that_are_told(three_layers) -> None:
     assert counter.get_total_flops() - told in (0, rotation)
 
 
-def test_reading_again_takes_all_weights_and_attention() -> None:
+def test_recompute_operations_hand_values() -> None:
     linear = [m for m in tiny("llama", layers=3).model.layers.modules() if isinstance(m, nn.Linear)]
     weights = sum(module.weight.numel() for module in linear)
     attention = 3 * 4 * 16 * 4 * (9 + 1) / 2  # logits and sums over half of the tokens

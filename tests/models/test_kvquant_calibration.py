@@ -24,7 +24,7 @@ from tiny_models import tiny
 IDS = tuple(range(3, 33))
 
 
-def test_channels_span_all_but_a_hundredth_of_their_numbers() -> None:
+def test_channel_ranges_exclude_one_percent_outliers() -> None:
     layer = a_layer(2, 2)
     keys = torch.randn(2, 400, layer.head_dim) * torch.linspace(0.1, 5, layer.head_dim) + 3
     tables = scaled_tables(layer, keys)
@@ -38,7 +38,7 @@ def test_channels_span_all_but_a_hundredth_of_their_numbers() -> None:
     assert not tables.mean[1].any()
 
 
-def test_levels_by_hand() -> None:
+def test_levels_hand_values() -> None:
     numbers = np.array([-1.0, -0.8, 0.0, 0.2, 1.0])
     plain = weighted_levels(numbers, np.ones(5), 2)
     assert plain.tolist() == pytest.approx([-0.9, 0.4])
@@ -46,7 +46,7 @@ def test_levels_by_hand() -> None:
     assert weighed.tolist() == pytest.approx([-3.8 / 4, 8.2 / 10])
 
 
-def test_levels_are_those_of_the_loop() -> None:
+def test_levels_equal_the_reference() -> None:
     source = np.random.default_rng(0)
     numbers, weights = source.normal(size=200).astype(np.float32), source.random(200)
     found = weighted_levels(numbers, weights.astype(np.float32), 4)
@@ -54,7 +54,7 @@ def test_levels_are_those_of_the_loop() -> None:
     assert found.tolist() == pytest.approx(expected, abs=1e-5)
 
 
-def test_levels_of_a_layer_follow_what_matters() -> None:
+def test_layer_levels_follow_the_weights() -> None:
     layer = a_layer(1, 1)
     source = torch.Generator().manual_seed(0)
     numbers = [torch.randn(1, 300, layer.head_dim, generator=source) for _ in range(2)]
@@ -67,7 +67,7 @@ def test_levels_of_a_layer_follow_what_matters() -> None:
     assert float(alike.abs().max()) <= 1
 
 
-def test_numbers_and_weights_of_a_text_are_those_of_its_gradient() -> None:
+def test_sample_weights_are_squared_gradients() -> None:
     decoder = wrap_model(tiny("llama", layers=2))
     found = graded_numbers(decoder, IDS, 2, 0)
     again = graded_numbers(decoder, IDS, 2, 0)
@@ -83,7 +83,7 @@ def test_numbers_and_weights_of_a_text_are_those_of_its_gradient() -> None:
     assert joined.numbers[0].shape[1] == 2 * (len(IDS) - 2)
 
 
-def test_what_is_measured_has_levels_of_all_widths() -> None:
+def test_measurement_has_levels_of_all_widths() -> None:
     decoder = wrap_model(tiny("llama", layers=2))
     sample = SampleText(lambda text: [ord(letter) % 30 + 3 for letter in text])
     part = KVQuantMeasurement(tokens=48, piece=24)

@@ -68,7 +68,7 @@ def some_rows(count: int) -> Plan:
     return Plan.from_mask(torch.arange(count) % 3 != 0, (count,))
 
 
-def test_spec(decoder: Decoder) -> None:
+def test_latent_layer_spec(decoder: Decoder) -> None:
     for layer in decoder.spec.layers:
         assert (layer.query_heads, layer.kv_heads, layer.head_dim) == (4, 1, WIDTH)
         assert (layer.latent_rank, layer.radians) == (RANK, None)
@@ -86,7 +86,7 @@ def test_blocks_and_steps_equal_the_model(model: Any, decoder: Decoder, form: st
 
 
 @torch.no_grad()
-def test_absorbed_weights_are_the_models(model: Any, decoder: Decoder) -> None:
+def test_absorbed_weights_equal_the_model(model: Any, decoder: Decoder) -> None:
     weights = list[Tensor]()
 
     def record(inputs: AttentionInputs) -> None:
@@ -105,7 +105,7 @@ def test_absorbed_weights_are_the_models(model: Any, decoder: Decoder) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("form", ["dense", "ragged"])
 @pytest.mark.parametrize("change", ["apply", "evict"])
-def test_plans_leave_the_kept_latents(model: Any, decoder: Decoder, form: str, change: str) -> None:
+def test_plans_keep_latents(model: Any, decoder: Decoder, form: str, change: str) -> None:
     held, plan = read(decoder, form), some_rows(30)
     for layer in decoder.spec.layers:
         getattr(held, change)(layer.index, plan)
@@ -119,7 +119,7 @@ def test_plans_leave_the_kept_latents(model: Any, decoder: Decoder, form: str, c
         assert (got - expected).abs().max() < TOLERANCE
 
 
-def test_latents_are_evicted_by_plans_alone(decoder: Decoder) -> None:
+def test_latents_are_evicted_by_plans_only(decoder: Decoder) -> None:
     """Keys and values are one storage, whose rows a kernel would move twice."""
     held = SequenceCache(decoder.spec, "ragged", Ledger(("mass",)))
     read_on(decoder, held, IDS[:8], 8)
@@ -142,7 +142,7 @@ def test_saved_and_forked_caches_continue(decoder: Decoder) -> None:
         assert torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])
 
 
-def test_prefix_chunks_join_to_the_whole(decoder: Decoder) -> None:
+def test_joined_prefix_chunks_equal_the_whole(decoder: Decoder) -> None:
     held = read(decoder, "dense")
     held.compact()
     state = held.state()
@@ -152,7 +152,7 @@ def test_prefix_chunks_join_to_the_whole(decoder: Decoder) -> None:
     assert all(torch.equal(joined[name], state[name]) for name in state)
 
 
-def test_merges_of_whole_entries(decoder: Decoder) -> None:
+def test_merges_require_equal_key_and_value_weights(decoder: Decoder) -> None:
     held, weights = read(decoder), torch.tensor([0.25, 0.75])
     before = held.entries(0).keys[:2].clone()
     folds = Folds(torch.tensor([0, 1]), torch.tensor([1, 1]), weights, weights)
@@ -173,7 +173,7 @@ class AdaptedLinear(nn.Linear):
         return super().forward(input) * 1.5
 
 
-def test_adapted_projections() -> None:
+def test_adapted_projections_equal_the_model() -> None:
     (family,) = (family for family in FAMILIES if family.name == "DeepSeek-V3")
     model = family.model()
     for layer in model.model.layers:
@@ -185,7 +185,7 @@ def test_adapted_projections() -> None:
     assert not any(layer.self_attn._forward_pre_hooks for layer in model.model.layers)
 
 
-def test_refused_forms(decoder: Decoder) -> None:
+def test_unsupported_forms_are_refused(decoder: Decoder) -> None:
     for form in ("tiered", "compact", "paired", "rebuilt"):
         with pytest.raises(CacheError, match=r"latents \(MLA\).*drop\(\)"):
             SequenceCache(decoder.spec, form, **tiers_of(form))
@@ -206,13 +206,13 @@ REFUSED = {
 
 @pytest.mark.parametrize("policy", REFUSED)
 @torch.no_grad()
-def test_refused_policies(model: Any, policy: str) -> None:
+def test_unsupported_policies_are_refused(model: Any, policy: str) -> None:
     with pytest.raises(REFUSED[policy], match=r"take|choose"):
         model(torch.tensor([IDS]), past_key_values=LarderCache(model, policy, 12))
 
 
 @torch.no_grad()
-def test_scores_by_logits_of_a_head_behind_experts(model: Any) -> None:
+def test_logit_scores_of_a_mixture_of_experts_model(model: Any) -> None:
     cache = LarderCache(model, f"{PREFILL} > novelty() > uniform()", 12)
     model(torch.tensor([IDS]), past_key_values=cache)
     assert cache.lengths()[0] == ((12,),) * 2
@@ -235,7 +235,7 @@ def test_presses_are_refused(model: Any) -> None:
 
 
 @torch.no_grad()
-def test_merging_of_keys_and_values_alike(model: Any) -> None:
+def test_equal_key_and_value_merges_are_supported(model: Any) -> None:
     cache = LarderCache(model, D2O.replace("fold_ema()", "fold_ema(variant='paper')"), 12)
     model(torch.tensor([IDS]), past_key_values=cache)
     assert sum(length for layer in cache.lengths()[0] for length in layer) == 24

@@ -41,7 +41,7 @@ def own_reading(decoder: Decoder) -> ChunkEntries:
     return ChunkEntries.of(cache, 0, len(IDS))
 
 
-def test_all_layers_are_the_receivers_own_reading_and_none_a_copy(pair) -> None:
+def test_full_range_equals_the_receivers_prefill(pair) -> None:
     sender, receiver = pair
     reading = share_reading(sender, IDS, (0, 2))
     whole, own = receive_reading(receiver, reading, (0, 4)), own_reading(receiver)
@@ -52,7 +52,7 @@ def test_all_layers_are_the_receivers_own_reading_and_none_a_copy(pair) -> None:
     assert all(torch.equal(a, b) for a, b in zip(copied.keys, sent.keys, strict=True))
 
 
-def test_a_range_goes_on_from_the_senders_states(pair) -> None:
+def test_range_continues_from_the_senders_states(pair) -> None:
     """Layers of the receiver, one by one, behind the first two of the sender."""
     sender, receiver = pair
     got = receive_reading(receiver, share_reading(sender, IDS, (2,)), (2, 3))
@@ -82,13 +82,13 @@ def test_divergence_falls_between_a_copy_and_all_layers(pair) -> None:
     assert [own.num_layers for own in best] == sorted(own.num_layers for own in best)
 
 
-def test_ranges_that_another_beats_are_left_out() -> None:
+def test_dominated_ranges_are_excluded() -> None:
     made = [((0, 0), 0.9), ((0, 1), 1.0), ((1, 2), 0.5), ((0, 2), 0.5), ((1, 3), 0.2)]
     profiles = [RangeProfile(*one) for one in made]
     assert [own.layers for own in pareto_ranges(profiles)] == [(0, 0), (1, 2), (1, 3)]
 
 
-def test_all_layers_behind_a_prefix_are_the_receivers_own_reading(pair) -> None:
+def test_full_range_after_a_prefix_equals_the_receivers_prefill(pair) -> None:
     sender, receiver = pair
     prefix, text = IDS[:5], IDS[5:]
     sent = SequenceCache(sender.spec, "dense")
@@ -112,7 +112,7 @@ def test_all_layers_behind_a_prefix_are_the_receivers_own_reading(pair) -> None:
     assert not torch.allclose(part.values[3], reading.entries.values[3], atol=1e-3)
 
 
-def test_layers_that_a_model_has_not_are_refused(pair) -> None:
+def test_layers_out_of_range_are_refused(pair) -> None:
     sender, receiver = pair
     with pytest.raises(ModelError, match="has 4"), recorded_states(sender, (5,)):
         pass

@@ -62,7 +62,7 @@ def states_of(decoder: Decoder, ids: tuple[int, ...]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", GATES)
-def test_every_entry_has_what_the_loop_makes_of_its_state(gated, name) -> None:
+def test_gate_columns_equal_their_reference(gated, name) -> None:
     cache, loop = a_cache(gated, name), import_module(f"references.{name}")
     weights = random_weights(name, GATES[name], gated.spec)
     blocks = (7, 4, 1)  # a text in blocks, then a single token
@@ -78,7 +78,7 @@ def test_every_entry_has_what_the_loop_makes_of_its_state(gated, name) -> None:
             torch.testing.assert_close(got, expected[:, head], atol=1e-4, rtol=1e-4)
 
 
-def test_a_gate_that_reads_the_pass_reads_its_own_sequence_alone(gated) -> None:
+def test_gate_over_the_batch_uses_its_own_sequence(gated) -> None:
     texts = (IDS[:5], IDS[4:11], IDS[2:3])
     together = [a_cache(gated, "attention_gate") for _ in texts]
     gated.read([BatchSegment(*pair) for pair in zip(together, texts, strict=True)], Mode.APPEND)
@@ -101,7 +101,7 @@ def test_a_shared_tensor_must_be_the_same_in_all_layers(gated) -> None:
         LearnedGates(gated.spec, gated.attentions).put("global_retention", gate, other)
 
 
-def test_scratch_passes_and_other_caches_are_left_alone(gated) -> None:
+def test_scratch_passes_and_other_caches_are_unchanged(gated) -> None:
     cache = a_cache(gated, "kvzap")
     read(gated, cache, IDS)
     before = [cache.entries(layer).columns["kvzap"].clone() for layer in range(2)]
@@ -111,7 +111,7 @@ def test_scratch_passes_and_other_caches_are_left_alone(gated) -> None:
     assert not a_cache(gated).entries(0).columns
 
 
-def test_weights_of_the_home_are_found(gated, larder_home) -> None:
+def test_weights_are_found_in_the_home(gated, larder_home) -> None:
     spec, gate = gated.spec, GATES["kvzap"]
     with pytest.raises(
         MissingWeights, match="kvzap has no weights for this model .*larder train kvzap"

@@ -22,7 +22,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize("dimensions", MASKS)
-def test_a_mask_is_refused(dimensions: int) -> None:
+def test_unsupported_mask_is_refused(dimensions: int) -> None:
     decoder = wrap_model(tiny("qwen3"))
     with pytest.raises(ModelError, match=f"mask of {dimensions} dimensions.*leave the mask out"):
         decoder.module.base_model(
@@ -35,7 +35,7 @@ def test_a_mask_is_refused(dimensions: int) -> None:
 
 
 @pytest.mark.parametrize("groups", [[-1, 0, 0, 0, -1, 1, 1], [-1] * 7])
-def test_tokens_that_see_the_next_one_are_told(groups: list[int]) -> None:
+def test_bidirectional_image_tokens_are_detected(groups: list[int]) -> None:
     """Images that a model masks in both directions, after five cached tokens."""
     register_backend()
     blocks = torch.tensor([[-1] * 5 + groups])

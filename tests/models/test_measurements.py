@@ -36,7 +36,7 @@ from tiny_models import ARCHITECTURES, tiny
 
 
 @pytest.mark.parametrize(("name", "ahead"), [("echo", 0), ("induction", 1)])
-def test_repeated_text_equals_a_loop(three_layers, name, ahead) -> None:
+def test_repeated_text_equals_its_reference(three_layers, name, ahead) -> None:
     part, expected = SMALL[name], []
     ids = random_tokens(SAMPLE.token_ids(), part.tokens) * part.times
     for heads in heads_of(three_layers, ids):
@@ -54,7 +54,7 @@ def test_repeated_text_equals_a_loop(three_layers, name, ahead) -> None:
     assert part.measure(three_layers, SAMPLE) == pytest.approx(expected, rel=1e-4)
 
 
-def test_the_best_seen_of_a_copied_text_equals_a_loop(three_layers) -> None:
+def test_best_match_of_a_copied_text_equals_its_reference(three_layers) -> None:
     part, expected = SMALL["reconstruction"], []
     text = SAMPLE.ids(part.tokens)
     ids = (*text, *encode(REQUEST), *text)
@@ -67,12 +67,12 @@ def test_the_best_seen_of_a_copied_text_equals_a_loop(three_layers) -> None:
     assert part.measure(three_layers, SAMPLE) == pytest.approx(expected, rel=1e-4)
 
 
-def test_drawn_tokens_come_once_before_any_comes_again() -> None:
+def test_random_tokens_are_drawn_without_replacement() -> None:
     assert sorted(random_tokens((3, 5, 8), 6)) == [3, 3, 5, 5, 8, 8]
     assert sorted(random_tokens((3, 5, 8), 6)[:3]) == [3, 5, 8]
 
 
-def test_a_passage_hides_what_it_asks_for() -> None:
+def test_passage_contains_its_needles() -> None:
     passage = SMALL_NEEDLES.passage(SAMPLE)
     assert len(passage.needles) == 2
     for each in passage.needles:
@@ -86,7 +86,7 @@ def test_a_passage_hides_what_it_asks_for() -> None:
 
 
 @pytest.mark.extended
-def test_needle_mass_equals_a_loop(three_layers) -> None:
+def test_needle_mass_equals_its_reference(three_layers) -> None:
     passage, expected = SMALL_NEEDLES.passage(SAMPLE), []
     for heads in heads_of(three_layers, passage.ids):
         for head in range(4):
@@ -99,7 +99,7 @@ def test_needle_mass_equals_a_loop(three_layers) -> None:
     assert SMALL["retrieval"].measure(three_layers, SAMPLE) == pytest.approx(expected, rel=1e-4)
 
 
-def test_ranks_of_needles_equal_a_loop(three_layers) -> None:
+def test_ranks_of_needles_equal_the_reference(three_layers) -> None:
     passage, ranks = SMALL_NEEDLES.passage(SAMPLE), []
     for layer, heads in enumerate(heads_of(three_layers, passage.ids)):
         radians = three_layers.spec.layers[layer].radians
@@ -154,7 +154,7 @@ def reasoned(decoder: Decoder, riddle: reasoning.ReasoningPrompt) -> tuple[list[
 
 
 @pytest.mark.extended
-def test_hits_in_the_right_claim_equal_a_loop(three_layers, monkeypatch) -> None:
+def test_hits_in_the_correct_claim_equal_their_reference(three_layers, monkeypatch) -> None:
     part = SMALL["reasoning"]
     runs = [reasoned(three_layers, riddle) for riddle in part.prompts(SAMPLE)]
     expected = [sum(scores) / len(runs) for scores in zip(*(own for _, own in runs), strict=True)]
@@ -168,7 +168,7 @@ def test_hits_in_the_right_claim_equal_a_loop(three_layers, monkeypatch) -> None
     assert part.measure(three_layers, SAMPLE) == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_riddle_hides_two_claims_and_asks_for_the_older() -> None:
+def test_reasoning_sample_hides_two_claims_and_asks_for_the_older() -> None:
     for number, riddle in enumerate(SMALL["reasoning"].prompts(SAMPLE)):
         claim = list(riddle.ids[slice(*riddle.claim)])
         age = encode(" is 71 years old.")
@@ -180,13 +180,13 @@ def test_a_riddle_hides_two_claims_and_asks_for_the_older() -> None:
         assert len(found) == 1 and (found[0] > riddle.claim[0]) == (number % 2 == 0)
 
 
-def test_answers_are_right_above_half() -> None:
+def test_f1_hand_values() -> None:
     assert reasoning.f1([1, 2, 3], [3, 2, 9]) == pytest.approx(2 / 3)
     assert reasoning.f1([1, 1], [1, 2]) == 0.5 and reasoning.f1([4], [5]) == 0
 
 
 @pytest.mark.extended
-def test_the_error_of_closed_heads_equals_a_loop(three_layers) -> None:
+def test_the_error_of_closed_heads_equals_its_reference(three_layers) -> None:
     part, passage = SMALL["streaming_error"], SMALL_NEEDLES.passage(SAMPLE)
 
     def seen(token: int, other: int) -> bool:
@@ -209,7 +209,7 @@ def among(stay: set[int]) -> Any:
     return lambda token, other: other in stay
 
 
-def test_the_error_of_eviction_equals_a_loop(three_layers) -> None:
+def test_the_error_of_eviction_equals_its_reference(three_layers) -> None:
     part = SMALL["eviction_error"]
     ids, expected = SAMPLE.ids(part.context + part.following), []
     for heads in heads_of(three_layers, ids):
@@ -232,7 +232,7 @@ def test_the_error_of_eviction_equals_a_loop(three_layers) -> None:
 
 
 @pytest.mark.extended
-def test_utility_curves_equal_a_loop(three_layers) -> None:
+def test_utility_curves_equal_the_reference(three_layers) -> None:
     part = SMALL["utility"]
     total, counted = part.context + part.following, range(part.sinks, part.context - 1)
     expected = []
@@ -276,7 +276,7 @@ def expected_attention(part: Any, spec: Any, heads: Any) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_what_attention_changes_equals_the_models_own_states(architecture) -> None:
+def test_attention_change_equals_the_models_states(architecture) -> None:
     with wrap_model(tiny(architecture)) as decoder:
         got = SqueezeMeasurement(tokens=12).measure(decoder, SAMPLE)
         expected = own_cosines(decoder, SAMPLE.ids(12))
@@ -317,7 +317,7 @@ def own_cosines(decoder: Decoder, ids: tuple[int, ...]) -> list[float]:
     ]
 
 
-def test_a_model_without_known_layers_cannot_be_squeezed(three_layers, monkeypatch) -> None:
+def test_squeeze_of_an_unknown_layer_structure_is_refused(three_layers, monkeypatch) -> None:
     from larder.models.measurements import squeeze
 
     monkeypatch.setattr(squeeze, "BETWEEN", ("somewhere_else",))
@@ -329,7 +329,7 @@ def test_a_model_without_known_layers_cannot_be_squeezed(three_layers, monkeypat
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_every_measurement_counts_its_heads_and_leaves_sliding_layers_out(name) -> None:
+def test_measurements_cover_managed_heads_only(name) -> None:
     with wrap_model(tiny("gemma3", layers=4, kv_heads=1)) as decoder:
         values = SMALL[name].measure(decoder, SAMPLE)
         assert len(decoder.spec.managed) == 2
@@ -353,7 +353,7 @@ def test_chunks_of_any_size_give_the_same(three_layers, monkeypatch, name) -> No
     assert SMALL[name].measure(three_layers, SAMPLE) == pytest.approx(whole, rel=1e-5)
 
 
-def test_every_measurement_is_known_by_its_file() -> None:
+def test_every_measurement_is_registered() -> None:
     assert {*SMALL, "sensitivity"} <= set(MEASUREMENTS.names())
 
 
@@ -377,7 +377,7 @@ def test_parameters_out_of_range_are_refused(build) -> None:
         build()
 
 
-def test_no_weights_of_all_tokens_are_held(three_layers, monkeypatch) -> None:
+def test_attention_weights_are_computed_in_chunks(three_layers, monkeypatch) -> None:
     asked: list[int] = []
     weights = _attention_capture.softmax_weights
 

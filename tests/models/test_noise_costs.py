@@ -32,7 +32,7 @@ def plain_tables(decoder) -> dict[int, TransformTables]:
     return found
 
 
-def test_shifts_are_those_of_keys_and_values(decoder) -> None:
+def test_shifts_equal_finite_differences(decoder) -> None:
     attention = ShiftedAttention([1])
     states = differentiable_states(decoder, IDS, attention)
     assert list(attention.shifts) == [1]
@@ -60,7 +60,7 @@ def test_shifts_are_those_of_keys_and_values(decoder) -> None:
         assert float(gradients[side][PLACE]) == pytest.approx(wanted, rel=0.05, abs=2e-3)
 
 
-def test_costs_scale_with_the_square_of_what_a_component_moves(decoder) -> None:
+def test_costs_scale_with_squared_components(decoder) -> None:
     tables = plain_tables(decoder)
     costs = noise_costs(decoder, [IDS, IDS[::-1]], tables, 2)
     assert all(bool((own > 0).all()) and own.shape == (2, 2) for own in costs.values())
@@ -70,7 +70,7 @@ def test_costs_scale_with_the_square_of_what_a_component_moves(decoder) -> None:
         torch.testing.assert_close(own, costs[index] / factors**2)
 
 
-def test_weights_make_costs_equal_and_keep_their_mean() -> None:
+def test_weights_equalize_costs_and_keep_their_mean() -> None:
     costs = {0: torch.tensor([[4.0], [16.0]]), 3: torch.tensor([[1.0], [0.25]])}
     weights = cost_weights(costs)
     assert weights[0].flatten().tolist() == pytest.approx([2 / 2**0.5, 4 / 2**0.5])

@@ -46,7 +46,7 @@ def prompts() -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("architecture, form, mode", PACKED)
-def test_packed_logits_equal_those_of_the_row_alone(architecture, adopted, form, mode) -> None:
+def test_packed_logits_equal_single_sequences(architecture, adopted, form, mode) -> None:
     decoder = adopted(architecture)
     pairs = list(zip(rows(decoder, form), prompts(), strict=True))
     packed = decoder.forward_logits(
@@ -59,7 +59,7 @@ def test_packed_logits_equal_those_of_the_row_alone(architecture, adopted, form,
 
 
 @pytest.mark.parametrize("architecture, generation", covering(ARCHITECTURES, GENERATIONS))
-def test_generated_rows_equal_the_rows_alone(architecture, generation, adopted) -> None:
+def test_batched_generation_equals_single_sequences(architecture, generation, adopted) -> None:
     decoder, (form, sampling) = adopted(architecture), GENERATIONS[generation]
     together = generate(decoder, rows(decoder, form), prompts(), sampling, StoppingCriteria(NEW))
     for cache, ids, said in zip(rows(decoder, form), prompts(), together, strict=True):
@@ -68,7 +68,7 @@ def test_generated_rows_equal_the_rows_alone(architecture, generation, adopted) 
     assert len({tuple(said) for said in together}) > 1
 
 
-def test_greedy_rows_equal_the_model_on_its_own(architecture, adopted, own) -> None:
+def test_greedy_generation_equals_the_model(architecture, adopted, own) -> None:
     decoder, module = adopted(architecture), own(architecture)
     together = generate(
         decoder, rows(decoder, "ragged"), prompts(), SamplingParams(), StoppingCriteria(NEW)
@@ -80,7 +80,7 @@ def test_greedy_rows_equal_the_model_on_its_own(architecture, adopted, own) -> N
         assert expected.tolist() == said
 
 
-def test_a_row_that_stops_early_does_not_disturb_the_others(adopted) -> None:
+def test_early_stop_does_not_affect_other_sequences(adopted) -> None:
     decoder = adopted("llama")
     free = generate(
         decoder, rows(decoder, "ragged"), prompts(), SamplingParams(), StoppingCriteria(NEW)
@@ -92,7 +92,7 @@ def test_a_row_that_stops_early_does_not_disturb_the_others(adopted) -> None:
         assert cut == (whole[: whole.index(stop)] if stop in whole else whole)
 
 
-def test_questions_packed_as_sections_each_continue_the_cache_alone(architecture, adopted) -> None:
+def test_packed_questions_continue_the_cache_separately(architecture, adopted) -> None:
     decoder = adopted(architecture)
     cache = SequenceCache(decoder.spec, "ragged")
     read_on(decoder, cache, some_ids(25), 10)

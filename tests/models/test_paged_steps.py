@@ -83,7 +83,7 @@ def run(decoder: Decoder, form: str) -> Tensor:
     return torch.cat(outs)
 
 
-def test_bytes_follow_the_pages_that_steps_begin(decoder_over) -> None:
+def test_bytes_grow_by_pages(decoder_over) -> None:
     decoder = decoder_over(AttentionBackend.GATHERED)
     caches = some_caches(decoder, "ragged")
     before = caches[0].nbytes
@@ -101,14 +101,14 @@ def test_bytes_follow_the_pages_that_steps_begin(decoder_over) -> None:
     ("architecture", "backend"),
     [*(("llama", backend) for backend in PATHS), ("gemma3", AttentionBackend.GATHERED)],
 )
-def test_pages_change_no_logits(decoder_over, architecture, form, backend) -> None:
+def test_paged_logits_equal_unpaged(decoder_over, architecture, form, backend) -> None:
     expected = run(decoder_over(None, architecture), form)
     got = run(decoder_over(backend, architecture), form)
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("form", ["dense", "ragged"])
-def test_a_sequence_gets_the_same_bits_alone(decoder_over, form) -> None:
+def test_paged_sequence_is_independent_of_the_batch(decoder_over, form) -> None:
     decoder = decoder_over(AttentionBackend.CPU)
     together, alone = some_caches(decoder, form), some_caches(decoder, form)
     for token in range(20, 32):
@@ -134,7 +134,7 @@ def seed_engine() -> Engine:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_an_engine_answers_alike(seed_engine, name) -> None:
+def test_paged_engine_answers_the_same(seed_engine, name) -> None:
     engine, decoder = seed_engine.under(*POLICIES[name]), seed_engine.loaded.decoder
     logits: list[list[Tensor]] = []
     for has_pages in (False, True):
@@ -169,7 +169,7 @@ def test_generate_runs_over_pages() -> None:
 
 @pytest.mark.parametrize("form", ["dense", "ragged"])
 @pytest.mark.parametrize("backend", [AttentionBackend.VARLEN, AttentionBackend.GATHERED])
-def test_a_step_never_waits_for_the_device(decoder_over, monkeypatch, form, backend) -> None:
+def test_paged_step_does_not_synchronize(decoder_over, monkeypatch, form, backend) -> None:
     """Two sequences, ragged heads: the model's step never waits, and a layer launches little."""
     dtype = torch.bfloat16
     monkeypatch.setattr(Decoder, "layer_runner", LayerRunner())  # as on an accelerator
@@ -190,7 +190,7 @@ def test_a_step_never_waits_for_the_device(decoder_over, monkeypatch, form, back
         assert max(counts) <= MOST_LAUNCHES
 
 
-def test_a_read_in_a_layer_is_noticed(decoder_over, monkeypatch) -> None:
+def test_synchronization_in_a_layer_is_detected(decoder_over, monkeypatch) -> None:
     decoder = decoder_over(AttentionBackend.GATHERED)
     caches = some_caches(decoder, "ragged")
     attend = ForwardBatch.attend
@@ -206,7 +206,7 @@ def test_a_read_in_a_layer_is_noticed(decoder_over, monkeypatch) -> None:
         step(decoder, caches, 20)
 
 
-def test_a_step_without_pages_waits(decoder_over, monkeypatch) -> None:
+def test_unpaged_step_synchronizes(decoder_over, monkeypatch) -> None:
     """Storage with lengths on the host is what the pages replace."""
     decoder = decoder_over(None)
     caches = some_caches(decoder, "ragged")

@@ -96,14 +96,14 @@ def test_a_model_by_name_with_layers_on_a_disk(tmp_path: Path) -> None:
     assert loaded.decoder.spec.device.type == "cpu"
 
 
-def test_weights_that_nothing_loads() -> None:
+def test_unloaded_meta_weights_are_refused() -> None:
     with torch.device("meta"):
         module = tiny("qwen3")
     with pytest.raises(ModelError, match=r"embed_tokens.weight of Qwen3ForCausalLM lies on meta"):
         larder.Engine(module, characters().tokenizer)
 
 
-def test_a_weight_that_is_not_a_number_is_found_on_a_disk(tmp_path: Path) -> None:
+def test_nan_weight_on_disk_is_detected(tmp_path: Path) -> None:
     module = tiny("qwen3", layers=LAYERS)
     module.model.layers[-1].mlp.down_proj.weight.data[0, 0] = torch.nan
     accelerate.disk_offload(module, str(tmp_path))

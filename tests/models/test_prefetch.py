@@ -68,7 +68,7 @@ def noting_threads(monkeypatch) -> list[tuple[int, bool]]:
     return noted
 
 
-def test_where_all_is_recalled_ahead_is_as_good_as_in_turn(decoder, monkeypatch) -> None:
+def test_full_recall_ahead_equals_in_turn(decoder, monkeypatch) -> None:
     expected = steps(decoder, a_cache(decoder, ALL, FetchMode.IN_TURN))
     noted = noting_threads(monkeypatch)
     got = steps(decoder, a_cache(decoder, ALL, FetchMode.AHEAD))
@@ -77,7 +77,7 @@ def test_where_all_is_recalled_ahead_is_as_good_as_in_turn(decoder, monkeypatch)
     assert not threads()
 
 
-def test_beside_a_cache_without_a_slow_tier_nothing_is_fetched_ahead(decoder, monkeypatch) -> None:
+def test_cache_without_a_slow_tier_is_not_prefetched(decoder, monkeypatch) -> None:
     def plain() -> SequenceCache:
         cache = SequenceCache(decoder.spec, "ragged")
         decoder.read([BatchSegment(cache, tuple(range(2, 42)))], Mode.APPEND)
@@ -90,7 +90,7 @@ def test_beside_a_cache_without_a_slow_tier_nothing_is_fetched_ahead(decoder, mo
     assert noted and not any(is_worker for _, is_worker in noted)
 
 
-def test_only_who_searches_fetches_ahead(decoder, monkeypatch) -> None:
+def test_only_searching_layers_prefetch(decoder, monkeypatch) -> None:
     """Of three layers that park, the first two share a search, the third has one of its own."""
     shared = replace(SOME, layers=2)
     fetch, asked = PageFetcher.fetch, {}
@@ -108,9 +108,7 @@ def test_only_who_searches_fetches_ahead(decoder, monkeypatch) -> None:
     assert torch.equal(first, again)
 
 
-def test_queries_ahead_are_those_of_the_next_layer_for_what_entered_this_one(
-    decoder, monkeypatch
-) -> None:
+def test_prefetch_queries_use_the_next_layers_projection(decoder, monkeypatch) -> None:
     """Recomputed by hand: the hidden states before each layer, its norm, the next projection."""
     asked, fetch = {}, PageFetcher.fetch
 
@@ -140,7 +138,7 @@ def test_queries_ahead_are_those_of_the_next_layer_for_what_entered_this_one(
         assert torch.allclose(asked[i + 1], expected[0], atol=1e-5)
 
 
-def test_several_rows_each_get_their_own_pages(decoder) -> None:
+def test_sequences_of_a_batch_get_their_own_pages(decoder) -> None:
     alone = [steps(decoder, a_cache(decoder, SOME, FetchMode.AHEAD, start)) for start in (1, 20)]
     together = steps(
         decoder, *(a_cache(decoder, SOME, FetchMode.AHEAD, start) for start in (1, 20))
@@ -148,7 +146,7 @@ def test_several_rows_each_get_their_own_pages(decoder) -> None:
     assert torch.allclose(torch.cat(alone, 1), together, atol=1e-4)
 
 
-def test_agreement_is_counted_and_changes_nothing(decoder) -> None:
+def test_counting_agreement_changes_no_output(decoder) -> None:
     ahead, compared = (
         a_cache(decoder, SOME, fetch) for fetch in (FetchMode.AHEAD, FetchMode.COMPARED)
     )
@@ -165,9 +163,7 @@ def test_agreement_is_counted_and_changes_nothing(decoder) -> None:
 
 
 @pytest.mark.parametrize("fault", [RuntimeError("lost"), SystemExit(3), MemoryError()])
-def test_a_worker_that_dies_is_told_of_once_and_changes_nothing(
-    decoder, monkeypatch, fault
-) -> None:
+def test_failed_prefetch_worker_warns_once(decoder, monkeypatch, fault) -> None:
     expected = steps(decoder, a_cache(decoder, SOME, FetchMode.IN_TURN))
     cache, fetch = a_cache(decoder, SOME, FetchMode.AHEAD), PageFetcher.fetch
 
@@ -185,7 +181,7 @@ def test_a_worker_that_dies_is_told_of_once_and_changes_nothing(
     assert not threads()
 
 
-def test_a_pass_that_breaks_leaves_no_thread_and_nothing_expected(decoder) -> None:
+def test_interrupted_pass_leaves_no_prefetch(decoder) -> None:
     cache = a_cache(decoder, SOME, FetchMode.AHEAD)
 
     def refuse(row: int, layer: int, recorded: object) -> None:
@@ -202,7 +198,7 @@ def test_a_pass_that_breaks_leaves_no_thread_and_nothing_expected(decoder) -> No
     assert torch.allclose(steps(decoder, cache), steps(decoder, fresh), atol=1e-5)
 
 
-def test_a_fork_goes_on_fetching_ahead(decoder, monkeypatch) -> None:
+def test_fork_continues_prefetching(decoder, monkeypatch) -> None:
     cache = a_cache(decoder, SOME, FetchMode.AHEAD)
     noted = noting_threads(monkeypatch)
     steps(decoder, cache.fork(), count=1)

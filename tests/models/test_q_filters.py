@@ -16,7 +16,7 @@ from model_attention import heads_of
 from tiny_models import tiny
 
 
-def test_directions_are_singular_vectors_of_the_models_own_queries() -> None:
+def test_directions_are_singular_vectors_of_queries() -> None:
     part = QFiltersMeasurement(tokens=24, skipped=2)
     with wrap_model(tiny("llama", layers=2)) as decoder:
         expected = []
@@ -33,7 +33,7 @@ def test_directions_are_singular_vectors_of_the_models_own_queries() -> None:
     assert len(got) == 2 * 2 * 16
 
 
-def test_most_queries_lie_on_the_side_of_the_direction() -> None:
+def test_direction_has_the_sign_of_most_queries() -> None:
     source = torch.Generator().manual_seed(0)
     queries = torch.randn(1, 40, 8, generator=source)
     queries[..., 3] -= 5

@@ -53,7 +53,7 @@ def differences(one: SequenceCache, other: SequenceCache, first: int = 0) -> flo
     return max(float((own[n].double() - others[n].double()).abs().max()) for n in names)
 
 
-def test_projected_entries_are_the_cached_ones(architecture, kv_heads, adopted) -> None:
+def test_projected_entries_equal_cached_ones(architecture, kv_heads, adopted) -> None:
     recompute, residuals, cache = read_and_kept(adopted(architecture, kv_heads))
     for start, stop in cuts(READ, BLOCK):
         places = torch.arange(start, stop)
@@ -70,7 +70,7 @@ def test_any_tokens_are_projected_in_any_order(architecture, adopted) -> None:
     assert farthest(wrong, places, cache) > 0.1
 
 
-def test_layers_that_are_not_asked_for_are_not_projected(three_layers) -> None:
+def test_only_requested_layers_are_projected(three_layers) -> None:
     recompute, residuals, cache = read_and_kept(three_layers)
     places = torch.arange(READ)
     found = recompute.project({1: residuals.before(1)}, places)
@@ -78,7 +78,7 @@ def test_layers_that_are_not_asked_for_are_not_projected(three_layers) -> None:
     assert farthest(found, places, cache) < TOLERANCE
 
 
-def test_one_layer_as_its_formula_says(adopted) -> None:
+def test_projection_of_one_layer_equals_its_formula(adopted) -> None:
     decoder = adopted("qwen3")
     recompute, residuals, _ = read_and_kept(decoder)
     layer, entering = decoder.module.model.layers[1], residuals.before(1)
@@ -100,7 +100,7 @@ def test_one_layer_as_its_formula_says(adopted) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_what_is_read_again_is_what_was_cached(architecture, adopted, depth) -> None:
+def test_recomputed_entries_equal_cached_ones(architecture, adopted, depth) -> None:
     decoder = adopted(architecture)
     recompute, residuals, cache = read_and_kept(decoder)
     same, other = (SequenceCache(decoder.spec, "dense") for _ in range(2))
@@ -113,7 +113,7 @@ def test_what_is_read_again_is_what_was_cached(architecture, adopted, depth) -> 
     assert not any(map(sum, same.lengths()[:depth]))
 
 
-def test_generation_goes_on_from_what_was_read_again(architecture, adopted) -> None:
+def test_generation_continues_from_recomputed_entries(architecture, adopted) -> None:
     decoder = adopted(architecture)
     recompute, residuals, cache = read_and_kept(decoder)
     again = SequenceCache(decoder.spec, "ragged")
@@ -124,7 +124,7 @@ def test_generation_goes_on_from_what_was_read_again(architecture, adopted) -> N
     assert (got - expected).abs().max() < 1e-4
 
 
-def test_queries_read_again_have_the_temperature_of_their_positions() -> None:
+def test_recomputed_queries_have_the_temperature_of_their_positions() -> None:
     """Llama 4 scales queries by their place in a call, in layers without RoPE; here the first."""
     (family,) = (own for own in FAMILIES if own.name == "Llama 4")
     config = family.config()
@@ -152,7 +152,7 @@ def test_bytes_are_those_of_the_residuals(three_layers) -> None:
     assert residuals.before(2).shape == (READ, 64)
 
 
-def test_nothing_stays_on_the_model(adopted) -> None:
+def test_no_hooks_stay_on_the_model(adopted) -> None:
     decoder = adopted("gemma3")
     before = read_on(decoder, SequenceCache(decoder.spec, "dense"), some_ids(20), 20)
     read_and_kept(decoder)
@@ -163,7 +163,7 @@ def test_nothing_stays_on_the_model(adopted) -> None:
     assert torch.equal(before, after)
 
 
-def test_a_read_that_fails_leaves_no_residuals(three_layers) -> None:
+def test_failed_prefill_leaves_no_residuals(three_layers) -> None:
     recompute, residuals, cache = read_and_kept(three_layers)
 
     def fail(row: int, layer: int, recorded: object) -> None:
@@ -176,13 +176,13 @@ def test_a_read_that_fails_leaves_no_residuals(three_layers) -> None:
     assert not any(layer._forward_pre_hooks for layer in three_layers.module.model.layers)
 
 
-def test_what_is_read_again_needs_an_empty_cache(three_layers) -> None:
+def test_recompute_into_a_filled_cache_is_refused(three_layers) -> None:
     recompute, residuals, cache = read_and_kept(three_layers)
     with pytest.raises(CacheError, match="give an empty one"):
         recompute.reread(1, residuals.before(1), cache)
 
 
-def test_a_cache_whose_rebuilding_fails_is_spoiled(three_layers) -> None:
+def test_failed_recompute_invalidates_the_cache(three_layers) -> None:
     recompute, residuals, _ = read_and_kept(three_layers)
     cache = SequenceCache(three_layers.spec, "dense")
     with pytest.raises(RuntimeError):
@@ -203,14 +203,14 @@ class _Moody(nn.Module):
         return self.inner(rows) * self.calls
 
 
-def test_a_model_that_cannot_be_rebuilt_is_refused() -> None:
+def test_model_without_recompute_support_is_refused() -> None:
     module = tiny("llama")
     module.model.layers[1].self_attn.v_proj = _Moody(module.model.layers[1].self_attn.v_proj)
     with Decoder(module) as decoder, pytest.raises(ModelError, match="Layer 1 of Llama"):
         assert decoder.recompute
 
 
-def test_layers_that_cannot_be_told_are_refused() -> None:
+def test_ambiguous_layer_lists_are_refused() -> None:
     base = tiny("llama").base_model
     base.others = nn.ModuleList([nn.Identity(), nn.Identity()])
     with pytest.raises(ModelError, match="has 2 lists of 2 modules"):

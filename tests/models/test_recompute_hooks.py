@@ -68,7 +68,7 @@ def full(decoder: Decoder, ids: tuple[int, ...]) -> torch.Tensor:
 
 
 @EACH
-def test_logits_are_those_over_a_full_cache(decoder, manner) -> None:
+def test_logits_equal_those_of_a_full_cache(decoder, manner) -> None:
     cache, whole = filled(decoder, manner), full(decoder, IDS)
     for store in recomputed_layers(cache.layers):
         least = cache.cache_spec.rebuilding.depth
@@ -79,7 +79,7 @@ def test_logits_are_those_over_a_full_cache(decoder, manner) -> None:
 
 
 @EACH
-def test_several_rows_and_scratch_texts_each_see_their_own(decoder, manner) -> None:
+def test_batches_and_scratch_passes_recompute_their_own_entries(decoder, manner) -> None:
     other = some_ids(READ + 8, seed=3)
     caches = [filled(decoder, manner), filled(decoder, manner, other), bare(decoder, manner)]
     texts = [IDS[READ : READ + 2], other[READ : READ + 3], IDS[:1]]
@@ -98,7 +98,7 @@ def test_several_rows_and_scratch_texts_each_see_their_own(decoder, manner) -> N
 
 @EACH
 @pytest.mark.parametrize("place", [0, 1])
-def test_beside_a_cache_that_holds_everything(decoder, manner, place) -> None:
+def test_recompute_beside_a_full_cache(decoder, manner, place) -> None:
     other = some_ids(READ + 8, seed=3)
     plain = SequenceCache(decoder.spec, "dense")
     decoder.read([BatchSegment(plain, other[:READ])], Mode.APPEND)
@@ -111,7 +111,7 @@ def test_beside_a_cache_that_holds_everything(decoder, manner, place) -> None:
 
 
 @EACH
-def test_it_comes_back_and_goes_its_own_way(three_layers, manner) -> None:
+def test_recomputing_cache_round_trips_and_forks(three_layers, manner) -> None:
     decoder, cache = three_layers, filled(three_layers, manner)
     state = cache.state()
     back = SequenceCache.restore(decoder.spec, state, cache.meta())
@@ -126,7 +126,7 @@ def test_it_comes_back_and_goes_its_own_way(three_layers, manner) -> None:
 
 
 @EACH
-def test_what_is_taken_back_is_read_anew(three_layers, manner) -> None:
+def test_truncated_entries_are_recomputed(three_layers, manner) -> None:
     decoder, cache = three_layers, filled(three_layers, manner)
     cache.truncate(READ - 2)
     got = read_on(decoder, cache, IDS[READ - 2 :], 4)
@@ -143,7 +143,7 @@ def failing(decoder: Decoder) -> Callable[[int, int, object], None]:
 
 
 @EACH
-def test_a_pass_that_breaks_leaves_nothing(three_layers, manner) -> None:
+def test_interrupted_pass_leaves_no_hooks(three_layers, manner) -> None:
     decoder = three_layers
     cache, expected = filled(decoder, manner), filled(decoder, manner)
     with pytest.raises(KeyboardInterrupt):
@@ -154,7 +154,7 @@ def test_a_pass_that_breaks_leaves_nothing(three_layers, manner) -> None:
 
 
 @EACH
-def test_what_is_held_and_what_is_done_are_counted(three_layers, manner) -> None:
+def test_bytes_and_operations_are_counted(three_layers, manner) -> None:
     """By hand, for the tiny Llama: 64 numbers a residual, 4 query and 2 kv heads of 16."""
     cache, shape = filled(three_layers, manner), three_layers.shape
     tokens = sum(store.tokens for store in recomputed_layers(cache.layers))
@@ -178,7 +178,7 @@ def test_what_is_held_and_what_is_done_are_counted(three_layers, manner) -> None
     )
 
 
-def test_what_cannot_come_back_is_refused(three_layers) -> None:
+def test_unrecomputable_entries_are_refused(three_layers) -> None:
     cache = filled(three_layers, "ids")
     with pytest.raises(CacheError, match="cannot be dropped: held='ids' reads the text again"):
         cache.drop_range(2, 4)

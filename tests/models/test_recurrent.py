@@ -82,7 +82,7 @@ def test_layers_are_those_with_attention(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_packed_texts_do_not_mix(name: str) -> None:
+def test_packed_sequences_are_independent(name: str) -> None:
     decoder = decoder_of(name)
     alone = [SequenceCache(decoder.spec, "ragged") for _ in range(2)]
     expected = [read_on(decoder, alone[0], IDS[:9], 9), read_on(decoder, alone[1], IDS[9:], 31)]
@@ -110,7 +110,9 @@ def restored(cached: SequenceCache) -> SequenceCache:
 
 @pytest.mark.parametrize("copy", [SequenceCache.fork, restored, moved])
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_copy_continues_alike(name: str, copy: Callable[[SequenceCache], SequenceCache]) -> None:
+def test_copy_continues_identically(
+    name: str, copy: Callable[[SequenceCache], SequenceCache]
+) -> None:
     decoder = decoder_of(name)
     cached = SequenceCache(decoder.spec, "ragged")
     read_on(decoder, cached, IDS[:20], 20)
@@ -135,7 +137,7 @@ def test_a_failed_call_changes_nothing(name: str) -> None:
     assert torch.equal(read_on(decoder, cached, IDS[20:], 7), read_on(decoder, calm, IDS[20:], 7))
 
 
-def test_a_checkpoint_is_returned_to() -> None:
+def test_rollback_to_a_checkpoint() -> None:
     decoder = decoder_of("LFM2")
     cached = SequenceCache(decoder.spec, "ragged")
     read_on(decoder, cached, IDS[:20], 20)
@@ -148,7 +150,7 @@ def test_a_checkpoint_is_returned_to() -> None:
     assert torch.equal(read_on(decoder, cached, IDS[20:], 7), expected)
 
 
-def test_what_reads_earlier_tokens_is_refused() -> None:
+def test_parts_that_recompute_earlier_tokens_are_refused() -> None:
     decoder = decoder_of("LFM2")
     with pytest.raises(CacheError, match=r"recompute\(\) reads earlier tokens again"):
         SequenceCache(decoder.spec, "rebuilt", rebuilding=RecomputeSpec())
@@ -202,7 +204,7 @@ def test_a_state_of_another_model_is_not_restored() -> None:
         SequenceCache.restore(spec, {**state, name: state[name][:, 1:]}, meta)
 
 
-def test_a_model_that_does_not_continue_its_state_is_refused() -> None:
+def test_model_that_cannot_continue_its_state_is_refused() -> None:
     [jamba] = [family for family in FAMILIES if family.name == "Jamba"]
     assert jamba.status is Status.REFUSED
     module = jamba.model()

@@ -66,7 +66,7 @@ def test_an_argument_of_attention_that_is_not_known() -> None:
 
 
 @pytest.mark.extended
-def test_architectures_without_the_seam() -> None:
+def test_architectures_without_an_attention_interface_are_refused() -> None:
     shape = {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 2}
     refused(built("BloomForCausalLM", **shape), "BloomForCausalLM .*AttentionInterface")
     small = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}
@@ -82,14 +82,14 @@ class Silent(nn.Module):
         return hidden_states
 
 
-def test_a_layer_that_never_calls_attention() -> None:
+def test_layer_without_an_attention_call_is_refused() -> None:
     module = tiny("llama")
     module.model.layers[1] = Silent()
     refused(module, r"has 2 layers with attention, but only \[0\] call it")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_that_does_more_than_it_says(dtype: torch.dtype) -> None:
+def test_undeclared_attention_behavior_is_refused(dtype: torch.dtype) -> None:
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -125,7 +125,7 @@ def test_a_call_without_larder(architecture) -> None:
             own_logits(decoder.module, some_ids(4))
 
 
-def test_release_gives_the_model_back(architecture) -> None:
+def test_release_restores_the_model(architecture) -> None:
     module = tiny(architecture)
     expected, former = own_logits(module, some_ids(9)), module.config._attn_implementation
     decoder = wrap_model(module)
@@ -164,14 +164,14 @@ def test_a_long_rope_without_its_length() -> None:
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])
 @pytest.mark.filterwarnings("ignore")
-def test_rope_with_fixed_frequencies_is_welcome(tmp_path, kind) -> None:
+def test_rope_with_fixed_frequencies_is_supported(tmp_path, kind) -> None:
     rope = entry(rope_type=kind, factor=2.0, original_max_position_embeddings=64)
     folder = saved(tmp_path, **rope)
     module = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert wrap_model(module).spec.layers
 
 
-def test_a_base_that_this_transformers_does_not_read(tmp_path) -> None:
+def test_rope_base_unreadable_by_this_transformers_is_refused(tmp_path) -> None:
     """Version 4 takes the default base, silently, for a config that version 5 wrote."""
     spelled = {"rope_type": "default", "rope_theta": 5000.0}
     folder = saved(tmp_path, rope_parameters=spelled)
@@ -195,12 +195,12 @@ def damaged_seed(folder: Path) -> Path:
     return folder
 
 
-def test_weights_that_are_not_numbers(tmp_path) -> None:
+def test_nan_weights_are_refused(tmp_path) -> None:
     with pytest.raises(ModelError, match="NaN"):
         load(str(damaged_seed(tmp_path / "model")))
 
 
-def test_folders_that_hold_no_model(tmp_path) -> None:
+def test_folders_without_a_model_are_refused(tmp_path) -> None:
     with pytest.raises(ModelError, match="does not exist"):
         load(str(tmp_path / "nowhere"))
     with pytest.raises(ModelError, match="no config.json"):
@@ -215,24 +215,24 @@ def test_folders_that_hold_no_model(tmp_path) -> None:
         load(str(tmp_path))
 
 
-def test_names_that_no_hub_answers_for() -> None:
+def test_unknown_hub_names_are_refused() -> None:
     with pytest.raises(ModelError, match="'nobody/nothing' cannot be loaded"):
         load("nobody/nothing")
 
 
-def test_types_that_nobody_computes_in() -> None:
+def test_unknown_dtypes_are_refused() -> None:
     with pytest.raises(BadParameter, match="float32, bfloat16, float16"):
         load(dtype="float12")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
-def test_devices_that_are_not_there() -> None:
+def test_missing_devices_are_refused() -> None:
     with pytest.raises(ModelError, match="device cuda cannot be used"):
         load(device="cuda")
 
 
 @pytest.mark.parametrize("device", ["meta", "meta:0"])
-def test_devices_that_hold_no_numbers(device: str) -> None:
+def test_meta_devices_are_refused(device: str) -> None:
     with pytest.raises(BadParameter, match="device must be a device that computes"):
         load(device=device)
 
@@ -259,7 +259,7 @@ def layers_with(*windows: int | None) -> list[LayerSpec]:
         (["linear_attention", "full_attention"], (None, None), "kind 'linear_attention'"),
     ],
 )
-def test_kinds_that_the_survey_does_not_confirm(kinds, windows, reason) -> None:
+def test_unverified_attention_kinds_are_refused(kinds, windows, reason) -> None:
     config = a_config()
     config.layer_types = kinds
     with pytest.raises(ModelError, match=reason):
@@ -274,13 +274,13 @@ def test_a_chunk_without_named_kinds() -> None:
 
 
 @pytest.mark.parametrize("kinds", [None, ["sliding_attention", "full_attention"]])
-def test_kinds_that_are_confirmed_or_not_named(kinds) -> None:
+def test_verified_attention_kinds_are_accepted(kinds) -> None:
     config = a_config()
     config.layer_types = kinds
     check_attention_kinds(config, layers_with(8, None))
 
 
-def test_a_model_that_another_decoder_holds() -> None:
+def test_model_held_by_another_decoder_is_refused() -> None:
     module = tiny("llama")
     former = module.config._attn_implementation
     with Decoder(module):

@@ -68,17 +68,17 @@ def assert_turns(decoder: Decoder, architecture: str) -> None:
         torch.testing.assert_close(expected, after, atol=1e-4, rtol=1e-4)
 
 
-def test_the_spec_turns_keys_as_the_model_does(architecture, adopted) -> None:
+def test_spec_rotation_equals_the_model(architecture, adopted) -> None:
     assert_turns(adopted(architecture), architecture)
 
 
-def test_layers_may_turn_by_different_bases(adopted) -> None:
+def test_layers_have_different_rope_bases(adopted) -> None:
     sliding, full = adopted("gemma3").spec.layers
     assert sliding.radians[1] == pytest.approx(10_000 ** (-1 / 8))
     assert full.radians[1] == pytest.approx(1_000_000 ** (-1 / 8))
 
 
-def test_half_precision_turns_by_what_the_model_holds(architecture) -> None:
+def test_half_precision_rotation_uses_the_models_buffers(architecture) -> None:
     """The buffers of a model in bfloat16 are rounded, and so are its angles."""
     whole, half = (wrap_model(tiny(architecture, dtype=t)) for t in (torch.float32, torch.bfloat16))
     for one, other in zip(whole.spec.layers, half.spec.layers, strict=True):
@@ -96,7 +96,7 @@ def rebuilt(architecture: str, **changes: Any) -> Any:
     return type(module)(config).eval()
 
 
-def test_a_part_of_the_dimensions_may_turn() -> None:
+def test_partial_rotation_is_supported() -> None:
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
     module = rebuilt("phi3", partial_rotary_factor=0.5, rope_parameters=rope)
     ids, expected = some_ids(20), own_logits(module, some_ids(20))
@@ -127,12 +127,12 @@ def small(config: str, model: str, **options: Any) -> Decoder:
     )
 
 
-def test_layers_that_turn_nothing_say_so() -> None:
+def test_layers_without_rope_have_no_frequencies() -> None:
     decoder = small("SmolLM3Config", "SmolLM3ForCausalLM", no_rope_layers=[1, 0])
     turned, still = decoder.spec.layers
     assert turned.radians and still.radians == ()
 
 
-def test_a_rotation_that_is_paired_otherwise_is_not_known() -> None:
+def test_interleaved_rotation_is_unknown() -> None:
     decoder = small("CohereConfig", "CohereForCausalLM")
     assert [layer.radians for layer in decoder.spec.layers] == [None, None]

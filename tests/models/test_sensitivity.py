@@ -38,7 +38,7 @@ def visible(token: int, other: int, profile: SensitivityProfile) -> bool:
 @pytest.mark.parametrize(
     "profile", [SMALL, SensitivityProfile(64, 0, 10, 0.3), SensitivityProfile(64, 20, 16, 1.0)]
 )
-def test_the_mask_hides_what_the_rule_hides(profile) -> None:
+def test_block_mask_equals_its_reference(profile) -> None:
     every = torch.arange(64)
     mask = block_mask(profile, every, every)
     expected = [[visible(i, j, profile) for j in range(64)] for i in range(64)]
@@ -83,7 +83,7 @@ def test_the_first_layer_is_not_sensitive_and_later_ones_are() -> None:
     assert all(0 < value < 0.9999 for value in values[1:])
 
 
-def test_a_mask_that_hides_nothing_changes_nothing() -> None:
+def test_full_mask_has_similarity_one() -> None:
     decoder = wrap_model(tiny("qwen2", layers=3))
     values = layer_similarities(decoder, some_ids(64), SensitivityProfile(64, 0, 64, 0.0))
     assert values == pytest.approx([1, 1, 1], abs=1e-6)
@@ -166,7 +166,7 @@ def encode(text: str) -> list[int]:
     return [3 + ord(letter) % 100 for letter in text]
 
 
-def test_a_measurement_is_kept_and_used_again(counted, larder_home) -> None:
+def test_measurement_is_cached(counted, larder_home) -> None:
     decoder, names = wrap_model(tiny("llama")), frozenset({"sensitivity"})
     first = calibration.calibrate(decoder, encode, names)
     path = larder_home / decoder.spec.fingerprint / "sensitivity.json"
@@ -193,7 +193,7 @@ def test_a_damaged_file_is_measured_again(counted, larder_home, damage) -> None:
 
 
 @pytest.mark.parametrize("values", [[0.5], [0.5, "x"], [0.5, float("nan")], 7])
-def test_values_that_do_not_fit_the_model_are_measured_again(counted, larder_home, values) -> None:
+def test_values_of_another_shape_are_measured_again(counted, larder_home, values) -> None:
     decoder, names = wrap_model(tiny("llama")), frozenset({"sensitivity"})
     calibration.calibrate(decoder, encode, names)
     path = larder_home / decoder.spec.fingerprint / "sensitivity.json"
@@ -201,7 +201,7 @@ def test_values_that_do_not_fit_the_model_are_measured_again(counted, larder_hom
     assert calibration.calibrate(decoder, encode, names) == {"sensitivity": (0.5, 0.6)}
 
 
-def test_a_home_that_cannot_be_written_is_no_failure(counted, tmp_path, monkeypatch) -> None:
+def test_unwritable_home_is_tolerated(counted, tmp_path, monkeypatch) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     monkeypatch.setenv("LARDER_HOME", str(blocked))
@@ -209,7 +209,7 @@ def test_a_home_that_cannot_be_written_is_no_failure(counted, tmp_path, monkeypa
     assert calibration.calibrate(wrap_model(tiny("llama")), encode, names)
 
 
-def test_the_bundled_text_is_measured_for_real() -> None:
+def test_bundled_text_measurement_is_plausible() -> None:
     decoder = wrap_model(tiny("llama"))
     values = calibration.calibrate(decoder, encode, frozenset({"sensitivity"}))["sensitivity"]
     assert values[0] == pytest.approx(1, abs=1e-6)

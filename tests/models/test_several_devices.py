@@ -79,7 +79,7 @@ def test_a_spread_model_equals_the_same_on_one_device(device: SecondDevice, poli
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "phi3"])
-def test_other_architectures(device: SecondDevice, architecture: str) -> None:
+def test_other_architectures_on_several_devices(device: SecondDevice, architecture: str) -> None:
     got, expected = (
         engine.generate(TEXT, max_new_tokens=4).ids
         for engine in engines(device, "snapkv", architecture)
@@ -88,7 +88,7 @@ def test_other_architectures(device: SecondDevice, architecture: str) -> None:
 
 
 @pytest.mark.extended
-def test_entries_are_where_their_layer_is_computed(device: SecondDevice) -> None:
+def test_entries_are_on_the_device_of_their_layer(device: SecondDevice) -> None:
     with wrap_model(spread(device)) as decoder:
         spec = decoder.spec
         assert spec.layer_devices == PLACES and spec.device == CPU
@@ -97,7 +97,7 @@ def test_entries_are_where_their_layer_is_computed(device: SecondDevice) -> None
 
 
 @pytest.mark.extended
-def test_a_saved_cache_comes_back_to_the_devices_of_its_layers(device: SecondDevice) -> None:
+def test_saved_cache_is_restored_to_the_devices_of_its_layers(device: SecondDevice) -> None:
     engine = engines(device, "h2o")[0]
     cache, _ = engine.read(TEXT).activate_for("letters")
     there = {name: own.to(CPU) for name, own in cache.state().items()}
@@ -121,7 +121,7 @@ def test_a_spread_model_inside_generate(device: SecondDevice) -> None:
 
 
 @pytest.mark.extended
-def test_what_holds_layers_together_is_refused(device: SecondDevice) -> None:
+def test_cross_layer_storage_on_several_devices_is_refused(device: SecondDevice) -> None:
     with wrap_model(spread(device)) as decoder:
         with pytest.raises(UsageError, match=r"computed on cpu, xpu:0.*device_map=\{'': DEVICE\}"):
             SequenceCache(decoder.spec, "paired", pairing=LayerPairing())
@@ -129,7 +129,7 @@ def test_what_holds_layers_together_is_refused(device: SecondDevice) -> None:
             decoder.use_pages(PageArena(decoder.spec, 8))
 
 
-def test_the_second_device_finds_what_mixes_devices(device: SecondDevice) -> None:
+def test_second_device_detects_mixed_devices(device: SecondDevice) -> None:
     here, there = torch.ones(3), torch.ones(3, device=OTHER)
     assert (there[1:] + 1).device == OTHER and there.cpu().device == CPU
     assert there.to(here).device == CPU and here.to(OTHER).device == OTHER == there.device

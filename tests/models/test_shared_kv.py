@@ -56,7 +56,7 @@ def kept_rows(cache: SequenceCache, layer: int) -> Plan:
     return Plan.from_mask(stays, lengths)
 
 
-def test_sources_are_found(decoder: Decoder) -> None:
+def test_kv_sources_are_detected(decoder: Decoder) -> None:
     assert [layer.kv_source for layer in decoder.spec.layers] == SOURCES
     assert [layer.index for layer in decoder.spec.managed] == [1]
     assert [layer.index for layer in decoder.spec.windows] == [0, 2]
@@ -70,7 +70,7 @@ def test_blocks_and_steps_equal_the_model(model: Any, decoder: Decoder, form: st
     assert held.lengths()[3:] == ((0, 0),) * 3
 
 
-def test_a_plan_acts_on_all_readers(decoder: Decoder) -> None:
+def test_plan_applies_to_all_sharing_layers(decoder: Decoder) -> None:
     shared = SequenceCache(decoder.spec, "ragged")
     apart = SequenceCache(separate(decoder.spec), "ragged")
     for each in (shared, apart):
@@ -86,7 +86,7 @@ def test_a_plan_acts_on_all_readers(decoder: Decoder) -> None:
 
 
 @torch.no_grad()
-def test_readers_see_a_prompt_before_it_is_evicted(model: Any) -> None:
+def test_sharing_layers_see_the_prompt_before_eviction(model: Any) -> None:
     policy = "whole() > protect(sinks=2, recent=4) > snapkv(window=4) > uniform()"
     held = LarderCache(model, policy, 12)
     got = model(torch.tensor([IDS]), past_key_values=held).logits[0]
@@ -94,7 +94,7 @@ def test_readers_see_a_prompt_before_it_is_evicted(model: Any) -> None:
     assert (got - own_logits(model, IDS)).abs().max() < TOLERANCE
 
 
-def test_a_failed_block_is_taken_back(model: Any, decoder: Decoder) -> None:
+def test_failed_block_is_rolled_back(model: Any, decoder: Decoder) -> None:
     held = SequenceCache(decoder.spec, "dense")
     first = read_on(decoder, held, IDS[:20], 20)
     error = RuntimeError("between source and reader")
@@ -123,7 +123,7 @@ def test_saved_and_forked_caches_continue(decoder: Decoder) -> None:
     assert torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])
 
 
-def test_no_entries_of_a_copy_have_the_dtype_of_the_source(decoder: Decoder) -> None:
+def test_empty_copy_has_the_dtype_of_its_source(decoder: Decoder) -> None:
     spec = replace(decoder.spec, dtype=torch.bfloat16)
     for cache in (held := SequenceCache(spec, "ragged"), held.fork()):
         entries = cache.entries(3)
@@ -131,7 +131,7 @@ def test_no_entries_of_a_copy_have_the_dtype_of_the_source(decoder: Decoder) -> 
         assert not sum(entries.lengths) and not entries.keys.numel()
 
 
-def test_refusals(decoder: Decoder) -> None:
+def test_unsupported_sharing_is_refused(decoder: Decoder) -> None:
     with pytest.raises(CacheError, match="cannot share"):
         SequenceCache(decoder.spec, "tiered", **tiers_of("tiered"))
     held = SequenceCache(decoder.spec, "ragged")

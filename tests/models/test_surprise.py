@@ -48,7 +48,7 @@ def weighed(decoder: Decoder, cache: SequenceCache, ids: tuple[int, ...]) -> lis
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_surprise_is_that_of_the_models_own_logits(architecture) -> None:
+def test_surprise_equals_the_models_logits(architecture) -> None:
     expected = of_the_model(tiny(architecture, layers=2), IDS)
     decoder = wrap_model(tiny(architecture, layers=2))
     got = weighed(decoder, following(decoder), IDS)
@@ -56,7 +56,7 @@ def test_surprise_is_that_of_the_models_own_logits(architecture) -> None:
     assert max(got) - min(got) > 1
 
 
-def test_logits_are_capped_as_the_model_caps_them() -> None:
+def test_surprise_uses_the_models_softcap() -> None:
     module, plain = tiny("gemma3", layers=2), tiny("gemma3", layers=2)
     expected = of_the_model(plain, IDS)
     for each in (module, plain):
@@ -67,7 +67,7 @@ def test_logits_are_capped_as_the_model_caps_them() -> None:
     assert max(abs(a - b) for a, b in zip(expected, capped, strict=True)) > 0.1
 
 
-def test_few_logits_are_held_at_a_time(monkeypatch) -> None:
+def test_surprise_is_computed_in_chunks(monkeypatch) -> None:
     decoder = wrap_model(tiny("qwen3", layers=2))
     whole, counts, real = weighed(decoder, following(decoder), IDS), [], LMHead.logits
     del decoder._head
@@ -82,7 +82,7 @@ def test_few_logits_are_held_at_a_time(monkeypatch) -> None:
     assert max(counts) == 3
 
 
-def test_what_is_foreseen_is_what_comes(decoder) -> None:
+def test_predicted_surprise_equals_the_later_one(decoder) -> None:
     caches = [following(decoder) for _ in range(3)]
     texts = [some_ids(12, seed=4), some_ids(1, seed=5), some_ids(3, seed=6)]
     for number, cache in enumerate(caches[:2]):
@@ -103,7 +103,7 @@ def test_what_is_foreseen_is_what_comes(decoder) -> None:
     assert float(came[0][0]) != float(came[0][1:].max())
 
 
-def test_a_single_token_without_anything_before_it_is_no_surprise(decoder) -> None:
+def test_first_token_has_zero_surprise(decoder) -> None:
     assert surprise_of(decoder, [BatchSegment(following(decoder), (5,))])[0].tolist() == [0.0]
 
 
@@ -118,7 +118,7 @@ def test_predicting_leaves_the_same_logits_and_the_same_tail(decoder) -> None:
     assert not len(plain.latest.tail)
 
 
-def test_the_tail_goes_where_the_cache_goes(decoder) -> None:
+def test_tail_is_copied_and_counted_with_the_cache(decoder) -> None:
     cache = following(decoder)
     decoder.read([BatchSegment(cache, IDS[:8])], Mode.APPEND)
     tail, width = cache.latest.tail.clone(), decoder.embedding_table().shape[1]

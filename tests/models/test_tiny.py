@@ -11,7 +11,7 @@ from model_runs import own_logits, some_ids
 from tiny_models import tiny
 
 
-def test_a_seed_is_a_model(architecture) -> None:
+def test_seed_determines_the_model(architecture) -> None:
     state = torch.get_rng_state()
     first, again, other = (tiny(architecture, seed=seed) for seed in (3, 3, 4))
     assert torch.equal(torch.get_rng_state(), state)
@@ -20,7 +20,7 @@ def test_a_seed_is_a_model(architecture) -> None:
     assert sum(weight.numel() for weight in first.parameters()) < 200_000
 
 
-def test_layers_and_heads_are_as_asked(architecture, kv_heads, adopted) -> None:
+def test_layers_and_heads_match_the_arguments(architecture, kv_heads, adopted) -> None:
     layers = adopted(architecture, kv_heads).spec.layers
     assert [(layer.query_heads, layer.kv_heads) for layer in layers] == [(4, kv_heads)] * 2
     windows = [layer.sliding_window for layer in layers]

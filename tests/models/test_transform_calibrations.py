@@ -29,7 +29,7 @@ def some_moments(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
-def test_squared_distances_of_components_are_those_of_a_power_of_the_metric(power: float) -> None:
+def test_component_distances_equal_a_power_of_the_metric(power: float) -> None:
     covariance, metric = some_moments()
     forward, deviation = klt(covariance, metric, power)
     scaled = metric / metric.diagonal().mean()
@@ -50,7 +50,7 @@ def test_every_setting_has_its_calibration() -> None:
         Transform(metric=1.0, rope=RopeStage.AFTER)
 
 
-def test_a_spec_is_read_as_it_was_written_and_old_ones_as_they_were_meant() -> None:
+def test_spec_round_trips_and_reads_old_spellings() -> None:
     for spec in (
         TransformSpec(),
         TransformSpec(metric=0.0),
@@ -64,7 +64,7 @@ def test_a_spec_is_read_as_it_was_written_and_old_ones_as_they_were_meant() -> N
     )
 
 
-def test_rotated_keys_are_transformed_as_they_are(
+def test_rotated_keys_are_transformed_without_unrotation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LARDER_HOME", str(tmp_path))

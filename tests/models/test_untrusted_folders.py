@@ -98,7 +98,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 @pytest.mark.parametrize("name", DAMAGES)
 @pytest.mark.filterwarnings("ignore")
-def test_what_cannot_be_loaded_is_told_in_one_line(tmp_path, name) -> None:
+def test_load_errors_are_one_line(tmp_path, name) -> None:
     folder = copied(tmp_path / "model")
     DAMAGES[name](folder)
     with pytest.raises(ModelError) as caught:
@@ -110,7 +110,7 @@ def test_what_cannot_be_loaded_is_told_in_one_line(tmp_path, name) -> None:
 @pytest.mark.parametrize(
     "shard", ["../other/model.safetensors", "/etc/model.safetensors", "a/../../b", "C:\\x", "..\\x"]
 )
-def test_a_weight_map_stays_in_the_folder(tmp_path, shard) -> None:
+def test_weight_map_outside_the_folder_is_refused(tmp_path, shard) -> None:
     folder = copied(tmp_path / "model")
     other = tmp_path / "other"
     other.mkdir()
@@ -123,7 +123,7 @@ def test_a_weight_map_stays_in_the_folder(tmp_path, shard) -> None:
 
 
 @pytest.mark.parametrize("index", ["", "[]", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}'])
-def test_an_index_that_is_none(tmp_path, index) -> None:
+def test_invalid_weight_index_is_refused(tmp_path, index) -> None:
     folder = copied(tmp_path / "model")
     (folder / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ModelError, match="does not map weights to files"):

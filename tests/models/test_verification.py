@@ -44,7 +44,7 @@ def sharper_in_layer_1(module: Any, query: torch.Tensor, *rest: Any, **named: An
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_layer_whose_attention_differs(dtype: torch.dtype) -> None:
+def test_verification_names_the_differing_layer(dtype: torch.dtype) -> None:
     with attention_function(sharper_in_layer_1):
         module = tiny("llama").to(dtype)
         module.set_attn_implementation("changed")
@@ -55,7 +55,7 @@ def test_the_layer_whose_attention_differs(dtype: torch.dtype) -> None:
     assert "attn_implementation='sdpa'" in told
 
 
-def test_attention_to_later_tokens() -> None:
+def test_verification_detects_attention_to_later_tokens() -> None:
     def both_ways(module: Any, query: Any, key: Any, value: Any, mask: Any, **named: Any) -> Any:
         key, value = (side.repeat_interleave(2, 1) for side in (key, value))
         out = nn.functional.scaled_dot_product_attention(query, key, value)
@@ -68,14 +68,14 @@ def test_attention_to_later_tokens() -> None:
     assert "attention, which looks at later tokens" in told and "causal language model" in told
 
 
-def test_a_dtype_that_rounds_more_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verification_names_a_too_coarse_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TOLERANCE, torch.bfloat16, 1e-4)
     told = refusal(tiny("llama").to(torch.bfloat16))
     assert "tolerance 0.0001 in torch.bfloat16" in told
     assert "The part that differs: dtype torch.bfloat16" in told and "Load it in float32" in told
 
 
-def test_a_dtype_that_overflows_and_dtypes_that_disagree() -> None:
+def test_verification_names_overflowing_and_mixed_dtypes() -> None:
     module = tiny("llama")
     module.model.layers[1].mlp.down_proj.weight.data *= 1e5
     module.model.layers[1].mlp.up_proj.weight.data *= 1e2

@@ -19,7 +19,7 @@ from without_kernels import reference
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 2**31),
 )
-def test_channels(shape, length, dtype, seed) -> None:
+def test_channel_products_equal_their_reference(shape, length, dtype, seed) -> None:
     heads, group, count, width = shape
     source = torch.Generator().manual_seed(seed)
     tables = torch.randn(heads, width, length + 3, generator=source).to(dtype)
@@ -46,7 +46,7 @@ def test_channels(shape, length, dtype, seed) -> None:
     length=st.sampled_from([0, 1, 7, 100]),
     seed=st.integers(0, 2**31),
 )
-def test_codes(shape, length, seed) -> None:
+def test_code_products_equal_their_reference(shape, length, seed) -> None:
     heads, group, parts, width = shape
     source = torch.Generator().manual_seed(seed)
     tables = torch.randn(heads, group, parts, width, generator=source)
@@ -61,7 +61,7 @@ def test_codes(shape, length, seed) -> None:
                     assert float(sums[k, g, s]) == pytest.approx(sum(each), abs=1e-5)
 
 
-def test_what_kernels_cannot_read_is_left_to_torch() -> None:
+def test_unsupported_inputs_use_torch() -> None:
     assert approximate_products.supports_channel_tables(torch.zeros(1, 2, 3))
     assert not approximate_products.supports_channel_tables(torch.zeros(1, 2, 3).half())
     assert not approximate_products.supports_channel_tables(torch.zeros(1, 2, 3).transpose(1, 2))
@@ -70,7 +70,7 @@ def test_what_kernels_cannot_read_is_left_to_torch() -> None:
     )
 
 
-def test_threads_share_what_is_long() -> None:
+def test_long_products_are_split_between_threads() -> None:
     source = torch.Generator().manual_seed(0)
     tables = torch.randn(2, 16, 5000, generator=source)
     picks = torch.randint(16, (2, 2, 8), generator=source)

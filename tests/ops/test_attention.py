@@ -91,7 +91,7 @@ def tolerance(form: Callable[..., object], dtype: torch.dtype) -> float:
     return 2e-2 if rounds else 2e-5
 
 
-def test_agree_notices_a_difference():
+def test_agree_detects_a_difference():
     with pytest.raises(AssertionError):
         agree((torch.tensor([1.0]),), (torch.tensor([1.001]),), 2e-5)
 
@@ -105,7 +105,7 @@ def bias_of(seed: int, keys: Tensor) -> Tensor:
 @pytest.mark.extended
 @settings(max_examples=40)
 @given(seeds, head_lengths, group_lens, query_lens, head_sizes, dtypes)
-def test_ragged_forms_equal_the_loop(seed, lengths, group_len, query_len, head_dim, dtype):
+def test_ragged_forms_equal_the_reference(seed, lengths, group_len, query_len, head_dim, dtype):
     cached = ragged_storage(seed, lengths, head_dim, dtype)
     queries = random(seed, len(lengths) * group_len, query_len, head_dim, dtype=dtype)
     expected = loop.ragged(queries, *cached, SCALING)
@@ -118,7 +118,9 @@ def test_ragged_forms_equal_the_loop(seed, lengths, group_len, query_len, head_d
 @by_forms
 @settings(max_examples=40)
 @given(seeds, head_lengths, group_lens, query_lens, head_sizes, dtypes)
-def test_biased_forms_equal_the_loop(forms, seed, lengths, group_len, query_len, head_dim, dtype):
+def test_biased_forms_equal_the_reference(
+    forms, seed, lengths, group_len, query_len, head_dim, dtype
+):
     cached = ragged_storage(seed, lengths, head_dim, dtype)
     bias = bias_of(seed + 9, cached[0])
     queries = random(seed, len(lengths) * group_len, query_len, head_dim, dtype=dtype)
@@ -131,7 +133,7 @@ def test_biased_forms_equal_the_loop(forms, seed, lengths, group_len, query_len,
 @by_forms
 @settings(max_examples=20)
 @given(seeds, st.lists(st.integers(1, 5), min_size=1, max_size=40), query_lens, dtypes)
-def test_a_bias_of_ln_n_is_the_row_n_times(forms, seed, times, query_len, dtype):
+def test_bias_of_log_n_equals_n_copies(forms, seed, times, query_len, dtype):
     keys, values = (random(seed + side, len(times), 16, dtype=dtype) for side in (1, 2))
     queries, start = random(seed, 2, query_len, 16, dtype=dtype), torch.zeros(1, dtype=torch.int64)
     counts = torch.tensor(times)
@@ -145,7 +147,7 @@ def test_a_bias_of_ln_n_is_the_row_n_times(forms, seed, times, query_len, dtype)
 @by_forms
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("query_len", [1, 64])
-def test_no_bias_is_a_bias_of_zero(forms, query_len, dtype):
+def test_missing_bias_equals_zero_bias(forms, query_len, dtype):
     cached = ragged_storage(1, [100, 0, 33], 16, dtype)
     queries = random(2, 6, query_len, 16, dtype=dtype)
     for form in forms:
@@ -172,7 +174,7 @@ def test_a_bias_keeps_its_precision_beside_half_precision_storage(forms):
         pytest.param(torch.bfloat16, 2, marks=pytest.mark.slow),  # compiles for seconds
     ],
 )
-def test_spans_across_heads_equal_the_readable_form(dtype, threads):
+def test_spans_across_heads_equal_the_python_form(dtype, threads):
     before = torch.get_num_threads()
     cached = ragged_storage(1, [1, 4000, 0, 33, 700], 64, dtype)
     queries, bias = random(2, 10, 2, 64, dtype=dtype), bias_of(3, cached[0])
@@ -191,7 +193,7 @@ def test_spans_across_heads_equal_the_readable_form(dtype, threads):
     "head_dim", [8, 24, 32, 64, 80, 96, 128, 256, 512, 513, 576, 1000, 1024, 1030]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_compiled_kernel_reads_heads_of_any_size(compiled, head_dim, dtype):
+def test_compiled_kernel_supports_any_head_size(compiled, head_dim, dtype):
     cached = ragged_storage(4, [33, 0, 1100], head_dim, dtype)
     queries, bias = random(2, 6, 2, head_dim, dtype=dtype), bias_of(3, cached[0])
     logits, expected = torch.zeros(2, 4, len(cached[0]))
@@ -200,7 +202,7 @@ def test_the_compiled_kernel_reads_heads_of_any_size(compiled, head_dim, dtype):
     torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
 
 
-def test_a_heads_result_is_the_same_bits_alone_and_beside_others_on_any_threads(compiled):
+def test_head_output_is_bitwise_independent_of_batch_and_threads(compiled):
     keys, values, starts, lengths = ragged_storage(9, [700, 3, 4000], 64, torch.bfloat16)
     queries, before = random(1, 6, 1, 64), torch.get_num_threads()
     alone = [
@@ -219,7 +221,7 @@ def test_a_heads_result_is_the_same_bits_alone_and_beside_others_on_any_threads(
         torch.set_num_threads(before)
 
 
-def test_dispatch_takes_the_kernel_for_few_queries_only():
+def test_dispatch_uses_the_kernel_for_few_queries():
     keys, values, _, _ = ragged_storage(0, [5, 6], 16, torch.float32)
     assert decode_attention.supports(random(0, 4, 1, 16), keys, values, 2)
     assert not decode_attention.supports(random(0, 4, 1000, 16), keys, values, 2)
@@ -228,7 +230,7 @@ def test_dispatch_takes_the_kernel_for_few_queries_only():
 
 
 @pytest.mark.parametrize("query_len", [1, 64])
-def test_gradients_are_those_of_the_readable_form(query_len):
+def test_gradients_equal_the_python_form(query_len):
     cached = ragged_storage(3, [9, 4], 8, torch.float32)
     queries = random(4, 4, query_len, 8).requires_grad_()
     ragged_attention(queries, *cached, SCALING)[0].sum().backward()
@@ -245,7 +247,7 @@ def test_a_bias_that_needs_a_gradient_gets_one():
 
 
 @by_form
-def test_large_logits_neither_overflow_nor_vanish(form):
+def test_large_logits_are_finite(form):
     cached = ragged_storage(5, [50, 3], 16, torch.float32)
     queries = random(6, 4, 3, 16) * 1e4
     result = form(queries, *cached, SCALING)
@@ -254,7 +256,7 @@ def test_large_logits_neither_overflow_nor_vanish(form):
 
 
 @by_form
-def test_a_query_reads_the_kv_head_of_its_group(form):
+def test_query_head_uses_the_kv_head_of_its_group(form):
     keys, starts, lengths = torch.zeros(3, 4), torch.arange(3), torch.ones(3, dtype=torch.int64)
     values = torch.arange(3.0).unsqueeze(-1).expand(3, 4).contiguous()
     out, _ = form(torch.zeros(6, 1, 4), keys, values, starts, lengths, SCALING)
@@ -281,7 +283,7 @@ def test_empty_caches_give_zero_and_minus_infinity():
     assert not out.any() and lse.isneginf().all()
 
 
-def test_a_query_that_sees_nothing_gives_zero_and_minus_infinity():
+def test_fully_masked_query_gives_zero_and_minus_infinity():
     mask = torch.tensor([[True, False, True], [False, False, False]])
     queries, keys, values = random(0, 4, 2, 8), random(1, 2, 3, 8), random(2, 2, 3, 8)
     for form in (reference(masked_attention), flash_attention.masked):
@@ -298,7 +300,7 @@ def test_a_query_that_sees_nothing_gives_zero_and_minus_infinity():
     group_lens,
     st.one_of(st.none(), st.integers(1, 5)),
 )
-def test_causal_forms_equal_the_loop(seed, sections, num_kv_heads, group_len, window):
+def test_causal_forms_equal_the_reference(seed, sections, num_kv_heads, group_len, window):
     total = sum(sections)
     queries = random(seed, num_kv_heads * group_len, total, 8)
     keys, values = (
@@ -312,7 +314,7 @@ def test_causal_forms_equal_the_loop(seed, sections, num_kv_heads, group_len, wi
 
 
 @pytest.mark.parametrize("window", [None, 1, 63, 64, 65, 199, 200, 500])
-def test_long_windows_cut_into_chunks_equal_the_readable_form(window):
+def test_long_windows_in_chunks_equal_the_python_form(window):
     queries, keys, values = random(0, 4, 200, 8), random(1, 2, 200, 8), random(2, 2, 200, 8)
     arguments = (queries, keys, values, SCALING, (200,), window)
     agree(causal_attention(*arguments), reference(causal_attention)(*arguments), 2e-5)
@@ -329,7 +331,7 @@ def test_long_windows_cut_into_chunks_equal_the_readable_form(window):
         ((3,), (4,), 1, (1, 1, 1)),
     ],
 )
-def test_sections_of_chunks(sections, starts, chunk, expected):
+def test_chunk_sections_hand_values(sections, starts, chunk, expected):
     assert chunk_sections(sections, starts, chunk) == expected
     places = [start + q for n, start in zip(sections, starts, strict=True) for q in range(n)]
     cuts = torch.tensor(expected).cumsum(0).tolist()
@@ -339,7 +341,7 @@ def test_sections_of_chunks(sections, starts, chunk, expected):
 
 @settings(max_examples=40)
 @given(seeds, st.integers(1, 4), st.integers(0, 12), st.integers(1, 14), group_lens)
-def test_windowed_equals_the_loop(seed, query_len, cached_len, window, group_len):
+def test_windowed_equals_its_reference(seed, query_len, cached_len, window, group_len):
     queries = random(seed, 2 * group_len, query_len, 8)
     keys, values = random(seed + 1, 2, cached_len, 8), random(seed + 2, 2, cached_len, 8)
     positions = torch.arange(cached_len + query_len)
@@ -372,6 +374,6 @@ def test_merging_the_parts_equals_the_whole(seed, cached_len, data):
     agree(merge_attention(outs, lses), attention(queries, keys, values, SCALING), 2e-5)
 
 
-def test_merging_nothing_with_nothing_gives_nothing():
+def test_merge_of_empty_states_is_empty():
     out, lse = merge_attention([torch.zeros(2, 3)] * 2, [torch.full((2,), -torch.inf)] * 2)
     assert not out.any() and lse.isneginf().all()

@@ -65,7 +65,7 @@ def close(result: Tensor, expected: Tensor) -> None:
     groups,
     st.booleans(),
 )
-def test_both_forms_equal_the_loop(
+def test_both_forms_equal_the_reference(
     seed, lengths, group_len, query_len, head_dim, dtype, group, biased
 ):
     keys, bias, starts, counts = storage(seed, lengths, head_dim, dtype)
@@ -80,7 +80,7 @@ def test_both_forms_equal_the_loop(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("group", list(GroupReduction))
-def test_heads_of_many_pieces_equal_the_readable_form(group, dtype):
+def test_heads_of_many_chunks_equal_the_python_form(group, dtype):
     keys, bias, starts, counts = storage(1, [1, 4000, 0, 33, 256, 257, 700], 64, dtype)
     queries = random(2, 14, 2, 64, dtype=dtype) * 3
     for added in (None, bias):
@@ -90,7 +90,7 @@ def test_heads_of_many_pieces_equal_the_readable_form(group, dtype):
 
 
 @pytest.mark.parametrize("group", list(GroupReduction))
-def test_the_number_of_threads_changes_no_bit(group):
+def test_results_are_bitwise_independent_of_threads(group):
     keys, bias, starts, counts = storage(3, [3000, 17, 2000], 64, torch.float32)
     arguments, before = (
         (random(4, 6, 1, 64), keys, starts, counts, SCALING),
@@ -109,7 +109,7 @@ def test_the_number_of_threads_changes_no_bit(group):
 
 @settings(max_examples=20)
 @given(seeds, head_lengths, st.integers(1, 3), dtypes)
-def test_weights_are_those_of_attention(seed, lengths, query_len, dtype):
+def test_weights_reproduce_the_attention_output(seed, lengths, query_len, dtype):
     keys, bias, starts, counts = storage(seed, lengths, 16, dtype)
     values = random(seed + 5, len(keys), 16)
     queries = random(seed + 1, len(lengths) * 2, query_len, 16, dtype=dtype)
@@ -127,7 +127,7 @@ def test_weights_are_those_of_attention(seed, lengths, query_len, dtype):
 
 @settings(max_examples=20)
 @given(seeds, st.lists(st.integers(1, 5), min_size=1, max_size=40), dtypes)
-def test_a_bias_of_ln_n_is_the_row_n_times(seed, times, dtype):
+def test_bias_of_log_n_equals_n_copies(seed, times, dtype):
     keys, counts = random(seed, len(times), 16, dtype=dtype), torch.tensor(times)
     queries, start = random(seed + 1, 2, 1, 16, dtype=dtype), torch.zeros(1, dtype=torch.int64)
     repeated = keys.repeat_interleave(counts, 0)
@@ -147,7 +147,7 @@ def test_a_bias_of_ln_n_is_the_row_n_times(seed, times, dtype):
         close(one, torch.stack([part.sum() for part in all_.split(times)]))
 
 
-def test_no_bias_is_a_bias_of_zero():
+def test_missing_bias_equals_zero_bias():
     keys, bias, starts, counts = storage(1, [300, 0, 33], 16, torch.float32)
     arguments = random(2, 6, 1, 16), keys, starts, counts, SCALING
     for form in FORMS:
@@ -158,7 +158,7 @@ def test_no_bias_is_a_bias_of_zero():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_many_queries_and_other_types_go_through_the_readable_form(dtype):
+def test_many_queries_and_other_dtypes_use_the_python_form(dtype):
     keys, _, starts, counts = storage(1, [30, 0, 50], 16, dtype)
     queries = random(2, 6, 64, 16, dtype=dtype)
     weights = attention_weights(queries, keys, starts, counts, SCALING, group=GroupReduction.MEAN)
@@ -167,7 +167,7 @@ def test_many_queries_and_other_types_go_through_the_readable_form(dtype):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_large_logits_neither_overflow_nor_vanish(form):
+def test_large_logits_are_finite(form):
     keys, bias, starts, counts = storage(5, [600, 3], 16, torch.float32)
     queries = random(6, 4, 1, 16) * 1e4
     weights = form(queries, keys, starts, counts, SCALING, group=GroupReduction.SUM, bias=bias)
@@ -202,7 +202,7 @@ def test_weights_carry_no_gradient():
     assert not weights.requires_grad
 
 
-def test_threads_calling_at_once_all_get_their_own_answer():
+def test_concurrent_callers_get_their_own_results():
     def worker(seed: int) -> bool:
         keys, bias, starts, counts = storage(seed, [3000, 500], 32, torch.float32)
         arguments = random(seed, 4, 1, 32), keys, starts, counts, SCALING
@@ -225,13 +225,13 @@ def test_threads_calling_at_once_all_get_their_own_answer():
         torch.set_num_threads(before)
 
 
-def test_every_group_has_a_number_in_the_kernels():
+def test_every_group_reduction_has_a_kernel_code():
     assert set(cpu_attention_weights.REDUCTION_CODES) == {group.value for group in GroupReduction}
 
 
 @settings(max_examples=30)
 @given(seeds, st.lists(st.integers(0, 600), min_size=1, max_size=3), st.integers(1, 3), groups)
-def test_logits_left_by_attention_give_the_same_weights(seed, lengths, group_len, group):
+def test_recorded_logits_give_the_same_weights(seed, lengths, group_len, group):
     keys, bias, starts, counts = storage(seed, lengths, 24, torch.float32)
     queries = random(seed + 1, len(lengths) * group_len, 1, 24)
     arguments = queries, keys, starts, counts, SCALING
@@ -247,7 +247,7 @@ def test_logits_left_by_attention_give_the_same_weights(seed, lengths, group_len
 
 @settings(max_examples=20)
 @given(seeds, head_lengths, st.integers(1, 3), dtypes)
-def test_both_forms_leave_the_same_logits(seed, lengths, query_len, dtype):
+def test_both_forms_record_the_same_logits(seed, lengths, query_len, dtype):
     keys, bias, starts, counts = storage(seed, lengths, 16, dtype)
     queries = random(seed + 1, len(lengths) * 2, query_len, 16, dtype=dtype)
     fast, readable = (torch.full((2 * query_len, len(keys)), -7.0) for _ in range(2))

@@ -102,7 +102,7 @@ class Case:
 @needs_kernel
 @settings(max_examples=40)
 @given(SIZES, st.sampled_from([torch.float32, torch.bfloat16]))
-def test_the_kernel_equals_the_loops(size: Any, dtype: torch.dtype) -> None:
+def test_kernel_equals_its_references(size: Any, dtype: torch.dtype) -> None:
     case = Case(size, dtype)
     sums = torch.empty(case.entries)
     out, lse = case.by_kernel(sums)
@@ -116,7 +116,7 @@ def test_the_kernel_equals_the_loops(size: Any, dtype: torch.dtype) -> None:
 
 @settings(max_examples=20)
 @given(SIZES)
-def test_torch_equals_the_loop(size: Any) -> None:
+def test_torch_equals_its_reference(size: Any) -> None:
     case = Case(size, torch.float32)
     queries, keys, _, *layout, new_keys, _ = case.inputs
     sums = summed_weights(queries, keys, *layout, new_keys, SCALING, case.bias)
@@ -125,7 +125,7 @@ def test_torch_equals_the_loop(size: Any) -> None:
 
 @pytest.mark.parametrize("kernel", ["ours", "torch's", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_each_way_to_attend_gives_the_same(
+def test_all_implementations_agree(
     kernel: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kernel == "none":
@@ -142,7 +142,7 @@ def test_each_way_to_attend_gives_the_same(
 
 
 @needs_kernel
-def test_results_have_the_same_bits_on_any_number_of_threads() -> None:
+def test_results_are_bitwise_independent_of_threads() -> None:
     """Many tiles, of several widths."""
     case = Case((3, [900, 1500], 3, 150, 64, False), torch.bfloat16)
     before, results = torch.get_num_threads(), []
@@ -158,7 +158,7 @@ def test_results_have_the_same_bits_on_any_number_of_threads() -> None:
 
 
 @needs_kernel
-def test_sums_alone_are_those_beside_attention() -> None:
+def test_column_sums_alone_equal_those_with_attention() -> None:
     case = Case((5, [60, 33], 2, 40, 8, True), torch.bfloat16)
     beside, alone = torch.empty(case.entries), torch.empty(case.entries)
     case.by_kernel(beside)

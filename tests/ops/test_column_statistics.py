@@ -37,7 +37,7 @@ def case(seed: int, lengths: list[int], group_len: int, query_len: int) -> tuple
     st.booleans(),
     st.booleans(),
 )
-def test_equals_the_loop_for_any_chunk(
+def test_equals_its_reference_for_any_chunk(
     seed, lengths, group_len, query_len, chunk, statistic, group, causal, biased
 ):
     queries, keys, starts, owned = case(seed, lengths, group_len, query_len)
@@ -66,7 +66,7 @@ def test_memory_is_bounded_by_the_chunk(chunk):
     assert largest.numbers <= max(two_blocks, keys.numel(), queries.numel())
 
 
-def test_the_memory_check_notices_a_whole_matrix():
+def test_memory_check_detects_a_whole_matrix():
     queries, keys, starts, owned = case(0, [500, 20], 2, 400)
     with LargestTensor() as largest:
         columns("max", queries, keys, starts, owned, SCALING, group=GroupReduction.MAX, chunk=400)
@@ -81,14 +81,14 @@ def test_large_logits_and_bfloat16_keys():
     torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_no_queries_weigh_nothing():
+def test_no_queries_give_zero_statistics():
     queries, keys, starts, owned = case(0, [5, 3], 2, 0)
     for statistic in STATISTICS:
         inputs = queries, keys, starts, owned, SCALING
         assert columns(statistic, *inputs, group=GroupReduction.MAX).tolist() == [0.0] * 8
 
 
-def test_refuses_half_of_the_positions_and_empty_chunks():
+def test_partial_positions_and_empty_chunks_are_refused():
     inputs = case(0, [5], 1, 2)
     with pytest.raises(BadParameter, match="given together"):
         columns("max", *inputs, SCALING, group=GroupReduction.MAX, query_positions=torch.arange(2))

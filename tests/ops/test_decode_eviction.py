@@ -38,7 +38,7 @@ def layer(count: int | None, logit: float = 0.0) -> EvictionStorage:
 
 
 @pytest.mark.parametrize("storage", [layer(5, torch.nan), layer(1)], ids=["nan", "too many"])
-def test_a_layer_that_is_left_has_not_changed(storage: EvictionStorage) -> None:
+def test_skipped_layer_is_unchanged(storage: EvictionStorage) -> None:
     tensors = [each for each in storage if isinstance(each, torch.Tensor)]
     before = [each.clone() for each in tensors]
     fits = layer(5)
@@ -49,7 +49,7 @@ def test_a_layer_that_is_left_has_not_changed(storage: EvictionStorage) -> None:
     assert fits.lengths.tolist() == [5, 5]
 
 
-def test_attention_is_added_where_nothing_is_rejected() -> None:
+def test_attention_mass_is_added_without_an_eviction() -> None:
     own = layer(None)
     before = own.columns.clone()
     assert evict_step([own], 16, BY_MASS) == [4]
@@ -58,7 +58,7 @@ def test_attention_is_added_where_nothing_is_rejected() -> None:
     assert torch.allclose(own.columns[0, 10:16] - before[0, 10:16], weights, atol=1e-5)
 
 
-def test_the_lowest_unspared_entries_go_and_the_rest_stay_in_order() -> None:
+def test_lowest_unprotected_entries_are_evicted_in_order() -> None:
     own = layer(4)
     mass = own.columns[0].clone()
     for start in (0, 10):

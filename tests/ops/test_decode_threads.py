@@ -30,7 +30,7 @@ print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_threads_calling_at_once_beside_matrix_products_all_get_their_own_answer():
+def test_concurrent_callers_beside_matrix_products_get_their_own_results():
     def worker(seed: int) -> bool:
         generator = torch.Generator().manual_seed(seed)
         keys = torch.randn(5000, 32, generator=generator)
@@ -50,14 +50,14 @@ def test_threads_calling_at_once_beside_matrix_products_all_get_their_own_answer
 
 
 @pytest.mark.extended
-def test_a_forked_child_attends_and_torch_keeps_its_threads():
+def test_forked_child_attends_with_torch_threads_kept():
     done = subprocess.run(
         [sys.executable, "-c", FORKING], capture_output=True, text=True, check=False
     )
     assert done.stdout == "child 0\n", done.stderr
 
 
-def test_without_a_threadsafe_layer_everything_runs_in_the_calling_thread(monkeypatch):
+def test_without_a_threadsafe_layer_kernels_run_in_the_calling_thread(monkeypatch):
     monkeypatch.setattr(decode_attention, "THREADSAFE_LAYERS", ())
     decode_attention._start_numba_threads.cache_clear()
     try:

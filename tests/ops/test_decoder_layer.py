@@ -28,7 +28,7 @@ def random_rows(count: int, size: int, seed: int, dtype: torch.dtype) -> torch.T
     seed=st.integers(0, 9),
 )
 @by_dtype
-def test_a_product_is_that_of_float32_rounded(dtype, rows, inputs, outputs, seed):
+def test_product_equals_the_rounded_float32_product(dtype, rows, inputs, outputs, seed):
     given = random_rows(rows, 32 * inputs, seed, dtype)
     weight = random_rows(16 * outputs, 32 * inputs, 99, dtype)
     expected = given.float() @ weight.float().T
@@ -40,7 +40,7 @@ def test_a_product_is_that_of_float32_rounded(dtype, rows, inputs, outputs, seed
 @needs_library
 @given(rows=st.integers(1, MOST_ROWS), threads=st.integers(1, 3), seed=st.integers(0, 9))
 @by_dtype
-def test_a_row_is_the_same_bits_alone_beside_others_and_on_any_threads(dtype, rows, threads, seed):
+def test_row_is_bitwise_independent_of_batch_and_threads(dtype, rows, threads, seed):
     given, weight = random_rows(rows, 160, seed, dtype), random_rows(112, 160, 99, dtype)
     before = torch.get_num_threads()
     alone = torch.cat([few_rows_linear(row, weight) for row in given.split(1)])
@@ -54,7 +54,7 @@ def test_a_row_is_the_same_bits_alone_beside_others_and_on_any_threads(dtype, ro
 @needs_library
 @pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf")])
 @by_dtype
-def test_numbers_that_are_not_finite_pass_through(special, dtype):
+def test_non_finite_values_propagate(special, dtype):
     rows, weight = torch.ones(2, 32, dtype=dtype), torch.ones(16, 32, dtype=dtype)
     rows[1, 5] = special
     out = few_rows_linear(rows, weight)
@@ -67,11 +67,11 @@ def test_numbers_that_are_not_finite_pass_through(special, dtype):
     ("outputs", "inputs", "expected"),
     [(16, 32, True), (48, 96, True), (8, 32, False), (16, 48, False)],
 )
-def test_sizes_that_the_kernel_multiplies(outputs, inputs, expected):
+def test_supported_sizes(outputs, inputs, expected):
     assert is_supported(outputs, inputs) is expected
 
 
-def test_no_row_goes_to_the_kernel_where_it_was_not_compiled(monkeypatch):
+def test_missing_kernel_takes_no_rows(monkeypatch):
     monkeypatch.setattr(decoder_layer, "c_library", lambda: None)
     assert max_rows.__wrapped__(torch.bfloat16) == 0
 
@@ -87,7 +87,7 @@ def test_no_row_goes_to_the_kernel_where_it_was_not_compiled(monkeypatch):
         (decoder_layer.ROW_COUNTS, 0),
     ],
 )
-def test_the_kernel_takes_as_many_rows_as_it_is_fast_for(monkeypatch, slow_rows, expected):
+def test_max_rows_is_the_measured_crossover(monkeypatch, slow_rows, expected):
     def seconds(product, rows, weights) -> float:
         return 2 if product is few_rows_linear and len(rows) in slow_rows else 1
 
@@ -97,7 +97,7 @@ def test_the_kernel_takes_as_many_rows_as_it_is_fast_for(monkeypatch, slow_rows,
 
 
 @needs_library
-def test_more_rows_than_the_processor_multiplies_fast_are_not_measured(monkeypatch):
+def test_measurement_stops_at_the_fast_row_count(monkeypatch):
     measured = list[int]()
 
     def seconds(product, rows, weights) -> float:

@@ -26,7 +26,7 @@ def bits(numbers: torch.Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_running_means_equal_the_loop(seed) -> None:
+def test_running_means_equal_the_reference(seed) -> None:
     source = Random(seed)
     groups = torch.tensor([source.choice([0, 1, 1, 3]) for _ in range(seed)], dtype=torch.int64)
     numbers = torch.tensor([source.uniform(-1, 1) for _ in range(seed)], dtype=torch.float32)
@@ -43,7 +43,7 @@ def test_running_means_equal_the_loop(seed) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_weights_equal_the_loop(seed, compiled) -> None:
+def test_weights_equal_the_reference(seed, compiled) -> None:
     source, count = Random(seed), 2 * seed
     sources = list(range(10, 10 + count))
     targets = [source.choice([9, 2, 4]) for _ in sources]
@@ -63,7 +63,7 @@ def test_weights_equal_the_loop(seed, compiled) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_what_is_alike_enough_equals_the_loop(seed) -> None:
+def test_similarity_threshold_equals_its_reference(seed) -> None:
     source, count = Random(seed), 2 * seed
     heads = sorted(source.choice([0, 1, 3]) for _ in range(count))
     targets = [source.choice([-1, 4 * head, 4 * head + 1]) for head in heads]
@@ -94,7 +94,7 @@ def test_what_is_alike_enough_equals_the_loop(seed) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sums_of_rows_equal_the_loop(dtype, seed) -> None:
+def test_sums_of_rows_equal_the_reference(dtype, seed) -> None:
     source, count = Random(seed), 3 * seed
     lengths = torch.tensor([4, 0, 5, 3])
     starts = torch.tensor([1, 6, 7, 15])
@@ -115,7 +115,7 @@ def test_sums_of_rows_equal_the_loop(dtype, seed) -> None:
             torch.testing.assert_close(got, torch.tensor(list(expected.values())))
 
 
-def test_what_the_kernels_take() -> None:
+def test_supported_inputs() -> None:
     few, many = torch.zeros(3), torch.zeros(fast.MAX_FOLDS + 1)
     assert fast.supports(few) and not fast.supports(many) and not fast.supports(few.double())
     rows = torch.zeros(6, 4)
@@ -125,7 +125,7 @@ def test_what_the_kernels_take() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_values_join_those_that_follow(seed, compiled) -> None:
+def test_values_are_merged_into_following_entries(seed, compiled) -> None:
     source, lengths, starts, window = Random(seed), [7, 1, 0, 5], [2, 9, 11, 12], 3
     mass = torch.tensor([source.choice([0.0, 0.5, 1.0, 3.0]) for _ in range(18)])
     keep = [source.random() < 0.6 for _ in range(13)]

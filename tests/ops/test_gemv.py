@@ -17,7 +17,7 @@ from tiny_models import tiny
 
 
 @pytest.mark.parametrize("is_faster", [True, False])
-def test_one_row_is_multiplied_without_onednn_where_that_is_faster(monkeypatch, is_faster):
+def test_single_row_skips_onednn_when_faster(monkeypatch, is_faster):
     monkeypatch.setattr(gemv, "is_faster_without_onednn", lambda: is_faster)
     before = torch.backends.mkldnn.enabled
     with gemv.fastest_gemv():
@@ -29,7 +29,7 @@ def test_one_row_is_multiplied_without_onednn_where_that_is_faster(monkeypatch, 
     ("dtype", "tokens", "expected"),
     [(torch.bfloat16, 1, [False]), (torch.bfloat16, 2, [True]), (torch.float32, 1, [True])],
 )
-def test_a_decoder_uses_it_for_single_tokens_in_bfloat16(monkeypatch, dtype, tokens, expected):
+def test_decoder_skips_onednn_for_single_bfloat16_tokens(monkeypatch, dtype, tokens, expected):
     monkeypatch.setattr(gemv, "is_faster_without_onednn", lambda: True)
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", True)
     decoder = wrap_model(tiny("llama").to(dtype))
@@ -41,7 +41,7 @@ def test_a_decoder_uses_it_for_single_tokens_in_bfloat16(monkeypatch, dtype, tok
     assert seen == expected
 
 
-def test_the_switch_stays_until_the_last_of_several_threads_has_left():
+def test_onednn_switch_is_held_until_the_last_thread_leaves():
     before = torch.backends.mkldnn.enabled
 
     def enter_and_leave(_: int) -> bool:
@@ -54,7 +54,7 @@ def test_the_switch_stays_until_the_last_of_several_threads_has_left():
     assert torch.backends.mkldnn.enabled == before
 
 
-def test_a_failed_call_puts_the_switch_back():
+def test_failed_call_restores_onednn():
     before = torch.backends.mkldnn.enabled
     with pytest.raises(ZeroDivisionError), without_onednn():
         raise ZeroDivisionError

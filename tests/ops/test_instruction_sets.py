@@ -36,7 +36,9 @@ def random_numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize(("size", "outputs"), [(32, 16), (160, 112)])
 @by_dtype
-def test_a_row_is_the_same_bits_in_every_batch(size: int, outputs: int, dtype: torch.dtype) -> None:
+def test_row_is_bitwise_independent_of_the_batch(
+    size: int, outputs: int, dtype: torch.dtype
+) -> None:
     rows = random_numbers(max(BATCHES) + 1, size).to(dtype)
     rows[3, ::7], rows[4, 5], rows[5] = float("nan"), float("inf"), rows[5] * 1e-38
     weight = random_numbers(outputs, size, seed=1).to(dtype)
@@ -54,7 +56,7 @@ def test_a_row_is_the_same_bits_in_every_batch(size: int, outputs: int, dtype: t
 
 @pytest.mark.parametrize("head_dim", [16, 48])
 @by_dtype
-def test_a_layer_gives_a_row_the_same_bits_alone_and_beside_others(
+def test_layer_output_is_bitwise_independent_of_the_batch(
     head_dim: int, dtype: torch.dtype
 ) -> None:
     sizes = decoder_layer.LayerSizes(
@@ -109,9 +111,7 @@ def layer_tensors(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [1, 17, 64, 80])
-def test_decode_attention_reads_no_row_but_those_of_its_heads(
-    head_dim: int, dtype: torch.dtype
-) -> None:
+def test_decode_attention_reads_only_rows_of_its_heads(head_dim: int, dtype: torch.dtype) -> None:
     lengths = torch.tensor([1, 15, 16, 17, 65, 513])
     starts = (lengths + 1).cumsum(0) - lengths  # a row without numbers before each head
     stored = int((lengths + 1).sum()) + 1

@@ -18,7 +18,7 @@ def numbers(entries: int, width: int, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.2])
-def test_what_is_held_is_that_of_the_loop(share: float) -> None:
+def test_what_is_held_equals_its_reference(share: float) -> None:
     given = numbers(7, 10)
     coder = LevelCoder(LEVELS, 2, share)
     held = coder.decoded(coder.encoded(given), 7, 20)
@@ -30,7 +30,7 @@ def test_what_is_held_is_that_of_the_loop(share: float) -> None:
     np.testing.assert_allclose(held[:, 10:], expected, atol=2e-6)
 
 
-def test_a_block_by_hand() -> None:
+def test_block_hand_values() -> None:
     # Two entries of four channels; at most one in four numbers of keys and of a value apart.
     keys = [[0.1, -5.0, 0.6, 3.0], [-0.25, 0.0, 1.5, -0.7]]
     values = [[0.0, 2.0, 1.0, 9.0], [4.0, 4.0, 4.0, 4.0]]
@@ -44,7 +44,7 @@ def test_a_block_by_hand() -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_bytes_are_no_more_than_counted(bits: int) -> None:
+def test_bytes_are_within_the_estimate(bits: int) -> None:
     levels = np.stack([np.linspace(-1, 1, 1 << bits)] * 2)
     coder, given = LevelCoder(levels, bits, 0.01), numbers(100, 64)
     payload = coder.encoded(given)
@@ -53,7 +53,7 @@ def test_bytes_are_no_more_than_counted(bits: int) -> None:
     assert len(few) == 4 + 100 * (2 * 8 * bits + 4 + 3)
 
 
-def test_keys_that_are_coded_again_stay_as_they_are() -> None:
+def test_reencoded_keys_are_unchanged() -> None:
     coder, given = LevelCoder(LEVELS, 2, 0.1), numbers(9, 16)
     held = coder.decoded(coder.encoded(given), 9, 32)
     again = coder.decoded(coder.encoded(held), 9, 32)
@@ -62,9 +62,7 @@ def test_keys_that_are_coded_again_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.1])
 @pytest.mark.parametrize("bits", [2, 4])
-def test_values_that_are_coded_again_with_their_ranges_stay_as_they_are(
-    bits: int, share: float
-) -> None:
+def test_values_reencoded_with_their_ranges_are_unchanged(bits: int, share: float) -> None:
     levels = np.stack([np.linspace(-0.7, 0.8, 1 << bits)] * 2)  # no level reaches the extremes
     coder, given = LevelCoder(levels, bits, share), numbers(9, 16)
     payload = coder.encoded(given)
@@ -80,14 +78,14 @@ def test_values_that_are_coded_again_with_their_ranges_stay_as_they_are(
 
 
 @pytest.mark.parametrize("number", [np.inf, np.nan, 7e4])
-def test_what_float16_cannot_hold_is_refused(number: float) -> None:
+def test_values_beyond_float16_are_refused(number: float) -> None:
     given = numbers(3, 4)
     given[1, 6] = number
     with pytest.raises(CacheError, match="full precision"):
         LevelCoder(LEVELS, 2, 0.1).encoded(given)
 
 
-def test_a_block_with_too_many_numbers_is_refused() -> None:
+def test_oversized_block_is_refused() -> None:
     with pytest.raises(CacheError, match="take blocks of 1024 entries"):
         LevelCoder(LEVELS, 2, 0.1).encoded(np.zeros((1025, 128)))
 

@@ -24,7 +24,7 @@ def head(seed: int, queries: int, keys: int, heads: int = 2) -> tuple[torch.Tens
 
 @given(st.integers(0, 99), st.integers(1, 6), st.integers(0, 8), st.floats(0.1, 0.999))
 @settings(max_examples=40, deadline=None)
-def test_lines_are_the_loops(seed: int, queries: int, cached: int, coverage: float) -> None:
+def test_lines_equal_the_reference(seed: int, queries: int, cached: int, coverage: float) -> None:
     rows, keys, _, places = head(seed, queries, queries + cached)
     positions = places[cached:]
     found = head_lines(rows, keys, positions, places, SCALING, coverage)
@@ -39,7 +39,7 @@ def test_lines_are_the_loops(seed: int, queries: int, cached: int, coverage: flo
 
 
 @pytest.mark.parametrize("coverage", [0.5, 0.9])
-def test_outputs_are_those_of_the_mask(coverage: float) -> None:
+def test_outputs_equal_masked_attention(coverage: float) -> None:
     rows, keys, values, places = head(3, 70, 90)
     positions = places[20:]
     out, lse = line_attention(rows, [(keys, values, places)], positions, SCALING, coverage)
@@ -52,7 +52,7 @@ def test_outputs_are_those_of_the_mask(coverage: float) -> None:
         torch.testing.assert_close(total, sums[0])
 
 
-def test_all_of_the_attention_is_exact() -> None:
+def test_full_coverage_is_exact() -> None:
     rows, keys, values, places = head(4, SAMPLED_QUERIES, 50)
     positions = places[-SAMPLED_QUERIES:]
     out, lse = line_attention(rows, [(keys, values, places)], positions, SCALING, 1.0)

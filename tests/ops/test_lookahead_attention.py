@@ -19,7 +19,7 @@ def sees(query: int, key: int, window: int | None) -> bool:
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_with_causal_attention_it_is_the_union(window: int | None) -> None:
+def test_lookahead_merged_with_causal_equals_their_union(window: int | None) -> None:
     queries, keys, values = (torch.randn(heads, TOKENS, 16) for heads in (4, 2, 2))
     states = [
         causal_attention(queries, keys, values, 0.3, (TOKENS,), window),

@@ -32,7 +32,7 @@ def test_both_forms_equal_the_moments_of_all_numbers() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.5, 1.0])
-def test_those_that_vary_most_are_raised(share: float) -> None:
+def test_high_variance_entries_are_boosted(share: float) -> None:
     source, lengths, starts = Random(5), [4, 0, 7], [1, 6, 6]
     count, mean, spread = ([float(source.randint(1, 4)) for _ in range(14)] for _ in range(3))
     expected: list[float] = []
@@ -45,5 +45,5 @@ def test_those_that_vary_most_are_raised(share: float) -> None:
     assert variance_boosted_means(*arguments).tolist() == expected
 
 
-def test_the_kernel_takes_float32() -> None:
+def test_kernel_supports_float32_only() -> None:
     assert fast.supports(torch.zeros(2)) and not fast.supports(torch.zeros(2).double())

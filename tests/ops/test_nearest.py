@@ -20,7 +20,7 @@ from without_kernels import reference
     head_dim=st.sampled_from([5, 16, 600]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_every_form_equals_the_loop(seed, marks, head_dim, dtype) -> None:
+def test_every_form_equals_its_reference(seed, marks, head_dim, dtype) -> None:
     lengths = torch.tensor([len(head) for head in marks])
     starts = (lengths + 2).cumsum(0) - lengths - 2
     source = torch.Generator().manual_seed(seed)
@@ -37,7 +37,7 @@ def test_every_form_equals_the_loop(seed, marks, head_dim, dtype) -> None:
         assert places.tolist() == [place for _, place in expected]
 
 
-def test_of_equals_the_first_and_never_another_head() -> None:
+def test_ties_take_the_first_entry_of_the_same_head() -> None:
     rows = torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [5.0, 0.0], [0.0, 1.0]])
     marked = torch.tensor([False, True, True, False, True])
     for form in (reference(nearest_rows), fast.nearest_rows):
@@ -47,7 +47,7 @@ def test_of_equals_the_first_and_never_another_head() -> None:
         assert places.tolist() == [1, 4]
 
 
-def test_a_row_of_zeros_is_like_nothing() -> None:
+def test_zero_row_has_similarity_zero() -> None:
     rows = torch.tensor([[0.0, 0.0], [1.0, 0.0]])
     marked = torch.tensor([False, True])
     for form in (reference(nearest_rows), fast.nearest_rows):
@@ -56,7 +56,7 @@ def test_a_row_of_zeros_is_like_nothing() -> None:
         assert (cosines.tolist(), places.tolist()) == ([0.0], [1])
 
 
-def test_a_few_rows_take_the_kernel_and_many_do_not() -> None:
+def test_kernel_is_used_for_few_rows() -> None:
     rows = torch.zeros(10, 4)
     assert fast.supports_nearest(rows, 8, 2)
     assert not fast.supports_nearest(rows, 9, 2)

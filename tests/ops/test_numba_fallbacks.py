@@ -45,7 +45,7 @@ def kept_of(generator: torch.Generator, share: float) -> tuple[Tensor, tuple[int
 
 @pytest.mark.slow  # numba compiles for longer than all other tests of this file run
 @pytest.mark.parametrize("join", attention_weights.REDUCTION_CODES)
-def test_weights(both, generator, join):
+def test_attention_weights_of_numba_equal_c(both, generator, join):
     queries = torch.randn(12, 2, 40, generator=generator) * 3
     keys = torch.randn(ROWS, 40, generator=generator)
     layout = STARTS, torch.tensor(LENGTHS)
@@ -59,7 +59,7 @@ def test_weights(both, generator, join):
 
 
 @pytest.mark.parametrize("gone", range(topk.MAX_REJECTED + 1))
-def test_selection(both, generator, gone):
+def test_selection_of_numba_equals_c(both, generator, gone):
     scores = torch.randint(0, 9, (40,), generator=generator).float()
     spared = torch.rand(40, generator=generator) < 0.3
     for marks in (None, spared):
@@ -68,7 +68,7 @@ def test_selection(both, generator, gone):
 
 
 @pytest.mark.parametrize("roomy", [0, 400])
-def test_plans_of_removal(both, generator, roomy):
+def test_removal_plans_of_numba_equal_c(both, generator, roomy):
     kept, new_lengths = kept_of(generator, 0.9)
     edges = (0, 702, 703, 738, ROWS)
     args = STARTS, torch.tensor(LENGTHS), kept, new_lengths, edges, roomy
@@ -81,7 +81,7 @@ def test_plans_of_removal(both, generator, roomy):
 
 
 @pytest.mark.extended
-def test_moves(both, generator):
+def test_row_moves_of_numba_equal_c(both, generator):
     stored = torch.randn(ROWS, 8, generator=generator)
 
     def moved(*args: Any) -> Tensor:
@@ -100,7 +100,7 @@ def test_moves(both, generator):
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
 )
-def test_merges(both, generator, dtype):
+def test_merges_of_numba_equal_c(both, generator, dtype):
     keys, values = torch.randn(2, ROWS, 40, generator=generator).to(dtype)
     layout = STARTS, torch.tensor(LENGTHS)
     marked = torch.rand(sum(LENGTHS), generator=generator) < 0.9

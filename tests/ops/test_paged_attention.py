@@ -36,7 +36,7 @@ def assert_close(got: tuple, expected: tuple, tolerance: float = 1e-5) -> None:
         torch.testing.assert_close(one.float(), other, atol=tolerance, rtol=tolerance)
 
 
-def test_the_loop_is_attention_to_the_entries_of_each_segment() -> None:
+def test_reference_attends_to_the_entries_of_each_segment() -> None:
     own = some_segments((5, 0, 3), page_tokens=2, queries=(2, 2))
     out, lse = reference_paged_attention(*stored(own))
     pages = own.tables.table[0].tolist()
@@ -54,7 +54,7 @@ def test_the_loop_is_attention_to_the_entries_of_each_segment() -> None:
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("is_biased", [False, True])
 @pytest.mark.parametrize("backend", [AttentionBackend.CPU, AttentionBackend.GATHERED])
-def test_backends_equal_the_loop(queries, softcap, is_biased, backend) -> None:
+def test_backends_equal_the_reference(queries, softcap, is_biased, backend) -> None:
     own = some_segments(LENGTHS, page_tokens=4, queries=queries)
     bias = own.bias if is_biased else None
     own.values[0] = torch.nan  # the null page may hold anything
@@ -73,18 +73,18 @@ def test_varlen_is_called_as_it_requires(queries) -> None:
 
 
 @torch.no_grad()
-def test_pages_that_varlen_does_not_take_are_noticed() -> None:
+def test_varlen_refuses_unsupported_page_sizes() -> None:
     own = some_segments(LENGTHS, page_tokens=4, dtype=torch.bfloat16)
     with FakeDevice(), pytest.raises(AssertionError, match="multiple of 256"):
         paged_attention(*stored(own), AttentionBackend.VARLEN)
 
 
-def test_biases_and_softcaps_go_where_they_are_taken() -> None:
+def test_biases_and_softcaps_use_a_supporting_backend() -> None:
     assert AttentionBackend.VARLEN.with_bias() is AttentionBackend.GATHERED
     assert AttentionBackend.CPU.with_bias() is AttentionBackend.CPU
 
 
-def test_the_backend_of_a_device(monkeypatch) -> None:
+def test_backend_selection_by_device(monkeypatch) -> None:
     form = torch.bfloat16, 64, PAGE_TOKENS
     assert choose_backend(torch.device("cpu"), *form) is AttentionBackend.CPU
     assert choose_backend(torch.device("mps"), *form) is AttentionBackend.GATHERED
@@ -110,7 +110,7 @@ def kernels_for(smallest_page: int) -> ModuleType:
 
 
 @torch.no_grad()
-def test_gathering_never_waits_for_the_device() -> None:
+def test_gather_does_not_synchronize() -> None:
     own = some_segments(LENGTHS, page_tokens=4)
     with FakeDevice():
         gathered_attention(*stored(own), own.bias, 1.5)
@@ -138,7 +138,7 @@ READS = {
 
 
 @pytest.mark.parametrize("read", READS)
-def test_a_host_synchronization_is_noticed(read) -> None:
+def test_host_synchronization_is_detected(read) -> None:
     with FakeDevice(), pytest.raises(HostSynchronization, match="wait for the device") as error:
         READS[read](torch.tensor([0, 1, 2]))
     assert isinstance(error.value, LarderError)

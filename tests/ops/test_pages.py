@@ -31,7 +31,7 @@ def segments() -> PagedSegments:
     return some_segments(LENGTHS, page_tokens=4, queries=(2, 3))
 
 
-def test_appended_rows_are_where_the_slots_say() -> None:
+def test_appended_rows_are_at_their_slots() -> None:
     pool = torch.zeros(3, 2, 4)
     append_rows(pool, torch.tensor([5, 2]), torch.tensor([[1.0] * 4, [2.0] * 4]))
     assert pool[2, 1].tolist() == [1.0] * 4
@@ -39,14 +39,14 @@ def test_appended_rows_are_where_the_slots_say() -> None:
     assert pool.sum() == 12
 
 
-def test_gathered_entries_are_those_of_the_loop(segments) -> None:
+def test_gathered_entries_equal_the_reference(segments) -> None:
     got = gather_pages(segments.keys, *segments.layout, segments.starts, sum(LENGTHS))
     rows = [row for own in entries_of(segments.keys, *segments.layout) for row in own]
     assert torch.equal(got, torch.stack(rows))
 
 
 @pytest.mark.parametrize("kept", [1.0, 0.6, 0.0])
-def test_eviction_keeps_what_the_loop_keeps(segments, kept) -> None:
+def test_eviction_equals_its_reference(segments, kept) -> None:
     places = kept_places(LENGTHS, kept)
     expected = after_eviction(segments.keys, *segments.layout, places)
     padded, counts = padded_places(places)
@@ -74,7 +74,7 @@ def test_eviction_moves_into_other_pages(segments) -> None:
 @pytest.mark.parametrize("reduction", GroupReduction)
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("is_biased", [False, True])
-def test_column_mass_is_that_of_the_loop(segments, reduction, softcap, is_biased) -> None:
+def test_column_mass_equals_its_reference(segments, reduction, softcap, is_biased) -> None:
     bias = segments.bias if is_biased else None
     stored = segments.keys, segments.values, segments.tables, segments.scaling
     _, lse = reference_paged_attention(segments.queries, *stored, bias, softcap)

@@ -33,7 +33,7 @@ some_numbers = st.lists(
 
 
 @given(some_numbers, bits)
-def test_a_group_is_off_by_half_a_step(numbers, bits) -> None:
+def test_group_error_is_at_most_half_a_step(numbers, bits) -> None:
     row = torch.tensor(numbers)
     if bits == 1 and row.max() - loop.half_below(min(numbers)) > FLOAT16_MAX:
         with pytest.raises(CacheError, match="cannot be quantized to one bit"):
@@ -52,7 +52,7 @@ def test_a_group_is_off_by_half_a_step(numbers, bits) -> None:
 
 
 @given(st.integers(0, 99), bits, st.integers(1, 19), st.integers(0, 5))
-def test_packed_codes_come_back(seed, bits, width, rows) -> None:
+def test_packed_codes_round_trip(seed, bits, width, rows) -> None:
     codes = torch.randint(2**bits, (rows, width), generator=torch.Generator().manual_seed(seed))
     codes = codes.to(torch.uint8)
     stored = pack_codes(codes, bits)
@@ -111,7 +111,7 @@ def coded(
 @pytest.mark.parametrize("side", ["keys", "values"])
 @pytest.mark.parametrize("weighed", ["by_weights", "by_itself"])
 @pytest.mark.parametrize("name", CODECS)
-def test_groups_equal_the_loop(name, weighed, side) -> None:
+def test_groups_equal_the_reference(name, weighed, side) -> None:
     codec, counts = CODECS[name], [4, 2, 3, 1]
     rows = drawn(3, sum(counts))
     weights = NONE
@@ -126,7 +126,7 @@ def test_groups_equal_the_loop(name, weighed, side) -> None:
 
 @settings(max_examples=25)
 @given(st.sampled_from(sorted(CODECS)), st.sampled_from(["keys", "values"]), st.data())
-def test_rows_leave_without_a_trace(name, side, data) -> None:
+def test_removed_rows_do_not_affect_others(name, side, data) -> None:
     counts = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
     rows = drawn(sum(counts), sum(counts))
     held = concat_rows([coded(CODECS[name], side, rows, counts, NONE)] * 2)
@@ -162,7 +162,7 @@ def test_one_bit_does_not_span_more_than_float16() -> None:
     coded(Codec(2, 2), "keys", rows, [2], NONE)
 
 
-def test_outliers_leave_a_smaller_range() -> None:
+def test_outliers_reduce_the_range() -> None:
     rows = torch.rand(8, 10) - 0.5
     rows[3, 4], rows[6, 1] = 50.0, -70.0
     errors = []

@@ -70,7 +70,7 @@ OWNERS, COUNTS = [1, 0, 2, 0, 1, 2, 2], [5, 3, 1, 4, 2, 5, 5]
 
 @pytest.mark.parametrize("queries", [1, 3, 20])
 @pytest.mark.parametrize("name", CODECS)
-def test_both_forms_equal_the_loop(name, queries, monkeypatch, compiled) -> None:
+def test_both_forms_equal_the_reference(name, queries, monkeypatch, compiled) -> None:
     monkeypatch.setattr(ops, "DECODE_CHUNK", 4)
     rows = some_rows(CODECS[name], OWNERS, COUNTS)
     source = torch.Generator().manual_seed(queries)
@@ -79,7 +79,7 @@ def test_both_forms_equal_the_loop(name, queries, monkeypatch, compiled) -> None
     check(rows, asked, torch.randn(len(rows), generator=source), 3)
 
 
-def test_views_with_gaps_are_read_as_they_are(compiled) -> None:
+def test_non_contiguous_views_are_supported(compiled) -> None:
     rows = some_rows(CODECS["four"], OWNERS, COUNTS)
     wide = torch.cat([rows.keys.stored, rows.keys.stored], 1)
     gapped = replace(rows.keys, stored=wide[:, : rows.keys.stored.shape[1]])
@@ -87,12 +87,12 @@ def test_views_with_gaps_are_read_as_they_are(compiled) -> None:
     check(replace(rows, keys=gapped), torch.randn(6, 1, 12), None, 3)
 
 
-def test_groups_longer_than_a_block(compiled) -> None:
+def test_groups_longer_than_a_block_are_supported(compiled) -> None:
     rows = some_rows(CODECS["long_groups"], [0, 1, 0], [40, 33, 7], 16)
     check(rows, torch.randn(4, 1, 16), torch.randn(80), 2)
 
 
-def test_a_head_without_entries_gives_nothing(compiled) -> None:
+def test_head_without_entries_has_zero_output(compiled) -> None:
     rows = some_rows(CODECS["four"], [1, 1], [3, 2])
     for form in (quantized_attention, reference(quantized_attention)):
         out, lse = form(torch.randn(6, 1, 12), rows, 3, SCALING)
@@ -101,7 +101,7 @@ def test_a_head_without_entries_gives_nothing(compiled) -> None:
 
 
 @pytest.mark.slow
-def test_many_groups_are_shared_among_threads(monkeypatch, compiled) -> None:
+def test_many_groups_are_split_between_threads(monkeypatch, compiled) -> None:
     rows = some_rows(CODECS["two_far"], [0, 1, 1, 0, 1] * 12, [8, 7, 4, 8, 5] * 12)
     queries, bias = torch.randn(4, 2, 12), torch.randn(len(rows))
     expected = quantized_attention(queries, rows, 2, SCALING, bias)

@@ -69,7 +69,7 @@ FORMS = (fast, readable)
 
 @settings(max_examples=60)
 @given(cases(), dtypes)
-def test_both_forms_equal_the_loop(case, dtype):
+def test_both_forms_equal_the_reference(case, dtype):
     lengths, slack, keep = case
     starts, counts, rows = layout(lengths, slack)
     kept, new_lengths = plan(keep)
@@ -92,7 +92,7 @@ def test_both_forms_equal_the_loop(case, dtype):
 
 @settings(max_examples=60)
 @given(cases(), st.data())
-def test_kept_rows_lie_wherever_they_are_wanted(case, data):
+def test_kept_rows_are_moved_to_any_offset(case, data):
     lengths, slack, keep = case
     starts, counts, rows = layout(lengths, slack)
     kept, new_lengths = plan(keep)
@@ -134,7 +134,7 @@ def test_the_shorter_side_moves(case, data):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_large_storages_are_moved_whatever_the_threads(threads):
+def test_large_storages_are_moved_with_any_threads(threads):
     lengths = [3000, 0, 1, 2000, 700]
     starts, counts, rows = layout(lengths, [5, 0, 3, 1, 0])
     generator = torch.Generator().manual_seed(0)
@@ -164,7 +164,7 @@ def test_nothing_and_everything_removed(form):
             assert torch.equal(result, before)
 
 
-def test_storage_that_is_not_contiguous_goes_through_the_readable_form():
+def test_non_contiguous_storage_uses_the_python_form():
     starts, counts, _ = layout([4, 3], [1, 0])
     keys = torch.arange(60.0).view(6, 10).T  # [10, 6]
     expected = keys.clone()
@@ -195,9 +195,7 @@ def test_removing_allocates_nothing_that_grows_with_the_storage():
         ([0, 1], (3, -1)),
     ],
 )
-def test_entries_that_do_not_fit_are_refused_and_nothing_is_changed(
-    form, kept, new_lengths, monkeypatch
-):
+def test_invalid_kept_entries_are_refused_unchanged(form, kept, new_lengths, monkeypatch):
     if form == "readable":
         monkeypatch.setattr(removal.removal, "supports", lambda storages: False)
     starts, counts, rows = layout([4, 3], [1, 0])
@@ -209,7 +207,7 @@ def test_entries_that_do_not_fit_are_refused_and_nothing_is_changed(
         plan_removal(starts, counts, torch.tensor(kept), new_lengths, (1, 6, 9), 0)
 
 
-def test_a_storage_that_cannot_hold_the_heads_is_refused():
+def test_storage_smaller_than_its_heads_is_refused():
     starts, counts, rows = layout([4, 3], [1, 0])
     tensors, columns = storages(rows - 2, torch.float32)
     with pytest.raises(CacheError, match="A storage of 8 rows cannot hold heads that end at row 9"):

@@ -24,7 +24,7 @@ def rotated_by_hand(vector: list[float], position: int, theta: float) -> list[fl
     return turned
 
 
-def test_rotation_equals_the_loop() -> None:
+def test_rotation_equals_its_reference() -> None:
     vectors = torch.randn(2, 5, 8)
     positions = torch.tensor([0, 3, 4, 90, 1000])
     turned = rotate(vectors, positions, frequencies(8, 10_000.0))
@@ -34,7 +34,7 @@ def test_rotation_equals_the_loop() -> None:
             torch.testing.assert_close(turned[head, row], torch.tensor(expected), atol=1e-4, rtol=0)
 
 
-def test_rotation_equals_that_of_a_model() -> None:
+def test_rotation_equals_the_model() -> None:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     keys, positions = torch.randn(3, 6, 16), torch.arange(4, 10)
@@ -44,14 +44,14 @@ def test_rotation_equals_that_of_a_model() -> None:
     torch.testing.assert_close(rotate(keys, positions, frequencies(16, 10_000.0)), expected[0])
 
 
-def test_a_moved_key_is_the_key_rotated_there() -> None:
+def test_moved_key_equals_rotation_at_its_new_position() -> None:
     keys, radians = torch.randn(2, 7, 8), frequencies(8, 10_000.0)
     old, new = torch.randint(0, 500, (7,)), torch.randint(0, 500, (7,))
     moved = rerotate(rotate(keys, old, radians), old, new, radians)
     torch.testing.assert_close(moved, rotate(keys, new, radians), atol=1e-4, rtol=1e-4)
 
 
-def test_dimensions_without_a_frequency_stay() -> None:
+def test_dimensions_without_a_frequency_are_unchanged() -> None:
     vectors, positions = torch.randn(2, 5, 10), torch.tensor([0, 3, 4, 90, 1000])
     turned = rotate(vectors, positions, frequencies(6, 10_000.0))
     assert torch.equal(turned[..., :6], rotate(vectors[..., :6], positions, frequencies(6, 1e4)))
@@ -59,7 +59,7 @@ def test_dimensions_without_a_frequency_stay() -> None:
     assert torch.equal(rotate(vectors, positions, torch.empty(0)), vectors)
 
 
-def test_a_key_far_into_a_text_moves_exactly() -> None:
+def test_key_at_a_large_position_moves_accurately() -> None:
     """The difference of two angles that were each rounded is not the angle of the difference."""
     keys, radians = torch.randn(2, 9, 64), frequencies(64, 10_000.0)
     old, new = torch.arange(999_990, 999_999), torch.arange(9)
@@ -68,7 +68,7 @@ def test_a_key_far_into_a_text_moves_exactly() -> None:
 
 
 @given(st.lists(st.floats(-5, 5, width=32), max_size=20), st.sampled_from([1, 3, 5, 7]))
-def test_pooling_equals_the_loop(values: list[float], width: int) -> None:
+def test_pooling_equals_its_reference(values: list[float], width: int) -> None:
     scores, half = torch.tensor(values, dtype=torch.float32), width // 2
     windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
     highest = torch.tensor([max(window) for window in windows], dtype=torch.float32)

@@ -18,19 +18,19 @@ def some_vectors(count: int = 4000, size: int = 64) -> torch.Tensor:
     return torch.randn(count, size, generator=source) * 3
 
 
-def test_levels_are_those_of_the_loop() -> None:
+def test_levels_equal_the_reference() -> None:
     found = rotated.levels(2, 16)
     assert found.tolist() == pytest.approx(slow_levels(2, 16, points=4000, rounds=40), abs=1e-3)
 
 
-def test_one_bit_takes_the_mean_of_half_a_normal_distribution() -> None:
+def test_one_bit_levels_are_half_normal_means() -> None:
     own = math.sqrt(2 / math.pi / 1000)
     assert rotated.levels(1, 1000).tolist() == pytest.approx([-own, own], rel=2e-3)
     assert rotated.levels(0, 64).tolist() == pytest.approx([0.0], abs=1e-6)
 
 
 @pytest.mark.parametrize(("bits", "error"), [(1, 0.36), (2, 0.117), (3, 0.03), (4, 0.009)])
-def test_errors_are_those_of_the_paper(bits: int, error: float) -> None:
+def test_errors_match_the_paper(bits: int, error: float) -> None:
     # Distortion of a unit vector, theorem 1 of arXiv:2504.19874.
     vectors = some_vectors()
     near = rotated.decode(*rotated.encode(vectors, bits), bits)
@@ -54,14 +54,14 @@ def test_inner_products_of_sketched_codes_are_unbiased(bits: int) -> None:
     assert float((vectors * plain).sum() / own.sum()) < 0.98  # levels alone shrink vectors
 
 
-def test_a_vector_of_zeros_comes_back_as_it_was() -> None:
+def test_zero_vector_round_trips() -> None:
     nothing = torch.zeros(2, 8)
     assert torch.equal(rotated.decode(*rotated.encode(nothing, 2), 2), nothing)
     assert torch.equal(rotated.decode_sketched(*rotated.encode_sketched(nothing, 2), 2), nothing)
 
 
 @pytest.mark.parametrize("grid", [Grid.NORMAL, Grid.SKETCHED])
-def test_rows_are_turned_back_and_take_the_bytes_that_are_told(grid: Grid) -> None:
+def test_rows_are_rotated_back_and_take_the_declared_bytes(grid: Grid) -> None:
     codec = Codec(3, 3, 4, key_grid=grid)
     scheme, vectors = codec.keys(64), some_vectors(10)
     counts = torch.tensor([4, 6])

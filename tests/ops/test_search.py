@@ -22,7 +22,7 @@ from without_kernels import reference
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 2**31),
 )
-def test_bests_of_pages(lengths, page, dtype, seed) -> None:
+def test_page_max_scores_equal_their_reference(lengths, page, dtype, seed) -> None:
     tier = Tier(a_layer(), seed, dtype)
     tier.grow(lengths)
     query, entries = tier.queries(), tier.entries()
@@ -35,7 +35,7 @@ def test_bests_of_pages(lengths, page, dtype, seed) -> None:
 
 
 @pytest.mark.extended
-def test_threads_find_the_same() -> None:
+def test_results_do_not_depend_on_threads() -> None:
     tier = Tier(a_layer())
     tier.grow((9000, 5000))
     query, entries = tier.queries(), tier.entries()
@@ -50,7 +50,7 @@ def test_threads_find_the_same() -> None:
     assert torch.equal(ranked, reference(search.top_rows)(shared, 50))
 
 
-def test_chunks_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_do_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     tier = Tier(a_layer())
     tier.grow((95, 40))
     query, entries = tier.queries(), tier.entries()
@@ -68,7 +68,7 @@ def test_chunks_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     ),
     count=st.integers(0, 9),
 )
-def test_the_top_of_rows(rows, count) -> None:
+def test_top_rows_equal_their_reference(rows, count) -> None:
     scores = torch.tensor(rows)
     found = search.top_rows(scores, count)
     assert torch.equal(found, reference(search.top_rows)(scores, count))
@@ -82,7 +82,7 @@ def test_the_top_of_rows(rows, count) -> None:
     lists=st.lists(st.lists(st.integers(-1, 5), min_size=4, max_size=4), min_size=4, max_size=4),
     count=st.integers(0, 9),
 )
-def test_interleaving(lists, count) -> None:
+def test_interleaved_equals_its_reference(lists, count) -> None:
     ranked = torch.tensor(lists)
     found = search.interleaved(ranked, 2, count)
     assert torch.equal(found, reference(search.interleaved)(ranked, 2, count))
@@ -92,7 +92,7 @@ def test_interleaving(lists, count) -> None:
         assert numbers == wanted + [-1] * (len(numbers) - len(wanted))
 
 
-def test_bests_by_page_of_any_entries() -> None:
+def test_page_max_scores_of_any_entries_hand_values() -> None:
     scores = torch.tensor(
         [[1.0, 5.0, 2.0], [0.0, -1.0, 4.0], [7.0, 8.0, -torch.inf], [1.0, 2.0, 3.0]]
     )

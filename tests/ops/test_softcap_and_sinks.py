@@ -78,14 +78,14 @@ def parts(softcap: float | None) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 @variants
-def test_merged_parts(softcap: float | None, sinks: Tensor) -> None:
+def test_merged_parts_equal_the_reference(softcap: float | None, sinks: Tensor) -> None:
     outs, lses = zip(*parts(softcap), strict=True)
     got = apply_sinks(*merge_attention(outs, lses), sinks)
     torch.testing.assert_close(got, outputs(weights(softcap, sinks, EVERYTHING, BIAS)))
 
 
 @variants
-def test_masks_and_windows(softcap: float | None, sinks: Tensor) -> None:
+def test_masks_and_windows_equal_the_reference(softcap: float | None, sinks: Tensor) -> None:
     """The first query sees nothing, also no sink's value."""
     positions = torch.arange(ROWS)
     asked = torch.tensor([30, 9, 8, 6])
@@ -98,7 +98,7 @@ def test_masks_and_windows(softcap: float | None, sinks: Tensor) -> None:
 
 
 @variants
-def test_new_tokens(softcap: float | None, sinks: Tensor) -> None:
+def test_new_tokens_equal_the_reference(softcap: float | None, sinks: Tensor) -> None:
     sides = KEYS[:, :QUERIES], VALUES[:, :QUERIES]
     mask = torch.zeros(QUERIES, ROWS, dtype=torch.bool)
     mask[:, :QUERIES] = torch.ones(QUERIES, QUERIES).tril().bool()
@@ -109,7 +109,9 @@ def test_new_tokens(softcap: float | None, sinks: Tensor) -> None:
 
 @variants
 @pytest.mark.parametrize("group", list(GroupReduction))
-def test_weights(softcap: float | None, sinks: Tensor, group: GroupReduction) -> None:
+def test_weights_equal_the_reference(
+    softcap: float | None, sinks: Tensor, group: GroupReduction
+) -> None:
     flat, bias = KEYS.flatten(0, 1), BIAS.flatten()
     own = weights(softcap, sinks, EVERYTHING, BIAS).sum(1).unflatten(0, (HEADS, GROUP))
     expected = torch.cat([group.join(head) for head in own])
@@ -119,7 +121,9 @@ def test_weights(softcap: float | None, sinks: Tensor, group: GroupReduction) ->
 
 
 @variants
-def test_weights_of_recorded_logits(softcap: float | None, sinks: Tensor) -> None:
+def test_weights_of_recorded_logits_equal_the_reference(
+    softcap: float | None, sinks: Tensor
+) -> None:
     sides, bias = (KEYS.flatten(0, 1), VALUES.flatten(0, 1)), BIAS.flatten()
     logits = torch.empty(GROUP, HEADS * ROWS)
     one = QUERIES_OF[:, :1]
@@ -130,7 +134,7 @@ def test_weights_of_recorded_logits(softcap: float | None, sinks: Tensor) -> Non
 
 
 @variants
-def test_column_statistics(softcap: float | None, sinks: Tensor) -> None:
+def test_column_statistics_equal_the_reference(softcap: float | None, sinks: Tensor) -> None:
     positions = torch.arange(ROWS)
     asked = torch.tensor([3, 4, 5, 8])
     got = columns(
@@ -149,7 +153,7 @@ def test_column_statistics(softcap: float | None, sinks: Tensor) -> None:
     torch.testing.assert_close(got, own.unflatten(0, (HEADS, GROUP)).amax(1).flatten())
 
 
-def test_the_loop_without_either() -> None:
+def test_reference_without_softcap_and_sinks_is_softmax() -> None:
     plain = (QUERIES_OF @ KEYS.repeat_interleave(GROUP, 0).mT * SCALING).softmax(-1)
     torch.testing.assert_close(weights(None, NO_SINKS, EVERYTHING), plain)
     assert not torch.allclose(weights(None, torch.zeros(4), EVERYTHING), plain)

@@ -98,7 +98,7 @@ class Storage:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("seed", range(3))
-def test_many_steps_keep_what_a_loop_keeps(name: str, seed: int, dtype: torch.dtype) -> None:
+def test_many_steps_equal_the_reference(name: str, seed: int, dtype: torch.dtype) -> None:
     torch.manual_seed(seed)
     rule, count = RULES[name], 14 + seed
     ragged = [count + int(more) for more in torch.randint(-4, 2, (3,))]
@@ -134,7 +134,7 @@ def in_column(entry: dict[Any, Any], column: Any) -> float:
     return entry[column]
 
 
-def test_heads_with_other_positions_are_left_to_plans_by_a_mean_of_the_layer() -> None:
+def test_uneven_heads_fall_back_to_plans_under_layer_means() -> None:
     torch.manual_seed(0)
     storage = Storage([6, 6], torch.float32)
     storage.append()

@@ -35,7 +35,7 @@ def test_both_forms_equal_a_sort(scores: list[list[float]], count: int) -> None:
 
 
 @given(heads, st.integers(0, 10), st.randoms(use_true_random=False))
-def test_what_is_spared_stands_above_the_others(scores, count, source) -> None:
+def test_protected_entries_rank_first(scores, count, source) -> None:
     spared = [[source.random() < 0.4 for _ in head] for head in scores]
     pairs = [
         list(zip(head, marks, strict=True)) for head, marks in zip(scores, spared, strict=True)
@@ -69,21 +69,21 @@ def test_both_masks_equal_a_sort(pairs: list[tuple[float, float]], count: int) -
         assert torch.nonzero(marks.flatten()).flatten().tolist() == by_sorting(rows, count)
 
 
-def test_a_zero_is_a_zero_whatever_its_sign() -> None:
+def test_signed_zeros_are_equal() -> None:
     for form in MASKS:
         assert form(torch.tensor([[-0.0, 0.0, -1.0, 0.0]]), 2).tolist() == [
             [True, True] + [False] * 2
         ]
 
 
-def test_what_the_counting_kernel_takes() -> None:
+def test_counting_kernel_supported_inputs() -> None:
     rows = torch.zeros(2, 4)
     assert cpu_topk.supports(rows, 3) and not cpu_topk.supports(rows.double(), 3)
     assert not cpu_topk.supports(rows, 0) and not cpu_topk.supports(rows, 4)
 
 
 @pytest.mark.parametrize("gone", [0, 1, cpu_topk.MAX_REJECTED, cpu_topk.MAX_REJECTED + 1])
-def test_the_kernel_is_taken_where_few_go(gone: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_is_used_for_few_evictions(gone: int, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
     kernel = cpu_topk.top_per_head
 
@@ -101,7 +101,7 @@ def test_a_count_below_zero_keeps_nothing() -> None:
 
 
 @pytest.mark.parametrize("gone", range(1, cpu_topk.MAX_REJECTED + 1))
-def test_of_equals_the_latest_go(gone: int) -> None:
+def test_ties_evict_the_latest(gone: int) -> None:
     for form in (cpu_topk.top_per_head, reference(top_per_head)):
         kept = form(torch.tensor([0.5] * 6 + [0.0] * 6), (6, 6), 6 - gone).tolist()
         assert kept == [*range(6 - gone), *range(6, 12 - gone)]

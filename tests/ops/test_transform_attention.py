@@ -47,7 +47,7 @@ def a_block(entries: int, step: float) -> tuple[np.ndarray, np.ndarray, np.ndarr
     return numbers.astype(np.float32), tiers, deviations
 
 
-def test_every_code_has_its_slots() -> None:
+def test_code_slots_sum_to_the_total() -> None:
     model = symbol_model()
     for row in (0, 17, 40, 60, len(model.starts) - 2, TIER_ROW):
         counts = np.diff(model.starts[row].astype(int))
@@ -59,7 +59,7 @@ def test_every_code_has_its_slots() -> None:
 
 
 @pytest.mark.parametrize(("entries", "step"), CASES)
-def test_words_are_those_of_the_loop(entries, step) -> None:
+def test_words_equal_the_reference(entries, step) -> None:
     numbers, tiers, deviations = a_block(entries, step)
     payload = coding.encoded(numbers, tiers, deviations, step, Coder.ENTROPY)
     symbols = coding.quantized(numbers, tiers, step)
@@ -76,7 +76,7 @@ def test_words_are_those_of_the_loop(entries, step) -> None:
 @needs_kernel
 @pytest.mark.slow  # numba compiles
 @pytest.mark.parametrize(("entries", "step"), CASES)
-def test_numba_codes_as_c_does(monkeypatch, entries, step) -> None:
+def test_numba_coder_equals_c(monkeypatch, entries, step) -> None:
     numbers, tiers, deviations = a_block(entries, step)
     given = numbers, tiers, deviations, step, Coder.ENTROPY
     payload, size = coding.encoded(*given), coding.coded_bytes(*given)
@@ -89,7 +89,7 @@ def test_numba_codes_as_c_does(monkeypatch, entries, step) -> None:
 
 
 @pytest.mark.parametrize(("entries", "step"), CASES)
-def test_bytes_are_counted_without_coding(entries, step) -> None:
+def test_byte_count_without_encoding_is_accurate(entries, step) -> None:
     given = *a_block(entries, step), step, Coder.ENTROPY
     size, counted = len(coding.encoded(*given)), coding.coded_bytes(*given)
     assert size <= counted <= size + 4 * min(entries, range_coder.LANES)
@@ -98,7 +98,7 @@ def test_bytes_are_counted_without_coding(entries, step) -> None:
 @needs_kernel
 @pytest.mark.parametrize("limit", range(MATRIX_UNITS + 1))
 @pytest.mark.parametrize(("entries", "step"), [*CASES, (300, 1.0)])
-def test_every_instruction_set_reads_the_same_words(entries, step, limit) -> None:
+def test_every_instruction_set_decodes_the_same_words(entries, step, limit) -> None:
     numbers, tiers, deviations = a_block(entries, step)
     given = numbers, tiers, deviations, step, Coder.ENTROPY
     payload, library = coding.encoded(*given), c_library()
@@ -118,7 +118,7 @@ def test_every_instruction_set_reads_the_same_words(entries, step, limit) -> Non
 
 
 @pytest.mark.parametrize("kept", [0, 0.5])
-def test_damaged_words_are_read_within_bounds(kept) -> None:
+def test_damaged_words_are_decoded_within_bounds(kept) -> None:
     numbers, tiers, deviations = a_block(70, 0.1)
     payload = coding.encoded(numbers, tiers, deviations, 0.1, Coder.ENTROPY)
     damaged = np.random.default_rng(1).integers(0, 256, len(payload)).astype(np.uint8)
@@ -145,7 +145,7 @@ def test_a_damaged_block_of_fixed_widths_is_refused() -> None:
 
 
 @pytest.mark.slow  # numba compiles
-def test_numba_reads_few_words_as_c_does(monkeypatch) -> None:
+def test_numba_decodes_few_words_as_c(monkeypatch) -> None:
     deviations = a_block(70, 0.1)[2]
     few = np.arange(6, dtype=np.uint8)
     expected = coding.decoded(few, 70, deviations, 0.1, Coder.ENTROPY)
@@ -156,7 +156,7 @@ def test_numba_reads_few_words_as_c_does(monkeypatch) -> None:
         assert np.array_equal(own, other)
 
 
-def test_a_table_of_rotations_turns_as_the_function_does() -> None:
+def test_rotation_table_equals_the_function() -> None:
     radians = frequencies(64, 1e4)
     table = rotation_table(1500, tuple(radians.tolist()))
     vectors = torch.randn(1, 3, 64)
@@ -212,7 +212,7 @@ def looped(store: TransformLayer, queries: Tensor, biased: bool) -> Tensor:
 @needs_kernel
 @pytest.mark.parametrize(("head_dim", "turned"), [(64, 64), (32, 32), (96, 32)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
-def test_attention_is_that_of_the_loop_over_decoded_entries(
+def test_attention_equals_the_reference_over_decoded_entries(
     monkeypatch, head_dim, turned, dtype, tolerance
 ) -> None:
     layer = a_wide_layer(head_dim, turned)
@@ -232,7 +232,7 @@ def test_attention_is_that_of_the_loop_over_decoded_entries(
 
 @needs_kernel
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 256])
-def test_matrix_units_sum_what_dot_products_do(head_dim) -> None:
+def test_matrix_units_equal_dot_products(head_dim) -> None:
     layer = a_wide_layer(head_dim, 32)
     store, new = a_coded_layer(layer, torch.bfloat16, 0.3), draw(layer, 2, 150)
     library = c_library()
@@ -248,7 +248,7 @@ def test_matrix_units_sum_what_dot_products_do(head_dim) -> None:
 
 
 @needs_kernel
-def test_threads_change_no_result() -> None:
+def test_results_do_not_depend_on_threads() -> None:
     layer = a_wide_layer(64, 64)
     store, new = a_coded_layer(layer, torch.float32, 0.3), draw(layer, 1, 150)
     former = torch.get_num_threads()
@@ -263,7 +263,7 @@ def test_threads_change_no_result() -> None:
 
 
 @needs_kernel
-def test_large_symbols_are_no_bfloat16_pairs() -> None:
+def test_large_symbols_are_not_packed_as_bfloat16() -> None:
     layer = a_wide_layer(64, 64)
     fine, new = a_coded_layer(layer, torch.bfloat16, 1e-4), draw(layer, 1, 150)
     expected = looped(fine, new.queries, biased=False)

@@ -22,7 +22,7 @@ def mean_error(bits: int) -> float:
     return float((quantizer.decode(quantizer.encode(numbers)) - numbers).square().mean())
 
 
-def test_four_points_stand_where_two_levels_of_each_number_would() -> None:
+def test_four_points_equal_two_levels_per_dimension() -> None:
     # Two levels of a normal number are +-sqrt(2 / pi), with an error of 1 - 2 / pi.
     points = gaussian_grid(4)
     lengths = points.norm(dim=1)
@@ -34,7 +34,7 @@ def test_four_points_stand_where_two_levels_of_each_number_would() -> None:
 @pytest.mark.parametrize(
     ("bits", "levels"), [(2, 0.1175), (3, 0.03454), (4, 0.009497)], ids=["2", "3", "4"]
 )
-def test_a_grid_of_pairs_loses_less_than_the_best_levels(bits, levels) -> None:
+def test_pair_grid_has_less_error_than_scalar_levels(bits, levels) -> None:
     # Max, "Quantizing for minimum distortion" (1960): errors of 4, 8 and 16 levels.
     points = gaussian_grid(1 << (2 * bits))
     assert points.unique(dim=0).shape == (1 << (2 * bits), 2)
@@ -47,24 +47,24 @@ def test_a_grid_of_pairs_loses_less_than_the_best_levels(bits, levels) -> None:
     ("width", "order"),
     [(16, 16), (192, 192), (640, 640), (12, 12), (20, 20), (10, 2), (72, 24), (56, 8)],
 )
-def test_the_largest_order_that_divides_a_width(width, order) -> None:
+def test_hadamard_order_is_the_largest_divisor(width, order) -> None:
     assert hadamard_order(width) == order
 
 
-def test_order_four_by_hand() -> None:
+def test_hadamard_order_four_hand_values() -> None:
     signs = [[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]
     assert (2 * hadamard(4)).tolist() == signs
 
 
 @pytest.mark.parametrize("order", [2, 12, 20, 24, 192, 320])
-def test_rows_are_orthonormal_and_all_numbers_alike(order) -> None:
+def test_hadamard_rows_are_orthonormal_with_equal_magnitudes(order) -> None:
     matrix = hadamard(order)
     torch.testing.assert_close(matrix @ matrix.T, torch.eye(order), atol=1e-5, rtol=0)
     torch.testing.assert_close(matrix.abs(), torch.full((order, order), order**-0.5))
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
-def test_codes_are_those_of_the_loop(bits) -> None:
+def test_codes_equal_the_reference(bits) -> None:
     numbers = 3 * torch.randn(5, 16, generator=torch.Generator().manual_seed(bits)) + 1
     quantizer, grid = VectorQuantizer(16, bits), gaussian_grid(1 << (2 * bits)).tolist()
     codes = quantizer.encode(numbers)
@@ -73,12 +73,12 @@ def test_codes_are_those_of_the_loop(bits) -> None:
     torch.testing.assert_close(quantizer.decode(codes), torch.tensor(expected), atol=1e-4, rtol=0)
 
 
-def test_more_bits_lose_less() -> None:
+def test_error_decreases_with_bits() -> None:
     errors = [mean_error(bits) for bits in (1, 2, 3, 4)]
     assert errors == sorted(errors, reverse=True) and errors[-1] < 0.012
 
 
-def test_zeros_and_large_numbers_survive() -> None:
+def test_zeros_and_large_values_round_trip() -> None:
     quantizer = VectorQuantizer(16, 4)
     numbers = torch.zeros(2, 16)
     numbers[1, 3] = 1e4

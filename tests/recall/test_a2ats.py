@@ -44,7 +44,7 @@ def clipped(query: list[float], at: int, part: A2ats) -> list[float]:
 @pytest.mark.parametrize("codes", [5, 100])
 @pytest.mark.parametrize("clip", [0, 40])
 @pytest.mark.parametrize("count", [4, 12])
-def test_it_equals_the_loop(codes: int, clip: int, count: int) -> None:
+def test_index_equals_its_reference(codes: int, clip: int, count: int) -> None:
     part = A2ats(codes=codes, clip=clip, iterations=3)
     tier, index, observed = built(part, (30, 21), codes + clip)
     query, expected = tier.queries(), []
@@ -65,7 +65,7 @@ def test_it_equals_the_loop(codes: int, clip: int, count: int) -> None:
             )
 
 
-def test_the_error_of_products_is_the_error_in_the_metric() -> None:
+def test_product_error_equals_the_metric_error() -> None:
     """Mean squared error of q (k - k') is that of (k - k') L, up to the scale of the moment."""
     queries = torch.randn(50, HEAD_DIM, generator=torch.Generator().manual_seed(3)).tolist()
     low = loop.root(loop.moment(queries, ridge=0.0))
@@ -78,7 +78,7 @@ def test_the_error_of_products_is_the_error_in_the_metric() -> None:
     assert weighed * (sums / HEAD_DIM**2) ** 0.5 == pytest.approx(errors)
 
 
-def test_the_index_has_the_metric_of_the_loop() -> None:
+def test_metric_equals_its_reference() -> None:
     part = A2ats(clip=7)
     _, index, observed = built(part, (12, 3))
     for head in range(2):
@@ -101,7 +101,7 @@ def test_fewer_queries_than_dimensions_have_a_metric(count: int) -> None:
             assert torch.allclose(root[head] @ root[head].mT, moment, atol=1e-5)
 
 
-def test_a_code_per_key_ranks_exactly_at_the_clipped_distance() -> None:
+def test_one_code_per_key_ranks_exactly() -> None:
     """And at the true distance, where that is the clipped one."""
     part = A2ats(codes=100, clip=11)
     tier, index, _ = built(part, (40, 40), 5)
@@ -117,7 +117,7 @@ def test_a_code_per_key_ranks_exactly_at_the_clipped_distance() -> None:
         assert pages[head].tolist() == loop.union(rows, 20)
 
 
-def test_later_entries_take_the_nearest_codes_until_there_are_twice_as_many() -> None:
+def test_later_entries_use_existing_codes_until_a_rebuild() -> None:
     part = A2ats(codes=4)
     tier, index, _ = built(part, (20, 20))
     before = index._centers.clone()
@@ -130,7 +130,7 @@ def test_later_entries_take_the_nearest_codes_until_there_are_twice_as_many() ->
     assert index._made_of.tolist() == [40, 20]
 
 
-def test_queries_of_the_text_arrive_as_they_were_before_rotation() -> None:
+def test_observed_queries_are_unrotated() -> None:
     part = A2ats(dense=0, tokens=4)
     plain = OffloadSpec(Flat(dense=0, tokens=4))
     tokens = draw(LAYER, 6, start=3)
@@ -148,6 +148,6 @@ def test_an_unknown_rotation_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["codes", "clip", "iterations"])
-def test_parameters(name: str) -> None:
+def test_parameters_out_of_range_are_refused(name: str) -> None:
     with pytest.raises(BadParameter, match=f"a2ats.{name} must be at least"):
         A2ats(**{name: -1})

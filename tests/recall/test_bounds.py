@@ -27,14 +27,14 @@ LENGTHS = st.tuples(st.integers(0, 40), st.integers(0, 40))
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 2**31),
 )
-def test_it_equals_the_loop(growths, page, digest, count, dtype, seed) -> None:
+def test_index_equals_its_reference(growths, page, digest, count, dtype, seed) -> None:
     tier, index = built(Bounds(page=page, digest=digest), LAYER, growths, seed, dtype)
     query = tier.queries()
     scores = loop.scores(query.tolist(), keys_of(tier), page, digest.value)
     assert_best(index.find(query, tier.entries(), count).pages, scores, count)
 
 
-def test_a_box_of_quest_bounds_every_key_of_its_page() -> None:
+def test_quest_bound_covers_every_key_of_its_page() -> None:
     tier, index = built(Bounds(page=4), LAYER, [(30, 9)])
     for query in (tier.queries() for _ in range(10)):
         exact = [flat.bests(own, keys_of(tier)[h // 2], 4) for h, own in enumerate(query.tolist())]
@@ -44,7 +44,7 @@ def test_a_box_of_quest_bounds_every_key_of_its_page() -> None:
         assert_best(index.exact(query, tier.entries(), 3).pages, exact, 3)
 
 
-def test_arkvale_has_one_set_for_all_heads_that_are_equally_long() -> None:
+def test_arkvale_shares_pages_between_equally_long_heads() -> None:
     tier, index = built(Bounds(page=4, digest=PageSummary.ARKVALE), LAYER, [(40, 40)])
     for search in (index.find, index.exact):
         pages = search(tier.queries(), tier.entries(), 3).pages
@@ -52,6 +52,6 @@ def test_arkvale_has_one_set_for_all_heads_that_are_equally_long() -> None:
         assert torch.equal(pages[0], pages[1])
 
 
-def test_a_page_of_nothing_is_refused() -> None:
+def test_empty_page_is_refused() -> None:
     with pytest.raises(BadParameter, match="bounds.page must be at least 1 entry, got 0"):
         Bounds(page=0)

@@ -26,7 +26,7 @@ LAYER = a_layer(kv_heads=2, group=2)
     count=st.integers(1, 6),
     seed=st.integers(0, 2**31),
 )
-def test_clustering_equals_the_loop(nearness, length, count, seed) -> None:
+def test_clustering_equals_its_reference(nearness, length, count, seed) -> None:
     source = torch.Generator().manual_seed(seed)
     points = torch.randn(length, 4, generator=source)
     centers, labels = kmeans(points, count, 3, nearness)
@@ -44,7 +44,7 @@ def test_clustering_equals_the_loop(nearness, length, count, seed) -> None:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 2**31),
 )
-def test_it_equals_the_loop(lengths, size, count, dtype, seed) -> None:
+def test_index_equals_its_reference(lengths, size, count, dtype, seed) -> None:
     tier, index = Tier(LAYER, seed, dtype), Clusters(size=size, iterations=3).index(LAYER)
     tier.grow(lengths)
     tier.keys = [keys + 0.1 * torch.randn(keys.shape).to(dtype) for keys in tier.keys]  # no ties
@@ -61,7 +61,7 @@ def test_it_equals_the_loop(lengths, size, count, dtype, seed) -> None:
     assert_best(index.exact(query, tier.entries(), count).pages, exact, count)
 
 
-def test_what_comes_joins_until_there_are_twice_as_many() -> None:
+def test_new_entries_join_clusters_until_a_rebuild() -> None:
     tier, index = built(Clusters(size=5, iterations=2), LAYER, [(20, 20), (19, 19)])
     keys, query = keys_of(tier), tier.queries()
     found = index.find(query, tier.entries(), 39).pages.tolist()
@@ -82,6 +82,6 @@ def test_what_comes_joins_until_there_are_twice_as_many() -> None:
         ({"iterations": 0}, "clusters.iterations must be at least 1, got 0"),
     ],
 )
-def test_parameters(wrong, message) -> None:
+def test_parameters_out_of_range_are_refused(wrong, message) -> None:
     with pytest.raises(BadParameter, match=message):
         Clusters(**wrong)

@@ -74,7 +74,7 @@ def test_every_entry_is_in_one_page_and_versions_follow_contents(name, growths, 
 @PARTS
 @settings(max_examples=15)
 @given(growths=GROWTHS, count=st.sampled_from([1, 3, 12]), seed=st.integers(0, 2**31))
-def test_what_is_found_are_pages(name, growths, count, seed) -> None:
+def test_results_are_valid_pages(name, growths, count, seed) -> None:
     tier, index = grown(name, growths, seed)
     for search in (index.find, index.exact):
         found = search(tier.queries(), tier.entries(), count).pages
@@ -94,7 +94,7 @@ def test_what_is_found_are_pages(name, growths, count, seed) -> None:
 @pytest.mark.parametrize("name", [name for name, loop in LOOPS.items() if "found" in loop])
 @settings(max_examples=25)
 @given(growths=GROWTHS, count=st.sampled_from([1, 4, 100]), seed=st.integers(0, 2**31))
-def test_it_finds_what_its_loop_finds(name, growths, count, seed) -> None:
+def test_search_equals_its_reference(name, growths, count, seed) -> None:
     tier, wanted = Tier(LAYER, seed), part(name)
     index, queries = wanted.index(LAYER), (4 * tier.queries()).round() / 4
     for growth in growths:
@@ -107,7 +107,7 @@ def test_it_finds_what_its_loop_finds(name, growths, count, seed) -> None:
     assert [[page for page in row if page >= 0] for row in pages] == expected
 
 
-def test_an_index_without_such_a_loop_has_tests_of_its_own() -> None:
+def test_index_without_a_contract_reference_has_its_own_tests() -> None:
     folder = Path(__file__).parent
     without = [name for name, loop in LOOPS.items() if "found" not in loop]
     assert [name for name in without if not (folder / f"test_{name}.py").is_file()] == []
@@ -116,7 +116,7 @@ def test_an_index_without_such_a_loop_has_tests_of_its_own() -> None:
 @PARTS
 @settings(max_examples=10)
 @given(growths=GROWTHS, seed=st.integers(0, 2**31))
-def test_an_adopted_index_answers_and_grows_alike(name, growths, seed) -> None:
+def test_restored_index_answers_and_grows_identically(name, growths, seed) -> None:
     tier, index = grown(name, growths, seed)
     wanted = part(name)
     twin = wanted.adopt(LAYER, {key: value.clone() for key, value in index.state().items()})
@@ -140,7 +140,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 @PARTS
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_keys_that_nothing_can_find_are_refused_before_anything_changes(name, value) -> None:
+def test_non_finite_keys_are_refused_unchanged(name, value) -> None:
     tier, index = grown(name, [(40, 20)])
     state = {key: tensor.clone() for key, tensor in index.state().items()}
     tier.grow((4, 4))
@@ -151,7 +151,7 @@ def test_keys_that_nothing_can_find_are_refused_before_anything_changes(name, va
 
 
 @PARTS
-def test_entries_that_went_away_are_missed(name) -> None:
+def test_missing_entries_are_detected(name) -> None:
     tier, index = grown(name, [(40, 20)])
     tier.keys[0], tier.values[0] = tier.keys[0][:30], tier.values[0][:30]
     with pytest.raises(CacheError, match="has 40 entries of kv head 0"):
@@ -159,7 +159,7 @@ def test_entries_that_went_away_are_missed(name) -> None:
 
 
 @PARTS
-def test_what_it_holds_is_counted(name) -> None:
+def test_index_bytes_are_counted(name) -> None:
     _, small = grown(name, [(40, 20)])
     _, large = grown(name, [(4000, 2000)])
     held = [sum(tensor.nbytes for tensor in index.tensors()) for index in (small, large)]
@@ -169,7 +169,7 @@ def test_what_it_holds_is_counted(name) -> None:
 
 
 @PARTS
-def test_a_key_that_stands_out_is_found(name) -> None:
+def test_outstanding_key_is_found(name) -> None:
     tier, index = grown(name, [(300, 200)])
     query = tier.queries()
     for head in range(LAYER.kv_heads):
@@ -202,7 +202,7 @@ def test_more_pages_never_cover_less(name) -> None:
 
 
 @PARTS
-def test_the_same_is_found_again(name) -> None:
+def test_search_is_deterministic(name) -> None:
     found = []
     for _ in range(2):
         tier, index = grown(name, [(150, 60), (40, 9)])
@@ -218,7 +218,7 @@ def test_parameters_are_checked(name, wrong) -> None:
 
 
 @PARTS
-def test_a_page_holds_something_whatever_is_fetched(name) -> None:
+def test_empty_page_is_refused(name) -> None:
     part = RECALLS.load(name)
     if "page" in {field.name for field in fields(part)}:
         with pytest.raises(BadParameter, match=f"{name}.page must be at least 1 entry, got 0"):
@@ -226,7 +226,7 @@ def test_a_page_holds_something_whatever_is_fetched(name) -> None:
 
 
 @PARTS
-def test_a_first_key_of_nothing_is_an_entry_like_any_other(name) -> None:
+def test_first_zero_key_is_indexed(name) -> None:
     tier, index = Tier(LAYER), RECALLS.load(name)().index(LAYER)
     tier.grow((1, 0), scale=0.0)
     index.add(tier.entries())
@@ -236,7 +236,7 @@ def test_a_first_key_of_nothing_is_an_entry_like_any_other(name) -> None:
     ]
 
 
-def test_growths_are_what_they_say() -> None:
+def test_index_growth_fixture_is_consistent() -> None:
     tier = Tier(LAYER)
     for total in accumulate([3, 4]):
         tier.grow((total, 1))

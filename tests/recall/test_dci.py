@@ -49,7 +49,7 @@ def test_level_sizes_equal_the_table(count, first) -> None:
 
 
 @given(count=st.integers(0, 400), first=st.sampled_from([0.02, 0.1, 1 / 3]))
-def test_levels_equal_the_loop(count, first) -> None:
+def test_levels_equal_the_reference(count, first) -> None:
     targets, _ = LevelAssigner(first, 0.25, False, (0,)).initial_levels(count, 0)
     assert targets.tolist() == loop.levels(count, first, 0.25)
 
@@ -75,7 +75,7 @@ def test_lifted_distance_orders_as_the_product(seed) -> None:
 
 @settings(max_examples=10)
 @given(count=st.sampled_from([1, 2, 17, 60, 90]), seed=st.integers(0, 2**31))
-def test_a_built_tree_equals_the_loop(count, seed) -> None:
+def test_a_built_tree_equals_its_reference(count, seed) -> None:
     tier = Tier(LAYER, seed)
     tier.keys = [torch.randn(count, LAYER.head_dim) for _ in range(2)]
     tier.values = tier.keys
@@ -128,13 +128,13 @@ def readable(index: DciIndex, tier: Tier, query: Tensor, count: int) -> Tensor:
     lengths=st.lists(st.tuples(*[st.sampled_from([0, 1, 30, 70])] * 2), min_size=1, max_size=3),
     seed=st.integers(0, 2**31),
 )
-def test_the_kernel_searches_as_the_readable_form(lengths, seed) -> None:
+def test_search_kernel_equals_the_python_form(lengths, seed) -> None:
     tier, index = grown(SMALL, lengths, seed)
     assert readable(index, tier, tier.queries(), 6).shape == (4, 6)
 
 
 @pytest.mark.parametrize("part", [SMALL, Dci(page=1, first=0.3), Dci(variant=Variant.CODE, page=2)])
-def test_the_kernel_inserts_as_the_readable_form(part, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_insert_kernel_equals_the_python_form(part, monkeypatch: pytest.MonkeyPatch) -> None:
     tier, index = grown(part, [(60, 40)])
     twin = copy.deepcopy(index)
     tier.grow((50, 30))
@@ -151,7 +151,7 @@ def test_the_kernel_inserts_as_the_readable_form(part, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
 )
-def test_it_finds_keys_of_half_the_bytes(dtype) -> None:
+def test_half_precision_keys_are_found(dtype) -> None:
     tier = Tier(LAYER, 0, dtype)
     index = DciIndex(Dci(page=4, first=0.2, beam=10**6), LAYER)
     for lengths in ((60, 40), (20, 20)):
@@ -163,7 +163,7 @@ def test_it_finds_keys_of_half_the_bytes(dtype) -> None:
 
 
 @pytest.mark.extended
-def test_a_level_too_large_for_all_pairs_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_level_is_searched_instead_of_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     tier, index = grown(SMALL, [(200, 150)])
     monkeypatch.setattr(_dci_build, "EXACT_LEVEL_ENTRIES", 0)
     _, searched = grown(Dci(page=4, first=0.2, further=0.3), [(200, 150)])
@@ -173,7 +173,7 @@ def test_a_level_too_large_for_all_pairs_is_searched(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.extended
-def test_threads_share_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_dci_build, "EXACT_LEVEL_ENTRIES", 0)
     lengths = [(900, 700), (300, 200)]
     tier, alone = grown(SMALL, lengths)
@@ -190,7 +190,7 @@ def test_threads_share_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(*arguments)
 
 
-def test_a_key_beyond_the_sphere_builds_anew() -> None:
+def test_key_outside_the_sphere_rebuilds_the_tree() -> None:
     tier, index = grown(SMALL, [(60, 40)])
     tier.grow((1, 0), scale=100.0)
     index.add(tier.entries())
@@ -198,7 +198,7 @@ def test_a_key_beyond_the_sphere_builds_anew() -> None:
     assert float(index.forest.squares[0]) > 10 * float(index.forest.squares[1])
 
 
-def test_twice_the_entries_build_anew() -> None:
+def test_doubled_entries_rebuild_the_tree() -> None:
     tier, index = grown(SMALL, [(60, 40), (59, 40)])
     assert index.forest.built.tolist() == [60, 80]
     tier.grow((1, 0))
@@ -206,7 +206,7 @@ def test_twice_the_entries_build_anew() -> None:
     assert index.forest.built.tolist() == [120, 80]
 
 
-def test_pages_do_not_overflow_and_a_full_one_is_halved() -> None:
+def test_full_page_is_split() -> None:
     tier, index = grown(Dci(page=4, first=0.01), [(3, 0)])
     tier.keys[0] = torch.cat([tier.keys[0], tier.keys[0][:2] * 0.5])
     tier.values[0] = tier.keys[0]
@@ -214,7 +214,7 @@ def test_pages_do_not_overflow_and_a_full_one_is_halved() -> None:
     assert sorted(len(held) for _, held in pages_of(index, tier.lengths)[0]) == [2, 3]
 
 
-def test_where_all_pages_are_wanted_none_is_missed() -> None:
+def test_search_for_all_pages_is_complete() -> None:
     tier, index = grown(Dci(page=4, first=0.2, beam=1), [(200, 30)])
     found = index.find(tier.queries(), tier.entries(), max(index.counts)).pages
     assert [sorted(set(row) - {-1}) for row in found.tolist()] == [
@@ -242,7 +242,7 @@ def test_parameters_are_checked(wrong) -> None:
     "head_dim", [24, *(pytest.param(d, marks=pytest.mark.slow) for d in (16, 64, 600))]
 )
 @pytest.mark.parametrize("variant", [Variant.LARDER, Variant.CODE])
-def test_the_c_kernel_finds_what_numbas_finds(dtype, head_dim, variant) -> None:
+def test_c_kernel_equals_numba(dtype, head_dim, variant) -> None:
     layer = replace(a_layer(kv_heads=2, group=3), head_dim=head_dim)
     source = torch.Generator().manual_seed(head_dim)
     keys = coarse(torch.randn(2 * 300, head_dim, generator=source)).to(dtype)

@@ -35,7 +35,7 @@ def test_pairs_are_those_of_rope(radians) -> None:
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 2**31),
 )
-def test_it_equals_the_loop(lengths, pairs, dtype, seed) -> None:
+def test_index_equals_its_reference(lengths, pairs, dtype, seed) -> None:
     tier = Tier(LAYER, seed, dtype)
     tier.grow(lengths)
     seen = torch.stack([tier.queries() for _ in range(3)], 1)
@@ -60,7 +60,7 @@ def test_it_equals_the_loop(lengths, pairs, dtype, seed) -> None:
     assert_best(index.exact(query, tier.entries(), 6).pages, exact, 6)
 
 
-def test_pairs_are_chosen_anew_when_the_first_queries_come_and_then_stay() -> None:
+def test_channel_pairs_are_selected_at_the_first_queries() -> None:
     tier = Tier(LAYER)
     tier.grow((40, 0))
     index, whole = (Fasa(pairs=1, agreeing=5).index(LAYER) for _ in range(2))
@@ -82,6 +82,6 @@ def test_pairs_are_chosen_anew_when_the_first_queries_come_and_then_stay() -> No
 
 
 @pytest.mark.parametrize("name", ["pairs", "agreeing"])
-def test_parameters(name) -> None:
+def test_parameters_out_of_range_are_refused(name) -> None:
     with pytest.raises(BadParameter, match=f"fasa.{name} must be at least 1"):
         Fasa(**{name: 0})

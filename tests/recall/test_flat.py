@@ -24,7 +24,7 @@ LAYER = a_layer(kv_heads=2, group=2)
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 2**31),
 )
-def test_it_equals_the_loop(lengths, page, count, dtype, seed) -> None:
+def test_index_equals_its_reference(lengths, page, count, dtype, seed) -> None:
     tier = Tier(LAYER, seed, dtype)
     tier.grow(lengths)
     index = Flat(page=page).index(LAYER)
@@ -36,7 +36,7 @@ def test_it_equals_the_loop(lengths, page, count, dtype, seed) -> None:
     assert [[n for n in row if n >= 0] for row in found.tolist()] == wanted
 
 
-def test_entries_that_it_was_not_told_of_are_not_found() -> None:
+def test_unindexed_entries_are_not_found() -> None:
     tier = Tier(LAYER)
     tier.grow((10, 10))
     index = Flat().index(LAYER)
@@ -64,10 +64,10 @@ SCORES[3, 3] = -torch.inf
         ("layer_max", [[0, 1, 3], [0, 1, 2]]),
     ],
 )
-def test_head_rules(rule, wanted) -> None:
+def test_query_head_rules_hand_values(rule, wanted) -> None:
     assert select_pages(SCORES, 2, QueryHeadRule(rule), 3).tolist() == wanted
 
 
-def test_a_page_of_nothing_is_refused() -> None:
+def test_empty_page_is_refused() -> None:
     with pytest.raises(BadParameter, match="flat.page must be at least 1 entry, got 0"):
         Flat(page=0)

@@ -35,7 +35,7 @@ def observed(tier: Tier, count: int) -> torch.Tensor:
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 2**31),
 )
-def test_what_is_in_no_graph_is_looked_at(lengths, dtype, seed) -> None:
+def test_entries_outside_the_graph_are_scanned(lengths, dtype, seed) -> None:
     tier, index = Tier(LAYER, seed, dtype), Graph(links=3).index(LAYER)
     tier.grow(lengths)
     index.add(tier.entries(), observed(tier, 4))
@@ -46,7 +46,7 @@ def test_what_is_in_no_graph_is_looked_at(lengths, dtype, seed) -> None:
 
 
 @pytest.mark.usefixtures("usearch")
-def test_where_all_entries_are_wanted_none_is_missed() -> None:
+def test_search_for_all_entries_is_complete() -> None:
     tier, index = Tier(LAYER), Graph(beam=1, links=1, least=8).index(LAYER)
     tier.grow((2000, 20))
     index.add(tier.entries())
@@ -55,7 +55,7 @@ def test_where_all_entries_are_wanted_none_is_missed() -> None:
 
 
 @pytest.mark.usefixtures("usearch")
-def test_found_is_the_best_of_the_linked_the_walked_and_the_late() -> None:
+def test_results_are_the_best_of_graph_and_pending_entries() -> None:
     tier, index = Tier(LAYER), Graph(beam=4, links=3, least=50).index(LAYER)
     tier.grow((200, 90))
     seen = observed(tier, 20)
@@ -82,7 +82,7 @@ def test_found_is_the_best_of_the_linked_the_walked_and_the_late() -> None:
 
 
 @pytest.mark.usefixtures("usearch")
-def test_an_observed_query_finds_its_nearest_keys_wherever_the_graph_leads() -> None:
+def test_observed_query_finds_its_nearest_keys() -> None:
     tier, index = Tier(LAYER), Graph(beam=1, links=6, least=100).index(LAYER)
     tier.grow((400, 400))
     seen = observed(tier, 30)
@@ -93,7 +93,7 @@ def test_an_observed_query_finds_its_nearest_keys_wherever_the_graph_leads() -> 
 
 
 @pytest.mark.usefixtures("usearch")
-def test_a_graph_is_made_anew_when_as_many_came_late() -> None:
+def test_graph_is_rebuilt_after_doubling() -> None:
     tier, index = Tier(LAYER), Graph(least=10).index(LAYER)
     for growth, built in (
         ((9, 0), [0, 0]),
@@ -113,6 +113,6 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["beam", "links", "least"])
-def test_parameters(name) -> None:
+def test_parameters_out_of_range_are_refused(name) -> None:
     with pytest.raises(BadParameter, match=f"graph.{name} must be at least 1, got 0"):
         Graph(**{name: 0})

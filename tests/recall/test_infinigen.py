@@ -36,7 +36,7 @@ def test_the_mean_count_loses_its_fraction() -> None:
 
 @pytest.mark.parametrize("alpha", [0.5, 2.0, 100.0])
 @pytest.mark.parametrize("count", [4, 25])
-def test_with_all_channels_it_is_the_loop(alpha, count) -> None:
+def test_all_channels_equal_the_reference(alpha, count) -> None:
     part = InfiniGen(channels=1.0, alpha=alpha, most=0.5)
     tier, index = built(part, (40, 31), 1)
     tier.grow((3, 0))
@@ -50,7 +50,7 @@ def test_with_all_channels_it_is_the_loop(alpha, count) -> None:
         assert [[page for page in row if page >= 0] for row in pages] == expected
 
 
-def test_channels_are_those_in_which_queries_are_largest() -> None:
+def test_channels_have_the_largest_queries() -> None:
     """Queries along one direction leave one channel, which has all of their products."""
     part, tier = InfiniGen(channels=1 / HEAD_DIM, most=1.0), Tier(LAYER, 3)
     tier.grow((30, 30))
@@ -65,7 +65,7 @@ def test_channels_are_those_in_which_queries_are_largest() -> None:
     torch.testing.assert_close(there, best)  # the same pages, but for ties within rounding
 
 
-def test_it_fetches_no_more_than_a_share() -> None:
+def test_fetched_entries_are_limited_to_a_share() -> None:
     tier, index = built(InfiniGen(alpha=1000.0), (100, 100))
     assert (index.find(tier.queries(), tier.entries(), 90).pages >= 0).sum(1).tolist() == [20, 20]
 
@@ -78,6 +78,6 @@ def test_it_fetches_no_more_than_a_share() -> None:
         ({"alpha": -1.0}, "infinigen.alpha must be 0 or more, got -1.0"),
     ],
 )
-def test_parameters(wrong, message) -> None:
+def test_parameters_out_of_range_are_refused(wrong, message) -> None:
     with pytest.raises(BadParameter, match=message):
         InfiniGen(**wrong)

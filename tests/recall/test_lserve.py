@@ -26,7 +26,7 @@ def test_no_product_exceeds_the_bound_of_its_page() -> None:
         assert all(part <= page for part, page in zip(expected, loose, strict=True))
 
 
-def test_four_steps_share_a_choice() -> None:
+def test_selection_is_reused_for_four_steps() -> None:
     tier, index = built(LServe(page=4, part=2, keep=4), LAYER, [(60, 60)])
     found = [index.find(tier.queries(), tier.entries(), 5).pages.tolist() for _ in range(9)]
     assert found[0] == found[1] == found[2] == found[3]
@@ -52,6 +52,6 @@ def test_the_newest_page_is_always_fetched() -> None:
         ({"keep": 0}, "lserve.keep must be at least 1 step, got 0"),
     ],
 )
-def test_parameters(wrong, message) -> None:
+def test_parameters_out_of_range_are_refused(wrong, message) -> None:
     with pytest.raises(BadParameter, match=message):
         LServe(**wrong)

@@ -34,7 +34,7 @@ def tables_of(index: RecallIndex, part: MagicPig) -> list[list[list[float]]]:
     ("cosine", "bits", "tables", "hand"),
     [(0.0, 1, 2, 0.25), (0.5, 10, 150, 0.736), (0.0, 10, 150, 0.0097), (1.0, 10, 150, 1.0)],
 )
-def test_chances_by_hand(cosine, bits, tables, hand) -> None:
+def test_collision_probabilities_hand_values(cosine, bits, tables, hand) -> None:
     assert loop.chance(cosine, bits, tables) == pytest.approx(hand, abs=5e-4)
     part = MagicPig(bits=bits, tables=tables)
     tier, index = Tier(LAYER), part.index(LAYER)
@@ -53,7 +53,7 @@ def test_chances_by_hand(cosine, bits, tables, hand) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("growths", [[(40, 31)], [(20, 0), (19, 31), (1, 0)], [(16, 30), (24, 30)]])
-def test_it_draws_what_the_loop_draws(growths, dtype) -> None:
+def test_samples_equal_the_reference(growths, dtype) -> None:
     part = MagicPig(**SMALL)
     tier, index = built(part, LAYER, growths, 3, dtype)
     query, keys, tables = tier.queries(), keys_of(tier), tables_of(index, part)
@@ -75,7 +75,7 @@ def _collides(query, key, middle, tables) -> bool:
     return sum(loop.code(query, own) == loop.code(shifted, own) for own in tables) >= 2
 
 
-def test_the_loop_draws_by_the_mean_of_all() -> None:
+def test_samples_are_centered_by_the_mean() -> None:
     part = MagicPig(**SMALL)
     tier, index = built(part, LAYER, [(40, 40)])
     query, keys, tables = tier.queries(), keys_of(tier), tables_of(index, part)
@@ -109,7 +109,7 @@ def test_sums_are_estimated_without_bias(count) -> None:
     assert about == pytest.approx(true, rel=0.05)
 
 
-def test_where_all_fit_nothing_is_drawn() -> None:
+def test_no_sampling_when_all_entries_fit() -> None:
     tier, index = built(MagicPig(**SMALL), LAYER, [(12, 40)])
     found = index.find(tier.queries(), tier.entries(), 12)
     for row in found.pages[:2].tolist():
@@ -118,7 +118,7 @@ def test_where_all_fit_nothing_is_drawn() -> None:
     assert bool((found.log_weights[2:][found.pages[2:] >= 0] != 0).all())
 
 
-def test_a_query_that_draws_nothing_gets_a_page_without_weight() -> None:
+def test_query_without_samples_gets_a_page_of_zero_weight() -> None:
     tier, index = Tier(LAYER), MagicPig(bits=15, tables=2).index(LAYER)
     tier.grow((40, 40))
     index.add(tier.entries())
@@ -129,7 +129,7 @@ def test_a_query_that_draws_nothing_gets_a_page_without_weight() -> None:
 
 @pytest.mark.parametrize("kernels", ["compiled", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_attends_with_the_weights_of_what_was_drawn(kernels, dtype, monkeypatch) -> None:
+def test_decode_step_uses_the_sample_weights(kernels, dtype, monkeypatch) -> None:
     """Twice, since slots stay between steps and their weights do not."""
     recall = MagicPig(**SMALL, tokens=20, dense=0)
     store = TieredLayer(LAYER, layer_options(dtype, parking=OffloadSpec(recall)))
@@ -170,6 +170,6 @@ def test_a_step_attends_with_the_weights_of_what_was_drawn(kernels, dtype, monke
         ({"layers": 2}, "magicpig.layers must be 1, got 2"),
     ],
 )
-def test_parameters(wrong, message) -> None:
+def test_parameters_out_of_range_are_refused(wrong, message) -> None:
     with pytest.raises(BadParameter, match=message):
         MagicPig(**wrong)

@@ -28,7 +28,7 @@ LAYER = a_layer(kv_heads=2, group=2)
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 2**31),
 )
-def test_it_equals_the_loop(growths, page, coarse, kept, count, dtype, seed) -> None:
+def test_index_equals_its_reference(growths, page, coarse, kept, count, dtype, seed) -> None:
     part = MPCache(page=page, coarse=coarse, kept=kept)
     tier, index = built(part, LAYER, growths, seed, dtype)
     query, keys = tier.queries(), keys_of(tier)
@@ -42,7 +42,7 @@ def test_it_equals_the_loop(growths, page, coarse, kept, count, dtype, seed) -> 
     assert_best(index.exact(query, tier.entries(), count).pages, exact, count)
 
 
-def test_a_short_head_looks_into_no_more_clusters_than_it_may() -> None:
+def test_short_head_searches_a_bounded_number_of_clusters() -> None:
     tier = Tier(LAYER)
     tier.grow((60, 8))
     for head, heights in enumerate(([0.0] * 60, [5.0, -20.0, 1.0, 1.0, 2.0, 2.0, 3.0, 3.0])):
@@ -64,6 +64,6 @@ def test_a_short_head_looks_into_no_more_clusters_than_it_may() -> None:
         ({"slant": 1.5}, r"mpcache.slant must be in \[0, 1\], got 1.5"),
     ],
 )
-def test_parameters(wrong, message) -> None:
+def test_parameters_out_of_range_are_refused(wrong, message) -> None:
     with pytest.raises(BadParameter, match=message):
         MPCache(**wrong)

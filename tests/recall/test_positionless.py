@@ -20,7 +20,7 @@ LAYER = a_layer(kv_heads=2, group=2)
 
 @pytest.mark.parametrize(("best", "span"), [(1, 1), (3, 5), (2, 8)])
 @pytest.mark.parametrize("count", [3, 17, 60])
-def test_it_equals_the_loop(best: int, span: int, count: int) -> None:
+def test_index_equals_its_reference(best: int, span: int, count: int) -> None:
     part = Positionless(best=best, span=span)
     tier, index = built(part, LAYER, [(23, 31), (7, 0)], count)
     query, held = tier.queries(), tier.entries()
@@ -45,7 +45,7 @@ def test_hand_values() -> None:
     assert loop.ranked_positions(rows, places, 1, 4)[:8] == [2, 3, 4, 5, 7, 8, 9, 0]
 
 
-def test_a_distance_moves_no_score() -> None:
+def test_scores_do_not_depend_on_distance() -> None:
     """The same query at another position finds the same."""
     tier, index = built(Positionless(), LAYER, [(40, 40)])
     query, held = tier.queries(), tier.entries()
@@ -64,6 +64,6 @@ def test_an_unknown_rotation_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["best", "span"])
-def test_parameters(name: str) -> None:
+def test_parameters_out_of_range_are_refused(name: str) -> None:
     with pytest.raises(BadParameter, match=f"positionless.{name} must be at least 1, got 0"):
         Positionless(**{name: 0})

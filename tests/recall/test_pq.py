@@ -24,7 +24,7 @@ LAYER = a_layer(kv_heads=2, group=2)
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 2**31),
 )
-def test_it_equals_the_loop(lengths, parts, centroids, dtype, seed) -> None:
+def test_index_equals_its_reference(lengths, parts, centroids, dtype, seed) -> None:
     part = PQ(parts=parts, centroids=centroids, iterations=3)
     tier, index = built(part, LAYER, [lengths], seed, dtype)
     query = tier.queries()
@@ -35,14 +35,14 @@ def test_it_equals_the_loop(lengths, parts, centroids, dtype, seed) -> None:
     assert_best(index.exact(query, tier.entries(), 6).pages, scores, 6)
 
 
-def test_with_a_centroid_per_entry_nothing_is_rounded() -> None:
+def test_one_centroid_per_entry_is_exact() -> None:
     tier, index = built(PQ(centroids=30), LAYER, [(30, 30)])
     query = tier.queries()
     scores = loop.scores(query.tolist(), keys_of(tier), LAYER.scaling)
     assert_best(index.find(query, tier.entries(), 30).pages, scores, 30)
 
 
-def test_what_joins_takes_the_nearest_centroids_until_there_are_twice_as_many() -> None:
+def test_new_entries_use_existing_centroids_until_a_rebuild() -> None:
     part = PQ(centroids=4, iterations=2)
     tier, index = built(part, LAYER, [(20, 20), (19, 19)])
     state = index.state()
@@ -58,7 +58,7 @@ def test_what_joins_takes_the_nearest_centroids_until_there_are_twice_as_many() 
     assert index.state()["made_of"].tolist() == [40, 20]
 
 
-def test_it_holds_two_bytes_per_key_beside_centroids() -> None:
+def test_codes_take_two_bytes_per_key() -> None:
     _, index = built(PQ(), a_layer(kv_heads=1, group=1), [(5000,)])
     assert index.state()["codes"].nbytes == 2 * 5000
 
@@ -71,11 +71,11 @@ def test_it_holds_two_bytes_per_key_beside_centroids() -> None:
         ({"iterations": 0}, "pq.iterations must be at least 1, got 0"),
     ],
 )
-def test_parameters(wrong, message) -> None:
+def test_parameters_out_of_range_are_refused(wrong, message) -> None:
     with pytest.raises(BadParameter, match=message):
         PQ(**wrong)
 
 
-def test_parts_divide_a_key() -> None:
+def test_parts_not_dividing_the_head_size_are_refused() -> None:
     with pytest.raises(BadParameter, match="pq.parts must divide the head size of the model, 8"):
         PQ(parts=3).index(LAYER)

@@ -31,7 +31,7 @@ def by_distance(points: list[list[float]], query: list[float]) -> list[int]:
     simples=st.integers(1, 4),
     seed=st.integers(0, 2**31),
 )
-def test_without_limits_it_is_exact(count, composites, simples, seed) -> None:
+def test_search_without_limits_is_exact(count, composites, simples, seed) -> None:
     query, *points = drawn(count + 1, 5, seed)
     axes = directions(composites, simples, 5, seed)
     found, scored = nearest(points, query, 3, axes, EVERY, EVERY)
@@ -41,7 +41,7 @@ def test_without_limits_it_is_exact(count, composites, simples, seed) -> None:
 
 @settings(max_examples=20)
 @given(limit=st.integers(1, 30), seed=st.integers(0, 2**31))
-def test_limits_hold_but_never_below_what_is_asked(limit, seed) -> None:
+def test_visit_limits_hold_above_the_requested_count(limit, seed) -> None:
     query, *points = drawn(61, 5, seed)
     axes = directions(2, 2, 5, seed)
     found, scored = nearest(points, query, 4, axes, limit, EVERY)
@@ -70,7 +70,7 @@ def test_points_near_on_many_projections_are_nearer() -> None:
     assert hits[6] > hits[1] > 0
 
 
-def test_lifted_keys_are_found_by_their_products() -> None:
+def test_lifted_keys_are_ranked_by_inner_product() -> None:
     query, *keys = drawn(41, 5, 3)
     radius = 1.05 * max(tree.dot(key, key) ** 0.5 for key in keys)
     points = [tree.lifted(key, radius) for key in keys]

@@ -35,7 +35,7 @@ def links_of(index: ProjectedIndex, head: int, first: int, last: int) -> list[li
 
 
 @pytest.mark.parametrize(("links", "degree"), [(3, 8), (8, 3), (40, 5)])
-def test_links_are_those_of_the_loop(links: int, degree: int) -> None:
+def test_links_equal_the_reference(links: int, degree: int) -> None:
     part = Projected(links=links, degree=degree, least=8)
     tier, index, asked = built(part, (40, 25), links)
     for head, keys in enumerate(keys_of(tier)):
@@ -45,7 +45,7 @@ def test_links_are_those_of_the_loop(links: int, degree: int) -> None:
 
 
 @pytest.mark.parametrize("beam", [1, 4, 30])
-def test_a_walk_looks_at_what_the_loop_looks_at(beam: int) -> None:
+def test_visited_keys_equal_the_reference(beam: int) -> None:
     part = Projected(links=3, degree=3, least=8, beam=beam)
     tier, index, _ = built(part, (60, 30), beam)
     query = tier.queries()
@@ -58,7 +58,7 @@ def test_a_walk_looks_at_what_the_loop_looks_at(beam: int) -> None:
             assert set(seen[row].isfinite().nonzero().flatten().tolist()) == walked
 
 
-def test_a_link_that_another_link_covers_waits() -> None:
+def test_occluded_links_are_added_last() -> None:
     """Of two keys on one line from the pivot only the nearer is linked, where room is short."""
     keys = torch.tensor([[0.0, 0.0], [1.0, 0.0], [2.0, 0.0], [0.0, 1.5]])
     assert loop.spread(keys.tolist(), 0, [1, 2, 3], 2) == [1, 3]
@@ -74,7 +74,7 @@ def test_every_key_can_be_reached_and_a_wide_beam_is_exact() -> None:
     assert torch.equal(found.pages, exact.pages)
 
 
-def test_queries_unlike_keys_are_answered_by_a_look_at_few_keys() -> None:
+def test_out_of_distribution_queries_visit_few_keys() -> None:
     """Keys on a shell, queries about one far direction: a share of the keys is looked at."""
     source = torch.Generator().manual_seed(0)
     layer, far = a_layer(kv_heads=1, group=1), torch.randn(HEAD_DIM, generator=source)
@@ -105,6 +105,6 @@ def test_later_entries_are_scored_until_the_graph_is_built_again() -> None:
 
 
 @pytest.mark.parametrize("name", ["beam", "links", "degree", "least"])
-def test_parameters(name: str) -> None:
+def test_parameters_out_of_range_are_refused(name: str) -> None:
     with pytest.raises(BadParameter, match=f"projected.{name} must be at least 1, got 0"):
         Projected(**{name: 0})

@@ -18,7 +18,7 @@ from slow_tiers import Tier
 LAYER = a_layer(kv_heads=2, group=2)
 
 
-def test_choices_are_the_loops_and_stand() -> None:
+def test_selections_equal_the_reference_and_persist() -> None:
     tier, index = Tier(LAYER, 2), Rewatch(every=3).index(LAYER)
     tier.grow((30, 22))
     index.add(tier.entries())
@@ -37,7 +37,7 @@ def test_choices_are_the_loops_and_stand() -> None:
         assert [row[:1] for row in found[made].tolist()] == best
 
 
-def test_an_entry_that_was_left_out_returns_once_it_is_attended_to() -> None:
+def test_unselected_entry_returns_after_attention() -> None:
     layer = a_layer(kv_heads=1, group=1)
     tier, index = Tier(layer), Rewatch(every=16).index(layer)
     tier.grow((40,))
@@ -55,7 +55,7 @@ def test_an_entry_that_was_left_out_returns_once_it_is_attended_to() -> None:
     assert found[32] == [[7]]
 
 
-def test_a_question_ends_a_choice_and_its_queries_make_the_next() -> None:
+def test_question_starts_a_new_selection() -> None:
     tier, index = Tier(LAYER, 3), Rewatch(every=4).index(LAYER)
     tier.grow((30, 22))
     index.add(tier.entries())
@@ -99,7 +99,7 @@ def test_a_layer_passes_the_queries_of_a_question() -> None:
         assert torch.equal(latest, torch.cat([question.queries[:, -15:], step.queries], 1))
 
 
-def test_parameters() -> None:
+def test_parameters_out_of_range_are_refused() -> None:
     with pytest.raises(BadParameter, match="rewatch.every must be at least 1 step, got 0"):
         Rewatch(every=0)
     with pytest.raises(BadParameter, match="rewatch.fetch must be in_turn, got ahead"):

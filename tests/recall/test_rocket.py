@@ -27,7 +27,7 @@ LAYER = a_layer(kv_heads=2, group=2)
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 2**31),
 )
-def test_it_equals_the_loop(growths, ratio, dtype, seed) -> None:
+def test_index_equals_its_reference(growths, ratio, dtype, seed) -> None:
     part = Rocket(ratio=ratio)
     tier, index = built(part, LAYER, growths, seed, dtype)
     assert part.page == loop.sizes(ratio, HEAD_DIM)[0]
@@ -42,7 +42,7 @@ def test_it_equals_the_loop(growths, ratio, dtype, seed) -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.0, -1.0, math.inf, math.nan])
-def test_a_ratio_reads_no_more_than_there_is(ratio) -> None:
+def test_ratio_below_one_is_refused(ratio) -> None:
     for tokens in (None, 16):
         with pytest.raises(BadParameter, match="rocket.ratio must be at least 1, got"):
             Rocket(tokens=tokens, ratio=ratio)

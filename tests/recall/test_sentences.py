@@ -62,7 +62,7 @@ def newest(position: int, number_before: float = 0.0) -> Entries:
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 2**31),
 )
-def test_it_equals_the_loop(texts, step, count, is_late, dtype, seed) -> None:
+def test_index_equals_its_reference(texts, step, count, is_late, dtype, seed) -> None:
     numbers = [numbers_of(text) for text in texts]
     if is_late:  # an entry of the first sentence may leave the fast tier after all others
         numbers = [[*own[1:], own[0]] for own in numbers]
@@ -79,7 +79,7 @@ def test_it_equals_the_loop(texts, step, count, is_late, dtype, seed) -> None:
     assert_best(index.exact(query, tier.entries(), count).pages, scores, count)
 
 
-def test_a_step_asks_with_the_mean_of_its_sentence_and_its_first_token_sees_everything() -> None:
+def test_step_queries_with_the_mean_of_its_sentence() -> None:
     numbers, tier = [numbers_of([3, 4, 5])] * 2, Tier(LAYER)
     index = grown(numbers, 5, tier)
     ends, queries = [False, False, True, False, False], [tier.queries() for _ in range(5)]
@@ -94,7 +94,7 @@ def test_a_step_asks_with_the_mean_of_its_sentence_and_its_first_token_sees_ever
             assert pages == loop.ranked(group, keys_of(tier)[head], numbers[head])[:6]
 
 
-def test_a_sentence_begins_behind_a_text_that_was_read() -> None:
+def test_sentence_starts_after_a_prefilled_text() -> None:
     tier = Tier(LAYER)
     index = grown([numbers_of([3, 4])] * 2, 7, tier)
     for position, is_whole in ((9, True), (10, False), (15, True), (16, False)):
@@ -119,7 +119,7 @@ def test_hand_values() -> None:
     assert index.find(query, entries, 2).pages.tolist() == [[0, 1]]
 
 
-def test_without_a_column_entries_that_follow_each_other_are_a_sentence() -> None:
+def test_without_a_column_consecutive_entries_are_a_sentence() -> None:
     tier = Tier(LAYER)
     tier.grow((70, 10))
     index = Sentences().index(LAYER)
@@ -133,6 +133,6 @@ def test_without_a_column_entries_that_follow_each_other_are_a_sentence() -> Non
         assert [page for page in found[head] if page >= 0] == wanted
 
 
-def test_queries_that_are_foreseen_are_refused() -> None:
+def test_prefetched_queries_are_refused() -> None:
     with pytest.raises(BadParameter, match="sentences.fetch must be in_turn, got ahead"):
         Sentences(fetch=FetchMode.AHEAD)

@@ -24,7 +24,7 @@ LAYER = a_layer(kv_heads=2, group=2)
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 2**31),
 )
-def test_it_equals_the_loop(growths, channels, dtype, seed) -> None:
+def test_index_equals_its_reference(growths, channels, dtype, seed) -> None:
     tier, index = built(SparQ(channels=channels), LAYER, growths, seed, dtype)
     query, keys = tier.queries(), keys_of(tier)
     for search, read in ((index.find, min(channels, HEAD_DIM)), (index.exact, HEAD_DIM)):
@@ -39,7 +39,7 @@ def test_it_equals_the_loop(growths, channels, dtype, seed) -> None:
             assert found.mean[k].tolist() == pytest.approx(mean, rel=1e-4, abs=1e-5)
 
 
-def test_a_head_that_sees_nothing_in_what_its_group_chose_takes_the_mean() -> None:
+def test_head_without_selected_mass_uses_the_mean() -> None:
     layer = a_layer(kv_heads=1, group=2)
     tier, index = Tier(layer), SparQ().index(layer)
     tier.grow((2,))
@@ -52,6 +52,6 @@ def test_a_head_that_sees_nothing_in_what_its_group_chose_takes_the_mean() -> No
     assert 0 < float(found.share[1]) < 1e-30
 
 
-def test_it_reads_at_least_a_channel() -> None:
+def test_zero_channels_are_refused() -> None:
     with pytest.raises(BadParameter, match="sparq.channels must be at least 1, got 0"):
         SparQ(channels=0)

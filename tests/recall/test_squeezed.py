@@ -23,7 +23,7 @@ LAYER = a_layer(kv_heads=2, group=2)
 SMALL = {"share": 0.2, "iterations": 3, "coarse": 0.0}
 
 
-def test_scores_by_hand() -> None:
+def test_scores_hand_values() -> None:
     hand = [0.261, 0.096, 0.035]
     assert loop.shares([2.0, 1.0, 0.0], [1, 4, 10]) == pytest.approx(hand, abs=6e-4)
     layer = replace(a_layer(kv_heads=1, group=1), scaling=1.0)
@@ -47,7 +47,7 @@ def built(part: Squeezed, counts: tuple[int, int], seed: int = 0) -> tuple[Tier,
 
 @pytest.mark.parametrize("count", [5, 100])
 @pytest.mark.parametrize("dropped", [0.0, 0.5, 0.9])
-def test_it_equals_the_loop(count, dropped) -> None:
+def test_index_equals_its_reference(count, dropped) -> None:
     part = Squeezed(**SMALL, dropped=dropped, update=8)
     tier, index = built(part, (40, 23), 2)
     rows = torch.stack([tier.queries() for _ in range(4)], 1)
@@ -87,7 +87,7 @@ def mean_scores(rows, keys, clusters, scores=loop.scores) -> list[float]:
 
 
 @pytest.mark.parametrize("coarse_dropped", [0.0, 0.4, 0.8])
-def test_two_levels_equal_the_loop(coarse_dropped) -> None:
+def test_two_levels_equal_the_reference(coarse_dropped) -> None:
     shares = {"share": 0.3, "coarse": 0.12, "iterations": 3, "update": 100}
     part = Squeezed(**shares, dropped=0.5, coarse_dropped=coarse_dropped)
     tier, index = Tier(LAYER, 5), part.index(LAYER)
@@ -124,7 +124,7 @@ def coarse_scores(query, keys, clusters, scaling, *, coarse) -> list[float]:
     return loop.coarse_scores(query, keys, clusters, coarse, scaling)
 
 
-def test_survivors_alone_count_in_the_denominator() -> None:
+def test_denominator_counts_survivors_only() -> None:
     """Logits 2, 1, 0 of sizes 1, 4, 10; without the last, 7.389 / (7.389 + 4 * 2.718)."""
     layer = replace(a_layer(kv_heads=1, group=1), scaling=1.0)
     index = Squeezed().index(layer)
@@ -145,7 +145,7 @@ def test_survivors_alone_count_in_the_denominator() -> None:
     assert scores == pytest.approx([0.4046, 0.1488, 0.0], abs=1e-4)
 
 
-def test_heads_find_different_numbers_of_entries_and_leave_out_the_share() -> None:
+def test_heads_find_different_counts_with_a_global_share() -> None:
     part, tier = Squeezed(share=0.2, dropped=0.6, coarse=0.0), Tier(LAYER, 4)
     tier.grow((200, 200))
     query = 3 * tier.queries()
@@ -181,7 +181,7 @@ def test_one_threshold_holds_for_all_layers() -> None:
     ("share", "expected"),
     [(0.0, 0.0), (0.2, 0.0), (0.5, 1.0), (0.79, 1.0), (0.8, 2.0), (0.99, 2.0)],
 )
-def test_quantiles_by_hand(share, expected) -> None:
+def test_weighted_quantile_hand_values(share, expected) -> None:
     """Five of ten entries have the lowest score, three the next, two the best."""
     scores, counts = torch.tensor([2.0, 1.0, 3.0]), torch.tensor([3.0, 5.0, 2.0])
     assert weighted_quantile(scores, counts, share) == expected
@@ -211,14 +211,14 @@ def thresholds(layers: Sequence[TieredLayer]) -> list[float]:
     return [float(each._threshold) for each in indexes if isinstance(each, SqueezedIndex)]
 
 
-def test_layers_of_a_cache_share_the_threshold_before_the_first_searches() -> None:
+def test_layers_share_the_threshold_before_the_first_search() -> None:
     layers = two_layers()
     search(layers[0])
     first, second = thresholds(layers)
     assert first == second > 0
 
 
-def test_the_first_search_of_a_fork_leaves_the_thresholds_of_its_source() -> None:
+def test_search_of_a_fork_does_not_change_its_sources_thresholds() -> None:
     layers = two_layers()
     for store in layers:  # the indexes know all entries, and no search has measured them
         store._update_index()
@@ -241,6 +241,6 @@ def test_the_first_search_of_a_fork_leaves_the_thresholds_of_its_source() -> Non
         ({"update": 0}, "squeezed.update must be at least 1, got 0"),
     ],
 )
-def test_parameters(wrong, message) -> None:
+def test_parameters_out_of_range_are_refused(wrong, message) -> None:
     with pytest.raises(BadParameter, match=message):
         Squeezed(**wrong)

@@ -25,7 +25,7 @@ LAYER = a_layer(kv_heads=2, group=2)
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 2**31),
 )
-def test_it_equals_the_loop(lengths, shift, dtype, seed) -> None:
+def test_index_equals_its_reference(lengths, shift, dtype, seed) -> None:
     tier, index = built(Votes(), LAYER, [lengths], seed, dtype)
     entries, query = tier.entries(), tier.queries()
     positions = entries.positions.clone()
@@ -37,14 +37,14 @@ def test_it_equals_the_loop(lengths, shift, dtype, seed) -> None:
         assert_best(search(query, entries, 6).pages, scores, 6)
 
 
-def test_all_heads_take_the_same_tokens() -> None:
+def test_all_heads_select_the_same_tokens() -> None:
     tier, index = built(Votes(), LAYER, [(40, 40)])
     pages = index.find(tier.queries(), tier.entries(), 6).pages
     assert torch.equal(pages[0], pages[1])
 
 
 @pytest.mark.parametrize("threshold", [0.5, 0.9, 1.0])
-def test_a_choice_stands_while_the_query_stays(threshold) -> None:
+def test_selection_is_reused_for_similar_queries(threshold) -> None:
     tier, index = built(Votes(threshold=threshold), LAYER, [(60, 60)])
     entries, first, other = tier.entries(), tier.queries(), tier.queries()
     before = index.find(first, entries, 4).pages
@@ -59,7 +59,7 @@ def test_a_choice_stands_while_the_query_stays(threshold) -> None:
     assert torch.equal(index.find(query, entries, 5).pages, index.exact(query, entries, 5).pages)
 
 
-def test_a_choice_that_was_not_full_is_made_anew() -> None:
+def test_incomplete_selection_is_renewed() -> None:
     tier, index = built(Votes(threshold=-1.0), LAYER, [(3, 30)])
     query = tier.queries()
     index.find(query, tier.entries(), 6)
@@ -68,6 +68,6 @@ def test_a_choice_that_was_not_full_is_made_anew() -> None:
     assert int((index.find(query, tier.entries(), 6).pages >= 0).sum()) == 12
 
 
-def test_no_cosine_is_below_minus_one() -> None:
+def test_threshold_below_minus_one_is_refused() -> None:
     with pytest.raises(BadParameter, match="votes.threshold must be at least -1, got -2"):
         Votes(threshold=-2.0)

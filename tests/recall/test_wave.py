@@ -29,7 +29,7 @@ SMALL = {"page": 4, "size": 3, "segment": 16, "update": 8, "iterations": 2, "est
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     seed=st.integers(0, 2**31),
 )
-def test_it_equals_the_loop(growths, count, pending, dtype, seed) -> None:
+def test_index_equals_its_reference(growths, count, pending, dtype, seed) -> None:
     whole, tier = Tier(LAYER, seed, dtype), Tier(LAYER, seed, dtype)
     lengths = [list(accumulate(own)) for own in zip(*growths, strict=True)]
     whole.grow([own[-1] for own in lengths])
@@ -103,7 +103,7 @@ def test_a_text_that_is_shorter_than_an_update_has_no_clusters() -> None:
     assert int((index.contents(pages) >= 0).sum()) == 1423
 
 
-def test_what_is_estimated_of_equal_keys_is_exact() -> None:
+def test_estimate_of_equal_keys_is_exact() -> None:
     tier = Tier(LAYER)
     tier.grow((24, 24))
     tier.keys = [keys[:3].repeat_interleave(8, 0) for keys in tier.keys]
@@ -125,7 +125,7 @@ def test_what_is_estimated_of_equal_keys_is_exact() -> None:
         assert len(joined) == HEAD_DIM
 
 
-def test_nothing_is_estimated_where_nothing_shall_be() -> None:
+def test_zero_estimation_share_has_no_estimate() -> None:
     tier, index = Tier(LAYER), Wave(estimated=0.0).index(LAYER)
     tier.grow((100, 10))
     index.add(tier.entries())
@@ -141,6 +141,6 @@ def test_nothing_is_estimated_where_nothing_shall_be() -> None:
         ({"estimated": 1.5}, r"wave.estimated must be in \[0, 1\], got 1.5"),
     ],
 )
-def test_parameters(wrong, message) -> None:
+def test_parameters_out_of_range_are_refused(wrong, message) -> None:
     with pytest.raises(BadParameter, match=message):
         Wave(**wrong)

@@ -90,7 +90,7 @@ def assert_continues(loaded: LoadedModel, ids: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("change", [{"bits": 5}, {"first_bits": 0}, {"damping": 0.0}])
-def test_settings_without_sense_are_refused(change) -> None:
+def test_invalid_settings_are_refused(change) -> None:
     with pytest.raises(BadParameter, match=f"aqua\\.{next(iter(change))}"):
         AquaTraining(**change)
 

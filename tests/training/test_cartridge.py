@@ -94,7 +94,7 @@ def test_a_token_sees_all_slots_and_its_own_conversation() -> None:
 
 
 @pytest.mark.parametrize("softcap", [None, 0.4])
-def test_attention_is_that_of_the_loop(softcap) -> None:
+def test_attention_equals_its_reference(softcap) -> None:
     source = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=source)  # noqa: E731
     slots = [draw(2, 3, 4) for _ in range(2)]
@@ -275,7 +275,7 @@ def test_study_sees_the_text_and_no_questions(engine) -> None:
 @pytest.mark.parametrize(
     "change", [{"slots": 1}, {"epochs": 0}, {"rate": 0.0}, {"top": 0}, {"batch_tokens": 0}]
 )
-def test_settings_without_sense_are_refused(change) -> None:
+def test_invalid_settings_are_refused(change) -> None:
     with pytest.raises(BadParameter, match="A cartridge needs"):
         replace(SETTINGS, **change)
     with pytest.raises(BadParameter, match="Self-study needs"):

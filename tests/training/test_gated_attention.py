@@ -71,7 +71,7 @@ def by_loop(function: Callable[..., Any], gates: Tensor, inputs: AttentionInputs
     return torch.tensor(heads)
 
 
-def test_logits_decay_as_in_the_loop(decoder) -> None:
+def test_logits_decay_as_the_reference(decoder) -> None:
     attention, inputs, betas = DecayedAttention(decoder, no_gate), some_inputs(), some_gates()
     got = attended(attention, betas.log(), inputs)
     torch.testing.assert_close(got, by_loop(loop.decayed, betas, inputs))
@@ -80,7 +80,7 @@ def test_logits_decay_as_in_the_loop(decoder) -> None:
     assert sum(excesses) > 0
 
 
-def test_what_is_not_kept_is_not_seen_as_in_the_loop(decoder) -> None:
+def test_what_is_not_kept_is_not_seen_as_the_reference(decoder) -> None:
     attention, inputs, gates = MaskedAttention(decoder, no_gate), some_inputs(), some_gates()
     got = attended(attention, gates, inputs)
     kept = gates >= 0.5

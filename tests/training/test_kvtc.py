@@ -43,6 +43,6 @@ def test_components_keep_more_in_more_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"tokens": 0}, {"rank": 0}, {"passage_tokens": 4}])
-def test_settings_without_sense_are_refused(change: dict[str, int]) -> None:
+def test_invalid_settings_are_refused(change: dict[str, int]) -> None:
     with pytest.raises(BadParameter, match="kvtc needs"):
         KvtcSettings(**change)

@@ -54,7 +54,7 @@ def labelled(seed_model, adapter, folder: Path, settings=SETTINGS, progress=None
     return make_labels(seed_model.decoder, adapter, corpus, settings, progress or silent)
 
 
-def test_labels_equal_a_loop() -> None:
+def test_labels_equal_the_reference() -> None:
     with wrap_model(tiny("llama", layers=2)) as decoder:
         text = CopyPass.of(tuple(range(3, 9)), (20, 21))
         assert text.ids == (*range(3, 9), 20, 21, *range(3, 9)) and text.copy == 8

@@ -73,6 +73,6 @@ def test_training_predicts_documents_left_out(tmp_path) -> None:
 @pytest.mark.parametrize(
     "change", [{"tokens": 0}, {"passage_tokens": 4}, {"bits": 0.0}, {"damping": 0.0}]
 )
-def test_settings_without_sense_are_refused(change) -> None:
+def test_invalid_settings_are_refused(change) -> None:
     with pytest.raises(BadParameter):
         replace(SETTINGS, **change)
