@@ -29,7 +29,7 @@ def _generate(model: Any) -> list[int]:
     return model.generate(IDS, max_new_tokens=2, **GREEDY)[0].tolist()
 
 
-def test_a_context_is_entered_again(llama: Any) -> None:
+def test_context_manager_is_reusable(llama: Any) -> None:
     context = larder.applied(llama, "keydiff", 40)
     counts: list[int] = []
     for _ in range(2):
@@ -41,7 +41,7 @@ def test_a_context_is_entered_again(llama: Any) -> None:
         context.__exit__(None, None, None)
 
 
-def test_the_inner_block_acts(llama: Any) -> None:
+def test_inner_block_takes_precedence(llama: Any) -> None:
     outer = larder.applied(llama, "keydiff", 40)
     with outer as first:
         with outer as second:
@@ -51,7 +51,7 @@ def test_the_inner_block_acts(llama: Any) -> None:
         assert first.cache is not None
 
 
-def test_blocks_are_left_in_any_order(llama: Any) -> None:
+def test_blocks_are_exited_in_any_order(llama: Any) -> None:
     first, second = larder.applied(llama, "keydiff", 40), larder.applied(llama, "keydiff", 50)
     one, two = first.__enter__(), second.__enter__()
     first.__exit__(None, None, None)
@@ -84,13 +84,13 @@ def test_as_a_decorator(llama: Any) -> None:
     assert [cache.lengths()[0][0][0] for cache in caches] == [41, 41]
 
 
-def test_a_share_of_a_short_row_names_its_length(llama: Any) -> None:
+def test_fractional_budget_of_a_short_row_names_its_length(llama: Any) -> None:
     with pytest.raises(BudgetError, match=r"first text has 60 tokens .* prefill_chunk_size"):
         with larder.applied(llama, "keydiff", "25%"):
             _generate(llama)
 
 
-def test_an_empty_prompt(llama: Any) -> None:
+def test_empty_prompt_is_refused(llama: Any) -> None:
     with pytest.raises(CacheError, match="the prompt is empty"), larder.applied(llama, "keydiff"):
         llama.generate(torch.zeros(1, 0, dtype=torch.long), max_new_tokens=2, **GREEDY)
 
@@ -103,12 +103,12 @@ def test_a_cache_is_not_pickled_but_copied(llama: Any) -> None:
     assert copy.copy(cache).lengths() == cache.lengths()
 
 
-def test_a_model_in_double_precision() -> None:
+def test_double_precision_model_is_refused() -> None:
     with pytest.raises(ModelError, match=r"computes in torch\.float64.*float32, float16, bfloat16"):
         larder.LarderCache(tiny("llama").double(), "keydiff")
 
 
-def test_a_body_whose_embeddings_are_a_module_of_their_own() -> None:
+def test_model_with_a_separate_embedding_module() -> None:
     sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = BertConfig(**sizes, intermediate_size=16, vocab_size=128, is_decoder=True)
     torch.manual_seed(0)
@@ -122,7 +122,7 @@ class _Press:
     """Any object that is no policy."""
 
 
-def test_a_press_in_the_place_of_a_policy(llama: Any) -> None:
+def test_press_in_place_of_a_policy_names_the_argument(llama: Any) -> None:
     press: Any = _Press()
     with unchecked(), pytest.raises(BadParameter, match="kvpress=press"):
         larder.applied(llama, press).__enter__()

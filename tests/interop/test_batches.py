@@ -36,7 +36,7 @@ def padded(rows: list[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_row_of_a_batch_is_the_row_alone(model: Any, name: str) -> None:
+def test_batch_equals_single_rows(model: Any, name: str) -> None:
     ids, mask = padded(ROWS)
     policy, budget = POLICIES[name]
     cache = LarderCache(model, policy, budget)
@@ -52,7 +52,7 @@ def test_a_row_of_a_batch_is_the_row_alone(model: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("padding", ["own", "end"])
-def test_padding_behind_the_end_of_a_row_is_not_cached(
+def test_padding_after_the_end_of_a_row_is_not_cached(
     llama: Any, padding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids, mask = padded(ROWS)
@@ -70,9 +70,7 @@ def test_padding_behind_the_end_of_a_row_is_not_cached(
 
 
 @torch.no_grad()
-def test_end_tokens_that_a_call_ignores_are_text(
-    llama: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ignored_end_tokens_are_cached(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llama.generation_config, "eos_token_id", 5)
     ids, cache = torch.tensor([[*ROWS[2], 5, 5, 5]]), LarderCache(llama, "full")
     parts = [ids[:, :-2], *ids[:, -2:].split(1, dim=1)]
@@ -81,7 +79,7 @@ def test_end_tokens_that_a_call_ignores_are_text(
 
 
 @pytest.mark.parametrize("name", ["snapkv", "h2o"])
-def test_the_score_of_a_beam_is_that_of_its_tokens(llama: Any, name: str) -> None:
+def test_beam_score_equals_its_token_scores(llama: Any, name: str) -> None:
     policy, budget = POLICIES[name]
     ids = torch.tensor([ROWS[0]])
     options = {**GREEDY, "return_dict_in_generate": True, "output_scores": True}
@@ -138,7 +136,7 @@ def test_a_prompt_in_chunks(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("is_own", [False, True])
-def test_chunks_under_a_policy_are_warned_about_once(llama: Any, is_own: bool) -> None:
+def test_chunked_prefill_under_a_policy_warns_once(llama: Any, is_own: bool) -> None:
     ids, options = torch.tensor([ROWS[0]]), {**GREEDY, "max_new_tokens": 3}
     own = {"past_key_values": LarderCache(llama, "snapkv", 40)} if is_own else {}
     with larder.applied(llama, "snapkv", 40):

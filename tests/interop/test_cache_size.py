@@ -31,7 +31,7 @@ def held_by(cache: DynamicCache) -> int:
 
 
 @pytest.mark.parametrize("new", [1, 5])
-def test_the_full_size_is_that_of_transformers(model: Any, new: int) -> None:
+def test_full_size_equals_transformers(model: Any, new: int) -> None:
     call = {**a_batch(), **GREEDY, "max_new_tokens": new}
     own = model.generate(**call, return_dict_in_generate=True).past_key_values
     cache = LarderCache(model, "snapkv", 40)
@@ -44,7 +44,7 @@ def test_an_empty_cache_has_no_size(llama: Any) -> None:
     assert (cache.nbytes, cache.full_nbytes) == (0, 0)
 
 
-def test_what_is_printed_is_short(llama: Any) -> None:
+def test_repr_is_short(llama: Any) -> None:
     with larder.applied(llama, "h2o > prefill_only()", 40) as run:
         assert repr(run) == "AppliedPolicy(cache=None)"
         llama.generate(**a_batch(), **GREEDY, max_new_tokens=2)

@@ -24,7 +24,7 @@ def generated(model: Any, ids: Tensor, new: int, **options: Any) -> Tensor:
     return model.generate(ids, max_new_tokens=new, **GREEDY, **options)
 
 
-def test_a_text_is_taken_back_as_far_as_its_entries_are_held(model: Any) -> None:
+def test_crop_reaches_as_far_as_entries_are_held(model: Any) -> None:
     cache, expected = LarderCache(model, "full"), generated(model, IDS, 6)
     generated(model, IDS, 1, past_key_values=cache)
     slides = any(layer.sliding_window for layer in cache.attachment.decoder.spec.layers)
@@ -33,7 +33,7 @@ def test_a_text_is_taken_back_as_far_as_its_entries_are_held(model: Any) -> None
     assert torch.equal(generated(model, IDS, 6, past_key_values=cache), expected)
 
 
-def test_entries_that_a_head_has_lost_are_not_taken_back(llama: Any) -> None:
+def test_crop_beyond_evicted_entries_is_refused(llama: Any) -> None:
     cache = LarderCache(llama, "snapkv", 40)  # protects the last 32
     generated(llama, IDS, 1, past_key_values=cache)
     with pytest.raises(CacheError, match="because only the last 3[0-9] have"):
@@ -41,14 +41,14 @@ def test_entries_that_a_head_has_lost_are_not_taken_back(llama: Any) -> None:
     assert cache.get_seq_length() == cache.sequences[0].next_position == 50
 
 
-def test_statistics_of_tokens_are_not_taken_back(llama: Any) -> None:
+def test_crop_of_policies_with_statistics_is_refused(llama: Any) -> None:
     cache = LarderCache(llama, "protect(sinks=2, recent=8) > column_mass() > uniform()", 40)
     generated(llama, IDS, 1, past_key_values=cache)
     with pytest.raises(CacheError, match="only the last 0 have"):
         cache.crop(-1)
 
 
-def test_a_row_that_has_ended_holds_no_token_of_the_last_columns(
+def test_ended_row_has_no_tokens_of_the_last_columns(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = torch.tensor([some_ids(30, seed=1), some_ids(30, seed=2)])
@@ -65,7 +65,7 @@ def test_a_row_that_has_ended_holds_no_token_of_the_last_columns(
     assert [sequence.next_position for sequence in cache.sequences] == [32, 32]
 
 
-def test_columns_of_padding_inside_a_text_hold_no_tokens(llama: Any) -> None:
+def test_inner_padding_columns_have_no_tokens(llama: Any) -> None:
     mask = torch.ones(2, 50).long()
     mask[1, :10] = mask[1, 35:40] = 0
     cache = LarderCache(llama, "full")
@@ -78,7 +78,7 @@ def test_columns_of_padding_inside_a_text_hold_no_tokens(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", [("full", None), KEYDIFF])
-def test_an_assistant_under_a_policy_of_its_own(model: Any, policy: tuple[str, Any]) -> None:
+def test_assistant_model_with_its_own_policy(model: Any, policy: tuple[str, Any]) -> None:
     """It takes a token of the prompt back where none of its candidates was right."""
     name = model.config.model_type.removesuffix("_text")
     assistant = tiny(name, seed=1)
@@ -90,7 +90,7 @@ def test_an_assistant_under_a_policy_of_its_own(model: Any, policy: tuple[str, A
     assert run.cache is not None
 
 
-def test_a_model_that_assists_itself(llama: Any) -> None:
+def test_self_speculative_generation(llama: Any) -> None:
     with larder.applied(llama, *KEYDIFF):
         expected = generated(llama, IDS, 12)
         assert torch.equal(generated(llama, IDS, 12, assistant_early_exit=1), expected)

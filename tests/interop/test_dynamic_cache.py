@@ -41,7 +41,7 @@ def positions_of(model: Any, ids: Tensor, start: int) -> Tensor:
 
 @pytest.mark.parametrize("name", ["Gemma 3n", "DeepSeek-V2"])
 @torch.no_grad()
-def test_shared_layers_and_latents_come_back_equal(name: str) -> None:
+def test_shared_layers_and_latents_round_trip(name: str) -> None:
     model = next(family for family in FAMILIES if family.name == name).model()
     cache, new = read_cache(model, SNAPKV, text()), text(1, seed=1)
     back = LarderCache.from_dynamic_cache(model, cache.to_dynamic_cache(), SNAPKV, 24)
@@ -55,7 +55,7 @@ def test_shared_layers_and_latents_come_back_equal(name: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @torch.no_grad()
-def test_an_export_answers_as_the_cache_does(model: Any, policy: str) -> None:
+def test_export_continues_as_the_cache(model: Any, policy: str) -> None:
     """Step by step through the LarderCache, and in one call through the export."""
     cache, new = read_cache(model, policy, text()), text(6, seed=1)
     exported = cache.to_dynamic_cache()
@@ -84,7 +84,7 @@ def test_generate_continues_an_export(model: Any, policy: str) -> None:
     assert got.tolist() == expected.tolist()
 
 
-def test_a_full_export_is_what_the_model_caches(model: Any) -> None:
+def test_full_export_equals_the_models_cache(model: Any) -> None:
     own = DynamicCache(config=model.config)
     with torch.no_grad():
         model(text(), past_key_values=own)
@@ -96,7 +96,7 @@ def test_a_full_export_is_what_the_model_caches(model: Any) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @torch.no_grad()
-def test_a_round_trip_is_equal(model: Any, policy: str) -> None:
+def test_export_and_import_round_trip(model: Any, policy: str) -> None:
     ids = torch.cat([text(), text(seed=2)])
     cache = read_cache(model, policy, ids)
     budget = None if policy == "full" else 24
@@ -115,7 +115,7 @@ def test_a_round_trip_is_equal(model: Any, policy: str) -> None:
 
 
 @torch.no_grad()
-def test_tokens_read_by_the_model_itself_keep_their_positions(llama: Any) -> None:
+def test_tokens_appended_by_the_model_keep_their_positions(llama: Any) -> None:
     """Read, exported, continued by the model, reordered, and taken back."""
     cache = read_cache(llama, SNAPKV, torch.cat([text(), text(seed=2)]))
     exported = cache.to_dynamic_cache()
@@ -134,7 +134,7 @@ def test_tokens_read_by_the_model_itself_keep_their_positions(llama: Any) -> Non
 
 
 @torch.no_grad()
-def test_a_crop_that_a_later_layer_refuses_leaves_all_layers(llama: Any) -> None:
+def test_crop_refused_by_a_later_layer_changes_no_layer(llama: Any) -> None:
     cache = read_cache(llama, "full", text()).sequences[0].fork()
     heads = llama.config.num_key_value_heads
     for layer in (0, 1):
@@ -152,7 +152,7 @@ def test_a_crop_that_a_later_layer_refuses_leaves_all_layers(llama: Any) -> None
 
 
 @torch.no_grad()
-def test_tokens_of_before_the_export_are_taken_back(llama: Any) -> None:
+def test_crop_reaches_tokens_before_the_export(llama: Any) -> None:
     """Where every head holds their entries; later tokens then have their positions."""
     cache = read_cache(llama, SNAPKV, text())  # protects the last 4
     exported = cache.to_dynamic_cache()

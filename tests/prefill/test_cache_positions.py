@@ -57,7 +57,7 @@ def looked_at(observation: Observation, new: Tokens, head: int, own: int) -> tor
 
 
 @pytest.mark.parametrize("own", [0, 4])
-def test_what_is_shown_explains_what_was_attended(own) -> None:
+def test_observation_reproduces_the_attention(own) -> None:
     store, new = a_store(), draw(a_layer(2, 2), 4, HELD)
     out = extend(store, new) if own else attend_behind(store, new)
     observation = shown(store, new, own)
@@ -69,7 +69,7 @@ def test_what_is_shown_explains_what_was_attended(own) -> None:
     assert not torch.allclose(observation.queries, new.queries, atol=0.1)
 
 
-def test_places_follow_what_each_head_holds() -> None:
+def test_cache_positions_follow_the_entries_of_each_head() -> None:
     store, new = a_store(), draw(a_layer(2, 2), 3, HELD)
     assert shown(store, new, 0).effective_rope_positions.tolist() == [[5, 6, 7], [2, 3, 4]]
     append(store, new)
@@ -80,7 +80,7 @@ def test_places_follow_what_each_head_holds() -> None:
 
 
 @pytest.mark.parametrize("shift", [7, -2, -4])
-def test_a_shifted_text_stands_away_from_what_each_head_holds(shift) -> None:
+def test_shift_offsets_cache_positions_per_head(shift) -> None:
     store, new = a_store(), draw(a_layer(2, 2), 3, HELD + shift)
     out = store.attend(new_tokens(new, shift=shift))
     seen = shown(store, new, 0)
@@ -93,7 +93,7 @@ def test_a_shifted_text_stands_away_from_what_each_head_holds(shift) -> None:
         torch.testing.assert_close(looked_at(seen, new, head, 0), expected, atol=2e-5, rtol=1e-4)
 
 
-def test_a_shifted_text_is_read_as_at_true_positions_where_nothing_left() -> None:
+def test_shift_without_evictions_equals_true_positions() -> None:
     ids, new = some_ids(20), some_ids(6, seed=1)
     expected: list[torch.Tensor] = []
     with wrap_model(tiny("llama", layers=2)) as decoder:
@@ -109,7 +109,7 @@ def test_a_shifted_text_is_read_as_at_true_positions_where_nothing_left() -> Non
     torch.testing.assert_close(torch.stack(compact), torch.stack([near, far, early]))
 
 
-def test_true_positions_are_shown_as_they_are() -> None:
+def test_true_positions_are_unchanged() -> None:
     store, new = a_store(), draw(a_layer(2, 2), 3, HELD)
     entries = replace(store.entries(), rope_positions=torch.empty(0, dtype=torch.int32))
     observation = Observation(store.layer, entries, new.queries, new.positions, HELD, (0, HELD))
@@ -119,7 +119,7 @@ def test_true_positions_are_shown_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "mistral", "phi3"])
-def test_a_cut_text_is_read_as_if_it_were_short(architecture) -> None:
+def test_compact_positions_equal_a_shorter_text(architecture) -> None:
     """In a model of one layer keys depend on their own token alone: gaps must leave no trace."""
     module = tiny(architecture, layers=1)
     ids = some_ids(60)

@@ -72,20 +72,20 @@ def full(decoder: Decoder, ids: Sequence[int]) -> Tensor:
     return logits(decoder, cache)
 
 
-def test_recomputing_everything_is_reading_the_text(decoder: Decoder) -> None:
+def test_full_recompute_equals_prefill(decoder: Decoder) -> None:
     cache, reuse = read(decoder, "blended(recompute=1.0) > unlimited()")
     assert torch.allclose(logits(decoder, cache), full(decoder, TEXT.ids), atol=1e-4)
     assert reuse == ContextReuse((9, 6, 7), (False,) * 3, recomputed_tokens=22)
     assert cache.cache_spec.form == "blended" and cache.next_position == len(TEXT.ids)
 
 
-def test_a_first_context_is_that_of_the_prefix_cache(decoder: Decoder) -> None:
+def test_first_context_equals_the_prefix_cache(decoder: Decoder) -> None:
     text = ContextText(PREFIX, (ONE,), SUFFIX)
     cache, _ = read(decoder, "blended(recompute=0.0) > unlimited()", text)
     assert torch.allclose(logits(decoder, cache), full(decoder, text.ids), atol=1e-4)
 
 
-def test_the_more_is_recomputed_the_nearer(decoder: Decoder) -> None:
+def test_error_decreases_with_recomputed_tokens(decoder: Decoder) -> None:
     whole, errors = full(decoder, TEXT.ids), list[float]()
     for share in (0.0, 0.4, 1.0):
         cache, _ = read(decoder, f"blended(recompute={share}) > unlimited()")
@@ -94,7 +94,7 @@ def test_the_more_is_recomputed_the_nearer(decoder: Decoder) -> None:
 
 
 @pytest.mark.parametrize("spelling", ["cacheblend", "ape"])
-def test_what_is_found_changes_no_number(decoder: Decoder, spelling: str) -> None:
+def test_cached_contexts_do_not_change_logits(decoder: Decoder, spelling: str) -> None:
     chunks = ChunkMemory()
     fresh, first = read(decoder, spelling, source=chunks)
     other = ContextText(PREFIX, (THREE, some_ids(4, seed=8), ONE), SUFFIX)
@@ -107,7 +107,7 @@ def test_what_is_found_changes_no_number(decoder: Decoder, spelling: str) -> Non
     assert behind.cached == (False,), "read behind another prefix, it is another chunk"
 
 
-def test_one_parallel_context_without_factors_is_the_text(decoder: Decoder) -> None:
+def test_single_parallel_context_equals_the_text(decoder: Decoder) -> None:
     text = ContextText(PREFIX, (ONE,), SUFFIX)
     plain = "parallel(temperature=1.0, scale=1.0) > unlimited()"
     cache, reuse = read(decoder, plain, text)
@@ -117,7 +117,7 @@ def test_one_parallel_context_without_factors_is_the_text(decoder: Decoder) -> N
     assert not torch.allclose(logits(decoder, warm), full(decoder, text.ids), atol=1e-3)
 
 
-def test_parallel_contexts_have_no_order_and_go_on_behind_the_longest(decoder: Decoder) -> None:
+def test_parallel_contexts_are_order_independent(decoder: Decoder) -> None:
     one, _ = read(decoder, "ape")
     other, _ = read(decoder, "ape", ContextText(PREFIX, (THREE, ONE, TWO), SUFFIX))
     assert torch.allclose(logits(decoder, one), logits(decoder, other), atol=1e-5)
@@ -146,7 +146,7 @@ def test_blended_contexts_are_cut_to_a_budget(decoder: Decoder) -> None:
         read(decoder, "parallel() > protect(recent=2) > keydiff() > uniform(tokens=12)")
 
 
-def test_other_schedules_read_contexts_as_one_text(decoder: Decoder) -> None:
+def test_other_schedules_prefill_contexts_as_one_text(decoder: Decoder) -> None:
     cache, reuse = read(decoder, "full", source=(chunks := ChunkMemory()))
     assert torch.allclose(logits(decoder, cache), full(decoder, TEXT.ids), atol=1e-4)
     assert reuse.cached_tokens == 0 and not chunks.nbytes
@@ -164,7 +164,7 @@ def test_memory_drops_the_least_recently_used_chunk(decoder: Decoder) -> None:
         chunks.find(Decoder(tiny("llama", layers=3)).spec, (), ONE)
 
 
-def test_a_text_in_the_same_order_is_crafted_exactly(decoder: Decoder) -> None:
+def test_cachecraft_is_exact_for_the_same_order(decoder: Decoder) -> None:
     chunks = ChunkMemory()
     fresh, first = read(decoder, "cachecraft", source=chunks)
     again, later = read(decoder, "cachecraft", source=chunks)
@@ -174,7 +174,7 @@ def test_a_text_in_the_same_order_is_crafted_exactly(decoder: Decoder) -> None:
     assert later == ContextReuse((9, 6, 7), (True,) * 3, recomputed_tokens=0)
 
 
-def test_crafted_contexts_recompute_what_their_profiles_say(decoder: Decoder) -> None:
+def test_cachecraft_recomputes_the_profiled_tokens(decoder: Decoder) -> None:
     chunks, other = ChunkMemory(), ContextText(PREFIX, (TWO, ONE, THREE), SUFFIX)
     read(decoder, "cachecraft", source=chunks)
     expected = 0
@@ -193,7 +193,7 @@ def test_crafted_contexts_recompute_what_their_profiles_say(decoder: Decoder) ->
     assert errors[0] > errors[1] > errors[2]
 
 
-def test_a_chunk_beyond_the_limit_is_kept_as_another_variant(decoder: Decoder) -> None:
+def test_recompute_beyond_the_limit_adds_a_variant(decoder: Decoder) -> None:
     chunks, other = ChunkMemory(), ContextText(PREFIX, (TWO, ONE, THREE), SUFFIX)
     read(decoder, "cachecraft", source=chunks)
     _, reuse = read(decoder, "crafted(renewed=0.0) > unlimited()", other, chunks)
@@ -205,7 +205,7 @@ def test_a_chunk_beyond_the_limit_is_kept_as_another_variant(decoder: Decoder) -
     assert plain.cached == (False,) * 3, "without a source that keeps them"
 
 
-def test_anchors_say_how_contexts_change(decoder: Decoder) -> None:
+def test_anchors_estimate_context_changes(decoder: Decoder) -> None:
     chunks = ChunkMemory()
     fresh, first = read(decoder, "kvcomm", source=chunks)
     assert torch.allclose(logits(decoder, fresh), full(decoder, TEXT.ids), atol=1e-4)
@@ -216,7 +216,7 @@ def test_anchors_say_how_contexts_change(decoder: Decoder) -> None:
     assert later == ContextReuse((9, 6, 7), (True,) * 3, recomputed_tokens=0)
 
 
-def test_an_anchor_takes_the_bytes_of_its_change(decoder: Decoder) -> None:
+def test_anchor_is_charged_its_difference_only(decoder: Decoder) -> None:
     chunks = ChunkMemory()
     read(decoder, "kvcomm", source=chunks)
     size = decoder.spec.full_bytes(1)
@@ -232,7 +232,7 @@ def test_an_anchor_takes_the_bytes_of_its_change(decoder: Decoder) -> None:
         assert not held or tight.find(decoder.spec, PREFIX, ids) is held[0].base
 
 
-def test_a_change_is_a_mean_of_the_anchors_by_nearness(decoder: Decoder) -> None:
+def test_estimate_is_a_similarity_weighted_mean_of_anchors(decoder: Decoder) -> None:
     source = torch.Generator().manual_seed(3)
 
     def some(count: int) -> ChunkEntries:
@@ -267,7 +267,7 @@ def test_a_change_is_a_mean_of_the_anchors_by_nearness(decoder: Decoder) -> None
     assert elsewhere is not None and elsewhere.keys[0].device.type == "meta"
 
 
-def test_changes_are_rotated_as_their_base(decoder: Decoder) -> None:
+def test_changes_are_rotated_with_their_base(decoder: Decoder) -> None:
     chunks = ChunkMemory()
     read(decoder, "kvcomm", source=chunks)
     [anchor] = chunks.anchors(decoder.spec, PREFIX, 2)
@@ -282,7 +282,7 @@ def test_changes_are_rotated_as_their_base(decoder: Decoder) -> None:
     assert float(anchor.change.values[3].abs().max()) > 1e-3
 
 
-def test_a_document_is_reused_behind_the_same_documents_in_the_same_order(decoder) -> None:
+def test_document_is_reused_after_the_same_documents_only(decoder) -> None:
     chunks = ChunkMemory()
     for contexts, known in (
         ((ONE, TWO, THREE), (False, False, False)),
@@ -300,7 +300,7 @@ def test_a_document_is_reused_behind_the_same_documents_in_the_same_order(decode
 
 
 @pytest.mark.parametrize("spelling", ["cachecraft", "kvcomm"])
-def test_crafted_and_anchored_without_prefix_suffix_or_contexts(decoder, spelling) -> None:
+def test_empty_prefix_suffix_or_contexts_are_supported(decoder, spelling) -> None:
     for text in (ContextText((), (ONE, TWO), ()), ContextText(PREFIX, (), ()), TEXT):
         chunks = ChunkMemory()
         for _ in range(2):
@@ -336,7 +336,7 @@ def test_bad_values_and_models_are_refused(decoder: Decoder) -> None:
     ("spelling", "empty"),
     [("cachecraft", ()), ("cachecraft", ONE), ("kvcomm", ONE), (TREE, ()), (TREE, ONE)],
 )
-def test_empty_and_repeated_contexts_are_read_twice(decoder, spelling, empty) -> None:
+def test_empty_and_repeated_contexts_are_supported(decoder, spelling, empty) -> None:
     """A tokenizer may leave nothing of a text."""
     chunks = ChunkMemory()
     for contexts in ((ONE, empty, TWO, ONE), (empty, ONE), (empty, empty), (ONE, empty, TWO, ONE)):

@@ -193,7 +193,7 @@ def masked(ids: tuple[int, ...], visible: dict[tuple[int, int, int], set[int]]) 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", POLICIES)
-def test_generated_logits_are_those_of_a_masked_model(overheard, name) -> None:
+def test_generated_logits_equal_a_masked_model(overheard, name) -> None:
     policy = a_policy(POLICIES[name])
     overheard.hear_anew()
     cache = after_reading(overheard, policy, CONTEXT)
@@ -215,7 +215,7 @@ def test_generated_logits_are_those_of_a_masked_model(overheard, name) -> None:
 
 
 @pytest.mark.parametrize("name", ["h2o", "mass"])
-def test_what_a_cache_remembers_is_what_every_query_said(overheard, name) -> None:
+def test_column_mass_sums_all_queries(overheard, name) -> None:
     policy = a_policy(POLICIES[name])
     overheard.hear_anew()
     cache = after_reading(overheard, policy, CONTEXT)
@@ -229,7 +229,7 @@ def test_what_a_cache_remembers_is_what_every_query_said(overheard, name) -> Non
             assert float(column) == pytest.approx(told["mass"], rel=1e-4)
 
 
-def test_all_heads_keep_what_the_newest_token_looks_at(decoder) -> None:
+def test_all_heads_keep_entries_of_the_newest_query(decoder) -> None:
     policy = a_policy(POLICIES["tova"])
     cache = after_reading(decoder, policy, CONTEXT)
     answer(decoder, [cache], decode_planner(a_desk(decoder), policy, [cache]).observer, 20)
@@ -250,7 +250,7 @@ SHARES = {
 
 
 @pytest.mark.parametrize("name", one_in(3, SHARES))
-def test_what_was_read_stays_in_one_turn_and_the_latest_tokens_in_all(decoder, name) -> None:
+def test_policy_keeps_prefill_entries_and_latest_tokens(decoder, name) -> None:
     policy = a_policy(SHARES[name])
     cache = after_reading(decoder, policy, CONTEXT)
     read = [cache.entries(layer).packed_positions() for layer in range(LAYERS)]
@@ -270,7 +270,7 @@ def test_what_was_read_stays_in_one_turn_and_the_latest_tokens_in_all(decoder, n
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_storage_stands_still_while_entries_come_and_go(decoder, name) -> None:
+def test_storage_is_not_reallocated_by_evictions(decoder, name) -> None:
     policy = a_policy(POLICIES[name])
     cache = after_reading(decoder, policy, CONTEXT)
     cache.reserve(QUESTION + 1)
@@ -286,7 +286,7 @@ def test_storage_stands_still_while_entries_come_and_go(decoder, name) -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("sentence", [POLICIES["mass"], POLICIES["discontinuous"], PYRAMID])
-def test_sequences_of_different_lengths_give_what_each_gives_alone(decoder, sentence) -> None:
+def test_batch_of_uneven_lengths_equals_single_sequences(decoder, sentence) -> None:
     policy, contexts = a_policy(sentence), (CONTEXT, 9)
     together = [after_reading(decoder, policy, context) for context in contexts]
     tending = decode_planner(a_desk(decoder), policy, together)
@@ -315,7 +315,7 @@ def assert_same(one: SequenceCache, other: SequenceCache, within: float) -> None
         torch.testing.assert_close(tensor, its[name], rtol=within, atol=within)
 
 
-def test_a_policy_of_reading_leaves_generating_alone(decoder) -> None:
+def test_prefill_policy_does_not_evict_during_decoding(decoder) -> None:
     policy = a_policy(f"{BLOCKS} > protect(sinks=1, recent=2) > column_mass() > pooled()")
     watched, plain = (after_reading(decoder, policy, CONTEXT) for _ in range(2))
     assert decode_planner(a_desk(decoder), policy, [plain]) is None
@@ -329,7 +329,7 @@ def test_a_policy_of_reading_leaves_generating_alone(decoder) -> None:
     assert sum(map(sum, plain.lengths())) == LAYERS * HEADS * (M + QUESTION + 20 - 1)
 
 
-def test_a_bound_that_is_broken_is_noticed(decoder) -> None:
+def test_bound_check_detects_an_excess(decoder) -> None:
     policy = a_policy(POLICIES["h2o"])
     cache = after_reading(decoder, policy, CONTEXT)
     tending = decode_planner(a_desk(decoder), policy, [cache])

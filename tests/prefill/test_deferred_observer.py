@@ -24,7 +24,7 @@ def recorded(mark: int) -> LayerActivations:
     return LayerActivations(some, some, some, torch.tensor([mark]))
 
 
-def test_an_observer_is_told_all_in_order_once_the_pass_is_over() -> None:
+def test_deferred_observer_gets_all_calls_in_order_after_the_pass() -> None:
     heard: list[tuple[int, int, int]] = []
     watching = DeferredObserver(
         lambda row, layer, made: heard.append((row, layer, int(made.positions[0]))), len(TOLD)
@@ -36,7 +36,7 @@ def test_an_observer_is_told_all_in_order_once_the_pass_is_over() -> None:
 
 
 @pytest.mark.parametrize("storage, is_afterwards", [("exact", True), ("compact", False)])
-def test_single_tokens_are_judged_afterwards_where_a_look_copies_nothing(
+def test_single_tokens_are_observed_after_the_pass_without_copies(
     storage: str, is_afterwards: bool
 ) -> None:
     sentence = f"blockwise(tokens=8) > protect(sinks=1, recent=2) > column_mass() > {storage}() > "

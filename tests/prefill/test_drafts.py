@@ -34,7 +34,7 @@ def heard(
     return told
 
 
-def test_drafts_are_what_the_model_would_say(watched, reader_for, lane_for, monkeypatch) -> None:
+def test_drafts_equal_greedy_generation(watched, reader_for, lane_for, monkeypatch) -> None:
     module, ids = tiny("qwen3", layers=3), some_ids(20)
     expected = lookahead.draft(lambda said: own_logits(module, (*ids, *said))[-1].tolist(), 5)
     told = heard(watched, monkeypatch)
@@ -62,14 +62,14 @@ def test_a_draft_can_answer_a_prompt(watched, reader_for, lane_for) -> None:
     assert part.required_prompts() == {"question"} and Lookahead().required_prompts() == frozenset()
 
 
-def test_presets_draft_and_look_behind_the_question() -> None:
+def test_presets_draft_after_the_question() -> None:
     # Behind the end of a turn there is nothing to go on with.
     assert Policy.parse("laq").scorer.required_prompts() == {"question"}
     assert Policy.parse("laq_guidance").scorer.required_prompts() == {"guidance"}
     assert Policy.parse("dapq").scorer.required_prompts() == {"question"}
 
 
-def test_pseudo_tokens_stand_behind_a_prompt() -> None:
+def test_pseudo_tokens_follow_a_prompt() -> None:
     part, block, book = (
         PositionsFirst(4, prompt="question"),
         tuple(range(9)),
@@ -82,7 +82,7 @@ def test_pseudo_tokens_stand_behind_a_prompt() -> None:
     assert fixed.scratch(block, 0, {**book, "repeat": (5,)})[0].ids == (70, 71, 5, 5, 5, 5)
 
 
-def test_caches_draft_together_what_they_draft_alone(watched, reader_for, lane_for) -> None:
+def test_batched_drafts_equal_single_drafts(watched, reader_for, lane_for) -> None:
     lanes = [lane_for(watched) for _ in range(2)]
     reader = reader_for(watched, Policy.parse("keydiff()").planner, 40, 16)
     for number, lane in enumerate(lanes):
@@ -101,7 +101,7 @@ def test_caches_draft_together_what_they_draft_alone(watched, reader_for, lane_f
 
 @pytest.mark.parametrize("scorer", ["lookahead(tokens=3, kernel=1)", "positions_first(tokens=4)"])
 @pytest.mark.parametrize("shift", [0, 6, -7, -100])
-def test_every_block_is_judged_by_what_stands_behind_it(
+def test_every_block_is_scored_by_its_draft(
     watched, reader_for, lane_for, monkeypatch, scorer, shift
 ) -> None:
     if "positions" in scorer:
@@ -149,7 +149,7 @@ def kept_by(
     return out
 
 
-def test_pseudo_tokens_are_turned_to_where_they_stand(watched, reader_for, lane_for) -> None:
+def test_pseudo_tokens_are_rotated_to_their_positions(watched, reader_for, lane_for) -> None:
     lane, ids = lane_for(watched), some_ids(24)
     reader_for(watched, Policy.parse("keydiff()").planner, 40, 24).append([lane], ids)
     told: dict[int, Any] = {}
@@ -167,7 +167,7 @@ def test_pseudo_tokens_are_turned_to_where_they_stand(watched, reader_for, lane_
 @pytest.mark.parametrize("content", Content)
 @pytest.mark.parametrize("length", [2, 7, 8, 30])
 @pytest.mark.parametrize("tokens", [1, 6, 7])
-def test_what_pseudo_tokens_say(content, length, tokens) -> None:
+def test_pseudo_token_ids_hand_values(content, length, tokens) -> None:
     part, block = PositionsFirst(tokens, content), tuple(range(100, 100 + length))
     book = {"repeat": (1, 2, 3)} if part.required_prompts() else {}
     [asked] = part.scratch(block, 50, book)
@@ -176,7 +176,7 @@ def test_what_pseudo_tokens_say(content, length, tokens) -> None:
 
 
 @pytest.mark.parametrize("shift", [-40, -5, 9])
-def test_sliding_layers_bear_other_positions(reader_for, lane_for, shift) -> None:
+def test_sliding_layers_accept_shifted_positions(reader_for, lane_for, shift) -> None:
     decoder = wrap_model(tiny("gemma3", layers=4))
     policy = f"blockwise(tokens=8) > {PARTS} > positions_first(tokens=4, shift={shift})"
     reader, lane = reader_for(decoder, Policy.parse(policy).planner, 12, 40), lane_for(decoder)

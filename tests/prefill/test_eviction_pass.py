@@ -64,7 +64,9 @@ def kept(cache) -> dict[int, list[list[int]]]:
 
 @pytest.mark.parametrize("chunk", [7, 16, 100])
 @pytest.mark.parametrize("variant", ["larder", "paper"])
-def test_the_text_is_repeated_chunk_by_chunk(watched, reader_for, lane_for, chunk, variant) -> None:
+def test_reconstruction_repeats_the_text_by_chunks(
+    watched, reader_for, lane_for, chunk, variant
+) -> None:
     scorer = f'reconstruct(chunk={chunk}, variant="{variant}")'
     planner = Policy.parse(f"{PROTECT} > {scorer} > pooled()").planner
     reader, ids = reader_for(watched, planner, 9, 40), some_ids(40)
@@ -78,9 +80,7 @@ def test_the_text_is_repeated_chunk_by_chunk(watched, reader_for, lane_for, chun
 
 
 @pytest.mark.parametrize("variant", ["larder", "paper"])
-def test_every_block_is_judged_by_the_prompt_behind_it(
-    watched, reader_for, lane_for, variant
-) -> None:
+def test_every_block_is_scored_by_the_prompt(watched, reader_for, lane_for, variant) -> None:
     scorer = f'patched(prompt="episode", variant="{variant}")'
     planner = Policy.parse(f"{PROTECT} > {scorer} > pooled()").planner
     reader, ids = reader_for(watched, planner, 9, 40), some_ids(40)

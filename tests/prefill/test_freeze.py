@@ -61,7 +61,7 @@ def in_turns(cache: SequenceCache, ends: Sequence[int] = ENDS) -> set[tuple[int,
     return counts
 
 
-def test_three_turns_of_a_hundred_leave_fifty_each(decoder) -> None:
+def test_three_turns_of_a_hundred_keep_fifty_each(decoder) -> None:
     ids = some_ids(300)
     cache = read(decoder, SENTENCE.format("kept=0.5"), ids, 150, ENDS)
     turns = [range(0, 100), range(100, 200), range(200, 300)]
@@ -72,20 +72,20 @@ def test_three_turns_of_a_hundred_leave_fifty_each(decoder) -> None:
     assert cache.watermark == 300
 
 
-def test_an_open_share_is_what_the_budget_is_of_the_text(decoder) -> None:
+def test_open_share_is_the_budget_over_the_text(decoder) -> None:
     cache = read(decoder, SENTENCE.format(""), some_ids(300), 75, ENDS)
     assert in_turns(cache) == {(25, 25, 25)}
 
 
 @pytest.mark.parametrize("scorer", ["snapkv(window=8)", "keydiff()", "column_mass()", "lagkv()"])
-def test_one_turn_is_what_the_rest_of_the_policy_leaves(decoder, scorer) -> None:
+def test_one_turn_equals_the_policy_without_freeze(decoder, scorer) -> None:
     ids, rest = some_ids(120), f"protect(sinks=2, recent=8) > {scorer} > uniform()"
     one = read(decoder, f"freeze() > {rest}", ids, 60, (120,))
     other = read(decoder, f"whole() > {rest}", ids, 60, ())
     assert all(torch.equal(one.state()[name], each) for name, each in other.state().items())
 
 
-def test_a_turn_is_judged_by_its_own_entries_alone(decoder) -> None:
+def test_turn_is_scored_by_its_own_entries_only(decoder) -> None:
     """What the first turn leaves does not depend on the second, as it does without."""
     ids = some_ids(200)
     rest = "protect(sinks=2, recent=8) > keydiff() > pooled()"
@@ -100,14 +100,14 @@ def test_a_turn_is_judged_by_its_own_entries_alone(decoder) -> None:
             assert torch.equal(after.head_keys(head)[:held], before.head_keys(head))
 
 
-def test_short_turns_are_judged_together(decoder) -> None:
+def test_short_turns_are_scored_together(decoder) -> None:
     """A turn of 10 tokens has no share that holds its 8 latest."""
     sentence = "freeze(kept=0.5) > protect(sinks=0, recent=8) > keydiff() > uniform()"
     cache = read(decoder, sentence, some_ids(40), 40, (10, 20, 30, 40))
     assert in_turns(cache, (20, 40)) == {(10, 10)}
 
 
-def test_beyond_the_budget_the_oldest_leave_first(decoder) -> None:
+def test_oldest_entries_are_evicted_beyond_the_budget(decoder) -> None:
     sentence = "freeze(kept=0.5) > protect(sinks=4, recent=0) > keydiff() > uniform()"
     cache = read(decoder, sentence, some_ids(300), 120, ENDS)
     for first, *rest in in_turns(cache):
@@ -119,7 +119,7 @@ def test_beyond_the_budget_the_oldest_leave_first(decoder) -> None:
             assert entries.head_positions(head)[:4].tolist() == [0, 1, 2, 3]
 
 
-def test_with_nothing_rejected_logits_are_the_plain_models(decoder) -> None:
+def test_logits_without_evictions_equal_the_model(decoder) -> None:
     ids = some_ids(60)
     cache = read(decoder, SENTENCE.format("kept=1.0"), ids, 60, (20, 40, 60))
     rows = [BatchSegment(cache, some_ids(4, seed=5))]
@@ -155,7 +155,7 @@ def held(chat: Chat, watermark: int) -> list[Any]:
         "keydiff() > uniform() > park() > flat(dense=0, tokens=32)",
     ],
 )
-def test_what_a_turn_of_a_chat_leaves_stays_to_the_bit(small, rest) -> None:
+def test_kept_entries_of_a_turn_are_frozen_bit_exactly(small, rest) -> None:
     talk, marks = chat(small, rest, 1200, history=HISTORY), list[int]()
     for text in SAID:
         watermark = talk.memory.caches.activate(0).watermark
@@ -168,7 +168,7 @@ def test_what_a_turn_of_a_chat_leaves_stays_to_the_bit(small, rest) -> None:
     assert marks == sorted(marks) and len(set(marks)) > 1
 
 
-def test_every_long_turn_of_a_chat_leaves_its_share(small) -> None:
+def test_every_long_turn_keeps_its_share(small) -> None:
     talk = chat(small, "keydiff() > uniform()")
     edges = [0]
     for text in SAID:
@@ -182,7 +182,7 @@ def test_every_long_turn_of_a_chat_leaves_its_share(small) -> None:
     assert counts == {tuple(max(6, turn // 2) for turn in turns)}
 
 
-def test_a_chat_over_its_budget_loses_its_oldest_entries(small) -> None:
+def test_chat_over_its_budget_evicts_its_oldest_entries(small) -> None:
     talk = chat(small, "keydiff() > uniform()", budget=100)
     for text in SAID * 2:
         talk.say(text, max_new_tokens=6)
@@ -193,7 +193,7 @@ def test_a_chat_over_its_budget_loses_its_oldest_entries(small) -> None:
 
 
 @pytest.mark.extended
-def test_a_restored_chat_keeps_its_watermark_and_goes_on_alike(small, tmp_path: Path) -> None:
+def test_restored_chat_keeps_its_watermark(small, tmp_path: Path) -> None:
     store = Store(str(tmp_path / "store"), tmp_path)
     keeper = StorePersistence(store, small)
     talk = chat(small, "keydiff() > uniform()", name="x", keeper=keeper)
@@ -212,7 +212,7 @@ def test_a_restored_chat_keeps_its_watermark_and_goes_on_alike(small, tmp_path: 
     store.close()
 
 
-def test_partitions_of_lagkv_begin_behind_the_watermark() -> None:
+def test_lagkv_partitions_start_at_the_watermark() -> None:
     """So that none is judged twice."""
     part, heads = LagKV(sinks=1, lag=3), [list(range(20)), [0, 3, *range(6, 22)]]
     observation = replace(a_view(a_layer(), heads), watermark=5)
@@ -234,12 +234,12 @@ def test_partitions_of_lagkv_begin_behind_the_watermark() -> None:
         ("episodes() > freeze() > keydiff() > uniform()", "episodes"),
     ],
 )
-def test_parts_that_would_change_what_was_judged_are_refused(sentence, named) -> None:
+def test_parts_that_change_frozen_entries_are_refused(sentence, named) -> None:
     with pytest.raises(SpellingError, match=rf"never changes again .* but {named}\(\) would"):
         Policy.parse(sentence)
 
 
 @pytest.mark.parametrize("kept", [0.0, 1.5])
-def test_a_share_is_a_share(kept) -> None:
+def test_share_outside_zero_to_one_is_refused(kept) -> None:
     with pytest.raises(BadParameter, match=r"freeze.kept must be a share in \(0, 1\]"):
         Policy.parse(f"freeze(kept={kept}) > keydiff() > uniform()")

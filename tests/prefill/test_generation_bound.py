@@ -165,7 +165,7 @@ def test_the_bound_holds_at_every_step(
 
 
 @pytest.mark.parametrize("budget", one_in(3, sorted(set(while_generating("budget")) - THRESHOLDS)))
-def test_a_budget_of_its_own_is_used_up_by_what_is_generated(decoder, budget) -> None:
+def test_decode_budget_is_filled_by_generated_tokens(decoder, budget) -> None:
     parts = f"column_mass() > {budget}() > drop() > split(reading=0.6)"
     sentence = f"blockwise(tokens=8) > protect(sinks=1, recent=2) > {parts}"
     counting = generated(decoder, sentence, 20, 40, 14)
@@ -183,7 +183,7 @@ def test_a_budget_of_its_own_is_used_up_by_what_is_generated(decoder, budget) ->
     timing=st.sampled_from(["every_step()", "lagged(tokens=3)"]),
     context=st.integers(1, 90),
 )
-def test_the_bytes_of_a_budget_hold_at_every_step_in_every_form(
+def test_byte_budget_holds_at_every_step_in_every_form(
     decoder, storage, scorer, budget, compensation, timing, context
 ) -> None:
     group = "recent=8" if storage == "minicache" else "group=8"
@@ -194,7 +194,7 @@ def test_the_bytes_of_a_budget_hold_at_every_step_in_every_form(
     assert counting.held > 0
 
 
-def test_more_recent_tokens_than_there_is_room_for_are_refused(decoder) -> None:
+def test_recent_tokens_beyond_the_decode_budget_are_refused(decoder) -> None:
     sentence = (
         "whole() > protect(sinks=0, recent=9) > column_mass() > uniform() > split(reading=0.6)"
     )
@@ -202,7 +202,7 @@ def test_more_recent_tokens_than_there_is_room_for_are_refused(decoder) -> None:
         generated(decoder, sentence, 20, 40, 4)
 
 
-def test_more_than_the_bound_is_noticed(decoder) -> None:
+def test_bound_check_detects_an_excess(decoder) -> None:
     sentence = "whole() > protect(sinks=1, recent=2) > keydiff() > uniform() > lagged(tokens=3)"
     counting = generated(decoder, sentence, 20, 30, 6)
     assert counting.over == []
@@ -227,5 +227,5 @@ def test_more_than_the_bound_is_noticed(decoder) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["h2o", "d2o_blockwise", "morphkv", "lazy_eviction"])
-def test_8192_tokens_at_a_budget_of_512(decoder, name) -> None:
+def test_bound_holds_for_8192_tokens_at_a_budget_of_512(decoder, name) -> None:
     assert generated(decoder, name, 512, 1024, 8192).over == []

@@ -53,7 +53,7 @@ def own_gradients(decoder: Decoder, ids: tuple[int, ...], copied: int) -> dict[i
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "phi3", "gemma3"])
-def test_gradients_over_a_cache_are_the_models_own(architecture, lane_for) -> None:
+def test_gradients_over_a_cache_equal_the_model(architecture, lane_for) -> None:
     text, copy = some_ids(20), some_ids(7, seed=3)
     with wrap_model(tiny(architecture)) as decoder:
         for parameter in decoder.module.parameters():
@@ -71,7 +71,7 @@ def test_gradients_over_a_cache_are_the_models_own(architecture, lane_for) -> No
         torch.testing.assert_close(got[index]["gradients"], own, rtol=2e-3, atol=1e-5)
 
 
-def test_a_frozen_model_has_gradients_too_and_none_are_taken_unasked(watched, lane_for) -> None:
+def test_gradients_of_a_frozen_model_are_computed_on_request_only(watched, lane_for) -> None:
     lane = lane_for(watched)
     watched.read([BatchSegment(lane.cache, some_ids(9))], Mode.APPEND)
     prompt = ScratchPrompt(some_ids(4), (0, 9))
@@ -93,7 +93,7 @@ def test_recurrent_models_are_refused(watched, lane_for, monkeypatch) -> None:
         gradient_inputs(watched, lane.cache, prompt, ALL)
 
 
-def test_kvgrad_reads_a_text_whole_and_by_blocks(watched, reader_for, lane_for) -> None:
+def test_kvgrad_prefills_whole_and_by_blocks(watched, reader_for, lane_for) -> None:
     planner = Policy.parse("whole() > protect(sinks=1, recent=2) > kvgrad(chunk=9) > uniform()")
     planner = planner.planner
     reader, lane = reader_for(watched, planner, 8, 24), lane_for(watched, planner)

@@ -20,7 +20,7 @@ def test_spans_are_the_runs_of_flags(flags: list[bool]) -> None:
 
 
 @given(flags_of_tokens, st.integers(0, 40), st.integers(0, 40))
-def test_spans_of_a_part(flags: list[bool], one: int, other: int) -> None:
+def test_image_spans_of_a_slice(flags: list[bool], one: int, other: int) -> None:
     start, stop = sorted((min(one, len(flags)), min(other, len(flags))))
     spans = spans_of(flags)
     part = ImageSpans(spans, spans).within(start, stop)
@@ -30,7 +30,7 @@ def test_spans_of_a_part(flags: list[bool], one: int, other: int) -> None:
 
 
 @given(flags_of_tokens, st.integers(1, 12))
-def test_blocks_cut_no_image(flags: list[bool], size: int) -> None:
+def test_blocks_do_not_split_images(flags: list[bool], size: int) -> None:
     images, ids = ImageSpans(spans_of(flags)), tuple(range(len(flags)))
     blocks = split_blocks(ids, size, images)
     assert sum(blocks, ()) == ids

@@ -60,7 +60,7 @@ def positions(cache: SequenceCache, layers: int = 2) -> Positions:
 @with_hooks
 @pytest.mark.parametrize("rest", ["", " > compact()"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_finch_keeps_the_same_keys_and_turns_them_alike(architecture, rest, read) -> None:
+def test_finch_equals_its_press_including_rotation(architecture, rest, read) -> None:
     from kvpress import FinchPress  # pyright: ignore
 
     question = [3, 1, 4, 1, 5]
@@ -82,7 +82,7 @@ def test_finch_keeps_the_same_keys_and_turns_them_alike(architecture, rest, read
 
 @with_hooks
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_fast_kvzip_keeps_the_same_positions(architecture, read) -> None:
+def test_fast_kvzip_equals_its_press(architecture, read) -> None:
     from kvpress import FastKVzipPress  # pyright: ignore
     from kvpress.presses.fastkvzip_press import FastKVzipGate  # pyright: ignore
 
@@ -102,7 +102,7 @@ def test_fast_kvzip_keeps_the_same_positions(architecture, read) -> None:
 
 @with_hooks
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_duo_attention_keeps_the_same_heads_whole(architecture, read) -> None:
+def test_duo_attention_equals_its_press(architecture, read) -> None:
     import numpy as np
     from kvpress import DuoAttentionPress  # pyright: ignore
 
@@ -121,7 +121,7 @@ def test_duo_attention_keeps_the_same_heads_whole(architecture, read) -> None:
 
 @with_hooks
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_think_prunes_the_same_channels_of_the_keys_that_stay(architecture, read) -> None:
+def test_think_prunes_the_same_channels_as_its_press(architecture, read) -> None:
     from kvpress import ComposedPress, SnapKVPress, ThinKPress  # pyright: ignore
 
     sentence = 'protect(sinks=0, recent=0) > snapkv(window=8, kernel=5, pool="mean") > uniform()'
@@ -142,7 +142,7 @@ def test_think_prunes_the_same_channels_of_the_keys_that_stay(architecture, read
 
 @with_hooks
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_lukv_differs_by_the_rounding_of_a_layer_alone(architecture, read) -> None:
+def test_lukv_differs_from_its_press_by_rounding_only(architecture, read) -> None:
     """Theirs rounds the entries of a layer, ours the entries per head of a layer."""
     import numpy as np
     from kvpress import LUKVPress  # pyright: ignore

@@ -54,7 +54,9 @@ def by_kvpress(architecture: str, press: str) -> list[torch.Tensor]:
 @with_hooks
 @pytest.mark.parametrize("press", PRESSES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_press_keeps_here_what_it_keeps_there(architecture, press, reader_for, lane_for) -> None:
+def test_press_keeps_the_same_entries_as_in_kvpress(
+    architecture, press, reader_for, lane_for
+) -> None:
     decoder = wrap_model(tiny(architecture))
     planner = Planner(Protect(0, 0), Kvpress(press), Uniform(), Drop())
     reader, lane = reader_for(decoder, planner, KEPT, CONTEXT), lane_for(decoder, planner)
@@ -79,7 +81,7 @@ def test_a_press_keeps_here_what_it_keeps_there(architecture, press, reader_for,
     ],
 )
 @pytest.mark.parametrize("press", ["SnapKVPress(window_size=4)", "KeyDiffPress()", "CURPress()"])
-def test_presses_go_with_budgets_folding_and_recall(
+def test_presses_compose_with_budgets_merging_and_recall(
     press, rest, watched, reader_for, lane_for
 ) -> None:
     """Read in blocks, so that heads of different lengths are judged again."""
@@ -138,7 +140,7 @@ def entered(module: Any) -> tuple[list[torch.Tensor], Callable[[], None]]:
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "phi3"])
-def test_a_scorer_that_asks_sees_the_hidden_states(architecture, reader_for, lane_for) -> None:
+def test_scorer_needing_hidden_states_gets_them(architecture, reader_for, lane_for) -> None:
     decoder = wrap_model(tiny(architecture))
     found, stop = entered(decoder.module)
     saw = looked(reader_for, lane_for, decoder, Curious(frozenset({"states"})))
@@ -149,13 +151,13 @@ def test_a_scorer_that_asks_sees_the_hidden_states(architecture, reader_for, lan
     assert not any(layer.self_attn._forward_pre_hooks for layer in decoder.module.model.layers)
 
 
-def test_nobody_else_is_shown_them(watched, reader_for, lane_for) -> None:
+def test_other_scorers_get_no_hidden_states(watched, reader_for, lane_for) -> None:
     assert not any(
         observation.inputs for observation in looked(reader_for, lane_for, watched, Curious())
     )
 
 
-def test_rows_of_one_pass_have_their_own_hidden_states(watched, reader_for, lane_for) -> None:
+def test_sequences_of_a_batch_have_their_own_hidden_states(watched, reader_for, lane_for) -> None:
     planner = Planner(Protect(0, 0), Curious(frozenset({"states"})), Uniform(), Drop())
     reader = reader_for(watched, planner, KEPT, CONTEXT)
     lanes = [lane_for(watched, planner) for _ in range(2)]
@@ -165,7 +167,7 @@ def test_rows_of_one_pass_have_their_own_hidden_states(watched, reader_for, lane
     assert len(first.inputs["states"]) == CONTEXT
 
 
-def test_who_asks_for_the_text_has_it_in_one_piece(
+def test_scorer_needing_the_whole_text_gets_one_observation(
     watched, reader_for, lane_for, monkeypatch
 ) -> None:
     monkeypatch.setattr(whole_module, "BLOCK_TOKENS", 16)

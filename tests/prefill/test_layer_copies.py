@@ -70,7 +70,7 @@ def counting(monkeypatch: Any, kind: type, name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", JUDGED)
-def test_a_judged_step_turns_keys_once(decoder, name, monkeypatch) -> None:
+def test_scored_step_rotates_keys_once(decoder, name, monkeypatch) -> None:
     sentence = f"blockwise(tokens=8) > {JUDGED[name]} > compact() > every_step()"
     policy = Policy.parse(sentence).with_sizes(M, None)
     runtime, cache = read(decoder, policy, PeakMemoryMeter())
@@ -84,7 +84,7 @@ def test_a_judged_step_turns_keys_once(decoder, name, monkeypatch) -> None:
     assert all(not store._kept for store in cache._layers)
 
 
-def test_nobody_looks_where_nothing_is_judged(decoder, monkeypatch) -> None:
+def test_no_observation_without_a_plan(decoder, monkeypatch) -> None:
     policy = Policy.parse(
         "protect(sinks=0, recent=2) > snapkv(window=4) > uniform() > lagged(tokens=9)"
     ).with_sizes(M, None)
@@ -95,7 +95,7 @@ def test_nobody_looks_where_nothing_is_judged(decoder, monkeypatch) -> None:
     assert not looks
 
 
-def test_what_a_look_copies_is_counted() -> None:
+def test_copied_entries_are_counted_in_bytes() -> None:
     store = CompactLayer(a_layer(2, 2), layer_options())
     append(store, draw(store.layer, 9))
     store.allocate(5)
@@ -117,7 +117,7 @@ def test_what_a_look_copies_is_counted() -> None:
 
 
 @pytest.mark.parametrize("change", ["append", "apply", "truncate", "compact", "allocate"])
-def test_kept_keys_are_forgotten_when_anything_changes(change) -> None:
+def test_copied_keys_are_invalidated_by_changes(change) -> None:
     store = CompactLayer(a_layer(2, 2), layer_options())
     append(store, draw(store.layer, 9))
     new, more = draw(store.layer, 1, 9), draw(store.layer, 2, 10)
@@ -156,7 +156,7 @@ class Watching(PeakMemoryMeter):
         self.noted.append((passing_bytes, copied))
 
 
-def test_the_peak_of_reading_counts_what_looks_copy(decoder) -> None:
+def test_prefill_peak_counts_copied_entries(decoder) -> None:
     sentence = f"blockwise(tokens=8) > {JUDGED['positions']} > compact()"
     meter = Watching()
     read(decoder, Policy.parse(sentence).with_sizes(M, None), meter)

@@ -52,7 +52,7 @@ def test_all_but_the_first_two_layers_share_in_pairs(decoder) -> None:
         assert left.packed_positions().tolist() == right.packed_positions().tolist()
 
 
-def test_pairs_are_counted_behind_the_layers_that_share_nothing() -> None:
+def test_pairs_start_after_the_unshared_layers() -> None:
     assert [MPCache().leader_of(place) for place in range(7)] == [0, 1, 2, 2, 4, 4, 6]
     assert [MPCache(alone=1).leader_of(place) for place in range(5)] == [0, 1, 1, 3, 3]
     assert [MPCache(layers=1).leader_of(place) for place in range(4)] == [0, 1, 2, 3]

@@ -46,7 +46,7 @@ def taken(receiver: Decoder, source: ChunkSource):
 
 
 @pytest.mark.parametrize("layers", [(0, 4), (2, 4), (0, 2), (1, 1)])
-def test_layers_outside_the_range_are_the_senders_and_all_layers_the_receivers(pair, layers):
+def test_layers_outside_the_range_are_taken_from_the_sender(pair, layers):
     sender, receiver = pair
     chunks = sent(sender)
     theirs = chunks.source.find(sender.spec, PREFIX, TEXT)
@@ -66,7 +66,7 @@ def test_layers_outside_the_range_are_the_senders_and_all_layers_the_receivers(p
             torch.testing.assert_close(got.values[layer], own.values[layer], atol=1e-4, rtol=1e-4)
 
 
-def test_own_chunks_come_first_and_taken_ones_are_kept_nowhere(pair) -> None:
+def test_own_chunks_take_precedence_and_transferred_ones_are_not_cached(pair) -> None:
     sender, receiver = pair
     mine = ChunkMemory()
     source = ReusedChunks(mine, sent(sender), receiver, (2, 4))
@@ -80,7 +80,7 @@ def test_own_chunks_come_first_and_taken_ones_are_kept_nowhere(pair) -> None:
     assert not torch.equal(again.values[0], approximate.values[0])
 
 
-def test_what_the_sender_has_not_is_read(pair) -> None:
+def test_chunks_missing_at_the_sender_are_prefilled(pair) -> None:
     sender, receiver = pair
     empty = SenderChunks(ChunkMemory(state_layers=(2,)), sender.spec)
     own, _ = taken(receiver, NoChunks())
@@ -89,7 +89,7 @@ def test_what_the_sender_has_not_is_read(pair) -> None:
     torch.testing.assert_close(got.values[3], own.values[3], atol=1e-5, rtol=1e-5)
 
 
-def test_a_chunk_that_was_kept_without_states_is_read_again_by_its_own_model(pair) -> None:
+def test_chunk_cached_without_states_is_prefilled_again(pair) -> None:
     sender, _ = pair
     chunks = ChunkMemory()
     taken(sender, chunks)
@@ -102,7 +102,7 @@ def test_a_chunk_that_was_kept_without_states_is_read_again_by_its_own_model(pai
     assert states.nbytes == states.by_layer[2].nbytes > 0
 
 
-def test_ranges_without_states_and_layers_that_are_none_are_refused(pair) -> None:
+def test_ranges_without_states_and_unknown_layers_are_refused(pair) -> None:
     sender, receiver = pair
     with pytest.raises(ModelError, match="keeps those before 2"):
         ReusedChunks(NoChunks(), sent(sender), receiver, (1, 4))
@@ -110,7 +110,7 @@ def test_ranges_without_states_and_layers_that_are_none_are_refused(pair) -> Non
         ReusedChunks(NoChunks(), sent(sender), receiver, (2, 9))
 
 
-def test_schedules_that_keep_contexts_as_exact_refuse_those_of_another_model(pair) -> None:
+def test_exact_context_schedules_refuse_transfers(pair) -> None:
     sender, receiver = pair
     source = ReusedChunks(NoChunks(), sent(sender), receiver, (2, 4))
     Blended().check_chunks(source)

@@ -11,7 +11,7 @@ from model_runs import some_ids
 
 
 @pytest.mark.parametrize("variant, queries", [(Variant.LARDER, 16), (Variant.CODE, 50)])
-def test_the_code_measures_all_queries_of_a_text_read_whole(
+def test_code_variant_measures_all_queries_of_a_whole_prefill(
     monkeypatch, watched, reader_for, lane_for, variant, queries
 ) -> None:
     monkeypatch.setattr(whole, "BLOCK_TOKENS", 16)

@@ -83,7 +83,7 @@ def test_entries_never_exceed_budget_and_block(
                 assert protected <= set(entries.head_positions(head).tolist())
 
 
-def test_a_reader_that_keeps_too_much_is_noticed(watched, reader_for, lane_for) -> None:
+def test_bound_check_detects_an_excess(watched, reader_for, lane_for) -> None:
     planner = Planner(Protect(0, 0), built("scorer", "keydiff"), built("budget", "pooled"), Drop())
     reader = reader_for(watched, planner, 10, 40)
     before = dict(reader.quotas)
@@ -105,7 +105,7 @@ class Larger(dict[int, int]):
 
 @pytest.mark.extended
 @pytest.mark.parametrize("architecture", ["gemma3", "mistral"])
-def test_sliding_layers_stand_outside_the_budget(architecture, reader_for, lane_for) -> None:
+def test_sliding_layers_are_outside_the_budget(architecture, reader_for, lane_for) -> None:
     from larder.models import wrap_model
     from tiny_models import WINDOW_TOKENS, tiny
 

@@ -69,7 +69,7 @@ def reached(own: Any, stop: int = LENGTH) -> dict[int, set[int]]:
     }
 
 
-def test_a_narrowing_that_lets_all_tokens_go_on_is_exact(architecture) -> None:
+def test_narrowing_that_keeps_all_tokens_is_exact(architecture) -> None:
     ids = some_ids(LENGTH + MORE)
     expected = own_logits(tiny(architecture, layers=LAYERS), ids)[LENGTH:]
     for budget in ("unlimited()", f"uniform(tokens={LENGTH})"):
@@ -80,7 +80,7 @@ def test_a_narrowing_that_lets_all_tokens_go_on_is_exact(architecture) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["narrowing(layer=1, tokens=12)", "layerwise_narrowing"])
-def test_deeper_layers_see_what_reached_them_alone(architecture, schedule) -> None:
+def test_deeper_layers_hold_only_propagated_tokens(architecture, schedule) -> None:
     ids, decoder = some_ids(LENGTH + MORE), decoder_of(architecture)
     schedule = (
         schedule.replace("ing", "ing(share=0.5, least=3)") if schedule[0] == "l" else schedule
@@ -126,7 +126,7 @@ def test_the_tokens_that_go_on_equal_the_reference() -> None:
     assert sorted(reached(own)[2]) == expected
 
 
-def test_hand_values_of_a_choice() -> None:
+def test_token_selection_hand_values() -> None:
     heads = [[0.1, 0.4, 0.0, 0.3, 0.2], [0.5, 0.1, 0.0, 0.1, 0.2]]  # sums .6 .5 0 .4 .4
     always = [False, False, False, False, True]
     assert go_on(heads, always, 3) == [0, 1, 4]
@@ -135,7 +135,7 @@ def test_hand_values_of_a_choice() -> None:
     assert go_on(heads, [True] * 5, 1) == [0, 1, 2, 3, 4]
 
 
-def test_hand_values_of_pyramidinfer() -> None:
+def test_pyramidinfer_hand_values() -> None:
     """Of 32 layers the first cuts nothing, the middle one 5 percent, all together four fifths."""
     shape = NarrowingShape(32, tuple(range(32)), 0, 0)
     assert shape.count(0, 1000, 0.1) == 1000
@@ -147,7 +147,7 @@ def test_hand_values_of_pyramidinfer() -> None:
     assert lengths == sorted(lengths, reverse=True) and min(lengths) >= 264
 
 
-def test_the_share_that_is_left_open_is_the_largest_that_fits() -> None:
+def test_open_share_is_the_largest_that_fits() -> None:
     shape = NarrowingShape(30, tuple(range(30)), 50, 10)
     for budget in (150, 300, 400, 500, 800):
         fall = shape.least_fall(1000, budget)
@@ -159,7 +159,7 @@ def test_the_share_that_is_left_open_is_the_largest_that_fits() -> None:
 
 
 @pytest.mark.parametrize("preset", ["fastkv", "pyramidinfer"])
-def test_presets_fill_their_budgets_and_no_more(preset) -> None:
+def test_presets_fill_their_budgets(preset) -> None:
     decoder, ids = decoder_of("qwen3"), some_ids(200)
     sentence = PRESETS[preset].replace("layerwise_narrowing()", "layerwise_narrowing(least=4)")
     for tokens in (100, 140):
@@ -173,7 +173,7 @@ def test_presets_fill_their_budgets_and_no_more(preset) -> None:
     assert whole.managed_entries == 200 * heads
 
 
-def test_windows_hold_the_tokens_of_their_span_that_reached_them() -> None:
+def test_windows_hold_propagated_tokens_of_their_span() -> None:
     decoder, ids = decoder_of("gemma3"), some_ids(LENGTH)
     policy = f"narrowing(layer=1, tokens=6) > {ENDS} > snapkv(window=2) > unlimited()"
     own = read(decoder, policy, ids)
@@ -185,7 +185,7 @@ def test_windows_hold_the_tokens_of_their_span_that_reached_them() -> None:
         assert set(places) == {p for p in deeper if p >= LENGTH - WINDOW_TOKENS}
 
 
-def test_another_scorer_may_choose_than_the_one_that_evicts() -> None:
+def test_narrowing_scorer_is_separate_from_eviction_scorer() -> None:
     decoder, ids = decoder_of("qwen3"), some_ids(LENGTH)
     plain = f"narrowing(layer=1, tokens=12) > {ENDS} > keydiff() > uniform(tokens=12)"
     other = plain.replace("12)", '12, scorer="snapkv(window=4) > max() > group_max()")', 1)
@@ -204,7 +204,7 @@ def test_another_scorer_may_choose_than_the_one_that_evicts() -> None:
         "compact()",
     ],
 )
-def test_narrowing_composes(rest) -> None:
+def test_narrowing_composes_with_other_parts(rest) -> None:
     """Statistics, merges, prompts, recall, precisions and positions without gaps."""
     decoder, ids = decoder_of("qwen3"), some_ids(LENGTH + MORE)
     schedule = "narrowing(layer=1, tokens=20)"
@@ -225,7 +225,7 @@ def test_narrowing_composes(rest) -> None:
     assert again.lengths() == own.lengths()
 
 
-def test_what_cannot_narrow_is_refused_with_the_way_out() -> None:
+def test_unsupported_narrowings_name_the_way_out() -> None:
     for sentence, match in (
         ('narrowing() > patched(prompt="question")', "two_passes"),
         ("narrowing() > novelty()", "does not compute for all"),

@@ -81,26 +81,26 @@ def assert_same(one: Any, other: Any, within: float) -> None:
         *(("keydiff() > global()", together) for together in (3, Together.ALL)),
     ],
 )
-def test_any_number_builds_what_blockwise_builds(read, blockwise, together, sentence) -> None:
+def test_any_parallelism_equals_blockwise(read, blockwise, together, sentence) -> None:
     one, _ = blockwise(sentence)
     other, _ = read(Episodic(BLOCK, together), sentence=sentence)
     assert_same(one, other, 1e-4)
 
 
 @pytest.mark.parametrize("together, expected", [(2, {1, 2}), (3, {2, 3}), (40, {5})])
-def test_a_number_is_the_most_read_together(read, sizes, together, expected) -> None:
+def test_number_limits_caches_prefilled_together(read, sizes, together, expected) -> None:
     read(Episodic(BLOCK, together))
     assert set(sizes) == expected
     assert len(sizes) == -(-LANES // together) * 6  # blocks
 
 
-def test_all_are_read_together_if_asked(read, sizes) -> None:
+def test_all_caches_are_prefilled_together_on_request(read, sizes) -> None:
     read(Episodic(BLOCK, Together.ALL))
     assert set(sizes) == {LANES}
 
 
 @pytest.mark.extended
-def test_on_a_cpu_one_is_read_after_the_other(read, blockwise, sizes) -> None:
+def test_cpu_prefills_caches_sequentially(read, blockwise, sizes) -> None:
     assert episodic.free_device_bytes(torch.device("cpu")) is None
     one, held = blockwise(EPICACHE)
     sizes.clear()
@@ -113,7 +113,7 @@ def test_on_a_cpu_one_is_read_after_the_other(read, blockwise, sizes) -> None:
 
 
 @pytest.mark.parametrize("fit", [0, 2, 3, 100])
-def test_as_many_are_read_together_as_fit(
+def test_parallel_caches_are_limited_by_free_memory(
     watched, reader_for, lane_for, read, sizes, monkeypatch, fit
 ) -> None:
     reader = reader_for(watched, Policy.parse(PROTECTED).planner, TOKENS, 50)
@@ -130,9 +130,7 @@ def test_as_many_are_read_together_as_fit(
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3"])
 @pytest.mark.parametrize("total", [150, 400])
-def test_no_cache_takes_more_than_it_was_given_room_for(
-    reader_for, lane_for, architecture, total
-) -> None:
+def test_cache_bytes_stay_within_the_estimate(reader_for, lane_for, architecture, total) -> None:
     decoder, ids = wrap_model(tiny(architecture, layers=4)), some_ids(total)
     tokens, block = 100, 80  # larger than the slack that storage grows by
     sentence = "protect(sinks=1, recent=2) > keydiff() > uniform()"
@@ -143,7 +141,7 @@ def test_no_cache_takes_more_than_it_was_given_room_for(
     assert bound / 2 < reader.meter.peak_bytes <= bound
 
 
-def test_a_long_prompt_needs_room_to_pass(watched, reader_for, lane_for) -> None:
+def test_activation_bytes_of_a_long_prompt(watched, reader_for, lane_for) -> None:
     reader = reader_for(watched, Policy.parse(PROTECTED).planner, TOKENS, 50)
     short, long = (lane_for(watched, episode=some_ids(n)) for n in (3, 300))
     block = some_ids(BLOCK)
@@ -160,7 +158,7 @@ def test_free_memory_counts_what_the_allocator_holds_unused(monkeypatch) -> None
     assert episodic.free_device_bytes(torch.device("meta")) is None
 
 
-def test_what_needs_no_prompt_needs_room_for_its_block(watched, reader_for, lane_for) -> None:
+def test_activation_bytes_without_a_prompt(watched, reader_for, lane_for) -> None:
     plain = reader_for(watched, Policy.parse("keydiff() > uniform()").planner, 50, 50)
     asked = reader_for(watched, Policy.parse(PROTECTED).planner, 50, 50)
     lane, block = lane_for(watched, episode=some_ids(3)), some_ids(BLOCK)
@@ -178,6 +176,6 @@ def test_no_cache_at_all_is_refused(together) -> None:
 
 
 @pytest.mark.gpu
-def test_an_accelerator_tells_what_is_free() -> None:
+def test_accelerator_reports_free_bytes() -> None:
     free = episodic.free_device_bytes(torch.device("cuda"))
     assert free is not None and free > 0

@@ -35,7 +35,7 @@ class Highest:
 
 
 @pytest.mark.parametrize("schedule, sentence", covering(SCHEDULES, APPENDED + SCRATCHED))
-def test_the_peak_is_what_was_held(
+def test_peak_equals_the_held_bytes(
     watched, reader_for, lane_for, monkeypatch, schedule, sentence
 ) -> None:
     planner = Policy.parse(f"protect(sinks=1, recent=2) > {sentence}").planner
@@ -71,7 +71,7 @@ def test_a_scratch_pass_counts_the_tokens_of_all_rows(watched, reader_for, lane_
     assert in_flight + held <= reader.meter.peak_bytes < 2 * in_flight
 
 
-def test_only_one_layers_queries_are_held(watched, reader_for, lane_for, monkeypatch) -> None:
+def test_queries_of_one_layer_are_held(watched, reader_for, lane_for, monkeypatch) -> None:
     """A global budget waits for the last layer, but with scores, not with queries."""
     planner = Policy.parse("protect(sinks=1, recent=2) > keydiff() > global()").planner
     reader, lane = reader_for(watched, planner, 14, 50), lane_for(watched)

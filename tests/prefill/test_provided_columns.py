@@ -78,7 +78,7 @@ def columns(cache: SequenceCache) -> dict[tuple[int, int, int], float]:
     return out
 
 
-def test_a_captured_number_stays_with_its_entry(planner, watched, reader_for, lane_for) -> None:
+def test_captured_column_stays_with_its_entry(planner, watched, reader_for, lane_for) -> None:
     reader, lane = reader_for(watched, planner, M, LENGTH), lane_for(watched, planner)
     found, stop = entering(watched)
     Blockwise(8).read(reader, [lane], some_ids(LENGTH), no_progress)
@@ -111,7 +111,7 @@ def test_a_scratch_pass_records_nothing(planner, watched, lane_for) -> None:
     assert columns(cache) == before and len(set(before.values())) > 4
 
 
-def test_its_bytes_are_counted(planner, watched, lane_for) -> None:
+def test_column_bytes_are_counted(planner, watched, lane_for) -> None:
     plain = SequenceCache(watched.spec, "ragged")
     cache = lane_for(watched, planner).cache
     for each in (plain, cache):

@@ -118,9 +118,7 @@ def read(decoder: Decoder, wanted: Policy) -> SessionCaches:
 
 @pytest.mark.extended
 @PARTS
-def test_where_everything_is_recalled_generated_text_is_the_full_caches(
-    decoder, own, name, monkeypatch
-) -> None:
+def test_full_recall_generates_as_the_full_cache(decoder, own, name, monkeypatch) -> None:
     wanted = policy(name, 320)
     park_at_once(monkeypatch)
     cache = read(decoder, wanted).activate(0)
@@ -131,9 +129,7 @@ def test_where_everything_is_recalled_generated_text_is_the_full_caches(
     assert cache.pages[0] > 0
 
 
-def test_where_everything_is_recalled_blocks_of_a_text_are_read_exactly(
-    decoder, own, monkeypatch
-) -> None:
+def test_full_recall_prefills_blocks_exactly(decoder, own, monkeypatch) -> None:
     wanted = policy("votes", 320)
     wanted = replace(wanted, recall=replace(wanted.recall, prefill=PrefillRecall.RECALLED))
     park_at_once(monkeypatch)
@@ -147,7 +143,7 @@ def test_where_everything_is_recalled_blocks_of_a_text_are_read_exactly(
 
 
 @pytest.mark.parametrize("closing", [frozenset(range(128)), frozenset[int]()])
-def test_the_first_token_of_a_sentence_sees_everything(decoder, closing, monkeypatch) -> None:
+def test_first_token_of_a_sentence_attends_to_all(decoder, closing, monkeypatch) -> None:
     """Every token is the first of one, or the first of all is."""
     wanted, steps, seen = policy("sentences", 8), 6, list[int]()
     cache = build_caches(
@@ -171,7 +167,7 @@ def test_the_first_token_of_a_sentence_sees_everything(decoder, closing, monkeyp
     assert seen == [True] * layers + later
 
 
-def test_correcting_what_was_not_missed_changes_nothing(decoder, own, monkeypatch) -> None:
+def test_correction_without_misses_changes_nothing(decoder, own, monkeypatch) -> None:
     wanted = policy("flat", 320)
     park_at_once(monkeypatch)
     recall = replace(wanted.recall, corrected=2)  # as many as are protected; keydiff spares none
@@ -182,7 +178,7 @@ def test_correcting_what_was_not_missed_changes_nothing(decoder, own, monkeypatc
 
 
 @pytest.mark.parametrize("manner", ["held='every'", "held='one', depth=1", "held='ids'"])
-def test_what_is_recomputed_was_never_missed(decoder, own, manner) -> None:
+def test_recomputed_entries_equal_the_full_cache(decoder, own, manner) -> None:
     """The smallest of budgets answers as the full cache, also from the shelf."""
     ends = f"sinks_and_window(sinks=2) > uniform() > recompute({manner}) > lagged(tokens={LAG})"
     sentence = f"blockwise(tokens=8) > protect(sinks=2, recent=2) > {ends}"
@@ -200,7 +196,7 @@ def test_what_is_recomputed_was_never_missed(decoder, own, manner) -> None:
 
 
 @pytest.mark.parametrize("name", one_in(4, sorted(RECALLS.own())))
-def test_a_small_budget_is_kept_and_a_chat_goes_on_alike_from_the_shelf(decoder, name) -> None:
+def test_deactivated_cache_continues_identically_within_its_budget(decoder, name) -> None:
     wanted = policy(name, 8)
     cache = read(decoder, wanted).activate(0)
     said(decoder, wanted, cache, QUESTION, 7)
@@ -214,14 +210,14 @@ def test_a_small_budget_is_kept_and_a_chat_goes_on_alike_from_the_shelf(decoder,
     assert live[0] == forked[0] and torch.allclose(live[1], forked[1], atol=1e-4)
 
 
-def test_pages_that_leave_no_room_for_what_stays_are_refused(decoder) -> None:
+def test_pages_without_room_for_kept_entries_are_refused(decoder) -> None:
     wanted = replace(policy("flat", 6), protect=Protect(sinks=2, recent=9))
     message = "of 18 tokens has no room for the 6 that flat.* the 4 that lagged.* the 11"
     with pytest.raises(BudgetError, match=message):
         read(decoder, wanted)
 
 
-def test_every_preset_that_recalls_has_room_for_its_lag_inside_the_budget(decoder) -> None:
+def test_recall_presets_fit_their_lag_in_the_budget(decoder) -> None:
     presets = [Policy.parse(name).with_sizes(256, None) for name in PRESETS]
     recalling = [each for each in presets if each.recall is not None]
     assert len(recalling) > 10
@@ -230,7 +226,7 @@ def test_every_preset_that_recalls_has_room_for_its_lag_inside_the_budget(decode
         assert most + recall_budget_tokens(each) == 256
 
 
-def test_a_budget_for_everything_parks_nothing_and_equals_the_full_cache(decoder, own) -> None:
+def test_full_budget_offloads_nothing(decoder, own) -> None:
     wanted = policy("flat", len(CONTEXT) + len(QUESTION) + 4 - STAYING)
     cache = read(decoder, wanted).activate(0)
     tokens, heard = said(decoder, wanted, cache, QUESTION, 5, allowed=wanted.budget.tokens)

@@ -82,9 +82,7 @@ def counts_of_steps(decoder: Decoder, wanted: Policy, context: int, steps: int) 
     steps=st.integers(2, 16),
     recall=st.sampled_from(RECALLS),
 )
-def test_no_step_attends_to_more_entries_than_the_budget(
-    decoder, budget, lag, context, steps, recall
-) -> None:
+def test_steps_attend_to_at_most_the_budget(decoder, budget, lag, context, steps, recall) -> None:
     stays = "blockwise(tokens=8) > protect(sinks=2, recent=2) > sinks_and_window(sinks=2)"
     sentence = f"{stays} > uniform() > park() > {recall} > lagged(tokens={lag})"
     counts = counts_of_steps(
@@ -101,7 +99,7 @@ def test_icecache_attends_to_the_budget_of_its_paper(decoder) -> None:
     assert max(counts_of_steps(decoder, wanted, 160, 36)) <= 128
 
 
-def test_each_query_head_has_pages_of_its_own_as_in_the_paper(decoder) -> None:
+def test_paper_variant_selects_pages_per_query_head(decoder) -> None:
     stays = "blockwise(tokens=8) > protect(sinks=2, recent=2) > sinks_and_window(sinks=2)"
     sentence = f"{stays} > uniform() > park() > {{}} > lagged(tokens=2)"
     part = 'dci(page=2, dense=0, tokens=16, variant="{}")'
@@ -130,7 +128,7 @@ def test_slots_of_query_heads_are_counted(decoder) -> None:
     assert paper.fast_tier_bytes > code.fast_tier_bytes == sum(code.layers)
 
 
-def test_a_lag_that_leaves_no_page_is_refused() -> None:
+def test_lag_without_room_for_a_page_is_refused() -> None:
     policy = Policy.parse("icecache")
     with pytest.raises(BudgetError, match="64 tokens has no room for a page of 16 .* the 16 that"):
         policy.with_sizes(64, None)

@@ -62,19 +62,19 @@ def positions(cache: SequenceCache, layer: int = 0) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("name", LAST)
-def test_open_gates_give_the_logits_of_the_full_cache(decoder, name) -> None:
+def test_open_gates_equal_the_full_cache(decoder, name) -> None:
     put(decoder, name, 50.0)
     full = answers(decoder, a_cache(decoder, "whole() > unlimited()", CONTEXT))
     assert torch.equal(answers(decoder, a_cache(decoder, SENTENCES[name], CONTEXT)), full)
 
 
-def test_a_shut_gate_leaves_what_is_protected(decoder) -> None:
+def test_closed_gate_keeps_protected_entries(decoder) -> None:
     put(decoder, "attention_gate", -50.0)
     cache = a_cache(decoder, SENTENCES["attention_gate"], CONTEXT)
     assert all(positions(cache, n) == [[CONTEXT - 1]] * 2 for n in range(3))
 
 
-def test_a_size_bounds_what_a_gate_keeps(decoder) -> None:
+def test_size_limits_gated_entries(decoder) -> None:
     put(decoder, "attention_gate", 0.0)
     whole, bounded = (
         SENTENCES["attention_gate"],
@@ -86,7 +86,7 @@ def test_a_size_bounds_what_a_gate_keeps(decoder) -> None:
 
 
 @pytest.mark.parametrize("name", ["trim", "global_retention"])
-def test_gates_that_decay_alike_keep_the_latest(decoder, name) -> None:
+def test_equal_decay_gates_keep_the_latest(decoder, name) -> None:
     """Weights of zeros but for the last bias: the age alone decides."""
     gate = PROVIDERS.load(name)()
     learned = random_weights(name, gate, decoder.spec)

@@ -79,9 +79,7 @@ def test_blockwise_and_episodic_build_the_same_caches(
 
 
 @pytest.mark.parametrize("architecture, schedule", covering(ARCHITECTURES, SCHEDULES))
-def test_a_budget_that_holds_everything_is_exact(
-    architecture, schedule, adopted, own, reader_for, lane_for
-) -> None:
+def test_full_budget_is_exact(architecture, schedule, adopted, own, reader_for, lane_for) -> None:
     ids = some_ids(61)
     decoder, expected = adopted(architecture), own_logits(own(architecture), ids)
     for sentence in ('patched(prompt="episode") > sensitivity()', "snapkv(window=4) > global()"):
@@ -107,7 +105,7 @@ def architecture(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.parametrize("sentence", SENTENCES)
-def test_whole_reads_any_pieces_alike_and_decides_once(
+def test_whole_prefill_is_independent_of_its_blocks(
     watched, reader_for, lane_for, true_entries, monkeypatch, sentence
 ) -> None:
     caches = []
@@ -125,7 +123,7 @@ def test_whole_reads_any_pieces_alike_and_decides_once(
 
 
 @pytest.mark.parametrize("sentence", SENTENCES)
-def test_a_scratch_pass_changes_nothing_but_by_the_plan(
+def test_scratch_pass_changes_the_cache_by_its_plan_only(
     watched, reader_for, lane_for, monkeypatch, sentence
 ) -> None:
     """With plans held back, a whole settlement leaves exactly what appending leaves."""
@@ -141,9 +139,7 @@ def test_a_scratch_pass_changes_nothing_but_by_the_plan(
 
 
 @pytest.mark.parametrize("sentence", SENTENCES)
-def test_two_conversations_do_not_leak_into_one_another(
-    watched, reader_for, lane_for, sentence
-) -> None:
+def test_conversations_of_a_batch_are_independent(watched, reader_for, lane_for, sentence) -> None:
     planner = planner_of(sentence)
     first, second = some_ids(40, seed=1), some_ids(40, seed=2)
     alone, mixed, other = (lane_for(watched, planner) for _ in range(3))
@@ -160,7 +156,7 @@ def test_two_conversations_do_not_leak_into_one_another(
 
 
 @pytest.mark.parametrize("total, size", [(17, 16), (40, 8), (5, 9), (100, 33), (1, 1), (0, 4)])
-def test_pieces_are_of_nearly_the_same_length(total, size) -> None:
+def test_blocks_are_of_nearly_equal_length(total, size) -> None:
     ids = some_ids(total)
     parts = split_blocks(ids, size)
     assert sum(parts, ()) == ids
@@ -177,7 +173,7 @@ class Voters(SnapKV):
         return ProtectedTokens(last=self.window)
 
 
-def test_a_scorer_that_judges_by_more_than_a_piece_is_served(
+def test_scorer_needing_more_than_a_block_is_supported(
     watched, reader_for, lane_for, monkeypatch
 ) -> None:
     planner = Planner(Protect(1, 2), Voters(window=20), Pooled(), Drop())
@@ -198,7 +194,7 @@ def test_a_short_last_chunk_does_not_outrank_the_others(watched, reader_for, lan
     assert sum(position >= 128 for position in kept) < 0.9 * 2 * len(positions(lane.cache))
 
 
-def test_a_whole_text_leaves_windows_as_wide_as_they_are(reader_for, lane_for, monkeypatch) -> None:
+def test_whole_prefill_keeps_sliding_windows_bounded(reader_for, lane_for, monkeypatch) -> None:
     monkeypatch.setattr(whole_module, "BLOCK_TOKENS", 16)
     decoder = wrap_model(tiny("gemma3", layers=4))
     reader = reader_for(decoder, planner_of("snapkv(window=4) > unlimited()"), 1 << 62, 200)
@@ -217,7 +213,7 @@ def test_a_whole_text_leaves_windows_as_wide_as_they_are(reader_for, lane_for, m
     assert reader.meter.peak_bytes - handed_over < 1.2 * decoder.spec.full_bytes(200)
 
 
-def test_later_positions_are_true_ones(watched, reader_for, lane_for) -> None:
+def test_later_tokens_have_true_positions(watched, reader_for, lane_for) -> None:
     """What was dropped does not move what comes after: only kept entries differ from the full."""
     reader = reader_for(watched, planner_of("keydiff() > uniform()"), 14, 40)
     lane = lane_for(watched)
@@ -243,7 +239,7 @@ def test_progress_reaches_the_end(watched, reader_for, lane_for) -> None:
 
 # Lanes have no calibrated transforms, which `larder` needs (tests/cache/test_transform.py).
 @pytest.mark.parametrize("preset", sorted(PRESETS.keys() - {"larder"}))
-def test_every_preset_reads(watched, reader_for, lane_for, preset) -> None:
+def test_every_preset_prefills(watched, reader_for, lane_for, preset) -> None:
     policy = Policy.parse(preset)
     room = 50 if policy.recall is None else 200  # for what always stays, and a page of any size
     tokens = room if policy.budget.tokens is None else policy.budget.tokens
@@ -260,7 +256,7 @@ def test_every_preset_reads(watched, reader_for, lane_for, preset) -> None:
 @pytest.mark.parametrize(
     "preset", one_in(6, sorted(PRESETS.keys() - {"larder"} - LOSSY_AT_ANY_BUDGET))
 )
-def test_with_room_for_everything_every_preset_is_the_plain_model(
+def test_every_preset_with_a_full_budget_equals_the_model(
     watched, reader_for, lane_for, preset
 ) -> None:
     """Nothing is rejected, and what follows has the model's own logits."""
@@ -276,7 +272,7 @@ def test_with_room_for_everything_every_preset_is_the_plain_model(
     torch.testing.assert_close(read_on(watched, lane.cache, more, 4), expected, atol=1e-3, rtol=0)
 
 
-def test_sizes_that_make_no_sense_are_refused(watched, reader_for) -> None:
+def test_invalid_sizes_are_refused(watched, reader_for) -> None:
     for kind in (Blockwise, Episodic):
         with pytest.raises(BadParameter, match="at least 1"):
             kind(0)

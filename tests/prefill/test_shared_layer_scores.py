@@ -28,7 +28,7 @@ class Scores:
         return torch.full((sum(observation.entries.lengths),), float(self.asked))
 
 
-def test_the_first_of_a_group_speaks_for_it() -> None:
+def test_first_layer_of_a_group_scores_for_it() -> None:
     leading, score, seen = SharedLayerScores(2), Scores(), a_view(a_layer(2, 2), HELD)
     said = [float(leading.scores(0, place, seen, score)[0]) for place in range(5)]
     assert said == [1, 1, 2, 2, 3]
@@ -36,7 +36,7 @@ def test_the_first_of_a_group_speaks_for_it() -> None:
     assert said == [4, 5]
 
 
-def test_rows_of_a_pass_have_leaders_of_their_own() -> None:
+def test_sequences_of_a_batch_have_their_own_leaders() -> None:
     leading, score, seen = SharedLayerScores(2), Scores(), a_view(a_layer(2, 2), HELD)
     said = [
         [float(leading.scores(row, place, seen, score)[0]) for row in (0, 1)] for place in (0, 1)
@@ -45,7 +45,7 @@ def test_rows_of_a_pass_have_leaders_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("other", [[[0, 1, 3], [2, 4]], [[0, 1], [2, 3, 4]], [[0, 1, 4], [4]]])
-def test_a_layer_that_holds_something_else_decides_for_itself(other) -> None:
+def test_layer_with_other_entries_scores_itself(other) -> None:
     leading, score, layer = SharedLayerScores(3), Scores(), a_layer(2, 2)
     seen, apart = a_view(layer, HELD), a_view(layer, other)
     said = [leading.scores(0, place, view, score) for place, view in enumerate((seen, apart, seen))]
@@ -64,7 +64,7 @@ def kept(watched, reader_for, lane_for, unit: str, budget: str = "uniform()") ->
 
 
 @pytest.mark.parametrize("unit", ["chunk(size=3, layers={})", "window(size=3, layers={})"])
-def test_layers_that_share_keep_the_same(watched, reader_for, lane_for, unit) -> None:
+def test_sharing_layers_keep_the_same_entries(watched, reader_for, lane_for, unit) -> None:
     fixtures = watched, reader_for, lane_for
     alone, paired, all_three = (kept(*fixtures, unit.format(layers)) for layers in (1, 2, 3))
     assert alone[0] == paired[0] == all_three[0]
@@ -73,13 +73,13 @@ def test_layers_that_share_keep_the_same(watched, reader_for, lane_for, unit) ->
     assert all_three[0] == all_three[1] == all_three[2]
 
 
-def test_budgets_that_differ_by_layer_end_the_sharing(watched, reader_for, lane_for) -> None:
+def test_uneven_layer_budgets_disable_sharing(watched, reader_for, lane_for) -> None:
     fixtures = watched, reader_for, lane_for
     shared = kept(*fixtures, "chunk(size=3, layers=3)", "pyramid(beta=2)")
     assert len({len(layer) for layer in shared}) == 3
 
 
-def test_nothing_is_shared_unless_asked() -> None:
+def test_scores_are_shared_on_request_only() -> None:
     planner = Policy.parse("snapkv()").planner
     assert planner.unit.layers_together == 1
     unit = Policy.parse("snapkv() > chunk(layers=2)").planner.unit

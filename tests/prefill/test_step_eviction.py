@@ -74,7 +74,7 @@ def by_plans(observer: Any, calls: int, *rest: Any) -> DeferredObserver:
 @pytest.mark.extended
 @pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
 @pytest.mark.parametrize("dtype, sentence", CASES)
-def test_a_kernel_leaves_what_plans_leave(
+def test_eviction_kernel_equals_plans(
     sentence: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel: list[int] = []
@@ -101,7 +101,7 @@ def test_a_kernel_leaves_what_plans_leave(
 
 @pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
 @pytest.mark.parametrize("sentence", [f"whole() > {H2O}", f"whole() > {D2O}every_step()"])
-def test_a_layer_that_the_kernel_leaves_goes_by_its_plan(
+def test_layer_skipped_by_the_kernel_uses_its_plan(
     sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evict, left = EvictionTable.evict, list[int | None]()
@@ -122,7 +122,7 @@ def test_a_layer_that_the_kernel_leaves_goes_by_its_plan(
 
 
 @pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
-def test_a_fork_and_its_source_go_on_as_they_would_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fork_and_source_continue_independently(monkeypatch: pytest.MonkeyPatch) -> None:
     def continued(cache: SequenceCache, ids: tuple[int, ...]) -> list[list[int]]:
         return generate(
             decoder,
@@ -149,7 +149,7 @@ def test_a_fork_and_its_source_go_on_as_they_would_alone(monkeypatch: pytest.Mon
 
 
 @pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
-def test_a_layout_is_stale_once_a_plan_moved_a_layer_and_holds_nothing_alive() -> None:
+def test_step_layout_is_invalidated_by_plans() -> None:
     _, cache = generated(f"whole() > {H2O}", FLOAT32)
     layout = cache.step_layout(FLOAT32)
     assert layout is not None and layout is cache.step_layout(FLOAT32) and layout.is_current

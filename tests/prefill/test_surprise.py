@@ -38,7 +38,7 @@ def likelihoods(decoder: Any, cache: SequenceCache, ids: tuple[int, ...]) -> lis
     return logits.log_softmax(-1).tolist()
 
 
-def test_the_most_surprising_of_every_block_stay(watched, reader_for, lane_for) -> None:
+def test_most_surprising_entries_of_every_block_are_kept(watched, reader_for, lane_for) -> None:
     planner = Policy.parse(f"blockwise(tokens=8) > {NOVELTY}").planner
     reader, lane = reader_for(watched, planner, M, LENGTH), lane_for(watched, planner)
     ids, expected, before = some_ids(LENGTH), dict[int, float](), list[float]()
@@ -63,7 +63,7 @@ def test_the_most_surprising_of_every_block_stay(watched, reader_for, lane_for) 
     assert reader.wrong == [] and reader.meter.highest <= 6 * (M + BLOCK)
 
 
-def test_read_whole_nothing_was_missing_when_a_token_came(watched, reader_for, lane_for) -> None:
+def test_whole_prefill_surprise_uses_the_full_context(watched, reader_for, lane_for) -> None:
     planner = Policy.parse(f"whole() > {NOVELTY}").planner
     reader, lane = reader_for(watched, planner, M, LENGTH), lane_for(watched, planner)
     fresh = SequenceCache(watched.spec, lane.cache.cache_spec.form)
@@ -76,7 +76,7 @@ def test_read_whole_nothing_was_missing_when_a_token_came(watched, reader_for, l
 
 
 @pytest.mark.parametrize("timing", ["every_step()", "lagged(tokens=3)"])
-def test_generated_tokens_are_weighed_too(watched, reader_for, lane_for, timing) -> None:
+def test_generated_tokens_have_surprise(watched, reader_for, lane_for, timing) -> None:
     planner = Policy.parse(f"blockwise(tokens=8) > {NOVELTY} > {timing}").planner
     reader, lane = reader_for(watched, planner, M, 16), lane_for(watched, planner)
     Blockwise(BLOCK).read(reader, [lane], some_ids(16), no_progress)
@@ -117,7 +117,7 @@ def test_generated_tokens_are_weighed_too(watched, reader_for, lane_for, timing)
     assert len(seen) >= 4
 
 
-def test_who_does_not_ask_pays_nothing(watched, reader_for, lane_for, monkeypatch) -> None:
+def test_other_policies_compute_no_surprise(watched, reader_for, lane_for, monkeypatch) -> None:
     def refuse(*args: Any) -> None:
         raise AssertionError(args)
 
@@ -129,7 +129,7 @@ def test_who_does_not_ask_pays_nothing(watched, reader_for, lane_for, monkeypatc
     assert not len(lane.cache.latest.tail)
 
 
-def test_infinipot_shares_the_room_between_both_lists() -> None:
+def test_infinipot_splits_the_budget_between_two_rankings() -> None:
     from builders import a_layer, a_view
     from larder.policy import InfiniPot
     from references.infinipot import chosen, listed

@@ -55,7 +55,7 @@ def places(own: Any, layer: int = 0) -> set[int]:
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3"])
-def test_a_search_that_finds_all_tokens_is_exact(architecture) -> None:
+def test_selection_of_all_tokens_is_exact(architecture) -> None:
     ids, decoder = some_ids(LENGTH + MORE), decoder_of(architecture)
     expected = own_logits(tiny(architecture, layers=LAYERS), ids)[LENGTH:]
     for sentence in (
@@ -66,7 +66,7 @@ def test_a_search_that_finds_all_tokens_is_exact(architecture) -> None:
         assert (read_on(decoder, own, ids[LENGTH:], 1) - expected).abs().max() < 1e-4
 
 
-def test_measured_heads_alone_search_up_to_their_deepest_layer(monkeypatch) -> None:
+def test_calibrated_heads_search_up_to_their_deepest_layer(monkeypatch) -> None:
     """Of eight kv heads the two best, head 1 of layer 0 and head 0 of layer 2, are asked."""
     searched = list[frozenset[int]]()
 
@@ -98,7 +98,7 @@ def test_measured_heads_alone_search_up_to_their_deepest_layer(monkeypatch) -> N
 
 
 @pytest.mark.parametrize("scorer", ["snapkv(window=4)", 'patched(prompt="question")', "keydiff()"])
-def test_found_tokens_are_read_as_if_the_others_were_not_there(scorer, monkeypatch) -> None:
+def test_selected_tokens_are_prefilled_without_the_others(scorer, monkeypatch) -> None:
     """At their true positions, whatever the blocks of the first pass."""
     monkeypatch.setattr(two_passes, "BLOCK_TOKENS", 11)
     ids, decoder = some_ids(LENGTH + MORE), decoder_of("qwen3")
@@ -119,7 +119,7 @@ def test_found_tokens_are_read_as_if_the_others_were_not_there(scorer, monkeypat
     assert places(again) == places(own)
 
 
-def test_the_budget_says_how_many_are_found_and_nothing_else_is_held() -> None:
+def test_budget_sets_the_number_of_selected_tokens() -> None:
     ids, decoder = some_ids(200), decoder_of("qwen3")
     for preset in ("ilre", "reform"):
         order = (0.9, 0.9, 0.9, 0.9, 0.9, 0.0, 0.9, 0.9)  # the best head is in layer 2
@@ -157,7 +157,7 @@ def test_hand_values_of_several_widths() -> None:
         assert found_tokens(drawn, always, count, [1, 5, 9]).tolist() == expected
 
 
-def test_what_makes_no_sense_is_refused() -> None:
+def test_invalid_options_are_refused() -> None:
     for inside in ("layers=0", 'widths="2"', 'widths=""', "layer=-1", "tokens=0", "kept=0"):
         with pytest.raises(BadParameter, match="two_passes"):
             Policy.parse(f"two_passes({inside})")

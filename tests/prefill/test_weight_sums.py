@@ -27,9 +27,7 @@ def read(sentence: str) -> SequenceCache:
 
 
 @pytest.mark.parametrize("sentence", SENTENCES)
-def test_recorded_sums_keep_what_a_second_pass_keeps(
-    sentence: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recorded_sums_equal_a_second_pass(sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
     second_passes: list[int] = []
 
     def counted(*inputs: object) -> object:

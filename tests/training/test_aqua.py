@@ -59,7 +59,7 @@ def test_predictions_are_damped_least_squares_on_decoded_inputs(loaded) -> None:
 
 
 @pytest.mark.extended
-def test_every_layer_loses_less_than_without_predictions(loaded) -> None:
+def test_predictions_reduce_the_error_of_every_layer(loaded) -> None:
     adapter, spec = TokenizerAdapter(loaded.tokenizer), loaded.decoder.spec
     method, corpus = AquaTraining(), read_corpus(None)
     learned = train_on_passages(method, loaded.decoder, adapter, corpus, LIMITS, nothing)
@@ -95,7 +95,7 @@ def test_invalid_settings_are_refused(change) -> None:
         AquaTraining(**change)
 
 
-def test_passages_of_sinks_alone_are_refused(loaded) -> None:
+def test_passages_of_sinks_only_are_refused(loaded) -> None:
     short = Passage("short", "texts", CorpusSplit.TRAIN, 0, (5, 6, 7, 8))
     with pytest.raises(ModelError, match="more passage_tokens"):
         read_samples(loaded.decoder, [short])

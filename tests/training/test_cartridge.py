@@ -88,7 +88,7 @@ def untrained(engine: Engine, slots: int = SLOTS) -> tuple[int, ...]:
     return ids
 
 
-def test_a_token_sees_all_slots_and_its_own_conversation() -> None:
+def test_mask_covers_slots_and_the_own_conversation() -> None:
     seen = visible(2, (2, 1))
     assert seen.int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 1]]
 
@@ -117,7 +117,7 @@ def test_models_with_latents_are_refused() -> None:
         check_slots(a_spec(replace(a_layer(2, 1), latent_rank=4)))
 
 
-def test_the_loss_by_hand(engine) -> None:
+def test_loss_hand_values(engine) -> None:
     decoder, vocabulary = engine.runtime.decoder, engine.runtime.decoder.vocab_size
 
     class FlatHead(LMHead):
@@ -142,7 +142,7 @@ def test_the_loss_by_hand(engine) -> None:
     assert float(found) == pytest.approx(reference.loss([{0: 0.5, 9: 0.25}], logits), rel=1e-5)
 
 
-def test_all_tokens_as_slots_predict_what_the_cache_predicts(engine) -> None:
+def test_slots_of_all_tokens_equal_the_cache(engine) -> None:
     _, cache, ids = first_slots(engine)
     whole, decoder = ChunkEntries.of(cache, 0, len(ids)), engine.runtime.decoder
     told = [StudyConversation("Who is Oscar?", "a cat"), StudyConversation("Where?", "Lisbon")]
@@ -160,7 +160,7 @@ def test_all_tokens_as_slots_predict_what_the_cache_predicts(engine) -> None:
 
 
 @pytest.mark.extended
-def test_training_lowers_the_loss_and_leaves_the_first_slot(engine) -> None:
+def test_training_lowers_the_loss_with_a_frozen_first_slot(engine) -> None:
     first, cache, ids = first_slots(engine)
     studied = [*study_conversations(engine, engine.read(TEXT), StudyCounts(6, 3, 2, 0), 0)]
     batches = study_batches(engine, cache, TEXT, studied, SETTINGS)
@@ -175,7 +175,7 @@ def test_training_lowers_the_loss_and_leaves_the_first_slot(engine) -> None:
 
 
 @pytest.mark.extended
-def test_caches_begin_with_the_slots_and_answer_at_the_positions_of_the_text(engine) -> None:
+def test_caches_start_with_slots_at_the_positions_of_the_text(engine) -> None:
     ids = untrained(engine)
     first, *_ = first_slots(engine)
     memory = engine.under(POLICY).read(TEXT)
@@ -200,7 +200,7 @@ def test_caches_begin_with_the_slots_and_answer_at_the_positions_of_the_text(eng
 
 
 @pytest.mark.extended
-def test_chats_and_saved_caches_go_on_from_a_cartridge(engine, tmp_path) -> None:
+def test_chats_and_saved_caches_continue_from_a_cartridge(engine, tmp_path) -> None:
     ids, own = untrained(engine), engine.under(POLICY)
     with closing(Store(str(tmp_path / "store"), tmp_path)) as store:
         chat = Chat(own, "candles", TEXT, keeper=StorePersistence(store, own.loaded))
@@ -243,14 +243,14 @@ def test_a_file_of_other_shapes_is_refused(engine) -> None:
         engine.under(POLICY).read(TEXT)
 
 
-def test_facts_leave_out_names_and_numbers() -> None:
+def test_facts_mask_names_and_numbers() -> None:
     told = [*facts(["Then I met Maria Lopez at the gate.", "It was cold and wet."], 3, Random(0))]
     assert [each.answer for each in told[:2]] == ["Maria Lopez", "Maria Lopez"]
     assert "Then I met ___ at the gate." in told[0].question
     assert told[2].answer == "and wet" and "It was cold ___." in told[2].question
 
 
-def test_parts_are_words_of_the_text_in_order() -> None:
+def test_passage_samples_follow_the_text() -> None:
     words = [f"w{number}" for number in range(30)]
     for each in parts(words, '"{}"', (4, 6), 20, Random(1)):
         cue = each.question.strip('"').split()
@@ -260,7 +260,7 @@ def test_parts_are_words_of_the_text_in_order() -> None:
 
 
 @pytest.mark.extended
-def test_study_sees_the_text_and_no_questions(engine) -> None:
+def test_self_study_uses_the_text_only(engine) -> None:
     memory = engine.read(TEXT)
     told = [*study_conversations(engine, memory, StudyCounts(4, 3, 2, 1), 3)]
     assert len(told) == 10

@@ -80,7 +80,7 @@ def test_a_gate_mixes_full_and_streaming_attention(decoder, monkeypatch, block) 
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
-def test_open_gates_give_the_models_states(architecture) -> None:
+def test_open_gates_equal_the_models_states(architecture) -> None:
     with wrap_model(tiny(architecture)) as held:
         gates = {layer.index: torch.ones(layer.kv_heads) for layer in held.spec.managed}
         plain = differentiable_states(held, IDS, CausalAttention(lambda shown: None))
@@ -91,19 +91,19 @@ def test_open_gates_give_the_models_states(architecture) -> None:
     assert float((shut - plain).detach().abs().max()) > 1e-3
 
 
-def test_the_rate_rises_for_a_fifth_and_falls_for_a_fifth() -> None:
+def test_learning_rate_warms_up_and_decays_for_a_fifth() -> None:
     shares = [rate_share(10, step) for step in range(10)]
     assert shares == [0.5, 1, 1, 1, 1, 1, 1, 1, 1, 0.5]
     assert rate_share(100, 0) == 0.1 and rate_share(100, 99) == 0.1
 
 
-def test_an_answer_is_right_with_all_of_its_tokens() -> None:
+def test_answer_is_correct_with_all_its_tokens() -> None:
     found = answers_right([3, 4, 5, 9, 10, 20], [True, False, True, True, True, False])
     assert found == [False, True, False]
 
 
 @pytest.mark.extended
-def test_only_heads_that_are_missed_stay_open(decoder) -> None:
+def test_training_keeps_only_needed_heads_open(decoder) -> None:
     for index, module in decoder.attentions.items():
         out = module.o_proj.weight.data
         out[:, : 64 if index else 32] = 0  # of all heads, only the second kv head of layer 0 writes
@@ -132,7 +132,7 @@ def test_passages_hide_passkeys_in_texts_of_the_corpus(seed_model) -> None:
     assert adapter.decode(others.ids)[-30:] != said[-30:]  # other words are hidden
 
 
-def test_a_text_keeps_its_tokens_around_what_is_hidden() -> None:
+def test_hidden_needles_keep_the_tokens_of_the_text() -> None:
     found = NeedleSettings(40, 2, 1).hidden_in(IDS, SAMPLE, 7)
     hidden = {place for each in found.needles for place in range(*each.needle)}
     left = [token for place, token in enumerate(found.ids[: found.context]) if place not in hidden]
@@ -161,7 +161,7 @@ def gates_of(decoder: Decoder, first: float) -> LearnedWeights:
     return LearnedWeights(card, tuple({"gates": each} for each in own))
 
 
-def test_policies_read_the_gates_of_the_latest_training(decoder, larder_home) -> None:
+def test_policies_use_the_latest_trained_gates(decoder, larder_home) -> None:
     names = frozenset({"duo_attention"})
     with pytest.raises(ModelError, match="`larder train duo_attention`"):
         calibrate(decoder, encode, names)

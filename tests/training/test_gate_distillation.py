@@ -62,7 +62,7 @@ def fitted(decoder: Decoder, name: str, **settings: Any) -> list[dict[str, Tenso
     return [dict(o) for o in method.fit(decoder, passages(), 0, lambda done, total: None)]
 
 
-def test_every_method_that_trains_gates_is_tried() -> None:
+def test_every_gate_method_is_covered() -> None:
     found = [
         n for n in PASSAGE_METHODS.names() if issubclass(PASSAGE_METHODS.load(n), GateDistillation)
     ]
@@ -71,7 +71,7 @@ def test_every_method_that_trains_gates_is_tried() -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", NAMES)
-def test_the_penalty_is_learned(decoder, name) -> None:
+def test_training_lowers_the_penalty(decoder, name) -> None:
     few, many = (fitted(decoder, name, epochs=epochs, rate=0.1) for epochs in (1, 8))
     method = a_method(name)
     shares = [method.test(decoder, layers, passages())[SHARES[name]] for layers in (few, many)]
@@ -85,7 +85,7 @@ def test_the_penalty_is_learned(decoder, name) -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", NAMES)
-def test_the_models_own_answers_are_learned(decoder, name) -> None:
+def test_training_lowers_the_divergence(decoder, name) -> None:
     """Without a penalty, gates that begin shut open where the divergence falls by it."""
     settings = {"bias": -1.0, "weight": 0.0}
     before, after = (
@@ -105,7 +105,7 @@ def test_the_models_own_answers_are_learned(decoder, name) -> None:
         ("global_retention", [[1.0, 2.0], [0.0, 1.0]], 0.375),  # 1.5 in the mean: .5 of 2 tokens
     ],
 )
-def test_heads_share_a_capacity_in_global_retention_alone(decoder, name, held, expected) -> None:
+def test_capacity_is_shared_in_global_retention_only(decoder, name, held, expected) -> None:
     attention = DecayedAttention(decoder, lambda place, states: states)
     attention.held = {place: torch.tensor([row]) for place, row in enumerate(held)}
     method = a_method(name, capacity=0.5)
@@ -120,7 +120,7 @@ def test_weights_fit_their_provider(decoder, name) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_scalings_of_hidden_states_are_in_the_weights(decoder, name) -> None:
+def test_hidden_state_scaling_is_folded_into_the_weights(decoder, name) -> None:
     """Without a step, weights give what the first ones give on scaled states."""
     method = a_method(name, rate=1e-12)
     layers = method.fit(decoder, passages(), 0, lambda done, total: None)
@@ -142,7 +142,7 @@ def test_settings_are_checked(name, wrong) -> None:
         a_method(name, **wrong)
 
 
-def test_long_passages_are_cut() -> None:
+def test_long_passages_are_split_into_windows() -> None:
     """25 tokens in windows of 10: the last 5 are half of one; the last 4 of 24 are less."""
     found = [len(ids) for ids in token_windows([*passages(1, 25), *passages(1, 24)], 10)]
     assert found == [10, 10, 5, 10, 10]

@@ -94,7 +94,7 @@ def test_what_is_not_kept_is_not_seen_as_the_reference(decoder) -> None:
     torch.testing.assert_close(hidden, inputs.values.repeat_interleave(2, 0))
 
 
-def test_half_lives_by_hand(decoder) -> None:
+def test_half_lives_hand_values(decoder) -> None:
     """Two tokens of logits 0 and ln 4 at the second query; the first has lost half of its logit."""
     attention = DecayedAttention(decoder, no_gate)
     one = torch.ones(1, 2, 1)
@@ -110,7 +110,7 @@ def test_half_lives_by_hand(decoder) -> None:
 
 
 @pytest.mark.parametrize("changed", [{"sliding_window": 3}, {"sliding_window": 3, "chunk": 3}])
-def test_windows_and_chunks_are_those_of_the_model(decoder, changed) -> None:
+def test_windows_and_chunks_equal_the_model(decoder, changed) -> None:
     inputs = replace(some_inputs(), **changed)
     plain = CausalAttention(lambda inputs: None).attend(inputs)
     open_gates = torch.zeros(KV_HEADS, TOKENS)
@@ -121,7 +121,7 @@ def test_windows_and_chunks_are_those_of_the_model(decoder, changed) -> None:
         torch.testing.assert_close(attended(attention, gates, inputs), plain)
 
 
-def test_the_choice_passes_the_gradient_of_its_gate_on() -> None:
+def test_straight_through_gradient_of_the_gate() -> None:
     gates = torch.tensor([0.2, 0.5, 0.9]).requires_grad_()
     chosen = straight_through(gates)
     assert chosen.tolist() == [0.0, 1.0, 1.0]
@@ -132,7 +132,7 @@ def test_the_choice_passes_the_gradient_of_its_gate_on() -> None:
 @pytest.mark.parametrize(
     ("kind", "is_open", "is_shut"), [(DecayedAttention, 0.0, -9.0), (MaskedAttention, 1.0, 0.0)]
 )
-def test_open_gates_give_the_models_own_states(decoder, kind, is_open, is_shut) -> None:
+def test_open_gates_equal_the_models_states(decoder, kind, is_open, is_shut) -> None:
     plain = differentiable_states(decoder, IDS, CausalAttention(lambda inputs: None))
 
     def constant(value: float) -> Callable[[int, Tensor], Tensor]:

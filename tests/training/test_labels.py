@@ -96,9 +96,7 @@ def states_of(decoder: Decoder, ids: tuple[int, ...]) -> list[torch.Tensor]:
 
 
 @pytest.mark.extended
-def test_an_interrupted_run_goes_on_and_ends_with_equal_files(
-    seed_model, adapter, tmp_path, larder_home
-) -> None:
+def test_interrupted_run_resumes_to_equal_files(seed_model, adapter, tmp_path, larder_home) -> None:
     folder = a_corpus(tmp_path / "corpus")
     whole = labelled(seed_model, adapter, folder)
     digests = [shard.path.read_bytes() for shard in whole.shards]
@@ -150,7 +148,7 @@ def test_documents_are_in_one_split_and_a_source_is_held_out(tmp_path, adapter) 
     assert read_corpus(tmp_path / "corpus").digest != corpus.digest
 
 
-def test_messages_are_not_cut(tmp_path, adapter) -> None:
+def test_messages_are_not_split(tmp_path, adapter) -> None:
     messages = [
         {"role": "user" if n % 2 else "assistant", "content": " ".join(WORDS)} for n in range(12)
     ]
@@ -160,7 +158,7 @@ def test_messages_are_not_cut(tmp_path, adapter) -> None:
     assert all(" ".join(WORDS) in adapter.decode(passage.ids) for passage in passages)
 
 
-def test_what_cannot_be_labelled_is_refused(tmp_path, seed_model, adapter) -> None:
+def test_invalid_label_settings_are_refused(tmp_path, seed_model, adapter) -> None:
     with pytest.raises(InputError, match="holds no"):
         read_corpus(tmp_path)
     a_corpus(tmp_path / "corpus", 1)
@@ -174,7 +172,7 @@ def test_what_cannot_be_labelled_is_refused(tmp_path, seed_model, adapter) -> No
     assert len(read_corpus(None).documents) > 3 and not read_corpus(None).held_out
 
 
-def test_a_corpus_takes_files_alone_and_each_content_once(tmp_path) -> None:
+def test_corpus_reads_files_once_by_content(tmp_path) -> None:
     with pytest.raises(InputError, match="nowhere does not exist"):
         read_corpus(tmp_path / "nowhere")
     folder = a_corpus(tmp_path / "corpus", 2)
@@ -187,7 +185,7 @@ def test_a_corpus_takes_files_alone_and_each_content_once(tmp_path) -> None:
     assert read_corpus(folder) == before
 
 
-def test_a_shard_of_another_passage_is_made_again(tmp_path, seed_model, adapter) -> None:
+def test_shard_of_another_passage_is_regenerated(tmp_path, seed_model, adapter) -> None:
     folder = a_corpus(tmp_path / "corpus", 2)
     settings = LabelSettings(tokens=60, passage_tokens=24)
     found = labelled(seed_model, adapter, folder, settings)

@@ -51,7 +51,7 @@ def some_maps(sample: EvictionSample, seed: int = 0) -> LowRankMaps:
     return LowRankMaps(**first_maps(sample.layer, 4, source))
 
 
-def test_a_sample_knows_what_full_attention_gives(sample: EvictionSample) -> None:
+def test_sample_target_is_full_attention(sample: EvictionSample) -> None:
     everything = sample.kept_mask(sample.context)
     assert bool(everything.all())
     out, _ = sample.attended(*sample.selected(everything))
@@ -60,7 +60,7 @@ def test_a_sample_knows_what_full_attention_gives(sample: EvictionSample) -> Non
     assert not torch.allclose(few, sample.target, atol=1e-3)
 
 
-def test_the_latest_and_those_with_most_attention_are_kept(sample: EvictionSample) -> None:
+def test_sample_keeps_latest_and_most_attended_entries(sample: EvictionSample) -> None:
     mass = torch.arange(12.0).flip(0).expand(sample.layer.kv_heads, -1)
     few = {"keys": sample.keys[:, :12], "values": sample.values[:, :12]}
     kept = replace(sample, mass=mass, **few).kept_mask(6)
@@ -92,7 +92,7 @@ def sample_without_new_tokens(
     return replace(sample, among=nothing).attended(*sample.selected(kept))
 
 
-def test_the_first_scale_gives_the_state_the_attention_of_what_was_evicted(
+def test_initial_scale_matches_the_evicted_attention(
     layers: list[EvictionSamples],
 ) -> None:
     own = layers[1]
@@ -106,7 +106,7 @@ def test_the_first_scale_gives_the_state_the_attention_of_what_was_evicted(
     torch.testing.assert_close(maps_of(logs).key_scale, tensors["key_scale"])
 
 
-def test_the_error_is_that_behind_the_output_projection() -> None:
+def test_error_is_after_the_output_projection() -> None:
     projection = torch.tensor([[[1.0, 0.0], [0.0, 2.0]]])  # one head
     own = EvictionSamples([], projection)
     out, target = torch.tensor([[[1.0, 1.0]]]), torch.zeros(1, 1, 2)

@@ -57,7 +57,7 @@ def test_slots_are_the_kept_entries_with_least_attention(layers: list[EvictionSa
     torch.testing.assert_close(own.others[1], sample.values[:, :9])
 
 
-def test_gamma_of_zero_is_the_plain_choice(layers: list[EvictionSamples]) -> None:
+def test_zero_gamma_equals_dropping(layers: list[EvictionSamples]) -> None:
     own = SlotSample.of(layers[0].samples[0], 0.25, 64)
     torch.testing.assert_close(own.output(tensors(own, 0.0)), own.bare)
     assert not torch.allclose(own.output(tensors(own, 0.5)), own.bare, atol=1e-3)
@@ -65,7 +65,7 @@ def test_gamma_of_zero_is_the_plain_choice(layers: list[EvictionSamples]) -> Non
 
 
 @pytest.mark.extended
-def test_training_beats_dropping_and_its_own_start_where_it_trained(
+def test_training_beats_dropping_and_its_initialization(
     loaded: LoadedModel, passages: list[Passage]
 ) -> None:
     done = list[int]()

@@ -56,7 +56,7 @@ def next_logits(decoder: Decoder, cache: SequenceCache) -> torch.Tensor:
     return decoder.forward_logits([BatchSegment(cache, (40, 41, 42))], Mode.SCRATCH, [0, 1, 2])
 
 
-def test_a_learned_pass_is_that_of_a_model_with_updated_weights(decoder) -> None:
+def test_learned_pass_equals_a_model_with_updated_weights(decoder) -> None:
     layers, found = random_soft_prompt(decoder), []
     cache = read(decoder)
     with decoder.soft_prompts.modules.installed(layers, PROVIDER):
@@ -85,7 +85,7 @@ def test_a_learned_pass_is_that_of_a_model_with_updated_weights(decoder) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_entries_and_logits_of_the_prompt_stay_to_the_bit(dtype) -> None:
+def test_entries_and_logits_of_the_prompt_are_unchanged_bitwise(dtype) -> None:
     with wrap_model(tiny("llama", layers=2, dtype=dtype)) as decoder:
         cache = read(decoder)
         before, state = next_logits(decoder, cache), cache.lengths()
@@ -99,7 +99,7 @@ def test_entries_and_logits_of_the_prompt_stay_to_the_bit(dtype) -> None:
         assert torch.equal(next_logits(decoder, read(decoder)), before)
 
 
-def test_two_sequences_have_the_learned_tokens_each(decoder) -> None:
+def test_learned_tokens_are_added_per_sequence(decoder) -> None:
     decoder.soft_prompts.put(NAME, random_soft_prompt(decoder))
     found: dict[tuple[int, int], torch.Tensor] = {}
     caches = [read(decoder), read(decoder)]
@@ -113,7 +113,7 @@ def test_two_sequences_have_the_learned_tokens_each(decoder) -> None:
         torch.testing.assert_close(found[0, layer], found[1, layer])
 
 
-def test_the_scorer_asks_for_as_many_tokens_as_are_learned() -> None:
+def test_scorer_requests_the_number_of_learned_tokens() -> None:
     [scratch] = Policy.parse("whole() > lookahead_kv()").scorer.scratch((5, 6, 7), 10, {})
     assert scratch == ScratchPrompt((0,) * PROVIDER.tokens, (0, 13))
 
@@ -174,7 +174,7 @@ def test_training_predicts_what_the_policy_scores(decoder) -> None:
 
 
 @pytest.mark.extended
-def test_training_comes_nearer_to_the_answers_attention(decoder) -> None:
+def test_training_lowers_the_divergence_from_the_answers_attention(decoder) -> None:
     passage = Passage("text", "texts", CorpusSplit.TRAIN, 0, IDS)
     steps: list[int] = []
     with frozen(decoder.module):
@@ -192,7 +192,7 @@ def _pairs(decoder: Decoder, layers):
     return zip(decoder.spec.managed, layers, strict=True)
 
 
-def test_divergence_and_shares_by_hand() -> None:
+def test_divergence_and_shares_hand_values() -> None:
     targets = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.25, 0.75]])
     predicted = torch.tensor([[0.25, 0.25, 0.5], [0.0, 0.25, 0.75]])
     assert float(divergence(targets, predicted)) == pytest.approx(math.log(2))
@@ -201,7 +201,7 @@ def test_divergence_and_shares_by_hand() -> None:
 
 
 @pytest.mark.extended
-def test_prompts_break_off_ask_for_a_summary_or_for_hidden_words(seed_model) -> None:
+def test_training_prompts_have_three_kinds(seed_model) -> None:
     adapter, limits = TokenizerAdapter(seed_model.tokenizer), PassageLimits(180, 60, 60)
     given = [p for p in read_corpus(None).passages(adapter, 60, 0) if p.split is CorpusSplit.TRAIN]
     found = SMALL.passages(read_corpus(None), adapter, limits)[CorpusSplit.TRAIN]

@@ -67,7 +67,7 @@ def trained(name: str, labels: LabelFile, seed: int = 0) -> LearnedWeights:
     return train(method, labels, SPEC, seed, lambda done, total: None)
 
 
-def test_ridge_is_numpys_closed_form() -> None:
+def test_ridge_equals_the_closed_form() -> None:
     source = np.random.default_rng(0)
     inputs, targets = source.normal(size=(50, 6)), source.normal(size=(50, 2)) + 3
     wide = np.hstack([inputs, np.ones((50, 1))])
@@ -80,7 +80,7 @@ def test_ridge_is_numpys_closed_form() -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", METHODS.names())
-def test_a_method_learns_what_can_be_learned(name, tmp_path) -> None:
+def test_method_learns_a_learnable_target(name, tmp_path) -> None:
     labels = a_label_file(tmp_path)
     found = trained(name, labels)
     assert found.card.metrics["held_out_spearman"] > 0.9
@@ -111,7 +111,7 @@ def test_weights_are_saved_with_their_card(tmp_path) -> None:
     assert json.loads(found.card.dumps())["settings"] == {"alpha": METHODS.load("kvzap")().alpha}
 
 
-def test_nothing_to_train_on_is_refused(tmp_path) -> None:
+def test_missing_training_documents_are_refused(tmp_path) -> None:
     labels = a_label_file(tmp_path)
     with pytest.raises(ModelError, match="no training document"):
         trained("kvzap", LabelFile("", labels.shards[2:]))
@@ -130,7 +130,7 @@ def test_training_that_diverges_is_refused(tmp_path) -> None:
         train(method, a_label_file(tmp_path), SPEC, 0, lambda done, total: None)
 
 
-def test_agreement_is_that_of_hand_worked_numbers() -> None:
+def test_agreement_hand_values() -> None:
     targets = torch.tensor([[0.0], [1.0], [2.0], [3.0]])
     predicted = torch.tensor([[1.0], [0.0], [2.0], [3.0]])
     assert explained(predicted, targets).tolist() == pytest.approx([1 - 2 / 5])
@@ -158,7 +158,7 @@ def test_published_weights_are_adopted_if_they_fit(tmp_path, prefix) -> None:
         adopt_published(path, "kvzap", SPEC)
 
 
-def test_no_pickle_is_read(tmp_path) -> None:
+def test_pickle_files_are_refused(tmp_path) -> None:
     weights = random_weights("kvzap", every_gate()["kvzap"], SPEC)
     path = tmp_path / "gates.pt"
     torch.save(weights.layers, path)

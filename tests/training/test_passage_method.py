@@ -99,7 +99,7 @@ def test_factors_are_learned_through_the_model(loaded: LoadedModel) -> None:
     assert all(weight.grad is None for weight in loaded.decoder.body.parameters())
 
 
-def test_the_plain_attention_gives_the_models_logits(loaded: LoadedModel) -> None:
+def test_plain_attention_equals_the_models_logits(loaded: LoadedModel) -> None:
     ids = list(range(5, 45))
     states = differentiable_states(loaded.decoder, ids, CausalAttention(lambda inputs: None))
     with loaded.decoder.attention, torch.no_grad():
@@ -113,7 +113,7 @@ def test_the_plain_attention_gives_the_models_logits(loaded: LoadedModel) -> Non
     )
 
 
-def test_passages_of_each_split_end_where_they_have_their_tokens() -> None:
+def test_passages_of_each_split_end_at_their_token_count() -> None:
     passages = [
         Passage(f"{split.value} {n}", "texts", split, 0, tuple(range(40)))
         for n in range(5)
@@ -124,7 +124,7 @@ def test_passages_of_each_split_end_where_they_have_their_tokens() -> None:
     assert counts == {CorpusSplit.TRAIN: 4, CorpusSplit.TEST: 2, CorpusSplit.HELD_OUT: 2}
 
 
-def test_the_divergence_of_two_rows_by_hand() -> None:
+def test_divergence_hand_values() -> None:
     teacher = torch.zeros(1, 2)
     assert float(distillation_loss(teacher, teacher)) == pytest.approx(0, abs=1e-7)
     uneven = torch.tensor([[1.0, 3.0]]).log()  # shares of 1/4 and 3/4
@@ -132,7 +132,7 @@ def test_the_divergence_of_two_rows_by_hand() -> None:
     assert float(distillation_loss(teacher, uneven)) == pytest.approx(float(expected))
 
 
-def test_nothing_to_train_on_and_divergence_are_said(loaded: LoadedModel) -> None:
+def test_missing_documents_and_divergence_are_refused(loaded: LoadedModel) -> None:
     adapter, corpus = TokenizerAdapter(loaded.tokenizer), read_corpus(None)
     given = (loaded.decoder, adapter, corpus)
     with pytest.raises(ModelError, match="diverged in layer 0: take another seed"):

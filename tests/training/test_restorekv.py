@@ -51,7 +51,7 @@ def read(decoder: Decoder) -> SequenceCache:
     return cache
 
 
-def test_masks_by_hand() -> None:
+def test_kept_masks_hand_values() -> None:
     nothing = torch.zeros(1, 6, 1)
     low, high = torch.zeros(1, 6), torch.tensor([[0.0, 0.0, 0.0, 0.0, 0.1, 0.9]])
     layers = {n: LayerText(nothing, nothing, own) for n, own in ((3, low), (7, high))}
@@ -61,7 +61,7 @@ def test_masks_by_hand() -> None:
     assert int(sum(own.sum() for own in kept_masks(layers, 5 / 6, 1).values())) == 8
 
 
-def test_entries_and_logits_are_those_of_a_cache_under_a_plan(decoder) -> None:
+def test_entries_and_logits_equal_a_planned_cache(decoder) -> None:
     """The pass of the policy gives the same entries; probes see what the cache would show."""
     layers = random_soft_prompt(decoder, tokens=loop.TOKENS)
     decoder.soft_prompts.put(NAME, layers)
@@ -93,7 +93,7 @@ def test_entries_and_logits_are_those_of_a_cache_under_a_plan(decoder) -> None:
     assert float(restored_loss(decoder, text, 1.0, {}).detach()) < 1e-4
 
 
-def test_the_pass_is_that_of_updated_weights(decoder) -> None:
+def test_learned_pass_equals_a_model_with_updated_weights(decoder) -> None:
     layers = random_soft_prompt(decoder, tokens=loop.TOKENS)
     decoder.soft_prompts.put(NAME, layers)
     cache = read(decoder)
@@ -118,7 +118,7 @@ def test_the_pass_is_that_of_updated_weights(decoder) -> None:
 
 
 @pytest.mark.extended
-def test_training_comes_nearer_to_the_full_cache(decoder) -> None:
+def test_training_lowers_the_divergence_from_the_full_cache(decoder) -> None:
     part = RestoreTraining(rank=2, epochs=60, rate=0.02)
     steps: list[int] = []
     with frozen(decoder.module):
@@ -145,7 +145,7 @@ def test_passages_end_with_the_request_to_recite_them(seed_model) -> None:
     assert found and all(own.ids[own.predicting[0] :] == request for own in found)
 
 
-def test_what_cannot_be_trained_is_refused() -> None:
+def test_untrainable_models_are_refused() -> None:
     for wrong in ({"rank": 0}, {"epochs": 0}, {"rate": 0.0}):
         with pytest.raises(BadParameter, match="restorekv needs"):
             RestoreTraining(**wrong)

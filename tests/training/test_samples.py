@@ -47,7 +47,7 @@ def _answers(sample: TrainingSample, tokenizer) -> list[str]:
     return found
 
 
-def test_answers_stand_in_the_text(tokenizer):
+def test_answers_are_in_the_text(tokenizer):
     mixer = _mixer(tokenizer, MixtureComponent("lookup(questions={questions})", 1, 0.4))
     sample = mixer.draw(Random(3), CONTEXT)
     answers = _answers(sample, tokenizer)
@@ -58,7 +58,7 @@ def test_answers_stand_in_the_text(tokenizer):
     assert len(sample.ids) <= CONTEXT + 1
 
 
-def test_marks_are_never_predicted_but_ends_are(tokenizer):
+def test_role_marks_are_not_predicted_but_ends_are(tokenizer):
     mixer = _mixer(tokenizer, MixtureComponent("lookup(questions={questions})", 1, 0.4))
     sample = mixer.draw(Random(3), CONTEXT)
     roles = {SPECIAL.index(f"<|{role}|>") for role in ("system", "user", "assistant")}
@@ -82,7 +82,7 @@ def test_copying_repeats_the_text(tokenizer):
     assert len(tokenizer.encode(answer).ids) > 20
 
 
-def test_no_room_for_any_task_is_told(tokenizer):
+def test_context_too_small_for_any_task_is_refused(tokenizer):
     mixer = _mixer(tokenizer, MixtureComponent("ledger(steps=64)", 1, 0.6))
     with pytest.raises(BadParameter, match="training.context"):
         mixer.draw(Random(0), 64)

@@ -44,14 +44,14 @@ def test_loss_is_the_mean_over_each_kind_of_token():
     assert float(total.detach()) == pytest.approx(parts.answer + 0.5 * parts.text, rel=1e-5)
 
 
-def test_texts_count_by_their_share():
+def test_text_loss_is_weighted_by_its_share():
     ids, uses = (torch.from_numpy(part) for part in next(OneBatch().rows(0, 16, 4)))
     none = TrainingSchedule(seconds=1, text_share=0.0)
     assert loss(initialize_model("tiny"), ids.long(), uses, none)[1].text == 0
 
 
 @pytest.mark.extended
-def test_the_same_rows_are_learned():
+def test_loss_decreases_on_repeated_rows():
     torch.manual_seed(0)
     trainer, batches = Trainer(initialize_model("tiny"), PACE), OneBatch().rows(0, 16, 4)
     losses = [trainer.step(batches, 16, 0.1).answer for _ in range(40)]
@@ -59,7 +59,7 @@ def test_the_same_rows_are_learned():
     assert trainer.seen == 40 * 4 * 16
 
 
-def test_the_rate_rises_and_falls():
+def test_learning_rate_warms_up_and_decays():
     schedule = TrainingSchedule(seconds=1, rate=1.0)
     assert schedule.rate_at(0, 0.0) < schedule.rate_at(49, 0.1) == 1.0
     assert schedule.rate_at(100, 0.775) == pytest.approx(0.5)
@@ -67,7 +67,7 @@ def test_the_rate_rises_and_falls():
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_weights_are_rounded_and_positions_are_not(device):
+def test_weights_are_bfloat16_and_positions_float32(device):
     """Rounded frequencies would put far tokens elsewhere than the model that is loaded later."""
     trainer, exact = (
         Trainer(initialize_model("tiny").to(device), PACE),
@@ -80,7 +80,7 @@ def test_weights_are_rounded_and_positions_are_not(device):
     assert device == "meta" or torch.equal(frequencies, exact.inv_freq)
 
 
-def test_what_is_saved_loads_again(tmp_path):
+def test_saved_model_is_loaded(tmp_path):
     trainer = Trainer(initialize_model("tiny"), TrainingSchedule(seconds=0.2, tokens=64, micro=64))
     train(trainer, OneBatch(), (Phase(16, 1.0),), tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -88,7 +88,7 @@ def test_what_is_saved_loads_again(tmp_path):
         assert torch.equal(weight, trainer.masters[name].detach().bfloat16().float())
 
 
-def test_what_goes_on_draws_new_samples_and_warms_up_no_more(tmp_path):
+def test_resumed_training_draws_new_samples_without_warmup(tmp_path):
     schedule, phases, mixer = (
         TrainingSchedule(seconds=0.05, tokens=64, micro=64),
         (Phase(16, 1.0),),
@@ -107,7 +107,7 @@ def test_what_goes_on_draws_new_samples_and_warms_up_no_more(tmp_path):
     assert training_progress(tmp_path) == (again.steps, again.seen) and again.seen > seen
 
 
-def test_going_on_from_a_folder_is_going_on(tmp_path):
+def test_training_resumes_from_a_folder(tmp_path):
     torch.manual_seed(0)
     trainer, batches = Trainer(initialize_model("tiny"), PACE), OneBatch().rows(0, 16, 4)
     for _ in range(3):
@@ -122,7 +122,7 @@ def test_going_on_from_a_folder_is_going_on(tmp_path):
         assert torch.equal(weight, again.masters[name]), name
 
 
-def test_a_model_alone_is_gone_on_from_by_its_weights(tmp_path):
+def test_training_starts_from_the_weights_of_a_model(tmp_path):
     trainer = Trainer(initialize_model("tiny"), PACE)
     before = {name: weight.detach().clone() for name, weight in trainer.masters.items()}
     trainer.resume(tmp_path)
