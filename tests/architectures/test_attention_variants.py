@@ -104,7 +104,7 @@ def test_rows_of_one_batch_in_different_chunks(lengths: tuple[int, ...]) -> None
         assert (own - expected[length : length + 3]).abs().max() < TOLERANCE
 
 
-def test_a_chunk_that_is_over_is_freed() -> None:
+def test_completed_chunk_is_freed() -> None:
     decoder, _ = models("Llama 4")
     [chunked] = decoder.spec.windows
     held = SequenceCache(decoder.spec, "ragged")

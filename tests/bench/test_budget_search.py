@@ -25,7 +25,7 @@ def slow_best(per_token: float, fixed: int, wanted: int) -> int | None:
     first=st.integers(1, 3000),
 )
 @example(per_token=3.5, fixed=187, wanted=200, first=12)
-def test_near_the_best_of_all(per_token: float, fixed: int, wanted: int, first: int) -> None:
+def test_search_is_near_the_optimum(per_token: float, fixed: int, wanted: int, first: int) -> None:
     tried: list[int] = []
 
     def make(tokens: int) -> int:
@@ -54,9 +54,9 @@ def test_a_refused_budget_is_too_small() -> None:
         search_budget(make, int, 70, 35, MOST)
 
 
-def test_a_good_guess_is_made_once() -> None:
+def test_exact_guess_needs_one_try() -> None:
     assert search_budget(lambda tokens: 5 * tokens, int, 500, 99, MOST).tries == 1
 
 
-def test_everything_fits() -> None:
+def test_maximum_is_returned_when_everything_fits() -> None:
     assert search_budget(lambda tokens: tokens, int, 10 * MOST, 7, MOST).tokens == MOST

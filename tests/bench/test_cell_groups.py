@@ -80,7 +80,7 @@ def at_once(wanted: list[Cell], seed: int) -> list[Row]:
 
 
 @pytest.mark.extended
-def test_rows_do_not_depend_on_who_is_first() -> None:
+def test_rows_do_not_depend_on_the_group_order() -> None:
     wanted = cells()
     expected = in_turn(wanted)
     assert any(row.get("guess") for row in expected)

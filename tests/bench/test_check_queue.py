@@ -53,7 +53,7 @@ def test_checks_of_one_conversation_are_together(checks: list[PlannedCheck]) -> 
     assert all(len({check.context for check in group}) == 1 for group in groups)
 
 
-def test_both_ends_meet_in_the_model_that_takes_longest(checks: list[PlannedCheck]) -> None:
+def test_longest_model_is_split_between_two_workers(checks: list[PlannedCheck]) -> None:
     models = [group[0].row["model"] for group in grouped(checks)]
     assert models in (["a", "a", "c", "c", "b", "b"], ["c", "c", "b", "b", "a", "a"])
 

@@ -53,7 +53,7 @@ def _with(planned: PlannedCheck, **fields: Any) -> PlannedCheck:
     return replace(planned, row=planned.row | fields)
 
 
-def test_a_row_is_re_created(bench: ModelContext, rows: list[Row]) -> None:
+def test_committed_row_is_reproduced(bench: ModelContext, rows: list[Row]) -> None:
     planned = cheapest_check(STUDY, rows, ["snapkv"])
     assert planned.row["policy"] == "snapkv" and planned.is_sized
     assert check_cell(planned, lambda _: bench).differences == ()
@@ -126,7 +126,7 @@ def test_a_study_of_controls_alone_is_checked_by_one_of_them(rows: list[Row]) ->
     assert planned.row["policy"] in STUDY.controls
 
 
-def test_policies_that_take_long_are_left_to_the_controls(rows: list[Row]) -> None:
+def test_slow_policies_are_checked_by_controls(rows: list[Row]) -> None:
     costs = {"full": 1.0}
     long = [row | {"seconds": costs.get(row["policy"], 99 * LONG_SECONDS)} for row in rows]
     assert cheapest_check(STUDY, long).row["policy"] == "full"
@@ -141,7 +141,7 @@ def test_a_calibration_that_may_be_missing_counts(bench: ModelContext, tmp_path:
     assert cheapest_check(calibrated, rows).row["policy"] == "snapkv"
 
 
-def test_rows_that_are_not_there_are_named(rows: list[Row]) -> None:
+def test_missing_rows_are_named(rows: list[Row]) -> None:
     with pytest.raises(InputError, match="the study one can be measured again for h2o: take"):
         cheapest_check(STUDY, rows, ["h2o"])
 
@@ -173,7 +173,7 @@ def test_an_equal_row_of_another_processor_is_compared_exactly(
 
 
 @pytest.mark.parametrize("changed", ["processor", "torch", "accelerator", "kernels"])
-def test_equal_processors_and_libraries_round_alike(changed: str) -> None:
+def test_equal_environments_have_the_same_rounding(changed: str) -> None:
     here = {"processor": "GenuineIntel amx_bf16", "torch": "2.13", "commit": "a", "kernels": "k"}
     assert rounding_of(here | {"commit": "b", "threads": 3}, here) is Rounding.SAME
     assert rounding_of(here | {changed: "other"}, here) is Rounding.OTHER
@@ -237,9 +237,7 @@ def test_recall_on_another_processor_is_compared_by_its_mean() -> None:
     ("measured", "share"),
     [(-1.0, 0.0), (-1.05, 0.5), (-1.2, 2.0), (-0.85, 0.75), (-0.7, 1.5)],
 )
-def test_means_may_leave_the_known_ones_by_the_range_of_these(
-    measured: float, share: float
-) -> None:
+def test_means_may_differ_by_the_known_range(measured: float, share: float) -> None:
     """Between -1.0, which is committed, and -0.9 all is allowed, and .1 on either side."""
     one, other = ([{"log_likelihood": mean}] * 4 for mean in (-1.0, measured))
     known = {"log_likelihood": [-0.9, -0.95, -1.0]}

@@ -70,13 +70,13 @@ def test_classes_are_those_that_the_first_line_names() -> None:
         assert dataset_score(said, question) == score
 
 
-def test_every_set_names_a_score_that_there_is() -> None:
+def test_every_set_has_a_known_scorer() -> None:
     for table in (longbench.SET_METRICS, infinitebench.SET_METRICS):
         assert set(table.values()) <= {*SCORERS, "classes"}
     assert (len(longbench.SET_METRICS), len(infinitebench.SET_METRICS)) == (21, 12)
 
 
-def test_what_is_said_has_the_score_of_its_set(tmp_path: Path) -> None:
+def test_generated_answer_is_scored_by_its_set(tmp_path: Path) -> None:
     samples = [
         {**one, "answers": ["Food"], "all_classes": ["Food", "City"]}
         for one in documents("answers")
@@ -89,7 +89,7 @@ def test_what_is_said_has_the_score_of_its_set(tmp_path: Path) -> None:
     assert "own" not in plain
 
 
-def test_one_of_four_is_chosen(tmp_path: Path) -> None:
+def test_multiple_choice_of_four(tmp_path: Path) -> None:
     path = tmp_path / "longbench_v2" / "data.json"
     written(path, [chosen(number) for number in range(3)])
     material = TaskSources(words, data=tmp_path)

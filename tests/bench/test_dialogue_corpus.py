@@ -69,7 +69,7 @@ def told_in(conversation: Conversation) -> list[tuple[int, str, dict[str, str]]]
 
 
 @pytest.mark.parametrize(("share", "tokens"), [(1.0, 420), (0.5, 1500)])
-def test_every_answer_is_what_one_dialogue_says(
+def test_every_answer_is_in_one_dialogue(
     dialogues: tuple[Dialogue, ...], share: float, tokens: int
 ) -> None:
     asked = Counter[str]()
@@ -91,7 +91,7 @@ def test_every_answer_is_what_one_dialogue_says(
     assert asked["booking"] + asked["bksession"] == 32 * share
 
 
-def test_dialogues_nobody_can_ask_about_are_left_out(dialogues: tuple[Dialogue, ...]) -> None:
+def test_dialogues_without_questions_are_skipped(dialogues: tuple[Dialogue, ...]) -> None:
     assert len(dialogues) == len(CITIES) * 2
 
 
@@ -119,7 +119,7 @@ def test_bad_parameters(
         bookings_conversation(0, tokens, words, dialogues, questions, share)
 
 
-def test_prose_comes_in_whole_sentences(tmp_path: Path) -> None:
+def test_prose_is_drawn_in_whole_sentences(tmp_path: Path) -> None:
     text = ". ".join(f"Sentence {n}\nof many" for n in range(200)) + "."
     texts = read_prose(packed(tmp_path / "prose.jsonl.xz", [text]))
     drawn = sentences_of_prose(texts, Random(0))

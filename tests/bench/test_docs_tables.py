@@ -80,7 +80,7 @@ def test_tasks_that_differ_in_parameters_alone_have_them_in_their_heads() -> Non
     assert by_task(rows)[0] == "| policy | needles(needles=4) | needles(needles=8) |"
 
 
-def test_what_a_paper_reports_stands_beside_ours() -> None:
+def test_paper_values_are_beside_measured_ones() -> None:
     study = read_study("epicache_fig2")
     assert study.paper is not None
     ours = cell("exact_question", study=study.name, task=study.tasks[0].spelling, matched="tokens")
@@ -99,7 +99,7 @@ def test_times_are_in_milliseconds_and_the_least_comes_first() -> None:
         by_budget(rows, "kl")
 
 
-def test_a_page_is_filled_between_its_marks_and_stays_as_it_is_then(tmp_path: Path) -> None:
+def test_page_tables_are_replaced_idempotently(tmp_path: Path) -> None:
     rows = [{**row, "study": "recital"} for row in CELLS]
     write_rows(tmp_path, rows).rename(tmp_path / "recital.jsonl")
     mark = "<!-- table: study=recital policies=snapkv,full -->"
@@ -113,12 +113,12 @@ def test_a_page_is_filled_between_its_marks_and_stays_as_it_is_then(tmp_path: Pa
 
 
 @pytest.mark.parametrize("told", ["by=budget", "study=x by=color", "study=x sort=up"])
-def test_a_mark_that_asks_for_nothing_known_is_refused(told: str) -> None:
+def test_unknown_mark_is_refused(told: str) -> None:
     with pytest.raises(InputError, match="A table "):
         TableMark.parse(told)
 
 
-def test_a_mark_that_no_row_fits_is_refused(tmp_path: Path) -> None:
+def test_mark_without_rows_is_refused(tmp_path: Path) -> None:
     write_rows(tmp_path, CELLS).rename(tmp_path / "recital.jsonl")
     page = "<!-- table: study=recital policies=gone -->\n<!-- table: end -->"
     with pytest.raises(InputError, match="No committed row of recital"):
@@ -126,7 +126,7 @@ def test_a_mark_that_no_row_fits_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_pages_say_what_committed_rows_say(page: Path) -> None:
+def test_pages_match_committed_rows(page: Path) -> None:
     told = page.read_text(encoding="utf-8")
     again = replace_tables(told, RESULTS)
     assert again == told, "run: python -m larder_bench.reports.docs_tables README.md docs/*.md"

@@ -31,7 +31,7 @@ def test_budgets_are_those_of_every_episode(memory: ConversationMemory) -> None:
         assert row["context_tokens"] == memory.figures.context_tokens
 
 
-def test_the_map_holds_every_segment_in_order_and_is_always_the_same(
+def test_episode_map_has_every_segment_deterministically(
     memory: ConversationMemory,
 ) -> None:
     row = cluster_row(memory)
@@ -48,7 +48,7 @@ def test_the_map_holds_every_segment_in_order_and_is_always_the_same(
     assert len({(segment["x"], segment["y"]) for segment in segments}) == len(segments)
 
 
-def test_what_cannot_be_drawn_is_told(memory: ConversationMemory) -> None:
+def test_undrawable_maps_are_refused(memory: ConversationMemory) -> None:
     few = replace(memory, router=replace(memory.router, episodes=()))  # pyright: ignore
     with pytest.raises(BadParameter, match="needs 3 segments or more, got 0"):
         cluster_row(few)

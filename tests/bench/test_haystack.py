@@ -69,7 +69,7 @@ def test_the_text_gives_one_answer_and_it_is_the_expected_one(kind: str) -> None
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_chains_lead_to_their_answers_and_stand_in_order(seed: int) -> None:
+def test_variable_chains_lead_to_their_answers_in_order(seed: int) -> None:
     conversation = made(seed, "vars")
     text = conversation.messages[0].content
     for question in conversation.questions:
@@ -80,7 +80,7 @@ def test_chains_lead_to_their_answers_and_stand_in_order(seed: int) -> None:
         assert text.index(f"VAR {old} = ") < text.index(f"VAR {new} = ")
 
 
-def test_the_hay_is_what_was_given_in_its_order() -> None:
+def test_haystack_text_keeps_its_order() -> None:
     numbered = (f"Straw {n} lies here." for n in count())
     conversation = needles_conversation(0, 300, words, lambda _: numbered, "kv", 4)
     text = conversation.messages[0].content
@@ -93,11 +93,11 @@ def test_the_hay_is_what_was_given_in_its_order() -> None:
 
 @pytest.mark.parametrize("tokens", [150, 600, 2000])
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_a_bound_that_is_nearly_reached(tokens: int, kind: str) -> None:
+def test_token_limit_is_nearly_reached(tokens: int, kind: str) -> None:
     assert 0.7 * tokens < count_message_tokens(made(1, kind, tokens).messages, words) <= tokens
 
 
-def test_wording_is_that_of_the_training_data(shared_data: Path) -> None:
+def test_wording_equals_the_training_data(shared_data: Path) -> None:
     """The lab's files, read in the same way, give the answers that they expect."""
     seen: set[str] = set()
     for path in sorted((shared_data / "dialogues").glob("needles-1500-*.json")):

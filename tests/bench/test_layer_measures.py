@@ -68,7 +68,7 @@ def _task() -> BenchTask:
     return parse_task(LIFELOG.spelling)
 
 
-def test_kl_at_the_answers(bench: ModelContext, tmp_path: Path) -> None:
+def test_kl_at_answer_tokens(bench: ModelContext, tmp_path: Path) -> None:
     rows = run(bench, tmp_path / "rows.jsonl", ("keydiff", "exact_question", "full"), "answer_kl")
     keydiff, asked, full = rows
     tokens = str(keydiff["budget_tokens"])
@@ -95,12 +95,12 @@ def test_layers_are_profiled_under_the_full_cache(bench: ModelContext, tmp_path:
 
 
 @pytest.mark.parametrize("told", [{"blocks": 1}, {"overlap": 1.5}, {"sinks": -1}])
-def test_what_is_out_of_range(told: dict[str, float]) -> None:
+def test_parameters_out_of_range_are_refused(told: dict[str, float]) -> None:
     with pytest.raises(BadParameter, match=f"similarity.{next(iter(told))} must be"):
         SimilarityMeasure(**told)  # pyright: ignore[reportArgumentType]
 
 
-def test_turns_have_no_one_truth(bench: ModelContext, tmp_path: Path) -> None:
+def test_turn_sequences_are_refused(bench: ModelContext, tmp_path: Path) -> None:
     changes = {"models": ("random:qwen3-tiny",), "policies": ("keydiff",), "controls": ()}
     study = Study(
         "tiny", (StudyTask("turns()", (260,)),), measure=("answer_kl",), files=1, **changes

@@ -57,7 +57,7 @@ def answer_of(question: Question, conversation: Conversation) -> str:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_every_answer_is_what_the_text_says(seed: int) -> None:
+def test_every_answer_is_in_the_text(seed: int) -> None:
     conversation = log_of(seed)
     for question in conversation.questions:
         assert question.answer.lower() == answer_of(question, conversation), question
@@ -70,7 +70,7 @@ def test_every_answer_is_what_the_text_says(seed: int) -> None:
     assert len({q.question for q in conversation.questions}) == len(conversation.questions) == 40
 
 
-def test_facts_change_now_and_then() -> None:
+def test_facts_change_over_time() -> None:
     changed = [said for said in told(log_of(0).messages).values() if len(said) > 1]
     assert changed
     assert all(said[0][0] < said[-1][0] for said in changed)
@@ -87,7 +87,7 @@ def test_a_question_fits_one_fact_only() -> None:
     assert max(asked.values()) == 1
 
 
-def test_layout_is_header_then_turns() -> None:
+def test_layout_is_a_header_then_turns() -> None:
     messages = log_of(3).messages
     assert HEADER.fullmatch(messages[0].content)
     headers = [HEADER.fullmatch(m.content) for m in messages if m.role == "system"]
@@ -97,7 +97,7 @@ def test_layout_is_header_then_turns() -> None:
 
 
 @pytest.mark.slow
-def test_wording_is_that_of_the_training_data(shared_data: Path) -> None:
+def test_wording_equals_the_training_data(shared_data: Path) -> None:
     """Facts reduced to their templates, there is hardly a sentence that the lab's files lack."""
     theirs: Counter[str] = Counter()
     for path in sorted((shared_data / "dialogues").glob("lifelog-*.json")):
@@ -124,7 +124,7 @@ def test_equal_seeds_equal_logs() -> None:
 
 
 @pytest.mark.parametrize("tokens", [300, 1000, 3000])
-def test_tokens_are_a_bound_that_is_nearly_reached(tokens: int) -> None:
+def test_token_limit_is_nearly_reached(tokens: int) -> None:
     taken = count_message_tokens(log_of(0, tokens, 3).messages, words)
     assert tokens - 300 < taken <= tokens
 
@@ -139,7 +139,7 @@ def test_questions_come_from_all_sessions_by_turns() -> None:
     assert max(asked.values()) <= 1 + log.sessions - len(standing)
 
 
-def test_a_session_not_kept_leaves_nothing_behind() -> None:
+def test_discarded_session_leaves_no_state() -> None:
     log = LifeLog(GRAMMAR, Random(0))
     assert log.next_session() is not None
     assert (log.messages, log.latest, log.first, log.sessions) == ([], {}, {}, 0)
@@ -175,10 +175,10 @@ def test_unknown_kind() -> None:
 
 
 class TestDemo:
-    def test_the_bundled_file_is_what_the_generator_makes(self) -> None:
+    def test_bundled_file_equals_the_generator(self) -> None:
         assert BUNDLED.read_text(encoding="utf-8") == conversation_json(demo_conversation())
 
-    def test_it_reads_back(self) -> None:
+    def test_bundled_file_is_loaded(self) -> None:
         made, read = demo_conversation(), read_conversation(BUNDLED)
         asked = tuple(replace(question, depth=None, sources=None) for question in made.questions)
         assert (read.messages, read.questions) == (made.messages, asked)

@@ -27,7 +27,7 @@ def came_to(tokens: int) -> Row:
 
 
 @pytest.mark.parametrize("is_in_file", [True, False])
-def test_a_guess_is_what_the_first_seed_came_to(is_in_file: bool) -> None:
+def test_guess_is_the_result_of_the_first_seed(is_in_file: bool) -> None:
     first, second = cell("h2o", 3), cell("h2o", 5)
     rows = [one.head(TOLD) | came_to(n) for one, n in ((first, 20), (second, 50))]
     known = MeasuredCells(rows if is_in_file else ())
@@ -39,7 +39,7 @@ def test_a_guess_is_what_the_first_seed_came_to(is_in_file: bool) -> None:
     assert known.tokens_per_byte(cell("snapkv", 7)) is None
 
 
-def test_a_guess_at_the_total_is_of_all_bytes_and_a_refusal_tells_nothing() -> None:
+def test_guess_of_the_total_uses_all_bytes() -> None:
     known = MeasuredCells([cell("h2o", 0, "total").head(TOLD) | came_to(20)])
     assert known.tokens_per_byte(cell("h2o", 1, "total")) == 0.05
     assert known.tokens_per_byte(cell("h2o", 1, "bytes")) is None
@@ -47,7 +47,7 @@ def test_a_guess_at_the_total_is_of_all_bytes_and_a_refusal_tells_nothing() -> N
     assert known.tokens_per_byte(cell("snapkv", 1)) is None
 
 
-def test_what_has_no_budget_to_choose_comes_to_the_same() -> None:
+def test_cells_without_a_budget_share_a_row() -> None:
     known = MeasuredCells(())
     full, other = cell("full", 0), cell("full", 0, "tokens")
     assert full.is_alike and not cell("h2o", 0).is_alike

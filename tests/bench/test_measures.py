@@ -47,7 +47,7 @@ def run(bench: ModelContext, out: Path, policies: tuple[str, ...], **changes: ob
     return running.rows()
 
 
-def test_prompts_stand_in_the_place_of_the_question(bench: ModelContext, tmp_path: Path) -> None:
+def test_prompts_replace_the_question(bench: ModelContext, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     asked, read = run(bench, out, ("exact_question",), measure=(PROMPTS, "forced"))
     near, far, exact = read_results([out]).exhibits_of("prompt")
@@ -60,7 +60,7 @@ def test_prompts_stand_in_the_place_of_the_question(bench: ModelContext, tmp_pat
         assert one["log_likelihood"] != other["log_likelihood"]
 
 
-def test_what_has_no_prompt_to_replace_is_refused(bench: ModelContext, tmp_path: Path) -> None:
+def test_policies_without_a_prompt_are_refused(bench: ModelContext, tmp_path: Path) -> None:
     keydiff, many = (
         run(bench, tmp_path / f"{name}.jsonl", (name,), measure=(measure,))[0]["refused"]
         for name, measure in (
@@ -76,7 +76,7 @@ def test_what_has_no_prompt_to_replace_is_refused(bench: ModelContext, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [ROUNDED, PARKED])
-def test_made_up_entries_take_what_those_of_a_text_take(
+def test_random_entries_take_the_bytes_of_a_text(
     bench: ModelContext, tmp_path: Path, policy: str
 ) -> None:
     text = StudyTask("passkey()", (240,))
@@ -119,7 +119,7 @@ def test_costs_are_processor_time(
     assert steps[:2] == ["reading", "step"]
 
 
-def test_time_counts_once_and_clocks_are_taken_away() -> None:
+def test_nested_time_is_counted_once() -> None:
     times = iter([0.0, 1.0, 2.0, 5.0, 7.0, 10.0])
     spent = StepProfiler(lambda: next(times))
     inner = spent.wrap(lambda: None, "search")
@@ -131,7 +131,7 @@ def test_time_counts_once_and_clocks_are_taken_away() -> None:
     assert CacheLayer.attend is before
 
 
-def test_reading_is_told_apart_by_what_it_is_for(bench: ModelContext, tmp_path: Path) -> None:
+def test_prefill_time_is_split_by_purpose(bench: ModelContext, tmp_path: Path) -> None:
     out, asked = tmp_path / "rows.jsonl", ("keydiff", "epicache", "full")
     keydiff, epicache, full = run(bench, out, asked, measure=("reading",), budgets=("128",))
     assert keydiff["active_kv_bytes"] < full["active_kv_bytes"] <= full["peak_kv_bytes"]
@@ -193,7 +193,7 @@ def test_recall_is_compared_over_the_same_layers_by_the_same_rule_of_sharing(
     assert "first 2 layers dense, but recall counts from layer 1" in none["refused"]
 
 
-def test_a_mean_step_is_that_of_a_whole_window() -> None:
+def test_mean_step_is_over_a_whole_window() -> None:
     parts = [{"policy": 0.25, "model": 0.75}, {"model": 1.0}, {"policy": 1.0, "evict": 3.0}]
     timed = StepTimings(8, [1.0, 1.0, 4.0], [False, False, True], parts)
     assert timed.mean == (7 * 1.0 + 4.0) / 8

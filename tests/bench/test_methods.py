@@ -42,7 +42,7 @@ def test_every_preset_is_of_a_system(methods) -> None:
     assert sum(method.area != "baseline" for method in methods) == 147
 
 
-def test_figures_are_those_of_the_rows() -> None:
+def test_figures_equal_the_rows() -> None:
     assert figure_text(FIGURES[0], ["full"]) == "0.74"
     assert figure_text(FIGURES[0], ["never_measured", "kvzip"]) == "0.72"
     assert figure_text(FIGURES[1], ["never_measured"]) == ""
@@ -55,7 +55,7 @@ def test_a_figure_has_a_mean_per_budget_of_the_first_study_that_has_the_policy()
     assert figure_text(replace(likelihood, question="inside"), ["leverage"]) == ""
 
 
-def test_a_budget_without_room_is_told() -> None:
+def test_budget_without_room_is_marked_refused() -> None:
     likelihood = next(figure for figure in FIGURES if figure.title == "likelihood after")
     assert figure_text(likelihood, ["arkvale"]) == "-0.70, refused"
 
@@ -90,21 +90,21 @@ def test_the_paper_is_the_one_that_fewest_presets_cite() -> None:
         ({"behavior": ""}, "X needs a behavior"),
     ],
 )
-def test_what_is_unknown_is_refused(changed, message) -> None:
+def test_unknown_values_are_refused(changed, message) -> None:
     known = {"name": "X", "area": "policy", "state": "built", "presets": ("snapkv",)}
     known |= {"behavior": "Seen."}
     with pytest.raises(InputError, match=message):
         PublishedMethod(**known | changed)
 
 
-def test_a_name_stands_once(tmp_path: Path) -> None:
+def test_duplicate_names_are_refused(tmp_path: Path) -> None:
     table = '[[method]]\nname = "X"\narea = "policy"\nstate = "missing"\n'
     (tmp_path / SOURCE).write_text(table * 2)
     with pytest.raises(InputError, match="X stands twice"):
         read_methods(tmp_path / SOURCE)
 
 
-def test_counts_are_those_of_an_area() -> None:
+def test_counts_are_per_area() -> None:
     lines = list(method_lines([PublishedMethod("X", "learned", "missing", note="Why.")]))
     assert "1 systems: 1 missing." in lines
     assert "| X |  |  | missing |  |  |  |  |  |  |  | Why. |" in lines

@@ -75,7 +75,7 @@ def read(tmp_path: Path, old: str = "", new: str = "") -> Study:
     return read_study(str(path))
 
 
-def test_it_is_read_with_its_study(tmp_path: Path) -> None:
+def test_paper_is_read_with_its_study(tmp_path: Path) -> None:
     paper = read(tmp_path).paper
     assert paper is not None and paper.differs == ("all of it",)
     assert [(one.budget, one.paper) for one in paper.values] == [("1/4", 41), ("1/1", "more")]
@@ -93,7 +93,7 @@ def test_bars_in_titles_end_no_cell() -> None:
     assert r"KL(full \|\| policy)" in line and line.replace(r"\|", "").count("|") == 6
 
 
-def test_what_is_not_run_any_more_is_left_out(tmp_path: Path) -> None:
+def test_removed_policies_are_skipped(tmp_path: Path) -> None:
     study = read(tmp_path, 'scale = "exact"', 'scale = "exact"\ntokens = 300')
     tasks = {"tasks": (StudyTask("passkey()", (400,)),)}
     for fields, left in ((tasks, ["full"]), ({"budgets": ("1/8",)}, ["full"]), ({}, None)):
@@ -131,7 +131,7 @@ def test_what_is_not_run_any_more_is_left_out(tmp_path: Path) -> None:
         ('setup = "A larger model."\n', "", UsageError, "missing required field `setup`"),
     ],
 )
-def test_what_is_wrong_is_told(
+def test_invalid_papers_are_refused(
     tmp_path: Path, old: str, new: str, kind: type[LarderError], said: str
 ) -> None:
     assert old in TEXT
@@ -139,7 +139,7 @@ def test_what_is_wrong_is_told(
         validate_study(read(tmp_path, old, new))
 
 
-def test_ours_is_of_the_cells_that_are_named() -> None:
+def test_measured_values_use_the_named_cells() -> None:
     twice, of_full, ratio, seconds, one_kind, absent, more, none = compare_with_paper(
         ROW_OF_SMALL, CELLS
     )
@@ -181,7 +181,7 @@ def test_a_file_that_was_refused_or_measured_otherwise_is_left_out() -> None:
     )
 
 
-def test_log_likelihoods_stand_beside_exact_match_at_its_floor() -> None:
+def test_log_likelihoods_are_shown_beside_zero_exact_match() -> None:
     both: list[Row] = [
         {"exact": False, "log_likelihood": likely, "counts": True} for likely in (-3.0, -5.0)
     ]
@@ -216,7 +216,7 @@ def test_a_report_is_drawn_from_rows_alone(tmp_path: Path, monkeypatch: pytest.M
     assert "<li>the data</li>" in page and "absent" not in page
 
 
-def test_what_a_later_version_wrote_is_told() -> None:
+def test_rows_of_a_later_version_are_refused() -> None:
     row = ROW_OF_SMALL.row("small")
     [value, *_] = row["values"]
     assert Paper.of(row) == ROW_OF_SMALL
@@ -225,7 +225,7 @@ def test_what_a_later_version_wrote_is_told() -> None:
             Paper.of(row | {"values": [value | other]})
 
 
-def test_it_is_written_once_and_again_when_it_changed(tmp_path: Path) -> None:
+def test_paper_row_is_written_on_change_only(tmp_path: Path) -> None:
     out, task = tmp_path / "rows.jsonl", StudyTask("passkey", (100,))
     value = ReportedValue("full", "1/1", "exact", 1.0, task="passkey")
 

@@ -8,14 +8,14 @@ BASE = "whole() > protect(sinks=4, recent=0.25) > column_mass() > {} > every_ste
 FOLDS = [BASE.format(one) for one in ("fold_ema()", 'fold_ema(likeness="values")', "drop()")]
 
 
-def test_sentences_go_by_what_others_lack() -> None:
+def test_labels_show_the_distinguishing_parts() -> None:
     names = policy_labels(["d2o", *FOLDS[1:], BASE.format("uniform() > drop()")])
     assert list(names.values()) == ["d2o", "fold_ema(likeness=values)", "drop", "uniform, drop"]
     other = FOLDS[0].replace("recent=0.25", "recent=0.5")
     assert policy_labels([FOLDS[0], other]) == {FOLDS[0]: "recent=0.25", other: "recent=0.5"}
 
 
-def test_what_is_alone_or_long_or_taken_is_shorter_still() -> None:
+def test_single_long_and_duplicate_labels_are_shortened() -> None:
     alone = "episodic(tokens=9) > patched(prompt='question') > sensitivity()"
     assert policy_labels([alone]) == {alone: "episodic, patched, sensitivity"}
     assert policy_labels([FOLDS[0]]) == {FOLDS[0]: "policy 1"}
@@ -27,7 +27,7 @@ def test_what_is_alone_or_long_or_taken_is_shorter_still() -> None:
     assert all(len(short) <= LONGEST for short in many.values())
 
 
-def test_what_short_names_mean_stands_below() -> None:
+def test_legend_explains_short_labels() -> None:
     names = policy_labels(["d2o", FOLDS[0]])
     assert label_legend(names)[2] == f"- policy 1: `{FOLDS[0]}`"
     assert label_legend(policy_labels(["d2o", "h2o"])) == []

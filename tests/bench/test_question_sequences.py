@@ -84,7 +84,7 @@ def sat(
         ('rag_2k(embedder="tokens")', "turns", 3),
     ],
 )
-def test_what_is_read_anew_and_what_stands_before(
+def test_prefills_and_turns_of_sequences(
     bench: ModelContext, name: str, kind: str, reads: int
 ) -> None:
     noting, readings, items = sat(bench, parse_control(name), kind)
@@ -101,7 +101,7 @@ def test_what_is_read_anew_and_what_stands_before(
     assert kind != "turns" or lengths == sorted(set(lengths))
 
 
-def test_a_later_turn_is_as_if_all_were_one_text(bench: ModelContext) -> None:
+def test_later_turn_equals_one_text(bench: ModelContext) -> None:
     first, second, _ = TALK.questions
     turns = (Message("user", first.question), Message("assistant", first.answer))
     longer = replace(TALK, messages=(*TALK.messages[:-1], *turns))
@@ -115,7 +115,7 @@ def test_a_later_turn_is_as_if_all_were_one_text(bench: ModelContext) -> None:
     assert items[1]["log_likelihood"] == pytest.approx(wanted.log_likelihood, abs=2e-3)
 
 
-def test_forks_leave_the_memory_as_it_was(bench: ModelContext) -> None:
+def test_forks_do_not_change_the_memory(bench: ModelContext) -> None:
     memory = bench.engine.under("h2o", "40").read(TALK)
     before = memory.activate_for("?")[0].state()
     again = fork_memory(bench.engine, memory)
@@ -125,7 +125,7 @@ def test_forks_leave_the_memory_as_it_was(bench: ModelContext) -> None:
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-def test_slowly_is_packed_where_nothing_is_parked(bench: ModelContext) -> None:
+def test_sequential_scoring_equals_packed_without_offload(bench: ModelContext) -> None:
     memory = bench.engine.read(TALK)
     pairs = zip(
         score_answers(bench.engine, memory, TALK.questions),
@@ -137,7 +137,7 @@ def test_slowly_is_packed_where_nothing_is_parked(bench: ModelContext) -> None:
         assert packed.episode == slow.episode
 
 
-def test_said_items() -> None:
+def test_generated_items() -> None:
     plain = NumberedQuestion(Question("Who?", "Mira Silva", others=("Mrs Silva",)), 3, 1)
     [item] = generated_items(plain, "mrs. silva")
     assert (item["exact"], item["f1"], item["question"], item["turn"]) == (True, 1.0, 3, 1)

@@ -72,7 +72,7 @@ def test_episodes_are_two_halves(material: TaskSources) -> None:
     assert min(map(lead, single)) > max(map(lead, cross))
 
 
-def test_where_nothing_of_that_sort_is_asked(
+def test_missing_question_kind_is_refused(
     material: TaskSources, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(base, "MAX_RETRIES", 2)
@@ -90,6 +90,6 @@ def test_where_nothing_of_that_sort_is_asked(
         ('only(embedder="tokens")', "take minilm"),
     ],
 )
-def test_what_is_written_wrong(sentence: str, said: str) -> None:
+def test_invalid_spellings_are_refused(sentence: str, said: str) -> None:
     with pytest.raises(BadParameter, match=said):
         parse_task(sentence)

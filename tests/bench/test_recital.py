@@ -52,7 +52,7 @@ def test_all_reminders_are_asked_for_once_and_in_order(items: int) -> None:
     assert asked == list(told)
 
 
-def test_items_are_those_of_the_slow_loop() -> None:
+def test_items_equal_the_reference() -> None:
     (question,) = recital_conversation(1, 700, words, 100).questions
     spans = numbered_item_spans(question.answer)
     items = [question.answer[start:stop].strip() for start, stop in spans]
@@ -62,12 +62,12 @@ def test_items_are_those_of_the_slow_loop() -> None:
     assert [stop for _, stop in spans[:-1]] == [start for start, _ in spans[1:]]
 
 
-def test_items_by_hand() -> None:
+def test_item_spans_hand_values() -> None:
     assert numbered_item_spans("1: at 5: or 6. 2: on May 3.") == ((0, 14), (14, 27))
     assert numbered_item_spans("4: alone.") == ((0, 9),)
 
 
-def test_wording_is_that_of_the_training_data(shared_data: Path) -> None:
+def test_wording_equals_the_training_data(shared_data: Path) -> None:
     paths = sorted((shared_data / "dialogues").glob("recite-1500-*.json"))
     assert paths
     for path in paths:
@@ -81,7 +81,7 @@ def test_wording_is_that_of_the_training_data(shared_data: Path) -> None:
 
 
 @pytest.mark.parametrize("tokens", [200, 1500])
-def test_tokens_are_a_bound_that_is_nearly_reached(tokens: int) -> None:
+def test_token_limit_is_nearly_reached(tokens: int) -> None:
     taken = count_message_tokens(recital_conversation(2, tokens, words).messages, words)
     assert tokens - 60 < taken <= tokens
 

@@ -50,9 +50,7 @@ def text(engine: Engine) -> RecordedText:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("sentence", SENTENCES)
-def test_a_plan_on_a_copy_keeps_what_a_reading_keeps(
-    engine: Engine, text: RecordedText, sentence: str
-) -> None:
+def test_plan_on_a_copy_equals_a_prefill(engine: Engine, text: RecordedText, sentence: str) -> None:
     policy = Policy.parse(sentence)
     held = text.held(policy, 150)
     caches = build_caches(
@@ -72,7 +70,7 @@ def test_a_plan_on_a_copy_keeps_what_a_reading_keeps(
 
 
 @pytest.mark.extended
-def test_the_full_cache_differs_by_nothing(text: RecordedText) -> None:
+def test_full_cache_has_zero_divergence(text: RecordedText) -> None:
     assert set(text.probes) == {NEXT, RECITED}
     assert len(text.logits[NEXT]) == FOLLOWING - 1 and len(text.logits[RECITED]) == FOLLOWING
     full = compared_full_bytes(text)

@@ -54,7 +54,7 @@ CELL: dict[str, Any] = {
 }
 
 
-def test_written_rows_come_back(tmp_path: Path) -> None:
+def test_rows_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "new" / "rows.jsonl"
     assert existing_rows(path) == []
     append_rows(path, [CELL])
@@ -62,7 +62,7 @@ def test_written_rows_come_back(tmp_path: Path) -> None:
     assert [row["seed"] for row in read_rows(path)] == [3, 4, 5]
 
 
-def test_half_a_line_is_no_row_and_is_removed_before_the_next(tmp_path: Path) -> None:
+def test_partial_line_is_removed_before_the_next_row(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     append_rows(path, [CELL])
     with path.open("a") as file:
@@ -72,7 +72,7 @@ def test_half_a_line_is_no_row_and_is_removed_before_the_next(tmp_path: Path) ->
     assert [row["seed"] for row in read_rows(path)] == [3, 5]
 
 
-def test_what_only_a_figure_shows_is_no_job(tmp_path: Path) -> None:
+def test_figure_only_rows_are_no_cells(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     left = [name for name in CELL if name != "model_fingerprint"]
     shown = {name: CELL[name] for name in left} | {"row": "budgets", "episode": 0}
@@ -83,7 +83,7 @@ def test_what_only_a_figure_shows_is_no_job(tmp_path: Path) -> None:
     assert run.remaining() == [4]
 
 
-def test_exhibits_tell_how_they_were_measured(tmp_path: Path) -> None:
+def test_exhibits_record_how_they_were_measured(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     part = {"row": "breakdown", "step": "step", "parts": []}
     for matched in ("bytes", "tokens"):
@@ -120,7 +120,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         read_results([path])
 
 
-def test_the_key_holds_what_was_asked_and_not_what_came_out() -> None:
+def test_cell_key_has_inputs_only() -> None:
     assert cell_key(CELL) == cell_key(CELL | {"seconds": 9, "items": [1], "policy": "another name"})
     for name in (
         "study",
@@ -141,7 +141,7 @@ def test_the_key_holds_what_was_asked_and_not_what_came_out() -> None:
 LATER = ("device", "dtype", "question", "wording")  # fields that early rows lack
 
 
-def test_rows_from_before_the_device_was_told_are_known(tmp_path: Path) -> None:
+def test_rows_without_a_device_are_recognized(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     old = {name: value for name, value in CELL.items() if name not in LATER}
     append_rows(path, [old])
@@ -150,7 +150,7 @@ def test_rows_from_before_the_device_was_told_are_known(tmp_path: Path) -> None:
     assert run.remaining() == [CELL | {"device": "cuda"}]
 
 
-def test_equal_surroundings_have_equal_ids() -> None:
+def test_equal_environments_have_equal_ids() -> None:
     one, other = environment_row(threads=1), environment_row(threads=1)
     assert one["id"] == other["id"] != environment_row(threads=2)["id"]
     assert (
@@ -166,9 +166,7 @@ def test_no_torch_is_needed() -> None:
     assert subprocess.run([sys.executable, "-c", asked], check=False).returncode == 0
 
 
-def test_what_was_changed_since_its_commit_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modified_checkout_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "rows.py"
     monkeypatch.setattr(environment, "__file__", str(file))
     assert checkout_commit() == ""
@@ -185,7 +183,7 @@ def test_what_was_changed_since_its_commit_is_told(
 
 
 @pytest.mark.parametrize("cut", [0, 1, 5])
-def test_packed_rows_are_read_added_to_and_survive_a_stop(tmp_path: Path, cut: int) -> None:
+def test_compressed_rows_are_appended_and_survive_a_stop(tmp_path: Path, cut: int) -> None:
     plain, packed = tmp_path / "rows.jsonl", tmp_path / "rows.jsonl.zst"
     first, second = CELL, CELL | {"seed": 9}
     for path in (plain, packed):
@@ -201,6 +199,6 @@ def test_packed_rows_are_read_added_to_and_survive_a_stop(tmp_path: Path, cut: i
     assert read_results([tmp_path]).cells == (first, second)
 
 
-def test_the_sources_of_kernels_are_there() -> None:
+def test_kernel_sources_exist() -> None:
     package = Path(larder.__file__).parent
     assert [pattern for pattern in KERNEL_SOURCES if not any(package.glob(pattern))] == []

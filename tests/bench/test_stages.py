@@ -62,6 +62,6 @@ def test_stages(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("told", [{"turns": 0}, {"timed": 0}, {"answer": 0}, {"stays": 0.5}])
-def test_what_is_out_of_range(told: dict[str, int]) -> None:
+def test_parameters_out_of_range_are_refused(told: dict[str, int]) -> None:
     with pytest.raises(BadParameter, match=f"stages.{next(iter(told))} must be at least 1"):
         Stages(**told)

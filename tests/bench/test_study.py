@@ -48,7 +48,7 @@ def test_a_study_is_read(tmp_path: Path) -> None:
     )
 
 
-def test_every_cell_is_there_once(tmp_path: Path) -> None:
+def test_every_cell_occurs_once(tmp_path: Path) -> None:
     cells = cells_of(read_study(written(tmp_path, TEXT)), "seed")
     # Lengths, seeds, measures; three subjects at two budgets, the full cache at its own alone.
     # Each at equal bytes and at equal tokens; text that is looked up comes to the same.
@@ -92,7 +92,7 @@ def test_equal_policies_are_one() -> None:
         ('"rag_2k"', '"rag_2k(size=4)"', UnknownName, "no parameter 'size'"),
     ],
 )
-def test_what_is_wrong_is_told(
+def test_invalid_studies_are_refused(
     tmp_path: Path, old: str, new: str, kind: type[LarderError], said: str
 ) -> None:
     path = written(tmp_path, TEXT.replace(old, new, 1))
@@ -123,7 +123,7 @@ def test_studies_are_found_by_name() -> None:
             assert paper.differs and re.search(r'[^"]+, ".+" \(\d{4}\), .+, .+', paper.cite)
 
 
-def test_a_preset_has_twins() -> None:
+def test_preset_variants_are_parsed() -> None:
     assert str(parse_variant("h2o_blockwise:whole").policy) == str(parse_variant("h2o").policy)
     assert str(parse_variant("h2o:blockwise").policy) == str(parse_variant("h2o_blockwise").policy)
     both = parse_variant("kivi:blockwise:exact")
@@ -160,7 +160,7 @@ def test_every_study_of_epicache_has_baselines_under_its_layer_budgets() -> None
         assert {f"{name}:sensitivity" for name in BASELINES} <= set(study.policies), study.name
 
 
-def test_a_random_choice_stands_beside_d2o_in_every_table_of_its_paper() -> None:
+def test_d2o_tables_have_a_random_baseline() -> None:
     papers = [study.paper for study in map(read_study, study_names()) if study.paper is not None]
     tables = [one.values for one in papers if "2406.13035" in one.cite]
     answers = [[one for one in table if one.scale in SCALES] for table in tables]

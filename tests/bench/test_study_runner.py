@@ -51,7 +51,7 @@ def run(bench: ModelContext, wanted: Study, out: Path, stop_after: int = -1) -> 
 
 
 @pytest.mark.extended
-def test_killed_and_taken_up_again(bench: ModelContext, tmp_path: Path) -> None:
+def test_killed_study_resumes(bench: ModelContext, tmp_path: Path) -> None:
     wanted = study(("keydiff", "exact_question", RAG))
     whole = run(bench, wanted, tmp_path / "whole.jsonl")
     path = tmp_path / "halves.jsonl"
@@ -74,7 +74,7 @@ def test_killed_and_taken_up_again(bench: ModelContext, tmp_path: Path) -> None:
     assert len(shares) == 4 and 0.45 < min(shares) <= max(shares) <= 0.5
 
 
-def test_what_comes_to_the_same_is_measured_once(
+def test_equivalent_cells_are_measured_once(
     bench: ModelContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: list[str] = []
@@ -107,7 +107,7 @@ def test_what_comes_to_the_same_is_measured_once(
     )
 
 
-def test_what_is_named_twice_is_measured_once() -> None:
+def test_duplicate_policies_are_measured_once() -> None:
     wanted = study(("h2o",))
     twice = replace(
         wanted,
@@ -121,7 +121,7 @@ def test_what_is_named_twice_is_measured_once() -> None:
 
 
 @pytest.mark.extended
-def test_only_what_was_asked_for_counts(bench: ModelContext, tmp_path: Path) -> None:
+def test_rows_of_other_studies_are_ignored(bench: ModelContext, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     first = run(bench, study(("keydiff", "h2o")), path)
     # Taken up from another seed, the first guess is that of a file that holds nothing yet.
@@ -140,7 +140,7 @@ def test_only_what_was_asked_for_counts(bench: ModelContext, tmp_path: Path) -> 
     assert {(row["device"], row["dtype"]) for row in first} == {("cpu", "float32")}
 
 
-def test_text_that_is_looked_up(bench: ModelContext) -> None:
+def test_retrieved_text_baseline(bench: ModelContext) -> None:
     said = [f"The code of box {number} is {number}{number}." for number in range(30)]
     talk = Conversation("talk", tuple(Message("user", text) for text in said))
     passages = bench.passages(talk, "tokens", 1)
@@ -216,9 +216,7 @@ def test_a_number_of_tokens_is_decoded_over_once(
     assert measured == ["64 bytes", "1/2 bytes", "1/2 tokens"] and len(rows) == 4
 
 
-def test_rows_tell_their_text_and_are_not_mixed_with_those_of_another(
-    bench: ModelContext, tmp_path: Path
-) -> None:
+def test_rows_of_different_texts_are_not_mixed(bench: ModelContext, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     first = run(bench, study(("random",), controls=()), path)
     assert [len(row[TEXT_DIGEST_KEY]) for row in first] == [12, 12] and first[0][

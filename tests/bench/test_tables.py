@@ -40,14 +40,14 @@ def test_means_and_differences() -> None:
     assert "0.25 [0.00, 0.50] (0.240)" in shown and "(1 refused)" in shown
 
 
-def test_the_share_of_dense_layers_is_told() -> None:
+def test_share_of_dense_layers_is_reported() -> None:
     row = {"task": "text()", "tokens": 64, "seed": 0, "budget": "25%", "policy": "icecache"}
     bytes_of = {"bytes_share": 0.504, "full_kv_bytes": 600, "dense_kv_bytes": 204}
     told = cell_scores(row | bytes_of | {"items": list(items(True))})
     assert "(0.504, 0.340 in dense layers)" in markdown_report({"group": [told]})
 
 
-def test_items_that_one_has_no_number_for_are_in_no_difference() -> None:
+def test_items_without_a_score_are_not_compared() -> None:
     blank: dict[str, Any] = {"exact": None, "counts": True}
     [exact] = ScoreTable(ENTRIES).scales_with_data(SCALES)
     one = CellScores("h2o", "1/4", "a", (*items(True, True), blank))
@@ -62,7 +62,7 @@ def test_items_that_one_has_no_number_for_are_in_no_difference() -> None:
     )
 
 
-def test_speeds_and_refusals_are_told() -> None:
+def test_speeds_and_refusals_are_reported() -> None:
     head = {"task": "text()", "tokens": 64, "seed": 0, "budget": "1/4", "bytes_share": 0.25}
     fast = cell_scores(head | {"policy": "h2o", "items": [], "tokens_per_second": 12.34})
     none = cell_scores(head | {"policy": "rag_2k", "refused": "It has no cache."})

@@ -153,7 +153,7 @@ READERS: dict[str, Callable[[str, str], str]] = {
 
 @pytest.mark.parametrize("sentence", READERS)
 @pytest.mark.parametrize("seed", range(3))
-def test_a_slow_reader_finds_the_answer(sentence: str, seed: int, material: TaskSources) -> None:
+def test_reference_reader_finds_the_answer(sentence: str, seed: int, material: TaskSources) -> None:
     made = parse_task(sentence).make(seed, 700, material)
     text = text_of(made)
     for question in made.questions:
@@ -166,7 +166,7 @@ def test_a_slow_reader_finds_the_answer(sentence: str, seed: int, material: Task
             assert parts == question.answer.split(", ")
 
 
-def test_how_many_are_asked(material: TaskSources) -> None:
+def test_question_counts_hand_values(material: TaskSources) -> None:
     def asked(sentence: str, tokens: int = 900) -> int:
         return len(parse_task(sentence).make(0, tokens, material).questions)
 
@@ -178,7 +178,7 @@ def test_how_many_are_asked(material: TaskSources) -> None:
     assert asked("ledger", 1800) > 2 * asked("ledger", 500)
 
 
-def test_keys_that_mislead_fill_the_text(material: TaskSources) -> None:
+def test_distractor_keys_fill_the_text(material: TaskSources) -> None:
     made = parse_task("multi_key").make(0, 700, material)
     lines = re.findall(MAGIC, made.messages[0].content)
     assert len(lines) == len({key for key, _ in lines}) > 40
@@ -187,7 +187,7 @@ def test_keys_that_mislead_fill_the_text(material: TaskSources) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_code_goes_on_in_the_library(seed: int, material: TaskSources) -> None:
+def test_code_continuation_is_in_the_library(seed: int, material: TaskSources) -> None:
     made = parse_task("code").make(seed, 700, material)
     (question,) = made.questions
     before = "\n".join(made.messages[0].content.splitlines()[-8:])
@@ -197,7 +197,7 @@ def test_code_goes_on_in_the_library(seed: int, material: TaskSources) -> None:
     assert following.strip() == question.answer
 
 
-def test_noise_is_noise(material: TaskSources) -> None:
+def test_noise_text_repeats_its_sentences(material: TaskSources) -> None:
     text = parse_task("passkey").make(0, 300, material).messages[0].content
     rest = re.sub(r"The pass key is (\d+)\. Remember it\. \1 is the pass key\.", "", text)
     assert len(set(re.split(r"(?<=\.)\s+", rest.strip()))) == 5
@@ -210,7 +210,7 @@ def last_told(question: Question, conversation: Conversation) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_updates_ask_for_what_has_changed(seed: int, material: TaskSources) -> None:
+def test_updates_ask_for_changed_values(seed: int, material: TaskSources) -> None:
     made = parse_task('lifelog(questions=2, kinds="update")').make(seed, 2500, material)
     for question in made.questions:
         values = last_told(question, made)
@@ -237,7 +237,7 @@ def test_facts_are_planted_once(source: str, material: TaskSources) -> None:
 
 
 @pytest.mark.parametrize("share", ["bookings", "mixed"])
-def test_one_dialogue_says_what_was_booked(share: str, material: TaskSources) -> None:
+def test_booking_answers_are_in_one_dialogue(share: str, material: TaskSources) -> None:
     made = parse_task(share).make(0, 900, material)
     session, booked = 0, list[dict[str, str]]()
     for message in made.messages:
@@ -283,7 +283,7 @@ def test_sequences_do_not_hold_sequences(name: str) -> None:
         parse_task(f'{name}(of="turns()")')
 
 
-def test_folder_is_no_part_of_a_task(material: TaskSources, tmp_path: Path) -> None:
+def test_task_does_not_depend_on_the_folder(material: TaskSources, tmp_path: Path) -> None:
     """The conversation does not depend on the corpus folder's path."""
     elsewhere = sources(tmp_path)
     for name in ("bookings", "locomo", "text"):

@@ -42,9 +42,7 @@ def data_of(material: TaskSources, name: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("name", ["locomo", "realtalk"])
 @pytest.mark.parametrize("tokens", [120, 400, 1000, 3000])
-def test_what_is_asked_is_what_the_run_answers(
-    name: str, tokens: int, material: TaskSources
-) -> None:
+def test_questions_are_answered_by_the_text(name: str, tokens: int, material: TaskSources) -> None:
     for seed in range(3):
         made = parse_task(name).make(seed, tokens, material)
         text, whole = text_of(made), len(made.messages) == 140
@@ -68,13 +66,13 @@ def test_what_is_asked_is_what_the_run_answers(
         assert whole == (tokens == 3000)
 
 
-def test_so_many_questions_at_most(material: TaskSources) -> None:
+def test_question_count_is_limited(material: TaskSources) -> None:
     everything = parse_task("locomo").make(0, 3000, material).questions
     some = parse_task("locomo(questions=3)").make(0, 3000, material).questions
     assert len(everything) == 11 and len(set(some) & set(everything)) == len(some) == 3
 
 
-def test_no_run_answers_anything(material: TaskSources) -> None:
+def test_data_without_answerable_questions_is_refused(material: TaskSources) -> None:
     with pytest.raises(
         TooLittle, match="locomo.tokens must hold the evidence of a question, got 42"
     ):
@@ -82,7 +80,7 @@ def test_no_run_answers_anything(material: TaskSources) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_stack_holds_the_evidence_of_what_is_asked(seed: int, material: TaskSources) -> None:
+def test_stacked_text_has_the_evidence(seed: int, material: TaskSources) -> None:
     made = parse_task("stacked(questions=4)").make(seed, 500, material)
     text, entries = text_of(made), {str(stacked(n)["question"]): stacked(n) for n in range(8)}
     assert len(made.questions) == 4
@@ -97,7 +95,7 @@ def test_a_stack_holds_the_evidence_of_what_is_asked(seed: int, material: TaskSo
     assert numbers == list(range(1, len(dates) + 1))
 
 
-def test_a_document_loses_its_middle_only(material: TaskSources) -> None:
+def test_document_is_truncated_in_the_middle(material: TaskSources) -> None:
     for name in ("longbench", "infinitebench"):
         made, whole = (parse_task(name).make(1, tokens, material) for tokens in (300, 9000))
         text, context = text_of(made), documents("answer")[1]["context"]
@@ -171,7 +169,7 @@ def test_a_set_without_questions_is_asked_in_our_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("answer", [["beta"], ["beta", "B"], "beta", "B"])
-def test_of_options_a_letter_is_expected(answer: object, tmp_path: Path) -> None:
+def test_multiple_choice_expects_a_letter(answer: object, tmp_path: Path) -> None:
     sample = {
         "context": "One. Two.",
         "input": "Which?",
@@ -191,7 +189,7 @@ def test_of_options_a_letter_is_expected(answer: object, tmp_path: Path) -> None
     ("name", "answer", "expected", "others"),
     [("math_calc", [1, 2], "[1, 2]", ()), ("math_find", 7, "7", ()), ("code_run", [3], "3", ())],
 )
-def test_numbers_are_answers(
+def test_numeric_answers_are_accepted(
     name: str, answer: object, expected: str, others: tuple[str, ...], tmp_path: Path
 ) -> None:
     sample = {"id": 0, "context": "1 + 1", "input": "Now", "answer": answer, "options": []}
@@ -203,7 +201,7 @@ def test_numbers_are_answers(
 
 
 @pytest.mark.parametrize("of", ["talk", "prose", "files"])
-def test_the_answer_is_what_follows(of: str, material: TaskSources) -> None:
+def test_continuation_answer_follows_the_text(of: str, material: TaskSources) -> None:
     task = parse_task(f'text(of="{of}", following=20)')
     made, longer = task.make(1, 200, material), task.make(1, 260, material)
     (question,) = made.questions
@@ -235,7 +233,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("path", "content", "sentence", "said"), WRONG)
-def test_what_is_wrong_is_named(
+def test_invalid_data_is_refused(
     path: str, content: str, sentence: str, said: str, tmp_path: Path
 ) -> None:
     (tmp_path / path).parent.mkdir()
@@ -245,7 +243,7 @@ def test_what_is_wrong_is_named(
 
 
 @pytest.mark.parametrize("name", ["locomo", "longbench", "lookup"])
-def test_a_file_holds_what_a_model_sees(name: str, material: TaskSources, tmp_path: Path) -> None:
+def test_written_file_has_the_model_input(name: str, material: TaskSources, tmp_path: Path) -> None:
     made = parse_task(name).make(0, 400, material)
     path = tmp_path / "made.json"
     path.write_text(conversation_json(made), encoding="utf-8")
@@ -273,7 +271,7 @@ def test_cuts_are_the_longest(tokens: int) -> None:
         assert cut == text if tokens >= 1000 else tokens - 2 <= words(cut) <= tokens
 
 
-def test_answers_must_be_there(tmp_path: Path) -> None:
+def test_missing_answers_are_refused(tmp_path: Path) -> None:
     sample = {"context": "c", "input": "?", "answer": "z", "answers": 3, "options": ["y"]}
     for name, said in [("longbench", "a list of 'answers'"), ("infinitebench", "its options")]:
         lines_written(tmp_path / name / "a.jsonl", [sample])

@@ -95,7 +95,7 @@ def test_published_prompts_ask_for_what_the_text_holds(
 
 
 @pytest.mark.parametrize("kind", PROMPTS)
-def test_the_seeds_prompts_begin_no_answer(kind: str) -> None:
+def test_seed_prompts_have_no_answer_prefix(kind: str) -> None:
     assert not PROMPTS[kind].of(Wording.SEED).answer_prefix
     assert PROMPTS[kind].of(Wording.PLAIN).answer_prefix or kind == "code"
 
@@ -178,7 +178,7 @@ def test_the_last_line_of_a_published_prompt_begins_a_plain_answer(wording: Word
         assert worded.questions[0].scorer == "string_match"
 
 
-def test_a_plain_text_goes_on_where_it_was_cut(bench: ModelContext) -> None:
+def test_plain_text_continues_at_the_cut(bench: ModelContext) -> None:
     made = parse_task("text").make(0, 300, replace(bench.sources, wording=Wording.PLAIN))
     tokenizer = bench.engine.tokenizer
     ids = tokenizer.encode_conversation(made).ids
@@ -242,7 +242,7 @@ def test_a_recited_passage_counts_until_its_first_wrong_word(bench: ModelContext
     assert "own" not in likelihood_items(numbered, plain, bench.engine.tokenizer)[0]
 
 
-def test_a_begun_answer_is_scored_without_the_end_of_the_turn(bench: ModelContext) -> None:
+def test_answer_prefix_is_scored_without_the_end_of_turn(bench: ModelContext) -> None:
     question = Question("Who is Mira?", "a cat")
     begun = replace(question, answer_prefix="Mira is")
     made = a_text(Wording.INSTRUCT, question, begun)
@@ -386,7 +386,7 @@ def test_later_questions_of_a_sequence_are_ordinary_turns(
     assert len(scorer.prompts) == 4
 
 
-def test_placements_are_cells_of_their_own() -> None:
+def test_question_placements_are_separate_cells() -> None:
     tasks = (StudyTask("lifelog", (300,)),)
     study = Study("both", tasks, question=("after", "inside"), policies=("snapkv",), controls=())
     cells: list[Cell] = cells_of(study, "seed")

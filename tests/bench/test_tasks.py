@@ -41,9 +41,7 @@ def test_equal_seeds_equal_conversations(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tokens_are_a_bound_that_is_nearly_reached(
-    name: str, made: dict[str, Conversation]
-) -> None:
+def test_token_limit_is_nearly_reached(name: str, made: dict[str, Conversation]) -> None:
     messages, opening = made[name].messages, made[name].opening
     taken = count_message_tokens(messages, words)
     if made[name].form is not PromptLayout.CHAT:
@@ -52,9 +50,7 @@ def test_tokens_are_a_bound_that_is_nearly_reached(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_questions_differ_and_say_where_their_answers_are(
-    name: str, made: dict[str, Conversation]
-) -> None:
+def test_questions_are_distinct_and_have_answers(name: str, made: dict[str, Conversation]) -> None:
     questions = made[name].questions
     assert questions and len({question.question for question in questions}) == len(questions)
     text = "".join(message.content for message in made[name].messages)
@@ -69,7 +65,7 @@ def test_questions_differ_and_say_where_their_answers_are(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_task_is_written_as_it_reads_and_names_its_source(name: str) -> None:
+def test_every_task_spelling_round_trips(name: str) -> None:
     task = parse_task(name)
     assert parse_task(spell(task)) == task
     assert spell(task).startswith(f"{name}(")
@@ -96,7 +92,7 @@ def test_sequences_hold_every_question(name: str, made: dict[str, Conversation])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_too_little_room_is_said(
+def test_too_few_tokens_are_refused(
     name: str, material: TaskSources, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(base, "MAX_RETRIES", 2)
@@ -113,7 +109,7 @@ def test_counts_must_be_positive(name: str) -> None:
                 parse_task(f"{name}({parameter}=-1)")
 
 
-def test_what_was_not_named_is_asked_for(material: TaskSources) -> None:
+def test_missing_folders_are_refused(material: TaskSources) -> None:
     bare = TaskSources(material.count_tokens)
     with pytest.raises(UsageError, match="--corpus FOLDER"):
         parse_task("bookings").make(0, TOKENS, bare)
@@ -136,11 +132,11 @@ def test_what_was_not_named_is_asked_for(material: TaskSources) -> None:
         ('lifelog(kinds="riddle")', BadParameter, "lifelog.kinds must name some of"),
     ],
 )
-def test_what_is_written_wrong(sentence: str, error: type[LarderError], said: str) -> None:
+def test_invalid_spellings_are_refused(sentence: str, error: type[LarderError], said: str) -> None:
     with pytest.raises(error, match=said):
         parse_task(sentence)
 
 
-def test_a_task_cannot_be_made_without_a_way(material: TaskSources) -> None:
+def test_abstract_task_cannot_be_instantiated(material: TaskSources) -> None:
     with pytest.raises(TypeError, match="abstract"):
         BenchTask()  # pyright: ignore[reportAbstractUsage]

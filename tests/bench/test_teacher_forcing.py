@@ -57,7 +57,7 @@ def _answer(engine: Engine, question: Question) -> tuple[int, ...]:
     return engine.tokenizer.encode(question.answer) + engine.tokenizer.end_of_turn_ids()[:1]
 
 
-def test_packed_is_one_by_one(engine: Engine, memory: ConversationMemory) -> None:
+def test_packed_scoring_equals_sequential(engine: Engine, memory: ConversationMemory) -> None:
     for forced in score_answers(engine, memory, TALK.questions):
         hits, likelihoods = slowly(engine, memory, forced.question)
         assert list(forced.hits) == hits
@@ -77,7 +77,7 @@ def test_items_of_an_answer(engine: Engine, memory: ConversationMemory) -> None:
     assert not second.exact
 
 
-def test_exact_and_mean_by_hand() -> None:
+def test_exact_and_mean_hand_values() -> None:
     forced = AnswerLikelihood(Question("?", "ab"), (True, True, False), (-1.0, -2.0, -6.0), None)
     assert (forced.exact, forced.log_likelihood, forced.tokens) == (False, -3.0, 3)
     part = forced.part(0, 2)

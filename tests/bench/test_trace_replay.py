@@ -40,7 +40,7 @@ def rule(name: str, **told: object) -> EvictionPolicy:
 
 @CROWDS
 @FORMS
-def test_a_tier_without_end_finds_all_that_is_known(name: str, form: StateForm) -> None:
+def test_unlimited_tier_hits_all_known_tokens(name: str, form: StateForm) -> None:
     trace = trace_of(name, form)
     counts = replay_trace(trace, rule("lru"), sum(cached.bytes for cached in trace.objects))
     assert counts.hit_tokens == counts.known_tokens > 0 and counts.evictions == 0
@@ -50,9 +50,7 @@ def test_a_tier_without_end_finds_all_that_is_known(name: str, form: StateForm) 
 @CROWDS
 @FORMS
 @pytest.mark.parametrize("fate", list(SupersededOrder))
-def test_the_budget_holds_and_so_do_chains(
-    name: str, form: StateForm, fate: SupersededOrder
-) -> None:
+def test_budget_and_chains_hold(name: str, form: StateForm, fate: SupersededOrder) -> None:
     trace, budget = trace_of(name, form), held_of(name, form).needed_bytes() // 4
     tier = SimulatedTier(trace, rule("gdsf", superseded=fate), budget)
     for event in trace.events:
@@ -79,7 +77,7 @@ def test_whole_states_are_held_as_the_reference(name: str, told: str) -> None:
 
 @CROWDS
 @FORMS
-def test_nothing_passes_the_bound(name: str, form: StateForm) -> None:
+def test_no_rule_exceeds_the_upper_bound(name: str, form: StateForm) -> None:
     trace, held = trace_of(name, form), held_of(name, form)
     seen = FutureReads.of(trace)
     for share in (0.1, 0.6):
@@ -95,7 +93,7 @@ def test_nothing_passes_the_bound(name: str, form: StateForm) -> None:
 
 @CROWDS
 @FORMS
-def test_what_a_trace_needs_suffices_for_who_knows_the_future(name: str, form: StateForm) -> None:
+def test_needed_capacity_suffices_for_an_oracle(name: str, form: StateForm) -> None:
     trace, needed = trace_of(name, form), held_of(name, form).needed_bytes()
     belady = Belady(superseded=SupersededOrder.ALIKE)
     counts = replay_trace(trace, belady, needed, FutureReads.of(trace))
@@ -106,7 +104,7 @@ def test_what_a_trace_needs_suffices_for_who_knows_the_future(name: str, form: S
     )
 
 
-def test_hints_serve_who_hears_them() -> None:
+def test_hints_improve_rules_that_use_them() -> None:
     for name, told in (("workflows", "kvflow"), ("agents", "continuum")):
         trace = trace_of(name, StateForm.WHOLE, 2000)
         budget = held_of(name, StateForm.WHOLE, 2000).needed_bytes() // 8
@@ -134,6 +132,6 @@ def test_the_tuned_rule_is_the_best_on_the_head() -> None:
     assert found is max(rules, key=lambda own: replay_trace(trace, own, budget).hit_seconds)
 
 
-def test_what_is_larger_than_the_tier_is_refused_and_counted() -> None:
+def test_object_larger_than_the_tier_is_refused_and_counted() -> None:
     counts = replay_trace(trace_of("chat", StateForm.PARTS), rule("lru"), 10)
     assert counts.refused > 0 and counts.peak_bytes == counts.hit_tokens == 0

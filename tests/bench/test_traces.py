@@ -41,9 +41,7 @@ def test_equal_seeds_make_equal_traces(name: str) -> None:
 
 @CROWDS
 @FORMS
-def test_events_come_in_order_and_every_turn_is_read_and_written(
-    name: str, form: StateForm
-) -> None:
+def test_events_are_ordered_with_reads_and_writes(name: str, form: StateForm) -> None:
     trace = made(name, form)
     times = [event.time for event in trace.events]
     assert len(times) == 400 and times == sorted(times)
@@ -97,7 +95,7 @@ def test_a_second_answer_goes_from_the_state_before_and_replaces_the_first() -> 
     assert [read.object_id for read in reads] == [0, 1, 1]
 
 
-def test_everything_is_what_nothing_replaces() -> None:
+def test_total_bytes_are_of_unreplaced_objects() -> None:
     builder = TraceBuilder(ChatWorkload(kept=1.0))
     session = builder.begin_session(builder.prompt(100))
     builder.turn(session, builder.turn(session, 0.0, 10, 20, "person"), 10, 20, "person")
@@ -117,6 +115,6 @@ def test_everything_is_what_nothing_replaces() -> None:
         ("mixed", {"operations_per_second": 0.0}, "mixed.operations_per_second"),
     ],
 )
-def test_what_is_out_of_range_is_refused(name: str, told: dict, said: str) -> None:
+def test_parameters_out_of_range_are_refused(name: str, told: dict, said: str) -> None:
     with pytest.raises(BadParameter, match=said):
         TRACES.load(name)(**told)

@@ -55,7 +55,7 @@ def test_packed_numbers_are_counted_as_they_lie() -> None:
     assert import_module("_memory").held_bytes([packed]) == 40
 
 
-def test_what_is_masked_is_told_and_its_notes_are_held() -> None:
+def test_masked_entries_are_counted() -> None:
     held, model = import_module("_memory"), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert held.masked_entries(model) == (0, [])
     model[1].masked_key_indices = tuple(torch.zeros(3, 7, dtype=torch.int64))
@@ -136,7 +136,7 @@ def test_the_table_says_why_a_pair_has_no_figures(side: str) -> None:
     assert r"refused: no room \| none" in line
 
 
-def test_what_cannot_be_compared_stands_in_tables_of_its_own() -> None:
+def test_incomparable_cells_have_separate_tables() -> None:
     pair, rows = side_by_side(left={}, right={})
     longer = [row | {"tokens": 2000, "kv_bytes": 0} for row in rows]
     told = "\n".join(import_module("_ratios").tables([pair], [*rows, *longer]))
@@ -182,16 +182,14 @@ def test_counts_that_measure_nothing_are_refused(
     ],
 )
 @pytest.mark.parametrize("model", ["seed", "random:qwen3-tiny"])
-def test_a_row_stands_for_no_cell_that_is_measured_otherwise(
-    model: str, other: dict[str, Any]
-) -> None:
+def test_row_matches_only_cells_of_the_same_measure(model: str, other: dict[str, Any]) -> None:
     usual = {"questions": 0, "new_tokens": 32, "repeats": 3, "threads": 1}
     usual |= {"model": model, "device": "cpu", "dtype": "float32"}
     usual |= {"question": "after", "process": "cell"}
     assert found_by(usual) == found_by(usual) != found_by(usual | other)
 
 
-def test_questions_are_told_as_many_as_are_asked() -> None:
+def test_question_count_is_that_of_the_run() -> None:
     usual = {"questions": 0, "new_tokens": 32, "repeats": 3, "threads": 1}
     usual |= {"device": "cpu", "dtype": "float32", "question": "after", "process": "cell"}
     drawn = usual | {"model": "random:qwen3-tiny"}
@@ -222,7 +220,7 @@ def test_a_worker_that_fails_is_a_result() -> None:
 
 
 @pytest.mark.extended
-def test_both_sides_say_the_same_with_the_whole_cache(seed_model: Any) -> None:
+def test_both_sides_answer_the_same_with_the_full_cache(seed_model: Any) -> None:
     """Both sides also hold the same bytes; a compressed cache's counted bytes equal its own
     count.
     """

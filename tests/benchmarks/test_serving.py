@@ -25,7 +25,7 @@ def among_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
-def test_what_grows_is_told_from_what_goes_up_and_down() -> None:
+def test_growth_is_distinguished_from_noise() -> None:
     growth, luck = import_module("_growth").growth, Random(0)
     seconds = [float(second) for second in range(400)]
     noise = [1000 + luck.gauss(0, 20) for _ in seconds]
@@ -37,7 +37,7 @@ def test_what_grows_is_told_from_what_goes_up_and_down() -> None:
     assert not growth(seconds, rising[::-1]).is_real(5.0)
 
 
-def test_answers_that_part_are_judged_by_the_two_best_logits() -> None:
+def test_diverging_answers_are_judged_by_the_top_two_logits() -> None:
     divergence = import_module("_answer_divergence")
     served = Served(characters())
     turns = told(1)

@@ -32,12 +32,12 @@ ONE_FILE = {
 
 
 @pytest.mark.extended
-def test_stdout_is_the_answer_alone(run: Run, talk: Path) -> None:
+def test_stdout_has_the_answer_only(run: Run, talk: Path) -> None:
     result = run("ask", talk, "-q", CAT, "--policy", "full", "--max-new-tokens", "8")
     assert (result.exit_code, result.stdout, result.stderr) == (0, "Mira\n", "")
 
 
-def test_a_terminal_is_told_which_model_answered(
+def test_terminal_shows_the_answering_model(
     run: Run, talk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     console = "larder.cli.ask.progress_console"
@@ -47,7 +47,7 @@ def test_a_terminal_is_told_which_model_answered(
     assert "the model is seed" in result.stderr and "--model smollm2" in result.stderr
 
 
-def test_several_answers_stand_under_their_questions(run: Run, talk: Path) -> None:
+def test_several_answers_are_printed_with_their_questions(run: Run, talk: Path) -> None:
     result = run("ask", talk, "-q", CAT, "-q", WINDOW, "--policy", "full")
     assert result.stdout == f"> {CAT}\nMira\n\n> {WINDOW}\nJuly 5\n"
 
@@ -78,7 +78,7 @@ def test_the_policy_follows_from_the_file_unless_one_is_given(
     assert "> random(" in given["policy"]
 
 
-def test_what_is_parked_is_not_in_use_and_what_is_recalled_is_told(run: Run, talk: Path) -> None:
+def test_offloaded_bytes_and_recalled_pages_are_reported(run: Run, talk: Path) -> None:
     policy = (
         "protect(sinks=2, recent=4) > uniform() > park() > flat(page=4, dense=0) > lagged(tokens=4)"
     )
@@ -89,7 +89,7 @@ def test_what_is_parked_is_not_in_use_and_what_is_recalled_is_told(run: Run, tal
     assert told["summary"]["pages_recalled"] == answer["pages_recalled"]
 
 
-def test_layers_that_the_budget_does_not_cover_are_told(run: Run, talk: Path) -> None:
+def test_layers_beyond_the_budget_are_reported(run: Run, talk: Path) -> None:
     parts = "protect(sinks=2, recent=4) > sinks_and_window(sinks=2) > uniform() > park()"
     policy = f"{parts} > flat(page=4, dense=2) > lagged(tokens=4)"
     told = document(run("ask", talk, "-q", CAT, "--policy", policy, "--budget", "25%", "--json"))
@@ -105,7 +105,7 @@ def test_layers_that_the_budget_does_not_cover_are_told(run: Run, talk: Path) ->
     assert held <= 0.3 * sum(each["full_kv_bytes"] for each in layers[2:])
 
 
-def test_answers_of_episodes_name_theirs(run: Run, talk: Path) -> None:
+def test_answers_name_their_episode(run: Run, talk: Path) -> None:
     policy = 'episodes(count=2, segment=1, embedder="tokens") > snapkv() > pooled()'
     told = document(run("ask", talk, "-q", CAT, "--policy", policy, "--budget", "48", "--json"))
     assert told["answers"][0]["episode"] in (0, 1)
@@ -165,7 +165,7 @@ def test_page(run: Run, talk: Path, tmp_path: Path) -> None:
     assert sum(map(sum, lengths)) == 48 * sum(len(row) for row in lengths)
 
 
-def test_a_page_says_that_what_is_not_kept_comes_back(run: Run, talk: Path, tmp_path: Path) -> None:
+def test_explain_page_names_the_recall_index(run: Run, talk: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     sizes = ("--policy", "icecache_small", "--budget", "48", "--max-new-tokens", "4")
     assert run("ask", talk, "-q", CAT, *sizes, "--explain", page).exit_code == 0
@@ -194,12 +194,14 @@ def test_page_of_a_transcript(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", ["nowhere/page.html", "."])
-def test_a_page_without_a_place(run: Run, talk: Path, tmp_path: Path, page: str) -> None:
+def test_unwritable_explain_path_is_refused(
+    run: Run, talk: Path, tmp_path: Path, page: str
+) -> None:
     result = run("ask", talk, "-q", CAT, "--explain", tmp_path / page)
     assert "is not a writable file path" in complaint(result, 2)
 
 
-def test_one_failure_among_several_is_told_with_its_question(run: Run, talk: Path) -> None:
+def test_failed_question_among_several_is_reported(run: Run, talk: Path) -> None:
     words = "word " * 80
     result = run("ask", talk, "-q", words, "-q", CAT, *SMALL, "--json")
     told = document(result)
@@ -245,7 +247,7 @@ def shown(page: str) -> dict:
 
 
 @pytest.mark.extended
-def test_a_reading_is_kept_and_restored_when_asked(
+def test_keep_saves_and_restores_the_prefill(
     run: Run, talk: Path, larder_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ("ask", talk, "-q", CAT, *SMALL)

@@ -113,7 +113,7 @@ def test_a_blank_question(run: Run, talk: Path) -> None:
     assert "question is empty" in complaint(run("ask", talk, "-q", " "), 2)
 
 
-def test_a_question_that_is_no_text(run: Run, talk: Path) -> None:
+def test_undecodable_question_is_refused(run: Run, talk: Path) -> None:
     assert "not valid UTF-8" in complaint(run("ask", talk, "-q", "\udcff"), 2)
 
 
@@ -148,7 +148,7 @@ def test_a_file_that_the_system_refuses(tmp_path: Path) -> None:
     assert isinstance(CliRunner().invoke(app, ["--debug"]).exception, FileAccessError)
 
 
-def test_debug_shows_where(run: Run) -> None:
+def test_debug_raises_the_original_error(run: Run) -> None:
     result = run("ask", "no.json", "-q", "?", "--debug")
     assert type(result.exception).__name__ == "InputError"
     assert "larder: no.json does not exist" in result.stderr
@@ -160,7 +160,7 @@ def copy(tmp_path: Path) -> Path:
     return Path(shutil.copytree(str(files("larder.models") / "seed"), tmp_path / "model"))
 
 
-def test_a_model_without_the_seam(run: Run, talk: Path, copy: Path) -> None:
+def test_model_without_an_attention_interface_is_refused(run: Run, talk: Path, copy: Path) -> None:
     config = BloomConfig(vocab_size=8192, hidden_size=16, n_layer=1, n_head=2)
     BloomForCausalLM(config).save_pretrained(copy)
     assert "AttentionInterface" in complaint(run("ask", talk, "-q", CAT, "--model", copy), 1)
@@ -171,23 +171,23 @@ def test_a_folder_without_weights(run: Run, talk: Path, copy: Path) -> None:
     assert "no weights" in complaint(run("ask", talk, "-q", CAT, "--model", copy), 1)
 
 
-def test_weights_that_are_no_numbers(run: Run, talk: Path, copy: Path) -> None:
+def test_non_finite_weights_are_refused(run: Run, talk: Path, copy: Path) -> None:
     weights = load_file(copy / "model.safetensors")
     weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], torch.nan)
     save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
     assert "not finite" in complaint(run("ask", talk, "-q", CAT, "--model", copy), 1)
 
 
-def test_a_folder_that_is_not_there(run: Run, talk: Path, tmp_path: Path) -> None:
+def test_missing_model_folder_is_refused(run: Run, talk: Path, tmp_path: Path) -> None:
     line = complaint(run("ask", talk, "-q", CAT, "--model", tmp_path / "no"), 1)
     assert "does not exist: check its name" in line
 
 
-def test_a_folder_that_is_no_model(run: Run, talk: Path, tmp_path: Path) -> None:
+def test_folder_without_a_model_is_refused(run: Run, talk: Path, tmp_path: Path) -> None:
     assert "no config.json" in complaint(run("ask", talk, "-q", CAT, "--model", tmp_path), 1)
 
 
-def test_a_name_that_no_hub_reaches(run: Run, talk: Path) -> None:
+def test_unreachable_hub_name_is_refused(run: Run, talk: Path) -> None:
     result = run("ask", talk, "-q", CAT, "--model", "nobody/nothing", "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["error"]["type"] == "ModelError"

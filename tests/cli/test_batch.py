@@ -41,7 +41,7 @@ def test_results_are_in_the_format_of_openai(run: Run, tmp_path: Path) -> None:
     assert results["d"]["response"]["status_code"] == 400 and "n is not" in str(results["d"])
 
 
-def test_an_interrupted_run_goes_on(run: Run, tmp_path: Path) -> None:
+def test_interrupted_run_resumes(run: Run, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "asked.jsonl", chat("a", "Who?"), chat("b", "Where?"))
     out = tmp_path / "out.jsonl"
     document(run("batch", path, "--out", out, "--json"))
@@ -52,7 +52,7 @@ def test_an_interrupted_run_goes_on(run: Run, tmp_path: Path) -> None:
     assert out.read_text().splitlines()[0] == whole[0]
 
 
-def test_what_cannot_be_batched_is_refused(run: Run, tmp_path: Path) -> None:
+def test_invalid_batches_are_refused(run: Run, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "asked.jsonl", chat("a", "Who?"), chat("a", "Where?"))
     assert "twice" in complaint(run("batch", path), 1)
     assert "--policy" in complaint(run("batch", path, "--policy", "snapkv"), 2)

@@ -49,7 +49,7 @@ def test_a_task(run: Run, out: Path) -> None:
 
 
 @pytest.mark.extended
-def test_a_file_says_what_is_run(run: Run, tmp_path: Path, out: Path) -> None:
+def test_study_file_defines_the_run(run: Run, tmp_path: Path, out: Path) -> None:
     text = 'name = "own"\npolicies = ["h2o"]\ncontrols = ["full"]\nbudgets = ["64"]\nfiles = 3\n'
     path = write(tmp_path / "own.toml", text + '[[tasks]]\nspelling = "passkey"\ntokens = 180\n')
     words = ("bench", "--study", path, "--out", out, "--model", "random:qwen3-tiny")

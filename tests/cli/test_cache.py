@@ -48,7 +48,7 @@ def loaded(name: str) -> Any:
     return found
 
 
-def test_nothing_is_kept(run: Run) -> None:
+def test_empty_store_is_reported(run: Run) -> None:
     assert run("cache", "list").stdout == "No sessions are stored.\n"
     assert document(run("cache", "list", "--json"))["sessions"] == []
     assert "no session 'x'" in complaint(run("cache", "show", "x"), 1)
@@ -95,7 +95,7 @@ def test_verify_finds_damage(run: Run, kept: Path) -> None:
     assert error["type"] == "Damaged" and "talk: " in error["message"]
 
 
-def test_verify_names_what_another_version_wrote(
+def test_verify_reports_records_of_other_versions(
     run: Run, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     *_, path = sorted((kept / "store" / "sessions").rglob("*.json"))
@@ -122,7 +122,7 @@ def test_verify_names_what_another_version_wrote(
 @pytest.mark.failure(number=10)
 @pytest.mark.extended
 @pytest.mark.parametrize("name", ["chats", "chats_sealed"])
-def test_a_home_of_an_earlier_version_is_carried_over_by_one_command(
+def test_upgrade_migrates_a_home_of_an_earlier_version(
     run: Run, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     pytest.importorskip("cryptography")
@@ -177,7 +177,7 @@ def by_name(listed: Any) -> dict[str, Any]:
 
 
 @pytest.mark.failure(number=10)
-def test_a_chat_of_an_earlier_version_is_carried_over(
+def test_upgrade_migrates_a_chat_of_an_earlier_version(
     larder_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("cryptography")
@@ -196,7 +196,7 @@ def test_a_chat_of_an_earlier_version_is_carried_over(
     assert _read_json(path, sealing) == log | {"schema": 1}
 
 
-def test_a_session_travels_in_a_file(run: Run, kept: Path, tmp_path: Path) -> None:
+def test_session_is_exported_and_imported(run: Run, kept: Path, tmp_path: Path) -> None:
     file = tmp_path / "talk.larder"
     assert run("cache", "export", "talk", str(file)).exit_code == 0
     assert "exists" in complaint(run("cache", "export", "talk", str(file)), 1)
@@ -211,7 +211,7 @@ def test_a_session_travels_in_a_file(run: Run, kept: Path, tmp_path: Path) -> No
     assert "no session" in complaint(run("cache", "remove", "talk"), 1)
 
 
-def test_what_lies_open_is_sealed_by_a_command(run: Run, larder_home: Path, tmp_path: Path) -> None:
+def test_seal_encrypts_plain_files(run: Run, larder_home: Path, tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
     (key := tmp_path / "key").write_bytes(b"k" * 32)
     with closing(Archive(larder_home / "server" / "archive.sqlite")) as archive:
@@ -227,7 +227,7 @@ def test_what_lies_open_is_sealed_by_a_command(run: Run, larder_home: Path, tmp_
 
 
 @pytest.mark.failure(number=30)
-def test_a_file_that_is_no_session_is_refused(run: Run, kept: Path, tmp_path: Path) -> None:
+def test_import_of_an_invalid_file_is_refused(run: Run, kept: Path, tmp_path: Path) -> None:
     file = tmp_path / "talk.larder"
     run("cache", "export", "talk", str(file))
     data = file.read_bytes()

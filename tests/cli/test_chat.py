@@ -22,14 +22,14 @@ def test_lines_are_turns(run: Run) -> None:
     assert result.stdout.endswith("Mira\n")
 
 
-def test_what_a_policy_holds_beyond_its_budget_is_told_at_load(run: Run) -> None:
+def test_bytes_beyond_the_budget_are_reported_at_load(run: Run) -> None:
     result = run("chat", "--policy", "full", stdin="")
     [line] = result.stderr.splitlines()
     assert line == "larder: beyond the budget: unlimited() keeps everything that is read"
     assert run("chat", "--policy", "keydiff", "--budget", "64", stdin="").stderr == ""
 
 
-def test_a_session_goes_on(run: Run, larder_home: Path) -> None:
+def test_session_continues(run: Run, larder_home: Path) -> None:
     assert run("chat", "s", *SMALL, stdin="My cat is called Mira.\n").exit_code == 0
     assert (larder_home / "sessions" / "s.json").is_file()
     told = document(run("chat", "s", *SMALL, "--json", stdin="What is my cat called?\n"))
@@ -37,7 +37,7 @@ def test_a_session_goes_on(run: Run, larder_home: Path) -> None:
     assert told["answers"][0]["answer"] == "Mira"
 
 
-def test_another_policy_is_told_even_when_piped(run: Run) -> None:
+def test_changed_policy_is_reported_when_piped(run: Run) -> None:
     assert run("chat", "s", *SMALL, stdin="My cat is called Mira.\n").stderr == ""
     assert run("chat", "s", *SMALL, stdin="").stderr == ""
     other = run("chat", "s", "--policy", "keydiff", *SMALL[2:], stdin="")
@@ -48,7 +48,7 @@ def test_another_policy_is_told_even_when_piped(run: Run) -> None:
     assert other.exit_code == 0
 
 
-def test_a_file_to_begin_with(run: Run, talk: Path) -> None:
+def test_chat_starts_from_a_file(run: Run, talk: Path) -> None:
     result = run("chat", "--file", talk, *SMALL, stdin="What is my cat called?\n")
     assert result.stdout == "Mira\n"
 
@@ -62,7 +62,7 @@ def test_commands(run: Run) -> None:
     assert "never" not in result.stdout
 
 
-def test_a_turn_that_is_refused_is_no_end(run: Run) -> None:
+def test_refused_turn_does_not_end_the_chat(run: Run) -> None:
     lines = "word " * 90 + "\nMy cat is called Mira.\n"
     result = run("chat", *SMALL, "--json", stdin=lines)
     told = document(result)
@@ -92,7 +92,7 @@ def test_bad_sessions(run: Run) -> None:
 
 
 @pytest.mark.extended
-def test_a_session_is_restored_instead_of_read(
+def test_session_is_restored_instead_of_prefilled(
     run: Run, larder_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read_nothing(*_: object) -> None:
@@ -113,7 +113,7 @@ def test_a_session_is_restored_instead_of_read(
     assert kept["codec"] == "int4"
 
 
-def test_damage_is_told_and_read_anew(run: Run, larder_home: Path) -> None:
+def test_damaged_session_is_reported_and_recomputed(run: Run, larder_home: Path) -> None:
     run("chat", "s", *SMALL, stdin="My cat is called Mira.\n")
     for blob in (larder_home / "store" / "blobs").rglob("*.safetensors"):
         blob.write_bytes(blob.read_bytes()[:-1])
@@ -124,12 +124,12 @@ def test_damage_is_told_and_read_anew(run: Run, larder_home: Path) -> None:
     )
 
 
-def test_a_codec_that_is_none_is_refused_early(run: Run) -> None:
+def test_unknown_codec_is_refused_at_startup(run: Run) -> None:
     result = run("chat", "s", *SMALL, "--codec", "int3", stdin="Hello.\n")
     assert "'int3'" in complaint(result, 2)
 
 
-def test_what_cannot_be_written_is_told_before_the_first_turn(
+def test_unwritable_session_is_reported_before_the_first_turn(
     run: Run, larder_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create = LocalFileSystem.create
@@ -148,7 +148,7 @@ def test_what_cannot_be_written_is_told_before_the_first_turn(
     assert "not saved" not in run("chat", stdin="").stderr  # it has no name
 
 
-def test_a_store_that_cannot_be_written_is_told_before_the_first_turn(
+def test_unwritable_store_is_reported_before_the_first_turn(
     run: Run, larder_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create = LocalFileSystem.create

@@ -86,7 +86,7 @@ def test_committed_rows_can_be_drawn(path: Path) -> None:
     assert draw_all(*load_results([path]))
 
 
-def test_what_is_wrong_with_rows_is_found(tmp_path: Path) -> None:
+def test_faulty_rows_are_detected(tmp_path: Path) -> None:
     path = write_rows(tmp_path, [cell("h2o", study="recital")])
     assert list(faults(path)) == ["of no study"]
     path = path.rename(tmp_path / "recital.jsonl")
@@ -125,7 +125,7 @@ def test_docs_show_figures_that_their_commands_draw(run: Run, tmp_path: Path) ->
 
 
 @pytest.mark.extended
-def test_a_figure_that_is_drawn_otherwise_is_found(
+def test_changed_figure_is_detected(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"{__name__}.CHECKOUT", tmp_path)
@@ -149,7 +149,7 @@ def place(path: Path) -> Path:
 
 
 @pytest.mark.extended
-def test_the_table_of_studies_is_whole(tmp_path: Path) -> None:
+def test_table_of_studies_is_complete(tmp_path: Path) -> None:
     told = (CHECKOUT / FOLDER / "README.md").read_text()
     lines = study_table(CHECKOUT / FOLDER, RESULTS)
     assert replace_table(told, lines) == told, (

@@ -18,7 +18,7 @@ def texts(tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.extended
-def test_contexts_are_read_once_and_found_again(run: Run, texts: tuple[Path, Path]) -> None:
+def test_contexts_are_prefilled_once_and_reused(run: Run, texts: tuple[Path, Path]) -> None:
     cat, baker = texts
     words = ("--keep", "--json", *ASKED)
     first = document(run("ask", cat, "--context", baker, *words))
@@ -37,7 +37,9 @@ def test_contexts_under_a_budget_are_one_text(run: Run, texts: tuple[Path, Path]
     assert told["budget_tokens"] == 48 and told["contexts"]["cached_tokens"] == 0
 
 
-def test_what_is_no_document_is_refused(run: Run, talk: Path, texts: tuple[Path, Path]) -> None:
+def test_invalid_context_arguments_are_refused(
+    run: Run, talk: Path, texts: tuple[Path, Path]
+) -> None:
     assert "--context" in complaint(run("ask", *ASKED), 2)
     assert "no document" in complaint(run("ask", talk, "--context", texts[0], *ASKED), 1)
 

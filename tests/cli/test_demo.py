@@ -63,7 +63,7 @@ def test_document(run: Run) -> None:
     assert all(len(row["answers"]) == 2 for row in told["rows"])
 
 
-def test_a_model_that_is_not_there_is_told(run: Run) -> None:
+def test_missing_model_is_refused(run: Run) -> None:
     assert "does not exist" in complaint(run("demo", "--model", "./nowhere"), 1)
 
 
@@ -82,7 +82,7 @@ def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row["name"] for row in document(result)["rows"]] == NAMES[:2]
 
 
-def test_a_bad_budget_is_known_at_once(run: Run) -> None:
+def test_invalid_budget_is_refused(run: Run) -> None:
     assert "is not a size" in complaint(run("demo", "--budget", "some"), 2)
 
 
@@ -97,7 +97,7 @@ def test_another_model_reads_the_document(run: Run, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.extended
-def test_without_smollm2_the_bundled_model_takes_its_place(
+def test_missing_smollm2_falls_back_to_the_bundled_model(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missing = replace(

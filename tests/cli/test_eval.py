@@ -55,7 +55,7 @@ def test_several_files(run: Run, folder: Path) -> None:
 
 
 @pytest.mark.extended
-def test_two_files_are_said_to_be_too_few_for_an_interval(
+def test_interval_over_two_files_warns(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fails_at(monkeypatch, CAT, InputError("no cats."))
@@ -99,7 +99,7 @@ def test_tables(run: Run, talk: Path, folder: Path) -> None:
 
 
 @pytest.mark.extended
-def test_tables_tell_what_dense_layers_take(run: Run, talk: Path, folder: Path) -> None:
+def test_tables_report_dense_layers(run: Run, talk: Path, folder: Path) -> None:
     parts = "protect(sinks=2, recent=4) > sinks_and_window(sinks=2) > uniform() > park()"
     policy = ("--policy", f"{parts} > flat(page=4, dense=2) > lagged(tokens=4)", "--budget", "25%")
     one = run("eval", talk, *policy).stdout
@@ -173,7 +173,7 @@ def test_a_file_that_does_not_fit_does_not_stop_the_others(run: Run, folder: Pat
     assert "answers" in told["files"][0]
 
 
-def test_nothing_could_be_answered(run: Run, talk: Path) -> None:
+def test_run_without_answers_fails(run: Run, talk: Path) -> None:
     line = complaint(run("eval", talk, "--policy", "snapkv", "--budget", "20"), 2)
     assert "smaller than sinks + recent" in line
 

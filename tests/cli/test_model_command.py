@@ -92,7 +92,7 @@ def test_pins_are_those_of_the_constraints() -> None:
 
 
 @pytest.mark.extended
-def test_calibrations_are_made_once_and_tell_their_cost(
+def test_calibrations_are_cached_and_report_their_cost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibration, "home", lambda: tmp_path)  # not what other tests measured
@@ -124,7 +124,7 @@ def test_calibrations_are_made_once_and_tell_their_cost(
     assert status == 2 and "sensitivity" in error
 
 
-def test_a_calibration_that_does_not_apply_is_told(
+def test_inapplicable_calibration_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_: Any) -> Any:

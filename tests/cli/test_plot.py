@@ -31,7 +31,7 @@ def test_plot_writes_figures_and_names_them(tmp_path: Path) -> None:
     assert "No figure named 'breakdown'" in complaint(shown, 2)
 
 
-def test_plot_tells_what_is_wrong(tmp_path: Path) -> None:
+def test_plot_refuses_invalid_arguments(tmp_path: Path) -> None:
     results = str(write_rows(tmp_path, CELLS))
     out = ("--out", str(tmp_path / "figures"))
     assert "--format takes svg and png" in complaint(run("plot", results, "--format", "gif"), 2)

@@ -54,7 +54,7 @@ def test_scorers_with_a_paper_name_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECALLS.names())
-def test_what_a_family_shares_is_told_of_every_part(name: str) -> None:
+def test_shared_fields_are_documented_for_every_part(name: str) -> None:
     page = part_doc(RECALLS.load(name), "recall")
     assert all(field.meaning for field in page.fields)
     assert {"tokens", "dense"} < {field.name for field in page.fields}
@@ -80,7 +80,7 @@ def test_citations_in_all_their_forms() -> None:
     assert str(third) == 'Ann de Boer, B. Lee and Cy Ng, "Third" (1979)'
 
 
-def test_no_citation_is_made_up() -> None:
+def test_text_without_a_citation_has_none() -> None:
     assert citations('Says "so" (see arXiv:2404.14469). In 2024, "that" happened.') == []
 
 
@@ -106,7 +106,7 @@ def test_lists_and_pages_share_their_words(run: Run) -> None:
         assert document(run("policy", "show", part["name"], "--json"))["part"] == part
 
 
-def test_every_page_says_something() -> None:
+def test_every_page_has_a_summary_and_meanings() -> None:
     for page in part_docs():
         assert page.summary and len(page.summary) < 200
         assert all(field.meaning for field in page.fields), page.name
@@ -195,7 +195,7 @@ def test_values_of_citations_are_parameters_of_their_part() -> None:
 @pytest.mark.parametrize(
     "name", ["drop", "episodic", "whole", "single", "protect", "whole() > random() > unlimited()"]
 )
-def test_what_has_no_paper_says_so(run: Run, name: str) -> None:
+def test_parts_without_a_paper_say_so(run: Run, name: str) -> None:
     assert run("policy", "cite", name).stdout == f"{name}: no paper\n"
     assert document(run("policy", "cite", name, "--json"))["citations"] == []
     if name.isidentifier():

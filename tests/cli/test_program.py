@@ -77,7 +77,7 @@ def test_streams_that_are_closed(closed: str, words: tuple[str, ...], code: int)
     assert ("2404.14469" in done.stdout) == (code == 0)
 
 
-def test_a_reader_that_has_gone_is_told_nothing() -> None:
+def test_closed_pipe_is_silent() -> None:
     reads, writes = os.pipe()
     os.close(reads)
     for buffered, words in (("", ("--version",)), ("1", ("--help",))):
@@ -89,7 +89,7 @@ def test_a_reader_that_has_gone_is_told_nothing() -> None:
     os.close(writes)
 
 
-def test_an_error_about_a_file_is_not_taken_for_one_about_stdout() -> None:
+def test_file_error_is_not_a_stdout_error() -> None:
     with pytest.raises(FileNotFoundError):
         handle_stdout_error(FileNotFoundError(2, "No such file", "there.txt"))
 
@@ -103,7 +103,7 @@ def test_help_loads_no_model_library() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_without_a_command_it_helps(run: Run) -> None:
+def test_missing_command_prints_help(run: Run) -> None:
     for words in ((), ("policy",)):
         result = run(*words)
         assert result.exit_code == 0 and "Usage:" in result.stdout

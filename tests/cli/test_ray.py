@@ -15,28 +15,26 @@ from larder.server import check_store, error_reason
 @pytest.mark.parametrize(
     "words", [["serve", "--ray", "--port", "0"], ["bench", "passkey", "--ray"]]
 )
-def test_what_is_missing_is_named(
-    run: Run, words: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_ray_is_named(run: Run, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ray", "ray.serve"):
         monkeypatch.setitem(sys.modules, name, None)
     said = complaint(run(*words), 1)
     assert f"'larder {words[0]} --ray' needs Ray" in said and "pip install 'larder[ray]'" in said
 
 
-def test_replicas_are_of_a_cluster(run: Run) -> None:
+def test_replicas_without_ray_are_refused(run: Run) -> None:
     said = complaint(run("serve", "--replicas", "3", "--port", "0"), 2)
     assert said == "--replicas needs --ray: add --ray, or leave --replicas out."
 
 
-def test_machines_need_one_store(tmp_path: Path) -> None:
+def test_several_machines_without_a_shared_store_are_refused(tmp_path: Path) -> None:
     check_store(None, 1)
     check_store(str(tmp_path), 2)
     with pytest.raises(UsageError, match="2 machines, so they need one store: give --store URL"):
         check_store(None, 2)
 
 
-def test_why_a_replica_did_not_start() -> None:
+def test_replica_start_error_is_extracted() -> None:
     told = """Traceback (most recent call last):
       File "x.py", line 3, in load
     larder.core.errors.ModelError: The model 'x' cannot be loaded: give a local folder.

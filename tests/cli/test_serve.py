@@ -66,7 +66,7 @@ def test_a_model_is_served_until_it_is_interrupted(run: Run, answered: dict[str,
 
 
 @pytest.mark.extended
-def test_where_it_serves_is_told_as_a_document(run: Run, answered: dict[str, Any]) -> None:
+def test_serving_address_is_printed_as_json(run: Run, answered: dict[str, Any]) -> None:
     policy = "blockwise() > column_mass() > uniform() > every_step()"
     told = document(run("serve", "--port", "0", "--json", "--policy", policy, "--budget", "64"))
     assert told["url"] == f"http://127.0.0.1:{answered['port']}"
@@ -76,7 +76,7 @@ def test_where_it_serves_is_told_as_a_document(run: Run, answered: dict[str, Any
     assert (model["kv_budget_tokens"], model["kv_beyond_budget"]) == (64, [])
 
 
-def test_an_open_server_takes_keys(run: Run, tmp_path: Path) -> None:
+def test_public_host_requires_keys(run: Run, tmp_path: Path) -> None:
     said = complaint(run("serve", "--host", "0.0.0.0", "--port", "0"), 2)
     assert said.startswith("--host 0.0.0.0 is open") and "--keys FILE" in said
     keys = tmp_path / "keys"
@@ -102,7 +102,7 @@ def test_keys_come_from_the_environment(
     assert answered["/v1/models"].status_code == 401
 
 
-def test_what_cannot_be_is_told_before_a_model_loads(run: Run) -> None:
+def test_invalid_options_are_refused_before_a_model_loads(run: Run) -> None:
     assert "64MBit' is not a number of bytes" in complaint(run("serve", "--kv-budget", "64MBit"), 2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         said = complaint(run("serve", "--port", str(taken.getsockname()[1])), 1)
@@ -208,7 +208,7 @@ def test_policies_that_need_a_question_are_refused_before_a_model_loads(
     )
 
 
-def test_a_chat_template_takes_the_place_of_the_tokenizers(
+def test_chat_template_replaces_the_tokenizers(
     run: Run, answered: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template = tmp_path / "template.jinja"
@@ -225,7 +225,7 @@ def test_a_chat_template_takes_the_place_of_the_tokenizers(
 
 
 @pytest.mark.parametrize("name", ["fastapi", "uvicorn", "prometheus_client", "msgspec"])
-def test_serving_without_its_extra_says_what_to_install(
+def test_missing_serve_extra_is_named(
     run: Run, answered: dict[str, Any], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """In one line, before a port or the model is opened."""
@@ -238,7 +238,7 @@ def test_serving_without_its_extra_says_what_to_install(
     assert not (opened or answered)
 
 
-def test_the_collector_of_garbage_passes_over_what_was_loaded(
+def test_garbage_collection_skips_loaded_objects(
     run: Run, answered: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a full collection goes through the model and all libraries while nobody is answered."""

@@ -64,7 +64,7 @@ def asked(piped: subprocess.CompletedProcess[str]) -> Process:
     return processes(piped)[0]
 
 
-def test_piped_it_says_nothing_but_the_result(piped: subprocess.CompletedProcess[str]) -> None:
+def test_piped_output_has_the_result_only(piped: subprocess.CompletedProcess[str]) -> None:
     assert (piped.returncode, piped.stderr) == (0, "")
     document = piped.stdout.split("modules: ")[1].split("\n", 1)[1]
     assert json.loads(document)["schema"] == 1
@@ -74,7 +74,7 @@ def test_ask_imports_few_modules(asked: Process) -> None:
     assert len(asked.own) < MOST_MODULES, sorted(asked.own)
 
 
-def test_ask_imports_no_store_and_no_library_that_full_does_not_need(asked: Process) -> None:
+def test_ask_imports_no_store_or_optional_libraries(asked: Process) -> None:
     assert {"larder.engine.answer", "torch"} <= asked.modules
     parts = ("store", "server", "evaluation", "explain")
     assert not asked.loads(*(f"larder.{name}" for name in parts))

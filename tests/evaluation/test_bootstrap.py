@@ -34,7 +34,7 @@ def slow_mean(files: list[list[float]], bootstrap: Bootstrap) -> Interval:
     return Interval(sum(everything) / len(everything), *bounds)
 
 
-def test_mean_is_the_slow_one() -> None:
+def test_mean_equals_its_reference() -> None:
     bootstrap = Bootstrap(resamples=321, coverage=0.9, seed=5)
     quick, slow = bootstrap.mean(FILES), slow_mean(FILES, bootstrap)
     assert (quick.mean, quick.low, quick.high) == pytest.approx((slow.mean, slow.low, slow.high))
@@ -51,12 +51,12 @@ def test_two_files_by_hand() -> None:
     assert Bootstrap(coverage=0.6).mean([[1.0], [0.0]]) == Interval(0.5, 0.0, 1.0)
 
 
-def test_coin_of_a_hundred_throws_is_as_unsure_as_the_normal_law_says() -> None:
+def test_interval_of_a_fair_coin_matches_the_normal_approximation() -> None:
     interval = Bootstrap().mean(questions_as_clusters([0.0, 1.0] * 50))
     assert interval.high - interval.low == pytest.approx(2 * 1.96 * 0.05, rel=0.06)
 
 
-def test_questions_that_fail_together_make_it_less_sure() -> None:
+def test_correlated_questions_widen_the_interval() -> None:
     scores = [1.0] * 20 + [0.0] * 20
     together = Bootstrap().mean([scores[start : start + 10] for start in range(0, 40, 10)])
     alone = Bootstrap().mean(questions_as_clusters(scores))

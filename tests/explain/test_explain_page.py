@@ -146,7 +146,7 @@ def test_transcript_reassembles_exactly(small: Explanation) -> None:
     assert tuple(pieces) == tuple(t for message in small.messages for t in message.tokens)
 
 
-def test_counts_come_back(small: Explanation) -> None:
+def test_counts_round_trip(small: Explanation) -> None:
     data = page_data(render(small))
     for shown, given in zip(data["episodes"], small.episodes, strict=True):
         assert decode(shown["kept"], data["heads_width"]) == given.kept_heads
@@ -156,7 +156,7 @@ def test_counts_come_back(small: Explanation) -> None:
 
 
 @pytest.mark.parametrize("heads", [1, 61, 62, 640, 3844])
-def test_counts_come_back_whatever_the_number_of_heads(small: Explanation, heads: int) -> None:
+def test_counts_round_trip_for_any_number_of_heads(small: Explanation, heads: int) -> None:
     kept = (heads, 0, heads // 2, 1, heads - 1, 0, heads, 1, 0, heads)
     episode = PageEpisode("all", kept, ((1,) * heads,), (), (), (kept,))
     wide = replace(small, episodes=(episode,), answers=(), sliding_layers=())

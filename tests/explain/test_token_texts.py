@@ -20,7 +20,7 @@ def test_skipped_text_goes_to_the_token_before() -> None:
     assert token_texts("  a b", (2, 4)) == ("  a ", "b")
 
 
-def test_nothing_is_cut_into_nothing() -> None:
+def test_empty_text_has_empty_pieces() -> None:
     assert token_texts("", ()) == ()
     assert token_texts("", (0, 0)) == ("", "")
 

@@ -20,10 +20,10 @@ CASES = [
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_unchanged(name: str) -> None:
+def test_golden_is_unchanged(name: str) -> None:
     found = (GOLDENS | SLOW)[name]()
     check(name, found, TOLERANCES.get(name, TOLERANCE), may_grow=name in LISTINGS)
 
 
-def test_a_cache_whose_layers_share_entries_comes_back() -> None:
+def test_cache_with_shared_layers_is_restored() -> None:
     assert homes.paired_answer() == "July 5"

@@ -77,7 +77,7 @@ def test_biases_and_softcaps_equal_the_reference() -> None:
 
 
 @torch.no_grad()
-def test_a_segment_gets_the_same_bits_alone() -> None:
+def test_segment_is_bitwise_independent_of_the_batch() -> None:
     own = on_gpu(some_segments(LENGTHS, PAGE_TOKENS, (2, 1), 64, torch.bfloat16))
     stored, backend = (own.keys, own.values), AttentionBackend.TRITON
     together, _ = paged_attention(own.queries, *stored, own.tables, own.scaling, backend)
@@ -133,7 +133,7 @@ def test_the_gpu_has_a_fast_backend(decoder) -> None:
     assert choose_backend(*form) is AttentionBackend.TRITON
 
 
-def test_a_step_never_waits_for_the_gpu(decoder) -> None:
+def test_step_does_not_synchronize(decoder) -> None:
     caches = some_caches(decoder)
     step(decoder, caches, 5)
     torch.cuda.set_sync_debug_mode("error")

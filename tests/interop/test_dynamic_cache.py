@@ -169,7 +169,7 @@ def test_crop_reaches_tokens_before_the_export(llama: Any) -> None:
 
 
 @torch.no_grad()
-def test_what_the_model_has_cached_comes_under_a_policy(llama: Any) -> None:
+def test_imported_model_cache_is_evicted_under_a_policy(llama: Any) -> None:
     own = DynamicCache(config=llama.config)
     llama(text(), past_key_values=own)
     cache = LarderCache.from_dynamic_cache(llama, own, KEYDIFF, 24)
@@ -199,7 +199,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_a_dynamic_cache_cannot_hold_is_refused(llama: Any, case: str) -> None:
+def test_unexportable_caches_are_refused(llama: Any, case: str) -> None:
     policy, told = REFUSED[case]
     cache = read_cache(llama, policy, text())
     with pytest.raises(CacheError, match=told):
@@ -218,7 +218,7 @@ def test_rows_of_different_lengths_are_exported_one_by_one(llama: Any) -> None:
     assert cache.to_dynamic_cache().get_seq_length() == 40
 
 
-def test_caches_that_cannot_be_taken_over(llama: Any, models: Any) -> None:
+def test_unsupported_caches_are_refused(llama: Any, models: Any) -> None:
     taken = LarderCache.from_dynamic_cache
     with pytest.raises(CacheError, match="A StaticCache cannot be taken over"):
         taken(llama, StaticCache(config=llama.config, max_cache_len=8), "full")

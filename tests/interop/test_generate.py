@@ -37,7 +37,7 @@ def generated(model: Any, ids: Tensor, new: int, **options: Any) -> list[int]:
     return out[0, ids.shape[1] :].tolist()
 
 
-def test_full_budget_is_the_model_itself(model: Any) -> None:
+def test_full_budget_equals_the_model(model: Any) -> None:
     options = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
     expected = model.generate(prompt(), max_new_tokens=16, **options)
     with larder.applied(model, "full") as run:
@@ -49,7 +49,7 @@ def test_full_budget_is_the_model_itself(model: Any) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_keeps_what_it_keeps_elsewhere(model: Any, name: str) -> None:
+def test_policy_keeps_the_same_entries_as_the_engine(model: Any, name: str) -> None:
     with larder.applied(model, POLICIES[name], BUDGET) as run:
         new = generated(model, prompt(), 6)
     assert run.cache is not None
@@ -60,7 +60,7 @@ def test_a_policy_keeps_what_it_keeps_elsewhere(model: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_second_turn_is_read_like_a_text(llama: Any, name: str) -> None:
+def test_second_turn_is_prefilled_like_a_text(llama: Any, name: str) -> None:
     cache, ids = LarderCache(llama, POLICIES[name], BUDGET), prompt()
     first = generated(llama, ids, 4, past_key_values=cache)
     more = torch.cat([ids, torch.tensor([first]), prompt(20, seed=1)], 1)
@@ -79,7 +79,7 @@ def test_a_second_turn_under_a_full_budget(llama: Any) -> None:
     assert generated(llama, longer, 4, past_key_values=cache) == generated(llama, longer, 4)
 
 
-def test_memory_is_that_of_the_entries(llama: Any) -> None:
+def test_memory_equals_the_held_entries(llama: Any) -> None:
     with larder.applied(llama, "protect(sinks=2, recent=8) > keydiff() > pooled()", 100) as run:
         generated(llama, prompt(400), 1)
     assert run.cache is not None

@@ -36,7 +36,7 @@ def assert_same_answers(got: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("policy", ["full", SMALL_BLOCKS])
-def test_a_full_budget_is_the_model_itself(name: str, policy: str) -> None:
+def test_full_budget_equals_the_model(name: str, policy: str) -> None:
     model, given = model_of(name), inputs_of(name, PROMPT)
     expected = model.generate(**given, max_new_tokens=16, **LOGITS)
     with larder.applied(model, policy):
@@ -47,7 +47,7 @@ def test_a_full_budget_is_the_model_itself(name: str, policy: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("policy", ["snapkv", "keydiff"])
-def test_a_row_of_a_batch_is_the_row_alone(name: str, policy: str) -> None:
+def test_batch_equals_single_rows(name: str, policy: str) -> None:
     model, given = model_of(name), inputs_of(name, *BATCH)
     together = LarderCache(model, POLICIES[policy], BUDGET)
     out = model.generate(**given, past_key_values=together, max_new_tokens=6, **GREEDY)
@@ -99,7 +99,7 @@ def _without(given: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("schedule", ["blockwise(tokens=9)", "whole()"])
-def test_no_block_cuts_an_image(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_do_not_split_images(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("larder.prefill.schedules.whole.BLOCK_TOKENS", 9)
     model, read = model_of(LLAVA), list[int]()
     layer = model.model.language_model.layers[0]
@@ -124,7 +124,7 @@ def test_beams(name: str) -> None:
         assert torch.equal(model.generate(**given, **options), expected)
 
 
-def test_a_call_that_fails_leaves_the_model_as_it_was() -> None:
+def test_failed_call_leaves_the_model_unchanged() -> None:
     model, given = model_of(GEMMA), inputs_of(GEMMA, PROMPT)
     expected = model.generate(**given, max_new_tokens=4, **LOGITS)
     cache = LarderCache(model, "full")
@@ -149,7 +149,7 @@ def test_a_policy_that_reads_logits_of_images_is_refused() -> None:
 
 @pytest.mark.parametrize("name", [QWEN, GEMMA])
 @pytest.mark.parametrize("schedule", ["whole()", "blockwise(tokens=9)"])
-def test_a_score_tells_images_from_text(name: str, schedule: str) -> None:
+def test_scores_distinguish_images_from_text(name: str, schedule: str) -> None:
     model, given = model_of(name), inputs_of(name, PROMPT)
     is_image, kept = torch.tensor(PROMPT.ids(name)) == IMAGE, list[int]()
     for factor in (0, 1, 1000):

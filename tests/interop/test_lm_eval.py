@@ -57,7 +57,7 @@ def hf_lm(module: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("max_length", [2048, 40])
 @pytest.mark.parametrize("batch_size", [1, "auto"])
-def test_a_full_cache_scores_as_the_model_hf(
+def test_full_cache_scores_equal_hf(
     module: Any, tokenizer: Any, max_length: int, batch_size: Any
 ) -> None:
     own = larder_lm(module, tokenizer, max_length=max_length, batch_size=batch_size)
@@ -73,7 +73,7 @@ def test_a_full_cache_scores_as_the_model_hf(
     )
 
 
-def test_a_long_text_scores_as_the_model_hf_in_float64(module: Any, tokenizer: Any) -> None:
+def test_long_text_score_equals_hf_in_float64(module: Any, tokenizer: Any) -> None:
     """Summed in float32, as `hf` does by default, rounding adds up over the tokens of a text."""
     asked = instances("loglikelihood_rolling", [(STORY * 15,)])
     got = larder_lm(module, tokenizer).loglikelihood_rolling(asked, True)
@@ -81,7 +81,7 @@ def test_a_long_text_scores_as_the_model_hf_in_float64(module: Any, tokenizer: A
     assert got == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_full_cache_generates_as_the_model_hf(module: Any, tokenizer: Any) -> None:
+def test_full_cache_generation_equals_hf(module: Any, tokenizer: Any) -> None:
     own, theirs = larder_lm(module, tokenizer, batch_size=2), hf_lm(module)
     whole = theirs.generate_until(
         instances("generate_until", [(STORY, {"max_gen_toks": 12, "until": []})]), True
@@ -126,7 +126,7 @@ def test_the_example_runs(seed_model: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(scores) == len(CHOICES)
 
 
-def test_the_registry_knows_the_model() -> None:
+def test_model_is_registered() -> None:
     assert get_model("larder") is LarderLM
 
 

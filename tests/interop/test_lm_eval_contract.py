@@ -92,7 +92,7 @@ def test_windows() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of lm-eval and its dependencies
-def test_the_package_has_this_interface() -> None:
+def test_installed_lm_eval_has_the_expected_interface() -> None:
     """Parameters of what Larder calls and overrides, and windows of tokens."""
     pytest.importorskip("lm_eval")
     model = import_module("lm_eval.api.model").TemplateLM

@@ -19,7 +19,7 @@ GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tok
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_is_not_attached_and_can_be(copied: Callable[[Any], Any]) -> None:
+def test_copied_model_is_attached_separately(copied: Callable[[Any], Any]) -> None:
     model = tiny("llama")
     expected = model.generate(IDS, **GREEDY)
     with larder.applied(model, "full") as run:

@@ -37,7 +37,7 @@ def test_generation_narrows_and_keeps_true_positions(model) -> None:
     assert cache.nbytes < generated(model, ids, policy="full")[1].nbytes
 
 
-def test_rows_of_a_batch_narrow_alone(model) -> None:
+def test_rows_of_a_batch_narrow_independently(model) -> None:
     rows = [torch.tensor([some_ids(TOKENS, seed=seed)]) for seed in (1, 2)]
     for policy in ("fastkv", "pyramidinfer"):
         both, _ = generated(model, torch.cat(rows), policy=policy, budget=50)

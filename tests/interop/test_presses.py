@@ -51,7 +51,7 @@ def kept_by(cache: LarderCache, row: int = 0) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("name", PRESSES)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
-def test_a_press_keeps_what_it_keeps_by_its_own_hooks(architecture: str, name: str) -> None:
+def test_press_equals_its_own_hooks(architecture: str, name: str) -> None:
     model, press = tiny(architecture), PRESSES[name]
     with larder.applied(model, kvpress=press) as run:
         out = model.generate(IDS, max_new_tokens=5, **GREEDY)
@@ -86,7 +86,7 @@ def test_a_ratio_of_zero_keeps_all(llama: Any) -> None:
     assert torch.equal(got, llama.generate(IDS, max_new_tokens=4, **GREEDY))
 
 
-def test_a_later_text_stays(llama: Any) -> None:
+def test_later_text_is_not_evicted(llama: Any) -> None:
     cache = LarderCache(llama, kvpress=QueryPress(0.5))
     with torch.no_grad():
         llama(IDS, past_key_values=cache)
@@ -94,7 +94,7 @@ def test_a_later_text_stays(llama: Any) -> None:
     assert cache.lengths()[0] == ((60, 60), (60, 60))
 
 
-def test_rows_of_a_batch_are_pressed_alone(llama: Any) -> None:
+def test_rows_of_a_batch_are_compressed_independently(llama: Any) -> None:
     padded = torch.cat([torch.zeros(1, 30, dtype=torch.long), IDS[:, :50]], 1)
     mask = torch.cat([torch.ones_like(IDS), (padded > 0).long()])
     cache = LarderCache(llama, kvpress=QueryPress(0.5))
@@ -104,7 +104,7 @@ def test_rows_of_a_batch_are_pressed_alone(llama: Any) -> None:
         assert kept_by(cache, row) == left_by(QueryPress(0.5), tiny("llama"), ids)
 
 
-def test_layers_that_slide_keep_their_window(models: Any) -> None:
+def test_sliding_layers_keep_their_window(models: Any) -> None:
     with larder.applied(models("gemma3"), kvpress=QueryPress(0.5)) as run:
         models("gemma3").generate(IDS, max_new_tokens=1, **GREEDY)
     assert run.cache is not None
@@ -139,13 +139,13 @@ def test_a_model_without_rotary_embeddings() -> None:
         (GeneratingPress(0.5), r"GeneratingPress has a forward_hook\(\) of its own.*from_kvpress"),
     ],
 )
-def test_what_cannot_be_taken_over(llama: Any, press: Any, message: str) -> None:
+def test_unsupported_presses_are_refused(llama: Any, press: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         LarderCache(llama, kvpress=press)
 
 
 @pytest.mark.parametrize("other", [{"policy": "full"}, {"budget": 9}, {"block": 9}])
-def test_a_press_and_a_policy(llama: Any, other: Any) -> None:
+def test_press_with_a_policy_is_refused(llama: Any, other: Any) -> None:
     with (
         pytest.raises(UsageError, match="leave the others out"),
         larder.applied(llama, kvpress=QueryPress(0.5), **other),
@@ -169,7 +169,7 @@ def test_a_press_that_fails_leaves_the_cache_empty(
     assert not cache.is_initialized
 
 
-def test_equal_entries_are_found_in_turn() -> None:
+def test_duplicate_entries_are_matched_in_order() -> None:
     keys = torch.tensor([[[1.0], [2.0], [1.0], [3.0], [1.0]]])
     digests = entry_digests(keys, keys)
     places, is_found = found_places(digests, digests[:, [3, 2, 0]])

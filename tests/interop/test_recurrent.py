@@ -37,7 +37,7 @@ def tokens(model: Any, ids: Any, cached: LarderCache, **options: Any) -> list[li
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_padded_row_is_the_row_alone(name: str, policy: str) -> None:
+def test_padded_row_equals_the_single_row(name: str, policy: str) -> None:
     model, sizes = model_of(name), POLICIES[policy]
     ids, mask = padded(ROWS)
     together = LarderCache(model, *sizes)
@@ -93,7 +93,7 @@ def test_a_failed_turn_is_undone(after: int) -> None:
     assert torch.equal(got, expected)
 
 
-def test_what_needs_an_earlier_state_is_refused() -> None:
+def test_modes_needing_an_earlier_state_are_refused() -> None:
     model, ids = model_of("LFM2"), torch.tensor([ROWS[0]])
     cached = LarderCache(model, "full")
     with pytest.raises(UsageError, match="leave the assistant out"):

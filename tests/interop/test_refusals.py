@@ -65,7 +65,7 @@ def test_a_model_that_is_compiled_later() -> None:
         model._call_impl(IDS, past_key_values=cache)  # what the compiled call traces
 
 
-def test_texts_that_the_cache_has_read(llama: Any) -> None:
+def test_already_cached_texts_are_refused(llama: Any) -> None:
     cache = LarderCache(llama, "full")
     whole = llama.generate(IDS, past_key_values=cache, max_new_tokens=4, **GREEDY)
     options = {**GREEDY, "past_key_values": cache, "max_new_tokens": 2}
@@ -99,7 +99,7 @@ def test_a_cache_of_the_caller_inside_the_context(llama: Any) -> None:
     assert out.past_key_values.get_seq_length() == 51
 
 
-def test_a_cache_that_the_model_filled_itself(llama: Any) -> None:
+def test_cache_filled_without_larder_is_refused(llama: Any) -> None:
     with larder.applied(llama, "snapkv", 40), torch.no_grad():
         with pytest.warns(UserWarning, match="no policy acts"):
             own = llama(IDS).past_key_values
@@ -118,7 +118,7 @@ def test_guidance(llama: Any) -> None:
     assert torch.equal(got, expected)
 
 
-def test_what_is_no_tokenizer(llama: Any) -> None:
+def test_invalid_tokenizer_is_refused(llama: Any) -> None:
     with pytest.raises(BadParameter, match="must be the tokenizer .* got 'smollm2'"):
         LarderCache(llama, "kvzip", 40, tokenizer="smollm2")
 
@@ -161,7 +161,7 @@ def test_calls_that_do_not_fit(llama: Any) -> None:
     assert cache.get_seq_length() == 50
 
 
-def test_tokens_that_moved_a_window_are_not_taken_back() -> None:
+def test_crop_of_a_moved_window_is_refused() -> None:
     model = tiny("gemma3")
     cache = LarderCache(model, "full")
     with torch.no_grad():
@@ -205,7 +205,7 @@ def test_a_call_that_fails_leaves_no_trace(llama: Any, ids: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["Llama", "Llava"])
-def test_a_call_of_another_thread_meanwhile(name: str) -> None:
+def test_concurrent_call_of_another_thread_is_refused(name: str) -> None:
     """It would roll the first call back, and run in its attention."""
     model: Any = next(family for family in families() if family.name == name).model()
     caches, refused = [LarderCache(model, "full") for _ in range(2)], list[Any]()
@@ -227,7 +227,7 @@ def test_a_call_of_another_thread_meanwhile(name: str) -> None:
     assert caches[0].lengths() == caches[1].lengths()
 
 
-def test_an_end_token_whose_call_failed_is_read_again(llama: Any) -> None:
+def test_end_token_of_a_failed_call_is_read_again(llama: Any) -> None:
     rows, cache = IDS.expand(2, -1), LarderCache(llama, "full")
     end = torch.tensor([[llama.generation_config.eos_token_id], [5]])
     with torch.no_grad():
@@ -240,7 +240,7 @@ def test_an_end_token_whose_call_failed_is_read_again(llama: Any) -> None:
     assert cache.sequences[0].next_position == 51
 
 
-def test_what_is_no_model_is_refused() -> None:
+def test_invalid_model_is_refused() -> None:
     with pytest.raises(ModelError, match="int is not a model of transformers: give one of"):
         LarderCache(3)
 

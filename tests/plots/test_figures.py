@@ -64,7 +64,7 @@ def shown(text: Any) -> bool:
     return bool(text.get_text().strip()) and text.get_visible() and inside
 
 
-def test_the_order_holds_every_figure() -> None:
+def test_figure_order_has_every_figure() -> None:
     assert sorted(FIGURE_ORDER) == FIGURES.names()
 
 
@@ -112,7 +112,7 @@ def test_quality_shows_means_at_the_bytes_held(tmp_path: Path) -> None:
     assert lines(held.figure)["h2o"][0][0] == pytest.approx(0.5, rel=0.05)
 
 
-def test_scores_that_are_not_right_or_wrong_are_drawn_each_by_itself(tmp_path: Path) -> None:
+def test_continuous_scores_are_drawn_separately(tmp_path: Path) -> None:
     items = [
         {"kind": "token", "kl": 0.5, "same": n > 0, "mass": 0.75, "counts": True} for n in (0, 1)
     ]
@@ -183,7 +183,7 @@ def test_memory_runs_over_lengths_beside_the_full_cache(results: Path) -> None:
     assert found["full"] == [(1000, 100_000), (2000, 200_000)]
 
 
-def test_latency_takes_the_longest_and_its_parts_stand_end_to_end(results: Path) -> None:
+def test_latency_uses_the_longest_text_with_stacked_parts(results: Path) -> None:
     dots, stacks = drawn("latency", results, "snapkv")
     assert "2,000 tokens" in dots.title
     first = [line.get_data() for line in dots.figure.axes[1].lines]
@@ -205,7 +205,7 @@ def test_prompts_run_from_the_nearest_to_the_farthest(results: Path) -> None:
     assert {y for _, y in found["the question"]} == {1.0}
 
 
-def test_recall_runs_over_what_is_fetched(results: Path) -> None:
+def test_recall_is_drawn_over_fetched_entries(results: Path) -> None:
     [one] = drawn("recall", results)
     assert lines(one.figure)["dci"] == [(16.0, 0.25), (32.0, 0.5)]
     with pytest.raises(NothingToDraw, match="rows of kind 'recall' with step"):
@@ -237,13 +237,13 @@ def test_the_map_holds_every_segment_and_quotes_the_nearest(results: Path) -> No
         ('quality(score="f1")', "The items have no score 'f1': they have exact"),
     ],
 )
-def test_a_wrong_figure_is_told(spelling: str, said: str, results: Path) -> None:
+def test_invalid_figure_is_refused(spelling: str, said: str, results: Path) -> None:
     with pytest.raises(LarderError, match=said.replace("(", r"\(")):
         drawn(spelling, results)
 
 
 @pytest.mark.parametrize("name", FIGURE_ORDER)
-def test_results_without_what_a_figure_needs_are_told(name: str, tmp_path: Path) -> None:
+def test_missing_rows_for_a_figure_are_named(name: str, tmp_path: Path) -> None:
     path = write_rows(tmp_path, [exhibit("other") | {"row": "budgets", "episode": 0}])
     kept, seen = load_results([path])
     with pytest.raises(NothingToDraw, match=f"The figure {name} needs"):
@@ -257,7 +257,7 @@ def test_the_systems_at_the_core_come_first_and_in_one_order(tmp_path: Path) -> 
     assert list(load_results([found], ["h2o", "d2o"])[1]) == ["h2o", "d2o"]
 
 
-def test_rows_that_are_none_and_policies_that_are_missing_are_told(tmp_path: Path) -> None:
+def test_invalid_rows_and_missing_policies_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="not a row of schema 1"):
         load_results([write_rows(tmp_path, [{"file": "old"}])])
     with pytest.raises(InputError, match="results.jsonl has a row 'recall' without"):
@@ -274,7 +274,7 @@ def test_chosen_policies_come_in_their_order_beside_the_full_cache(results: Path
     assert {row["policy"] for row in kept.cells} == set(seen)
 
 
-def test_without_matplotlib_an_install_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_matplotlib_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def without(name: str, *rest: Any, **more: Any) -> Any:
@@ -287,7 +287,7 @@ def test_without_matplotlib_an_install_is_told(monkeypatch: pytest.MonkeyPatch) 
         pass
 
 
-def test_colors_run_out_and_are_lent_where_they_are_free() -> None:
+def test_colors_are_reused_when_exhausted() -> None:
     names = [f"p{number}" for number in range(len(COLORS) + 2)]
     found = assign_styles([*names, "random"])
     assert [found[name].color for name in names[-2:]] == [PALE, PALE]
@@ -296,7 +296,7 @@ def test_colors_run_out_and_are_lent_where_they_are_free() -> None:
     assert lent["p0"] == found["p0"] and lent[names[-1]].color == COLORS[1][0]
 
 
-def test_labels_are_spread_in_order_and_near_to_where_they_belong() -> None:
+def test_labels_are_spread_in_order_near_their_lines() -> None:
     places = spread_labels([0.5, 0.5, 0.9], gap=0.1, low=0.0, high=1.0)
     assert places == pytest.approx([0.45, 0.55, 0.9])
     assert spread_labels([1.0, 1.0], gap=0.1, low=0.0, high=1.0) == pytest.approx([0.9, 1.0])

@@ -22,7 +22,7 @@ PERCENTILE, ITEMS = {"percentile": 5.0}, cell("h2o")["items"]
 
 @pytest.mark.parametrize("name", ["active_kv_bytes", "full_kv_bytes", "context_tokens"])
 @pytest.mark.parametrize("value", [0, None])
-def test_a_cell_that_takes_nothing_is_told(name: str, value: int | None, tmp_path: Path) -> None:
+def test_cell_of_zero_bytes_is_refused(name: str, value: int | None, tmp_path: Path) -> None:
     path = write_rows(tmp_path, [cell("h2o"), cell("snapkv", **{name: value})])
     for work in (lambda: load_results([path]), lambda: render_report([path])):
         with pytest.raises(InputError, match=f"snapkv .* {name} above 0, got {value}: measure"):
@@ -44,7 +44,7 @@ def test_other_numbers_may_be_0(nothing: Row, tmp_path: Path) -> None:
         ("prompt_curve", {"percentile": None}, PERCENTILE),
     ],
 )
-def test_what_has_no_place_in_a_figure_is_left_out(
+def test_undrawable_values_are_skipped(
     figure: str, left_out: Row, drawn: Row, tmp_path: Path
 ) -> None:
     kind = figure.partition("_")[0]

@@ -61,7 +61,7 @@ def read(page: str) -> Reader:
 
 
 @pytest.mark.usefixtures("few")
-def test_the_page_is_whole_and_reaches_for_nothing(tmp_path: Path) -> None:
+def test_report_is_self_contained(tmp_path: Path) -> None:
     evil = cell("<script>alert(1)</script>", spelling="a('<b>') > b()")
     path = write_rows(tmp_path, [*CELLS, evil, *EXHIBITS])
     page = render_report([path])
@@ -110,7 +110,7 @@ def test_a_folder_is_all_its_files_and_each_study_has_a_heading(tmp_path: Path) 
         render_report([tmp_path / "none"])
 
 
-def test_a_difference_that_may_be_luck_is_not_bold(tmp_path: Path) -> None:
+def test_insignificant_difference_is_not_bold(tmp_path: Path) -> None:
     rows = [cell(name, seed=seed) for name in ("h2o", "snapkv") for seed in (0, 1)]
     flipped = [item | {"exact": not item["exact"]} for item in cell("snapkv")["items"]]
     rows += [cell("snapkv", seed=2), cell("h2o", seed=2, items=[]), cell("h2o", seed=3)]
@@ -120,7 +120,7 @@ def test_a_difference_that_may_be_luck_is_not_bold(tmp_path: Path) -> None:
     assert line.startswith("+0.08 <i>[&minus;0.25, +0.25]")
 
 
-def test_a_refusal_is_told(tmp_path: Path) -> None:
+def test_refusals_are_listed(tmp_path: Path) -> None:
     gone = cell("h2o", seed=2, items=None)
     gone = {name: value for name, value in gone.items() if name != "items"}
     page = render_report([write_rows(tmp_path, [*CELLS, gone | {"refused": "no room"}])], ["h2o"])
@@ -128,7 +128,7 @@ def test_a_refusal_is_told(tmp_path: Path) -> None:
     assert "1 refused" in page and "1 cells were refused" in page
 
 
-def test_an_unknown_baseline_is_told(tmp_path: Path) -> None:
+def test_unknown_baseline_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnknownName, match="No policy in the results files named 'x'"):
         render_report([write_rows(tmp_path, CELLS)], against=["x"])
 

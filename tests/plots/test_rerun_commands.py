@@ -50,7 +50,7 @@ def test_a_known_study_is_named_with_what_was_changed(
     assert line == f"larder bench --study known{said} --out rows.jsonl"
 
 
-def test_what_is_not_usual_is_told() -> None:
+def test_non_default_options_are_named() -> None:
     assert measuring(device="cuda", dtype="bfloat16").endswith(
         "--control none --device cuda --name small --out rows.jsonl"
     )
@@ -92,7 +92,7 @@ def cells_said(line: str) -> set[tuple[str, ...]]:
     }
 
 
-def test_the_commands_of_two_runs_stand_for_their_cells_alone() -> None:
+def test_commands_of_two_runs_cover_their_cells_only() -> None:
     first = product(
         ("a()", "b()"), (100, 200), (0, 1), ("bytes", "tokens"), ("h2o", "full"), ("1/4",)
     )
@@ -120,7 +120,7 @@ def test_each_study_has_its_own_file(tmp_path: Path) -> None:
     assert lines[2] == f"larder plot {paths[0]} {paths[1]}"
 
 
-def test_another_is_spelled_out() -> None:
+def test_other_study_is_spelled_out() -> None:
     assert measuring(model="./mine", task="locomo()") == (
         "larder bench 'locomo()' --tokens 1000 --files 2 --model MODEL_FOLDER --measure forced "
         "--matched bytes --budget 1/4 --policy h2o --control none --wording seed --name small "
@@ -128,7 +128,7 @@ def test_another_is_spelled_out() -> None:
     )
 
 
-def test_what_something_else_has_measured_is_told_as_it_was_run() -> None:
+def test_external_measurements_keep_their_command() -> None:
     rows = (cell("snapkv", command="python peers.py"), cell("h2o", command="python peers.py"))
     lines = rerun_commands(Results(rows, {}), [Path("rows.jsonl")])
     assert lines[0] == "python peers.py"

@@ -102,7 +102,7 @@ def test_deeper_layers_hold_only_propagated_tokens(architecture, schedule) -> No
     assert (got - own_logits(tiny(architecture, layers=LAYERS), ids)[LENGTH:]).abs().max() > 0.01
 
 
-def test_the_tokens_that_go_on_equal_the_reference() -> None:
+def test_propagated_tokens_equal_the_reference() -> None:
     """By the scores of the layer that chooses, which holds all of its tokens without a limit."""
     decoder, ids = decoder_of("qwen3"), some_ids(LENGTH)
     found: list[Any] = []
