@@ -10,7 +10,7 @@ import torch
 
 import larder.prefill.decode_eviction as decode_eviction
 from larder import Policy
-from larder.cache import SequenceCache
+from larder.cache import SequenceCache, storage_bytes
 from larder.core import Plan
 from larder.engine import SamplingParams, StoppingCriteria
 from larder.engine.generate import generate
@@ -19,6 +19,7 @@ from larder.ops import EvictionTable, c_library
 from larder.prefill import DeferredObserver, PeakMemoryMeter, StepEviction
 from larder.session import build_caches, decode_planner
 from model_runs import id_runtime, some_ids
+from tensor_memory import reachable_tensors
 from tiny_models import tiny
 
 H2O = "protect(sinks=0, recent=0.5) > column_mass() > uniform() > every_step()"
@@ -146,6 +147,14 @@ def test_fork_and_source_continue_independently(monkeypatch: pytest.MonkeyPatch)
     (one, two, cache, fork), (first, second, source, other) = found
     assert (one, two) == (first, second)
     assert same_caches(cache, source) and same_caches(fork, other)
+
+
+@pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
+@pytest.mark.parametrize("ending", ["every_step()", "lagged(tokens=5)"])
+def test_step_layout_releases_logits(ending: str) -> None:
+    _, cache = generated(f"whole() > {H2O.replace('every_step()', ending)}", FLOAT32)
+    layout = cache.step_layout(FLOAT32)
+    assert layout is not None and storage_bytes(reachable_tensors(cache)) == cache.nbytes
 
 
 @pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")

@@ -33,13 +33,15 @@ if TYPE_CHECKING:  # few policies evict by a kernel
     from larder.ops.cpu.decode_eviction import EvictionTable
 
 ITEM_BYTES = 4  # of a logit
+NO_LOGITS = empty_tensor(torch.float32, 0)
 
 
 class StepLayout:
     """Tables of the layers of one sequence, valid while no layer moves its storage.
 
-    It holds no storage alive. A step goes `take_rows`, `count_step`, `evict` where a rule applies,
-    and `settle`, which tells the layers what the kernels did.
+    It holds no storage alive, and logits during a step alone. A step goes `take_rows`,
+    `count_step`, `evict` where a rule applies, and `settle`, which tells the layers what the
+    kernels did.
 
     Args:
         layers: all layers of the sequence, which `can_lay_out`, in storage of their own. Starts and
@@ -53,7 +55,7 @@ class StepLayout:
         self._rows = fixed_rows([layer.step_row() for layer in layers])
         self._groups = np.array([own.layer.query_heads // own.layer.kv_heads for own in layers])
         self._stored = self._rows[:, STEP_ROW.index("stored_rows")].copy()
-        self._logits, self._offsets = empty_tensor(torch.float32, 0), np.zeros(len(layers), int)
+        self._logits, self._offsets = NO_LOGITS, np.zeros(len(layers), int)
         self._kv_heads = layers[0].layer.kv_heads
         self._entries = count_entries(self._rows, self._kv_heads)
         self._is_holding = False  # whether layers were given logits
@@ -110,7 +112,7 @@ class StepLayout:
         held = self._eviction
         if held is not None and held[0] is owner and held[1] == key:
             return held[2]
-        self.settle()
+        self._update_layers()
         table = build()
         self._eviction = None if table is None else (owner, key, table)
         return table
@@ -131,10 +133,15 @@ class StepLayout:
         return list(done)
 
     def settle(self) -> None:
-        """Count in every layer what kernels have appended and evicted.
+        """Count in every layer what kernels have appended and evicted, and free the logits.
 
         Recorded logits that no kernel has read go to their layers, as copies.
         """
+        self._update_layers()
+        self._logits = NO_LOGITS
+
+    def _update_layers(self) -> None:
+        """Count in every layer what kernels did so far, and give it its unread logits."""
         self._layers[0].set_rooms(self._layers, self._rooms)
         former, self._entries = self._entries, count_entries(self._rows, self._kv_heads)
         if former != self._entries:
