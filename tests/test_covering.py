@@ -7,7 +7,7 @@ from itertools import product
 from covering import covering, one_in
 
 
-def test_every_value_is_in_the_default_suite_and_every_case_is_there_once() -> None:
+def test_every_value_is_in_the_default_suite_and_every_case_once() -> None:
     axes = ["a", "b", "c", "d"], [1, 2, 3], [True, False]
     cases = covering(*axes)
     assert [case.values for case in cases] == list(product(*axes))

@@ -33,13 +33,13 @@ pytestmark = pytest.mark.usefixtures("measured_once")
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
     shown = capsys.readouterr().out
     assert shown.strip() and SAID.get(name, "") in shown
 
 
-def test_an_example_asks_for_what_was_said() -> None:
+def test_example_question_is_about_its_text() -> None:
     assert SAID.keys() <= {*EXAMPLES}
 
 
@@ -138,7 +138,7 @@ def test_the_page_of_kvpress_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(map(max, names["cache"].lengths()[0])) < 80  # the question went to a copy
 
 
-def test_the_sentences_for_presses_are_policies() -> None:
+def test_press_equivalents_are_valid_policies() -> None:
     text = (ROOT / "docs/from_kvpress.md").read_text(encoding="utf-8")
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| `")]
     found = [row[2].strip("`") for row in rows if len(row) == 4 and row[2].startswith("`")]

@@ -95,7 +95,7 @@ def declared_distributions() -> set[str]:
     return {canonicalize_name(Requirement(line).name) for line in wanted}
 
 
-def test_a_change_of_any_c_file_compiles_the_extension_again() -> None:
+def test_change_of_any_c_file_recompiles_the_extension() -> None:
     tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
     [extension] = tool["setuptools"]["ext-modules"]
     files = [*PACKAGE.glob("ops/cpu/c/*.[ch]")]
@@ -118,12 +118,12 @@ def test_every_part_has_a_reference(family: str) -> None:
     assert not missing, f"{family} without a loop in tests/references/: {', '.join(missing)}"
 
 
-def test_every_way_to_recall_has_a_reference() -> None:
+def test_every_recall_index_has_a_reference() -> None:
     missing = parts_without_reference("recall", PACKAGE, ROOT / "tests" / "references")
     assert not missing, f"recall without a loop in tests/references/: {', '.join(missing)}"
 
 
-def test_every_rule_of_eviction_has_a_reference() -> None:
+def test_every_eviction_rule_has_a_reference() -> None:
     references = ROOT / "tests" / "references" / "eviction"
     missing = parts_without_reference("eviction", PACKAGE / "store", references)
     assert not missing, f"eviction without a loop in tests/references/: {', '.join(missing)}"
@@ -184,7 +184,7 @@ def test_errors_do_not_assume_the_command_line() -> None:
 
 
 @pytest.mark.extended
-def test_what_is_imported_is_declared() -> None:
+def test_imported_packages_are_declared() -> None:
     imported = {
         name for file in PACKAGE.rglob("*.py") for name in imported_packages(file.read_text())
     }
@@ -197,7 +197,7 @@ def test_what_is_imported_is_declared() -> None:
     assert not undeclared, f"imported, not declared in pyproject.toml: {sorted(undeclared)}"
 
 
-def test_an_import_is_found_wherever_it_stands() -> None:
+def test_nested_imports_are_found() -> None:
     source = "import a.b, c\ndef late():\n    from d.e import f\nfrom . import g\n"
     assert imported_packages(source) == {"a", "c", "d"}
 

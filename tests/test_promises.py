@@ -33,13 +33,13 @@ def has_quick_cases(own: set[str]) -> bool:
     return "param" in own or not LONG & own
 
 
-def test_every_part_of_the_page_has_promises() -> None:
+def test_every_section_of_serving_has_promises() -> None:
     page = (DOCS / "serving.md").read_text()
     headings = HEADING.findall(page)
     assert len(headings) > 20 and set(headings) == set(rows())
 
 
-def test_every_promise_is_made_and_shown_by_tests_that_exist() -> None:
+def test_every_promise_is_in_serving_and_has_tests() -> None:
     page = joined((DOCS / "serving.md").read_text())
     for promises in rows().values():
         for promise, cell in promises:
@@ -51,7 +51,7 @@ def test_every_promise_is_made_and_shown_by_tests_that_exist() -> None:
             assert is_quick, f"shown by long tests alone: {promise}"
 
 
-def test_every_line_of_a_table_is_a_promise() -> None:
+def test_every_table_row_is_parsed() -> None:
     lines = (DOCS / "promises.md").read_text().splitlines()
     told = [line for line in lines if "::" in line and not line.startswith("quoted;")]
     assert len(told) == sum(len(promises) for promises in rows().values()) > 80

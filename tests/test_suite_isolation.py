@@ -31,32 +31,32 @@ from type_checking import (
 )
 
 
-def test_the_network_is_out_of_reach() -> None:
+def test_network_is_unreachable() -> None:
     with socket.socket() as out, pytest.raises(RuntimeError, match="reached for the network"):
         out.connect(("192.0.2.1", 80))
     with pytest.raises(RuntimeError, match="reached for the network"):
         socket.create_connection(("example.org", 80), timeout=1)
 
 
-def test_this_machine_is_in_reach() -> None:
+def test_localhost_is_reachable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         socket.create_connection(server.getsockname(), timeout=5).close()
 
 
 @pytest.mark.parametrize("turn", [1, 2])
-def test_home_is_the_tests_own(larder_home: Path, session_home: Path, turn: int) -> None:
+def test_home_is_private_to_the_tests(larder_home: Path, session_home: Path, turn: int) -> None:
     assert Path(os.environ["LARDER_HOME"]) == larder_home
     assert larder_home.parent == session_home
     larder_home.mkdir()  # nothing is there, of the other turn neither
 
 
 @pytest.mark.parametrize("turn", [1, 2])
-def test_every_test_draws_the_same_numbers(turn: int) -> None:
+def test_random_numbers_are_seeded_per_test(turn: int) -> None:
     drawn = (random.random(), float(np.random.rand()), float(torch.rand(())))
     assert drawn == pytest.approx((0.8444218515, 0.5488135039, 0.4962565899))
 
 
-def test_wrong_types_are_noticed() -> None:
+def test_wrong_types_are_detected() -> None:
     from larder.core import Message
 
     with pytest.raises(Exception, match=r"role|str"):
@@ -81,7 +81,7 @@ class Pair:
     values: Float[Tensor, "S D"]
 
 
-def test_dimension_names_stand_for_one_size_within_a_call() -> None:
+def test_dimension_names_have_one_size_within_a_call() -> None:
     for target in (paired, Pair):
         strict = checked(target)
         strict(torch.ones(3, 2), torch.ones(3, 2))
@@ -98,7 +98,7 @@ SHAPES = [(3, 2), (2, 2), (3,), (2, 5, 2), (2, 5, 3), (4,), ()]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *MORE])
-def test_a_tensor_is_recognised_where_jaxtyping_recognises_it(kind: type[AbstractArray]) -> None:
+def test_tensor_is_recognized_like_jaxtyping(kind: type[AbstractArray]) -> None:
     for shape in SHAPES:
         for dtype in (torch.float32, torch.float16, torch.int64, torch.bool):
             told = []
@@ -122,7 +122,7 @@ def compiled_of_adding() -> list[Compiled]:
     return [each for each in COMPILED.values() if each.code.co_qualname == "adding.<locals>.add"]
 
 
-def test_inner_functions_share_compiled_checks_and_nothing_else() -> None:
+def test_inner_functions_share_compiled_checks_only() -> None:
     two, three = adding(2), adding(3)
     assert (two(1), three(1), two(1, factor=5), three(5)) == (4, 6, 7, 18)
     [compiled] = compiled_of_adding()
@@ -163,7 +163,7 @@ def test_every_module_but_the_kernels_is_checked() -> None:
     assert not {"larder", "larder.ops", "larder.ops.cpu"} & modules
 
 
-def test_checks_of_types_leave_the_random_numbers_of_tests_alone() -> None:
+def test_type_checks_do_not_consume_random_numbers() -> None:
     @checked
     def total(numbers: list[int]) -> int:
         return sum(numbers)

@@ -1,4 +1,4 @@
-"""A model small enough to serve crowds with."""
+"""Small models for tests of many sessions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A hub without a model: it repeats what was said, and does as the last message tells it."""
+"""Engine client without a model: echoes the prompt and obeys directives in the last message."""
 
 from __future__ import annotations
 

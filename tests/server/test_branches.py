@@ -1,4 +1,4 @@
-"""What requests make that begin as a session does and go on otherwise."""
+"""Branches of sessions: names, lookup and removal."""
 
 from __future__ import annotations
 

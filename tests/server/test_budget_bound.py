@@ -1,4 +1,4 @@
-"""A budget is a budget on the server: at rest, and while turns run."""
+"""Budget of a session, at rest and during a turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions held as chats: every preset is served, and answers as `larder chat` would."""
+"""Chat backend: every preset is served and answers as `larder chat`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orders of contexts that share prefixes: against all orders there are, by tenant, and bounded."""
+"""Orders of contexts that maximize the shared prefix, per tenant and bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contexts that a served model takes from another one of its shape (DroidSpeak)."""
+"""Context caches that a model takes from another one of its shape (DroidSpeak)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contexts of requests: read apart, reused by one tenant within the budget, and gone otherwise."""
+"""Contexts of requests: separate prefill, reuse within a tenant and eviction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Further answers to one prompt, and scored prompts: within the budget, and gone afterwards."""
+"""Further choices of a prompt, and scored prompts, which leave no session."""
 
 from __future__ import annotations
 

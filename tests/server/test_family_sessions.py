@@ -1,4 +1,4 @@
-"""Sessions of models with recurrent layers, latents or shared entries run together as alone."""
+"""Batched sessions of models with recurrent layers, latents or shared entries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens that a constraint forces: read together, with the answer of one pass per token."""
+"""Tokens that a constraint forces, read in one forward batch."""
 
 from __future__ import annotations
 

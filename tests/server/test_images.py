@@ -1,4 +1,4 @@
-"""Sessions with images: answers of the model alone, prefixes, the store, refusals."""
+"""Sessions with images: answers, prefix hits, the store and refusals."""
 
 from __future__ import annotations
 

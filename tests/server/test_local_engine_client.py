@@ -1,4 +1,4 @@
-"""The thread that owns the model: many clients at once, cancels at any time, and an end."""
+"""Engine client in the server's process: concurrency, cancellation and shutdown."""
 
 from __future__ import annotations
 

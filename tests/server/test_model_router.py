@@ -1,4 +1,4 @@
-"""Adapters chosen by `model`: their answers, their sessions, and the weights that they share."""
+"""Adapters selected by `model`: answers, sessions and shared weights."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Prompts of several requests in one pass: short blocks of others join that of the first, and short
-ends of prompts join a decode step."""
+"""Packing of several prompts into one forward batch or into decode steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions whose caches are in pages: shared beginnings take no bytes, and each goes alone."""
+"""Sessions with paged caches: shared prefixes and offload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions that are read and deleted at a time."""
+"""Sessions that are loaded and deleted at the same time."""
 
 from __future__ import annotations
 

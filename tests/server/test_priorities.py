@@ -1,4 +1,4 @@
-"""Priorities of requests, preemption for them, and tokens of prompts between tokens of answers."""
+"""Priorities of requests, preemption, and prefill between decode steps."""
 
 from __future__ import annotations
 

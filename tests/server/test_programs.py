@@ -1,4 +1,4 @@
-"""Programs before requests: their order in the queue, and what is predicted of their tools."""
+"""Order of programs in the queue, and predicted pauses of their tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers by the meaning of their questions: what is kept, for whom, for how long."""
+"""Response cache by question similarity: entries, tenants and expiry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many conversations at once: each is answered as if it were alone, and none waits for another."""
+"""Scheduling of many conversations: equal answers, fairness and budgets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens at odd moments: budgets that shrink, draws that fail, requests that come again."""
+"""Edge cases: lowered budgets, failing samplers, repeated requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which conversation a request goes on with, and what it finds there."""
+"""Session index: which session a request continues, and its cached tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of sessions: what is allowed at one entrance is allowed at all, all the way to the disk."""
+"""Valid session names, at every endpoint and in the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers go on between the layers of blocks that policies read whole, and nothing else changes."""
+"""Decode steps between the layers of long prefill blocks."""
 
 from __future__ import annotations
 

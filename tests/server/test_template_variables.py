@@ -1,4 +1,4 @@
-"""Variables of the chat template: they belong to a conversation, and to no other."""
+"""Variables of the chat template, which belong to one conversation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing crosses tenants: no cached token, no word of an answer, no work by which one shows."""
+"""Isolation of tenants: cached tokens, answers and observable work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunks of prompts are as long as the wanted latency between tokens of answers allows."""
+"""Prefill chunk sizes for a target inter-token latency."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens: against a plain loop, with their texts, and with stop strings."""
+"""Log-probabilities of tokens: values, texts and stop strings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that are killed while they save: what was committed is there, and nothing dangles."""
+"""Processes killed during a save: the committed state is readable and nothing dangles."""
 
 from __future__ import annotations
 

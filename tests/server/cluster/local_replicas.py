@@ -1,4 +1,4 @@
-"""Replicas in this process, which can be lost."""
+"""Replicas in this process that a test can stop."""
 
 from __future__ import annotations
 

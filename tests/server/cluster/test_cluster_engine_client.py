@@ -1,4 +1,4 @@
-"""Several hubs behind one face, with replicas that are lost."""
+"""Engine client over several replicas: routing, failover and cancellation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two servers over one store, which share nothing else."""
+"""Session leases of two servers over one store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two machines of a Ray cluster on this one, of which one is killed."""
+"""Cluster of two Ray machines on this host, one of which is killed."""
 
 from __future__ import annotations
 

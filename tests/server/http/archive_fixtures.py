@@ -1,4 +1,4 @@
-"""Archives under a key or without one, and all that two tenants have in them."""
+"""Archives with and without a key, filled for two tenants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A browser without a window, driven over a pipe in the language of its developer tools."""
+"""Headless browser, driven over a pipe by the Chrome DevTools protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server on a port of this machine, over a hub without a model."""
+"""HTTP server on a local port over an engine client without a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server over a model that is told what to write, with a chat template that has tools."""
+"""HTTP server over a model with scripted output and a chat template with tools."""
 
 from __future__ import annotations
 

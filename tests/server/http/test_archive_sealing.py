@@ -1,4 +1,4 @@
-"""An archive that was written before there was a key, or sealed by the first format."""
+"""Sealing of archives that were written without a key or in the first format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An archive under a key: what somebody does to its file who has the disk and not the key."""
+"""Detection of changes to an encrypted archive by someone without its key."""
 
 from __future__ import annotations
 

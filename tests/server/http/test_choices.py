@@ -1,4 +1,4 @@
-"""Several answers to one request: prompts in a list, choices of a prompt, prompts repeated."""
+"""Several answers per request: prompt lists, choices and echoed prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embeddings over HTTP: those of the embedder, in turn between tenants, and no token ids."""
+"""Embeddings endpoint: values, limits and fairness between tenants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole server with a model: what OpenAI's client is answered, and what is held meanwhile."""
+"""HTTP server with a model, used through OpenAI's client."""
 
 from __future__ import annotations
 

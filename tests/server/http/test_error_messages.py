@@ -1,4 +1,4 @@
-"""Refusals name the thing, the rule and the way out, in the form of the client's API."""
+"""Error messages name the value, the rule and the way out, in the format of the API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every endpoint with made-up requests, good and bad: no crash, no traceback to the client."""
+"""Generated requests to every endpoint: no crash and no traceback in a response."""
 
 from __future__ import annotations
 

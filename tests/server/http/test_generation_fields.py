@@ -1,4 +1,4 @@
-"""Fields of generation requests: sampling, log-probabilities, and names of no field."""
+"""Fields of generation requests: sampling, log-probabilities and unknown fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies that unpack, or decode, to more than they should: nobody else notices."""
+"""Request bodies that decompress or decode to large data do not affect other tenants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server over bare HTTP: who may ask, what is refused, and clients who leave."""
+"""Authentication, refusals and disconnects over plain HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rarer things that clients send, and what they must not set off."""
+"""Edge cases of HTTP requests."""
 
 from __future__ import annotations
 

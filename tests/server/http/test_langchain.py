@@ -1,4 +1,4 @@
-"""What LangChain's client sees of the server."""
+"""LangChain's client against the server."""
 
 from __future__ import annotations
 

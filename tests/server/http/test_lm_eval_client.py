@@ -1,4 +1,4 @@
-"""What lm-eval's `local-completions` gets from the server: the model's own log-likelihoods."""
+"""Log-likelihoods of lm-eval's `local-completions` client."""
 
 from __future__ import annotations
 

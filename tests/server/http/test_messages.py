@@ -1,4 +1,4 @@
-"""Messages in Anthropic's form: whole, streamed, counted, refused."""
+"""Anthropic's messages endpoint: answers, streams, token counts and refusals."""
 
 from __future__ import annotations
 

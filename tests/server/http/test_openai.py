@@ -1,4 +1,4 @@
-"""What OpenAI's own client sees of the server."""
+"""OpenAI's client against chat completions, completions and models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `/metrics` tells, and whom."""
+"""Access to `/metrics` by operators and tenants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools, formats and reasoning at `/v1/responses`, by OpenAI's client over a scripted model."""
+"""Tools, formats and reasoning of `/v1/responses` over a scripted model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Responses and conversations, as OpenAI's client uses them."""
+"""Responses and conversations through OpenAI's client."""
 
 from __future__ import annotations
 

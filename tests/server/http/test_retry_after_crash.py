@@ -1,4 +1,4 @@
-"""A server that dies while it keeps an answer, and the client that asks once more: one turn."""
+"""Retries of a request after the server died while it stored the answer."""
 
 from __future__ import annotations
 

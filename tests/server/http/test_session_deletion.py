@@ -1,4 +1,4 @@
-"""What is told of sessions that are deleted."""
+"""Response of the session deletion endpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that send their requests slowly, or never: nobody else notices."""
+"""Clients that send their requests slowly do not affect others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structured outputs over HTTP: what OpenAI's client parses, and refusals."""
+"""Structured outputs over HTTP, and their refusals."""
 
 from __future__ import annotations
 

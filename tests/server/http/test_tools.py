@@ -1,5 +1,4 @@
-"""Tools over HTTP: loops of calls and results by OpenAI's client, over a model that is told what to
-write."""
+"""Tool loops over HTTP with a scripted model."""
 
 from __future__ import annotations
 

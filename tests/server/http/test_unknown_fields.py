@@ -1,4 +1,4 @@
-"""Names inside a body that no field has: each is told by its path, and no other."""
+"""Warnings about unknown fields inside a body, with their paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Disks that break, vanish or fill up under a server, and clocks that are set."""
+"""Broken, missing and full disks under a server, and clock changes."""
 
 from __future__ import annotations
 

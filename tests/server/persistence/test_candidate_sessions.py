@@ -1,4 +1,4 @@
-"""Sessions that a request without a name may mean, some of which cannot be had."""
+"""Candidate sessions of a request without a session name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that is killed at any moment, again and again: every conversation goes on."""
+"""Recovery of a server that is killed repeatedly at random times."""
 
 from __future__ import annotations
 

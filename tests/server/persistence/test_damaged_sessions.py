@@ -1,4 +1,4 @@
-"""One flipped bit anywhere in what is kept of a session: whoever sends its text goes on with it."""
+"""Sessions with one flipped bit in their stored data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns that the store does not take: told as such, counted, written later; or refused."""
+"""Turns that the store cannot write: reported, counted and written later, or refused."""
 
 from __future__ import annotations
 

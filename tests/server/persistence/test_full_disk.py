@@ -1,4 +1,4 @@
-"""A server on a disk that fills up, killed: what it has told as durable is there afterwards."""
+"""Durable turns of a server that is killed on a full disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Limits of libraries' memory, and unused pages that are returned."""
+"""Limits of library caches, and the return of unused heap pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions that are about to be used stay in memory, whatever else wants it."""
+"""Residency locks keep sessions in memory until they are used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a tenant's sessions: looked up once, for those who ask, in nobody's way."""
+"""Index of a tenant's session names: lazy reads, isolation and retries."""
 
 from __future__ import annotations
 

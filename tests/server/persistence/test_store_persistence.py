@@ -1,4 +1,4 @@
-"""Conversations that outlive their server."""
+"""Conversations over server restarts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store that is tidied while it is served from."""
+"""Background sweeps of a store in use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes that were given up as too late, and came about after all."""
+"""Writes that timed out and completed later."""
 
 from __future__ import annotations
 

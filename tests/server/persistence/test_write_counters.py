@@ -1,4 +1,4 @@
-"""What the store has not taken, and what was not taken back, are counted apart."""
+"""Counters of failed writes and of rejected restores."""
 
 from __future__ import annotations
 

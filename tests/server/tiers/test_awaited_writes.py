@@ -1,4 +1,4 @@
-"""Loads that have no host memory while another cache is written: the write is waited for, once."""
+"""Loads that wait for a cache write to release host memory."""
 
 from __future__ import annotations
 

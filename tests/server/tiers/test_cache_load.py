@@ -1,4 +1,4 @@
-"""Caches that come back from the store, and for which the machine has no use after all."""
+"""Failed loads of caches from the store."""
 
 from __future__ import annotations
 

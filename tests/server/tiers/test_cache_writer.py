@@ -1,4 +1,4 @@
-"""Caches that leave memory for the store, and come back by themselves."""
+"""Caches of the prefix backend: written to the store and restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caches that are held as chats hold them: in the store, and back."""
+"""Caches of the chat backend: written to the store and restored."""
 
 from __future__ import annotations
 

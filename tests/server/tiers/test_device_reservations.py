@@ -1,4 +1,4 @@
-"""What caches may hold is spoken for before they hold it, whatever happens in whatever order."""
+"""Reservations of device memory under random operations."""
 
 from __future__ import annotations
 

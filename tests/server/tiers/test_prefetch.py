@@ -1,4 +1,4 @@
-"""What a workflow uses next is on the device before it is asked."""
+"""Prefetch of sessions that a workflow uses next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions whose caches are attended to as the store holds them, with 4 bits."""
+"""Sessions restored with 4-bit caches."""
 
 from __future__ import annotations
 

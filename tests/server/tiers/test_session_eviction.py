@@ -1,4 +1,4 @@
-"""What rules of eviction are told of sessions: steps that clients say, pauses that are seen."""
+"""Inputs of session eviction: workflow steps and think times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions of one tenant that begin alike hold one storage of the beginning on the device."""
+"""Device storage of prefixes shared by the sessions of a tenant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caches that a server loads chunk by chunk, and of which it reads what is not in time."""
+"""Chunked cache loads with a deadline, and recomputed remainders."""
 
 from __future__ import annotations
 
