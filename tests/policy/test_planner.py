@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from builders import a_layer, a_view
-from larder.core import BudgetError, Observation, ScoreError, Variant, public_name
+from larder import Policy
+from larder.core import BudgetError, Observation, ScoreError, ScoreScale, Variant, public_name
 from larder.policy import (
     Drop,
     KeyDiff,
@@ -126,3 +127,17 @@ def test_layer_quotas_cover_protected_tokens() -> None:
     quotas = whole.quotas(40, 500, (0, 1, 2), {"sensitivity": (1.0, 0.2, 0.9)})
     assert min(quotas.values()) == 20
     assert sum(quotas.values()) == 120
+
+
+@pytest.mark.parametrize(
+    ("spelling", "scale"),
+    [
+        ("kvzap()", ScoreScale.LOGARITHMS),
+        ("kvzap() > criticality()", ScoreScale.WEIGHTS),
+        ("kvzap() > caote()", ScoreScale.WEIGHTS),
+        ("keydiff()", ScoreScale.WEIGHTS),
+    ],
+)
+def test_scale_of_scores_weighted_by_values_is_weights(spelling: str, scale: ScoreScale) -> None:
+    own = Policy.parse(spelling).with_sizes(4, None).planner
+    assert own.with_protection(SEEN, torch.zeros(8), 4).scale is scale

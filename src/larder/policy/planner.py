@@ -15,7 +15,15 @@ from torch import Tensor
 from larder.core.errors import BudgetError, ScoreError
 from larder.core.family import Family, public_name
 from larder.core.ledger import Ledger
-from larder.core.observation import Calibration, Entries, LayerScores, Lexicon, Observation, Phase
+from larder.core.observation import (
+    Calibration,
+    Entries,
+    LayerScores,
+    Lexicon,
+    Observation,
+    Phase,
+    ScoreScale,
+)
 from larder.core.part import PolicyPart
 from larder.core.plan import Plan, StepRule
 from larder.core.spelling import spell
@@ -345,8 +353,13 @@ class Planner:
             weights=weights,
             protection=protection,
             learned=self._learned(observation),
-            scale=self._scoring(observation.phase).scorer.scale,
+            scale=self._scale(observation.phase),
         )
+
+    def _scale(self, phase: Phase) -> ScoreScale:
+        """Scale of the scores of a phase; a rule for values makes weights of logarithms."""
+        is_own = isinstance(self.values, KeysAlone)
+        return self._scoring(phase).scorer.scale if is_own else ScoreScale.WEIGHTS
 
     def _learned(self, observation: Observation) -> dict[str, Tensor]:
         """Inputs of the providers that the compensation needs."""

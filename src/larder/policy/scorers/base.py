@@ -35,7 +35,7 @@ class Scorer(PolicyPart, ABC):
 
     # Names of the prompts that must be given before prefill.
     prompts: ClassVar[frozenset[str]] = frozenset()
-    # Of the scores, as storages read it; values must leave the scores as they are.
+    # Of the scores, as storages read it; weights once a rule for values has changed them.
     scale: ClassVar[ScoreScale] = ScoreScale.WEIGHTS
 
     @abstractmethod
