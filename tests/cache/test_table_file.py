@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from builders import a_layer, a_spec
 from larder.cache import AquaPredictions, KvtcTables, LowRankMaps, PredictiveTables, tables_path
-from larder.core import CacheError, ModelError
+from larder.core import MissingWeights, ModelError
 from larder.models import Card, LearnedWeights, cartridge_path, find_cartridge
 
 LAYER = a_layer()
@@ -43,7 +43,7 @@ def test_tables_without_a_card_are_ignored(
     file = tables_path(OWN, method)
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file({"x": torch.zeros(1)}, file, {} if card is None else {"card": card})
-    with pytest.raises(CacheError, match=f"larder train {file.stem}"):
+    with pytest.raises(MissingWeights, match=f"larder train {file.stem}"):
         load()
 
 

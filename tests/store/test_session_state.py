@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from larder.cache import SequenceCache
+from larder.cache import SequenceCache, tables_path
 from larder.core import Damaged
 from larder.store import Record, SessionTurn, Store, Tier, restore_cache
+from low_rank_weights import give_maps
 from store.caches import IDS, SPEC, TALK, WHO, blob_files, compressed, load, snapshot, store_at
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
@@ -65,3 +66,12 @@ def test_unknown_cache_form_is_damaged() -> None:
     cache = SequenceCache(SPEC, "dense")
     with pytest.raises(Damaged, match="No cache form named 'folded'"):
         restore_cache(SPEC, cache.state(), cache.meta() | {"form": "folded"})
+
+
+def test_cache_whose_trained_weights_are_missing_is_damaged() -> None:
+    give_maps(SPEC)
+    cache = SequenceCache(SPEC, "low_rank")
+    state, meta = cache.state(), cache.meta()
+    tables_path(SPEC.fingerprint, "less").unlink()
+    with pytest.raises(Damaged, match="larder train less"):
+        restore_cache(SPEC, state, meta)

@@ -19,7 +19,7 @@ from larder.cache.recurrent_state import NO_STATE, CacheCheckpoint, RecurrentSta
 from larder.cache.spec import CacheSpec, create_layer, form_of
 from larder.cache.state_dict import move_state, restore_layers, state_dict
 from larder.core.codec import Codec, ResidualSpec, TransformSpec
-from larder.core.errors import BudgetError, CacheError
+from larder.core.errors import BudgetError, CacheError, MissingWeights
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan, StepRule
@@ -444,7 +444,7 @@ class SequenceCache:
         self.plans += 1
         try:
             yield
-        except (BudgetError, CacheError):  # refused: nothing has changed
+        except (BudgetError, CacheError, MissingWeights):  # refused: nothing has changed
             self.plans -= 1
             raise
 

@@ -14,7 +14,7 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from larder.core.errors import CacheError, ModelError
+from larder.core.errors import MissingWeights, ModelError
 from larder.core.fingerprint import CARD, check_fingerprint
 from larder.core.home import home
 
@@ -45,14 +45,14 @@ class TrainedTables(ABC):
         """Tables of a model, shared by all caches of it.
 
         Raises:
-            CacheError: there are none, or they cannot be read.
+            MissingWeights: there are none, or they cannot be read.
             ModelError: they are of another model.
         """
         path = tables_path(fingerprint, cls.method)
         try:
             return _read(cls, path, path.stat().st_mtime_ns, fingerprint)
         except (OSError, KeyError):
-            raise CacheError(
+            raise MissingWeights(
                 f"{path} has no {cls.content} for this model: make them with "
                 f"`larder train {cls.method}`, or choose another codec."
             ) from None
@@ -62,7 +62,7 @@ class TrainedTables(ABC):
         """Tables of a model as of `load`; None if it has none, or those of another one."""
         try:
             return cls.load(fingerprint)
-        except (CacheError, ModelError):
+        except ModelError:
             return None
 
     @cached_property

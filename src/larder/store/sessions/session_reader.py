@@ -13,7 +13,14 @@ from typing import Any
 
 from larder.cache.sequence import SequenceCache
 from larder.cache.spec import CacheSpec
-from larder.core.errors import CacheError, Damaged, LarderError, Refused, UnknownName
+from larder.core.errors import (
+    CacheError,
+    Damaged,
+    LarderError,
+    MissingWeights,
+    Refused,
+    UnknownName,
+)
 from larder.core.spec import ModelSpec
 from larder.store.blobs.blob_store import BlobRef
 from larder.store.blobs.cache_state import check_fits, join_chunks
@@ -324,7 +331,8 @@ def restore_cache(spec: ModelSpec, state: CacheTensors, meta: Mapping[str, str])
     check_fits(state, spec)
     try:
         return SequenceCache.adopt(spec, state, meta)
-    except (CacheError, UnknownName) as error:  # UnknownName: a form of another version or plug-in
+    # UnknownName: a form of another version or plug-in.
+    except (CacheError, MissingWeights, UnknownName) as error:
         raise Damaged(f"The saved cache does not fit the model: {error}") from error
     except (KeyError, ValueError, TypeError, IndexError, RuntimeError) as error:
         raise Damaged(f"The saved cache cannot be restored ({error}).") from error
