@@ -24,13 +24,6 @@ from larder.ops.cpu.decode_attention import SUPPORTED_DTYPES, EvictionStorage
 DONE, LEFT, FAILED = range(3)
 STEP_SCORES = (StepScore.MASS, StepScore.LAYER_MEAN, StepScore.RAISED_MEAN, StepScore.POSITION)
 SEED_BITS = (1 << 32) - 1  # all that draws depend on
-LOGITS, COUNT, STOP, ROOM, STATUS = (
-    4,
-    -5,
-    -3,
-    -2,
-    -1,
-)  # fields of `struct evicted` of c/decode_eviction.h
 LEAST_FLOATS = 1 << 15  # of keys and values per thread; for less, waking it costs more
 
 
