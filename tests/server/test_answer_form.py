@@ -282,7 +282,7 @@ def test_reasoning_before_tool_calls_is_separated() -> None:
         assert streamed(form, parts) == expected
 
 
-def test_parser_names_and_defaults() -> None:
+def test_parsers_have_defaults_and_unknown_names_are_refused() -> None:
     assert TOOL_PARSERS.names() == sorted(ANSWERS)
     assert default_tool_parser("... <tool_call> ...") == "hermes"
     assert default_tool_parser({"tool_use": "[TOOL_CALLS]"}) == "mistral"

@@ -201,7 +201,7 @@ def calls(hub: LocalEngineClient, monkeypatch: pytest.MonkeyPatch) -> list[objec
     return made
 
 
-def test_requests_await_a_bounded_number_of_store_reads(
+def test_requests_make_a_bounded_number_of_calls_to_the_model_thread(
     small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with hub_in(tmp_path, small) as hub:

@@ -284,7 +284,9 @@ def test_texts_that_are_refused_are_not_kept(small: LoadedModel) -> None:
 
 
 @pytest.mark.parametrize("said", ["0context0", "0mark00"])
-def test_contexts_precede_the_user_message(small: LoadedModel, said: str) -> None:
+def test_contexts_are_placed_before_a_user_message_with_marker_text(
+    small: LoadedModel, said: str
+) -> None:
     core = Served(small, "ape").core
     turns = (ChatMessage("system", said), user(f"{said} What?"))
     text = core.contexts.prompt(Request("a", turns, contexts=(ONE,)))

@@ -205,7 +205,7 @@ def test_a_stored_session_continues(tmp_path: Path, merges: list[int]) -> None:
     store.close()
 
 
-def test_repetition_penalty_ignores_image_tokens() -> None:
+def test_repetition_penalty_is_accepted_with_images() -> None:
     one = shown(LLAVA)
     sampling = SamplingParams(temperature=0.0, repetition_penalty=1.5)
     assert one.ask([one.message("Look: ", 10, "?")], sampling=sampling).text

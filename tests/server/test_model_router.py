@@ -134,7 +134,7 @@ def test_nothing_is_shared_between_models(client: OpenAI) -> None:
     client.delete("/sessions/only", cast_to=object)
 
 
-def test_models_take_turns_in_order() -> None:
+def test_turn_lock_is_granted_in_arrival_order() -> None:
     lock, order = TurnLock(), list[int]()
 
     def work(number: int) -> None:

@@ -174,21 +174,21 @@ def test_a_tenant_preempts_its_own_requests_for_its_quota(small: LoadedModel) ->
 
 
 @pytest.mark.extended
-def test_no_preemption_without_host_memory(small: LoadedModel) -> None:
+def test_shortage_of_host_memory_preempts_no_device_request(small: LoadedModel) -> None:
     """A turn of a chat counts on host memory; an exact answer has none to give."""
 
-    def begun(host: int | None) -> tuple[Served, list[list[ChatMessage]]]:
+    def started(host: int | None) -> tuple[Served, list[list[ChatMessage]]]:
         served = Served(small, "limited", host=host)
         return served, [
             answered(told(n), served.ask(told(n), name), "Why?") for n, name in ((1, "c"), (2, "j"))
         ]
 
-    ample, turns = begun(None)
+    ample, turns = started(None)
     idle = ample.core.ledger.used(Tier.HOST)
     ample.submit(turns[0], "c", max_new_tokens=30)
     ample.step()
     turn = ample.core.ledger.used(Tier.HOST) - idle
-    served, turns = begun(idle + int(1.7 * turn))
+    served, turns = started(idle + int(1.7 * turn))
     exact, _ = served.submit(LONG, "e", priority=5, exact=True, max_new_tokens=60)
     first, _ = served.submit(turns[0], "c", max_new_tokens=30)
     served.step()

@@ -35,7 +35,7 @@ def finished(served: Served, clients: dict[str, Client]) -> list[str]:
         (PROGRAMS, ["running", "old", "new 0", "new 1"]),
     ],
 )
-def test_running_program_goes_before_new_programs(
+def test_begun_program_goes_before_new_programs_under_program_fcfs(
     small: LoadedModel, scheduling: SchedulingPolicy, order: list[str]
 ) -> None:
     served = one_at_a_time(small, scheduling)
@@ -86,7 +86,7 @@ def test_uncontended_requests_are_admitted_at_once(small: LoadedModel) -> None:
         turns = {name: answered(turns[name], clients[name], "Why?") for name in turns}
 
 
-def test_predicted_pauses_are_per_tool_and_tenant(small: LoadedModel) -> None:
+def test_predicted_pauses_of_a_new_tool_are_those_of_its_tenant(small: LoadedModel) -> None:
     served = Served(small, eviction="continuum")
     turns = told(1)
     for number in range(3):

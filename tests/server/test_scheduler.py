@@ -44,7 +44,7 @@ def test_sessions_beyond_the_budget_match_single_sessions(
         assert crowd.core.scheduler.steps < alone.core.scheduler.steps
 
 
-def test_idle_sessions_of_other_tenants_are_evicted(small: LoadedModel) -> None:
+def test_request_is_served_when_other_tenants_fill_the_device(small: LoadedModel) -> None:
     served = Served(small, device=int(1.9 * need(small, "full")), host=50_000)
     for tenant in "abca":
         assert served.ask(told(11), "x", tenant=tenant).told.new_tokens
@@ -240,7 +240,7 @@ def test_policies_hold_at_most_their_reservation(small: LoadedModel, policy: str
     assert not client.told.lossless and served.core.reservations.violations == 0
 
 
-def test_sliding_window_layers_are_not_truncated() -> None:
+def test_sliding_window_answers_match_after_a_cancellation_and_an_edit() -> None:
     windows = characters("gemma3")
     crowd, alone = Served(windows, device=220_000), Served(windows)
     texts: dict[int, list[ChatMessage]] = {number: told(number) for number in range(3)}

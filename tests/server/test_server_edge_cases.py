@@ -39,8 +39,8 @@ def test_budget_lowered_during_an_answer_holds_after_it(small: LoadedModel) -> N
     served.check()
 
 
-class Failing(SamplingParams):
-    """Draws nothing from the fourth token on."""
+class FailingSampling(SamplingParams):
+    """Sampling that fails from the fourth token on."""
 
     left = [3]
 
@@ -54,7 +54,7 @@ class Failing(SamplingParams):
 def test_failing_sampler_does_not_change_other_answers(small: LoadedModel) -> None:
     served, alone = Served(small), Served(small)
     good = [served.submit(told(number), max_new_tokens=9)[0] for number in range(2)]
-    bad, _ = served.submit(told(2), max_new_tokens=9, sampling=Failing())
+    bad, _ = served.submit(told(2), max_new_tokens=9, sampling=FailingSampling())
     served.run()
     assert isinstance(bad.error, RuntimeError)
     for number, client in enumerate(good):
@@ -128,8 +128,8 @@ def test_fork_continues_under_its_reported_name(small: LoadedModel) -> None:
     assert len(served.core.sessions) == 2
 
 
-class Late(SessionPersistence):
-    """Somebody else has always written first."""
+class AlwaysSuperseded(SessionPersistence):
+    """Persistence in which another server has always written first."""
 
     def commit(self, session: SessionState, said: CompletedTurn) -> Future[None] | None:
         session.durability.is_superseded = True
@@ -137,7 +137,7 @@ class Late(SessionPersistence):
 
 
 def test_uncommitted_turn_leaves_no_session(small: LoadedModel) -> None:
-    served = Served(small, persistence=Late())
+    served = Served(small, persistence=AlwaysSuperseded())
     client, _ = served.submit([user("Hello.")], "x")
     served.run()
     sessions = served.core.sessions
@@ -223,8 +223,8 @@ def test_transcripts_of_pinned_sessions_are_evicted_last(
     assert served.core.sessions.has("a", "first") and not served.core.sessions.has("a", "n0")
 
 
-class Spoken(SamplingParams):
-    """Says what is to be said."""
+class ScriptedSampling(SamplingParams):
+    """Sampling that returns the characters of a script."""
 
     script = list[str]()
 
@@ -239,8 +239,8 @@ def test_repeated_answer_keeps_surrounding_white_space(
     small: LoadedModel, stop: tuple[str, ...]
 ) -> None:
     served = Served(small)
-    Spoken.script[:] = "\n Yes \n"
-    told_ = {"session": "x", "sampling": Spoken(), "max_new_tokens": 7, "stop": stop}
+    ScriptedSampling.script[:] = "\n Yes \n"
+    told_ = {"session": "x", "sampling": ScriptedSampling(), "max_new_tokens": 7, "stop": stop}
     first = served.ask(told(1), **told_)
     assert first.text == ("\n Ye" if stop else "\n Yes \n")
     assert served.ask(told(1), **told_).text == first.text

@@ -54,8 +54,8 @@ def entry(text: str) -> TokenLogprob:
     return TokenLogprob(ord(text), text, text.encode(), -1.0)
 
 
-def said(text: str, stops: tuple[str, ...]) -> tuple[Client, list[tuple[int, int]]]:
-    """What a listener hears of an answer whose tokens are characters, and how much after each."""
+def streamed_answer(text: str, stops: tuple[str, ...]) -> tuple[Client, list[tuple[int, int]]]:
+    """Client of an answer whose tokens are characters, and lengths of its text and logprobs."""
     client, counts = Client(), list[tuple[int, int]]()
     stream = AnswerText(lambda ids: "".join(map(chr, ids)), stops, client)
     for sign in text:
@@ -68,13 +68,13 @@ def said(text: str, stops: tuple[str, ...]) -> tuple[Client, list[tuple[int, int
 
 
 def test_logprobs_are_held_back_with_their_stop_string() -> None:
-    client, counts = said("an END", ("END",))
+    client, counts = streamed_answer("an END", ("END",))
     assert (client.text, "".join(each.text for each in client.logprobs)) == ("an ", "an ")
     assert counts == [(1, 1), (2, 2), (3, 3), (3, 3), (3, 3), (3, 3)]
-    client, counts = said("an EN.", ("END",))
+    client, counts = streamed_answer("an EN.", ("END",))
     assert client.text == "".join(each.text for each in client.logprobs) == "an EN."
     assert counts[4:] == [(3, 3), (6, 6)]
-    client, _ = said("an E", ("END",))
+    client, _ = streamed_answer("an E", ("END",))
     assert client.text == "".join(each.text for each in client.logprobs) == "an E"
 
 

@@ -26,7 +26,7 @@ from larder.store import Store
 SECRET = b"s" * 32
 
 
-class Near(ReplicaSet):
+class LocalReplicas(ReplicaSet):
     """Some replicas; a key leads to one of those that are left.
 
     `breaks` says behind how many pieces of text the next answer is lost, with its replica or

@@ -23,22 +23,22 @@ from larder.server import (
     routing_key,
     sum_stats,
 )
-from server.cluster.local_replicas import Near
+from server.cluster.local_replicas import LocalReplicas
 from server_core import Served, told, user
 
 
-class Listening:
-    """Waits for an answer."""
+class AnswerListener:
+    """Listener that collects the text of an answer and waits for its end."""
 
     def __init__(self) -> None:
         self.pieces: list[str] = []
         self.report: Report | None = None
         self.error: Exception | None = None
-        self.over, self.begun = threading.Event(), threading.Event()
+        self.over, self.started = threading.Event(), threading.Event()
 
     def on_text(self, text: str) -> None:
         self.pieces.append(text)
-        self.begun.set()
+        self.started.set()
 
     def on_logprobs(self, logprobs: tuple[TokenLogprob, ...]) -> None:
         raise AssertionError(f"nobody wants {logprobs}")
@@ -60,20 +60,20 @@ class Front:
     """A hub of two replicas."""
 
     def __init__(self, loaded: LoadedModel, folder: Path, patience_seconds: float) -> None:
-        self.replicas = Near(loaded, folder, 2)
+        self.replicas = LocalReplicas(loaded, folder, 2)
         self.hub = ClusterEngineClient(self.replicas, patience_seconds)
 
     def submit(
         self, turns: list[ChatMessage], session: str | None = "x", tokens: int = 6
-    ) -> Listening:
-        heard = Listening()
+    ) -> AnswerListener:
+        heard = AnswerListener()
         request = Request("a", tuple(turns), session, max_new_tokens=tokens)
         self.ticket = self.hub.submit(request, heard)
         return heard
 
     def ask(
         self, turns: list[ChatMessage], session: str | None = "x", tokens: int = 6
-    ) -> Listening:
+    ) -> AnswerListener:
         heard = self.submit(turns, session, tokens)
         assert heard.over.wait(20) and heard.error is None, heard.error
         return heard
@@ -87,14 +87,14 @@ def front(small: LoadedModel, tmp_path: Path) -> Iterator[Front]:
 
 
 @pytest.fixture
-def hasty(small: LoadedModel, tmp_path: Path) -> Iterator[Front]:
+def impatient_front(small: LoadedModel, tmp_path: Path) -> Iterator[Front]:
     made = Front(small, tmp_path, 0.5)
     yield made
     made.hub.close()
 
 
-def alone(loaded: LoadedModel, turns: list[ChatMessage]) -> str:
-    """What one server says to that, which has heard it from the beginning."""
+def single_server_answer(loaded: LoadedModel, turns: list[ChatMessage]) -> str:
+    """Last answer of one server that read the same conversation from its beginning."""
     served, said = Served(loaded), ""
     for number in range(1, len(turns) + 1, 2):
         said = served.ask(turns[:number], "x", max_new_tokens=6).text
@@ -141,7 +141,7 @@ def test_replica_lost_between_turns_is_replaced(front: Front, small: LoadedModel
     turns = [*told(1), ChatMessage("assistant", front.ask(told(1)).text), user("Why?")]
     front.replicas.lose(front.replicas.went[-1])
     last = front.ask(turns)
-    assert last.text == alone(small, turns)
+    assert last.text == single_server_answer(small, turns)
     assert last.report is not None and last.report.session == "x"
     assert front.hub.session("a", "x").view.turns == 4
 
@@ -153,14 +153,14 @@ def test_replica_lost_during_an_answer_is_hidden_from_the_client(
 ) -> None:
     front.replicas.breaks = pieces
     last = front.ask(told(1))
-    assert last.text == alone(small, told(1))
+    assert last.text == single_server_answer(small, told(1))
     assert len(front.replicas.went) == 2 and len(front.replicas.left) == 1
 
 
 @pytest.mark.extended
 def test_stopping_replica_hands_its_answers_to_another(front: Front) -> None:
     heard = front.submit(told(1), tokens=60)
-    assert heard.begun.wait(20)
+    assert heard.started.wait(20)
     front.replicas.lose(front.replicas.went[-1])
     assert heard.over.wait(20) and heard.report is not None and heard.report.reason != "cancelled"
     whole = front.ask(told(1), "y", tokens=60)
@@ -178,13 +178,13 @@ def test_resumed_answer_with_different_text_is_an_error(front: Front) -> None:
 
 
 @pytest.mark.extended
-def test_request_without_replicas_is_a_503_after_the_wait(hasty: Front) -> None:
+def test_request_without_replicas_is_a_503_after_the_wait(impatient_front: Front) -> None:
     for number in (0, 1):
-        hasty.replicas.lose(number)
+        impatient_front.replicas.lose(number)
     with pytest.raises(ApiError) as refused:
-        hasty.submit(told(1))
+        impatient_front.submit(told(1))
     assert (refused.value.status, refused.value.code) == (503, "stopping")
-    assert not hasty.hub.is_healthy()
+    assert not impatient_front.hub.is_healthy()
 
 
 @pytest.mark.extended
@@ -213,7 +213,7 @@ def test_replica_refusals_are_passed_through(front: Front) -> None:
 
 def test_cancelled_request_stops_the_answer_on_its_replica(front: Front) -> None:
     heard = front.submit(told(1), tokens=2000)
-    assert heard.begun.wait(20)
+    assert heard.started.wait(20)
     front.ticket.cancel()
     assert heard.over.wait(20)
     assert heard.report is not None and heard.report.reason == "cancelled"
@@ -224,7 +224,7 @@ def test_cancelled_request_stops_the_answer_on_its_replica(front: Front) -> None
 
 def test_close_cancels_running_answers(front: Front) -> None:
     heard = front.submit(told(1), tokens=2000)
-    assert heard.begun.wait(20)
+    assert heard.started.wait(20)
     front.hub.close()
     assert heard.report is not None and heard.report.reason == "cancelled"
     front.hub.close()

@@ -27,7 +27,7 @@ SECRET = b"s" * 32
 
 
 class Clock:
-    """Seconds that pass when they are told to."""
+    """Clock that a test advances."""
 
     now = 1_700_000_000.0
 
@@ -63,8 +63,8 @@ def two(small: LoadedModel, tmp_path: Path, clock: Clock) -> Two:
     return Machine(small, tmp_path, "one", clock), Machine(small, tmp_path, "two", clock)
 
 
-def alone(loaded: LoadedModel, questions: int) -> list[ChatMessage]:
-    """What one server that nothing happens to says to all of it."""
+def single_server_turns(loaded: LoadedModel, questions: int) -> list[ChatMessage]:
+    """Turns of the same conversation with one undisturbed server."""
     served, turns = Served(loaded), told(1)
     for number in range(questions):
         turns = answered(turns, served.ask(turns, "x"), f"And {number}?")
@@ -78,7 +78,7 @@ def test_session_alternates_between_two_servers(small: LoadedModel, two: Two) ->
         last = two[number % 2].ask(turns)
         assert last.told.session == "x"
         turns = answered(turns, last, f"And {number}?")
-    assert turns == alone(small, 5)
+    assert turns == single_server_turns(small, 5)
     assert len(two[0].served.core.find("a", "x").turns) == 5
 
 
@@ -197,7 +197,7 @@ def test_sweep_deletes_expired_leases(two: Two, clock: Clock, tmp_path: Path) ->
 
 
 @pytest.mark.extended
-def test_single_host_server_does_not_import_cluster_modules(tmp_path: Path) -> None:
+def test_local_store_does_not_import_cluster_modules(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; import larder.server.persistence.store; "
         "from larder.store.store import Store; "

@@ -110,7 +110,7 @@ def _serving(folder: Path) -> Iterator[str]:
         server.wait(60)
 
 
-class Talk:
+class ClientConversation:
     """A conversation of one client."""
 
     def __init__(self, client: OpenAI, name: str) -> None:
@@ -129,7 +129,7 @@ class Talk:
         self.cached.append(told.usage.prompt_tokens_details.cached_tokens or 0)
         self._go_on(told.choices[0].message.content or "")
 
-    def stream(self, begun: threading.Event) -> None:
+    def stream(self, started: threading.Event) -> None:
         """The same, piece by piece, and longer."""
         with self.client.chat.completions.create(
             model=MODEL,
@@ -142,7 +142,7 @@ class Talk:
             for chunk in chunks:
                 text += chunk.choices[0].delta.content or "" if chunk.choices else ""
                 if text:
-                    begun.set()
+                    started.set()
         self._go_on(text)
 
     def _go_on(self, answer: str) -> None:
@@ -154,7 +154,7 @@ def test_conversations_survive_the_loss_of_a_machine(
     machines: Machines, seed_model: LoadedModel
 ) -> None:
     with OpenAI(api_key="-", base_url=f"{machines.url}/v1") as client:
-        talks = [Talk(client, f"talk {number}") for number in range(TALKS)]
+        talks = [ClientConversation(client, f"talk {number}") for number in range(TALKS)]
         told = client.conversations.create()
         for _ in range(2):
             for talk in talks:
@@ -173,27 +173,29 @@ def test_conversations_survive_the_loss_of_a_machine(
     for talk in talks:
         kept = httpx2.get(f"{machines.url}/v1/sessions/{talk.name}").json()
         assert kept["turns"] == len(talk.messages) - 1
-    assert [talk.messages for talk in talks] == [_alone(talk, seed_model) for talk in talks]
+    assert [talk.messages for talk in talks] == [
+        _single_server_messages(talk, seed_model) for talk in talks
+    ]
     assert all(each.usage.input_tokens > said[0].usage.input_tokens for each in said[1:])
 
 
-def _all_at_once(talks: list[Talk], machines: Machines) -> None:
-    """Have all be answered, and a machine killed meanwhile."""
-    begun = threading.Event()
+def _all_at_once(talks: list[ClientConversation], machines: Machines) -> None:
+    """Stream all answers at once, and kill a machine meanwhile."""
+    started = threading.Event()
     with ThreadPoolExecutor(len(talks)) as threads:
-        streams = [threads.submit(talk.stream, begun) for talk in talks]
-        begun.wait(60)
+        streams = [threads.submit(talk.stream, started) for talk in talks]
+        started.wait(60)
         machines.kill()
         for stream in streams:
             stream.result()
 
 
-def _alone(talk: Talk, loaded: LoadedModel) -> list[Any]:
-    """The same conversation with one server that nothing happens to."""
+def _single_server_messages(talk: ClientConversation, loaded: LoadedModel) -> list[Any]:
+    """Messages of the same conversation with one undisturbed server."""
     hub = LocalEngineClient(Engine(loaded, policy="full"))
     with listening(create_app(hub, LoopbackAuth(), Archive(), HttpSettings())) as url:
         with OpenAI(api_key="-", base_url=f"{url}/v1", max_retries=0) as client:
-            other = Talk(client, talk.name)
+            other = ClientConversation(client, talk.name)
             while len(other.messages) < len(talk.messages):
                 if len(other.messages) == STREAMED:
                     other.stream(threading.Event())

@@ -39,8 +39,8 @@ def fill(archive: Archive) -> None:
         archive.put(tenant, IDEMPOTENT_ANSWER, "idem-key", {"id": "resp_1"})
 
 
-def told(archive: Archive) -> dict[Any, Any]:
-    """All that an archive tells."""
+def archive_contents(archive: Archive) -> dict[Any, Any]:
+    """All documents of an archive, by tenant and name."""
     found: dict[Any, Any] = {}
     for tenant in (ANNE, BOB):
         for name in (ONE, TWO):

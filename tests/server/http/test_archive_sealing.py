@@ -14,7 +14,7 @@ import pytest
 from larder.core import Damaged, StoreError
 from larder.server import RESPONSE, TABLE, Archive, seal_archive
 from larder.store import AesGcmEncryption, Encryption, NoEncryption, encryption_for
-from server.http.archive_fixtures import ANNE, KEY, ONE, OTHER, fill, opened, told
+from server.http.archive_fixtures import ANNE, KEY, ONE, OTHER, archive_contents, fill, opened
 
 pytest.importorskip("cryptography")
 
@@ -40,7 +40,7 @@ def of_the_first_version(folder: Path, sealing: Encryption | None = None) -> Non
 
 
 @pytest.mark.parametrize("written", [in_the_open_at, of_the_first_version])
-def test_unencrypted_archive_is_refused_until_it_is_sealed(
+def test_unsealed_or_first_format_archive_is_refused_until_sealed(
     tmp_path: Path, written: Callable[[Path], None]
 ) -> None:
     written(tmp_path)
@@ -53,7 +53,7 @@ def test_unencrypted_archive_is_refused_until_it_is_sealed(
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     with opened(tmp_path) as archive, closing(Archive()) as other:
         fill(other)
-        assert told(archive) == told(other)
+        assert archive_contents(archive) == archive_contents(other)
 
 
 @pytest.mark.parametrize("step", ["os.replace", "sqlite3.connect"])

@@ -14,7 +14,18 @@ import pytest
 from larder.core import Damaged, StoreError
 from larder.server import CONVERSATION, RESPONSE, Archive, LoopbackAuth
 from larder.store import encryption_for
-from server.http.archive_fixtures import ANNE, BOB, KEY, ONE, OTHER, TWO, fill, item, opened, told
+from server.http.archive_fixtures import (
+    ANNE,
+    BOB,
+    KEY,
+    ONE,
+    OTHER,
+    TWO,
+    archive_contents,
+    fill,
+    item,
+    opened,
+)
 from server.http.running_server import running
 
 pytest.importorskip("cryptography")
@@ -37,7 +48,7 @@ def rows(folder: Path) -> Iterator[sqlite3.Connection]:
 def test_sealed_archive_round_trips(folder: Path) -> None:
     with opened(folder) as archive, closing(Archive()) as other:
         fill(other)
-        assert told(archive) == told(other)
+        assert archive_contents(archive) == archive_contents(other)
         assert [each.id for each in archive.items(ANNE, ONE)][0] == f"msg_{ONE}_0"
 
 
@@ -166,7 +177,7 @@ def test_forged_rows_are_detected(
 ) -> None:
     forgery(rows)
     with opened(folder) as archive, pytest.raises(Damaged):
-        told(archive)
+        archive_contents(archive)
 
 
 @pytest.mark.parametrize("kind", ["conversation", "contents"])
@@ -182,7 +193,7 @@ def test_restored_older_rows_are_detected(
             asked = "INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
             rows.execute(asked, row[1:])
         with pytest.raises(Damaged, match="was altered"):
-            told(archive)
+            archive_contents(archive)
 
 
 def test_deleted_message_cannot_be_reinserted(folder: Path, rows: sqlite3.Connection) -> None:
@@ -222,15 +233,17 @@ def test_forged_conversation_is_a_500_and_can_be_deleted(tmp_path: Path) -> None
         assert http.get(place).status_code == 404
 
 
-def test_undetected_rollbacks_are_those_of_the_docs(folder: Path, rows: sqlite3.Connection) -> None:
+def test_deletion_and_rollback_of_all_documents_are_not_detected(
+    folder: Path, rows: sqlite3.Connection
+) -> None:
     """A response that is deleted or put back, and a conversation with all that belongs to it."""
     before = rows.execute("SELECT * FROM documents WHERE kind != 'key'").fetchall()
     with opened(folder) as archive:
-        own = told(archive)
+        own = archive_contents(archive)
         rows.execute("DELETE FROM documents WHERE kind != 'key'")
         assert archive.get(ANNE, RESPONSE, "resp_1") is None and archive.items(ANNE, ONE) == ()
         rows.executemany("INSERT INTO documents VALUES (?, ?, ?, ?, ?, ?, ?, ?)", before)
-        assert told(archive) == own
+        assert archive_contents(archive) == own
 
 
 def test_archive_opens_with_its_own_key_only(folder: Path, rows: sqlite3.Connection) -> None:

@@ -71,7 +71,7 @@ def test_choices_have_distinct_seeds(anne: OpenAI, served: Running) -> None:
         ({"prompt": ["a"] * 129}, "prompt"),
     ],
 )
-def test_too_many_answers_are_refused(
+def test_n_and_prompt_counts_out_of_range_are_refused(
     http: httpx2.Client, served: Running, more: dict[str, Any], param: str
 ) -> None:
     told = http.post("/v1/completions", json={"model": NAME, "prompt": "a"} | more)

@@ -66,7 +66,7 @@ def test_streamed_chat_in_another_session_has_the_same_text(client: OpenAI, url:
     assert httpx2.delete(f"{url}/v1/sessions/other").json()["deleted"]
 
 
-def test_request_larger_than_the_budget_is_refused(client: OpenAI, url: str) -> None:
+def test_request_larger_than_budget_or_context_is_refused(client: OpenAI, url: str) -> None:
     for text, code in (("x", "kv_budget_exceeded"), ("x " * 40_000, "context_length_exceeded")):
         with pytest.raises(openai.BadRequestError) as told:
             client.chat.completions.create(

@@ -21,7 +21,7 @@ def message(reply: httpx2.Response, status: int) -> str:
 
 
 @pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/json"])
-def test_missing_content_type_names_the_expected_type(
+def test_missing_or_wrong_content_type_error_names_the_expected_type(
     http: httpx2.Client, served: Running, kind: str | None
 ) -> None:
     headers = {} if kind is None else {"content-type": kind}
@@ -86,7 +86,7 @@ def test_unsupported_fields_with_default_values_are_accepted(
     ("schema", "is_left_out"),
     [({"type": "array", "uniqueItems": True}, True), ({"type": "frob"}, False)],
 )
-def test_unenforceable_schema_message_names_the_way_out(
+def test_unenforceable_schema_error_says_how_to_fix_it(
     http: httpx2.Client, served: Running, schema: dict[str, Any], is_left_out: bool
 ) -> None:
     pytest.importorskip("llguidance", reason="the extra structured is not installed")
@@ -97,7 +97,7 @@ def test_unenforceable_schema_message_names_the_way_out(
     assert ("With strict: false it is left out." in said) is is_left_out
 
 
-def test_unknown_paths_and_methods_name_the_known_ones(
+def test_404_names_the_api_description_and_405_the_allowed_method(
     http: httpx2.Client, served: Running
 ) -> None:
     assert "nothing at /v1/frob: GET /openapi.json" in message(http.get("/v1/frob"), 404)
@@ -106,7 +106,7 @@ def test_unknown_paths_and_methods_name_the_known_ones(
     assert told.json()["type"] == "error" and "use POST" in message(told, 405)
 
 
-def test_invalid_key_message_names_both_headers(served: Running) -> None:
+def test_missing_key_error_names_both_headers(served: Running) -> None:
     with httpx2.Client(base_url=served.url) as stranger:
         said = message(stranger.get("/v1/models"), 401)
     assert "Authorization: Bearer KEY" in said and "x-api-key: KEY" in said

@@ -34,8 +34,8 @@ MODES = ("positive", "negative")
 TIMEOUT_SECONDS = 600.0  # of a request: 99 answers to one prompt take long on a busy machine
 
 
-class Anyone(Authenticator):
-    """Lets everybody in."""
+class OpenAuth(Authenticator):
+    """Authenticator that admits every request."""
 
     def admit(self, headers: Mapping[str, str], client: str | None) -> Principal:
         return Principal("anyone", is_operator=True)
@@ -44,7 +44,7 @@ class Anyone(Authenticator):
 def app(hub: EngineClient) -> FastAPI:
     """All endpoints of a server whose model and embedder have the name `NAME`."""
     embedder = EmbedderQueue(TopicEmbedder(NAME), NAME)
-    return create_app(hub, Anyone(), Archive(), HttpSettings(max_new_tokens=4), embedder)
+    return create_app(hub, OpenAuth(), Archive(), HttpSettings(max_new_tokens=4), embedder)
 
 
 @pytest.mark.slow

@@ -188,7 +188,7 @@ def test_hostile_bodies_do_not_delay_other_tenants(small: LoadedModel, kind: str
 
 
 @pytest.mark.failure(number=30)
-def test_import_beyond_its_declared_size_is_refused() -> None:
+def test_import_without_size_above_the_limit_or_damaged_is_refused() -> None:
     text = b'{"format":"larder session","version":1}' + b" " * 4096
     undeclared = zstandard.ZstdCompressor(write_content_size=False).compress(text)
     limit = session_file.SessionFileLimit(1000, 1000)
@@ -203,7 +203,7 @@ def test_import_beyond_its_declared_size_is_refused() -> None:
 
 
 @pytest.mark.parametrize("count", [1000, 1001])
-def test_import_of_a_session_of_an_unserved_model_is_refused(count: int) -> None:
+def test_session_file_with_more_tokens_than_the_limit_is_refused(count: int) -> None:
     ids = ",".join(["1"] * count)
     drawn = '{"temperature":0,"top_k":0,"top_p":1,"seed":0}'
     said = f'{{"turns":[],"prompt":[{ids}],"text":"","answer":[],"unread":0,"sampling":{drawn},'
@@ -233,7 +233,7 @@ def test_refused_body_is_freed_without_garbage_collection(served: Running) -> No
 
 
 @pytest.mark.failure(number=30)
-def test_body_budget_is_shared_by_tenants_and_released() -> None:
+def test_tenant_beyond_its_share_of_the_body_budget_gets_a_429() -> None:
     """One tenant takes half of it and is told to wait, others still have room; it comes back."""
     settings = HttpSettings(body_budget_bytes=400_000)
     body = b'{"prompt": "' + b"a" * 150_000 + b'"}'
@@ -263,7 +263,9 @@ def test_body_budget_is_shared_by_tenants_and_released() -> None:
         assert asked(BOB, 20_000) == (200, None)
 
 
-def test_unknown_fields_are_not_decoded(served: Running, http: httpx2.Client) -> None:
+def test_unknown_fields_of_any_content_are_accepted_and_known_ones_validated(
+    served: Running, http: httpx2.Client
+) -> None:
     """Fields that are not known, whatever they hold, but for those that would be obeyed."""
     chat = {"model": NAME, "messages": [{"role": "user", "content": "a", "x": [{}]}]}
     assert http.post("/v1/chat/completions", json={**chat, "x": [[{}]]}).status_code == 200

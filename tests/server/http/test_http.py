@@ -138,7 +138,9 @@ def test_session_name_of_plain_text_round_trips_through_urls(
     assert error(http.get(place), 404)["code"] == "session_not_found"
 
 
-def test_session_name_precedence(http: httpx2.Client, served: Running) -> None:
+def test_session_name_in_a_header_precedes_body_and_cache_key(
+    http: httpx2.Client, served: Running
+) -> None:
     body = chat("x", session_id="body", prompt_cache_key="key")
     for headers in ({"x-session-id": "head", "thread-id": "t"}, {"thread-id": "t"}, {}):
         http.post("/v1/chat/completions", json=body, headers=headers)

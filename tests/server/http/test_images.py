@@ -130,7 +130,7 @@ def test_invalid_image_parts_are_refused(client: OpenAI, part: dict[str, Any], e
         asked(client, {"role": "user", "content": [*content, {"type": "text", "text": " 6"}]})
 
 
-def test_images_are_refused_where_only_text_is_allowed(
+def test_misplaced_or_oversized_images_are_refused(
     client: OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for role in ("system", "assistant"):

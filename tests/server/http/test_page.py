@@ -126,7 +126,7 @@ def test_browser_chat_shows_kept_entries(tmp_path: Path, seed_model: LoadedModel
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
-def test_page_asks_for_a_key_and_skips_forbidden_requests(tmp_path: Path) -> None:
+def test_page_asks_for_a_key_and_then_shows_the_chat(tmp_path: Path) -> None:
     keys = {"sk-anne-0123456789": Principal("anne", is_operator=False)}
     with running(ApiKeyAuth(keys)) as served, browser(tmp_path) as page:
         page.open(served.url)

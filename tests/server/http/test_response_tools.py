@@ -103,7 +103,9 @@ def test_tool_loop_reuses_one_session(
 
 
 @pytest.mark.extended
-def test_tool_choice_and_truncated_calls(client: OpenAI, write: Write) -> None:
+def test_tool_choice_is_obeyed_and_truncated_calls_are_incomplete(
+    client: OpenAI, write: Write
+) -> None:
     write(call_text(at="a") + call_text(at="b"))
     told = client.responses.create(
         model=MODEL, input="One", tools=[FLAT], parallel_tool_calls=False
@@ -154,7 +156,7 @@ def test_a_streamed_call_that_breaks_is_incomplete(client: OpenAI, write: Write)
     ]
 
 
-def test_forced_tool_calls_and_text_formats(client: OpenAI) -> None:
+def test_forced_tool_calls_and_text_formats_yield_valid_json(client: OpenAI) -> None:
     pytest.importorskip("llguidance", reason="the extra structured is not installed")
 
     class Place(BaseModel):
@@ -198,7 +200,7 @@ RESULT: Any = {"type": "function_call_output", "call_id": "1", "output": "b"}
         ),
     ],
 )
-def test_invalid_tool_requests_are_refused(
+def test_invalid_response_requests_are_refused(
     client: OpenAI, more: dict[str, Any], error: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=error):

@@ -17,7 +17,7 @@ from server.fake_engine_client import NAME
 from server.http.running_server import Running, running
 
 
-def said(served: Running) -> list[str]:
+def sent(served: Running) -> list[str]:
     """The text of every turn that the hub was sent last."""
     return [f"{turn.role}: {turn.text}" for turn in served.hub.asked[-1].turns]
 
@@ -32,7 +32,7 @@ def test_conversation_includes_earlier_items(anne: OpenAI, served: Running) -> N
     anne.responses.create(
         model=NAME, input="two", conversation=conversation.id, instructions="Be short."
     )
-    assert said(served) == [
+    assert sent(served) == [
         "system: Be short.",
         "user: one",
         "assistant: You said: one ",
@@ -69,10 +69,10 @@ def test_conversation_items_are_added_and_deleted(anne: OpenAI, served: Running)
         conversation.id, items=[{"role": "user", "content": "b"}]
     )
     anne.responses.create(model=NAME, input="c", conversation=conversation.id)
-    assert said(served) == ["user: a", "user: b", "user: c"]
+    assert sent(served) == ["user: a", "user: b", "user: c"]
     anne.conversations.items.delete(added.data[0].id, conversation_id=conversation.id)
     anne.responses.create(model=NAME, input="d", conversation=conversation.id)
-    assert said(served) == ["user: a", "user: c", "assistant: You said: c ", "user: d"]
+    assert sent(served) == ["user: a", "user: c", "assistant: You said: c ", "user: d"]
     with pytest.raises(openai.NotFoundError):
         anne.conversations.items.retrieve(added.data[0].id, conversation_id=conversation.id)
 
@@ -84,10 +84,10 @@ def test_previous_response_id_continues_or_forks_the_session(anne: OpenAI, serve
     anne.responses.create(
         model=NAME, input=[{"role": "user", "content": "other"}], previous_response_id=first.id
     )
-    assert said(served) == ["user: one", "assistant: You said: one ", "user: other"]
+    assert sent(served) == ["user: one", "assistant: You said: one ", "user: other"]
     anne.responses.create(model=NAME, input="three", previous_response_id=second.id)
     assert served.hub.asked[-1].session == "session-0 forked"
-    assert [line.split()[-1] for line in said(served)] == ["one", "one", "fork", "fork", "three"]
+    assert [line.split()[-1] for line in sent(served)] == ["one", "one", "fork", "fork", "three"]
     assert anne.responses.retrieve(second.id).output_text == "You said: fork "
     assert [item.type for item in anne.responses.input_items.list(second.id)] == ["message"]
     anne.responses.delete(first.id)
@@ -145,11 +145,11 @@ def test_conversations_survive_a_restart(tmp_path: Path) -> None:
                 if turn == "one":
                     name = client.conversations.create().id
                 client.responses.create(model=NAME, input=turn, conversation=name)
-                assert len(said(served)) == (1 if turn == "one" else 3)
+                assert len(sent(served)) == (1 if turn == "one" else 3)
 
 
 @pytest.mark.failure(number=10)
-def test_archive_of_a_later_version_is_refused_unchanged(tmp_path: Path) -> None:
+def test_archive_of_a_later_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "archive.sqlite"
     Archive(path).close()
     with closing(sqlite3.connect(path)) as base:
@@ -183,7 +183,7 @@ def test_concurrent_append_to_a_conversation_is_a_409() -> None:
     archive.close()
 
 
-def test_damaged_archive_raises(tmp_path: Path) -> None:
+def test_damaged_archive_error_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "archive.sqlite"
     path.write_bytes(b"no database at all" * 100)
     with pytest.raises(Damaged, match="archive.sqlite"):

@@ -31,8 +31,8 @@ RETRIED = {RETRY_HEADER: "1"}
 ROWS = 3
 
 
-class Dead(RuntimeError):
-    """Where the process would be gone."""
+class ProcessDied(RuntimeError):
+    """Crash of the server process."""
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +59,16 @@ def dying(patch: pytest.MonkeyPatch, step: int) -> Iterator[None]:
 
     def inserted(self: ArchiveRows, *args: Any) -> Any:
         if len(written) == step:
-            raise Dead
+            raise ProcessDied
         written.append(args)
         return insert(self, *args)
 
-    def told(*args: object, **kwargs: object) -> None:
-        raise Dead
+    def die(*args: object, **kwargs: object) -> None:
+        raise ProcessDied
 
     with patch.context() as patched:
         patched.setattr(ArchiveRows, "_insert", inserted)
-        patched.setattr("larder.server.http.responses.JSONResponse", told)
+        patched.setattr("larder.server.http.responses.JSONResponse", die)
         yield
 
 
@@ -78,12 +78,12 @@ def lost(client: httpx2.Client, body: dict[str, Any], **headers: str) -> None:
         assert client.post("/v1/responses", json=body, headers=headers).status_code == 500
 
 
-def said_in(client: httpx2.Client, conversation: str) -> list[tuple[str, str]]:
+def messages_of(client: httpx2.Client, conversation: str) -> list[tuple[str, str]]:
     items = client.get(f"/v1/conversations/{conversation}/items?order=asc").json()["data"]
     return [(item["role"], item["content"][0]["text"]) for item in items]
 
 
-def begun(client: httpx2.Client) -> str:
+def conversation_of_one_turn(client: httpx2.Client) -> str:
     """A conversation of one turn."""
     name = client.post("/v1/conversations", json={}).json()["id"]
     body = {"model": "characters", "input": "One?", "conversation": name}
@@ -100,21 +100,21 @@ def test_retry_after_a_crash_makes_one_turn(
     loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, store: bool
 ) -> None:
     with serving(tmp_path, loaded) as client:
-        name = begun(client)
+        name = conversation_of_one_turn(client)
         body = {"model": "characters", "input": "Two?", "conversation": name, "store": store}
         with dying(monkeypatch, step):
             lost(client, body)
-        before = said_in(client, name)
+        before = messages_of(client, name)
         assert len(before) in (2, 4)  # all of the turn, or nothing of it
     with serving(tmp_path, loaded) as client:
         again = client.post("/v1/responses", json=body, headers=RETRIED).json()
         told = [("user", "Two?"), ("assistant", again["output"][0]["content"][0]["text"])]
-        assert said_in(client, name)[2:] == told
+        assert messages_of(client, name)[2:] == told
         assert before[2:] in ([], told)
         turns = client.get(f"/v1/sessions/{name}").json()["turns"]
         assert turns == 4
         assert client.post("/v1/responses", json=body, headers=RETRIED).json() == again
-        assert len(said_in(client, name)) == 4
+        assert len(messages_of(client, name)) == 4
 
 
 @pytest.mark.failure(number=18)
@@ -125,7 +125,7 @@ def test_idempotency_key_is_answered_once(
 ) -> None:
     own = {"idempotency-key": "a key of mine"}
     with serving(tmp_path, loaded) as client:
-        name = begun(client)
+        name = conversation_of_one_turn(client)
         body = {"model": "characters", "input": "Two?", "conversation": name, "store": store}
         with dying(monkeypatch, ROWS + store + 1):
             lost(client, body, **own)
@@ -134,7 +134,7 @@ def test_idempotency_key_is_answered_once(
         other = {**body, "input": "Three?"}
         assert client.post("/v1/responses", json=other).is_success
         assert client.post("/v1/responses", json=body, headers=own).json() == first
-        assert [text for role, text in said_in(client, name) if role == "user"] == [
+        assert [text for role, text in messages_of(client, name) if role == "user"] == [
             "One?",
             "Two?",
             "Three?",

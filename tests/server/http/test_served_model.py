@@ -14,7 +14,7 @@ from larder.server import Archive, HttpSettings, LocalEngineClient, LoopbackAuth
 from server.http.running_server import listening
 
 
-def test_served_model_names_and_max_model_len(small: LoadedModel) -> None:
+def test_model_is_served_under_its_names_up_to_max_model_len(small: LoadedModel) -> None:
     hub = LocalEngineClient(Engine(small, policy="full"), names=("one", "two"), max_model_len=50)
     app = create_app(hub, LoopbackAuth(), Archive(), HttpSettings(max_new_tokens=4))
     with listening(app) as url, OpenAI(api_key="-", base_url=f"{url}/v1", max_retries=0) as client:

@@ -75,7 +75,7 @@ def test_lenient_server_warns_about_ignored_keywords() -> None:
         assert any("uniqueItems" in each for each in more.warnings)
 
 
-def test_responses_of_different_formats_are_cached_apart(client: OpenAI) -> None:
+def test_answers_of_one_session_follow_the_format_of_each_request(client: OpenAI) -> None:
     extra = {"x-session-id": "formats"}
     texts = {
         client.chat.completions.create(
@@ -121,7 +121,7 @@ def test_structured_outputs_field_of_vllm_is_enforced(client: OpenAI) -> None:
     ],
     ids=lambda wrong: str(wrong)[:60],
 )
-def test_unenforceable_format_names_its_parameter(client: OpenAI, wrong: dict[str, Any]) -> None:
+def test_invalid_format_error_names_its_parameter(client: OpenAI, wrong: dict[str, Any]) -> None:
     with pytest.raises(openai.BadRequestError) as told:
         client.chat.completions.create(**asked(), extra_body=wrong)
     assert told.value.param == next(iter(wrong))

@@ -32,7 +32,7 @@ def user(text: str) -> Any:
     return {"role": "user", "content": text}
 
 
-def test_tool_call_is_answered(client: OpenAI, write: Write) -> None:
+def test_tool_call_is_parsed_from_the_answer(client: OpenAI, write: Write) -> None:
     write("I look." + call_text(at="a", n=1.0))
     [choice] = asked(client, [user("What is there?")]).choices
     assert choice.finish_reason == "tool_calls" and choice.message.content == "I look."
@@ -205,7 +205,7 @@ def test_invalid_tool_requests_are_refused(
 
 
 @pytest.mark.extended
-def test_models_without_tool_templates_refuse_tools() -> None:
+def test_models_without_tool_template_or_parser_refuse_tools() -> None:
     plain = TEMPLATE.replace("{% if tools %}{{ tools | tojson }}{% endif %}", "")
     for template, parser, error in (
         (plain, "hermes", "ignores tools"),
@@ -235,7 +235,7 @@ def test_forced_tool_call_matches_its_schema() -> None:
             assert json.loads(call.function.arguments)["at"] in ("x", "y")
 
 
-def test_forced_calls_of_allowed_tools_and_without_parameters() -> None:
+def test_allowed_tools_force_a_call_of_one_of_them() -> None:
     pytest.importorskip("llguidance", reason="the extra structured is not installed")
     tools = [{"type": "function", "function": {"name": name}} for name in ("look", "wait", "go")]
     allowed = {"mode": "required", "tools": [tools[1]]}

@@ -32,7 +32,7 @@ def of_responses(**fields: Any) -> dict[str, Any]:
     return {"model": NAME, "input": "a"} | fields
 
 
-def told(http: httpx2.Client, path: str, body: dict[str, Any]) -> list[str]:
+def warned_paths(http: httpx2.Client, path: str, body: dict[str, Any]) -> list[str]:
     """Paths in the warnings of an answer."""
     reply = http.post(f"/v1/{path}", json=body)
     assert reply.status_code == 200, reply.text
@@ -112,7 +112,7 @@ def test_unknown_nested_fields_are_reported_with_paths(
     http: httpx2.Client, served: Running, case: str
 ) -> None:
     path, body, names = BODIES[case]
-    found = told(http, path, body)
+    found = warned_paths(http, path, body)
     assert len(found) == len(names)
     assert all(any(each.endswith(name) for each in found) for name in names), found
 
@@ -124,7 +124,7 @@ def test_streams_and_token_counts_report_unknown_fields(
     assert "'messages.0.content.0.frob'" in http.post(f"/v1/{CHAT}", json=body).text
     counted = of_messages(messages=[user(TEXT | {"frob": 1})])
     del counted["max_tokens"]
-    assert told(http, "messages/count_tokens", counted) == ["messages.0.content.0.frob"]
+    assert warned_paths(http, "messages/count_tokens", counted) == ["messages.0.content.0.frob"]
 
 
 def test_echoed_answers_and_nulls_are_not_reported(http: httpx2.Client, served: Running) -> None:
@@ -132,21 +132,21 @@ def test_echoed_answers_and_nulls_are_not_reported(http: httpx2.Client, served: 
     answer |= {"reasoning_content": "why", "tool_calls": [CALL], "audio": None}
     result = {"role": "tool", "tool_call_id": "c", "content": "1"}
     asked = {"role": "user", "content": "a"}
-    assert not told(http, CHAT, chat(messages=[asked, answer, result]))
+    assert not warned_paths(http, CHAT, chat(messages=[asked, answer, result]))
     first = http.post("/v1/responses", json=of_responses()).json()
-    assert not told(http, "responses", of_responses(input=[*first["output"], asked]))
+    assert not warned_paths(http, "responses", of_responses(input=[*first["output"], asked]))
     whole = http.post("/v1/messages", json=of_messages()).json()
     said = {"role": "assistant", "content": whole["content"]}
     cached = user(TEXT | {"cache_control": {"type": "ephemeral"}})
-    assert not told(http, "messages", of_messages(messages=[asked, said, cached]))
+    assert not warned_paths(http, "messages", of_messages(messages=[asked, said, cached]))
 
 
 def test_reported_unknown_fields_are_bounded(http: httpx2.Client, served: Running) -> None:
     many = [user(TEXT | {f"x{part}": 1 for part in range(9)}) for _ in range(9)]
-    found = told(http, CHAT, chat(messages=many))
+    found = warned_paths(http, CHAT, chat(messages=many))
     assert len(found) == 16 and found[9] == "messages.1.content.0.x0"
     long = {"role": "user", "content": "a", "y" * 5000: 1}
-    [only] = told(http, CHAT, chat(messages=[long]))
+    [only] = warned_paths(http, CHAT, chat(messages=[long]))
     assert only.startswith("messages.0.yyy") and len(only) == 200
 
 
@@ -159,16 +159,16 @@ def test_long_bodies_report_the_same_unknown_fields(
     monkeypatch.setattr(json_body, "MAPPING_BYTES", 1000)
     assert len(json.dumps(body)) < json_body.MAPPING_BYTES < len(json.dumps(long))
     names = ["top", "messages.0.content.1.frob", "messages.0.content.1.null"]
-    assert told(http, CHAT, body) == told(http, CHAT, long) == names
+    assert warned_paths(http, CHAT, body) == warned_paths(http, CHAT, long) == names
     strings = 24  # names and values
     monkeypatch.setattr(json_body, "MAX_STRINGS", strings - 1)
     refused = http.post(f"/v1/{CHAT}", json=long)
     assert refused.status_code == 400 and "more than 23 names" in refused.text
     monkeypatch.setattr(json_body, "MAX_STRINGS", strings)
-    assert told(http, CHAT, long) == names
+    assert warned_paths(http, CHAT, long) == names
     monkeypatch.setattr(json_body, "MAX_STRINGS", 3)
     nulls = user({"unset": None} | TEXT, TEXT | {"text": 'n, ","x": null' * 200, "none": None})
-    assert not told(http, CHAT, {"first": None, **chat(messages=[nulls]), "last": None})
+    assert not warned_paths(http, CHAT, {"first": None, **chat(messages=[nulls]), "last": None})
     for place in ({"top": 1}, {"messages": [user(TEXT | {"text": "n" * 2000, "frob": 1})]}):
         assert http.post(f"/v1/{CHAT}", json=chat(messages=[nulls]) | place).status_code == 400
 
@@ -206,11 +206,11 @@ def test_unknown_fields_of_tools_are_reported(
     model = replace(served.hub.models()[0], takes_tools=True, answer_form=form)
     monkeypatch.setattr(served.hub, "models", lambda: (model,))
     tools: list[Any] = [FUNCTION | {"strict": True, "frob": 1}]
-    found = told(http, "responses", of_responses(tools=tools, tool_choice="none"))
+    found = warned_paths(http, "responses", of_responses(tools=tools, tool_choice="none"))
     assert found == ["tools.0.frob"]
     tools = [{"name": "f", "input_schema": {}, "cache_control": {}, "x": 1}]
     choice = {"type": "none", "y": 1}
-    found = told(http, "messages", of_messages(tools=tools, tool_choice=choice))
+    found = warned_paths(http, "messages", of_messages(tools=tools, tool_choice=choice))
     assert sorted(found) == ["tool_choice.y", "tools.0.x"]
 
 

@@ -39,7 +39,7 @@ def test_sessions_of_another_model_are_no_candidates(
 
 
 @pytest.mark.parametrize("reason", ["invalid_request", "session_unreadable", "kv_budget_exceeded"])
-def test_unreadable_candidate_session_is_skipped(
+def test_unusable_candidate_session_is_skipped_and_counted(
     small: LoadedModel,
     other: LoadedModel,
     tmp_path: Path,

@@ -63,7 +63,7 @@ def serve(loaded: LoadedModel, folder: Path, durability: Durability, port: Conne
 
 
 @dataclass
-class Talk:
+class ClientConversation:
     """A conversation as its client knows it: a turn counts once its answer has come whole."""
 
     number: int
@@ -130,7 +130,7 @@ def received(port: Connection) -> int:
     return port.recv()
 
 
-def _wait(talks: list[Talk], answers: int, seconds: float) -> None:
+def _wait(talks: list[ClientConversation], answers: int, seconds: float) -> None:
     """Until so many answers more have come, or it takes too long; and some time."""
     until, before = time.monotonic() + 20, sum(talk.heard for talk in talks)
     while sum(talk.heard for talk in talks) < before + answers and time.monotonic() < until:
@@ -160,7 +160,7 @@ def test_killed_server_keeps_all_acknowledged_turns(
     torch.set_num_threads(1)
     loaded, chance = characters(), random.Random(11)
     talks, processes = (
-        [Talk(number) for number in range(TALKS)],
+        [ClientConversation(number) for number in range(TALKS)],
         multiprocessing.get_context("fork"),
     )
     known: dict[str, Unkilled] = {}

@@ -67,7 +67,7 @@ def arenas(**variables: str) -> tuple[str, int]:
 
 @pytest.mark.extended
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library has no such thing")
-def test_malloc_arenas_default_to_two() -> None:
+def test_malloc_arenas_default_to_two_unless_set_in_the_environment() -> None:
     assert arenas() == ("True", 2)
     said, count = arenas(MALLOC_ARENA_MAX="6")
     assert said == "False" and count > 2
@@ -99,7 +99,7 @@ def compiled(**variables: str) -> tuple[str, int]:
 
 @pytest.mark.extended
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
-def test_primitive_cache_capacity_has_a_small_default() -> None:
+def test_primitive_cache_is_limited_unless_set_in_the_environment() -> None:
     said, with_limit = compiled()
     assert said == "True"
     said, without = compiled(ONEDNN_PRIMITIVE_CACHE_CAPACITY="1024")

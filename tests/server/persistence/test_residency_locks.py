@@ -41,7 +41,7 @@ def crowded(hub: LocalEngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
         lambda hub: hub.remove("a", "x"),
     ],
 )
-def test_session_in_use_is_not_evicted(
+def test_requested_session_is_not_unloaded_before_it_is_used(
     small: LoadedModel,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -69,7 +69,7 @@ def kept_said(small: LoadedModel, folder: Path) -> list[object]:
 
 
 @pytest.mark.failure(number=21)
-def test_removed_session_is_not_rewritten(small: LoadedModel, tmp_path: Path) -> None:
+def test_removed_session_is_not_found_after_a_restart(small: LoadedModel, tmp_path: Path) -> None:
     served = Served(small, persistence=kept_in(tmp_path, small))
     talk(served)
     [gone] = served.core.remove("a", "x")

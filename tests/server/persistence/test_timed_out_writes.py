@@ -24,11 +24,11 @@ from server_stores import Stored
 from store.file_systems import Faulty, Hanging
 
 
-def begun(served: Served | Stored) -> list[ChatMessage]:
+def second_turn(served: Served | Stored) -> list[ChatMessage]:
     return answered(told(1), served.ask(told(1), "x"), "Why?")
 
 
-def said_in(folder: Path, loaded: LoadedModel) -> list[object]:
+def stored_turns(folder: Path, loaded: LoadedModel) -> list[object]:
     return list(Served(loaded, persistence=keeper_in(folder, loaded)).core.find("a", "x").turns)
 
 
@@ -64,20 +64,20 @@ def test_next_turn_continues_from_a_late_write(
     served: Served,
     turns: int,
 ) -> None:
-    text = begun(served) if turns == 2 else told(1)
+    text = second_turn(served) if turns == 2 else told(1)
     with unheard(persistence):
         last = served.ask(text, "x")
     assert persistence._store.parts.unwritten.counts() == {"slow": 1}
     assert served.ask(answered(text, last, "Really?"), "x").told.session == "x"
-    assert said_in(tmp_path, small) == served.core.find("a", "x").turns
-    assert len(said_in(tmp_path, small)) == turns + 1
+    assert stored_turns(tmp_path, small) == served.core.find("a", "x").turns
+    assert len(stored_turns(tmp_path, small)) == turns + 1
 
 
 @pytest.mark.failure(number=6)
 def test_shutdown_is_bounded_while_the_disk_hangs(small: LoadedModel, tmp_path: Path) -> None:
     place = Hanging(tmp_path, "replace", "blobs/")
     stored = Stored(small, tmp_path, place=place.place)
-    text = begun(stored)
+    text = second_turn(stored)
     place.armed.set()
     client, _ = stored.served.submit(text, "x")
     while not place.hangs.is_set():
@@ -91,18 +91,18 @@ def test_shutdown_is_bounded_while_the_disk_hangs(small: LoadedModel, tmp_path: 
     assert len(again.core.find("a", "x").turns) == 1
 
 
-def test_one_of_several_timed_out_writes_completes(
+def test_turns_not_written_after_a_late_write_are_written_with_the_next(
     small: LoadedModel, tmp_path: Path, persistence: StoreSessionPersistence, served: Served
 ) -> None:
-    text = begun(served)
+    text = second_turn(served)
     with unheard(persistence):
         text = answered(text, served.ask(text, "x"), "And 1?")
         text = answered(text, served.ask(text, "x"), "And 2?")
     with failing(persistence._store.sessions, "append", StoreFull("No room: make some.")):
         text = answered(text, served.ask(text, "x"), "And 3?")
-    assert len(said_in(tmp_path, small)) == 3
+    assert len(stored_turns(tmp_path, small)) == 3
     served.ask(text, "x")
-    assert len(said_in(tmp_path, small)) == 5
+    assert len(stored_turns(tmp_path, small)) == 5
 
 
 @pytest.mark.parametrize("method", ["append", "label"])
@@ -115,7 +115,7 @@ def test_session_is_pinned_after_a_late_write(
     method: str,
     turns: int,
 ) -> None:
-    text = told(1) if turns == 1 else begun(served)
+    text = told(1) if turns == 1 else second_turn(served)
     if method == "label":
         served.ask(text, "x")
         with unheard(persistence, "label"), pytest.raises(ApiError, match="cannot be written now"):
@@ -125,7 +125,7 @@ def test_session_is_pinned_after_a_late_write(
             served.ask(text, "x")
     pin(served, persistence)
     assert Served(small, persistence=keeper_in(tmp_path, small)).core.find("a", "x").usage.is_pinned
-    assert len(said_in(tmp_path, small)) == turns
+    assert len(stored_turns(tmp_path, small)) == turns
 
 
 @pytest.mark.usefixtures("loads")
@@ -134,7 +134,7 @@ def test_cache_is_attached_after_a_late_write(
     small: LoadedModel, tmp_path: Path, method: str
 ) -> None:
     stored = Stored(small, tmp_path)
-    begun(stored)
+    second_turn(stored)
     session = stored.core.find("a", "x")
     with unheard(stored.persistence, method):
         if method == "label":
@@ -163,7 +163,7 @@ def test_session_deleted_after_a_timed_out_write_stays_deleted(
     served: Served,
     turns: int,
 ) -> None:
-    text = begun(served) if turns == 2 else told(1)
+    text = second_turn(served) if turns == 2 else told(1)
     with unheard(persistence):
         served.ask(text, "x")
     [gone] = served.core.remove("a", "x")
@@ -171,11 +171,11 @@ def test_session_deleted_after_a_timed_out_write_stays_deleted(
     assert persistence.list_sessions("a") == [] and persistence.load("a", "x") is None
     assert persistence.candidates("a", told(1)) == []
     assert served.ask(told(1), "x").told.session == "x"
-    assert len(said_in(tmp_path, small)) == 1
+    assert len(stored_turns(tmp_path, small)) == 1
 
 
-class Late(Faulty):
-    """Creates a record only when it is told to, after everybody has given it up."""
+class LateCreate(Faulty):
+    """File system that times out on a record, and creates it only on `go_on`."""
 
     is_slow = False
     given: tuple[str, bytes] = "", b""
@@ -196,10 +196,10 @@ class Late(Faulty):
 def test_session_deleted_during_a_late_write_stays_deleted(
     small: LoadedModel, tmp_path: Path, turns: int
 ) -> None:
-    place = Late(open_file_system(str(tmp_path / "blobs")))
+    place = LateCreate(open_file_system(str(tmp_path / "blobs")))
     store = Store(place, tmp_path / "home")
     served = Served(small, persistence=StoreSessionPersistence(store, small.decoder.spec))
-    text = begun(served) if turns == 2 else told(1)
+    text = second_turn(served) if turns == 2 else told(1)
     place.is_slow = True
     served.ask(text, "x")
     [gone] = served.core.remove("a", "x")
@@ -237,48 +237,48 @@ def test_deletion_on_a_slow_store_raises(
 
 
 @pytest.mark.failure(number=20)
-def test_rollback_by_another_server_supersedes(
+def test_turn_after_a_rollback_by_another_server_is_superseded(
     small: LoadedModel, tmp_path: Path, persistence: StoreSessionPersistence, served: Served
 ) -> None:
-    text = begun(served)
+    text = second_turn(served)
     text = answered(text, served.ask(text, "x"), "Really?")
     other = keeper_in(tmp_path, small)._store.sessions
     other.roll_back("a", "x", 1)
     assert_superseded(served, text)
-    assert len(said_in(tmp_path, small)) == 1
+    assert len(stored_turns(tmp_path, small)) == 1
 
 
 @pytest.mark.failure(number=20)
-def test_session_recreated_by_another_server_supersedes(
+def test_turn_after_another_server_recreated_the_session_is_superseded(
     small: LoadedModel, tmp_path: Path, persistence: StoreSessionPersistence, served: Served
 ) -> None:
-    text = begun(served)
+    text = second_turn(served)
     text = answered(text, served.ask(text, "x"), "Really?")
     other = Served(small, persistence=keeper_in(tmp_path, small))
     [gone] = other.core.remove("a", "x")
     gone.result(30)
-    begun(other)
+    second_turn(other)
     assert_superseded(served, text)
-    assert len(said_in(tmp_path, small)) == 1
+    assert len(stored_turns(tmp_path, small)) == 1
 
 
 @pytest.mark.failure(number=20)
 def test_rollback_by_another_server_supersedes_a_timed_out_write(
     small: LoadedModel, tmp_path: Path, persistence: StoreSessionPersistence, served: Served
 ) -> None:
-    text = begun(served)
+    text = second_turn(served)
     with unheard(persistence):
         text = answered(text, served.ask(text, "x"), "Really?")
     keeper_in(tmp_path, small)._store.sessions.roll_back("a", "x", 1)
     assert_superseded(served, text)
-    assert len(said_in(tmp_path, small)) == 1
+    assert len(stored_turns(tmp_path, small)) == 1
 
 
 @pytest.mark.failure(number=20)
 def test_label_by_another_server_supersedes_a_timed_out_write(
     small: LoadedModel, tmp_path: Path, persistence: StoreSessionPersistence, served: Served
 ) -> None:
-    text = begun(served)
+    text = second_turn(served)
     with unheard(persistence):
         text = answered(text, served.ask(text, "x"), "Really?")
     other = keeper_in(tmp_path, small)._store.sessions
@@ -290,14 +290,14 @@ def test_label_by_another_server_supersedes_a_timed_out_write(
 def test_turns_are_kept_when_the_epoch_check_times_out(
     small: LoadedModel, tmp_path: Path, persistence: StoreSessionPersistence, served: Served
 ) -> None:
-    text = begun(served)
+    text = second_turn(served)
     with unheard(persistence):
         text = answered(text, served.ask(text, "x"), "Really?")
     with failing(persistence._store.sessions, "head", SLOW):
         text = answered(text, served.ask(text, "x"), "Sure?")
     assert persistence._store.parts.unwritten.counts() == {"slow": 2}
     served.ask(text, "x")
-    assert len(said_in(tmp_path, small)) == 4
+    assert len(stored_turns(tmp_path, small)) == 4
 
 
 def test_late_write_under_session_leases_is_no_conflict(
@@ -307,11 +307,11 @@ def test_late_write_under_session_leases_is_no_conflict(
     locks = LeasedSessionLocks(store, SessionLeases(store.parts))
     persistence = StoreSessionPersistence(store, small.decoder.spec, locks)
     served = Served(small, persistence=persistence)
-    text = begun(served)
+    text = second_turn(served)
     with unheard(persistence):
         text = answered(text, served.ask(text, "x"), "Really?")
     assert served.ask(text, "x").told.recomputed_tokens == 0
-    assert len(said_in(tmp_path, small)) == 3
+    assert len(stored_turns(tmp_path, small)) == 3
 
 
 def test_engine_client_pins_and_removes_after_a_late_write(

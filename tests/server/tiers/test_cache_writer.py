@@ -248,7 +248,7 @@ def test_cache_of_a_lossy_codec_is_not_used_for_exact_requests(
 
 @pytest.mark.failure(number=22)
 @pytest.mark.extended
-def test_idle_stored_sessions_take_no_memory(small: LoadedModel, tmp_path: Path) -> None:
+def test_idle_stored_sessions_in_memory_are_bounded(small: LoadedModel, tmp_path: Path) -> None:
     size = cache_bytes(small)
     stored = Stored(small, tmp_path, device=3 * size, host=4 * size)
     turns = {f"n{number}": told(number, 1) for number in range(24)}

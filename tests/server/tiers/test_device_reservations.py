@@ -81,7 +81,7 @@ def test_demand_beyond_the_limits_is_detected() -> None:
         reservations.grant(1, "a", MemoryDemand(71, 0))
 
 
-def test_shared_bytes_are_reserved_once_by_the_last_holder() -> None:
+def test_shared_bytes_are_reserved_once_and_pass_to_the_last_holder() -> None:
     ledger, reservations = a_purse()
     reservations.grant(1, "a", MemoryDemand(40))
     reservations.grant(3, "a", MemoryDemand(10))  # without the 30 bytes that it shares

@@ -38,7 +38,7 @@ def on_disk(stored: Stored, name: str = "x") -> SessionState:
 @pytest.mark.extended
 @pytest.mark.parametrize("policy", ["full", "limited"])
 @pytest.mark.parametrize(("eviction", "tier"), [("kvflow", "device"), ("lru", "disk")])
-def test_next_session_of_a_workflow_is_prefetched(
+def test_next_session_of_a_workflow_is_prefetched_under_kvflow_only(
     small: LoadedModel, tmp_path: Path, policy: str, eviction: str, tier: str
 ) -> None:
     stored, plain = Stored(small, tmp_path, policy=policy, eviction=eviction), Served(small, policy)

@@ -18,7 +18,7 @@ from server_stores import Stored
 
 
 @pytest.mark.parametrize(("eviction", "leaves"), [("kvflow", "late"), ("lru", "soon")])
-def test_session_with_the_latest_next_use_is_evicted_first(
+def test_kvflow_evicts_the_latest_next_use_and_lru_the_least_recent(
     small: LoadedModel, eviction: str, leaves: str
 ) -> None:
     probe = Served(small)
