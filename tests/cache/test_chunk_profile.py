@@ -23,7 +23,7 @@ def test_impact_is_the_sigmoid_of_outer_over_inner_attention_per_pair() -> None:
     assert a_profile((), 4.0).impact() == 0.5
 
 
-def test_overlap_counts_old_mass_and_falls_with_swapped_pairs() -> None:
+def test_overlap_is_the_mass_of_repeated_chunks_and_falls_with_swapped_pairs() -> None:
     # .8 of the mass stands before it again; of three of its chunks one pair is swapped.
     profile = a_profile((0.3, 0.3, 0.2, 0.2), 4.0)
     assert profile.overlap((TWO, ONE, THREE)) == pytest.approx(0.8 * 2 / 3)
@@ -43,7 +43,7 @@ def test_recompute_share_follows_from_impact_and_overlap() -> None:
     assert profile.share((ONE, TWO, THREE, FOUR), 1.0) == 0
 
 
-def test_tokens_with_most_outer_attention_come_first() -> None:
+def test_most_outward_selects_tokens_with_most_outer_attention() -> None:
     profile = ChunkProfile((ONE,), ((1.0,),), (1.0,), (0.1, 0.5, 0.5, 0.2))
     assert profile.most_outward(2) == [1, 2] and profile.most_outward(3) == [1, 2, 3]
     assert profile.most_outward(0) == []

@@ -137,7 +137,7 @@ def test_no_correction_after_a_text(count) -> None:
     assert store.ids == ()
 
 
-def test_held_queries_are_limited_to_corrected_tokens() -> None:
+def test_only_the_latest_corrected_tokens_are_held() -> None:
     store, _, _ = a_store(PARTS["flat"])
     for step in range(3):
         extend(store, draw(LAYER, 1, READ + step))

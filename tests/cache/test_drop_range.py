@@ -33,7 +33,7 @@ def test_dropped_range_is_in_neither_tier() -> None:
     assert_close(extend(store, new), extend(other, new))
 
 
-def test_dense_layer_drops_a_range() -> None:
+def test_dense_layer_of_a_tiered_form_drops_a_range() -> None:
     store = a_tiered(1)
     append(store, draw(LAYER, 6))
     store.drop_range(2, 5)

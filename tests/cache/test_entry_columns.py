@@ -209,7 +209,7 @@ def wrong(store: CacheLayer) -> dict[str, tuple[str, Callable[[], None]]]:
     }
 
 
-def test_undeclared_columns_are_refused(remembering) -> None:
+def test_columns_of_unknown_name_or_wrong_length_are_refused_unchanged(remembering) -> None:
     store = signed(remembering.filled()[0])
     before = store.state()
     for message, write in wrong(store).values():

@@ -60,7 +60,7 @@ def test_eviction_is_in_place(planned) -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_one_eviction_per_appended_token(planned, dtype) -> None:
+def test_evicting_as_many_as_appended_equals_the_reference_in_place(planned, dtype) -> None:
     source = Random(1)
     store, loop = planned.filled(9, dtype)  # heads are uneven, and one is empty
     store.allocate(2)
@@ -116,7 +116,7 @@ def test_uneven_eviction_does_not_accumulate_slack(planned, dtype) -> None:
         assert store.nbytes < 64 * 1024  # slack does not pile up
 
 
-def test_truncate_after_an_eviction(planned) -> None:
+def test_truncate_after_an_eviction_equals_its_reference(planned) -> None:
     store, loop = planned.filled()
     store.reserve(6)
     evict(store, loop, planned.losing(Random(3), store.lengths, 2))
@@ -148,7 +148,7 @@ def _each(indices: list[int], held: int, heads: int) -> torch.Tensor:
     return torch.tensor([held * head + index for head in range(heads) for index in indices])
 
 
-def test_a_plan_that_does_not_fit_changes_nothing(planned, carry_out) -> None:
+def test_a_plan_that_does_not_fit_is_refused_unchanged(planned, carry_out) -> None:
     store = planned.new()
     append(store, planned.tokens(6))
     before = store.state()
@@ -159,7 +159,7 @@ def test_a_plan_that_does_not_fit_changes_nothing(planned, carry_out) -> None:
     append(store, planned.tokens(1, 6))
 
 
-def test_single_precision_store_refuses_grades(planned, carry_out) -> None:
+def test_store_without_codecs_refuses_grades_above_zero(planned, carry_out) -> None:
     if planned.kind.codecs:
         return
     store = planned.new()

@@ -148,7 +148,7 @@ def test_failed_truncate_changes_nothing(subject) -> None:
     assert refusals(lambda: store, lambda store: store.truncate(5)) > 0
 
 
-def test_entries_of_another_dtype_are_named() -> None:
+def test_append_of_another_dtype_names_layer_and_dtypes() -> None:
     layer = RaggedLayer(LayerSpec(3, 2, 1, 4, 0.5), layer_options())
     rows, places = torch.zeros(1, 2, 4), torch.arange(2)
     layer.append(rows, rows, places)

@@ -121,7 +121,7 @@ def test_an_unknown_rotation_is_refused() -> None:
 
 
 @pytest.mark.parametrize("recall", ["wave()", "magicpig()", "bounds(corrected=2)"])
-def test_a_recall_part_that_attends_to_more_than_pages_is_refused(recall: str) -> None:
+def test_compact_after_recall_beyond_pages_is_refused(recall: str) -> None:
     sentence = f"blockwise() > protect(recent=8) > sinks_and_window() > park() > {recall}"
     assert Policy.parse(sentence).parking is not None
     with pytest.raises(SpellingError, match="cannot move to other positions"):

@@ -253,7 +253,7 @@ def test_channels_are_dropped_by_weight() -> None:
         assert not entries.head_keys(head)[:, lost].any()
 
 
-def test_chunked_quantization_equals_the_whole(monkeypatch) -> None:
+def test_chunked_quantization_equals_unchunked(monkeypatch) -> None:
     whole, pieces = filled(), filled()
     whole.apply(every(whole, 1))
     monkeypatch.setattr(tiers, "CODING_CHUNK", 5)

@@ -34,7 +34,7 @@ def park(store: TieredLayer, count: int, start: int = 0) -> None:
     store.apply(a_plan([[n] for n in last], list(store.lengths)))
 
 
-def test_sequence_beyond_the_host_budget_is_refused_unchanged() -> None:
+def test_plan_beyond_the_host_budget_is_refused_unchanged() -> None:
     wide = a_layer(2, 1)
     spec = a_spec(wide, replace(wide, index=1))
     cache = SequenceCache(spec, "tiered", parking=OffloadSpec(Flat(tokens=4, dense=0), 1))
@@ -47,14 +47,14 @@ def test_sequence_beyond_the_host_budget_is_refused_unchanged() -> None:
     assert cache.lengths()[0] == (9000, 9000)
 
 
-def test_missing_host_memory_is_refused(monkeypatch) -> None:
+def test_request_beyond_available_host_memory_is_refused(monkeypatch) -> None:
     monkeypatch.setattr("larder.cache.offload.host_memory._available_bytes", lambda: 1000)
     with pytest.raises(BudgetError, match="available"):
         HostMemoryBudget().check(2000)
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_index_bytes_are_reserved_before_its_construction(name) -> None:
+def test_index_bytes_are_estimated_and_refused_beyond_the_budget(name) -> None:
     store, room = a_store(PARTS[name], ROOMY)
     foreseen = store._index_bytes(2 * 3000)
     park(store, 3000)

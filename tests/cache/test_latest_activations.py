@@ -100,7 +100,7 @@ def test_truncate_drops_latest_queries() -> None:
     assert_latest(cache, [6, 7])
 
 
-def test_latest_queries_count_as_irreversible_changes() -> None:
+def test_overwriting_held_queries_counts_as_one_plan_per_layer() -> None:
     """What has gone out of the window does not come back with `truncate`."""
     cache = remembering()
     before = cache.plans

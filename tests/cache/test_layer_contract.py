@@ -107,7 +107,7 @@ def test_truncate_removes_the_latest_tokens(subject, taken_back) -> None:
     assert_close(extend(store, other), extend(expected, other))
 
 
-def test_failed_block_is_truncated_without_a_reservation(subject) -> None:
+def test_block_is_truncated_without_a_reservation(subject) -> None:
     store, loop = subject.filled()
     extend(store, subject.tokens(20, 13, seed=4))
     store.truncate(13)
@@ -115,7 +115,7 @@ def test_failed_block_is_truncated_without_a_reservation(subject) -> None:
     assert_close(extend(store, new), attend(loop, new))
 
 
-def test_truncate_after_a_plan(planned) -> None:
+def test_truncate_after_a_plan_equals_its_reference(planned) -> None:
     store, loop = planned.filled(13)
     store.truncate(7)
     for (positions, _, _), entries in zip(held(store), loop.heads, strict=True):
@@ -147,7 +147,7 @@ def test_head_order_does_not_matter(subject) -> None:
         assert_close(extend(turned, mixed), extend(straight, new)[rows])
 
 
-def test_forms_without_plans_refuse_them(subject) -> None:
+def test_plans_unsupported_by_a_form_are_refused_unchanged(subject) -> None:
     store = subject.new()
     append(store, subject.tokens(6))
     heads = subject.layer.kv_heads

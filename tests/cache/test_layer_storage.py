@@ -24,7 +24,7 @@ def test_every_byte_is_counted(subject) -> None:
     assert storage_bytes(reachable_tensors(store)) == store.nbytes
 
 
-def test_a_hidden_tensor_is_found(subject) -> None:
+def test_reachable_tensors_include_a_hidden_tensor(subject) -> None:
     store, _ = subject.filled()
     store.hidden = {"old": [torch.zeros(1000)]}
     assert storage_bytes(reachable_tensors(store)) == store.nbytes + 4000
@@ -142,21 +142,21 @@ def test_one_state_restores_twice(subject) -> None:
     assert same(type(store).restore(store.layer, state), store)
 
 
-def test_lengths_are_those_of_the_entries(subject, monkeypatch) -> None:
+def test_lengths_are_known_without_building_entries(subject, monkeypatch) -> None:
     store, _ = subject.filled()
     expected = store.entries().lengths
     monkeypatch.setattr(type(store), "entries", None)
     assert store.lengths == expected
 
 
-def test_replaced_bytes_report_the_old_storage(subject) -> None:
+def test_replaced_bytes_after_growth_are_the_old_storage(subject) -> None:
     store, _ = subject.filled()
     before = store.device_nbytes - subject.unreplaced_bytes(store)
     append(store, subject.tokens(80, 13))  # more than any slack
     assert store.replaced_bytes == before
 
 
-def test_a_plan_holds_the_old_storage_beside_the_new(planned) -> None:
+def test_replaced_bytes_after_a_plan_are_the_old_storage(planned) -> None:
     store = planned.new()
     store.allocate(50)
     append(store, planned.tokens(40))

@@ -121,7 +121,7 @@ def test_restored_copy_continues_identically() -> None:
     assert torch.equal(attend_held(store, new), attend_held(back, new))
 
 
-def test_keys_without_outliers_are_unchanged_by_evictions_in_their_block() -> None:
+def test_keys_without_outliers_are_unchanged_by_truncating_their_block() -> None:
     store = coded(replace(SPEC, outliers=0.0))
     before, positions = store.entries(), store.entries().packed_positions()
     store.truncate(9)

@@ -45,7 +45,7 @@ def test_block_attends_to_lines_of_both_tiers() -> None:
 
 
 @pytest.mark.parametrize("queries", [FEWEST_QUERIES - 1, FEWEST_QUERIES])
-def test_short_inputs_scratch_passes_and_full_coverage_are_exact(queries: int) -> None:
+def test_short_inputs_and_scratch_passes_are_exact(queries: int) -> None:
     new = draw(LAYER, queries, COUNT, 1)
     exact, some = a_store(1.0), a_store(0.6)
     assert_close(attend(some, new), attend(exact, new))

@@ -205,7 +205,7 @@ def test_layers_restored_from_one_state_are_independent() -> None:
 
 
 @pytest.mark.usefixtures("maps")
-def test_other_features_are_refused() -> None:
+def test_state_of_other_features_is_refused() -> None:
     cache = a_sequence()
     state, meta = cache.state(), cache.meta()
     give_maps(SPEC, seed=1)

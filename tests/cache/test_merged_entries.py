@@ -79,7 +79,7 @@ def test_merge_equals_its_reference(merging, carry_out, dtype, rounding) -> None
     )
 
 
-def test_merge_target_keeps_its_own_weight(merging, carry_out) -> None:
+def test_merge_target_enters_its_sum_only_by_its_own_fold(merging, carry_out) -> None:
     for own in ([], [Fold((0, 2), (0, 2), 0.25, 0.5)]):
         store, loop = merging.new(), merging.loop()
         for twin in (store, loop):
@@ -89,7 +89,7 @@ def test_merge_target_keeps_its_own_weight(merging, carry_out) -> None:
         assert_folds(carry_out, store, loop, chosen, folds)
 
 
-def test_merge_into_first_and_last_entries(merging, carry_out) -> None:
+def test_merge_into_first_and_last_entries_equals_its_reference(merging, carry_out) -> None:
     store, loop = merging.new(), merging.loop()
     for twin in (store, loop):
         append(twin, merging.tokens(7))

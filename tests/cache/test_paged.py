@@ -199,7 +199,7 @@ def test_pages_of_forks_count_once() -> None:
     assert cache.nbytes < held_nbytes([cache, fork]) < cache.nbytes + fork.nbytes
 
 
-def test_merges_are_applied() -> None:
+def test_merge_equals_that_of_a_ragged_layer() -> None:
     layer = a_layer(2, 2)
     paged = a_store(layer, an_arena(layer))
     ragged = RaggedLayer(layer, layer_options())
@@ -230,7 +230,7 @@ def test_unpageable_layers_ignore_the_arena() -> None:
     assert "PagedLayer" not in {type(store).__name__ for store in tiered}
 
 
-def test_a_plan_that_writes_columns_is_refused() -> None:
+def test_column_writes_and_entries_of_another_dtype_are_refused() -> None:
     layer = a_layer(2, 2)
     store = a_store(layer, an_arena(layer))
     extend(store, draw(layer, 4))

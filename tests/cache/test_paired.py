@@ -249,7 +249,7 @@ def test_entry_counts_weight_attention() -> None:
     assert_close(out, attention(query.queries[:2], keys, values, LAYERS[0].scaling)[0])
 
 
-def test_unshareable_entries_are_refused_unchanged() -> None:
+def test_invalid_plans_are_refused_unchanged() -> None:
     pair = a_pair()
     read(pair, 4, 0)
     shared(pair, [[0, 1, 2, 3]] * 2, [[1, 1, 0, 0]] * 2)

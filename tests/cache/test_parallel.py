@@ -66,7 +66,7 @@ def test_single_tokens_equal_a_block_for_any_context_order() -> None:
     assert store.lengths == (13, 13) and store.step_storage() is None
 
 
-def test_state_forks_and_truncation_keep_contexts() -> None:
+def test_contexts_are_restored_and_truncated_by_position() -> None:
     store = filled()
     store.compact()
     before, held = attend(store, NEW), store.nbytes
@@ -108,7 +108,7 @@ def test_a_fork_holds_the_contexts_too() -> None:
     assert copy.shared_nbytes == 0
 
 
-def test_fork_appending_to_many_entries_shares_them() -> None:
+def test_fork_shares_entries_after_both_sides_append() -> None:
     store, long = filled(), draw(LAYER, 100, 8, seed=4)
     store.append(long.keys, long.values, long.positions)
     copy, more = store.fork(), draw(LAYER, 3, 108, seed=5)
@@ -121,7 +121,7 @@ def test_fork_appending_to_many_entries_shares_them() -> None:
     assert torch.equal(copy.entries().keys[:7], store.entries().keys[:7])
 
 
-def test_blended_cache_is_forked() -> None:
+def test_fork_of_a_blended_layer_attends_identically() -> None:
     store = BlendedLayer(LAYER, layer_options())
     store.append(ONE.keys, ONE.values, ONE.positions)
     copy = store.fork()

@@ -86,7 +86,7 @@ def assert_attends_to_what_it_shows(half: PairedLayer) -> None:
     assert_close(attend_held(half, queries), torch.cat(outs))
 
 
-def test_directions_of_levels_are_exact_and_lengths_always() -> None:
+def test_representable_directions_and_all_lengths_are_exact() -> None:
     pair = a_pair(weight=0.5)
     axes = torch.eye(8)[[0, 0, 1, 1]].expand(2, 4, 8)
     lengths = torch.tensor([1.0, 2.0, 3.0, 4.0])[:, None]
@@ -173,7 +173,7 @@ def test_a_layer_without_a_partner_is_quantized_alone() -> None:
     assert half.entries().grades.tolist() == ([1] * 4 + [0] * 2) * 2
 
 
-def test_saved_bytes_hand_values() -> None:
+def test_entries_of_a_byte_budget_hand_values() -> None:
     layers = [replace(a_layer(1, 1, index=index), head_dim=64) for index in range(4)]
     # Exact 2 * 64 * 4 + 4 = 516. Quantized 32 + 32 + 8 + 4, and 264 / 16 of half a group: 92.5.
     # Shared for two (92.5 + 24) / 2 = 58.25, with .05 alone 59.9625. Mean of four layers 76.23125.

@@ -43,7 +43,7 @@ def test_logits_of_the_newest_query_are_taken_once() -> None:
     assert store.take_logits() is None
 
 
-def test_logits_are_recorded_for_single_tokens_only() -> None:
+def test_logits_are_recorded_on_request_and_dropped_after_another_step() -> None:
     store = a_store()
     read_one(store, 9)
     assert store.take_logits() is None

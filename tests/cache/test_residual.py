@@ -287,7 +287,7 @@ def test_truncating_and_dropping_keep_the_codes_of_the_others() -> None:
     assert cache.entries(2).head_positions(0).tolist() == [*stays, *range(60, 90)]
 
 
-def test_interrupted_forward_pass_is_completed_by_the_next() -> None:
+def test_forward_pass_after_an_interrupted_one_equals_an_uninterrupted_cache() -> None:
     cache, whole = filled(40), filled(40)
     for index, layer in enumerate(LAYERS[:2]):  # the third layer never sees the block
         new = draw(layer, 50, 40, seed=index)
@@ -314,7 +314,7 @@ def test_columns_stay_with_their_tokens() -> None:
     assert cache.entries(1).column("mass").tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-def test_plans_by_entry_are_refused_and_change_nothing() -> None:
+def test_plans_that_differ_by_head_or_layer_or_merge_are_refused_unchanged() -> None:
     cache = filled()
     before = cache.state()
     lengths = cache.lengths()[0]

@@ -76,6 +76,6 @@ def test_state_of_other_codecs_is_refused() -> None:
 
 
 @pytest.mark.parametrize("form", ["dense", "compact"])
-def test_other_forms_have_one_precision(form) -> None:
+def test_forms_without_codecs_refuse_them(form) -> None:
     with pytest.raises(CacheError, match="does not support codecs, .*ragged"):
         SequenceCache(SPEC, form, codecs=CODECS)

@@ -135,7 +135,7 @@ def test_one_state_restores_twice(form) -> None:
     assert equal(SequenceCache.restore(SPEC, state, meta), cache)
 
 
-def test_consumed_state_is_not_held_twice(form) -> None:
+def test_adopted_state_is_not_copied(form) -> None:
     cache = filled(form)
     state = cache.state()
     places = {t.untyped_storage().data_ptr() for t in state.values()}

@@ -96,7 +96,7 @@ COPIES = {
 
 
 @pytest.mark.parametrize("way", COPIES)
-def test_copy_has_its_own_columns(way) -> None:
+def test_copy_has_the_same_columns_and_continues_identically(way) -> None:
     twin, copy = remembering(), COPIES[way](remembering())
     assert_remembers(copy)
     assert (copy.cache_spec.ledger, copy.next_position) == (LEDGER, READ)
@@ -159,7 +159,7 @@ def test_interrupted_release_changes_nothing(monkeypatch) -> None:
     assert_remembers(cache)
 
 
-def test_changes_that_cannot_be_taken_back_are_counted() -> None:
+def test_plans_and_column_writes_are_counted_and_refused_ones_are_not() -> None:
     cache = remembering()
     assert cache.plans == 4
     rows = len(cache.entries(0).positions)

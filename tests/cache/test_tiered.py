@@ -178,7 +178,7 @@ def test_resident_pages_are_not_loaded_again() -> None:
     assert store.pages == (8, 4)
 
 
-def test_exact_search_is_explicit(monkeypatch) -> None:
+def test_exact_search_mode_queries_the_index(monkeypatch) -> None:
     store = a_tiered(replace(EVERYTHING, search=SearchMode.EXACT))
     filled(store)
 
@@ -193,7 +193,7 @@ def test_exact_search_is_explicit(monkeypatch) -> None:
         extend(store, draw(LAYER, 1, 40, 1))
 
 
-def test_restored_store_answers_bit_exactly() -> None:
+def test_restored_store_attends_bit_exactly() -> None:
     store = a_tiered(Flat(tokens=8, page=4, dense=0))
     filled(store)
     state = store.state()
@@ -239,7 +239,7 @@ def test_truncate_removes_slow_tier_entries() -> None:
     assert_close(extend(store, new), loop(new, left))
 
 
-def test_dense_layer_offloads_nothing() -> None:
+def test_plan_for_a_dense_layer_is_refused() -> None:
     store = a_tiered(Flat(tokens=4, dense=1))
     append(store, draw(LAYER, 6))
     with pytest.raises(CacheError, match="offloads nothing"):
@@ -307,7 +307,7 @@ def test_recall_above_its_exact_length_uses_the_index() -> None:
     assert torch.equal(*outs) and stores[0].pages == stores[1].pages != (0, 0)
 
 
-def test_scratch_passes_and_texts_attend_to_all_entries() -> None:
+def test_block_attends_to_all_entries_with_and_without_an_exact_length() -> None:
     stores = a_tiered(replace(EVERYTHING, exact=60)), a_tiered(EVERYTHING)
     ever = [filled(store) for store in stores][0]
     new = draw(LAYER, 3, 40, seed=1)

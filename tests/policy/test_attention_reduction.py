@@ -80,7 +80,7 @@ def test_aggregation_equals_its_reference_for_any_chunk_size(
             assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
 
 
-def test_without_queries_an_aggregation_is_0(aggregation) -> None:
+def test_aggregation_without_queries_is_zero(aggregation) -> None:
     assert streamed(aggregation, torch.zeros(2, 0, 3), 1).tolist() == [[0.0] * 3] * 2
 
 
@@ -157,7 +157,7 @@ def test_reduction_equals_its_reference_on_uneven_heads(
     assert_equal(got, looped(joining, observation, causal, loop_of))
 
 
-def test_reduction_of_blind_queries_and_empty_heads(aggregation, heads, loop_of) -> None:
+def test_reduction_with_blind_queries_and_empty_heads_equals_its_reference(aggregation, heads, loop_of) -> None:
     observation = view(heads=[[], [5, 6, 7], [0, 1, 2, 6, 7]])
     joining = AttentionReduction(aggregation, heads)
     assert int(observation.query_positions[0]) == 5
@@ -238,7 +238,7 @@ def test_small_variance_around_a_large_mean_is_accurate() -> None:
         assert got.tolist()[0] == pytest.approx(rows.double().var(1).tolist()[0], rel=1e-3)
 
 
-def test_special_cases_of_one_aggregation_are_another() -> None:
+def test_special_cases_of_aggregations_equal_each_other() -> None:
     rows = some_weights(5, 4)
     mean = streamed(Mean(), rows, 2)
     assert torch.allclose(streamed(Ema(beta=1.0), rows, 2), mean)
@@ -261,7 +261,7 @@ def test_scaled_mean_of_uniform_attention_is_one() -> None:
     assert streamed(Mean(), rows[:, :2], 1).tolist() == [[0.75, 0.25, 0.0, 0.0]]
 
 
-def test_newest_token_is_scaled_per_head() -> None:
+def test_recorded_logits_are_scaled_by_the_entries_of_each_head() -> None:
     # What attention left behind of one query holds all heads: 2 entries here, 8 there.
     observation = view(1, [[0, 1], list(range(8))], 1)
     observation = replace(observation, queries=torch.zeros_like(observation.queries))
@@ -273,7 +273,7 @@ def test_newest_token_is_scaled_per_head() -> None:
     )
 
 
-def test_all_heads_of_a_layer_keep_the_same_entries() -> None:
+def test_layer_mean_keeps_the_same_entries_in_all_heads_and_group_mean_does_not() -> None:
     sentence = "protect(sinks=1, recent=1) > snapkv(window=2, kernel=3) > {} > uniform(tokens=6)"
     held = [list(range(20))] * 3
     kept = {}
@@ -291,7 +291,7 @@ def test_all_heads_of_a_layer_keep_the_same_entries() -> None:
     assert kept["group_mean()"][0] != kept["group_mean()"][1]
 
 
-def test_heads_are_matched_by_position() -> None:
+def test_layer_mean_matches_entries_of_heads_by_position() -> None:
     layer = a_layer(2, 1)
     observation = a_view(layer, [[0, 3, 7], [3, 9]])
     statistics = [torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[6.0, 5.0]])]
@@ -299,7 +299,7 @@ def test_heads_are_matched_by_position() -> None:
     assert [head.tolist() for head in joined] == [[1.0, 4.0, 3.0], [4.0, 5.0]]
 
 
-def test_equal_and_uneven_heads_are_reduced_alike() -> None:
+def test_layer_mean_equals_its_reference_on_equal_and_uneven_heads() -> None:
     layer = a_layer(3, 2)
     whole = [0, 3, 7, 9]
     for held in ([whole] * 3, [whole, whole, [0, 3, 7, 8]], [whole, whole, [0, 3]], [[]] * 3):

@@ -180,7 +180,7 @@ def measured(sigma: list[float]) -> dict[str, tuple[float, ...]]:
     spare=st.integers(-40, 900),
     alpha=st.floats(0, 8),
 )
-def test_layer_quotas_sum_exactly(budget, loop_of, sigma, tokens, least, spare, alpha) -> None:
+def test_layer_quotas_sum_exactly_and_equal_their_reference(budget, loop_of, sigma, tokens, least, spare, alpha) -> None:
     most = tokens + spare
     assume(least <= tokens and most >= 1)
     if "alpha" in {f.name for f in fields(budget)}:
@@ -195,7 +195,7 @@ def test_layer_quotas_sum_exactly(budget, loop_of, sigma, tokens, least, spare, 
         assert abs(got - deserved) <= 1 + 1e-6 * tokens
 
 
-def test_sensitive_layers_get_more() -> None:
+def test_sensitive_layers_get_more_tokens() -> None:
     from larder.core import Variant
     from larder.policy import Sensitivity
 
@@ -215,7 +215,7 @@ def test_sensitive_layers_get_more() -> None:
 BUNDLED = {"sensitivity": (1.0, 0.9992, 0.9994, 0.9987, 0.9987, 0.9946)}
 
 
-def test_without_a_floor_a_sharper_alpha_is_another_split() -> None:
+def test_larger_alpha_changes_the_split_only_below_a_floor_of_a_quarter() -> None:
     """On a floor of a quarter alpha 4 and alpha 8 are the same split."""
     from larder.policy import Sensitivity
 
@@ -264,7 +264,7 @@ def test_nacl_hand_values_of_32_000_tokens() -> None:
     assert len(drawn) == 2_240 and int(drawn.max()) > 20_000
 
 
-def test_zero_share_samples_nothing() -> None:
+def test_zero_share_equals_uniform_and_a_full_share_differs() -> None:
     lengths = (5, 9, 3)
     scores = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(2))
     scored = LayerScores(scores, torch.zeros(len(scores), dtype=torch.bool), lengths)

@@ -72,7 +72,7 @@ def test_headkv_rounds_its_pool_down() -> None:
     assert Policy.parse("headkv").budget == HeadKV()
 
 
-def test_headkv_has_the_same_base_in_layers_of_any_size() -> None:
+def test_headkv_base_is_the_same_in_layers_of_different_quotas() -> None:
     scored = judged(LONG, LONG, weights=(0.0, 0.3))
     plans = HeadKV(beta=4.0).choose({0: scored, 1: scored}, {0: 4, 1: 12})
     assert plans[0].lengths == (4, 4)  # 8 on average make a base of 6
@@ -110,7 +110,7 @@ def test_trained_gates_select_heads_by_quantile() -> None:
     assert part.layer_tokens(60, 2, 20, 100, gates) == (60, 60)
 
 
-def test_squeezed_layers_give_to_the_others() -> None:
+def test_squeezed_layers_give_tokens_to_the_others() -> None:
     calibration = {"squeeze": (0.2, 0.3, 0.6, 0.95, 0.96)}
     assert highest_group(calibration["squeeze"]) == 0.95
     assert Squeeze(p=0.4).layer_tokens(100, 5, 0, 1000, calibration) == (140, 140, 140, 40, 40)
@@ -132,7 +132,7 @@ def test_a_share_of_recent_tokens_does_not_lift_a_squeezed_layer() -> None:
     assert kept.tolist() == [*range(18), *range(983, 1000)]  # 17 of 35 are recent
 
 
-def test_layers_share_by_error_over_a_least_number() -> None:
+def test_layers_share_by_eviction_error_above_a_minimum() -> None:
     calibration = {"eviction_error": (0.1, 0.3, 0.4)}
     part = EvictionError(least=20, most=3.0)
     assert part.layer_tokens(100, 3, 0, 1000, calibration) == (50, 110, 140)

@@ -67,14 +67,14 @@ def test_cam_preserves_the_weighted_sum() -> None:
     torch.testing.assert_close(weights[kept] @ now[kept], weights @ values)
 
 
-def test_cam_with_zero_weights() -> None:
+def test_cam_of_zero_weights_hand_values() -> None:
     entries = line([0, 1, 2], [1.0, 2.0, 3.0], [1] * 3)
     for weights, expected in ([0.0, 0.0, 0.0], 30.0), ([0.0, 0.5, 0.0], 50.0):
         held = looked_at(entries, weights)
         assert numbers(settled(Cam(), [0, 2], held), held)[1] == pytest.approx([10.0, expected])
 
 
-def test_cam_merges_a_merged_value_as_a_single_one() -> None:
+def test_cam_divides_a_merged_value_by_its_count() -> None:
     entries = looked_at(line([0, 1, 2], [1.0, 2.0, 3.0], [1] * 3), [1.0] * 3, [0.0, 0.6, 0.1])
     plan = settled(Cam(), [0, 2], entries)
     assert numbers(plan, entries)[1] == pytest.approx([10.0, 30 + 20 / 1.6])

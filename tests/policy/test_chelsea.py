@@ -60,7 +60,7 @@ def test_matching_hand_values(part, tokens, expected) -> None:
     assert plan.kept.tolist() == [s for s in range(8) if s not in expected]
 
 
-def test_matching_selects_evictions_instead_of_scores() -> None:
+def test_matching_decides_evictions_whatever_the_plan_keeps() -> None:
     degrees = [0.0, 90.0, 200.0, 201.0]  # of four, the last two are nearly one
     for kept in ([0, 1, 2], [1, 2, 3], [0, 2, 3]):
         plan = settled(Chelsea(4), turned(degrees), kept)
@@ -91,7 +91,7 @@ def test_chunks_are_formed_again_from_remaining_entries() -> None:
     assert plan.kept.tolist() == [3] and pairs(plan) == {0: 3, 1: 3, 2: 3}
 
 
-def test_a_chunk_ends_with_its_head() -> None:
+def test_chunks_do_not_cross_heads() -> None:
     # What is most like the first entry is the first one of the next head.
     one = turned([0.0, 90.0, 80.0, 0.0, 0.0, 0.0])
     entries = replace(one, starts=(0, 3), lengths=(3, 3))
@@ -110,13 +110,13 @@ def test_merged_counts_hand_values() -> None:
     assert keys == pytest.approx([25 / 8]) and counts == pytest.approx([8])
 
 
-def test_matching_in_chunks_is_the_same(monkeypatch) -> None:
+def test_matching_in_chunks_of_rows_equals_unchunked(monkeypatch) -> None:
     whole = settled(Chelsea(4), turned(DEGREES), [0, 1, 2])
     monkeypatch.setattr(f"{Chelsea.__module__}.ROWS", 4)
     assert pairs(settled(Chelsea(4), turned(DEGREES), [0, 1, 2])) == pairs(whole)
 
 
-def test_preset_needs_no_attention_and_clusters_generated_tokens() -> None:
+def test_preset_uses_no_attention_and_exceeds_its_budget_by_less_than_a_chunk() -> None:
     preset = Policy.parse("chelsea")
     assert preset.scorer.default_reduction() is None
     assert preset.timing.excess() == preset.compensation.chunk - 1

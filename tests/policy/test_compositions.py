@@ -219,7 +219,7 @@ def dense_bytes(cache: SequenceCache) -> int:
 
 
 @pytest.mark.parametrize("sentence", REFUSED)
-def test_refused_composition_names_the_way_out(sentence: str) -> None:
+def test_refused_composition_names_an_alternative(sentence: str) -> None:
     with pytest.raises(SpellingError) as refused:
         Policy.parse(sentence)
     assert REFUSED[sentence] in str(refused.value)

@@ -38,7 +38,7 @@ def layers_of(heads: list[int], held: int) -> dict[int, LayerScores]:
     rule=st.sampled_from(list(Rule)),
     variant=st.sampled_from(list(Variant)),
 )
-def test_layers_share_one_pool_exactly(spreads, heads, same, tokens, held, rule, variant) -> None:
+def test_layers_share_one_pool_and_equal_their_reference(spreads, heads, same, tokens, held, rule, variant) -> None:
     part = InverseVariance(rule=rule, variant=variant)
     heads = [heads[0]] * len(spreads) if same else heads[: len(spreads)]
     ready = layers_of(heads, held)
@@ -184,7 +184,7 @@ def test_layer_keeps_its_share_during_decoding() -> None:
     assert InverseVariance().choose(ready, {0: 40, 1: 40})[1].lengths == (22,)
 
 
-def test_pooled_layers_are_due_by_their_total() -> None:
+def test_plan_is_due_when_layers_exceed_their_total_quota() -> None:
     assert not InverseVariance().is_plan_due({0: 30, 1: 10}, {0: 20, 1: 20})
     assert InverseVariance().is_plan_due({0: 31, 1: 10}, {0: 20, 1: 20})
 

@@ -65,7 +65,7 @@ def attended(keys: Tensor, values: Tensor, logs: Tensor, query: Tensor) -> Tenso
     return (keys @ query + logs).softmax(0) @ values
 
 
-def test_merge_is_exact_for_a_repeated_query() -> None:
+def test_only_the_larder_merge_is_exact_for_a_repeated_query() -> None:
     """Mean keys take the attention of what they replace; keys that stay and count do not."""
     source = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, 12, 8, generator=source)
@@ -128,7 +128,7 @@ def test_code_variant_merges_a_rank_in_all_heads_or_none() -> None:
     assert sorted(set(by_rank.folds.sources.tolist()) - {0, 3}) == [2, 5]
 
 
-def test_equal_similarities_are_treated_alike() -> None:
+def test_all_entries_of_equal_similarity_merge() -> None:
     """Rounding puts the mean of equal numbers above or below them."""
     source = torch.Generator().manual_seed(0)
     for _ in range(20):

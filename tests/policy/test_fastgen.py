@@ -39,7 +39,7 @@ def kept(heads: list[LayerScores], tokens: int) -> list[list[int]]:
     return [plans[i].kept.tolist() for i in ready]
 
 
-def test_head_recovered_by_special_tokens_leaves_its_budget() -> None:
+def test_head_recovered_by_special_tokens_leaves_budget_to_others() -> None:
     easy = judged(SCORES, [0.96, 0.97, 0.98, 0.99, 1.0])
     hard = judged(SCORES, [0.1, 0.2, 0.3, 0.95, 1.0])
     assert kept([easy, hard], 3) == [[0, 1], [0, 1, 2, 3]]

@@ -86,7 +86,7 @@ def test_invalid_presses_are_refused(press) -> None:
         Kvpress(press)
 
 
-def test_required_inputs_of_presses() -> None:
+def test_presses_declare_their_required_inputs() -> None:
     asked = {
         press: (part.required_providers(), part.observes_whole_text())
         for press in ("SnapKVPress(window_size=8)", "CompactorPress", "KVzapPress")
@@ -101,7 +101,7 @@ def test_required_inputs_of_presses() -> None:
         Kvpress("QFilterPress")
 
 
-def test_without_the_package_the_extra_is_named(monkeypatch) -> None:
+def test_missing_kvpress_package_names_the_extra(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "kvpress", None)
     for ask in (lambda: Kvpress().protected_tokens(), lambda: Kvpress().score(whole())):
         with pytest.raises(DependencyError, match=r"pip install \"larder\[kvpress\]\""):
@@ -331,7 +331,7 @@ def test_unsupported_presses_are_refused(press, error, message) -> None:
 
 
 @with_kvpress
-def test_failing_press_says_why() -> None:
+def test_error_of_a_failing_press_names_its_cause() -> None:
     block = a_view(a_layer(), [list(range(TOKENS))] * 2, 10)
     with pytest.raises(ScoreError, match=r"only supports prefill.*put whole\(\) in front"):
         Kvpress("NonCausalAttnPress").score(block)

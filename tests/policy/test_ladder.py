@@ -77,7 +77,7 @@ def test_token_is_kept_by_successive_layers() -> None:
     assert all(layers == [0, 1, 2, 3, 4, 5] for t, layers in keeping.items() if t >= 20)
 
 
-def test_released_layers_alternate() -> None:
+def test_code_variant_alternates_kept_tokens_between_layers() -> None:
     held = streamed(Ladder(span=3, overlap=0, variant=Variant.CODE), 6, 17, [29])
     parities = [{t % 2 for t in layer.tokens if 2 <= t < 20} for layer in held]
     assert parities[0] != parities[1] and parities[0] == parities[2] == parities[4]
@@ -95,7 +95,7 @@ def test_union_of_layers_reaches_further_than_a_window() -> None:
     assert sum(gaps[:6]) > sum(gaps[-6:])  # sparser with age
 
 
-def test_oldest_entries_are_evicted_without_a_fitting_rung() -> None:
+def test_oldest_entries_are_evicted_when_no_rung_fits() -> None:
     for part in (Ladder(span=6), Ladder(span=1)):
         (layer, *_) = streamed(part, 6, SINKS + RECENT + 2, [40, 1, 1])
         assert layer.tokens[:SINKS] == [0, 1]

@@ -58,7 +58,7 @@ def test_a_budget_without_room_for_the_sinks_is_refused() -> None:
 
 
 @pytest.mark.extended
-def test_half_budget_answers_as_the_full_cache(seed_model: LoadedModel) -> None:
+def test_half_budget_answers_as_many_questions_as_the_full_cache(seed_model: LoadedModel) -> None:
     full = Engine(seed_model, policy="full")
     log = lifelog_conversation(1, 1000, lambda text: len(full.tokenizer.encode(text)), 8)
 

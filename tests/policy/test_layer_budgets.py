@@ -58,7 +58,7 @@ def test_pyramid_layer_groups_share_a_step() -> None:
     assert Pyramid(layers=4).layer_tokens(100, 4, 10, 1000, {}) == (100,) * 4
 
 
-def test_head_without_top_scores_keeps_its_floor() -> None:
+def test_ada_safeguard_moves_lengths_from_pooled_to_uniform() -> None:
     layer = judged([9.0, 8.0, 7.0, 6.0, 5.0, 4.0], [3.0, 2.0, 1.0, 0.5, 0.4, 0.3])
 
     def lengths(safeguard: float) -> tuple[int, ...]:
@@ -98,7 +98,7 @@ def lengths_of(budget: Budget, layers: list[LayerScores], tokens: int) -> list[t
     return [plans[index].lengths for index in ready]
 
 
-def test_layers_keep_the_same_share_of_what_they_hold() -> None:
+def test_prefixkv_layers_keep_the_same_share_of_their_scores() -> None:
     flat = judged([1.0] * 10)  # each entry holds a tenth
     steep = judged([8.0, 1.0, 0.5, 0.5] + [0.0] * 6)
     assert lengths_of(PrefixKV(), [flat, steep], 5) == [(8,), (2,)]  # .8 reached: 8 of 10; 8 of 10
@@ -107,17 +107,17 @@ def test_layers_keep_the_same_share_of_what_they_hold() -> None:
     assert lengths_of(PrefixKV(), [flat, larger], 5) == [(8,), (2,)]
 
 
-def test_coverage_ignores_protected_entries() -> None:
+def test_prefixkv_coverage_ignores_protected_entries() -> None:
     sink = judged([1e6] + [1.0] * 9, shielded=(0,))
     assert lengths_of(PrefixKV(), [sink, judged([1.0] * 8 + [0.0] * 2)], 3) == [(4,), (2,)]
 
 
-def test_equal_scores_are_shared_by_length() -> None:
+def test_prefixkv_shares_equal_scores_by_length() -> None:
     layers = [judged([0.0] * 6), judged([0.0] * 6), judged([0.0] * 12)]
     assert lengths_of(PrefixKV(), layers, 4) == [(3,), (3,), (6,)]
 
 
-def test_layers_get_their_count_among_the_global_best() -> None:
+def test_dynamic_layers_get_their_count_among_the_global_best() -> None:
     rich, poor = judged([9.0, 8.0, 7.0, 6.0, 5.0, 4.0]), judged([3.0, 2.0, 1.0, 0.5, 0.4, 0.3])
     assert lengths_of(Dynamic(least=0.0), [rich, poor], 3) == [(6,), (0,)]
     assert lengths_of(Dynamic(least=0.5), [rich, poor], 4) == [(6,), (2,)]
@@ -128,7 +128,7 @@ def test_layers_get_their_count_among_the_global_best() -> None:
     assert lengths_of(Dynamic(most=1.0), [judged([1.0]), rich], 2) == [(0,), (4,)]
 
 
-def test_layer_budget_covers_protected_entries() -> None:
+def test_dynamic_layer_budget_covers_protected_entries() -> None:
     rich = judged([9.0, 8.0, 7.0, 6.0, 5.0, 4.0])
     layer = judged([0.1, 0.2], [0.3, 0.4, 0.5], shielded=(0, 1))
     assert lengths_of(Dynamic(least=0.0), [rich, layer], 2) == [(2,), (2, 2)]
@@ -147,7 +147,7 @@ HEADS = [[*range(9)], [0, 2, 3, 5, 6, 7, 8]]
 
 @pytest.mark.parametrize("window", [1, 3, 4, 32])
 @pytest.mark.parametrize("tau", [(1.0, 1.0), (2.0, 0.5)])
-def test_preference_equals_its_reference(window, tau) -> None:
+def test_cake_preference_equals_its_reference(window, tau) -> None:
     part = Cake(window=window, tau1=tau[0], tau2=tau[1])
     observation = a_view(a_layer(), HEADS, queries=5, seed=4)
     source = torch.Generator().manual_seed(2)
@@ -209,7 +209,7 @@ def test_cascade_shares_by_preference_including_later_layers() -> None:
     assert left == [[12], [9, 3], [6, 2, 4]]
 
 
-def test_cascade_assumes_narrow_later_layers() -> None:
+def test_cascade_assumes_later_layers_have_the_fewest_heads() -> None:
     wide = replace(judged([1.0] * 9, [1.0] * 9), measure=(1.0,))
     narrow = replace(judged([1.0] * 9), measure=(1.0,))
     plans = Cake().choose({0: wide, 1: narrow}, {0: 3, 1: 3, 2: 3})

@@ -53,7 +53,7 @@ def test_slots_are_the_lowest_unprotected_entries() -> None:
         assert total == pytest.approx(1, abs=1e-6)
 
 
-def test_zero_gamma_equals_drop() -> None:
+def test_zero_gamma_and_decode_steps_equal_drop() -> None:
     entries, plan = some_entries(LAYER, [range(10)]), a_plan(KEPT, (10,))
     assert Lococo().compensate(plan, entries, judged(gamma=0.0)) is plan
     generating = replace(judged(), phase=Phase.DECODE)

@@ -69,7 +69,7 @@ def test_the_order_of_heads_does_not_matter(compensation, order) -> None:
             torch.testing.assert_close(one, other)
 
 
-def test_protected_entries_stay_at_their_positions(compensation) -> None:
+def test_compensation_keeps_protected_entries(compensation) -> None:
     entries, scored = some([0, 1, 2])
     before = a_plan(KEPT, HELD)
     plan = compensation.compensate(before, entries, scored)
@@ -255,13 +255,13 @@ def test_kvmerger_weights_hand_values() -> None:
         ({"width": math.inf}, "width must be above 0"),
     ],
 )
-def test_a_kernel_out_of_range_is_refused(given, said) -> None:
+def test_kvmerger_parameters_out_of_range_are_refused(given, said) -> None:
     with pytest.raises(BadParameter, match=rf"kvmerger\.{said}"):
         Kvmerger(**given)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_kvmerger_sets_in_chunks_are_the_same(monkeypatch, rows) -> None:
+def test_kvmerger_sets_in_chunks_equal_unchunked(monkeypatch, rows) -> None:
     (entries, scored), plan = some([0, 1, 2]), a_plan(KEPT, HELD)
     whole = Kvmerger(threshold=-0.1).compensate(plan, entries, scored).folds
     monkeypatch.setattr(f"{Kvmerger.__module__}.ROWS", rows)

@@ -36,6 +36,6 @@ def test_corrected_tokens_are_limited_to_recent_ones() -> None:
         policy.with_sizes(45, None)
 
 
-def test_recalled_pages_leave_room_without_protection() -> None:
+def test_recalled_pages_leave_room_for_a_token_without_protection() -> None:
     policy = Policy.parse("protect(sinks=0, recent=0) > keydiff() > park() > flat(page=16)")
     assert [policy.with_sizes(tokens, None).recall.tokens for tokens in (64, 65)] == [48, 64]

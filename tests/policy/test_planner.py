@@ -52,7 +52,7 @@ SEEN = a_view(a_layer(2, 2, index=3), [range(5), range(3)], 2)
     ],
     ids=["length", "dimensions", "whole_numbers", "nan"],
 )
-def test_unrankable_scores_are_refused(scores, said) -> None:
+def test_scores_of_wrong_shape_or_dtype_or_nan_are_refused(scores, said) -> None:
     with pytest.raises(ScoreError, match=said) as caught:
         planner(Given(scores)).score(SEEN)
     assert str(caught.value).startswith(f"{public_name(Given)} returned")

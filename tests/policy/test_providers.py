@@ -161,7 +161,7 @@ def test_a_provider_is_found_by_its_file_and_an_unknown_one_is_refused() -> None
         select_providers(["surprises"], TokenProvider)
 
 
-def test_decode_scorer_does_not_affect_prefill() -> None:
+def test_decode_scorer_does_not_make_prefill_observe_the_whole_text() -> None:
     press = "kvpress(press='ExpectedAttentionPress()')"
     prefill = Policy.parse(f"whole() > {press} > uniform(tokens=64)").planner
     decode = f'whole() > snapkv() > uniform(tokens=64) > split(scorer="{press}")'

@@ -90,7 +90,7 @@ def test_average_pooling_methods_average_neighbors(preset) -> None:
 
 
 @pytest.mark.parametrize("name", ["defensivekv", "layer_defensivekv", "cake", "compresskv"])
-def test_whole_prompt_presets_protect_nothing_else(name) -> None:
+def test_whole_prompt_presets_protect_no_sinks_or_recent_tokens(name) -> None:
     said = str(Policy.parse(name))
     assert "whole() > protect(sinks=0, recent=0)" in said
 
@@ -151,7 +151,7 @@ def test_criticality_first_stage_stops_below_its_mass() -> None:
         assert [*first, 5] == stays
 
 
-def test_criticality_first_stage_includes_protected_entries() -> None:
+def test_criticality_first_stage_counts_protected_entries() -> None:
     seen, scores = attended([[WEIGHTS]]), torch.tensor(WEIGHTS)
     protected = torch.tensor([False, False, False, False, True, True])
     staged = Criticality(first=0.5).weigh(scores, seen, Selection(6, protected))
@@ -235,7 +235,7 @@ def test_morph_of_one_query_ranks_as_last_query() -> None:
 
 @pytest.mark.parametrize("held", [0, 1, 2])
 @pytest.mark.parametrize("generating", [False, True])
-def test_morph_with_columns_equals_its_reference(loop_of, generating, held) -> None:
+def test_morph_with_held_queries_equals_its_reference(loop_of, generating, held) -> None:
     observation = looked(attended(ROWS), generating, held)
     for part in (Morph(2), Morph(2, Fusion.SUM), Morph(4)):
         got = part.score(observation).tolist()
@@ -243,14 +243,14 @@ def test_morph_with_columns_equals_its_reference(loop_of, generating, held) -> N
 
 
 @pytest.mark.parametrize("held", [0, 1, 2])
-def test_recent_attention_with_columns_equals_its_reference(loop_of, held) -> None:
+def test_recent_attention_with_held_queries_equals_its_reference(loop_of, held) -> None:
     observation = looked(attended(ROWS), True, held)
     for part in (RecentAttention(1), RecentAttention(2), RecentAttention(4)):
         got = part.score(observation).tolist()
         assert got == pytest.approx(loop_of(part).scores(part, observation)[0], abs=1e-5)
 
 
-def test_heads_beyond_the_share_of_a_measured_order_score_nothing() -> None:
+def test_key_cosine_heads_beyond_the_share_score_zero() -> None:
     observation = a_view(a_layer(2, 1), [range(6), range(4)], 3)
     every = KeyCosine(kernel=1).score(observation)
     best = replace(observation, calibration={"needle_rank": (0.25, 0.0)})
@@ -264,7 +264,7 @@ def test_heads_beyond_the_share_of_a_measured_order_score_nothing() -> None:
         KeyCosine(share=0.0)
 
 
-def test_recent_attention_ignores_old_queries() -> None:
+def test_morph_ignores_old_queries() -> None:
     """An entry that was looked at for long, but not lately, goes."""
     long_ago = [[0.97, 0.01, 0.01, 0.01, 0.0, 0.0]] * 2
     lately = [[0.01, 0.6, 0.2, 0.1, 0.09, 0.0], [0.01, 0.5, 0.2, 0.1, 0.1, 0.09]]
@@ -346,7 +346,7 @@ def test_leverages_of_keys_and_values_hand_values() -> None:
     assert scores[Leverages.PRODUCT].tolist() == pytest.approx([2 / 13, 2 / 13, 9 / 13])
 
 
-def test_repeated_values_score_lower() -> None:
+def test_capkv_scores_repeated_values_lower() -> None:
     """Three keys alike: A is 1 + 2 along the value held twice, 1 + 1 along the other."""
     seen = stored([[1.0, 0.0]] * 3, [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
     scores = CapKV(future=1, sinks=0).score(seen).tolist()

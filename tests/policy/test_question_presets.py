@@ -36,11 +36,11 @@ def _right(engine: Engine, log) -> int:
 
 
 @pytest.mark.extended
-def test_draft_answers_find_the_evidence(right: dict[str, int]) -> None:
+def test_laq_answers_as_many_as_the_full_cache_and_more_than_its_guidance(right: dict[str, int]) -> None:
     assert right["laq"] == right["full"] > right["laq_guidance"]
 
 
-def test_pseudo_tokens_find_the_evidence(right: dict[str, int]) -> None:
+def test_dapq_answers_more_than_positions_first(right: dict[str, int]) -> None:
     assert right["dapq"] > right[NAMES[3]]
 
 

@@ -92,7 +92,7 @@ def test_comparison_detects_a_wrong_score(scorer, loop_of) -> None:
         assert_equal(wrong, expected, 1e-5)
 
 
-def test_scores_are_finite_and_deterministic(scorer) -> None:
+def test_scores_are_deterministic_and_neither_nan_nor_minus_infinity(scorer) -> None:
     observation = view("uneven")
     first = scorer.score(observation)
     assert not first.isnan().any()
@@ -180,7 +180,7 @@ def test_scorer_is_frozen_and_cited(scorer) -> None:
     assert PAPER.search(module.__doc__), module.__name__
 
 
-def test_scratch_prompts_are_declared(scorer) -> None:
+def test_scratch_prompts_have_tokens_and_valid_spans(scorer) -> None:
     book = {name: (7, 8, 9) for name in scorer.required_prompts()}
     block = tuple(range(10, 30))
     for start in (0, 40):
@@ -229,7 +229,7 @@ def a_prompt_that_looks_at_itself() -> Observation:
 
 
 @pytest.mark.parametrize("kind", [Patched, Reconstruct])
-def test_plain_attention_of_self_attending_queries_is_lower(kind) -> None:
+def test_paper_variant_counts_attention_among_prompt_tokens(kind) -> None:
     seen = a_prompt_that_looks_at_itself()
     alone = kind().score(seen)
     assert alone.tolist() == pytest.approx([0.9, 0.6])
@@ -262,7 +262,7 @@ def test_entry_of_count_two_equals_two_entries(part, variant) -> None:
     torch.testing.assert_close(one, share * two[torch.tensor([0, 1, 3, 4, 5, 7])])
 
 
-def test_random_scores_depend_on_the_seed() -> None:
+def test_random_scores_are_uniform_and_depend_on_seed_and_layer() -> None:
     from larder.policy import Random
 
     observation = view("uneven")

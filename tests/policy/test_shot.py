@@ -58,7 +58,7 @@ def test_example_beyond_the_budget_is_scored_by_token() -> None:
     assert Shot().with_budget(7) == Shot(longest=7) and Shot(longest=2).with_budget(7).longest == 2
 
 
-def test_a_text_without_examples_fills_its_budget() -> None:
+def test_longest_shot_of_the_preset_is_its_budget() -> None:
     policy = Policy.parse("shotkv").with_sizes(100, None)
     assert policy.planner.unit == Shot(layers=1000, longest=100)
 

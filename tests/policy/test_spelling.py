@@ -134,7 +134,7 @@ def test_every_part_round_trips(slot) -> None:
 
 
 @pytest.mark.parametrize("slot", REDUCTION_SLOTS)
-def test_default_reductions_are_spelled_and_replaceable(slot) -> None:
+def test_given_reduction_is_spelled_and_the_other_keeps_its_default(slot) -> None:
     for kind in parts_of(slot):
         policy = Policy.parse(f"snapkv() > {spell(kind())}")
         assert spell(kind()) in str(policy)
@@ -277,7 +277,7 @@ def test_third_party_part_is_registered(outsider) -> None:
     assert Policy.parse(str(policy)) == policy
 
 
-def test_third_party_cannot_replace_a_name(outsider) -> None:
+def test_third_party_cannot_replace_a_part(outsider) -> None:
     assert outsider.load("snapkv").__module__ == "larder.policy.scorers.snapkv"
     assert outsider.names().count("snapkv") == 1
 
@@ -309,11 +309,11 @@ def test_unregistered_part_is_spelled_by_its_class() -> None:
 
 
 @pytest.mark.parametrize("recent", [float("nan"), float("inf"), 1.0, -1])
-def test_fractional_recent_tokens_of_one_or_more_are_refused(recent: float) -> None:
+def test_recent_tokens_out_of_range_are_refused(recent: float) -> None:
     with pytest.raises(BadParameter, match="fraction below 1"):
         Protect(recent=recent)
 
 
-def test_without_the_third_party_the_name_is_unknown() -> None:
+def test_third_party_name_is_unknown_without_its_package() -> None:
     with pytest.raises(UnknownName, match="outlandish"):
         FAMILIES["scorer"].load("outlandish")

@@ -175,7 +175,7 @@ def test_fewer_bits_hold_more_entries() -> None:
     assert 1000 < counts[0] < counts[1] < counts[2]
 
 
-def test_layer_preference_equals_its_reference() -> None:
+def test_arkv_layer_preference_equals_its_reference() -> None:
     from references.arkv import preference
 
     for part in (ARKV(), ARKV(tau1=0.7, tau2=2.0, tau3=1.3, window=4)):
@@ -186,7 +186,7 @@ def test_layer_preference_equals_its_reference() -> None:
             assert found == pytest.approx(math.log(preference(part, observation)), abs=1e-3)
 
 
-def test_layers_are_compared_with_the_best() -> None:
+def test_arkv_layers_are_compared_with_the_best() -> None:
     told = [StorageStatistics(numbers=(math.log(n),)) for n in (2.0, 8.0, 4.0)]
     assert ARKV().compare(told) == pytest.approx([0.25, 1.0, 0.5])
     assert Exact().compare(told) == [1.0] * 3
@@ -231,7 +231,7 @@ def test_qaq_newest_tokens_take_the_most_bits() -> None:
     assert graded(QAQ(window=32), vectors, weights) == [1] * 69 + [8] * 31
 
 
-def test_storage_statistics_equal_their_reference() -> None:
+def test_qaq_statistics_equal_their_reference() -> None:
     from references.qaq import looked_at
 
     part = QAQ(window=4)
@@ -306,7 +306,7 @@ def test_rdkv_weights_hand_values() -> None:
     assert found[: len(first)].tolist() == pytest.approx((squares * energies).tolist(), rel=1e-4)
 
 
-def test_channels_by_energy_and_by_peak() -> None:
+def test_channel_energies_and_peak_ratios_equal_their_reference() -> None:
     observation = a_view(a_layer(2, 2), POSITIONS[:2], queries=5, seed=1)
     plan = a_plan([[0, 3, 8], [1, 2, 5]], observation.entries.lengths)
     energy = query_energies(observation, 3) * kept_key_energies(plan, observation.entries)
@@ -383,7 +383,7 @@ def test_parameters_out_of_range_are_refused(name: str, parameters: dict[str, An
         FAMILIES["storage"].load(name)(**parameters)
 
 
-def test_upper_layer_of_a_pair_adds_its_quota() -> None:
+def test_layers_of_a_pair_keep_the_same_entries_within_their_joint_quota() -> None:
     part = QuantizedPairs(group=2, start=0.0)
     views = [a_view(a_layer(1, 1, index=index), [list(range(40))]) for index in range(2)]
     plans = dict[int, Plan]()

@@ -152,7 +152,7 @@ def test_half_precision_is_tallied_in_float32(loop_of) -> None:
         assert_remembers(done, tally, loop_of(tally), 2e-4)
 
 
-def test_tallies_do_not_disturb_each_other() -> None:
+def test_tallies_have_distinct_column_names() -> None:
     names = [name for each in every_tally() for name in each.columns]
     assert len(names) == len(set(names))
 
@@ -216,7 +216,7 @@ def test_roco_protects_high_variance_entries_regardless_of_age() -> None:
     assert RoCo(spared=0.0).score(told).tolist() == pytest.approx([0.1, 0.02, 0.2, 0.01])
 
 
-def test_every_partition_evicts_the_same_share() -> None:
+def test_lagkv_ranks_entries_evenly_within_each_partition() -> None:
     heads = a_view(a_layer(2, 1), [range(32), range(23)], 1)
     scores = LagKV(sinks=3, lag=5).score(heads)
     for part, partitions in zip(scores.split([32, 23]), (4, 3), strict=True):
@@ -229,7 +229,7 @@ def test_every_partition_evicts_the_same_share() -> None:
     assert together.sum(1).tolist() == pytest.approx([1.0] * 4)
 
 
-def test_constant_channels_do_not_affect_scores() -> None:
+def test_lagkv_scores_of_constant_channels_are_equal() -> None:
     heads = a_view(a_layer(1, 1), [range(8)], 1)
     heads.entries.keys[:], heads.entries.values[:] = 1.0, 2.0
     scores = LagKV(sinks=0, lag=2, within=Within.HEAD).score(heads)

@@ -138,7 +138,7 @@ def test_refresh_requires_a_scorer() -> None:
         ContextRefresh(scorer="uniform()")
 
 
-def test_survivors_hand_values() -> None:
+def test_context_refresh_hand_values() -> None:
     """int(16 * .9 * r) with r = .9 (cos(pi l / 32) + 1) / 2 + .1: 14.4, 7.92 and 1.47."""
     own = ContextRefresh()
     assert [own.survivors(layer / 32) for layer in (0, 16, 31)] == [14, 7, 1]
@@ -157,7 +157,7 @@ def test_fixed_slot_is_evicted_at_every_step(loop_of, passes, distance) -> None:
             assert now == set(loop_of(part).places(part, TOKENS, sorted(was), passes, 13))
 
 
-def test_elastic_cache_evicts_newest_entries_only() -> None:
+def test_elastic_cache_keeps_the_first_entries_and_the_latest() -> None:
     preset = Policy.parse("elastic_cache")
     assert preset.timing == FixedSlot(distance=25) and preset.protect.recent <= 25
     growing = Growing(FixedSlot(4), 13, Uniform(), preset.protect)
@@ -167,7 +167,7 @@ def test_elastic_cache_evicts_newest_entries_only() -> None:
     assert after == [*before[: TOKENS - 4], 49, 50, 51, 52]
 
 
-def test_decode_quota_grows_to_the_remaining_budget() -> None:
+def test_split_decode_quota_grows_to_the_remaining_budget() -> None:
     split = Split(0.5, Strategy.ADAPTIVE, recent=4, every=10)
     rooms = [split.quota(50, 100, step) - 50 for step in (0, 9, 10, 25, 459, 460, 10**6)]
     assert rooms == [4, 4, 5, 6, 49, 50, 50]
@@ -181,7 +181,7 @@ def test_a_timing_is_frozen_and_cites_its_paper(timing) -> None:
     assert "arXiv:" in said or "o paper" in said
 
 
-def test_only_prefill_entries_are_protected(timing) -> None:
+def test_timings_that_extend_protection_add_prefill_and_latest_entries(timing) -> None:
     protected = torch.tensor([False, True, False, False, True, False])
     positions = torch.arange(6, dtype=torch.int32)
     own, waits = timing.extends_protection, isinstance(timing, ContextRefresh)

@@ -201,7 +201,7 @@ def test_caote_is_accurate_for_a_dominant_entry(loop_of, heavy) -> None:
     assert max(got[0]) == got[0][1]
 
 
-def test_large_values_count_with_little_attention() -> None:
+def test_criticality_counts_large_values_with_little_attention() -> None:
     scores, observation = told([{0: 0.0, 1: 0.0, 2: 0.3}])
     values = observation.entries.values
     values[:3] = torch.tensor([[1.0], [-2.0], [0.001]])
@@ -263,7 +263,7 @@ def test_units_are_kept_whole_within_the_budget() -> None:
         assert len(set((head // 4).tolist())) == 2
 
 
-def test_policy_of_value_rule_and_unit_parts() -> None:
+def test_policy_with_value_rule_and_unit_round_trips_and_scores() -> None:
     policy = Policy.parse(
         "snapkv(window=2) > mean_variance(gamma=2.0) > group_max() > caote() > chunk(size=3) > "
         "pooled(tokens=64)"
