@@ -9,6 +9,8 @@ to a `larder serve` in its own process twice, in the given order (plain prefix c
 recently used eviction) and with `context_order: shared`. Printed, and written to
 results/context_order.jsonl, are the share of prompt tokens that were cached, CPU seconds of the
 server (Linux), and the share of answers that contain the right one.
+
+On two cores with a load of 9 `--requests 24` takes two minutes.
 """
 
 from __future__ import annotations
