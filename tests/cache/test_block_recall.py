@@ -1,4 +1,4 @@
-"""What a block of text attends to where it is read with what its mean query finds."""
+"""Blocks of text read with recall: the pages found by the mean query of a block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is recalled for a token corrects the answers to those before it."""
+"""Corrected layers: entries recalled for a token are added to earlier outputs."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def test_corrected_answers_equal_their_reference(name, codec) -> None:
     former: list[Loop] = []
     for step in range(STEPS):
         count, place = len(former), READ + step
-        told = draw(LAYER, count + 1, place - count, 7 + step)
-        old, new = told.part(0, count), told.part(count, count + 1)
+        drawn = draw(LAYER, count + 1, place - count, 7 + step)
+        old, new = drawn.part(0, count), drawn.part(count, count + 1)
         if count:
             out = store.attend_replayed(new_tokens(old), lambda new=new: extend(store, new))
         else:
             out = extend(store, new)
-        keys = torch.cat([keys[:, : place - count], told.keys], 1)
-        values = torch.cat([values[:, : place - count], told.values], 1)
+        keys = torch.cat([keys[:, : place - count], drawn.keys], 1)
+        values = torch.cat([values[:, : place - count], drawn.values], 1)
         latest = Loop()
         for head in range(LAYER.query_heads):
             kv, near = head // LAYER.group, range(READ - NEAR, place + 1)
@@ -107,8 +107,8 @@ def test_corrected_layer_round_trips_with_its_queries() -> None:
     back = CorrectedLayer.restore(LAYER, store.state())
     assert same_bits(back.state(), store.state()) and back.ids == (5,)
     fork = store.fork()
-    told = draw(LAYER, 2, READ, 3)
-    old, new = told.part(0, 1), told.part(1, 2)
+    drawn = draw(LAYER, 2, READ, 3)
+    old, new = drawn.part(0, 1), drawn.part(1, 2)
     before, apart = store.state(), CorrectedLayer.restore(LAYER, store.state())
     assert fork.nbytes - fork.shared_nbytes < 300  # lengths, starts and what the index votes by
     # This writes over its latest entries.

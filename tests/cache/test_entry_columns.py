@@ -177,7 +177,7 @@ def test_writing_columns_replaces_them(remembering) -> None:
 
 
 def wrong(store: CacheLayer) -> dict[str, tuple[str, Callable[[], None]]]:
-    """What must be refused, and what is said."""
+    """Refused writes by name, each with its error message."""
     entries = store.entries()
     rows, heads, ones = len(entries.positions), len(entries.lengths), torch.ones
     plan = a_plan([range(n) for n in entries.lengths], entries.lengths)

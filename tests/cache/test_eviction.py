@@ -1,4 +1,4 @@
-"""Giving up entries while generating: in place, step after step, like the loop."""
+"""Eviction during decoding: in place at every step, equal to a loop."""
 
 from __future__ import annotations
 

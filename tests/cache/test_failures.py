@@ -1,4 +1,4 @@
-"""A change that fails for want of memory leaves a store as it was."""
+"""Failed allocations: a change that runs out of memory leaves a store as it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What parked entries and the index over them may take of host memory, told before it is taken."""
+"""Host memory of parked entries and their index: counted, and refused before it is taken."""
 
 from __future__ import annotations
 

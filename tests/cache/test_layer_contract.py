@@ -1,4 +1,4 @@
-"""What every form of storage promises, held against a loop over lists."""
+"""Contract of every form of storage, compared with a loop over lists."""
 
 from __future__ import annotations
 

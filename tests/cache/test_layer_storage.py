@@ -1,4 +1,4 @@
-"""What every form of storage takes, gives back, saves and restores."""
+"""Bytes, forks and states of every form of storage."""
 
 from __future__ import annotations
 

@@ -57,10 +57,10 @@ def shared(
 @settings(max_examples=12, deadline=None)
 def test_random_operations_equal_the_reference(seed: int) -> None:
     rng, pair = Random(seed), a_pair(LayerPairing(0.0, 0.3, 0.2))
-    told = PairLoop(0.3, 0.2)
+    reference = PairLoop(0.3, 0.2)
     length = 0
     for _ in range(4):
-        for layer, half, heads in zip(LAYERS, pair, told.layers, strict=True):
+        for layer, half, heads in zip(LAYERS, pair, reference.layers, strict=True):
             new = draw(layer, 5, length, seed + layer.index)
             append(half, new)
             for head, held in enumerate(heads):
@@ -69,36 +69,36 @@ def test_random_operations_equal_the_reference(seed: int) -> None:
         length += 5
         for side, half in enumerate(pair):
             kept: list[dict[int, int]] = []
-            for held in told.layers[side]:
+            for held in reference.layers[side]:
                 places = sorted(place for place in held if rng.random() < 0.8)
                 kept.append(dict.fromkeys(places, 0))
-            folds = folded(told, side, kept, rng)
-            for held, grades in zip(told.layers[side], kept, strict=True):
+            folds = folded(reference, side, kept, rng)
+            for held, grades in zip(reference.layers[side], kept, strict=True):
                 for place in grades:
                     grades[place] = int(max(held[place].is_shared, rng.random() < 0.5))
             rows = [
                 [sorted(held).index(place) for place in grades]
-                for held, grades in zip(told.layers[side], kept, strict=True)
+                for held, grades in zip(reference.layers[side], kept, strict=True)
             ]
             plan = a_plan(rows, half.lengths)
             grades = [grade for head in kept for grade in head.values()]
             plan = replace(plan, grades=torch.tensor(grades, dtype=torch.int8), folds=folds)
             (half.apply if rng.random() < 0.5 else half.evict)(plan)
-            told.plan(side, kept)
-        for half, heads in zip(pair, told.layers, strict=True):
+            reference.plan(side, kept)
+        for half, heads in zip(pair, reference.layers, strict=True):
             assert_is(half, heads)
 
 
-def folded(told: PairLoop, side: int, kept: list[dict[int, int]], rng: Random) -> Folds:
+def folded(reference: PairLoop, side: int, kept: list[dict[int, int]], rng: Random) -> Folds:
     """Some kept entries take another in, in the loop already."""
     rows: list[tuple[int, int]] = []
     first = 0
-    for head, (held, grades) in enumerate(zip(told.layers[side], kept, strict=True)):
+    for head, (held, grades) in enumerate(zip(reference.layers[side], kept, strict=True)):
         order = sorted(held)
         target = rng.choice([*grades, None])
         if target is not None:
             source = rng.choice(order)
-            told.fold(side, head, target, [(source, 0.25), (target, 0.5)])
+            reference.fold(side, head, target, [(source, 0.25), (target, 0.5)])
             rows += [
                 (first + order.index(p), first + order.index(target)) for p in (source, target)
             ]
@@ -257,13 +257,13 @@ def test_invalid_plans_are_refused_unchanged() -> None:
     first, one = torch.tensor([0]), torch.ones(1)
     onto = lambda target: Folds(first, first + target, one, one)  # noqa: E731
     plan = a_plan([[0, 1], [0]], pair[0].lengths)
-    for wrong, told in (
+    for wrong, message in (
         (replace(plan, folds=onto(2)), "is a merge target, but the plan does not keep it"),
         (replace(plan, grades=torch.zeros(3, dtype=torch.int8)), "finer|come back"),
         (replace(plan, grades=torch.full((3,), 2, dtype=torch.int8)), "0 to 1"),
         (Plan(torch.tensor([0, 9]), (1, 1)), "within their own heads"),
     ):
-        with pytest.raises(CacheError, match=told):
+        with pytest.raises(CacheError, match=message):
             pair[0].apply(wrong)
         assert same_bits(pair[0].state(), before)
 

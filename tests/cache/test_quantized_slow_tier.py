@@ -58,14 +58,14 @@ def twins(codec: Codec, recall: RecallPart = EVERYTHING) -> tuple[TieredLayer, T
 
 def ever(store: TieredLayer, parked: Entries) -> list[list[Entry]]:
     """All of both tiers, head by head."""
-    told = []
+    heads = []
     for head in range(2):
         own = []
         for held in (store.entries(), parked):
             rows = held.head_positions(head), held.head_keys(head), held.head_values(head)
             own += [Entry(int(p), k.clone(), v.clone()) for p, k, v in zip(*rows, strict=True)]
-        told.append(own)
-    return told
+        heads.append(own)
+    return heads
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -78,9 +78,9 @@ def test_slow_tier_is_quantized_by_group_with_exact_remainder(name) -> None:
         assert torch.equal(got.head_positions(head), true.head_positions(head))
         full = length // GROUP * GROUP
         for side in ("head_keys", "head_values"):
-            told, numbers = getattr(got, side)(head), getattr(true, side)(head)
-            assert torch.equal(told[full:], numbers[full:])
-            assert not torch.equal(told[:full], numbers[:full])
+            decoded, numbers = getattr(got, side)(head), getattr(true, side)(head)
+            assert torch.equal(decoded[full:], numbers[full:])
+            assert not torch.equal(decoded[:full], numbers[:full])
             for entry in range(full):
                 first = entry // GROUP * GROUP
                 for d in range(LAYER.head_dim):
@@ -89,7 +89,7 @@ def test_slow_tier_is_quantized_by_group_with_exact_remainder(name) -> None:
                     else:
                         among = numbers[entry, d // GROUP * GROUP : (d // GROUP + 1) * GROUP]
                     step = float(among.max() - among.min()) / (2**codec.key_bits - 1)
-                    away = abs(float(told[entry, d] - numbers[entry, d]))
+                    away = abs(float(decoded[entry, d] - numbers[entry, d]))
                     assert away <= step / 2 + 4e-3
 
 

@@ -1,4 +1,4 @@
-"""What a question attends to, where it may look at the pages that its tokens find together."""
+"""Questions read with recall: the union of the pages that their tokens find."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a ragged store hears of a token: the logits of its query, handed out once."""
+"""Recorded logits of a ragged store: those of the newest query, taken once."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from larder.core import Plan
 
 def a_store() -> RaggedLayer:
     """Nine entries per head, and room for more."""
-    store, told = (
+    store, tokens = (
         RaggedLayer(a_layer(2, 2), layer_options()),
         draw(a_layer(2, 2), 9),
     )
-    store.append(told.keys, told.values, told.positions)
+    store.append(tokens.keys, tokens.values, tokens.positions)
     store.allocate(32)
     return store
 

@@ -1,4 +1,4 @@
-"""What the cache of a whole sequence promises, in every form."""
+"""Contract of the cache of a whole sequence, in every form."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the cache of a whole sequence remembers: in managed layers, through every change."""
+"""Columns and scalars of a sequence cache: in managed layers, through every change."""
 
 from __future__ import annotations
 

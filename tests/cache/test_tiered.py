@@ -114,7 +114,7 @@ def test_decode_step_attends_to_the_fast_tier_and_the_best_pages() -> None:
 
 def _both(store: TieredLayer) -> list[list[list[Entry]]]:
     """The entries of the fast and of the slow tier, head by head."""
-    told = []
+    tiers = []
     for held in (store.entries(), store.parked()):
         heads = [
             [
@@ -128,8 +128,8 @@ def _both(store: TieredLayer) -> list[list[list[Entry]]]:
             ]
             for h in range(LAYER.kv_heads)
         ]
-        told.append(heads)
-    return told
+        tiers.append(heads)
+    return tiers
 
 
 def _best_pages(new: Tokens, store: TieredLayer, head: int, recall: Flat) -> list[int]:
@@ -221,10 +221,10 @@ def test_columns_are_offloaded_with_their_entries() -> None:
     store.write_columns({"mass": torch.arange(len(held.keys), dtype=torch.float32)})
     store.apply(a_plan([[0, 5], [1, 2, 5]], [6, 6]))
     parked = store.parked()
-    told = [parked.columns["mass"][parked.rows(h)].tolist() for h in range(2)]
+    found = [parked.columns["mass"][parked.rows(h)].tolist() for h in range(2)]
     starts = held.starts
     expected = [[1, 2, 3, 4], [0, 3, 4]]
-    assert told == [[starts[h] + n for n in expected[h]] for h in range(2)]
+    assert found == [[starts[h] + n for n in expected[h]] for h in range(2)]
 
 
 def test_truncate_removes_slow_tier_entries() -> None:

@@ -136,8 +136,8 @@ def test_failed_index_of_a_fork_does_not_affect_others(monkeypatch) -> None:
     assert fork.fetcher.shared_index.indexed == (0, 0)
 
 
-class Somebody:
-    """Owns a part of a storage."""
+class Holder:
+    """Holder of a part of a storage."""
 
 
 CLAIMS: dict[str, tuple[tuple[int, int], bool]] = {
@@ -150,7 +150,7 @@ CLAIMS: dict[str, tuple[tuple[int, int], bool]] = {
 @pytest.mark.parametrize("name", CLAIMS)
 def test_rows_are_claimed_per_head(name) -> None:
     wanted, granted = CLAIMS[name]
-    one, other = Somebody(), Somebody()
+    one, other = Holder(), Holder()
     owners = StorageOwners(one, (4, 4))
     owners.join(other, (4, 4))
     assert owners.claim(other, (4, 6))

@@ -157,7 +157,9 @@ def test_reduction_equals_its_reference_on_uneven_heads(
     assert_equal(got, looped(joining, observation, causal, loop_of))
 
 
-def test_reduction_with_blind_queries_and_empty_heads_equals_its_reference(aggregation, heads, loop_of) -> None:
+def test_reduction_with_blind_queries_and_empty_heads_equals_its_reference(
+    aggregation, heads, loop_of
+) -> None:
     observation = view(heads=[[], [5, 6, 7], [0, 1, 2, 6, 7]])
     joining = AttentionReduction(aggregation, heads)
     assert int(observation.query_positions[0]) == 5

@@ -1,4 +1,4 @@
-"""What every budget promises, and the loop that each must equal."""
+"""Contract of every budget, and the loop that each must equal."""
 
 from __future__ import annotations
 
@@ -180,7 +180,9 @@ def measured(sigma: list[float]) -> dict[str, tuple[float, ...]]:
     spare=st.integers(-40, 900),
     alpha=st.floats(0, 8),
 )
-def test_layer_quotas_sum_exactly_and_equal_their_reference(budget, loop_of, sigma, tokens, least, spare, alpha) -> None:
+def test_layer_quotas_sum_exactly_and_equal_their_reference(
+    budget, loop_of, sigma, tokens, least, spare, alpha
+) -> None:
     most = tokens + spare
     assume(least <= tokens and most >= 1)
     if "alpha" in {f.name for f in fields(budget)}:
@@ -295,5 +297,5 @@ def test_budget_is_frozen_and_cited(budget) -> None:
     for field in fields(budget):
         with pytest.raises(FrozenInstanceError):
             setattr(budget, field.name, None)
-    said = inspect.getmodule(type(budget)).__doc__
-    assert "arXiv:" in said or "o paper" in said
+    citation = inspect.getmodule(type(budget)).__doc__
+    assert "arXiv:" in citation or "o paper" in citation

@@ -183,7 +183,7 @@ def test_layer_score_is_added_to_head_scores() -> None:
 
 
 @pytest.mark.parametrize(
-    "build, said",
+    "build, message",
     [
         (lambda: HeadKV(beta=0.9), r"headkv\.beta must be 1 or more, got 0\.9"),
         (lambda: HeadKV(beta=float("nan")), r"headkv\.beta"),
@@ -196,6 +196,6 @@ def test_layer_score_is_added_to_head_scores() -> None:
         (lambda: Retrieval(heads=0), r"retrieval\.heads must be at least 1, got 0"),
     ],
 )
-def test_parameters_out_of_range_are_refused(build, said) -> None:
-    with pytest.raises(BadParameter, match=said):
+def test_parameters_out_of_range_are_refused(build, message) -> None:
+    with pytest.raises(BadParameter, match=message):
         build()

@@ -1,4 +1,4 @@
-"""What becomes of the rejected, and what no score can cost its place."""
+"""Compensation of rejected entries, and protection by position."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def test_compensation_equals_its_reference(compensation, loop_of, case, phase, r
 
 
 def test_a_compensation_cites_its_paper(compensation) -> None:
-    said = inspect.getmodule(type(compensation)).__doc__
-    assert "arXiv:" in said or "PMLR" in said or "o paper" in said
+    citation = inspect.getmodule(type(compensation)).__doc__
+    assert "arXiv:" in citation or "PMLR" in citation or "o paper" in citation
 
 
 def test_a_plan_from_a_mask_counts_each_head() -> None:

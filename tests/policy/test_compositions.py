@@ -1,4 +1,4 @@
-"""Compositions that no paper has: each answers within its bytes, or says what else to take."""
+"""Compositions that no paper has: each answers within its bytes, or is refused with advice."""
 
 from __future__ import annotations
 
@@ -189,14 +189,16 @@ def test_byte_budget_counts_all_held_bytes(name: str, full: Engine, talk: Conver
 
 
 @pytest.mark.parametrize(
-    ("sentence", "told"),
+    ("sentence", "advice"),
     [
         ("parallel() > snapkv(window=8) > lazy_layers()", r"or take blended\(\)"),
         ("blended() > fastgen() > recovery()", r"observes every token.*take a scorer"),
     ],
 )
-def test_contexts_unsupported_by_a_part_are_refused(full: Engine, sentence: str, told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_contexts_unsupported_by_a_part_are_refused(
+    full: Engine, sentence: str, advice: str
+) -> None:
+    with pytest.raises(UsageError, match=advice):
         full.under(sentence, TOKENS).read(contexts=["My cat is called Mira."] * 2)
 
 

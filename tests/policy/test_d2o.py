@@ -38,7 +38,9 @@ def layers_of(heads: list[int], held: int) -> dict[int, LayerScores]:
     rule=st.sampled_from(list(Rule)),
     variant=st.sampled_from(list(Variant)),
 )
-def test_layers_share_one_pool_and_equal_their_reference(spreads, heads, same, tokens, held, rule, variant) -> None:
+def test_layers_share_one_pool_and_equal_their_reference(
+    spreads, heads, same, tokens, held, rule, variant
+) -> None:
     part = InverseVariance(rule=rule, variant=variant)
     heads = [heads[0]] * len(spreads) if same else heads[: len(spreads)]
     ready = layers_of(heads, held)

@@ -1,4 +1,4 @@
-"""Presses of kvpress as scorers: what ours and theirs have in common, and where they part.
+"""Presses of kvpress as scorers: where they equal ours, and where they differ.
 
 Most of it is run where kvpress is installed, which is of no use to the other tests.
 """
@@ -174,8 +174,8 @@ def test_snapkv_pooling_differs_from_its_press() -> None:
 
 @with_kvpress
 def test_expected_attention_equals_its_press() -> None:
-    told = "n_future_positions=9, n_sink=3, epsilon=0.02"
-    theirs = heads(Kvpress(f"ExpectedAttentionPress({told})").score(whole()))
+    parameters = "n_future_positions=9, n_sink=3, epsilon=0.02"
+    theirs = heads(Kvpress(f"ExpectedAttentionPress({parameters})").score(whole()))
     ours = heads(Expected(future=9, sinks=3, epsilon=0.02).score(whole()))
     torch.testing.assert_close(theirs[:, 3:], ours[:, 3:], rtol=1e-5, atol=1e-6)
     assert (theirs[:, :3] > theirs[:, 3:].max()).all() and ours[:, :3].isinf().all()
@@ -185,8 +185,8 @@ def test_expected_attention_equals_its_press() -> None:
 @pytest.mark.parametrize("by", list(Leverages))
 def test_curdkv_equals_its_press(by) -> None:
     names = {Leverages.PRODUCT: "kv_product", Leverages.MEAN: "kv_avg"}
-    told = names.get(by, by.value.removesuffix("s"))
-    theirs = heads(Kvpress(f'CURPress(num_sinks=3, leverage_type="{told}")').score(whole()))
+    leverage = names.get(by, by.value.removesuffix("s"))
+    theirs = heads(Kvpress(f'CURPress(num_sinks=3, leverage_type="{leverage}")').score(whole()))
     ours = heads(CurDKV(sinks=3, by=by).score(whole()))
     torch.testing.assert_close(theirs[:, 3:], ours[:, 3:])
     assert (theirs[:, :3] == 1).all() and ours[:, :3].isinf().all()
@@ -194,8 +194,8 @@ def test_curdkv_equals_its_press(by) -> None:
 
 @with_kvpress
 def test_capkv_equals_its_press() -> None:
-    told = "tau=2.0, n_future_positions=9, n_sink=3"
-    theirs = heads(Kvpress(f"CapPress({told})").score(whole(group=3)))
+    parameters = "tau=2.0, n_future_positions=9, n_sink=3"
+    theirs = heads(Kvpress(f"CapPress({parameters})").score(whole(group=3)))
     ours = heads(CapKV(tau=2.0, future=9, sinks=3).score(whole(group=3)))
     torch.testing.assert_close(theirs[:, 3:], ours[:, 3:], rtol=1e-4, atol=1e-6)
     assert (theirs[:, :3] > theirs[:, 3:].max()).all() and ours[:, :3].isinf().all()

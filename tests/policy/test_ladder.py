@@ -103,7 +103,7 @@ def test_oldest_entries_are_evicted_when_no_rung_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    "given, told",
+    "given, message",
     [
         ({"span": 0}, "ladder.span must be layers"),
         ({"span": 1.5}, "ladder.span must be layers"),
@@ -112,6 +112,6 @@ def test_oldest_entries_are_evicted_when_no_rung_fits() -> None:
         ({"span": 3, "overlap": 3}, "ladder.overlap must be below span=3, got 3"),
     ],
 )
-def test_invalid_parameters_are_refused(given, told) -> None:
-    with pytest.raises(BadParameter, match=told):
+def test_invalid_parameters_are_refused(given, message) -> None:
+    with pytest.raises(BadParameter, match=message):
         Ladder(**given)

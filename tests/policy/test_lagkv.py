@@ -1,4 +1,4 @@
-"""LagKV keeps its sinks, and compares entries at every budget."""
+"""LagKV: kept sinks, and partitions compared at every budget."""
 
 from __future__ import annotations
 

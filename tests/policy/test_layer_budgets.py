@@ -251,7 +251,7 @@ def test_layers_that_share_a_pool_are_due_together(name) -> None:
 
 
 @pytest.mark.parametrize(
-    "build, said",
+    "build, message",
     [
         (lambda: Pyramid(beta=0.9), r"pyramid\.beta must be 1 or more, got 0\.9"),
         (lambda: Pyramid(beta=float("inf")), r"pyramid\.beta"),
@@ -268,6 +268,6 @@ def test_layers_that_share_a_pool_are_due_together(name) -> None:
         (lambda: Threshold(share=float("nan")), r"threshold\.share"),
     ],
 )
-def test_parameters_out_of_range_are_refused(build, said) -> None:
-    with pytest.raises(BadParameter, match=said):
+def test_parameters_out_of_range_are_refused(build, message) -> None:
+    with pytest.raises(BadParameter, match=message):
         build()

@@ -1,4 +1,4 @@
-"""What was measured of a model reaches the layer and the head that it was measured of."""
+"""Calibration split by layer and head, as the planner passes it on."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ FACTS = {"echo": (0.1, 0.2, 0.3, 0.4), "squeeze": (0.5, 0.6)}
 
 
 def test_calibration_is_split_by_layer() -> None:
-    told = split_by_layer(FACTS, (1, 5))
-    assert told == {
+    by_layer = split_by_layer(FACTS, (1, 5))
+    assert by_layer == {
         1: {"echo": (0.1, 0.2), "squeeze": (0.5,)},
         5: {"echo": (0.3, 0.4), "squeeze": (0.6,)},
     }
@@ -54,7 +54,7 @@ def test_planner_passes_calibration_and_lexicon_to_layers() -> None:
     assert planner.with_model_inputs(observation).calibration == {}
     assert planner.with_protection(observation, torch.zeros(5), 9).weights == ()
     knowing = planner.with_calibration(FACTS, (1, 5), {"ends": frozenset({3})})
-    told = knowing.with_model_inputs(observation)
-    assert told.calibration == {"echo": (0.3, 0.4), "squeeze": (0.6,)}
-    assert told.lexicon == {"ends": frozenset({3})}
-    assert knowing.with_protection(told, torch.zeros(5), 9).weights == (3.0, 4.0)
+    calibrated = knowing.with_model_inputs(observation)
+    assert calibrated.calibration == {"echo": (0.3, 0.4), "squeeze": (0.6,)}
+    assert calibrated.lexicon == {"ends": frozenset({3})}
+    assert knowing.with_protection(calibrated, torch.zeros(5), 9).weights == (3.0, 4.0)

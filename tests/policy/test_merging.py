@@ -1,4 +1,4 @@
-"""What merges what is rejected: promises of the family, and numbers worked out by hand."""
+"""Compensations that merge rejected entries: their contract, and hand values."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_kvmerger_weights_hand_values() -> None:
 
 
 @pytest.mark.parametrize(
-    "given, said",
+    "given, message",
     [
         ({"threshold": 1.1}, r"threshold must be in \[-1, 1\], got 1\.1"),
         ({"threshold": math.nan}, "threshold must be in"),
@@ -255,8 +255,8 @@ def test_kvmerger_weights_hand_values() -> None:
         ({"width": math.inf}, "width must be above 0"),
     ],
 )
-def test_kvmerger_parameters_out_of_range_are_refused(given, said) -> None:
-    with pytest.raises(BadParameter, match=rf"kvmerger\.{said}"):
+def test_kvmerger_parameters_out_of_range_are_refused(given, message) -> None:
+    with pytest.raises(BadParameter, match=rf"kvmerger\.{message}"):
         Kvmerger(**given)
 
 

@@ -1,4 +1,4 @@
-"""What is parked, and how it is found again, as policies spell it and budgets fill it in."""
+"""Offloading and recall in policy sentences, and their sizes by budget."""
 
 from __future__ import annotations
 

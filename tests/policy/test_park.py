@@ -1,4 +1,4 @@
-"""What a cut drops for good before the rest is parked."""
+"""Entries that a cut drops before the others are parked."""
 
 from __future__ import annotations
 

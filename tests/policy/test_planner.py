@@ -1,4 +1,4 @@
-"""What a planner asks of its parts, and refuses to take from them."""
+"""Planner: scores, budgets and protection that it requires of its parts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SEEN = a_view(a_layer(2, 2, index=3), [range(5), range(3)], 2)
 
 
 @pytest.mark.parametrize(
-    "scores, said",
+    "scores, message",
     [
         (torch.zeros(3), r"shape \(3,\) for layer 3, which holds \(8,\)"),
         (torch.zeros(2, 4), r"shape \(2, 4\) for layer 3, which holds \(8,\)"),
@@ -52,8 +52,8 @@ SEEN = a_view(a_layer(2, 2, index=3), [range(5), range(3)], 2)
     ],
     ids=["length", "dimensions", "whole_numbers", "nan"],
 )
-def test_scores_of_wrong_shape_or_dtype_or_nan_are_refused(scores, said) -> None:
-    with pytest.raises(ScoreError, match=said) as caught:
+def test_scores_of_wrong_shape_or_dtype_or_nan_are_refused(scores, message) -> None:
+    with pytest.raises(ScoreError, match=message) as caught:
         planner(Given(scores)).score(SEEN)
     assert str(caught.value).startswith(f"{public_name(Given)} returned")
     assert "\n" not in str(caught.value)
@@ -114,10 +114,12 @@ def test_accepted_budget_keeps_all_protected_tokens(name) -> None:
 def test_too_small_budget_names_all_protected_tokens() -> None:
     with pytest.raises(BudgetError) as caught:
         planner(SnapKV(window=32), Protect(sinks=4, recent=0)).quotas(34, 100, (0,), {})
-    said = str(caught.value)
-    assert "smaller than the 36 that protect(sinks=4, recent=0) and snapkv(window=32" in said
-    assert "(4 at the start, 32 at the end): raise the budget, or give either of them less." in said
-    assert "\n" not in said
+    message = str(caught.value)
+    assert "smaller than the 36 that protect(sinks=4, recent=0) and snapkv(window=32" in message
+    assert (
+        "(4 at the start, 32 at the end): raise the budget, or give either of them less." in message
+    )
+    assert "\n" not in message
 
 
 def test_layer_quotas_cover_protected_tokens() -> None:

@@ -1,4 +1,4 @@
-"""A preset that bears a paper's bare name is the paper's method."""
+"""Presets: those under a paper's bare name are the paper's method."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def committed() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.extended
 def test_committed_rows_match_their_policy_names() -> None:
-    rows = {(name, told) for name, told in committed() if name.partition(":")[0] in RENAMED}
+    rows = {(name, sentence) for name, sentence in committed() if name.partition(":")[0] in RENAMED}
     assert len(rows) > 10
-    for name, told in sorted(rows):
-        assert part_names(told) == part_names(str(parse_variant(name).policy)), name
+    for name, sentence in sorted(rows):
+        assert part_names(sentence) == part_names(str(parse_variant(name).policy)), name

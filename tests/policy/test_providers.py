@@ -86,9 +86,9 @@ def test_gates_equal_their_reference(name, provider, group) -> None:
     weights = random_tensors(provider, layer, HIDDEN)
     states = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(3))
     got = provider.gate(states, weights)
-    told = {key: tensor.tolist() for key, tensor in weights.items()}
+    numbers = {key: tensor.tolist() for key, tensor in weights.items()}
     assert provider.has_column and got.dtype == torch.float32
-    torch.testing.assert_close(got, torch.tensor(loop(name).gated(told, states.tolist())))
+    torch.testing.assert_close(got, torch.tensor(loop(name).gated(numbers, states.tolist())))
     torch.testing.assert_close(
         provider.gate(states[:3].bfloat16(), weights), got[:3], atol=0.1, rtol=0.1
     )
@@ -148,9 +148,9 @@ TEXTS = [
 @pytest.mark.parametrize(("name", "provider"), of_kind(VocabularyProvider))
 def test_vocabulary_sets_equal_their_reference(name, provider) -> None:
     texts = (*TEXTS, *getattr(loop(name), "TEXTS", ()))  # its reference may name some more
-    told = [(text, special) for text in texts for special in (False, True)]
-    found = [provider.contains(*each) for each in told]
-    assert found == [loop(name).contains(*each) for each in told]
+    cases = [(text, special) for text in texts for special in (False, True)]
+    found = [provider.contains(*each) for each in cases]
+    assert found == [loop(name).contains(*each) for each in cases]
     assert len(set(found)) == 2
 
 

@@ -91,8 +91,8 @@ def test_average_pooling_methods_average_neighbors(preset) -> None:
 
 @pytest.mark.parametrize("name", ["defensivekv", "layer_defensivekv", "cake", "compresskv"])
 def test_whole_prompt_presets_protect_no_sinks_or_recent_tokens(name) -> None:
-    said = str(Policy.parse(name))
-    assert "whole() > protect(sinks=0, recent=0)" in said
+    sentence = str(Policy.parse(name))
+    assert "whole() > protect(sinks=0, recent=0)" in sentence
 
 
 def test_defensive_scores_hand_values() -> None:
@@ -297,7 +297,7 @@ def test_scope_decode_budget_hand_values() -> None:
 
 
 @pytest.mark.parametrize(
-    "sentence, said",
+    "sentence, message",
     [
         ("last_quary()", "last_query"),
         ("last_query() > uniform()", "uniform has no place"),
@@ -306,8 +306,8 @@ def test_scope_decode_budget_hand_values() -> None:
         ("last_query(", "does not parse"),
     ],
 )
-def test_decode_scorer_is_validated_at_parsing(sentence, said) -> None:
-    with pytest.raises(LarderError, match=re.escape(said)):
+def test_decode_scorer_is_validated_at_parsing(sentence, message) -> None:
+    with pytest.raises(LarderError, match=re.escape(message)):
         Policy.parse(f'snapkv() > split(scorer="{sentence}")')
 
 

@@ -16,16 +16,16 @@ NAMES = ("laq", "laq_guidance", "dapq", "whole() > positions_first() > uniform()
 
 
 @pytest.fixture(scope="module")
-def right(seed_model: LoadedModel) -> dict[str, int]:
+def correct_answers(seed_model: LoadedModel) -> dict[str, int]:
     """How many of two questions each policy answers at a quarter of the context."""
     full = Engine(seed_model, policy="full")
     log = lifelog_conversation(0, 500, lambda text: len(full.tokenizer.encode(text)), 2)
-    return {name: _right(full.under(name, "25%"), log) for name in NAMES} | {
+    return {name: _correct_answers(full.under(name, "25%"), log) for name in NAMES} | {
         "full": sum(one.exact for one in score_answers(full, full.read(log), log.questions))
     }
 
 
-def _right(engine: Engine, log) -> int:
+def _correct_answers(engine: Engine, log) -> int:
     asks_first = "question" in engine.policy.scorer.required_prompts()
     found = 0
     for question in log.questions:
@@ -36,12 +36,14 @@ def _right(engine: Engine, log) -> int:
 
 
 @pytest.mark.extended
-def test_laq_answers_as_many_as_the_full_cache_and_more_than_its_guidance(right: dict[str, int]) -> None:
-    assert right["laq"] == right["full"] > right["laq_guidance"]
+def test_laq_answers_as_many_as_the_full_cache_and_more_than_its_guidance(
+    correct_answers: dict[str, int],
+) -> None:
+    assert correct_answers["laq"] == correct_answers["full"] > correct_answers["laq_guidance"]
 
 
-def test_dapq_answers_more_than_positions_first(right: dict[str, int]) -> None:
-    assert right["dapq"] > right[NAMES[3]]
+def test_dapq_answers_more_than_positions_first(correct_answers: dict[str, int]) -> None:
+    assert correct_answers["dapq"] > correct_answers[NAMES[3]]
 
 
 @pytest.mark.parametrize("name", ["laq", "dapq"])

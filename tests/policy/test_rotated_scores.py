@@ -111,13 +111,13 @@ def test_invalid_leverage_parameters_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong, told",
+    "wrong, message",
     [
         ({"future": 0}, "expected.future must be at least 1 position, got 0"),
         ({"sinks": -1}, "expected.sinks must be 0 or more, got -1"),
         ({"epsilon": -0.1}, "expected.epsilon must be 0 or more, got -0.1"),
     ],
 )
-def test_invalid_expected_parameters_are_refused(wrong: dict[str, Any], told: str) -> None:
-    with pytest.raises(BadParameter, match=told):
+def test_invalid_expected_parameters_are_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadParameter, match=message):
         Expected(**wrong)

@@ -1,4 +1,4 @@
-"""What every scorer promises, and the loop that each must equal."""
+"""Contract of every scorer, and the loop that each must equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sentences are cut where tokens end them, over the edges of passes too."""
+"""Sentences: they end at their last tokens, across passes too."""
 
 from __future__ import annotations
 
@@ -79,15 +79,15 @@ def test_planner_declares_the_sentence_column() -> None:
 
 
 @pytest.fixture(scope="module")
-def scribe(seed_model) -> TokenizerAdapter:
+def adapter(seed_model) -> TokenizerAdapter:
     return TokenizerAdapter(seed_model.tokenizer)
 
 
-def test_sentence_ends_are_read_from_the_tokenizer(scribe) -> None:
-    ends = scribe.lexicon(frozenset({ENDS}))[ENDS]
-    assert scribe.lexicon(frozenset()) == {}
+def test_sentence_ends_are_read_from_the_tokenizer(adapter) -> None:
+    ends = adapter.lexicon(frozenset({ENDS}))[ENDS]
+    assert adapter.lexicon(frozenset()) == {}
     for text in (".", "?", "!", "\n"):
-        assert scribe.encode(f"word{text}")[-1] in ends, text
+        assert adapter.encode(f"word{text}")[-1] in ends, text
     for text in ("word", ",", ":", ";", " and"):
-        assert not set(scribe.encode(text)) & ends, text
-    assert set(scribe.tokenizer.all_special_ids) <= ends
+        assert not set(adapter.encode(text)) & ends, text
+    assert set(adapter.tokenizer.all_special_ids) <= ends

@@ -1,4 +1,4 @@
-"""Policies are written, read and written again; what is misspelt is told in one line."""
+"""Policy sentences: round trips, and one-line errors for misspelt ones."""
 
 from __future__ import annotations
 
@@ -226,11 +226,11 @@ WRONG = {
 
 @pytest.mark.parametrize("sentence", WRONG, ids=lambda s: repr(s)[:40])
 def test_misspelling_errors_are_one_line(sentence) -> None:
-    kind, said = WRONG[sentence]
+    kind, expected = WRONG[sentence]
     with pytest.raises(kind) as caught:
         Policy.parse(sentence)
     message = str(caught.value)
-    assert said in message
+    assert expected in message
     assert "\n" not in message
     assert caught.value.exit_code == 2
 
@@ -243,7 +243,7 @@ def test_random_text_raises_larder_errors_only(text) -> None:
         assert "\n" not in str(error)
 
 
-OUTSIDER = """
+THIRD_PARTY = """
 from dataclasses import dataclass
 from larder.policy.scorers.base import Scorer
 
@@ -257,9 +257,9 @@ class Part(Scorer):
 
 
 @pytest.fixture
-def outsider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Family:
+def third_party(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Family:
     """A package of someone else's that offers two scorers, one under a name of ours."""
-    (tmp_path / "outlandish.py").write_text(OUTSIDER)
+    (tmp_path / "outlandish.py").write_text(THIRD_PARTY)
     info = tmp_path / "outsider-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outsider\nVersion: 1.0\n")
@@ -270,22 +270,22 @@ def outsider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Family:
     return FAMILIES["scorer"]
 
 
-def test_third_party_part_is_registered(outsider) -> None:
-    assert "outlandish" in outsider.names()
+def test_third_party_part_is_registered(third_party) -> None:
+    assert "outlandish" in third_party.names()
     policy = Policy.parse("outlandish(weight=5) > pooled()")
     assert policy.scorer.weight == 5
     assert Policy.parse(str(policy)) == policy
 
 
-def test_third_party_cannot_replace_a_part(outsider) -> None:
-    assert outsider.load("snapkv").__module__ == "larder.policy.scorers.snapkv"
-    assert outsider.names().count("snapkv") == 1
+def test_third_party_cannot_replace_a_part(third_party) -> None:
+    assert third_party.load("snapkv").__module__ == "larder.policy.scorers.snapkv"
+    assert third_party.names().count("snapkv") == 1
 
 
 def test_part_is_spelled_by_its_entry_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "oddly_named.py").write_text(OUTSIDER.replace("class Part", "class Norm"))
+    (tmp_path / "oddly_named.py").write_text(THIRD_PARTY.replace("class Part", "class Norm"))
     info = tmp_path / "odd-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: odd\nVersion: 1.0\n")

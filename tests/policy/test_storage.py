@@ -1,4 +1,4 @@
-"""How what stays is held: grades as the loops say, within the bytes of the budget."""
+"""Storage of kept entries: grades equal to loops, within the bytes of the budget."""
 
 from __future__ import annotations
 
@@ -187,9 +187,9 @@ def test_arkv_layer_preference_equals_its_reference() -> None:
 
 
 def test_arkv_layers_are_compared_with_the_best() -> None:
-    told = [StorageStatistics(numbers=(math.log(n),)) for n in (2.0, 8.0, 4.0)]
-    assert ARKV().compare(told) == pytest.approx([0.25, 1.0, 0.5])
-    assert Exact().compare(told) == [1.0] * 3
+    statistics = [StorageStatistics(numbers=(math.log(n),)) for n in (2.0, 8.0, 4.0)]
+    assert ARKV().compare(statistics) == pytest.approx([0.25, 1.0, 0.5])
+    assert Exact().compare(statistics) == [1.0] * 3
 
 
 def test_qaq_bits_hand_values() -> None:
@@ -221,9 +221,9 @@ def test_qaq_outliers_do_not_widen_the_range() -> None:
     vectors = torch.linspace(-1, 1, 201).repeat(1000, 1)
     vectors[:, 0], vectors[:, -1] = -100.0, 100.0
     weights = torch.full((1000,), 0.01)
-    told = {"value_error": 0.05, "window": 1}
-    assert graded(QAQ(**told, outliers=0.01), vectors, weights) == [2] * 1000
-    assert graded(QAQ(**told, outliers=0.0), vectors, weights) == [8] * 1000
+    parameters = {"value_error": 0.05, "window": 1}
+    assert graded(QAQ(**parameters, outliers=0.01), vectors, weights) == [2] * 1000
+    assert graded(QAQ(**parameters, outliers=0.0), vectors, weights) == [8] * 1000
 
 
 def test_qaq_newest_tokens_take_the_most_bits() -> None:

@@ -1,4 +1,4 @@
-"""Running columns equal what loops make of all that was ever said of an entry; who reads them."""
+"""Tallies: running columns equal to loops over all attention, and the scorers that read them."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ class Run:
         for head in range(LAYER.kv_heads):
             rows = entries.rows(head)
             for row in range(rows.start, rows.stop):
-                told = self.listener.told[head, int(entries.positions[row])]
-                for name, number in loop.remembered(told).items():
+                history = self.listener.told[head, int(entries.positions[row])]
+                for name, number in loop.remembered(history).items():
                     yield name, float(entries.columns[name][row]), number
 
 
@@ -141,8 +141,8 @@ def test_tallies_with_sharp_attention_equal_their_references(loop_of) -> None:
     for tally in every_tally():
         assert_remembers(done, tally, loop_of(tally))
         if "longest_gap" in tally.columns:
-            told = done.remembered(loop_of(tally))
-            gaps = [got for name, got, _ in told if name == "longest_gap"]
+            compared = done.remembered(loop_of(tally))
+            gaps = [got for name, got, _ in compared if name == "longest_gap"]
             assert min(gaps) == 0 and max(gaps) > 10
 
 
@@ -190,7 +190,7 @@ def test_tally_is_cited(tally) -> None:
     assert "arXiv:" in (inspect.getmodule(type(tally)).__doc__ or "")
 
 
-def told_of(**columns: list[float]) -> Observation:
+def view_with_columns(**columns: list[float]) -> Observation:
     """One head whose columns hold these numbers, after 21 tokens."""
     count = len(next(iter(columns.values())))
     observation = a_view(a_layer(1, 1), [range(count)], 1)
@@ -200,20 +200,20 @@ def told_of(**columns: list[float]) -> Observation:
 
 def test_due_entries_outrank_entries_never_needed_again() -> None:
     last, gap = [20.0, 12.0, 12.0, 12.0, 0.0], [1.0, 16.0, 4.0, 0.0, 0.0]
-    scores = Recurrence().score(told_of(last_needed=last, longest_gap=gap))
+    scores = Recurrence().score(view_with_columns(last_needed=last, longest_gap=gap))
     assert scores.argsort(descending=True).tolist()[:3] == [0, 1, 2]
     assert scores[3] == scores[4] == 0.0
     assert float(scores[1]) == pytest.approx(2 / (1 + math.exp(1.5)), abs=1e-5)
 
 
 def test_roco_protects_high_variance_entries_regardless_of_age() -> None:
-    told = told_of(
+    view = view_with_columns(
         moment_count=[20.0, 20.0, 2.0, 2.0],
         moment_mean=[0.1, 0.02, 0.2, 0.01],
         moment_spread=[0.2, 4.0, 0.02, 0.01],
     )
-    assert RoCo(spared=0.25).score(told).tolist() == pytest.approx([0.1, 1.02, 0.2, 0.01])
-    assert RoCo(spared=0.0).score(told).tolist() == pytest.approx([0.1, 0.02, 0.2, 0.01])
+    assert RoCo(spared=0.25).score(view).tolist() == pytest.approx([0.1, 1.02, 0.2, 0.01])
+    assert RoCo(spared=0.0).score(view).tolist() == pytest.approx([0.1, 0.02, 0.2, 0.01])
 
 
 def test_lagkv_ranks_entries_evenly_within_each_partition() -> None:

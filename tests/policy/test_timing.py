@@ -1,4 +1,4 @@
-"""When entries go while text is generated, and how many may stay."""
+"""Timings of eviction during decoding, and the entries that may stay."""
 
 from __future__ import annotations
 
@@ -177,8 +177,8 @@ def test_split_decode_quota_grows_to_the_remaining_budget() -> None:
 
 def test_a_timing_is_frozen_and_cites_its_paper(timing) -> None:
     assert hash(timing) == hash(type(timing)(**vars(timing)))
-    said = inspect.getmodule(type(timing)).__doc__ or ""
-    assert "arXiv:" in said or "o paper" in said
+    citation = inspect.getmodule(type(timing)).__doc__ or ""
+    assert "arXiv:" in citation or "o paper" in citation
 
 
 def test_timings_that_extend_protection_add_prefill_and_latest_entries(timing) -> None:

@@ -40,7 +40,7 @@ CASE = {
 }
 
 
-def told(heads: list[dict[int, float]]) -> tuple[Tensor, Observation]:
+def scored_view(heads: list[dict[int, float]]) -> tuple[Tensor, Observation]:
     """Packed scores, and a layer that holds their entries."""
     held = [sorted(head) for head in heads]
     scores = [head[place] for head, places in zip(heads, held, strict=True) for place in places]
@@ -76,21 +76,21 @@ def assert_equal(got: list[list[float]], expected: list[list[float]]) -> None:
 
 @pytest.mark.parametrize("case", CASE)
 def test_value_rule_equals_its_reference(values, loop_of, case) -> None:
-    scores, seen = told(CASE[case])
+    scores, seen = scored_view(CASE[case])
     got = split(values.weigh(scores, seen), seen)
     assert_equal(got, weighed_by_loop(values, loop_of(values), scores, seen))
 
 
 @given(heads=HEADS)
 def test_value_rules_equal_their_references_on_any_scores(values, loop_of, heads) -> None:
-    scores, seen = told(heads)
+    scores, seen = scored_view(heads)
     got = split(values.weigh(scores, seen), seen)
     assert_equal(got, weighed_by_loop(values, loop_of(values), scores, seen))
 
 
 @pytest.mark.parametrize("case", CASE)
 def test_unit_equals_its_reference(unit, loop_of, case) -> None:
-    scores, seen = told(CASE[case])
+    scores, seen = scored_view(CASE[case])
     got = split(unit.pool(scores, seen), seen)
     assert_equal(got, loop_of(unit).pooled(unit, split(scores, seen), places_of(seen)))
 
@@ -99,7 +99,7 @@ def test_unit_equals_its_reference(unit, loop_of, case) -> None:
 def test_units_of_any_size_equal_their_references(unit, loop_of, heads, size, best) -> None:
     chosen = {"size": size, "best": best, "layers": 1}
     unit = replace(unit, **{f.name: chosen[f.name] for f in fields(unit) if f.name in chosen})
-    scores, seen = told(heads)
+    scores, seen = scored_view(heads)
     got = split(unit.pool(scores, seen), seen)
     assert_equal(got, loop_of(unit).pooled(unit, split(scores, seen), places_of(seen)))
 
@@ -114,7 +114,7 @@ RULES = [
 @pytest.mark.parametrize("case", CASE)
 @pytest.mark.parametrize("rule", RULES)
 def test_infinite_scores_are_kept_and_finite_ones_stay_finite(rule, case) -> None:
-    scores, seen = told(CASE[case])
+    scores, seen = scored_view(CASE[case])
     got = rule(scores, seen)
     assert got.dtype is torch.float32
     assert got.shape == scores.shape
@@ -125,7 +125,7 @@ def test_infinite_scores_are_kept_and_finite_ones_stay_finite(rule, case) -> Non
 
 @pytest.mark.parametrize("rule", RULES)
 def test_infinite_scores_do_not_affect_others(rule) -> None:
-    scores, seen = told(CASE["infinite"])
+    scores, seen = scored_view(CASE["infinite"])
     flipped = torch.where(scores.isfinite(), scores, -scores)
     finite = scores.isfinite()
     assert torch.equal(rule(scores, seen)[finite], rule(flipped, seen)[finite])
@@ -134,7 +134,7 @@ def test_infinite_scores_do_not_affect_others(rule) -> None:
 @pytest.mark.parametrize("case", CASE)
 @pytest.mark.parametrize("rule", RULES)
 def test_the_order_of_kv_heads_does_not_matter(rule, case) -> None:
-    scores, observation = told(CASE[case])
+    scores, observation = scored_view(CASE[case])
     order, old = [2, 0, 1], observation.entries
     turned = replace(
         old,
@@ -150,7 +150,7 @@ def test_the_order_of_kv_heads_does_not_matter(rule, case) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_inputs_are_not_modified(rule) -> None:
-    scores, observation = told(CASE["negative"])
+    scores, observation = scored_view(CASE["negative"])
     tensors = (
         scores,
         observation.entries.values,
@@ -164,7 +164,7 @@ def test_inputs_are_not_modified(rule) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_unowned_rows_are_ignored(rule) -> None:
-    scores, observation = told(CASE["plain"])
+    scores, observation = scored_view(CASE["plain"])
     values = torch.full_like(observation.entries.values, 1e4)
     for head in heads_of(observation):
         values[observation.entries.rows(head)] = observation.entries.head_values(head)
@@ -174,7 +174,7 @@ def test_unowned_rows_are_ignored(rule) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_half_precision_is_weighted_in_float32(rule) -> None:
-    scores, observation = told(CASE["plain"])
+    scores, observation = scored_view(CASE["plain"])
     values = observation.entries.values.bfloat16()
     low = rule(scores, replace(observation, entries=replace(observation.entries, values=values)))
     wide = rule(
@@ -184,7 +184,7 @@ def test_half_precision_is_weighted_in_float32(rule) -> None:
 
 
 def test_caote_is_the_change_of_the_output() -> None:
-    scores, observation = told([{0: 3.0, 1: 1.0, 2: 0.0}])
+    scores, observation = scored_view([{0: 3.0, 1: 1.0, 2: 0.0}])
     observation.entries.values[observation.entries.rows(0)] = torch.eye(3, 8) * torch.tensor(
         [[4.0], [4.0], [9.0]]
     )
@@ -194,7 +194,7 @@ def test_caote_is_the_change_of_the_output() -> None:
 
 @pytest.mark.parametrize("heavy", [1e3, 1e6, 1e9])
 def test_caote_is_accurate_for_a_dominant_entry(loop_of, heavy) -> None:
-    scores, seen = told([{0: 1.0, 1: heavy, 2: 0.5, 3: 2.0}])
+    scores, seen = scored_view([{0: 1.0, 1: heavy, 2: 0.5, 3: 2.0}])
     expected = loop_of(Caote()).weighed(Caote(), split(scores, seen), values_of(seen))
     got = split(Caote().weigh(scores, seen), seen)
     assert got[0] == pytest.approx(expected[0], rel=1e-4)
@@ -202,7 +202,7 @@ def test_caote_is_accurate_for_a_dominant_entry(loop_of, heavy) -> None:
 
 
 def test_criticality_counts_large_values_with_little_attention() -> None:
-    scores, observation = told([{0: 0.0, 1: 0.0, 2: 0.3}])
+    scores, observation = scored_view([{0: 0.0, 1: 0.0, 2: 0.3}])
     values = observation.entries.values
     values[:3] = torch.tensor([[1.0], [-2.0], [0.001]])
     got = Criticality(epsilon=0.1).weigh(scores, observation).tolist()
@@ -210,7 +210,9 @@ def test_criticality_counts_large_values_with_little_attention() -> None:
 
 
 def test_units_share_one_score_without_protected_entries() -> None:
-    scores, seen = told([{0: 1.0, 1: INF, 2: 3.0, 3: 5.0, 7: -INF, 8: 4.0}, {2: 8.0, 5: 6.0}])
+    scores, seen = scored_view(
+        [{0: 1.0, 1: INF, 2: 3.0, 3: 5.0, 7: -INF, 8: 4.0}, {2: 8.0, 5: 6.0}]
+    )
     assert Chunk(size=3).pool(scores, seen).tolist() == [2.0, INF, 2.0, 5.0, -INF, 4.0, 8.0, 6.0]
     assert Chunk(size=4).pool(scores, seen).tolist() == [3.0, INF, 3.0, 3.0, -INF, 4.0, 8.0, 6.0]
     window = Window(size=4, best=0.5)
@@ -218,13 +220,13 @@ def test_units_share_one_score_without_protected_entries() -> None:
 
 
 def test_window_averaging_all_equals_a_chunk() -> None:
-    scores, seen = told(CASE["negative"])
+    scores, seen = scored_view(CASE["negative"])
     whole = Window(size=3, best=1.0).pool(scores, seen)
     assert torch.equal(whole, Chunk(size=3).pool(scores, seen))
 
 
 def test_question_text_uses_the_best_half_of_a_window() -> None:
-    scores, seen = told([{n: float(n % 4) for n in range(8)}])
+    scores, seen = scored_view([{n: float(n % 4) for n in range(8)}])
     asking = replace(seen, ids=(3, 9, 4), lexicon={"question_marks": frozenset({9})})
     long_ago = replace(asking, ids=(9, *[4] * 32))
     found = Window(size=4, best=0.5, task=Task.FOUND)
@@ -235,7 +237,7 @@ def test_question_text_uses_the_best_half_of_a_window() -> None:
 
 def test_window_share_is_rounded_correctly() -> None:
     assert 0.29 * 100 < 29
-    scores, seen = told([{place: float(place < 28) for place in range(100)}])
+    scores, seen = scored_view([{place: float(place < 28) for place in range(100)}])
     pooled = Window(size=100, best=0.29).pool(scores, seen)
     assert pooled.tolist() == pytest.approx([28 / 29] * 100)
 
