@@ -16,5 +16,5 @@ def small() -> LoadedModel:
 
 @pytest.fixture
 def loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What reading takes depends on the machine: here loading is always the quicker way."""
+    """Restore by loading always, whatever the measured speed of prefill."""
     monkeypatch.setattr(ThroughputEstimates, "choose", lambda *args: RestorePath.LOAD)

@@ -103,7 +103,7 @@ def streamed(form: AnswerForm, parts: list[str]) -> tuple[str, str, list[tuple[s
     return reasoning, content, told
 
 
-def cut(text: str, seed: int) -> list[str]:
+def random_parts(text: str, seed: int) -> list[str]:
     drawn = random.Random(seed)
     cuts = sorted(drawn.sample(range(len(text) + 1), min(4, len(text))))
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -119,7 +119,7 @@ def test_tool_calls_are_parsed(
     expected = "", content, [(call.name, call.text) for call in parsed.calls]
     if text in BROKEN_OFF:  # is only known to be none once it has been sent
         expected = "", "", [("f", BROKEN_OFF[text])]
-    for parts in (list(text), [text], *(cut(text, seed) for seed in range(20))):
+    for parts in (list(text), [text], *(random_parts(text, seed) for seed in range(20))):
         assert streamed(form, parts) == expected
     assert form.canonical(text) == canonical_answer(content, calls)
     one = AnswerForm(name, is_parallel=False)
@@ -269,7 +269,7 @@ def test_reasoning_is_separated_from_content(
     form = AnswerForm(reasoning_parser=name)
     parsed = form.parse(text)
     assert (parsed.reasoning, parsed.content) == (reasoning, content)
-    for parts in (list(text), [text], *(cut(text, seed) for seed in range(20))):
+    for parts in (list(text), [text], *(random_parts(text, seed) for seed in range(20))):
         assert streamed(form, parts) == (reasoning, content, [])
     assert form.canonical(text) == content.strip()
 
@@ -278,7 +278,7 @@ def test_reasoning_before_tool_calls_is_separated() -> None:
     form = AnswerForm("hermes", "qwen3")
     text = f"<think>\nWhich?\n</think>\n\nThis.\n<tool_call>\n{RAW_F}\n</tool_call>"
     expected = "Which?", "This.\n", [("f", '{"a": 1.0,"b":[true,null]}')]
-    for parts in (list(text), *(cut(text, seed) for seed in range(20))):
+    for parts in (list(text), *(random_parts(text, seed) for seed in range(20))):
         assert streamed(form, parts) == expected
 
 

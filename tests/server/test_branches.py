@@ -189,7 +189,7 @@ def test_branch_removal_with_an_unreadable_family_is_a_503(
 
 
 def calls(hub: LocalEngineClient, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What the model's thread is asked from now on."""
+    """Calls to the model's thread from now on."""
     made, call = list[object](), hub.context.thread.call
 
     def counted(work: Callable[[], object]) -> object:

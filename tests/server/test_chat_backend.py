@@ -108,7 +108,7 @@ def test_cancelled_turn_leaves_the_chat_unchanged(
 
 
 @pytest.mark.extended
-def test_a_message_longer_than_the_budget_is_read_in_blocks(small: LoadedModel) -> None:
+def test_message_longer_than_the_budget_is_prefilled_in_blocks(small: LoadedModel) -> None:
     served = serving(small, "icecache")
     short, _ = served.submit(told(1, 1), max_new_tokens=24)
     while not short.text:

@@ -273,7 +273,7 @@ def test_texts_of_all_tenants_are_charged_to_host_memory() -> None:
     assert ledger.used(Tier.HOST, "three") > 0 < ledger.used(Tier.HOST, "two")
 
 
-def test_texts_that_are_refused_are_not_kept(small: LoadedModel) -> None:
+def test_contexts_of_a_refused_request_are_not_stored(small: LoadedModel) -> None:
     served = Served(small, "ape")
     long = "x" * 10**6
     with pytest.raises(ApiError, match="longer|characters"):

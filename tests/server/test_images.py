@@ -72,7 +72,7 @@ def loaded(name: str) -> LoadedModel:
 
 
 @dataclass
-class Shown:
+class ImageClient:
     """Messages with images of some shades, as a client sends them."""
 
     served: Served | Stored
@@ -93,8 +93,8 @@ class Shown:
         return self.served.core.sessions.find("a", name)
 
 
-def shown(name: str, **options: Any) -> Shown:
-    return Shown(Served(loaded(name), **options), RequestImages())
+def image_client(name: str, **options: Any) -> ImageClient:
+    return ImageClient(Served(loaded(name), **options), RequestImages())
 
 
 def model_answer(name: str, session: SessionState, shades: list[int], tokens: int = 4) -> list[int]:
@@ -109,7 +109,7 @@ def model_answer(name: str, session: SessionState, shades: list[int], tokens: in
     return out[0, len(real) :].tolist()
 
 
-def assert_answered(name: str, one: Shown, shades: list[int], session: str = "x") -> None:
+def assert_answered(name: str, one: ImageClient, shades: list[int], session: str = "x") -> None:
     held = one.session(session)
     expected = list(takewhile(lambda t: t != STOP, model_answer(name, held, shades)))
     assert list(held.turns[-1].answer_ids[: len(expected)]) == expected
@@ -131,7 +131,7 @@ def merges(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_image_conversation_matches_the_model(name: str, merges: list[int]) -> None:
-    one = shown(name)
+    one = image_client(name)
     turns = [one.message("Look with care: ", 10, " an", 20, "?")]
     first = one.ask(turns)
     assert_answered(name, one, [10, 20])
@@ -153,7 +153,7 @@ def test_image_conversation_matches_the_model(name: str, merges: list[int]) -> N
 
 
 def test_dropped_image_cache_is_recomputed(merges: list[int]) -> None:
-    one = shown(QWEN)
+    one = image_client(QWEN)
     turns = [one.message("Look: ", 10, " here?")]
     turns = answered(turns, one.ask(turns), "Why?")
     turns = answered(turns, one.ask(turns), "")[:-1] + [one.message("An", 30, "?")]
@@ -170,7 +170,7 @@ def test_dropped_image_cache_is_recomputed(merges: list[int]) -> None:
 
 @pytest.mark.extended
 def test_sessions_share_no_prefix_past_a_different_image() -> None:
-    one, text = shown(QWEN), "Look with care, an then say: " * 4  # so long that it is shared
+    one, text = image_client(QWEN), "Look with care, an then say: " * 4  # so long that it is shared
     before, asked = len(f"User: {text}"), " here? An "
     first = [one.message(text, 10, asked, 20, "?")]
     answer = one.ask(first)
@@ -190,15 +190,15 @@ def test_sessions_share_no_prefix_past_a_different_image() -> None:
 
 
 @pytest.mark.usefixtures("loads")
-def test_a_stored_session_continues(tmp_path: Path, merges: list[int]) -> None:
+def test_stored_image_session_continues(tmp_path: Path, merges: list[int]) -> None:
     model, images = loaded(QWEN), RequestImages()
     store = Stored(model, tmp_path)
-    before = Shown(store, images)
+    before = ImageClient(store, images)
     turns = [before.message("Look with care: ", 10, " here?")]
     turns = answered(turns, before.ask(turns), "Why?")
     store.close()
     store = Stored(model, tmp_path)
-    after = Shown(store, images)
+    after = ImageClient(store, images)
     again = after.ask(turns)
     assert_answered(QWEN, after, [10])
     assert again.told.restored_tokens > 0 and merges == [1]
@@ -206,14 +206,14 @@ def test_a_stored_session_continues(tmp_path: Path, merges: list[int]) -> None:
 
 
 def test_repetition_penalty_is_accepted_with_images() -> None:
-    one = shown(LLAVA)
+    one = image_client(LLAVA)
     sampling = SamplingParams(temperature=0.0, repetition_penalty=1.5)
     assert one.ask([one.message("Look: ", 10, "?")], sampling=sampling).text
 
 
 def test_prefill_blocks_do_not_split_images(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = ("Look: ", 10, " an", 20, " an", 30, "?")
-    whole, cut = shown(QWEN), shown(QWEN)
+    whole, cut = image_client(QWEN), image_client(QWEN)
     expected = whole.ask([whole.message(*parts)]).text
     monkeypatch.setattr(ServingPolicy, "block", 3)
     assert cut.ask([cut.message(*parts)]).text == expected
@@ -221,16 +221,16 @@ def test_prefill_blocks_do_not_split_images(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_unsupported_image_requests_are_refused() -> None:
-    one = shown(LLAVA)
+    one = image_client(LLAVA)
     with pytest.raises(ApiError, match="image tokens"):
         one.ask([one.message("What is <image> in ", 10, "?")])
     with pytest.raises(ApiError, match="earlier message"):
-        Shown(one.served, RequestImages()).ask([one.message("Look: ", 10, "?")])
-    limited = shown(LLAVA, policy=LIMITED)
+        ImageClient(one.served, RequestImages()).ask([one.message("Look: ", 10, "?")])
+    limited = image_client(LLAVA, policy=LIMITED)
     with pytest.raises(ApiError, match="kv_policy 'exact'"):
         limited.ask([limited.message("Look: ", 10, "?")])
     assert limited.ask([limited.message("Look: ", 10, "?")], exact=True).text
-    apart, context = shown(LLAVA, policy="ape"), ("A man is here.",)
+    apart, context = image_client(LLAVA, policy="ape"), ("A man is here.",)
     with pytest.raises(ApiError, match="read apart in front of text alone: ask with kv_policy"):
         apart.ask([apart.message("Look: ", 10, "?")], contexts=context)
     assert apart.ask([apart.message("Look: ", 10, "?")], contexts=context, exact=True).text

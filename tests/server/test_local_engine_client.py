@@ -237,7 +237,7 @@ def test_imports_and_exports_run_off_the_model_thread(
     assert "larder model" not in {thread for _, thread in threads}
 
 
-def test_the_stop_string_that_ended_an_answer_is_reported(small: LoadedModel) -> None:
+def test_matched_stop_string_is_reported(small: LoadedModel) -> None:
     served = Served(small)
     whole = served.ask(told(1), max_new_tokens=6)
     assert whole.told.matched_stop is None

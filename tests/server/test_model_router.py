@@ -111,7 +111,7 @@ def test_requests_choose_an_adapter(
         assert told.choices[0].message.content == expected
 
 
-def test_nothing_is_shared_between_models(client: OpenAI) -> None:
+def test_sessions_and_caches_are_not_shared_between_models(client: OpenAI) -> None:
     text = "The same text for both of them."
     named = {"extra_headers": {"x-session-id": "both"}}
     first = asked(client, "base", text, **named)

@@ -1,4 +1,4 @@
-"""The table of operations: each has what its relay and its endpoint need."""
+"""Table of operations: placement, merge and endpoint of each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from server_engine_clients import hub_in
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_operation_has_its_placement_and_merge(name: str) -> None:
+def test_operation_parameters_match_its_placement_and_merge(name: str) -> None:
     """Those on a session are routed by tenant and name, those of every replica are merged."""
     operation = OPERATIONS[name]
     names = [each.name for each in operation.parameters]
@@ -50,7 +50,7 @@ def test_each_endpoint_is_in_the_schema() -> None:
 
 
 @pytest.mark.parametrize("method", ["GET", "DELETE"])
-def test_an_endpoint_must_not_shadow_sessions_of_some_names(method: str) -> None:
+def test_endpoint_that_shadows_session_names_is_refused(method: str) -> None:
     def spans(context: EngineContext, tenant: str, name: str) -> None: ...
 
     hidden = Operation(spans, endpoint=Endpoint(method, f"{SESSION}/spans"))
@@ -59,7 +59,7 @@ def test_an_endpoint_must_not_shadow_sessions_of_some_names(method: str) -> None
     assert operations_router([Operation(spans, endpoint=Endpoint("POST", f"{SESSION}/spans"))])
 
 
-def test_no_session_has_a_name_that_an_endpoint_shadows() -> None:
+def test_session_names_shadowed_by_an_endpoint_are_refused() -> None:
     endpoints = [each.endpoint for each in OPERATIONS.values() if each.endpoint is not None]
     methods = {each.method for each in endpoints if each.path == SESSION}
     below = [each for each in endpoints if each.path.startswith(f"{SESSION}/")]

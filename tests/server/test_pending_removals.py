@@ -22,7 +22,7 @@ READER = "reader"
 def test_read_finished_after_a_deletion_does_not_restore_the_session(
     small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_over: bool
 ) -> None:
-    """What was read arrives when the store has forgotten the session, or is about to."""
+    """The read finishes after the store has removed the session, or just before."""
     with hub_in(tmp_path, small) as hub:
         ask(hub, told(1), "x")
     with hub_in(tmp_path, small) as hub, ThreadPoolExecutor(1, READER) as reader:

@@ -161,7 +161,7 @@ def test_exhausted_tenant_quota_does_not_preempt_others(small: LoadedModel, poli
     assert served.core.scheduler.preemptions == 0
 
 
-def test_a_tenant_preempts_its_own_requests_for_its_quota(small: LoadedModel) -> None:
+def test_tenant_at_its_quota_preempts_its_own_requests(small: LoadedModel) -> None:
     quota = int(1.2 * reserved(small, "full", LONG, 40))
     served = Served(small, quotas={Tier.DEVICE: quota})
     slow, _ = served.submit(LONG, tenant="a", priority=1, max_new_tokens=40)

@@ -101,7 +101,7 @@ def test_predicted_pauses_of_a_new_tool_are_those_of_its_tenant(small: LoadedMod
     assert served.core.sessions.find("b", "z").usage.pause.pauses == ()
 
 
-def pair(loaded: LoadedModel, is_old_resident: bool) -> tuple[Served, dict[str, Client]]:
+def two_programs(loaded: LoadedModel, is_old_resident: bool) -> tuple[Served, dict[str, Client]]:
     """Requests of an old program, and of a later one whose cache is in memory."""
     served = Served(loaded, scheduling=PROGRAMS, prefill_chunk=16)
     turns, long = {"old": told(1), "held": told(2)}, told(3, 5)[0].text
@@ -120,7 +120,7 @@ def pair(loaded: LoadedModel, is_old_resident: bool) -> tuple[Served, dict[str, 
 def test_prompts_are_prefilled_in_admission_order(
     small: LoadedModel, is_resident: bool, order: list[str]
 ) -> None:
-    served, clients = pair(small, is_resident)
+    served, clients = two_programs(small, is_resident)
     assert finished(served, clients) == order
 
 
@@ -128,7 +128,7 @@ def test_prompts_are_prefilled_in_admission_order(
 def test_overtaken_request_is_prefilled_first(
     small: LoadedModel, passed: int, order: list[str]
 ) -> None:
-    served, clients = pair(small, is_old_resident=True)
+    served, clients = two_programs(small, is_old_resident=True)
     [held] = [job for job in served.core.scheduler.queue if job.session.name == "held"]
     held.passed = passed
     assert finished(served, clients) == order
@@ -138,7 +138,7 @@ def test_prompts_are_not_starved_by_old_programs(
     small: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request_queue, "MAX_PASSED_REQUESTS", 3)
-    served, _ = pair(small, is_old_resident=True)
+    served, _ = two_programs(small, is_old_resident=True)
     read, scheduler = list[str](), served.core.scheduler
     while len(read) < 8 and served.step():
         read += [

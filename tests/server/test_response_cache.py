@@ -78,7 +78,7 @@ def test_category_rules_are_parsed_and_validated() -> None:
             ResponseCategory.parse(wrong)
 
 
-class FirstWords(Embedder):
+class FirstWordEmbedder(Embedder):
     """Questions are alike if their first words are."""
 
     @property
@@ -95,12 +95,12 @@ class FirstWords(Embedder):
         return len(text.split()) < 20
 
 
-class Cached:
+class CachedClient:
     """Client of an engine with a category `faq`."""
 
     def __init__(self, small: LoadedModel, **rules: float) -> None:
         engine = Engine(small, policy="full")
-        engine.runtime = replace(engine.runtime, embedder=lambda name: FirstWords())
+        engine.runtime = replace(engine.runtime, embedder=lambda name: FirstWordEmbedder())
         times = count(1)
         self.client = LocalEngineClient(
             engine,
@@ -120,7 +120,7 @@ class Cached:
 
 
 def test_cached_response_is_returned_to_its_tenant_only(small: LoadedModel) -> None:
-    cached = Cached(small)
+    cached = CachedClient(small)
     with closing(cached.client):
         first, again = cached.ask("Box 7 holds?"), cached.ask("Box seven, what does it hold?")
         assert again.told.tier == "response" and again.text == first.text
@@ -137,7 +137,7 @@ def test_cached_response_is_returned_to_its_tenant_only(small: LoadedModel) -> N
 
 
 def test_sampled_responses_are_reused_only_on_request(small: LoadedModel) -> None:
-    cached, hot = Cached(small), SamplingParams(temperature=1.0)
+    cached, hot = CachedClient(small), SamplingParams(temperature=1.0)
     with closing(cached.client):
         for _ in range(2):
             assert cached.ask("Box 7?", sampling=hot).told.tier != "response"
@@ -148,7 +148,7 @@ def test_sampled_responses_are_reused_only_on_request(small: LoadedModel) -> Non
 
 
 def test_cached_examples_precede_the_question(small: LoadedModel) -> None:
-    cached = Cached(small)
+    cached = CachedClient(small)
     wanted = CachedResponse("faq", CachedUse.EXAMPLES, key="plan")
     with closing(cached.client):
         first = cached.ask("Open box 7.", cached_response=wanted)
@@ -159,7 +159,7 @@ def test_cached_examples_precede_the_question(small: LoadedModel) -> None:
 
 
 def test_uncacheable_requests_are_refused(small: LoadedModel) -> None:
-    cached = Cached(small)
+    cached = CachedClient(small)
     with closing(cached.client):
         refused: list[dict[str, Any]] = [
             {"session": "x"},
@@ -181,14 +181,14 @@ def test_missing_embedder_is_an_error_at_startup(small: LoadedModel) -> None:
 
 
 def test_cached_truncated_answer_keeps_its_finish_reason(small: LoadedModel) -> None:
-    cached = Cached(small)
+    cached = CachedClient(small)
     with closing(cached.client):
         first, again = cached.ask("Box 7?"), cached.ask("Box 7?")
         assert again.told.tier == "response" and again.told.reason == first.told.reason == "length"
 
 
 def test_entry_stores_the_question_that_was_answered(small: LoadedModel) -> None:
-    cached, wanted = Cached(small), CachedResponse("faq", CachedUse.EXAMPLES, key="plan")
+    cached, wanted = CachedClient(small), CachedResponse("faq", CachedUse.EXAMPLES, key="plan")
     asked = Request("a", (ChatMessage("user", "Never."),), cached_response=wanted, max_new_tokens=4)
     cached.client.responses.take(asked, Client())
     with closing(cached.client):
@@ -199,7 +199,7 @@ def test_entry_stores_the_question_that_was_answered(small: LoadedModel) -> None
 
 
 def test_questions_longer_than_the_embedder_are_not_cached(small: LoadedModel) -> None:
-    cached = Cached(small)
+    cached = CachedClient(small)
     with closing(cached.client):
         for text in ("Lamp" + " on" * 20, "Lamp" + " off" * 20):
             assert cached.ask(text).told.tier != "response"
@@ -209,7 +209,7 @@ def test_questions_longer_than_the_embedder_are_not_cached(small: LoadedModel) -
 
 
 def test_tenants_with_only_expired_entries_are_dropped(small: LoadedModel) -> None:
-    cached = Cached(small, ttl=1000.0)
+    cached = CachedClient(small, ttl=1000.0)
     with closing(cached.client):
         cached.ask("Box 7?")
         cached.ask("Box 7?", tenant="b")
@@ -218,17 +218,17 @@ def test_tenants_with_only_expired_entries_are_dropped(small: LoadedModel) -> No
         assert list(cached.client.responses._tenants) == [("c", "faq")]
 
 
-def test_a_full_queue_refuses_before_a_question_is_embedded(
+def test_full_queue_refuses_a_request_before_embedding_it(
     small: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cached, embedded = Cached(small), list[str]()
-    embed = FirstWords.embed_questions
+    cached, embedded = CachedClient(small), list[str]()
+    embed = FirstWordEmbedder.embed_questions
 
-    def counted(self: FirstWords, texts: Sequence[str]) -> np.ndarray:
+    def counted(self: FirstWordEmbedder, texts: Sequence[str]) -> np.ndarray:
         embedded.extend(texts)
         return embed(self, texts)
 
-    monkeypatch.setattr(FirstWords, "embed_questions", counted)
+    monkeypatch.setattr(FirstWordEmbedder, "embed_questions", counted)
     queue = cached.client.context.core.scheduler.queue
     with closing(cached.client):
         monkeypatch.setattr(queue, "_most", 0)
@@ -243,7 +243,7 @@ def test_a_full_queue_refuses_before_a_question_is_embedded(
 
 @pytest.mark.parametrize("quota", [1000, 1])
 def test_deleted_session_removes_its_cached_responses(small: LoadedModel, quota: int) -> None:
-    cached = Cached(small, quota=quota)
+    cached = CachedClient(small, quota=quota)
     with closing(cached.client):
         other = cached.ask("Coin 7?", tenant="b")
         kept, gone = cached.ask("Coin 7?"), cached.ask("Box 7?")
@@ -258,7 +258,7 @@ def test_deleted_session_removes_its_cached_responses(small: LoadedModel, quota:
 
 
 def test_private_responses_are_not_cached(small: LoadedModel) -> None:
-    cached, private = Cached(small), CachedResponse("faq", is_kept=False)
+    cached, private = CachedClient(small), CachedResponse("faq", is_kept=False)
     with closing(cached.client):
         cached.ask("Box 7?", cached_response=private)
         own = cached.client.responses._of("a", "faq", 0.0)

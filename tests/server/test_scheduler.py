@@ -259,7 +259,7 @@ def test_sliding_window_answers_match_after_a_cancellation_and_an_edit() -> None
 
 
 @pytest.mark.parametrize("length", [800, 1000])
-def test_windows_of_prompts_of_several_blocks_are_within_what_was_reserved(length: int) -> None:
+def test_window_caches_of_long_prompts_stay_within_their_reservation(length: int) -> None:
     """A window keeps a block in front of the latest one, for a rollback."""
     served = Served(characters("gemma3", layers=3))
     client = served.ask([user("x" * length)], "x", max_new_tokens=3)  # checks after each step

@@ -28,7 +28,7 @@ def test_continued_conversation_is_not_prefilled_again(small: LoadedModel) -> No
     assert second.told.recomputed_tokens == 0 and second.told.tier == "device"
 
 
-def test_an_answer_keeps_the_tokens_that_were_generated(small: LoadedModel) -> None:
+def test_session_keeps_the_generated_tokens_of_an_answer(small: LoadedModel) -> None:
     served = Served(small)
     client = served.ask(told(1), "x")
     session = served.core.sessions.find("a", "x")
@@ -199,7 +199,7 @@ def test_session_with_the_longer_prefix_is_found(
     assert more.told.recomputed_tokens == 0 and len(served.core.sessions) == 2
 
 
-def take_in(served: Served, tenant: str, name: str, data: bytes) -> None:
+def import_file(served: Served, tenant: str, name: str, data: bytes) -> None:
     served.core.import_(tenant, name, served.core.restorer.decode(data))
 
 
@@ -208,12 +208,12 @@ def test_session_round_trips_through_export_and_import(small: LoadedModel) -> No
     turns = told(1)
     first = served.ask(turns, "x")
     data = encode_session(served.core.sessions.find("a", "x"))
-    take_in(other, "b", "y", data)
+    import_file(other, "b", "y", data)
     more = answered(turns, first, "Why?")
     assert other.ask(more, "y", tenant="b").text == served.ask(more, "x").text
     for damaged in (data[:-1], data[:40], b"", b"PK" + data, data.replace(data[20:21], b"\0")):
         with pytest.raises(ApiError) as caught:
-            take_in(other, "b", "z", damaged)
+            import_file(other, "b", "z", damaged)
         assert caught.value.status == 400
     assert [each.name for each in other.core.sessions] == ["y"]
 
@@ -245,7 +245,7 @@ def test_malicious_session_file_is_refused(small: LoadedModel, field: str, value
             place[field] = value
     data = zstandard.compress(json.dumps(document).encode())
     with pytest.raises(ApiError) as caught:
-        take_in(served, "a", "y", data)
+        import_file(served, "a", "y", data)
     assert caught.value.status == 400
     assert [each.name for each in served.core.sessions] == ["x"]
 
@@ -299,7 +299,7 @@ def test_small_file_with_long_decompressed_texts_is_refused(
 @pytest.mark.parametrize("text", [b"[" * 10**6, b"1" * 10**6, b" " * (1 << 27), b"\xff"])
 def test_decompression_bomb_is_refused(small: LoadedModel, text: bytes) -> None:
     with pytest.raises(ApiError) as caught:
-        take_in(Served(small), "a", "y", zstandard.compress(text))
+        import_file(Served(small), "a", "y", zstandard.compress(text))
     assert caught.value.status == 400 and len(str(caught.value)) < 400
 
 

@@ -194,7 +194,7 @@ def beside_a_prompt(
     return talks, first, talks.client(told(2, 24), "second", 3)
 
 
-def test_an_error_of_the_scheduler_between_layers_is_not_that_of_the_prompt(
+def test_scheduler_error_between_layers_does_not_fail_the_prompt(
     deep: LoadedModel, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, expected = conversations(deep, clock, "limited", None).run()
@@ -214,7 +214,7 @@ def test_an_error_of_the_scheduler_between_layers_is_not_that_of_the_prompt(
     assert second.told and second.text == expected
 
 
-def test_a_canceled_answer_takes_no_steps_between_layers(
+def test_cancelled_answer_takes_no_steps_between_layers(
     deep: LoadedModel, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = list[int]()

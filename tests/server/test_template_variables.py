@@ -24,7 +24,7 @@ def templated() -> LoadedModel:
     return loaded
 
 
-def moody(mood: str) -> ChatMessage:
+def mood_variable(mood: str) -> ChatMessage:
     return ChatMessage(VARIABLES_ROLE, f'{{"mood": "{mood}"}}')
 
 
@@ -56,7 +56,7 @@ def test_variables_apply_to_all_turns_of_a_conversation(
     templated: LoadedModel, policy: str
 ) -> None:
     served = Served(templated, policy, tokens=64)
-    said = [moody("calm"), user("One?")]
+    said = [mood_variable("calm"), user("One?")]
     first = served.ask(said)
     said = [*said, ChatMessage("assistant", first.text), user("Two?")]
     second = served.ask(said)
@@ -67,10 +67,10 @@ def test_variables_apply_to_all_turns_of_a_conversation(
 
 def test_different_variables_make_a_different_session(templated: LoadedModel) -> None:
     served = Served(templated)
-    first = served.ask([moody("calm"), user("One?")])
+    first = served.ask([mood_variable("calm"), user("One?")])
     said = ChatMessage("assistant", first.text)
     others = (
-        served.ask([moody("wild"), user("One?"), said, user("Two?")]),
+        served.ask([mood_variable("wild"), user("One?"), said, user("Two?")]),
         served.ask([user("One?"), said, user("Two?")]),
     )
     sessions = {each.told.session for each in (first, *others)}
@@ -80,10 +80,10 @@ def test_different_variables_make_a_different_session(templated: LoadedModel) ->
 
 def test_variables_are_restored_with_a_session(templated: LoadedModel) -> None:
     served, other = Served(templated), Served(templated)
-    first = served.ask([moody("calm"), user("One?")], "x")
+    first = served.ask([mood_variable("calm"), user("One?")], "x")
     data = encode_session(served.core.find("a", "x"))
     other.core.import_("a", "x", other.core.restorer.decode(data))
-    said = [moody("calm"), user("One?"), ChatMessage("assistant", first.text), user("Two?")]
+    said = [mood_variable("calm"), user("One?"), ChatMessage("assistant", first.text), user("Two?")]
     assert prompt_of(other, other.ask(said, "x")).endswith("Two?\n[assistant](calm)")
     with pytest.raises((InputError, ModelError)):
         wrong = [ChatMessage(VARIABLES_ROLE, "["), user("One?")]

@@ -50,7 +50,7 @@ def test_prefix_hits_are_within_one_tenant(small: LoadedModel, tmp_path: Path, t
 
 @contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """What is compared and looked up meanwhile."""
+    """Counts of prefix comparisons and store lookups inside the context."""
     counts: Counter[str] = Counter()
     usable, reading = SessionState.usable_prefix_len, Manifest.reading
 

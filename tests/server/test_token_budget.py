@@ -113,7 +113,7 @@ def test_chunks_shrink_to_hold_the_latency_as_the_prompt_grows(
 
 
 @pytest.mark.extended
-def test_a_prompt_alone_is_read_in_whole_blocks(small: LoadedModel) -> None:
+def test_prompt_without_running_answers_is_prefilled_in_whole_blocks(small: LoadedModel) -> None:
     server = timed(small, 0.05)
     block = server.served.core.serving.block
     server.served.ask(told(2, 60), max_new_tokens=2)
@@ -131,7 +131,7 @@ def test_slow_decode_step_leaves_a_minimum_chunk_to_prefill(small: LoadedModel) 
 
 
 @pytest.mark.extended
-def test_a_short_prompt_is_read_before_a_long_one_in_short_chunks(small: LoadedModel) -> None:
+def test_short_prompt_is_prefilled_before_a_long_one_in_short_chunks(small: LoadedModel) -> None:
     server = timed(small, 0.05)
     served = server.served
     served.ask(told(3), max_new_tokens=2)
@@ -202,7 +202,7 @@ def test_timing_uses_a_monotonic_clock(small: LoadedModel) -> None:
     cached=some.integers(0, 1 << 40),
     most=some.integers(1, 1 << 20),
 )
-def test_a_limit_follows_from_any_measurements(
+def test_chunk_limit_is_bounded_for_any_measurements(
     chunks: list[tuple[int, int, float]], target: float, step: float, cached: int, most: int
 ) -> None:
     clock = Clock(0.0)

@@ -102,7 +102,7 @@ def single_server_answer(loaded: LoadedModel, turns: list[ChatMessage]) -> str:
 
 
 @pytest.mark.extended
-def test_a_session_stays_with_one_replica(front: Front) -> None:
+def test_session_is_routed_to_one_replica(front: Front) -> None:
     for session in ("x", "y", "z", None):
         front.replicas.went.clear()
         turns = told(1)

@@ -72,7 +72,7 @@ class Page:
         self.until("document.readyState === 'complete'")
 
     def run(self, script: str) -> Any:
-        """What an expression comes to."""
+        """Value of an expression in the page."""
         told = self.send(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )
@@ -100,7 +100,7 @@ class Page:
         self.send("Emulation.setEmulatedMedia", features=features)
 
     def picture(self) -> bytes:
-        """What is seen, as PNG."""
+        """Screenshot, as PNG."""
         return base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"])
 
     def _heard(self) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def connected(url: str) -> socket.socket:
 
 
 def awaited(met: Callable[[], bool], seconds: float = 20.0) -> bool:
-    """Whether something comes true within some time."""
+    """True once a condition holds; false after a number of seconds."""
     end = time.monotonic() + seconds
     while not met() and time.monotonic() < end:
         time.sleep(0.02)

@@ -151,7 +151,7 @@ def test_echoed_prompt_logprobs_match_the_model(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_is_scored_without_an_answer(client: OpenAI, stream: bool) -> None:
+def test_prompt_is_scored_without_an_answer(client: OpenAI, stream: bool) -> None:
     asked: dict[str, Any] = {"model": "characters", "prompt": TEXTS[0], "echo": True, "logprobs": 0}
     asked |= {"stream_options": {"include_usage": True}, "stream": True} if stream else {}
     told = client.completions.create(**asked, max_tokens=0)

@@ -1,4 +1,4 @@
-"""Error messages name the value, the rule and the way out, in the format of the API."""
+"""Error messages of the API: the wrong value, the rule and a way to correct it."""
 
 from __future__ import annotations
 

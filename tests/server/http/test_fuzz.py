@@ -72,7 +72,7 @@ def test_endpoints_with_a_model_survive_generated_requests(mode: str, small: Loa
 
 
 def is_messages(case: Any) -> bool:
-    """Whether a request is in Anthropic's form."""
+    """True for a request in Anthropic's format."""
     return str(case.operation.path).startswith("/v1/messages")
 
 

@@ -1,4 +1,4 @@
-"""Request bodies that decompress or decode to large data do not affect other tenants."""
+"""Request bodies that decompress or decode to large data, beside other tenants' requests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ KEYED = f"Authorization: Bearer {BOB}\r\n"
 
 
 @contextmanager
-def modelled(small: LoadedModel) -> Iterator[str]:
+def model_server(small: LoadedModel) -> Iterator[str]:
     """A server over a model; its address. As `larder serve` does, it has the garbage collector
     pass over what was loaded before."""
     hub = LocalEngineClient(
@@ -57,7 +57,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-class Watch:
+class HealthWatch:
     """Asks for /health all the time; keeps the longest wait and the most memory.
 
     Server and clients are this process. A wait counts as far as the process worked meanwhile:
@@ -70,7 +70,7 @@ class Watch:
         self._thread = threading.Thread(target=self._ask, daemon=True)
         self.seconds, self.start_bytes, self.peak_bytes = 0.0, resident_bytes(), 0
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> HealthWatch:
         self._thread.start()
         return self
 
@@ -112,11 +112,11 @@ def posted(url: str, path: str, body: bytes, times: int = 10) -> list[int]:
     return statuses
 
 
-def packed(text: bytes) -> bytes:
+def compressed(text: bytes) -> bytes:
     return zstandard.ZstdCompressor().compress(text)
 
 
-def of_many(item: bytes, size: int, before: bytes, behind: bytes) -> bytes:
+def repeated_items(item: bytes, size: int, before: bytes, behind: bytes) -> bytes:
     """A JSON text of about this size that repeats one item."""
     return before + b",".join([item] * (size // (len(item) + 1))) + behind
 
@@ -143,15 +143,19 @@ CHATS: dict[str, tuple[bytes, int, bytes, set[int]]] = {
 }
 
 
-def hostile(small: LoadedModel, kind: str) -> tuple[str, bytes, set[int]]:
+def hostile_request(small: LoadedModel, kind: str) -> tuple[str, bytes, set[int]]:
     """A path, a body, and the statuses that may come."""
     if kind in CHATS:
         item, size, before, statuses = CHATS[kind]
-        return "/v1/chat/completions", of_many(item, size, before, b"]}"), statuses
+        return "/v1/chat/completions", repeated_items(item, size, before, b"]}"), statuses
     item, size, before, behind = IMPORTS[kind]
     fingerprint = small.decoder.spec.fingerprint
     head = f'{{"format":"larder session","version":1,"fingerprint":"{fingerprint}",'.encode()
-    return "/v1/sessions/a/import", packed(of_many(item, size, head + before, behind)), {400}
+    return (
+        "/v1/sessions/a/import",
+        compressed(repeated_items(item, size, head + before, behind)),
+        {400},
+    )
 
 
 # Refused for their size alone, as small ones are under a small limit in the tests below, or read by
@@ -173,11 +177,11 @@ def test_hostile_bodies_do_not_delay_other_tenants(small: LoadedModel, kind: str
 
     Three attempts: a machine that does something else delays everything now and then.
     """
-    path, body, statuses = hostile(small, kind)
+    path, body, statuses = hostile_request(small, kind)
     waits: list[float] = []
-    with modelled(small) as url:
+    with model_server(small) as url:
         for _ in range(3):
-            with Watch(url) as watch:
+            with HealthWatch(url) as watch:
                 told = posted(url, path, body)
             assert set(told) <= statuses and len(told) == 10
             assert watch.peak_bytes - watch.start_bytes <= HttpSettings().body_budget_bytes
@@ -188,15 +192,15 @@ def test_hostile_bodies_do_not_delay_other_tenants(small: LoadedModel, kind: str
 
 
 @pytest.mark.failure(number=30)
-def test_import_without_size_above_the_limit_or_damaged_is_refused() -> None:
+def test_import_with_missing_size_excess_size_or_damage_is_refused() -> None:
     text = b'{"format":"larder session","version":1}' + b" " * 4096
     undeclared = zstandard.ZstdCompressor(write_content_size=False).compress(text)
     limit = session_file.SessionFileLimit(1000, 1000)
     for data, why in (
         (undeclared, "has no content size"),
-        (packed(text), "unpacks to 4135 bytes, more than 1000"),
-        (packed(b"{}") + packed(text), "damaged"),
-        (packed(text)[:-4], "damaged"),
+        (compressed(text), "unpacks to 4135 bytes, more than 1000"),
+        (compressed(b"{}") + compressed(text), "damaged"),
+        (compressed(text)[:-4], "damaged"),
     ):
         with pytest.raises(session_file.InputError, match=why):
             session_file.decode(data, "", 10, limit)
@@ -212,12 +216,12 @@ def test_session_file_with_more_tokens_than_the_limit_is_refused(count: int) -> 
     limit = session_file.SessionFileLimit(MIB, 1000)
     if count <= limit.tokens:
         assert (
-            len(session_file.decode(packed(text.encode()), "", 10, limit).turns[0].prompt_ids)
+            len(session_file.decode(compressed(text.encode()), "", 10, limit).turns[0].prompt_ids)
             == count
         )
     else:
         with pytest.raises(session_file.InputError, match="1001 tokens"):
-            session_file.decode(packed(text.encode()), "", 10, limit)
+            session_file.decode(compressed(text.encode()), "", 10, limit)
 
 
 def test_refused_body_is_freed_without_garbage_collection(served: Running) -> None:

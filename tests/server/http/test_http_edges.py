@@ -91,8 +91,8 @@ def test_metadata_update_during_an_answer_is_kept(
     assert anne.conversations.retrieve(conversation.id).metadata == {"topic": "new"}
 
 
-def told_to_one_that_leaves(path: str, parts: Sequence[bytes]) -> tuple[list[int], FakeHub]:
-    """The statuses that are sent to a client that breaks off behind some parts of its body."""
+def response_to_aborting_client(path: str, parts: Sequence[bytes]) -> tuple[list[int], FakeHub]:
+    """Statuses sent to a client that disconnects after some parts of its body, and the engine."""
     hub, statuses = FakeHub(), list[int]()
     door = ApiKeyAuth({ANNE: Principal("anne", is_operator=True)})
     app = create_app(hub, door, Archive(), HttpSettings(max_body_bytes=1000))
@@ -120,7 +120,7 @@ def told_to_one_that_leaves(path: str, parts: Sequence[bytes]) -> tuple[list[int
 
 @pytest.mark.parametrize("path", ["/v1/sessions/x/import", "/v1/chat/completions"])
 def test_request_aborted_by_the_client_is_not_a_server_error(path: str) -> None:
-    [status], hub = told_to_one_that_leaves(path, [b'{"model": '])
+    [status], hub = response_to_aborting_client(path, [b'{"model": '])
     assert status < 500 and not (hub.asked or hub.held)
-    [status], hub = told_to_one_that_leaves(path, [b"x" * 600] * 2)
+    [status], hub = response_to_aborting_client(path, [b"x" * 600] * 2)
     assert status == 413 and not (hub.asked or hub.held)

@@ -36,7 +36,7 @@ def test_chat_is_answered_with_usage(anne: OpenAI, served: Running) -> None:
 
 
 @pytest.mark.parametrize("has_usage", [True, False])
-def test_a_chat_is_streamed(anne: OpenAI, served: Running, has_usage: bool) -> None:
+def test_chat_is_streamed(anne: OpenAI, served: Running, has_usage: bool) -> None:
     chunks = list(
         anne.chat.completions.create(
             model=NAME,

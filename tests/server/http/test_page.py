@@ -1,4 +1,4 @@
-"""The page at `/`."""
+"""Web page at `/`: assets, scripts, and a chat in a browser."""
 
 from __future__ import annotations
 

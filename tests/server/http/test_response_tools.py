@@ -138,7 +138,7 @@ def test_malformed_tool_calls_are_text(client: OpenAI, write: Write) -> None:
 
 
 @pytest.mark.extended
-def test_a_streamed_call_that_breaks_is_incomplete(client: OpenAI, write: Write) -> None:
+def test_malformed_streamed_call_is_incomplete(client: OpenAI, write: Write) -> None:
     for broken in ('{"name": "look", "arguments": {"at": }}', '{"name": "look", "arguments": {"at'):
         write(f"I look.<tool_call>{broken}")
         given = {"model": MODEL, "input": broken, "tools": [FLAT]}

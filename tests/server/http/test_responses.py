@@ -104,7 +104,7 @@ def test_response_with_store_false_is_not_kept(anne: OpenAI, served: Running) ->
         anne.responses.retrieve(response.id)
 
 
-def test_a_response_is_streamed(anne: OpenAI, served: Running) -> None:
+def test_response_is_streamed(anne: OpenAI, served: Running) -> None:
     with anne.responses.stream(model=NAME, input="long") as stream:
         events = list(stream)
     final = events[-1].response

@@ -52,7 +52,7 @@ def serving(folder: Path, loaded: LoadedModel) -> Iterator[httpx2.Client]:
 
 
 @contextmanager
-def dying(patch: pytest.MonkeyPatch, step: int) -> Iterator[None]:
+def crash_before_row(patch: pytest.MonkeyPatch, step: int) -> Iterator[None]:
     """While the process dies in front of the given row that the archive writes; behind all of
     them, before the client hears of it."""
     written, insert = list[object](), ArchiveRows._insert
@@ -72,7 +72,7 @@ def dying(patch: pytest.MonkeyPatch, step: int) -> Iterator[None]:
         yield
 
 
-def lost(client: httpx2.Client, body: dict[str, Any], **headers: str) -> None:
+def assert_unanswered(client: httpx2.Client, body: dict[str, Any], **headers: str) -> None:
     """Ask, and get no answer."""
     with suppress(httpx2.HTTPError):  # the connection may go before the error is there
         assert client.post("/v1/responses", json=body, headers=headers).status_code == 500
@@ -102,8 +102,8 @@ def test_retry_after_a_crash_makes_one_turn(
     with serving(tmp_path, loaded) as client:
         name = conversation_of_one_turn(client)
         body = {"model": "characters", "input": "Two?", "conversation": name, "store": store}
-        with dying(monkeypatch, step):
-            lost(client, body)
+        with crash_before_row(monkeypatch, step):
+            assert_unanswered(client, body)
         before = messages_of(client, name)
         assert len(before) in (2, 4)  # all of the turn, or nothing of it
     with serving(tmp_path, loaded) as client:
@@ -127,8 +127,8 @@ def test_idempotency_key_is_answered_once(
     with serving(tmp_path, loaded) as client:
         name = conversation_of_one_turn(client)
         body = {"model": "characters", "input": "Two?", "conversation": name, "store": store}
-        with dying(monkeypatch, ROWS + store + 1):
-            lost(client, body, **own)
+        with crash_before_row(monkeypatch, ROWS + store + 1):
+            assert_unanswered(client, body, **own)
     with serving(tmp_path, loaded) as client:
         first = client.post("/v1/responses", json=body, headers=own).json()
         other = {**body, "input": "Three?"}

@@ -1,4 +1,4 @@
-"""Names of the served model, and the longest text that it is served with."""
+"""Names and context length of the served model."""
 
 from __future__ import annotations
 

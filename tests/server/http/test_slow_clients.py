@@ -1,4 +1,4 @@
-"""Clients that send their requests slowly do not affect others."""
+"""Clients that send their requests slowly, beside other clients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEYED = f"Authorization: Bearer {BOB}\r\n"
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Whether the other side has not closed a connection yet."""
+    """True while the server has not closed a connection."""
     connection.setblocking(False)
     try:
         while connection.recv(4096):

@@ -30,8 +30,8 @@ def talk(served: Served | Stored) -> list[ChatMessage]:
 
 
 @pytest.fixture
-def others(small: LoadedModel) -> tuple[list[ChatMessage], str]:
-    """What a server without a store is asked third, and what it answers."""
+def expected(small: LoadedModel) -> tuple[list[ChatMessage], str]:
+    """Third request to a server without a store, and its answer."""
     never = Served(small)
     turns = talk(never)
     return turns, never.ask(turns, "x").text
@@ -40,15 +40,15 @@ def others(small: LoadedModel) -> tuple[list[ChatMessage], str]:
 @pytest.mark.failure(number=4)
 @pytest.mark.parametrize("error", [FULL, READ_ONLY, BROKEN, QUOTA])
 def test_turns_refused_by_a_broken_disk_are_written_after_recovery(
-    small: LoadedModel, tmp_path: Path, others: tuple[list[ChatMessage], str], error: int
+    small: LoadedModel, tmp_path: Path, expected: tuple[list[ChatMessage], str], error: int
 ) -> None:
     place = Faulty(open_file_system(str(tmp_path / "disk")))
     stored = Stored(small, tmp_path, place=place)
     turns = talk(stored)
-    assert turns == others[0]
+    assert turns == expected[0]
     place.before = refusing(error, "create", "replace", "touch")
     last = stored.ask(turns, "x")
-    assert last.text == others[1] and last.told.durable is False
+    assert last.text == expected[1] and last.told.durable is False
     assert stored.core.unwritten.is_degraded
     place.before = lambda what, path: None
     stored.store.parts.executor.breaker.record_success()  # as if it had rested
@@ -57,13 +57,13 @@ def test_turns_refused_by_a_broken_disk_are_written_after_recovery(
     assert not stored.core.unwritten.is_degraded
     stored.close()
     again = Stored(small, tmp_path, place=place)
-    assert [turn.text for turn in again.core.find("a", "x").turns][-1] == others[1]
+    assert [turn.text for turn in again.core.find("a", "x").turns][-1] == expected[1]
 
 
 @pytest.mark.failure(number=4)
 @pytest.mark.parametrize("is_served", [True, False])
 def test_missing_store_does_not_stop_answers(
-    small: LoadedModel, tmp_path: Path, others: tuple[list[ChatMessage], str], is_served: bool
+    small: LoadedModel, tmp_path: Path, expected: tuple[list[ChatMessage], str], is_served: bool
 ) -> None:
     stored = Stored(small, tmp_path)
     turns = talk(stored)
@@ -77,7 +77,7 @@ def test_missing_store_does_not_stop_answers(
         assert refused.value.code in ("session_unreadable", "session_not_found")
     last = stored.ask(turns, "x")
     # Who lost the tokens of its answers has their text to go on from, as a server that is new.
-    assert last.text == (others[1] if is_served else Served(small).ask(turns, "x").text)
+    assert last.text == (expected[1] if is_served else Served(small).ask(turns, "x").text)
     assert (last.told.session, last.told.durable) == ("x", True)
     stored.close()
     again = Stored(small, tmp_path)
@@ -88,7 +88,7 @@ def test_missing_store_does_not_stop_answers(
 def test_clock_change_does_not_change_answers(
     small: LoadedModel,
     tmp_path: Path,
-    others: tuple[list[ChatMessage], str],
+    expected: tuple[list[ChatMessage], str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def set_often(start: int) -> Iterator[int]:
@@ -97,11 +97,11 @@ def test_clock_change_does_not_change_answers(
 
     monkeypatch.setattr(server_core, "count", set_often)
     stored = Stored(small, tmp_path)
-    assert talk(stored) == others[0]
+    assert talk(stored) == expected[0]
     stored.close()
     again = Stored(small, tmp_path)
-    last = again.ask(others[0], "x")
-    assert last.text == others[1] and last.told.durable is True
+    last = again.ask(expected[0], "x")
+    assert last.text == expected[1] and last.told.durable is True
     assert [view.name for view in again.persistence.list_sessions("a")] == ["x"]
 
 

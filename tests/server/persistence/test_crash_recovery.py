@@ -108,7 +108,7 @@ class ClientConversation:
 
 
 @dataclass
-class Unkilled:
+class UndisturbedServer:
     """A server that was never killed, and what it says to the questions of one conversation."""
 
     served: Served
@@ -163,7 +163,7 @@ def test_killed_server_keeps_all_acknowledged_turns(
         [ClientConversation(number) for number in range(TALKS)],
         multiprocessing.get_context("fork"),
     )
-    known: dict[str, Unkilled] = {}
+    known: dict[str, UndisturbedServer] = {}
     for kill in range(KILLS):
         durability = chance.choice([Durability.TURN, Durability.TURN, Durability.SNAPSHOT])
         mine, its = processes.Pipe()
@@ -184,7 +184,7 @@ def test_killed_server_keeps_all_acknowledged_turns(
             assert not talk.problems, (kill, talk.problems)
             answers = [turn["content"].strip() for turn in talk.turns[1::2]]
             if answers and talk.name not in known:
-                known[talk.name] = Unkilled(Served(loaded), talk.name)
+                known[talk.name] = UndisturbedServer(Served(loaded), talk.name)
             told_of = known[talk.name].expected(talk.turns) if answers else []
             assert answers == told_of[: len(answers)], (kill, talk.name)
     store = store_in(tmp_path)

@@ -39,8 +39,8 @@ ERRORS: dict[str, LarderError] = {
 }
 
 
-def never(stored: Stored, error: LarderError) -> Any:
-    """While the store takes no turn."""
+def refused_turns(stored: Stored, error: LarderError) -> Any:
+    """Context in which the store refuses every turn."""
     return failing(stored.store.sessions, "append", error)  # pyright: ignore
 
 
@@ -53,7 +53,7 @@ def test_unwritten_turn_is_reported_and_written_later(
     unwritten = stored.core.unwritten
     first = stored.ask(told(1), "x")
     assert first.told.durable is True and not unwritten.is_degraded
-    with never(stored, ERRORS[reason]):
+    with refused_turns(stored, ERRORS[reason]):
         second = stored.ask(answered(told(1), first, "Why?"), "x")
         assert second.told.durable is False and unwritten.is_degraded
         other = stored.ask(told(2), "y")
@@ -78,7 +78,7 @@ def test_strict_durability_refuses_unwritten_turns(
     first = stored.ask(told(1), "x")
     assert first.told.durable is True
     asked = answered(told(1), first, "Why?")
-    with never(stored, ERRORS[reason]):
+    with refused_turns(stored, ERRORS[reason]):
         for turns, name in ((asked, "x"), (told(2), "y")):
             client, _ = stored.served.submit(turns, name)
             stored.run()
@@ -102,7 +102,7 @@ def test_strict_durability_refuses_unwritten_turns(
 @pytest.mark.failure(number=4)
 def test_unwritten_turns_are_written_at_shutdown(small: LoadedModel, tmp_path: Path) -> None:
     stored = Stored(small, tmp_path)
-    with never(stored, ERRORS["full"]):
+    with refused_turns(stored, ERRORS["full"]):
         stored.ask(told(1), "x")
     stored.close()
     assert len(Stored(small, tmp_path).core.find("a", "x").turns) == 1
@@ -113,7 +113,7 @@ def test_unwritten_turn_without_durability_degrades_health(
     small: LoadedModel, tmp_path: Path
 ) -> None:
     stored = Stored(small, tmp_path, Durability.NONE)
-    with never(stored, ERRORS["full"]):
+    with refused_turns(stored, ERRORS["full"]):
         assert stored.ask(told(1), "x").told.durable is None
     assert stored.core.unwritten.is_degraded and stored.core.unwritten.counts == {"full": 1}
 
@@ -123,7 +123,7 @@ def test_removed_session_with_unwritten_turns_does_not_degrade_health(
     small: LoadedModel, tmp_path: Path
 ) -> None:
     stored = Stored(small, tmp_path)
-    with never(stored, ERRORS["full"]):
+    with refused_turns(stored, ERRORS["full"]):
         stored.ask(told(1), "x")
     for gone in stored.core.remove("a", "x"):
         gone.result(30)

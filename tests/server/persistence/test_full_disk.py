@@ -29,8 +29,8 @@ DISK_BYTES = 512 << 10  # of which the index takes the most
 BLOB_BYTES = 14 << 10
 
 
-class Small(LocalFileSystem):
-    """A folder that takes so many bytes."""
+class LimitedFileSystem(LocalFileSystem):
+    """File system with room for a number of bytes."""
 
     def __init__(self, folder: Path, limit: int) -> None:
         super().__init__(folder)
@@ -87,7 +87,7 @@ def chats(
 
 
 def killed(say: Callable[[], Iterator[object]]) -> list[tuple[str, str | None, bool | None]]:
-    """What a process says line by line, up to its death."""
+    """Lines that a forked process writes until it is killed."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -108,7 +108,7 @@ def killed(say: Callable[[], Iterator[object]]) -> list[tuple[str, str | None, b
 def check(
     heard: list[tuple[str, str | None, bool | None]], later: Stored, durability: Durability
 ) -> None:
-    """What was told as durable is there, word for word; what was refused is not."""
+    """Check that durable turns are stored word for word, and refused ones are not."""
     assert len(heard) == CHATS
     for name, text, durable in heard:
         if durable:
@@ -130,7 +130,7 @@ def check(
 def test_durable_turns_survive_a_full_disk_and_a_kill(
     small: LoadedModel, tmp_path: Path, durability: Durability
 ) -> None:
-    place = Small(tmp_path / "blobs", BLOB_BYTES)
+    place = LimitedFileSystem(tmp_path / "blobs", BLOB_BYTES)
     heard = killed(lambda: chats(small, tmp_path, place, durability))
     check(
         heard, Stored(small, tmp_path, place=open_file_system(str(tmp_path / "blobs"))), durability

@@ -54,7 +54,7 @@ libc.fflush(ctypes.c_void_p(file))
 
 
 def arenas(**variables: str) -> tuple[str, int]:
-    """Whether a process has limited its arenas, and how many it has with eight threads."""
+    """Result of `limit_heap_arenas` in a process, and its number of arenas with eight threads."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         env={**os.environ, **variables},

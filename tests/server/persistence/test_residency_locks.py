@@ -1,4 +1,4 @@
-"""Residency locks keep sessions in memory until they are used."""
+"""Residency locks: sessions stay in memory until they are used."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from server_core import told
 from server_engine_clients import ask, flip, hub_in
 
 
-def crowded(hub: LocalEngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on whoever comes to memory has all leave it that may."""
+def unload_after_each_install(hub: LocalEngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unload every session without a lock whenever one is installed."""
     take, core = hub.context.core.restorer.install, hub.context.core
 
     def taken(*args: object) -> object:
@@ -54,7 +54,7 @@ def test_requested_session_is_not_unloaded_before_it_is_used(
     with hub_in(again, small) as hub:
         assert [ask(hub, told(n), "x").told.session for n in (1, 2)] == ["x", "x~2"]
     with hub_in(again, small) as hub:
-        crowded(hub, monkeypatch)
+        unload_after_each_install(hub, monkeypatch)
         assert act(hub) == expected
 
 

@@ -61,10 +61,10 @@ def test_concurrent_writers_of_a_session_conflict(small: LoadedModel, tmp_path: 
     assert isinstance(late.error, ApiError) and late.error.status == 409
     assert len(first.core.find("a", "x").turns) == 3  # what the other has written
     assert first.ask(turns, "x").told.session == "x"
-    assert len(kept_said(small, tmp_path)) == 3
+    assert len(stored_turns(small, tmp_path)) == 3
 
 
-def kept_said(small: LoadedModel, folder: Path) -> list[object]:
+def stored_turns(small: LoadedModel, folder: Path) -> list[object]:
     return list(Served(small, persistence=kept_in(folder, small)).core.find("a", "x").turns)
 
 
@@ -78,7 +78,7 @@ def test_removed_session_is_not_found_after_a_restart(small: LoadedModel, tmp_pa
     with pytest.raises(ApiError):
         again.core.find("a", "x")
     talk(again)
-    assert len(kept_said(small, tmp_path)) == 2
+    assert len(stored_turns(small, tmp_path)) == 2
 
 
 @pytest.mark.failure(number=4)
@@ -96,7 +96,7 @@ def test_full_disk_does_not_stop_answers(
         turns = talk(served)
     assert persistence._store.parts.unwritten.counts() == {"full": 2}
     served.ask(turns, "x")
-    assert len(kept_said(small, tmp_path)) == 3
+    assert len(stored_turns(small, tmp_path)) == 3
 
 
 @pytest.mark.extended

@@ -43,7 +43,7 @@ def test_cache_is_restored_when_its_access_time_cannot_be_written(
     again.close()
 
 
-def test_write_metrics_describe_what_they_count() -> None:
+def test_write_metrics_have_descriptions_and_reason_labels() -> None:
     found = {
         each.name: each for each in _counters(ServerStats(rejected={"a": 1}, unwritten={"full": 2}))
     }

@@ -51,7 +51,7 @@ def step_until(stored: Stored, client: Client) -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("policy", ["full", "limited"])
-def test_a_load_waits_for_a_write_that_holds_host_memory(
+def test_load_waits_for_a_write_that_holds_host_memory(
     small: LoadedModel, tmp_path: Path, policy: str
 ) -> None:
     stored, turns = crowded(small, tmp_path, policy)
@@ -85,7 +85,7 @@ def test_load_waits_for_one_write_only(
     stored.close()
 
 
-def test_a_write_that_takes_longer_than_reading_is_not_waited_for(
+def test_load_does_not_wait_for_a_write_slower_than_recomputing(
     small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored, turns = crowded(small, tmp_path, "full")

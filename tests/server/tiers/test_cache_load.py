@@ -24,7 +24,7 @@ HELD = {
 
 
 def has_only_logs(stored: Stored) -> bool:
-    """Whether nothing is charged in host memory but what was said."""
+    """True if only transcripts are charged to host memory."""
     logs = [each.transcript.reservation for each in stored.core.sessions]
     return stored.core.ledger.used(Tier.HOST) == sum(log.bytes for log in logs if log is not None)
 

@@ -32,14 +32,14 @@ def hub_over(loaded: LoadedModel, stored: Stored) -> LocalEngineClient:
 
 
 def cache_bytes(loaded: LoadedModel, policy: str = "full") -> int:
-    """What a conversation of two turns takes in memory."""
+    """Cache bytes of a conversation of two turns."""
     served = Served(loaded, policy)
     talk(served)
     return served.core.sessions.find("a", "x").residency.nbytes
 
 
 def turn_bytes(loaded: LoadedModel, policy: str) -> int:
-    """What a turn of such a conversation may take while it runs."""
+    """Peak device bytes of a turn of such a conversation."""
     served = Served(loaded, policy)
     answered(talk(served), served.ask(told(2), "y"), "Why?")
     return served.core.reservations.peak

@@ -235,7 +235,7 @@ def test_request_cancelled_while_waiting_for_memory_releases_it(
 
 
 def host_need(served: Served) -> int:
-    """What a turn may ask of host memory."""
+    """Host bytes that a turn may demand."""
     [session] = served.core.sessions
     return chat_turn_demand(session.serving, session.transcript.tokens + 64, 32, 5, 4).host
 
@@ -259,7 +259,7 @@ def test_released_chat_is_prefetched_again(small: LoadedModel, tmp_path: Path) -
 
 @pytest.mark.extended
 def test_request_during_a_cache_write_is_answered(small: LoadedModel, tmp_path: Path) -> None:
-    """What is written meanwhile is what was there before, to the bit."""
+    """The write stores the caches as they were before the request."""
     own, never = stored(small, tmp_path, "epicache"), unstored(small, "epicache")
     turns = talk(own, said=SAID[:3])
     assert talk(never, said=SAID[:3]) == turns

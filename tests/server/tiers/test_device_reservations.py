@@ -18,7 +18,7 @@ MOVES = some.lists(
 )
 
 
-def a_purse(limit: int = LIMIT) -> tuple[ByteLedger, DeviceReservations]:
+def new_reservations(limit: int = LIMIT) -> tuple[ByteLedger, DeviceReservations]:
     ledger = ByteLedger(ByteBudgets({Tier.DEVICE: limit}, {Tier.DEVICE: OWN}))
     return ledger, DeviceReservations(ledger)
 
@@ -28,7 +28,7 @@ def a_purse(limit: int = LIMIT) -> tuple[ByteLedger, DeviceReservations]:
 def test_reservations_never_exceed_the_budget(
     moves: list[tuple[int, MemoryDemand | None | int]],
 ) -> None:
-    ledger, reservations = a_purse()
+    ledger, reservations = new_reservations()
     held: dict[int, MemoryDemand] = {}
     for key, move in moves:
         tenant = "ab"[key % 2]
@@ -59,7 +59,7 @@ def test_reservations_never_exceed_the_budget(
 
 
 def test_bytes_beyond_a_reservation_are_counted_and_charged() -> None:
-    ledger, reservations = a_purse()
+    ledger, reservations = new_reservations()
     reservations.grant(1, "a", MemoryDemand(40, 10))
     reservations.check(1, 50)
     assert reservations.violations == 0
@@ -70,7 +70,7 @@ def test_bytes_beyond_a_reservation_are_counted_and_charged() -> None:
 
 
 def test_demand_beyond_the_limits_is_detected() -> None:
-    _, reservations = a_purse()
+    _, reservations = new_reservations()
     assert not reservations.exceeded_limit("a", MemoryDemand(70, 30))
     own = reservations.exceeded_limit("a", MemoryDemand(71, 0))
     assert own == "71 bytes, more than the 70 of --tenant-quota device"
@@ -82,7 +82,7 @@ def test_demand_beyond_the_limits_is_detected() -> None:
 
 
 def test_shared_bytes_are_reserved_once_and_pass_to_the_last_holder() -> None:
-    ledger, reservations = a_purse()
+    ledger, reservations = new_reservations()
     reservations.grant(1, "a", MemoryDemand(40))
     reservations.grant(3, "a", MemoryDemand(10))  # without the 30 bytes that it shares
     reservations.share({1: {"prefix": 30}, 3: {"prefix": 30}}, {3: 30})

@@ -191,7 +191,7 @@ MOVES = some.lists(
 )
 
 
-class Crowd:
+class RandomRequests:
     """Requests whose sessions begin alike, on a device for a few of them."""
 
     def __init__(self, small: LoadedModel) -> None:
@@ -264,7 +264,7 @@ class Crowd:
 def test_reserved_bytes_equal_held_bytes_in_any_order(
     small: LoadedModel, moves: Sequence[tuple[str, int]]
 ) -> None:
-    crowd = Crowd(small)
+    crowd = RandomRequests(small)
     for move in moves:
         crowd.act(*move)
         crowd.served.check()
