@@ -1,4 +1,4 @@
-"""What tests of the bound share: sentences by family, and the most that any cache ever held."""
+"""Helpers for tests of the budget bound: sentences by family, and the peak entries of any cache."""
 
 from __future__ import annotations
 

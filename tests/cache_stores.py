@@ -1,4 +1,4 @@
-"""What a store holds, and the calls that tests of stores make."""
+"""Entries that a cache's store holds, and the calls that tests of stores make."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of chats share: policies, a history of two topics, and ways to look inside."""
+"""Helpers for tests of chats: policies, a history of two topics, and views of the caches."""
 
 from __future__ import annotations
 

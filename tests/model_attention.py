@@ -1,4 +1,4 @@
-"""What the layers of a model attend with, by its own attention, and weights worked out in loops."""
+"""Recorded queries and keys of a model's own attention, and its weights by loops."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_example_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown.strip() and SAID.get(name, "") in shown
 
 
-def test_example_question_is_about_its_text() -> None:
+def test_expected_outputs_name_existing_examples() -> None:
     assert SAID.keys() <= {*EXAMPLES}
 
 

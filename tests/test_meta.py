@@ -1,4 +1,4 @@
-"""What the project promises about its own files, checked on the files."""
+"""Checks of the project's own files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guards of conftest.py do guard."""
+"""Guards of conftest.py: network, home folder, random seeds and type checks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_localhost_is_reachable() -> None:
 
 
 @pytest.mark.parametrize("turn", [1, 2])
-def test_home_is_private_to_the_tests(larder_home: Path, session_home: Path, turn: int) -> None:
+def test_home_is_private_to_each_test(larder_home: Path, session_home: Path, turn: int) -> None:
     assert Path(os.environ["LARDER_HOME"]) == larder_home
     assert larder_home.parent == session_home
     larder_home.mkdir()  # nothing is there, of the other turn neither

@@ -48,7 +48,7 @@ def sentences_of(text: str) -> list[str]:
 
 
 @cache
-def told(messages: tuple[Message, ...]) -> dict[tuple[str, str], list[tuple[int, str]]]:
+def facts_of(messages: tuple[Message, ...]) -> dict[tuple[str, str], list[tuple[int, str]]]:
     """Facts of a text: session and value by entity and attribute, in order.
 
     Values are in lower case, for one that starts its sentence has lost its own.

@@ -89,7 +89,7 @@ def test_generated_answer_is_scored_by_its_set(tmp_path: Path) -> None:
     assert "own" not in plain
 
 
-def test_multiple_choice_of_four(tmp_path: Path) -> None:
+def test_longbench_v2_questions_expect_one_of_four_letters(tmp_path: Path) -> None:
     path = tmp_path / "longbench_v2" / "data.json"
     written(path, [chosen(number) for number in range(3)])
     material = TaskSources(words, data=tmp_path)

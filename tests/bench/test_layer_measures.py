@@ -68,7 +68,9 @@ def _task() -> BenchTask:
     return parse_task(LIFELOG.spelling)
 
 
-def test_kl_at_answer_tokens(bench: ModelContext, tmp_path: Path) -> None:
+def test_answer_kl_equals_its_reference_and_is_zero_for_the_full_cache(
+    bench: ModelContext, tmp_path: Path
+) -> None:
     rows = run(bench, tmp_path / "rows.jsonl", ("keydiff", "exact_question", "full"), "answer_kl")
     keydiff, asked, full = rows
     tokens = str(keydiff["budget_tokens"])

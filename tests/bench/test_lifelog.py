@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 
-from bench.lifelog_reader import GRAMMAR, HEADER, SINGLES, sentences_of, statement_in, told
+from bench.lifelog_reader import GRAMMAR, HEADER, SINGLES, facts_of, sentences_of, statement_in
 from larder import Conversation, Question, read_conversation
 from larder.core import BadParameter, UnknownName
 from larder_bench.datasets.grammar import VALUES, draw_value
@@ -31,12 +31,12 @@ def log_of(seed: int, tokens: int = 3000, questions: int = 40) -> Conversation:
 
 
 def session_of(single: Question, conversation: Conversation) -> int:
-    return told(conversation.messages)[SINGLES[single.question]][-1][0]
+    return facts_of(conversation.messages)[SINGLES[single.question]][-1][0]
 
 
 def answer_of(question: Question, conversation: Conversation) -> str:
     """Answer, found by going through all facts of the text."""
-    facts = told(conversation.messages)
+    facts = facts_of(conversation.messages)
     if question.kind == "single":
         return facts[SINGLES[question.question]][-1][1]
     if question.kind == "session":
@@ -71,7 +71,7 @@ def test_every_answer_is_in_the_text(seed: int) -> None:
 
 
 def test_facts_change_over_time() -> None:
-    changed = [said for said in told(log_of(0).messages).values() if len(said) > 1]
+    changed = [said for said in facts_of(log_of(0).messages).values() if len(said) > 1]
     assert changed
     assert all(said[0][0] < said[-1][0] for said in changed)
 
@@ -133,7 +133,7 @@ def test_questions_come_from_all_sessions_by_turns() -> None:
     log = write_lifelog(0, 3000, words)
     conversation = lifelog_conversation(0, 3000, words, log.sessions, kinds=("single",))
     asked = Counter(session_of(question, conversation) for question in conversation.questions)
-    standing = {said[-1][0] for said in told(conversation.messages).values()}
+    standing = {said[-1][0] for said in facts_of(conversation.messages).values()}
     assert set(asked) == standing
     # Sessions whose facts were all changed later have none to ask for; others make up for them.
     assert max(asked.values()) <= 1 + log.sessions - len(standing)

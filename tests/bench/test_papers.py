@@ -93,7 +93,7 @@ def test_bars_in_titles_end_no_cell() -> None:
     assert r"KL(full \|\| policy)" in line and line.replace(r"\|", "").count("|") == 6
 
 
-def test_removed_policies_are_skipped(tmp_path: Path) -> None:
+def test_paper_values_without_a_cell_are_dropped(tmp_path: Path) -> None:
     study = read(tmp_path, 'scale = "exact"', 'scale = "exact"\ntokens = 300')
     tasks = {"tasks": (StudyTask("passkey()", (400,)),)}
     for fields, left in ((tasks, ["full"]), ({"budgets": ("1/8",)}, ["full"]), ({}, None)):

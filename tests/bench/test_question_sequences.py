@@ -44,7 +44,7 @@ def bench() -> ModelContext:
 
 
 @dataclass
-class Noting:
+class LengthRecorder:
     """Scorer that records the length of text before each question."""
 
     asked: list[tuple[int, int]] = field(default_factory=list)
@@ -61,14 +61,14 @@ class Noting:
         ]
 
 
-def sat(
+def ask_questions(
     bench: ModelContext, one: ComparedMethod, kind: str
-) -> tuple[Noting, ConversationReader, list[Row]]:
-    noting = Noting()
+) -> tuple[LengthRecorder, ConversationReader, list[Row]]:
+    recorder = LengthRecorder()
     readings = ConversationReader(
         bench, one, TALK, MemoryBudget.parse("1/2"), MatchedQuantity.TOKENS
     )
-    return noting, readings, ask_all(readings, TASKS[kind], noting)
+    return recorder, readings, ask_all(readings, TASKS[kind], recorder)
 
 
 @pytest.mark.parametrize(
@@ -84,15 +84,15 @@ def sat(
         ('rag_2k(embedder="tokens")', "turns", 3),
     ],
 )
-def test_prefills_and_turns_of_sequences(
+def test_sequences_have_the_expected_prefills_and_turns(
     bench: ModelContext, name: str, kind: str, reads: int
 ) -> None:
-    noting, readings, items = sat(bench, parse_control(name), kind)
+    recorder, readings, items = ask_questions(bench, parse_control(name), kind)
     assert readings.figures()["reads"] == reads
     turns = {"alone": [0, 0, 0], "turns": [0, 1, 2], "requests": [0, 1, 0]}[kind]
     by_question = sorted(items, key=lambda item: item["question"])
     assert [item["turn"] for item in by_question] == turns
-    lengths = [length for _, length in sorted(noting.asked)]
+    lengths = [length for _, length in sorted(recorder.asked)]
     if name.startswith("rag"):
         assert lengths == sorted(set(lengths))
         return
@@ -110,7 +110,7 @@ def test_later_turn_equals_one_text(bench: ModelContext) -> None:
     readings = ConversationReader(
         bench, parse_method("full"), shorter, None, MatchedQuantity.TOKENS
     )
-    items = ask_all(readings, TASKS["turns"], Noting())
+    items = ask_all(readings, TASKS["turns"], LengthRecorder())
     [wanted] = score_answers(bench.engine, bench.engine.read(longer), [second])
     assert items[1]["log_likelihood"] == pytest.approx(wanted.log_likelihood, abs=2e-3)
 
@@ -137,7 +137,7 @@ def test_sequential_scoring_equals_packed_without_offload(bench: ModelContext) -
         assert packed.episode == slow.episode
 
 
-def test_generated_items() -> None:
+def test_generated_answers_are_scored_item_by_item() -> None:
     plain = NumberedQuestion(Question("Who?", "Mira Silva", others=("Mrs Silva",)), 3, 1)
     [item] = generated_items(plain, "mrs. silva")
     assert (item["exact"], item["f1"], item["question"], item["turn"]) == (True, 1.0, 3, 1)

@@ -70,7 +70,7 @@ def test_plan_on_a_copy_equals_a_prefill(engine: Engine, text: RecordedText, sen
 
 
 @pytest.mark.extended
-def test_full_cache_has_zero_divergence(text: RecordedText) -> None:
+def test_recorded_full_cache_has_probe_logits_and_full_bytes(text: RecordedText) -> None:
     assert set(text.probes) == {NEXT, RECITED}
     assert len(text.logits[NEXT]) == FOLLOWING - 1 and len(text.logits[RECITED]) == FOLLOWING
     full = compared_full_bytes(text)

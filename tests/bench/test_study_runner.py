@@ -107,7 +107,7 @@ def test_equivalent_cells_are_measured_once(
     )
 
 
-def test_duplicate_policies_are_measured_once() -> None:
+def test_duplicate_study_entries_are_measured_once() -> None:
     wanted = study(("h2o",))
     twice = replace(
         wanted,
@@ -140,7 +140,7 @@ def test_rows_of_other_studies_are_ignored(bench: ModelContext, tmp_path: Path) 
     assert {(row["device"], row["dtype"]) for row in first} == {("cpu", "float32")}
 
 
-def test_retrieved_text_baseline(bench: ModelContext) -> None:
+def test_retrieved_passages_are_the_nearest_within_the_token_limit(bench: ModelContext) -> None:
     said = [f"The code of box {number} is {number}{number}." for number in range(30)]
     talk = Conversation("talk", tuple(Message("user", text) for text in said))
     passages = bench.passages(talk, "tokens", 1)

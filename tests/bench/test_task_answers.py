@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.corpus_files import sources
-from bench.lifelog_reader import SINGLES, told
+from bench.lifelog_reader import SINGLES, facts_of
 from larder import Conversation, Question
 from larder.core import BadParameter
 from larder_bench.datasets.sources import TaskSources
@@ -205,7 +205,7 @@ def test_noise_text_repeats_its_sentences(material: TaskSources) -> None:
 
 def last_told(question: Question, conversation: Conversation) -> list[str]:
     """All values of a question's subject, in their order."""
-    facts = told(conversation.messages)[SINGLES[question.question]]
+    facts = facts_of(conversation.messages)[SINGLES[question.question]]
     return [value for _, value in facts]
 
 

@@ -273,7 +273,7 @@ def test_the_full_cache_answers_the_same_wherever_the_question_stands(
 
 
 @dataclass
-class PromptsNoted:
+class PromptTextRecorder:
     """Scorer that records the whole text before each answer."""
 
     texts: list[str] = field(default_factory=list)
@@ -296,12 +296,12 @@ def test_inside_a_sequence_only_its_first_question_is_in_the_context(
         f"{task}(of='lifelog(questions=3)'" + (", turns=2)" if task == "requests" else ")")
     )
     conversation = spelled.make(0, 400, bench.sources)
-    noted = PromptsNoted()
+    noted = PromptTextRecorder()
     reader = _reader(bench, conversation, QuestionPlacement.INSIDE, policy)
     reads: list[str] = []
     read = reader.subject.read
 
-    class Watched:
+    class RecordingMethod:
         """Method that records what it reads."""
 
         scope, matched = reader.subject.scope, reader.subject.matched
@@ -311,7 +311,7 @@ def test_inside_a_sequence_only_its_first_question_is_in_the_context(
             reads.append(told.inside.question)
             return read(bench, told, *rest)
 
-    items = ask_all(replace(reader, subject=Watched()), spelled, noted)
+    items = ask_all(replace(reader, subject=RecordingMethod()), spelled, noted)
     questions = [one.question for one in conversation.questions]
     firsts = questions[:1] if task == "turns" else [questions[0], questions[2]]
     assert list(dict.fromkeys(reads)) == firsts
@@ -341,7 +341,7 @@ def test_a_policy_sees_the_question_only_inside(bench: ModelContext) -> None:
 
 
 @dataclass
-class AskedPrompts:
+class PromptTokenRecorder:
     """Scorer that records what the model reads before each answer."""
 
     prompts: list[tuple[int, ...]] = field(default_factory=list)
@@ -365,7 +365,7 @@ def test_later_questions_of_a_sequence_are_ordinary_turns(
     spelled, tokenizer = parse_task(task.format(inner)), bench.engine.tokenizer
     sources = replace(bench.sources, wording=Wording.INSTRUCT)
     made = spelled.make(0, 300, sources)
-    scorer = AskedPrompts()
+    scorer = PromptTokenRecorder()
     ask_all(_reader(bench, made, placement, "full"), spelled, scorer)
     inside = made.questions[0] if placement is QuestionPlacement.INSIDE else None
     text = tokenizer.encode_conversation(replace(made, inside=inside)).ids

@@ -50,7 +50,9 @@ def test_unlimited_tier_hits_all_known_tokens(name: str, form: StateForm) -> Non
 @CROWDS
 @FORMS
 @pytest.mark.parametrize("fate", list(SupersededOrder))
-def test_budget_and_chains_hold(name: str, form: StateForm, fate: SupersededOrder) -> None:
+def test_tier_stays_within_its_budget_and_holds_parents_of_held_objects(
+    name: str, form: StateForm, fate: SupersededOrder
+) -> None:
     trace, budget = trace_of(name, form), held_of(name, form).needed_bytes() // 4
     tier = SimulatedTier(trace, rule("gdsf", superseded=fate), budget)
     for event in trace.events:

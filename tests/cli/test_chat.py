@@ -29,7 +29,7 @@ def test_bytes_beyond_the_budget_are_reported_at_load(run: Run) -> None:
     assert run("chat", "--policy", "keydiff", "--budget", "64", stdin="").stderr == ""
 
 
-def test_session_continues(run: Run, larder_home: Path) -> None:
+def test_named_session_continues_in_the_next_run(run: Run, larder_home: Path) -> None:
     assert run("chat", "s", *SMALL, stdin="My cat is called Mira.\n").exit_code == 0
     assert (larder_home / "sessions" / "s.json").is_file()
     told = document(run("chat", "s", *SMALL, "--json", stdin="What is my cat called?\n"))

@@ -173,7 +173,7 @@ def test_a_file_that_does_not_fit_does_not_stop_the_others(run: Run, folder: Pat
     assert "answers" in told["files"][0]
 
 
-def test_run_without_answers_fails(run: Run, talk: Path) -> None:
+def test_budget_below_sinks_and_recent_is_refused(run: Run, talk: Path) -> None:
     line = complaint(run("eval", talk, "--policy", "snapkv", "--budget", "20"), 2)
     assert "smaller than sinks + recent" in line
 

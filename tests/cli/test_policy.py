@@ -54,7 +54,7 @@ def test_scorers_with_a_paper_name_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECALLS.names())
-def test_shared_fields_are_documented_for_every_part(name: str) -> None:
+def test_shared_fields_are_documented_for_every_recall_index(name: str) -> None:
     page = part_doc(RECALLS.load(name), "recall")
     assert all(field.meaning for field in page.fields)
     assert {"tokens", "dense"} < {field.name for field in page.fields}

@@ -1,4 +1,4 @@
-"""What programs may hand to the public classes, and the errors where they hand something else."""
+"""Arguments of the public classes, and the errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_dtype_auto_is_that_of_the_weights(tmp_path) -> None:
     ("given", "told"),
     [("", "empty"), ("  \n", "empty"), ("notes/today.txt", "name of a file"), ([], "empty")],
 )
-def test_empty_input_is_refused(engine, given, told) -> None:
+def test_empty_input_or_file_name_is_refused(engine, given, told) -> None:
     with pytest.raises(InputError, match=told):
         engine.read(given)
 

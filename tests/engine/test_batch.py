@@ -50,7 +50,7 @@ def run(
     return results, errors, runner
 
 
-def alone(decoder: Decoder, request: BatchRequest) -> list[int]:
+def single_answer(decoder: Decoder, request: BatchRequest) -> list[int]:
     cache = SequenceCache(decoder.spec, "dense")
     limits = StoppingCriteria(request.max_new_tokens)
     [ids] = generate(decoder, [cache], [request.ids], request.sampling, limits)
@@ -98,7 +98,7 @@ def test_batched_answers_equal_single_ones(decoder: Decoder) -> None:
     assert not errors and len(results) == len(several)
     for request in several[:-1]:
         found = results[request.name]
-        assert list(found.ids) == alone(decoder, request) and found.reason == "length"
+        assert list(found.ids) == single_answer(decoder, request) and found.reason == "length"
     assert results["stopped"].reason == "stop" and " " not in results["stopped"].text
     assert results["2"].cached_tokens == 16 and results["4"].cached_tokens == 0
     assert runner.num_read_tokens == prefix_tree(several).read_tokens()
@@ -110,7 +110,9 @@ def test_batch_size_is_limited_by_memory(decoder: Decoder) -> None:
     demand = decoder.spec.full_bytes(12)
     results, errors, _ = run(decoder, several, 4 * demand)
     assert not errors
-    assert [results[r.name].ids for r in several] == [tuple(alone(decoder, r)) for r in several]
+    assert [results[r.name].ids for r in several] == [
+        tuple(single_answer(decoder, r)) for r in several
+    ]
     several.append(BatchRequest("long", some_ids(90, seed=4), max_new_tokens=2))
     results, errors, _ = run(decoder, several, 4 * demand)
     assert errors.keys() == {"long"} and len(results) == 6
@@ -165,7 +167,9 @@ def test_requests_with_a_shared_prefix_reserve_their_suffix(
     results, errors, _ = run(decoder, several, most)
     assert not errors and peak.sizes == [3, 3]  # one would fit if each took its whole text
     assert 0.9 * most < peak.most <= most
-    assert [results[r.name].ids for r in several] == [tuple(alone(decoder, r)) for r in several]
+    assert [results[r.name].ids for r in several] == [
+        tuple(single_answer(decoder, r)) for r in several
+    ]
 
 
 def branching_prompts(stems: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -186,7 +190,7 @@ def test_memory_is_never_exceeded_beside_prefixes_that_waiting_requests_hold(
     decoder = Decoder(tiny(architecture))
     prompts = branching_prompts([some_ids(count, seed=count) for count in (20, 70, 150)])
     several = requests(*prompts)
-    expected = [tuple(alone(decoder, request)) for request in several]
+    expected = [tuple(single_answer(decoder, request)) for request in several]
     peak = PeakBytes(monkeypatch)
     most = 2 * decoder.spec.full_bytes(240)
     results, errors, _ = run(decoder, several, most)

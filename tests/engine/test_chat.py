@@ -67,7 +67,7 @@ def test_turn_is_prefilled_to_its_end(engine: Engine, max_new_tokens: int) -> No
             assert torch.allclose(kept.head_keys(head), read.head_keys(head)[places], atol=1e-4)
 
 
-def test_first_turn_of_an_empty_chat_has_the_opening(engine: Engine) -> None:
+def test_turns_of_an_empty_chat_equal_their_encoded_conversation(engine: Engine) -> None:
     chat = Chat(engine)
     chat.say("My dog is called Rex.", max_new_tokens=8)
     chat.say("And my dog is old.", max_new_tokens=8)

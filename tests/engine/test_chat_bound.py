@@ -164,13 +164,13 @@ def test_a_turn_longer_than_a_block_is_undone_as_a_whole(small: LoadedModel) -> 
     chat.say("My dog is 7.", max_new_tokens=6)
     before, said = states(chat), list[str]()
 
-    def late(text: str) -> None:
+    def stop_late(text: str) -> None:
         said.append(text)
         if len("".join(said)) > 2 * BLOCK:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        chat.say("The car is red. " * 3, late, max_new_tokens=200)
+        chat.say("The car is red. " * 3, stop_late, max_new_tokens=200)
     assert len(chat.turns) == 1
     assert all(same(a, b) for a, b in zip(states(chat), before, strict=True))
 

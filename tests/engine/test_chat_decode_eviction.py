@@ -54,7 +54,9 @@ def test_peak_includes_the_copy_of_a_turn(loaded: LoadedModel) -> None:
 
 
 @pytest.mark.extended
-def test_new_episode_shares_no_entries_in_either_tier(loaded: LoadedModel) -> None:
+def test_new_episode_has_only_opening_entries_of_the_history_in_both_tiers(
+    loaded: LoadedModel,
+) -> None:
     chat = Chat(under(loaded, PARKED), history=HISTORY)
     begun = chat.figures.log_tokens
     # One of 16 is the newest token's.

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("read_once")
 
 @pytest.mark.extended
 @pytest.mark.parametrize("policy", ["episodes", "single"])
-def test_resumed_chat_equals_a_recomputed_one(loaded: LoadedModel, policy: str) -> None:
+def test_resumed_chat_answers_as_the_original_one(loaded: LoadedModel, policy: str) -> None:
     engine = under(loaded, POLICIES[policy])
     chat = Chat(engine, "mine")
     while not chat.figures.refreshes:

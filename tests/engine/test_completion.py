@@ -69,7 +69,7 @@ def test_batched_completions_equal_single_ones(policy: str, tokenizer: Any) -> N
         assert together[0].kv_bytes < together[0].full_kv_bytes / 2
 
 
-def test_prompt_end_selects_the_episode(tokenizer: Any) -> None:
+def test_episodic_completion_in_a_batch_equals_a_single_one(tokenizer: Any) -> None:
     engine = engine_under(EPISODIC, tokenizer)
     several = engine.generate([PROMPTS[3], "x"], max_new_tokens=4)
     assert [len(one.ids) for one in several] == [4, 4]

@@ -61,7 +61,7 @@ def test_missing_accelerate_is_named(folder: Path, monkeypatch: pytest.MonkeyPat
         Engine.load(str(folder), device_map="auto")
 
 
-def test_revision_is_passed_to_every_download(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_revision_is_passed_to_the_download(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
     def refuse(source: str, **options: Any) -> Any:

@@ -72,7 +72,7 @@ def test_nested_bar_is_silent(terminal: Terminal) -> None:
     assert "After" in terminal.getvalue()
 
 
-def test_failure_removes_the_bar(terminal: Terminal) -> None:
+def test_bar_after_a_failed_one_is_shown(terminal: Terminal) -> None:
     with pytest.raises(ZeroDivisionError), progress_bar("Reading", "tokens"):
         raise ZeroDivisionError
     with progress_bar("Again", "tokens") as update:

@@ -21,7 +21,7 @@ def drawn(sampling: SamplingParams, logits: torch.Tensor = LOGITS) -> set[int]:
 
 
 @pytest.mark.parametrize("temperature", [math.nan, math.inf, -math.inf, -0.1])
-def test_non_finite_temperature_is_refused(temperature: float) -> None:
+def test_non_finite_or_negative_temperature_is_refused(temperature: float) -> None:
     with pytest.raises(BadParameter, match="temperature must be a finite number"):
         SamplingParams(temperature=temperature)
 

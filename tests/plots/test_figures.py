@@ -287,7 +287,7 @@ def test_missing_matplotlib_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
-def test_colors_are_reused_when_exhausted() -> None:
+def test_policies_beyond_the_palette_are_pale_and_borrow_free_colors() -> None:
     names = [f"p{number}" for number in range(len(COLORS) + 2)]
     found = assign_styles([*names, "random"])
     assert [found[name].color for name in names[-2:]] == [PALE, PALE]

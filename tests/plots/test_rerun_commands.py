@@ -120,7 +120,7 @@ def test_each_study_has_its_own_file(tmp_path: Path) -> None:
     assert lines[2] == f"larder plot {paths[0]} {paths[1]}"
 
 
-def test_other_study_is_spelled_out() -> None:
+def test_unknown_study_is_spelled_out_without_local_paths() -> None:
     assert measuring(model="./mine", task="locomo()") == (
         "larder bench 'locomo()' --tokens 1000 --files 2 --model MODEL_FOLDER --measure forced "
         "--matched bytes --budget 1/4 --policy h2o --control none --wording seed --name small "

@@ -1,4 +1,4 @@
-"""What a policy holds beyond its budget is told when it is loaded."""
+"""Warnings at load about entries that a policy holds beyond its budget."""
 
 from __future__ import annotations
 

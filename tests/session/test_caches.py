@@ -1,4 +1,4 @@
-"""How the caches of a conversation change places."""
+"""Moves of a conversation's caches between active and archived places."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_replacement_of_the_active_cache_is_active() -> None:
     assert shelf.activate(0).next_position == 3
 
 
-def test_deactivated_caches_are_held_once() -> None:
+def test_offloaded_caches_are_held_once() -> None:
     shelf = SessionCaches(SPEC, [_cache(3), _cache(5)])
     shelf.activate(1)
     active_bytes = shelf.nbytes - shelf.offloaded_bytes

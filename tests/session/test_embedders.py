@@ -238,7 +238,7 @@ class TestTokens:
 
 
 class TestRefusals:
-    def test_every_embedder_is_in_this_suite(self) -> None:
+    def test_registry_has_four_embedders(self) -> None:
         assert EMBEDDERS.names() == ["minilm", "qwen3", "sentence_transformers", "tokens"]
 
     @pytest.mark.parametrize("name", ["/no/such/folder", "./nowhere", "~/nowhere", "a/b/c"])

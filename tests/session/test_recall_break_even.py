@@ -135,7 +135,7 @@ def test_a_bad_value_in_the_environment_is_an_error(monkeypatch):
 
 
 @given(power=st.floats(0.1, 0.7), scale=st.floats(1e-3, 1e3), exact=st.integers(1 << 11, 1 << 17))
-def test_crossing_of_two_power_laws(power, scale, exact):
+def test_crossing_of_two_power_laws_equals_its_exact_length(power, scale, exact):
     def seconds(length: int) -> tuple[int, float, float]:
         return length, scale * length, scale * exact * (length / exact) ** power
 

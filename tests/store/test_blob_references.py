@@ -1,4 +1,4 @@
-"""Blobs that several processes or machines need: whoever drops one looks after the others."""
+"""Blobs that several processes or machines refer to, and their deletion."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from store.file_systems import Faulty
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
-def said(store: Store, name: str = TALK) -> bytes:
+def transcript_of(store: Store, name: str = TALK) -> bytes:
     found = store.sessions.read_transcript(WHO, name)
     assert found is not None
     return found[1]
@@ -60,7 +60,7 @@ def test_fork_continued_elsewhere_keeps_its_source_blobs(tmp_path: Path) -> None
     for number in range(2, 5):
         there.sessions.append(WHO, "fork", SessionTurn((*IDS, number), b"%d" % number), number - 1)
     there.maintenance.sweep(grace_seconds=-1.0)
-    assert said(here) == said(store_at(tmp_path, home="new")) == b"said"
+    assert transcript_of(here) == transcript_of(store_at(tmp_path, home="new")) == b"said"
     assert load(here).ids == IDS
 
 
@@ -71,9 +71,9 @@ def test_token_log_written_by_two_machines_is_kept(tmp_path: Path) -> None:
     here.sessions.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
     there.sessions.append(WHO, "alike", SessionTurn(IDS, b"said"), 0)
     there.sessions.append(WHO, "alike", SessionTurn((*IDS, 1), b"more"), 1)
-    assert said(here) == b"said" and load(here).ids == IDS
+    assert transcript_of(here) == b"said" and load(here).ids == IDS
     there.sessions.remove(WHO, "alike")
-    assert said(here) == b"said"
+    assert transcript_of(here) == b"said"
     here.sessions.remove(WHO, TALK)
     assert there.maintenance.sweep(grace_seconds=-1.0) == 0
 
@@ -88,7 +88,11 @@ def test_blob_referenced_by_another_machine_is_kept(tmp_path: Path, how: str) ->
     else:
         there.sessions.fork(WHO, TALK, "other")
     here.sessions.remove(WHO, TALK)
-    assert said(there, "other") == said(store_at(tmp_path, home="new"), "other") == b"said"
+    assert (
+        transcript_of(there, "other")
+        == transcript_of(store_at(tmp_path, home="new"), "other")
+        == b"said"
+    )
     assert load(there, "other").ids == IDS
     there.sessions.remove(WHO, "other")
     assert blob_files(tmp_path) == []
@@ -103,7 +107,7 @@ def test_intermediate_epoch_of_another_machine_stays_complete(tmp_path: Path) ->
     there.sessions.append(WHO, TALK, SessionTurn((*IDS, 1), b"more"), 2)
     here.sessions.append(WHO, TALK, SessionTurn((*IDS, 2), b"other"), 3)
     here.sessions.roll_back(WHO, TALK, 2)
-    assert said(here) == b"said" and load(here).ids == IDS
+    assert transcript_of(here) == b"said" and load(here).ids == IDS
 
 
 @pytest.mark.failure(number=21)
@@ -118,7 +122,7 @@ def test_superseded_writer_deletes_no_shared_blobs(tmp_path: Path) -> None:
     here = store_at(tmp_path, place, home="here")
     with pytest.raises(Superseded):
         here.sessions.append(WHO, TALK, turn, 0)
-    assert said(there) == b"said" and load(there).ids == IDS
+    assert transcript_of(there) == b"said" and load(there).ids == IDS
 
 
 def test_token_log_of_an_earlier_version_is_read(
@@ -135,14 +139,14 @@ def test_token_log_of_an_earlier_version_is_read(
     assert record.tokens.digest != digest_of(encode_token_log(IDS, record.tenant, record.session))
     store.sessions.fork(WHO, TALK, "fork")
     store.sessions.remove(WHO, TALK)
-    assert said(store, "fork") == b"said" and load(store, "fork").ids == IDS
+    assert transcript_of(store, "fork") == b"said" and load(store, "fork").ids == IDS
 
 
 @pytest.mark.failure(number=21)
 @pytest.mark.parametrize("how", ["put", "stays"])
-def test_blob_found_present_is_not_being_deleted(tmp_path: Path, how: str) -> None:
+def test_blob_reported_present_during_its_deletion_remains(tmp_path: Path, how: str) -> None:
     there = store_at(tmp_path, call_limits=CallLimits(seconds=0.3, rest_seconds=0.0))
-    tenant, said = there.parts.tenant(WHO), list[bool]()
+    tenant, was_taken = there.parts.tenant(WHO), list[bool]()
     data = encode_token_log(IDS, tenant, TALK)
     ref = BlobRef(digest_of(data), len(data))
 
@@ -152,9 +156,9 @@ def test_blob_found_present_is_not_being_deleted(tmp_path: Path, how: str) -> No
 
     def meanwhile(what: str, path: str) -> None:
         if what == "remove" and path == blob_path(ref.digest):
-            said.append(False)
+            was_taken.append(False)
             with suppress(StoreSlow):
-                said.append(take())
+                was_taken.append(take())
 
     with ExitStack() as stack:
         here = store_at(
@@ -162,5 +166,5 @@ def test_blob_found_present_is_not_being_deleted(tmp_path: Path, how: str) -> No
         )
         with here.parts.blobs.saving(tenant) as saving:
             assert saving.put(data) == ref
-        assert said and any(said) <= there.parts.blobs.files.has(ref)
+        assert was_taken and any(was_taken) <= there.parts.blobs.files.has(ref)
         assert take() == there.parts.blobs.files.has(ref) == (how == "put")

@@ -114,7 +114,7 @@ def test_only_digests_become_paths(blobs: BlobStore, place: FileSystem) -> None:
 
 
 @pytest.mark.parametrize("error", [FULL, READ_ONLY])
-def test_full_disk_raises_store_full(tmp_path: Path, error: int) -> None:
+def test_full_or_read_only_disk_raises_store_full(tmp_path: Path, error: int) -> None:
     place = Faulty(open_file_system(str(tmp_path)), refusing(error, "replace"))
     with pytest.raises(StoreFull, match="untouched"):
         BlobStore(place, DeadlineExecutor("disk")).put(DATA)
@@ -138,7 +138,9 @@ def test_an_address_of_an_unknown_kind_is_refused() -> None:
         open_file_system("nowhere://bucket/folder")
 
 
-def test_file_system_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_create_refuses_an_existing_path_without_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(source: Path, target: Path) -> None:
         raise PermissionError(1, "no links here")
 

@@ -1,4 +1,4 @@
-"""Caches in chunks at several levels: what is loaded of them within a deadline."""
+"""Chunks of caches at several levels, and the levels loaded within a deadline."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_a_saved_cache_has_every_chunk_at_every_level(store: Store) -> None:
     assert not torch.equal(held["0.keys"], exact["0.keys"])
 
 
-def test_deadline_limits_the_loaded_chunks(store: Store) -> None:
+def test_session_is_recomputed_where_the_deadline_allows_it(store: Store) -> None:
     save(store, IDS, "cachegen")
     store.parts.throughput.initialize({"disk": 1e15, "reading": 1.0})
     # The last of 21 tokens is read in a second.

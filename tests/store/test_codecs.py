@@ -116,7 +116,7 @@ def test_unquantizable_tensors_are_stored_exactly(name: str, bad: float) -> None
 
 @pytest.mark.failure(number=30)
 @pytest.mark.parametrize("name", LOSSY)
-def test_codes_of_wrong_shapes_are_refused(name: str) -> None:
+def test_codes_with_wrong_metadata_or_missing_tensors_are_refused(name: str) -> None:
     state = {"0.keys": torch.randn(2, 30, 8)}
     tensors, told = encode_state(state, codec_named(name), name, a_spec(a_layer()))
     how = told["0.keys"]

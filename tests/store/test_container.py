@@ -119,7 +119,7 @@ def _head(data: bytes) -> bytes:
 
 
 @pytest.mark.failure(number=30)
-def test_oversized_headers_are_refused_unread() -> None:
+def test_oversized_nested_or_foreign_headers_are_refused() -> None:
     huge = (2**63).to_bytes(8, "little") + b"{}"
     claimed = (MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b" " * (MAX_HEADER_BYTES + 1)
     deep = b"[" * 100_000
@@ -140,7 +140,7 @@ def test_random_bytes_are_refused(data: bytes) -> None:
 
 @pytest.mark.failure(number=30)
 @given(st.data())
-def test_file_with_any_change_is_refused(data: st.DataObject) -> None:
+def test_container_with_one_changed_byte_is_refused(data: st.DataObject) -> None:
     packed = bytearray(pack_container({"a": torch.arange(4.0)}, TOLD))
     head = 8 + int.from_bytes(packed[:8], "little")
     solid = len(packed[:head].rstrip())
@@ -164,5 +164,5 @@ def test_another_version_is_refused_with_its_reason(version: object) -> None:
 
 
 @pytest.mark.failure(number=10)
-def test_unknown_keys_are_tolerated() -> None:
+def test_unknown_metadata_keys_are_tolerated() -> None:
     assert unpack_container(pack_container({}, TOLD | {"of_later": [1]}))[1]["of_later"] == [1]

@@ -1,4 +1,4 @@
-"""Calls that take too long, and tiers that rest."""
+"""Deadlines of store calls, and the circuit breaker of a tier."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_hanging_calls_are_bounded() -> None:
     go_on.set()
 
 
-def test_sequential_calls_share_a_thread_without_references() -> None:
+def test_sequential_calls_share_a_thread_that_keeps_no_result() -> None:
     guard, results = DeadlineExecutor("disk"), list[weakref.ref[threading.Event]]()
 
     def made() -> threading.Event:
@@ -115,7 +115,7 @@ def test_breaker_opens_after_failures_and_retries() -> None:
     assert guard.call(divmod, 7, 2) == (3, 1)
 
 
-def test_stopped_calls_fail_at_once_and_release_their_slots() -> None:
+def test_stop_fails_running_and_waiting_calls_at_once() -> None:
     guard = DeadlineExecutor("disk", CallLimits(seconds=60.0, calls=1))
     go_on, ended, raised = threading.Event(), list[int](), list[StoreSlow]()
 

@@ -1,4 +1,4 @@
-"""Blobs whose deletion hangs or fails: others go on, and what has their name is not taken along."""
+"""Blobs whose deletion hangs or fails, and calls that meet them meanwhile."""
 
 from __future__ import annotations
 

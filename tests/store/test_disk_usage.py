@@ -1,4 +1,4 @@
-"""What the ledger knows of a disk that others use, too."""
+"""Ledger charges for a disk that other machines write and evict on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ def of_nobody(store: Store) -> int:
 
 @pytest.mark.failure(number=23)
 @pytest.mark.parametrize("is_counted", [True, False])
-def test_evicted_blob_of_another_machine_is_uncharged(tmp_path: Path, is_counted: bool) -> None:
+def test_evicted_blob_of_another_machine_is_uncharged_once_if_counted(
+    tmp_path: Path, is_counted: bool
+) -> None:
     here, there = store_at(tmp_path, home="here"), store_at(tmp_path, home="there")
     there.sessions.save(WHO, TALK, IDS, snapshot(compressed(IDS)))
     if is_counted:

@@ -1,4 +1,4 @@
-"""Who leaves a tier first: what every rule owes, and each against its loop."""
+"""Eviction rules of a tier: order, pins and worth of every rule, each against its loop."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_superseded_state_is_evicted_first(name: str) -> None:
     assert rule(name).order(told, NOW)[0].name == "old"
 
 
-def test_superseded_order_alike_ignores_replacement() -> None:
+def test_superseded_order_alike_ranks_superseded_state_by_worth() -> None:
     told = [a("old", superseded=True, last_used=20.0), a("new")]
     order = rule("lru", superseded=SupersededOrder.ALIKE).order(told, NOW)
     assert [one.name for one in order] == ["new", "old"]

@@ -84,7 +84,7 @@ def test_a_policy_without_variants_stays() -> None:
     assert tuner.rule is lru and not tuner.is_observing
 
 
-def test_prefill_operations_are_superlinear_without_windows() -> None:
+def test_attention_operations_are_quadratic_without_windows() -> None:
     full, windows = (wrap_model(tiny(name)).spec for name in ("qwen3", "gemma3"))
     heads = 4 * 16  # query heads and their size
     assert prefill_operations(full, 1000, 9) == 9 * (1000 + 2 * 2 * heads * 5)

@@ -40,7 +40,9 @@ OTHERS = (BROKEN, READ_ONLY, QUOTA)
     ("error", "step"),
     [(FULL, step) for step in range(8)] + [(e, s) for e in OTHERS for s in (0, 3, 6)],
 )
-def test_full_disk_leaves_the_store_unchanged(tmp_path: Path, error: int, step: int) -> None:
+def test_write_error_during_a_save_leaves_committed_sessions_exact(
+    tmp_path: Path, error: int, step: int
+) -> None:
     save(store_at(tmp_path))
     steps: list[str] = []
 
@@ -162,7 +164,7 @@ def test_locked_manifest_opens_the_breaker(tmp_path: Path) -> None:
 
 @pytest.mark.failure(number=7)
 @pytest.mark.extended
-def test_concurrent_reads_and_writes_of_a_session(tmp_path: Path) -> None:
+def test_concurrent_reads_and_writes_return_exact_sessions(tmp_path: Path) -> None:
     store, stop = store_at(tmp_path), threading.Event()
     texts = {name: (*IDS, number) for number, name in enumerate("abc")}
     wrong: list[object] = []

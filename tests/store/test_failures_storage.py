@@ -126,7 +126,7 @@ def test_damaged_blob_is_repaired_by_the_next_save(tmp_path: Path) -> None:
 
 
 @pytest.mark.failure(number=10)
-def test_another_version_is_left_in_place(tmp_path: Path) -> None:
+def test_blob_of_another_version_is_left_in_place(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     store.sessions.save(WHO, TALK, IDS, snapshot(compressed(IDS)))
     [path] = cache_files(tmp_path)
@@ -156,7 +156,9 @@ def _point_to(store: object, digest: str, count: int) -> None:
     "change",
     [{"tenant": "0" * 64}, {"identity": "0" * 64}, {"kind": "x"}, {"policy": {"name": "y"}}],
 )
-def test_blob_of_another_tenant_is_not_used(tmp_path: Path, change: dict[str, object]) -> None:
+def test_blob_of_another_tenant_identity_kind_or_policy_is_not_used(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
     store = store_at(tmp_path)
     store.sessions.save(WHO, TALK, IDS, snapshot(compressed(IDS)))
     [path] = cache_files(tmp_path)

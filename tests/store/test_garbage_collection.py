@@ -1,4 +1,4 @@
-"""What goes at a sweep, and what stays: chunks of several machines, and what a crash has left."""
+"""Sweeps of unreferenced chunks and blobs, on several machines and after crashes."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_unreferenced_chunks_are_deleted_on_every_machine(
 
 @pytest.mark.failure(number=21)
 @pytest.mark.extended
-def test_chunks_being_read_are_kept(tmp_path: Path) -> None:
+def test_recently_matched_chunks_are_kept_by_sweeps(tmp_path: Path) -> None:
     clock = Clock()
     here = store_at(tmp_path, home="here", clock=clock)
     there = store_at(tmp_path, home="there", clock=clock)
@@ -194,7 +194,7 @@ def test_session_recreated_under_its_name_survives_the_sweep(tmp_path: Path) -> 
 
 
 @pytest.mark.failure(number=21)
-def test_cache_written_during_a_removal_is_deleted(
+def test_cache_staged_for_a_removed_session_is_deleted(
     tmp_path: Path,
 ) -> None:
     store = store_at(tmp_path)

@@ -1,4 +1,4 @@
-"""What saving and loading take of the process's own memory."""
+"""Resident memory of a process that saves and loads, in bytes, against the host budget."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def test_layers_round_trip_with_exact_first_and_last_tokens(name: str, tables: K
     assert all(torch.equal(found[key], again[key]) for key in found)
 
 
-def test_fewer_bits_have_more_error_and_fewer_bytes() -> None:
+def test_smaller_bit_budget_spends_no_more_bits() -> None:
     source = torch.Generator().manual_seed(1)
     components = torch.randn(256, 32, generator=source) * torch.linspace(8, 0.1, 32)
     table = AllocationTable.of(group_errors(components, (1, 16)), 32, 800)

@@ -1,4 +1,4 @@
-"""Records that come about late, were lost, or were removed by somebody else."""
+"""Records that are written late, lost, or removed by another machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where sessions stand: compare-and-swap, and what is done when records are damaged."""
+"""Manifest of session heads: compare-and-swap of epochs, and damaged records and indexes."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_flipped_bit_in_the_manifest_is_repaired_from_the_record(tmp_path: Path)
 
 
 @pytest.mark.failure(number=1)
-def test_flipped_bit_in_a_record_is_ignored_for_the_manifest(tmp_path: Path) -> None:
+def test_record_with_a_flipped_bit_is_read_from_the_manifest(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
     heads.commit(a_record(1), expected=0)
     _flip_file(tmp_path, 1)
@@ -260,7 +260,7 @@ def test_damaged_manifest_is_quarantined(tmp_path: Path, damage: str) -> None:
 
 @pytest.mark.failure(number=10)
 @pytest.mark.parametrize("schema", [1, 2])
-def test_index_of_the_previous_schema_is_migrated(tmp_path: Path, schema: int) -> None:
+def test_index_of_an_earlier_schema_is_migrated(tmp_path: Path, schema: int) -> None:
     heads = heads_at(tmp_path)
     heads.commit(a_record(1), expected=0)
     index, path = BlobIndex(heads.manifest), heads.manifest.path
@@ -293,7 +293,7 @@ def test_manifest_of_a_later_schema_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.failure(number=4)
-def test_read_only_manifest_raises_store_full(tmp_path: Path) -> None:
+def test_full_manifest_raises_store_full(tmp_path: Path) -> None:
     manifest = Manifest(tmp_path / "manifest.sqlite", SECRET)
     with manifest.reading() as rows:
         rows("PRAGMA max_page_count = 24")

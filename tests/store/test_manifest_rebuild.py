@@ -1,4 +1,4 @@
-"""An index that was lost, damaged or is another's: what lies beside the blobs is listed again."""
+"""Rebuild of a lost, damaged or foreign manifest from the records beside the blobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a saved cache depends on: each of it, changed alone, must miss."""
+"""Identity keys of saved caches: every field, changed alone, changes the key."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_weight_digest_distinguishes_models_of_equal_shapes() -> None:
     assert digest_of_weights(one.named_parameters()) != digests[0]
 
 
-def test_file_digests_are_cached(tmp_path: Path) -> None:
+def test_cached_file_digests_equal_uncached_ones(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("b", "a")]
     for file in files:
         file.write_text(file.name)

@@ -220,7 +220,9 @@ def test_retrained_predictions_refuse_earlier_codes(
 
 
 @pytest.mark.failure(number=30)
-def test_stacks_of_wrong_shapes_are_refused(tables: PredictiveTables) -> None:
+def test_stacks_with_wrong_metadata_or_missing_tensors_are_refused(
+    tables: PredictiveTables,
+) -> None:
     cache = a_cache()
     tensors, told = saved(cache)
     room = state_nbytes(cache.state())
@@ -252,7 +254,7 @@ def test_stacks_of_wrong_shapes_are_refused(tables: PredictiveTables) -> None:
         decode_state(tensors, half, room)
 
 
-def test_damaged_predictions_file_is_ignored(tables: PredictiveTables) -> None:
+def test_damaged_predictions_file_raises_cache_error(tables: PredictiveTables) -> None:
     path = tables_path(SPEC.fingerprint, "predictive")
     path.write_bytes(b"no tensors")
     with pytest.raises(CacheError, match="no predictions"):

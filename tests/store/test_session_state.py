@@ -1,4 +1,4 @@
-"""What is told beside caches: it stays, travels, leaves and is verified as they are."""
+"""Session state beside caches: stored, exported, evicted and verified with them."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_damaged_session_state_is_detected(tmp_path: Path) -> None:
     assert [each.startswith("The state beside") for each in checked.problems] == [True]
 
 
-def test_unknown_cache_form_is_damaged() -> None:
+def test_unknown_cache_form_raises_damaged() -> None:
     cache = SequenceCache(SPEC, "dense")
     with pytest.raises(Damaged, match="No cache form named 'folded'"):
         restore_cache(SPEC, cache.state(), cache.meta() | {"form": "folded"})

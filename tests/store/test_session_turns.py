@@ -92,7 +92,7 @@ def test_labels_do_not_prune_epochs_or_change_recency(tmp_path: Path) -> None:
     assert store.sessions.roll_back(WHO, TALK, 2).num_tokens == 10
 
 
-def test_unreadable_labeled_head_falls_back_to_its_predecessor(tmp_path: Path) -> None:
+def test_head_labeled_by_another_machine_during_its_read_is_found(tmp_path: Path) -> None:
     there = store_at(tmp_path, home="there")
 
     def label(what: str, path: str) -> None:
@@ -117,7 +117,7 @@ def test_unattached_staged_cache_is_uncharged(tmp_path: Path) -> None:
     assert store.parts.ledger.used(Tier.DISK, store.parts.tenant(WHO)) == before
 
 
-def test_cache_of_many_epochs_is_evicted_once(tmp_path: Path) -> None:
+def test_evicted_cache_is_dropped_from_every_epoch(tmp_path: Path) -> None:
     probe = store_at(tmp_path / "probe")
     say(probe, IDS, 0)
     size = attach(probe, IDS, 1).spans[0].bytes

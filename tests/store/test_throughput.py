@@ -1,4 +1,4 @@
-"""Loading against reading again."""
+"""Throughput estimates: loading a cache against recomputing it."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_store_of_an_earlier_version_is_upgraded(earlier: Path, home: str) -> No
 
 @pytest.mark.failure(number=10)
 @pytest.mark.usefixtures("steps")
-def test_index_of_records_upgraded_by_another_machine(earlier: Path) -> None:
+def test_index_adopts_records_upgraded_by_another_machine(earlier: Path) -> None:
     store = store_at(earlier)
     with store.parts.manifest.writing() as rows:  # as the earlier version has indexed them
         for path in (earlier / "store" / "sessions").rglob("*.json"):

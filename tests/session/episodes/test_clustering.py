@@ -137,7 +137,7 @@ class TestRepresentatives:
         assert representatives(rows, clusters, 0, 2) == (0, 1)
 
     @pytest.mark.parametrize(("episode", "count"), [(2, 1), (-1, 1), (0, 0)])
-    def test_invalid_counts_are_refused(self, episode: int, count: int) -> None:
+    def test_invalid_episode_or_count_is_refused(self, episode: int, count: int) -> None:
         rows = topics(0, (4, 4))
         with pytest.raises(BadParameter):
             representatives(rows, cluster(rows, 2), episode, count)

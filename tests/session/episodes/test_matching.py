@@ -34,7 +34,7 @@ def topics(seed: int, per_topic: int, first: int = 0, last: int = 4) -> np.ndarr
     return generator.permutation(unit(centers + 0.15 * generator.normal(size=centers.shape)))
 
 
-def alone(rows: np.ndarray) -> list[tuple[int, ...]]:
+def own_segments(rows: np.ndarray) -> list[tuple[int, ...]]:
     """Places of turns that are the segments themselves."""
     return [(place,) for place in range(len(rows))]
 
@@ -84,18 +84,18 @@ class TestTau:
             return cluster(np.array(rows, np.float32), 4, seed=3).centroids.tolist()
 
         expected = slow_tau(turns.tolist(), deal.tolist(), form, quantile)
-        tau = calibrate_tau(turns, turns, alone(turns), 4, quantile, folds, seed=3)
+        tau = calibrate_tau(turns, turns, own_segments(turns), 4, quantile, folds, seed=3)
         assert tau == pytest.approx(expected, abs=1e-5)
 
     def test_tau_of_held_out_turns_is_lower(self) -> None:
         turns = topics(1, 5)
         centroids = cluster(turns, 4).centroids
         own = np.quantile([match_episode(turn, centroids).similarity for turn in turns], 0.05)
-        assert calibrate_tau(turns, turns, alone(turns)) < own
+        assert calibrate_tau(turns, turns, own_segments(turns)) < own
 
     def test_tau_separates_known_and_new_topics(self) -> None:
         known, later, other = topics(2, 12), topics(3, 25), topics(4, 25, first=4, last=6)
-        tau, centroids = calibrate_tau(known, known, alone(known)), cluster(known).centroids
+        tau, centroids = calibrate_tau(known, known, own_segments(known)), cluster(known).centroids
         new = [is_new_topic(match_episode(turn, centroids).similarity, tau) for turn in later]
         assert np.mean(new) < 0.15
         assert all(is_new_topic(match_episode(turn, centroids).similarity, tau) for turn in other)
@@ -103,12 +103,12 @@ class TestTau:
     @pytest.mark.parametrize("num_turns", [0, 1])
     def test_too_few_turns_are_never_new(self, num_turns: int) -> None:
         turns = topics(0, 1)[:num_turns]
-        tau = calibrate_tau(turns, turns, alone(turns))
+        tau = calibrate_tau(turns, turns, own_segments(turns))
         assert not is_new_topic(-1.0, tau)
 
     def test_tau_of_two_turns_is_their_similarity(self) -> None:
         turns = unit([[1, 0], [1, 1]])
-        assert calibrate_tau(turns, turns, alone(turns)) == pytest.approx(2**-0.5)
+        assert calibrate_tau(turns, turns, own_segments(turns)) == pytest.approx(2**-0.5)
 
     def test_tau_excludes_centroids_of_the_own_segments(self) -> None:
         # Each turn says exactly what its two segments say, and no other segment says it.
@@ -117,15 +117,15 @@ class TestTau:
         tau = calibrate_tau(segments, segments[::2], places, 16, quantile=1.0)
         assert tau == pytest.approx(0.0)
 
-    def test_tau_uses_the_quantile_of_turns(self) -> None:
+    def test_tau_of_turns_admits_more_turns_than_tau_of_segments(self) -> None:
         segments = topics(2, 12)
         turns = unit(segments + 0.3 * np.random.default_rng(0).normal(size=segments.shape))
         later = topics(3, 50)
         later = unit(later + 0.3 * np.random.default_rng(1).normal(size=later.shape))
         centroids = cluster(segments).centroids
-        tau = calibrate_tau(segments, turns, alone(segments))
+        tau = calibrate_tau(segments, turns, own_segments(segments))
         assert np.mean([match_episode(turn, centroids).similarity < tau for turn in later]) < 0.15
-        of_segments = calibrate_tau(segments, segments, alone(segments))
+        of_segments = calibrate_tau(segments, segments, own_segments(segments))
         assert (
             np.mean([match_episode(turn, centroids).similarity < of_segments for turn in later])
             > 0.3
@@ -139,5 +139,9 @@ class TestTau:
     def test_invalid_quantiles_and_folds_are_refused(self, quantile: float, folds: int) -> None:
         with pytest.raises(BadParameter, match="tau"):
             calibrate_tau(
-                topics(0, 2), topics(0, 2), alone(topics(0, 2)), quantile=quantile, folds=folds
+                topics(0, 2),
+                topics(0, 2),
+                own_segments(topics(0, 2)),
+                quantile=quantile,
+                folds=folds,
             )

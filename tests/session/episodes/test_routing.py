@@ -1,4 +1,4 @@
-"""Where finished turns belong, and what a refresh changes."""
+"""Routing of finished turns to episodes, and the changes of a refresh."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_quantile_of_zero_is_stricter_than_a_high_one() -> None:
     assert strict.tau(rows, rows, places, 2) < loose.tau(rows, rows, places, 2)
 
 
-def test_refresh_updates_centroid_and_representatives_of_one_episode() -> None:
+def test_refresh_updates_the_centroid_of_one_episode() -> None:
     router = arranged(DOGS_AND_CARS, representatives=2).assign_turn("a dog barks", 0).router
     reform = router.refresh(0)
     after = reform.router

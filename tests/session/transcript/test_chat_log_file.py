@@ -60,7 +60,7 @@ def test_log_file_is_plain_json() -> None:
     assert record["model"] == {"name": "seed", "fingerprint": "abc"}
 
 
-def test_save_replaces_the_file_atomically() -> None:
+def test_save_replaces_the_file_and_leaves_no_temporary_one() -> None:
     book = ChatLogFile("mine")
     book.save(LOG, STAMP)
     book.save(LOG.with_turn(ChatTurn("More?", "No.", (4,))), STAMP)
@@ -157,7 +157,7 @@ def test_a_damaged_file_is_named_and_not_overwritten(damage: str) -> None:
     assert path.read_bytes() == before
 
 
-def test_undecodable_file_is_damaged() -> None:
+def test_undecodable_file_is_reported_as_damaged() -> None:
     path, _ = written()
     path.write_bytes(b"\xff\xfe\x00{")
     with pytest.raises(InputError, match="damaged"):

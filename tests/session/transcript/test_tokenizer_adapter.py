@@ -1,4 +1,4 @@
-"""Where each message stands among the tokens, whatever its text has in common with headers."""
+"""Token spans of messages, also where their text contains template headers."""
 
 from __future__ import annotations
 
