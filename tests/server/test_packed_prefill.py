@@ -135,10 +135,39 @@ def test_short_prompts_are_prefilled_in_decode_steps(steps) -> None:
     assert served.core.scheduler.blocks == 0
     mixed = [rows for rows in steps if 1 in rows and max(rows) > 1]
     assert mixed
-    assert all(sum(n for n in rows if n > 1) <= base.SHORT_TAIL_TOKENS for rows in steps)
+    assert max(map(max, steps)) <= base.SHORT_TAIL_TOKENS
     for number, client in enumerate((*first, *others)):
         turns = answered(told(number, 1), client, "And the next one?")
         assert served.ask(turns, f"s{number}").text == alone.ask(turns, f"s{number}").text
+
+
+def test_short_prompts_that_arrive_together_start_in_one_step(steps) -> None:
+    alone = Served(characters())
+    expected = [alone.ask(told(number, 1), f"s{number}").text for number in range(4)]
+    served = Served(characters())
+    steps.clear()  # of the verification of the model
+    clients = asked(served, 4, sentences=1)
+    served.run()
+    assert [client.text for client in clients] == expected
+    assert len(steps[0]) == 4 and sum(steps[0]) > base.SHORT_TAIL_TOKENS
+    assert sum(steps[0]) <= served.core.serving.block
+    assert all(set(rows) == {1} for rows in steps[1:])
+
+
+def test_a_step_reads_no_more_ends_of_prompts_than_a_block(steps) -> None:
+    served = Served(characters())
+    steps.clear()
+    asked(served, 1, sentences=1)
+    served.run()
+    most = 2 * max(steps[0])
+    served = Served(characters(), prefill_chunk=most)
+    steps.clear()
+    clients = asked(served, 5, sentences=1)
+    served.run()
+    assert all(client.told.new_tokens for client in clients)
+    ends = [[count for count in rows if count > 1] for rows in steps]
+    assert max(map(len, ends)) == 2
+    assert max(map(sum, ends)) <= most
 
 
 def test_long_prompt_progresses_beside_short_ones(steps) -> None:

@@ -2,15 +2,15 @@
 
 A step is one decode step of all running answers, then one prefill block of one request, which short
 blocks of others fill up, as long as the latency between tokens allows (`PrefillTokenBudget`). Ends
-of prompts are read in a decode step in place of a block, several if they are short, and never in
-two steps in a row while others wait for a block. Requests with the lowest priority number come
-first in all that follows. Among them the block goes to the tenant with the least service, as in
-Sheng et al., "Fairness in Serving Large Language Models" (2024), arXiv:2401.00588, section 4: a
-counter of tokens per tenant, where a tenant that returns starts no lower than those that are
-present. Among a tenant's requests it goes to the one with the fewest blocks left, unless another
-was passed over `MAX_PASSED_BLOCKS` times. So two tokens of an answer are never more than one block
-apart, and no request starves but by requests of a lower number. Requests of one tenant may instead
-come by the first arrival of their programs, admission and blocks alike
+of prompts are read in a decode step in place of a block, several if they are no longer together,
+and never in two steps in a row while others wait for a block. Requests with the lowest priority
+number come first in all that follows. Among them the block goes to the tenant with the least
+service, as in Sheng et al., "Fairness in Serving Large Language Models" (2024), arXiv:2401.00588,
+section 4: a counter of tokens per tenant, where a tenant that returns starts no lower than those
+that are present. Among a tenant's requests it goes to the one with the fewest blocks left, unless
+another was passed over `MAX_PASSED_BLOCKS` times. So two tokens of an answer are never more than
+one block apart, and no request starves but by requests of a lower number. Requests of one tenant
+may instead come by the first arrival of their programs, admission and blocks alike
 (`SchedulingPolicy.PROGRAM_FCFS`). A block, or the long end of a prompt, that takes longer than the
 latency between tokens allows is interrupted between two layers for decode steps. A request that
 waits for memory takes that of a running one of a higher number (preemption): its cache leaves the
@@ -267,8 +267,8 @@ class Scheduler:
     def _ready(self) -> list[RequestState]:
         """Requests in the next decode step, by priority, in rotation if there are more than `rows`.
 
-        Several start with a prompt tail if all of these tails are short; none does behind a step
-        with some while others wait for a block.
+        Several start with a prompt tail if all of these tails together are no longer than a block;
+        none does behind a step with some while others wait for a block.
         """
         ready = [job for job in self.running if job.prefill.is_done]
         tails = sorted((job for job in ready if job.reads_prompt_tail), key=self._priority)
@@ -276,7 +276,7 @@ class Scheduler:
         later, tail_len = set[int](), 0
         for job in tails:
             tail_len += len(job.step_ids)
-            if is_blocked or (job is not tails[0] and tail_len > job.backend.tail_tokens(job)):
+            if is_blocked or (job is not tails[0] and tail_len > job.backend.step_tail_tokens(job)):
                 later.add(id(job))
         ready = [job for job in ready if id(job) not in later]
         return sorted(ready, key=lambda job: job.request.priority)[: self._rows]

@@ -17,7 +17,7 @@ from larder.server.tiers.manager import TierManager
 from larder.server.transcript import CompletedTurn
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
-SHORT_TAIL_TOKENS = 128  # ends of prompts so long together are read in one decode step
+SHORT_TAIL_TOKENS = 128  # an end of a prompt that is shorter is left to a decode step
 
 if TYPE_CHECKING:
     from larder.server.request_state import CacheLoad, RequestState
@@ -114,8 +114,12 @@ class SessionBackend(ABC):
         """Most generated tokens that a decode step may read with the result of a step for each."""
 
     def tail_tokens(self, job: RequestState) -> int:
-        """Most tokens of several ends of prompts that one decode step reads."""
+        """Tokens from which on the end of a prompt is a block of its own."""
         return min(SHORT_TAIL_TOKENS, job.session.serving.block)
+
+    def step_tail_tokens(self, job: RequestState) -> int:
+        """Most tokens of several ends of prompts that one decode step reads."""
+        return self.tail_tokens(job)
 
     @abstractmethod
     def on_step(self, job: RequestState, plans: int) -> None:

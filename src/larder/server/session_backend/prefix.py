@@ -246,6 +246,10 @@ class PrefixBackend(SessionBackend):
     def tail_tokens(self, job: RequestState) -> int:
         return min(super().tail_tokens(job), self._limit(job))
 
+    def step_tail_tokens(self, job: RequestState) -> int:
+        """As many as a block may have, in whose place they are read."""
+        return self._limit(job)
+
     def step_tokens(self, job: RequestState) -> int:
         return min(self._block(job.session), REPLAYED_TOKENS)
 
