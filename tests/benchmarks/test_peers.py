@@ -189,7 +189,7 @@ def test_row_matches_only_cells_of_the_same_measure(model: str, other: dict[str,
     assert found_by(usual) == found_by(usual) != found_by(usual | other)
 
 
-def test_question_count_is_that_of_the_run() -> None:
+def test_zero_questions_are_two_for_random_models_and_all_for_others() -> None:
     usual = {"questions": 0, "new_tokens": 32, "repeats": 3, "threads": 1}
     usual |= {"device": "cpu", "dtype": "float32", "question": "after", "process": "cell"}
     drawn = usual | {"model": "random:qwen3-tiny"}

@@ -108,7 +108,7 @@ def test_double_precision_model_is_refused() -> None:
         larder.LarderCache(tiny("llama").double(), "keydiff")
 
 
-def test_model_with_a_separate_embedding_module() -> None:
+def test_model_with_a_separate_embedding_module_generates_the_same() -> None:
     sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = BertConfig(**sizes, intermediate_size=16, vocab_size=128, is_decoder=True)
     torch.manual_seed(0)

@@ -78,7 +78,9 @@ def test_inner_padding_columns_have_no_tokens(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", [("full", None), KEYDIFF])
-def test_assistant_model_with_its_own_policy(model: Any, policy: tuple[str, Any]) -> None:
+def test_assisted_generation_under_a_policy_equals_unassisted(
+    model: Any, policy: tuple[str, Any]
+) -> None:
     """It takes a token of the prompt back where none of its candidates was right."""
     name = model.config.model_type.removesuffix("_text")
     assistant = tiny(name, seed=1)
@@ -90,7 +92,7 @@ def test_assistant_model_with_its_own_policy(model: Any, policy: tuple[str, Any]
     assert run.cache is not None
 
 
-def test_self_speculative_generation(llama: Any) -> None:
+def test_self_speculative_generation_under_a_policy_equals_plain(llama: Any) -> None:
     with larder.applied(llama, *KEYDIFF):
         expected = generated(llama, IDS, 12)
         assert torch.equal(generated(llama, IDS, 12, assistant_early_exit=1), expected)

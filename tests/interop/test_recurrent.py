@@ -93,7 +93,7 @@ def test_a_failed_turn_is_undone(after: int) -> None:
     assert torch.equal(got, expected)
 
 
-def test_modes_needing_an_earlier_state_are_refused() -> None:
+def test_operations_needing_an_earlier_recurrent_state_are_refused() -> None:
     model, ids = model_of("LFM2"), torch.tensor([ROWS[0]])
     cached = LarderCache(model, "full")
     with pytest.raises(UsageError, match="leave the assistant out"):

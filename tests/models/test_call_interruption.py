@@ -59,7 +59,7 @@ def test_interrupted_call_and_its_steps_equal_separate_calls(architecture, adopt
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", FAMILIES)
-def test_interruption_of_recurrent_and_latent_layers(name: str) -> None:
+def test_interrupted_calls_of_recurrent_and_latent_models_equal_separate_calls(name: str) -> None:
     [family] = [family for family in families() if family.name == name]
     check_interrupted(wrap_model(family.model()))
 

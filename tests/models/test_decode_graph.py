@@ -112,7 +112,7 @@ def test_call_with_another_number_or_operator_is_detected() -> None:
         replay()
 
 
-def test_uncapturable_batches_are_refused(decoder) -> None:
+def test_uncapturable_batches_and_models_are_refused(decoder) -> None:
     caches = some_caches(decoder)
     with pytest.raises(CacheError, match="more than the largest batch size, 2"):
         DecodeGraphs(decoder, EagerCapture(), 8, (1, 2)).step(caches, (5, 6, 7))

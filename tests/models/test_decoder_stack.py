@@ -238,7 +238,7 @@ def test_new_weights_are_read_at_the_next_step(monkeypatch, runs):
     assert (got - expected).square().mean().sqrt() < ROUNDING * expected.std()
 
 
-def test_layer_with_another_computation_is_not_accelerated(monkeypatch, runs):
+def test_layer_with_another_computation_does_not_run_in_the_stack(monkeypatch, runs):
     decoder = a_decoder()
     attention = type(decoder.body.layers[0].self_attn)
     own = attention.forward
@@ -266,7 +266,7 @@ def test_head_hook_runs_once_and_is_removed(dtype):
     assert torch.equal(wide, module.lm_head(states.repeat(1, 6, 1)))
 
 
-def test_head_of_another_dtype_uses_torch():
+def test_head_on_states_of_another_dtype_uses_torch():
     module = tiny("llama", dtype=torch.bfloat16)
     states = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(0))
     with torch.autocast("cpu", torch.bfloat16):
@@ -315,7 +315,7 @@ def test_fused_step_equals_layer_calls_bitwise(monkeypatch, name, form, rows, dt
     assert len(whole[1]) == 3 * rows
 
 
-def test_layer_attending_separately_keeps_recorded_logits(monkeypatch):
+def test_layer_attending_separately_keeps_recorded_logits_of_the_others(monkeypatch):
     decoder = a_decoder(layers=2)
     [cache] = filled_caches(decoder, [20], "ragged")
     first, last = cache.layers

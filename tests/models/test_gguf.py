@@ -156,7 +156,7 @@ def test_missing_file_is_refused(tmp_path: Path) -> None:
         load(str(tmp_path / "none.gguf"))
 
 
-def test_full_disk_is_refused(tmp_path: Path, home: Path) -> None:
+def test_unwritable_home_is_refused(tmp_path: Path, home: Path) -> None:
     file = tiny_file(tmp_path)
     home.write_text("a file where the folder would be")
     with pytest.raises(ModelError, match="set LARDER_HOME to another folder"):

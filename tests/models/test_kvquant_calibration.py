@@ -67,7 +67,7 @@ def test_layer_levels_follow_the_weights() -> None:
     assert float(alike.abs().max()) <= 1
 
 
-def test_sample_weights_are_squared_gradients() -> None:
+def test_sample_weights_are_reproducible_and_nonnegative() -> None:
     decoder = wrap_model(tiny("llama", layers=2))
     found = graded_numbers(decoder, IDS, 2, 0)
     again = graded_numbers(decoder, IDS, 2, 0)

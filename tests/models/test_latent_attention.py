@@ -86,7 +86,7 @@ def test_blocks_and_steps_equal_the_model(model: Any, decoder: Decoder, form: st
 
 
 @torch.no_grad()
-def test_absorbed_weights_equal_the_model(model: Any, decoder: Decoder) -> None:
+def test_absorbed_attention_weights_equal_the_model(model: Any, decoder: Decoder) -> None:
     weights = list[Tensor]()
 
     def record(inputs: AttentionInputs) -> None:
@@ -105,7 +105,9 @@ def test_absorbed_weights_equal_the_model(model: Any, decoder: Decoder) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("form", ["dense", "ragged"])
 @pytest.mark.parametrize("change", ["apply", "evict"])
-def test_plans_keep_latents(model: Any, decoder: Decoder, form: str, change: str) -> None:
+def test_logits_after_latent_eviction_equal_the_model(
+    model: Any, decoder: Decoder, form: str, change: str
+) -> None:
     held, plan = read(decoder, form), some_rows(30)
     for layer in decoder.spec.layers:
         getattr(held, change)(layer.index, plan)
@@ -212,7 +214,7 @@ def test_unsupported_policies_are_refused(model: Any, policy: str) -> None:
 
 
 @torch.no_grad()
-def test_logit_scores_of_a_mixture_of_experts_model(model: Any) -> None:
+def test_latent_model_with_experts_is_evicted_by_novelty(model: Any) -> None:
     cache = LarderCache(model, f"{PREFILL} > novelty() > uniform()", 12)
     model(torch.tensor([IDS]), past_key_values=cache)
     assert cache.lengths()[0] == ((12,),) * 2

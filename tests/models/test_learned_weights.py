@@ -78,7 +78,7 @@ def test_gate_columns_equal_their_reference(gated, name) -> None:
             torch.testing.assert_close(got, expected[:, head], atol=1e-4, rtol=1e-4)
 
 
-def test_gate_over_the_batch_uses_its_own_sequence(gated) -> None:
+def test_gate_that_reads_a_pass_uses_only_its_own_sequence(gated) -> None:
     texts = (IDS[:5], IDS[4:11], IDS[2:3])
     together = [a_cache(gated, "attention_gate") for _ in texts]
     gated.read([BatchSegment(*pair) for pair in zip(together, texts, strict=True)], Mode.APPEND)
@@ -101,7 +101,7 @@ def test_a_shared_tensor_must_be_the_same_in_all_layers(gated) -> None:
         LearnedGates(gated.spec, gated.attentions).put("global_retention", gate, other)
 
 
-def test_scratch_passes_and_other_caches_are_unchanged(gated) -> None:
+def test_scratch_passes_and_other_caches_get_no_gate_columns(gated) -> None:
     cache = a_cache(gated, "kvzap")
     read(gated, cache, IDS)
     before = [cache.entries(layer).columns["kvzap"].clone() for layer in range(2)]

@@ -22,7 +22,7 @@ MASKS = {
 
 
 @pytest.mark.parametrize("dimensions", MASKS)
-def test_unsupported_mask_is_refused(dimensions: int) -> None:
+def test_attention_mask_is_refused(dimensions: int) -> None:
     decoder = wrap_model(tiny("qwen3"))
     with pytest.raises(ModelError, match=f"mask of {dimensions} dimensions.*leave the mask out"):
         decoder.module.base_model(

@@ -67,7 +67,7 @@ def test_best_match_of_a_copied_text_equals_its_reference(three_layers) -> None:
     assert part.measure(three_layers, SAMPLE) == pytest.approx(expected, rel=1e-4)
 
 
-def test_random_tokens_are_drawn_without_replacement() -> None:
+def test_every_token_is_drawn_once_before_any_repeats() -> None:
     assert sorted(random_tokens((3, 5, 8), 6)) == [3, 3, 5, 5, 8, 8]
     assert sorted(random_tokens((3, 5, 8), 6)[:3]) == [3, 5, 8]
 
@@ -186,7 +186,7 @@ def test_f1_hand_values() -> None:
 
 
 @pytest.mark.extended
-def test_the_error_of_closed_heads_equals_its_reference(three_layers) -> None:
+def test_error_of_streaming_heads_equals_its_reference(three_layers) -> None:
     part, passage = SMALL["streaming_error"], SMALL_NEEDLES.passage(SAMPLE)
 
     def seen(token: int, other: int) -> bool:
@@ -209,7 +209,7 @@ def among(stay: set[int]) -> Any:
     return lambda token, other: other in stay
 
 
-def test_the_error_of_eviction_equals_its_reference(three_layers) -> None:
+def test_eviction_error_equals_its_reference(three_layers) -> None:
     part = SMALL["eviction_error"]
     ids, expected = SAMPLE.ids(part.context + part.following), []
     for heads in heads_of(three_layers, ids):

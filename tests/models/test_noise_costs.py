@@ -60,7 +60,7 @@ def test_shifts_equal_finite_differences(decoder) -> None:
         assert float(gradients[side][PLACE]) == pytest.approx(wanted, rel=0.05, abs=2e-3)
 
 
-def test_costs_scale_with_squared_components(decoder) -> None:
+def test_costs_scale_with_the_inverse_square_of_component_factors(decoder) -> None:
     tables = plain_tables(decoder)
     costs = noise_costs(decoder, [IDS, IDS[::-1]], tables, 2)
     assert all(bool((own > 0).all()) and own.shape == (2, 2) for own in costs.values())

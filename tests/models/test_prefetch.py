@@ -77,7 +77,7 @@ def test_full_recall_ahead_equals_in_turn(decoder, monkeypatch) -> None:
     assert not threads()
 
 
-def test_cache_without_a_slow_tier_is_not_prefetched(decoder, monkeypatch) -> None:
+def test_batch_with_an_untiered_cache_is_not_prefetched(decoder, monkeypatch) -> None:
     def plain() -> SequenceCache:
         cache = SequenceCache(decoder.spec, "ragged")
         decoder.read([BatchSegment(cache, tuple(range(2, 42)))], Mode.APPEND)

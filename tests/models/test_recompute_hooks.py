@@ -98,7 +98,7 @@ def test_batches_and_scratch_passes_recompute_their_own_entries(decoder, manner)
 
 @EACH
 @pytest.mark.parametrize("place", [0, 1])
-def test_recompute_beside_a_full_cache(decoder, manner, place) -> None:
+def test_recompute_batched_with_a_full_cache_gives_full_logits(decoder, manner, place) -> None:
     other = some_ids(READ + 8, seed=3)
     plain = SequenceCache(decoder.spec, "dense")
     decoder.read([BatchSegment(plain, other[:READ])], Mode.APPEND)
@@ -126,7 +126,7 @@ def test_recomputing_cache_round_trips_and_forks(three_layers, manner) -> None:
 
 
 @EACH
-def test_truncated_entries_are_recomputed(three_layers, manner) -> None:
+def test_recomputing_cache_continues_after_truncation(three_layers, manner) -> None:
     decoder, cache = three_layers, filled(three_layers, manner)
     cache.truncate(READ - 2)
     got = read_on(decoder, cache, IDS[READ - 2 :], 4)
@@ -178,7 +178,7 @@ def test_bytes_and_operations_are_counted(three_layers, manner) -> None:
     )
 
 
-def test_unrecomputable_entries_are_refused(three_layers) -> None:
+def test_unsupported_recompute_operations_are_refused(three_layers) -> None:
     cache = filled(three_layers, "ids")
     with pytest.raises(CacheError, match="cannot be dropped: held='ids' reads the text again"):
         cache.drop_range(2, 4)

@@ -137,7 +137,7 @@ def test_a_failed_call_changes_nothing(name: str) -> None:
     assert torch.equal(read_on(decoder, cached, IDS[20:], 7), read_on(decoder, calm, IDS[20:], 7))
 
 
-def test_rollback_to_a_checkpoint() -> None:
+def test_rollback_to_a_checkpoint_restores_the_recurrent_state() -> None:
     decoder = decoder_of("LFM2")
     cached = SequenceCache(decoder.spec, "ragged")
     read_on(decoder, cached, IDS[:20], 20)

@@ -83,7 +83,7 @@ def test_the_first_layer_is_not_sensitive_and_later_ones_are() -> None:
     assert all(0 < value < 0.9999 for value in values[1:])
 
 
-def test_full_mask_has_similarity_one() -> None:
+def test_mask_that_hides_nothing_has_similarity_one() -> None:
     decoder = wrap_model(tiny("qwen2", layers=3))
     values = layer_similarities(decoder, some_ids(64), SensitivityProfile(64, 0, 64, 0.0))
     assert values == pytest.approx([1, 1, 1], abs=1e-6)

@@ -79,7 +79,9 @@ def test_a_spread_model_equals_the_same_on_one_device(device: SecondDevice, poli
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "phi3"])
-def test_other_architectures_on_several_devices(device: SecondDevice, architecture: str) -> None:
+def test_other_architectures_answer_the_same_on_several_devices(
+    device: SecondDevice, architecture: str
+) -> None:
     got, expected = (
         engine.generate(TEXT, max_new_tokens=4).ids
         for engine in engines(device, "snapkv", architecture)
@@ -121,7 +123,7 @@ def test_a_spread_model_inside_generate(device: SecondDevice) -> None:
 
 
 @pytest.mark.extended
-def test_cross_layer_storage_on_several_devices_is_refused(device: SecondDevice) -> None:
+def test_layer_pairs_and_pages_on_several_devices_are_refused(device: SecondDevice) -> None:
     with wrap_model(spread(device)) as decoder:
         with pytest.raises(UsageError, match=r"computed on cpu, xpu:0.*device_map=\{'': DEVICE\}"):
             SequenceCache(decoder.spec, "paired", pairing=LayerPairing())

@@ -103,7 +103,7 @@ def test_predicted_surprise_equals_the_later_one(decoder) -> None:
     assert float(came[0][0]) != float(came[0][1:].max())
 
 
-def test_first_token_has_zero_surprise(decoder) -> None:
+def test_single_token_of_an_empty_cache_has_zero_surprise(decoder) -> None:
     assert surprise_of(decoder, [BatchSegment(following(decoder), (5,))])[0].tolist() == [0.0]
 
 

@@ -61,7 +61,7 @@ def test_code_products_equal_their_reference(shape, length, seed) -> None:
                     assert float(sums[k, g, s]) == pytest.approx(sum(each), abs=1e-5)
 
 
-def test_unsupported_inputs_use_torch() -> None:
+def test_half_precision_and_transposed_tables_are_unsupported() -> None:
     assert approximate_products.supports_channel_tables(torch.zeros(1, 2, 3))
     assert not approximate_products.supports_channel_tables(torch.zeros(1, 2, 3).half())
     assert not approximate_products.supports_channel_tables(torch.zeros(1, 2, 3).transpose(1, 2))
@@ -70,7 +70,7 @@ def test_unsupported_inputs_use_torch() -> None:
     )
 
 
-def test_long_products_are_split_between_threads() -> None:
+def test_products_over_long_tables_equal_the_python_form() -> None:
     source = torch.Generator().manual_seed(0)
     tables = torch.randn(2, 16, 5000, generator=source)
     picks = torch.randint(16, (2, 2, 8), generator=source)

@@ -221,7 +221,7 @@ def test_head_output_is_bitwise_independent_of_batch_and_threads(compiled):
         torch.set_num_threads(before)
 
 
-def test_dispatch_uses_the_kernel_for_few_queries():
+def test_kernel_supports_few_queries_over_contiguous_supported_dtypes():
     keys, values, _, _ = ragged_storage(0, [5, 6], 16, torch.float32)
     assert decode_attention.supports(random(0, 4, 1, 16), keys, values, 2)
     assert not decode_attention.supports(random(0, 4, 1000, 16), keys, values, 2)
@@ -341,7 +341,7 @@ def test_chunk_sections_hand_values(sections, starts, chunk, expected):
 
 @settings(max_examples=40)
 @given(seeds, st.integers(1, 4), st.integers(0, 12), st.integers(1, 14), group_lens)
-def test_windowed_equals_its_reference(seed, query_len, cached_len, window, group_len):
+def test_windowed_attention_equals_its_reference(seed, query_len, cached_len, window, group_len):
     queries = random(seed, 2 * group_len, query_len, 8)
     keys, values = random(seed + 1, 2, cached_len, 8), random(seed + 2, 2, cached_len, 8)
     positions = torch.arange(cached_len + query_len)

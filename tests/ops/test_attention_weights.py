@@ -158,7 +158,7 @@ def test_missing_bias_equals_zero_bias():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_many_queries_and_other_dtypes_use_the_python_form(dtype):
+def test_weights_of_many_queries_equal_column_statistics(dtype):
     keys, _, starts, counts = storage(1, [30, 0, 50], 16, dtype)
     queries = random(2, 6, 64, 16, dtype=dtype)
     weights = attention_weights(queries, keys, starts, counts, SCALING, group=GroupReduction.MEAN)

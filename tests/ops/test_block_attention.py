@@ -116,7 +116,7 @@ def test_kernel_equals_its_references(size: Any, dtype: torch.dtype) -> None:
 
 @settings(max_examples=20)
 @given(SIZES)
-def test_torch_equals_its_reference(size: Any) -> None:
+def test_torch_weight_sums_equal_their_reference(size: Any) -> None:
     case = Case(size, torch.float32)
     queries, keys, _, *layout, new_keys, _ = case.inputs
     sums = summed_weights(queries, keys, *layout, new_keys, SCALING, case.bias)

@@ -37,7 +37,7 @@ def case(seed: int, lengths: list[int], group_len: int, query_len: int) -> tuple
     st.booleans(),
     st.booleans(),
 )
-def test_equals_its_reference_for_any_chunk(
+def test_columns_equal_their_reference_for_any_chunk(
     seed, lengths, group_len, query_len, chunk, statistic, group, causal, biased
 ):
     queries, keys, starts, owned = case(seed, lengths, group_len, query_len)

@@ -67,7 +67,7 @@ def test_non_finite_values_propagate(special, dtype):
     ("outputs", "inputs", "expected"),
     [(16, 32, True), (48, 96, True), (8, 32, False), (16, 48, False)],
 )
-def test_supported_sizes(outputs, inputs, expected):
+def test_supported_sizes_are_multiples_of_16_outputs_and_32_inputs(outputs, inputs, expected):
     assert is_supported(outputs, inputs) is expected
 
 

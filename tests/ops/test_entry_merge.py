@@ -115,7 +115,7 @@ def test_sums_of_rows_equal_the_reference(dtype, seed) -> None:
             torch.testing.assert_close(got, torch.tensor(list(expected.values())))
 
 
-def test_supported_inputs() -> None:
+def test_merge_kernels_support_few_folds_of_contiguous_rows() -> None:
     few, many = torch.zeros(3), torch.zeros(fast.MAX_FOLDS + 1)
     assert fast.supports(few) and not fast.supports(many) and not fast.supports(few.double())
     rows = torch.zeros(6, 4)

@@ -12,7 +12,7 @@ STARTS, LENGTHS = torch.tensor([1, 5]), torch.tensor([3, 3])
 
 
 @pytest.mark.parametrize("form", [layer_mean, reference(layer_mean)])
-def test_heads_with_equal_positions_are_averaged(form) -> None:
+def test_only_heads_with_equal_positions_are_averaged(form) -> None:
     positions = torch.tensor([9, 0, 2, 5, 9, 0, 2, 5, 9], dtype=torch.int32)
     numbers = torch.tensor([[0, 1, 2, 3, 0, 5, 6, 7, 0], [9, 3, 2, 1, 9, 3, 2, 5, 9.0]])
     mean = form(numbers, positions, STARTS, LENGTHS)

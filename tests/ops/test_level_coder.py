@@ -18,7 +18,7 @@ def numbers(entries: int, width: int, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.2])
-def test_what_is_held_equals_its_reference(share: float) -> None:
+def test_decoded_block_equals_its_reference(share: float) -> None:
     given = numbers(7, 10)
     coder = LevelCoder(LEVELS, 2, share)
     held = coder.decoded(coder.encoded(given), 7, 20)
@@ -30,7 +30,7 @@ def test_what_is_held_equals_its_reference(share: float) -> None:
     np.testing.assert_allclose(held[:, 10:], expected, atol=2e-6)
 
 
-def test_block_hand_values() -> None:
+def test_coded_block_hand_values() -> None:
     # Two entries of four channels; at most one in four numbers of keys and of a value apart.
     keys = [[0.1, -5.0, 0.6, 3.0], [-0.25, 0.0, 1.5, -0.7]]
     values = [[0.0, 2.0, 1.0, 9.0], [4.0, 4.0, 4.0, 4.0]]

@@ -56,7 +56,7 @@ def test_zero_row_has_similarity_zero() -> None:
         assert (cosines.tolist(), places.tolist()) == ([0.0], [1])
 
 
-def test_kernel_is_used_for_few_rows() -> None:
+def test_nearest_kernel_supports_few_contiguous_rows() -> None:
     rows = torch.zeros(10, 4)
     assert fast.supports_nearest(rows, 8, 2)
     assert not fast.supports_nearest(rows, 9, 2)

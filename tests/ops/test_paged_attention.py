@@ -84,7 +84,7 @@ def test_biases_and_softcaps_use_a_supporting_backend() -> None:
     assert AttentionBackend.CPU.with_bias() is AttentionBackend.CPU
 
 
-def test_backend_selection_by_device(monkeypatch) -> None:
+def test_backend_is_selected_by_device_and_page_format(monkeypatch) -> None:
     form = torch.bfloat16, 64, PAGE_TOKENS
     assert choose_backend(torch.device("cpu"), *form) is AttentionBackend.CPU
     assert choose_backend(torch.device("mps"), *form) is AttentionBackend.GATHERED

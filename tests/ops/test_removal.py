@@ -164,7 +164,7 @@ def test_nothing_and_everything_removed(form):
             assert torch.equal(result, before)
 
 
-def test_non_contiguous_storage_uses_the_python_form():
+def test_rows_of_non_contiguous_storage_are_removed():
     starts, counts, _ = layout([4, 3], [1, 0])
     keys = torch.arange(60.0).view(6, 10).T  # [10, 6]
     expected = keys.clone()

@@ -85,7 +85,9 @@ def test_merged_parts_equal_the_reference(softcap: float | None, sinks: Tensor) 
 
 
 @variants
-def test_masks_and_windows_equal_the_reference(softcap: float | None, sinks: Tensor) -> None:
+def test_masked_and_windowed_attention_equal_the_reference(
+    softcap: float | None, sinks: Tensor
+) -> None:
     """The first query sees nothing, also no sink's value."""
     positions = torch.arange(ROWS)
     asked = torch.tensor([30, 9, 8, 6])
@@ -98,7 +100,7 @@ def test_masks_and_windows_equal_the_reference(softcap: float | None, sinks: Ten
 
 
 @variants
-def test_new_tokens_equal_the_reference(softcap: float | None, sinks: Tensor) -> None:
+def test_causal_attention_equals_the_reference(softcap: float | None, sinks: Tensor) -> None:
     sides = KEYS[:, :QUERIES], VALUES[:, :QUERIES]
     mask = torch.zeros(QUERIES, ROWS, dtype=torch.bool)
     mask[:, :QUERIES] = torch.ones(QUERIES, QUERIES).tril().bool()

@@ -76,7 +76,7 @@ def test_signed_zeros_are_equal() -> None:
         ]
 
 
-def test_counting_kernel_supported_inputs() -> None:
+def test_counting_kernel_supports_float32_rows_and_partial_counts() -> None:
     rows = torch.zeros(2, 4)
     assert cpu_topk.supports(rows, 3) and not cpu_topk.supports(rows.double(), 3)
     assert not cpu_topk.supports(rows, 0) and not cpu_topk.supports(rows, 4)

@@ -89,7 +89,7 @@ def test_numba_coder_equals_c(monkeypatch, entries, step) -> None:
 
 
 @pytest.mark.parametrize(("entries", "step"), CASES)
-def test_byte_count_without_encoding_is_accurate(entries, step) -> None:
+def test_byte_count_without_encoding_is_a_close_upper_bound(entries, step) -> None:
     given = *a_block(entries, step), step, Coder.ENTROPY
     size, counted = len(coding.encoded(*given)), coding.coded_bytes(*given)
     assert size <= counted <= size + 4 * min(entries, range_coder.LANES)
@@ -263,7 +263,7 @@ def test_results_do_not_depend_on_threads() -> None:
 
 
 @needs_kernel
-def test_large_symbols_are_not_packed_as_bfloat16() -> None:
+def test_attention_over_symbols_beyond_bfloat16_equals_the_reference() -> None:
     layer = a_wide_layer(64, 64)
     fine, new = a_coded_layer(layer, torch.bfloat16, 1e-4), draw(layer, 1, 150)
     expected = looped(fine, new.queries, biased=False)

@@ -47,7 +47,7 @@ def test_pair_grid_has_less_error_than_scalar_levels(bits, levels) -> None:
     ("width", "order"),
     [(16, 16), (192, 192), (640, 640), (12, 12), (20, 20), (10, 2), (72, 24), (56, 8)],
 )
-def test_hadamard_order_is_the_largest_divisor(width, order) -> None:
+def test_hadamard_order_is_the_largest_that_divides_the_width(width, order) -> None:
     assert hadamard_order(width) == order
 
 

@@ -205,7 +205,7 @@ def test_recompute_beyond_the_limit_adds_a_variant(decoder: Decoder) -> None:
     assert plain.cached == (False,) * 3, "without a source that keeps them"
 
 
-def test_anchors_estimate_context_changes(decoder: Decoder) -> None:
+def test_kvcomm_is_exact_for_repeated_contexts(decoder: Decoder) -> None:
     chunks = ChunkMemory()
     fresh, first = read(decoder, "kvcomm", source=chunks)
     assert torch.allclose(logits(decoder, fresh), full(decoder, TEXT.ids), atol=1e-4)

@@ -250,7 +250,7 @@ SHARES = {
 
 
 @pytest.mark.parametrize("name", one_in(3, SHARES))
-def test_policy_keeps_prefill_entries_and_latest_tokens(decoder, name) -> None:
+def test_decode_policies_keep_prefill_entries_for_a_turn_and_latest_tokens(decoder, name) -> None:
     policy = a_policy(SHARES[name])
     cache = after_reading(decoder, policy, CONTEXT)
     read = [cache.entries(layer).packed_positions() for layer in range(LAYERS)]
@@ -270,7 +270,7 @@ def test_policy_keeps_prefill_entries_and_latest_tokens(decoder, name) -> None:
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_storage_is_not_reallocated_by_evictions(decoder, name) -> None:
+def test_evictions_reallocate_storage_only_for_shared_budgets(decoder, name) -> None:
     policy = a_policy(POLICIES[name])
     cache = after_reading(decoder, policy, CONTEXT)
     cache.reserve(QUESTION + 1)

@@ -36,7 +36,7 @@ def test_deferred_observer_gets_all_calls_in_order_after_the_pass() -> None:
 
 
 @pytest.mark.parametrize("storage, is_afterwards", [("exact", True), ("compact", False)])
-def test_single_tokens_are_observed_after_the_pass_without_copies(
+def test_single_tokens_are_observed_after_the_pass_where_observing_copies_nothing(
     storage: str, is_afterwards: bool
 ) -> None:
     sentence = f"blockwise(tokens=8) > protect(sinks=1, recent=2) > column_mass() > {storage}() > "

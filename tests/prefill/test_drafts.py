@@ -62,7 +62,7 @@ def test_a_draft_can_answer_a_prompt(watched, reader_for, lane_for) -> None:
     assert part.required_prompts() == {"question"} and Lookahead().required_prompts() == frozenset()
 
 
-def test_presets_draft_after_the_question() -> None:
+def test_draft_presets_require_a_question_or_guidance_prompt() -> None:
     # Behind the end of a turn there is nothing to go on with.
     assert Policy.parse("laq").scorer.required_prompts() == {"question"}
     assert Policy.parse("laq_guidance").scorer.required_prompts() == {"guidance"}
@@ -167,7 +167,7 @@ def test_pseudo_tokens_are_rotated_to_their_positions(watched, reader_for, lane_
 @pytest.mark.parametrize("content", Content)
 @pytest.mark.parametrize("length", [2, 7, 8, 30])
 @pytest.mark.parametrize("tokens", [1, 6, 7])
-def test_pseudo_token_ids_hand_values(content, length, tokens) -> None:
+def test_pseudo_token_ids_equal_their_reference(content, length, tokens) -> None:
     part, block = PositionsFirst(tokens, content), tuple(range(100, 100 + length))
     book = {"repeat": (1, 2, 3)} if part.required_prompts() else {}
     [asked] = part.scratch(block, 50, book)

@@ -20,7 +20,9 @@ def test_spans_are_the_runs_of_flags(flags: list[bool]) -> None:
 
 
 @given(flags_of_tokens, st.integers(0, 40), st.integers(0, 40))
-def test_image_spans_of_a_slice(flags: list[bool], one: int, other: int) -> None:
+def test_image_spans_of_a_slice_equal_those_of_its_flags(
+    flags: list[bool], one: int, other: int
+) -> None:
     start, stop = sorted((min(one, len(flags)), min(other, len(flags))))
     spans = spans_of(flags)
     part = ImageSpans(spans, spans).within(start, stop)

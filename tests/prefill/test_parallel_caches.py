@@ -141,7 +141,7 @@ def test_cache_bytes_stay_within_the_estimate(reader_for, lane_for, architecture
     assert bound / 2 < reader.meter.peak_bytes <= bound
 
 
-def test_activation_bytes_of_a_long_prompt(watched, reader_for, lane_for) -> None:
+def test_activation_bytes_grow_with_the_longest_prompt(watched, reader_for, lane_for) -> None:
     reader = reader_for(watched, Policy.parse(PROTECTED).planner, TOKENS, 50)
     short, long = (lane_for(watched, episode=some_ids(n)) for n in (3, 300))
     block = some_ids(BLOCK)
@@ -158,7 +158,9 @@ def test_free_memory_counts_what_the_allocator_holds_unused(monkeypatch) -> None
     assert episodic.free_device_bytes(torch.device("meta")) is None
 
 
-def test_activation_bytes_without_a_prompt(watched, reader_for, lane_for) -> None:
+def test_activation_bytes_without_a_prompt_equal_those_of_a_short_one(
+    watched, reader_for, lane_for
+) -> None:
     plain = reader_for(watched, Policy.parse("keydiff() > uniform()").planner, 50, 50)
     asked = reader_for(watched, Policy.parse(PROTECTED).planner, 50, 50)
     lane, block = lane_for(watched, episode=some_ids(3)), some_ids(BLOCK)

@@ -71,7 +71,7 @@ def test_a_scratch_pass_counts_the_tokens_of_all_rows(watched, reader_for, lane_
     assert in_flight + held <= reader.meter.peak_bytes < 2 * in_flight
 
 
-def test_queries_of_one_layer_are_held(watched, reader_for, lane_for, monkeypatch) -> None:
+def test_queries_are_not_held_after_their_layer(watched, reader_for, lane_for, monkeypatch) -> None:
     """A global budget waits for the last layer, but with scores, not with queries."""
     planner = Policy.parse("protect(sinks=1, recent=2) > keydiff() > global()").planner
     reader, lane = reader_for(watched, planner, 14, 50), lane_for(watched)

@@ -139,7 +139,7 @@ def test_scratch_pass_changes_the_cache_by_its_plan_only(
 
 
 @pytest.mark.parametrize("sentence", SENTENCES)
-def test_conversations_of_a_batch_are_independent(watched, reader_for, lane_for, sentence) -> None:
+def test_interleaved_conversations_are_independent(watched, reader_for, lane_for, sentence) -> None:
     planner = planner_of(sentence)
     first, second = some_ids(40, seed=1), some_ids(40, seed=2)
     alone, mixed, other = (lane_for(watched, planner) for _ in range(3))
@@ -239,7 +239,7 @@ def test_progress_reaches_the_end(watched, reader_for, lane_for) -> None:
 
 # Lanes have no calibrated transforms, which `larder` needs (tests/cache/test_transform.py).
 @pytest.mark.parametrize("preset", sorted(PRESETS.keys() - {"larder"}))
-def test_every_preset_prefills(watched, reader_for, lane_for, preset) -> None:
+def test_every_preset_prefills_within_its_budget(watched, reader_for, lane_for, preset) -> None:
     policy = Policy.parse(preset)
     room = 50 if policy.recall is None else 200  # for what always stays, and a page of any size
     tokens = room if policy.budget.tokens is None else policy.budget.tokens

@@ -236,7 +236,7 @@ def test_first_zero_key_is_indexed(name) -> None:
     ]
 
 
-def test_index_growth_fixture_is_consistent() -> None:
+def test_tier_grows_by_the_given_counts() -> None:
     tier = Tier(LAYER)
     for total in accumulate([3, 4]):
         tier.grow((total, 1))

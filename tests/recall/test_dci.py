@@ -75,7 +75,7 @@ def test_lifted_distance_orders_as_the_product(seed) -> None:
 
 @settings(max_examples=10)
 @given(count=st.sampled_from([1, 2, 17, 60, 90]), seed=st.integers(0, 2**31))
-def test_a_built_tree_equals_its_reference(count, seed) -> None:
+def test_built_tree_equals_its_reference(count, seed) -> None:
     tier = Tier(LAYER, seed)
     tier.keys = [torch.randn(count, LAYER.head_dim) for _ in range(2)]
     tier.values = tier.keys
@@ -163,7 +163,7 @@ def test_half_precision_keys_are_found(dtype) -> None:
 
 
 @pytest.mark.extended
-def test_large_level_is_searched_instead_of_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tree_built_by_search_equals_that_of_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     tier, index = grown(SMALL, [(200, 150)])
     monkeypatch.setattr(_dci_build, "EXACT_LEVEL_ENTRIES", 0)
     _, searched = grown(Dci(page=4, first=0.2, further=0.3), [(200, 150)])

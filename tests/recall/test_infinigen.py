@@ -36,7 +36,7 @@ def test_the_mean_count_loses_its_fraction() -> None:
 
 @pytest.mark.parametrize("alpha", [0.5, 2.0, 100.0])
 @pytest.mark.parametrize("count", [4, 25])
-def test_all_channels_equal_the_reference(alpha, count) -> None:
+def test_index_with_all_channels_equals_its_reference(alpha, count) -> None:
     part = InfiniGen(channels=1.0, alpha=alpha, most=0.5)
     tier, index = built(part, (40, 31), 1)
     tier.grow((3, 0))
@@ -50,7 +50,7 @@ def test_all_channels_equal_the_reference(alpha, count) -> None:
         assert [[page for page in row if page >= 0] for row in pages] == expected
 
 
-def test_channels_have_the_largest_queries() -> None:
+def test_channels_are_those_with_the_largest_queries() -> None:
     """Queries along one direction leave one channel, which has all of their products."""
     part, tier = InfiniGen(channels=1 / HEAD_DIM, most=1.0), Tier(LAYER, 3)
     tier.grow((30, 30))

@@ -133,6 +133,6 @@ def test_without_a_column_consecutive_entries_are_a_sentence() -> None:
         assert [page for page in found[head] if page >= 0] == wanted
 
 
-def test_prefetched_queries_are_refused() -> None:
+def test_prefetching_is_refused() -> None:
     with pytest.raises(BadParameter, match="sentences.fetch must be in_turn, got ahead"):
         Sentences(fetch=FetchMode.AHEAD)

@@ -39,7 +39,7 @@ def test_index_equals_its_reference(growths, channels, dtype, seed) -> None:
             assert found.mean[k].tolist() == pytest.approx(mean, rel=1e-4, abs=1e-5)
 
 
-def test_head_without_selected_mass_uses_the_mean() -> None:
+def test_head_without_selected_mass_has_a_share_near_zero() -> None:
     layer = a_layer(kv_heads=1, group=2)
     tier, index = Tier(layer), SparQ().index(layer)
     tier.grow((2,))

@@ -200,7 +200,7 @@ def test_caches_start_with_slots_at_the_positions_of_the_text(engine) -> None:
 
 
 @pytest.mark.extended
-def test_chats_and_saved_caches_continue_from_a_cartridge(engine, tmp_path) -> None:
+def test_saved_chat_of_a_cartridge_resumes_without_its_file(engine, tmp_path) -> None:
     ids, own = untrained(engine), engine.under(POLICY)
     with closing(Store(str(tmp_path / "store"), tmp_path)) as store:
         chat = Chat(own, "candles", TEXT, keeper=StorePersistence(store, own.loaded))
@@ -243,7 +243,7 @@ def test_a_file_of_other_shapes_is_refused(engine) -> None:
         engine.under(POLICY).read(TEXT)
 
 
-def test_facts_mask_names_and_numbers() -> None:
+def test_facts_mask_names_before_other_words() -> None:
     told = [*facts(["Then I met Maria Lopez at the gate.", "It was cold and wet."], 3, Random(0))]
     assert [each.answer for each in told[:2]] == ["Maria Lopez", "Maria Lopez"]
     assert "Then I met ___ at the gate." in told[0].question

@@ -71,7 +71,7 @@ def by_loop(function: Callable[..., Any], gates: Tensor, inputs: AttentionInputs
     return torch.tensor(heads)
 
 
-def test_logits_decay_as_the_reference(decoder) -> None:
+def test_decayed_attention_equals_its_reference(decoder) -> None:
     attention, inputs, betas = DecayedAttention(decoder, no_gate), some_inputs(), some_gates()
     got = attended(attention, betas.log(), inputs)
     torch.testing.assert_close(got, by_loop(loop.decayed, betas, inputs))
@@ -80,7 +80,7 @@ def test_logits_decay_as_the_reference(decoder) -> None:
     assert sum(excesses) > 0
 
 
-def test_what_is_not_kept_is_not_seen_as_the_reference(decoder) -> None:
+def test_masked_attention_equals_its_reference(decoder) -> None:
     attention, inputs, gates = MaskedAttention(decoder, no_gate), some_inputs(), some_gates()
     got = attended(attention, gates, inputs)
     kept = gates >= 0.5
@@ -110,7 +110,7 @@ def test_half_lives_hand_values(decoder) -> None:
 
 
 @pytest.mark.parametrize("changed", [{"sliding_window": 3}, {"sliding_window": 3, "chunk": 3}])
-def test_windows_and_chunks_equal_the_model(decoder, changed) -> None:
+def test_open_gates_respect_windows_and_chunks(decoder, changed) -> None:
     inputs = replace(some_inputs(), **changed)
     plain = CausalAttention(lambda inputs: None).attend(inputs)
     open_gates = torch.zeros(KV_HEADS, TOKENS)
@@ -121,7 +121,7 @@ def test_windows_and_chunks_equal_the_model(decoder, changed) -> None:
         torch.testing.assert_close(attended(attention, gates, inputs), plain)
 
 
-def test_straight_through_gradient_of_the_gate() -> None:
+def test_straight_through_gate_passes_its_gradient_unchanged() -> None:
     gates = torch.tensor([0.2, 0.5, 0.9]).requires_grad_()
     chosen = straight_through(gates)
     assert chosen.tolist() == [0.0, 1.0, 1.0]

@@ -158,7 +158,7 @@ def test_messages_are_not_split(tmp_path, adapter) -> None:
     assert all(" ".join(WORDS) in adapter.decode(passage.ids) for passage in passages)
 
 
-def test_invalid_label_settings_are_refused(tmp_path, seed_model, adapter) -> None:
+def test_invalid_corpora_and_label_settings_are_refused(tmp_path, seed_model, adapter) -> None:
     with pytest.raises(InputError, match="holds no"):
         read_corpus(tmp_path)
     a_corpus(tmp_path / "corpus", 1)

@@ -69,7 +69,7 @@ def test_sample_keeps_latest_and_most_attended_entries(sample: EvictionSample) -
 
 
 @pytest.mark.extended
-def test_the_output_with_a_state_equals_its_reference_of_the_cache(sample: EvictionSample) -> None:
+def test_output_with_a_state_equals_the_cache_reference(sample: EvictionSample) -> None:
     maps, case = some_maps(sample), EvictedSample.of(sample, 0.25)
     loop, kept = LowRankLoop(sample.layer, maps), sample.kept_mask(round(0.25 * sample.context))
     first = sample.target.shape[1] - 1

@@ -145,7 +145,7 @@ def test_passages_end_with_the_request_to_recite_them(seed_model) -> None:
     assert found and all(own.ids[own.predicting[0] :] == request for own in found)
 
 
-def test_untrainable_models_are_refused() -> None:
+def test_invalid_settings_and_sliding_window_models_are_refused() -> None:
     for wrong in ({"rank": 0}, {"epochs": 0}, {"rate": 0.0}):
         with pytest.raises(BadParameter, match="restorekv needs"):
             RestoreTraining(**wrong)

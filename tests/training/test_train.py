@@ -44,7 +44,7 @@ def test_loss_is_the_mean_over_each_kind_of_token():
     assert float(total.detach()) == pytest.approx(parts.answer + 0.5 * parts.text, rel=1e-5)
 
 
-def test_text_loss_is_weighted_by_its_share():
+def test_text_share_of_zero_gives_no_text_loss():
     ids, uses = (torch.from_numpy(part) for part in next(OneBatch().rows(0, 16, 4)))
     none = TrainingSchedule(seconds=1, text_share=0.0)
     assert loss(initialize_model("tiny"), ids.long(), uses, none)[1].text == 0
@@ -80,7 +80,7 @@ def test_weights_are_bfloat16_and_positions_float32(device):
     assert device == "meta" or torch.equal(frequencies, exact.inv_freq)
 
 
-def test_saved_model_is_loaded(tmp_path):
+def test_saved_model_loads_with_the_trained_weights(tmp_path):
     trainer = Trainer(initialize_model("tiny"), TrainingSchedule(seconds=0.2, tokens=64, micro=64))
     train(trainer, OneBatch(), (Phase(16, 1.0),), tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -122,7 +122,7 @@ def test_training_resumes_from_a_folder(tmp_path):
         assert torch.equal(weight, again.masters[name]), name
 
 
-def test_training_starts_from_the_weights_of_a_model(tmp_path):
+def test_resume_without_a_saved_state_keeps_the_weights(tmp_path):
     trainer = Trainer(initialize_model("tiny"), PACE)
     before = {name: weight.detach().clone() for name, weight in trainer.masters.items()}
     trainer.resume(tmp_path)
