@@ -112,7 +112,9 @@ def test_preempted_answer_resumes_unchanged(
 
 
 @pytest.mark.parametrize("policy", ["full", pytest.param("limited", marks=pytest.mark.slow)])
-def test_cancelled_preempted_request_releases_everything(small: LoadedModel, policy: str) -> None:
+def test_cancelled_preempted_request_leaves_the_session_unchanged(
+    small: LoadedModel, policy: str
+) -> None:
     turns = told(1)
     device = int(1.3 * room(small, policy, LONG, 40))
     served, alone = Served(small, policy, device=device), Served(small, policy)

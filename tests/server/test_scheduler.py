@@ -88,7 +88,7 @@ def test_long_prompt_does_not_stall_decoding(small: LoadedModel) -> None:
     assert max(between) <= 2  # a token may finish no character: text then comes with the next one
 
 
-def test_prompt_is_prefilled_in_chunks_between_decode_steps(small: LoadedModel) -> None:
+def test_prefill_in_chunks_gives_the_same_answer(small: LoadedModel) -> None:
     answers = list[str]()
     for chunk in (None, 7):
         served = Served(small, prefill_chunk=chunk)

@@ -78,7 +78,7 @@ def _cluster(folder: Path) -> Iterator[tuple[Any, Any]]:
 
 
 def _ports() -> dict[str, int]:
-    """Free ones, so that a slow machine need not be told in time which ones were taken."""
+    """Free ports, chosen beforehand because a slow machine may report its own too late."""
     taken = [socket.create_server(("127.0.0.1", 0)) for _ in PORTS]
     found = {f"{name}_port": own.getsockname()[1] for name, own in zip(PORTS, taken, strict=True)}
     for own in taken:

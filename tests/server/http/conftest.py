@@ -27,7 +27,7 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture
 def served(server: Running) -> Running:
-    """The server, with nothing said yet."""
+    """Server without requests or sessions."""
     hub = server.hub
     for told in (hub.asked, hub.tickets, hub.held, hub.pinned):
         told.clear()
@@ -36,7 +36,7 @@ def served(server: Running) -> Running:
 
 @pytest.fixture(scope="session")
 def http(server: Running) -> Iterator[httpx2.Client]:
-    """Whoever Anne is, over bare HTTP."""
+    """HTTP client of the tenant Anne."""
     headers = {"authorization": f"Bearer {ANNE}"}
     with httpx2.Client(base_url=server.url, headers=headers, timeout=20) as client:
         yield client

@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def rows(folder: Path) -> Iterator[sqlite3.Connection]:
-    """The file as somebody has it who has the disk."""
+    """Connection to the archive file of someone with access to the disk."""
     with closing(sqlite3.connect(folder / "archive.sqlite", isolation_level=None)) as base:
         yield base
 

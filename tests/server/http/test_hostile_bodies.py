@@ -238,7 +238,7 @@ def test_refused_body_is_freed_without_garbage_collection(served: Running) -> No
 
 @pytest.mark.failure(number=30)
 def test_tenant_beyond_its_share_of_the_body_budget_gets_a_429() -> None:
-    """One tenant takes half of it and is told to wait, others still have room; it comes back."""
+    """A tenant may take half of the budget; others have room, and a closed body is released."""
     settings = HttpSettings(body_budget_bytes=400_000)
     body = b'{"prompt": "' + b"a" * 150_000 + b'"}'
     head = (

@@ -45,7 +45,7 @@ def routes(found: Iterable[Any]) -> Iterator[tuple[str, str]]:
 
 @pytest.mark.failure(number=32)
 def test_only_the_page_and_health_are_open_without_a_key(served: Running) -> None:
-    """Every route that the application has, told of or not, and those that are none."""
+    """All routes of the application, in the schema or not, and unknown ones."""
     app = create_app(FakeHub(), LoopbackAuth(), Archive(), HttpSettings())
     told = {(path, m.upper()) for path, own in app.openapi()["paths"].items() for m in own}
     paths = set(routes(app.routes))
@@ -201,7 +201,7 @@ def test_disconnected_client_cancels_its_request(served: Running, path: str, str
 def test_other_tenants_objects_look_nonexistent(
     http: httpx2.Client, anne: OpenAI, bob: OpenAI, served: Running
 ) -> None:
-    """Failure test 29: what belongs to another is told of exactly as what never was."""
+    """Failure test 29: objects of another tenant are answered as unknown ones, byte for byte."""
     conversation = anne.conversations.create()
     response = anne.responses.create(model=NAME, input="secret", conversation=conversation.id)
     other = {"authorization": f"Bearer {BOB}"}

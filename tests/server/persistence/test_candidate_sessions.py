@@ -19,7 +19,7 @@ def other() -> LoadedModel:
 
 
 def talk(loaded: LoadedModel, folder: Path) -> list[ChatMessage]:
-    """A conversation that is kept, and what would be said next."""
+    """Messages of a stored conversation and its next request."""
     served = Served(loaded, persistence=keeper_in(folder, loaded))
     turns = answered(told(1), served.ask(told(1), "x"), "Why?")
     return answered(turns, served.ask(turns, "x"), "Sure?")

@@ -73,7 +73,7 @@ def damage(folder: Path, record: Record, kind: str) -> None:
 
 
 def talk(served: Stored | Served) -> list[ChatMessage]:
-    """A conversation of two turns, and what is said next."""
+    """Messages of a conversation of two turns and the next request."""
     turns = [*HISTORY, user("Where is Ann?")]
     for more in ("Why?", "Sure?"):
         turns = answered(turns, served.ask(turns, "x"), more)

@@ -127,7 +127,7 @@ def test_cache_is_recomputed_when_loading_is_slower(
 
 
 class Gate(LocalFileSystem):
-    """A folder whose writing waits until somebody opens it."""
+    """File system whose writes wait until it is opened."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

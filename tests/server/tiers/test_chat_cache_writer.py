@@ -38,7 +38,7 @@ def unstored(loaded: LoadedModel, kind: str, tokens: int = TOKENS) -> Served:
 
 
 def talk(served: Stored | Served, name: str = "x", said: list[str] = SAID) -> list[ChatMessage]:
-    """A conversation; the last thing said in it was not answered yet."""
+    """Messages of a conversation, the last of them unanswered."""
     turns = [*HISTORY, user(said[0])]
     for more in said[1:]:
         turns = answered(turns, served.ask(turns, name, max_new_tokens=5), more)
@@ -109,7 +109,9 @@ def flip(folder: Path, holding: bytes) -> None:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("part", [b"session_snapshot", b'"base"'])
-def test_flipped_bit_recomputes_the_caches(small: LoadedModel, tmp_path: Path, part: bytes) -> None:
+def test_damaged_chat_caches_are_recomputed(
+    small: LoadedModel, tmp_path: Path, part: bytes
+) -> None:
     first, never = stored(small, tmp_path, "epicache"), unstored(small, "epicache")
     turns = talk(first)
     talk(never)
