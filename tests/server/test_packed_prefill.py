@@ -154,7 +154,7 @@ def test_short_prompts_that_arrive_together_start_in_one_step(steps) -> None:
     assert all(set(rows) == {1} for rows in steps[1:])
 
 
-def test_a_step_reads_no_more_ends_of_prompts_than_a_block(steps) -> None:
+def test_prompt_tokens_of_one_step_are_at_most_a_block(steps) -> None:
     served = Served(characters())
     steps.clear()
     asked(served, 1, sentences=1)

@@ -59,7 +59,7 @@ def test_sealed_archive_has_no_plaintext_names_or_texts(folder: Path) -> None:
         assert word.encode() not in data, word
 
 
-def test_two_tenants_share_no_tag(rows: sqlite3.Connection) -> None:
+def test_tenants_have_distinct_ids_for_equal_names(rows: sqlite3.Connection) -> None:
     ids = rows.execute("SELECT id FROM documents WHERE kind != 'key'").fetchall()
     assert len({*ids}) == len(ids) - 4  # a conversation and its contents have the same
     assert len(rows.execute("SELECT DISTINCT tenant FROM documents").fetchall()) == 3

@@ -44,7 +44,7 @@ def test_usage_metadata_has_cached_tokens(served: Running) -> None:
 
 
 @pytest.mark.extended
-def test_an_answer_is_streamed(served: Running) -> None:
+def test_langchain_answer_is_streamed(served: Running) -> None:
     from langchain_core.messages import AIMessageChunk
 
     chunks = list(model(served, stream_usage=True).stream("hello"))
