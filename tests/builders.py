@@ -1,4 +1,4 @@
-"""Small shapes and random tensors that tests of the heart are made of."""
+"""Small layer specs and random tensors for tests of caches and policies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The world that every test runs in: seeded, offline, at home nowhere, shapes checked."""
+"""Fixtures of every test: seeds, no network, a private home folder, checked shapes."""
 
 from __future__ import annotations
 

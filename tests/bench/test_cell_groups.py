@@ -1,4 +1,4 @@
-"""Cells wait for the right cells, and the order of other measurements does not matter."""
+"""Groups of cells by conversation: dependencies, and rows that do not depend on the order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cells(files: int = 4, lengths: tuple[int, ...] = (180, 240)) -> list[Cell]:
     return cells_of(study, "seed")
 
 
-def came_to(cell: Cell, known: MeasuredCells) -> Row:
+def measured_row(cell: Cell, known: MeasuredCells) -> Row:
     """Row with the guess that it was measured with; snapkv is refused for the first
     conversation.
     """
@@ -38,15 +38,15 @@ def came_to(cell: Cell, known: MeasuredCells) -> Row:
     return told | {"guess": guess}
 
 
-def in_turn(wanted: list[Cell]) -> list[Row]:
+def measured_sequentially(wanted: list[Cell]) -> list[Row]:
     known, rows = MeasuredCells([]), list[Row]()
     for cell in wanted:
-        rows.append(known.shared_row(cell) or came_to(cell, known))
+        rows.append(known.shared_row(cell) or measured_row(cell, known))
         known.learn(cell, rows[-1])
     return rows
 
 
-def at_once(wanted: list[Cell], seed: int) -> list[Row]:
+def measured_in_parallel(wanted: list[Cell], seed: int) -> list[Row]:
     """Measure with several workers, each of which measures one cell at a time."""
     luck, known = random.Random(seed), MeasuredCells([])
     rows: list[Row] = [{} for _ in wanted]
@@ -70,7 +70,7 @@ def at_once(wanted: list[Cell], seed: int) -> list[Row]:
         own, numbers = running[group]
         number = numbers.pop(0)
         cell = wanted[number]
-        rows[number] = own.shared_row(cell) or came_to(cell, own)
+        rows[number] = own.shared_row(cell) or measured_row(cell, own)
         own.learn(cell, rows[number])
         known.learn(cell, rows[number])
         done.append((cell, rows[number]))
@@ -82,10 +82,10 @@ def at_once(wanted: list[Cell], seed: int) -> list[Row]:
 @pytest.mark.extended
 def test_rows_do_not_depend_on_the_group_order() -> None:
     wanted = cells()
-    expected = in_turn(wanted)
+    expected = measured_sequentially(wanted)
     assert any(row.get("guess") for row in expected)
     for seed in range(4):
-        assert at_once(wanted, seed) == expected
+        assert measured_in_parallel(wanted, seed) == expected
 
 
 def test_conversations_are_measured_at_the_same_time() -> None:

@@ -194,7 +194,9 @@ def test_equal_environments_have_the_same_rounding(changed: str) -> None:
         ({"a": "x"}, {}, ["a: 'x' committed, None measured"]),
     ],
 )
-def test_differences(one: Any, other: Any, found: list[str]) -> None:
+def test_differing_values_are_named_with_both_values(
+    one: Any, other: Any, found: list[str]
+) -> None:
     assert list(differences(one, other, Rounding.SAME)) == found
     assert list(differences({"items": [one]}, {"items": [other]}, Rounding.SAME)) == [
         f"items[0].{text}" for text in found
@@ -218,7 +220,9 @@ def _answers(right: int, **more: Any) -> Row:
         (_answers(2, items=[]), ["items: 4 values committed, 0 measured"]),
     ],
 )
-def test_differences_on_another_processor(measured: Row, found: list[str]) -> None:
+def test_values_of_another_processor_differ_beyond_their_tolerance(
+    measured: Row, found: list[str]
+) -> None:
     assert list(differences(_answers(2), measured, Rounding.OTHER)) == found
 
 

@@ -56,7 +56,7 @@ from larder_bench.tasks.base import TASKS, parse_task
         ("choice", "", "B", 0.0),
     ],
 )
-def test_scores(scorer: str, said: str, expected: str, score: float) -> None:
+def test_scorer_hand_values(scorer: str, said: str, expected: str, score: float) -> None:
     question = Question("?", expected, scorer=scorer)
     assert dataset_score(said, question) == pytest.approx(score)
     nearest = Question("?", "something else 99", scorer=scorer, others=(expected,))

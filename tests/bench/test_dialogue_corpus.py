@@ -112,7 +112,7 @@ def test_sessions_are_numbered_and_within_the_bound(dialogues: tuple[Dialogue, .
         (60, 500, 1.0, "can be distinguished"),
     ],
 )
-def test_bad_parameters(
+def test_parameters_out_of_range_are_refused(
     dialogues: tuple[Dialogue, ...], tokens: int, questions: int, share: float, said: str
 ) -> None:
     with pytest.raises(BadParameter, match=said):
@@ -128,7 +128,7 @@ def test_prose_is_drawn_in_whole_sentences(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"plain"])
-def test_a_corpus_that_cannot_be_read(tmp_path: Path, content: bytes | None) -> None:
+def test_unreadable_corpus_is_refused(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "prose.jsonl.xz"
     if content is not None:
         path.write_bytes(content)

@@ -112,7 +112,7 @@ def test_wording_equals_the_training_data(shared_data: Path) -> None:
     assert seen == {"magic", "kv"}
 
 
-def test_equal_seeds_equal_texts() -> None:
+def test_equal_seeds_give_equal_texts() -> None:
     assert made(7, "kv") == made(7, "kv")
     assert made(7, "kv").messages != made(8, "kv").messages
 
@@ -120,11 +120,11 @@ def test_equal_seeds_equal_texts() -> None:
 @pytest.mark.parametrize(
     ("tokens", "needles", "said"), [(60, 8, "must hold 8 needles"), (600, 0, "1 or more, got 0")]
 )
-def test_bad_parameters(tokens: int, needles: int, said: str) -> None:
+def test_parameters_out_of_range_are_refused(tokens: int, needles: int, said: str) -> None:
     with pytest.raises(BadParameter, match=said):
         made(0, "magic", tokens, needles)
 
 
-def test_unknown_kind() -> None:
+def test_unknown_kind_lists_the_known() -> None:
     with pytest.raises(UnknownName, match="'pin': there are magic, kv, passkey, vars"):
         made(0, "pin")

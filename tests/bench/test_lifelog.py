@@ -118,7 +118,7 @@ def shapes(conversation: Conversation) -> Counter[str]:
     return found
 
 
-def test_equal_seeds_equal_logs() -> None:
+def test_equal_seeds_give_equal_logs() -> None:
     assert log_of(7) == log_of(7)
     assert log_of(7).messages != log_of(8).messages
 
@@ -145,7 +145,7 @@ def test_discarded_session_leaves_no_state() -> None:
     assert (log.messages, log.latest, log.first, log.sessions) == ([], {}, {}, 0)
 
 
-def test_values_of_every_kind() -> None:
+def test_values_have_the_form_of_their_kind() -> None:
     random = Random(0)
     kinds = {attribute.value_kind for topic in GRAMMAR.topics for attribute in topic.attributes}
     assert kinds <= set(VALUES)
@@ -164,12 +164,14 @@ def test_values_of_every_kind() -> None:
         (400, 1, (), "lifelog.kinds must name one or more of single"),
     ],
 )
-def test_bad_parameters(tokens: int, questions: int, kinds: tuple[str, ...], said: str) -> None:
+def test_parameters_out_of_range_are_refused(
+    tokens: int, questions: int, kinds: tuple[str, ...], said: str
+) -> None:
     with pytest.raises(BadParameter, match=said):
         lifelog_conversation(0, tokens, words, questions, kinds)
 
 
-def test_unknown_kind() -> None:
+def test_unknown_kind_lists_the_known() -> None:
     with pytest.raises(UnknownName, match="'riddle': there are single, session, twohop, list"):
         lifelog_conversation(0, 1000, words, 1, ("riddle",))
 
@@ -186,7 +188,7 @@ class TestDemo:
         assert len(read.questions) == 24
 
     @pytest.mark.slow
-    def test_it_can_be_written_from_the_command_line(self, tmp_path: Path) -> None:
+    def test_bundled_file_is_written_from_the_command_line(self, tmp_path: Path) -> None:
         path = tmp_path / "new" / "conversation.json"
         command = [sys.executable, "-m", "larder_bench.demo_conversation", str(path)]
         subprocess.run(command, check=True)

@@ -25,14 +25,16 @@ def made(sentence: str, material: TaskSources, seed: int = 1) -> tuple[Question,
     return parse_task(sentence).make(seed, TOKENS, material).questions
 
 
-def test_kinds(material: TaskSources) -> None:
+def test_subset_has_questions_of_the_named_kinds_only(material: TaskSources) -> None:
     asked = made('only(kinds="twohop,list")', material)
     assert asked and {question.kind for question in asked} <= {"twohop", "list"}
     assert set(asked) < set(made("lifelog()", material)) or len(asked) < 24
 
 
 @pytest.mark.parametrize(("of", "places"), [("realtalk()", 1), ("realtalk()", 3), ("locomo()", 3)])
-def test_sources(of: str, places: int, material: TaskSources) -> None:
+def test_subset_has_questions_of_the_named_number_of_sources(
+    of: str, places: int, material: TaskSources
+) -> None:
     whole = parse_task(of).make(0, 3000, material)
     asked = parse_task(f"only(of={of!r}, sources={places})").make(0, 3000, material)
     assert asked.messages == whole.messages
@@ -52,7 +54,7 @@ def test_a_lifelog_knows_how_many_messages_hold_an_answer(material: TaskSources)
 
 
 @pytest.mark.extended
-def test_episodes_are_two_halves(material: TaskSources) -> None:
+def test_single_and_cross_episode_questions_are_two_halves(material: TaskSources) -> None:
     whole = parse_task("lifelog()").make(1, TOKENS, material)
     single = made('only(episodes="single")', material)
     cross = made('only(episodes="cross")', material)

@@ -86,12 +86,12 @@ def test_token_limit_is_nearly_reached(tokens: int) -> None:
     assert tokens - 60 < taken <= tokens
 
 
-def test_equal_seeds_equal_talks() -> None:
+def test_equal_seeds_give_equal_conversations() -> None:
     assert recital_conversation(5, 400, words) == recital_conversation(5, 400, words)
     assert recital_conversation(5, 400, words) != recital_conversation(6, 400, words)
 
 
 @pytest.mark.parametrize(("tokens", "items"), [(5, 3), (500, 0)])
-def test_bad_parameters(tokens: int, items: int) -> None:
+def test_parameters_out_of_range_are_refused(tokens: int, items: int) -> None:
     with pytest.raises(BadParameter, match="recite.(tokens|items)"):
         recital_conversation(0, tokens, words, items)

@@ -24,7 +24,7 @@ EPISODES = (
 
 
 @pytest.mark.extended
-def test_stages(tmp_path: Path) -> None:
+def test_turn_seconds_are_the_sum_of_their_stages(tmp_path: Path) -> None:
     engine = Engine(open_model("random:qwen3-tiny"), policy="full")
     bench = ModelContext(engine, TaskSources(engine.tokenizer.count_tokens))
     study = Study(

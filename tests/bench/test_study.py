@@ -60,7 +60,7 @@ def test_every_cell_occurs_once(tmp_path: Path) -> None:
     assert {cell.budget for cell in cells if cell.subject.name == "full"} == {"1/1"}
 
 
-def test_equal_policies_are_one() -> None:
+def test_policy_named_as_control_too_is_one() -> None:
     study = Study(
         "s", (StudyTask("passkey", (99,)),), policies=("random", "full"), budgets=("1/2",)
     )
@@ -170,7 +170,7 @@ def test_d2o_tables_have_a_random_baseline() -> None:
         assert places == beside and places
 
 
-def test_a_measure_is_spelled() -> None:
+def test_measure_spelling_is_parsed() -> None:
     assert parse_measure("fidelity(following=8)") != parse_measure("fidelity")
     with pytest.raises(LarderError, match="not one measure"):
         parse_measure("forced > generated")

@@ -189,7 +189,9 @@ def test_fidelity_of_the_full_cache_is_perfect(bench: ModelContext, tmp_path: Pa
     assert max(item["kl"] for item in random["items"]) > 1e-4
 
 
-def test_decoding_over_filled_caches(bench: ModelContext, tmp_path: Path) -> None:
+def test_decode_measure_fills_memory_with_more_sequences_of_smaller_caches(
+    bench: ModelContext, tmp_path: Path
+) -> None:
     tasks, measure = (StudyTask("passkey()", (256,)),), ("decode(steps=2, memory_mib=1)",)
     wanted = study(("h2o", "kv_direct"), tasks=tasks, measure=measure, files=1)
     h2o, anew, full = run(bench, wanted, tmp_path / "rows.jsonl")

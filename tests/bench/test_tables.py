@@ -25,7 +25,7 @@ ENTRIES = [
 ]
 
 
-def test_means_and_differences() -> None:
+def test_table_has_means_paired_differences_and_refusals() -> None:
     table = ScoreTable(ENTRIES)
     assert table.budgets == ["1/1", "1/4", "1/8"]
     [exact] = table.scales_with_data(SCALES)

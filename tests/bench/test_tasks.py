@@ -32,7 +32,7 @@ def made(material: TaskSources) -> dict[str, Conversation]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_equal_seeds_equal_conversations(
+def test_equal_seeds_give_equal_conversations(
     name: str, material: TaskSources, made: dict[str, Conversation]
 ) -> None:
     assert parse_task(name).make(1, TOKENS, material) == made[name]

@@ -67,7 +67,9 @@ def test_packed_scoring_equals_sequential(engine: Engine, memory: ConversationMe
         assert forced.tokens == len(hits)
 
 
-def test_items_of_an_answer(engine: Engine, memory: ConversationMemory) -> None:
+def test_answer_is_split_into_the_tokens_of_its_items(
+    engine: Engine, memory: ConversationMemory
+) -> None:
     recital = score_answers(engine, memory, TALK.questions[:1])[0]
     answer = recital.question.answer
     first, second = split_by_spans(recital, engine.tokenizer, numbered_item_spans(answer))

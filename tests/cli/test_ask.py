@@ -52,7 +52,7 @@ def test_several_answers_are_printed_with_their_questions(run: Run, talk: Path) 
     assert result.stdout == f"> {CAT}\nMira\n\n> {WINDOW}\nJuly 5\n"
 
 
-def test_document(run: Run, talk: Path) -> None:
+def test_json_document_has_sizes_scores_and_answers(run: Run, talk: Path) -> None:
     told = document(run("ask", talk, "-q", CAT, "-q", "How is it?", *SMALL, "--json"))
     assert told.keys() == ONE_FILE
     assert (told["schema"], told["model"], told["budget_tokens"]) == (1, "seed", 48)
@@ -119,7 +119,7 @@ def test_streamed_and_collected_are_the_same(run: Run, talk: Path) -> None:
     assert told["answers"][0]["answer"] == streamed != ""
 
 
-def test_a_document(run: Run, tmp_path: Path) -> None:
+def test_text_file_is_answered(run: Run, tmp_path: Path) -> None:
     path = write(tmp_path / "note.txt", "My cat is called Mira.\n\nShe sleeps all day.\n")
     assert run("ask", path, "-q", CAT, "--policy", "full").stdout == "Mira\n"
 
@@ -130,7 +130,7 @@ def test_a_short_text_needs_no_budget(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["exact_question", "finch", "laq", "dapq"])
-def test_a_policy_that_keeps_what_the_question_needs(run: Run, talk: Path, policy: str) -> None:
+def test_question_aware_policies_take_one_question_only(run: Run, talk: Path, policy: str) -> None:
     options = ("--policy", policy, "--budget", "48", "--max-new-tokens", "4")
     assert run("ask", talk, "-q", CAT, *options).exit_code == 0
     two = run("ask", talk, "-q", CAT, "-q", WINDOW, *options)
@@ -147,7 +147,9 @@ def test_a_task_is_given_by_name(run: Run, talk: Path) -> None:
         assert "--prompt takes NAME=TEXT" in complaint(refused, 2)
 
 
-def test_page(run: Run, talk: Path, tmp_path: Path) -> None:
+def test_explain_page_has_tokens_episodes_and_kept_counts(
+    run: Run, talk: Path, tmp_path: Path
+) -> None:
     page = tmp_path / "page.html"
     policy = 'episodes(count=2, segment=1, embedder="tokens") > snapkv() > pooled()'
     sizes = ("--policy", policy, "--budget", "48", "--max-new-tokens", "4")
@@ -173,7 +175,7 @@ def test_explain_page_names_the_recall_index(run: Run, talk: Path, tmp_path: Pat
 
 
 @pytest.mark.extended
-def test_page_of_a_transcript(run: Run, tmp_path: Path) -> None:
+def test_explain_page_of_a_transcript_has_speakers_and_dates(run: Run, tmp_path: Path) -> None:
     talk = {
         "speaker_a": "Ann",
         "speaker_b": "Bob",
@@ -212,7 +214,9 @@ def test_failed_question_among_several_is_reported(run: Run, talk: Path) -> None
     assert "more than the budget" in shown.stderr and f"> {CAT}" in shown.stdout
 
 
-def test_interrupted_halfway(run: Run, talk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_after_an_answer_prints_the_finished_answers(
+    run: Run, talk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ask = Engine.ask
 
     def stopping(
@@ -229,7 +233,9 @@ def test_interrupted_halfway(run: Run, talk: Path, monkeypatch: pytest.MonkeyPat
     assert run("ask", talk, "-q", CAT, "-q", WINDOW, *SMALL).exit_code == 130
 
 
-def test_interrupted_before_anything(run: Run, talk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_during_prefill_is_reported_as_an_error(
+    run: Run, talk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def stopping(self: Engine, *rest: object) -> None:
         raise KeyboardInterrupt
 
@@ -263,7 +269,9 @@ def test_keep_saves_and_restores_the_prefill(
     assert "--keep" in complaint(run(*words, "--codec", "int4"), 2)
 
 
-def test_answers_by_schema(run: Run, talk: Path, tmp_path: Path) -> None:
+def test_schema_constrains_the_answer_and_bad_schemas_are_refused(
+    run: Run, talk: Path, tmp_path: Path
+) -> None:
     pytest.importorskip("llguidance", reason="the extra structured is not installed")
     schema = {"type": "object", "properties": {"cat": {"enum": ["Mira", "Rex"]}}}
     schema |= {"required": ["cat"], "additionalProperties": False}

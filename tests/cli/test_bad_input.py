@@ -1,4 +1,4 @@
-"""Whatever is wrong, a command says so in one line and leaves with the right code."""
+"""Errors of commands: one line on stderr, and the exit code of their kind."""
 
 from __future__ import annotations
 
@@ -35,14 +35,16 @@ SEED_FOLDER = str(files("larder.models") / "seed")  # not taken for the model lo
         ("table", "a,b", "has no ending: a file must end in one of"),
     ],
 )
-def test_files(run: Run, tmp_path: Path, name: str, content: object, reason: str) -> None:
+def test_invalid_conversation_files_are_refused(
+    run: Run, tmp_path: Path, name: str, content: object, reason: str
+) -> None:
     path = write(tmp_path / name, content)
     for words in (("ask", path, "-q", CAT), ("eval", path)):
         line = complaint(run(*words), 1)
         assert reason in line and name in line
 
 
-def test_a_missing_file(run: Run, tmp_path: Path) -> None:
+def test_missing_conversation_file_is_refused(run: Run, tmp_path: Path) -> None:
     assert "does not exist" in complaint(run("ask", tmp_path / "no.json", "-q", CAT), 1)
     assert "does not exist" in complaint(run("eval", tmp_path / "no.json"), 1)
 
@@ -76,7 +78,9 @@ def test_a_missing_file(run: Run, tmp_path: Path) -> None:
         (("--device", "meta", "--model", SEED_FOLDER), "device must be a device that computes"),
     ],
 )
-def test_options(run: Run, talk: Path, options: tuple[str, ...], reason: str) -> None:
+def test_invalid_options_are_refused(
+    run: Run, talk: Path, options: tuple[str, ...], reason: str
+) -> None:
     assert reason in complaint(run("ask", talk, "-q", CAT, *options), 2)
 
 
@@ -97,19 +101,21 @@ def test_the_other_policy_is_named_too(run: Run, talk: Path) -> None:
         (("policy", "nope"), "No such command 'nope'"),
     ],
 )
-def test_usage(run: Run, words: tuple[str, ...], reason: str) -> None:
+def test_wrong_usage_is_refused_with_a_hint_to_help(
+    run: Run, words: tuple[str, ...], reason: str
+) -> None:
     line = complaint(run(*words), 2)
     assert reason in line and "--help" in line
 
 
-def test_a_question_longer_than_the_budget(run: Run, talk: Path) -> None:
+def test_question_longer_than_the_budget_is_refused(run: Run, talk: Path) -> None:
     result = run("ask", talk, "-q", "word " * 80, *SNAPKV, "--budget", "48")
     assert "more than the budget of 48" in complaint(result, 1)
     full = ("--policy", "full", "--max-new-tokens", "2")
     assert run("ask", talk, "-q", "word " * 80, *full).exit_code == 0
 
 
-def test_a_blank_question(run: Run, talk: Path) -> None:
+def test_blank_question_is_refused(run: Run, talk: Path) -> None:
     assert "question is empty" in complaint(run("ask", talk, "-q", " "), 2)
 
 
@@ -126,14 +132,16 @@ def test_undecodable_question_is_refused(run: Run, talk: Path) -> None:
         (("eval", "no.json"), 1, "InputError"),
     ],
 )
-def test_errors_as_documents(run: Run, words: tuple[str, ...], code: int, kind: str) -> None:
+def test_json_errors_have_type_and_message(
+    run: Run, words: tuple[str, ...], code: int, kind: str
+) -> None:
     result = run(*words, "--json")
     told = document(result)
     assert (result.exit_code, told["schema"], told["error"]["type"]) == (code, 1, kind)
     assert told["error"]["message"] in result.stderr
 
 
-def test_a_file_that_the_system_refuses(tmp_path: Path) -> None:
+def test_file_access_error_names_the_path(tmp_path: Path) -> None:
     app, path = typer.Typer(), tmp_path / "none" / "file"
 
     @app.command()
@@ -166,7 +174,7 @@ def test_model_without_an_attention_interface_is_refused(run: Run, talk: Path, c
     assert "AttentionInterface" in complaint(run("ask", talk, "-q", CAT, "--model", copy), 1)
 
 
-def test_a_folder_without_weights(run: Run, talk: Path, copy: Path) -> None:
+def test_model_folder_without_weights_is_refused(run: Run, talk: Path, copy: Path) -> None:
     (copy / "model.safetensors").unlink()
     assert "no weights" in complaint(run("ask", talk, "-q", CAT, "--model", copy), 1)
 

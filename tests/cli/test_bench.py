@@ -25,7 +25,7 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "rows.jsonl"
 
 
-def test_a_task(run: Run, out: Path) -> None:
+def test_task_from_arguments_is_measured_and_tabulated_once(run: Run, out: Path) -> None:
     result = run(*ONE, "--out", out, "--json")
     told = document(result)
     assert result.exit_code == 0
@@ -84,13 +84,17 @@ def test_study_file_defines_the_run(run: Run, tmp_path: Path, out: Path) -> None
         (("bookings", *TINY, "--control", "full"), 2, "--corpus FOLDER"),
     ],
 )
-def test_errors(run: Run, tmp_path: Path, words: tuple[str, ...], code: int, said: str) -> None:
+def test_invalid_arguments_are_refused_without_a_results_file(
+    run: Run, tmp_path: Path, words: tuple[str, ...], code: int, said: str
+) -> None:
     line = complaint(run("bench", *words, "--out", tmp_path / "none.jsonl"), code)
     assert said in line
     assert not (tmp_path / "none.jsonl").exists()
 
 
-def test_interrupted(run: Run, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_study_keeps_its_measured_cells(
+    run: Run, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run_all = Running.run
 
     def stopped(self: Running, on_row: object) -> None:

@@ -55,7 +55,7 @@ def test_empty_store_is_reported(run: Run) -> None:
     assert "0 sessions are intact" in run("cache", "verify").stdout
 
 
-def test_list_and_show(run: Run, kept: Path) -> None:
+def test_list_and_show_print_stored_sessions(run: Run, kept: Path) -> None:
     shown = run("cache", "list").stdout
     assert "talk" in shown and "full" in shown and "21" in shown
     [told] = document(run("cache", "list", "--json"))["sessions"]

@@ -53,7 +53,7 @@ def test_chat_starts_from_a_file(run: Run, talk: Path) -> None:
     assert result.stdout == "Mira\n"
 
 
-def test_commands(run: Run) -> None:
+def test_chat_commands_are_answered_and_unknown_ones_refused(run: Run) -> None:
     lines = "/help\nMy cat is called Mira.\n/figures\n/episodes\n/nope\n/quit\nnever said\n"
     result = run("chat", *SMALL, stdin=lines)
     for word in ("/figures", "1 turns", "budget 64 per kv head", "active"):
@@ -71,7 +71,9 @@ def test_refused_turn_does_not_end_the_chat(run: Run) -> None:
     assert told["turns"] == 1 and "more than the budget" in result.stderr
 
 
-def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_chat_prints_the_finished_answers(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     say = Chat.say
 
     def stopping(self: Chat, text: str, *rest: object) -> object:
@@ -85,7 +87,7 @@ def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(document(result)["answers"]) == 1
 
 
-def test_bad_sessions(run: Run) -> None:
+def test_invalid_session_name_or_fractional_budget_is_refused(run: Run) -> None:
     assert "name must not" in complaint(run("chat", "a\u200bb", *SMALL, stdin="Hi\n"), 1)
     share = run("chat", "--budget", "20%", "--policy", "snapkv", stdin="Hi\n")
     assert "share of the context" in complaint(share, 2)

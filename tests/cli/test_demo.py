@@ -42,7 +42,7 @@ def test_the_bundled_texts_have_questions() -> None:
 
 
 @pytest.mark.extended
-def test_table(run: Run) -> None:
+def test_table_has_a_line_per_policy(run: Run) -> None:
     result = run("demo", "--model", "seed", "--budget", "100")
     assert (result.exit_code, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
@@ -53,7 +53,7 @@ def test_table(run: Run) -> None:
 
 
 @pytest.mark.extended
-def test_document(run: Run) -> None:
+def test_json_document_has_a_row_per_policy(run: Run) -> None:
     told = document(run("demo", "--model", "seed", "--json", "--budget", "100"))
     assert [row["name"] for row in told["rows"]] == NAMES
     full, *others = told["rows"]
@@ -68,7 +68,9 @@ def test_missing_model_is_refused(run: Run) -> None:
 
 
 @pytest.mark.extended
-def test_interrupted(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_demo_prints_the_finished_rows(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read = Engine.read
 
     def stopping(self: Engine, *rest: object) -> object:

@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "talks"
 
 
-def test_one_file(run: Run, talk: Path) -> None:
+def test_single_file_has_scores_by_question_and_kind(run: Run, talk: Path) -> None:
     told = document(run("eval", talk, *FULL, "--json"))
     assert "files" not in told
     assert [answer["answer"] for answer in told["answers"]] == ["Mira", "July 5"]
@@ -42,7 +42,7 @@ def test_one_file(run: Run, talk: Path) -> None:
     assert summary["decode_tokens_per_second"] > 0
 
 
-def test_several_files(run: Run, folder: Path) -> None:
+def test_several_files_have_intervals_around_the_mean(run: Run, folder: Path) -> None:
     told = document(run("eval", folder, *SMALL, "--json"))
     assert [Path(one["file"]).name for one in told["files"]] == ["a.json", "b.json"]
     assert all(one["schema"] == 1 and one["budget_tokens"] == 48 for one in told["files"])
@@ -73,7 +73,7 @@ def test_interval_over_two_files_warns(
 
 
 @pytest.mark.extended
-def test_comparison_in_pairs(run: Run, folder: Path) -> None:
+def test_paired_difference_is_that_of_the_means(run: Run, folder: Path) -> None:
     told = document(run("eval", folder, *SMALL, "--against", "full", "--json"))
     against = told["summary"]["against"]
     assert "unlimited()" in against["policy"] and len(against["files"]) == 2
@@ -88,7 +88,9 @@ def test_a_comparison_with_itself_differs_by_nothing(run: Run, talk: Path) -> No
 
 
 @pytest.mark.extended
-def test_tables(run: Run, talk: Path, folder: Path) -> None:
+def test_tables_have_answers_intervals_and_paired_differences(
+    run: Run, talk: Path, folder: Path
+) -> None:
     one = run("eval", talk, *FULL)
     assert (one.exit_code, one.stderr) == (0, "")
     for word in ("question", "Mira", "July 5", "pets", "F1 stemmed", "without a budget"):
@@ -151,7 +153,7 @@ def test_a_question_that_fails_does_not_stop_the_rest(
 
 
 @pytest.mark.extended
-def test_interrupted_in_the_second_file(
+def test_interrupted_eval_scores_the_finished_questions(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cli_results.talk(folder / "b.json", [*QUESTIONS, {"question": "Stop?", "answer": "Yes"}])
@@ -178,7 +180,7 @@ def test_budget_below_sinks_and_recent_is_refused(run: Run, talk: Path) -> None:
     assert "smaller than sinks + recent" in line
 
 
-def test_a_file_without_questions(run: Run, tmp_path: Path) -> None:
+def test_file_without_questions_is_refused(run: Run, tmp_path: Path) -> None:
     path = cli_results.talk(tmp_path / "mute.json", [])
     assert "has no questions" in complaint(run("eval", path), 1)
     assert WINDOW not in path.read_text()

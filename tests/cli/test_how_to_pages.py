@@ -38,7 +38,7 @@ def on_the_seed_model(words: list[str], **values: str) -> list[str]:
 
 
 @pytest.mark.extended
-def test_a_long_chat(run: Run) -> None:
+def test_commands_of_the_long_chat_page_run(run: Run) -> None:
     [chat] = commands("long_chat")
     words = on_the_seed_model(chat)
     done = run(*words, stdin="My cat is called Mira.\n/figures\n/episodes\n/quit\n")
@@ -54,7 +54,9 @@ def test_a_long_chat(run: Run) -> None:
 
 
 @pytest.mark.extended
-def test_a_served_team(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_of_the_team_server_page_run(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     serve, curl = commands("serve_a_team")
     assert (serve[0], curl[0]) == ("larder", "curl")
     keys = tmp_path / "keys.txt"

@@ -64,7 +64,7 @@ def docstring(family: Family, name: str) -> str:
     return inspect.getdoc(inspect.getmodule(family.load(name))) or ""
 
 
-def test_citations_in_all_their_forms() -> None:
+def test_citations_of_every_form_are_parsed() -> None:
     text = (
         "Keeps Things. It does.\n\n"
         'Li et al., "A: Title\nover Lines" (2024),\narXiv:2404.14469, section 4.1, eq. 3 (window\n'
@@ -117,19 +117,19 @@ def test_presets_are_written_out() -> None:
         assert Policy.parse(page.full) == Policy.parse(page.name)
 
 
-def test_show_a_part(run: Run) -> None:
+def test_show_prints_parameters_and_papers_of_a_part(run: Run) -> None:
     shown = run("policy", "show", "sensitivity").stdout
     for word in ("a budget", "alpha", "2.0", "0 is uniform", "open", '"larder"', "2509.17396"):
         assert word in shown
 
 
-def test_show_a_name_that_is_both(run: Run) -> None:
+def test_show_prints_preset_and_part_of_one_name(run: Run) -> None:
     shown = run("policy", "show", "snapkv").stdout
     assert "a preset" in shown and "a scorer" in shown
     assert document(run("policy", "show", "snapkv", "--json")).keys() >= {"preset", "part"}
 
 
-def test_show_a_sentence(run: Run) -> None:
+def test_show_prints_the_full_sentence(run: Run) -> None:
     sentence = "kvzip > quantized(bits=8)"
     shown = run("policy", "show", sentence).stdout
     assert str(Policy.parse(sentence)) in shown and f"{sentence}, a sentence" in shown
@@ -138,11 +138,11 @@ def test_show_a_sentence(run: Run) -> None:
     assert "a '(' is never closed" in complaint(run("policy", "show", "snapkv("), 2)
 
 
-def test_show_the_unknown(run: Run) -> None:
+def test_show_of_an_unknown_name_suggests_the_nearest(run: Run) -> None:
     assert "Did you mean 'snapkv'" in complaint(run("policy", "show", "snapvk"), 2)
 
 
-def test_cite(run: Run) -> None:
+def test_cite_prints_the_papers_of_a_policy(run: Run) -> None:
     shown = run("policy", "cite", "epicache").stdout
     assert 'patched: Kim et al., "EpiCache' in shown and "FINCH" not in shown
     told = document(run("policy", "cite", "keydiff() > uniform()", "--json"))

@@ -69,7 +69,9 @@ def test_a_full_disk_is_one_line(words: tuple[str, ...], buffered: str) -> None:
         (">&- 2>&-", ("--version",), 1),
     ],
 )
-def test_streams_that_are_closed(closed: str, words: tuple[str, ...], code: int) -> None:
+def test_closed_stdout_is_an_error_and_closed_stderr_is_not(
+    closed: str, words: tuple[str, ...], code: int
+) -> None:
     line = f"{shlex.join(command(*words))} {closed}"
     done = subprocess.run(line, shell=True, capture_output=True, text=True, check=False)
     assert done.returncode == code

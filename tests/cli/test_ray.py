@@ -1,4 +1,4 @@
-"""`--ray`, as far as it can be told without machines."""
+"""`--ray`: errors that need no cluster."""
 
 from __future__ import annotations
 

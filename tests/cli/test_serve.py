@@ -1,4 +1,4 @@
-"""`larder serve`."""
+"""`larder serve`: options, keys, quotas, and the address that it prints."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_contexts_of_another_model_are_checked_first(run: Run) -> None:
         assert why in said
 
 
-def test_quotas_of_tenants(run: Run, answered: dict[str, Any]) -> None:
+def test_tenant_quotas_are_parsed_and_enforced(run: Run, answered: dict[str, Any]) -> None:
     for given, why in (
         (["gpu=1MiB"], "'gpu=1MiB' is not TIER=BYTES: take one of device, host, disk"),
         (["host"], "is not TIER=BYTES"),

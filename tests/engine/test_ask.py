@@ -1,4 +1,4 @@
-"""Asking leaves a memory as it was, bytes included; reading tells setting up from reading."""
+"""Answers leave a memory unchanged, bytes included; setup and prefill are timed apart."""
 
 from __future__ import annotations
 

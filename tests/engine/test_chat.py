@@ -1,4 +1,4 @@
-"""A chat under a small budget: what stays, what moves, and what is read anew."""
+"""Chats under a small budget: kept, moved and recomputed entries."""
 
 from __future__ import annotations
 

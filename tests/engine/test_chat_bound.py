@@ -1,4 +1,4 @@
-"""A budget is a budget: what chats and answers hold at rest, and while a turn runs."""
+"""Budget bound of chats and answers, at rest and while a turn runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text as it comes: nothing is handed on that is taken back later."""
+"""Incremental detokenization: streamed pieces join to the final text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def plain(ids: Sequence[int]) -> str:
     return bytes(ids).decode("utf-8", "replace")
 
 
-def spoken(text: str, stops: Sequence[str] = ()) -> tuple[list[str], str]:
+def streamed(text: str, stops: Sequence[str] = ()) -> tuple[list[str], str]:
     """The pieces of a text whose tokens are bytes, and the text that was kept."""
     pieces = list[str]()
     stream = IncrementalDetokenizer(plain, stops, pieces.append)
@@ -42,7 +42,7 @@ def spoken(text: str, stops: Sequence[str] = ()) -> tuple[list[str], str]:
     ],
 )
 def test_streamed_text_equals_the_final_text(text: str, stops: Sequence[str], kept: str) -> None:
-    pieces, told = spoken(text, stops)
+    pieces, told = streamed(text, stops)
     assert "".join(pieces) == told == kept
 
 

@@ -1,4 +1,4 @@
-"""Drawing the next token: what is open to the draw, and values at the edges."""
+"""Sampling of the next token: candidates, penalties, and extreme parameters."""
 
 from __future__ import annotations
 

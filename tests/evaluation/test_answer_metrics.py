@@ -43,7 +43,7 @@ def slow_f1(found: list[str], wanted: list[str]) -> float:
         ("", "apple", False),
     ],
 )
-def test_exact(prediction: str, expected: str, same: bool) -> None:
+def test_exact_match_hand_values(prediction: str, expected: str, same: bool) -> None:
     assert exact_match(prediction, expected) is same
 
 
@@ -60,7 +60,7 @@ def test_exact(prediction: str, expected: str, same: bool) -> None:
         ("", "ball", 0.0),
     ],
 )
-def test_f1(prediction: str, expected: str, score: float) -> None:
+def test_f1_hand_values(prediction: str, expected: str, score: float) -> None:
     assert token_f1(prediction, expected) == pytest.approx(score)
 
 
@@ -97,7 +97,7 @@ def test_f1_equals_its_reference(prediction: str, expected: str) -> None:
         ("", "a dog", "multi_hop", 0.0),
     ],
 )
-def test_f1_stemmed(prediction: str, expected: str, kind: str, score: float) -> None:
+def test_stemmed_f1_hand_values(prediction: str, expected: str, kind: str, score: float) -> None:
     assert math.isclose(stemmed_f1(prediction, expected, kind), score, abs_tol=1e-12)
 
 

@@ -44,7 +44,7 @@ def test_mean_counts_questions_not_files() -> None:
     assert Bootstrap().mean([[1.0], [0.0, 0.0, 0.0]]).mean == 1 / 4
 
 
-def test_two_files_by_hand() -> None:
+def test_interval_of_two_files_hand_values() -> None:
     # Drawn with replacement: both the first (1/4), one of each (1/2), both the second (1/4).
     interval = Bootstrap(coverage=0.4).mean([[1.0], [0.0]])
     assert interval == Interval(0.5, 0.5, 0.5)
@@ -72,7 +72,7 @@ def test_difference_is_paired() -> None:
 
 
 @given(SCORES)
-def test_seeded_ordered_and_blind_to_empty_files(files: list[list[float]]) -> None:
+def test_interval_is_seeded_ordered_and_ignores_empty_files(files: list[list[float]]) -> None:
     bootstrap = Bootstrap(resamples=50)
     interval = bootstrap.mean(files)
     assert interval == bootstrap.mean([file for file in files if file])
@@ -82,13 +82,13 @@ def test_seeded_ordered_and_blind_to_empty_files(files: list[list[float]]) -> No
     assert zero == Interval(0.0, 0.0, 0.0)
 
 
-def test_seed_matters() -> None:
+def test_different_seeds_give_different_intervals() -> None:
     files = questions_as_clusters(list(np.random.default_rng(0).random(30)))
     assert Bootstrap(seed=1).mean(files) != Bootstrap(seed=2).mean(files)
 
 
 @pytest.mark.parametrize("files", [[], [[]]])
-def test_no_question(files: list[list[float]]) -> None:
+def test_mean_without_questions_is_refused(files: list[list[float]]) -> None:
     with pytest.raises(BadParameter, match="at least one scored question"):
         Bootstrap().mean(files)
 
@@ -98,7 +98,7 @@ def test_scores_must_be_numbers() -> None:
         Bootstrap().mean([[math.nan]])
 
 
-def test_different_questions() -> None:
+def test_difference_of_different_questions_is_refused() -> None:
     with pytest.raises(BadParameter, match="got 1 files with 2 questions and 2 files with 2"):
         Bootstrap().difference([[1.0, 1.0]], [[1.0], [1.0]])
 

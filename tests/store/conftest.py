@@ -1,4 +1,4 @@
-"""No test here loses power: nobody waits for the disk."""
+"""Fixtures of store tests: chunks of few tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Places that fail on purpose."""
+"""File systems that fail or hang on purpose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Beginnings of texts, found token by token."""
+"""Index of prefix chunks: matches token by token, records and removal."""
 
 from __future__ import annotations
 

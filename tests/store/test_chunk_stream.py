@@ -54,7 +54,7 @@ def progress(**changes: object) -> StreamProgress:
 
 
 @pytest.mark.parametrize("rule", StreamRule)
-def test_hand_values_of_four_chunks_in_two_seconds(rule: StreamRule) -> None:
+def test_level_hand_values_of_four_chunks_in_two_seconds(rule: StreamRule) -> None:
     controller = StreamController(2.0, rule)
     assert controller.level(progress()) == 1
     assert controller.level(progress(bandwidth=2 * GIGABIT)) == 0

@@ -1,4 +1,4 @@
-"""Codecs of saved caches: each against its loop, and what they do with odd numbers."""
+"""Codecs of saved caches: each against its loop, and unquantizable numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors in one piece of bytes, and what is refused of such a piece."""
+"""Container of tensors: round trips, detected changes, and refused headers."""
 
 from __future__ import annotations
 

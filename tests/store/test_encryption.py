@@ -1,4 +1,4 @@
-"""A store under a key: nothing in it can be read, shared or put elsewhere without the key."""
+"""Encrypted stores: no plaintext, no sharing across tenants, no moved ciphertext."""
 
 from __future__ import annotations
 

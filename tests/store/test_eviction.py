@@ -249,7 +249,7 @@ def test_random_draws_depend_on_time_and_seed() -> None:
     assert (part.worth(held, 1.0) != rule("random", seed=1).worth(held, 1.0)).all()
 
 
-def test_quantiles_of_few_and_many_pauses() -> None:
+def test_pause_quantiles_hand_values() -> None:
     assert pause_quantiles([3.0]).tolist() == [3.0] * NUM_QUANTILES
     assert pause_quantiles([float(n) for n in range(1, 17)]).tolist() == list(range(2, 17, 2))
     assert np.isinf(pause_quantiles(())).all()

@@ -1,4 +1,4 @@
-"""Policies are chosen by what they would have saved in a server's first requests."""
+"""Choice of an eviction policy by the savings of a replay of a server's first requests."""
 
 from __future__ import annotations
 

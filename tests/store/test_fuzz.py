@@ -1,4 +1,4 @@
-"""Files of a store that were changed at random: what comes back is right, or it is refused."""
+"""Files of a store changed at random: loads are right or refused."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Damage:
     way: str
     seed: int
 
-    def do(self, folder: Path) -> None:
+    def apply(self, folder: Path) -> None:
         every = files(folder, ".")
         file, luck = every[int(self.place * len(every))], Random(self.seed)
         if self.way == "gone":
@@ -113,7 +113,7 @@ def whole(tmp_path: Path, small_chunks: None) -> Path:
     return folder
 
 
-def used(folder: Path) -> None:
+def run_every_operation(folder: Path) -> None:
     """Everything that one does with a store; errors that are none of ours end the test."""
     store = store_at(folder)
     try:
@@ -123,7 +123,7 @@ def used(folder: Path) -> None:
         store.maintenance.verify(store.sessions.heads())
         store.maintenance.forget_removed(0.0)
         store.maintenance.sweep(0.0)
-        take_in(store, folder / EXPORTED)
+        import_session(store, folder / EXPORTED)
         check(store, "raw")
         SessionLeases(store.parts).take(WHO, "int4")
         longest = store.prefixes.match_prefix(WHO, LONGER, asking().identity, asking().spec)
@@ -152,7 +152,7 @@ def check(store: Store, name: str) -> None:
         assert same_bits(found.cache.state(), made.state())
 
 
-def take_in(store: Store, file: Path) -> None:
+def import_session(store: Store, file: Path) -> None:
     if not file.exists():
         return
     try:
@@ -175,9 +175,9 @@ def attempt(whole: Path, tmp_path: Path, tries: int, is_same: bool) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(whole, folder)
         for each in told:
-            each.do(folder)
+            each.apply(folder)
         try:
-            used(folder)
+            run_every_operation(folder)
         except LarderError as error:
             assert str(error)
 
@@ -186,7 +186,7 @@ def attempt(whole: Path, tmp_path: Path, tries: int, is_same: bool) -> None:
 
 @pytest.mark.extended
 def test_random_changes_are_harmless_or_refused(whole: Path, tmp_path: Path) -> None:
-    used(whole)
+    run_every_operation(whole)
     attempt(whole, tmp_path, 12, is_same=True)
 
 

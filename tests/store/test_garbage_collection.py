@@ -50,7 +50,7 @@ class Clock:
             store.maintenance.sweep()
 
 
-def held(store: Store) -> int:
+def matched_tokens(store: Store) -> int:
     """Tokens of the beginning that a store finds."""
     found = store.prefixes.match_prefix(WHO, SIX_CHUNKS, asking().identity, SPEC)
     return 0 if found is None else found.next_position
@@ -61,7 +61,7 @@ def keep(store: Store) -> None:
 
 
 def _has_read(there: Store) -> None:
-    assert held(there) == 20
+    assert matched_tokens(there) == 20
 
 
 def _has_loaded(there: Store) -> None:
@@ -73,7 +73,7 @@ def _has_saved(there: Store) -> None:
     there.sessions.remove(WHO, "other")
 
 
-def _was_begun(there: Store) -> None:
+def _has_rebuilt(there: Store) -> None:
     """Its index was built from what is told beside the blobs."""
 
 
@@ -84,7 +84,7 @@ def nothing_is_left(folder: Path, *stores: Store) -> bool:
 
 @pytest.mark.failure(number=21)
 @pytest.mark.extended
-@pytest.mark.parametrize("uses", [_has_read, _has_loaded, _has_saved, _was_begun])
+@pytest.mark.parametrize("uses", [_has_read, _has_loaded, _has_saved, _has_rebuilt])
 @pytest.mark.parametrize("is_here_first", [True, False])
 def test_unreferenced_chunks_are_deleted_on_every_machine(
     tmp_path: Path, uses: Callable[[Store], None], is_here_first: bool
@@ -92,7 +92,7 @@ def test_unreferenced_chunks_are_deleted_on_every_machine(
     clock = Clock()
     here, there = (store_at(tmp_path, home=home, clock=clock) for home in ("here", "there"))
     save(here)
-    if uses is _was_begun:
+    if uses is _has_rebuilt:
         there = store_at(tmp_path, home="new", clock=clock)
     uses(there)
     assert there.parts.chunks.all() or uses is _has_loaded
@@ -111,11 +111,11 @@ def test_recently_matched_chunks_are_kept_by_sweeps(tmp_path: Path) -> None:
     here = store_at(tmp_path, home="here", clock=clock)
     there = store_at(tmp_path, home="there", clock=clock)
     save(here)
-    assert held(there) == 20
+    assert matched_tokens(there) == 20
     here.sessions.remove(WHO, TALK)
     for _ in range(3):
         clock.now += GRACE_SECONDS / 2
-        assert held(there) == 20
+        assert matched_tokens(there) == 20
         there.maintenance.sweep()
     clock.passes(there, here)
     assert nothing_is_left(tmp_path, here, there)
@@ -130,12 +130,12 @@ def test_saved_prefixes_without_sessions_are_kept(tmp_path: Path) -> None:
     here, there, _ = stores
     save(here, SIX_CHUNKS)  # what is kept may have been a session's before
     keep(here)
-    assert held(there) == 20
+    assert matched_tokens(there) == 20
     here.sessions.remove(WHO, TALK)
     clock.passes(*stores, *stores)
     new = store_at(tmp_path, home="new", clock=clock)
     clock.passes(new, *stores)
-    assert [held(each) for each in (*stores, new)] == [20] * 4
+    assert [matched_tokens(each) for each in (*stores, new)] == [20] * 4
     tenant = here.parts.tenant(WHO)
     here.parts.blobs.make_room(tenant, here.parts.ledger.limit(Tier.DISK))
     clock.passes(*stores, new)

@@ -1,4 +1,4 @@
-"""Nothing crosses tenants in a store: paired, on disk and after a restart, and by the work done."""
+"""Isolation of tenants in a store: in pairs, on disk, after a restart, and by operations made."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_saved_data_is_found_by_its_tenant_only(tmp_path: Path, codec: str) -> N
         assert again.sessions.heads(OTHER) == []
 
 
-def work(folder: Path, do: Callable[..., object], *args: object) -> list[str]:
+def operations_of(folder: Path, do: Callable[..., object], *args: object) -> list[str]:
     """Every statement and every call to the disk that something takes, in a new process's store."""
     done: list[str] = []
     place = Faulty(
@@ -49,24 +49,29 @@ def work(folder: Path, do: Callable[..., object], *args: object) -> list[str]:
 
 @pytest.mark.failure(number=27)
 def test_prefix_of_another_tenant_costs_as_much_as_an_unknown_one(tmp_path: Path) -> None:
-    def look(store: object, who: str, ids: tuple[int, ...]) -> None:
+    def match_prefix(store: object, who: str, ids: tuple[int, ...]) -> None:
         store.prefixes.match_prefix(who, ids, asking().identity, SPEC)  # pyright: ignore
 
     save(store_at(tmp_path))
-    theirs, unknown = work(tmp_path, look, OTHER, LONGER), work(tmp_path, look, OTHER, LONGER[::-1])
-    assert theirs == unknown and 0 < len(theirs) < len(work(tmp_path, look, WHO, LONGER))
+    theirs, unknown = (
+        operations_of(tmp_path, match_prefix, OTHER, LONGER),
+        operations_of(tmp_path, match_prefix, OTHER, LONGER[::-1]),
+    )
+    assert theirs == unknown and 0 < len(theirs) < len(
+        operations_of(tmp_path, match_prefix, WHO, LONGER)
+    )
 
 
 @pytest.mark.failure(number=27)
 def test_save_of_another_tenants_data_costs_as_much_as_new_data(tmp_path: Path) -> None:
-    def keep(store: object, who: str, name: str, ids: tuple[int, ...]) -> None:
+    def save_session(store: object, who: str, name: str, ids: tuple[int, ...]) -> None:
         store.sessions.save(who, name, ids, snapshot(read(ids)), transcript=bytes(ids))  # pyright: ignore
 
-    work(tmp_path, keep, WHO, "talk", IDS)
+    operations_of(tmp_path, save_session, WHO, "talk", IDS)
     before = set((tmp_path / "store" / "blobs").rglob("*.safetensors"))
-    theirs = work(tmp_path, keep, OTHER, "talk", IDS)
+    theirs = operations_of(tmp_path, save_session, OTHER, "talk", IDS)
     added = set((tmp_path / "store" / "blobs").rglob("*.safetensors")) - before
-    unknown = work(tmp_path, keep, OTHER, "new", IDS[::-1])
+    unknown = operations_of(tmp_path, save_session, OTHER, "new", IDS[::-1])
     assert len(added) == len(before)  # no object of one tenant is one of another's
     assert [each for each in theirs if "blobs" in each] == [
         each for each in unknown if "blobs" in each
@@ -76,8 +81,10 @@ def test_save_of_another_tenants_data_costs_as_much_as_new_data(tmp_path: Path) 
 
 @pytest.mark.failure(number=29)
 def test_session_of_another_tenant_costs_as_much_as_a_missing_one(tmp_path: Path) -> None:
-    def ask(store: object, name: str) -> None:
+    def load_session(store: object, name: str) -> None:
         assert store.sessions.load(OTHER, name, asking()) is None  # pyright: ignore
 
     save(store_at(tmp_path))
-    assert work(tmp_path, ask, "talk") == work(tmp_path, ask, "none")
+    assert operations_of(tmp_path, load_session, "talk") == operations_of(
+        tmp_path, load_session, "none"
+    )

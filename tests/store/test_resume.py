@@ -1,4 +1,4 @@
-"""A model that goes on where it was, and others that must not take its cache."""
+"""Restored sessions: equal generation, and refusal for other models, policies and texts."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class TestCluster:
         firsts = [each[0] for each in cluster(random_rows(seed, 15), 4).members]
         assert firsts == sorted(firsts)
 
-    def test_fewer_segments_than_episodes(self) -> None:
+    def test_fewer_segments_than_clusters_get_one_each(self) -> None:
         assert cluster(random_rows(0, 3), 8).labels.tolist() == [0, 1, 2]
 
     def test_equal_segments_make_one_episode(self) -> None:
@@ -76,7 +76,7 @@ class TestCluster:
         rows = np.stack([a, b, a + 3e-8, b - 3e-8]).astype(np.float32)
         assert cluster(rows, 4).labels.tolist() == [0, 1, 0, 1]
 
-    def test_same_seed_same_episodes(self) -> None:
+    def test_equal_seeds_give_equal_clusters(self) -> None:
         rows = random_rows(3, 40)
         assert (cluster(rows, 5, seed=7).labels == cluster(rows, 5, seed=7).labels).all()
 

@@ -137,7 +137,7 @@ class TestUtterances:
         (segment,) = cut_segments(Conversation("talk", (Message("system", "Be brief."),)))
         assert segment.text == "Be brief."
 
-    def test_no_messages_no_segments(self) -> None:
+    def test_empty_conversation_has_no_segments(self) -> None:
         assert cut_segments(Conversation("talk", ())) == ()
 
     def test_headers_and_captions_are_covered_but_not_embedded(self) -> None:

@@ -92,7 +92,7 @@ class TestLoCoMo:
         assert "not mentioned" in asked.question_prompt
         assert "not mentioned" not in read_conversation(path).question_prompt
 
-    def test_published_conversations(self, shared_data: Path) -> None:
+    def test_published_conversations_have_the_known_counts(self, shared_data: Path) -> None:
         found = [read_conversation(path) for path in find_files([shared_data / "locomo"])]
         kinds = Counter(q.kind for conversation in found for q in conversation.questions)
         assert kinds == {"multi_hop": 282, "temporal": 321, "open_domain": 96, "single_hop": 841}
@@ -100,7 +100,7 @@ class TestLoCoMo:
         assert (len(found), min(lengths), max(lengths)) == (10, 369, 689)
         assert all(q.answer for conversation in found for q in conversation.questions)
 
-    def test_published_adversarial_questions(self, shared_data: Path) -> None:
+    def test_published_adversarial_questions_have_the_known_count(self, shared_data: Path) -> None:
         paths = find_files([shared_data / "locomo"])
         found = [read_conversation(path, Adversarial.ASKED) for path in paths]
         kinds = Counter(q.kind for conversation in found for q in conversation.questions)
@@ -125,12 +125,12 @@ class TestRealTalk:
             utterance='Ann said, "Look"',
         )
 
-    def test_questions(self, tmp_path: Path) -> None:
+    def test_questions_have_answer_kind_and_prompt(self, tmp_path: Path) -> None:
         conversation = read_conversation(write(tmp_path, REALTALK))
         assert conversation.questions == (Question("Why?", "Joy", "commonsense"),)
         assert "Question: Why?" in conversation.question_prompt.format(question="Why?")
 
-    def test_published_conversations(self, shared_data: Path) -> None:
+    def test_published_conversations_have_the_known_counts(self, shared_data: Path) -> None:
         found = [read_conversation(path) for path in find_files([shared_data / "realtalk"])]
         kinds = Counter(q.kind for conversation in found for q in conversation.questions)
         assert kinds == {"multi_hop": 301, "temporal": 319, "commonsense": 108}

@@ -15,7 +15,7 @@ from session.files.conversation_files import complaint, text_of, write
 
 
 class TestChats:
-    def test_messages_and_questions(self, tmp_path: Path) -> None:
+    def test_messages_and_questions_are_read(self, tmp_path: Path) -> None:
         path = write(
             tmp_path,
             {
@@ -39,7 +39,7 @@ class TestChats:
         path = write(tmp_path, {"messages": [{"role": "system", "content": "x"}]})
         assert read_conversation(path).questions == ()
 
-    def test_list_of_messages(self, tmp_path: Path) -> None:
+    def test_list_of_messages_is_a_chat(self, tmp_path: Path) -> None:
         entries = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         conversation = read_conversation(write(tmp_path, entries))
         assert conversation.form is PromptLayout.CHAT
