@@ -66,7 +66,7 @@ def fetched(store: CorrectedLayer, head: int) -> list[int]:
 @pytest.mark.parametrize(
     "name, codec", [*((name, None) for name in PARTS), ("flat", Codec(4, 4, 8))]
 )
-def test_corrected_answers_equal_their_reference(name, codec) -> None:
+def test_corrected_outputs_equal_their_reference(name, codec) -> None:
     store, keys, values = a_store(PARTS[name], codec)
     former: list[Loop] = []
     for step in range(STEPS):

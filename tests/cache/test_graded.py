@@ -41,7 +41,7 @@ def graded(store: GradedLayer, chosen: list[list[tuple[int, int]]]) -> Plan:
     return replace(plan, grades=torch.tensor(grades, dtype=torch.int8))
 
 
-def every(store: GradedLayer, grade: int) -> Plan:
+def at_grade(store: GradedLayer, grade: int) -> Plan:
     return graded(store, [[(i, grade) for i in range(n)] for n in store.lengths])
 
 
@@ -196,7 +196,7 @@ def test_attention_equals_that_over_decoded_entries(queries) -> None:
 
 def test_codes_are_kept_while_half_of_their_group_remains() -> None:
     store = filled(8, (Codec(2, 2, 8), Codec(2, 2, 8)))
-    store.apply(every(store, 1))
+    store.apply(at_grade(store, 1))
     first = numbers(store)
     for left in ([0, 2, 3, 5, 7], [0, 2, 3, 4]):
         store.evict(a_plan([left] * 2, store.lengths))
@@ -211,7 +211,7 @@ def test_invalid_plans_are_refused() -> None:
     store = filled(6)
     store.apply(graded(store, [[(0, 0), (1, 1), (2, 2), (3, 0)]] * 2))
     before = store.state()
-    plan, lengths = every(store, 2), store.lengths
+    plan, lengths = at_grade(store, 2), store.lengths
     kept = len(plan.kept)
     self_fold = torch.tensor([0])
     one = torch.ones(1)
@@ -236,7 +236,7 @@ def test_invalid_plans_are_refused() -> None:
     store.append(huge.keys * 1e6, huge.values, huge.positions)
     before = store.state()
     with pytest.raises(CacheError, match="keep such entries at full precision"):
-        store.apply(every(store, 2))
+        store.apply(at_grade(store, 2))
     assert same_bits(store.state(), before)
 
 
@@ -245,7 +245,7 @@ def test_channels_are_dropped_by_weight() -> None:
     exact = store.entries().keys.clone()
     weights = torch.stack([torch.arange(8.0), -torch.arange(8.0)])
     rows = [exact[store.entries().rows(h)] for h in range(2)]
-    store.apply(replace(every(store, 1), channels=weights))
+    store.apply(replace(at_grade(store, 1), channels=weights))
     entries = store.entries()
     for head, kept in enumerate((range(4, 8), range(4))):
         lost = [c for c in range(8) if c not in kept]
@@ -255,9 +255,9 @@ def test_channels_are_dropped_by_weight() -> None:
 
 def test_chunked_quantization_equals_unchunked(monkeypatch) -> None:
     whole, pieces = filled(), filled()
-    whole.apply(every(whole, 1))
+    whole.apply(at_grade(whole, 1))
     monkeypatch.setattr(tiers, "CODING_CHUNK", 5)
-    pieces.apply(every(pieces, 1))
+    pieces.apply(at_grade(pieces, 1))
     assert same_bits(whole.state(), pieces.state())
     shown, expected = pieces.entries(), whole.entries()
     assert torch.equal(shown.keys, expected.keys) and torch.equal(shown.values, expected.values)
@@ -265,7 +265,7 @@ def test_chunked_quantization_equals_unchunked(monkeypatch) -> None:
 
 def test_codes_are_decoded_on_access(monkeypatch) -> None:
     store, asked, decoded = filled(), [], QuantizedRows.decoded
-    store.apply(every(store, 1))
+    store.apply(at_grade(store, 1))
     monkeypatch.setattr(
         QuantizedRows, "decoded", lambda own, *of: asked.append(own) or decoded(own, *of)
     )
@@ -287,7 +287,7 @@ def test_quantized_bytes_hand_values(bits) -> None:
     store.compact()
     assert store.nbytes == 2048 * (2 * 64 * 4 + 4) + 2 * 2 * 8
     assert store.entries_copy_bytes == 0
-    store.apply(every(store, 1))
+    store.apply(at_grade(store, 1))
     codes = 2048 * 2 * 64 * bits // 8
     values = 2048 * 2 * (64 // 32) * 2  # an offset and a scale of two bytes for every 32 channels
     keys = 2048 // 32 * 64 * 2 * 2

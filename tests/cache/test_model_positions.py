@@ -28,13 +28,13 @@ def test_later_tokens_continue_from_the_highest_position() -> None:
     assert known.extended(8, torch.tensor([[6, 7]] * 3)) is known
 
 
-def test_positions_around_an_image() -> None:
+def test_positions_before_and_after_an_image_hand_values() -> None:
     known = ModelPositions().extended(0, GIVEN)
     assert at(known, [6, 7], 6) == [[4, 5]] * 3  # behind the image
     assert at(known, [1, 2], 2) == [[1, 2]] * 3  # in front of it
 
 
-def test_image_after_generated_text() -> None:
+def test_positions_of_an_image_after_generated_text_hand_values() -> None:
     known = ModelPositions().extended(0, GIVEN)
     longer = known.extended(10, torch.tensor([[8, 8], [8, 8], [8, 9]]))
     assert at(longer, [8, 9, 10, 11, 12], 12) == [

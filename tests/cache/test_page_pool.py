@@ -76,7 +76,7 @@ def test_page_of_two_query_heads_is_loaded_once() -> None:
 
 @settings(max_examples=30)
 @given(sets=st.sampled_from([2, 4]), slots=st.integers(1, 5), seed=st.integers(0, 2**31))
-def test_page_load_kernel_equals_the_python_form(sets, slots, seed) -> None:
+def test_page_load_kernel_equals_the_python_loads(sets, slots, seed) -> None:
     source = torch.Generator().manual_seed(seed)
     rows = torch.randn(2, 2 * 40, LAYER.head_dim, generator=source)
     entries = Entries(*rows, torch.arange(40).repeat(2).int(), (0, 40), (40, 40))

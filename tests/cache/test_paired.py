@@ -86,7 +86,7 @@ def test_random_operations_equal_the_reference(seed: int) -> None:
             (half.apply if rng.random() < 0.5 else half.evict)(plan)
             reference.plan(side, kept)
         for half, heads in zip(pair, reference.layers, strict=True):
-            assert_is(half, heads)
+            assert_holds_reference(half, heads)
 
 
 def folded(reference: PairLoop, side: int, kept: list[dict[int, int]], rng: Random) -> Folds:
@@ -108,7 +108,7 @@ def folded(reference: PairLoop, side: int, kept: list[dict[int, int]], rng: Rand
     return Folds(indices[:, 0], indices[:, 1], weights, weights)
 
 
-def assert_is(half: PairedLayer, heads: list[dict[int, Held]]) -> None:
+def assert_holds_reference(half: PairedLayer, heads: list[dict[int, Held]]) -> None:
     entries = half.entries()
     for head, held in enumerate(heads):
         places = sorted(held)

@@ -74,10 +74,10 @@ def test_both_layers_equal_their_reference(apart: float, count: int) -> None:
             keys, values = (torch.tensor([row[kind] for row in rows]) for kind in (0, 1))
             assert_close(entries.head_keys(head), keys)
             assert_close(entries.head_values(head), values)
-        assert_attends_to_what_it_shows(half)
+        assert_attention_uses_entries(half)
 
 
-def assert_attends_to_what_it_shows(half: PairedLayer) -> None:
+def assert_attention_uses_entries(half: PairedLayer) -> None:
     queries, entries = draw(half.layer, 3, 100), half.entries()
     outs = [
         attention(group, entries.head_keys(head), entries.head_values(head), half.layer.scaling)[0]
@@ -128,7 +128,7 @@ def test_merges_decode_both_forms_of_codes() -> None:
         assert after.grades[target] == 0
         others = torch.arange(16) != target
         assert_close(after.keys[others], keys[others])
-        assert_attends_to_what_it_shows(fork[0])
+        assert_attention_uses_entries(fork[0])
         assert same(fork[1], pair[1])
 
 

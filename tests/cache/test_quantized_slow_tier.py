@@ -56,7 +56,7 @@ def twins(codec: Codec, recall: RecallPart = EVERYTHING) -> tuple[TieredLayer, T
     return stores
 
 
-def ever(store: TieredLayer, parked: Entries) -> list[list[Entry]]:
+def entries_of_both_tiers(store: TieredLayer, parked: Entries) -> list[list[Entry]]:
     """All of both tiers, head by head."""
     heads = []
     for head in range(2):
@@ -97,7 +97,7 @@ def test_slow_tier_is_quantized_by_group_with_exact_remainder(name) -> None:
 @pytest.mark.parametrize("recall", [EVERYTHING, Bounds(tokens=400, page=4, dense=0)])
 def test_attention_uses_decoded_values(queries, recall) -> None:
     store, _ = twins(CODECS["int4"], recall)
-    new, held = draw(LAYER, queries, 70, 1), ever(store, store.parked())
+    new, held = draw(LAYER, queries, 70, 1), entries_of_both_tiers(store, store.parked())
     got = extend(store, new)
     for h in range(LAYER.query_heads):
         for q in range(queries):

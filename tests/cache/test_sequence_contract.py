@@ -145,7 +145,7 @@ def test_adopted_state_is_not_copied(form) -> None:
     assert held <= places
 
 
-def test_reserved_storage_does_not_extend_a_window(form) -> None:
+def test_allocation_does_not_extend_a_window_and_reservation_does(form) -> None:
     plain, prepared = filled(form), filled(form)
     prepared.allocate(40)
     for each in (plain, prepared):

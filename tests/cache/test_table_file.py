@@ -37,7 +37,7 @@ def test_tables_are_refused_under_another_model(method: str, load: Callable[[], 
 
 @pytest.mark.parametrize("card", [None, "[", "[]", "{}"])
 @pytest.mark.parametrize(("method", "load"), LOADERS.items(), ids=LOADERS)
-def test_tables_without_a_card_are_ignored(
+def test_tables_without_a_card_are_refused_as_missing(
     method: str, load: Callable[[], object], card: str | None
 ) -> None:
     file = tables_path(OWN, method)

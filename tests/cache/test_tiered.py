@@ -101,7 +101,7 @@ def test_decode_step_attends_to_the_fast_tier_and_the_best_pages() -> None:
     store = a_tiered(recall)
     filled(store)
     new = draw(LAYER, 1, 40, 1)
-    fast, parked = _both(store)
+    fast, parked = _entries_by_tier(store)
     got = extend(store, new)
     for h in range(LAYER.query_heads):
         head = h // LAYER.group
@@ -112,7 +112,7 @@ def test_decode_step_attends_to_the_fast_tier_and_the_best_pages() -> None:
         assert_close(got[h, 0], attend_one(new.queries[h, 0], [*seen, own], LAYER.scaling))
 
 
-def _both(store: TieredLayer) -> list[list[list[Entry]]]:
+def _entries_by_tier(store: TieredLayer) -> list[list[list[Entry]]]:
     """The entries of the fast and of the slow tier, head by head."""
     tiers = []
     for held in (store.entries(), store.parked()):
@@ -232,7 +232,7 @@ def test_truncate_removes_slow_tier_entries() -> None:
     ever = filled(store)
     extend(store, draw(LAYER, 1, 40, 1))
     store.truncate(20)
-    held = [entry for heads in _both(store) for entries in heads for entry in entries]
+    held = [entry for heads in _entries_by_tier(store) for entries in heads for entry in entries]
     assert max(entry.position for entry in held) == 19
     left = [[entry for entry in own if entry.position < 20] for own in ever]
     new = draw(LAYER, 1, 20, 3)
@@ -271,7 +271,7 @@ def test_dropped_entries_are_in_no_tier() -> None:
 
 
 @pytest.mark.parametrize("wrong", [[3, 1], [1, 1], [0], [12]])
-def test_dropping_kept_entries_is_refused(wrong) -> None:
+def test_dropping_kept_unsorted_or_unknown_entries_is_refused(wrong) -> None:
     store = a_tiered()
     append(store, draw(LAYER, 6, 0, 1))
     plan = replace(a_plan([[0, 5], [1, 2, 5]], [6, 6]), dropped=torch.tensor(wrong))

@@ -51,7 +51,7 @@ def alike(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool
     return same and left.keys() == right.keys()
 
 
-def go_on(store: TieredLayer, start: int, seed: int, steps: int = 4) -> list[torch.Tensor]:
+def decode_steps(store: TieredLayer, start: int, seed: int, steps: int = 4) -> list[torch.Tensor]:
     """Attend, park, and attend again."""
     source, outs = Random(seed), []
     for position in range(start, start + steps):
@@ -67,12 +67,12 @@ def test_fork_equals_a_deep_copy(name) -> None:
     before = {key: tensor.clone() for key, tensor in store.state().items()}
     twin, fork = TieredLayer.restore(LAYER, store.state()), store.fork()
     assert places(fork) == places(store)
-    for got, expected in zip(go_on(fork, 91, 1), go_on(twin, 91, 1), strict=True):
+    for got, expected in zip(decode_steps(fork, 91, 1), decode_steps(twin, 91, 1), strict=True):
         assert torch.equal(got, expected)
     assert alike(store.state(), before)
     assert alike(fork.state(), twin.state())
-    other, again = TieredLayer.restore(LAYER, before), go_on(store, 91, 2)
-    for got, expected in zip(again, go_on(other, 91, 2), strict=True):
+    other, again = TieredLayer.restore(LAYER, before), decode_steps(store, 91, 2)
+    for got, expected in zip(again, decode_steps(other, 91, 2), strict=True):
         assert_close(got, expected)  # pages may lie in other slots
     assert alike(store.state(), other.state()) and alike(fork.state(), twin.state())
 
@@ -80,9 +80,9 @@ def test_fork_equals_a_deep_copy(name) -> None:
 def test_first_growing_fork_keeps_the_shared_storage() -> None:
     store = a_store()
     first, second, at = store.fork(), store.fork(), places(store)
-    go_on(first, 91, 1, 1)
+    decode_steps(first, 91, 1, 1)
     assert places(first) == at
-    go_on(second, 91, 2, 1)
+    decode_steps(second, 91, 2, 1)
     assert places(second) != at
     assert places(store) == at
 
@@ -92,7 +92,7 @@ def test_deleted_fork_releases_the_shared_storage() -> None:
     at = places(store)
     for seed in range(3):
         fork = store.fork()
-        go_on(fork, 91, seed, 1)
+        decode_steps(fork, 91, seed, 1)
         assert places(fork) == at
         del fork
     assert store.shared_nbytes == 0
@@ -123,7 +123,7 @@ def test_search_state_of_an_index_is_not_shared() -> None:
 def test_failed_index_of_a_fork_does_not_affect_others(monkeypatch) -> None:
     store = a_store()
     fork, before = store.fork(), store.state()
-    go_on(fork, 91, 1, 1)
+    decode_steps(fork, 91, 1, 1)
 
     def refuse(*args: object) -> None:
         raise CacheError("no")

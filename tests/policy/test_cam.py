@@ -81,7 +81,7 @@ def test_cam_divides_a_merged_value_by_its_count() -> None:
     assert plan.columns["joined"].tolist() == pytest.approx([0.0, 1.1])
 
 
-def test_sampled_cam_is_expected_cam_on_average() -> None:
+def test_sampled_cam_equals_expected_cam_on_average() -> None:
     entries = looked_at(line([0, 41, 50], [1.0, 2.0, 3.0], [1] * 3), [0.0, 0.3, 1.0])
     drawn = [settled(Cam(seed=seed), [0, 2], entries) for seed in range(100)]
     joined = [numbers(one, entries)[1][1] for one in drawn]

@@ -144,7 +144,7 @@ def full() -> Engine:
 
 
 @pytest.fixture(scope="module")
-def talk() -> Conversation:
+def dialogue() -> Conversation:
     return read_conversation(Path(__file__).parents[2] / "examples" / "conversation.json")
 
 
@@ -152,21 +152,21 @@ def talk() -> Conversation:
 @pytest.mark.usefixtures("measured_once")
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_composition_answers_within_its_bytes(
-    name: str, full: Engine, talk: Conversation, monkeypatch: pytest.MonkeyPatch
+    name: str, full: Engine, dialogue: Conversation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = full.under(COMPOSITIONS[name], TOKENS)
-    prompts = {"question": talk.questions[0].question}
+    prompts = {"question": dialogue.questions[0].question}
     is_joined = name.split("_")[1] == "contexts"
-    texts = [message.content for message in talk.messages]
+    texts = [message.content for message in dialogue.messages]
     with peaks(monkeypatch) as peak:
         if is_joined:
             half = len(texts) // 2
             contexts = ["\n".join(texts[:half]), "\n".join(texts[half:])]
             memory = engine.read(contexts=contexts, prompts=prompts, chunks=ChunkMemory(2**28))
         else:
-            memory = engine.read(talk, prompts)
+            memory = engine.read(dialogue, prompts)
         answers = [
-            engine.ask(memory, each.question, max_new_tokens=8) for each in talk.questions[:2]
+            engine.ask(memory, each.question, max_new_tokens=8) for each in dialogue.questions[:2]
         ]
     assert all(answer.text for answer in answers)
     cache = memory.caches.activate(0)
@@ -180,10 +180,10 @@ def test_composition_answers_within_its_bytes(
 @pytest.mark.slow
 @pytest.mark.usefixtures("measured_once")
 @pytest.mark.parametrize("name", NOT_ENTRIES_ALONE)
-def test_byte_budget_counts_all_held_bytes(name: str, full: Engine, talk: Conversation) -> None:
+def test_byte_budget_counts_all_held_bytes(name: str, full: Engine, dialogue: Conversation) -> None:
     engine = full.under(COMPOSITIONS[name], f"{BYTES >> 10}KiB")
-    memory = engine.read(talk, {"question": talk.questions[0].question})
-    for each in talk.questions[:2]:
+    memory = engine.read(dialogue, {"question": dialogue.questions[0].question})
+    for each in dialogue.questions[:2]:
         engine.ask(memory, each.question, max_new_tokens=8)
         assert memory.caches.activate(0).device_nbytes <= BYTES
 

@@ -131,7 +131,7 @@ def test_attention_module_continues_positions() -> None:
     assert next_of_pass[0][0, 0, :3].tolist() == pytest.approx(angles.cos().tolist(), abs=1e-5)
 
 
-def test_attention_module_weights_by_position_and_count() -> None:
+def test_attention_module_weights_are_causal_and_count_entries() -> None:
     observation = whole()
     rows = torch.zeros(len(observation.entries.keys))
     rows[observation.entries.starts[1] + 4] = 50.0

@@ -62,11 +62,15 @@ def test_half_budget_answers_as_many_questions_as_the_full_cache(seed_model: Loa
     full = Engine(seed_model, policy="full")
     log = lifelog_conversation(1, 1000, lambda text: len(full.tokenizer.encode(text)), 8)
 
-    def right(policy: str, budget: str | None) -> int:
+    def correct_answers(policy: str, budget: str | None) -> int:
         engine = full.under(policy, budget)
         return sum(one.exact for one in score_answers(engine, engine.read(log), log.questions))
 
-    assert right("full", None) == right(PAPER, "50%") == right("lagkv", "50%")
+    assert (
+        correct_answers("full", None)
+        == correct_answers(PAPER, "50%")
+        == correct_answers("lagkv", "50%")
+    )
 
 
 def test_hand_values_of_400_entries() -> None:

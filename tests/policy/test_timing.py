@@ -53,7 +53,7 @@ class Growing:
         quotas = planner.quotas(reading, prompt, MANAGED, {})
         self.tending = DecodeEviction(planner, TOKENS, (quotas,), (prompt,))
 
-    def go_on(self, passes: list[int]) -> list[list[tuple[int, ...]]]:
+    def run_passes(self, passes: list[int]) -> list[list[tuple[int, ...]]]:
         """Entries of each head of the managed layers, after each pass."""
         out = []
         for step, count in enumerate(passes):
@@ -79,7 +79,7 @@ class Growing:
 @pytest.mark.parametrize("passes", PASSES)
 @pytest.mark.parametrize("prompt, shared", [(4, Uniform()), (13, Pooled())], ids=["fits", "cut"])
 def test_timing_equals_its_reference(timing, loop_of, passes, prompt, shared) -> None:
-    got = Growing(timing, prompt, shared).go_on(PASSES[passes])
+    got = Growing(timing, prompt, shared).run_passes(PASSES[passes])
     sums = [[sum(heads) for heads in layers] for layers in got]
     expected = loop_of(timing).held(timing, TOKENS, prompt, PASSES[passes])
     assert sums == [[2 * now] * 2 for now in expected]
@@ -103,7 +103,7 @@ def test_prefill_and_decode_quotas_stay_within_the_budget(timing) -> None:
 def test_prefill_entries_are_kept_during_decoding(strategy) -> None:
     growing = Growing(Split(0.6, strategy, recent=2, every=3), 13, Pooled())
     before = [growing.places(layer) for layer in MANAGED]
-    growing.go_on(PASSES["long_question"])
+    growing.run_passes(PASSES["long_question"])
     end = growing.cache.next_position
     for layer, heads in zip(MANAGED, before, strict=True):
         for was, now in zip(heads, growing.places(layer), strict=True):
@@ -118,7 +118,7 @@ def test_refresh_rounds_keep_a_share_by_depth() -> None:
     growing = Growing(part, 1, Uniform(), Protect(0, 1))
     before = [set[int]()] * 4
     for step in range(1, 12):
-        growing.go_on([1])
+        growing.run_passes([1])
         after = [places for layer in MANAGED for places in growing.places(layer)]
         assert all({0} | set(range(max(1, step - 2), step + 1)) <= now for now in after)
         kept = [
@@ -151,7 +151,7 @@ def test_fixed_slot_is_evicted_at_every_step(loop_of, passes, distance) -> None:
     part = FixedSlot(distance)
     growing = Growing(part, 13, Uniform(), Protect(0, 1))
     before = [growing.places(layer) for layer in MANAGED]
-    growing.go_on(passes)
+    growing.run_passes(passes)
     for layer, heads in zip(MANAGED, before, strict=True):
         for was, now in zip(heads, growing.places(layer), strict=True):
             assert now == set(loop_of(part).places(part, TOKENS, sorted(was), passes, 13))
@@ -162,7 +162,7 @@ def test_elastic_cache_keeps_the_first_entries_and_the_latest() -> None:
     assert preset.timing == FixedSlot(distance=25) and preset.protect.recent <= 25
     growing = Growing(FixedSlot(4), 13, Uniform(), preset.protect)
     [before, _] = [sorted(head) for head in growing.places(0)]
-    growing.go_on([1] * 40)
+    growing.run_passes([1] * 40)
     [after, _] = [sorted(head) for head in growing.places(0)]
     assert after == [*before[: TOKENS - 4], 49, 50, 51, 52]
 

@@ -209,7 +209,7 @@ def test_criticality_counts_large_values_with_little_attention() -> None:
     assert got == pytest.approx([0.8, 1.6, 0.0032])
 
 
-def test_units_share_one_score_without_protected_entries() -> None:
+def test_units_share_one_score_over_their_finite_entries() -> None:
     scores, seen = scored_view(
         [{0: 1.0, 1: INF, 2: 3.0, 3: 5.0, 7: -INF, 8: 4.0}, {2: 8.0, 5: 6.0}]
     )
