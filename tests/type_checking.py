@@ -1,4 +1,4 @@
-"""Which modules have the types at their borders checked while tests run, and how.
+"""Runtime checks of types at the borders of modules while tests run.
 
 As `jaxtyping.install_import_hook` with beartype, at a fraction of its time: that one compiles two
 checks of every function at import and checks the arguments of a call twice, with a scope for

@@ -16,7 +16,7 @@ from cache_stores import append, assert_close, attend, attend_held, extend, same
 from larder.cache import LOWER, UPPER, PairedLayer, link_pairs, slerp
 from larder.core import LOG_COUNT, BadParameter, CacheError, Folds, LayerPairing, Ledger, Plan
 from larder.ops.attention import attention
-from references.cache.paired import Held, PairLoop
+from references.cache.paired import PairedEntry, PairLoop
 from references.ops import slerp as loop
 
 LEDGER = Ledger(("mass",), ("tau",))
@@ -65,7 +65,9 @@ def test_random_operations_equal_the_reference(seed: int) -> None:
             append(half, new)
             for head, held in enumerate(heads):
                 for row, place in enumerate(new.positions.tolist()):
-                    held[place] = Held(new.keys[head, row].tolist(), new.values[head, row].tolist())
+                    held[place] = PairedEntry(
+                        new.keys[head, row].tolist(), new.values[head, row].tolist()
+                    )
         length += 5
         for side, half in enumerate(pair):
             kept: list[dict[int, int]] = []
@@ -108,7 +110,7 @@ def folded(reference: PairLoop, side: int, kept: list[dict[int, int]], rng: Rand
     return Folds(indices[:, 0], indices[:, 1], weights, weights)
 
 
-def assert_holds_reference(half: PairedLayer, heads: list[dict[int, Held]]) -> None:
+def assert_holds_reference(half: PairedLayer, heads: list[dict[int, PairedEntry]]) -> None:
     entries = half.entries()
     for head, held in enumerate(heads):
         places = sorted(held)

@@ -19,7 +19,7 @@ from larder.prefill import PeakMemoryMeter
 from larder.session import build_caches
 from measurements import made_up
 from model_runs import id_runtime, some_ids
-from references.cache.coded_pair import Layer, told
+from references.cache.coded_pair import Layer, decoded_pair
 from tiny_models import tiny
 
 LAYERS = a_layer(index=0), a_layer(index=1)
@@ -64,7 +64,7 @@ def lists(half: PairedLayer) -> Layer:
 @pytest.mark.parametrize("count", [4, 10])
 def test_both_layers_equal_their_reference(apart: float, count: int) -> None:
     pair = filled(count, apart=apart)
-    expected = told((lists(pair[0]), lists(pair[1])), 0.3, apart, 4, 4)
+    expected = decoded_pair((lists(pair[0]), lists(pair[1])), 0.3, apart, 4, 4)
     carry(pair, [list(range(count))] * 2, [[1] * count] * 2)
     unshared = sum(int((half.entries().grades == 1).sum()) for half in pair)
     assert unshared == 2 * int(apart * 2 * count)

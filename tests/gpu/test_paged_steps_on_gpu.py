@@ -1,4 +1,4 @@
-"""What only a GPU shows of decode steps over pages: its kernels, its graphs, its waiting."""
+"""Decode steps over pages on a GPU: its kernels, its graphs, and no synchronization."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a LarderCache refuses, and what it leaves behind when a call fails."""
+"""Refusals of a LarderCache, and its state after a call that fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decoder takes of a model while it holds it: that model's attention, and nobody else's."""
+"""Attention that a decoder switches while it holds a model: that model's, and no other's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pass through a model does to a cache, and takes back when it fails."""
+"""Forward passes over caches: their effects by mode, and the rollback of a failed pass."""
 
 from __future__ import annotations
 

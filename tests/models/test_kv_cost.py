@@ -1,4 +1,4 @@
-"""What residuals cost, against keys and values."""
+"""Bytes and operations of residuals, compared with keys and values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured of a model's heads and layers, against loops over its own attention."""
+"""Measurements of a model's heads and layers, against loops over its own attention."""
 
 from __future__ import annotations
 

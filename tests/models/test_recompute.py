@@ -191,8 +191,8 @@ def test_failed_recompute_invalidates_the_cache(three_layers) -> None:
         three_layers.read([BatchSegment(cache, (5,))], Mode.SCRATCH)
 
 
-class _Moody(nn.Module):
-    """A projection that is never twice the same."""
+class _NondeterministicProjection(nn.Module):
+    """Projection whose outputs differ from call to call."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -205,7 +205,9 @@ class _Moody(nn.Module):
 
 def test_model_without_recompute_support_is_refused() -> None:
     module = tiny("llama")
-    module.model.layers[1].self_attn.v_proj = _Moody(module.model.layers[1].self_attn.v_proj)
+    module.model.layers[1].self_attn.v_proj = _NondeterministicProjection(
+        module.model.layers[1].self_attn.v_proj
+    )
     with Decoder(module) as decoder, pytest.raises(ModelError, match="Layer 1 of Llama"):
         assert decoder.recompute
 

@@ -1,4 +1,4 @@
-"""What Larder cannot honor is refused when a model is loaded, with the reason."""
+"""Refusals of unsupported models at loading, with the reason."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_architectures_without_an_attention_interface_are_refused() -> None:
     refused(built("CodeGenForCausalLM", **small), "CodeGenForCausalLM .*AttentionInterface")
 
 
-class Silent(nn.Module):
+class LayerWithoutAttention(nn.Module):
     """A layer that never asks for attention."""
 
     attention_type = "full_attention"
@@ -84,7 +84,7 @@ class Silent(nn.Module):
 
 def test_layer_without_an_attention_call_is_refused() -> None:
     module = tiny("llama")
-    module.model.layers[1] = Silent()
+    module.model.layers[1] = LayerWithoutAttention()
     refused(module, r"has 2 layers with attention, but only \[0\] call it")
 
 

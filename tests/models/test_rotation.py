@@ -1,4 +1,4 @@
-"""What the spec says of a layer's rotation is what the model does to queries and keys."""
+"""Rotations of queries and keys: the spec of each layer equals the model."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_chunks_of_any_size_give_the_same(monkeypatch) -> None:
     assert layer_similarities(decoder, some_ids(64), SMALL) == pytest.approx(whole, abs=1e-6)
 
 
-class Watch(TorchDispatchMode):
+class LargestTensor(TorchDispatchMode):
     """Remembers the most numbers in a tensor."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Watch(TorchDispatchMode):
 def test_no_matrix_of_all_tokens_by_all_tokens_is_held(monkeypatch) -> None:
     decoder = wrap_model(tiny("llama"))
     monkeypatch.setattr(sensitivity, "CHUNK_TOKENS", 32)
-    with Watch() as watch:
+    with LargestTensor() as watch:
         layer_similarities(decoder, some_ids(512), SensitivityProfile(512, 5, 128, 0.5))
     assert 0 < watch.largest < 512 * 512
 

@@ -32,7 +32,7 @@ FAST = ("full", "cake")
 PLACES = (CPU, OTHER, OTHER)
 
 
-class Moving(accelerate.hooks.AlignDevicesHook):
+class MoveInputsHook(accelerate.hooks.AlignDevicesHook):
     """Hook that moves what a module is given; its weights are on the device already."""
 
     def init_hook(self, module: nn.Module) -> nn.Module:
@@ -55,7 +55,7 @@ def spread(device: SecondDevice, architecture: str = "qwen3") -> Any:
     for part, place in places:
         if place == OTHER:
             device.put(part)
-        accelerate.hooks.add_hook_to_module(part, Moving(execution_device=place))
+        accelerate.hooks.add_hook_to_module(part, MoveInputsHook(execution_device=place))
     return model
 
 

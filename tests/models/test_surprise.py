@@ -1,4 +1,4 @@
-"""How surprising tokens are: as the model's own logits say, block by block, before and after."""
+"""Surprise of tokens: equal to that of the model's logits, by block, predicted or later."""
 
 from __future__ import annotations
 

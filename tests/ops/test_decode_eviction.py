@@ -1,4 +1,4 @@
-"""What the eviction of a decode step leaves alone."""
+"""Evictions of a decode step: the entries they keep, and layers they skip."""
 
 from __future__ import annotations
 

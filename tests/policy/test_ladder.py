@@ -9,7 +9,7 @@ import torch
 
 from larder.core import BadParameter, LayerScores, Variant
 from larder.policy import Ladder
-from references.ladder import Climb, slots_kept
+from references.ladder import LadderHead, slots_kept
 
 SINKS, RECENT = 2, 3
 
@@ -47,7 +47,7 @@ def streamed(part: Ladder, layers: int, quota: int, steps: list[int]) -> list[La
 
 
 def climbed(part: Ladder, layer: int, layers: int, quota: int, steps: list[int]) -> list[int]:
-    climb = Climb(*slots_kept(part, layer, layers))
+    climb = LadderHead(*slots_kept(part, layer, layers))
     length = 0
     for count in steps:
         for token in range(length, length + count):

@@ -15,7 +15,7 @@ from builders import a_layer, a_plan, a_view, draw, layer_options
 from larder.cache import RaggedLayer
 from larder.core import LOG_COUNT, BadParameter, LayerSpec, Ledger, Observation, Phase
 from larder.policy import TALLIES, LagKV, Recurrence, RoCo, Within
-from references.tally_loop import Listener
+from references.tally_loop import AttentionHistory
 
 LAYER = a_layer(kv_heads=2, group=2)
 # What each pass reads, and which entries of each head stay after it; None keeps all.
@@ -38,7 +38,7 @@ CASES: dict[str, list[tuple[int, list[list[int]] | None]]] = {
 
 
 class Run:
-    """A layer that reads pass after pass while tallies go on and a listener hears all."""
+    """A layer that reads pass after pass while tallies go on and a history observes all."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Run:
         names = [name for tally in tallies for name in tally.columns]
         columns = [*names, LOG_COUNT] if counted else names
         self.store = RaggedLayer(LAYER, layer_options(dtype, ledger=Ledger(tuple(sorted(columns)))))
-        self.listener, self.position, self._layer = Listener(), 0, layer
+        self.history, self.position, self._layer = AttentionHistory(), 0, layer
         self._tallies, self._counted, self._dtype, self._sharp = tallies, counted, dtype, sharp
 
     def read(self, count: int) -> None:
@@ -69,7 +69,7 @@ class Run:
             span=(0, self.position),
             phase=phase,
         )
-        self.listener.hear(observation)
+        self.history.observe(observation)
         for tally in self._tallies:
             self.store.write_columns(tally.update(observation))
 
@@ -88,7 +88,7 @@ class Run:
         for head in range(LAYER.kv_heads):
             rows = entries.rows(head)
             for row in range(rows.start, rows.stop):
-                history = self.listener.told[head, int(entries.positions[row])]
+                history = self.history.records[head, int(entries.positions[row])]
                 for name, number in loop.remembered(history).items():
                     yield name, float(entries.columns[name][row]), number
 

@@ -1,4 +1,4 @@
-"""What a policy is shown of a compact layer is what its attention saw."""
+"""Observations of compact layers: positions and queries as their attention has them."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from larder.prefill import DecodeEviction, PeakMemoryMeter
 from larder.session import ModelRuntime, build_caches, decode_planner
 from model_runs import id_runtime, some_ids
 from references import mass
-from references.tally_loop import Listener
+from references.tally_loop import AttentionHistory
 from tiny_models import tiny
 
 LAYERS, HEADS, M = 3, 2, 24
@@ -49,13 +49,13 @@ PYRAMID = f"{BLOCKS} > protect(sinks=0, recent=2) > column_mass() > pyramid() > 
 LONG = ("h2o", "mass")  # the others answer in fewer tokens
 
 
-class Overheard(Decoder):
+class RecordingDecoder(Decoder):
     """A decoder of one sequence that remembers what every query could see, and every logit."""
 
-    def hear_anew(self) -> None:
+    def reset(self) -> None:
         self.visible: dict[tuple[int, int, int], set[int]] = {}  # layer, kv head, position
         self.logits: list[Tensor] = []
-        self.listener = Listener()  # of the first layer
+        self.history = AttentionHistory()  # of the first layer
 
     def forward_logits(self, *args: Any) -> Tensor:
         logits = super().forward_logits(*args)
@@ -82,7 +82,7 @@ class Overheard(Decoder):
                     length=end,
                     span=(0, end),
                 )
-                self.listener.hear(observation)
+                self.history.observe(observation)
             if observer is not None:
                 observer(number, layer, recorded)
 
@@ -90,7 +90,7 @@ class Overheard(Decoder):
 
 
 @dataclass
-class Bounded:
+class BoundChecker:
     """Hands a policy's observers on, and counts entries before each layer's turn and afterwards.
 
     Afterwards is at once where texts are read, and when the pass is over where single tokens are.
@@ -157,9 +157,9 @@ def decoder() -> Decoder:
 
 
 @pytest.fixture(scope="module")
-def overheard() -> Overheard:
+def recording_decoder() -> RecordingDecoder:
     made = wrap_model(tiny("qwen3", layers=LAYERS))
-    made.__class__ = Overheard
+    made.__class__ = RecordingDecoder
     return made
 
 
@@ -193,39 +193,44 @@ def masked(ids: tuple[int, ...], visible: dict[tuple[int, int, int], set[int]]) 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", POLICIES)
-def test_generated_logits_equal_a_masked_model(overheard, name) -> None:
+def test_generated_logits_equal_a_masked_model(recording_decoder, name) -> None:
     policy = a_policy(POLICIES[name])
-    overheard.hear_anew()
-    cache = after_reading(overheard, policy, CONTEXT)
-    tending = decode_planner(a_desk(overheard), policy, [cache])
-    bounded = Bounded(tending, tending.quotas[0])
+    recording_decoder.reset()
+    cache = after_reading(recording_decoder, policy, CONTEXT)
+    tending = decode_planner(a_desk(recording_decoder), policy, [cache])
+    bounded = BoundChecker(tending, tending.quotas[0])
     steps = STEPS if name in LONG else STEPS // 3
-    [said] = answer(overheard, [cache], bounded, steps)
+    [said] = answer(recording_decoder, [cache], bounded, steps)
     assert len(said) == steps and len(set(said)) > 5
     ids = some_ids(CONTEXT) + some_ids(QUESTION, seed=1) + tuple(said[:-1])
-    expected = masked(ids, overheard.visible)[CONTEXT + QUESTION - 1 :]
+    expected = masked(ids, recording_decoder.visible)[CONTEXT + QUESTION - 1 :]
     assert expected.std() > 0.5
-    assert (torch.stack(overheard.logits) - expected).abs().max() < TOLERANCE
+    assert (torch.stack(recording_decoder.logits) - expected).abs().max() < TOLERANCE
     assert bounded.wrong == [] and cache.next_position == len(ids)
-    seen = [len(overheard.visible[0, head, len(ids) - 1]) for head in range(HEADS)]
+    seen = [len(recording_decoder.visible[0, head, len(ids) - 1]) for head in range(HEADS)]
     assert sum(seen) <= HEADS * (M + 1 + (policy.timing.excess() or 0))
     if isinstance(policy.timing, Split):
-        kept = overheard.visible[2, 1, CONTEXT]
-        assert {at for at in kept if at < CONTEXT} <= overheard.visible[2, 1, len(ids) - 1]
+        kept = recording_decoder.visible[2, 1, CONTEXT]
+        assert {at for at in kept if at < CONTEXT} <= recording_decoder.visible[2, 1, len(ids) - 1]
 
 
 @pytest.mark.parametrize("name", ["h2o", "mass"])
-def test_column_mass_sums_all_queries(overheard, name) -> None:
+def test_column_mass_sums_all_queries(recording_decoder, name) -> None:
     policy = a_policy(POLICIES[name])
-    overheard.hear_anew()
-    cache = after_reading(overheard, policy, CONTEXT)
-    answer(overheard, [cache], decode_planner(a_desk(overheard), policy, [cache]).observer, 20)
+    recording_decoder.reset()
+    cache = after_reading(recording_decoder, policy, CONTEXT)
+    answer(
+        recording_decoder,
+        [cache],
+        decode_planner(a_desk(recording_decoder), policy, [cache]).observer,
+        20,
+    )
     entries = cache.entries(0)
     for head in range(HEADS):
         rows = entries.rows(head)
         held = zip(entries.positions[rows].tolist(), entries.columns["mass"][rows], strict=True)
         for place, column in held:
-            told = mass.remembered(overheard.listener.told[head, place])
+            told = mass.remembered(recording_decoder.history.records[head, place])
             assert float(column) == pytest.approx(told["mass"], rel=1e-4)
 
 
@@ -275,7 +280,7 @@ def test_evictions_reallocate_storage_only_for_shared_budgets(decoder, name) -> 
     cache = after_reading(decoder, policy, CONTEXT)
     cache.reserve(QUESTION + 1)
     tending = decode_planner(a_desk(decoder), policy, [cache])
-    bounded = Bounded(tending, tending.quotas[0])
+    bounded = BoundChecker(tending, tending.quotas[0])
     held = cache.nbytes
     answer(decoder, [cache], bounded, STEPS // 2)
     fresh = [len(storages) for storages in bounded.storages]
@@ -335,6 +340,6 @@ def test_bound_check_detects_an_excess(decoder) -> None:
     tending = decode_planner(a_desk(decoder), policy, [cache])
     [quotas] = tending.quotas
     larger = replace(tending, quotas=({layer: quota + 1 for layer, quota in quotas.items()},))
-    lax = Bounded(larger, quotas)
+    lax = BoundChecker(larger, quotas)
     answer(decoder, [cache], lax, 10)
     assert lax.wrong

@@ -1,4 +1,4 @@
-"""What a settlement keeps, worked out pass by pass with loops."""
+"""Entries kept by an eviction pass, against loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was judged when its turn ended is not judged again: read, in a chat, and restored."""
+"""Entries frozen at the end of their turn: in a text, in a chat, and after a restore."""
 
 from __future__ import annotations
 

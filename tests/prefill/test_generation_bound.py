@@ -31,7 +31,7 @@ STORE_BYTES = 400  # of a layer's bookkeeping
 
 
 @dataclass
-class Counting:
+class EntryCounter:
     """Hands a policy's observers on, and finds the most that is held after a pass."""
 
     tending: DecodeEviction
@@ -80,8 +80,8 @@ def maps(decoder: Decoder) -> None:
 
 
 @dataclass
-class Weighing(Counting):
-    """As `Counting`, by the bytes of entries, grids of groups that are not full apart."""
+class ByteCounter(EntryCounter):
+    """As `EntryCounter`, by the bytes of entries, grids of groups that are not full apart."""
 
     def held_by(self, cache: SequenceCache) -> int:
         size, codecs = cache.spec.managed[0].head_dim, cache.cache_spec.codecs
@@ -101,8 +101,8 @@ def generated(
     tokens: int,
     context: int,
     steps: int,
-    counter: type[Counting] = Counting,
-) -> Counting:
+    counter: type[EntryCounter] = EntryCounter,
+) -> EntryCounter:
     policy = Policy.parse(sentence).with_sizes(tokens, None)
     calibration = made_up(decoder.spec.managed)
     runtime = id_runtime(decoder, calibration)
@@ -189,7 +189,7 @@ def test_byte_budget_holds_at_every_step_in_every_form(
     group = "recent=8" if storage == "minicache" else "group=8"
     parts = f"{scorer}() > {budget}() > {compensation}() > {storage}({group}) > {timing}"
     sentence = f"blockwise(tokens=8) > protect(sinks=1, recent=4) > {parts}"
-    counting = generated(decoder, sentence, 60, context, 16, Weighing)
+    counting = generated(decoder, sentence, 60, context, 16, ByteCounter)
     assert counting.over == []
     assert counting.held > 0
 
@@ -206,7 +206,7 @@ def test_bound_check_detects_an_excess(decoder) -> None:
     sentence = "whole() > protect(sinks=1, recent=2) > keydiff() > uniform() > lagged(tokens=3)"
     counting = generated(decoder, sentence, 20, 30, 6)
     assert counting.over == []
-    stricter = Counting(counting.tending, counting.most - 1)
+    stricter = EntryCounter(counting.tending, counting.most - 1)
     cache = build_caches(
         id_runtime(decoder),
         Policy.parse(sentence).with_sizes(20, None),

@@ -99,8 +99,8 @@ def test_presses_compose_with_budgets_merging_and_recall(
 
 
 @dataclass(frozen=True)
-class Curious(Scorer):
-    """Asks for everything, and remembers what it saw."""
+class RecordingScorer(Scorer):
+    """Scorer that records its observations."""
 
     asked: frozenset[str] = frozenset()
     is_whole: bool = False
@@ -118,7 +118,7 @@ class Curious(Scorer):
 
 
 def looked(
-    reader_for: Any, lane_for: Any, decoder: Any, scorer: Curious, lanes: int = 1
+    reader_for: Any, lane_for: Any, decoder: Any, scorer: RecordingScorer, lanes: int = 1
 ) -> list[Observation]:
     planner = Planner(Protect(0, 0), scorer, Uniform(), Drop())
     reader = reader_for(decoder, planner, KEPT, CONTEXT)
@@ -143,7 +143,7 @@ def entered(module: Any) -> tuple[list[torch.Tensor], Callable[[], None]]:
 def test_scorer_needing_hidden_states_gets_them(architecture, reader_for, lane_for) -> None:
     decoder = wrap_model(tiny(architecture))
     found, stop = entered(decoder.module)
-    saw = looked(reader_for, lane_for, decoder, Curious(frozenset({"states"})))
+    saw = looked(reader_for, lane_for, decoder, RecordingScorer(frozenset({"states"})))
     stop()
     assert [observation.inputs["states"].shape for observation in saw] == [(CONTEXT, 64)] * 2
     for observation, states in zip(saw, found, strict=True):
@@ -153,12 +153,13 @@ def test_scorer_needing_hidden_states_gets_them(architecture, reader_for, lane_f
 
 def test_other_scorers_get_no_hidden_states(watched, reader_for, lane_for) -> None:
     assert not any(
-        observation.inputs for observation in looked(reader_for, lane_for, watched, Curious())
+        observation.inputs
+        for observation in looked(reader_for, lane_for, watched, RecordingScorer())
     )
 
 
 def test_sequences_of_a_batch_have_their_own_hidden_states(watched, reader_for, lane_for) -> None:
-    planner = Planner(Protect(0, 0), Curious(frozenset({"states"})), Uniform(), Drop())
+    planner = Planner(Protect(0, 0), RecordingScorer(frozenset({"states"})), Uniform(), Drop())
     reader = reader_for(watched, planner, KEPT, CONTEXT)
     lanes = [lane_for(watched, planner) for _ in range(2)]
     read_and_evict(reader, lanes, IDS, IDS, 0)
@@ -171,7 +172,7 @@ def test_scorer_needing_the_whole_text_gets_one_observation(
     watched, reader_for, lane_for, monkeypatch
 ) -> None:
     monkeypatch.setattr(whole_module, "BLOCK_TOKENS", 16)
-    [some, *_] = looked(reader_for, lane_for, watched, Curious())
-    [all_of_it, *_] = looked(reader_for, lane_for, watched, Curious(is_whole=True))
+    [some, *_] = looked(reader_for, lane_for, watched, RecordingScorer())
+    [all_of_it, *_] = looked(reader_for, lane_for, watched, RecordingScorer(is_whole=True))
     assert some.queries.shape[1] == 16
     assert all_of_it.queries.shape[1] == CONTEXT

@@ -1,4 +1,4 @@
-"""How often a layer is looked at that copies what it shows, and that the copies are counted."""
+"""Copies of keys for observations: as few as needed, and counted in bytes."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_copied_keys_are_invalidated_by_changes(change) -> None:
         assert torch.equal(shown.head_keys(head), alike.head_keys(head))
 
 
-class Watching(PeakMemoryMeter):
+class RecordingMeter(PeakMemoryMeter):
     """Notes what passed beside the caches, and what a look at them would have copied."""
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class Watching(PeakMemoryMeter):
 
 def test_prefill_peak_counts_copied_entries(decoder) -> None:
     sentence = f"blockwise(tokens=8) > {JUDGED['positions']} > compact()"
-    meter = Watching()
+    meter = RecordingMeter()
     read(decoder, Policy.parse(sentence).with_sizes(M, None), meter)
     layer = decoder.spec.layers[0]
     fullest = layer.kv_heads * (M + 8) * (layer.head_dim * 4 + 4)

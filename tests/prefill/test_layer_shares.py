@@ -1,4 +1,4 @@
-"""What a layer budget measures of a text, through a model."""
+"""Queries that a layer budget measures of a text, through a model."""
 
 from __future__ import annotations
 

@@ -91,12 +91,12 @@ def test_bound_check_detects_an_excess(watched, reader_for, lane_for) -> None:
     Blockwise(8).read(reader, [lane], some_ids(24), no_progress)
     assert reader.wrong == []
     reader.quotas.update({index: quota + 1 for index, quota in before.items()})
-    object.__setattr__(reader, "quotas", Larger(reader.quotas))
+    object.__setattr__(reader, "quotas", UnderstatedQuotas(reader.quotas))
     read_and_evict(reader, [lane], some_ids(8), some_ids(8), 24)
     assert reader.wrong
 
 
-class Larger(dict[int, int]):
+class UnderstatedQuotas(dict[int, int]):
     """Quotas that read one larger than what is asked of them in sum."""
 
     def values(self) -> Any:

@@ -1,4 +1,4 @@
-"""How many caches are read together: as many as asked for, or as many as fit."""
+"""Number of caches prefilled together: as requested, or as many as fit in memory."""
 
 from __future__ import annotations
 

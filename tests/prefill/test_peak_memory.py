@@ -19,7 +19,7 @@ APPENDED = ["snapkv(window=3) > pooled()", "keydiff() > global()"]
 SCRATCHED = ['patched(prompt="episode") > pooled()', "reconstruct(chunk=8) > global()"]
 
 
-class Highest:
+class PeakCacheBytes:
     """Sums all caches whenever a layer's storage is laid out anew, old and new together."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, caches: list[SequenceCache]) -> None:
@@ -41,7 +41,7 @@ def test_peak_equals_the_held_bytes(
     planner = Policy.parse(f"protect(sinks=1, recent=2) > {sentence}").planner
     lanes = [lane_for(watched) for _ in range(3)]
     reader = reader_for(watched, planner, 14, 50)
-    highest = Highest(monkeypatch, [lane.cache for lane in lanes])
+    highest = PeakCacheBytes(monkeypatch, [lane.cache for lane in lanes])
     schedule.read(reader, lanes, some_ids(50), no_progress)
     scratch = 0
     if sentence in SCRATCHED:

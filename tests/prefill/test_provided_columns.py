@@ -19,7 +19,7 @@ M, LENGTH = 12, 24
 
 
 @dataclass(frozen=True)
-class Longest(Scorer):
+class LongestStates(Scorer):
     """Entries with the longest hidden states stay."""
 
     needs = frozenset({"length"})
@@ -45,7 +45,7 @@ class Drafting(Scorer):
 def planner(monkeypatch) -> Any:
     monkeypatch.setattr(base, "PROVIDERS", Family("provider", "sample_providers"))
     base._load.cache_clear()
-    yield Planner(Protect(1, 2), Longest(), Uniform(), Drop(), timing=EveryStep())
+    yield Planner(Protect(1, 2), LongestStates(), Uniform(), Drop(), timing=EveryStep())
     base._load.cache_clear()
 
 

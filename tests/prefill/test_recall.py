@@ -49,13 +49,13 @@ PARTS = pytest.mark.parametrize("name", sorted(RECALLS.own()))
 
 
 @dataclass(frozen=True)
-class Hearing(SamplingParams):
-    """Chooses as ever, and remembers the logits it chose from."""
+class RecordingSampler(SamplingParams):
+    """Sampling parameters that record the logits of every choice."""
 
-    heard: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
 
     def sample(self, logits: Tensor, random_generator: Any) -> int:
-        self.heard.append(logits.clone())
+        self.logits.append(logits.clone())
         return super().sample(logits, random_generator)
 
 
@@ -84,7 +84,7 @@ def runtime(decoder: Decoder, closing: frozenset[int] = frozenset({7, 8})) -> Mo
     return id_runtime(decoder, sentence_ends=closing)
 
 
-def said(
+def generate_with_logits(
     decoder: Decoder,
     wanted: Policy,
     cache: SequenceCache,
@@ -93,7 +93,7 @@ def said(
     allowed: int = STAYING,
 ) -> Any:
     """The next tokens, and the logits of each; the bound is looked at after every pass."""
-    hearing, most = Hearing(), (allowed + LAG - 1) * HEADS * len(decoder.spec.layers)
+    sampler, most = RecordingSampler(), (allowed + LAG - 1) * HEADS * len(decoder.spec.layers)
     over: list[int] = []
 
     def watch(row: int, token: int) -> bool:
@@ -101,9 +101,9 @@ def said(
         return True
 
     observer = decode_planner(runtime(decoder), wanted, [cache]).observer
-    [tokens] = generate(decoder, [cache], [ids], hearing, StoppingCriteria(steps), watch, observer)
+    [tokens] = generate(decoder, [cache], [ids], sampler, StoppingCriteria(steps), watch, observer)
     assert over == []
-    return tuple(tokens), torch.stack(hearing.heard)
+    return tuple(tokens), torch.stack(sampler.logits)
 
 
 def park_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,10 +122,10 @@ def test_full_recall_generates_as_the_full_cache(decoder, own, name, monkeypatch
     wanted = policy(name, 320)
     park_at_once(monkeypatch)
     cache = read(decoder, wanted).activate(0)
-    tokens, heard = said(decoder, wanted, cache, QUESTION, STEPS)
+    tokens, logits = generate_with_logits(decoder, wanted, cache, QUESTION, STEPS)
     ids = (*CONTEXT, *QUESTION, *tokens)
     expected = own_logits(own, ids)[-STEPS - 1 : -1]
-    assert torch.allclose(heard, expected, atol=1e-3)
+    assert torch.allclose(logits, expected, atol=1e-3)
     assert cache.pages[0] > 0
 
 
@@ -137,9 +137,9 @@ def test_full_recall_prefills_blocks_exactly(decoder, own, monkeypatch) -> None:
         SlowTier, "attention_calls", lambda self, queries: pytest.fail("attended to all")
     )
     cache = read(decoder, wanted).activate(0)
-    tokens, heard = said(decoder, wanted, cache, QUESTION, 5)
+    tokens, logits = generate_with_logits(decoder, wanted, cache, QUESTION, 5)
     expected = own_logits(own, (*CONTEXT, *QUESTION, *tokens))[-6:-1]
-    assert torch.allclose(heard, expected, atol=1e-3)
+    assert torch.allclose(logits, expected, atol=1e-3)
 
 
 @pytest.mark.parametrize("closing", [frozenset(range(128)), frozenset[int]()])
@@ -159,7 +159,13 @@ def test_first_token_of_a_sentence_attends_to_all(decoder, closing, monkeypatch)
     monkeypatch.setattr(PageFetcher, "step_calls", noting)
     observer = decode_planner(runtime(decoder, closing), wanted, [cache]).observer
     generate(
-        decoder, [cache], [QUESTION], Hearing(), StoppingCriteria(steps), lambda *_: True, observer
+        decoder,
+        [cache],
+        [QUESTION],
+        RecordingSampler(),
+        StoppingCriteria(steps),
+        lambda *_: True,
+        observer,
     )
     layers = len(decoder.spec.layers)
     later = [bool(closing)] * (len(seen) - layers)
@@ -172,9 +178,11 @@ def test_correction_without_misses_changes_nothing(decoder, own, monkeypatch) ->
     park_at_once(monkeypatch)
     recall = replace(wanted.recall, corrected=2)  # as many as are protected; keydiff spares none
     wanted = replace(wanted, recall=recall, scorer=KeyDiff())
-    tokens, heard = said(decoder, wanted, read(decoder, wanted).activate(0), QUESTION, 12)
+    tokens, logits = generate_with_logits(
+        decoder, wanted, read(decoder, wanted).activate(0), QUESTION, 12
+    )
     expected = own_logits(own, (*CONTEXT, *QUESTION, *tokens))[-13:-1]
-    assert torch.allclose(heard, expected, atol=1e-3)
+    assert torch.allclose(logits, expected, atol=1e-3)
 
 
 @pytest.mark.parametrize("manner", ["held='every'", "held='one', depth=1", "held='ids'"])
@@ -184,14 +192,16 @@ def test_recomputed_entries_equal_the_full_cache(decoder, own, manner) -> None:
     sentence = f"blockwise(tokens=8) > protect(sinks=2, recent=2) > {ends}"
     wanted, steps = Policy.parse(sentence).with_sizes(STAYING, None), 6
     cache = read(decoder, wanted).activate(0)
-    first, heard = said(decoder, wanted, cache, QUESTION, steps)
+    first, logits = generate_with_logits(decoder, wanted, cache, QUESTION, steps)
     shelf = SessionCaches(decoder.spec, [cache])
-    second, later = said(decoder, wanted, shelf.activate(0), some_ids(2, seed=9), steps)
+    second, later = generate_with_logits(
+        decoder, wanted, shelf.activate(0), some_ids(2, seed=9), steps
+    )
     cache = shelf.activate(0)
     ids = (*CONTEXT, *QUESTION, *first[: steps - 1], *some_ids(2, seed=9), *second)
     expected = own_logits(own, ids)
     at = len(CONTEXT) + len(QUESTION) - 1
-    assert torch.allclose(heard, expected[at : at + steps], atol=1e-3)
+    assert torch.allclose(logits, expected[at : at + steps], atol=1e-3)
     assert torch.allclose(later, expected[-steps - 1 : -1], atol=1e-3)
 
 
@@ -199,13 +209,15 @@ def test_recomputed_entries_equal_the_full_cache(decoder, own, manner) -> None:
 def test_deactivated_cache_continues_identically_within_its_budget(decoder, name) -> None:
     wanted = policy(name, 8)
     cache = read(decoder, wanted).activate(0)
-    said(decoder, wanted, cache, QUESTION, 7)
+    generate_with_logits(decoder, wanted, cache, QUESTION, 7)
     pages, moved = cache.pages
     assert 0 < moved <= pages
     twin = cache.fork()
     shelf = SessionCaches(decoder.spec, [cache.fork()])
     ways = cache, twin, shelf.activate(0)
-    live, forked, shelved = (said(decoder, wanted, own, some_ids(3, seed=9), 4) for own in ways)
+    live, forked, shelved = (
+        generate_with_logits(decoder, wanted, own, some_ids(3, seed=9), 4) for own in ways
+    )
     assert forked[0] == shelved[0] and torch.equal(forked[1], shelved[1])
     assert live[0] == forked[0] and torch.allclose(live[1], forked[1], atol=1e-4)
 
@@ -229,12 +241,14 @@ def test_recall_presets_fit_their_lag_in_the_budget(decoder) -> None:
 def test_full_budget_offloads_nothing(decoder, own) -> None:
     wanted = policy("flat", len(CONTEXT) + len(QUESTION) + 4 - STAYING)
     cache = read(decoder, wanted).activate(0)
-    tokens, heard = said(decoder, wanted, cache, QUESTION, 5, allowed=wanted.budget.tokens)
+    tokens, logits = generate_with_logits(
+        decoder, wanted, cache, QUESTION, 5, allowed=wanted.budget.tokens
+    )
     expected = own_logits(own, (*CONTEXT, *QUESTION, *tokens))[-6:-1]
-    assert torch.allclose(heard, expected, atol=1e-5)
+    assert torch.allclose(logits, expected, atol=1e-5)
     assert cache.pages == (0, 0) and not any(tier.has_offloaded for tier in cache.tiers)
     assert cache.tiers[0].foreseen_bytes == 0
-    said(decoder, wanted, cache, some_ids(1), LAG, allowed=wanted.budget.tokens)
+    generate_with_logits(decoder, wanted, cache, some_ids(1), LAG, allowed=wanted.budget.tokens)
     assert all(tier.has_offloaded for tier in cache.tiers)  # it is full, and makes room for pages
     assert cache.managed_entries <= (STAYING + LAG - 1) * HEADS * len(decoder.spec.layers)
 
@@ -243,9 +257,9 @@ def test_a_block_of_one_token_and_a_question_of_one_are_exact(decoder, own, monk
     wanted = policy("flat", 8)
     monkeypatch.setattr(PageFetcher, "step_calls", lambda *args: pytest.fail("recalled"))
     cache = read(decoder, wanted).activate(0)
-    heard = said(decoder, wanted, cache, some_ids(1, seed=3), 1)[1]
+    logits = generate_with_logits(decoder, wanted, cache, some_ids(1, seed=3), 1)[1]
     expected = own_logits(own, (*CONTEXT, *some_ids(1, seed=3)))[-1:]
-    assert torch.allclose(heard, expected, atol=1e-5)
+    assert torch.allclose(logits, expected, atol=1e-5)
     lane = PrefillSequence(cache, {})
     reader = PrefillReader(decoder, wanted.planner, STAYING, {}, PeakMemoryMeter())
     reader.append([lane], (5,))

@@ -17,7 +17,7 @@ HELD = [[0, 1, 4], [2, 4]]
 SENTENCE = "protect(sinks=1, recent=2) > snapkv(window=2, kernel=1) > {unit} > {budget}"
 
 
-class Scores:
+class CountingScore:
     """Counts how often it is asked, and never says the same."""
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Scores:
 
 
 def test_first_layer_of_a_group_scores_for_it() -> None:
-    leading, score, seen = SharedLayerScores(2), Scores(), a_view(a_layer(2, 2), HELD)
+    leading, score, seen = SharedLayerScores(2), CountingScore(), a_view(a_layer(2, 2), HELD)
     said = [float(leading.scores(0, place, seen, score)[0]) for place in range(5)]
     assert said == [1, 1, 2, 2, 3]
     said = [float(SharedLayerScores(1).scores(0, place, seen, score)[0]) for place in range(2)]
@@ -37,7 +37,7 @@ def test_first_layer_of_a_group_scores_for_it() -> None:
 
 
 def test_sequences_of_a_batch_have_their_own_leaders() -> None:
-    leading, score, seen = SharedLayerScores(2), Scores(), a_view(a_layer(2, 2), HELD)
+    leading, score, seen = SharedLayerScores(2), CountingScore(), a_view(a_layer(2, 2), HELD)
     said = [
         [float(leading.scores(row, place, seen, score)[0]) for row in (0, 1)] for place in (0, 1)
     ]
@@ -46,7 +46,7 @@ def test_sequences_of_a_batch_have_their_own_leaders() -> None:
 
 @pytest.mark.parametrize("other", [[[0, 1, 3], [2, 4]], [[0, 1], [2, 3, 4]], [[0, 1, 4], [4]]])
 def test_layer_with_other_entries_scores_itself(other) -> None:
-    leading, score, layer = SharedLayerScores(3), Scores(), a_layer(2, 2)
+    leading, score, layer = SharedLayerScores(3), CountingScore(), a_layer(2, 2)
     seen, apart = a_view(layer, HELD), a_view(layer, other)
     said = [leading.scores(0, place, view, score) for place, view in enumerate((seen, apart, seen))]
     assert [float(scores[0]) for scores in said] == [1, 2, 1]

@@ -21,8 +21,8 @@ M, LENGTH, BLOCK = 12, 40, 8
 NOVELTY = "protect(sinks=1, recent=2) > novelty(decay=0.9, turn=7) > uniform()"
 
 
-def told(cache: SequenceCache) -> list[dict[int, float]]:
-    """What each head of each layer remembers, by position."""
+def surprise_by_head(cache: SequenceCache) -> list[dict[int, float]]:
+    """Surprise of the entries of each head of each layer, by position."""
     out = []
     for layer in cache.spec.managed:
         entries = cache.entries(layer.index)
@@ -57,7 +57,7 @@ def test_most_surprising_entries_of_every_block_are_kept(watched, reader_for, la
                 key=lambda at: (-expected[at] * 0.9 ** ((stop - 1 - at) // 7), at),
             )
             held = {0, stop - 2, stop - 1, *ranked[: M - 3]}
-        for head in told(lane.cache):
+        for head in surprise_by_head(lane.cache):
             assert set(head) == held
             assert head == pytest.approx({at: expected[at] for at in held}, abs=1e-3)
     assert reader.wrong == [] and reader.meter.highest <= 6 * (M + BLOCK)
@@ -70,7 +70,7 @@ def test_whole_prefill_surprise_uses_the_full_context(watched, reader_for, lane_
     rows = likelihoods(watched, fresh, some_ids(LENGTH))
     expected = surprises(rows, list(some_ids(LENGTH)), [])
     Whole().read(reader, [lane], some_ids(LENGTH), no_progress)
-    for head in told(lane.cache):
+    for head in surprise_by_head(lane.cache):
         assert len(head) == M
         assert head == pytest.approx({at: expected[at] for at in head}, abs=1e-3)
 
@@ -107,7 +107,7 @@ def test_generated_tokens_have_surprise(watched, reader_for, lane_for, timing) -
     for step, token in enumerate(said):
         expected[21 + step] = -float(logits[step][0].log_softmax(-1)[token])
     seen = set[int]()
-    for head in told(cache):
+    for head in surprise_by_head(cache):
         assert len(head) <= M + (planner.timing.excess() or 0)
         new = {at for at in head if at >= 16}
         assert {at: head[at] for at in new} == pytest.approx(

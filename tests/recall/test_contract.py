@@ -1,4 +1,4 @@
-"""What every way to find entries again owes to a cache, whatever it does inside."""
+"""Contract of every recall index with its cache, whatever it does inside."""
 
 from __future__ import annotations
 

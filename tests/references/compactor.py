@@ -15,7 +15,7 @@ SMALL = {"sketch": 5, "chunk": 3, "sinks": 1, "recent": 1, "tokens": 4}
 
 
 @dataclass
-class Both:
+class CompactorParameters:
     """Parameters of the two scores."""
 
     sketch: int
@@ -26,7 +26,7 @@ class Both:
 
 
 def scores(part: Any, observation: Observation) -> list[list[float]]:
-    both = Both(part.sketch, part.chunk)
+    both = CompactorParameters(part.sketch, part.chunk)
     places = [positions_of(observation.entries, head) for head in heads_of(observation)]
     counted = [[part.sinks <= p < observation.length - part.recent for p in own] for own in places]
     one = standard(leverage.scores(both, observation), counted)

@@ -34,7 +34,7 @@ def one_head(head: list[Ranked], quota: int, slots: int, kept: list[int]) -> lis
     shielded = [index for index, (_, shield) in enumerate(head) if shield]
     if len(shielded) > quota:
         return shielded[:quota]
-    climb = Climb(slots, kept, ahead=[i for i, (_, shield) in enumerate(head) if not shield])
+    climb = LadderHead(slots, kept, ahead=[i for i, (_, shield) in enumerate(head) if not shield])
     for _ in range(len(head) - quota):
         climb.lose_one()
     return sorted([*shielded, *climb.held()])
@@ -67,7 +67,7 @@ def wanted(given: float, layers: int) -> int:
 
 
 @dataclass
-class Climb:
+class LadderHead:
     """One head of one layer."""
 
     slots: int

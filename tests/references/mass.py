@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from references.tally_loop import Told
+from references.tally_loop import AttentionRecord
 
 
-def remembered(told: Told) -> dict[str, float]:
-    return {"mass": sum(weight for row in told.weights for weight in row)}
+def remembered(record: AttentionRecord) -> dict[str, float]:
+    return {"mass": sum(weight for row in record.weights for weight in row)}

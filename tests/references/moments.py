@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from references.tally_loop import Told
+from references.tally_loop import AttentionRecord
 
 
-def remembered(told: Told) -> dict[str, float]:
-    weights = [sum(row) / len(row) for row in told.weights]
+def remembered(record: AttentionRecord) -> dict[str, float]:
+    weights = [sum(row) / len(row) for row in record.weights]
     mean = sum(weights) / len(weights)
     return {
         "moment_count": float(len(weights)),

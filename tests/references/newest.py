@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from references.tally_loop import Told
+from references.tally_loop import AttentionRecord
 
 
-def remembered(told: Told) -> dict[str, float]:
-    return {"newest": sum(told.weights[-1])}
+def remembered(record: AttentionRecord) -> dict[str, float]:
+    return {"newest": sum(record.weights[-1])}

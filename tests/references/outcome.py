@@ -1,4 +1,4 @@
-"""What a layer holds once a plan is carried out, entry by entry."""
+"""Entries of a layer after a plan, one by one."""
 
 from __future__ import annotations
 

@@ -6,12 +6,12 @@ from typing import Any
 
 from larder.core import Observation
 from references.attention_loop import heads_of
-from references.tally_loop import Told
+from references.tally_loop import AttentionRecord
 
 
-def remembered(told: Told) -> dict[str, float]:
+def remembered(record: AttentionRecord) -> dict[str, float]:
     count = 0.0
-    for time, row in zip(told.times, told.weights, strict=True):
+    for time, row in zip(record.times, record.weights, strict=True):
         count *= 1 - 1 / 400
         count += sum(row) / len(row) < 1 / (time + 1)
     return {"unimportant": count}

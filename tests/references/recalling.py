@@ -1,4 +1,4 @@
-"""What the loops of indexes share: softmax, groups, and ranks."""
+"""Functions shared by the loops of indexes: softmax, groups, and ranks."""
 
 from __future__ import annotations
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from larder.core import Observation
 from references.attention_loop import heads_of
-from references.tally_loop import Told
+from references.tally_loop import AttentionRecord
 
 
-def remembered(told: Told) -> dict[str, float]:
-    last, longest = told.place - 1, 0
-    for time, row in zip(told.times, told.weights, strict=True):
+def remembered(record: AttentionRecord) -> dict[str, float]:
+    last, longest = record.place - 1, 0
+    for time, row in zip(record.times, record.weights, strict=True):
         if any(weight >= 0.0001 for weight in row):
             longest, last = max(longest, time - last), time
     return {"last_needed": float(last), "longest_gap": float(longest)}

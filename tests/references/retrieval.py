@@ -17,14 +17,14 @@ def joined(
     speaking = sorted(heads, key=lambda head: (-scores[head], head))[: part.heads]
     return [
         [
-            said(place, k, column, statistics, positions, speaking)
+            mean_statistic(place, k, column, statistics, positions, speaking)
             for column, place in enumerate(held)
         ]
         for k, held in enumerate(positions)
     ]
 
 
-def said(
+def mean_statistic(
     place: int,
     own: int,
     column: int,

@@ -6,11 +6,11 @@ import math
 from typing import Any
 
 from builders import SENTENCE_TOKENS
-from references.tally_loop import Told
+from references.tally_loop import AttentionRecord
 
 
-def remembered(told: Told) -> dict[str, float]:
-    return {"sentence": told.first + 1}
+def remembered(record: AttentionRecord) -> dict[str, float]:
+    return {"sentence": record.first + 1}
 
 
 def pooled(part: Any, scores: list[list[float]], positions: list[list[int]]) -> list[list[float]]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from references import sentence
-from references.tally_loop import Told
+from references.tally_loop import AttentionRecord
 
 
-def remembered(told: Told) -> dict[str, float]:
-    return {"shot": told.first + 1}
+def remembered(record: AttentionRecord) -> dict[str, float]:
+    return {"shot": record.first + 1}
 
 
 def pooled(part: Any, scores: list[list[float]], positions: list[list[int]]) -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""What an entry was told by every query since it came, remembered one by one."""
+"""Attention that every entry got from every query since it was appended, one by one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from references.ops.softmax import capped, sink_of
 
 
 @dataclass
-class Told:
+class AttentionRecord:
     """The weights of the query heads that share a kv head, query by query.
 
     Args:
@@ -28,35 +28,35 @@ class Told:
     weights: list[list[float]] = field(default_factory=list)
 
 
-class Listener:
-    """Hears every pass; knows each entry of each head from the pass that it came with."""
+class AttentionHistory:
+    """Attention of every observed pass, by entry of each head since it was appended."""
 
     def __init__(self) -> None:
-        self.told: dict[tuple[int, int], Told] = {}
+        self.records: dict[tuple[int, int], AttentionRecord] = {}
 
-    def hear(self, observation: Observation) -> None:
+    def observe(self, observation: Observation) -> None:
         for head in range(observation.layer.kv_heads):
             held, first = (
                 positions_of(observation.entries, head),
                 int(observation.query_positions[0]),
             )
             if first - 1 in held:
-                first = self.told[head, first - 1].first
+                first = self.records[head, first - 1].first
             for place in held:
-                self.told.setdefault((head, place), Told(place, first))
+                self.records.setdefault((head, place), AttentionRecord(place, first))
             for query in range(len(observation.query_positions)):
-                self._hear_one(observation, head, query)
+                self._observe_query(observation, head, query)
 
-    def _hear_one(self, observation: Observation, head: int, query: int) -> None:
+    def _observe_query(self, observation: Observation, head: int, query: int) -> None:
         time = int(observation.query_positions[query])
         rows = [
             row_of(observation, query_head, query) for query_head in group_of(observation, head)
         ]
         for s, place in enumerate(positions_of(observation.entries, head)):
             if place <= time:
-                told = self.told[head, place]
-                told.times.append(time)
-                told.weights.append([row[s] for row in rows])
+                record = self.records[head, place]
+                record.times.append(time)
+                record.weights.append([row[s] for row in rows])
 
 
 def row_of(observation: Observation, query_head: int, query: int) -> list[float]:

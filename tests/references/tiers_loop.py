@@ -1,4 +1,4 @@
-"""Who goes down a grade, one group after the other."""
+"""Entries that go down a grade, one group after the other."""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from references.tally_loop import Told
+from references.tally_loop import AttentionRecord
 
 
-def remembered(told: Told) -> dict[str, float]:
+def remembered(record: AttentionRecord) -> dict[str, float]:
     return {"token_kind": 1.0}
 
 

@@ -1,4 +1,4 @@
-"""What several widths of pooling find, one token at a time."""
+"""Tokens selected by several pooling widths, one at a time."""
 
 from __future__ import annotations
 

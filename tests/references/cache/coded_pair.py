@@ -27,10 +27,10 @@ def exceptions(layers: tuple[Layer, Layer], apart: float) -> set[tuple[int, int]
     return set(sorted(far, key=lambda name: -sum(angles[name]))[: int(apart * len(names))])
 
 
-def told(
+def decoded_pair(
     layers: tuple[Layer, Layer], weight: float, apart: float, bits: int, group: int
 ) -> tuple[Layer, Layer]:
-    """What both layers read once all of their entries were requested to be shared."""
+    """Entries that both layers read once all of their entries were requested to be shared."""
     far = exceptions(layers, apart)
     found: tuple[Layer, Layer] = ([], [])
     for head, (lower, upper) in enumerate(zip(*layers, strict=True)):

@@ -8,7 +8,7 @@ from itertools import count
 
 
 @dataclass
-class Slot:
+class GradedEntry:
     """An entry: its true position, its grade, and the group it was encoded in, 0 for none."""
 
     position: int
@@ -18,13 +18,13 @@ class Slot:
 
 class GradedLoop:
     def __init__(self, heads: int, groups: Sequence[int]) -> None:
-        self.heads: list[list[Slot]] = [[] for _ in range(heads)]
+        self.heads: list[list[GradedEntry]] = [[] for _ in range(heads)]
         self.groups = groups  # entries of a full group of grade 1, 2, ...
         self.names = count(1)
 
     def append(self, positions: Sequence[int]) -> None:
         for head in self.heads:
-            head += [Slot(position) for position in positions]
+            head += [GradedEntry(position) for position in positions]
 
     def keep(
         self, chosen: Sequence[Sequence[tuple[int, int]]], targets: Sequence[set[int]] = ()
@@ -55,8 +55,8 @@ class GradedLoop:
             ]
         )
 
-    def _settle(self, there: list[Slot], coming: list[Slot], size: int) -> None:
-        members: dict[int, list[Slot]] = {}
+    def _settle(self, there: list[GradedEntry], coming: list[GradedEntry], size: int) -> None:
+        members: dict[int, list[GradedEntry]] = {}
         for slot in there:
             members.setdefault(slot.group, []).append(slot)
         small = [group for group in members.values() if 2 * len(group) < size]

@@ -11,7 +11,7 @@ Vector = list[float]
 
 
 @dataclass
-class Held:
+class PairedEntry:
     """One entry of one layer."""
 
     key: Vector
@@ -26,7 +26,7 @@ class PairLoop:
 
     weight: float
     apart: float
-    layers: tuple[list[dict[int, Held]], list[dict[int, Held]]] = field(
+    layers: tuple[list[dict[int, PairedEntry]], list[dict[int, PairedEntry]]] = field(
         default_factory=lambda: ([{}, {}], [{}, {}])
     )
 
@@ -38,7 +38,7 @@ class PairLoop:
             [sum(w * getattr(held[s], kind)[i] for s, w in sources) for i in size]
             for kind in ("key", "value")
         )
-        held[target] = Held(key, value)
+        held[target] = PairedEntry(key, value)
 
     def plan(self, side: int, kept: list[dict[int, int]]) -> None:
         """Keep positions with the grades that they shall have; the upper layer's plan shares."""

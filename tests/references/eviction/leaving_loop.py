@@ -1,4 +1,4 @@
-"""Who leaves, one after the other, for any rule: names in a list, and worths told beside."""
+"""Order of evictions by any rule, one at a time: names in a list, with their scores."""
 
 from __future__ import annotations
 
