@@ -104,7 +104,7 @@ def test_missing_parts_are_found() -> None:
     assert absent == ["Args: second", "Args: no third in the signature", "Returns", "Examples"]
 
 
-class SilentUnlessShown(doctest.OutputChecker):
+class ShownOutputChecker(doctest.OutputChecker):
     """Checker that compares what an example shows, and lets examples that show nothing pass."""
 
     def check_output(self, want: str, got: str, optionflags: int) -> bool:
@@ -146,7 +146,7 @@ def names(tiny_model: tuple[Any, Any]) -> dict[str, Any]:
 def run_example(name: str, text: str, names: dict[str, Any]) -> doctest.TestResults:
     """Run the examples of a docstring; what fails is printed."""
     test = doctest.DocTestParser().get_doctest(text, names, name, None, 0)
-    return doctest.DocTestRunner(SilentUnlessShown()).run(test)
+    return doctest.DocTestRunner(ShownOutputChecker()).run(test)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_search_is_near_the_optimum(per_token: float, fixed: int, wanted: int, f
     assert found.tokens == best or found.result >= (1 - TOLERANCE) * wanted
 
 
-def test_a_refused_budget_is_too_small() -> None:
+def test_refused_budgets_count_as_too_small() -> None:
     def make(tokens: int) -> int:
         if tokens < 40:
             raise BudgetError(f"{tokens} are too few")

@@ -59,7 +59,7 @@ def test_committed_row_is_reproduced(bench: ModelContext, rows: list[Row]) -> No
     assert check_cell(planned, lambda _: bench).differences == ()
 
 
-def test_a_question_with_a_prefill_of_its_own_is_asked_alone(
+def test_check_asks_the_first_question_only_where_each_has_its_own_prefill(
     bench: ModelContext, tmp_path: Path
 ) -> None:
     """The first of several questions gives the items and figures that it gave among them."""
@@ -113,7 +113,7 @@ def test_a_cell_without_weights_is_no_difference(
         check_cell(cheapest_check(STUDY, rows), lambda _: bench)
 
 
-def test_other_policies_follow_by_their_cheapest_cells(rows: list[Row]) -> None:
+def test_fallback_checks_are_the_cheapest_cells_of_other_policies(rows: list[Row]) -> None:
     slower = [{**row, "seconds": 1.0 + 10 * (row["policy"] == "snapkv")} for row in rows]
     found = cheapest_check(STUDY, [*slower, *({**row, "seconds": 100.0} for row in slower)])
     assert found.row["policy"] == "streaming_llm"
@@ -133,7 +133,9 @@ def test_slow_policies_are_checked_by_controls(rows: list[Row]) -> None:
     assert cheapest_check(STUDY, long, ["snapkv"]).row["policy"] == "snapkv"
 
 
-def test_a_calibration_that_may_be_missing_counts(bench: ModelContext, tmp_path: Path) -> None:
+def test_check_cost_includes_a_calibration_that_may_be_missing(
+    bench: ModelContext, tmp_path: Path
+) -> None:
     calibrated = replace(STUDY, policies=("random:sensitivity", "snapkv"))
     running = StudyRunner(calibrated, tmp_path / "one.jsonl", lambda _: bench, 1)
     running.run()

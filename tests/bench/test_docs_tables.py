@@ -74,7 +74,7 @@ def test_policies_are_listed_by_their_paired_interval_against_random_entries() -
         by_random([cell("h2o")])
 
 
-def test_tasks_that_differ_in_parameters_alone_have_them_in_their_heads() -> None:
+def test_column_heads_have_the_parameters_in_which_tasks_differ() -> None:
     tasks = ('needles(needles=4, hay="talk")', 'needles(needles=8, hay="talk")')
     rows = [cell("h2o", task=task) for task in tasks]
     assert by_task(rows)[0] == "| policy | needles(needles=4) | needles(needles=8) |"

@@ -60,7 +60,7 @@ def value_of(variable: str, text: str) -> str:
 
 
 @pytest.mark.parametrize("kind", LINES)
-def test_the_text_gives_one_answer_and_it_is_the_expected_one(kind: str) -> None:
+def test_text_has_one_answer_per_question(kind: str) -> None:
     conversation = made(3, kind)
     expected = {q.question: [q.answer] for q in conversation.questions}
     assert answers_in(conversation, kind) == expected

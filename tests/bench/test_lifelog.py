@@ -76,7 +76,7 @@ def test_facts_change_over_time() -> None:
     assert all(said[0][0] < said[-1][0] for said in changed)
 
 
-def test_a_question_fits_one_fact_only() -> None:
+def test_questions_of_different_facts_are_distinct() -> None:
     asked = Counter(
         question.replace("{E}", entity)
         for topic in GRAMMAR.topics

@@ -168,7 +168,7 @@ def test_exact_search_over_single_entries_recalls_what_is_largest(
     assert "h2o offloads nothing" in refused["refused"]
 
 
-def test_studies_search_where_attention_to_all_is_faster(
+def test_recall_measure_searches_below_the_break_even(
     bench: ModelContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or rows of a policy that recalls would be those of the full cache."""
@@ -179,7 +179,7 @@ def test_studies_search_where_attention_to_all_is_faster(
     assert searched["items"] and faster["items"] == searched["items"]
 
 
-def test_recall_is_compared_over_the_same_layers_by_the_same_rule_of_sharing(
+def test_recall_is_measured_over_the_same_layers_and_head_sharing(
     bench: ModelContext, tmp_path: Path
 ) -> None:
     asked = dict(measure=("recall(questions=2, steps=1, first=1)",), budgets=("64",))

@@ -85,7 +85,7 @@ def test_paper_is_read_with_its_study(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_bars_in_titles_end_no_cell() -> None:
+def test_bars_in_titles_are_escaped_in_tables() -> None:
     paper = Paper(CITE, "Larger.", (), (ReportedValue("snapkv", "1/4", "kl", 0.5),))
     [line] = [
         line for line in comparison_markdown(paper, CELLS, {}).splitlines() if "snapkv" in line
@@ -196,7 +196,7 @@ def test_log_likelihoods_are_shown_beside_zero_exact_match() -> None:
     assert "| S | 1/4" in short and "less that of S" in short
 
 
-def test_tables_say_both_and_what_differs(tmp_path: Path) -> None:
+def test_tables_have_reported_and_measured_values_and_differences_of_setup(tmp_path: Path) -> None:
     told = comparison_markdown(ROW_OF_SMALL, CELLS, {})
     assert told.startswith(f"## {CITE}\n\nThe paper: Larger <models>.\n")
     assert "| snapkv | 1/4 | 41.5 % F1 (MF-en) | Exact match; all tasks | 0.50 |" in told
@@ -229,17 +229,17 @@ def test_paper_row_is_written_on_change_only(tmp_path: Path) -> None:
     out, task = tmp_path / "rows.jsonl", StudyTask("passkey", (100,))
     value = ReportedValue("full", "1/1", "exact", 1.0, task="passkey")
 
-    def tell(paper: Paper) -> None:
+    def append_paper(paper: Paper) -> None:
         study = Study(
             "s", (task,), matched=("bytes",), policies=("full",), controls=(), paper=paper
         )
         StudyRunner(study, out, lambda model: None, 1)._append_paper()  # pyright: ignore
 
     for paper in (Paper("one", "x", (), (value,)), Paper("one", "x", (), (value,))):
-        tell(paper)
+        append_paper(paper)
     assert [row["cite"] for row in read_results([out]).papers] == ["one"]
     assert len(out.read_text().splitlines()) == 1
-    tell(Paper("two", "x"))
+    append_paper(Paper("two", "x"))
     assert [row["cite"] for row in read_results([out]).papers] == ["two"]
     [before] = [row for row in map(eval, out.read_text().splitlines()) if row["cite"] == "one"]
     assert before["values"][0]["task"].startswith("passkey(")

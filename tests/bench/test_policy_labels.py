@@ -33,7 +33,7 @@ def test_legend_explains_short_labels() -> None:
     assert label_legend(policy_labels(["d2o", "h2o"])) == []
 
 
-def test_a_longer_name_is_better_than_a_number() -> None:
+def test_distinct_longer_labels_are_preferred_to_numbers() -> None:
     base = "episodes({}) > patched() > sensitivity()"
     told = [base.format(one) for one in ("count=2", "count=8", "representatives=1")]
     names = policy_labels([*told, "blockwise() > keydiff() > pooled()"])

@@ -43,7 +43,7 @@ def test_subset_has_questions_of_the_named_number_of_sources(
     assert list(asked.questions) == expected and len(expected) == (7 if places == 1 else 3)
 
 
-def test_a_lifelog_knows_how_many_messages_hold_an_answer(material: TaskSources) -> None:
+def test_lifelog_questions_count_the_messages_of_their_answer(material: TaskSources) -> None:
     conversation = parse_task('lifelog(questions=60, kinds="list,twohop")').make(0, 4000, material)
     found = {question.kind: set[int | None]() for question in conversation.questions}
     for question in conversation.questions:

@@ -38,13 +38,13 @@ def study(policies: Sequence[str], **changes: object) -> Study:
 
 
 def run(bench: ModelContext, wanted: Study, out: Path, stop_after: int = -1) -> list[Row]:
-    def tell(row: Row, pace: RunProgress) -> None:
+    def stop_at(row: Row, pace: RunProgress) -> None:
         if pace.done == stop_after:
             raise KeyboardInterrupt
 
     running = StudyRunner(wanted, out, lambda model: bench, 1)
     try:
-        running.run(tell)
+        running.run(stop_at)
     except KeyboardInterrupt:
         assert stop_after > 0
     return running.rows()
@@ -164,14 +164,18 @@ def test_a_refusal_is_a_result(bench: ModelContext, tmp_path: Path) -> None:
     assert "smaller than" in row["refused"] and "items" not in row
 
 
-def test_a_missing_source_is_no_refusal(bench: ModelContext, tmp_path: Path) -> None:
+def test_missing_corpus_raises_instead_of_a_refused_row(
+    bench: ModelContext, tmp_path: Path
+) -> None:
     wanted = study(("snapkv",), tasks=(StudyTask("bookings()", (300,)),))
     with pytest.raises(UsageError, match="--corpus FOLDER"):
         run(bench, wanted, tmp_path / "rows.jsonl")
     assert not (tmp_path / "rows.jsonl").exists()
 
 
-def test_answers_are_given_and_timed(bench: ModelContext, tmp_path: Path) -> None:
+def test_generated_rows_have_answers_scores_and_latencies(
+    bench: ModelContext, tmp_path: Path
+) -> None:
     wanted = study(("h2o",), measure=("generated",), files=1)
     for row in run(bench, wanted, tmp_path / "rows.jsonl"):
         [item] = row["items"]
@@ -201,7 +205,7 @@ def test_decode_measure_fills_memory_with_more_sequences_of_smaller_caches(
     assert h2o["tokens_per_second"] > 0 and h2o["latency"]["token"]["p95"] > 0
 
 
-def test_a_number_of_tokens_is_decoded_over_once(
+def test_decode_measure_of_a_token_budget_runs_once_for_both_quantities(
     bench: ModelContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: list[str] = []

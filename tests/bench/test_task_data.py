@@ -139,7 +139,7 @@ def test_paragraphs_come_from_the_file_that_is_named(tmp_path: Path) -> None:
         parse_task('qa(set="bare")').make(0, 300, material)
 
 
-def test_samples_come_by_turns(material: TaskSources) -> None:
+def test_seeds_select_samples_in_turn(material: TaskSources) -> None:
     asked = [parse_task("longbench").make(seed, 300, material).questions[0] for seed in range(4)]
     assert asked[0] == asked[3] != asked[1] != asked[2]
 
@@ -256,7 +256,7 @@ def test_written_file_has_the_model_input(name: str, material: TaskSources, tmp_
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7, 300, 999, 5000])
-def test_cuts_are_the_longest(tokens: int) -> None:
+def test_truncations_are_as_long_as_the_limit_allows(tokens: int) -> None:
     text = "\n\n".join(f"Line {n} is here." for n in range(250))
     assert (
         words(head_tokens(text, tokens, words))

@@ -77,12 +77,12 @@ def test_parts_add_up_to_the_text(name: str) -> None:
         assert cached.seconds == pytest.approx(spared)
 
 
-def test_shapes_are_those_of_models() -> None:
+def test_object_sizes_differ_by_model() -> None:
     sizes = {ChatWorkload(model=model).make(0, 50).objects[0].bytes for model in TraceModel}
     assert len(sizes) == 3 and 400 * EACH in sizes
 
 
-def test_a_second_answer_goes_from_the_state_before_and_replaces_the_first() -> None:
+def test_regenerated_answer_continues_the_former_state_and_replaces_the_first() -> None:
     builder = TraceBuilder(ChatWorkload())
     session = builder.begin_session(builder.prompt(100))
     time = builder.turn(session, 0.0, 10, 20, "person")

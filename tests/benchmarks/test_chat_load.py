@@ -39,7 +39,9 @@ def url() -> Iterator[str]:
 
 
 @pytest.mark.extended
-def test_chats_are_counted(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_load_rows_have_request_counts_latencies_and_memory(
+    url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     load, rows = import_module("chat_load"), import_module("larder_bench.results.rows")
     out = tmp_path / "rows.jsonl"
     given = ["--url", url, "--model", "seed", "--label", "own", "--key", "sk-bob-0123456789ab"]
@@ -53,7 +55,7 @@ def test_chats_are_counted(url: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.count("clients") == 2
 
 
-def test_clients_say_the_same_in_every_run_and_share_their_beginning() -> None:
+def test_clients_have_equal_messages_in_every_run_and_a_shared_prefix() -> None:
     load = import_module("chat_load")
     options = load.LoadOptions("m", turns=2, words=5)
     one, again, other = (list(load.messages_of(name, options)) for name in ("a", "a", "b"))

@@ -9,7 +9,7 @@ from benchmarks import gpu_step
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so_in_one_line(capsys) -> None:
+def test_missing_gpu_is_reported_in_one_line(capsys) -> None:
     assert gpu_step.main([]) == 2
     said = capsys.readouterr()
     assert said.out == ""

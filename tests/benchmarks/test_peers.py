@@ -28,24 +28,24 @@ def among_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(PEERS))
 
 
-class Slotted:
+class SlotsHolder:
     __slots__ = ("inside",)
 
     def __init__(self, inside: Any) -> None:
         self.inside = inside
 
 
-def test_a_storage_is_counted_once_and_whole_however_it_is_viewed() -> None:
+def test_storage_of_several_views_is_counted_once_and_whole() -> None:
     held_bytes = import_module("_memory").held_bytes
     stored = torch.zeros(100)
     views = {"a": stored[:10], "b": [SimpleNamespace(inner=stored[5:].view(5, 19))]}
     assert held_bytes(views) == 400
-    assert held_bytes(views, Slotted(torch.zeros(3, dtype=torch.int8))) == 403
+    assert held_bytes(views, SlotsHolder(torch.zeros(3, dtype=torch.int8))) == 403
     views["itself"] = views  # type: ignore[assignment]
     assert held_bytes(views, stored, nn.Linear(9, 9)) == 400
 
 
-def test_packed_numbers_are_counted_as_they_lie() -> None:
+def test_tensor_subclasses_are_counted_by_their_inner_tensors() -> None:
     class Packed(torch.Tensor):
         def __tensor_flatten__(self) -> tuple[list[str], None]:
             return ["_bits", "_scale"], None
@@ -145,7 +145,7 @@ def test_incomparable_cells_have_separate_tables() -> None:
     assert [line.count("1.0 / 1.0") for line in told.splitlines() if "snapkv" in line] == [1, 0]
 
 
-def test_the_tables_are_printed_again_where_no_peer_is(
+def test_report_prints_the_tables_without_peers_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, rows = side_by_side(left={}, right={})

@@ -164,7 +164,7 @@ def test_table_of_studies_is_complete(tmp_path: Path) -> None:
         replace_table("nothing", lines)
 
 
-def test_the_time_that_a_study_took_is_that_of_its_rows(tmp_path: Path) -> None:
+def test_minutes_of_a_study_are_those_of_its_rows(tmp_path: Path) -> None:
     path = place(tmp_path / "studies" / "small.toml")
     path.write_text(
         'name = "small"\nclaim = "None."\npolicies = ["h2o"]\n'

@@ -96,7 +96,7 @@ def test_list_names_everything(run: Run) -> None:
 
 
 @pytest.mark.extended
-def test_lists_and_pages_share_their_words(run: Run) -> None:
+def test_list_entries_equal_their_pages(run: Run) -> None:
     told = document(run("policy", "list", "--json"))
     for preset in told["presets"][::15]:
         page = document(run("policy", "show", preset["name"], "--json"))["preset"]

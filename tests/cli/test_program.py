@@ -28,7 +28,7 @@ def program(*words: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.extended
-def test_an_error_is_one_line(tmp_path: Path) -> None:
+def test_error_of_the_program_is_one_line(tmp_path: Path) -> None:
     done = program("ask", tmp_path / "no.json", "-q", CAT)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("larder: ") and done.stderr.count("\n") == 1
@@ -44,7 +44,9 @@ def test_an_error_is_one_line(tmp_path: Path) -> None:
         *((words, buffered) for words in (("--version",), ("--help",)) for buffered in ("", "1")),
     ],
 )
-def test_a_full_disk_is_one_line(words: tuple[str, ...], buffered: str) -> None:
+def test_stdout_on_a_full_disk_is_reported_in_one_line(
+    words: tuple[str, ...], buffered: str
+) -> None:
     with FULL_DISK.open("w") as out:
         done = subprocess.run(
             command(*words),

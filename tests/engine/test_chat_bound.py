@@ -49,7 +49,7 @@ def under(loaded: LoadedModel, sentence: str, budget: int = BUDGET) -> Engine:
     return engine
 
 
-def running(chat: Chat) -> int:
+def peak_bound(chat: Chat) -> int:
     """The most entries of one cache while a turn runs."""
     cache = chat.memory.caches.activate(0)
     return most(chat.policy, cache, chat.figures.block_tokens)[1]
@@ -62,7 +62,7 @@ def check_rest(chat: Chat) -> None:
         assert held(cache) <= most(chat.policy, cache, BLOCK)[0], f"cache {number} at rest"
 
 
-def some(*quick: str) -> list[object]:
+def marked_sentences(*quick: str) -> list[object]:
     """Every sentence; those that are not named are slow tests."""
     slow = [pytest.mark.slow]
     return [pytest.param(name, marks=[] if name in quick else slow) for name in SENTENCES]
@@ -73,7 +73,7 @@ ON_THE_SERVER = {"keydiff", "snapkv", "h2o_while_reading", "int4"}
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", some(*(SENTENCES.keys() - ON_THE_SERVER)))
+@pytest.mark.parametrize("name", marked_sentences(*(SENTENCES.keys() - ON_THE_SERVER)))
 @pytest.mark.parametrize(
     "history", [pytest.param(None, marks=pytest.mark.slow), HISTORY], ids=["nothing", "history"]
 )
@@ -84,7 +84,7 @@ def test_chat_holds_at_most_budget_plus_one_block(
     for text, tokens in TURNS:
         with peaks(monkeypatch) as peak:
             chat.say(text, max_new_tokens=tokens)
-        assert peak.entries <= running(chat), text
+        assert peak.entries <= peak_bound(chat), text
         check_rest(chat)
 
 
@@ -95,19 +95,21 @@ def test_chat_holds_at_most_budget_plus_one_block(
     budget=st.integers(72, 110),
     turns=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=4),
 )
-def test_the_bound_holds_for_any_turns(
+def test_budget_bound_holds_for_random_turns(
     small: LoadedModel, name: str, budget: int, turns: list[tuple[int, int]]
 ) -> None:
     chat = Chat(under(small, SENTENCES[name], budget))
     for length, tokens in turns:
         with pytest.MonkeyPatch.context() as patch, peaks(patch) as peak:
             chat.say("d" * length, max_new_tokens=tokens)
-        assert peak.entries <= running(chat)
+        assert peak.entries <= peak_bound(chat)
         check_rest(chat)
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", some("snapkv", "h2o_while_reading", "epicache", "icecache"))
+@pytest.mark.parametrize(
+    "name", marked_sentences("snapkv", "h2o_while_reading", "epicache", "icecache")
+)
 def test_answer_stays_within_the_bound_and_leaves_no_trace(
     small: LoadedModel, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -154,7 +156,7 @@ def test_rollback_recomputes_within_the_bound(
     with peaks(monkeypatch) as peak:
         chat.roll_back()
     assert len(chat.turns) == len(TURNS) - 1
-    assert peak.entries <= running(chat)
+    assert peak.entries <= peak_bound(chat)
     check_rest(chat)
     assert chat.figures.peak_kv_bytes < chat.figures.full_kv_bytes
 

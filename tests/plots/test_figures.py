@@ -129,7 +129,7 @@ def test_continuous_scores_are_drawn_separately(tmp_path: Path) -> None:
     assert len(drawn('quality(score="mass")', write_rows(tmp_path, rows))) == 1
 
 
-def test_controls_at_one_budget_are_named_lines_from_side_to_side(tmp_path: Path) -> None:
+def test_controls_at_one_budget_are_labeled_horizontal_lines(tmp_path: Path) -> None:
     rows = [cell(name, task=task) for task in ("a()", "b()") for name in (*SCORES, "rag_2k")]
     [one] = drawn("quality", write_rows(tmp_path, rows))
     found = lines(one.figure)
@@ -176,7 +176,7 @@ def test_the_grid_has_a_cell_for_each_depth_and_length(results: Path) -> None:
     assert "4 items" not in one.caption and "2 items per cell" in one.caption
 
 
-def test_memory_runs_over_lengths_beside_the_full_cache(results: Path) -> None:
+def test_memory_figure_has_bytes_by_length_and_the_full_cache(results: Path) -> None:
     [one] = drawn("memory", results)
     found = lines(one.figure)
     assert found["h2o"] == [(1000, 75_000), (2000, 150_000)]
@@ -192,13 +192,13 @@ def test_latency_uses_the_longest_text_with_stacked_parts(results: Path) -> None
     assert bars == [(0.0, 250.0), (250.0, 500.0)]
 
 
-def test_budgets_leave_layers_with_a_window_open(results: Path) -> None:
+def test_budget_figure_has_gaps_for_sliding_window_layers(results: Path) -> None:
     [(_, [panel])] = parse_figure("budgets").charts(*load_results([results]))  # pyright: ignore
     assert panel.lengths == ((10.0, 30.0), (None, None), (20.0, 40.0))
     assert panel.layers == (20.0, None, 30.0)
 
 
-def test_prompts_run_from_the_nearest_to_the_farthest(results: Path) -> None:
+def test_prompt_curve_is_drawn_over_similarity_percentiles(results: Path) -> None:
     [one] = drawn("prompt_curve", results)
     found = lines(one.figure)
     assert found["snapkv"] == [(5.0, 1.0), (95.0, 0.0)]
@@ -250,7 +250,7 @@ def test_missing_rows_for_a_figure_are_named(name: str, tmp_path: Path) -> None:
         parse_figure(name).draw(type(kept)((), {}), seen)
 
 
-def test_the_systems_at_the_core_come_first_and_in_one_order(tmp_path: Path) -> None:
+def test_core_policies_are_ordered_first(tmp_path: Path) -> None:
     names = ("h2o", "icecache", "d2o", "random", "epicache")
     found = write_rows(tmp_path, [cell(name, 1000, 0) for name in names])
     assert list(load_results([found])[1]) == ["epicache", "d2o", "icecache", "h2o", "random"]

@@ -33,7 +33,7 @@ def test_recall_by_step_keeps_layers_and_budgets_apart(tmp_path: Path) -> None:
     assert whole.title == "recall@1" and whole.lines[0].ys == (0.0,)
 
 
-def test_parts_of_steps_stand_in_one_order(tmp_path: Path) -> None:
+def test_parts_of_decode_steps_are_in_one_order(tmp_path: Path) -> None:
     steps = {"h2o": ("attention", "model"), "d2o": ("attention", "evict", "model")}
     rows = [
         exhibit("breakdown", policy, step="step")
@@ -45,7 +45,7 @@ def test_parts_of_steps_stand_in_one_order(tmp_path: Path) -> None:
     assert [w for w in words if w in steps["d2o"]] == list(steps["d2o"])
 
 
-def test_parts_at_equal_bytes_and_at_equal_tokens_stand_apart(tmp_path: Path) -> None:
+def test_parts_at_equal_bytes_and_at_equal_tokens_have_separate_figures(tmp_path: Path) -> None:
     rows = [
         exhibit("breakdown", policy, step="step", budget=budget, matched=matched, measure="decode")
         | {"parts": [{"name": "model", "p50": seconds}]}

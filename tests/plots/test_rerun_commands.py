@@ -23,7 +23,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "read_study", lambda name: study)
 
 
-def measuring(**changes: object) -> str:
+def rerun_command(**changes: object) -> str:
     rows = tuple(cell("h2o", seed=seed, **changes) for seed in (0, 1))
     return rerun_commands(Results(rows, {}), [Path("rows.jsonl")])[0]
 
@@ -51,7 +51,7 @@ def test_a_known_study_is_named_with_what_was_changed(
 
 
 def test_non_default_options_are_named() -> None:
-    assert measuring(device="cuda", dtype="bfloat16").endswith(
+    assert rerun_command(device="cuda", dtype="bfloat16").endswith(
         "--control none --device cuda --name small --out rows.jsonl"
     )
     rows = [
@@ -71,7 +71,7 @@ def test_rows_that_a_study_does_not_have_are_spelled_out() -> None:
         assert "--study" not in line and "--name known" in line
 
 
-def cells_said(line: str) -> set[tuple[str, ...]]:
+def cells_of_command(line: str) -> set[tuple[str, ...]]:
     """All cells that a command measures."""
     words = shlex.split(line)
     tasks = list(takewhile(lambda word: not word.startswith("--"), words[2:]))
@@ -107,7 +107,7 @@ def test_commands_of_two_runs_cover_their_cells_only() -> None:
     lines = rerun_commands(Results(tuple(rows[::-1]), {}), [Path("rows.jsonl")])[:-2]
     names = ("task", "tokens", "seed", "matched", "policy", "budget")
     assert len(lines) == 4
-    said = [cells_said(line) for line in lines]
+    said = [cells_of_command(line) for line in lines]
     assert set.union(*said) == {tuple(str(row[name]) for name in names) for row in rows}
     assert sum(map(len, said)) == len(rows)
 
@@ -121,7 +121,7 @@ def test_each_study_has_its_own_file(tmp_path: Path) -> None:
 
 
 def test_unknown_study_is_spelled_out_without_local_paths() -> None:
-    assert measuring(model="./mine", task="locomo()") == (
+    assert rerun_command(model="./mine", task="locomo()") == (
         "larder bench 'locomo()' --tokens 1000 --files 2 --model MODEL_FOLDER --measure forced "
         "--matched bytes --budget 1/4 --policy h2o --control none --wording seed --name small "
         "--data FOLDER --out rows.jsonl"

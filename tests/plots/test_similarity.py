@@ -8,7 +8,7 @@ from larder_bench.plots.figure_selection import draw_all, draw_figures, load_res
 from result_rows import cell, write_rows
 
 
-def test_layers_lie_side_by_side_with_bars_over_texts(tmp_path: Path) -> None:
+def test_similarity_is_drawn_by_layer_with_intervals_over_texts(tmp_path: Path) -> None:
     less = [item | {"similarity": item["similarity"] / 2} for item in cell("full")["items"]]
     path = write_rows(tmp_path, [cell("full"), cell("full", seed=1, items=less), cell("h2o")])
     [(label, panel)] = parse_figure("similarity").charts(*load_results([path]))  # pyright: ignore
@@ -21,7 +21,7 @@ def test_layers_lie_side_by_side_with_bars_over_texts(tmp_path: Path) -> None:
     assert list(shown[1]) == [1.0, 0.875, 0.75, 0.625]
 
 
-def test_a_study_of_layers_alone_has_that_figure_alone(tmp_path: Path) -> None:
+def test_similarity_rows_are_drawn_without_a_quality_figure(tmp_path: Path) -> None:
     layers = [{"question": n, "similarity": 1 - n / 8, "counts": True} for n in range(3)]
     found = load_results([write_rows(tmp_path, [cell("full", items=layers, latency={})])])
     assert [one.name for one in draw_all(*found)] == ["latency", "similarity"]

@@ -29,36 +29,42 @@ def decoder() -> Decoder:
     return held
 
 
-def cached(decoder: Decoder, sentence: str, tokens: int, ids: tuple[int, ...]) -> SequenceCache:
+def compressed_cache(
+    decoder: Decoder, sentence: str, tokens: int, ids: tuple[int, ...]
+) -> SequenceCache:
     policy = Policy.parse(sentence).with_sizes(tokens, 8 if "blockwise" in sentence else None)
     prompts = [{"repeat": (5, 6)}]
     return build_caches(id_runtime(decoder), policy, ids, prompts, PeakMemoryMeter()).activate(0)
 
 
-def behind(decoder: Decoder, cache: SequenceCache, ids: tuple[int, ...]) -> Tensor:
+def logits_after(decoder: Decoder, cache: SequenceCache, ids: tuple[int, ...]) -> Tensor:
     return decoder.forward_logits([BatchSegment(cache, ids)], Mode.SCRATCH, range(len(ids)))
 
 
 def test_full_budget_is_exact(decoder: Decoder) -> None:
     ids = some_ids(CONTEXT + 6)
-    cache = cached(decoder, RESTORE, CONTEXT, ids[:CONTEXT])
-    full = cached(decoder, "whole() > unlimited()", CONTEXT, ids[:CONTEXT])
-    expected = behind(decoder, full, ids[CONTEXT:])
-    torch.testing.assert_close(behind(decoder, cache, ids[CONTEXT:]), expected, atol=1e-4, rtol=0)
-    evicting = cached(decoder, RESTORE, CONTEXT - 1, ids[:CONTEXT])
-    assert not torch.allclose(behind(decoder, evicting, ids[CONTEXT:]), expected, atol=1e-4)
+    cache = compressed_cache(decoder, RESTORE, CONTEXT, ids[:CONTEXT])
+    full = compressed_cache(decoder, "whole() > unlimited()", CONTEXT, ids[:CONTEXT])
+    expected = logits_after(decoder, full, ids[CONTEXT:])
+    torch.testing.assert_close(
+        logits_after(decoder, cache, ids[CONTEXT:]), expected, atol=1e-4, rtol=0
+    )
+    evicting = compressed_cache(decoder, RESTORE, CONTEXT - 1, ids[:CONTEXT])
+    assert not torch.allclose(logits_after(decoder, evicting, ids[CONTEXT:]), expected, atol=1e-4)
 
 
 def test_added_entries_equal_a_forward_pass_over_the_full_cache(decoder: Decoder) -> None:
     ids, wanted = some_ids(CONTEXT), dict[int, tuple[Tensor, Tensor]]()
-    full = cached(decoder, "whole() > unlimited()", CONTEXT, ids)
+    full = compressed_cache(decoder, "whole() > unlimited()", CONTEXT, ids)
     with decoder.soft_prompts.soft_pass("restorekv", PROVIDER):
         decoder.read(
             [BatchSegment(full, (0,) * ADDED, shift=-ADDED)],
             Mode.SCRATCH,
             lambda row, layer, own: wanted.update({layer: (own.keys, own.values)}),
         )
-    cache, bare = (cached(decoder, *own, ids) for own in ((RESTORE, TOKENS), (KVZIP, TOKENS - 8)))
+    cache, bare = (
+        compressed_cache(decoder, *own, ids) for own in ((RESTORE, TOKENS), (KVZIP, TOKENS - 8))
+    )
     for layer, (keys, values) in wanted.items():
         own, plain = cache.entries(layer), bare.entries(layer)
         for head in range(len(own.lengths)):
@@ -71,11 +77,11 @@ def test_added_entries_equal_a_forward_pass_over_the_full_cache(decoder: Decoder
 def test_added_entries_count_in_the_budget(decoder: Decoder) -> None:
     ids = some_ids(CONTEXT)
     assert entries_per_head(Policy.parse(RESTORE).with_sizes(TOKENS, None), decoder.spec) == 16
-    cache, plain = (cached(decoder, own, TOKENS, ids) for own in (RESTORE, KVZIP))
+    cache, plain = (compressed_cache(decoder, own, TOKENS, ids) for own in (RESTORE, KVZIP))
     assert cache.lengths() == plain.lengths() and cache.nbytes == plain.nbytes
     assert cache.next_position == CONTEXT
     with pytest.raises(BudgetError, match=r"no room beside the state of restorekv\(\), which t"):
-        cached(decoder, RESTORE, ADDED, ids)
+        compressed_cache(decoder, RESTORE, ADDED, ids)
 
 
 def test_peak_includes_replaced_and_learned_entries(decoder: Decoder) -> None:
@@ -89,29 +95,29 @@ def test_peak_includes_replaced_and_learned_entries(decoder: Decoder) -> None:
 
 def test_later_tokens_continue_positions_and_roll_back(decoder: Decoder) -> None:
     ids = some_ids(CONTEXT + 3)
-    cache = cached(decoder, RESTORE, TOKENS, ids[:CONTEXT])
-    before = behind(decoder, cache, ids[CONTEXT:])
+    cache = compressed_cache(decoder, RESTORE, TOKENS, ids[:CONTEXT])
+    before = logits_after(decoder, cache, ids[CONTEXT:])
     decoder.read([BatchSegment(cache, ids[CONTEXT:])], Mode.APPEND)
     assert int(cache.entries(0).head_positions(0)[-1]) == CONTEXT + 2
     cache.truncate(CONTEXT)
     assert set(cache.lengths()[0]) == {TOKENS}
-    torch.testing.assert_close(behind(decoder, cache, ids[CONTEXT:]), before)
+    torch.testing.assert_close(logits_after(decoder, cache, ids[CONTEXT:]), before)
     restored = SequenceCache.restore(decoder.spec, cache.state(), cache.meta())
     assert torch.equal(
-        behind(decoder, restored, ids[CONTEXT:]), behind(decoder, cache, ids[CONTEXT:])
+        logits_after(decoder, restored, ids[CONTEXT:]), logits_after(decoder, cache, ids[CONTEXT:])
     )
 
 
 def test_blocks_stay_within_the_budget(decoder: Decoder) -> None:
     sentence = RESTORE.replace("whole()", "blockwise()")
-    cache = cached(decoder, sentence, TOKENS, some_ids(CONTEXT))
+    cache = compressed_cache(decoder, sentence, TOKENS, some_ids(CONTEXT))
     assert set(cache.lengths()[0]) == {TOKENS}
 
 
 def test_added_entries_are_exact_beside_quantized_ones(decoder: Decoder) -> None:
     ids = some_ids(CONTEXT)
-    cache = cached(decoder, f"{RESTORE} > quantized(bits=4, group=8)", TOKENS, ids)
-    exact = cached(decoder, RESTORE, TOKENS, ids)
+    cache = compressed_cache(decoder, f"{RESTORE} > quantized(bits=4, group=8)", TOKENS, ids)
+    exact = compressed_cache(decoder, RESTORE, TOKENS, ids)
     held, added = cache.entries(1).head_keys(0), exact.entries(1).head_keys(0)[-ADDED:]
     assert bool((held == added[:, None]).all(2).any(1).all()) and cache.nbytes <= exact.nbytes
     assert cache.managed_entries > exact.managed_entries
@@ -123,4 +129,4 @@ def test_unsupported_policies_are_refused(decoder: Decoder) -> None:
     with pytest.raises(SpellingError, match="cannot hold beside its own"):
         Policy.parse(f"{RESTORE} > transform()")
     with pytest.raises(ModelError, match="larder train restorekv"):
-        cached(wrap_model(tiny("llama")), RESTORE, TOKENS, some_ids(CONTEXT))
+        compressed_cache(wrap_model(tiny("llama")), RESTORE, TOKENS, some_ids(CONTEXT))

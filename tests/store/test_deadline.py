@@ -138,7 +138,7 @@ def test_stop_fails_running_and_waiting_calls_at_once() -> None:
     go_on.set()
 
 
-def test_a_missing_file_is_no_failure_of_the_disk(tmp_path: object) -> None:
+def test_missing_file_does_not_open_the_breaker(tmp_path: object) -> None:
     guard = DeadlineExecutor("disk", CallLimits(max_failures=1))
     with pytest.raises(FileNotFoundError):
         guard.call(open, f"{tmp_path}/nothing")

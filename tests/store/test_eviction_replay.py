@@ -75,7 +75,7 @@ def test_tuner_replays_five_times_the_requests_before_the_first_eviction() -> No
     assert tuner.rule == best_variant(uses[:15], VARIANTS, 200) != Marconi()
 
 
-def test_a_policy_without_variants_stays() -> None:
+def test_policy_without_variants_is_not_tuned() -> None:
     lru = EVICTIONS.load("lru")()
     tuner = EvictionTuner(lru, lambda: 1)
     tuner.note_eviction()

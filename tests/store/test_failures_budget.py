@@ -279,7 +279,7 @@ def test_stored_sessions_are_not_charged_to_host_memory(tmp_path: Path) -> None:
     assert len(store.sessions.heads(WHO)) == 20
 
 
-def test_a_tenant_has_one_quota_under_all_models(tmp_path: Path) -> None:
+def test_tenant_quota_is_shared_by_all_models(tmp_path: Path) -> None:
     limit, now = 120 * KIB, count(0.0)
     options: Any = {"budgets": ByteBudgets(tenant={Tier.DISK: limit}), "models": ("lora", "other")}
     store = store_at(tmp_path, clock=lambda: next(now), **options)

@@ -52,7 +52,7 @@ def test_legacy_manifest_belongs_to_the_first_store_that_opens_it(tmp_path: Path
     assert names(other) == set()
 
 
-def test_a_store_inside_its_home_moves_with_it(tmp_path: Path) -> None:
+def test_store_inside_its_home_keeps_its_manifest_when_moved(tmp_path: Path) -> None:
     store = stored(tmp_path, "home/store")
     save(store)
     store.close()

@@ -101,7 +101,7 @@ class TestTau:
         assert all(is_new_topic(match_episode(turn, centroids).similarity, tau) for turn in other)
 
     @pytest.mark.parametrize("num_turns", [0, 1])
-    def test_too_few_turns_are_never_new(self, num_turns: int) -> None:
+    def test_tau_of_too_few_turns_admits_every_turn(self, num_turns: int) -> None:
         turns = topics(0, 1)[:num_turns]
         tau = calibrate_tau(turns, turns, own_segments(turns))
         assert not is_new_topic(-1.0, tau)

@@ -92,7 +92,7 @@ def test_tau_is_calibrated_once_on_the_initial_segments() -> None:
     assert second.tau == first.tau
 
 
-def test_with_too_few_segments_no_turn_is_new() -> None:
+def test_turns_of_a_chat_with_too_few_segments_open_no_episode() -> None:
     router = arranged(talk())
     first = router.assign_turn("my dog", 0)
     assert first.number == 0
@@ -101,7 +101,7 @@ def test_with_too_few_segments_no_turn_is_new() -> None:
     assert second.router.segments() == [2]
 
 
-def test_a_quantile_of_zero_is_stricter_than_a_high_one() -> None:
+def test_tau_at_quantile_zero_is_below_tau_at_a_high_quantile() -> None:
     rows = TopicEmbedder().embed_segments(_texts(DOGS_AND_CARS))
     strict, loose = Episodes(count=2, tau_quantile=0.0), Episodes(count=2, tau_quantile=0.9)
     places = _places(rows)
