@@ -60,7 +60,9 @@ def test_blocks_and_steps_equal_the_model(name: str, form: str) -> None:
 @pytest.mark.extended
 @variants
 @pytest.mark.parametrize("options", LOSSLESS.values(), ids=LOSSLESS)
-def test_evicted_entries_that_are_attended_to(name: str, options: dict[str, Any]) -> None:
+def test_logits_over_offloaded_or_recomputed_entries_equal_the_model(
+    name: str, options: dict[str, Any]
+) -> None:
     """Offloaded or recomputed entries count as those that were kept."""
     decoder, expected = models(name)
     held = SequenceCache(decoder.spec, **options)
@@ -74,7 +76,7 @@ def test_evicted_entries_that_are_attended_to(name: str, options: dict[str, Any]
 
 
 @variants
-def test_measurements_of_eviction(name: str) -> None:
+def test_eviction_error_under_a_mask_that_hides_nothing_is_zero(name: str) -> None:
     """A mask that hides nothing changes nothing: sinks keep their share."""
     decoder, _ = models(name)
     changes: list[float] = []
@@ -89,7 +91,7 @@ def test_measurements_of_eviction(name: str) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(READ, 7, 20), (17, READ)])
-def test_rows_of_one_batch_in_different_chunks(lengths: tuple[int, ...]) -> None:
+def test_batched_rows_in_different_chunks_equal_the_model(lengths: tuple[int, ...]) -> None:
     """Each row has the chunks and the temperatures of its own positions."""
     decoder, expected = models("Llama 4")
     rows = [SequenceCache(decoder.spec, "ragged") for _ in lengths]
@@ -114,7 +116,7 @@ def test_completed_chunk_is_freed() -> None:
 
 
 @torch.no_grad()
-def test_chunks_are_not_exported() -> None:
+def test_export_of_chunked_layers_is_refused() -> None:
     family = next(row for row in families() if row.name == "Llama 4")
     model = family.model()
     held = LarderCache(model, "full")

@@ -49,7 +49,7 @@ def generated(model: Any, prompt: Tensor, steps: int = STEPS) -> list[int]:
 
 @supported
 @torch.no_grad()
-def test_logits_of_a_full_cache(family: Family) -> None:
+def test_logits_under_a_full_cache_equal_the_model(family: Family) -> None:
     model, ids = model_of(family), some_prompt(PROMPT + STEPS)
     expected, cache = own_logits(model, ids[0].tolist()), LarderCache(model, "full")
     parts = [ids[:, :PROMPT], *ids[:, PROMPT:].split(1, dim=1)]
@@ -59,7 +59,9 @@ def test_logits_of_a_full_cache(family: Family) -> None:
 
 
 @supported
-def test_greedy_tokens_of_a_full_cache(family: Family, steps: int = STEPS) -> None:
+def test_greedy_tokens_under_a_full_cache_equal_the_model(
+    family: Family, steps: int = STEPS
+) -> None:
     model, prompt = model_of(family), some_prompt()
     with larder.applied(model, policy="full"):
         got = generated(model, prompt, steps)
@@ -67,7 +69,7 @@ def test_greedy_tokens_of_a_full_cache(family: Family, steps: int = STEPS) -> No
 
 
 @pytest.mark.parametrize("family", one_in(4, with_status(Status.SUPPORTED)), ids=named)
-def test_a_batch_of_beams_under_a_full_cache(family: Family) -> None:
+def test_batched_beams_under_a_full_cache_equal_the_model(family: Family) -> None:
     model = model_of(family)
     prompts = torch.tensor([some_ids(12, seed=1), some_ids(12, seed=2)])
     options = {**GREEDY, "num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 4}
@@ -78,8 +80,8 @@ def test_a_batch_of_beams_under_a_full_cache(family: Family) -> None:
 
 @pytest.mark.slow
 @supported
-def test_many_greedy_tokens_of_a_full_cache(family: Family) -> None:
-    test_greedy_tokens_of_a_full_cache(family, MANY_STEPS)
+def test_many_greedy_tokens_under_a_full_cache_equal_the_model(family: Family) -> None:
+    test_greedy_tokens_under_a_full_cache_equal_the_model(family, MANY_STEPS)
 
 
 def under_policies() -> Iterator[Any]:
@@ -105,7 +107,7 @@ def test_policies_hold_fewer_bytes(family: Family, policy: str) -> None:
 
 @supported
 @torch.no_grad()
-def test_bytes_of_a_full_cache(family: Family) -> None:
+def test_full_cache_has_the_bytes_of_transformers_and_positions(family: Family) -> None:
     """Those of a cache of transformers; Larder's own has a position per entry besides."""
     model, prompt = model_of(family), some_prompt()
     cache = LarderCache(model, "full")
@@ -130,7 +132,7 @@ def dynamic_bytes(cache: Any) -> int:
 
 @pytest.mark.slow
 @supported
-def test_peak_bytes(family: Family) -> None:
+def test_peak_bytes_are_below_plain_generation(family: Family) -> None:
     if family.name == "Phi-3 (long-rope)":
         pytest.skip("its short regime ends before the prompt")
     model, prompt = model_of(family), some_prompt(LONG_PROMPT)
@@ -146,18 +148,20 @@ def test_peak_bytes(family: Family) -> None:
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma 3", "DeepSeek-V3", "LFM2"])
-def test_peak_bytes_of_each_kind_of_layer(name: str) -> None:
-    test_peak_bytes(next(family for family in with_status(Status.SUPPORTED) if family.name == name))
+def test_peak_bytes_with_each_kind_of_layer_are_below_plain_generation(name: str) -> None:
+    test_peak_bytes_are_below_plain_generation(
+        next(family for family in with_status(Status.SUPPORTED) if family.name == name)
+    )
 
 
 @supported
-def test_verification_in_bfloat16(family: Family) -> None:
+def test_bfloat16_model_passes_verification(family: Family) -> None:
     decoder = wrap_model(family.model(torch.bfloat16))
     assert decoder.spec.dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("family", with_status(Status.REFUSED), ids=named)
-def test_refusals(family: Family) -> None:
+def test_refused_families_name_the_reason_in_one_line(family: Family) -> None:
     with pytest.raises(ModelError, match=family.refusal) as caught:
         wrap_model(family.model())
     assert "\n" not in str(caught.value)

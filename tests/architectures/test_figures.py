@@ -24,7 +24,7 @@ def test_committed_figures_show_what_the_table_says() -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype"), covering(FAST, DTYPES))
-def test_a_family_of_each_kind(name: str, dtype: str) -> None:
+def test_family_of_each_kind_meets_its_figures_in_few_steps(name: str, dtype: str) -> None:
     family = next(family for family in SUPPORTED if family.name == name)
     found = measured(family, dtype, FEW_STEPS, with_peak=False)
     assert misses(found, dtype, FEW_STEPS) == []
@@ -33,7 +33,7 @@ def test_a_family_of_each_kind(name: str, dtype: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("family", SUPPORTED, ids=lambda family: family.name)
-def test_every_family(family: Family, dtype: str) -> None:
+def test_every_family_meets_its_figures(family: Family, dtype: str) -> None:
     assert misses(measured(family, dtype), dtype) == []
 
 

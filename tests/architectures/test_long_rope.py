@@ -24,7 +24,7 @@ def tiny_phi3() -> Any:
     return next(row for row in families() if row.name == "Phi-3 (long-rope)").model()
 
 
-def test_up_to_the_limit() -> None:
+def test_logits_up_to_the_rope_limit_equal_the_model_and_later_tokens_are_refused() -> None:
     model = tiny_phi3()
     own_logits(model, IDS)  # sets the frequencies of longer texts
     expected = own_logits(model, IDS[:LIMIT])
@@ -40,7 +40,7 @@ def test_up_to_the_limit() -> None:
 
 
 @pytest.mark.parametrize(("policy", "budget"), [("full", None), ("keydiff", 64)])
-def test_answers_that_cross_the_limit(policy: str, budget: int | None) -> None:
+def test_answers_beyond_the_rope_limit_are_refused(policy: str, budget: int | None) -> None:
     """Phi-3 drops a cache that is true where its frequencies change."""
     model, prompt = tiny_phi3(), torch.tensor([IDS[: LIMIT - 3]])
     greedy: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}

@@ -53,7 +53,7 @@ def test_a_spread_model_equals_the_same_on_one_device(policy: str, first: str | 
 
 
 @torch.no_grad()
-def test_a_spread_model_inside_generate() -> None:
+def test_spread_model_generates_the_same_under_a_full_budget() -> None:
     prompt = torch.tensor([some_ids(96)])
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = tiny("qwen3", layers=LAYERS).generate(prompt, **options)

@@ -43,7 +43,9 @@ def bundled() -> tuple[Any, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
-def test_rows_of_three_lengths_under_ten_policies(llama: Any, policy: str) -> None:
+def test_rows_of_three_lengths_equal_single_rows_under_ten_policies(
+    llama: Any, policy: str
+) -> None:
     ids, mask = padded(ROWS)
     cache = LarderCache(llama, policy, None if policy == "full" else BUDGET)
     out = llama.generate(
@@ -59,7 +61,9 @@ def test_rows_of_three_lengths_under_ten_policies(llama: Any, policy: str) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_64_greedy_tokens_under_a_full_budget(models: Any, architecture: str) -> None:
+def test_64_greedy_tokens_under_a_full_budget_equal_the_model(
+    models: Any, architecture: str
+) -> None:
     model, ids = models(architecture), torch.tensor([some_ids(50)])
     options = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
     expected = model.generate(ids, max_new_tokens=64, **options)
@@ -70,7 +74,7 @@ def test_64_greedy_tokens_under_a_full_budget(models: Any, architecture: str) ->
 
 
 @pytest.mark.slow
-def test_64_greedy_tokens_of_smollm2() -> None:
+def test_64_greedy_tokens_of_smollm2_equal_the_model() -> None:
     try:
         loaded = load("smollm2", dtype="float32")
     except LarderError as error:

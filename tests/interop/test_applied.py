@@ -71,7 +71,7 @@ def test_an_error_ends_the_block(llama: Any, error: type[BaseException]) -> None
     assert run.cache is None
 
 
-def test_as_a_decorator(llama: Any) -> None:
+def test_decorated_function_gets_a_cache_per_call(llama: Any) -> None:
     caches: list[Any] = []
 
     @larder.applied(llama, "keydiff", 40)

@@ -95,7 +95,7 @@ def test_beam_score_equals_its_token_scores(llama: Any, name: str) -> None:
     assert float(out.sequences_scores[0]) == pytest.approx(score, abs=1e-3)
 
 
-def test_beams_and_sequences_under_a_full_budget(llama: Any) -> None:
+def test_beams_and_sequences_under_a_full_budget_equal_the_model(llama: Any) -> None:
     ids = torch.tensor([ROWS[0]])
     options = {**GREEDY, "num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 6}
     expected = llama.generate(ids, **options)
@@ -115,7 +115,7 @@ def test_candidates_change_neither_tokens_nor_entries(llama: Any) -> None:
     assert results[1:] == results[:1] * 2
 
 
-def test_embeddings_in_place_of_ids(llama: Any) -> None:
+def test_embeddings_give_the_tokens_and_lengths_of_ids(llama: Any) -> None:
     ids = torch.tensor([ROWS[0]])
     given = llama.get_input_embeddings()(ids).detach()
     with larder.applied(llama, *POLICIES["keydiff"]) as run:
@@ -127,7 +127,7 @@ def test_embeddings_in_place_of_ids(llama: Any) -> None:
     assert run.cache.lengths() == lengths
 
 
-def test_a_prompt_in_chunks(llama: Any) -> None:
+def test_chunked_prompt_under_a_full_budget_equals_the_model(llama: Any) -> None:
     ids = torch.tensor([ROWS[0]])
     expected = llama.generate(ids, max_new_tokens=6, **GREEDY)
     with larder.applied(llama, "full"):
@@ -161,7 +161,7 @@ def test_an_adapter_for_each_row_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-def test_a_model_under_an_adapter() -> None:
+def test_model_with_a_peft_adapter_under_a_full_budget_equals_itself() -> None:
     peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     adapted, ids = peft.get_peft_model(tiny("llama"), settings).eval(), torch.tensor([ROWS[0]])

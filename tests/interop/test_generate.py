@@ -71,7 +71,7 @@ def test_second_turn_is_prefilled_like_a_text(llama: Any, name: str) -> None:
     assert first[1:] + second[1:] == expected.generated
 
 
-def test_a_second_turn_under_a_full_budget(llama: Any) -> None:
+def test_second_turn_under_a_full_budget_equals_the_model(llama: Any) -> None:
     cache = LarderCache(llama, "full")
     generated(llama, prompt(), 4, past_key_values=cache)
     more = torch.cat([prompt(), prompt(20, seed=1)], 1)[:, :65]
@@ -140,7 +140,7 @@ def test_a_pipeline_answers_as_the_model_does(llama: Any) -> None:
     assert evicted.cache is not None and evicted.cache.nbytes < run.cache.nbytes
 
 
-def test_sampling_and_streaming(llama: Any) -> None:
+def test_sampled_and_streamed_tokens_under_a_full_budget_equal_the_model(llama: Any) -> None:
     def sampled() -> tuple[list[int], list[int]]:
         torch.manual_seed(0)
         streamer = Recorded()
@@ -153,7 +153,7 @@ def test_sampling_and_streaming(llama: Any) -> None:
     assert expected[0] == expected[1]
 
 
-def test_stop_strings(llama: Any) -> None:
+def test_stop_strings_under_a_full_budget_equal_the_model(llama: Any) -> None:
     """generate() passes the tokenizer that they need on to the layers."""
     tokenizer = characters().tokenizer
     stop = tokenizer.decode(generated(llama, prompt(), 4)[2:])

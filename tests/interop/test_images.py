@@ -72,7 +72,7 @@ def test_policies_free_memory(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_text_alone(name: str) -> None:
+def test_text_without_images_equals_the_model(name: str) -> None:
     model, given = model_of(name), inputs_of(name, Prompt((20,)))
     expected = model.generate(**given, max_new_tokens=8, **LOGITS)
     with larder.applied(model, "full"):
@@ -80,7 +80,7 @@ def test_text_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_second_turn_with_another_image(name: str) -> None:
+def test_second_turn_with_another_image_equals_the_model(name: str) -> None:
     model, first = model_of(name), Prompt(PROMPT.parts[:3])
     whole = inputs_of(name, PROMPT)
     expected = model.generate(**whole, max_new_tokens=8, **LOGITS)
@@ -116,7 +116,7 @@ def test_blocks_do_not_split_images(schedule: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("name", [QWEN, GEMMA])
-def test_beams(name: str) -> None:
+def test_beams_with_images_equal_the_model(name: str) -> None:
     model, given = model_of(name), inputs_of(name, PROMPT)
     options = {**GREEDY, "num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 5}
     expected = model.generate(**given, **options)

@@ -111,7 +111,9 @@ def test_a_policy_acts_on_each_context_once(module: Any, tokenizer: Any) -> None
     assert 0.4 < info["larder_kv_bytes"] / info["larder_full_kv_bytes"] < 0.8
 
 
-def test_the_example_runs(seed_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_of_the_lm_eval_model_runs(
+    seed_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a few requests in place of a task, and the bundled model in place of SmolLM2."""
 
     def evaluate(lm: Any, tasks: Sequence[str]) -> None:

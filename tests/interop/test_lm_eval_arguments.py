@@ -17,7 +17,7 @@ def test_options_of_generation_are_read_as_lm_eval_writes_them() -> None:
         GenerationOptions.of({"beams": 2}, 256)
 
 
-def test_options_for_the_engine() -> None:
+def test_generation_options_are_converted_for_the_engine() -> None:
     given = {"until": ["a", ""], "max_gen_toks": 5, "do_sample": True, "top_k": 3}
     options = GenerationOptions.of(given, 256).for_engine(seed=4)
     assert (options.max_new_tokens, options.stops) == (5, ("a",))
@@ -25,7 +25,7 @@ def test_options_for_the_engine() -> None:
     assert (sampling.temperature, sampling.top_k, sampling.seed) == (1.0, 3, 4)
 
 
-def test_batch_sizes() -> None:
+def test_batch_sizes_are_numbers_or_auto() -> None:
     assert [batch_size_of(given) for given in (3, "4", "auto", "auto:2")] == [3, 4, 8, 8]
     for wrong in ("many", 0, "-1"):
         with pytest.raises(UsageError, match="batch_size must be a number of contexts or auto"):

@@ -47,7 +47,7 @@ def likelihood(model: Any, context: list[int], continuation: list[int]) -> float
     return sum(float(scores[p, t]) for p, t in zip(places, continuation, strict=True))
 
 
-def test_it_is_registered(kind: type) -> None:
+def test_model_is_registered(kind: type) -> None:
     assert fake_lm_eval.get_model("larder") is kind
 
 
@@ -85,7 +85,7 @@ WINDOWS = [
 ]
 
 
-def test_windows() -> None:
+def test_rolling_windows_hand_values() -> None:
     found = list(fake_lm_eval.get_rolling_token_windows([1, 2, 3, 4, 5], 0, 3, 2))
     assert found == [([0, 1, 2], [1, 2, 3]), ([2, 3, 4], [4, 5])]
     assert fake_lm_eval.make_disjoint_window(found[1]) == ([2, 3], [4, 5])

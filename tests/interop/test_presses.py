@@ -113,7 +113,7 @@ def test_sliding_layers_keep_their_window(models: Any) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["Gemma 3", "OLMo 3"])
-def test_models_with_a_rotary_embedding_for_each_kind_of_layer(name: str) -> None:
+def test_press_compresses_models_with_rotary_embeddings_by_layer_kind(name: str) -> None:
     model = next(family for family in families() if family.name == name).model()
     cache = LarderCache(model, kvpress=KeyNormPress(0.5))
     model(IDS, past_key_values=cache)
@@ -125,7 +125,7 @@ def test_models_with_a_rotary_embedding_for_each_kind_of_layer(name: str) -> Non
     "LinearAttentionCacheLayerMixin" not in vars(cache_utils),
     reason="this transformers holds no states of recurrent layers in its caches",
 )
-def test_a_model_without_rotary_embeddings() -> None:
+def test_press_on_a_model_without_rotary_embeddings_is_refused() -> None:
     model = next(family for family in families() if family.name == "Granite hybrid").model()
     with pytest.raises(UsageError, match=r"KeyNormPress.* reads rotary embeddings, but this Gran"):
         LarderCache(model, kvpress=KeyNormPress(0.5))
@@ -219,7 +219,7 @@ REAL = (
 @with_kvpress
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fire, which kvpress imports
 @pytest.mark.parametrize("made", REAL)
-def test_presses_of_the_package(made: str) -> None:
+def test_kvpress_presses_equal_their_own_hooks(made: str) -> None:
     import kvpress  # pyright: ignore
 
     model = tiny("llama")

@@ -52,7 +52,7 @@ def test_padded_row_equals_the_single_row(name: str, policy: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_modes_of_a_full_cache(name: str) -> None:
+def test_beams_sequences_and_a_second_turn_equal_the_model(name: str) -> None:
     """Beams, several sequences and a second turn, as with transformers' cache."""
     model, ids = model_of(name), torch.tensor([ROWS[0]])
     for options in ({"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}):

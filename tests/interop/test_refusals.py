@@ -31,12 +31,14 @@ GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_i
         ("nothing", "nothing"),
     ],
 )
-def test_policies_that_generate_cannot_run(llama: Any, policy: str, message: str) -> None:
+def test_policies_unsupported_by_generate_are_refused(
+    llama: Any, policy: str, message: str
+) -> None:
     with pytest.raises(LarderError, match=message):
         LarderCache(llama, policy)
 
 
-def test_models_that_cannot_be_attached() -> None:
+def test_training_and_compiled_models_are_refused() -> None:
     with pytest.raises(ModelError, match="eval"):
         LarderCache(tiny("llama").train(), "full")
     compiled = tiny("llama")
@@ -51,13 +53,13 @@ def test_models_that_cannot_be_attached() -> None:
     LarderCache(compiled, "full")
 
 
-def test_a_model_that_a_decoder_holds() -> None:
+def test_model_held_by_a_decoder_is_refused() -> None:
     with wrap_model(tiny("llama")) as decoder:
         with pytest.raises(ModelError, match="held by another decoder"):
             LarderCache(decoder.module, "full")
 
 
-def test_a_model_that_is_compiled_later() -> None:
+def test_model_compiled_after_attachment_is_refused() -> None:
     model = tiny("llama")
     cache = LarderCache(model, "full")
     model.compile(backend="eager")
@@ -85,7 +87,7 @@ def test_already_cached_texts_are_refused(llama: Any) -> None:
     assert torch.equal(llama.generate(whole, **options), expected)
 
 
-def test_a_cache_of_the_caller_inside_the_context(llama: Any) -> None:
+def test_callers_dynamic_cache_inside_the_context_is_refused(llama: Any) -> None:
     """It would stay empty, so that calls behind it would have forgotten the text."""
     with larder.applied(llama, "full") as run, torch.no_grad():
         with pytest.raises(UsageError, match="A DynamicCache was given inside larder.applied"):
@@ -107,7 +109,7 @@ def test_cache_filled_without_larder_is_refused(llama: Any) -> None:
             llama(IDS[:, :1], past_key_values=own)
 
 
-def test_guidance(llama: Any) -> None:
+def test_guidance_inside_the_context_is_refused(llama: Any) -> None:
     """Its logits processor keeps a cache of its own."""
     options = {**GREEDY, "max_new_tokens": 4, "guidance_scale": 1.5}
     expected = llama.generate(IDS, **options)
@@ -123,12 +125,12 @@ def test_invalid_tokenizer_is_refused(llama: Any) -> None:
         LarderCache(llama, "kvzip", 40, tokenizer="smollm2")
 
 
-def test_gradients(llama: Any) -> None:
+def test_calls_with_gradients_are_refused(llama: Any) -> None:
     with pytest.raises(ModelError, match="no_grad"):
         llama(IDS, past_key_values=LarderCache(llama, "full"))
 
 
-def test_a_cache_of_another_model(llama: Any) -> None:
+def test_cache_of_another_model_is_refused(llama: Any) -> None:
     cache, other = LarderCache(llama, "full"), tiny("llama")
     with torch.no_grad():
         with pytest.raises(ModelError, match="make one for this model"):
@@ -138,7 +140,7 @@ def test_a_cache_of_another_model(llama: Any) -> None:
             other(IDS, past_key_values=cache)
 
 
-def test_calls_that_do_not_fit(llama: Any) -> None:
+def test_calls_that_do_not_fit_the_cache_are_refused(llama: Any) -> None:
     cache = LarderCache(llama, "full")
     with torch.no_grad():
         llama(IDS, past_key_values=cache)
@@ -171,7 +173,7 @@ def test_crop_of_a_moved_window_is_refused() -> None:
         cache.crop(-2)
 
 
-def test_candidates_under_a_policy_that_evicts_at_every_step(llama: Any) -> None:
+def test_candidates_under_eviction_at_every_step_are_refused(llama: Any) -> None:
     options = {**GREEDY, "max_new_tokens": 4, "prompt_lookup_num_tokens": 3}
     with larder.applied(llama, H2O, 40), pytest.raises(UsageError, match="prefill_only"):
         llama.generate(IDS, **options)

@@ -256,7 +256,7 @@ def test_steps_are_captured_again_after_growth_that_failed_halfway(
     assert not decoder.captured.refusal and len(replayed) == 6
 
 
-def test_use_of_pages() -> None:
+def test_pages_are_used_as_configured() -> None:
     with Decoder(tiny("llama")) as decoder:
         set_pages(decoder, PageUse.AUTO)
         assert decoder.spec.arena is None
@@ -270,7 +270,7 @@ def test_use_of_pages() -> None:
         Engine.load("seed", pages="never")
 
 
-def test_an_engine_over_pages_on_a_cpu() -> None:
+def test_engine_over_pages_on_a_cpu_answers_the_same() -> None:
     engine = Engine.load("seed", dtype="float32", pages="on", policy="full")
     answer = engine.ask(engine.read(TEXT), QUESTION, max_new_tokens=8)
     engine.loaded.decoder.use_pages(None)

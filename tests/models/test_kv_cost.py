@@ -17,7 +17,9 @@ TINY = ModelShape(layers=3, hidden=64, inner=96, query_heads=4, kv_heads=2, head
 @pytest.mark.parametrize(
     "shape, entries, one, every", [(GEMMA_3_4B, 136, 5, 170), (LLAMA_3_1_8B, 128, 8, 256)]
 )
-def test_bytes_of_known_models(shape: ModelShape, entries: int, one: int, every: int) -> None:
+def test_bytes_per_token_of_known_models_hand_values(
+    shape: ModelShape, entries: int, one: int, every: int
+) -> None:
     found = [
         shape.bytes_per_token(held) for held in (KVSource.ENTRIES, KVSource.ONE, KVSource.EVERY)
     ]

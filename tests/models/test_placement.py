@@ -76,7 +76,7 @@ def test_an_offloaded_model_equals_the_same_in_memory(offload: Any, tmp_path: Pa
 
 
 @torch.no_grad()
-def test_an_offloaded_model_inside_generate(tmp_path: Path) -> None:
+def test_offloaded_model_generates_the_same_under_a_full_budget(tmp_path: Path) -> None:
     module, prompt = by_layers(tmp_path), torch.tensor([some_ids(96)])
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = module.generate(prompt, **options)
@@ -87,7 +87,7 @@ def test_an_offloaded_model_inside_generate(tmp_path: Path) -> None:
     assert 0 < cache.nbytes < LAYERS * 96 * 2 * 2 * 16 * 4
 
 
-def test_a_model_by_name_with_layers_on_a_disk(tmp_path: Path) -> None:
+def test_model_loaded_by_name_keeps_layers_on_disk(tmp_path: Path) -> None:
     tiny("qwen3", layers=LAYERS).save_pretrained(tmp_path)
     tokenizer = characters().tokenizer
     loaded = load(str(tmp_path), device_map=parts("disk"), tokenizer=tokenizer)

@@ -86,7 +86,9 @@ def quantize(request: pytest.FixtureRequest) -> Callable[[torch.dtype], Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.filterwarnings("ignore")
 @torch.no_grad()
-def test_quantized_models_under_every_way_of_use(quantize, dtype: torch.dtype) -> None:
+def test_quantized_models_run_in_generate_policies_and_the_engine(
+    quantize, dtype: torch.dtype
+) -> None:
     module = quantize(dtype)
     expected = module.generate(PROMPT, **GREEDY)
     with larder.applied(module, policy="full"):
@@ -110,7 +112,7 @@ def test_quantized_models_under_every_way_of_use(quantize, dtype: torch.dtype) -
 
 @pytest.mark.filterwarnings("ignore")
 @torch.no_grad()
-def test_the_matrix_of_a_quantized_module(quantize) -> None:
+def test_matrix_of_a_quantized_module_approximates_its_weight(quantize) -> None:
     module, plain = quantize(torch.float32), bundled(torch.float32)
     pairs = zip(module.model.layers, plain.model.layers, strict=True)
     for layer, own in pairs:

@@ -221,7 +221,7 @@ def test_a_model_without_attention_is_refused() -> None:
         wrap_model(Mamba2ForCausalLM(config))
 
 
-def test_states_in_bfloat16() -> None:
+def test_restored_bfloat16_states_continue_identically() -> None:
     decoder = wrap_model(HYBRIDS["Falcon-H1"].model(torch.bfloat16))
     dtypes = {tensor.name.partition(".")[0]: tensor.dtype for tensor in decoder.spec.recurrent}
     assert dtypes["conv"] is torch.bfloat16
@@ -234,7 +234,7 @@ def test_states_in_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("kind", ["linear_attention", "mamba"])
-def test_transformers_without_caches_of_recurrent_states(
+def test_transformers_without_recurrent_caches_is_refused(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.delattr(cache_utils, "LinearAttentionCacheLayerMixin")

@@ -59,7 +59,7 @@ def refused(module: Any, reason: str) -> None:
     assert module.config._attn_implementation == former
 
 
-def test_an_argument_of_attention_that_is_not_known() -> None:
+def test_unknown_attention_argument_is_refused() -> None:
     sides = (torch.zeros(1, 1, 2, 4),) * 3
     with pytest.raises(ModelError, match="'positional_bias', which Larder does not support"):
         attend(nn.Linear(1, 1), *sides, larder=AttentionProbe(), positional_bias=1.0)
@@ -119,7 +119,7 @@ def test_dropout_is_not_silently_left_out() -> None:
             read_on(decoder, SequenceCache(decoder.spec, "ragged"), some_ids(4), 4)
 
 
-def test_a_call_without_larder(architecture) -> None:
+def test_call_without_a_forward_batch_is_refused(architecture) -> None:
     with Decoder(tiny(architecture)) as decoder:
         with pytest.raises(ModelError, match="called without a forward batch"):
             own_logits(decoder.module, some_ids(4))
@@ -149,13 +149,13 @@ def entry(**rope: Any) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_rope_that_changes_with_length(tmp_path) -> None:
+def test_dynamic_rope_is_refused(tmp_path) -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64}
     with pytest.raises(ModelError, match="RoPE is 'dynamic'"):
         load(saved(tmp_path, **entry(**rope)))
 
 
-def test_a_long_rope_without_its_length() -> None:
+def test_longrope_without_an_original_length_is_refused() -> None:
     config = a_config()
     config.rope_parameters = {"rope_type": "longrope"}
     with pytest.raises(ModelError, match="set original_max_position_embeddings"):
@@ -237,7 +237,7 @@ def test_meta_devices_are_refused(device: str) -> None:
         load(device=device)
 
 
-def test_devices_of_a_package_that_is_missing() -> None:
+def test_device_of_a_missing_package_is_refused() -> None:
     with pytest.raises(ModelError, match="device hpu cannot be used: No module"):
         load(device="hpu")
 
@@ -266,7 +266,7 @@ def test_unverified_attention_kinds_are_refused(kinds, windows, reason) -> None:
         check_attention_kinds(config, layers_with(*windows))
 
 
-def test_a_chunk_without_named_kinds() -> None:
+def test_chunk_size_without_attention_kinds_is_refused() -> None:
     config = a_config()
     config.attention_chunk_size = 32
     with pytest.raises(ModelError, match="chunks of 32 tokens"):

@@ -111,7 +111,7 @@ def test_saved_cache_is_restored_to_the_devices_of_its_layers(device: SecondDevi
 
 @pytest.mark.extended
 @torch.no_grad()
-def test_a_spread_model_inside_generate(device: SecondDevice) -> None:
+def test_spread_model_generates_the_same_under_a_full_budget(device: SecondDevice) -> None:
     module, prompt = spread(device), torch.tensor([[n % 90 + 3 for n in range(96)]])
     options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = tiny("qwen3", layers=LAYERS).generate(prompt, **options)

@@ -121,7 +121,7 @@ def test_quantized_weights_have_their_own_tolerance() -> None:
     assert fingerprint(quantized(8)) != fingerprint(quantized(8, seed=1))
 
 
-def test_quantized_weights_that_depend_on_later_tokens() -> None:
+def test_verification_names_quantized_weights_that_depend_on_later_tokens() -> None:
     told = refusal(quantized(bits=3))
     assert "The part that differs: quantized weights: its own logits" in told
     assert "tolerance 0.15 in torch.float32" in told

@@ -73,7 +73,7 @@ def test_memory_check_detects_a_whole_matrix():
     assert largest.numbers >= 2 * 400 * 500
 
 
-def test_large_logits_and_bfloat16_keys():
+def test_columns_of_large_logits_and_bfloat16_keys_equal_the_reference():
     queries, keys, starts, owned = case(3, [9, 4], 2, 5)
     stored = keys.bfloat16()
     result = columns("max", queries * 1e4, stored, starts, owned, SCALING, group=GroupReduction.MAX)

@@ -61,7 +61,7 @@ def test_full_coverage_is_exact() -> None:
     torch.testing.assert_close(lse, sums, atol=1e-4, rtol=1e-4)
 
 
-def test_hand_values() -> None:
+def test_chosen_lines_hand_values() -> None:
     weights = torch.tensor([[[1.0, 0.0, 0.0], [0.875, 0.125, 0.0], [0.5, 0.25, 0.25]]])
     distances = torch.tensor([[0, -1, -2], [1, 0, -1], [2, 1, 0]])
     # Distance 0: 1 + .125 + .25 of 3, .458. Key 0 brings .875 + .5, distance 1 .875 + .25: the key

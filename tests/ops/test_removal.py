@@ -155,7 +155,7 @@ def test_large_storages_are_moved_with_any_threads(threads):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_nothing_and_everything_removed(form):
+def test_removal_of_nothing_or_everything_changes_no_row(form):
     starts, counts, rows = layout([4, 0, 3], [1, 2, 0])
     for kept, new_lengths in ((torch.arange(7), (4, 0, 3)), (torch.arange(0), (0, 0, 0))):
         tensors, columns = storages(rows, torch.float32)

@@ -126,7 +126,7 @@ def test_parallel_contexts_are_order_independent(decoder: Decoder) -> None:
     assert torch.equal(logits(decoder, copy), logits(decoder, one))
 
 
-def test_without_a_prefix_or_a_suffix(decoder: Decoder) -> None:
+def test_contexts_without_a_prefix_or_suffix_are_supported(decoder: Decoder) -> None:
     text = ContextText((), (ONE, TWO), ())
     for spelling in ("blended(recompute=1.0) > unlimited()", "ape"):
         cache, reuse = read(decoder, spelling, text)

@@ -36,7 +36,7 @@ def test_index_equals_its_reference(best: int, span: int, count: int) -> None:
     assert found == loop.chosen(rows, places, best, span, count)
 
 
-def test_hand_values() -> None:
+def test_ranked_positions_hand_values() -> None:
     """Of positions with a vote each the larger product comes first, but two votes come before."""
     rows = [[0.0] * 4 + [1.0] + [0.0] * 4 + [2.0], [0.0] * 4 + [1.0] + [0.0] * 5]
     places = [list(range(10))]

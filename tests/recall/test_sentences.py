@@ -102,7 +102,7 @@ def test_sentence_starts_after_a_prefilled_text() -> None:
         assert index.find(tier.queries(), tier.entries(), 2).attends_all == is_whole
 
 
-def test_hand_values() -> None:
+def test_sentence_ranking_hand_values() -> None:
     """Sentences (1, 0), (1, 0) and (0, 3): their mean keys are (1, 0) and (0, 3)."""
     layer = a_layer(kv_heads=1, group=1)
     keys = torch.zeros(3, layer.head_dim)
