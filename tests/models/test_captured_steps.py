@@ -170,13 +170,13 @@ def test_tokens_outside_the_vocabulary_are_refused(decoder) -> None:
 
 
 def test_a_step_that_cannot_be_captured_runs_layer_by_layer(decoder) -> None:
-    class Refusing:
+    class FailingCapture:
         def capture(self, call: Any) -> Any:
             raise RuntimeError("operation not permitted when stream is capturing")
 
     twins = some_caches(decoder)
     expected = [step(decoder, twins, token) for token in range(20, 24)]
-    decoder.use_pages(decoder.spec.arena, Refusing())
+    decoder.use_pages(decoder.spec.arena, FailingCapture())
     caches = some_caches(decoder)
     got = [step(decoder, caches, token) for token in range(20, 24)]
     torch.testing.assert_close(torch.cat(got), torch.cat(expected), atol=1e-5, rtol=0)

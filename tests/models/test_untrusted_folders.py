@@ -32,13 +32,13 @@ def not_a_pickle(folder: Path) -> None:
 
 
 def a_pickle_that_runs_code(folder: Path) -> None:
-    class Harm:
+    class CreateFileOnLoad:
         def __reduce__(self) -> tuple[Any, ...]:
             return Path.touch, (folder / "harmed",)
 
     (folder / "model.safetensors").unlink()
     with (folder / "pytorch_model.bin").open("wb") as file:
-        pickle.dump({"weight": Harm()}, file)
+        pickle.dump({"weight": CreateFileOnLoad()}, file)
 
 
 def cut_off(folder: Path) -> None:

@@ -37,7 +37,7 @@ SHARED_POOL = (
 THRESHOLDS = ("threshold", "fixed_threshold")
 
 
-class Witness(PeakMemoryMeter):
+class PeakEntriesMeter(PeakMemoryMeter):
     """A meter that remembers the highest of each cache, layer by layer of every pass."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Witness(PeakMemoryMeter):
         self.highest = max(self.highest, *(cache.managed_entries for cache in caches))
 
 
-class Watched(Decoder):
+class RecordingDecoder(Decoder):
     """A decoder that remembers every key and value that was appended, by its true position."""
 
     def _run(self, module: Any, rows: Any, mode: Mode, observer: Any, **options: Any) -> Any:
@@ -62,14 +62,14 @@ class Watched(Decoder):
         return super()._run(module, rows, mode, watch, **options)
 
     def remember(self, row: BatchSegment, layer: int, recorded: LayerActivations) -> None:
-        told = self.told.setdefault(id(row.cache), {})
+        appended = self.appended.setdefault(id(row.cache), {})
         keys, values = recorded.keys.clone().unbind(1), recorded.values.clone().unbind(1)
         for q, position in enumerate(recorded.positions.tolist()):
-            told[layer, position] = keys[q], values[q]
+            appended[layer, position] = keys[q], values[q]
 
 
 @dataclass(frozen=True)
-class Checked(PrefillReader):
+class CheckedReader(PrefillReader):
     """A reader that checks the sum of survivors after every settlement."""
 
     wrong: list[str] = field(default_factory=list)
@@ -94,21 +94,21 @@ class Checked(PrefillReader):
 
 
 @pytest.fixture(scope="session")
-def watched() -> Watched:
+def watched() -> RecordingDecoder:
     """Three layers of two kv heads."""
     decoder = wrap_model(tiny("qwen3", layers=3))
-    decoder.__class__ = Watched
-    decoder.told = {}
+    decoder.__class__ = RecordingDecoder
+    decoder.appended = {}
     give_gates(decoder)
     return decoder
 
 
-def a_reader(decoder: Decoder, planner: Planner, tokens: int, context: int) -> Checked:
+def a_reader(decoder: Decoder, planner: Planner, tokens: int, context: int) -> CheckedReader:
     layers = tuple(layer.index for layer in decoder.spec.managed)
     calibration = {**made_up(decoder.spec.managed), "sensitivity": SIGMA[: len(layers)]}
     quotas = planner.quotas(tokens, context, layers, calibration)
-    return Checked(
-        decoder, planner.with_calibration(calibration, layers), tokens, quotas, Witness()
+    return CheckedReader(
+        decoder, planner.with_calibration(calibration, layers), tokens, quotas, PeakEntriesMeter()
     )
 
 
@@ -131,16 +131,16 @@ def lane_for() -> Any:
     return a_lane
 
 
-def assert_true_entries(decoder: Watched, cache: SequenceCache) -> None:
+def assert_true_entries(decoder: RecordingDecoder, cache: SequenceCache) -> None:
     """Every survivor is what was appended at its position, and positions ascend."""
-    told = decoder.told[id(cache)]
+    appended = decoder.appended[id(cache)]
     for layer in decoder.spec.managed:
         entries = cache.entries(layer.index)
         for head in range(layer.kv_heads):
             positions = entries.head_positions(head).tolist()
             assert positions == sorted(set(positions))
             for row, position in enumerate(positions):
-                key, value = told[layer.index, position]
+                key, value = appended[layer.index, position]
                 assert torch.equal(entries.head_keys(head)[row], key[head])
                 assert torch.equal(entries.head_values(head)[row], value[head])
 

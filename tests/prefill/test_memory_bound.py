@@ -65,7 +65,7 @@ def test_entries_never_exceed_budget_and_block(
     planner = Planner(Protect(sinks, recent), scorer, budget, Drop())
     reader = reader_for(watched, planner, tokens, length)
     built_lanes = [lane_for(watched, planner, episode=some_ids(4, seed=n)) for n in range(lanes)]
-    watched.told.clear()
+    watched.appended.clear()
     KINDS[kind](block).read(reader, built_lanes, some_ids(length), no_progress)
 
     heads = sum(layer.kv_heads for layer in watched.spec.managed)

@@ -113,7 +113,7 @@ def test_whole_prefill_is_independent_of_its_blocks(
         monkeypatch.setattr(whole_module, "BLOCK_TOKENS", piece)
         planner = planner_of(sentence)
         lane, reader = lane_for(watched, planner), reader_for(watched, planner, 14, 50)
-        watched.told.clear()
+        watched.appended.clear()
         Whole().read(reader, [lane], some_ids(50), no_progress)
         true_entries(watched, lane.cache)
         assert lane.cache.managed_entries == 14 * 2 * 3

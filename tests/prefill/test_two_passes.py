@@ -70,7 +70,7 @@ def test_calibrated_heads_search_up_to_their_deepest_layer(monkeypatch) -> None:
     """Of eight kv heads the two best, head 1 of layer 0 and head 0 of layer 2, are asked."""
     searched = list[frozenset[int]]()
 
-    class Watched(two_passes.TokenSearch):
+    class RecordingSearch(two_passes.TokenSearch):
         def __init__(self, reader, lane, ids, layers, scoring) -> None:
             searched.append(layers)
             super().__init__(reader, lane, ids, layers, scoring)
@@ -82,7 +82,7 @@ def test_calibrated_heads_search_up_to_their_deepest_layer(monkeypatch) -> None:
             return self.own
 
     found = list[torch.Tensor]()
-    monkeypatch.setattr(two_passes, "TokenSearch", Watched)
+    monkeypatch.setattr(two_passes, "TokenSearch", RecordingSearch)
     ids, decoder = some_ids(LENGTH), decoder_of("qwen3")
     order = (0.5, 0.0, 0.25, 0.375, 0.125, 0.625, 0.75, 0.875)
     sentence = f"two_passes(layer=1, tokens=9) > {ENDS} > key_cosine({{}}) > unlimited()"
