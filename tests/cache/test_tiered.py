@@ -182,14 +182,16 @@ def test_exact_search_mode_queries_the_index(monkeypatch) -> None:
     store = a_tiered(replace(EVERYTHING, search=SearchMode.EXACT))
     filled(store)
 
-    def refuse(*args: object) -> None:
-        raise AssertionError("asked")
+    def fail_approximate(*args: object) -> None:
+        raise AssertionError("approximate search")
 
-    monkeypatch.setattr(type(store.fetcher.shared_index.index), "find", refuse)
-    with pytest.raises(AssertionError, match="asked"):
-        store.fetcher.shared_index.index.find()
-    monkeypatch.setattr(type(store.fetcher.shared_index.index), "exact", refuse)
-    with pytest.raises(AssertionError, match="asked"):
+    def fail_exact(*args: object) -> None:
+        raise AssertionError("exact search")
+
+    index = type(store.fetcher.shared_index.index)
+    monkeypatch.setattr(index, "find", fail_approximate)
+    monkeypatch.setattr(index, "exact", fail_exact)
+    with pytest.raises(AssertionError, match="exact search"):
         extend(store, draw(LAYER, 1, 40, 1))
 
 
