@@ -86,7 +86,7 @@ def section(text: str, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
-def test_a_docstring_is_complete(name: str) -> None:
+def test_docstring_is_complete(name: str) -> None:
     assert not missing_parts(name, DOCUMENTED[name])
 
 
@@ -153,7 +153,7 @@ def run_example(name: str, text: str, names: dict[str, Any]) -> doctest.TestResu
     "name", [name for name, value in CALLABLES.items() if ">>>" in (value.__doc__ or "")]
 )
 @pytest.mark.usefixtures("measured_once")
-def test_an_example_runs(
+def test_example_runs(
     name: str, names: dict[str, Any], seed_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the root of the repository; every model that is loaded by name is the bundled one."""
@@ -164,6 +164,6 @@ def test_an_example_runs(
 
 
 @pytest.mark.parametrize("text", [">>> 1 + 1\n3\n", ">>> undefined\n"])
-def test_a_wrong_example_fails(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_example_fails(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_example("wrong", text, {}).failed == 1
     assert "Failed example" in capsys.readouterr().out

@@ -44,9 +44,7 @@ def test_expected_outputs_name_existing_examples() -> None:
 
 
 @pytest.mark.extended
-def test_the_readme_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_readme_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Its Python, from the root of the repository, where its commands run too."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     first, *others = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
@@ -64,7 +62,7 @@ PAGES = ("contexts", "tutorial", "how_to/compare_methods", "how_to/add_a_scorer"
 
 @pytest.mark.extended
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_of_the_documentation_runs(
+def test_page_of_the_documentation_runs(
     page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its Python, from the root of the repository, on the bundled model whatever it names."""
@@ -91,7 +89,7 @@ def python_of(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
-def test_the_page_of_engine_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_of_engine_runs(capsys: pytest.CaptureFixture[str]) -> None:
     names = {"model": tiny("llama"), "tokenizer": characters().tokenizer}
     (code,) = python_of("python")
     exec(compile(code, "python.md", "exec"), names)
@@ -99,7 +97,7 @@ def test_the_page_of_engine_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.extended
-def test_the_page_of_generate_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_of_generate_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its block of images, which tests/interop/test_images.py has on every family."""
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: tiny("llama"))
     monkeypatch.setattr(
@@ -117,7 +115,7 @@ def test_the_page_of_generate_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.extended
-def test_the_page_of_kvpress_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_of_kvpress_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """With presses that have the interface of kvpress, which need not be installed."""
     package = ModuleType("kvpress")
     package.SnapKVPress = QueryPress  # pyright: ignore

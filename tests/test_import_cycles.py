@@ -26,7 +26,7 @@ def test_no_modules_import_each_other() -> None:
     assert import_cycle(imports) == []
 
 
-def test_a_cycle_is_found() -> None:
+def test_cycle_is_found() -> None:
     assert import_cycle({"a": {"b"}, "b": {"c"}}) == []
     cycle = import_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}})
     assert cycle[0] == cycle[-1] and set(cycle) == {"b", "c"}

@@ -129,7 +129,7 @@ def test_every_eviction_rule_has_a_reference() -> None:
     assert not missing, f"eviction without a loop in tests/references/: {', '.join(missing)}"
 
 
-def test_a_part_without_reference_is_found(tmp_path: Path) -> None:
+def test_part_without_reference_is_found(tmp_path: Path) -> None:
     family = tmp_path / "policy" / "scorers"
     references = tmp_path / "references"
     family.mkdir(parents=True)
@@ -154,7 +154,7 @@ def test_functions_stay_short() -> None:
     assert not found, f"functions over {FUNCTION_LINES} lines: {'; '.join(found)}"
 
 
-def test_a_long_function_is_found() -> None:
+def test_long_function_is_found() -> None:
     short = "def short():\n    '''" + "Why.\n" * 100 + "'''\n    return 0\n"
     long = "def long():\n" + "    x = 0\n" * FUNCTION_LINES
     assert long_functions(short + long) == ["long"]

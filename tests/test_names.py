@@ -104,7 +104,7 @@ def test_paths_that_a_page_names_exist(page: str) -> None:
     assert missing_paths(text, walk) == []
 
 
-def test_a_missing_path_is_found() -> None:
+def test_missing_path_is_found() -> None:
     page = "`ops/attention.py`, `ops/cpu/`, `ops/gone.py`, `gone/`"
     assert missing_paths(page, ["core/plan.py", "core/gone.py"]) == [
         "ops/gone.py",

@@ -28,12 +28,12 @@ def check_executed(notebook: dict[str, Any]) -> None:
     assert sum("image/png" in one.get("data", {}) for one in shown) == PICTURES
 
 
-def test_the_committed_notebook_was_executed() -> None:
+def test_committed_notebook_was_executed() -> None:
     assert NOTEBOOK.stat().st_size < MOST_BYTES
     check_executed(json.loads(NOTEBOOK.read_text(encoding="utf-8")))
 
 
-def test_a_notebook_that_was_not_executed_is_found() -> None:
+def test_notebook_that_was_not_executed_is_found() -> None:
     notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
     notebook["cells"] = [
         cell | {"execution_count": None} if cell["cell_type"] == "code" else cell
@@ -45,7 +45,7 @@ def test_a_notebook_that_was_not_executed_is_found() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-def test_the_notebook_runs() -> None:
+def test_notebook_runs() -> None:
     """With SmolLM2, in a kernel of its own; needs the packages of `make docs`."""
     nbclient = pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")

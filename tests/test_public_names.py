@@ -64,7 +64,7 @@ def test_names_are_imported_from_packages(folder: str) -> None:
     )
 
 
-def test_an_import_from_inside_a_package_is_found() -> None:
+def test_import_from_inside_a_package_is_found() -> None:
     module, name = public_names("cache")["DenseLayer"], "DenseLayer"
     assert deep_imports(f"from {module} import {name}") == [f"{module}.{name}"]
     assert not deep_imports(f"from larder.cache import {name}\nfrom larder.cache import forms")

@@ -136,7 +136,7 @@ def test_inner_functions_share_compiled_checks_only() -> None:
             function(1, factor="1")
 
 
-def test_the_first_calls_of_every_test_are_checked() -> None:
+def test_first_calls_of_every_test_are_checked() -> None:
     double = adding(2)
     for _ in range(CHECKED_CALLS - 1):
         double(1)

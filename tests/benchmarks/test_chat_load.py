@@ -93,7 +93,7 @@ def test_random_clients_are_answered(url: str, act: str) -> None:
     assert removal_status(client) in ("200", "404")
 
 
-def test_a_trace_holds_the_document_with_the_answer() -> None:
+def test_trace_holds_the_document_with_the_answer() -> None:
     trace = import_module("context_order").trace
     messages = tuple(Message("user", f"Box {n} holds key{n}.") for n in range(12))
     questions = tuple(Question(f"What does box {n} hold?", f"key{n}.") for n in range(12))

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import engine_pages
 
 
-def test_the_share_of_equal_tokens_ends_at_the_first_difference() -> None:
+def test_share_of_equal_tokens_ends_at_the_first_difference() -> None:
     assert engine_pages.equal_share([(1, 2, 3, 4)], [(1, 2, 5, 4)]) == 0.5
     assert engine_pages.equal_share([(1, 2), (3,)], [(1, 2), (3,)]) == 1.0
     assert engine_pages.equal_share([(1, 2)], [(1, 2, 3, 4)]) == 0.5

@@ -24,7 +24,7 @@ def among_peers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "file", ["kept_entries", "kept_entries_informed", "kept_entries_thresholds"]
 )
-def test_the_page_has_the_table_of_the_measured_rows(file: str) -> None:
+def test_page_has_the_table_of_the_measured_rows(file: str) -> None:
     rows = read_rows(PEERS / f"{file}.jsonl.zst")
     page = (ROOT / "docs" / "kvpress.md").read_text()
     table = list(import_module("kept_entries").table(rows))
@@ -32,7 +32,7 @@ def test_the_page_has_the_table_of_the_measured_rows(file: str) -> None:
     assert len(table) == 2 + len({row["press"] for row in rows})
 
 
-def test_a_line_has_the_mean_and_the_least_of_its_texts() -> None:
+def test_line_has_the_mean_and_the_least_of_its_texts() -> None:
     figures = [(1.0, 1.0), (0.7, 0.5), (0.4, 0.6)]
     rows = [{"press": "p", "policy": "q", "mean": m, "least": least} for m, least in figures]
     *_, line = import_module("kept_entries").table(rows)
@@ -46,13 +46,13 @@ def test_agreement_is_the_jaccard_index_of_each_head() -> None:
 
 
 @pytest.mark.parametrize("length", [1154, 1005, 97, 3])
-def test_a_press_keeps_as_many_entries_as_asked(length: int) -> None:
+def test_press_keeps_as_many_entries_as_asked(length: int) -> None:
     share = import_module("peer_worker").removed_share
     for kept in range(1, length):
         assert int(length * (1 - share(kept, length))) == kept
 
 
-def test_a_pair_is_a_policy_with_a_name_of_its_own() -> None:
+def test_pair_is_a_policy_with_a_name_of_its_own() -> None:
     pairs = import_module("_equal_pairs")
     every = [*pairs.EQUAL_PAIRS, pairs.pyramid_pair(288), *pairs.informed_pairs(575)]
     assert len({pair.peer for pair in every}) == len({pair.name for pair in every}) == len(every)

@@ -49,7 +49,7 @@ def filled(spec: ModelSpec, number: float) -> SequenceCache:
         ("needles kept, exact", [[0, 2, 3, 5], [1, 2, 3]], *[[[3, 1, 1, 3], [3, 1, 1]]] * 2),
     ],
 )
-def test_a_part_has_coded_numbers_and_entries_as_it_says(
+def test_part_has_coded_numbers_and_entries_as_it_says(
     part: str,
     positions: list[list[int]],
     keys: list[list[int]],

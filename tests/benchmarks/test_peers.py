@@ -70,7 +70,7 @@ def test_every_pair_is_a_policy_of_ours_and_has_a_name_of_its_own() -> None:
     assert len({(p.name, str(Policy.parse(p.ours))) for p in pairs}) == len({p.name for p in pairs})
 
 
-def test_a_peer_that_is_not_installed_is_told_before_anything_runs() -> None:
+def test_peer_that_is_not_installed_is_told_before_anything_runs() -> None:
     jobs, pairs = import_module("_jobs"), import_module("_pairs")
     peers = {"transformers": "5.2", "kvpress": "", "optimum-quanto": "1", "hqq": ""}
     setting = SimpleNamespace(
@@ -115,7 +115,7 @@ def side_by_side(*, left: dict[str, object], right: dict[str, object]) -> tuple[
     return pair, [*own, *peers]
 
 
-def test_the_table_gives_sizes_of_both_and_by_how_much_the_peer_is_slower() -> None:
+def test_table_gives_sizes_of_both_and_by_how_much_the_peer_is_slower() -> None:
     taken = {"kv_bytes": 3 * 2**20, "latency": {"first_token": {"p50": 0.75}}}
     pair, rows = side_by_side(
         left={**taken, "prefill_cpu_seconds": 3}, right={"prefill_cpu_seconds": 2}
@@ -129,7 +129,7 @@ def test_the_table_gives_sizes_of_both_and_by_how_much_the_peer_is_slower() -> N
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_the_table_says_why_a_pair_has_no_figures(side: str) -> None:
+def test_table_says_why_a_pair_has_no_figures(side: str) -> None:
     sides: dict[str, Any] = {"left": {}, "right": {}} | {side: {"refused": "no room | none"}}
     pair, rows = side_by_side(**sides)
     line = list(import_module("_ratios").lines([pair], rows))[2]
@@ -213,7 +213,7 @@ def found_by(options: dict[str, Any]) -> CellKey:
     return cell_key(setting.head(job))
 
 
-def test_a_worker_that_fails_is_a_result() -> None:
+def test_worker_that_fails_is_a_result() -> None:
     run = import_module("_jobs")._run
     with pytest.raises(LarderError, match="ZeroDivisionError"):
         run([import_module("sys").executable, "-c", "1/0"], [])
@@ -235,7 +235,7 @@ def test_both_sides_answer_the_same_with_the_full_cache(seed_model: Any) -> None
     assert theirs["peak_kv_bytes"] > theirs["kv_bytes"]
 
 
-def test_a_peer_has_loaded_all_it_needs_before_memory_is_watched(
+def test_peer_has_loaded_all_it_needs_before_memory_is_watched(
     seed_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker, seen = import_module("peer_worker"), list[str]()

@@ -18,7 +18,7 @@ def test_layers_may_have_different_heads(small: Explanation) -> None:
     assert (uneven.heads_per_layer, uneven.heads_total) == ((4, 1), 5)
 
 
-def test_an_episode_is_needed(small: Explanation) -> None:
+def test_episode_is_needed(small: Explanation) -> None:
     with pytest.raises(BadParameter, match="at least one episode, got none"):
         replace(small, episodes=(), answers=())
 

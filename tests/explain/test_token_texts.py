@@ -12,7 +12,7 @@ def test_pieces_begin_where_tokens_do() -> None:
     assert token_texts("Just so.", (0, 4, 7)) == ("Just", " so", ".")
 
 
-def test_a_split_character_goes_to_its_last_token() -> None:
+def test_split_character_goes_to_its_last_token() -> None:
     assert token_texts("naïve", (0, 2, 2, 3)) == ("na", "", "ï", "ve")
 
 

@@ -38,7 +38,7 @@ def test_every_kind_of_difference_is_found() -> None:
     assert differences(golden, {n: golden[n] for n in "abc"}) == ["$.d: missing"]
 
 
-def test_a_changed_value_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_value_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "FIXTURES", tmp_path)
     (tmp_path / "x.json").write_text(json.dumps({"a": 1}))
     check("x", {"a": 1})
@@ -46,7 +46,7 @@ def test_a_changed_value_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         check("x", {"a": 2})
 
 
-def test_a_listing_may_grow_but_not_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listing_may_grow_but_not_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "FIXTURES", tmp_path)
     listing = {"parts": [{"name": "a", "fields": [{"name": "x"}]}], "scorer": ["a", "b"]}
     (tmp_path / "x.json").write_text(json.dumps(listing))

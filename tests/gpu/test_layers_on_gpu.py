@@ -34,7 +34,7 @@ def spread(first: str | int = "cpu", others: str | int = 0) -> Any:
 
 @pytest.mark.parametrize("first", ["cpu", 0])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_spread_model_equals_the_same_on_one_device(policy: str, first: str | int) -> None:
+def test_spread_model_equals_the_same_on_one_device(policy: str, first: str | int) -> None:
     options: dict[str, Any] = {} if policy == "full" else {"budget": 48}
     others = 0 if first == "cpu" else "cpu"
     if first == 0:  # accelerate offloads what a map puts on the CPU beside a GPU

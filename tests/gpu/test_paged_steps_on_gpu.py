@@ -127,7 +127,7 @@ def step(decoder: Decoder, caches: list[SequenceCache], token: int) -> Tensor:
     return decoder.forward_logits(segments, Mode.APPEND, range(len(caches)))
 
 
-def test_the_gpu_has_a_fast_backend(decoder) -> None:
+def test_gpu_has_a_fast_backend(decoder) -> None:
     spec = decoder.spec
     form = spec.device, spec.dtype, spec.layers[0].head_dim, PAGE_TOKENS
     assert choose_backend(*form) is AttentionBackend.TRITON
@@ -153,7 +153,7 @@ def test_captured_steps_equal_forward_batches(decoder) -> None:
         torch.testing.assert_close(got, expected, atol=0.05, rtol=0.05)
 
 
-def test_the_decoder_stack_runs_the_layers(decoder) -> None:
+def test_decoder_stack_runs_the_layers(decoder) -> None:
     got = step(decoder, some_caches(decoder), 5)
     assert isinstance(decoder.layer_runner, StackRunner)
     assert decoder.layer_runner._stack is not None

@@ -90,7 +90,7 @@ def test_64_greedy_tokens_of_smollm2_equal_the_model() -> None:
     torch.testing.assert_close(got.logits, expected.logits, atol=1e-3, rtol=0)
 
 
-def test_a_streamer_in_another_thread_gives_the_text(bundled: tuple[Any, Any]) -> None:
+def test_streamer_in_another_thread_gives_the_text(bundled: tuple[Any, Any]) -> None:
     model, tokenizer = bundled
     ids = torch.tensor([tokenizer.encode("The key is 1234. " * 6)])
     with larder.applied(model, "snapkv", 64):
@@ -104,7 +104,7 @@ def test_a_streamer_in_another_thread_gives_the_text(bundled: tuple[Any, Any]) -
     assert text == tokenizer.decode(expected[0, ids.shape[1] :])
 
 
-def test_a_policy_that_reads_ids_refuses_embeddings(bundled: tuple[Any, Any]) -> None:
+def test_policy_that_reads_ids_refuses_embeddings(bundled: tuple[Any, Any]) -> None:
     model, tokenizer = bundled
     ids = torch.tensor([tokenizer.encode("The key is 1234. " * 20)])
     given = model.get_input_embeddings()(ids).detach()

@@ -64,7 +64,7 @@ def test_blocks_are_exited_in_any_order(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_an_error_ends_the_block(llama: Any, error: type[BaseException]) -> None:
+def test_error_ends_the_block(llama: Any, error: type[BaseException]) -> None:
     with pytest.raises(error), larder.applied(llama, "keydiff", 40) as run:
         raise error
     _generate(llama)
@@ -95,7 +95,7 @@ def test_empty_prompt_is_refused(llama: Any) -> None:
         llama.generate(torch.zeros(1, 0, dtype=torch.long), max_new_tokens=2, **GREEDY)
 
 
-def test_a_cache_is_not_pickled_but_copied(llama: Any) -> None:
+def test_cache_is_not_pickled_but_copied(llama: Any) -> None:
     cache = larder.LarderCache(llama, "keydiff", 40)
     llama.generate(IDS, past_key_values=cache, max_new_tokens=2, **GREEDY)
     with pytest.raises(UsageError, match=r"to_dynamic_cache\(\)"):

@@ -149,7 +149,7 @@ def test_chunked_prefill_under_a_policy_warns_once(llama: Any, is_own: bool) -> 
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-def test_an_adapter_for_each_row_is_refused() -> None:
+def test_adapter_for_each_row_is_refused() -> None:
     peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
     adapted = peft.get_peft_model(tiny("llama"), settings).eval()

@@ -39,7 +39,7 @@ def test_full_size_equals_transformers(model: Any, new: int) -> None:
     assert cache.full_nbytes == held_by(own)
 
 
-def test_an_empty_cache_has_no_size(llama: Any) -> None:
+def test_empty_cache_has_no_size(llama: Any) -> None:
     cache = LarderCache(llama, "snapkv", 40)
     assert (cache.nbytes, cache.full_nbytes) == (0, 0)
 

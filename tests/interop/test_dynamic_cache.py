@@ -178,7 +178,7 @@ def test_imported_model_cache_is_evicted_under_a_policy(llama: Any) -> None:
     assert set(cache.lengths()[0]) == {(24, 24)}
 
 
-def test_a_cache_of_an_engine_is_exported(llama: Any) -> None:
+def test_cache_of_an_engine_is_exported(llama: Any) -> None:
     engine = Engine(llama, characters().tokenizer, policy=SNAPKV, budget=24)
     memory = engine.read("The harbour opened in 1871, and its master was called Ida. " * 2)
     exported = dynamic_cache_of([memory.caches.activate(0)], llama.config)

@@ -126,7 +126,7 @@ class Recorded:
         pass
 
 
-def test_a_pipeline_answers_as_the_model_does(llama: Any) -> None:
+def test_pipeline_answers_as_the_model_does(llama: Any) -> None:
     tokenizer = characters().tokenizer
     pipe = pipeline("text-generation", model=llama, tokenizer=tokenizer)
     text = "the cat sat on the mat " * 10
@@ -164,7 +164,7 @@ def test_stop_strings_under_a_full_budget_equal_the_model(llama: Any) -> None:
     assert len(expected) == 4
 
 
-def test_a_copy_continues_on_its_own(llama: Any) -> None:
+def test_copy_continues_on_its_own(llama: Any) -> None:
     cache = LarderCache(llama, POLICIES["h2o"], BUDGET)
     ids = prompt()
     generated(llama, ids, 1, past_key_values=cache)

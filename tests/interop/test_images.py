@@ -138,7 +138,7 @@ def test_failed_call_leaves_the_model_unchanged() -> None:
     assert_same_answers(got, expected)
 
 
-def test_a_policy_that_reads_logits_of_images_is_refused() -> None:
+def test_policy_that_reads_logits_of_images_is_refused() -> None:
     model, given = model_of(QWEN), inputs_of(QWEN, PROMPT)
     policy = "protect(sinks=1, recent=2) > novelty() > uniform()"
     with larder.applied(model, policy, BUDGET):

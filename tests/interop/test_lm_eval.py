@@ -93,7 +93,7 @@ def test_full_cache_generation_equals_hf(module: Any, tokenizer: Any) -> None:
     assert own.generate_until(asked, True) == theirs.generate_until(asked, True)
 
 
-def test_a_policy_acts_on_each_context_once(module: Any, tokenizer: Any) -> None:
+def test_policy_acts_on_each_context_once(module: Any, tokenizer: Any) -> None:
     lm = larder_lm(module, tokenizer, KEYDIFF, budget=0.5, min_budget=8)
     got = lm.loglikelihood(instances("loglikelihood", CHOICES), True)
     engine = Engine(module, tokenizer, policy=KEYDIFF, budget=0.5)
@@ -132,7 +132,7 @@ def test_model_is_registered() -> None:
     assert get_model("larder") is LarderLM
 
 
-def test_a_context_below_what_the_policy_protects_is_refused_at_once(
+def test_context_below_what_the_policy_protects_is_refused_at_once(
     module: Any, tokenizer: Any
 ) -> None:
     lm = larder_lm(module, tokenizer, KEYDIFF, budget=0.25)

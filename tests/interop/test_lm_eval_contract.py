@@ -65,7 +65,7 @@ def test_scores_under_a_full_cache_are_those_of_the_model(kind: Any) -> None:
     assert rolling == pytest.approx([likelihood(model, [lm.prefix_token_id], encode(text))])
 
 
-def test_a_policy_acts_on_contexts_and_on_generation(kind: Any) -> None:
+def test_policy_acts_on_contexts_and_on_generation(kind: Any) -> None:
     model, tokenizer = tiny("llama"), characters().tokenizer
     lm = kind(model, KEYDIFF, tokenizer=tokenizer, budget=0.5, min_budget=8)
     lm.loglikelihood(instances("loglikelihood", CHOICES[:1]), True)

@@ -80,7 +80,7 @@ def attentions(model: Any) -> list[Any]:
     return [layer.self_attn for layer in model.model.layers]
 
 
-def test_a_ratio_of_zero_keeps_all(llama: Any) -> None:
+def test_ratio_of_zero_keeps_all(llama: Any) -> None:
     with larder.applied(llama, kvpress=QueryPress(0.0)):
         got = llama.generate(IDS, max_new_tokens=4, **GREEDY)
     assert torch.equal(got, llama.generate(IDS, max_new_tokens=4, **GREEDY))
@@ -160,7 +160,7 @@ def test_press_with_a_policy_is_refused(llama: Any, other: Any) -> None:
         (QueryPress(0.5), IDS[:, :6], "AssertionError: the prompt is shorter than the window"),
     ],
 )
-def test_a_press_that_fails_leaves_the_cache_empty(
+def test_press_that_fails_leaves_the_cache_empty(
     llama: Any, press: Any, ids: torch.Tensor, message: str
 ) -> None:
     cache = LarderCache(llama, kvpress=press)
@@ -235,7 +235,7 @@ def test_kvpress_presses_equal_their_own_hooks(made: str) -> None:
 
 @with_kvpress
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_the_guide_has_every_press() -> None:
+def test_guide_has_every_press() -> None:
     import kvpress  # pyright: ignore
 
     names = {name for name in vars(kvpress) if re.fullmatch(r"\w+Press", name)}

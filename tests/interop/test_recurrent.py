@@ -71,7 +71,7 @@ def test_beams_sequences_and_a_second_turn_equal_the_model(name: str) -> None:
 
 @pytest.mark.parametrize("after", [0, 2])
 @torch.no_grad()
-def test_a_failed_turn_is_undone(after: int) -> None:
+def test_failed_turn_is_undone(after: int) -> None:
     """The first call of the last layer fails, or one behind two blocks of the text."""
     model = model_of("LFM2")
     cached = LarderCache(model, "blockwise(tokens=4) > protect(sinks=2, recent=4) > keydiff()", 99)

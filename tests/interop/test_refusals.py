@@ -190,7 +190,7 @@ def interrupt(*args: Any) -> None:
 
 
 @pytest.mark.parametrize("ids", [IDS, IDS[:, :1]], ids=["text", "step"])
-def test_a_call_that_fails_leaves_no_trace(llama: Any, ids: Any) -> None:
+def test_call_that_fails_leaves_no_trace(llama: Any, ids: Any) -> None:
     cache, implementation = LarderCache(llama, "full"), llama.config._attn_implementation
     with torch.no_grad():
         llama(IDS, past_key_values=cache)
@@ -247,7 +247,7 @@ def test_invalid_model_is_refused() -> None:
         LarderCache(3)
 
 
-def test_a_call_without_a_cache_inside_the_context_is_warned_about_once(llama: Any) -> None:
+def test_call_without_a_cache_inside_the_context_is_warned_about_once(llama: Any) -> None:
     with larder.applied(llama, "snapkv", 40) as run, torch.no_grad():
         with pytest.warns(UserWarning, match="called without a cache inside larder.applied"):
             llama(IDS, use_cache=False)

@@ -46,7 +46,7 @@ def test_logits_equal_peft(tmp_path: Path, architecture: str, mode: AdapterMode)
 
 
 @pytest.mark.extended
-def test_an_adapter_of_the_bundled_model_is_loaded(tmp_path: Path) -> None:
+def test_adapter_of_the_bundled_model_is_loaded(tmp_path: Path) -> None:
     plain = load().decoder
     plain.release()
     save_adapter(tmp_path, plain.module)

@@ -39,7 +39,7 @@ def test_calibration_is_cached(three_layers, small, larder_home, monkeypatch) ->
     assert calibrate(three_layers, encode, names) == first
 
 
-def test_a_measurement_of_wrong_length_is_refused(three_layers, small, monkeypatch) -> None:
+def test_measurement_of_wrong_length_is_refused(three_layers, small, monkeypatch) -> None:
     for wrong in ((0.5,) * 4, (math.nan,) * 3):
         monkeypatch.setattr(SqueezeMeasurement, "measure", lambda self, d, s, wrong=wrong: wrong)
         with pytest.raises(ModelError, match=r"'squeeze' gave \d numbers where 3 finite ones"):

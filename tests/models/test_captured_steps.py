@@ -130,7 +130,7 @@ def _by_layer(seen: list[Any]) -> list[Any]:
     return [each for own in by_step for each in own] + [(0, 0, rest)]
 
 
-def test_a_step_whose_observer_fails_is_rolled_back(decoder) -> None:
+def test_step_whose_observer_fails_is_rolled_back(decoder) -> None:
     caches, twins = some_caches(decoder), some_caches(decoder)
 
     def fail(row: int, layer: int, recorded: Any) -> None:
@@ -169,7 +169,7 @@ def test_tokens_outside_the_vocabulary_are_refused(decoder) -> None:
     assert caches[0].lengths() == before
 
 
-def test_a_step_that_cannot_be_captured_runs_layer_by_layer(decoder) -> None:
+def test_step_that_cannot_be_captured_runs_layer_by_layer(decoder) -> None:
     class FailingCapture:
         def capture(self, call: Any) -> Any:
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -192,7 +192,7 @@ def test_weights_that_moved_are_captured_again(decoder) -> None:
 
 
 @pytest.mark.extended
-def test_an_arena_grows_between_captured_steps(decoder, replayed) -> None:
+def test_arena_grows_between_captured_steps(decoder, replayed) -> None:
     """Four pages at first, and wider tables later: logits are those of a large arena."""
     with Decoder(tiny("llama")) as large:
         give_pages(large, 400)
@@ -206,7 +206,7 @@ def test_an_arena_grows_between_captured_steps(decoder, replayed) -> None:
         assert torch.equal(one.entries(1).positions, other.entries(1).positions)
 
 
-def test_an_arena_grows_to_its_most_pages_only(decoder) -> None:
+def test_arena_grows_to_its_most_pages_only(decoder) -> None:
     arena = give_pages(decoder, 4, most=9)
     with pytest.raises(CacheError, match="larger num_pages"):
         some_caches(decoder, 3)

@@ -108,7 +108,7 @@ def test_many_tokens_and_other_dtypes_use_the_models_layers(runs):
     assert runs == []
 
 
-def test_the_model_keeps_its_weights_and_its_modules(runs):
+def test_model_keeps_its_weights_and_its_modules(runs):
     decoder = a_decoder()
     module = decoder.module
     before = {name: (each, each.data_ptr()) for name, each in module.state_dict().items()}

@@ -63,7 +63,7 @@ def test_bfloat16_stays_within_its_rounding(architecture, form, adopted, own) ->
 
 @pytest.mark.extended
 @pytest.mark.parametrize("form, block", [("dense", 32), ("ragged", 7)])
-def test_the_seed_model_is_exact(form, block) -> None:
+def test_seed_model_is_exact(form, block) -> None:
     decoder = load().decoder
     ids = some_ids(READ + DECODED, decoder.vocab_size)
     got = through_larder(decoder, form, ids, block)
@@ -78,7 +78,7 @@ def test_seed_model_keeps_its_rope_base(seed_model) -> None:
 
 
 @pytest.mark.extended
-def test_a_model_with_only_sliding_layers_is_exact() -> None:
+def test_model_with_only_sliding_layers_is_exact() -> None:
     from transformers import MistralForCausalLM
 
     config = tiny("mistral").config

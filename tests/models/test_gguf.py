@@ -89,7 +89,7 @@ def test_every_quantization_equals_transformers(tmp_path: Path, kind: Q) -> None
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
 
 
-def test_a_tokenizer_is_loaded_without_its_vocabulary_in_python(
+def test_tokenizer_is_loaded_without_its_vocabulary_in_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, read, parse = convert_gguf(tiny_file(tmp_path)), [], json.load
@@ -103,7 +103,7 @@ def test_a_tokenizer_is_loaded_without_its_vocabulary_in_python(
     assert "tokenizer_config.json" in read and "tokenizer.json" not in read
 
 
-def test_a_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tiny_file(tmp_path)
     loaded = load(str(file), dtype="float32")
     assert loaded.decoder.spec.dtype == torch.float32 and loaded.name == str(file)
@@ -171,7 +171,7 @@ def test_unwritable_home_is_refused(tmp_path: Path, home: Path) -> None:
         ({"amx_bf16": 1}, torch.bfloat16),
     ],
 )
-def test_the_default_dtype_follows_the_cpu(
+def test_default_dtype_follows_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, features: dict[str, Any], expected: torch.dtype
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features, raising=False)

@@ -92,7 +92,7 @@ def test_gate_that_reads_a_pass_uses_only_its_own_sequence(gated) -> None:
             torch.testing.assert_close(own, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_shared_tensor_must_be_the_same_in_all_layers(gated) -> None:
+def test_shared_tensor_must_be_the_same_in_all_layers(gated) -> None:
     gate = GATES["global_retention"]
     weights = random_weights("global_retention", gate, gated.spec)
     first, second = weights.layers
@@ -152,7 +152,7 @@ def test_files_of_another_method_are_refused(gated, name, tensors) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"nothing"])
-def test_a_damaged_file_is_refused(gated, content) -> None:
+def test_damaged_file_is_refused(gated, content) -> None:
     path = learned_file(gated.spec.fingerprint, "kvzap")
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
@@ -160,7 +160,7 @@ def test_a_damaged_file_is_refused(gated, content) -> None:
         load_learned(gated.spec, "kvzap", GATES["kvzap"])
 
 
-def test_a_policy_names_its_gate() -> None:
+def test_policy_names_its_gate() -> None:
     ridge, mlp = (
         Policy.parse(f'whole() > kvzap(form="{form}") > global()').planner
         for form in ("ridge", "mlp")
@@ -188,7 +188,7 @@ def test_fingerprints_of_a_card_are_a_list_of_strings(prints) -> None:
         Card.loads(f'{{"method": "kvzap", "fingerprints": {prints}, "metrics": {{}}}}')
 
 
-def test_a_file_with_a_nested_card_is_refused(tmp_path) -> None:
+def test_file_with_a_nested_card_is_refused(tmp_path) -> None:
     path = tmp_path / "nested.safetensors"
     save_file({"layers.0.x": torch.zeros(1)}, path, {"card": "[" * 100_000})
     with pytest.raises(ModelError, match="nested too deeply"):

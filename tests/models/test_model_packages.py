@@ -17,7 +17,7 @@ DIALOGUE = "smollm2-dialogue"
 MOST_BYTES = 2 * 2**20  # the repository stays small
 
 
-def test_the_bundled_adapter_is_intact_and_small() -> None:
+def test_bundled_adapter_is_intact_and_small() -> None:
     folder = PACKAGED_MODELS[DIALOGUE].adapter_folder(DIALOGUE)
     assert folder is not None and PACKAGED_MODELS["smollm2"].adapter_folder("smollm2") is None
     assert sum(file.stat().st_size for file in folder.iterdir()) < MOST_BYTES
@@ -30,7 +30,7 @@ def test_the_bundled_adapter_is_intact_and_small() -> None:
 
 
 @pytest.mark.parametrize("contents", [None, b"", b"damaged"])
-def test_a_damaged_adapter_is_refused(tmp_path: Path, contents: bytes | None) -> None:
+def test_damaged_adapter_is_refused(tmp_path: Path, contents: bytes | None) -> None:
     if contents is not None:
         (tmp_path / ADAPTER_WEIGHTS).write_bytes(contents)
     _, digest = PACKAGED_MODELS[DIALOGUE].adapter or ("", "")

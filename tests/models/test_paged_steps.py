@@ -215,7 +215,7 @@ def test_unpaged_step_synchronizes(decoder_over, monkeypatch) -> None:
         step(decoder, caches, 20)
 
 
-def test_a_full_arena_refuses_a_step_before_any_layer(decoder_over) -> None:
+def test_full_arena_refuses_a_step_before_any_layer(decoder_over) -> None:
     decoder = decoder_over(AttentionBackend.CPU)
     caches = some_caches(decoder, "dense")
     pages = decoder.spec.arena.pages[1]

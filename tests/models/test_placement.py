@@ -62,7 +62,7 @@ def slow(offload: Any) -> Any:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("offload", [by_layers, by_blocks, *map(slow, (on_disk, on_the_cpu))])
-def test_an_offloaded_model_equals_the_same_in_memory(offload: Any, tmp_path: Path) -> None:
+def test_offloaded_model_equals_the_same_in_memory(offload: Any, tmp_path: Path) -> None:
     module, plain = offload(tmp_path), tiny("qwen3", layers=LAYERS)
     devices = {weight.device.type for weight in module.parameters()}
     assert "meta" in devices and fingerprint(module) == fingerprint(plain)
@@ -123,7 +123,7 @@ def test_nan_weight_on_disk_is_detected(tmp_path: Path) -> None:
         ({"model.layer.0": "cpu"}, r"names 'model.layer.0', which is no part.*'model.layers.0'"),
     ],
 )
-def test_a_bad_device_map_is_named(tmp_path: Path, device_map: Any, message: str) -> None:
+def test_bad_device_map_is_named(tmp_path: Path, device_map: Any, message: str) -> None:
     tiny("qwen3", layers=2).save_pretrained(tmp_path)
     with pytest.raises(BadParameter, match=message):
         load(str(tmp_path), device_map=device_map, tokenizer=characters().tokenizer)

@@ -206,7 +206,7 @@ def test_fork_continues_prefetching(decoder, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "phi3"])
-def test_the_attention_of_each_layer_is_found(architecture) -> None:
+def test_attention_of_each_layer_is_found(architecture) -> None:
     found = attention_modules(tiny(architecture, layers=3).base_model)
     assert list(found) == [0, 1, 2]
     assert all(type(module).__name__.endswith("Attention") for module in found.values())

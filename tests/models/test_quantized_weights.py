@@ -124,7 +124,7 @@ def test_matrix_of_a_quantized_module_approximates_its_weight(quantize) -> None:
         assert (rows @ matrix.T - got(rows)).abs().max() < 0.1 * got(rows).abs().max()
 
 
-def test_the_matrix_of_a_plain_module_is_its_weight() -> None:
+def test_matrix_of_a_plain_module_is_its_weight() -> None:
     linear = nn.Linear(3, 2)
     rows = torch.empty(0, 3)
     assert linear_weight(linear, rows).data_ptr() == linear.weight.data_ptr()

@@ -123,7 +123,7 @@ def test_copy_continues_identically(
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_failed_call_changes_nothing(name: str) -> None:
+def test_failed_call_changes_nothing(name: str) -> None:
     decoder = decoder_of(name)
     cached, calm = (SequenceCache(decoder.spec, "ragged") for _ in range(2))
     for own in (cached, calm):
@@ -192,7 +192,7 @@ def test_pages_are_fetched_ahead_for_the_next_layer_with_attention(
     assert fetched == [1] * 3
 
 
-def test_a_state_of_another_model_is_not_restored() -> None:
+def test_state_of_another_model_is_not_restored() -> None:
     spec = decoder_of("LFM2").spec
     cached = SequenceCache(spec, "ragged")
     read_on(decoder_of("LFM2"), cached, IDS[:20], 20)
@@ -214,7 +214,7 @@ def test_model_that_cannot_continue_its_state_is_refused() -> None:
     assert module.config._attn_implementation == before
 
 
-def test_a_model_without_attention_is_refused() -> None:
+def test_model_without_attention_is_refused() -> None:
     sizes: dict[str, Any] = {"num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 1}
     config = Mamba2Config(vocab_size=128, hidden_size=64, num_hidden_layers=2, **sizes)
     with pytest.raises(ModelError, match="has 2 layers and none with attention"):

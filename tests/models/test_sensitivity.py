@@ -76,7 +76,7 @@ def test_no_matrix_of_all_tokens_by_all_tokens_is_held(monkeypatch) -> None:
     assert 0 < watch.largest < 512 * 512
 
 
-def test_the_first_layer_is_not_sensitive_and_later_ones_are() -> None:
+def test_first_layer_is_not_sensitive_and_later_ones_are() -> None:
     decoder = wrap_model(tiny("llama", layers=4))
     values = layer_similarities(decoder, some_ids(64), SMALL)
     assert values[0] == pytest.approx(1, abs=1e-6)
@@ -136,7 +136,7 @@ def test_sliding_layers_are_not_profiled() -> None:
     assert len(layer_similarities(decoder, some_ids(64), SMALL)) == 2
 
 
-def test_a_text_that_is_too_short_is_refused() -> None:
+def test_text_that_is_too_short_is_refused() -> None:
     with pytest.raises(BadParameter, match="needs 64 tokens, got 60"):
         layer_similarities(wrap_model(tiny("llama")), some_ids(60), SMALL)
 
@@ -182,7 +182,7 @@ def test_measurement_is_cached(counted, larder_home) -> None:
 @pytest.mark.parametrize(
     "damage", ["", "{", "[]", '{"schema": 0}', '{"schema": 1, "profile": {}}', '"\\ud800"', "null"]
 )
-def test_a_damaged_file_is_measured_again(counted, larder_home, damage) -> None:
+def test_damaged_file_is_measured_again(counted, larder_home, damage) -> None:
     decoder, names = wrap_model(tiny("llama")), frozenset({"sensitivity"})
     calibration.calibrate(decoder, encode, names)
     path = larder_home / decoder.spec.fingerprint / "sensitivity.json"

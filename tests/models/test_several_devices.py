@@ -72,7 +72,7 @@ def engines(device: SecondDevice, policy: str, architecture: str = "qwen3") -> l
     "policy",
     [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in POLICIES],
 )
-def test_a_spread_model_equals_the_same_on_one_device(device: SecondDevice, policy: str) -> None:
+def test_spread_model_equals_the_same_on_one_device(device: SecondDevice, policy: str) -> None:
     got, expected = (engine.generate(TEXT, max_new_tokens=4) for engine in engines(device, policy))
     assert (got.ids, got.kv_bytes) == (expected.ids, expected.kv_bytes)
 

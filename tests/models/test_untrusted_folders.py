@@ -130,7 +130,7 @@ def test_invalid_weight_index_is_refused(tmp_path, index) -> None:
         load(str(folder))
 
 
-def test_a_weight_map_inside_the_folder_is_read(tmp_path) -> None:
+def test_weight_map_inside_the_folder_is_read(tmp_path) -> None:
     from safetensors import safe_open
 
     folder = copied(tmp_path / "model")

@@ -156,7 +156,7 @@ def test_missing_bias_equals_zero_bias(forms, query_len, dtype):
 
 
 @by_forms
-def test_a_bias_keeps_its_precision_beside_half_precision_storage(forms):
+def test_bias_keeps_its_precision_beside_half_precision_storage(forms):
     # In bfloat16 ln(1000) would be 6.90625 and the row would stand for 998.5 others.
     keys, start = torch.zeros(1, 16, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int64)
     queries = torch.zeros(2, 1, 16, dtype=torch.bfloat16)
@@ -239,7 +239,7 @@ def test_gradients_equal_the_python_form(query_len):
     torch.testing.assert_close(queries.grad, again.grad)
 
 
-def test_a_bias_that_needs_a_gradient_gets_one():
+def test_bias_that_needs_a_gradient_gets_one():
     cached = ragged_storage(3, [9, 4], 8, torch.float32)
     bias = torch.zeros(len(cached[0])).requires_grad_()
     ragged_attention(random(4, 4, 1, 8), *cached, SCALING, bias)[0].sum().backward()

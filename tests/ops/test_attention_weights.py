@@ -185,7 +185,7 @@ def test_nan_stays_in_its_own_head(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_an_empty_cache_and_no_queries_give_zeros(form):
+def test_empty_cache_and_no_queries_give_zeros(form):
     none = torch.zeros(2, dtype=torch.int64)
     assert form(
         random(0, 4, 1, 8), torch.zeros(0, 8), none, none, 1.0, group=GroupReduction.MAX

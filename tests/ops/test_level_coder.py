@@ -91,7 +91,7 @@ def test_oversized_block_is_refused() -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 3, 4, 11, 30, -4])
-def test_a_payload_of_another_size_is_refused(cut: int) -> None:
+def test_payload_of_another_size_is_refused(cut: int) -> None:
     coder = LevelCoder(LEVELS, 2, 0.25)
     payload = coder.encoded(numbers(5, 8))
     with pytest.raises(CacheError, match="build the cache again"):

@@ -114,7 +114,7 @@ def test_kept_rows_are_moved_to_any_offset(case, data):
 
 @settings(max_examples=60)
 @given(cases(), st.data())
-def test_the_shorter_side_moves(case, data):
+def test_shorter_side_moves(case, data):
     lengths, slack, keep = case
     starts, counts, rows = layout(lengths, slack)
     kept, new_lengths = plan(keep)

@@ -78,6 +78,6 @@ def test_pooling_equals_its_reference(values: list[float], width: int) -> None:
 
 
 @pytest.mark.parametrize("pool", [running_max, running_mean])
-def test_an_even_width_is_refused(pool: object) -> None:
+def test_even_width_is_refused(pool: object) -> None:
     with pytest.raises(BadParameter, match="odd"):
         pool(torch.ones(4), 4)  # pyright: ignore

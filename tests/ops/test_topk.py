@@ -96,7 +96,7 @@ def test_kernel_is_used_for_few_evictions(gone: int, monkeypatch: pytest.MonkeyP
     assert len(taken) == (gone <= cpu_topk.MAX_REJECTED)
 
 
-def test_a_count_below_zero_keeps_nothing() -> None:
+def test_count_below_zero_keeps_nothing() -> None:
     assert top_per_head(torch.rand(6), (3, 3), -1).tolist() == []
 
 

@@ -129,7 +129,7 @@ def test_damaged_words_are_decoded_within_bounds(kept) -> None:
 
 
 @pytest.mark.extended
-def test_a_damaged_block_of_fixed_widths_is_refused() -> None:
+def test_damaged_block_of_fixed_widths_is_refused() -> None:
     numbers, tiers, deviations = a_block(70, 0.1)
     payload = coding.encoded(numbers, tiers, deviations, 0.1, Coder.WIDTHS)
     exceptions = int(payload[:4].view(np.int32)[0])

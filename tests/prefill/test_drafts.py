@@ -45,7 +45,7 @@ def test_drafts_equal_greedy_generation(watched, reader_for, lane_for, monkeypat
     assert positions == [20, 21, 22, 23, 24]
 
 
-def test_a_draft_can_answer_a_prompt(watched, reader_for, lane_for) -> None:
+def test_draft_can_answer_a_prompt(watched, reader_for, lane_for) -> None:
     module, ids, request = tiny("qwen3", layers=3), some_ids(16), some_ids(4, seed=8)
     lane = lane_for(watched)
     reader_for(watched, Policy.parse("keydiff()").planner, 40, 16).append([lane], ids)

@@ -150,7 +150,7 @@ def while_generating(slot: str) -> Iterator[str]:
     recent=st.integers(0, 3),
     context=st.integers(1, 50),
 )
-def test_the_bound_holds_at_every_step(
+def test_bound_holds_at_every_step(
     decoder, scorer, budget, compensation, timing, sinks, recent, context
 ) -> None:
     few_sinks = dict.fromkeys(

@@ -59,7 +59,7 @@ def test_peak_equals_the_held_bytes(
         assert reader.meter.peak_bytes == highest.nbytes
 
 
-def test_a_scratch_pass_counts_the_tokens_of_all_rows(watched, reader_for, lane_for) -> None:
+def test_scratch_pass_counts_the_tokens_of_all_rows(watched, reader_for, lane_for) -> None:
     planner = Policy.parse(
         'protect(sinks=0, recent=0) > patched(prompt="episode") > uniform()'
     ).planner

@@ -103,7 +103,7 @@ def test_captured_column_stays_with_its_entry(planner, watched, reader_for, lane
         assert (layer, 0, longest) in columns(lane.cache)
 
 
-def test_a_scratch_pass_records_nothing(planner, watched, lane_for) -> None:
+def test_scratch_pass_records_nothing(planner, watched, lane_for) -> None:
     cache = lane_for(watched, planner).cache
     watched.read([BatchSegment(cache, some_ids(4))], Mode.APPEND)
     before = columns(cache)

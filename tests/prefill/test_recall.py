@@ -253,7 +253,7 @@ def test_full_budget_offloads_nothing(decoder, own) -> None:
     assert cache.managed_entries <= (STAYING + LAG - 1) * HEADS * len(decoder.spec.layers)
 
 
-def test_a_block_of_one_token_and_a_question_of_one_are_exact(decoder, own, monkeypatch) -> None:
+def test_block_of_one_token_and_a_question_of_one_are_exact(decoder, own, monkeypatch) -> None:
     wanted = policy("flat", 8)
     monkeypatch.setattr(PageFetcher, "step_calls", lambda *args: pytest.fail("recalled"))
     cache = read(decoder, wanted).activate(0)

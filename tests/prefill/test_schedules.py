@@ -186,7 +186,7 @@ def test_scorer_needing_more_than_a_block_is_supported(
     assert_same(*caches)
 
 
-def test_a_short_last_chunk_does_not_outrank_the_others(watched, reader_for, lane_for) -> None:
+def test_short_last_chunk_does_not_outrank_the_others(watched, reader_for, lane_for) -> None:
     planner = planner_of("protect(sinks=0, recent=0) > reconstruct(chunk=32) > global()")
     reader, lane = reader_for(watched, planner, 26, 130), lane_for(watched)
     Whole().read(reader, [lane], some_ids(130), no_progress)

@@ -142,7 +142,7 @@ def test_observed_queries_are_unrotated() -> None:
         assert torch.allclose(store.state()["observed"], expected, atol=1e-5)
 
 
-def test_an_unknown_rotation_is_refused() -> None:
+def test_unknown_rotation_is_refused() -> None:
     with pytest.raises(CacheError, match="take a recall part that reads rotated keys"):
         A2ats().index(replace(LAYER, radians=None))
 

@@ -95,7 +95,7 @@ def test_built_tree_equals_its_reference(count, seed) -> None:
     variant=st.sampled_from(Variant),
     seed=st.integers(0, 2**31),
 )
-def test_a_search_without_limit_is_exact(lengths, variant, seed) -> None:
+def test_search_without_limit_is_exact(lengths, variant, seed) -> None:
     tier, index = grown(Dci(page=4, first=0.2, beam=10**6, variant=variant), lengths, seed)
     query = tier.queries()
     found, wanted = (s(query, tier.entries(), 5).pages for s in (index.find, index.exact))

@@ -106,7 +106,7 @@ def test_graph_is_rebuilt_after_doubling() -> None:
         assert index.state()["in_graph"].tolist() == built
 
 
-def test_a_missing_package_is_named_with_its_extra(monkeypatch) -> None:
+def test_missing_package_is_named_with_its_extra(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "usearch.index", None)
     with pytest.raises(DependencyError, match=r'pip install "larder\[graph\]"'):
         Graph().index(LAYER)

@@ -22,7 +22,7 @@ def built(part: InfiniGen, counts: tuple[int, int], seed: int = 0) -> tuple[Tier
     return tier, index
 
 
-def test_the_mean_count_loses_its_fraction() -> None:
+def test_mean_count_loses_its_fraction() -> None:
     """Two heads of which 2 and 3 entries are near the largest fetch 2."""
     rows = [[5.0, 4.5, 0.0, 0.0], [5.0, 4.5, 4.1, 0.0]]
     assert loop.number(rows, 1.0, 4) == 2

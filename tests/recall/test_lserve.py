@@ -34,7 +34,7 @@ def test_selection_is_reused_for_four_steps() -> None:
     assert found[3] != found[4] != found[8]
 
 
-def test_the_newest_page_is_always_fetched() -> None:
+def test_newest_page_is_always_fetched() -> None:
     tier, index = built(LServe(page=4, part=2, keep=100), LAYER, [(40, 40)])
     for _ in range(6):
         tier.grow((3, 2))

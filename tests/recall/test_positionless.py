@@ -58,7 +58,7 @@ def test_scores_do_not_depend_on_distance() -> None:
     assert torch.equal(*found)
 
 
-def test_an_unknown_rotation_is_refused() -> None:
+def test_unknown_rotation_is_refused() -> None:
     with pytest.raises(CacheError, match="positionless cannot undo it"):
         Positionless().index(replace(LAYER, radians=None))
 

@@ -84,7 +84,7 @@ def assert_choice(found: torch.Tensor, tier: Tier, said: list[torch.Tensor]) -> 
     assert_best(found, total, 5)
 
 
-def test_a_layer_passes_the_queries_of_a_question() -> None:
+def test_layer_passes_the_queries_of_a_question() -> None:
     spec = OffloadSpec(Rewatch(tokens=8, dense=0))
     store = TieredLayer(a_layer(2, 2), layer_options(parking=spec))
     text, question, step = draw(LAYER, 40, 0, 0), draw(LAYER, 20, 40, 1), draw(LAYER, 1, 60, 2)

@@ -94,7 +94,7 @@ def test_pending_entries_are_never_missed(tokens) -> None:
             assert fetched & set(range(done))
 
 
-def test_a_text_that_is_shorter_than_an_update_has_no_clusters() -> None:
+def test_text_that_is_shorter_than_an_update_has_no_clusters() -> None:
     tier, index = Tier(LAYER), Wave(tokens=4096).index(LAYER)
     tier.grow((1023, 400))
     index.add(tier.entries())

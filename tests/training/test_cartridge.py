@@ -232,7 +232,7 @@ def test_other_texts_and_budgets_are_refused(engine) -> None:
 
 
 @pytest.mark.extended
-def test_a_file_of_other_shapes_is_refused(engine) -> None:
+def test_file_of_other_shapes_is_refused(engine) -> None:
     learned, ids = train_cartridge(engine, TEXT, replace(SETTINGS, epochs=1), nothing)
     path = cartridge_path(engine.runtime.decoder.spec.fingerprint, ids, SLOTS)
     LearnedWeights(learned.card, learned.layers[:-1]).save(path)
@@ -282,7 +282,7 @@ def test_invalid_settings_are_refused(change) -> None:
         StudyCounts(0, 0, 0, 0)
 
 
-def test_a_path_names_tokens_and_slots() -> None:
+def test_path_names_tokens_and_slots() -> None:
     path = cartridge_path("abc", (1, 2, 3), 4)
     assert path.parent.name == "cartridges" and path.name.startswith("3-4-")
     assert path != cartridge_path("abc", (1, 23), 4) and isinstance(path, Path)

@@ -60,7 +60,7 @@ def recorded(decoder: Decoder, attention: MixedAttention) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("block", [4, 256])
-def test_a_gate_mixes_full_and_streaming_attention(decoder, monkeypatch, block) -> None:
+def test_gate_mixes_full_and_streaming_attention(decoder, monkeypatch, block) -> None:
     monkeypatch.setattr(duo_attention, "BLOCK", block)
     gates = {0: torch.tensor([0.25, 1.0]), 1: torch.tensor([0.0, 0.5])}
     found = recorded(decoder, MixedAttention(gates, sinks=2, recent=5))
@@ -140,7 +140,7 @@ def test_hidden_needles_keep_the_tokens_of_the_text() -> None:
     assert found != NeedleSettings(40, 2, 1).hidden_in(IDS, SAMPLE, 8)
 
 
-def test_the_metrics_count_passkeys_with_half_of_the_heads(decoder) -> None:
+def test_metrics_count_passkeys_with_half_of_the_heads(decoder) -> None:
     passage = Passage("text", "texts", CorpusSplit.TEST, 0, IDS, (20, 21, 25))
     layers = [{"gates": torch.tensor([0.9, 0.2])}, {"gates": torch.tensor([0.1, 0.4])}]
     with torch.no_grad():
@@ -172,7 +172,7 @@ def test_policies_use_the_latest_trained_gates(decoder, larder_home) -> None:
     assert not path.with_suffix(".json").exists()
 
 
-def test_the_shape_of_gates_is_one_number_per_kv_head(decoder) -> None:
+def test_shape_of_gates_is_one_number_per_kv_head(decoder) -> None:
     layer = decoder.spec.layers[0]
     assert SMALL.shapes(layer, 64, {}) == TrainedGates().shapes(layer, 64, {}) == {"gates": (2,)}
 

@@ -197,7 +197,7 @@ def test_shard_of_another_passage_is_regenerated(tmp_path, seed_model, adapter) 
     assert (first.read_bytes(), second.read_bytes()) == wanted
 
 
-def test_a_damaged_shard_is_refused(tmp_path, seed_model, adapter) -> None:
+def test_damaged_shard_is_refused(tmp_path, seed_model, adapter) -> None:
     settings = LabelSettings(tokens=20, passage_tokens=24)
     found = labelled(seed_model, adapter, a_corpus(tmp_path / "corpus", 1), settings)
     found.shards[0].path.write_bytes(b"no tensors")

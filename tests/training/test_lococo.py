@@ -99,7 +99,7 @@ def test_passages_too_short_to_sample_are_refused(loaded: LoadedModel, name: str
         )
 
 
-def test_a_split_of_short_passages_is_not_tested(
+def test_split_of_short_passages_is_not_tested(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter, corpus = TokenizerAdapter(loaded.tokenizer), read_corpus(None)

@@ -18,7 +18,7 @@ from larder.training import PredictiveSettings, fit_side, read_corpus, train_pre
 SETTINGS = PredictiveSettings(tokens=1500, test_tokens=300, passage_tokens=300)
 
 
-def test_the_fit_is_damped_least_squares_and_its_components_are_uncorrelated() -> None:
+def test_fit_is_damped_least_squares_and_its_components_are_uncorrelated() -> None:
     source = np.random.default_rng(0)
     inputs, noise = source.normal(size=(400, 5)) + 2, source.normal(size=(400, 3)) * [1, 2, 0.5]
     numbers = inputs @ source.normal(size=(5, 3)) + noise + 7

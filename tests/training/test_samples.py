@@ -88,7 +88,7 @@ def test_context_too_small_for_any_task_is_refused(tokenizer):
         mixer.draw(Random(0), 64)
 
 
-def test_the_recipe_parses_and_its_shares_are_positive():
+def test_recipe_parses_and_its_shares_are_positive():
     recipe = Recipe.read()
     assert all(each.share > 0 and 0 <= each.asked < 1 for each in recipe.ingredients)
     assert [phase.context for phase in recipe.phases] == sorted(p.context for p in recipe.phases)
