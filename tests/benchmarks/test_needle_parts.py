@@ -10,8 +10,7 @@ import torch
 
 from builders import a_layer, a_spec
 from larder.cache import SequenceCache
-from larder.core import Plan
-from larder.core.spec import ModelSpec
+from larder.core import ModelSpec, Plan
 
 ROOT = Path(__file__).parents[2]
 TOKENS = 6

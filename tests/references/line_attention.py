@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 Pair = tuple[int, int]
 Line = tuple[int, int]  # 0 and a key, or 1 and a distance
@@ -20,23 +20,31 @@ def lines_of(positions: Sequence[int], places: Sequence[int]) -> dict[Line, set[
     return lines
 
 
-def chosen(
+def is_chosen(
+    found: Collection[Line],
     weights: Sequence[Sequence[float]],
     positions: Sequence[int],
     places: Sequence[int],
     coverage: float,
-) -> list[Line]:
-    """Lines in order of choice: distance 0, then those of most weight that is not covered."""
+) -> bool:
+    """True if lines are distance 0, then those of most weight that is not covered, until all needed
+    weight is; lines whose weights differ by rounding stand for each other."""
     lines = lines_of(positions, places)
-    covered: set[Pair] = set()
-    taken: list[Line] = []
-    total = sum(map(sum, weights))
+    covered, left = set(lines[1, 0]), set(found) - {(1, 0)}
+    tolerance = 1e-5 * sum(map(sum, weights))
+    needed = coverage * sum(map(sum, weights))
+    while sum(weights[q][s] for q, s in covered) < needed - tolerance:
+        gains = gains_of(lines, weights, covered)
+        best = max(left, key=gains.__getitem__, default=None)
+        if best is None or gains[best] < max(gains.values()) - tolerance:
+            return False
+        left.remove(best)
+        covered |= lines[best]
+    return (1, 0) in found and not left
 
-    def gain(line: Line) -> float:
-        return sum(weights[q][s] for q, s in lines[line] - covered)
 
-    while sum(weights[q][s] for q, s in covered) < coverage * total * (1 - 1e-6):
-        rest = [line for line in lines if line not in taken]
-        taken.append(max(rest, key=gain) if taken else (1, 0))
-        covered |= lines[taken[-1]]
-    return taken
+def gains_of(
+    lines: Mapping[Line, set[Pair]], weights: Sequence[Sequence[float]], covered: set[Pair]
+) -> dict[Line, float]:
+    """Weight of the pairs of each line that are not covered."""
+    return {line: sum(weights[q][s] for q, s in pairs - covered) for line, pairs in lines.items()}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from builders import RADIANS, a_layer, a_spec, draw
 from larder.cache import KvtcTables, NewTokens, PrincipalSide, SequenceCache, tables_path
-from larder.core import CacheError, Damaged, Mode, Plan
+from larder.core import Damaged, MissingWeights, Mode, Plan
 from larder.models import Card
 from larder.ops import AllocationTable, group_errors
 from larder.store import codec_named, decode_state, encode_state, state_nbytes
@@ -141,7 +141,7 @@ def test_model_without_components_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LARDER_HOME", str(tmp_path))
-    with pytest.raises(CacheError, match="larder train kvtc"):
+    with pytest.raises(MissingWeights, match="larder train kvtc"):
         codec_named("kvtc").check_model("f" * 32)
 
 

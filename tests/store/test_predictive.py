@@ -13,7 +13,7 @@ from torch import Tensor
 from builders import RADIANS, a_layer, a_spec, draw
 from cache_stores import same_bits
 from larder.cache import NewTokens, PredictiveTables, SequenceCache, SidePrediction, tables_path
-from larder.core import CacheError, Damaged, Mode, ModelSpec, Plan
+from larder.core import Damaged, MissingWeights, Mode, ModelSpec, Plan
 from larder.models import Card
 from larder.ops import rotate
 from larder.store import (
@@ -194,7 +194,7 @@ def test_layers_of_other_forms_keep_the_shape_of_their_positions(
 
 def test_models_without_predictions_are_coded_layer_by_layer() -> None:
     spec = replace(SPEC, fingerprint="e" * 32)
-    with pytest.raises(CacheError, match="larder train predictive"):
+    with pytest.raises(MissingWeights, match="larder train predictive"):
         codec_named("predictive").check_model(spec.fingerprint)
     told = saved(a_cache(spec=spec))[1]
     assert told and not any("stack" in how for how in told.values())
@@ -254,13 +254,13 @@ def test_stacks_with_wrong_metadata_or_missing_tensors_are_refused(
         decode_state(tensors, half, room)
 
 
-def test_damaged_predictions_file_raises_cache_error(tables: PredictiveTables) -> None:
+def test_damaged_predictions_file_raises_missing_weights(tables: PredictiveTables) -> None:
     path = tables_path(SPEC.fingerprint, "predictive")
     path.write_bytes(b"no tensors")
-    with pytest.raises(CacheError, match="no predictions"):
+    with pytest.raises(MissingWeights, match="no predictions"):
         PredictiveTables.load(SPEC.fingerprint)
     save_file({"0.radians": torch.zeros(3)}, path)
-    with pytest.raises(CacheError, match="no predictions"):
+    with pytest.raises(MissingWeights, match="no predictions"):
         PredictiveTables.load(SPEC.fingerprint)
 
 

@@ -118,7 +118,7 @@ class SessionBackend(ABC):
         return min(SHORT_TAIL_TOKENS, job.session.serving.block)
 
     def step_tail_tokens(self, job: RequestState) -> int:
-        """Most tokens of several ends of prompts that one decode step reads."""
+        """Most tokens of several ends of prompts that one decode step reads in place of a block."""
         return self.tail_tokens(job)
 
     @abstractmethod

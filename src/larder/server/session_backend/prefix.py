@@ -223,8 +223,7 @@ class PrefixBackend(SessionBackend):
         job.prefill.scored_len = max(scored, start + 1 + len(block))
 
     def restart_prefill(self, job: RequestState) -> None:
-        session = job.session
-        residency = session.residency
+        session, residency = job.session, job.session.residency
         residency.resident_caches = self._caches(session, session.serving.empty_cache())
         residency.cached_ids = array(TOKEN_TYPECODE)
         residency.settled_tokens = 0
@@ -247,7 +246,6 @@ class PrefixBackend(SessionBackend):
         return min(super().tail_tokens(job), self._limit(job))
 
     def step_tail_tokens(self, job: RequestState) -> int:
-        """As many as a block may have, in whose place they are read."""
         return self._limit(job)
 
     def step_tokens(self, job: RequestState) -> int:
