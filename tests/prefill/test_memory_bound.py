@@ -20,7 +20,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "lookahead": {"tokens": 3, "kernel": 3},
     "positions_first": {"tokens": 4},
     **dict.fromkeys(("sinks_and_window", "lagkv", "expected", "capkv", "curdkv"), {"sinks": 2}),
-    "morph": {"window": 2},
+    **dict.fromkeys(("morph", "recent_attention"), {"window": 2}),
 }
 
 

@@ -88,7 +88,9 @@ def test_steps_attend_to_at_most_the_budget(decoder, budget, lag, context, steps
     counts = counts_of_steps(
         decoder, Policy.parse(sentence).with_sizes(budget, None), context, steps
     )
-    assert 0 < max(counts) <= budget
+    # Where nothing is offloaded, all layers attend in one call, which observes nothing.
+    assert counts or context + 3 + steps <= budget
+    assert all(0 < count <= budget for count in counts)
 
 
 def test_icecache_attends_to_the_budget_of_its_paper(decoder) -> None:

@@ -191,7 +191,7 @@ def test_valid_name_is_accepted_by_every_endpoint_and_the_store(
     assert client.delete(session_path(name)).json()["deleted"] is True
     assert client.post(session_path(name, "/import"), content=file).json()["id"] == name
     kept = store.sessions.export(store.sessions.head(LOCAL, other))
-    client.delete(at(other))
+    client.delete(session_path(other))
     assert store.sessions.import_file(kept, LOCAL, other).name == other
     for each in {name, other, fork}:
         assert client.delete(session_path(each)).status_code == 200

@@ -192,8 +192,8 @@ def stored_sender(store: Store, principal: str, name: str, receiver: ModelIdenti
     senders = stored_senders(store, principal, name)
     if not senders:
         raise UsageError(
-            f"The store has nothing that {name} shares: read the texts with it first, with "
-            f"--model {name} --keep --share-layer LAYER."
+            f"The store has nothing that {name} shares: read the texts with it first, and keep "
+            "them with the states before a layer (share_layer)."
         )
     others = [one for one in senders if one.identity.differences(receiver)]
     chosen = (others or senders)[-1]

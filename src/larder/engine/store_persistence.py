@@ -224,7 +224,7 @@ def check_shared_policy(policy: Policy) -> None:
     if str(policy) != str(parsed_policy("full")):
         raise UsageError(
             f"A saved cache serves another model under the policy full, which keeps all of a text, "
-            f"but this is {policy}: take --policy full, or give the text as a --context."
+            f"but this is {policy}: take full, or give the text as a context."
         )
 
 

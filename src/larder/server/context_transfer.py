@@ -66,14 +66,14 @@ class ContextTransfer:
         """
         if self.receiver not in names or self.sender not in names or self.receiver == self.sender:
             raise UsageError(
-                f"--reuse-contexts {self.receiver}={self.sender}:... needs two models that are "
-                f"served here, which are {', '.join(names)}: add --adapter NAME=FOLDER, or name "
+                f"Reuse of contexts {self.receiver}={self.sender}:... needs two models that are "
+                f"served here, which are {', '.join(names)}: serve an adapter beside them, or name "
                 "two of these."
             )
         if not policy.schedule.takes_reused_chunks:
             raise UsageError(
-                f"--reuse-contexts does not go with {policy}, which reads contexts as one text, or "
-                "keeps what it makes of them as exact: take cacheblend or ape."
+                f"Contexts of another model do not go with {policy}, which reads contexts as one "
+                "text, or keeps what it makes of them as exact: take cacheblend or ape."
             )
 
     def connect(self, cores: Mapping[str, EngineCore]) -> None:
