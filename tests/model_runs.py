@@ -13,6 +13,7 @@ from larder.core import Mode
 from larder.models import BatchSegment, Decoder
 from larder.prefill import PrefillReader, PrefillSequence
 from larder.session import ModelRuntime, TokenizerAdapter
+from tiny_models import tiny
 
 
 def some_ids(count: int, vocabulary: int = 128, seed: int = 0) -> tuple[int, ...]:
@@ -76,3 +77,13 @@ def id_runtime(
 ) -> ModelRuntime:
     """Runtime for policies over token ids, with calibration and sets of tokens."""
     return ModelRuntime(decoder, IdTokenizer(**sets), no_embedder, lambda names: calibration or {})
+
+
+def similar_decoders() -> tuple[Decoder, Decoder]:
+    """A model and one whose weights are a little different."""
+    one, other = tiny("qwen3", layers=4), tiny("qwen3", layers=4)
+    source = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=source)
+    return Decoder(one), Decoder(other)

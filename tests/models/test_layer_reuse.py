@@ -18,7 +18,7 @@ from larder.models import (
     recorded_states,
     share_reading,
 )
-from model_runs import some_ids
+from model_runs import similar_decoders, some_ids
 from tiny_models import tiny
 
 IDS, BEHIND = some_ids(18, seed=1), some_ids(9, seed=2)
@@ -26,13 +26,7 @@ IDS, BEHIND = some_ids(18, seed=1), some_ids(9, seed=2)
 
 @pytest.fixture(scope="module")
 def pair() -> tuple[Decoder, Decoder]:
-    """A model and one whose weights are a little different."""
-    one, other = tiny("qwen3", layers=4), tiny("qwen3", layers=4)
-    source = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for weight in other.parameters():
-            weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=source)
-    return Decoder(one), Decoder(other)
+    return similar_decoders()
 
 
 def own_reading(decoder: Decoder) -> ChunkEntries:

@@ -17,21 +17,14 @@ from larder.prefill import (
     SenderChunks,
     Whole,
 )
-from model_runs import some_ids
-from tiny_models import tiny
+from model_runs import similar_decoders, some_ids
 
 PREFIX, TEXT = some_ids(5, seed=1), some_ids(13, seed=2)
 
 
 @pytest.fixture(scope="module")
 def pair() -> tuple[Decoder, Decoder]:
-    """A model and one whose weights are a little different."""
-    one, other = tiny("qwen3", layers=4), tiny("qwen3", layers=4)
-    source = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for weight in other.parameters():
-            weight += 0.1 * weight.std() * torch.randn(weight.shape, generator=source)
-    return Decoder(one), Decoder(other)
+    return similar_decoders()
 
 
 def sent(sender: Decoder, layers: tuple[int, ...] = (2,)) -> SenderChunks:
