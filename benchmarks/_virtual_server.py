@@ -9,6 +9,7 @@ from larder.engine import Engine
 from larder.server import (
     ChatMessage,
     DiskTier,
+    EngineOptions,
     HostMoveRates,
     Listener,
     Report,
@@ -79,7 +80,8 @@ class VirtualServer:
 
     Args:
         budgets: capacity of device and host memory.
-        eviction, scheduling, persistence, disk: as in `LocalEngineClient`.
+        eviction, scheduling: as in `EngineOptions`.
+        persistence, disk: as in `LocalEngineClient`.
     """
 
     def __init__(
@@ -94,16 +96,16 @@ class VirtualServer:
         self.clock = VirtualClock()
         self.core = LoadingCore(
             engine or Engine(open_model(MODEL), policy="full"),
-            budgets,
-            eviction,
-            64,
-            1024,
+            EngineOptions(
+                budgets,
+                eviction,
+                prefill_chunk=BLOCK_TOKENS,
+                scheduling=scheduling,
+                clock=self.clock,
+            ),
             persistence or SessionPersistence(),
             disk or PrefillTimes(),
-            self.clock,
             lambda: None,
-            prefill_chunk=BLOCK_TOKENS,
-            scheduling=scheduling,
         )
 
     def submit(self, request: Request) -> Answer:

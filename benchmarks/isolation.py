@@ -36,6 +36,7 @@ from larder.models import load
 from larder.server import (
     ApiError,
     ChatMessage,
+    EngineOptions,
     LocalEngineClient,
     Report,
     Request,
@@ -158,7 +159,9 @@ def run(model: str, count: int, folder: Path) -> list[dict[str, Any]]:
     engine = Engine(load(model), policy="full")
     store = Store(str(folder / "blobs"), folder)
     persistence = StoreSessionPersistence(store, engine.loaded.decoder.spec)
-    hub = LocalEngineClient(engine, ByteBudgets({Tier.DEVICE: 64 << 20}), persistence=persistence)
+    hub = LocalEngineClient(
+        engine, EngineOptions(ByteBudgets({Tier.DEVICE: 64 << 20})), persistence=persistence
+    )
     audit = TenantTimingProbe(hub, source)
     try:
         for arm in ARMS:  # warm-up

@@ -14,6 +14,7 @@ from larder.models import LoadedModel, wrap_model
 from larder.server import (
     ChatMessage,
     DiskTier,
+    EngineOptions,
     Report,
     Request,
     SchedulingPolicy,
@@ -147,17 +148,19 @@ class Served:
         times, self.news = count(1_700_000_000), Event()
         self.core = LoadingCore(
             engine,
-            budgets,
-            eviction,
-            rows,
-            64,
+            EngineOptions(
+                budgets,
+                eviction,
+                rows,
+                waiting=64,
+                prefill_chunk=prefill_chunk,
+                scheduling=scheduling,
+                inter_token_seconds=inter_token_seconds,
+                clock=clock or (lambda: float(next(times))),
+            ),
             persistence or SessionPersistence(),
             disk or DiskTier(),
-            clock or (lambda: float(next(times))),
             self.news.set,
-            prefill_chunk=prefill_chunk,
-            scheduling=scheduling,
-            inter_token_seconds=inter_token_seconds,
         )
 
     def submit(

@@ -13,7 +13,14 @@ import pytest
 from larder import Engine
 from larder.core import StoreError, StoreSlow
 from larder.models import LoadedModel
-from larder.server import ChatMessage, LocalEngineClient, Report, Request, StoreSessionPersistence
+from larder.server import (
+    ChatMessage,
+    EngineOptions,
+    LocalEngineClient,
+    Report,
+    Request,
+    StoreSessionPersistence,
+)
 from larder.store import ByteBudgets, Store, Tier, blob_path
 from server_core import Client
 
@@ -64,7 +71,9 @@ def hub_in(
     budget, block = (None, None) if policy == "full" else ("32", 16)
     engine = Engine(loaded, policy=policy, budget=budget, block=block)
     budgets = ByteBudgets({} if host is None else {Tier.HOST: host})
-    with closing(LocalEngineClient(engine, budgets, persistence=keeper_in(folder, loaded))) as hub:
+    with closing(
+        LocalEngineClient(engine, EngineOptions(budgets), persistence=keeper_in(folder, loaded))
+    ) as hub:
         yield hub
 
 

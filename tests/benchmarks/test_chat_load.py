@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 
 from larder.core import Conversation, Message, Question
-from larder.server import ApiKeyAuth, Archive, EmbedderQueue, HttpSettings, Principal, create_app
+from larder.server import (
+    ApiKeyAuth,
+    Archive,
+    EmbedderQueue,
+    EngineOptions,
+    HttpSettings,
+    Principal,
+    create_app,
+)
 from server.http.running_server import listening
 from server.http.scripted_model import served
 from topic_embedder import TopicEmbedder
@@ -30,7 +38,7 @@ def among_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
 def url() -> Iterator[str]:
     tenants = {"sk-anne-0123456789": "anne", "sk-bob-0123456789ab": "bob"}
     keys = {key: Principal(name, is_operator=name == "anne") for key, name in tenants.items()}
-    hub = served(names=("seed",))
+    hub = served(options=EngineOptions(names=("seed",)))
     embedder = EmbedderQueue(TopicEmbedder(), "minilm")
     settings = HttpSettings(max_new_tokens=16)
     app = create_app(hub, ApiKeyAuth(keys), Archive(), settings, embedder)

@@ -15,6 +15,7 @@ from larder.models import LoadedModel
 from larder.server import (
     ApiError,
     ChatMessage,
+    EngineOptions,
     LocalEngineClient,
     Report,
     Request,
@@ -30,7 +31,9 @@ from server_engine_clients import Waiting
 
 @pytest.fixture
 def hub(small: LoadedModel) -> Iterator[LocalEngineClient]:
-    served = LocalEngineClient(Engine(small, policy="full"), ByteBudgets({Tier.DEVICE: 2_000_000}))
+    served = LocalEngineClient(
+        Engine(small, policy="full"), EngineOptions(ByteBudgets({Tier.DEVICE: 2_000_000}))
+    )
     yield served
     served.close()
 

@@ -19,6 +19,7 @@ from larder.engine import identity_of_model
 from larder.models import LoadedModel, apply_adapter, with_adapters
 from larder.server import (
     Archive,
+    EngineOptions,
     HttpSettings,
     LocalEngineClient,
     LoopbackAuth,
@@ -78,7 +79,7 @@ def test_adapter_shares_unmodified_weights(folder: Path) -> None:
 def client(models: tuple[LoadedModel, LoadedModel]) -> Iterator[OpenAI]:
     lock = TurnLock()
     own, adapted = (
-        LocalEngineClient(Engine(loaded, policy="full"), names=names, step_lock=lock)
+        LocalEngineClient(Engine(loaded, policy="full"), EngineOptions(names=names), step_lock=lock)
         for loaded, names in zip(models, (("base", "alias"), ("lora",)), strict=True)
     )
     hub = ModelRouter({"base": own, "lora": adapted})
@@ -102,7 +103,7 @@ def test_requests_choose_an_adapter(
     ):
         told = asked(client, name, f"Hello {name}")
         assert told.model == answer_name
-        alone = LocalEngineClient(Engine(loaded, policy="full"), names=("alone",))
+        alone = LocalEngineClient(Engine(loaded, policy="full"), EngineOptions(names=("alone",)))
         with listening(
             create_app(alone, LoopbackAuth(), Archive(), HttpSettings(max_new_tokens=8))
         ) as url:

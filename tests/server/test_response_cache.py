@@ -20,6 +20,7 @@ from larder.server import (
     CachedResponse,
     CachedUse,
     ChatMessage,
+    EngineOptions,
     LocalEngineClient,
     Request,
     ResponseCategory,
@@ -104,8 +105,8 @@ class CachedClient:
         times = count(1)
         self.client = LocalEngineClient(
             engine,
+            EngineOptions(clock=lambda: float(next(times))),
             response_categories={"faq": ResponseCategory(**rules)},  # pyright: ignore
-            clock=lambda: float(next(times)),
         )
 
     def ask(self, *texts: str, tenant: str = "a", **options: object) -> Waiting:

@@ -218,6 +218,7 @@ def _client(
     from larder.cli.question_run import engine_over
     from larder.cli.store_options import streaming_of
     from larder.engine.snapshots import ModelSnapshots
+    from larder.server.engine_options import EngineOptions
     from larder.server.local_engine_client import LocalEngineClient
     from larder.server.persistence.base import Durability
     from larder.server.persistence.store import StoreSessionPersistence
@@ -231,15 +232,17 @@ def _client(
     snapshots = ModelSnapshots(store, engine.loaded, options.codec, streaming)
     return LocalEngineClient(
         engine,
-        budgets,
-        eviction=options.eviction,
+        EngineOptions(
+            budgets,
+            options.eviction,
+            names=names,
+            max_model_len=options.max_model_len,
+            prefill_chunk=options.prefill_chunk,
+            scheduling=SchedulingPolicy(options.scheduling_policy),
+            inter_token_seconds=options.inter_token_latency / 1000 or None,
+        ),
         persistence=persistence,
         disk=StoreDiskTier(persistence, snapshots, Durability(options.durability)),
-        names=names,
-        max_model_len=options.max_model_len,
-        prefill_chunk=options.prefill_chunk,
-        scheduling=SchedulingPolicy(options.scheduling_policy),
-        inter_token_seconds=options.inter_token_latency / 1000 or None,
         response_categories=dict(map(ResponseCategory.parse, options.response_category or ())),
         tool_parser=options.tool_call_parser,
         reasoning_parser=options.reasoning_parser or "",

@@ -27,6 +27,7 @@ from .embedder_queue import EmbedderQueue as EmbedderQueue
 from .engine_client import EngineClient as EngineClient
 from .engine_context import EngineContext as EngineContext
 from .engine_core import EngineCore as EngineCore
+from .engine_options import EngineOptions as EngineOptions
 from .host_chunks import HOST_SHARE as HOST_SHARE
 from .host_chunks import HostChunks as HostChunks
 from .host_chunks import TenantChunks as TenantChunks

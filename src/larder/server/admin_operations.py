@@ -9,7 +9,7 @@ from functools import partial
 from larder.core.errors import BudgetError
 from larder.server.api_errors import memory_in_use
 from larder.server.model_thread import CompletionQueue
-from larder.server.scheduler import FAILURES
+from larder.server.request_finisher import FAILURES
 from larder.server.serving_policy import ServingPolicy
 from larder.server.session_backend.base import SessionBackend
 from larder.server.session_state import SavedCache, SessionState

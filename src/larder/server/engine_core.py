@@ -10,7 +10,7 @@ from functools import partial
 from time import monotonic
 from weakref import WeakValueDictionary
 
-from larder.core.errors import BadParameter, BudgetError, UsageError
+from larder.core.errors import BudgetError, UsageError
 from larder.engine.engine import Engine
 from larder.server.admin_operations import AdminOperations
 from larder.server.admission import check_demand
@@ -22,6 +22,7 @@ from larder.server.api_errors import (
     text_too_long,
 )
 from larder.server.context_prompts import ContextPrompts
+from larder.server.engine_options import EngineOptions
 from larder.server.host_chunks import HostChunks
 from larder.server.image_prompts import ImagePromptEncoder
 from larder.server.model_runner import ModelRunner
@@ -30,8 +31,10 @@ from larder.server.persistence.base import SessionPersistence
 from larder.server.persistence.restore import ResidencyLocks, SessionRestorer
 from larder.server.persistence.retry_queue import WriteRetryQueue
 from larder.server.persistence.session_file import TOKEN_CHARACTERS, TranscriptSnapshot
+from larder.server.programs import Programs
 from larder.server.request import ChatMessage, Listener, Request, SessionUnreadableError, Ticket
-from larder.server.request_queue import RequestQueue, SchedulingPolicy
+from larder.server.request_finisher import RequestFinisher
+from larder.server.request_queue import RequestQueue
 from larder.server.request_state import RequestState, RequestTimes
 from larder.server.scheduler import Scheduler
 from larder.server.serving_policy import ServingPolicy
@@ -48,7 +51,7 @@ from larder.server.tiers.prefetch import CachePrefetcher
 from larder.server.token_budget import PrefillTokenBudget
 from larder.store.eviction.base import EVICTIONS
 from larder.store.failures import ReasonCounter
-from larder.store.ledger import ByteBudgets, ByteLedger, Tier
+from larder.store.ledger import ByteLedger, Tier
 
 CLOSING_SECONDS = 30.0
 MAX_PREFETCHED, MAX_DUE = 8, 64  # sessions of one request that are prefetched, and of all
@@ -62,52 +65,41 @@ class EngineCore:
     in tokens.
 
     Args:
-        engine, budgets, eviction, rows, waiting, persistence, disk, clock: as in
-            `LocalEngineClient`.
+        options: memory, scheduling and names of the model.
+        persistence: stores finished turns.
+        disk: stores caches that are not in use.
         wake: called, from any thread, when a step would have work to do.
-        names, max_model_len, prefill_chunk, scheduling, inter_token_seconds: as in
-            `LocalEngineClient`.
 
     Raises:
         UsageError: the policy cannot be served, or the model does not read `max_model_len` tokens.
-        BadParameter: `prefill_chunk` or `inter_token_seconds` is out of range.
+        BadParameter: `inter_token_seconds` is out of range.
     """
 
     def __init__(
         self,
         engine: Engine,
-        budgets: ByteBudgets,
-        eviction: str,
-        rows: int,
-        waiting: int,
+        options: EngineOptions,
         persistence: SessionPersistence,
         disk: DiskTier,
-        clock: Callable[[], float],
         wake: Callable[[], None],
-        names: Sequence[str] = (),
-        max_model_len: int | None = None,
-        prefill_chunk: int | None = None,
-        scheduling: SchedulingPolicy = SchedulingPolicy.PRIORITY,
-        inter_token_seconds: float | None = None,
     ) -> None:
-        if prefill_chunk is not None and prefill_chunk < 1:
-            raise BadParameter(
-                f"prefill_chunk must be 1 token or more, got {prefill_chunk}: give None for a "
-                "block of the policy."
-            )
+        clock = options.clock
         self.engine, self.clock, self._wake = engine, clock, wake
-        self.names, self.constraints = tuple(names) or (engine.loaded.name,), engine.constraints
-        self.context = _context_tokens(engine, max_model_len)
+        self.names, self.constraints = (
+            tuple(options.names) or (engine.loaded.name,),
+            engine.constraints,
+        )
+        self.context = _context_tokens(engine, options.max_model_len)
         self.serving = ServingPolicy.of(engine)
         self._exact = self._exact_rule()
-        self.ledger = ByteLedger(budgets)
+        self.ledger = ByteLedger(options.budgets)
         self.reservations = DeviceReservations(self.ledger)
         self.images = ImagePromptEncoder(engine.processor, engine.loaded.decoder, engine.tokenizer)
         self.sessions = SessionIndex(engine.tokenizer, self.images, clock)
         self.residency_locks = ResidencyLocks()
         completions = self.completions = CompletionQueue(wake)
-        self.tiers = self._new_tiers(eviction, disk)
-        self.token_budget = PrefillTokenBudget(inter_token_seconds)
+        self.tiers = self._new_tiers(options.eviction, disk)
+        self.token_budget = PrefillTokenBudget(options.inter_token_seconds)
         self._chat = ChatBackend(self.tiers, self.reservations, engine.tokenizer, self.token_budget)
         self.contexts = self._new_contexts()
         self._prefix = PrefixBackend(
@@ -117,11 +109,11 @@ class EngineCore:
             self.sessions.find_shared_prefix,
             self.contexts,
             self.token_budget,
-            prefill_chunk,
+            options.prefill_chunk,
         )
         self._persistence = persistence
         self.unwritten = WriteRetryQueue(persistence, completions, disk.durability, clock, wake)
-        self.scheduler = self._new_scheduler(RequestQueue(waiting, scheduling), rows)
+        self.scheduler = self._new_scheduler(options)
         self.prefetcher = CachePrefetcher(self.tiers, completions, self._idle_demand)
         self._due = deque[tuple[str, str]](maxlen=MAX_DUE)
         self.admin = AdminOperations(self.tiers, completions, self._backend_of)
@@ -342,11 +334,12 @@ class EngineCore:
         chunks = HostChunks(self.ledger, rule, _operations(self.engine))
         return ContextPrompts(self.engine.tokenizer, self.ledger, chunks)
 
-    def _new_scheduler(self, queue: RequestQueue, rows: int) -> Scheduler:
+    def _new_scheduler(self, options: EngineOptions) -> Scheduler:
         """Scheduler over the parts of this engine core."""
-        engine = self.engine
-        return Scheduler(
-            ModelRunner(engine.loaded.decoder, engine.tokenizer, engine.stop_ids),
+        engine, programs = self.engine, Programs()
+        runner = ModelRunner(engine.loaded.decoder, engine.tokenizer, engine.stop_ids)
+        finisher = RequestFinisher(
+            runner,
             self.tiers,
             self.sessions,
             self.forget,
@@ -354,8 +347,17 @@ class EngineCore:
             self.completions,
             self.unwritten,
             self.clock,
-            queue,
-            rows,
+            programs,
+        )
+        return Scheduler(
+            runner,
+            self.tiers,
+            self.completions,
+            self.clock,
+            RequestQueue(options.waiting, options.scheduling),
+            finisher,
+            programs,
+            options.rows,
             token_budget=self.token_budget,
         )
 

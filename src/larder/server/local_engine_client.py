@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -15,13 +14,13 @@ from larder.server.answer_form import AnswerForm, default_tool_parser
 from larder.server.engine_client import EngineClient
 from larder.server.engine_context import EngineContext
 from larder.server.engine_core import MAX_DUE, EngineCore
+from larder.server.engine_options import EngineOptions
 from larder.server.operation import Operation
 from larder.server.persistence.base import SessionPersistence
 from larder.server.request import ApiError, Listener, Request, Ticket
-from larder.server.request_queue import SchedulingPolicy
 from larder.server.response_cache import NO_CATEGORIES, ResponseCache, ResponseCategory
 from larder.server.tiers.disk import DiskTier
-from larder.store.ledger import ByteBudgets, Tier
+from larder.store.ledger import Tier
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,70 +32,35 @@ class LocalEngineClient(EngineClient):
     The engine must not be used by others meanwhile.
 
     Args:
-        budgets: capacity of device and host memory for caches, in bytes.
-        eviction: name of the eviction policy of a full tier.
-        rows: maximum number of sequences in one decode step.
-        waiting: maximum number of queued requests.
+        options: memory, scheduling and names of the model.
         persistence: stores finished turns.
         disk: stores caches that are not in use.
-        clock: seconds since 1970.
-        names: names of the model in requests, the first that of answers; none for its own.
-        max_model_len: longest text with its answer, in tokens; None for what the model reads.
         tool_parser: parser of tool calls; empty for none, None for that of the chat template.
         reasoning_parser: parser of the reasoning; empty for none.
-        prefill_chunk: most tokens of a prompt that are read between two tokens of other answers,
-            for policies without eviction; None for a block.
-        scheduling: order of the requests of one tenant.
-        inter_token_seconds: wanted between two tokens of an answer while prompts are read, by which
-            chunks of prompts are sized under policies without eviction; None for no such target.
         response_categories: categories of the response cache by name; none for no such cache.
         step_lock: held during a step, by several models that take turns.
 
     Raises:
         UsageError: the policy cannot be served, or the model does not read `max_model_len` tokens.
-        BadParameter: `prefill_chunk` or `inter_token_seconds` is out of range.
+        BadParameter: `inter_token_seconds` is out of range.
         UnknownName, DependencyError, ModelError: an embedder of a category cannot be loaded.
     """
 
     def __init__(
         self,
         engine: Engine,
-        budgets: ByteBudgets = ByteBudgets(),  # noqa: B008, frozen
+        options: EngineOptions = EngineOptions(),  # noqa: B008, frozen
         *,
-        eviction: str = "lru",
-        rows: int = 64,
-        waiting: int = 1024,
         persistence: SessionPersistence | None = None,
         disk: DiskTier | None = None,
-        clock: Callable[[], float] = time.time,
-        names: Sequence[str] = (),
-        max_model_len: int | None = None,
         tool_parser: str | None = None,
         reasoning_parser: str = "",
-        prefill_chunk: int | None = None,
-        scheduling: SchedulingPolicy = SchedulingPolicy.PRIORITY,
-        inter_token_seconds: float | None = None,
         response_categories: Mapping[str, ResponseCategory] = NO_CATEGORIES,
         step_lock: AbstractContextManager[object] = nullcontext(),  # noqa: B008, without state
     ) -> None:
         persistence = persistence or SessionPersistence()
-        self.responses = ResponseCache(response_categories, engine.runtime, clock)
-        core = EngineCore(
-            engine,
-            budgets,
-            eviction,
-            rows,
-            waiting,
-            persistence,
-            disk or DiskTier(),
-            clock,
-            self._wake,
-            names,
-            max_model_len,
-            prefill_chunk,
-            scheduling,
-            inter_token_seconds,
-        )
+        self.responses = ResponseCache(response_categories, engine.runtime, options.clock)
+        core = EngineCore(engine, options, persistence, disk or DiskTier(), self._wake)
         if tool_parser is None:
             tool_parser = default_tool_parser(engine.tokenizer.tokenizer.chat_template)
         form = AnswerForm(tool_parser, reasoning_parser)

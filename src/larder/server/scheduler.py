@@ -19,42 +19,33 @@ device as idle ones do, and its answer goes on later.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
-from larder.core.errors import BudgetError, LarderError, TenantBudgetError
+from larder.core.errors import BudgetError, TenantBudgetError
 from larder.server.api_errors import kv_budget_exceeded
 from larder.server.model_runner import ModelRunner, Outcome
 from larder.server.model_thread import CompletionQueue
-from larder.server.persistence.base import Durability, SessionPersistence
-from larder.server.persistence.retry_queue import WriteRetryQueue
 from larder.server.programs import Programs
-from larder.server.request import Report
+from larder.server.request_finisher import FAILURES, RequestFinisher
 from larder.server.request_queue import RequestQueue
 from larder.server.request_state import RequestState
 from larder.server.session_backend.base import WriteAwaited
-from larder.server.session_index import SessionIndex
-from larder.server.session_state import SessionState
 from larder.server.step_interruption import StepInterruption
 from larder.server.tiers.manager import TierManager
 from larder.server.token_budget import PrefillTokenBudget
 from larder.store.ledger import Tier
-
-# Errors of a step or a listener that end one request, not the server.
-FAILURES = (LarderError, RuntimeError, ValueError, TypeError, LookupError, MemoryError)
-SUMMED_FIELDS = tuple(f.name for f in fields(Report) if f.name.endswith("_tokens"))
 
 
 class Scheduler:
     """Runs requests step by step. For one thread; only `step` uses the model.
 
     Args:
-        forget: drops all that memory has of a session.
         queue: requests that wait for memory.
+        finisher: stores the turns of complete answers, and releases sessions.
         rows: maximum number of sequences in one decode step.
         tasks: maximum number of admitted requests.
         token_budget: of prompts, beside answers.
@@ -64,34 +55,27 @@ class Scheduler:
         self,
         runner: ModelRunner,
         tiers: TierManager,
-        sessions: SessionIndex,
-        forget: Callable[[SessionState], None],
-        persistence: SessionPersistence,
         completions: CompletionQueue,
-        unwritten: WriteRetryQueue,
         clock: Callable[[], float],
         queue: RequestQueue,
+        finisher: RequestFinisher,
+        programs: Programs,
         rows: int = 64,
         tasks: int = 256,
         token_budget: PrefillTokenBudget | None = None,
     ) -> None:
-        self._runner, self._tiers, self.queue = runner, tiers, queue
-        self._sessions, self._forget = sessions, forget
-        self._persistence, self._completions, self._unwritten = persistence, completions, unwritten
+        self._runner, self._tiers, self._completions = runner, tiers, completions
+        self.queue, self.finisher, self.programs = queue, finisher, programs
         self._token_budget = token_budget or PrefillTokenBudget()
         self._clock, self._rows, self._tasks = clock, rows, tasks
         self._interruption = StepInterruption(
             runner.interruptions, self._token_budget, self._answers, self._decode, FAILURES
         )
-        self.programs = Programs()
         self.running: list[RequestState] = []
         self._has_tails = False  # the latest step has read ends of prompts
         self._ended: list[tuple[RequestState, str]] = []  # answers, with their finish reasons
-        self.finishing: list[RequestState] = []  # complete answers whose turns are being written
         self._served: dict[str, float] = defaultdict(float)
         self.steps = self.blocks = self.preemptions = self._arrived = 0
-        self.done: Counter[str] = Counter()
-        self.sums: Counter[str] = Counter()
 
     def enqueue(self, job: RequestState) -> None:
         """Queue a request; its session is busy from now on."""
@@ -130,13 +114,14 @@ class Scheduler:
     def _sweep(self) -> None:
         """Close cancelled requests."""
         for job in [job for job in self.running if job.is_cancelled]:
+            self.running.remove(job)
             job.backend.rollback(job)
-            self._close(job, "cancelled")
+            self.finisher.close(job, "cancelled")
         for job in [job for job in self.queue if job.is_cancelled]:
             self.queue.remove(job)
             if job.num_preemptions:
                 job.backend.abandon(job)
-            self._close(job, "cancelled")
+            self.finisher.close(job, "cancelled")
 
     def _admit(self) -> None:
         """Admit requests while there is memory, first those of the lowest priority number, and
@@ -165,7 +150,7 @@ class Scheduler:
         except FAILURES as error:
             self.queue.remove(job)
             job.backend.rollback(job)
-            self._fail(job, error)
+            self.finisher.fail(job, error)
             return True
         self.queue.remove(job)
         self.running.append(job)
@@ -188,7 +173,7 @@ class Scheduler:
             self._tiers.drop(job.session)
             return True
         self.queue.remove(job)
-        self._fail(job, kv_budget_exceeded(error))
+        self.finisher.fail(job, kv_budget_exceeded(error))
         return True
 
     def _rank(self, job: RequestState) -> tuple[int, float]:
@@ -202,7 +187,7 @@ class Scheduler:
             is_own: the budget of its tenant is used up, so that only those of this tenant do.
         """
         tenant = job.session.tenant
-        holding = (*self.running, *self.finishing)
+        holding = (*self.running, *self.finisher.finishing)
         return [each for each in holding if not is_own or each.session.tenant == tenant]
 
     def _preempt_for(self, job: RequestState, is_own: bool, tier: str) -> bool:
@@ -231,7 +216,7 @@ class Scheduler:
             victim.backend.preempt(victim)
         except FAILURES as error:
             victim.backend.rollback(victim)
-            self._fail(victim, error)
+            self.finisher.fail(victim, error)
             return True
         victim.answer.num_unread = victim.answer.step_tokens = 1
         victim.num_preemptions += 1
@@ -262,7 +247,7 @@ class Scheduler:
         except FAILURES as error:
             self.running.remove(job)
             job.backend.rollback(job)
-            self._fail(job, error)
+            self.finisher.fail(job, error)
 
     def _ready(self) -> list[RequestState]:
         """Requests in the next decode step, by priority, in rotation if there are more than `rows`.
@@ -313,14 +298,14 @@ class Scheduler:
         """Finish answers that have ended; passes that this takes can be interrupted."""
         with self._interruption.allowed():
             while self._ended:
-                self._finish(*self._ended.pop(0))
+                self.finisher.finish(*self._ended.pop(0))
 
     def _note_outcome(self, job: RequestState, outcome: Outcome) -> None:
         """Account for what a decode step has made of a request."""
         self.running.remove(job)
         if isinstance(outcome, Exception):
             job.backend.rollback(job)
-            self._fail(job, outcome)
+            self.finisher.fail(job, outcome)
             return
         if job.times.first is None:
             job.times.first = self._clock()
@@ -369,132 +354,12 @@ class Scheduler:
         except FAILURES as error:
             self.running.remove(job)
             job.backend.rollback(job)
-            self._fail(job, error)
+            self.finisher.fail(job, error)
         if job in self.running and job.has_ended:
-            self._finish(self.running.pop(self.running.index(job)), job.answer.finish_reason)
+            self.finisher.finish(
+                self.running.pop(self.running.index(job)), job.answer.finish_reason
+            )
         return count
 
     def _priority(self, job: RequestState) -> tuple[int | float, ...]:
         return (*self._rank(job), *self.queue.policy.prefill_rank(job))
-
-    def _finish(self, job: RequestState, reason: str) -> None:
-        """The answer is complete: store the turn, then report."""
-        session = job.session
-        usage = session.usage
-        assert job.answer.stream is not None
-        if job.request.is_ephemeral:
-            job.answer.stream.finish()
-            job.backend.rollback(job)
-            self._close(job, reason)
-            return
-        try:
-            turn = job.backend.prepare_turn(job, reason, self._runner.closing(job))
-        except FAILURES as error:
-            job.backend.rollback(job)
-            self._fail(job, error)
-            return
-        session.turns.append(turn)
-        usage.record_think_time(job.times.arrived)
-        session.transcript.epoch += 1
-        job.was_new, usage.is_provisional = usage.is_provisional, False
-        try:
-            self._charge(session)
-            if len(session.turns) == 1 or session.transcript.epoch == 1:
-                self._sessions.index_session(session)
-            written = self._persistence.commit(session, turn)
-        except FAILURES as error:
-            self._rollback(job, error)
-            return
-        self.finishing.append(job)
-        if self._tiers.disk.durability is Durability.NONE:
-            self._completions.track_write(session, written, partial(self._unwritten.note, session))
-            self._turn_stored(job, reason)
-        else:
-            self._completions.track_write(session, written, partial(self._on_written, job, reason))
-
-    def _charge(self, session: SessionState) -> None:
-        """Charge the transcript to host memory before the turn is reported as stored.
-
-        Raises:
-            ApiError: 400 `kv_budget_exceeded`.
-        """
-        if not self._tiers.charge_transcript(session):
-            message = (
-                "Host memory has no room for the transcript: remove sessions, or raise "
-                "--host-budget."
-            )
-            raise kv_budget_exceeded(BudgetError(message))
-
-    def _on_written(self, job: RequestState, reason: str, future: Future[Any] | None) -> None:
-        """The turn's write has ended, successful or not."""
-        error, job.durable = self._unwritten.outcome(job.session, future)
-        if isinstance(error, Exception):
-            self._rollback(job, error)
-            return
-        self._save_then(job, partial(self._turn_stored, job, reason))
-
-    def _save_then(self, job: RequestState, callback: Callable[[], None]) -> None:
-        """Continue once no cache of the session is left to save."""
-        saving = self._tiers.save_at_once(job.session)
-        if saving is None:
-            callback()
-        else:
-            self._completions.track_write(
-                job.session, saving, lambda _: self._save_then(job, callback)
-            )
-
-    def _turn_stored(self, job: RequestState, reason: str) -> None:
-        """The turn is stored as far as it will be: commit it."""
-        assert job.answer.stream is not None
-        try:
-            job.answer.stream.finish()
-            job.backend.commit_turn(job)
-            self._tiers.shrink_to_fit(job.session)
-        except FAILURES as error:
-            self._rollback(job, error)
-            return
-        # Chat caches contain the turn only now.
-        self._save_then(job, partial(self._close, job, reason))
-
-    def _rollback(self, job: RequestState, error: Exception) -> None:
-        """Roll back a turn that could not be stored."""
-        session = job.session
-        session.turns.pop()
-        session.transcript.epoch -= 1
-        session.usage.is_provisional = job.was_new
-        job.backend.rollback(job)
-        self._fail(job, error)
-
-    def _close(self, job: RequestState, reason: str) -> None:
-        now = self._clock()
-        report = job.report(reason, now)
-        if reason != "cancelled":
-            job.session.usage.answered = now
-            self._tiers.note_use(job.session)
-            self.programs.note_answer(job.session, job.next_tool)
-        self._release(job, now)
-        self.sums.update({name: getattr(report, name) for name in SUMMED_FIELDS})
-        self.done[reason] += 1
-        job.listener.on_done(report)
-
-    def _fail(self, job: RequestState, error: Exception) -> None:
-        self._release(job, self._clock())
-        self.done["error"] += 1
-        job.listener.on_error(error)
-
-    def _release(self, job: RequestState, now: float) -> None:
-        """Release the session of a request that has ended in any way."""
-        session = job.session
-        usage = session.usage
-        for requests in (self.running, self.finishing):
-            if job in requests:
-                requests.remove(job)
-        usage.is_answering = usage.is_running = False
-        usage.last_used, usage.uses = now, usage.uses + 1
-        usage.workflow_steps = job.workflow_steps
-        self._persistence.locks.release(session)
-        if usage.is_provisional or session.durability.is_superseded:
-            self._forget(session)
-        else:
-            self._tiers.charge_transcript(session)
-            self._tiers.transcripts.unload_idle()

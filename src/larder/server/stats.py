@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from larder.server.engine_core import EngineCore
-from larder.server.scheduler import SUMMED_FIELDS
+from larder.server.request_finisher import SUMMED_FIELDS
 from larder.server.session_info import session_status
 from larder.store.ledger import UNLIMITED, Tier
 
@@ -77,6 +77,7 @@ class ServerStats:
 def collect_stats(core: EngineCore) -> ServerStats:
     """Statistics of an engine core at this moment. On the model's thread."""
     scheduler, ledger, tiers = core.scheduler, core.ledger, core.tiers
+    finisher = scheduler.finisher
     disk = tiers.disk.stats()
     used = {tier.value: ledger.used(tier) for tier in TIERS}
     limits = {tier.value: ledger.limit(tier) for tier in TIERS}
@@ -87,16 +88,16 @@ def collect_stats(core: EngineCore) -> ServerStats:
         budget_bytes={**limits, **disk.budget},
         peak_bytes={Tier.DEVICE.value: core.reservations.peak},
         budget_violations=core.reservations.violations,
-        running=len(scheduler.running) + len(scheduler.finishing),
+        running=len(scheduler.running) + len(finisher.finishing),
         waiting=len(scheduler.queue),
-        done=dict(scheduler.done),
+        done=dict(finisher.done),
         refused=core.refused.counts(),
         passed_over=core.restorer.passed_over.counts(),
         begun_again=core.restorer.restarted.counts(),
         steps=scheduler.steps,
         blocks=scheduler.blocks,
         preemptions=scheduler.preemptions,
-        **{name: scheduler.sums[name] for name in SUMMED_FIELDS},
+        **{name: finisher.sums[name] for name in SUMMED_FIELDS},
         parked=dict(tiers.parked),
         restored=dict(+tiers.restored),
         rejected=disk.rejected,

@@ -9,7 +9,14 @@ from typing import Any
 from openai import OpenAI
 
 from larder import Engine
-from larder.server import Archive, HttpSettings, LocalEngineClient, LoopbackAuth, create_app
+from larder.server import (
+    Archive,
+    EngineOptions,
+    HttpSettings,
+    LocalEngineClient,
+    LoopbackAuth,
+    create_app,
+)
 from server.http.running_server import listening
 from server_core import byte_characters
 
@@ -34,10 +41,14 @@ def call_text(**arguments: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': 'look', 'arguments': arguments})}\n</tool_call>"
 
 
-def served(template: str = TEMPLATE, **options: Any) -> LocalEngineClient:
+def served(
+    template: str = TEMPLATE,
+    options: EngineOptions = EngineOptions(),  # noqa: B008, frozen
+    **parsers: str | None,
+) -> LocalEngineClient:
     loaded = byte_characters()
     loaded.tokenizer.chat_template = template
-    return LocalEngineClient(Engine(loaded, policy="full"), **options)
+    return LocalEngineClient(Engine(loaded, policy="full"), options, **parsers)  # pyright: ignore
 
 
 def client_of(hub: LocalEngineClient) -> Iterator[OpenAI]:

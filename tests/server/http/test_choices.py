@@ -14,7 +14,14 @@ from openai import OpenAI
 
 from larder import Engine
 from larder.models import LoadedModel
-from larder.server import Archive, HttpSettings, LocalEngineClient, LoopbackAuth, create_app
+from larder.server import (
+    Archive,
+    EngineOptions,
+    HttpSettings,
+    LocalEngineClient,
+    LoopbackAuth,
+    create_app,
+)
 from larder.store import ByteBudgets, Tier
 from server.fake_engine_client import NAME
 from server.http.running_server import Running, listening
@@ -96,7 +103,7 @@ def test_first_refused_choice_sets_the_status(anne: OpenAI, served: Running) -> 
 @pytest.fixture(scope="module")
 def hub(small: LoadedModel) -> Iterator[LocalEngineClient]:
     budgets = ByteBudgets({Tier.DEVICE: 1 << 20, Tier.HOST: 1 << 20})
-    yield LocalEngineClient(Engine(small, policy="full"), budgets)
+    yield LocalEngineClient(Engine(small, policy="full"), EngineOptions(budgets))
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +177,9 @@ def test_prompt_is_scored_without_an_answer(client: OpenAI, stream: bool) -> Non
 
 @pytest.mark.extended
 def test_choices_share_the_prompt_and_keep_one_session(small: LoadedModel) -> None:
-    hub = LocalEngineClient(Engine(small, policy="full"), ByteBudgets({Tier.DEVICE: 1 << 20}))
+    hub = LocalEngineClient(
+        Engine(small, policy="full"), EngineOptions(ByteBudgets({Tier.DEVICE: 1 << 20}))
+    )
     with connected(hub) as client:
         check_choices(client, hub)
 

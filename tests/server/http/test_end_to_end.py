@@ -11,7 +11,14 @@ from openai import OpenAI
 
 from larder import Engine
 from larder.models import LoadedModel
-from larder.server import Archive, HttpSettings, LocalEngineClient, LoopbackAuth, create_app
+from larder.server import (
+    Archive,
+    EngineOptions,
+    HttpSettings,
+    LocalEngineClient,
+    LoopbackAuth,
+    create_app,
+)
 from larder.store import ByteBudgets, Tier
 from server.http.running_server import listening
 
@@ -20,7 +27,9 @@ SAID = ("My cat is called Mira.", "My dog is called Rex.", "What is my cat calle
 
 @pytest.fixture(scope="module")
 def url(seed_model: LoadedModel) -> Iterator[str]:
-    hub = LocalEngineClient(Engine(seed_model, policy="full"), ByteBudgets({Tier.DEVICE: 8 << 20}))
+    hub = LocalEngineClient(
+        Engine(seed_model, policy="full"), EngineOptions(ByteBudgets({Tier.DEVICE: 8 << 20}))
+    )
     app = create_app(hub, LoopbackAuth(), Archive(), HttpSettings(max_new_tokens=8))
     with listening(app) as found:
         yield found

@@ -18,6 +18,7 @@ from larder.server import (
     Authenticator,
     EmbedderQueue,
     EngineClient,
+    EngineOptions,
     HttpSettings,
     LocalEngineClient,
     Principal,
@@ -62,7 +63,7 @@ def test_endpoints_accept_or_refuse_many_generated_requests(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_endpoints_with_a_model_survive_generated_requests(mode: str, small: LoadedModel) -> None:
     budgets = ByteBudgets({Tier.DEVICE: 300_000, Tier.HOST: 600_000})
-    hub = LocalEngineClient(Engine(small, policy="full"), budgets, names=(NAME,))
+    hub = LocalEngineClient(Engine(small, policy="full"), EngineOptions(budgets, names=(NAME,)))
     try:
         assert attempts(app(hub), mode, 40, is_same=False) > 400
         stats = hub.stats()

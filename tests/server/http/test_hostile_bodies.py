@@ -22,6 +22,7 @@ from larder.server import (
     ApiKeyAuth,
     Archive,
     ChatCompletionRequest,
+    EngineOptions,
     HttpSettings,
     JsonRequest,
     LocalEngineClient,
@@ -45,7 +46,8 @@ def model_server(small: LoadedModel) -> Iterator[str]:
     """A server over a model; its address. As `larder serve` does, it has the garbage collector
     pass over what was loaded before."""
     hub = LocalEngineClient(
-        Engine(small, policy="full"), ByteBudgets({Tier.DEVICE: 1 << 24, Tier.HOST: 1 << 24})
+        Engine(small, policy="full"),
+        EngineOptions(ByteBudgets({Tier.DEVICE: 1 << 24, Tier.HOST: 1 << 24})),
     )
     gc.collect()
     gc.freeze()

@@ -16,6 +16,7 @@ from larder.server import (
     ApiKeyAuth,
     Archive,
     ChatMessage,
+    EngineOptions,
     HttpSettings,
     LocalEngineClient,
     LoopbackAuth,
@@ -95,7 +96,7 @@ def test_browser_shows_kept_entries_of_a_session(tmp_path: Path) -> None:
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
 def test_browser_chat_shows_kept_entries(tmp_path: Path, seed_model: LoadedModel) -> None:
     engine = Engine(seed_model, policy="keydiff", budget="96")
-    hub = LocalEngineClient(engine, ByteBudgets({Tier.DEVICE: 8 << 20}))
+    hub = LocalEngineClient(engine, EngineOptions(ByteBudgets({Tier.DEVICE: 8 << 20})))
     app = create_app(hub, LoopbackAuth(), Archive(), HttpSettings(max_new_tokens=8))
     with listening(app) as url, browser(tmp_path) as page:
         page.open(url)

@@ -10,12 +10,21 @@ from openai import OpenAI
 from larder import Engine
 from larder.core import UsageError
 from larder.models import LoadedModel
-from larder.server import Archive, HttpSettings, LocalEngineClient, LoopbackAuth, create_app
+from larder.server import (
+    Archive,
+    EngineOptions,
+    HttpSettings,
+    LocalEngineClient,
+    LoopbackAuth,
+    create_app,
+)
 from server.http.running_server import listening
 
 
 def test_model_is_served_under_its_names_up_to_max_model_len(small: LoadedModel) -> None:
-    hub = LocalEngineClient(Engine(small, policy="full"), names=("one", "two"), max_model_len=50)
+    hub = LocalEngineClient(
+        Engine(small, policy="full"), EngineOptions(names=("one", "two"), max_model_len=50)
+    )
     app = create_app(hub, LoopbackAuth(), Archive(), HttpSettings(max_new_tokens=4))
     with listening(app) as url, OpenAI(api_key="-", base_url=f"{url}/v1", max_retries=0) as client:
         assert [model.id for model in client.models.list()] == ["one", "two"]
@@ -35,4 +44,4 @@ def test_model_is_served_under_its_names_up_to_max_model_len(small: LoadedModel)
 
 def test_max_model_len_beyond_the_model_is_refused(small: LoadedModel) -> None:
     with pytest.raises(UsageError, match="--max-model-len 99999999"):
-        LocalEngineClient(Engine(small, policy="full"), max_model_len=99_999_999)
+        LocalEngineClient(Engine(small, policy="full"), EngineOptions(max_model_len=99_999_999))

@@ -23,6 +23,7 @@ from larder.models import LoadedModel
 from larder.server import (
     Archive,
     Durability,
+    EngineOptions,
     HttpSettings,
     LocalEngineClient,
     LoopbackAuth,
@@ -54,7 +55,7 @@ def serve(loaded: LoadedModel, folder: Path, durability: Durability, port: Conne
     persistence = StoreSessionPersistence(store, loaded.decoder.spec)
     disk = StoreDiskTier(persistence, ModelSnapshots(store, loaded), durability)
     hub = LocalEngineClient(
-        Engine(loaded, policy="full"), BUDGETS, persistence=persistence, disk=disk
+        Engine(loaded, policy="full"), EngineOptions(BUDGETS), persistence=persistence, disk=disk
     )
     app = create_app(hub, LoopbackAuth(), Archive(), HttpSettings(max_new_tokens=NEW_TOKENS))
     with socket.create_server(("127.0.0.1", 0)) as bound:

@@ -70,9 +70,9 @@ def test_restarted_server_continues_from_restored_caches(
     more = answered(turns, again.served.ask(turns, "x"), "And?")
     assert again.ask(more, "x").text == never.ask(more, "x").text
     assert again.core.tiers.restored["disk"] == 1 and again.disk.stats().rejected == {}
-    assert again.core.scheduler.sums["recomputed_tokens"] == 0
+    assert again.core.scheduler.finisher.sums["recomputed_tokens"] == 0
     before = sum(each.tokens for each in again.core.find("a", "x").turns[:-2])
-    assert again.core.scheduler.sums["restored_tokens"] == before
+    assert again.core.scheduler.finisher.sums["restored_tokens"] == before
     sessions = [each.core.sessions.find("a", "x") for each in (again, never)]
     assert sessions[0].residency.occupancy == sessions[1].residency.occupancy
     assert (

@@ -13,6 +13,7 @@ from larder.engine import ModelSnapshots
 from larder.models import LoadedModel
 from larder.server import (
     Durability,
+    EngineOptions,
     LocalEngineClient,
     Request,
     SessionState,
@@ -130,7 +131,9 @@ def test_session_absent_from_memory_is_prefetched(small: LoadedModel, tmp_path: 
     kept = StoreSessionPersistence(store, small.decoder.spec)
     disk = StoreDiskTier(kept, ModelSnapshots(store, small, "raw"), Durability.TURN)
     engine = Engine(small, policy="full")
-    client = LocalEngineClient(engine, eviction="kvflow", persistence=kept, disk=disk)
+    client = LocalEngineClient(
+        engine, EngineOptions(eviction="kvflow"), persistence=kept, disk=disk
+    )
     with closing(store), closing(client):
         waiting = Waiting()
         request = Request("a", tuple(told(2)), "y", max_new_tokens=2, steps={"x": 1, "nobody": 1})
@@ -147,7 +150,10 @@ def test_session_absent_from_memory_is_prefetched(small: LoadedModel, tmp_path: 
 
 
 def test_prefetches_by_name_are_bounded_and_end_at_shutdown(small: LoadedModel) -> None:
-    client, going = LocalEngineClient(Engine(small, policy="full"), eviction="kvflow"), Event()
+    client, going = (
+        LocalEngineClient(Engine(small, policy="full"), EngineOptions(eviction="kvflow")),
+        Event(),
+    )
     with closing(client):
         client._prefetching.submit(going.wait)
         for number in range(100):

@@ -11,7 +11,7 @@ import pytest
 
 from larder import Engine
 from larder.models import LoadedModel
-from larder.server import LocalEngineClient, Request
+from larder.server import EngineOptions, LocalEngineClient, Request
 from server_core import Served, answered, told
 from server_engine_clients import Waiting
 from server_stores import Stored
@@ -42,7 +42,9 @@ def ask(hub: LocalEngineClient, name: str, tenant: str, steps: Mapping[str, int]
 
 
 def test_workflow_steps_are_set_by_name_within_a_tenant(small: LoadedModel) -> None:
-    with closing(LocalEngineClient(Engine(small, policy="full"), eviction="kvflow")) as hub:
+    with closing(
+        LocalEngineClient(Engine(small, policy="full"), EngineOptions(eviction="kvflow"))
+    ) as hub:
         for tenant in "ab":
             ask(hub, "planner", tenant, {"": 2})
         ask(hub, "critic", "a", {"planner": 7, "critic": 3, "nobody": 1})

@@ -5,14 +5,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
-from time import perf_counter
 
 from larder.cache.prefix_forks import seal
 from larder.cache.sequence import SequenceCache
 from larder.core.errors import BudgetError
-from larder.core.types import AppendKind, Mode
-from larder.models.forward_batch import BatchSegment
-from larder.models.lm_head import LOGITS_CHUNK
 from larder.prefill.turn_reader import REPLAYED_TOKENS
 from larder.server.context_prompts import ContextPrompts
 from larder.server.image_prompts import ImagePromptEncoder
@@ -21,13 +17,12 @@ from larder.server.resident_caches import PrefixCaches
 from larder.server.serving_policy import CacheOccupancy, ServingPolicy
 from larder.server.session_backend.base import FindPrefix, SessionBackend
 from larder.server.session_backend.context_reader import ContextReader
-from larder.server.session_backend.image_reader import ImageReader
+from larder.server.session_backend.prefix_prefill import PrefixPrefill
 from larder.server.session_state import SessionState
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
 from larder.server.tiers.manager import TierManager
 from larder.server.tiers.shared_prefixes import copied_prefix
 from larder.server.token_budget import PrefillTokenBudget
-from larder.server.token_logprobs import TokenTexts, token_logprobs, unscored_token
 from larder.server.transcript import TOKEN_TYPECODE, CompletedTurn, common_prefix_len, num_tokens
 from larder.session.caches import SessionCaches
 
@@ -56,9 +51,8 @@ class PrefixBackend(SessionBackend):
         chunk_tokens: int | None = None,
     ) -> None:
         super().__init__(tiers, reservations, images.tokenizer)
-        self._token_budget, self._chunk_tokens = token_budget, chunk_tokens
-        self._find, self._texts = find, TokenTexts(images.tokenizer)
-        self._images, self._image_reader = images, ImageReader(images)
+        self._find, self._images = find, images
+        self._prefill = PrefixPrefill(images, tiers.disk, token_budget, chunk_tokens)
         self._contexts = ContextReader(contexts)
 
     def turn_demand(
@@ -136,52 +130,21 @@ class PrefixBackend(SessionBackend):
         else:
             self._count_cached(job, cache.next_position)
             job.counts.recomputed = max(0, past_tokens - job.prefill.cached_len)
-        self._split_prefill(job, job.known_ids)
+        self._split_prefill(job)
 
     def prefill_block(self, job: RequestState) -> int:
-        prefill = job.prefill
-        if prefill.steps is not None:
-            count = self._contexts.read_block(job)
-            if prefill.is_done:
-                self._prepare(job)
-            return count
-        self._size_block(job)
-        session, block = job.session, job.prefill.block
-        cache = session.residency.active
-        assert cache is not None
-        reader = session.serving.reader(len(job.resolved.prompt_ids))
-        started = perf_counter() - self._token_budget.interrupted_seconds
-        beside = 0
-        cache.reserve(len(block))
-        if job.request.prompt_logprobs:
-            self._read_scored(job, cache, block)
-        else:
-            beside = self._image_reader.read(job, reader, block)
-        if 2 * len(block) > self._block(session):  # short prefills are slower per token
-            seconds = perf_counter() - self._token_budget.interrupted_seconds - started
-            self._tiers.disk.note_reading(len(block), seconds)
-        return self._count_block(job, max(cache.nbytes, reader.meter.peak_bytes) + beside)
+        if job.prefill.steps is None:
+            return self._count_block(job, self._prefill.read_block(job))
+        count = self._contexts.read_block(job)
+        if job.prefill.is_done:
+            self._prepare(job)
+        return count
 
     def companions(self, job: RequestState, others: Sequence[RequestState]) -> list[RequestState]:
-        self._size_block(job)
-        room, found = self._limit(job), list[RequestState]()
-        if not self._reads_plainly(job, room):
-            return []
-        room -= len(job.prefill.block)
-        for each in others:
-            is_alike = each.backend is self and each.session.serving is job.session.serving
-            if is_alike and self._reads_plainly(each, room):
-                room -= len(each.prefill.block)
-                found.append(each)
-        return found
+        return self._prefill.companions(job, others)
 
     def read_together(self, jobs: Sequence[RequestState]) -> None:
-        rows = list[BatchSegment]()
-        for job in jobs:
-            block = job.prefill.block
-            job.cache.reserve(len(block))
-            rows.append(BatchSegment(job.cache, block, append_kind=AppendKind.TEXT))
-        jobs[0].session.serving.runtime.decoder.read(rows, Mode.APPEND)
+        self._prefill.read_together(jobs)
 
     def finish_block(self, job: RequestState) -> int:
         return self._count_block(job, job.cache.nbytes)
@@ -196,32 +159,6 @@ class PrefixBackend(SessionBackend):
             self._prepare(job)
         return len(block)
 
-    def _reads_plainly(self, job: RequestState, room: int) -> bool:
-        """True if the next block, of at most `room` tokens, is text of a policy that neither
-        observes nor scores it.
-        """
-        if job.prefill.steps is not None or len(job.prefill.block) > room:
-            return False
-        return self._is_plain(job)
-
-    def _is_plain(self, job: RequestState) -> bool:
-        """True if a prompt is text, under a policy that neither observes nor scores it."""
-        if job.request.prompt_logprobs or job.session.serving.is_limited:
-            return False
-        return not self._image_reader.has_images(job)
-
-    def _read_scored(self, job: RequestState, cache: SequenceCache, block: tuple[int, ...]) -> None:
-        """Read a block, and send the log-probabilities of the tokens that it predicts."""
-        decoder, ids = job.session.serving.runtime.decoder, job.resolved.prompt_ids
-        start, scored = cache.next_position, job.prefill.scored_len
-        row = BatchSegment(cache, block, append_kind=AppendKind.TEXT)
-        logits = decoder.forward_logits([row], Mode.APPEND, range(len(block)))
-        predicted = ids[start + 1 : start + 1 + len(block)]
-        found = token_logprobs(logits, predicted, job.request.logprobs or 0, self._texts)
-        # Those of an earlier attempt are not sent again.
-        job.listener.on_logprobs(tuple(found[max(0, scored - start - 1) :]))
-        job.prefill.scored_len = max(scored, start + 1 + len(block))
-
     def restart_prefill(self, job: RequestState) -> None:
         session, residency = job.session, job.session.residency
         residency.resident_caches = self._caches(session, session.serving.empty_cache())
@@ -229,7 +166,7 @@ class PrefixBackend(SessionBackend):
         residency.settled_tokens = 0
         self._tiers.shares.note(session)
         job.prefill.cached_len, job.prefill.steps = 0, None
-        self._split_prefill(job, job.known_ids)
+        self._split_prefill(job)
 
     def preempt(self, job: RequestState) -> None:
         """Leave the cache to the session, with what it has read of the prompt and the answer."""
@@ -243,13 +180,13 @@ class PrefixBackend(SessionBackend):
             self.rollback(job)
 
     def tail_tokens(self, job: RequestState) -> int:
-        return min(super().tail_tokens(job), self._limit(job))
+        return self._prefill.tail_tokens(job)
 
     def step_tail_tokens(self, job: RequestState) -> int:
-        return self._limit(job)
+        return self._prefill.limit(job)
 
     def step_tokens(self, job: RequestState) -> int:
-        return min(self._block(job.session), REPLAYED_TOKENS)
+        return min(self._prefill.block(job.session), REPLAYED_TOKENS)
 
     def on_step(self, job: RequestState, plans: int) -> None:
         session = job.session
@@ -297,47 +234,10 @@ class PrefixBackend(SessionBackend):
         cached = session.residency.cached_ids[: job.prefill.cached_len]
         return common_prefix_len(cached, session.transcript.ids)
 
-    def _block(self, session: SessionState) -> int:
-        block = session.serving.block
-        return block if self._chunk_tokens is None else min(block, self._chunk_tokens)
-
-    def _limit(self, job: RequestState) -> int:
-        """Most tokens of the next block of a request."""
-        read = len(job.session.residency.cached_ids)
-        return self._token_budget.limit(read, self._block(job.session))
-
-    def _size_block(self, job: RequestState) -> None:
-        """Size the next block by the token budget, where it is plain text."""
-        if self._token_budget.has_target and job.prefill.steps is None and self._is_plain(job):
-            job.prefill.resize_block(self._limit(job))
-
-    def _split_prefill(self, job: RequestState, text: tuple[int, ...]) -> None:
-        prefill, session = job.prefill, job.session
-        block = self._block(session)
-        if job.request.prompt_logprobs:  # all logits of a block are there at once
-            vocab_size = session.serving.runtime.decoder.vocab_size
-            block = min(block, max(1, LOGITS_CHUNK // vocab_size))
-            if not prefill.scored_len:
-                prefill.scored_len = 1
-                job.listener.on_logprobs((unscored_token(text[0], self._texts),))
-        cached = len(session.residency.cached_ids)
-        prefill.blocks = self._image_reader.split(job, text, cached, block)
-        prefill.next_block, prefill.prompt_tail = 0, ()
-        self._leave_tail(job, text[-1])
-        if prefill.is_done:
+    def _split_prefill(self, job: RequestState) -> None:
+        self._prefill.split(job, job.known_ids)
+        if job.prefill.is_done:
             self._prepare(job)
-
-    def _leave_tail(self, job: RequestState, last: int) -> None:
-        """Leave a short last block to the first decode step, which reads it beside other answers.
-
-        Args:
-            last: last token of the prompt.
-        """
-        blocks = job.prefill.blocks
-        if job.answer.output_ids or not blocks or len(blocks[-1]) >= self.tail_tokens(job):
-            return
-        if self._is_plain(job):
-            job.prefill.prompt_tail = (*blocks.pop(), last)
 
     def _prepare(self, job: RequestState) -> None:
         """Prepare decoding: the prompt is read."""

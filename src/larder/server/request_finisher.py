@@ -1,0 +1,178 @@
+"""Completion of requests: turn stored, report sent, session released."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+from larder.core.errors import BudgetError, LarderError
+from larder.server.api_errors import kv_budget_exceeded
+from larder.server.model_runner import ModelRunner
+from larder.server.model_thread import CompletionQueue
+from larder.server.persistence.base import Durability, SessionPersistence
+from larder.server.persistence.retry_queue import WriteRetryQueue
+from larder.server.programs import Programs
+from larder.server.request import Report
+from larder.server.request_state import RequestState
+from larder.server.session_index import SessionIndex
+from larder.server.session_state import SessionState
+from larder.server.tiers.manager import TierManager
+
+# Errors of a step or a listener that end one request, not the server.
+FAILURES = (LarderError, RuntimeError, ValueError, TypeError, LookupError, MemoryError)
+SUMMED_FIELDS = tuple(f.name for f in fields(Report) if f.name.endswith("_tokens"))
+
+
+class RequestFinisher:
+    """Finishes requests that the scheduler no longer runs. For the model's thread.
+
+    Args:
+        forget: drops all that memory has of a session.
+        programs: told of starts and answers, for the order of requests.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        tiers: TierManager,
+        sessions: SessionIndex,
+        forget: Callable[[SessionState], None],
+        persistence: SessionPersistence,
+        completions: CompletionQueue,
+        unwritten: WriteRetryQueue,
+        clock: Callable[[], float],
+        programs: Programs,
+    ) -> None:
+        self._runner, self._tiers, self._sessions, self._forget = runner, tiers, sessions, forget
+        self._persistence, self._completions, self._unwritten = persistence, completions, unwritten
+        self._clock, self._programs = clock, programs
+        self.finishing: list[RequestState] = []  # complete answers whose turns are being written
+        self.done: Counter[str] = Counter()
+        self.sums: Counter[str] = Counter()
+
+    def finish(self, job: RequestState, reason: str) -> None:
+        """The answer is complete: store the turn, then report."""
+        session = job.session
+        usage = session.usage
+        assert job.answer.stream is not None
+        if job.request.is_ephemeral:
+            job.answer.stream.finish()
+            job.backend.rollback(job)
+            self.close(job, reason)
+            return
+        try:
+            turn = job.backend.prepare_turn(job, reason, self._runner.closing(job))
+        except FAILURES as error:
+            job.backend.rollback(job)
+            self.fail(job, error)
+            return
+        session.turns.append(turn)
+        usage.record_think_time(job.times.arrived)
+        session.transcript.epoch += 1
+        job.was_new, usage.is_provisional = usage.is_provisional, False
+        try:
+            self._charge(session)
+            if len(session.turns) == 1 or session.transcript.epoch == 1:
+                self._sessions.index_session(session)
+            written = self._persistence.commit(session, turn)
+        except FAILURES as error:
+            self._rollback(job, error)
+            return
+        self.finishing.append(job)
+        if self._tiers.disk.durability is Durability.NONE:
+            self._completions.track_write(session, written, partial(self._unwritten.note, session))
+            self._turn_stored(job, reason)
+        else:
+            self._completions.track_write(session, written, partial(self._on_written, job, reason))
+
+    def close(self, job: RequestState, reason: str) -> None:
+        """Report a request that has ended, and release its session."""
+        now = self._clock()
+        report = job.report(reason, now)
+        if reason != "cancelled":
+            job.session.usage.answered = now
+            self._tiers.note_use(job.session)
+            self._programs.note_answer(job.session, job.next_tool)
+        self._release(job, now)
+        self.sums.update({name: getattr(report, name) for name in SUMMED_FIELDS})
+        self.done[reason] += 1
+        job.listener.on_done(report)
+
+    def fail(self, job: RequestState, error: Exception) -> None:
+        """Report the error of a request, and release its session."""
+        self._release(job, self._clock())
+        self.done["error"] += 1
+        job.listener.on_error(error)
+
+    def _charge(self, session: SessionState) -> None:
+        """Charge the transcript to host memory before the turn is reported as stored.
+
+        Raises:
+            ApiError: 400 `kv_budget_exceeded`.
+        """
+        if not self._tiers.charge_transcript(session):
+            message = (
+                "Host memory has no room for the transcript: remove sessions, or raise "
+                "--host-budget."
+            )
+            raise kv_budget_exceeded(BudgetError(message))
+
+    def _on_written(self, job: RequestState, reason: str, future: Future[Any] | None) -> None:
+        """The turn's write has ended, successful or not."""
+        error, job.durable = self._unwritten.outcome(job.session, future)
+        if isinstance(error, Exception):
+            self._rollback(job, error)
+            return
+        self._save_then(job, partial(self._turn_stored, job, reason))
+
+    def _save_then(self, job: RequestState, callback: Callable[[], None]) -> None:
+        """Continue once no cache of the session is left to save."""
+        saving = self._tiers.save_at_once(job.session)
+        if saving is None:
+            callback()
+        else:
+            self._completions.track_write(
+                job.session, saving, lambda _: self._save_then(job, callback)
+            )
+
+    def _turn_stored(self, job: RequestState, reason: str) -> None:
+        """The turn is stored as far as it will be: commit it."""
+        assert job.answer.stream is not None
+        try:
+            job.answer.stream.finish()
+            job.backend.commit_turn(job)
+            self._tiers.shrink_to_fit(job.session)
+        except FAILURES as error:
+            self._rollback(job, error)
+            return
+        # Chat caches contain the turn only now.
+        self._save_then(job, partial(self.close, job, reason))
+
+    def _rollback(self, job: RequestState, error: Exception) -> None:
+        """Roll back a turn that could not be stored."""
+        session = job.session
+        session.turns.pop()
+        session.transcript.epoch -= 1
+        session.usage.is_provisional = job.was_new
+        job.backend.rollback(job)
+        self.fail(job, error)
+
+    def _release(self, job: RequestState, now: float) -> None:
+        """Release the session of a request that has ended in any way."""
+        session = job.session
+        usage = session.usage
+        if job in self.finishing:
+            self.finishing.remove(job)
+        usage.is_answering = usage.is_running = False
+        usage.last_used, usage.uses = now, usage.uses + 1
+        usage.workflow_steps = job.workflow_steps
+        self._persistence.locks.release(session)
+        if usage.is_provisional or session.durability.is_superseded:
+            self._forget(session)
+        else:
+            self._tiers.charge_transcript(session)
+            self._tiers.transcripts.unload_idle()
