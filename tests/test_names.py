@@ -83,7 +83,7 @@ def test_no_class_has_a_forbidden_name() -> None:
     assert found & FORBIDDEN_CLASSES == set()
 
 
-def test_no_class_name_stands_twice_in_a_package() -> None:
+def test_class_names_are_unique_within_a_package() -> None:
     twice = {
         package: [name for name, count in names.items() if count > 1]
         for package, names in classes_by_package().items()
@@ -91,7 +91,7 @@ def test_no_class_name_stands_twice_in_a_package() -> None:
     assert {package: names for package, names in twice.items() if names} == {}
 
 
-def test_no_class_name_stands_in_two_packages_of_larder() -> None:
+def test_class_names_are_unique_across_packages() -> None:
     found = Counter(name for names in classes_by_package().values() for name in names)
     # A message of a conversation, and the schema of that name in Anthropic's API.
     assert {name for name, count in found.items() if count > 1} == {"Message"}

@@ -14,7 +14,7 @@ FAST = ("Llama", "Gemma 3", "MiniCPM3", "LFM2")
 FEW_STEPS = 8
 
 
-def test_committed_figures_show_what_the_table_says() -> None:
+def test_committed_figures_match_the_support_table() -> None:
     known = committed()
     assert list(known) == [family.name for family in SUPPORTED]
     for name, by_dtype in known.items():

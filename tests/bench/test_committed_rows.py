@@ -77,7 +77,7 @@ def test_check_asks_the_first_question_only_where_each_has_its_own_prefill(
     assert check_cell(of_second, lambda _: bench).differences == ()
 
 
-def test_a_changed_score_is_found(bench: ModelContext, rows: list[Row]) -> None:
+def test_changed_score_is_found(bench: ModelContext, rows: list[Row]) -> None:
     planned = cheapest_check(STUDY, rows)
     assert planned.row["policy"] in STUDY.policies
     items = [{**planned.row["items"][0], "log_likelihood": 1.0}, *planned.row["items"][1:]]
@@ -85,13 +85,13 @@ def test_a_changed_score_is_found(bench: ModelContext, rows: list[Row]) -> None:
     assert only.startswith("items[0].log_likelihood: 1.0 committed, -")
 
 
-def test_another_text_differs(bench: ModelContext, rows: list[Row]) -> None:
+def test_check_reports_another_text(bench: ModelContext, rows: list[Row]) -> None:
     planned = cheapest_check(STUDY, rows)
     [only] = check_cell(_with(planned, text_digest="0"), lambda _: bench).differences
     assert only.startswith("the text is another one: give the same --corpus")
 
 
-def test_a_cell_that_is_refused_now_differs(
+def test_cell_that_is_refused_now_differs(
     bench: ModelContext, rows: list[Row], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> Row:
@@ -102,7 +102,7 @@ def test_a_cell_that_is_refused_now_differs(
     assert check_cell(planned, lambda _: bench).differences == ("refused now: No room.",)
 
 
-def test_a_cell_without_weights_is_no_difference(
+def test_check_of_a_cell_without_weights_raises(
     bench: ModelContext, rows: list[Row], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> Row:
@@ -121,7 +121,7 @@ def test_fallback_checks_are_the_cheapest_cells_of_other_policies(rows: list[Row
     assert other.row["policy"] == "snapkv" and other.row["seconds"] == 11.0
 
 
-def test_a_study_of_controls_alone_is_checked_by_one_of_them(rows: list[Row]) -> None:
+def test_study_of_controls_only_is_checked_on_one_control(rows: list[Row]) -> None:
     planned = cheapest_check(replace(STUDY, policies=()), rows)
     assert planned.row["policy"] in STUDY.controls
 
@@ -166,7 +166,7 @@ def test_rows_of_another_processor_are_compared_by_their_means(
         assert len(check_cell(moved_row, lambda _: bench).differences) == 1
 
 
-def test_an_equal_row_of_another_processor_is_compared_exactly(
+def test_equal_row_of_another_processor_is_compared_exactly(
     bench: ModelContext, rows: list[Row]
 ) -> None:
     planned = cheapest_check(STUDY, rows)

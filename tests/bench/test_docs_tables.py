@@ -27,7 +27,7 @@ PAGES = [
 RESULTS = CHECKOUT / "studies" / "results"
 
 
-def test_a_column_per_budget_pools_tasks_and_puts_the_best_first() -> None:
+def test_column_per_budget_pools_tasks_and_puts_the_best_first() -> None:
     rows = [*CELLS, cell("h2o", budget="1/8")]
     head, _, *lines = by_budget(rows)
     assert head == "| policy | 1/4 |"
@@ -35,7 +35,7 @@ def test_a_column_per_budget_pools_tasks_and_puts_the_best_first() -> None:
     assert [line.split(" | ")[0] for line in lines[1:]] == ["| snapkv", "| h2o", "| random"]
 
 
-def test_a_column_per_task_has_all_budgets_in_a_cell() -> None:
+def test_column_per_task_has_all_budgets_in_a_cell() -> None:
     rows = [*CELLS, {**cell("snapkv"), "budget": "1/8"}]
     told, _, head, _, _, first, *_ = by_task(rows)
     assert told == "In each cell: 1/4, 1/8."

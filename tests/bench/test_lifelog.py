@@ -129,7 +129,7 @@ def test_token_limit_is_nearly_reached(tokens: int) -> None:
     assert tokens - 300 < taken <= tokens
 
 
-def test_questions_come_from_all_sessions_by_turns() -> None:
+def test_every_session_with_current_facts_is_asked_about() -> None:
     log = write_lifelog(0, 3000, words)
     conversation = lifelog_conversation(0, 3000, words, log.sessions, kinds=("single",))
     asked = Counter(session_of(question, conversation) for question in conversation.questions)

@@ -30,7 +30,7 @@ def methods() -> list[PublishedMethod]:
 
 
 @pytest.mark.extended
-def test_the_page_is_generated_from_its_source(methods) -> None:
+def test_methods_page_equals_the_generated_one(methods) -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert text == replace_methods(text, methods), "python -m larder_bench.reports.methods PAGE"
 
@@ -48,7 +48,7 @@ def test_figures_equal_the_rows() -> None:
     assert figure_text(FIGURES[1], ["never_measured"]) == ""
 
 
-def test_a_figure_has_a_mean_per_budget_of_the_first_study_that_has_the_policy() -> None:
+def test_figure_has_a_mean_per_budget_of_the_first_study_that_has_the_policy() -> None:
     likelihood = next(figure for figure in FIGURES if figure.title == "likelihood after")
     counts = [len(figure_text(likelihood, [name]).split(", ")) for name in ("nacl", "leverage")]
     assert counts == [2, 1]
@@ -67,7 +67,7 @@ def test_costs_are_multiples_of_the_full_cache() -> None:
     assert cost_text(["never_measured"]) == ""
 
 
-def test_the_paper_is_the_one_that_fewest_presets_cite() -> None:
+def test_system_paper_is_the_least_cited_by_presets() -> None:
     assert (
         PublishedMethod("D2O", "policy", "built", ("d2o",), behavior="Seen.").cited()
         == "Wan et al. 2024, arXiv:2406.13035"
@@ -110,6 +110,6 @@ def test_counts_are_per_area() -> None:
     assert "| X |  |  | missing |  |  |  |  |  |  |  | Why. |" in lines
 
 
-def test_a_page_without_marks_is_refused() -> None:
+def test_page_without_marks_is_refused() -> None:
     with pytest.raises(InputError, match="has no <!-- methods: begin -->"):
         replace_methods("text", [])

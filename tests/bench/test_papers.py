@@ -162,7 +162,7 @@ def test_measured_values_use_the_named_cells() -> None:
     assert none.measured_text("seed", {}) == "no ratio: random has none or 0"
 
 
-def test_a_file_that_was_refused_or_measured_otherwise_is_left_out() -> None:
+def test_refused_and_differently_measured_files_are_excluded() -> None:
     ours: list[Row] = [cell("h2o"), cell("h2o", seed=1, kind="x", items=[])]
     ours += [cell("h2o", seed=2, refused="no room"), cell("h2o", seed=3, model="other", items=[])]
     ours += [cell("h2o", seed=4, measure="generated"), cell("h2o", seed=5, matched="tokens")]
@@ -206,7 +206,7 @@ def test_tables_have_reported_and_measured_values_and_differences_of_setup(tmp_p
     assert here[5]["here"] == {} and here[6]["above"] == "h2o"
 
 
-def test_a_report_is_drawn_from_rows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_needs_rows_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("larder_bench.plots.figure_selection.FIGURE_ORDER", ())
     old = Paper("old", "old").row("small")
     page = render_report([write_rows(tmp_path, [old, ROW_OF_SMALL.row("small"), *CELLS])])
@@ -245,7 +245,7 @@ def test_paper_row_is_written_on_change_only(tmp_path: Path) -> None:
     assert before["values"][0]["task"].startswith("passkey(")
 
 
-def test_a_ratio_is_of_means_and_drawn_by_file() -> None:
+def test_ratio_is_of_means_resampled_by_file() -> None:
     ratio = Bootstrap().ratio([[2.0, 4.0], [6.0]], [[1.0], [2.0, 0.0]])
     assert ratio.mean == 4.0 and ratio.low == 3.0 and ratio.high == 6.0
     with pytest.raises(BadParameter, match="above 0"):

@@ -78,7 +78,7 @@ def test_recorded_full_cache_has_probe_logits_and_full_bytes(text: RecordedText)
 
 
 @pytest.mark.extended
-def test_a_study_has_a_row_for_each_policy(engine: Engine, tmp_path: Path) -> None:
+def test_study_has_a_row_for_each_policy(engine: Engine, tmp_path: Path) -> None:
     bench = ModelContext(engine, TaskSources(engine.tokenizer.count_tokens))
     study = Study(
         name="tiny",
@@ -103,9 +103,7 @@ def test_a_study_has_a_row_for_each_policy(engine: Engine, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("length", "following"), [(136, 8), (50, 8), (8, 8), (0, 8), (223, 64)])
-def test_a_text_too_short_to_compare_is_refused(
-    engine: Engine, length: int, following: int
-) -> None:
+def test_text_too_short_to_compare_is_refused(engine: Engine, length: int, following: int) -> None:
     least = {8: 129, 64: 160}[following]
     with pytest.raises(BadParameter, match=f"too short .*take one of {least} tokens or more"):
         RecordedText.of(engine, (7,) * length, following)
@@ -113,7 +111,7 @@ def test_a_text_too_short_to_compare_is_refused(
 
 @pytest.mark.extended
 @pytest.mark.parametrize(("length", "following"), [(129, 8), (160, 64)])
-def test_the_shortest_text_is_compared(engine: Engine, length: int, following: int) -> None:
+def test_shortest_text_is_compared(engine: Engine, length: int, following: int) -> None:
     source = torch.Generator().manual_seed(2)
     ids = torch.randint(
         5, engine.loaded.decoder.vocab_size, (length + following,), generator=source

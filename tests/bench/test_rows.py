@@ -95,14 +95,14 @@ def test_exhibits_record_how_they_were_measured(tmp_path: Path) -> None:
     assert all(row["device"] == "cpu" and row["measure"] == "forced" for row in found[:2])
 
 
-def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
+def test_broken_line_in_the_middle_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n{"b":\n{"c": 2}\n')
     with pytest.raises(InputError, match="rows.jsonl"):
         read_rows(path)
 
 
-def test_the_last_row_of_a_key_counts_and_environments_are_found_by_id(tmp_path: Path) -> None:
+def test_last_row_of_a_key_counts_and_environments_resolve_by_id(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     around = environment_row(threads=1)
     later = CELL | {"environment": around["id"], "seconds": 2.0}

@@ -38,7 +38,7 @@ def written(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
-def test_a_study_is_read(tmp_path: Path) -> None:
+def test_study_file_is_parsed(tmp_path: Path) -> None:
     study = read_study(written(tmp_path, TEXT))
     assert study.tasks == (StudyTask("passkey()", (200, 300)),)
     assert (study.models, study.matched, study.files) == (("seed",), ("bytes", "tokens"), 2)

@@ -158,7 +158,7 @@ def test_retrieved_passages_are_the_nearest_within_the_token_limit(bench: ModelC
         passages.fitting(ranked, 5)
 
 
-def test_a_refusal_is_a_result(bench: ModelContext, tmp_path: Path) -> None:
+def test_refused_cell_is_recorded(bench: ModelContext, tmp_path: Path) -> None:
     wanted = study(("snapkv",), budgets=("8",), matched=("tokens",), controls=(), files=1)
     [row] = run(bench, wanted, tmp_path / "rows.jsonl")
     assert "smaller than" in row["refused"] and "items" not in row

@@ -271,7 +271,7 @@ def test_sequences_share_what_another_task_makes(
     assert lengths == ([7] if task.style is QuestionStyle.TURNS else [3] * 8)
 
 
-def test_the_last_sequence_may_be_shorter() -> None:
+def test_last_sequence_may_be_shorter() -> None:
     questions = tuple(Question(str(number)) for number in range(5))
     sequences = parse_task("requests(turns=2)").question_sequences(questions)
     assert [[q.question for q in one] for one in sequences] == [["0", "1"], ["2", "3"], ["4"]]

@@ -158,7 +158,7 @@ def test_prompts_of_the_release_are_used(tmp_path: Path) -> None:
         parse_task('longbench(set="lcc")').make(0, 300, TaskSources(words, data=tmp_path))
 
 
-def test_a_set_without_questions_is_asked_in_our_words(tmp_path: Path) -> None:
+def test_dataset_without_question_texts_uses_default_wording(tmp_path: Path) -> None:
     samples = [{**document, "input": ""} for document in documents("answers")]
     lines_written(tmp_path / "longbench" / "gov_report_e.jsonl", samples)
     made = parse_task('longbench(set="gov_report_e")').make(

@@ -67,7 +67,7 @@ def a_text(wording: Wording, *questions: Question) -> Conversation:
     return worded_text("text", "Mira is a cat. Vera is a vet.", questions, wording, "Read. ")
 
 
-def test_a_wording_follows_from_the_model() -> None:
+def test_default_wording_depends_on_the_model() -> None:
     assert Wording.of_model("seed", True) is Wording.of_model("random:tiny", True) is Wording.SEED
     assert Wording.of_model("smollm2-dialogue", True) is Wording.SEED
     assert Wording.of_model("smollm2", True) is Wording.INSTRUCT
@@ -132,7 +132,7 @@ def test_context_and_question_are_one_prompt_wherever_the_question_stands(
     assert tokenizer.decode(rest).endswith("Mira is")
 
 
-def test_one_turn_holds_text_and_question(bench: ModelContext) -> None:
+def test_text_and_question_share_one_turn(bench: ModelContext) -> None:
     tokenizer, made = bench.engine.tokenizer, a_text(Wording.INSTRUCT, Question("Who?", "Mira"))
     ids = tokenizer.encode_conversation(made).ids
     ids += tokenizer.encode_question_about(made, made.questions[0])
@@ -161,7 +161,7 @@ def test_documents_of_data_sets_have_the_layout_of_the_wording(
 
 
 @pytest.mark.parametrize("wording", OTHERS)
-def test_the_last_line_of_a_published_prompt_begins_a_plain_answer(wording: Wording) -> None:
+def test_plain_answer_starts_with_the_last_line_of_a_published_prompt(wording: Wording) -> None:
     question = Question("Who {is} it?", "Mira")
     made = Conversation("document", (Message("user", "A text."),), (question,))
     for prompt, plain, prefix in (
@@ -222,7 +222,7 @@ def test_string_match_scores_each_part_in_the_whole_answer() -> None:
     assert item["own"] == 1.0 and item["scored_by"] == "string_match" and not item["exact"]
 
 
-def test_a_recited_passage_counts_until_its_first_wrong_word(bench: ModelContext) -> None:
+def test_recited_passage_counts_until_its_first_wrong_word(bench: ModelContext) -> None:
     question = Question("Go on.", "the cat sat on the mat", scorer="prefix_share")
     numbered = NumberedQuestion(question, 0, 0)
     for text, share in {
@@ -255,7 +255,7 @@ def test_answer_prefix_is_scored_without_the_end_of_turn(bench: ModelContext) ->
 
 @pytest.mark.parametrize("task", ["lifelog(questions=2)", "turns(of='lifelog(questions=2)')"])
 @pytest.mark.parametrize("wording", Wording)
-def test_the_full_cache_answers_the_same_wherever_the_question_stands(
+def test_full_cache_answers_equally_with_the_question_inside_or_after(
     bench: ModelContext, task: str, wording: Wording
 ) -> None:
     spelled = parse_task(task)
@@ -328,7 +328,7 @@ def test_measures_without_questions_refuse_them_inside() -> None:
     assert validate_study(replace(study, measure=("forced",)))
 
 
-def test_a_policy_sees_the_question_only_inside(bench: ModelContext) -> None:
+def test_policy_sees_the_question_only_when_it_is_inside(bench: ModelContext) -> None:
     conversation = parse_task("lifelog(questions=1)").make(0, 400, bench.sources)
     kept: dict[QuestionPlacement, int] = {}
     for placement in QuestionPlacement:

@@ -75,7 +75,7 @@ def test_every_task_spelling_round_trips(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_page_of_studies_lists_every_task(name: str) -> None:
+def test_studies_page_lists_every_task(name: str) -> None:
     page = Path(__file__).resolve().parents[2] / "studies" / "README.md"
     assert re.search(rf"^\| [^|]*`{name}`[^|]* \|", page.read_text("utf-8"), re.MULTILINE)
 

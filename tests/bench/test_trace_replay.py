@@ -126,7 +126,7 @@ def test_pauses_are_guessed_until_enough_are_seen() -> None:
     assert pauses.after("test").tolist() == [10.0] * NUM_QUANTILES
 
 
-def test_the_tuned_rule_is_the_best_on_the_head() -> None:
+def test_tuned_rule_is_best_on_the_first_part_of_the_trace() -> None:
     trace = trace_of("chat", StateForm.WHOLE, 500)
     budget = held_of("chat", StateForm.WHOLE, 500).needed_bytes() // 8
     rules = [rule("random"), rule("lru"), rule("marconi", alpha=2.0)]

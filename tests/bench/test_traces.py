@@ -56,7 +56,7 @@ def test_events_are_ordered_with_reads_and_writes(name: str, form: StateForm) ->
 
 
 @CROWDS
-def test_a_state_has_its_share_of_the_bytes_and_replaces_one_of_its_session(name: str) -> None:
+def test_state_has_its_share_of_bytes_and_replaces_one_of_its_session(name: str) -> None:
     trace = made(name)
     for number, cached in enumerate(trace.objects):
         share = 1.0 if cached.session == NONE else 0.25

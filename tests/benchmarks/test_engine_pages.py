@@ -14,6 +14,6 @@ def test_share_of_equal_tokens_ends_at_the_first_difference() -> None:
 
 
 @pytest.mark.slow
-def test_all_of_its_paths_run_on_a_cpu(capsys) -> None:
+def test_benchmark_paths_run_on_a_cpu(capsys) -> None:
     assert engine_pages.main(["--device", "cpu", "--tiny"]) == 0
     assert capsys.readouterr().out.count("equal 1.000") >= 10

@@ -19,7 +19,7 @@ def test_missing_gpu_is_reported_in_one_line(capsys) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of the compiler itself
-def test_all_of_its_paths_run_on_a_cpu(capsys) -> None:
+def test_benchmark_paths_run_on_a_cpu(capsys) -> None:
     assert gpu_step.main(["--device", "cpu", "--tiny"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("CPU, not a GPU")

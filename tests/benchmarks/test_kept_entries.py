@@ -59,7 +59,7 @@ def test_pair_is_a_policy_with_a_name_of_its_own() -> None:
     assert all(Policy.parse(pair.ours).schedule for pair in every)
 
 
-def test_presses_are_given_what_they_ask_for() -> None:
+def test_presses_get_the_inputs_they_need() -> None:
     """A press whose share is an argument keeps it; a delimiter is in neither text."""
     inform = import_module("informed_presses").inform_press
     press: Any = SimpleNamespace()

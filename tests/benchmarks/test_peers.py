@@ -70,7 +70,7 @@ def test_every_pair_is_a_policy_of_ours_and_has_a_name_of_its_own() -> None:
     assert len({(p.name, str(Policy.parse(p.ours))) for p in pairs}) == len({p.name for p in pairs})
 
 
-def test_peer_that_is_not_installed_is_told_before_anything_runs() -> None:
+def test_missing_peer_is_reported_before_the_first_run() -> None:
     jobs, pairs = import_module("_jobs"), import_module("_pairs")
     peers = {"transformers": "5.2", "kvpress": "", "optimum-quanto": "1", "hqq": ""}
     setting = SimpleNamespace(
@@ -83,7 +83,7 @@ def test_peer_that_is_not_installed_is_told_before_anything_runs() -> None:
         jobs._environments(absent)
 
 
-def test_cells_of_a_conversation_alternate_and_none_comes_twice() -> None:
+def test_cells_of_a_conversation_alternate_without_repeats() -> None:
     jobs, pairs = import_module("_jobs"), import_module("_pairs")
     options = SimpleNamespace(first_seed=3, files=2, process="cell")
     setting = SimpleNamespace(environments={"peers": dict.fromkeys(NAMES, "1")}, options=options)

@@ -134,7 +134,7 @@ def test_new_store_has_zero_columns(remembering) -> None:
         assert all(held.isnan().all() for held in scalars.values())
 
 
-def test_a_plan_writes_columns_and_scalars(remembering, carry_out) -> None:
+def test_plan_writes_columns_and_scalars(remembering, carry_out) -> None:
     store = signed(remembering.filled()[0])
     store.allocate(3)
     plan = a_plan(remembering.losing(Random(8), store.lengths, 2), store.lengths)

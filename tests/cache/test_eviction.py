@@ -148,7 +148,7 @@ def _each(indices: list[int], held: int, heads: int) -> torch.Tensor:
     return torch.tensor([held * head + index for head in range(heads) for index in indices])
 
 
-def test_a_plan_that_does_not_fit_is_refused_unchanged(planned, carry_out) -> None:
+def test_oversized_plan_is_refused_without_changes(planned, carry_out) -> None:
     store = planned.new()
     append(store, planned.tokens(6))
     before = store.state()

@@ -57,7 +57,7 @@ def by_loop(store: TieredLayer, new: Tokens) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("tokens", "page"), [(3, 1), (8, 4), (36, 1)])
-def test_a_step_attends_at_consecutive_positions(tokens: int, page: int) -> None:
+def test_decode_step_attends_at_consecutive_positions(tokens: int, page: int) -> None:
     store, new = a_store(offload(tokens, page)), draw(LAYER, 1, COUNT, 1)
     store.expect(AppendKind.STEP)
     assert_close(extend(store, new), by_loop(store, new))
@@ -114,7 +114,7 @@ def test_gapless_layer_records_logits() -> None:
     assert torch.equal(out, extend(again, new))
 
 
-def test_an_unknown_rotation_is_refused() -> None:
+def test_unknown_rotation_is_refused() -> None:
     layer = replace(LAYER, radians=None)
     with pytest.raises(CacheError, match="leave compact\\(\\) out"):
         GaplessLayer(layer, layer_options(parking=offload(3)))

@@ -51,7 +51,7 @@ def query_of(layer: int, place: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_last_queries_are_held_and_counted(form) -> None:
+def test_last_queries_are_held_and_counted(form) -> None:
     cache = remembering(form)
     assert_latest(cache, [6, 7, 8, 9])
     held = storage_bytes(reachable_tensors(cache.latest))

@@ -30,7 +30,7 @@ def test_attention_equals_its_reference(subject, sections) -> None:
     assert_close(attend(store, new, sections), attend(loop, new, sections))
 
 
-def test_an_empty_store_attends_among_new_tokens(subject) -> None:
+def test_empty_layer_attends_among_new_tokens(subject) -> None:
     new = subject.tokens(9)
     assert_close(attend(subject.new(), new), attend(subject.loop(), new))
 
@@ -77,7 +77,7 @@ def test_plan_keeps_exactly_its_entries(planned) -> None:
     assert store.lengths == tuple(len(head) for head in loop.heads)
 
 
-def test_a_plan_may_keep_everything_or_nothing(planned) -> None:
+def test_plan_may_keep_everything_or_nothing(planned) -> None:
     everything, nothing = planned.new(), planned.new()
     for store in (everything, nothing):
         append(store, planned.tokens(8))

@@ -73,7 +73,7 @@ def test_fork_is_copy_on_write(subject) -> None:
     assert both - own == fork.shared_nbytes == store.shared_nbytes
 
 
-def test_a_separate_fork_shares_nothing_but_slow_tiers(subject) -> None:
+def test_separate_fork_shares_slow_tiers_only(subject) -> None:
     store, _ = subject.filled(40)
     fork = store.fork()
     alone = store.fork().state()

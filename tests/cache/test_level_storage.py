@@ -157,7 +157,7 @@ def test_state_of_other_levels_is_refused() -> None:
         TransformLayer.restore(LAYER, state)
 
 
-def test_a_model_without_levels_is_refused() -> None:
+def test_model_without_levels_is_refused() -> None:
     with pytest.raises(CacheError, match="larder model calibrate MODEL kvquant"):
         TransformTables.load(LAYER, replace(SPEC, model="other"))
 

@@ -113,7 +113,7 @@ def test_fork_keeps_counts(remembering) -> None:
     assert_close(attend(store.fork(), new), attend(loop, new))
 
 
-def test_a_plan_writes_counts(remembering, carry_out) -> None:
+def test_plan_writes_counts(remembering, carry_out) -> None:
     store, loop = remembering.filled()
     store.allocate(2)
     chosen = [[*range(0, length, 2)] for length in store.lengths]

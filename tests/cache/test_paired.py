@@ -165,7 +165,7 @@ def test_shared_entry_is_freed_after_both_layers_evict_it() -> None:
     assert pair[1].nbytes < 400
 
 
-def test_a_layer_without_a_partner_shares_nothing() -> None:
+def test_layer_without_a_pair_shares_nothing() -> None:
     half = a_pair()[0]
     alone = PairedLayer(LAYERS[0], layer_options(ledger=LEDGER, pairing=PAIRING))
     append(alone, draw(LAYERS[0], 4))

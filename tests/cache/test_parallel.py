@@ -89,7 +89,7 @@ def test_plans_are_refused_while_contexts_are_held() -> None:
     assert math.isfinite(float(attend(store, NEW).sum()))
 
 
-def test_a_fork_holds_the_contexts_too() -> None:
+def test_fork_holds_the_contexts_too() -> None:
     store = filled()
     store.compact()
     alone = store.nbytes

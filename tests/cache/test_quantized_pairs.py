@@ -164,7 +164,7 @@ def test_quantized_pair_round_trips_bit_exactly() -> None:
     assert all(same(copy, half) for copy, half in zip(copies, pair, strict=True))
 
 
-def test_a_layer_without_a_partner_is_quantized_alone() -> None:
+def test_layer_without_a_pair_is_quantized_alone() -> None:
     half = PairedLayer(LAYERS[0], layer_options(pairing=LayerPairing(), codecs=(CODEC,)), LOWER)
     append(half, draw(LAYERS[0], 6))
     plan = a_plan([list(range(6))] * 2, half.lengths)

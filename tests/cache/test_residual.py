@@ -224,7 +224,7 @@ def test_state_of_other_predictions_is_refused() -> None:
         SequenceCache.restore(cache.spec, state, cache.meta())
 
 
-def test_a_model_without_predictions_is_refused() -> None:
+def test_model_without_predictions_is_refused() -> None:
     tables_path("", "aqua").unlink()
     with pytest.raises(MissingWeights, match="larder train aqua"):
         a_cache()
@@ -348,7 +348,7 @@ def test_non_finite_entries_are_refused() -> None:
         cache.attend(0, NewTokens(new.queries, keys, new.values, new.positions, Mode.APPEND))
 
 
-def test_a_plan_that_keeps_all_changes_nothing() -> None:
+def test_plan_that_keeps_all_changes_nothing() -> None:
     cache = filled()
     before = cache.state()
     cache.apply(1, Plan(torch.arange(2 * LONG), (LONG, LONG)))

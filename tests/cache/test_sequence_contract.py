@@ -157,7 +157,7 @@ def test_allocation_does_not_extend_a_window_and_reservation_does(form) -> None:
     assert reserved.lengths()[1] > plain.lengths()[1]
 
 
-def test_a_cache_of_another_model_is_not_restored(form) -> None:
+def test_cache_of_another_model_is_not_restored(form) -> None:
     cache = filled(form)
     state = {name: t for name, t in cache.state().items() if not name.startswith("2.")}
     with pytest.raises(CacheError, match="no layer 2"):

@@ -249,7 +249,7 @@ def test_separate_fork_shares_nothing(form: str) -> None:
     assert pointers.isdisjoint(t.untyped_storage().data_ptr() for t in held)
 
 
-def test_a_fork_shares_what_recomputes_its_evicted_entries() -> None:
+def test_fork_shares_the_inputs_for_recomputing_evicted_entries() -> None:
     store = FORMS.load("rebuilt")(LAYER, layer_options(rebuilding=RecomputeSpec()))
     tokens = draw(LAYER, 100)
     store.append(tokens.keys, tokens.values, tokens.positions)

@@ -47,7 +47,7 @@ def test_tables_without_a_card_are_refused_as_missing(
         load()
 
 
-def test_a_cartridge_is_refused_under_another_model() -> None:
+def test_cartridge_of_another_model_is_refused() -> None:
     slots = {name: torch.zeros(LAYER.kv_heads, 1, LAYER.head_dim) for name in ("keys", "values")}
     LearnedWeights(Card("cartridge", (OTHER,)), (slots,)).save(cartridge_path(OWN, [1, 2], 1))
     with pytest.raises(ModelError, match="trained for the model eeee"):

@@ -269,7 +269,7 @@ INDEX, PAYLOAD = "transform.index", "transform.payload"
     [(HEAD, 2), (HEAD, -1), (COUNT, 1), (COUNT, -4), (COUNT, 9), (FIRST, -20)]
     + [(SPAN, 1), (SPAN, -1), (SPAN, 800), (SIZE, 2), (SIZE, -2), (SIZE, 1 << 20)],
 )
-def test_a_damaged_index_is_refused(coder, field, change) -> None:
+def test_damaged_index_is_refused(coder, field, change) -> None:
     state = coded(coder).state()
     state[INDEX][0, field] += change
     with pytest.raises(CacheError, match="damaged"):
@@ -301,14 +301,14 @@ def test_damaged_positions_without_a_bitmap_are_refused(places: list[int]) -> No
         TransformLayer.restore(LAYER, state)
 
 
-def test_a_payload_or_columns_of_another_size_are_refused() -> None:
+def test_payload_or_columns_of_another_size_are_refused() -> None:
     state = coded().state()
     for name, part in ((PAYLOAD, state[PAYLOAD][:-2]), ("transform.columns", torch.zeros(2, 3))):
         with pytest.raises(CacheError, match="damaged"):
             TransformLayer.restore(LAYER, state | {name: part.clone()})
 
 
-def test_a_model_that_is_not_calibrated_is_refused() -> None:
+def test_model_that_is_not_calibrated_is_refused() -> None:
     with pytest.raises(CacheError, match="larder model calibrate"):
         SequenceCache(a_spec(LAYER), "ragged", transform=TransformSpec())
     with pytest.raises(CacheError, match="rotary"):

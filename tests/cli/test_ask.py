@@ -67,9 +67,7 @@ def test_json_document_has_sizes_scores_and_answers(run: Run, talk: Path) -> Non
 
 
 @pytest.mark.extended
-def test_the_policy_follows_from_the_file_unless_one_is_given(
-    run: Run, talk: Path, tmp_path: Path
-) -> None:
+def test_default_policy_depends_on_the_file(run: Run, talk: Path, tmp_path: Path) -> None:
     text = write(tmp_path / "text.txt", "Mira is a cat. Vera is a vet. " * 12)
     few = ("-q", CAT, "--budget", "64", "--max-new-tokens", "2", "--json")
     assert document(run("ask", talk, *few))["policy"].startswith("episodes(")
@@ -124,7 +122,7 @@ def test_text_file_is_answered(run: Run, tmp_path: Path) -> None:
     assert run("ask", path, "-q", CAT, "--policy", "full").stdout == "Mira\n"
 
 
-def test_a_short_text_needs_no_budget(run: Run, tmp_path: Path) -> None:
+def test_short_text_needs_no_budget(run: Run, tmp_path: Path) -> None:
     path = write(tmp_path / "note.txt", "My cat is called Mira.\n")
     assert run("ask", path, "-q", CAT, "--policy", "snapkv").stdout == "Mira\n"
 
@@ -137,7 +135,7 @@ def test_question_aware_policies_take_one_question_only(run: Run, talk: Path, po
     assert "for one question, got 2" in complaint(two, 2)
 
 
-def test_a_task_is_given_by_name(run: Run, talk: Path) -> None:
+def test_task_prompt_is_given_by_name(run: Run, talk: Path) -> None:
     options = ("--policy", "task_aware", "--budget", "48", "--max-new-tokens", "4")
     told = ("--prompt", "task=Which pets are there, and what are they called?")
     assert run("ask", talk, "-q", CAT, "-q", WINDOW, *options, *told).exit_code == 0

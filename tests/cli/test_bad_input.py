@@ -84,7 +84,7 @@ def test_invalid_options_are_refused(
     assert reason in complaint(run("ask", talk, "-q", CAT, *options), 2)
 
 
-def test_the_other_policy_is_named_too(run: Run, talk: Path) -> None:
+def test_refusal_names_both_policies(run: Run, talk: Path) -> None:
     line = complaint(run("eval", talk, *SNAPKV, "--against", "snapvk"), 2)
     assert line.startswith("--against: ") and "Did you mean 'snapkv'" in line
 

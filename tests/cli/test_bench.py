@@ -155,7 +155,7 @@ def test_studies_of_one_model_can_be_checked_alone() -> None:
     assert of_gemma == {"divergence_gemma", "memory_gemma"} < names
 
 
-def test_a_check_of_a_task_is_refused(run: Run) -> None:
+def test_check_of_a_task_is_refused(run: Run) -> None:
     assert "name a study, no task" in complaint(run("bench", "--check", "needles"), 2)
 
 

@@ -66,7 +66,7 @@ def test_list_and_show_print_stored_sessions(run: Run, kept: Path) -> None:
     assert document(run("cache", "list", "--owner", "x", "--json"))["sessions"] == []
 
 
-def test_a_store_under_a_key_opens_with_it_alone(run: Run, tmp_path: Path) -> None:
+def test_encrypted_store_opens_with_its_key_only(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
     key, other = tmp_path / "key", tmp_path / "other"
     key.write_bytes(b"k" * 32)
@@ -158,7 +158,7 @@ def test_upgrade_migrates_a_home_of_an_earlier_version(
         assert [told[f"upgraded_{kind}"] for kind in ("records", "chunks", "chats")] == [0, 0, 0]
 
 
-def test_an_upgrade_of_no_store_says_so(run: Run, larder_home: Path, tmp_path: Path) -> None:
+def test_upgrade_without_a_store_reports_it(run: Run, larder_home: Path, tmp_path: Path) -> None:
     nowhere = tmp_path / "nowhere"
     said = complaint(run("cache", "upgrade", "--store", str(nowhere)), 1)
     assert f"There is no store at {nowhere}" in said and "--store" in said

@@ -33,7 +33,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "calibrate", lambda *_: {"sensitivity": (0.9,) * 6})
 
 
-def test_the_bundled_texts_have_questions() -> None:
+def test_bundled_texts_have_questions() -> None:
     bundled = Path(str(files("larder.cli.demo")))
     told = read_conversation(bundled / demonstration.CONVERSATION.file)
     assert len(told.questions) >= 20 and len(told.messages) > 300

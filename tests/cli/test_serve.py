@@ -49,7 +49,7 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 @pytest.mark.extended
-def test_a_model_is_served_until_it_is_interrupted(run: Run, answered: dict[str, Any]) -> None:
+def test_server_runs_until_interrupted(run: Run, answered: dict[str, Any]) -> None:
     done = run("serve", "--port", "0", "--kv-budget", "64MiB")
     assert done.exit_code == INTERRUPTED_EXIT_CODE, done.exception
     assert (done.exit_code, done.stdout) == (INTERRUPTED_EXIT_CODE, "")
@@ -179,7 +179,7 @@ def test_names_are_checked_before_a_model_loads(
     assert told in complaint(run("serve", "--port", "0", option, "none"), status)
 
 
-def test_a_store_that_cannot_be_written_is_refused_before_a_model_loads(
+def test_store_that_cannot_be_written_is_refused_before_a_model_loads(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("larder.cli.question_run.load_model", None)

@@ -31,7 +31,7 @@ def untrained(
 
 
 @pytest.mark.extended
-def test_a_cartridge_is_trained_on_a_file_and_asked(run: Run, talk: Path, monkeypatch) -> None:
+def test_cartridge_is_trained_on_a_file_and_asked(run: Run, talk: Path, monkeypatch) -> None:
     monkeypatch.setattr("larder.training.cartridge.train_cartridge", untrained)
     done = run("train", "cartridge", str(talk), "--slots", "16", "--seed", "3", "--json")
     assert done.exit_code == 0, done.stderr
@@ -45,13 +45,13 @@ def test_a_cartridge_is_trained_on_a_file_and_asked(run: Run, talk: Path, monkey
     assert again.exit_code == 0, again.stderr  # the saved cache
 
 
-def test_a_text_without_a_cartridge_names_the_command(run: Run, talk: Path) -> None:
+def test_missing_cartridge_error_names_the_train_command(run: Run, talk: Path) -> None:
     done = run("ask", str(talk), "-q", CAT, *POLICY)
     assert done.exit_code != 0
     assert "larder train cartridge FILE --slots 16" in done.stderr
 
 
-def test_a_cartridge_needs_a_file_and_no_other_method_takes_one(run: Run, talk: Path) -> None:
+def test_cartridge_needs_a_file_and_no_other_method_takes_one(run: Run, talk: Path) -> None:
     done = run("train", "cartridge")
     assert done.exit_code == 2 and "name its FILE" in done.stderr
     done = run("train", "kvzap", str(talk))

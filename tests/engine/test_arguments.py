@@ -78,7 +78,7 @@ def test_texts_messages_and_files_are_read(engine) -> None:
     assert engine.read(FILE).conversation == read_conversation(FILE)
 
 
-def test_a_list_of_questions_gets_a_list_of_answers(engine) -> None:
+def test_list_of_questions_gets_a_list_of_answers(engine) -> None:
     memory = engine.read([{"role": "user", "content": "My dog is called Biscuit."}])
     asked = ["What is my dog called?", "Who am I?", "What is my dog called?"]
     answers = engine.ask(memory, asked, max_new_tokens=8)
@@ -150,7 +150,7 @@ def outcome(call: str, names: dict[str, object]) -> str:
         return str(error)
 
 
-def test_a_wrong_type_is_named(engine) -> None:
+def test_wrong_type_is_named(engine) -> None:
     engine = engine.under("keydiff", "96")
     memory = engine.read("My dog is called Biscuit.")
     names = {"Chat": Chat, "Engine": Engine, "engine": engine, "memory": memory, "torch": torch}

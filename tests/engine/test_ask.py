@@ -100,7 +100,7 @@ def test_stop_string_is_not_split_into_letters(engine: Engine) -> None:
 
 
 @pytest.mark.extended
-def test_a_memory_of_another_model_is_refused(engine: Engine) -> None:
+def test_memory_of_another_model_is_refused(engine: Engine) -> None:
     memory = engine.read(HISTORY)
     other = Engine(replace(engine.loaded, decoder=wrap_model(tiny("qwen3"))), policy="full")
     with pytest.raises(CacheError, match="made for another model than the Qwen3ForCausalLM"):

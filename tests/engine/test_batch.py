@@ -199,7 +199,7 @@ def test_memory_is_never_exceeded_beside_prefixes_that_waiting_requests_hold(
     assert [results[r.name].ids for r in several] == expected
 
 
-def test_a_prefix_without_room_is_not_read(decoder: Decoder) -> None:
+def test_prefix_larger_than_the_memory_fails_without_prefill(decoder: Decoder) -> None:
     several = requests(*[(*some_ids(200, seed=1), n) for n in range(3)])
     results, errors, runner = run(decoder, several, decoder.spec.full_bytes(150))
     assert len(errors) == 3 and not results and not runner.num_read_tokens

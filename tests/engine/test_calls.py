@@ -87,7 +87,7 @@ def test_fractional_budget_of_a_short_prompt_names_the_way_out(engine: Engine) -
     assert engine.under("keydiff", 512).generate("Hi there", max_new_tokens=2).text
 
 
-def test_a_policy_with_a_question_names_the_argument(engine: Engine) -> None:
+def test_policy_that_needs_a_question_names_the_argument(engine: Engine) -> None:
     finch = engine.under("finch", 96)
     with (
         unchecked(),

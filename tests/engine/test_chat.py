@@ -158,7 +158,7 @@ def test_new_episode_holds_sinks_and_its_turn(engine: Engine) -> None:
 
 
 @pytest.mark.extended
-def test_a_new_episode_begins_with_the_system_prompt(engine: Engine) -> None:
+def test_new_episode_begins_with_the_system_prompt(engine: Engine) -> None:
     rules = Message("system", "You are kind to animals and answer in very few words.")
     history = replace(HISTORY, messages=(rules, *HISTORY.messages))
     chat = Chat(engine, history=history)
@@ -239,7 +239,7 @@ def test_chat_without_history_forms_episodes_later(engine: Engine) -> None:
         max_size=10,
     )
 )
-def test_the_bound_holds_after_every_turn(engine: Engine, said: list[tuple[str, int]]) -> None:
+def test_bound_holds_after_every_turn(engine: Engine, said: list[tuple[str, int]]) -> None:
     chat = Chat(engine)
     for topic, length in said:
         chat.say(f"The {topic} " * length, max_new_tokens=4)

@@ -161,7 +161,7 @@ def test_rollback_recomputes_within_the_bound(
     assert chat.figures.peak_kv_bytes < chat.figures.full_kv_bytes
 
 
-def test_a_turn_longer_than_a_block_is_undone_as_a_whole(small: LoadedModel) -> None:
+def test_turn_longer_than_a_block_is_undone_as_a_whole(small: LoadedModel) -> None:
     chat = Chat(under(small, KEYDIFF), history=HISTORY)
     chat.say("My dog is 7.", max_new_tokens=6)
     before, said = states(chat), list[str]()

@@ -35,7 +35,7 @@ def test_chat_stays_within_its_budget_without_refreshes(loaded: LoadedModel, nam
 
 
 @pytest.mark.parametrize("name", ["h2o", pytest.param("episodes", marks=pytest.mark.extended)])
-def test_an_interrupted_turn_leaves_no_trace(loaded: LoadedModel, name: str) -> None:
+def test_interrupted_turn_restores_the_previous_state(loaded: LoadedModel, name: str) -> None:
     chat = Chat(under(loaded, STEPWISE[name]), history=HISTORY)
     chat.say("My dog eats apples.", max_new_tokens=6)
     before, bytes_before = states(chat), chat.figures.kv_bytes

@@ -79,9 +79,7 @@ def test_interrupted_refresh_is_completed_by_the_next_turn(engine: Engine) -> No
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 @pytest.mark.parametrize("topic", ["dog", "star"])
-def test_an_interrupted_turn_is_undone(
-    engine: Engine, error: type[BaseException], topic: str
-) -> None:
+def test_interrupted_turn_is_undone(engine: Engine, error: type[BaseException], topic: str) -> None:
     chat = Chat(engine, "mine", history=HISTORY)
     chat.say("My dog is old.", max_new_tokens=6)
     before, turns = states(chat), chat.turns
@@ -130,7 +128,7 @@ def test_interrupted_turn_restores_sliding_windows(
     assert all(same(a, b) for a, b in zip(states(chat), states(twin), strict=True))
 
 
-def test_the_file_is_written_after_every_turn(engine: Engine) -> None:
+def test_file_is_written_after_every_turn(engine: Engine) -> None:
     chat = Chat(engine, "mine", history=HISTORY)
     assert not chat_log_path("mine").exists()
     for count in (1, 2):
@@ -155,7 +153,7 @@ def test_session_of_another_model_is_refused(engine: Engine) -> None:
 
 
 @pytest.mark.extended
-def test_a_session_keeps_its_history(engine: Engine) -> None:
+def test_session_keeps_its_history(engine: Engine) -> None:
     Chat(engine, "mine", history=HISTORY).say("My dog is old.", max_new_tokens=4)
     assert Chat(engine, "mine").history == HISTORY
     assert len(Chat(engine, "mine", history=HISTORY).turns) == 1

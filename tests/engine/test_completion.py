@@ -87,7 +87,7 @@ def test_seed_determines_sampling(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", ["full", STEPWISE])
-def test_a_stream_is_the_text_of_the_completion(policy: str, tokenizer: Any) -> None:
+def test_streamed_text_equals_the_completion(policy: str, tokenizer: Any) -> None:
     engine = engine_under(policy, tokenizer)
     whole = engine.generate(PROMPTS[0], max_new_tokens=12)
     parts = list(engine.stream(PROMPTS[0], max_new_tokens=12))
@@ -107,7 +107,7 @@ def test_model_is_usable_between_parts_of_a_stream(tokenizer: Any) -> None:
         assert own_completion(module, tokenizer, PROMPTS[1], 6) == expected
 
 
-def test_a_stop_token_ends_one_prompt_of_a_batch(tokenizer: Any) -> None:
+def test_stop_token_ends_one_prompt_of_a_batch(tokenizer: Any) -> None:
     engine = engine_under("full", tokenizer)
     whole = engine.generate(PROMPTS[:2], max_new_tokens=8)
     ending = next(token for token in whole[0].ids if token not in whole[1].ids)

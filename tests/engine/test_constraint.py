@@ -145,7 +145,7 @@ def test_hostile_grammars_are_refused(compiler: ConstraintCompiler) -> None:
     assert refused >= 4
 
 
-def test_a_grammar_is_compiled_once(
+def test_grammar_is_compiled_once(
     compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls, compiled = list[str](), ConstraintCompiler._compiled
@@ -193,7 +193,7 @@ def test_cached_grammar_does_not_wait_for_a_compilation(
     assert compiled == [new.digest]
 
 
-def test_a_tokenizer_without_bytes_is_refused() -> None:
+def test_tokenizer_without_byte_tokens_is_refused() -> None:
     compiler = ConstraintCompiler(characters().tokenizer, V, frozenset({END}))
     with pytest.raises(BadParameter, match="tokenizer of this model"):
         compiler.matcher(choice_constraint(["a"]))
@@ -207,7 +207,7 @@ class Home(BaseModel):
 
 
 @pytest.mark.parametrize("policy", ["full", LIMITED])
-def test_an_engine_answers_by_schema(policy: str) -> None:
+def test_engine_answers_match_the_schema(policy: str) -> None:
     budget = None if policy == "full" else 64
     engine = Engine(byte_characters(), policy=policy, budget=budget)
     memory = engine.read("Ann lives in Rome. " * 6)

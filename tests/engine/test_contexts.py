@@ -48,7 +48,7 @@ def test_cached_contexts_give_the_same_answers(plain: Engine, policy: str) -> No
 
 
 @pytest.mark.extended
-def test_a_store_keeps_chunks_for_one_tenant(plain: Engine, tmp_path: Path) -> None:
+def test_stored_chunks_are_private_to_a_tenant(plain: Engine, tmp_path: Path) -> None:
     engine, loaded = plain.under("ape"), plain.loaded
     store = Store(str(tmp_path / "store"), tmp_path / "home")
     try:

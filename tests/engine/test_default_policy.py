@@ -64,7 +64,7 @@ def test_prompts_inside_transformers_have_the_policy_of_prompts() -> None:
 
 
 @pytest.mark.parametrize("kind", ["document", "conversation", "contexts"])
-def test_the_command_line_has_the_same_defaults(kind: str) -> None:
+def test_command_line_and_engine_have_the_same_defaults(kind: str) -> None:
     given = {
         "document": conversation_of(TEXT),
         "conversation": conversation_of(MESSAGES),

@@ -105,7 +105,7 @@ def test_saved_chat_continues_identically(
 
 
 @pytest.mark.parametrize("policy", [SINGLE, STEPWISE, "full"])
-def test_a_turn_that_fails_is_undone(policy: str) -> None:
+def test_turn_that_fails_is_undone(policy: str) -> None:
     chat = Chat(under(family_characters("LFM2"), policy), None, HISTORY)
     before = states(chat)
 

@@ -212,7 +212,7 @@ def llava_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.extended
-def test_a_folder_is_loaded_with_its_processor(llava_folder: Path) -> None:
+def test_model_folder_is_loaded_with_its_processor(llava_folder: Path) -> None:
     text, model = "5 <image> 7 8", model_of(LLAVA)
     expected = expected_of_red(model, llava_processor(model), text)
     for given in (None, str(llava_folder), llava_processor(model)):

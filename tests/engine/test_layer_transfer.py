@@ -91,7 +91,7 @@ def test_contexts_in_a_store_serve_another_model_of_the_tenant(models, store: St
         StorePersistence(store, tuned, "another", layers=sharing).chunks()
 
 
-def test_a_saved_cache_serves_another_model(models, store: Store) -> None:
+def test_saved_cache_serves_another_model(models, store: Store) -> None:
     base, tuned = (Engine(each, policy="full") for each in models)
     conversation = conversation_of(ONE + TWO)
     sender = StorePersistence(store, models[0], layers=LayerTransfer(state_layers=(2,)))

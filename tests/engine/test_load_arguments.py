@@ -46,7 +46,7 @@ def test_separate_tokenizer_is_used(folder: Path, tmp_path: Path) -> None:
         Engine.load("smolm2")
 
 
-def test_a_device_map_places_the_weights(folder: Path) -> None:
+def test_device_map_places_the_weights(folder: Path) -> None:
     tokenizer = characters().tokenizer
     engine = Engine.load(str(folder), policy="full", device_map="cpu", tokenizer=tokenizer)
     spec = engine.loaded.decoder.spec

@@ -36,7 +36,7 @@ def own_tokens(module: Any, text: str, tokenizer: Any, tokens: int = 16) -> list
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("policy", ["keydiff", "h2o", RECOMPUTED])
-def test_a_model_is_unchanged_between_calls(architecture: str, policy: str, tokenizer: Any) -> None:
+def test_model_is_unchanged_between_calls(architecture: str, policy: str, tokenizer: Any) -> None:
     module = tiny(architecture)
     config, former = module.config, module.config._attn_implementation
     weights = {name: tensor.data_ptr() for name, tensor in module.named_parameters()}
@@ -65,7 +65,7 @@ def test_two_engines_share_a_model(tokenizer: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
-def test_a_peft_model_is_computed_with_its_adapter(tokenizer: Any) -> None:
+def test_peft_model_is_computed_with_its_adapter(tokenizer: Any) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     torch.manual_seed(0)

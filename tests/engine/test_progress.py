@@ -55,7 +55,7 @@ def counted(total: int) -> list[tuple[int, int]]:
     return [(done, total) for done in range(1, total + 1)]
 
 
-def test_a_load_counts_each_tensor_and_each_step_of_verification() -> None:
+def test_load_counts_each_tensor_and_each_step_of_verification() -> None:
     stages = Stages()
     loaded = load("seed", stage=stages)
     tensors = len(loaded.decoder.module.state_dict()) - 1  # the head is tied to the embedding
@@ -71,7 +71,7 @@ def test_engine_load_passes_its_progress_callback() -> None:
     assert seen.calls[-3:] == counted(3) and len(seen.totals) == 2
 
 
-def test_a_model_in_memory_is_verified_with_progress(loaded: LoadedModel) -> None:
+def test_model_in_memory_is_verified_with_progress(loaded: LoadedModel) -> None:
     seen, module = Recorder(), tiny("llama")
     module.resize_token_embeddings(len(loaded.tokenizer))
     Engine(module, loaded.tokenizer, policy="full", progress=seen)
@@ -86,7 +86,7 @@ def test_merging_an_adapter_counts_its_layers(tmp_path: Path) -> None:
     assert calls and calls == counted(calls[-1][1])
 
 
-def test_a_conversion_of_gguf_counts_its_tensors(tmp_path: Path) -> None:
+def test_conversion_of_gguf_counts_its_tensors(tmp_path: Path) -> None:
     pytest.importorskip("transformers.integrations.gguf.reader")  # not in older transformers
     from gguf import GGUFReader  # pyright: ignore
 
@@ -152,7 +152,7 @@ def test_other_threads_keep_their_progress_bars_during_a_load() -> None:
     assert type(logging.tqdm([1, 2])).__name__ != "generator"
 
 
-def test_an_answer_counts_its_tokens(engine: Engine) -> None:
+def test_answer_counts_its_tokens(engine: Engine) -> None:
     seen = Recorder()
     memory = engine.under("full").read(TEXT)
     answer = engine.ask(memory, "Where is the parcel?", max_new_tokens=6, progress=seen)
@@ -169,7 +169,7 @@ def test_answers_to_a_list_are_counted_together(engine: Engine) -> None:
     assert done == sorted(done) and seen.calls[0] == (1, 8) and seen.calls[-1] == (tokens, tokens)
 
 
-def test_a_stop_string_ends_the_count(engine: Engine) -> None:
+def test_stop_string_ends_the_progress_count(engine: Engine) -> None:
     memory = engine.under("full").read(TEXT)
     plain = engine.ask(memory, "Where?", max_new_tokens=6)
     assert plain.new_tokens >= 3, "choose another question"
@@ -178,7 +178,7 @@ def test_a_stop_string_ends_the_count(engine: Engine) -> None:
     assert cut.new_tokens < 6 and seen.calls[-1] == (cut.new_tokens, cut.new_tokens)
 
 
-def test_a_turn_of_a_chat_counts_its_tokens(engine: Engine) -> None:
+def test_chat_turn_counts_its_tokens(engine: Engine) -> None:
     seen = Recorder()
     answer = Chat(engine.under("streaming_llm", 64)).say("Hello.", max_new_tokens=5, progress=seen)
     assert seen.calls[0] == (1, 5) and seen.calls[-1] == (answer.new_tokens, answer.new_tokens)

@@ -117,6 +117,6 @@ def test_penalties_outside_their_range_are_refused(wrong: dict[str, Any]) -> Non
         SamplingParams(**wrong)
 
 
-def test_a_bias_beyond_the_vocabulary_is_refused() -> None:
+def test_bias_beyond_the_vocabulary_is_refused() -> None:
     with pytest.raises(BadParameter, match="token id 12"):
         TokenSampler(SamplingParams(logit_bias={12: 1.0}), []).sample(torch.zeros(12), [])

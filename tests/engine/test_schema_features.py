@@ -98,7 +98,7 @@ def test_date_format_accepts_existing_days_only() -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["string", ["string", "null"]])
-def test_a_date_is_enforced(
+def test_date_format_is_enforced(
     compiler: ConstraintCompiler, kind: str | list[str], text: str, is_valid: bool
 ) -> None:
     name = "date-time" if "T" in text else "date"

@@ -99,7 +99,7 @@ def test_self_speculative_generation_under_a_policy_equals_plain(llama: Any) -> 
 
 
 @pytest.mark.parametrize("policy", [("full", None), KEYDIFF])
-def test_cache_made_in_inference_mode_goes_on(llama: Any, policy: tuple[str, Any]) -> None:
+def test_cache_made_in_inference_mode_can_be_extended(llama: Any, policy: tuple[str, Any]) -> None:
     caches = [LarderCache(llama, *policy), LarderCache(llama, *policy)]
     with torch.inference_mode():
         first = generated(llama, IDS, 4, past_key_values=caches[0])

@@ -90,7 +90,7 @@ def test_memory_equals_the_held_entries(llama: Any) -> None:
     assert needed <= run.cache.nbytes <= 1.02 * needed
 
 
-def test_other_calls_run_the_models_own_attention(llama: Any) -> None:
+def test_calls_without_a_cache_run_the_models_own_attention(llama: Any) -> None:
     config, implementation = llama.config, llama.config._attn_implementation
     expected = llama(prompt()).logits
     with larder.applied(llama, "streaming_llm", BUDGET):

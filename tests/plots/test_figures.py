@@ -86,12 +86,12 @@ def test_every_figure_is_drawn_in_the_same_bytes_without_a_clash(tmp_path: Path)
             assert clashes(one.figure) == [], one.name
 
 
-def test_a_png_is_drawn_in_the_same_bytes(results: Path) -> None:
+def test_png_figure_is_byte_identical_when_drawn_again(results: Path) -> None:
     first, second = (drawn("recall", results)[0].save(ImageFormat.PNG) for _ in range(2))
     assert first == second and first.startswith(b"\x89PNG")
 
 
-def test_a_clash_is_found() -> None:
+def test_overlapping_labels_are_found() -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(3, 3))
@@ -166,7 +166,7 @@ def test_items_that_do_not_count_or_are_of_another_kind_are_left_out(tmp_path: P
     assert [y for _, y in lines(one.figure)["h2o"]] == [1.0]
 
 
-def test_the_grid_has_a_cell_for_each_depth_and_length(results: Path) -> None:
+def test_grid_has_a_cell_for_each_depth_and_length(results: Path) -> None:
     [(chart)] = parse_figure("grid(depths=4)").charts(*load_results([results]))  # pyright: ignore
     assert chart.lengths == (1000, 2000)
     by_policy = {panel.policy: panel.means for panel in chart.panels}
@@ -212,7 +212,7 @@ def test_recall_is_drawn_over_fetched_entries(results: Path) -> None:
         drawn('recall(along="step")', results)
 
 
-def test_the_map_holds_every_segment_and_quotes_the_nearest(results: Path) -> None:
+def test_cluster_map_has_every_segment_and_quotes_the_nearest(results: Path) -> None:
     [one] = drawn("clusters", results)
     points = {
         (x, y): dots.get_label()

@@ -8,7 +8,7 @@ from larder_bench.plots.figure_selection import draw_figures, load_results, pars
 from result_rows import cell, exhibit, write_rows
 
 
-def test_a_slow_tier_has_a_panel_of_its_own(tmp_path: Path) -> None:
+def test_slow_tier_has_its_own_panel(tmp_path: Path) -> None:
     held = {"active_kv_bytes": 40_000, "slow_kv_bytes": 90_000, "peak_kv_bytes": 130_000}
     rows = [cell("icecache", tokens=tokens) | held for tokens in (1000, 2000)]
     path = write_rows(tmp_path, [*rows, *(cell("h2o", tokens=n) for n in (1000, 2000))])

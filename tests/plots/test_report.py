@@ -96,7 +96,7 @@ def test_tables_hold_means_with_intervals_and_paired_differences(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("few")
-def test_a_folder_is_all_its_files_and_each_study_has_a_heading(tmp_path: Path) -> None:
+def test_folder_report_has_all_files_and_a_heading_per_study(tmp_path: Path) -> None:
     for name in ("one", "throughput"):
         path = write_rows(tmp_path / name, [cell("h2o", study=name), cell("full", study=name)])
         path.rename(tmp_path / f"{name}.jsonl")
@@ -133,7 +133,7 @@ def test_unknown_baseline_is_refused(tmp_path: Path) -> None:
         render_report([write_rows(tmp_path, CELLS)], against=["x"])
 
 
-def test_a_figure_takes_the_colors_of_the_page() -> None:
+def test_figure_uses_the_page_colors() -> None:
     svg = (
         '<?xml version="1.0"?><svg width="72pt" height="36pt"><metadata>x</metadata>'
         f'<g id="a" style="fill: {INK}"/><use xlink:href="#a" clip-path="url(#a)"/></svg>'
@@ -146,7 +146,7 @@ def test_a_figure_takes_the_colors_of_the_page() -> None:
 
 
 @pytest.mark.parametrize("width", FigureWidth)
-def test_a_figure_takes_its_share_of_the_width_of_the_page(width: FigureWidth) -> None:
+def test_figure_scales_with_the_page_width(width: FigureWidth) -> None:
     points = width.inches * 72
     share = {FigureWidth.PAGE: "100.0%", FigureWidth.COLUMN: "47.8%"}[width]
     assert f'style="width: {share}; ' in inline_svg(f'<svg width="{points}pt" height="9pt"/>', 0)

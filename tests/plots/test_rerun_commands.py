@@ -41,7 +41,7 @@ def rerun_command(**changes: object) -> str:
         ({"seed": 0}, " --files 1"),
     ],
 )
-def test_a_known_study_is_named_with_what_was_changed(
+def test_rerun_command_names_the_study_and_its_changes(
     changes: dict[str, object], said: str
 ) -> None:
     seeds = range(1 if changes.pop("seed", 1) == 0 else 2)

@@ -196,7 +196,7 @@ def test_observation_is_not_modified(aggregation, heads) -> None:
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
 
 
-def test_the_order_of_kv_heads_does_not_matter(aggregation, heads) -> None:
+def test_result_does_not_depend_on_the_order_of_kv_heads(aggregation, heads) -> None:
     scores = (0.1, 0.7, 0.3, 0.2, 0.9, 0.0)
     observation, order = replace(view(), calibration={"retrieval": scores}), [2, 0, 1]
     joining, old = AttentionReduction(aggregation, heads), observation.entries

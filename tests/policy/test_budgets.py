@@ -144,7 +144,7 @@ def test_head_order_does_not_matter(budget) -> None:
     assert survivors([heads[h] for h in order]) == [straight[h] for h in order]
 
 
-def test_a_budget_waits_for_the_layers_it_needs(budget) -> None:
+def test_budget_waits_for_the_layers_it_needs(budget) -> None:
     scored = LayerScores(torch.tensor([1.0, 2.0]), torch.zeros(2, dtype=torch.bool), (2,), (1.0,))
     plans = budget.choose({0: scored}, {0: 1, 1: 1})
     assert list(plans) == ([] if public_name(type(budget)) in WAITING else [0])

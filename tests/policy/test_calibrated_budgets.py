@@ -119,7 +119,7 @@ def test_squeezed_layers_give_tokens_to_the_others() -> None:
     assert Squeeze(p=0.5).layer_tokens(100, 2, 0, 1000, {"squeeze": (0.5, 0.4)}) == (50, 150)
 
 
-def test_a_share_of_recent_tokens_does_not_lift_a_squeezed_layer() -> None:
+def test_recent_share_does_not_raise_the_budget_of_a_reduced_layer() -> None:
     calibration = {"squeeze": (0.2, 0.3, 0.6, 0.95, 0.96)}
     planner = Policy.parse("squeeze_attention").with_sizes(100, None).planner
     quotas = planner.quotas(100, 1000, (0, 1, 2, 3, 4), calibration)

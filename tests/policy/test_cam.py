@@ -127,6 +127,6 @@ def test_cam_values_stay_bounded(merge: Merge) -> None:
 
 
 @pytest.mark.parametrize("window", [0, -1])
-def test_a_window_out_of_range_is_refused(window) -> None:
+def test_window_out_of_range_is_refused(window) -> None:
     with pytest.raises(BadParameter, match=r"cam\.window must be at least 1"):
         Cam(window=window)

@@ -122,6 +122,6 @@ def test_preset_uses_no_attention_and_exceeds_its_budget_by_less_than_a_chunk() 
     assert preset.timing.excess() == preset.compensation.chunk - 1
 
 
-def test_a_chunk_out_of_range_is_refused() -> None:
+def test_chunk_out_of_range_is_refused() -> None:
     with pytest.raises(BadParameter, match=r"chelsea\.chunk must be at least 2, got 1"):
         Chelsea(chunk=1)

@@ -106,12 +106,12 @@ def test_compensation_equals_its_reference(compensation, loop_of, case, phase, r
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_a_compensation_cites_its_paper(compensation) -> None:
+def test_compensation_cites_its_paper(compensation) -> None:
     citation = inspect.getmodule(type(compensation)).__doc__
     assert "arXiv:" in citation or "PMLR" in citation or "o paper" in citation
 
 
-def test_a_plan_from_a_mask_counts_each_head() -> None:
+def test_plan_from_a_mask_counts_each_head() -> None:
     mask = torch.tensor([True, False, True, False, False, True])
     plan = Plan.from_mask(mask, (3, 2, 1))
     assert (plan.kept.tolist(), plan.lengths) == ([0, 2, 5], (2, 0, 1))

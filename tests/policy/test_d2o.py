@@ -192,6 +192,6 @@ def test_plan_is_due_when_layers_exceed_their_total_quota() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, math.inf, math.nan])
-def test_a_temperature_out_of_range_is_refused(temperature) -> None:
+def test_temperature_out_of_range_is_refused(temperature) -> None:
     with pytest.raises(BadParameter, match=r"inverse_variance\.temperature must be above 0"):
         InverseVariance(temperature=temperature)

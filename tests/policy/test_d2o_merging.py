@@ -146,6 +146,6 @@ def test_all_entries_of_equal_similarity_merge() -> None:
 
 
 @pytest.mark.parametrize("beta", [0.0, 1.5, math.nan])
-def test_a_beta_out_of_range_is_refused(beta) -> None:
+def test_beta_out_of_range_is_refused(beta) -> None:
     with pytest.raises(BadParameter, match=r"fold_ema\.beta must be in \(0, 1\]"):
         FoldEma(beta=beta)

@@ -73,7 +73,7 @@ def scored_evenly(observation: Observation) -> LayerScores:
     return LayerScores(torch.zeros(count), torch.zeros(count).bool(), observation.entries.lengths)
 
 
-def test_a_press_is_spelled_with_its_parameters() -> None:
+def test_press_spelling_has_its_parameters() -> None:
     sentence = 'whole() > kvpress(press="SnapKVPress(window_size=8)", seed=3) > uniform(tokens=20)'
     policy = Policy.parse(sentence)
     assert Policy.parse(str(policy)) == policy
@@ -344,7 +344,7 @@ def test_error_of_a_failing_press_names_its_cause() -> None:
 
 
 @with_kvpress
-def test_a_press_with_networks_of_its_own_gets_hidden_states(tmp_path, monkeypatch) -> None:
+def test_press_with_its_own_networks_gets_hidden_states(tmp_path, monkeypatch) -> None:
     from kvpress.presses.kvzap_press import KVzapConfig, KVzapModel
 
     config = KVzapConfig(input_dim=6, output_dim=2, n_modules=3, hidden_dim=4)

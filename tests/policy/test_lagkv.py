@@ -44,14 +44,14 @@ def test_entries_of_the_whole_text_are_compared_at_small_budgets(long_text: Obse
 @pytest.mark.parametrize(
     ("tokens", "lag"), [(128, 14), (512, 32), (1024, 32), (4112, 128), (40_000, 1024), (20, 2)]
 )
-def test_the_lag_follows_from_the_budget(tokens: int, lag: int) -> None:
+def test_lag_depends_on_the_budget(tokens: int, lag: int) -> None:
     filled = Policy.parse("lagkv").with_sizes(tokens, None)
     assert f"lagkv(sinks=16, lag={lag}, " in str(filled)
     given = Policy.parse("lagkv(lag=7)").with_sizes(tokens, None)
     assert "lag=7," in str(given)
 
 
-def test_a_budget_without_room_for_the_sinks_is_refused() -> None:
+def test_budget_without_room_for_the_sinks_is_refused() -> None:
     planner = Policy.parse("protect(sinks=0, recent=0) > lagkv() > uniform()").planner
     with pytest.raises(BudgetError, match="smaller than the 16"):
         planner.quotas(12, 100, (0,), {})

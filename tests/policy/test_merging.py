@@ -62,7 +62,7 @@ def after(compensation, heads: list[int]) -> dict[int, list[Tensor]]:
 
 
 @pytest.mark.parametrize("order", [[2, 1, 0], [1, 0, 2]])
-def test_the_order_of_heads_does_not_matter(compensation, order) -> None:
+def test_merging_does_not_depend_on_the_order_of_heads(compensation, order) -> None:
     expected, got = after(compensation, [0, 1, 2]), after(compensation, order)
     for head in range(3):
         for one, other in zip(expected[head], got[head], strict=True):

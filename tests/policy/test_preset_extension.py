@@ -75,12 +75,12 @@ def test_replacing_a_part_removes_its_dependents() -> None:
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_a_bare_first_name_is_the_preset(name) -> None:
+def test_first_name_without_parentheses_is_a_preset(name) -> None:
     schedule = PRESETS[name].partition(" > ")[0]
     assert parsed(f"{name} > {schedule}") == parsed(name) == parsed(PRESETS[name])
 
 
-def test_a_bare_name_that_is_no_preset_is_a_part() -> None:
+def test_name_without_parentheses_that_is_no_preset_is_a_part() -> None:
     assert Policy.parse("reconstruct > global()") == Policy.parse("reconstruct() > global()")
 
 

@@ -154,7 +154,7 @@ def test_vocabulary_sets_equal_their_reference(name, provider) -> None:
     assert len(set(found)) == 2
 
 
-def test_a_provider_is_found_by_its_file_and_an_unknown_one_is_refused() -> None:
+def test_provider_is_found_by_its_file_and_an_unknown_one_is_refused() -> None:
     assert set(column_providers(("mass", "surprise"), TokenProvider)) == {"surprise"}
     assert not column_providers(("surprise",), ActivationProvider)
     with pytest.raises(UnknownName, match="No provider named 'surprises'"):

@@ -43,7 +43,7 @@ class Text:
         return entries.columns["sentence"][entries.rows(head)].tolist()
 
 
-def test_a_sentence_ends_with_its_last_token() -> None:
+def test_sentence_ends_at_its_last_token() -> None:
     text = Text()
     text.read(1, 1, DOT, 1, DOT, DOT, 1)
     assert text.sentences(0) == text.sentences(1) == [1, 1, -1, 4, -4, -6, 7]

@@ -30,7 +30,7 @@ def test_whole_shots_are_kept_and_the_remainder_unused() -> None:
     assert kept(judged([(40, 0.3), (30, 0.2), (50, 0.1)]), 80) == list(range(70))
 
 
-def test_a_shot_that_does_not_fit_is_skipped() -> None:
+def test_shot_that_does_not_fit_is_skipped() -> None:
     assert kept(judged([(40, 0.2), (50, 0.3), (20, 0.1)]), 75) == list(range(40, 110))
     assert kept(judged([(40, 0.3), (50, 0.2), (20, 0.1)]), 65) == [*range(40), *range(90, 110)]
 

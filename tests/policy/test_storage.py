@@ -145,7 +145,7 @@ def test_budget_below_one_full_precision_group_is_refused() -> None:
     assert Quantized().entries(33, [replace(a_layer(), head_dim=64)], 4) >= 33
 
 
-def test_a_group_too_small_to_save_anything_is_refused() -> None:
+def test_group_too_small_to_save_bytes_is_refused() -> None:
     with pytest.raises(BudgetError, match="raise its group"):
         Quantized(group=1).entries(100, [replace(a_layer(), head_dim=64)], 2)
 

@@ -175,7 +175,7 @@ def test_split_decode_quota_grows_to_the_remaining_budget() -> None:
     assert Split(0.5, Strategy.ADAPTIVE, recent=400).quota(50, 100, 0) == 100
 
 
-def test_a_timing_is_frozen_and_cites_its_paper(timing) -> None:
+def test_timing_is_frozen_and_cites_its_paper(timing) -> None:
     assert hash(timing) == hash(type(timing)(**vars(timing)))
     citation = inspect.getmodule(type(timing)).__doc__ or ""
     assert "arXiv:" in citation or "o paper" in citation

@@ -133,7 +133,7 @@ def test_infinite_scores_do_not_affect_others(rule) -> None:
 
 @pytest.mark.parametrize("case", CASE)
 @pytest.mark.parametrize("rule", RULES)
-def test_the_order_of_kv_heads_does_not_matter(rule, case) -> None:
+def test_result_does_not_depend_on_the_order_of_kv_heads(rule, case) -> None:
     scores, observation = scored_view(CASE[case])
     order, old = [2, 0, 1], observation.entries
     turned = replace(

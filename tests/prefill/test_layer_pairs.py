@@ -23,7 +23,7 @@ def decoder() -> Decoder:
 
 
 @pytest.mark.extended
-def test_all_but_the_first_two_layers_share_in_pairs(decoder) -> None:
+def test_layers_after_the_first_two_share_in_pairs(decoder) -> None:
     policy = Policy.parse("mpcache").with_sizes(TOKENS, None)
     runtime = id_runtime(decoder)
     cache = build_caches(runtime, policy, some_ids(400), [{}], PeakMemoryMeter()).activate(0)

@@ -35,7 +35,7 @@ def finished(served: Served, clients: dict[str, Client]) -> list[str]:
         (PROGRAMS, ["running", "old", "new 0", "new 1"]),
     ],
 )
-def test_begun_program_goes_before_new_programs_under_program_fcfs(
+def test_started_program_precedes_new_programs_under_program_fcfs(
     small: LoadedModel, scheduling: SchedulingPolicy, order: list[str]
 ) -> None:
     served = one_at_a_time(small, scheduling)

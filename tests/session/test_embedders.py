@@ -112,7 +112,7 @@ class TestContract:
             assert len(rows) == len(TEXTS)
             np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1, atol=1e-5)
 
-    def test_a_row_does_not_depend_on_its_neighbors(self, embedder: Embedder) -> None:
+    def test_embedding_does_not_depend_on_the_batch(self, embedder: Embedder) -> None:
         alone = np.concatenate([embedder.embed_segments([text]) for text in TEXTS])
         np.testing.assert_allclose(embedder.embed_segments(TEXTS), alone, atol=1e-5)
 
@@ -128,7 +128,7 @@ class TestContract:
         assert embedder.embed_segments([]).shape == (0, width)
         assert embedder.embed_questions([]).shape == (0, width)
 
-    def test_an_empty_text_has_a_finite_row(self, embedder: Embedder) -> None:
+    def test_empty_text_has_a_finite_embedding(self, embedder: Embedder) -> None:
         assert np.isfinite(embedder.embed_segments([""])).all()
 
     def test_embedder_has_a_name(self, embedder: Embedder) -> None:
@@ -228,7 +228,7 @@ class TestTokens:
         np.testing.assert_allclose(loaded.embed_segments(texts), expected, atol=1e-5)
         np.testing.assert_allclose(loaded.embed_questions(texts), expected, atol=1e-5)
 
-    def test_a_trained_table_is_accepted(self) -> None:
+    def test_trained_embedding_table_is_accepted(self) -> None:
         table = torch.nn.Embedding(5, 4).weight
         assert TokenTable(table, lambda text: [1]).embed_segments(["x"]).shape == (1, 4)
 

@@ -65,7 +65,7 @@ def test_break_even_is_measured_once_per_index_and_saved(measured, larder_home):
         ),
     ],
 )
-def test_a_damaged_file_is_measured_again(measured, larder_home, damage):
+def test_damaged_measurement_file_is_replaced(measured, larder_home, damage):
     break_even(Dci(tokens=64), SPEC)
     (file,) = (larder_home / "break_even").iterdir()
     file.write_text(damage(file.read_text()))
@@ -123,12 +123,12 @@ def test_accelerator_models_are_not_measured(measured):
 
 
 @pytest.mark.parametrize(("given", "expected"), [("0", None), ("4096", 4096)])
-def test_the_environment_overrides_the_measurement(monkeypatch, given, expected):
+def test_environment_overrides_the_measurement(monkeypatch, given, expected):
     monkeypatch.setenv("LARDER_RECALL_BREAK_EVEN", given)
     assert with_measured_recall(Policy.parse("icecache"), SPEC).recall.exact == expected
 
 
-def test_a_bad_value_in_the_environment_is_an_error(monkeypatch):
+def test_invalid_environment_value_is_an_error(monkeypatch):
     monkeypatch.setenv("LARDER_RECALL_BREAK_EVEN", "many")
     with pytest.raises(UsageError, match="LARDER_RECALL_BREAK_EVEN is 'many'"):
         break_even(Dci(), SPEC)

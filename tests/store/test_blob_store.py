@@ -133,7 +133,7 @@ def test_failed_write_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert list(place.list_files("")) == []
 
 
-def test_an_address_of_an_unknown_kind_is_refused() -> None:
+def test_address_of_an_unknown_kind_is_refused() -> None:
     with pytest.raises(StoreError, match="take a folder"):
         open_file_system("nowhere://bucket/folder")
 

@@ -109,7 +109,7 @@ def test_edited_text_matches_up_to_the_edit(tmp_path: Path) -> None:
         assert held(chunks.match_prefix(TENANT, IDENTITY, ids)) == shared
 
 
-def test_nothing_crosses_tenants_or_identities(tmp_path: Path) -> None:
+def test_chunks_are_not_shared_across_tenants_or_identities(tmp_path: Path) -> None:
     chunks = chunks_at(tmp_path)
     keep(chunks, [1, 2, 3])
     assert held(chunks.match_prefix(TENANT, IDENTITY, [1, 2, 3])) == 3

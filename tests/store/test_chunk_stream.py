@@ -167,7 +167,7 @@ def restored(store: Store, deadline: float = math.inf) -> LoadedSession:
     return found
 
 
-def test_a_saved_cache_has_every_chunk_at_every_level(store: Store) -> None:
+def test_saved_cache_has_every_chunk_at_every_level(store: Store) -> None:
     save(store, IDS, "cachegen")
     [record] = store.sessions.heads()
     assert record.codec == "cachegen" and not record.lossless
@@ -192,7 +192,7 @@ def test_session_is_recomputed_where_the_deadline_allows_it(store: Store) -> Non
     assert restored(store, 30.0).reason == "slower"  # 21 tokens are read in 21 s
 
 
-def test_a_slow_tier_is_loaded_at_the_coarsest_level(store: Store) -> None:
+def test_slow_tier_is_loaded_at_the_coarsest_level(store: Store) -> None:
     save(store, IDS, "cachegen")
     store.parts.throughput.initialize({"disk": 1e-3, "reading": 1e-9})
     found = restored(store, 1.0)
@@ -245,7 +245,7 @@ def test_caches_of_other_forms_fall_back_to_entropy(store: Store) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1, 4])
-def test_a_damaged_chunk_is_not_used(store: Store, tmp_path: Path, number: int) -> None:
+def test_damaged_chunk_is_not_used(store: Store, tmp_path: Path, number: int) -> None:
     save(store, IDS, "cachegen")
     whole, [record] = restored(store), store.sessions.heads()
     for path in (tmp_path / "store").rglob(f"*{record.spans[3 * number].digest}*"):

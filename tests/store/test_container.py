@@ -108,7 +108,7 @@ def test_truncated_or_extended_container_is_detected() -> None:
         {"a": 3},
     ],
 )
-def test_a_malicious_header_is_refused(header: dict[str, Any]) -> None:
+def test_malicious_header_is_refused(header: dict[str, Any]) -> None:
     metadata = json.loads(_head(pack_container({}, TOLD)))["__metadata__"]
     with pytest.raises(Damaged):
         unpack_container(rewritten({"__metadata__": metadata} | header, b"\0" * 8))

@@ -149,7 +149,7 @@ def test_sweep_counts_blobs_being_written(tmp_path: Path, moment: str) -> None:
 
 
 @pytest.mark.failure(number=24)
-def test_a_session_larger_than_the_budget_keeps_its_tokens(tmp_path: Path) -> None:
+def test_session_larger_than_the_budget_keeps_its_tokens(tmp_path: Path) -> None:
     store = store_at(tmp_path, **disk(INDEX - 20 * KIB))
     record = store.sessions.save(WHO, TALK, LONGER, snapshot(read(LONGER)))
     assert record.spans == () and store.parts.unwritten.counts() == {"budget": 1}

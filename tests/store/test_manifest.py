@@ -43,7 +43,7 @@ def test_record_round_trips_and_detects_flipped_bits() -> None:
 
 
 @pytest.mark.failure(number=10)
-def test_a_record_of_another_schema_is_refused() -> None:
+def test_record_of_another_schema_is_refused() -> None:
     with pytest.raises(Refused, match="left as it is"):
         decode_record(encode_record(a_record(1, schema=2), SECRET), SECRET)
 
@@ -165,7 +165,7 @@ def test_old_epochs_are_pruned(tmp_path: Path) -> None:
 
 
 @pytest.mark.failure(number=20)
-def test_a_removed_session_fences_late_writers(tmp_path: Path) -> None:
+def test_removed_session_rejects_late_writers(tmp_path: Path) -> None:
     heads = heads_at(tmp_path)
     heads.commit(a_record(1), expected=0)
     heads.commit(a_record(2, removed=True), expected=1)

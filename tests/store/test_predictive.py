@@ -264,7 +264,7 @@ def test_damaged_predictions_file_raises_missing_weights(tables: PredictiveTable
         PredictiveTables.load(SPEC.fingerprint)
 
 
-def test_a_store_in_memory_holds_coded_sessions(tmp_path: Path, tables: PredictiveTables) -> None:
+def test_in_memory_store_holds_coded_sessions(tmp_path: Path, tables: PredictiveTables) -> None:
     cache, ids = a_cache(), tuple(range(TOKENS))
     weights = model_identity(SPEC, {}, "weights", "tokenizer")
     store = Store("memory://parked", tmp_path, secret=bytes(32))

@@ -197,7 +197,7 @@ def test_keys_do_not_depend_on_the_hash_seed(tmp_path: Path) -> None:
     assert done.stdout == "exact 20\n", done.stderr
 
 
-def test_another_secret_finds_nothing(tmp_path: Path) -> None:
+def test_store_of_another_secret_finds_nothing(tmp_path: Path) -> None:
     save(store_of(tmp_path))
     stranger = store_at(tmp_path, home="stranger", secret=b"t" * 32)
     assert stranger.sessions.load(WHO, TALK, asking()) is None

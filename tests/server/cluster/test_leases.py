@@ -130,7 +130,7 @@ def test_cancelled_answer_releases_its_lease(two: Two) -> None:
     assert second.ask(told(1)).told.new_tokens
 
 
-def test_session_removed_by_one_server_is_gone_from_the_other(two: Two) -> None:
+def test_session_removed_by_one_server_is_not_found_by_another(two: Two) -> None:
     first, second = two
     first.ask(told(1))
     [gone] = second.served.core.remove("a", "x")

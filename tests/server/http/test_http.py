@@ -198,7 +198,7 @@ def test_disconnected_client_cancels_its_request(served: Running, path: str, str
 
 
 @pytest.mark.failure(number=29)
-def test_other_tenants_objects_look_nonexistent(
+def test_objects_of_other_tenants_are_not_found(
     http: httpx2.Client, anne: OpenAI, bob: OpenAI, served: Running
 ) -> None:
     """Failure test 29: objects of another tenant are answered as unknown ones, byte for byte."""

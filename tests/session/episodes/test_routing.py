@@ -62,7 +62,7 @@ def test_turn_on_a_known_topic_is_assigned_to_its_episode() -> None:
     assert grown.prompts() == router.prompts()
 
 
-def test_a_turn_on_a_new_topic_opens_an_episode() -> None:
+def test_turn_on_a_new_topic_opens_an_episode() -> None:
     router = arranged(DOGS_AND_CARS)
     filing = router.assign_turn("the star shines", 1)
     grown = filing.router

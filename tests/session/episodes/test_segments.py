@@ -71,7 +71,7 @@ def weight(segment: Segment, conversation: Conversation, unit: SegmentUnit) -> i
 class TestEverything:
     @settings(max_examples=40)
     @given(MESSAGES, FORMS, st.sampled_from(SegmentUnit), st.integers(1, 9))
-    def test_every_character_is_in_exactly_one_piece(
+    def test_every_character_is_in_exactly_one_segment(
         self, said: list[Message], form: PromptLayout, unit: SegmentUnit, size: int
     ) -> None:
         conversation = talk(said, form)

@@ -89,7 +89,7 @@ class TestFinding:
             write(tmp_path, "x", name)
         assert [path.name for path in find_files([tmp_path])] == ["a.md", "b.txt"]
 
-    def test_a_file_named_twice_is_read_once(self, tmp_path: Path) -> None:
+    def test_file_named_twice_is_read_once(self, tmp_path: Path) -> None:
         paths = [write(tmp_path, "x", name) for name in ("b.json", "a.json")]
         assert find_files([paths[0], tmp_path]) == paths
 

@@ -60,7 +60,7 @@ def test_log_file_is_plain_json() -> None:
     assert record["model"] == {"name": "seed", "fingerprint": "abc"}
 
 
-def test_save_replaces_the_file_and_leaves_no_temporary_one() -> None:
+def test_save_replaces_the_file_without_temporary_leftovers() -> None:
     book = ChatLogFile("mine")
     book.save(LOG, STAMP)
     book.save(LOG.with_turn(ChatTurn("More?", "No.", (4,))), STAMP)
@@ -144,7 +144,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_file_is_named_and_not_overwritten(damage: str) -> None:
+def test_damaged_log_file_is_named_and_not_overwritten(damage: str) -> None:
     path, record = written()
     path.write_text(DAMAGE[damage](record), encoding="utf-8")
     before = path.read_bytes()

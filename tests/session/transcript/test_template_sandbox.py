@@ -150,7 +150,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_template_is_stopped(name) -> None:
+def test_hostile_template_is_stopped(name) -> None:
     began = time.thread_time()
     with pytest.raises((ModelError, RecursionError), match="chat template|recursion"):
         render_template(compile_template(HOSTILE[name]), MESSAGES, seconds=0.1)
