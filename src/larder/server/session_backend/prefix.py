@@ -180,7 +180,7 @@ class PrefixBackend(SessionBackend):
             self.rollback(job)
 
     def tail_tokens(self, job: RequestState) -> int:
-        return self._prefill.tail_tokens(job)
+        return min(super().tail_tokens(job), self._prefill.limit(job))
 
     def step_tail_tokens(self, job: RequestState) -> int:
         return self._prefill.limit(job)

@@ -11,7 +11,6 @@ from larder.models.forward_batch import BatchSegment
 from larder.models.lm_head import LOGITS_CHUNK
 from larder.server.image_prompts import ImagePromptEncoder
 from larder.server.request_state import RequestState
-from larder.server.session_backend.base import SHORT_TAIL_TOKENS
 from larder.server.session_backend.image_reader import ImageReader
 from larder.server.session_state import SessionState
 from larder.server.tiers.disk import DiskTier
@@ -98,10 +97,6 @@ class PrefixPrefill:
             rows.append(BatchSegment(job.cache, block, append_kind=AppendKind.TEXT))
         jobs[0].session.serving.runtime.decoder.read(rows, Mode.APPEND)
 
-    def tail_tokens(self, job: RequestState) -> int:
-        """Tokens from which on the end of a prompt is a block of its own."""
-        return min(SHORT_TAIL_TOKENS, job.session.serving.block, self.limit(job))
-
     def limit(self, job: RequestState) -> int:
         """Most tokens of the next block of a request."""
         read = len(job.session.residency.cached_ids)
@@ -124,7 +119,7 @@ class PrefixPrefill:
             last: last token of the prompt.
         """
         blocks = job.prefill.blocks
-        if job.answer.output_ids or not blocks or len(blocks[-1]) >= self.tail_tokens(job):
+        if job.answer.output_ids or not blocks or len(blocks[-1]) >= job.backend.tail_tokens(job):
             return
         if self._is_plain(job):
             job.prefill.prompt_tail = (*blocks.pop(), last)
