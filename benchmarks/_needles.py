@@ -15,9 +15,11 @@ TASK = "needles(kind='magic', needles=4, hay='prose')"
 TOKENS = 1500
 
 
-def needle_texts(engine: Engine, model: str, corpus: Path, seeds: range) -> list[Conversation]:
-    """Texts of the study `ruler`, one per seed."""
+def needle_texts(
+    engine: Engine, model: str, corpus: Path, seeds: range, tokens: int = TOKENS
+) -> list[Conversation]:
+    """Texts of the study `ruler`, or of another length, one per seed."""
     wording = Wording.of_model(model, bool(engine.tokenizer.tokenizer.chat_template))
     sources = TaskSources(engine.tokenizer.count_tokens, corpus, None, wording)
     task = parse_task(TASK)
-    return [worded_chat(task.make(seed, TOKENS, sources), wording) for seed in seeds]
+    return [worded_chat(task.make(seed, tokens, sources), wording) for seed in seeds]

@@ -1,14 +1,16 @@
 """Retrieved contexts in the order that shares prefixes, against the given order, by one trace.
 
     python benchmarks/context_order.py [--requests 60] [--documents 16] [--contexts 5]
-        [--policy full] [--kv-budget 48MiB]
+        [--turns 1] [--batch] [--policy full] [--kv-budget 48MiB]
 
 A life-log is cut into documents. Each request asks a question whose answer stands in one of them,
 and sends this one and others, drawn by popularity (Zipf) and in random order. The same requests go
 to a `larder serve` in its own process twice, in the given order (plain prefix caching under least
-recently used eviction) and with `context_order: shared`. Printed, and written to
-results/context_order.jsonl, are the share of prompt tokens that were cached, CPU seconds of the
-server (Linux), and the share of answers that contain the right one.
+recently used eviction) and with `context_order: shared`. With --turns each conversation asks so
+many questions, with contexts of their own; with --batch `larder batch` answers all of them from a
+file. Printed, and written to results/context_order.jsonl, are the prompt tokens, those of them that
+were computed, CPU seconds of the server (Linux), and the share of answers that contain the right
+one. The first conversation of a server warms it up and does not count.
 
 On two cores with a load of 9 `--requests 24` takes two minutes.
 """
@@ -16,6 +18,9 @@ On two cores with a load of 9 `--requests 24` takes two minutes.
 from __future__ import annotations
 
 import argparse
+import json
+import resource
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -72,37 +77,88 @@ def trace(
     return found
 
 
+def body_of(messages: list[dict[str, Any]], order: str, model: str) -> dict[str, Any]:
+    """Body of a request."""
+    return {
+        "model": model,
+        "messages": messages,
+        "context_order": order,
+        "max_tokens": 12,
+        "temperature": 0,
+    }
+
+
 def replay(
-    server: Server, requests: Sequence[ContextRequest], order: str, model: str
+    server: Server, conversations: Sequence[Sequence[ContextRequest]], order: str, model: str
 ) -> dict[str, Any]:
     """Figures of all requests, one after the other."""
     before, prompt, cached, right = ProcessUse.of(server.process), 0, 0, 0.0
-    for request in requests:
-        body = {
-            "model": model,
-            "messages": [{"role": "user", "content": request.question.question}],
-            "contexts": request.contexts,
-            "context_order": order,
-            "max_tokens": 12,
-            "temperature": 0,
-        }
-        reply = server.ask("POST", "/v1/chat/completions", body)
-        if reply.status != 200:
-            raise RuntimeError(f"a request was refused: {reply.body.decode()}")
-        usage = reply.json["usage"]
-        prompt += usage["prompt_tokens"]
-        cached += usage["prompt_tokens_details"]["cached_tokens"]
-        text = reply.json["choices"][0]["message"]["content"]
-        right += string_match(text, request.question.answer)
-    cpu_seconds = ProcessUse.of(server.process).cpu_seconds - before.cpu_seconds
+    for conversation in conversations:
+        messages = list[dict[str, Any]]()
+        for request in conversation:
+            question = {"role": "user", "content": request.question.question}
+            messages.append(question | {"contexts": request.contexts})
+            reply = server.ask("POST", "/v1/chat/completions", body_of(messages, order, model))
+            if reply.status != 200:
+                raise RuntimeError(f"a request was refused: {reply.body.decode()}")
+            usage, said = reply.json["usage"], reply.json["choices"][0]["message"]
+            prompt += usage["prompt_tokens"]
+            cached += usage["prompt_tokens_details"]["cached_tokens"]
+            right += string_match(said["content"], request.question.answer)
+            messages.append({"role": "assistant", "content": said["content"]})
+    count = sum(map(len, conversations))
+    return {
+        "order": order,
+        "requests": count,
+        "prompt_tokens": prompt,
+        "cached": cached / prompt,
+        "computed_tokens": prompt - cached,
+        "cpu_seconds": ProcessUse.of(server.process).cpu_seconds - before.cpu_seconds,
+        "right": right / count,
+    }
+
+
+def answered_batch(requests: Sequence[ContextRequest], order: str, model: str) -> dict[str, Any]:
+    """Figures of `larder batch` over all requests in one file."""
+    with tempfile.TemporaryDirectory() as folder:
+        file, out = Path(folder, "requests.jsonl"), Path(folder, "results.jsonl")
+        lines = list[str]()
+        for number, request in enumerate(requests):
+            message = {"role": "user", "content": request.question.question}
+            body = body_of([message], order, model) | {"contexts": request.contexts}
+            line = {"custom_id": str(number), "url": "/v1/chat/completions", "body": body}
+            lines.append(json.dumps(line) + "\n")
+        file.write_text("".join(lines))
+        command = [sys.executable, "-m", "larder", "batch", str(file), "--out", str(out)]
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        ran = subprocess.run(
+            [*command, "--model", model, "--json"], check=True, capture_output=True
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        told, right = json.loads(ran.stdout), 0.0
+        for line in map(json.loads, out.read_text().splitlines()):
+            text = line["response"]["body"]["choices"][0]["message"]["content"]
+            right += string_match(text, requests[int(line["custom_id"])].question.answer)
     return {
         "order": order,
         "requests": len(requests),
-        "prompt_tokens": prompt,
-        "cached": cached / prompt,
-        "cpu_seconds": cpu_seconds,
+        "prompt_tokens": told["prompt_tokens"],
+        "cached": 1 - told["read_tokens"] / told["prompt_tokens"],
+        "computed_tokens": told["read_tokens"],
+        "cpu_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
         "right": right / len(requests),
     }
+
+
+def served(
+    conversations: Sequence[Sequence[ContextRequest]], order: str, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Figures of a server of its own."""
+    serve = ["--model", options.model, "--policy", options.policy]
+    serve += ["--kv-budget", options.kv_budget, "--host-budget", options.host_budget]
+    with tempfile.TemporaryDirectory() as home, run_server(Path(home), serve) as server:
+        replay(server, conversations[:1], order, options.model)  # warms up
+        return replay(server, conversations[1:], order, options.model)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -111,20 +167,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     task = parse_task(f"lifelog(questions={options.questions})")
     conversation = task.make(0, options.tokens, TaskSources(count))
     requests = trace(conversation, options.documents, options.contexts, options.requests)
-    serve = ["--model", options.model, "--policy", options.policy]
-    serve += ["--kv-budget", options.kv_budget, "--host-budget", options.host_budget]
+    turns = options.turns
+    conversations = [requests[start : start + turns] for start in range(0, len(requests), turns)]
     rows = list[dict[str, Any]]()
     for order in ORDERS:
-        with tempfile.TemporaryDirectory() as home, run_server(Path(home), serve) as server:
-            replay(server, requests[:1], order, options.model)  # warms up
-            rows.append(replay(server, requests[1:], order, options.model))
+        if options.batch:
+            rows.append(answered_batch(requests, order, options.model))
+        else:
+            rows.append(served(conversations, order, options))
         row = rows[-1]
         print(
             f"{order:7} {row['cached']:.2f} of {row['prompt_tokens']} prompt tokens cached, "
+            f"{row['computed_tokens']} computed, "
             f"{row['cpu_seconds']:.1f} CPU s, {row['right']:.2f} right",
             flush=True,
         )
     settings = {"kv_budget": options.kv_budget, "host_budget": options.host_budget}
+    settings |= {"turns": turns, "batch": options.batch}
     write(options.out, [row | settings | {"environment": environment()} for row in rows])
     return 0
 
@@ -136,6 +195,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=60)
     parser.add_argument("--documents", type=int, default=16)
     parser.add_argument("--contexts", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=1, help="of each conversation")
+    parser.add_argument("--batch", action="store_true", help="by `larder batch`")
     parser.add_argument("--tokens", type=int, default=3000, help="of the whole life-log")
     parser.add_argument("--questions", type=int, default=24)
     parser.add_argument("--kv-budget", default="48MiB")

@@ -1,7 +1,7 @@
 """Prefill time of policies that let few tokens go deeper, and what their caches answer.
 
     python benchmarks/narrowing.py time --tokens 4096
-    python benchmarks/narrowing.py quality --corpus FOLDER --texts 4
+    python benchmarks/narrowing.py quality --corpus FOLDER --texts 4 [--tokens 1500]
 
 `time` reads one text under each policy in turn, several times, and prints the processor time of the
 shortest read as a ratio to that of `full` and of `snapkv` in the same run. `quality` scores the
@@ -23,7 +23,7 @@ from statistics import fmean
 
 import torch
 from _inputs import text_ids
-from _needles import needle_texts
+from _needles import TOKENS, needle_texts
 from _timing import environment, write
 
 from larder.core import Conversation
@@ -32,6 +32,7 @@ from larder_bench.scoring.teacher_forcing import score_answers
 
 POLICIES = ("full", "snapkv", "fastkv", "pyramidinfer", "ilre", "reform", "random")
 QUESTIONS = 2  # of each text
+TIMED_TOKENS = 4096
 PLACES = ("inside", "after")
 OUT = Path("results/narrowing.jsonl")
 
@@ -48,7 +49,7 @@ def read_seconds(engine: Engine, text: str, policy: str, budget: str) -> tuple[f
 def timed(options: argparse.Namespace) -> Iterator[dict[str, object]]:
     """A row for each policy."""
     engine = Engine.load(options.model, policy="full")
-    ids = text_ids(engine.tokenizer.tokenizer, options.tokens)
+    ids = text_ids(engine.tokenizer.tokenizer, options.tokens or TIMED_TOKENS)
     text = engine.tokenizer.decode(ids)
     best: dict[str, float] = {}
     sizes: dict[str, int] = {}
@@ -59,7 +60,7 @@ def timed(options: argparse.Namespace) -> Iterator[dict[str, object]]:
     for policy, seconds in best.items():
         yield {
             "policy": policy,
-            "tokens": options.tokens,
+            "tokens": len(ids),
             "runs": options.runs,
             "kv_bytes": sizes[policy],
             "time_of_full": round(seconds / best["full"], 3),
@@ -87,7 +88,8 @@ def answered(options: argparse.Namespace) -> Iterator[dict[str, object]]:
     """A row for each policy, budget and place of the question."""
     engine = Engine.load(options.model, policy="full")
     found: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
-    for chat in needle_texts(engine, options.model, options.corpus, range(options.texts)):
+    length, seeds = options.tokens or TOKENS, range(options.texts)
+    for chat in needle_texts(engine, options.model, options.corpus, seeds, length):
         tokens = len(engine.tokenizer.encode_conversation(chat).ids)
         for place in PLACES:
             for policy in options.policy:
@@ -98,6 +100,7 @@ def answered(options: argparse.Namespace) -> Iterator[dict[str, object]]:
     for (policy, budget, place), results in found.items():
         yield {
             "policy": policy,
+            "tokens": length,
             "budget": budget,
             "question": place,
             "log_likelihood_per_token": round(fmean(one[0] for one in results), 2),
@@ -111,7 +114,7 @@ def main() -> None:
     parser.add_argument("what", choices=("time", "quality"))
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--policy", nargs="+", default=POLICIES)
-    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, help="of each text")
     parser.add_argument("--budget", default="25%")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--corpus", type=Path)

@@ -41,6 +41,53 @@ def test_results_are_in_the_format_of_openai(run: Run, tmp_path: Path) -> None:
     assert results["d"]["response"]["status_code"] == 400 and "n is not" in str(results["d"])
 
 
+def test_contexts_are_read_in_the_order_that_shares_most(run: Run, tmp_path: Path) -> None:
+    boxes = {name: f"Box {name} holds {n + 3} coins. " * 3 for n, name in enumerate("abcd")}
+    asked = {"1": "abc", "2": "dba", "3": "cab", "4": "aab"}
+
+    def told_of(order: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        lines = [
+            chat(name, "Why?", contexts=[boxes[each] for each in found], context_order=order)
+            for name, found in asked.items()
+        ]
+        path = write_lines(tmp_path / f"{order}.jsonl", *lines)
+        told = document(run("batch", path, "--json"))
+        return told, read(tmp_path / f"{order}.results.jsonl")
+
+    (given, _), (shared, answers) = told_of("given"), told_of("shared")
+    assert given["failed"] == shared["failed"] == 0
+    assert shared["read_tokens"] < 0.8 * given["read_tokens"]
+    line = "The 3 texts above, the most relevant first: 3, 2, 1."
+    opening = "".join(f"{boxes[name].rstrip()}\n\n" for name in "abd")
+    whole = chat("2", "")
+    whole["body"]["messages"][0]["content"] = f"{opening}{line}\n\n{TEXT}Why?"
+    document(run("batch", write_lines(tmp_path / "whole.jsonl", whole), "--json"))
+    found = read(tmp_path / "whole.results.jsonl")["2"]["response"]["body"]
+    body = answers["2"]["response"]["body"]
+    assert body["choices"] == found["choices"]
+    assert body["usage"]["prompt_tokens"] == found["usage"]["prompt_tokens"]
+
+
+def test_wrong_contexts_fail_alone(run: Run, tmp_path: Path) -> None:
+    plain = {"custom_id": "f", "url": "/v1/completions", "body": {"prompt": "A", "contexts": []}}
+    lines = [
+        chat("a", "Who?", contexts=["A text."]),
+        chat("b", "Who?", contexts="A text."),
+        chat("c", "Who?", contexts=[" "]),
+        chat("d", "Who?", contexts=["A text."], context_order="best"),
+        chat("e", "Who?", contexts=["chunk-" + "0" * 64]),
+        plain | {"body": {"prompt": "Once", "contexts": ["A text."]}},
+    ]
+    path = write_lines(tmp_path / "asked.jsonl", *lines)
+    assert document(run("batch", path, "--json"))["failed"] == 5
+    found = read(tmp_path / "asked.results.jsonl")
+    said = {name: str(each["error"]) for name, each in found.items() if each["error"]}
+    assert said.keys() == set("bcdef")
+    assert "a list of texts" in said["b"] and "' '" in said["c"]
+    assert "'given', 'shared'" in said["d"] and "send its text" in said["e"]
+    assert "contexts is not supported" in said["f"]
+
+
 def test_interrupted_run_resumes(run: Run, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "asked.jsonl", chat("a", "Who?"), chat("b", "Where?"))
     out = tmp_path / "out.jsonl"

@@ -11,11 +11,14 @@ import pytest
 from larder.models import LoadedModel
 from larder.server import (
     MOST_ORDERS,
+    ApiError,
     ChatMessage,
     ContextOrder,
     ContextOrders,
+    chunk_id,
     context_order,
     importance_line,
+    references,
 )
 from larder.store import ByteBudgets, ByteLedger, Tier
 from server_core import Client, Served, user
@@ -109,6 +112,66 @@ def test_repeated_contexts_of_a_conversation_are_prefilled_once(small: LoadedMod
     second = served.ask(more, "x", contexts=contexts, context_order=SHARED)
     assert second.told.session == "x" and second.told.recomputed_tokens == 0
     assert second.told.cached_tokens > first.told.prompt_tokens
+
+
+def test_contexts_that_stand_above_become_references() -> None:
+    long, other = TEXTS["a"] * 3, TEXTS["b"] * 3
+    line = f'See the text above that begins with "{long[:60].strip()}".'
+    assert list(references([long, "new", long, other], [long, "x"])) == [line, "new", other]
+    assert list(references(["short"], ["short"])) == ["short"], "the line is longer"
+    alike = f"{long} But not box c."
+    assert list(references([long], [long, alike])) == [long], "the line could be either's"
+    assert list(references([alike], [long])) == [alike]
+    assert len(line.splitlines()) == 1
+
+
+@pytest.mark.parametrize("order", ContextOrder)
+def test_contexts_of_later_messages(small: LoadedModel, order: ContextOrder) -> None:
+    served, plain = Served(small), Served(small)
+    texts = {name: text * 3 for name, text in TEXTS.items()}
+    said = [user("What does box a hold?")]
+    first = served.ask(said, "x", message_contexts={0: (texts["a"],)}, context_order=order)
+    said += [ChatMessage("assistant", first.text), user("And box b?")]
+    own = {0: (texts["a"],), 2: (texts["b"], texts["a"], texts["b"])}
+    second = served.ask(said, "x", message_contexts=own, context_order=order)
+    blocks = {name: f"{text.rstrip()}\n\n" for name, text in texts.items()}
+    line = f'See the text above that begins with "{texts["a"][:60].strip()}".\n\n'
+    later = {
+        ContextOrder.GIVEN: blocks["b"] + blocks["a"] + blocks["b"],
+        ContextOrder.SHARED: blocks["b"] + line,
+    }
+    whole = [user(blocks["a"] + said[0].text), said[1], user(later[order] + said[2].text)]
+    plain.ask(whole[:1], "y")
+    expected = plain.ask(whole, "y")
+    assert second.text == expected.text
+    assert second.told.prompt_tokens == expected.told.prompt_tokens
+    assert second.told.cached_tokens > first.told.prompt_tokens
+    assert second.told.recomputed_tokens == 0 and second.told.lossless
+    said += [ChatMessage("assistant", second.text), user("Why?")]
+    third = served.ask(said, "x", message_contexts=own, context_order=order)
+    assert third.told.cached_tokens > second.told.prompt_tokens
+
+
+def test_contexts_of_the_first_message_are_those_of_the_request(small: LoadedModel) -> None:
+    served, known = Served(small, "cacheblend"), (TEXTS["a"], TEXTS["b"])
+    served.ask([user("Why?")], contexts=known)
+    found = served.ask(
+        [user("What does box a hold?")], contexts=known[:1], message_contexts={0: known[1:]}
+    )
+    assert found.told.cached_tokens >= sum(map(len, known))
+    later = [user("Why?"), ChatMessage("assistant", "So."), user("What does box a hold?")]
+    text = served.ask(later, message_contexts={2: known})
+    blocks = "".join(f"{each.rstrip()}\n\n" for each in known)
+    assert text.text == served.ask([*later[:2], user(blocks + later[2].text)]).text
+
+
+def test_ids_stand_for_contexts_of_later_messages(small: LoadedModel) -> None:
+    served, said = Served(small), [user("Why?"), ChatMessage("assistant", "So."), user("Who?")]
+    whole = served.ask(said, message_contexts={2: (TEXTS["a"],)})
+    by_id = served.ask(said, message_contexts={2: (chunk_id(TEXTS["a"]),)})
+    assert by_id.text == whole.text and by_id.told.prompt_tokens == whole.told.prompt_tokens
+    with pytest.raises(ApiError, match="not known"):
+        served.ask(said, message_contexts={2: (chunk_id("?"),)})
 
 
 def test_orders_count_on_host_memory_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,12 +20,14 @@ from larder.core.errors import BadParameter, InputError, LarderError, UsageError
 from larder.core.memory_budget import BudgetUnit, MemoryBudget
 
 if TYPE_CHECKING:
+    from larder.cli.batch_contexts import BatchContexts
     from larder.engine.batch import BatchRequest, BatchResult
     from larder.engine.engine import Engine
 
 CHAT_URL, TEXT_URL = "/v1/chat/completions", "/v1/completions"
 LENGTH_FIELDS = ("max_completion_tokens", "max_tokens")
 NEUTRAL_FIELDS = {"model", "user", "metadata", "store", "stream", "stop", *LENGTH_FIELDS}
+CONTEXT_FIELDS = {"contexts", "context_order"}
 FULL_POLICY = "full"
 
 
@@ -146,6 +148,7 @@ def _run(
     results: ResultFile,
 ) -> int:
     """Answer requests; the number of prompt tokens that were read."""
+    from larder.cli.batch_contexts import batch_contexts
     from larder.engine.batch import BatchRunner
 
     urls = {line["custom_id"]: line["url"] for line in lines}
@@ -156,9 +159,9 @@ def _run(
         results.add(name, {"status_code": 200, "request_id": name, "body": body}, None)
 
     requests = list[Any]()
-    for line in lines:
+    for line, contexts in zip(lines, batch_contexts(lines), strict=True):
         try:
-            requests.append(_request(engine, line, options))
+            requests.append(_request(engine, line, contexts, options))
         except LarderError as error:
             results.fail(line["custom_id"], error)
     results.num_prompt_tokens = sum(len(each.ids) for each in requests)
@@ -178,8 +181,13 @@ def _run(
     return runner.num_read_tokens
 
 
-def _request(engine: Engine, line: Mapping[str, Any], options: ModelOptions) -> BatchRequest:
+def _request(
+    engine: Engine, line: Mapping[str, Any], contexts: BatchContexts, options: ModelOptions
+) -> BatchRequest:
     """Request of a line.
+
+    Args:
+        contexts: texts in front of its first message of the user.
 
     Raises:
         InputError: a field is missing, unknown or of the wrong type.
@@ -192,12 +200,15 @@ def _request(engine: Engine, line: Mapping[str, Any], options: ModelOptions) -> 
     body, is_chat = line["body"], line["url"] == CHAT_URL
     field = "messages" if is_chat else "prompt"
     sampling = {each.name for each in fields(SamplingParams)} - {"logit_bias"}
-    known = NEUTRAL_FIELDS | sampling | {field}
+    known = NEUTRAL_FIELDS | sampling | {field} | (CONTEXT_FIELDS if is_chat else set[str]())
     if unknown := sorted(name for name in body.keys() - known if body[name] is not None):
         raise InputError(f"{', '.join(unknown)} is not supported in a batch: leave it out.")
     if field not in body:
         raise InputError(f"The body has no {field}: give it.")
-    ids = (_chat_ids if is_chat else _text_ids)(engine, body[field])
+    if is_chat:
+        ids = _chat_ids(engine, body[field], contexts.text())
+    else:
+        ids = _text_ids(engine, body[field])
     given = {name: body[name] for name in sampling if body.get(name) is not None}
     defaults = {
         "temperature": options.temperature,
@@ -217,12 +228,18 @@ def _request(engine: Engine, line: Mapping[str, Any], options: ModelOptions) -> 
     )
 
 
-def _chat_ids(engine: Engine, messages: Any) -> tuple[int, ...]:
+def _chat_ids(engine: Engine, messages: Any, opening: str) -> tuple[int, ...]:
+    """Tokens of messages behind a text in front of the first one of the user."""
     from larder.session.files import conversation_of
     from larder.session.transcript.chat_template import TemplateMessage
 
     said = conversation_of(messages).messages
     turns = [TemplateMessage(each.role, each.content) for each in said]
+    if opening:
+        first = next((number for number, turn in enumerate(turns) if turn.role == "user"), None)
+        if first is None:
+            raise InputError("Contexts stand in front of a message of the user: send one.")
+        turns[first] = replace(turns[first], content=opening + turns[first].content)
     return engine.tokenizer.encode(engine.tokenizer.render_messages(turns))
 
 

@@ -4,16 +4,18 @@ Retrieved documents overlap between requests, but in another order in each, so t
 differ from the first document on. RAGBoost puts documents that were read before first, in the order
 in which they were read, leaves out repeated ones, and adds a line that tells the model which matter
 most: Jiang et al., "RAGBoost: Efficient Retrieval-Augmented Generation with Accuracy-Preserving
-Context Reuse" (2025), arXiv:2511.03475. Differences: the paper arranges the lists of a batch in a
-tree by average-link clustering; here requests come one by one, and the order is chosen among those
-that earlier requests were read in, so that it never shares less than the given one. The wording of
-the line is ours.
+Context Reuse" (2025), arXiv:2511.03475. A context of a later message that the conversation has
+already becomes a line that refers to it. Differences: the paper arranges the lists of a batch in a
+tree by average-link clustering, as `larder batch` does (`larder.session.context_tree`), and looks
+new requests up in it; here requests come one by one, and the order is chosen among those that
+earlier requests were read in, so that it never shares less than the given one. The wording of the
+lines is ours.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 
 from larder.core.errors import BudgetError
@@ -23,6 +25,7 @@ MOST_ORDERS = 512  # of one tenant that are compared with a request
 MOST_CONTEXTS = 64  # of an order that are compared
 CONTEXT_BYTES, ORDER_BYTES = 160, 512  # of host memory that an order takes, at most
 ORDER_SHARE = 1 / 64  # of host memory that orders of all tenants take, at most
+OPENING_LEN = 60  # characters by which a line names a text that stands above
 
 Ids = tuple[str, ...]
 
@@ -109,6 +112,37 @@ def known_prefix(order: Ids, wanted: Iterable[str]) -> Ids:
     wanted = set(wanted)
     stop = next((n for n, each in enumerate(order) if each not in wanted), len(order))
     return order[:stop]
+
+
+def arranged(texts: Mapping[str, str], order: Ids) -> tuple[str, ...]:
+    """Texts in an order, and the line that tells the given one.
+
+    Args:
+        texts: text of each id, the most important first.
+    """
+    line = importance_line(list(texts), order)
+    return (*(texts[name] for name in order), *((line,) if line else ()))
+
+
+def references(contexts: Iterable[str], earlier: Iterable[str]) -> Iterator[str]:
+    """Contexts of a message, those that stand above once more as lines that refer to them.
+
+    Args:
+        earlier: texts that stand above. One whose beginning another one shares, or that is no
+            longer than the line, is repeated.
+    """
+    openings: dict[str, set[str]] = {}
+    for text in earlier:
+        openings.setdefault(_opening(text), set()).add(text)
+    for text in dict.fromkeys(contexts):
+        line = f'See the text above that begins with "{_opening(text)}".'
+        is_known = openings.get(_opening(text), set()) == {text}
+        yield line if is_known and len(line) < len(text) else text
+
+
+def _opening(text: str) -> str:
+    """Beginning of the first line of a text."""
+    return text.strip().partition("\n")[0][:OPENING_LEN].strip()
 
 
 def importance_line(ranking: Sequence[str], order: Sequence[str]) -> str:

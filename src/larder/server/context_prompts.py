@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from os import urandom
@@ -20,7 +20,7 @@ from larder.core.errors import BudgetError
 from larder.prefill.base import ContextText
 from larder.prefill.contexts import ChunkSource
 from larder.server.api_errors import invalid_request
-from larder.server.context_order import ContextOrder, ContextOrders, importance_line
+from larder.server.context_order import ContextOrder, ContextOrders, arranged, references
 from larder.server.host_chunks import HostChunks, TenantChunks
 from larder.server.image_prompts import rendered_prompt
 from larder.server.request import ApiError, ChatMessage, Request
@@ -151,12 +151,16 @@ class ContextPrompts:
         Raises:
             ApiError: 404 `context_not_found`, or 400 for an empty context.
         """
-        texts = (_text(given, request.tenant, self._texts) for given in request.contexts)
-        return replace(request, contexts=tuple(texts))
+
+        def texts(contexts: Iterable[str]) -> tuple[str, ...]:
+            return tuple(_text(given, request.tenant, self._texts) for given in contexts)
+
+        own = {number: texts(contexts) for number, contexts in request.message_contexts.items()}
+        return replace(request, contexts=texts(request.contexts), message_contexts=own)
 
     def keep(self, request: Request) -> None:
         """Keep the texts of a resolved request, which was found to be valid, for their ids."""
-        for text in request.contexts:
+        for text in all_contexts(request):
             self._texts.add(request.tenant, text)
 
     def as_message(self, request: Request) -> Request:
@@ -175,8 +179,7 @@ class ContextPrompts:
         sizes = {name: len(text) for name, text in texts.items()}
         order = self._orders.shared(request.tenant, sizes)
         self._orders.add(request.tenant, order)
-        line = importance_line(list(texts), order)
-        return (*(texts[name] for name in order), *((line,) if line else ()))
+        return arranged(texts, order)
 
     def prompt(self, request: Request) -> ContextText:
         """Tokens of a request whose contexts are read apart.
@@ -204,6 +207,32 @@ class ContextPrompts:
             )
         contexts = tuple(encode(_separated(text)) for text in request.contexts)
         return ContextText(encode(before), contexts, encode(after))
+
+
+def all_contexts(request: Request) -> Iterator[str]:
+    """Contexts of a request in the order of its messages."""
+    yield from request.contexts
+    for number in sorted(request.message_contexts):
+        yield from request.message_contexts[number]
+
+
+def with_message_contexts(request: Request) -> Request:
+    """Request with the contexts of later messages as text of these messages; those of the first
+    message of the user become contexts of the request.
+
+    In shared order a context that stands above becomes a line that refers to it.
+    """
+    own, turns = dict(request.message_contexts), list(request.turns)
+    first = next((number for number, turn in enumerate(turns) if turn.role == "user"), 0)
+    contexts = (*request.contexts, *own.pop(first, ()))
+    earlier = list(contexts)
+    for number in sorted(own):
+        is_shared = request.context_order is ContextOrder.SHARED
+        lines = references(own[number], earlier) if is_shared else own[number]
+        text = "".join(map(_separated, lines)) + turns[number].text
+        turns[number] = replace(turns[number], text=text)
+        earlier += own[number]
+    return replace(request, turns=tuple(turns), contexts=contexts, message_contexts={})
 
 
 def _separated(text: str) -> str:

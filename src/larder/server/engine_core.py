@@ -21,7 +21,7 @@ from larder.server.api_errors import (
     kv_budget_exceeded,
     text_too_long,
 )
-from larder.server.context_prompts import ContextPrompts
+from larder.server.context_prompts import ContextPrompts, all_contexts, with_message_contexts
 from larder.server.engine_options import EngineOptions
 from larder.server.host_chunks import HostChunks
 from larder.server.image_prompts import ImagePromptEncoder
@@ -293,13 +293,14 @@ class EngineCore:
 
     def _with_contexts(self, request: Request) -> Request:
         """Request with known contexts: apart under a policy that reads them so, else as text."""
-        if not request.contexts:
+        if not (request.contexts or request.message_contexts):
             return request
         request = self.contexts.resolved(request)
-        self.check_length(*request.contexts, param="contexts")
+        self.check_length(*all_contexts(request), param="contexts")
         self.contexts.keep(request)
-        schedule = self.serving_of(request).policy.schedule
-        return request if schedule.cache_form else self.contexts.as_message(request)
+        request = with_message_contexts(request)
+        is_apart = self.serving_of(request).policy.schedule.cache_form or not request.contexts
+        return request if is_apart else self.contexts.as_message(request)
 
     def serving_of(self, request: Request) -> ServingPolicy:
         """The policy that a request is answered under."""

@@ -102,6 +102,8 @@ class Request:
         images: files of the images that `turns` have marks of, by SHA-256.
         contexts: texts in front of the first user message, or ids of texts that were sent before.
             Under a policy that reads contexts apart no session stays.
+        message_contexts: the same for other messages of the user, by number of the turn; they are
+            text of their message under every policy.
         context_order: order in which contexts are read where they are text of the message.
         answer_form: what the answer is parsed as where it is sent back in another spelling.
         model: first name of the model that answers; empty for the first one.
@@ -133,6 +135,7 @@ class Request:
     answer_form: AnswerForm = PLAIN_FORM
     model: str = ""
     contexts: tuple[str, ...] = ()
+    message_contexts: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     context_order: ContextOrder = ContextOrder.GIVEN
     priority: int = 0
     program: str = ""

@@ -44,6 +44,18 @@ def test_contexts_reach_the_engine(anne: OpenAI, served: Running) -> None:
     assert str(told.value.param).startswith("contexts")
 
 
+def test_contexts_of_messages_reach_the_engine(anne: OpenAI, served: Running) -> None:
+    first: dict[str, Any] = {"role": "user", "content": "a", "contexts": ["One."]}
+    last: dict[str, Any] = {"role": "user", "content": "c", "contexts": ["Two.", "One."]}
+    messages = [{"role": "system", "content": "s"}, first, {"role": "assistant", "content": "b"}]
+    anne.chat.completions.create(model=NAME, messages=[*messages, last])  # type: ignore[list-item]
+    assert served.hub.asked[-1].message_contexts == {1: ("One.",), 3: ("Two.", "One.")}
+    assert served.hub.asked[-1].contexts == ()
+    wrong: Any = [*messages[:2], messages[2] | {"contexts": ["Two."]}, last]
+    with pytest.raises(openai.BadRequestError, match="role assistant has contexts"):
+        anne.chat.completions.create(model=NAME, messages=wrong)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -169,6 +169,31 @@ class ChatCompletionRequest(AnswerRequest):
         first = (ChatMessage(VARIABLES_ROLE, json.dumps(used)),) if used else ()
         return (*first, *messages)
 
+    def message_contexts(self, num_turns: int) -> dict[int, tuple[str, ...]]:
+        """Contexts of messages by number of the turn.
+
+        Args:
+            num_turns: turns of the conversation, with those before its messages.
+
+        Raises:
+            ApiError: 400: a message of another role than `user` has contexts.
+        """
+        messages = in_call_order(self.messages)
+        numbers = range(num_turns - len(messages), num_turns)
+        found = {
+            number: (message.role, tuple(message.contexts))
+            for number, message in zip(numbers, messages, strict=True)
+            if message.contexts
+        }
+        for role, _ in found.values():
+            if role != "user":
+                raise invalid_request(
+                    f"A message of the role {role} has contexts, which stand in front of messages "
+                    "of the user: send them with one.",
+                    "messages",
+                )
+        return {number: contexts for number, (_, contexts) in found.items()}
+
 
 class CompletionRequest(AnswerRequest):
     """Texts to continue: a string, token ids, which are read as they are, or a list of either."""
@@ -226,8 +251,12 @@ async def chat_completions(http: HttpRequest, body: ChatCompletionRequest) -> Re
         images=images.files,
         answer_form=form,
     )
-    contexts = tuple(body.contexts or ())
-    request = replace(request, contexts=contexts, context_order=body.context_order)
+    request = replace(
+        request,
+        contexts=tuple(body.contexts or ()),
+        message_contexts=body.message_contexts(len(turns)),
+        context_order=body.context_order,
+    )
     if body.response_cache is not None:
         request = replace(request, cached_response=body.response_cache.wanted)
     return await _answer(

@@ -66,6 +66,7 @@ class ToolMessage(InputMessage):
     role: Annotated[str, Field(pattern="^(system|developer|user|assistant|tool)$")]
     tool_calls: Annotated[list[CallPart], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: Text | None = None
+    contexts: Annotated[list[Text], Field(max_length=1024, fail_fast=True)] | None = None
 
     def canonical_text(self, text: str) -> str:
         """Text of the message with marks of its calls."""

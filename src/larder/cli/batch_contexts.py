@@ -1,0 +1,76 @@
+"""Contexts of the requests of `larder batch`, in the order that shares most of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from larder.core.errors import InputError
+from larder.server.context_order import ContextOrder, arranged
+from larder.server.context_prompts import CHUNK_ID, chunk_id
+from larder.session.context_tree import Ids, shared_orders
+from larder.session.files.loader import SEPARATOR
+
+ORDERS = tuple(each.value for each in ContextOrder)
+
+
+@dataclass(frozen=True)
+class BatchContexts:
+    """Contexts of one request.
+
+    Args:
+        texts: as they are read.
+        problem: what is wrong with the fields of the request; empty for nothing.
+    """
+
+    texts: tuple[str, ...] = ()
+    problem: str = ""
+
+    def text(self) -> str:
+        """All contexts.
+
+        Raises:
+            InputError: the fields of the request are wrong.
+        """
+        if self.problem:
+            raise InputError(self.problem)
+        return "".join(text.rstrip() + SEPARATOR for text in self.texts)
+
+
+def batch_contexts(lines: Sequence[Mapping[str, Any]]) -> list[BatchContexts]:
+    """Contexts of each request; those of requests with `context_order: shared` by one tree."""
+    given = [_given(line["body"]) for line in lines]
+    texts = [
+        {chunk_id(text): text for text in contexts.texts}
+        if line["body"].get("context_order") == ContextOrder.SHARED.value
+        else {}
+        for line, contexts in zip(lines, given, strict=True)
+    ]
+    sizes = {name: len(text) for own in texts for name, text in own.items()}
+    orders = iter(shared_orders([tuple(own) for own in texts if own], sizes))
+    return [
+        _in_order(own, next(orders)) if own else contexts
+        for own, contexts in zip(texts, given, strict=True)
+    ]
+
+
+def _in_order(texts: Mapping[str, str], order: Ids) -> BatchContexts:
+    return BatchContexts(arranged(texts, order))
+
+
+def _given(body: Mapping[str, Any]) -> BatchContexts:
+    """Contexts of a request as they are given, or what is wrong with them."""
+    contexts, order = body.get("contexts") or [], body.get("context_order") or ORDERS[0]
+    if order not in ORDERS:
+        return BatchContexts(problem=f"context_order must be one of {ORDERS}, got {order!r}.")
+    if not isinstance(contexts, list):
+        return BatchContexts(problem=f"contexts must be a list of texts, got {contexts!r:.80}.")
+    for text in contexts:
+        if not isinstance(text, str) or not text.strip():
+            return BatchContexts(problem=f"A context must be a text, got {text!r:.80}.")
+        if CHUNK_ID.fullmatch(text):
+            return BatchContexts(
+                problem=f"The context {text} is an id, which only a server knows: send its text."
+            )
+    return BatchContexts(tuple(contexts))
