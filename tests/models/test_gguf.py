@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from gguf import GGMLQuantizationType  # noqa: E402  # pyright: ignore
 
 from larder.core import ModelError
 from larder.models import PACKAGED_MODELS, convert_gguf, load
+from larder.models.model_packages import PackagedModel
 from tests.models.gguf_files import write_gguf
 from tiny_models import tiny
 
@@ -113,6 +116,41 @@ def test_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     other = file.rename(tmp_path / "other.gguf")  # another name is another folder
     with pytest.raises(TypeError):
         convert_gguf(other)
+
+
+def installed_in_parts(file: Path, folder: Path) -> tuple[str, ...]:
+    """Requirements of two packages in a folder of packages, each with half of a file."""
+    content = file.read_bytes()
+    half = len(content) // 2
+    for number, part in enumerate((content[:half], content[half:])):
+        record = folder / f"half{number}-1.0.dist-info"
+        record.mkdir()
+        (folder / f"whole.gguf.part{number}").write_bytes(part)
+        (record / "METADATA").write_text(f"Metadata-Version: 2.1\nName: half{number}\nVersion: 1.0")
+        (record / "RECORD").write_text(f"whole.gguf.part{number},,\n")
+    return "half0==1.0", "half1==1.0"
+
+
+def test_parts_are_joined_verified_and_not_read_again(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, packages = tiny_file(tmp_path), tmp_path / "packages"
+    packages.mkdir()
+    monkeypatch.syspath_prepend(packages)
+    requirements, digest = installed_in_parts(file, packages), sha256(file.read_bytes()).hexdigest()
+    model = PackagedModel("", "", requirements, 1, ("joined.gguf", digest))
+    with pytest.raises(ModelError, match="parts of joined.gguf are damaged"):
+        replace(model, parts=("joined.gguf", "0" * 64)).folder("joined")
+    folder = model.folder("joined")
+    assert (home / "models" / "joined.gguf").read_bytes() == file.read_bytes()
+    weights = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    for name, weight in by_transformers(file).state_dict().items():
+        assert torch.equal(weights[name], weight)
+    monkeypatch.setattr("larder.models.gguf._digest", None)
+    monkeypatch.setattr("larder.models.gguf._check_requirements", None)
+    assert model.folder("joined") == folder
+    with pytest.raises(TypeError):  # a file whose digest is not known is read
+        convert_gguf(file)
 
 
 def damaged_magic(content: bytes) -> bytes:

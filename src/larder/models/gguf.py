@@ -79,20 +79,23 @@ class _State:
         return ()
 
 
-def convert_gguf(path: Path, stage: ProgressStage = silent_stage) -> Path:
+def convert_gguf(
+    path: Path, stage: ProgressStage = silent_stage, digest: str | None = None
+) -> Path:
     """Folder with the converted model of a GGUF file, made at first use.
 
     Args:
         stage: opens the stage of the conversion, which counts tensors.
+        digest: of the file, where it is known; None to read the file for it.
 
     Raises:
         ModelError: the file is damaged, in several parts or of an architecture that transformers
             does not read; a needed package is missing; the folder cannot be written.
     """
-    _check_requirements()
-    folder = home() / FOLDER / f"{path.stem}-{_digest(path)}"
+    folder = home() / FOLDER / f"{path.stem}-{(digest or _digest(path))[:DIGEST_LENGTH]}"
     if (folder / WEIGHTS).is_file():
         return folder
+    _check_requirements()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
@@ -159,7 +162,7 @@ def _digest(path: Path) -> str:
         hasher.update_mmap(path)
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read ({error}): check its name.") from error
-    return hasher.hexdigest()[:DIGEST_LENGTH]
+    return hasher.hexdigest()
 
 
 def _move(converted: Path, folder: Path) -> None:

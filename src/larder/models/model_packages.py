@@ -68,8 +68,10 @@ class PackagedModel:
             raise ModelError(f"The model {name} is not installed: {self.command}")
         from larder.models.gguf import convert_gguf, join_parts
 
-        whole = files[0] if self.parts is None else join_parts(files, *self.parts)
-        return convert_gguf(whole, stage)
+        if self.parts is None:
+            return convert_gguf(files[0], stage)
+        name, digest = self.parts
+        return convert_gguf(join_parts(files, name, digest), stage, digest)
 
     def adapter_folder(self, name: str) -> Path | None:
         """Folder of the bundled adapter; None if the model has none.
