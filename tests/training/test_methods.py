@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -155,6 +156,21 @@ def test_published_weights_are_adopted_if_they_fit(tmp_path, prefix) -> None:
     assert adopted.card.data.startswith("sha256:")
     assert all(torch.equal(adopted.layers[0][key], each) for key, each in given.items())
     with pytest.raises(ModelError, match="kvzap for layer 0 have shapes"):
+        adopt_published(path, "kvzap", SPEC)
+
+
+def test_card_of_an_adopted_file_is_kept(tmp_path) -> None:
+    weights = random_weights("kvzap", every_gate()["kvzap"], SPEC)
+    path = tmp_path / "gates.safetensors"
+    weights.save(path)
+    assert adopt_published(path, "kvzap", SPEC).card == weights.card
+    other = replace(weights, card=replace(weights.card, fingerprints=("0" * 32,)))
+    other.save(path)
+    with pytest.raises(ModelError, match="was trained for the model 0000"):
+        adopt_published(path, "kvzap", SPEC)
+    tensors = {"layers.0.weight": torch.zeros(1)}
+    save_file(tensors, path, {"card": "not JSON"})
+    with pytest.raises(ModelError, match="holds no weights by layer"):
         adopt_published(path, "kvzap", SPEC)
 
 

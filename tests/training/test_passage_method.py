@@ -20,6 +20,7 @@ from larder.training import (
     PassageMethod,
     differentiable_states,
     distillation_loss,
+    measure_on_passages,
     read_corpus,
     select_passages,
     train_on_passages,
@@ -97,6 +98,23 @@ def test_factors_are_learned_through_the_model(loaded: LoadedModel) -> None:
     assert card.settings == {"first": 0.5, "steps": 40}
     assert card.metrics["test_loss"] < 0.05 and card.metrics["test_documents"] == 1
     assert all(weight.grad is None for weight in loaded.decoder.body.parameters())
+
+
+def test_given_weights_are_measured_on_the_documents_that_training_leaves_out(
+    loaded: LoadedModel,
+) -> None:
+    adapter, corpus = TokenizerAdapter(loaded.tokenizer), read_corpus(None)
+    given = (Factors(steps=1), loaded.decoder, adapter, corpus)
+    trained = train_on_passages(*given, LIMITS, lambda step, total: None)
+    untested = replace(trained, card=replace(trained.card, metrics={}))
+    assert measure_on_passages(*given, LIMITS, untested) == trained
+    layers = tuple({"factor": torch.ones(1)} for _ in trained.layers)
+    exact = measure_on_passages(*given, LIMITS, replace(untested, layers=layers))
+    assert exact.card.metrics["test_loss"] < trained.card.metrics["test_loss"]
+    silent = replace(LIMITS, test_tokens=0)
+    assert train_on_passages(*given, silent, lambda step, total: None).card.metrics == {}
+    with pytest.raises(ModelError, match="leaves out no document"):
+        measure_on_passages(*given, silent, untested)
 
 
 def test_plain_attention_equals_the_models_logits(loaded: LoadedModel) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 LABELS = "labels"  # makes the label file alone
 PREDICTIVE, KVTC = "predictive", "kvtc"  # codecs; read texts without labels
 CARTRIDGE = "cartridge"  # stands for one text
+TEST_TOKENS = 6000  # of each split
 MethodName = Annotated[
     str,
     typer.Argument(
@@ -68,6 +69,14 @@ class TrainOptions(OutputOptions):
             metavar="FILE", help="Take published weights (.safetensors) instead of training."
         ),
     ] = None
+    test_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens to test a method without labels with, of each split; 0 for no test.  "
+            "With --weights: tests them, and adds what is measured to their card.  "
+            f"Default: {TEST_TOKENS}, of --weights none."
+        ),
+    ] = None
     slots: Annotated[
         int, typer.Option(help="Entries of a cartridge, of each layer and kv head.")
     ] = 256
@@ -85,6 +94,7 @@ def train(method: MethodName, options: TrainOptions, file: CartridgeText = None)
     """
     _check_known(method)
     _check_file(method, file)
+    _check_test_tokens(method, options.test_tokens)
     loaded = _load(options)
     if method == LABELS:
         _print_labels(_labels(loaded, options), loaded, options)
@@ -112,6 +122,17 @@ def _check_file(method: str, file: Path | None) -> None:
         raise UsageError(
             f"{method} is trained on a corpus, not on {file}: give --corpus FOLDER, or train a "
             "cartridge."
+        )
+
+
+def _check_test_tokens(method: str, test_tokens: int | None) -> None:
+    """Raises: UsageError: the method is tested on the labels that it is trained on, or on none."""
+    from larder.training import PASSAGE_METHODS
+
+    if test_tokens is not None and method not in PASSAGE_METHODS:
+        raise UsageError(
+            f"--test-tokens is for methods without labels ({', '.join(PASSAGE_METHODS.names())}), "
+            f"not for {method}: leave it out."
         )
 
 
@@ -146,6 +167,8 @@ def _train_weights(method: str, loaded: LoadedModel, options: TrainOptions) -> t
 
     if options.weights is not None:
         learned = adopt_published(options.weights, method, loaded.decoder.spec)
+        if options.test_tokens:
+            learned = _tested_on_passages(method, loaded, options, learned)
     elif method in PASSAGE_METHODS:
         learned = _trained_on_passages(method, loaded, options)
     else:
@@ -169,11 +192,28 @@ def _trained_on_passages(method: str, loaded: LoadedModel, options: TrainOptions
     from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
     from larder.training.passage_method import PASSAGE_METHODS, PassageLimits, train_on_passages
 
-    limits = PassageLimits(options.tokens, passage_tokens=options.passage_tokens, seed=options.seed)
+    tested = TEST_TOKENS if options.test_tokens is None else options.test_tokens
+    limits = PassageLimits(options.tokens, tested, options.passage_tokens, options.seed)
     texts, adapter = _corpus(options), TokenizerAdapter(loaded.tokenizer)
     with progress_bar(f"Training {method}", "steps") as update:
         part = PASSAGE_METHODS.load(method)()
         return train_on_passages(part, loaded.decoder, adapter, texts, limits, update)
+
+
+def _tested_on_passages(
+    method: str, loaded: LoadedModel, options: TrainOptions, learned: LearnedWeights
+) -> LearnedWeights:
+    """Weights with metrics on the documents that a training would leave out."""
+    from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
+    from larder.training.passage_method import PASSAGE_METHODS, PassageLimits, measure_on_passages
+
+    limits = PassageLimits(
+        test_tokens=options.test_tokens or 0,
+        passage_tokens=options.passage_tokens,
+        seed=options.seed,
+    )
+    part, adapter = PASSAGE_METHODS.load(method)(), TokenizerAdapter(loaded.tokenizer)
+    return measure_on_passages(part, loaded.decoder, adapter, _corpus(options), limits, learned)
 
 
 def _train_codec(method: str, loaded: LoadedModel, options: TrainOptions) -> tuple[Card, Path]:

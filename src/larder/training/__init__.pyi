@@ -56,6 +56,7 @@ from .passage_method import PassageMethod as PassageMethod
 from .passage_method import differentiable_states as differentiable_states
 from .passage_method import distillation_loss as distillation_loss
 from .passage_method import frozen as frozen
+from .passage_method import measure_on_passages as measure_on_passages
 from .passage_method import select_passages as select_passages
 from .passage_method import train_on_passages as train_on_passages
 from .passage_methods._gate_distillation import GateDistillation as GateDistillation

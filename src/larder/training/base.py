@@ -17,6 +17,7 @@ from torch import Tensor
 
 from larder.core.errors import ModelError
 from larder.core.family import Family, public_name
+from larder.core.fingerprint import CARD
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.models.learned_weights import (
     SUFFIX,
@@ -226,10 +227,12 @@ def top_overlap(
 
 # First parts of the names of tensors in released files; NVIDIA's KVzap uses both.
 PREFIXES = ("layers", "module_list")
+# What names of tensors and cards of another form raise.
+UNREADABLE = (AttributeError, KeyError, TypeError, ValueError)
 
 
 def adopt_published(path: Path, method: str, spec: ModelSpec) -> LearnedWeights:
-    """Weights of a published file, with a card that names the file.
+    """Weights of a published file, with its card, or one that names the file where it has none.
 
     Tensors are named `layers.<n>.<tensor>` or `module_list.<n>.<tensor>`. Whether they were made
     for this model cannot be seen from the file; their shapes must fit.
@@ -245,15 +248,17 @@ def adopt_published(path: Path, method: str, spec: ModelSpec) -> LearnedWeights:
     try:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         with safe_open(path, "pt") as tensors:
+            written = (tensors.metadata() or {}).get(CARD)
             given = {key: tensors.get_tensor(key).float() for key in tensors.keys()}  # noqa: SIM118
         prefix = next(each for each in PREFIXES if all(k.startswith(f"{each}.") for k in given))
         layers = split_layers(given, prefix)
-    except (SafetensorError, OSError, ValueError, StopIteration) as error:
+        card = Card(method, (spec.fingerprint,), f"sha256:{digest}")
+        card = card if written is None else Card.loads(written)
+    except (*UNREADABLE, SafetensorError, OSError, StopIteration) as error:
         raise ModelError(
             f"{path} holds no weights by layer ({error}): tensors must be named "
             "layers.<n>.<tensor>."
         ) from error
-    card = Card(method, (spec.fingerprint,), f"sha256:{digest}")
     learned = LearnedWeights(card, layers)
     check_learned(learned, spec, method, _form(method))
     return learned

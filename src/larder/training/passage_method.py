@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ class PassageLimits:
 
     Args:
         tokens: trained on, at most.
-        test_tokens: of each other split, at most.
+        test_tokens: of each other split, at most; 0 for no test.
         passage_tokens: read together, without the chat template.
         seed: of the order of documents, and of the training.
     """
@@ -45,8 +45,11 @@ class PassageLimits:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.tokens, self.test_tokens, self.passage_tokens) < 1:
-            raise BadParameter(f"Training needs numbers of tokens above 0, got {self}.")
+        if min(self.tokens, self.passage_tokens) < 1 or self.test_tokens < 0:
+            raise BadParameter(
+                "Training needs tokens and passage_tokens above 0, and test_tokens of 0 or more, "
+                f"got {self}."
+            )
 
 
 class PassageMethod(ABC):
@@ -110,12 +113,6 @@ def train_on_passages(
         layers = tuple(method.fit(decoder, trained, limits.seed, progress))
     _check_finite(layers, name)
     seconds = round(time.perf_counter() - started, 1)
-    metrics = dict[str, float]()
-    for split in (CorpusSplit.TEST, CorpusSplit.HELD_OUT):
-        if chosen[split]:
-            found = method.test(decoder, layers, chosen[split])
-            metrics |= {f"{split.value}_{key}": round(value, 4) for key, value in found.items()}
-            metrics |= _sizes(split, chosen[split])
     card = Card(
         name,
         (decoder.spec.fingerprint,),
@@ -123,10 +120,38 @@ def train_on_passages(
         sum(len(passage.ids) for passage in trained),
         limits.seed,
         seconds,
-        metrics,
+        _test_metrics(method, decoder, layers, chosen),
         _settings(method),
     )
     return LearnedWeights(card, layers)
+
+
+def measure_on_passages(
+    method: PassageMethod,
+    decoder: Decoder,
+    adapter: TokenizerAdapter,
+    corpus: Corpus,
+    limits: PassageLimits,
+    learned: LearnedWeights,
+) -> LearnedWeights:
+    """Weights whose card has metrics on the documents that a training on the corpus leaves out.
+
+    Whether they were trained on another corpus, which may have these documents, cannot be seen.
+
+    Args:
+        limits: `tokens` is not used.
+
+    Raises:
+        ModelError: the corpus leaves out no document, or `test_tokens` is 0.
+    """
+    chosen = method.passages(corpus, adapter, replace(limits, tokens=1))
+    metrics = _test_metrics(method, decoder, learned.layers, chosen)
+    if not metrics:
+        raise ModelError(
+            "The corpus leaves out no document to test with: give more texts, fewer "
+            "passage_tokens, or test_tokens above 0."
+        )
+    return replace(learned, card=replace(learned.card, metrics=metrics))
 
 
 def select_passages(
@@ -185,6 +210,22 @@ def distillation_loss(
         reduction="batchmean",
         log_target=True,
     )
+
+
+def _test_metrics(
+    method: PassageMethod,
+    decoder: Decoder,
+    layers: Sequence[LayerTensors],
+    chosen: Mapping[CorpusSplit, Sequence[Passage]],
+) -> dict[str, float]:
+    """Metrics, documents and tokens of the splits that were not trained on."""
+    metrics = dict[str, float]()
+    for split in (CorpusSplit.TEST, CorpusSplit.HELD_OUT):
+        if chosen[split]:
+            found = method.test(decoder, layers, chosen[split])
+            metrics |= {f"{split.value}_{key}": round(value, 4) for key, value in found.items()}
+            metrics |= _sizes(split, chosen[split])
+    return metrics
 
 
 def _check_finite(layers: Sequence[LayerTensors], name: str) -> None:

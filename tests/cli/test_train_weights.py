@@ -1,0 +1,51 @@
+"""`larder train` of a method without labels: tests of its weights, with the training and later."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from cli_results import Run
+from larder.training import RestoreTraining
+from larder.training.passage_methods._soft_tokens import first_soft_tokens
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RestoreKV whose weights are its first ones, and whose metric counts passages."""
+
+    def fit(self, decoder, passages, seed, progress):
+        layers = first_soft_tokens(decoder, 8, self.rank, torch.Generator().manual_seed(seed))
+        progress(1, 1)
+        return layers
+
+    monkeypatch.setattr(RestoreTraining, "fit", fit)
+    monkeypatch.setattr(
+        RestoreTraining,
+        "test",
+        lambda self, decoder, layers, passages: {"passages": float(len(passages))},
+    )
+
+
+def test_weights_trained_without_tests_are_tested_later(run: Run, quick: None) -> None:
+    sizes = ("--tokens", "600", "--passage-tokens", "300", "--seed", "2")
+    trained = run("train", "restorekv", *sizes, "--test-tokens", "0", "--json")
+    assert trained.exit_code == 0, trained.stderr
+    told = json.loads(trained.stdout)
+    assert told["card"]["metrics"] == {}
+    file = Path(told["file"])
+    weights = ("--weights", str(file))
+    tested = run("train", "restorekv", *sizes, *weights, "--test-tokens", "300", "--json")
+    assert tested.exit_code == 0, tested.stderr
+    card = json.loads(tested.stdout)["card"]
+    metrics = card.pop("metrics")
+    assert metrics["test_passages"] == 1 and metrics["test_tokens"] >= 300
+    assert card == {name: value for name, value in told["card"].items() if name != "metrics"}
+
+
+def test_test_tokens_of_a_method_with_labels_are_refused(run: Run) -> None:
+    done = run("train", "kvzap", "--test-tokens", "300")
+    assert done.exit_code == 2 and "not for kvzap" in done.stderr
