@@ -6,21 +6,19 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from cli_results import Run
 from larder.training import RestoreTraining
-from larder.training.passage_methods._soft_tokens import first_soft_tokens
+from learned_gates import random_soft_prompt
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """RestoreKV whose weights are its first ones, and whose metric counts passages."""
+    """RestoreKV whose weights are random, and whose metric counts passages."""
 
     def fit(self, decoder, passages, seed, progress):
-        layers = first_soft_tokens(decoder, 8, self.rank, torch.Generator().manual_seed(seed))
         progress(1, 1)
-        return layers
+        return random_soft_prompt(decoder, seed, tokens=8)
 
     monkeypatch.setattr(RestoreTraining, "fit", fit)
     monkeypatch.setattr(

@@ -19,7 +19,6 @@ from gguf import GGMLQuantizationType  # noqa: E402  # pyright: ignore
 
 from larder.core import ModelError
 from larder.models import PACKAGED_MODELS, convert_gguf, load
-from larder.models.model_packages import PackagedModel
 from tests.models.gguf_files import write_gguf
 from tiny_models import tiny
 
@@ -138,7 +137,8 @@ def test_parts_are_joined_verified_and_not_read_again(
     packages.mkdir()
     monkeypatch.syspath_prepend(packages)
     requirements, digest = installed_in_parts(file, packages), sha256(file.read_bytes()).hexdigest()
-    model = PackagedModel("", "", requirements, 1, ("joined.gguf", digest))
+    parts = "joined.gguf", digest
+    model = replace(PACKAGED_MODELS["gemma3-270m"], requirements=requirements, parts=parts)
     with pytest.raises(ModelError, match="parts of joined.gguf are damaged"):
         replace(model, parts=("joined.gguf", "0" * 64)).folder("joined")
     folder = model.folder("joined")
