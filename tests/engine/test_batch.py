@@ -116,7 +116,7 @@ def test_batch_size_is_limited_by_memory(decoder: Decoder) -> None:
     several.append(BatchRequest("long", some_ids(90, seed=4), max_new_tokens=2))
     results, errors, _ = run(decoder, several, 4 * demand)
     assert errors.keys() == {"long"} and len(results) == 6
-    with pytest.raises(BudgetError, match="--memory"):
+    with pytest.raises(BudgetError, match="give it more memory"):
         raise errors["long"]
 
 

@@ -227,7 +227,7 @@ def test_other_texts_and_budgets_are_refused(engine) -> None:
         engine.under("cartridge(slots=13) > unlimited()").read(TEXT)
     with pytest.raises(UsageError, match="take unlimited"):
         engine.under(f"cartridge(slots={SLOTS}) > uniform(tokens=60)").read(TEXT)
-    with pytest.raises(InputError, match="lower --slots"):
+    with pytest.raises(InputError, match="take fewer slots, or keep"):
         train_cartridge(engine, TEXT, replace(SETTINGS, slots=500), nothing)
 
 

@@ -72,12 +72,12 @@ class AquaPredictions:
 
     @staticmethod
     def load(
-        layer: LayerSpec, place: int, fingerprint: str, device: torch.device
+        layer: LayerSpec, index: int, fingerprint: str, device: torch.device
     ) -> AquaPredictions:
         """Predictions of a layer of a trained model; caches of a model on a device share them.
 
         Args:
-            place: of the layer among the managed ones.
+            index: of the layer among the managed ones.
 
         Raises:
             MissingWeights: there are none.
@@ -91,7 +91,7 @@ class AquaPredictions:
             )
         path = tables_path(fingerprint, "aqua")
         try:
-            found = _read(path, path.stat().st_mtime_ns, place, fingerprint, device)
+            found = _read(path, path.stat().st_mtime_ns, index, fingerprint, device)
         except (OSError, KeyError):
             raise MissingWeights(
                 f"{path} has no predictions of layer {layer.index}: make them with "
@@ -99,7 +99,7 @@ class AquaPredictions:
             ) from None
         shapes = {name: tuple(tensor.shape) for name, tensor in found.tensors().items()}
         below = sum(shapes["keys.weight"][:1]) or layer.kv_heads * layer.head_dim
-        wanted = AquaPredictions.shapes(layer, below if place else 0)
+        wanted = AquaPredictions.shapes(layer, below if index else 0)
         if shapes != wanted:
             raise CacheError(
                 f"The predictions of layer {layer.index} in {path} have shapes {shapes}, but this "
@@ -110,7 +110,7 @@ class AquaPredictions:
 
 @cache
 def _read(
-    path: Path, modified: int, place: int, fingerprint: str, device: torch.device
+    path: Path, modified: int, index: int, fingerprint: str, device: torch.device
 ) -> AquaPredictions:
     """Predictions of one layer from a file as it was at a time.
 
@@ -118,6 +118,6 @@ def _read(
         KeyError: the file has no such layer.
     """
     names = [f"{side}.{part}" for side in SIDES for part in PARTS]
-    found = read_trained(path, fingerprint, [f"layers.{place}.{name}" for name in names])
+    found = read_trained(path, fingerprint, [f"layers.{index}.{name}" for name in names])
     tensors = [tensor.float().to(device) for tensor in found.values()]
     return AquaPredictions.of(dict(zip(names, tensors, strict=True)))

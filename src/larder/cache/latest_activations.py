@@ -70,9 +70,9 @@ class LatestActivations:
             state[f"{index}.{LATEST}positions"] = held.positions.clone()
         return state
 
-    def release_state(self, place: torch.device) -> dict[str, Tensor]:
-        """All tensors, moved to device `place`; the object is empty afterwards."""
-        moved = {name: tensor.to(place) for name, tensor in self.state().items()}
+    def release_state(self, device: torch.device) -> dict[str, Tensor]:
+        """All tensors, moved to `device`; the object is empty afterwards."""
+        moved = {name: tensor.to(device) for name, tensor in self.state().items()}
         self.tail = torch.empty(0)
         self._hold({})
         return moved

@@ -79,11 +79,11 @@ class LowRankMaps:
         }
 
     @staticmethod
-    def load(layer: LayerSpec, place: int, fingerprint: str) -> LowRankMaps:
+    def load(layer: LayerSpec, index: int, fingerprint: str) -> LowRankMaps:
         """Maps of a layer, shared by all caches of the model.
 
         Args:
-            place: number of the layer among the managed ones.
+            index: number of the layer among the managed ones.
 
         Raises:
             MissingWeights: the model has none.
@@ -92,7 +92,7 @@ class LowRankMaps:
         """
         path = tables_path(fingerprint, "less")
         try:
-            maps = _read(path, path.stat().st_mtime_ns, place, fingerprint)
+            maps = _read(path, path.stat().st_mtime_ns, index, fingerprint)
         except (OSError, KeyError):
             raise MissingWeights(
                 f"{path} has no features of layer {layer.index}: make them with `larder train "
@@ -109,13 +109,13 @@ class LowRankMaps:
 
 
 @cache
-def _read(path: Path, modified: int, place: int, fingerprint: str) -> LowRankMaps:
+def _read(path: Path, modified: int, index: int, fingerprint: str) -> LowRankMaps:
     """Maps of one layer from a file as it was at a time.
 
     Raises:
         KeyError: the file has no such layer.
     """
-    names = [f"layers.{place}.{each.name}" for each in fields(LowRankMaps)]
+    names = [f"layers.{index}.{each.name}" for each in fields(LowRankMaps)]
     return LowRankMaps(
         *(tensor.float() for tensor in read_trained(path, fingerprint, names).values())
     )

@@ -404,16 +404,16 @@ class SequenceCache:
         own = state_dict(self._layers) | self.latest.state()
         return own | self.recurrent.state() | self.model_positions.state()
 
-    def release_state(self, place: torch.device) -> dict[str, Tensor]:
-        """All tensors, moved layer by layer to device `place`; the cache is empty afterwards."""
+    def release_state(self, device: torch.device) -> dict[str, Tensor]:
+        """All tensors, moved layer by layer to `device`; the cache is empty afterwards."""
         self._check()
         try:
-            moved = move_state(self._layers, self.cache_spec, self.spec, place)
+            moved = move_state(self._layers, self.cache_spec, self.spec, device)
         finally:
             self._link_layers()
-        recurrent, self.recurrent = self.recurrent.to(place), NO_STATE
-        places = {name: tensor.to(place) for name, tensor in self.model_positions.state().items()}
-        return moved | self.latest.release_state(place) | recurrent.state() | places
+        recurrent, self.recurrent = self.recurrent.to(device), NO_STATE
+        places = {name: tensor.to(device) for name, tensor in self.model_positions.state().items()}
+        return moved | self.latest.release_state(device) | recurrent.state() | places
 
     def _link_layers(self) -> None:
         """Link the layers with each other, and count their memory for the sequence."""

@@ -32,9 +32,9 @@ def layer_of(name: str) -> int | None:
 
 
 def move_state(
-    layers: list[CacheLayer], cache_spec: CacheSpec, spec: ModelSpec, place: torch.device
+    layers: list[CacheLayer], cache_spec: CacheSpec, spec: ModelSpec, device: torch.device
 ) -> dict[str, Tensor]:
-    """All tensors, moved to device `place` layer by layer; the layers are empty afterwards.
+    """All tensors, moved to `device` layer by layer; the layers are empty afterwards.
 
     At most one layer is held twice. On an interruption the layers are restored, but not linked.
     """
@@ -43,7 +43,7 @@ def move_state(
     try:
         for index, layer in enumerate(layers):
             state = layer.state()
-            moved |= {f"{index}.{name}": state[name].to(place) for name in state}
+            moved |= {f"{index}.{name}": state[name].to(device) for name in state}
             layers[index] = create_layer(layer.layer, spec, cache_spec)
             given.append(index)
     except BaseException:

@@ -280,8 +280,8 @@ def _print_labels(labels: LabelFile, loaded: LoadedModel, options: OutputOptions
     }
     if options.json:
         fingerprint = loaded.decoder.spec.fingerprint
-        told = {"schema": SCHEMA, "model_fingerprint": fingerprint, "labels": labels.digest}
-        print_document({**told, "splits": rows})
+        document = {"schema": SCHEMA, "model_fingerprint": fingerprint, "labels": labels.digest}
+        print_document({**document, "splits": rows})
         return
     table = make_table("split", "documents", "passages", "tokens", texts=1)
     for name, counts in rows.items():

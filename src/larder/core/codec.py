@@ -389,13 +389,13 @@ class ResidualSpec:
         for name, tokens in (("sinks", self.sinks), ("recent", self.recent)):
             require(tokens >= 0, f"aqua.{name}", "at least 0", tokens)
 
-    def token_bytes(self, width: int, place: int) -> int:
-        """Bytes of a coded token in the layer at a place: codes and scales of both sides, position.
+    def token_bytes(self, width: int, index: int) -> int:
+        """Bytes of a coded token in the layer `index`: codes and scales of both sides, position.
 
         Args:
             width: numbers of its keys, all kv heads together.
         """
-        bits = 2 * (self.bits if place else self.first_bits)
+        bits = 2 * (self.bits if index else self.first_bits)
         packed = sum(math.ceil(width / 2 / (8 // field)) for field, _ in bit_fields(bits))
         return 2 * (packed + SCALE_BYTES * (width // hadamard_order(width))) + POSITION_BYTES
 

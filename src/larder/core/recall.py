@@ -310,9 +310,9 @@ class RecallPart(PolicyPart, ABC):
         """
         return layer.kv_heads
 
-    def leader_of(self, place: int) -> int:
+    def leader_of(self, index: int) -> int:
         """Layer whose pages a layer uses, both as indices among the layers that offload."""
-        return place - place % self.layers
+        return index - index % self.layers
 
     @abstractmethod
     def index(self, layer: LayerSpec) -> RecallIndex:

@@ -245,7 +245,8 @@ class BatchRunner:
         message = (
             f"The request of {length} tokens, whose keys and values take "
             f"{self._decoder.spec.full_bytes(length)} bytes, does not fit into the "
-            f"{self._max_bytes} that the batch may take: raise --memory, or shorten it."
+            f"{self._max_bytes} that the batch may take: give it more memory, or shorten the "
+            "request."
         )
         self._on_error(request, BudgetError(message))
 

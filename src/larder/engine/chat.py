@@ -25,7 +25,7 @@ from larder.session.capacity import (
     resolve_budget_without_context,
 )
 from larder.session.chat_cache import ChatCache
-from larder.session.chat_state import ActiveTurn, ChatState
+from larder.session.chat_state import ActiveTurn, ChatState, TurnCommit
 from larder.session.files.json_fields import valid_unicode
 from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
@@ -149,9 +149,7 @@ class Chat:
             ids = prompt + completion.ids + end_ids
             self._read_rest(turn, ids, len(completion.ids))
             held_bytes = self._record_peaks(turn)
-            commit = chat_cache.prepare_commit(turn, ChatTurn(text, completion.text, ids))
-            self._log_store.save(commit.state.log, self._identity())
-            chat_cache.commit(turn, commit)
+            commit = self._commit(turn, ChatTurn(text, completion.text, ids))
         except BaseException:
             chat_cache.abort_turn(turn)
             raise
@@ -349,6 +347,13 @@ class Chat:
         """Read the ids that decoding left unread: the last of the answer, the end of the turn."""
         unread = ids[turn.cache.next_position - turn.start_position :]
         run_steps(turn.reader.closing_steps(unread, num_generated))
+
+    def _commit(self, turn: ActiveTurn, finished: ChatTurn) -> TurnCommit:
+        """Write the session file, then commit a finished turn in memory."""
+        commit = self._caches.prepare_commit(turn, finished)
+        self._log_store.save(commit.state.log, self._identity())
+        self._caches.commit(turn, commit)
+        return commit
 
     def _record_peaks(self, turn: ActiveTurn) -> int:
         """Record peak bytes and entries of the turn; the bytes held now."""

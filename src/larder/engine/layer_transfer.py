@@ -27,7 +27,7 @@ from larder.store.model_identity import ModelIdentity
 from larder.store.store import Store
 
 NAME_DIGITS = 32
-# Properties in which sender and receiver must agree, and how they are told.
+# Properties in which sender and receiver must agree, with their names in messages.
 COMMON = {
     "tokenizer": "tokenizer",
     "rope": "rotation of keys",
@@ -228,6 +228,6 @@ def check_state_layers(layers: Sequence[int]) -> None:
     for layer in layers:
         if layer < 1:
             raise UsageError(
-                f"--share-layer {layer}: states are kept before layer 1 or a later one; a range "
-                "that starts at layer 0 needs none."
+                f"Layer {layer} cannot be shared: states are kept before layer 1 or a later one; a "
+                "range that starts at layer 0 needs none."
             )

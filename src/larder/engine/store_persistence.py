@@ -351,12 +351,12 @@ class StoreChunks(ChunkSource):
     ) -> None:
         self._variants.add_variant(self._spec, prefix, ids, variant)
 
-    def anchors(self, spec: ModelSpec, prefix: tuple[int, ...], place: int) -> list[ChunkAnchor]:
-        changes = self._variants.changes(spec, prefix, place)
+    def anchors(self, spec: ModelSpec, prefix: tuple[int, ...], index: int) -> list[ChunkAnchor]:
+        changes = self._variants.changes(spec, prefix, index)
         return anchors_of(
             changes, [self.find(spec.on_host, prefix, change.ids) for change in changes]
         )
 
-    def add_anchor(self, prefix: tuple[int, ...], place: int, anchor: ChunkAnchor) -> None:
+    def add_anchor(self, prefix: tuple[int, ...], index: int, anchor: ChunkAnchor) -> None:
         change = ChunkChange(anchor.ids, anchor.change)
-        self._variants.add_change(self._spec, prefix, place, change)
+        self._variants.add_change(self._spec, prefix, index, change)

@@ -62,21 +62,21 @@ class StoredVariants:
         key = variant_key(prefix, ids, variant.profile.before)
         self._add(spec, variant_key(prefix, ids), key, ids, [variant.entries], fields)
 
-    def changes(self, spec: ModelSpec, prefix: tuple[int, ...], place: int) -> list[ChunkChange]:
-        """Changes of anchors at a place behind a prefix, the oldest first."""
+    def changes(self, spec: ModelSpec, prefix: tuple[int, ...], index: int) -> list[ChunkChange]:
+        """Changes of anchors at an index behind a prefix, the oldest first."""
         found = list[ChunkChange]()
-        for caches, fields in self._items(spec, anchor_key(prefix, place)):
+        for caches, fields in self._items(spec, anchor_key(prefix, index)):
             *_, change = _entries(caches, fields)  # earlier versions stored the base before it
             found.append(ChunkChange(tuple(fields["ids"]), change))
         return found
 
     def add_change(
-        self, spec: ModelSpec, prefix: tuple[int, ...], place: int, change: ChunkChange
+        self, spec: ModelSpec, prefix: tuple[int, ...], index: int, change: ChunkChange
     ) -> None:
         """Store the change of an anchor; what cannot be written is counted by the store."""
-        key, sides = anchor_key(prefix, place, (change.ids,)), [change.entries]
+        key, sides = anchor_key(prefix, index, (change.ids,)), [change.entries]
         fields = {"ids": list(change.ids)}
-        self._add(spec, anchor_key(prefix, place), key, change.ids, sides, fields)
+        self._add(spec, anchor_key(prefix, index), key, change.ids, sides, fields)
 
     def _items(
         self, spec: ModelSpec, key: ChunkKey

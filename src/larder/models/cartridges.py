@@ -1,4 +1,4 @@
-"""Cartridges of a model: trained keys and values that stand for one text, found by its tokens.
+"""Cartridges of a model: trained keys and values in place of one text, found by its tokens.
 
 Files of learned weights with a card, under `$LARDER_HOME/<fingerprint>/cartridges/`, that
 `larder train cartridge` writes. A file's name holds the number of tokens of the text, the number of
@@ -28,7 +28,7 @@ METHOD = "cartridge"
 
 @dataclass(frozen=True)
 class TrainedCartridge:
-    """Slots of all layers that stand for the first tokens of a text.
+    """Slots of all layers that replace the first tokens of a text.
 
     Args:
         slots: keys and values, keys rotated to 0, 1, ...

@@ -44,7 +44,7 @@ def differing_part(
     decoder.release()
     name = module.config._attn_implementation
     alone = _difference_alone(module, ids, expected)
-    changed = f"its own logits of a text change by {alone:.2g} when the text goes on"
+    changed = f"its own logits of a text change by {alone:.2g} when the text continues"
     if has_quantized_weights(module) and alone > tolerance:
         return (
             f"quantized weights: {changed}, because activations are quantized together. Quantize "

@@ -2,8 +2,8 @@
 
 Hooks on the model's layers slice the hidden states where a choice was made, and the positions and
 rotary embeddings at every later layer, which the model hands to each of them in full. Tokens keep
-their true positions; the last one always goes on, since the next token is predicted from it. The
-model itself does not change.
+their true positions; the last one always stays selected, since the next token is predicted from it.
+The model itself does not change.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class _NarrowingHooks:
     def __init__(self, choose: ChooseTokens) -> None:
         self.batch: ForwardBatch | None = None
         self._choose = choose
-        self._rows: Tensor | None = None  # of the tokens that go on, among all; None for all
+        self._rows: Tensor | None = None  # of the selected tokens, among all; None for all
 
     def install(self, layers: Sequence[nn.Module]) -> Any:
         """Handles of the hooks, as they are installed."""

@@ -78,18 +78,18 @@ class ChunkSource(ABC):
         """Keep a chunk as it was in a text; by default it is left out."""
         del prefix, ids, variant
 
-    def anchors(self, spec: ModelSpec, prefix: tuple[int, ...], place: int) -> list[ChunkAnchor]:
-        """Chunks whose change at a place among contexts is known, on the device where they are
+    def anchors(self, spec: ModelSpec, prefix: tuple[int, ...], index: int) -> list[ChunkAnchor]:
+        """Chunks whose change at an index among contexts is known, on the device where they are
         held; none by default.
         """
         return []
 
-    def add_anchor(self, prefix: tuple[int, ...], place: int, anchor: ChunkAnchor) -> None:
-        """Keep the change of a chunk at a place among contexts; by default it is left out.
+    def add_anchor(self, prefix: tuple[int, ...], index: int, anchor: ChunkAnchor) -> None:
+        """Keep the change of a chunk at an index among contexts; by default it is left out.
 
         Its base is held as the chunk, and not held again.
         """
-        del prefix, place, anchor
+        del prefix, index, anchor
 
     def states(
         self, spec: ModelSpec, prefix: tuple[int, ...], ids: tuple[int, ...]
@@ -194,10 +194,10 @@ def variant_key(
 
 
 def anchor_key(
-    prefix: tuple[int, ...], place: int, ids: tuple[tuple[int, ...], ...] = ()
+    prefix: tuple[int, ...], index: int, ids: tuple[tuple[int, ...], ...] = ()
 ) -> ChunkKey:
-    """Key of an anchor at a place; without its tokens, the beginning of the keys of all."""
-    return (ANCHOR, prefix, place, *ids)
+    """Key of an anchor at an index; without its tokens, the beginning of the keys of all."""
+    return (ANCHOR, prefix, index, *ids)
 
 
 def anchors_of(
@@ -295,15 +295,15 @@ class ChunkMemory(ChunkSource):
     ) -> None:
         self._hold(variant_key(prefix, ids, variant.profile.before), variant)
 
-    def anchors(self, spec: ModelSpec, prefix: tuple[int, ...], place: int) -> list[ChunkAnchor]:
-        found = self._all(spec, anchor_key(prefix, place))
+    def anchors(self, spec: ModelSpec, prefix: tuple[int, ...], index: int) -> list[ChunkAnchor]:
+        found = self._all(spec, anchor_key(prefix, index))
         changes = [each for each in found if isinstance(each, ChunkChange)]
         bases = [self.find(spec, prefix, change.ids) for change in changes]
         return anchors_of(changes, bases)
 
-    def add_anchor(self, prefix: tuple[int, ...], place: int, anchor: ChunkAnchor) -> None:
+    def add_anchor(self, prefix: tuple[int, ...], index: int, anchor: ChunkAnchor) -> None:
         change = ChunkChange(anchor.ids, anchor.change)
-        self._hold(anchor_key(prefix, place, (anchor.ids,)), change)
+        self._hold(anchor_key(prefix, index, (anchor.ids,)), change)
         self._hold((APART, prefix, anchor.ids), anchor.base)  # used later, so that it leaves later
 
     def _all(self, spec: ModelSpec, key: ChunkKey) -> list[KeptChunk]:

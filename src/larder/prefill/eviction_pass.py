@@ -274,26 +274,26 @@ class SharedLayerScores:
 
     def scores(
         self,
+        segment: int,
         index: int,
-        place: int,
         observation: Observation,
         score: Callable[[Observation], Packed],
     ) -> Packed:
         """Scores of a layer.
 
         Args:
-            index: segment of the pass.
-            place: index among the managed layers, from 0.
+            segment: number of the segment in the pass.
+            index: index among the managed layers, from 0.
             score: computes the scores of a layer.
         """
         if self._together == 1:
             return score(observation)
-        if place % self._together and self._leads[index].fits(observation):
-            return self._leads[index].scores.to(observation.entries.positions.device)
+        if index % self._together and self._leads[segment].fits(observation):
+            return self._leads[segment].scores.to(observation.entries.positions.device)
         scores = score(observation)
-        if place % self._together == 0:
+        if index % self._together == 0:
             positions = observation.entries.packed_positions()
-            self._leads[index] = LeaderScores(scores, positions, observation.entries.lengths)
+            self._leads[segment] = LeaderScores(scores, positions, observation.entries.lengths)
         return scores
 
 

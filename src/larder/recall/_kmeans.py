@@ -105,24 +105,24 @@ class ClusterPages:
         self,
         head: int,
         page: int,
-        place: int,
+        start: int,
         order: Int64[Tensor, " S"],
         firsts: Int64[Tensor, " P"],
     ) -> None:
-        """Replace the pages from `page` on, whose entries begin at `place` in the order.
+        """Replace the pages from `page` on, whose entries begin at `start` in the order.
 
         Args:
             order: all entries from there on, in the order of the new pages.
             firsts: where in the whole order each new page begins.
         """
         before = self._of_head(head, page)
-        length, count = place + len(order), page + len(firsts)
+        length, count = start + len(order), page + len(firsts)
         self._order = grow_table(self._order, length)
         self._firsts, self._versions = (
             grow_table(self._firsts, count),
             grow_table(self._versions, count),
         )
-        self._order[head, place:length] = order.int()
+        self._order[head, start:length] = order.int()
         self._firsts[head, page:count] = firsts
         self._lengths[head], self._counts[head] = length, count
         after = self._of_head(head, page)

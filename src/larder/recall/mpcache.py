@@ -63,8 +63,8 @@ class MPCache(RecallPart):
         require(self.alone >= 0, "mpcache.alone", "at least 0 layers", self.alone)
         require(0 <= self.slant <= 1, "mpcache.slant", "in [0, 1]", self.slant)
 
-    def leader_of(self, place: int) -> int:
-        return place if place < self.alone else place - (place - self.alone) % self.layers
+    def leader_of(self, index: int) -> int:
+        return index if index < self.alone else index - (index - self.alone) % self.layers
 
     def index(self, layer: LayerSpec) -> RecallIndex:
         return MPCacheIndex(layer, self)

@@ -94,11 +94,11 @@ class AnswerForm:
         """Reasoning and the text behind it."""
         if not self.reasoning_parser:
             return "", text
-        begun = text.lstrip().startswith(THINK_START)
-        if not begun and not REASONING_PARSERS[self.reasoning_parser]:
+        has_start = text.lstrip().startswith(THINK_START)
+        if not has_start and not REASONING_PARSERS[self.reasoning_parser]:
             return "", text
         before, _, after = text.partition(THINK_STOP)
-        reasoning = before.lstrip().removeprefix(THINK_START) if begun else before
+        reasoning = before.lstrip().removeprefix(THINK_START) if has_start else before
         return reasoning.strip("\n"), after.lstrip("\n")
 
     def canonical(self, text: str) -> str:

@@ -256,15 +256,15 @@ class TenantChunks(ChunkSource):
         if chunk:  # there was room for it
             self._chunks.keep(self._tenant, (STATES, prefix, ids), states, len(ids), chunk)
 
-    def anchors(self, spec: ModelSpec, prefix: tuple[int, ...], place: int) -> list[ChunkAnchor]:
-        found = self._chunks.beginning_with(self._tenant, anchor_key(prefix, place))
+    def anchors(self, spec: ModelSpec, prefix: tuple[int, ...], index: int) -> list[ChunkAnchor]:
+        found = self._chunks.beginning_with(self._tenant, anchor_key(prefix, index))
         changes = [own for own in found if isinstance(own, ChunkChange)]
         bases = [self._chunks.find(self._tenant, prefix, own.ids) for own in changes]
         return anchors_of(changes, bases)
 
-    def add_anchor(self, prefix: tuple[int, ...], place: int, anchor: ChunkAnchor) -> None:
+    def add_anchor(self, prefix: tuple[int, ...], index: int, anchor: ChunkAnchor) -> None:
         base = self._chunks.name(self._tenant, prefix + anchor.ids)
         if not base:  # there was no room for it
             return
-        key, change = anchor_key(prefix, place, (anchor.ids,)), anchor.change
+        key, change = anchor_key(prefix, index, (anchor.ids,)), anchor.change
         self._chunks.keep(self._tenant, key, ChunkChange(anchor.ids, change), len(anchor.ids), base)

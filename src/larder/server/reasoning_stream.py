@@ -20,7 +20,7 @@ class _ReasoningStage(Enum):
 class ReasoningStream:
     """Reasoning and content of a streamed answer, each passed on once it is final.
 
-    What is passed on is not looked at again. All parts together are those of
+    What is passed on is not parsed again. All parts together are those of
     `AnswerForm.split_reasoning`.
 
     Args:

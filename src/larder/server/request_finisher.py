@@ -32,7 +32,7 @@ class RequestFinisher:
 
     Args:
         forget: drops all that memory has of a session.
-        programs: told of starts and answers, for the order of requests.
+        programs: notes starts and answers, for the order of requests.
     """
 
     def __init__(

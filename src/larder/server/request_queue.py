@@ -21,7 +21,7 @@ class SchedulingPolicy(Enum):
     passed over `MAX_PASSED_BLOCKS` times.
     PROGRAM_FCFS: sessions whose cache is in memory first, then by the first arrival of the program
     that a request is a part of: Li et al., "Continuum: Efficient and Robust Multi-Turn LLM Agent
-    Scheduling with KV Cache Time-to-Live" (2025), arXiv:2511.02230. So a program that has begun
+    Scheduling with KV Cache Time-to-Live" (2025), arXiv:2511.02230. So a program that has started
     does not queue behind new ones after each of its tool calls. Prompts are read in the same order.
     What differs: a request that `MAX_PASSED_REQUESTS` later ones have overtaken, or as many blocks
     of others since it had one, goes first.

@@ -44,7 +44,7 @@ class CallStream:
     the beginning of the arguments are there, before anyone knows whether what follows is JSON.
     Where it is not, the call stays broken off, as OpenAI's own streams do. In forms without
     `first_call`, and where the arguments stand before the name, calls are passed on whole. No
-    character is looked at more often than a fixed number of times.
+    character is parsed more often than a fixed number of times.
 
     Args:
         parser: of the form of the calls.
@@ -63,7 +63,7 @@ class CallStream:
 
     @property
     def is_broken(self) -> bool:
-        """True if the arguments of the last call have begun and are not, or not yet, a call."""
+        """True if the arguments of the last call have started and are not, or not yet, a call."""
         return self._arguments is not None
 
     def push(self, text: str, is_done: bool) -> tuple[str, list[CallDelta]]:
@@ -108,7 +108,7 @@ class CallStream:
         self._call, self._call_len, self._object = [], 0, ObjectScanner()
 
     def _step(self, deltas: list[CallDelta]) -> bool:
-        """Take what there is of a call, or of the text behind one; True if the stage changed."""
+        """Parse what has arrived of a call or the text behind it; True if the stage changed."""
         if self._stage is _CallStage.CALL:
             return self._take_call(deltas)
         if self._stage is _CallStage.SEARCH:

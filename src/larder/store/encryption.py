@@ -35,17 +35,17 @@ MAX_CACHED_TENANTS = 4096  # tenants whose derived keys are cached
 class Encryption(ABC):
     """Encryption of blobs and records per tenant. Safe from threads.
 
-    `is_encrypted` is true if only holders of the key can produce data that `opened` accepts.
+    `is_encrypted` is true if only holders of the key can produce data that `decrypt` accepts.
     """
 
     is_encrypted: ClassVar[bool]
 
     @abstractmethod
-    def closed(self, tenant: str, data: bytes, place: str = "") -> bytes:
+    def encrypt(self, tenant: str, data: bytes, path: str = "") -> bytes:
         """Encrypt bytes deterministically for a tenant and path."""
 
     @abstractmethod
-    def opened(self, tenant: str, data: bytes, place: str = "") -> bytes:
+    def decrypt(self, tenant: str, data: bytes, path: str = "") -> bytes:
         """Decrypt bytes.
 
         Raises:
@@ -71,10 +71,10 @@ class NoEncryption(Encryption):
 
     is_encrypted = False
 
-    def closed(self, tenant: str, data: bytes, place: str = "") -> bytes:
+    def encrypt(self, tenant: str, data: bytes, path: str = "") -> bytes:
         return data
 
-    def opened(self, tenant: str, data: bytes, place: str = "") -> bytes:
+    def decrypt(self, tenant: str, data: bytes, path: str = "") -> bytes:
         return data
 
     def tag(self, tenant: str, digest: str) -> str:
@@ -102,17 +102,17 @@ class AesGcmEncryption(Encryption):
         self._key, self._salt = key, salt
         self._keys = lru_cache(MAX_CACHED_TENANTS)(self._derived)
 
-    def closed(self, tenant: str, data: bytes, place: str = "") -> bytes:
+    def encrypt(self, tenant: str, data: bytes, path: str = "") -> bytes:
         cipher, naming, _ = self._keys(tenant)
-        nonce = hmac.digest(naming, f"{len(place)}:{place}".encode() + data, "sha256")[:NONCE_BYTES]
-        return nonce + cipher.encrypt(nonce, data, place.encode())
+        nonce = hmac.digest(naming, f"{len(path)}:{path}".encode() + data, "sha256")[:NONCE_BYTES]
+        return nonce + cipher.encrypt(nonce, data, path.encode())
 
-    def opened(self, tenant: str, data: bytes, place: str = "") -> bytes:
+    def decrypt(self, tenant: str, data: bytes, path: str = "") -> bytes:
         cipher, *_ = self._keys(tenant)
         if len(data) >= NONCE_BYTES + TAG_BYTES:
             nonce, hidden = data[:NONCE_BYTES], data[NONCE_BYTES:]
             try:
-                return cipher.decrypt(nonce, hidden, place.encode())
+                return cipher.decrypt(nonce, hidden, path.encode())
             except _ciphers().InvalidTag:
                 pass
         raise Damaged(
@@ -270,7 +270,7 @@ def _create_key_file(file_system: FileSystem, executor: DeadlineExecutor, key: b
         )
     salt = secrets.token_bytes(KEY_BYTES)
     encryption = AesGcmEncryption(key, salt)
-    check = encryption.closed(CHECK_TENANT, CHECK_PLAINTEXT, KEY_PATH)
+    check = encryption.encrypt(CHECK_TENANT, CHECK_PLAINTEXT, KEY_PATH)
     fields = {"version": KEY_FILE_VERSION, "salt": salt.hex(), "check": check.hex()}
     try:
         executor.call(file_system.create, KEY_PATH, canonical_json(fields).encode())
@@ -295,7 +295,7 @@ def _verify_key(stored: bytes, key: bytes, url: str) -> Encryption:
         )
     encryption = AesGcmEncryption(key, salt)
     try:
-        encryption.opened(CHECK_TENANT, hidden, KEY_PATH)
+        encryption.decrypt(CHECK_TENANT, hidden, KEY_PATH)
     except Damaged as error:
         raise StoreError(
             f"The store at {url} is under another key: give the key file that it was created with."

@@ -67,7 +67,7 @@ class StoreMaintenance:
         """Carry over what earlier versions have written.
 
         Each record is replaced at once: what an interrupted upgrade has not reached is as it was,
-        and the next one goes on.
+        and the next one continues.
         """
         records, refused = self._parts.epochs.upgrade()
         return UpgradeResult(records, self._parts.chunks.upgrade(), refused)

@@ -278,7 +278,7 @@ class Manifest:
 
     def _insert(self, rows: Callable[..., list[Any]], record: Record) -> None:
         data = encode_record(record, self._secret)
-        data = self._encryption.closed(record.tenant, data, MANIFEST_CONTEXT)
+        data = self._encryption.encrypt(record.tenant, data, MANIFEST_CONTEXT)
         rows("INSERT OR REPLACE INTO epochs VALUES (?, ?, ?, ?)", (*record.key, record.epoch, data))
         for ref in record.refs:
             rows(
@@ -289,8 +289,8 @@ class Manifest:
     def _record(self, data: bytes | None, key: SessionKey, epoch: int) -> Record:
         if data is None:
             raise Damaged(f"The manifest lacks epoch {epoch} of a session.")
-        opened = self._encryption.opened(key.tenant, bytes(data), MANIFEST_CONTEXT)
-        record = decode_record(opened, self._secret)
+        decrypted = self._encryption.decrypt(key.tenant, bytes(data), MANIFEST_CONTEXT)
+        record = decode_record(decrypted, self._secret)
         if (record.key, record.epoch) != (key, epoch):
             raise Damaged("The manifest has another session's record in the place of this one's.")
         return record

@@ -1,4 +1,4 @@
-"""Training of a cartridge: keys and values that stand for one text (Cartridges).
+"""Training of a cartridge: keys and values that replace those of one text (Cartridges).
 
 Eyuboglu et al., "Cartridges: Lightweight and general-purpose long context representations via
 self-study" (2025), arXiv:2506.06266, sections 3 and 4: the slots of all layers and kv heads begin
@@ -131,7 +131,7 @@ def visible(slots: int, lengths: Sequence[int]) -> Bool[Tensor, "Q S"]:
 def train_cartridge(
     engine: Engine, conversation: Conversation, settings: CartridgeSettings, progress: Progress
 ) -> tuple[LearnedWeights, tuple[int, ...]]:
-    """Slots of a text, and the token ids that they stand for.
+    """Slots of a text, and the token ids that they replace.
 
     Args:
         engine: under the policy `full`.
@@ -147,8 +147,8 @@ def train_cartridge(
     ids, cache = memory.transcript.ids, memory.caches.activate(0)
     if len(ids) <= settings.slots:
         raise InputError(
-            f"The text has {len(ids)} tokens, no more than {settings.slots} slots: lower --slots, "
-            "or keep the text as it is."
+            f"The text has {len(ids)} tokens, no more than {settings.slots} slots: take fewer "
+            "slots, or keep the text as it is."
         )
     studied = [*study_conversations(engine, memory, settings.study, settings.seed)]
     batches = study_batches(engine, cache, conversation, studied, settings)

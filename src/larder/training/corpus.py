@@ -123,7 +123,7 @@ class Corpus:
 def read_corpus(folder: Path | None, held_out: str | None = None) -> Corpus:
     """Corpus of a folder, at any depth; the bundled text for None.
 
-    A source is what stands in the folder itself: a file, or a folder with all of its files.
+    A source is a direct child of the folder: a file, or a folder with all of its files.
     Of documents with equal content the first by name is read.
 
     Args:
@@ -184,7 +184,7 @@ def _file_digest(path: Path) -> str:
 
 
 def _unlike(documents: Iterable[Document]) -> tuple[Document, ...]:
-    """Documents without later ones of equal content, which could stand in another split."""
+    """Documents without later ones of equal content, which could be in another split."""
     found = dict[str, Document]()
     for document in documents:
         found.setdefault(document.digest, document)

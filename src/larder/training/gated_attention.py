@@ -42,23 +42,23 @@ class GatedLogits:
     """Logits of one layer, and the gates of its entries.
 
     Args:
-        place: of the layer among the managed ones.
+        index: of the layer among the managed ones.
         ages: tokens from an entry to a query.
         visible: entries that the model itself lets a query see.
     """
 
-    place: int
+    index: int
     logits: Float[Tensor, "K R Q S"]
     gates: Float[Tensor, "K S"]
     ages: Int[Tensor, "Q S"]
     visible: Bool[Tensor, "Q S"]
 
     @staticmethod
-    def of(inputs: AttentionInputs, place: int, gates: Float[Tensor, "K S"]) -> GatedLogits:
+    def of(inputs: AttentionInputs, index: int, gates: Float[Tensor, "K S"]) -> GatedLogits:
         """Logits of the inputs of a layer."""
         ages = token_ages(inputs)
         visible = visible_tokens(inputs, ages)
-        return GatedLogits(place, grouped_logits(inputs), gates, ages, visible)
+        return GatedLogits(index, grouped_logits(inputs), gates, ages, visible)
 
 
 class GatedAttention(ABC):
@@ -121,7 +121,7 @@ class DecayedAttention(GatedAttention):
 
     def weigh(self, gated: GatedLogits) -> Float[Tensor, "K R Q S"]:
         worth = retention(gated.gates, gated.ages) * gated.visible
-        self.held[gated.place] = worth.sum(-1)
+        self.held[gated.index] = worth.sum(-1)
         logits = gated.logits * worth[:, None]
         return logits.masked_fill_(~gated.visible, -torch.inf).softmax(-1)
 
@@ -146,7 +146,7 @@ class MaskedAttention(GatedAttention):
         self.gates = dict[int, Float[Tensor, "K S"]]()
 
     def weigh(self, gated: GatedLogits) -> Float[Tensor, "K R Q S"]:
-        self.gates[gated.place] = gated.gates
+        self.gates[gated.index] = gated.gates
         spared = gated.ages < self._protect.last
         spared[:, : self._protect.first] = True
         kept = straight_through(gated.gates)[:, None].masked_fill(spared, 1.0)  # [K, Q, S]

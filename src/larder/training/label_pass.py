@@ -1,4 +1,4 @@
-"""Labels of one passage of text: what the model looks at while it repeats the passage.
+"""Labels of one passage of text: attention to its entries while the model repeats it.
 
 Kim et al., "KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction" (2025),
 arXiv:2505.23416, section 3, for the pass, which is that of the scorer `reconstruct`; Jegou and

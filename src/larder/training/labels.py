@@ -2,7 +2,7 @@
 
 A folder `$LARDER_HOME/<fingerprint>/labels/<digest>/` with `labels.json` and a safetensors file per
 passage. The digest covers the corpus and how it is cut, not how much of it is labelled: a later
-call that asks for more goes on where the last one ended, also if that was interrupted. Shards are
+call that asks for more continues where the last one ended, also if that was interrupted. Shards are
 written whole or not at all, and depend on nothing but their passage.
 """
 

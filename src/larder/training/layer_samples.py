@@ -65,9 +65,9 @@ class LayerSamples:
         )
         self._parts[place].append((sides[0][SINKS:].half(), sides[1][SINKS:].half()))
 
-    def layer(self, place: int) -> Layer:
+    def layer(self, index: int) -> Layer:
         """Keys and values of one layer, in float32."""
-        keys, values = (torch.cat(parts) for parts in zip(*self._parts[place], strict=True))
+        keys, values = (torch.cat(parts) for parts in zip(*self._parts[index], strict=True))
         return keys.float(), values.float()
 
     def some(self, share: int) -> LayerSamples:

@@ -72,7 +72,7 @@ def bench(
         _print_tables(runner, rows)
     if not is_whole:
         have = f"{len(rows)} of {len(cells)} cells"
-        print(f"Stopped at {have}: the same command goes on from there.", file=sys.stderr)
+        print(f"Stopped at {have}: the same command continues from there.", file=sys.stderr)
         raise typer.Exit(INTERRUPTED_EXIT_CODE)
 
 

@@ -20,12 +20,12 @@ def load_sample(folder: str, name: str, seed: int, sources: TaskSources) -> Fiel
         UsageError: the folder was not given.
         InputError: the file does not exist, or cannot be read.
     """
-    place = sources.folder(folder)
-    paths = sorted([*place.glob("*.jsonl"), *place.glob("data/*.jsonl")])
+    directory = sources.folder(folder)
+    paths = sorted([*directory.glob("*.jsonl"), *directory.glob("data/*.jsonl")])
     known = {path.stem: path for path in paths}
     if name not in known:
         names = ", ".join(sorted(known)) or "no .jsonl file at all"
-        raise InputError(f"{place} holds no {name}.jsonl: it holds {names}.")
+        raise InputError(f"{directory} holds no {name}.jsonl: it holds {names}.")
     samples = sources.once(known[name], read_lines)
     return samples[seed % len(samples)]
 
@@ -57,14 +57,14 @@ def read_list(path: Path) -> list[Fields]:
     return _objects(content if isinstance(content, list) else [content], path)
 
 
-def required_field(fields: Fields, name: str, place: str) -> Any:
+def required_field(fields: Fields, name: str, location: str) -> Any:
     """Value of a sample's field.
 
     Raises:
         InputError: the sample does not have the field.
     """
     if name not in fields:
-        raise InputError(f"a sample of {place} has no {name!r}: is it of another release?")
+        raise InputError(f"a sample of {location} has no {name!r}: is it of another release?")
     return fields[name]
 
 

@@ -108,9 +108,9 @@ class LifeLog:
             subject for subject in self.remaining_subjects if subject not in self.first
         ]
 
-    def depth(self, place: int) -> float:
+    def depth(self, index: int) -> float:
         """Relative position of a message's start: the share of all characters before it."""
-        return relative_depth(self.messages, place)
+        return relative_depth(self.messages, index)
 
     def header(self) -> Message:
         """System message that starts the next session, with a random date."""
@@ -174,12 +174,12 @@ def write_lifelog(
     return log
 
 
-def relative_depth(messages: Sequence[Message], place: int, start: int = 0) -> float:
+def relative_depth(messages: Sequence[Message], index: int, start: int = 0) -> float:
     """Relative position of a message, or of a character in it: the share of all characters before
     it.
     """
     lengths = [len(message.content) for message in messages]
-    return (sum(lengths[:place]) + start) / sum(lengths)
+    return (sum(lengths[:index]) + start) / sum(lengths)
 
 
 def count_message_tokens(messages: Sequence[Message], count_tokens: Callable[[str], int]) -> int:

@@ -106,8 +106,10 @@ def worded_chat(conversation: Conversation, wording: Wording) -> Conversation:
         return conversation
     questions = tuple(_string_matched(question) for question in conversation.questions)
     if wording is Wording.INSTRUCT:
-        begun = (one if one.items else replace(one, answer_prefix=CHAT_ANSWER) for one in questions)
-        return replace(conversation, questions=tuple(begun))
+        started = (
+            one if one.items else replace(one, answer_prefix=CHAT_ANSWER) for one in questions
+        )
+        return replace(conversation, questions=tuple(started))
     messages = tuple(
         replace(message, content=f"{ROLES[message.role]}: {message.content}\n")
         for message in conversation.messages
@@ -145,7 +147,7 @@ def _split_answer_prefix(prompt: str) -> tuple[str, str]:
     return f"{prompt}\n", "Answer:"
 
 
-# Otherwise small models go on acknowledging, as the assistant did in the conversation.
+# Otherwise small models keep acknowledging, as the assistant did in the conversation.
 CHAT_ANSWER = "Earlier in our conversation, you told me that the answer is"
 
 

@@ -88,7 +88,7 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class PublishedMethod:
-    """Published system, and what there is of it.
+    """Published system, and how much of it is built.
 
     Args:
         name: name in its paper.
@@ -233,8 +233,8 @@ def method_lines(methods: Sequence[PublishedMethod]) -> Iterator[str]:
         members = [method for method in methods if method.area == area]
         counts = [f"{sum(m.state == s for m in members)} {s}" for s in STATES]
         yield from ("", f"## {heading}", "")
-        told = [count for count in counts if not count.startswith("0 ")]
-        yield f"{len(members)} systems: {', '.join(told)}."
+        shown = [count for count in counts if not count.startswith("0 ")]
+        yield f"{len(members)} systems: {', '.join(shown)}."
         yield ""
         if area in ("trained", "outside", "evaluation"):
             yield from _short_table(members)

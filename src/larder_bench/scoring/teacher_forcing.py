@@ -178,7 +178,7 @@ def _in_order(
 
 
 def _answer_ids(engine: Engine, memory: ConversationMemory, question: Question) -> tuple[int, ...]:
-    """Token ids of an answer and of the end of turn; without the end if the answer was begun for
+    """Token ids of an answer and of the end of turn; without the end if the answer was started for
     the model, or no chat format ends it.
     """
     ids = engine.tokenizer.encode(question.prefixed_answer)

@@ -83,7 +83,7 @@ class TextTask(BenchTask):
 
 
 def _worded(document: Conversation, wording: Wording) -> Conversation:
-    """Document in the layout of a wording; in PLAIN the text goes on without a question."""
+    """Document in the layout of a wording; in PLAIN the text continues without a question."""
     if wording is Wording.SEED:
         return document
     prompt = "" if wording is Wording.PLAIN else "\n\n{question}"

@@ -1,7 +1,7 @@
 """Chats: people who talk for a while and come back after minutes, days, or never.
 
-No paper. A conversation has a few sittings of a few turns each. Turns are most of a minute apart,
-sittings minutes, hours or days. Some answers are regenerated, some texts are pasted in, a few
+No paper. A conversation has a few visits of a few turns each. Turns are most of a minute apart,
+visits minutes, hours or days. Some answers are regenerated, some texts are pasted in, a few
 conversations are pinned. Sometimes a script sends a batch of prompts that are never repeated, which
 must not evict everything else.
 """
@@ -19,7 +19,7 @@ from larder_bench.traces.base import Trace, Workload
 PROMPTS = (400, 1200, 2500, 700, 4000, 1500)
 PROMPT_SHARES = (0.4, 0.2, 0.15, 0.1, 0.1, 0.05)
 DAY = 86_400.0
-# Gaps between sittings: share, median seconds, standard deviation of their logarithm.
+# Gaps between visits: share, median seconds, standard deviation of their logarithm.
 GAPS = ((0.4, 1200.0, 0.8), (0.35, 8 * 3600.0, 0.6), (0.25, 3 * DAY, 0.8))
 PERSON = "person"
 
@@ -29,16 +29,16 @@ class ChatWorkload(Workload):
     """Conversations and batches.
 
     Args:
-        sittings: mean number of sittings of a conversation.
-        turns: mean number of turns of a sitting.
+        visits: mean number of visits of a conversation.
+        turns: mean number of turns of a visit.
         talks_per_hour: arrival rate of conversations.
-        pinned: share of conversations that are pinned for a day after their first sitting.
+        pinned: share of conversations that are pinned for a day after their first visit.
         again: share of answers that are regenerated.
         batches_per_day: rate of batches of prompts that are never repeated.
         batch: number of prompts of a batch.
     """
 
-    sittings: float = 3.0
+    visits: float = 3.0
     turns: float = 5.0
     talks_per_hour: float = 60.0
     pinned: float = 0.02
@@ -48,7 +48,7 @@ class ChatWorkload(Workload):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least(1, "chat", sittings=self.sittings, turns=self.turns)
+        require_at_least(1, "chat", visits=self.visits, turns=self.turns)
         for name in ("pinned", "again"):
             if not 0 <= getattr(self, name) <= 1:
                 value = getattr(self, name)
@@ -73,8 +73,8 @@ class ChatWorkload(Workload):
         self, builder: TraceBuilder, prompt: int, time: float, random: np.random.Generator
     ) -> None:
         session, is_pinned = builder.begin_session(prompt), random.random() < self.pinned
-        for sitting in range(random.geometric(1 / self.sittings)):
-            if sitting:
+        for visit in range(random.geometric(1 / self.visits)):
+            if visit:
                 _, median, spread = GAPS[random.choice(len(GAPS), p=[gap[0] for gap in GAPS])]
                 time += random.lognormal(np.log(median), spread)
             for _ in range(random.geometric(1 / self.turns)):
@@ -87,7 +87,7 @@ class ChatWorkload(Workload):
                         session, time + 15.0, prompt_tokens, answer_tokens, PERSON
                     )
                 time += random.lognormal(np.log(45.0), 0.9)
-            if is_pinned and not sitting:
+            if is_pinned and not visit:
                 builder.pin(session, time, time + DAY)
 
     def _batch(

@@ -33,7 +33,7 @@ def of_the_first_version(folder: Path, sealing: Encryption | None = None) -> Non
         for tenant, kind, name, parent, place, made, _, body in before._base.execute(
             "SELECT * FROM documents"
         ).fetchall():
-            closed = sealing.closed(tenant, body.encode(), f"{kind}/{name}")
+            closed = sealing.encrypt(tenant, body.encode(), f"{kind}/{name}")
             own = (tenant, kind, name, parent, place, made, len(closed), closed)
             base.execute("INSERT INTO documents VALUES (?, ?, ?, ?, ?, ?, ?, ?)", own)
         base.commit()

@@ -76,7 +76,7 @@ class PagedLayer(CacheLayer):
         self._lease.count_step()
         if self._lease.num_pages == self._counted_pages:
             self.usage.add_entries(self.layer.kv_heads)
-        else:  # the step has begun pages
+        else:  # the step has started new pages
             self._count()
 
     def attention_calls(self, new: NewTokens) -> list[AttentionCall]:

@@ -54,7 +54,7 @@ class ResidualLayer(MixedLayer):
     `entries` returns a copy as soon as any token is coded.
 
     Args:
-        place: of the layer among the managed ones.
+        index: of the layer among the managed ones.
     """
 
     supports = frozenset({"ledger", "residual"})
@@ -62,14 +62,14 @@ class ResidualLayer(MixedLayer):
     has_public_name = False
     spans_layers = True
 
-    def __init__(self, layer: LayerSpec, options: LayerOptions, place: int) -> None:
+    def __init__(self, layer: LayerSpec, options: LayerOptions, index: int) -> None:
         super().__init__(layer, options)
         spec, device = options.spec.residual, options.device
         assert spec is not None  # required
-        self.spec, self.place = spec, place
-        predictions = AquaPredictions.load(layer, place, spec.model, device)
+        self.spec, self.index = spec, index
+        predictions = AquaPredictions.load(layer, index, spec.model, device)
         width = layer.kv_heads * layer.head_dim
-        bits = spec.bits if place else spec.first_bits
+        bits = spec.bits if index else spec.first_bits
         self._coder = ResidualCoder(predictions, VectorQuantizer(width, bits))
         self._radians = torch.tensor(layer.radians)
         self._below: ResidualLayer | None = None
@@ -174,7 +174,7 @@ class ResidualLayer(MixedLayer):
 
     def state(self) -> dict[str, Tensor]:
         digest = self._coder.predictions.digest
-        text = text_tensor(f"{digest} {self.place} {self.spec.to_text()}")
+        text = text_tensor(f"{digest} {self.index} {self.spec.to_text()}")
         coded = {name: tensor.clone() for name, tensor in self._tier.tensors().items()}
         return self._ragged.state() | coded | {SPEC_KEY: text}
 
@@ -199,7 +199,7 @@ class ResidualLayer(MixedLayer):
         return store
 
     def _like(self) -> ResidualLayer:
-        copy = ResidualLayer(self.layer, self.options, self.place)
+        copy = ResidualLayer(self.layer, self.options, self.index)
         copy._coder = self._coder
         copy._hold(self._tier)
         return copy

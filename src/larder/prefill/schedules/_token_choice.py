@@ -26,25 +26,25 @@ from larder.policy.reduced_scorer import ReducedScorer
 from larder.prefill.base import Schedule, Steps
 from larder.prefill.reader import PrefillReader, PrefillSequence
 
-# Number of tokens that go on behind a layer: called with its index and the number of tokens that
-# reached it.
+# Number of tokens that are selected behind a layer: called with its index and the number of tokens
+# that reached it.
 CountTokens = Callable[[int, int], int]
 
 
 @dataclass
 class TokenChoice:
-    """Tokens that go on behind some layers of one pass, by the scores of these layers.
+    """Tokens that deeper layers read behind some layers of one pass, by the scores of these layers.
 
     Scores of a token are added over the kv heads. Protected tokens, those that the scorer always
-    keeps, and the last one always go on; ties go to the earlier token.
+    keeps, and the last one are always selected; ties go to the earlier token.
 
     Args:
         planner: parts of the policy.
         budget: M, which protected shares are relative to.
         layers: indices of the managed layers behind which tokens are chosen.
-        count: number of tokens that go on.
+        count: number of selected tokens.
         scoring: scorer of the choice; None for the scores of the policy.
-        chosen: indices of the tokens that go on among those that reached a layer, by layer.
+        chosen: indices of the selected tokens among those that reached a layer, by layer.
     """
 
     planner: Planner
@@ -96,7 +96,7 @@ def always_passing(
     length: int,
     budget: int,
 ) -> Bool[Tensor, " Q"]:
-    """Mask of the tokens that go on whatever their scores: protected ones, and the last.
+    """Mask of the tokens that are selected whatever their scores: protected ones, and the last.
 
     Args:
         length: true tokens read.
@@ -148,7 +148,7 @@ def scoring_reader(reader: PrefillReader) -> PrefillReader:
 
 
 def recent_tokens(reader: PrefillReader, scoring: ReducedScorer | None) -> int:
-    """Latest tokens that always go on: the protected ones, and those of the scorer."""
+    """Latest tokens that are always selected: the protected ones, and those of the scorer."""
     planner = reader.planner
     scorer = planner.scorer if scoring is None else scoring.scorer
     budget = min(reader.tokens, WITHOUT_LIMIT)

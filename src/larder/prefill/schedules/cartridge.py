@@ -27,7 +27,7 @@ class Cartridge(Schedule):
     """Trained slots of the text; what stands behind the text is read as usual.
 
     Args:
-        slots: entries of each head that stand for the text.
+        slots: entries of each head that replace the text.
     """
 
     slots: int = 256

@@ -98,10 +98,10 @@ class Crafted(ChunkedSchedule):
         return (yield from self.finish(reader, sequence, text, made.entries, is_known, again))
 
     def _best(
-        self, reader: PrefillReader, source: ChunkSource, text: ContextText, place: int
+        self, reader: PrefillReader, source: ChunkSource, text: ContextText, index: int
     ) -> ChunkVariant | None:
         """Variant of a context of which least is computed again; None where it is to be renewed."""
-        ids, now = text.contexts[place], text.contexts[:place]
+        ids, now = text.contexts[index], text.contexts[:index]
         known = source.variants(reader.decoder.spec, text.prefix, ids)
         shares = [variant.profile.share(now, self.alpha) for variant in known]
         if not shares or min(shares) > self.renewed:

@@ -2,16 +2,16 @@
 
 Yang et al., "PyramidInfer: Pyramid KV Cache Compression for High-throughput LLM Inference" (2024),
 arXiv:2405.12532, section 4. A layer holds all tokens that reach it. Behind layer l of L the recent
-tokens go on, and of those before them the share that scores highest; the hidden states of the
-others leave, at no cost in deeper layers. As in the released code, the share falls from 1 behind
-the first layer to `share` along half a cosine, and it is a share of what reached the layer: with
-0.9 a fifth of the text before the recent tokens is left behind 32 layers. At least 64 of them go
-on (in the code all do where 64 or fewer would).
+tokens are selected, and of those before them the share that scores highest; the hidden states of
+the others leave, at no cost in deeper layers. As in the released code, the share falls from 1
+behind the first layer to `share` along half a cosine, and it is a share of what reached the layer:
+with 0.9 a fifth of the text before the recent tokens is left behind 32 layers. At least 64 of them
+are selected (in the code all of them where it would be 64 or fewer).
 
 Here the recent tokens are those that the policy protects, the score is that of its scorer, and the
 share, left open, is the largest with which what the layers hold fits the budget; `global()` leaves
 such layers as they are. Below about two fifths of a text no share is small enough: there the cosine
-falls to 0 and is raised to a power (ours). Layers with a sliding window let everything go on.
+falls to 0 and is raised to a power (ours). Layers with a sliding window select every token.
 What is generated is up to the timing: the paper's rule is `context_refresh()`.
 """
 
@@ -46,7 +46,7 @@ class LayerwiseNarrowing(NarrowingSchedule):
         share: share of the tokens before the recent ones that is left behind the last layer, in
             (0, 1]; behind earlier layers it is larger. Left open, what the budget allows, and 0.9
             without one.
-        least: fewest tokens before the recent ones that go on.
+        least: fewest selected tokens before the recent ones.
         scorer: what chooses, with an aggregation and a head rule behind it if its paper's are not
             wanted; left open, the scorer of the policy.
     """
@@ -98,7 +98,7 @@ class NarrowingShape:
     Args:
         layers: layers of the model.
         managed: indices of those behind which tokens are chosen, and that a budget covers.
-        recents: latest tokens, which always go on.
+        recents: latest tokens, which are always selected.
         least: as in `LayerwiseNarrowing`.
     """
 
@@ -108,7 +108,7 @@ class NarrowingShape:
     least: int
 
     def count(self, layer: int, reached: int, fall: float) -> int:
-        """Tokens that go on behind a layer that `reached` tokens reached."""
+        """Tokens that are selected behind a layer that `reached` tokens reached."""
         share = max(0.0, 1 - fall)
         own = (1 - share) * (math.cos(math.pi * layer / self.layers) + 1) / 2 + share
         own **= max(1.0, fall)

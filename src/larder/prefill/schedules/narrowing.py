@@ -5,15 +5,15 @@ Acceleration" (2025), arXiv:2502.01068, token-selective propagation. The first l
 text. Behind the layer named here tokens are chosen by its scores, added over kv heads, and the
 hidden states of the others leave: deeper layers compute, and can hold, the chosen tokens alone, at
 their true positions. As in the released code the layer itself still holds what its own budget
-keeps of all tokens, layer 15 of 32 chooses, and the tokens that vote go on.
+keeps of all tokens, layer 15 of 32 chooses, and the tokens that vote are selected.
 
 Two modes of the released code are two ways to say how many: `tokens` (2048 there, beside a fixed
 capacity per layer) and `kept`, a share of the text (proportional; there layers behind the choice
 keep `rate / kept` of what reaches them, which is what the same budget for all layers gives).
 
-Differences: never fewer tokens go on than the budget lets a deeper layer hold, so that no budget
-lies idle and one that holds the whole text is exact; under `unlimited()` the numbers given here
-alone decide. The whole text is one pass, whose activations are in memory at once. What is read
+Differences: never fewer tokens are selected than the budget lets a deeper layer hold, so that no
+budget is unused and one that holds the whole text is exact; under `unlimited()` the numbers given
+here alone decide. The whole text is one pass, whose activations are in memory at once. What is read
 later, such as the next turn of a chat, goes through all layers.
 """
 
@@ -96,7 +96,7 @@ def check_layer(part: str, layer: int | float) -> None:
 
 
 def check_counts(part: str, tokens: int | None, fraction: float | None) -> None:
-    """Raise BadParameter unless tokens go on, by number or by share."""
+    """Raise BadParameter unless some tokens are selected, by number or by share."""
     if tokens is not None and fraction is not None:
         raise BadParameter(f"{part} was given tokens={tokens} and kept={fraction}: give one.")
     require(tokens is None or tokens >= 1, f"{part}.tokens", "at least 1", tokens)

@@ -246,7 +246,7 @@ def _copied(old: sqlite3.Connection, path: Path, sealing: Encryption) -> int:
         with archive.together():
             for tenant, kind, name, parent, created, body in old.execute(SELECT_ORDERED):
                 if isinstance(body, bytes):  # sealed by Larder 0.1
-                    body = sealing.opened(tenant, body, f"{kind}/{name}")
+                    body = sealing.decrypt(tenant, body, f"{kind}/{name}")
                 body = json.loads(body)
                 if kind == ITEM:
                     archive.append(

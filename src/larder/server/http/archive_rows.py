@@ -99,7 +99,7 @@ class ArchiveRows:
             raise StoreError("The archive of conversations is encrypted: give --key-file FILE.")
         if row:
             try:
-                self._opened(CHECK_TENANT, KEY_CHECK, row)
+                self._decrypted(CHECK_TENANT, KEY_CHECK, row)
             except Damaged as error:
                 raise StoreError(
                     "The archive of conversations is encrypted with another key: give the key file "
@@ -129,7 +129,7 @@ class ArchiveRows:
             contents = self._contents(base, tenant, name)
             if contents and contents.document != (_digest(row) if row else ""):
                 raise _tampered(name)
-        return None if row is None else self._opened(tenant, kind, row)[1]
+        return None if row is None else self._decrypted(tenant, kind, row)[1]
 
     def put(
         self,
@@ -157,8 +157,8 @@ class ArchiveRows:
         contents = self._contents(base, tenant, parent)
         if contents and contents != _contents_of(rows, contents):
             raise _tampered(parent)
-        opened = (self._opened(tenant, ITEM, row) for row in rows)
-        return [(name or row[0], body) for row, (name, body) in zip(rows, opened, strict=True)]
+        decrypted = (self._decrypted(tenant, ITEM, row) for row in rows)
+        return [(name or row[0], body) for row, (name, body) in zip(rows, decrypted, strict=True)]
 
     def count(self, base: sqlite3.Connection, tenant: str, parent: str) -> int:
         """Number of messages in a conversation."""
@@ -241,7 +241,7 @@ class ArchiveRows:
         return (
             ConversationContents()
             if row is None
-            else ConversationContents(**self._opened(tenant, CONTENTS, row)[1])
+            else ConversationContents(**self._decrypted(tenant, CONTENTS, row)[1])
         )
 
     def _set_contents(
@@ -261,15 +261,15 @@ class ArchiveRows:
     ) -> _Row:
         body = [name, body] if self._sealing.is_encrypted else body
         data = json.dumps(body).encode()
-        closed = self._sealing.closed(tenant, data, _associated_data(kind, columns))
-        row = (*columns, closed if self._sealing.is_encrypted else closed.decode())
+        encrypted = self._sealing.encrypt(tenant, data, _associated_data(kind, columns))
+        row = (*columns, encrypted if self._sealing.is_encrypted else encrypted.decode())
         base.execute(
             "INSERT OR REPLACE INTO documents VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (self.owner(tenant), kind, *columns, len(closed), row[-1]),
+            (self.owner(tenant), kind, *columns, len(encrypted), row[-1]),
         )
         return row
 
-    def _opened(self, tenant: str, kind: str, row: _Row) -> tuple[str, Any]:
+    def _decrypted(self, tenant: str, kind: str, row: _Row) -> tuple[str, Any]:
         """Id and body of a row; the id is empty without encryption."""
         *columns, body = row
         if not self._sealing.is_encrypted:
@@ -278,7 +278,9 @@ class ArchiveRows:
             return "", json.loads(body)
         if not isinstance(body, bytes):
             raise Damaged("A document of the encrypted archive is in plain text.")
-        name, body = json.loads(self._sealing.opened(tenant, body, _associated_data(kind, columns)))
+        name, body = json.loads(
+            self._sealing.decrypt(tenant, body, _associated_data(kind, columns))
+        )
         return name, body
 
     def _tag(self, tenant: str, name: str) -> str:

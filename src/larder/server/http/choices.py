@@ -101,7 +101,7 @@ class PromptChoices:
     Args:
         requests: one per answer. The others wait for the first, which reads the prompt.
         echo: text before each answer.
-        is_prompt_alone: the echo is all that is told, of answers of one token.
+        is_prompt_alone: only the echoed prompt is returned, of answers of one token.
     """
 
     requests: tuple[Request, ...]
@@ -211,7 +211,7 @@ class _ChoiceText:
     Args:
         text: text so far, the echoed prompt included.
         answer_form: parsers of the text.
-        is_prompt_alone: the one token behind the echoed prompt is not told.
+        is_prompt_alone: the one token behind the echoed prompt is not returned.
         logprobs: log-probabilities that are not sent yet.
         start: character at which the first of them begins.
         report: set at the end.

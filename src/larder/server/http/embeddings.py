@@ -100,8 +100,8 @@ def _checked_queue(state: AppState, model: str) -> EmbedderQueue:
     )
 
 
-def _too_long(place: int, limit: str) -> ApiError:
-    message = f"input.{place} has more than {limit}: split it."
+def _too_long(index: int, limit: str) -> ApiError:
+    message = f"input.{index} has more than {limit}: split it."
     return ApiError(message, 400, "context_length_exceeded", "input")
 
 

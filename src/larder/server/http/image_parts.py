@@ -57,7 +57,7 @@ def _decoded(url: str) -> bytes:
     try:
         return b64decode(url[head.end() :], validate=True)
     except (Base64Error, ValueError) as error:
-        raise _refused(f"An image is no valid base64 ({error}): encode its file anew.") from error
+        raise _refused(f"An image is no valid base64 ({error}): encode its file again.") from error
 
 
 def placed_mark(url: str, role: str, images: RequestImages | None) -> str:
@@ -97,7 +97,7 @@ def _checked_pixels(data: bytes, most: int) -> int:
             f"An image is in none of the formats {', '.join(FORMATS)}: convert it."
         ) from error
     except (OSError, EOFError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise _refused(f"An image cannot be read ({error}): send it anew.") from error
+        raise _refused(f"An image cannot be read ({error}): send it again.") from error
     if width * height > most:
         raise _refused(
             f"An image has {width} x {height} pixels, with which the request has more than "

@@ -145,7 +145,7 @@ def _known_role(role: Any) -> Any:
     return "user" if role in ("ctx", "msg") else role
 
 
-class Message(BodyPart):
+class MessageParam(BodyPart):
     """One message of a conversation."""
 
     role: Annotated[Literal["user", "assistant", "system"], BeforeValidator(_known_role)]
@@ -209,7 +209,7 @@ class CountRequest(GenerationRequest):
     json_fields: ClassVar[frozenset[str]] = frozenset(
         {"output_config", "metadata", "tools", "tool_choice"}
     )
-    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)]
+    messages: Annotated[list[MessageParam], Field(min_length=1, max_length=10_000, fail_fast=True)]
     system: Text | Annotated[list[SystemBlock], Field(max_length=1000, fail_fast=True)] | None = (
         None
     )

@@ -108,7 +108,7 @@ async def stream_answer(
     )
     try:
         ticket = await asyncio.shield(submission)
-    except asyncio.CancelledError:  # the thread goes on, and nobody would cancel its ticket
+    except asyncio.CancelledError:  # the thread continues, and nobody would cancel its ticket
         submission.add_done_callback(_cancel_ticket)
         raise
     answer = _receive(http, state, queue, ticket)

@@ -1,8 +1,8 @@
 """Names in a JSON body that no field of its model has, with their paths.
 
 Bodies are decoded into structs that skip such names. Where a strict struct refuses a body, its
-levels are decoded again here, one name at a time and only where the model goes on, so that the
-values of unknown names are not built.
+levels are decoded again here, one name at a time and only where the model has further fields, so
+that the values of unknown names are not built.
 """
 
 from __future__ import annotations

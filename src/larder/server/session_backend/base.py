@@ -172,7 +172,7 @@ class SessionBackend(ABC):
         """Wait once for the host memory that the write of another cache holds.
 
         Args:
-            origin: session that the request's was forked from, which is looked at again.
+            origin: session that the request's was forked from, whose prefix is tried again.
 
         Raises:
             WriteAwaited: that write is worth waiting for.

@@ -121,7 +121,7 @@ class ChatBackend(SessionBackend):
         job.prefill.steps = self._prefill.steps(job)
 
     def preempt(self, job: RequestState) -> None:
-        """Undo the turn, which is replayed later, as far as the answer has come."""
+        """Undo the turn, which is replayed later with the tokens generated so far."""
         self.rollback(job)
         job.prefill = PrefillProgress()
 

@@ -34,7 +34,7 @@ class ChatPrefill:
         self._tokenizer, self._disk = tokenizer, disk
 
     def steps(self, job: RequestState) -> PrefillSteps:
-        """From what there is of a session to a cache that has read all but the prompt's end."""
+        """Steps from the session's present caches to one that has read all but the prompt's end."""
         prefill = job.prefill
         answer = job.answer
         session = job.session

@@ -115,16 +115,16 @@ class ToolParser(ABC):
         """Start of a call, as by `start`, in a text that follows content of the answer."""
         return len(text)
 
-    def first_call(self, text: str, place: int) -> CallPlace | None:
+    def first_call(self, text: str, offset: int) -> CallPlace | None:
         """Place of the first call from an index on, in an answer from `start` on.
 
         None if no call can follow; always in a form whose calls are not streamed.
         """
         return None
 
-    def later_call(self, text: str, place: int) -> CallPlace | None:
+    def later_call(self, text: str, offset: int) -> CallPlace | None:
         """Place of the next call from an index on, at which the call before it ends."""
-        return self.first_call(text, place)
+        return self.first_call(text, offset)
 
     def grammar(self, schemas: Mapping[str, Any], most: int | None) -> str:
         """Grammar of an answer that is calls alone, in Lark's notation.
@@ -155,12 +155,12 @@ def json_values(text: str) -> list[Any]:
         found.append(value)
 
 
-def call_head(text: str, place: int) -> tuple[str, int] | None:
+def call_head(text: str, offset: int) -> tuple[str, int] | None:
     """Name of a call whose JSON begins at an index, and where its arguments begin.
 
     None while they are not there, and where the name does not stand first or is none.
     """
-    head = CALL_HEAD.match(text, place)
+    head = CALL_HEAD.match(text, offset)
     try:
         name = "" if head is None else json.loads(head[1])
     except ValueError:
@@ -168,11 +168,11 @@ def call_head(text: str, place: int) -> tuple[str, int] | None:
     return (name, head.end()) if head is not None and _is_name(name) else None
 
 
-def json_call(text: str, place: int) -> tuple[ToolCall, int] | None:
+def json_call(text: str, offset: int) -> tuple[ToolCall, int] | None:
     """Call whose JSON begins at an index, and where it ends; None if there is no whole one."""
     try:
-        value, stop = DECODER.raw_decode(text, place)
-        head = call_head(text, place)
+        value, stop = DECODER.raw_decode(text, offset)
+        head = call_head(text, offset)
         if head is None:
             call = ToolCall.from_json(value)
             return None if call is None else (call, stop)
@@ -196,9 +196,9 @@ def json_calls(parser: ToolParser, text: str) -> tuple[ToolCall, ...]:
     return tuple(found)
 
 
-def marker_start(text: str, marker: str, place: int = 0) -> int:
+def marker_start(text: str, marker: str, offset: int = 0) -> int:
     """Index of a marker in a text from an index on, or of its beginning at the end of the text."""
-    found = text.find(marker, place)
+    found = text.find(marker, offset)
     if found >= 0:
         return found
     ends = (n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n]))

@@ -33,8 +33,8 @@ class Hermes(ToolParser):
     def later_start(self, text: str) -> int:
         return marker_start(text, OPEN)
 
-    def first_call(self, text: str, place: int) -> CallPlace | None:
-        start = marker_start(text, OPEN, place)
+    def first_call(self, text: str, offset: int) -> CallPlace | None:
+        start = marker_start(text, OPEN, offset)
         space = _SPACE.match(text, start + len(OPEN))
         if space is None or space.end() == len(text):  # the marker or what follows is to come
             return CallPlace(start, is_found=False)

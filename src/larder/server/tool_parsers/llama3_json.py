@@ -23,14 +23,14 @@ class Llama3Json(ToolParser):
     def calls(self, text: str) -> tuple[ToolCall, ...]:
         return json_calls(self, text)
 
-    def first_call(self, text: str, place: int) -> CallPlace | None:
-        rest = text[place:].lstrip().removeprefix(TAG).lstrip()
+    def first_call(self, text: str, offset: int) -> CallPlace | None:
+        rest = text[offset:].lstrip().removeprefix(TAG).lstrip()
         if rest.startswith("{"):
             return CallPlace(len(text) - len(rest), is_found=True)
-        return CallPlace(place, is_found=False) if TAG.startswith(rest) else None
+        return CallPlace(offset, is_found=False) if TAG.startswith(rest) else None
 
-    def later_call(self, text: str, place: int) -> CallPlace | None:
-        rest = text[place:].lstrip(SEPARATORS)
+    def later_call(self, text: str, offset: int) -> CallPlace | None:
+        rest = text[offset:].lstrip(SEPARATORS)
         is_open = not rest or rest.startswith("{")
         return CallPlace(len(text) - len(rest), is_found=bool(rest)) if is_open else None
 

@@ -64,13 +64,13 @@ class Episode:
         """Representative segments, which the entries of its cache are scored with."""
         return tuple(self.texts[index] for index in self.representatives)
 
-    def with_segment(self, row: Float32[np.ndarray, " D"], text: str, place: int) -> Episode:
+    def with_segment(self, row: Float32[np.ndarray, " D"], text: str, index: int) -> Episode:
         """Episode with one more segment; centroid and prompt change at the next refresh."""
         return replace(
             self,
             rows=np.vstack([self.rows, row]),
             texts=(*self.texts, text),
-            places=(*self.places, place),
+            places=(*self.places, index),
         )
 
 

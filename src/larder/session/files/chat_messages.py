@@ -40,15 +40,15 @@ def read_messages(data: object) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def _message(entry: object, place: str) -> Message:
-    fields = fields_of(entry, place)
+def _message(entry: object, location: str) -> Message:
+    fields = fields_of(entry, location)
     if "conversation" in fields:
-        raise InputError(f"{place} is a whole LoCoMo sample: write each sample to its own file.")
-    role = text_of(fields, "role", place)
+        raise InputError(f"{location} is a whole LoCoMo sample: write each sample to its own file.")
+    role = text_of(fields, "role", location)
     if role not in ROLES:
-        raise InputError(f"{place}: unknown role {role!r}; a role is one of {', '.join(ROLES)}.")
-    content = text_of(fields, "content", place)
-    return Message(role, content, date=text_or_number_of(fields, "date", place))
+        raise InputError(f"{location}: unknown role {role!r}; a role is one of {', '.join(ROLES)}.")
+    content = text_of(fields, "content", location)
+    return Message(role, content, date=text_or_number_of(fields, "date", location))
 
 
 def _message_with_date(message: Message) -> Message:
@@ -77,10 +77,10 @@ def read_chat_with_questions(data: object, name: str) -> Conversation:
     )
 
 
-def _question(entry: object, place: str) -> Question:
-    fields = fields_of(entry, place)
+def _question(entry: object, location: str) -> Question:
+    fields = fields_of(entry, location)
     return Question(
-        question=text_of(fields, "question", place),
-        answer=text_or_number_of(fields, "answer", place),
-        kind=text_or_number_of(fields, "kind", place),
+        question=text_of(fields, "question", location),
+        answer=text_or_number_of(fields, "answer", location),
+        kind=text_or_number_of(fields, "kind", location),
     )

@@ -47,20 +47,20 @@ class DialogueSession:
 
 
 def sessions(
-    fields: Fields, place: str, utterance: Callable[[object, str, str], Utterance]
+    fields: Fields, location: str, utterance: Callable[[object, str, str], Utterance]
 ) -> Iterator[DialogueSession]:
     """Sessions of the fields `session_1`, `session_1_date_time` and so on.
 
     Args:
-        place: of the fields, for messages.
-        utterance: reads an entry, given its place and the session's date.
+        location: of the fields, for messages.
+        utterance: reads an entry, given its location and the session's date.
 
     Raises:
         InputError: a session has no date or no list of entries.
     """
     for number in session_numbers(fields):
         key = f"session_{number}"
-        date = text_of(fields, f"{key}_date_time", place)
+        date = text_of(fields, f"{key}_date_time", location)
         entries = enumerate(list_of(fields[key], f"{key!r}"), 1)
         yield DialogueSession(date, tuple(utterance(e, f"{key}, {n}", date) for n, e in entries))
 

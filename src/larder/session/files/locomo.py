@@ -49,13 +49,13 @@ def read(data: object, name: str, adversarial: Adversarial) -> Conversation:
     )
 
 
-def _utterance(entry: object, place: str, date: str) -> Utterance:
-    fields = fields_of(entry, place)
+def _utterance(entry: object, location: str, date: str) -> Utterance:
+    fields = fields_of(entry, location)
     # Some releases have a corrected version of the text beside the original.
-    text = text_of(fields, "clean_text" if "clean_text" in fields else "text", place)
-    caption = text_or_number_of(fields, "blip_caption", place).strip()
+    text = text_of(fields, "clean_text" if "clean_text" in fields else "text", location)
+    caption = text_or_number_of(fields, "blip_caption", location).strip()
     picture = f"and shared {caption}" if caption else ""
-    return Utterance(text_of(fields, "speaker", place), text, date, picture)
+    return Utterance(text_of(fields, "speaker", location), text, date, picture)
 
 
 def _questions(entries: list[object], adversarial: Adversarial) -> tuple[Question, ...]:
@@ -74,10 +74,10 @@ def _questions(entries: list[object], adversarial: Adversarial) -> tuple[Questio
     return tuple(questions)
 
 
-def category_of(fields: Fields, kinds: dict[int, str], place: str) -> int:
+def category_of(fields: Fields, kinds: dict[int, str], location: str) -> int:
     """Category of a question, a key of `kinds`."""
     category = fields.get("category")
     if not isinstance(category, int) or category not in kinds:
         known = ", ".join(f"{number} ({kind})" for number, kind in kinds.items())
-        raise InputError(f"{place}: unknown category {category!r}; it is one of {known}.")
+        raise InputError(f"{location}: unknown category {category!r}; it is one of {known}.")
     return category

@@ -42,23 +42,23 @@ def read(data: object, name: str) -> Conversation:
     )
 
 
-def _utterance(entry: object, place: str, date: str) -> Utterance:
-    fields = fields_of(entry, place)
-    speaker = text_of(fields, "speaker", place)
-    text = text_of(fields, "clean_text" if "clean_text" in fields else "text", place)
-    caption = text_or_number_of(fields, "blip_caption", place).strip()
+def _utterance(entry: object, location: str, date: str) -> Utterance:
+    fields = fields_of(entry, location)
+    speaker = text_of(fields, "speaker", location)
+    text = text_of(fields, "clean_text" if "clean_text" in fields else "text", location)
+    caption = text_or_number_of(fields, "blip_caption", location).strip()
     return Utterance(
         speaker=speaker,
         text=text,
-        date=text_or_number_of(fields, "date_time", place) or date,
+        date=text_or_number_of(fields, "date_time", location) or date,
         picture=f"{speaker} shared an image of {caption}" if caption else "",
     )
 
 
-def _question(entry: object, place: str) -> Question:
-    fields = fields_of(entry, place)
+def _question(entry: object, location: str) -> Question:
+    fields = fields_of(entry, location)
     return Question(
-        question=text_of(fields, "question", place),
-        answer=text_or_number_of(fields, "answer", place),
-        kind=KINDS[category_of(fields, KINDS, place)],
+        question=text_of(fields, "question", location),
+        answer=text_or_number_of(fields, "answer", location),
+        kind=KINDS[category_of(fields, KINDS, location)],
     )

@@ -114,7 +114,7 @@ class ChatLogFile(ChatLogStore):
                 "it: end the other chat, or go on under another name."
             )
         try:
-            _atomic_write(self.path, self._closed(_encoded(_record(log, identity))))
+            _atomic_write(self.path, self._encrypted(_encoded(_record(log, identity))))
         except OSError as error:
             raise InputError(
                 f"The session file {self.path} cannot be written ({error.strerror}): make room, or "
@@ -122,7 +122,7 @@ class ChatLogFile(ChatLogStore):
             ) from error
         self._last_version = self._file_version()
 
-    def _closed(self, data: bytes) -> bytes:
+    def _encrypted(self, data: bytes) -> bytes:
         return _sealed_bytes(self._sealing, data, self.path.name)
 
     def _file_version(self) -> tuple[int, int, int] | None:
@@ -201,8 +201,8 @@ def upgrade_chat_logs(sealing: Encryption) -> tuple[int, dict[str, str]]:
 
 
 def _sealed_bytes(sealing: Encryption, data: bytes, name: str) -> bytes:
-    closed = sealing.closed(LOCAL_PRINCIPAL, data, name)
-    return SEAL_HEADER + closed if sealing.is_encrypted else closed
+    encrypted = sealing.encrypt(LOCAL_PRINCIPAL, data, name)
+    return SEAL_HEADER + encrypted if sealing.is_encrypted else encrypted
 
 
 def _read_json(path: Path, sealing: Encryption) -> Any:
@@ -223,7 +223,7 @@ def _read_json(path: Path, sealing: Encryption) -> Any:
         )
     try:
         if is_sealed:
-            data = sealing.opened(LOCAL_PRINCIPAL, data[len(SEAL_HEADER) :], path.name)
+            data = sealing.decrypt(LOCAL_PRINCIPAL, data[len(SEAL_HEADER) :], path.name)
         return json.loads(data)
     except Damaged as error:
         raise InputError(_damaged_message(path, "it does not open with this key")) from error

@@ -68,7 +68,7 @@ class TenantBlobs:
         Raises:
             Damaged: as `BlobStore.get`, or it is another tenant's.
         """
-        return self._encryption.opened(tenant, self.files.get(ref))
+        return self._encryption.decrypt(tenant, self.files.get(ref))
 
     @contextmanager
     def saving(self, tenant: str) -> Iterator[BlobTransaction]:
@@ -94,7 +94,7 @@ class TenantBlobs:
             BudgetError: there is no room, even after eviction; or too much was written today.
             StoreFull, StoreSlow: the disk takes no more, or does not answer.
         """
-        data = self._encryption.closed(tenant, data)
+        data = self._encryption.encrypt(tenant, data)
         ref = BlobRef(digest_of(data), len(data))
         self.pin(ref.digest)
         register(ref)

@@ -71,9 +71,9 @@ class JointCodec(StorageCodec):
                 check_range(side)
         rows, positions = is_coded.nonzero().flatten(), stack.positions[is_coded]
 
-        def layer(place: int) -> Layer:
-            keys, values = (stack.sides[place][role][:, rows] for role in ROLES)
-            rotated = side_by_side(keys, positions, tables.radians[place])
+        def layer(index: int) -> Layer:
+            keys, values = (stack.sides[index][role][:, rows] for role in ROLES)
+            rotated = side_by_side(keys, positions, tables.radians[index])
             return rotated, side_by_side(values, positions)
 
         step = fitting_step(tables, layer, self._bits(stack, len(rows)))
@@ -104,8 +104,8 @@ class JointCodec(StorageCodec):
         is_coded, dtype = positions >= SINKS, DTYPES[str(coded.note.get("dtype", "float32"))]
         places = positions[is_coded]
 
-        def codes(place: int) -> tuple[EntropyCodedSide, EntropyCodedSide]:
-            keys, values = (coded.sides[place][role] for role in ROLES)
+        def codes(index: int) -> tuple[EntropyCodedSide, EntropyCodedSide]:
+            keys, values = (coded.sides[index][role] for role in ROLES)
             return _coded_side(keys), _coded_side(values)
 
         layers = decode(tables, codes, len(places), step, dtype)

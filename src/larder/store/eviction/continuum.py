@@ -93,7 +93,7 @@ class PauseForecast:
 
 
 class ToolPauses:
-    """Durations of tool calls; pauses of all tools stand in for those of a tool with few."""
+    """Durations of tool calls; pauses of all tools are used for a tool with few."""
 
     def __init__(self) -> None:
         self._pauses: dict[str, deque[float]] = {}

@@ -37,13 +37,13 @@ def check_writable(url: str) -> None:
     DeadlineExecutor("disk").call(_write_probe, open_file_system(url))
 
 
-def _write_probe(place: FileSystem) -> None:
+def _write_probe(file_system: FileSystem) -> None:
     path = f"{PROBE_FOLDER}/{secrets.token_hex(8)}"
     try:
-        place.create(path, path.encode())
-        place.remove(path)
+        file_system.create(path, path.encode())
+        file_system.remove(path)
     except OSError as error:
-        why = f"The store at {place.url} cannot be written ({error.strerror or error})"
+        why = f"The store at {file_system.url} cannot be written ({error.strerror or error})"
         if error.errno in NO_ROOM_ERRNOS:
             raise StoreFull(f"{why}: make room there, or name another store.") from error
         raise StoreError(

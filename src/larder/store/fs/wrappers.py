@@ -56,19 +56,19 @@ class EncryptedFileSystem(_FileSystemWrapper):
         self._encryption = encryption
 
     def create(self, path: str, data: bytes) -> None:
-        self.inner.create(path, self._closed(path, data))
+        self.inner.create(path, self._encrypted(path, data))
 
     def replace(self, path: str, data: bytes) -> None:
-        self.inner.replace(path, self._closed(path, data))
+        self.inner.replace(path, self._encrypted(path, data))
 
     def read(self, path: str) -> bytes:
-        return self._encryption.opened(_tenant(path), self.inner.read(path), path)
+        return self._encryption.decrypt(_tenant(path), self.inner.read(path), path)
 
     def touch(self, path: str, data: bytes) -> None:
-        self.inner.touch(path, self._closed(path, data))
+        self.inner.touch(path, self._encrypted(path, data))
 
-    def _closed(self, path: str, data: bytes) -> bytes:
-        return self._encryption.closed(_tenant(path), data, path)
+    def _encrypted(self, path: str, data: bytes) -> bytes:
+        return self._encryption.encrypt(_tenant(path), data, path)
 
 
 class CountingFileSystem(_FileSystemWrapper):

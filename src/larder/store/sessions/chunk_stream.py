@@ -145,9 +145,9 @@ class ChunkStream:
         """
         cache, levels = SequenceCache(spec, "dense"), list[int]()
         cache.allocate(len(self.ids))
-        begun, bandwidth = self.clock(), self.bandwidth
+        started, bandwidth = self.clock(), self.bandwidth
         for number, chunk in enumerate(self.chunks):
-            level = self.controller.level(self._progress(number, self.clock() - begun, bandwidth))
+            level = self.controller.level(self._progress(number, self.clock() - started, bandwidth))
             if level is None:
                 break
             level = chunk.refs.index(chunk.refs[level])

@@ -104,8 +104,8 @@ class GateDistillation(PassageMethod, Generic[Attention]):
             optimizer, self.rate, total_steps=len(order) + 1, pct_start=WARM_UP
         )
 
-        def gate(place: int, states: Tensor) -> Tensor:
-            return self.provider.gate(inputs[place].apply(states.float()), layers[place])
+        def gate(index: int, states: Tensor) -> Tensor:
+            return self.provider.gate(inputs[index].apply(states.float()), layers[index])
 
         with frozen(decoder.module), torch.enable_grad():
             for done, ids in enumerate(order, start=1):

@@ -105,10 +105,10 @@ class AquaTraining(PassageMethod):
             yield keys, values
 
     def _fitted(
-        self, exact: Layer, below: Inputs, layer: LayerSpec, place: int
+        self, exact: Layer, below: Inputs, layer: LayerSpec, index: int
     ) -> tuple[AquaPredictions, DecodedTokens]:
         """Predictions of a layer, and its tokens as they are decoded with them."""
-        quantizer = self._quantizer(layer.kv_heads * layer.head_dim, place)
+        quantizer = self._quantizer(layer.kv_heads * layer.head_dim, index)
         keys = LinearPrediction(*least_squares(exact[0], below[:1], self.damping))
         predicted = keys.predicted(below[:1], len(exact[0]))
         decoded = predicted + quantizer.decode(quantizer.encode(exact[0] - predicted))
@@ -117,8 +117,8 @@ class AquaTraining(PassageMethod):
         predictions = AquaPredictions(keys, values)
         return predictions, _decoded(ResidualCoder(predictions, quantizer), exact, below)
 
-    def _quantizer(self, width: int, place: int) -> VectorQuantizer:
-        return VectorQuantizer(width, self.bits if place else self.first_bits)
+    def _quantizer(self, width: int, index: int) -> VectorQuantizer:
+        return VectorQuantizer(width, self.bits if index else self.first_bits)
 
 
 def read_samples(

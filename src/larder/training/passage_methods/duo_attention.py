@@ -9,8 +9,8 @@ gates.
 
 Shrunk: texts of a thousand tokens in place of 32,000, so 16 sinks and 64 recent tokens in place of
 128 and 256; two steps for each passage in place of 2,000, at three times the rate; passkeys of two
-words of a text in place of 32 words of the spelling alphabet. The loss looks at the tokens that
-predict passkeys, the released code at all tokens of questions and answers.
+words of a text in place of 32 words of the spelling alphabet. The loss is that of the tokens that
+predict passkeys; in the released code, of all tokens of questions and answers.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class LessTraining(EvictionMethod):
     Args:
         inner: hidden size of the perceptrons.
         rate: highest learning rate.
-        queries: of a passage that a step looks at, drawn at random.
+        queries: number of queries of a passage in a training step, drawn at random.
     """
 
     inner: int = 64

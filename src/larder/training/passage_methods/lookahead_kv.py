@@ -52,7 +52,7 @@ TINY = 1e-12
 
 @dataclass(frozen=True)
 class PromptLayer:
-    """Entries of a prompt in one layer, and what looks at them.
+    """Entries of a prompt in one layer, and the attention that they get.
 
     Args:
         targets: mean attention of the model's answer, normalized over the prompt.
