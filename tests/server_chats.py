@@ -55,8 +55,8 @@ HISTORY = [
 
 def asked(policy: str, tokens: int = TOKENS) -> dict[str, object]:
     """How `Served` holds sessions so: with blocks as long as questions, as a chat reads them."""
-    told = KINDS.get(policy, policy)
-    return {"policy": told, "tokens": tokens, "block": None, "embedder": TopicEmbedder()}
+    spelling = KINDS.get(policy, policy)
+    return {"policy": spelling, "tokens": tokens, "block": None, "embedder": TopicEmbedder()}
 
 
 def makeup(name: str) -> tuple[str, ...]:

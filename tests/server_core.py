@@ -1,4 +1,4 @@
-"""A server's core without threads, clients that write down what they hear, and small texts."""
+"""Engine core without threads, clients that record answers, and small texts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BUDGET, BLOCK = 32, 16
 
 
 def characters(architecture: str = "qwen3", layers: int = 2) -> LoadedModel:
-    """A random model whose tokens are characters, without a chat template."""
+    """Random model whose tokens are characters, without a chat template."""
     from tokenizers import Regex, Tokenizer
     from tokenizers.decoders import Fuse
     from tokenizers.models import WordLevel
@@ -48,12 +48,12 @@ def characters(architecture: str = "qwen3", layers: int = 2) -> LoadedModel:
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = Fuse()
     special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
-    told = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-    return LoadedModel(wrap_model(tiny(architecture, layers=layers)), told, "characters")
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    return LoadedModel(wrap_model(tiny(architecture, layers=layers)), wrapped, "characters")
 
 
 def byte_characters() -> LoadedModel:
-    """The same model with a byte-level tokenizer, as those of real models are."""
+    """Model of `characters` with a byte-level tokenizer, as those of real models are."""
     from tokenizers import Regex, Tokenizer, decoders
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
@@ -66,8 +66,8 @@ def byte_characters() -> LoadedModel:
     tokenizer.pre_tokenizer = Sequence([ByteLevel(False, use_regex=False), each])
     tokenizer.decoder = decoders.ByteLevel()
     special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
-    told = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
-    return LoadedModel(wrap_model(tiny("qwen3", layers=2)), told, "characters")
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    return LoadedModel(wrap_model(tiny("qwen3", layers=2)), wrapped, "characters")
 
 
 @cache
@@ -81,7 +81,7 @@ def family_characters(name: str) -> LoadedModel:
 
 @dataclass
 class Client:
-    """Hears one answer."""
+    """Listener that records one answer."""
 
     text: str = ""
     report: Report | None = None
@@ -107,14 +107,14 @@ class Client:
         self.error = error
 
     @property
-    def told(self) -> Report:
+    def result(self) -> Report:
         assert self.error is None, self.error
         assert self.report is not None, "the answer is not complete"
         return self.report
 
 
 class Served:
-    """A core whose budget is looked at after every step."""
+    """Engine core whose budgets are checked after every step."""
 
     def __init__(
         self,
@@ -171,8 +171,8 @@ class Served:
         **options: object,
     ) -> tuple[Client, Ticket]:
         client = Client(served=self)
-        told: dict[str, object] = {"max_new_tokens": 4, **options}
-        request = Request(tenant, tuple(turns), session, **told)  # pyright: ignore
+        fields: dict[str, object] = {"max_new_tokens": 4, **options}
+        request = Request(tenant, tuple(turns), session, **fields)  # pyright: ignore
         return client, self.core.submit(request, client, self.core.clock())
 
     def step(self) -> bool:
@@ -181,7 +181,7 @@ class Served:
         return goes_on
 
     def run(self) -> None:
-        """Go on until nothing is left to do, also by other threads."""
+        """Run steps until nothing is left to do, also by other threads."""
         while self.step() or self.core.completions.in_flight:
             if not self.step() and self.core.completions.in_flight:
                 assert self.news.wait(30)
@@ -190,14 +190,14 @@ class Served:
     def ask(
         self, turns: Sequence[ChatMessage], session: str | None = None, **options: object
     ) -> Client:
-        """The answer, told to the end."""
+        """Client of a request, after its whole answer."""
         client, _ = self.submit(turns, session, **options)  # pyright: ignore
         self.run()
-        assert client.told is not None
+        assert client.result is not None
         return client
 
     def check(self) -> None:
-        """What is held and spoken for is within the budget, and nothing else is held."""
+        """Check that used and reserved bytes are within the budgets, and nothing else is held."""
         core = self.core
         assert core.reservations.violations == 0
         for tier in (Tier.DEVICE, Tier.HOST):
@@ -233,8 +233,8 @@ def user(text: str) -> ChatMessage:
     return ChatMessage("user", text)
 
 
-def told(number: int, sentences: int = 2) -> list[ChatMessage]:
-    """A message like no other."""
+def box_question(number: int, sentences: int = 2) -> list[ChatMessage]:
+    """Facts about some boxes and a question about the first; unique by number."""
     facts = "".join(
         f"Box {number * 7 + n} holds {number + 3 * n} coins. " for n in range(sentences)
     )
@@ -242,5 +242,5 @@ def told(number: int, sentences: int = 2) -> list[ChatMessage]:
 
 
 def answered(turns: Sequence[ChatMessage], client: Client, more: str) -> list[ChatMessage]:
-    """The conversation with the answer, and what is said next."""
+    """Conversation with the answer, and the next message of the user."""
     return [*turns, ChatMessage("assistant", client.text), user(more)]

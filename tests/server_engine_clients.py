@@ -25,18 +25,18 @@ from larder.store import ByteBudgets, Store, Tier, blob_path
 from server_core import Client
 
 SECRET = b"s" * 32
-SLOW = StoreSlow("The disk is slow: see to it.")
+SLOW = StoreSlow("The disk is slow: check it.")
 
 
-def keeper_in(folder: Path, loaded: LoadedModel) -> StoreSessionPersistence:
+def persistence_in(folder: Path, loaded: LoadedModel) -> StoreSessionPersistence:
     store = Store(str(folder / "blobs"), folder / "home", secret=SECRET)
     return StoreSessionPersistence(store, loaded.decoder.spec)
 
 
 def flip(folder: Path, loaded: LoadedModel, name: str = "x") -> None:
-    """Damage what was said."""
-    told = keeper_in(folder, loaded)._store.sessions.indexed_heads("a")
-    [record] = [each for each in told if each.name == name]
+    """Damage the stored transcript of a session."""
+    heads = persistence_in(folder, loaded)._store.sessions.indexed_heads("a")
+    [record] = [each for each in heads if each.name == name]
     assert record.transcript is not None
     file = folder / "blobs" / blob_path(record.transcript.digest)
     data = bytearray(file.read_bytes())
@@ -46,7 +46,7 @@ def flip(folder: Path, loaded: LoadedModel, name: str = "x") -> None:
 
 @dataclass
 class Waiting(Client):
-    """Tells when its answer is over."""
+    """Client that signals the end of its answer."""
 
     over: Event = field(default_factory=Event)
 
@@ -59,9 +59,9 @@ class Waiting(Client):
         self.over.set()
 
     def wait(self) -> Report:
-        """Report of the answer, which no probabilities came with."""
+        """Report of the answer, which must have no log-probabilities."""
         assert self.over.wait(60) and not self.logprobs
-        return self.told
+        return self.result
 
 
 @contextmanager
@@ -72,7 +72,9 @@ def hub_in(
     engine = Engine(loaded, policy=policy, budget=budget, block=block)
     budgets = ByteBudgets({} if host is None else {Tier.HOST: host})
     with closing(
-        LocalEngineClient(engine, EngineOptions(budgets), persistence=keeper_in(folder, loaded))
+        LocalEngineClient(
+            engine, EngineOptions(budgets), persistence=persistence_in(folder, loaded)
+        )
     ) as hub:
         yield hub
 
@@ -87,8 +89,8 @@ def ask(
 
 
 @contextmanager
-def unheard(persistence: StoreSessionPersistence, method: str = "append") -> Iterator[None]:
-    """While what is written comes about, and nobody hears of it."""
+def unacknowledged(persistence: StoreSessionPersistence, method: str = "append") -> Iterator[None]:
+    """Context in which writes succeed but are reported as slow."""
     turns = persistence._store.sessions
     write = getattr(turns, method)
 

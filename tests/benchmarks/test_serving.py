@@ -15,7 +15,7 @@ from larder import Engine
 from larder.core import Mode
 from larder.models import BatchSegment
 from larder.server import TOKEN_TYPECODE
-from server_core import Served, answered, characters, encode_session, told
+from server_core import Served, answered, box_question, characters, encode_session
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -40,7 +40,7 @@ def test_growth_is_distinguished_from_noise() -> None:
 def test_diverging_answers_are_judged_by_the_top_two_logits() -> None:
     divergence = import_module("_answer_divergence")
     served = Served(characters())
-    turns = told(1)
+    turns = box_question(1)
     first = served.ask(turns, "x")
     served.ask(answered(turns, first, "Why?"), "x")
     said = divergence.exported_turns(encode_session(served.core.sessions.find("a", "x")))

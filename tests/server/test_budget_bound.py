@@ -84,8 +84,8 @@ def test_branch_and_edit_stay_within_the_bound(
     served.ask(turns, "x", max_new_tokens=40)
     with peaks(monkeypatch) as peak:
         client = served.ask([*turns[:-1], user("The sea is 5.")], "x", max_new_tokens=40)
-    _, running = check_rest(served, client.told.session)
-    assert client.told.session != "x" and peak.entries <= running
+    _, running = check_rest(served, client.result.session)
+    assert client.result.session != "x" and peak.entries <= running
 
 
 def test_session_view_reports_held_and_budget_tokens(deep: LoadedModel) -> None:

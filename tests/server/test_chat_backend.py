@@ -11,7 +11,7 @@ from larder.server import ChatMessage, cached_positions
 from larder.server.session_info import session_info
 from larder.store import Tier
 from server_chats import HISTORY, KINDS, REFUSED, SAID, TOKENS, WIDE, asked, ways
-from server_core import Served, answered, characters, told, user
+from server_core import Served, answered, box_question, characters, user
 
 
 def serving(
@@ -38,8 +38,8 @@ def test_every_preset_is_served_or_refused_at_the_start(deep: LoadedModel, name:
     for turn in range(2):
         clients = {n: served.submit(t, f"n{n}", max_new_tokens=2)[0] for n, t in texts.items()}
         served.run()
-        assert all(client.told.new_tokens for client in clients.values())
-        assert {client.told.cached_tokens > 0 for client in clients.values()} == {turn > 0}
+        assert all(client.result.new_tokens for client in clients.values())
+        assert {client.result.cached_tokens > 0 for client in clients.values()} == {turn > 0}
         texts = {n: answered(texts[n], clients[n], "The car? It is red.") for n in texts}
     assert len(list(served.core.sessions)) == 2
 
@@ -82,7 +82,7 @@ def test_dropped_caches_are_recomputed(small: LoadedModel, kind: str) -> None:
         turns = answered(turns, client, more)
         lost.core.tiers.drop(lost.core.sessions.find("a", "x"))
         assert lost.core.ledger.used(Tier.DEVICE) == 0
-    assert other.told.recomputed_tokens > 0 == other.told.cached_tokens
+    assert other.result.recomputed_tokens > 0 == other.result.cached_tokens
 
 
 @pytest.mark.parametrize(("kind", "steps"), [("epicache", 1), ("epicache", 9), ("d2o", 6)])
@@ -94,15 +94,15 @@ def test_cancelled_turn_leaves_the_chat_unchanged(
     said = answered(before, served.ask(before, "x"), SAID[1])
     other.ask(before, "x")
     used = served.core.ledger.used(Tier.DEVICE)
-    client, ticket = served.submit([*said[:-1], *told(5)], "x", max_new_tokens=40)
-    beside, _ = served.submit(told(1), "y", max_new_tokens=6)
+    client, ticket = served.submit([*said[:-1], *box_question(5)], "x", max_new_tokens=40)
+    beside, _ = served.submit(box_question(1), "y", max_new_tokens=6)
     for _ in range(steps):
         served.step()
     ticket.cancel()
     served.step()
-    assert client.told.reason == "cancelled"
+    assert client.result.reason == "cancelled"
     served.run()
-    assert beside.text == other.ask(told(1), "y", max_new_tokens=6).text
+    assert beside.text == other.ask(box_question(1), "y", max_new_tokens=6).text
     assert served.core.reservations.bytes_of(served.core.sessions.find("a", "x").key) <= used
     assert served.ask(said, "x").text == other.ask(said, "x").text
 
@@ -110,12 +110,12 @@ def test_cancelled_turn_leaves_the_chat_unchanged(
 @pytest.mark.extended
 def test_message_longer_than_the_budget_is_prefilled_in_blocks(small: LoadedModel) -> None:
     served = serving(small, "icecache")
-    short, _ = served.submit(told(1, 1), max_new_tokens=24)
+    short, _ = served.submit(box_question(1, 1), max_new_tokens=24)
     while not short.text:
         served.step()
-    long, _ = served.submit(told(2, 18), max_new_tokens=2)
+    long, _ = served.submit(box_question(2, 18), max_new_tokens=2)
     served.run()
-    assert long.told.prompt_tokens > 4 * served.core.serving.block
+    assert long.result.prompt_tokens > 4 * served.core.serving.block
     between = [after - before for before, after in zip(short.steps, short.steps[1:], strict=False)]
     assert max(between) <= 2
     assert served.core.ledger.used(Tier.HOST) > 0
@@ -132,13 +132,13 @@ def test_edited_message_continues_from_the_turn_before(small: LoadedModel) -> No
     client = served.ask(edited, "x")
     assert client.text == alone.ask(edited, "x").text
     # A plan has dropped some of what came before the latest turn: all of that is read again.
-    assert client.told.cached_tokens == 0 < client.told.recomputed_tokens
+    assert client.result.cached_tokens == 0 < client.result.recomputed_tokens
     assert len(served.core.sessions) == 2
     roomy = serving(small, "epicache", tokens=512)
     said = answered(first, roomy.ask(first, "x"), SAID[1])
     roomy.ask(said, "x")
     edited = [*said[:-1], user("The sea is 5.")]
-    assert roomy.ask(edited, "x").told.cached_tokens > 0, "the latest turn is cut off a copy"
+    assert roomy.ask(edited, "x").result.cached_tokens > 0, "the latest turn is cut off a copy"
 
 
 def test_kept_view_shows_episodes_and_offloaded_entries(small: LoadedModel) -> None:
@@ -154,7 +154,7 @@ def test_kept_view_shows_episodes_and_offloaded_entries(small: LoadedModel) -> N
         max(max(head) for layer in held.layers for head in layer) == session.transcript.tokens - 1
     )
     parking = serving(small, "icecache")
-    parking.ask(told(2, 12), "x", max_new_tokens=2)
+    parking.ask(box_question(2, 12), "x", max_new_tokens=2)
     held = cached_positions(parking.core.sessions.find("a", "x"))
     both = zip(held.layers[1], held.parked[1], strict=True)
     assert all(sorted({*fast, *slow}) == list(range(held.tokens)) for fast, slow in both)

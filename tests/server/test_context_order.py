@@ -83,16 +83,16 @@ def test_reordered_contexts_hit_the_prefix_cache(small: LoadedModel) -> None:
     first = asked(served, "abc")
     again = asked(served, "cab", "And box b?")
     prefix = "".join(f"{TEXTS[name].rstrip()}\n\n" for name in "abc")
-    assert again.told.cached_tokens >= len(prefix)
+    assert again.result.cached_tokens >= len(prefix)
     for names in ("abc", "cab"):
         contexts = tuple(TEXTS[name] for name in names)
         plain = given.ask([user("And box b?")], contexts=contexts)
-    assert plain.told.cached_tokens < len(TEXTS["c"]), "the given order shares nothing"
+    assert plain.result.cached_tokens < len(TEXTS["c"]), "the given order shares nothing"
     line = "The 3 texts above, the most relevant first: 3, 1, 2."
     whole = given.ask([user(f"{prefix}{line}\n\nAnd box b?")])
-    assert again.text == whole.text and again.told.lossless
+    assert again.text == whole.text and again.result.lossless
     other = asked(served, "cab", tenant="b")
-    assert other.told.cached_tokens == 0 and first.told.cached_tokens == 0
+    assert other.result.cached_tokens == 0 and first.result.cached_tokens == 0
 
 
 def test_repeated_contexts_of_a_conversation_are_prefilled_once(small: LoadedModel) -> None:
@@ -110,8 +110,8 @@ def test_repeated_contexts_of_a_conversation_are_prefilled_once(small: LoadedMod
         )
     more = [*turns, ChatMessage("assistant", first.text), user("Why?")]
     second = served.ask(more, "x", contexts=contexts, context_order=SHARED)
-    assert second.told.session == "x" and second.told.recomputed_tokens == 0
-    assert second.told.cached_tokens > first.told.prompt_tokens
+    assert second.result.session == "x" and second.result.recomputed_tokens == 0
+    assert second.result.cached_tokens > first.result.prompt_tokens
 
 
 def test_contexts_that_stand_above_become_references() -> None:

@@ -41,22 +41,22 @@ def served(models: dict[str, LoadedModel], layers: tuple[int, int]) -> dict[str,
 def test_adapter_reuses_context_caches_of_its_base(models, layers) -> None:
     both = served(models, layers)
     own = Served(models["lora"], "ape").ask(ASKED, contexts=(ONE, TWO))
-    read = both["base"].ask(ASKED, contexts=(ONE, TWO)).told
+    read = both["base"].ask(ASKED, contexts=(ONE, TWO)).result
     assert read.cached_tokens == 0
     scoped = "a@lora"
     taken = both["lora"].ask(ASKED, tenant=scoped, contexts=(ONE, TWO))
-    assert taken.told.cached_tokens == sum(SIZES) and not taken.told.lossless
+    assert taken.result.cached_tokens == sum(SIZES) and not taken.result.lossless
     if layers == (0, 2):  # all layers are its own reading
         assert taken.text == own.text
-    stranger = both["lora"].ask(ASKED, tenant="b@lora", contexts=(ONE, TWO)).told
+    stranger = both["lora"].ask(ASKED, tenant="b@lora", contexts=(ONE, TWO)).result
     assert stranger.cached_tokens == 0
-    assert both["base"].ask(ASKED, contexts=(ONE,)).told.cached_tokens == SIZES[0]
+    assert both["base"].ask(ASKED, contexts=(ONE,)).result.cached_tokens == SIZES[0]
 
 
 def test_base_does_not_reuse_context_caches_of_its_adapter(models) -> None:
     both = served(models, (1, 2))
     both["lora"].ask(ASKED, tenant="a@lora", contexts=(ONE,))
-    assert both["base"].ask(ASKED, contexts=(ONE,)).told.cached_tokens == 0
+    assert both["base"].ask(ASKED, contexts=(ONE,)).result.cached_tokens == 0
 
 
 def test_hidden_states_count_into_host_memory(models) -> None:

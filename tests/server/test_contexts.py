@@ -36,17 +36,17 @@ def test_variants_and_anchors_are_reused_by_their_tenant(small: LoadedModel, pol
     exact = plain.ask(ASKED, contexts=(ONE, TWO)).text
     first = served.ask(ASKED, contexts=(ONE, TWO))
     again = served.ask(ASKED, contexts=(ONE, chunk_id(TWO)))
-    assert first.told.cached_tokens == 0 and first.text == exact
+    assert first.result.cached_tokens == 0 and first.text == exact
     # Behind the same contexts a variant and an anchor are what was computed there.
-    assert again.told.cached_tokens == sum(sizes) and not again.told.recomputed_tokens
-    assert again.text == exact and not again.told.lossless
-    moved = served.ask(ASKED, contexts=(TWO, ONE)).told
+    assert again.result.cached_tokens == sum(sizes) and not again.result.recomputed_tokens
+    assert again.text == exact and not again.result.lossless
+    moved = served.ask(ASKED, contexts=(TWO, ONE)).result
     if policy == "cachecraft":  # what stood second is new in front
         assert moved.cached_tokens == sizes[0] > moved.recomputed_tokens > 0
     else:  # what stood first is not known behind the other
         assert (moved.cached_tokens, moved.recomputed_tokens) == (sum(sizes), sizes[0])
     other = served.ask(ASKED, tenant="b", contexts=(ONE, TWO))
-    assert other.told.cached_tokens == 0 and other.text == exact
+    assert other.result.cached_tokens == 0 and other.text == exact
     assert served.core.ledger.used(Tier.DEVICE) == 0
 
 
@@ -90,7 +90,7 @@ def test_full_host_memory_evicts_variants(small: LoadedModel) -> None:
     tight.ask(ASKED, contexts=(ONE, TWO))
     assert 0 < tight.core.ledger.used(Tier.HOST) < taken
     none = Served(small, "kvcomm", host=0)
-    answers = [none.ask(ASKED, contexts=(ONE, TWO)).told.cached_tokens for _ in range(2)]
+    answers = [none.ask(ASKED, contexts=(ONE, TWO)).result.cached_tokens for _ in range(2)]
     assert answers == [0, 0] and none.core.ledger.used(Tier.HOST) == 0
 
 
@@ -99,15 +99,15 @@ def test_cached_contexts_are_reused_by_their_tenant_only(small: LoadedModel, pol
     served = Served(small, policy)
     first = served.ask(ASKED, contexts=(ONE, TWO))
     again = served.ask(ASKED, contexts=(chunk_id(ONE), TWO))
-    assert first.told.cached_tokens == 0
-    assert again.told.cached_tokens == len(ONE.rstrip()) + len(TWO.rstrip()) + 4
-    assert again.text == first.text and not again.told.lossless
-    assert again.told.prompt_tokens == first.told.prompt_tokens > again.told.cached_tokens
+    assert first.result.cached_tokens == 0
+    assert again.result.cached_tokens == len(ONE.rstrip()) + len(TWO.rstrip()) + 4
+    assert again.text == first.text and not again.result.lossless
+    assert again.result.prompt_tokens == first.result.prompt_tokens > again.result.cached_tokens
     moved = served.ask([user("And box 9?")], contexts=(TWO, ONE))
-    assert moved.told.cached_tokens == again.told.cached_tokens
+    assert moved.result.cached_tokens == again.result.cached_tokens
     assert not list(served.core.sessions), "no session stays behind a blended cache"
     other = served.ask(ASKED, tenant="b", contexts=(ONE, TWO))
-    assert other.told.cached_tokens == 0 and other.text == first.text
+    assert other.result.cached_tokens == 0 and other.text == first.text
     with pytest.raises(ApiError, match="not known here"):
         served.submit(ASKED, tenant="c", contexts=(chunk_id(ONE),))
     assert served.core.ledger.used(Tier.DEVICE) == 0
@@ -119,9 +119,9 @@ def test_document_tree_is_lossless_and_tenant_private(small: LoadedModel) -> Non
     asked = [((ONE, TWO), 0), ((ONE, TWO), sum(sizes)), ((TWO, ONE), 0), ((ONE, "New."), sizes[0])]
     for contexts, cached in asked:
         client = served.ask(ASKED, contexts=contexts)
-        assert client.told.cached_tokens == cached and client.told.lossless
+        assert client.result.cached_tokens == cached and client.result.lossless
         assert client.text == plain.ask(ASKED, contexts=contexts).text
-    assert served.ask(ASKED, tenant="b", contexts=(ONE, TWO)).told.cached_tokens == 0
+    assert served.ask(ASKED, tenant="b", contexts=(ONE, TWO)).result.cached_tokens == 0
     assert served.ask([user("Hi?")]).text == plain.ask([user("Hi?")]).text
 
 
@@ -194,10 +194,10 @@ def test_contexts_are_plain_text_under_other_policies(small: LoadedModel) -> Non
     apart = served.ask(ASKED, contexts=(ONE, TWO))
     text = f"{ONE.rstrip()}\n\n{TWO.rstrip()}\n\n{ASKED[0].text}"
     whole = served.ask([user(text)])
-    assert apart.text == whole.text and apart.told.lossless
-    assert whole.told.session == apart.told.session
+    assert apart.text == whole.text and apart.result.lossless
+    assert whole.result.session == apart.result.session
     exact = Served(small, "cacheblend").ask(ASKED, contexts=(ONE, TWO), exact=True)
-    assert exact.text == whole.text and exact.told.lossless
+    assert exact.text == whole.text and exact.result.lossless
 
 
 def test_chunks_take_a_share_of_host_memory(small: LoadedModel) -> None:
@@ -208,7 +208,7 @@ def test_chunks_take_a_share_of_host_memory(small: LoadedModel) -> None:
     served.ask(ASKED, contexts=(ONE, TWO))
     assert 0 < served.core.ledger.used(Tier.HOST) < taken
     again = served.ask(ASKED, contexts=(ONE, TWO))
-    assert again.told.cached_tokens < len(ONE) + len(TWO)
+    assert again.result.cached_tokens < len(ONE) + len(TWO)
     none = Served(small, "ape", host=0)
     assert none.ask(ASKED, contexts=(ONE, TWO)).text == again.text
     assert none.core.ledger.used(Tier.HOST) == 0

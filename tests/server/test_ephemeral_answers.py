@@ -10,7 +10,7 @@ from larder.engine import SamplingParams
 from larder.models import LoadedModel
 from larder.server import Request
 from larder.store import Tier
-from server_core import LIMITED, STEPWISE, Client, Served, answered, told, user
+from server_core import LIMITED, STEPWISE, Client, Served, answered, box_question, user
 
 DRAWN = SamplingParams(temperature=1.0, seed=7)
 
@@ -39,29 +39,29 @@ def answers(served: Served, several: list[Request], together: bool) -> list[Clie
 @pytest.mark.parametrize("policy", ["full", LIMITED, STEPWISE])
 def test_choices_match_single_requests(small: LoadedModel, policy: str, together: bool) -> None:
     served, alone = Served(small, policy, tokens=64), Served(small, policy, tokens=64)
-    first = served.ask(told(1), "x")
-    turns = answered(told(1), first, "And what does the next box hold?")
+    first = served.ask(box_question(1), "x")
+    turns = answered(box_question(1), first, "And what does the next box hold?")
     clients = answers(served, requests(turns, 3, "x"), together)
     for number, client in enumerate(clients):
         name = f"s{number}"
-        alone.ask(told(1), name)
+        alone.ask(box_question(1), name)
         seed = replace(DRAWN, seed=DRAWN.seed + number)
         expected = alone.ask(turns, name, sampling=seed, max_new_tokens=9)
-        assert client.told.new_tokens and client.text == expected.text
+        assert client.result.new_tokens and client.text == expected.text
     assert [session.name for session in served.core.sessions] == ["x"]
     solo = Served(small, policy, tokens=64)
-    solo.ask(told(1), "x")
+    solo.ask(box_question(1), "x")
     answers(solo, requests(turns, 1, "x"), together)
     for tier in (Tier.DEVICE, Tier.HOST):
         assert served.core.ledger.used(tier) == solo.core.ledger.used(tier)
-    assert served.ask(answered(turns, clients[0], "So?"), "x").told.session == "x"
+    assert served.ask(answered(turns, clients[0], "So?"), "x").result.session == "x"
 
 
 def test_choices_prefill_the_prompt_once(small: LoadedModel) -> None:
     served = Served(small)
-    _, *others = answers(served, requests(told(3), 3), together=True)
-    length = others[0].told.prompt_tokens
-    assert [each.told.cached_tokens for each in others] == [length - 1] * 2
+    _, *others = answers(served, requests(box_question(3), 3), together=True)
+    length = others[0].result.prompt_tokens
+    assert [each.result.cached_tokens for each in others] == [length - 1] * 2
 
 
 @pytest.mark.parametrize("policy", ["full", LIMITED])
@@ -73,7 +73,7 @@ def test_scored_prompt_leaves_no_session(small: LoadedModel, policy: str) -> Non
         client, other = served.ask([], **scored), full.ask([], **scored)
         assert [each.token for each in client.logprobs[:-1]] == [ord(sign) for sign in text]
         assert client.logprobs == other.logprobs
-        assert client.told.cached_tokens == 0
+        assert client.result.cached_tokens == 0
     assert not list(served.core.sessions) and served.core.ledger.used(Tier.DEVICE) == 0
 
 
@@ -87,5 +87,5 @@ def test_cancelled_first_choice_does_not_stop_the_others(small: LoadedModel) -> 
     served.core.submit(others[0], other, served.core.clock())
     ticket.cancel()
     served.run()
-    assert client.told.reason == "cancelled" and other.told.new_tokens > 0
+    assert client.result.reason == "cancelled" and other.result.new_tokens > 0
     assert not list(served.core.sessions)

@@ -105,7 +105,7 @@ def test_server_batches_forced_tokens(loaded: LoadedModel, policy: str, temperat
                 sampling=sampling,
             )
             messages = [*messages, assistant(said.text), user("And now?")]
-            told.append((said.text, said.told.reason, said.told.new_tokens))
+            told.append((said.text, said.result.reason, said.result.new_tokens))
         return told, served.core.scheduler.steps
 
     told, steps = answers()
@@ -127,17 +127,17 @@ def test_answer_stops_inside_forced_tokens(loaded: LoadedModel) -> None:
     served = Served(loaded)
     constraint = regex_constraint("[ab]cdefgh")
     whole = served.ask(ASKED, constraint=constraint, max_new_tokens=9)
-    assert (whole.told.new_tokens, whole.told.reason) == (7, "stop")
+    assert (whole.result.new_tokens, whole.result.reason) == (7, "stop")
     for stop, most, text, reason in ((("ef",), 9, "cd", "stop"), ((), 3, "cd", "length")):
         said = served.ask(ASKED, constraint=constraint, stop=stop, max_new_tokens=most)
-        assert said.text[1:] == text and said.told.reason == reason
+        assert said.text[1:] == text and said.result.reason == reason
         with one_per_pass():
             single = served.ask(ASKED, constraint=constraint, stop=stop, max_new_tokens=most)
-        assert (single.text, single.told.new_tokens) == (said.text, said.told.new_tokens)
+        assert (single.text, single.result.new_tokens) == (said.text, said.result.new_tokens)
     scored = served.ask(ASKED, constraint=constraint, logprobs=0, max_new_tokens=9)
     assert [each.text for each in scored.logprobs] == list(scored.text)
     exact = served.ask(ASKED, constraint=constraint, max_new_tokens=7)
-    assert exact.told.reason == "stop"
+    assert exact.result.reason == "stop"
 
 
 @pytest.mark.extended

@@ -139,17 +139,17 @@ def test_image_conversation_matches_the_model(name: str, merges: list[int]) -> N
     turns = answered(turns, first, "Why?")
     second = one.ask(turns)
     assert_answered(name, one, [10, 20])
-    assert merges == [2] and second.told.cached_tokens > first.told.prompt_tokens
+    assert merges == [2] and second.result.cached_tokens > first.result.prompt_tokens
     turns = answered(turns, second, "")[:-1] + [one.message("An this one? ", 30, " So?")]
     third = one.ask(turns)
     assert_answered(name, one, [10, 20, 30])
-    assert merges == [2, 1] and third.told.cached_tokens > second.told.prompt_tokens
+    assert merges == [2, 1] and third.result.cached_tokens > second.result.prompt_tokens
     if not one.session().serving.can_truncate:
         return
-    other = one.ask([one.message("Look with care: ", 11, " an", 20, "?")], "y").told
+    other = one.ask([one.message("Look with care: ", 11, " an", 20, "?")], "y").result
     assert other.cached_tokens == len("User: Look with care: ")
-    same = one.ask([one.message("Look with care: ", 10, " an", 20, "!")], "z").told
-    assert same.cached_tokens == first.told.prompt_tokens - len("?\nAssistant:")
+    same = one.ask([one.message("Look with care: ", 10, " an", 20, "!")], "z").result
+    assert same.cached_tokens == first.result.prompt_tokens - len("?\nAssistant:")
 
 
 def test_dropped_image_cache_is_recomputed(merges: list[int]) -> None:
@@ -159,7 +159,7 @@ def test_dropped_image_cache_is_recomputed(merges: list[int]) -> None:
     turns = answered(turns, one.ask(turns), "")[:-1] + [one.message("An", 30, "?")]
     one.served.core.tiers.drop(one.session())
     again = one.ask(turns)
-    assert again.told.cached_tokens == 0
+    assert again.result.cached_tokens == 0
     assert_answered(QWEN, one, [10, 30])
     assert merges == [1, 1, 1]
     one.served.core.tiers.drop(one.session())
@@ -177,15 +177,15 @@ def test_sessions_share_no_prefix_past_a_different_image() -> None:
     for name, shades, cached in (
         ("y", (11, 20), before),
         ("z", (10, 21), before),  # one image of a turn, and none of them is reused
-        ("w", (10, 20), answer.told.prompt_tokens - 1),
+        ("w", (10, 20), answer.result.prompt_tokens - 1),
     ):
-        told = one.ask([one.message(text, shades[0], asked, shades[1], "?")], name).told
+        told = one.ask([one.message(text, shades[0], asked, shades[1], "?")], name).result
         assert told.cached_tokens == cached
         assert_answered(QWEN, one, [*shades], name)
     for shade in (30, 31):  # two branches of one session
         turns = [*answered(first, answer, "")[:-1], one.message(asked, shade, "?")]
-        report = one.ask(turns).told
-        assert answer.told.prompt_tokens < report.cached_tokens < report.prompt_tokens - 1
+        report = one.ask(turns).result
+        assert answer.result.prompt_tokens < report.cached_tokens < report.prompt_tokens - 1
         assert_answered(QWEN, one, [10, 20, shade], report.session)
 
 
@@ -201,7 +201,7 @@ def test_stored_image_session_continues(tmp_path: Path, merges: list[int]) -> No
     after = ImageClient(store, images)
     again = after.ask(turns)
     assert_answered(QWEN, after, [10])
-    assert again.told.restored_tokens > 0 and merges == [1]
+    assert again.result.restored_tokens > 0 and merges == [1]
     store.close()
 
 

@@ -25,7 +25,7 @@ from larder.server import (
 )
 from larder.server.persistence import session_file
 from larder.store import ByteBudgets, Store, Tier
-from server_core import Served, told, user
+from server_core import Served, box_question, user
 from server_engine_clients import Waiting
 
 
@@ -50,7 +50,7 @@ def test_concurrent_clients_are_answered(hub: LocalEngineClient) -> None:
     reports: dict[int, Report] = {}
 
     def talk(number: int) -> None:
-        reports[number] = ask(hub, told(number, 1), f"n{number}")[0].wait()
+        reports[number] = ask(hub, box_question(number, 1), f"n{number}")[0].wait()
 
     threads = [threading.Thread(target=talk, args=(number,)) for number in range(6)]
     for thread in threads:
@@ -77,7 +77,7 @@ def test_failed_pin_write_leaves_the_session_unpinned(
             persistence=StoreSessionPersistence(store, small.decoder.spec),
         )
     ) as hub:
-        ask(hub, told(1), "x")[0].wait()
+        ask(hub, box_question(1), "x")[0].wait()
         with monkeypatch.context() as patch:
             patch.setattr(store.sessions, "label", full)
             with pytest.raises(ApiError, match="try again") as refused:
@@ -91,7 +91,7 @@ def test_failed_pin_write_leaves_the_session_unpinned(
 
 
 def test_ticket_cancels_a_running_answer(hub: LocalEngineClient) -> None:
-    client, ticket = ask(hub, told(1), "x", new=1000)
+    client, ticket = ask(hub, box_question(1), "x", new=1000)
     ticket.cancel()
     assert client.wait().reason == "cancelled"
     ticket.cancel()
@@ -99,7 +99,7 @@ def test_ticket_cancels_a_running_answer(hub: LocalEngineClient) -> None:
 
 
 def test_sessions_are_managed_by_name(hub: LocalEngineClient) -> None:
-    ask(hub, told(1), "x")[0].wait()
+    ask(hub, box_question(1), "x")[0].wait()
     assert hub.pin("a", "x").pinned and not hub.unpin("a", "x").pinned
     fork = hub.fork("a", "x", "y")
     assert fork.turns == 2 and fork.tier == "none" and hub.compact("a", "x").tier == "device"
@@ -116,7 +116,7 @@ def test_sessions_are_managed_by_name(hub: LocalEngineClient) -> None:
     hub.remove("a", "x")
     assert sorted(view.name for view in hub.sessions("a")) == ["y", "z"]
     assert hub.sessions("b") == ()
-    for name in ("x", "unheard of"):
+    for name in ("x", "unacknowledged of"):
         with pytest.raises(ApiError) as caught:
             hub.session("a", name)
         assert caught.value.code == "session_not_found"
@@ -127,8 +127,8 @@ def test_sessions_are_managed_by_name(hub: LocalEngineClient) -> None:
 
 def test_branches_are_removed_with_a_session_on_request(hub: LocalEngineClient) -> None:
     def branched(name: str) -> tuple[str, ...]:
-        ask(hub, told(1), name)[0].wait()
-        made = [ask(hub, told(number), name)[0].wait().session for number in (2, 3)]
+        ask(hub, box_question(1), name)[0].wait()
+        made = [ask(hub, box_question(number), name)[0].wait().session for number in (2, 3)]
         hub.fork("a", name, f"{name} of one's own")
         return tuple(made)
 
@@ -143,8 +143,8 @@ def test_branches_are_removed_with_a_session_on_request(hub: LocalEngineClient) 
 
 def test_removal_with_a_busy_branch_removes_nothing(hub: LocalEngineClient) -> None:
     for number in (1, 2):
-        ask(hub, told(number), "x")[0].wait()
-    _, ticket = ask(hub, told(3), "x~2", new=1000)
+        ask(hub, box_question(number), "x")[0].wait()
+    _, ticket = ask(hub, box_question(3), "x~2", new=1000)
     with pytest.raises(ApiError) as caught:
         hub.remove("a", "x", branches=True)
     assert caught.value.code == "session_busy"
@@ -153,7 +153,7 @@ def test_removal_with_a_busy_branch_removes_nothing(hub: LocalEngineClient) -> N
 
 
 def test_kept_view_does_not_move_caches(hub: LocalEngineClient) -> None:
-    ask(hub, told(1), "x")[0].wait()
+    ask(hub, box_question(1), "x")[0].wait()
     before, core = hub.kept("a", "x"), hub.context.core
     assert hub.context.thread.call(lambda: core.tiers.offload(core.find("a", "x")))
     held = hub.kept("a", "x")
@@ -199,7 +199,7 @@ def test_text_beyond_the_context_length_is_not_tokenized(
 def test_close_cancels_running_requests_and_refuses_new_ones(
     hub: LocalEngineClient,
 ) -> None:
-    client, _ = ask(hub, told(1), "x", new=1000)
+    client, _ = ask(hub, box_question(1), "x", new=1000)
     hub.close()
     assert client.wait().reason == "cancelled" and not hub.is_healthy()
     with pytest.raises(ApiError) as caught:
@@ -232,7 +232,7 @@ def test_imports_and_exports_run_off_the_model_thread(
         )
         hub = LocalEngineClient(Engine(small, policy="full"), persistence=keepers[-1])
         if len(keepers) == 1:
-            ask(hub, told(1), "x")[0].wait()
+            ask(hub, box_question(1), "x")[0].wait()
         else:
             hub.import_("a", "y", hub.export("a", "x"))
         hub.close()
@@ -242,10 +242,10 @@ def test_imports_and_exports_run_off_the_model_thread(
 
 def test_matched_stop_string_is_reported(small: LoadedModel) -> None:
     served = Served(small)
-    whole = served.ask(told(1), max_new_tokens=6)
-    assert whole.told.matched_stop is None
+    whole = served.ask(box_question(1), max_new_tokens=6)
+    assert whole.result.matched_stop is None
     stops = (whole.text[3], whole.text[2:4], "not in it")
-    cut = served.ask(told(1), max_new_tokens=6, stop=stops)
+    cut = served.ask(box_question(1), max_new_tokens=6, stop=stops)
     first = min(stops[:2], key=lambda stop: (whole.text.find(stop), stop))
-    assert cut.told.matched_stop == first
+    assert cut.result.matched_stop == first
     assert cut.text == whole.text[: whole.text.find(first)]

@@ -9,7 +9,7 @@ import pytest
 from larder.core import CacheError
 from larder.models import Decoder
 from larder.server.session_backend import base
-from server_core import Client, Served, answered, characters, told
+from server_core import Client, Served, answered, box_question, characters
 
 
 @pytest.fixture
@@ -28,12 +28,14 @@ def passes(monkeypatch) -> list[list[int]]:
 
 
 def asked(served: Served, count: int, sentences: int = 2) -> list[Client]:
-    return [served.submit(told(number, sentences), f"s{number}")[0] for number in range(count)]
+    return [
+        served.submit(box_question(number, sentences), f"s{number}")[0] for number in range(count)
+    ]
 
 
 def test_simultaneous_prompts_are_packed_in_one_forward_batch(passes) -> None:
     alone = Served(characters())
-    expected = [alone.ask(told(number), f"s{number}").text for number in range(4)]
+    expected = [alone.ask(box_question(number), f"s{number}").text for number in range(4)]
     singles, passes[:] = list(passes), []
     served = Served(characters())
     clients = asked(served, 4)
@@ -44,8 +46,8 @@ def test_simultaneous_prompts_are_packed_in_one_forward_batch(passes) -> None:
     assert served.core.scheduler.blocks == 1
     for number, client in enumerate(clients):
         turn = alone.core.find("a", f"s{number}").turns[0]
-        assert client.told.prompt_tokens == len(turn.prompt_ids)
-        turns = answered(told(number), client, "And the next one?")
+        assert client.result.prompt_tokens == len(turn.prompt_ids)
+        turns = answered(box_question(number), client, "And the next one?")
         assert served.ask(turns, f"s{number}").text == alone.ask(turns, f"s{number}").text
 
 
@@ -66,15 +68,15 @@ def test_blocks_of_unpackable_policies_are_prefilled_separately(passes) -> None:
 
 def test_prompts_with_logprobs_are_prefilled_separately(passes) -> None:
     served = Served(characters())
-    scored, _ = served.submit(told(0), "s0", prompt_logprobs=True, logprobs=0)
-    asked_later, _ = served.submit(told(1), "s1")
+    scored, _ = served.submit(box_question(0), "s0", prompt_logprobs=True, logprobs=0)
+    asked_later, _ = served.submit(box_question(1), "s1")
     served.run()
-    assert scored.told.new_tokens and asked_later.told.new_tokens
+    assert scored.result.new_tokens and asked_later.result.new_tokens
     assert {len(rows) for rows in passes} == {1}
 
 
 def test_failed_packed_batch_is_retried_one_by_one(monkeypatch) -> None:
-    expected = [Served(characters()).ask(told(number)).text for number in range(3)]
+    expected = [Served(characters()).ask(box_question(number)).text for number in range(3)]
     read = Decoder.read
 
     def refusing(self: Decoder, segments: Any, *args: Any, **named: Any) -> None:
@@ -100,11 +102,11 @@ def test_failing_request_of_a_packed_batch_fails_alone(monkeypatch) -> None:
 
     monkeypatch.setattr(Decoder, "read", refusing)
     served = Served(characters())
-    first, _ = served.submit(told(0, 8), "s0")
-    others = [served.submit(told(number, 1), f"s{number}")[0] for number in (1, 2)]
+    first, _ = served.submit(box_question(0, 8), "s0")
+    others = [served.submit(box_question(number, 1), f"s{number}")[0] for number in (1, 2)]
     served.run()
     assert isinstance(first.error, CacheError)
-    assert all(client.told.new_tokens for client in others)
+    assert all(client.result.new_tokens for client in others)
 
 
 @pytest.fixture
@@ -123,13 +125,13 @@ def steps(monkeypatch) -> list[list[int]]:
 
 def test_short_prompts_are_prefilled_in_decode_steps(steps) -> None:
     alone = Served(characters())
-    expected = [alone.ask(told(number, 1), f"s{number}").text for number in range(4)]
+    expected = [alone.ask(box_question(number, 1), f"s{number}").text for number in range(4)]
     steps.clear()
     served = Served(characters())
     first = asked(served, 1, sentences=1)
     for _ in range(3):
         served.core.step()
-    others = [served.submit(told(number, 1), f"s{number}")[0] for number in range(1, 4)]
+    others = [served.submit(box_question(number, 1), f"s{number}")[0] for number in range(1, 4)]
     served.run()
     assert [client.text for client in (*first, *others)] == expected
     assert served.core.scheduler.blocks == 0
@@ -137,13 +139,13 @@ def test_short_prompts_are_prefilled_in_decode_steps(steps) -> None:
     assert mixed
     assert max(map(max, steps)) <= base.SHORT_TAIL_TOKENS
     for number, client in enumerate((*first, *others)):
-        turns = answered(told(number, 1), client, "And the next one?")
+        turns = answered(box_question(number, 1), client, "And the next one?")
         assert served.ask(turns, f"s{number}").text == alone.ask(turns, f"s{number}").text
 
 
 def test_short_prompts_that_arrive_together_start_in_one_step(steps) -> None:
     alone = Served(characters())
-    expected = [alone.ask(told(number, 1), f"s{number}").text for number in range(4)]
+    expected = [alone.ask(box_question(number, 1), f"s{number}").text for number in range(4)]
     served = Served(characters())
     steps.clear()  # of the verification of the model
     clients = asked(served, 4, sentences=1)
@@ -164,7 +166,7 @@ def test_prompt_tokens_of_one_step_are_at_most_a_block(steps) -> None:
     steps.clear()
     clients = asked(served, 5, sentences=1)
     served.run()
-    assert all(client.told.new_tokens for client in clients)
+    assert all(client.result.new_tokens for client in clients)
     ends = [[count for count in rows if count > 1] for rows in steps]
     assert max(map(len, ends)) == 2
     assert max(map(sum, ends)) <= most
@@ -172,12 +174,12 @@ def test_prompt_tokens_of_one_step_are_at_most_a_block(steps) -> None:
 
 def test_long_prompt_progresses_beside_short_ones(steps) -> None:
     served = Served(characters(), prefill_chunk=64)
-    long, _ = served.submit(told(0, 12), "long")
+    long, _ = served.submit(box_question(0, 12), "long")
     shorts = list[Client]()
     while long.report is None and len(steps) < 200:
-        shorts.append(served.submit(told(len(shorts), 1), None)[0])
+        shorts.append(served.submit(box_question(len(shorts), 1), None)[0])
         served.core.step()
     served.run()
-    assert long.told.new_tokens and len(shorts) < 200
+    assert long.result.new_tokens and len(shorts) < 200
     assert all(sum(n for n in rows if n > 1) <= 64 for rows in steps)
-    assert all(short.told.new_tokens for short in shorts)
+    assert all(short.result.new_tokens for short in shorts)

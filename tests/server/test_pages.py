@@ -8,7 +8,7 @@ import pytest
 
 from larder.cache import PageArena
 from larder.ops import AttentionBackend
-from server_core import Served, answered, characters, told
+from server_core import Served, answered, box_question, characters
 
 PAGE = 8
 BEGINNING = 20  # sentences of a prompt
@@ -31,7 +31,7 @@ def taken(arena: PageArena) -> int:
 @pytest.mark.extended
 def test_sessions_with_a_common_prefix_share_pages() -> None:
     plain, (served, arena) = Served(characters()), over_pages()
-    turns, answers = told(0, BEGINNING), list[str]()
+    turns, answers = box_question(0, BEGINNING), list[str]()
     for own in (plain, served):
         first = own.ask(turns, "first")
         more = answered(turns, first, "And the last box?")
@@ -50,7 +50,7 @@ def test_sessions_with_a_common_prefix_share_pages() -> None:
     assert both > taken(arena) >= alone
     served.check()
     third = answered(more, served.ask(more, "second"), "And now?")
-    assert served.ask(third, "second").told.cached_tokens > 0
+    assert served.ask(third, "second").result.cached_tokens > 0
     served.core.remove("a", "second")
     assert taken(arena) == 0
 
@@ -58,7 +58,7 @@ def test_sessions_with_a_common_prefix_share_pages() -> None:
 @pytest.mark.extended
 def test_paged_sessions_are_offloaded_and_restored() -> None:
     plain, (served, _) = Served(characters()), over_pages(device=250_000, host=150_000)
-    turns = {f"s{number}": told(number, 3) for number in range(5)}
+    turns = {f"s{number}": box_question(number, 3) for number in range(5)}
     for _ in range(2):
         for name, own in turns.items():
             client, expected = served.ask(own, name), plain.ask(own, name)

@@ -11,7 +11,7 @@ import pytest
 from larder.core import StoreSlow
 from larder.models import LoadedModel
 from larder.server import ApiError, SessionState, StoredSession, StoreSessionPersistence
-from server_core import told
+from server_core import box_question
 from server_engine_clients import SLOW, ask, failing, hub_in
 
 READER = "reader"
@@ -24,7 +24,7 @@ def test_read_finished_after_a_deletion_does_not_restore_the_session(
 ) -> None:
     """The read finishes after the store has removed the session, or just before."""
     with hub_in(tmp_path, small) as hub:
-        ask(hub, told(1), "x")
+        ask(hub, box_question(1), "x")
     with hub_in(tmp_path, small) as hub, ThreadPoolExecutor(1, READER) as reader:
         is_read, goes_on = Event(), Event()
         recall, remove = hub.context.persistence.load, hub.context.persistence.remove
@@ -56,13 +56,13 @@ def test_read_finished_after_a_deletion_does_not_restore_the_session(
             goes_on.set()
             assert isinstance(read.exception(30), ApiError)
         assert hub.sessions("a") == ()
-        assert ask(hub, told(1), "x").told.session == "x"
+        assert ask(hub, box_question(1), "x").result.session == "x"
 
 
 def test_session_stays_readable_after_a_failed_deletion(small: LoadedModel, tmp_path: Path) -> None:
     with hub_in(tmp_path, small) as hub:
         assert isinstance(hub.context.persistence, StoreSessionPersistence)
-        ask(hub, told(1), "x")
+        ask(hub, box_question(1), "x")
         with (
             failing(hub.context.persistence._store.sessions, "remove", SLOW),
             pytest.raises(StoreSlow),

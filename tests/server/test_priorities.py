@@ -11,9 +11,9 @@ import pytest
 from larder.models import LoadedModel
 from larder.server import MIN_MOVES, PROBE_INTERVAL, ChatMessage, HostMoveRates
 from larder.store import Tier
-from server_core import POLICIES, Client, Served, answered, told
+from server_core import POLICIES, Client, Served, answered, box_question
 
-LONG = told(2, 12)
+LONG = box_question(2, 12)
 REST = ((1, None), (1, 0), (30, 0))  # steps before an urgent request, and room on the host
 
 
@@ -45,9 +45,9 @@ def finished(served: Served, clients: dict[str, Client]) -> list[str]:
 
 
 def test_lower_priority_values_run_first(small: LoadedModel) -> None:
-    served = Served(small, device=int(1.2 * room(small, "full", told(1), 4)))
+    served = Served(small, device=int(1.2 * room(small, "full", box_question(1), 4)))
     clients = {
-        f"{priority} {n}": served.submit(told(n + 10 * priority), priority=priority)[0]
+        f"{priority} {n}": served.submit(box_question(n + 10 * priority), priority=priority)[0]
         for n, priority in enumerate((2, 1, 1, 0, 2))
     }
     assert finished(served, clients) == ["0 3", "1 1", "1 2", "2 0", "2 4"]
@@ -59,18 +59,18 @@ def test_prefill_and_decode_follow_priority(small: LoadedModel) -> None:
     late = {"late": served.submit(LONG, tenant="a", priority=1, max_new_tokens=8)[0]}
     for _ in range(2):
         served.step()
-    first = {"first": served.submit(told(3, 12), tenant="b", max_new_tokens=8)[0]}
+    first = {"first": served.submit(box_question(3, 12), tenant="b", max_new_tokens=8)[0]}
     assert finished(served, late | first) == ["first", "late"]
-    assert not late["late"].text or late["late"].told
+    assert not late["late"].text or late["late"].result
 
 
 def test_equal_priorities_share_by_tokens_served(small: LoadedModel) -> None:
     """Two tenants read equally many tokens although one has four times as many requests."""
     served = Served(small, "full", prefill_chunk=16)
-    flood = [served.submit(told(n, 12), tenant="a", priority=3)[0] for n in range(4)]
-    served.submit(told(9, 12), tenant="b", priority=3)
-    served.submit(told(8, 12), tenant="b", priority=3)
-    served.submit(told(7, 2), tenant="c", priority=4)
+    flood = [served.submit(box_question(n, 12), tenant="a", priority=3)[0] for n in range(4)]
+    served.submit(box_question(9, 12), tenant="b", priority=3)
+    served.submit(box_question(8, 12), tenant="b", priority=3)
+    served.submit(box_question(7, 2), tenant="c", priority=4)
     for _ in range(24):
         served.step()
         one, other = (served.core.scheduler._served[tenant] for tenant in "ab")
@@ -87,11 +87,11 @@ def test_preempted_answer_resumes_unchanged(
     small: LoadedModel, policy: str, steps: int, host: int | None
 ) -> None:
     alone = Served(small, policy)
-    turns = told(1)
+    turns = box_question(1)
     before = alone.ask(turns, "x", max_new_tokens=6)
     more = answered(turns, before, LONG[0].text)
     expected = alone.ask(more, "x", max_new_tokens=40)
-    urgent_text = alone.ask(told(5, 12), max_new_tokens=4).text
+    urgent_text = alone.ask(box_question(5, 12), max_new_tokens=4).text
 
     device = int(1.3 * room(small, policy, more, 40))
     served = Served(small, policy, device=device, host=500_000 if host is None else 150_000)
@@ -100,12 +100,12 @@ def test_preempted_answer_resumes_unchanged(
     for _ in range(steps):
         served.step()
     assert slow.report is None
-    urgent, _ = served.submit(told(5, 12), tenant="b", max_new_tokens=4)
+    urgent, _ = served.submit(box_question(5, 12), tenant="b", max_new_tokens=4)
     assert finished(served, {"slow": slow, "urgent": urgent}) == ["urgent", "slow"]
     assert served.core.scheduler.preemptions == 1
     assert urgent.text == urgent_text and slow.text == expected.text
     for name in ("prompt_tokens", "new_tokens", "session", "reason"):
-        assert getattr(slow.told, name) == getattr(expected.told, name)
+        assert getattr(slow.result, name) == getattr(expected.result, name)
     served.core.tiers.lower(Tier.DEVICE, 10 * device)
     following = answered(more, slow, "And now?")
     assert served.ask(following, "x").text == alone.ask(following, "x").text
@@ -115,7 +115,7 @@ def test_preempted_answer_resumes_unchanged(
 def test_cancelled_preempted_request_leaves_the_session_unchanged(
     small: LoadedModel, policy: str
 ) -> None:
-    turns = told(1)
+    turns = box_question(1)
     device = int(1.3 * room(small, policy, LONG, 40))
     served, alone = Served(small, policy, device=device), Served(small, policy)
     before = served.ask(turns, "x")
@@ -125,12 +125,12 @@ def test_cancelled_preempted_request_leaves_the_session_unchanged(
     )
     for _ in range(25):
         served.step()
-    urgent, _ = served.submit(told(5, 10), max_new_tokens=30)
+    urgent, _ = served.submit(box_question(5, 10), max_new_tokens=30)
     while not served.core.scheduler.preemptions:
         served.step()
     ticket.cancel()
     served.run()
-    assert slow.told.reason == "cancelled" and urgent.told.new_tokens == 30
+    assert slow.result.reason == "cancelled" and urgent.result.new_tokens == 30
     again = answered(turns, before, "Which box?")
     assert served.ask(again, "x").text == alone.ask(again, "x").text
     assert served.core.sessions.find("a", "x").transcript.epoch == 2
@@ -140,7 +140,7 @@ def test_request_is_not_preempted_by_equal_priority(small: LoadedModel) -> None:
     served = Served(small, device=int(1.2 * room(small, "full", LONG, 40)))
     first, _ = served.submit(LONG, priority=1, max_new_tokens=40)
     served.step()
-    second, _ = served.submit(told(4, 10), tenant="b", priority=1)
+    second, _ = served.submit(box_question(4, 10), tenant="b", priority=1)
     assert finished(served, {"first": first, "second": second}) == ["first", "second"]
     assert served.core.scheduler.preemptions == 0
 
@@ -151,10 +151,10 @@ def test_exhausted_tenant_quota_does_not_preempt_others(small: LoadedModel, poli
     quota = int(1.2 * reserved(small, policy, LONG, 40))
     served = Served(small, policy, quotas={Tier.DEVICE: quota})
     first, _ = served.submit(LONG, tenant="a", max_new_tokens=40)
-    other, _ = served.submit(told(3), tenant="b", priority=5, max_new_tokens=40)
+    other, _ = served.submit(box_question(3), tenant="b", priority=5, max_new_tokens=40)
     served.step()
-    waiting, _ = served.submit(told(5, 12), tenant="a", max_new_tokens=40)
-    late, _ = served.submit(told(6), tenant="c", priority=5, max_new_tokens=4)
+    waiting, _ = served.submit(box_question(5, 12), tenant="a", max_new_tokens=40)
+    late, _ = served.submit(box_question(6), tenant="c", priority=5, max_new_tokens=4)
     served.step()
     assert sorted(job.session.tenant for job in served.core.scheduler.running) == ["a", "b", "c"]
     clients = {"first": first, "other": other, "waiting": waiting, "late": late}
@@ -167,9 +167,9 @@ def test_tenant_at_its_quota_preempts_its_own_requests(small: LoadedModel) -> No
     quota = int(1.2 * reserved(small, "full", LONG, 40))
     served = Served(small, quotas={Tier.DEVICE: quota})
     slow, _ = served.submit(LONG, tenant="a", priority=1, max_new_tokens=40)
-    other, _ = served.submit(told(3), tenant="b", priority=9, max_new_tokens=60)
+    other, _ = served.submit(box_question(3), tenant="b", priority=9, max_new_tokens=60)
     served.step()
-    urgent, _ = served.submit(told(5, 12), tenant="a", max_new_tokens=4)
+    urgent, _ = served.submit(box_question(5, 12), tenant="a", max_new_tokens=4)
     order = finished(served, {"slow": slow, "urgent": urgent, "other": other})
     assert order.index("urgent") < order.index("slow")
     assert served.core.scheduler.preemptions == 1
@@ -182,7 +182,8 @@ def test_shortage_of_host_memory_preempts_no_device_request(small: LoadedModel) 
     def started(host: int | None) -> tuple[Served, list[list[ChatMessage]]]:
         served = Served(small, "limited", host=host)
         return served, [
-            answered(told(n), served.ask(told(n), name), "Why?") for n, name in ((1, "c"), (2, "j"))
+            answered(box_question(n), served.ask(box_question(n), name), "Why?")
+            for n, name in ((1, "c"), (2, "j"))
         ]
 
     ample, turns = started(None)
@@ -232,12 +233,14 @@ def test_prefill_tokens_between_decode_steps_are_bounded(
 ) -> None:
     served = Served(small, policy, prefill_chunk=chunk)
     bound = chunk or served.core.serving.block
-    quick = [served.submit(told(n, 1), max_new_tokens=60)[0] for n in range(2)]
+    quick = [served.submit(box_question(n, 1), max_new_tokens=60)[0] for n in range(2)]
     running = served.core.scheduler.running
     while len(running) < 2 or any(not job.answer.output_ids for job in running):
         served.step()
     jobs, steps = list(running), 0
-    long = [served.submit(told(n, 30), tenant=tenant)[0] for n, tenant in ((4, "b"), (5, "c"))]
+    long = [
+        served.submit(box_question(n, 30), tenant=tenant)[0] for n, tenant in ((4, "b"), (5, "c"))
+    ]
     with prompt_tokens(served) as counts:
         while any(each.report is None for each in long) and len(jobs[0].answer.output_ids) < 50:
             numbers, before = [len(job.answer.output_ids) for job in jobs], len(counts)
@@ -266,15 +269,15 @@ def test_cache_is_recomputed_when_moving_it_is_slower() -> None:
 def test_evicted_sessions_take_the_cheaper_of_offload_and_drop(
     small: LoadedModel, is_slow: bool
 ) -> None:
-    served = Served(small, device=int(1.2 * room(small, "full", told(1), 4)))
+    served = Served(small, device=int(1.2 * room(small, "full", box_question(1), 4)))
     for _ in range(MIN_MOVES):
         served.core.tiers.rates.note(1 if is_slow else 10**12, 1.0)
-    turns = told(1)
+    turns = box_question(1)
     first = served.ask(turns, "x")
-    served.ask(told(3), "y")
+    served.ask(box_question(3), "y")
     tiers = served.core.tiers
     assert (tiers.parked["host"] > 0) is not is_slow and (tiers.dropped > 0) is is_slow
     tiers.lower(Tier.DEVICE, 10**6)
     again = served.ask(answered(turns, first, "Why?"), "x")
-    assert (again.told.recomputed_tokens > 0) is is_slow
+    assert (again.result.recomputed_tokens > 0) is is_slow
     assert again.text == Served(small).ask(answered(turns, first, "Why?"), "x").text

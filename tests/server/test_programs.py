@@ -6,7 +6,7 @@ import pytest
 
 from larder.models import LoadedModel
 from larder.server import SchedulingPolicy, request_queue
-from server_core import Client, Served, answered, told
+from server_core import Client, Served, answered, box_question
 
 PROGRAMS = SchedulingPolicy.PROGRAM_FCFS
 
@@ -14,7 +14,7 @@ PROGRAMS = SchedulingPolicy.PROGRAM_FCFS
 def one_at_a_time(loaded: LoadedModel, scheduling: SchedulingPolicy) -> Served:
     """A server with memory for one conversation."""
     probe = Served(loaded)
-    probe.ask(told(1, 5), "x")
+    probe.ask(box_question(1, 5), "x")
     device = int(1.3 * probe.core.reservations.peak)
     return Served(loaded, device=device, host=60_000, scheduling=scheduling)
 
@@ -39,10 +39,10 @@ def test_started_program_precedes_new_programs_under_program_fcfs(
     small: LoadedModel, scheduling: SchedulingPolicy, order: list[str]
 ) -> None:
     served = one_at_a_time(small, scheduling)
-    turns = told(1, 3)
+    turns = box_question(1, 3)
     first = served.ask(turns, "old", program="P")
     names = ("running", "new 0", "new 1")
-    clients = {n: served.submit(told(k, 5), n)[0] for k, n in enumerate(names, start=2)}
+    clients = {n: served.submit(box_question(k, 5), n)[0] for k, n in enumerate(names, start=2)}
     served.step()
     clients["old"], _ = served.submit(answered(turns, first, "Why?"), "old", program="P")
     assert finished(served, clients) == order
@@ -51,25 +51,25 @@ def test_started_program_precedes_new_programs_under_program_fcfs(
 def test_new_programs_are_not_starved(small: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_queue, "MAX_PASSED_REQUESTS", 5)
     served = one_at_a_time(small, PROGRAMS)
-    turns = {name: told(number, 5) for number, name in enumerate(("old 0", "old 1"))}
+    turns = {name: box_question(number, 5) for number, name in enumerate(("old 0", "old 1"))}
     clients = {name: served.submit(own, name)[0] for name, own in turns.items()}
-    new, rounds = served.submit(told(7, 5), "new")[0], 0
+    new, rounds = served.submit(box_question(7, 5), "new")[0], 0
     while new.report is None and rounds < 12:
         served.step()
         for name, client in clients.items():
             if client.report is not None:
-                turns[name], rounds = told(rounds, 5), rounds + 1
+                turns[name], rounds = box_question(rounds, 5), rounds + 1
                 clients[name] = served.submit(turns[name], name, program=name)[0]
     assert new.report is not None and 5 <= rounds <= 8
 
 
 def test_resident_sessions_go_first_after_priority(small: LoadedModel) -> None:
     served = Served(small, scheduling=PROGRAMS)
-    turns, rank = told(1), served.core.scheduler.queue.policy.first
+    turns, rank = box_question(1), served.core.scheduler.queue.policy.first
     first = served.ask(turns, "held")
-    jobs = [served.submit(told(number), f"n{number}")[1] for number in (2, 3)]
+    jobs = [served.submit(box_question(number), f"n{number}")[1] for number in (2, 3)]
     again = served.submit(answered(turns, first, "Why?"), "held")[1]
-    urgent = served.submit(told(4), "urgent", priority=-1)[1]
+    urgent = served.submit(box_question(4), "urgent", priority=-1)[1]
     assert rank([*jobs, again]) is again and rank(jobs) is jobs[0]  # pyright: ignore
     assert rank([urgent, *jobs, again]) is urgent  # pyright: ignore
     served.run()
@@ -77,7 +77,7 @@ def test_resident_sessions_go_first_after_priority(small: LoadedModel) -> None:
 
 def test_uncontended_requests_are_admitted_at_once(small: LoadedModel) -> None:
     served = Served(small, scheduling=PROGRAMS)
-    turns = {name: told(number) for number, name in enumerate("ab")}
+    turns = {name: box_question(number) for number, name in enumerate("ab")}
     for _ in range(3):
         clients = {name: served.submit(own, name)[0] for name, own in turns.items()}
         served.step()
@@ -88,23 +88,23 @@ def test_uncontended_requests_are_admitted_at_once(small: LoadedModel) -> None:
 
 def test_predicted_pauses_of_a_new_tool_are_those_of_its_tenant(small: LoadedModel) -> None:
     served = Served(small, eviction="continuum")
-    turns = told(1)
+    turns = box_question(1)
     for number in range(3):
         client = served.ask(turns, "x", tool="test")
         turns = answered(turns, client, f"Why {number}?")
     usage = served.core.sessions.find("a", "x").usage
     assert len(usage.pause.pauses) == 2 and min(usage.pause.pauses) > 0 < usage.pause.wait_seconds
     assert usage.pause.pauses == tuple(usage.think_times)
-    served.ask(told(2), "y", tool="lint")
+    served.ask(box_question(2), "y", tool="lint")
     assert served.core.sessions.find("a", "y").usage.pause.pauses == usage.pause.pauses
-    served.ask(told(3), "z", tenant="b", tool="test")
+    served.ask(box_question(3), "z", tenant="b", tool="test")
     assert served.core.sessions.find("b", "z").usage.pause.pauses == ()
 
 
 def two_programs(loaded: LoadedModel, is_old_resident: bool) -> tuple[Served, dict[str, Client]]:
     """Requests of an old program, and of a later one whose cache is in memory."""
     served = Served(loaded, scheduling=PROGRAMS, prefill_chunk=16)
-    turns, long = {"old": told(1), "held": told(2)}, told(3, 5)[0].text
+    turns, long = {"old": box_question(1), "held": box_question(2)}, box_question(3, 5)[0].text
     clients = {name: served.ask(own, name, program=name) for name, own in turns.items()}
     if not is_old_resident:
         served.core.tiers.drop(served.core.sessions.find("a", "old"))

@@ -124,8 +124,8 @@ def test_cached_response_is_returned_to_its_tenant_only(small: LoadedModel) -> N
     cached = CachedClient(small)
     with closing(cached.client):
         first, again = cached.ask("Box 7 holds?"), cached.ask("Box seven, what does it hold?")
-        assert again.told.tier == "response" and again.text == first.text
-        assert first.told.tier != "response" and again.told.new_tokens == 0
+        assert again.result.tier == "response" and again.text == first.text
+        assert first.result.tier != "response" and again.result.new_tokens == 0
         asked = [
             cached.ask("Box 7 holds?", tenant="b"),
             cached.ask("Coin 7 holds?"),
@@ -133,7 +133,7 @@ def test_cached_response_is_returned_to_its_tenant_only(small: LoadedModel) -> N
             cached.ask("Box 7 holds?", cached_response=None),
             cached.ask("Box 7 holds?", stop=("x",)),
         ]
-        assert all(each.told.tier != "response" for each in asked)
+        assert all(each.result.tier != "response" for each in asked)
         assert cached.client.responses.hits == 1
 
 
@@ -141,11 +141,11 @@ def test_sampled_responses_are_reused_only_on_request(small: LoadedModel) -> Non
     cached, hot = CachedClient(small), SamplingParams(temperature=1.0)
     with closing(cached.client):
         for _ in range(2):
-            assert cached.ask("Box 7?", sampling=hot).told.tier != "response"
+            assert cached.ask("Box 7?", sampling=hot).result.tier != "response"
         wanted = CachedResponse("faq", is_sampled=True)
         cached.ask("Box 7?", sampling=hot, cached_response=wanted)
         again = cached.ask("Box 7?", sampling=hot, cached_response=wanted)
-        assert again.told.tier == "response"
+        assert again.result.tier == "response"
 
 
 def test_cached_examples_precede_the_question(small: LoadedModel) -> None:
@@ -155,8 +155,10 @@ def test_cached_examples_precede_the_question(small: LoadedModel) -> None:
         first = cached.ask("Open box 7.", cached_response=wanted)
         second = cached.ask("Open box 9.", cached_response=wanted)
         shown = cached.ask("Open box 7.", first.text, "Open box 9.", cached_response=None)
-        assert second.text == shown.text and second.told.prompt_tokens == shown.told.prompt_tokens
-        assert second.told.prompt_tokens > first.told.prompt_tokens
+        assert (
+            second.text == shown.text and second.result.prompt_tokens == shown.result.prompt_tokens
+        )
+        assert second.result.prompt_tokens > first.result.prompt_tokens
 
 
 def test_uncacheable_requests_are_refused(small: LoadedModel) -> None:
@@ -185,7 +187,10 @@ def test_cached_truncated_answer_keeps_its_finish_reason(small: LoadedModel) -> 
     cached = CachedClient(small)
     with closing(cached.client):
         first, again = cached.ask("Box 7?"), cached.ask("Box 7?")
-        assert again.told.tier == "response" and again.told.reason == first.told.reason == "length"
+        assert (
+            again.result.tier == "response"
+            and again.result.reason == first.result.reason == "length"
+        )
 
 
 def test_entry_stores_the_question_that_was_answered(small: LoadedModel) -> None:
@@ -203,7 +208,7 @@ def test_questions_longer_than_the_embedder_are_not_cached(small: LoadedModel) -
     cached = CachedClient(small)
     with closing(cached.client):
         for text in ("Lamp" + " on" * 20, "Lamp" + " off" * 20):
-            assert cached.ask(text).told.tier != "response"
+            assert cached.ask(text).result.tier != "response"
         with pytest.raises(ApiError, match="characters"):
             cached.ask("x" * 1_000_000)
         assert not cached.client.responses._tenants
@@ -248,12 +253,12 @@ def test_deleted_session_removes_its_cached_responses(small: LoadedModel, quota:
     with closing(cached.client):
         other = cached.ask("Coin 7?", tenant="b")
         kept, gone = cached.ask("Coin 7?"), cached.ask("Box 7?")
-        assert cached.client.remove("a", gone.told.session) == ()
+        assert cached.client.remove("a", gone.result.session) == ()
         own = cached.client.responses._tenants["a", "faq"]
         left = [*own.kept, *own._asked.values()]
-        assert all(each.session == kept.told.session for each in left)
-        assert cached.ask("Box 7?").told.tier != "response"
-        assert cached.ask("Coin 7?").told.tier == "response"
+        assert all(each.session == kept.result.session for each in left)
+        assert cached.ask("Box 7?").result.tier != "response"
+        assert cached.ask("Coin 7?").result.tier == "response"
         assert cached.ask("Coin 7?", tenant="b").text == other.text
         assert cached.client.responses.hits == 2
 
@@ -265,6 +270,6 @@ def test_private_responses_are_not_cached(small: LoadedModel) -> None:
         own = cached.client.responses._of("a", "faq", 0.0)
         assert not own.kept and not own._asked
         first = cached.ask("Box 7?")
-        assert first.told.tier != "response"
+        assert first.result.tier != "response"
         assert cached.ask("Box 7?", cached_response=private).text == first.text
         assert cached.client.responses.hits == 1

@@ -19,15 +19,15 @@ from larder.server import (
     session_superseded,
 )
 from larder.store import Store, Tier
-from server_core import Served, answered, told, user
+from server_core import Served, answered, box_question, user
 
 
 @pytest.mark.failure(number=24)
 def test_budget_lowered_during_an_answer_holds_after_it(small: LoadedModel) -> None:
     served = Served(small, device=20_000_000, host=20_000_000)
-    first = served.ask(told(1), "x")
-    ends, ticket = served.submit(answered(told(1), first, "Why?"), "x")
-    goes_on, _ = served.submit(told(2), "y", max_new_tokens=8)
+    first = served.ask(box_question(1), "x")
+    ends, ticket = served.submit(answered(box_question(1), first, "Why?"), "x")
+    goes_on, _ = served.submit(box_question(2), "y", max_new_tokens=8)
     while not goes_on.text:
         served.step()
     served.core.tiers.lower(Tier.DEVICE, 1000)
@@ -35,7 +35,7 @@ def test_budget_lowered_during_an_answer_holds_after_it(small: LoadedModel) -> N
     while served.core.step():
         pass
     assert ends.report is not None and ends.error is None
-    assert goes_on.told.new_tokens == 8
+    assert goes_on.result.new_tokens == 8
     served.check()
 
 
@@ -53,21 +53,21 @@ class FailingSampling(SamplingParams):
 
 def test_failing_sampler_does_not_change_other_answers(small: LoadedModel) -> None:
     served, alone = Served(small), Served(small)
-    good = [served.submit(told(number), max_new_tokens=9)[0] for number in range(2)]
-    bad, _ = served.submit(told(2), max_new_tokens=9, sampling=FailingSampling())
+    good = [served.submit(box_question(number), max_new_tokens=9)[0] for number in range(2)]
+    bad, _ = served.submit(box_question(2), max_new_tokens=9, sampling=FailingSampling())
     served.run()
     assert isinstance(bad.error, RuntimeError)
     for number, client in enumerate(good):
-        assert client.text == alone.ask(told(number), max_new_tokens=9).text
+        assert client.text == alone.ask(box_question(number), max_new_tokens=9).text
 
 
 def test_eviction_spares_the_session_to_be_loaded(small: LoadedModel) -> None:
     alone = Served(small)
-    alone.ask(told(1), "x")
+    alone.ask(box_question(1), "x")
     need, held = alone.core.reservations.peak, alone.core.sessions.find("a", "x").residency.nbytes
     served = Served(small, device=int(1.2 * need), host=int(1.5 * held) + 20_000)
     for number, name in enumerate("xy"):
-        served.ask(told(number), name)
+        served.ask(box_question(number), name)
     parked = served.core.sessions.find("a", "x")
     assert parked.residency.tier == "host"
     assert (
@@ -79,11 +79,11 @@ def test_eviction_spares_the_session_to_be_loaded(small: LoadedModel) -> None:
 @pytest.mark.parametrize("name", ["prefetch", "compact"])
 def test_move_to_a_device_full_of_running_answers_is_a_503(small: LoadedModel, name: str) -> None:
     alone = Served(small)
-    alone.ask(told(1), "x", max_new_tokens=20)
+    alone.ask(box_question(1), "x", max_new_tokens=20)
     served = Served(small, device=int(1.2 * alone.core.reservations.peak))
-    served.ask(told(1), "x", max_new_tokens=20)
+    served.ask(box_question(1), "x", max_new_tokens=20)
     move = getattr(served.core.admin, name)
-    client, _ = served.submit(told(2), "y", max_new_tokens=20)
+    client, _ = served.submit(box_question(2), "y", max_new_tokens=20)
     for _ in range(4):
         served.step()
     assert client.report is None and served.core.idle("a", "x").residency.tier == "host"
@@ -99,11 +99,11 @@ def test_move_to_a_device_full_of_running_answers_is_a_503(small: LoadedModel, n
 @pytest.mark.failure(number=18)
 def test_lossy_answer_is_not_repeated_for_an_exact_request(small: LoadedModel) -> None:
     served, full = Served(small, "limited"), Served(small)
-    turns = told(1, 5)
+    turns = box_question(1, 5)
     for name in ("x", None):
-        assert not served.ask(turns, name).told.lossless
+        assert not served.ask(turns, name).result.lossless
         exact = served.ask(turns, name, exact=True)
-        assert exact.told.lossless and exact.text == full.ask(turns).text
+        assert exact.result.lossless and exact.text == full.ask(turns).text
         steps = served.core.scheduler.steps
         assert served.ask(turns, name, exact=True).text == exact.text
         assert served.core.scheduler.steps == steps
@@ -112,19 +112,19 @@ def test_lossy_answer_is_not_repeated_for_an_exact_request(small: LoadedModel) -
 @pytest.mark.failure(number=18)
 def test_repeated_answer_reports_the_same_token_counts(small: LoadedModel) -> None:
     served = Served(small)
-    first, again = served.ask(told(1), "x").told, served.ask(told(1), "x").told
+    first, again = served.ask(box_question(1), "x").result, served.ask(box_question(1), "x").result
     assert (again.new_tokens, again.prompt_tokens) == (first.new_tokens, first.prompt_tokens)
 
 
 def test_fork_continues_under_its_reported_name(small: LoadedModel) -> None:
     served = Served(small)
-    served.ask(told(1), "x")
-    turns = told(2)
+    served.ask(box_question(1), "x")
+    turns = box_question(2)
     fork = served.ask(turns, "x")
     for more in ("Why?", "Sure?"):
-        turns, name = answered(turns, fork, more), fork.told.session
+        turns, name = answered(turns, fork, more), fork.result.session
         fork = served.ask(turns, name)
-        assert fork.told.session == name != "x"
+        assert fork.result.session == name != "x"
     assert len(served.core.sessions) == 2
 
 
@@ -148,18 +148,20 @@ def test_uncommitted_turn_leaves_no_session(small: LoadedModel) -> None:
 @pytest.mark.failure(number=22)
 def test_turn_without_room_for_its_transcript_is_not_kept(small: LoadedModel) -> None:
     free = Served(small)
-    free.ask(told(1), "x")
+    free.ask(box_question(1), "x")
     log_bytes = free.core.sessions.find("a", "x").transcript.nbytes
     served = Served(small, host=2 * log_bytes + 500)
-    first = served.ask(told(1), "x")
-    more, _ = served.submit(answered(told(1), first, "Why? " * 20), "x")
+    first = served.ask(box_question(1), "x")
+    more, _ = served.submit(answered(box_question(1), first, "Why? " * 20), "x")
     served.run()
     assert isinstance(more.error, ApiError) and more.error.code == "kv_budget_exceeded"
     assert "--host-budget" in str(more.error)
     assert len(served.core.sessions.find("a", "x").turns) == 1
     logs = sum(each.transcript.nbytes for each in served.core.sessions)
     assert logs <= served.core.ledger.used(Tier.HOST)
-    assert served.ask(answered(told(1), first, "Why?"), "x", max_new_tokens=1).told.new_tokens
+    assert served.ask(
+        answered(box_question(1), first, "Why?"), "x", max_new_tokens=1
+    ).result.new_tokens
 
 
 @pytest.mark.failure(number=22)
@@ -170,7 +172,7 @@ def test_transcripts_of_one_tenant_leave_room_for_others(small: LoadedModel) -> 
             served.core.open("a", f"n{number}", [user("Hello.")])
     assert caught.value.code == "kv_budget_exceeded"
     held = len(served.core.sessions)
-    assert served.ask(told(1), "x", tenant="b").told.new_tokens
+    assert served.ask(box_question(1), "x", tenant="b").result.new_tokens
     assert served.core.sessions.has("b", "x") and len(served.core.sessions) == held + 1
     for number in range(5):
         served.core.remove("a", f"n{number}")
@@ -179,7 +181,7 @@ def test_transcripts_of_one_tenant_leave_room_for_others(small: LoadedModel) -> 
 
 def pinned(served: Served, name: str) -> None:
     """A session of one turn without a cache, which is pinned in the store, too."""
-    served.ask(told(1, 1), name)
+    served.ask(box_question(1, 1), name)
     served.core.find("a", name).usage.is_pinned = True
     written = served.core._persistence.pin(served.core.find("a", name))
     assert written is not None and written.result(30) is None
@@ -201,9 +203,9 @@ def test_transcripts_of_pinned_sessions_leave_room_for_others(
         for _ in range(forks):
             served.core.fork("a", f"n{number}", f"n{number}~2")
             served.run()
-    first, sessions = told(2), served.core.sessions
+    first, sessions = box_question(2), served.core.sessions
     for tenant in "ab":
-        assert served.ask(first, "x", tenant=tenant).told.new_tokens
+        assert served.ask(first, "x", tenant=tenant).result.new_tokens
     assert sum(sessions.has("a", f"n{number}") for number in range(20)) < 20
     assert served.core.find("a", "n0").usage.is_pinned
 
@@ -218,7 +220,7 @@ def test_transcripts_of_pinned_sessions_are_evicted_last(
     )
     pinned(served, "first")
     for number in range(20):
-        served.ask(told(1, 1), f"n{number}")
+        served.ask(box_question(1, 1), f"n{number}")
         served.core.tiers.drop(served.core.find("a", f"n{number}"))
     assert served.core.sessions.has("a", "first") and not served.core.sessions.has("a", "n0")
 
@@ -241,6 +243,6 @@ def test_repeated_answer_keeps_surrounding_white_space(
     served = Served(small)
     ScriptedSampling.script[:] = "\n Yes \n"
     told_ = {"session": "x", "sampling": ScriptedSampling(), "max_new_tokens": 7, "stop": stop}
-    first = served.ask(told(1), **told_)
+    first = served.ask(box_question(1), **told_)
     assert first.text == ("\n Ye" if stop else "\n Yes \n")
-    assert served.ask(told(1), **told_).text == first.text
+    assert served.ask(box_question(1), **told_).text == first.text

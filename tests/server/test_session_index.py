@@ -12,27 +12,28 @@ from larder.models import LoadedModel
 from larder.server import ApiError, ChatMessage
 from larder.server.persistence import session_file
 from larder.store import Tier
-from server_core import Served, answered, encode_session, told, user
+from server_core import Served, answered, box_question, encode_session, user
 
 
 def test_continued_conversation_is_not_prefilled_again(small: LoadedModel) -> None:
     served = Served(small)
-    turns = told(1)
+    turns = box_question(1)
     first = served.ask(turns, "x")
     second = served.ask(answered(turns, first, "Why?"), "x")
-    assert second.told.session == "x" and second.told.lossless
+    assert second.result.session == "x" and second.result.lossless
     unread = 2  # the last token that was chosen, and the end of the answer's turn
     assert (
-        second.told.cached_tokens == first.told.prompt_tokens + first.told.new_tokens + 1 - unread
+        second.result.cached_tokens
+        == first.result.prompt_tokens + first.result.new_tokens + 1 - unread
     )
-    assert second.told.recomputed_tokens == 0 and second.told.tier == "device"
+    assert second.result.recomputed_tokens == 0 and second.result.tier == "device"
 
 
 def test_session_keeps_the_generated_tokens_of_an_answer(small: LoadedModel) -> None:
     served = Served(small)
-    client = served.ask(told(1), "x")
+    client = served.ask(box_question(1), "x")
     session = served.core.sessions.find("a", "x")
-    spaced = [*told(1), ChatMessage("assistant", f"  {client.text}\n"), user("Why?")]
+    spaced = [*box_question(1), ChatMessage("assistant", f"  {client.text}\n"), user("Why?")]
     served.ask(spaced, "x")
     assert [each.name for each in served.core.sessions] == ["x"]
     assert tuple(session.residency.cached_ids) == tuple(
@@ -43,11 +44,11 @@ def test_session_keeps_the_generated_tokens_of_an_answer(small: LoadedModel) -> 
 @pytest.mark.failure(number=18)
 def test_repeated_request_is_the_same_turn(small: LoadedModel) -> None:
     served = Served(small)
-    turns = told(1)
+    turns = box_question(1)
     first = served.ask(turns, "x")
     steps = served.core.scheduler.steps
     again = served.ask(turns, "x")
-    assert (again.text, again.told.session) == (first.text, "x")
+    assert (again.text, again.result.session) == (first.text, "x")
     assert served.core.scheduler.steps == steps
     second = served.ask(answered(turns, first, "Why?"), "x")
     assert served.ask(answered(turns, first, "Why?"), "x").text == second.text
@@ -57,15 +58,15 @@ def test_repeated_request_is_the_same_turn(small: LoadedModel) -> None:
 @pytest.mark.failure(number=18)
 def test_request_to_a_busy_session_is_refused(small: LoadedModel) -> None:
     served = Served(small)
-    client, _ = served.submit(told(1), "x")
-    for turns in (told(1), told(2)):
+    client, _ = served.submit(box_question(1), "x")
+    for turns in (box_question(1), box_question(2)):
         with pytest.raises(ApiError, match="wait") as caught:
             served.submit(turns, "x")
         told_ = caught.value
         assert (told_.status, told_.code) == (409, "session_busy") and told_.retry_after
-    other, _ = served.submit(told(1), "x", tenant="b")
+    other, _ = served.submit(box_question(1), "x", tenant="b")
     served.run()
-    assert client.told.session == other.told.session == "x"
+    assert client.result.session == other.result.session == "x"
     assert len(list(served.core.sessions)) == 2
 
 
@@ -74,21 +75,21 @@ def test_request_to_a_busy_session_is_refused(small: LoadedModel) -> None:
 @pytest.mark.parametrize("policy", ["full", "limited"])
 def test_different_text_continues_in_a_fork(small: LoadedModel, policy: str) -> None:
     served, alone = Served(small, policy), Served(small, policy)
-    turns = told(1)
+    turns = box_question(1)
     first = served.ask(turns, "x")
     served.ask(answered(turns, first, "Why?"), "x")
     before = served.core.sessions.find("a", "x")
     said, read = list(before.turns), bytes(before.residency.cached_ids)
     edited = answered(turns, first, "Who?")
     fork = served.ask(edited, "x")
-    assert fork.told.session == "x~2"
+    assert fork.result.session == "x~2"
     assert (before.turns, bytes(before.residency.cached_ids)) == (said, read)
     alone.ask(turns, "x")
     assert fork.text == alone.ask(edited, "x").text
     more = answered(edited, fork, "Sure?")
-    assert served.ask(more, "x").told.session == "x~2"
+    assert served.ask(more, "x").result.session == "x~2"
     reseeded = served.ask(more, "x", sampling=SamplingParams(temperature=1.0, seed=3))
-    assert reseeded.told.session == "x~3"
+    assert reseeded.result.session == "x~3"
 
 
 @pytest.mark.failure(number=17)
@@ -97,15 +98,15 @@ def test_conversations_with_a_common_prefix_share_its_cache(small: LoadedModel) 
     shared = ChatMessage("system", "You count coins in boxes, and you say so. " * 2)
     texts = [[shared, user(f"Number {n}?")] for n in range(2)]
     clients = [served.ask(turns) for turns in texts]
-    assert clients[1].told.cached_tokens > 80
+    assert clients[1].result.cached_tokens > 80
     for more in ("Why?", "Sure?"):
         texts = [answered(*pair, more) for pair in zip(texts, clients, strict=True)]
         clients = [served.ask(turns) for turns in texts]
-        assert all(client.told.tier == "device" for client in clients)
-        assert all(client.told.recomputed_tokens == 0 for client in clients)
+        assert all(client.result.tier == "device" for client in clients)
+        assert all(client.result.recomputed_tokens == 0 for client in clients)
     assert len(list(served.core.sessions)) == 2
     foreign = served.ask(texts[0], tenant="b")
-    assert foreign.told.cached_tokens == 0
+    assert foreign.result.cached_tokens == 0
     assert foreign.text == clients[0].text == alone.ask(texts[0]).text
 
 
@@ -114,30 +115,30 @@ def test_prefix_with_evicted_entries_is_not_shared(small: LoadedModel) -> None:
     served = Served(small, "limited")
     shared = ChatMessage("system", "You count coins in boxes, and you say so. " * 3)
     lossy = served.ask([shared, user("Number 1?")])
-    assert not lossy.told.lossless and lossy.told.evicted_tokens > 0
-    assert served.ask([shared, user("Number 2?")]).told.cached_tokens == 0
+    assert not lossy.result.lossless and lossy.result.evicted_tokens > 0
+    assert served.ask([shared, user("Number 2?")]).result.cached_tokens == 0
     more = answered([shared, user("Number 1?")], lossy, "Why?")
-    assert served.ask(more, "another").told.cached_tokens == 0
+    assert served.ask(more, "another").result.cached_tokens == 0
     whole = Served(small)
     more = answered(more[:2], whole.ask(more[:2]), "Why?")
-    assert whole.ask(more, "another").told.cached_tokens > 0
+    assert whole.ask(more, "another").result.cached_tokens > 0
 
 
 def test_exact_request_uses_a_lossless_cache(small: LoadedModel) -> None:
     served, full = Served(small, "limited"), Served(small, "full")
-    turns = told(1, 5)
+    turns = box_question(1, 5)
     lossy = served.ask(turns, "x")
-    assert not lossy.told.lossless
+    assert not lossy.result.lossless
     exact = served.ask(turns, "y", exact=True)
-    assert exact.told.lossless and exact.text == full.ask(turns, "y").text
+    assert exact.result.lossless and exact.text == full.ask(turns, "y").text
     more = answered(turns, lossy, "Why?")
     again = served.ask(more, "x", exact=True)
-    assert again.told.lossless and again.told.session != "x"
+    assert again.result.lossless and again.result.session != "x"
 
 
 def test_follows_continues_a_session_by_name(small: LoadedModel) -> None:
     served, whole = Served(small), Served(small)
-    turns = told(1)
+    turns = box_question(1)
     first = served.ask(turns, "x")
     whole.ask(turns, "x")
     second = served.ask([user("Why?")], follows="x")
@@ -153,7 +154,7 @@ def test_raw_prompt_continues_its_session(small: LoadedModel) -> None:
     served = Served(small)
     first = served.ask([], raw_prompt="Once upon a time there was a box")
     longer = served.ask([], raw_prompt="Once upon a time there was a box" + first.text)
-    assert longer.told.cached_tokens >= first.told.prompt_tokens
+    assert longer.result.cached_tokens >= first.result.prompt_tokens
     with pytest.raises(ApiError, match="empty"):
         served.submit([], raw_prompt="")
 
@@ -167,8 +168,8 @@ def test_fully_cached_prompt_is_answered_like_a_new_one(
     for wanted in (text, text[:-1], text[:30], text[:1]):
         client = served.ask([], raw_prompt=wanted, sampling=SamplingParams(seed=len(wanted)))
         assert client.text == Served(small).ask([], raw_prompt=wanted).text
-        assert client.told.cached_tokens < client.told.prompt_tokens
-        assert (client.told.cached_tokens > 16) == (len(wanted) > 20)
+        assert client.result.cached_tokens < client.result.prompt_tokens
+        assert (client.result.cached_tokens > 16) == (len(wanted) > 20)
 
 
 @pytest.mark.parametrize("turns", [[], [ChatMessage("assistant", "Hello.")]])
@@ -183,7 +184,7 @@ def test_invalid_turn_sequences_are_refused(small: LoadedModel, turns: list[Chat
 @pytest.mark.parametrize("name", ["", "a" * 256, "a\nb", "a\0b"])
 def test_invalid_session_names_are_refused(small: LoadedModel, name: str) -> None:
     with pytest.raises(ApiError, match="must"):
-        Served(small).submit(told(1), name)
+        Served(small).submit(box_question(1), name)
 
 
 @pytest.mark.failure(number=14)
@@ -191,12 +192,12 @@ def test_session_with_the_longer_prefix_is_found(
     small: LoadedModel,
 ) -> None:
     served = Served(small)
-    turns = answered(told(1), served.ask(told(1)), "Why?")
+    turns = answered(box_question(1), served.ask(box_question(1)), "Why?")
     edited = [*turns[:-2], ChatMessage("assistant", "It holds 5."), user("Why?")]
     second = served.ask(edited)
     more = served.ask(answered(edited, second, "Sure?"))
-    assert more.told.session == second.told.session
-    assert more.told.recomputed_tokens == 0 and len(served.core.sessions) == 2
+    assert more.result.session == second.result.session
+    assert more.result.recomputed_tokens == 0 and len(served.core.sessions) == 2
 
 
 def import_file(served: Served, tenant: str, name: str, data: bytes) -> None:
@@ -205,7 +206,7 @@ def import_file(served: Served, tenant: str, name: str, data: bytes) -> None:
 
 def test_session_round_trips_through_export_and_import(small: LoadedModel) -> None:
     served, other = Served(small, "limited"), Served(small, "limited")
-    turns = told(1)
+    turns = box_question(1)
     first = served.ask(turns, "x")
     data = encode_session(served.core.sessions.find("a", "x"))
     import_file(other, "b", "y", data)
@@ -238,7 +239,7 @@ def test_session_round_trips_through_export_and_import(small: LoadedModel) -> No
 )
 def test_malicious_session_file_is_refused(small: LoadedModel, field: str, value: object) -> None:
     served = Served(small)
-    served.ask(told(1), "x")
+    served.ask(box_question(1), "x")
     document = json.loads(zstandard.decompress(encode_session(served.core.find("a", "x"))))
     for place in (document, *document["said"]):
         if field in place:
@@ -285,7 +286,7 @@ def test_small_file_with_long_decompressed_texts_is_refused(
     small: LoadedModel, field: str, value: object
 ) -> None:
     served = Served(small)
-    served.ask(told(1), "x")
+    served.ask(box_question(1), "x")
     document = json.loads(zstandard.decompress(encode_session(served.core.find("a", "x"))))
     document["said"][0][field] = value
     data = zstandard.compress(json.dumps(document).encode())

@@ -10,7 +10,7 @@ import pytest
 
 from larder.models import Decoder, ForwardBatch, LoadedModel
 from larder.server import ChatMessage, Request, Ticket
-from server_core import LIMITED, STEPWISE, Client, Served, characters, told
+from server_core import LIMITED, STEPWISE, Client, Served, box_question, characters
 from topic_embedder import TopicEmbedder
 
 LAYERS, BLOCK, BUDGET, TARGET = 8, 160, 200, 0.3
@@ -91,10 +91,10 @@ class Conversations:
 
     def run(self) -> tuple[str, str]:
         """The texts of both answers."""
-        first = self.client(told(1), "first", 90)
+        first = self.client(box_question(1), "first", 90)
         while len(first.times) < 3:
             self.served.step()
-        second, started = self.client(told(2, 24), "second", 3), len(first.times)
+        second, started = self.client(box_question(2, 24), "second", 3), len(first.times)
         while not second.times:
             assert first.report is None and second.error is None, second.error
             self.served.step()
@@ -102,7 +102,7 @@ class Conversations:
         times.append(second.times[0])
         self.gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
         self.served.run()
-        assert first.told and second.told
+        assert first.result and second.result
         return first.text, second.text
 
 
@@ -148,8 +148,8 @@ def test_first_message_beyond_the_budget_is_prefilled_under_episodes(deep: Loade
     served = Served(
         deep, POLICIES["episodes"], tokens=BUDGET, block=BLOCK, embedder=TopicEmbedder()
     )
-    told_all = served.ask(told(2, 24), "long", max_new_tokens=2)
-    assert told_all.told.prompt_tokens > 2 * BUDGET
+    told_all = served.ask(box_question(2, 24), "long", max_new_tokens=2)
+    assert told_all.result.prompt_tokens > 2 * BUDGET
 
 
 @dataclass
@@ -187,11 +187,11 @@ def beside_a_prompt(
     first = ClientBetweenLayers(
         served=talks.served, clock=clock, act=act, is_reading=lambda: depth[0] > 0
     )
-    request = Request("first", tuple(told(1)), "first", max_new_tokens=90)
+    request = Request("first", tuple(box_question(1)), "first", max_new_tokens=90)
     first.ticket = talks.served.core.submit(request, first, 0.0)
     while len(first.times) < 3:
         talks.served.step()
-    return talks, first, talks.client(told(2, 24), "second", 3)
+    return talks, first, talks.client(box_question(2, 24), "second", 3)
 
 
 def test_scheduler_error_between_layers_does_not_fail_the_prompt(
@@ -211,7 +211,7 @@ def test_scheduler_error_between_layers_does_not_fail_the_prompt(
         talks.served.run()
     assert second.error is None
     talks.served.run()
-    assert second.told and second.text == expected
+    assert second.result and second.text == expected
 
 
 def test_cancelled_answer_takes_no_steps_between_layers(
@@ -227,4 +227,4 @@ def test_cancelled_answer_takes_no_steps_between_layers(
     talks, first, second = beside_a_prompt(deep, clock, monkeypatch, cancel)
     talks.served.run()
     assert len(parts) == 1 and len(first.times) == parts[0]
-    assert first.told.reason == "cancelled" and second.told
+    assert first.result.reason == "cancelled" and second.result

@@ -30,7 +30,7 @@ def mood_variable(mood: str) -> ChatMessage:
 
 def prompt_of(served: Served, client: Client) -> str:
     """Text of a session up to its last answer."""
-    session = served.core.find("a", client.told.session)
+    session = served.core.find("a", client.result.session)
     ids = [*session.transcript.ids][: -len(session.turns[-1].answer_ids)]
     return served.core.engine.tokenizer.decode(ids)
 
@@ -60,9 +60,9 @@ def test_variables_apply_to_all_turns_of_a_conversation(
     first = served.ask(said)
     said = [*said, ChatMessage("assistant", first.text), user("Two?")]
     second = served.ask(said)
-    assert second.told.session == first.told.session
+    assert second.result.session == first.result.session
     assert prompt_of(served, second).endswith("[user]Two?\n[assistant](calm)")
-    assert second.told.cached_tokens > len("[user]One?\n[assistant](calm)")
+    assert second.result.cached_tokens > len("[user]One?\n[assistant](calm)")
 
 
 def test_different_variables_make_a_different_session(templated: LoadedModel) -> None:
@@ -73,7 +73,7 @@ def test_different_variables_make_a_different_session(templated: LoadedModel) ->
         served.ask([mood_variable("wild"), user("One?"), said, user("Two?")]),
         served.ask([user("One?"), said, user("Two?")]),
     )
-    sessions = {each.told.session for each in (first, *others)}
+    sessions = {each.result.session for each in (first, *others)}
     assert len(sessions) == 3
     assert "(calm)" not in prompt_of(served, others[0]) + prompt_of(served, others[1])
 

@@ -40,12 +40,12 @@ def test_prefix_hits_are_within_one_tenant(small: LoadedModel, tmp_path: Path, t
         served = Served(small, persistence=kept_in(tmp_path, small))
     more = answered(text(1), first, "Why?")
     stranger = served.ask(more, "x", tenant="b")
-    assert stranger.told.cached_tokens == stranger.told.restored_tokens == 0
-    assert stranger.told.recomputed_tokens == 0  # nothing is known of what was said before
+    assert stranger.result.cached_tokens == stranger.result.restored_tokens == 0
+    assert stranger.result.recomputed_tokens == 0  # nothing is known of what was said before
     own = served.ask(more, "x")
     assert own.text == stranger.text
-    known = own.told.recomputed_tokens if tier == "restart" else own.told.cached_tokens
-    assert known > 80 and own.told.session == "x"
+    known = own.result.recomputed_tokens if tier == "restart" else own.result.cached_tokens
+    assert known > 80 and own.result.session == "x"
 
 
 @contextmanager
@@ -85,7 +85,7 @@ def test_text_of_another_tenant_costs_as_much_as_an_unknown_one(
         with counted(monkeypatch) as counts:
             client = served.ask(turns, "y", tenant=tenant)
         passes = served.core.scheduler.blocks - blocks, served.core.scheduler.steps - steps
-        work[name] = (*passes, client.told.cached_tokens, sorted(counts.items()))
+        work[name] = (*passes, client.result.cached_tokens, sorted(counts.items()))
     assert work["another's"] == work["unknown"] != work["own"]
 
 
@@ -119,7 +119,7 @@ def canary(loaded: LoadedModel, folder: Path) -> tuple[int, dict[str, str]]:
         clients = {t: crowd.submit(turns, "talk", tenant=t)[0] for t, turns in texts.items()}
         crowd.run()
         for tenant, client in clients.items():
-            assert (client.told.session, client.text) == ("talk", own[tenant].text)
+            assert (client.result.session, client.text) == ("talk", own[tenant].text)
             others = [secret for whose, secret in SECRETS.items() if whose != tenant]
             assert not any(secret in client.text for secret in others)
         left += crowd.core.tiers.parked["host"] + crowd.core.tiers.dropped

@@ -19,7 +19,7 @@ from larder.server import (
     PrefillTokenBudget,
     RequestState,
 )
-from server_core import Served, told
+from server_core import Served, box_question
 
 STEP, CHUNK, TOKEN, PAIR = 0.02, 0.01, 0.0005, 1e-6  # seconds
 
@@ -73,14 +73,14 @@ def gaps_beside_a_prompt(server: TimedServer, sentences: int) -> tuple[list[floa
     prompt's first token.
     """
     served, clock = server.served, server.clock
-    served.ask(told(3), max_new_tokens=2)
-    _, ticket = served.submit(told(1), max_new_tokens=400)
+    served.ask(box_question(3), max_new_tokens=2)
+    _, ticket = served.submit(box_question(1), max_new_tokens=400)
     while not (
         served.core.scheduler.running and served.core.scheduler.running[0].answer.output_ids
     ):
         served.step()
     [job] = served.core.scheduler.running
-    long, _ = served.submit(told(2, sentences), tenant="b", max_new_tokens=1)
+    long, _ = served.submit(box_question(2, sentences), tenant="b", max_new_tokens=1)
     started, gaps = clock.now, list[float]()
     server.chunks.clear()
     while long.report is None:
@@ -116,7 +116,7 @@ def test_chunks_shrink_to_hold_the_latency_as_the_prompt_grows(
 def test_prompt_without_running_answers_is_prefilled_in_whole_blocks(small: LoadedModel) -> None:
     server = timed(small, 0.05)
     block = server.served.core.serving.block
-    server.served.ask(told(2, 60), max_new_tokens=2)
+    server.served.ask(box_question(2, 60), max_new_tokens=2)
     assert max(count for count, _ in server.chunks) == block
 
 
@@ -134,12 +134,12 @@ def test_slow_decode_step_leaves_a_minimum_chunk_to_prefill(small: LoadedModel) 
 def test_short_prompt_is_prefilled_before_a_long_one_in_short_chunks(small: LoadedModel) -> None:
     server = timed(small, 0.05)
     served = server.served
-    served.ask(told(3), max_new_tokens=2)
-    _, ticket = served.submit(told(1), max_new_tokens=400)
-    long, _ = served.submit(told(2, 60), "long", max_new_tokens=1)
+    served.ask(box_question(3), max_new_tokens=2)
+    _, ticket = served.submit(box_question(1), max_new_tokens=400)
+    long, _ = served.submit(box_question(2, 60), "long", max_new_tokens=1)
     while len(server.chunks) < 8:
         served.step()
-    short, _ = served.submit(told(4, 20), "short", max_new_tokens=1)
+    short, _ = served.submit(box_question(4, 20), "short", max_new_tokens=1)
     while short.report is None:
         served.step()
     assert long.report is None
@@ -184,8 +184,8 @@ def test_empty_prefill_chunk_is_refused(small: LoadedModel) -> None:
 def test_timing_uses_a_monotonic_clock(small: LoadedModel) -> None:
     clock = Clock()
     served = Served(small, clock=clock, inter_token_seconds=60.0)
-    served.submit(told(1), "answer", max_new_tokens=8)
-    served.submit(told(2, 10), "prompt", max_new_tokens=1)
+    served.submit(box_question(1), "answer", max_new_tokens=8)
+    served.submit(box_question(2, 10), "prompt", max_new_tokens=1)
     while served.step():
         clock.now -= 1e6  # the time of day was corrected
     budget = served.core.token_budget

@@ -12,7 +12,7 @@ from larder.models import LoadedModel
 from larder.server import AnswerText, TokenLogprob, TokenTexts
 from larder.server.token_logprobs import token_logprobs
 from larder.session import TokenizerAdapter
-from server_core import Client, Served, told
+from server_core import Client, Served, box_question
 from tiny_models import tiny
 
 
@@ -80,7 +80,7 @@ def test_logprobs_are_held_back_with_their_stop_string() -> None:
 
 def test_answer_logprobs_match_the_model(small: LoadedModel) -> None:
     served = Served(small)
-    client = served.ask(told(1), logprobs=2, max_new_tokens=6)
+    client = served.ask(box_question(1), logprobs=2, max_new_tokens=6)
     [session] = served.core.sessions
     ids = list(session.transcript.ids)
     assert "".join(each.text for each in client.logprobs) == client.text
@@ -97,15 +97,15 @@ def test_answer_logprobs_match_the_model(small: LoadedModel) -> None:
 
 def test_bias_and_temperature_do_not_change_logprobs(small: LoadedModel) -> None:
     served = Served(small)
-    plain = served.ask(told(1), "plain", logprobs=0, max_new_tokens=1)
+    plain = served.ask(box_question(1), "plain", logprobs=0, max_new_tokens=1)
     biased = SamplingParams(temperature=0.3, logit_bias={plain.logprobs[0].token: 100.0})
-    other = served.ask(told(1), "other", logprobs=0, max_new_tokens=1, sampling=biased)
+    other = served.ask(box_question(1), "other", logprobs=0, max_new_tokens=1, sampling=biased)
     assert other.logprobs[0].logprob == pytest.approx(plain.logprobs[0].logprob, abs=1e-5)
 
 
 def test_repeated_request_computes_logprobs(small: LoadedModel) -> None:
     served = Served(small)
-    first = served.ask(told(1), "x", logprobs=1)
-    again = served.ask(told(1), "x", logprobs=1)
+    first = served.ask(box_question(1), "x", logprobs=1)
+    again = served.ask(box_question(1), "x", logprobs=1)
     assert [each.token for each in again.logprobs] == [each.token for each in first.logprobs]
-    assert again.told.session == "x~2"
+    assert again.result.session == "x~2"

@@ -24,7 +24,7 @@ from larder.server import (
     sum_stats,
 )
 from server.cluster.local_replicas import LocalReplicas
-from server_core import Served, told, user
+from server_core import Served, box_question, user
 
 
 class AnswerListener:
@@ -105,7 +105,7 @@ def single_server_answer(loaded: LoadedModel, turns: list[ChatMessage]) -> str:
 def test_session_is_routed_to_one_replica(front: Front) -> None:
     for session in ("x", "y", "z", None):
         front.replicas.went.clear()
-        turns = told(1)
+        turns = box_question(1)
         for _ in range(3):
             last = front.ask(turns, session)
             turns = [*turns, ChatMessage("assistant", last.text), user("Why?")]
@@ -138,7 +138,11 @@ def test_routing_key_is_shared_by_a_session_and_its_forks() -> None:
 
 @pytest.mark.extended
 def test_replica_lost_between_turns_is_replaced(front: Front, small: LoadedModel) -> None:
-    turns = [*told(1), ChatMessage("assistant", front.ask(told(1)).text), user("Why?")]
+    turns = [
+        *box_question(1),
+        ChatMessage("assistant", front.ask(box_question(1)).text),
+        user("Why?"),
+    ]
     front.replicas.lose(front.replicas.went[-1])
     last = front.ask(turns)
     assert last.text == single_server_answer(small, turns)
@@ -152,23 +156,23 @@ def test_replica_lost_during_an_answer_is_hidden_from_the_client(
     front: Front, small: LoadedModel, pieces: int
 ) -> None:
     front.replicas.breaks = pieces
-    last = front.ask(told(1))
-    assert last.text == single_server_answer(small, told(1))
+    last = front.ask(box_question(1))
+    assert last.text == single_server_answer(small, box_question(1))
     assert len(front.replicas.went) == 2 and len(front.replicas.left) == 1
 
 
 @pytest.mark.extended
 def test_stopping_replica_hands_its_answers_to_another(front: Front) -> None:
-    heard = front.submit(told(1), tokens=60)
+    heard = front.submit(box_question(1), tokens=60)
     assert heard.started.wait(20)
     front.replicas.lose(front.replicas.went[-1])
     assert heard.over.wait(20) and heard.report is not None and heard.report.reason != "cancelled"
-    whole = front.ask(told(1), "y", tokens=60)
+    whole = front.ask(box_question(1), "y", tokens=60)
     assert heard.text == whole.text and len(front.replicas.left) == 1
 
 
 def test_resumed_answer_with_different_text_is_an_error(front: Front) -> None:
-    heard = front.submit(told(1))
+    heard = front.submit(box_question(1))
     assert heard.over.wait(20)
     relay = front.ticket
     relay._sent_text = "?" + heard.text  # pyright: ignore
@@ -182,14 +186,18 @@ def test_request_without_replicas_is_a_503_after_the_wait(impatient_front: Front
     for number in (0, 1):
         impatient_front.replicas.lose(number)
     with pytest.raises(ApiError) as refused:
-        impatient_front.submit(told(1))
+        impatient_front.submit(box_question(1))
     assert (refused.value.status, refused.value.code) == (503, "stopping")
     assert not impatient_front.hub.is_healthy()
 
 
 @pytest.mark.extended
 def test_session_leased_elsewhere_is_waited_for(front: Front) -> None:
-    turns = [*told(1), ChatMessage("assistant", front.ask(told(1)).text), user("Why?")]
+    turns = [
+        *box_question(1),
+        ChatMessage("assistant", front.ask(box_question(1)).text),
+        user("Why?"),
+    ]
     other = front.replicas.stores[1 - front.replicas.went[-1]]
     from larder.server import SessionLeases
 
@@ -201,7 +209,7 @@ def test_session_leased_elsewhere_is_waited_for(front: Front) -> None:
 
 def test_replica_refusals_are_passed_through(front: Front) -> None:
     with pytest.raises(ApiError) as refused:
-        front.submit(told(1), tokens=0)
+        front.submit(box_question(1), tokens=0)
     assert (refused.value.status, refused.value.code) == (400, "invalid_request")
     assert refused.value.param == "max_tokens"
     for ask in (lambda: front.hub.session("a", "none"), lambda: front.hub.detokenize([10**6])):
@@ -212,24 +220,24 @@ def test_replica_refusals_are_passed_through(front: Front) -> None:
 
 
 def test_cancelled_request_stops_the_answer_on_its_replica(front: Front) -> None:
-    heard = front.submit(told(1), tokens=2000)
+    heard = front.submit(box_question(1), tokens=2000)
     assert heard.started.wait(20)
     front.ticket.cancel()
     assert heard.over.wait(20)
     assert heard.report is not None and heard.report.reason == "cancelled"
     while front.hub.stats().running:
         pass
-    assert front.ask(told(1)).report is not None
+    assert front.ask(box_question(1)).report is not None
 
 
 def test_close_cancels_running_answers(front: Front) -> None:
-    heard = front.submit(told(1), tokens=2000)
+    heard = front.submit(box_question(1), tokens=2000)
     assert heard.started.wait(20)
     front.hub.close()
     assert heard.report is not None and heard.report.reason == "cancelled"
     front.hub.close()
     assert not front.hub.is_healthy()
-    for ask in (lambda: front.submit(told(1)), front.hub.stats):
+    for ask in (lambda: front.submit(box_question(1)), front.hub.stats):
         with pytest.raises(ApiError, match="stopping"):
             ask()
 

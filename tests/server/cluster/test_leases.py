@@ -21,7 +21,7 @@ from larder.server import (
 )
 from larder.server.cluster import leases
 from larder.store import Store
-from server_core import Client, Served, answered, told, user
+from server_core import Client, Served, answered, box_question, user
 
 SECRET = b"s" * 32
 
@@ -65,7 +65,7 @@ def two(small: LoadedModel, tmp_path: Path, clock: Clock) -> Two:
 
 def single_server_turns(loaded: LoadedModel, questions: int) -> list[ChatMessage]:
     """Turns of the same conversation with one undisturbed server."""
-    served, turns = Served(loaded), told(1)
+    served, turns = Served(loaded), box_question(1)
     for number in range(questions):
         turns = answered(turns, served.ask(turns, "x"), f"And {number}?")
     return turns
@@ -73,10 +73,10 @@ def single_server_turns(loaded: LoadedModel, questions: int) -> list[ChatMessage
 
 @pytest.mark.extended
 def test_session_alternates_between_two_servers(small: LoadedModel, two: Two) -> None:
-    turns = told(1)
+    turns = box_question(1)
     for number in range(5):
         last = two[number % 2].ask(turns)
-        assert last.told.session == "x"
+        assert last.result.session == "x"
         turns = answered(turns, last, f"And {number}?")
     assert turns == single_server_turns(small, 5)
     assert len(two[0].served.core.find("a", "x").turns) == 5
@@ -84,7 +84,7 @@ def test_session_alternates_between_two_servers(small: LoadedModel, two: Two) ->
 
 def test_session_leased_by_a_running_answer_is_refused(two: Two) -> None:
     first, second = two
-    turns = answered(told(1), first.ask(told(1)), "Why?")
+    turns = answered(box_question(1), first.ask(box_question(1)), "Why?")
     late, _ = first.served.submit(turns, "x")
     with pytest.raises(ApiError) as refused:
         second.served.submit(turns, "x")
@@ -96,7 +96,7 @@ def test_session_leased_by_a_running_answer_is_refused(two: Two) -> None:
 
 def test_expired_lease_fences_its_former_holder(two: Two, clock: Clock) -> None:
     first, second = two
-    turns = answered(told(1), first.ask(told(1)), "Why?")
+    turns = answered(box_question(1), first.ask(box_question(1)), "Why?")
     late, _ = first.served.submit(turns, "x")
     clock.now += 6.5
     soon, _ = second.served.submit(turns, "x")
@@ -104,53 +104,53 @@ def test_expired_lease_fences_its_former_holder(two: Two, clock: Clock) -> None:
     assert isinstance(late.error, ApiError) and late.error.code == "session_superseded"
     assert not late.report
     second.served.run()
-    assert soon.told.session == "x"
+    assert soon.result.session == "x"
     again = first.ask(turns)
     assert again.text == soon.text and len(first.served.core.find("a", "x").turns) == 2
 
 
 def test_renewed_lease_is_not_taken_over(two: Two, clock: Clock) -> None:
     first, second = two
-    first.served.submit(told(1), "x")
+    first.served.submit(box_question(1), "x")
     for _ in range(4):
         clock.now += 2
         first.claims.heartbeat()
     with pytest.raises(ApiError, match="another server"):
-        second.served.submit(told(1), "x")
+        second.served.submit(box_question(1), "x")
     first.claims.close()
-    second.served.submit(told(1), "x")
+    second.served.submit(box_question(1), "x")
 
 
 def test_cancelled_answer_releases_its_lease(two: Two) -> None:
     first, second = two
-    _, ticket = first.served.submit(told(1), "x")
+    _, ticket = first.served.submit(box_question(1), "x")
     first.served.step()
     ticket.cancel()
     first.served.run()
-    assert second.ask(told(1)).told.new_tokens
+    assert second.ask(box_question(1)).result.new_tokens
 
 
 def test_session_removed_by_one_server_is_not_found_by_another(two: Two) -> None:
     first, second = two
-    first.ask(told(1))
+    first.ask(box_question(1))
     [gone] = second.served.core.remove("a", "x")
     assert gone.result(30) is None
     with pytest.raises(ApiError, match="no session"):
         first.served.core.find("a", "x")
-    assert first.ask(told(1)).told.session == "x"
+    assert first.ask(box_question(1)).result.session == "x"
     assert len(second.served.core.find("a", "x").turns) == 1
 
 
 @pytest.mark.extended
 def test_forks_of_two_servers_get_distinct_names(two: Two) -> None:
     first, second = two
-    one = first.ask(told(1))
-    fork = second.ask(told(2))
-    assert (one.told.session, fork.told.session) == ("x", "x~2")
-    third = first.ask(told(3))
-    assert third.told.session == "x~3"
-    more = answered(told(2), fork, "Why?")
-    assert first.ask(more).told.session == "x~2"
+    one = first.ask(box_question(1))
+    fork = second.ask(box_question(2))
+    assert (one.result.session, fork.result.session) == ("x", "x~2")
+    third = first.ask(box_question(3))
+    assert third.result.session == "x~3"
+    more = answered(box_question(2), fork, "Why?")
+    assert first.ask(more).result.session == "x~2"
 
 
 def test_failing_lease_store_does_not_stop_answers(
@@ -165,7 +165,7 @@ def test_failing_lease_store_does_not_stop_answers(
     monkeypatch.setattr(first.store.sessions, "has_moved", slow)
     warnings = list[str]()
     monkeypatch.setattr(leases.LOG, "warning", lambda text, *values: warnings.append(text % values))
-    assert first.ask(told(1)).told.new_tokens
+    assert first.ask(box_question(1)).result.new_tokens
     assert "\n".join(warnings).count("Shared session store: The disk is slow") >= 2
 
 
@@ -173,7 +173,7 @@ def test_lease_record_with_a_wrong_signature_is_ignored(
     small: LoadedModel, two: Two, tmp_path: Path
 ) -> None:
     first, second = two
-    first.served.submit(told(1), "x")
+    first.served.submit(box_question(1), "x")
     [path] = (tmp_path / "blobs" / "claims").glob("*/*/*.json")
     path.write_bytes(path.read_bytes().replace(b"holder", b"h0lder"))
     second.served.submit([user("Hello.")], "x")  # what is no claim holds nobody up
@@ -183,8 +183,8 @@ def test_lease_record_with_a_wrong_signature_is_ignored(
 def test_sweep_deletes_expired_leases(two: Two, clock: Clock, tmp_path: Path) -> None:
     first, second = two
     clock.now = time.time()
-    first.served.submit(told(1), "x")
-    second.served.submit(told(1), "y")
+    first.served.submit(box_question(1), "x")
+    second.served.submit(box_question(1), "y")
     clock.now += 7200
     second.claims.heartbeat()
     for file in (tmp_path / "blobs").rglob("*.json"):

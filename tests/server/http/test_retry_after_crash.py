@@ -23,7 +23,7 @@ from larder.server import (
 )
 from server.http.running_server import listening
 from server_core import characters
-from server_engine_clients import keeper_in
+from server_engine_clients import persistence_in
 
 RETRIED = {RETRY_HEADER: "1"}
 # Rows that the archive writes for a response: what was asked and answered, the conversation, the
@@ -43,7 +43,9 @@ def loaded() -> LoadedModel:
 @contextmanager
 def serving(folder: Path, loaded: LoadedModel) -> Iterator[httpx2.Client]:
     """A server over what earlier ones have left in a folder."""
-    hub = LocalEngineClient(Engine(loaded, policy="full"), persistence=keeper_in(folder, loaded))
+    hub = LocalEngineClient(
+        Engine(loaded, policy="full"), persistence=persistence_in(folder, loaded)
+    )
     archive = Archive(folder / "archive.sqlite")
     app = create_app(hub, LoopbackAuth(), archive, HttpSettings(max_new_tokens=4))
     own: dict[str, Any] = {"headers": {"connection": "close"}, "timeout": 20}

@@ -16,7 +16,7 @@ from larder.server import ApiError, Archive, ChatMessage, LoopbackAuth
 from larder.store import open_file_system
 from server.fake_engine_client import NAME
 from server.http.running_server import running
-from server_core import Served, answered, told
+from server_core import Served, answered, box_question
 from server_stores import Stored
 from store.file_systems import BROKEN, FULL, QUOTA, READ_ONLY, Faulty, refusing
 
@@ -24,7 +24,7 @@ DAY = 86_400
 
 
 def talk(served: Served | Stored) -> list[ChatMessage]:
-    turns = told(1)
+    turns = box_question(1)
     turns = answered(turns, served.ask(turns, "x"), "Why?")
     return answered(turns, served.ask(turns, "x"), "Sure?")
 
@@ -48,7 +48,7 @@ def test_turns_refused_by_a_broken_disk_are_written_after_recovery(
     assert turns == expected[0]
     place.before = refusing(error, "create", "replace", "touch")
     last = stored.ask(turns, "x")
-    assert last.text == expected[1] and last.told.durable is False
+    assert last.text == expected[1] and last.result.durable is False
     assert stored.core.unwritten.is_degraded
     place.before = lambda what, path: None
     stored.store.parts.executor.breaker.record_success()  # as if it had rested
@@ -78,11 +78,11 @@ def test_missing_store_does_not_stop_answers(
     last = stored.ask(turns, "x")
     # Who lost the tokens of its answers has their text to go on from, as a server that is new.
     assert last.text == (expected[1] if is_served else Served(small).ask(turns, "x").text)
-    assert (last.told.session, last.told.durable) == ("x", True)
+    assert (last.result.session, last.result.durable) == ("x", True)
     stored.close()
     again = Stored(small, tmp_path)
     assert len(again.core.find("a", "x").turns) == (3 if is_served else 1)
-    assert again.ask(answered(turns, last, "So?"), "x").told.session == "x"
+    assert again.ask(answered(turns, last, "So?"), "x").result.session == "x"
 
 
 def test_clock_change_does_not_change_answers(
@@ -101,7 +101,7 @@ def test_clock_change_does_not_change_answers(
     stored.close()
     again = Stored(small, tmp_path)
     last = again.ask(expected[0], "x")
-    assert last.text == expected[1] and last.told.durable is True
+    assert last.text == expected[1] and last.result.durable is True
     assert [view.name for view in again.persistence.list_sessions("a")] == ["x"]
 
 

@@ -33,7 +33,7 @@ from larder.server import (
     create_app,
 )
 from larder.store import ByteBudgets, Store, Tier
-from server_core import Served, characters, told, user
+from server_core import Served, box_question, characters, user
 
 KILLS = int(os.environ.get("LARDER_TEST_KILLS", "20"))
 START_SECONDS = 60
@@ -80,7 +80,7 @@ class ClientConversation:
     @property
     def asked(self) -> list[dict[str, str]]:
         said = len(self.turns) // 2
-        text = told(self.number + self.begun, 1)[0].text if not said else f"And {said}?"
+        text = box_question(self.number + self.begun, 1)[0].text if not said else f"And {said}?"
         return [*self.turns, {"role": "user", "content": text}]
 
     def go_on(self, url: str) -> None:

@@ -25,8 +25,8 @@ from larder.server import (
 from larder.store import MANIFEST_FILE, Record, blob_path
 from server.http.running_server import listening
 from server_chats import HISTORY, asked
-from server_core import Served, answered, told, user
-from server_engine_clients import ask, flip, hub_in, keeper_in
+from server_core import Served, answered, box_question, user
+from server_engine_clients import ask, flip, hub_in, persistence_in
 from server_stores import Stored
 
 pytestmark = pytest.mark.usefixtures("loads")
@@ -98,7 +98,7 @@ def test_session_with_a_flipped_bit_continues(
     if kind in TEXT_IS_GONE:  # and with it the very tokens of former answers
         never = Served(small, **policy)  # pyright: ignore
     last = again.ask(turns, "x")
-    assert last.text == never.ask(turns, "x").text and last.told.session == "x"
+    assert last.text == never.ask(turns, "x").text and last.result.session == "x"
     assert again.core.restorer.restarted.counts() == (
         {"damaged": 1} if kind in TEXT_IS_GONE else {}
     )
@@ -119,8 +119,8 @@ def test_damaged_session_is_an_error_only_without_the_text(
     small: LoadedModel, tmp_path: Path
 ) -> None:
     with hub_in(tmp_path, small) as hub:
-        first = ask(hub, told(1), "x")
-        ask(hub, answered(told(1), first, "Why?"), "y")
+        first = ask(hub, box_question(1), "x")
+        ask(hub, answered(box_question(1), first, "Why?"), "y")
     flip(tmp_path, small, "x")
     with hub_in(tmp_path, small) as hub:
         for _ in range(2):
@@ -128,8 +128,8 @@ def test_damaged_session_is_an_error_only_without_the_text(
                 with pytest.raises(ApiError, match="cannot be loaded") as refused:
                     call("a", "x")
                 assert refused.value.code == "session_unreadable"
-        went_on = ask(hub, answered(told(1), first, "Sure?"), "x")
-        assert went_on.told.session == "x" and len(hub.session("a", "x").turns) == 4
+        went_on = ask(hub, answered(box_question(1), first, "Sure?"), "x")
+        assert went_on.result.session == "x" and len(hub.session("a", "x").turns) == 4
         assert 'larder_sessions_begun_again_total{reason="damaged"} 1.0' in (
             Metrics(hub).text().decode().splitlines()
         )
@@ -141,10 +141,10 @@ def test_damaged_session_is_an_error_only_without_the_text(
 def test_session_repaired_by_another_server_is_not_restarted(
     small: LoadedModel, tmp_path: Path
 ) -> None:
-    first = Served(small, persistence=keeper_in(tmp_path, small))
-    turns = answered(told(1), first.ask(told(1), "x"), "Why?")
+    first = Served(small, persistence=persistence_in(tmp_path, small))
+    turns = answered(box_question(1), first.ask(box_question(1), "x"), "Why?")
     flip(tmp_path, small, "x")
-    late, other = (Served(small, persistence=keeper_in(tmp_path, small)) for _ in range(2))
+    late, other = (Served(small, persistence=persistence_in(tmp_path, small)) for _ in range(2))
     client, _ = late.submit(turns, "x", max_new_tokens=30)
     assert late.step()
     mended = other.ask(turns, "x", max_new_tokens=3)
@@ -156,7 +156,7 @@ def test_session_repaired_by_another_server_is_not_restarted(
 @pytest.mark.failure(number=1)
 @pytest.mark.extended
 def test_damaged_session_continues_from_the_archive(small: LoadedModel, tmp_path: Path) -> None:
-    persistence = keeper_in(tmp_path, small)
+    persistence = persistence_in(tmp_path, small)
     hub = LocalEngineClient(Engine(small, policy="full"), persistence=persistence)
     app = create_app(
         hub, LoopbackAuth(), Archive(tmp_path / "archive.sqlite"), HttpSettings(max_new_tokens=4)
@@ -168,7 +168,9 @@ def test_damaged_session_continues_from_the_archive(small: LoadedModel, tmp_path
     record = persistence._store.sessions.head("local", name)
     assert record is not None
     damage(tmp_path, record, "transcript")
-    hub = LocalEngineClient(Engine(small, policy="full"), persistence=keeper_in(tmp_path, small))
+    hub = LocalEngineClient(
+        Engine(small, policy="full"), persistence=persistence_in(tmp_path, small)
+    )
     app = create_app(
         hub, LoopbackAuth(), Archive(tmp_path / "archive.sqlite"), HttpSettings(max_new_tokens=4)
     )

@@ -25,7 +25,7 @@ from larder.server import (
 )
 from larder.store import open_file_system
 from server.http.running_server import listening
-from server_core import answered, told
+from server_core import answered, box_question
 from server_engine_clients import failing
 from server_stores import Stored
 from store.file_systems import FULL, Faulty, refusing
@@ -51,20 +51,20 @@ def test_unwritten_turn_is_reported_and_written_later(
 ) -> None:
     stored = Stored(small, tmp_path)
     unwritten = stored.core.unwritten
-    first = stored.ask(told(1), "x")
-    assert first.told.durable is True and not unwritten.is_degraded
+    first = stored.ask(box_question(1), "x")
+    assert first.result.durable is True and not unwritten.is_degraded
     with refused_turns(stored, ERRORS[reason]):
-        second = stored.ask(answered(told(1), first, "Why?"), "x")
-        assert second.told.durable is False and unwritten.is_degraded
-        other = stored.ask(told(2), "y")
-        assert other.told.durable is False and len(unwritten) == 2
-        again = stored.ask(answered(told(1), first, "Why?"), "x")  # the same request
-        assert again.text == second.text and again.told.durable is False
+        second = stored.ask(answered(box_question(1), first, "Why?"), "x")
+        assert second.result.durable is False and unwritten.is_degraded
+        other = stored.ask(box_question(2), "y")
+        assert other.result.durable is False and len(unwritten) == 2
+        again = stored.ask(answered(box_question(1), first, "Why?"), "x")  # the same request
+        assert again.text == second.text and again.result.durable is False
     assert unwritten.counts == {reason: 2}
     for _ in range(10):  # seconds, by this clock
         stored.run()
     assert not unwritten.is_degraded and unwritten.counts == {reason: 2}
-    assert stored.ask(told(2), "y").told.durable is True
+    assert stored.ask(box_question(2), "y").result.durable is True
     late = Stored(small, tmp_path)
     assert [len(late.core.find("a", name).turns) for name in ("x", "y")] == [2, 1]
 
@@ -75,11 +75,11 @@ def test_strict_durability_refuses_unwritten_turns(
     small: LoadedModel, tmp_path: Path, reason: str
 ) -> None:
     stored = Stored(small, tmp_path, Durability.STRICT)
-    first = stored.ask(told(1), "x")
-    assert first.told.durable is True
-    asked = answered(told(1), first, "Why?")
+    first = stored.ask(box_question(1), "x")
+    assert first.result.durable is True
+    asked = answered(box_question(1), first, "Why?")
     with refused_turns(stored, ERRORS[reason]):
-        for turns, name in ((asked, "x"), (told(2), "y")):
+        for turns, name in ((asked, "x"), (box_question(2), "y")):
             client, _ = stored.served.submit(turns, name)
             stored.run()
             error = client.error
@@ -91,7 +91,7 @@ def test_strict_durability_refuses_unwritten_turns(
     assert not stored.core.sessions.has("a", "y")
     assert stored.core.unwritten.counts == {reason: 2}
     second = stored.ask(asked, "x")
-    assert second.told.durable is True and not stored.core.unwritten.is_degraded
+    assert second.result.durable is True and not stored.core.unwritten.is_degraded
     stored.close()
     late = Stored(small, tmp_path)
     assert len(late.core.find("a", "x").turns) == 2
@@ -103,7 +103,7 @@ def test_strict_durability_refuses_unwritten_turns(
 def test_unwritten_turns_are_written_at_shutdown(small: LoadedModel, tmp_path: Path) -> None:
     stored = Stored(small, tmp_path)
     with refused_turns(stored, ERRORS["full"]):
-        stored.ask(told(1), "x")
+        stored.ask(box_question(1), "x")
     stored.close()
     assert len(Stored(small, tmp_path).core.find("a", "x").turns) == 1
 
@@ -114,7 +114,7 @@ def test_unwritten_turn_without_durability_degrades_health(
 ) -> None:
     stored = Stored(small, tmp_path, Durability.NONE)
     with refused_turns(stored, ERRORS["full"]):
-        assert stored.ask(told(1), "x").told.durable is None
+        assert stored.ask(box_question(1), "x").result.durable is None
     assert stored.core.unwritten.is_degraded and stored.core.unwritten.counts == {"full": 1}
 
 
@@ -124,7 +124,7 @@ def test_removed_session_with_unwritten_turns_does_not_degrade_health(
 ) -> None:
     stored = Stored(small, tmp_path)
     with refused_turns(stored, ERRORS["full"]):
-        stored.ask(told(1), "x")
+        stored.ask(box_question(1), "x")
     for gone in stored.core.remove("a", "x"):
         gone.result(30)
     assert not stored.core.unwritten.is_degraded

@@ -19,7 +19,7 @@ from larder import Engine
 from larder.models import LoadedModel
 from larder.server import ApiError, Durability, LocalEngineClient, Request
 from larder.store import FileSystem, LocalFileSystem, open_file_system
-from server_core import told
+from server_core import box_question
 from server_engine_clients import Waiting
 from server_stores import Stored
 
@@ -77,7 +77,7 @@ def chats(
     for number in range(CHATS):
         name, client = f"n{number}", Waiting()
         with suppress(ApiError):
-            hub.submit(Request("a", tuple(told(number)), name, max_new_tokens=4), client)
+            hub.submit(Request("a", tuple(box_question(number)), name, max_new_tokens=4), client)
             assert client.over.wait(30)
         if client.report is None:
             yield name, None, None

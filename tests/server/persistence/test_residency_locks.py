@@ -10,7 +10,7 @@ import pytest
 
 from larder.models import LoadedModel
 from larder.server import LocalEngineClient, ResidencyLocks
-from server_core import told
+from server_core import box_question
 from server_engine_clients import ask, flip, hub_in
 
 
@@ -35,9 +35,9 @@ def unload_after_each_install(hub: LocalEngineClient, monkeypatch: pytest.Monkey
         lambda hub: hub.compact("a", "x").name,
         lambda hub: hub.prefetch("a", "x").name,
         lambda hub: hub.pin("a", "x").name,
-        lambda hub: ask(hub, told(1), "x").told.session,
-        lambda hub: ask(hub, told(2), "x").told.session,
-        lambda hub: ask(hub, told(3), "x").told.session,
+        lambda hub: ask(hub, box_question(1), "x").result.session,
+        lambda hub: ask(hub, box_question(2), "x").result.session,
+        lambda hub: ask(hub, box_question(3), "x").result.session,
         lambda hub: hub.remove("a", "x"),
     ],
 )
@@ -48,11 +48,11 @@ def test_requested_session_is_not_unloaded_before_it_is_used(
     act: Callable[[LocalEngineClient], object],
 ) -> None:
     with hub_in(tmp_path, small) as hub:
-        assert [ask(hub, told(n), "x").told.session for n in (1, 2)] == ["x", "x~2"]
+        assert [ask(hub, box_question(n), "x").result.session for n in (1, 2)] == ["x", "x~2"]
         expected = act(hub)
     again = tmp_path / "again"
     with hub_in(again, small) as hub:
-        assert [ask(hub, told(n), "x").told.session for n in (1, 2)] == ["x", "x~2"]
+        assert [ask(hub, box_question(n), "x").result.session for n in (1, 2)] == ["x", "x~2"]
     with hub_in(again, small) as hub:
         unload_after_each_install(hub, monkeypatch)
         assert act(hub) == expected
@@ -62,10 +62,10 @@ def test_branch_does_not_reuse_the_name_of_an_unreadable_one(
     small: LoadedModel, tmp_path: Path
 ) -> None:
     with hub_in(tmp_path, small) as hub:
-        assert [ask(hub, told(n), "x").told.session for n in (1, 2)] == ["x", "x~2"]
+        assert [ask(hub, box_question(n), "x").result.session for n in (1, 2)] == ["x", "x~2"]
     flip(tmp_path, small, "x~2")
     with hub_in(tmp_path, small) as hub:
-        assert ask(hub, told(3), "x").told.session == "x~3"
+        assert ask(hub, box_question(3), "x").result.session == "x~3"
 
 
 def test_nested_residency_locks_hold_until_the_last_release(
@@ -73,7 +73,7 @@ def test_nested_residency_locks_hold_until_the_last_release(
 ) -> None:
     residency_locks = ResidencyLocks()
     with hub_in(tmp_path, small) as hub:
-        ask(hub, told(1), "x")
+        ask(hub, box_question(1), "x")
         session = hub.context.thread.call(partial(hub.context.core.find, "a", "x"))
     with residency_locks.hold("a", "x~7", None):
         with pytest.raises(ValueError), residency_locks.hold("a", "x", "y"):

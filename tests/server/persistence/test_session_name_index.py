@@ -11,7 +11,7 @@ from larder.core import StoreSlow
 from larder.models import LoadedModel
 from larder.server import StoreSessionPersistence
 from larder.store import Record, Store
-from server_core import Served, answered, told
+from server_core import Served, answered, box_question
 
 
 class Index:
@@ -23,7 +23,7 @@ class Index:
         self.error: StoreSlow | None = None
         served = Served(loaded, persistence=self._persistence(loaded, folder))
         for tenant in "ab":
-            served.ask(told(1), "x", tenant=tenant)
+            served.ask(box_question(1), "x", tenant=tenant)
         self.persistence = self._persistence(loaded, folder)
         self.served = Served(loaded, persistence=self.persistence)
         self._of = self.persistence._store.sessions.indexed_heads
@@ -45,7 +45,7 @@ class Index:
         return found
 
     def names(self, tenant: str) -> list[str]:
-        return list(self.persistence.candidates(tenant, told(1)))
+        return list(self.persistence.candidates(tenant, box_question(1)))
 
 
 @pytest.fixture
@@ -54,9 +54,9 @@ def index(small: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_named_session_needs_no_index_lookup(index: Index) -> None:
-    turns = answered(told(1), index.served.ask(told(1), "x"), "Why?")
+    turns = answered(box_question(1), index.served.ask(box_question(1), "x"), "Why?")
     index.served.ask(turns, "x")
-    index.served.ask(told(2), "new")
+    index.served.ask(box_question(2), "new")
     assert index.reads == []
     assert set(index.names("a")) == {"x"} and index.reads == ["a"]
     assert index.names("a") and index.reads == ["a"]
@@ -70,7 +70,7 @@ def test_slow_index_delays_only_its_tenant(index: Index) -> None:
     others = list[str]()
     beside = threading.Thread(target=lambda: others.extend(index.names("b")))
     beside.start()
-    index.served.ask(told(1), "late")  # its turn is written, and not in what was read
+    index.served.ask(box_question(1), "late")  # its turn is written, and not in what was read
     index.persistence.remove(index.served.core.find("a", "x")).result(30)  # pyright: ignore
     beside.join(10)
     is_stuck = beside.is_alive()

@@ -10,7 +10,7 @@ from larder.core import StoreFull
 from larder.models import LoadedModel
 from larder.server import MAX_CANDIDATES, ApiError, ChatMessage, StoreSessionPersistence
 from larder.store import Store
-from server_core import Served, answered, told, user
+from server_core import Served, answered, box_question, user
 
 
 def kept_in(folder: Path, loaded: LoadedModel) -> StoreSessionPersistence:
@@ -19,7 +19,7 @@ def kept_in(folder: Path, loaded: LoadedModel) -> StoreSessionPersistence:
 
 
 def talk(served: Served, session: str = "x") -> list[ChatMessage]:
-    turns = told(1)
+    turns = box_question(1)
     turns = answered(turns, served.ask(turns, session), "Why?")
     return answered(turns, served.ask(turns, session), "Sure?")
 
@@ -33,9 +33,9 @@ def test_conversation_continues_after_a_restart(small: LoadedModel, tmp_path: Pa
     again = Served(small, "limited", persistence=kept_in(tmp_path, small))
     last = again.ask(turns, "x")
     assert last.text == other.ask(turns, "x").text
-    assert last.told.session == "x" and last.told.recomputed_tokens > 0
+    assert last.result.session == "x" and last.result.recomputed_tokens > 0
     third = Served(small, "limited", persistence=kept_in(tmp_path, small))
-    assert third.ask([user("Yes?")], follows="x").told.new_tokens
+    assert third.ask([user("Yes?")], follows="x").result.new_tokens
     assert len(third.core.find("a", "x").turns) == 4
     with pytest.raises(ApiError):
         third.core.find("b", "x")
@@ -44,10 +44,10 @@ def test_conversation_continues_after_a_restart(small: LoadedModel, tmp_path: Pa
 def test_forks_are_restored_with_their_session(small: LoadedModel, tmp_path: Path) -> None:
     served = Served(small, persistence=kept_in(tmp_path, small))
     talk(served)
-    fork = served.ask(told(2), "x")
+    fork = served.ask(box_question(2), "x")
     again = Served(small, persistence=kept_in(tmp_path, small))
-    more = answered(told(2), fork, "Why?")
-    assert again.ask(more, "x").told.session == fork.told.session == "x~2"
+    more = answered(box_question(2), fork, "Why?")
+    assert again.ask(more, "x").result.session == fork.result.session == "x~2"
 
 
 @pytest.mark.failure(number=20)
@@ -60,7 +60,7 @@ def test_concurrent_writers_of_a_session_conflict(small: LoadedModel, tmp_path: 
     first.run()
     assert isinstance(late.error, ApiError) and late.error.status == 409
     assert len(first.core.find("a", "x").turns) == 3  # what the other has written
-    assert first.ask(turns, "x").told.session == "x"
+    assert first.ask(turns, "x").result.session == "x"
     assert len(stored_turns(small, tmp_path)) == 3
 
 
@@ -106,11 +106,13 @@ def test_session_is_found_among_many_with_the_same_prefix(
     served = Served(small, persistence=kept_in(tmp_path, small))
     texts = {}
     for name in (f"n{number:02}" for number in range(12)):
-        turns = answered(told(1), served.ask(told(1), name), f"This is {name}, right?")
+        turns = answered(
+            box_question(1), served.ask(box_question(1), name), f"This is {name}, right?"
+        )
         texts[name] = answered(turns, served.ask(turns, name), "Sure?")
     again = Served(small, persistence=kept_in(tmp_path, small))
     for name in ("n11", "n00", "n08"):
-        assert again.ask(texts[name]).told.session == name  # others are in memory by now
+        assert again.ask(texts[name]).result.session == name  # others are in memory by now
         assert len(again.core.sessions) <= 1 + MAX_CANDIDATES
 
 

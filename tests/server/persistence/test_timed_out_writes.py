@@ -18,18 +18,20 @@ from larder.server import (
     StoreSessionPersistence,
 )
 from larder.store import Store, open_file_system
-from server_core import Served, answered, told
-from server_engine_clients import SLOW, ask, failing, hub_in, keeper_in, unheard
+from server_core import Served, answered, box_question
+from server_engine_clients import SLOW, ask, failing, hub_in, persistence_in, unacknowledged
 from server_stores import Stored
 from store.file_systems import Faulty, Hanging
 
 
 def second_turn(served: Served | Stored) -> list[ChatMessage]:
-    return answered(told(1), served.ask(told(1), "x"), "Why?")
+    return answered(box_question(1), served.ask(box_question(1), "x"), "Why?")
 
 
 def stored_turns(folder: Path, loaded: LoadedModel) -> list[object]:
-    return list(Served(loaded, persistence=keeper_in(folder, loaded)).core.find("a", "x").turns)
+    return list(
+        Served(loaded, persistence=persistence_in(folder, loaded)).core.find("a", "x").turns
+    )
 
 
 def pin(served: Served, persistence: StoreSessionPersistence) -> None:
@@ -48,7 +50,7 @@ def assert_superseded(served: Served, text: list[ChatMessage]) -> None:
 
 @pytest.fixture
 def persistence(small: LoadedModel, tmp_path: Path) -> StoreSessionPersistence:
-    return keeper_in(tmp_path, small)
+    return persistence_in(tmp_path, small)
 
 
 @pytest.fixture
@@ -64,11 +66,11 @@ def test_next_turn_continues_from_a_late_write(
     served: Served,
     turns: int,
 ) -> None:
-    text = second_turn(served) if turns == 2 else told(1)
-    with unheard(persistence):
+    text = second_turn(served) if turns == 2 else box_question(1)
+    with unacknowledged(persistence):
         last = served.ask(text, "x")
     assert persistence._store.parts.unwritten.counts() == {"slow": 1}
-    assert served.ask(answered(text, last, "Really?"), "x").told.session == "x"
+    assert served.ask(answered(text, last, "Really?"), "x").result.session == "x"
     assert stored_turns(tmp_path, small) == served.core.find("a", "x").turns
     assert len(stored_turns(tmp_path, small)) == turns + 1
 
@@ -84,7 +86,7 @@ def test_shutdown_is_bounded_while_the_disk_hangs(small: LoadedModel, tmp_path: 
         stored.core.step()
     before = time.monotonic()
     stored.core.close(seconds=0.05)
-    assert time.monotonic() - before < 10 and client.told.durable is False
+    assert time.monotonic() - before < 10 and client.result.durable is False
     stored.store.close()
     place.go.set()
     again = Stored(small, tmp_path, place=open_file_system(str(tmp_path / "store")))
@@ -95,7 +97,7 @@ def test_turns_not_written_after_a_late_write_are_written_with_the_next(
     small: LoadedModel, tmp_path: Path, persistence: StoreSessionPersistence, served: Served
 ) -> None:
     text = second_turn(served)
-    with unheard(persistence):
+    with unacknowledged(persistence):
         text = answered(text, served.ask(text, "x"), "And 1?")
         text = answered(text, served.ask(text, "x"), "And 2?")
     with failing(persistence._store.sessions, "append", StoreFull("No room: make some.")):
@@ -115,16 +117,23 @@ def test_session_is_pinned_after_a_late_write(
     method: str,
     turns: int,
 ) -> None:
-    text = told(1) if turns == 1 else second_turn(served)
+    text = box_question(1) if turns == 1 else second_turn(served)
     if method == "label":
         served.ask(text, "x")
-        with unheard(persistence, "label"), pytest.raises(ApiError, match="cannot be written now"):
+        with (
+            unacknowledged(persistence, "label"),
+            pytest.raises(ApiError, match="cannot be written now"),
+        ):
             pin(served, persistence)
     else:
-        with unheard(persistence):
+        with unacknowledged(persistence):
             served.ask(text, "x")
     pin(served, persistence)
-    assert Served(small, persistence=keeper_in(tmp_path, small)).core.find("a", "x").usage.is_pinned
+    assert (
+        Served(small, persistence=persistence_in(tmp_path, small))
+        .core.find("a", "x")
+        .usage.is_pinned
+    )
     assert len(stored_turns(tmp_path, small)) == turns
 
 
@@ -136,7 +145,7 @@ def test_cache_is_attached_after_a_late_write(
     stored = Stored(small, tmp_path)
     second_turn(stored)
     session = stored.core.find("a", "x")
-    with unheard(stored.persistence, method):
+    with unacknowledged(stored.persistence, method):
         if method == "label":
             session.usage.is_pinned = True
             written = stored.persistence.pin(session)
@@ -163,14 +172,14 @@ def test_session_deleted_after_a_timed_out_write_stays_deleted(
     served: Served,
     turns: int,
 ) -> None:
-    text = second_turn(served) if turns == 2 else told(1)
-    with unheard(persistence):
+    text = second_turn(served) if turns == 2 else box_question(1)
+    with unacknowledged(persistence):
         served.ask(text, "x")
     [gone] = served.core.remove("a", "x")
     assert gone.result(30) is None
     assert persistence.list_sessions("a") == [] and persistence.load("a", "x") is None
-    assert persistence.candidates("a", told(1)) == []
-    assert served.ask(told(1), "x").told.session == "x"
+    assert persistence.candidates("a", box_question(1)) == []
+    assert served.ask(box_question(1), "x").result.session == "x"
     assert len(stored_turns(tmp_path, small)) == 1
 
 
@@ -199,7 +208,7 @@ def test_session_deleted_during_a_late_write_stays_deleted(
     place = LateCreate(open_file_system(str(tmp_path / "blobs")))
     store = Store(place, tmp_path / "home")
     served = Served(small, persistence=StoreSessionPersistence(store, small.decoder.spec))
-    text = second_turn(served) if turns == 2 else told(1)
+    text = second_turn(served) if turns == 2 else box_question(1)
     place.is_slow = True
     served.ask(text, "x")
     [gone] = served.core.remove("a", "x")
@@ -226,8 +235,8 @@ def test_unwritten_session_is_deleted_despite_store_errors(
 def test_deletion_on_a_slow_store_raises(
     persistence: StoreSessionPersistence, served: Served, is_heard: bool
 ) -> None:
-    with unheard(persistence, "label" if is_heard else "append"):
-        served.ask(told(1), "x")
+    with unacknowledged(persistence, "label" if is_heard else "append"):
+        served.ask(box_question(1), "x")
     with failing(persistence._store.sessions, "remove", SLOW):
         [gone] = served.core.remove("a", "x")
         assert gone.exception(30) is SLOW
@@ -242,7 +251,7 @@ def test_turn_after_a_rollback_by_another_server_is_superseded(
 ) -> None:
     text = second_turn(served)
     text = answered(text, served.ask(text, "x"), "Really?")
-    other = keeper_in(tmp_path, small)._store.sessions
+    other = persistence_in(tmp_path, small)._store.sessions
     other.roll_back("a", "x", 1)
     assert_superseded(served, text)
     assert len(stored_turns(tmp_path, small)) == 1
@@ -254,7 +263,7 @@ def test_turn_after_another_server_recreated_the_session_is_superseded(
 ) -> None:
     text = second_turn(served)
     text = answered(text, served.ask(text, "x"), "Really?")
-    other = Served(small, persistence=keeper_in(tmp_path, small))
+    other = Served(small, persistence=persistence_in(tmp_path, small))
     [gone] = other.core.remove("a", "x")
     gone.result(30)
     second_turn(other)
@@ -267,9 +276,9 @@ def test_rollback_by_another_server_supersedes_a_timed_out_write(
     small: LoadedModel, tmp_path: Path, persistence: StoreSessionPersistence, served: Served
 ) -> None:
     text = second_turn(served)
-    with unheard(persistence):
+    with unacknowledged(persistence):
         text = answered(text, served.ask(text, "x"), "Really?")
-    keeper_in(tmp_path, small)._store.sessions.roll_back("a", "x", 1)
+    persistence_in(tmp_path, small)._store.sessions.roll_back("a", "x", 1)
     assert_superseded(served, text)
     assert len(stored_turns(tmp_path, small)) == 1
 
@@ -279,9 +288,9 @@ def test_label_by_another_server_supersedes_a_timed_out_write(
     small: LoadedModel, tmp_path: Path, persistence: StoreSessionPersistence, served: Served
 ) -> None:
     text = second_turn(served)
-    with unheard(persistence):
+    with unacknowledged(persistence):
         text = answered(text, served.ask(text, "x"), "Really?")
-    other = keeper_in(tmp_path, small)._store.sessions
+    other = persistence_in(tmp_path, small)._store.sessions
     other.label("a", "x", {"pinned": "yes"}, 2)
     assert_superseded(served, text)
     assert served.core.find("a", "x").usage.is_pinned
@@ -291,7 +300,7 @@ def test_turns_are_kept_when_the_epoch_check_times_out(
     small: LoadedModel, tmp_path: Path, persistence: StoreSessionPersistence, served: Served
 ) -> None:
     text = second_turn(served)
-    with unheard(persistence):
+    with unacknowledged(persistence):
         text = answered(text, served.ask(text, "x"), "Really?")
     with failing(persistence._store.sessions, "head", SLOW):
         text = answered(text, served.ask(text, "x"), "Sure?")
@@ -308,9 +317,9 @@ def test_late_write_under_session_leases_is_no_conflict(
     persistence = StoreSessionPersistence(store, small.decoder.spec, locks)
     served = Served(small, persistence=persistence)
     text = second_turn(served)
-    with unheard(persistence):
+    with unacknowledged(persistence):
         text = answered(text, served.ask(text, "x"), "Really?")
-    assert served.ask(text, "x").told.recomputed_tokens == 0
+    assert served.ask(text, "x").result.recomputed_tokens == 0
     assert len(stored_turns(tmp_path, small)) == 3
 
 
@@ -319,11 +328,11 @@ def test_engine_client_pins_and_removes_after_a_late_write(
 ) -> None:
     with hub_in(tmp_path, small) as hub:
         assert isinstance(hub.context.persistence, StoreSessionPersistence)
-        with unheard(hub.context.persistence):
-            ask(hub, told(1), "x")
+        with unacknowledged(hub.context.persistence):
+            ask(hub, box_question(1), "x")
         assert hub.pin("a", "x").pinned
-        with unheard(hub.context.persistence):
-            ask(hub, told(1), "y")
+        with unacknowledged(hub.context.persistence):
+            ask(hub, box_question(1), "y")
         for name in ("x", "y"):
             assert hub.remove("a", name) == ()
         assert hub.sessions("a") == ()

@@ -11,7 +11,7 @@ from larder.models import LoadedModel
 from larder.server import ServerStats
 from larder.server.http.metrics import _counters
 from larder.store import Manifest
-from server_core import answered, told
+from server_core import answered, box_question
 from server_engine_clients import failing
 from server_stores import Stored
 
@@ -24,7 +24,7 @@ def test_unwritten_turn_is_not_counted_as_a_rejected_restore(
 ) -> None:
     stored = Stored(small, tmp_path)
     with failing(stored.store.sessions, "append", FULL):
-        stored.ask(told(1), "x")
+        stored.ask(box_question(1), "x")
     assert (stored.disk.stats().rejected, stored.disk.stats().unwritten) == ({}, {"full": 1})
     stored.close()
 
@@ -33,12 +33,12 @@ def test_cache_is_restored_when_its_access_time_cannot_be_written(
     small: LoadedModel, tmp_path: Path
 ) -> None:
     first = Stored(small, tmp_path)
-    turns = answered(told(1), first.ask(told(1), "x"), "Why?")
+    turns = answered(box_question(1), first.ask(box_question(1), "x"), "Why?")
     first.close()
     again = Stored(small, tmp_path)
     with failing(Manifest, "used", FULL):
         last = again.ask(turns, "x")
-    assert last.told.restored_tokens > 0 == last.told.recomputed_tokens
+    assert last.result.restored_tokens > 0 == last.result.recomputed_tokens
     assert (again.disk.stats().rejected, again.disk.stats().unwritten) == ({}, {"full": 1})
     again.close()
 

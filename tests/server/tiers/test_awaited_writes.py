@@ -10,7 +10,7 @@ import pytest
 from larder.models import LoadedModel
 from larder.server import ChatMessage, SessionState
 from larder.store import Tier
-from server_core import Client, answered, told
+from server_core import Client, answered, box_question
 from server_stores import Stored
 
 NAMES = ("x", "y")
@@ -20,13 +20,13 @@ def crowded(loaded: LoadedModel, folder: Path, policy: str) -> tuple[Stored, lis
     """A server whose host memory has no room for the load of x while y is written, and the next
     turns of x."""
     stored = Stored(loaded, folder, policy=policy)
-    turns = told(1, 6)
+    turns = box_question(1, 6)
     more = answered(turns, stored.ask(turns, "x"), "Why?")
     session = stored.core.sessions.find("a", "x")
     stored.core.tiers.save(session)
     stored.run()
     stored.core.tiers.drop(session)
-    stored.ask(told(2, 6), "y", tenant="b")
+    stored.ask(box_question(2, 6), "y", tenant="b")
     return stored, more
 
 
@@ -57,13 +57,13 @@ def test_load_waits_for_a_write_that_holds_host_memory(
     stored, turns = crowded(small, tmp_path, policy)
     may_end = writing(stored)
     waiting, _ = stored.served.submit(turns, "x")
-    other, _ = stored.served.submit(told(3), "z", tenant="c")
+    other, _ = stored.served.submit(box_question(3), "z", tenant="c")
     step_until(stored, other)
-    assert waiting.report is None and other.told.new_tokens > 0
+    assert waiting.report is None and other.result.new_tokens > 0
     may_end.set()
     stored.run()
-    assert waiting.told.tier == "disk" and waiting.told.restored_tokens > 0
-    assert waiting.told.recomputed_tokens == 0
+    assert waiting.result.tier == "disk" and waiting.result.restored_tokens > 0
+    assert waiting.result.recomputed_tokens == 0
     stored.close()
 
 
@@ -81,7 +81,7 @@ def test_load_waits_for_one_write_only(
     monkeypatch.setattr(tiers, "host_room", no_room)
     may_end.set()
     stored.run()
-    assert waiting.told.restored_tokens == 0 and waiting.told.recomputed_tokens > 0
+    assert waiting.result.restored_tokens == 0 and waiting.result.recomputed_tokens > 0
     stored.close()
 
 
@@ -94,6 +94,6 @@ def test_load_does_not_wait_for_a_write_slower_than_recomputing(
     may_end = writing(stored)
     waiting, _ = stored.served.submit(turns, "x")
     step_until(stored, waiting)
-    assert waiting.told.recomputed_tokens > 0
+    assert waiting.result.recomputed_tokens > 0
     may_end.set()
     stored.close()

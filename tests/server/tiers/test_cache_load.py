@@ -10,7 +10,7 @@ import pytest
 from larder.models import LoadedModel
 from larder.store import Tier
 from server_chats import asked
-from server_core import answered, told
+from server_core import answered, box_question
 from server_stores import Stored
 
 pytestmark = pytest.mark.usefixtures("loads")
@@ -40,7 +40,7 @@ def test_failed_load_releases_its_reservation(
 ) -> None:
     options, place = HELD[kind]
     stored = Stored(small, tmp_path, **options)  # pyright: ignore
-    turns = answered(told(1), stored.ask(told(1), "x"), "Why?")
+    turns = answered(box_question(1), stored.ask(box_question(1), "x"), "Why?")
     stored.core.admin.release(stored.core.idle("a", "x"))
     stored.run()
     with monkeypatch.context() as patch:
@@ -51,5 +51,5 @@ def test_failed_load_releases_its_reservation(
         moved = stored.core.admin.prefetch(stored.core.idle("a", "x"))
         stored.run()
         assert moved.result(0).residency.tier == "disk" and has_only_logs(stored)
-    assert stored.ask(turns, "x").told.tier == "disk"
+    assert stored.ask(turns, "x").result.tier == "disk"
     stored.close()

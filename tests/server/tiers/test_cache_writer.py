@@ -13,14 +13,14 @@ from larder import Engine
 from larder.models import LoadedModel
 from larder.server import ChatMessage, Durability, LocalEngineClient
 from larder.store import LocalFileSystem, RestorePath, ThroughputEstimates, Tier
-from server_core import Served, answered, told
+from server_core import Served, answered, box_question
 from server_stores import Stored
 
 pytestmark = pytest.mark.usefixtures("loads")
 
 
 def talk(served: Stored | Served, session: str = "x", number: int = 1) -> list[ChatMessage]:
-    turns = told(number)
+    turns = box_question(number)
     turns = answered(turns, served.ask(turns, session), "Why?")
     return answered(turns, served.ask(turns, session), "Sure?")
 
@@ -41,7 +41,7 @@ def cache_bytes(loaded: LoadedModel, policy: str = "full") -> int:
 def turn_bytes(loaded: LoadedModel, policy: str) -> int:
     """Peak device bytes of a turn of such a conversation."""
     served = Served(loaded, policy)
-    answered(talk(served), served.ask(told(2), "y"), "Why?")
+    answered(talk(served), served.ask(box_question(2), "y"), "Why?")
     return served.core.reservations.peak
 
 
@@ -59,10 +59,10 @@ def test_restarted_server_restores_caches_and_answers_the_same(
     last = again.ask(turns, "x")
     other = never.ask(turns, "x")
     assert last.text == other.text
-    report = last.told
+    report = last.result
     assert report.tier == "disk" and report.recomputed_tokens == 0
-    assert report.restored_tokens == report.cached_tokens == other.told.cached_tokens > 0
-    assert report.lossless == other.told.lossless
+    assert report.restored_tokens == report.cached_tokens == other.result.cached_tokens > 0
+    assert report.lossless == other.result.lossless
     assert again.disk.stats().rejected == {}
 
 
@@ -75,7 +75,7 @@ def test_many_sessions_alternate_in_little_memory(
     budgets = {"device": max(4 * size, turn_bytes(small, policy)), "host": 7 * size}
     stored, alone = Stored(small, tmp_path, policy=policy, **budgets), Served(small, policy)
     names = [f"n{number}" for number in range(8)]
-    turns = {name: told(number) for number, name in enumerate(names)}
+    turns = {name: box_question(number) for number, name in enumerate(names)}
     for text in ("Why?", "Sure?"):
         for name in names:
             own, other = stored.ask(turns[name], name), alone.ask(turns[name], name)
@@ -102,11 +102,11 @@ def test_damaged_cache_is_recomputed(small: LoadedModel, tmp_path: Path) -> None
     again = Stored(small, tmp_path)
     last = again.ask(turns, "x")
     assert last.text == never.ask(turns, "x").text
-    assert last.told.restored_tokens == 0 < last.told.recomputed_tokens
+    assert last.result.restored_tokens == 0 < last.result.recomputed_tokens
     assert again.disk.stats().rejected == {"damaged": 1}
     again.close()
     third = Stored(small, tmp_path)
-    assert third.ask(answered(turns, last, "And?"), "x").told.restored_tokens > 0
+    assert third.ask(answered(turns, last, "And?"), "x").result.restored_tokens > 0
 
 
 @pytest.mark.failure(number=26)
@@ -119,7 +119,7 @@ def test_cache_is_recomputed_when_loading_is_slower(
     monkeypatch.setattr(ThroughputEstimates, "choose", lambda *args: RestorePath.RECOMPUTE)
     again = Stored(small, tmp_path)
     last = again.ask(turns, "x")
-    assert last.told.restored_tokens == 0 < last.told.recomputed_tokens
+    assert last.result.restored_tokens == 0 < last.result.recomputed_tokens
     assert again.disk.stats().rejected == {"slower": 1}
     monkeypatch.setattr(ThroughputEstimates, "choose", lambda *args: RestorePath.LOAD)
     again.core.tiers.evict(again.core.find("a", "x"))
@@ -151,15 +151,15 @@ def test_slow_disk_does_not_stall_other_answers(
     small: LoadedModel, tmp_path: Path, gate: Gate
 ) -> None:
     stored = Stored(small, tmp_path, place=gate)
-    slow, _ = stored.served.submit(told(1), "slow")
-    other, _ = stored.served.submit(told(2), "other", max_new_tokens=40)
+    slow, _ = stored.served.submit(box_question(1), "slow")
+    other, _ = stored.served.submit(box_question(2), "other", max_new_tokens=40)
     gate.is_open.clear()
     while len(other.steps) < 30:
         assert stored.served.step()
     assert slow.report is None and slow.text  # its end is told when its turn is written
     gate.is_open.set()
     stored.run()
-    assert slow.told.new_tokens == 4 and other.told.new_tokens == 40
+    assert slow.result.new_tokens == 4 and other.result.new_tokens == 40
 
 
 @pytest.mark.failure(number=25)
@@ -171,14 +171,14 @@ def test_requests_wait_while_a_full_tier_drains_to_a_slow_disk(
     stored = Stored(small, tmp_path, place=gate, device=2 * size + size // 2, host=4 * size)
     turns = [talk(stored, f"n{number}", number) for number in range(2)]
     gate.is_open.clear()
-    late, _ = stored.served.submit(told(7), "n7")
+    late, _ = stored.served.submit(box_question(7), "n7")
     for _ in range(50):
         stored.served.step()
     assert late.report is None
     gate.is_open.set()
     stored.run()
-    assert late.told.new_tokens == 4 and not stored.core.tiers.dropped
-    assert stored.ask(turns[0], "n0").told.recomputed_tokens == 0
+    assert late.result.new_tokens == 4 and not stored.core.tiers.dropped
+    assert stored.ask(turns[0], "n0").result.recomputed_tokens == 0
 
 
 @pytest.mark.failure(number=25)
@@ -186,18 +186,18 @@ def test_write_of_one_tenant_does_not_delay_another_at_its_quota(
     small: LoadedModel, tmp_path: Path, gate: Gate
 ) -> None:
     one = Served(small)
-    one.ask(told(0), "x")
+    one.ask(box_question(0), "x")
     size = one.core.sessions.find("a", "x").residency.nbytes
     quotas = {Tier.DEVICE: 5 * size, Tier.HOST: 3 * size}
     stored = Stored(small, tmp_path, Durability.NONE, place=gate, quotas=quotas)
-    stored.ask(told(0), "n0")
+    stored.ask(box_question(0), "n0")
     for number in range(4):
-        stored.ask(told(number), f"b{number}", tenant="b")
+        stored.ask(box_question(number), f"b{number}", tenant="b")
     gate.is_open.clear()
     tiers = stored.core.tiers
     assert tiers.save(stored.core.sessions.find("a", "n0")) is not None
     assert tiers.is_writing() and not tiers.is_writing("b")
-    late = [stored.served.submit(told(n), f"late{n}", tenant="b")[0] for n in range(5)]
+    late = [stored.served.submit(box_question(n), f"late{n}", tenant="b")[0] for n in range(5)]
     for _ in range(100):
         stored.served.step()
     assert all(each.report for each in late) and tiers.dropped and tiers.is_writing("a")
@@ -210,7 +210,7 @@ def test_writes_are_not_awaited_without_durability(
 ) -> None:
     stored = Stored(small, tmp_path, Durability.NONE, place=gate)
     gate.is_open.clear()
-    client, _ = stored.served.submit(told(1), "x")
+    client, _ = stored.served.submit(box_question(1), "x")
     while client.report is None:
         assert stored.served.step()
     gate.is_open.set()
@@ -224,8 +224,8 @@ def test_strongest_durability_stores_the_cache(small: LoadedModel, tmp_path: Pat
     talk(never)
     again = Stored(small, tmp_path)
     last = again.ask(turns, "x")
-    assert last.text == never.ask(turns, "x").text and last.told.recomputed_tokens == 0
-    assert last.told.restored_tokens > 0
+    assert last.text == never.ask(turns, "x").text and last.result.recomputed_tokens == 0
+    assert last.result.restored_tokens > 0
 
 
 @pytest.mark.extended
@@ -237,13 +237,13 @@ def test_cache_of_a_lossy_codec_is_not_used_for_exact_requests(
     first.close()
     again = Stored(small, tmp_path, codec="int8")
     last = again.ask(turns, "x")
-    assert last.told.restored_tokens and not last.told.lossless
+    assert last.result.restored_tokens and not last.result.lossless
     more = answered(turns, last, "And?")
     again.close()
     third = Stored(small, tmp_path, codec="int8")
     exact = third.ask(more, "x", exact=True)
-    assert exact.told.restored_tokens == 0 < exact.told.recomputed_tokens
-    assert exact.told.lossless
+    assert exact.result.restored_tokens == 0 < exact.result.recomputed_tokens
+    assert exact.result.lossless
 
 
 @pytest.mark.failure(number=22)
@@ -251,7 +251,7 @@ def test_cache_of_a_lossy_codec_is_not_used_for_exact_requests(
 def test_idle_stored_sessions_in_memory_are_bounded(small: LoadedModel, tmp_path: Path) -> None:
     size = cache_bytes(small)
     stored = Stored(small, tmp_path, device=3 * size, host=4 * size)
-    turns = {f"n{number}": told(number, 1) for number in range(24)}
+    turns = {f"n{number}": box_question(number, 1) for number in range(24)}
     held = []
     for name, said in turns.items():
         turns[name] = answered(said, stored.ask(said, name), "Why?")
@@ -259,9 +259,9 @@ def test_idle_stored_sessions_in_memory_are_bounded(small: LoadedModel, tmp_path
     assert max(held) <= 12  # those that come later take no more
     assert len(stored.persistence.list_sessions("a")) == 24
     for name in ("n0", "n11", "n23"):
-        assert stored.ask(turns[name], name).told.session == name
+        assert stored.ask(turns[name], name).result.session == name
     anonymous = stored.ask(turns["n5"])  # found by what was said
-    assert anonymous.told.session == "n5"
+    assert anonymous.result.session == "n5"
 
 
 def test_released_session_is_prefetched_again(small: LoadedModel, tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_released_session_is_prefetched_again(small: LoadedModel, tmp_path: Path
     back = stored.core.admin.prefetch(stored.core.idle("a", "x"))
     stored.run()
     assert back.result().residency.tier == "device"
-    assert stored.ask(turns, "x").told.tier == "device"
+    assert stored.ask(turns, "x").result.tier == "device"
 
 
 def test_session_view_does_not_load_a_stored_cache(small: LoadedModel, tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ def test_stored_cache_is_compacted_to_its_budget(small: LoadedModel, tmp_path: P
     stored.served.check()
     stored.close()
     again = Stored(small, tmp_path, policy="limited")
-    assert again.ask(turns, "x").told.recomputed_tokens == 0
+    assert again.ask(turns, "x").result.recomputed_tokens == 0
     assert (
         again.core.find("a", "x").residency.occupancy.entries
         <= never.core.find("a", "x").residency.occupancy.entries

@@ -92,8 +92,8 @@ def test_caches_of_every_preset_are_restored(deep: LoadedModel, tmp_path: Path, 
     again = stored(deep, tmp_path, name, tokens=tokens)
     last = again.ask(turns, "x")
     assert last.text == never.ask(turns, "x").text
-    assert last.told.tier == "disk" and last.told.restored_tokens > 0
-    assert last.told.recomputed_tokens == 0 and again.disk.stats().rejected == {}
+    assert last.result.tier == "disk" and last.result.restored_tokens > 0
+    assert last.result.recomputed_tokens == 0 and again.disk.stats().rejected == {}
 
 
 def flip(folder: Path, holding: bytes) -> None:
@@ -120,14 +120,14 @@ def test_damaged_chat_caches_are_recomputed(
     again = stored(small, tmp_path, "epicache")
     last = again.ask(turns, "x")
     assert last.text == never.ask(turns, "x").text
-    assert last.told.tier == "none" and last.told.restored_tokens == 0
-    assert last.told.recomputed_tokens == sum(
+    assert last.result.tier == "none" and last.result.restored_tokens == 0
+    assert last.result.recomputed_tokens == sum(
         each.tokens for each in again.core.find("a", "x").turns[:-1]
     )
     assert again.disk.stats().rejected == {"damaged": 1}
     again.close()
     third = stored(small, tmp_path, "epicache")
-    assert third.ask(answered(turns, last, "And?"), "x").told.restored_tokens > 0
+    assert third.ask(answered(turns, last, "And?"), "x").result.restored_tokens > 0
 
 
 @pytest.mark.extended
@@ -145,7 +145,7 @@ def test_record_of_another_chat_is_rejected(
     first.close()
     again = stored(small, tmp_path, "epicache")
     last = again.ask(turns, "x")
-    assert last.text == never.ask(turns, "x").text and last.told.restored_tokens == 0
+    assert last.text == never.ask(turns, "x").text and last.result.restored_tokens == 0
     assert again.disk.stats().rejected == {"damaged": 1}
     again.served.check()
 
@@ -168,10 +168,10 @@ def test_turns_after_the_stored_caches_are_prefilled_again(
         assert not again.core.admin.prefetch(again.core.idle("a", "x")).done()
         again.run()
     last = again.ask(turns, "x")
-    assert last.text == never.ask(turns, "x").text and last.told.tier == tier
-    assert last.told.cached_tokens == sum(each.tokens for each in before)
-    assert last.told.restored_tokens == (last.told.cached_tokens if tier == "disk" else 0)
-    assert last.told.recomputed_tokens == late.tokens
+    assert last.text == never.ask(turns, "x").text and last.result.tier == tier
+    assert last.result.cached_tokens == sum(each.tokens for each in before)
+    assert last.result.restored_tokens == (last.result.cached_tokens if tier == "disk" else 0)
+    assert last.result.recomputed_tokens == late.tokens
     more = answered(turns, last, "And?")
     assert again.ask(more, "x").text == never.ask(more, "x").text
 
@@ -185,8 +185,8 @@ def test_strongest_durability_stores_the_caches(small: LoadedModel, tmp_path: Pa
     killed.store.close()
     again = stored(small, tmp_path, "epicache")
     last = again.ask(turns, "x")
-    assert last.text == never.ask(turns, "x").text and last.told.recomputed_tokens == 0
-    assert last.told.restored_tokens > 0
+    assert last.text == never.ask(turns, "x").text and last.result.recomputed_tokens == 0
+    assert last.result.restored_tokens > 0
 
 
 @pytest.mark.extended
@@ -227,13 +227,13 @@ def test_request_cancelled_while_waiting_for_memory_releases_it(
     assert len(own.core.scheduler.queue) == 1
     ticket.cancel()
     own.run()
-    assert late.told.reason == "cancelled" and busy.told.new_tokens == 40
+    assert late.result.reason == "cancelled" and busy.result.new_tokens == 40
     session, tiers = own.core.find("a", "x"), own.core.tiers
     assert session.residency.reservation is None and session.key not in tiers.in_host
     assert tiers.offload(own.core.find("a", "y"))  # what is there is looked through for the store
     own.run()
     last = own.ask(turns, "x")
-    assert last.text == measured.ask(turns, "x").text and last.told.tier == "disk"
+    assert last.text == measured.ask(turns, "x").text and last.result.tier == "disk"
 
 
 def host_need(served: Served) -> int:
@@ -256,7 +256,7 @@ def test_released_chat_is_prefetched_again(small: LoadedModel, tmp_path: Path) -
     assert back.result().residency.tier == "device"
     last = own.ask(turns, "x")
     assert last.text == never.ask(turns, "x").text
-    assert last.told.tier == "device" and last.told.recomputed_tokens == 0
+    assert last.result.tier == "device" and last.result.recomputed_tokens == 0
 
 
 @pytest.mark.extended

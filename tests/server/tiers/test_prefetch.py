@@ -21,7 +21,7 @@ from larder.server import (
     StoreSessionPersistence,
 )
 from larder.store import Store, Tier
-from server_core import Served, answered, told, user
+from server_core import Served, answered, box_question, user
 from server_engine_clients import Waiting
 from server_stores import Stored
 
@@ -43,22 +43,22 @@ def test_next_session_of_a_workflow_is_prefetched_under_kvflow_only(
     small: LoadedModel, tmp_path: Path, policy: str, eviction: str, tier: str
 ) -> None:
     stored, plain = Stored(small, tmp_path, policy=policy, eviction=eviction), Served(small, policy)
-    turns = told(1)
+    turns = box_question(1)
     first = stored.ask(turns, "x")
     plain.ask(turns, "x")
     session, turns = on_disk(stored), answered(turns, first, "Why?")
     stored.core.announce("a", {"x": 1})
-    stored.ask(told(2), "y")
+    stored.ask(box_question(2), "y")
     assert session.residency.tier == tier
     again = stored.ask(turns, "x")
-    assert again.told.tier == tier and again.text == plain.ask(turns, "x").text
+    assert again.result.tier == tier and again.text == plain.ask(turns, "x").text
     assert not stored.core.tiers.started
     stored.close()
 
 
 def test_request_joins_a_prefetch_in_progress(small: LoadedModel, tmp_path: Path) -> None:
     stored = Stored(small, tmp_path, eviction="kvflow")
-    turns, loads, load = told(1), list[str](), stored.disk.load
+    turns, loads, load = box_question(1), list[str](), stored.disk.load
 
     def counted(*told: object) -> object:
         loads.append("load")
@@ -70,7 +70,7 @@ def test_request_joins_a_prefetch_in_progress(small: LoadedModel, tmp_path: Path
     stored.core.prefetcher.prefetch(stored.core.sessions.find("a", "x"))
     client = stored.ask(turns, "x")
     assert loads == ["load"] and not stored.core.tiers.started
-    assert client.told.tier == "disk" and client.told.restored_tokens > 0
+    assert client.result.tier == "disk" and client.result.restored_tokens > 0
     stored.close()
 
 
@@ -78,7 +78,7 @@ def test_session_removed_during_a_prefetch_releases_its_memory(
     small: LoadedModel, tmp_path: Path
 ) -> None:
     stored = Stored(small, tmp_path, eviction="kvflow")
-    stored.ask(told(1), "x")
+    stored.ask(box_question(1), "x")
     session = on_disk(stored)
     stored.core.prefetcher.prefetch(session)
     stored.core.forget(session)
@@ -92,12 +92,12 @@ def test_prefetch_does_not_evict_sessions_due_as_early(
     small: LoadedModel, steps: int, tier: str
 ) -> None:
     probe = Served(small)
-    probe.ask(told(1), "x")
+    probe.ask(box_question(1), "x")
     served = Served(small, device=int(1.3 * probe.core.reservations.peak), eviction="kvflow")
-    served.ask(told(1), "x", steps={"": 1})
+    served.ask(box_question(1), "x", steps={"": 1})
     session = served.core.sessions.find("a", "x")
     assert served.core.tiers.offload(session)
-    served.ask(told(2), "y", steps={"": steps})
+    served.ask(box_question(2), "y", steps={"": steps})
     served.core.announce("a", {"x": 1})
     served.run()
     assert session.residency.tier == tier
@@ -105,7 +105,7 @@ def test_prefetch_does_not_evict_sessions_due_as_early(
 
 def test_failed_prefetch_leaves_the_load_to_the_request(small: LoadedModel) -> None:
     served, plain = Served(small, eviction="kvflow"), Served(small)
-    turns = told(1)
+    turns = box_question(1)
     first = served.ask(turns, "x")
     plain.ask(turns, "x")
     assert served.core.tiers.offload(served.core.sessions.find("a", "x"))
@@ -125,7 +125,7 @@ def test_failed_prefetch_leaves_the_load_to_the_request(small: LoadedModel) -> N
 
 def test_session_absent_from_memory_is_prefetched(small: LoadedModel, tmp_path: Path) -> None:
     first = Stored(small, tmp_path)
-    first.ask(told(1), "x")
+    first.ask(box_question(1), "x")
     first.close()
     store = Store(str(tmp_path / "blobs"), tmp_path / "home", secret=b"s" * 32)
     kept = StoreSessionPersistence(store, small.decoder.spec)
@@ -136,7 +136,9 @@ def test_session_absent_from_memory_is_prefetched(small: LoadedModel, tmp_path: 
     )
     with closing(store), closing(client):
         waiting = Waiting()
-        request = Request("a", tuple(told(2)), "y", max_new_tokens=2, steps={"x": 1, "nobody": 1})
+        request = Request(
+            "a", tuple(box_question(2)), "y", max_new_tokens=2, steps={"x": 1, "nobody": 1}
+        )
         client.submit(request, waiting)
         assert waiting.over.wait(30)
         client._prefetching.submit(int).result(30)
@@ -168,7 +170,7 @@ def test_prefetches_by_name_are_bounded_and_end_at_shutdown(small: LoadedModel) 
 
 def offloaded(served: Served, name: str) -> SessionState:
     """A session of tenant a in host memory, which a workflow uses next."""
-    served.ask(told(1), name, steps={"": 1})
+    served.ask(box_question(1), name, steps={"": 1})
     session = served.core.sessions.find("a", name)
     assert served.core.tiers.offload(session)
     return session
@@ -179,11 +181,13 @@ def test_prefetch_evicts_sessions_of_its_own_tenant_only(
     small: LoadedModel, others: tuple[str, ...], tier: str
 ) -> None:
     probe = Served(small)
-    probe.ask(told(1), "x")
+    probe.ask(box_question(1), "x")
     room = (len(others) + 0.3) * probe.core.reservations.peak
     served = Served(small, device=int(room), eviction="kvflow")
     session = offloaded(served, "x")
-    idle = {tenant: served.ask(told(2), "y", tenant=tenant).told.session for tenant in others}
+    idle = {
+        tenant: served.ask(box_question(2), "y", tenant=tenant).result.session for tenant in others
+    }
     served.core.announce("a", {"x": 1})
     served.run()
     find = served.core.sessions.find
@@ -195,16 +199,16 @@ def test_prefetch_evicts_sessions_of_its_own_tenant_only(
 @pytest.mark.extended
 def test_prefetch_does_not_evict_host_memory_of_others(small: LoadedModel, tmp_path: Path) -> None:
     probe = Stored(small, tmp_path / "probe", eviction="kvflow")
-    probe.ask(told(1), "x")
+    probe.ask(box_question(1), "x")
     size = on_disk(probe).residency.saved_cache
     probe.close()
     assert size is not None
     stored = Stored(small, tmp_path, host=8 * size.load_bytes, eviction="kvflow")
-    stored.ask(told(1), "x")
+    stored.ask(box_question(1), "x")
     session = on_disk(stored)
     held = list[SessionState]()
     while stored.core.ledger.room(Tier.HOST, "a") >= size.load_bytes:
-        stored.ask(told(9 + len(held)), f"y{len(held)}", tenant="b")
+        stored.ask(box_question(9 + len(held)), f"y{len(held)}", tenant="b")
         held.append(stored.core.sessions.find("b", f"y{len(held)}"))
         assert stored.core.tiers.offload(held[-1])
         stored.run()
@@ -218,7 +222,7 @@ def test_prefetch_does_not_evict_host_memory_of_others(small: LoadedModel, tmp_p
 def test_prefetched_transcript_does_not_evict_others(small: LoadedModel, tmp_path: Path) -> None:
     stored = Stored(small, tmp_path, eviction="kvflow")
     core, tiers = stored.core, stored.core.tiers
-    stored.ask(told(1, 20), "y", tenant="b")
+    stored.ask(box_question(1, 20), "y", tenant="b")
     tiers.drop(core.sessions.find("b", "y"))
     core.ledger.lower(Tier.HOST, core.ledger.used(Tier.HOST))
     loaded = core.sessions.open("a", "x", core.serving)

@@ -8,7 +8,7 @@ import pytest
 
 from larder.models import LoadedModel
 from larder.store import Tier
-from server_core import answered, told
+from server_core import answered, box_question
 from server_stores import Stored
 
 pytestmark = pytest.mark.usefixtures("loads")
@@ -16,10 +16,10 @@ pytestmark = pytest.mark.usefixtures("loads")
 
 def test_session_continues_from_four_bit_codes(small: LoadedModel, tmp_path: Path) -> None:
     stored = Stored(small, tmp_path, codec="q4", policy="full")
-    turns, exact_bytes = told(1, 12), 0
+    turns, exact_bytes = box_question(1, 12), 0
     for number in range(3):
         client = stored.ask(turns, "x")
-        told_of = client.told
+        told_of = client.result
         if number:
             session = stored.core.idle("a", "x")
             cache = session.residency.active
@@ -33,6 +33,6 @@ def test_session_continues_from_four_bit_codes(small: LoadedModel, tmp_path: Pat
         turns = answered(turns, client, f"And box {number}?")
         stored.core.admin.release(stored.core.idle("a", "x"))
         stored.run()
-    assert stored.ask(turns, "x").told.tier == "disk"
-    assert stored.ask(turns, "y").told.lossless, "another session does not begin with codes"
+    assert stored.ask(turns, "x").result.tier == "disk"
+    assert stored.ask(turns, "y").result.lossless, "another session does not begin with codes"
     stored.close()

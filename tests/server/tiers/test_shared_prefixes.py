@@ -69,7 +69,7 @@ def test_eight_sessions_store_a_prefix_once(small: LoadedModel) -> None:
         told = served.ask(question(number), f"n{number}")
         assert told.text == alone.ask(question(number), "x").text
         alone.core.remove("a", "x")
-        cached.append(told.told.cached_tokens)
+        cached.append(told.result.cached_tokens)
     assert cached[0] == 0 and min(cached[1:]) >= len(PREFIX)
     sessions = [session_of(served, f"n{number}") for number in range(8)]
     for each in sessions:
@@ -168,7 +168,7 @@ def test_session_truncated_into_a_prefix_reserves_its_new_tokens(
     for number in range(2):
         served.ask(question(number), f"n{number}")
     edited = question(5, PREFIX[: len(PREFIX) // 2] + "But now all is new. ")
-    shorter = served.ask(edited, "n2").told.cached_tokens
+    shorter = served.ask(edited, "n2").result.cached_tokens
     assert len(PREFIX) // 2 <= shorter < len(PREFIX)
     assert reserved_bytes(served) == real_bytes(served)
     assert served.ask(edited, "n3").text == alone.ask(edited, "n3").text
@@ -247,7 +247,7 @@ class RandomRequests:
     def check_answers(self) -> None:
         expected = dict[tuple[str, int], str]()
         for client, _, turns, count in self.asked:
-            if client.error is not None or client.told.reason == "cancelled":
+            if client.error is not None or client.result.reason == "cancelled":
                 continue
             key = turns[0].text, count
             if key not in expected:

@@ -8,7 +8,7 @@ import pytest
 
 from larder.models import LoadedModel
 from larder.store import StreamController, ThroughputEstimates, Tier
-from server_core import answered, told
+from server_core import answered, box_question
 from server_stores import Stored
 
 CHUNK = 16
@@ -29,12 +29,12 @@ def test_resumed_session_recomputes_chunks_past_the_deadline(
     stored = Stored(
         small, tmp_path, codec="cachegen", streaming=StreamController(deadline), policy="full"
     )
-    first = stored.ask(told(1), "x")
-    held = first.told.prompt_tokens + first.told.new_tokens
-    turns = answered(told(1), first, "Why?")
+    first = stored.ask(box_question(1), "x")
+    held = first.result.prompt_tokens + first.result.new_tokens
+    turns = answered(box_question(1), first, "Why?")
     stored.core.admin.release(stored.core.idle("a", "x"))
     stored.run()
-    again = stored.ask(turns, "x").told
+    again = stored.ask(turns, "x").result
     assert again.tier == "disk" and again.prompt_tokens > held
     if deadline > held:
         assert again.cached_tokens == 0 and again.lossless
@@ -47,8 +47,8 @@ def test_resumed_session_recomputes_chunks_past_the_deadline(
 @pytest.mark.extended
 def test_chunked_load_reserves_one_level_of_one_chunk(small: LoadedModel, tmp_path: Path) -> None:
     stored = Stored(small, tmp_path, codec="cachegen", policy="full")
-    first = stored.ask(told(1), "x")
-    turns = answered(told(1), first, "Why?")
+    first = stored.ask(box_question(1), "x")
+    turns = answered(box_question(1), first, "Why?")
     core = stored.core
     session = core.sessions.find("a", "x")
     core.tiers.save(session)
@@ -59,7 +59,7 @@ def test_chunked_load_reserves_one_level_of_one_chunk(small: LoadedModel, tmp_pa
     assert saved is not None and len(sizes) > 3 and saved.nbytes == sum(sizes)
     assert saved.load_bytes == max(sizes) + 2 * record.cache_bytes
     core.ledger.lower(Tier.HOST, core.ledger.used(Tier.HOST) + saved.load_bytes)
-    again = stored.ask(turns, "x").told
+    again = stored.ask(turns, "x").result
     assert again.tier == "disk" and again.cached_tokens == saved.tokens
     stored.close()
 
@@ -69,21 +69,21 @@ def test_fork_of_a_coarse_load_keeps_the_finest_levels(
 ) -> None:
     stored = Stored(small, tmp_path, codec="cachegen", policy="full")
     core, levels = stored.core, 3
-    first = stored.ask(told(1, 4), "x")
-    turns = answered(told(1, 4), first, "Why?")
+    first = stored.ask(box_question(1, 4), "x")
+    turns = answered(box_question(1, 4), first, "Why?")
     core.admin.release(core.idle("a", "x"))
     stored.run()
     monkeypatch.setattr(StreamController, "level", lambda *_: levels - 1)
     core.fork("a", "x", "direct")
     direct = stored.ask(turns, "direct")
-    assert direct.told.tier == "disk" and not direct.told.lossless  # the caches of x, coarsely
+    assert direct.result.tier == "disk" and not direct.result.lossless  # the caches of x, coarsely
     core.fork("a", "direct", "second")  # before those of the first fork are stored
-    assert not stored.ask(answered(turns, direct, "How?"), "second").told.lossless
+    assert not stored.ask(answered(turns, direct, "How?"), "second").result.lossless
     for name in ("second", "direct"):
         core.admin.release(core.idle("a", name))
     stored.run()
     spans = {record.name: record.spans for record in stored.store.sessions.heads()}
-    full = (first.told.prompt_tokens // CHUNK) * levels
+    full = (first.result.prompt_tokens // CHUNK) * levels
     assert full > 3 * levels
     for name in ("direct", "second"):
         assert spans[name][:full] == spans["x"][:full]
