@@ -144,12 +144,12 @@ def test_contexts_of_later_messages(small: LoadedModel, order: ContextOrder) -> 
     plain.ask(whole[:1], "y")
     expected = plain.ask(whole, "y")
     assert second.text == expected.text
-    assert second.told.prompt_tokens == expected.told.prompt_tokens
-    assert second.told.cached_tokens > first.told.prompt_tokens
-    assert second.told.recomputed_tokens == 0 and second.told.lossless
+    assert second.result.prompt_tokens == expected.result.prompt_tokens
+    assert second.result.cached_tokens > first.result.prompt_tokens
+    assert second.result.recomputed_tokens == 0 and second.result.lossless
     said += [ChatMessage("assistant", second.text), user("Why?")]
     third = served.ask(said, "x", message_contexts=own, context_order=order)
-    assert third.told.cached_tokens > second.told.prompt_tokens
+    assert third.result.cached_tokens > second.result.prompt_tokens
 
 
 def test_contexts_of_the_first_message_are_those_of_the_request(small: LoadedModel) -> None:
@@ -158,7 +158,7 @@ def test_contexts_of_the_first_message_are_those_of_the_request(small: LoadedMod
     found = served.ask(
         [user("What does box a hold?")], contexts=known[:1], message_contexts={0: known[1:]}
     )
-    assert found.told.cached_tokens >= sum(map(len, known))
+    assert found.result.cached_tokens >= sum(map(len, known))
     later = [user("Why?"), ChatMessage("assistant", "So."), user("What does box a hold?")]
     text = served.ask(later, message_contexts={2: known})
     blocks = "".join(f"{each.rstrip()}\n\n" for each in known)
@@ -169,7 +169,7 @@ def test_ids_stand_for_contexts_of_later_messages(small: LoadedModel) -> None:
     served, said = Served(small), [user("Why?"), ChatMessage("assistant", "So."), user("Who?")]
     whole = served.ask(said, message_contexts={2: (TEXTS["a"],)})
     by_id = served.ask(said, message_contexts={2: (chunk_id(TEXTS["a"]),)})
-    assert by_id.text == whole.text and by_id.told.prompt_tokens == whole.told.prompt_tokens
+    assert by_id.text == whole.text and by_id.result.prompt_tokens == whole.result.prompt_tokens
     with pytest.raises(ApiError, match="not known"):
         served.ask(said, message_contexts={2: (chunk_id("?"),)})
 
