@@ -6,6 +6,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from starlette.routing import Match
 
 from larder.core import InputError, check_session_name
 from larder.models import LoadedModel
@@ -57,6 +58,18 @@ def test_endpoint_that_shadows_session_names_is_refused(method: str) -> None:
     with pytest.raises(ValueError, match="names end with '/spans'"):
         operations_router([*OPERATIONS.values(), hidden])
     assert operations_router([Operation(spans, endpoint=Endpoint("POST", f"{SESSION}/spans"))])
+
+
+@pytest.mark.parametrize("name", ["a", "a/kept", "a/spans"])
+def test_endpoint_whose_path_ends_with_the_name_takes_every_session(name: str) -> None:
+    def spans(context: EngineContext, tenant: str, name: str) -> None: ...
+
+    own = Operation(spans, endpoint=Endpoint("GET", "/v1/spans/{name:path}"))
+    router = operations_router([*OPERATIONS.values(), own])
+    scope = {"type": "http", "method": "GET", "path": f"/v1/spans/{name}"}
+    found = [(route, route.matches(scope)) for route in router.routes]
+    [(route, scope)] = [(route, own) for route, (kind, own) in found if kind is Match.FULL]
+    assert route.endpoint.__name__ == "spans" and scope["path_params"] == {"name": name}
 
 
 def test_session_names_shadowed_by_an_endpoint_are_refused() -> None:

@@ -85,10 +85,8 @@ class EngineCore:
     ) -> None:
         clock = options.clock
         self.engine, self.clock, self._wake = engine, clock, wake
-        self.names, self.constraints = (
-            tuple(options.names) or (engine.loaded.name,),
-            engine.constraints,
-        )
+        self.names = tuple(options.names) or (engine.loaded.name,)
+        self.constraints = engine.constraints
         self.context = _context_tokens(engine, options.max_model_len)
         self.serving = ServingPolicy.of(engine)
         self._exact = self._exact_rule()

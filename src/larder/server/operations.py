@@ -1,10 +1,11 @@
 """Table of the operations of an engine client.
 
 A new operation is a function here: its docstring is the description of its endpoint, and the local
-engine client, replicas and HTTP serve it without further edits; the end of a path that is read or
-deleted below a session's own is reserved in `core/session_name.py`. A function that names a session
-raises `ApiError` 404 `session_not_found` if there is none, and 409 `session_busy` if it would
-change a session that is answering.
+engine client, replicas and HTTP serve it without further edits. The path of a new `GET` or `DELETE`
+ends with the session's name; below a session's own path its end would be reserved in
+`core/session_name.py`, too. A function that names a session raises `ApiError` 404
+`session_not_found` if there is none, and 409 `session_busy` if it would change a session that is
+answering.
 """
 
 from __future__ import annotations
