@@ -111,7 +111,7 @@ class StoredText:
             link[0] * finest,
             lambda: now[0],
         )
-        cache, levels = stream.restore(self.decoder.spec)
+        cache, levels, _ = stream.restore(self.decoder.spec)
         rest = self.ids[cache.next_position :]
         append_text(self.decoder, cache, rest)
         return cache, levels, now[0] + token_seconds * len(rest)

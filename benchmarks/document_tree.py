@@ -61,7 +61,7 @@ def trace(requests: int, documents: int, contexts: int) -> list[tuple[str, ...]]
 def shares(server: VirtualServer, requests: Sequence[tuple[str, ...]]) -> dict[str, float]:
     """Share of prompt tokens that the caches had, and of those computed in all layers."""
     prompt = cached = again = held = 0
-    tier = Tier.HOST if server.core.rule.policy.schedule.cache_form else Tier.DEVICE
+    tier = Tier.HOST if server.core.serving.policy.schedule.cache_form else Tier.DEVICE
     for number, contexts in enumerate(requests):
         turns = (user(f"Question {number}?"),)
         held += server.core.ledger.used(tier)

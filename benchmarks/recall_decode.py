@@ -208,7 +208,7 @@ def _parked(
             columns = torch.zeros(len(policy.planner.ledger.columns), int(lengths.sum()))
             store._slow.add(OffloadBatch(*flat, far.repeat(layer.kv_heads), columns, lengths))
             started = clock()
-            store.fetcher.learn(store._slow.entries(), store._observed)
+            store.fetcher.update_index(store._slow.entries(), store._observed)
             seconds += clock() - started
     cache.next_position = tokens
     row["built_s"] = round(seconds, 1)
