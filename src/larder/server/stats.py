@@ -29,7 +29,7 @@ class ServerStats:
         done: finished requests by reason: `stop`, `length`, `cancelled`, `error`.
         refused: rejected requests by error code.
         passed_over: sessions that might match a request but could not be loaded, by error code.
-        begun_again: sessions with a damaged stored transcript, restarted from the text of a
+        restarted: sessions with a damaged stored transcript, restarted from the text of a
             request.
         steps: decode steps.
         blocks: prefill blocks.
@@ -54,7 +54,7 @@ class ServerStats:
     done: Mapping[str, int] = field(default_factory=dict)
     refused: Mapping[str, int] = field(default_factory=dict)
     passed_over: Mapping[str, int] = field(default_factory=dict)
-    begun_again: Mapping[str, int] = field(default_factory=dict)
+    restarted: Mapping[str, int] = field(default_factory=dict)
     steps: int = 0
     blocks: int = 0
     preemptions: int = 0
@@ -93,7 +93,7 @@ def collect_stats(core: EngineCore) -> ServerStats:
         done=dict(finisher.done),
         refused=core.refused.counts(),
         passed_over=core.restorer.passed_over.counts(),
-        begun_again=core.restorer.restarted.counts(),
+        restarted=core.restorer.restarted.counts(),
         steps=scheduler.steps,
         blocks=scheduler.blocks,
         preemptions=scheduler.preemptions,

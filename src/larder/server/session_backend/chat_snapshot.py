@@ -100,20 +100,23 @@ def encode_chat_state(session: SessionState) -> bytes:
 
 
 def restore_chat(
-    session: SessionState, ids: Sequence[int], caches: Sequence[SequenceCache], beside: bytes | None
+    session: SessionState,
+    ids: Sequence[int],
+    caches: Sequence[SequenceCache],
+    chat_state: bytes | None,
 ) -> None:
     """Install loaded caches in a session, in the state after these tokens.
 
     Args:
         ids: a prefix of the session's transcript.
         caches: owned by the session afterwards.
-        beside: record of `encode_chat_state`.
+        chat_state: record of `encode_chat_state`.
 
     Raises:
         Damaged: caches and record do not match the transcript; the session is unchanged.
     """
     residency = session.residency
-    decoded, serving = _parsed(beside), session.serving
+    decoded, serving = _parsed(chat_state), session.serving
     try:
         base, episode = int(decoded["base"]), int(decoded["episode"])
         position_maps = PositionMaps(
@@ -136,9 +139,9 @@ def restore_chat(
     residency.position_maps = position_maps
 
 
-def _parsed(beside: bytes | None) -> Mapping[str, Any]:
+def _parsed(chat_state: bytes | None) -> Mapping[str, Any]:
     try:
-        decoded = json.loads(beside or b"")
+        decoded = json.loads(chat_state or b"")
     except (ValueError, RecursionError) as error:
         raise Damaged("The chat state beside the caches is not JSON: discard it.") from error
     if not isinstance(decoded, dict) or decoded.get("schema") != SCHEMA:

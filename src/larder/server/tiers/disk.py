@@ -31,11 +31,11 @@ class LoadedCaches:
     """Caches of a session, loaded from the store.
 
     Args:
-        beside: chat state stored with them, if any.
+        chat_state: record of `encode_chat_state` that is stored with them, if any.
     """
 
     caches: tuple[SequenceCache, ...]
-    beside: bytes | None = None
+    chat_state: bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class DiskTier:
     durability = Durability.TURN
 
     def save(
-        self, session: SessionState, caches: Sequence[SequenceCache], beside: bytes | None
+        self, session: SessionState, caches: Sequence[SequenceCache], chat_state: bytes | None
     ) -> Future[SavedCache]:
         """Write a session's caches and their chat state; the caches must not change until it is
         done."""
@@ -134,7 +134,7 @@ class StoreDiskTier(DiskTier):
         self._parts = snapshots.store.parts
 
     def save(
-        self, session: SessionState, caches: Sequence[SequenceCache], beside: bytes | None
+        self, session: SessionState, caches: Sequence[SequenceCache], chat_state: bytes | None
     ) -> Future[SavedCache]:
         residency = session.residency
         ids, policy = tuple(residency.cached_ids), str(session.serving.policy)
@@ -156,7 +156,7 @@ class StoreDiskTier(DiskTier):
 
         def saved() -> SavedCache:
             try:
-                snapshot = self._snapshots.snapshot(policy, caches, beside)
+                snapshot = self._snapshots.snapshot(policy, caches, chat_state)
                 stage = self._snapshots.store.sessions.stage
                 with stage(session.tenant, ids, snapshot, names) as staged:
                     record = self._persistence.attach(session, staged, labels).result()
@@ -186,10 +186,10 @@ class StoreDiskTier(DiskTier):
                 message = "A chat needs its whole cache, but a part is read again."
                 raise Refused(message, found.reason or "slower")
             try:
-                beside = self._parts.reader.beside(found.record)
+                chat_state = self._parts.reader.beside(found.record)
             except LarderError as error:
                 raise Refused(str(error), self._parts.refusals.note_error(error)) from error
-            return LoadedCaches((found.cache, *found.others), beside)
+            return LoadedCaches((found.cache, *found.others), chat_state)
 
         return self._loading.submit(loaded)
 
@@ -314,13 +314,13 @@ class DiskTierWriter:
         residency = session.residency
         held = residency.resident_caches
         assert held is not None
-        beside, caches = held.record(session), held.written_caches()
+        chat_state, caches = held.record(session), held.written_caches()
         residency.is_saving = True
         session.durability.pending_writes += 1
         self._reservations[session.key] = [reservation]
         self._tenants[session.key] = session.tenant
         self._times[session.key] = perf_counter(), residency.write_bytes
-        future = self._futures[session.key] = self._disk.save(session, caches, beside)
+        future = self._futures[session.key] = self._disk.save(session, caches, chat_state)
         self._completions.when_done(
             future, partial(self._on_written, session, len(residency.cached_ids))
         )
@@ -358,7 +358,9 @@ def install_caches(
     """Install loaded caches in a session, in host memory.
 
     Args:
-        source, room: as in `TierManager.restore_from_disk`.
+        source: session that they belonged to.
+        stored: record of the caches in the store.
+        reservation: host memory that they are in; the session has it afterwards.
 
     Raises:
         Damaged: the chat caches do not match the transcript; nothing has changed.
@@ -366,7 +368,7 @@ def install_caches(
     residency = session.residency
     read = source.transcript.ids[: stored.tokens]
     if session.serving.is_chat:
-        restore_chat(session, read, loaded_caches.caches, loaded_caches.beside)
+        restore_chat(session, read, loaded_caches.caches, loaded_caches.chat_state)
     else:
         spec = session.serving.runtime.decoder.spec
         # What was not loaded of a streamed cache is read again.
