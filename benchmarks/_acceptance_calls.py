@@ -242,8 +242,8 @@ def _lm_eval_results(url: str, batch_size: int) -> dict[tuple[str, str], Any]:
 
 def _answers(samples: dict[str, Any]) -> Iterator[tuple[tuple[str, str], Any]]:
     """Answers of the samples of all tasks."""
-    for task, told in samples.items():
-        for sample in told:
+    for task, result in samples.items():
+        for sample in result:
             for place, [answer] in enumerate(sample["resps"]):
                 arguments = sample["arguments"][place]
                 if task == "local_rolling":

@@ -77,9 +77,9 @@ def openai_images(url: str) -> dict[str, Any]:
         given: Any = {"model": MODEL, "messages": [message(RED)], "max_tokens": TOKENS}
         assert list(client.chat.completions.create(**given, stream=True))
         asked: Any = {"model": MODEL, "max_output_tokens": TOKENS, "input": [item(RED)]}
-        told = client.responses.create(**asked)
-        assert told.usage.output_tokens
-        then = {"input": "And?", "previous_response_id": told.id}
+        result = client.responses.create(**asked)
+        assert result.usage.output_tokens
+        then = {"input": "And?", "previous_response_id": result.id}
         with client.responses.stream(**asked | then) as stream:
             last = list(stream)[-1]
         assert last.response.usage.input_tokens_details.cached_tokens > 0, last.type
@@ -96,8 +96,8 @@ def anthropic_images(url: str) -> None:
         counted = client.messages.count_tokens(**given).input_tokens
         with client.messages.stream(**given, max_tokens=TOKENS) as stream:
             streamed = stream.get_final_message()
-        for told in (client.messages.create(**given, max_tokens=TOKENS), streamed):
-            used = told.usage
+        for result in (client.messages.create(**given, max_tokens=TOKENS), streamed):
+            used = result.usage
             read = used.cache_read_input_tokens + used.cache_creation_input_tokens
             assert used.output_tokens and used.input_tokens + read == counted
 

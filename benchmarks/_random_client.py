@@ -103,27 +103,27 @@ class RandomClient:
         """Disconnect from a stream before its end."""
         if not self.held:
             return "nothing there"
-        name, told = self._any()
-        heard = self._asked(name, [*told, self._line()], 64, self.luck.randrange(4))
+        name, result = self._any()
+        heard = self._asked(name, [*result, self._line()], 64, self.luck.randrange(4))
         return _status(heard)
 
     def repeat(self) -> str:
         """Repeat the last request."""
         if not self.held:
             return "nothing there"
-        name, told = self._any()
-        return _status(self._asked(name, told[:-1], 8)) if told else "nothing said"
+        name, result = self._any()
+        return _status(self._asked(name, result[:-1], 8)) if result else "nothing said"
 
     def fork(self) -> str:
         """Fork a session."""
         if not self.held or len(self.held) >= self.most:
             return "no room"
-        name, told = self._any()
+        name, result = self._any()
         self.made += 1
         made = f"{self.name} {self.made}"
         reply = self.own.ask("POST", session_path(name, "fork"), {"name": made})
         if reply.status == 200:
-            self.held[made] = list(told)
+            self.held[made] = list(result)
         return str(reply.status)
 
     def move_session(self) -> str:
@@ -140,13 +140,13 @@ class RandomClient:
         """Export a session and import it under another name."""
         if not self.held or len(self.held) >= self.most:
             return "no room"
-        name, told = self._any()
+        name, result = self._any()
         file = self.own.ask("POST", session_path(name, "export"))
         self.made += 1
         made = f"{self.name} {self.made}"
         reply = self.own.ask("POST", session_path(made, "import"), file.body)
         if reply.status == 200:
-            self.held[made] = list(told)
+            self.held[made] = list(result)
         return str(reply.status)
 
     def use_conversation(self) -> str:

@@ -159,13 +159,13 @@ def measured(server: Server, clients: int, run: str, options: LoadOptions) -> di
     started = time.perf_counter()
     with MemoryPoller(server.process) as poller, ThreadPoolExecutor(clients) as pool:
         names = [f"{run} {number}" for number in range(clients)]
-        told = list(pool.map(lambda name: chat(server, name, options), names))
+        result = list(pool.map(lambda name: chat(server, name, options), names))
     seconds = time.perf_counter() - started
     cpu_seconds = ProcessUse.of(server.process).cpu_seconds - before.cpu_seconds
-    answers = [answer for each in told for answer in each]
+    answers = [answer for each in result for answer in each]
     tokens = sum(answer.tokens or len(answer.times) for answer in answers)
     firsts = [answer.times[0] if answer.times else answer.seconds for answer in answers]
-    late = [each[-1].times[0] if each[-1].times else each[-1].seconds for each in told]
+    late = [each[-1].times[0] if each[-1].times else each[-1].seconds for each in result]
     return {
         "clients": clients,
         "requests": len(answers),

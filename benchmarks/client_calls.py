@@ -48,9 +48,9 @@ def openai_chat(url: str) -> None:
         forced: Any = {"tool_choice": "required", "parallel_tool_calls": False}
         for step in range(3):  # streamed at every second
             given = {"model": MODEL, "messages": messages, "max_tokens": 60, "tools": [TOOL]}
-            told = _completed(client, bool(step % 2), given | forced)
-            message = told.choices[0].message
-            assert told.choices[0].finish_reason == "tool_calls"
+            reply = _completed(client, bool(step % 2), given | forced)
+            message = reply.choices[0].message
+            assert reply.choices[0].finish_reason == "tool_calls"
             assert json.loads(message.tool_calls[0].function.arguments)["what"] in WORDS
             result = {
                 "role": "tool",
@@ -58,7 +58,7 @@ def openai_chat(url: str) -> None:
                 "content": f"{step}",
             }
             messages += [message, result]
-        assert told.usage.prompt_tokens_details.cached_tokens > 0
+        assert reply.usage.prompt_tokens_details.cached_tokens > 0
 
 
 def _completed(client: Any, is_streamed: bool, given: dict[str, Any]) -> Any:
@@ -93,14 +93,14 @@ def openai_response_tools(url: str) -> None:
         for step in range(4):  # streamed at every second
             if step % 2:
                 with client.responses.stream(**given, **forced, input=asked) as stream:
-                    told = stream.get_final_response()
+                    result = stream.get_final_response()
             else:
-                told = client.responses.create(**given, **forced, input=asked)
-            [call] = [item for item in told.output if item.type == "function_call"]
+                result = client.responses.create(**given, **forced, input=asked)
+            [call] = [item for item in result.output if item.type == "function_call"]
             assert json.loads(call.arguments)["what"] in WORDS
-            given["previous_response_id"] = told.id
+            given["previous_response_id"] = result.id
             asked = [{"type": "function_call_output", "call_id": call.call_id, "output": "3"}]
-        assert told.usage.input_tokens_details.cached_tokens > 0
+        assert result.usage.input_tokens_details.cached_tokens > 0
         typed: Any = {"model": MODEL, "input": ASKED, "text_format": kind}
         assert isinstance(client.responses.parse(**typed).output_parsed, kind)
         with client.responses.stream(**typed) as stream:
@@ -125,8 +125,8 @@ def openai_parse(url: str) -> None:
     with OpenAI(base_url=f"{url}/v1", api_key=KEY) as client:
         given: Any = {"model": MODEL, "messages": ASKED, "response_format": kind}
         whole = client.chat.completions.parse(**given)
-        for told in (whole, _completed(client, True, given)):
-            assert isinstance(told.choices[0].message.parsed, kind)
+        for result in (whole, _completed(client, True, given)):
+            assert isinstance(result.choices[0].message.parsed, kind)
 
 
 def anthropic_messages(url: str) -> None:
@@ -140,17 +140,17 @@ def anthropic_messages(url: str) -> None:
         for step in range(4):  # streamed at every second
             if step % 2:
                 with client.messages.stream(**given, messages=messages) as stream:
-                    told = stream.get_final_message()
+                    reply = stream.get_final_message()
             else:
-                told = client.messages.create(**given, messages=messages)
-            [block] = [each for each in told.content if each.type == "tool_use"]
-            assert told.stop_reason == "tool_use" and block.input["what"] in WORDS
+                reply = client.messages.create(**given, messages=messages)
+            [block] = [each for each in reply.content if each.type == "tool_use"]
+            assert reply.stop_reason == "tool_use" and block.input["what"] in WORDS
             result = {"type": "tool_result", "tool_use_id": block.id, "content": "3"}
             messages += [
-                {"role": "assistant", "content": told.content},
+                {"role": "assistant", "content": reply.content},
                 {"role": "user", "content": [result]},
             ]
-        assert told.usage.cache_read_input_tokens > 0
+        assert reply.usage.cache_read_input_tokens > 0
         assert client.messages.count_tokens(model=MODEL, messages=ASKED).input_tokens
 
 
@@ -162,8 +162,8 @@ def anthropic_typed(url: str) -> None:
         given["output_config"] = {"format": {"type": "json_schema", "schema": COUNT}}
         with client.messages.stream(**given) as stream:
             streamed = stream.get_final_message()
-        for told in (client.messages.create(**given), streamed):
-            assert json.loads(told.content[0].text)["what"] in WORDS
+        for result in (client.messages.create(**given), streamed):
+            assert json.loads(result.content[0].text)["what"] in WORDS
 
 
 def langchain_tools(url: str) -> None:
@@ -176,17 +176,17 @@ def langchain_tools(url: str) -> None:
     for step in range(4):  # streamed at every second
         if step % 2:
             first, *rest = bound.stream(messages)
-            told = sum(rest, first)
+            result = sum(rest, first)
         else:
-            told = bound.invoke(messages)
-        [call] = told.tool_calls
+            result = bound.invoke(messages)
+        [call] = result.tool_calls
         assert call["args"]["what"] in WORDS
-        messages += [told, ToolMessage("3", tool_call_id=call["id"])]
+        messages += [result, ToolMessage("3", tool_call_id=call["id"])]
     schema = {"title": "Count", **COUNT}
     for method in ("json_schema", "function_calling"):
         typed = model.with_structured_output(schema, method=method)
-        for told in (typed.invoke("What?"), list(typed.stream("What?"))[-1]):
-            assert told["what"] in WORDS
+        for result in (typed.invoke("What?"), list(typed.stream("What?"))[-1]):
+            assert result["what"] in WORDS
     assert list(model.stream("Hello"))
 
 

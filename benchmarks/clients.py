@@ -174,10 +174,10 @@ def _programs(options: argparse.Namespace, url: str, *more: str) -> Iterator[lis
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
     """The row, which is printed."""
     outcome = row["error"] or "works"
-    told = f"{row['client']} {row['version']} | {row['call']} | {row['seconds']} s | {outcome}"
+    result = f"{row['client']} {row['version']} | {row['call']} | {row['seconds']} s | {outcome}"
     figures = {name: row[name] for name in row.keys() - ROW_FIELDS}
-    told += f" | {json.dumps(figures)}" if figures else ""
-    print(told, flush=True)
+    result += f" | {json.dumps(figures)}" if figures else ""
+    print(result, flush=True)
     return row
 
 

@@ -135,16 +135,16 @@ def answered_batch(requests: Sequence[ContextRequest], order: str, model: str) -
             [*command, "--model", model, "--json"], check=True, capture_output=True
         )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        told, right = json.loads(ran.stdout), 0.0
+        result, right = json.loads(ran.stdout), 0.0
         for line in map(json.loads, out.read_text().splitlines()):
             text = line["response"]["body"]["choices"][0]["message"]["content"]
             right += string_match(text, requests[int(line["custom_id"])].question.answer)
     return {
         "order": order,
         "requests": len(requests),
-        "prompt_tokens": told["prompt_tokens"],
-        "cached": 1 - told["read_tokens"] / told["prompt_tokens"],
-        "computed_tokens": told["read_tokens"],
+        "prompt_tokens": result["prompt_tokens"],
+        "cached": 1 - result["read_tokens"] / result["prompt_tokens"],
+        "computed_tokens": result["read_tokens"],
         "cpu_seconds": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
         "right": right / len(requests),
     }

@@ -83,8 +83,8 @@ def texts(
     for document in left_out(corpus, seed):
         if len(found) == count:
             break
-        told = document.conversation
-        text = "".join((told.opening, *(f"{m.content}\n" for m in told.messages)))
+        result = document.conversation
+        text = "".join((result.opening, *(f"{m.content}\n" for m in result.messages)))
         ids = engine.tokenizer.encode(text)
         if len(ids) >= tokens + FOLLOWING:
             found.append((document, ids[: tokens + FOLLOWING]))

@@ -57,14 +57,14 @@ def cell(
 
 def exhibit(kind: str, policy: str = "snapkv", **data: object) -> Row:
     head: Row = {"schema": 1, "row": kind, "environment": "e", "study": "small", "model": "seed"}
-    told = {"task": "needles()", "tokens": 1000, "seed": 0, "spelling": "", "budget": "64"}
-    return head | {"policy": policy} | told | data
+    result = {"task": "needles()", "tokens": 1000, "seed": 0, "spelling": "", "budget": "64"}
+    return head | {"policy": policy} | result | data
 
 
 def segment(place: int, episode: int, **more: object) -> Row:
     text = f"Segment {place} says & asks little."
-    told = {"place": place, "episode": episode, "x": float(place), "y": float(episode)}
-    return {**told, "similarity": 0.5, "representative": place % 2 == 0, "text": text, **more}
+    result = {"place": place, "episode": episode, "x": float(place), "y": float(episode)}
+    return {**result, "similarity": 0.5, "representative": place % 2 == 0, "text": text, **more}
 
 
 CELLS = [

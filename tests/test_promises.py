@@ -53,5 +53,5 @@ def test_every_promise_is_in_serving_and_has_tests() -> None:
 
 def test_every_table_row_is_parsed() -> None:
     lines = (DOCS / "promises.md").read_text().splitlines()
-    told = [line for line in lines if "::" in line and not line.startswith("quoted;")]
-    assert len(told) == sum(len(promises) for promises in rows().values()) > 80
+    result = [line for line in lines if "::" in line and not line.startswith("quoted;")]
+    assert len(result) == sum(len(promises) for promises in rows().values()) > 80

@@ -101,13 +101,13 @@ SHAPES = [(3, 2), (2, 2), (3,), (2, 5, 2), (2, 5, 3), (4,), ()]
 def test_tensor_is_recognized_like_jaxtyping(kind: type[AbstractArray]) -> None:
     for shape in SHAPES:
         for dtype in (torch.float32, torch.float16, torch.int64, torch.bool):
-            told = []
+            result = []
             for asked in (fits, ASKED):
                 with jaxtyped("context"):  # pyright: ignore
                     assert fits(Float[Tensor, " S"], torch.ones(3))
                     given = torch.ones(shape, dtype=dtype)
-                    told.append((asked(kind, given), get_shape_memo()[:2]))
-            assert told[0] == told[1]
+                    result.append((asked(kind, given), get_shape_memo()[:2]))
+            assert result[0] == result[1]
 
 
 def adding(more: int) -> Callable[..., int]:

@@ -34,8 +34,8 @@ def measured_row(cell: Cell, known: MeasuredCells) -> Row:
     if cell.subject.name == "snapkv" and cell.seed == 0:
         return {"refused": "too little"}
     number = hash((cell.place, cell.seed, cell.measure)) % 997
-    told = {"budget_tokens": number + 1, "active_kv_bytes": 1000, "kv_bytes": 1000}
-    return told | {"guess": guess}
+    result = {"budget_tokens": number + 1, "active_kv_bytes": 1000, "kv_bytes": 1000}
+    return result | {"guess": guess}
 
 
 def measured_sequentially(wanted: list[Cell]) -> list[Row]:

@@ -249,8 +249,8 @@ def test_means_may_differ_by_the_known_range(measured: float, share: float) -> N
     known = {"log_likelihood": [-0.9, -0.95, -1.0]}
     found = largest_deviation(one, other, known)
     assert (found.share if found else 0.0) == pytest.approx(share, rel=1e-5)
-    told = differences({"items": one}, {"items": other}, Rounding.OTHER, known=known)
-    assert bool(list(told)) == (share > 1)
+    result = differences({"items": one}, {"items": other}, Rounding.OTHER, known=known)
+    assert bool(list(result)) == (share > 1)
 
 
 @pytest.mark.parametrize("added", [0.3, 3.0, 300.0])
@@ -261,7 +261,7 @@ def test_changed_committed_mean_has_the_fixed_tolerance(added: float) -> None:
     """
     committed, measured = ([{"kl": mean}] * 4 for mean in (0.05 + added, 0.04))
     known = {"kl": [0.03, 0.07, 0.05]}
-    told = differences({"items": committed}, {"items": measured}, Rounding.OTHER, known=known)
-    assert len(list(told)) == 1
+    result = differences({"items": committed}, {"items": measured}, Rounding.OTHER, known=known)
+    assert len(list(result)) == 1
     found = largest_deviation(committed, measured, known)
     assert found is not None and found.allowed == max(DIVERGENCE, LEAST * found.committed)

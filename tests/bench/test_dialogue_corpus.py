@@ -75,7 +75,7 @@ def test_every_answer_is_in_one_dialogue(
     asked = Counter[str]()
     for seed in range(4):
         conversation = bookings_conversation(seed, tokens, words, dialogues, 8, share)
-        told = told_in(conversation)
+        result = told_in(conversation)
         for question in conversation.questions:
             asked[question.kind] += 1
             forms = FORMS if question.kind == "booking" else (WHEN,)
@@ -83,7 +83,7 @@ def test_every_answer_is_in_one_dialogue(
             (match,) = [m for m in matches if m] or [None]
             if match is None:
                 continue  # of the life-log, whose questions have tests of their own
-            (hit,) = [t for t in told if t[1] == match["n"] and t[2][match["s"]] == match["v"]]
+            (hit,) = [t for t in result if t[1] == match["n"] and t[2][match["s"]] == match["v"]]
             wanted = hit[2][match["w"]] if question.kind == "booking" else f"session {hit[0]}"
             assert question.answer == wanted
     assert asked["booking"] and asked["bksession"]

@@ -37,8 +37,8 @@ def test_column_per_budget_pools_tasks_and_puts_the_best_first() -> None:
 
 def test_column_per_task_has_all_budgets_in_a_cell() -> None:
     rows = [*CELLS, {**cell("snapkv"), "budget": "1/8"}]
-    told, _, head, _, _, first, *_ = by_task(rows)
-    assert told == "In each cell: 1/4, 1/8."
+    result, _, head, _, _, first, *_ = by_task(rows)
+    assert result == "In each cell: 1/4, 1/8."
     assert head == "| policy | needles, 1,000 | needles, 2,000 |"
     assert first == "| snapkv | 0.50 0.50 | 0.50 |"
 
@@ -127,6 +127,6 @@ def test_mark_without_rows_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_match_committed_rows(page: Path) -> None:
-    told = page.read_text(encoding="utf-8")
-    again = replace_tables(told, RESULTS)
-    assert again == told, "run: python -m larder_bench.reports.docs_tables README.md docs/*.md"
+    result = page.read_text(encoding="utf-8")
+    again = replace_tables(result, RESULTS)
+    assert again == result, "run: python -m larder_bench.reports.docs_tables README.md docs/*.md"

@@ -32,8 +32,8 @@ def bench() -> ModelContext:
 
 def run(bench: ModelContext, out: Path, policies: tuple[str, ...], measure: str) -> list[Row]:
     changes = {"budgets": ("1/2",), "matched": ("tokens",), "files": 1, "controls": ()}
-    told = {"models": ("random:qwen3-tiny",), "policies": policies, "measure": (measure,)}
-    study = Study("tiny", (LIFELOG,), **changes, **told)  # pyright: ignore
+    result = {"models": ("random:qwen3-tiny",), "policies": policies, "measure": (measure,)}
+    study = Study("tiny", (LIFELOG,), **changes, **result)  # pyright: ignore
     running = StudyRunner(study, out, lambda model: bench, 1)
     running.run()
     return running.rows()

@@ -197,10 +197,10 @@ def test_log_likelihoods_are_shown_beside_zero_exact_match() -> None:
 
 
 def test_tables_have_reported_and_measured_values_and_differences_of_setup(tmp_path: Path) -> None:
-    told = comparison_markdown(ROW_OF_SMALL, CELLS, {})
-    assert told.startswith(f"## {CITE}\n\nThe paper: Larger <models>.\n")
-    assert "| snapkv | 1/4 | 41.5 % F1 (MF-en) | Exact match; all tasks | 0.50 |" in told
-    assert "| full | full | above h2o |" in told and "- the data\n" in told
+    result = comparison_markdown(ROW_OF_SMALL, CELLS, {})
+    assert result.startswith(f"## {CITE}\n\nThe paper: Larger <models>.\n")
+    assert "| snapkv | 1/4 | 41.5 % F1 (MF-en) | Exact match; all tasks | 0.50 |" in result
+    assert "| full | full | above h2o |" in result and "- the data\n" in result
     here = comparison_document(ROW_OF_SMALL, CELLS)["values"]
     assert here[0]["here"] == {"seed": {"mean": 0.5, "low": 0.5, "high": 0.5}}
     assert here[5]["here"] == {} and here[6]["above"] == "h2o"

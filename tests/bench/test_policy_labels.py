@@ -35,7 +35,7 @@ def test_legend_explains_short_labels() -> None:
 
 def test_distinct_longer_labels_are_preferred_to_numbers() -> None:
     base = "episodes({}) > patched() > sensitivity()"
-    told = [base.format(one) for one in ("count=2", "count=8", "representatives=1")]
-    names = policy_labels([*told, "blockwise() > keydiff() > pooled()"])
-    assert names[told[0]] == "episodes(count=2), patched, sensitivity"
-    assert names[told[2]] == "episodes(representatives=1), patched, sensitivity"
+    result = [base.format(one) for one in ("count=2", "count=8", "representatives=1")]
+    names = policy_labels([*result, "blockwise() > keydiff() > pooled()"])
+    assert names[result[0]] == "episodes(count=2), patched, sensitivity"
+    assert names[result[2]] == "episodes(representatives=1), patched, sensitivity"

@@ -26,9 +26,9 @@ def _heed_interrupts() -> None:
 
 def run(out: Path, *words: str, stop_after: int = 0) -> int:
     """Exit code of a run; interrupted once the file has a number of lines."""
-    told = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    told |= {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
-    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | told
+    result = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    result |= {"RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | result
     command = [sys.executable, "-m", "larder", *WORDS, *MORE, "--out", str(out), *words]
     with subprocess.Popen(
         command, env=env, stdout=subprocess.DEVNULL, preexec_fn=_heed_interrupts

@@ -43,8 +43,8 @@ def test_table_has_means_paired_differences_and_refusals() -> None:
 def test_share_of_dense_layers_is_reported() -> None:
     row = {"task": "text()", "tokens": 64, "seed": 0, "budget": "25%", "policy": "icecache"}
     bytes_of = {"bytes_share": 0.504, "full_kv_bytes": 600, "dense_kv_bytes": 204}
-    told = cell_scores(row | bytes_of | {"items": list(items(True))})
-    assert "(0.504, 0.340 in dense layers)" in markdown_report({"group": [told]})
+    result = cell_scores(row | bytes_of | {"items": list(items(True))})
+    assert "(0.504, 0.340 in dense layers)" in markdown_report({"group": [result]})
 
 
 def test_items_without_a_score_are_not_compared() -> None:

@@ -46,13 +46,13 @@ def test_questions_are_answered_by_the_text(name: str, tokens: int, material: Ta
     for seed in range(3):
         made = parse_task(name).make(seed, tokens, material)
         text, whole = text_of(made), len(made.messages) == 140
-        told = set(re.findall(r"word\d+x\d+", text))
+        result = set(re.findall(r"word\d+x\d+", text))
         expected = set()
         for entry in data_of(material, name)["qa"]:  # type: ignore[attr-defined]
             wanted = {
                 "word{}x{}".format(*p) for p in re.findall(r"D(\d+):(\d+)", str(entry["evidence"]))
             }
-            if entry["category"] != 5 and wanted <= told and (wanted or whole):
+            if entry["category"] != 5 and wanted <= result and (wanted or whole):
                 expected.add(entry["question"])
                 (question,) = [q for q in made.questions if q.question == entry["question"]]
                 assert question.answer == entry["answer"]

@@ -282,8 +282,8 @@ class PromptTextRecorder:
         self, engine: Engine, memory: ConversationMemory, numbered: Sequence[NumberedQuestion]
     ) -> list[Row]:
         for one in numbered:
-            told = engine.tokenizer.encode_question_about(memory.conversation, one.question)
-            self.texts.append(engine.tokenizer.decode(told))
+            result = engine.tokenizer.encode_question_about(memory.conversation, one.question)
+            self.texts.append(engine.tokenizer.decode(result))
         return [one.item() for one in numbered]
 
 

@@ -107,11 +107,11 @@ def test_needed_capacity_suffices_for_an_oracle(name: str, form: StateForm) -> N
 
 
 def test_hints_improve_rules_that_use_them() -> None:
-    for name, told in (("workflows", "kvflow"), ("agents", "continuum")):
+    for name, result in (("workflows", "kvflow"), ("agents", "continuum")):
         trace = trace_of(name, StateForm.WHOLE, 2000)
         budget = held_of(name, StateForm.WHOLE, 2000).needed_bytes() // 8
         plain = replay_trace(trace, rule("lru"), budget).hit_tokens
-        assert replay_trace(trace, rule(told), budget).hit_tokens > 1.01 * plain
+        assert replay_trace(trace, rule(result), budget).hit_tokens > 1.01 * plain
 
 
 def test_pauses_are_guessed_until_enough_are_seen() -> None:

@@ -108,9 +108,9 @@ def test_peers_are_chosen_by_name_or_by_side() -> None:
 def side_by_side(*, left: dict[str, object], right: dict[str, object]) -> tuple[Any, list[Row]]:
     """A pair, and two conversations on which its sides took that."""
     pair, mib = import_module("_pairs").pairs_of(["kvpress:snapkv"])[0], 2**20
-    told = {"budget": "1/4", "kv_bytes": mib, "peak_kv_bytes": 2 * mib}
-    told |= {"working_peak_bytes": 5 * mib, "process_peak_bytes": 500 * mib, "study": "peers"}
-    own = [cell("snapkv", seed=seed, **told) | {"policy": pair.name} | right for seed in (0, 1)]
+    result = {"budget": "1/4", "kv_bytes": mib, "peak_kv_bytes": 2 * mib}
+    result |= {"working_peak_bytes": 5 * mib, "process_peak_bytes": 500 * mib, "study": "peers"}
+    own = [cell("snapkv", seed=seed, **result) | {"policy": pair.name} | right for seed in (0, 1)]
     peers = [row | {"policy": pair.peer, "spelling": pair.made} | left for row in own]
     return pair, [*own, *peers]
 
@@ -139,10 +139,10 @@ def test_table_says_why_a_pair_has_no_figures(side: str) -> None:
 def test_incomparable_cells_have_separate_tables() -> None:
     pair, rows = side_by_side(left={}, right={})
     longer = [row | {"tokens": 2000, "kv_bytes": 0} for row in rows]
-    told = "\n".join(import_module("_ratios").tables([pair], [*rows, *longer]))
-    assert "needles(needles=4), 1,000 tokens, files 2, forced" in told
-    assert "needles(needles=4), 2,000 tokens, files 2, forced" in told
-    assert [line.count("1.0 / 1.0") for line in told.splitlines() if "snapkv" in line] == [1, 0]
+    result = "\n".join(import_module("_ratios").tables([pair], [*rows, *longer]))
+    assert "needles(needles=4), 1,000 tokens, files 2, forced" in result
+    assert "needles(needles=4), 2,000 tokens, files 2, forced" in result
+    assert [line.count("1.0 / 1.0") for line in result.splitlines() if "snapkv" in line] == [1, 0]
 
 
 def test_report_prints_the_tables_without_peers_installed(
@@ -153,9 +153,9 @@ def test_report_prints_the_tables_without_peers_installed(
     words = ["--report", "--out", str(path), "--peer-python", "/no/such/python"]
     monkeypatch.setattr("sys.argv", ["side_by_side.py", *words])
     import_module("side_by_side").main()
-    told = capsys.readouterr().out
-    assert told.count("| kvpress:snapkv |") == 1
-    assert "needles" in told and "not run" not in told
+    result = capsys.readouterr().out
+    assert result.count("| kvpress:snapkv |") == 1
+    assert "needles" in result and "not run" not in result
 
 
 @pytest.mark.parametrize(

@@ -53,17 +53,17 @@ def test_several_answers_are_printed_with_their_questions(run: Run, talk: Path) 
 
 
 def test_json_document_has_sizes_scores_and_answers(run: Run, talk: Path) -> None:
-    told = document(run("ask", talk, "-q", CAT, "-q", "How is it?", *SMALL, "--json"))
-    assert told.keys() == ONE_FILE
-    assert (told["schema"], told["model"], told["budget_tokens"]) == (1, "seed", 48)
-    assert told["policy"].startswith("single() > blockwise(tokens=48) > protect(")
-    assert told["active_kv_bytes"] == told["kv_bytes"] < told["full_kv_bytes"]
-    assert told["peak_kv_bytes"] > told["kv_bytes"]
-    known, unknown = told["answers"]
+    result = document(run("ask", talk, "-q", CAT, "-q", "How is it?", *SMALL, "--json"))
+    assert result.keys() == ONE_FILE
+    assert (result["schema"], result["model"], result["budget_tokens"]) == (1, "seed", 48)
+    assert result["policy"].startswith("single() > blockwise(tokens=48) > protect(")
+    assert result["active_kv_bytes"] == result["kv_bytes"] < result["full_kv_bytes"]
+    assert result["peak_kv_bytes"] > result["kv_bytes"]
+    known, unknown = result["answers"]
     assert (known["expected"], known["kind"]) == ("Mira", "pets")
     assert known.keys() >= {"exact", "f1", "f1_stemmed", "decode_seconds", "new_tokens"}
     assert unknown.keys() == {"question", "answer", "decode_seconds", "new_tokens"}
-    assert (told["summary"]["questions"], told["summary"]["errors"]) == (2, 0)
+    assert (result["summary"]["questions"], result["summary"]["errors"]) == (2, 0)
 
 
 @pytest.mark.extended
@@ -80,24 +80,24 @@ def test_offloaded_bytes_and_recalled_pages_are_reported(run: Run, talk: Path) -
     policy = (
         "protect(sinks=2, recent=4) > uniform() > park() > flat(page=4, dense=0) > lagged(tokens=4)"
     )
-    told = document(run("ask", talk, "-q", CAT, "--policy", policy, "--budget", "16", "--json"))
-    assert told["active_kv_bytes"] < told["kv_bytes"]
-    [answer] = told["answers"]
+    result = document(run("ask", talk, "-q", CAT, "--policy", policy, "--budget", "16", "--json"))
+    assert result["active_kv_bytes"] < result["kv_bytes"]
+    [answer] = result["answers"]
     assert answer["pages_recalled"] > 0 and 0 <= answer["page_hit_rate"] < 1
-    assert told["summary"]["pages_recalled"] == answer["pages_recalled"]
+    assert result["summary"]["pages_recalled"] == answer["pages_recalled"]
 
 
 def test_layers_beyond_the_budget_are_reported(run: Run, talk: Path) -> None:
     parts = "protect(sinks=2, recent=4) > sinks_and_window(sinks=2) > uniform() > park()"
     policy = f"{parts} > flat(page=4, dense=2) > lagged(tokens=4)"
-    told = document(run("ask", talk, "-q", CAT, "--policy", policy, "--budget", "25%", "--json"))
-    layers, full = told["layers"], told["full_kv_bytes"]
+    result = document(run("ask", talk, "-q", CAT, "--policy", policy, "--budget", "25%", "--json"))
+    layers, full = result["layers"], result["full_kv_bytes"]
     dense = [each for each in layers if each["coverage"] == "dense"]
     assert [each["layer"] for each in dense] == [0, 1]
     assert {each["coverage"] for each in layers[2:]} == {"budget"}
-    assert sum(each["active_kv_bytes"] for each in layers) == told["active_kv_bytes"]
+    assert sum(each["active_kv_bytes"] for each in layers) == result["active_kv_bytes"]
     assert sum(each["full_kv_bytes"] for each in layers) == full
-    assert told["active_kv_bytes"] > 0.4 * full  # of which the dense layers take
+    assert result["active_kv_bytes"] > 0.4 * full  # of which the dense layers take
     assert all(each["active_kv_bytes"] >= each["full_kv_bytes"] for each in dense)
     held = sum(each["active_kv_bytes"] for each in layers[2:])
     assert held <= 0.3 * sum(each["full_kv_bytes"] for each in layers[2:])
@@ -105,16 +105,16 @@ def test_layers_beyond_the_budget_are_reported(run: Run, talk: Path) -> None:
 
 def test_answers_name_their_episode(run: Run, talk: Path) -> None:
     policy = 'episodes(count=2, segment=1, embedder="tokens") > snapkv() > pooled()'
-    told = document(run("ask", talk, "-q", CAT, "--policy", policy, "--budget", "48", "--json"))
-    assert told["answers"][0]["episode"] in (0, 1)
-    assert told["kv_bytes"] > told["active_kv_bytes"]
+    result = document(run("ask", talk, "-q", CAT, "--policy", policy, "--budget", "48", "--json"))
+    assert result["answers"][0]["episode"] in (0, 1)
+    assert result["kv_bytes"] > result["active_kv_bytes"]
 
 
 def test_streamed_and_collected_are_the_same(run: Run, talk: Path) -> None:
     options = ("--temperature", "1", "--top-k", "20", "--top-p", "0.9", "--seed", "3", *SMALL)
     streamed = run("ask", talk, "-q", "Tell me.", *options).stdout.strip()
-    told = document(run("ask", talk, "-q", "Tell me.", *options, "--json"))
-    assert told["answers"][0]["answer"] == streamed != ""
+    result = document(run("ask", talk, "-q", "Tell me.", *options, "--json"))
+    assert result["answers"][0]["answer"] == streamed != ""
 
 
 def test_text_file_is_answered(run: Run, tmp_path: Path) -> None:
@@ -137,8 +137,8 @@ def test_question_aware_policies_take_one_question_only(run: Run, talk: Path, po
 
 def test_task_prompt_is_given_by_name(run: Run, talk: Path) -> None:
     options = ("--policy", "task_aware", "--budget", "48", "--max-new-tokens", "4")
-    told = ("--prompt", "task=Which pets are there, and what are they called?")
-    assert run("ask", talk, "-q", CAT, "-q", WINDOW, *options, *told).exit_code == 0
+    result = ("--prompt", "task=Which pets are there, and what are they called?")
+    assert run("ask", talk, "-q", CAT, "-q", WINDOW, *options, *result).exit_code == 0
     assert "--prompt task=TEXT" in complaint(run("ask", talk, "-q", CAT, *options), 2)
     for wrong in ("task", "=Pets", "task="):
         refused = run("ask", talk, "-q", CAT, *options, "--prompt", wrong)
@@ -153,9 +153,9 @@ def test_explain_page_has_tokens_episodes_and_kept_counts(
     sizes = ("--policy", policy, "--budget", "48", "--max-new-tokens", "4")
     result = run("ask", talk, "-q", CAT, *sizes, "--explain", page, "--json")
     data = shown(page.read_text())
-    told = document(result)
+    reply = document(result)
     assert [len(data["messages"]), len(data["episodes"])] == [7, 2]
-    assert sum(len(m["tokens"]) for m in data["messages"]) == told["context_tokens"]
+    assert sum(len(m["tokens"]) for m in data["messages"]) == reply["context_tokens"]
     assert data["answers"][0]["expected"] == "Mira"
     body = [
         "".join(m["tokens"][m["lead"] : len(m["tokens"]) - m["tail"]]) for m in data["messages"]
@@ -204,10 +204,10 @@ def test_unwritable_explain_path_is_refused(
 def test_failed_question_among_several_is_reported(run: Run, talk: Path) -> None:
     words = "word " * 80
     result = run("ask", talk, "-q", words, "-q", CAT, *SMALL, "--json")
-    told = document(result)
+    reply = document(result)
     assert result.exit_code == 0
-    assert told["answers"][0]["error"]["type"] == "InputError"
-    assert "answer" in told["answers"][1] and told["summary"]["errors"] == 1
+    assert reply["answers"][0]["error"]["type"] == "InputError"
+    assert "answer" in reply["answers"][1] and reply["summary"]["errors"] == 1
     shown = run("ask", talk, "-q", words, "-q", CAT, *SMALL)
     assert "more than the budget" in shown.stderr and f"> {CAT}" in shown.stdout
 

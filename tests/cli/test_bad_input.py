@@ -136,9 +136,9 @@ def test_json_errors_have_type_and_message(
     run: Run, words: tuple[str, ...], code: int, kind: str
 ) -> None:
     result = run(*words, "--json")
-    told = document(result)
-    assert (result.exit_code, told["schema"], told["error"]["type"]) == (code, 1, kind)
-    assert told["error"]["message"] in result.stderr
+    reply = document(result)
+    assert (result.exit_code, reply["schema"], reply["error"]["type"]) == (code, 1, kind)
+    assert reply["error"]["message"] in result.stderr
 
 
 def test_file_access_error_names_the_path(tmp_path: Path) -> None:

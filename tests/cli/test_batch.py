@@ -23,16 +23,18 @@ def write_lines(path: Path, *lines: dict[str, Any]) -> Path:
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
-    return {told["custom_id"]: told for told in map(json.loads, path.read_text().splitlines())}
+    return {
+        result["custom_id"]: result for result in map(json.loads, path.read_text().splitlines())
+    }
 
 
 def test_results_are_in_the_format_of_openai(run: Run, tmp_path: Path) -> None:
     text = {"custom_id": "c", "url": "/v1/completions", "body": {"prompt": "Once", "seed": 3}}
     lines = chat("a", "Where does Peter live?"), chat("b", "Who is Mira?"), text
     path = write_lines(tmp_path / "asked.jsonl", *lines, chat("d", "Why?", n=2))
-    told = document(run("batch", path, "--max-new-tokens", "3", "--json"))
-    assert (told["requests"], told["failed"], told["skipped"]) == (4, 1, 0)
-    assert told["read_tokens"] < told["prompt_tokens"]
+    result = document(run("batch", path, "--max-new-tokens", "3", "--json"))
+    assert (result["requests"], result["failed"], result["skipped"]) == (4, 1, 0)
+    assert result["read_tokens"] < result["prompt_tokens"]
     results = read(tmp_path / "asked.results.jsonl")
     answer = results["a"]["response"]["body"]
     assert answer["object"] == "chat.completion" and answer["choices"][0]["finish_reason"]
@@ -51,8 +53,8 @@ def test_contexts_are_read_in_the_order_that_shares_most(run: Run, tmp_path: Pat
             for name, found in asked.items()
         ]
         path = write_lines(tmp_path / f"{order}.jsonl", *lines)
-        told = document(run("batch", path, "--json"))
-        return told, read(tmp_path / f"{order}.results.jsonl")
+        result = document(run("batch", path, "--json"))
+        return result, read(tmp_path / f"{order}.results.jsonl")
 
     (given, _), (shared, answers) = told_of("given"), told_of("shared")
     assert given["failed"] == shared["failed"] == 0
@@ -94,8 +96,8 @@ def test_interrupted_run_resumes(run: Run, tmp_path: Path) -> None:
     document(run("batch", path, "--out", out, "--json"))
     whole = out.read_text().splitlines()
     out.write_text(whole[0] + "\n" + whole[1][:20])
-    told = document(run("batch", path, "--out", out, "--json"))
-    assert told["skipped"] == 1 and read(out).keys() == {"a", "b"}
+    result = document(run("batch", path, "--out", out, "--json"))
+    assert result["skipped"] == 1 and read(out).keys() == {"a", "b"}
     assert out.read_text().splitlines()[0] == whole[0]
 
 

@@ -27,10 +27,10 @@ def out(tmp_path: Path) -> Path:
 
 def test_task_from_arguments_is_measured_and_tabulated_once(run: Run, out: Path) -> None:
     result = run(*ONE, "--out", out, "--json")
-    told = document(result)
+    reply = document(result)
     assert result.exit_code == 0
-    assert (told["study"], told["cells"], told["refused"]) == ("bench", 2, 0)
-    [group] = told["groups"]
+    assert (reply["study"], reply["cells"], reply["refused"]) == ("bench", 2, 0)
+    [group] = reply["groups"]
     assert (group["task"], group["tokens"], group["measure"]) == ("passkey()", 180, "forced") or (
         group["task"].startswith("passkey(")
     )
@@ -53,18 +53,18 @@ def test_study_file_defines_the_run(run: Run, tmp_path: Path, out: Path) -> None
     text = 'name = "own"\npolicies = ["h2o"]\ncontrols = ["full"]\nbudgets = ["64"]\nfiles = 3\n'
     path = write(tmp_path / "own.toml", text + '[[tasks]]\nspelling = "passkey"\ntokens = 180\n')
     words = ("bench", "--study", path, "--out", out, "--model", "random:qwen3-tiny")
-    told = document(run(*words, "--files", "1", "--estimate", "--json"))
-    assert told["cells"] == 4 and {part["policy"] for part in told["parts"]} == {"h2o", "full"}
+    result = document(run(*words, "--files", "1", "--estimate", "--json"))
+    assert result["cells"] == 4 and {part["policy"] for part in result["parts"]} == {"h2o", "full"}
     assert not out.exists()
     line = complaint(run(*words, "--policy", "snapkv"), 2)
     assert "contradicts" in line and "--policy" in line
     others = ("lookup(questions=1)", "--tokens", "300", "--budget", "32", "--measure", "generated")
-    told = document(run(*words, *others, "--files", "1", "--estimate", "--json"))
-    assert {(p["task"].partition("(")[0], p["tokens"], p["measure"]) for p in told["parts"]} == {
+    result = document(run(*words, *others, "--files", "1", "--estimate", "--json"))
+    assert {(p["task"].partition("(")[0], p["tokens"], p["measure"]) for p in result["parts"]} == {
         ("lookup", 300, "generated")
     }
-    told = document(run(*words, "--tokens", "190,200", "--files", "1", "--estimate", "--json"))
-    assert [part["tokens"] for part in told["parts"]] == [190, 190, 200, 200]
+    result = document(run(*words, "--tokens", "190,200", "--files", "1", "--estimate", "--json"))
+    assert [part["tokens"] for part in result["parts"]] == [190, 190, 200, 200]
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def test_interrupted_study_keeps_its_measured_cells(
 
 
 def test_help_names_every_measure() -> None:
-    told = BenchOptions.__annotations__["measure"]
-    assert all(name in told for name in MEASURES.own())
+    result = BenchOptions.__annotations__["measure"]
+    assert all(name in result for name in MEASURES.own())
 
 
 def test_missing_rows_are_skipped_with_the_reason(

@@ -58,10 +58,12 @@ def test_empty_store_is_reported(run: Run) -> None:
 def test_list_and_show_print_stored_sessions(run: Run, kept: Path) -> None:
     shown = run("cache", "list").stdout
     assert "talk" in shown and "full" in shown and "21" in shown
-    [told] = document(run("cache", "list", "--json"))["sessions"]
-    assert (told["session"], told["tokens"], told["epoch"]) == ("talk", 21, 2)
-    told = document(run("cache", "show", "talk", "--json"))
-    assert told["states"] == [1, 2] and told["lossless"] and told["identity"]["weights"] == "w"
+    [result] = document(run("cache", "list", "--json"))["sessions"]
+    assert (result["session"], result["tokens"], result["epoch"]) == ("talk", 21, 2)
+    result = document(run("cache", "show", "talk", "--json"))
+    assert (
+        result["states"] == [1, 2] and result["lossless"] and result["identity"]["weights"] == "w"
+    )
     assert "identity weights" in run("cache", "show", "talk").stdout
     assert document(run("cache", "list", "--owner", "x", "--json"))["sessions"] == []
 
@@ -146,16 +148,16 @@ def test_upgrade_migrates_a_home_of_an_earlier_version(
         assert "'larder cache upgrade' carries it over" in complaint(
             run("cache", "verify", *more), 1
         )
-        told = document(run("cache", "upgrade", "--json", *more))
-        assert told["upgraded_records"] + told["upgraded_chunks"] == count
-        assert told["upgraded_records"] >= records and told["upgraded_chats"] == taken_back
+        result = document(run("cache", "upgrade", "--json", *more))
+        assert result["upgraded_records"] + result["upgraded_chunks"] == count
+        assert result["upgraded_records"] >= records and result["upgraded_chats"] == taken_back
         after = document(run("cache", "list", "--json", *more))
         assert by_name(after) == by_name(before)
         for file, data in chats.items():
             assert file.read_bytes() == data or json.loads(file.read_bytes()) == json.loads(data)
         assert "are intact" in run("cache", "verify", *more).stdout
-        told = document(run("cache", "upgrade", "--json", *more))
-        assert [told[f"upgraded_{kind}"] for kind in ("records", "chunks", "chats")] == [0, 0, 0]
+        result = document(run("cache", "upgrade", "--json", *more))
+        assert [result[f"upgraded_{kind}"] for kind in ("records", "chunks", "chats")] == [0, 0, 0]
 
 
 def test_upgrade_without_a_store_reports_it(run: Run, larder_home: Path, tmp_path: Path) -> None:
@@ -220,8 +222,8 @@ def test_seal_encrypts_plain_files(run: Run, larder_home: Path, tmp_path: Path) 
     chat.write_text('{"schema": 1, "history": "a secret"}')
     assert "--key-file" in complaint(run("cache", "seal"), 2)
     for documents, chats in ((1, 1), (0, 0)):
-        told = document(run("cache", "seal", "--key-file", key, "--json"))
-        assert (told["documents"], told["chats"]) == (documents, chats)
+        result = document(run("cache", "seal", "--key-file", key, "--json"))
+        assert (result["documents"], result["chats"]) == (documents, chats)
     files = [*(larder_home / "server").iterdir(), chat]
     assert not any(b"secret" in file.read_bytes() for file in files)
 

@@ -32,9 +32,9 @@ def test_bytes_beyond_the_budget_are_reported_at_load(run: Run) -> None:
 def test_named_session_continues_in_the_next_run(run: Run, larder_home: Path) -> None:
     assert run("chat", "s", *SMALL, stdin="My cat is called Mira.\n").exit_code == 0
     assert (larder_home / "sessions" / "s.json").is_file()
-    told = document(run("chat", "s", *SMALL, "--json", stdin="What is my cat called?\n"))
-    assert (told["schema"], told["session"], told["turns"]) == (1, "s", 2)
-    assert told["answers"][0]["answer"] == "Mira"
+    result = document(run("chat", "s", *SMALL, "--json", stdin="What is my cat called?\n"))
+    assert (result["schema"], result["session"], result["turns"]) == (1, "s", 2)
+    assert result["answers"][0]["answer"] == "Mira"
 
 
 def test_changed_policy_is_reported_when_piped(run: Run) -> None:
@@ -65,10 +65,10 @@ def test_chat_commands_are_answered_and_unknown_ones_refused(run: Run) -> None:
 def test_refused_turn_does_not_end_the_chat(run: Run) -> None:
     lines = "word " * 90 + "\nMy cat is called Mira.\n"
     result = run("chat", *SMALL, "--json", stdin=lines)
-    told = document(result)
+    reply = document(result)
     assert result.exit_code == 0
-    assert told["answers"][0]["error"]["type"] == "InputError"
-    assert told["turns"] == 1 and "more than the budget" in result.stderr
+    assert reply["answers"][0]["error"]["type"] == "InputError"
+    assert reply["turns"] == 1 and "more than the budget" in result.stderr
 
 
 def test_interrupted_chat_prints_the_finished_answers(
@@ -105,12 +105,14 @@ def test_session_is_restored_instead_of_prefilled(
     assert [(each["session"], each["codec"]) for each in kept] == [("s", "raw")]
     with monkeypatch.context() as patch:
         patch.setattr("larder.session.chat_cache.prefill_memory", read_nothing)
-        told = document(run("chat", "s", *SMALL, "--json", stdin="What is my cat called?\n"))
-    assert told["answers"][0]["answer"] == "Mira" and told["restored_tokens"] == kept[0]["tokens"]
+        result = document(run("chat", "s", *SMALL, "--json", stdin="What is my cat called?\n"))
+    assert (
+        result["answers"][0]["answer"] == "Mira" and result["restored_tokens"] == kept[0]["tokens"]
+    )
     elsewhere = larder_home / "elsewhere"
     options = (*SMALL, "--store", elsewhere, "--codec", "int4", "--json")
-    told = document(run("chat", "s", *options, stdin="What is my cat called?\n"))
-    assert told["turns"] == 3 and told["restored_tokens"] == 0
+    result = document(run("chat", "s", *options, stdin="What is my cat called?\n"))
+    assert result["turns"] == 3 and result["restored_tokens"] == 0
     [kept] = document(run("cache", "list", "--store", elsewhere, "--json"))["sessions"]
     assert kept["codec"] == "int4"
 

@@ -90,8 +90,10 @@ def test_faulty_rows_are_detected(tmp_path: Path) -> None:
     path = write_rows(tmp_path, [cell("h2o", study="recital")])
     assert list(faults(path)) == ["of no study"]
     path = path.rename(tmp_path / "recital.jsonl")
-    told = " ".join(faults(path))
-    assert "1 cells that the study has not" in told and "are missing, and 0 are told to be" in told
+    result = " ".join(faults(path))
+    assert (
+        "1 cells that the study has not" in result and "are missing, and 0 are told to be" in result
+    )
     path.write_text('{"schema": 0}\n')
     assert "not a row of schema 1" in next(faults(path))
     lost = write_rows(tmp_path, [cell("h2o", study="recital", environment="x")])
@@ -101,8 +103,8 @@ def test_faulty_rows_are_detected(tmp_path: Path) -> None:
 def draw_again(run: Run, words: list[str], out: Path) -> None:
     """Run `larder plot` as documented, for SVG files in another folder."""
     named = dict(zip(rows_named(words), ROWS.findall(" ".join(words)), strict=True))
-    told = [next((p for p, name in named.items() if name == word), word) for word in words]
-    assert run(*told[1:], "--out", out, "--format", "svg").exit_code == 0
+    result = [next((p for p, name in named.items() if name == word), word) for word in words]
+    assert run(*result[1:], "--out", out, "--format", "svg").exit_code == 0
 
 
 def differing(shown: list[Path], drawn: Path) -> list[str]:
@@ -150,9 +152,9 @@ def place(path: Path) -> Path:
 
 @pytest.mark.extended
 def test_table_of_studies_is_complete(tmp_path: Path) -> None:
-    told = (CHECKOUT / FOLDER / "README.md").read_text()
+    result = (CHECKOUT / FOLDER / "README.md").read_text()
     lines = study_table(CHECKOUT / FOLDER, RESULTS)
-    assert replace_table(told, lines) == told, (
+    assert replace_table(result, lines) == result, (
         "run: python -m larder_bench.reports.study_index studies/README.md"
     )
     assert len(lines) == 2 + len(study_names())

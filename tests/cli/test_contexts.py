@@ -33,8 +33,8 @@ def test_contexts_are_prefilled_once_and_reused(run: Run, texts: tuple[Path, Pat
 
 def test_contexts_under_a_budget_are_one_text(run: Run, texts: tuple[Path, Path]) -> None:
     words = [word for text in texts for word in ("--context", text)]
-    told = document(run("ask", *words, *ASKED, "--budget", "48", "--json"))
-    assert told["budget_tokens"] == 48 and told["contexts"]["cached_tokens"] == 0
+    result = document(run("ask", *words, *ASKED, "--budget", "48", "--json"))
+    assert result["budget_tokens"] == 48 and result["contexts"]["cached_tokens"] == 0
 
 
 def test_invalid_context_arguments_are_refused(

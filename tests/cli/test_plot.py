@@ -20,11 +20,11 @@ def test_plot_writes_figures_and_names_them(tmp_path: Path) -> None:
     results = write_rows(tmp_path, EXHIBITS)
     out = tmp_path / "new" / "figures"
     figures = ("--figure", "recall", "--figure", 'recall(along="tokens")')
-    told = document(
+    result = document(
         run("plot", str(results), *figures, "--out", str(out), "--json", "--format=svg")
     )
-    assert [figure["figure"] for figure in told["figures"]] == ["recall", "recall"]
-    files = [Path(file) for figure in told["figures"] for file in figure["files"]]
+    assert [figure["figure"] for figure in result["figures"]] == ["recall", "recall"]
+    files = [Path(file) for figure in result["figures"] for file in figure["files"]]
     assert [file.name for file in files] == ["recall.svg", "recall-2.svg"]
     assert all(file.read_text().startswith("<?xml") for file in files)
     shown = run("plot", str(results), "--figure", "breakdown", "--out", str(out))
@@ -51,6 +51,6 @@ def test_plot_refuses_invalid_arguments(tmp_path: Path) -> None:
 
 def test_report_writes_a_page(tmp_path: Path) -> None:
     results, out = write_rows(tmp_path, EXHIBITS[-1:]), tmp_path / "page.html"
-    told = run("report", str(results), "--out", str(out), "--title", "What <we> saw")
-    assert told.stdout.strip() == str(out)
+    result = run("report", str(results), "--out", str(out), "--title", "What <we> saw")
+    assert result.stdout.strip() == str(out)
     assert "<h1>What &lt;we&gt; saw</h1>" in out.read_text()

@@ -90,19 +90,19 @@ def test_list_names_everything(run: Run) -> None:
     assert result.exit_code == 0
     for name in (*PRESETS, *part_names()):
         assert re.search(rf"^{name}\b", result.stdout, re.MULTILINE), name
-    told = document(run("policy", "list", "--json"))
-    assert [preset["name"] for preset in told["presets"]] == list(PRESETS)
-    assert {part["slot"] for part in told["parts"]} == {*FAMILIES, "protect"}
+    reply = document(run("policy", "list", "--json"))
+    assert [preset["name"] for preset in reply["presets"]] == list(PRESETS)
+    assert {part["slot"] for part in reply["parts"]} == {*FAMILIES, "protect"}
 
 
 @pytest.mark.extended
 def test_list_entries_equal_their_pages(run: Run) -> None:
-    told = document(run("policy", "list", "--json"))
-    for preset in told["presets"][::15]:
+    result = document(run("policy", "list", "--json"))
+    for preset in result["presets"][::15]:
         page = document(run("policy", "show", preset["name"], "--json"))["preset"]
         assert preset == {name: page[name] for name in ("name", "sentence", "full")}
         assert preset["sentence"] == PRESETS[preset["name"]]
-    for part in told["parts"][::17]:
+    for part in result["parts"][::17]:
         assert document(run("policy", "show", part["name"], "--json"))["part"] == part
 
 
@@ -145,8 +145,8 @@ def test_show_of_an_unknown_name_suggests_the_nearest(run: Run) -> None:
 def test_cite_prints_the_papers_of_a_policy(run: Run) -> None:
     shown = run("policy", "cite", "epicache").stdout
     assert 'patched: Kim et al., "EpiCache' in shown and "FINCH" not in shown
-    told = document(run("policy", "cite", "keydiff() > uniform()", "--json"))
-    assert "2504.15364" in {citation["arxiv"] for citation in told["citations"]}
+    result = document(run("policy", "cite", "keydiff() > uniform()", "--json"))
+    assert "2504.15364" in {citation["arxiv"] for citation in result["citations"]}
     assert "pooled: Feng et al." in run("policy", "cite", "pooled").stdout
 
 
@@ -169,14 +169,14 @@ def test_cite_prints_the_papers_of_a_policy(run: Run) -> None:
 def test_policy_cites_the_papers_of_the_values_that_it_uses(
     run: Run, policy: str, used: list[str], unused: list[str]
 ) -> None:
-    told = document(run("policy", "cite", policy, "--json"))
-    cited = {citation["arxiv"] for citation in told["citations"]}
+    result = document(run("policy", "cite", policy, "--json"))
+    cited = {citation["arxiv"] for citation in result["citations"]}
     assert cited >= set(used) and not cited & set(unused)
 
 
 def test_part_cites_the_papers_of_all_its_values(run: Run) -> None:
-    told = document(run("policy", "cite", "patched", "--json"))["citations"]
-    assert [(one["arxiv"], one["values"]) for one in told] == [
+    result = document(run("policy", "cite", "patched", "--json"))["citations"]
+    assert [(one["arxiv"], one["values"]) for one in result] == [
         ("2509.17396", []),
         ("2410.01518", ['prompt="summarize"']),
         ("2408.00167", ['prompt="question"']),

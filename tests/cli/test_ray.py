@@ -35,10 +35,10 @@ def test_several_machines_without_a_shared_store_are_refused(tmp_path: Path) -> 
 
 
 def test_replica_start_error_is_extracted() -> None:
-    told = """Traceback (most recent call last):
+    result = """Traceback (most recent call last):
       File "x.py", line 3, in load
     larder.core.errors.ModelError: The model 'x' cannot be loaded: give a local folder.
     """
-    assert error_reason(told) == "The model 'x' cannot be loaded: give a local folder."
+    assert error_reason(result) == "The model 'x' cannot be loaded: give a local folder."
     assert error_reason("Too few processors.\n") == "Too few processors."
     assert error_reason("") == "Ray gives no reason."

@@ -59,8 +59,8 @@ def test_server_runs_until_interrupted(run: Run, answered: dict[str, Any]) -> No
     assert model["kv_budget_tokens"] is None and len(model["kv_beyond_budget"]) == 1
     assert answered["/health"].json() == {"status": "ok"}
     assert 'larder_budget_bytes{tier="device"} 6.7108864e+07' in answered["/metrics"].text
-    told = answered["chat"].json()
-    assert told["usage"]["completion_tokens"] <= 3 and told["kv"]["lossless"]
+    result = answered["chat"].json()
+    assert result["usage"]["completion_tokens"] <= 3 and result["kv"]["lossless"]
     [kept] = document(run("cache", "list", "--json"))["sessions"]
     assert kept["session"] == "about cats"
 
@@ -68,10 +68,10 @@ def test_server_runs_until_interrupted(run: Run, answered: dict[str, Any]) -> No
 @pytest.mark.extended
 def test_serving_address_is_printed_as_json(run: Run, answered: dict[str, Any]) -> None:
     policy = "blockwise() > column_mass() > uniform() > every_step()"
-    told = document(run("serve", "--port", "0", "--json", "--policy", policy, "--budget", "64"))
-    assert told["url"] == f"http://127.0.0.1:{answered['port']}"
-    assert "column_mass" in told["policy"] and not answered["chat"].is_error
-    assert told["beyond_budget"] == []
+    result = document(run("serve", "--port", "0", "--json", "--policy", policy, "--budget", "64"))
+    assert result["url"] == f"http://127.0.0.1:{answered['port']}"
+    assert "column_mass" in result["policy"] and not answered["chat"].is_error
+    assert result["beyond_budget"] == []
     [model] = answered["/v1/models"].json()["data"]
     assert (model["kv_budget_tokens"], model["kv_beyond_budget"]) == (64, [])
 
@@ -134,9 +134,9 @@ def test_tenant_quotas_are_parsed_and_enforced(run: Run, answered: dict[str, Any
         options = [word for quota in given for word in ("--tenant-quota", quota)]
         assert why in complaint(run("serve", "--port", "0", *options), 2)
     run("serve", "--port", "0", "--tenant-quota", "device=64KiB")
-    told = answered["chat"]
-    assert told.status_code == 400
-    assert told.json()["error"]["code"] == "kv_budget_exceeded"
+    result = answered["chat"]
+    assert result.status_code == 400
+    assert result.json()["error"]["code"] == "kv_budget_exceeded"
 
 
 def test_chat_templates_and_adapters_are_checked_before_a_model_loads(

@@ -54,8 +54,8 @@ def piped(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProce
 
 
 def processes(piped: subprocess.CompletedProcess[str]) -> list[Process]:
-    told = [line.split(": ", 1)[1] for line in piped.stdout.splitlines() if "modules: " in line]
-    return [Process(set(modules), *rest) for modules, *rest in map(json.loads, told)]
+    result = [line.split(": ", 1)[1] for line in piped.stdout.splitlines() if "modules: " in line]
+    return [Process(set(modules), *rest) for modules, *rest in map(json.loads, result)]
 
 
 @pytest.fixture

@@ -35,12 +35,12 @@ def test_cartridge_is_trained_on_a_file_and_asked(run: Run, talk: Path, monkeypa
     monkeypatch.setattr("larder.training.cartridge.train_cartridge", untrained)
     done = run("train", "cartridge", str(talk), "--slots", "16", "--seed", "3", "--json")
     assert done.exit_code == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["card"]["method"] == "cartridge" and told["card"]["seed"] == 3
-    assert Path(told["file"]).parent.name == "cartridges"
+    result = json.loads(done.stdout)
+    assert result["card"]["method"] == "cartridge" and result["card"]["seed"] == 3
+    assert Path(result["file"]).parent.name == "cartridges"
     asked = run("ask", str(talk), "-q", CAT, *POLICY, "--max-new-tokens", "4", "--keep", "--json")
     assert asked.exit_code == 0, asked.stderr
-    Path(told["file"]).unlink()
+    Path(result["file"]).unlink()
     again = run("ask", str(talk), "-q", CAT, *POLICY, "--max-new-tokens", "4", "--keep", "--json")
     assert again.exit_code == 0, again.stderr  # the saved cache
 

@@ -32,16 +32,16 @@ def test_weights_trained_without_tests_are_tested_later(run: Run, quick: None) -
     sizes = ("--tokens", "600", "--passage-tokens", "300", "--seed", "2")
     trained = run("train", "restorekv", *sizes, "--test-tokens", "0", "--json")
     assert trained.exit_code == 0, trained.stderr
-    told = json.loads(trained.stdout)
-    assert told["card"]["metrics"] == {}
-    file = Path(told["file"])
+    result = json.loads(trained.stdout)
+    assert result["card"]["metrics"] == {}
+    file = Path(result["file"])
     weights = ("--weights", str(file))
     tested = run("train", "restorekv", *sizes, *weights, "--test-tokens", "300", "--json")
     assert tested.exit_code == 0, tested.stderr
     card = json.loads(tested.stdout)["card"]
     metrics = card.pop("metrics")
     assert metrics["test_passages"] == 1 and metrics["test_tokens"] >= 300
-    assert card == {name: value for name, value in told["card"].items() if name != "metrics"}
+    assert card == {name: value for name, value in result["card"].items() if name != "metrics"}
 
 
 def test_test_tokens_of_a_method_with_labels_are_refused(run: Run) -> None:

@@ -68,13 +68,13 @@ def test_budget_numbers_and_strings_are_equal(engine) -> None:
 
 
 def test_texts_messages_and_files_are_read(engine) -> None:
-    told = "My dog is called Biscuit."
-    messages = [{"role": "user", "content": told}, {"role": "assistant", "content": "Nice."}]
-    own = Conversation("own", (Message("user", told), Message("assistant", "Nice.")))
+    result = "My dog is called Biscuit."
+    messages = [{"role": "user", "content": result}, {"role": "assistant", "content": "Nice."}]
+    own = Conversation("own", (Message("user", result), Message("assistant", "Nice.")))
     read = engine.read(messages)
     assert read.conversation.messages == own.messages
     assert read.figures.context_tokens == engine.read(own).figures.context_tokens
-    assert engine.read(told).conversation.messages[0].content == told
+    assert engine.read(result).conversation.messages[0].content == result
     assert engine.read(FILE).conversation == read_conversation(FILE)
 
 
@@ -155,5 +155,5 @@ def test_wrong_type_is_named(engine) -> None:
     memory = engine.read("My dog is called Biscuit.")
     names = {"Chat": Chat, "Engine": Engine, "engine": engine, "memory": memory, "torch": torch}
     with unchecked():
-        told = {call: outcome(call, names) for call in CALLS}
-    assert {call: said for call, said in told.items() if CALLS[call] not in said} == {}
+        result = {call: outcome(call, names) for call in CALLS}
+    assert {call: said for call, said in result.items() if CALLS[call] not in said} == {}

@@ -122,8 +122,8 @@ def test_answer_stays_within_the_bound_and_leaves_no_trace(
     block = memory.policy.schedule.block_tokens or min(512, budget_tokens(memory.policy))
     assert peak.entries <= most(memory.policy, cache, block)[1]
     for mine, theirs in zip(memory.caches.copies(), before, strict=True):
-        told, kept = ({**each.state(), **each.meta()} for each in (mine, theirs))
-        assert same(told, kept)
+        result, kept = ({**each.state(), **each.meta()} for each in (mine, theirs))
+        assert same(result, kept)
     again = engine.ask(memory, "What does my dog eat?", max_new_tokens=48)
     assert again.ids == answer.ids
 

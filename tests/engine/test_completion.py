@@ -143,10 +143,10 @@ CALLS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize("case", CALLS)
 def test_wrong_keywords_are_named(case: str, tokenizer: Any) -> None:
-    keywords, kind, told = CALLS[case]
+    keywords, kind, result = CALLS[case]
     engine = engine_under("full", tokenizer)
     for call in (engine.generate, engine.stream):
-        with unchecked(), pytest.raises(kind, match=told):
+        with unchecked(), pytest.raises(kind, match=result):
             call("Hi", **keywords)
 
 

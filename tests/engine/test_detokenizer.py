@@ -42,8 +42,8 @@ def streamed(text: str, stops: Sequence[str] = ()) -> tuple[list[str], str]:
     ],
 )
 def test_streamed_text_equals_the_final_text(text: str, stops: Sequence[str], kept: str) -> None:
-    pieces, told = streamed(text, stops)
-    assert "".join(pieces) == told == kept
+    pieces, result = streamed(text, stops)
+    assert "".join(pieces) == result == kept
 
 
 WORDS = (
@@ -86,31 +86,31 @@ def decoder(name: str) -> Callable[[Sequence[int]], str]:
 
 def parts(pieces: Sequence[str]) -> list[int]:
     """The tokens of some words and characters."""
-    told = [[VOCABULARY[each]] if each in VOCABULARY else list(each.encode()) for each in pieces]
-    return [token for each in told for token in each]
+    result = [[VOCABULARY[each]] if each in VOCABULARY else list(each.encode()) for each in pieces]
+    return [token for each in result for token in each]
 
 
 @given(pieces=st.lists(st.sampled_from((*WORDS, *CHARACTERS)), max_size=80))
 @pytest.mark.parametrize("name", DECODERS)
 def test_incremental_text_equals_decoding_all_tokens(name: str, pieces: list[str]) -> None:
-    decode, told, ids = decoder(name), list[str](), parts(pieces)
-    stream = IncrementalDetokenizer(decode, (), told.append)
+    decode, result, ids = decoder(name), list[str](), parts(pieces)
+    stream = IncrementalDetokenizer(decode, (), result.append)
     for token in ids:
         assert stream.push(token)
     stream.finish()
     assert stream.text == decode(ids)
     if "goes" not in name:  # what was handed on cannot go any more
-        assert "".join(told) == stream.text
+        assert "".join(result) == stream.text
 
 
 @given(raw=st.binary(max_size=80), stop=st.sampled_from(["", "ab", "€", "\ufffd€"]))
 def test_invalid_utf8_is_streamed_as_replacement_characters(raw: bytes, stop: str) -> None:
-    told = list[str]()
-    stream = IncrementalDetokenizer(plain, [stop], told.append)
+    result = list[str]()
+    stream = IncrementalDetokenizer(plain, [stop], result.append)
     whole = all(stream.push(byte) for byte in raw)
     stream.finish()
     said = raw.decode("utf-8", "replace")
-    assert "".join(told) == stream.text and said.startswith(stream.text.rstrip("\ufffd"))
+    assert "".join(result) == stream.text and said.startswith(stream.text.rstrip("\ufffd"))
     assert not whole or stream.text == said
 
 

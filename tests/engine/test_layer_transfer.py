@@ -136,8 +136,8 @@ def test_incompatible_transfers_are_refused(models, store: Store) -> None:
     with pytest.raises(ModelError, match="this model itself"):
         prefill_or_restore(Engine(base, policy="full"), itself, conversation, {})
     identity = identity_of_model(base)
-    for name, told in {"tokenizer": "tokenizer", "rope": "rotation", "kv_dtype": "type"}.items():
-        with pytest.raises(ModelError, match=told):
+    for name, result in {"tokenizer": "tokenizer", "rope": "rotation", "kv_dtype": "type"}.items():
+        with pytest.raises(ModelError, match=result):
             check_sender(replace(identity, **{name: "other"}), identity_of_model(tuned))
     check_sender(identity, identity_of_model(tuned))
 

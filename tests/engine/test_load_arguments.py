@@ -25,9 +25,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_argument_is_documented() -> None:
-    told = inspect.getdoc(Engine.load) or ""
+    result = inspect.getdoc(Engine.load) or ""
     for name in inspect.signature(Engine.load).parameters:
-        assert f"\n    {name}: " in told, name
+        assert f"\n    {name}: " in result, name
 
 
 def test_separate_tokenizer_is_used(folder: Path, tmp_path: Path) -> None:

@@ -104,8 +104,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_unsupported_models_are_refused(case: str, tokenizer: Any) -> None:
-    make, told = REFUSED[case]
-    with pytest.raises(ModelError, match=told):
+    make, result = REFUSED[case]
+    with pytest.raises(ModelError, match=result):
         Engine(make(), tokenizer)
 
 

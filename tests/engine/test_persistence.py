@@ -194,9 +194,9 @@ def kept_reading(engine: Engine, folder: Path, codec: str) -> tuple[ResumeResult
 @pytest.mark.usefixtures("rates")
 def test_prefill_is_saved_with_the_requested_codec(tmp_path: Path, small: LoadedModel) -> None:
     engine = Engine(small, policy="full")
-    told = [kept_reading(engine, tmp_path, codec) for codec in ("raw", "int8", "int8", "raw")]
-    assert [codec for _, codec in told] == ["raw", "int8", "int8", "raw"]
-    first, exact, same, lossy = (resumed for resumed, _ in told)
+    result = [kept_reading(engine, tmp_path, codec) for codec in ("raw", "int8", "int8", "raw")]
+    assert [codec for _, codec in result] == ["raw", "int8", "int8", "raw"]
+    first, exact, same, lossy = (resumed for resumed, _ in result)
     assert first.reason == "new" and exact.state is not None and same.state is not None
     assert exact.summary.endswith(" s (saved as raw)") and same.summary.endswith(" s")
     assert lossy.state is None
@@ -230,16 +230,16 @@ def test_unusable_caches_are_recomputed_and_counted_by_reason(
     resumed = keeper.load("mine", runtime, policy, longer)
     assert resumed.state is not None and resumed.state.log == saved.log
     other = ChatLog(replace(HISTORY, messages=HISTORY.messages[1:7]))
-    told = {
+    result = {
         "new": keeper.load("yours", runtime, policy, saved.log),
         "policy": keeper.load("mine", runtime, Policy.parse("full"), saved.log),
         "tokens": keeper.load("mine", runtime, policy, other),
     }
-    assert {reason: found.reason for reason, found in told.items()} == {r: r for r in told}
+    assert {reason: found.reason for reason, found in result.items()} == {r: r for r in result}
     stranger = StorePersistence(store, small, "stranger")
     assert stranger.load("mine", runtime, policy, saved.log).reason == "new"
     assert counts()["policy"] == before.get("policy", 0) + 1
-    assert told["policy"].summary == "prefilled again: it was saved under another policy"
+    assert result["policy"].summary == "prefilled again: it was saved under another policy"
     assert ResumeResult(saved, "", 1200, 0.5).summary == "restored 1,200 tokens in 0.50 s"
 
 

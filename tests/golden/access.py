@@ -54,10 +54,10 @@ def run(*words: str | Path, stdin: str | None = None, home: Path | None = None) 
     """
     environment = TERMINAL | ({} if home is None else {"LARDER_HOME": str(home)})
     with patch.object(question_run, "load", _load), restored():
-        told = CliRunner().invoke(app, [str(word) for word in words], stdin, environment)
-    if told.exception is not None and not isinstance(told.exception, SystemExit):
-        raise told.exception
-    return Outcome(told.exit_code, told.stdout, told.stderr)
+        result = CliRunner().invoke(app, [str(word) for word in words], stdin, environment)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Outcome(result.exit_code, result.stdout, result.stderr)
 
 
 @contextmanager

@@ -157,7 +157,7 @@ def upkeep() -> dict[str, Any]:
     """Writing commands of `larder cache`: export, import, remove, upgrade, seal."""
     with opened("chats") as home, TemporaryDirectory() as folder:
         file = Path(folder) / "small.larder"
-        told = {
+        result = {
             "export": _document("cache", "export", "small", file, home=home),
             "import": _document("cache", "import", file, "copy", home=home),
             "theirs": _document("cache", "import", file, "x", "--owner", "anne", home=home),
@@ -166,7 +166,7 @@ def upkeep() -> dict[str, Any]:
             "upgrade": _document("cache", "upgrade", home=home),
             "seal": _document("cache", "seal", "--key-file", KEY, home=home),
         }
-        return masked(_placed(told, folder), ("saved", "torch", "transformers"))
+        return masked(_placed(result, folder), ("saved", "torch", "transformers"))
 
 
 def failures() -> dict[str, Any]:
@@ -177,13 +177,13 @@ def failures() -> dict[str, Any]:
 
 
 def _failed(words: tuple[str, ...], places: dict[str, str]) -> Any:
-    told = run(*(word.format(**places) for word in words), "--json", stdin="Hi\n")
-    assert "Traceback" not in told.stderr
-    document = json.loads(told.stdout) if told.stdout else None
-    lines = len(told.stderr.splitlines())
+    result = run(*(word.format(**places) for word in words), "--json", stdin="Hi\n")
+    assert "Traceback" not in result.stderr
+    document = json.loads(result.stdout) if result.stdout else None
+    lines = len(result.stderr.splitlines())
     return {
-        "code": told.code,
-        "begins": told.stderr[:8],
+        "code": result.code,
+        "begins": result.stderr[:8],
         "lines": lines,
         "document": masked(document, ("message",)),
     }
@@ -203,9 +203,9 @@ def _talk(number: int) -> Path:
 
 
 def _document(*words: Any, stdin: str | None = None, home: Path | None = None) -> Any:
-    told = run(*words, "--json", stdin=stdin, home=home)
-    assert told.code == 0, (words, told)
-    return masked(_placed(json.loads(told.stdout), str(TALKS)), CHANCE + ("message",))
+    result = run(*words, "--json", stdin=stdin, home=home)
+    assert result.code == 0, (words, result)
+    return masked(_placed(json.loads(result.stdout), str(TALKS)), CHANCE + ("message",))
 
 
 def _placed(value: Any, folder: str) -> Any:

@@ -40,10 +40,10 @@ def _walk(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
 
 def _unworded(parameter: Any) -> dict[str, Any]:
     kind, default = parameter.param_type_name, parameter.default
-    told = {"kind": kind, "type": parameter.bare_type()}
-    told |= {"spelled": [*parameter.opts, *parameter.secondary_opts]} if kind == "option" else {}
-    told |= {name: getattr(parameter, name) for name in UNWORDED}
-    return told | {"default": None if default is None or callable(default) else str(default)}
+    result = {"kind": kind, "type": parameter.bare_type()}
+    result |= {"spelled": [*parameter.opts, *parameter.secondary_opts]} if kind == "option" else {}
+    result |= {name: getattr(parameter, name) for name in UNWORDED}
+    return result | {"default": None if default is None or callable(default) else str(default)}
 
 
 GOLDENS = {"help_texts": texts, "help_options": options}

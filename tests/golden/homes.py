@@ -104,21 +104,21 @@ def build() -> None:
 def chats() -> Any:
     """Chats and readings without a key: listed, verified, gone on with."""
     with opened("chats") as home:
-        told = _listed(home, ())
-        told["chats"] = {name: _hold_chat(name, home, (ASKED,), ()) for name in CHATS}
-        told["readings"] = {name: _keep_reading(name, home, ()) for name in QUICK}
+        result = _listed(home, ())
+        result["chats"] = {name: _hold_chat(name, home, (ASKED,), ()) for name in CHATS}
+        result["readings"] = {name: _keep_reading(name, home, ()) for name in QUICK}
         after = _listed(home, ())
         after["sessions"]["packed"]["bytes"] = (
             MASK  # as many as the last bits of numbers compress to
         )
-        return told | {"after": after}
+        return result | {"after": after}
 
 
 def forms() -> Any:
     """Readings with caches of every form: restored, so that nothing is written anew."""
     with opened("chats") as home:
-        told = {name: _keep_reading(name, home, ()) for name in READINGS if name != UNREADABLE}
-        return {"readings": told, "after": _listed(home, ())}
+        result = {name: _keep_reading(name, home, ()) for name in READINGS if name != UNREADABLE}
+        return {"readings": result, "after": _listed(home, ())}
 
 
 def paired_answer() -> str:
@@ -131,12 +131,12 @@ def sealed_chats() -> Any:
     """The same under a key."""
     with opened("chats_sealed") as home:
         sealed = ("--key-file", KEY)
-        told = _listed(home, sealed)
-        told["chat"] = _hold_chat("small", home, (ASKED,), sealed)
-        told["reading"] = _keep_reading("limited", home, sealed)
+        result = _listed(home, sealed)
+        result["chat"] = _hold_chat("small", home, (ASKED,), sealed)
+        result["reading"] = _keep_reading("limited", home, sealed)
         without = run("cache", "list", "--json", home=home)
-        told["without_key"] = [without.code, json.loads(without.stdout)["error"]["type"]]
-        return told | {"after": _listed(home, sealed)}
+        result["without_key"] = [without.code, json.loads(without.stdout)["error"]["type"]]
+        return result | {"after": _listed(home, sealed)}
 
 
 def lost_index() -> Any:
@@ -153,14 +153,14 @@ def archives() -> Any:
         home = Path(folder)
         for name in ARCHIVES:
             _done("cache", "import", FOLDER / f"{name}.larder", name, home=home)
-        told = _listed(home, ())
+        result = _listed(home, ())
         with serving(home, max_new_tokens=6, **SERVERS["server_prefix"]) as url:
             content = (FOLDER / "server.larder").read_bytes()
             # What was taken in is written behind the answer, so its durability is not told yet.
             taken = json.loads(post_bytes(f"{url}/v1/sessions/moved/import", content))
-            told["taken_in"] = {name: value for name, value in taken.items() if name != "durable"}
-            told["asked"] = _ask_server(url, "moved", [*_turns(url, "moved"), _user(ASKED)])
-        return masked(told, CHANCE)
+            result["taken_in"] = {name: value for name, value in taken.items() if name != "durable"}
+            result["asked"] = _ask_server(url, "moved", [*_turns(url, "moved"), _user(ASKED)])
+        return masked(result, CHANCE)
 
 
 def server(name: str) -> Any:
@@ -168,15 +168,15 @@ def server(name: str) -> Any:
     options = SERVERS[name]
     with opened(name) as home:
         key = options.get("key_file")
-        told = _listed(home, () if key is None else ("--key-file", key))
+        result = _listed(home, () if key is None else ("--key-file", key))
         with serving(home, max_new_tokens=6, **options) as url:
-            told["before"] = _sessions(url)
-            told["archive"] = _from_archive(url, **json.loads(IDS.read_text())[name])
+            result["before"] = _sessions(url)
+            result["archive"] = _from_archive(url, **json.loads(IDS.read_text())[name])
             for session in ("first", "first~2", "forked"):
                 turns = [*_turns(url, session), _user(ASKED)]
-                told[f"asked {session}"] = _ask_server(url, session, turns)
-            told["after"] = _sessions(url)
-        return masked(told, CHANCE)
+                result[f"asked {session}"] = _ask_server(url, session, turns)
+            result["after"] = _sessions(url)
+        return masked(result, CHANCE)
 
 
 def logs() -> Any:
@@ -184,8 +184,8 @@ def logs() -> Any:
     with TemporaryDirectory() as folder:
         home = Path(folder)
         _hold_chat("plain", home, SAID, ())
-        told = json.loads((home / "sessions" / "plain.json").read_text(encoding="utf-8"))
-        return masked(told, CHANCE)
+        result = json.loads((home / "sessions" / "plain.json").read_text(encoding="utf-8"))
+        return masked(result, CHANCE)
 
 
 @contextmanager
@@ -245,9 +245,9 @@ def _history(messages: list[dict[str, str]]) -> Iterator[Path]:
 
 
 def _done(*words: Any, home: Path, stdin: str | None = None) -> Any:
-    told = run(*words, "--json", stdin=stdin, home=home)
-    assert (told.code, told.stderr) == (0, ""), (words, told)
-    return masked(json.loads(told.stdout), CHANCE)
+    result = run(*words, "--json", stdin=stdin, home=home)
+    assert (result.code, result.stderr) == (0, ""), (words, result)
+    return masked(json.loads(result.stdout), CHANCE)
 
 
 def _listed(home: Path, more: tuple[Any, ...]) -> dict[str, Any]:
@@ -276,22 +276,22 @@ def _talk_to_server(url: str) -> dict[str, str]:
 
 def _from_archive(url: str, conversation: str, response: str) -> Any:
     """What is kept beside sessions, and a response that goes on from it."""
-    told = {
+    result = {
         "conversation": fetched(f"{url}/v1/conversations/{conversation}"),
         "items": fetched(f"{url}/v1/conversations/{conversation}/items"),
         "response": fetched(f"{url}/v1/responses/{response}"),
         "input_items": fetched(f"{url}/v1/responses/{response}/input_items"),
     }
     asked = ASK | {"input": ASKED, "previous_response_id": response}
-    return told | {"went_on": masked(post(f"{url}/v1/responses", asked), ("id", "session"))}
+    return result | {"went_on": masked(post(f"{url}/v1/responses", asked), ("id", "session"))}
 
 
 def _ask_server(url: str, session: str, turns: list[dict[str, str]]) -> Any:
     asked = {"model": "seed", "messages": turns, "max_tokens": 6}
-    told = post(f"{url}/v1/chat/completions", asked, x_session_id=session)
-    [choice] = told["choices"]
+    result = post(f"{url}/v1/chat/completions", asked, x_session_id=session)
+    [choice] = result["choices"]
     ended = {"answer": choice["message"]["content"], "reason": choice["finish_reason"]}
-    return ended | {"usage": told["usage"], "kv": told["kv"]}
+    return ended | {"usage": result["usage"], "kv": result["kv"]}
 
 
 def _turns(url: str, session: str) -> list[dict[str, str]]:
@@ -300,8 +300,8 @@ def _turns(url: str, session: str) -> list[dict[str, str]]:
 
 
 def _sessions(url: str) -> dict[str, Any]:
-    told = fetched(f"{url}/v1/sessions")["data"]
-    return {each["id"]: each for each in sorted(told, key=lambda each: each["id"])}
+    result = fetched(f"{url}/v1/sessions")["data"]
+    return {each["id"]: each for each in sorted(result, key=lambda each: each["id"])}
 
 
 def _user(text: str) -> dict[str, str]:

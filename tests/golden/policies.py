@@ -29,15 +29,15 @@ def listing() -> dict[str, Any]:
 def pages() -> dict[str, Any]:
     """`larder policy show --json` of one preset, one part, and a name that is both."""
     names = ("epicache", "icecache", "pooled", "snapkv", "protect")
-    told = {name: _document("policy", "show", name) for name in names}
-    return masked(told, PROSE)
+    result = {name: _document("policy", "show", name) for name in names}
+    return masked(result, PROSE)
 
 
 def citations() -> dict[str, Any]:
     """`larder policy cite --json` of every preset."""
     names = [preset["name"] for preset in _document("policy", "list")["presets"]]
-    told = {name: _document("policy", "cite", name)["citations"] for name in names}
-    return masked(told, PROSE)
+    result = {name: _document("policy", "cite", name)["citations"] for name in names}
+    return masked(result, PROSE)
 
 
 def spellings() -> dict[str, str]:

@@ -61,20 +61,20 @@ def figures() -> Any:
         run("bench", *LIFELOG, "--out", out)
         words = ("plot", out, "--out", Path(folder) / "figures", "--format", "svg", "--json")
         drawn = json.loads(run(*words).stdout.replace(folder, MASK))
-        told = json.loads(run("bench", *LIFELOG, "--out", out, "--estimate", "--json").stdout)
-        return masked({"plot": drawn, "estimate": told}, ("seconds", "caption", "title"))
+        result = json.loads(run("bench", *LIFELOG, "--out", out, "--estimate", "--json").stdout)
+        return masked({"plot": drawn, "estimate": result}, ("seconds", "caption", "title"))
 
 
 def _ran(words: tuple[str, ...]) -> Any:
     with TemporaryDirectory() as folder:
         out = Path(folder) / "rows.jsonl"
-        told = run("bench", *words, "--out", out, "--json")
-        assert told.code == 0, told
+        result = run("bench", *words, "--out", out, "--json")
+        assert result.code == 0, result
         page = Path(folder) / "page.html"
         report = run("report", out, "--out", page, "--json")
         assert page.stat().st_size > 0
         found = {
-            "document": json.loads(told.stdout),
+            "document": json.loads(result.stdout),
             "rows": study_rows(out),
             "report": json.loads(report.stdout),
         }

@@ -69,5 +69,5 @@ def test_every_golden_can_fail(name: str) -> None:
 
 
 def test_masks_keep_the_length_of_lists() -> None:
-    told = {"a": [{"s": 1.5, "t_seconds": 2}], "s": ["one", "two"]}
-    assert masked(told, ("s",)) == {"a": [{"s": "*", "t_seconds": "*"}], "s": ["*", "*"]}
+    result = {"a": [{"s": 1.5, "t_seconds": 2}], "s": ["one", "two"]}
+    assert masked(result, ("s",)) == {"a": [{"s": "*", "t_seconds": "*"}], "s": ["*", "*"]}

@@ -140,9 +140,9 @@ def test_chunked_prefill_under_a_policy_warns_once(llama: Any, is_own: bool) -> 
     ids, options = torch.tensor([ROWS[0]]), {**GREEDY, "max_new_tokens": 3}
     own = {"past_key_values": LarderCache(llama, "snapkv", 40)} if is_own else {}
     with larder.applied(llama, "snapkv", 40):
-        with pytest.warns(UserWarning, match="each chunk of a prompt for a text") as told:
+        with pytest.warns(UserWarning, match="each chunk of a prompt for a text") as raised:
             llama.generate(ids, prefill_chunk_size=16, **options, **own)
-        assert len(told) == 1
+        assert len(raised) == 1
         own |= {"past_key_values": LarderCache(llama, "snapkv", 40)} if is_own else {}
         first = llama.generate(ids, **options, **own)  # texts of two calls are no chunks
         llama.generate(torch.cat([first, ids], 1), **options, **own)

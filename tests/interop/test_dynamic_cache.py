@@ -200,9 +200,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_unexportable_caches_are_refused(llama: Any, case: str) -> None:
-    policy, told = REFUSED[case]
+    policy, result = REFUSED[case]
     cache = read_cache(llama, policy, text())
-    with pytest.raises(CacheError, match=told):
+    with pytest.raises(CacheError, match=result):
         cache.to_dynamic_cache()
 
 

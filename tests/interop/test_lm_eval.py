@@ -156,6 +156,6 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_arguments_are_named(module: Any, tokenizer: Any, case: str) -> None:
-    given, kind, told = WRONG[case]
-    with pytest.raises(kind, match=told):
+    given, kind, result = WRONG[case]
+    with pytest.raises(kind, match=result):
         LarderLM(**{"pretrained": module, "policy": "full", "tokenizer": tokenizer, **given})

@@ -116,7 +116,7 @@ def of_cache(cache: SequenceCache, new: list[Tensor]) -> Tensor:
     st.sampled_from(LAYERS),
 )
 def test_batched_steps_equal_single_steps_bitwise(drawn, dtype, steps, layer) -> None:
-    told = [
+    result = [
         (
             cache_of(row, dtype, layer),
             cache_of(row, dtype, layer),
@@ -125,10 +125,10 @@ def test_batched_steps_equal_single_steps_bitwise(drawn, dtype, steps, layer) ->
         for n, row in enumerate(drawn)
     ]
     for _ in range(steps):
-        batched = attend([(cache, new) for cache, _, new in told]).split(
+        batched = attend([(cache, new) for cache, _, new in result]).split(
             [row[3] for row in drawn], 1
         )
-        for (cache, alone, new), out in zip(told, batched, strict=True):
+        for (cache, alone, new), out in zip(result, batched, strict=True):
             assert torch.equal(out, of_cache(alone, new))
             assert_equal(cache, alone)
             assert_equal_logits(cache.layers[0], alone.layers[0])

@@ -29,13 +29,13 @@ def test_calibration_is_cached(three_layers, small, larder_home, monkeypatch) ->
     first = calibrate(three_layers, encode, names)
     assert [len(first[name]) for name in ("retrieval", "squeeze")] == [12, 3]
     path = larder_home / three_layers.spec.fingerprint / "retrieval.json"
-    told = json.loads(path.read_text())
-    assert told["profile"] == {"needles": {"tokens": 40, "count": 2, "words": 1}}
-    told["values"][0] = 0.25
-    path.write_text(json.dumps(told))
+    result = json.loads(path.read_text())
+    assert result["profile"] == {"needles": {"tokens": 40, "count": 2, "words": 1}}
+    result["values"][0] = 0.25
+    path.write_text(json.dumps(result))
     assert calibrate(three_layers, encode, names)["retrieval"][0] == 0.25
-    told["values"] = told["values"][:4]
-    path.write_text(json.dumps(told))
+    result["values"] = result["values"][:4]
+    path.write_text(json.dumps(result))
     assert calibrate(three_layers, encode, names) == first
 
 

@@ -286,16 +286,16 @@ def test_fused_step_equals_layer_calls_bitwise(monkeypatch, name, form, rows, dt
 
     def steps() -> tuple[list[torch.Tensor], list[list[torch.Tensor]], list[str]]:
         caches = filled_caches(decoder, [20, 31, 7][:rows], form)
-        told = list[str]()
+        result = list[str]()
 
         def observer(row, layer, recorded):
-            told.append(f"{row} {layer} {recorded.queries.sum()} {recorded.values.sum()}")
+            result.append(f"{row} {layer} {recorded.queries.sum()} {recorded.values.sum()}")
 
         segments = [BatchSegment(cache, (5,)) for cache in caches]
         decoder.read(segments, Mode.APPEND, observer)
         logits = [step_logits(decoder, caches), step_logits(decoder, caches, 8)]
         states = [list(store.state().values()) for own in caches for store in own.layers]
-        return logits, states, told
+        return logits, states, result
 
     calls = list[int]()
     take_step = decoder_layer.LayerRows.take_step

@@ -66,9 +66,9 @@ def test_weights_config_and_tokens_equal_transformers(tmp_path: Path, architectu
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[name], expected[name]) for name in state)
     assert next(iter(state.values())).dtype == torch.bfloat16
-    told, wanted = ours.config.to_dict(), theirs.config.to_dict()
+    result, wanted = ours.config.to_dict(), theirs.config.to_dict()
     different = {"quantization_config", "_name_or_path"}
-    assert {k: v for k, v in told.items() if k not in different} == {
+    assert {k: v for k, v in result.items() if k not in different} == {
         k: v for k, v in wanted.items() if k not in different
     }
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -38,8 +38,8 @@ def test_projection_operations_match_the_estimate(three_layers) -> None:
     with FlopCounterMode(display=False) as counter:
         recompute.project(held, torch.arange(7))
     rotation = 7 * 8 * 2  # frequencies by positions, once a pass
-    told = 7 * TINY.operations_per_token(KVSource.EVERY, 7)
-    assert counter.get_total_flops() - told in (0, rotation)
+    result = 7 * TINY.operations_per_token(KVSource.EVERY, 7)
+    assert counter.get_total_flops() - result in (0, rotation)
 
 
 def test_recompute_operations_hand_values() -> None:

@@ -69,9 +69,9 @@ def test_gate_columns_equal_their_reference(gated, name) -> None:
     for ids in torch.tensor(IDS).split(blocks):
         read(gated, cache, tuple(ids.tolist()))
     for layer, states in enumerate(states_of(gated, IDS)):
-        told = {key: each.tolist() for key, each in weights.layers[layer].items()}
+        result = {key: each.tolist() for key, each in weights.layers[layer].items()}
         passes = states.split(blocks if GATES[name].reads_pass else len(IDS))
-        expected = torch.cat([torch.tensor(loop.gated(told, own.tolist())) for own in passes])
+        expected = torch.cat([torch.tensor(loop.gated(result, own.tolist())) for own in passes])
         entries = cache.entries(layer)
         for head in range(2):
             got = entries.columns[name][entries.rows(head)]

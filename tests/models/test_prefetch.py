@@ -172,11 +172,11 @@ def test_failed_prefetch_worker_warns_once(decoder, monkeypatch, fault) -> None:
         raise fault
 
     monkeypatch.setattr(PageFetcher, "fetch", die)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as result:
         warnings.simplefilter("always")
         got = steps(decoder, cache)
     assert torch.allclose(got, expected, atol=1e-5)
-    (one,) = told
+    (one,) = result
     assert type(fault).__name__ in str(one.message)
     assert not threads()
 

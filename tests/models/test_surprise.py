@@ -38,8 +38,8 @@ def surprise_of(
 
 
 def of_the_model(module: Any, ids: tuple[int, ...]) -> list[float]:
-    told = surprises(own_logits(module, ids).log_softmax(-1).tolist(), list(ids), [])
-    return [max(told[1 : CUTS[0][1]]), *told[1:]]
+    result = surprises(own_logits(module, ids).log_softmax(-1).tolist(), list(ids), [])
+    return [max(result[1 : CUTS[0][1]]), *result[1:]]
 
 
 def weighed(decoder: Decoder, cache: SequenceCache, ids: tuple[int, ...]) -> list[float]:

@@ -48,11 +48,11 @@ def test_verification_names_the_differing_layer(dtype: torch.dtype) -> None:
     with attention_function(sharper_in_layer_1):
         module = tiny("llama").to(dtype)
         module.set_attn_implementation("changed")
-        told = refusal(module)
+        result = refusal(module)
     tolerance = {torch.float32: "0.001", torch.bfloat16: "0.15"}[dtype]
-    assert f"tolerance {tolerance} in {dtype}" in told
-    assert "attention of layer 1 (LlamaAttention with 'changed'" in told
-    assert "attn_implementation='sdpa'" in told
+    assert f"tolerance {tolerance} in {dtype}" in result
+    assert "attention of layer 1 (LlamaAttention with 'changed'" in result
+    assert "attn_implementation='sdpa'" in result
 
 
 def test_verification_detects_attention_to_later_tokens() -> None:
@@ -64,15 +64,17 @@ def test_verification_detects_attention_to_later_tokens() -> None:
     with attention_function(both_ways):
         module = tiny("llama")
         module.set_attn_implementation("changed")
-        told = refusal(module)
-    assert "attention, which looks at later tokens" in told and "causal language model" in told
+        result = refusal(module)
+    assert "attention, which looks at later tokens" in result and "causal language model" in result
 
 
 def test_verification_names_a_too_coarse_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TOLERANCE, torch.bfloat16, 1e-4)
-    told = refusal(tiny("llama").to(torch.bfloat16))
-    assert "tolerance 0.0001 in torch.bfloat16" in told
-    assert "The part that differs: dtype torch.bfloat16" in told and "Load it in float32" in told
+    result = refusal(tiny("llama").to(torch.bfloat16))
+    assert "tolerance 0.0001 in torch.bfloat16" in result
+    assert (
+        "The part that differs: dtype torch.bfloat16" in result and "Load it in float32" in result
+    )
 
 
 def test_verification_names_overflowing_and_mixed_dtypes() -> None:
@@ -122,6 +124,6 @@ def test_quantized_weights_have_their_own_tolerance() -> None:
 
 
 def test_verification_names_quantized_weights_that_depend_on_later_tokens() -> None:
-    told = refusal(quantized(bits=3))
-    assert "The part that differs: quantized weights: its own logits" in told
-    assert "tolerance 0.15 in torch.float32" in told
+    result = refusal(quantized(bits=3))
+    assert "The part that differs: quantized weights: its own logits" in result
+    assert "tolerance 0.15 in torch.float32" in result

@@ -15,7 +15,7 @@ from without_kernels import reference
 
 def test_both_forms_equal_the_moments_of_all_numbers() -> None:
     source, columns = Random(3), [torch.zeros(6)] * 3
-    told: list[list[float]] = [[] for _ in range(6)]
+    result: list[list[float]] = [[] for _ in range(6)]
     for _ in range(7):
         counted = [place == 0 or source.random() < 0.6 for place in range(6)]
         numbers = [source.uniform(0, 1) for _ in range(6)]
@@ -23,11 +23,11 @@ def test_both_forms_equal_the_moments_of_all_numbers() -> None:
         columns = list(added_moments(*arguments))
         for one, other in zip(columns, reference(added_moments)(*arguments), strict=True):
             assert torch.equal(one, other)
-        for own, number, is_counted in zip(told, numbers, counted, strict=True):
+        for own, number, is_counted in zip(result, numbers, counted, strict=True):
             own += [number] if is_counted else []
-    assert columns[0].tolist() == [len(own) for own in told]
-    assert columns[1].tolist() == pytest.approx([statistics.fmean(own) for own in told])
-    spreads = [statistics.pvariance(own) * len(own) for own in told]
+    assert columns[0].tolist() == [len(own) for own in result]
+    assert columns[1].tolist() == pytest.approx([statistics.fmean(own) for own in result])
+    spreads = [statistics.pvariance(own) * len(own) for own in result]
     assert columns[2].tolist() == pytest.approx(spreads, abs=1e-6)
 
 

@@ -40,7 +40,7 @@ def main(kind: str, tokens: int) -> None:
     quotas = planner.quotas(BUDGET, tokens, layers, {})
     form = "ragged" if kind == "bounded" else "dense"
     cache = SequenceCache(decoder.spec, form)
-    meter, told = PeakMemoryMeter(), {}
+    meter, result = PeakMemoryMeter(), {}
     reader = PrefillReader(decoder, planner, BUDGET, quotas, meter)
     for start in range(0, tokens, STEP):
         part = ids[start : start + STEP]
@@ -49,8 +49,8 @@ def main(kind: str, tokens: int) -> None:
         else:
             for cut in range(0, len(part), BLOCK):
                 decoder.read([BatchSegment(cache, part[cut : cut + BLOCK])], Mode.APPEND)
-        told[start + len(part)] = {"rss": resident_bytes(), "nbytes": cache.nbytes}
-    print(json.dumps({"told": told, "peak_entries": meter.peak_entries}))
+        result[start + len(part)] = {"rss": resident_bytes(), "nbytes": cache.nbytes}
+    print(json.dumps({"told": result, "peak_entries": meter.peak_entries}))
 
 
 if __name__ == "__main__":

@@ -230,8 +230,8 @@ def test_column_mass_sums_all_queries(recording_decoder, name) -> None:
         rows = entries.rows(head)
         held = zip(entries.positions[rows].tolist(), entries.columns["mass"][rows], strict=True)
         for place, column in held:
-            told = mass.remembered(recording_decoder.history.records[head, place])
-            assert float(column) == pytest.approx(told["mass"], rel=1e-4)
+            result = mass.remembered(recording_decoder.history.records[head, place])
+            assert float(column) == pytest.approx(result["mass"], rel=1e-4)
 
 
 def test_all_heads_keep_entries_of_the_newest_query(decoder) -> None:

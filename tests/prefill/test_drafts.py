@@ -24,23 +24,23 @@ def heard(
     decoder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[BatchSegment, Mode, list[int]]]:
     """Rows of every pass from now on, their modes and positions."""
-    told, real = [], type(decoder)._run
+    result, real = [], type(decoder)._run
 
     def run(self: Any, module: Any, rows: Any, mode: Mode, *rest: Any, **options: Any) -> Any:
-        told.extend((row, mode, row.positions()) for row in rows)
+        result.extend((row, mode, row.positions()) for row in rows)
         return real(self, module, rows, mode, *rest, **options)
 
     monkeypatch.setattr(type(decoder), "_run", run)
-    return told
+    return result
 
 
 def test_drafts_equal_greedy_generation(watched, reader_for, lane_for, monkeypatch) -> None:
     module, ids = tiny("qwen3", layers=3), some_ids(20)
     expected = lookahead.draft(lambda said: own_logits(module, (*ids, *said))[-1].tolist(), 5)
-    told = heard(watched, monkeypatch)
+    result = heard(watched, monkeypatch)
     planner = Policy.parse(f"whole() > {PARTS} > lookahead(tokens=5) > uniform()").planner
     Whole().read(reader_for(watched, planner, 9, 20), [lane_for(watched)], ids, no_progress)
-    last, mode, positions = told[-1]
+    last, mode, positions = result[-1]
     assert list(last.ids) == expected and mode is Mode.SCRATCH
     assert positions == [20, 21, 22, 23, 24]
 
@@ -112,9 +112,9 @@ def test_every_block_is_scored_by_its_draft(
     reader, lane = reader_for(watched, planner, 9, 24), lane_for(watched)
     Blockwise(8).read(reader, [lane], some_ids(16), no_progress)
     twin = type(lane)(lane.cache.fork(), lane.prompts)
-    told = heard(watched, monkeypatch)
+    result = heard(watched, monkeypatch)
     Blockwise(8).read(reader, [lane], some_ids(8, seed=2), no_progress)
-    asked, mode, positions = told[-1]
+    asked, mode, positions = result[-1]
     assert mode is Mode.SCRATCH and positions[0] == max(0, 24 + shift)
     reader.append([twin], some_ids(8, seed=2))
     loop = lookahead if "lookahead" in scorer else positions_first
@@ -152,16 +152,18 @@ def kept_by(
 def test_pseudo_tokens_are_rotated_to_their_positions(watched, reader_for, lane_for) -> None:
     lane, ids = lane_for(watched), some_ids(24)
     reader_for(watched, Policy.parse("keydiff()").planner, 40, 24).append([lane], ids)
-    told: dict[int, Any] = {}
+    result: dict[int, Any] = {}
     for shift in (0, 5):
         watched.read(
             [BatchSegment(lane.cache, ids[:3], shift=shift)],
             Mode.SCRATCH,
-            lambda row, layer, recorded, at=shift: told.setdefault(at, recorded),
+            lambda row, layer, recorded, at=shift: result.setdefault(at, recorded),
         )
-    assert told[5].positions.tolist() == [29, 30, 31]
-    assert not torch.allclose(told[0].queries, told[5].queries)
-    assert torch.equal(told[0].values, told[5].values)  # of the first layer: no position in them
+    assert result[5].positions.tolist() == [29, 30, 31]
+    assert not torch.allclose(result[0].queries, result[5].queries)
+    assert torch.equal(
+        result[0].values, result[5].values
+    )  # of the first layer: no position in them
 
 
 @pytest.mark.parametrize("content", Content)

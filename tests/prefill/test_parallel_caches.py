@@ -151,8 +151,8 @@ def test_activation_bytes_grow_with_the_longest_prompt(watched, reader_for, lane
 
 
 def test_free_memory_counts_what_the_allocator_holds_unused(monkeypatch) -> None:
-    told = {"mem_get_info": (100, 1000), "memory_reserved": 60, "memory_allocated": 20}
-    for name, value in told.items():
+    result = {"mem_get_info": (100, 1000), "memory_reserved": 60, "memory_allocated": 20}
+    for name, value in result.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     assert episodic.free_device_bytes(torch.device("cuda")) == 140
     assert episodic.free_device_bytes(torch.device("meta")) is None

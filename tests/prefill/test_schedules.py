@@ -218,13 +218,13 @@ def test_later_tokens_have_true_positions(watched, reader_for, lane_for) -> None
     reader = reader_for(watched, planner_of("keydiff() > uniform()"), 14, 40)
     lane = lane_for(watched)
     Blockwise(8).read(reader, [lane], some_ids(40), no_progress)
-    told = []
+    result = []
     from larder.models import BatchSegment
 
     watched.read(
-        [BatchSegment(lane.cache, (7, 8))], Mode.SCRATCH, lambda r, layer, rec: told.append(rec)
+        [BatchSegment(lane.cache, (7, 8))], Mode.SCRATCH, lambda r, layer, rec: result.append(rec)
     )
-    assert all(rec.positions.tolist() == [40, 41] for rec in told)
+    assert all(rec.positions.tolist() == [40, 41] for rec in result)
 
 
 def test_progress_reaches_the_end(watched, reader_for, lane_for) -> None:

@@ -73,11 +73,11 @@ def test_results_are_the_best_of_graph_and_pending_entries() -> None:
             range(first, len(keys[k]))
         )
         ranked = sorted(products, reverse=True)
-        told = [products[n] for n in found[h]]
-        assert told == sorted(told, reverse=True)
+        result = [products[n] for n in found[h]]
+        assert result == sorted(result, reverse=True)
         must = sorted((products[n] for n in sure), reverse=True)[:12]
-        assert all(a >= b - 1e-5 for a, b in zip(told, must, strict=False))
-        shared = sum(any(abs(a - b) < 1e-5 for b in told) for a in ranked[:12])
+        assert all(a >= b - 1e-5 for a, b in zip(result, must, strict=False))
+        shared = sum(any(abs(a - b) < 1e-5 for b in result) for a in ranked[:12])
         assert shared >= 8  # a walk of 12 keys in view through 200 finds most of them
 
 

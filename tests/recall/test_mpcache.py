@@ -35,9 +35,9 @@ def test_index_equals_its_reference(growths, page, coarse, kept, count, dtype, s
     found = index.find(query, tier.entries(), count).pages.tolist()
     for h, own in enumerate(query.tolist()):
         scores = loop.scores(own, keys[h // 2], page, coarse, kept, 0.6, count)
-        told = [scores[number] for number in found[h] if number >= 0]
+        result = [scores[number] for number in found[h] if number >= 0]
         best = sorted(scores.values(), reverse=True)[:count]
-        assert told == pytest.approx(best, rel=1e-4, abs=1e-4)
+        assert result == pytest.approx(best, rel=1e-4, abs=1e-4)
     exact = [flat.bests(own, keys[h // 2], page) for h, own in enumerate(query.tolist())]
     assert_best(index.exact(query, tier.entries(), count).pages, exact, count)
 

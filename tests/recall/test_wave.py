@@ -50,19 +50,19 @@ def test_index_equals_its_reference(growths, count, pending, dtype, seed) -> Non
     scores = loop.scores(query.tolist(), centroids, LAYER.scaling)
     left = [loop.pending(own, 16, 8) for own in lengths]
     if pending is PendingMode.EXACT:
-        told = zip(scores, pages, left, strict=True)
-        scores = [loop.with_pending(*each) for each in told]
+        result = zip(scores, pages, left, strict=True)
+        scores = [loop.with_pending(*each) for each in result]
     found = index.find(query, tier.entries(), count)
     assert_best(found.pages, scores, count)
     exact = loop.mass(query.tolist(), keys, pages, LAYER.scaling)
     if pending is PendingMode.EXACT:
-        told = zip(exact, pages, left, strict=True)
-        exact = [loop.with_pending(*each) for each in told]
+        result = zip(exact, pages, left, strict=True)
+        exact = [loop.with_pending(*each) for each in result]
     assert_best(index.exact(query, tier.entries(), count).pages, exact, count)
     wanted = math.ceil(0.3 * max(map(len, pages)))
     for head, own in enumerate(scores):
-        told = [] if found.estimate is None else found.estimate.log_counts[head].tolist()
-        stands = [n for n, log in enumerate(told) if log > -math.inf]
+        result = [] if found.estimate is None else found.estimate.log_counts[head].tolist()
+        stands = [n for n, log in enumerate(result) if log > -math.inf]
         assert len(stands) == max(min(len(own) - count, wanted), 0)
         if stands:
             check_estimates(found.estimate, head, stands, loop.ranked(own)[count:], pages, tier)
@@ -71,9 +71,9 @@ def test_index_equals_its_reference(growths, count, pending, dtype, seed) -> Non
 def check_estimates(estimate, head, stands, ranked, pages, tier) -> None:
     for n, page in zip(stands, ranked, strict=False):
         entries = pages[head][page]
-        for told, rows in ((estimate.keys, tier.keys), (estimate.values, tier.values)):
+        for result, rows in ((estimate.keys, tier.keys), (estimate.values, tier.values)):
             mean = loop.means(rows[head].float().tolist(), [entries])[0]
-            assert told[head, n].tolist() == pytest.approx(mean, rel=1e-3, abs=1e-3)
+            assert result[head, n].tolist() == pytest.approx(mean, rel=1e-3, abs=1e-3)
         assert float(estimate.log_counts[head, n].exp()) == pytest.approx(len(entries))
 
 

@@ -35,15 +35,15 @@ def one_head(part: Any, observation: Observation, head: int) -> list[float]:
 
 def judges(part: Any, observation: Observation, stop: int) -> list[Any]:
     """The vectors of all query heads, for each of the last queries at positions before `stop`."""
-    told = (
+    result = (
         []
         if observation.latest is None
         else [(observation.latest.queries, observation.latest.positions)]
     )
-    told.append((observation.queries, observation.query_positions))
+    result.append((observation.queries, observation.query_positions))
     every = [
         queries[:, q].double()
-        for queries, places in told
+        for queries, places in result
         for q in range(len(places))
         if int(places[q]) < stop
     ]

@@ -21,7 +21,7 @@ def split(held: int, budget: int) -> int:
 
 def dropped(scores: list[list[float]], kept: list[list[int]], stays: int) -> list[list[int]]:
     """Per head the entries that go for good: one by one the worst of those that do not stay."""
-    told = []
+    result = []
     most = max(stays, *(len(head) for head in kept))
     for own, mine in zip(scores, kept, strict=True):
         left, gone = list(range(len(own))), []
@@ -33,5 +33,5 @@ def dropped(scores: list[list[float]], kept: list[list[int]], stays: int) -> lis
                 break
             left.remove(worst)
             gone.append(worst)
-        told.append(sorted(gone))
-    return told
+        result.append(sorted(gone))
+    return result

@@ -65,8 +65,8 @@ class FakeHub(EngineClient):
             raise ApiError("The session is busy: wait.", 409, "session_busy", None, 2.0)
         ticket = FakeTicket()
         self.tickets.append(ticket)
-        told = (request, last, listener, ticket)
-        threading.Thread(target=self._answer, args=told, daemon=True).start()
+        result = (request, last, listener, ticket)
+        threading.Thread(target=self._answer, args=result, daemon=True).start()
         return ticket
 
     def _answer(self, request: Request, last: str, listener: Listener, ticket: FakeTicket) -> None:

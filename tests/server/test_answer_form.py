@@ -87,20 +87,20 @@ def streamed(form: AnswerForm, parts: list[str]) -> tuple[str, str, list[tuple[s
     for part in parts:
         found += parser.push(part)
     found += parser.finish()
-    told = list[tuple[str, str]]()
+    result = list[tuple[str, str]]()
     for call in (call for delta in found for call in delta.get("tool_calls", ())):
         function = call["function"]
         if "id" in call:
-            assert call["index"] == len(told) and function["arguments"] == ""
-            told.append((function["name"], ""))
+            assert call["index"] == len(result) and function["arguments"] == ""
+            result.append((function["name"], ""))
         else:
-            assert call["index"] == len(told) - 1 and "name" not in function
-            told[-1] = told[-1][0], told[-1][1] + function["arguments"]
-    assert len(told) == parser.num_calls
+            assert call["index"] == len(result) - 1 and "name" not in function
+            result[-1] = result[-1][0], result[-1][1] + function["arguments"]
+    assert len(result) == parser.num_calls
     reasoning, content = (
         "".join(d.get(n, "") for d in found) for n in ("reasoning_content", "content")
     )
-    return reasoning, content, told
+    return reasoning, content, result
 
 
 def random_parts(text: str, seed: int) -> list[str]:

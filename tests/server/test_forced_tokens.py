@@ -94,7 +94,7 @@ def test_server_batches_forced_tokens(loaded: LoadedModel, policy: str, temperat
     sampling = SamplingParams(temperature=temperature, seed=5)
 
     def answers() -> tuple[list[Any], int]:
-        served, told = Served(loaded, POLICIES[policy]), list[Any]()
+        served, result = Served(loaded, POLICIES[policy]), list[Any]()
         messages = list(ASKED)
         for constraint in (json_constraint(SCHEMA), choice_constraint(["no way", "yes"]), None):
             said = served.ask(
@@ -105,14 +105,14 @@ def test_server_batches_forced_tokens(loaded: LoadedModel, policy: str, temperat
                 sampling=sampling,
             )
             messages = [*messages, assistant(said.text), user("And now?")]
-            told.append((said.text, said.result.reason, said.result.new_tokens))
-        return told, served.core.scheduler.steps
+            result.append((said.text, said.result.reason, said.result.new_tokens))
+        return result, served.core.scheduler.steps
 
-    told, steps = answers()
+    result, steps = answers()
     with one_per_pass():
         expected, single_steps = answers()
-    assert told == expected
-    assert json.loads(told[0][0]).keys() == {"temperature", LONG, "y"} and told[1][0] in (
+    assert result == expected
+    assert json.loads(result[0][0]).keys() == {"temperature", LONG, "y"} and result[1][0] in (
         "no way",
         "yes",
     )

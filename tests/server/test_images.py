@@ -179,8 +179,8 @@ def test_sessions_share_no_prefix_past_a_different_image() -> None:
         ("z", (10, 21), before),  # one image of a turn, and none of them is reused
         ("w", (10, 20), answer.result.prompt_tokens - 1),
     ):
-        told = one.ask([one.message(text, shades[0], asked, shades[1], "?")], name).result
-        assert told.cached_tokens == cached
+        result = one.ask([one.message(text, shades[0], asked, shades[1], "?")], name).result
+        assert result.cached_tokens == cached
         assert_answered(QWEN, one, [*shades], name)
     for shade in (30, 31):  # two branches of one session
         turns = [*answered(first, answer, "")[:-1], one.message(asked, shade, "?")]

@@ -101,15 +101,15 @@ def test_requests_choose_an_adapter(
     for name, answer_name, loaded in zip(
         ("base", "alias", "lora"), ("base", "base", "lora"), (*models[:1], *models), strict=True
     ):
-        told = asked(client, name, f"Hello {name}")
-        assert told.model == answer_name
+        result = asked(client, name, f"Hello {name}")
+        assert result.model == answer_name
         alone = LocalEngineClient(Engine(loaded, policy="full"), EngineOptions(names=("alone",)))
         with listening(
             create_app(alone, LoopbackAuth(), Archive(), HttpSettings(max_new_tokens=8))
         ) as url:
             with OpenAI(api_key="-", base_url=f"{url}/v1") as single:
                 expected = asked(single, "alone", f"Hello {name}").choices[0].message.content
-        assert told.choices[0].message.content == expected
+        assert result.choices[0].message.content == expected
 
 
 def test_sessions_and_caches_are_not_shared_between_models(client: OpenAI) -> None:

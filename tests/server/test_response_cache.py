@@ -172,9 +172,9 @@ def test_uncacheable_requests_are_refused(small: LoadedModel) -> None:
             {"cached_response": CachedResponse("other")},
         ]
         for wrong in refused:
-            with pytest.raises(ApiError) as told:
+            with pytest.raises(ApiError) as raised:
                 cached.ask("Box 7?", **wrong)
-            assert told.value.param == "response_cache" and told.value.status == 400
+            assert raised.value.param == "response_cache" and raised.value.status == 400
 
 
 def test_missing_embedder_is_an_error_at_startup(small: LoadedModel) -> None:
@@ -238,9 +238,9 @@ def test_full_queue_refuses_a_request_before_embedding_it(
     queue = cached.client.context.core.scheduler.queue
     with closing(cached.client):
         monkeypatch.setattr(queue, "_most", 0)
-        with pytest.raises(ApiError) as told:
+        with pytest.raises(ApiError) as raised:
             cached.ask("Box 7?")
-        assert told.value.status == 503 and not embedded
+        assert raised.value.status == 503 and not embedded
         assert cached.client.context.core.refused.counts() == {"overloaded": 1}
         monkeypatch.setattr(queue, "_most", 8)
         cached.ask("Box 7?")

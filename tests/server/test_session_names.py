@@ -233,8 +233,10 @@ def refuse_everywhere(client: httpx2.Client, hub: LocalEngineClient, name: str) 
             client.post(session_path(name, f"/{verb}")) for verb in ("pin", "export", "import")
         ]
     for answer in answers:
-        told = answer.json()["error"]
-        assert (answer.status_code, told["code"]) == (400, "invalid_session_id"), answer.request.url
+        result = answer.json()["error"]
+        assert (answer.status_code, result["code"]) == (400, "invalid_session_id"), (
+            answer.request.url
+        )
     assert names(client) == before
     store = hub.context.persistence._store  # pyright: ignore
     with pytest.raises(InputError, match="must"):

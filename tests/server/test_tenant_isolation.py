@@ -95,13 +95,13 @@ def test_session_of_another_tenant_costs_as_much_as_a_missing_one(
 ) -> None:
     served = Served(small, persistence=kept_in(tmp_path, small))
     served.ask(text(1), "x")
-    told: list[tuple[object, ...]] = []
+    result: list[tuple[object, ...]] = []
     for name in ("x", "z"):
         with counted(monkeypatch) as counts, pytest.raises(ApiError) as refused:
             served.core.find("b", name)
         said = str(refused.value).replace(repr(name), "")
-        told.append((refused.value.status, refused.value.code, said, sorted(counts.items())))
-    assert told[0] == told[1] and told[0][0] == 404
+        result.append((refused.value.status, refused.value.code, said, sorted(counts.items())))
+    assert result[0] == result[1] and result[0][0] == 404
 
 
 def canary(loaded: LoadedModel, folder: Path) -> tuple[int, dict[str, str]]:

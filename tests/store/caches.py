@@ -33,8 +33,8 @@ SECRET = b"s" * 32
 
 
 def identity(spec: ModelSpec = SPEC, **changes: Any) -> ModelIdentity:
-    told = {"config": {}, "weights": "w", "tokenizer": "t"} | changes
-    return model_identity(spec, **told)
+    result = {"config": {}, "weights": "w", "tokenizer": "t"} | changes
+    return model_identity(spec, **result)
 
 
 def read(ids: Sequence[int], form: str = "dense", spec: ModelSpec = SPEC) -> SequenceCache:
@@ -79,8 +79,8 @@ def asking(policy: str = POLICY, **changes: Any) -> CacheRequirements:
 def store_at(
     folder: Path, place: FileSystem | None = None, home: str = "home", **options: Any
 ) -> Store:
-    told = {"secret": SECRET, "call_limits": CallLimits(seconds=5.0)} | options
-    return Store(str(folder / "store") if place is None else place, folder / home, **told)
+    result = {"secret": SECRET, "call_limits": CallLimits(seconds=5.0)} | options
+    return Store(str(folder / "store") if place is None else place, folder / home, **result)
 
 
 def save(store: Store, ids: Sequence[int] = IDS, codec: str = "raw", name: str = TALK) -> None:

@@ -161,7 +161,7 @@ def test_client_errors_become_store_errors(monkeypatch: pytest.MonkeyPatch, act:
     assert isinstance(place, RemoteFileSystem)
     for name in ("pipe_file", "cat_file", "size", "rm_file", "find"):
         monkeypatch.setattr(place._system, name, fails)
-    told = {"create": ("a", b"x"), "replace": ("a", b"x"), "list_files": ("a",)}
+    result = {"create": ("a", b"x"), "replace": ("a", b"x"), "list_files": ("a",)}
     with pytest.raises(StoreError, match="ClientError: Could not connect to the endpoint"):
         guard = DeadlineExecutor("disk")
-        guard.call(lambda: list(getattr(place, act)(*told.get(act, ("a",))) or ()))
+        guard.call(lambda: list(getattr(place, act)(*result.get(act, ("a",))) or ()))

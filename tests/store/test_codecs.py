@@ -80,9 +80,9 @@ def test_every_cache_form_round_trips(name: str, form: str) -> None:
         )
     cache.advance(90)
     state, codec = cache.state(), codec_named(name)
-    tensors, told = encode_state(state, codec, name, spec)
+    tensors, result = encode_state(state, codec, name, spec)
     tensors = unpack_container(pack_container(tensors, {}))[0]
-    found = decode_state(tensors, told, state_nbytes(state))
+    found = decode_state(tensors, result, state_nbytes(state))
     assert found.keys() == state.keys()
     exact = {key for key in state if not key.endswith(("keys", "values"))}
     assert same_bits({key: found[key] for key in exact}, {key: state[key] for key in exact})
@@ -104,10 +104,10 @@ def test_every_cache_form_round_trips(name: str, form: str) -> None:
 def test_unquantizable_tensors_are_stored_exactly(name: str, bad: float) -> None:
     state = {"0.keys": torch.randn(2, 12, 8), "0.values": torch.randn(2, 12, 8)}
     state["0.values"][1, 3, 4] = bad
-    tensors, told = encode_state(state, codec_named(name), name, a_spec(a_layer()))
-    assert set(told) == {"0.keys"}
+    tensors, result = encode_state(state, codec_named(name), name, a_spec(a_layer()))
+    assert set(result) == {"0.keys"}
     assert same_bits(
-        {"0.values": decode_state(tensors, told, 10**6)["0.values"]},
+        {"0.values": decode_state(tensors, result, 10**6)["0.values"]},
         {"0.values": state["0.values"]},
     )
     with pytest.raises(CacheError):
@@ -118,8 +118,8 @@ def test_unquantizable_tensors_are_stored_exactly(name: str, bad: float) -> None
 @pytest.mark.parametrize("name", LOSSY)
 def test_codes_with_wrong_metadata_or_missing_tensors_are_refused(name: str) -> None:
     state = {"0.keys": torch.randn(2, 30, 8)}
-    tensors, told = encode_state(state, codec_named(name), name, a_spec(a_layer()))
-    how = told["0.keys"]
+    tensors, result = encode_state(state, codec_named(name), name, a_spec(a_layer()))
+    how = result["0.keys"]
     for change in (
         {"lengths": [30, 31]},
         {"lengths": [-1, 61]},
@@ -133,7 +133,7 @@ def test_codes_with_wrong_metadata_or_missing_tensors_are_refused(name: str) -> 
             decode_state(tensors, {"0.keys": how | change}, 10**4)
     for short in tensors:
         with pytest.raises(Damaged):
-            decode_state({key: t for key, t in tensors.items() if key != short}, told, 10**4)
+            decode_state({key: t for key, t in tensors.items() if key != short}, result, 10**4)
     with pytest.raises(Damaged):
         decode_state(tensors, {"0.positions": how}, 10**4)
 

@@ -45,10 +45,10 @@ def rewritten(header: dict[str, Any], body: bytes = b"") -> bytes:
 
 
 def test_container_round_trips_bit_exactly() -> None:
-    tensors, told = unpack_container(pack_container(some_tensors(), TOLD))
+    tensors, result = unpack_container(pack_container(some_tensors(), TOLD))
     assert same_bits(tensors, in_rows(some_tensors()))
-    assert told == TOLD | {"format": "kvm", "version": 1}
-    assert peek_metadata(pack_container(some_tensors(), TOLD)) == told
+    assert result == TOLD | {"format": "kvm", "version": 1}
+    assert peek_metadata(pack_container(some_tensors(), TOLD)) == result
 
 
 def test_safetensors_reads_the_container() -> None:
@@ -157,9 +157,9 @@ def test_container_with_one_changed_byte_is_refused(data: st.DataObject) -> None
 @pytest.mark.parametrize("version", [0, 2, "1", None])
 def test_another_version_is_refused_with_its_reason(version: object) -> None:
     metadata = json.loads(_head(pack_container({}, TOLD)))["__metadata__"]
-    told = json.loads(metadata["kvm"]) | {"version": version}
+    result = json.loads(metadata["kvm"]) | {"version": version}
     with pytest.raises(Refused, match="left as it is") as refused:
-        unpack_container(rewritten({"__metadata__": metadata | {"kvm": json.dumps(told)}}))
+        unpack_container(rewritten({"__metadata__": metadata | {"kvm": json.dumps(result)}}))
     assert refused.value.reason == "format"
 
 

@@ -120,9 +120,9 @@ def test_stop_fails_running_and_waiting_calls_at_once() -> None:
     go_on, ended, raised = threading.Event(), list[int](), list[StoreSlow]()
 
     def wait(number: int) -> None:
-        with pytest.raises(StoreSlow, match="had not answered when the process ended") as told:
+        with pytest.raises(StoreSlow, match="had not answered when the process ended") as result:
             guard.call(go_on.wait, ended=lambda: ended.append(number))
-        raised.append(told.value)
+        raised.append(result.value)
 
     threads = [threading.Thread(target=wait, args=(number,)) for number in range(3)]
     for thread in threads:  # one hangs, the others wait for its place

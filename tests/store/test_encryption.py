@@ -177,8 +177,8 @@ def test_keys_are_read_from_a_file_or_the_environment(
     assert read_key(path) == OTHER
     monkeypatch.setenv("LARDER_STORE_KEY", KEY.hex())
     assert read_key(None) == KEY and read_key(path) == OTHER
-    for told in (b"", b"short", b"g" * 64, b"\xff" * 33):
-        path.write_bytes(told)
+    for result in (b"", b"short", b"g" * 64, b"\xff" * 33):
+        path.write_bytes(result)
         with pytest.raises(InputError, match="openssl rand"):
             read_key(path)
     with pytest.raises(InputError, match="cannot be read"):

@@ -77,8 +77,8 @@ def crowd(rows: list[dict]) -> list[Candidate]:
     for number, row in enumerate(rows):
         back, pauses = row["back"], tuple(row["pauses"])
         parent = f"n{number - back}" if 0 < back <= number else ""
-        told = {name: value for name, value in row.items() if name not in ("back", "pauses")}
-        found.append(Candidate(f"n{number}", **told, pauses=pauses, parent=parent))
+        result = {name: value for name, value in row.items() if name not in ("back", "pauses")}
+        found.append(Candidate(f"n{number}", **result, pauses=pauses, parent=parent))
     return found
 
 
@@ -93,9 +93,9 @@ def test_every_rule_has_a_citation_and_a_spelling(name: str) -> None:
 @RULES
 @given(rows=ROWS)
 def test_worth_equals_its_reference(name: str, rows: list[dict]) -> None:
-    part, told = rule(name), crowd(rows)
-    worths = part.worth(CandidateColumns.of(told), NOW).tolist()
-    assert worths == pytest.approx(loop_worths(part, told, NOW))
+    part, result = rule(name), crowd(rows)
+    worths = part.worth(CandidateColumns.of(result), NOW).tolist()
+    assert worths == pytest.approx(loop_worths(part, result, NOW))
 
 
 @RULES
@@ -105,27 +105,27 @@ def test_worth_equals_its_reference(name: str, rows: list[dict]) -> None:
 def test_victims_equal_the_reference(
     name: str, fate: SupersededOrder, rows: list[dict], wanted: int
 ) -> None:
-    part, told = rule(name, superseded=fate), crowd(rows)
-    held = CandidateColumns.of(told)
+    part, result = rule(name, superseded=fate), crowd(rows)
+    held = CandidateColumns.of(result)
     gone = part.select_victims(held, NOW, wanted).rows
     worths = part.worth(held, NOW).tolist()
-    assert [told[row].name for row in gone] == leaving(part, told, worths, NOW, wanted)
+    assert [result[row].name for row in gone] == leaving(part, result, worths, NOW, wanted)
 
 
 @RULES
 @given(rows=ROWS)
 def test_order_has_each_candidate_once_and_children_first(name: str, rows: list[dict]) -> None:
-    told = crowd(rows)
-    gone = rule(name).order(told, NOW)
-    assert sorted(one.name for one in gone) == sorted(one.name for one in told)
+    result = crowd(rows)
+    gone = rule(name).order(result, NOW)
+    assert sorted(one.name for one in gone) == sorted(one.name for one in result)
     places = {one.name: place for place, one in enumerate(gone)}
-    assert all(places[one.name] < places[one.parent] for one in told if one.parent)
+    assert all(places[one.name] < places[one.parent] for one in result if one.parent)
 
 
 @RULES
 def test_minimal_number_of_victims_is_selected(name: str) -> None:
-    told = [a(f"n{number}", last_used=float(number)) for number in range(5)]
-    held = CandidateColumns.of(told)
+    result = [a(f"n{number}", last_used=float(number)) for number in range(5)]
+    held = CandidateColumns.of(result)
     assert len(rule(name).select_victims(held, NOW, 201).rows) == 3
     assert rule(name).select_victims(CandidateColumns.of([]), NOW, 5).rows == ()
 
@@ -133,16 +133,16 @@ def test_minimal_number_of_victims_is_selected(name: str) -> None:
 @RULES
 def test_superseded_state_is_evicted_first(name: str) -> None:
     best = {"seconds": 9.0, "uses": 9, "steps": 1.0, "last_used": NOW, "session": "s"}
-    told = [a("new", session="s"), a("old", superseded=True, **best), a("other")]
+    result = [a("new", session="s"), a("old", superseded=True, **best), a("other")]
     for fate in (SupersededOrder.FIRST, SupersededOrder.INSIDE):
-        order = [one.name for one in rule(name, superseded=fate).order(told, NOW)]
+        order = [one.name for one in rule(name, superseded=fate).order(result, NOW)]
         assert order.index("old") < order.index("new")
-    assert rule(name).order(told, NOW)[0].name == "old"
+    assert rule(name).order(result, NOW)[0].name == "old"
 
 
 def test_superseded_order_alike_ranks_superseded_state_by_worth() -> None:
-    told = [a("old", superseded=True, last_used=20.0), a("new")]
-    order = rule("lru", superseded=SupersededOrder.ALIKE).order(told, NOW)
+    result = [a("old", superseded=True, last_used=20.0), a("new")]
+    order = rule("lru", superseded=SupersededOrder.ALIKE).order(result, NOW)
     assert [one.name for one in order] == ["new", "old"]
 
 
@@ -151,8 +151,8 @@ def test_pin_is_soft_and_expires(name: str) -> None:
     others = [a(f"n{number}", last_used=20.0 + number, steps=1.0, uses=5) for number in range(8)]
     places = []
     for until in (NOW + 1, NOW - 600, NOW - 1200, NOW - 60_000):
-        told = [a("pinned", pinned_until=until), *others]
-        order = [one.name for one in rule(name).order(told, NOW)]
+        result = [a("pinned", pinned_until=until), *others]
+        order = [one.name for one in rule(name).order(result, NOW)]
         assert len(order) == 9  # it goes, too
         places.append(order.index("pinned"))
     unpinned = [one.name for one in rule(name).order([a("pinned"), *others], NOW)]
@@ -161,23 +161,23 @@ def test_pin_is_soft_and_expires(name: str) -> None:
 
 
 def test_pinned_candidates_are_ordered_by_worth() -> None:
-    told = [a("late", pinned_until=math.inf, last_used=20.0), a("early", pinned_until=NOW)]
-    assert [one.name for one in rule("lru").order(told, NOW)] == ["early", "late"]
+    result = [a("late", pinned_until=math.inf, last_used=20.0), a("early", pinned_until=NOW)]
+    assert [one.name for one in rule("lru").order(result, NOW)] == ["early", "late"]
 
 
 @given(rows=ROWS)
 def test_gdsf_clock_equals_its_reference(rows: list[dict]) -> None:
-    part, told = rule("gdsf"), crowd(rows)
-    worths = loop_worths(part, told, NOW)
+    part, result = rule("gdsf"), crowd(rows)
+    worths = loop_worths(part, result, NOW)
     for wanted in (1, 100, 10**6):
-        found = part.select_victims(CandidateColumns.of(told), NOW, wanted)
-        gone = [(told[row], worths[row]) for row in found.rows]
+        found = part.select_victims(CandidateColumns.of(result), NOW, wanted)
+        gone = [(result[row], worths[row]) for row in found.rows]
         assert found.clock == pytest.approx(gdsf_loop.clock(gone))
 
 
 def test_pin_does_not_stop_the_gdsf_clock() -> None:
-    told = [a("pinned", pinned_until=2 * NOW), a("dear", seconds=5.0)]
-    found = rule("gdsf").select_victims(CandidateColumns.of(told), NOW, 1)
+    result = [a("pinned", pinned_until=2 * NOW), a("dear", seconds=5.0)]
+    found = rule("gdsf").select_victims(CandidateColumns.of(result), NOW, 1)
     assert found.rows == (1,) and found.clock == pytest.approx(0.05)
 
 
@@ -185,49 +185,49 @@ def test_gdsf_evicts_formerly_frequent_candidates() -> None:
     part, clock = rule("gdsf"), 0.0
     often = a("often", uses=6)
     for number in range(12):
-        told = [often, a("new", uses=2, clock=clock), a(f"n{number}", clock=clock)]
-        found = part.select_victims(CandidateColumns.of(told), NOW, 1)
-        if told[found.rows[0]] is often:
+        result = [often, a("new", uses=2, clock=clock), a(f"n{number}", clock=clock)]
+        found = part.select_victims(CandidateColumns.of(result), NOW, 1)
+        if result[found.rows[0]] is often:
             break
         clock = max(clock, found.clock)
-    assert told[found.rows[0]] is often and number > 1
+    assert result[found.rows[0]] is often and number > 1
 
 
 def test_marconi_alpha_weights_savings_per_byte() -> None:
-    told = [a("dear", seconds=9.0, last_used=100.0), a("recent", last_used=999.0), a("old")]
-    assert rule("marconi", alpha=2.0).order(told, NOW)[-1].name == "dear"
-    assert rule("marconi", alpha=0.0).order(told, NOW)[-1].name == "recent"
+    result = [a("dear", seconds=9.0, last_used=100.0), a("recent", last_used=999.0), a("old")]
+    assert rule("marconi", alpha=2.0).order(result, NOW)[-1].name == "dear"
+    assert rule("marconi", alpha=0.0).order(result, NOW)[-1].name == "recent"
 
 
 def test_kvflow_without_hints_is_lru() -> None:
-    told = [a(f"n{number}", last_used=float(-number % 5)) for number in range(5)]
-    assert rule("kvflow").order(told, NOW) == rule("lru").order(told, NOW)
+    result = [a(f"n{number}", last_used=float(-number % 5)) for number in range(5)]
+    assert rule("kvflow").order(result, NOW) == rule("lru").order(result, NOW)
 
 
 def test_continuum_keeps_sessions_for_the_expected_pause() -> None:
     tool = a("tool", pauses=(2.0,) * 8, bytes=50)
-    told = [tool, a("recent", last_used=10.5, bytes=50)]
+    result = [tool, a("recent", last_used=10.5, bytes=50)]
     part = rule("continuum", load=0.1)
-    assert part.order(told, 11.0)[0].name == "recent"
-    assert part.order(told, 12.5)[0].name == "tool"  # its time is over
-    assert rule("continuum", load=10.0).order(told, 11.0)[0].name == "tool"  # too dear
+    assert part.order(result, 11.0)[0].name == "recent"
+    assert part.order(result, 12.5)[0].name == "tool"  # its time is over
+    assert rule("continuum", load=10.0).order(result, 11.0)[0].name == "tool"  # too dear
 
 
 def test_continuum_ignores_outlier_pauses() -> None:
     tool = a("tool", bytes=50, pauses=(1.0,) * 7 + (500.0,))
-    part, told = rule("continuum", load=0.1), [tool, a("b", last_used=10.5, bytes=50)]
-    assert part.order(told, 10.9)[0].name == "b"
-    assert part.order(told, 11.5)[0].name == "tool"
+    part, result = rule("continuum", load=0.1), [tool, a("b", last_used=10.5, bytes=50)]
+    assert part.order(result, 10.9)[0].name == "b"
+    assert part.order(result, 11.5)[0].name == "tool"
 
 
 def test_continuum_has_the_papers_values() -> None:
-    told = [a("tool", pauses=(30.0, 1.0, 2.0), seconds=6.0, wait_seconds=8.0), a("other")]
-    part, held = Continuum(eta=0.5, variant=Variant.PAPER), CandidateColumns.of(told)
+    result = [a("tool", pauses=(30.0, 1.0, 2.0), seconds=6.0, wait_seconds=8.0), a("other")]
+    part, held = Continuum(eta=0.5, variant=Variant.PAPER), CandidateColumns.of(result)
     gains = dict(zip(held.pauses[0], part.gains(held, np.array([0]))[0], strict=True))
     values = {1.0: 10 / 3 - 1, 2.0: 20 / 3 - 2, 30.0: -20.0}
     assert gains == pytest.approx(values)
     for now, expected in ((11.9, "other"), (12.1, "tool")):  # it lives for two seconds
-        assert part.order([told[0], replace(told[1], last_used=11.0)], now)[0].name == expected
+        assert part.order([result[0], replace(result[1], last_used=11.0)], now)[0].name == expected
 
 
 def test_tools_with_few_pauses_use_those_of_all_tools() -> None:
@@ -241,8 +241,8 @@ def test_tools_with_few_pauses_use_those_of_all_tools() -> None:
 
 
 def test_random_draws_depend_on_time_and_seed() -> None:
-    told = [a(f"n{number}") for number in range(40)]
-    held, part = CandidateColumns.of(told), rule("random")
+    result = [a(f"n{number}") for number in range(40)]
+    held, part = CandidateColumns.of(result), rule("random")
     first = {part.select_victims(held, float(time), 1).rows[0] for time in range(60)}
     assert len(first) > 20
     assert part.select_victims(held, 1.0, 1) == part.select_victims(held, 1.0, 1)

@@ -78,8 +78,8 @@ def _has_rebuilt(there: Store) -> None:
 
 
 def nothing_is_left(folder: Path, *stores: Store) -> bool:
-    told = [*files(folder, "store/chunks"), *files(folder, "store/kept"), *blob_files(folder)]
-    return not told and not any(store.parts.chunks.all() for store in stores)
+    result = [*files(folder, "store/chunks"), *files(folder, "store/kept"), *blob_files(folder)]
+    return not result and not any(store.parts.chunks.all() for store in stores)
 
 
 @pytest.mark.failure(number=21)

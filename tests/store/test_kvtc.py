@@ -115,16 +115,16 @@ def a_cache(count: int = TOKENS) -> SequenceCache:
 def test_layers_round_trip_with_exact_first_and_last_tokens(name: str, tables: KvtcTables) -> None:
     cache, codec = a_cache(), codec_named(name)
     state = cache.state()
-    tensors, told = encode_state(state, codec, name, cache.spec)
-    assert json.loads(json.dumps(told))["0.keys"]["stack"]["note"]["tables"] == tables.digest
-    found = decode_state(tensors, told, state_nbytes(state))
+    tensors, result = encode_state(state, codec, name, cache.spec)
+    assert json.loads(json.dumps(result))["0.keys"]["stack"]["note"]["tables"] == tables.digest
+    found = decode_state(tensors, result, state_nbytes(state))
     for key in (f"{place}.{side}" for place in range(LAYERS) for side in ("keys", "values")):
         own = state[key].view(HEADS, -1, SIZE)[:, :TOKENS]
         near = found[key].view(HEADS, -1, SIZE)[:, :TOKENS]
         assert torch.equal(near[:, EXACT], own[:, EXACT].bfloat16().float())
         error = (near - own)[:, 4:-128].square().mean() / own[:, 4:-128].square().mean()
         assert 0 < float(error) < 0.02
-    again = decode_state(tensors, told, state_nbytes(state))
+    again = decode_state(tensors, result, state_nbytes(state))
     assert all(torch.equal(found[key], again[key]) for key in found)
 
 
@@ -150,23 +150,23 @@ def test_per_head_eviction_is_coded_layer_by_layer(tables: KvtcTables) -> None:
     for layer in range(LAYERS):
         kept = torch.tensor([*range(0, TOKENS, 2), *range(TOKENS, 2 * TOKENS, 4)])
         cache.apply(layer, Plan(kept, (TOKENS // 2, TOKENS // 4)))
-    _, told = encode_state(cache.state(), codec_named("kvtc"), "kvtc", cache.spec)
-    assert "stack" not in told["0.keys"]
+    _, result = encode_state(cache.state(), codec_named("kvtc"), "kvtc", cache.spec)
+    assert "stack" not in result["0.keys"]
 
 
 def test_damaged_codes_raise(tables: KvtcTables) -> None:
     cache = a_cache()
-    tensors, told = encode_state(cache.state(), codec_named("kvtc"), "kvtc", cache.spec)
+    tensors, result = encode_state(cache.state(), codec_named("kvtc"), "kvtc", cache.spec)
     name = next(key for key in tensors if key.endswith("words"))
     tensors[name] = tensors[name][:-9]
     with pytest.raises(Damaged):
-        decode_state(tensors, told, state_nbytes(cache.state()))
+        decode_state(tensors, result, state_nbytes(cache.state()))
 
 
 @pytest.mark.extended
 def test_oversized_codes_are_refused_before_allocation(tables: KvtcTables) -> None:
     cache = a_cache()
-    tensors, told = encode_state(cache.state(), codec_named("kvtc"), "kvtc", cache.spec)
+    tensors, result = encode_state(cache.state(), codec_named("kvtc"), "kvtc", cache.spec)
     name = next(key for key in tensors if key.endswith("words"))
     numbers = zlib.decompress(tensors[name].numpy().tobytes())
     for packed in (bytes(1 << 25), numbers + bytes(1), numbers[:-1]):
@@ -176,7 +176,7 @@ def test_oversized_codes_are_refused_before_allocation(tables: KvtcTables) -> No
         tracemalloc.start()
         try:
             with pytest.raises(Damaged):
-                decode_state(tensors, told, state_nbytes(cache.state()))
+                decode_state(tensors, result, state_nbytes(cache.state()))
             assert tracemalloc.get_traced_memory()[1] < 1 << 23
         finally:
             tracemalloc.stop()

@@ -41,8 +41,8 @@ def test_late_attached_cache_is_complete(tmp_path: Path) -> None:
     store = store_at(tmp_path, disk.place, call_limits=PATIENCE)
     one = store.sessions.append(WHO, TALK, SessionTurn(IDS, b"one"), 0)
     disk.armed.set()
-    told = snapshot(read(IDS))
-    with pytest.raises(StoreSlow), store.sessions.stage(WHO, IDS, told) as prepared:
+    result = snapshot(read(IDS))
+    with pytest.raises(StoreSlow), store.sessions.stage(WHO, IDS, result) as prepared:
         store.sessions.attach(WHO, TALK, prepared, one.epoch)
     disk.lands()
     found = store_at(tmp_path).sessions.load(WHO, TALK, asking())

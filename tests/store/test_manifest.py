@@ -266,7 +266,7 @@ def test_index_of_an_earlier_schema_is_migrated(tmp_path: Path, schema: int) -> 
     index, path = BlobIndex(heads.manifest), heads.manifest.path
     for number, tenant in enumerate("aab"):
         index.add(a_ref("x" * (number + 1)), tenant, 0.0)
-    told = index.bytes_by_tenant()
+    result = index.bytes_by_tenant()
     heads.manifest.close()
     before = sqlite3.connect(path, isolation_level=None)
     before.executescript(f"DROP TABLE leaving; PRAGMA user_version = {schema};")
@@ -276,7 +276,7 @@ def test_index_of_an_earlier_schema_is_migrated(tmp_path: Path, schema: int) -> 
     again = heads_at(tmp_path)
     assert again.head(OWN) == a_record(1)
     index = BlobIndex(again.manifest)
-    assert index.bytes_by_tenant() == told == {"a": 3, "b": 3}
+    assert index.bytes_by_tenant() == result == {"a": 3, "b": 3}
     assert index.mark_deleting(a_ref("x").digest, 0.0, 0.0, 1.0)
     assert index.confirm_deletion(a_ref("x").digest, 1.0) == ("a", 1)
     assert index.bytes_by_tenant() == {"a": 2, "b": 3}

@@ -76,8 +76,8 @@ def a_cache(form: str = "dense", spec: ModelSpec = SPEC, count: int = TOKENS) ->
 
 
 def saved(cache: SequenceCache, name: str = "predictive") -> tuple[dict[str, Tensor], dict]:
-    tensors, told = encode_state(cache.state(), codec_named(name), name, cache.spec)
-    return unpack_container(pack_container(tensors, {}))[0], told
+    tensors, result = encode_state(cache.state(), codec_named(name), name, cache.spec)
+    return unpack_container(pack_container(tensors, {}))[0], result
 
 
 def decoded(cache: SequenceCache, name: str = "predictive") -> dict[str, Tensor]:
@@ -112,10 +112,10 @@ def by_loop(cache: SequenceCache, tables: PredictiveTables, step: float) -> dict
 @pytest.mark.parametrize("name", PREDICTING)
 def test_decoded_layers_equal_the_reference(name: str, tables: PredictiveTables) -> None:
     cache = a_cache()
-    tensors, told = saved(cache, name)
-    note = told["0.keys"]["stack"]["note"]
+    tensors, result = saved(cache, name)
+    note = result["0.keys"]["stack"]["note"]
     assert note["model"] == SPEC.fingerprint and note["tables"] == tables.digest
-    found = decode_state(tensors, told, state_nbytes(cache.state()))
+    found = decode_state(tensors, result, state_nbytes(cache.state()))
     for key, wanted in by_loop(cache, tables, note["step"]).items():
         torch.testing.assert_close(found[key][:, SINKS:], wanted, rtol=1e-4, atol=1e-4)
 
@@ -142,12 +142,12 @@ def test_two_restores_are_the_same_to_the_bit(form: str, tables: PredictiveTable
 @pytest.mark.parametrize("name", PREDICTING)
 def test_codes_take_the_declared_share_of_bfloat16(name: str, tables: PredictiveTables) -> None:
     cache = a_cache(count=3000)
-    tensors, told = saved(cache, name)
+    tensors, result = saved(cache, name)
     coded = sum(t.nbytes for key, t in tensors.items() if ":" in key)
     beside = 2 * LAYERS * 600  # names and sizes in the container's header
     share = (coded + beside) / (2 * LAYERS * WIDTH * 2 * 3000)
     assert 0.95 < share / codec_named(name).share < 1.01  # pyright: ignore
-    found = decode_state(tensors, told, state_nbytes(cache.state()))
+    found = decode_state(tensors, result, state_nbytes(cache.state()))
     numbers = [found[f"{n}.values"] - cache.state()[f"{n}.values"] for n in range(LAYERS)]
     assert all(float(each.abs().mean()) < 2 for each in numbers)
 
@@ -162,9 +162,9 @@ def test_token_eviction_is_predicted_and_head_eviction_is_not(
             if by_head:
                 kept[:TOKENS] = torch.arange(TOKENS) % 3 != 1
             cache.apply(layer, Plan.from_mask(kept, (TOKENS,) * HEADS))
-        tensors, told = saved(cache)
-        assert ("stack" in told["0.keys"]) == is_stack
-        found, state = decode_state(tensors, told, state_nbytes(cache.state())), cache.state()
+        tensors, result = saved(cache)
+        assert ("stack" in result["0.keys"]) == is_stack
+        found, state = decode_state(tensors, result, state_nbytes(cache.state())), cache.state()
         assert found.keys() == state.keys()
         assert all(same_bits({"p": found[k]}, {"p": state[k]}) for k in state if "posit" in k)
         if not is_stack:
@@ -181,13 +181,13 @@ def test_layers_of_other_forms_keep_the_shape_of_their_positions(
     first, rest = (a_cache(form).state() for form in forms.split())
     state = {key: own for key, own in first.items() if key.startswith("0.")}
     state |= {key: own for key, own in rest.items() if not key.startswith("0.")}
-    tensors, told = encode_state(state, codec_named("predictive"), "predictive", SPEC)
-    assert "stack" in told["1.positions"]
-    found = decode_state(tensors, told, state_nbytes(state))
+    tensors, result = encode_state(state, codec_named("predictive"), "predictive", SPEC)
+    assert "stack" in result["1.positions"]
+    found = decode_state(tensors, result, state_nbytes(state))
     assert found.keys() == state.keys()
     held = {key: own for key, own in state.items() if not key.endswith(("keys", "values"))}
     assert same_bits({key: found[key] for key in held}, held)
-    wider = told | {"1.positions": told["1.positions"] | {"shape": [TOKENS + 1]}}
+    wider = result | {"1.positions": result["1.positions"] | {"shape": [TOKENS + 1]}}
     with pytest.raises(Damaged):
         decode_state(tensors, wider, 2 * state_nbytes(state))
 
@@ -196,16 +196,16 @@ def test_models_without_predictions_are_coded_layer_by_layer() -> None:
     spec = replace(SPEC, fingerprint="e" * 32)
     with pytest.raises(MissingWeights, match="larder train predictive"):
         codec_named("predictive").check_model(spec.fingerprint)
-    told = saved(a_cache(spec=spec))[1]
-    assert told and not any("stack" in how for how in told.values())
+    result = saved(a_cache(spec=spec))[1]
+    assert result and not any("stack" in how for how in result.values())
 
 
 def test_numbers_that_are_not_finite_are_coded_layer_by_layer(tables: PredictiveTables) -> None:
     cache = a_cache()
     state = cache.state()
     state["1.values"][0, 5, 2] = torch.inf
-    tensors, told = encode_state(state, codec_named("predictive"), "predictive", SPEC)
-    assert not any("stack" in how for how in told.values())
+    tensors, result = encode_state(state, codec_named("predictive"), "predictive", SPEC)
+    assert not any("stack" in how for how in result.values())
     assert torch.equal(tensors["1.values"], state["1.values"])
 
 
@@ -213,10 +213,10 @@ def test_retrained_predictions_refuse_earlier_codes(
     tables: PredictiveTables,
 ) -> None:
     cache = a_cache()
-    tensors, told = saved(cache)
+    tensors, result = saved(cache)
     some_tables(seed=1).save(tables_path(SPEC.fingerprint, "predictive"), CARD)
     with pytest.raises(Damaged, match="no longer"):
-        decode_state(tensors, told, state_nbytes(cache.state()))
+        decode_state(tensors, result, state_nbytes(cache.state()))
 
 
 @pytest.mark.failure(number=30)
@@ -224,9 +224,9 @@ def test_stacks_with_wrong_metadata_or_missing_tensors_are_refused(
     tables: PredictiveTables,
 ) -> None:
     cache = a_cache()
-    tensors, told = saved(cache)
+    tensors, result = saved(cache)
     room = state_nbytes(cache.state())
-    first = told["0.keys"]
+    first = result["0.keys"]
     note = first["stack"]["note"]
     for change in (
         {"lengths": [TOKENS, TOKENS + 1]},
@@ -240,16 +240,16 @@ def test_stacks_with_wrong_metadata_or_missing_tensors_are_refused(
         {"stack": 3},
     ):
         with pytest.raises(Damaged):
-            decode_state(tensors, told | {"0.keys": first | change}, room)
+            decode_state(tensors, result | {"0.keys": first | change}, room)
     for key in tensors:
         if ":" in key or key == "0.positions":
             with pytest.raises(Damaged):
-                decode_state({k: t for k, t in tensors.items() if k != key}, told, room)
+                decode_state({k: t for k, t in tensors.items() if k != key}, result, room)
     for key in ("0.keys:sizes", "0.keys:words", "1.values:exact"):
         cut = tensors | {key: tensors[key][..., :-1]}
         with pytest.raises(Damaged):
-            decode_state(cut, told, room)
-    half = {key: how for key, how in told.items() if not key.startswith("2.")}
+            decode_state(cut, result, room)
+    half = {key: how for key, how in result.items() if not key.startswith("2.")}
     with pytest.raises(Damaged):
         decode_state(tensors, half, room)
 
@@ -286,10 +286,10 @@ def test_bfloat16_layers_are_predicted_as_the_decoder_rounds_them(tables: Predic
         for key, own in plain.state().items()
     }
     cache = SequenceCache.restore(spec, state, plain.meta())
-    tensors, told = saved(cache)
-    assert told["0.keys"]["stack"]["note"]["dtype"] == "bfloat16"
-    found = decode_state(tensors, told, state_nbytes(state))
-    assert same_bits(found, decode_state(tensors, told, state_nbytes(state)))
+    tensors, result = saved(cache)
+    assert result["0.keys"]["stack"]["note"]["dtype"] == "bfloat16"
+    found = decode_state(tensors, result, state_nbytes(state))
+    assert same_bits(found, decode_state(tensors, result, state_nbytes(state)))
     exact = decoded(plain)
     for key in (key for key in state if key.endswith(("keys", "values"))):
         assert found[key].dtype is torch.bfloat16
@@ -299,6 +299,6 @@ def test_bfloat16_layers_are_predicted_as_the_decoder_rounds_them(tables: Predic
 
 def test_files_without_a_dtype_are_decoded_in_float32(tables: PredictiveTables) -> None:
     cache = a_cache()
-    tensors, told = saved(cache)
-    assert told["0.keys"]["stack"]["note"].pop("dtype") == "float32"
-    assert same_bits(decode_state(tensors, told, state_nbytes(cache.state())), decoded(cache))
+    tensors, result = saved(cache)
+    assert result["0.keys"]["stack"]["note"].pop("dtype") == "float32"
+    assert same_bits(decode_state(tensors, result, state_nbytes(cache.state())), decoded(cache))

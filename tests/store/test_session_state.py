@@ -20,8 +20,8 @@ BESIDE = b"the way to the right one"
 def kept(store: Store) -> Record:
     """A session whose caches have something beside them."""
     store.sessions.append(WHO, TALK, SessionTurn(IDS, b"said"), 0)
-    told = replace(snapshot(compressed(IDS)), beside=BESIDE)
-    with store.sessions.stage(WHO, IDS, told) as prepared:
+    result = replace(snapshot(compressed(IDS)), beside=BESIDE)
+    with store.sessions.stage(WHO, IDS, result) as prepared:
         return store.sessions.attach(WHO, TALK, prepared, 1)
 
 

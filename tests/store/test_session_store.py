@@ -329,10 +329,10 @@ def test_verify_repairs_records_and_reports_losses(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     save(store)
     [path] = (tmp_path / "store" / "sessions").rglob("*.json")
-    told = path.read_bytes()
-    path.write_bytes(told[:-3])
+    result = path.read_bytes()
+    path.write_bytes(result[:-3])
     [checked] = store.maintenance.verify(store.sessions.heads())
     assert checked.problems == ("Its record beside the blobs was damaged and is written again.",)
-    assert path.read_bytes() == told
+    assert path.read_bytes() == result
     [checked] = store.maintenance.verify(store.sessions.heads())
     assert checked.problems == ()

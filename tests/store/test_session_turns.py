@@ -25,8 +25,8 @@ def say(store: Store, ids: Sequence[int], expected: int, name: str = TALK) -> Re
 
 
 def attach(store: Store, ids: Sequence[int], expected: int, name: str = TALK) -> Record:
-    told = snapshot(compressed(ids))
-    with store.sessions.stage(WHO, ids, told) as prepared:
+    result = snapshot(compressed(ids))
+    with store.sessions.stage(WHO, ids, result) as prepared:
         return store.sessions.attach(WHO, name, prepared, expected, {"settled": "3"})
 
 

@@ -145,9 +145,9 @@ def test_loss_hand_values(engine) -> None:
 def test_slots_of_all_tokens_equal_the_cache(engine) -> None:
     _, cache, ids = first_slots(engine)
     whole, decoder = ChunkEntries.of(cache, 0, len(ids)), engine.runtime.decoder
-    told = [StudyConversation("Who is Oscar?", "a cat"), StudyConversation("Where?", "Lisbon")]
+    result = [StudyConversation("Who is Oscar?", "a cat"), StudyConversation("Where?", "Lisbon")]
     settings = replace(SETTINGS, top=decoder.vocab_size)
-    (batch,) = study_batches(engine, cache, TEXT, told, settings)
+    (batch,) = study_batches(engine, cache, TEXT, result, settings)
     head = LMHead(decoder.module)
     found = study_loss(decoder, head, whole.keys, whole.values, len(ids), batch)
     least = -(batch.log_probabilities.exp() * batch.log_probabilities).sum(1).mean()
@@ -155,7 +155,7 @@ def test_slots_of_all_tokens_equal_the_cache(engine) -> None:
     still = replace(settings, epochs=1, rate=1e-12)
     _, losses = fit_slots(decoder, whole, len(ids), [batch], still, nothing)
     assert losses == [pytest.approx(float(least), abs=1e-3)]
-    answers = sum(len(engine.tokenizer.encode_answer(each.answer)) for each in told)
+    answers = sum(len(engine.tokenizer.encode_answer(each.answer)) for each in result)
     assert len(batch.rows) == answers and len(batch.lengths) == 2
 
 
@@ -244,10 +244,10 @@ def test_file_of_other_shapes_is_refused(engine) -> None:
 
 
 def test_facts_mask_names_before_other_words() -> None:
-    told = [*facts(["Then I met Maria Lopez at the gate.", "It was cold and wet."], 3, Random(0))]
-    assert [each.answer for each in told[:2]] == ["Maria Lopez", "Maria Lopez"]
-    assert "Then I met ___ at the gate." in told[0].question
-    assert told[2].answer == "and wet" and "It was cold ___." in told[2].question
+    result = [*facts(["Then I met Maria Lopez at the gate.", "It was cold and wet."], 3, Random(0))]
+    assert [each.answer for each in result[:2]] == ["Maria Lopez", "Maria Lopez"]
+    assert "Then I met ___ at the gate." in result[0].question
+    assert result[2].answer == "and wet" and "It was cold ___." in result[2].question
 
 
 def test_passage_samples_follow_the_text() -> None:
@@ -262,11 +262,11 @@ def test_passage_samples_follow_the_text() -> None:
 @pytest.mark.extended
 def test_self_study_uses_the_text_only(engine) -> None:
     memory = engine.read(TEXT)
-    told = [*study_conversations(engine, memory, StudyCounts(4, 3, 2, 1), 3)]
-    assert len(told) == 10
-    assert told == [*study_conversations(engine, memory, StudyCounts(4, 3, 2, 1), 3)]
+    result = [*study_conversations(engine, memory, StudyCounts(4, 3, 2, 1), 3)]
+    assert len(result) == 10
+    assert result == [*study_conversations(engine, memory, StudyCounts(4, 3, 2, 1), 3)]
     text = " ".join(message.content for message in TEXT.messages)
-    assert all(each.answer in text for each in told[:9])
+    assert all(each.answer in text for each in result[:9])
     with pytest.raises(InputError, match="too short for self-study"):
         short = Conversation("short", (Message("user", "Hello, how are you?"),))
         next(study_conversations(engine, engine.read(short), StudyCounts(), 0))

@@ -52,9 +52,9 @@ def test_answers_are_in_the_text(tokenizer):
     sample = mixer.draw(Random(3), CONTEXT)
     answers = _answers(sample, tokenizer)
     texts = [t for t, use in zip(sample.ids, sample.uses, strict=True) if use == TEXT]
-    told = tokenizer.decode(texts)
+    result = tokenizer.decode(texts)
     assert len(answers) > 2
-    assert all(f": {answer}." in told for answer in answers)
+    assert all(f": {answer}." in result for answer in answers)
     assert len(sample.ids) <= CONTEXT + 1
 
 

@@ -443,7 +443,7 @@ def _context_tokens(engine: Engine, max_model_len: int | None) -> int:
     context = int(config.max_position_embeddings)
     if max_model_len is not None and max_model_len > context:
         raise UsageError(
-            f"--max-model-len {max_model_len} is more than the {context} tokens that the model "
+            f"max_model_len {max_model_len} is more than the {context} tokens that the model "
             "reads: give fewer, or leave it out."
         )
     return context if max_model_len is None else max_model_len

@@ -54,8 +54,8 @@ class LocalReplicas(ReplicaSet):
             raise ReplicaLost("nobody is left")
         number = self.place(key)
         self.went.append(number)
-        async with aclosing(self.left[number].answer(request)) as told:
-            async for frames in told:
+        async with aclosing(self.left[number].answer(request)) as result:
+            async for frames in result:
                 for frame in frames:
                     self._count(number, frame)
                     yield frame
@@ -74,8 +74,8 @@ class LocalReplicas(ReplicaSet):
         return await self.left[self.place(key)].ask(method, *args)
 
     async def ask_all(self, method: str, *args: Any) -> list[Any]:
-        told = [await each.ask(method, *args) for each in self.left.values()]
-        return [each for each in told if not isinstance(each, Exception)]
+        result = [await each.ask(method, *args) for each in self.left.values()]
+        return [each for each in result if not isinstance(each, Exception)]
 
     def close(self) -> None:
         for number in list(self.left):

@@ -46,14 +46,14 @@ class Machines:
 
 @pytest.fixture
 def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
-    told = {
+    result = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "disabled",
         "RAY_raylet_start_wait_time_s": "300",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "LARDER_HOME": str(tmp_path / "front"),
     }
-    for name, value in told.items():
+    for name, value in result.items():
         monkeypatch.setenv(name, value)
     with ExitStack() as living:
         cluster, second = living.enter_context(_cluster(tmp_path))
@@ -96,8 +96,8 @@ def _serving(folder: Path) -> Iterator[str]:
         )
     try:
         assert server.stdout is not None
-        with closing(server.stdout) as told:
-            lines = iter(told.readline, b"")
+        with closing(server.stdout) as result:
+            lines = iter(result.readline, b"")
             text = b""
             for line in lines:
                 text += line
@@ -119,15 +119,15 @@ class ClientConversation:
         self.cached: list[int] = []
 
     def ask(self) -> None:
-        told = self.client.chat.completions.create(
+        result = self.client.chat.completions.create(
             model=MODEL,
             messages=self.messages,
             max_tokens=TOKENS,
             extra_headers={"x-session-id": self.name},
         )
-        assert told.usage is not None and told.usage.prompt_tokens_details is not None
-        self.cached.append(told.usage.prompt_tokens_details.cached_tokens or 0)
-        self._go_on(told.choices[0].message.content or "")
+        assert result.usage is not None and result.usage.prompt_tokens_details is not None
+        self.cached.append(result.usage.prompt_tokens_details.cached_tokens or 0)
+        self._go_on(result.choices[0].message.content or "")
 
     def stream(self, started: threading.Event) -> None:
         """The same, piece by piece, and longer."""
@@ -155,21 +155,21 @@ def test_conversations_survive_the_loss_of_a_machine(
 ) -> None:
     with OpenAI(api_key="-", base_url=f"{machines.url}/v1") as client:
         talks = [ClientConversation(client, f"talk {number}") for number in range(TALKS)]
-        told = client.conversations.create()
+        result = client.conversations.create()
         for _ in range(2):
             for talk in talks:
                 talk.ask()
         assert all(talk.cached[1] > 0 for talk in talks)  # each went where it had been
-        said = [client.responses.create(model=MODEL, input="Hello.", conversation=told.id)]
+        said = [client.responses.create(model=MODEL, input="Hello.", conversation=result.id)]
         _all_at_once(talks, machines)
         for _ in range(2):
             for talk in talks:
                 talk.ask()
         said += [
-            client.responses.create(model=MODEL, input="Still there?", conversation=told.id),
+            client.responses.create(model=MODEL, input="Still there?", conversation=result.id),
             client.responses.create(model=MODEL, input="And now?", previous_response_id=said[0].id),
         ]
-        assert len(client.conversations.items.list(told.id).data) == 4
+        assert len(client.conversations.items.list(result.id).data) == 4
     for talk in talks:
         kept = httpx2.get(f"{machines.url}/v1/sessions/{talk.name}").json()
         assert kept["turns"] == len(talk.messages) - 1

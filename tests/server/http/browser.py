@@ -55,13 +55,13 @@ class Page:
     def send(self, method: str, **value: Any) -> dict[str, Any]:
         """Have the browser do something, and what it says of it."""
         self._count += 1
-        told: dict[str, Any] = {"id": self._count, "method": method, "params": value}
+        result: dict[str, Any] = {"id": self._count, "method": method, "params": value}
         if self._session is not None:
-            told["sessionId"] = self._session
-        os.write(self._into, json.dumps(told).encode() + b"\0")
+            result["sessionId"] = self._session
+        os.write(self._into, json.dumps(result).encode() + b"\0")
         while True:
             heard = self._heard()
-            if heard.get("id") == told["id"]:
+            if heard.get("id") == result["id"]:
                 assert "error" not in heard, heard
                 return heard["result"]
             self._note(heard)
@@ -73,11 +73,11 @@ class Page:
 
     def run(self, script: str) -> Any:
         """Value of an expression in the page."""
-        told = self.send(
+        result = self.send(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )
-        assert "exceptionDetails" not in told, told
-        return told["result"].get("value")
+        assert "exceptionDetails" not in result, result
+        return result["result"].get("value")
 
     def until(self, script: str) -> Any:
         """Wait until an expression is true; what it comes to."""
@@ -91,8 +91,8 @@ class Page:
 
     def size(self, width: int, height: int) -> None:
         """Be a screen of so many pixels."""
-        told = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
-        self.send("Emulation.setDeviceMetricsOverride", **told)
+        result = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.send("Emulation.setDeviceMetricsOverride", **result)
 
     def dark(self, scheme: str) -> None:
         """Be one that prefers `dark` or `light`."""
@@ -128,9 +128,9 @@ def browser(home: Path) -> Iterator[Page]:
     assert CHROMIUM is not None
     own, into = os.pipe()
     out, their = os.pipe()
-    told = [CHROMIUM, *OPTIONS, f"--user-data-dir={home}"]
+    result = [CHROMIUM, *OPTIONS, f"--user-data-dir={home}"]
     process = subprocess.Popen(
-        [sys.executable, "-c", LAUNCH, str(own), str(their), *told],
+        [sys.executable, "-c", LAUNCH, str(own), str(their), *result],
         pass_fds=(own, their),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

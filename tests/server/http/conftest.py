@@ -29,8 +29,8 @@ def server() -> Iterator[Running]:
 def served(server: Running) -> Running:
     """Server without requests or sessions."""
     hub = server.hub
-    for told in (hub.asked, hub.tickets, hub.held, hub.pinned):
-        told.clear()
+    for result in (hub.asked, hub.tickets, hub.held, hub.pinned):
+        result.clear()
     return server
 
 

@@ -81,16 +81,16 @@ def test_choices_have_distinct_seeds(anne: OpenAI, served: Running) -> None:
 def test_n_and_prompt_counts_out_of_range_are_refused(
     http: httpx2.Client, served: Running, more: dict[str, Any], param: str
 ) -> None:
-    told = http.post("/v1/completions", json={"model": NAME, "prompt": "a"} | more)
-    assert told.status_code == 400 and told.json()["error"]["param"] == param
+    result = http.post("/v1/completions", json={"model": NAME, "prompt": "a"} | more)
+    assert result.status_code == 400 and result.json()["error"]["param"] == param
     assert not served.hub.asked
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_failed_choice_cancels_the_others(anne: OpenAI, served: Running, stream: bool) -> None:
-    with pytest.raises(openai.APIError) as told:
+    with pytest.raises(openai.APIError) as raised:
         list(anne.completions.create(model=NAME, prompt=["wait", "break"], stream=stream))
-    assert told.value.code == "overloaded"
+    assert raised.value.code == "overloaded"
     assert len(served.hub.tickets) == 2
     assert all(ticket.cancelled.wait(10) for ticket in served.hub.tickets)
 
@@ -161,8 +161,8 @@ def test_echoed_prompt_logprobs_match_the_model(
 def test_prompt_is_scored_without_an_answer(client: OpenAI, stream: bool) -> None:
     asked: dict[str, Any] = {"model": "characters", "prompt": TEXTS[0], "echo": True, "logprobs": 0}
     asked |= {"stream_options": {"include_usage": True}, "stream": True} if stream else {}
-    told = client.completions.create(**asked, max_tokens=0)
-    chunks: list[Any] = list(told) if stream else [told]
+    result = client.completions.create(**asked, max_tokens=0)
+    chunks: list[Any] = list(result) if stream else [result]
     choices = [choice for chunk in chunks for choice in chunk.choices]
     assert "".join(choice.text for choice in choices) == TEXTS[0]
     scores = [n for each in choices if each.logprobs for n in each.logprobs.token_logprobs]

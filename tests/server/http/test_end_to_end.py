@@ -44,12 +44,12 @@ def client(url: str) -> Iterator[OpenAI]:
 @pytest.mark.extended
 def test_conversation_prefills_only_new_tokens(client: OpenAI, url: str) -> None:
     conversation = client.conversations.create()
-    told = [
+    result = [
         client.responses.create(model="seed", input=text, conversation=conversation.id)
         for text in SAID
     ]
-    assert "Mira" in told[-1].output_text
-    used = [each.usage for each in told if each.usage is not None]
+    assert "Mira" in result[-1].output_text
+    used = [each.usage for each in result if each.usage is not None]
     for before, now in zip(used, used[1:], strict=False):
         assert now.input_tokens_details.cached_tokens >= before.total_tokens - 1
     kept = httpx2.get(f"{url}/v1/sessions/{conversation.id}/kept").json()
@@ -77,11 +77,11 @@ def test_streamed_chat_in_another_session_has_the_same_text(client: OpenAI, url:
 
 def test_request_larger_than_budget_or_context_is_refused(client: OpenAI, url: str) -> None:
     for text, code in (("x", "kv_budget_exceeded"), ("x " * 40_000, "context_length_exceeded")):
-        with pytest.raises(openai.BadRequestError) as told:
+        with pytest.raises(openai.BadRequestError) as raised:
             client.chat.completions.create(
                 model="seed", messages=[{"role": "user", "content": text}], max_tokens=20_000
             )
-        assert told.value.code == code
+        assert raised.value.code == code
     numbers = httpx2.get(f"{url}/metrics").text
     assert "larder_budget_violations_total 0.0" in numbers
     assert 'larder_admission_rejections_total{code="kv_budget_exceeded"} 1.0' in numbers

@@ -25,16 +25,16 @@ def test_missing_or_wrong_content_type_error_names_the_expected_type(
     http: httpx2.Client, served: Running, kind: str | None
 ) -> None:
     headers = {} if kind is None else {"content-type": kind}
-    told = message(http.post(CHAT, content=b"{}", headers=headers), 415)
-    assert (kind or "no type") in told and "content-type: application/json" in told
+    result = message(http.post(CHAT, content=b"{}", headers=headers), 415)
+    assert (kind or "no type") in result and "content-type: application/json" in result
 
 
 @pytest.mark.parametrize("content", [b"", b"null"])
 def test_empty_body_has_its_own_message(
     http: httpx2.Client, served: Running, content: bytes
 ) -> None:
-    told = message(http.post(CHAT, content=content, headers=JSON), 400)
-    assert told == "The body is empty, or null: send a JSON object."
+    result = message(http.post(CHAT, content=content, headers=JSON), 400)
+    assert result == "The body is empty, or null: send a JSON object."
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,8 @@ def test_404_names_the_api_description_and_405_the_allowed_method(
 ) -> None:
     assert "nothing at /v1/frob: GET /openapi.json" in message(http.get("/v1/frob"), 404)
     assert message(http.get(CHAT), 405) == f"GET is not allowed at {CHAT}: use POST."
-    told = http.get(MESSAGES)
-    assert told.json()["type"] == "error" and "use POST" in message(told, 405)
+    result = http.get(MESSAGES)
+    assert result.json()["type"] == "error" and "use POST" in message(result, 405)
 
 
 def test_missing_key_error_names_both_headers(served: Running) -> None:

@@ -39,9 +39,9 @@ def test_penalties_and_biases_reach_the_engine(anne: OpenAI, served: Running) ->
 def test_contexts_reach_the_engine(anne: OpenAI, served: Running) -> None:
     anne.chat.completions.create(**ASKED, extra_body={"contexts": ["One.", "Two."]})
     assert served.hub.asked[-1].contexts == ("One.", "Two.")
-    with pytest.raises(openai.BadRequestError) as told:
+    with pytest.raises(openai.BadRequestError) as raised:
         anne.chat.completions.create(**ASKED, extra_body={"contexts": "One."})
-    assert str(told.value.param).startswith("contexts")
+    assert str(raised.value.param).startswith("contexts")
 
 
 def test_contexts_of_messages_reach_the_engine(anne: OpenAI, served: Running) -> None:
@@ -72,9 +72,9 @@ def test_contexts_of_messages_reach_the_engine(anne: OpenAI, served: Running) ->
 def test_fields_out_of_range_are_refused(
     anne: OpenAI, served: Running, wrong: dict[str, Any]
 ) -> None:
-    with pytest.raises(openai.BadRequestError) as told:
+    with pytest.raises(openai.BadRequestError) as raised:
         anne.chat.completions.create(**ASKED, extra_body=wrong)
-    assert str(told.value.param).startswith(list(wrong)[-1])
+    assert str(raised.value.param).startswith(list(wrong)[-1])
     assert not served.hub.asked
 
 
@@ -105,12 +105,12 @@ def test_chat_logprobs_have_tokens_and_top_logprobs(anne: OpenAI, served: Runnin
 
 def test_completion_logprobs_have_tokens_and_offsets(anne: OpenAI, served: Running) -> None:
     whole = anne.completions.create(model=NAME, prompt="a", logprobs=1)
-    told = whole.choices[0].logprobs
-    assert told is not None
-    assert told.tokens == ["You ", "said: ", "a "] and told.text_offset == [0, 4, 10]
-    assert told.token_logprobs == [-1.0] * 3
-    assert told.top_logprobs is not None
-    assert told.top_logprobs[0] == {"You 0": -2.0, "You ": -1.0}
+    result = whole.choices[0].logprobs
+    assert result is not None
+    assert result.tokens == ["You ", "said: ", "a "] and result.text_offset == [0, 4, 10]
+    assert result.token_logprobs == [-1.0] * 3
+    assert result.top_logprobs is not None
+    assert result.top_logprobs[0] == {"You 0": -2.0, "You ": -1.0}
     chunks = list(anne.completions.create(model=NAME, prompt="a", logprobs=1, stream=True))
     parts = [chunk.choices[0].logprobs for chunk in chunks]
     assert [offset for part in parts if part for offset in part.text_offset or ()] == [0, 4, 10]
@@ -129,10 +129,10 @@ def test_unknown_fields_are_in_the_warnings(
     body = said[path] | {"frob": [{}], "temperat\u00fcre": 1, "prediction": prediction}
     whole = http.post(f"/v1/{path}", json=body).json()
     assert "warnings" in whole, whole
-    told = whole["warnings"]
+    result = whole["warnings"]
     for name in ("frob", "temperat\u00fcre", "prediction"):
-        assert any(f"'{name}'" in one for one in told)
-    assert not any("'model'" in one for one in told)
+        assert any(f"'{name}'" in one for one in result)
+    assert not any("'model'" in one for one in result)
     if path != "responses":
         text = http.post(f"/v1/{path}", json=body | {"stream": True}).text
         assert "'frob'" in text
@@ -160,8 +160,8 @@ def test_warnings_for_unknown_fields_are_bounded(
     http: httpx2.Client, served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     many = ASKED | {f"name{place}": 1 for place in range(1000)} | {"x" * 5000: 2}
-    told = http.post("/v1/chat/completions", json=many).json()["warnings"]
-    assert len(told) == 16
+    result = http.post("/v1/chat/completions", json=many).json()["warnings"]
+    assert len(result) == 16
     monkeypatch.setattr(json_body, "MAPPING_BYTES", 100)
     assert len(http.post("/v1/chat/completions", json=many).json()["warnings"]) == 16
     monkeypatch.setattr(json_body, "MAX_STRINGS", 1000)
@@ -175,11 +175,11 @@ def test_template_variables_known_to_the_template_reach_the_engine(
     served_model = replace(served.hub.models()[0], template_variables=frozenset({"depth", "mood"}))
     monkeypatch.setattr(served.hub, "models", lambda: (served_model,))
     given = {"mood": "calm", "depth": 2, "tokenize": True}
-    told = http.post("/v1/chat/completions", json=ASKED | {"chat_template_kwargs": given}).json()
+    result = http.post("/v1/chat/completions", json=ASKED | {"chat_template_kwargs": given}).json()
     [first, *rest] = served.hub.asked[-1].turns
     assert (first.role, first.text) == ("template", '{"depth": 2, "mood": "calm"}')
     assert [turn.role for turn in rest] == ["user"]
-    [warning] = told["warnings"]
+    [warning] = result["warnings"]
     assert "chat_template_kwargs.tokenize" in warning and "depth, mood" in warning
     wrong = {"chat_template_kwargs": {"mood": ["calm"]}}
     assert http.post("/v1/chat/completions", json=ASKED | wrong).status_code == 400
@@ -199,6 +199,6 @@ def test_response_cache_field_reaches_the_engine(anne: OpenAI, served: Running) 
     assert (served.hub.asked[-1].program, served.hub.asked[-1].tool) == ("run", "test")
     assert served.hub.asked[-1].cached_response is None
     for wrong in ({"use": "guess"}, {"category": "faq", "usage": "examples"}):
-        with pytest.raises(openai.BadRequestError) as told:
+        with pytest.raises(openai.BadRequestError) as raised:
             anne.chat.completions.create(**ASKED, extra_body={"response_cache": wrong})
-        assert str(told.value.param).startswith("response_cache")
+        assert str(raised.value.param).startswith("response_cache")

@@ -184,8 +184,8 @@ def test_hostile_bodies_do_not_delay_other_tenants(small: LoadedModel, kind: str
     with model_server(small) as url:
         for _ in range(3):
             with HealthWatch(url) as watch:
-                told = posted(url, path, body)
-            assert set(told) <= statuses and len(told) == 10
+                result = posted(url, path, body)
+            assert set(result) <= statuses and len(result) == 10
             assert watch.peak_bytes - watch.start_bytes <= HttpSettings().body_budget_bytes
             waits.append(watch.seconds)
             if waits[-1] <= HEALTH_SECONDS:
@@ -276,8 +276,8 @@ def test_unknown_fields_of_any_content_are_accepted_and_known_ones_validated(
     chat = {"model": NAME, "messages": [{"role": "user", "content": "a", "x": [{}]}]}
     assert http.post("/v1/chat/completions", json={**chat, "x": [[{}]]}).status_code == 200
     large = {**chat, "tools": [{"type": "function"}] * 100}
-    told = http.post("/v1/chat/completions", json=large).json()["error"]
-    assert (told["code"], told["param"]) == ("invalid_request", "tools")
+    result = http.post("/v1/chat/completions", json=large).json()["error"]
+    assert (result["code"], result["param"]) == ("invalid_request", "tools")
     for content, param in (
         ({"messages": "a"}, "messages"),
         ({"messages": [{"role": "user", "content": {"a": 1}}]}, "messages.0.content"),
@@ -298,8 +298,8 @@ def test_request_with_too_many_parts_is_refused() -> None:
     plain = ", ".join(['{"role": "user", "content": "a"}'] * 10_000)
     five_thousand = ", ".join([f'{{"role": "user", "content": [{part}]}}'] * 5_000)
     for messages, count in ((plain, 10_000), (five_thousand, 5_000)):
-        told = decode_body(ChatCompletionRequest, (body % messages).encode())
-        assert told is not None and len(told.turns(frozenset())) == count
+        result = decode_body(ChatCompletionRequest, (body % messages).encode())
+        assert result is not None and len(result.turns(frozenset())) == count
     many = ", ".join([part] * 100_000)
     for messages in (f'{{"role": "user", "content": [{many}]}}', f"{five_thousand}, " * 2 + plain):
         with pytest.raises(ApiError, match="messages has more than 40000 fields and lists"):

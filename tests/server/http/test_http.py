@@ -28,9 +28,14 @@ def chat(text: str, **more: Any) -> dict[str, Any]:
 def error(reply: httpx2.Response, status: int) -> dict[str, Any]:
     """The error of a refused request: never more than its four fields."""
     assert reply.status_code == status, reply.text
-    told = reply.json()
-    assert list(told) == ["error"] and set(told["error"]) == {"message", "type", "param", "code"}
-    return told["error"]
+    result = reply.json()
+    assert list(result) == ["error"] and set(result["error"]) == {
+        "message",
+        "type",
+        "param",
+        "code",
+    }
+    return result["error"]
 
 
 def routes(found: Iterable[Any]) -> Iterator[tuple[str, str]]:
@@ -47,9 +52,9 @@ def routes(found: Iterable[Any]) -> Iterator[tuple[str, str]]:
 def test_only_the_page_and_health_are_open_without_a_key(served: Running) -> None:
     """All routes of the application, in the schema or not, and unknown ones."""
     app = create_app(FakeHub(), LoopbackAuth(), Archive(), HttpSettings())
-    told = {(path, m.upper()) for path, own in app.openapi()["paths"].items() for m in own}
+    result = {(path, m.upper()) for path, own in app.openapi()["paths"].items() for m in own}
     paths = set(routes(app.routes))
-    assert len(told) > 30 and {(path.replace(":path", ""), m) for path, m in paths} >= told
+    assert len(result) > 30 and {(path.replace(":path", ""), m) for path, m in paths} >= result
     paths |= {("/nowhere", "GET"), ("/v1/nowhere", "POST")}
     with httpx2.Client(base_url=served.url) as client:
         for path, method in sorted(paths):
@@ -94,8 +99,8 @@ def test_bad_bodies_are_refused(
     http: httpx2.Client, served: Running, content: bytes, status: int, param: str | None
 ) -> None:
     headers = {"content-type": "application/json"}
-    told = error(http.post("/v1/chat/completions", content=content, headers=headers), status)
-    assert param is None or told["param"] == param
+    result = error(http.post("/v1/chat/completions", content=content, headers=headers), status)
+    assert param is None or result["param"] == param
     assert not served.hub.asked
 
 
@@ -118,8 +123,8 @@ def test_invalid_session_names_are_refused(
     body = chat("x") if field == "header" else chat("x", **{field: name})
     if field == "header" and name in (" ", "\x7f"):
         return  # no client sends these in a header
-    told = error(http.post("/v1/chat/completions", json=body, headers=headers), 400)
-    assert told["code"] == "invalid_session_id"
+    result = error(http.post("/v1/chat/completions", json=body, headers=headers), 400)
+    assert result["code"] == "invalid_session_id"
 
 
 @pytest.mark.failure(number=30)
@@ -163,8 +168,8 @@ def test_busy_session_is_a_409_and_busy_cache_key_is_ignored(
 
 
 def test_permanent_refusals_disable_client_retries(http: httpx2.Client) -> None:
-    told = http.post("/v1/chat/completions", json=chat("refuse store_full 503"))
-    assert told.headers["x-should-retry"] == "false"
+    result = http.post("/v1/chat/completions", json=chat("refuse store_full 503"))
+    assert result.headers["x-should-retry"] == "false"
     assert "x-should-retry" not in http.post("/v1/chat/completions", json=chat("break")).headers
 
 
@@ -237,15 +242,15 @@ def test_session_endpoints_manage_sessions(http: httpx2.Client, served: Running)
     file = http.post("/v1/sessions/one/export").content
     assert http.post("/v1/sessions/three/import", content=file).json()["turns"] == 2
     assert error(http.post("/v1/sessions/four/import", content=b"\x80\x04"), 400)
-    told = http.get("/v1/sessions/one/kept").json()
-    assert told["layers"] == [[[0, 8], [0, 2, 6, 8]], [[0, 2, 6, 8], [0, 8]]]
-    assert told["turns"][0] == {"role": "user", "text": "hello", "start": 0, "stop": 4}
+    result = http.get("/v1/sessions/one/kept").json()
+    assert result["layers"] == [[[0, 8], [0, 2, 6, 8]], [[0, 2, 6, 8], [0, 8]]]
+    assert result["turns"][0] == {"role": "user", "text": "hello", "start": 0, "stop": 4}
 
 
 def test_tokenize_and_detokenize_round_trip(http: httpx2.Client, served: Running) -> None:
-    told = http.post("/tokenize", json={"prompt": "hi"}).json()
-    assert told == {"count": 2, "max_model_len": 4096, "tokens": [104, 105]}
-    assert http.post("/detokenize", json={"tokens": told["tokens"]}).json() == {"prompt": "hi"}
+    result = http.post("/tokenize", json={"prompt": "hi"}).json()
+    assert result == {"count": 2, "max_model_len": 4096, "tokens": [104, 105]}
+    assert http.post("/detokenize", json={"tokens": result["tokens"]}).json() == {"prompt": "hi"}
     assert error(http.post("/detokenize", json={"tokens": [999]}), 400)["param"] == "tokens"
     assert error(http.post("/detokenize", json={"tokens": [-1]}), 400)
 

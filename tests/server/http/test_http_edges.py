@@ -29,9 +29,9 @@ from server.http.running_server import Running
 
 
 def test_sse_event_escapes_all_line_separators() -> None:
-    told = {"text": "a\u2028b\u2029c\u0085d\ne\r\n\x0b\x1c"}
-    lines = sse_event(told).decode().splitlines()
-    assert lines[1:] == [""] and json.loads(lines[0].removeprefix("data: ")) == told
+    result = {"text": "a\u2028b\u2029c\u0085d\ne\r\n\x0b\x1c"}
+    lines = sse_event(result).decode().splitlines()
+    assert lines[1:] == [""] and json.loads(lines[0].removeprefix("data: ")) == result
 
 
 @pytest.mark.parametrize(
@@ -48,9 +48,9 @@ def test_unsupported_fields_that_change_the_answer_are_refused(
 ) -> None:
     body = {"model": NAME, "messages": [{"role": "user", "content": "a"}]}
     assert http.post("/v1/chat/completions", json={**body, name: harmless}).status_code == 200
-    told = http.post("/v1/chat/completions", json={**body, name: other})
-    assert told.status_code == 400
-    assert (told.json()["error"]["code"], told.json()["error"]["param"]) == (
+    result = http.post("/v1/chat/completions", json={**body, name: other})
+    assert result.status_code == 400
+    assert (result.json()["error"]["code"], result.json()["error"]["param"]) == (
         "unsupported_parameter",
         name,
     )
@@ -72,8 +72,8 @@ def test_token_prompt_is_detokenized_off_the_event_loop(
         return FakeHub().detokenize(ids)
 
     monkeypatch.setattr(served.hub, "detokenize", detokenize)
-    told = http.post("/v1/completions", json={"model": NAME, "prompt": [104, 105]})
-    assert told.json()["choices"][0]["text"].startswith("You said: hi") and loops == [False]
+    result = http.post("/v1/completions", json={"model": NAME, "prompt": [104, 105]})
+    assert result.json()["choices"][0]["text"].startswith("You said: hi") and loops == [False]
 
 
 def test_metadata_update_during_an_answer_is_kept(

@@ -25,18 +25,18 @@ def events(response: httpx2.Response) -> list[tuple[str, dict[str, Any]]]:
     found = list[tuple[str, dict[str, Any]]]()
     for frame in response.text.split("\n\n")[:-1]:
         name, data = frame.split("\n")
-        told = json.loads(data.removeprefix("data: "))
-        assert told["type"] == name.removeprefix("event: ")
-        found.append((told["type"], told))
+        result = json.loads(data.removeprefix("data: "))
+        assert result["type"] == name.removeprefix("event: ")
+        found.append((result["type"], result))
     return found
 
 
 def test_message_is_answered_with_usage(http: httpx2.Client, served: Running) -> None:
-    told = sent(http, temperature=0.5, top_k=3, stop_sequences=["END"]).json()
-    assert told["content"] == [{"type": "text", "text": "You said: hello there "}]
-    assert (told["type"], told["role"], told["model"]) == ("message", "assistant", NAME)
-    assert (told["stop_reason"], told["stop_sequence"]) == ("end_turn", None)
-    usage = told["usage"]
+    result = sent(http, temperature=0.5, top_k=3, stop_sequences=["END"]).json()
+    assert result["content"] == [{"type": "text", "text": "You said: hello there "}]
+    assert (result["type"], result["role"], result["model"]) == ("message", "assistant", NAME)
+    assert (result["stop_reason"], result["stop_sequence"]) == ("end_turn", None)
+    usage = result["usage"]
     assert usage["input_tokens"] == 0 and usage["output_tokens"] == 4
     assert usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"] == 9
     asked = served.hub.asked[-1]
@@ -62,23 +62,23 @@ def test_system_prompt_and_content_blocks_become_turns(
 def test_unusual_roles_of_claude_code_are_accepted(http: httpx2.Client, served: Running) -> None:
     said = [{"role": role, "content": f"{role}."} for role in ("ctx", "msg", "system", "user")]
     assert sent(http, messages=said).status_code == 200
-    told = [(turn.role, turn.text) for turn in served.hub.asked[-1].turns]
-    assert told == [("user", "ctx."), ("user", "msg."), ("system", "system."), ("user", "user.")]
+    result = [(turn.role, turn.text) for turn in served.hub.asked[-1].turns]
+    assert result == [("user", "ctx."), ("user", "msg."), ("system", "system."), ("user", "user.")]
     assert sent(http, messages=[{"role": "tool", "content": "x"}]).status_code == 400
 
 
 def test_message_is_streamed_as_events(http: httpx2.Client, served: Running) -> None:
-    told = events(sent(http, stream=True))
-    names = [name for name, _ in told]
+    result = events(sent(http, stream=True))
+    names = [name for name, _ in result]
     assert names[:2] == ["message_start", "content_block_start"]
     assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     assert set(names[2:-3]) == {"content_block_delta"}
-    assert "".join(e["delta"]["text"] for n, e in told if n == "content_block_delta") == (
+    assert "".join(e["delta"]["text"] for n, e in result if n == "content_block_delta") == (
         "You said: hello there "
     )
-    assert told[0][1]["message"]["content"] == []
-    assert told[-2][1]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
-    assert told[-2][1]["usage"]["output_tokens"] == 4
+    assert result[0][1]["message"]["content"] == []
+    assert result[-2][1]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+    assert result[-2][1]["usage"]["output_tokens"] == 4
 
 
 def test_stop_reasons_of_truncated_and_failed_answers(http: httpx2.Client, served: Running) -> None:
@@ -92,8 +92,8 @@ def test_stop_reasons_of_truncated_and_failed_answers(http: httpx2.Client, serve
 
 
 def test_count_tokens_runs_no_model(http: httpx2.Client, served: Running) -> None:
-    told = http.post("/v1/messages/count_tokens", json={"model": NAME, "messages": HELLO})
-    assert told.json() == {"input_tokens": len("hello there")}
+    result = http.post("/v1/messages/count_tokens", json={"model": NAME, "messages": HELLO})
+    assert result.json() == {"input_tokens": len("hello there")}
     assert served.hub.asked == []
 
 
@@ -141,9 +141,9 @@ def test_invalid_messages_are_refused(
 ) -> None:
     response = sent(http, **body)
     assert response.status_code == status
-    told = response.json()
-    assert told["type"] == "error" and told["error"]["type"] == kind
-    assert message in told["error"]["message"]
+    result = response.json()
+    assert result["type"] == "error" and result["error"]["type"] == kind
+    assert message in result["error"]["message"]
 
 
 def test_api_key_header_admits_its_tenant(served: Running) -> None:

@@ -126,9 +126,9 @@ def test_models_are_listed(anne: OpenAI, served: Running) -> None:
         lambda: anne.models.retrieve("other"),
         lambda: anne.chat.completions.create(model="other", messages=user("x")),
     ):
-        with pytest.raises(openai.NotFoundError) as told:
+        with pytest.raises(openai.NotFoundError) as raised:
             ask()
-        assert told.value.code == "model_not_found"
+        assert raised.value.code == "model_not_found"
 
 
 @pytest.mark.parametrize(
@@ -144,17 +144,17 @@ def test_models_are_listed(anne: OpenAI, served: Running) -> None:
 def test_refusals_raise_the_matching_client_error(
     anne: OpenAI, served: Running, said: str, kind: type[openai.APIStatusError], code: str
 ) -> None:
-    with pytest.raises(kind) as told:
+    with pytest.raises(kind) as raised:
         anne.chat.completions.create(model=NAME, messages=user(said))
-    assert told.value.code == code
-    assert "secret" not in str(told.value)
+    assert raised.value.code == code
+    assert "secret" not in str(raised.value)
 
 
 def test_failed_stream_raises_a_client_error(anne: OpenAI, served: Running) -> None:
     stream = anne.chat.completions.create(model=NAME, messages=user("break"), stream=True)
-    with pytest.raises(openai.APIError) as told:
+    with pytest.raises(openai.APIError) as raised:
         list(stream)
-    assert told.value.code == "overloaded"
+    assert raised.value.code == "overloaded"
 
 
 @pytest.mark.extended
@@ -180,7 +180,7 @@ def test_client_retries_only_transient_errors(server: Running, served: Running) 
 def test_unsupported_parameters_are_refused(
     anne: OpenAI, served: Running, more: dict[str, object]
 ) -> None:
-    with pytest.raises(openai.BadRequestError) as told:
+    with pytest.raises(openai.BadRequestError) as raised:
         anne.chat.completions.create(model=NAME, messages=user("x"), extra_body=more)
-    assert (told.value.code, told.value.param) == ("unsupported_parameter", next(iter(more)))
+    assert (raised.value.code, raised.value.param) == ("unsupported_parameter", next(iter(more)))
     assert not served.hub.asked

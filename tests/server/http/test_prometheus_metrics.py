@@ -31,5 +31,5 @@ def test_metrics_of_all_tenants_are_for_operators(http: httpx2.Client, served: R
         assert any(each.startswith(line) for each in theirs)
     assert not [each for each in theirs if "larder_" in each]
     error(http.get("/metrics?names=other"), 400)
-    told = http.get("/metrics", headers={"authorization": f"Bearer {BOB}"})
-    assert error(told, 403)["code"] == "forbidden"
+    result = http.get("/metrics", headers={"authorization": f"Bearer {BOB}"})
+    assert error(result, 403)["code"] == "forbidden"

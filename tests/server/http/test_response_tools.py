@@ -28,11 +28,11 @@ def streamed(client: OpenAI, given: dict[str, Any]) -> Any:
     """Final response of a stream whose events are those of its items."""
     with client.responses.stream(**given) as stream:
         events = list(stream)
-    told = [event.to_dict(warnings=False) for event in events]
-    assert [event["sequence_number"] for event in told] == list(range(len(told)))
+    result = [event.to_dict(warnings=False) for event in events]
+    assert [event["sequence_number"] for event in result] == list(range(len(result)))
     final = events[-1].response
     joined, open_items = dict[str, str](), dict[int, str]()
-    for event in told:
+    for event in result:
         kind = event["type"].removeprefix("response.")
         if kind == "output_item.added":
             assert event["output_index"] == len(open_items) and event["item"]["id"]
@@ -64,16 +64,16 @@ def test_tool_loop_reuses_one_session(
     for step in range(2):
         write(f"<think>\nStep {step}.\n</think>\n\nI look." + call_text(at=str(step)) + call_text())
         given = {"model": MODEL, "input": new, "tools": [FLAT], **more}
-        told = streamed(client, given) if is_streamed else client.responses.create(**given)
-        assert told.status == "completed" and told.output_text == "I look."
-        thought, message, first, second = told.output
+        result = streamed(client, given) if is_streamed else client.responses.create(**given)
+        assert result.status == "completed" and result.output_text == "I look."
+        thought, message, first, second = result.output
         assert (thought.type, thought.content[0].text) == ("reasoning", f"Step {step}.")
         assert (message.type, first.name) == ("message", "look")
         assert first.type == second.type == "function_call"
         assert json.loads(first.arguments) == {"at": str(step)} and second.arguments == "{}"
-        assert told.usage.input_tokens_details.cached_tokens > cached or not step
-        cached = told.usage.input_tokens_details.cached_tokens
-        sessions.add(told.model_extra["kv"]["session"])
+        assert result.usage.input_tokens_details.cached_tokens > cached or not step
+        cached = result.usage.input_tokens_details.cached_tokens
+        sessions.add(result.model_extra["kv"]["session"])
         outputs: list[Any] = [
             {"type": "function_call_output", "call_id": second.call_id, "output": "two"},
             {
@@ -83,11 +83,11 @@ def test_tool_loop_reuses_one_session(
             },
         ]
         if way == "input":
-            items = [*items, *(item.to_dict() for item in told.output), *outputs]
+            items = [*items, *(item.to_dict() for item in result.output), *outputs]
             new = items
         else:
             new = outputs
-            more |= {"previous_response_id": told.id} if way == "previous" else {}
+            more |= {"previous_response_id": result.id} if way == "previous" else {}
     assert len(sessions) == 1
     write("Done.")
     last = client.responses.create(model=MODEL, input=new, tools=[FLAT], **more)
@@ -107,21 +107,21 @@ def test_tool_choice_is_obeyed_and_truncated_calls_are_incomplete(
     client: OpenAI, write: Write
 ) -> None:
     write(call_text(at="a") + call_text(at="b"))
-    told = client.responses.create(
+    result = client.responses.create(
         model=MODEL, input="One", tools=[FLAT], parallel_tool_calls=False
     )
-    assert [item.type for item in told.output] == ["function_call"]
-    assert told.parallel_tool_calls is False and told.tools[0].name == "look"  # pyright: ignore
+    assert [item.type for item in result.output] == ["function_call"]
+    assert result.parallel_tool_calls is False and result.tools[0].name == "look"  # pyright: ignore
     write(call_text(at="a"))
-    told = client.responses.create(model=MODEL, input="No", tools=[FLAT], tool_choice="none")
-    assert told.output_text == call_text(at="a")
+    result = client.responses.create(model=MODEL, input="No", tools=[FLAT], tool_choice="none")
+    assert result.output_text == call_text(at="a")
     for is_streamed in (False, True):
         write(call_text(at="abcdefghi"))
         given = {"model": MODEL, "input": f"{is_streamed}", "tools": [FLAT]}
         given |= {"max_output_tokens": len(call_text(at="abcdefghi")) - len('"}}\n</tool_call>')}
-        told = streamed(client, given) if is_streamed else client.responses.create(**given)
-        [call] = told.output
-        assert (told.status, call.status) == ("incomplete", "incomplete")
+        result = streamed(client, given) if is_streamed else client.responses.create(**given)
+        [call] = result.output
+        assert (result.status, call.status) == ("incomplete", "incomplete")
         assert call.arguments == '{"at": "abcdefghi'
 
 
@@ -132,9 +132,9 @@ def test_malformed_tool_calls_are_text(client: OpenAI, write: Write) -> None:
     for text, is_streamed in ((unnamed, True), (unnamed, False), (unclosed, False)):
         write(text)
         given = {"model": MODEL, "input": f"{text} {is_streamed}", "tools": [FLAT]}
-        told = streamed(client, given) if is_streamed else client.responses.create(**given)
-        assert (told.status, told.output_text) == ("completed", text)
-        assert [item.type for item in told.output] == ["message"]
+        result = streamed(client, given) if is_streamed else client.responses.create(**given)
+        assert (result.status, result.output_text) == ("completed", text)
+        assert [item.type for item in result.output] == ["message"]
 
 
 @pytest.mark.extended
@@ -142,16 +142,16 @@ def test_malformed_streamed_call_is_incomplete(client: OpenAI, write: Write) -> 
     for broken in ('{"name": "look", "arguments": {"at": }}', '{"name": "look", "arguments": {"at'):
         write(f"I look.<tool_call>{broken}")
         given = {"model": MODEL, "input": broken, "tools": [FLAT]}
-        told = streamed(client, given)
-        message, call = told.output
-        assert (message.status, call.status, told.status) == ("completed", *["incomplete"] * 2)
-        assert told.incomplete_details.reason == "invalid_function_call"
+        result = streamed(client, given)
+        message, call = result.output
+        assert (message.status, call.status, result.status) == ("completed", *["incomplete"] * 2)
+        assert result.incomplete_details.reason == "invalid_function_call"
         assert broken[broken.index('{"at') :].startswith(call.arguments)
-        stored = client.responses.retrieve(told.id)
+        stored = client.responses.retrieve(result.id)
         assert (stored.status, stored.output[1].type) == ("incomplete", "function_call")
     write("I look." + call_text() + "<tool_call>{")
-    told = streamed(client, {"model": MODEL, "input": "Whole", "tools": [FLAT]})
-    assert told.status == "completed" and [item.type for item in told.output][1:] == [
+    result = streamed(client, {"model": MODEL, "input": "Whole", "tools": [FLAT]})
+    assert result.status == "completed" and [item.type for item in result.output][1:] == [
         "function_call"
     ]
 
@@ -166,15 +166,15 @@ def test_forced_tool_calls_and_text_formats_yield_valid_json(client: OpenAI) -> 
     schema["additionalProperties"] = False
     tool = {"type": "function", "name": "look", "parameters": schema}
     for choice in ("required", {"type": "function", "name": "look"}):
-        told: Any = client.responses.create(
+        result: Any = client.responses.create(
             model=MODEL, input="Go", tools=[tool], tool_choice=choice, parallel_tool_calls=False
         )  # pyright: ignore[reportCallIssue, reportArgumentType]
-        assert json.loads(told.output[0].arguments) == {"at": "x"}
+        assert json.loads(result.output[0].arguments) == {"at": "x"}
     parsed = client.responses.parse(model=MODEL, input="Where?", text_format=Place)
     assert isinstance(parsed.output_parsed, Place)
     form: Any = {"format": {"type": "json_object"}, "verbosity": "low"}
-    told = client.responses.create(model=MODEL, input="{", text=form, max_output_tokens=3)
-    assert told.output_text.startswith("{") and "text.verbosity" in told.warnings[0]
+    result = client.responses.create(model=MODEL, input="{", text=form, max_output_tokens=3)
+    assert result.output_text.startswith("{") and "text.verbosity" in result.warnings[0]
 
 
 CALL: Any = {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"}

@@ -46,9 +46,9 @@ def test_conversation_includes_earlier_items(anne: OpenAI, served: Running) -> N
     assert anne.conversations.retrieve(conversation.id).metadata == {"about": "bread"}
     assert anne.conversations.delete(conversation.id).deleted
     assert not served.hub.held
-    with pytest.raises(openai.NotFoundError) as told:
+    with pytest.raises(openai.NotFoundError) as raised:
         anne.responses.create(model=NAME, input="three", conversation=conversation.id)
-    assert told.value.code == "conversation_not_found"
+    assert raised.value.code == "conversation_not_found"
 
 
 def test_deleting_a_conversation_removes_its_sessions(anne: OpenAI, served: Running) -> None:
@@ -91,9 +91,9 @@ def test_previous_response_id_continues_or_forks_the_session(anne: OpenAI, serve
     assert anne.responses.retrieve(second.id).output_text == "You said: fork "
     assert [item.type for item in anne.responses.input_items.list(second.id)] == ["message"]
     anne.responses.delete(first.id)
-    with pytest.raises(openai.NotFoundError) as told:
+    with pytest.raises(openai.NotFoundError) as raised:
         anne.responses.create(model=NAME, input="four", previous_response_id=second.id)
-    assert told.value.code == "previous_response_not_found"
+    assert raised.value.code == "previous_response_not_found"
     with pytest.raises(openai.BadRequestError, match="exclude each other"):
         anne.responses.create(model=NAME, input="x", previous_response_id="a", conversation="b")
 
@@ -176,9 +176,9 @@ def test_full_archive_evicts_the_oldest_responses() -> None:
 def test_concurrent_append_to_a_conversation_is_a_409() -> None:
     archive = Archive()
     archive.append("anne", "c", [ConversationItem("a", ChatMessage("user", "x"))], expected=0)
-    with pytest.raises(ApiError) as told:
+    with pytest.raises(ApiError) as raised:
         archive.append("anne", "c", [ConversationItem("b", ChatMessage("user", "y"))], expected=0)
-    assert (told.value.status, told.value.code) == (409, "conversation_changed")
+    assert (raised.value.status, raised.value.code) == (409, "conversation_changed")
     assert [item.id for item in archive.items("anne", "c")] == ["a"]
     archive.close()
 

@@ -110,9 +110,9 @@ def test_retry_after_a_crash_makes_one_turn(
         assert len(before) in (2, 4)  # all of the turn, or nothing of it
     with serving(tmp_path, loaded) as client:
         again = client.post("/v1/responses", json=body, headers=RETRIED).json()
-        told = [("user", "Two?"), ("assistant", again["output"][0]["content"][0]["text"])]
-        assert messages_of(client, name)[2:] == told
-        assert before[2:] in ([], told)
+        result = [("user", "Two?"), ("assistant", again["output"][0]["content"][0]["text"])]
+        assert messages_of(client, name)[2:] == result
+        assert before[2:] in ([], result)
         turns = client.get(f"/v1/sessions/{name}").json()["turns"]
         assert turns == 4
         assert client.post("/v1/responses", json=body, headers=RETRIED).json() == again

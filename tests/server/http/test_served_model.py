@@ -28,8 +28,10 @@ def test_model_is_served_under_its_names_up_to_max_model_len(small: LoadedModel)
     app = create_app(hub, LoopbackAuth(), Archive(), HttpSettings(max_new_tokens=4))
     with listening(app) as url, OpenAI(api_key="-", base_url=f"{url}/v1", max_retries=0) as client:
         assert [model.id for model in client.models.list()] == ["one", "two"]
-        told = [client.completions.create(model=name, prompt="a").model for name in ("one", "two")]
-        assert told == ["one", "one"]
+        result = [
+            client.completions.create(model=name, prompt="a").model for name in ("one", "two")
+        ]
+        assert result == ["one", "one"]
         assert client.responses.create(model="two", input="a").model == "one"
         with pytest.raises(openai.NotFoundError):
             client.completions.create(model="characters", prompt="a")
@@ -43,5 +45,5 @@ def test_model_is_served_under_its_names_up_to_max_model_len(small: LoadedModel)
 
 
 def test_max_model_len_beyond_the_model_is_refused(small: LoadedModel) -> None:
-    with pytest.raises(UsageError, match="--max-model-len 99999999"):
+    with pytest.raises(UsageError, match="max_model_len 99999999"):
         LocalEngineClient(Engine(small, policy="full"), EngineOptions(max_model_len=99_999_999))

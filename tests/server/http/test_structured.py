@@ -122,9 +122,9 @@ def test_structured_outputs_field_of_vllm_is_enforced(client: OpenAI) -> None:
     ids=lambda wrong: str(wrong)[:60],
 )
 def test_invalid_format_error_names_its_parameter(client: OpenAI, wrong: dict[str, Any]) -> None:
-    with pytest.raises(openai.BadRequestError) as told:
+    with pytest.raises(openai.BadRequestError) as raised:
         client.chat.completions.create(**asked(), extra_body=wrong)
-    assert told.value.param == next(iter(wrong))
+    assert raised.value.param == next(iter(wrong))
 
 
 def test_non_strict_schema_warns_about_ignored_keywords(client: OpenAI) -> None:

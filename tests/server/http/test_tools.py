@@ -56,8 +56,8 @@ def test_tool_call_is_streamed(client: OpenAI, write: Write) -> None:
         "a",
         "b",
     ]
-    told = [c.delta.model_extra for [c] in deltas if c.delta.model_extra]
-    assert "".join(extra.get("reasoning_content", "") for extra in told) == "Hm."
+    result = [c.delta.model_extra for [c] in deltas if c.delta.model_extra]
+    assert "".join(extra.get("reasoning_content", "") for extra in result) == "Hm."
 
 
 @pytest.mark.extended
@@ -101,11 +101,11 @@ def test_ten_step_tool_loop_reuses_one_session(
             calls = [delta for delta in deltas if delta.id]
             assert len(deltas) > 4 + len(str(step))  # arguments come as they are written
         else:
-            told = asked(client, messages)
+            result = asked(client, messages)
             usage, kv, calls = (
-                told.usage,
-                told.model_extra["kv"],
-                told.choices[0].message.tool_calls,
+                result.usage,
+                result.model_extra["kv"],
+                result.choices[0].message.tool_calls,
             )
         assert usage.prompt_tokens_details.cached_tokens > cached or not step
         cached = usage.prompt_tokens_details.cached_tokens
@@ -137,7 +137,7 @@ def test_tool_calls_without_a_cache_are_rendered_by_the_template(
 ) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at":"x"}'}}
     write("So.")
-    told = asked(
+    result = asked(
         client,
         [
             user("Fresh?"),
@@ -149,14 +149,14 @@ def test_tool_calls_without_a_cache_are_rendered_by_the_template(
         f"{json.dumps([TOOL])}[user]Fresh?.[assistant]Yes.<tool_call>"
         '{"name": "look", "arguments": {"at": "x"}}</tool_call>.[tool]ok.[assistant]'
     )
-    assert told.usage.prompt_tokens == len(rendered)
+    assert result.usage.prompt_tokens == len(rendered)
 
 
 @pytest.mark.extended
 def test_tool_choice_limits_calls(client: OpenAI, write: Write) -> None:
     write(call_text(at="a") + call_text(at="b"))
-    told = asked(client, [user("One")], parallel_tool_calls=False)
-    assert len(told.choices[0].message.tool_calls) == 1
+    result = asked(client, [user("One")], parallel_tool_calls=False)
+    assert len(result.choices[0].message.tool_calls) == 1
     write(call_text(at="a"))
     [choice] = asked(client, [user("None")], tool_choice="none").choices
     assert choice.message.tool_calls is None and choice.finish_reason == "stop"
@@ -227,11 +227,11 @@ def test_forced_tool_call_matches_its_schema() -> None:
                 "required": ["at"],
             }
             tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
-            told = asked(
+            result = asked(
                 client, [user("Hello")], tools=[tool], tool_choice=choice, parallel_tool_calls=False
             )
-            [call] = told.choices[0].message.tool_calls
-            assert told.choices[0].finish_reason == "tool_calls"
+            [call] = result.choices[0].message.tool_calls
+            assert result.choices[0].finish_reason == "tool_calls"
             assert json.loads(call.function.arguments)["at"] in ("x", "y")
 
 
@@ -242,8 +242,8 @@ def test_allowed_tools_force_a_call_of_one_of_them() -> None:
     choice = {"type": "allowed_tools", "allowed_tools": allowed}
     one = {"tools": tools, "parallel_tool_calls": False}
     for client in client_of(served()):
-        [told] = asked(client, [user("Hello")], tool_choice=choice, **one).choices
-        [call] = told.message.tool_calls
+        [result] = asked(client, [user("Hello")], tool_choice=choice, **one).choices
+        [call] = result.message.tool_calls
         assert (call.function.name, call.function.arguments) == ("wait", "{}")
         for wrong in ({"mode": "auto"}, {"tools": [TOOL | {"function": {"name": "x"}}]}):
             choice = {"type": "allowed_tools", "allowed_tools": allowed | wrong}
@@ -267,12 +267,12 @@ def test_messages_tool_loop_reuses_one_session(
     for step in range(4):
         write(f"<think>\nHm {step}.\n</think>\n\nI look." + call_text(at=str(step)) + call_text())
         response = in_messages(client, messages, stream=is_streamed)
-        told = streamed_message(response) if is_streamed else response.json()
-        assert told["stop_reason"] == "tool_use"
-        assert told["usage"]["cache_read_input_tokens"] > cached or not step
-        cached = told["usage"]["cache_read_input_tokens"]
-        sessions.add(told["kv"]["session"])
-        thought, text, first, second = told["content"]
+        result = streamed_message(response) if is_streamed else response.json()
+        assert result["stop_reason"] == "tool_use"
+        assert result["usage"]["cache_read_input_tokens"] > cached or not step
+        cached = result["usage"]["cache_read_input_tokens"]
+        sessions.add(result["kv"]["session"])
+        thought, text, first, second = result["content"]
         assert (thought["type"], thought["thinking"]) == ("thinking", f"Hm {step}.")
         assert (text["type"], text["text"]) == ("text", "I look.")
         assert (first["name"], first["input"]) == ("look", {"at": str(step)})
@@ -285,7 +285,7 @@ def test_messages_tool_loop_reuses_one_session(
             },
         ]
         messages += [
-            {"role": "assistant", "content": told["content"]},
+            {"role": "assistant", "content": result["content"]},
             {"role": "user", "content": results},
         ]
     assert len(sessions) == 1
@@ -302,7 +302,7 @@ def test_messages_tool_loop_reuses_one_session(
 
 def streamed_message(response: httpx2.Response) -> dict[str, Any]:
     """Message that the events of a stream describe."""
-    told: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     blocks = list[dict[str, Any]]()
     for frame in response.text.split("\n\n")[:-1]:
         event = json.loads(frame.split("\n")[1].removeprefix("data: "))
@@ -325,18 +325,18 @@ def streamed_message(response: httpx2.Response) -> dict[str, Any]:
             if block["type"] == "tool_use":
                 block["input"] = json.loads(block["json"])
         elif kind == "message_delta":
-            told = delta | {"usage": event["usage"], "kv": event["kv"]}
+            result = delta | {"usage": event["usage"], "kv": event["kv"]}
     assert not any(block.pop("is_open") for block in blocks)
     drop = ("json",)
-    return told | {"content": [{k: v for k, v in b.items() if k not in drop} for b in blocks]}
+    return result | {"content": [{k: v for k, v in b.items() if k not in drop} for b in blocks]}
 
 
 @pytest.mark.extended
 def test_messages_tool_choice_limits_calls(client: OpenAI, write: Write) -> None:
     write(call_text(at="a") + call_text(at="b"))
     choice = {"type": "auto", "disable_parallel_tool_use": True}
-    told = in_messages(client, [user("One")], tool_choice=choice).json()
-    assert [block["type"] for block in told["content"]] == ["tool_use"]
+    result = in_messages(client, [user("One")], tool_choice=choice).json()
+    assert [block["type"] for block in result["content"]] == ["tool_use"]
     refused = in_messages(client, [user("One")], tool_choice={"type": "tool", "name": "x"})
     assert refused.status_code == 400 and "tool_choice" in refused.json()["error"]["message"]
     for choice in ({"type": []}, {"type": "robot"}):

@@ -120,8 +120,8 @@ class UndisturbedServer:
         """Its answers to the same questions, of which it was asked the first before."""
         for turn in turns[2 * len(self.said) :: 2]:
             follows, asked = self.name if self.said else None, [user(turn["content"])]
-            told = self.served.ask(asked, self.name, follows=follows, max_new_tokens=NEW_TOKENS)
-            self.said.append(told.text.strip())
+            result = self.served.ask(asked, self.name, follows=follows, max_new_tokens=NEW_TOKENS)
+            self.said.append(result.text.strip())
         return self.said
 
 

@@ -68,8 +68,8 @@ def damage(folder: Path, record: Record, kind: str) -> None:
         with closing(sqlite3.connect(folder / "home" / MANIFEST_FILE)) as base, base:
             for epoch, data in base.execute("SELECT epoch, record FROM epochs").fetchall():
                 if epoch >= least:
-                    told = "UPDATE epochs SET record = ? WHERE epoch = ?"
-                    base.execute(told, (flipped(data), epoch))
+                    result = "UPDATE epochs SET record = ? WHERE epoch = ?"
+                    base.execute(result, (flipped(data), epoch))
 
 
 def talk(served: Stored | Served) -> list[ChatMessage]:

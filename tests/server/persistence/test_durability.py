@@ -186,9 +186,9 @@ def test_full_disk_is_reported_in_every_response(small: LoadedModel, tmp_path: P
         health = client.get("/health")
         assert health.status_code == 200
         assert health.json() == {"status": "degraded", "problems": ["turns_not_durable"]}
-        told = numbers(client)
-        assert "larder_sessions_not_durable 3.0" in told
-        failed = [line for line in told if line.startswith("larder_turns_not_durable_total{")]
+        result = numbers(client)
+        assert "larder_sessions_not_durable 3.0" in result
+        failed = [line for line in result if line.startswith("larder_turns_not_durable_total{")]
         assert sum(float(line.split()[-1]) for line in failed) == 3
         listed = client.get("/v1/sessions").json()["data"]
         assert {each["id"]: each["durable"] for each in listed}["a"] is True

@@ -66,10 +66,10 @@ def test_eight_sessions_store_a_prefix_once(small: LoadedModel) -> None:
     served, alone = Served(small), Served(small)
     cached = list[int]()
     for number in range(8):
-        told = served.ask(question(number), f"n{number}")
-        assert told.text == alone.ask(question(number), "x").text
+        result = served.ask(question(number), f"n{number}")
+        assert result.text == alone.ask(question(number), "x").text
         alone.core.remove("a", "x")
-        cached.append(told.result.cached_tokens)
+        cached.append(result.result.cached_tokens)
     assert cached[0] == 0 and min(cached[1:]) >= len(PREFIX)
     sessions = [session_of(served, f"n{number}") for number in range(8)]
     for each in sessions:
@@ -127,7 +127,7 @@ def test_prefixes_are_not_shared_between_tenants(small: LoadedModel) -> None:
 @pytest.mark.parametrize("fate", ["delete", "offload", "drop"])
 def test_prefix_bytes_are_charged_to_the_last_holder(small: LoadedModel, fate: str) -> None:
     served, alone = Served(small), Served(small)
-    told: list[Client] = [served.ask(question(number), f"n{number}") for number in range(3)]
+    result: list[Client] = [served.ask(question(number), f"n{number}") for number in range(3)]
     for number in range(2):
         session = session_of(served, f"n{number}")
         own = set(entry_storages(session))
@@ -149,7 +149,7 @@ def test_prefix_bytes_are_charged_to_the_last_holder(small: LoadedModel, fate: s
         assert reserved_bytes(served) == real_bytes(served)
         assert 0 <= before - reserved_bytes(served) - freed < 1000  # and tables
         assert served.core.ledger.used(Tier.DEVICE) >= len(PREFIX) * entry_bytes(served)
-    turns = answered(question(2), told[2], "And in the next?")
+    turns = answered(question(2), result[2], "And in the next?")
     alone.ask(question(2), "n2")
     assert served.ask(turns, "n2").text == alone.ask(turns, "n2").text
     assert reserved_bytes(served) == real_bytes(served)

@@ -8,8 +8,8 @@ from larder.session import DialogueSession, Utterance, cut_segments, history_tur
 
 
 def test_history_turn_is_a_question_with_its_answer() -> None:
-    told = [("system", "s"), ("user", "q1"), ("assistant", "a1"), ("user", "q2"), ("user", "q3")]
-    chat = Conversation("chat", tuple(Message(role, text) for role, text in told))
+    result = [("system", "s"), ("user", "q1"), ("assistant", "a1"), ("user", "q2"), ("user", "q3")]
+    chat = Conversation("chat", tuple(Message(role, text) for role, text in result))
     found = history_turns(chat, cut_segments(chat, size=3))
     assert [one.text for one in found] == ["q1\na1", "q2", "q3"]
     assert [one.segment_indices for one in found] == [(0,), (0,), (1,)]
