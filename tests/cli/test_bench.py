@@ -106,7 +106,7 @@ def test_interrupted_study_keeps_its_measured_cells(
     monkeypatch.setattr(Running, "run", stopped)
     result = run(*ONE, "--out", out, "--json")
     assert (result.exit_code, document(result)["cells"]) == (130, 1)
-    assert "Stopped at 1 of 2 cells: the same command goes on" in result.stderr
+    assert "Stopped at 1 of 2 cells: the same command continues" in result.stderr
     assert [row["row"] for row in read_rows(out)][1:] == ["budgets", "cell"]
     interrupt = lambda self, on_row: (_ for _ in ()).throw(KeyboardInterrupt)  # noqa: E731
     monkeypatch.setattr(Running, "run", interrupt)

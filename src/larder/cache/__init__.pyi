@@ -25,7 +25,6 @@ from .forms.residual import ResidualLayer as ResidualLayer
 from .forms.tiered import TieredLayer as TieredLayer
 from .forms.transform import TransformLayer as TransformLayer
 from .forms.window import SlidingWindowLayer as SlidingWindowLayer
-from .held_bytes import held_nbytes as held_nbytes
 from .kvtc import KvtcTables as KvtcTables
 from .kvtc import PrincipalSide as PrincipalSide
 from .latest_activations import latest_queries_bytes as latest_queries_bytes
@@ -47,6 +46,7 @@ from .predictive import PredictiveTables as PredictiveTables
 from .predictive import SidePrediction as SidePrediction
 from .prefix_forks import divide as divide
 from .prefix_forks import fork_prefix as fork_prefix
+from .prefix_forks import held_nbytes as held_nbytes
 from .prefix_forks import prefix_nbytes as prefix_nbytes
 from .prefix_forks import seal as seal
 from .prefix_forks import shared_storages as shared_storages

@@ -10,7 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from larder.cache.held_bytes import held_nbytes
+from larder.cache.prefix_forks import held_nbytes
 from larder.cache.sequence import SequenceCache
 from larder.core.arguments import checked_call
 from larder.core.errors import CacheError, ModelError, UsageError
