@@ -145,9 +145,11 @@ class ChunkStream:
         """
         cache, levels = SequenceCache(spec, "dense"), list[int]()
         cache.allocate(len(self.ids))
-        started, bandwidth = self.clock(), self.bandwidth
+        restore_start, bandwidth = self.clock(), self.bandwidth
         for number, chunk in enumerate(self.chunks):
-            level = self.controller.level(self._progress(number, self.clock() - started, bandwidth))
+            level = self.controller.level(
+                self._progress(number, self.clock() - restore_start, bandwidth)
+            )
             if level is None:
                 break
             level = chunk.refs.index(chunk.refs[level])
