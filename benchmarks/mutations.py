@@ -43,6 +43,30 @@ class Mutation:
 MARKS = "not gpu and not stress and not cluster"
 SCORERS, BUDGETS = ("policy/test_scorers.py",), ("policy/test_budgets.py",)
 MUTATIONS = {
+    "ragboost: like positions are farther": Mutation(
+        "session/context_tree.py",
+        "longest + POSITION_WEIGHT * apart",
+        "longest - POSITION_WEIGHT * apart",
+        ("session/test_context_tree.py",),
+    ),
+    "ragboost: nearest lists in place of average linkage": Mutation(
+        "session/context_tree.py",
+        "row = (sizes[one] * near[one] + sizes[other] * near[other]) / (sizes[one] + sizes[other])",
+        "row = np.minimum(near[one], near[other])",
+        ("session/test_context_tree.py",),
+    ),
+    "ragboost: clusters forget what is around them": Mutation(
+        "session/context_tree.py",
+        "dict.fromkeys(merges[node - count], prefix)",
+        "dict.fromkeys(merges[node - count], ())",
+        ("session/test_context_tree.py",),
+    ),
+    "ragboost: texts alike become references": Mutation(
+        "server/context_order.py",
+        "openings.get(_opening(text), set()) == {text}",
+        "text in openings.get(_opening(text), set())",
+        ("server/test_context_order.py",),
+    ),
     "lukv: flattest steps first": Mutation(
         "policy/budgets/lukv.py",
         "for slope in sorted(levels, reverse=True):",
