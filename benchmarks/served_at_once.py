@@ -1,6 +1,7 @@
 """Answers of a server to sessions at once, against the same sessions one by one.
 
     python benchmarks/served_at_once.py [--model smollm2] [--sessions 8] [--words 300] [--rounds 5]
+        [--inter-token-latency 1000]
 
 `larder serve` runs in its own process and answers over HTTP with streaming. Each round has new
 sessions; the two ways take turns. Printed are the tokens per CPU second of the server (Linux) for
@@ -61,8 +62,10 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=300)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--inter-token-latency", type=int, default=1000)
     options = parser.parse_args()
     serve = ["--model", options.model, "--dtype", options.dtype, "--policy", options.policy]
+    serve += ["--inter-token-latency", str(options.inter_token_latency)]
     ratios = list[float]()
     with tempfile.TemporaryDirectory() as home, run_server(Path(home), serve) as server:
         for number in range(options.rounds + 1):

@@ -57,6 +57,18 @@ class MemoryUsage:
         self._own_entries += change
         self._add(0, 0, change)
 
+    @staticmethod
+    def add_entries_each(usages: Iterable[MemoryUsage], change: int) -> None:
+        """`add_entries` of usages that no other joined, with one change of each of their totals."""
+        totals = dict[MemoryUsage, int]()
+        for usage in usages:
+            usage._own_entries += change
+            usage.entries += change
+            if usage._total is not None:
+                totals[usage._total] = totals.get(usage._total, 0) + change
+        for total, changes in totals.items():
+            total._add(0, 0, changes)
+
     def join(self, total: MemoryUsage) -> None:
         """Count into `total` from now on, and no longer into a former total."""
         self.leave()

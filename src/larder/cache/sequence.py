@@ -32,7 +32,7 @@ from larder.ops.removal import MIN_ROAMING_SLACK
 if TYPE_CHECKING:  # modules of arenas, slow tiers and tables are loaded where there are any
     from larder.cache.forms.tiered import TieredLayer
     from larder.cache.layer_pages import PageLease
-    from larder.cache.step_layout import StepLayout
+    from larder.cache.step_tables import StepTables
     from larder.ops.cpu.decode_eviction import EvictionTable
 
 
@@ -81,7 +81,7 @@ class SequenceCache:
         self.recurrent = NO_STATE
         self.model_positions = ModelPositions()
         self._is_spoiled = False
-        self._layout: StepLayout | None = None
+        self._layout: StepTables | None = None
         form_of(self.cache_spec).check_spec(self.cache_spec, spec)
         self.cache_spec.check_model(spec)
         self._layers = [create_layer(layer, spec, self.cache_spec) for layer in spec.layers]
@@ -111,19 +111,17 @@ class SequenceCache:
         self._check()
         return self._layers[layer]
 
-    def step_layout(self, dtype: torch.dtype) -> StepLayout | None:
+    def step_layout(self, dtype: torch.dtype) -> StepTables | None:
         """Tables for a decode step over keys and values of that type.
 
-        None where layers are asked one by one: in forms without tables, and where others hold the
-        storage of a layer. Raises: CacheError: invalid.
+        None where layers are asked one by one: in forms without tables, and in ragged ones where
+        others hold the storage of a layer. Raises: CacheError: invalid.
         """
         self._check()
         if not self._can_lay_out:
             return None
         if self._layout is None or not self._layout.is_current:
-            from larder.cache.step_layout import StepLayout  # for ragged layers alone
-
-            self._layout = StepLayout.of(self._layers)
+            self._layout = self._layers[0].step_tables(self._layers, self.next_position)
         return self._layout if self._layout and self._layout.dtype is dtype else None
 
     def count_step(self, position: int) -> None:
@@ -199,7 +197,7 @@ class SequenceCache:
                     done.append(layer)
         return done
 
-    def evict_laid_out(self, layout: StepLayout, table: EvictionTable) -> list[int]:
+    def evict_laid_out(self, layout: StepTables, table: EvictionTable) -> list[int]:
         """Evict from the layers of a table behind the newest token, as `evict_step`.
 
         Args:
@@ -424,7 +422,9 @@ class SequenceCache:
             link_shared_layers(self._layers)
         self._layout = None
         self._can_lay_out = all(
-            each.can_lay_out and each.layer.kv_heads == self._layers[0].layer.kv_heads
+            each.can_lay_out
+            and type(each) is type(self._layers[0])
+            and each.layer.kv_heads == self._layers[0].layer.kv_heads
             for each in self._layers
         )
         self._budgeted, self._unbudgeted = MemoryUsage(), MemoryUsage()

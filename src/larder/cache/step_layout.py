@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from larder.cache.forms.base import CacheLayer
+from larder.cache.step_tables import StepTables
 from larder.core.types import empty_tensor
 from larder.ops.cpu.decode_attention import (
     STEP_ROW,
@@ -36,7 +37,7 @@ ITEM_BYTES = 4  # of a logit
 NO_LOGITS = empty_tensor(torch.float32, 0)
 
 
-class StepLayout:
+class StepLayout(StepTables):
     """Tables of the layers of one sequence, valid while no layer moves its storage.
 
     It holds no storage alive, and logits during a step alone. A step goes `take_rows`,

@@ -33,7 +33,7 @@ from larder.ops.packing import device_tensor
 from larder.policy.providers.base import ImageProvider, column_providers
 
 if TYPE_CHECKING:
-    from larder.cache.step_layout import StepLayout
+    from larder.cache.step_tables import StepTables
     from larder.models.paged_steps import PagedSteps
 
 
@@ -120,7 +120,7 @@ class ForwardBatch:
         self._steps = [n for n, width in enumerate(self.widths) if is_append and width == 1]
         # Storages of layers to which segments have not attended yet.
         self._storages: dict[int, list[StepStorage | None]] = {}
-        self._layouts: list[StepLayout] = []
+        self._layouts: list[StepTables] = []
         self._paged = self._steps_over_pages()
         for segment in segments:
             for tier in segment.cache.tiers:
@@ -267,9 +267,9 @@ class ForwardBatch:
             return None
         return partial(StepTable.of_layers, storages, self.step_positions)
 
-    def _step_layouts(self, dtype: torch.dtype) -> list[StepLayout]:
+    def _step_layouts(self, dtype: torch.dtype) -> list[StepTables]:
         """Layout of each cache; empty if there is one without."""
-        found: list[StepLayout] = []
+        found: list[StepTables] = []
         for segment in self.segments:
             layout = segment.cache.step_layout(dtype)
             if layout is None:

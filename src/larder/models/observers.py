@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from larder.cache.step_layout import StepLayout
+    from larder.cache.step_tables import StepTables
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class StepObserver(ABC):
         """Report of a layer, as of any observer."""
 
     @abstractmethod
-    def end_step(self, layouts: Sequence[StepLayout]) -> bool:
+    def end_step(self, layouts: Sequence[StepTables]) -> bool:
         """Act on a step of single tokens, of which no layer was reported.
 
         Args:
@@ -69,7 +69,7 @@ class JoinedObserver(StepObserver):
         if segment in self._observers:
             self._observers[segment](0, layer, activations)
 
-    def end_step(self, layouts: Sequence[StepLayout]) -> bool:
+    def end_step(self, layouts: Sequence[StepTables]) -> bool:
         own = [
             isinstance(each, StepObserver) and each.end_step([layouts[segment]])
             for segment, each in self._observers.items()

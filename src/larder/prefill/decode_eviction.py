@@ -25,7 +25,7 @@ from larder.policy.timing.base import Growth
 from larder.prefill.eviction_pass import EvictionMode, EvictionPass, ScoringPhase, token_observer
 
 if TYPE_CHECKING:  # few policies evict by a kernel
-    from larder.cache.step_layout import StepLayout
+    from larder.cache.step_tables import StepTables
     from larder.ops.cpu.decode_eviction import EvictionTable
 
 # Numbers of tokens before they are read, by provider; one mapping per segment.
@@ -185,7 +185,7 @@ class DecodeEviction:
         )
 
 
-def evict_nothing(layouts: Sequence[StepLayout]) -> set[tuple[int, int]]:
+def evict_nothing(layouts: Sequence[StepTables]) -> set[tuple[int, int]]:
     """Eviction of a `DeferredObserver` that leaves all layers to the observer."""
     del layouts
     return set()
@@ -211,7 +211,7 @@ class DeferredObserver(StepObserver):
         self,
         observer: Observer,
         calls: int,
-        evict: Callable[[Sequence[StepLayout]], set[tuple[int, int]]] = evict_nothing,
+        evict: Callable[[Sequence[StepTables]], set[tuple[int, int]]] = evict_nothing,
         num_evicted: int = 0,
     ) -> None:
         self._observer = observer
@@ -230,7 +230,7 @@ class DeferredObserver(StepObserver):
                 if (segment, layer) not in done:
                     self._observer(segment, layer, activations)
 
-    def end_step(self, layouts: Sequence[StepLayout]) -> bool:
+    def end_step(self, layouts: Sequence[StepTables]) -> bool:
         self._done = self._evict(layouts)
         return 0 < self._num_evicted == len(self._done)
 
@@ -268,7 +268,7 @@ class StepEviction:
         """Number of layers that are evicted from, over all segments."""
         return sum(len(segment.quotas) for segment in self._segments)
 
-    def run(self, layouts: Sequence[StepLayout] = ()) -> set[tuple[int, int]]:
+    def run(self, layouts: Sequence[StepTables] = ()) -> set[tuple[int, int]]:
         """Evict, and return the layers that are done: (segment, layer).
 
         Segments of which the kernel cannot do a layer are left to plans.
@@ -286,7 +286,7 @@ class StepEviction:
             done.update((number, layer) for layer in found)
         return done
 
-    def _evict_laid_out(self, segment: SequenceStep, layout: StepLayout) -> list[int]:
+    def _evict_laid_out(self, segment: SequenceStep, layout: StepTables) -> list[int]:
         """Evict by the tables of a layout, and return the layers that are done."""
         due = segment.quotas if segment.is_due else list(segment.quotas)
         key = self._tokens, due

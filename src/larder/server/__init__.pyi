@@ -61,6 +61,7 @@ from .http.tools import AnswerParser as AnswerParser
 from .local_engine_client import LocalEngineClient as LocalEngineClient
 from .model_router import ModelRouter as ModelRouter
 from .model_router import TurnLock as TurnLock
+from .model_thread import ModelThread as ModelThread
 from .operation import Endpoint as Endpoint
 from .operation import Operation as Operation
 from .operation import Placement as Placement

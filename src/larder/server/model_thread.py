@@ -16,9 +16,15 @@ from larder.server.session_state import SessionState
 
 T = TypeVar("T")
 
+# Seconds without a call that end the wait for requests that come at once, and the longest wait.
+ARRIVAL_GAP_SECONDS, MAX_ARRIVAL_SECONDS = 0.004, 0.02
+
 
 class ModelThread:
     """Thread that runs steps while there is work, and calls in between. Safe from any thread.
+
+    A call that finds no work waits for others that come at the same time before the next step, so
+    that the prompts of several requests are read together.
 
     Args:
         step: one step; False if there was nothing to do.
@@ -76,13 +82,31 @@ class ModelThread:
                     while not (is_working or self._calls or self._is_woken or self._is_closing):
                         self._changed.wait()
                     self._is_woken = False
-                    calls = list(self._calls)
-                    self._calls.clear()
-                for future, function in calls:
-                    _answer(future, function)
+                was_called = self._run_calls()
+                if was_called and not is_working:
+                    self._run_simultaneous_calls()
                 is_working = self._step()
         finally:
             self._stop()
+
+    def _run_calls(self) -> bool:
+        """Run the calls that are waiting; True if there were any."""
+        with self._changed:
+            calls = list(self._calls)
+            self._calls.clear()
+        for future, function in calls:
+            _answer(future, function)
+        return bool(calls)
+
+    def _run_simultaneous_calls(self) -> None:
+        """Run calls that come within `ARRIVAL_GAP_SECONDS` of each other, for at most
+        `MAX_ARRIVAL_SECONDS`."""
+        until = monotonic() + MAX_ARRIVAL_SECONDS
+        while (seconds := min(ARRIVAL_GAP_SECONDS, until - monotonic())) > 0:
+            with self._changed:
+                self._changed.wait_for(lambda: self._calls or self._is_closing, seconds)
+            if self._is_closing or not self._run_calls():
+                return
 
     def _stop(self) -> None:
         with self._changed:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
 from larder.cache.entry_columns import EntryColumns
+from larder.cache.forms.base import CacheLayer
 from larder.cache.shared_storage import SegmentedLayer
 from larder.cache.spec import LayerOptions
 from larder.core.ledger import LOG_COUNT
 from larder.core.plan import StepMerging, StepRule, StepSpreading
 from larder.core.spec import LayerSpec
 from larder.ops.cpu.decode_attention import EvictionStorage, StepStorage
+
+if TYPE_CHECKING:
+    from larder.cache.step_tables import StepTables
 
 GROWTH_TOKENS = 64  # slack allocated when a caller appends without a reservation
 
@@ -79,6 +84,12 @@ class RaggedSteps(SegmentedLayer):
     @property
     def can_lay_out(self) -> bool:
         return not (self.layer.latent_rank or self.layer.softcap is not None)
+
+    def step_tables(self, layers: Sequence[CacheLayer], position: int) -> StepTables | None:
+        from larder.cache.step_layout import StepLayout  # dense forms have other tables
+
+        del position
+        return StepLayout.of(layers)
 
     def fixed_storage(self) -> tuple[object, ...]:
         if self._is_shared:

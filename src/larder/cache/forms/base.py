@@ -34,6 +34,7 @@ from larder.ops.cpu.decode_attention import EvictionStorage, StepStorage
 
 if TYPE_CHECKING:
     from larder.cache.layer_pages import PageLease
+    from larder.cache.step_tables import StepTables
 
 AttentionState = tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]  # output and log-sum-exp
 AttentionCall = Callable[[], AttentionState]  # call of a kernel, with its arguments
@@ -244,6 +245,14 @@ class CacheLayer(DivisibleStorage, TensorOwner):
     def can_lay_out(self) -> bool:
         """True if decode steps over several layers may go by tables that stay between steps."""
         return False
+
+    def step_tables(self, layers: Sequence[CacheLayer], position: int) -> StepTables | None:
+        """Tables of all layers of a sequence, which `can_lay_out`; None where they have none now.
+
+        Args:
+            position: true position of the next token.
+        """
+        del layers, position
 
     def fixed_storage(self) -> tuple[object, ...]:
         """Objects of which one is replaced whenever the storage or its layout is.

@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from larder.cache.forms.base import AttentionCall
+from larder.cache.forms.base import AttentionCall, CacheLayer
+from larder.cache.memory_usage import MemoryUsage
 from larder.cache.new_tokens import NewTokens
 from larder.cache.shared_storage import SegmentedLayer, SharedSegment, StorageHolders
 from larder.cache.spec import LayerOptions
@@ -31,6 +32,9 @@ from larder.ops.attention import ragged_attention
 from larder.ops.block_attention import block_attention
 from larder.ops.cpu.decode_attention import StepStorage, supports_step
 from larder.ops.removal import remove_rows
+
+if TYPE_CHECKING:
+    from larder.cache.step_tables import StepTables
 
 GROWTH = 4  # storage grows by a quarter when a caller appends without a reservation
 MIN_GROWTH_TOKENS = 64
@@ -53,6 +57,7 @@ class DenseLayer(SegmentedLayer):
         self._positions = torch.empty(0, dtype=torch.int32, device=device)
         self._length = 0
         self._flat_rows: tuple[Tensor, ...] = ()  # keys, values and no columns, for decode steps
+        self.storage_mark = object()  # another one after every change but that of `count_steps`
         self._count_bytes()
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
@@ -83,6 +88,41 @@ class DenseLayer(SegmentedLayer):
     def count_step(self, position: int) -> None:
         self._positions[self._length] = position
         self._set_length(self._length + 1)
+
+    @property
+    def can_lay_out(self) -> bool:
+        return self.divides and not (self.layer.latent_rank or self.layer.softcap is not None)
+
+    def step_tables(self, layers: Sequence[CacheLayer], position: int) -> StepTables:
+        from larder.cache.step_tables import DenseStepTables  # not before it is needed
+
+        return DenseStepTables(cast("Sequence[DenseLayer]", layers), position)
+
+    def start_steps(self, position: int) -> StepStorage:
+        """Storage for decode steps of tokens at consecutive positions, which are written into the
+        slack.
+
+        Args:
+            position: of the first token.
+        """
+        storage, first = self.step_storage(), self._length
+        assert storage is not None, "callers ask can_lay_out first"
+        coming = torch.arange(position, position + self.room, dtype=torch.int32)
+        self._positions[first:] = coming.to(self._positions.device)
+        return storage
+
+    @property
+    def room(self) -> int:
+        """Entries that the storage has slack for."""
+        return self._capacity - self._length
+
+    @staticmethod
+    def count_steps(layers: Sequence[DenseLayer]) -> None:
+        """Count one entry in each layer, which a kernel has written behind `start_steps`."""
+        for layer in layers:
+            layer._length += 1
+        usages = (layer.usage for layer in layers)
+        MemoryUsage.add_entries_each(usages, layers[0].layer.kv_heads)
 
     def apply(self, plan: Plan) -> None:
         rows = self._chosen(plan).to(self._keys.device)
@@ -128,6 +168,7 @@ class DenseLayer(SegmentedLayer):
         if not self._can_divide:
             return
         self._rejoin()
+        self.storage_mark = object()
         for segment in self._filled:
             count = int(self._lengths_before(segment, length)[0])
             if 0 < count < len(segment.positions):
@@ -310,11 +351,11 @@ class DenseLayer(SegmentedLayer):
         self.replaced_bytes = self.nbytes
         self._renew_holders()
         self._keys, self._values, self._positions = sides[0], sides[-1], positions
-        self._flat_rows = ()
+        self._flat_rows, self.storage_mark = (), object()
         self._count_bytes()
 
     def _set_length(self, length: int) -> None:
-        self._length = length
+        self._length, self.storage_mark = length, object()
         self.usage.set_entries(length * self.layer.kv_heads + self._segment_entries)
 
     def _storage(self) -> SharedSegment:
