@@ -52,6 +52,15 @@ def test_row_is_bitwise_independent_of_batch_and_threads(dtype, rows, threads, s
 
 
 @needs_library
+@pytest.mark.parametrize("rows", range(1, 41))
+@by_dtype
+def test_every_row_of_a_tile_equals_the_row_alone(dtype, rows):
+    given, weight = random_rows(rows, 96, rows, dtype), random_rows(48, 96, 99, dtype)
+    alone = torch.cat([few_rows_linear(row, weight) for row in given.split(1)])
+    assert torch.equal(few_rows_linear(given, weight), alone)
+
+
+@needs_library
 @pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf")])
 @by_dtype
 def test_non_finite_values_propagate(special, dtype):
@@ -90,6 +99,17 @@ def test_missing_kernel_takes_no_rows(monkeypatch):
 def test_max_rows_is_the_measured_crossover(monkeypatch, slow_rows, expected):
     def seconds(product, rows, weights) -> float:
         return 2 if product is few_rows_linear and len(rows) in slow_rows else 1
+
+    monkeypatch.setattr(decoder_layer, "_seconds_of_pass", seconds)
+    monkeypatch.setattr(decoder_layer, "_most_rows", lambda dtype: MAX_ROWS)
+    assert max_rows.__wrapped__(torch.bfloat16) == expected
+
+
+@needs_library
+@pytest.mark.parametrize(("slowdown", "expected"), [(1, 128), (1.05, 64), (1.1, 32), (1.2, 16)])
+def test_many_rows_must_be_nearly_as_fast_as_torch(monkeypatch, slowdown, expected):
+    def seconds(product, rows, weights) -> float:
+        return slowdown if product is few_rows_linear else 1
 
     monkeypatch.setattr(decoder_layer, "_seconds_of_pass", seconds)
     monkeypatch.setattr(decoder_layer, "_most_rows", lambda dtype: MAX_ROWS)

@@ -34,7 +34,9 @@ ROW_COUNTS = (MAX_ROWS, 64, 32, 16, 8, 1)
 OUTPUT_MULTIPLE, INPUT_MULTIPLE = 16, 32  # of the sizes that the kernel multiplies
 TIMED_WEIGHTS = (24, 576, 1536)  # 42 MB: a step finds its weights in memory, not in a cache
 REPETITIONS = 3
-MOST_SLOWDOWN = 1.25  # of the products alone; the layer saves more than that around them
+# Slowdown of the products alone that what the layer saves around them makes up for: about as much
+# as products of 4 rows take, and at most MOST_SLOWDOWN.
+MOST_SLOWDOWN, SAVED_ROWS = 1.25, 4
 
 Product = Callable[[Tensor, Tensor], Tensor]
 # Table of the storages of all layers, given their new keys and values [L, K, N, D].
@@ -219,7 +221,7 @@ def max_rows(dtype: torch.dtype) -> int:
         for _ in range(REPETITIONS):
             own = min(own, _seconds_of_pass(few_rows_linear, rows, weights))
             others = min(others, _seconds_of_pass(linear, rows, weights))
-        if own < others * MOST_SLOWDOWN:
+        if own < others * min(MOST_SLOWDOWN, 1 + SAVED_ROWS / count):
             return count
     return 0
 

@@ -32,6 +32,8 @@
 #define MOST_ROWS 6   /* rows */
 #define MOST_WEIGHTS 3
 #define BYTES_AHEAD 16384 /* bytes of weights that are fetched ahead, into the second cache */
+#define LINE_BYTES 64
+#define STEP_LINES 2 /* lines of the next weights that a step of one of several tiles fetches */
 
 enum use { STORED, GATED, ADDED }; /* written; silu(first) * second; added to what is there */
 
@@ -318,9 +320,5 @@ int64_t EXPORTED(larder_most_rows)(void) {
     if (larder_has_matrix_units())
         return 128;
 #endif
-#if defined(IS_FLOAT32)
-    return 16;
-#else
     return 64;
-#endif
 }

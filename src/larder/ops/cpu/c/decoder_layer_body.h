@@ -105,58 +105,81 @@ TARGET INLINE floats NAME(add_products)(floats sum, words weights, const void *r
 #define ROW_BYTES sizeof(float)
 #endif
 
-/* Lane sums of 16 outputs with `count` rows, TOGETHER outputs at a time. */
+/* Lane sums of 16 outputs with `count` rows, TOGETHER outputs at a time. Beside them weights are
+ * fetched: where `next` is NULL those BYTES_AHEAD, else STEP_LINES lines a step from `next` on. */
 TARGET INLINE void NAME(sum_products)(const number *matrix, int64_t size, const char *rows,
-                                   int count, floats *sums) {
+                                   int count, const char *next, floats *sums) {
     for (int first = 0; first < LANES; first += TOGETHER) {
         const number *own = matrix + first * size;
         floats totals[TOGETHER][MOST_ROWS] = {{{0}}};
-        for (int64_t d = 0; d < size; d += CHUNK)
+        for (int64_t d = 0; d < size; d += CHUNK) {
+            for (int line = 0; next && line < STEP_LINES; line++, next += LINE_BYTES)
+                __builtin_prefetch(next, 0, 2);
             for (int t = 0; t < TOGETHER; t++) {
                 words weights;
                 memcpy(&weights, own + t * size + d, sizeof weights);
-                __builtin_prefetch((const char *)(own + t * size + d) + BYTES_AHEAD, 0, 2);
+                if (!next)
+                    __builtin_prefetch((const char *)(own + t * size + d) + BYTES_AHEAD, 0, 2);
                 for (int r = 0; r < count; r++)
                     totals[t][r] = NAME(add_products)(totals[t][r], weights,
                                                    rows + r * size * (int64_t)ROW_BYTES, d);
             }
+        }
         for (int r = 0; r < count; r++)
             for (int t = 0; t < TOGETHER; t++)
                 sums[r * LANES + first + t] = totals[t][r];
     }
 }
 
-/* Products of at most MOST_ROWS rows with 16 outputs, as float32. */
-TARGET static void NAME(dot)(const struct products *all, const struct weights *weights,
-                             int64_t block, int64_t first, int64_t count, floats *out) {
-    const number *matrix = weights->matrix + block * LANES * all->size;
+/* Products of at most MOST_ROWS rows with 16 outputs, as float32. Tile `tile` of several fetches its
+ * part of `next`, the block behind; a single one, number -1, fetches what comes in its own order. */
+TARGET static void NAME(dot)(const struct products *all, const number *matrix, const number *next,
+                             int64_t tile, int64_t first, int64_t count, floats *out) {
     const char *rows = (const char *)all->rows + first * all->size * (int64_t)ROW_BYTES;
+    const char *part = (const char *)next + tile * STEP_LINES * LINE_BYTES *
+                                                (LANES / TOGETHER) * (all->size / CHUNK);
     floats sums[MOST_ROWS * LANES];
-#define SUM(count) NAME(sum_products)(matrix, all->size, rows, count, sums)
-    switch (count) {
+#define SUM(count) NAME(sum_products)(matrix, all->size, rows, count, NULL, sums)
+#define SUM_TILE(count) NAME(sum_products)(matrix, all->size, rows, count, part, sums)
+    switch (tile < 0 ? count : count + MOST_ROWS) {
     case 1: SUM(1); break;
     case 2: SUM(2); break;
     case 3: SUM(3); break;
     case 4: SUM(4); break;
     case 5: SUM(5); break;
-    default: SUM(6);
+    case 6: SUM(6); break;
+    case 3 + MOST_ROWS: SUM_TILE(3); break;
+    case 4 + MOST_ROWS: SUM_TILE(4); break;
+    case 5 + MOST_ROWS: SUM_TILE(5); break;
+    default: SUM_TILE(6);
     }
 #undef SUM
+#undef SUM_TILE
     for (int64_t r = 0; r < count; r++)
         out[r] = NAME(sum_each)(sums + r * LANES);
 }
 
-/* Products of all rows with blocks [start, stop) of outputs. */
+/* Products of all rows with blocks [start, stop) of outputs. Rows are cut into tiles of nearly equal
+ * size, which read a block from the caches while they fetch the next one. */
 TARGET static void NAME(multiply)(const struct products *all, int64_t start, int64_t stop) {
+    int64_t tiles = (all->num_rows + MOST_ROWS - 1) / MOST_ROWS;
     for (int64_t block = start; block < stop; block++) {
-        int64_t own_block;
+        int64_t own_block, size = LANES * all->size;
         const struct weights *own = weights_of(all, block, &own_block);
-        for (int64_t first = 0; first < all->num_rows; first += MOST_ROWS) {
-            int64_t rest = all->num_rows - first, count = rest < MOST_ROWS ? rest : MOST_ROWS;
+        const number *matrix = own->matrix + own_block * size, *next = matrix + size;
+        if (all->use != GATED && block + 1 < all->blocks) {
+            int64_t next_block;
+            next = weights_of(all, block + 1, &next_block)->matrix + next_block * size;
+        }
+        for (int64_t tile = 0; tile < tiles; tile++) {
+            int64_t first = all->num_rows * tile / tiles, part = tiles == 1 ? -1 : tile;
+            int64_t count = all->num_rows * (tile + 1) / tiles - first;
             floats outs[MOST_ROWS], others[MOST_ROWS] = {{0}};
-            NAME(dot)(all, own, own_block, first, count, outs);
-            if (all->use == GATED)
-                NAME(dot)(all, own + 1, own_block, first, count, others);
+            NAME(dot)(all, matrix, next, part, first, count, outs);
+            if (all->use == GATED) {
+                const number *second = own[1].matrix + own_block * size;
+                NAME(dot)(all, second, second + size, part, first, count, others);
+            }
             for (int64_t r = 0; r < count; r++)
                 NAME(use)(all, own, own_block, first + r, outs[r], others[r]);
         }
