@@ -8,13 +8,15 @@ from weakref import ref
 import pytest
 import torch
 
+import larder.ops.cpu.decode_eviction as kernels
 import larder.prefill.decode_eviction as decode_eviction
 from larder import Policy
-from larder.cache import SequenceCache, storage_bytes
+from larder.cache import SequenceCache, step_layout, storage_bytes
 from larder.core import Plan
 from larder.engine import SamplingParams, StoppingCriteria
 from larder.engine.generate import generate
 from larder.models import wrap_model
+from larder.models.observers import JoinedObserver
 from larder.ops import EvictionTable, c_library
 from larder.prefill import DeferredObserver, PeakMemoryMeter, StepEviction
 from larder.session import build_caches, decode_planner
@@ -81,14 +83,21 @@ def test_eviction_kernel_equals_plans(
     kernel: list[int] = []
     laid_out: list[bool] = []
 
-    def counted(self: StepEviction, layouts: Any = ()) -> set[tuple[int, int]]:
-        done = run(self, layouts)
+    def counted(self: StepEviction) -> set[tuple[int, int]]:
+        done = run(self)
         kernel.append(len(done))
-        laid_out.append(bool(layouts))
+        laid_out.append(False)
         return done
 
-    run = StepEviction.run
+    def counted_by_layouts(evictions: Any) -> list[list[int]]:
+        done = evict_sequences(evictions)
+        kernel.extend(map(len, done))
+        laid_out.append(True)
+        return done
+
+    run, evict_sequences = StepEviction.run, step_layout.evict_sequences
     monkeypatch.setattr(StepEviction, "run", counted)
+    monkeypatch.setattr(step_layout, "evict_sequences", counted_by_layouts)
     tokens, cache = generated(sentence, dtype)
     assert kernel and min(kernel) == 3
     assert laid_out.count(True) >= STEPS - 1
@@ -105,21 +114,108 @@ def test_eviction_kernel_equals_plans(
 def test_layer_skipped_by_the_kernel_uses_its_plan(
     sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evict, left = EvictionTable.evict, list[int | None]()
+    evict, left = kernels.evict_tables, list[int | None]()
 
-    def without_one(self: EvictionTable, roomy: int) -> list[int | None]:
-        self._rows[1, self.COUNT] = 0  # more entries than it rejects
-        rooms = evict(self, roomy)
-        left.append(rooms[1])
+    def without_one(tables: list[EvictionTable], roomy: int) -> list[list[int | None]]:
+        tables[0].rows[1, kernels.COUNT] = 0  # more entries than it rejects
+        rooms = evict(tables, roomy)
+        left.append(rooms[0][1])
         return rooms
 
-    monkeypatch.setattr(EvictionTable, "evict", without_one)
+    monkeypatch.setattr(kernels, "evict_tables", without_one)
     tokens, cache = generated(sentence, BFLOAT16)
     assert left and set(left) == {None}
     monkeypatch.setattr(decode_eviction, "DeferredObserver", by_plans)
     expected, reference = generated(sentence, BFLOAT16)
     assert tokens == expected and same_caches(cache, reference)
     assert cache.nbytes == reference.nbytes
+
+
+BATCHES = [
+    (BFLOAT16, [H2O] * 3),
+    (FLOAT32, [f"{D2O}every_step()"] * 4),
+    (BFLOAT16, [f"{CAM}every_step()", f"{TOVA}every_step()", f"{CAM}every_step()"]),
+    (
+        FLOAT32,
+        [H2O, f"{D2O}lagged(tokens=2)", f"{CAM}cam(window=5) > every_step()", LAGGED_H2O, H2O],
+    ),
+]
+
+
+def batch_generated(endings: list[str], dtype: torch.dtype) -> tuple[Any, list[SequenceCache]]:
+    """Tokens behind prompts of different lengths, each under its own policy, and the caches."""
+    decoder = wrap_model(tiny("qwen3", layers=3).to(dtype))
+    runtime, caches, planners = id_runtime(decoder), list[SequenceCache](), list[Any]()
+    for number, ending in enumerate(endings):
+        policy = Policy.parse(f"whole() > {ending}").with_sizes(20 + 3 * number, None)
+        ids = some_ids(48 - 5 * number)
+        caches.append(build_caches(runtime, policy, ids, [{}], PeakMemoryMeter()).activate(0))
+        planners.append(decode_planner(runtime, policy, [caches[-1]]))
+
+    def observer(numbers: list[int], segments: list[Any], steps: list[int]) -> JoinedObserver:
+        own = [
+            planners[number].observer([0], [segment], [step])
+            for number, segment, step in zip(numbers, segments, steps, strict=True)
+        ]
+        return JoinedObserver(dict(enumerate(own)))
+
+    firsts = [(3 + number,) for number in range(len(endings))]
+    stop = StoppingCriteria(STEPS)
+    return generate(decoder, caches, firsts, SamplingParams(), stop, make_observer=observer), caches
+
+
+@pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
+@pytest.mark.parametrize("dtype, endings", BATCHES)
+def test_eviction_of_several_sequences_equals_that_of_each_alone(
+    endings: list[str], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = list[list[int]]()  # sequences in each call, by step
+    evict_alike, evict_sequences = kernels._evict_alike, step_layout.evict_sequences
+
+    def counted(tables: list[EvictionTable], roomy: int) -> list[list[int | None]]:
+        sizes[-1].append(len(tables))
+        return evict_alike(tables, roomy)
+
+    def one_step(evictions: Any) -> list[list[int]]:
+        sizes.append([])
+        return evict_sequences(evictions)
+
+    monkeypatch.setattr(kernels, "_evict_alike", counted)
+    monkeypatch.setattr(step_layout, "evict_sequences", one_step)
+    tokens, caches = batch_generated(endings, dtype)
+    kinds = [endings.count(each) for each in dict.fromkeys(endings)]
+    if LAGGED_H2O in endings:  # the same rule, less often
+        kinds = [3, 1, 1]
+    assert kinds in sizes and all(len(calls) <= len(kinds) for calls in sizes)
+    assert len(sizes) >= STEPS - 1
+
+    def one_by_one(evictions: Any) -> list[list[int]]:
+        return [evict_sequences([each])[0] for each in evictions]
+
+    monkeypatch.setattr(step_layout, "evict_sequences", one_by_one)
+    expected, references = batch_generated(endings, dtype)
+    assert tokens == expected
+    assert all(map(same_caches, caches, references))
+    assert [own.nbytes for own in caches] == [own.nbytes for own in references]
+    assert [own.lengths() for own in caches] == [own.lengths() for own in references]
+
+
+@pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
+def test_layer_skipped_in_a_batch_uses_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    evict, left = kernels.evict_tables, list[list[int | None]]()
+
+    def without_one(tables: list[EvictionTable], roomy: int) -> list[list[int | None]]:
+        tables[1].rows[2, kernels.COUNT] = 0  # more entries than it rejects
+        rooms = evict(tables, roomy)
+        left.append([own[2] for own in rooms])
+        return rooms
+
+    monkeypatch.setattr(kernels, "evict_tables", without_one)
+    tokens, caches = batch_generated([H2O] * 3, BFLOAT16)
+    assert left and all(one is not None and two is None for one, two, _ in left)
+    monkeypatch.setattr(decode_eviction, "DeferredObserver", by_plans)
+    expected, references = batch_generated([H2O] * 3, BFLOAT16)
+    assert tokens == expected and all(map(same_caches, caches, references))
 
 
 @pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")

@@ -33,7 +33,6 @@ if TYPE_CHECKING:  # modules of arenas, slow tiers and tables are loaded where t
     from larder.cache.forms.tiered import TieredLayer
     from larder.cache.layer_pages import PageLease
     from larder.cache.step_tables import StepTables
-    from larder.ops.cpu.decode_eviction import EvictionTable
 
 
 class SequenceCache:
@@ -197,14 +196,10 @@ class SequenceCache:
                     done.append(layer)
         return done
 
-    def evict_laid_out(self, layout: StepTables, table: EvictionTable) -> list[int]:
-        """Evict from the layers of a table behind the newest token, as `evict_step`.
-
-        Args:
-            layout: of this cache.
-        """
-        with self._changing():
-            return layout.evict(table, self.next_position + 1)
+    def count_eviction(self) -> None:
+        """Count an eviction, which cannot be undone, before a kernel carries it out."""
+        self._check()
+        self.plans += 1
 
     def write_columns(self, layer: int, columns: Mapping[str, Tensor]) -> None:
         """Replace ledger columns of one layer, one number per row of its storage."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import is_
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 from weakref import ref
 
 import numpy as np
@@ -31,6 +31,7 @@ from larder.ops.removal import MIN_ROAMING_SLACK
 
 if TYPE_CHECKING:  # few policies evict by a kernel
     from larder.cache.forms.ragged import RaggedLayer
+    from larder.cache.sequence import SequenceCache
     from larder.ops.cpu.decode_eviction import EvictionTable
 
 ITEM_BYTES = 4  # of a logit
@@ -41,8 +42,8 @@ class StepLayout(StepTables):
     """Tables of the layers of one sequence, valid while no layer moves its storage.
 
     It holds no storage alive, and logits during a step alone. A step goes `take_rows`,
-    `count_step`, `evict` where a rule applies, and `settle`, which tells the layers what the
-    kernels did.
+    `count_step`, `evict_sequences` where a rule applies, and `settle`, which tells the layers what
+    the kernels did.
 
     Args:
         layers: all layers of the sequence, which `can_lay_out`, in storage of their own. Starts and
@@ -118,14 +119,20 @@ class StepLayout(StepTables):
         self._eviction = None if table is None else (owner, key, table)
         return table
 
-    def evict(self, table: EvictionTable, length: int) -> list[int]:
-        """Evict from the layers of a table, and return those that are done.
+    def prepare_eviction(self, table: EvictionTable, length: int) -> None:
+        """Set what changes at every step in a table of the layers.
 
         Args:
             length: true tokens read.
         """
-        logits = self._addresses[table.layers]
-        rooms = table.evict_at(MIN_ROAMING_SLACK, length, logits)
+        table.set_step(length, self._addresses[table.layers])
+
+    def count_eviction(self, table: EvictionTable, rooms: Sequence[int | None]) -> list[int]:
+        """Count an eviction from the layers of a table, and return those that are done.
+
+        Args:
+            rooms: slack behind the fullest head of each layer; None where nothing changed.
+        """
         found = dict(zip(table.layers, rooms, strict=True))
         done = {layer: room for layer, room in found.items() if room is not None}
         for layer, room in done.items():
@@ -162,3 +169,39 @@ class StepLayout(StepTables):
         """Copy of the logits of one layer."""
         rows, stored = int(self._groups[index]), int(self._stored[index])
         return self._logits[self._offsets[index] :][: rows * stored].view(rows, stored).clone()
+
+
+class SequenceEviction(NamedTuple):
+    """Eviction from layers of one sequence behind a decode step.
+
+    Args:
+        layout: of the cache.
+        table: the layers, and what is evicted from them.
+    """
+
+    cache: SequenceCache
+    layout: StepTables
+    table: EvictionTable
+
+
+def evict_sequences(evictions: Sequence[SequenceEviction]) -> list[list[int]]:
+    """Evict from several sequences, each behind its newest token: one call for each rule.
+
+    Every sequence gets the bits that it gets alone.
+
+    Returns:
+        Layers of each sequence that are done. The others have not changed.
+
+    Raises:
+        MemoryError: buffers could not be allocated; the sequences are half changed.
+    """
+    from larder.ops.cpu.decode_eviction import evict_tables  # few policies evict so
+
+    for cache, layout, table in evictions:
+        cache.count_eviction()
+        layout.prepare_eviction(table, cache.next_position + 1)
+    rooms = evict_tables([each.table for each in evictions], MIN_ROAMING_SLACK)
+    return [
+        each.layout.count_eviction(each.table, own)
+        for each, own in zip(evictions, rooms, strict=True)
+    ]

@@ -51,11 +51,19 @@ class StepTables(ABC):
         del owner, key, build
         return None
 
-    def evict(self, table: EvictionTable, length: int) -> list[int]:
-        """Evict from the layers of an `eviction_table`, and return those that are done.
+    def prepare_eviction(self, table: EvictionTable, length: int) -> None:
+        """Set what changes at every step in an `eviction_table`.
 
         Args:
             length: true tokens read.
+        """
+        raise NotImplementedError  # forms with such a table have it
+
+    def count_eviction(self, table: EvictionTable, rooms: Sequence[int | None]) -> list[int]:
+        """Count an eviction from the layers of a table, and return those that are done.
+
+        Args:
+            rooms: slack behind the fullest head of each layer; None where nothing changed.
         """
         raise NotImplementedError  # forms with such a table have it
 

@@ -318,10 +318,20 @@ class ForwardBatch:
         observer = self._observer
         for layout in self._layouts:
             layout.count_step()
-        is_done = isinstance(observer, StepObserver) and observer.end_step(self._layouts)
+        is_done = isinstance(observer, StepObserver) and self._evict(observer)
         for layout in self._layouts:
             layout.settle()
         return is_done or (observer is None and not self.captured)
+
+    def _evict(self, observer: StepObserver) -> bool:
+        """Evict from all sequences of the layouts; True if the observer is done with them."""
+        due = observer.step_evictions(self._layouts)
+        if not due:
+            return observer.end_step({})
+        from larder.cache.step_layout import evict_sequences  # few policies evict so
+
+        done = evict_sequences(tuple(due.values()))
+        return observer.end_step(dict(zip(due, done, strict=True)))
 
     def _attend_steps(
         self, layer: int, queries: Queries, keys: Keys, values: Values

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from larder.cache.step_layout import SequenceEviction
     from larder.cache.step_tables import StepTables
 
 
@@ -44,11 +45,19 @@ class StepObserver(ABC):
         """Report of a layer, as of any observer."""
 
     @abstractmethod
-    def end_step(self, layouts: Sequence[StepTables]) -> bool:
-        """Act on a step of single tokens, of which no layer was reported.
+    def step_evictions(self, layouts: Sequence[StepTables]) -> dict[int, SequenceEviction]:
+        """Evictions of kernels that are due behind a step of single tokens, by segment.
 
         Args:
             layouts: of the cache of each segment, with its token counted.
+        """
+
+    @abstractmethod
+    def end_step(self, done: Mapping[int, Sequence[int]]) -> bool:
+        """Act on a step of single tokens, of which no layer was reported.
+
+        Args:
+            done: layers that kernels have evicted from, by segment.
 
         Returns:
             False if all layers are to be reported nevertheless.
@@ -69,9 +78,18 @@ class JoinedObserver(StepObserver):
         if segment in self._observers:
             self._observers[segment](0, layer, activations)
 
-    def end_step(self, layouts: Sequence[StepTables]) -> bool:
+    def step_evictions(self, layouts: Sequence[StepTables]) -> dict[int, SequenceEviction]:
+        found: dict[int, SequenceEviction] = {}
+        for segment, each in self._observers.items():
+            if isinstance(each, StepObserver):
+                own = each.step_evictions([layouts[segment]])
+                found.update((segment, eviction) for eviction in own.values())
+        return found
+
+    def end_step(self, done: Mapping[int, Sequence[int]]) -> bool:
         own = [
-            isinstance(each, StepObserver) and each.end_step([layouts[segment]])
+            isinstance(each, StepObserver)
+            and each.end_step({0: done[segment]} if segment in done else {})
             for segment, each in self._observers.items()
         ]
         return all(own)

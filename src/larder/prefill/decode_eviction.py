@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from jaxtyping import Float
@@ -25,6 +26,7 @@ from larder.policy.timing.base import Growth
 from larder.prefill.eviction_pass import EvictionMode, EvictionPass, ScoringPhase, token_observer
 
 if TYPE_CHECKING:  # few policies evict by a kernel
+    from larder.cache.step_layout import SequenceEviction
     from larder.cache.step_tables import StepTables
     from larder.ops.cpu.decode_eviction import EvictionTable
 
@@ -106,7 +108,7 @@ class DecodeEviction:
             for cache, own, is_due, length in zip(caches, quotas, due, lengths, strict=True)
         ]
         step = StepEviction(self.planner, rule, self.tokens, stepped)
-        return DeferredObserver(observer, calls, step.run, step.num_layers)
+        return DeferredObserver(observer, calls, step)
 
     def _eviction_pass(
         self,
@@ -185,12 +187,6 @@ class DecodeEviction:
         )
 
 
-def evict_nothing(layouts: Sequence[StepTables]) -> set[tuple[int, int]]:
-    """Eviction of a `DeferredObserver` that leaves all layers to the observer."""
-    del layouts
-    return set()
-
-
 class DeferredObserver(StepObserver):
     """Observer that buffers the activations of a pass of single tokens until its last layer.
 
@@ -200,24 +196,18 @@ class DeferredObserver(StepObserver):
     hundredth of the entries. A pass that fails halfway has changed nothing. Used once.
 
     Args:
-        observer: receives the calls in their order, but those of layers that `evict` has done.
+        observer: receives the calls in their order, but those of layers that a kernel has done.
         calls: number of calls of the pass: one per layer and segment.
-        evict: comes first, and returns the layers that need no call: (segment, layer). It is given
-            the layouts of the caches, if the pass went by these.
-        num_evicted: number of layers that `evict` can do, over all segments.
+        eviction: what a kernel carries out first; None to leave all layers to the observer.
     """
 
     def __init__(
         self,
         observer: Observer,
         calls: int,
-        evict: Callable[[Sequence[StepTables]], set[tuple[int, int]]] = evict_nothing,
-        num_evicted: int = 0,
+        eviction: StepEviction | None = None,
     ) -> None:
-        self._observer = observer
-        self._calls = calls
-        self._evict = evict
-        self._num_evicted = num_evicted
+        self._observer, self._calls, self._eviction = observer, calls, eviction
         self._done: set[tuple[int, int]] | None = None
         self._buffer: list[tuple[int, int, LayerActivations]] = []
 
@@ -225,14 +215,20 @@ class DeferredObserver(StepObserver):
         self._buffer.append((segment, layer, activations))
         if len(self._buffer) == self._calls:
             calls, self._buffer = self._buffer, []
-            done = self._evict(()) if self._done is None else self._done
+            done = self._done
+            if done is None:
+                done = set() if self._eviction is None else self._eviction.run()
             for segment, layer, activations in calls:
                 if (segment, layer) not in done:
                     self._observer(segment, layer, activations)
 
-    def end_step(self, layouts: Sequence[StepTables]) -> bool:
-        self._done = self._evict(layouts)
-        return 0 < self._num_evicted == len(self._done)
+    def step_evictions(self, layouts: Sequence[StepTables]) -> dict[int, SequenceEviction]:
+        return {} if self._eviction is None else self._eviction.by_layouts(layouts)
+
+    def end_step(self, done: Mapping[int, Sequence[int]]) -> bool:
+        self._done = {(segment, layer) for segment, layers in done.items() for layer in layers}
+        num_layers = 0 if self._eviction is None else self._eviction.num_layers
+        return 0 < num_layers == len(self._done)
 
 
 @dataclass(frozen=True)
@@ -268,30 +264,36 @@ class StepEviction:
         """Number of layers that are evicted from, over all segments."""
         return sum(len(segment.quotas) for segment in self._segments)
 
-    def run(self, layouts: Sequence[StepTables] = ()) -> set[tuple[int, int]]:
-        """Evict, and return the layers that are done: (segment, layer).
+    def run(self) -> set[tuple[int, int]]:
+        """Evict behind a pass that went layer by layer, and return the layers that are done:
+        (segment, layer).
 
         Segments of which the kernel cannot do a layer are left to plans.
-
-        Args:
-            layouts: of the cache of each segment; empty where the pass went layer by layer.
         """
         done: set[tuple[int, int]] = set()
         for number, segment in enumerate(self._segments):
-            if layouts:
-                found = self._evict_laid_out(segment, layouts[number])
-            else:
-                layers = self._layers(segment)
-                found = [] if layers is None else segment.cache.evict_step(layers, self._rule)
+            layers = self._layers(segment)
+            found = [] if layers is None else segment.cache.evict_step(layers, self._rule)
             done.update((number, layer) for layer in found)
         return done
 
-    def _evict_laid_out(self, segment: SequenceStep, layout: StepTables) -> list[int]:
-        """Evict by the tables of a layout, and return the layers that are done."""
-        due = segment.quotas if segment.is_due else list(segment.quotas)
-        key = self._tokens, due
-        table = layout.eviction_table(self._planner, key, lambda: self._table(segment))
-        return [] if table is None else segment.cache.evict_laid_out(layout, table)
+    def by_layouts(self, layouts: Sequence[StepTables]) -> dict[int, SequenceEviction]:
+        """Evictions behind a pass that went by layouts, by segment; without those that are left to
+        plans.
+
+        Args:
+            layouts: of the cache of each segment.
+        """
+        from larder.cache.step_layout import SequenceEviction
+
+        found: dict[int, SequenceEviction] = {}
+        for number, (segment, layout) in enumerate(zip(self._segments, layouts, strict=True)):
+            due = segment.quotas if segment.is_due else list(segment.quotas)
+            build = partial(self._table, segment)
+            table = layout.eviction_table(self._planner, (self._tokens, due), build)
+            if table is not None:
+                found[number] = SequenceEviction(segment.cache, layout, table)
+        return found
 
     def _table(self, segment: SequenceStep) -> EvictionTable | None:
         """Layers of a segment as a table; None if there is one that the kernel cannot do."""

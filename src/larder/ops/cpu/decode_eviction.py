@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import byref
 from functools import cache
+from itertools import islice
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from larder.ops.cpu.c_library import EvictionCall, c_library
 from larder.ops.cpu.decode_attention import SUPPORTED_DTYPES, EvictionStorage
 
 DONE, LEFT, FAILED = range(3)
+LOGITS, COUNT, STOP, ROOM, STATUS = 4, -5, -3, -2, -1  # fields of `struct evicted`
 STEP_SCORES = (StepScore.MASS, StepScore.LAYER_MEAN, StepScore.RAISED_MEAN, StepScore.POSITION)
 SEED_BITS = (1 << 32) - 1  # all that draws depend on
 LEAST_FLOATS = 1 << 15  # of keys and values per thread; for less, waking it costs more
@@ -61,7 +63,24 @@ def evict_step(layers: Sequence[EvictionStorage], roomy: int, rule: StepRule) ->
     Raises:
         MemoryError: buffers could not be allocated; layers are half changed.
     """
-    return EvictionTable(layers, rule).evict(roomy)
+    return evict_tables([EvictionTable(layers, rule, range(len(layers)))], roomy)[0]
+
+
+def evict_tables(tables: Sequence[EvictionTable], roomy: int) -> list[list[int | None]]:
+    """Evict from the layers of several tables, in one call for each rule, as `evict_step`.
+
+    Returns:
+        What `evict_step` returns, for each table.
+    """
+    rooms: list[list[int | None]] = [[] for _ in tables]
+    waiting = list(range(len(tables)))
+    while waiting:
+        rule = tables[waiting[0]].rule
+        alike = [n for n in waiting if tables[n].rule == rule]
+        for number, own in zip(alike, _evict_alike([tables[n] for n in alike], roomy), strict=True):
+            rooms[number] = own
+        waiting = [n for n in waiting if n not in alike]
+    return rooms
 
 
 class EvictionTable:
@@ -70,66 +89,67 @@ class EvictionTable:
     Args:
         storages: of each layer, which `supports` allows.
         layers: index of each layer among those of the sequence.
-        spared_last: number of latest tokens that each layer spares, for `evict` at a length.
+        spared_last: number of latest tokens that each layer spares, for `set_step`.
     """
-
-    # Fields of `struct evicted` of c/decode_eviction.h.
-    LOGITS, COUNT, STOP, ROOM, STATUS = 4, -5, -3, -2, -1
 
     def __init__(
         self,
         storages: Sequence[EvictionStorage],
         rule: StepRule,
-        layers: Sequence[int] = (),
+        layers: Sequence[int],
         spared_last: Sequence[int] = (),
     ) -> None:
-        self.layers = list(layers)
+        self.layers, self.rule = list(layers), rule
         self._spared_last = np.array(spared_last, np.int64)
-        self._rule = rule
         self._edges = np.array([edge for own in storages for edge in own.edges], np.int64)
         rows, place = [], self._edges.ctypes.data
         for own in storages:
             rows.append(_fields(own, place))
             place += len(own.edges) * self._edges.itemsize
-        self._rows = np.array(rows, np.int64)
-        self._columns = np.array([_column_fields(own) for own in storages], np.int64)
-        self._floats = sum(2 * own.keys.numel() for own in storages)
+        self.rows = np.array(rows, np.int64)
+        self.columns = np.array([_column_fields(own) for own in storages], np.int64)
+        self.floats = sum(2 * own.keys.numel() for own in storages)
 
-    def evict(self, roomy: int) -> list[int | None]:
-        """Evict as `evict_step`."""
-        library, rule = c_library(), self._rule
-        assert library is not None
-        count = len(self._rows)
-        call = EvictionCall(
-            layers=self._rows.ctypes.data,
-            count=count,
-            roomy=roomy,
-            threads=min(torch.get_num_threads(), count, self._floats // LEAST_FLOATS + 1),
-        )
-        self._rows[:, self.STATUS] = LEFT
-        _set_merging(call, rule)
-        if rule.is_accumulating:
-            library.larder_evict_step(byref(call))
-        else:
-            call.columns = self._columns.ctypes.data
-            call.scoring = STEP_SCORES.index(rule.scoring.score)
-            call.sinks, call.spared = rule.scoring.sinks, rule.scoring.spared
-            library.larder_evict_by_rule(byref(call))
-        ends = self._rows[:, self.ROOM :].tolist()
-        if any(status == FAILED for _, status in ends):
-            raise MemoryError("The merges of entries could not allocate their buffers.")
-        return [room if status == DONE else None for room, status in ends]
-
-    def evict_at(self, roomy: int, length: int, logits: NDArray[np.int64]) -> list[int | None]:
-        """Evict as `evict_step`, after another token.
+    def set_step(self, length: int, logits: NDArray[np.int64]) -> None:
+        """Set what changes with every token.
 
         Args:
             length: true tokens read.
             logits: address of the logits of each layer.
         """
-        self._rows[:, self.STOP] = length - self._spared_last
-        self._rows[:, self.LOGITS] = logits
-        return self.evict(roomy)
+        self.rows[:, STOP] = length - self._spared_last
+        self.rows[:, LOGITS] = logits
+
+
+def _evict_alike(tables: Sequence[EvictionTable], roomy: int) -> list[list[int | None]]:
+    """Evict from tables of one rule, in one call: a layer of all sequences, then the one before."""
+    library, rule = c_library(), tables[0].rule
+    assert library is not None
+    order = np.argsort([layer for each in tables for layer in each.layers], kind="stable")
+    rows = np.concatenate([each.rows for each in tables])[order]
+    columns = np.concatenate([each.columns for each in tables])[order]
+    floats = sum(each.floats for each in tables)
+    call = EvictionCall(
+        layers=rows.ctypes.data,
+        count=len(rows),
+        roomy=roomy,
+        threads=min(torch.get_num_threads(), len(rows), floats // LEAST_FLOATS + 1),
+    )
+    rows[:, STATUS] = LEFT
+    _set_merging(call, rule)
+    if rule.is_accumulating:
+        library.larder_evict_step(byref(call))
+    else:
+        call.columns = columns.ctypes.data
+        call.scoring = STEP_SCORES.index(rule.scoring.score)
+        call.sinks, call.spared = rule.scoring.sinks, rule.scoring.spared
+        library.larder_evict_by_rule(byref(call))
+    ends = np.empty((len(rows), 2), np.int64)
+    ends[order] = rows[:, ROOM:]
+    if (ends[:, 1] == FAILED).any():
+        raise MemoryError("The merges of entries could not allocate their buffers.")
+    found = iter([room if status == DONE else None for room, status in ends.tolist()])
+    return [list(islice(found, len(each.layers))) for each in tables]
 
 
 def _set_merging(call: EvictionCall, rule: StepRule) -> None:
