@@ -2,10 +2,13 @@
 
     python benchmarks/batch_step.py --model smollm2 --dtype bfloat16 --entries 1024 --rows 1 8 16
     python benchmarks/batch_step.py --model smollm2 --dtype bfloat16 --entries 4096 --memory 512
+    python benchmarks/batch_step.py --model smollm2 --entries 256 --policies h2o d2o --rows 8 16
 
 Caches hold random entries, in ragged ones half to one and a half of the number per head, and grow
 by a token a step. Cases take turns; medians. With `--memory`, the largest batches that fit those
-MiB of cache: dense caches of all entries against ragged caches of a quarter of them.
+MiB of cache: dense caches of all entries against ragged caches of a quarter of them. With
+`--policies`, steps that evict from all sequences in one call beside steps with a call for each, in
+turn over the same caches, with the CPU time of the evictions alone; medians and quartiles.
 """
 
 from __future__ import annotations
@@ -13,15 +16,20 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
+from _timing import quartiles
 from transformers import DynamicCache
 
+from larder.cache import step_layout
 from larder.core import Mode
+from larder.engine import Engine
 from larder.models import BatchSegment, Decoder, load
-from larder_bench.profiling.synthetic_cache import random_cache
+from larder.session import Policy, decode_planner
+from larder_bench.profiling.synthetic_cache import build_synthetic_cache, random_cache
 
 MOST_STEPS = 32  # tokens that caches have room for
 
@@ -66,6 +74,60 @@ def equal_memory(decoder: Decoder, mebibytes: int, entries: int, steps: int) -> 
         print(f"{name:8} {rows[name]:3} rows {rows[name] / seconds:7.1f} tokens/s")
 
 
+class EvictionTimer:
+    """Evictions of batch steps with their CPU seconds, in one call or in one for each sequence."""
+
+    def __init__(self) -> None:
+        self.is_batched, self.seconds = True, 0.0
+        self._evict = step_layout.evict_sequences
+
+    def __call__(self, evictions: Sequence[step_layout.SequenceEviction]) -> list[list[int]]:
+        started = time.process_time()
+        if self.is_batched:
+            done = self._evict(evictions)
+        else:
+            done = [self._evict([each])[0] for each in evictions]
+        self.seconds += time.process_time() - started
+        return done
+
+
+def eviction_steps(
+    engine: Engine, name: str, rows: int, entries: int, steps: int
+) -> dict[bool, list[tuple[float, float]]]:
+    """CPU seconds of steps and of their evictions, by whether these are one call."""
+    runtime, policy = engine.runtime, Policy.parse(name).with_sizes(entries, None)
+    first = build_synthetic_cache(runtime, policy, 4 * entries, 2 * steps + 2).cache
+    first.compact()
+    caches = [first, *(first.fork() for _ in range(rows - 1))]
+    planner, timer = decode_planner(runtime, policy, caches), EvictionTimer()
+    if planner is None:
+        raise SystemExit(f"{name} does not evict while it decodes.")
+    for cache in caches:
+        cache.allocate(2 * steps + 2)
+    seconds: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    with mock.patch.object(step_layout, "evict_sequences", timer):
+        for step in range(2 * steps + 2):
+            timer.is_batched, timer.seconds = step % 2 == 0, 0.0
+            started = time.process_time()
+            segments = [BatchSegment(cache, (7,)) for cache in caches]
+            observer = planner.observer(range(rows), segments, [step] * rows)
+            runtime.decoder.forward_logits(segments, Mode.APPEND, range(rows), observer)
+            own = time.process_time() - started, timer.seconds
+            seconds[timer.is_batched].append(own)
+    return {batched: own[1:] for batched, own in seconds.items()}
+
+
+def report_evictions(engine: Engine, chosen: argparse.Namespace) -> None:
+    """Print steps with evictions of each policy and number of rows."""
+    for name in chosen.policies:
+        for rows in chosen.rows:
+            found = eviction_steps(engine, name, rows, chosen.entries, chosen.steps)
+            for what, column in (("step", 0), ("evictions", 1)):
+                one, each = ([own[column] for own in found[batched]] for batched in (True, False))
+                ratio = quartiles(one, statistics.median(each), scale=1e3, digits=2)
+                print(f"{rows:3} rows {name:14} {what:10} {ratio} one call each", flush=True)
+
+
 def cpu_seconds(cases: dict[str, Callable[[], None]], steps: int) -> dict[str, float]:
     """Median CPU seconds of a step of each case, after one to warm up."""
     seconds: dict[str, list[float]] = {name: [] for name in cases}
@@ -86,8 +148,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--memory", type=int, help="MiB of cache")
+    parser.add_argument("--policies", nargs="*", help="policies that evict at every step")
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
+    if chosen.policies:
+        report_evictions(Engine.load(chosen.model, dtype=chosen.dtype), chosen)
+        return
     decoder = load(chosen.model, dtype=chosen.dtype).decoder
     decoder.share()
     if chosen.memory:
