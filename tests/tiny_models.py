@@ -42,6 +42,7 @@ def tiny(
     layers: int = 2,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
+    head_dim: int = HEAD_DIM,
 ) -> Any:
     """Random model of a few thousand weights in eval mode, reproducible by seed.
 
@@ -52,6 +53,7 @@ def tiny(
         kv_heads: K; there are 4 query heads, so 4 is multi-head, 2 grouped, 1 multi-query.
         layers: L.
         seed: of the weights.
+        head_dim: D, of the architectures that have it in their configuration.
 
     Raises:
         UnknownName: no such architecture; the message lists the known ones.
@@ -66,7 +68,8 @@ def tiny(
     import transformers
 
     config_name, model_name = _CLASSES[architecture]
-    options = _common_options(kv_heads, layers) | _architecture_options(architecture, layers)
+    options = _common_options(kv_heads, layers)
+    options |= _architecture_options(architecture, layers, head_dim)
     config = getattr(transformers, config_name)(**options)
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # generators of accelerators are not touched
@@ -91,19 +94,19 @@ def _common_options(kv_heads: int, layers: int) -> dict[str, Any]:
     }
 
 
-def _architecture_options(architecture: str, layers: int) -> dict[str, Any]:
+def _architecture_options(architecture: str, layers: int, head_dim: int) -> dict[str, Any]:
     """Additional configuration of one architecture."""
     if architecture == "gemma3":
         kinds = [_FULL if index % 2 else _SLIDING for index in range(layers)]
-        scalar = {"query_pre_attn_scalar": 2 * HEAD_DIM}  # a scaling that is not 1 / sqrt(D)
+        scalar = {"query_pre_attn_scalar": 2 * head_dim}  # a scaling that is not 1 / sqrt(D)
         return scalar | {
-            "head_dim": HEAD_DIM,
+            "head_dim": head_dim,
             "sliding_window": WINDOW_TOKENS,
             "layer_types": kinds,
         }
     if architecture == "mistral":
         return {"sliding_window": None}
-    return {"head_dim": HEAD_DIM} if architecture in {"llama", "qwen3"} else {}
+    return {"head_dim": head_dim} if architecture in {"llama", "qwen3"} else {}
 
 
 @torch.no_grad()

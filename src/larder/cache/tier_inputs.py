@@ -1,7 +1,7 @@
-"""Inputs of attention over coded entries that follow from a tier, kept for the tiers read last.
+"""Calls of attention over coded entries, kept for the tiers read last.
 
-A tier is immutable, but holds none of them: they would count against its budget. What is kept here
-belongs to the process, and is bounded whatever the number of caches.
+A tier is immutable, but holds no tensor that follows from it: that would count against its budget.
+What is kept here belongs to the process, and is bounded whatever the number of caches.
 """
 
 from __future__ import annotations
@@ -10,54 +10,42 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from operator import is_
 from threading import Lock
-from typing import NamedTuple
 from weakref import ref
 
-from jaxtyping import Float, Int32, Int64
 from torch import Tensor
 
+from larder.ops.cpu.transform_attention import CodedEntriesCall
+
 MOST_TIERS = 512  # of some 5 KB each
+NOTHING: tuple[list[ref[Tensor]], tuple[object, ...], None] = ([], (), None)
 
-_kept: OrderedDict[int, tuple[list[ref[Tensor]], float, KernelInputs]] = OrderedDict()
+_kept: OrderedDict[int, tuple[list[ref[Tensor]], tuple[object, ...], CodedEntriesCall]] = (
+    OrderedDict()
+)
 _kept_lock = Lock()
-NOTHING: tuple[list[ref[Tensor]], float, None] = ([], 0.0, None)
 
 
-class KernelInputs(NamedTuple):
-    """Inputs of the compiled kernel.
+def kept_call(
+    tensors: Sequence[Tensor], options: tuple[object, ...], build: Callable[[], CodedEntriesCall]
+) -> CodedEntriesCall:
+    """Call over the entries of a tier, made once while it is among the tiers read last.
 
-    Args:
-        blocks: fields of each block, as `transform_attention` takes them.
-        means: of keys before rotation, and of values.
-        classes: class of each component in tier 0, keys first.
-        length: positions up to the last one that is coded.
-    """
-
-    blocks: Int64[Tensor, "B F"]
-    means: Float[Tensor, "2 K D"]
-    classes: Int32[Tensor, "K D2"]
-    length: int
-
-
-def kernel_inputs(
-    tensors: Sequence[Tensor], step: float, build: Callable[[], KernelInputs]
-) -> KernelInputs:
-    """Inputs of a tier, made once while it is among the tiers read last. Thread-safe.
+    Thread-safe.
 
     Args:
-        tensors: of the tier, all that the inputs follow from; they are not kept alive.
-        step: its quantization step.
+        tensors: of the tier, all that the call follows from; they are not kept alive.
+        options: all else that it follows from.
     """
     key = id(tensors[0])
     with _kept_lock:
-        refs, own_step, found = _kept.get(key, NOTHING)
+        refs, own_options, found = _kept.get(key, NOTHING)
         present = [each() for each in refs]
-        if found is not None and own_step == step and all(map(is_, present, tensors)):
+        if found is not None and own_options == options and all(map(is_, present, tensors)):
             _kept.move_to_end(key)
             return found
     made = build()
     with _kept_lock:
-        _kept[key] = list(map(ref, tensors)), step, made
+        _kept[key] = list(map(ref, tensors)), options, made
         _kept.move_to_end(key)
         while len(_kept) > MOST_TIERS:
             _kept.popitem(last=False)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from larder.cache.coded_blocks import (
 )
 from larder.cache.component_means import CenteredBlock, CenteredBlocks, ComponentMeans
 from larder.cache.spec import saved_spec_text, text_tensor
-from larder.cache.tier_inputs import KernelInputs, kernel_inputs
+from larder.cache.tier_inputs import kept_call
 from larder.cache.transform_tables import TransformTables
 from larder.core.codec import Coder, MeanSource, TransformSpec
 from larder.core.errors import CacheError
@@ -307,18 +308,29 @@ class TransformedTier:
             column: ledger column that is added to the logits.
             other: attention to further entries, which is merged.
         """
-        own = self.payload, self.index, self.means.codes, self.means.scales
-        tables, held = self.tables, kernel_inputs(own, self.step, self._kernel_inputs)
-        pairs = tables.bfloat16_keys if dtype is torch.bfloat16 else None
-        rotation = rotation_table(held.length, tables.radians)
-        heads = kernel.TransformedHeads(tables.inverse, pairs, held.means, held.classes, rotation)
-        bias = None if column is None else self.columns[column]
-        coded = self.payload, held.blocks, heads, self.step
-        return kernel.transform_attention(queries, *coded, scaling, bias, other)
+        return kernel.transform_attention(queries, self.call(dtype, column), scaling, other)
 
-    def _kernel_inputs(self) -> KernelInputs:
-        own = self._kernel_blocks(), self._kernel_means(), self._kernel_classes()
-        return KernelInputs(*own, self._length)
+    def call(self, dtype: torch.dtype, column: int | None) -> kernel.CodedEntriesCall:
+        """All entries as the compiled kernel takes them, where `can_attend`.
+
+        Args:
+            dtype, column: as in `attend`.
+        """
+        own = self.payload, self.index, self.means.codes, self.means.scales, self.columns
+        build = partial(self._build_call, dtype, column)
+        call = kept_call(own, (self.step, dtype, column), build)
+        return call.holding(self.payload, self.columns)
+
+    def _build_call(self, dtype: torch.dtype, column: int | None) -> kernel.CodedEntriesCall:
+        tables = self.tables
+        pairs = tables.bfloat16_keys if dtype is torch.bfloat16 else None
+        rotation = rotation_table(self._length, tables.radians)
+        own = self._kernel_means(), self._kernel_classes(), rotation
+        heads = kernel.TransformedHeads(tables.inverse, pairs, *own)
+        bias = None if column is None else self.columns[column]
+        return kernel.CodedEntriesCall.of(
+            self.payload, self._kernel_blocks(), heads, self.step, bias
+        )
 
     def _kernel_means(self) -> Float[Tensor, "2 K D"]:
         """Means of keys before rotation, and of values, as the kernel adds them."""

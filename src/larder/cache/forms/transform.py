@@ -47,6 +47,8 @@ from larder.core.plan import Plan
 from larder.core.spec import POSITION_BYTES, LayerSpec, ModelSpec
 from larder.core.types import Keys, Positions, Queries, Values
 from larder.ops.attention import merge_attention, ragged_attention
+from larder.ops.cpu.decode_attention import StepStorage
+from larder.ops.cpu.transform_attention import can_step as can_step_coded
 from larder.ops.cpu.transform_attention import kernel_bytes
 from larder.ops.packing import heads_of_packed, starts_of
 
@@ -83,10 +85,27 @@ class TransformLayer(MixedLayer):
 
     def append(self, keys: Keys, values: Values, positions: Positions) -> None:
         super().append(keys, values, positions)
-        spec = self._tier.spec
-        full = min(GENERATED_BLOCK, spec.block) + spec.recent
-        if len(positions) == 1 and self._tier.step and max(self._ragged.lengths) >= full:
-            self._code_generated(int(positions[0]))
+        if len(positions) == 1:
+            self._code_behind(int(positions[0]))
+
+    def step_storage(self) -> StepStorage | None:
+        spec, group = self.layer, self.layer.query_heads // self.layer.kv_heads
+        if not self._is_mixed:
+            return self._exact_storage()
+        can_step = spec.softcap is None and self._tier.can_attend(group) and can_step_coded()
+        if not can_step or (storage := self._exact_storage()) is None:
+            return None
+        return storage._replace(coded=self._tier.call(self.options.dtype, self._bias_column))
+
+    def _exact_storage(self) -> StepStorage | None:
+        """Storage of the exact entries."""
+        storage = self._ragged.step_storage()
+        self.replaced_bytes = self._ragged.replaced_bytes
+        return storage
+
+    def count_step(self, position: int) -> None:
+        self._ragged.count_step(position)
+        self._code_behind(position)
 
     def apply(self, plan: Plan) -> None:
         self._carry_out(plan, is_eviction=False)
@@ -391,6 +410,13 @@ class TransformLayer(MixedLayer):
         numbers = self._planned_columns(plan, entries)[:, comes].to(entries.keys.device)
         sides = sums.keys[found], sums.values[found]
         return own, merged, InsertedEntries(heads[comes], *sides, positions, numbers)
+
+    def _code_behind(self, newest: int) -> None:
+        """Code generated entries behind the token at position `newest`, once there are enough."""
+        spec = self._tier.spec
+        full = min(GENERATED_BLOCK, spec.block) + spec.recent
+        if self._tier.step and max(self._ragged.lengths) >= full:
+            self._code_generated(newest)
 
     def _code_generated(self, newest: int) -> None:
         """Code the entries behind the latest ones, once a block of them is full."""

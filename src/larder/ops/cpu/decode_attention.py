@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from ctypes import byref
+from ctypes import addressof, byref
 from functools import cache
 from itertools import accumulate
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ from torch import Tensor
 
 from larder.core.plan import StepColumn
 from larder.ops.cpu.c_library import INTEGER, POINTER, AttentionCall, c_library
+
+if TYPE_CHECKING:  # few policies code entries
+    from larder.ops.cpu.transform_attention import CodedEntriesCall
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
 MAX_QUERY_ROWS = 16  # query rows per kv head; from there on a matrix product is faster
@@ -41,6 +44,8 @@ STEP_ROW = (
     *("new_keys", "new_values", "keys_stride", "values_stride"),
     *("num_columns", "stored_rows", "position", "segments", "num_segments"),
 )
+
+NO_CALLS = np.empty(0, np.int64)
 
 _launch_lock = Lock()
 
@@ -130,6 +135,7 @@ class StepStorage(NamedTuple):
         columns: numbers of each stored row, 0 for a new entry.
         bias, logits: as in `ragged_attention`; no logits beside segments.
         segments: entries that come before those of the storage, in order.
+        coded: further entries, as transform components.
     """
 
     keys: Float[Tensor, "C D"]
@@ -141,6 +147,7 @@ class StepStorage(NamedTuple):
     bias: Float[Tensor, " C"] | None
     logits: Float[Tensor, "R C"] | None
     segments: tuple[StepSegment, ...] = ()
+    coded: CodedEntriesCall | None = None
 
 
 class EvictionStorage(NamedTuple):
@@ -237,7 +244,11 @@ def decode_step(
         step=table.rows.ctypes.data,
         kv_heads=kv_heads,
     )
-    if library.larder_decode_step(byref(call), call.starts, call.lengths):
+    failed = library.larder_decode_step(byref(call), call.starts, call.lengths)
+    if table.coded.size and not failed:
+        coded, threads = POINTER(table.coded.ctypes.data), INTEGER(torch.get_num_threads())
+        failed = library.larder_attend_coded(coded, INTEGER(batch_len), byref(call), threads)
+    if failed:
         raise MemoryError("Attention over the caches could not allocate its buffers.")
     return out.transpose(0, 1), lse.T
 
@@ -249,11 +260,14 @@ class StepTable(NamedTuple):
         rows: fields of `struct step_row` of c/decode_attention.h, by layer and sequence.
         segments: fields of the `struct segment`s that they point to.
         stored_rows: rows of the storages of each layer together.
+        coded: addresses of the calls for coded entries, as `rows`, 0 where there are none; empty
+            where no storage has any.
     """
 
     rows: NDArray[np.int64]
     segments: NDArray[np.int64]
     stored_rows: list[int]
+    coded: NDArray[np.int64]
 
     @staticmethod
     def of(layers: Sequence[StepLayer], positions: Sequence[int]) -> StepTable:
@@ -266,7 +280,8 @@ class StepTable(NamedTuple):
             rows += _step_rows(keys, values, positions, storages, place)
             stored.append(sum(each.keys.shape[0] for each in (*storages, *own)))
             place += len(own) * SEGMENT_BYTES
-        return StepTable(np.array(rows, np.int64), pieces, stored)
+        calls = [own.coded for *_, storages in layers for own in storages]
+        return StepTable(np.array(rows, np.int64), pieces, stored, _addresses(calls))
 
     @staticmethod
     def of_layers(
@@ -296,7 +311,7 @@ class StepTable(NamedTuple):
             rows[:, :, STEP_ROW.index(f"{name}_stride")] = head
         rows[:, :, STEP_ROW.index("position")] = positions
         stored = rows[:, :, STEP_ROW.index("stored_rows")].sum(1).tolist()
-        return StepTable(rows, rows[:0], stored)
+        return StepTable(rows, rows[:0], stored, NO_CALLS)
 
     def num_threads(self, floats_per_row: int) -> int:
         """Number of threads for attention to the longest layer."""
@@ -332,6 +347,13 @@ def count_entries(rows: NDArray[np.int64], kv_heads: int) -> list[int]:
     sizes = INTEGER(len(rows)), INTEGER(kv_heads)
     library.larder_count_entries(POINTER(rows.ctypes.data), *sizes, POINTER(counts.ctypes.data))
     return counts.tolist()
+
+
+def _addresses(calls: Sequence[CodedEntriesCall | None]) -> NDArray[np.int64]:
+    """Addresses of calls, 0 for None; empty if there is none."""
+    if not any(calls):
+        return NO_CALLS
+    return np.array([addressof(own.fields) if own else 0 for own in calls], np.int64)
 
 
 def _segment_fields(segment: StepSegment) -> tuple[int, ...]:

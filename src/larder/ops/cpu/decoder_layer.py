@@ -72,6 +72,7 @@ class DecoderStep(ctypes.Structure):
     _fields_ = [
         *((name, POINTER) for name in ("layers", "rows", "storages", "scalings")),
         *((name, INTEGER) for name in ("count", "attention_threads")),
+        ("coded", POINTER),
     ]
 
 
@@ -155,6 +156,7 @@ class LayerRows:
             scalings=ctypes.addressof(factors),
             count=count,
             attention_threads=table.num_threads(queries[0, :, 0].numel() // keys.shape[1]),
+            coded=table.coded.ctypes.data if table.coded.size else None,
         )
         kernel = _step_kernel(self.states.dtype)
         assert kernel is not None, "callers ask can_step() first"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ctypes import Structure, byref, c_double
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int32, Int64, UInt8
@@ -29,7 +30,7 @@ Attended = tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]
 
 
 class TransformAttentionCall(Structure):
-    """`struct transform_attention` of c/transform_attention.c."""
+    """`struct transform_attention` of c/transform_attention.h."""
 
     _fields_ = [
         *((name, POINTER) for name in ("blocks", "payload", "queries", "inverse", "pairs")),
@@ -79,6 +80,11 @@ def supports(num_queries: int, head_dim: int, half: int) -> bool:
     )
 
 
+def can_step() -> bool:
+    """True if decode steps take coded entries; a library of an older version does not."""
+    return hasattr(c_library(), "larder_attend_coded")
+
+
 def kernel_bytes(entries: int, num_blocks: int, head_dim: int) -> int:
     """Bytes of the decoded blocks of all threads, and of tables in the kernel's form.
 
@@ -91,56 +97,83 @@ def kernel_bytes(entries: int, num_blocks: int, head_dim: int) -> int:
     return decoded + (NUM_CLASSES + 1) * TABLE_BYTES
 
 
+class CodedEntriesCall(NamedTuple):
+    """Coded entries of a layer of one sequence, as the kernel takes them.
+
+    Args:
+        fields: all but queries, further entries and results, which belong to one call each.
+        held: tensors that the fields point into, beside those that `of` leaves to the caller.
+    """
+
+    fields: TransformAttentionCall
+    held: tuple[Tensor, ...]
+
+    @staticmethod
+    def of(
+        payload: UInt8[Tensor, " N"],
+        blocks: Int64[Tensor, "B F"],
+        heads: TransformedHeads,
+        step: float,
+        bias: Float[Tensor, " T"] | None = None,
+    ) -> CodedEntriesCall:
+        """Call for blocks of entries, which holds neither payload nor biases alive.
+
+        Args:
+            blocks: head, entries, first position, span of the bitmap of positions, offset of the
+                block in the payload, offset and bytes of its words, first entry; by head.
+            bias: as in `larder.ops.attention.ragged_attention`, of each entry.
+        """
+        kv_heads, head_dim = heads.means.shape[1:]
+        pairs = () if heads.pairs is None else (heads.pairs,)
+        fields = TransformAttentionCall(
+            blocks=blocks.data_ptr(),
+            payload=payload.data_ptr(),
+            inverse=heads.inverse.data_ptr(),
+            pairs=None if heads.pairs is None else heads.pairs.data_ptr(),
+            means=heads.means.data_ptr(),
+            bases=heads.bases.data_ptr(),
+            rotation=heads.rotation.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            tables=packed_tables().decoding,
+            num_blocks=len(blocks),
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            half=heads.rotation.shape[2],
+            step=step,
+        )
+        own = heads.inverse, heads.means, heads.bases, heads.rotation
+        return CodedEntriesCall(fields, (blocks, *own, *pairs))
+
+    def holding(self, *tensors: Tensor) -> CodedEntriesCall:
+        """The call, which holds further tensors alive."""
+        return CodedEntriesCall(self.fields, (*self.held, *tensors))
+
+
 def transform_attention(
     queries: Float[Tensor, "H Q D"],
-    payload: UInt8[Tensor, " N"],
-    blocks: Int64[Tensor, "B F"],
-    heads: TransformedHeads,
-    step: float,
+    coded: CodedEntriesCall,
     scaling: float,
-    bias: Float[Tensor, " T"] | None = None,
     other: Attended | None = None,
 ) -> Attended:
     """Attention of every query to all coded entries of its kv head; thread-safe.
 
-    Holds one decoded block per thread.
+    Holds two decoded blocks per thread.
 
     Args:
-        blocks: head, entries, first position, span of the bitmap of positions, offset of the block
-            in the payload, offset and bytes of its words, first entry; by head.
-        bias: as in `larder.ops.attention.ragged_attention`, of each entry.
         other: attention of the queries to further entries, which is merged.
     """
     library = c_library()
     assert library is not None  # supported
-    num_heads, query_len, head_dim = queries.shape
-    num_kv_heads = heads.means.shape[1]
+    num_heads, query_len, _ = queries.shape
     given = (queries.float() * scaling).contiguous()
     out, lse = torch.empty_like(given), given.new_empty(num_heads, query_len)
     others = () if other is None else tuple(part.float().contiguous() for part in other)
-    call = TransformAttentionCall(
-        blocks=blocks.data_ptr(),
-        payload=payload.data_ptr(),
-        queries=given.data_ptr(),
-        inverse=heads.inverse.data_ptr(),
-        pairs=None if heads.pairs is None else heads.pairs.data_ptr(),
-        means=heads.means.data_ptr(),
-        bases=heads.bases.data_ptr(),
-        rotation=heads.rotation.data_ptr(),
-        bias=None if bias is None else bias.data_ptr(),
-        tables=packed_tables().decoding,
-        other_outs=others[0].data_ptr() if others else None,
-        other_lses=others[1].data_ptr() if others else None,
-        outs=out.data_ptr(),
-        lses=lse.data_ptr(),
-        num_blocks=len(blocks),
-        kv_heads=num_kv_heads,
-        num_queries=num_heads // num_kv_heads * query_len,
-        head_dim=head_dim,
-        half=heads.rotation.shape[2],
-        step=step,
-        threads=torch.get_num_threads(),
-    )
+    call = TransformAttentionCall.from_buffer_copy(coded.fields)
+    call.queries, call.outs, call.lses = given.data_ptr(), out.data_ptr(), lse.data_ptr()
+    if others:
+        call.other_outs, call.other_lses = others[0].data_ptr(), others[1].data_ptr()
+    call.num_queries = num_heads // call.kv_heads * query_len
+    call.threads = torch.get_num_threads()
     if library.larder_transform_attention(byref(call)):
         raise MemoryError("Attention over coded entries could not allocate its buffers.")
     return out, lse

@@ -19,6 +19,7 @@
 #include "c_library.h"
 #include "decode_attention.h"
 #include "matrix_units.h"
+#include "transform_attention.h"
 
 #if defined(WITH_MATRIX_UNITS) && !defined(IS_FLOAT32)
 #define HAS_TILES
@@ -240,6 +241,7 @@ struct decoder_step {
     const float *scalings;            /* of the logits of each layer */
     int64_t count;
     int64_t attention_threads;
+    const struct transform_attention *const *coded; /* as `storages`, NULL for none of them; or NULL */
 };
 
 /* [heads, rows, head_dim] to float32 [rows, heads, head_dim]. */
@@ -287,6 +289,8 @@ int EXPORTED(larder_decoder_step)(const struct decoder_step *step) {
             widen_heads(&rows, rows.queries, queries);
             failed = larder_decode_step(&call, starts, starts + heads);
         }
+        if (!failed && step->coded)
+            failed = larder_attend_coded(step->coded + l * rows.rows, rows.rows, &call, rows.threads);
         if (!failed) {
             round_heads(&rows, call.outs, attended);
             failed = EXPORTED(larder_layer_output)(step->layers + l, &rows);

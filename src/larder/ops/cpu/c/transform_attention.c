@@ -16,6 +16,7 @@
 
 #include "c_library.h"
 #include "matrix_units.h"
+#include "transform_attention.h"
 #include "transform_coder.h"
 
 #define MOST_GROUPS 64 /* of lanes that are decoded as vectors: 2,048 entries of a block */
@@ -26,24 +27,10 @@
 #define TOGETHER 2 /* blocks that a thread decodes at once */
 #define ALL_LANES 0xFFFFFFFFu
 
-/* Buckets of `AliasTables` of one class. */
-struct alias_table {
-    uint16_t dividers[BUCKETS];
-    uint16_t sizes[2][BUCKETS]; /* frequencies */
-    uint16_t shifts[2][BUCKETS];
-    uint16_t codes[2][BUCKETS];
-};
-
 /* Small numbers of a table as bytes, of which a vector holds all. */
 struct alias_bytes {
     uint8_t dividers[BUCKETS];
     uint8_t codes[2][BUCKETS];
-};
-
-struct code_tables {
-    const struct alias_table *rows; /* [classes + 1], tiers last */
-    int64_t classes;
-    int64_t first_raw; /* class c has (c - first_raw) / CLASSES_PER_TIER raw bits, rounded down */
 };
 
 struct decoding_tables {
@@ -51,42 +38,6 @@ struct decoding_tables {
     const struct alias_bytes *bytes; /* of each row */
     int64_t classes;
     int64_t first_raw;
-};
-
-struct transform_block {
-    int64_t head;
-    int64_t count;  /* entries */
-    int64_t first;  /* position */
-    int64_t span;   /* of the bitmap of positions; 0 where they are written out */
-    int64_t offset; /* of the block's bytes in the payload */
-    int64_t codes;  /* offset of its words */
-    int64_t bytes;  /* of its words */
-    int64_t entry;  /* index of its first entry in the tier */
-};
-
-struct transform_attention {
-    const struct transform_block *blocks; /* by head */
-    const uint8_t *payload;
-    const float *queries;  /* [kv_heads, num_queries, head_dim], times the scaling */
-    const float *inverse;  /* [2, kv_heads, head_dim, head_dim]: of keys, of values */
-    const uint32_t *pairs; /* inverse of keys [kv_heads, head_dim / 2, head_dim] as pairs of
-                              bfloat16, where keys are exact in no more; or NULL */
-    const float *means;    /* [2, kv_heads, head_dim] */
-    const int32_t *bases;  /* class of each component in tier 0 [kv_heads, 2 * head_dim] */
-    const float *rotation; /* cosines and sines of each position [positions, 2, half] */
-    const float *bias;     /* of each entry of the tier, or NULL */
-    struct code_tables tables;
-    const float *other_outs; /* attention to further entries that is merged, or NULL */
-    const float *other_lses;
-    float *outs; /* [kv_heads, num_queries, head_dim] */
-    float *lses; /* [kv_heads, num_queries] */
-    int64_t num_blocks;
-    int64_t kv_heads;
-    int64_t num_queries;
-    int64_t head_dim; /* a multiple of 2 * LANES */
-    int64_t half;     /* pairs of rotated dimensions, a multiple of LANES */
-    double step;
-    int64_t threads;
 };
 
 /* What a thread needs for a block; `room` entries, a multiple of CODER_LANES. */
@@ -347,6 +298,36 @@ int larder_transform_attention(const struct transform_attention *call) {
     merge_blocks(&tasks, tasks.masses + call->num_blocks * rows);
     free(tasks.memory);
     return 0;
+}
+
+/* Merge attention to the coded entries of sequences into that to their others; `threads` at once.
+ *
+ * coded: of each of `count` sequences with `kv_heads` heads of the call, NULL where it has none.
+ * Returns 0, or 1 if memory is short. */
+int larder_attend_coded(const struct transform_attention *const *coded, int64_t count,
+                        const struct attention *call, int64_t threads) {
+    int64_t lses = call->kv_heads * call->num_queries, wide = lses * call->head_dim;
+    float *queries = malloc((size_t)(2 * wide + lses) * sizeof *queries);
+    int failed = !queries;
+    for (int64_t n = 0; n < count && !failed; n++) {
+        if (!coded[n])
+            continue;
+        struct transform_attention own = *coded[n];
+        for (int64_t d = 0; d < wide; d++)
+            queries[d] = call->queries[n * wide + d] * call->scaling;
+        own.queries = queries;
+        own.other_outs = call->outs + n * wide;
+        own.other_lses = call->lses + n * lses;
+        own.outs = queries + wide;
+        own.lses = queries + 2 * wide;
+        own.num_queries = call->num_queries;
+        own.threads = threads;
+        failed = larder_transform_attention(&own);
+        memcpy(call->outs + n * wide, own.outs, (size_t)wide * sizeof(float));
+        memcpy(call->lses + n * lses, own.lses, (size_t)lses * sizeof(float));
+    }
+    free(queries);
+    return failed;
 }
 
 /* Dequantized components [count, width] and tiers of one block; returns 1 if memory is short. */
