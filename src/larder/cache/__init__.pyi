@@ -63,8 +63,7 @@ from .spec import text_of as text_of
 from .spec import text_tensor as text_tensor
 from .table_file import tables_path as tables_path
 from .tier_inputs import MOST_TIERS as MOST_TIERS
-from .tier_inputs import KernelInputs as KernelInputs
-from .tier_inputs import kernel_inputs as kernel_inputs
+from .tier_inputs import kept_call as kept_call
 from .transform_tables import TransformTables as TransformTables
 from .transform_tables import state_of as state_of
 from .transformed_tier import SPEC_KEY as SPEC_KEY
