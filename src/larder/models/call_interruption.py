@@ -23,10 +23,10 @@ def no_calls() -> None:
 
 
 class CallInterruptions:
-    """Callback that runs between the layers of long calls of a decoder. For one thread.
+    """Callbacks that run between the layers of long calls of a decoder. For one thread.
 
-    It does not run in calls around which others have put hooks, such as those of learned prompts:
-    the hooks would take part in its own calls as well.
+    A callback that makes calls of its own does not run in calls around which others have put hooks,
+    such as those of learned prompts: the hooks would take part in its own calls as well.
 
     Args:
         module: the decoder's model, with the hooks that all of its calls have.
@@ -34,26 +34,30 @@ class CallInterruptions:
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._num_hooks = module, _count_hooks(module)
-        self._before_layer: BeforeLayer = no_calls
+        self._before_layer = self._with_hooks = no_calls
 
     @contextmanager
-    def by(self, before_layer: BeforeLayer) -> Iterator[None]:
-        """Context in which the callback runs before each layer of long calls.
+    def by(self, before_layer: BeforeLayer, with_hooks: BeforeLayer = no_calls) -> Iterator[None]:
+        """Context in which a callback runs before each layer of long calls. Its error ends the
+        call, whose caches are then as they were before it.
 
         Args:
             before_layer: may call the decoder with other caches than those of the call.
+            with_hooks: runs in its place in calls with hooks of others, and makes no calls.
         """
-        former, self._before_layer = self._before_layer, before_layer
+        former = self._before_layer, self._with_hooks
+        self._before_layer, self._with_hooks = before_layer, with_hooks
         try:
             yield
         finally:
-            self._before_layer = former
+            self._before_layer, self._with_hooks = former
 
     def before_layer(self, num_tokens: int) -> BeforeLayer:
         """Callback of a call of so many tokens, whose own hooks are not set yet."""
         if self._before_layer is no_calls or num_tokens <= LONG_CALL_TOKENS:
             return no_calls
-        return self._before_layer if _count_hooks(self._module) == self._num_hooks else no_calls
+        has_hooks = _count_hooks(self._module) != self._num_hooks
+        return self._with_hooks if has_hooks else self._before_layer
 
 
 def _count_hooks(module: nn.Module) -> int:

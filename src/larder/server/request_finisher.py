@@ -20,6 +20,7 @@ from larder.server.request import Report
 from larder.server.request_state import RequestState
 from larder.server.session_index import SessionIndex
 from larder.server.session_state import SessionState
+from larder.server.step_interruption import CallCancelled
 from larder.server.tiers.manager import TierManager
 
 # Errors of a step or a listener that end one request, not the server.
@@ -104,6 +105,8 @@ class RequestFinisher:
 
     def fail(self, job: RequestState, error: Exception) -> None:
         """Report the error of a request, and release its session."""
+        if isinstance(error, CallCancelled):
+            return self.close(job, "cancelled")
         self._release(job, self._clock())
         self.done["error"] += 1
         job.listener.on_error(error)

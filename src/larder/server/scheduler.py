@@ -272,11 +272,12 @@ class Scheduler:
         long = self._interruption.long_tails(ready)
         others = [job for job in ready if job not in long]
         if others:
-            with self._token_budget.measured_step([job.reads_prompt_tail for job in others]):
+            tails = [job.reads_prompt_tail for job in others]
+            with self._token_budget.measured_step(tails), self._interruption.calls_for(others):
                 self._decode(others)
         self._finish_ended()
         if long:
-            with self._interruption.allowed():
+            with self._interruption.allowed(), self._interruption.calls_for(long):
                 self._decode(long)
         return bool(ready)
 
@@ -337,7 +338,8 @@ class Scheduler:
         companions = job.backend.companions(job, others) if others else []
         if companions:
             try:
-                job.backend.read_together([job, *companions])
+                with self._interruption.calls_for([job, *companions]):
+                    job.backend.read_together([job, *companions])
             except FAILURES:  # nothing was read: the request whose turn it is goes alone
                 companions = []
         read = job.backend.finish_block if companions else job.backend.prefill_block
@@ -349,7 +351,8 @@ class Scheduler:
         """Account for a block of a request, which `read` counts; the number of its tokens."""
         count = 0
         try:
-            count = read(job)
+            with self._interruption.calls_for([job]):
+                count = read(job)
             self._served[job.session.tenant] += count
         except FAILURES as error:
             self.running.remove(job)

@@ -1,19 +1,27 @@
-"""Interruption of long calls by decode steps, where a latency between tokens is to be held."""
+"""Interruption of long calls: by decode steps, where a latency between tokens is to be held, and by
+clients that leave."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
+from larder.core.errors import LarderError
 from larder.models.call_interruption import CallInterruptions
 from larder.server.request_state import RequestState
 from larder.server.session_backend.base import SHORT_TAIL_TOKENS
 from larder.server.token_budget import PrefillTokenBudget
 
 
+class CallCancelled(LarderError):
+    """Long call of which every request was cancelled meanwhile."""
+
+
 class StepInterruption:
     """Decode steps between two layers of long calls: blocks of prompts, long ends of them, scoring
     passes. For the model's thread.
+
+    A call whose requests were all cancelled ends before its next layer, with `CallCancelled`.
 
     Args:
         interruptions: of the decoder.
@@ -35,23 +43,38 @@ class StepInterruption:
         self._interruptions, self._token_budget = interruptions, token_budget
         self._answers, self._decode, self._failures = answers, decode, failures
         self._is_allowed = False
+        self._callers: Sequence[RequestState] = ()  # none during a step
         self._failure: Exception | None = None  # of the latest step
 
     @contextmanager
     def allowed(self) -> Iterator[None]:
         """Context of long calls that steps may interrupt; no step is interrupted itself."""
-        if not self._token_budget.has_target:
-            yield
-            return
         self._is_allowed = True
         try:
-            with self._interruptions.by(self._before_layer):
+            with self._interruptible():
                 yield
         finally:
             self._is_allowed = False
             failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+
+    @contextmanager
+    def calls_for(self, callers: Sequence[RequestState]) -> Iterator[None]:
+        """Context of calls that end once all of these requests are cancelled.
+
+        Raises:
+            CallCancelled: a call has ended so.
+        """
+        former, self._callers = self._callers, callers
+        try:
+            with self._interruptible():
+                yield
+        finally:
+            self._callers = former
+
+    def _interruptible(self) -> AbstractContextManager[None]:
+        return self._interruptions.by(self._before_layer, self._check_cancelled)
 
     def long_tails(self, jobs: Sequence[RequestState]) -> list[RequestState]:
         """Requests whose ends of prompts are so long that others need not wait for them; none
@@ -62,7 +85,12 @@ class StepInterruption:
         long = [job for job in long if len(job.step_ids) > SHORT_TAIL_TOKENS]
         return long if len(long) < len(jobs) else []
 
+    def _check_cancelled(self) -> None:
+        if self._callers and all(job.is_cancelled for job in self._callers):
+            raise CallCancelled("Every request of this call was cancelled.")
+
     def _before_layer(self) -> None:
+        self._check_cancelled()
         if not self._is_allowed or not self._token_budget.is_step_due:
             return
         jobs = self._answers()
@@ -70,7 +98,11 @@ class StepInterruption:
             return
         self._is_allowed = False
         try:
-            with self._token_budget.interruption(), self._token_budget.measured_step():
+            with (
+                self._token_budget.interruption(),
+                self._token_budget.measured_step(),
+                self.calls_for(()),
+            ):
                 self._decode(jobs)
         except self._failures as error:
             self._failure = error
