@@ -111,7 +111,7 @@ function why(session, tokens) {
     if (place) {
       return `Its cache is ${place}, and comes back when you go on.`;
     }
-    return "Its cache is not in memory. What was said is known, and is read again when you go on.";
+    return "Its cache is not in memory. When you go on, what was said is read again, but not what another conversation has in common with it.";
   }
   const gone = session.evicted_tokens + session.merged_tokens;
   const way = session.merged_tokens ? "merged into others" : "dropped";
@@ -158,7 +158,7 @@ async function choose(session) {
 function newName(text) {
   const words = text.replace(/[^\p{L}\p{N} ,.'!-]/gu, " ").split(" ").filter(Boolean).slice(0, 7);
   const told = [...words.join(" ")].slice(0, 48).join("");
-  return `${told} ${Math.random().toString(36).slice(2, 6)}`.trim();
+  return `${told} #${Math.random().toString(36).slice(2, 6)}`.trim();
 }
 
 async function say(text) {
