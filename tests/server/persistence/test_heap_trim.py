@@ -1,19 +1,22 @@
-"""Limits of library caches, and the return of unused heap pages."""
+"""Limits of library caches, and the return of unused heap pages and buffers."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import random
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from larder.server import trim_heap
+from larder.server import StoreSweeper, trim_heap
 from larder.server.persistence import sweeper
+from larder.store import Store
 
 MIB = 1 << 20
 
@@ -109,3 +112,72 @@ def test_primitive_cache_is_limited_unless_set_in_the_environment() -> None:
 def test_trim_without_malloc_trim_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweeper, "_malloc_trim", lambda: None)
     assert not trim_heap()
+
+
+def mkl_buffer_bytes() -> int:
+    """Bytes that MKL has allocated for buffers of products, in use or not."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    library.mkl_serv_mem_stat.restype = ctypes.c_int64
+    return library.mkl_serv_mem_stat(ctypes.byref(ctypes.c_int()))
+
+
+def products(seed: int, count: int) -> bool:
+    """True if products of matrices of some shapes are right."""
+    drawn = torch.Generator().manual_seed(seed)
+    for rows in torch.randint(2, 500, (count,), generator=drawn).tolist():
+        left = torch.randn(rows, 384, generator=drawn)
+        right = torch.randn(384, 384, generator=drawn)
+        exact = (left.double() @ right.double()).float()
+        if not torch.allclose(left @ right, exact, atol=1e-3):
+            return False
+    return True
+
+
+with_mkl = pytest.mark.skipif(
+    not sweeper.free_mkl_buffers(), reason="torch has no MKL that frees buffers"
+)
+
+
+@with_mkl
+def test_buffers_of_mkl_are_freed() -> None:
+    assert products(0, 20) and mkl_buffer_bytes() > MIB
+    assert sweeper.free_mkl_buffers() and mkl_buffer_bytes() == 0
+    assert products(0, 20)
+
+
+@with_mkl
+@pytest.mark.extended
+def test_products_beside_freed_buffers_are_right() -> None:
+    results = list[bool]()
+    threads = [
+        threading.Thread(target=lambda seed=seed: results.append(products(seed, 60)))
+        for seed in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        sweeper.free_mkl_buffers()
+    assert results == [True] * 3
+
+
+def test_buffers_without_mkl_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweeper, "_mkl_free_buffers", lambda: None)
+    assert not sweeper.free_mkl_buffers()
+
+
+def test_sweeper_frees_buffers_and_heap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    both, done = threading.Event(), list[str]()
+
+    def free(name: str) -> bool:
+        done.append(name)
+        if len(done) > 3:
+            both.set()
+        return True
+
+    monkeypatch.setattr(sweeper, "free_mkl_buffers", lambda: free("buffers"))
+    monkeypatch.setattr(sweeper, "trim_heap", lambda: free("heap"))
+    store = Store(str(tmp_path / "blobs"), tmp_path / "home", secret=b"s" * 32)
+    with StoreSweeper(store, trim_seconds=0.001):
+        assert both.wait(30)
+    store.close()
+    assert done[:4] == ["buffers", "heap", "buffers", "heap"]

@@ -9,6 +9,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 
 from larder.core.errors import LarderError
@@ -20,14 +21,14 @@ ARENAS_VARIABLE = "MALLOC_ARENA_MAX"  # of the C library
 M_ARENA_MAX, MAX_ARENAS = -8, 2
 TRIM_SECONDS = 5.0  # a trim takes some ms
 PRIMITIVES_VARIABLES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY")
-MAX_PRIMITIVES = 64  # eight or more lengths of prompts; a new one is compiled in about a ms
+MAX_PRIMITIVES = 32  # four or more lengths of prompts; a new one is compiled in about a ms
 
 
 class StoreSweeper:
     """Thread that deletes removed data often and sweeps the whole store rarely. A context manager.
 
-    Unused heap pages are returned to the system more often still, so that the memory of a server
-    depends little on how fast requests come.
+    Unused heap pages and buffers of MKL are returned to the system more often still, so that the
+    memory of a server depends little on how fast requests come, and on which shapes they had.
 
     Args:
         seconds: between two collections of removed data.
@@ -64,6 +65,7 @@ class StoreSweeper:
         collected = swept = time.monotonic()
         self._do(self._store.maintenance.note_branches)
         while not self._ended.wait(self._trim_seconds):
+            free_mkl_buffers()
             trim_heap()
             now = time.monotonic()
             if now - collected >= self._seconds:
@@ -85,6 +87,20 @@ def _malloc_trim() -> Callable[[int], int] | None:
     """`malloc_trim` of the C library; None if it has none."""
     library = _glibc()
     return None if library is None else library.malloc_trim
+
+
+@functools.cache
+def _mkl_free_buffers() -> Callable[[], int] | None:
+    """`mkl_free_buffers` of the MKL that torch was built with; None if it has none."""
+    import torch
+
+    if _glibc() is None or not torch.backends.mkl.is_available():
+        return None
+    try:
+        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        return library.mkl_serv_free_buffers  # its name inside of libraries
+    except (OSError, AttributeError):  # a build of torch that links MKL otherwise
+        return None
 
 
 def _glibc() -> ctypes.CDLL | None:
@@ -113,6 +129,16 @@ def limit_memory() -> None:
     """Limit what libraries keep of the memory of a server's process. Before its first model."""
     limit_heap_arenas()
     limit_primitive_cache()
+
+
+def free_mkl_buffers() -> bool:
+    """Free the buffers that MKL caches for products of matrices, up to tens of MB that grow with
+    new shapes, unless they are in use; false if torch has no MKL. Safe beside products of others.
+    """
+    free = _mkl_free_buffers()
+    if free is not None:
+        free()
+    return free is not None
 
 
 def trim_heap() -> bool:
