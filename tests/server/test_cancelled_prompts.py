@@ -14,7 +14,7 @@ from larder.store import Tier
 from server.test_images import QWEN, ImageClient
 from server.test_images import loaded as image_model
 from server.test_step_interruption import BLOCK, BUDGET, POLICIES
-from server_core import Client, Served, answered, characters, told
+from server_core import Client, Served, answered, box_question, characters
 from topic_embedder import TopicEmbedder
 
 LAYERS = 4
@@ -83,7 +83,7 @@ def used(served: Served) -> dict[Tier, int]:
 
 def begun(served: Served, name: str) -> Client:
     """A client with an answer in progress."""
-    client, _ = served.submit(told(3), name, max_new_tokens=60)
+    client, _ = served.submit(box_question(3), name, max_new_tokens=60)
     while not client.text:
         served.step()
     return client
@@ -107,7 +107,7 @@ def of_policies(*default: str) -> Callable[..., Any]:
 def test_cancelled_prompt_ends_before_its_next_layer(
     deep: LoadedModel, layers: LongLayers, policy: str, seconds: float | None
 ) -> None:
-    text, alone = told(2, 24), server(deep, policy)
+    text, alone = box_question(2, 24), server(deep, policy)
     beside = begun(alone, "beside")
     alone.run()
     layers.count = 0
@@ -126,14 +126,14 @@ def test_cancelled_prompt_ends_before_its_next_layer(
         layers.cancel(at, ticket)
         while client.report is None:
             served.step()
-        assert layers.count == at and client.told.reason == "cancelled" and not client.text
+        assert layers.count == at and client.result.reason == "cancelled" and not client.text
         assert not served.core.sessions.has("a", "new")
         assert used(served)[Tier.DEVICE] <= before[Tier.DEVICE]
         served.run()
-        assert other is None or (other.told and other.text == beside.text)
+        assert other is None or (other.result and other.text == beside.text)
         again = served.ask(text, "new")
         assert again.text == expected.text
-        assert again.told.prompt_tokens == expected.told.prompt_tokens
+        assert again.result.prompt_tokens == expected.result.prompt_tokens
 
 
 @of_policies("limited")
@@ -142,21 +142,21 @@ def test_session_is_unchanged_by_a_message_cancelled_between_layers(
 ) -> None:
     def ended(served: Served, at: int) -> str:
         """Text of a third turn, before which another was cancelled behind `at` layers."""
-        turns: list[ChatMessage] = told(1, 6)
+        turns: list[ChatMessage] = box_question(1, 6)
         turns = answered(turns, served.ask(turns, "x"), "Why?")
         turns = answered(turns, served.ask(turns, "x"), "")[:-1]
         if at:
             begun(served, "beside")
-            [long] = told(2, 24)
+            [long] = box_question(2, 24)
             client, ticket = served.submit([*turns, long], "x")
             layers.cancel(at, ticket)
             while client.report is None:
                 served.step()
-            assert client.told.reason == "cancelled" and layers.count == at
+            assert client.result.reason == "cancelled" and layers.count == at
             served.run()
             session = served.core.sessions.find("a", "x")
             assert len(session.turns) == 2 and not session.usage.is_answering
-        return served.ask([*turns, *told(4)], "x").text
+        return served.ask([*turns, *box_question(4)], "x").text
 
     expected = ended(server(deep, policy), 0)
     for at in (1, LAYERS - 1, LAYERS + 1):
@@ -167,7 +167,7 @@ def test_session_is_unchanged_by_a_message_cancelled_between_layers(
 def test_prompt_read_with_a_cancelled_one_continues(
     deep: LoadedModel, layers: LongLayers, seconds: float | None
 ) -> None:
-    texts = {"one": told(1, 8), "two": told(5, 8)}
+    texts = {"one": box_question(1, 8), "two": box_question(5, 8)}
     expected = {name: server(deep, "full").ask(text, name).text for name, text in texts.items()}
 
     def begin(*cancelled: str, at: int) -> tuple[Served, dict[str, Client]]:
@@ -183,12 +183,12 @@ def test_prompt_read_with_a_cancelled_one_continues(
     assert layers.most > 1.5 * len(texts["one"][0].text)  # both in one call
     served, clients = begin("one", at=2)
     assert layers.count == LAYERS  # the call goes on for the other one
-    assert clients["one"].told.reason == "cancelled" and not clients["one"].text
+    assert clients["one"].result.reason == "cancelled" and not clients["one"].text
     assert clients["two"].text == expected["two"]
     assert served.ask(texts["one"], "one").text == expected["one"]
     served, clients = begin(*texts, at=2)
     assert layers.count == 2
-    assert {client.told.reason for client in clients.values()} == {"cancelled"}
+    assert {client.result.reason for client in clients.values()} == {"cancelled"}
     assert used(served) == {Tier.DEVICE: 0, Tier.HOST: 0}
     for name, text in texts.items():
         assert served.ask(text, name).text == expected[name]
@@ -196,14 +196,14 @@ def test_prompt_read_with_a_cancelled_one_continues(
 
 def test_scored_prompt_ends_between_layers(deep: LoadedModel, layers: LongLayers) -> None:
     options: dict[str, Any] = {"prompt_logprobs": True, "logprobs": 1, "max_new_tokens": 1}
-    expected = server(deep, "full").ask(told(2, 24), **options)
+    expected = server(deep, "full").ask(box_question(2, 24), **options)
     served = server(deep, "full")
-    client, ticket = served.submit(told(2, 24), **options)
+    client, ticket = served.submit(box_question(2, 24), **options)
     layers.cancel(LAYERS + 2, ticket)
     served.run()
-    assert layers.count == LAYERS + 2 and client.told.reason == "cancelled"
+    assert layers.count == LAYERS + 2 and client.result.reason == "cancelled"
     assert used(served) == {Tier.DEVICE: 0, Tier.HOST: 0}
-    assert served.ask(told(2, 24), **options).logprobs == expected.logprobs
+    assert served.ask(box_question(2, 24), **options).logprobs == expected.logprobs
 
 
 @pytest.mark.parametrize("at", [1, 2])
@@ -221,7 +221,7 @@ def test_prompt_with_an_image_ends_between_layers(layers: LongLayers, at: int) -
     layers.cancel(at, ticket)
     while client.report is None:
         served.step()
-    assert layers.count == at and client.told.reason == "cancelled"
+    assert layers.count == at and client.result.reason == "cancelled"
     assert used(served)[Tier.DEVICE] <= before
     served.run()
-    assert other.told and one.ask(turns).text == expected
+    assert other.result and one.ask(turns).text == expected

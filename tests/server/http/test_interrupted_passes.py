@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from larder.models import LONG_CALL_TOKENS, DecoderStack, ForwardBatch, LoadedMo
 from larder.server import (
     Archive,
     ChatMessage,
+    EngineOptions,
     HttpSettings,
     LocalEngineClient,
     LoopbackAuth,
@@ -33,14 +34,15 @@ from larder.server import (
 from larder.store import Tier
 from server.http.running_server import awaited, listening
 from server.test_step_interruption import POLICIES
-from server_core import Client, characters, told
+from server_core import Client, box_question, characters
 from server_engine_clients import Waiting, failing
 from server_stores import Stored
 from tiny_models import tiny
 
 LAYERS, BLOCK, BUDGET = 6, 160, 200
 ALWAYS = 1e-6  # a latency, in seconds, for which decode steps run before every layer
-LONG = told(2, 24)
+PROMPT = EngineOptions(inter_token_seconds=ALWAYS)
+LONG = box_question(2, 24)
 
 
 @dataclass
@@ -90,7 +92,7 @@ def engine(loaded: LoadedModel, policy: str = "limited") -> Engine:
 def texts(deep: LoadedModel) -> tuple[str, str]:
     """What an answer in progress and a long prompt beside it are answered alone."""
     with closing(LocalEngineClient(engine(deep))) as hub:
-        return asked(hub, told(1), "first", 90).text, asked(hub, LONG, "long", 3).text
+        return asked(hub, box_question(1), "first", 90).text, asked(hub, LONG, "long", 3).text
 
 
 def asked(hub: Any, turns: list[ChatMessage], name: str, new: int, **more: Any) -> Waiting:
@@ -146,7 +148,7 @@ def talk(deep: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Convers
         cancelled.set()
 
     monkeypatch.setattr(request_state.RequestState, "cancel", noted)
-    hub = LocalEngineClient(engine(deep), inter_token_seconds=ALWAYS)
+    hub = LocalEngineClient(engine(deep), options=PROMPT)
     app = create_app(hub, LoopbackAuth(), Archive(), HttpSettings(max_new_tokens=100))
     with listening(app) as url:
         yield Conversation(hub, url, cancelled)
@@ -160,7 +162,7 @@ def test_client_that_leaves_between_layers_stops_no_prompt(
     gate = Gate()
     reading.before(LAYERS + 3, gate.wait)
     with ExitStack() as first:
-        lines = talk.lines(first, told(1), "first", 90)
+        lines = talk.lines(first, box_question(1), "first", 90)
         while "content" not in next(lines):
             continue
         second = Waiting()
@@ -174,7 +176,7 @@ def test_client_that_leaves_between_layers_stops_no_prompt(
     # No step of the answer that was left ran between the layers behind.
     assert talk.hub.context.core.scheduler.steps - steps <= 4
     assert not talk.hub.context.core.sessions.has("a", "first")
-    assert asked(talk.hub, told(1), "first", 90).text == first_text
+    assert asked(talk.hub, box_question(1), "first", 90).text == first_text
 
 
 @pytest.mark.failure(number=19)
@@ -183,7 +185,7 @@ def test_prompt_whose_client_leaves_between_layers_ends_there(
 ) -> None:
     first_text, long_text = texts(deep)
     gate, first = Gate(), Waiting()
-    talk.hub.submit(Request("a", tuple(told(1)), "first", max_new_tokens=90), first)
+    talk.hub.submit(Request("a", tuple(box_question(1)), "first", max_new_tokens=90), first)
     assert awaited(lambda: bool(first.text))
     before = talk.used()
     reading.before(LAYERS + 3, gate.wait)
@@ -224,9 +226,9 @@ def test_failing_step_between_layers_stops_no_prompt(
 
     monkeypatch.setattr(DecoderStack, "forward", failing_forward)
     monkeypatch.setattr(step_interruption.StepInterruption, "_before_layer", between)
-    with closing(LocalEngineClient(engine(deep), inter_token_seconds=ALWAYS)) as hub:
+    with closing(LocalEngineClient(engine(deep), options=PROMPT)) as hub:
         first, second = Waiting(), Waiting()
-        hub.submit(Request("a", tuple(told(1)), "first", max_new_tokens=90), first)
+        hub.submit(Request("a", tuple(box_question(1)), "first", max_new_tokens=90), first)
         hub.submit(Request("a", tuple(LONG), "long", max_new_tokens=3), second)
         second.wait()
         assert first.over.wait(30) and isinstance(first.error, MemoryError)
@@ -237,7 +239,10 @@ def test_turn_that_ends_between_layers_on_a_full_disk_is_not_durable(
     deep: LoadedModel, tmp_path: Path, reading: Pass
 ) -> None:
     plain = Stored(deep, tmp_path / "plain", policy=POLICIES["limited"], tokens=BUDGET, block=BLOCK)
-    expected = [plain.ask(told(1), "first", max_new_tokens=12).text, plain.ask(LONG, "long").text]
+    expected = [
+        plain.ask(box_question(1), "first", max_new_tokens=12).text,
+        plain.ask(LONG, "long").text,
+    ]
     plain.close()
     stored = Stored(
         deep,
@@ -247,7 +252,7 @@ def test_turn_that_ends_between_layers_on_a_full_disk_is_not_durable(
         block=BLOCK,
         inter_token_seconds=ALWAYS,
     )
-    first, _ = stored.served.submit(told(1), "first", max_new_tokens=12)
+    first, _ = stored.served.submit(box_question(1), "first", max_new_tokens=12)
     while not first.text:
         stored.served.step()
     ended = list[bool]()
@@ -257,10 +262,10 @@ def test_turn_that_ends_between_layers_on_a_full_disk_is_not_durable(
         stored.run()
     assert ended == [True]  # all of its tokens were generated between layers
     assert [first.text, second.text] == expected
-    assert (first.told.durable, second.told.durable) == (False, False)
+    assert (first.result.durable, second.result.durable) == (False, False)
     assert set(stored.disk.stats().unwritten) == {"full"}
-    again = stored.ask(told(3), "after")
-    assert again.told.durable
+    again = stored.ask(box_question(3), "after")
+    assert again.result.durable
     stored.close()
 
 
@@ -275,7 +280,9 @@ def test_adapters_beside_interrupted_passes_answer_as_alone(tmp_path: Path) -> N
     assert alone["base"] != alone["lora"]
     clients = {
         name: LocalEngineClient(
-            engine(model), names=(name,), step_lock=lock, inter_token_seconds=ALWAYS
+            engine(model),
+            options=replace(PROMPT, names=(name,)),
+            step_lock=lock,
         )
         for name, model in models.items()
     }
@@ -298,7 +305,7 @@ def test_models_of_two_threads_share_no_tables_of_steps(monkeypatch: pytest.Monk
     with ExitStack() as stack:
         hubs = dict[str, LocalEngineClient]()
         for name, model in models.items():
-            hub = LocalEngineClient(engine(model), inter_token_seconds=ALWAYS)
+            hub = LocalEngineClient(engine(model), options=PROMPT)
             hubs[name] = stack.enter_context(closing(hub))
         for _ in range(3):
             assert answered_at_once(hubs) == alone
@@ -310,11 +317,11 @@ def answered_at_once(hubs: dict[str, Any]) -> dict[str, tuple[str, str]]:
     first, second = dict[str, Client](), dict[str, Waiting]()
     for name, hub in hubs.items():
         first[name] = Waiting()
-        request = Request("a", tuple(told(1)), None, max_new_tokens=90, model=name)
+        request = Request("a", tuple(box_question(1)), None, max_new_tokens=90, model=name)
         hub.submit(request, first[name])
         second[name] = Waiting()
         hub.submit(Request("a", tuple(LONG), None, max_new_tokens=3, model=name), second[name])
     for client in (*first.values(), *second.values()):
         assert isinstance(client, Waiting) and client.over.wait(60)
-        assert client.told
+        assert client.result
     return {name: (first[name].text, second[name].text) for name in hubs}
