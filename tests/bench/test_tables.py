@@ -40,6 +40,17 @@ def test_table_has_means_paired_differences_and_refusals() -> None:
     assert "0.25 [0.00, 0.50] (0.240)" in shown and "(1 refused)" in shown
 
 
+def test_count_label_names_policies_on_fewer_files() -> None:
+    label = "2 files, 4 scored items (full on 1 file)."
+    assert ScoreTable(ENTRIES).count_label() == label  # a refusal counts as measured
+    assert ScoreTable(ENTRIES[1:-1]).count_label() == "2 files, 4 scored items."
+    alone = CellScores("tova", "1/4", "c", items(True))
+    shown = ScoreTable([*ENTRIES, alone]).count_label()
+    assert (
+        shown.startswith("3 files") and "(full, tova on 1 file; h2o, keydiff on 2 files)" in shown
+    )
+
+
 def test_share_of_dense_layers_is_reported() -> None:
     row = {"task": "text()", "tokens": 64, "seed": 0, "budget": "25%", "policy": "icecache"}
     bytes_of = {"bytes_share": 0.504, "full_kv_bytes": 600, "dense_kv_bytes": 204}

@@ -144,13 +144,27 @@ class ScoreTable:
         self._sources = sorted({one.source for one in entries})
 
     def count_label(self) -> str:
-        """Number of files, and of scored items of the policy that refused fewest."""
+        """Number of files, and of scored items of the policy that refused fewest; which policies
+        were measured on fewer files.
+        """
         items = [self._items(name, budget) for name in self.names for budget in self.budgets]
         most = max(sum(map(len, by_source.values())) for by_source in items)
-        files = f"{len(self._sources)} {'file' if len(self._sources) == 1 else 'files'}"
+        files, fewer = _num_files(len(self._sources)), self._fewer_files()
         if set(self.scales_with_data(SCALES)) <= {*COSTS}:
-            return f"{files}."
-        return f"{files}, {most} {'scored item' if most == 1 else 'scored items'}."
+            return f"{files}{fewer}."
+        return f"{files}, {most} {'scored item' if most == 1 else 'scored items'}{fewer}."
+
+    def _fewer_files(self) -> str:
+        """Policies that were measured on a part of the files, in parentheses; empty for none."""
+        measured: dict[str, set[str]] = {name: set() for name in self.names}
+        for name, _, source in self._entries:
+            measured[name].add(source)
+        by_count: dict[int, list[str]] = {}
+        for name, sources in measured.items():
+            if len(sources) < len(self._sources):
+                by_count.setdefault(len(sources), []).append(name)
+        notes = [f"{', '.join(by_count[n])} on {_num_files(n)}" for n in sorted(by_count)]
+        return f" ({'; '.join(notes)})" if notes else ""
 
     def refusals(self) -> list[str]:
         """Lines with the first refusal of each policy and its reason."""
@@ -272,6 +286,10 @@ class ScoreTable:
         """Scored items by source, without cells that were refused or have none."""
         cells = {source: self._entries.get((name, budget, source)) for source in self._sources}
         return {source: one.items for source, one in cells.items() if one is not None and one.items}
+
+
+def _num_files(count: int) -> str:
+    return f"{count} file" if count == 1 else f"{count} files"
 
 
 def resampling_units(files: list[list[float]]) -> list[list[float]]:
