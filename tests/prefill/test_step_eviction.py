@@ -15,8 +15,7 @@ from larder.cache import SequenceCache, step_layout, storage_bytes
 from larder.core import Plan
 from larder.engine import SamplingParams, StoppingCriteria
 from larder.engine.generate import generate
-from larder.models import wrap_model
-from larder.models.observers import JoinedObserver
+from larder.models import JoinedObserver, wrap_model
 from larder.ops import EvictionTable, c_library
 from larder.prefill import DeferredObserver, PeakMemoryMeter, StepEviction
 from larder.session import build_caches, decode_planner

@@ -112,6 +112,7 @@ from .measurements.transform import klt as klt
 from .measurements.utility import Utility as Utility
 from .model_packages import ADAPTER_WEIGHTS as ADAPTER_WEIGHTS
 from .model_packages import PACKAGED_MODELS as PACKAGED_MODELS
+from .observers import JoinedObserver as JoinedObserver
 from .placement import PageUse as PageUse
 from .placement import set_pages as set_pages
 from .processor import PROCESSOR_FILES as PROCESSOR_FILES
