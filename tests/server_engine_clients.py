@@ -80,10 +80,15 @@ def hub_in(
 
 
 def ask(
-    hub: LocalEngineClient, turns: list[ChatMessage], name: str | None = None, new: int = 2
+    hub: LocalEngineClient,
+    turns: list[ChatMessage],
+    name: str | None = None,
+    new: int = 2,
+    **options: object,
 ) -> Client:
     client = Waiting()
-    hub.submit(Request("a", tuple(turns), name, max_new_tokens=new), client)
+    request = Request("a", tuple(turns), name, max_new_tokens=new, **options)  # pyright: ignore
+    hub.submit(request, client)
     assert client.over.wait(30)
     return client
 

@@ -162,12 +162,7 @@ class EngineCore:
         Args:
             arrived: arrival time of the request.
         """
-        self.scheduler.queue.check(request.tenant)
-        if request.max_new_tokens < 1:
-            raise invalid_request(
-                f"max_tokens must be at least 1, got {request.max_new_tokens}.", "max_tokens"
-            )
-        request = self._with_contexts(request)
+        request = self.prepared(request)
         resolved = self._resolved_ephemeral(request) if request.is_ephemeral else None
         resolved = resolved or self._resolved(request)
         if resolved.repeated_turn is not None:
@@ -191,6 +186,29 @@ class EngineCore:
             self._first_choices[request.tenant, request.choice_group] = job
         self._wake()
         return job
+
+    def prepared(self, request: Request) -> Request:
+        """Request that is checked and has its contexts in its messages; under a policy that reads
+        contexts apart, those of the first message of the user are left.
+
+        Sessions are found by the messages of a prepared request.
+
+        Raises:
+            ApiError: the queue is full, or a field is out of range; 404 `context_not_found`.
+        """
+        self.scheduler.queue.check(request.tenant)
+        if request.max_new_tokens < 1:
+            raise invalid_request(
+                f"max_tokens must be at least 1, got {request.max_new_tokens}.", "max_tokens"
+            )
+        if not request.has_contexts:
+            return request
+        request = self.contexts.resolved(request)
+        self.check_length(*all_contexts(request), param="contexts")
+        self.contexts.keep(request)
+        request = with_message_contexts(request)
+        is_apart = self.serving_of(request).policy.schedule.cache_form or not request.contexts
+        return request if is_apart else self.contexts.as_message(request)
 
     def announce(self, tenant: str, steps: Mapping[str, int]) -> tuple[str, ...]:
         """Note in how many workflow steps sessions are used again, and fetch those of the next
@@ -288,17 +306,6 @@ class EngineCore:
         first = self._first_choices.get((request.tenant, request.choice_group))
         leader = None if first is None or request.prompt_logprobs else first.resolved
         return self.sessions.resolve_ephemeral(request, self.serving_of(request), leader)
-
-    def _with_contexts(self, request: Request) -> Request:
-        """Request with known contexts: apart under a policy that reads them so, else as text."""
-        if not (request.contexts or request.message_contexts):
-            return request
-        request = self.contexts.resolved(request)
-        self.check_length(*all_contexts(request), param="contexts")
-        self.contexts.keep(request)
-        request = with_message_contexts(request)
-        is_apart = self.serving_of(request).policy.schedule.cache_form or not request.contexts
-        return request if is_apart else self.contexts.as_message(request)
 
     def serving_of(self, request: Request) -> ServingPolicy:
         """The policy that a request is answered under."""

@@ -77,6 +77,8 @@ class LocalEngineClient(EngineClient):
                 if taken is None:
                     return Ticket()
                 request, listener = taken
+            if request.has_contexts:  # sessions are found by messages, which contexts become
+                request = context.call(partial(core.prepared, request))
             if request.constraint is not None:  # compiled here, so that the model's thread need not
                 core.constraints.matcher(request.constraint)
             take = partial(self._submit_now, request, listener, core.clock())

@@ -148,6 +148,11 @@ class Request:
         return self.choice > 0 or self.prompt_logprobs or bool(self.contexts)
 
     @property
+    def has_contexts(self) -> bool:
+        """True if contexts stand beside its messages."""
+        return bool(self.contexts or self.message_contexts)
+
+    @property
     def is_nameless(self) -> bool:
         """True if only the messages identify the session."""
         return not (self.session or self.follows or self.raw_prompt is not None)

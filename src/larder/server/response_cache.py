@@ -293,9 +293,7 @@ class ResponseCache:
                 "leave response_cache out.",
                 FIELD,
             )
-        is_plain = request.is_nameless and not (
-            request.images or request.contexts or request.message_contexts
-        )
+        is_plain = request.is_nameless and not (request.images or request.has_contexts)
         is_single = not (request.choice or request.choice_group)
         if not is_plain or not is_single or request.constraint or request.logprobs is not None:
             raise invalid_request(
