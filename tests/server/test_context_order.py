@@ -15,10 +15,12 @@ from larder.server import (
     ChatMessage,
     ContextOrder,
     ContextOrders,
+    ContextReferences,
+    Request,
     chunk_id,
     context_order,
     importance_line,
-    references,
+    with_message_contexts,
 )
 from larder.store import ByteBudgets, ByteLedger, Tier
 from server_core import Client, Served, user
@@ -114,15 +116,46 @@ def test_repeated_contexts_of_a_conversation_are_prefilled_once(small: LoadedMod
     assert second.result.cached_tokens > first.result.prompt_tokens
 
 
+def lines(contexts: list[str], earlier: list[str]) -> list[str]:
+    return ContextReferences(earlier).next_message(contexts)
+
+
 def test_contexts_that_stand_above_become_references() -> None:
     long, other = TEXTS["a"] * 3, TEXTS["b"] * 3
     line = f'See the text above that begins with "{long[:60].strip()}".'
-    assert list(references([long, "new", long, other], [long, "x"])) == [line, "new", other]
-    assert list(references(["short"], ["short"])) == ["short"], "the line is longer"
-    alike = f"{long} But not box c."
-    assert list(references([long], [long, alike])) == [long], "the line could be either's"
-    assert list(references([alike], [long])) == [alike]
+    assert lines([long, "new", long, other], [long, "x"]) == [line, "new", other]
+    assert lines(["short"], ["short"]) == ["short"], "the line is longer"
     assert len(line.splitlines()) == 1
+    later = ContextReferences([])
+    assert [later.next_message([long]), later.next_message([long])] == [[long], [line]]
+
+
+def test_texts_that_begin_alike_are_repeated() -> None:
+    long = TEXTS["a"] * 3
+    line, alike = lines([long], [long])[0], f"{long} But not box c."
+    assert lines([long], [long, alike]) == [long], "the line could be either's"
+    assert lines([alike], [long]) == [alike]
+    assert lines([alike, long], [long]) == [alike, long], "both stand above the line"
+    assert lines([long, alike], [long]) == [line, alike], "one stands above the line"
+
+
+def test_references_of_long_conversations_compare_each_text_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    count, opening = 0, context_order._opening
+
+    def counted(text: str) -> str:
+        nonlocal count
+        count += 1
+        return opening(text)
+
+    monkeypatch.setattr(context_order, "_opening", counted)
+    said = tuple(user("Why?") for _ in range(60))
+    own = {number: (f"Text {number}.",) for number in range(60)}
+    request = Request("a", said, message_contexts=own, context_order=SHARED)
+    turns = with_message_contexts(request).turns
+    assert turns[59].text == "Text 59.\n\nWhy?"
+    assert 60 <= count <= 4 * 60
 
 
 @pytest.mark.parametrize("order", ContextOrder)

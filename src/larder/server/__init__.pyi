@@ -19,10 +19,11 @@ from .cluster.replica import ReplicaSet as ReplicaSet
 from .context_order import MOST_ORDERS as MOST_ORDERS
 from .context_order import ContextOrder as ContextOrder
 from .context_order import ContextOrders as ContextOrders
+from .context_order import ContextReferences as ContextReferences
 from .context_order import importance_line as importance_line
-from .context_order import references as references
 from .context_prompts import HostTexts as HostTexts
 from .context_prompts import chunk_id as chunk_id
+from .context_prompts import with_message_contexts as with_message_contexts
 from .context_transfer import ContextTransfer as ContextTransfer
 from .embedder_queue import EmbedderQueue as EmbedderQueue
 from .engine_client import EngineClient as EngineClient

@@ -15,7 +15,7 @@ lines is ours.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 
 from larder.core.errors import BudgetError
@@ -124,20 +124,34 @@ def arranged(texts: Mapping[str, str], order: Ids) -> tuple[str, ...]:
     return (*(texts[name] for name in order), *((line,) if line else ()))
 
 
-def references(contexts: Iterable[str], earlier: Iterable[str]) -> Iterator[str]:
-    """Contexts of a message, those that stand above once more as lines that refer to them.
+class ContextReferences:
+    """Contexts of the messages of a conversation; those that stand above once more become lines
+    that refer to them.
+
+    A text that begins like another one above, or that is no longer than the line, is repeated.
 
     Args:
-        earlier: texts that stand above. One whose beginning another one shares, or that is no
-            longer than the line, is repeated.
+        texts: those that stand in front of all messages.
     """
-    openings: dict[str, set[str]] = {}
-    for text in earlier:
-        openings.setdefault(_opening(text), set()).add(text)
-    for text in dict.fromkeys(contexts):
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts: dict[str, set[str]] = {}  # by their beginnings
+        for text in texts:
+            self._add(text)
+
+    def next_message(self, contexts: Iterable[str]) -> list[str]:
+        """Texts and lines of the contexts of the next message, which stand above from then on."""
+        return [self._line(text) or self._add(text) for text in dict.fromkeys(contexts)]
+
+    def _line(self, text: str) -> str:
+        """Line that refers to a text; empty where it is repeated."""
         line = f'See the text above that begins with "{_opening(text)}".'
-        is_known = openings.get(_opening(text), set()) == {text}
-        yield line if is_known and len(line) < len(text) else text
+        is_known = self._texts.get(_opening(text)) == {text}
+        return line if is_known and len(line) < len(text) else ""
+
+    def _add(self, text: str) -> str:
+        self._texts.setdefault(_opening(text), set()).add(text)
+        return text
 
 
 def _opening(text: str) -> str:

@@ -20,7 +20,7 @@ from larder.core.errors import BudgetError
 from larder.prefill.base import ContextText
 from larder.prefill.contexts import ChunkSource
 from larder.server.api_errors import invalid_request
-from larder.server.context_order import ContextOrder, ContextOrders, arranged, references
+from larder.server.context_order import ContextOrder, ContextOrders, ContextReferences, arranged
 from larder.server.host_chunks import HostChunks, TenantChunks
 from larder.server.image_prompts import rendered_prompt
 from larder.server.request import ApiError, ChatMessage, Request
@@ -225,13 +225,12 @@ def with_message_contexts(request: Request) -> Request:
     own, turns = dict(request.message_contexts), list(request.turns)
     first = next((number for number, turn in enumerate(turns) if turn.role == "user"), 0)
     contexts = (*request.contexts, *own.pop(first, ()))
-    earlier = list(contexts)
+    is_shared = request.context_order is ContextOrder.SHARED
+    references = ContextReferences(contexts)
     for number in sorted(own):
-        is_shared = request.context_order is ContextOrder.SHARED
-        lines = references(own[number], earlier) if is_shared else own[number]
+        lines = references.next_message(own[number]) if is_shared else own[number]
         text = "".join(map(_separated, lines)) + turns[number].text
         turns[number] = replace(turns[number], text=text)
-        earlier += own[number]
     return replace(request, turns=tuple(turns), contexts=contexts, message_contexts={})
 
 
