@@ -79,15 +79,32 @@ def test_wrong_contexts_fail_alone(run: Run, tmp_path: Path) -> None:
         chat("d", "Who?", contexts=["A text."], context_order="best"),
         chat("e", "Who?", contexts=["chunk-" + "0" * 64]),
         plain | {"body": {"prompt": "Once", "contexts": ["A text."]}},
+        chat("g", "Who?", contexts={}),
+        chat("h", "Who?", contexts=["Half \ud800."]),
+        chat("i", "Who?"),
+        chat("j", "Who?", contexts=None, context_order=None),
     ]
+    lines[-2]["body"]["messages"][0]["contexts"] = ["A text."]
     path = write_lines(tmp_path / "asked.jsonl", *lines)
-    assert document(run("batch", path, "--json"))["failed"] == 5
+    assert document(run("batch", path, "--json"))["failed"] == 8
     found = read(tmp_path / "asked.results.jsonl")
     said = {name: str(each["error"]) for name, each in found.items() if each["error"]}
-    assert said.keys() == set("bcdef")
+    assert said.keys() == set("bcdefghi")
     assert "a list of texts" in said["b"] and "' '" in said["c"]
     assert "'given', 'shared'" in said["d"] and "send its text" in said["e"]
     assert "contexts is not supported" in said["f"]
+    assert "got {}" in said["g"] and "surrogate" in said["h"] and "Message 1 has" in said["i"]
+
+
+def test_malformed_requests_fail_alone(run: Run, tmp_path: Path) -> None:
+    half = {"custom_id": "d", "url": "/v1/completions", "body": {"prompt": "Half \ud800."}}
+    lines = chat("a", "Who?"), chat("b", "Who?", stop=5), chat("c", "Who?", stop=["x", 1]), half
+    path = write_lines(tmp_path / "asked.jsonl", *lines)
+    assert document(run("batch", path, "--json"))["failed"] == 3
+    found = read(tmp_path / "asked.results.jsonl")
+    said = {name: str(each["error"]) for name, each in found.items() if each["error"]}
+    assert said.keys() == set("bcd")
+    assert "got 5" in said["b"] and "list of texts" in said["c"] and "surrogate" in said["d"]
 
 
 def test_interrupted_run_resumes(run: Run, tmp_path: Path) -> None:
@@ -99,6 +116,21 @@ def test_interrupted_run_resumes(run: Run, tmp_path: Path) -> None:
     result = document(run("batch", path, "--out", out, "--json"))
     assert result["skipped"] == 1 and read(out).keys() == {"a", "b"}
     assert out.read_text().splitlines()[0] == whole[0]
+
+
+def test_contexts_keep_their_order_in_a_resumed_run(run: Run, tmp_path: Path) -> None:
+    boxes = {name: f"Box {name} holds {n + 3} coins. " * 3 for n, name in enumerate("abc")}
+    lines = [
+        chat(name, "Why?", contexts=[boxes[each] for each in order], context_order="shared")
+        for name, order in {"1": "ab", "2": "cb"}.items()
+    ]
+    path, out = write_lines(tmp_path / "asked.jsonl", *lines), tmp_path / "out.jsonl"
+    document(run("batch", path, "--out", out, "--json"))
+    whole = read(out)
+    out.write_text(json.dumps(whole["1"]) + "\n")
+    document(run("batch", path, "--out", out, "--json"))
+    usages = [each["2"]["response"]["body"]["usage"] for each in (whole, read(out))]
+    assert usages[0]["prompt_tokens"] == usages[1]["prompt_tokens"], "the line of the order is lost"
 
 
 def test_invalid_batches_are_refused(run: Run, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -54,6 +54,7 @@ def batch(
 
     An interrupted run goes on where it ended. A request that fails has its error in the results.
     """
+    from larder.cli.batch_contexts import batch_contexts
     from larder.cli.question_run import open_engine
 
     if options.policy not in (None, FULL_POLICY) or options.budget or options.block:
@@ -66,7 +67,9 @@ def batch(
     results = ResultFile(out or file.with_suffix(".results.jsonl"))
     engine = open_engine(_full(options))
     done = results.names()
-    left = [line for line in lines if line["custom_id"] not in done]
+    # Orders are those of the whole file, also where an interrupted run goes on.
+    pairs = zip(lines, batch_contexts(lines), strict=True)
+    left = [(line, contexts) for line, contexts in pairs if line["custom_id"] not in done]
     read_tokens = _run(engine, left, options, max_bytes, results)
     _print_summary(len(lines), len(left), read_tokens, results, options)
 
@@ -142,16 +145,15 @@ class ResultFile:
 
 def _run(
     engine: Engine,
-    lines: list[dict[str, Any]],
+    lines: Sequence[tuple[Mapping[str, Any], BatchContexts]],
     options: ModelOptions,
     max_bytes: int | None,
     results: ResultFile,
 ) -> int:
     """Answer requests; the number of prompt tokens that were read."""
-    from larder.cli.batch_contexts import batch_contexts
     from larder.engine.batch import BatchRunner
 
-    urls = {line["custom_id"]: line["url"] for line in lines}
+    urls = {line["custom_id"]: line["url"] for line, _ in lines}
 
     def note(result: BatchResult) -> None:
         name = result.request.name
@@ -159,7 +161,7 @@ def _run(
         results.add(name, {"status_code": 200, "request_id": name, "body": body}, None)
 
     requests = list[Any]()
-    for line, contexts in zip(lines, batch_contexts(lines), strict=True):
+    for line, contexts in lines:
         try:
             requests.append(_request(engine, line, contexts, options))
         except LarderError as error:
@@ -221,10 +223,12 @@ def _request(
     if type(longest) is not int:
         raise BadParameter(f"max_tokens must be a number of tokens, got {longest!r}.")
     StoppingCriteria(longest)
-    stop = body.get("stop") or ()
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
     return BatchRequest(
-        line["custom_id"], ids, SamplingParams(**{**defaults, **given}), longest, stops
+        line["custom_id"],
+        ids,
+        SamplingParams(**{**defaults, **given}),
+        longest,
+        _stop_strings(body.get("stop")),
     )
 
 
@@ -233,6 +237,12 @@ def _chat_ids(engine: Engine, messages: Any, opening: str) -> tuple[int, ...]:
     from larder.session.files import conversation_of
     from larder.session.transcript.chat_template import TemplateMessage
 
+    for number, message in enumerate(messages if isinstance(messages, list) else (), start=1):
+        if isinstance(message, dict) and message.get("contexts"):
+            raise InputError(
+                f"Message {number} has contexts, but a batch reads those of the body alone: send "
+                "them in the text of the message."
+            )
     said = conversation_of(messages).messages
     turns = [TemplateMessage(each.role, each.content) for each in said]
     if opening:
@@ -244,9 +254,19 @@ def _chat_ids(engine: Engine, messages: Any, opening: str) -> tuple[int, ...]:
 
 
 def _text_ids(engine: Engine, prompt: Any) -> tuple[int, ...]:
+    from larder.session.files.json_fields import valid_unicode
+
     if not isinstance(prompt, str) or not prompt:
         raise InputError(f"prompt must be a text, got {prompt!r}.")
-    return engine.tokenizer.encode(prompt)
+    return engine.tokenizer.encode(valid_unicode(prompt, "prompt"))
+
+
+def _stop_strings(stop: Any) -> tuple[str, ...]:
+    """Raises: InputError: `stop` is neither a text nor a list of texts."""
+    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    if not isinstance(stops, list) or not all(isinstance(each, str) for each in stops):
+        raise InputError(f"stop must be a text or a list of texts, got {stop!r:.80}.")
+    return tuple(stops)
 
 
 def _body(result: BatchResult, url: str, model: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from larder.core.errors import InputError
 from larder.server.context_order import ContextOrder, arranged
 from larder.server.context_prompts import CHUNK_ID, chunk_id
 from larder.session.context_tree import Ids, shared_orders
+from larder.session.files.json_fields import valid_unicode
 from larder.session.files.loader import SEPARATOR
 
 ORDERS = tuple(each.value for each in ContextOrder)
@@ -61,16 +62,25 @@ def _in_order(texts: Mapping[str, str], order: Ids) -> BatchContexts:
 
 def _given(body: Mapping[str, Any]) -> BatchContexts:
     """Contexts of a request as they are given, or what is wrong with them."""
-    contexts, order = body.get("contexts") or [], body.get("context_order") or ORDERS[0]
-    if order not in ORDERS:
-        return BatchContexts(problem=f"context_order must be one of {ORDERS}, got {order!r}.")
+    try:
+        return BatchContexts(_checked(body.get("contexts"), body.get("context_order")))
+    except InputError as error:
+        return BatchContexts(problem=str(error))
+
+
+def _checked(contexts: Any, order: Any) -> tuple[str, ...]:
+    """Raises: InputError: the contexts are no texts, or the order is unknown."""
+    if order is not None and order not in ORDERS:
+        raise InputError(f"context_order must be one of {ORDERS}, got {order!r}.")
+    if contexts is None:
+        return ()
     if not isinstance(contexts, list):
-        return BatchContexts(problem=f"contexts must be a list of texts, got {contexts!r:.80}.")
+        raise InputError(f"contexts must be a list of texts, got {contexts!r:.80}.")
     for text in contexts:
         if not isinstance(text, str) or not text.strip():
-            return BatchContexts(problem=f"A context must be a text, got {text!r:.80}.")
-        if CHUNK_ID.fullmatch(text):
-            return BatchContexts(
-                problem=f"The context {text} is an id, which only a server knows: send its text."
+            raise InputError(f"A context must be a text, got {text!r:.80}.")
+        if CHUNK_ID.fullmatch(valid_unicode(text, "A context")):
+            raise InputError(
+                f"The context {text} is an id, which only a server knows: send its text."
             )
-    return BatchContexts(tuple(contexts))
+    return tuple(contexts)

@@ -62,8 +62,16 @@ def list_distance(one: Ids, other: Ids) -> float:
 
 def distinct_size(orders: Sequence[Ids], sizes: Mapping[str, int]) -> int:
     """Characters that are read where every prefix is read once."""
-    prefixes = {order[:end] for order in orders for end in range(1, len(order) + 1)}
-    return sum(sizes[prefix[-1]] for prefix in prefixes)
+    prefixes, size = dict[tuple[int, str], int](), 0  # numbers of prefixes, by prefix and document
+    for order in orders:
+        prefix = 0
+        for each in order:
+            key = prefix, each
+            if key not in prefixes:
+                prefixes[key] = len(prefixes) + 1
+                size += sizes[each]
+            prefix = prefixes[key]
+    return size
 
 
 def average_linkage(distances: NDArray[np.float64]) -> list[tuple[int, int]]:
@@ -112,7 +120,8 @@ def _tree_orders(lists: Sequence[Ids]) -> list[Ids]:
     prefixes = dict[int, Ids]()
     for node in reversed(range(len(common))):
         prefix, own = prefixes.get(node, ()), lists[first[node]]
-        prefix = (*prefix, *(each for each in own if each in common[node] - set(prefix)))
+        new = common[node].difference(prefix)
+        prefix = (*prefix, *(each for each in own if each in new))
         prefixes[node] = prefix
         if node >= count:
             prefixes |= dict.fromkeys(merges[node - count], prefix)
