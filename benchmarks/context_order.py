@@ -1,7 +1,7 @@
 """Retrieved contexts in the order that shares prefixes, against the given order, by one trace.
 
     python benchmarks/context_order.py [--requests 60] [--documents 16] [--contexts 5]
-        [--turns 1] [--batch] [--policy full] [--kv-budget 48MiB]
+        [--turns 1] [--batch | --count] [--policy full] [--kv-budget 48MiB]
 
 A life-log is cut into documents. Each request asks a question whose answer stands in one of them,
 and sends this one and others, drawn by popularity (Zipf) and in random order. The same requests go
@@ -12,7 +12,11 @@ file. Printed, and written to results/context_order.jsonl, are the prompt tokens
 were computed, CPU seconds of the server (Linux), and the share of answers that contain the right
 one. The first conversation of a server warms it up and does not count.
 
-On two cores with a load of 9 `--requests 24` takes two minutes.
+With --count no model runs: printed are the tokens that `larder batch` reads of all prompts, by the
+tree of their prefixes, in the given order, in the order of a server that knows no later request
+(`one by one`), and in the order of one tree of all requests.
+
+On two cores with a load of 9 `--requests 24` takes two minutes, `--count` some seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -33,10 +37,16 @@ from _server import Server, run_server
 from _timing import environment, write
 from chat_load import ProcessUse
 
+from larder.cli.batch_contexts import BatchContexts, batch_contexts
 from larder.core import Conversation, Question
 from larder.engine import Engine
+from larder.engine.batch import BatchRequest, prefix_tree
 from larder.evaluation import string_match
-from larder.session import TokenizerAdapter
+from larder.server import ContextOrders
+from larder.server.context_order import arranged
+from larder.server.context_prompts import chunk_id
+from larder.session import TemplateMessage, TokenizerAdapter
+from larder.store import ByteLedger
 from larder_bench.datasets.sources import TaskSources
 from larder_bench.tasks.base import parse_task
 
@@ -150,6 +160,39 @@ def answered_batch(requests: Sequence[ContextRequest], order: str, model: str) -
     }
 
 
+def one_by_one(requests: Sequence[ContextRequest]) -> list[BatchContexts]:
+    """Contexts of each request in the order that shares most with the requests before it."""
+    orders, found = ContextOrders(ByteLedger()), list[BatchContexts]()
+    for request in requests:
+        texts = {chunk_id(text): text for text in request.contexts}
+        order = orders.shared("", {name: len(text) for name, text in texts.items()})
+        orders.add("", order)
+        found.append(BatchContexts(arranged(texts, order)))
+    return found
+
+
+def count_tokens(engine: Engine, requests: Sequence[ContextRequest]) -> Iterator[dict[str, Any]]:
+    """Tokens that a batch reads of all prompts, by order of their contexts."""
+    bodies = [{"contexts": list(request.contexts)} for request in requests]
+    given, shared = (
+        batch_contexts([{"body": body | {"context_order": order}} for body in bodies])
+        for order in ORDERS
+    )
+    orders = {"given": given, "one by one": one_by_one(requests), "shared": shared}
+    for order, contexts in orders.items():
+        prompts = list[BatchRequest]()
+        for request, opening in zip(requests, contexts, strict=True):
+            message = TemplateMessage("user", opening.text() + request.question.question)
+            ids = engine.tokenizer.encode(engine.tokenizer.render_messages([message]))
+            prompts.append(BatchRequest(str(len(prompts)), ids))
+        yield {
+            "order": order,
+            "requests": len(requests),
+            "prompt_tokens": sum(len(each.ids) for each in prompts),
+            "computed_tokens": prefix_tree(prompts).read_tokens(),
+        }
+
+
 def served(
     conversations: Sequence[Sequence[ContextRequest]], order: str, options: argparse.Namespace
 ) -> dict[str, Any]:
@@ -163,10 +206,13 @@ def served(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
-    count = TokenizerAdapter(Engine.load("seed", policy="full").loaded.tokenizer).count_tokens
+    engine = Engine.load("seed", policy="full")
+    count = TokenizerAdapter(engine.loaded.tokenizer).count_tokens
     task = parse_task(f"lifelog(questions={options.questions})")
     conversation = task.make(0, options.tokens, TaskSources(count))
     requests = trace(conversation, options.documents, options.contexts, options.requests)
+    if options.count:
+        return _print_counts(options, list(count_tokens(engine, requests)))
     turns = options.turns
     conversations = [requests[start : start + turns] for start in range(0, len(requests), turns)]
     rows = list[dict[str, Any]]()
@@ -188,6 +234,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _print_counts(options: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> int:
+    for row in rows:
+        print(
+            f"{row['order']:10} {row['prompt_tokens']:,} tokens in {row['requests']} prompts, "
+            f"{row['computed_tokens']:,} of them read"
+        )
+    write(options.out, [row | {"count": True, "environment": environment()} for row in rows])
+    return 0
+
+
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Contexts in shared and in given order.")
     parser.add_argument("--model", default="seed")
@@ -197,6 +253,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--contexts", type=int, default=5)
     parser.add_argument("--turns", type=int, default=1, help="of each conversation")
     parser.add_argument("--batch", action="store_true", help="by `larder batch`")
+    parser.add_argument("--count", action="store_true", help="tokens of a batch, without a model")
     parser.add_argument("--tokens", type=int, default=3000, help="of the whole life-log")
     parser.add_argument("--questions", type=int, default=24)
     parser.add_argument("--kv-budget", default="48MiB")

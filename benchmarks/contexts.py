@@ -1,6 +1,7 @@
 """Questions about several contexts: what is reused, CPU time of the prefill, right answers.
 
     python benchmarks/contexts.py FILE... [--model smollm2] [--contexts 6] [--questions 20]
+        [--way NAME...]
 
 FILE is a conversation with questions (`{"messages", "qa"}`). Its messages are cut into contexts of
 a few lines. A question whose answer stands in exactly one context is asked about that one and
@@ -8,9 +9,9 @@ others, drawn and ordered by a seed, so that contexts recur at other places betw
 contexts are read once beforehand (`reading_cpu_ratio`). One JSONL line per way of reading in
 results/contexts.jsonl: `cached` is the share of context tokens that was found, `recomputed` that of
 tokens computed in all layers, `prefill_cpu_ratio` the CPU time of all prefills divided by that of
-reading everything in the same run, `right` the share of answers that contain the expected one,
-`entropy` the attention entropy of the last token of the question in nats, mean over layers and
-heads.
+the first way (reading everything) in the same run, `right` the share of answers that contain the
+expected one, `entropy` the attention entropy of the last token of the question in nats, mean over
+layers and heads.
 """
 
 from __future__ import annotations
@@ -128,6 +129,7 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=8)
     parser.add_argument("--questions", type=int, default=20, help="of each file, at most")
     parser.add_argument("--new-tokens", type=int, default=24)
+    parser.add_argument("--way", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--out", type=Path, default=OUT)
     options = parser.parse_args()
     source = random.Random(SEED)
@@ -142,7 +144,8 @@ def main() -> None:
     for text in sorted({text for case in asked for text in case.contexts}):
         engine.under("ape").read(contexts=[text], chunks=chunks)
     reading = time.process_time() - started
-    for name, policy in WAYS.items():
+    for name in options.way:
+        policy = WAYS[name]
         sums = measure(engine.under(policy), asked, options.new_tokens, chunks)
         whole = whole or sums
         row = {

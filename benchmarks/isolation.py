@@ -41,6 +41,7 @@ from larder.server import (
     Report,
     Request,
     StoreSessionPersistence,
+    TokenLogprob,
 )
 from larder.store import ByteBudgets, Store, Tier
 
@@ -59,6 +60,9 @@ class FirstTokenListener:
 
     def on_text(self, text: str) -> None:
         self.first = self.first or time.perf_counter()
+
+    def on_logprobs(self, logprobs: tuple[TokenLogprob, ...]) -> None:
+        pass
 
     def on_done(self, report: Report) -> None:
         self.first = self.first or time.perf_counter()

@@ -163,12 +163,12 @@ def compared(
 ) -> tuple[int, list[dict[str, Any]], int]:
     """Measure one policy; return its byte budget, its rows, and the number of failures."""
     spelling = EVERYTHING.get(policy, policy)
-    options = ["--policy", spelling]
-    options += [] if spelling == "full" else ["--budget", options.budget]
-    alone = one_by_one(sessions, options)
+    flags = ["--policy", spelling]
+    flags += [] if spelling == "full" else ["--budget", options.budget]
+    alone = one_by_one(sessions, flags)
     largest = int(alone.numbers[PEAK])
     budget = budget or options.fitting * largest
-    concurrent = at_once(sessions, [*options, "--kv-budget", f"{-(-budget // 1024)}KiB"])
+    concurrent = at_once(sessions, [*flags, "--kv-budget", f"{-(-budget // 1024)}KiB"])
     sizes = {} if spelling == "full" else {"budget": options.budget}
     differences = _differences(Engine.load("seed", policy=spelling, **sizes), alone, concurrent)
     common = {"policy": policy, "sessions": len(sessions), "turns": options.turns}

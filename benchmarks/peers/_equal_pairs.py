@@ -65,6 +65,10 @@ EQUAL_PAIRS = (
         "ada(safeguard=0.2)",
     ),
     _equal("ChunkKVPress(SnapKVPress())", f"{_SNAPKV} > layer_mean() > chunk(size=20) > uniform()"),
+    _equal(
+        "EntropyGatedChunkKVPress(SnapKVPress())",
+        f"{_SNAPKV} > layer_mean() > entropy_chunk() > uniform()",
+    ),
     _equal("LeverageScorePress()", "leverage(sketch=48) > uniform()"),
     _equal("LeverageScorePress(sketch_dimension=64)", "leverage(sketch=64) > uniform()"),
     _equal("CURPress()", "curdkv() > uniform()"),

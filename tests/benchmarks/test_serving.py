@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from larder import Engine
-from larder.core import Mode
+from larder.core import Mode, Question
 from larder.models import BatchSegment
 from larder.server import TOKEN_TYPECODE
 from server_core import Served, answered, box_question, characters, encode_session
@@ -65,3 +65,18 @@ def test_diverging_answers_are_judged_by_the_top_two_logits() -> None:
     assert found.is_close == (found.gap < 1e-3)
     with pytest.raises(ValueError, match="2 turns against 1"):
         divergence.first_divergence(engine, said, said[:1])
+
+
+@pytest.mark.parametrize(("search_ms", "rate"), [(2, 0.040), (30, 0.175)])
+def test_response_cache_pays_from_the_published_hit_rates(search_ms: float, rate: float) -> None:
+    """By hand: (6.3 + 2) / 207 and (6.3 + 30) / 207; the quotients without 6.3 are .010, .145."""
+    found = import_module("response_cache").break_even_hit_rate(6.3, search_ms, 207)
+    assert found == pytest.approx(rate, abs=5e-4)
+
+
+def test_contexts_one_by_one_follow_those_of_the_request_before() -> None:
+    benchmark = import_module("context_order")
+    question = Question("Where?", "Berlin")
+    asked = [benchmark.ContextRequest(question, contexts) for contexts in ("ab", "cba", "dbc")]
+    orders = [contexts.texts for contexts in benchmark.one_by_one(asked)]
+    assert ["".join(texts[:3]) for texts in orders] == ["ab", "abc", "dbc"]
