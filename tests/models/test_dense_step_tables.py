@@ -155,6 +155,26 @@ def test_tables_hold_no_tensors(decoder: Decoder) -> None:
     assert storage_bytes(reachable_tensors(cache)) == cache.nbytes
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_no_tables_are_made_beside_a_cache_without(
+    decoder: Decoder, monkeypatch, is_first: bool
+) -> None:
+    source = SequenceCache(decoder.spec, "ragged")
+    read(decoder, source, NUM_FIRST)
+    caches = [a_cache(decoder), source.fork()]  # one storage of the second is shared
+    caches = caches if is_first else caches[::-1]
+    made, start = list[int](), DenseLayer.start_steps
+    monkeypatch.setattr(
+        DenseLayer, "start_steps", lambda own, place: (made.append(place), start(own, place))[1]
+    )
+    steps(decoder, caches, 3)
+    assert not made
+    source.truncate(0)
+    caches[is_first].separate()
+    steps(decoder, caches, 3)
+    assert len(made) == len(decoder.spec.layers)
+
+
 def test_failed_step_leaves_the_cache_as_it_was(decoder: Decoder, monkeypatch) -> None:
     cache, other = a_cache(decoder), a_cache(decoder)
     steps(decoder, [cache])

@@ -110,6 +110,11 @@ class SequenceCache:
         self._check()
         return self._layers[layer]
 
+    @property
+    def always_has_tables(self) -> bool:
+        """True if `step_layout` is None for another type of numbers alone."""
+        return self._can_lay_out and self._layers[0].always_has_tables
+
     def step_layout(self, dtype: torch.dtype) -> StepTables | None:
         """Tables for a decode step over keys and values of that type.
 

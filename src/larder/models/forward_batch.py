@@ -269,13 +269,15 @@ class ForwardBatch:
 
     def _step_layouts(self, dtype: torch.dtype) -> list[StepTables]:
         """Layout of each cache; empty if there is one without."""
-        found: list[StepTables] = []
-        for segment in self.segments:
-            layout = segment.cache.step_layout(dtype)
+        caches = [segment.cache for segment in self.segments]
+        found: dict[int, StepTables] = {}
+        # Caches that may have none come first: beside one, no others are made in vain.
+        for number in sorted(range(len(caches)), key=lambda n: caches[n].always_has_tables):
+            layout = caches[number].step_layout(dtype)
             if layout is None:
                 return []
-            found.append(layout)
-        return found
+            found[number] = layout
+        return [found[number] for number in range(len(caches))]
 
     def _all_storages(self, dtype: torch.dtype) -> list[list[StepStorage]] | None:
         """Storages of all layers, by layer and segment; None if there is one of another type."""

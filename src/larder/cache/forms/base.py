@@ -241,6 +241,9 @@ class CacheLayer(DivisibleStorage, TensorOwner):
         """Count the entry that was written behind each head of `step_storage`."""
         del position
 
+    # Whether there are always tables where `can_lay_out`; they end at steps of layers one by one.
+    always_has_tables: ClassVar[bool] = False
+
     @property
     def can_lay_out(self) -> bool:
         """True if decode steps over several layers may go by tables that stay between steps."""

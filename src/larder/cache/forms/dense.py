@@ -46,6 +46,7 @@ class DenseLayer(SegmentedLayer):
     supports = frozenset[str]()
     holds_latents = True
     can_page = True
+    always_has_tables = True
     divides: ClassVar[bool] = True  # whether a prefix can be storage of its own
 
     def __init__(self, layer: LayerSpec, options: LayerOptions) -> None:
