@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import larder
 from larder.core import InputError
@@ -148,6 +149,15 @@ def test_rows_without_a_device_are_recognized(tmp_path: Path) -> None:
     assert cell_key(old) == cell_key(CELL) and read_results([path]).cells == (CELL,)
     run = ResumableRun([CELL, CELL | {"device": "cuda"}], dict, cell_key, lambda row: {}, path, {})
     assert run.remaining() == [CELL | {"device": "cuda"}]
+
+
+def test_kernels_are_named_with_the_rows_that_they_multiply_of_each_type(monkeypatch) -> None:
+    kinds = set[str]()
+    for wide, narrow in ((64, 64), (64, 16), (16, 16)):
+        rows = {torch.float32: wide, torch.bfloat16: narrow}
+        monkeypatch.setattr("larder.ops.max_rows", rows.__getitem__)
+        kinds.add(environment.kernels_kind.__wrapped__())
+    assert len(kinds) == 3
 
 
 def test_equal_environments_have_equal_ids() -> None:

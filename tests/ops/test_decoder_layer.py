@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given
@@ -82,7 +86,7 @@ def test_supported_sizes_are_multiples_of_16_outputs_and_32_inputs(outputs, inpu
 
 def test_missing_kernel_takes_no_rows(monkeypatch):
     monkeypatch.setattr(decoder_layer, "c_library", lambda: None)
-    assert max_rows.__wrapped__(torch.bfloat16) == 0
+    assert decoder_layer._measured_rows.__wrapped__(torch.bfloat16) == 0
 
 
 @needs_library
@@ -102,7 +106,7 @@ def test_max_rows_is_the_measured_crossover(monkeypatch, slow_rows, expected):
 
     monkeypatch.setattr(decoder_layer, "_seconds_of_pass", seconds)
     monkeypatch.setattr(decoder_layer, "_most_rows", lambda dtype: MAX_ROWS)
-    assert max_rows.__wrapped__(torch.bfloat16) == expected
+    assert decoder_layer._measured_rows.__wrapped__(torch.bfloat16) == expected
 
 
 @needs_library
@@ -113,7 +117,7 @@ def test_many_rows_must_be_nearly_as_fast_as_torch(monkeypatch, slowdown, expect
 
     monkeypatch.setattr(decoder_layer, "_seconds_of_pass", seconds)
     monkeypatch.setattr(decoder_layer, "_most_rows", lambda dtype: MAX_ROWS)
-    assert max_rows.__wrapped__(torch.bfloat16) == expected
+    assert decoder_layer._measured_rows.__wrapped__(torch.bfloat16) == expected
 
 
 @needs_library
@@ -126,4 +130,28 @@ def test_measurement_stops_at_the_fast_row_count(monkeypatch):
 
     monkeypatch.setattr(decoder_layer, "_seconds_of_pass", seconds)
     monkeypatch.setattr(decoder_layer, "_most_rows", lambda dtype: 16)
-    assert max_rows.__wrapped__(torch.bfloat16) == max(measured) == 16
+    assert decoder_layer._measured_rows.__wrapped__(torch.bfloat16) == max(measured) == 16
+
+
+@needs_library
+def test_threads_that_measure_at_once_get_one_number(monkeypatch):
+    started, measuring = threading.Barrier(2), list[int]()
+
+    def seconds(product, rows, weights) -> float:
+        """Seconds in which the kernel is fast in the thread that came first."""
+        measuring.append(threading.get_ident())
+        time.sleep(0.01)  # the other one comes meanwhile
+        is_slow = product is few_rows_linear and measuring[-1] != measuring[0]
+        return 2 if is_slow else 1
+
+    def measure() -> int:
+        started.wait(30)
+        return max_rows(torch.float32)
+
+    monkeypatch.setattr(decoder_layer, "_seconds_of_pass", seconds)
+    monkeypatch.setattr(decoder_layer, "_most_rows", lambda dtype: 16)
+    decoder_layer._measured_rows.cache_clear()
+    with ThreadPoolExecutor(2) as threads:
+        found = [each.result() for each in [threads.submit(measure) for _ in range(2)]]
+    decoder_layer._measured_rows.cache_clear()
+    assert found == [16, 16]

@@ -72,12 +72,12 @@ def processor_kind() -> str:
 
 @cache
 def kernels_kind() -> str:
-    """Digest of the sources of larder's kernels, and the number of rows up to which they multiply
-    bfloat16 in place of torch, which is measured in each process.
+    """Digest of the sources of larder's kernels, and the numbers of rows up to which they multiply
+    bfloat16 and float32 in place of torch, which are measured in each process.
 
     Other kernels may add in another order, and then round differently on the same processor.
     """
-    from torch import bfloat16
+    from torch import bfloat16, float32
 
     from larder.ops import max_rows  # here, so that reports start without torch
 
@@ -88,7 +88,7 @@ def kernels_kind() -> str:
         contents.update(path.relative_to(package).as_posix().encode() + b"\0")
         contents.update(path.read_bytes())
     digest = contents.hexdigest(length=ID_LENGTH // 2)
-    return f"{digest}, {max_rows(bfloat16)} rows"
+    return f"{digest}, {max_rows(bfloat16)} rows, {max_rows(float32)} in float32"
 
 
 def checkout_commit() -> str:

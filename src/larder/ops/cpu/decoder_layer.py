@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from ctypes import byref
 from dataclasses import fields
 from functools import cache
+from threading import Lock
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,8 @@ REPETITIONS = 3
 # Slowdown of the products alone that what the layer saves around them makes up for: about as much
 # as products of 4 rows take, and at most MOST_SLOWDOWN.
 MOST_SLOWDOWN, SAVED_ROWS = 1.25, 4
+
+_measuring = Lock()
 
 Product = Callable[[Tensor, Tensor], Tensor]
 # Table of the storages of all layers, given their new keys and values [L, K, N, D].
@@ -208,9 +211,17 @@ def few_rows_linear(
     return out
 
 
-@cache
 def max_rows(dtype: torch.dtype) -> int:
-    """Largest number of rows for which the kernel is taken, 0 for none; measured once."""
+    """Largest number of rows for which the kernel is taken, 0 for none; measured once.
+
+    Thread-safe: all threads get one number.
+    """
+    with _measuring:
+        return _measured_rows(dtype)
+
+
+@cache
+def _measured_rows(dtype: torch.dtype) -> int:
     if c_library() is None or dtype not in SUFFIXES:
         return 0
     most = _most_rows(dtype)
