@@ -31,10 +31,15 @@ MOST_DIFFERENCE = {torch.bfloat16: ROUNDING, torch.float32: 1e-5}  # of the spre
 by_dtype = pytest.mark.parametrize("dtype", list(MOST_DIFFERENCE))
 
 
+def take_rows(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Let the kernel take up to so many rows."""
+    monkeypatch.setattr(decoder_layer, "max_rows", lambda dtype: most)
+    monkeypatch.setattr(decoder_stack, "max_rows", lambda dtype: most)
+
+
 @pytest.fixture(autouse=True)
 def kernel_is_taken(monkeypatch):
-    monkeypatch.setattr(decoder_layer, "max_rows", lambda dtype: FEW)
-    monkeypatch.setattr(decoder_stack, "max_rows", lambda dtype: FEW)
+    take_rows(monkeypatch, FEW)
 
 
 @pytest.fixture
@@ -91,6 +96,33 @@ def test_step_is_bitwise_independent_of_the_batch(runs, name, dtype):
         alone = step_logits(decoder, [cache], 5 + number)
         assert torch.equal(alone[0], together[number])
     assert runs == [5, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("rows", [17, 33, 64])
+@by_dtype
+def test_many_rows_are_bitwise_independent_of_each_other(monkeypatch, runs, rows, dtype):
+    take_rows(monkeypatch, 64)
+    decoder, lengths = a_decoder("llama", dtype), [3 + n % 7 for n in range(rows)]
+    together = step_logits(decoder, filled_caches(decoder, lengths))
+    assert runs[-1] == rows
+    for number, cache in enumerate(filled_caches(decoder, lengths)):
+        alone = step_logits(decoder, [cache], 5 + number)
+        assert torch.equal(alone[0], together[number])
+
+
+@by_dtype
+def test_prompts_read_together_are_bitwise_those_read_alone(monkeypatch, runs, dtype):
+    take_rows(monkeypatch, 64)
+    decoder, lengths = a_decoder("qwen3", dtype), [9, 1, 20, 34]
+    texts = [some_ids(length, seed=length) for length in lengths]
+
+    def logits(texts: list[tuple[int, ...]]) -> torch.Tensor:
+        segments = [BatchSegment(SequenceCache(decoder.spec, "dense"), text) for text in texts]
+        return decoder.forward_logits(segments, Mode.APPEND, range(sum(map(len, texts))))
+
+    together = logits(texts)
+    assert runs == [64]
+    assert torch.equal(together, torch.cat([logits([text]) for text in texts]))
 
 
 @pytest.mark.parametrize("name", ["phi3", "gemma3"])
