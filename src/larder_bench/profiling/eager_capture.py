@@ -20,6 +20,7 @@ class EagerCapture:
     """
 
     def capture(self, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        call()  # as before a capture of CUDA: what is prepared once is no part of a graph
         with _CallRecorder() as captured:
             out = call()
 
