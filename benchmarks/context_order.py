@@ -39,12 +39,9 @@ from chat_load import ProcessUse
 
 from larder.cli.batch_contexts import BatchContexts, batch_contexts
 from larder.core import Conversation, Question
-from larder.engine import Engine
-from larder.engine.batch import BatchRequest, prefix_tree
+from larder.engine import BatchRequest, Engine, prefix_tree
 from larder.evaluation import string_match
-from larder.server import ContextOrders
-from larder.server.context_order import arranged
-from larder.server.context_prompts import chunk_id
+from larder.server import ContextOrders, arranged, chunk_id
 from larder.session import TemplateMessage, TokenizerAdapter
 from larder.store import ByteLedger
 from larder_bench.datasets.sources import TaskSources
