@@ -9,14 +9,14 @@ for another. Norms are those of Qwen3, whose keys are normalized.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.cache import SequenceCache
+from larder.cache import NewTokens, SequenceCache
 from larder.core import LayerSpec, ModelSpec
 
 TOPICS, WORDS, TOKENS_PER_TOPIC = (
@@ -80,14 +80,11 @@ def inject_streams(
     step = [0]
 
     def with_stream(inner: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def attend(layer: int, queries: Tensor, keys: Tensor, *rest: Any) -> Tensor:
+        def attend(layer: int, new: NewTokens, *rest: Any) -> Tensor:
             stream, at = streams[layer], step[0]
-            return inner(
-                layer,
-                stream.queries[:, at : at + 1].to(queries),
-                stream.later[:, at : at + 1].to(keys),
-                *rest,
-            )
+            queries = stream.queries[:, at : at + 1].to(new.queries)
+            keys = stream.later[:, at : at + 1].to(new.keys)
+            return inner(layer, replace(new, queries=queries, keys=keys), *rest)
 
         return attend
 
