@@ -76,6 +76,8 @@ def inject_streams(
 ) -> Callable[[int], None]:
     """Replace keys and queries of single tokens by those of the streams; return a function that
     sets the next step.
+
+    Steps that one call runs for all layers, of caches without a search, keep the model's own.
     """
     step = [0]
 
