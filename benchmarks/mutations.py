@@ -63,8 +63,8 @@ MUTATIONS = {
     ),
     "ragboost: texts alike become references": Mutation(
         "server/context_order.py",
-        "openings.get(_opening(text), set()) == {text}",
-        "text in openings.get(_opening(text), set())",
+        "self._texts.get(_opening(text)) == {text}",
+        "text in self._texts.get(_opening(text), set())",
         ("server/test_context_order.py",),
     ),
     "lukv: flattest steps first": Mutation(
