@@ -156,7 +156,11 @@ def test_exhausted_tenant_quota_does_not_preempt_others(small: LoadedModel, poli
     waiting, _ = served.submit(box_question(5, 12), tenant="a", max_new_tokens=40)
     late, _ = served.submit(box_question(6), tenant="c", priority=5, max_new_tokens=4)
     served.step()
-    assert sorted(job.session.tenant for job in served.core.scheduler.running) == ["a", "b", "c"]
+    assert sorted(state.session.tenant for state in served.core.scheduler.running) == [
+        "a",
+        "b",
+        "c",
+    ]
     clients = {"first": first, "other": other, "waiting": waiting, "late": late}
     order = finished(served, clients)
     assert order.index("first") < order.index("waiting")
@@ -198,7 +202,7 @@ def test_shortage_of_host_memory_preempts_no_device_request(small: LoadedModel) 
     assert len(served.core.scheduler.running) == 2
     second, _ = served.submit(turns[1], "j", max_new_tokens=4)
     served.step()
-    assert [job.session.name for job in served.core.scheduler.queue] == ["j"]
+    assert [state.session.name for state in served.core.scheduler.queue] == ["j"]
     clients = {"exact": exact, "first": first, "second": second}
     order = finished(served, clients)
     assert order.index("first") < order.index("second")
@@ -235,21 +239,23 @@ def test_prefill_tokens_between_decode_steps_are_bounded(
     bound = chunk or served.core.serving.block
     quick = [served.submit(box_question(n, 1), max_new_tokens=60)[0] for n in range(2)]
     running = served.core.scheduler.running
-    while len(running) < 2 or any(not job.answer.output_ids for job in running):
+    while len(running) < 2 or any(not state.answer.output_ids for state in running):
         served.step()
-    jobs, steps = list(running), 0
+    states, steps = list(running), 0
     long = [
         served.submit(box_question(n, 30), tenant=tenant)[0] for n, tenant in ((4, "b"), (5, "c"))
     ]
     with prompt_tokens(served) as counts:
-        while any(each.report is None for each in long) and len(jobs[0].answer.output_ids) < 50:
-            numbers, before = [len(job.answer.output_ids) for job in jobs], len(counts)
+        while any(each.report is None for each in long) and len(states[0].answer.output_ids) < 50:
+            numbers, before = [len(state.answer.output_ids) for state in states], len(counts)
             served.step()
             assert sum(counts[before:]) <= bound
             steps += 1
             if policy == "full":  # under a policy with blocks a step may end one instead
-                added = zip(jobs, numbers, strict=True)
-                assert all(len(job.answer.output_ids) > n for job, n in added if job in running)
+                added = zip(states, numbers, strict=True)
+                assert all(
+                    len(state.answer.output_ids) > n for state, n in added if state in running
+                )
     assert steps > 2 and len(counts) > 2 and quick
 
 

@@ -67,11 +67,11 @@ def test_resident_sessions_go_first_after_priority(small: LoadedModel) -> None:
     served = Served(small, scheduling=PROGRAMS)
     turns, rank = box_question(1), served.core.scheduler.queue.policy.first
     first = served.ask(turns, "held")
-    jobs = [served.submit(box_question(number), f"n{number}")[1] for number in (2, 3)]
+    states = [served.submit(box_question(number), f"n{number}")[1] for number in (2, 3)]
     again = served.submit(answered(turns, first, "Why?"), "held")[1]
     urgent = served.submit(box_question(4), "urgent", priority=-1)[1]
-    assert rank([*jobs, again]) is again and rank(jobs) is jobs[0]  # pyright: ignore
-    assert rank([urgent, *jobs, again]) is urgent  # pyright: ignore
+    assert rank([*states, again]) is again and rank(states) is states[0]  # pyright: ignore
+    assert rank([urgent, *states, again]) is urgent  # pyright: ignore
     served.run()
 
 
@@ -129,7 +129,7 @@ def test_overtaken_request_is_prefilled_first(
     small: LoadedModel, passed: int, order: list[str]
 ) -> None:
     served, clients = two_programs(small, is_old_resident=True)
-    [held] = [job for job in served.core.scheduler.queue if job.session.name == "held"]
+    [held] = [state for state in served.core.scheduler.queue if state.session.name == "held"]
     held.passed = passed
     assert finished(served, clients) == order
 
@@ -142,8 +142,8 @@ def test_prompts_are_not_starved_by_old_programs(
     read, scheduler = list[str](), served.core.scheduler
     while len(read) < 8 and served.step():
         read += [
-            job.session.name
-            for job in scheduler.running
-            if job.prefill.passed_blocks == 0 and not job.prefill.is_done
+            state.session.name
+            for state in scheduler.running
+            if state.prefill.passed_blocks == 0 and not state.prefill.is_done
         ]
     assert read == ["old", "old", "old", "held", "old", "old", "old", "held"]

@@ -174,7 +174,7 @@ def test_cancelled_request_truncates_a_copied_cache(small: LoadedModel) -> None:
 def test_failing_sequence_of_a_batch_fails_alone(small: LoadedModel) -> None:
     served, alone = Served(small, "stepwise"), Served(small, "stepwise")
     clients = [served.submit(box_question(number), max_new_tokens=20)[0] for number in range(3)]
-    while len([job for job in served.core.scheduler.running if job.answer.output_ids]) < 3:
+    while len([state for state in served.core.scheduler.running if state.answer.output_ids]) < 3:
         served.step()
     broken = served.core.scheduler.running[1]
     broken.cache.invalidate()
@@ -313,8 +313,8 @@ def test_long_prompt_is_not_starved_by_short_ones(small: LoadedModel) -> None:
     scheduler = served.core.scheduler
     long, _ = served.submit(box_question(1, 6), max_new_tokens=1)
     served.step()
-    [job] = scheduler.running
-    most = (job.prefill.remaining_blocks + 1) * (MAX_PASSED_BLOCKS + 3)
+    [state] = scheduler.running
+    most = (state.prefill.remaining_blocks + 1) * (MAX_PASSED_BLOCKS + 3)
     while long.report is None and scheduler.blocks < most:
         while len(scheduler.queue) + len(scheduler.running) < 3:
             number += 1

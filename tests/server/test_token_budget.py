@@ -49,16 +49,16 @@ class TimedServer:
         core.token_budget._clock = self.clock
         read, decode = core._prefix.prefill_block, core.scheduler._runner.step
 
-        def prefill_block(job: RequestState) -> int:
-            cached = len(job.session.residency.cached_ids)
-            count = read(job)
+        def prefill_block(state: RequestState) -> int:
+            cached = len(state.session.residency.cached_ids)
+            count = read(state)
             self.chunks.append((count, cached))
             self.clock.now += chunk_seconds(count, cached)
             return count
 
-        def step(*jobs):  # pyright: ignore
+        def step(*states):  # pyright: ignore
             self.clock.now += STEP
-            return decode(*jobs)
+            return decode(*states)
 
         core._prefix.prefill_block, core.scheduler._runner.step = prefill_block, step  # pyright: ignore
 
@@ -79,14 +79,14 @@ def gaps_beside_a_prompt(server: TimedServer, sentences: int) -> tuple[list[floa
         served.core.scheduler.running and served.core.scheduler.running[0].answer.output_ids
     ):
         served.step()
-    [job] = served.core.scheduler.running
+    [state] = served.core.scheduler.running
     long, _ = served.submit(box_question(2, sentences), tenant="b", max_new_tokens=1)
     started, gaps = clock.now, list[float]()
     server.chunks.clear()
     while long.report is None:
-        before, tokens = clock.now, len(job.answer.output_ids)
+        before, tokens = clock.now, len(state.answer.output_ids)
         served.step()
-        assert len(job.answer.output_ids) == tokens + 1
+        assert len(state.answer.output_ids) == tokens + 1
         gaps.append(clock.now - before)
     ticket.cancel()
     return gaps, clock.now - started

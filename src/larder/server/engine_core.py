@@ -175,17 +175,17 @@ class EngineCore:
                 durable=self.unwritten.durable(resolved.session),
             )
         try:
-            job = self._request_state(request, resolved, listener, arrived)
+            state = self._request_state(request, resolved, listener, arrived)
             self._persistence.locks.acquire(resolved.session)
         except BaseException:
             if resolved.session.usage.is_provisional:
                 self.forget(resolved.session)
             raise
-        self.scheduler.enqueue(job)
+        self.scheduler.enqueue(state)
         if request.choice_group and not request.choice:
-            self._first_choices[request.tenant, request.choice_group] = job
+            self._first_choices[request.tenant, request.choice_group] = state
         self._wake()
-        return job
+        return state
 
     def prepared(self, request: Request) -> Request:
         """Request that is checked and has its contexts in its messages; under a policy that reads

@@ -47,12 +47,12 @@ class ModelRunner:
         self._closing = tokenizer.end_of_turn_ids()
         self._texts = TokenTexts(tokenizer)
 
-    def closing(self, job: RequestState) -> tuple[int, ...]:
+    def closing(self, state: RequestState) -> tuple[int, ...]:
         """Token ids that close an answer's turn; empty for a raw prompt, which has no turns."""
-        return () if job.request.raw_prompt is not None else self._closing
+        return () if state.request.raw_prompt is not None else self._closing
 
     def step(
-        self, jobs: Sequence[RequestState], failures: tuple[type[Exception], ...]
+        self, states: Sequence[RequestState], failures: tuple[type[Exception], ...]
     ) -> Iterator[tuple[RequestState, Outcome]]:
         """Generate one token for each request. If the batch fails, each request is retried alone,
         so one cannot stop others.
@@ -60,156 +60,156 @@ class ModelRunner:
         Args:
             failures: errors that end one answer only.
         """
-        plans = [_plans(job) for job in jobs]
+        plans = [_plans(state) for state in states]
         try:
-            tokens = self._tokens(jobs, failures)
+            tokens = self._tokens(states, failures)
         except failures as error:
-            for job, before in zip(jobs, plans, strict=True):
-                yield job, self._retry_alone(job, before, len(jobs), error, failures)
+            for state, before in zip(states, plans, strict=True):
+                yield state, self._retry_alone(state, before, len(states), error, failures)
             return
-        for job, token, before in zip(jobs, tokens, plans, strict=True):
-            yield job, self._outcome(job, token, before, failures)
+        for state, token, before in zip(states, tokens, plans, strict=True):
+            yield state, self._outcome(state, token, before, failures)
 
     def _retry_alone(
         self,
-        job: RequestState,
+        state: RequestState,
         plans: int,
         batch_size: int,
         error: Exception,
         failures: tuple[type[Exception], ...],
     ) -> Outcome:
         if batch_size == 1:
-            return _mark_unrecoverable(job, plans, error)
+            return _mark_unrecoverable(state, plans, error)
         try:
-            if _plans(job) != plans:  # the failed step has evicted entries
-                job.backend.restart_prefill(job)
-                job.answer.num_unread = job.answer.step_tokens = 1
+            if _plans(state) != plans:  # the failed step has evicted entries
+                state.backend.restart_prefill(state)
+                state.answer.num_unread = state.answer.step_tokens = 1
                 return CONTINUES
-            [token] = self._tokens([job], failures)
+            [token] = self._tokens([state], failures)
         except failures as retry_error:
-            return _mark_unrecoverable(job, plans, retry_error)
-        return self._outcome(job, token, plans, failures)
+            return _mark_unrecoverable(state, plans, retry_error)
+        return self._outcome(state, token, plans, failures)
 
     def _tokens(
-        self, jobs: Sequence[RequestState], failures: tuple[type[Exception], ...]
+        self, states: Sequence[RequestState], failures: tuple[type[Exception], ...]
     ) -> list[NextToken | Exception]:
         """The next token of each request, or the error of its sampling; the
         forward pass was made."""
-        rows = [self._segment(job) for job in jobs]
-        observer = _observer(jobs, rows)
+        rows = [self._segment(state) for state in states]
+        observer = _observer(states, rows)
         ends = [stop - 1 for stop in accumulate(len(row.ids) for row in rows)]
         logits = self._decoder.forward_logits(rows, Mode.APPEND, ends, observer)
         tokens = list[NextToken | Exception]()
-        for job, row_logits in zip(jobs, logits, strict=True):
+        for state, row_logits in zip(states, logits, strict=True):
             try:
-                tokens.append(self._sampled(job, row_logits))
+                tokens.append(self._sampled(state, row_logits))
             except failures as error:
                 tokens.append(error)
         return tokens
 
-    def _sampled(self, job: RequestState, logits: Tensor) -> NextToken:
-        assert job.answer.sampler is not None
-        is_partial = job.answer.output_ids and job.answer.num_unread > job.answer.step_tokens
-        if job.answer.finish_reason or is_partial:  # the end of the turn, or forced tokens
+    def _sampled(self, state: RequestState, logits: Tensor) -> NextToken:
+        assert state.answer.sampler is not None
+        is_partial = state.answer.output_ids and state.answer.num_unread > state.answer.step_tokens
+        if state.answer.finish_reason or is_partial:  # the end of the turn, or forced tokens
             return NextToken(-1)
-        token = job.answer.sampler.sample(logits, job.answer.output_ids)
-        num_top = job.request.logprobs
+        token = state.answer.sampler.sample(logits, state.answer.output_ids)
+        num_top = state.request.logprobs
         if num_top is None:
             return NextToken(token)
         [logprob] = token_logprobs(logits[None], [token], num_top, self._texts)
         return NextToken(token, logprob)
 
-    def _segment(self, job: RequestState) -> BatchSegment:
-        coming = AppendKind.STEP if job.answer.output_ids else AppendKind.QUESTION
-        kind = AppendKind.TEXT if job.answer.finish_reason else coming
-        return BatchSegment(job.cache, job.step_ids, append_kind=kind)
+    def _segment(self, state: RequestState) -> BatchSegment:
+        coming = AppendKind.STEP if state.answer.output_ids else AppendKind.QUESTION
+        kind = AppendKind.TEXT if state.answer.finish_reason else coming
+        return BatchSegment(state.cache, state.step_ids, append_kind=kind)
 
     def _outcome(
         self,
-        job: RequestState,
+        state: RequestState,
         token: NextToken | Exception,
         plans: int,
         failures: tuple[type[Exception], ...],
     ) -> Outcome:
         """Outcome of a token: the answer continues, ends now, or ends after a closing pass."""
         if isinstance(token, Exception):
-            return _mark_unrecoverable(job, plans, token)
+            return _mark_unrecoverable(state, plans, token)
         try:
-            job.backend.on_step(job, plans)
-            if job.answer.finish_reason:
-                return job.answer.finish_reason
+            state.backend.on_step(state, plans)
+            if state.answer.finish_reason:
+                return state.answer.finish_reason
             if token.id < 0:
-                self._plan_step(job, job.answer.num_unread - job.answer.step_tokens)
+                self._plan_step(state, state.answer.num_unread - state.answer.step_tokens)
                 return CONTINUES
-            reason = self._append(job, token)
+            reason = self._append(state, token)
         except failures as error:
             return error
-        has_turn = reason and not job.request.is_ephemeral
-        if has_turn and job.backend.needs_closing_pass(job, reason, self.closing(job)):
+        has_turn = reason and not state.request.is_ephemeral
+        if has_turn and state.backend.needs_closing_pass(state, reason, self.closing(state)):
             return CONTINUES
         return reason
 
-    def _append(self, job: RequestState, token: NextToken) -> str:
+    def _append(self, state: RequestState, token: NextToken) -> str:
         """Append a token and stream its text; the finish reason, if the answer ends with it."""
-        assert job.answer.stream is not None
+        assert state.answer.stream is not None
         if token.id in self._stops:
-            if job.request.prompt_logprobs and token.logprob is not None:
-                job.answer.stream.add_logprob(token.logprob)
+            if state.request.prompt_logprobs and token.logprob is not None:
+                state.answer.stream.add_logprob(token.logprob)
             return STOP
-        assert job.answer.sampler is not None
-        output_ids, forced = job.answer.output_ids, self._forced(job)
-        tokens = [token.id, *forced[: job.new_tokens - len(output_ids) - 1]]
+        assert state.answer.sampler is not None
+        output_ids, forced = state.answer.output_ids, self._forced(state)
+        tokens = [token.id, *forced[: state.new_tokens - len(output_ids) - 1]]
         for place, each in enumerate(tokens):
             if each in self._stops:
                 return STOP
             output_ids.append(each)
-            if not job.answer.stream.push(each, None if place else token.logprob):
+            if not state.answer.stream.push(each, None if place else token.logprob):
                 return STOP
-        self._plan_step(job, len(tokens))
-        if job.answer.sampler.is_complete and len(tokens) > len(forced):
+        self._plan_step(state, len(tokens))
+        if state.answer.sampler.is_complete and len(tokens) > len(forced):
             return STOP
-        return LENGTH if len(output_ids) >= job.new_tokens else CONTINUES
+        return LENGTH if len(output_ids) >= state.new_tokens else CONTINUES
 
-    def _forced(self, job: RequestState) -> list[int]:
+    def _forced(self, state: RequestState) -> list[int]:
         """Tokens that the constraint forces behind the latest one and that the next step may read
         with it; log-probabilities need a step for each."""
-        assert job.answer.sampler is not None
-        if job.matcher is None or job.request.logprobs is not None:
+        assert state.answer.sampler is not None
+        if state.matcher is None or state.request.logprobs is not None:
             return []
-        if job.backend.step_tokens(job) == 1:
+        if state.backend.step_tokens(state) == 1:
             return []
-        return job.answer.sampler.forced(self._decoder.vocab_size)
+        return state.answer.sampler.forced(self._decoder.vocab_size)
 
-    def _plan_step(self, job: RequestState, num_unread: int) -> None:
+    def _plan_step(self, state: RequestState, num_unread: int) -> None:
         """Generated tokens that the next decode steps read."""
-        job.answer.num_unread = num_unread
+        state.answer.num_unread = num_unread
         if num_unread > 1:
-            job.answer.step_tokens = min(num_unread, job.backend.step_tokens(job))
+            state.answer.step_tokens = min(num_unread, state.backend.step_tokens(state))
         else:
-            job.answer.step_tokens = 1
+            state.answer.step_tokens = 1
 
 
-def _plans(job: RequestState) -> int:
-    return job.cache.plans
+def _plans(state: RequestState) -> int:
+    return state.cache.plans
 
 
-def _mark_unrecoverable(job: RequestState, plans: int, error: Exception) -> Exception:
+def _mark_unrecoverable(state: RequestState, plans: int, error: Exception) -> Exception:
     """Mark a cache that a failed step has changed irreversibly; the error."""
-    if _plans(job) != plans:
-        job.session.residency.settled_tokens = len(job.session.residency.cached_ids) + 1
+    if _plans(state) != plans:
+        state.session.residency.settled_tokens = len(state.session.residency.cached_ids) + 1
     return error
 
 
-def _observer(jobs: Sequence[RequestState], rows: Sequence[BatchSegment]) -> Observer | None:
+def _observer(states: Sequence[RequestState], rows: Sequence[BatchSegment]) -> Observer | None:
     """Observer that lets each cache's policy act on its own row while text is generated."""
     observers: dict[int, Observer] = {}
-    for number, (job, row) in enumerate(zip(jobs, rows, strict=True)):
-        if job.answer.active_turn is None:
+    for number, (state, row) in enumerate(zip(states, rows, strict=True)):
+        if state.answer.active_turn is None:
             continue
-        turn, generated = job.answer.active_turn.reader, len(job.answer.output_ids)
+        turn, generated = state.answer.active_turn.reader, len(state.answer.output_ids)
         row_logits = (
             turn.last_observer(row, generated)
-            if job.answer.finish_reason
+            if state.answer.finish_reason
             else turn.observer([0], [row], [generated])
         )
         if row_logits is not None:

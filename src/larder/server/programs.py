@@ -38,22 +38,22 @@ class Programs:
     def __init__(self) -> None:
         self._tenants = OrderedDict[str, TenantPrograms]()
 
-    def note_arrival(self, job: RequestState) -> None:
+    def note_arrival(self, state: RequestState) -> None:
         """Set the request's place by the first request of its program."""
-        programs = self._of(job.session.tenant)
-        program = job.request.program or job.session.root
-        job.program_order = programs.arrivals.setdefault(program, job.order)
+        programs = self._of(state.session.tenant)
+        program = state.request.program or state.session.root
+        state.program_order = programs.arrivals.setdefault(program, state.order)
         programs.arrivals.move_to_end(program)
         if len(programs.arrivals) > MAX_PROGRAMS:
             programs.arrivals.popitem(last=False)
 
-    def note_start(self, job: RequestState, now: float) -> None:
+    def note_start(self, state: RequestState, now: float) -> None:
         """Record the wait of a request that leaves the queue for the first time, and the pause
         before it."""
-        programs, usage = self._of(job.session.tenant), job.session.usage
-        programs.waits.append(max(0.0, now - job.times.arrived))
+        programs, usage = self._of(state.session.tenant), state.session.usage
+        programs.waits.append(max(0.0, now - state.times.arrived))
         if usage.pause.tool and usage.answered:
-            programs.pauses.record(usage.pause.tool, max(0.0, job.times.arrived - usage.answered))
+            programs.pauses.record(usage.pause.tool, max(0.0, state.times.arrived - usage.answered))
             usage.pause = PauseForecast()
 
     def note_answer(self, session: SessionState, tool: str) -> None:

@@ -55,61 +55,63 @@ class RequestFinisher:
         self.done: Counter[str] = Counter()
         self.sums: Counter[str] = Counter()
 
-    def finish(self, job: RequestState, reason: str) -> None:
+    def finish(self, state: RequestState, reason: str) -> None:
         """The answer is complete: store the turn, then report."""
-        session = job.session
+        session = state.session
         usage = session.usage
-        assert job.answer.stream is not None
-        if job.request.is_ephemeral:
-            job.answer.stream.finish()
-            job.backend.rollback(job)
-            self.close(job, reason)
+        assert state.answer.stream is not None
+        if state.request.is_ephemeral:
+            state.answer.stream.finish()
+            state.backend.rollback(state)
+            self.close(state, reason)
             return
         try:
-            turn = job.backend.prepare_turn(job, reason, self._runner.closing(job))
+            turn = state.backend.prepare_turn(state, reason, self._runner.closing(state))
         except FAILURES as error:
-            job.backend.rollback(job)
-            self.fail(job, error)
+            state.backend.rollback(state)
+            self.fail(state, error)
             return
         session.turns.append(turn)
-        usage.record_think_time(job.times.arrived)
+        usage.record_think_time(state.times.arrived)
         session.transcript.epoch += 1
-        job.was_new, usage.is_provisional = usage.is_provisional, False
+        state.was_new, usage.is_provisional = usage.is_provisional, False
         try:
             self._charge(session)
             if len(session.turns) == 1 or session.transcript.epoch == 1:
                 self._sessions.index_session(session)
             written = self._persistence.commit(session, turn)
         except FAILURES as error:
-            self._rollback(job, error)
+            self._rollback(state, error)
             return
-        self.finishing.append(job)
+        self.finishing.append(state)
         if self._tiers.disk.durability is Durability.NONE:
             self._completions.track_write(session, written, partial(self._unwritten.note, session))
-            self._turn_stored(job, reason)
+            self._turn_stored(state, reason)
         else:
-            self._completions.track_write(session, written, partial(self._on_written, job, reason))
+            self._completions.track_write(
+                session, written, partial(self._on_written, state, reason)
+            )
 
-    def close(self, job: RequestState, reason: str) -> None:
+    def close(self, state: RequestState, reason: str) -> None:
         """Report a request that has ended, and release its session."""
         now = self._clock()
-        report = job.report(reason, now)
+        report = state.report(reason, now)
         if reason != "cancelled":
-            job.session.usage.answered = now
-            self._tiers.note_use(job.session)
-            self._programs.note_answer(job.session, job.next_tool)
-        self._release(job, now)
+            state.session.usage.answered = now
+            self._tiers.note_use(state.session)
+            self._programs.note_answer(state.session, state.next_tool)
+        self._release(state, now)
         self.sums.update({name: getattr(report, name) for name in SUMMED_FIELDS})
         self.done[reason] += 1
-        job.listener.on_done(report)
+        state.listener.on_done(report)
 
-    def fail(self, job: RequestState, error: Exception) -> None:
+    def fail(self, state: RequestState, error: Exception) -> None:
         """Report the error of a request, and release its session."""
         if isinstance(error, CallCancelled):
-            return self.close(job, "cancelled")
-        self._release(job, self._clock())
+            return self.close(state, "cancelled")
+        self._release(state, self._clock())
         self.done["error"] += 1
-        job.listener.on_error(error)
+        state.listener.on_error(error)
 
     def _charge(self, session: SessionState) -> None:
         """Charge the transcript to host memory before the turn is reported as stored.
@@ -124,55 +126,55 @@ class RequestFinisher:
             )
             raise kv_budget_exceeded(BudgetError(message))
 
-    def _on_written(self, job: RequestState, reason: str, future: Future[Any] | None) -> None:
+    def _on_written(self, state: RequestState, reason: str, future: Future[Any] | None) -> None:
         """The turn's write has ended, successful or not."""
-        error, job.durable = self._unwritten.outcome(job.session, future)
+        error, state.durable = self._unwritten.outcome(state.session, future)
         if isinstance(error, Exception):
-            self._rollback(job, error)
+            self._rollback(state, error)
             return
-        self._save_then(job, partial(self._turn_stored, job, reason))
+        self._save_then(state, partial(self._turn_stored, state, reason))
 
-    def _save_then(self, job: RequestState, callback: Callable[[], None]) -> None:
+    def _save_then(self, state: RequestState, callback: Callable[[], None]) -> None:
         """Continue once no cache of the session is left to save."""
-        saving = self._tiers.save_at_once(job.session)
+        saving = self._tiers.save_at_once(state.session)
         if saving is None:
             callback()
         else:
             self._completions.track_write(
-                job.session, saving, lambda _: self._save_then(job, callback)
+                state.session, saving, lambda _: self._save_then(state, callback)
             )
 
-    def _turn_stored(self, job: RequestState, reason: str) -> None:
+    def _turn_stored(self, state: RequestState, reason: str) -> None:
         """The turn is stored as far as it will be: commit it."""
-        assert job.answer.stream is not None
+        assert state.answer.stream is not None
         try:
-            job.answer.stream.finish()
-            job.backend.commit_turn(job)
-            self._tiers.shrink_to_fit(job.session)
+            state.answer.stream.finish()
+            state.backend.commit_turn(state)
+            self._tiers.shrink_to_fit(state.session)
         except FAILURES as error:
-            self._rollback(job, error)
+            self._rollback(state, error)
             return
         # Chat caches contain the turn only now.
-        self._save_then(job, partial(self.close, job, reason))
+        self._save_then(state, partial(self.close, state, reason))
 
-    def _rollback(self, job: RequestState, error: Exception) -> None:
+    def _rollback(self, state: RequestState, error: Exception) -> None:
         """Roll back a turn that could not be stored."""
-        session = job.session
+        session = state.session
         session.turns.pop()
         session.transcript.epoch -= 1
-        session.usage.is_provisional = job.was_new
-        job.backend.rollback(job)
-        self.fail(job, error)
+        session.usage.is_provisional = state.was_new
+        state.backend.rollback(state)
+        self.fail(state, error)
 
-    def _release(self, job: RequestState, now: float) -> None:
+    def _release(self, state: RequestState, now: float) -> None:
         """Release the session of a request that has ended in any way."""
-        session = job.session
+        session = state.session
         usage = session.usage
-        if job in self.finishing:
-            self.finishing.remove(job)
+        if state in self.finishing:
+            self.finishing.remove(state)
         usage.is_answering = usage.is_running = False
         usage.last_used, usage.uses = now, usage.uses + 1
-        usage.workflow_steps = job.workflow_steps
+        usage.workflow_steps = state.workflow_steps
         self._persistence.locks.release(session)
         if usage.is_provisional or session.durability.is_superseded:
             self._forget(session)

@@ -30,32 +30,32 @@ class SchedulingPolicy(Enum):
     PRIORITY = "priority"
     PROGRAM_FCFS = "program_fcfs"
 
-    def first(self, jobs: Sequence[RequestState]) -> RequestState:
+    def first(self, states: Sequence[RequestState]) -> RequestState:
         """The next of a tenant's requests, which are in order of priority and arrival."""
         if self is SchedulingPolicy.PRIORITY:
-            return jobs[0]
-        return min(jobs, key=lambda job: (job.request.priority, *_queue_rank(job)))
+            return states[0]
+        return min(states, key=lambda state: (state.request.priority, *_queue_rank(state)))
 
-    def prefill_rank(self, job: RequestState) -> tuple[int, ...]:
+    def prefill_rank(self, state: RequestState) -> tuple[int, ...]:
         """Rank of a running request among those of its tenant and priority whose prompts are to be
         read."""
         if self is SchedulingPolicy.PRIORITY:
-            blocks = job.prefill
+            blocks = state.prefill
             return -(blocks.passed_blocks // MAX_PASSED_BLOCKS), blocks.remaining_blocks
-        is_due = max(job.passed, job.prefill.passed_blocks) >= MAX_PASSED_REQUESTS
-        return _program_rank(job, is_due, job.was_resident)
+        is_due = max(state.passed, state.prefill.passed_blocks) >= MAX_PASSED_REQUESTS
+        return _program_rank(state, is_due, state.was_resident)
 
 
-def _queue_rank(job: RequestState) -> tuple[int, ...]:
-    is_due = job.passed >= MAX_PASSED_REQUESTS
-    return _program_rank(job, is_due, job.session.residency.is_resident)
+def _queue_rank(state: RequestState) -> tuple[int, ...]:
+    is_due = state.passed >= MAX_PASSED_REQUESTS
+    return _program_rank(state, is_due, state.session.residency.is_resident)
 
 
-def _program_rank(job: RequestState, is_due: bool, is_resident: bool) -> tuple[int, ...]:
+def _program_rank(state: RequestState, is_due: bool, is_resident: bool) -> tuple[int, ...]:
     """Rank of a request by its program; one that is due goes by its own arrival."""
     if is_due:
-        return 0, 0, job.order
-    return 1, not is_resident, job.program_order, job.order
+        return 0, 0, state.order
+    return 1, not is_resident, state.program_order, state.order
 
 
 class RequestQueue:
@@ -75,7 +75,7 @@ class RequestQueue:
         return sum(map(len, list(self._jobs.values())))  # a copy, which no other thread changes
 
     def __iter__(self) -> Iterator[RequestState]:
-        return (job for jobs in self._jobs.values() for job in jobs)
+        return (state for states in self._jobs.values() for state in states)
 
     @property
     def tenants(self) -> list[str]:
@@ -94,20 +94,20 @@ class RequestQueue:
         if tenant_count >= self._most - count:
             raise too_many_requests(tenant_count)
 
-    def add(self, job: RequestState) -> None:
+    def add(self, state: RequestState) -> None:
         """Add a request to its tenant's queue."""
-        jobs = self._jobs.setdefault(job.session.tenant, [])
-        insort(jobs, job, key=lambda each: (each.request.priority, each.order))
+        states = self._jobs.setdefault(state.session.tenant, [])
+        insort(states, state, key=lambda each: (each.request.priority, each.order))
 
     def first(self, tenant: str) -> RequestState:
         """The next request of a tenant."""
         return self.policy.first(self._jobs[tenant])
 
-    def remove(self, job: RequestState) -> None:
+    def remove(self, state: RequestState) -> None:
         """Remove a request from its queue; those that it leaves behind have been overtaken."""
-        tenant = job.session.tenant
-        self._jobs[tenant].remove(job)
+        tenant = state.session.tenant
+        self._jobs[tenant].remove(state)
         for each in self._jobs[tenant]:
-            each.passed += each.order < job.order
+            each.passed += each.order < state.order
         if not self._jobs[tenant]:
             del self._jobs[tenant]

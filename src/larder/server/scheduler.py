@@ -77,18 +77,18 @@ class Scheduler:
         self._served: dict[str, float] = defaultdict(float)
         self.steps = self.blocks = self.preemptions = self._arrived = 0
 
-    def enqueue(self, job: RequestState) -> None:
+    def enqueue(self, state: RequestState) -> None:
         """Queue a request; its session is busy from now on."""
-        tenant = job.session.tenant
+        tenant = state.session.tenant
         present = {each.session.tenant for each in self.running}.union(self.queue.tenants)
         if present and tenant not in present:
             least = min(self._served[each] for each in present)
             self._served[tenant] = max(self._served[tenant], least)
-        job.session.usage.is_answering = True
+        state.session.usage.is_answering = True
         self._arrived += 1
-        job.order = self._arrived
-        self.programs.note_arrival(job)
-        self.queue.add(job)
+        state.order = self._arrived
+        self.programs.note_arrival(state)
+        self.queue.add(state)
 
     def step(self) -> bool:
         """One decode step of all answers and one prefill block; False if there
@@ -97,7 +97,7 @@ class Scheduler:
         self._sweep()
         self._admit()
         ready = self._ready()
-        self._has_tails = any(job.reads_prompt_tail for job in ready)
+        self._has_tails = any(state.reads_prompt_tail for state in ready)
         self._token_budget.has_answers = bool(ready)
         answered = self._decode_apart(ready)
         # Prompt tails take the place of a block.
@@ -107,21 +107,21 @@ class Scheduler:
 
     def cancel_all(self) -> None:
         """Cancel all requests."""
-        for job in [*self.running, *self.queue]:
-            job.is_cancelled = True
+        for state in [*self.running, *self.queue]:
+            state.is_cancelled = True
         self._sweep()
 
     def _sweep(self) -> None:
         """Close cancelled requests."""
-        for job in [job for job in self.running if job.is_cancelled]:
-            self.running.remove(job)
-            job.backend.rollback(job)
-            self.finisher.close(job, "cancelled")
-        for job in [job for job in self.queue if job.is_cancelled]:
-            self.queue.remove(job)
-            if job.num_preemptions:
-                job.backend.abandon(job)
-            self.finisher.close(job, "cancelled")
+        for state in [state for state in self.running if state.is_cancelled]:
+            self.running.remove(state)
+            state.backend.rollback(state)
+            self.finisher.close(state, "cancelled")
+        for state in [state for state in self.queue if state.is_cancelled]:
+            self.queue.remove(state)
+            if state.num_preemptions:
+                state.backend.abandon(state)
+            self.finisher.close(state, "cancelled")
 
     def _admit(self) -> None:
         """Admit requests while there is memory, first those of the lowest priority number, and
@@ -133,7 +133,7 @@ class Scheduler:
             if not firsts or not self._try_admit(min(firsts, key=self._rank), full):
                 return
 
-    def _try_admit(self, job: RequestState, full: set[str]) -> bool:
+    def _try_admit(self, state: RequestState, full: set[str]) -> bool:
         """Admit a request, fail it, or leave it in the queue; False if all others wait, too.
 
         Args:
@@ -141,56 +141,56 @@ class Scheduler:
                 without holding up others.
         """
         try:
-            self._start(job)
+            self._start(state)
         except WriteAwaited:
-            full.add(job.session.tenant)
+            full.add(state.session.tenant)
             return True
         except BudgetError as error:
-            return self._make_room(job, error, full)
+            return self._make_room(state, error, full)
         except FAILURES as error:
-            self.queue.remove(job)
-            job.backend.rollback(job)
-            self.finisher.fail(job, error)
+            self.queue.remove(state)
+            state.backend.rollback(state)
+            self.finisher.fail(state, error)
             return True
-        self.queue.remove(job)
-        self.running.append(job)
-        if job.prefill.load is not None:
-            self._completions.when_done(job.prefill.load.future, partial(self._on_loaded, job))
+        self.queue.remove(state)
+        self.running.append(state)
+        if state.prefill.load is not None:
+            self._completions.when_done(state.prefill.load.future, partial(self._on_loaded, state))
         return True
 
-    def _make_room(self, job: RequestState, error: BudgetError, full: set[str]) -> bool:
+    def _make_room(self, state: RequestState, error: BudgetError, full: set[str]) -> bool:
         """Free memory for a request that `error` has refused, or let it wait for running ones; it
         fails if there are none. Arguments and result as for `_try_admit`."""
         is_own = isinstance(error, TenantBudgetError)
-        if self._preempt_for(job, is_own, error.tier):
+        if self._preempt_for(state, is_own, error.tier):
             return True
-        tenant = job.session.tenant
-        if self._holders(job, is_own) or self._tiers.is_writing(tenant if is_own else None):
+        tenant = state.session.tenant
+        if self._holders(state, is_own) or self._tiers.is_writing(tenant if is_own else None):
             if is_own:
                 full.add(tenant)
             return is_own
-        if job.session.residency.is_resident:  # its own cache, beside that of the turn
-            self._tiers.drop(job.session)
+        if state.session.residency.is_resident:  # its own cache, beside that of the turn
+            self._tiers.drop(state.session)
             return True
-        self.queue.remove(job)
-        self.finisher.fail(job, kv_budget_exceeded(error))
+        self.queue.remove(state)
+        self.finisher.fail(state, kv_budget_exceeded(error))
         return True
 
-    def _rank(self, job: RequestState) -> tuple[int, float]:
+    def _rank(self, state: RequestState) -> tuple[int, float]:
         """Order in which requests of different tenants come."""
-        return job.request.priority, self._served[job.session.tenant]
+        return state.request.priority, self._served[state.session.tenant]
 
-    def _holders(self, job: RequestState, is_own: bool) -> list[RequestState]:
+    def _holders(self, state: RequestState, is_own: bool) -> list[RequestState]:
         """Requests that hold memory which a waiting one could have.
 
         Args:
             is_own: the budget of its tenant is used up, so that only those of this tenant do.
         """
-        tenant = job.session.tenant
+        tenant = state.session.tenant
         holding = (*self.running, *self.finisher.finishing)
         return [each for each in holding if not is_own or each.session.tenant == tenant]
 
-    def _preempt_for(self, job: RequestState, is_own: bool, tier: str) -> bool:
+    def _preempt_for(self, state: RequestState, is_own: bool, tier: str) -> bool:
         """Take the memory of a running request that comes after another one; False if there is
         none.
 
@@ -200,8 +200,8 @@ class Scheduler:
         """
         later = [
             each
-            for each in self._holders(job, is_own)
-            if each.request.priority > job.request.priority
+            for each in self._holders(state, is_own)
+            if each.request.priority > state.request.priority
             and each.can_be_preempted
             and each in self.running
             # Host memory is short: one that holds none of it would stop for nothing.
@@ -225,29 +225,29 @@ class Scheduler:
         self.queue.add(victim)
         return True
 
-    def _start(self, job: RequestState) -> None:
-        job.session.usage.is_running = True
-        job.was_resident = job.session.residency.is_resident
+    def _start(self, state: RequestState) -> None:
+        state.session.usage.is_running = True
+        state.was_resident = state.session.residency.is_resident
         try:
-            job.backend.start(job)
+            state.backend.start(state)
         except BaseException:
-            job.session.usage.is_running = False
+            state.session.usage.is_running = False
             raise
-        if job.times.started is None:
-            job.times.started = self._clock()
-            self.programs.note_start(job, job.times.started)
+        if state.times.started is None:
+            state.times.started = self._clock()
+            self.programs.note_start(state, state.times.started)
 
-    def _on_loaded(self, job: RequestState, _: Future[Any]) -> None:
+    def _on_loaded(self, state: RequestState, _: Future[Any]) -> None:
         """The cache load of a request has ended, successful or not."""
-        if job not in self.running:
-            job.backend.abandon_load(job)
+        if state not in self.running:
+            state.backend.abandon_load(state)
             return
         try:
-            job.backend.on_loaded(job)
+            state.backend.on_loaded(state)
         except FAILURES as error:
-            self.running.remove(job)
-            job.backend.rollback(job)
-            self.finisher.fail(job, error)
+            self.running.remove(state)
+            state.backend.rollback(state)
+            self.finisher.fail(state, error)
 
     def _ready(self) -> list[RequestState]:
         """Requests in the next decode step, by priority, in rotation if there are more than `rows`.
@@ -255,24 +255,26 @@ class Scheduler:
         Several start with a prompt tail if all of these tails together are no longer than a block;
         none does behind a step with some while others wait for a block.
         """
-        ready = [job for job in self.running if job.prefill.is_done]
-        tails = sorted((job for job in ready if job.reads_prompt_tail), key=self._priority)
+        ready = [state for state in self.running if state.prefill.is_done]
+        tails = sorted((state for state in ready if state.reads_prompt_tail), key=self._priority)
         is_blocked = self._has_tails and bool(self._unread())
         later, tail_len = set[int](), 0
-        for job in tails:
-            tail_len += len(job.step_ids)
-            if is_blocked or (job is not tails[0] and tail_len > job.backend.step_tail_tokens(job)):
-                later.add(id(job))
-        ready = [job for job in ready if id(job) not in later]
-        return sorted(ready, key=lambda job: job.request.priority)[: self._rows]
+        for state in tails:
+            tail_len += len(state.step_ids)
+            if is_blocked or (
+                state is not tails[0] and tail_len > state.backend.step_tail_tokens(state)
+            ):
+                later.add(id(state))
+        ready = [state for state in ready if id(state) not in later]
+        return sorted(ready, key=lambda state: state.request.priority)[: self._rows]
 
     def _decode_apart(self, ready: list[RequestState]) -> bool:
         """One token for every answer that is ready: behind all others for those with long ends of
         prompts, between whose layers these go on, if there is a latency to hold."""
         long = self._interruption.long_tails(ready)
-        others = [job for job in ready if job not in long]
+        others = [state for state in ready if state not in long]
         if others:
-            tails = [job.reads_prompt_tail for job in others]
+            tails = [state.reads_prompt_tail for state in others]
             with self._token_budget.measured_step(tails), self._interruption.calls_for(others):
                 self._decode(others)
         self._finish_ended()
@@ -283,17 +285,17 @@ class Scheduler:
 
     def _answers(self) -> list[RequestState]:
         """Answers in progress, in the next decode step that reads no ends of prompts."""
-        running = [job for job in self.running if not job.is_cancelled]
-        ready = [job for job in running if job.prefill.is_done and job.answer.output_ids]
-        return sorted(ready, key=lambda job: job.request.priority)[: self._rows]
+        running = [state for state in self.running if not state.is_cancelled]
+        ready = [state for state in running if state.prefill.is_done and state.answer.output_ids]
+        return sorted(ready, key=lambda state: state.request.priority)[: self._rows]
 
-    def _decode(self, jobs: list[RequestState]) -> None:
+    def _decode(self, states: list[RequestState]) -> None:
         """One token for every answer."""
         self.steps += 1
-        sizes = {id(job): len(job.step_ids) for job in jobs}
-        for job, outcome in self._runner.step(jobs, FAILURES):
-            self._served[job.session.tenant] += sizes[id(job)]
-            self._note_outcome(job, outcome)
+        sizes = {id(state): len(state.step_ids) for state in states}
+        for state, outcome in self._runner.step(states, FAILURES):
+            self._served[state.session.tenant] += sizes[id(state)]
+            self._note_outcome(state, outcome)
 
     def _finish_ended(self) -> None:
         """Finish answers that have ended; passes that this takes can be interrupted."""
@@ -301,68 +303,72 @@ class Scheduler:
             while self._ended:
                 self.finisher.finish(*self._ended.pop(0))
 
-    def _note_outcome(self, job: RequestState, outcome: Outcome) -> None:
+    def _note_outcome(self, state: RequestState, outcome: Outcome) -> None:
         """Account for what a decode step has made of a request."""
-        self.running.remove(job)
+        self.running.remove(state)
         if isinstance(outcome, Exception):
-            job.backend.rollback(job)
-            self.finisher.fail(job, outcome)
+            state.backend.rollback(state)
+            self.finisher.fail(state, outcome)
             return
-        if job.times.first is None:
-            job.times.first = self._clock()
+        if state.times.first is None:
+            state.times.first = self._clock()
         if outcome:
-            self._ended.append((job, outcome))
+            self._ended.append((state, outcome))
         else:
-            self.running.append(job)  # after those that were not in this decode step
+            self.running.append(state)  # after those that were not in this decode step
 
     def _unread(self) -> list[RequestState]:
         """Requests that wait for a prefill block."""
-        return [job for job in self.running if not job.prefill.is_done and job.prefill.load is None]
+        return [
+            state
+            for state in self.running
+            if not state.prefill.is_done and state.prefill.load is None
+        ]
 
     def _prefill(self) -> bool:
         """One prefill block of one request, and of others as long as all of them are no longer."""
         left = self._unread()
         if not left:
             return False
-        job, *others = sorted(left, key=self._priority)
+        state, *others = sorted(left, key=self._priority)
         for each in left:
-            each.prefill.passed_blocks += each.session.tenant == job.session.tenant
+            each.prefill.passed_blocks += each.session.tenant == state.session.tenant
         self.blocks += 1
-        with self._token_budget.measured_chunk(len(job.session.residency.cached_ids)) as counts:
+        with self._token_budget.measured_chunk(len(state.session.residency.cached_ids)) as counts:
             with self._interruption.allowed():
-                counts += self._read_blocks(job, others)
+                counts += self._read_blocks(state, others)
         return True
 
-    def _read_blocks(self, job: RequestState, others: Sequence[RequestState]) -> list[int]:
+    def _read_blocks(self, state: RequestState, others: Sequence[RequestState]) -> list[int]:
         """Read the next block of a request, and of others that fill it up; numbers of tokens."""
-        companions = job.backend.companions(job, others) if others else []
+        companions = state.backend.companions(state, others) if others else []
         if companions:
             try:
-                with self._interruption.calls_for([job, *companions]):
-                    job.backend.read_together([job, *companions])
+                with self._interruption.calls_for([state, *companions]):
+                    state.backend.read_together([state, *companions])
             except FAILURES:  # nothing was read: the request whose turn it is goes alone
                 companions = []
-        read = job.backend.finish_block if companions else job.backend.prefill_block
-        for each in (job, *companions):
+        read = state.backend.finish_block if companions else state.backend.prefill_block
+        for each in (state, *companions):
             each.prefill.passed_blocks = 0
-        return [self._finish_block(each, read) for each in (job, *companions)]
+        return [self._finish_block(each, read) for each in (state, *companions)]
 
-    def _finish_block(self, job: RequestState, read: Callable[[RequestState], int]) -> int:
+    def _finish_block(self, state: RequestState, read: Callable[[RequestState], int]) -> int:
         """Account for a block of a request, which `read` counts; the number of its tokens."""
         count = 0
         try:
-            with self._interruption.calls_for([job]):
-                count = read(job)
-            self._served[job.session.tenant] += count
+            with self._interruption.calls_for([state]):
+                count = read(state)
+            self._served[state.session.tenant] += count
         except FAILURES as error:
-            self.running.remove(job)
-            job.backend.rollback(job)
-            self.finisher.fail(job, error)
-        if job in self.running and job.has_ended:
+            self.running.remove(state)
+            state.backend.rollback(state)
+            self.finisher.fail(state, error)
+        if state in self.running and state.has_ended:
             self.finisher.finish(
-                self.running.pop(self.running.index(job)), job.answer.finish_reason
+                self.running.pop(self.running.index(state)), state.answer.finish_reason
             )
         return count
 
-    def _priority(self, job: RequestState) -> tuple[int | float, ...]:
-        return (*self._rank(job), *self.queue.policy.prefill_rank(job))
+    def _priority(self, state: RequestState) -> tuple[int | float, ...]:
+        return (*self._rank(state), *self.queue.policy.prefill_rank(state))

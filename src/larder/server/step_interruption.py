@@ -76,25 +76,25 @@ class StepInterruption:
     def _interruptible(self) -> AbstractContextManager[None]:
         return self._interruptions.by(self._before_layer, self._check_cancelled)
 
-    def long_tails(self, jobs: Sequence[RequestState]) -> list[RequestState]:
+    def long_tails(self, states: Sequence[RequestState]) -> list[RequestState]:
         """Requests whose ends of prompts are so long that others need not wait for them; none
         without others."""
         if not self._token_budget.has_target:
             return []
-        long = [job for job in jobs if job.reads_prompt_tail]
-        long = [job for job in long if len(job.step_ids) > SHORT_TAIL_TOKENS]
-        return long if len(long) < len(jobs) else []
+        long = [state for state in states if state.reads_prompt_tail]
+        long = [state for state in long if len(state.step_ids) > SHORT_TAIL_TOKENS]
+        return long if len(long) < len(states) else []
 
     def _check_cancelled(self) -> None:
-        if self._callers and all(job.is_cancelled for job in self._callers):
+        if self._callers and all(state.is_cancelled for state in self._callers):
             raise CallCancelled("Every request of this call was cancelled.")
 
     def _before_layer(self) -> None:
         self._check_cancelled()
         if not self._is_allowed or not self._token_budget.is_step_due:
             return
-        jobs = self._answers()
-        if not jobs:
+        states = self._answers()
+        if not states:
             return
         self._is_allowed = False
         try:
@@ -103,7 +103,7 @@ class StepInterruption:
                 self._token_budget.measured_step(),
                 self.calls_for(()),
             ):
-                self._decode(jobs)
+                self._decode(states)
         except self._failures as error:
             self._failure = error
         else:

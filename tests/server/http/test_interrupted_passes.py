@@ -143,8 +143,8 @@ class Conversation:
 def talk(deep: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[Conversation]:
     cancelled, cancel = threading.Event(), request_state.RequestState.cancel
 
-    def noted(job: request_state.RequestState) -> None:
-        cancel(job)
+    def noted(state: request_state.RequestState) -> None:
+        cancel(state)
         cancelled.set()
 
     monkeypatch.setattr(request_state.RequestState, "cancel", noted)

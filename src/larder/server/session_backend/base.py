@@ -55,7 +55,7 @@ class SessionBackend(ABC):
         """Upper bound of the device memory of an idle session."""
 
     @abstractmethod
-    def start(self, job: RequestState) -> None:
+    def start(self, state: RequestState) -> None:
         """Reserve the request's memory and prepare its cache.
 
         Raises:
@@ -64,65 +64,65 @@ class SessionBackend(ABC):
         """
 
     @abstractmethod
-    def on_loaded(self, job: RequestState) -> None:
+    def on_loaded(self, state: RequestState) -> None:
         """Install a cache load that has ended, or fall back to prefill if it failed."""
 
-    def abandon_load(self, job: RequestState) -> None:
+    def abandon_load(self, state: RequestState) -> None:
         """Release the cache load of a request that was cancelled."""
-        if job.prefill.load is not None:
-            job.prefill.load.reservation.release()
-            job.prefill.load = None
+        if state.prefill.load is not None:
+            state.prefill.load.reservation.release()
+            state.prefill.load = None
 
     @abstractmethod
-    def prefill_block(self, job: RequestState) -> int:
+    def prefill_block(self, state: RequestState) -> int:
         """Prefill one block; the approximate number of its tokens."""
 
-    def companions(self, job: RequestState, others: Sequence[RequestState]) -> list[RequestState]:
-        """Requests whose next blocks one pass may read with that of `job`; none by default.
+    def companions(self, state: RequestState, others: Sequence[RequestState]) -> list[RequestState]:
+        """Requests whose next blocks one pass may read with that of `state`; none by default.
 
         Args:
             others: in the order in which they would get a block.
         """
         return []
 
-    def read_together(self, jobs: Sequence[RequestState]) -> None:
+    def read_together(self, states: Sequence[RequestState]) -> None:
         """Read the next block of a request and of its companions in one pass.
 
         If it fails, nothing has changed. `finish_block` follows for each.
         """
         raise NotImplementedError  # a backend with companions has it
 
-    def finish_block(self, job: RequestState) -> int:
+    def finish_block(self, state: RequestState) -> int:
         """Account for a block that was read with others; the number of its tokens."""
         raise NotImplementedError  # a backend with companions has it
 
     @abstractmethod
-    def restart_prefill(self, job: RequestState) -> None:
+    def restart_prefill(self, state: RequestState) -> None:
         """Read everything again, generated tokens included: a failed step has
         corrupted the cache."""
 
     @abstractmethod
-    def preempt(self, job: RequestState) -> None:
+    def preempt(self, state: RequestState) -> None:
         """Release the memory of the request; `start` continues from its tokens so far."""
 
     @abstractmethod
-    def abandon(self, job: RequestState) -> None:
+    def abandon(self, state: RequestState) -> None:
         """Undo the changes of a preempted request that does not continue to its session."""
 
     @abstractmethod
-    def step_tokens(self, job: RequestState) -> int:
+    def step_tokens(self, state: RequestState) -> int:
         """Most generated tokens that a decode step may read with the result of a step for each."""
 
-    def tail_tokens(self, job: RequestState) -> int:
+    def tail_tokens(self, state: RequestState) -> int:
         """Tokens from which on the end of a prompt is a block of its own."""
-        return min(SHORT_TAIL_TOKENS, job.session.serving.block)
+        return min(SHORT_TAIL_TOKENS, state.session.serving.block)
 
-    def step_tail_tokens(self, job: RequestState) -> int:
+    def step_tail_tokens(self, state: RequestState) -> int:
         """Most tokens of several ends of prompts that one decode step reads in place of a block."""
-        return self.tail_tokens(job)
+        return self.tail_tokens(state)
 
     @abstractmethod
-    def on_step(self, job: RequestState, plans: int) -> None:
+    def on_step(self, state: RequestState, plans: int) -> None:
         """Account for a decode step, which has read `RequestState.step_ids`.
 
         Args:
@@ -133,41 +133,43 @@ class SessionBackend(ABC):
         """
 
     @abstractmethod
-    def needs_closing_pass(self, job: RequestState, reason: str, closing: tuple[int, ...]) -> bool:
+    def needs_closing_pass(
+        self, state: RequestState, reason: str, closing: tuple[int, ...]
+    ) -> bool:
         """True if the cache must read the end of the complete answer in one more step."""
 
     @abstractmethod
     def prepare_turn(
-        self, job: RequestState, reason: str, closing: tuple[int, ...]
+        self, state: RequestState, reason: str, closing: tuple[int, ...]
     ) -> CompletedTurn:
         """Build the completed turn and the state after it, without committing them."""
 
     @abstractmethod
-    def commit_turn(self, job: RequestState) -> None:
+    def commit_turn(self, state: RequestState) -> None:
         """Adopt the state after the turn, which is stored."""
 
     @abstractmethod
-    def rollback(self, job: RequestState) -> None:
+    def rollback(self, state: RequestState) -> None:
         """Restore the session's caches to the state before the request, or drop them."""
 
-    def _start_answer(self, job: RequestState) -> None:
+    def _start_answer(self, state: RequestState) -> None:
         """Prepare the text and the randomness of the answer, unless they continue after a retry."""
-        if job.answer.stream is None:
-            decode, request = self._tokenizer.decode, job.request
-            job.answer.stream = AnswerText(decode, request.stop, job.listener)
-            vocabulary = job.session.serving.runtime.decoder.vocab_size
+        if state.answer.stream is None:
+            decode, request = self._tokenizer.decode, state.request
+            state.answer.stream = AnswerText(decode, request.stop, state.listener)
+            vocabulary = state.session.serving.runtime.decoder.vocab_size
             # The ids of image tokens are none of the model's.
-            prompt_ids = [token for token in job.resolved.prompt_ids if token < vocabulary]
-            job.answer.sampler = TokenSampler(request.sampling, prompt_ids, job.matcher)
+            prompt_ids = [token for token in state.resolved.prompt_ids if token < vocabulary]
+            state.answer.sampler = TokenSampler(request.sampling, prompt_ids, state.matcher)
 
-    def _count_cached(self, job: RequestState, cached: int) -> None:
+    def _count_cached(self, state: RequestState, cached: int) -> None:
         """Count the tokens that the cache has before the prefill."""
-        counts = job.counts
-        job.prefill.cached_len = counts.cached = cached
+        counts = state.counts
+        state.prefill.cached_len = counts.cached = cached
         counts.restored = cached if counts.tier in ("host", "disk") else 0
 
     def _await_write(
-        self, job: RequestState, saved: SavedCache, origin: SessionState | None = None
+        self, state: RequestState, saved: SavedCache, origin: SessionState | None = None
     ) -> None:
         """Wait once for the host memory that the write of another cache holds.
 
@@ -177,18 +179,18 @@ class SessionBackend(ABC):
         Raises:
             WriteAwaited: that write is worth waiting for.
         """
-        write = self._tiers.awaitable_write(job.session, saved)
-        if write is None or job.awaited_write not in (None, write):
+        write = self._tiers.awaitable_write(state.session, saved)
+        if write is None or state.awaited_write not in (None, write):
             return
-        job.awaited_write = write
+        state.awaited_write = write
         self._tiers.leave_next_write()
-        self._tiers.drop(job.session)  # what was reserved
-        job.session.residency.origin = origin or job.session.residency.origin
+        self._tiers.drop(state.session)  # what was reserved
+        state.session.residency.origin = origin or state.session.residency.origin
         raise WriteAwaited("Host memory is held by a write, which is waited for.")
 
-    def _resume_writes(self, job: RequestState) -> None:
+    def _resume_writes(self, state: RequestState) -> None:
         """Start the next write, which a request that has waited was let before."""
-        if job.awaited_write is not None:
+        if state.awaited_write is not None:
             self._tiers.write_next()
 
     def _note_failed_load(self, load: CacheLoad, error: BaseException) -> None:

@@ -33,26 +33,28 @@ class ChatPrefill:
     def __init__(self, tokenizer: TokenizerAdapter, disk: DiskTier) -> None:
         self._tokenizer, self._disk = tokenizer, disk
 
-    def steps(self, job: RequestState) -> PrefillSteps:
+    def steps(self, state: RequestState) -> PrefillSteps:
         """Steps from the session's present caches to one that has read all but the prompt's end."""
-        prefill = job.prefill
-        answer = job.answer
-        session = job.session
+        prefill = state.prefill
+        answer = state.answer
+        session = state.session
         residency = session.residency
         chat_cache = residency.chat_cache
         if chat_cache is None:
-            chat_cache = yield from self._rebuild(job)
+            chat_cache = yield from self._rebuild(state)
             residency.resident_caches = ChatCaches(chat_cache)
-            if job.counts.recomputed > session.serving.block:  # short prefills are slower per token
-                self._disk.note_reading(job.counts.recomputed, prefill.seconds)
+            if (
+                state.counts.recomputed > session.serving.block
+            ):  # short prefills are slower per token
+                self._disk.note_reading(state.counts.recomputed, prefill.seconds)
         else:
             chat_cache.refresh_meter = PeakMemoryMeter()
-            yield from self._catch_up(job, chat_cache)
+            yield from self._catch_up(state, chat_cache)
         residency.cached_ids = session.transcript.ids
         yield from _refresh_steps(session, chat_cache)
-        room = len(prefill.new_ids) + job.new_tokens + len(self._tokenizer.end_of_turn_ids())
+        room = len(prefill.new_ids) + state.new_tokens + len(self._tokenizer.end_of_turn_ids())
         active_turn, prompt_tail = yield from self._open_turn(
-            session, chat_cache, job.resolved.new_messages[-1].text, prefill.new_ids, room
+            session, chat_cache, state.resolved.new_messages[-1].text, prefill.new_ids, room
         )
         answer.active_turn = active_turn
         prefill.prompt_tail = yield from active_turn.reader.message_steps(prompt_tail)
@@ -60,53 +62,56 @@ class ChatPrefill:
             active_turn.reader.read_last_part(prefill.prompt_tail)
             yield from active_turn.reader.replay_steps(tuple(answer.output_ids[:-1]))
 
-    def extends(self, job: RequestState) -> bool:
+    def extends(self, state: RequestState) -> bool:
         """True if the caches, if there are any, contain a prefix of the completed turns, so that
         they can be extended."""
-        chat_cache, past_turns = job.session.residency.chat_cache, job.resolved.past_turns
-        if chat_cache is None or job.session.residency.contains(len(past_turns)):
+        chat_cache, past_turns = state.session.residency.chat_cache, state.resolved.past_turns
+        if chat_cache is None or state.session.residency.contains(len(past_turns)):
             return True  # completed turns never change
         cached = chat_cache.state.log.turns
-        return self._log(job).turns[: len(cached)] == cached
+        return self._log(state).turns[: len(cached)] == cached
 
-    def opening_len(self, job: RequestState) -> int:
+    def opening_len(self, state: RequestState) -> int:
         """Tokens of a first prompt that precede its question."""
         return opening_history(
-            job.session.root, job.resolved.new_messages, job.resolved.prompt_ids, self._tokenizer
+            state.session.root,
+            state.resolved.new_messages,
+            state.resolved.prompt_ids,
+            self._tokenizer,
         )[1]
 
-    def _rebuild(self, job: RequestState) -> Generator[object, None, ChatCache]:
+    def _rebuild(self, state: RequestState) -> Generator[object, None, ChatCache]:
         """Rebuild the caches from the transcript."""
-        session, runtime = job.session, job.session.serving.runtime
-        log = self._log(job)
+        session, runtime = state.session, state.session.serving.runtime
+        log = self._log(state)
         before = replace(log, turns=log.turns[: session.residency.rebuilt_turns])
         session.residency.position_maps = PositionMaps()
         meter, source = PeakMemoryMeter(), before.prefill_input(before.transcript(self._tokenizer))
         memory = yield from prefill_memory_steps(runtime, source, session.serving.policy, {}, meter)
         chat_cache = ChatCache(runtime, ChatState(memory, before))
         chat_cache.refresh_meter = meter
-        yield from self._catch_up(job, chat_cache)
+        yield from self._catch_up(state, chat_cache)
         return chat_cache
 
-    def _catch_up(self, job: RequestState, chat_cache: ChatCache) -> PrefillSteps:
+    def _catch_up(self, state: RequestState, chat_cache: ChatCache) -> PrefillSteps:
         """Replay completed turns that the caches lack."""
         done = len(chat_cache.state.log.turns)
-        if done == len(job.resolved.past_turns):
+        if done == len(state.resolved.past_turns):
             return
-        exchanges = self._log(job).turns
-        for completed, exchange in list(zip(job.resolved.past_turns, exchanges, strict=True))[
+        exchanges = self._log(state).turns
+        for completed, exchange in list(zip(state.resolved.past_turns, exchanges, strict=True))[
             done:
         ]:
-            yield from _refresh_steps(job.session, chat_cache)
-            yield from self._replay(job.session, chat_cache, completed, exchange)
+            yield from _refresh_steps(state.session, chat_cache)
+            yield from self._replay(state.session, chat_cache, completed, exchange)
 
-    def _log(self, job: RequestState) -> ChatLog:
+    def _log(self, state: RequestState) -> ChatLog:
         """Log of the turns before the request."""
-        resolved = job.resolved
+        resolved = state.resolved
         if resolved.past_turns:
-            return session_log(job.session.root, resolved.past_turns, self._tokenizer)
+            return session_log(state.session.root, resolved.past_turns, self._tokenizer)
         history, _ = opening_history(
-            job.session.root, resolved.new_messages, resolved.prompt_ids, self._tokenizer
+            state.session.root, resolved.new_messages, resolved.prompt_ids, self._tokenizer
         )
         return ChatLog(history)
 

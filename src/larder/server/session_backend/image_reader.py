@@ -39,12 +39,12 @@ class ImageReader:
     def __init__(self, encoder: ImagePromptEncoder) -> None:
         self._encoder = encoder
 
-    def has_images(self, job: RequestState) -> bool:
+    def has_images(self, state: RequestState) -> bool:
         """True if some messages of a request, or of its past turns, have images."""
-        return bool(_shown_turns(job))
+        return bool(_shown_turns(state))
 
     def split(
-        self, job: RequestState, text: tuple[int, ...], start: int, size: int
+        self, state: RequestState, text: tuple[int, ...], start: int, size: int
     ) -> list[tuple[int, ...]]:
         """Blocks of a text from `start` on, without its last token.
 
@@ -53,22 +53,22 @@ class ImageReader:
         shown = self._encoder.image_spans(text)
         if not shown.spans:
             return split_blocks(text[start:-1], size)
-        edges = {edge for turn in _shown_turns(job) for edge in (turn.start, turn.stop)}
+        edges = {edge for turn in _shown_turns(state) for edge in (turn.start, turn.stop)}
         cuts = [start, *sorted(edge for edge in edges if start < edge < len(text) - 1)]
         blocks = list[tuple[int, ...]]()
         for first, stop in zip(cuts, [*cuts[1:], len(text) - 1], strict=True):
             blocks += split_blocks(text[first:stop], size, shown.within(first, stop))
         return blocks
 
-    def read(self, job: RequestState, reader: PrefillReader, block: tuple[int, ...]) -> int:
+    def read(self, state: RequestState, reader: PrefillReader, block: tuple[int, ...]) -> int:
         """Append a block to the cache of a request; bytes of the embeddings beside the cache.
 
         Raises:
             ApiError: 400: an image of the block is in no message of the request.
         """
-        cache, decoder = job.cache, job.session.serving.runtime.decoder
+        cache, decoder = state.cache, state.session.serving.runtime.decoder
         start = cache.next_position
-        part = self._part_at(job, start)
+        part = self._part_at(state, start)
         if part is None:
             reader.append([PrefillSequence(cache, {})], block)
             return 0
@@ -78,22 +78,22 @@ class ImageReader:
             reader.append([PrefillSequence(cache, {}, images=part.spans)], own)
         return part.nbytes
 
-    def _part_at(self, job: RequestState, position: int) -> ImagePart | None:
+    def _part_at(self, state: RequestState, position: int) -> ImagePart | None:
         """Part of the prompt with images at a position; None in front of and between them."""
-        held = job.prefill.image_part
+        held = state.prefill.image_part
         if held is not None and held.start <= position < held.stop:
             return held
-        job.prefill.image_part = None
-        for turn in _shown_turns(job):
+        state.prefill.image_part = None
+        for turn in _shown_turns(state):
             if turn.start <= position < turn.stop:
-                job.prefill.image_part = self._merged(job, turn)
-        return job.prefill.image_part
+                state.prefill.image_part = self._merged(state, turn)
+        return state.prefill.image_part
 
-    def _merged(self, job: RequestState, turn: ShownTurn) -> ImagePart:
-        past = job.resolved.past_turns[: turn.number]
+    def _merged(self, state: RequestState, turn: ShownTurn) -> ImagePart:
+        past = state.resolved.past_turns[: turn.number]
         prompt = rendered_prompt(self._encoder.tokenizer, past, turn.messages)
-        part = self._encoder.merged(turn.start, prompt, job.request.images)
-        if part.ids != job.resolved.prompt_ids[turn.start : turn.stop]:
+        part = self._encoder.merged(turn.start, prompt, state.request.images)
+        if part.ids != state.resolved.prompt_ids[turn.start : turn.stop]:
             raise invalid_request(
                 "Messages with images are rendered otherwise than when they were read first: begin "
                 "a new session.",
@@ -102,8 +102,8 @@ class ImageReader:
         return part
 
 
-def _shown_turns(job: RequestState) -> list[ShownTurn]:
-    found, start, resolved = list[ShownTurn](), 0, job.resolved
+def _shown_turns(state: RequestState) -> list[ShownTurn]:
+    found, start, resolved = list[ShownTurn](), 0, state.resolved
     for number, turn in enumerate(resolved.past_turns):
         stop = start + len(turn.prompt_ids)
         found.append(ShownTurn(number, start, stop, turn.messages))

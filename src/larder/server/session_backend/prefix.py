@@ -64,41 +64,41 @@ class PrefixBackend(SessionBackend):
         occupancy = session.residency.occupancy
         return session.serving.lossless_turn_demand(occupancy, occupancy.read, 0)
 
-    def start(self, job: RequestState) -> None:
-        session = job.session
-        if job.contexts is not None:
-            self._start_contexts(job)
+    def start(self, state: RequestState) -> None:
+        session = state.session
+        if state.contexts is not None:
+            self._start_contexts(state)
             return
         residency = session.residency
-        if not job.num_preemptions:
-            job.counts.tier = residency.tier
-        usable = job.usable_tokens(session)
+        if not state.num_preemptions:
+            state.counts.tier = residency.tier
+        usable = state.usable_tokens(session)
         if not usable and residency.is_resident:
             self._tiers.drop(session)
-            usable = job.usable_tokens(session)  # the store may have an earlier state
+            usable = state.usable_tokens(session)  # the store may have an earlier state
         if not usable:
-            self._start_over(job)
+            self._start_over(state)
         elif residency.is_resident:
-            self._continue(job, usable)
-        elif not self._fetch(job, session, usable):
-            self._start_over(job)
-        if job.prefill.load is None:
-            self._plan_prefill(job)
+            self._continue(state, usable)
+        elif not self._fetch(state, session, usable):
+            self._start_over(state)
+        if state.prefill.load is None:
+            self._plan_prefill(state)
 
-    def _start_contexts(self, job: RequestState) -> None:
+    def _start_contexts(self, state: RequestState) -> None:
         """Start with an empty cache, into which contexts are read apart."""
-        session = job.session
-        demand = self._demand(job, None)
-        beside = self._contexts.nbytes_beside(job)
+        session = state.session
+        demand = self._demand(state, None)
+        beside = self._contexts.nbytes_beside(state)
         self._tiers.grant(session, replace(demand, transient_bytes=demand.transient_bytes + beside))
         self._reset(session)
-        self._contexts.begin(job)
+        self._contexts.begin(state)
 
-    def on_loaded(self, job: RequestState) -> None:
+    def on_loaded(self, state: RequestState) -> None:
         """Install the loaded cache, or start with an empty one if the load failed."""
-        load, job.prefill.load = job.prefill.load, None
+        load, state.prefill.load = state.prefill.load, None
         assert load is not None
-        session, error = job.session, load.future.exception()
+        session, error = state.session, load.future.exception()
         if error is not None:
             load.reservation.release()
             self._note_failed_load(load, error)
@@ -108,7 +108,7 @@ class PrefixBackend(SessionBackend):
             self._truncate(session, load.usable_tokens)
             session.residency.origin = None
             session.update_occupancy()
-        self._plan_prefill(job)
+        self._plan_prefill(state)
 
     def _install(self, session: SessionState, load: CacheLoad) -> None:
         try:
@@ -120,103 +120,105 @@ class PrefixBackend(SessionBackend):
                 load.reservation.release()
             raise
 
-    def _plan_prefill(self, job: RequestState) -> None:
+    def _plan_prefill(self, state: RequestState) -> None:
         """Count cached tokens and split the rest into blocks: the cache is present."""
-        cache, turns = job.session.residency.active, job.resolved.past_turns
+        cache, turns = state.session.residency.active, state.resolved.past_turns
         assert cache is not None
         past_tokens = num_tokens(turns) - sum(each.unread_tokens for each in turns[-1:])
-        if job.num_preemptions:
-            job.prefill.cached_len = min(job.counts.cached, cache.next_position)
+        if state.num_preemptions:
+            state.prefill.cached_len = min(state.counts.cached, cache.next_position)
         else:
-            self._count_cached(job, cache.next_position)
-            job.counts.recomputed = max(0, past_tokens - job.prefill.cached_len)
-        self._split_prefill(job)
+            self._count_cached(state, cache.next_position)
+            state.counts.recomputed = max(0, past_tokens - state.prefill.cached_len)
+        self._split_prefill(state)
 
-    def prefill_block(self, job: RequestState) -> int:
-        if job.prefill.steps is None:
-            return self._count_block(job, self._prefill.read_block(job))
-        count = self._contexts.read_block(job)
-        if job.prefill.is_done:
-            self._prepare(job)
+    def prefill_block(self, state: RequestState) -> int:
+        if state.prefill.steps is None:
+            return self._count_block(state, self._prefill.read_block(state))
+        count = self._contexts.read_block(state)
+        if state.prefill.is_done:
+            self._prepare(state)
         return count
 
-    def companions(self, job: RequestState, others: Sequence[RequestState]) -> list[RequestState]:
-        return self._prefill.companions(job, others)
+    def companions(self, state: RequestState, others: Sequence[RequestState]) -> list[RequestState]:
+        return self._prefill.companions(state, others)
 
-    def read_together(self, jobs: Sequence[RequestState]) -> None:
-        self._prefill.read_together(jobs)
+    def read_together(self, states: Sequence[RequestState]) -> None:
+        self._prefill.read_together(states)
 
-    def finish_block(self, job: RequestState) -> int:
-        return self._count_block(job, job.cache.nbytes)
+    def finish_block(self, state: RequestState) -> int:
+        return self._count_block(state, state.cache.nbytes)
 
-    def _count_block(self, job: RequestState, held_bytes: int) -> int:
+    def _count_block(self, state: RequestState, held_bytes: int) -> int:
         """Account for the next block, which the cache has read; the number of its tokens."""
-        session, block = job.session, job.prefill.block
+        session, block = state.session, state.prefill.block
         session.residency.cached_ids.extend(block)
         self._reservations.check(session.key, held_bytes)
-        job.prefill.next_block += 1
-        if job.prefill.is_done:
-            self._prepare(job)
+        state.prefill.next_block += 1
+        if state.prefill.is_done:
+            self._prepare(state)
         return len(block)
 
-    def restart_prefill(self, job: RequestState) -> None:
-        session, residency = job.session, job.session.residency
+    def restart_prefill(self, state: RequestState) -> None:
+        session, residency = state.session, state.session.residency
         residency.resident_caches = self._caches(session, session.serving.empty_cache())
         residency.cached_ids = array(TOKEN_TYPECODE)
         residency.settled_tokens = 0
         self._tiers.shares.note(session)
-        job.prefill.cached_len, job.prefill.steps = 0, None
-        self._split_prefill(job)
+        state.prefill.cached_len, state.prefill.steps = 0, None
+        self._split_prefill(state)
 
-    def preempt(self, job: RequestState) -> None:
+    def preempt(self, state: RequestState) -> None:
         """Leave the cache to the session, with what it has read of the prompt and the answer."""
-        session = job.session
-        job.prefill = PrefillProgress(cached_len=job.prefill.cached_len)
+        session = state.session
+        state.prefill = PrefillProgress(cached_len=state.prefill.cached_len)
         session.update_occupancy()
         self._tiers.shrink_to_fit(session)
 
-    def abandon(self, job: RequestState) -> None:
-        if len(job.session.residency.cached_ids) > self._own_len(job):
-            self.rollback(job)
+    def abandon(self, state: RequestState) -> None:
+        if len(state.session.residency.cached_ids) > self._own_len(state):
+            self.rollback(state)
 
-    def tail_tokens(self, job: RequestState) -> int:
-        return min(super().tail_tokens(job), self._prefill.limit(job))
+    def tail_tokens(self, state: RequestState) -> int:
+        return min(super().tail_tokens(state), self._prefill.limit(state))
 
-    def step_tail_tokens(self, job: RequestState) -> int:
-        return self._prefill.limit(job)
+    def step_tail_tokens(self, state: RequestState) -> int:
+        return self._prefill.limit(state)
 
-    def step_tokens(self, job: RequestState) -> int:
-        return min(self._prefill.block(job.session), REPLAYED_TOKENS)
+    def step_tokens(self, state: RequestState) -> int:
+        return min(self._prefill.block(state.session), REPLAYED_TOKENS)
 
-    def on_step(self, job: RequestState, plans: int) -> None:
-        session = job.session
-        self._reservations.check(session.key, job.cache.nbytes)
-        session.residency.cached_ids.extend(job.step_ids)
-        if job.cache.plans != plans:
-            session.residency.settled_tokens = job.cache.next_position
+    def on_step(self, state: RequestState, plans: int) -> None:
+        session = state.session
+        self._reservations.check(session.key, state.cache.nbytes)
+        session.residency.cached_ids.extend(state.step_ids)
+        if state.cache.plans != plans:
+            session.residency.settled_tokens = state.cache.next_position
 
-    def needs_closing_pass(self, job: RequestState, reason: str, closing: tuple[int, ...]) -> bool:
+    def needs_closing_pass(
+        self, state: RequestState, reason: str, closing: tuple[int, ...]
+    ) -> bool:
         """False: the next turn reads the end of this one with its prompt."""
         return False
 
     def prepare_turn(
-        self, job: RequestState, reason: str, closing: tuple[int, ...]
+        self, state: RequestState, reason: str, closing: tuple[int, ...]
     ) -> CompletedTurn:
-        session, read = job.session, job.cache.next_position
-        unread = len(job.resolved.prompt_ids) + len(job.answer.output_ids) + len(closing) - read
+        session, read = state.session, state.cache.next_position
+        unread = len(state.resolved.prompt_ids) + len(state.answer.output_ids) + len(closing) - read
         session.residency.cached_ids = array(
-            TOKEN_TYPECODE, (*job.resolved.prompt_ids, *job.answer.output_ids)[:read]
+            TOKEN_TYPECODE, (*state.resolved.prompt_ids, *state.answer.output_ids)[:read]
         )
         session.update_occupancy()
-        return job.complete_turn(closing, unread, reason)
+        return state.complete_turn(closing, unread, reason)
 
-    def commit_turn(self, job: RequestState) -> None:
+    def commit_turn(self, state: RequestState) -> None:
         """No effect: the cache contains the turn already."""
 
-    def rollback(self, job: RequestState) -> None:
-        session, cache = job.session, job.session.residency.active
+    def rollback(self, state: RequestState) -> None:
+        session, cache = state.session, state.session.residency.active
         residency = session.residency
-        mark = self._own_len(job)
+        mark = self._own_len(state)
         can_undo = session.serving.can_truncate and cache is not None and mark > 0
         can_undo = can_undo and self._tiers.shares.can_truncate(session, mark)
         if cache is None or not can_undo or mark < residency.settled_tokens:
@@ -227,42 +229,42 @@ class PrefixBackend(SessionBackend):
         session.update_occupancy()
         self._tiers.shrink_to_fit(session)
 
-    def _own_len(self, job: RequestState) -> int:
+    def _own_len(self, state: RequestState) -> int:
         """Tokens of the session's own text that its cache had when the request started; a copy of
         another session's cache may have had some of the prompt, too."""
-        session = job.session
-        cached = session.residency.cached_ids[: job.prefill.cached_len]
+        session = state.session
+        cached = session.residency.cached_ids[: state.prefill.cached_len]
         return common_prefix_len(cached, session.transcript.ids)
 
-    def _split_prefill(self, job: RequestState) -> None:
-        self._prefill.split(job, job.known_ids)
-        if job.prefill.is_done:
-            self._prepare(job)
+    def _split_prefill(self, state: RequestState) -> None:
+        self._prefill.split(state, state.known_ids)
+        if state.prefill.is_done:
+            self._prepare(state)
 
-    def _prepare(self, job: RequestState) -> None:
+    def _prepare(self, state: RequestState) -> None:
         """Prepare decoding: the prompt is read."""
-        job.prefill.image_part = None
-        session, cache = job.session, job.session.residency.active
+        state.prefill.image_part = None
+        session, cache = state.session, state.session.residency.active
         assert cache is not None
-        tail_len = max(1, len(job.prefill.prompt_tail))
-        cache.reserve(tail_len - 1 + job.new_tokens - len(job.answer.output_ids))
+        tail_len = max(1, len(state.prefill.prompt_tail))
+        cache.reserve(tail_len - 1 + state.new_tokens - len(state.answer.output_ids))
         self._reservations.check(session.key, cache.nbytes)
-        self._start_answer(job)
+        self._start_answer(state)
 
-    def _continue(self, job: RequestState, usable: int) -> None:
+    def _continue(self, state: RequestState, usable: int) -> None:
         """Continue with the session's own cache."""
-        session, shares = job.session, self._tiers.shares
+        session, shares = state.session, self._tiers.shares
         if not shares.can_truncate(session, usable):
             self._tiers.drop(session)
-            self._start_over(job)
+            self._start_over(state)
             return
-        own = self._demand(job, session)
+        own = self._demand(state, session)
         diverging = shares.divergence_bytes(session, usable)
         self._tiers.grant(session, replace(own, bytes=own.bytes + diverging))
         if session.residency.active is None:
             self._tiers.restore_from_host(session)
         self._truncate(session, usable)
-        seal(job.cache)
+        seal(state.cache)
 
     def _truncate(self, session: SessionState, usable: int) -> None:
         """Truncate the cache to the common prefix."""
@@ -272,16 +274,16 @@ class PrefixBackend(SessionBackend):
             self._tiers.shares.truncate(session, usable)
             residency.cached_ids = residency.cached_ids[:usable]
 
-    def _fetch(self, job: RequestState, source: SessionState, usable: int) -> bool:
+    def _fetch(self, state: RequestState, source: SessionState, usable: int) -> bool:
         """Start a cache load; False if there is no host memory for it.
 
         Raises:
             BudgetError: no device memory is free now.
             WriteAwaited: host memory is free soon.
         """
-        session, saved = job.session, source.residency.saved_cache
+        session, saved = state.session, source.residency.saved_cache
         assert saved is not None
-        demands = self._demand(job, source), self._demand(job, None)
+        demands = self._demand(state, source), self._demand(state, None)
         self._tiers.grant(
             session,
             MemoryDemand(
@@ -291,13 +293,13 @@ class PrefixBackend(SessionBackend):
         ahead = self._tiers.take_started(source, saved)
         reservation = self._tiers.host_room(session, saved.load_bytes)
         if reservation is None:
-            self._await_write(job, saved)
+            self._await_write(state, saved)
             return False
-        self._resume_writes(job)
+        self._resume_writes(state)
         future = ahead or self._tiers.disk.load(source, saved)
-        if not job.num_preemptions:
-            job.counts.tier = source.residency.tier
-        job.prefill.load = CacheLoad(source, saved, usable, reservation, future)
+        if not state.num_preemptions:
+            state.counts.tier = source.residency.tier
+        state.prefill.load = CacheLoad(source, saved, usable, reservation, future)
         return True
 
     def _reset(self, session: SessionState) -> None:
@@ -309,55 +311,55 @@ class PrefixBackend(SessionBackend):
         residency.settled_tokens = 0
         residency.is_coded, residency.is_lossless = False, True
 
-    def _start_over(self, job: RequestState) -> None:
+    def _start_over(self, state: RequestState) -> None:
         """Start with the prefix of another session's cache, or with an empty one."""
-        session = job.session
-        source = None if job.request.prompt_logprobs else self._source(job)
+        session = state.session
+        source = None if state.request.prompt_logprobs else self._source(state)
         if source is not None:
             try:
                 if not source.residency.is_resident:
-                    if self._fetch(job, source, source.usable_prefix_len(job.known_ids)):
+                    if self._fetch(state, source, source.usable_prefix_len(state.known_ids)):
                         return
-                elif self._share(job, source) or self._copy(job, source):
+                elif self._share(state, source) or self._copy(state, source):
                     return
             except BudgetError:
                 pass  # the whole copy may take more than the turn
-        self._tiers.grant(session, self._demand(job, None))
+        self._tiers.grant(session, self._demand(state, None))
         self._reset(session)
 
-    def _share(self, job: RequestState, source: SessionState) -> bool:
+    def _share(self, state: RequestState, source: SessionState) -> bool:
         """Share the prefix of another session on the device; False if it has to be copied.
 
         Raises:
             BudgetError: no device memory is free for the rest.
         """
-        session, shares = job.session, self._tiers.shares
-        usable = source.usable_prefix_len(job.known_ids)
+        session, shares = state.session, self._tiers.shares
+        usable = source.usable_prefix_len(state.known_ids)
         shared = shares.shareable_bytes(source, usable)
         if not shared:
             return False
-        demand = self._demand(job, None)
+        demand = self._demand(state, None)
         alone = demand.bytes + shares.table_bytes(source) - shared
         with shares.staying(source):
             self._tiers.grant(session, replace(demand, bytes=alone))
-        self._start_from(job, source, usable, shares.fork(source, session, usable))
+        self._start_from(state, source, usable, shares.fork(source, session, usable))
         return True
 
-    def _copy(self, job: RequestState, source: SessionState) -> bool:
+    def _copy(self, state: RequestState, source: SessionState) -> bool:
         """Copy the prefix from another session; False if its cache is no longer in memory."""
-        self._tiers.grant(job.session, self._demand(job, source))
-        usable = source.usable_prefix_len(job.known_ids) if source.residency.is_resident else 0
+        self._tiers.grant(state.session, self._demand(state, source))
+        usable = source.usable_prefix_len(state.known_ids) if source.residency.is_resident else 0
         if usable:
-            self._start_from(job, source, usable, copied_prefix(source, usable))
+            self._start_from(state, source, usable, copied_prefix(source, usable))
         return usable > 0
 
     def _start_from(
-        self, job: RequestState, source: SessionState, usable: int, cache: SequenceCache
+        self, state: RequestState, source: SessionState, usable: int, cache: SequenceCache
     ) -> None:
         """Start with a cache of the prefix of another session."""
-        session, residency = job.session, job.session.residency
-        if not job.num_preemptions:
-            job.counts.tier = source.residency.tier
+        session, residency = state.session, state.session.residency
+        if not state.num_preemptions:
+            state.counts.tier = source.residency.tier
         residency.resident_caches = self._caches(session, cache)
         residency.cached_ids = source.residency.cached_ids[:usable]
         residency.settled_tokens = min(source.residency.settled_tokens, usable)
@@ -370,25 +372,25 @@ class PrefixBackend(SessionBackend):
         spec = session.serving.runtime.decoder.spec
         return PrefixCaches(SessionCaches.of_active(spec, cache))
 
-    def _source(self, job: RequestState) -> SessionState | None:
+    def _source(self, state: RequestState) -> SessionState | None:
         """Session with the longest common prefix, the fork's origin or a shareable one."""
-        session, origin = job.session, job.session.residency.origin
+        session, origin = state.session, state.session.residency.origin
         is_usable = origin is not None and origin.serving is session.serving
-        own_len = job.usable_tokens(origin) if origin is not None and is_usable else 0
-        other = self._find(session, job.known_ids)
-        if other is not None and job.usable_tokens(other) > own_len:
+        own_len = state.usable_tokens(origin) if origin is not None and is_usable else 0
+        other = self._find(session, state.known_ids)
+        if other is not None and state.usable_tokens(other) > own_len:
             return other
         return origin if own_len else None
 
-    def _demand(self, job: RequestState, source: SessionState | None) -> MemoryDemand:
+    def _demand(self, state: RequestState, source: SessionState | None) -> MemoryDemand:
         """Memory demand of the turn over the cache of `source`."""
         occupancy = (
-            job.session.residency.occupancy if source is None else source.residency.occupancy
+            state.session.residency.occupancy if source is None else source.residency.occupancy
         )
-        demand = job.session.serving.lossless_turn_demand(
-            occupancy, len(job.resolved.prompt_ids), job.new_tokens
+        demand = state.session.serving.lossless_turn_demand(
+            occupancy, len(state.resolved.prompt_ids), state.new_tokens
         )
-        embeddings = self._images.embedding_bytes(job.resolved.prompt_ids)
+        embeddings = self._images.embedding_bytes(state.resolved.prompt_ids)
         demand = replace(demand, bytes=demand.bytes + embeddings)
         if source is None:
             return demand
