@@ -86,7 +86,7 @@ def test_supported_sizes_are_multiples_of_16_outputs_and_32_inputs(outputs, inpu
 
 def test_missing_kernel_takes_no_rows(monkeypatch):
     monkeypatch.setattr(decoder_layer, "c_library", lambda: None)
-    assert decoder_layer._measured_rows.__wrapped__(torch.bfloat16) == 0
+    assert decoder_layer._saved_rows.__wrapped__(torch.bfloat16) == 0
 
 
 @needs_library
@@ -106,7 +106,7 @@ def test_max_rows_is_the_measured_crossover(monkeypatch, slow_rows, expected):
 
     monkeypatch.setattr(decoder_layer, "_seconds_of_pass", seconds)
     monkeypatch.setattr(decoder_layer, "_most_rows", lambda dtype: MAX_ROWS)
-    assert decoder_layer._measured_rows.__wrapped__(torch.bfloat16) == expected
+    assert decoder_layer._measured_rows(torch.bfloat16) == expected
 
 
 @needs_library
@@ -117,7 +117,7 @@ def test_many_rows_must_be_nearly_as_fast_as_torch(monkeypatch, slowdown, expect
 
     monkeypatch.setattr(decoder_layer, "_seconds_of_pass", seconds)
     monkeypatch.setattr(decoder_layer, "_most_rows", lambda dtype: MAX_ROWS)
-    assert decoder_layer._measured_rows.__wrapped__(torch.bfloat16) == expected
+    assert decoder_layer._measured_rows(torch.bfloat16) == expected
 
 
 @needs_library
@@ -130,7 +130,7 @@ def test_measurement_stops_at_the_fast_row_count(monkeypatch):
 
     monkeypatch.setattr(decoder_layer, "_seconds_of_pass", seconds)
     monkeypatch.setattr(decoder_layer, "_most_rows", lambda dtype: 16)
-    assert decoder_layer._measured_rows.__wrapped__(torch.bfloat16) == max(measured) == 16
+    assert decoder_layer._measured_rows(torch.bfloat16) == max(measured) == 16
 
 
 @needs_library
@@ -150,8 +150,24 @@ def test_threads_that_measure_at_once_get_one_number(monkeypatch):
 
     monkeypatch.setattr(decoder_layer, "_seconds_of_pass", seconds)
     monkeypatch.setattr(decoder_layer, "_most_rows", lambda dtype: 16)
-    decoder_layer._measured_rows.cache_clear()
+    decoder_layer._saved_rows.cache_clear()
     with ThreadPoolExecutor(2) as threads:
         found = [each.result() for each in [threads.submit(measure) for _ in range(2)]]
-    decoder_layer._measured_rows.cache_clear()
+    decoder_layer._saved_rows.cache_clear()
     assert found == [16, 16]
+    assert len(set(measuring)) == 1
+
+
+@needs_library
+def test_rows_are_measured_once_per_machine(monkeypatch):
+    measured = list[torch.dtype]()
+
+    def measure(dtype) -> int:
+        measured.append(dtype)
+        return 16
+
+    monkeypatch.setattr(decoder_layer, "_measured_rows", measure)
+    starts = decoder_layer._saved_rows.__wrapped__
+    rows = [starts(dtype) for _ in range(2) for dtype in (torch.bfloat16, torch.float32)]
+    assert rows == [16] * 4
+    assert measured == [torch.bfloat16, torch.float32]

@@ -7,7 +7,6 @@ entries, and saved under `$LARDER_HOME/break_even`.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import platform
@@ -15,7 +14,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 from jaxtyping import Float
@@ -24,6 +22,7 @@ from torch import Tensor
 from larder.cache.offload.page_fetch import PageFetcher
 from larder.core.errors import UsageError
 from larder.core.home import home
+from larder.core.measured_counts import measured_count
 from larder.core.observation import Entries
 from larder.core.recall import RecallPart
 from larder.core.spec import LayerSpec, ModelSpec
@@ -73,10 +72,9 @@ def break_even(recall: RecallPart, spec: ModelSpec) -> int:
     path = home() / "break_even" / f"{platform.node()}.json"
     sizes = layer.query_heads, layer.kv_heads, layer.head_dim, spec.dtype, torch.get_num_threads()
     key = f"{spell(recall)} {sizes}"
-    if (entries := _saved(path).get(key)) is None:
-        entries = measure_break_even(recall, layer, spec.dtype)
-        _save(path, _saved(path) | {key: entries})  # others may have measured in the meantime
-    return entries
+    return measured_count(
+        path, key, lambda: measure_break_even(recall, layer, spec.dtype), MAX_ENTRIES
+    )
 
 
 def measure_break_even(recall: RecallPart, layer: LayerSpec, dtype: torch.dtype) -> int:
@@ -156,23 +154,3 @@ def _least_seconds(attend: Callable[[Tensor], None], steps: list[Tensor]) -> flo
         attend(queries)
         times.append(time.perf_counter() - started)
     return max(min(times[1:]), 1e-9)
-
-
-def _saved(path: Path) -> dict[str, int]:
-    """Saved break-evens, without what is none; empty where the file is missing or unreadable."""
-    try:
-        known = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    pairs = known.items() if isinstance(known, dict) else ()
-    return {key: n for key, n in pairs if type(n) is int and 0 <= n <= MAX_ENTRIES}
-
-
-def _save(path: Path, known: dict[str, int]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(known, indent=1))
-        temporary.replace(path)
-    except OSError:
-        return  # the next process measures again

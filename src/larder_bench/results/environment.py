@@ -73,7 +73,7 @@ def processor_kind() -> str:
 @cache
 def kernels_kind() -> str:
     """Digest of the sources of larder's kernels, and the numbers of rows up to which they multiply
-    bfloat16 and float32 in place of torch, which are measured in each process.
+    bfloat16 and float32 in place of torch, which are measured on each machine.
 
     Other kernels may add in another order, and then round differently on the same processor.
     """

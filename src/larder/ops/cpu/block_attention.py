@@ -6,10 +6,8 @@ products of bfloat16 numbers where the processor has them.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from ctypes import byref
-from functools import cache
+from functools import cache, partial
 
 import torch
 from jaxtyping import Float, Int64
@@ -18,9 +16,9 @@ from torch import Tensor
 from larder.ops.cpu import flash_attention
 from larder.ops.cpu.c_library import BlockCall, c_library
 from larder.ops.cpu.decode_attention import SPAN_FLOATS, SUPPORTED_DTYPES
+from larder.ops.cpu.kernel_choice import saved_choice, slowdown, thread_seconds
 
 TIMED_HEADS, TIMED_QUERIES, TIMED_ENTRIES = 4, 128, 512
-REPETITIONS = 3
 
 
 def supports(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
@@ -45,17 +43,23 @@ def _has_kernel() -> bool:
 
 @cache
 def is_faster(dtype: torch.dtype, head_dim: int) -> bool:
-    """True if the kernel attends faster than torch does; measured once, in some milliseconds.
+    """True if the kernel attends faster than torch does; measured once per machine.
 
     With matrix units (AMX), torch may be the faster one.
     """
+    name = f"blocks of {str(dtype).removeprefix('torch.')}, heads of {head_dim}"
+    return bool(saved_choice(name, partial(_measure, dtype, head_dim), 1))
+
+
+def _measure(dtype: torch.dtype, head_dim: int) -> int:
+    """1 if the kernel is faster."""
     queries = torch.ones(TIMED_HEADS, TIMED_QUERIES, head_dim, dtype=dtype)
     stored = torch.ones(TIMED_ENTRIES, head_dim, dtype=dtype)
     new = torch.ones(1, TIMED_QUERIES, head_dim, dtype=dtype)
     layout = torch.tensor([0]), torch.tensor([TIMED_ENTRIES])
     limits = TIMED_ENTRIES + 1 + torch.arange(TIMED_QUERIES)[None]
     if not flash_attention.supports(queries, stored, stored):
-        return True
+        return 1
 
     def ours() -> None:
         starts, lengths = layout
@@ -65,17 +69,7 @@ def is_faster(dtype: torch.dtype, head_dim: int) -> bool:
         flash_attention.ragged(queries, stored, stored, *layout, 1.0)
         flash_attention.causal(queries, new, new, 1.0, (TIMED_QUERIES,), None)
 
-    return _shortest(ours) < _shortest(torchs)
-
-
-def _shortest(call: Callable[[], None]) -> float:
-    """Least seconds of a call."""
-    times = list[float]()
-    for _ in range(REPETITIONS):
-        started = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - started)
-    return min(times)
+    return int(slowdown(partial(thread_seconds, ours), partial(thread_seconds, torchs)) < 1)
 
 
 def block_attention(

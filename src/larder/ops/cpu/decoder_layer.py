@@ -12,11 +12,10 @@ which differ.
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Callable, Sequence
 from ctypes import byref
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from threading import Lock
 from typing import NamedTuple
 
@@ -27,6 +26,7 @@ from torch.nn.functional import linear
 
 from larder.ops.cpu.c_library import INTEGER, POINTER, c_library
 from larder.ops.cpu.decode_attention import MAX_HEAD_DIM, MAX_QUERY_ROWS, StepTable
+from larder.ops.cpu.kernel_choice import saved_choice, slowdown, thread_seconds
 from larder.ops.decoder_layer import LayerSizes, LayerTensors
 
 SUFFIXES = {torch.bfloat16: "", torch.float32: "_float32"}  # of the C functions
@@ -34,7 +34,6 @@ MAX_ROWS = 128  # of which the kernel is measured; from there on torch's product
 ROW_COUNTS = (MAX_ROWS, 64, 32, 16, 8, 1)
 OUTPUT_MULTIPLE, INPUT_MULTIPLE = 16, 32  # of the sizes that the kernel multiplies
 TIMED_WEIGHTS = (24, 576, 1536)  # 42 MB: a step finds its weights in memory, not in a cache
-REPETITIONS = 3
 # Slowdown of the products alone that what the layer saves around them makes up for: about as much
 # as products of 4 rows take, and at most MOST_SLOWDOWN.
 MOST_SLOWDOWN, SAVED_ROWS = 1.25, 4
@@ -212,29 +211,34 @@ def few_rows_linear(
 
 
 def max_rows(dtype: torch.dtype) -> int:
-    """Largest number of rows for which the kernel is taken, 0 for none; measured once.
+    """Largest number of rows for which the kernel is taken, 0 for none; measured once per machine.
 
     Thread-safe: all threads get one number.
     """
     with _measuring:
-        return _measured_rows(dtype)
+        return _saved_rows(dtype)
 
 
 @cache
-def _measured_rows(dtype: torch.dtype) -> int:
+def _saved_rows(dtype: torch.dtype) -> int:
     if c_library() is None or dtype not in SUFFIXES:
         return 0
+    name = f"rows of {str(dtype).removeprefix('torch.')}"
+    return saved_choice(name, partial(_measured_rows, dtype), _most_rows(dtype))
+
+
+def _measured_rows(dtype: torch.dtype) -> int:
     most = _most_rows(dtype)
     weights = torch.ones(TIMED_WEIGHTS, dtype=dtype)
     for count in ROW_COUNTS:
         if count > most:
             continue
         rows = torch.ones(count, TIMED_WEIGHTS[2], dtype=dtype)
-        own, others = float("inf"), float("inf")
-        for _ in range(REPETITIONS):
-            own = min(own, _seconds_of_pass(few_rows_linear, rows, weights))
-            others = min(others, _seconds_of_pass(linear, rows, weights))
-        if own < others * min(MOST_SLOWDOWN, 1 + SAVED_ROWS / count):
+        ours, others = (
+            partial(_seconds_of_pass, product, rows, weights)
+            for product in (few_rows_linear, linear)
+        )
+        if slowdown(ours, others) < min(MOST_SLOWDOWN, 1 + SAVED_ROWS / count):
             return count
     return 0
 
@@ -245,11 +249,8 @@ def _most_rows(dtype: torch.dtype) -> int:
 
 
 def _seconds_of_pass(product: Product, rows: Tensor, weights: Tensor) -> float:
-    """Seconds in which rows are multiplied by every weight once."""
-    started = time.perf_counter()
-    for weight in weights:
-        product(rows, weight)
-    return time.perf_counter() - started
+    """CPU seconds in which rows are multiplied by every weight once."""
+    return thread_seconds(lambda: [product(rows, weight) for weight in weights])
 
 
 class _Kernels(NamedTuple):

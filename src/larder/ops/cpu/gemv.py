@@ -2,13 +2,12 @@
 
 A decode step of one sequence multiplies one row by every weight. On processors without AMX, oneDNN
 reads the weights of such a product at a fraction of the memory's bandwidth, where torch's own
-kernel does not; on others it may be the other way round, so both are timed once per process. The
+kernel does not; on others it may be the other way round, so both are timed once per machine. The
 two sum in a different order: outputs differ by rounding in bfloat16.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -19,8 +18,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import linear
 
+from larder.ops.cpu.kernel_choice import saved_choice, slowdown, thread_seconds
+
 TIMED_WEIGHTS = (24, 576, 1536)  # 42 MB: a step finds its weights in memory, not in a cache
-REPETITIONS = 5
 LEAST_GAIN = 1.25  # between kernels that are nearly equally fast, noise would choose
 
 
@@ -59,22 +59,26 @@ def fastest_gemv() -> AbstractContextManager[None]:
 
 @cache
 def is_faster_without_onednn() -> bool:
-    """True if torch's own kernel multiplies one bfloat16 row faster than oneDNN; measured once."""
+    """True if torch's own kernel multiplies one bfloat16 row faster than oneDNN; measured once per
+    machine.
+    """
     if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
         return False
+    return bool(saved_choice("one bfloat16 row without oneDNN", _measure, 1))
+
+
+def _measure() -> int:
+    """1 if torch's own kernel is faster."""
     weights = torch.ones(TIMED_WEIGHTS, dtype=torch.bfloat16)
     row = torch.ones(1, TIMED_WEIGHTS[2], dtype=torch.bfloat16)
-    seconds = _shortest_pass(row, weights)
-    with without_onednn():
-        return _shortest_pass(row, weights) * LEAST_GAIN < seconds
+
+    def own_seconds() -> float:
+        with without_onednn():
+            return _seconds_of_pass(row, weights)
+
+    return int(slowdown(own_seconds, lambda: _seconds_of_pass(row, weights)) * LEAST_GAIN < 1)
 
 
-def _shortest_pass(row: Float[Tensor, "1 D"], weights: Float[Tensor, "W N D"]) -> float:
-    """Least seconds in which the row is multiplied by every weight once."""
-    times = list[float]()
-    for _ in range(REPETITIONS):
-        started = time.perf_counter()
-        for weight in weights:
-            linear(row, weight)
-        times.append(time.perf_counter() - started)
-    return min(times)
+def _seconds_of_pass(row: Float[Tensor, "1 D"], weights: Float[Tensor, "W N D"]) -> float:
+    """CPU seconds in which the row is multiplied by every weight once."""
+    return thread_seconds(lambda: [linear(row, weight) for weight in weights])
