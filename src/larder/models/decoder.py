@@ -150,8 +150,8 @@ class Decoder:
         mode: Mode,
         observer: Observer | None = None,
         inputs: Inputs = NO_INPUTS,
-    ) -> None:
-        """Pass segments through all layers without computing logits.
+    ) -> list[Float[Tensor, "_ hidden"]]:
+        """Last hidden states by segment, without computing logits.
 
         In probe mode attention answers with zeros, so only the first layer records what it would
         in append mode.
@@ -159,7 +159,7 @@ class Decoder:
         Args:
             inputs: providers of what the observer reads beside queries, keys and values.
         """
-        self._hidden(segments, mode, observer, inputs)
+        return self._hidden(segments, mode, observer, inputs)
 
     @torch.no_grad()
     def forward_token_numbers(
