@@ -39,7 +39,8 @@ InputFile = Annotated[
     Path | None,
     typer.Argument(
         metavar="FILE",
-        help="Conversation (.json) or document (.txt, .md); may be left out with --context.",
+        help="Conversation (.json) or document (.txt, .md, logs, programs); may be left out "
+        "with --context.",
     ),
 ]
 ContextFiles = Annotated[

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 REAL_MODEL = "smollm2"
 KIND_CLAUSES = {
-    TextKind.CONVERSATION: "this is a conversation",
-    TextKind.DOCUMENT: "this is a document",
-    TextKind.CONTEXTS: "these are contexts",
+    TextKind.CONVERSATION: "this is a conversation, which grows and returns to its topics",
+    TextKind.DOCUMENT: "this is a document, which is read before its questions are known",
+    TextKind.CONTEXTS: "these are contexts, each of which can be used again beside others",
 }
 QUESTION_PROMPT = "question"  # the scoring prompt that needs the question before prefill
 

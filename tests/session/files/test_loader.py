@@ -103,6 +103,17 @@ class TestFinding:
             find_files([tmp_path / "gone.json"])
 
 
+@pytest.mark.parametrize("name", ["server.log", "module.py", "page.rst", "main.RS"])
+def test_logs_and_programs_are_documents(tmp_path: Path, name: str) -> None:
+    text = "first line\n\nsecond: 1\n"
+    path = write(tmp_path, text.encode(), name)
+    conversation = read_conversation(path)
+    assert conversation.form is PromptLayout.DOCUMENT
+    assert "".join(message.content for message in conversation.messages) == text
+    with pytest.raises(InputError, match="no readable file"):
+        find_files([tmp_path])
+
+
 class TestBadInput:
     def test_missing_file_is_refused(self, tmp_path: Path) -> None:
         assert "does not exist" in complaint(tmp_path / "gone.json")

@@ -55,7 +55,8 @@ def read_conversation(
     """Read a chat, a LoCoMo or RealTalk transcript, or a document, named after its file.
 
     Args:
-        path: a `.json`, `.txt` or `.md` file in UTF-8.
+        path: a `.json`, `.txt` or `.md` file in UTF-8, or a log or a program (`LINE_SUFFIXES`),
+            which is read as a document.
         adversarial: whether LoCoMo's questions without an answer are included.
 
     Returns:
@@ -71,8 +72,9 @@ def read_conversation(
     """
     path = Path(path)
     ending = path.suffix.lower()
-    if ending not in CONVERSATION_SUFFIXES + DOCUMENT_SUFFIXES and path.is_file():
-        known = ", ".join(CONVERSATION_SUFFIXES + DOCUMENT_SUFFIXES)
+    documents = DOCUMENT_SUFFIXES + LINE_SUFFIXES
+    if ending not in CONVERSATION_SUFFIXES + documents and path.is_file():
+        known = ", ".join(CONVERSATION_SUFFIXES + documents)
         way = "rename it"
         if ending in FORMATTED_SUFFIXES:
             way = f"save its text as {path.stem}.txt, and give that"
@@ -80,7 +82,7 @@ def read_conversation(
         raise InputError(f"{path} {found}: a file must end in one of {known}; {way}.")
     text = _text(path)
     try:
-        if ending in DOCUMENT_SUFFIXES:
+        if ending in documents:
             return read_document(text, path.stem)
         return _read_json(_parse(text), path.stem, adversarial)
     except InputError as error:
@@ -230,6 +232,8 @@ def _read_json(data: object, name: str, adversarial: Adversarial) -> Conversatio
 
 CONVERSATION_SUFFIXES = (".json",)
 DOCUMENT_SUFFIXES = (".txt", ".md")
+# Texts that are documents where a file is named, but are not looked for in a folder.
+LINE_SUFFIXES = (".rst", ".log", ".py", ".c", ".h", ".cpp", ".rs", ".go", ".java", ".js", ".ts")
 FORMATTED_SUFFIXES = (".pdf", ".doc", ".docx", ".odt", ".rtf", ".html", ".htm", ".epub")
 
 
