@@ -44,7 +44,7 @@ class RandomClient:
     key: str
     name: str
     most: int
-    luck: random.Random
+    rng: random.Random
     outcomes: Counter[str] = field(default_factory=Counter)
     held: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     made: int = 0
@@ -84,7 +84,7 @@ class RandomClient:
         ]
         chances = [weight for _, weight in acts]
         while (started := time.monotonic()) < until:
-            [(act, _)] = self.luck.choices(acts, chances)
+            [(act, _)] = self.rng.choices(acts, chances)
             self.outcomes[f"{act.__name__}: {act()}"] += 1
             time.sleep(max(0.0, started + seconds - time.monotonic()))
 
@@ -104,7 +104,7 @@ class RandomClient:
         if not self.held:
             return "nothing there"
         name, result = self._any()
-        heard = self._asked(name, [*result, self._line()], 64, self.luck.randrange(4))
+        heard = self._asked(name, [*result, self._line()], 64, self.rng.randrange(4))
         return _status(heard)
 
     def repeat(self) -> str:
@@ -130,7 +130,7 @@ class RandomClient:
         """Send a management request for a session."""
         if not self.held:
             return "nothing there"
-        act = self.luck.choice(("pin", "unpin", "release", "prefetch", "compact"))
+        act = self.rng.choice(("pin", "unpin", "release", "prefetch", "compact"))
         reply = self.own.ask("POST", session_path(self._any()[0], act))
         if reply.status == 200:
             return "200"
@@ -152,16 +152,16 @@ class RandomClient:
     def use_conversation(self) -> str:
         """Create a conversation stored by the server, use it, and delete it."""
         made = self.own.ask("POST", "/v1/conversations", {}).json["id"]
-        told = []
+        replies = []
         for _ in range(2):
             asked = {"model": "seed", "input": self._line()["content"], "conversation": made}
-            told.append(self.own.ask("POST", "/v1/responses", asked | {"max_output_tokens": 6}))
-            if told[-1].status == 200:
-                self.own.ask("DELETE", f"/v1/responses/{told[-1].json['id']}")
+            replies.append(self.own.ask("POST", "/v1/responses", asked | {"max_output_tokens": 6}))
+            if replies[-1].status == 200:
+                self.own.ask("DELETE", f"/v1/responses/{replies[-1].json['id']}")
             else:
-                return f"{told[-1].status} {told[-1].json['error']['code']}"
+                return f"{replies[-1].status} {replies[-1].json['error']['code']}"
         gone = self.own.ask("DELETE", f"/v1/conversations/{made}")
-        return " ".join(str(reply.status) for reply in (*told, gone))
+        return " ".join(str(reply.status) for reply in (*replies, gone))
 
     def use_tools(self) -> str:
         """Let the model call a tool several times in a session of its own; some streams break off
@@ -171,7 +171,7 @@ class RandomClient:
         messages: list[dict[str, Any]] = [self._line()]
         for step in range(TOOL_STEPS):
             body = self._body(name, messages, 64) | {"tools": [TOOL], "tool_choice": "required"}
-            stop_after = self.luck.choice((None, None, None, self.luck.randrange(8)))
+            stop_after = self.rng.choice((None, None, None, self.rng.randrange(8)))
             answer = self.own.chat(body, stop_after)
             if answer.status != 200 or answer.error or not answer.kv:
                 break
@@ -185,8 +185,8 @@ class RandomClient:
 
     def embed(self) -> str:
         """Embed some lines, as numbers or packed."""
-        form = self.luck.choice(("float", "base64"))
-        lines = [self._line()["content"] for _ in range(self.luck.randrange(1, 5))]
+        form = self.rng.choice(("float", "base64"))
+        lines = [self._line()["content"] for _ in range(self.rng.randrange(1, 5))]
         body = {"model": EMBEDDER, "input": lines, "encoding_format": form}
         return str(self.own.ask("POST", "/v1/embeddings", body).status)
 
@@ -195,10 +195,10 @@ class RandomClient:
         self.made += 1
         name = f"{self.name} {self.made}"
         body: dict[str, Any] = self._body(name, [self._line()], 12)
-        if self.luck.random() < 0.5:
+        if self.rng.random() < 0.5:
             schema = TOOL["function"]["parameters"]
             body["output_config"] = {"format": {"type": "json_schema", "schema": schema}}
-        reply = self.own.ask("POST", "/v1/messages", body | {"stream": self.luck.random() < 0.5})
+        reply = self.own.ask("POST", "/v1/messages", body | {"stream": self.rng.random() < 0.5})
         self._removed(name)
         return str(reply.status)
 
@@ -221,13 +221,13 @@ class RandomClient:
             ("/v1/chat/completions", {"model": "seed", "messages": []}),
             ("/v1/chat/completions", self._body("x", [self._line()], 10**9)),
             ("/v1/responses", {"input": "x", "conversation": "conv_unheard_of"}),
-            (session_path("x", "import"), bytes(self.luck.randrange(256) for _ in range(64))),
+            (session_path("x", "import"), bytes(self.rng.randrange(256) for _ in range(64))),
         ]
-        return str(self.own.ask("POST", *self.luck.choice(bad)).status)
+        return str(self.own.ask("POST", *self.rng.choice(bad)).status)
 
-    def _said(self, name: str, told: list[dict[str, str]]) -> str:
-        asked = [*told, self._line()]
-        heard = self._asked(name, asked, self.luck.randrange(1, 12))
+    def _said(self, name: str, messages: list[dict[str, str]]) -> str:
+        asked = [*messages, self._line()]
+        heard = self._asked(name, asked, self.rng.randrange(1, 12))
         if heard.status != 200 or heard.error:
             return _status(heard)
         self.held[name] = [*asked, {"role": "assistant", "content": heard.text}]
@@ -236,19 +236,19 @@ class RandomClient:
         return _status(heard)
 
     def _asked(
-        self, name: str, told: list[dict[str, str]], new: int, stop_after: int | None = None
+        self, name: str, messages: list[dict[str, str]], new: int, stop_after: int | None = None
     ) -> StreamedAnswer:
-        return self.own.chat(self._body(name, told, new), stop_after)
+        return self.own.chat(self._body(name, messages, new), stop_after)
 
-    def _body(self, name: str, told: list[dict[str, str]], new: int) -> dict[str, Any]:
-        return {"model": "seed", "messages": told, "session_id": name, "max_tokens": new}
+    def _body(self, name: str, messages: list[dict[str, str]], new: int) -> dict[str, Any]:
+        return {"model": "seed", "messages": messages, "session_id": name, "max_tokens": new}
 
     def _any(self) -> tuple[str, list[dict[str, str]]]:
-        name = self.luck.choice(list(self.held))
+        name = self.rng.choice(list(self.held))
         return name, self.held[name]
 
     def _line(self) -> dict[str, str]:
-        words = " ".join(self.luck.choices(WORDS, k=self.luck.randrange(5, 60)))
+        words = " ".join(self.rng.choices(WORDS, k=self.rng.randrange(5, 60)))
         return {"role": "user", "content": f"I have {words}. What do I have?"}
 
     def _removed(self, name: str) -> str:

@@ -120,14 +120,14 @@ class MemoryPoller:
 def messages_of(client: str, options: LoadOptions) -> Iterator[dict[str, str]]:
     """System prompt of all, then the messages of one client, the same in every run."""
     yield {"role": "system", "content": "You tell stories. " + _text(Random(0), 4 * options.words)}
-    luck = Random(client)
+    rng = Random(client)
     for turn in range(options.turns):
-        text = f"{_text(luck, options.words)} Tell a long story about this, part {turn + 1}."
+        text = f"{_text(rng, options.words)} Tell a long story about this, part {turn + 1}."
         yield {"role": "user", "content": text}
 
 
-def _text(luck: Random, words: int) -> str:
-    return " ".join(luck.choices(WORDS, k=words)) + "."
+def _text(rng: Random, words: int) -> str:
+    return " ".join(rng.choices(WORDS, k=words)) + "."
 
 
 def chat(server: Server, client: str, options: LoadOptions) -> list[StreamedAnswer]:

@@ -64,10 +64,10 @@ def trace(
     conversation: Conversation, documents: int, contexts: int, requests: int
 ) -> list[ContextRequest]:
     """Requests over the documents that a conversation is cut into."""
-    luck, said = Random(SEED), [f"{m.role}: {m.content}" for m in conversation.messages]
-    size = -(-len(said) // documents)
-    texts = ["\n".join(said[start : start + size]) for start in range(0, len(said), size)]
-    luck.shuffle(texts)
+    rng, lines = Random(SEED), [f"{m.role}: {m.content}" for m in conversation.messages]
+    size = -(-len(lines) // documents)
+    texts = ["\n".join(lines[start : start + size]) for start in range(0, len(lines), size)]
+    rng.shuffle(texts)
     weights = [1 / (rank + 1) for rank in range(len(texts))]
     asked = [
         (question, holding[0])
@@ -76,11 +76,11 @@ def trace(
     ]
     found = list[ContextRequest]()
     for _ in range(requests):
-        question, needed = luck.choice(asked)
+        question, needed = rng.choice(asked)
         chosen = {needed: None}
         while len(chosen) < min(contexts, len(texts)):
-            chosen[luck.choices(texts, weights)[0]] = None
-        found.append(ContextRequest(question, tuple(luck.sample(list(chosen), len(chosen)))))
+            chosen[rng.choices(texts, weights)[0]] = None
+        found.append(ContextRequest(question, tuple(rng.sample(list(chosen), len(chosen)))))
     return found
 
 
@@ -108,11 +108,11 @@ def replay(
             reply = server.ask("POST", "/v1/chat/completions", body_of(messages, order, model))
             if reply.status != 200:
                 raise RuntimeError(f"a request was refused: {reply.body.decode()}")
-            usage, said = reply.json["usage"], reply.json["choices"][0]["message"]
+            usage, message = reply.json["usage"], reply.json["choices"][0]["message"]
             prompt += usage["prompt_tokens"]
             cached += usage["prompt_tokens_details"]["cached_tokens"]
-            right += string_match(said["content"], request.question.answer)
-            messages.append({"role": "assistant", "content": said["content"]})
+            right += string_match(message["content"], request.question.answer)
+            messages.append({"role": "assistant", "content": message["content"]})
     count = sum(map(len, conversations))
     return {
         "order": order,

@@ -59,8 +59,8 @@ class Case:
 
 def cases(path: Path, lines: int, count: int, questions: int, source: random.Random) -> list[Case]:
     conversation = read_conversation(path)
-    said = [f"{one.role}: {one.content}" for one in conversation.messages]
-    texts = ["\n".join(said[start : start + lines]) for start in range(0, len(said), lines)]
+    dialogue = [f"{one.role}: {one.content}" for one in conversation.messages]
+    texts = ["\n".join(dialogue[start : start + lines]) for start in range(0, len(dialogue), lines)]
     found: list[Case] = []
     for question in conversation.questions:
         holding = [text for text in texts if question.answer in text]

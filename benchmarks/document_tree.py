@@ -102,8 +102,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         server.core.tiers.rates = SlowHostRates()
         found = shares(server, requests)
         rows.append({"policy": name, **found, "room": options.room})
-        told = "{cached:.2f} of all prompt tokens cached, {computed:.2f} computed".format(**found)
-        print(f"{name:10} {told}; {found['held_bytes'] / one:.1f} documents held", flush=True)
+        summary = "{cached:.2f} of all prompt tokens cached, {computed:.2f} computed".format(
+            **found
+        )
+        print(f"{name:10} {summary}; {found['held_bytes'] / one:.1f} documents held", flush=True)
     write(options.out, [row | {"environment": environment()} for row in rows])
     return 0
 

@@ -151,8 +151,8 @@ def _search(
         if part.follows:
             place = torch.full((heads,), int(behind[step]), dtype=torch.int32)
             rows = keys[:, -1]
-            said = {"sentence": torch.ones(heads)}  # the answers have no punctuation inside
-            stays = Entries(rows, rows, place, tuple(range(heads)), (1,) * heads, said)
+            lexicon = {"sentence": torch.ones(heads)}  # the answers have no punctuation inside
+            stays = Entries(rows, rows, place, tuple(range(heads)), (1,) * heads, lexicon)
             index.observe_step(query, stays, next(questions) if is_first else None)
         started = time.perf_counter()
         result = index.find(query.contiguous(), entries, part.pages)

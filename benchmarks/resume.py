@@ -55,8 +55,8 @@ class SavedSession:
 
     def __init__(self, engine: Engine, ids: Sequence[int]) -> None:
         self._engine = engine
-        said = ChatTurn(TEXT, "", tuple(ids))
-        self.log = ChatLog(Conversation("nothing", ()), (said,))
+        turn = ChatTurn(TEXT, "", tuple(ids))
+        self.log = ChatLog(Conversation("nothing", ()), (turn,))
         self.policy = sized_policy(engine, self.log)
 
     def read(self) -> tuple[ChatState, Tensor]:

@@ -35,11 +35,11 @@ BETWEEN = "<|im_end|>\n<|im_start|>assistant\n"  # of SmolLM2's template
 
 def prompts(question: Question) -> dict[str, str]:
     """Scoring prompts by name."""
-    begun = f"{question.question}{BETWEEN}{question.answer_prefix}"
+    prompt = f"{question.question}{BETWEEN}{question.answer_prefix}"
     return {
         "question": question.question,
-        "question and beginning of the answer": begun,
-        "question and answer": f"{begun} {question.answer}",
+        "question and beginning of the answer": prompt,
+        "question and answer": f"{prompt} {question.answer}",
     }
 
 

@@ -29,8 +29,8 @@ TOKENS_BEFORE = 8  # of the answer, when the long prompt is sent
 
 def answer(server: Server, model: str, words: int, new_tokens: int) -> StreamedAnswer:
     text = " ".join(f"{number} birds" for number in range(words // 2))
-    said = {"role": "user", "content": f"I saw {text}. Tell a long story about them."}
-    body = {"model": model, "messages": [said], "max_tokens": new_tokens, "temperature": 0}
+    message = {"role": "user", "content": f"I saw {text}. Tell a long story about them."}
+    body = {"model": model, "messages": [message], "max_tokens": new_tokens, "temperature": 0}
     given = server.chat(body)
     if given.error:
         raise RuntimeError(f"a request was refused: {given.error}")
@@ -47,8 +47,8 @@ def main() -> None:
         serve += ["--prefill-chunk", str(chunk)] if chunk else []
         serve += ["--inter-token-latency", str(latency)]
         with tempfile.TemporaryDirectory() as home, run_server(Path(home), serve) as server:
-            told = measured(server, options)
-        print(f"{name} {chunk or latency or 'a block'}: {told}", flush=True)
+            measurements = measured(server, options)
+        print(f"{name} {chunk or latency or 'a block'}: {measurements}", flush=True)
 
 
 def measured(server: Server, options: argparse.Namespace) -> str:

@@ -146,8 +146,8 @@ def a_view(
     entries = some_entries(layer, positions, seed=seed)
     places = entries.positions
     ends = places % SENTENCE_TOKENS == SENTENCE_TOKENS - 1
-    begun = (places - places % SENTENCE_TOKENS + 1).float()
-    sentences = dict.fromkeys(("sentence", "shot"), torch.where(ends, -begun, begun))
+    starts = (places - places % SENTENCE_TOKENS + 1).float()
+    sentences = dict.fromkeys(("sentence", "shot"), torch.where(ends, -starts, starts))
     remembered = replace(entries, columns=some_columns(len(entries.keys), seed) | sentences)
     channels = head_numbers(layer.head_dim) * layer.kv_heads  # heads may be reordered
     calibration = {"retrieval": head_numbers(layer.query_heads), "q_filters": channels}

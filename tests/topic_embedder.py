@@ -36,8 +36,8 @@ class TopicEmbedder(Embedder):
 
     def _row(self, text: str) -> Float32[np.ndarray, " D"]:
         line = text.partition("\n")[0]
-        said = np.array([line.count(word) for word in TOPICS], np.float64)
-        topic = said / max(1.0, np.linalg.norm(said))
+        counts = np.array([line.count(word) for word in TOPICS], np.float64)
+        topic = counts / max(1.0, np.linalg.norm(counts))
         noise = np.random.default_rng(zlib.crc32(line.encode())).normal(size=len(TOPICS))
         noise *= NOISE * any(letter.isdigit() for letter in line) / np.linalg.norm(noise)
         row = np.concatenate([topic, noise])

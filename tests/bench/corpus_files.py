@@ -30,7 +30,7 @@ def corpus(folder: Path) -> Path:
     for number, city in enumerate(CITIES * 12):
         noun = ("train", "boat")[number % 2]
         slots = {"city": city, "code": f"T{number}", "seats": str(number % 4)}
-        said = ", ".join(f"{slot} {value}" for slot, value in slots.items())
+        statement = ", ".join(f"{slot} {value}" for slot, value in slots.items())
         facts = [
             {
                 "noun": noun,
@@ -40,7 +40,7 @@ def corpus(folder: Path) -> Path:
             }
             for slot, value in slots.items()
         ]
-        turns = [["user", f"A {noun}: {said}."], ["assistant", f"Booked, number {number}."]]
+        turns = [["user", f"A {noun}: {statement}."], ["assistant", f"Booked, number {number}."]]
         lines.append({"turns": turns, "facts": facts})
     packed(folder / DIALOGUES.format(split="dev"), lines)
     return folder
@@ -114,18 +114,18 @@ def public_data(folder: Path) -> Path:
 
 def paragraphs(number: int) -> dict[str, Any]:
     """Question that one paragraph answers, or two for each third; two questions share one."""
-    said = [f"Paragraph {number // 2} says {f'P{number // 2} ' * 20}and no more."]
+    sections = [f"Paragraph {number // 2} says {f'P{number // 2} ' * 20}and no more."]
     if number % 3 == 0:
-        said.append(f"Further on {number} it says {'ditto ' * 20}and no more.")
+        sections.append(f"Further on {number} it says {'ditto ' * 20}and no more.")
     answers = [f"P{number // 2}", f"p {number // 2}"]
     question = f"What does paragraph {number // 2} say, asks number {number}?"
-    return {"question": question, "answers": answers, "context": said}
+    return {"question": question, "answers": answers, "context": sections}
 
 
 def stacked(number: int) -> dict[str, Any]:
     """Question with two sessions of evidence, and others shared by all questions."""
     own, shared = [f"answer_{number}_{n}" for n in (1, 2)], [f"other_{n}" for n in range(20)]
-    said = f"My number {number} is N{number}."
+    statement = f"My number {number} is N{number}."
     return {
         "question_id": f"q{number}_abs" if number == 8 else f"q{number}",
         "question_type": ("multi-session", "knowledge-update")[number % 2],
@@ -141,7 +141,7 @@ def stacked(number: int) -> dict[str, Any]:
             ]
             for id in shared
         ]
-        + [[{"role": "user", "content": said, "has_answer": True}] for _ in own],
+        + [[{"role": "user", "content": statement, "has_answer": True}] for _ in own],
         "answer_session_ids": own,
     }
 

@@ -37,9 +37,10 @@ def statement_in(sentence: str) -> tuple[tuple[str, str], str, re.Match[str]] | 
     """
     leads = {*GRAMMAR.openers, *GRAMMAR.updates}
     matches = (
-        (fact, said, pattern.fullmatch(sentence)) for fact, said, pattern in statement_patterns()
+        (fact, statement, pattern.fullmatch(sentence))
+        for fact, statement, pattern in statement_patterns()
     )
-    found = [(f, said, m) for f, said, m in matches if m and m["lead"].strip() in leads]
+    found = [(f, statement, m) for f, statement, m in matches if m and m["lead"].strip() in leads]
     return min(found, key=lambda one: len(one[2]["value"]), default=None)
 
 
@@ -59,8 +60,8 @@ def facts_of(messages: tuple[Message, ...]) -> dict[tuple[str, str], list[tuple[
         if header := HEADER.fullmatch(message.content):
             session = int(header[1])
         for sentence in sentences_of(message.content):
-            if said := statement_in(sentence):
-                found.setdefault(said[0], []).append((session, said[2]["value"].lower()))
+            if statement := statement_in(sentence):
+                found.setdefault(statement[0], []).append((session, statement[2]["value"].lower()))
     return found
 
 

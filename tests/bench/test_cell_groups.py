@@ -48,7 +48,7 @@ def measured_sequentially(wanted: list[Cell]) -> list[Row]:
 
 def measured_in_parallel(wanted: list[Cell], seed: int) -> list[Row]:
     """Measure with several workers, each of which measures one cell at a time."""
-    luck, known = random.Random(seed), MeasuredCells([])
+    rng, known = random.Random(seed), MeasuredCells([])
     rows: list[Row] = [{} for _ in wanted]
     left, running = (
         group_by_conversation(wanted),
@@ -66,7 +66,7 @@ def measured_in_parallel(wanted: list[Cell], seed: int) -> list[Row]:
                 if cell.place[:2] == group.where and cell.seed <= group.seed:
                     own.learn(cell, row)
             running[group] = own, list(group.numbers)
-        group = luck.choice(list(running))
+        group = rng.choice(list(running))
         own, numbers = running[group]
         number = numbers.pop(0)
         cell = wanted[number]

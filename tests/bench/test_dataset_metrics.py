@@ -17,7 +17,7 @@ from larder_bench.tasks.base import TASKS, parse_task
 
 
 @pytest.mark.parametrize(
-    ("scorer", "said", "expected", "score"),
+    ("scorer", "answer", "expected", "score"),
     [
         ("f1", "The red, red cat!", "a red cat", 0.8),
         ("f1", "", "a red cat", 0.0),
@@ -56,18 +56,18 @@ from larder_bench.tasks.base import TASKS, parse_task
         ("choice", "", "B", 0.0),
     ],
 )
-def test_scorer_hand_values(scorer: str, said: str, expected: str, score: float) -> None:
+def test_scorer_hand_values(scorer: str, answer: str, expected: str, score: float) -> None:
     question = Question("?", expected, scorer=scorer)
-    assert dataset_score(said, question) == pytest.approx(score)
+    assert dataset_score(answer, question) == pytest.approx(score)
     nearest = Question("?", "something else 99", scorer=scorer, others=(expected,))
     if scorer != "first_number":
-        assert dataset_score(said, nearest) >= dataset_score(said, question)
+        assert dataset_score(answer, nearest) >= dataset_score(answer, question)
 
 
 def test_classes_are_those_that_the_first_line_names() -> None:
     question = Question("?", "Food", scorer="classes", classes=("Food", "Foo", "Date", "City"))
-    for said, score in (("Food", 1.0), ("Food or City", 0.5), ("City\nFood", 0.0), ("", 0.0)):
-        assert dataset_score(said, question) == score
+    for answer, score in (("Food", 1.0), ("Food or City", 0.5), ("City\nFood", 0.0), ("", 0.0)):
+        assert dataset_score(answer, question) == score
 
 
 def test_every_set_has_a_known_scorer() -> None:

@@ -42,12 +42,12 @@ def dialogues(tmp_path: Path) -> tuple[Dialogue, ...]:
     for number, city in enumerate(CITIES * 2):
         noun = "hotel" if number % 3 else "train"
         slots = {"city": city, "day": f"May {number}", "seats": str(number % 4)}
-        said = ", ".join(f"{slot} {value}" for slot, value in slots.items())
+        statement = ", ".join(f"{slot} {value}" for slot, value in slots.items())
         facts = [
             {"noun": noun, "slot": slot, "value": slots[slot], "keys": _others(slots, slot)}
             for slot in slots
         ]
-        turns = [["user", f"A {noun}: {said}."], ["assistant", f"Booked, number {number}."]]
+        turns = [["user", f"A {noun}: {statement}."], ["assistant", f"Booked, number {number}."]]
         lines.append({"turns": turns, "facts": facts})
     return read_dialogues(packed(tmp_path / "dialogues.jsonl.xz", lines))
 
@@ -62,9 +62,9 @@ def told_in(conversation: Conversation) -> list[tuple[int, str, dict[str, str]]]
     for message in conversation.messages:
         if header := re.match(r"Session (\d+), ", message.content):
             session = int(header[1])
-        if said := re.fullmatch(r"A (hotel|train): (.+)\.", message.content):
-            slots = dict(part.split(" ", 1) for part in said[2].split(", "))
-            found.append((session, said[1], slots))
+        if statement := re.fullmatch(r"A (hotel|train): (.+)\.", message.content):
+            slots = dict(part.split(" ", 1) for part in statement[2].split(", "))
+            found.append((session, statement[1], slots))
     return found
 
 
@@ -105,7 +105,7 @@ def test_sessions_are_numbered_and_within_the_bound(dialogues: tuple[Dialogue, .
 
 
 @pytest.mark.parametrize(
-    ("tokens", "questions", "share", "said"),
+    ("tokens", "questions", "share", "message"),
     [
         (400, 4, 0.0, "share must be in"),
         (5, 4, 1.0, "must hold sessions"),
@@ -113,9 +113,9 @@ def test_sessions_are_numbered_and_within_the_bound(dialogues: tuple[Dialogue, .
     ],
 )
 def test_parameters_out_of_range_are_refused(
-    dialogues: tuple[Dialogue, ...], tokens: int, questions: int, share: float, said: str
+    dialogues: tuple[Dialogue, ...], tokens: int, questions: int, share: float, message: str
 ) -> None:
-    with pytest.raises(BadParameter, match=said):
+    with pytest.raises(BadParameter, match=message):
         bookings_conversation(0, tokens, words, dialogues, questions, share)
 
 

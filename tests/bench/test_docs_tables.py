@@ -112,10 +112,10 @@ def test_page_tables_are_replaced_idempotently(tmp_path: Path) -> None:
     assert "Not measured yet" in replace_tables(page.replace("recital", "quality"), tmp_path)
 
 
-@pytest.mark.parametrize("told", ["by=budget", "study=x by=color", "study=x sort=up"])
-def test_unknown_mark_is_refused(told: str) -> None:
+@pytest.mark.parametrize("mark", ["by=budget", "study=x by=color", "study=x sort=up"])
+def test_unknown_mark_is_refused(mark: str) -> None:
     with pytest.raises(InputError, match="A table "):
-        TableMark.parse(told)
+        TableMark.parse(mark)
 
 
 def test_mark_without_rows_is_refused(tmp_path: Path) -> None:

@@ -118,10 +118,10 @@ def test_equal_seeds_give_equal_texts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "needles", "said"), [(60, 8, "must hold 8 needles"), (600, 0, "1 or more, got 0")]
+    ("tokens", "needles", "message"), [(60, 8, "must hold 8 needles"), (600, 0, "1 or more, got 0")]
 )
-def test_parameters_out_of_range_are_refused(tokens: int, needles: int, said: str) -> None:
-    with pytest.raises(BadParameter, match=said):
+def test_parameters_out_of_range_are_refused(tokens: int, needles: int, message: str) -> None:
+    with pytest.raises(BadParameter, match=message):
         made(0, "magic", tokens, needles)
 
 

@@ -96,10 +96,10 @@ def test_layers_are_profiled_under_the_full_cache(bench: ModelContext, tmp_path:
     assert "which keydiff does not change" in refused["refused"]
 
 
-@pytest.mark.parametrize("told", [{"blocks": 1}, {"overlap": 1.5}, {"sinks": -1}])
-def test_parameters_out_of_range_are_refused(told: dict[str, float]) -> None:
-    with pytest.raises(BadParameter, match=f"similarity.{next(iter(told))} must be"):
-        SimilarityMeasure(**told)  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize("parameters", [{"blocks": 1}, {"overlap": 1.5}, {"sinks": -1}])
+def test_parameters_out_of_range_are_refused(parameters: dict[str, float]) -> None:
+    with pytest.raises(BadParameter, match=f"similarity.{next(iter(parameters))} must be"):
+        SimilarityMeasure(**parameters)  # pyright: ignore[reportArgumentType]
 
 
 def test_turn_sequences_are_refused(bench: ModelContext, tmp_path: Path) -> None:

@@ -41,18 +41,23 @@ def answer_of(question: Question, conversation: Conversation) -> str:
         return facts[SINGLES[question.question]][-1][1]
     if question.kind == "session":
         entity = question.question.removeprefix("In which session did I first talk about ")[:-1]
-        return (
-            f"session {min(s for key, said in facts.items() if key[0] == entity for s, _ in said)}"
-        )
+        sessions = [
+            s for key, statements in facts.items() if key[0] == entity for s, _ in statements
+        ]
+        return f"session {min(sessions)}"
     if question.kind == "twohop":
         form = r"What is the (.+) of the one whose (.+?) is (.+)\?"
         wanted, known, value = re.fullmatch(form, question.question).groups()  # type: ignore[union-attr]
         (entity,) = [
-            key[0] for key, said in facts.items() if (key[1], said[-1][1]) == (known, value.lower())
+            key[0]
+            for key, statements in facts.items()
+            if (key[1], statements[-1][1]) == (known, value.lower())
         ]
         return facts[entity, wanted][-1][1]
     entity = question.question.removeprefix("List everything I told you about ")[:-1]
-    lines = [f"{key[1]}: {said[-1][1]}" for key, said in facts.items() if key[0] == entity]
+    lines = [
+        f"{key[1]}: {statements[-1][1]}" for key, statements in facts.items() if key[0] == entity
+    ]
     return "; ".join(lines)
 
 
@@ -71,9 +76,11 @@ def test_every_answer_is_in_the_text(seed: int) -> None:
 
 
 def test_facts_change_over_time() -> None:
-    changed = [said for said in facts_of(log_of(0).messages).values() if len(said) > 1]
+    changed = [
+        statements for statements in facts_of(log_of(0).messages).values() if len(statements) > 1
+    ]
     assert changed
-    assert all(said[0][0] < said[-1][0] for said in changed)
+    assert all(statements[0][0] < statements[-1][0] for statements in changed)
 
 
 def test_questions_of_different_facts_are_distinct() -> None:
@@ -111,8 +118,8 @@ def shapes(conversation: Conversation) -> Counter[str]:
     found: Counter[str] = Counter()
     for message in conversation.messages:
         for sentence in sentences_of(HEADER.sub("HEADER", message.content)):
-            if said := statement_in(sentence):
-                found.update([said[1], f"lead: {said[2]['lead']}"])
+            if statements := statement_in(sentence):
+                found.update([statements[1], f"lead: {statements[2]['lead']}"])
             else:
                 found.update([f"{message.role}: {sentence}"])
     return found
@@ -133,7 +140,7 @@ def test_every_session_with_current_facts_is_asked_about() -> None:
     log = write_lifelog(0, 3000, words)
     conversation = lifelog_conversation(0, 3000, words, log.sessions, kinds=("single",))
     asked = Counter(session_of(question, conversation) for question in conversation.questions)
-    standing = {said[-1][0] for said in facts_of(conversation.messages).values()}
+    standing = {statements[-1][0] for statements in facts_of(conversation.messages).values()}
     assert set(asked) == standing
     # Sessions whose facts were all changed later have none to ask for; others make up for them.
     assert max(asked.values()) <= 1 + log.sessions - len(standing)
@@ -156,7 +163,7 @@ def test_values_have_the_form_of_their_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "questions", "kinds", "said"),
+    ("tokens", "questions", "kinds", "message"),
     [
         (10, 1, ("single",), "lifelog.tokens must hold a session, got 10"),
         (10**6, 1, ("single",), "all facts together take"),
@@ -165,9 +172,9 @@ def test_values_have_the_form_of_their_kind() -> None:
     ],
 )
 def test_parameters_out_of_range_are_refused(
-    tokens: int, questions: int, kinds: tuple[str, ...], said: str
+    tokens: int, questions: int, kinds: tuple[str, ...], message: str
 ) -> None:
-    with pytest.raises(BadParameter, match=said):
+    with pytest.raises(BadParameter, match=message):
         lifelog_conversation(0, tokens, words, questions, kinds)
 
 

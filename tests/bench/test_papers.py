@@ -107,7 +107,7 @@ def test_paper_values_without_a_cell_are_dropped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "kind", "said"),
+    ("old", "new", "kind", "message"),
     [
         ('policy = "snapkv"', 'policy = "h2o"', UnknownName, "values 1: No policy of the study"),
         ('budget = "1/4"', 'budget = "1/5"', UnknownName, "No budget of the study named '1/5'"),
@@ -132,10 +132,10 @@ def test_paper_values_without_a_cell_are_dropped(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_papers_are_refused(
-    tmp_path: Path, old: str, new: str, kind: type[LarderError], said: str
+    tmp_path: Path, old: str, new: str, kind: type[LarderError], message: str
 ) -> None:
     assert old in TEXT
-    with pytest.raises(kind, match=said):
+    with pytest.raises(kind, match=message):
         validate_study(read(tmp_path, old, new))
 
 
@@ -220,8 +220,8 @@ def test_rows_of_a_later_version_are_refused() -> None:
     row = ROW_OF_SMALL.row("small")
     [value, *_] = row["values"]
     assert Paper.of(row) == ROW_OF_SMALL
-    for other, said in (({"scale": "new"}, "No scale named 'new'"), ({"new": 1}, "named 'new'")):
-        with pytest.raises(UnknownName, match=f"The paper of small: .*{said}"):
+    for other, message in (({"scale": "new"}, "No scale named 'new'"), ({"new": 1}, "named 'new'")):
+        with pytest.raises(UnknownName, match=f"The paper of small: .*{message}"):
             Paper.of(row | {"values": [value | other]})
 
 

@@ -83,7 +83,7 @@ def test_missing_question_kind_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("sentence", "said"),
+    ("sentence", "message"),
     [
         ("only(sources=4)", "only.sources must be 1 to 3, got 4"),
         ("only(count=1)", "only.count must be 2 or more"),
@@ -92,6 +92,6 @@ def test_missing_question_kind_is_refused(
         ('only(embedder="tokens")', "take minilm"),
     ],
 )
-def test_invalid_spellings_are_refused(sentence: str, said: str) -> None:
-    with pytest.raises(BadParameter, match=said):
+def test_invalid_spellings_are_refused(sentence: str, message: str) -> None:
+    with pytest.raises(BadParameter, match=message):
         parse_task(sentence)

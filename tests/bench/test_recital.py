@@ -19,8 +19,8 @@ def words(text: str) -> int:
 
 
 def reminders_in(conversation: Conversation) -> dict[int, str]:
-    said = (re.search(r" Reminder (\d+): (.+)\.$", m.content) for m in conversation.messages)
-    return {int(found[1]): found[2] for found in said if found}
+    reminders = (re.search(r" Reminder (\d+): (.+)\.$", m.content) for m in conversation.messages)
+    return {int(found[1]): found[2] for found in reminders if found}
 
 
 def slow_items(answer: str) -> list[str]:
@@ -39,17 +39,17 @@ def slow_items(answer: str) -> list[str]:
 @pytest.mark.parametrize("items", [1, 7, 100])
 def test_all_reminders_are_asked_for_once_and_in_order(items: int) -> None:
     conversation = recital_conversation(0, 700, words, items)
-    told = reminders_in(conversation)
-    assert list(told) == list(range(1, len(told) + 1))
+    reminders = reminders_in(conversation)
+    assert list(reminders) == list(range(1, len(reminders) + 1))
     asked: list[int] = []
     for question in conversation.questions:
         found = re.fullmatch(r"Recite reminders (\d+) to (\d+)\.", question.question)
         assert found
         run = range(int(found[1]), int(found[2]) + 1)
-        assert question.answer == " ".join(f"{n}: {told[n]}." for n in run)
+        assert question.answer == " ".join(f"{n}: {reminders[n]}." for n in run)
         assert 1 <= len(run) <= items
         asked += run
-    assert asked == list(told)
+    assert asked == list(reminders)
 
 
 def test_items_equal_the_reference() -> None:
@@ -72,11 +72,11 @@ def test_wording_equals_the_training_data(shared_data: Path) -> None:
     assert paths
     for path in paths:
         conversation = read_conversation(path)
-        told = reminders_in(conversation)
+        reminders = reminders_in(conversation)
         for question in conversation.questions:
             first, last = map(int, re.findall(r"\d+", question.question))
             assert question.question == f"Recite reminders {first} to {last}."
-            run = [f"{n}: {told[n]}." for n in range(first, last + 1)]
+            run = [f"{n}: {reminders[n]}." for n in range(first, last + 1)]
             assert slow_items(question.answer) == run
 
 

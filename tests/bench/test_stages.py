@@ -46,8 +46,8 @@ def test_turn_seconds_are_the_sum_of_their_stages(tmp_path: Path) -> None:
         once = [row[f"{name}_seconds"] for name in ("embed", "cluster", "prefill")]
         each = row["match_seconds"] + row["decode_seconds"] + row["retrieve_seconds"] / 4
         assert row["turn_seconds"] == pytest.approx(sum(once) / 10 + each, abs=1e-4)
-        anew = row["prefill_seconds"] + row["decode_seconds"]
-        assert row["uncached_turn_seconds"] == pytest.approx(anew, abs=1e-4)
+        total = row["prefill_seconds"] + row["decode_seconds"]
+        assert row["uncached_turn_seconds"] == pytest.approx(total, abs=1e-4)
         assert row["decode_seconds"] > 0 and row["kv_bytes"] > 0
         is_episodic = row is episodes
         assert (row["embed_seconds"] > 0) == (row["retrieve_seconds"] > 0) == is_episodic
@@ -61,7 +61,7 @@ def test_turn_seconds_are_the_sum_of_their_stages(tmp_path: Path) -> None:
     assert "<th scope=col>a turn read anew</th>" in render_report([out])
 
 
-@pytest.mark.parametrize("told", [{"turns": 0}, {"timed": 0}, {"answer": 0}, {"stays": 0.5}])
-def test_parameters_out_of_range_are_refused(told: dict[str, int]) -> None:
-    with pytest.raises(BadParameter, match=f"stages.{next(iter(told))} must be at least 1"):
-        Stages(**told)
+@pytest.mark.parametrize("parameters", [{"turns": 0}, {"timed": 0}, {"answer": 0}, {"stays": 0.5}])
+def test_parameters_out_of_range_are_refused(parameters: dict[str, int]) -> None:
+    with pytest.raises(BadParameter, match=f"stages.{next(iter(parameters))} must be at least 1"):
+        Stages(**parameters)

@@ -68,7 +68,7 @@ def test_policy_named_as_control_too_is_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "kind", "said"),
+    ("old", "new", "kind", "message"),
     [
         ("claim =", "clam =", UnknownName, "Did you mean 'claim'"),
         ("spelling =", "speling =", UnknownName, "Did you mean 'spelling'"),
@@ -93,10 +93,10 @@ def test_policy_named_as_control_too_is_one() -> None:
     ],
 )
 def test_invalid_studies_are_refused(
-    tmp_path: Path, old: str, new: str, kind: type[LarderError], said: str
+    tmp_path: Path, old: str, new: str, kind: type[LarderError], message: str
 ) -> None:
     path = written(tmp_path, TEXT.replace(old, new, 1))
-    with pytest.raises(kind, match=said.replace("(", r"\(")):
+    with pytest.raises(kind, match=message.replace("(", r"\(")):
         validate_study(read_study(path))
 
 

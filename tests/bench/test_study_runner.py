@@ -141,13 +141,13 @@ def test_rows_of_other_studies_are_ignored(bench: ModelContext, tmp_path: Path) 
 
 
 def test_retrieved_passages_are_the_nearest_within_the_token_limit(bench: ModelContext) -> None:
-    said = [f"The code of box {number} is {number}{number}." for number in range(30)]
-    talk = Conversation("talk", tuple(Message("user", text) for text in said))
+    sentences = [f"The code of box {number} is {number}{number}." for number in range(30)]
+    talk = Conversation("talk", tuple(Message("user", text) for text in sentences))
     passages = bench.passages(talk, "tokens", 1)
     ranked = passages.nearest("What is the code of box 7?", range(30))
     assert ranked[0] == 7
     made = passages.fitting([*ranked[:3], 2], 1000)
-    assert [m.content for m in made.messages] == [said[n] for n in sorted({*ranked[:3], 2})]
+    assert [m.content for m in made.messages] == [sentences[n] for n in sorted({*ranked[:3], 2})]
     for tokens in (40, 80, 160):
         taken = len(
             bench.engine.tokenizer.encode_conversation(passages.fitting(ranked, tokens)).ids
@@ -198,8 +198,8 @@ def test_decode_measure_fills_memory_with_more_sequences_of_smaller_caches(
 ) -> None:
     tasks, measure = (StudyTask("passkey()", (256,)),), ("decode(steps=2, memory_mib=1)",)
     wanted = study(("h2o", "kv_direct"), tasks=tasks, measure=measure, files=1)
-    h2o, anew, full = run(bench, wanted, tmp_path / "rows.jsonl")
-    assert "recomputes entries from their text" in anew["refused"]
+    h2o, again, full = run(bench, wanted, tmp_path / "rows.jsonl")
+    assert "recomputes entries from their text" in again["refused"]
     assert h2o["batch"] > full["batch"] > 1
     assert h2o["kv_bytes"] < 0.51 * full["kv_bytes"] and h2o["budget_tokens"] < 128
     assert h2o["tokens_per_second"] > 0 and h2o["latency"]["token"]["p95"] > 0

@@ -118,8 +118,8 @@ def replayed(question: str, text: str) -> str:
 
 def recited(question: str, text: str) -> str:
     first, last = map(int, re.findall(r"\d+", question))
-    told = dict(re.findall(r" Reminder (\d+): (.+)\.$", text, re.MULTILINE))
-    return " ".join(f"{n}: {told[str(n)]}." for n in range(first, last + 1))
+    reminders = dict(re.findall(r" Reminder (\d+): (.+)\.$", text, re.MULTILINE))
+    return " ".join(f"{n}: {reminders[str(n)]}." for n in range(first, last + 1))
 
 
 READERS: dict[str, Callable[[str, str], str]] = {
@@ -230,8 +230,8 @@ def test_facts_are_planted_once(source: str, material: TaskSources) -> None:
             before = total if question.answer in message.content else before
             total += len(message.content)
         assert place == pytest.approx(before)
-    said = re.findall(r"word(\d+)x(\d+)", text)
-    assert said == sorted(said, key=lambda one: (int(one[0]), int(one[1]))) and len(said) > 20
+    words = re.findall(r"word(\d+)x(\d+)", text)
+    assert words == sorted(words, key=lambda one: (int(one[0]), int(one[1]))) and len(words) > 20
     roles = {m.content[:6]: m.role for m in made.messages if "nothing more" in m.content}
     assert {m.role for m in made.messages} == {"system", "user", "assistant"} and roles
 
@@ -243,9 +243,9 @@ def test_booking_answers_are_in_one_dialogue(share: str, material: TaskSources) 
     for message in made.messages:
         if header := re.match(r"Session (\d+), ", message.content):
             session = int(header[1])
-        if said := re.fullmatch(r"A (train|boat): (.+)\.", message.content):
-            slots = dict(part.split(" ", 1) for part in said[2].split(", "))
-            booked.append({**slots, "noun": said[1], "session": f"session {session}"})
+        if statement := re.fullmatch(r"A (train|boat): (.+)\.", message.content):
+            slots = dict(part.split(" ", 1) for part in statement[2].split(", "))
+            booked.append({**slots, "noun": statement[1], "session": f"session {session}"})
     asked = [q for q in made.questions if q.kind in ("booking", "bksession")]
     assert len(asked) == (20 if share == "bookings" else 12)
     for question in asked:

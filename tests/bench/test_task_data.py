@@ -232,13 +232,13 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("path", "content", "sentence", "said"), WRONG)
+@pytest.mark.parametrize(("path", "content", "sentence", "message"), WRONG)
 def test_invalid_data_is_refused(
-    path: str, content: str, sentence: str, said: str, tmp_path: Path
+    path: str, content: str, sentence: str, message: str, tmp_path: Path
 ) -> None:
     (tmp_path / path).parent.mkdir()
     (tmp_path / path).write_text(content)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         parse_task(sentence).make(0, 300, TaskSources(words, data=tmp_path))
 
 
@@ -273,9 +273,9 @@ def test_truncations_are_as_long_as_the_limit_allows(tokens: int) -> None:
 
 def test_missing_answers_are_refused(tmp_path: Path) -> None:
     sample = {"context": "c", "input": "?", "answer": "z", "answers": 3, "options": ["y"]}
-    for name, said in [("longbench", "a list of 'answers'"), ("infinitebench", "its options")]:
+    for name, message in [("longbench", "a list of 'answers'"), ("infinitebench", "its options")]:
         lines_written(tmp_path / name / "a.jsonl", [sample])
-        with pytest.raises(InputError, match=said):
+        with pytest.raises(InputError, match=message):
             parse_task(f'{name}(set="a")').make(0, 300, TaskSources(words, data=tmp_path))
 
 

@@ -244,8 +244,8 @@ def test_recited_passage_counts_until_its_first_wrong_word(bench: ModelContext) 
 
 def test_answer_prefix_is_scored_without_the_end_of_turn(bench: ModelContext) -> None:
     question = Question("Who is Mira?", "a cat")
-    begun = replace(question, answer_prefix="Mira is")
-    made = a_text(Wording.INSTRUCT, question, begun)
+    prefixed = replace(question, answer_prefix="Mira is")
+    made = a_text(Wording.INSTRUCT, question, prefixed)
     memory = bench.engine.read(made)
     ended, open_ended = score_answers(bench.engine, memory, made.questions)
     tokenizer = bench.engine.tokenizer
@@ -306,10 +306,12 @@ def test_inside_a_sequence_only_its_first_question_is_in_the_context(
 
         scope, matched = reader.subject.scope, reader.subject.matched
 
-        def read(self, bench: ModelContext, told: Conversation, *rest: Any) -> ConversationMemory:
-            assert told.inside is not None
-            reads.append(told.inside.question)
-            return read(bench, told, *rest)
+        def read(
+            self, bench: ModelContext, history: Conversation, *rest: Any
+        ) -> ConversationMemory:
+            assert history.inside is not None
+            reads.append(history.inside.question)
+            return read(bench, history, *rest)
 
     items = ask_all(replace(reader, subject=RecordingMethod()), spelled, noted)
     questions = [one.question for one in conversation.questions]

@@ -122,7 +122,7 @@ def test_missing_folders_are_refused(material: TaskSources) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sentence", "error", "said"),
+    ("sentence", "error", "message"),
     [
         ("nedles", UnknownName, "Did you mean 'needles'"),
         ("needles(", SpellingError, "The task 'needles\\('"),
@@ -132,8 +132,10 @@ def test_missing_folders_are_refused(material: TaskSources) -> None:
         ('lifelog(kinds="riddle")', BadParameter, "lifelog.kinds must name some of"),
     ],
 )
-def test_invalid_spellings_are_refused(sentence: str, error: type[LarderError], said: str) -> None:
-    with pytest.raises(error, match=said):
+def test_invalid_spellings_are_refused(
+    sentence: str, error: type[LarderError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
         parse_task(sentence)
 
 

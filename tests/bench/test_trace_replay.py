@@ -34,8 +34,8 @@ def held_of(name: str, form: StateForm, events: int = 300) -> ReuseIntervals:
     return ReuseIntervals.of(trace_of(name, form, events))
 
 
-def rule(name: str, **told: object) -> EvictionPolicy:
-    return EVICTIONS.load(name)(**told)
+def rule(name: str, **parameters: object) -> EvictionPolicy:
+    return EVICTIONS.load(name)(**parameters)
 
 
 @CROWDS
@@ -67,11 +67,11 @@ def test_tier_stays_within_its_budget_and_holds_parents_of_held_objects(
 
 
 @pytest.mark.parametrize("name", ["chat", "workflows"])
-@pytest.mark.parametrize("told", ["lru", "kvflow"])
-def test_whole_states_are_held_as_the_reference(name: str, told: str) -> None:
+@pytest.mark.parametrize("eviction", ["lru", "kvflow"])
+def test_whole_states_are_held_as_the_reference(name: str, eviction: str) -> None:
     trace, budget = trace_of(name, StateForm.WHOLE, 250), 3 * 2**30
-    loop = Loop(trace, rule(told), budget)
-    counts = replay_trace(trace, rule(told), budget)
+    loop = Loop(trace, rule(eviction), budget)
+    counts = replay_trace(trace, rule(eviction), budget)
     loop.run()
     assert (counts.hit_tokens, counts.evictions) == (loop.hit_tokens, loop.evictions)
     assert counts.evictions > 0

@@ -103,7 +103,7 @@ def test_total_bytes_are_of_unreplaced_objects() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told", "said"),
+    ("name", "parameters", "message"),
     [
         ("agents", {"turns": 0}, "agents.turns"),
         ("workflows", {"agents": 7}, "workflows.agents must be from 1 to 6"),
@@ -115,6 +115,6 @@ def test_total_bytes_are_of_unreplaced_objects() -> None:
         ("mixed", {"operations_per_second": 0.0}, "mixed.operations_per_second"),
     ],
 )
-def test_parameters_out_of_range_are_refused(name: str, told: dict, said: str) -> None:
-    with pytest.raises(BadParameter, match=said):
-        TRACES.load(name)(**told)
+def test_parameters_out_of_range_are_refused(name: str, parameters: dict, message: str) -> None:
+    with pytest.raises(BadParameter, match=message):
+        TRACES.load(name)(**parameters)

@@ -26,9 +26,9 @@ def among_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_growth_is_distinguished_from_noise() -> None:
-    growth, luck = import_module("_growth").growth, Random(0)
+    growth, rng = import_module("_growth").growth, Random(0)
     seconds = [float(second) for second in range(400)]
-    noise = [1000 + luck.gauss(0, 20) for _ in seconds]
+    noise = [1000 + rng.gauss(0, 20) for _ in seconds]
     rising = [value + second / 5 for value, second in zip(noise, seconds, strict=True)]
     assert not growth(seconds, noise).is_real(5.0)
     found = growth(seconds, rising)
@@ -43,18 +43,20 @@ def test_diverging_answers_are_judged_by_the_top_two_logits() -> None:
     turns = box_question(1)
     first = served.ask(turns, "x")
     served.ask(answered(turns, first, "Why?"), "x")
-    said = divergence.exported_turns(encode_session(served.core.sessions.find("a", "x")))
+    exported = divergence.exported_turns(encode_session(served.core.sessions.find("a", "x")))
     engine = Engine(characters(), policy="full")
-    assert divergence.first_divergence(engine, said, said) is None
-    other = array(TOKEN_TYPECODE, said[1].answer_ids)
+    assert divergence.first_divergence(engine, exported, exported) is None
+    other = array(TOKEN_TYPECODE, exported[1].answer_ids)
     other[2] += 1
-    found = divergence.first_divergence(engine, said, [said[0], replace(said[1], answer_ids=other)])
+    found = divergence.first_divergence(
+        engine, exported, [exported[0], replace(exported[1], answer_ids=other)]
+    )
     assert found is not None and (found.exchange, found.place) == (1, 2)
     before = [
-        *said[0].prompt_ids,
-        *said[0].answer_ids,
-        *said[1].prompt_ids,
-        *said[1].answer_ids[:2],
+        *exported[0].prompt_ids,
+        *exported[0].answer_ids,
+        *exported[1].prompt_ids,
+        *exported[1].answer_ids[:2],
     ]
     cache, decoder = served.core.serving.empty_cache(), engine.loaded.decoder
     logits = decoder.forward_logits(
@@ -64,7 +66,7 @@ def test_diverging_answers_are_judged_by_the_top_two_logits() -> None:
     assert found.gap == pytest.approx(best - second, abs=1e-4)
     assert found.is_close == (found.gap < 1e-3)
     with pytest.raises(ValueError, match="2 turns against 1"):
-        divergence.first_divergence(engine, said, said[:1])
+        divergence.first_divergence(engine, exported, exported[:1])
 
 
 @pytest.mark.parametrize(("search_ms", "rate"), [(2, 0.040), (30, 0.175)])

@@ -88,12 +88,16 @@ def test_wrong_contexts_fail_alone(run: Run, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "asked.jsonl", *lines)
     assert document(run("batch", path, "--json"))["failed"] == 8
     found = read(tmp_path / "asked.results.jsonl")
-    said = {name: str(each["error"]) for name, each in found.items() if each["error"]}
-    assert said.keys() == set("bcdefghi")
-    assert "a list of texts" in said["b"] and "' '" in said["c"]
-    assert "'given', 'shared'" in said["d"] and "send its text" in said["e"]
-    assert "contexts is not supported" in said["f"]
-    assert "got {}" in said["g"] and "surrogate" in said["h"] and "Message 1 has" in said["i"]
+    messages = {name: str(each["error"]) for name, each in found.items() if each["error"]}
+    assert messages.keys() == set("bcdefghi")
+    assert "a list of texts" in messages["b"] and "' '" in messages["c"]
+    assert "'given', 'shared'" in messages["d"] and "send its text" in messages["e"]
+    assert "contexts is not supported" in messages["f"]
+    assert (
+        "got {}" in messages["g"]
+        and "surrogate" in messages["h"]
+        and "Message 1 has" in messages["i"]
+    )
 
 
 def test_malformed_requests_fail_alone(run: Run, tmp_path: Path) -> None:
@@ -102,9 +106,13 @@ def test_malformed_requests_fail_alone(run: Run, tmp_path: Path) -> None:
     path = write_lines(tmp_path / "asked.jsonl", *lines)
     assert document(run("batch", path, "--json"))["failed"] == 3
     found = read(tmp_path / "asked.results.jsonl")
-    said = {name: str(each["error"]) for name, each in found.items() if each["error"]}
-    assert said.keys() == set("bcd")
-    assert "got 5" in said["b"] and "list of texts" in said["c"] and "surrogate" in said["d"]
+    messages = {name: str(each["error"]) for name, each in found.items() if each["error"]}
+    assert messages.keys() == set("bcd")
+    assert (
+        "got 5" in messages["b"]
+        and "list of texts" in messages["c"]
+        and "surrogate" in messages["d"]
+    )
 
 
 def test_interrupted_run_resumes(run: Run, tmp_path: Path) -> None:

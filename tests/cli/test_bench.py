@@ -68,7 +68,7 @@ def test_study_file_defines_the_run(run: Run, tmp_path: Path, out: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         ((), 2, "Tasks: "),
         (("paskey",), 2, "Did you mean 'passkey'"),
@@ -85,10 +85,10 @@ def test_study_file_defines_the_run(run: Run, tmp_path: Path, out: Path) -> None
     ],
 )
 def test_invalid_arguments_are_refused_without_a_results_file(
-    run: Run, tmp_path: Path, words: tuple[str, ...], code: int, said: str
+    run: Run, tmp_path: Path, words: tuple[str, ...], code: int, message: str
 ) -> None:
     line = complaint(run("bench", *words, "--out", tmp_path / "none.jsonl"), code)
-    assert said in line
+    assert message in line
     assert not (tmp_path / "none.jsonl").exists()
 
 

@@ -91,8 +91,8 @@ def test_verify_finds_damage(run: Run, kept: Path) -> None:
     ]
     for path in blob_files(kept):
         path.write_bytes(path.read_bytes()[:-1])
-    said = complaint(run("cache", "verify"), 1)
-    assert "1 of 1 sessions are damaged" in said and "log of tokens is lost" in said
+    message = complaint(run("cache", "verify"), 1)
+    assert "1 of 1 sessions are damaged" in message and "log of tokens is lost" in message
     error = document(run("cache", "verify", "--json"))["error"]
     assert error["type"] == "Damaged" and "talk: " in error["message"]
 
@@ -111,14 +111,14 @@ def test_verify_reports_records_of_other_versions(
     )
     for index in home().glob("manifest.sqlite*"):
         index.unlink()
-    said = complaint(run("cache", "verify"), 1)
-    assert "1 records are of other versions, so that nothing unused was deleted" in said
-    assert "is of schema 99" in said and path.read_bytes() == encode_record(later, secret)
+    message = complaint(run("cache", "verify"), 1)
+    assert "1 records are of other versions, so that nothing unused was deleted" in message
+    assert "is of schema 99" in message and path.read_bytes() == encode_record(later, secret)
     path.write_bytes(encode_record(replace(later, schema=RECORD_SCHEMA), secret))
     monkeypatch.setattr(container, "CONTAINER_VERSION", 2)
     monkeypatch.setattr(container, "CONTAINER_FORM", replace(container.CONTAINER_FORM, version=2))
-    said = complaint(run("cache", "verify", "talk"), 1)
-    assert "is of version 1, this larder reads 2: it is left as it is" in said
+    message = complaint(run("cache", "verify", "talk"), 1)
+    assert "is of version 1, this larder reads 2: it is left as it is" in message
 
 
 @pytest.mark.failure(number=10)
@@ -142,8 +142,8 @@ def test_upgrade_migrates_a_home_of_an_earlier_version(
         for index in folder.glob("manifest.sqlite*"):
             index.unlink()
         assert document(run("cache", "list", "--json", *more))["sessions"] == []
-        said = complaint(run("cache", "upgrade", *more), 1)
-        assert "records and chats are left as they are" in said and "wrote it" in said
+        message = complaint(run("cache", "upgrade", *more), 1)
+        assert "records and chats are left as they are" in message and "wrote it" in message
         know_schema_0(monkeypatch)
         assert "'larder cache upgrade' carries it over" in complaint(
             run("cache", "verify", *more), 1
@@ -162,8 +162,8 @@ def test_upgrade_migrates_a_home_of_an_earlier_version(
 
 def test_upgrade_without_a_store_reports_it(run: Run, larder_home: Path, tmp_path: Path) -> None:
     nowhere = tmp_path / "nowhere"
-    said = complaint(run("cache", "upgrade", "--store", str(nowhere)), 1)
-    assert f"There is no store at {nowhere}" in said and "--store" in said
+    message = complaint(run("cache", "upgrade", "--store", str(nowhere)), 1)
+    assert f"There is no store at {nowhere}" in message and "--store" in message
     assert "There is no store at" in complaint(run("cache", "upgrade"), 1)
     error = document(run("cache", "upgrade", "--json"))["error"]
     assert error["type"] == "InputError" and not nowhere.exists()

@@ -59,8 +59,8 @@ def faults(path: Path) -> Iterator[str]:
     if strange := [row for row in found.cells if asked(row) not in wanted]:
         yield f"{len(strange)} cells that the study has not, the first {asked(strange[0])}"
     missing = wanted - {asked(row) for row in found.cells}
-    if len(missing) != (told := pending_cells(RESULTS).get(study_of(path), 0)):
-        yield f"{len(missing)} cells of the study are missing, and {told} are told to be"
+    if len(missing) != (declared := pending_cells(RESULTS).get(study_of(path), 0)):
+        yield f"{len(missing)} cells of the study are missing, and {declared} are told to be"
     if any(row.get("environment") not in found.environments for row in found.cells):
         yield "cells whose environment is not told"
 

@@ -18,13 +18,15 @@ from larder.server import check_store, error_reason
 def test_missing_ray_is_named(run: Run, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("ray", "ray.serve"):
         monkeypatch.setitem(sys.modules, name, None)
-    said = complaint(run(*words), 1)
-    assert f"'larder {words[0]} --ray' needs Ray" in said and "pip install 'larder[ray]'" in said
+    message = complaint(run(*words), 1)
+    assert (
+        f"'larder {words[0]} --ray' needs Ray" in message and "pip install 'larder[ray]'" in message
+    )
 
 
 def test_replicas_without_ray_are_refused(run: Run) -> None:
-    said = complaint(run("serve", "--replicas", "3", "--port", "0"), 2)
-    assert said == "--replicas needs --ray: add --ray, or leave --replicas out."
+    message = complaint(run("serve", "--replicas", "3", "--port", "0"), 2)
+    assert message == "--replicas needs --ray: add --ray, or leave --replicas out."
 
 
 def test_several_machines_without_a_shared_store_are_refused(tmp_path: Path) -> None:

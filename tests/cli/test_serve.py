@@ -77,8 +77,8 @@ def test_serving_address_is_printed_as_json(run: Run, answered: dict[str, Any]) 
 
 
 def test_public_host_requires_keys(run: Run, tmp_path: Path) -> None:
-    said = complaint(run("serve", "--host", "0.0.0.0", "--port", "0"), 2)
-    assert said.startswith("--host 0.0.0.0 is open") and "--keys FILE" in said
+    message = complaint(run("serve", "--host", "0.0.0.0", "--port", "0"), 2)
+    assert message.startswith("--host 0.0.0.0 is open") and "--keys FILE" in message
     keys = tmp_path / "keys"
     for content, why in (
         ("", "holds no key"),
@@ -89,8 +89,8 @@ def test_public_host_requires_keys(run: Run, tmp_path: Path) -> None:
         ("anne sk-0123456789abcdef\nbob sk-0123456789abcdef", "line 2: this key"),
     ):
         keys.write_text(content)
-        said = complaint(run("serve", "--port", "0", "--keys", keys), 1)
-        assert why in said and "0123456789" not in said
+        message = complaint(run("serve", "--port", "0", "--keys", keys), 1)
+        assert why in message and "0123456789" not in message
     assert "cannot be read" in complaint(run("serve", "--keys", tmp_path / "none"), 1)
 
 
@@ -105,10 +105,10 @@ def test_keys_come_from_the_environment(
 def test_invalid_options_are_refused_before_a_model_loads(run: Run) -> None:
     assert "64MBit' is not a number of bytes" in complaint(run("serve", "--kv-budget", "64MBit"), 2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        said = complaint(run("serve", "--port", str(taken.getsockname()[1])), 1)
-    assert "cannot be listened at" in said and "another --port" in said
-    said = complaint(run("serve", "--port", "0", "--policy", "exact_question"), 2)
-    assert "needs the question before prefill" in said
+        message = complaint(run("serve", "--port", str(taken.getsockname()[1])), 1)
+    assert "cannot be listened at" in message and "another --port" in message
+    message = complaint(run("serve", "--port", "0", "--policy", "exact_question"), 2)
+    assert "needs the question before prefill" in message
 
 
 def test_contexts_of_another_model_are_checked_first(run: Run) -> None:
@@ -119,8 +119,8 @@ def test_contexts_of_another_model_are_checked_first(run: Run) -> None:
         (["lora=seed:1-2", "lora=seed:0-1"], "is given twice"),
     ):
         options = [word for each in given for word in ("--reuse-contexts", each)]
-        said = complaint(run("serve", "--port", "0", "--policy", "ape", *options), 2)
-        assert why in said
+        message = complaint(run("serve", "--port", "0", "--policy", "ape", *options), 2)
+        assert why in message
 
 
 def test_tenant_quotas_are_parsed_and_enforced(run: Run, answered: dict[str, Any]) -> None:
@@ -143,29 +143,29 @@ def test_chat_templates_and_adapters_are_checked_before_a_model_loads(
     run: Run, tmp_path: Path
 ) -> None:
     template = tmp_path / "template.jinja"
-    said = complaint(run("serve", "--port", "0", "--chat-template", template), 1)
-    assert "cannot be read" in said
+    message = complaint(run("serve", "--port", "0", "--chat-template", template), 1)
+    assert "cannot be read" in message
     template.write_text("a\n{% for %}")
-    said = complaint(run("serve", "--port", "0", "--chat-template", template), 1)
-    assert "template.jinja, line 2, is no template" in said
+    message = complaint(run("serve", "--port", "0", "--chat-template", template), 1)
+    assert "template.jinja, line 2, is no template" in message
     for nested in ("(" * 5000, "{% if a %}" * 120 + "{% endif %}" * 120, "1" * 5000):
         template.write_text(nested if nested[0] == "{" else f"{{{{ {nested} }}}}")
-        said = complaint(run("serve", "--port", "0", "--chat-template", template), 1)
-        assert "template.jinja cannot be compiled" in said
+        message = complaint(run("serve", "--port", "0", "--chat-template", template), 1)
+        assert "template.jinja cannot be compiled" in message
     template.write_text("é" * (1 << 17) + "x")
-    said = complaint(run("serve", "--port", "0", "--chat-template", template), 1)
-    assert "more than 256 KiB" in said
-    said = complaint(run("serve", "--port", "0", "--adapter", "seed=folder"), 2)
-    assert "the model itself has this name" in said
+    message = complaint(run("serve", "--port", "0", "--chat-template", template), 1)
+    assert "more than 256 KiB" in message
+    message = complaint(run("serve", "--port", "0", "--adapter", "seed=folder"), 2)
+    assert "the model itself has this name" in message
     for given in ("folder", "x=folder"):
-        said = complaint(run("serve", "--port", "0", "--adapter", given), 1)
-        assert "folder has no adapter_config.json: give a folder" in said
-    said = complaint(run("serve", "--port", "0", "--ray", "--adapter", "x=folder"), 2)
-    assert "does not go with --ray" in said
+        message = complaint(run("serve", "--port", "0", "--adapter", given), 1)
+        assert "folder has no adapter_config.json: give a folder" in message
+    message = complaint(run("serve", "--port", "0", "--ray", "--adapter", "x=folder"), 2)
+    assert "does not go with --ray" in message
 
 
 @pytest.mark.parametrize(
-    ("option", "status", "told"),
+    ("option", "status", "message"),
     [
         ("--tool-call-parser", 2, "no tool call parser 'none': take one of hermes"),
         ("--reasoning-parser", 2, "no reasoning parser 'none': take one of deepseek_r1"),
@@ -173,10 +173,10 @@ def test_chat_templates_and_adapters_are_checked_before_a_model_loads(
     ],
 )
 def test_names_are_checked_before_a_model_loads(
-    run: Run, monkeypatch: pytest.MonkeyPatch, option: str, status: int, told: str
+    run: Run, monkeypatch: pytest.MonkeyPatch, option: str, status: int, message: str
 ) -> None:
     monkeypatch.setattr("larder.cli.question_run.load_model", None)  # fails where it is called
-    assert told in complaint(run("serve", "--port", "0", option, "none"), status)
+    assert message in complaint(run("serve", "--port", "0", option, "none"), status)
 
 
 def test_store_that_cannot_be_written_is_refused_before_a_model_loads(
@@ -184,8 +184,8 @@ def test_store_that_cannot_be_written_is_refused_before_a_model_loads(
 ) -> None:
     monkeypatch.setattr("larder.cli.question_run.load_model", None)
     (tmp_path / "file").touch()
-    said = complaint(run("serve", "--port", "0", "--store", tmp_path / "file" / "store"), 1)
-    assert f"{tmp_path}/file/store cannot be written (Not a directory): let this user" in said
+    message = complaint(run("serve", "--port", "0", "--store", tmp_path / "file" / "store"), 1)
+    assert f"{tmp_path}/file/store cannot be written (Not a directory): let this user" in message
 
     def full(self: LocalFileSystem, path: str, data: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", path)
@@ -202,9 +202,10 @@ def test_policies_that_need_a_question_are_refused_before_a_model_loads(
     run: Run, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     monkeypatch.setattr("larder.cli.question_run.load_model", None)
-    said = complaint(run("serve", "--port", "0", "--policy", policy), 2)
+    message = complaint(run("serve", "--port", "0", "--policy", policy), 2)
     assert (
-        f"--policy {policy} needs the question before prefill" in said and "such as kvzip" in said
+        f"--policy {policy} needs the question before prefill" in message
+        and "such as kvzip" in message
     )
 
 
@@ -233,8 +234,8 @@ def test_missing_serve_extra_is_named(
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr(serve, "local_engine_client", lambda options: opened.append("hub"))
     monkeypatch.setattr(serve, "_listening_socket", lambda options: opened.append("port"))
-    said = complaint(run("serve", "--port", "0"), 1)
-    assert said == f"'larder serve' needs {name}: pip install 'larder[serve]'."
+    message = complaint(run("serve", "--port", "0"), 1)
+    assert message == f"'larder serve' needs {name}: pip install 'larder[serve]'."
     assert not (opened or answered)
 
 

@@ -103,11 +103,11 @@ def test_dtype_auto_is_that_of_the_weights(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [("", "empty"), ("  \n", "empty"), ("notes/today.txt", "name of a file"), ([], "empty")],
 )
-def test_empty_input_or_file_name_is_refused(engine, given, told) -> None:
-    with pytest.raises(InputError, match=told):
+def test_empty_input_or_file_name_is_refused(engine, given, message) -> None:
+    with pytest.raises(InputError, match=message):
         engine.read(given)
 
 
@@ -156,4 +156,4 @@ def test_wrong_type_is_named(engine) -> None:
     names = {"Chat": Chat, "Engine": Engine, "engine": engine, "memory": memory, "torch": torch}
     with unchecked():
         result = {call: outcome(call, names) for call in CALLS}
-    assert {call: said for call, said in result.items() if CALLS[call] not in said} == {}
+    assert {call: message for call, message in result.items() if CALLS[call] not in message} == {}

@@ -40,8 +40,8 @@ def test_first_turn_equals_ask(loaded: LoadedModel, policy: str) -> None:
     engine = under(loaded, ALL_POLICIES[policy])
     question = "What is dog number 3 called?"
     asked = engine.ask(engine.read(HISTORY), question, max_new_tokens=12)
-    said = Chat(engine, history=HISTORY).say(question, max_new_tokens=12)
-    assert (said.text, said.ids, said.episode) == (asked.text, asked.ids, asked.episode)
+    answer = Chat(engine, history=HISTORY).say(question, max_new_tokens=12)
+    assert (answer.text, answer.ids, answer.episode) == (asked.text, asked.ids, asked.episode)
 
 
 @pytest.mark.extended
@@ -71,13 +71,13 @@ def test_turns_of_an_empty_chat_equal_their_encoded_conversation(engine: Engine)
     chat = Chat(engine)
     chat.say("My dog is called Rex.", max_new_tokens=8)
     chat.say("And my dog is old.", max_new_tokens=8)
-    said = [
+    messages = [
         Message(role, content)
         for turn in chat.turns
         for role, content in (("user", turn.question), ("assistant", turn.answer))
     ]
     ids = tuple(token for turn in chat.turns for token in turn.ids)
-    assert ids == engine.tokenizer.encode_conversation(Conversation("same", tuple(said))).ids
+    assert ids == engine.tokenizer.encode_conversation(Conversation("same", tuple(messages))).ids
 
 
 @pytest.mark.extended
@@ -239,9 +239,9 @@ def test_chat_without_history_forms_episodes_later(engine: Engine) -> None:
         max_size=10,
     )
 )
-def test_bound_holds_after_every_turn(engine: Engine, said: list[tuple[str, int]]) -> None:
+def test_bound_holds_after_every_turn(engine: Engine, turns: list[tuple[str, int]]) -> None:
     chat = Chat(engine)
-    for topic, length in said:
+    for topic, length in turns:
         chat.say(f"The {topic} " * length, max_new_tokens=4)
         assert within(chat)
         spec = engine.loaded.decoder.spec

@@ -164,11 +164,11 @@ def test_rollback_recomputes_within_the_bound(
 def test_turn_longer_than_a_block_is_undone_as_a_whole(small: LoadedModel) -> None:
     chat = Chat(under(small, KEYDIFF), history=HISTORY)
     chat.say("My dog is 7.", max_new_tokens=6)
-    before, said = states(chat), list[str]()
+    before, answers = states(chat), list[str]()
 
     def stop_late(text: str) -> None:
-        said.append(text)
-        if len("".join(said)) > 2 * BLOCK:
+        answers.append(text)
+        if len("".join(answers)) > 2 * BLOCK:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

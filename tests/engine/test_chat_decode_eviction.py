@@ -58,7 +58,7 @@ def test_new_episode_has_only_opening_entries_of_the_history_in_both_tiers(
     loaded: LoadedModel,
 ) -> None:
     chat = Chat(under(loaded, PARKED), history=HISTORY)
-    begun = chat.figures.log_tokens
+    log_tokens = chat.figures.log_tokens
     # One of 16 is the newest token's.
     assert [view.entries_per_head for view in chat.episodes] == [15, 15]
     chat.say("A star is far away.", max_new_tokens=6)
@@ -67,7 +67,7 @@ def test_new_episode_has_only_opening_entries_of_the_history_in_both_tiers(
     places = {name: held for name, held in state.items() if name.endswith("positions")}
     assert any(len(held) for name, held in places.items() if "slow" in name)
     for name, held in places.items():
-        first = held[held < begun]
+        first = held[held < log_tokens]
         assert len(first) == 0 or int(first.max()) < 20, name
 
 

@@ -44,8 +44,8 @@ def test_resumed_chat_answers_as_the_original_one(loaded: LoadedModel, policy: s
     assert back.former_policy == str(chat.policy) == str(back.policy)
     if policy == "episodes":  # which were read anew just now
         assert all(same(a, b) for a, b in zip(states(back), states(chat), strict=True))
-    said = [engine.ask(each.memory, "What is old?", max_new_tokens=6) for each in (back, chat)]
-    assert said[0].ids == said[1].ids
+    answers = [engine.ask(each.memory, "What is old?", max_new_tokens=6) for each in (back, chat)]
+    assert answers[0].ids == answers[1].ids
     kept = ChatLogFile("mine").load()
     assert kept is not None and kept.log.turns == chat.turns
 
@@ -123,8 +123,8 @@ def test_interrupted_turn_restores_sliding_windows(
         patch.setattr(Chat, "_read_rest", interrupt)  # 40 tokens are through: five windows
         chat.say("Tell me of the dog.", max_new_tokens=40)
     assert all(same(a, b) for a, b in zip(states(chat), states(twin), strict=True))
-    said = [each.say("A star is far.", max_new_tokens=12) for each in (chat, twin)]
-    assert said[0].ids == said[1].ids
+    answers = [each.say("A star is far.", max_new_tokens=12) for each in (chat, twin)]
+    assert answers[0].ids == answers[1].ids
     assert all(same(a, b) for a, b in zip(states(chat), states(twin), strict=True))
 
 

@@ -109,9 +109,9 @@ def test_invalid_utf8_is_streamed_as_replacement_characters(raw: bytes, stop: st
     stream = IncrementalDetokenizer(plain, [stop], result.append)
     whole = all(stream.push(byte) for byte in raw)
     stream.finish()
-    said = raw.decode("utf-8", "replace")
-    assert "".join(result) == stream.text and said.startswith(stream.text.rstrip("\ufffd"))
-    assert not whole or stream.text == said
+    decoded = raw.decode("utf-8", "replace")
+    assert "".join(result) == stream.text and decoded.startswith(stream.text.rstrip("\ufffd"))
+    assert not whole or stream.text == decoded
 
 
 @pytest.mark.parametrize("text", ["and so on, ", "€uro", "🙂", "€", "é"])

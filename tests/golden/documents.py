@@ -146,10 +146,10 @@ def serve() -> Any:
 def chat() -> dict[str, Any]:
     """`larder chat` with a line that is refused and one that is no command."""
     words = ("chat", "--budget", "64", "--max-new-tokens", "8", "--policy")
-    said = "".join(f"{line}\n" for line in SPOKEN)
+    lines = "".join(f"{line}\n" for line in SPOKEN)
     return {
-        "single": _document(*words, "keydiff", stdin=said),
-        "episodes": _document(*words, EPISODES, stdin=said),
+        "single": _document(*words, "keydiff", stdin=lines),
+        "episodes": _document(*words, EPISODES, stdin=lines),
     }
 
 

@@ -221,13 +221,13 @@ def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 def _hold_chats(home: Path) -> None:
     for name in CHATS:
         with _history(READING["messages"]) as file:
-            begun = ("--file", file) if name == "episodes" else ()
-            _hold_chat(name, home, SAID, begun)
+            arguments = ("--file", file) if name == "episodes" else ()
+            _hold_chat(name, home, SAID, arguments)
 
 
 def _hold_chat(name: str, home: Path, lines: tuple[str, ...], more: tuple[Any, ...]) -> Any:
-    said = "".join(f"{line}\n" for line in lines)
-    return _done("chat", name, *CHATS[name], *SHORT, *more, stdin=said, home=home)
+    text = "".join(f"{line}\n" for line in lines)
+    return _done("chat", name, *CHATS[name], *SHORT, *more, stdin=text, home=home)
 
 
 def _keep_reading(name: str, home: Path, more: tuple[Any, ...]) -> Any:

@@ -86,12 +86,12 @@ def append(cache: SequenceCache, count: int, source: torch.Generator) -> None:
     attend([(cache, sides(count, source, cache.spec.dtype, cache.spec.layers[0]))])
 
 
-def attend(told: list[tuple[SequenceCache, list[Tensor]]]) -> Tensor:
+def attend(pairs: list[tuple[SequenceCache, list[Tensor]]]) -> Tensor:
     """Attention of new tokens of some caches in one forward batch, which appends them."""
-    segments = [BatchSegment(cache, (7,) * new[0].shape[1]) for cache, new in told]
+    segments = [BatchSegment(cache, (7,) * new[0].shape[1]) for cache, new in pairs]
     batch = ForwardBatch(segments, Mode.APPEND, CPU, None)
-    queries, keys, values = (torch.cat([new[side] for _, new in told], 1) for side in range(3))
-    layer = told[0][0].spec.layers[0]
+    queries, keys, values = (torch.cat([new[side] for _, new in pairs], 1) for side in range(3))
+    layer = pairs[0][0].spec.layers[0]
     inputs = AttentionInputs(0, queries, keys, values, layer.scaling, layer.sliding_window)
     out = batch.attend(inputs)
     batch.finish()

@@ -169,7 +169,7 @@ def huge_count(content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (damaged_magic, "does not start with GGUF"),
         (huge_count, "cannot be read as GGUF"),
@@ -180,10 +180,10 @@ def huge_count(content: bytes) -> bytes:
         (lambda content: b"", "cannot be read"),
     ],
 )
-def test_damaged_files_are_refused(tmp_path: Path, home: Path, change: Any, said: str) -> None:
+def test_damaged_files_are_refused(tmp_path: Path, home: Path, change: Any, message: str) -> None:
     file = tiny_file(tmp_path)
     file.write_bytes(change(file.read_bytes()))
-    with pytest.raises(ModelError, match=said) as raised:
+    with pytest.raises(ModelError, match=message) as raised:
         load(str(file))
     assert str(file) in str(raised.value) and "\n" not in str(raised.value)
     assert not (home / "models").exists() or not list((home / "models").iterdir())

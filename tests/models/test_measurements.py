@@ -162,8 +162,8 @@ def test_hits_in_the_correct_claim_equal_their_reference(three_layers, monkeypat
     assert part.measure(three_layers, SAMPLE) == pytest.approx(expected, rel=1e-4)  # none is right
     # One is: it counts, over as many as there are.
     right = runs[1][0]
-    monkeypatch.setattr(reasoning, "f1", lambda said, answer: float(said == right) * 0.51)
-    [alone] = [own for said, own in runs if said == right]
+    monkeypatch.setattr(reasoning, "f1", lambda guess, answer: float(guess == right) * 0.51)
+    [alone] = [own for guess, own in runs if guess == right]
     expected = [score / len(runs) for score in alone]
     assert part.measure(three_layers, SAMPLE) == pytest.approx(expected, rel=1e-4)
 

@@ -62,10 +62,10 @@ def test_packed_logits_equal_single_sequences(architecture, adopted, form, mode)
 def test_batched_generation_equals_single_sequences(architecture, generation, adopted) -> None:
     decoder, (form, sampling) = adopted(architecture), GENERATIONS[generation]
     together = generate(decoder, rows(decoder, form), prompts(), sampling, StoppingCriteria(NEW))
-    for cache, ids, said in zip(rows(decoder, form), prompts(), together, strict=True):
-        assert generate(decoder, [cache], [ids], sampling, StoppingCriteria(NEW)) == [said]
-        assert len(said) == NEW
-    assert len({tuple(said) for said in together}) > 1
+    for cache, ids, answer_ids in zip(rows(decoder, form), prompts(), together, strict=True):
+        assert generate(decoder, [cache], [ids], sampling, StoppingCriteria(NEW)) == [answer_ids]
+        assert len(answer_ids) == NEW
+    assert len({tuple(answer_ids) for answer_ids in together}) > 1
 
 
 def test_greedy_generation_equals_the_model(architecture, adopted, own) -> None:
@@ -73,11 +73,13 @@ def test_greedy_generation_equals_the_model(architecture, adopted, own) -> None:
     together = generate(
         decoder, rows(decoder, "ragged"), prompts(), SamplingParams(), StoppingCriteria(NEW)
     )
-    for number, (count, ids, said) in enumerate(zip(CONTEXTS, prompts(), together, strict=True)):
+    for number, (count, ids, answer_ids) in enumerate(
+        zip(CONTEXTS, prompts(), together, strict=True)
+    ):
         context = some_ids(count, seed=number) if count else ()
-        whole = (*context, *ids, *said)
+        whole = (*context, *ids, *answer_ids)
         expected = own_logits(module, whole).argmax(-1)[len(whole) - NEW - 1 : -1]
-        assert expected.tolist() == said
+        assert expected.tolist() == answer_ids
 
 
 def test_early_stop_does_not_affect_other_sequences(adopted) -> None:

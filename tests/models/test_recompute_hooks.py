@@ -22,12 +22,12 @@ def counted_memory() -> Iterator[None]:
         yield
 
 
-MANNERS = {
+VARIANTS = {
     "every": RecomputeSpec(),
     "one": RecomputeSpec(RecomputeSource.ONE, 1),
     "ids": RecomputeSpec(RecomputeSource.IDS),
 }
-EACH = pytest.mark.parametrize("manner", MANNERS)
+EACH = pytest.mark.parametrize("variant", VARIANTS)
 READ, NEAR, LAYERS = 24, 3, 3
 IDS = some_ids(READ + 8)
 
@@ -37,8 +37,8 @@ def decoder(request) -> Decoder:
     return wrap_model(tiny(request.param, layers=LAYERS))
 
 
-def bare(decoder: Decoder, manner: str) -> SequenceCache:
-    return SequenceCache(decoder.spec, "rebuilt", rebuilding=MANNERS[manner])
+def bare(decoder: Decoder, variant: str) -> SequenceCache:
+    return SequenceCache(decoder.spec, "rebuilt", rebuilding=VARIANTS[variant])
 
 
 def evict(cache: SequenceCache) -> None:
@@ -53,8 +53,8 @@ def evict(cache: SequenceCache) -> None:
         cache.apply(layer.index, Plan(torch.tensor(kept), (NEAR + 1,) * len(lengths)))
 
 
-def filled(decoder: Decoder, manner: str, ids: tuple[int, ...] = IDS) -> SequenceCache:
-    cache = bare(decoder, manner)
+def filled(decoder: Decoder, variant: str, ids: tuple[int, ...] = IDS) -> SequenceCache:
+    cache = bare(decoder, variant)
     for start in (0, 10):
         decoder.read([BatchSegment(cache, ids[start : start + 10])], Mode.APPEND)
         evict(cache)
@@ -68,8 +68,8 @@ def full(decoder: Decoder, ids: tuple[int, ...]) -> torch.Tensor:
 
 
 @EACH
-def test_logits_equal_those_of_a_full_cache(decoder, manner) -> None:
-    cache, whole = filled(decoder, manner), full(decoder, IDS)
+def test_logits_equal_those_of_a_full_cache(decoder, variant) -> None:
+    cache, whole = filled(decoder, variant), full(decoder, IDS)
     for store in recomputed_layers(cache.layers):
         least = cache.cache_spec.rebuilding.depth
         assert all(len(own) == 16 for own in store.evicted) == (store.layer.index >= least)
@@ -79,9 +79,9 @@ def test_logits_equal_those_of_a_full_cache(decoder, manner) -> None:
 
 
 @EACH
-def test_batches_and_scratch_passes_recompute_their_own_entries(decoder, manner) -> None:
+def test_batches_and_scratch_passes_recompute_their_own_entries(decoder, variant) -> None:
     other = some_ids(READ + 8, seed=3)
-    caches = [filled(decoder, manner), filled(decoder, manner, other), bare(decoder, manner)]
+    caches = [filled(decoder, variant), filled(decoder, variant, other), bare(decoder, variant)]
     texts = [IDS[READ : READ + 2], other[READ : READ + 3], IDS[:1]]
     before = [cache.state() for cache in caches]
     rows = [BatchSegment(cache, ids) for cache, ids in zip(caches, texts, strict=True)]
@@ -98,11 +98,11 @@ def test_batches_and_scratch_passes_recompute_their_own_entries(decoder, manner)
 
 @EACH
 @pytest.mark.parametrize("place", [0, 1])
-def test_recompute_batched_with_a_full_cache_gives_full_logits(decoder, manner, place) -> None:
+def test_recompute_batched_with_a_full_cache_gives_full_logits(decoder, variant, place) -> None:
     other = some_ids(READ + 8, seed=3)
     plain = SequenceCache(decoder.spec, "dense")
     decoder.read([BatchSegment(plain, other[:READ])], Mode.APPEND)
-    rows = [BatchSegment(filled(decoder, manner), IDS[READ : READ + 2])]
+    rows = [BatchSegment(filled(decoder, variant), IDS[READ : READ + 2])]
     rows.insert(place, BatchSegment(plain, other[READ : READ + 3]))
     got = decoder.forward_logits(rows, Mode.APPEND, range(5))
     whole = [full(decoder, IDS[: READ + 2])[READ:]]
@@ -111,8 +111,8 @@ def test_recompute_batched_with_a_full_cache_gives_full_logits(decoder, manner, 
 
 
 @EACH
-def test_recomputing_cache_round_trips_and_forks(three_layers, manner) -> None:
-    decoder, cache = three_layers, filled(three_layers, manner)
+def test_recomputing_cache_round_trips_and_forks(three_layers, variant) -> None:
+    decoder, cache = three_layers, filled(three_layers, variant)
     state = cache.state()
     back = SequenceCache.restore(decoder.spec, state, cache.meta())
     assert back.cache_spec == cache.cache_spec and same_bits(back.state(), state)
@@ -126,8 +126,8 @@ def test_recomputing_cache_round_trips_and_forks(three_layers, manner) -> None:
 
 
 @EACH
-def test_recomputing_cache_continues_after_truncation(three_layers, manner) -> None:
-    decoder, cache = three_layers, filled(three_layers, manner)
+def test_recomputing_cache_continues_after_truncation(three_layers, variant) -> None:
+    decoder, cache = three_layers, filled(three_layers, variant)
     cache.truncate(READ - 2)
     got = read_on(decoder, cache, IDS[READ - 2 :], 4)
     whole = full(decoder, IDS)[READ - 2 :]
@@ -143,9 +143,9 @@ def failing(decoder: Decoder) -> Callable[[int, int, object], None]:
 
 
 @EACH
-def test_interrupted_pass_leaves_no_hooks(three_layers, manner) -> None:
+def test_interrupted_pass_leaves_no_hooks(three_layers, variant) -> None:
     decoder = three_layers
-    cache, expected = filled(decoder, manner), filled(decoder, manner)
+    cache, expected = filled(decoder, variant), filled(decoder, variant)
     with pytest.raises(KeyboardInterrupt):
         decoder.read([BatchSegment(cache, IDS[READ : READ + 2])], Mode.APPEND, failing(decoder))
     assert not any(module._forward_pre_hooks for module in decoder.module.modules())
@@ -154,18 +154,18 @@ def test_interrupted_pass_leaves_no_hooks(three_layers, manner) -> None:
 
 
 @EACH
-def test_bytes_and_operations_are_counted(three_layers, manner) -> None:
+def test_bytes_and_operations_are_counted(three_layers, variant) -> None:
     """By hand, for the tiny Llama: 64 numbers a residual, 4 query and 2 kv heads of 16."""
-    cache, shape = filled(three_layers, manner), three_layers.shape
+    cache, shape = filled(three_layers, variant), three_layers.shape
     tokens = sum(store.tokens for store in recomputed_layers(cache.layers))
     operations = sum(store.operations for store in recomputed_layers(cache.layers))
     three_layers.read([BatchSegment(cache, IDS[READ : READ + 1])], Mode.APPEND)
     gone = len({*torch.cat(recomputed_layers(cache.layers)[-1].evicted).tolist()})
     sources = sum(store.source.nbytes for store in recomputed_layers(cache.layers))
-    per_token = {"every": 3 * 4 * shape.hidden, "one": 4 * shape.hidden, "ids": 4}[manner]
+    per_token = {"every": 3 * 4 * shape.hidden, "one": 4 * shape.hidden, "ids": 4}[variant]
     assert sources == (READ + 1) * per_token
     reread = recomputed_layers(cache.layers)[-1].wanted
-    run = {"every": 3 * gone, "one": 3 * reread, "ids": 3 * reread}[manner]
+    run = {"every": 3 * gone, "one": 3 * reread, "ids": 3 * reread}[variant]
     assert sum(s.tokens for s in recomputed_layers(cache.layers)) - tokens == run
     made = sum(s.operations for s in recomputed_layers(cache.layers)) - operations
     below = reread * (shape.projections + shape.mlp)
@@ -173,7 +173,7 @@ def test_bytes_and_operations_are_counted(three_layers, manner) -> None:
     assert (
         made
         == {"every": 3 * gone * shape.projections, "one": below + 2 * again, "ids": 3 * again}[
-            manner
+            variant
         ]
     )
 

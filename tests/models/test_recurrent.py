@@ -38,23 +38,23 @@ def decoder_of(name: str) -> Decoder:
 def own_steps(module: Any, prompt: tuple[int, ...], steps: int) -> tuple[Tensor, list[int]]:
     """Logits of a prompt's last token and of greedy steps, and the tokens, by transformers."""
     cached, ids, start = DynamicCache(config=module.config), list(prompt), 0
-    rows, said = list[Tensor](), list[int]()
+    rows, answer_ids = list[Tensor](), list[int]()
     for _ in range(steps):
         places = torch.arange(start, start + len(ids))[None]
         out = module(torch.tensor([ids]), position_ids=places, past_key_values=cached)
         rows.append(out.logits[0, -1].float())
         start, ids = start + len(ids), [int(rows[-1].argmax())]
-        said += ids
-    return torch.stack(rows), said
+        answer_ids += ids
+    return torch.stack(rows), answer_ids
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_blocks_and_greedy_steps_equal_transformers(name: str) -> None:
     decoder = decoder_of(name)
-    expected, said = own_steps(decoder.module, IDS, 16)
+    expected, answer_ids = own_steps(decoder.module, IDS, 16)
     cached = SequenceCache(decoder.spec, "ragged")
     got = [read_on(decoder, cached, IDS, 13)[-1]]
-    got += [read_on(decoder, cached, (token,), 1)[0] for token in said[:-1]]
+    got += [read_on(decoder, cached, (token,), 1)[0] for token in answer_ids[:-1]]
     assert (torch.stack(got) - expected).abs().max() < TOLERANCE
     assert cached.recurrent.nbytes == decoder.spec.recurrent_bytes > 0
 

@@ -242,8 +242,8 @@ def test_device_of_a_missing_package_is_refused() -> None:
         load(device="hpu")
 
 
-def a_config(**told: Any) -> Any:
-    return transformers.LlamaConfig(**SHAPE, **told)
+def a_config(**options: Any) -> Any:
+    return transformers.LlamaConfig(**SHAPE, **options)
 
 
 def layers_with(*windows: int | None) -> list[LayerSpec]:

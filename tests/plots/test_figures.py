@@ -226,7 +226,7 @@ def test_cluster_map_has_every_segment_and_quotes_the_nearest(results: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("spelling", "said"),
+    ("spelling", "message"),
     [
         ("qualty", "No figure named 'qualty'. Did you mean 'quality'?"),
         ("quality > grid", "takes one figure"),
@@ -237,8 +237,8 @@ def test_cluster_map_has_every_segment_and_quotes_the_nearest(results: Path) -> 
         ('quality(score="f1")', "The items have no score 'f1': they have exact"),
     ],
 )
-def test_invalid_figure_is_refused(spelling: str, said: str, results: Path) -> None:
-    with pytest.raises(LarderError, match=said.replace("(", r"\(")):
+def test_invalid_figure_is_refused(spelling: str, message: str, results: Path) -> None:
+    with pytest.raises(LarderError, match=message.replace("(", r"\(")):
         drawn(spelling, results)
 
 

@@ -29,7 +29,7 @@ def rerun_command(**changes: object) -> str:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "cells"),
     [
         ({}, ""),
         ({"model": "org/name"}, " --model org/name"),
@@ -42,12 +42,12 @@ def rerun_command(**changes: object) -> str:
     ],
 )
 def test_rerun_command_names_the_study_and_its_changes(
-    changes: dict[str, object], said: str
+    changes: dict[str, object], cells: str
 ) -> None:
     seeds = range(1 if changes.pop("seed", 1) == 0 else 2)
     rows = tuple(cell("h2o", seed=seed, study="known", **changes) for seed in seeds)
     [line, *_] = rerun_commands(Results(rows, {}), [Path("rows.jsonl")])
-    assert line == f"larder bench --study known{said} --out rows.jsonl"
+    assert line == f"larder bench --study known{cells} --out rows.jsonl"
 
 
 def test_non_default_options_are_named() -> None:
@@ -107,9 +107,9 @@ def test_commands_of_two_runs_cover_their_cells_only() -> None:
     lines = rerun_commands(Results(tuple(rows[::-1]), {}), [Path("rows.jsonl")])[:-2]
     names = ("task", "tokens", "seed", "matched", "policy", "budget")
     assert len(lines) == 4
-    said = [cells_of_command(line) for line in lines]
-    assert set.union(*said) == {tuple(str(row[name]) for name in names) for row in rows}
-    assert sum(map(len, said)) == len(rows)
+    cells = [cells_of_command(line) for line in lines]
+    assert set.union(*cells) == {tuple(str(row[name]) for name in names) for row in rows}
+    assert sum(map(len, cells)) == len(rows)
 
 
 def test_each_study_has_its_own_file(tmp_path: Path) -> None:

@@ -200,9 +200,9 @@ def test_generated_logits_equal_a_masked_model(recording_decoder, name) -> None:
     tending = decode_planner(a_desk(recording_decoder), policy, [cache])
     bounded = BoundChecker(tending, tending.quotas[0])
     steps = STEPS if name in LONG else STEPS // 3
-    [said] = answer(recording_decoder, [cache], bounded, steps)
-    assert len(said) == steps and len(set(said)) > 5
-    ids = some_ids(CONTEXT) + some_ids(QUESTION, seed=1) + tuple(said[:-1])
+    [answer_ids] = answer(recording_decoder, [cache], bounded, steps)
+    assert len(answer_ids) == steps and len(set(answer_ids)) > 5
+    ids = some_ids(CONTEXT) + some_ids(QUESTION, seed=1) + tuple(answer_ids[:-1])
     expected = masked(ids, recording_decoder.visible)[CONTEXT + QUESTION - 1 :]
     assert expected.std() > 0.5
     assert (torch.stack(recording_decoder.logits) - expected).abs().max() < TOLERANCE
@@ -296,7 +296,7 @@ def test_batch_of_uneven_lengths_equals_single_sequences(decoder, sentence) -> N
     together = [after_reading(decoder, policy, context) for context in contexts]
     tending = decode_planner(a_desk(decoder), policy, together)
     assert tending.starts == contexts
-    said = answer(decoder, together, tending.observer, 15)
+    answer_ids = answer(decoder, together, tending.observer, 15)
     for n, context in enumerate(contexts):
         alone = after_reading(decoder, policy, context)
         single = decode_planner(a_desk(decoder), policy, [alone])
@@ -309,7 +309,7 @@ def test_batch_of_uneven_lengths_equals_single_sequences(decoder, sentence) -> N
             StoppingCriteria(15),
             make_observer=single.observer,
         )
-        assert got == [said[n]]
+        assert got == [answer_ids[n]]
         assert_same(alone, together[n], 1e-4)
 
 
@@ -326,8 +326,8 @@ def test_prefill_policy_does_not_evict_during_decoding(decoder) -> None:
     assert decode_planner(a_desk(decoder), policy, [plain]) is None
     quotas = dict.fromkeys(range(LAYERS), M)
     tending = DecodeEviction(policy.planner, M, (quotas,), (CONTEXT,))
-    said = answer(decoder, [plain], no_observer, 20)
-    assert answer(decoder, [watched], tending.observer, 20) == said
+    answer_ids = answer(decoder, [plain], no_observer, 20)
+    assert answer(decoder, [watched], tending.observer, 20) == answer_ids
     mine, its = watched.state(), plain.state()
     kept = [name for name in its if "column." not in name]
     assert all(torch.equal(mine[name], its[name]) for name in kept)

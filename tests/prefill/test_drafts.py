@@ -36,7 +36,7 @@ def heard(
 
 def test_drafts_equal_greedy_generation(watched, reader_for, lane_for, monkeypatch) -> None:
     module, ids = tiny("qwen3", layers=3), some_ids(20)
-    expected = lookahead.draft(lambda said: own_logits(module, (*ids, *said))[-1].tolist(), 5)
+    expected = lookahead.draft(lambda drafted: own_logits(module, (*ids, *drafted))[-1].tolist(), 5)
     result = heard(watched, monkeypatch)
     planner = Policy.parse(f"whole() > {PARTS} > lookahead(tokens=5) > uniform()").planner
     Whole().read(reader_for(watched, planner, 9, 20), [lane_for(watched)], ids, no_progress)
@@ -53,7 +53,9 @@ def test_draft_can_answer_a_prompt(watched, reader_for, lane_for) -> None:
         watched, Drafts(), [lane.cache], [ScratchPrompt(request, SPAN, drafts=4)], ()
     )
     text = (*ids, *request)
-    expected = lookahead.draft(lambda said: own_logits(module, (*text, *said))[-1].tolist(), 4)
+    expected = lookahead.draft(
+        lambda drafted: own_logits(module, (*text, *drafted))[-1].tolist(), 4
+    )
     assert asked == ScratchPrompt((*request, *expected), SPAN)
     part = Lookahead(tokens=4, prompt="question")
     assert part.scratch(ids, 0, {"question": request}) == (

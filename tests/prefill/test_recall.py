@@ -185,10 +185,10 @@ def test_correction_without_misses_changes_nothing(decoder, own, monkeypatch) ->
     assert torch.allclose(logits, expected, atol=1e-3)
 
 
-@pytest.mark.parametrize("manner", ["held='every'", "held='one', depth=1", "held='ids'"])
-def test_recomputed_entries_equal_the_full_cache(decoder, own, manner) -> None:
+@pytest.mark.parametrize("variant", ["held='every'", "held='one', depth=1", "held='ids'"])
+def test_recomputed_entries_equal_the_full_cache(decoder, own, variant) -> None:
     """The smallest of budgets answers as the full cache, also from the shelf."""
-    ends = f"sinks_and_window(sinks=2) > uniform() > recompute({manner}) > lagged(tokens={LAG})"
+    ends = f"sinks_and_window(sinks=2) > uniform() > recompute({variant}) > lagged(tokens={LAG})"
     sentence = f"blockwise(tokens=8) > protect(sinks=2, recent=2) > {ends}"
     wanted, steps = Policy.parse(sentence).with_sizes(STAYING, None), 6
     cache = read(decoder, wanted).activate(0)

@@ -232,7 +232,9 @@ def test_progress_reaches_the_end(watched, reader_for, lane_for) -> None:
         steps: list[tuple[int, int]] = []
         lanes = [lane_for(watched) for _ in range(2)]
         reader = reader_for(watched, planner_of("keydiff() > uniform()"), 14, 40)
-        schedule.read(reader, lanes, some_ids(40), lambda *step, told=steps: told.append(step))
+        schedule.read(
+            reader, lanes, some_ids(40), lambda *step, reported=steps: reported.append(step)
+        )
         assert steps == sorted(set(steps))
         assert steps[-1] == (80, 80)
 

@@ -94,7 +94,7 @@ def test_generated_tokens_have_surprise(watched, reader_for, lane_for, timing) -
 
     object.__setattr__(watched, "forward_logits", overheard)
     try:
-        [said] = generate(
+        [answer] = generate(
             watched,
             [cache],
             [question],
@@ -104,7 +104,7 @@ def test_generated_tokens_have_surprise(watched, reader_for, lane_for, timing) -
         )
     finally:
         object.__delattr__(watched, "forward_logits")
-    for step, token in enumerate(said):
+    for step, token in enumerate(answer):
         expected[21 + step] = -float(logits[step][0].log_softmax(-1)[token])
     seen = set[int]()
     for head in surprise_by_head(cache):

@@ -22,14 +22,14 @@ def test_selections_equal_the_reference_and_persist() -> None:
     tier, index = Tier(LAYER, 2), Rewatch(every=3).index(LAYER)
     tier.grow((30, 22))
     index.add(tier.entries())
-    said, found = [], []
+    step_queries, found = [], []
     for _ in range(8):
-        said.append(tier.queries())
-        index.observe_step(said[-1], tier.entries())
-        found.append(index.find(said[-1], tier.entries(), 5).pages)
+        step_queries.append(tier.queries())
+        index.observe_step(step_queries[-1], tier.entries())
+        found.append(index.find(step_queries[-1], tier.entries(), 5).pages)
     for step, made in enumerate(loop.standing(3, 8)):
         assert torch.equal(found[step], found[made])
-        rows = [queries.tolist() for queries in said[max(0, made - 2) : made + 1]]
+        rows = [queries.tolist() for queries in step_queries[max(0, made - 2) : made + 1]]
         each = [of_groups(attention(row, keys_of(tier), LAYER.scaling), 2) for row in rows]
         total = [[sum(n) for n in zip(*(one[k] for one in each), strict=True)] for k in range(2)]
         assert_best(found[made], total, 5)
@@ -59,27 +59,29 @@ def test_question_starts_a_new_selection() -> None:
     tier, index = Tier(LAYER, 3), Rewatch(every=4).index(LAYER)
     tier.grow((30, 22))
     index.add(tier.entries())
-    said = [tier.queries() for _ in range(9)]  # 5 are read, 3 steps, and 1 more after a question
-    before = torch.stack(said[:5], 1)
-    for step, queries in enumerate(said[5:8]):
+    step_queries = [
+        tier.queries() for _ in range(9)
+    ]  # 5 are read, 3 steps, and 1 more after a question
+    before = torch.stack(step_queries[:5], 1)
+    for step, queries in enumerate(step_queries[5:8]):
         index.observe_step(
-            queries, tier.entries(), torch.cat([before, *_rows(said[5 : 5 + step])], 1)
+            queries, tier.entries(), torch.cat([before, *_rows(step_queries[5 : 5 + step])], 1)
         )
         found = index.find(queries, tier.entries(), 5).pages
-        assert_choice(found, tier, said[2:6])  # the first step's, with three that were read
+        assert_choice(found, tier, step_queries[2:6])  # the first step's, with three that were read
     question = [tier.queries() for _ in range(2)]
-    before = torch.cat([before, *_rows(said[5:8] + question)], 1)
-    index.observe_step(said[8], tier.entries(), before)
-    found = index.find(said[8], tier.entries(), 5).pages
-    assert_choice(found, tier, [said[7], *question, said[8]])
+    before = torch.cat([before, *_rows(step_queries[5:8] + question)], 1)
+    index.observe_step(step_queries[8], tier.entries(), before)
+    found = index.find(step_queries[8], tier.entries(), 5).pages
+    assert_choice(found, tier, [step_queries[7], *question, step_queries[8]])
 
 
-def _rows(said: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [queries[:, None] for queries in said]
+def _rows(step_queries: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [queries[:, None] for queries in step_queries]
 
 
-def assert_choice(found: torch.Tensor, tier: Tier, said: list[torch.Tensor]) -> None:
-    each = [of_groups(attention(q.tolist(), keys_of(tier), LAYER.scaling), 2) for q in said]
+def assert_choice(found: torch.Tensor, tier: Tier, step_queries: list[torch.Tensor]) -> None:
+    each = [of_groups(attention(q.tolist(), keys_of(tier), LAYER.scaling), 2) for q in step_queries]
     total = [[sum(n) for n in zip(*(one[k] for one in each), strict=True)] for k in range(2)]
     assert_best(found, total, 5)
 

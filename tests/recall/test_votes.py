@@ -54,8 +54,8 @@ def test_selection_is_reused_for_similar_queries(threshold) -> None:
         if not stands:
             break
         assert torch.equal(index.find(query, entries, 4).pages, before)
-    anew = index.exact(query, entries, 4).pages
-    assert torch.equal(index.find(query, entries, 4).pages, anew)
+    exact = index.exact(query, entries, 4).pages
+    assert torch.equal(index.find(query, entries, 4).pages, exact)
     assert torch.equal(index.find(query, entries, 5).pages, index.exact(query, entries, 5).pages)
 
 

@@ -18,7 +18,7 @@ def joined(
 
 
 def layer(place: int, own: list[list[float]], positions: list[list[int]]) -> float:
-    said = [
+    means = [
         head[held.index(place)] for head, held in zip(own, positions, strict=True) if place in held
     ]
-    return sum(said) / len(said)
+    return sum(means) / len(means)

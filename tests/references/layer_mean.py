@@ -12,10 +12,10 @@ def joined(
 
 
 def mean_at(place: int, statistics: list[list[list[float]]], positions: list[list[int]]) -> float:
-    said = [
+    means = [
         row[held.index(place)]
         for group, held in zip(statistics, positions, strict=True)
         if place in held
         for row in group
     ]
-    return sum(said) / len(said)
+    return sum(means) / len(means)

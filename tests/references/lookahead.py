@@ -33,8 +33,8 @@ def draft(following: Callable[[list[int]], list[float]], tokens: int) -> list[in
     Args:
         following: logits of the token behind the context and what was said of the draft so far.
     """
-    said: list[int] = []
+    drafted: list[int] = []
     for _ in range(tokens):
-        logits = following(said)
-        said.append(logits.index(max(logits)))
-    return said
+        logits = following(drafted)
+        drafted.append(logits.index(max(logits)))
+    return drafted

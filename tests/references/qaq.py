@@ -16,7 +16,7 @@ def grades(
     """One grade per kept entry."""
     size, itemsize = entries.keys.shape[1], entries.keys.dtype.itemsize
     room = rooms(quota, part.group, [(part.codecs[0], 1.0)], size, itemsize)
-    leaving = lowered(plan, entries, positions(entries), room, [part.group])
+    lowered_entries = lowered(plan, entries, positions(entries), room, [part.group])
     found: list[int] = []
     weights_of = iter(scored.storage_statistics.weights.tolist())
     newest = max(
@@ -28,7 +28,7 @@ def grades(
             is_new = newest - int(entries.positions[row]) < part.window - 1
             found.append(1 if is_new else wanted(part, entries, row, *arguments, length))
     held = standing(plan, entries)
-    pairs = zip(plan.kept.tolist(), leaving, strict=True)
+    pairs = zip(plan.kept.tolist(), lowered_entries, strict=True)
     return [found[e] if held[e] == 0 and leaves else held[e] for e, leaves in pairs]
 
 

@@ -66,11 +66,11 @@ def sampled(
     total, keys, labels = sum(mass.values()), dict.fromkeys(free, 0.0), dict.fromkeys(free, 0)
     judged = [s for s in free if held[s] or not drawn[s]]
     if judged and values:
-        spots = room - values
-        groups = clusters(part, entries, head, judged, held, spots)
+        num_free = room - values
+        groups = clusters(part, entries, head, judged, held, num_free)
         offsets = [uniform(source) for _ in groups]
         for label, (members, offset) in enumerate(zip(groups, offsets, strict=True), start=1):
-            most = min(part.samples, spots)
+            most = min(part.samples, num_free)
             for s, stands in key_samples(members, count, most, offset).items():
                 keys[s], labels[s] = stands, label
     out: dict[int, Entry] = {}

@@ -74,8 +74,8 @@ class FakeHub(EngineClient):
         if last == "wait":
             ticket.cancelled.wait(20)
             reason = "cancelled"
-        said = [f"{word} " for word in f"You said: {last}".split()]
-        for place, word in enumerate(said):
+        words = [f"{word} " for word in f"You said: {last}".split()]
+        for place, word in enumerate(words):
             if request.logprobs is not None:
                 listener.on_logprobs((_logprob(word, request.logprobs),))
             listener.on_text(word)
@@ -88,10 +88,10 @@ class FakeHub(EngineClient):
         name = request.session or f"session-{len(self.held)}"
         if last == "fork":
             name = f"{name} forked"
-        turns = [*request.turns, ChatMessage("assistant", "".join(said))]
+        turns = [*request.turns, ChatMessage("assistant", "".join(words))]
         known = len(self.held.get((request.tenant, name), ()))
         self.held[request.tenant, name] = turns
-        listener.on_done(_report(name, known, len(said), "length" if last == "long" else reason))
+        listener.on_done(_report(name, known, len(words), "length" if last == "long" else reason))
 
     def call(self, operation: Operation[..., Any], *args: Any, **kwargs: Any) -> Any:
         return getattr(self, operation.name)(*args, **kwargs)

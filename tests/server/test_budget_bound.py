@@ -47,8 +47,8 @@ def test_session_holds_at_most_budget_plus_one_block(
 ) -> None:
     served, turns = serving(deep, SENTENCES[name]), list[ChatMessage]()
     long = "whole()" in SENTENCES[name]  # which reads a message beyond the budget as a whole
-    said = [text for text in SAID if not long or len(text) < BUDGET // 2]
-    for text, after in zip(said, [*said[1:], ""], strict=True):
+    texts = [text for text in SAID if not long or len(text) < BUDGET // 2]
+    for text, after in zip(texts, [*texts[1:], ""], strict=True):
         turns = turns or [user(text)]
         with peaks(monkeypatch) as peak:
             client = served.ask(turns, "x", max_new_tokens=40)

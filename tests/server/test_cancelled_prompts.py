@@ -81,7 +81,7 @@ def used(served: Served) -> dict[Tier, int]:
     return {tier: served.core.ledger.used(tier) for tier in (Tier.DEVICE, Tier.HOST)}
 
 
-def begun(served: Served, name: str) -> Client:
+def started(served: Served, name: str) -> Client:
     """A client with an answer in progress."""
     client, _ = served.submit(box_question(3), name, max_new_tokens=60)
     while not client.text:
@@ -108,7 +108,7 @@ def test_cancelled_prompt_ends_before_its_next_layer(
     deep: LoadedModel, layers: LongLayers, policy: str, seconds: float | None
 ) -> None:
     text, alone = box_question(2, 24), server(deep, policy)
-    beside = begun(alone, "beside")
+    beside = started(alone, "beside")
     alone.run()
     layers.count = 0
     expected, _ = alone.submit(text, "new")
@@ -120,7 +120,7 @@ def test_cancelled_prompt_ends_before_its_next_layer(
     for at in sorted({1, LAYERS - 1, every // 2, every - 1}):
         served = server(deep, policy, seconds)
         # Without a latency, the end of a prompt shares its call with the answers beside it.
-        other = None if seconds is None else begun(served, "beside")
+        other = None if seconds is None else started(served, "beside")
         before = used(served)
         client, ticket = served.submit(text, "new")
         layers.cancel(at, ticket)
@@ -146,7 +146,7 @@ def test_session_is_unchanged_by_a_message_cancelled_between_layers(
         turns = answered(turns, served.ask(turns, "x"), "Why?")
         turns = answered(turns, served.ask(turns, "x"), "")[:-1]
         if at:
-            begun(served, "beside")
+            started(served, "beside")
             [long] = box_question(2, 24)
             client, ticket = served.submit([*turns, long], "x")
             layers.cancel(at, ticket)
@@ -215,7 +215,7 @@ def test_prompt_with_an_image_ends_between_layers(layers: LongLayers, at: int) -
     expected = one.ask(turns, "before").text
     assert layers.most > LONG_CALL_TOKENS
     served = one.served = Served(image_model(QWEN), block=BLOCK, inter_token_seconds=ALWAYS)
-    other = begun(served, "beside")
+    other = started(served, "beside")
     before = used(served)[Tier.DEVICE]
     client, ticket = served.submit(turns, "x", images=one.images.files)
     layers.cancel(at, ticket)

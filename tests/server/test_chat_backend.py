@@ -44,10 +44,12 @@ def test_every_preset_is_served_or_refused_at_the_start(deep: LoadedModel, name:
     assert len(list(served.core.sessions)) == 2
 
 
-def talked(served: Served, name: str, history: list[ChatMessage], said: list[str]) -> list[str]:
+def talked(
+    served: Served, name: str, history: list[ChatMessage], questions: list[str]
+) -> list[str]:
     """The answers."""
-    turns, texts = [*history, user(said[0])], list[str]()
-    for more in [*said[1:], ""]:
+    turns, texts = [*history, user(questions[0])], list[str]()
+    for more in [*questions[1:], ""]:
         client = served.ask(turns, name, max_new_tokens=5)
         texts.append(client.text.strip())
         turns = answered(turns, client, more)
@@ -91,10 +93,10 @@ def test_cancelled_turn_leaves_the_chat_unchanged(
 ) -> None:
     served, other = serving(small, kind), serving(small, kind)
     before = [*HISTORY[:4], user(SAID[0])]
-    said = answered(before, served.ask(before, "x"), SAID[1])
+    turns = answered(before, served.ask(before, "x"), SAID[1])
     other.ask(before, "x")
     used = served.core.ledger.used(Tier.DEVICE)
-    client, ticket = served.submit([*said[:-1], *box_question(5)], "x", max_new_tokens=40)
+    client, ticket = served.submit([*turns[:-1], *box_question(5)], "x", max_new_tokens=40)
     beside, _ = served.submit(box_question(1), "y", max_new_tokens=6)
     for _ in range(steps):
         served.step()
@@ -104,7 +106,7 @@ def test_cancelled_turn_leaves_the_chat_unchanged(
     served.run()
     assert beside.text == other.ask(box_question(1), "y", max_new_tokens=6).text
     assert served.core.reservations.bytes_of(served.core.sessions.find("a", "x").key) <= used
-    assert served.ask(said, "x").text == other.ask(said, "x").text
+    assert served.ask(turns, "x").text == other.ask(turns, "x").text
 
 
 @pytest.mark.extended
@@ -125,19 +127,19 @@ def test_message_longer_than_the_budget_is_prefilled_in_blocks(small: LoadedMode
 def test_edited_message_continues_from_the_turn_before(small: LoadedModel) -> None:
     served, alone = serving(small, "epicache"), serving(small, "epicache")
     first = [*HISTORY[:4], user(SAID[0])]
-    said = answered(first, served.ask(first, "x"), SAID[1])
+    turns = answered(first, served.ask(first, "x"), SAID[1])
     alone.ask(first, "x")
-    served.ask(said, "x")
-    edited = [*said[:-1], user("The sea is 5.")]
+    served.ask(turns, "x")
+    edited = [*turns[:-1], user("The sea is 5.")]
     client = served.ask(edited, "x")
     assert client.text == alone.ask(edited, "x").text
     # A plan has dropped some of what came before the latest turn: all of that is read again.
     assert client.result.cached_tokens == 0 < client.result.recomputed_tokens
     assert len(served.core.sessions) == 2
     roomy = serving(small, "epicache", tokens=512)
-    said = answered(first, roomy.ask(first, "x"), SAID[1])
-    roomy.ask(said, "x")
-    edited = [*said[:-1], user("The sea is 5.")]
+    turns = answered(first, roomy.ask(first, "x"), SAID[1])
+    roomy.ask(turns, "x")
+    edited = [*turns[:-1], user("The sea is 5.")]
     assert roomy.ask(edited, "x").result.cached_tokens > 0, "the latest turn is cut off a copy"
 
 

@@ -43,10 +43,10 @@ def shared_size(order: tuple[str, ...], known: list[tuple[str, ...]], sizes: dic
 
 
 def test_context_order_shares_the_longest_prefix() -> None:
-    luck, orders = Random(3), ContextOrders(ByteLedger())
+    rng, orders = Random(3), ContextOrders(ByteLedger())
     known = list[tuple[str, ...]]()
     for _ in range(60):
-        given = luck.sample("abcdefgh", luck.randrange(1, 6))
+        given = rng.sample("abcdefgh", rng.randrange(1, 6))
         sizes = {each: ord(each) - 90 for each in given}
         found = orders.shared("t", sizes)
         best = max(shared_size(order, known, sizes) for order in permutations(given))
@@ -150,9 +150,9 @@ def test_references_of_long_conversations_compare_each_text_once(
         return opening(text)
 
     monkeypatch.setattr(context_order, "_opening", counted)
-    said = tuple(user("Why?") for _ in range(60))
+    messages = tuple(user("Why?") for _ in range(60))
     own = {number: (f"Text {number}.",) for number in range(60)}
-    request = Request("a", said, message_contexts=own, context_order=SHARED)
+    request = Request("a", messages, message_contexts=own, context_order=SHARED)
     turns = with_message_contexts(request).turns
     assert turns[59].text == "Text 59.\n\nWhy?"
     assert 60 <= count <= 4 * 60
@@ -162,26 +162,30 @@ def test_references_of_long_conversations_compare_each_text_once(
 def test_contexts_of_later_messages(small: LoadedModel, order: ContextOrder) -> None:
     served, plain = Served(small), Served(small)
     texts = {name: text * 3 for name, text in TEXTS.items()}
-    said = [user("What does box a hold?")]
-    first = served.ask(said, "x", message_contexts={0: (texts["a"],)}, context_order=order)
-    said += [ChatMessage("assistant", first.text), user("And box b?")]
+    messages = [user("What does box a hold?")]
+    first = served.ask(messages, "x", message_contexts={0: (texts["a"],)}, context_order=order)
+    messages += [ChatMessage("assistant", first.text), user("And box b?")]
     own = {0: (texts["a"],), 2: (texts["b"], texts["a"], texts["b"])}
-    second = served.ask(said, "x", message_contexts=own, context_order=order)
+    second = served.ask(messages, "x", message_contexts=own, context_order=order)
     blocks = {name: f"{text.rstrip()}\n\n" for name, text in texts.items()}
     line = f'See the text above that begins with "{texts["a"][:60].strip()}".\n\n'
     later = {
         ContextOrder.GIVEN: blocks["b"] + blocks["a"] + blocks["b"],
         ContextOrder.SHARED: blocks["b"] + line,
     }
-    whole = [user(blocks["a"] + said[0].text), said[1], user(later[order] + said[2].text)]
+    whole = [
+        user(blocks["a"] + messages[0].text),
+        messages[1],
+        user(later[order] + messages[2].text),
+    ]
     plain.ask(whole[:1], "y")
     expected = plain.ask(whole, "y")
     assert second.text == expected.text
     assert second.result.prompt_tokens == expected.result.prompt_tokens
     assert second.result.cached_tokens > first.result.prompt_tokens
     assert second.result.recomputed_tokens == 0 and second.result.lossless
-    said += [ChatMessage("assistant", second.text), user("Why?")]
-    third = served.ask(said, "x", message_contexts=own, context_order=order)
+    messages += [ChatMessage("assistant", second.text), user("Why?")]
+    third = served.ask(messages, "x", message_contexts=own, context_order=order)
     assert third.result.cached_tokens > second.result.prompt_tokens
 
 
@@ -199,12 +203,12 @@ def test_contexts_of_the_first_message_are_those_of_the_request(small: LoadedMod
 
 
 def test_ids_stand_for_contexts_of_later_messages(small: LoadedModel) -> None:
-    served, said = Served(small), [user("Why?"), ChatMessage("assistant", "So."), user("Who?")]
-    whole = served.ask(said, message_contexts={2: (TEXTS["a"],)})
-    by_id = served.ask(said, message_contexts={2: (chunk_id(TEXTS["a"]),)})
+    served, messages = Served(small), [user("Why?"), ChatMessage("assistant", "So."), user("Who?")]
+    whole = served.ask(messages, message_contexts={2: (TEXTS["a"],)})
+    by_id = served.ask(messages, message_contexts={2: (chunk_id(TEXTS["a"]),)})
     assert by_id.text == whole.text and by_id.result.prompt_tokens == whole.result.prompt_tokens
     with pytest.raises(ApiError, match="not known"):
-        served.ask(said, message_contexts={2: (chunk_id("?"),)})
+        served.ask(messages, message_contexts={2: (chunk_id("?"),)})
 
 
 def test_orders_count_on_host_memory_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

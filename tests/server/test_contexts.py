@@ -283,12 +283,12 @@ def test_contexts_of_a_refused_request_are_not_stored(small: LoadedModel) -> Non
             served.submit(ASKED, contexts=(chunk_id(text),))
 
 
-@pytest.mark.parametrize("said", ["0context0", "0mark00"])
+@pytest.mark.parametrize("marker", ["0context0", "0mark00"])
 def test_contexts_are_placed_before_a_user_message_with_marker_text(
-    small: LoadedModel, said: str
+    small: LoadedModel, marker: str
 ) -> None:
     core = Served(small, "ape").core
-    turns = (ChatMessage("system", said), user(f"{said} What?"))
+    turns = (ChatMessage("system", marker), user(f"{marker} What?"))
     text = core.contexts.prompt(Request("a", turns, contexts=(ONE,)))
     before, after = map(core.engine.tokenizer.decode, (text.prefix, text.suffix))
-    assert said in before and said in after and "What?" in after
+    assert marker in before and marker in after and "What?" in after

@@ -97,15 +97,15 @@ def test_server_batches_forced_tokens(loaded: LoadedModel, policy: str, temperat
         served, result = Served(loaded, POLICIES[policy]), list[Any]()
         messages = list(ASKED)
         for constraint in (json_constraint(SCHEMA), choice_constraint(["no way", "yes"]), None):
-            said = served.ask(
+            answer = served.ask(
                 messages,
                 session="talk",
                 constraint=constraint,
                 max_new_tokens=TOKENS + 9,
                 sampling=sampling,
             )
-            messages = [*messages, assistant(said.text), user("And now?")]
-            result.append((said.text, said.result.reason, said.result.new_tokens))
+            messages = [*messages, assistant(answer.text), user("And now?")]
+            result.append((answer.text, answer.result.reason, answer.result.new_tokens))
         return result, served.core.scheduler.steps
 
     result, steps = answers()
@@ -129,11 +129,11 @@ def test_answer_stops_inside_forced_tokens(loaded: LoadedModel) -> None:
     whole = served.ask(ASKED, constraint=constraint, max_new_tokens=9)
     assert (whole.result.new_tokens, whole.result.reason) == (7, "stop")
     for stop, most, text, reason in ((("ef",), 9, "cd", "stop"), ((), 3, "cd", "length")):
-        said = served.ask(ASKED, constraint=constraint, stop=stop, max_new_tokens=most)
-        assert said.text[1:] == text and said.result.reason == reason
+        answer = served.ask(ASKED, constraint=constraint, stop=stop, max_new_tokens=most)
+        assert answer.text[1:] == text and answer.result.reason == reason
         with one_per_pass():
             single = served.ask(ASKED, constraint=constraint, stop=stop, max_new_tokens=most)
-        assert (single.text, single.result.new_tokens) == (said.text, said.result.new_tokens)
+        assert (single.text, single.result.new_tokens) == (answer.text, answer.result.new_tokens)
     scored = served.ask(ASKED, constraint=constraint, logprobs=0, max_new_tokens=9)
     assert [each.text for each in scored.logprobs] == list(scored.text)
     exact = served.ask(ASKED, constraint=constraint, max_new_tokens=7)

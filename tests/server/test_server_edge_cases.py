@@ -131,7 +131,7 @@ def test_fork_continues_under_its_reported_name(small: LoadedModel) -> None:
 class AlwaysSuperseded(SessionPersistence):
     """Persistence in which another server has always written first."""
 
-    def commit(self, session: SessionState, said: CompletedTurn) -> Future[None] | None:
+    def commit(self, session: SessionState, turn: CompletedTurn) -> Future[None] | None:
         session.durability.is_superseded = True
         raise session_superseded(session.name)
 

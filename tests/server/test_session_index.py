@@ -79,11 +79,11 @@ def test_different_text_continues_in_a_fork(small: LoadedModel, policy: str) -> 
     first = served.ask(turns, "x")
     served.ask(answered(turns, first, "Why?"), "x")
     before = served.core.sessions.find("a", "x")
-    said, read = list(before.turns), bytes(before.residency.cached_ids)
+    transcript, read = list(before.turns), bytes(before.residency.cached_ids)
     edited = answered(turns, first, "Who?")
     fork = served.ask(edited, "x")
     assert fork.result.session == "x~2"
-    assert (before.turns, bytes(before.residency.cached_ids)) == (said, read)
+    assert (before.turns, bytes(before.residency.cached_ids)) == (transcript, read)
     alone.ask(turns, "x")
     assert fork.text == alone.ask(edited, "x").text
     more = answered(edited, fork, "Sure?")

@@ -256,8 +256,10 @@ def test_empty_name_in_a_path_is_refused(client: httpx2.Client) -> None:
     answers += [client.post(f"/v1/sessions//{verb}") for verb in ("pin", "fork", "export")]
     answers += [client.post("/v1/sessions//import", content=b"x")]
     for answer in answers:
-        said = answer.json()["error"]
-        assert (answer.status_code, said["code"]) == (400, "invalid_session_id"), answer.request.url
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (400, "invalid_session_id"), (
+            answer.request.url
+        )
 
 
 def test_name_of_invalid_utf8_is_refused(client: httpx2.Client) -> None:

@@ -56,10 +56,10 @@ def test_variables_apply_to_all_turns_of_a_conversation(
     templated: LoadedModel, policy: str
 ) -> None:
     served = Served(templated, policy, tokens=64)
-    said = [mood_variable("calm"), user("One?")]
-    first = served.ask(said)
-    said = [*said, ChatMessage("assistant", first.text), user("Two?")]
-    second = served.ask(said)
+    messages = [mood_variable("calm"), user("One?")]
+    first = served.ask(messages)
+    messages = [*messages, ChatMessage("assistant", first.text), user("Two?")]
+    second = served.ask(messages)
     assert second.result.session == first.result.session
     assert prompt_of(served, second).endswith("[user]Two?\n[assistant](calm)")
     assert second.result.cached_tokens > len("[user]One?\n[assistant](calm)")
@@ -68,10 +68,10 @@ def test_variables_apply_to_all_turns_of_a_conversation(
 def test_different_variables_make_a_different_session(templated: LoadedModel) -> None:
     served = Served(templated)
     first = served.ask([mood_variable("calm"), user("One?")])
-    said = ChatMessage("assistant", first.text)
+    answer = ChatMessage("assistant", first.text)
     others = (
-        served.ask([mood_variable("wild"), user("One?"), said, user("Two?")]),
-        served.ask([user("One?"), said, user("Two?")]),
+        served.ask([mood_variable("wild"), user("One?"), answer, user("Two?")]),
+        served.ask([user("One?"), answer, user("Two?")]),
     )
     sessions = {each.result.session for each in (first, *others)}
     assert len(sessions) == 3
@@ -83,8 +83,13 @@ def test_variables_are_restored_with_a_session(templated: LoadedModel) -> None:
     first = served.ask([mood_variable("calm"), user("One?")], "x")
     data = encode_session(served.core.find("a", "x"))
     other.core.import_("a", "x", other.core.restorer.decode(data))
-    said = [mood_variable("calm"), user("One?"), ChatMessage("assistant", first.text), user("Two?")]
-    assert prompt_of(other, other.ask(said, "x")).endswith("Two?\n[assistant](calm)")
+    messages = [
+        mood_variable("calm"),
+        user("One?"),
+        ChatMessage("assistant", first.text),
+        user("Two?"),
+    ]
+    assert prompt_of(other, other.ask(messages, "x")).endswith("Two?\n[assistant](calm)")
     with pytest.raises((InputError, ModelError)):
         wrong = [ChatMessage(VARIABLES_ROLE, "["), user("One?")]
         other.ask(wrong)

@@ -99,8 +99,8 @@ def test_session_of_another_tenant_costs_as_much_as_a_missing_one(
     for name in ("x", "z"):
         with counted(monkeypatch) as counts, pytest.raises(ApiError) as refused:
             served.core.find("b", name)
-        said = str(refused.value).replace(repr(name), "")
-        result.append((refused.value.status, refused.value.code, said, sorted(counts.items())))
+        message = str(refused.value).replace(repr(name), "")
+        result.append((refused.value.status, refused.value.code, message, sorted(counts.items())))
     assert result[0] == result[1] and result[0][0] == 404
 
 
@@ -138,5 +138,5 @@ def test_answers_never_contain_secrets_of_other_tenants(small: LoadedModel, tmp_
 def test_reciting_model_repeats_only_its_own_secret(
     seed_model: LoadedModel, tmp_path: Path
 ) -> None:
-    left, said = canary(seed_model, tmp_path)
-    assert left > 0 and all(SECRETS[tenant] in said[tenant] for tenant in TENANTS)
+    left, message = canary(seed_model, tmp_path)
+    assert left > 0 and all(SECRETS[tenant] in message[tenant] for tenant in TENANTS)

@@ -28,14 +28,14 @@ def a_ref(text: str = "tokens") -> BlobRef:
     return BlobRef(digest_of(text.encode()), len(text))
 
 
-def a_record(epoch: int, **told: Any) -> Record:
+def a_record(epoch: int, **fields: Any) -> Record:
     made = {"tokens": a_ref(f"tokens {epoch}"), "num_tokens": epoch, "previous": epoch - 1}
-    return Record(TENANT, SESSION, "talk", epoch, **(made | told))
+    return Record(TENANT, SESSION, "talk", epoch, **(made | fields))
 
 
 def heads_at(folder: Path, place: FileSystem | None = None, home: str = "home") -> SessionEpochs:
     place = open_file_system(str(folder / "store")) if place is None else place
     manifest = Manifest(folder / home / "manifest.sqlite", SECRET)
     return SessionEpochs(
-        place, DeadlineExecutor("disk"), manifest, SECRET, damaged=lambda said: None
+        place, DeadlineExecutor("disk"), manifest, SECRET, damaged=lambda damage: None
     )

@@ -223,7 +223,7 @@ def test_damaged_chunk_record_is_quarantined_and_rewritten(
 ) -> None:
     lines = list[str]()
     log = logging.getLogger("larder.store")
-    monkeypatch.setattr(log, "warning", lambda form, *told: lines.append(form % told))
+    monkeypatch.setattr(log, "warning", lambda form, *arguments: lines.append(form % arguments))
     keep(chunks_at(tmp_path), [1, 2, 3])
     keep(chunks_at(tmp_path), [4, 5, 6])
     path, other = (record_of(tmp_path, ids) for ids in ([1, 2, 3], [4, 5, 6]))

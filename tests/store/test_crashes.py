@@ -74,7 +74,7 @@ def killed_at(step: int, run: Callable[[], None]) -> Callable[[], None]:
 
     def change() -> None:
         connect = sqlite3.connect
-        sqlite3.connect = lambda *args, **told: connect(*args, factory=Traced, **told)  # pyright: ignore
+        sqlite3.connect = lambda *args, **options: connect(*args, factory=Traced, **options)  # pyright: ignore
         for name in ("fsync", "replace", "link", "unlink"):
             setattr(os, name, wrapped(getattr(os, name)))
         run()

@@ -44,15 +44,15 @@ def test_hanging_call_times_out_and_releases_its_slot_at_its_end() -> None:
 
 def test_hanging_calls_are_bounded() -> None:
     guard = DeadlineExecutor("disk", CallLimits(seconds=SHORT, calls=2, max_failures=100))
-    go_on, begun, ended = threading.Event(), [], []
+    go_on, started, ended = threading.Event(), [], []
     before = threading.enumerate()
     for number in range(5):
         with pytest.raises(StoreSlow):
             guard.call(
-                lambda number=number: (begun.append(number), go_on.wait()),
+                lambda number=number: (started.append(number), go_on.wait()),
                 ended=lambda number=number: ended.append(number),
             )
-    assert begun == [0, 1] and ended == [2, 3, 4] and len(threads_since(before)) == 2
+    assert started == [0, 1] and ended == [2, 3, 4] and len(threads_since(before)) == 2
     go_on.set()
 
 

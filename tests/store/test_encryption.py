@@ -109,8 +109,8 @@ def test_encrypted_blobs_are_shared_within_a_tenant_only(tmp_path: Path) -> None
 @pytest.mark.extended
 def test_wrong_or_missing_key_is_refused(tmp_path: Path) -> None:
     filled(tmp_path / "a").close()
-    for key, said in ((OTHER, "another key"), (None, "give --key-file")):
-        with pytest.raises(StoreError, match=said):
+    for key, message in ((OTHER, "another key"), (None, "give --key-file")):
+        with pytest.raises(StoreError, match=message):
             store_at(tmp_path / "a", key=key)
     filled(tmp_path / "b", key=None).close()
     with pytest.raises(StoreError, match="begun without a key"):

@@ -39,9 +39,9 @@ def rule(name: str, **parameters: object) -> EvictionPolicy:
     return EVICTIONS.load(name)(**parameters)
 
 
-def loop_worths(part: EvictionPolicy, told: list[Candidate], now: float) -> list[float]:
+def loop_worths(part: EvictionPolicy, candidates: list[Candidate], now: float) -> list[float]:
     name = type(part).__module__.rpartition(".")[2]
-    return import_module(f"references.eviction.{name}").worths(part, told, now)
+    return import_module(f"references.eviction.{name}").worths(part, candidates, now)
 
 
 def a(name: str, **more: object) -> Candidate:
@@ -256,7 +256,7 @@ def test_pause_quantiles_hand_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters", "said"),
+    ("name", "parameters", "message"),
     [
         ("lru", {"half_life": 0.0}, "lru.half_life"),
         ("marconi", {"alpha": -1.0}, "marconi.alpha"),
@@ -264,8 +264,8 @@ def test_pause_quantiles_hand_values() -> None:
         ("continuum", {"eta": -1.0}, "continuum.eta"),
     ],
 )
-def test_parameters_out_of_range_are_refused(name: str, parameters: dict, said: str) -> None:
-    with pytest.raises(BadParameter, match=said):
+def test_parameters_out_of_range_are_refused(name: str, parameters: dict, message: str) -> None:
+    with pytest.raises(BadParameter, match=message):
         rule(name, **parameters)
 
 

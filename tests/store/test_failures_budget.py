@@ -226,8 +226,8 @@ def test_pinned_session_is_evicted_last(
     texts = {name: tuple(range(n * 1000, n * 1000 + 400)) for n, name in enumerate("abc")}
     for name, ids in texts.items():
         store.sessions.save(WHO, name, ids, snapshot(made(ids)))
-    for said in ("no", "yes"):
-        epoch = store.sessions.label(WHO, "a", {"pinned": said}, 1 + (said == "yes")).epoch
+    for reply in ("no", "yes"):
+        epoch = store.sessions.label(WHO, "a", {"pinned": reply}, 1 + (reply == "yes")).epoch
     assert store.sessions.label(WHO, "a", {"pinned": "yes"}, epoch).epoch == epoch == 3
     again = store_at(tmp_path)
     ledger, state = again.parts.ledger, sum(ref.bytes for ref in load(again, "c").record.spans)

@@ -146,11 +146,11 @@ def test_locked_manifest_opens_the_breaker(tmp_path: Path) -> None:
     save(store)
     other = sqlite3.connect(tmp_path / "home" / "manifest.sqlite", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    begun = time.monotonic()
+    started = time.monotonic()
     for _ in range(20):  # the first one waits, the others are told at once
         with pytest.raises(StoreSlow, match="locked"):
             save(store, LONGER, name="new")
-    assert time.monotonic() - begun < 20 * patience.seconds
+    assert time.monotonic() - started < 20 * patience.seconds
     other.execute("ROLLBACK")
     other.close()
     while True:

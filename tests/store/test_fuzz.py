@@ -23,38 +23,38 @@ TALKS = ("raw", "int4", "dropped")
 EXPORTED = "exported.larder"
 
 
-def cut(data: bytes, luck: Random) -> bytes:
-    return data[: luck.randrange(len(data) + 1)]
+def cut(data: bytes, rng: Random) -> bytes:
+    return data[: rng.randrange(len(data) + 1)]
 
 
-def longer(data: bytes, luck: Random) -> bytes:
-    return data + luck.randbytes(luck.randrange(1, 64))
+def longer(data: bytes, rng: Random) -> bytes:
+    return data + rng.randbytes(rng.randrange(1, 64))
 
 
-def flipped(data: bytes, luck: Random) -> bytes:
+def flipped(data: bytes, rng: Random) -> bytes:
     changed = bytearray(data)
-    for _ in range(luck.randrange(1, 4)):
-        changed[luck.randrange(len(data))] ^= 1 << luck.randrange(8)
+    for _ in range(rng.randrange(1, 4)):
+        changed[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     return bytes(changed)
 
 
-def overwritten(data: bytes, luck: Random) -> bytes:
-    start = luck.randrange(len(data))
-    stop = min(len(data), start + luck.randrange(1, 1024))
-    what = bytes(stop - start) if luck.random() < 0.5 else luck.randbytes(stop - start)
+def overwritten(data: bytes, rng: Random) -> bytes:
+    start = rng.randrange(len(data))
+    stop = min(len(data), start + rng.randrange(1, 1024))
+    what = bytes(stop - start) if rng.random() < 0.5 else rng.randbytes(stop - start)
     return data[:start] + what + data[stop:]
 
 
-def replaced(data: bytes, luck: Random) -> bytes:
-    return luck.randbytes(luck.randrange(2 * len(data) + 1))
+def replaced(data: bytes, rng: Random) -> bytes:
+    return rng.randbytes(rng.randrange(2 * len(data) + 1))
 
 
-def digits(data: bytes, luck: Random) -> bytes:
+def digits(data: bytes, rng: Random) -> bytes:
     """Numbers become others: what stands in JSON and headers stays JSON."""
     places = [place for place, byte in enumerate(data) if 48 <= byte < 58]
     changed = bytearray(data)
-    for place in luck.sample(places, min(len(places), luck.randrange(1, 6))):
-        changed[place] = luck.randrange(48, 58)
+    for place in rng.sample(places, min(len(places), rng.randrange(1, 6))):
+        changed[place] = rng.randrange(48, 58)
     return bytes(changed)
 
 
@@ -74,14 +74,14 @@ class Damage:
 
     def apply(self, folder: Path) -> None:
         every = files(folder, ".")
-        file, luck = every[int(self.place * len(every))], Random(self.seed)
+        file, rng = every[int(self.place * len(every))], Random(self.seed)
         if self.way == "gone":
             file.unlink()
         elif self.way == "another's":
-            file.write_bytes(luck.choice(every).read_bytes())
+            file.write_bytes(rng.choice(every).read_bytes())
         else:
             data = file.read_bytes()
-            file.write_bytes(CHANGES[self.way](data, luck) if data else luck.randbytes(9))
+            file.write_bytes(CHANGES[self.way](data, rng) if data else rng.randbytes(9))
 
 
 damages = st.lists(
@@ -170,11 +170,11 @@ def attempt(whole: Path, tmp_path: Path, tries: int, is_same: bool) -> None:
         suppress_health_check=list(HealthCheck),
     )
     @given(damages)
-    def damaged(told: list[Damage]) -> None:
+    def damaged(reports: list[Damage]) -> None:
         folder = tmp_path / "damaged"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(whole, folder)
-        for each in told:
+        for each in reports:
             each.apply(folder)
         try:
             run_every_operation(folder)

@@ -196,11 +196,11 @@ def test_flipped_bit_in_the_manifest_is_repaired_from_the_record(tmp_path: Path)
     heads.commit(a_record(1), expected=0)
     heads.commit(a_record(2), expected=1)
     _flip_row(heads, 2)
-    said: list[str] = []
-    heads._damaged = said.append
-    assert heads.head(OWN) == a_record(2) and said
-    said.clear()
-    assert heads.head(OWN) == a_record(2) and not said
+    messages: list[str] = []
+    heads._damaged = messages.append
+    assert heads.head(OWN) == a_record(2) and messages
+    messages.clear()
+    assert heads.head(OWN) == a_record(2) and not messages
 
 
 @pytest.mark.failure(number=1)

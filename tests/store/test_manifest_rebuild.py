@@ -90,13 +90,13 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize("told", FOREIGN.values(), ids=FOREIGN.keys())
-def test_foreign_database_is_quarantined(killed: Path, told: str) -> None:
+@pytest.mark.parametrize("script", FOREIGN.values(), ids=FOREIGN.keys())
+def test_foreign_database_is_quarantined(killed: Path, script: str) -> None:
     path = killed / "home" / "manifest.sqlite"
     for suffix in ("", "-wal", "-shm"):
         path.with_name(f"{path.name}{suffix}").unlink(missing_ok=True)
     with closing(sqlite3.connect(path)) as database:
-        database.executescript(told)
+        database.executescript(script)
     with opened(killed) as store:
         assert listed(store) == (4, 4)
     with closing(sqlite3.connect(path.with_name("manifest.sqlite.damaged-1"))) as database:

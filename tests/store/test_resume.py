@@ -64,11 +64,11 @@ def next_logits(decoder: Decoder, cache: SequenceCache, token: int) -> Tensor:
 
 
 def greedy(decoder: Decoder, cache: SequenceCache, token: int, count: int = 6) -> list[int]:
-    said = []
+    answers = []
     for _ in range(count):
         token = int(next_logits(decoder, cache, token).argmax())
-        said.append(token)
-    return said
+        answers.append(token)
+    return answers
 
 
 def store_of(folder: Path) -> Store:
@@ -96,7 +96,7 @@ def test_restored_session_generates_the_same_tokens(tmp_path: Path) -> None:
     cache = read(decoder, TEXT)
     store = store_of(tmp_path)
     store.sessions.save(WHO, TALK, TEXT, CacheSnapshot(cache.fork(), identity(decoder), POLICY))
-    said = greedy(decoder, cache, 5)
+    answers = greedy(decoder, cache, 5)
     store.close()
     again = a_decoder()
     for home in ("home", "another machine"):
@@ -105,11 +105,11 @@ def test_restored_session_generates_the_same_tokens(tmp_path: Path) -> None:
             WHO, TALK, CacheRequirements(identity(again), POLICY, again.spec)
         )
         assert loaded is not None and loaded.cache is not None
-        assert greedy(again, loaded.cache, 5) == said
+        assert greedy(again, loaded.cache, 5) == answers
         prefix = store.prefixes.match_prefix(WHO, (*TEXT, 5), identity(again), again.spec)
         assert prefix is not None and prefix.next_position == 20
         rest = decoder.forward_logits([BatchSegment(prefix, (*TEXT[20:], 5))], Mode.APPEND, [2])[0]
-        assert int(rest.argmax()) == said[0]
+        assert int(rest.argmax()) == answers[0]
 
 
 @pytest.mark.failure(number=12)

@@ -28,9 +28,9 @@ def kept(store: Store) -> Record:
 def test_session_state_is_stored_with_the_caches(tmp_path: Path) -> None:
     store = store_at(tmp_path)
     kept(store)
-    said = store.sessions.append(WHO, TALK, SessionTurn((*IDS, 40), b"more"), 2)
+    appended = store.sessions.append(WHO, TALK, SessionTurn((*IDS, 40), b"more"), 2)
     reader = store_at(tmp_path).parts.reader
-    assert reader.beside(said) == BESIDE
+    assert reader.beside(appended) == BESIDE
     other = store.sessions.append(WHO, TALK, SessionTurn((9, *IDS), b"another"), 3)
     assert other.spans == () and reader.beside(other) is None
 

@@ -126,10 +126,10 @@ def test_passages_hide_passkeys_in_texts_of_the_corpus(seed_model) -> None:
     )
     assert first.document == given.document and len(first.ids) > len(given.ids)
     assert len(answers_right(first.predicting, [True] * len(first.predicting))) == 2
-    said = adapter.decode(first.ids)
-    assert said.count("the secret words of") == 4 and said.count("What are") >= 2
+    answer = adapter.decode(first.ids)
+    assert answer.count("the secret words of") == 4 and answer.count("What are") >= 2
     others = passages[CorpusSplit.TRAIN][1]
-    assert adapter.decode(others.ids)[-30:] != said[-30:]  # other words are hidden
+    assert adapter.decode(others.ids)[-30:] != answer[-30:]  # other words are hidden
 
 
 def test_hidden_needles_keep_the_tokens_of_the_text() -> None:
@@ -145,9 +145,9 @@ def test_metrics_count_passkeys_with_half_of_the_heads(decoder) -> None:
     layers = [{"gates": torch.tensor([0.9, 0.2])}, {"gates": torch.tensor([0.1, 0.4])}]
     with torch.no_grad():
         states = differentiable_states(decoder, IDS, MixedAttention({}))
-        said = decoder.module.get_output_embeddings()(states).argmax(-1)
+        answer = decoder.module.get_output_embeddings()(states).argmax(-1)
     answered = list(IDS)
-    answered[21], answered[22] = int(said[20]), int(said[21])
+    answered[21], answered[22] = int(answer[20]), int(answer[21])
     found = SMALL.test(decoder, layers, [passage])
     assert found["mean_gate"] == pytest.approx(0.4) and 0 <= found["recall_half"] <= 1
     assert found["recall"] == 0

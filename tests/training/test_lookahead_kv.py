@@ -208,10 +208,10 @@ def test_training_prompts_have_three_kinds(seed_model) -> None:
     assert len(found) == 3 and found[0].ids == given[0].ids
     request = tuple(common_prompts(adapter)["summarize"])
     assert found[1].ids == (*given[1].ids, *request)
-    said = adapter.decode(found[2].ids)
-    assert said.count("the secret words of") == 5 and said.endswith("They are")
-    name = said.rsplit("the secret words of ", 1)[1].split("?")[0]
-    assert said.count(name) == 2
+    answer = adapter.decode(found[2].ids)
+    assert answer.count("the secret words of") == 5 and answer.endswith("They are")
+    name = answer.rsplit("the secret words of ", 1)[1].split("?")[0]
+    assert answer.count(name) == 2
 
 
 def test_weights_that_do_not_fit_are_refused(decoder, larder_home) -> None:

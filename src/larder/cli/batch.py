@@ -131,9 +131,9 @@ class ResultFile:
 
     def add(self, name: str, response: dict[str, Any] | None, error: Any) -> None:
         """Append the result of a request."""
-        told = {"id": f"batch_req_{name}", "custom_id": name, "response": response, "error": error}
+        line = {"id": f"batch_req_{name}", "custom_id": name, "response": response, "error": error}
         with self.path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(told) + "\n")
+            stream.write(json.dumps(line) + "\n")
 
     def fail(self, name: str, error: LarderError) -> None:
         """Append the error of a request."""

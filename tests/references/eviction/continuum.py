@@ -8,9 +8,9 @@ from larder.core import Variant
 from larder.store import NUM_QUANTILES, Candidate
 
 
-def worths(part: Any, told: list[Candidate], now: float) -> list[float]:
-    memory = sum(one.bytes for one in told)
-    return [worth(part, one, now, one.bytes / memory) for one in told]
+def worths(part: Any, candidates: list[Candidate], now: float) -> list[float]:
+    memory = sum(one.bytes for one in candidates)
+    return [worth(part, one, now, one.bytes / memory) for one in candidates]
 
 
 def worth(part: Any, one: Candidate, now: float, share: float) -> float:

@@ -7,9 +7,9 @@ from typing import Any
 from larder.store import Candidate
 
 
-def worths(part: Any, told: list[Candidate], now: float) -> list[float]:
+def worths(part: Any, candidates: list[Candidate], now: float) -> list[float]:
     out = []
-    for one in told:
+    for one in candidates:
         per_byte = one.seconds / one.bytes
         out.append(one.clock + sum(per_byte for _ in range(one.uses)))
     return out

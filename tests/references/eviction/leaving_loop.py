@@ -5,10 +5,14 @@ from __future__ import annotations
 from larder.store import Candidate, EvictionPolicy, SupersededOrder
 
 
-def leaving(
-    part: EvictionPolicy, told: list[Candidate], worths: list[float], now: float, wanted_bytes: int
+def victims(
+    part: EvictionPolicy,
+    candidates: list[Candidate],
+    worths: list[float],
+    now: float,
+    wanted_bytes: int,
 ) -> list[str]:
-    line = queue(part, told, worths, now)
+    line = queue(part, candidates, worths, now)
     gone: list[Candidate] = []
     while line and sum(one.bytes for one in gone) < wanted_bytes:
         needed = {one.parent for one in line}
@@ -19,24 +23,26 @@ def leaving(
 
 
 def queue(
-    part: EvictionPolicy, told: list[Candidate], worths: list[float], now: float
+    part: EvictionPolicy, candidates: list[Candidate], worths: list[float], now: float
 ) -> list[Candidate]:
     """All of them, who should go first first, whatever continues them."""
-    worth = {one.name: own for one, own in zip(told, worths, strict=True)}
+    worth = {one.name: own for one, own in zip(candidates, worths, strict=True)}
     fate = part.superseded
-    for one in told:
+    for one in candidates:
         if one.superseded and fate is SupersededOrder.INSIDE:
-            newest = [worth[o.name] for o in told if o.session == one.session and not o.superseded]
+            newest = [
+                worth[o.name] for o in candidates if o.session == one.session and not o.superseded
+            ]
             worth[one.name] = min([worth[one.name], *newest])
 
     def place(one: Candidate) -> tuple[float, ...]:
         if fate is SupersededOrder.FIRST:
             return (not one.superseded, worth[one.name], one.last_used)
-        if fate is SupersededOrder.INSIDE and any(o.superseded for o in told):
+        if fate is SupersededOrder.INSIDE and any(o.superseded for o in candidates):
             return (worth[one.name], not one.superseded, one.last_used)
         return (worth[one.name], one.last_used)
 
-    line = sorted(told, key=place)
+    line = sorted(candidates, key=place)
     places = {}
     for number, one in enumerate(line):
         late = now - one.pinned_until

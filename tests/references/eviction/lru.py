@@ -7,5 +7,5 @@ from typing import Any
 from larder.store import Candidate
 
 
-def worths(part: Any, told: list[Candidate], now: float) -> list[float]:
-    return [one.last_used for one in told]
+def worths(part: Any, candidates: list[Candidate], now: float) -> list[float]:
+    return [one.last_used for one in candidates]

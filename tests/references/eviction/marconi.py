@@ -7,10 +7,10 @@ from typing import Any
 from larder.store import Candidate
 
 
-def worths(part: Any, told: list[Candidate], now: float) -> list[float]:
-    idle = [now - one.last_used if now - one.last_used > 1.0 else 1.0 for one in told]
+def worths(part: Any, candidates: list[Candidate], now: float) -> list[float]:
+    idle = [now - one.last_used if now - one.last_used > 1.0 else 1.0 for one in candidates]
     recent = scaled([1.0 / seconds for seconds in idle])
-    saved = scaled([one.seconds / one.bytes for one in told])
+    saved = scaled([one.seconds / one.bytes for one in candidates])
     return [r + part.alpha * s for r, s in zip(recent, saved, strict=True)]
 
 

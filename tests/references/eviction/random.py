@@ -11,10 +11,10 @@ ALL = 1 << 64
 GOLDEN = 0x9E3779B97F4A7C15
 
 
-def worths(part: Any, told: list[Candidate], now: float) -> list[float]:
+def worths(part: Any, candidates: list[Candidate], now: float) -> list[float]:
     (bits,) = struct.unpack("<Q", struct.pack("<d", now))
     start = mixed((bits + part.seed * GOLDEN) % ALL)
-    codes = CandidateColumns.of(told).codes.tolist()
+    codes = CandidateColumns.of(candidates).codes.tolist()
     return [(mixed((code * GOLDEN + start) % ALL) >> 11) / 2**53 for code in codes]
 
 

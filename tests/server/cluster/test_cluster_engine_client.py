@@ -95,10 +95,10 @@ def impatient_front(small: LoadedModel, tmp_path: Path) -> Iterator[Front]:
 
 def single_server_answer(loaded: LoadedModel, turns: list[ChatMessage]) -> str:
     """Last answer of one server that read the same conversation from its beginning."""
-    served, said = Served(loaded), ""
+    served, text = Served(loaded), ""
     for number in range(1, len(turns) + 1, 2):
-        said = served.ask(turns[:number], "x", max_new_tokens=6).text
-    return said
+        text = served.ask(turns[:number], "x", max_new_tokens=6).text
+    return text
 
 
 @pytest.mark.extended

@@ -160,14 +160,16 @@ def test_conversations_survive_the_loss_of_a_machine(
             for talk in talks:
                 talk.ask()
         assert all(talk.cached[1] > 0 for talk in talks)  # each went where it had been
-        said = [client.responses.create(model=MODEL, input="Hello.", conversation=result.id)]
+        responses = [client.responses.create(model=MODEL, input="Hello.", conversation=result.id)]
         _all_at_once(talks, machines)
         for _ in range(2):
             for talk in talks:
                 talk.ask()
-        said += [
+        responses += [
             client.responses.create(model=MODEL, input="Still there?", conversation=result.id),
-            client.responses.create(model=MODEL, input="And now?", previous_response_id=said[0].id),
+            client.responses.create(
+                model=MODEL, input="And now?", previous_response_id=responses[0].id
+            ),
         ]
         assert len(client.conversations.items.list(result.id).data) == 4
     for talk in talks:
@@ -176,7 +178,7 @@ def test_conversations_survive_the_loss_of_a_machine(
     assert [talk.messages for talk in talks] == [
         _single_server_messages(talk, seed_model) for talk in talks
     ]
-    assert all(each.usage.input_tokens > said[0].usage.input_tokens for each in said[1:])
+    assert all(each.usage.input_tokens > responses[0].usage.input_tokens for each in responses[1:])
 
 
 def _all_at_once(talks: list[ClientConversation], machines: Machines) -> None:

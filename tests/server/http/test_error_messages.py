@@ -38,7 +38,7 @@ def test_empty_body_has_its_own_message(
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "told"),
+    ("path", "body", "message_part"),
     [
         (CHAT, {"stop": ["x"] * 17}, "stop: List should have at most 16 items"),
         (TEXT, {"prompt": ["x"] * 129}, "prompt: List should have at most 128 items"),
@@ -61,13 +61,13 @@ def test_empty_body_has_its_own_message(
     ],
 )
 def test_invalid_field_message_names_field_and_rule(
-    http: httpx2.Client, served: Running, path: str, body: dict[str, Any], told: str
+    http: httpx2.Client, served: Running, path: str, body: dict[str, Any], message_part: str
 ) -> None:
     whole = {"model": NAME, "max_tokens": 4, "messages": HELLO, "prompt": "x"}
     if path != TEXT:
         del whole["prompt"]
-    said = message(http.post(path, json=whole | body), 400)
-    assert told in said and "Value error" not in said
+    error = message(http.post(path, json=whole | body), 400)
+    assert message_part in error and "Value error" not in error
     assert not served.hub.asked
 
 
@@ -92,9 +92,9 @@ def test_unenforceable_schema_error_says_how_to_fix_it(
     pytest.importorskip("llguidance", reason="the extra structured is not installed")
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     body = {"model": NAME, "messages": HELLO, "response_format": wanted}
-    said = message(http.post(CHAT, json=body), 400)
-    assert "leave that part out, or correct it" in said
-    assert ("With strict: false it is left out." in said) is is_left_out
+    error = message(http.post(CHAT, json=body), 400)
+    assert "leave that part out, or correct it" in error
+    assert ("With strict: false it is left out." in error) is is_left_out
 
 
 def test_404_names_the_api_description_and_405_the_allowed_method(
@@ -108,5 +108,5 @@ def test_404_names_the_api_description_and_405_the_allowed_method(
 
 def test_missing_key_error_names_both_headers(served: Running) -> None:
     with httpx2.Client(base_url=served.url) as stranger:
-        said = message(stranger.get("/v1/models"), 401)
-    assert "Authorization: Bearer KEY" in said and "x-api-key: KEY" in said
+        error = message(stranger.get("/v1/models"), 401)
+    assert "Authorization: Bearer KEY" in error and "x-api-key: KEY" in error

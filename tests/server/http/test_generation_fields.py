@@ -120,13 +120,13 @@ def test_completion_logprobs_have_tokens_and_offsets(anne: OpenAI, served: Runni
 def test_unknown_fields_are_in_the_warnings(
     http: httpx2.Client, served: Running, path: str
 ) -> None:
-    said = {
+    bodies = {
         "chat/completions": ASKED,
         "completions": {"model": NAME, "prompt": "a"},
         "responses": {"model": NAME, "input": "a"},
     }
     prediction = {"type": "content", "content": "a"}  # makes answers of others sooner, not other
-    body = said[path] | {"frob": [{}], "temperat\u00fcre": 1, "prediction": prediction}
+    body = bodies[path] | {"frob": [{}], "temperat\u00fcre": 1, "prediction": prediction}
     whole = http.post(f"/v1/{path}", json=body).json()
     assert "warnings" in whole, whole
     result = whole["warnings"]

@@ -212,9 +212,9 @@ def test_import_with_missing_size_excess_size_or_damage_is_refused() -> None:
 def test_session_file_with_more_tokens_than_the_limit_is_refused(count: int) -> None:
     ids = ",".join(["1"] * count)
     drawn = '{"temperature":0,"top_k":0,"top_p":1,"seed":0}'
-    said = f'{{"turns":[],"prompt":[{ids}],"text":"","answer":[],"unread":0,"sampling":{drawn},'
-    said += '"max_new_tokens":1,"stop":[],"reason":"stop"}'
-    text = f'{{"format":"larder session","version":1,"root":"a","opening":[],"said":[{said}]}}'
+    turn = f'{{"turns":[],"prompt":[{ids}],"text":"","answer":[],"unread":0,"sampling":{drawn},'
+    turn += '"max_new_tokens":1,"stop":[],"reason":"stop"}'
+    text = f'{{"format":"larder session","version":1,"root":"a","opening":[],"said":[{turn}]}}'
     limit = session_file.SessionFileLimit(MIB, 1000)
     if count <= limit.tokens:
         assert (

@@ -73,22 +73,22 @@ def model_answer(engine: Engine, text: str, *images: Image.Image) -> list[int]:
 
 
 def test_image_chat_matches_the_processor_and_model(client: OpenAI, engine: Engine) -> None:
-    said = asked(client, user("5 ", RED, " 7 8"))
+    answer = asked(client, user("5 ", RED, " 7 8"))
     text = "User: 5 <image> 7 8\nAssistant:"
     if engine.tokenizer.tokenizer.chat_template:
         text = "user : 5  <image>  7 8 9 11 "
     expected = model_answer(engine, text, RED)
-    assert said.choices[0].message.content == engine.tokenizer.decode(expected)
+    assert answer.choices[0].message.content == engine.tokenizer.decode(expected)
     again = asked(client, user("5 ", RED, " 7 8"), stream=True)
     assert "".join(c.choices[0].delta.content or "" for c in again if c.choices) == (
-        said.choices[0].message.content
+        answer.choices[0].message.content
     )
     past = [
         user("5 ", RED, " 7 8"),
-        {"role": "assistant", "content": said.choices[0].message.content},
+        {"role": "assistant", "content": answer.choices[0].message.content},
     ]
     second = asked(client, *past, user("6 ", BLUE, " 7"))
-    assert second.usage.prompt_tokens_details.cached_tokens >= said.usage.prompt_tokens
+    assert second.usage.prompt_tokens_details.cached_tokens >= answer.usage.prompt_tokens
 
 
 def test_responses_accept_image_items(client: OpenAI) -> None:
@@ -98,15 +98,15 @@ def test_responses_accept_image_items(client: OpenAI) -> None:
         {"type": "input_text", "text": " 7 8"},
     ]
     given: Any = {"model": NAME, "temperature": 0}
-    said = client.responses.create(input=[{"role": "user", "content": content}], **given)
+    answer = client.responses.create(input=[{"role": "user", "content": content}], **given)
     expected = asked(client, user("5 ", RED, " 7 8")).choices[0].message.content
-    assert said.output_text == expected
-    [item] = client.responses.input_items.list(said.id).data
+    assert answer.output_text == expected
+    [item] = client.responses.input_items.list(answer.id).data
     shape = [(p.type, getattr(p, "text", None)) for p in item.content]  # pyright: ignore
     assert shape == [("input_text", "5 "), ("input_image", None), ("input_text", " 7 8")]
-    second = client.responses.create(input="6", previous_response_id=said.id, **given)
-    assert second.usage is not None and said.usage is not None
-    assert second.usage.input_tokens_details.cached_tokens >= said.usage.input_tokens
+    second = client.responses.create(input="6", previous_response_id=answer.id, **given)
+    assert second.usage is not None and answer.usage is not None
+    assert second.usage.input_tokens_details.cached_tokens >= answer.usage.input_tokens
 
 
 @pytest.mark.parametrize(

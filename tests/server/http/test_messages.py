@@ -47,10 +47,14 @@ def test_system_prompt_and_content_blocks_become_turns(
     http: httpx2.Client, served: Running
 ) -> None:
     blocks = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    said = [*HELLO, {"role": "assistant", "content": blocks}, {"role": "user", "content": blocks}]
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": blocks},
+        {"role": "user", "content": blocks},
+    ]
     marked = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
     for system in ("Be brief.", marked):
-        assert sent(http, system=system, messages=said).status_code == 200
+        assert sent(http, system=system, messages=messages).status_code == 200
         assert served.hub.asked[-1].turns == (
             ChatMessage("system", "Be brief."),
             ChatMessage("user", "hello there"),
@@ -60,8 +64,8 @@ def test_system_prompt_and_content_blocks_become_turns(
 
 
 def test_unusual_roles_of_claude_code_are_accepted(http: httpx2.Client, served: Running) -> None:
-    said = [{"role": role, "content": f"{role}."} for role in ("ctx", "msg", "system", "user")]
-    assert sent(http, messages=said).status_code == 200
+    messages = [{"role": role, "content": f"{role}."} for role in ("ctx", "msg", "system", "user")]
+    assert sent(http, messages=messages).status_code == 200
     result = [(turn.role, turn.text) for turn in served.hub.asked[-1].turns]
     assert result == [("user", "ctx."), ("user", "msg."), ("system", "system."), ("user", "user.")]
     assert sent(http, messages=[{"role": "tool", "content": "x"}]).status_code == 400

@@ -79,11 +79,11 @@ def test_request_fields_reach_the_engine(anne: OpenAI, served: Running) -> None:
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed) == (0.5, 5, 0.9, 3)
     assert (asked.tenant, asked.session, asked.max_new_tokens) == ("anne", "key", 7)
     assert (asked.stop, asked.exact, asked.steps) == (("END",), True, {"critic": 4})
-    said = {"model": NAME, "messages": [{"role": "user", "content": "hello"}]}
-    anne.chat.completions.create(**said, extra_body={"kv_steps": 3})
+    request = {"model": NAME, "messages": [{"role": "user", "content": "hello"}]}
+    anne.chat.completions.create(**request, extra_body={"kv_steps": 3})
     assert served.hub.asked[-1].steps == {"": 3}
     with pytest.raises(openai.BadRequestError, match="kv_steps"):
-        anne.chat.completions.create(**said, extra_body={"kv_steps": -1})
+        anne.chat.completions.create(**request, extra_body={"kv_steps": -1})
 
 
 def test_priority_below_zero_is_for_operators(anne: OpenAI, bob: OpenAI, served: Running) -> None:
@@ -132,7 +132,7 @@ def test_models_are_listed(anne: OpenAI, served: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "kind", "code"),
+    ("prompt", "kind", "code"),
     [
         ("refuse kv_budget_exceeded 400", openai.BadRequestError, "kv_budget_exceeded"),
         ("refuse context_length_exceeded 400", openai.BadRequestError, "context_length_exceeded"),
@@ -142,10 +142,10 @@ def test_models_are_listed(anne: OpenAI, served: Running) -> None:
     ],
 )
 def test_refusals_raise_the_matching_client_error(
-    anne: OpenAI, served: Running, said: str, kind: type[openai.APIStatusError], code: str
+    anne: OpenAI, served: Running, prompt: str, kind: type[openai.APIStatusError], code: str
 ) -> None:
     with pytest.raises(kind) as raised:
-        anne.chat.completions.create(model=NAME, messages=user(said))
+        anne.chat.completions.create(model=NAME, messages=user(prompt))
     assert raised.value.code == code
     assert "secret" not in str(raised.value)
 
@@ -162,11 +162,15 @@ def test_client_retries_only_transient_errors(server: Running, served: Running) 
     from server.http.conftest import ANNE
 
     with OpenAI(api_key=ANNE, base_url=f"{server.url}/v1", max_retries=1) as client:
-        for said, times in (("refuse store_full 503", 1), ("refuse budget 400", 1), ("break", 2)):
+        for prompt, times in (
+            ("refuse store_full 503", 1),
+            ("refuse budget 400", 1),
+            ("break", 2),
+        ):
             served.hub.asked.clear()
             with pytest.raises(openai.APIStatusError):
-                client.chat.completions.create(model=NAME, messages=user(said))
-            assert len(served.hub.asked) == times, said
+                client.chat.completions.create(model=NAME, messages=user(prompt))
+            assert len(served.hub.asked) == times, prompt
 
 
 @pytest.mark.parametrize(

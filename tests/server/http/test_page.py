@@ -64,8 +64,8 @@ def test_scripts_never_insert_html() -> None:
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
 def test_browser_shows_kept_entries_of_a_session(tmp_path: Path) -> None:
     with running(LoopbackAuth()) as served, browser(tmp_path) as page:
-        said = [ChatMessage("user", "How long?"), ChatMessage("assistant", "<b>Two</b> days.")]
-        served.hub.held[LOCAL, "about bread"] = said
+        messages = [ChatMessage("user", "How long?"), ChatMessage("assistant", "<b>Two</b> days.")]
+        served.hub.held[LOCAL, "about bread"] = messages
         page.open(f"{served.url}/#about%20bread")
         page.until("state.kept")
         text = page.run("document.body.innerText")

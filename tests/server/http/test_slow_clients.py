@@ -33,12 +33,12 @@ def is_open(connection: socket.socket) -> bool:
 
 
 @contextmanager
-def slow_requests(url: str, count: int, said: str) -> Iterator[list[socket.socket]]:
+def slow_requests(url: str, count: int, sent: str) -> Iterator[list[socket.socket]]:
     """Connections whose requests never end."""
     with ExitStack() as all_of_them:
         made = [all_of_them.enter_context(connected(url)) for _ in range(count)]
         for each in made:
-            each.sendall(said.encode())
+            each.sendall(sent.encode())
         yield made
 
 
@@ -65,7 +65,7 @@ def test_request_with_a_thousand_headers_is_refused(served: Running) -> None:
 @pytest.mark.failure(number=31)
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    "said",
+    "sent",
     [
         "",
         "GET /health HTTP/1.1\r\nX-A: ",
@@ -73,18 +73,18 @@ def test_request_with_a_thousand_headers_is_refused(served: Running) -> None:
     ],
     ids=["nothing", "head", "body"],
 )
-def test_many_slow_requests_are_closed(said: str) -> None:
+def test_many_slow_requests_are_closed(sent: str) -> None:
     settings = HttpSettings(request_seconds=0.3)
     with (
         running(ApiKeyAuth(KEYS), settings) as served,
-        slow_requests(served.url, 150, said) as slow,
+        slow_requests(served.url, 150, sent) as slow,
     ):
         assert httpx2.get(f"{served.url}/health", timeout=20).status_code == 200
 
         def none_is_open() -> bool:
             for each in slow:
                 try:
-                    each.send(b"a" if said else b"")  # a byte now and then buys no time
+                    each.send(b"a" if sent else b"")  # a byte now and then buys no time
                 except OSError:
                     pass
             return not any(map(is_open, slow))
@@ -104,9 +104,9 @@ def test_steady_body_and_long_answer_are_not_timed_out() -> None:
         time.sleep(0.3)  # longer than it has for nothing, not for 2,000 bytes at that rate
         steady.sendall(body[2000:])
         assert steady.recv(64).startswith(b"HTTP/1.1 200 OK")
-        said = {"model": NAME, "stream": True, "messages": [{"role": "user", "content": "wait"}]}
+        request = {"model": NAME, "stream": True, "messages": [{"role": "user", "content": "wait"}]}
         path, keyed = f"{served.url}/v1/chat/completions", {"authorization": f"Bearer {BOB}"}
-        with httpx2.stream("POST", path, json=said, headers=keyed, timeout=20) as reply:
+        with httpx2.stream("POST", path, json=request, headers=keyed, timeout=20) as reply:
             lines = reply.iter_lines()
             assert sum(next(lines) == ": ping" for _ in range(10)) >= 4
 

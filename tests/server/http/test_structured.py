@@ -50,9 +50,9 @@ def asked(**more: Any) -> dict[str, Any]:
 
 
 def test_pydantic_model_is_parsed(client: OpenAI) -> None:
-    said = client.chat.completions.parse(**asked(response_format=Pet))
-    assert isinstance(said.choices[0].message.parsed, Pet)
-    assert said.choices[0].finish_reason == "stop"
+    completion = client.chat.completions.parse(**asked(response_format=Pet))
+    assert isinstance(completion.choices[0].message.parsed, Pet)
+    assert completion.choices[0].finish_reason == "stop"
     with client.chat.completions.stream(**asked(response_format=Pet, seed=3)) as stream:
         assert isinstance(stream.get_final_completion().choices[0].message.parsed, Pet)
 
@@ -64,12 +64,12 @@ def test_lenient_server_warns_about_ignored_keywords() -> None:
     schema = {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 2, "uniqueItems": True}
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     with listening(app) as url, OpenAI(api_key="-", base_url=f"{url}/v1") as found:
-        said: Any = found.chat.completions.create(
+        completion: Any = found.chat.completions.create(
             **asked(response_format=wanted), extra_body={"min_tokens": 3}
         )
-        assert isinstance(json.loads(said.choices[0].message.content), list)
-        assert any("uniqueItems" in each for each in said.warnings)
-        assert "min_tokens is not supported and was ignored." in said.warnings
+        assert isinstance(json.loads(completion.choices[0].message.content), list)
+        assert any("uniqueItems" in each for each in completion.warnings)
+        assert "min_tokens is not supported and was ignored." in completion.warnings
         form: Any = {"format": {"type": "json_schema", "name": "a", "schema": schema}}
         more: Any = found.responses.create(model="characters", input="a", text=form)
         assert any("uniqueItems" in each for each in more.warnings)
@@ -131,14 +131,14 @@ def test_non_strict_schema_warns_about_ignored_keywords(client: OpenAI) -> None:
     schema = {"type": "array", "uniqueItems": True, "maxItems": 2, "items": {"type": "boolean"}}
     described = {"name": "x", "schema": schema, "strict": False}
     body = {"response_format": {"type": "json_schema", "json_schema": described}}
-    said = client.chat.completions.create(**asked(), extra_body=body)
-    assert isinstance(json.loads(said.choices[0].message.content or ""), list)
-    assert "uniqueItems" in (said.model_extra or {})["warnings"][0]
+    completion = client.chat.completions.create(**asked(), extra_body=body)
+    assert isinstance(json.loads(completion.choices[0].message.content or ""), list)
+    assert "uniqueItems" in (completion.model_extra or {})["warnings"][0]
 
 
 def test_truncated_json_is_not_repaired(client: OpenAI) -> None:
-    said = client.chat.completions.create(
+    completion = client.chat.completions.create(
         **asked(response_format={"type": "json_object"}, max_tokens=2, logprobs=True)
     )
-    assert said.choices[0].finish_reason == "length"
-    assert len(said.choices[0].message.content or "") == 2
+    assert completion.choices[0].finish_reason == "length"
+    assert len(completion.choices[0].message.content or "") == 2

@@ -343,7 +343,7 @@ def test_messages_tool_choice_limits_calls(client: OpenAI, write: Write) -> None
         assert in_messages(client, [user("One")], tool_choice=choice).status_code == 400
     deep: Any = {"a": [[{"b": None}]]}
     write("Done.")
-    said = [
+    messages = [
         user("Deep"),
         {
             "role": "assistant",
@@ -357,8 +357,8 @@ def test_messages_tool_choice_limits_calls(client: OpenAI, write: Write) -> None
             ],
         },
     ]
-    assert in_messages(client, said).json()["content"][0]["text"] == "Done."
-    between = [*said[:2], {"role": "system", "content": "Be brief."}, said[2]]
+    assert in_messages(client, messages).json()["content"][0]["text"] == "Done."
+    between = [*messages[:2], {"role": "system", "content": "Be brief."}, messages[2]]
     refused = in_messages(client, between)
     assert refused.status_code == 400
     assert "between a tool_use and its tool_result" in refused.json()["error"]["message"]

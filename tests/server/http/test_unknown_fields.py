@@ -136,9 +136,9 @@ def test_echoed_answers_and_nulls_are_not_reported(http: httpx2.Client, served: 
     first = http.post("/v1/responses", json=of_responses()).json()
     assert not warned_paths(http, "responses", of_responses(input=[*first["output"], asked]))
     whole = http.post("/v1/messages", json=of_messages()).json()
-    said = {"role": "assistant", "content": whole["content"]}
+    message = {"role": "assistant", "content": whole["content"]}
     cached = user(TEXT | {"cache_control": {"type": "ephemeral"}})
-    assert not warned_paths(http, "messages", of_messages(messages=[asked, said, cached]))
+    assert not warned_paths(http, "messages", of_messages(messages=[asked, message, cached]))
 
 
 def test_reported_unknown_fields_are_bounded(http: httpx2.Client, served: Running) -> None:

@@ -68,25 +68,29 @@ class ClientConversation:
     """A conversation as its client knows it: a turn counts once its answer has come whole."""
 
     number: int
-    begun: int = 0
+    conversations: int = 0
     heard: int = 0
     turns: list[dict[str, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        return f"talk {self.number}-{self.begun}"
+        return f"talk {self.number}-{self.conversations}"
 
     @property
     def asked(self) -> list[dict[str, str]]:
-        said = len(self.turns) // 2
-        text = box_question(self.number + self.begun, 1)[0].text if not said else f"And {said}?"
+        answers = len(self.turns) // 2
+        text = (
+            box_question(self.number + self.conversations, 1)[0].text
+            if not answers
+            else f"And {answers}?"
+        )
         return [*self.turns, {"role": "user", "content": text}]
 
     def go_on(self, url: str) -> None:
         """Ask until the server is gone; the same again, where no answer has come."""
         if len(self.turns) >= 2 * MOST_TURNS:
-            self.begun, self.turns = self.begun + 1, []
+            self.conversations, self.turns = self.conversations + 1, []
         with httpx2.Client(base_url=url, timeout=60) as client:
             while len(self.turns) < 2 * MOST_TURNS:
                 body = {"model": "characters", "messages": self.asked, "temperature": 0}
@@ -114,15 +118,15 @@ class UndisturbedServer:
 
     served: Served
     name: str
-    said: list[str] = field(default_factory=list)
+    answers: list[str] = field(default_factory=list)
 
     def expected(self, turns: list[dict[str, str]]) -> list[str]:
         """Its answers to the same questions, of which it was asked the first before."""
-        for turn in turns[2 * len(self.said) :: 2]:
-            follows, asked = self.name if self.said else None, [user(turn["content"])]
+        for turn in turns[2 * len(self.answers) :: 2]:
+            follows, asked = self.name if self.answers else None, [user(turn["content"])]
             result = self.served.ask(asked, self.name, follows=follows, max_new_tokens=NEW_TOKENS)
-            self.said.append(result.text.strip())
-        return self.said
+            self.answers.append(result.text.strip())
+        return self.answers
 
 
 def received(port: Connection) -> int:
@@ -193,5 +197,5 @@ def test_killed_server_keeps_all_acknowledged_turns(
     assert checked and all(not each.problems for each in checked)
     store.close()
     with capsys.disabled():
-        turns = sum(len(each.said) for each in known.values())
+        turns = sum(len(each.answers) for each in known.values())
         print(f"\n{KILLS} kills, {len(known)} conversations, {turns} answers told and kept")

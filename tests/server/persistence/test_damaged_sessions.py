@@ -108,8 +108,8 @@ def test_session_with_a_flipped_bit_continues(
     assert again.ask(more, "x").text == never.ask(more, "x").text
     again.close()
     healed = Stored(small, tmp_path, **policy)  # pyright: ignore
-    said = healed.core.find("a", "x").turns
-    assert sum(len(each.messages) + 1 for each in said) == len(more) + 1
+    transcript = healed.core.find("a", "x").turns
+    assert sum(len(each.messages) + 1 for each in transcript) == len(more) + 1
     assert healed.ask(answered(more, last, "Then?"), "x").report is not None
     assert healed.disk.stats().rejected == {}
 

@@ -112,8 +112,8 @@ def check(
     assert len(heard) == CHATS
     for name, text, durable in heard:
         if durable:
-            [said] = later.core.find("a", name).turns
-            assert text is not None and said.text == text.strip()
+            [turn] = later.core.find("a", name).turns
+            assert text is not None and turn.text == text.strip()
         elif text is None:
             with pytest.raises(ApiError, match="no session"):
                 later.core.find("a", name)

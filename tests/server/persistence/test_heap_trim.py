@@ -72,8 +72,8 @@ def arenas(**variables: str) -> tuple[str, int]:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library has no such thing")
 def test_malloc_arenas_default_to_two_unless_set_in_the_environment() -> None:
     assert arenas() == ("True", 2)
-    said, count = arenas(MALLOC_ARENA_MAX="6")
-    assert said == "False" and count > 2
+    printed, count = arenas(MALLOC_ARENA_MAX="6")
+    assert printed == "False" and count > 2
 
 
 SHAPES = """
@@ -96,17 +96,17 @@ def compiled(**variables: str) -> tuple[str, int]:
         text=True,
         check=True,
     )
-    [said] = {"True", "False"}.intersection(done.stdout.splitlines())
-    return said, done.stdout.count("cache_miss")
+    [printed] = {"True", "False"}.intersection(done.stdout.splitlines())
+    return printed, done.stdout.count("cache_miss")
 
 
 @pytest.mark.extended
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN")
 def test_primitive_cache_is_limited_unless_set_in_the_environment() -> None:
-    said, with_limit = compiled()
-    assert said == "True"
-    said, without = compiled(ONEDNN_PRIMITIVE_CACHE_CAPACITY="1024")
-    assert said == "False" and (with_limit, without) == (101, 100)
+    printed, with_limit = compiled()
+    assert printed == "True"
+    printed, without = compiled(ONEDNN_PRIMITIVE_CACHE_CAPACITY="1024")
+    assert printed == "False" and (with_limit, without) == (101, 100)
 
 
 def test_trim_without_malloc_trim_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -253,8 +253,8 @@ def test_idle_stored_sessions_in_memory_are_bounded(small: LoadedModel, tmp_path
     stored = Stored(small, tmp_path, device=3 * size, host=4 * size)
     turns = {f"n{number}": box_question(number, 1) for number in range(24)}
     held = []
-    for name, said in turns.items():
-        turns[name] = answered(said, stored.ask(said, name), "Why?")
+    for name, messages in turns.items():
+        turns[name] = answered(messages, stored.ask(messages, name), "Why?")
         held.append(len(stored.core.sessions))
     assert max(held) <= 12  # those that come later take no more
     assert len(stored.persistence.list_sessions("a")) == 24

@@ -37,10 +37,12 @@ def unstored(loaded: LoadedModel, kind: str, tokens: int = TOKENS) -> Served:
     return Served(loaded, **asked(kind, tokens))  # pyright: ignore
 
 
-def talk(served: Stored | Served, name: str = "x", said: list[str] = SAID) -> list[ChatMessage]:
+def talk(
+    served: Stored | Served, name: str = "x", questions: list[str] = SAID
+) -> list[ChatMessage]:
     """Messages of a conversation, the last of them unanswered."""
-    turns = [*HISTORY, user(said[0])]
-    for more in said[1:]:
+    turns = [*HISTORY, user(questions[0])]
+    for more in questions[1:]:
         turns = answered(turns, served.ask(turns, name, max_new_tokens=5), more)
     return turns
 
@@ -86,7 +88,7 @@ def test_restarted_server_continues_from_restored_caches(
 def test_caches_of_every_preset_are_restored(deep: LoadedModel, tmp_path: Path, name: str) -> None:
     tokens = 192 if name in WIDE else TOKENS
     first, never = (stored(deep, tmp_path, name, tokens=tokens), unstored(deep, name, tokens))
-    turns, other = (talk(each, said=SAID[:2]) for each in (first, never))
+    turns, other = (talk(each, questions=SAID[:2]) for each in (first, never))
     assert turns == other
     first.close()
     again = stored(deep, tmp_path, name, tokens=tokens)
@@ -156,7 +158,7 @@ def test_turns_after_the_stored_caches_are_prefilled_again(
     small: LoadedModel, tmp_path: Path, tier: str
 ) -> None:
     killed, never = stored(small, tmp_path, "epicache"), unstored(small, "epicache")
-    turns = talk(killed, said=SAID[:3])
+    turns = talk(killed, questions=SAID[:3])
     killed.core.tiers.save(killed.core.find("a", "x"))
     killed.run()
     turns = answered(turns, killed.ask(turns, "x", max_new_tokens=5), SAID[3])
@@ -199,10 +201,10 @@ def test_many_chats_alternate_in_little_memory(small: LoadedModel, tmp_path: Pat
     alone = unstored(small, "epicache")
     turns = {f"n{number}": [*HISTORY, user(SAID[number % 2])] for number in range(6)}
     for text in ("Why?", "Sure?"):
-        for name, said in turns.items():
-            last, other = own.ask(said, name), alone.ask(said, name)
+        for name, messages in turns.items():
+            last, other = own.ask(messages, name), alone.ask(messages, name)
             assert last.text == other.text
-            turns[name] = answered(said, last, text)
+            turns[name] = answered(messages, last, text)
     tiers = own.core.tiers
     assert tiers.parked["disk"] and tiers.restored["disk"] and not own.disk.stats().rejected
     assert not tiers.dropped
@@ -263,8 +265,8 @@ def test_released_chat_is_prefetched_again(small: LoadedModel, tmp_path: Path) -
 def test_request_during_a_cache_write_is_answered(small: LoadedModel, tmp_path: Path) -> None:
     """The write stores the caches as they were before the request."""
     own, never = stored(small, tmp_path, "epicache"), unstored(small, "epicache")
-    turns = talk(own, said=SAID[:3])
-    assert talk(never, said=SAID[:3]) == turns
+    turns = talk(own, questions=SAID[:3])
+    assert talk(never, questions=SAID[:3]) == turns
     session = own.core.find("a", "x")
     assert own.core.tiers.offload(session)
     assert session.residency.is_saving and session.residency.tier == "host"

@@ -60,9 +60,9 @@ def test_request_joins_a_prefetch_in_progress(small: LoadedModel, tmp_path: Path
     stored = Stored(small, tmp_path, eviction="kvflow")
     turns, loads, load = box_question(1), list[str](), stored.disk.load
 
-    def counted(*told: object) -> object:
+    def counted(*arguments: object) -> object:
         loads.append("load")
-        return load(*told)  # pyright: ignore
+        return load(*arguments)  # pyright: ignore
 
     stored.disk.load = counted  # pyright: ignore
     turns = answered(turns, stored.ask(turns, "x"), "Why?")

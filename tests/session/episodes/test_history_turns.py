@@ -21,9 +21,14 @@ def test_turn_across_a_segment_boundary_has_both_segments() -> None:
 
 
 def test_history_turns_have_no_speaker_names() -> None:
-    said = [Utterance("Ann", "Hello.", "May"), Utterance("Bo", 'A "hi".', "May", "and shared it")]
+    utterances = [
+        Utterance("Ann", "Hello.", "May"),
+        Utterance("Bo", 'A "hi".', "May", "and shared it"),
+    ]
     talk = Conversation(
-        "talk", messages([DialogueSession("May", (*said, said[0]))]), form=PromptLayout.TRANSCRIPT
+        "talk",
+        messages([DialogueSession("May", (*utterances, utterances[0]))]),
+        form=PromptLayout.TRANSCRIPT,
     )
     found = history_turns(talk, cut_segments(talk))
     assert [one.text for one in found] == ['Hello.\nA "hi".', "Hello."]

@@ -40,9 +40,9 @@ def talk(*contents: str) -> Conversation:
     return Conversation("talk", tuple(Message("user", content) for content in contents))
 
 
-def arranged(history: Conversation, *said: str, **options: object) -> NearestEpisodeRouter:
+def arranged(history: Conversation, *texts: str, **options: object) -> NearestEpisodeRouter:
     part = Episodes(**{"count": 2, "segment": 1, **options})  # pyright: ignore
-    router = part.build_router(history, topics, words, said)
+    router = part.build_router(history, topics, words, texts)
     assert isinstance(router, NearestEpisodeRouter)
     return router
 
@@ -157,12 +157,12 @@ def test_too_few_segments_stay_one_episode() -> None:
 
 def test_segments_keep_their_order_through_new_episodes_and_refreshes() -> None:
     router = arranged(DOGS_AND_CARS)
-    said = ["a dog barks", "the star shines", "a car stops"]
-    for text, number in zip(said, (0, 0, 1), strict=True):
+    texts = ["a dog barks", "the star shines", "a car stops"]
+    for text, number in zip(texts, (0, 0, 1), strict=True):
         router = router.assign_turn(text, number).router
     router = router.refresh(0).router
     assert isinstance(router, NearestEpisodeRouter)
-    assert router._rows()[0] == (*_texts(DOGS_AND_CARS), *said)
+    assert router._rows()[0] == (*_texts(DOGS_AND_CARS), *texts)
 
 
 def test_turns_are_clustered_with_the_history() -> None:

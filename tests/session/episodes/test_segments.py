@@ -31,11 +31,11 @@ LONG_PROSE = st.builds(lambda text, times: text * times, PROSE, st.integers(1, 3
 
 @st.composite
 def messages(draw: st.DrawFn) -> Message:
-    said = draw(LONG_PROSE)
+    dialogue = draw(LONG_PROSE)
     header, caption = draw(st.sampled_from([("", ""), ("DATE: May\n", ""), ("", " [a photo]")]))
     role = draw(st.sampled_from(["system", "user", "assistant"]))
     speaker = draw(st.sampled_from(["", "Ann"]))
-    return Message(role, header + said + caption, speaker, utterance=said)
+    return Message(role, header + dialogue + caption, speaker, utterance=dialogue)
 
 
 # Conversations are made inside the tests: the type checker draws random items of their tuples.
@@ -43,8 +43,8 @@ MESSAGES = st.lists(messages(), max_size=8)
 FORMS = st.sampled_from(PromptLayout)
 
 
-def talk(said: list[Message], form: PromptLayout = PromptLayout.CHAT) -> Conversation:
-    return Conversation("talk", tuple(said), form=form)
+def talk(dialogue: list[Message], form: PromptLayout = PromptLayout.CHAT) -> Conversation:
+    return Conversation("talk", tuple(dialogue), form=form)
 
 
 def vowels(text: str) -> int:
@@ -53,8 +53,8 @@ def vowels(text: str) -> int:
 
 
 def transcript(*texts: str) -> Conversation:
-    said = tuple(Message("user", text, speaker="Ann") for text in texts)
-    return Conversation("talk", said, form=PromptLayout.TRANSCRIPT)
+    dialogue = tuple(Message("user", text, speaker="Ann") for text in texts)
+    return Conversation("talk", dialogue, form=PromptLayout.TRANSCRIPT)
 
 
 def weight(segment: Segment, conversation: Conversation, unit: SegmentUnit) -> int:
@@ -72,9 +72,9 @@ class TestEverything:
     @settings(max_examples=40)
     @given(MESSAGES, FORMS, st.sampled_from(SegmentUnit), st.integers(1, 9))
     def test_every_character_is_in_exactly_one_segment(
-        self, said: list[Message], form: PromptLayout, unit: SegmentUnit, size: int
+        self, dialogue: list[Message], form: PromptLayout, unit: SegmentUnit, size: int
     ) -> None:
-        conversation = talk(said, form)
+        conversation = talk(dialogue, form)
         segments = cut_segments(conversation, unit, size, vowels)
         pieces = [piece for segment in segments for piece in segment.pieces]
         for index, message in enumerate(conversation.messages):
@@ -86,9 +86,9 @@ class TestEverything:
     @settings(max_examples=40)
     @given(MESSAGES, FORMS, st.sampled_from(SegmentUnit), st.integers(1, 9))
     def test_order_is_kept(
-        self, said: list[Message], form: PromptLayout, unit: SegmentUnit, size: int
+        self, dialogue: list[Message], form: PromptLayout, unit: SegmentUnit, size: int
     ) -> None:
-        segments = cut_segments(talk(said, form), unit, size, vowels)
+        segments = cut_segments(talk(dialogue, form), unit, size, vowels)
         pieces = [piece for segment in segments for piece in segment.pieces]
         assert pieces == sorted(pieces, key=lambda piece: (piece.message, piece.start))
         assert [segment.index for segment in segments] == list(range(len(segments)))
@@ -98,27 +98,29 @@ class TestEverything:
     @settings(max_examples=40)
     @given(MESSAGES, st.sampled_from([SegmentUnit.WORDS, SegmentUnit.TOKENS]), st.integers(1, 9))
     def test_segment_size_is_exceeded_by_single_words_only(
-        self, said: list[Message], unit: SegmentUnit, size: int
+        self, dialogue: list[Message], unit: SegmentUnit, size: int
     ) -> None:
-        conversation = talk([Message(each.role, each.utterance) for each in said])
+        conversation = talk([Message(each.role, each.utterance) for each in dialogue])
         for segment in cut_segments(conversation, unit, size, vowels):
             words = len(segment.text.split())
             assert weight(segment, conversation, unit) <= size or words == 1 or not segment.text
 
     @settings(max_examples=40)
     @given(MESSAGES)
-    def test_segments_of_a_text_are_not_all_empty(self, said: list[Message]) -> None:
-        assume(any(each.content.strip() for each in said if each.role != "system"))
-        assert "".join(segment.text for segment in cut_segments(talk(said))).strip()
+    def test_segments_of_a_text_are_not_all_empty(self, dialogue: list[Message]) -> None:
+        assume(any(each.content.strip() for each in dialogue if each.role != "system"))
+        assert "".join(segment.text for segment in cut_segments(talk(dialogue))).strip()
 
 
 class TestUtterances:
     @settings(max_examples=40)
     @given(MESSAGES, st.integers(1, 6))
-    def test_message_segments_equal_their_reference(self, said: list[Message], size: int) -> None:
-        expected = slow_utterances(tuple(said), size)
+    def test_message_segments_equal_their_reference(
+        self, dialogue: list[Message], size: int
+    ) -> None:
+        expected = slow_utterances(tuple(dialogue), size)
         assume(expected)
-        segments = cut_segments(talk(said, PromptLayout.TRANSCRIPT), size=size)
+        segments = cut_segments(talk(dialogue, PromptLayout.TRANSCRIPT), size=size)
         assert [segment.text for segment in segments] == expected
 
     def test_default_segments_have_four_messages(self) -> None:
@@ -128,8 +130,8 @@ class TestUtterances:
 
     def test_session_header_joins_the_next_segment_without_text(self) -> None:
         roles = ["system", "user", "assistant", "system", "user", "system"]
-        said = tuple(Message(role, f"{role} {i}") for i, role in enumerate(roles))
-        segments = cut_segments(Conversation("talk", said), size=2)
+        dialogue = tuple(Message(role, f"{role} {i}") for i, role in enumerate(roles))
+        segments = cut_segments(Conversation("talk", dialogue), size=2)
         assert [segment.messages for segment in segments] == [range(3), range(3, 6)]
         assert [segment.text for segment in segments] == ["user 1\nassistant 2", "user 4"]
 
@@ -153,13 +155,13 @@ class TestUtterances:
 
     def test_long_chat_messages_are_split_into_sentences(self) -> None:
         long = "This sentence goes on for a while. " * 16
-        said = (Message("user", "Tell me."), Message("assistant", long))
+        dialogue = (Message("user", "Tell me."), Message("assistant", long))
         assert len(long) > LONG_CHARACTERS
-        chat = cut_segments(Conversation("talk", said))
+        chat = cut_segments(Conversation("talk", dialogue))
         assert len(chat) == 5  # 1 + 16 units
         assert chat[0].pieces == (MessageSpan(0, 0, 8), MessageSpan(1, 0, 105))
         assert chat[1].messages == range(1, 2)
-        assert len(cut_segments(Conversation("talk", said, form=PromptLayout.TRANSCRIPT))) == 1
+        assert len(cut_segments(Conversation("talk", dialogue, form=PromptLayout.TRANSCRIPT))) == 1
 
     def test_documents_are_split_into_sentences(self) -> None:
         text = "One sentence here.\n\nAnother paragraph. And more of it."
@@ -185,15 +187,15 @@ class TestWordsAndTokens:
     @settings(max_examples=40)
     @given(MESSAGES, st.sampled_from([SegmentUnit.WORDS, SegmentUnit.TOKENS]), st.integers(1, 9))
     def test_word_segments_equal_their_reference(
-        self, said: list[Message], unit: SegmentUnit, size: int
+        self, dialogue: list[Message], unit: SegmentUnit, size: int
     ) -> None:
         expected = slow_words(
-            tuple(said), size, vowels if unit is SegmentUnit.TOKENS else lambda word: 1
+            tuple(dialogue), size, vowels if unit is SegmentUnit.TOKENS else lambda word: 1
         )
         assume(expected)
         # An utterance of white space alone is no word, so it must weigh nothing here either.
         segments = cut_segments(
-            talk(said), unit, size, lambda word: vowels(word) if word.strip() else 0
+            talk(dialogue), unit, size, lambda word: vowels(word) if word.strip() else 0
         )
         assert [segment.text.split() for segment in segments] == [
             [word for _, word in group] for group in expected

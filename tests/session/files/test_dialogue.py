@@ -154,5 +154,5 @@ class TestBadTranscripts:
         talk = {"speaker_a": "Ann", "speaker_b": "Bo"}
         assert "no session holds an utterance" in complaint(write(tmp_path, {"conversation": talk}))
         talk = {**talk, "session_1": [{"speaker": "Ann", "text": "x"}]}
-        said = complaint(write(tmp_path, {"conversation": talk}))
-        assert "'conversation' has no 'session_1_date_time'" in said
+        message = complaint(write(tmp_path, {"conversation": talk}))
+        assert "'conversation' has no 'session_1_date_time'" in message

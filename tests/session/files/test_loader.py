@@ -49,9 +49,9 @@ class TestChats:
         ]
 
     def test_dates_are_prepended_where_they_change(self, tmp_path: Path) -> None:
-        said = [("user", "Mon"), ("assistant", "Mon"), ("assistant", "Tue"), ("user", "Tue")]
-        said += [("user", "Tue")]
-        entries = [{"role": role, "content": "x", "date": date} for role, date in said]
+        turns = [("user", "Mon"), ("assistant", "Mon"), ("assistant", "Tue"), ("user", "Tue")]
+        turns += [("user", "Tue")]
+        entries = [{"role": role, "content": "x", "date": date} for role, date in turns]
         messages = read_conversation(write(tmp_path, entries)).messages
         assert [m.content for m in messages] == ["[Mon]\nx", "x", "x", "[Tue]\nx", "x"]
         assert [m.date for m in messages] == ["Mon", "Mon", "Tue", "Tue", "Tue"]
@@ -122,7 +122,7 @@ class TestBadInput:
         assert "is a folder: name a file" in complaint(tmp_path)
 
     @pytest.mark.parametrize(
-        ("content", "name", "said"),
+        ("content", "name", "message"),
         [
             (b"", "talk.json", "is empty"),
             (b"", "talk.md", "is empty"),
@@ -138,17 +138,17 @@ class TestBadInput:
         ],
     )
     def test_undecodable_files_are_refused(
-        self, tmp_path: Path, content: bytes, name: str, said: str
+        self, tmp_path: Path, content: bytes, name: str, message: str
     ) -> None:
-        assert said in complaint(write(tmp_path, content, name))
+        assert message in complaint(write(tmp_path, content, name))
 
     @pytest.mark.parametrize("content", [{}, {"text": "x"}, "3", '"text"', "null"])
     def test_unknown_json_shape_lists_the_known_ones(self, tmp_path: Path, content: object) -> None:
-        said = complaint(write(tmp_path, content))
-        assert all(word in said for word in ('{"messages"', "list of", "LoCoMo", "RealTalk"))
+        message = complaint(write(tmp_path, content))
+        assert all(word in message for word in ('{"messages"', "list of", "LoCoMo", "RealTalk"))
 
     @pytest.mark.parametrize(
-        ("entry", "said"),
+        ("entry", "message"),
         [
             ({"role": "robot", "content": "x"}, "unknown role 'robot'.* system, user, assistant"),
             ({"content": "x"}, "message 2 has no 'role'"),
@@ -164,14 +164,16 @@ class TestBadInput:
             ({"conversation": {}}, "a whole LoCoMo sample"),
         ],
     )
-    def test_invalid_messages_are_refused(self, tmp_path: Path, entry: object, said: str) -> None:
+    def test_invalid_messages_are_refused(
+        self, tmp_path: Path, entry: object, message: str
+    ) -> None:
         entries = [{"role": "user", "content": "fine"}, entry]
         for content in (entries, {"messages": entries}):
-            with pytest.raises(InputError, match=said):
+            with pytest.raises(InputError, match=message):
                 read_conversation(write(tmp_path, content))
 
     @pytest.mark.parametrize(
-        ("content", "said"),
+        ("content", "message"),
         [
             ({"messages": [], "qa": []}, "list of messages is empty"),
             ([], "list of messages is empty"),
@@ -179,11 +181,11 @@ class TestBadInput:
             ({"messages": [{"role": "user", "content": "x"}], "qa": {}}, "'qa' must be a list"),
         ],
     )
-    def test_invalid_lists_are_refused(self, tmp_path: Path, content: object, said: str) -> None:
-        assert said in complaint(write(tmp_path, content))
+    def test_invalid_lists_are_refused(self, tmp_path: Path, content: object, message: str) -> None:
+        assert message in complaint(write(tmp_path, content))
 
     @pytest.mark.parametrize(
-        ("entry", "said"),
+        ("entry", "message"),
         [
             ({"answer": "x"}, "qa 1 has no 'question'"),
             ({"question": ["x"], "answer": "x"}, "qa 1: 'question' must be a text"),
@@ -191,6 +193,8 @@ class TestBadInput:
             ({"question": "x", "answer": True}, "must be a text or a number, got true"),
         ],
     )
-    def test_invalid_questions_are_refused(self, tmp_path: Path, entry: object, said: str) -> None:
+    def test_invalid_questions_are_refused(
+        self, tmp_path: Path, entry: object, message: str
+    ) -> None:
         content = {"messages": [{"role": "user", "content": "x"}], "qa": [entry]}
-        assert said in complaint(write(tmp_path, content))
+        assert message in complaint(write(tmp_path, content))

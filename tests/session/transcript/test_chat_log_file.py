@@ -83,8 +83,8 @@ def test_log_file_is_encrypted_under_a_key() -> None:
     assert b"What?" not in path.read_bytes() and b"seed" not in path.read_bytes()
     again = ChatLogFile("mine", encryption_for(b"k" * 32, "chats")).load()
     assert again is not None and again.log == LOG
-    for key, said in ((b"o" * 32, "with this key"), (None, "give --key-file")):
-        with pytest.raises(InputError, match=said):
+    for key, message in ((b"o" * 32, "with this key"), (None, "give --key-file")):
+        with pytest.raises(InputError, match=message):
             ChatLogFile("mine", encryption_for(key, "chats")).load()
 
 

@@ -183,5 +183,7 @@ def test_template_errors_are_explained() -> None:
 
 def test_long_document_is_rendered() -> None:
     text = "word " * 2_000_000
-    said = ChatTemplate(tokenizer(CHATML)).render([TemplateMessage("user", text)], PromptEnd.ANSWER)
-    assert len(said) > len(text)
+    rendered = ChatTemplate(tokenizer(CHATML)).render(
+        [TemplateMessage("user", text)], PromptEnd.ANSWER
+    )
+    assert len(rendered) > len(text)

@@ -203,10 +203,10 @@ class DuoAttentionGates(PassageMethod):
         head, hits = LMHead(decoder.module), list[bool]()
         for passage in passages:
             states = self._states(decoder, passage, gates).detach().to(decoder.spec.dtype)
-            said = head.logits(states).argmax(-1).tolist()
+            predicted = head.logits(states).argmax(-1).tolist()
             right = [
                 token == passage.ids[place + 1]
-                for token, place in zip(said, passage.predicting, strict=True)
+                for token, place in zip(predicted, passage.predicting, strict=True)
             ]
             hits += answers_right(passage.predicting, right)
         return sum(hits) / max(len(hits), 1)
