@@ -51,8 +51,8 @@ class FutureReads:
 
     def after(self, object_id: int, now: float) -> float:
         """Time of the next read; infinite if there is none."""
-        place = bisect_right(self.times[object_id], now)
-        return self.times[object_id][place] if place < len(self.times[object_id]) else np.inf
+        index = bisect_right(self.times[object_id], now)
+        return self.times[object_id][index] if index < len(self.times[object_id]) else np.inf
 
 
 class Belady(EvictionPolicy):

@@ -22,7 +22,7 @@ from interop.fake_presses import (
     left_by,
 )
 from larder.core import ScoreError, UsageError
-from larder.interop import LarderCache, entry_digests, found_places
+from larder.interop import LarderCache, entry_digests, found_indices
 from larder.session import Policy
 from model_runs import some_ids
 from tiny_models import tiny
@@ -172,11 +172,11 @@ def test_press_that_fails_leaves_the_cache_empty(
 def test_duplicate_entries_are_matched_in_order() -> None:
     keys = torch.tensor([[[1.0], [2.0], [1.0], [3.0], [1.0]]])
     digests = entry_digests(keys, keys)
-    places, is_found = found_places(digests, digests[:, [3, 2, 0]])
+    places, is_found = found_indices(digests, digests[:, [3, 2, 0]])
     assert places.tolist() == [[3, 0, 2]]
     assert is_found.all()
     other = entry_digests(keys[:, :1], keys[:, 1:2])
-    assert not found_places(digests, other)[1].any()
+    assert not found_indices(digests, other)[1].any()
 
 
 def guide_rows() -> dict[str, str]:

@@ -160,14 +160,14 @@ class ChunkProfile:
         """
         if tuple(now) == self.before:
             return 1.0
-        masses = [sum(row[place] for row in self.inter) for place in range(len(self.before))]
+        masses = [sum(row[index] for row in self.inter) for index in range(len(self.before))]
         if sum(masses) <= 0:
             return 0.0
-        again = [place for place, ids in enumerate(self.before) if ids in now]
-        places = [list(now).index(self.before[place]) for place in again]
-        pairs = [(one, other) for at, one in enumerate(places) for other in places[at + 1 :]]
+        again = [index for index, ids in enumerate(self.before) if ids in now]
+        indices = [list(now).index(self.before[index]) for index in again]
+        pairs = [(one, other) for at, one in enumerate(indices) for other in indices[at + 1 :]]
         swapped = sum(one > other for one, other in pairs) / max(len(pairs), 1)
-        return sum(masses[place] for place in again) / sum(masses) * (1 - swapped)
+        return sum(masses[index] for index in again) / sum(masses) * (1 - swapped)
 
     def share(self, now: Sequence[tuple[int, ...]], alpha: float) -> float:
         """Share of the chunk's tokens to compute again behind the chunks `now`, in [0, 1]."""

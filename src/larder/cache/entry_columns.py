@@ -93,10 +93,10 @@ class EntryColumns:
         )
         held = cls(ledger, kv_heads, state["positions"].device)
         held.values = held.values.new_zeros(len(columns), rows)
-        for place, name in enumerate(columns):
-            held.values[place] = state[name]
-        for place, name in enumerate(scalars):
-            held._scalars[place] = state[name]
+        for index, name in enumerate(columns):
+            held.values[index] = state[name]
+        for index, name in enumerate(scalars):
+            held._scalars[index] = state[name]
         return held
 
     def tensors(self) -> tuple[Tensor, ...]:

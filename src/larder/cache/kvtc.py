@@ -64,8 +64,8 @@ class KvtcTables(TrainedTables):
     def tensors(self) -> dict[str, Tensor]:
         """Tensors of the file, by name."""
         found = {
-            f"radians.{place}": radians.float().clone()
-            for place, radians in enumerate(self.radians)
+            f"radians.{index}": radians.float().clone()
+            for index, radians in enumerate(self.radians)
         }
         for name, side in zip(SIDES, self.sides, strict=True):
             found |= {f"{name}.mean": side.mean, f"{name}.basis": side.basis.to(STORED_DTYPE)}

@@ -224,10 +224,10 @@ class PageLease:
         return self._rows(self.lengths * 0, self.lengths)
 
     def _rows(self, firsts: IntArray, counts: IntArray) -> IntArray:
-        """Pool rows of places [firsts, firsts + counts) of each head."""
+        """Pool rows of entries [firsts, firsts + counts) of each head."""
         heads, size = np.repeat(np.arange(len(counts)), counts), self.pool.page_tokens
-        places = np.arange(len(heads)) + np.repeat(firsts - counts.cumsum() + counts, counts)
-        return self.table[heads, places // size].astype(np.int64) * size + places % size
+        indices = np.arange(len(heads)) + np.repeat(firsts - counts.cumsum() + counts, counts)
+        return self.table[heads, indices // size].astype(np.int64) * size + indices % size
 
     def count(self, entries: int | Int64[np.ndarray, " K"]) -> None:
         """Count entries that were appended to each head within its pages."""
@@ -312,9 +312,9 @@ class PageLease:
         starts = self.lengths.cumsum() - self.lengths
         columns = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
         rows = np.repeat(np.arange(heads) * widest, counts) + columns
-        places = kept.to(device) - copy_to_device(np.repeat(starts, counts), device)
+        indices = kept.to(device) - copy_to_device(np.repeat(starts, counts), device)
         padded = torch.zeros(heads * widest, dtype=torch.int32, device=device)
-        padded.index_copy_(0, copy_to_device(rows, device), places.int())
+        padded.index_copy_(0, copy_to_device(rows, device), indices.int())
         table = copy_to_device(self.table, device)
         layout = table, table, padded.view(heads, widest)
         limits = copy_to_device(counts.astype(np.int32), device)

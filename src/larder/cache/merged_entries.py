@@ -32,9 +32,9 @@ class MergedEntries:
     keys: Float[Tensor, "N D"]
     values: Float[Tensor, "N Dv"]
 
-    def among(self, places: Int64[Tensor, " M"]) -> MergedEntries:
-        """Merges whose targets are in `places`, which ascend."""
-        chosen = is_in_sorted(self.targets, places.to(self.targets.device))
+    def among(self, indices: Int64[Tensor, " M"]) -> MergedEntries:
+        """Merges whose targets are in `indices`, which ascend."""
+        chosen = is_in_sorted(self.targets, indices.to(self.targets.device))
         return MergedEntries(self.targets[chosen], self.keys[chosen], self.values[chosen])
 
 
@@ -66,11 +66,11 @@ def merge_entries(plan: Plan, entries: Entries) -> MergedEntries:
 def merge_by_place(
     plan: Plan, order: Int64[Tensor, " T"], numbers: EntryReader, device: torch.device
 ) -> MergedEntries:
-    """Merged entries of a layer with several storages, by place (see `TierOrder`, `PairedOrder`).
+    """Merged entries of a layer with several storages, by index (see `TierOrder`, `PairedOrder`).
 
     Args:
-        order: the place of each packed entry, in host memory; `targets` are places as well.
-        numbers: reads keys and values at some places, each place once.
+        order: the index of each packed entry, in host memory; `targets` are indices as well.
+        numbers: reads keys and values at some indices, each index once.
 
     Raises:
         CacheError: a source is no entry, or a target is not kept.

@@ -55,9 +55,9 @@ class ModelPositions:
     def extended(self, start: int, position_ids: Int64[Tensor, "A Q"]) -> ModelPositions:
         """Positions with those of consecutive tokens from true position `start` on."""
         position_ids = position_ids.long()
-        places = torch.arange(start, start + position_ids.shape[1], device=position_ids.device)
+        positions = torch.arange(start, start + position_ids.shape[1], device=position_ids.device)
         axes = self if not self.are_true else ModelPositions(position_ids[:, :0])
-        if torch.equal(axes.at(places, start), position_ids):
+        if torch.equal(axes.at(positions, start), position_ids):
             return self
         before = torch.arange(start, device=position_ids.device)
         return ModelPositions(torch.cat([axes.at(before, start), position_ids], 1))

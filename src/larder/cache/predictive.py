@@ -143,13 +143,13 @@ class PredictiveTables(TrainedTables):
     def tensors(self) -> dict[str, Tensor]:
         """Tensors of the file, by name."""
         found = dict[str, Tensor]()
-        for place, (pair, radians) in enumerate(zip(self.layers, self.radians, strict=True)):
-            found[f"{place}.radians"] = radians.float().clone()  # may be shared by layers
+        for index, (pair, radians) in enumerate(zip(self.layers, self.radians, strict=True)):
+            found[f"{index}.radians"] = radians.float().clone()  # may be shared by layers
             for side, tables in zip(SIDES, pair, strict=True):
                 for part in PARTS:
                     number = getattr(tables, part)
                     number = number if part == "deviation" else number.to(STORED_DTYPE)
-                    found[f"{place}.{side}.{part}"] = number.contiguous()
+                    found[f"{index}.{side}.{part}"] = number.contiguous()
         return found
 
     @classmethod
@@ -157,12 +157,12 @@ class PredictiveTables(TrainedTables):
         count = sum(name.endswith(".radians") for name in tensors)
         pairs = [
             [
-                SidePrediction(*(tensors[f"{place}.{side}.{part}"].float() for part in PARTS))
+                SidePrediction(*(tensors[f"{index}.{side}.{part}"].float() for part in PARTS))
                 for side in SIDES
             ]
-            for place in range(count)
+            for index in range(count)
         ]
-        radians = tuple(tensors[f"{place}.radians"] for place in range(count))
+        radians = tuple(tensors[f"{index}.radians"] for index in range(count))
         return cls(tuple((keys, values) for keys, values in pairs), radians)
 
 
@@ -188,16 +188,16 @@ def encode(
     """Codes of each layer in order.
 
     Args:
-        layer: numbers of a layer, by its place.
+        layer: numbers of a layer, by its index.
         dtype: of decoded layers, float32 or bfloat16.
 
     Raises:
         CacheError: a number is not finite, or too large for the step.
     """
     below: tuple[Numbers, ...] = ()
-    for place, pair in enumerate(tables.layers):
+    for index, pair in enumerate(tables.layers):
         coded, decoded = list[EntropyCodedSide](), list[Numbers]()
-        for side, numbers in zip(pair, layer(place), strict=True):
+        for side, numbers in zip(pair, layer(index), strict=True):
             symbols, own = _symbols(side, numbers, (*decoded, *below), step, dtype)
             coded.append(_packed(symbols, side, step))
             decoded.append(own)
@@ -221,9 +221,9 @@ def decode(
         ValueError: blocks and tokens do not match.
     """
     below: tuple[Numbers, ...] = ()
-    for place, pair in enumerate(tables.layers):
+    for index, pair in enumerate(tables.layers):
         decoded = list[Numbers]()
-        for side, coded_side in zip(pair, coded(place), strict=True):
+        for side, coded_side in zip(pair, coded(index), strict=True):
             components = _unpacked(coded_side, side, count, step)
             decoded.append(side.restored((*decoded, *below), components, dtype))
         below = decoded[0], decoded[1]
@@ -236,7 +236,7 @@ def fitting_step(tables: PredictiveTables, layer: Callable[[int], Layer], bits: 
     Bytes fall as the step grows, so the secant method within the bounds of a bisection finds it.
     """
     rows = _sample(len(layer(0)[0]))
-    some = [tuple(side[rows] for side in layer(place)) for place in range(len(tables.layers))]
+    some = [tuple(side[rows] for side in layer(index)) for index in range(len(tables.layers))]
     low, high = math.log2(FINEST), math.log2(COARSEST)
     tried, slope, last = math.log2(FIRST_STEP), -FIRST_SLOPE, (math.nan, math.nan)
     for turn in range(TRIES):

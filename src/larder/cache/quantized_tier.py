@@ -97,8 +97,8 @@ class QuantizedTier:
         values = QuantizedRows.adopt(codec.values(head_dim), with_prefix("values.", state))
         positions = state["positions"]
         columns = torch.zeros(len(ledger.columns), len(positions), device=positions.device)
-        for place, name in enumerate(ledger.columns):
-            columns[place] = state[f"column.{name}"]
+        for index, name in enumerate(ledger.columns):
+            columns[index] = state[f"column.{name}"]
         return QuantizedTier(codec, QuantizedKV(keys, values, state["lengths"]), positions, columns)
 
 

@@ -145,8 +145,8 @@ def plan_writes(
     targets = empty_tensor(torch.int64, 0)
     rows = packed_rows(starts, lengths) if plan.columns else targets
     if len(sums.targets):
-        places = sorted_places(sums.targets.cpu(), plan.kept.cpu())
-        targets = storage_rows(places, starts, lengths)
+        indices = sorted_places(sums.targets.cpu(), plan.kept.cpu())
+        targets = storage_rows(indices, starts, lengths)
     return PlanWrites(
         targets.to(like.device),
         sums.keys.to(like.dtype),

@@ -286,10 +286,10 @@ def _print_figures(run: QuestionRun) -> None:
     )
     for one in run.outcomes:
         if one.answer is not None:
-            place = "" if one.answer.episode is None else f" from episode {one.answer.episode + 1}"
+            origin = "" if one.answer.episode is None else f" from episode {one.answer.episode + 1}"
             lines.print(
                 f"{one.answer.new_tokens} tokens in "
-                f"{format_seconds(one.answer.decode_seconds)}{place}"
+                f"{format_seconds(one.answer.decode_seconds)}{origin}"
             )
 
 

@@ -250,10 +250,10 @@ def _open_store(options: StoreOptions) -> Iterator[Store]:
 def _check_exists(store: Store, is_needed: bool) -> None:
     """Raises: InputError: there is nothing at the store's address, and `is_needed`; otherwise that
     is reported on stderr."""
-    place = store.parts.file_system
-    if next(place.list_files(""), None) is not None:
+    file_system = store.parts.file_system
+    if next(file_system.list_files(""), None) is not None:
         return
-    message = f"There is no store at {place.url}: name another by --store, or LARDER_HOME."
+    message = f"There is no store at {file_system.url}: name another by --store, or LARDER_HOME."
     if is_needed:
         raise InputError(message)
     print(f"larder: {message}", file=sys.stderr)

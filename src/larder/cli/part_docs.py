@@ -227,9 +227,9 @@ class Citation:
     values: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        place = f", arXiv:{self.arxiv}" if self.arxiv else ""
+        arxiv = f", arXiv:{self.arxiv}" if self.arxiv else ""
         passage = f", {self.where}" if self.where else ""
-        return f'{self.authors}, "{self.title}" ({self.year}){place}{passage}'
+        return f'{self.authors}, "{self.title}" ({self.year}){arxiv}{passage}'
 
     def covers(self, parameters: Mapping[str, Value]) -> bool:
         """Test if the citation applies to a part with these parameters."""

@@ -182,15 +182,15 @@ def _shortened(sentence: str, longest: int = LONGEST_SHOWN) -> str:
 
 
 def _reason(sentence: str, error: BaseException) -> str:
-    """Reason why a sentence does not parse, and its place."""
+    """Reason why a sentence does not parse, and where."""
     if not isinstance(error, SyntaxError) or len(sentence) > LONGEST_SHOWN:
         return str(error.args[0]) if error.args else "it is nested too deeply"
     num_open = sentence.count("(") - sentence.count(")")
     if num_open:
         sign, verb = ("(", "closed") if num_open > 0 else (")", "opened")
         return f"a {sign!r} is never {verb}"
-    place = (error.offset or 0) - 1
-    rest = _without_keywords(sentence.strip())[place:].replace(_GUARD, "") if place >= 0 else ""
+    offset = (error.offset or 0) - 1
+    rest = _without_keywords(sentence.strip())[offset:].replace(_GUARD, "") if offset >= 0 else ""
     return f"it goes wrong at {_shortened(rest, 20)!r}" if rest else "it ends too early"
 
 

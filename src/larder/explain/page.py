@@ -97,7 +97,7 @@ def _encode_counts(counts: Sequence[int], width: int) -> str:
     """Counts as one base-62 string, `width` digits each: a third of a JSON list's size."""
     base = len(DIGITS)
     spelled = [
-        "".join(DIGITS[count // base**place % base] for place in reversed(range(width)))
+        "".join(DIGITS[count // base**index % base] for index in reversed(range(width)))
         for count in range(max(counts, default=0) + 1)
     ]
     return "".join(spelled[count] for count in counts)

@@ -5,4 +5,4 @@ from .lm_eval_arguments import GenerationOptions as GenerationOptions
 from .lm_eval_arguments import batch_size_of as batch_size_of
 from .policy_context import AppliedPolicy as AppliedPolicy
 from .press_adapter import entry_digests as entry_digests
-from .press_adapter import found_places as found_places
+from .press_adapter import found_indices as found_indices

@@ -346,8 +346,8 @@ class Attachment:
         ):
             return named
         segment = named[CONTEXT_KEYWORD].segments[0]
-        places = [position - capture.start for position in segment.positions()]
-        return {**named, "input_ids": None, "inputs_embeds": capture.embeddings[places][None]}
+        indices = [position - capture.start for position in segment.positions()]
+        return {**named, "input_ids": None, "inputs_embeds": capture.embeddings[indices][None]}
 
     def _abandon(self) -> None:
         """Roll back a call that failed, or that an interrupt left open."""

@@ -139,13 +139,13 @@ class SequenceBatch:
         if not self.rows:
             _check_first_positions(call)
             return
-        for number, (row, places) in enumerate(zip(self.rows, call.positions, strict=False)):
+        for number, (row, positions) in enumerate(zip(self.rows, call.positions, strict=False)):
             read = row.cache.next_position
             # A mask may hide tokens that were read, so that transformers counts fewer.
-            if places and places[0] < (min(read, 1) if call.mask_columns else read):
+            if positions and positions[0] < (min(read, 1) if call.mask_columns else read):
                 raise CacheError(
-                    f"The text of row {number} starts at position {places[0]}, but the cache has "
-                    f"read {read} tokens of the row: give generate() the whole text so far and "
+                    f"The text of row {number} starts at position {positions[0]}, but the cache "
+                    f"has read {read} tokens of the row: give generate() the whole text so far and "
                     "new text behind it, or call reset() for another text. Assisted decoding "
                     "reads every text whole: leave the assistant out of later turns."
                 )
@@ -291,9 +291,9 @@ def _check_mask(call: BodyCall, num_columns: int) -> None:
 
 def _check_first_positions(call: BodyCall) -> None:
     """Check that the positions given for a first text are those of its tokens."""
-    for places in call.positions:
-        if places != tuple(range(len(places))):
+    for positions in call.positions:
+        if positions != tuple(range(len(positions))):
             raise ModelError(
-                f"position_ids start with {list(places[:4])}, but the tokens of a first text are "
-                "at 0, 1, 2, ...: leave position_ids out."
+                f"position_ids start with {list(positions[:4])}, but the tokens of a first text "
+                "are at 0, 1, 2, ...: leave position_ids out."
             )

@@ -319,10 +319,10 @@ def _layer_state(
         positions = torch.arange(keys.shape[1])
     else:
         raise _unknown_layer(source, layer)
-    places = positions.to(spec.device, torch.int32).expand(layer.kv_heads, -1)
+    head_positions = positions.to(spec.device, torch.int32).expand(layer.kv_heads, -1)
     if layer.sliding_window is not None:
-        places = places[0]
-    return {"keys": keys, "values": values, "positions": places}
+        head_positions = head_positions[0]
+    return {"keys": keys, "values": values, "positions": head_positions}
 
 
 def _managed_state(state: Mapping[str, Tensor], form: str, layer: LayerSpec) -> dict[str, Tensor]:

@@ -138,8 +138,8 @@ def engine_of(
     """
     if isinstance(pretrained, str):
         is_gpu = device is None or device.startswith("cuda")
-        place = "cpu" if is_gpu and not torch.cuda.is_available() else device or "cuda"
-        return Engine.load(pretrained, device=place, **loading, **sizes)
+        target = "cpu" if is_gpu and not torch.cuda.is_available() else device or "cuda"
+        return Engine.load(pretrained, device=target, **loading, **sizes)
     given = {name: value for name, value in {**loading, "device": device}.items() if value}
     tokenizer = given.pop("tokenizer", None)
     if given:

@@ -120,7 +120,7 @@ class PressAdapter:
     ) -> Bool[Tensor, "K S"]:
         """Mask of the entries that were left and not marked."""
         left = entry_digests(keys[0], values[0])
-        places, is_found = found_places(digests, left)
+        indices, is_found = found_indices(digests, left)
         if not bool(is_found.all()):
             raise ScoreError(
                 f"{self!r} returned keys or values that the cache does not hold: it merges, "
@@ -129,7 +129,7 @@ class PressAdapter:
         stays = torch.ones_like(left, dtype=torch.bool)
         if masked is not None:
             stays[masked[1], masked[2]] = False
-        return torch.zeros_like(digests, dtype=torch.bool).scatter_(1, places, stays)
+        return torch.zeros_like(digests, dtype=torch.bool).scatter_(1, indices, stays)
 
     def _rotary_of(self, module: Any) -> Any:
         """Rotary embedding of a layer, in models with one for each kind of attention too."""
@@ -140,12 +140,12 @@ class PressAdapter:
 
 def _arguments(states: Float[Tensor, "S hidden"], rotary: Any) -> dict[str, Any]:
     """Keyword arguments of a call of an attention module that reads a prompt."""
-    places = torch.arange(len(states), device=states.device)
+    indices = torch.arange(len(states), device=states.device)
     return {
         "hidden_states": states[None],
-        "position_embeddings": rotary(states[None], places[None]),
-        "position_ids": places[None],
-        "cache_position": places,
+        "position_embeddings": rotary(states[None], indices[None]),
+        "position_ids": indices[None],
+        "cache_position": indices,
         "attention_mask": None,
     }
 
@@ -164,17 +164,17 @@ def entry_digests(
     return sums[0] + sums[1]
 
 
-def found_places(
+def found_indices(
     whole: Int64[Tensor, "K S"], left: Int64[Tensor, "K N"]
 ) -> tuple[Int64[Tensor, "K N"], Bool[Tensor, "K N"]]:
-    """Place of each digest in `whole`, and whether it is there; equal ones take places in turn."""
+    """Index of each digest in `whole`, and whether it is there; equal ones get indices in turn."""
     ordered, order = whole.sort(dim=1, stable=True)
     wanted, wanted_order = left.sort(dim=1, stable=True)
     turn = torch.arange(left.shape[1], device=left.device) - torch.searchsorted(wanted, wanted)
     ranks = (torch.searchsorted(ordered, wanted) + turn).clamp(max=whole.shape[1] - 1)
     is_found = ordered.gather(1, ranks) == wanted
-    places = torch.empty_like(ranks).scatter_(1, wanted_order, order.gather(1, ranks))
-    return places, is_found
+    indices = torch.empty_like(ranks).scatter_(1, wanted_order, order.gather(1, ranks))
+    return indices, is_found
 
 
 def _bits(numbers: Float[Tensor, "S D"]) -> Int64[Tensor, "S D"]:

@@ -308,14 +308,16 @@ def num_last_entries(cache: SequenceCache) -> int:
     length, limits = cache.next_position, list[int]()
     for layer in cache.spec.holders:
         entries = cache.entries(layer.index)
-        for places in entries.packed_positions().split(list(entries.lengths)):
+        for positions in entries.packed_positions().split(list(entries.lengths)):
             if layer.sliding_window is not None:
-                first = int(places.min())
+                first = int(positions.min())
                 limits.append(length - (first + layer.sliding_window - 1) if first else length)
                 continue
-            last = torch.arange(length - len(places), length, device=places.device)
-            missing = (places != last).nonzero()
-            limits.append(len(places) - int(missing.max()) - 1 if len(missing) else len(places))
+            last = torch.arange(length - len(positions), length, device=positions.device)
+            missing = (positions != last).nonzero()
+            limits.append(
+                len(positions) - int(missing.max()) - 1 if len(missing) else len(positions)
+            )
     return max(0, min(limits))
 
 

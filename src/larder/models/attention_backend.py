@@ -321,8 +321,8 @@ def _no_mask(
     sees_next = torch.zeros(batch_size, max(q_length - 1, 0), dtype=torch.bool, device=device)
     if mask_function is not None and not allow_is_causal_skip and q_length > 1:
         rows = torch.arange(batch_size, device=device)[:, None]
-        places = torch.arange(q_offset, q_offset + q_length - 1, device=device)[None]
-        sees_next |= mask_function(rows, torch.zeros_like(rows), places, places + 1)
+        positions = torch.arange(q_offset, q_offset + q_length - 1, device=device)[None]
+        sees_next |= mask_function(rows, torch.zeros_like(rows), positions, positions + 1)
     if attention_mask is None and not sees_next.any():
         return None
     return NewTokenMask(attention_mask, sees_next)

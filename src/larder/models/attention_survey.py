@@ -161,10 +161,10 @@ def measure_rotation(
     device, probe = input_placement(model)[1], AttentionProbe()
     parts = torch.arange(1, ROTATION_TOKENS + 1, device=device)
     tokens = parts * vocabulary // (ROTATION_TOKENS + 1)
-    places = torch.arange(ROTATION_POSITIONS, device=device)
+    positions = torch.arange(ROTATION_POSITIONS, device=device)
     model(
         input_ids=tokens.repeat_interleave(ROTATION_POSITIONS)[None],
-        position_ids=places.repeat(ROTATION_TOKENS)[None],
+        position_ids=positions.repeat(ROTATION_TOKENS)[None],
         use_cache=False,
         larder=probe,
     )
@@ -177,14 +177,14 @@ def measure_rotation(
         layer
         if layer.latent_rank
         else replace(
-            layer, radians=_best_frequencies(probe.seen[number].keys.to(device), places, known)
+            layer, radians=_best_frequencies(probe.seen[number].keys.to(device), positions, known)
         )
         for number, layer in zip(numbers, layers, strict=True)
     )
 
 
 def _best_frequencies(
-    keys: Keys, places: Int[Tensor, " P"], known: Sequence[Float[Tensor, " _"]]
+    keys: Keys, positions: Int[Tensor, " P"], known: Sequence[Float[Tensor, " _"]]
 ) -> tuple[float, ...] | None:
     """Frequencies that best rotate a token's first key into its others; None if none fits."""
     same = (
@@ -192,16 +192,16 @@ def _best_frequencies(
     )  # [K * tokens, P, D]
     still = torch.empty(0, device=keys.device)
     fitting = [radians.float() for radians in known if 2 * len(radians) <= keys.shape[2]]
-    tried = [(_rotation_error(same, places, radians), radians) for radians in [still, *fitting]]
+    tried = [(_rotation_error(same, positions, radians), radians) for radians in [still, *fitting]]
     error, best = min(tried, key=lambda pair: pair[0])
     return tuple(best.tolist()) if error < torch.finfo(keys.dtype).eps ** 0.5 else None
 
 
 def _rotation_error(
-    keys: Float[Tensor, "N P D"], places: Int[Tensor, " P"], radians: Float[Tensor, " half"]
+    keys: Float[Tensor, "N P D"], positions: Int[Tensor, " P"], radians: Float[Tensor, " half"]
 ) -> float:
     """Largest distance of a key from its token's first key rotated, relative to the longest key."""
-    rotated = rotate(keys[:, :1].expand_as(keys), places, radians)
+    rotated = rotate(keys[:, :1].expand_as(keys), positions, radians)
     longest = keys.norm(dim=-1).max().clamp_min(torch.finfo(torch.float32).tiny)
     return float((rotated - keys).norm(dim=-1).max() / longest)
 

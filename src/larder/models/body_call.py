@@ -260,8 +260,8 @@ def _images(
         sees = [] if sees_next is None else sees_next[number].tolist()
         joined = [b == a + 1 and a < len(sees) and sees[a] for a, b in pairwise(own)]
         both = tuple((start, stop + 1) for start, stop in spans_of(joined))
-        seen = {place for start, stop in both for place in range(start, stop)}
-        marked = [flags[column] or place in seen for place, column in enumerate(own)]
+        seen = {index for start, stop in both for index in range(start, stop)}
+        marked = [flags[column] or index in seen for index, column in enumerate(own)]
         rows.append(ImageSpans(spans_of(marked), both))
     return tuple(rows)
 

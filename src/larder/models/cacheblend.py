@@ -138,8 +138,8 @@ class _Fusion:
         if layer != SELECTION_LAYER:
             self._keys[layer][:, self.chosen] = inputs.keys
             self._values[layer][:, self.chosen] = inputs.values
-        places = torch.arange(len(self._is_new), device=inputs.queries.device)
-        visible = places[None] <= self.chosen[:, None]  # [M, N]
+        positions = torch.arange(len(self._is_new), device=inputs.queries.device)
+        visible = positions[None] <= self.chosen[:, None]  # [M, N]
         queries, keys, values = (
             inputs.queries_at(self.chosen),
             self._keys[layer],
@@ -222,8 +222,8 @@ def select_positions(
     narrow = dict(options)
     if (turn := narrow.get("position_embeddings")) is not None:
         narrow["position_embeddings"] = tuple(part[:, chosen] for part in turn)
-    if (places := narrow.get("position_ids")) is not None:
-        narrow["position_ids"] = places[:, chosen]
+    if (positions := narrow.get("position_ids")) is not None:
+        narrow["position_ids"] = positions[:, chosen]
     return args, narrow
 
 

@@ -100,8 +100,8 @@ class _ChosenFusion:
     def attend(self, inputs: AttentionInputs) -> Tensor:
         keys, values = self.keys[inputs.layer], self.values[inputs.layer]
         keys[:, self._chosen], values[:, self._chosen] = inputs.keys, inputs.values
-        places = torch.arange(keys.shape[1], device=keys.device)
-        visible = places[None] <= self._chosen[:, None]  # [M, N]
+        positions = torch.arange(keys.shape[1], device=keys.device)
+        visible = positions[None] <= self._chosen[:, None]  # [M, N]
         queries = inputs.queries_at(self._chosen)
         for each in self._sums:
             each.add(inputs, queries, keys, self._chosen)
@@ -146,9 +146,9 @@ class _ChunkAttention:
             later = torch.arange(stop, device=logits.device) > chosen[some, None]
             weights = softmax_with_sinks(logits.masked_fill(later, -torch.inf), inputs.sinks)
             mean = weights.mean(0)  # [Q, S]
-            for place, (low, high) in enumerate(self._before):
+            for index, (low, high) in enumerate(self._before):
                 masses = mean[:, low:high].sum(1)
-                inter[place] += float(masses.sum())
+                inter[index] += float(masses.sum())
                 self._tokens[(chosen[some] - start).cpu()] += masses.cpu()
             intra += float(mean[:, start:].sum())
         self._inter.append(inter)

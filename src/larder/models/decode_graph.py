@@ -246,9 +246,9 @@ class DecodeGraphs:
         try:
             for layer, sides in enumerate(seen.copies()):
                 for row in range(len(caches)):
-                    place = slice(row, row + 1)
-                    queries, keys, values = (side[:, place] for side in sides)
-                    activations = LayerActivations(queries, keys, values, positions[place])
+                    index = slice(row, row + 1)
+                    queries, keys, values = (side[:, index] for side in sides)
+                    activations = LayerActivations(queries, keys, values, positions[index])
                     observer(row, layer, activations)
         except BaseException:
             for cache, before in zip(caches, plans, strict=True):

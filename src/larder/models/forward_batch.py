@@ -110,11 +110,11 @@ class ForwardBatch:
         self._places = [segment.all_positions() for segment in segments]
         # Tokens of each segment that the present layers take.
         self.widths = [segment.num_tokens for segment in segments]
-        packed = device_tensor([place for own in self._places for place in own], device)
+        packed = device_tensor([position for own in self._places for position in own], device)
         # True positions of each segment's tokens, by the device of the layers that take them.
         self._positions = {device: list(packed.split(self.widths))}
         self._device = device
-        self._firsts = [0, *accumulate(self.widths)]  # place of each segment's first token
+        self._firsts = [0, *accumulate(self.widths)]  # index of each segment's first token
         is_append = mode is Mode.APPEND
         # Segments that append one token.
         self._steps = [n for n, width in enumerate(self.widths) if is_append and width == 1]
@@ -152,11 +152,11 @@ class ForwardBatch:
         return torch.cat([part.expand(axes, -1) for part in parts], 1)[:, None]
 
     def _model_positions(self, index: int) -> Int[Tensor, "A Q"]:
-        places, segment = self._positions[self._device][index], self.segments[index]
+        own_positions, segment = self._positions[self._device][index], self.segments[index]
         # Those of a text are known before it is appended.
         known = segment.cache.model_positions
         length = known.known.shape[1] if self.mode is Mode.APPEND else segment.cache.next_position
-        return known.at(places, length)
+        return known.at(own_positions, length)
 
     def token_positions(self, index: int) -> Int[Tensor, " Q"]:
         """True positions of the tokens of one segment."""
@@ -166,7 +166,7 @@ class ForwardBatch:
         """True positions of the tokens of each segment on the device of a layer."""
         if device not in self._positions:
             self._positions[device] = [
-                places.to(device) for places in self._positions[self._device]
+                own_positions.to(device) for own_positions in self._positions[self._device]
             ]
         return self._positions[device]
 
@@ -192,10 +192,10 @@ class ForwardBatch:
         Args:
             rows: ascending indices into its present tokens, the last one among them.
         """
-        [places] = self._positions[self._device]
-        places = places[rows.to(self._device)]
-        self._positions = {self._device: [places]}
-        self._places, self.widths = [places.tolist()], [len(rows)]
+        [own_positions] = self._positions[self._device]
+        own_positions = own_positions[rows.to(self._device)]
+        self._positions = {self._device: [own_positions]}
+        self._places, self.widths = [own_positions.tolist()], [len(rows)]
         self._firsts = [0, len(rows)]
 
     def attend(self, inputs: AttentionInputs) -> Queries:
@@ -361,7 +361,7 @@ class ForwardBatch:
                 sink_logits(spec, out),
                 zip(out.split(1, 1), lse.split(1, 1), strict=True),
             )
-            # One by one: torch rounds a number of a vector by its place there.
+            # One by one: torch rounds a number of a vector by its index there.
             out = torch.cat([apply_sinks(*token, sinks) for token in tokens], 1)
         return SteppedSegments(segments, out.to(queries.dtype))
 
@@ -428,8 +428,10 @@ class ForwardBatch:
         if activations.inputs and self.mode is Mode.APPEND:
             start, inputs = cache.next_position, activations.inputs
             if len(activations.positions) < count:
-                places = activations.positions - start
-                inputs = {name: _spread(tensor, places, count) for name, tensor in inputs.items()}
+                own_positions = activations.positions - start
+                inputs = {
+                    name: _spread(tensor, own_positions, count) for name, tensor in inputs.items()
+                }
             cache.write_token_columns(layer, inputs, start)
         if self._observer is not None:
             self._observer(index, layer, activations)
@@ -446,11 +448,11 @@ class ForwardBatch:
 
 def new_token_indices(segments: Sequence[BatchSegment]) -> list[int]:
     """Indices, in the packed batch, of the tokens that are not re-read."""
-    places, start = list[int](), 0
+    own_positions, start = list[int](), 0
     for segment in segments:
-        places += range(start + len(segment.reread_ids), start + segment.num_tokens)
+        own_positions += range(start + len(segment.reread_ids), start + segment.num_tokens)
         start += segment.num_tokens
-    return places
+    return own_positions
 
 
 def new_hidden(
@@ -463,10 +465,10 @@ def new_hidden(
 
 
 def _spread(
-    own: Float[Tensor, "N *rest"], places: Int[Tensor, " N"], count: int
+    own: Float[Tensor, "N *rest"], own_positions: Int[Tensor, " N"], count: int
 ) -> Float[Tensor, "Q *rest"]:
     """Numbers of some of `count` consecutive tokens, with zeros for the others."""
-    return own.new_zeros(count, *own.shape[1:]).index_copy(0, places.long(), own)
+    return own.new_zeros(count, *own.shape[1:]).index_copy(0, own_positions.long(), own)
 
 
 def _image_inputs(segment: BatchSegment, device: torch.device) -> dict[str, Tensor]:

@@ -93,10 +93,10 @@ def call_uncached(
         options: further keyword arguments of the body.
     """
     device = input_placement(body)[1]
-    places = torch.arange(len(ids), device=device) if positions is None else positions
+    true_positions = torch.arange(len(ids), device=device) if positions is None else positions
     out = body(
         input_ids=torch.tensor([ids], device=device),
-        position_ids=places[None],
+        position_ids=true_positions[None],
         use_cache=False,
         larder=attention,
         **options,

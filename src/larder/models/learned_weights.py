@@ -105,8 +105,8 @@ class LearnedWeights:
     def save(self, path: Path, dtype: torch.dtype = torch.float32) -> None:
         """Write the file, whole or not at all."""
         tensors = {
-            f"{LAYERS}.{place}.{name}": tensor.to(dtype).contiguous()
-            for place, layer in enumerate(self.layers)
+            f"{LAYERS}.{index}.{name}": tensor.to(dtype).contiguous()
+            for index, layer in enumerate(self.layers)
             for name, tensor in layer.items()
         }
         write_tensors(path, tensors, {CARD: self.card.dumps()})
@@ -167,7 +167,7 @@ def split_layers(tensors: Mapping[str, Tensor], prefix: str = LAYERS) -> tuple[L
         layers.setdefault(int(number), {})[name] = tensor
     if sorted(layers) != [*range(len(layers))]:
         raise ValueError(f"layers {sorted(layers)} are not numbered from 0 without gaps")
-    return tuple(layers[place] for place in range(len(layers)))
+    return tuple(layers[index] for index in range(len(layers)))
 
 
 def check_learned(weights: LearnedWeights, spec: ModelSpec, name: str, form: WeightForm) -> None:
@@ -203,11 +203,11 @@ def _wanted_shapes(
 
 
 def _check_shared(weights: LearnedWeights, name: str, gate: GateProvider) -> None:
-    for place, layer in enumerate(weights.layers):
+    for index, layer in enumerate(weights.layers):
         differing = [k for k in sorted(gate.shared) if not layer[k].equal(weights.layers[0][k])]
         if differing:
             raise ModelError(
-                f"The weights of {name} have another {differing[0]} in layer {place} than in layer "
+                f"The weights of {name} have another {differing[0]} in layer {index} than in layer "
                 f"0, but all layers share it: train {name} again."
             )
 

@@ -380,18 +380,18 @@ def _read_config(source: str, **revision: str) -> Any:
 
 def _torch_device(device: str) -> torch.device:
     try:
-        place = torch.device(device)
+        target = torch.device(device)
     except RuntimeError as error:
         raise BadParameter(
             f"device must be a device that torch knows, such as cpu, cuda, cuda:1 or mps, "
             f"got {device!r}."
         ) from error
-    if place.type == "meta":
+    if target.type == "meta":
         raise BadParameter(
             "device must be a device that computes, such as cpu, cuda, cuda:1 or mps, "
             f"got {device!r}, where tensors have shapes but no numbers."
         )
-    return place
+    return target
 
 
 def torch_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype:
@@ -400,9 +400,9 @@ def torch_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype:
     Raises:
         BadParameter: unknown dtype or device.
     """
-    place = _torch_device(device)
+    target = _torch_device(device)
     if dtype is None:
-        return torch.float32 if place.type == "cpu" else torch.bfloat16
+        return torch.float32 if target.type == "cpu" else torch.bfloat16
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise BadParameter(

@@ -64,8 +64,8 @@ class MergedText:
                 return None
             if batch.segments[0].cache is not cache:
                 return None
-            places = [place - start for place in batch.segments[0].positions()]
-            rows = self.embeddings[places]
+            indices = [place - start for place in batch.segments[0].positions()]
+            rows = self.embeddings[indices]
             return args, {**named, "input_ids": None, "inputs_embeds": rows[None]}
 
         handle = decoder.body.register_forward_pre_hook(replace_ids, with_kwargs=True)

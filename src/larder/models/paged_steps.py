@@ -25,7 +25,7 @@ class PagedSteps:
     Args:
         batch: cache of each segment of the batch.
         steps: indices of those that append one token.
-        firsts: place of the first token of each segment in the batch.
+        firsts: index of the first token of each segment in the batch.
     """
 
     def __init__(
@@ -51,18 +51,18 @@ class PagedSteps:
         """Number of the segments."""
         return len(self._indices)
 
-    def prepare(self, places: Sequence[Sequence[int]]) -> None:
+    def prepare(self, indices: Sequence[Sequence[int]]) -> None:
         """Reserve pages for the new entries, and set the tables of the step.
 
         Args:
-            places: true positions of the tokens of each segment of the batch.
+            indices: true positions of the tokens of each segment of the batch.
 
         Raises:
             CacheError: the arena has no pages left.
         """
         if self._arena is None or not self._indices:
             return
-        self._positions = [places[index][0] for index in self._indices]
+        self._positions = [indices[index][0] for index in self._indices]
         self._tables = self._arena.prepare_step(self._leases, self._positions)
 
     def attend(

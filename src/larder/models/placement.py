@@ -74,20 +74,20 @@ def _check_device(device: object, part: str) -> None:
             f"torch.device, got {device!r}: give {EXAMPLES}."
         )
     try:
-        place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except RuntimeError as error:
         raise BadParameter(
             f"The device{part} in device_map must be one of {', '.join(STRATEGIES)} for the whole "
             f"map, or a device that torch knows, such as cpu or cuda:0, got {device!r}: give "
             f"{EXAMPLES}."
         ) from error
-    if place.type == META:
+    if target.type == META:
         raise BadParameter(
             f"The device{part} in device_map must be one that computes, got {device!r}, where "
             f"tensors have shapes but no numbers: give {EXAMPLES}."
         )
     count = torch.cuda.device_count()
-    if place.type == "cuda" and (place.index or 0) >= count:
+    if target.type == "cuda" and (target.index or 0) >= count:
         raise BadParameter(
             f"The device{part} in device_map is {device!r}, but this machine has {count} CUDA "
             f"devices: give {EXAMPLES}."

@@ -265,9 +265,9 @@ class BaseModelLayers:
             flags.append(isinstance(output, tuple))
 
         with forward_hooks(layer.register_forward_hook(record) for layer in self.layers):
-            place = torch.zeros(1, 1, dtype=torch.int64, device=self._base.device)
+            position = torch.zeros(1, 1, dtype=torch.int64, device=self._base.device)
             probe = AttentionProbe()
-            self._base(input_ids=place, position_ids=place, use_cache=False, larder=probe)
+            self._base(input_ids=position, position_ids=position, use_cache=False, larder=probe)
         return flags
 
 

@@ -42,5 +42,5 @@ def pq_products(
     if fast.supports_codes(codes):
         return fast.pq_products(tables, codes, length)
     heads, group, parts, _ = tables.shape
-    places = codes[:, None, :, :length].long().expand(heads, group, parts, length)
-    return tables.gather(3, places).sum(2)
+    indices = codes[:, None, :, :length].long().expand(heads, group, parts, length)
+    return tables.gather(3, indices).sum(2)

@@ -78,10 +78,10 @@ def normalized_folds(
     """
     if fast.supports(given):
         return fast.normalized_folds(sources, targets, given, counted, own)
-    into, places = torch.unique(targets, return_inverse=True)
+    into, indices = torch.unique(targets, return_inverse=True)
     owned = given.new_full((len(into),), own)
-    totals = owned.index_add(0, places, counted)
-    weights = torch.cat([given / totals[places], owned / totals])
+    totals = owned.index_add(0, indices, counted)
+    weights = torch.cat([given / totals[indices], owned / totals])
     return torch.cat([sources, into]), torch.cat([targets, into]), weights
 
 
@@ -148,13 +148,13 @@ def spread_folds(
         return fast.spread_folds(mass, starts, lengths, kept, new_lengths, gone, window, drawn)
     device = gone.device
     rows = packed_rows(starts, lengths).to(device)
-    places = torch.searchsorted(kept, gone)[:, None] + torch.arange(window, device=device)
+    indices = torch.searchsorted(kept, gone)[:, None] + torch.arange(window, device=device)
     heads = torch.searchsorted(lengths.cumsum(0).to(device), gone, right=True)
     stops = torch.tensor(new_lengths, device=device).cumsum(0)[heads]
-    here = places < stops[:, None]
-    targets, count = kept[places.clamp(max=len(kept) - 1)], here.sum(1)  # [F, window]
+    here = indices < stops[:, None]
+    targets, count = kept[indices.clamp(max=len(kept) - 1)], here.sum(1)  # [F, window]
     sums = torch.cat([mass.new_zeros(1).double(), mass[rows[kept]].double().cumsum(0)])
-    around = ((sums[stops] - sums[places[:, 0]]) / (stops - places[:, 0])).to(mass.dtype)
+    around = ((sums[stops] - sums[indices[:, 0]]) / (stops - indices[:, 0])).to(mass.dtype)
     shares = (mass[rows[gone]] / around).nan_to_num(0).clamp(0, 1)
     if len(drawn):
         shares = (drawn < shares).float()
@@ -187,11 +187,11 @@ def weighted_sums(
         return fast.weighted_sums(
             keys, values, starts, lengths, sources, targets, key_weights, value_weights
         )
-    into, places = torch.unique(targets, return_inverse=True)
+    into, indices = torch.unique(targets, return_inverse=True)
     rows = storage_rows(sources.cpu(), starts, lengths).to(keys.device)
     key_sums = keys.new_zeros(len(into), keys.shape[1], dtype=torch.float32)
     value_sums = values.new_zeros(len(into), values.shape[1], dtype=torch.float32)
-    parts = rows, places, key_weights, value_weights
+    parts = rows, indices, key_weights, value_weights
     for some, to, of_keys, of_values in zip(
         *(part.split(SOURCE_CHUNK) for part in parts), strict=True
     ):

@@ -59,11 +59,11 @@ def append_step(
 
 
 def place_rows(
-    table: Int32[Tensor, "S W"], places: Int32[Tensor, "S M"], page_tokens: int
+    table: Int32[Tensor, "S W"], indices: Int32[Tensor, "S M"], page_tokens: int
 ) -> Int64[Tensor, "S M"]:
-    """Pool row of the entries at some places of their segment, 0 the oldest."""
-    pages = table.gather(1, torch.div(places, page_tokens, rounding_mode="floor").long())
-    return (pages * page_tokens + places.remainder(page_tokens)).long()
+    """Pool row of the entries at some indices of their segment, 0 the oldest."""
+    pages = table.gather(1, torch.div(indices, page_tokens, rounding_mode="floor").long())
+    return (pages * page_tokens + indices.remainder(page_tokens)).long()
 
 
 def gather_pages(
@@ -83,9 +83,9 @@ def gather_pages(
         return kernels.gather_pages(pool, table, lengths, starts, total)
     packed = torch.arange(total, device=pool.device)
     segments = torch.searchsorted(starts + lengths, packed, right=True)
-    places = packed - starts[segments]
-    pages = table[segments, torch.div(places, pool.shape[1], rounding_mode="floor")]
-    return pool.flatten(0, 1)[pages.long() * pool.shape[1] + places.remainder(pool.shape[1])]
+    indices = packed - starts[segments]
+    pages = table[segments, torch.div(indices, pool.shape[1], rounding_mode="floor")]
+    return pool.flatten(0, 1)[pages.long() * pool.shape[1] + indices.remainder(pool.shape[1])]
 
 
 def compact_pages(
@@ -95,20 +95,20 @@ def compact_pages(
     kept: Int32[Tensor, "S M"],
     counts: Int32[Tensor, " S"],
 ) -> None:
-    """Eviction gather: move the kept entries of each segment to its first places, in order.
+    """Eviction gather: move the kept entries of each segment to its first rows, in order.
 
     Args:
         sources: pages of the segments so far.
         targets: pages afterwards: the same, or pages that no segment reads.
-        kept: places of the kept entries, ascending; anything in range behind the first `counts`.
+        kept: indices of the kept entries, ascending; anything in range behind the first `counts`.
         counts: entries kept in each segment.
     """
     if (kernels := _kernels(pool)) is not None:
         return kernels.compact_pages(pool, sources, targets, kept, counts)
     rows, page_tokens = pool.flatten(0, 1), pool.shape[1]
-    places = torch.arange(kept.shape[1], dtype=torch.int32, device=pool.device).expand_as(kept)
-    is_kept = places < counts.unsqueeze(1)
-    there = place_rows(targets, places.clamp(max=targets.shape[1] * page_tokens - 1), page_tokens)
+    indices = torch.arange(kept.shape[1], dtype=torch.int32, device=pool.device).expand_as(kept)
+    is_kept = indices < counts.unsqueeze(1)
+    there = place_rows(targets, indices.clamp(max=targets.shape[1] * page_tokens - 1), page_tokens)
     moved = rows[place_rows(sources, kept, page_tokens).flatten()]
     rows.index_copy_(0, torch.where(is_kept, there, 0).flatten(), moved)  # row 0: null page
 
@@ -151,10 +151,10 @@ def padded_rows(
     table: Int32[Tensor, "S W"], lengths: Int32[Tensor, " S"], page_tokens: int
 ) -> tuple[Int64[Tensor, "S T"], Shaped[Tensor, "S T"]]:
     """Pool rows of whole tables, T = W * P, and the mask of those that hold entries."""
-    places = torch.arange(table.shape[1] * page_tokens, dtype=torch.int32, device=table.device)
+    indices = torch.arange(table.shape[1] * page_tokens, dtype=torch.int32, device=table.device)
     offsets = torch.arange(page_tokens, device=table.device)
     rows = table.long().unsqueeze(2) * page_tokens + offsets
-    return rows.flatten(1), places < lengths.unsqueeze(1)
+    return rows.flatten(1), indices < lengths.unsqueeze(1)
 
 
 def _kernels(pool: Tensor) -> ModuleType | None:

@@ -97,10 +97,10 @@ def pack_codes(codes: UInt8[Tensor, "N W"], bits: int) -> UInt8[Tensor, "N B"]:
 def unpack_codes(stored: UInt8[Tensor, "N B"], bits: int, width: int) -> UInt8[Tensor, "N W"]:
     """Codes of `width` channels from packed bytes."""
     codes, start = stored.new_zeros(len(stored), width), 0
-    for place, shift in bit_fields(bits):
-        stop = start + math.ceil(width / (8 // place))
+    for index, shift in bit_fields(bits):
+        stop = start + math.ceil(width / (8 // index))
         field = stored[:, start:stop]
-        planes = [field >> (place * plane) & (2**place - 1) for plane in range(8 // place)]
+        planes = [field >> (index * plane) & (2**index - 1) for plane in range(8 // index)]
         codes |= torch.cat(planes, dim=1)[:, :width] << shift
         start = stop
     return codes
@@ -440,8 +440,8 @@ def _find_outliers(
     order = spread.flatten(1).sort(dim=1, descending=True, stable=True).indices
     order = order[:, : int(limits.max())]
     within = torch.arange(order.shape[1]) < limits[:, None]
-    group, place = within.to(order.device).nonzero().T
-    chosen = order[group, place]
+    group, index = within.to(order.device).nonzero().T
+    chosen = order[group, index]
     width = numbers.shape[1]
     far[rows[group, chosen.div(width, rounding_mode="floor")], chosen % width] = True
     return far, torch.where(far, middles, numbers)

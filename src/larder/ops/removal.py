@@ -82,8 +82,8 @@ def reference_remove_rows(
         edges = torch.cat([own.new_tensor([offset - 1]), own, own.new_tensor([offset + length])])
         if not (edges.diff() > 0).all():
             return h
-    places = zip(heads, owned, new_starts.tolist(), strict=True)
-    for own, (start, offset, _), new_start in places:
+    indices = zip(heads, owned, new_starts.tolist(), strict=True)
+    for own, (start, offset, _), new_start in indices:
         rows = own - offset + start
         targets = torch.arange(new_start, new_start + len(rows))
         moved = rows != targets

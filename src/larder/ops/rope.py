@@ -95,8 +95,8 @@ def rotation_table(length: int, radians: tuple[float, ...]) -> Float[Tensor, "P 
         held = _tables.get(radians)
         if held is None or len(held) < length:
             size = max(length, FIRST_TABLE, 0 if held is None else 2 * len(held))
-            places, frequencies_ = torch.arange(size), torch.tensor(radians, dtype=torch.float32)
-            held = _tables[radians] = torch.stack(_rotation(places, frequencies_), 1)
+            positions, frequencies_ = torch.arange(size), torch.tensor(radians, dtype=torch.float32)
+            held = _tables[radians] = torch.stack(_rotation(positions, frequencies_), 1)
     return held
 
 

@@ -116,7 +116,7 @@ def nearest_rows(
     if fast.supports_nearest(rows, len(query_rows), lengths.shape[0]):
         return fast.nearest_rows(rows, starts, lengths, marked, query_rows)
     cosines: list[Tensor] = [rows.new_empty(0, dtype=torch.float32)]
-    places: list[Tensor] = [torch.empty(0, dtype=torch.int64, device=rows.device)]
+    indices: list[Tensor] = [torch.empty(0, dtype=torch.int64, device=rows.device)]
     first = 0
     bounds = torch.searchsorted(query_rows.cpu(), lengths.cumsum(0)).tolist()
     shares = query_rows.tensor_split(bounds)[:-1]
@@ -129,9 +129,9 @@ def nearest_rows(
             for some in seeking.split(chunk):
                 best = (some @ own[found].T).max(-1)
                 cosines.append(best.values)
-                places.append(found[best.indices] + first)
+                indices.append(found[best.indices] + first)
         else:
             cosines.append(own.new_full((len(share),), -torch.inf))
-            places.append(torch.full((len(share),), -1, device=rows.device))
+            indices.append(torch.full((len(share),), -1, device=rows.device))
         first += length
-    return torch.cat(cosines), torch.cat(places)
+    return torch.cat(cosines), torch.cat(indices)

@@ -115,14 +115,14 @@ def _with_widths(symbols: Int[ndarray, "N W"], tiers: Tiers, bases: Int[ndarray,
 
     total = int(_widths(bases, tiers).sum())
     packed = np.zeros(-(-total // 8), np.uint8)
-    places, numbers = np.empty(symbols.size, np.int32), np.empty(symbols.size, np.int32)
+    indices, numbers = np.empty(symbols.size, np.int32), np.empty(symbols.size, np.int32)
     missed = kernels.pack_widths(
-        symbols, tiers, bases, symbol_model().widths, packed, places, numbers
+        symbols, tiers, bases, symbol_model().widths, packed, indices, numbers
     )[1]
     offset = (tiers.astype(np.int16) + LAST_TIER).astype(np.uint8)
     nibbles = np.append(offset, np.uint8(0)) if len(tiers) % 2 else offset
     head = np.array([missed], np.int32).view(np.uint8)
-    rare = np.concatenate([places[:missed], numbers[:missed]]).view(np.uint8)
+    rare = np.concatenate([indices[:missed], numbers[:missed]]).view(np.uint8)
     return np.concatenate([head, nibbles[::2] | (nibbles[1::2] << 4), packed, rare])
 
 
@@ -135,8 +135,8 @@ def _is_whole(payload: Payload, count: int, bases: Int[ndarray, " W"]) -> bool:
     missed = np.frombuffer(payload[:COUNT_BYTES].tobytes(), np.int32)[0]
     if missed < 0 or len(payload) != head + packed + 8 * int(missed):
         return False
-    places = _exceptions(payload)[0]
-    return bool(((places >= 0) & (places < count * len(bases))).all())
+    indices = _exceptions(payload)[0]
+    return bool(((indices >= 0) & (indices < count * len(bases))).all())
 
 
 def _saved_tiers(payload: Payload, count: int) -> Tiers:
@@ -153,6 +153,6 @@ def _exceptions(payload: Payload) -> tuple[Int[ndarray, " M"], Int[ndarray, " M"
 
 
 def _restore_exceptions(payload: Payload, tiers: Tiers, step: float, numbers: Numbers) -> None:
-    places, symbols = _exceptions(payload)
+    indices, symbols = _exceptions(payload)
     scales = step * 2.0 ** tiers.astype(np.float64)
-    numbers.reshape(-1)[places] = symbols * scales[places // numbers.shape[1]]
+    numbers.reshape(-1)[indices] = symbols * scales[indices // numbers.shape[1]]

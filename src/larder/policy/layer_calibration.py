@@ -16,8 +16,8 @@ def split_by_layer(calibration: Calibration, layers: Sequence[int]) -> dict[int,
     """
     parts = {name: split_evenly(name, values, len(layers)) for name, values in calibration.items()}
     return {
-        index: {name: part[place] for name, part in parts.items()}
-        for place, index in enumerate(layers)
+        index: {name: part[layer_index] for name, part in parts.items()}
+        for layer_index, index in enumerate(layers)
     }
 
 
@@ -54,7 +54,7 @@ def split_evenly(name: str, values: tuple[float, ...], layers: int) -> list[tupl
             "cannot share evenly: measure it again for this model."
         )
     each = len(values) // max(layers, 1)
-    return [values[place * each : (place + 1) * each] for place in range(layers)]
+    return [values[layer_index * each : (layer_index + 1) * each] for layer_index in range(layers)]
 
 
 def mean_per_kv_head(values: tuple[float, ...], kv_heads: int) -> tuple[float, ...]:

@@ -97,7 +97,7 @@ class EvictionPass:
         self._scores: dict[tuple[int, int], Packed] = {}
         self._ready: list[dict[int, LayerScores]] = [{} for _ in caches]
         self._shared_scores = SharedLayerScores(planner.unit.layers_together)
-        self._places = {layer: place for place, layer in enumerate(quotas[0])}
+        self._places = {layer: position for position, layer in enumerate(quotas[0])}
 
     def begin_pass(
         self,
@@ -205,7 +205,7 @@ class EvictionPass:
         if len(recorded.positions) == len(prompt.ids):
             return prompt.ids
         start = length - len(prompt.ids)
-        return tuple(prompt.ids[place - start] for place in recorded.positions.tolist())
+        return tuple(prompt.ids[position - start] for position in recorded.positions.tolist())
 
     def _tally(self, index: int, layer: int, observation: Observation) -> Observation:
         """Update the ledger of a layer, and return the observation with its new columns."""
@@ -324,13 +324,13 @@ def rotate_to_cache_positions(observation: Observation, num_new: int) -> Observa
     shift = true[0] - (observation.length - num_new)
     lengths = torch.tensor(observation.entries.lengths, device=true.device)
     first = (lengths - num_new + shift).clamp(min=0)
-    places = first[:, None] + true - true[0]
+    indices = first[:, None] + true - true[0]
     frequencies = torch.tensor(radians, device=true.device)
     return replace(
         observation,
-        queries=rerotate_per_head(observation.queries, true, places, frequencies),
-        keys=rerotate_per_head(observation.keys, true, places, frequencies),
-        rope_positions=places,
+        queries=rerotate_per_head(observation.queries, true, indices, frequencies),
+        keys=rerotate_per_head(observation.keys, true, indices, frequencies),
+        rope_positions=indices,
     )
 
 

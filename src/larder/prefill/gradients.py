@@ -70,13 +70,13 @@ def _layer_gradients(
     """Gradient of a provider's objective by the attention outputs of each layer."""
     start = cache.next_position + prompt.shift
     device, count = decoder.spec.device, len(prompt.ids)
-    places = torch.arange(start, start + count, device=device)
+    indices = torch.arange(start, start + count, device=device)
     recorder = _OutputRecorder()
     last = decoder_layers(decoder.body, decoder.body.config.get_text_config().num_hidden_layers)[-1]
-    attention = RenumberedAttention(_EntryAttention(cache, places), decoder.spec)
+    attention = RenumberedAttention(_EntryAttention(cache, indices), decoder.spec)
     handles = recorder.install(decoder.attentions, last)
     with torch.enable_grad(), decoder.attention, forward_hooks(handles):
-        call_uncached(decoder.body, prompt.ids, attention, places)
+        call_uncached(decoder.body, prompt.ids, attention, indices)
         objective = provider.objective(recorder.states[0])
         layers = list(recorder.added)
         gradients = torch.autograd.grad(objective, [recorder.added[index] for index in layers])
@@ -113,11 +113,11 @@ class _EntryAttention:
     """Attention of a scratch prompt over cached entries and itself, which gradients pass through.
 
     Args:
-        places: true positions of the prompt's tokens.
+        indices: true positions of the prompt's tokens.
     """
 
-    def __init__(self, cache: SequenceCache, places: Int[Tensor, " Q"]) -> None:
-        self._cache, self._places = cache, places
+    def __init__(self, cache: SequenceCache, indices: Int[Tensor, " Q"]) -> None:
+        self._cache, self._places = cache, indices
 
     def attend(self, inputs: AttentionInputs) -> Queries:
         layer = self._cache.spec.layers[inputs.layer]
@@ -145,13 +145,13 @@ def _attend_head(
     layer, entries = observation.layer, observation.entries
     keys = torch.cat([entries.head_keys(head).float(), observation.keys[head].float()])
     values = torch.cat([entries.head_values(head).float(), own_values.float()])
-    places = torch.cat([entries.head_positions(head).long(), observation.query_positions])
+    indices = torch.cat([entries.head_positions(head).long(), observation.query_positions])
     queries = observation.queries[head * layer.group : (head + 1) * layer.group].float()
     logits = cap_logits(queries @ keys.T * layer.scaling, layer.softcap)  # [R, Q, S]
     bias = entries.columns.get(LOG_COUNT)
     if bias is not None:
         logits = logits + torch.cat([bias[entries.rows(head)], bias.new_zeros(len(own_values))])
     first = layer.first_visible(observation.query_positions)[:, None]
-    hidden = (places > observation.query_positions[:, None]) | (places < first)
+    hidden = (indices > observation.query_positions[:, None]) | (indices < first)
     sinks = sinks_by_group(sink_logits(layer, logits), layer.kv_heads)[head]
     return softmax_with_sinks(logits.masked_fill(hidden, -torch.inf), sinks) @ values

@@ -153,14 +153,14 @@ class TurnReader:
         """
         recalls = any(tier.has_offloaded for tier in self.cache.tiers)
         is_single = self._eviction is not None or recalls
-        most, place = 1 if is_single else REPLAYED_TOKENS, 0
-        while place < len(ids):
+        most, index = 1 if is_single else REPLAYED_TOKENS, 0
+        while index < len(ids):
             yield from self.end_block_steps(1)
-            part = ids[place : place + min(most, self.free_tokens)]
-            place += len(part)
+            part = ids[index : index + min(most, self.free_tokens)]
+            index += len(part)
             kind = AppendKind.STEP if is_single else AppendKind.TEXT
-            self._read(part, kind, place, self._eviction)
-            if not is_single or place % REPLAYED_TOKENS == 0:
+            self._read(part, kind, index, self._eviction)
+            if not is_single or index % REPLAYED_TOKENS == 0:
                 yield
 
     def end_turn_steps(self) -> Steps[None]:

@@ -145,12 +145,12 @@ class ClusterPages:
 
     def contents(self, pages: Int64[Tensor, "N P"]) -> Int64[Tensor, "N P S"]:
         firsts, stops = self._edges(pages)
-        places = firsts[..., None] + torch.arange(self._page)
-        missing = places >= stops[..., None]
+        indices = firsts[..., None] + torch.arange(self._page)
+        missing = indices >= stops[..., None]
         if not self._order.shape[1]:
-            return torch.full_like(places, -1)
+            return torch.full_like(indices, -1)
         heads = self._heads(pages)[..., None]
-        held = self._order[heads, places.masked_fill(missing, 0)].long()
+        held = self._order[heads, indices.masked_fill(missing, 0)].long()
         return held.masked_fill(missing, -1)
 
     def fills(self, pages: Int64[Tensor, "N P"]) -> Int64[Tensor, "N P"]:

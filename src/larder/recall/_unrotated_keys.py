@@ -49,8 +49,8 @@ class UnrotatedIndex(EntryIndex):
 
     def _note_latest(self, entries: Entries) -> None:
         """The latest query is at the latest entry, or behind."""
-        places = [entries.head_positions(head)[-1:] for head in range(self.layer.kv_heads)]
-        self._last = torch.cat([self._last[None], *places]).max().long()
+        positions = [entries.head_positions(head)[-1:] for head in range(self.layer.kv_heads)]
+        self._last = torch.cat([self._last[None], *positions]).max().long()
 
     def unrotated_queries(self, queries: Float[Tensor, "H D"]) -> Float[Tensor, "H D"]:
         """Float32 queries of the latest position before rotation."""
@@ -59,5 +59,5 @@ class UnrotatedIndex(EntryIndex):
     def unrotated_keys(self, head: int, entries: Entries, first: int) -> Float[Tensor, "S D"]:
         """Float32 keys of a head before rotation, from entry `first` on."""
         keys = entries.keys_from(head, first).float()
-        places = entries.effective_rope_positions[entries.rows(head)][first:]
-        return rotate(keys[None], -places, self._radians)[0]
+        positions = entries.effective_rope_positions[entries.rows(head)][first:]
+        return rotate(keys[None], -positions, self._radians)[0]

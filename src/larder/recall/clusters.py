@@ -127,9 +127,9 @@ class ClustersIndex(EntryIndex):
         rank = torch.searchsorted(ends, slots, right=True)
         beyond = rank == ranked.shape[1]
         rank = rank.clamp(max=ranked.shape[1] - 1)
-        places = slots - (ends - sizes).gather(1, rank) + firsts.gather(1, rank)
+        indices = slots - (ends - sizes).gather(1, rank) + firsts.gather(1, rank)
         heads = torch.arange(len(ranked)) // self.layer.group
-        found = self._order[heads[:, None], places.masked_fill(beyond, 0)].long()
+        found = self._order[heads[:, None], indices.masked_fill(beyond, 0)].long()
         return found.masked_fill(beyond, -1)
 
     def tensors(self) -> tuple[Tensor, ...]:

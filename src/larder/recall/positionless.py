@@ -97,16 +97,16 @@ class PositionlessIndex(UnrotatedIndex):
         indexed = self.paged.indexed
         if not products.shape[1]:
             return RecallResult(torch.empty(len(indexed), 0, dtype=torch.int64))
-        places = [entries.head_positions(h)[:n].long() for h, n in enumerate(indexed)]
-        size = max(int(each.max()) + 1 for each in places if len(each))
+        positions = [entries.head_positions(h)[:n].long() for h, n in enumerate(indexed)]
+        size = max(int(each.max()) + 1 for each in positions if len(each))
         votes, best = torch.zeros(size), torch.full((size,), -torch.inf)
         for row, chosen in enumerate(top_rows(products, self._part.best)):
-            own = places[row // self.layer.group]
+            own = positions[row // self.layer.group]
             votes.index_add_(0, own[chosen[chosen >= 0]], torch.ones(int((chosen >= 0).sum())))
             best.scatter_reduce_(0, own, products[row, : len(own)], "amax")
-        ranks = self._ranks(votes, best, [place.unique() for place in places], count)
+        ranks = self._ranks(votes, best, [index.unique() for index in positions], count)
         scores = torch.full((len(indexed), products.shape[1]), -torch.inf)
-        for head, own in enumerate(places):
+        for head, own in enumerate(positions):
             scores[head, : len(own)] = -ranks[own].float()
         return RecallResult(top_rows(scores, count))
 
@@ -114,7 +114,7 @@ class PositionlessIndex(UnrotatedIndex):
         self,
         votes: Float[Tensor, " P"],
         best: Float[Tensor, " P"],
-        places: list[Int64[Tensor, " S"]],
+        positions: list[Int64[Tensor, " S"]],
         count: int,
     ) -> Int64[Tensor, " P"]:
         """Rank of every position, the first of the best span first, until heads are full."""
@@ -129,7 +129,7 @@ class PositionlessIndex(UnrotatedIndex):
             ranks[fresh] = given + torch.arange(len(fresh))
             given += len(fresh)
             if len(fresh) and all(
-                int((ranks[place] < size).sum()) >= min(count, len(place)) for place in places
+                int((ranks[index] < size).sum()) >= min(count, len(index)) for index in positions
             ):
                 break
         return ranks

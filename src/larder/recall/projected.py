@@ -220,9 +220,9 @@ def _with_edges(
     order = kept[torch.argsort(heads[kept], stable=True)]
     rows = heads[order]
     counts = torch.bincount(rows, minlength=count)
-    places = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
-    fits = places < width
-    edges[rows[fits], places[fits]] = tails[order][fits].int()
+    indices = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
+    fits = indices < width
+    edges[rows[fits], indices[fits]] = tails[order][fits].int()
     return edges
 
 

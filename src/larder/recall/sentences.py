@@ -101,9 +101,9 @@ class SentencesIndex(EntryIndex):
         column = self._column(entries, head)
         numbers, labels = column.unique(return_inverse=True)
         size, old = len(numbers), int(self._sizes[head])
-        places = torch.searchsorted(numbers, self._numbers[head, :old].contiguous())
+        indices = torch.searchsorted(numbers, self._numbers[head, :old].contiguous())
         counts, sums = torch.zeros(size), torch.zeros(size, self.layer.head_dim)
-        counts[places], sums[places] = self._counts[head, :old], self._sums[head, :old]
+        counts[indices], sums[indices] = self._counts[head, :old], self._sums[head, :old]
         fresh = labels[before:]
         counts += torch.bincount(fresh, minlength=size)
         sums.index_add_(0, fresh, entries.keys_from(head, before).float())

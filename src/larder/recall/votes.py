@@ -105,23 +105,23 @@ def _sum_by_position(
     votes: Float[Tensor, "K M"], entries: Entries, indexed: tuple[int, ...]
 ) -> Float[Tensor, "K M"]:
     """Votes of all heads for the position of each entry."""
-    places = _padded_positions(entries, indexed, votes.shape[1])
-    if bool((places == places[:1]).all()):
+    positions = _padded_positions(entries, indexed, votes.shape[1])
+    if bool((positions == positions[:1]).all()):
         return votes.sum(0).expand_as(votes).clone()
-    total = votes.new_zeros(int(places.max()) + 1)
-    for each, place in zip(votes, places, strict=True):
-        total.index_add_(0, place, each)
-    return total[places]
+    total = votes.new_zeros(int(positions.max()) + 1)
+    for each, own_positions in zip(votes, positions, strict=True):
+        total.index_add_(0, own_positions, each)
+    return total[positions]
 
 
 def _padded_positions(
     entries: Entries, indexed: tuple[int, ...], longest: int
 ) -> Int64[Tensor, "K M"]:
     """Positions of the entries of each head; 0 after its last, where votes are 0."""
-    places = torch.zeros(len(indexed), longest, dtype=torch.int64)
+    positions = torch.zeros(len(indexed), longest, dtype=torch.int64)
     for head, length in enumerate(indexed):
-        places[head, :length] = entries.head_positions(head)[:length]
-    return places
+        positions[head, :length] = entries.head_positions(head)[:length]
+    return positions
 
 
 Part = Votes

@@ -53,8 +53,8 @@ def list_distance(one: Ids, other: Ids) -> float:
         >>> round(list_distance(("b", "a", "c"), ("d", "a", "b")), 4)
         0.3343
     """
-    places = {each: place for place, each in enumerate(other)}
-    apart = [abs(place - places[each]) for place, each in enumerate(one) if each in places]
+    indices = {each: index for index, each in enumerate(other)}
+    apart = [abs(index - indices[each]) for index, each in enumerate(one) if each in indices]
     if not apart:
         return 1.0
     return 1 - len(apart) / max(len(one), len(other)) + POSITION_WEIGHT * fmean(apart)
@@ -133,19 +133,19 @@ def _distances(lists: Sequence[Ids]) -> NDArray[np.float64]:
     count = len(lists)
     lengths = np.array([len(each) for each in lists])
     common, apart = np.zeros((count, count)), np.zeros((count, count))
-    for rows, places in _postings(lists):
+    for rows, indices in _postings(lists):
         common[np.ix_(rows, rows)] += 1
-        apart[np.ix_(rows, rows)] += abs(places[:, None] - places)
+        apart[np.ix_(rows, rows)] += abs(indices[:, None] - indices)
     longest = np.maximum(np.maximum(lengths[:, None], lengths), 1)
     return 1 - common / longest + POSITION_WEIGHT * apart / np.maximum(common, 1)
 
 
 def _postings(lists: Sequence[Ids]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Numbers of the lists that have a document, and its places in them, for each document."""
+    """Numbers of the lists that have a document, and its indices in them, for each document."""
     found = dict[str, list[tuple[int, int]]]()
     for row, own in enumerate(lists):
-        for place, each in enumerate(own):
-            found.setdefault(each, []).append((row, place))
+        for index, each in enumerate(own):
+            found.setdefault(each, []).append((row, index))
     for postings in found.values():
-        rows, places = zip(*postings, strict=True)
-        yield np.array(rows), np.array(places)
+        rows, indices = zip(*postings, strict=True)
+        yield np.array(rows), np.array(indices)

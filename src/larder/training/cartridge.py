@@ -278,9 +278,9 @@ def study_loss(
     """Mean cross-entropy of the model with slots against the teacher's log-probabilities."""
     device = keys[0].device
     starts = [torch.arange(length, device=device) for length in batch.lengths]
-    places = torch.cat(starts) + text_tokens
+    indices = torch.cat(starts) + text_tokens
     attention = SlotAttention(keys, values, batch.lengths)
-    states = differentiable_states(decoder, batch.ids, attention, places)
+    states = differentiable_states(decoder, batch.ids, attention, indices)
     logits = head.logits(states[list(batch.rows)]).log_softmax(-1)
     own = logits.gather(1, batch.top_ids)
     return -(batch.log_probabilities.exp() * own).sum(1).mean()

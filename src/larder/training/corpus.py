@@ -97,8 +97,8 @@ class Corpus:
             ordered = sorted(
                 (d for d in self.documents if d.source == source), key=lambda d: d.digest
             )
-            for place, document in enumerate(ordered):
-                is_test = place % TEST_EVERY == 0 and len(ordered) > 1
+            for index, document in enumerate(ordered):
+                is_test = index % TEST_EVERY == 0 and len(ordered) > 1
                 split = CorpusSplit.TEST if is_test else CorpusSplit.TRAIN
                 found[document.name] = CorpusSplit.HELD_OUT if source == self.held_out else split
         return found
@@ -222,10 +222,10 @@ def _message_groups(
 ) -> Iterator[Conversation]:
     """Successive messages, as many as make up a passage; they begin with the user's."""
     group, counted = list[int](), 0
-    for place, message in enumerate(conversation.messages):
+    for index, message in enumerate(conversation.messages):
         if not group and message.role != "user":
             continue
-        group.append(place)
+        group.append(index)
         counted += adapter.count_tokens(message.content)
         if counted >= tokens:
             messages = tuple(conversation.messages[n] for n in group)

@@ -30,7 +30,7 @@ from larder.ops.attention import cap_logits, masked_attention
 from larder.policy.protect import ProtectedTokens
 from larder.training.passage_method import differentiable_states
 
-# Numbers of the tokens of a pass, of a layer by its place among the managed ones, from its input.
+# Numbers of the tokens of a pass, of a layer by its index among the managed ones, from its input.
 LayerGate = Callable[[int, Float[Tensor, "Q hidden"]], Float[Tensor, "Q K"]]
 
 KEPT_FROM = 0.5  # least number of a gate that keeps an entry
@@ -90,11 +90,11 @@ class GatedAttention(ABC):
 
     def attend(self, inputs: AttentionInputs) -> Queries:
         """Attention output of one layer, as of `LayerAttention`."""
-        place = self._places.get(inputs.layer)
-        if place is None:
+        index = self._places.get(inputs.layer)
+        if index is None:
             return self._plain.attend(inputs)
-        gates = self._gate(place, self._states.pop(inputs.layer)).T  # [K, S]
-        weights = self.weigh(GatedLogits.of(inputs, place, gates))
+        gates = self._gate(index, self._states.pop(inputs.layer)).T  # [K, S]
+        weights = self.weigh(GatedLogits.of(inputs, index, gates))
         out = weights @ inputs.values.float()[:, None]  # [K, R, Q, D]
         return out.flatten(0, 1).to(inputs.queries.dtype)
 
@@ -112,7 +112,7 @@ class DecayedAttention(GatedAttention):
     Bui et al. (2025), arXiv:2512.03324, equation 4; the gates are log beta.
 
     Attributes:
-        held: of each layer, by its place, the sum of beta^age over the entries that a query sees.
+        held: of each layer, by its index, the sum of beta^age over the entries that a query sees.
     """
 
     def __init__(self, decoder: Decoder, gate: LayerGate) -> None:
@@ -137,7 +137,7 @@ class MaskedAttention(GatedAttention):
             whatever their gates.
 
     Attributes:
-        gates: of each layer, by its place.
+        gates: of each layer, by its index.
     """
 
     def __init__(self, decoder: Decoder, gate: LayerGate, protect: ProtectedTokens = OWN) -> None:
@@ -189,8 +189,8 @@ def attention_under_mask(
 
 def token_ages(inputs: AttentionInputs) -> Int[Tensor, "Q S"]:
     """Tokens from each entry of a pass to each query."""
-    places = torch.arange(inputs.queries.shape[1], device=inputs.queries.device)
-    return places[:, None] - places
+    indices = torch.arange(inputs.queries.shape[1], device=inputs.queries.device)
+    return indices[:, None] - indices
 
 
 def visible_tokens(inputs: AttentionInputs, ages: Int[Tensor, "Q S"]) -> Bool[Tensor, "Q S"]:

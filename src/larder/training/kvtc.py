@@ -120,7 +120,7 @@ def planned(
 
 def _joined(samples: LayerSamples, side: int) -> Float[Tensor, "N W"]:
     """Keys (0) or values (1) of all layers side by side."""
-    return torch.cat([samples.layer(place)[side] for place in samples.layers.values()], 1)
+    return torch.cat([samples.layer(index)[side] for index in samples.layers.values()], 1)
 
 
 def _side(numbers: Float[Tensor, "N W"], settings: KvtcSettings) -> PrincipalSide:

@@ -48,7 +48,7 @@ class LayerSamples:
     """
 
     def __init__(self, layers: Sequence[LayerSpec]) -> None:
-        self.layers = {layer.index: place for place, layer in enumerate(layers)}
+        self.layers = {layer.index: index for index, layer in enumerate(layers)}
         self.tokens, self.documents = 0, set[str]()
         self._specs, self._parts = tuple(layers), [list[tuple[Tensor, Tensor]]() for _ in layers]
 
@@ -56,14 +56,14 @@ class LayerSamples:
         """Add the tokens of one call to a managed layer, the first ones left out."""
         if inputs.layer not in self.layers:
             return
-        place = self.layers[inputs.layer]
-        radians = torch.tensor(self._specs[place].radians)
+        index = self.layers[inputs.layer]
+        radians = torch.tensor(self._specs[index].radians)
         positions = torch.arange(inputs.keys.shape[1])
         sides = (
             side_by_side(inputs.keys.cpu(), positions, radians),
             side_by_side(inputs.values.cpu(), positions),
         )
-        self._parts[place].append((sides[0][SINKS:].half(), sides[1][SINKS:].half()))
+        self._parts[index].append((sides[0][SINKS:].half(), sides[1][SINKS:].half()))
 
     def layer(self, index: int) -> Layer:
         """Keys and values of one layer, in float32."""

@@ -229,10 +229,10 @@ def _test_metrics(
 
 
 def _check_finite(layers: Sequence[LayerTensors], name: str) -> None:
-    for place, layer in enumerate(layers):
+    for index, layer in enumerate(layers):
         if not all(bool(tensor.isfinite().all()) for tensor in layer.values()):
             raise ModelError(
-                f"Training {name} diverged in layer {place}: take another seed, or more tokens."
+                f"Training {name} diverged in layer {index}: take another seed, or more tokens."
             )
 
 

@@ -140,9 +140,9 @@ def _fitted(
 ) -> PredictiveTables:
     """Tables fitted on inputs decoded with a step; on exact ones if it is 0."""
     below, pairs = list[Numbers](), list[tuple[SidePrediction, SidePrediction]]()
-    for place, own in enumerate(weights):
+    for index, own in enumerate(weights):
         decoded, sides = list[Numbers](), list[SidePrediction]()
-        for numbers, weight in zip(samples.layer(place), own, strict=True):
+        for numbers, weight in zip(samples.layer(index), own, strict=True):
             inputs = [*decoded, *below]
             side = fit_side(numbers, inputs, weight, damping)
             sides.append(side)
@@ -193,9 +193,9 @@ def tested(
 ) -> dict[str, float]:
     """Share of the variance that is predicted from decoded inputs: mean of layers, and worst."""
     below, shares = list[Numbers](), ([list[float](), list[float]()])
-    for place, pair in enumerate(tables.layers):
+    for index, pair in enumerate(tables.layers):
         decoded = list[Numbers]()
-        for number, (side, numbers) in enumerate(zip(pair, samples.layer(place), strict=True)):
+        for number, (side, numbers) in enumerate(zip(pair, samples.layer(index), strict=True)):
             inputs = [*decoded, *below]
             left = numbers - side.predicted(inputs, len(numbers))
             if below:

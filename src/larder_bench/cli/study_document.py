@@ -22,11 +22,11 @@ def comparable_groups(rows: Sequence[Row]) -> Iterator[tuple[str, Row, list[Cell
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[name] for name in GROUP_FIELDS), []).append(row)
-    places = {key[1:3] for key in groups}
+    kinds = {key[1:3] for key in groups}
     for key, group in groups.items():
         common: Row = dict(zip(GROUP_FIELDS, key, strict=True))
         title = "{model}: {task}, {tokens} tokens, {measure}, equal {matched}".format(**common)
-        title += " ({device}, {dtype})".format(**common) if len(places) > 1 else ""
+        title += " ({device}, {dtype})".format(**common) if len(kinds) > 1 else ""
         if common["question"] != CONDITIONS["question"]:
             title += ", question inside the compressed context"
         if common["wording"] != CONDITIONS["wording"]:
@@ -60,24 +60,24 @@ def _belongs_to(row: Row, common: Row) -> bool:
 def _results(entries: Sequence[CellScores], rows: Sequence[Row]) -> list[Row]:
     """Results, one per policy and budget."""
     table, results = ScoreTable(entries), list[Row]()
-    for place in dict.fromkeys((one.policy, one.budget) for one in entries):
-        group_rows = [row for row in rows if (row["policy"], row["budget"]) == place]
+    for key in dict.fromkeys((one.policy, one.budget) for one in entries):
+        group_rows = [row for row in rows if (row["policy"], row["budget"]) == key]
         scales = {
-            scale.key: table.interval(scale, *place) for scale in table.scales_with_data(SCALES)
+            scale.key: table.interval(scale, *key) for scale in table.scales_with_data(SCALES)
         }
         results.append(
             {
-                "policy": place[0],
+                "policy": key[0],
                 "spelling": group_rows[0]["spelling"],
-                "budget": place[1],
-                "bytes_share": round(table.bytes_share(*place), 5),
-                "dense_bytes_share": round(table.dense_share(*place), 5),
+                "budget": key[1],
+                "bytes_share": round(table.bytes_share(*key), 5),
+                "dense_bytes_share": round(table.dense_share(*key), 5),
                 "files": len(group_rows),
                 "refused": [row["refused"] for row in group_rows if "refused" in row],
             }
             | {name: asdict(one) for name, one in scales.items() if one is not None}
             | _costs(group_rows)
-            | {name: round(each, 6) for name, each in table.seconds(*place).items()}
+            | {name: round(each, 6) for name, each in table.seconds(*key).items()}
         )
     return results
 

@@ -148,8 +148,8 @@ def _list(fact: LifeLogFact, log: LifeLog) -> Question:
     subjects = _subjects_of_entity(fact.subject, log)
     values = [f"{subject.attribute.name}: {log.latest[subject].value}" for subject in subjects]
     question = f"List everything I told you about {fact.subject.entity}."
-    places = {log.latest[subject].place for subject in subjects}
-    return Question(question, "; ".join(values), "list", sources=len(places))
+    sessions = {log.latest[subject].place for subject in subjects}
+    return Question(question, "; ".join(values), "list", sources=len(sessions))
 
 
 def _subjects_of_entity(subject: FactSubject, log: LifeLog) -> list[FactSubject]:

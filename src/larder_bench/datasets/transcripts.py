@@ -169,12 +169,12 @@ def _evidence_ids(entry: dict[str, Any]) -> Iterator[tuple[int, int]]:
 
 def _sources(entry: dict[str, Any]) -> int | None:
     """Number of passages of the evidence; None if it names none."""
-    places = {
-        place
+    utterances = {
+        utterance
         for text in entry.get("evidence") or ()
-        for place in UTTERANCE_RANGE.findall(str(text))
+        for utterance in UTTERANCE_RANGE.findall(str(text))
     }
-    return len(places) or None
+    return len(utterances) or None
 
 
 def _trimmed(messages: Sequence[Message]) -> tuple[Message, ...]:

@@ -165,8 +165,8 @@ def differences(
         if len(committed) != len(measured):
             yield f"{name}: {len(committed)} values committed, {len(measured)} measured"
             return
-        for place, (one, other) in enumerate(zip(committed, measured, strict=True)):
-            yield from differences(one, other, rounding, f"{name}[{place}]")
+        for index, (one, other) in enumerate(zip(committed, measured, strict=True)):
+            yield from differences(one, other, rounding, f"{name}[{index}]")
     elif not _is_equal(committed, measured, rounding, name):
         yield f"{name}: {committed!r} committed, {measured!r} measured"
 

@@ -194,8 +194,8 @@ def _exhibit(
 ) -> Row:
     means = _means(values)
     recalled = {str(rank): means[name] for rank, name in NAMES.items()}
-    place = {"layer": layer, "step": None if step is None else step + 1}
-    return {"row": "recall", "fetched_tokens": fetched, **place, "recall": recalled}
+    labels = {"layer": layer, "step": None if step is None else step + 1}
+    return {"row": "recall", "fetched_tokens": fetched, **labels, "recall": recalled}
 
 
 def _index_figures(tiers: Sequence[TieredLayer]) -> Row:

@@ -51,8 +51,8 @@ def _time_table(table: ScoreTable) -> Iterator[str]:
                     f"<td>{seconds[t]:.4f}</td>" if t in seconds else "<td>" for t in fields
                 )
                 label = escape_html(short_label(name))
-                place = f"<th scope=row>{label}</th><td>{escape_html(budget)}</td>"
-                lines.append(f"<tr>{place}{cells}</tr>")
+                headers = f"<th scope=row>{label}</th><td>{escape_html(budget)}</td>"
+                lines.append(f"<tr>{headers}{cells}</tr>")
     html = html_table("", f"<th scope=col>policy</th><th scope=col>budget</th>{head}", lines)
     if table.scales_with_data(SCALES):
         html = f"<details><summary>Seconds</summary>{html}</details>"

@@ -110,8 +110,8 @@ def _baseline_labels(
     Raises:
         UnknownName: a policy has no cell.
     """
-    places = dict.fromkeys((row["study"], row["policy"]) for row in results.cells)
-    known = {place: names[place] for place in places}
+    keys = dict.fromkeys((row["study"], row["policy"]) for row in results.cells)
+    known = {key: names[key] for key in keys}
     for name in against or ():
         if not any(name in (long, short) for (_, long), short in known.items()):
             shorts = list(dict.fromkeys(known.values()))

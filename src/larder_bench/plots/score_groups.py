@@ -85,7 +85,7 @@ def comparable_sheets(rows: Sequence[Row]) -> dict[str, list[Row]]:
     by_key: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         by_key.setdefault(tuple(row.get(name, "") for name in _FAMILY), []).append(row)
-    varied = [len({key[place] for key in by_key}) > 1 for place in range(len(_FAMILY))]
+    varied = [len({key[index] for key in by_key}) > 1 for index in range(len(_FAMILY))]
     return {_label(key, varied): group for key, group in by_key.items()}
 
 

@@ -168,8 +168,8 @@ def random_cache(
         state |= {f"{name}.column.{column}": torch.rand(total) for column in kept.columns}
         unset = torch.full((heads,), torch.nan)
         state |= {f"{name}.scalar.{scalar}": unset.clone() for scalar in kept.scalars}
-        places = [_positions(n, context) for n in lengths.tolist()]
-        state[f"{name}.positions"] = torch.cat(places if form == "ragged" else places[:1])
+        indices = [_positions(n, context) for n in lengths.tolist()]
+        state[f"{name}.positions"] = torch.cat(indices if form == "ragged" else indices[:1])
     meta = SequenceCache(spec, form, ledger_for(form, ledger)).meta()
     meta |= {"next_position": str(read)}
     cache = SequenceCache.restore(spec, {n: t.to(spec.device) for n, t in state.items()}, meta)

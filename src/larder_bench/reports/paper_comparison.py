@@ -64,10 +64,10 @@ class PaperComparison:
 
     def reported_text(self) -> str:
         """Value of the paper with its unit and its place there."""
-        value, place = self.reported.paper, self.reported.says
+        value, passage = self.reported.paper, self.reported.says
         number = value if isinstance(value, str) else f"{value:g}"
         text = f"{number} {self.reported.unit}".strip()
-        return f"{text} ({place})" if place else text
+        return f"{text} ({passage})" if passage else text
 
     def scale_text(self, names: Mapping[str, str]) -> str:
         """Scale of the measured value, and the cells that it is a mean of."""

@@ -152,7 +152,7 @@ class Paper:
             UsageError: a value does not select one of several measures or matched quantities.
         """
         for number, value in enumerate(self.values, start=1):
-            place = f"{where}: paper.values {number}"
+            path = f"{where}: paper.values {number}"
             for name, names in {**known, "scale": list(known_scales())}.items():
                 name_used, choices = asdict(value)[name], list(map(str, names))
                 if name_used is not None and str(name_used) not in choices:
@@ -161,11 +161,11 @@ class Paper:
                     message = unknown_name_message(
                         what, str(name_used), [paper_budget(one) for one in choices]
                     )
-                    raise UnknownName(f"{place}: {message}")
+                    raise UnknownName(f"{path}: {message}")
                 if name_used is None and name in DISAMBIGUATING_KEYS and len(names) > 1:
-                    raise UsageError(f"{place} must say {name}: {' or '.join(choices)}.")
+                    raise UsageError(f"{path} must say {name}: {' or '.join(choices)}.")
             if value.against and value.above:
-                raise UsageError(f"{place} has against and above: take one of the two.")
+                raise UsageError(f"{path} has against and above: take one of the two.")
 
     def row(self, study: str) -> Row:
         """Row for a results file."""

@@ -181,7 +181,7 @@ class Trace:
         recomputation.
         """
         replaced = {cached.replaces for cached in self.objects}
-        return sum(p.bytes for place, p in enumerate(self.objects) if place not in replaced)
+        return sum(p.bytes for index, p in enumerate(self.objects) if index not in replaced)
 
 
 @dataclass(frozen=True)

@@ -65,17 +65,17 @@ class Workflows(Workload):
         random: np.random.Generator,
     ) -> None:
         steps = max(1, int(random.lognormal(np.log(self.rounds), 0.4))) * len(ring)
-        place = 0
+        index = 0
         for step in range(steps):
             prompt_tokens = 50 + int(random.lognormal(np.log(600), 0.9))
             answer_tokens = 30 + int(random.exponential(400))
-            over = builder.turn(ring[place], time, prompt_tokens, answer_tokens, TOOL)
+            over = builder.turn(ring[index], time, prompt_tokens, answer_tokens, TOOL)
             is_last = step == steps - 1
-            due = (place + (-1 if random.random() < BACK else 1)) % len(ring)
+            due = (index + (-1 if random.random() < BACK else 1)) % len(ring)
             for number, session in enumerate(ring):
                 left = 1 + (number - due) % len(ring)
                 builder.hint(session, over, math.inf if is_last else float(left))
-            place = due
+            index = due
             time = over + random.lognormal(np.log(self.pause), 1.0)
 
 

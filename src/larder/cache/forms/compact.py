@@ -59,7 +59,7 @@ class CompactLayer(CompositeLayer):
             )
         super().__init__(layer, options)
         self._keeps_entries = False
-        self._kept: tuple[Tensor, ...] = ()  # turned keys and their places, of all rows
+        self._kept: tuple[Tensor, ...] = ()  # rotated keys and their positions, of all rows
 
     def record_logits(self) -> None:
         self._keeps_entries = True
@@ -92,9 +92,9 @@ class CompactLayer(CompositeLayer):
 
     def entries(self) -> Entries:
         held = self._ragged.entries()
-        rotated, places = self._kept or self._turned(held)
+        rotated, compacted = self._kept or self._turned(held)
         self._keep()
-        return replace(held, keys=rotated, rope_positions=places)
+        return replace(held, keys=rotated, rope_positions=compacted)
 
     @property
     def entries_copy_bytes(self) -> int:
@@ -125,7 +125,7 @@ class CompactLayer(CompositeLayer):
         return self._ragged.lengths
 
     def _keep(self, *rotated: Tensor) -> None:
-        """Keep rotated keys and their places for the next `entries`, or none."""
+        """Keep rotated keys and their positions for the next `entries`, or none."""
         if rotated or self._kept:
             self._kept = rotated
             self._count_bytes()
@@ -135,12 +135,12 @@ class CompactLayer(CompositeLayer):
 
     def _turned(self, entries: Entries) -> tuple[Tensor, ...]:
         """Keys of all storage rows rotated to their cache positions, and these positions."""
-        places, rotated = _compact_positions(entries), torch.empty_like(entries.keys)
+        compacted, rotated = _compact_positions(entries), torch.empty_like(entries.keys)
         radians = self._radians(rotated)
-        parts = (tensor.split(ROTATION_CHUNK) for tensor in (rotated, entries.keys, places))
+        parts = (tensor.split(ROTATION_CHUNK) for tensor in (rotated, entries.keys, compacted))
         for into, keys, at in zip(*parts, strict=True):
             into.copy_(rotate(keys[None], at, radians)[0])
-        return rotated, places
+        return rotated, compacted
 
     def attention_calls(self, new: NewTokens) -> list[AttentionCall]:
         held, queries, positions = self.entries(), new.queries, new.positions
@@ -150,8 +150,8 @@ class CompactLayer(CompositeLayer):
         lengths = torch.tensor(held.lengths)
         layout = (torch.tensor(held.starts), lengths, self.layer.scaling)
         first = (lengths + new.offset).clamp(min=0).to(positions.device)
-        places = first[:, None] + positions - positions[0]
-        rotated = rerotate_per_head(queries, positions, places, self._radians(queries))
+        compacted = first[:, None] + positions - positions[0]
+        rotated = rerotate_per_head(queries, positions, compacted, self._radians(queries))
         bias = held.columns.get(LOG_COUNT)
         call = partial(ragged_attention, rotated, held.keys, held.values, *layout, bias)
         return [partial(call, softcap=self.layer.softcap)]
@@ -174,10 +174,12 @@ class CompactLayer(CompositeLayer):
         """
         held, targets = self._ragged.entries(), merged.targets.cpu()
         heads = torch.searchsorted(lengths.cumsum(0), targets, right=True)
-        places = (targets - starts_of(lengths)[heads]).to(held.keys.device)
+        compacted = (targets - starts_of(lengths)[heads]).to(held.keys.device)
         layout = torch.tensor(held.starts), torch.tensor(held.lengths)
-        rows = storage_rows(torch.searchsorted(plan.kept.cpu(), targets), *layout).to(places.device)
-        back = rotate(merged.keys[None], -places, self._radians(held.keys))[0]
+        rows = storage_rows(torch.searchsorted(plan.kept.cpu(), targets), *layout).to(
+            compacted.device
+        )
+        back = rotate(merged.keys[None], -compacted, self._radians(held.keys))[0]
         held.keys[rows] = back.to(held.keys.dtype)
         held.values[rows] = merged.values.to(held.values.dtype)
 

@@ -105,21 +105,22 @@ class CorrectedLayer(TieredLayer):
             CacheError: they are not the latest entries of the layer.
         """
         former = self._past
-        places = [past.place for past in former]
+        indices = [past.place for past in former]
         if self._ragged.shared_nbytes:
             self._ragged.separate()  # entries are written
         held = self._ragged.entries()
         tails = [
-            held.head_positions(head)[-len(places) :].tolist() for head in range(len(replayed.keys))
+            held.head_positions(head)[-len(indices) :].tolist()
+            for head in range(len(replayed.keys))
         ]
-        if replayed.positions.tolist() != places or any(tail != places for tail in tails):
+        if replayed.positions.tolist() != indices or any(tail != indices for tail in tails):
             raise CacheError(
                 f"Layer {self.layer.index} cannot correct its outputs at positions "
                 f"{replayed.positions.tolist()}, which are not its latest entries: protect at "
                 "least as many recent tokens as are corrected."
             )
         ends = torch.tensor([s + n for s, n in zip(held.starts, held.lengths, strict=True)])
-        rows = (ends[:, None] + torch.arange(-len(places), 0)).flatten().to(held.keys.device)
+        rows = (ends[:, None] + torch.arange(-len(indices), 0)).flatten().to(held.keys.device)
         held.keys[rows] = replayed.keys.flatten(0, 1).to(held.keys)
         held.values[rows] = replayed.values.flatten(0, 1).to(held.values)
         new = answer()

@@ -101,11 +101,11 @@ class GaplessLayer(TieredLayer):
         """Attention to entries rotated to the positions right before `behind`."""
         radians = torch.tensor(self.layer.radians, device=queries.device)
         rotated: list[Tensor] = []
-        for keys, _, places in rows:
-            ranks = torch.argsort(torch.argsort(places, stable=True), stable=True)
-            new = behind - len(places) + ranks
-            rotated.append(rerotate(keys[None], places, new, radians)[0])
-        lengths = torch.tensor([len(places) for _, _, places in rows])
+        for keys, _, positions in rows:
+            ranks = torch.argsort(torch.argsort(positions, stable=True), stable=True)
+            new = behind - len(positions) + ranks
+            rotated.append(rerotate(keys[None], positions, new, radians)[0])
+        lengths = torch.tensor([len(positions) for _, _, positions in rows])
         values = torch.cat([values for _, values, _ in rows])
         layout = starts_of(lengths), lengths, self.layer.scaling
         return ragged_attention(
@@ -128,12 +128,12 @@ def _visible(
         found = torch.cat([numbers[numbers >= 0], later]) + parked.starts[head]
         keys, values = torch.empty(2, len(found), held.keys.shape[1], dtype=held.keys.dtype)
         parked.gather(found, keys, values)
-        places = parked.positions[found].to(held.positions)
+        positions = parked.positions[found].to(held.positions)
         rows.append(
             (
                 torch.cat([keys.to(held.keys.device), held.head_keys(head)]),
                 torch.cat([values.to(held.values.device), held.head_values(head)]),
-                torch.cat([places, held.head_positions(head)]).long(),
+                torch.cat([positions, held.head_positions(head)]).long(),
             )
         )
     return rows

@@ -65,9 +65,9 @@ class LowRankLayer(RecoverableLayer):
 
     @classmethod
     def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> LowRankLayer:
-        place = [each.index for each in model.managed].index(layer.index)
-        maps = LowRankMaps.load(layer, place, model.fingerprint)
-        source = place, model.fingerprint
+        index = [each.index for each in model.managed].index(layer.index)
+        maps = LowRankMaps.load(layer, index, model.fingerprint)
+        source = index, model.fingerprint
         return cls(layer, LayerOptions(model.dtype, model.device, spec), maps, source)
 
     @property
@@ -83,15 +83,15 @@ class LowRankLayer(RecoverableLayer):
         self.replaced_bytes = self._ragged.replaced_bytes
 
     def state(self) -> dict[str, Tensor]:
-        place, fingerprint = self._source
-        text = f"{place} {self._maps.digest} {fingerprint}"
+        index, fingerprint = self._source
+        text = f"{index} {self._maps.digest} {fingerprint}"
         own = {STATE_KEY: self._state.clone(), MAPS_KEY: text_tensor(text)}
         return self._ragged.state() | own
 
     @classmethod
     def adopt(cls, layer: LayerSpec, state: dict[str, Tensor]) -> LowRankLayer:
-        place, digest, fingerprint = text_of(state[MAPS_KEY]).split(" ", 2)
-        source = int(place), fingerprint
+        index, digest, fingerprint = text_of(state[MAPS_KEY]).split(" ", 2)
+        source = int(index), fingerprint
         maps = LowRankMaps.load(layer, *source)
         if maps.digest != digest:
             raise CacheError(

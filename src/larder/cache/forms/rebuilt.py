@@ -94,7 +94,7 @@ class RecomputedLayer(RecoverableLayer):
     def truncate(self, length: int) -> None:
         self._ragged.truncate(length)
         self._source = self._source[:length].clone()
-        self._evicted = [places[places < length] for places in self._evicted]
+        self._evicted = [positions[positions < length] for positions in self._evicted]
         self._count_bytes()
 
     def drop_range(self, start: int, stop: int) -> None:
@@ -111,7 +111,9 @@ class RecomputedLayer(RecoverableLayer):
             )
         self._ragged.drop_range(start, stop)
         self.replaced_bytes = self._ragged.replaced_bytes
-        self._evicted = [places[(places < start) | (places >= stop)] for places in self._evicted]
+        self._evicted = [
+            positions[(positions < start) | (positions >= stop)] for positions in self._evicted
+        ]
         self._count_bytes()
 
     @property
@@ -122,7 +124,9 @@ class RecomputedLayer(RecoverableLayer):
     @property
     def wanted(self) -> int:
         """Number of first tokens to read again for all evicted entries."""
-        return max((int(places.max()) + 1 for places in self._evicted if len(places)), default=0)
+        return max(
+            (int(positions.max()) + 1 for positions in self._evicted if len(positions)), default=0
+        )
 
     @property
     def source(self) -> Tensor:
@@ -139,7 +143,7 @@ class RecomputedLayer(RecoverableLayer):
             SOURCE_KEY: self._source.clone(),
             EVICTED_KEY: torch.cat(self._evicted),
         }
-        state |= {LENGTHS_KEY: torch.tensor([len(places) for places in self._evicted])}
+        state |= {LENGTHS_KEY: torch.tensor([len(positions) for positions in self._evicted])}
         return state | {SPEC_KEY: text_tensor(self.rebuilding.to_text())}
 
     @classmethod
@@ -162,7 +166,7 @@ class RecomputedLayer(RecoverableLayer):
     def _copy_tensors(self) -> None:
         self._source, self._evicted = (
             self._source.clone(),
-            [places.clone() for places in self._evicted],
+            [positions.clone() for positions in self._evicted],
         )
         self._count_bytes()
 
@@ -175,8 +179,8 @@ class RecomputedLayer(RecoverableLayer):
 
     def attention_calls(self, new: NewTokens) -> Iterator[AttentionCall]:
         yield from self._ragged.attention_calls(new)
-        for places, keys, values in self._blocks():
-            layout, numbers = self._evicted_rows(places, keys, values)
+        for positions, keys, values in self._blocks():
+            layout, numbers = self._evicted_rows(positions, keys, values)
             call = partial(ragged_attention, new.queries, *numbers, *layout, self.layer.scaling)
             yield partial(call, softcap=self.layer.softcap)
 
@@ -193,18 +197,20 @@ class RecomputedLayer(RecoverableLayer):
                 f"Layer {self.layer.index} must recompute {len(wanted)} evicted tokens, but has no "
                 "model to do so: attend through a decoder."
             )
-        for places in wanted.split(BLOCK_TOKENS):
-            there = places.to(self._source.device)
-            self.tokens += len(places)
-            yield places, *self.project(self.layer.index, self._source[there], there)
+        for positions in wanted.split(BLOCK_TOKENS):
+            there = positions.to(self._source.device)
+            self.tokens += len(positions)
+            yield positions, *self.project(self.layer.index, self._source[there], there)
 
     def _evicted_rows(
-        self, places: Int64[Tensor, " B"], keys: RecomputedKV, values: RecomputedKV
+        self, positions: Int64[Tensor, " B"], keys: RecomputedKV, values: RecomputedKV
     ) -> tuple[tuple[Tensor, Tensor], list[Tensor]]:
         """Starts and lengths, keys and values of the tokens that are evicted from each kv head."""
-        rows = [torch.nonzero(torch.isin(places, evicted)).flatten() for evicted in self._evicted]
+        rows = [
+            torch.nonzero(torch.isin(positions, evicted)).flatten() for evicted in self._evicted
+        ]
         lengths = torch.tensor([len(row) for row in rows])
-        flat = torch.cat([row + head * len(places) for head, row in enumerate(rows)])
+        flat = torch.cat([row + head * len(positions) for head, row in enumerate(rows)])
         flat = flat.to(keys.device)
         held = [part.flatten(0, 1)[flat].contiguous() for part in (keys, values)]
         return (starts_of(lengths), lengths), held
@@ -227,8 +233,8 @@ class RecomputedLayer(RecoverableLayer):
                 "such layers out of plans."
             )
         heads = heads_of_packed(packed, held.lengths)
-        places = held.packed_positions().cpu()[packed].long()
-        rejected = [places[heads == head] for head in range(len(held.lengths))]
+        positions = held.packed_positions().cpu()[packed].long()
+        rejected = [positions[heads == head] for head in range(len(held.lengths))]
         change(plan)
         self.replaced_bytes = self._ragged.replaced_bytes
         self._evicted = [torch.cat(pair) for pair in zip(self._evicted, rejected, strict=True)]

@@ -82,9 +82,9 @@ class ResidualLayer(MixedLayer):
     def create(cls, layer: LayerSpec, model: ModelSpec, spec: CacheSpec) -> ResidualLayer:
         assert spec.residual is not None  # required
         own = spec.residual.of_model(model.fingerprint)
-        place = [each.index for each in model.managed].index(layer.index)
+        index = [each.index for each in model.managed].index(layer.index)
         options = LayerOptions(model.dtype, model.device, replace(spec, residual=own))
-        return cls(layer, options, place)
+        return cls(layer, options, index)
 
     @classmethod
     def link_layers(cls, layers: Sequence[CacheLayer], spec: CacheSpec) -> None:
@@ -186,9 +186,9 @@ class ResidualLayer(MixedLayer):
             CacheError: the predictions are missing, or were trained again.
         """
         saved = saved_spec_text(state, SPEC_KEY, layer, "residual")
-        digest, place, text = saved.split(" ", 2)
+        digest, index, text = saved.split(" ", 2)
         spec = CacheSpec("residual", residual=ResidualSpec.from_text(text))
-        store = cls(layer, LayerOptions.of_state(state, spec), int(place))
+        store = cls(layer, LayerOptions.of_state(state, spec), int(index))
         if store._coder.predictions.digest != digest:
             raise CacheError(
                 f"Layer {layer.index} of the saved cache was coded with predictions that have been "
@@ -300,11 +300,11 @@ class ResidualLayer(MixedLayer):
 
     def _carry_out(self, plan: Plan, change: Callable[[Plan], None]) -> None:
         rows = _kept_tokens(plan, self)
-        places = self._order().cpu()[rows]
+        indices = self._order().cpu()[rows]
         count = self._ragged.lengths[0]
         exact = torch.zeros(count, dtype=torch.bool)
-        exact[places[places < count]] = True
-        coded = places[places >= count] - count
+        exact[indices[indices < count]] = True
+        coded = indices[indices >= count] - count
         change(Plan.from_mask(exact.repeat(self.layer.kv_heads), self._ragged.lengths))
         self.replaced_bytes = self._ragged.replaced_bytes
         if len(coded) < len(self._tier):

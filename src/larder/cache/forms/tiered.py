@@ -124,8 +124,8 @@ class TieredLayer(RecoverableLayer, HostMemoryUser):
         for tier in tiers:
             tier.join(budget)
         searched = [tier for tier in tiers if not tier.is_dense]
-        for place, tier in enumerate(searched):
-            leader = searched[tier.parking.recall.leader_of(place)]
+        for index, tier in enumerate(searched):
+            leader = searched[tier.parking.recall.leader_of(index)]
             is_other = leader is not tier and tier.has_same_heads(leader)
             tier.leader = leader if is_other else None
         if searched and searched[0].parking.recall.measures_layers:

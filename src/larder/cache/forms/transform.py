@@ -390,19 +390,19 @@ class TransformLayer(MixedLayer):
     ) -> tuple[Plan, MergedEntries, InsertedEntries | None]:
         """Plan, merged entries and inserted entries of the exact part."""
         kept, count = plan.kept.cpu(), sum(self._ragged.lengths)
-        places, exact = order[kept], grades == 0
-        stays = exact & (places < count)
+        indices, exact = order[kept], grades == 0
+        stays = exact & (indices < count)
         heads = heads_of_packed(kept, entries.lengths)
         lengths = torch.bincount(heads[stays], minlength=len(entries.lengths))
         marked = stays.to(plan.kept.device)
         columns = {name: numbers[marked] for name, numbers in plan.columns.items()}
-        own = Plan(places[stays], tuple(lengths.tolist()), columns=columns, scalars=plan.scalars)
+        own = Plan(indices[stays], tuple(lengths.tolist()), columns=columns, scalars=plan.scalars)
         targets = order[sums.targets.cpu()]
         mine = targets < count
         merged = MergedEntries(targets[mine], sums.keys[mine], sums.values[mine]).among(
-            places[stays]
+            indices[stays]
         )
-        comes = (exact & (places >= count)).nonzero().flatten()
+        comes = (exact & (indices >= count)).nonzero().flatten()
         if not len(comes):
             return own, merged, None
         found = torch.searchsorted(sums.targets.cpu(), kept[comes])

@@ -149,18 +149,18 @@ class QuantizedEntries:
         found = torch.empty(len(heads), self.waiting[0][0].shape[1])
         coded = self.coded
         waits = members >= coded[heads]
-        places = torch.full_like(members, -1)
+        indices = torch.full_like(members, -1)
         for head, held in enumerate(self.waiting):
             own = (heads == head).nonzero().flatten()
             late, early = own[waits[own]], own[~waits[own]]
             found[late] = held[side is KVSide.VALUES][members[late] - coded[head]].float()
             groups = self.groups[head][members[early] // self.group]
-            places[early] = groups * self.group + members[early] % self.group
+            indices[early] = groups * self.group + members[early] % self.group
         first = 0
         for piece in self.pieces:
-            own = ((places >= first) & (places < first + len(piece))).nonzero().flatten()
+            own = ((indices >= first) & (indices < first + len(piece))).nonzero().flatten()
             if len(own):
-                rows, back = torch.unique(places[own] - first, return_inverse=True)
+                rows, back = torch.unique(indices[own] - first, return_inverse=True)
                 found[own] = piece.side(side).decoded(rows, piece.groups_of(rows)).float()[back]
             first += len(piece)
         return found

@@ -87,8 +87,8 @@ class NeedleSettings:
         names, answers = self._drawn(sample, seed)
         ids = list[int]()
         needles: list[tuple[int, int]] = []
-        for place, (name, answer) in enumerate(zip(names, answers, strict=True)):
-            cuts = [len(text) * side // self.count for side in (place, place + 1)]
+        for index, (name, answer) in enumerate(zip(names, answers, strict=True)):
+            cuts = [len(text) * side // self.count for side in (index, index + 1)]
             ids += text[cuts[0] : sum(cuts) // 2]
             start = len(ids)
             ids += [*sample.encode(NEEDLE_TEMPLATE.format(name=name)), *answer, *sample.encode(".")]
@@ -111,9 +111,9 @@ class NeedleSettings:
         """Names and answers as tokens, drawn deterministically from the sample text."""
         source = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(sample.words), generator=source).tolist()
-        drawn = [sample.words[place] for place in order]
+        drawn = [sample.words[index] for index in order]
         names = [word.capitalize() for word in drawn[: self.count]]
-        rest = [drawn[place % len(drawn)] for place in range(self.count, len(drawn) * 2)]
+        rest = [drawn[index % len(drawn)] for index in range(self.count, len(drawn) * 2)]
         cuts = range(0, self.count * self.words, self.words)
         texts = [" " + " ".join(rest[cut : cut + self.words]) for cut in cuts]
         return names, [tuple(sample.encode(text)) for text in texts]

@@ -59,11 +59,11 @@ class RepeatedText(Measurement):
         sums = torch.zeros(inputs.queries.shape[0], dtype=torch.float64, device=device)
         back = self.tokens * torch.arange(1, self.times, device=device)
         for some in rows.split(CHUNK_TOKENS):
-            places = some[:, None] - back  # [Q, readings]
+            indices = some[:, None] - back  # [Q, readings]
             found = softmax_weights(inputs, some).gather(
-                2, (places + self.offset).clamp(min=0).expand(len(sums), -1, -1)
+                2, (indices + self.offset).clamp(min=0).expand(len(sums), -1, -1)
             )
-            sums += found.masked_fill(places < 0, 0.0).sum((1, 2)).double()
+            sums += found.masked_fill(indices < 0, 0.0).sum((1, 2)).double()
         return (sums / len(rows)).float()
 
 
@@ -71,5 +71,5 @@ def random_tokens(known: tuple[int, ...], tokens: int) -> tuple[int, ...]:
     """Random token ids with a fixed seed."""
     source, ids = torch.Generator().manual_seed(SEED), list[int]()
     while len(ids) < tokens:
-        ids += [known[place] for place in torch.randperm(len(known), generator=source).tolist()]
+        ids += [known[index] for index in torch.randperm(len(known), generator=source).tolist()]
     return tuple(ids[:tokens])

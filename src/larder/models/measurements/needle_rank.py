@@ -3,7 +3,7 @@
 Song et al., "Compress, Gather, and Recompute: REFORMing Long-Context Processing in Transformers"
 (2025), arXiv:2506.01215, search with the vectors of a few heads, those under which what a question
 asks for ranks best: of a text with hidden sentences, the tokens are ordered by the highest cosine
-to a token of the question, and a head's number is the mean place of the sentence's tokens, over the
+to a token of the question, and a head's number is the mean rank of the sentence's tokens, over the
 number of tokens. Known to us at second hand; here vectors are keys before rotation, and texts are
 needle passages made of the bundled text.
 """
@@ -45,7 +45,7 @@ class NeedleRank(Measurement):
         def measure(inputs: AttentionInputs) -> list[float]:
             return needle_ranks(passage, unrotated(inputs, radians[inputs.layer])).tolist()
 
-        return places(measure_layers(decoder, passage.ids, measure))
+        return relative_ranks(measure_layers(decoder, passage.ids, measure))
 
 
 def unrotated(inputs: AttentionInputs, radians: tuple[float, ...] | None) -> Float[Tensor, "K S D"]:
@@ -65,7 +65,7 @@ def unrotated(inputs: AttentionInputs, radians: tuple[float, ...] | None) -> Flo
 
 
 def needle_ranks(passage: NeedlePassage, keys: Float[Tensor, "K S D"]) -> Float[Tensor, " K"]:
-    """Mean place of the tokens of hidden sentences, over the tokens before the questions."""
+    """Mean rank of the tokens of hidden sentences, over the tokens before the questions."""
     keys, total = F.normalize(keys, dim=-1), torch.zeros(len(keys), dtype=torch.float64)
     context = keys[:, : passage.context]
     for each in passage.needles:
@@ -77,11 +77,11 @@ def needle_ranks(passage: NeedlePassage, keys: Float[Tensor, "K S D"]) -> Float[
     return total / (len(passage.needles) * passage.context)
 
 
-def places(numbers: Sequence[float]) -> tuple[float, ...]:
-    """Place of each number in ascending order, as a fraction of how many there are."""
+def relative_ranks(numbers: Sequence[float]) -> tuple[float, ...]:
+    """Rank of each number in ascending order, as a fraction of how many there are."""
     order = sorted(range(len(numbers)), key=lambda head: numbers[head])
-    place = {head: number for number, head in enumerate(order)}
-    return tuple(place[head] / len(numbers) for head in range(len(numbers)))
+    index = {head: number for number, head in enumerate(order)}
+    return tuple(index[head] / len(numbers) for head in range(len(numbers)))
 
 
 Part = NeedleRank

@@ -89,8 +89,8 @@ class Reasoning(Measurement):
         """One prompt per length and depth; names are drawn with a fixed seed."""
         source = torch.Generator().manual_seed(SEED)
         order = torch.randperm(len(sample.words), generator=source).tolist()
-        names = [sample.words[place].capitalize() for place in order]
-        places = [(length, depth) for length in self.lengths for depth in self.depths]
+        names = [sample.words[index].capitalize() for index in order]
+        settings = [(length, depth) for length in self.lengths for depth in self.depths]
         return [
             _reasoning_prompt(
                 sample,
@@ -99,7 +99,7 @@ class Reasoning(Measurement):
                 (names[2 * n % len(names)], names[(2 * n + 1) % len(names)]),
                 n % 2,
             )
-            for n, (length, depth) in enumerate(places)
+            for n, (length, depth) in enumerate(settings)
         ]
 
 
@@ -109,8 +109,8 @@ def _reasoning_prompt(
     text = sample.ids(length)
     cut = int(depth * length)
     ids, claims = [*text[:cut]], list[tuple[int, int]]()
-    for place, name in enumerate(people):
-        claim = sample.encode(CLAIM_TEMPLATE.format(name=name, age=AGES[place == older]))
+    for index, name in enumerate(people):
+        claim = sample.encode(CLAIM_TEMPLATE.format(name=name, age=AGES[index == older]))
         claims.append((len(ids), len(ids) + len(claim)))
         ids += claim
     ids += [*text[cut:], *sample.encode(QUESTION_TEMPLATE.format(one=people[0], other=people[1]))]

@@ -117,9 +117,9 @@ class _MaskedAttention:
         if inputs.layer in self._shown:
             self._show(inputs.layer, keys)
         parts: list[Tensor] = []
-        places = torch.arange(keys.shape[1], device=keys.device)
-        for rows in places.split(CHUNK_TOKENS):
-            columns = places[: len(rows) + int(rows[0])]  # no later one is seen
+        positions = torch.arange(keys.shape[1], device=keys.device)
+        for rows in positions.split(CHUNK_TOKENS):
+            columns = positions[: len(rows) + int(rows[0])]  # no later one is seen
             mask = self._mask(rows, columns)
             if inputs.sliding_window is not None:
                 mask = mask & (columns > rows[:, None] - inputs.sliding_window)

@@ -65,8 +65,8 @@ class StreamingError(Measurement):
 
     def _seen(self, rows: Int[Tensor, " Q"]) -> Bool[Tensor, "Q S"]:
         """Mask of the tokens that a restricted head sees."""
-        places = torch.arange(int(rows.max()) + 1, device=rows.device)
-        return (places < self.sinks) | (places > rows[:, None] - self.recent)
+        positions = torch.arange(int(rows.max()) + 1, device=rows.device)
+        return (positions < self.sinks) | (positions > rows[:, None] - self.recent)
 
 
 Part = StreamingError

@@ -140,13 +140,15 @@ class LayerMoments:
 
     def add(self, inputs: AttentionInputs, sinks: int) -> None:
         """Add the tokens of one call, the first `sinks` left out."""
-        places = torch.arange(inputs.keys.shape[1], device=inputs.keys.device)
-        radians = torch.tensor(self.layer.radians, device=places.device)
-        sides = [rotate(part.float(), -places, radians) for part in (inputs.queries, inputs.keys)]
+        positions = torch.arange(inputs.keys.shape[1], device=inputs.keys.device)
+        radians = torch.tensor(self.layer.radians, device=positions.device)
+        sides = [
+            rotate(part.float(), -positions, radians) for part in (inputs.queries, inputs.keys)
+        ]
         rows = [part[:, sinks:].double().cpu() for part in (*sides, inputs.values.float())]
         groups = rows[0].unflatten(0, (self.layer.kv_heads, -1)).flatten(1, 2)
-        for place, part in enumerate((groups, rows[1], rows[2])):
-            self.products[place] += part.transpose(1, 2) @ part
+        for index, part in enumerate((groups, rows[1], rows[2])):
+            self.products[index] += part.transpose(1, 2) @ part
         self.sums[KEYS] += rows[1].sum(1)
         self.sums[VALUES] += rows[2].sum(1)
         self.counts[0] += groups.shape[1]
@@ -227,8 +229,8 @@ def turned_moment(
     total = torch.zeros_like(moment)
     distances = torch.linspace(0, reach - 1, DISTANCES).round().long()
     for distance in distances.tolist():
-        places = torch.full((size,), distance)
-        turn = rotate(torch.eye(size)[None], places, frequencies)[0].double()  # row i is R e_i
+        positions = torch.full((size,), distance)
+        turn = rotate(torch.eye(size)[None], positions, frequencies)[0].double()  # row i is R e_i
         total += turn.T @ moment @ turn
     return total / len(distances)
 

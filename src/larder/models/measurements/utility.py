@@ -64,9 +64,9 @@ class Utility(Measurement):
 
     def _curves(self, decoder: Decoder, inputs: AttentionInputs) -> list[float]:
         """Curves of a layer's heads, one after the other."""
-        places = slice(self.sinks, self.context - 1)
-        ranks = self._scores(decoder, inputs)[:, places].argsort(descending=True, stable=True)
-        gains = self._utilities(inputs)[:, places].gather(1, ranks).double()
+        span = slice(self.sinks, self.context - 1)
+        ranks = self._scores(decoder, inputs)[:, span].argsort(descending=True, stable=True)
+        gains = self._utilities(inputs)[:, span].gather(1, ranks).double()
         held = gains.cumsum(1) / gains.sum().clamp(min=TINY)
         count = held.shape[1]
         ends = [-(-count * point // CURVE_POINTS) - 1 for point in range(1, CURVE_POINTS + 1)]

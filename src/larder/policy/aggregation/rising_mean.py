@@ -34,8 +34,8 @@ class RisingMean(Mean):
     def fold(
         self, state: tuple[Tensor, ...], weights: Float[Tensor, "R c S"], first: int, total: int
     ) -> None:
-        places = torch.arange(first, first + weights.shape[1], device=weights.device)
-        factors = 1 + (self.last - 1) * places / max(total - 1, 1)
+        positions = torch.arange(first, first + weights.shape[1], device=weights.device)
+        factors = 1 + (self.last - 1) * positions / max(total - 1, 1)
         state[0].add_(torch.einsum("c,rcs->rs", factors.to(weights.dtype), weights))
 
 

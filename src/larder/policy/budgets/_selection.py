@@ -39,9 +39,9 @@ def top_k_even(scored: LayerScores, count: int) -> Plan:
     if len(set(scored.lengths)) == 1 and count % heads == 0:
         return top_k_per_head(scored, count // heads)
     ranked = scored.ranked()
-    places = torch.cat([_ranks(head) for head in torch.split(ranked, list(scored.lengths))])
+    indices = torch.cat([_ranks(head) for head in torch.split(ranked, list(scored.lengths))])
     by_score = torch.argsort(ranked, descending=True, stable=True)
-    by_place = by_score[torch.argsort(places[by_score], stable=True)]
+    by_place = by_score[torch.argsort(indices[by_score], stable=True)]
     keep = torch.zeros_like(scored.protected)
     keep[by_place[:count]] = True
     return Plan.from_mask(keep, scored.lengths)

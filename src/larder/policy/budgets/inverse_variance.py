@@ -226,8 +226,8 @@ def _log_deviations(spreads: Sequence[float]) -> list[float]:
 def _full_end_layers(floors: list[int], lengths: list[int], total: int) -> list[int]:
     """Floors raised to all that is held for layers 0, 1 and the last, as far as there is room."""
     floors = list(floors)
-    for place in dict.fromkeys((0, min(1, len(floors) - 1), len(floors) - 1)):
-        floors[place] += min(lengths[place] - floors[place], max(total - sum(floors), 0))
+    for index in dict.fromkeys((0, min(1, len(floors) - 1), len(floors) - 1)):
+        floors[index] += min(lengths[index] - floors[index], max(total - sum(floors), 0))
     return floors
 
 

@@ -177,10 +177,10 @@ class Rung:
         return lost, (done, gone)
 
 
-def _evict_slot(place: int, lost: list[int]) -> None:
-    """Add the slot that is number `place` among those that are not lost; these ascend."""
-    before = bisect_right(range(len(lost)), place, key=lambda number: lost[number] - number)
-    lost.insert(before, place + before)
+def _evict_slot(index: int, lost: list[int]) -> None:
+    """Add the slot that is number `index` among those that are not lost; these ascend."""
+    before = bisect_right(range(len(lost)), index, key=lambda number: lost[number] - number)
+    lost.insert(before, index + before)
 
 
 def _layers(count: int | float, layers: int) -> int:

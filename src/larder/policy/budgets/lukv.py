@@ -99,8 +99,8 @@ def greedy_shares(curves: Sequence[Curve], total: float) -> list[float]:
 def concave_steps(curve: Curve) -> list[tuple[float, float]]:
     """Slope and width of each step of the concave hull of a curve that begins at 0."""
     corners = [(0.0, 0.0)]
-    for place, height in enumerate(curve, 1):
-        corner = (place / len(curve), height)
+    for index, height in enumerate(curve, 1):
+        corner = (index / len(curve), height)
         while len(corners) > 1 and _slope(corners[-1], corner) >= _slope(corners[-2], corners[-1]):
             corners.pop()
         corners.append(corner)

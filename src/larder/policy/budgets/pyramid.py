@@ -9,7 +9,7 @@ the released code a bottom layer that exceeds the context is cut to it, and the 
 With `layers` it is groups of layers whose budgets fall, as in Zuo et al., "WindowKV: Task-Adaptive
 Group-Wise KV Cache Window Selection for Efficient LLM Inference" (2025), arXiv:2503.17922: the last
 of four groups of 8 gets 8 / 14 of the average (`beta=1.75`). A last group that is smaller gets as
-much as its place says, and all are scaled so that the sum is right.
+much as its depth says, and all are scaled so that the sum is right.
 
 The released code rounds the steps down, so that a few entries are lost, and takes the average for
 all layers where the text is shorter than two budgets. Here the quotas sum exactly, and a text that
@@ -55,7 +55,7 @@ class Pyramid(Budget):
             return (tokens,) * layers
         mean, room = tokens - least, most - least
         bottom = min(2 * mean - mean / self.beta, room)
-        groups = [place // self.layers for place in range(layers)]
+        groups = [index // self.layers for index in range(layers)]
         fall = 2 * (bottom - mean) / max(groups[-1], 1)
         weights = [max(bottom - fall * group, 0.0) for group in groups]
         weights = weights if groups[-1] else [1.0] * layers

@@ -49,9 +49,9 @@ def mean_folds(weights: Packed, sources: Indices, targets: Indices) -> Folds:
         weights: weights of all packed entries, for keys and values alike.
         sources, targets: packed entries; a source has one target and is not a target itself.
     """
-    unique, places = unique_targets(targets)
-    totals = weights[unique].index_add(0, places, weights[sources])
-    shares = torch.cat([weights[sources] / totals[places], weights[unique] / totals])
+    unique, indices = unique_targets(targets)
+    totals = weights[unique].index_add(0, indices, weights[sources])
+    shares = torch.cat([weights[sources] / totals[indices], weights[unique] / totals])
     return Folds(torch.cat([sources, unique]), torch.cat([targets, unique]), shares, shares)
 
 
@@ -64,8 +64,8 @@ def merge_by_count(plan: Plan, entries: Entries, sources: Indices, targets: Indi
         return plan
     logs = entries.column(LOG_COUNT)
     counts = logs.exp()
-    unique, places = unique_targets(targets)
-    totals = counts[unique].index_add(0, places, counts[sources])
+    unique, indices = unique_targets(targets)
+    totals = counts[unique].index_add(0, indices, counts[sources])
     logs = logs.index_copy(0, unique, totals.log())[plan.kept]
     columns = {**plan.columns, LOG_COUNT: logs}
     return replace(plan, folds=mean_folds(counts, sources, targets), columns=columns)

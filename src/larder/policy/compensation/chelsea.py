@@ -137,9 +137,9 @@ def _best(likeness: Tensor, heads: Indices, most: Int64[Tensor, " K"]) -> Indice
 
 def _merge(keys: Tensor, counts: Tensor, sources: Indices, targets: Indices) -> None:
     """Targets become the means of themselves and their sources, in place."""
-    unique, places = unique_targets(targets)
+    unique, indices = unique_targets(targets)
     sums = keys[unique] * counts[unique, None]
-    sums.index_add_(0, places, keys[sources] * counts[sources, None])
+    sums.index_add_(0, indices, keys[sources] * counts[sources, None])
     counts.index_add_(0, targets, counts[sources])
     keys[unique] = sums / counts[unique, None]
 

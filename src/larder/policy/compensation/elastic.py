@@ -70,10 +70,10 @@ def _nearest(rejected: Indices, anchors: PackedMask, entries: Entries) -> tuple[
     if not len(kept) or not len(rejected):
         return rejected[:0], rejected[:0]
     every = torch.arange(len(anchors), device=rejected.device)
-    places = entries.packed_positions().long() + 2 * FAR * heads_of(every, entries)
-    after = torch.searchsorted(places[kept], places[rejected])
+    positions = entries.packed_positions().long() + 2 * FAR * heads_of(every, entries)
+    after = torch.searchsorted(positions[kept], positions[rejected])
     around = torch.stack([after - 1, after]).clamp(0, len(kept) - 1)  # [2, F]
-    apart = (places[kept[around]] - places[rejected]).abs()
+    apart = (positions[kept[around]] - positions[rejected]).abs()
     best = kept[around.gather(0, apart.argmin(0)[None])[0]]
     near = apart.amin(0) < FAR
     return rejected[near], best[near]

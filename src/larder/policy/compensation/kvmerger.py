@@ -2,7 +2,7 @@
 
 Wang, Jin, Yu and Zhang, "Model Tells You Where to Merge: Adaptive KV Cache Merging for LLMs on
 Long-Context Tasks" (2024), arXiv:2407.08454, section 4. Neighbors whose cached (rotated) keys have
-a cosine of at least a threshold form a merge set, which becomes one entry at the place of its
+a cosine of at least a threshold form a merge set, which becomes one entry at the position of its
 pivot p, the one that got most attention (take `column_mass`). Entry i weighs
 g_i = exp(-|k_p - k_i|^2 / (2 sigma^2)) and the pivot 1, all over their sum, keys and values alike,
 with sigma the sum of the distances of a set from its pivot, over sqrt(2) times its size. We found
@@ -109,10 +109,10 @@ class Kvmerger(Compensation):
     def _kernel(self, entries: Entries, sources: Indices, targets: Indices) -> Packed:
         """Weight of each packed entry: 1 for a pivot, less for entries merged into it."""
         apart = _distances(entries, sources, targets)
-        unique, places = unique_targets(targets)
-        counts = torch.bincount(places, minlength=len(unique))
-        sums = apart.new_zeros(len(unique)).index_add(0, places, apart)
-        sigma = (self.width * sums / (math.sqrt(2) * (counts + 1)))[places]
+        unique, indices = unique_targets(targets)
+        counts = torch.bincount(indices, minlength=len(unique))
+        sums = apart.new_zeros(len(unique)).index_add(0, indices, apart)
+        sigma = (self.width * sums / (math.sqrt(2) * (counts + 1)))[indices]
         scaled = torch.where(apart > 0, apart / sigma, 0.0)  # equal keys weigh the same
         weights = apart.new_ones(sum(entries.lengths))
         return weights.index_copy(0, sources, (-scaled.square() / 2).exp())
@@ -127,9 +127,9 @@ def _fitting(
     order = order[torch.argsort(heads[order], stable=True)]
     counts = torch.bincount(heads, minlength=len(most))
     firsts = (counts.cumsum(0) - counts)[heads[order]]
-    places = torch.arange(len(order), device=order.device) - firsts
+    indices = torch.arange(len(order), device=order.device) - firsts
     stays = torch.zeros_like(ranked, dtype=torch.bool)
-    stays[order] = places < torch.tensor(most, device=order.device)[heads[order]]
+    stays[order] = indices < torch.tensor(most, device=order.device)[heads[order]]
     return stays
 
 

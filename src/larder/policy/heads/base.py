@@ -73,7 +73,7 @@ def mean_by_position(
         heads: statistics and positions of the entries of each head; at least one head.
         positions: positions of the entries of all kv heads.
     """
-    length = max((int(places.max()) + 1 for places in positions if len(places)), default=0)
+    length = max((int(own.max()) + 1 for own in positions if len(own)), default=0)
     sums = heads[0][0].new_zeros(length)
     counts = torch.zeros_like(sums)
     # Head by head: a single call would add in undefined order on an accelerator.

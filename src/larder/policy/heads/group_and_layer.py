@@ -26,9 +26,11 @@ class GroupAndLayer(HeadRule):
     def join(
         self, statistics: Sequence[Float[Tensor, "R _"]], entries: Entries, observation: Observation
     ) -> list[Float[Tensor, " _"]]:
-        own, places = [head.mean(0) for head in statistics], positions_of(entries)
-        means = mean_by_position(list(zip(own, places, strict=True)), places)
-        return [head + means[place] for head, place in zip(own, places, strict=True)]
+        own, positions = [head.mean(0) for head in statistics], positions_of(entries)
+        means = mean_by_position(list(zip(own, positions, strict=True)), positions)
+        return [
+            head + means[own_positions] for head, own_positions in zip(own, positions, strict=True)
+        ]
 
 
 Part = GroupAndLayer

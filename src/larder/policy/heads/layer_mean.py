@@ -30,10 +30,10 @@ class LayerMean(HeadRule):
     ) -> list[Float[Tensor, " _"]]:
         if _same_positions(entries):
             return [torch.cat(list(statistics)).mean(0)] * len(statistics)
-        places = positions_of(entries)
+        positions = positions_of(entries)
         own = [head.mean(0) for head in statistics]
-        means = mean_by_position(list(zip(own, places, strict=True)), places)
-        return [means[place] for place in places]
+        means = mean_by_position(list(zip(own, positions, strict=True)), positions)
+        return [means[own_positions] for own_positions in positions]
 
     def join_stored(
         self, statistics: Float[Tensor, "R C"], entries: Entries, observation: Observation
@@ -48,8 +48,8 @@ def _same_positions(entries: Entries) -> bool:
     """True if all heads hold the same positions, as they do under budgets per head."""
     if len(set(entries.lengths)) > 1:
         return False
-    places = entries.packed_positions().view(len(entries.lengths), -1)
-    return bool((places[1:] == places[0]).all())
+    positions = entries.packed_positions().view(len(entries.lengths), -1)
+    return bool((positions[1:] == positions[0]).all())
 
 
 Part = LayerMean

@@ -43,14 +43,17 @@ class Retrieval(HeadRule):
     def join(
         self, statistics: Sequence[Float[Tensor, "R _"]], entries: Entries, observation: Observation
     ) -> list[Float[Tensor, " _"]]:
-        places, group = positions_of(entries), observation.layer.group
+        positions, group = positions_of(entries), observation.layer.group
         best = [
-            (statistics[head // group][head % group], places[head // group])
+            (statistics[head // group][head % group], positions[head // group])
             for head in self._best_heads(observation.layer, observation.calibration["retrieval"])
         ]
-        means = mean_by_position(best, places)
-        pairs = zip(statistics, places, strict=True)
-        return [means[place].where(~means[place].isnan(), head.mean(0)) for head, place in pairs]
+        means = mean_by_position(best, positions)
+        pairs = zip(statistics, positions, strict=True)
+        return [
+            means[own_positions].where(~means[own_positions].isnan(), head.mean(0))
+            for head, own_positions in pairs
+        ]
 
     def _best_heads(self, layer: LayerSpec, scores: tuple[float, ...]) -> list[int]:
         """The query heads with the highest scores; of equals the first."""

@@ -67,10 +67,10 @@ class Compactor(Scorer):
         return ProtectedTokens(self.sinks, self.recent)
 
     def score(self, observation: Observation) -> Packed:
-        places = observation.entries.packed_positions()
-        counts = (places >= self.sinks) & (places < observation.length - self.recent)
+        positions = observation.entries.packed_positions()
+        counts = (positions >= self.sinks) & (positions < observation.length - self.recent)
         if not bool(counts.any()):
-            return torch.full_like(places, torch.inf, dtype=torch.float32)
+            return torch.full_like(positions, torch.inf, dtype=torch.float32)
         leverage = _standard(Leverage(self.sketch).score(observation), counts)
         attention = _standard(NonCausal(self.chunk).score(observation), counts)
         blended = self._weight(observation) * leverage + attention

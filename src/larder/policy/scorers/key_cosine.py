@@ -67,11 +67,11 @@ class KeyCosine(PromptScorer):
         asked = rotate_per_head(
             observation.keys.float(), -observation.effective_rope_positions, radians
         )
-        entries, places = observation.entries, observation.entries.effective_rope_positions
+        entries, positions = observation.entries, observation.entries.effective_rope_positions
         scores: list[Float[Tensor, " S"]] = []
         for head in range(observation.layer.kv_heads):
             rows = entries.rows(head)
-            keys = rotate(entries.keys[rows].float()[None], -places[rows], radians)[0]
+            keys = rotate(entries.keys[rows].float()[None], -positions[rows], radians)[0]
             cosines = F.normalize(keys, dim=-1) @ F.normalize(asked[head], dim=-1).T  # [S, Q]
             best = running_max(cosines.amax(1), self.kernel)
             scores.append(best if not order or order[head] < self.share else torch.zeros_like(best))

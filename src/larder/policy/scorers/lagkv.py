@@ -53,7 +53,7 @@ class LagKV(Scorer):
         sinks: entries at the start of a head, which always stay; 16 in the released code.
         lag: entries of a partition, at least 2; open, it follows from the budget.
         within: `partition` ranks entries in their partition, so that each gives up the same share,
-            as in the paper, and of entries in the same place the lowest score goes first; `head`
+            as in the paper, and of entries of the same rank the lowest score goes first; `head`
             compares scores of all partitions.
     """
 
@@ -85,8 +85,8 @@ class LagKV(Scorer):
     ) -> Float[Tensor, " S"]:
         """Below 1 for what is compared, infinite for sinks; the rest by age, the latest highest."""
         lag = self._lag(len(keys)) if self.lag is None else self.lag
-        places = torch.arange(len(keys), device=keys.device)
-        scores = 1 + places / max(len(keys), 1)
+        indices = torch.arange(len(keys), device=keys.device)
+        scores = 1 + indices / max(len(keys), 1)
         scores[:first] = torch.inf
         compared = (len(keys) - first) // lag - 1  # partitions
         if compared > 0:
@@ -118,7 +118,7 @@ class LagKV(Scorer):
 
 
 def _ranks(scores: Float[Tensor, "P lag"]) -> Float[Tensor, "P lag"]:
-    """Places of scores in their partition, from 0 to below 1; of equal places the score decides."""
+    """Ranks of scores in their partition, from 0 to below 1; of equal ranks the score decides."""
     order = torch.sort(scores, dim=-1, stable=True).indices
     return (order.argsort(-1) + scores) / scores.shape[-1]
 

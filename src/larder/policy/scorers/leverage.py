@@ -54,9 +54,9 @@ class Leverage(Scorer):
                 "leverage cannot undo the rotation: take a scorer that uses cached keys."
             )
         turning = torch.tensor(radians, device=entries.keys.device)
-        places, heads = entries.effective_rope_positions, range(observation.layer.kv_heads)
+        positions, heads = entries.effective_rope_positions, range(observation.layer.kv_heads)
         rows = [entries.rows(head) for head in heads]
-        unturned = [rotate(entries.keys[r].float()[None], -places[r], turning)[0] for r in rows]
+        unturned = [rotate(entries.keys[r].float()[None], -positions[r], turning)[0] for r in rows]
         return torch.cat([self._of_head(keys) for keys in unturned])
 
     def _of_head(self, keys: Float[Tensor, "S D"]) -> Float[Tensor, " S"]:

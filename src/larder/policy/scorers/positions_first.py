@@ -86,7 +86,7 @@ class PositionsFirst(AttentionScorer):
     def _text(self, block: tuple[int, ...], prompts: Prompts) -> tuple[int, ...]:
         if self.content is Content.FIXED:
             request = tuple(prompts["repeat"])
-            return tuple(request[place % len(request)] for place in range(self.tokens))
+            return tuple(request[index % len(request)] for index in range(self.tokens))
         first = self.tokens // 2 if self.content is Content.ENDS else 0
         if len(block) <= self.tokens:
             return block

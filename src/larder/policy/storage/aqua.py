@@ -101,8 +101,8 @@ class Aqua(Storage):
             layer.kv_heads * (2 * layer.head_dim * itemsize + POSITION_BYTES) for layer in layers
         )
         coded = sum(
-            self.residual.token_bytes(layer.kv_heads * layer.head_dim, place)
-            for place, layer in enumerate(layers)
+            self.residual.token_bytes(layer.kv_heads * layer.head_dim, index)
+            for index, layer in enumerate(layers)
         )
         return exact / coded if layers else 1.0
 

@@ -82,9 +82,9 @@ class QAQ(MixedPrecisionStorage):
         return tuple(
             PrecisionTier(
                 Codec(key, value, self.group, self.outliers, key_scales=ScaleGranularity.ENTRY),
-                float(place == 0),
+                float(index == 0),
             )
-            for place, (key, value) in enumerate(pairs)
+            for index, (key, value) in enumerate(pairs)
         )
 
     def reserved_entries(self, layers: Sequence[LayerSpec], itemsize: int) -> int:
@@ -129,8 +129,8 @@ class QAQ(MixedPrecisionStorage):
         key = (12 / max(scored.storage_statistics.numbers[0], 1e-12) * growth.log()).sqrt()
         keys = _bits_index(needed_bits(self._ranges(entries.pack(entries.keys)), key))
         values = _bits_index(needed_bits(self._ranges(entries.pack(entries.values)), value))
-        places = entries.packed_positions()
-        is_new = places > places.max() - (self.window - 1)
+        positions = entries.packed_positions()
+        is_new = positions > positions.max() - (self.window - 1)
         return (1 + len(BITS) * keys + values).masked_fill(is_new, 1).to(torch.int8)
 
     def _ranges(self, vectors: Float[Tensor, "T D"]) -> Float[Tensor, " T"]:

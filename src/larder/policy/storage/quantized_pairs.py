@@ -180,8 +180,8 @@ def _hold_alike(one: Entries, other: Entries) -> bool:
     """True if two layers hold entries of the same tokens."""
     if one.lengths != other.lengths:
         return False
-    places = one.packed_positions(), other.packed_positions()
-    return torch.equal(places[0].cpu(), places[1].cpu())
+    positions = one.packed_positions(), other.packed_positions()
+    return torch.equal(positions[0].cpu(), positions[1].cpu())
 
 
 def _shortened(plan: Plan, share: float) -> Plan:

@@ -27,8 +27,8 @@ class SentenceTally(Tally):
 
     def update(self, observation: Observation) -> dict[str, Float[Tensor, " C"]]:
         (name,), (ending,) = self.columns, self.needs
-        entries, places = observation.entries, observation.query_positions
-        column, count, first = entries.columns[name].clone(), len(places), int(places[0])
+        entries, positions = observation.entries, observation.query_positions
+        column, count, first = entries.columns[name].clone(), len(positions), int(positions[0])
         ends = observation.lexicon.get(ending, frozenset())
         ends_sentence = torch.tensor(
             [token in ends for token in observation.ids] or [False] * count
@@ -36,7 +36,7 @@ class SentenceTally(Tally):
         ends_sentence = ends_sentence.to(column.device)
         is_first = torch.zeros_like(ends_sentence)
         is_first[1:] = ends_sentence[:-1]
-        opened = torch.where(is_first, places + 1, 0).cummax(0).values  # 0 before any was opened
+        opened = torch.where(is_first, positions + 1, 0).cummax(0).values  # 0 before any was opened
         stops = torch.tensor(entries.starts) + torch.tensor(entries.lengths)
         before = (stops - count - 1).clamp(min=0).to(column.device)
         is_longer = (torch.tensor(entries.lengths) > count).to(column.device)

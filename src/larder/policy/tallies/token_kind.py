@@ -30,9 +30,9 @@ class TokenKindTally(Tally):
         special = observation.lexicon.get(SPECIAL, frozenset())
         signs = observation.lexicon.get(PUNCTUATION, frozenset())
         kinds = [PLAIN_KIND] * count
-        for place, token in enumerate(observation.ids):
+        for index, token in enumerate(observation.ids):
             if token in special or token in signs:
-                kinds[place] = SPECIAL_KIND if token in special else PUNCTUATION_KIND
+                kinds[index] = SPECIAL_KIND if token in special else PUNCTUATION_KIND
         stops = torch.tensor(entries.starts) + torch.tensor(entries.lengths)
         rows = (stops - count)[:, None] + torch.arange(count)
         column[rows.to(column.device)] = column.new_tensor(kinds)

@@ -83,10 +83,10 @@ class EntropyChunk(Unit):
         turn[means.argsort(descending=True, stable=True)] = torch.arange(len(sizes)).to(turn)
         best = scores.argsort(descending=True, stable=True)
         by_chunk = best[chunks[best].argsort(stable=True)]  # the best of each chunk first
-        place = torch.empty_like(chunks)
+        index = torch.empty_like(chunks)
         starts = sizes.cumsum(0) - sizes
-        place[by_chunk] = torch.arange(len(chunks)).to(chunks) - starts[chunks[by_chunk]]
-        is_left = spiky[chunks] & (place >= self.spiky)
+        index[by_chunk] = torch.arange(len(chunks)).to(chunks) - starts[chunks[by_chunk]]
+        is_left = spiky[chunks] & (index >= self.spiky)
         turns = turn[chunks].masked_fill(is_left, len(sizes))
         return best[turns[best].argsort(stable=True)]
 

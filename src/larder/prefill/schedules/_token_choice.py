@@ -59,8 +59,8 @@ class TokenChoice:
         if layer not in self.layers:
             return
         reached = len(observation.query_positions)
-        places, length = observation.query_positions, observation.length
-        always = always_passing(self.planner, self.scoring, places, length, self.budget)
+        positions, length = observation.query_positions, observation.length
+        always = always_passing(self.planner, self.scoring, positions, length, self.budget)
         count = max(int(always.sum()), self.count(layer, reached))
         if count < reached:
             new_scores = token_scores(

@@ -74,15 +74,15 @@ class Anchored(ChunkedSchedule):
             kept = min(len(text.prefix), limit)
             pieces.append(ContextChunk(text.prefix[:kept], prefix.first(kept)))
         is_known, chosen, again, start = list[bool](), list[int](), 0, min(len(text.prefix), limit)
-        for place, ids in enumerate(text.contexts):
+        for index, ids in enumerate(text.contexts):
             base, found = chunks.chunk(ids)
             count = max(0, min(len(ids), limit - start))
-            changed = base if place == 0 else None
-            if place:
-                known = source.anchors(spec, text.prefix, place)[-self.anchors :]
+            changed = base if index == 0 else None
+            if index:
+                known = source.anchors(spec, text.prefix, index)[-self.anchors :]
                 changed = estimate(ids, base, known, self.entropy)
             if changed is None:
-                bases[place] = start, start + count, base
+                bases[index] = start, start + count, base
                 chosen += range(start, start + count)
                 again += count * found
             entries = None if changed is None else changed.first(count)
@@ -92,11 +92,11 @@ class Anchored(ChunkedSchedule):
             yield start, len(text.ids)
         rows = torch.tensor(chosen, dtype=torch.int64, device=spec.device)
         entries = recompute_tokens(reader.decoder, pieces, rows).entries
-        for place, (first, stop, base) in bases.items():
-            ids = text.contexts[place]
+        for index, (first, stop, base) in bases.items():
+            ids = text.contexts[index]
             if stop - first == len(ids):
                 change = changes(entries.slice(first, stop), base, spec)
-                source.add_anchor(text.prefix, place, ChunkAnchor(ids, base, change))
+                source.add_anchor(text.prefix, index, ChunkAnchor(ids, base, change))
         return (yield from self.finish(reader, sequence, text, entries, is_known, again))
 
 

@@ -69,16 +69,16 @@ class Crafted(ChunkedSchedule):
             kept = min(len(text.prefix), limit)
             pieces.append(ContextChunk(text.prefix[:kept], prefix.first(kept)))
         is_known, again, start = list[bool](), 0, min(len(text.prefix), limit)
-        for place, ids in enumerate(text.contexts):
+        for context_index, ids in enumerate(text.contexts):
             count = max(0, min(len(ids), limit - start))
-            best = self._best(reader, source, text, place)
+            best = self._best(reader, source, text, context_index)
             if best is None:
                 if count == len(ids):
                     fresh.append(len(pieces))
                 pieces.append(ContextChunk(ids[:count]))
                 tokens = list(range(count))
             else:
-                share = best.profile.share(text.contexts[:place], self.alpha)
+                share = best.profile.share(text.contexts[:context_index], self.alpha)
                 outward = best.profile.most_outward(math.ceil(share * len(ids)))
                 tokens = [token for token in outward if token < count]
                 pieces.append(ContextChunk(ids[:count], best.entries.first(count)))

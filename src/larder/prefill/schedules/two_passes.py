@@ -113,7 +113,7 @@ class TwoPasses(Schedule):
         managed = [layer.index for layer in spec.managed if layer.index <= last]
         scorer = reader.planner.scorer if self.scoring is None else self.scoring.scorer
         chosen = scorer.scored_layers(reader.planner.calibration) or frozenset(
-            managed[-1 - len(managed) * place // self.layers] for place in range(self.layers)
+            managed[-1 - len(managed) * index // self.layers] for index in range(self.layers)
         )
         search = TokenSearch(reader, sequence, ids, chosen, self.scoring)
         yield from search.steps()
@@ -198,9 +198,9 @@ class TokenSearch:
         count, start = len(self._ids), self._original.next_position
         new_scores = token_scores(observation, scores_of(self._scoring, observation, scores), count)
         self._by_layer[layer] = new_scores
-        places = torch.arange(start, start + count, device=new_scores.device)
+        positions = torch.arange(start, start + count, device=new_scores.device)
         planner, tokens = self._reader.planner, self._reader.tokens
-        self.always = always_passing(planner, self._scoring, places, start + count, tokens)
+        self.always = always_passing(planner, self._scoring, positions, start + count, tokens)
 
 
 def found_tokens(
@@ -213,11 +213,11 @@ def found_tokens(
         widths: of the pooling; each finds equally many until `count` are.
     """
     turns = torch.full_like(scores, torch.inf)
-    for place, width in enumerate(widths):
+    for index, width in enumerate(widths):
         order = running_max(scores, width).argsort(descending=True, stable=True)
         ranks = torch.empty_like(scores)
         ranks[order] = torch.arange(len(scores), dtype=scores.dtype, device=scores.device)
-        turns = torch.minimum(turns, ranks * len(widths) + place)
+        turns = torch.minimum(turns, ranks * len(widths) + index)
     turns = turns.masked_fill(always, -1.0)
     count = max(count, int(always.sum()))
     return turns.argsort(stable=True)[:count].sort().values

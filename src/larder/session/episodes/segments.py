@@ -178,11 +178,11 @@ def _group_atoms(atoms: list[_Atom], size: int) -> list[list[_Atom]]:
 
 def _segment(index: int, atoms: list[_Atom], messages: tuple[Message, ...]) -> Segment:
     pieces, lines, headers = [], [], []
-    for place, group in groupby(atoms, key=lambda atom: atom.piece.message):
+    for message_index, group in groupby(atoms, key=lambda atom: atom.piece.message):
         parts = list(group)
-        pieces.append(MessageSpan(place, parts[0].piece.start, parts[-1].piece.stop))
+        pieces.append(MessageSpan(message_index, parts[0].piece.start, parts[-1].piece.stop))
         utterance = "".join(part.text for part in parts).strip()
-        (headers if messages[place].role == "system" else lines).append(utterance)
+        (headers if messages[message_index].role == "system" else lines).append(utterance)
     return Segment(index, tuple(pieces), "\n".join(lines or headers))
 
 
@@ -297,14 +297,14 @@ def history_turns(
             holders[piece.message].append((segment.index, piece))
     turns: list[HistoryTurn] = []
     for text, pieces in _turn_texts(conversation):
-        places = {
-            place
+        indices = {
+            message_index
             for piece in pieces
-            for place, span in holders[piece.message]
+            for message_index, span in holders[piece.message]
             if span.start < piece.stop and piece.start < span.stop
         }
-        if places:
-            turns.append(HistoryTurn(text, tuple(sorted(places))))
+        if indices:
+            turns.append(HistoryTurn(text, tuple(sorted(indices))))
     return tuple(turns)
 
 

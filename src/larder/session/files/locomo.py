@@ -61,16 +61,16 @@ def _utterance(entry: object, location: str, date: str) -> Utterance:
 def _questions(entries: list[object], adversarial: Adversarial) -> tuple[Question, ...]:
     questions: list[Question] = []
     for number, entry in enumerate(entries, start=1):
-        place = f"qa {number}"
-        fields = fields_of(entry, place)
-        category = category_of(fields, KINDS, place)
+        where = f"qa {number}"
+        fields = fields_of(entry, where)
+        category = category_of(fields, KINDS, where)
         if category != ADVERSARIAL:
-            answer = text_or_number_of(fields, "answer", place)
+            answer = text_or_number_of(fields, "answer", where)
         elif adversarial is Adversarial.ASKED:
-            answer = text_or_number_of({"answer": REFUSAL, **fields}, "answer", place)
+            answer = text_or_number_of({"answer": REFUSAL, **fields}, "answer", where)
         else:
             continue
-        questions.append(Question(text_of(fields, "question", place), answer, KINDS[category]))
+        questions.append(Question(text_of(fields, "question", where), answer, KINDS[category]))
     return tuple(questions)
 
 

@@ -249,13 +249,13 @@ def _content_stops(text: str, frame: str, contents: Sequence[str]) -> list[int]:
         frame: the same rendering with placeholders for contents. The text between two placeholders
             is skipped first, so that a short content is not found in the header of its own turn.
     """
-    cursor, place, stops = 0, 0, []
+    cursor, start, stops = 0, 0, []
     for number, content in enumerate(contents):
         mark = _placeholder(number)
-        if (found := frame.find(mark, place)) >= 0:
-            cursor = _end_of_match(text, frame[place:found], cursor)
+        if (found := frame.find(mark, start)) >= 0:
+            cursor = _end_of_match(text, frame[start:found], cursor)
             cursor = _end_of_content(text, content, cursor)
-            place = found + len(mark)
+            start = found + len(mark)
         stops.append(cursor)
     return stops
 

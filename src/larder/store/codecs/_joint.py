@@ -84,11 +84,11 @@ class JointCodec(StorageCodec):
                 role: {
                     "words": own.payload,
                     "sizes": own.sizes,
-                    "exact": stack.sides[place][role][:, ~is_coded].to(EXACT_DTYPE),
+                    "exact": stack.sides[layer_index][role][:, ~is_coded].to(EXACT_DTYPE),
                 }
                 for role, own in zip(ROLES, pair, strict=True)
             }
-            for place, pair in enumerate(encode(tables, layer, step, DTYPES[name]))
+            for layer_index, pair in enumerate(encode(tables, layer, step, DTYPES[name]))
         ]
         note = {"model": stack.model, "tables": tables.digest, "step": step, "dtype": name}
         return CodedStack(tuple(sides), note)
@@ -102,21 +102,21 @@ class JointCodec(StorageCodec):
         if not len(tables.layers) == len(coded.sides) == len(heads) or not 0 < step < torch.inf:
             raise Damaged(f"{len(coded.sides)} layers, coded with the step {step}, do not fit.")
         is_coded, dtype = positions >= SINKS, DTYPES[str(coded.note.get("dtype", "float32"))]
-        places = positions[is_coded]
+        coded_positions = positions[is_coded]
 
         def codes(index: int) -> tuple[EntropyCodedSide, EntropyCodedSide]:
             keys, values = (coded.sides[index][role] for role in ROLES)
             return _coded_side(keys), _coded_side(values)
 
-        layers = decode(tables, codes, len(places), step, dtype)
-        for place, (keys, values) in enumerate(layers):
-            rotated = tables.radians[place]
+        layers = decode(tables, codes, len(coded_positions), step, dtype)
+        for layer_index, (keys, values) in enumerate(layers):
+            rotated = tables.radians[layer_index]
             numbers = (
-                by_head(keys, heads[place], places, rotated),
-                by_head(values, heads[place], places),
+                by_head(keys, heads[layer_index], coded_positions, rotated),
+                by_head(values, heads[layer_index], coded_positions),
             )
             yield {
-                role: with_exact(number, coded.sides[place][role]["exact"], is_coded)
+                role: with_exact(number, coded.sides[layer_index][role]["exact"], is_coded)
                 for role, number in zip(ROLES, numbers, strict=True)
             }
 

@@ -58,12 +58,12 @@ class PrincipalCodec(StorageCodec):
         sides: list[dict[TensorRole, dict[str, Tensor]]] = [{} for _ in stack.sides]
         for role, side in zip(ROLES, tables.sides, strict=True):
             parts = list[Tensor]()
-            for place, arrays in enumerate(stack.sides):
+            for index, arrays in enumerate(stack.sides):
                 check_range(arrays[role])
-                rotated = tables.radians[place] if role is TensorRole.KEYS else None
+                rotated = tables.radians[index] if role is TensorRole.KEYS else None
                 parts.append(side_by_side(arrays[role][:, is_coded], positions, rotated))
                 exact = arrays[role][:, ~is_coded].to(EXACT_DTYPE)
-                sides[place][role] = {"exact": exact}
+                sides[index][role] = {"exact": exact}
             sides[0][role]["words"] = encode(side, side.plans[self.share], torch.cat(parts, 1))
         return CodedStack(tuple(sides), {"model": stack.model, "tables": tables.digest})
 
@@ -75,21 +75,21 @@ class PrincipalCodec(StorageCodec):
             raise Damaged("The cache was coded with components that are no longer here.")
         if not len(tables.radians) == len(coded.sides) == len(heads):
             raise Damaged(f"{len(coded.sides)} layers do not fit {len(tables.radians)}.")
-        count, places = int(is_coded.sum()), positions[is_coded]
+        count, coded_positions = int(is_coded.sum()), positions[is_coded]
         whole = {
             role: decode(side, side.plans[self.share], coded.sides[0][role]["words"], count)
             for role, side in zip(ROLES, tables.sides, strict=True)
         }
         first = dict.fromkeys(ROLES, 0)
-        for place, arrays in enumerate(coded.sides):
+        for index, arrays in enumerate(coded.sides):
             found = dict[TensorRole, Tensor]()
             for role in ROLES:
                 exact = arrays[role]["exact"]
-                width = heads[place] * exact.shape[2]
+                width = heads[index] * exact.shape[2]
                 numbers = whole[role][:, first[role] : first[role] + width]
                 first[role] += width
-                rotated = tables.radians[place] if role is TensorRole.KEYS else None
-                restored = by_head(numbers, heads[place], places, rotated)
+                rotated = tables.radians[index] if role is TensorRole.KEYS else None
+                restored = by_head(numbers, heads[index], coded_positions, rotated)
                 found[role] = with_exact(restored, exact, is_coded)
             yield found
 

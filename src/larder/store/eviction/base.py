@@ -150,9 +150,9 @@ class EvictionPolicy(ABC):
         if not pins.any():
             return keys
         order = np.lexsort(keys[::-1])
-        places = np.empty(len(candidates))
-        places[order] = np.arange(len(candidates)) / len(candidates)
-        return [places + pins]
+        indices = np.empty(len(candidates))
+        indices[order] = np.arange(len(candidates)) / len(candidates)
+        return [indices + pins]
 
     def _pins(self, candidates: CandidateColumns, now: float) -> FloatColumn:
         """Pin strength in the queue: 1 while pinned, then decaying."""
@@ -171,11 +171,11 @@ def _least_row(keys: Sequence[FloatColumn], rows: np.ndarray) -> int:
 
 def _least_of_sessions(candidates: CandidateColumns, worth: FloatColumn) -> FloatColumn:
     """Lowest worth, by row, among the session's states that are not superseded."""
-    sessions, places = np.unique(candidates.sessions, return_inverse=True)
+    sessions, indices = np.unique(candidates.sessions, return_inverse=True)
     least = np.full(len(sessions), np.inf)
     newest = ~candidates.superseded
-    np.minimum.at(least, places[newest], worth[newest])
-    return least[places]
+    np.minimum.at(least, indices[newest], worth[newest])
+    return least[indices]
 
 
 FloatColumn = NDArray[np.float64]
@@ -327,10 +327,10 @@ def pause_quantiles(pauses: Sequence[float]) -> FloatColumn:
     if not pauses:
         return np.full(NUM_QUANTILES, np.inf)
     ordered = np.sort(np.asarray(pauses, np.float64))
-    places = (
+    indices = (
         np.ceil(np.arange(1, NUM_QUANTILES + 1) * len(ordered) / NUM_QUANTILES).astype(np.int64) - 1
     )
-    return ordered[places]
+    return ordered[indices]
 
 
 def pause_shares(pauses: Sequence[float]) -> FloatColumn:

@@ -2,7 +2,7 @@
 
     spans    chunk 0, finest | chunk 0, ... | chunk 0, coarsest | chunk 1, finest | ...
 
-Every chunk is a part of a snapshot, verified as such, with its place in the text beside it.
+Every chunk is a part of a snapshot, verified as such, with its position in the text beside it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def can_stream(cache: SequenceCache) -> bool:
 def chunk_slices(
     state: Mapping[str, Tensor], ids: Sequence[int]
 ) -> Iterator[tuple[CacheTensors, dict[str, object]]]:
-    """Keys and values of each chunk of a lossless cache, with its place in the text."""
+    """Keys and values of each chunk of a lossless cache, with its position in the text."""
     size = chunk_index.CHUNK_TOKENS
     for start in range(0, len(ids), size):
         stop = min(start + size, len(ids))
@@ -81,8 +81,8 @@ def chunks_of(record: Record) -> list[StreamedChunk]:
     starts = range(0, length, size)
     if len(starts) != count:
         raise Damaged(f"A cache of {length} tokens has {count} chunks of {size}.")
-    places = zip(spans, starts, strict=True)
-    return [StreamedChunk(refs, at, min(at + size, length)) for refs, at in places]
+    indices = zip(spans, starts, strict=True)
+    return [StreamedChunk(refs, at, min(at + size, length)) for refs, at in indices]
 
 
 def loaded_chunks(record: Record) -> list[StreamedChunk]:
@@ -121,7 +121,7 @@ class ChunkStream:
         chunks: all chunks of the cache.
         ids: tokens that it has read.
         controller: chooses levels.
-        load: decoded tensors of a blob and its place in the text, verified.
+        load: decoded tensors of a blob and its position in the text, verified.
         prefill_seconds: estimated seconds of reading a number of tokens; None if unknown.
         bandwidth: bytes per second that earlier loads had; None if unknown.
         clock: seconds.
@@ -140,7 +140,7 @@ class ChunkStream:
         it ended the stream; the rest is to be read.
 
         Raises:
-            Damaged: the first chunk is of another place, or of other shapes than the model's.
+            Damaged: the first chunk is of another position, or of other shapes than the model's.
             LarderError: as `load` raises for the first chunk.
         """
         cache, levels = SequenceCache(spec, "dense"), list[int]()
@@ -179,7 +179,7 @@ class ChunkStream:
         span: Mapping[str, object],
         spec: ModelSpec,
     ) -> ChunkEntries:
-        """Entries of a chunk, verified to have its place and the model's shapes."""
+        """Entries of a chunk, verified to have its position and the model's shapes."""
         wanted = {"start": chunk.start, "n_tokens": chunk.stop - chunk.start}
         if dict(span) != wanted | {"prefix": prefix_digest(self.ids[: chunk.stop])}:
             raise Damaged(f"A chunk of a saved cache is not of the tokens from {chunk.start} on.")

@@ -61,7 +61,7 @@ class LocretHeads(Method):
         def batches(source: torch.Generator) -> Sequence[Tensor]:
             windows = self._windows(data.lengths)
             order = torch.randperm(len(windows), generator=source).tolist()
-            return [windows[place] for place in order]
+            return [windows[index] for index in order]
 
         fitted = fit_by_gradient(
             first_tensors(states.shape[1], self.inner, layer.kv_heads, seed),

@@ -130,7 +130,7 @@ class GateDistillation(PassageMethod, Generic[Attention]):
         with frozen(decoder.module):
             for ids in token_windows(passages, self.window):
                 attention = self.attention(
-                    decoder, lambda place, states: self.provider.gate(states, moved[place])
+                    decoder, lambda index, states: self.provider.gate(states, moved[index])
                 )
                 loss = float(distilled(decoder, attention, ids).detach())
                 found.append({"kl": loss, **self.measures(attention, len(ids))})
@@ -186,8 +186,8 @@ def _shuffled(
 ) -> Iterator[tuple[int, ...]]:
     source = torch.Generator().manual_seed(seed)
     for _ in range(epochs):
-        for place in torch.randperm(len(texts), generator=source).tolist():
-            yield texts[place]
+        for index in torch.randperm(len(texts), generator=source).tolist():
+            yield texts[index]
 
 
 def _on_device(layers: Sequence[LayerTensors], device: torch.device) -> list[dict[str, Tensor]]:

@@ -59,8 +59,8 @@ class AquaTraining(PassageMethod):
         check_layers(decoder.spec.managed)
         samples = read_samples(decoder, passages, progress)
         below, found = (), list[LayerTensors]()
-        for place, layer in enumerate(decoder.spec.managed):
-            predictions, below = self._fitted(samples.layer(place), below, layer, place)
+        for index, layer in enumerate(decoder.spec.managed):
+            predictions, below = self._fitted(samples.layer(index), below, layer, index)
             found.append(predictions.tensors())
         return found
 
@@ -93,9 +93,9 @@ class AquaTraining(PassageMethod):
         Pairs are of the predicted layer, and of the same quantizer without a prediction.
         """
         below: Inputs = ()
-        for place, tensors in enumerate(layers):
-            exact = samples.layer(place)
-            quantizer = self._quantizer(exact[0].shape[1], place)
+        for index, tensors in enumerate(layers):
+            exact = samples.layer(index)
+            quantizer = self._quantizer(exact[0].shape[1], index)
             below = _decoded(ResidualCoder(AquaPredictions.of(tensors), quantizer), exact, below)
             plain = [quantizer.decode(quantizer.encode(numbers)) for numbers in exact]
             keys, values = (

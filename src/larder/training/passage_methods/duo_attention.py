@@ -144,13 +144,13 @@ class DuoAttentionGates(PassageMethod):
         optimizer = torch.optim.AdamW(gates.values(), lr=self.rate, weight_decay=0)
         source, steps = torch.Generator().manual_seed(seed), self.epochs * len(passages)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rate_share, steps))
-        drawn = [place for _ in range(self.epochs) for place in _shuffled(len(passages), source)]
+        drawn = [index for _ in range(self.epochs) for index in _shuffled(len(passages), source)]
         wanted = dict[int, Tensor]()
-        for step, place in enumerate(drawn, start=1):
-            if place not in wanted:
-                wanted[place] = self._states(decoder, passages[place], {}).detach()
+        for step, index in enumerate(drawn, start=1):
+            if index not in wanted:
+                wanted[index] = self._states(decoder, passages[index], {}).detach()
             optimizer.zero_grad()
-            self._loss(decoder, passages[place], gates, wanted[place]).backward()
+            self._loss(decoder, passages[index], gates, wanted[index]).backward()
             optimizer.step()
             schedule.step()
             _clamp(gates)
@@ -205,8 +205,8 @@ class DuoAttentionGates(PassageMethod):
             states = self._states(decoder, passage, gates).detach().to(decoder.spec.dtype)
             predicted = head.logits(states).argmax(-1).tolist()
             right = [
-                token == passage.ids[place + 1]
-                for token, place in zip(predicted, passage.predicting, strict=True)
+                token == passage.ids[index + 1]
+                for token, index in zip(predicted, passage.predicting, strict=True)
             ]
             hits += answers_right(passage.predicting, right)
         return sum(hits) / max(len(hits), 1)
@@ -226,12 +226,12 @@ def answers_right(predicting: Sequence[int], right: Sequence[bool]) -> list[bool
         predicting: indices of tokens; those of an answer follow one another.
     """
     found, before = list[bool](), -2
-    for place, is_right in zip(predicting, right, strict=True):
-        if place == before + 1:
+    for index, is_right in zip(predicting, right, strict=True):
+        if index == before + 1:
             found[-1] &= is_right
         else:
             found.append(is_right)
-        before = place
+        before = index
     return found
 
 

@@ -156,9 +156,9 @@ class LookaheadTraining(PassageMethod):
         prompts = [read_prompt(decoder, passage.ids, self.answer) for passage in passages]
         done = 0
         for _ in range(self.epochs):
-            for place in torch.randperm(len(prompts), generator=source).tolist():
+            for index in torch.randperm(len(prompts), generator=source).tolist():
                 optimizer.zero_grad()
-                self._loss(decoder, layers, prompts[place]).backward()
+                self._loss(decoder, layers, prompts[index]).backward()
                 torch.nn.utils.clip_grad_norm_(tensors, 1.0)
                 optimizer.step()
                 schedule.step()
@@ -210,11 +210,11 @@ def predicted_shares(
     """Attention of the learned tokens behind a prompt to its entries, normalized, by layer."""
     attention = SoftAttention(prompt)
     count = next(iter(prompt.values())).keys.shape[1]
-    places = torch.arange(count, count + SOFT_TOKENS, device=decoder.spec.device)
+    positions = torch.arange(count, count + SOFT_TOKENS, device=decoder.spec.device)
     context = decoder.soft_prompts.modules.installed(layers, LookaheadTokens())
     with torch.enable_grad(), decoder.attention, context:
         call_uncached(
-            decoder.body, [0] * SOFT_TOKENS, RenumberedAttention(attention, decoder.spec), places
+            decoder.body, [0] * SOFT_TOKENS, RenumberedAttention(attention, decoder.spec), positions
         )
     return attention.shares
 

@@ -297,9 +297,9 @@ def restored_entries(
     """Keys and values of the learned tokens behind a text, by layer; gradients pass through."""
     seen = {index: everything(layer) for index, layer in text.layers.items()}
     attention = BehindAttention(seen, (provider.tokens,))
-    places = torch.arange(text.tokens - provider.tokens, text.tokens, device=decoder.spec.device)
+    positions = torch.arange(text.tokens - provider.tokens, text.tokens, device=decoder.spec.device)
     with decoder.soft_prompts.modules.installed(layers, provider):
-        differentiable_states(decoder, [0] * provider.tokens, attention, places)
+        differentiable_states(decoder, [0] * provider.tokens, attention, positions)
     return attention.new
 
 
@@ -346,9 +346,9 @@ def compared_logits(
     Args:
         start: position of the first token of each text.
     """
-    places = torch.cat([torch.arange(length) for length in lengths]) + start
+    positions = torch.cat([torch.arange(length) for length in lengths]) + start
     attention = BehindAttention(entries, lengths)
-    states = differentiable_states(decoder, ids, attention, places.to(decoder.spec.device))
+    states = differentiable_states(decoder, ids, attention, positions.to(decoder.spec.device))
     return LMHead(decoder.module).logits(states[list(rows)])
 
 

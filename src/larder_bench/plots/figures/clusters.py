@@ -120,8 +120,8 @@ def _words(figure: Any, texts: list[tuple[str, list[str]]], height: float) -> No
         color, dark = COLORS[number % len(COLORS)]
         marker = MARKERS[number % len(MARKERS)]
         overlay.plot([left - 0.1], [y], marker=marker, color=color, markersize=4, linestyle="none")
-        for place, line in enumerate(lines):
-            font = {"color": dark, "weight": "bold"} if place == 0 else {"color": SOFT}
+        for index, line in enumerate(lines):
+            font = {"color": dark, "weight": "bold"} if index == 0 else {"color": SOFT}
             overlay.text(left, y, line, size=SMALL, va="center", **font)
             y -= LEAD
         y -= 0.75 * LEAD

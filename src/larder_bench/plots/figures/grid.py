@@ -119,11 +119,11 @@ class NeedleGrid(Figure):
             if row["policy"] != policy:
                 continue
             for item in _items_with_depth(row):
-                place = min(int(item["depth"] * self.depths), self.depths - 1), row["tokens"]
+                cell = min(int(item["depth"] * self.depths), self.depths - 1), row["tokens"]
                 for value in score_groups.scores_by_seed(
                     {0: {"items": [item]}}, self.score
                 ).values():
-                    cells.setdefault(place, []).extend(value)
+                    cells.setdefault(cell, []).extend(value)
         return GridPanel(
             policy,
             tuple(tuple(_mean(cells, d, t) for t in lengths) for d in range(self.depths)),
@@ -174,8 +174,8 @@ class NeedleGrid(Figure):
 
 
 def _name(axes: Any, chart: GridChart, depths: int, is_first: bool) -> None:
-    places = [number + 0.5 for number in range(len(chart.lengths))]
-    axes.set_xticks(places, [_tokens(length) for length in chart.lengths])
+    ticks = [number + 0.5 for number in range(len(chart.lengths))]
+    axes.set_xticks(ticks, [_tokens(length) for length in chart.lengths])
     axes.set_yticks([0, depths / 2, depths], ["0%", "50%", "100%"] if is_first else [])
     if is_first:
         axes.set_ylabel("depth")

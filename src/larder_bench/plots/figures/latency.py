@@ -213,13 +213,13 @@ def _dots(rows: Sequence[PolicyLatency], styles: PolicyStyles) -> Any:
         for number, (title, spans) in enumerate(present):
             axes = grid.panel(figure, number)
             factor, unit = _unit([span.p95 for span in spans if span])
-            for place, (row, span) in enumerate(zip(rows, spans, strict=True)):
+            for index, (row, span) in enumerate(zip(rows, spans, strict=True)):
                 if span is None:
                     continue
                 style = styles[row.policy]
                 ends = [span.p50 * factor, span.p95 * factor]
-                axes.plot(ends, [place] * 2, color=style.color, linewidth=1.0)
-                axes.plot(ends[:1], [place], color=style.color, marker=style.marker or "o", ms=3.6)
+                axes.plot(ends, [index] * 2, color=style.color, linewidth=1.0)
+                axes.plot(ends[:1], [index], color=style.color, marker=style.marker or "o", ms=3.6)
             _scale_from_zero(axes, max(span.p95 for span in spans if span) * factor * 1.06)
             axes.set_ylim(len(rows) - 0.4, -0.6)
             axes.set_yticks(range(len(rows)), [] if number else names)
@@ -242,13 +242,13 @@ def _stacks(rows: Sequence[StepBreakdown]) -> Any:
     with figure_style():
         figure = grid.figure()
         axes = grid.panel(figure, 0)
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             begin = 0.0
             for kind, value in row.parts:
-                axes.barh(place, value * factor, left=begin, height=0.62, color=colors[kind], lw=0)
+                axes.barh(index, value * factor, left=begin, height=0.62, color=colors[kind], lw=0)
                 begin += value * factor
             axes.annotate(
-                f"{begin:.3g}", (begin, place), (3, 0), textcoords="offset points",
+                f"{begin:.3g}", (begin, index), (3, 0), textcoords="offset points",
                 size=SMALL, color=SOFT, va="center",
             )  # fmt: skip
         _scale_from_zero(axes, max(totals))
@@ -264,11 +264,11 @@ def _in_order(lists: Sequence[Sequence[str]]) -> list[str]:
     """All names, each after those that precede it in any list, as far as the lists agree."""
     order: list[str] = []
     for names in lists:
-        place = 0
+        index = 0
         for name in names:
             if name not in order:
-                order.insert(place, name)
-            place = order.index(name) + 1
+                order.insert(index, name)
+            index = order.index(name) + 1
     return order
 
 
