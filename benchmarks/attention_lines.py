@@ -54,18 +54,18 @@ def _covered(
     pairs, shares, windows = list[float](), list[float](), list[float]()
 
     def show(inputs: AttentionInputs) -> None:
-        places = torch.arange(inputs.keys.shape[1])
-        for first in range(0, len(places), block):
-            positions = places[first : first + block]
+        indices = torch.arange(inputs.keys.shape[1])
+        for first in range(0, len(indices), block):
+            positions = indices[first : first + block]
             end = first + len(positions)
             groups = inputs.queries[:, first:end].unflatten(0, (len(inputs.keys), -1))
             for group, keys in zip(groups, inputs.keys[:, :end], strict=True):
-                lines = head_lines(group, keys, positions, places[:end], inputs.scaling, coverage)
-                visible = positions[:, None] >= places[:end]
+                lines = head_lines(group, keys, positions, indices[:end], inputs.scaling, coverage)
+                visible = positions[:, None] >= indices[:end]
                 logits = group.float() @ keys.float().T * inputs.scaling
                 weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
                 for own, line in zip(weights, lines, strict=True):
-                    mask = line.mask(positions, places[:end])
+                    mask = line.mask(positions, indices[:end])
                     pairs.append(float(mask.sum() / visible.sum()))
                     shares.append(float(own[mask].sum() / len(own)))
                     window = _window(visible, int(mask.sum()))

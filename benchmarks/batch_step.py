@@ -52,11 +52,11 @@ def transformers_step(model: Any, decoder: Decoder, rows: int, entries: int) -> 
         shape = (rows, layer.kv_heads, entries, layer.head_dim)
         keys, values = torch.randn(2, *shape, dtype=decoder.spec.dtype)
         cache.update(keys, values, layer.index)
-    tokens, places = torch.full((rows, 1), 7), torch.full((rows, 1), entries)
+    tokens, positions = torch.full((rows, 1), 7), torch.full((rows, 1), entries)
 
     @torch.no_grad()
     def step() -> None:
-        model(tokens, position_ids=places, past_key_values=cache, logits_to_keep=1)
+        model(tokens, position_ids=positions, past_key_values=cache, logits_to_keep=1)
         cache.crop(-1)
 
     return step

@@ -31,7 +31,7 @@ WORDS = ("harbour", "ledger", "green", "tower", "lantern", "orchard", "keeps", "
 def prompts(rows: int, words: int) -> list[str]:
     """Texts of different lengths."""
     return [
-        " ".join(WORDS[(row + 3 * place + place * place) % len(WORDS)] for place in range(count))
+        " ".join(WORDS[(row + 3 * index + index * index) % len(WORDS)] for index in range(count))
         for row, count in enumerate(words + 7 * row for row in range(rows))
     ]
 

@@ -117,11 +117,11 @@ def larder_times(
 def dynamic_step(model: Any, cache: DynamicCache, rows: int, position: int) -> Step:
     device = model.device
     tokens = torch.full((rows, 1), TOKEN, device=device)
-    places = torch.full((rows, 1), position, device=device)
+    positions = torch.full((rows, 1), position, device=device)
 
     @torch.no_grad()
     def step() -> None:
-        model(tokens, position_ids=places, past_key_values=cache, logits_to_keep=1)
+        model(tokens, position_ids=positions, past_key_values=cache, logits_to_keep=1)
         cache.crop(-1)
 
     return step
@@ -136,11 +136,11 @@ def compiled_step(model: Any, rows: int, entries: int) -> Step:
     model(ids, past_key_values=cache, logits_to_keep=1)
     compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True, dynamic=False)
     tokens = torch.full((rows, 1), TOKEN, device=device)
-    places = iter(range(entries, entries + ROOM))
+    positions = iter(range(entries, entries + ROOM))
 
     @torch.no_grad()
     def step() -> None:
-        at = torch.full((rows, 1), next(places), device=device)
+        at = torch.full((rows, 1), next(positions), device=device)
         compiled(tokens, position_ids=at, past_key_values=cache, logits_to_keep=1)
 
     return step
@@ -177,8 +177,10 @@ def pressed_cache(model: Any, rows: int, entries: int) -> DynamicCache:
     ids = torch.randint(3, model.config.vocab_size, (1, entries), device=model.device)
     cache = DynamicCache(config=model.config)
     with KnormPress(compression_ratio=1 - 1 / KEPT)(model):
-        places = torch.arange(entries, device=model.device)  # which later transformers do not pass
-        model(ids, past_key_values=cache, logits_to_keep=1, cache_position=places)
+        positions = torch.arange(
+            entries, device=model.device
+        )  # which later transformers do not pass
+        model(ids, past_key_values=cache, logits_to_keep=1, cache_position=positions)
     cache.batch_repeat_interleave(rows)
     return cache
 
@@ -217,13 +219,13 @@ def largest_difference(decoder: Decoder, page_tokens: int) -> float:
             decoder.forward_logits([BatchSegment(cache, tuple(ids[:280]))], Mode.APPEND, [279])
         )
     found = [float((part[0] - own[279]).abs().max()) for part in parts]
-    for place in range(280, 300):
-        segments = [BatchSegment(cache, (ids[place],)) for cache in caches]
-        if place < 290:
+    for index in range(280, 300):
+        segments = [BatchSegment(cache, (ids[index],)) for cache in caches]
+        if index < 290:
             got = decoder.forward_logits(segments, Mode.APPEND, range(2))
         else:
-            got = graphs.step(caches, (ids[place],) * 2)
-        found.append(float((got - own[place]).abs().max()))
+            got = graphs.step(caches, (ids[index],) * 2)
+        found.append(float((got - own[index]).abs().max()))
     return max(found)
 
 

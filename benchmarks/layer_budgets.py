@@ -87,7 +87,7 @@ class OneLayerCut(FixedShares):
     ) -> tuple[int, ...]:
         del least, calibration
         rest = layers * tokens - (layers - 1) * most
-        return tuple(rest if place == self.layer else most for place in range(layers))
+        return tuple(rest if index == self.layer else most for index in range(layers))
 
 
 def answers(engine: Engine, chat: Conversation, policy: Policy, tokens: int) -> tuple[float, float]:
@@ -118,7 +118,7 @@ def layer_losses(engine: Engine, chats: Sequence[Conversation]) -> list[float]:
 def ranks(values: Sequence[float]) -> list[int]:
     """Place of each value in ascending order."""
     order = sorted(range(len(values)), key=values.__getitem__)
-    return [order.index(place) for place in range(len(values))]
+    return [order.index(index) for index in range(len(values))]
 
 
 def by_layer(values: Sequence[float], layers: int) -> list[float]:

@@ -102,15 +102,15 @@ def mixed(
         values = torch.stack([whole.head_values(head) for head in heads])
         kept = torch.zeros(len(heads), count, dtype=torch.bool)
         for head in heads:
-            places = held.head_positions(head).long()
-            kept[head, places] = True
-            changed = ~needle[places] if part.spared else torch.ones_like(needle[places])
+            positions = held.head_positions(head).long()
+            kept[head, positions] = True
+            changed = ~needle[positions] if part.spared else torch.ones_like(needle[positions])
             for is_coded, numbers, own in (
                 (part.keys, keys, held.head_keys(head)),
                 (part.values, values, held.head_values(head)),
             ):
                 if is_coded:
-                    numbers[head, places[changed]] = own[changed].to(numbers)
+                    numbers[head, positions[changed]] = own[changed].to(numbers)
         kept |= needle if part.needles else torch.full((count,), not part.drops)
         store.append(keys, values, whole.head_positions(0))
         store.apply(Plan(kept.flatten().nonzero().flatten(), tuple(kept.sum(1).tolist())))

@@ -99,8 +99,8 @@ def measured(
     """
     first = min(cut, asked[0])
     logits = forced(runtime, sentence, passage.ids[:first], passage.ids[first : asked[-1] + 1])
-    rows = logits[[place - first for place in asked]]
-    targets = torch.tensor([passage.ids[place + 1] for place in asked], device=rows.device)
+    rows = logits[[position - first for position in asked]]
+    targets = torch.tensor([passage.ids[position + 1] for position in asked], device=rows.device)
     right = (rows.argmax(-1) == targets).tolist()
     loss = float(torch.nn.functional.cross_entropy(rows, targets))
     return answers_right(asked, right), loss
@@ -117,7 +117,7 @@ def questions(
         answer = needle.predicting
         ids = (*passage.ids[: passage.context], *passage.ids[needle.question : answer[-1] + 2])
         shift = passage.context - needle.question
-        rows = tuple(place + shift for place in answer)
+        rows = tuple(position + shift for position in answer)
         return replace(passage, ids=ids), rows[0], rows
 
     return [asked(needle) for needle in Random(seed).sample(passage.needles, count)]

@@ -225,9 +225,9 @@ def _transformers(
 
     def run() -> None:
         for step in range(STEPS):
-            places = torch.tensor([[tokens + step]])
+            positions = torch.tensor([[tokens + step]])
             ids = torch.tensor([[7 + step]])
-            module(ids, position_ids=places, past_key_values=cache, logits_to_keep=1)
+            module(ids, position_ids=positions, past_key_values=cache, logits_to_keep=1)
         cache.crop(-STEPS)
 
     run()

@@ -132,8 +132,8 @@ def _built(
         from larder.ops import rotate
 
         last = own.keys.shape[1]
-        places = torch.arange(last - observed.shape[1], last)
-        observed = rotate(observed, -places, torch.tensor(own.layer.radians))
+        indices = torch.arange(last - observed.shape[1], last)
+        observed = rotate(observed, -indices, torch.tensor(own.layer.radians))
     index.add(entries, None if observed is None else observed.contiguous())
     return index, entries
 
@@ -149,10 +149,10 @@ def _search(
     for step, query in enumerate(own.queries.unbind(1)):
         is_first = step == 0 or int(behind[step]) != int(behind[step - 1]) + 1
         if part.follows:
-            place = torch.full((heads,), int(behind[step]), dtype=torch.int32)
+            position = torch.full((heads,), int(behind[step]), dtype=torch.int32)
             rows = keys[:, -1]
             lexicon = {"sentence": torch.ones(heads)}  # the answers have no punctuation inside
-            stays = Entries(rows, rows, place, tuple(range(heads)), (1,) * heads, lexicon)
+            stays = Entries(rows, rows, position, tuple(range(heads)), (1,) * heads, lexicon)
             index.observe_step(query, stays, next(questions) if is_first else None)
         started = time.perf_counter()
         result = index.find(query.contiguous(), entries, part.pages)

@@ -180,8 +180,8 @@ def _clocks(stats: PrefetchStats) -> Iterator[None]:
 def _rows(stats: dict[str, PrefetchStats], steps: int, layers: int) -> list[dict[str, Any]]:
     turn, parking = stats["turn"], sorted(stats["turn"].found[0])
     rows: list[dict[str, Any]] = []
-    for place, layer in enumerate(parking):
-        leader = parking[place - place % layers]
+    for index, layer in enumerate(parking):
+        leader = parking[index - index % layers]
         pages, common = stats["compared"].agreement[layer]
         worker = stats["ahead"].micros("worker", layer, steps)
         waited = stats["ahead"].micros("waited", layer, steps)

@@ -44,8 +44,8 @@ def sketched(
     kept[(~spared).nonzero().flatten()[: quota - int(spared.sum())]] = True
     columns = {name: torch.zeros(count) for name in part.ledger.columns}
     scalars = {name: torch.zeros(1) for name in part.ledger.scalars}
-    places = torch.arange(count, dtype=torch.int32)
-    entries = Entries(keys, values, places, (0,), (count,), columns, scalars)
+    positions = torch.arange(count, dtype=torch.int32)
+    entries = Entries(keys, values, positions, (0,), (count,), columns, scalars)
     scored = LayerScores(torch.zeros(count), spared, (count,))
     plan = part.compensate(Plan.from_mask(kept, (count,)), entries, scored)
     weights, factors = torch.zeros(count), torch.zeros(count)
@@ -116,8 +116,8 @@ def main() -> None:
     )
     print("budget layer", *COLUMNS, "largest")
     for share in (4, 8):
-        for place in range(options.layers):
-            layer = (2 * place + 1) * len(recorded) // (2 * options.layers)
+        for index in range(options.layers):
+            layer = (2 * index + 1) * len(recorded) // (2 * options.layers)
             shown, quota = recorded[layer], options.tokens // share
             found = [
                 head_errors(shown, head, quota, seed)

@@ -181,8 +181,8 @@ def _own_filled(module: Any, decoder: Decoder, entries: int) -> DynamicCache:
 
 @torch.no_grad()
 def _own_step(module: Any, cache: DynamicCache, position: int) -> None:
-    places = torch.tensor([[position]])
-    module(torch.tensor([[7]]), position_ids=places, past_key_values=cache, logits_to_keep=1)
+    positions = torch.tensor([[position]])
+    module(torch.tensor([[7]]), position_ids=positions, past_key_values=cache, logits_to_keep=1)
     cache.crop(-1)
 
 

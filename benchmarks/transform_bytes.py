@@ -90,8 +90,8 @@ def draw(bits: np.ndarray, parts: dict[str, float], path: Path) -> None:
         names = sorted(parts, key=parts.__getitem__)
         sizes = [100 * parts[name] / sum(parts.values()) for name in names]
         right.barh(names, sizes, color=SOFT)
-        for place, size in enumerate(sizes):
-            right.text(size + 0.8, place, f"{size:.1f}", va="center")
+        for index, size in enumerate(sizes):
+            right.text(size + 0.8, index, f"{size:.1f}", va="center")
         right.set_title("Share of the bytes, %")
         right.set_xlim(0, 1.18 * max(sizes))
         path.parent.mkdir(parents=True, exist_ok=True)

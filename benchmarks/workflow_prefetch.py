@@ -68,11 +68,11 @@ def _figures(server: VirtualServer, options: argparse.Namespace) -> dict[str, An
     tiers, again, prompt = Counter[str](), 0, 0
     chats: dict[str, list[ChatMessage]] = {}
     for step in range(options.steps):
-        flow, place = step % options.flows, step // options.flows % options.agents
+        flow, position = step % options.flows, step // options.flows % options.agents
         ring = [f"flow {flow}, agent {number}" for number in range(options.agents)]
-        name = ring[place]
+        name = ring[position]
         messages = chats.setdefault(name, [user(text_of(name, FIRST_WORDS))])
-        due = {each: (n - place - 1) % options.agents + 1 for n, each in enumerate(ring)}
+        due = {each: (n - position - 1) % options.agents + 1 for n, each in enumerate(ring)}
         request = Request(TENANT, tuple(messages), name, max_new_tokens=4, steps=due)
         answer = server.submit(request)
         server.core.announce(TENANT, request.steps)

@@ -124,14 +124,14 @@ def some_entries(
     source = torch.Generator().manual_seed(seed)
     rows = sum(len(head) + slack for head in positions)
     keys, values = torch.randn(2, rows, layer.head_dim, generator=source).mul(2).to(dtype)
-    places = torch.full((rows,), 10**6, dtype=torch.int32)
+    indices = torch.full((rows,), 10**6, dtype=torch.int32)
     starts, start = [], 0
     for head in positions:
         starts.append(start)
-        places[start : start + len(head)] = torch.tensor(head, dtype=torch.int32)
+        indices[start : start + len(head)] = torch.tensor(head, dtype=torch.int32)
         start += len(head) + slack
     lengths = tuple(len(head) for head in positions)
-    return Entries(keys, values, places, tuple(starts), lengths)
+    return Entries(keys, values, indices, tuple(starts), lengths)
 
 
 SENTENCE_TOKENS = 3  # of all sentences in the columns of a view
@@ -144,9 +144,9 @@ def a_view(
     length = 1 + max((p for head in positions for p in head), default=0)
     block = draw(layer, queries, max(0, length - queries), seed + 1)
     entries = some_entries(layer, positions, seed=seed)
-    places = entries.positions
-    ends = places % SENTENCE_TOKENS == SENTENCE_TOKENS - 1
-    starts = (places - places % SENTENCE_TOKENS + 1).float()
+    indices = entries.positions
+    ends = indices % SENTENCE_TOKENS == SENTENCE_TOKENS - 1
+    starts = (indices - indices % SENTENCE_TOKENS + 1).float()
     sentences = dict.fromkeys(("sentence", "shot"), torch.where(ends, -starts, starts))
     remembered = replace(entries, columns=some_columns(len(entries.keys), seed) | sentences)
     channels = head_numbers(layer.head_dim) * layer.kv_heads  # heads may be reordered

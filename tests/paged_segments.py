@@ -62,10 +62,10 @@ def some_segments(
 def padded_places(kept: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """Kept places [S, M], 0 behind those of a segment, and their counts."""
     counts = torch.tensor([len(own) for own in kept], dtype=torch.int32)
-    places = torch.zeros(len(kept), int(counts.max()), dtype=torch.int32)
+    indices = torch.zeros(len(kept), int(counts.max()), dtype=torch.int32)
     for segment, own in enumerate(kept):
-        places[segment, : len(own)] = torch.tensor(own, dtype=torch.int32)
-    return places, counts
+        indices[segment, : len(own)] = torch.tensor(own, dtype=torch.int32)
+    return indices, counts
 
 
 def kept_places(lengths: Sequence[int], kept: float, seed: int = 0) -> list[list[int]]:

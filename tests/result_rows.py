@@ -61,10 +61,10 @@ def exhibit(kind: str, policy: str = "snapkv", **data: object) -> Row:
     return head | {"policy": policy} | result | data
 
 
-def segment(place: int, episode: int, **more: object) -> Row:
-    text = f"Segment {place} says & asks little."
-    result = {"place": place, "episode": episode, "x": float(place), "y": float(episode)}
-    return {**result, "similarity": 0.5, "representative": place % 2 == 0, "text": text, **more}
+def segment(index: int, episode: int, **more: object) -> Row:
+    text = f"Segment {index} says & asks little."
+    result = {"place": index, "episode": episode, "x": float(index), "y": float(episode)}
+    return {**result, "similarity": 0.5, "representative": index % 2 == 0, "text": text, **more}
 
 
 CELLS = [
@@ -84,7 +84,7 @@ EXHIBITS = [
         embedder="words",
         map={"method": "t-SNE", "perplexity": 2.0, "seed": 0},
         episodes=[{"topics": ["cats"]}, {"topics": []}],
-        segments=[segment(place, place // 4) for place in range(8)],
+        segments=[segment(index, index // 4) for index in range(8)],
     ),
     *(
         exhibit("prompt", seed=seed, percentile=rank, items=[{"exact": rank in (None, 5)}])

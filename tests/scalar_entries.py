@@ -12,12 +12,12 @@ def line(positions: list[int], keys: list[float], counts: list[int]) -> Entries:
     """One head whose keys are numbers, with values ten times as large."""
     rows = torch.tensor(keys)[:, None]
     logs = torch.tensor([float(n) for n in counts]).log()
-    places, columns = torch.tensor(positions, dtype=torch.int32), {LOG_COUNT: logs}
-    return Entries(rows, 10 * rows, places, (0,), (len(keys),), columns)
+    indices, columns = torch.tensor(positions, dtype=torch.int32), {LOG_COUNT: logs}
+    return Entries(rows, 10 * rows, indices, (0,), (len(keys),), columns)
 
 
 def judged(scores: list[float], protected: tuple[int, ...] = ()) -> LayerScores:
-    spared = torch.tensor([place in protected for place in range(len(scores))])
+    spared = torch.tensor([index in protected for index in range(len(scores))])
     return LayerScores(torch.tensor(scores), spared, (len(scores),))
 
 

@@ -68,9 +68,9 @@ def test_page_of_the_documentation_runs(
     """Its Python, from the root of the repository, on the bundled model whatever it names."""
     named = loader.load
 
-    def load_bundled(name: str = "seed", *places: Any, **options: Any) -> loader.LoadedModel:
+    def load_bundled(name: str = "seed", *indices: Any, **options: Any) -> loader.LoadedModel:
         del name
-        return named("seed", *places, **options)
+        return named("seed", *indices, **options)
 
     for module in (loader, engine):
         monkeypatch.setattr(module, "load", load_bundled)

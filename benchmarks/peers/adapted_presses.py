@@ -70,10 +70,10 @@ def hook_positions(model: Any, ids: Tensor, press: Any, whole: Any) -> Positions
     """
 
     def hook(module: nn.Module, args: Any, named: dict[str, Any], out: Any) -> Any:
-        return press.forward_hook(module, args, {**named, "cache_position": places}, out)
+        return press.forward_hook(module, args, {**named, "cache_position": positions}, out)
 
     cache: Any = DynamicCache()
-    places = torch.arange(ids.shape[1])
+    positions = torch.arange(ids.shape[1])
     attentions = [layer.self_attn for layer in model.model.layers]
     press.post_init_from_model(model)
     for module in attentions:

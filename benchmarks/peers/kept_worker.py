@@ -95,8 +95,8 @@ def _positions(whole: Tensor, left: Tensor, attention: Any) -> list[list[int]]:
     masked = vars(attention).pop("masked_key_indices", None)
     kept = list[list[int]]()
     for head, (digests, remaining) in enumerate(zip(whole, left, strict=True)):
-        places = {int(digest): place for place, digest in enumerate(digests)}
-        own = {places[int(digest)] for digest in remaining if int(digest) in places}
+        positions = {int(digest): index for index, digest in enumerate(digests)}
+        own = {positions[int(digest)] for digest in remaining if int(digest) in positions}
         if masked is not None:
             own -= set(masked[2][masked[1] == head].tolist())
         kept.append(sorted(own))

@@ -118,9 +118,9 @@ class Peer:
         unread, position, tokens, stamps = question, start, list[int](), [time.perf_counter()]
         while len(tokens) < self.job["max_new_tokens"]:
             stop = position + len(unread)
-            places = torch.arange(position, stop, device=self.device)[None]
+            positions = torch.arange(position, stop, device=self.device)[None]
             output = self.model(
-                self.tensor(unread), past_key_values=cache, position_ids=places, logits_to_keep=1
+                self.tensor(unread), past_key_values=cache, position_ids=positions, logits_to_keep=1
             )
             token = int(output.logits[0, -1].argmax())
             if token in self.job["stops"]:

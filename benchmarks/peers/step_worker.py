@@ -20,11 +20,11 @@ def batched_step(model: Any, cache: Any, rows: int) -> Step:
     """Step of transformers over a batch, which takes the new entries out again."""
     import torch
 
-    tokens, places = torch.full((rows, 1), TOKEN), torch.full((rows, 1), ENTRIES)
+    tokens, positions = torch.full((rows, 1), TOKEN), torch.full((rows, 1), ENTRIES)
 
     @torch.no_grad()
     def step() -> None:
-        model(tokens, position_ids=places, past_key_values=cache, logits_to_keep=1)
+        model(tokens, position_ids=positions, past_key_values=cache, logits_to_keep=1)
         cache.crop(-1)
 
     return step
@@ -93,13 +93,16 @@ def static_cases(folder: str, rows: list[int]) -> dict[str, Step]:
         with torch.no_grad():
             model(torch.full((count, ENTRIES), TOKEN), past_key_values=cache, logits_to_keep=1)
         compiled: Any = torch.compile(model, fullgraph=True, dynamic=False)
-        places = iter(range(ENTRIES, ENTRIES + ROOM))
+        positions = iter(range(ENTRIES, ENTRIES + ROOM))
 
         @torch.no_grad()
         def step(
-            compiled: Any = compiled, cache: Any = cache, places: Any = places, count: int = count
+            compiled: Any = compiled,
+            cache: Any = cache,
+            positions: Any = positions,
+            count: int = count,
         ) -> None:
-            tokens, at = torch.full((count, 1), TOKEN), torch.full((count, 1), next(places))
+            tokens, at = torch.full((count, 1), TOKEN), torch.full((count, 1), next(positions))
             compiled(tokens, position_ids=at, past_key_values=cache, logits_to_keep=1)
 
         cases[f"transformers StaticCache compiled {count}"] = step
@@ -117,8 +120,8 @@ def kvpress_cases(folder: str, rows: list[int]) -> dict[str, Step]:
     for count in rows:
         cache = DynamicCache(config=model.config)
         with torch.no_grad(), KeyDiffPress(compression_ratio=1 - 1 / KEPT)(model):
-            places = torch.arange(ENTRIES)
-            model(ids, past_key_values=cache, logits_to_keep=1, cache_position=places)
+            positions = torch.arange(ENTRIES)
+            model(ids, past_key_values=cache, logits_to_keep=1, cache_position=positions)
         assert cache.layers[0].keys.shape[2] == ENTRIES // KEPT
         cache.batch_repeat_interleave(count)
         cases[f"kvpress quarter {count}"] = batched_step(model, cache, count)
@@ -143,18 +146,21 @@ def llama_cpp_cases(file: str, rows: list[int]) -> dict[str, Step]:
         for row in range(count):
             for first in range(0, ENTRIES, 512):
                 batch.clear()
-                for place in range(first, first + 512):
-                    batch.add(3 + (place * 31 + row) % 40000, place, [row], place + 1 == ENTRIES)
+                for index in range(first, first + 512):
+                    batch.add(3 + (index * 31 + row) % 40000, index, [row], index + 1 == ENTRIES)
                 context.decode(batch)
-        places = iter(range(ENTRIES, ENTRIES + ROOM))
+        positions = iter(range(ENTRIES, ENTRIES + ROOM))
 
         def step(
-            context: Any = context, batch: Any = batch, places: Any = places, count: int = count
+            context: Any = context,
+            batch: Any = batch,
+            positions: Any = positions,
+            count: int = count,
         ) -> None:
-            place = next(places)
+            index = next(positions)
             batch.clear()
             for row in range(count):
-                batch.add(TOKEN, place, [row], True)
+                batch.add(TOKEN, index, [row], True)
             context.decode(batch)
             context.synchronize()
 

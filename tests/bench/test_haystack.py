@@ -87,8 +87,8 @@ def test_haystack_text_keeps_its_order() -> None:
     straws = [int(n) for n in re.findall(r"Straw (\d+) lies here\.", text)]
     assert straws == list(range(len(straws)))
     assert len(straws) > 30
-    places = [text.index(f": {q.answer}.") for q in conversation.questions]
-    assert min(places) < len(text) / 2 < max(places)
+    indices = [text.index(f": {q.answer}.") for q in conversation.questions]
+    assert min(indices) < len(text) / 2 < max(indices)
 
 
 @pytest.mark.parametrize("tokens", [150, 600, 2000])

@@ -31,16 +31,16 @@ def test_subset_has_questions_of_the_named_kinds_only(material: TaskSources) -> 
     assert set(asked) < set(made("lifelog()", material)) or len(asked) < 24
 
 
-@pytest.mark.parametrize(("of", "places"), [("realtalk()", 1), ("realtalk()", 3), ("locomo()", 3)])
+@pytest.mark.parametrize(("of", "indices"), [("realtalk()", 1), ("realtalk()", 3), ("locomo()", 3)])
 def test_subset_has_questions_of_the_named_number_of_sources(
-    of: str, places: int, material: TaskSources
+    of: str, indices: int, material: TaskSources
 ) -> None:
     whole = parse_task(of).make(0, 3000, material)
-    asked = parse_task(f"only(of={of!r}, sources={places})").make(0, 3000, material)
+    asked = parse_task(f"only(of={of!r}, sources={indices})").make(0, 3000, material)
     assert asked.messages == whole.messages
     # Of every third session three places are named, one of them a range; one question names none.
-    expected = [q for q in whole.questions if q.sources == places]
-    assert list(asked.questions) == expected and len(expected) == (7 if places == 1 else 3)
+    expected = [q for q in whole.questions if q.sources == indices]
+    assert list(asked.questions) == expected and len(expected) == (7 if indices == 1 else 3)
 
 
 def test_lifelog_questions_count_the_messages_of_their_answer(material: TaskSources) -> None:

@@ -224,12 +224,12 @@ def test_facts_are_planted_once(source: str, material: TaskSources) -> None:
     text = text_of(made)
     for question in made.questions:
         assert last_told(question, made) == [question.answer.lower()]
-        place = len("".join(m.content for m in made.messages)) * (question.depth or 0)
+        index = len("".join(m.content for m in made.messages)) * (question.depth or 0)
         before, total = 0, 0
         for message in made.messages:
             before = total if question.answer in message.content else before
             total += len(message.content)
-        assert place == pytest.approx(before)
+        assert index == pytest.approx(before)
     words = re.findall(r"word(\d+)x(\d+)", text)
     assert words == sorted(words, key=lambda one: (int(one[0]), int(one[1]))) and len(words) > 20
     roles = {m.content[:6]: m.role for m in made.messages if "nothing more" in m.content}

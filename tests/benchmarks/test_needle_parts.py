@@ -57,7 +57,9 @@ def test_part_has_coded_numbers_and_entries_as_it_says(
     spec = a_spec(a_layer(), a_layer(index=1))
     benchmark = import_module("needle_parts")
     full, coded = filled(spec, 1.0), filled(spec, 3.0)
-    kept = torch.tensor([head * TOKENS + place for head, row in enumerate(KEPT) for place in row])
+    kept = torch.tensor(
+        [head * TOKENS + position for head, row in enumerate(KEPT) for position in row]
+    )
     for store in coded.layers:
         store.apply(Plan(kept, tuple(map(len, KEPT))))
     mixed = benchmark.mixed(full, coded, benchmark.PARTS[part], NEEDLE)

@@ -70,18 +70,18 @@ def test_corrected_outputs_equal_their_reference(name, codec) -> None:
     store, keys, values = a_store(PARTS[name], codec)
     former: list[Loop] = []
     for step in range(STEPS):
-        count, place = len(former), READ + step
-        drawn = draw(LAYER, count + 1, place - count, 7 + step)
+        count, position = len(former), READ + step
+        drawn = draw(LAYER, count + 1, position - count, 7 + step)
         old, new = drawn.part(0, count), drawn.part(count, count + 1)
         if count:
             out = store.attend_replayed(new_tokens(old), lambda new=new: extend(store, new))
         else:
             out = extend(store, new)
-        keys = torch.cat([keys[:, : place - count], drawn.keys], 1)
-        values = torch.cat([values[:, : place - count], drawn.values], 1)
+        keys = torch.cat([keys[:, : position - count], drawn.keys], 1)
+        values = torch.cat([values[:, : position - count], drawn.values], 1)
         latest = Loop()
         for head in range(LAYER.query_heads):
-            kv, near = head // LAYER.group, range(READ - NEAR, place + 1)
+            kv, near = head // LAYER.group, range(READ - NEAR, position + 1)
             for n in (*fetched(store, head), *near):
                 latest.attend(head, new.queries[head, 0], keys[kv, n], values[kv, n])
             latest.seen[head] = {*fetched(store, head)}

@@ -150,8 +150,8 @@ def test_failed_truncate_changes_nothing(subject) -> None:
 
 def test_append_of_another_dtype_names_layer_and_dtypes() -> None:
     layer = RaggedLayer(LayerSpec(3, 2, 1, 4, 0.5), layer_options())
-    rows, places = torch.zeros(1, 2, 4), torch.arange(2)
-    layer.append(rows, rows, places)
+    rows, positions = torch.zeros(1, 2, 4), torch.arange(2)
+    layer.append(rows, rows, positions)
     with pytest.raises(CacheError, match=r"Layer 3 .* values in torch.bfloat16.* torch.float32: "):
-        layer.append(rows, rows.bfloat16(), places + 2)
+        layer.append(rows, rows.bfloat16(), positions + 2)
     assert layer.lengths == (2,)

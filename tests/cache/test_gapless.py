@@ -40,15 +40,15 @@ def by_loop(store: TieredLayer, new: Tokens) -> torch.Tensor:
     for h in range(LAYER.query_heads):
         head = h // LAYER.group
         numbers = choice.numbers[head].flatten().tolist()
-        places = sorted([*RESIDENT, *(parked[n] for n in numbers if n >= 0)])
-        first = int(new.positions[0]) - len(places)
+        positions = sorted([*RESIDENT, *(parked[n] for n in numbers if n >= 0)])
+        first = int(new.positions[0]) - len(positions)
         entries = [
             Entry(
-                place,
-                torch.tensor(turned(text.keys[head, place].tolist(), first + n - place, RADIANS)),
-                text.values[head, place],
+                index,
+                torch.tensor(turned(text.keys[head, index].tolist(), first + n - index, RADIANS)),
+                text.values[head, index],
             )
-            for n, place in enumerate(places)
+            for n, index in enumerate(positions)
         ]
         for q in range(new.queries.shape[1]):
             among = [Entry(0, new.keys[head, i], new.values[head, i]) for i in range(q + 1)]

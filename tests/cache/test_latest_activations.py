@@ -41,13 +41,13 @@ def assert_latest(cache: SequenceCache, positions: list[int]) -> None:
     for layer in LAYERS:
         held = cache.latest.queries(layer.index)
         assert held is not None and held.positions.tolist() == positions
-        expected = [query_of(layer.index, place) for place in positions]
+        expected = [query_of(layer.index, position) for position in positions]
         assert torch.equal(held.queries, torch.stack(expected, 1))
 
 
-def query_of(layer: int, place: int) -> torch.Tensor:
-    start, count = next((s, c) for s, c in ((0, 7), (7, 2), (9, 1)) if s <= place < s + c)
-    return draw(LAYERS[layer], count, start).queries[:, place - start]
+def query_of(layer: int, position: int) -> torch.Tensor:
+    start, count = next((s, c) for s, c in ((0, 7), (7, 2), (9, 1)) if s <= position < s + c)
+    return draw(LAYERS[layer], count, start).queries[:, position - start]
 
 
 @pytest.mark.parametrize("form", FORMS)

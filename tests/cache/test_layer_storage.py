@@ -86,14 +86,14 @@ def test_separate_fork_shares_slow_tiers_only(subject) -> None:
 def test_reserved_storage_is_used(planned) -> None:
     store, loop = planned.filled()
     store.reserve(30)
-    places, size = [t.data_ptr() for t in store.tensors()[:3]], store.nbytes
+    pointers, size = [t.data_ptr() for t in store.tensors()[:3]], store.nbytes
     assert_holds(store, loop)
     for start in range(13, 43, 6):
         new = planned.tokens(6, start)
         extend(store, new)
         append(loop, new)
     assert_holds(store, loop)
-    assert [t.data_ptr() for t in store.tensors()[:3]] == places
+    assert [t.data_ptr() for t in store.tensors()[:3]] == pointers
     assert store.nbytes == size
 
 

@@ -57,9 +57,9 @@ def test_unrotated_keys_and_values_equal_the_reference() -> None:
                     tables.forward[0, head].tolist(),
                     LAYER.radians or (),
                     position,
-                    place,
+                    index,
                 )
-                for place in range(LAYER.head_dim)
+                for index in range(LAYER.head_dim)
             ]
             for position in positions
         ]
@@ -103,11 +103,11 @@ def test_attention_equals_that_over_decoded_entries(queries: int) -> None:
     for query_head in range(LAYER.query_heads):
         head = query_head // LAYER.group
         keys, values = entries.head_keys(head).tolist(), entries.head_values(head).tolist()
-        for place in range(queries):
-            asked = new.queries[query_head, place].tolist()
+        for index in range(queries):
+            asked = new.queries[query_head, index].tolist()
             expected = rotation.attention(asked, keys, values, LAYER.scaling)
             torch.testing.assert_close(
-                out[query_head, place], torch.tensor(expected), rtol=1e-4, atol=1e-4
+                out[query_head, index], torch.tensor(expected), rtol=1e-4, atol=1e-4
             )
 
 

@@ -31,14 +31,14 @@ def a_store(coverage: float) -> TieredLayer:
 
 def test_block_attends_to_lines_of_both_tiers() -> None:
     held, new = draw(LAYER, COUNT), draw(LAYER, FEWEST_QUERIES, COUNT, 1)
-    found, places = extend(a_store(0.6), new), torch.arange(COUNT + FEWEST_QUERIES)
-    positions, expected = places[COUNT:], list[torch.Tensor]()
+    found, indices = extend(a_store(0.6), new), torch.arange(COUNT + FEWEST_QUERIES)
+    positions, expected = indices[COUNT:], list[torch.Tensor]()
     for head, group in enumerate(new.queries.unflatten(0, (2, -1))):
         keys = torch.cat([held.keys[head], new.keys[head]])
         values = torch.cat([held.values[head], new.values[head]])
-        lines = head_lines(group, keys, positions, places, LAYER.scaling, 0.6)
+        lines = head_lines(group, keys, positions, indices, LAYER.scaling, 0.6)
         for own, line in zip(group, lines, strict=True):
-            mask = line.mask(positions, places)
+            mask = line.mask(positions, indices)
             assert mask.float().mean() < 0.5
             expected.append(attention(own[None], keys, values, LAYER.scaling, mask)[0][0])
     assert_close(found, torch.stack(expected))

@@ -21,8 +21,8 @@ CarryOut = Callable[[CacheLayer, Plan], None]
 
 
 def with_folds(plan: Plan, folds: Sequence[Fold], lengths: Sequence[int]) -> Plan:
-    def packed(places: list[Place]) -> torch.Tensor:
-        return torch.tensor([sum(lengths[:head]) + index for head, index in places])
+    def packed(positions: list[Place]) -> torch.Tensor:
+        return torch.tensor([sum(lengths[:head]) + index for head, index in positions])
 
     return replace(
         plan,
@@ -66,11 +66,11 @@ def test_merge_equals_its_reference(merging, carry_out, dtype, rounding) -> None
         append(loop, new)
         start += 4
         chosen = merging.losing(source, store.lengths, 3)
-        places = [(head, s) for head, n in enumerate(store.lengths) for s in range(n)]
+        positions = [(head, s) for head, n in enumerate(store.lengths) for s in range(n)]
         whole = exact(store).split(list(store.lengths))
         kept = [(h, s) for h, own in enumerate(chosen) for s in own if whole[h][s]]
         weights = [(source.uniform(-1, 1), source.uniform(-1, 1)) for _ in range(12)]
-        folds = [Fold(source.choice(places), source.choice(kept[::2]), *w) for w in weights]
+        folds = [Fold(source.choice(positions), source.choice(kept[::2]), *w) for w in weights]
         assert_folds(carry_out, store, loop, chosen, folds, rounding)
     new = merging.stored(merging.tokens(3, start), dtype)
     expected = attend(loop, new)

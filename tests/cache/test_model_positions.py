@@ -12,8 +12,8 @@ TIMES, ROWS, COLUMNS = [0, 1, 2, 2, 2, 2, 4, 5], [0, 1, 2, 2, 3, 3, 4, 5], [0, 1
 GIVEN = torch.tensor([TIMES, ROWS, COLUMNS])
 
 
-def at(known: ModelPositions, places: list[int], length: int) -> list[list[int]]:
-    return known.at(torch.tensor(places), length).tolist()
+def at(known: ModelPositions, positions: list[int], length: int) -> list[list[int]]:
+    return known.at(torch.tensor(positions), length).tolist()
 
 
 def test_default_model_positions_are_true_positions() -> None:

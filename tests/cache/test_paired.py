@@ -64,22 +64,22 @@ def test_random_operations_equal_the_reference(seed: int) -> None:
             new = draw(layer, 5, length, seed + layer.index)
             append(half, new)
             for head, held in enumerate(heads):
-                for row, place in enumerate(new.positions.tolist()):
-                    held[place] = PairedEntry(
+                for row, index in enumerate(new.positions.tolist()):
+                    held[index] = PairedEntry(
                         new.keys[head, row].tolist(), new.values[head, row].tolist()
                     )
         length += 5
         for side, half in enumerate(pair):
             kept: list[dict[int, int]] = []
             for held in reference.layers[side]:
-                places = sorted(place for place in held if rng.random() < 0.8)
-                kept.append(dict.fromkeys(places, 0))
+                positions = sorted(index for index in held if rng.random() < 0.8)
+                kept.append(dict.fromkeys(positions, 0))
             folds = folded(reference, side, kept, rng)
             for held, grades in zip(reference.layers[side], kept, strict=True):
-                for place in grades:
-                    grades[place] = int(max(held[place].is_shared, rng.random() < 0.5))
+                for index in grades:
+                    grades[index] = int(max(held[index].is_shared, rng.random() < 0.5))
             rows = [
-                [sorted(held).index(place) for place in grades]
+                [sorted(held).index(index) for index in grades]
                 for held, grades in zip(reference.layers[side], kept, strict=True)
             ]
             plan = a_plan(rows, half.lengths)
@@ -113,15 +113,15 @@ def folded(reference: PairLoop, side: int, kept: list[dict[int, int]], rng: Rand
 def assert_holds_reference(half: PairedLayer, heads: list[dict[int, PairedEntry]]) -> None:
     entries = half.entries()
     for head, held in enumerate(heads):
-        places = sorted(held)
-        assert entries.head_positions(head).tolist() == places
+        positions = sorted(held)
+        assert entries.head_positions(head).tolist() == positions
         grades = entries.grades[entries.rows(head)].tolist() if len(entries.grades) else [0] * 99
-        assert [bool(grade) for grade, _ in zip(grades, places, strict=False)] == [
-            held[place].is_shared for place in places
+        assert [bool(grade) for grade, _ in zip(grades, positions, strict=False)] == [
+            held[index].is_shared for index in positions
         ]
         for kind, rows in (("key", entries.head_keys(head)), ("value", entries.head_values(head))):
-            expected = [getattr(held[place], kind) for place in places]
-            assert_close(rows, torch.tensor(expected).view(len(places), -1))
+            expected = [getattr(held[index], kind) for index in positions]
+            assert_close(rows, torch.tensor(expected).view(len(positions), -1))
     queries = draw(half.layer, 3, 100)
     outs = [
         attention(group, entries.head_keys(head), entries.head_values(head), half.layer.scaling)[0]
@@ -203,7 +203,7 @@ def test_truncate_keeps_columns_with_their_entries() -> None:
         half.write_columns({"mass": rows})
     shared(pair, [[0, 1, 2, 4, 5]] * 2, [[1, 1, 0, 1, 0]] * 2)
     for number, half in enumerate(pair):
-        expected = [float(place + 10 * number) for place in (0, 1, 2, 4, 5)] * 2
+        expected = [float(index + 10 * number) for index in (0, 1, 2, 4, 5)] * 2
         assert half.entries().column("mass").tolist() == expected
         half.write_columns({"mass": half.entries().columns["mass"] + 100})
         assert half.entries().column("mass").tolist() == [n + 100 for n in expected]

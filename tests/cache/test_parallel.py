@@ -32,8 +32,8 @@ def filled(temperature: float = 0.9, scale: float = 0.8, order: int = 1) -> Para
 
 
 def entries(tokens: Any, head: int, count: int | None = None) -> list[Entry]:
-    places = tokens.positions.tolist()[:count]
-    return [Entry(p, tokens.keys[head, n], tokens.values[head, n]) for n, p in enumerate(places)]
+    positions = tokens.positions.tolist()[:count]
+    return [Entry(p, tokens.keys[head, n], tokens.values[head, n]) for n, p in enumerate(positions)]
 
 
 def test_both_branches_equal_their_reference() -> None:

@@ -138,11 +138,11 @@ def test_one_state_restores_twice(form) -> None:
 def test_adopted_state_is_not_copied(form) -> None:
     cache = filled(form)
     state = cache.state()
-    places = {t.untyped_storage().data_ptr() for t in state.values()}
+    pointers = {t.untyped_storage().data_ptr() for t in state.values()}
     taken = SequenceCache.adopt(SPEC, state, cache.meta())
     assert equal(taken, cache)
     held = {t.untyped_storage().data_ptr() for store in taken._layers for t in store.tensors()[:3]}
-    assert held <= places
+    assert held <= pointers
 
 
 def test_allocation_does_not_extend_a_window_and_reservation_does(form) -> None:

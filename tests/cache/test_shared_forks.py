@@ -186,14 +186,14 @@ def test_append_does_not_copy_shared_entries(kind) -> None:
 def test_last_holder_regains_its_slack() -> None:
     store = grown()
     store.reserve(8)
-    places = [t.data_ptr() for t in store.tensors()[:2]]
+    addresses = [t.data_ptr() for t in store.tensors()[:2]]
     fork = store.fork()
     assert store.shared_nbytes == fork.shared_nbytes > 0
     del store
     gc.collect()
     assert fork.shared_nbytes == 0
     extend(fork, draw(LAYER, 8, 3 * SHORT_SEGMENT, 2))
-    assert [t.data_ptr() for t in fork.tensors()[:2]] == places
+    assert [t.data_ptr() for t in fork.tensors()[:2]] == addresses
 
 
 def test_plan_on_a_fork_does_not_change_the_source() -> None:
@@ -316,14 +316,14 @@ def test_shared_storage_is_split_for_all_holders() -> None:
             store.truncate(length)
         twins[-1].next = length
         twins[-1].store.seal()
-    held = {place: n for each in twins for place, n in pointers(each.store).items()}
+    held = {address: n for each in twins for address, n in pointers(each.store).items()}
     assert sum(held.values()) == twins[0].store.prefix_nbytes(300)  # once, by all four
     for twin in twins:
         twin.check()
     own = pointers(twins[0].store).items() - pointers(twins[1].store).items()
     del twins[0]
     gc.collect()
-    left = {place: n for each in twins for place, n in pointers(each.store).items()}
+    left = {address: n for each in twins for address, n in pointers(each.store).items()}
     assert held.items() - left.items() == own and own
     assert sum(left.values()) == twins[0].store.prefix_nbytes(250)
     for twin in twins:

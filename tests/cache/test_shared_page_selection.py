@@ -41,7 +41,7 @@ def a_cache(
         new = draw(layer, TOKENS, 0, i)
         cache.attend(i, NewTokens(new.queries, new.keys, new.values, new.positions, Mode.APPEND))
         pairs = zip(new.keys[0], new.values[0], strict=True)
-        ever.append([Entry(place, *pair) for place, pair in enumerate(pairs)])
+        ever.append([Entry(index, *pair) for index, pair in enumerate(pairs)])
     cache.advance(TOKENS)
     for i in range(1, LAYERS):
         latest = torch.arange(TOKENS - NEAR + (more if i == odd else 0), TOKENS)
@@ -52,9 +52,9 @@ def a_cache(
 
 def step(cache: SequenceCache, seed: int = 90) -> list[Tensor]:
     """What each layer answers to one more token."""
-    outs, place = [], cache.next_position
+    outs, index = [], cache.next_position
     for i, layer in enumerate(cache.spec.layers):
-        new = draw(layer, 1, place, seed + i)
+        new = draw(layer, 1, index, seed + i)
         outs.append(
             cache.attend(
                 i, NewTokens(new.queries, new.keys, new.values, new.positions, Mode.APPEND)

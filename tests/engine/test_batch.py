@@ -176,8 +176,8 @@ def branching_prompts(stems: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Pairs of prompts behind each stem and behind each two, with ends of their own."""
     begins = [*stems, *((*one, *two) for one in stems for two in stems if one is not two)]
     return [
-        (*ids, *some_ids(5, seed=40 + 2 * place + n))
-        for place, ids in enumerate(begins)
+        (*ids, *some_ids(5, seed=40 + 2 * index + n))
+        for index, ids in enumerate(begins)
         for n in range(2)
     ]
 

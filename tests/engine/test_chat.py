@@ -62,9 +62,9 @@ def test_turn_is_prefilled_to_its_end(engine: Engine, max_new_tokens: int) -> No
         kept, read = mine.entries(layer), cache.entries(layer)
         for head in range(len(kept.lengths)):
             where = read.head_positions(head)
-            places = torch.isin(where, kept.head_positions(head))
-            assert torch.equal(kept.head_positions(head), where[places])
-            assert torch.allclose(kept.head_keys(head), read.head_keys(head)[places], atol=1e-4)
+            positions = torch.isin(where, kept.head_positions(head))
+            assert torch.equal(kept.head_positions(head), where[positions])
+            assert torch.allclose(kept.head_keys(head), read.head_keys(head)[positions], atol=1e-4)
 
 
 def test_turns_of_an_empty_chat_equal_their_encoded_conversation(engine: Engine) -> None:
@@ -169,13 +169,13 @@ def test_new_episode_begins_with_the_system_prompt(engine: Engine) -> None:
     shelf = chat.memory.caches
     found = [_first(shelf.activate(number), stop) for number in (2, answer.episode or 0)]
     assert found[0] == found[1]
-    assert any(place >= 4 for head in found[0] for place in head)
+    assert any(position >= 4 for head in found[0] for position in head)
 
 
 def _first(cache: SequenceCache, stop: int) -> list[list[int]]:
     """The positions before `stop` that each head of each layer holds."""
     return [
-        [place for place in entries.head_positions(head).tolist() if place < stop]
+        [position for position in entries.head_positions(head).tolist() if position < stop]
         for layer in cache.spec.managed
         for entries in [cache.entries(layer.index)]
         for head in range(len(entries.lengths))

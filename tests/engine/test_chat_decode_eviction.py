@@ -64,9 +64,9 @@ def test_new_episode_has_only_opening_entries_of_the_history_in_both_tiers(
     chat.say("A star is far away.", max_new_tokens=6)
     assert chat.outcome is not None and chat.outcome.is_new_episode
     state = states(chat)[2]
-    places = {name: held for name, held in state.items() if name.endswith("positions")}
-    assert any(len(held) for name, held in places.items() if "slow" in name)
-    for name, held in places.items():
+    saved = {name: held for name, held in state.items() if name.endswith("positions")}
+    assert any(len(held) for name, held in saved.items() if "slow" in name)
+    for name, held in saved.items():
         first = held[held < log_tokens]
         assert len(first) == 0 or int(first.max()) < 20, name
 

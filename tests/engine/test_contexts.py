@@ -116,8 +116,8 @@ class AnchorList:
             self.chunks.add((9,), (token,) * 3, cache)
             self.chunks.add_anchor((9,), 1, ChunkAnchor((token,) * 3, entries, entries))
 
-    def found(self, place: int = 1) -> list[ChunkAnchor]:
-        return self.chunks.anchors(self._spec, (9,), place)
+    def found(self, position: int = 1) -> list[ChunkAnchor]:
+        return self.chunks.anchors(self._spec, (9,), position)
 
     def tokens(self) -> list[int]:
         return [anchor.ids[0] for anchor in self.found()]

@@ -27,9 +27,9 @@ def slow_mean(files: list[list[float]], bootstrap: Bootstrap) -> Interval:
     tail = (1 - bootstrap.coverage) / 2
     bounds = []
     for share in (tail, 1 - tail):
-        place = share * (len(means) - 1)
-        below, above = means[math.floor(place)], means[math.ceil(place)]
-        bounds.append(below + (place % 1) * (above - below))
+        index = share * (len(means) - 1)
+        below, above = means[math.floor(index)], means[math.ceil(index)]
+        bounds.append(below + (index % 1) * (above - below))
     everything = [score for file in files for score in file]
     return Interval(sum(everything) / len(everything), *bounds)
 

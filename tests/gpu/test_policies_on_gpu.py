@@ -40,8 +40,8 @@ POLICIES = (
 NAMES = ("Ada", "Bela", "Cleo", "Dora", "Emil", "Fay", "Gus", "Hana")
 PLACES = ("Riga", "Oslo", "Lima", "Bonn", "Cork", "Nice", "Pisa", "Kiel")
 LINES = [
-    f"{name}: I moved to {place} and met {NAMES[(number + 3) % 8]} there in {1990 + number}."
-    for number, (name, place) in enumerate(zip(NAMES * 6, PLACES * 5 + PLACES[::-1], strict=True))
+    f"{name}: I moved to {index} and met {NAMES[(number + 3) % 8]} there in {1990 + number}."
+    for number, (name, index) in enumerate(zip(NAMES * 6, PLACES * 5 + PLACES[::-1], strict=True))
 ]
 QUESTIONS = ["Where did Cleo move?", "Whom did Gus meet?"]
 

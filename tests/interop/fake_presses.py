@@ -62,8 +62,8 @@ class QueryPress(BasePress):
         assert keys.shape[2] > 8, "the prompt is shorter than the window"
         kept = int(keys.shape[2] * (1 - self.compression_ratio))
         best = self.score(module, hidden_states, keys, values, kwargs).topk(kept, -1).indices
-        places = best[..., None].expand(-1, -1, -1, keys.shape[3])
-        return keys.gather(2, places), values.gather(2, places)
+        positions = best[..., None].expand(-1, -1, -1, keys.shape[3])
+        return keys.gather(2, positions), values.gather(2, positions)
 
 
 @dataclass
@@ -86,8 +86,8 @@ class MaskingPress(BasePress):
         scores = self.press.score(module, hidden_states, keys, values, kwargs)[0]
         removed = int(scores.numel() * self.press.compression_ratio)
         worst = (-scores.flatten()).topk(removed).indices
-        heads, places = worst // scores.shape[1], worst % scores.shape[1]
-        module.masked_key_indices = (torch.zeros_like(heads), heads, places)
+        heads, positions = worst // scores.shape[1], worst % scores.shape[1]
+        module.masked_key_indices = (torch.zeros_like(heads), heads, positions)
         return keys, values
 
 
@@ -118,9 +118,9 @@ def left_by(press: Any, model: Any, ids: Tensor) -> list[list[list[int]]]:
         marked = vars(layer.self_attn).pop("masked_key_indices", None)
         heads = []
         for head, (keys, left) in enumerate(zip(before.keys[0], after.keys[0], strict=True)):
-            places = torch.cdist(left, keys).argmin(1).tolist()
+            positions = torch.cdist(left, keys).argmin(1).tolist()
             gone = set() if marked is None else set(marked[2][marked[1] == head].tolist())
-            heads.append(sorted(set(places) - gone))
+            heads.append(sorted(set(positions) - gone))
         found.append(heads)
     return found
 

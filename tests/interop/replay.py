@@ -78,10 +78,10 @@ def entries(cache: SequenceCache) -> list[tuple[Tensor, Tensor]]:
 def assert_same_entries(cache: SequenceCache, expected: SequenceCache) -> None:
     assert cache.next_position == expected.next_position
     assert cache.lengths() == expected.lengths()
-    for (places, keys), (other_places, other_keys) in zip(
+    for (positions, keys), (other_places, other_keys) in zip(
         entries(cache), entries(expected), strict=True
     ):
-        assert torch.equal(places, other_places)
+        assert torch.equal(positions, other_places)
         torch.testing.assert_close(keys, other_keys, atol=1e-4, rtol=1e-4)
 
 

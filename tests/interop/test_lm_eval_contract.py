@@ -43,8 +43,8 @@ def likelihood(model: Any, context: list[int], continuation: list[int]) -> float
     """Sum of log-probabilities of a continuation, by the model in one pass."""
     ids = torch.tensor([[*context, *continuation]])
     scores = model(ids).logits[0].double().log_softmax(-1)
-    places = range(len(context) - 1, ids.shape[1] - 1)
-    return sum(float(scores[p, t]) for p, t in zip(places, continuation, strict=True))
+    positions = range(len(context) - 1, ids.shape[1] - 1)
+    return sum(float(scores[p, t]) for p, t in zip(positions, continuation, strict=True))
 
 
 def test_model_is_registered(kind: type) -> None:

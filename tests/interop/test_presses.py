@@ -42,7 +42,7 @@ def kept_by(cache: LarderCache, row: int = 0) -> list[list[list[int]]]:
     layers = [held.entries(layer.index) for layer in held.spec.layers]
     return [
         [
-            [place for place in own.head_positions(head).tolist() if place < IDS.shape[1]]
+            [position for position in own.head_positions(head).tolist() if position < IDS.shape[1]]
             for head in range(len(own.lengths))
         ]
         for own in layers
@@ -172,8 +172,8 @@ def test_press_that_fails_leaves_the_cache_empty(
 def test_duplicate_entries_are_matched_in_order() -> None:
     keys = torch.tensor([[[1.0], [2.0], [1.0], [3.0], [1.0]]])
     digests = entry_digests(keys, keys)
-    places, is_found = found_indices(digests, digests[:, [3, 2, 0]])
-    assert places.tolist() == [[3, 0, 2]]
+    positions, is_found = found_indices(digests, digests[:, [3, 2, 0]])
+    assert positions.tolist() == [[3, 0, 2]]
     assert is_found.all()
     other = entry_digests(keys[:, :1], keys[:, 1:2])
     assert not found_indices(digests, other)[1].any()

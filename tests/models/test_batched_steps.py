@@ -101,9 +101,9 @@ def attend(pairs: list[tuple[SequenceCache, list[Tensor]]]) -> Tensor:
 def of_cache(cache: SequenceCache, new: list[Tensor]) -> Tensor:
     """Attention as the cache of one sequence gives it: the loop."""
     count = new[0].shape[1]
-    places = torch.arange(cache.next_position, cache.next_position + count)
+    positions = torch.arange(cache.next_position, cache.next_position + count)
     queries, keys, values = new
-    out = cache.attend(0, NewTokens(queries, keys, values, places, Mode.APPEND))
+    out = cache.attend(0, NewTokens(queries, keys, values, positions, Mode.APPEND))
     cache.advance(count)
     return out
 

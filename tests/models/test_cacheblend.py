@@ -56,9 +56,9 @@ def test_blending_equals_its_reference(decoder: Decoder, share: float, num_exact
                 held[layer.index] += [None] * len(piece.ids)
                 continue
             keys, values = piece.entries.keys[layer.index], piece.entries.values[layer.index]
-            places = piece.entries.start + torch.arange(len(piece.ids))
+            positions = piece.entries.start + torch.arange(len(piece.ids))
             radians = torch.tensor(layer.radians)
-            bare = rerotate(keys, places, torch.zeros_like(places), radians)
+            bare = rerotate(keys, positions, torch.zeros_like(positions), radians)
             held[layer.index] += [(bare[:, n], values[:, n]) for n in range(len(piece.ids))]
     with torch.no_grad():
         expected, chosen = blended(decoder.module, TEXT, held, share, num_exact=num_exact)

@@ -70,13 +70,13 @@ def test_profiles_equal_sums_over_the_models_own_attention(decoder: Decoder) -> 
     profile, spans = made.profiles[2], {0: range(5), 1: range(5, 12), 2: range(12, 16)}
     tokens = [0.0] * 4
     for layer, heads in enumerate(heads_of(decoder, (*ONE, *TWO, *THREE))):
-        masses = {place: 0.0 for place in spans}
+        masses = {position: 0.0 for position in spans}
         for token in spans[2]:
             rows = [heads.row(head, token) for head in range(4)]
-            for place, span in spans.items():
+            for position, span in spans.items():
                 mass = sum(row[other] for row in rows for other in span if other <= token) / 4
-                masses[place] += mass
-                tokens[token - 12] += mass if place < 2 else 0.0
+                masses[position] += mass
+                tokens[token - 12] += mass if position < 2 else 0.0
         assert profile.inter[layer] == pytest.approx((masses[0], masses[1]), rel=1e-3)
         assert later.inter[layer] == pytest.approx((masses[1],), rel=1e-3)
         assert profile.intra[layer] == pytest.approx(masses[2], rel=1e-3)

@@ -65,8 +65,8 @@ def test_replayed_steps_equal_forward_batches(decoder) -> None:
 def test_replays_use_the_same_output_memory(decoder) -> None:
     graphs = DecodeGraphs(decoder, EagerCapture(), width=8, batch_sizes=(4,))
     caches = some_caches(decoder)
-    places = {graphs.step(caches, (5, 6, 7)).data_ptr() for _ in range(12)}
-    assert len(places) == 1
+    pointers = {graphs.step(caches, (5, 6, 7)).data_ptr() for _ in range(12)}
+    assert len(pointers) == 1
 
 
 def test_caches_outside_the_arena_are_refused(decoder) -> None:

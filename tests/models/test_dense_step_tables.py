@@ -165,7 +165,9 @@ def test_no_tables_are_made_beside_a_cache_without(
     caches = caches if is_first else caches[::-1]
     made, start = list[int](), DenseLayer.start_steps
     monkeypatch.setattr(
-        DenseLayer, "start_steps", lambda own, place: (made.append(place), start(own, place))[1]
+        DenseLayer,
+        "start_steps",
+        lambda own, position: (made.append(position), start(own, position))[1],
     )
     steps(decoder, caches, 3)
     assert not made

@@ -116,8 +116,8 @@ def test_logits_after_latent_eviction_equal_the_model(
         layer.keys, layer.values = layer.keys[:, :, plan.kept], layer.values[:, :, plan.kept]
     for at in range(30, 34):
         got = read_on(decoder, held, IDS[at : at + 1], 1)
-        places, one = torch.tensor([[at]]), torch.tensor([[IDS[at]]])
-        expected = model(one, past_key_values=past, position_ids=places).logits[0]
+        positions, one = torch.tensor([[at]]), torch.tensor([[IDS[at]]])
+        expected = model(one, past_key_values=past, position_ids=positions).logits[0]
         assert (got - expected).abs().max() < TOLERANCE
 
 

@@ -110,11 +110,11 @@ def test_ranks_of_needles_equal_the_reference(three_layers) -> None:
                 asked = rows[each.question : each.predicting[0] + 1]
                 best = [max(cosine(row, one) for one in asked) for row in rows[: passage.context]]
                 order = sorted(range(passage.context), key=lambda token, b=best: -b[token])
-                places = [order.index(token) for token in range(*each.needle)]
-                found.append(sum(places) / len(places) / passage.context)
+                positions = [order.index(token) for token in range(*each.needle)]
+                found.append(sum(positions) / len(positions) / passage.context)
             ranks.append(sum(found) / len(found))
     got = SMALL["needle_rank"].measure(three_layers, SAMPLE)
-    assert sorted(got) == pytest.approx([place / 6 for place in range(6)])
+    assert sorted(got) == pytest.approx([index / 6 for index in range(6)])
     behind = range(2, 6)  # in the first layer equal tokens have equal keys, in any order
     assert len({ranks[head] for head in behind}) == 4
     assert sorted(behind, key=lambda h: got[h]) == sorted(behind, key=lambda h: ranks[h])
@@ -142,9 +142,9 @@ def reasoned(decoder: Decoder, riddle: reasoning.ReasoningPrompt) -> tuple[list[
         rows = [
             heads.row(head, len(ids) - 1) for heads in heads_of(decoder, ids) for head in range(4)
         ]
-        for place, row in enumerate(rows):
+        for index, row in enumerate(rows):
             best = sorted(range(len(row)), key=lambda token, row=row: -row[token])[:k]
-            scores[place] += sum(row[t] for t in best if t in range(*riddle.claim)) / k
+            scores[index] += sum(row[t] for t in best if t in range(*riddle.claim)) / k
         with torch.no_grad():
             decoder.module.set_attn_implementation("sdpa")
             logits = decoder.module(input_ids=torch.tensor([ids]), use_cache=False).logits
@@ -268,10 +268,10 @@ def expected_attention(part: Any, spec: Any, heads: Any) -> list[list[float]]:
 
     count = part.context
     keys, values = (side[:, :count].flatten(0, 1) for side in (heads.keys, heads.values))
-    places = torch.arange(count, dtype=torch.int32)
-    entries = Entries(keys, values, places.repeat(2), (0, count), (count, count))
+    positions = torch.arange(count, dtype=torch.int32)
+    entries = Entries(keys, values, positions.repeat(2), (0, count), (count, count))
     queries = heads.queries[:, :count]
-    observation = Observation(spec, entries, queries, places, count, (0, count))
+    observation = Observation(spec, entries, queries, positions, count, (0, count))
     return loop.scores(Expected(sinks=part.sinks, epsilon=part.epsilon), observation)
 
 

@@ -127,8 +127,8 @@ def test_prefetch_queries_use_the_next_layers_projection(decoder, monkeypatch) -
     steps(decoder, cache, count=1)
     for hook in hooks:
         hook.remove()
-    place = torch.tensor([[40]])
-    cos, sin = model.rotary_emb(entered[1], place)
+    position = torch.tensor([[40]])
+    cos, sin = model.rotary_emb(entered[1], position)
     for i in (1, 2):
         own = model.layers[i + 1].self_attn
         heads = own.q_norm(own.q_proj(entered[i]).view(1, 1, -1, own.head_dim)).transpose(1, 2)

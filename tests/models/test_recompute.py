@@ -28,19 +28,21 @@ def read_and_kept(decoder: Decoder) -> tuple[KVRecompute, ResidualStream, Sequen
     return recompute, residuals, cache
 
 
-def projected(recompute: KVRecompute, residuals: ResidualStream, places: Tensor) -> dict:
-    return recompute.project({i: residuals.before(i)[places] for i in residuals.layers}, places)
+def projected(recompute: KVRecompute, residuals: ResidualStream, positions: Tensor) -> dict:
+    return recompute.project(
+        {i: residuals.before(i)[positions] for i in residuals.layers}, positions
+    )
 
 
-def farthest(found: dict, places: Tensor, cache: SequenceCache) -> float:
+def farthest(found: dict, positions: Tensor, cache: SequenceCache) -> float:
     """Largest difference to what a cache holds of some tokens; windows hold but the last."""
     state, errors = cache.state(), []
     for layer, entries in found.items():
         at = state[f"{layer}.positions"].long()
-        held = torch.isin(places, at)
+        held = torch.isin(positions, at)
         if not held.any():
             continue
-        rows = (places[held, None] == at).int().argmax(1)
+        rows = (positions[held, None] == at).int().argmax(1)
         for name, own in zip(("keys", "values"), entries, strict=True):
             errors.append(float((own[:, held] - state[f"{layer}.{name}"][:, rows]).abs().max()))
     return max(errors)
@@ -56,26 +58,26 @@ def differences(one: SequenceCache, other: SequenceCache, first: int = 0) -> flo
 def test_projected_entries_equal_cached_ones(architecture, kv_heads, adopted) -> None:
     recompute, residuals, cache = read_and_kept(adopted(architecture, kv_heads))
     for start, stop in cuts(READ, BLOCK):
-        places = torch.arange(start, stop)
-        assert farthest(projected(recompute, residuals, places), places, cache) == 0
+        positions = torch.arange(start, stop)
+        assert farthest(projected(recompute, residuals, positions), positions, cache) == 0
 
 
 def test_any_tokens_are_projected_in_any_order(architecture, adopted) -> None:
     recompute, residuals, cache = read_and_kept(adopted(architecture))
-    places = torch.randperm(READ, generator=torch.Generator().manual_seed(0))[:19]
-    places[0] = READ - 1
-    found = projected(recompute, residuals, places)
-    assert farthest(found, places, cache) < TOLERANCE
-    wrong = projected(recompute, residuals, places.roll(1))
-    assert farthest(wrong, places, cache) > 0.1
+    positions = torch.randperm(READ, generator=torch.Generator().manual_seed(0))[:19]
+    positions[0] = READ - 1
+    found = projected(recompute, residuals, positions)
+    assert farthest(found, positions, cache) < TOLERANCE
+    wrong = projected(recompute, residuals, positions.roll(1))
+    assert farthest(wrong, positions, cache) > 0.1
 
 
 def test_only_requested_layers_are_projected(three_layers) -> None:
     recompute, residuals, cache = read_and_kept(three_layers)
-    places = torch.arange(READ)
-    found = recompute.project({1: residuals.before(1)}, places)
+    positions = torch.arange(READ)
+    found = recompute.project({1: residuals.before(1)}, positions)
     assert list(found) == [1]
-    assert farthest(found, places, cache) < TOLERANCE
+    assert farthest(found, positions, cache) < TOLERANCE
 
 
 def test_projection_of_one_layer_equals_its_formula(adopted) -> None:

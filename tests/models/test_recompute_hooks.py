@@ -97,16 +97,16 @@ def test_batches_and_scratch_passes_recompute_their_own_entries(decoder, variant
 
 
 @EACH
-@pytest.mark.parametrize("place", [0, 1])
-def test_recompute_batched_with_a_full_cache_gives_full_logits(decoder, variant, place) -> None:
+@pytest.mark.parametrize("position", [0, 1])
+def test_recompute_batched_with_a_full_cache_gives_full_logits(decoder, variant, position) -> None:
     other = some_ids(READ + 8, seed=3)
     plain = SequenceCache(decoder.spec, "dense")
     decoder.read([BatchSegment(plain, other[:READ])], Mode.APPEND)
     rows = [BatchSegment(filled(decoder, variant), IDS[READ : READ + 2])]
-    rows.insert(place, BatchSegment(plain, other[READ : READ + 3]))
+    rows.insert(position, BatchSegment(plain, other[READ : READ + 3]))
     got = decoder.forward_logits(rows, Mode.APPEND, range(5))
     whole = [full(decoder, IDS[: READ + 2])[READ:]]
-    whole.insert(place, full(decoder, other[: READ + 3])[READ:])
+    whole.insert(position, full(decoder, other[: READ + 3])[READ:])
     assert torch.allclose(got, torch.cat(whole), atol=1e-4)
 
 

@@ -80,9 +80,9 @@ def test_rotated_keys_are_transformed_without_unrotation(
         TransformTables.load(layer, one) for one in (spec, replace(spec, rope=RopeStage.BEFORE))
     )
     keys, values = torch.randn(2, 3, layer.head_dim)
-    places = torch.tensor([0, 5, 9])
+    positions = torch.tensor([0, 5, 9])
     radians = torch.tensor(layer.radians)
-    turned_back = rotate(keys[None], -places, radians)[0]
-    own = after.components(0, turned_back, values, places)
-    assert torch.allclose(own, before.components(0, keys, values, places), atol=1e-4)
-    assert torch.allclose(after.keys(0, own.chunk(2, 1)[0], places), turned_back, atol=1e-4)
+    turned_back = rotate(keys[None], -positions, radians)[0]
+    own = after.components(0, turned_back, values, positions)
+    assert torch.allclose(own, before.components(0, keys, values, positions), atol=1e-4)
+    assert torch.allclose(after.keys(0, own.chunk(2, 1)[0], positions), turned_back, atol=1e-4)

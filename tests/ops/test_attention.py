@@ -333,10 +333,10 @@ def test_long_windows_in_chunks_equal_the_python_form(window):
 )
 def test_chunk_sections_hand_values(sections, starts, chunk, expected):
     assert chunk_sections(sections, starts, chunk) == expected
-    places = [start + q for n, start in zip(sections, starts, strict=True) for q in range(n)]
+    positions = [start + q for n, start in zip(sections, starts, strict=True) for q in range(n)]
     cuts = torch.tensor(expected).cumsum(0).tolist()
     for first, stop in zip([0, *cuts], cuts, strict=False):
-        assert len({place // chunk for place in places[first:stop]}) == 1
+        assert len({position // chunk for position in positions[first:stop]}) == 1
 
 
 @settings(max_examples=40)

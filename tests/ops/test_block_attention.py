@@ -88,13 +88,13 @@ class Case:
     def expected_sums(self) -> Tensor:
         packed = [keys for keys, _, _ in self.heads()]
         lengths = torch.tensor([len(keys) for keys in packed])
-        places = torch.cat([torch.arange(len(keys)) for keys in packed])
+        indices = torch.cat([torch.arange(len(keys)) for keys in packed])
         sums = []
         for h, (keys, _, bias) in enumerate(self.heads()):
             group_len = len(self.queries) // len(self.lengths)
             queries = self.queries[h * group_len : (h + 1) * group_len]
             own = torch.tensor([0]), lengths[h : h + 1]
-            positions = self.limits[h] - 1, places[: len(keys)] * 0 + torch.arange(len(keys))
+            positions = self.limits[h] - 1, indices[: len(keys)] * 0 + torch.arange(len(keys))
             sums.append(loop.columns(queries, keys, *own, SCALING, "sum", "sum", positions, bias))
         return torch.cat(sums)
 

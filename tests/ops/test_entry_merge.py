@@ -77,14 +77,14 @@ def test_similarity_threshold_equals_its_reference(seed) -> None:
     )
     assert bits(tau) == bits(other)
     assert all(torch.equal(*pair) for pair in zip(folds, others, strict=True))
-    found = [place for place, target in enumerate(targets) if target >= 0]
+    found = [index for index, target in enumerate(targets) if target >= 0]
     numbers = likeness.tolist()
-    arguments = [numbers[place] for place in found], [heads[place] for place in found]
+    arguments = [numbers[index] for index in found], [heads[index] for index in found]
     taus = loop.followed_means(*arguments, before.tolist(), 0.7)
     assert other.tolist() == pytest.approx(taus, abs=1e-6, nan_ok=True)
-    alike = [place for place in found if numbers[place] >= taus[heads[place]] - 0.125]
-    shares = [numbers[place] + 2 for place in alike]
-    arguments = [20 + place for place in alike], [targets[place] for place in alike]
+    alike = [index for index in found if numbers[index] >= taus[heads[index]] - 0.125]
+    shares = [numbers[index] + 2 for index in alike]
+    arguments = [20 + index for index in alike], [targets[index] for index in alike]
     expected = loop.weighed(*arguments, shares, shares, math.e)
     assert others[2].tolist() == pytest.approx([fold[2] for fold in expected])
     assert list(zip(*(part.tolist() for part in others[:2]), strict=True)) == [
@@ -130,8 +130,8 @@ def test_values_are_merged_into_following_entries(seed, compiled) -> None:
     mass = torch.tensor([source.choice([0.0, 0.5, 1.0, 3.0]) for _ in range(18)])
     keep = [source.random() < 0.6 for _ in range(13)]
     keep[12] = True
-    kept = torch.tensor([place for place in range(13) if keep[place]])
-    gone = torch.tensor([place for place in range(13) if not keep[place]])
+    kept = torch.tensor([index for index in range(13) if keep[index]])
+    gone = torch.tensor([index for index in range(13) if not keep[index]])
     drawn = torch.rand(len(gone) * (seed % 2), generator=torch.Generator().manual_seed(seed))
     edges = [0, 7, 8, 8, 13]
     spans = list(zip(edges, edges[1:], strict=False))
@@ -143,7 +143,7 @@ def test_values_are_merged_into_following_entries(seed, compiled) -> None:
     ]
     for one, other in zip(*results, strict=True):
         assert torch.allclose(one, other, atol=1e-6)
-    rows = [start + place for start, n in zip(starts, lengths, strict=True) for place in range(n)]
+    rows = [start + index for start, n in zip(starts, lengths, strict=True) for index in range(n)]
     arguments = [float(mass[row]) for row in rows], spans, keep, window, drawn.tolist()
     sources, targets, of_keys, of_values = (part.tolist() for part in results[1])
     expected = loop.spread_folds(*arguments)

@@ -17,7 +17,7 @@ def test_both_forms_equal_the_moments_of_all_numbers() -> None:
     source, columns = Random(3), [torch.zeros(6)] * 3
     result: list[list[float]] = [[] for _ in range(6)]
     for _ in range(7):
-        counted = [place == 0 or source.random() < 0.6 for place in range(6)]
+        counted = [index == 0 or source.random() < 0.6 for index in range(6)]
         numbers = [source.uniform(0, 1) for _ in range(6)]
         arguments = *columns, torch.tensor(numbers), torch.tensor(counted)
         columns = list(added_moments(*arguments))

@@ -32,9 +32,9 @@ def test_every_form_equals_its_reference(seed, marks, head_dim, dtype) -> None:
     gone = torch.nonzero(~marked).flatten()
     expected = loop.nearest_rows(rows, starts.tolist(), lengths.tolist(), flat)
     for form in (nearest_rows, reference(nearest_rows), fast.nearest_rows):
-        cosines, places = form(rows, starts, lengths, marked, gone)
+        cosines, positions = form(rows, starts, lengths, marked, gone)
         assert cosines.tolist() == pytest.approx([u for u, _ in expected], abs=2e-6)
-        assert places.tolist() == [place for _, place in expected]
+        assert positions.tolist() == [position for _, position in expected]
 
 
 def test_ties_take_the_first_entry_of_the_same_head() -> None:
@@ -42,9 +42,9 @@ def test_ties_take_the_first_entry_of_the_same_head() -> None:
     marked = torch.tensor([False, True, True, False, True])
     for form in (reference(nearest_rows), fast.nearest_rows):
         layout = torch.tensor([0, 3]), torch.tensor([3, 2])
-        cosines, places = form(rows, *layout, marked, torch.tensor([0, 3]))
+        cosines, positions = form(rows, *layout, marked, torch.tensor([0, 3]))
         assert cosines.tolist() == [1.0, 0.0]
-        assert places.tolist() == [1, 4]
+        assert positions.tolist() == [1, 4]
 
 
 def test_zero_row_has_similarity_zero() -> None:
@@ -52,8 +52,8 @@ def test_zero_row_has_similarity_zero() -> None:
     marked = torch.tensor([False, True])
     for form in (reference(nearest_rows), fast.nearest_rows):
         layout = torch.tensor([0]), torch.tensor([2])
-        cosines, places = form(rows, *layout, marked, torch.tensor([0]))
-        assert (cosines.tolist(), places.tolist()) == ([0.0], [1])
+        cosines, positions = form(rows, *layout, marked, torch.tensor([0]))
+        assert (cosines.tolist(), positions.tolist()) == ([0.0], [1])
 
 
 def test_nearest_kernel_supports_few_contiguous_rows() -> None:

@@ -41,7 +41,7 @@ def test_reference_attends_to_the_entries_of_each_segment() -> None:
     out, lse = reference_paged_attention(*stored(own))
     pages = own.tables.table[0].tolist()
     keys, values = (
-        torch.stack([side[pages[place // 2], place % 2] for place in range(5)])
+        torch.stack([side[pages[index // 2], index % 2] for index in range(5)])
         for side in (own.keys, own.values)
     )
     expected = attention(own.queries[0], keys, values, own.scaling)

@@ -47,9 +47,9 @@ def test_gathered_entries_equal_the_reference(segments) -> None:
 
 @pytest.mark.parametrize("kept", [1.0, 0.6, 0.0])
 def test_eviction_equals_its_reference(segments, kept) -> None:
-    places = kept_places(LENGTHS, kept)
-    expected = after_eviction(segments.keys, *segments.layout, places)
-    padded, counts = padded_places(places)
+    positions = kept_places(LENGTHS, kept)
+    expected = after_eviction(segments.keys, *segments.layout, positions)
+    padded, counts = padded_places(positions)
     table = segments.tables.table
     moved = segments.keys.clone()
     compact_pages(moved, table, table, padded, counts)
@@ -59,11 +59,11 @@ def test_eviction_equals_its_reference(segments, kept) -> None:
 
 
 def test_eviction_moves_into_other_pages(segments) -> None:
-    places = [[0, 8], [], [3], [], [5]]
-    expected = after_eviction(segments.keys, *segments.layout, places)
+    positions = [[0, 8], [], [3], [], [5]]
+    expected = after_eviction(segments.keys, *segments.layout, positions)
     fresh = torch.tensor([[len(segments.keys) + n] for n in range(5)], dtype=torch.int32)
     pool = torch.cat([segments.keys, torch.zeros(5, 4, 8)])
-    padded, counts = padded_places(places)
+    padded, counts = padded_places(positions)
     compact_pages(pool, segments.tables.table, fresh, padded, counts)
     rows = entries_of(pool, fresh, counts)
     assert [[r.tolist() for r in own] for own in rows] == [

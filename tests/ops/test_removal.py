@@ -121,8 +121,8 @@ def test_shorter_side_moves(case, data):
     edges, roomy = (*starts.tolist(), rows - 1), data.draw(st.integers(0, 12))
     expected, moved = starts.tolist(), 0
     for h, marks in enumerate(keep):
-        up = sum(mark for place, mark in enumerate(marks) if not all(marks[:place]))
-        down = sum(mark for place, mark in enumerate(marks) if not all(marks[place:]))
+        up = sum(mark for index, mark in enumerate(marks) if not all(marks[:index]))
+        down = sum(mark for index, mark in enumerate(marks) if not all(marks[index:]))
         wanders = slack[h] + marks.count(False) >= roomy and down < up
         expected[h] += marks.count(False) if wanders else 0
         moved += down if wanders else up

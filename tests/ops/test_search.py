@@ -87,7 +87,7 @@ def test_interleaved_equals_its_reference(lists, count) -> None:
     found = search.interleaved(ranked, 2, count)
     assert torch.equal(found, reference(search.interleaved)(ranked, 2, count))
     for group, numbers in zip((lists[:2], lists[2:]), found.tolist(), strict=True):
-        columns = [page for place in zip(*group, strict=True) for page in place if page >= 0]
+        columns = [page for position in zip(*group, strict=True) for page in position if page >= 0]
         wanted = list(dict.fromkeys(columns))[:count]
         assert numbers == wanted + [-1] * (len(numbers) - len(wanted))
 

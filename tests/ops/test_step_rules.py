@@ -51,8 +51,8 @@ class Storage:
         self.lengths = torch.tensor(lengths)
         self.next = max(lengths)
         for start, length in zip(self.starts.tolist(), lengths, strict=True):
-            places = torch.randperm(self.next)[:length].sort().values
-            self.positions[start : start + length] = places.int()
+            positions = torch.randperm(self.next)[:length].sort().values
+            self.positions[start : start + length] = positions.int()
         self.heads = [[self.entry(row) for row in self.rows(h)] for h in range(len(lengths))]
 
     def rows(self, head: int) -> range:
@@ -62,8 +62,8 @@ class Storage:
     def entry(self, row: int) -> dict[Any, Any]:
         columns = {StepColumn.MASS: 0.0, StepColumn.NEWEST: 0.0, "joined": 0.0, "history": []}
         value = self.values[row].float().tolist()
-        place, key = int(self.positions[row]), self.keys[row].tolist()
-        return {"position": place, "key": key, "value": value, **columns}
+        position, key = int(self.positions[row]), self.keys[row].tolist()
+        return {"position": position, "key": key, "value": value, **columns}
 
     def append(self) -> None:
         for head, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):

@@ -20,8 +20,8 @@ def by_sorting(scores: list[list[float]], count: int) -> list[int]:
     kept: list[int] = []
     first = 0
     for head in scores:
-        ranked = sorted(range(len(head)), key=lambda place: (-head[place], place))
-        kept += sorted(first + place for place in ranked[:count])
+        ranked = sorted(range(len(head)), key=lambda position: (-head[position], position))
+        kept += sorted(first + position for position in ranked[:count])
         first += len(head)
     return kept
 

@@ -90,13 +90,13 @@ def test_aggregation_without_queries_is_zero(aggregation) -> None:
     seed=st.integers(0, 5),
 )
 def test_head_rule_equals_its_reference(heads, loop_of, held, group, seed) -> None:
-    layer, places = a_layer(len(held), group), [sorted(head) for head in held]
+    layer, positions = a_layer(len(held), group), [sorted(head) for head in held]
     source = torch.Generator().manual_seed(seed)
-    statistics = [torch.rand(group, len(head), generator=source) for head in places]
+    statistics = [torch.rand(group, len(head), generator=source) for head in positions]
     before = [head.clone() for head in statistics]
-    observation = a_view(layer, places)
+    observation = a_view(layer, positions)
     got = heads.join(statistics, observation.entries, observation)
-    expected = loop_of(heads).joined(heads, [head.tolist() for head in statistics], places)
+    expected = loop_of(heads).joined(heads, [head.tolist() for head in statistics], positions)
     assert_equal(got, expected)
     assert all(torch.equal(a, b) for a, b in zip(statistics, before, strict=True))
 
@@ -139,7 +139,7 @@ def row_of(
     observation: Observation, query_head: int, query: int, positions: list[int], causal: bool
 ) -> list[float]:
     at = int(observation.query_positions[query])
-    visible = [not causal or place <= at for place in positions]
+    visible = [not causal or position <= at for position in positions]
     return (
         weights(observation, query_head, query, visible) if any(visible) else [0.0] * len(visible)
     )
@@ -307,7 +307,7 @@ def test_layer_mean_equals_its_reference_on_equal_and_uneven_heads() -> None:
     for held in ([whole] * 3, [whole, whole, [0, 3, 7, 8]], [whole, whole, [0, 3]], [[]] * 3):
         observation = a_view(layer, held)
         source = torch.Generator().manual_seed(len(held[2]))
-        statistics = [torch.rand(2, len(places), generator=source) for places in held]
+        statistics = [torch.rand(2, len(positions), generator=source) for positions in held]
         joined = LayerMean().join(statistics, observation.entries, observation)
         expected = layer_mean.joined(None, [rows.tolist() for rows in statistics], held)
         for head, wanted in zip(joined, expected, strict=True):

@@ -56,8 +56,8 @@ def test_cam_preserves_the_weighted_sum() -> None:
     source = torch.Generator().manual_seed(6)
     values, weights = torch.randn(12, 8, generator=source), torch.rand(12, generator=source)
     weights[3] *= 0.1  # less than those that follow: its share is not clamped
-    places = torch.arange(12, dtype=torch.int32)
-    entries = looked_at(Entries(values, values, places, (0,), (12,)), weights.tolist())
+    positions = torch.arange(12, dtype=torch.int32)
+    entries = looked_at(Entries(values, values, positions, (0,), (12,)), weights.tolist())
     kept = [0, 1, 2, *range(4, 12)]
     merged, now = (
         merge_entries(settled(Cam(window=8, merge=EXPECTED), kept, entries), entries),
@@ -93,11 +93,11 @@ def test_sampled_cam_equals_expected_cam_on_average() -> None:
 
 
 def test_cam_samples_are_uniform_and_differ_between_heads() -> None:
-    places = torch.arange(0, 1000, dtype=torch.int32).repeat(2)
+    positions = torch.arange(0, 1000, dtype=torch.int32).repeat(2)
     columns = {"newest": torch.full((2000,), 0.25), "joined": torch.zeros(2000)}
     columns["newest"][999::1000] = 1.0
     ones = torch.ones(2000, 1)
-    entries = Entries(ones, ones, places, (0, 1000), (1000, 1000), columns)
+    entries = Entries(ones, ones, positions, (0, 1000), (1000, 1000), columns)
     scored = LayerScores(
         torch.zeros(2000), torch.zeros(2000).bool(), (1000, 1000), phase=Phase.DECODE
     )

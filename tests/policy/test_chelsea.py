@@ -22,8 +22,8 @@ def turned(degrees: list[float]) -> Entries:
     """One head of keys of length 1 at these angles."""
     angles = torch.tensor(degrees).deg2rad()
     keys, count = torch.stack([angles.cos(), angles.sin()], 1), len(degrees)
-    places, logs = torch.arange(count, dtype=torch.int32), torch.zeros(count)
-    return Entries(keys, keys, places, (0,), (count,), {LOG_COUNT: logs})
+    positions, logs = torch.arange(count, dtype=torch.int32), torch.zeros(count)
+    return Entries(keys, keys, positions, (0,), (count,), {LOG_COUNT: logs})
 
 
 def settled(part: Chelsea, entries: Entries, kept: list[int], spared: tuple[int, ...] = ()) -> Plan:

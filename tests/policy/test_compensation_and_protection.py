@@ -65,18 +65,20 @@ def carried_out(plan: Plan, entries: Entries) -> Outcome:
     kept = [(part - first).tolist() for part, first in zip(heads, firsts, strict=True)]
     outcome, merged = untouched(entries, kept), merge_entries(plan, entries)
     flat = [entry for head in outcome.heads for entry in head]
-    places = {index: place for place, index in enumerate(plan.kept.tolist())}
+    positions = {index: position for position, index in enumerate(plan.kept.tolist())}
     for target, key, value in zip(merged.targets, merged.keys, merged.values, strict=True):
-        entry = flat[places[int(target)]]
+        entry = flat[positions[int(target)]]
         entry.key, entry.value = key.tolist(), value.tolist()
     for name, column in plan.columns.items():
         for entry, number in zip(flat, column.tolist(), strict=True):
             entry.columns[name] = number
     outcome.scalars = {name: held.tolist() for name, held in plan.scalars.items()}
     if plan.added is not None:
-        places = plan.added.positions.tolist()
+        positions = plan.added.positions.tolist()
         sides = zip(plan.added.keys.tolist(), plan.added.values.tolist(), strict=True)
-        outcome.added = [[Entry(*own) for own in zip(places, *pair, strict=True)] for pair in sides]
+        outcome.added = [
+            [Entry(*own) for own in zip(positions, *pair, strict=True)] for pair in sides
+        ]
     return outcome
 
 

@@ -23,9 +23,9 @@ def judged(lengths: tuple[int, ...]) -> LayerScores:
 def two_folded_into_one(tau: float = math.nan) -> Entries:
     """One kept entry (1, 0) and two rejected ones, (.9, .1) and (.8, .2)."""
     keys = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.8, 0.2]])
-    places = torch.arange(3, dtype=torch.int32)
+    positions = torch.arange(3, dtype=torch.int32)
     columns = {"mass": torch.tensor([6.0, 2.0, 3.0]), LOG_COUNT: torch.zeros(3)}
-    return Entries(keys, 10 * keys, places, (0,), (3,), columns, {"tau": torch.tensor([tau])})
+    return Entries(keys, 10 * keys, positions, (0,), (3,), columns, {"tau": torch.tensor([tau])})
 
 
 @pytest.mark.parametrize(
@@ -69,11 +69,13 @@ def test_only_the_larder_merge_is_exact_for_a_repeated_query() -> None:
     """Mean keys take the attention of what they replace; keys that stay and count do not."""
     source = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, 12, 8, generator=source)
-    query, places = torch.randn(8, generator=source), torch.arange(12, dtype=torch.int32)
+    query, positions = torch.randn(8, generator=source), torch.arange(12, dtype=torch.int32)
     whole = attended(keys, values, torch.zeros(12), query)
-    mass = (keys @ query).softmax(0) * (12 - places)  # as much per query as this one gives
+    mass = (keys @ query).softmax(0) * (12 - positions)  # as much per query as this one gives
     columns = {"mass": mass, LOG_COUNT: torch.zeros(12)}
-    entries = Entries(keys, values, places, (0,), (12,), columns, {"tau": torch.tensor([math.nan])})
+    entries = Entries(
+        keys, values, positions, (0,), (12,), columns, {"tau": torch.tensor([math.nan])}
+    )
     lost = dict[Variant, float]()
     for variant in Variant:
         part = FoldEma(threshold=MergeThreshold.NONE, variant=variant)
@@ -117,10 +119,10 @@ def test_code_variant_merges_a_rank_in_all_heads_or_none() -> None:
     keys = torch.tensor([[1.0, 0.0]] * 2).repeat_interleave(3, 0)
     for row, u in zip((1, 2, 4, 5), (0.99, 0.9, 0.6, 0.9), strict=True):
         keys[row] = torch.tensor([u, math.sqrt(1 - u * u)])
-    places = torch.arange(3, dtype=torch.int32).repeat(2)
+    positions = torch.arange(3, dtype=torch.int32).repeat(2)
     scalars = {"tau": torch.full((2,), torch.nan)}
     columns = {"mass": torch.ones(6), LOG_COUNT: torch.zeros(6)}
-    entries = Entries(keys, keys, places, (0, 3), (3, 3), columns, scalars)
+    entries = Entries(keys, keys, positions, (0, 3), (3, 3), columns, scalars)
     plan = a_plan([[0], [0]], (3, 3))
     by_head = FoldEma().compensate(plan, entries, judged((3, 3))).folds.sources.tolist()
     by_rank = FoldEma(variant=Variant.CODE).compensate(plan, entries, judged((3, 3)))
@@ -135,10 +137,10 @@ def test_all_entries_of_equal_similarity_merge() -> None:
         row = torch.randn(4, generator=source)
         kept = torch.randn(4, generator=source)
         keys = torch.cat([kept[None], row.expand(50, 4)])
-        places = torch.arange(51, dtype=torch.int32)
+        positions = torch.arange(51, dtype=torch.int32)
         scalars = {"tau": torch.tensor([math.nan])}
         columns = {"mass": torch.ones(51), LOG_COUNT: torch.zeros(51)}
-        entries = Entries(keys, keys, places, (0,), (51,), columns, scalars)
+        entries = Entries(keys, keys, positions, (0,), (51,), columns, scalars)
         for _ in range(3):
             plan = FoldEma().compensate(a_plan([[0]], (51,)), entries, judged((51,)))
             assert len(plan.folds) == 51

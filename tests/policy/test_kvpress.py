@@ -244,12 +244,12 @@ def test_leverage_equals_the_press_under_one_sketch_and_ridge() -> None:
     X (X'X + .01)^-1 X'. In kvpress the sketch is drawn anew; our ridge is a share of the diagonal.
     """
     observation, drawn = whole(kv_heads=1), Leverage(sketch=5)
-    places, radians = (
+    positions, radians = (
         observation.entries.effective_rope_positions,
         torch.tensor(observation.layer.radians),
     )
     keys = rotate(
-        observation.entries.head_keys(0)[None], -places[observation.entries.rows(0)], radians
+        observation.entries.head_keys(0)[None], -positions[observation.entries.rows(0)], radians
     )[0]
     sketched = (keys - keys.mean(0)) @ drawn._sketch(keys)  # pyright: ignore
     gram = sketched.T @ sketched

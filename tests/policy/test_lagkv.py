@@ -36,7 +36,7 @@ def test_sinks_are_kept_at_small_budgets(long_text: Observation, name: str) -> N
 
 def test_entries_of_the_whole_text_are_compared_at_small_budgets(long_text: Observation) -> None:
     for head in kept_by("lagkv", long_text, 128):
-        older = [place for place in head if 16 <= place < 3211 - 64]
+        older = [position for position in head if 16 <= position < 3211 - 64]
         assert len(older) >= 64
         assert min(older) < 100 and max(older) > 3000
 
@@ -79,5 +79,5 @@ def test_hand_values_of_400_entries() -> None:
     sentence = "whole() > protect(sinks=16, recent=0) > lagkv(lag=128) > uniform()"
     observation = a_view(a_layer(2, 1), [range(400), range(400)], 1)
     for kept in kept_by(sentence, observation, 272):
-        counts = [sum(start <= place < stop for place in kept) for start, stop in parts]
+        counts = [sum(start <= position < stop for position in kept) for start, stop in parts]
         assert counts == [16, 64, 64, 128]

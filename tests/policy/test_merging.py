@@ -37,7 +37,7 @@ def some(heads: list[int], counted: bool = True) -> tuple[Entries, LayerScores]:
         torch.cat(together) for together in zip(*parts, strict=True)
     )
     lengths = tuple(HELD[head] for head in heads)
-    starts = tuple(sum(lengths[:place]) for place in range(len(lengths)))
+    starts = tuple(sum(lengths[:index]) for index in range(len(lengths)))
     drawn = {name: torch.zeros_like(logs) for name in (CLUSTER, DRAWS)}
     columns = {LOG_COUNT: logs, "mass": mass, **drawn}
     scalars = {name: torch.full((len(heads),), torch.nan) for name in ("tau", MASS)}
@@ -58,7 +58,7 @@ def after(compensation, heads: list[int]) -> dict[int, list[Tensor]]:
     columns = {name: column[plan.kept] for name, column in entries.columns.items()}
     kept += [column for _, column in sorted({**columns, **plan.columns}.items())]
     split = [list(torch.split(part, plan.lengths)) for part in kept]
-    return {head: [part[place] for part in split] for place, head in enumerate(heads)}
+    return {head: [part[index] for part in split] for index, head in enumerate(heads)}
 
 
 @pytest.mark.parametrize("order", [[2, 1, 0], [1, 0, 2]])
@@ -148,8 +148,8 @@ def test_merging_at_once_equals_one_by_one(part) -> None:
 def test_merged_entry_gets_at_most_the_attention_of_its_tokens() -> None:
     source = torch.Generator().manual_seed(2)
     keys, query = torch.randn(6, 8, generator=source), torch.randn(8, generator=source)
-    places = torch.arange(6, dtype=torch.int32)
-    entries = Entries(keys, keys, places, (0,), (6,), {LOG_COUNT: torch.zeros(6)})
+    positions = torch.arange(6, dtype=torch.int32)
+    entries = Entries(keys, keys, positions, (0,), (6,), {LOG_COUNT: torch.zeros(6)})
     plan = Elastic().compensate(a_plan([[2]], (6,)), entries, judged([0.0] * 6))
     logit = merge_entries(plan, entries).keys[0] @ query + plan.columns[LOG_COUNT][0]
     assert float(logit) <= float((keys @ query).logsumexp(0))
@@ -185,8 +185,8 @@ def test_razor_is_exact_for_equal_keys() -> None:
     source = torch.Generator().manual_seed(4)
     keys, values = torch.randn(2, 7, 8, generator=source)
     keys[[1, 2, 4, 5]] = keys[1].clone()
-    query, places = torch.randn(8, generator=source), torch.arange(7, dtype=torch.int32)
-    entries = Entries(keys, values, places, (0,), (7,), {LOG_COUNT: torch.zeros(7)})
+    query, positions = torch.randn(8, generator=source), torch.arange(7, dtype=torch.int32)
+    entries = Entries(keys, values, positions, (0,), (7,), {LOG_COUNT: torch.zeros(7)})
     plan = a_plan([[0, 3, 4, 6]], (7,))
     plan = Razor().compensate(plan, entries, judged([1.0, 0, 0, 1, 0.5, 0, 1]))
     merged, keys, values = merge_entries(plan, entries), keys.clone(), values.clone()
@@ -199,8 +199,11 @@ def test_razor_is_exact_for_equal_keys() -> None:
 def a_plane() -> Entries:
     """One head of keys that turn: 0, 10, 30 and 35 degrees, then 90, 95 and 180."""
     angles = torch.tensor([0.0, 10.0, 30.0, 35.0, 90.0, 95.0, 180.0]).deg2rad()
-    keys, places = torch.stack([angles.cos(), angles.sin()], 1), torch.arange(7, dtype=torch.int32)
-    return Entries(keys, torch.arange(7.0)[:, None].expand(7, 2), places, (0,), (7,))
+    keys, positions = (
+        torch.stack([angles.cos(), angles.sin()], 1),
+        torch.arange(7, dtype=torch.int32),
+    )
+    return Entries(keys, torch.arange(7.0)[:, None].expand(7, 2), positions, (0,), (7,))
 
 
 @pytest.mark.parametrize(

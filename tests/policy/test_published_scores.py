@@ -59,10 +59,10 @@ def attended(
     asked = torch.zeros(heads, queries, layer.head_dim)
     for head, own in enumerate(rows):
         for query, weights in enumerate(own):
-            place = head * queries + query
-            asked[head, query, place] = 1.0
+            position = head * queries + query
+            asked[head, query, position] = 1.0
             shown = [max(weight, NOTHING) for weight in weights]
-            keys[:, place] = torch.tensor(shown).log()
+            keys[:, position] = torch.tensor(shown).log()
     positions = torch.arange(count)
     held = torch.ones_like(keys) if values is None else values
     entries = Entries(keys, held, positions.int(), (0,), (count,))
@@ -330,11 +330,11 @@ def test_below_uniform_attention_counts_as_unimportant() -> None:
 
 def stored(keys: list[list[float]], values: list[list[float]]) -> Observation:
     """One head with these entries, of which the newest asks with the query (1, 0)."""
-    places, count = torch.arange(len(keys)), len(keys)
+    positions, count = torch.arange(len(keys)), len(keys)
     layer = LayerSpec(0, 1, 1, 2, 1.0, radians=(0.0,))
-    entries = Entries(torch.tensor(keys), torch.tensor(values), places.int(), (0,), (count,))
+    entries = Entries(torch.tensor(keys), torch.tensor(values), positions.int(), (0,), (count,))
     asked = torch.tensor([[[1.0, 0.0]]])
-    return Observation(layer, entries, asked, places[-1:], count, (0, count), keys=asked)
+    return Observation(layer, entries, asked, positions[-1:], count, (0, count), keys=asked)
 
 
 def test_leverages_of_keys_and_values_hand_values() -> None:

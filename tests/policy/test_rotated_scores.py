@@ -20,10 +20,10 @@ PARTS = (Expected(future=5, sinks=2), Leverage(sketch=9), Leverage(sketch=5, rid
 def a_compact_view() -> Observation:
     """Keys turned to their order, queries behind them."""
     observation = a_view(a_layer(2, 2), HEADS, 3)
-    places = torch.zeros_like(observation.entries.positions)
+    positions = torch.zeros_like(observation.entries.positions)
     for head, length in enumerate(observation.entries.lengths):
-        places[observation.entries.rows(head)] = torch.arange(length, dtype=places.dtype)
-    entries = replace(observation.entries, rope_positions=places)
+        positions[observation.entries.rows(head)] = torch.arange(length, dtype=positions.dtype)
+    entries = replace(observation.entries, rope_positions=positions)
     return replace(
         observation, entries=entries, rope_positions=torch.tensor([[4, 5, 6], [3, 4, 5]])
     )

@@ -131,8 +131,8 @@ def reordered(observation: Observation, order: list[int]) -> Observation:
     heads = [old.head_positions(head).tolist() for head in order]
     fresh = some_entries(observation.layer, heads)
     fresh = replace(fresh, columns=some_columns(len(fresh.keys)))
-    for place, head in enumerate(order):
-        rows = fresh.rows(place)
+    for index, head in enumerate(order):
+        rows = fresh.rows(index)
         fresh.keys[rows], fresh.values[rows] = old.head_keys(head), old.head_values(head)
         for name, column in fresh.columns.items():
             column[rows] = old.columns[name][old.rows(head)]

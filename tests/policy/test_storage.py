@@ -206,8 +206,8 @@ def test_qaq_bits_hand_values() -> None:
 def graded(part: QAQ, vectors: torch.Tensor, weights: torch.Tensor) -> list[int]:
     """Bits of the values of one head with these weights."""
     count = len(vectors)
-    places = torch.arange(count, dtype=torch.int32)
-    entries = Entries(torch.zeros_like(vectors), vectors, places, (0,), (count,))
+    positions = torch.arange(count, dtype=torch.int32)
+    entries = Entries(torch.zeros_like(vectors), vectors, positions, (0,), (count,))
     seen = StorageStatistics(weights=weights, numbers=(1.0,))
     scores, spared = torch.zeros(count), torch.zeros(count, dtype=torch.bool)
     grades = part.sufficient_grades(
@@ -256,9 +256,9 @@ def test_rdkv_widths_equal_their_reference(weights: list[float], share: float) -
     half = len(weights) // 2
     plans, held = {}, {}
     for index, own in enumerate((weights[:half], weights[half:])):
-        places = torch.arange(len(own), dtype=torch.int32)
+        positions = torch.arange(len(own), dtype=torch.int32)
         vectors = torch.zeros(len(own), layer.head_dim, dtype=torch.bfloat16)
-        held[index] = Entries(vectors, vectors, places, (0,), (len(own),))
+        held[index] = Entries(vectors, vectors, positions, (0,), (len(own),))
         plans[index] = replace(
             a_plan([range(len(own))], (len(own),)),
             grades=torch.zeros(len(own), dtype=torch.int8),
@@ -268,7 +268,7 @@ def test_rdkv_widths_equal_their_reference(weights: list[float], share: float) -
     found = part.allocate(plans, held.__getitem__)
     expected = widths(weights, costs, allowed)
     for index, own in enumerate((expected[:half], expected[half:])):
-        kept = [place for place, bits in enumerate(own) if bits]
+        kept = [position for position, bits in enumerate(own) if bits]
         assert found[index].kept.tolist() == kept and found[index].lengths == (len(kept),)
         grades = [WIDTHS.index(bits) for bits in own if bits]
         assert found[index].grades.tolist() == grades
@@ -298,9 +298,9 @@ def test_rdkv_weights_hand_values() -> None:
     observation = replace(observation, entries=replace(observation.entries, columns={}))
     found = part.inspect(observation).weights
     first = observation.entries.head_keys(0)
-    queries, places = observation.queries[:2, -4:], observation.query_positions[-4:]
+    queries, positions = observation.queries[:2, -4:], observation.query_positions[-4:]
     logits = queries @ first.T * observation.layer.scaling
-    hidden = observation.entries.head_positions(0)[None] > places[:, None]
+    hidden = observation.entries.head_positions(0)[None] > positions[:, None]
     squares = logits.masked_fill(hidden, -torch.inf).softmax(-1).square().sum((0, 1))
     energies = observation.entries.head_values(0).square().sum(1)
     assert found[: len(first)].tolist() == pytest.approx((squares * energies).tolist(), rel=1e-4)
@@ -317,7 +317,7 @@ def test_channel_energies_and_peak_ratios_equal_their_reference() -> None:
         for channel in range(8):
             squares = [float(q[channel]) ** 2 for q in queries.flatten(0, 1)]
             own = [float(k[channel]) ** 2 for k in keys]
-            held = [own[place] for place in kept]
+            held = [own[position] for position in kept]
             product = sum(squares) / len(squares) * sum(held) / len(held)
             assert float(energy[head, channel]) == pytest.approx(product, rel=1e-4)
             ratio = math.sqrt(max(own) / max(squares))

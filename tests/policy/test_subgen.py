@@ -20,13 +20,13 @@ def one_head(keys: torch.Tensor, values: torch.Tensor) -> Entries:
     count = len(keys)
     columns = {name: torch.zeros(count) for name in COLUMNS}
     scalars = {MASS: torch.full((1,), torch.nan)}
-    places = torch.arange(count, dtype=torch.int32)
-    return Entries(keys, values, places, (0,), (count,), columns, scalars)
+    positions = torch.arange(count, dtype=torch.int32)
+    return Entries(keys, values, positions, (0,), (count,), columns, scalars)
 
 
 def settled(part: Subgen, entries: Entries, room: int, spared: tuple[int, ...] = ()) -> Entries:
     """Entries as the layer holds them afterwards."""
-    others = [place for place in range(len(entries.keys)) if place not in spared]
+    others = [index for index in range(len(entries.keys)) if index not in spared]
     kept = sorted([*spared, *others[:room]])
     scored = judged([0.0] * len(entries.keys), spared)
     plan = part.compensate(a_plan([kept], entries.lengths), entries, scored)
@@ -128,9 +128,9 @@ def test_error_decreases_with_samples() -> None:
 def test_protected_entries_stay_exact() -> None:
     entries = text(30, 5)
     held = settled(Subgen(), entries, 10, spared=(0, 28, 29))
-    for place in (0, 28, 29):
-        row = int((held.positions == place).nonzero())
-        assert torch.equal(held.values[row], entries.values[place])
+    for index in (0, 28, 29):
+        row = int((held.positions == index).nonzero())
+        assert torch.equal(held.values[row], entries.values[index])
         assert [float(held.columns[name][row]) for name in COLUMNS] == [0.0] * 3
 
 

@@ -107,7 +107,7 @@ def test_prefill_entries_are_kept_during_decoding(strategy) -> None:
     end = growing.cache.next_position
     for layer, heads in zip(MANAGED, before, strict=True):
         for was, now in zip(heads, growing.places(layer), strict=True):
-            assert was == {place for place in now if place < 13}
+            assert was == {position for position in now if position < 13}
             assert {end - 2, end - 1} <= now
 
 

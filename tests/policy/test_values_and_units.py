@@ -43,7 +43,9 @@ CASE = {
 def scored_view(heads: list[dict[int, float]]) -> tuple[Tensor, Observation]:
     """Packed scores, and a layer that holds their entries."""
     held = [sorted(head) for head in heads]
-    scores = [head[place] for head, places in zip(heads, held, strict=True) for place in places]
+    scores = [
+        head[index] for head, positions in zip(heads, held, strict=True) for index in positions
+    ]
     return torch.tensor(scores), a_view(a_layer(len(heads), 2), held, 2)
 
 
@@ -237,7 +239,7 @@ def test_question_text_uses_the_best_half_of_a_window() -> None:
 
 def test_window_share_is_rounded_correctly() -> None:
     assert 0.29 * 100 < 29
-    scores, seen = scored_view([{place: float(place < 28) for place in range(100)}])
+    scores, seen = scored_view([{index: float(index < 28) for index in range(100)}])
     pooled = Window(size=100, best=0.29).pool(scores, seen)
     assert pooled.tolist() == pytest.approx([28 / 29] * 100)
 

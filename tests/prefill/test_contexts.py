@@ -178,9 +178,9 @@ def test_cachecraft_recomputes_the_profiled_tokens(decoder: Decoder) -> None:
     chunks, other = ChunkMemory(), ContextText(PREFIX, (TWO, ONE, THREE), SUFFIX)
     read(decoder, "cachecraft", source=chunks)
     expected = 0
-    for place, ids in enumerate(other.contexts):
+    for index, ids in enumerate(other.contexts):
         [variant] = chunks.variants(decoder.spec, PREFIX, ids)
-        share = variant.profile.share(other.contexts[:place], 1.0)
+        share = variant.profile.share(other.contexts[:index], 1.0)
         expected += math.ceil(share * len(ids))
     cache, reuse = read(decoder, "crafted(renewed=1.0) > unlimited()", other, chunks)
     assert reuse == ContextReuse((6, 9, 7), (True,) * 3, expected) and 0 < expected < 22
@@ -227,8 +227,8 @@ def test_anchor_is_charged_its_difference_only(decoder: Decoder) -> None:
     tight = ChunkMemory(size * (len(PREFIX) + len(ONE) + 2 * (len(TWO) + len(THREE))) - 1)
     for _ in range(2):
         read(decoder, "kvcomm", source=tight)
-    for place, ids in ((1, TWO), (2, THREE)):
-        held = tight.anchors(decoder.spec, PREFIX, place)
+    for index, ids in ((1, TWO), (2, THREE)):
+        held = tight.anchors(decoder.spec, PREFIX, index)
         assert not held or tight.find(decoder.spec, PREFIX, ids) is held[0].base
 
 

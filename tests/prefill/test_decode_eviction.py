@@ -229,8 +229,8 @@ def test_column_mass_sums_all_queries(recording_decoder, name) -> None:
     for head in range(HEADS):
         rows = entries.rows(head)
         held = zip(entries.positions[rows].tolist(), entries.columns["mass"][rows], strict=True)
-        for place, column in held:
-            result = mass.remembered(recording_decoder.history.records[head, place])
+        for position, column in held:
+            result = mass.remembered(recording_decoder.history.records[head, position])
             assert float(column) == pytest.approx(result["mass"], rel=1e-4)
 
 
@@ -267,10 +267,10 @@ def test_decode_policies_keep_prefill_entries_for_a_turn_and_latest_tokens(decod
         for own in held:
             assert all(own.head_positions(head).tolist()[-3:] == newest for head in range(HEADS))
         if turn == 0:
-            places = [own.packed_positions() for own in held]
+            positions = [own.packed_positions() for own in held]
             assert all(
                 torch.equal(now[now < CONTEXT], before)
-                for now, before in zip(places, read, strict=True)
+                for now, before in zip(positions, read, strict=True)
             )
 
 

@@ -139,12 +139,12 @@ def kept_by(
         tensors = (recorded.queries, recorded.positions)
         observation = Observation(cache.spec.layers[layer], entries, *tensors, 24, (0, 24))
         for head, scores in enumerate(loop.scores(scorer, observation)):
-            places = entries.head_positions(head).tolist()
+            positions = entries.head_positions(head).tolist()
             ranked = sorted(
-                zip(scores, places, strict=True),
+                zip(scores, positions, strict=True),
                 key=lambda pair: (-1 if pair[1] < 1 or pair[1] >= 22 else 0, -pair[0], pair[1]),
             )
-            out.append(sorted(place for _, place in ranked[:9]))
+            out.append(sorted(position for _, position in ranked[:9]))
 
     row = BatchSegment(cache, asked.ids, shift=asked.shift)
     decoder.read([row], Mode.SCRATCH, watch)

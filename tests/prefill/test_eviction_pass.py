@@ -47,13 +47,13 @@ def survivors(cache, scores, quota: int, length: int) -> dict[int, list[list[int
     out = {}
     for layer, heads in scores.items():
         entries = cache.entries(layer)
-        places = [entries.head_positions(h).tolist() for h in range(len(heads))]
+        positions = [entries.head_positions(h).tolist() for h in range(len(heads))]
         ranked = [
             [(score, p < 1 or p >= length - 2) for score, p in zip(row, at, strict=True)]
-            for row, at in zip(heads, places, strict=True)
+            for row, at in zip(heads, positions, strict=True)
         ]
         chosen = pool(ranked, quota * len(heads))
-        out[layer] = [[at[i] for i in kept] for at, kept in zip(places, chosen, strict=True)]
+        out[layer] = [[at[i] for i in kept] for at, kept in zip(positions, chosen, strict=True)]
     return out
 
 

@@ -53,6 +53,6 @@ def test_layers_after_the_first_two_share_in_pairs(decoder) -> None:
 
 
 def test_pairs_start_after_the_unshared_layers() -> None:
-    assert [MPCache().leader_of(place) for place in range(7)] == [0, 1, 2, 2, 4, 4, 6]
-    assert [MPCache(alone=1).leader_of(place) for place in range(5)] == [0, 1, 1, 3, 3]
-    assert [MPCache(layers=1).leader_of(place) for place in range(4)] == [0, 1, 2, 3]
+    assert [MPCache().leader_of(index) for index in range(7)] == [0, 1, 2, 2, 4, 4, 6]
+    assert [MPCache(alone=1).leader_of(index) for index in range(5)] == [0, 1, 1, 3, 3]
+    assert [MPCache(layers=1).leader_of(index) for index in range(4)] == [0, 1, 2, 3]

@@ -64,7 +64,7 @@ def reached(own: Any, stop: int = LENGTH) -> dict[int, set[int]]:
     """Positions that each layer holds of a text."""
     layers = {layer.index: own.entries(layer.index) for layer in own.spec.managed}
     return {
-        index: {place for place in entries.head_positions(0).tolist() if place < stop}
+        index: {position for position in entries.head_positions(0).tolist() if position < stop}
         for index, entries in layers.items()
     }
 
@@ -121,7 +121,7 @@ def test_propagated_tokens_equal_the_reference() -> None:
         patch.setattr(type(planner), "score", watched)
         own = read(decoder, str(policy), ids)
     heads = next(scores for layer, scores in found if layer == 1)
-    always = [place < 1 or place >= LENGTH - 4 for place in range(LENGTH)]
+    always = [position < 1 or position >= LENGTH - 4 for position in range(LENGTH)]
     expected = go_on([head.tolist() for head in heads], always, 12)
     assert sorted(reached(own)[2]) == expected
 
@@ -167,7 +167,7 @@ def test_presets_fill_their_budgets(preset) -> None:
         heads = sum(layer.kv_heads for layer in decoder.spec.managed)
         assert 0.8 * tokens * heads <= own.managed_entries <= tokens * heads
         assert own.next_position == 200
-    held = [len(places) for places in reached(own, 200).values()]
+    held = [len(positions) for positions in reached(own, 200).values()]
     assert held == [140] * LAYERS if preset == "fastkv" else held == sorted(held, reverse=True)
     whole = read(decoder, preset, ids, 200)
     assert whole.managed_entries == 200 * heads
@@ -180,9 +180,9 @@ def test_windows_hold_propagated_tokens_of_their_span() -> None:
     (before, *_), windows = decoder.spec.windows, [own.entries(2), own.entries(4)]
     assert own.entries(before.index).lengths == (WINDOW_TOKENS,) * 2
     for entries in windows:
-        places = entries.head_positions(0).tolist()
+        positions = entries.head_positions(0).tolist()
         deeper = reached(own)[3]
-        assert set(places) == {p for p in deeper if p >= LENGTH - WINDOW_TOKENS}
+        assert set(positions) == {p for p in deeper if p >= LENGTH - WINDOW_TOKENS}
 
 
 def test_narrowing_scorer_is_separate_from_eviction_scorer() -> None:

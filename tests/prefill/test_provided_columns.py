@@ -55,8 +55,8 @@ def entering(decoder: Any) -> tuple[dict[tuple[int, int], float], Any]:
 
     def note(module: Any, args: Any, named: Any) -> None:
         lengths = named["hidden_states"][0].norm(dim=-1).tolist()
-        places = named["larder"].positions()[0].tolist()
-        found.update({(module.layer_idx, at): x for at, x in zip(places, lengths, strict=True)})
+        positions = named["larder"].positions()[0].tolist()
+        found.update({(module.layer_idx, at): x for at, x in zip(positions, lengths, strict=True)})
 
     hooks = [
         layer.self_attn.register_forward_pre_hook(note, with_kwargs=True)
@@ -71,9 +71,9 @@ def columns(cache: SequenceCache) -> dict[tuple[int, int, int], float]:
     for layer in cache.spec.managed:
         entries = cache.entries(layer.index)
         for head in range(layer.kv_heads):
-            places = entries.head_positions(head).tolist()
+            positions = entries.head_positions(head).tolist()
             values = entries.columns["length"][entries.rows(head)].tolist()
-            pairs = zip(places, values, strict=True)
+            pairs = zip(positions, values, strict=True)
             out |= {(layer.index, head, at): value for at, value in pairs}
     return out
 

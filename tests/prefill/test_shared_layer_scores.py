@@ -30,16 +30,16 @@ class CountingScore:
 
 def test_first_layer_of_a_group_scores_for_it() -> None:
     leading, score, seen = SharedLayerScores(2), CountingScore(), a_view(a_layer(2, 2), HELD)
-    results = [float(leading.scores(0, place, seen, score)[0]) for place in range(5)]
+    results = [float(leading.scores(0, index, seen, score)[0]) for index in range(5)]
     assert results == [1, 1, 2, 2, 3]
-    results = [float(SharedLayerScores(1).scores(0, place, seen, score)[0]) for place in range(2)]
+    results = [float(SharedLayerScores(1).scores(0, index, seen, score)[0]) for index in range(2)]
     assert results == [4, 5]
 
 
 def test_sequences_of_a_batch_have_their_own_leaders() -> None:
     leading, score, seen = SharedLayerScores(2), CountingScore(), a_view(a_layer(2, 2), HELD)
     results = [
-        [float(leading.scores(row, place, seen, score)[0]) for row in (0, 1)] for place in (0, 1)
+        [float(leading.scores(row, index, seen, score)[0]) for row in (0, 1)] for index in (0, 1)
     ]
     assert results == [[1, 2], [1, 2]]
 
@@ -49,7 +49,7 @@ def test_layer_with_other_entries_scores_itself(other) -> None:
     leading, score, layer = SharedLayerScores(3), CountingScore(), a_layer(2, 2)
     seen, apart = a_view(layer, HELD), a_view(layer, other)
     results = [
-        leading.scores(0, place, view, score) for place, view in enumerate((seen, apart, seen))
+        leading.scores(0, index, view, score) for index, view in enumerate((seen, apart, seen))
     ]
     assert [float(scores[0]) for scores in results] == [1, 2, 1]
     assert len(results[1]) == sum(apart.entries.lengths)

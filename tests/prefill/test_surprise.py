@@ -26,10 +26,10 @@ def surprise_by_head(cache: SequenceCache) -> list[dict[int, float]]:
     out = []
     for layer in cache.spec.managed:
         entries = cache.entries(layer.index)
-        values, places = entries.columns["surprise"], entries.positions
+        values, positions = entries.columns["surprise"], entries.positions
         for head in range(layer.kv_heads):
             rows = entries.rows(head)
-            out.append(dict(zip(places[rows].tolist(), values[rows].tolist(), strict=True)))
+            out.append(dict(zip(positions[rows].tolist(), values[rows].tolist(), strict=True)))
     return out
 
 
@@ -47,7 +47,7 @@ def test_most_surprising_entries_of_every_block_are_kept(watched, reader_for, la
         start = lane.cache.next_position
         rows = likelihoods(watched, lane.cache, block)
         fresh = surprises(rows, list(block), before)
-        expected |= {start + place: value for place, value in enumerate(fresh)}
+        expected |= {start + index: value for index, value in enumerate(fresh)}
         before, stop = rows[-1], start + len(block)
         Blockwise(BLOCK).read(reader, [lane], block, no_progress)
         held |= {*range(start, stop)}

@@ -29,7 +29,7 @@ def built(part: A2ats, counts: tuple[int, int], seed: int = 0) -> tuple[Tier, A2
 
 def unturned(tier: Tier, head: int) -> list[list[float]]:
     keys = tier.keys[head].tolist()
-    return [loop.turned(key, -place, RADIANS) for place, key in enumerate(keys)]
+    return [loop.turned(key, -index, RADIANS) for index, key in enumerate(keys)]
 
 
 def metric(part: A2ats, observed: list, head: int) -> list[list[float]]:

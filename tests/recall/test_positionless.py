@@ -26,23 +26,23 @@ def test_index_equals_its_reference(best: int, span: int, count: int) -> None:
     query, held = tier.queries(), tier.entries()
     index.observe_step(query, replace(held, positions=held.positions + 50))
     at = int(held.head_positions(0)[-1]) + 50
-    rows, places = [], [list(range(len(keys))) for keys in tier.keys]
+    rows, positions = [], [list(range(len(keys))) for keys in tier.keys]
     for h, row in enumerate(query.tolist()):
         keys = tier.keys[h // 2].tolist()
         raw = turned(row, -at, RADIANS)
         rows.append([dot(raw, turned(key, -n, RADIANS)) for n, key in enumerate(keys)])
     pages = index.find(query, held, count).pages.tolist()
     found = [[page for page in row if page >= 0] for row in pages]
-    assert found == loop.chosen(rows, places, best, span, count)
+    assert found == loop.chosen(rows, positions, best, span, count)
 
 
 def test_ranked_positions_hand_values() -> None:
     """Of positions with a vote each the larger product comes first, but two votes come before."""
     rows = [[0.0] * 4 + [1.0] + [0.0] * 4 + [2.0], [0.0] * 4 + [1.0] + [0.0] * 5]
-    places = [list(range(10))]
-    assert loop.ranked_positions(rows, places, 1, 4)[:4] == [7, 8, 9, 2]
+    positions = [list(range(10))]
+    assert loop.ranked_positions(rows, positions, 1, 4)[:4] == [7, 8, 9, 2]
     rows[0][4] = 3.0
-    assert loop.ranked_positions(rows, places, 1, 4)[:8] == [2, 3, 4, 5, 7, 8, 9, 0]
+    assert loop.ranked_positions(rows, positions, 1, 4)[:8] == [2, 3, 4, 5, 7, 8, 9, 0]
 
 
 def test_scores_do_not_depend_on_distance() -> None:

@@ -13,10 +13,10 @@ SMALL = {"clip": 0}  # parameters for small layers
 Matrix = list[list[float]]
 
 
-def turned(row: Vector, place: int, radians: Sequence[float]) -> list[float]:
+def turned(row: Vector, position: int, radians: Sequence[float]) -> list[float]:
     """A vector rotated to a position; dimension d is paired with d + half."""
     out, half = list(row), len(radians)
-    for d, angle in enumerate(place * radian for radian in radians):
+    for d, angle in enumerate(position * radian for radian in radians):
         a, b = row[d], row[d + half]
         out[d] = a * math.cos(angle) - b * math.sin(angle)
         out[d + half] = b * math.cos(angle) + a * math.sin(angle)

@@ -19,7 +19,10 @@ def choose(
     for index, heads in layers.items():
         floor = int(part.safeguard * quotas[index])
         safe = [
-            [(score, shield or place in best(entries, floor)) for place, (score, shield) in listed]
+            [
+                (score, shield or position in best(entries, floor))
+                for position, (score, shield) in listed
+            ]
             for entries in heads
             for listed in [list(enumerate(entries))]
         ]

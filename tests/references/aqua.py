@@ -21,7 +21,7 @@ def grades(
 
 def hadamard_sum(vector: Vector, row: int) -> float:
     """One number of the transform of a vector whose length is a power of two."""
-    signs = [(-1) ** bin(row & place).count("1") for place in range(len(vector))]
+    signs = [(-1) ** bin(row & index).count("1") for index in range(len(vector))]
     return sum(s * x for s, x in zip(signs, vector, strict=True)) / math.sqrt(len(vector))
 
 
@@ -43,8 +43,8 @@ def held(vector: Vector, grid: Matrix, half: Any) -> list[float]:
 def predicted(weights: Matrix, bias: Vector, inputs: Vector) -> list[float]:
     """Prediction of one side of a token."""
     return [
-        offset + sum(x * row[place] for x, row in zip(inputs, weights, strict=True))
-        for place, offset in enumerate(bias)
+        offset + sum(x * row[index] for x, row in zip(inputs, weights, strict=True))
+        for index, offset in enumerate(bias)
     ]
 
 

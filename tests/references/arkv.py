@@ -26,12 +26,14 @@ def preference(part: Any, observation: Observation) -> float:
         max(0, observation.queries.shape[1] - part.window), observation.queries.shape[1]
     )
     for query_head in range(observation.layer.query_heads):
-        places = positions_of(observation.entries, query_head // observation.layer.group)
+        positions = positions_of(observation.entries, query_head // observation.layer.group)
         rows = []
         for query in queries:
-            visible = [place <= int(observation.query_positions[query]) for place in places]
+            visible = [
+                position <= int(observation.query_positions[query]) for position in positions
+            ]
             rows.append(weights(observation, query_head, query, visible))
-        for entry in range(len(places)):
+        for entry in range(len(positions)):
             column = [row[entry] for row in rows]
             mean = sum(column) / len(column)
             second = sum((weight - mean) ** 2 for weight in column)

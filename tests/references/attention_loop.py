@@ -73,8 +73,8 @@ def plain_weights(
     head = query_head // (observation.layer.query_heads // observation.layer.kv_heads)
     q = observation.queries[query_head, query].double()
     at = int(observation.query_positions[query])
-    places = positions_of(entries, head)
-    shown = [see and place <= at for see, place in zip(visible, places, strict=True)]
+    positions = positions_of(entries, head)
+    shown = [see and position <= at for see, position in zip(visible, positions, strict=True)]
     start, layer = entries.starts[head], observation.layer
     cached = [entries.keys[start + s] if see else None for s, see in enumerate(shown)]
     logits = [

@@ -40,7 +40,7 @@ def preference(part: Any, observation: Any) -> float:
         observation.entries,
         observation.layer.query_heads // observation.layer.kv_heads,
     )
-    places = observation.query_positions[-part.window :].tolist()
+    indices = observation.query_positions[-part.window :].tolist()
     entropy = variance = 0.0
     for query_head in range(observation.layer.query_heads):
         kv_head = query_head // group
@@ -48,18 +48,18 @@ def preference(part: Any, observation: Any) -> float:
         counts = entries.columns.get(LOG_COUNT, torch.zeros(len(entries.keys)))
         logs = counts[entries.rows(kv_head)].tolist()
         rows = []
-        for query, place in zip(
-            observation.queries[query_head, -part.window :], places, strict=True
+        for query, position in zip(
+            observation.queries[query_head, -part.window :], indices, strict=True
         ):
             powers = [
                 math.exp(float(query @ key) * observation.layer.scaling + log)
-                if at <= place
+                if at <= position
                 else 0.0
                 for key, at, log in zip(keys, positions, logs, strict=True)
             ]
             rows.append([power / (sum(powers) or 1.0) for power in powers])
         for column in range(len(positions)):
-            if positions[column] >= places[0]:
+            if positions[column] >= indices[0]:
                 continue
             weights = [row[column] for row in rows]
             entropy -= sum(weight * math.log(weight) for weight in weights if weight > 0)

@@ -18,11 +18,11 @@ def scores(part: Any, observation: Observation) -> list[list[float]]:
 
 
 def one_head(part: Any, observation: Observation, head: int) -> list[float]:
-    places, start = positions_of(observation.entries, head), observation.entries.starts[head]
-    judged = [s for s, place in enumerate(places) if place >= part.sinks]
+    positions, start = positions_of(observation.entries, head), observation.entries.starts[head]
+    judged = [s for s, index in enumerate(positions) if index >= part.sinks]
     keys = [unit(observation.entries.keys[start + s].tolist()) for s in judged]
     values = [observation.entries.values[start + s].tolist() for s in judged]
-    out = [math.inf] * len(places)
+    out = [math.inf] * len(positions)
     for s in judged:
         out[s] = 0.0
     for query_head in group_of(observation, head) if judged else []:
@@ -49,13 +49,13 @@ def mean_query(part: Any, observation: Observation, head: int, query_head: int) 
         observation.effective_rope_positions[head].tolist(),
         observation.query_positions.tolist(),
     )
-    counted = [q for q, place in enumerate(true) if place >= part.sinks] or range(len(true))
+    counted = [q for q, index in enumerate(true) if index >= part.sinks] or range(len(true))
     unturned = [
         times(rotation(observation, -at[q]), observation.queries[query_head, q].tolist())
         for q in counted
     ]
     ahead = range(at[-1] + 1, at[-1] + 1 + part.future)
-    return mean([times(rotation(observation, place), mean(unturned)) for place in ahead])
+    return mean([times(rotation(observation, index), mean(unturned)) for index in ahead])
 
 
 def solve(matrix: Matrix, right: list[float]) -> list[float]:

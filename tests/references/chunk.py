@@ -11,21 +11,21 @@ SMALL = {"size": 3}  # parameters for small layers
 def pooled(part: Any, scores: list[list[float]], positions: list[list[int]]) -> list[list[float]]:
     return [
         [
-            unit_score(part, place, head, held) if math.isfinite(score) else score
-            for score, place in zip(head, held, strict=True)
+            unit_score(part, position, head, held) if math.isfinite(score) else score
+            for score, position in zip(head, held, strict=True)
         ]
         for head, held in zip(scores, positions, strict=True)
     ]
 
 
-def unit_score(part: Any, place: int, scores: list[float], positions: list[int]) -> float:
-    members = members_of(part, place, scores, positions)
+def unit_score(part: Any, position: int, scores: list[float], positions: list[int]) -> float:
+    members = members_of(part, position, scores, positions)
     return sum(members) / len(members)
 
 
-def members_of(part: Any, place: int, scores: list[float], positions: list[int]) -> list[float]:
+def members_of(part: Any, position: int, scores: list[float], positions: list[int]) -> list[float]:
     """Finite scores of the entries in the unit of a place."""
-    first = place - place % part.size
+    first = position - position % part.size
     return [
         score
         for score, other in zip(scores, positions, strict=True)

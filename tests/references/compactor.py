@@ -27,8 +27,10 @@ class CompactorParameters:
 
 def scores(part: Any, observation: Observation) -> list[list[float]]:
     both = CompactorParameters(part.sketch, part.chunk)
-    places = [positions_of(observation.entries, head) for head in heads_of(observation)]
-    counted = [[part.sinks <= p < observation.length - part.recent for p in own] for own in places]
+    positions = [positions_of(observation.entries, head) for head in heads_of(observation)]
+    counted = [
+        [part.sinks <= p < observation.length - part.recent for p in own] for own in positions
+    ]
     one = standard(leverage.scores(both, observation), counted)
     other = standard(non_causal.scores(both, observation), counted)
     weight = part.blend

@@ -35,8 +35,8 @@ def rows_of(heads: list[list[Ranked]]) -> list[tuple[float, int]]:
     """What the rows of a layer are worth, and how many entries they have."""
     rows: list[tuple[float, int]] = []
     worth = math.inf
-    for place in range(max(len(head) for head in heads)):
-        row = [head[queue(head)[place]] for head in heads if len(head) > place]
+    for index in range(max(len(head) for head in heads)):
+        row = [head[queue(head)[index]] for head in heads if len(head) > index]
         held = [math.inf if shield else score for score, shield in row]
         worth = min(worth, math.inf if math.inf in held else sum(held) / len(held))
         rows.append((worth, len(row)))

@@ -59,8 +59,8 @@ def read_once(found: Sequence[Ids], sizes: dict[str, int]) -> int:
     """Characters of all lists but those that stand behind the same beginning in an earlier one."""
     count = 0
     for number, order in enumerate(found):
-        for place, each in enumerate(order):
-            beginning = order[: place + 1]
-            if all(other[: place + 1] != beginning for other in found[:number]):
+        for index, each in enumerate(order):
+            beginning = order[: index + 1]
+            if all(other[: index + 1] != beginning for other in found[:number]):
                 count += sizes[each]
     return count

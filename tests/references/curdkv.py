@@ -16,7 +16,7 @@ def scores(part: Any, observation: Observation) -> list[list[float]]:
 
 
 def one_head(part: Any, observation: Observation, head: int) -> list[float]:
-    rows, places = observation.entries.rows(head), positions_of(observation.entries, head)
+    rows, positions = observation.entries.rows(head), positions_of(observation.entries, head)
     keys = shares(part, observation.entries.keys[rows].tolist())
     values = shares(part, observation.entries.values[rows].tolist())
     by = part.by.value
@@ -26,15 +26,15 @@ def one_head(part: Any, observation: Observation, head: int) -> list[float]:
     ]
     total = sum(both)
     return [
-        math.inf if place < part.sinks else score / total
-        for score, place in zip(both, places, strict=True)
+        math.inf if index < part.sinks else score / total
+        for score, index in zip(both, positions, strict=True)
     ]
 
 
 def shares(part: Any, rows: list[list[float]]) -> list[float]:
     squares = [sum(x * x for x in row) for row in rows]
     out = []
-    for place, square in enumerate(squares):
-        first = place - place % part.window
+    for index, square in enumerate(squares):
+        first = index - index % part.window
         out.append(square / sum(squares[first : first + part.window]))
     return out

@@ -27,8 +27,8 @@ def choose(
             source = torch.Generator().manual_seed((part.seed * 1_000_003 + index) * 1_009 + head)
             chances = torch.rand(len(entries), generator=source).tolist()
             noisy = [
-                (score - math.log(-math.log(chance)), shield or place in sure)
-                for place, ((score, shield), chance) in enumerate(
+                (score - math.log(-math.log(chance)), shield or position in sure)
+                for position, ((score, shield), chance) in enumerate(
                     zip(entries, chances, strict=True)
                 )
             ]

@@ -14,12 +14,12 @@ def settle(part: Any, entries: Entries, scored: LayerScores, kept: list[list[int
     if variant != "larder" and scored.phase.value == "generating":
         return outcome
     for head, own in enumerate(kept):
-        places, spared = places_of(entries, head), protected_of(entries, scored, head)
+        positions, spared = places_of(entries, head), protected_of(entries, scored, head)
         anchors = [j for j in own if variant != "code" or not spared[j]]
         joined: Joined = {}
         for s in range(entries.lengths[head]):
             if s not in own and anchors:
-                nearest = min(anchors, key=lambda j, s=s, at=places: (abs(at[j] - at[s]), j))
+                nearest = min(anchors, key=lambda j, s=s, at=positions: (abs(at[j] - at[s]), j))
                 joined.setdefault(nearest, []).append(s)
         merge(outcome, entries, head, joined, counted=variant == "larder")
     return outcome

@@ -20,10 +20,10 @@ def scores(part: Any, observation: Observation) -> list[list[float]]:
 
 
 def one_head(part: Any, observation: Observation, head: int) -> list[float]:
-    entries, places = observation.entries, positions_of(observation.entries, head)
+    entries, positions = observation.entries, positions_of(observation.entries, head)
     start = entries.starts[head]
-    judged = [s for s, place in enumerate(places) if place >= part.sinks]
-    shares = [0.0] * len(places)
+    judged = [s for s, index in enumerate(positions) if index >= part.sinks]
+    shares = [0.0] * len(positions)
     for query_head in group_of(observation, head):
         logits = expected_logits(part, observation, head, query_head, [start + s for s in judged])
         capped_logits = [capped(logit, observation.layer.softcap) for logit in logits]
@@ -31,9 +31,9 @@ def one_head(part: Any, observation: Observation, head: int) -> list[float]:
         for s, weight in zip(judged, weights, strict=True):
             shares[s] += weight / len(group_of(observation, head))
     out = []
-    for s, place in enumerate(places):
+    for s, index in enumerate(positions):
         length = math.sqrt(sum(x * x for x in entries.values[start + s].tolist()))
-        out.append(math.inf if place < part.sinks else (shares[s] + part.epsilon) * length)
+        out.append(math.inf if index < part.sinks else (shares[s] + part.epsilon) * length)
     return out
 
 
@@ -42,7 +42,7 @@ def expected_logits(
 ) -> list[float]:
     at = observation.effective_rope_positions[head].tolist()
     true = observation.query_positions.tolist()
-    counted = [q for q, place in enumerate(true) if place >= part.sinks] or list(range(len(true)))
+    counted = [q for q, index in enumerate(true) if index >= part.sinks] or list(range(len(true)))
     queries = [
         times(rotation(observation, -at[q]), observation.queries[query_head, q].tolist())
         for q in counted

@@ -32,4 +32,4 @@ def agreement(
 def best(numbers: Sequence[float], count: int) -> set[int]:
     """Places of the largest, equals of the last of them included."""
     least = sorted(numbers, reverse=True)[:count][-1]
-    return {place for place, number in enumerate(numbers) if number >= least}
+    return {index for index, number in enumerate(numbers) if number >= least}

@@ -16,21 +16,24 @@ def scores(part: Any, observation: Observation) -> list[list[float]]:
 
 
 def one_head(part: Any, observation: Observation, head: int) -> list[float]:
-    places, start = positions_of(observation.entries, head), observation.entries.starts[head]
+    positions, start = positions_of(observation.entries, head), observation.entries.starts[head]
     queries = range(observation.queries.shape[1])[-part.window :]
     rows = [
         weights(
-            observation, h, q, [place <= int(observation.query_positions[q]) for place in places]
+            observation,
+            h,
+            q,
+            [position <= int(observation.query_positions[q]) for position in positions],
         )
         for h in group_of(observation, head)
         for q in queries
     ]
-    means = [sum(row[s] for row in rows) / len(rows) for s in range(len(places))]
-    best = largest(means, int(part.attended * len(places)))
+    means = [sum(row[s] for row in rows) / len(rows) for s in range(len(positions))]
+    best = largest(means, int(part.attended * len(positions)))
     out = []
     for s, mean in enumerate(means):
         kind = round(float(observation.entries.columns["token_kind"][start + s]))
-        is_latest = s >= len(places) - int(part.latest * len(places))
+        is_latest = s >= len(positions) - int(part.latest * len(positions))
         level = {3: 4, 2: 3}.get(kind, 2 if s in best else int(is_latest))
         out.append(level + mean * (1 - 1e-6))
     return out

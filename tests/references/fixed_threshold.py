@@ -16,7 +16,11 @@ def choose(
     pooled = import_module("references.global").choose(part, layers, quotas, measures)
     return {
         index: [
-            [place for place in chosen if entries[place][1] or entries[place][0] >= part.score]
+            [
+                position
+                for position in chosen
+                if entries[position][1] or entries[position][0] >= part.score
+            ]
             for entries, chosen in zip(layers[index], heads, strict=True)
         ]
         for index, heads in pooled.items()

@@ -23,10 +23,10 @@ def ranked(scores: Sequence[float], count: int) -> list[int]:
 def united(lists: Sequence[Sequence[int]], count: int) -> list[int]:
     """All firsts, all seconds, ...; each once."""
     found: list[int] = []
-    for place in range(max(map(len, lists), default=0)):
+    for index in range(max(map(len, lists), default=0)):
         for each in lists:
-            if place < len(each) and each[place] not in found:
-                found.append(each[place])
+            if index < len(each) and each[index] not in found:
+                found.append(each[index])
     return found[:count]
 
 

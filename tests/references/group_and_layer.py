@@ -12,13 +12,15 @@ def joined(
 ) -> list[list[float]]:
     own = group_mean.joined(part, statistics, positions)
     return [
-        [mine + layer(place, own, positions) for mine, place in zip(head, held, strict=True)]
+        [mine + layer(position, own, positions) for mine, position in zip(head, held, strict=True)]
         for head, held in zip(own, positions, strict=True)
     ]
 
 
-def layer(place: int, own: list[list[float]], positions: list[list[int]]) -> float:
+def layer(position: int, own: list[list[float]], positions: list[list[int]]) -> float:
     means = [
-        head[held.index(place)] for head, held in zip(own, positions, strict=True) if place in held
+        head[held.index(position)]
+        for head, held in zip(own, positions, strict=True)
+        if position in held
     ]
     return sum(means) / len(means)

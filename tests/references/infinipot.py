@@ -17,7 +17,7 @@ def scores(part: Any, observation: Observation) -> list[list[float]]:
 def one_head(part: Any, observation: Observation, head: int) -> list[float]:
     start, count = observation.entries.starts[head], observation.entries.lengths[head]
     novelty = [
-        float(observation.entries.columns["surprise"][start + place]) for place in range(count)
+        float(observation.entries.columns["surprise"][start + index]) for index in range(count)
     ]
     looked = [0.0] * count
     if count:

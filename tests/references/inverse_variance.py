@@ -44,9 +44,9 @@ def tokens(part: Any, layers: list[Any], quotas: list[int], spreads: list[float]
         protected = max(sum(shield for _, shield in head) for head in layer)
         floors.append(min(min(quota, max(16, math.ceil(n / 100), protected)) * p, n * p))
     if part.variant.value == "code":
-        for place in sorted({0, min(1, len(floors) - 1), len(floors) - 1}):
+        for position in sorted({0, min(1, len(floors) - 1), len(floors) - 1}):
             room = max(total - sum(floors), 0)
-            floors[place] += min(held[place] - floors[place], room)
+            floors[position] += min(held[position] - floors[position], room)
     weights = [w * p for w, p in zip(deserved(part, spreads), parts, strict=True)]
     exact = shares(total, weights, floors, held)
     rounded = [int(share + 1e-9) for share in exact]

@@ -20,8 +20,8 @@ def one_head(part: Any, observation: Observation, head: int) -> list[float]:
     entries, start = observation.entries, observation.entries.starts[head]
     found: list[float] = []
     for row in range(start, start + entries.lengths[head]):
-        place = int(entries.effective_rope_positions[row])
-        key = times(rotation(observation, -place), entries.keys[row].tolist())
+        position = int(entries.effective_rope_positions[row])
+        key = times(rotation(observation, -position), entries.keys[row].tolist())
         best = -1.0
         for query in range(observation.keys.shape[1]):
             there = int(observation.effective_rope_positions[head, query])

@@ -15,28 +15,30 @@ def scores(part: Any, observation: Observation) -> list[list[float]]:
     start, stop = observation.span
     slopes, out = observation.inputs["gradients"].tolist(), []
     for head in heads_of(observation):
-        places = positions_of(observation.entries, head)
-        judged = [start <= position < stop for position in places]
-        best = [0.0] * len(places)
+        positions = positions_of(observation.entries, head)
+        judged = [start <= position < stop for position in positions]
+        best = [0.0] * len(positions)
         for query_head in group_of(observation, head):
-            written = [norm(observation, head, query_head, place) for place in range(len(places))]
+            written = [
+                norm(observation, head, query_head, index) for index in range(len(positions))
+            ]
             for query in range(observation.queries.shape[1]):
                 if part.variant.value != "larder":
-                    shared = [j or p < part.opening for j, p in zip(judged, places, strict=True)]
+                    shared = [j or p < part.opening for j, p in zip(judged, positions, strict=True)]
                     row = plain_weights(observation, query_head, query, shared)
                 elif any(judged):
                     row = weights(observation, query_head, query, judged)
                 else:
                     continue
-                for place, weight in enumerate(row):
-                    best[place] = max(best[place], weight * written[place] * slopes[query])
+                for index, weight in enumerate(row):
+                    best[index] = max(best[index], weight * written[index] * slopes[query])
         out.append([w if see else -math.inf for w, see in zip(best, judged, strict=True)])
     return out
 
 
-def norm(observation: Observation, head: int, query_head: int, place: int) -> float:
+def norm(observation: Observation, head: int, query_head: int, index: int) -> float:
     """Length of what an entry's value becomes behind a query head's output projection."""
-    value = observation.entries.values[observation.entries.starts[head] + place].tolist()
+    value = observation.entries.values[observation.entries.starts[head] + index].tolist()
     if "projection" in observation.inputs:
         matrix = observation.inputs["projection"][query_head].tolist()
         columns = range(len(matrix[0]))

@@ -24,9 +24,9 @@ def nearest(number: float, levels: Vector) -> float:
 
 def held_keys(keys: Sequence[Vector], levels: Vector, share: float) -> list[list[float]]:
     """Normalized keys of a block as they are held."""
-    places = [(row, column) for row, key in enumerate(keys) for column in range(len(key))]
-    apart = sorted(places, key=lambda place: -abs(keys[place[0]][place[1]]))
-    apart = apart[: int(share * len(places))]
+    positions = [(row, column) for row, key in enumerate(keys) for column in range(len(key))]
+    apart = sorted(positions, key=lambda index: -abs(keys[index[0]][index[1]]))
+    apart = apart[: int(share * len(positions))]
     return [
         [
             half(number) if abs(number) > 1 and (row, column) in apart else nearest(number, levels)
@@ -41,13 +41,13 @@ def held_value(value: Vector, levels: Vector, share: float) -> list[float]:
     ordered = sorted(value)
     size = len(value)
     median = (ordered[(size - 1) // 2] + ordered[size // 2]) / 2
-    order = sorted(range(size), key=lambda place: -abs(value[place] - median))
+    order = sorted(range(size), key=lambda index: -abs(value[index] - median))
     apart = order[: round(share * size)]
-    inner = [number for place, number in enumerate(value) if place not in apart]
+    inner = [number for index, number in enumerate(value) if index not in apart]
     middle, reach = half((max(inner) + min(inner)) / 2), half((max(inner) - min(inner)) / 2)
     found: list[float] = []
-    for place, number in enumerate(value):
-        if place in apart:
+    for index, number in enumerate(value):
+        if index in apart:
             found.append(half(number))
         else:
             scaled = (number - middle) / reach if reach else 0.0
@@ -58,11 +58,11 @@ def held_value(value: Vector, levels: Vector, share: float) -> list[float]:
 def levels(numbers: Vector, weights: Vector, count: int, rounds: int) -> list[float]:
     """Centers of k-means, from evenly spaced quantiles on."""
     ordered = sorted(numbers)
-    found = [ordered[int((place + 0.5) / count * len(ordered))] for place in range(count)]
+    found = [ordered[int((index + 0.5) / count * len(ordered))] for index in range(count)]
     for _ in range(rounds):
         sums, masses = [0.0] * count, [0.0] * count
         for number, weight in zip(numbers, weights, strict=True):
-            own = min(range(count), key=lambda place: abs(number - found[place]))
+            own = min(range(count), key=lambda index: abs(number - found[index]))
             sums[own] += weight * number
             masses[own] += weight
         found = [s / m if m else f for s, m, f in zip(sums, masses, found, strict=True)]

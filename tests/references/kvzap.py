@@ -20,8 +20,8 @@ def column(observation: Observation, name: str) -> list[list[float]]:
     entries = observation.entries
     return [
         [
-            float(entries.columns[name][entries.starts[head] + place])
-            for place in range(entries.lengths[head])
+            float(entries.columns[name][entries.starts[head] + index])
+            for index in range(entries.lengths[head])
         ]
         for head in heads_of(observation)
     ]

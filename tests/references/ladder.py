@@ -23,9 +23,9 @@ def choose(
     part: Any, layers: Layers, quotas: dict[int, int], measures: Measures
 ) -> dict[int, list[list[int]]]:
     out = {}
-    for place, index in enumerate(sorted(quotas)):
+    for position, index in enumerate(sorted(quotas)):
         if index in layers:
-            keeping = slots_kept(part, place, len(quotas))
+            keeping = slots_kept(part, position, len(quotas))
             out[index] = [one_head(head, quotas[index], *keeping) for head in layers[index]]
     return out
 

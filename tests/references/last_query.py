@@ -12,13 +12,13 @@ def scores(part: Any, observation: Observation) -> list[list[float]]:
     newest = observation.queries.shape[1] - 1
     weights_by_position: dict[int, list[float]] = {}
     for head in heads_of(observation):
-        places = positions_of(observation.entries, head)
+        positions = positions_of(observation.entries, head)
         for query_head in group_of(observation, head):
-            row = weights(observation, query_head, newest, [True] * len(places))
-            for place, weight in zip(places, row, strict=True):
-                weights_by_position.setdefault(place, []).append(weight)
-    means = {place: sum(row) / len(row) for place, row in weights_by_position.items()}
+            row = weights(observation, query_head, newest, [True] * len(positions))
+            for position, weight in zip(positions, row, strict=True):
+                weights_by_position.setdefault(position, []).append(weight)
+    means = {position: sum(row) / len(row) for position, row in weights_by_position.items()}
     return [
-        [means[place] for place in positions_of(observation.entries, h)]
+        [means[position] for position in positions_of(observation.entries, h)]
         for h in heads_of(observation)
     ]

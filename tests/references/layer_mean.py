@@ -8,14 +8,16 @@ from typing import Any
 def joined(
     part: Any, statistics: list[list[list[float]]], positions: list[list[int]]
 ) -> list[list[float]]:
-    return [[mean_at(place, statistics, positions) for place in held] for held in positions]
+    return [[mean_at(position, statistics, positions) for position in held] for held in positions]
 
 
-def mean_at(place: int, statistics: list[list[list[float]]], positions: list[list[int]]) -> float:
+def mean_at(
+    position: int, statistics: list[list[list[float]]], positions: list[list[int]]
+) -> float:
     means = [
-        row[held.index(place)]
+        row[held.index(position)]
         for group, held in zip(statistics, positions, strict=True)
-        if place in held
+        if position in held
         for row in group
     ]
     return sum(means) / len(means)

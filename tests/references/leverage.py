@@ -29,8 +29,8 @@ def one_head(part: Any, observation: Observation, head: int) -> list[float]:
     rows = range(start, start + held)
     at = [int(entries.effective_rope_positions[row]) for row in rows]
     keys = [
-        times(rotation(observation, -place), entries.keys[row].tolist())
-        for row, place in zip(rows, at, strict=True)
+        times(rotation(observation, -position), entries.keys[row].tolist())
+        for row, position in zip(rows, at, strict=True)
     ]
     if not keys:
         return []

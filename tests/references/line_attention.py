@@ -8,15 +8,15 @@ Pair = tuple[int, int]
 Line = tuple[int, int]  # 0 and a key, or 1 and a distance
 
 
-def lines_of(positions: Sequence[int], places: Sequence[int]) -> dict[Line, set[Pair]]:
+def lines_of(positions: Sequence[int], indices: Sequence[int]) -> dict[Line, set[Pair]]:
     """Pairs of a query and a key that it sees, by line; keys come first."""
-    pairs = [(q, s) for q, at in enumerate(positions) for s, own in enumerate(places) if own <= at]
-    lines: dict[Line, set[Pair]] = {(0, s): set() for s in range(len(places))}
-    for distance in sorted({positions[q] - places[s] for q, s in pairs}):
+    pairs = [(q, s) for q, at in enumerate(positions) for s, own in enumerate(indices) if own <= at]
+    lines: dict[Line, set[Pair]] = {(0, s): set() for s in range(len(indices))}
+    for distance in sorted({positions[q] - indices[s] for q, s in pairs}):
         lines[1, distance] = set()
     for q, s in pairs:
         lines[0, s].add((q, s))
-        lines[1, positions[q] - places[s]].add((q, s))
+        lines[1, positions[q] - indices[s]].add((q, s))
     return lines
 
 
@@ -24,12 +24,12 @@ def is_chosen(
     found: Collection[Line],
     weights: Sequence[Sequence[float]],
     positions: Sequence[int],
-    places: Sequence[int],
+    indices: Sequence[int],
     coverage: float,
 ) -> bool:
     """True if lines are distance 0, then those of most weight that is not covered, until all needed
     weight is; lines whose weights differ by rounding stand for each other."""
-    lines = lines_of(positions, places)
+    lines = lines_of(positions, indices)
     covered, left = set(lines[1, 0]), set(found) - {(1, 0)}
     tolerance = 1e-5 * sum(map(sum, weights))
     needed = coverage * sum(map(sum, weights))

@@ -56,7 +56,7 @@ def mixed(
     entries: Entries, scored: LayerScores, head: int, others: list[int], channel: int, slot: int
 ) -> list[float]:
     """Weight of each of the others in a slot."""
-    logits = [logit(entries, scored, head, others, place, channel) for place in range(len(others))]
+    logits = [logit(entries, scored, head, others, index, channel) for index in range(len(others))]
     peak = max(logits)
     raised = [math.exp(x - peak) for x in logits]
     gamma = float(scored.learned["lococo.gamma"])
@@ -67,12 +67,12 @@ def mixed(
 
 
 def logit(
-    entries: Entries, scored: LayerScores, head: int, others: list[int], place: int, channel: int
+    entries: Entries, scored: LayerScores, head: int, others: list[int], index: int, channel: int
 ) -> float:
     kernel = scored.learned["lococo.kernel"].tolist()[channel]
     total = float(scored.learned["lococo.bias"][channel])
     for tap in range(TAPS):
-        at = place + tap - TAPS // 2
+        at = index + tap - TAPS // 2
         if 0 <= at < len(others):
             given = key_of(entries, head, others[at]) + value_of(entries, head, others[at])
             total += sum(kernel[e][tap] * x for e, x in enumerate(given))

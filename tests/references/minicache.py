@@ -16,7 +16,7 @@ def grades(
     found: list[int] = []
     kept = plan.kept.tolist()
     for length in plan.lengths:
-        for place in range(length):
-            is_recent = length - place <= part.recent
+        for index in range(length):
+            is_recent = length - index <= part.recent
             found.append(held[kept[len(found)]] if is_recent else 1)
     return found

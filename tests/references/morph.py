@@ -20,7 +20,7 @@ def one_head(part: Any, observation: Observation, head: int) -> list[float]:
     newest = 1 if observation.phase.value == "generating" else 0
     start = observation.length - part.window - newest
     positions = positions_of(observation.entries, head)
-    older = [s for s, place in enumerate(positions) if place < start]
+    older = [s for s, index in enumerate(positions) if index < start]
     rows = []
     for query in judges(part, observation, observation.length - newest):
         heads = [
@@ -43,9 +43,9 @@ def judges(part: Any, observation: Observation, stop: int) -> list[Any]:
     result.append((observation.queries, observation.query_positions))
     every = [
         queries[:, q].double()
-        for queries, places in result
-        for q in range(len(places))
-        if int(places[q]) < stop
+        for queries, positions in result
+        for q in range(len(positions))
+        if int(positions[q]) < stop
     ]
     return every[-part.window :]
 

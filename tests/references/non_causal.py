@@ -19,18 +19,18 @@ def scores(part: Any, observation: Observation) -> list[list[float]]:
 
 
 def one_head(part: Any, observation: Observation, head: int) -> list[float]:
-    places, start = positions_of(observation.entries, head), observation.entries.starts[head]
-    sums = [0.0] * len(places)
+    positions, start = positions_of(observation.entries, head), observation.entries.starts[head]
+    sums = [0.0] * len(positions)
     for h in group_of(observation, head):
         for q, at in enumerate(observation.query_positions.tolist()):
-            members = [s for s, p in enumerate(places) if p // part.chunk == at // part.chunk]
+            members = [s for s, p in enumerate(positions) if p // part.chunk == at // part.chunk]
             query = observation.queries[h, q].tolist()
             products = [dot(query, observation.entries.keys[start + s].tolist()) for s in members]
             scaling = observation.layer.scaling if part.scaling.value == "model" else 1.0
             logits = [capped(scaling * product, observation.layer.softcap) for product in products]
             for s, weight in zip(members, softmax(logits), strict=True):
                 sums[s] += weight / len(group_of(observation, head))
-    values = observation.entries.values[start : start + len(places)].tolist()
+    values = observation.entries.values[start : start + len(positions)].tolist()
     weighed = [x * math.sqrt(dot(v, v)) for x, v in zip(sums, values, strict=True)]
     padded = [0.0, *weighed, 0.0]
     return [sum(padded[s : s + 3]) / 3 for s in range(len(weighed))]

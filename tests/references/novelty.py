@@ -14,9 +14,9 @@ def scores(part: Any, observation: Observation) -> list[list[float]]:
     out: list[list[float]] = []
     for head in heads_of(observation):
         start, row = observation.entries.starts[head], []
-        for place, position in enumerate(positions_of(observation.entries, head)):
+        for index, position in enumerate(positions_of(observation.entries, head)):
             value, left = (
-                float(observation.entries.columns["surprise"][start + place]),
+                float(observation.entries.columns["surprise"][start + index]),
                 observation.length - 1,
             )
             while left - position >= part.turn:

@@ -31,10 +31,10 @@ def steps(index: int, heads: list[list[Ranked]]) -> list[tuple[float, float, int
     lift = min([0.0, *free])
     whole = sum(score - lift for score in free)
     safe = len(entries) - len(free)
-    out = [(-1.0, place / len(entries), index) for place in range(safe)]
+    out = [(-1.0, position / len(entries), index) for position in range(safe)]
     covered = 0.0
-    for place, score in enumerate(free):
+    for position, score in enumerate(free):
         share = covered / whole if whole > 0 else 1.0
-        out.append((share, (safe + place) / len(entries), index))
+        out.append((share, (safe + position) / len(entries), index))
         covered += score - lift
     return out

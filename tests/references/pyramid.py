@@ -21,7 +21,7 @@ def layer_tokens(
     if bottom > most - least:
         bottom = most - least
         top = 2 * spare - bottom
-    groups = [place // part.layers for place in range(layers)]
+    groups = [index // part.layers for index in range(layers)]
     if not groups[-1]:
         return [float(tokens)] * layers
     step = (bottom - top) / groups[-1]

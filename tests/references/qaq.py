@@ -49,10 +49,10 @@ def bits(part: Any, vector: Any, deviation: float) -> int:
     return min(max(needed, 1), 8)
 
 
-def between(numbers: list[float], place: float) -> float:
+def between(numbers: list[float], position: float) -> float:
     """The number at a place that need not be whole."""
-    first, beyond = int(place), min(int(place) + 1, len(numbers) - 1)
-    return numbers[first] + (place - first) * (numbers[beyond] - numbers[first])
+    first, beyond = int(position), min(int(position) + 1, len(numbers) - 1)
+    return numbers[first] + (position - first) * (numbers[beyond] - numbers[first])
 
 
 def looked_at(part: Any, observation: Observation) -> list[float]:
@@ -62,11 +62,13 @@ def looked_at(part: Any, observation: Observation) -> list[float]:
         max(0, observation.queries.shape[1] - part.window), observation.queries.shape[1]
     )
     for head in range(observation.layer.kv_heads):
-        places = positions_of(observation.entries, head)
-        best = [0.0] * len(places)
+        indices = positions_of(observation.entries, head)
+        best = [0.0] * len(indices)
         for query_head in group_of(observation, head):
             for query in queries:
-                visible = [place <= int(observation.query_positions[query]) for place in places]
+                visible = [
+                    position <= int(observation.query_positions[query]) for position in indices
+                ]
                 row = weights(observation, query_head, query, visible)
                 best = [max(a, b) for a, b in zip(best, row, strict=True)]
         found += best

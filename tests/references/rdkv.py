@@ -16,7 +16,7 @@ def grades(
 ) -> list[int]:
     """One grade per kept entry: what it was, until widths are allocated."""
     held = standing(plan, entries)
-    return [held[place] for place in plan.kept.tolist()]
+    return [held[position] for position in plan.kept.tolist()]
 
 
 def width(weight: float, level: float) -> int:

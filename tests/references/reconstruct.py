@@ -15,12 +15,12 @@ def scores(part: Any, observation: Observation) -> list[list[float]]:
     start, stop = observation.span
     out = []
     for head in heads_of(observation):
-        places = positions_of(observation.entries, head)
-        judged = [start <= position < stop for position in places]
+        positions = positions_of(observation.entries, head)
+        judged = [start <= position < stop for position in positions]
         if part.variant.value == "larder":
             row = highest(observation, head, judged)
         else:
-            shared = [j or p < part.opening for j, p in zip(judged, places, strict=True)]
+            shared = [j or p < part.opening for j, p in zip(judged, positions, strict=True)]
             row = highest_in_plain_attention(observation, head, shared)
         out.append([w if see else -math.inf for w, see in zip(row, judged, strict=True)])
     return out

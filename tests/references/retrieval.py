@@ -17,15 +17,15 @@ def joined(
     speaking = sorted(heads, key=lambda head: (-scores[head], head))[: part.heads]
     return [
         [
-            mean_statistic(place, k, column, statistics, positions, speaking)
-            for column, place in enumerate(held)
+            mean_statistic(index, k, column, statistics, positions, speaking)
+            for column, index in enumerate(held)
         ]
         for k, held in enumerate(positions)
     ]
 
 
 def mean_statistic(
-    place: int,
+    index: int,
     own: int,
     column: int,
     statistics: list[list[list[float]]],
@@ -33,7 +33,7 @@ def mean_statistic(
     speaking: list[tuple[int, int]],
 ) -> float:
     voices = [
-        statistics[k][r][positions[k].index(place)] for k, r in speaking if place in positions[k]
+        statistics[k][r][positions[k].index(index)] for k, r in speaking if index in positions[k]
     ]
     voices = voices or [row[column] for row in statistics[own]]
     return sum(voices) / len(voices)

@@ -16,17 +16,17 @@ def remembered(record: AttentionRecord) -> dict[str, float]:
 def pooled(part: Any, scores: list[list[float]], positions: list[list[int]]) -> list[list[float]]:
     return [
         [
-            mean_of(place, head, held) if math.isfinite(score) else score
-            for score, place in zip(head, held, strict=True)
+            mean_of(position, head, held) if math.isfinite(score) else score
+            for score, position in zip(head, held, strict=True)
         ]
         for head, held in zip(scores, positions, strict=True)
     ]
 
 
-def mean_of(place: int, scores: list[float], positions: list[int]) -> float:
+def mean_of(position: int, scores: list[float], positions: list[int]) -> float:
     members = [
         score
         for score, other in zip(scores, positions, strict=True)
-        if other // SENTENCE_TOKENS == place // SENTENCE_TOKENS and math.isfinite(score)
+        if other // SENTENCE_TOKENS == position // SENTENCE_TOKENS and math.isfinite(score)
     ]
     return sum(members) / len(members)

@@ -36,11 +36,11 @@ def lowered(
         grades = [held[entry] for entry in own]
         for grade, (room, group) in enumerate(zip(rooms, groups, strict=True)):
             room = room * len(plan.lengths) * length // max(len(kept), 1)
-            here = [place for place in range(length) if grades[place] == grade]
-            here.sort(key=lambda place: (ranked[own[place]], place))
+            here = [index for index in range(length) if grades[index] == grade]
+            here.sort(key=lambda index: (ranked[own[index]], index))
             while len(here) > room:
-                for place in here[:group]:
-                    grades[place] = grade + 1
+                for index in here[:group]:
+                    grades[index] = grade + 1
                 here = here[group:]
         result += grades
         start += length
@@ -63,5 +63,5 @@ def positions(entries: Entries) -> list[float]:
     found: list[float] = []
     for head, length in enumerate(entries.lengths):
         first = entries.starts[head]
-        found += [float(place) for place in entries.positions[first : first + length].tolist()]
+        found += [float(index) for index in entries.positions[first : first + length].tolist()]
     return found

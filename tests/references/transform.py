@@ -36,7 +36,7 @@ def tier(score: float, median: float) -> int:
 
 
 def component(
-    vector: Vector, mean: Vector, forward: Matrix, radians: Vector, position: int, place: int
+    vector: Vector, mean: Vector, forward: Matrix, radians: Vector, position: int, index: int
 ) -> float:
     """One component of a key at a position; of a value, without radians."""
     plain = list(vector)
@@ -45,7 +45,7 @@ def component(
         angle = -position * speed
         plain[pair] = x * math.cos(angle) - y * math.sin(angle)
         plain[pair + len(radians)] = y * math.cos(angle) + x * math.sin(angle)
-    return sum((plain[i] - mean[i]) * forward[i][place] for i in range(len(plain)))
+    return sum((plain[i] - mean[i]) * forward[i][index] for i in range(len(plain)))
 
 
 def rounded(number: float, step: float, tier: int, mean: float = 0.0) -> float:
@@ -60,7 +60,7 @@ def means(entries: Matrix) -> list[float]:
     Keys and values, which are the halves of an entry, have a scale each.
     """
     plain = [
-        sum(entry[place] for entry in entries) / len(entries) for place in range(len(entries[0]))
+        sum(entry[index] for entry in entries) / len(entries) for index in range(len(entries[0]))
     ]
     half, found = len(plain) // 2, list[float]()
     for side in (plain[:half], plain[half:]):
@@ -144,7 +144,7 @@ def decoded_symbols(
     tiers = [code(n % 32, classes) - 2 for n in range(count)]
     order = sorted(range(count), key=lambda n: (tiers[n], n))
     symbols = [[0] * len(bases) for _ in range(count)]
-    for place, base in enumerate(bases):
+    for index, base in enumerate(bases):
         for first in range(0, count, 32):
             group = order[first : first + 32]
             rows = [min(max(base - 4 * tiers[n], 0), classes - 1) for n in group]
@@ -161,5 +161,5 @@ def decoded_symbols(
                         numbers[lane] = numbers[lane] * 2**bits + raw(lane, bits)
             for n, number, size in zip(group, numbers, sizes, strict=True):
                 escaped = size == 32 and number >= 2**31
-                symbols[n][place] = number - 2**32 if escaped else number
+                symbols[n][index] = number - 2**32 if escaped else number
     return symbols, tiers

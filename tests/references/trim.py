@@ -28,8 +28,11 @@ def decayed(observation: Observation, name: str) -> list[list[float]]:
     """Column times age, by head."""
     out = []
     for head, values in enumerate(column(observation, name)):
-        places = observation.entries.head_positions(head).tolist()
+        positions = observation.entries.head_positions(head).tolist()
         out.append(
-            [v * (observation.length - place) for v, place in zip(values, places, strict=True)]
+            [
+                v * (observation.length - position)
+                for v, position in zip(values, positions, strict=True)
+            ]
         )
     return out

@@ -20,15 +20,15 @@ def grades(
 
 def levels(bits: int, size: int, points: int = 2000, rounds: int = 300) -> list[float]:
     """Levels of least squared error for one number of a random direction."""
-    grid = [-1 + (place + 0.5) * 2 / points for place in range(points)]
+    grid = [-1 + (index + 0.5) * 2 / points for index in range(points)]
     density = [(1 - x * x) ** ((size - 3) / 2) for x in grid]
     count = 2**bits
-    found = [(place + 0.5) * 2 / count - 1 for place in range(count)]
+    found = [(index + 0.5) * 2 / count - 1 for index in range(count)]
     found = [x * 2 / math.sqrt(size) for x in found]
     for _ in range(rounds):
         sums, masses = [0.0] * count, [0.0] * count
         for x, mass in zip(grid, density, strict=True):
-            own = min(range(count), key=lambda place: abs(x - found[place]))
+            own = min(range(count), key=lambda index: abs(x - found[index]))
             sums[own] += x * mass
             masses[own] += mass
         found = [s / m if m else f for s, m, f in zip(sums, masses, found, strict=True)]

@@ -34,8 +34,8 @@ def by_weight(
 def turn(head: Sequence[Ranked], chosen: list[int], index: int, weight: float, base: int) -> float:
     if head[index][1]:
         return -math.inf
-    place = sum(not head[i][1] for i in chosen) - base
-    return float(place) if place < 0 else (place + 0.5) / weight
+    position = sum(not head[i][1] for i in chosen) - base
+    return float(position) if position < 0 else (position + 0.5) / weight
 
 
 def queue(head: Sequence[Ranked]) -> list[int]:

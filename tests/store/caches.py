@@ -77,10 +77,10 @@ def asking(policy: str = POLICY, **changes: Any) -> CacheRequirements:
 
 
 def store_at(
-    folder: Path, place: FileSystem | None = None, home: str = "home", **options: Any
+    folder: Path, index: FileSystem | None = None, home: str = "home", **options: Any
 ) -> Store:
     result = {"secret": SECRET, "call_limits": CallLimits(seconds=5.0)} | options
-    return Store(str(folder / "store") if place is None else place, folder / home, **result)
+    return Store(str(folder / "store") if index is None else index, folder / home, **result)
 
 
 def save(store: Store, ids: Sequence[int] = IDS, codec: str = "raw", name: str = TALK) -> None:

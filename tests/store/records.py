@@ -33,9 +33,11 @@ def a_record(epoch: int, **fields: Any) -> Record:
     return Record(TENANT, SESSION, "talk", epoch, **(made | fields))
 
 
-def heads_at(folder: Path, place: FileSystem | None = None, home: str = "home") -> SessionEpochs:
-    place = open_file_system(str(folder / "store")) if place is None else place
+def heads_at(
+    folder: Path, file_system: FileSystem | None = None, home: str = "home"
+) -> SessionEpochs:
+    file_system = open_file_system(str(folder / "store")) if file_system is None else file_system
     manifest = Manifest(folder / home / "manifest.sqlite", SECRET)
     return SessionEpochs(
-        place, DeadlineExecutor("disk"), manifest, SECRET, damaged=lambda damage: None
+        file_system, DeadlineExecutor("disk"), manifest, SECRET, damaged=lambda damage: None
     )

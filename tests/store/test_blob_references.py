@@ -118,8 +118,8 @@ def test_superseded_writer_deletes_no_shared_blobs(tmp_path: Path) -> None:
         if what == "create" and path.startswith("sessions/"):
             there.sessions.append(WHO, TALK, turn, 0)
 
-    place = Faulty(open_file_system(str(tmp_path / "store")), before=first)
-    here = store_at(tmp_path, place, home="here")
+    file_system = Faulty(open_file_system(str(tmp_path / "store")), before=first)
+    here = store_at(tmp_path, file_system, home="here")
     with pytest.raises(Superseded):
         here.sessions.append(WHO, TALK, turn, 0)
     assert transcript_of(there) == b"said" and load(there).ids == IDS

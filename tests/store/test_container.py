@@ -70,12 +70,12 @@ def test_every_flipped_bit_is_detected(part: str) -> None:
     head = 8 + int.from_bytes(data[:8], "little")
     spans = {"length": (0, 8), "header": (8, head), "tensor": (head, len(data))}
     padding = len(data[8:head]) - len(data[8:head].rstrip())
-    for place in range(*spans[part]):
+    for index in range(*spans[part]):
         for bit in range(8):
-            if head - padding <= place < head and bit != 7:
+            if head - padding <= index < head and bit != 7:
                 continue  # blanks behind JSON; some are blanks of another kind when flipped
             flipped = bytearray(data)
-            flipped[place] ^= 1 << bit
+            flipped[index] ^= 1 << bit
             with pytest.raises((Damaged, Refused)):
                 unpack_container(bytes(flipped))
 
@@ -144,11 +144,11 @@ def test_container_with_one_changed_byte_is_refused(data: st.DataObject) -> None
     packed = bytearray(pack_container({"a": torch.arange(4.0)}, TOLD))
     head = 8 + int.from_bytes(packed[:8], "little")
     solid = len(packed[:head].rstrip())
-    place = data.draw(st.integers(0, len(packed) - 1))
-    if solid <= place < head:
+    index = data.draw(st.integers(0, len(packed) - 1))
+    if solid <= index < head:
         return
-    value = data.draw(st.integers(0, 255).filter(lambda value: value != packed[place]))
-    packed[place] = value
+    value = data.draw(st.integers(0, 255).filter(lambda value: value != packed[index]))
+    packed[index] = value
     with pytest.raises(LarderError):
         unpack_container(bytes(packed))
 

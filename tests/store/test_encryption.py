@@ -126,8 +126,8 @@ def test_moved_ciphertext_does_not_decrypt(tmp_path: Path) -> None:
     own, theirs = (store.sessions.heads(who)[-1] for who in (WHO, "somebody else"))
     with pytest.raises(Damaged):
         store.parts.blobs.get(own.tokens, theirs.tenant)
-    place = store.parts.file_system
-    place.replace(theirs.path, place.read(own.path))
+    file_system = store.parts.file_system
+    file_system.replace(theirs.path, file_system.read(own.path))
     assert store.parts.epochs._beside(theirs.key, theirs.epoch) is None
     [stolen, *_] = blob_files(tmp_path)
     stolen.write_bytes(stolen.read_bytes()[:-1] + b"\0")

@@ -118,8 +118,8 @@ def test_order_has_each_candidate_once_and_children_first(name: str, rows: list[
     result = crowd(rows)
     gone = rule(name).order(result, NOW)
     assert sorted(one.name for one in gone) == sorted(one.name for one in result)
-    places = {one.name: place for place, one in enumerate(gone)}
-    assert all(places[one.name] < places[one.parent] for one in result if one.parent)
+    indices = {one.name: index for index, one in enumerate(gone)}
+    assert all(indices[one.name] < indices[one.parent] for one in result if one.parent)
 
 
 @RULES
@@ -149,15 +149,15 @@ def test_superseded_order_alike_ranks_superseded_state_by_worth() -> None:
 @RULES
 def test_pin_is_soft_and_expires(name: str) -> None:
     others = [a(f"n{number}", last_used=20.0 + number, steps=1.0, uses=5) for number in range(8)]
-    places = []
+    indices = []
     for until in (NOW + 1, NOW - 600, NOW - 1200, NOW - 60_000):
         result = [a("pinned", pinned_until=until), *others]
         order = [one.name for one in rule(name).order(result, NOW)]
         assert len(order) == 9  # it goes, too
-        places.append(order.index("pinned"))
+        indices.append(order.index("pinned"))
     unpinned = [one.name for one in rule(name).order([a("pinned"), *others], NOW)]
-    assert places[0] == 8 and places == sorted(places, reverse=True)
-    assert places[-1] == unpinned.index("pinned")
+    assert indices[0] == 8 and indices == sorted(indices, reverse=True)
+    assert indices[-1] == unpinned.index("pinned")
 
 
 def test_pinned_candidates_are_ordered_by_worth() -> None:

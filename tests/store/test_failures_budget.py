@@ -129,8 +129,8 @@ def test_sweep_counts_blobs_being_written(tmp_path: Path, moment: str) -> None:
             stopped.set()
             assert goes_on.wait(20)
 
-    place = Faulty(open_file_system(str(tmp_path / "store")), **{moment: hook})
-    store = store_at(tmp_path, place, **disk(INDEX + 400 * KIB))
+    file_system = Faulty(open_file_system(str(tmp_path / "store")), **{moment: hook})
+    store = store_at(tmp_path, file_system, **disk(INDEX + 400 * KIB))
     ledger, limit = store.parts.ledger, INDEX + 400 * KIB
     saving = threading.Thread(target=save, args=(store, LONGER))
     saving.start()

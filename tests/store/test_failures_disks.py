@@ -52,8 +52,8 @@ def test_write_error_during_a_save_leaves_committed_sessions_exact(
             if len(steps) > step:
                 raise OSError(error, os.strerror(error), path)
 
-    place = Faulty(open_file_system(str(tmp_path / "store")), before=fail)
-    store = store_at(tmp_path, place, call_limits=CallLimits(max_failures=100))
+    file_system = Faulty(open_file_system(str(tmp_path / "store")), before=fail)
+    store = store_at(tmp_path, file_system, call_limits=CallLimits(max_failures=100))
     text = tuple(range(50, 70))
     try:
         record = store.sessions.save(WHO, "new", text, snapshot(read(text)))
@@ -70,14 +70,14 @@ def test_write_error_during_a_save_leaves_committed_sessions_exact(
 @pytest.mark.failure(number=4)
 def test_unreadable_disk_raises(tmp_path: Path) -> None:
     save(store_at(tmp_path))
-    place = Faulty(open_file_system(str(tmp_path / "store")))
-    store = store_at(tmp_path, place, call_limits=CallLimits(max_failures=100))
-    place.before = refusing(BROKEN, "read")
+    file_system = Faulty(open_file_system(str(tmp_path / "store")))
+    store = store_at(tmp_path, file_system, call_limits=CallLimits(max_failures=100))
+    file_system.before = refusing(BROKEN, "read")
     with pytest.raises(Refused, match="disk or server is well"):
         load(store)
     assert store.prefixes.match_prefix(WHO, LONGER, asking().identity, SPEC) is None
     with pytest.raises(StoreError, match="disk or server is well"):
-        store_at(tmp_path, place)  # whether it is under a key cannot be told
+        store_at(tmp_path, file_system)  # whether it is under a key cannot be told
     assert outcome(tmp_path) == ("exact", "")
 
 
@@ -95,8 +95,8 @@ def test_blob_deleted_before_its_load_falls_back_to_tokens(tmp_path: Path) -> No
         if what == "read" and path.startswith(BLOBS) and victim.exists():
             victim.unlink()
 
-    place = Faulty(open_file_system(str(tmp_path / "store")), before=vanish)
-    assert load(store_at(tmp_path, place)).reason == "damaged"
+    file_system = Faulty(open_file_system(str(tmp_path / "store")), before=vanish)
+    assert load(store_at(tmp_path, file_system)).reason == "damaged"
 
 
 @pytest.mark.failure(number=5)
@@ -123,9 +123,9 @@ def test_hanging_disk_does_not_block_other_calls(tmp_path: Path) -> None:
         if what == "replace" and hanging.is_set():
             go_on.wait()
 
-    place = Faulty(open_file_system(str(tmp_path / "store")), before=hang)
+    file_system = Faulty(open_file_system(str(tmp_path / "store")), before=hang)
     store = store_at(
-        tmp_path, place, call_limits=CallLimits(seconds=0.3, max_failures=2, rest_seconds=0.3)
+        tmp_path, file_system, call_limits=CallLimits(seconds=0.3, max_failures=2, rest_seconds=0.3)
     )
     hanging.set()
     with pytest.raises(StoreError, match="did not answer"):

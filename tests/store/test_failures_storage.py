@@ -58,9 +58,9 @@ def test_flipped_bit_in_a_tensor_is_detected(tmp_path: Path) -> None:
         ends = [len(data), head]
         for tensor in unpack_container(data)[0].values():
             ends.append(ends[-1] + tensor.nbytes)
-        for place in sorted({3, 20, *(end - 1 for end in ends)}):
+        for index in sorted({3, 20, *(end - 1 for end in ends)}):
             flipped = bytearray(data)
-            flipped[place] ^= 1 << place % 8
+            flipped[index] ^= 1 << index % 8
             path.write_bytes(bytes(flipped))
             assert outcome(tmp_path) == ("tokens", "damaged")
             assert not path.exists()  # set aside

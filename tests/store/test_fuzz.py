@@ -51,9 +51,9 @@ def replaced(data: bytes, rng: Random) -> bytes:
 
 def digits(data: bytes, rng: Random) -> bytes:
     """Numbers become others: what stands in JSON and headers stays JSON."""
-    places = [place for place, byte in enumerate(data) if 48 <= byte < 58]
+    indices = [place for place, byte in enumerate(data) if 48 <= byte < 58]
     changed = bytearray(data)
-    for place in rng.sample(places, min(len(places), rng.randrange(1, 6))):
+    for place in rng.sample(indices, min(len(indices), rng.randrange(1, 6))):
         changed[place] = rng.randrange(48, 58)
     return bytes(changed)
 

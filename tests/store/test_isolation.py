@@ -33,11 +33,11 @@ def test_saved_data_is_found_by_its_tenant_only(tmp_path: Path, codec: str) -> N
 def operations_of(folder: Path, do: Callable[..., object], *args: object) -> list[str]:
     """Every statement and every call to the disk that something takes, in a new process's store."""
     done: list[str] = []
-    place = Faulty(
+    file_system = Faulty(
         open_file_system(str(folder / "store")),
         lambda what, path: done.append(f"{what} {path[:6]}"),
     )
-    store = store_at(folder, place)
+    store = store_at(folder, file_system)
     store.parts.manifest._database.set_trace_callback(
         lambda text: done.append(" ".join(text.split()[:4]))
     )

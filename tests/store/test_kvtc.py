@@ -118,7 +118,7 @@ def test_layers_round_trip_with_exact_first_and_last_tokens(name: str, tables: K
     tensors, result = encode_state(state, codec, name, cache.spec)
     assert json.loads(json.dumps(result))["0.keys"]["stack"]["note"]["tables"] == tables.digest
     found = decode_state(tensors, result, state_nbytes(state))
-    for key in (f"{place}.{side}" for place in range(LAYERS) for side in ("keys", "values")):
+    for key in (f"{index}.{side}" for index in range(LAYERS) for side in ("keys", "values")):
         own = state[key].view(HEADS, -1, SIZE)[:, :TOKENS]
         near = found[key].view(HEADS, -1, SIZE)[:, :TOKENS]
         assert torch.equal(near[:, EXACT], own[:, EXACT].bfloat16().float())

@@ -33,9 +33,9 @@ def test_record_round_trips_and_detects_flipped_bits() -> None:
     data = encode_record(record, SECRET)
     assert decode_record(data, SECRET) == record
     assert set(record.refs) == {a_ref("tokens 3"), a_ref("a"), a_ref("b"), a_ref("c")}
-    for place in range(0, len(data), 7):
+    for index in range(0, len(data), 7):
         flipped = bytearray(data)
-        flipped[place] ^= 1 << place % 8
+        flipped[index] ^= 1 << index % 8
         with pytest.raises((Damaged, Refused)):
             decode_record(bytes(flipped), SECRET)
     with pytest.raises(Damaged, match="another secret"):

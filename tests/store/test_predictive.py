@@ -46,9 +46,9 @@ def some_tables(seed: int = 0) -> PredictiveTables:
         return torch.randn(rows, WIDTH, generator=source) / (4 * max(rows, 1) ** 0.5)
 
     pairs = []
-    for place in range(LAYERS):
+    for prefix in range(LAYERS):
         sides = []
-        for inputs in (0, WIDTH) if not place else (2 * WIDTH, 3 * WIDTH):
+        for inputs in (0, WIDTH) if not prefix else (2 * WIDTH, 3 * WIDTH):
             forward = torch.linalg.qr(torch.randn(WIDTH, WIDTH, generator=source))[0]
             bias = torch.randn(WIDTH, generator=source)
             deviation = torch.linspace(4, 0.5, WIDTH)
@@ -88,8 +88,8 @@ def by_loop(cache: SequenceCache, tables: PredictiveTables, step: float) -> dict
     """Keys and values behind the sinks, as the loop codes them."""
     layers, lists = [], []
     positions = torch.arange(SINKS, TOKENS)
-    for place, pair in enumerate(tables.layers):
-        held = cache.entries(place)
+    for prefix, pair in enumerate(tables.layers):
+        held = cache.entries(prefix)
         keys, values = (
             torch.stack([own(head) for head in range(HEADS)])[:, SINKS:].float()
             for own in (held.head_keys, held.head_values)
@@ -99,13 +99,13 @@ def by_loop(cache: SequenceCache, tables: PredictiveTables, step: float) -> dict
         names = ("weights", "bias", "forward", "inverse")
         lists.append([{name: getattr(side, name).tolist() for name in names} for side in pair])
     found = {}
-    for place, (keys, values) in enumerate(loops.predictive(layers, lists, step)):
+    for prefix, (keys, values) in enumerate(loops.predictive(layers, lists, step)):
         sides = [
             torch.tensor(side).unflatten(1, (HEADS, SIZE)).transpose(0, 1)
             for side in (keys, values)
         ]
-        found[f"{place}.keys"] = rotate(sides[0], positions, torch.tensor(RADIANS))
-        found[f"{place}.values"] = sides[1]
+        found[f"{prefix}.keys"] = rotate(sides[0], positions, torch.tensor(RADIANS))
+        found[f"{prefix}.values"] = sides[1]
     return found
 
 

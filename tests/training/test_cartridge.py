@@ -105,11 +105,11 @@ def test_attention_equals_its_reference(softcap) -> None:
         head = query_head // 2
         held = [*zip(slots[0][head].tolist(), slots[1][head].tolist(), strict=True)]
         tokens = [*zip(keys[head].tolist(), values[head].tolist(), strict=True)]
-        for place in range(5):
-            own = tokens[(0 if place < 3 else 3) : place + 1]
-            query = queries[query_head, place].tolist()
+        for index in range(5):
+            own = tokens[(0 if index < 3 else 3) : index + 1]
+            query = queries[query_head, index].tolist()
             expected = reference.attended(query, held, own, 0.5, softcap)
-            torch.testing.assert_close(out[query_head, place], torch.tensor(expected))
+            torch.testing.assert_close(out[query_head, index], torch.tensor(expected))
 
 
 def test_models_with_latents_are_refused() -> None:

@@ -134,8 +134,8 @@ def test_passages_hide_passkeys_in_texts_of_the_corpus(seed_model) -> None:
 
 def test_hidden_needles_keep_the_tokens_of_the_text() -> None:
     found = NeedleSettings(40, 2, 1).hidden_in(IDS, SAMPLE, 7)
-    hidden = {place for each in found.needles for place in range(*each.needle)}
-    left = [token for place, token in enumerate(found.ids[: found.context]) if place not in hidden]
+    hidden = {index for each in found.needles for index in range(*each.needle)}
+    left = [token for index, token in enumerate(found.ids[: found.context]) if index not in hidden]
     assert tuple(left) == IDS
     assert found != NeedleSettings(40, 2, 1).hidden_in(IDS, SAMPLE, 8)
 

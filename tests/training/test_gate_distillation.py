@@ -106,8 +106,8 @@ def test_training_lowers_the_divergence(decoder, name) -> None:
     ],
 )
 def test_capacity_is_shared_in_global_retention_only(decoder, name, held, expected) -> None:
-    attention = DecayedAttention(decoder, lambda place, states: states)
-    attention.held = {place: torch.tensor([row]) for place, row in enumerate(held)}
+    attention = DecayedAttention(decoder, lambda index, states: states)
+    attention.held = {index: torch.tensor([row]) for index, row in enumerate(held)}
     method = a_method(name, capacity=0.5)
     assert float(method.penalty(attention, 2)) == pytest.approx(expected)
 

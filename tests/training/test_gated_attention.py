@@ -36,7 +36,7 @@ def decoder() -> Iterator[Decoder]:
         yield decoder
 
 
-def no_gate(place: int, states: Tensor) -> Tensor:
+def no_gate(position: int, states: Tensor) -> Tensor:
     raise AssertionError
 
 
@@ -136,7 +136,7 @@ def test_open_gates_equal_the_models_states(decoder, kind, is_open, is_shut) -> 
     plain = differentiable_states(decoder, IDS, CausalAttention(lambda inputs: None))
 
     def constant(value: float) -> Callable[[int, Tensor], Tensor]:
-        return lambda place, states: states.new_full((len(states), KV_HEADS), value)
+        return lambda position, states: states.new_full((len(states), KV_HEADS), value)
 
     opened = kind(decoder, constant(is_open)).hidden_states(IDS)
     torch.testing.assert_close(opened, plain, atol=1e-5, rtol=1e-5)
@@ -151,9 +151,9 @@ def test_gates_read_the_input_of_attention_and_get_gradients(decoder) -> None:
         for layer in decoder.body.layers
     ]
 
-    def gate(place: int, states: Tensor) -> Tensor:
+    def gate(position: int, states: Tensor) -> Tensor:
         read.append(states)
-        return (leaf[place] - 1).expand(len(states), KV_HEADS)
+        return (leaf[position] - 1).expand(len(states), KV_HEADS)
 
     DecayedAttention(decoder, gate).hidden_states(IDS).square().sum().backward()
     for hook in hooks:

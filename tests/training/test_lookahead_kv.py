@@ -122,11 +122,11 @@ def test_targets_are_the_mean_attention_of_the_answer(decoder) -> None:
     answer = greedy_answer(decoder, IDS, 3)
     text = (*IDS, *answer)
     with torch.no_grad(), decoder.attention:
-        for place, token in enumerate(answer):
+        for index, token in enumerate(answer):
             logits = decoder.forward_logits(
-                [BatchSegment(SequenceCache(decoder.spec, "dense"), text[: len(IDS) + place])],
+                [BatchSegment(SequenceCache(decoder.spec, "dense"), text[: len(IDS) + index])],
                 Mode.SCRATCH,
-                [len(IDS) + place - 1],
+                [len(IDS) + index - 1],
             )
             assert int(logits.argmax()) == token
     prompt = read_prompt(decoder, IDS, 3)

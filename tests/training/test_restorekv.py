@@ -77,8 +77,8 @@ def test_entries_and_logits_equal_a_planned_cache(decoder) -> None:
             given = found[layer][f"{NAME}.{side}"]
             torch.testing.assert_close(given, own.detach(), atol=1e-5, rtol=1e-3)
         plan = Plan.from_mask(masks[layer].flatten(), cache.lengths()[layer])
-        places = torch.full((loop.TOKENS,), CONTEXT - 1)
-        own = AddedEntries(*(side.detach() for side in sides), places)
+        positions = torch.full((loop.TOKENS,), CONTEXT - 1)
+        own = AddedEntries(*(side.detach() for side in sides), positions)
         cache.apply(layer, replace(plan, added=own))
     probes, logs = text.probes, []
     for one in (full, cache):

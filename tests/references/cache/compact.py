@@ -55,19 +55,19 @@ class CompactLoop(RaggedLoop):
         targets = {fold.target for fold in folds}
         merged = folded(self.shown(), chosen, folds)
         for head, indices in enumerate(chosen):
-            for row, place in enumerate(indices):
-                if (head, place) in targets:
-                    sums, dtype = merged[head][row], self.heads[head][place].key.dtype
-                    back = self.turned(sums.key.double(), -place).to(dtype)
+            for row, index in enumerate(indices):
+                if (head, index) in targets:
+                    sums, dtype = merged[head][row], self.heads[head][index].key.dtype
+                    back = self.turned(sums.key.double(), -index).to(dtype)
                     merged[head][row] = Entry(sums.position, back, sums.value)
                 else:
-                    merged[head][row] = self.heads[head][place]
+                    merged[head][row] = self.heads[head][index]
         self.heads = merged
 
     def looked_at(self, entries: list[Entry]) -> list[Entry]:
         return [
-            Entry(entry.position, self.turned(entry.key, place), entry.value)
-            for place, entry in enumerate(entries)
+            Entry(entry.position, self.turned(entry.key, index), entry.value)
+            for index, entry in enumerate(entries)
         ]
 
     def turned(self, vector: Tensor, position: int) -> Tensor:

@@ -33,9 +33,9 @@ def folded(
     ]
 
 
-def _outcome(heads: Sequence[Sequence[Entry]], place: Place, folds: Sequence[Fold]) -> Entry:
-    own = heads[place[0]][place[1]]
-    rows = [fold for fold in folds if fold.target == place]
+def _outcome(heads: Sequence[Sequence[Entry]], position: Place, folds: Sequence[Fold]) -> Entry:
+    own = heads[position[0]][position[1]]
+    rows = [fold for fold in folds if fold.target == position]
     if not rows:
         return own
     key, value = [0.0] * len(own.key), [0.0] * len(own.value)

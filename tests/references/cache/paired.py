@@ -44,9 +44,9 @@ class PairLoop:
         """Keep positions with the grades that they shall have; the upper layer's plan shares."""
         for head, grades in enumerate(kept):
             held = self.layers[side][head]
-            self.layers[side][head] = {place: held[place] for place in grades}
-            for place, grade in grades.items():
-                held[place].wished = grade == 1 and not held[place].is_shared
+            self.layers[side][head] = {index: held[index] for index in grades}
+            for index, grade in grades.items():
+                held[index].wished = grade == 1 and not held[index].is_shared
         if side == 1:
             self._share()
             for layer in self.layers:
@@ -56,10 +56,10 @@ class PairLoop:
 
     def _share(self) -> None:
         found = [
-            (lower[place], upper[place])
+            (lower[index], upper[index])
             for lower, upper in zip(*self.layers, strict=True)
-            for place in lower
-            if place in upper and lower[place].wished and upper[place].wished
+            for index in lower
+            if index in upper and lower[index].wished and upper[index].wished
         ]
         if not found:
             return
@@ -69,8 +69,8 @@ class PairLoop:
             least, most = min(angles), max(angles)
             limit = most - self.apart * (most - least)
             far |= {i for i, each in enumerate(angles) if each > limit and most - least >= 1e-6}
-        for place, (lower, upper) in enumerate(found):
-            if place in far:
+        for index, (lower, upper) in enumerate(found):
+            if index in far:
                 continue
             for kind in ("key", "value"):
                 one, other = getattr(lower, kind), getattr(upper, kind)

@@ -52,18 +52,18 @@ def spread_folds(
 ) -> list[tuple[int, int, float]]:
     """Sources, targets and weights of values, of packed entries whose heads have these spans."""
     folds: list[tuple[int, int, float]] = []
-    gone = [place for place, stays in enumerate(keep) if not stays]
-    for number, place in enumerate(gone):
-        [stop] = [stop for start, stop in spans if start <= place < stop]
-        behind = [other for other in range(place, stop) if keep[other]]
+    gone = [index for index, stays in enumerate(keep) if not stays]
+    for number, index in enumerate(gone):
+        [stop] = [stop for start, stop in spans if start <= index < stop]
+        behind = [other for other in range(index, stop) if keep[other]]
         following = behind[:window]
         total = sum(mass[other] for other in behind)
         if total:
-            share = min(mass[place] * len(behind) / total, 1.0)
+            share = min(mass[index] * len(behind) / total, 1.0)
         else:
-            share = float(bool(following) and mass[place] > 0)
+            share = float(bool(following) and mass[index] > 0)
         if drawn:
             share = float(drawn[number] < share)
-        folds += [(place, other, share / len(following)) for other in following if share]
+        folds += [(index, other, share / len(following)) for other in following if share]
     own = sorted({target for _, target, _ in folds})
     return folds + [(target, target, 1.0) for target in own]

@@ -14,7 +14,7 @@ def entries_of(pool: Tensor, table: Tensor, lengths: Tensor) -> list[list[Tensor
     """Rows of each segment, in order."""
     size = pool.shape[1]
     return [
-        [pool[int(pages[place // size]), place % size] for place in range(length)]
+        [pool[int(pages[index // size]), index % size] for index in range(length)]
         for pages, length in zip(table, lengths.tolist(), strict=True)
     ]
 
@@ -24,7 +24,7 @@ def after_eviction(
 ) -> list[list[Tensor]]:
     """Rows that each segment keeps, in order."""
     held = entries_of(pool, table, lengths)
-    return [[rows[place] for place in own] for rows, own in zip(held, kept, strict=True)]
+    return [[rows[index] for index in own] for rows, own in zip(held, kept, strict=True)]
 
 
 def column_mass(
@@ -48,13 +48,13 @@ def column_mass(
             sums = [0.0] * len(rows)
             for query in head.tolist():
                 logits: list[float] = []
-                for place, row in enumerate(rows):
+                for index, row in enumerate(rows):
                     logit = scaling * sum(a * b for a, b in zip(query, row.tolist(), strict=True))
-                    extra = 0.0 if added is None else float(added[segment][place])
+                    extra = 0.0 if added is None else float(added[segment][index])
                     logits.append(capped(logit, softcap) + extra)
                 peak = max(logits, default=0.0)
                 raised = [math.exp(logit - peak) for logit in logits]
                 sums = [s + weight / sum(raised) for s, weight in zip(sums, raised, strict=True)]
             by_head.append(sums)
-        masses.append([join([sums[place] for sums in by_head]) for place in range(len(rows))])
+        masses.append([join([sums[index] for sums in by_head]) for index in range(len(rows))])
     return masses

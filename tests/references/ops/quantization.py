@@ -81,7 +81,7 @@ def rounded(
         vectors = [[(r, c) for c in part] for r in range(len(rows)) for part in cut]
     middle = {}
     for vector in vectors:
-        whole = [number[place] for place in vector]
+        whole = [number[position] for position in vector]
         if not by_channel:  # the last piece is filled up with its last number
             whole += [whole[-1]] * (piece - len(whole))
         middle |= dict.fromkeys(vector, median_low(whole))

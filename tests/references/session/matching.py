@@ -30,6 +30,6 @@ def slow_tau(
         slow_match(turn, form([t for t, f in zip(turns, folds, strict=True) if f != fold]))[1]
         for turn, fold in zip(turns, folds, strict=True)
     )
-    place = quantile * (len(similarities) - 1)
-    low, high = similarities[math.floor(place)], similarities[math.ceil(place)]
-    return low + (high - low) * (place - math.floor(place))
+    position = quantile * (len(similarities) - 1)
+    low, high = similarities[math.floor(position)], similarities[math.ceil(position)]
+    return low + (high - low) * (position - math.floor(position))

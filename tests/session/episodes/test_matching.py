@@ -36,7 +36,7 @@ def topics(seed: int, per_topic: int, first: int = 0, last: int = 4) -> np.ndarr
 
 def own_segments(rows: np.ndarray) -> list[tuple[int, ...]]:
     """Places of turns that are the segments themselves."""
-    return [(place,) for place in range(len(rows))]
+    return [(index,) for index in range(len(rows))]
 
 
 class TestMatch:
@@ -113,8 +113,8 @@ class TestTau:
     def test_tau_excludes_centroids_of_the_own_segments(self) -> None:
         # Each turn says exactly what its two segments say, and no other segment says it.
         segments = np.repeat(np.eye(16, dtype=np.float32)[:8], 2, axis=0)
-        places = [(2 * number, 2 * number + 1) for number in range(8)]
-        tau = calibrate_tau(segments, segments[::2], places, 16, quantile=1.0)
+        indices = [(2 * number, 2 * number + 1) for number in range(8)]
+        tau = calibrate_tau(segments, segments[::2], indices, 16, quantile=1.0)
         assert tau == pytest.approx(0.0)
 
     def test_tau_of_turns_admits_more_turns_than_tau_of_segments(self) -> None:

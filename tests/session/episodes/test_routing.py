@@ -201,7 +201,7 @@ def test_budget_without_context_has_a_default() -> None:
 
 
 def _places(rows: np.ndarray) -> list[tuple[int, ...]]:
-    return [(place,) for place in range(len(rows))]
+    return [(index,) for index in range(len(rows))]
 
 
 def _texts(conversation: Conversation) -> tuple[str, ...]:

@@ -106,18 +106,18 @@ def test_crash_during_a_save_keeps_the_old_file(monkeypatch: pytest.MonkeyPatch)
 
 
 def _without(record: dict[str, Any], *keys: str | int) -> str:
-    place: Any = record
+    node: Any = record
     for key in keys[:-1]:
-        place = place[key]
-    del place[keys[-1]]
+        node = node[key]
+    del node[keys[-1]]
     return json.dumps(record)
 
 
 def _with(record: dict[str, Any], value: object, *keys: str | int) -> str:
-    place: Any = record
+    node: Any = record
     for key in keys[:-1]:
-        place = place[key]
-    place[keys[-1]] = value
+        node = node[key]
+    node[keys[-1]] = value
     return json.dumps(record)
 
 

@@ -28,11 +28,11 @@ def a_chat() -> Conversation:
 def test_span_of_a_short_message_is_not_in_a_header(seed: LoadedModel) -> None:
     written = TokenizerAdapter(seed.tokenizer).encode_conversation(a_chat())
     shown = [seed.tokenizer.decode(list(written.ids[a:b])) for a, b in written.spans]
-    for place, (one, content) in enumerate(zip(shown, CONTENTS, strict=True)):
+    for index, (one, content) in enumerate(zip(shown, CONTENTS, strict=True)):
         # The header of its own turn, and nothing of the next one.
-        header = "assistant" if place % 2 else "user"
-        assert one.strip().endswith(content.strip()), (place, one)
-        assert one.count("<|user|>") + one.count("<|assistant|>") == 1, (place, one)
+        header = "assistant" if index % 2 else "user"
+        assert one.strip().endswith(content.strip()), (index, one)
+        assert one.count("<|user|>") + one.count("<|assistant|>") == 1, (index, one)
         assert f"<|{header}|>" in one
 
 
