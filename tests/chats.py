@@ -59,7 +59,7 @@ class Library:
         prompts: Any,
         progress: Any = no_progress,
     ) -> ConversationMemory:
-        """As `larder.session.prefill.prefill_memory`; who watches or prompts has it read anew."""
+        """As `larder.session.prefill.prefill_memory`; who watches or prompts has it read again."""
         if prompts or progress is not no_progress:
             return self._gather(runtime, source, policy, prompts, progress)
         key = id(runtime.decoder), str(policy), source.ids, source.later_turns
@@ -68,8 +68,8 @@ class Library:
             kept = [memory.caches.activate(n).fork() for n in range(len(memory.caches))]
             self._read[key] = memory, kept, runtime.decoder  # whose id is the key stays
         memory, kept, _ = self._read[key]
-        shelf = SessionCaches(runtime.decoder.spec, [cache.fork() for cache in kept])
-        return replace(memory, conversation=source.conversation, caches=shelf)
+        caches = SessionCaches(runtime.decoder.spec, [cache.fork() for cache in kept])
+        return replace(memory, conversation=source.conversation, caches=caches)
 
 
 def under(loaded: LoadedModel, policy: str) -> Engine:
@@ -92,15 +92,15 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def states(chat: Chat) -> list[dict[str, Any]]:
-    """Every cache of a chat, on a copy of its shelf, so that nothing moves."""
-    shelf = chat.memory.caches
-    active, found = shelf.active_number, []
-    for number in range(len(shelf)):
-        found.append(state(shelf.activate(number).fork()))
+    """Every cache of a chat, on a copy of its caches, so that nothing moves."""
+    caches = chat.memory.caches
+    active, found = caches.active_number, []
+    for number in range(len(caches)):
+        found.append(state(caches.activate(number).fork()))
     if active is None:
-        shelf.offload_active()
+        caches.offload_active()
     else:
-        shelf.activate(active)
+        caches.activate(active)
     return found
 
 

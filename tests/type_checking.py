@@ -48,7 +48,7 @@ CHECKED = "__beartype_func"  # the default by which the checks of beartype hold 
 
 @dataclass(frozen=True)
 class Compiled:
-    """The checks of a function; with its code, which keeps the code's id from being given anew."""
+    """The checks of a function; with its code, which keeps the code's id from being reused."""
 
     code: CodeType
     check: FunctionType

@@ -1,4 +1,4 @@
-"""Figures of the support table: committed for every family, and measured anew where slow."""
+"""Figures of the support table: committed for every family, and measured again where slow."""
 
 from __future__ import annotations
 

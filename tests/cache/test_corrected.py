@@ -96,7 +96,7 @@ def test_corrected_outputs_equal_their_reference(name, codec) -> None:
         assert len(store.ids) == len(former)
     assert (len(former[0].seen[0]) > len(fetched(store, 0))) == (name != "all")
     held = store.entries()
-    for head in range(LAYER.kv_heads):  # and what was read once more stands there anew
+    for head in range(LAYER.kv_heads):  # and what was read once more stands there again
         assert torch.equal(held.head_keys(head), keys[head, READ - NEAR :])
 
 

@@ -443,7 +443,7 @@ def test_insufficient_byte_budget_is_refused() -> None:
 def test_one_step_size_fills_the_byte_budget_of_all_layers(
     coder, share, held_bytes, monkeypatch
 ) -> None:
-    """With one byte for components, those of the second layer are computed anew for every step."""
+    """With one byte for components, those of the second layer are computed again for every step."""
     monkeypatch.setattr("larder.cache.forms._transform_fit.HELD_BYTES", held_bytes)
     layers = [replace(LAYER, index=index) for index in range(2)]
     stores = [a_transform_layer(LAYER, coder=coder, step=0.0, ledger=Ledger()) for _ in layers]

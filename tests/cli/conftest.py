@@ -22,7 +22,7 @@ def calibrated(measured_once: None) -> None:
 
 @pytest.fixture
 def run(seed_model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command line; the bundled model is not loaded anew each time."""
+    """Runs a command line; the bundled model is not loaded again each time."""
 
     def loaded(name: str, dtype: str | None, adapter: str | None, **options: Any) -> LoadedModel:
         if name == SEED and adapter is None:

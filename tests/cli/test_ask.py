@@ -259,7 +259,7 @@ def test_keep_saves_and_restores_the_prefill(
     assert not (larder_home / "store").exists()
     assert run(*words, "--keep").stdout == first.stdout
     with monkeypatch.context() as patch:
-        patch.setattr(Engine, "read", lambda *_: pytest.fail("read anew"))
+        patch.setattr(Engine, "read", lambda *_: pytest.fail("read again"))
         again = run(*words, "--keep")
     assert (again.exit_code, again.stdout, again.stderr) == (0, first.stdout, "")
     run("ask", talk, "-q", CAT, "--policy", "snapkv", "--budget", "56", "--keep")

@@ -98,7 +98,7 @@ def test_session_is_restored_instead_of_prefilled(
     run: Run, larder_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read_nothing(*_: object) -> None:
-        raise AssertionError("read anew")
+        raise AssertionError("read again")
 
     assert run("chat", "s", *SMALL, stdin="My cat is called Mira.\n").exit_code == 0
     kept = document(run("cache", "list", "--json"))["sessions"]

@@ -166,8 +166,8 @@ def test_new_episode_begins_with_the_system_prompt(engine: Engine) -> None:
     assert stop > 8 and history.messages[1].content.startswith("My dog")
     answer = chat.say("A star is far away.", max_new_tokens=6)
     assert chat.outcome is not None and chat.outcome.is_new_episode
-    shelf = chat.memory.caches
-    found = [_first(shelf.activate(number), stop) for number in (2, answer.episode or 0)]
+    caches = chat.memory.caches
+    found = [_first(caches.activate(number), stop) for number in (2, answer.episode or 0)]
     assert found[0] == found[1]
     assert any(position >= 4 for head in found[0] for position in head)
 
@@ -186,8 +186,8 @@ def _first(cache: SequenceCache, stop: int) -> list[list[int]]:
 def test_new_episode_without_sinks_begins_with_its_turn(loaded: LoadedModel) -> None:
     chat = Chat(under(loaded, EPISODES.replace("sinks=4", "sinks=0")), history=HISTORY)
     answer = chat.say("A star is far away.", max_new_tokens=6)
-    shelf = chat.memory.caches
-    found = [_first(shelf.activate(number), 1) for number in (2, answer.episode or 0)]
+    caches = chat.memory.caches
+    found = [_first(caches.activate(number), 1) for number in (2, answer.episode or 0)]
     assert found[0] == found[1]
     assert any(found[0])
 

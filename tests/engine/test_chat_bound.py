@@ -56,9 +56,9 @@ def peak_bound(chat: Chat) -> int:
 
 
 def check_rest(chat: Chat) -> None:
-    shelf = chat.memory.caches
-    for number in range(len(shelf)):
-        cache = shelf.activate(number)
+    caches = chat.memory.caches
+    for number in range(len(caches)):
+        cache = caches.activate(number)
         assert held(cache) <= most(chat.policy, cache, BLOCK)[0], f"cache {number} at rest"
 
 

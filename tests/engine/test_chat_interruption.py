@@ -42,7 +42,7 @@ def test_resumed_chat_answers_as_the_original_one(loaded: LoadedModel, policy: s
     back = Chat(engine, "mine")
     assert back.turns == chat.turns and back.figures.log_tokens == chat.figures.log_tokens
     assert back.former_policy == str(chat.policy) == str(back.policy)
-    if policy == "episodes":  # which were read anew just now
+    if policy == "episodes":  # which were read again just now
         assert all(same(a, b) for a, b in zip(states(back), states(chat), strict=True))
     answers = [engine.ask(each.memory, "What is old?", max_new_tokens=6) for each in (back, chat)]
     assert answers[0].ids == answers[1].ids

@@ -45,7 +45,7 @@ def test_restored_chat_continues_as_the_saved_one(
     chat.say("My dog is old.", max_new_tokens=4)
     chat.say("A sea and a star.", max_new_tokens=4)
     assert chat.keep() == ""
-    monkeypatch.setattr(ChatCache, "prefill", lambda *_: pytest.fail("read anew"))
+    monkeypatch.setattr(ChatCache, "prefill", lambda *_: pytest.fail("read again"))
     back = Chat(engine, "mine", keeper=keeper)
     assert back.resumed.tokens == chat.figures.log_tokens and equal(back, chat)
     assert back.figures.opened == chat.figures.opened
@@ -105,7 +105,7 @@ def test_rolled_back_turns_leave_no_trace(loaded: LoadedModel, policy: str) -> N
     chat.say("A car is red.", max_new_tokens=4)
     chat.roll_back(2)
     assert chat.turns == one.turns == Chat(engine, "mine").turns
-    assert policy != "full" or equal(chat, one), "cut off, not read anew"
+    assert policy != "full" or equal(chat, one), "cut off, not read again"
     assert within(chat)
     chat.roll_back(0)
     assert chat.turns == one.turns

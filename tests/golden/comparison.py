@@ -2,7 +2,7 @@
 
 Numbers with a fraction agree to a tolerance, because processors round differently; all else is
 equal. What no two runs have in common (times, paths, versions) and sentences for people, which may
-be worded anew, are replaced by a mask before they are written or compared.
+be reworded, are replaced by a mask before they are written or compared.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from golden.comparison import FIXTURES, MASK, Golden, masked
 FOLDER = FIXTURES / "homes"
 KEY = FOLDER / "key"
 IDS = FOLDER / "ids.json"  # of the conversation and the response that each server keeps
-# Written anew wherever they are missing; digests name files of the machine they were made on.
+# Written again wherever they are missing; digests name files of the machine they were made on.
 PASSING = ("rates", "digests.json")
 # Other on every run.
 CHANCE = ("saved", "torch", "transformers", "created_at", "completed_at", "made", "last_used")
@@ -115,7 +115,7 @@ def chats() -> Any:
 
 
 def forms() -> Any:
-    """Readings with caches of every form: restored, so that nothing is written anew."""
+    """Readings with caches of every form: restored, so that nothing is written again."""
     with opened("chats") as home:
         result = {name: _keep_reading(name, home, ()) for name in READINGS if name != UNREADABLE}
         return {"readings": result, "after": _listed(home, ())}

@@ -1,7 +1,7 @@
 """Nothing that others rely on has changed: everything equals its golden.
 
 A failure names the golden and the places in it. Where a change is meant, `golden.make` writes the
-golden anew.
+golden again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A reading handed from one model to another of its shape, a range of layers computed anew."""
+"""A reading handed from one model to another of its shape, a range of layers computed again."""
 
 from __future__ import annotations
 

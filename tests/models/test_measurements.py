@@ -136,7 +136,7 @@ def cosine(one: list[float], other: list[float]) -> float:
 
 
 def reasoned(decoder: Decoder, riddle: reasoning.ReasoningPrompt) -> tuple[list[int], list[float]]:
-    """A greedy answer, and the hits of each head at every token of it, each text read anew."""
+    """A greedy answer, and the hits of each head at every token of it, each text read again."""
     ids, k, scores = list(riddle.ids), riddle.claim[1] - riddle.claim[0], [0.0] * 12
     for _ in riddle.answer:
         rows = [

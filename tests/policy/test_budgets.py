@@ -128,7 +128,7 @@ def assert_a_bound_that_is_used_up(
 
 def test_head_order_does_not_matter(budget) -> None:
     if public_name(type(budget)) == "drawn":
-        pytest.skip("luck differs from head to head")
+        pytest.skip("it draws for each head in turn, so that order counts")
     source = torch.Generator().manual_seed(1)
     heads = [torch.randn(length, generator=source) for length in (5, 9, 3)]
     order = [2, 0, 1]

@@ -241,7 +241,7 @@ def test_observed_attention_equals_its_press() -> None:
 
 def test_leverage_equals_the_press_under_one_sketch_and_ridge() -> None:
     """Formula of LeverageScorePress: keys before rotation, centered and sketched; the diagonal of
-    X (X'X + .01)^-1 X'. In kvpress the sketch is drawn anew; our ridge is a share of the diagonal.
+    X (X'X + .01)^-1 X'. kvpress draws its sketch each time; our ridge is a share of the diagonal.
     """
     observation, drawn = whole(kv_heads=1), Leverage(sketch=5)
     positions, radians = (

@@ -144,7 +144,7 @@ def reordered(observation: Observation, order: list[int]) -> Observation:
 
 def test_head_order_does_not_matter(scorer) -> None:
     if public_name(type(scorer)) == "random":
-        pytest.skip("luck differs from head to head")
+        pytest.skip("it draws for each head in turn, so that order counts")
     seen, order = view("uneven"), [2, 0, 1]
     straight = judged(scorer, seen)
     turned = judged(scorer, reordered(seen, order))

@@ -131,10 +131,10 @@ def test_compact_positions_equal_a_shorter_text(architecture) -> None:
         for storage in ("compact", "exact"):
             policy = Policy.parse(f"{sentence} uniform(tokens=22) > {storage}()")
             runtime = id_runtime(decoder)
-            shelf = build_caches(
+            session_caches = build_caches(
                 runtime, policy.with_sizes(22, None), ids[:50], [{}], PeakMemoryMeter()
             )
-            caches.append(shelf.activate(0))
+            caches.append(session_caches.activate(0))
         compact, exact = (read_on(decoder, cache, new, 4) for cache in caches)
     assert caches[0].next_position == 60
     assert (compact - expected).abs().max() < 1e-4

@@ -109,7 +109,7 @@ def test_every_block_is_scored_by_its_draft(
     if "positions" in scorer:
         scorer = f"positions_first(tokens=4, shift={shift})"
     elif shift:
-        pytest.skip("drafts stand where they were said")
+        pytest.skip("only positions_first shifts its drafts")
     planner = Policy.parse(f"blockwise(tokens=8) > {PARTS} > {scorer} > uniform()").planner
     reader, lane = reader_for(watched, planner, 9, 24), lane_for(watched)
     Blockwise(8).read(reader, [lane], some_ids(16), no_progress)

@@ -20,7 +20,7 @@ SCRATCHED = ['patched(prompt="episode") > pooled()', "reconstruct(chunk=8) > glo
 
 
 class PeakCacheBytes:
-    """Sums all caches whenever a layer's storage is laid out anew, old and new together."""
+    """Sums all caches whenever a layer's storage is laid out again, old and new together."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, caches: list[SequenceCache]) -> None:
         self.nbytes = 0

@@ -187,17 +187,17 @@ def test_correction_without_misses_changes_nothing(decoder, own, monkeypatch) ->
 
 @pytest.mark.parametrize("variant", ["held='every'", "held='one', depth=1", "held='ids'"])
 def test_recomputed_entries_equal_the_full_cache(decoder, own, variant) -> None:
-    """The smallest of budgets answers as the full cache, also from the shelf."""
+    """The smallest of budgets answers as the full cache, also after it was offloaded."""
     ends = f"sinks_and_window(sinks=2) > uniform() > recompute({variant}) > lagged(tokens={LAG})"
     sentence = f"blockwise(tokens=8) > protect(sinks=2, recent=2) > {ends}"
     wanted, steps = Policy.parse(sentence).with_sizes(STAYING, None), 6
     cache = read(decoder, wanted).activate(0)
     first, logits = generate_with_logits(decoder, wanted, cache, QUESTION, steps)
-    shelf = SessionCaches(decoder.spec, [cache])
+    session_caches = SessionCaches(decoder.spec, [cache])
     second, later = generate_with_logits(
-        decoder, wanted, shelf.activate(0), some_ids(2, seed=9), steps
+        decoder, wanted, session_caches.activate(0), some_ids(2, seed=9), steps
     )
-    cache = shelf.activate(0)
+    cache = session_caches.activate(0)
     ids = (*CONTEXT, *QUESTION, *first[: steps - 1], *some_ids(2, seed=9), *second)
     expected = own_logits(own, ids)
     at = len(CONTEXT) + len(QUESTION) - 1
@@ -213,8 +213,8 @@ def test_deactivated_cache_continues_identically_within_its_budget(decoder, name
     pages, moved = cache.pages
     assert 0 < moved <= pages
     twin = cache.fork()
-    shelf = SessionCaches(decoder.spec, [cache.fork()])
-    ways = cache, twin, shelf.activate(0)
+    session_caches = SessionCaches(decoder.spec, [cache.fork()])
+    ways = cache, twin, session_caches.activate(0)
     live, forked, shelved = (
         generate_with_logits(decoder, wanted, own, some_ids(3, seed=9), 4) for own in ways
     )

@@ -115,7 +115,7 @@ def test_paper_variant_selects_pages_per_query_head(decoder) -> None:
 def test_slots_of_query_heads_are_counted(decoder) -> None:
     names = "code", "paper"
     sentence = 'sinks_and_window() > park() > dci(page=4, dense=0, variant="{}") > lagged(tokens=4)'
-    shelves = [
+    all_caches = [
         build_caches(
             runtime(decoder),
             Policy.parse(sentence.format(n)).with_sizes(64, None),
@@ -125,7 +125,7 @@ def test_slots_of_query_heads_are_counted(decoder) -> None:
         )
         for n in names
     ]
-    [code], [paper] = (shelf.usage() for shelf in shelves)
+    [code], [paper] = (session_caches.usage() for session_caches in all_caches)
     assert paper.slot_entries == decoder.spec.layers[0].group * code.slot_entries
     assert paper.fast_tier_bytes > code.fast_tier_bytes == sum(code.layers)
 

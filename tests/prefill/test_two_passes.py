@@ -1,4 +1,4 @@
-"""Two passes: what the first layers find is read anew, and nothing else is held."""
+"""Two passes: what the first layers find is read again, and nothing else is held."""
 
 from __future__ import annotations
 

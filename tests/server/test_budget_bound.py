@@ -30,9 +30,9 @@ def check_rest(served: Served, name: str) -> tuple[int, int]:
     """Every cache of a session at rest; what one may hold, at rest and while a turn runs."""
     session = served.core.sessions.find("a", name)
     assert session.residency.chat_cache is not None
-    shelf, policy = session.residency.chat_cache.caches, session.serving.policy
+    caches, policy = session.residency.chat_cache.caches, session.serving.policy
     bounds = 0, 0
-    for cache in shelf.copies():
+    for cache in caches.copies():
         bounds = most(policy, cache, session.serving.block)
         assert held(cache) <= bounds[0]
     return bounds

@@ -39,11 +39,11 @@ def test_cache_fills_its_byte_budget_without_exceeding_it(decoder, sentence) -> 
     spec = decoder.spec
     tokens = resolve_budget(policy, f"{ASKED // 1024}KiB", CONTEXT, spec)
     runtime = id_runtime(decoder)
-    shelf = build_caches(
+    caches = build_caches(
         runtime, policy.with_sizes(tokens, None), some_ids(CONTEXT), [{}], PeakMemoryMeter()
     )
-    assert 0.8 * ASKED < shelf.nbytes <= ASKED
-    tail = shelf.activate(0).latest.tail
+    assert 0.8 * ASKED < caches.nbytes <= ASKED
+    tail = caches.activate(0).latest.tail
     assert len(tail) == ("novelty" in sentence) * spec.width
 
 

@@ -141,25 +141,27 @@ def load(
     placement, use = _placement(device, device_map), page_use(pages)
     with silence_transformers():
         source = _source(name, stage)
-        if source == name:  # not a packaged or converted model
-            from larder.models.checkpoint_files import check_folder
-
-            check_folder(source)
         hub = _hub_options(name, source, revision)
         with loading_progress(stage) as reported:
             module = _load(name, source, device, dtype, {**hub, **placement}, reported)
         module = _with_adapters(module, _adapter_folders(name, adapter, adapter_mode), stage)
-        if device_map is None:
-            module = move_to_device(module, device)
-        else:
-            check_parts(module, device_map)
-        check_placement(module)
+        module = _placed(module, device, device_map)
         own = _tokenizer(name, source, hub, tokenizer)
         if tokenizer is not None:
             check_tokenizer(own, module)
         chosen = _processor(source, module.config, hub, processor)
         adapters = () if adapter is None else (adapter,)
         return LoadedModel(wrap_model(module.eval(), use, stage), own, name, chosen, adapters)
+
+
+def _placed(module: Any, device: str, device_map: DeviceMap | None) -> Any:
+    """Model on its device, or as the map has placed its parts; checked."""
+    if device_map is None:
+        module = move_to_device(module, device)
+    else:
+        check_parts(module, device_map)
+    check_placement(module)
+    return module
 
 
 def _adapter_folders(name: str, adapter: str | None, mode: str) -> list[tuple[str, str]]:
@@ -267,7 +269,11 @@ def _with_adapters(module: Any, folders: Sequence[tuple[str, str]], stage: Progr
 
 
 def _source(name: str, stage: ProgressStage) -> str:
-    """Folder or Hugging Face name to load from; GGUF files are converted at first use."""
+    """Folder or Hugging Face name to load from; GGUF files are converted at first use.
+
+    Raises:
+        ModelError: a folder lacks files of a model.
+    """
     if name == SEED:
         return str(files("larder.models") / "seed")
     if name in PACKAGED_MODELS:
@@ -276,6 +282,9 @@ def _source(name: str, stage: ProgressStage) -> str:
         from larder.models.gguf import convert_gguf  # reads with numpy: not before it is needed
 
         return str(convert_gguf(Path(name), stage))
+    from larder.models.checkpoint_files import check_folder
+
+    check_folder(name)
     return name
 
 

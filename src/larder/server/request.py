@@ -88,7 +88,7 @@ class Request:
         steps: workflow steps until each session is used again, by session name; "" means this
             request's session.
         logprobs: number of the most likely tokens to report beside each token of the answer; None
-            for no log-probabilities. A repeated request that wants them is answered anew, since
+            for no log-probabilities. A repeated request that wants them is answered again, since
             they are not stored.
         prompt_logprobs: report the tokens of `raw_prompt`, too, and the token that ends the answer.
             The prompt is read into a full cache, without those of other requests, and no session

@@ -19,7 +19,7 @@ embedding is as similar as the category demands. Three systems share the entries
 
 The conversation before the question, the model, the length and the stop strings must be equal.
 Entries are in memory alone, and count on no budget: a quota bounds their number, and long questions
-and answers are not kept. Questions that the embedder does not read whole are answered anew. An
+and answers are not kept. Questions that the embedder does not read whole are answered again. An
 answer leaves with the session in which it was computed.
 """
 

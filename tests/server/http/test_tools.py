@@ -87,8 +87,8 @@ def test_malformed_streamed_call_keeps_the_finish_reason(client: OpenAI, write: 
 def test_ten_step_tool_loop_reuses_one_session(
     client: OpenAI, write: Write, is_streamed: bool
 ) -> None:
-    """The client leaves reasoning out, spells arguments anew and swaps results: nothing is read
-    again."""
+    """The client leaves reasoning out, spells arguments otherwise and swaps results: nothing is
+    read again."""
     messages, cached, sessions = [user(f"Look around, {is_streamed}.")], 0, set[str]()
     for step in range(10):
         write(f"<think>\nStep {step}.\n</think>\n\n" + call_text(at=str(step), n=1.0) + call_text())

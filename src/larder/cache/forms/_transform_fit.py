@@ -2,7 +2,7 @@
 
 Bytes fall as the step grows, so the secant method within the bounds of a bisection finds the
 smallest step whose bytes fit. Components of the first layers are held meanwhile, up to
-`HELD_BYTES`; those of the others are computed anew for every step, one layer at a time, so the
+`HELD_BYTES`; those of the others are computed again for every step, one layer at a time, so the
 first step that they are asked for is the one with which the held ones fit their share.
 """
 

@@ -112,9 +112,9 @@ class SessionEvictionOrder:
         idle = [each for each in idle if each is not excluded]
         idle = [each for each in idle if tenant in (None, each.tenant)]
         columns = CandidateColumns.of([self._candidate(each) for each in idle])
-        leaving = self.tuner.rule.select_victims(columns, self._now(), missing)
-        self._clocks[tier] = max(self.clock(tier), leaving.clock)
-        return [idle[row] for row in leaving.rows]
+        victims = self.tuner.rule.select_victims(columns, self._now(), missing)
+        self._clocks[tier] = max(self.clock(tier), victims.clock)
+        return [idle[row] for row in victims.rows]
 
     def note_use(self, session: SessionState) -> None:
         """Record a request of a session."""

@@ -303,8 +303,8 @@ class TierManager:
         """Set a tier's budget, and evict sessions until it holds; the bytes still above it."""
         above = self._ledger.lower(tier, count)
         sessions = self.on_device if tier is Tier.DEVICE else self.in_host
-        while above > 0 and (leaving := self._order.first(tier, sessions.values(), None, above)):
-            for session in leaving:
+        while above > 0 and (victims := self._order.first(tier, sessions.values(), None, above)):
+            for session in victims:
                 if tier is Tier.HOST or not self.offload(session):
                     self.drop(session)
             above = self._ledger.used(tier) - count
@@ -397,10 +397,10 @@ class TierManager:
     ) -> bool:
         """Evict sessions from host memory; true if any was evicted."""
         whose = self._whose_host(session, count)
-        leaving = self._order.first(Tier.HOST, sessions, session, missing, whose)
-        for each in leaving:
+        victims = self._order.first(Tier.HOST, sessions, session, missing, whose)
+        for each in victims:
             self.evict(each)
-        return bool(leaving)
+        return bool(victims)
 
     def _whose_host(self, session: SessionState, count: int) -> str | None:
         """Tenant whose sessions must leave host memory for some bytes; None for those of any."""

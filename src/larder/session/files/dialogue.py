@@ -104,12 +104,12 @@ def session_numbers(fields: Fields) -> list[int]:
 
 def _message(utterance: Utterance, header: str) -> Message:
     # A line break inside an utterance would look like the start of another one.
-    said = f'{utterance.speaker} said, "{" ".join(utterance.text.split())}"'
-    lines = [said, utterance.picture] if utterance.picture else [said]
+    quoted = f'{utterance.speaker} said, "{" ".join(utterance.text.split())}"'
+    lines = [quoted, utterance.picture] if utterance.picture else [quoted]
     return Message(
         role="user",
         content=header + "".join(f"{line}\n" for line in lines),
         speaker=utterance.speaker,
         date=utterance.date,
-        utterance=said,
+        utterance=quoted,
     )
