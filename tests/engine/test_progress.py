@@ -12,7 +12,7 @@ from larder import Chat, Engine
 from larder.core import Progress
 from larder.engine import discard_text, generation_progress
 from larder.models import LoadedModel, apply_adapter, download_bars, load, loading_progress
-from tests.models.test_adapter import save_adapter
+from tests.models.test_lora_adapter import save_adapter
 from tiny_models import tiny
 
 # What peft asks of a model.

@@ -1,4 +1,4 @@
-"""Arena of pages: keys and values of all sequences of a model, in pages per layer.
+"""Page allocator: keys and values of all sequences of a model, in pages per layer (the arena).
 
 Addresses stay valid in a captured graph until the arena grows. Not thread-safe.
 """

@@ -1,4 +1,4 @@
-"""Shared storage of forks: a layer and its forks read one storage until one of them changes it.
+"""Copy-on-write storage of forks: a layer and its forks share one until one of them changes it.
 
     source   [ entries of both | entries that the source appended | slack ]
     fork       the first of them, then a storage of its own

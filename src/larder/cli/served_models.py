@@ -93,7 +93,7 @@ def check_model_files(options: ServeOptions) -> None:
         UsageError, InputError: the template or a name cannot be used.
         ModelError: a folder holds no adapter.
     """
-    from larder.models.adapter import check_adapter_folder
+    from larder.models.lora_adapter import check_adapter_folder
     from larder.server.answer_form import AnswerForm
     from larder.session.policy import parsed_policy
 

@@ -133,7 +133,7 @@ def identity_of_model(loaded: LoadedModel) -> ModelIdentity:
 
 def _adapter_digest(folder: str) -> str:
     """Digest of an adapter: of its files, because those of the model are without it."""
-    from larder.models.adapter import adapter_files
+    from larder.models.lora_adapter import adapter_files
 
     return digest_of_files(adapter_files(folder), home() / DIGEST_CACHE_FILE)
 

@@ -1,8 +1,5 @@
 from .activation_hooks import attention_modules as attention_modules
 from .activation_hooks import forward_hooks as forward_hooks
-from .adapter import CONFIG as CONFIG
-from .adapter import AdapterMode as AdapterMode
-from .adapter import apply_adapter as apply_adapter
 from .attention_backend import NAME as NAME
 from .attention_backend import AttentionInputs as AttentionInputs
 from .attention_backend import AttentionProbe as AttentionProbe
@@ -76,6 +73,9 @@ from .loader import seed_tokenizer as seed_tokenizer
 from .loader import torch_dtype as torch_dtype
 from .loader import with_adapters as with_adapters
 from .loader import wrap_model as wrap_model
+from .lora_adapter import CONFIG as CONFIG
+from .lora_adapter import AdapterMode as AdapterMode
+from .lora_adapter import apply_adapter as apply_adapter
 from .measurements._attention_capture import squared_errors as squared_errors
 from .measurements._needles import HiddenNeedle as HiddenNeedle
 from .measurements._needles import NeedlePassage as NeedlePassage

@@ -39,7 +39,7 @@ AUTO = "auto"
 SENTENCE_END = re.compile(r"(?<!e\.g)\. ")
 MERGED = "merged"
 VERIFICATION_STEPS = 3  # logits of the model, its specification, logits through Larder
-ADAPTER_MODES = (MERGED, "live")  # values of `larder.models.adapter.AdapterMode`
+ADAPTER_MODES = (MERGED, "live")  # values of `larder.models.lora_adapter.AdapterMode`
 # What damaged or hostile files make transformers, torch and tokenizers raise while they load.
 LOAD_FAILURES = (
     ArithmeticError,
@@ -183,7 +183,7 @@ def with_adapters(
     Raises:
         ModelError: an adapter cannot be loaded, or is of another model.
     """
-    from larder.models.adapter import adapted_copy
+    from larder.models.lora_adapter import adapted_copy
 
     loaded.decoder.release()
     module = loaded.decoder.module
@@ -261,7 +261,7 @@ def _with_adapters(module: Any, folders: Sequence[tuple[str, str]], stage: Progr
     """Model under adapters, each a folder and its mode; peft is imported for the first."""
     if not folders:
         return module
-    from larder.models.adapter import AdapterMode, apply_adapter
+    from larder.models.lora_adapter import AdapterMode, apply_adapter
 
     for folder, mode in folders:
         module = apply_adapter(module, folder, AdapterMode(mode), stage)
