@@ -1,4 +1,4 @@
-"""How far rounding moves the cells that `make smoke` measures again.
+"""Movement by rounding of the cells that `make smoke` measures again.
 
 The same checks run under several kernels of the same processor: those that torch takes by itself,
 those without instructions for bfloat16, those of AVX2, and in float32, which the others

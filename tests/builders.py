@@ -72,7 +72,7 @@ def tiers_of(form: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a layer makes of new tokens: queries [H, Q, D], keys and values [K, Q, D]."""
+    """Projections of new tokens in a layer: queries [H, Q, D], keys and values [K, Q, D]."""
 
     queries: Tensor
     keys: Tensor
@@ -140,7 +140,7 @@ SENTENCE_TOKENS = 3  # of all sentences in the columns of a view
 def a_view(
     layer: LayerSpec, positions: Sequence[Sequence[int]], queries: int = 5, seed: int = 0
 ) -> Observation:
-    """What a layer saw after reading a block of `queries` tokens, at the end of its entries."""
+    """Observation of a layer after a block of `queries` tokens, at the end of its entries."""
     length = 1 + max((p for head in positions for p in head), default=0)
     block = draw(layer, queries, max(0, length - queries), seed + 1)
     entries = some_entries(layer, positions, seed=seed)
@@ -198,7 +198,7 @@ class ToyAttention(nn.Module):
 
 
 def captured_inputs(layer: LayerSpec, queries: int, seed: int = 0) -> dict[str, Tensor]:
-    """What all activation providers capture of a pass of random hidden states."""
+    """Inputs that all activation providers capture in a pass of random hidden states."""
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(seed)
         attention, states = ToyAttention(layer), torch.randn(queries, HIDDEN)

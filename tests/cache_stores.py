@@ -36,7 +36,7 @@ def same(left: CacheLayer, right: CacheLayer) -> bool:
 
 
 def same_bits(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
-    """Whether two states are equal to the bit; NaN equals NaN."""
+    """True if two states are equal to the bit; NaN equals NaN."""
     return left.keys() == right.keys() and all(
         left[name].dtype == right[name].dtype
         and left[name].shape == right[name].shape

@@ -59,7 +59,7 @@ class Library:
         prompts: Any,
         progress: Any = no_progress,
     ) -> ConversationMemory:
-        """As `larder.session.prefill.prefill_memory`; who watches or prompts has it read again."""
+        """Like `larder.session.prefill.prefill_memory`; reads again with an observer or prompts."""
         if prompts or progress is not no_progress:
             return self._gather(runtime, source, policy, prompts, progress)
         key = id(runtime.decoder), str(policy), source.ids, source.later_turns
@@ -123,7 +123,7 @@ def interrupt(*_: object) -> None:
 
 
 def within(chat: Chat) -> bool:
-    """Whether no cache rests above the budget."""
+    """True if no idle cache is above the budget."""
     most = chat.figures.budget_tokens
     return all(view.entries_per_head <= most for view in chat.episodes)
 

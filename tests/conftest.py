@@ -73,7 +73,7 @@ def seeded() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def session_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What fixtures of wider scope write goes here, never to the home of who runs the tests."""
+    """Home of fixtures of wider scope, in place of that of the user who runs the tests."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LARDER_HOME", str(home))

@@ -17,7 +17,7 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "phi3", "mistral")
 
 
 def runs_hooks() -> bool:
-    """Whether kvpress can run by itself: its hooks need what transformers has left out since."""
+    """True if kvpress can run by itself: later transformers lack what its hooks need."""
     import transformers
 
     return bool(runnable(["kvpress"])) and Version(transformers.__version__) < Version("5.3")

@@ -87,7 +87,7 @@ class FourBitLinear(nn.Linear):
 
 
 def wrapped(plain: nn.Linear) -> nn.Linear:
-    """The same module with its weight in a tensor class."""
+    """Copy of a module with its weight in a tensor class."""
     plain.weight = nn.Parameter(WrappedWeight(*rounded(plain.weight.detach(), 127)), False)
     return plain
 

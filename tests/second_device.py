@@ -91,7 +91,7 @@ class SecondDevice(TorchFunctionMode):
 
 
 def _key(tensor: Tensor) -> Any:
-    """What of a tensor lives as long as its memory."""
+    """Object of a tensor that lives as long as its memory."""
     return tensor.untyped_storage()
 
 

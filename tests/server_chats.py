@@ -54,13 +54,13 @@ HISTORY = [
 
 
 def asked(policy: str, tokens: int = TOKENS) -> dict[str, object]:
-    """How `Served` holds sessions so: with blocks as long as questions, as a chat reads them."""
+    """Options of `Served` for chats: blocks as long as questions, as a chat reads them."""
     spelling = KINDS.get(policy, policy)
     return {"policy": spelling, "tokens": tokens, "block": None, "embedder": TopicEmbedder()}
 
 
 def makeup(name: str) -> tuple[str, ...]:
-    """What decides the way that a preset takes: presets alike in this are tried once by default."""
+    """Parts that determine the code path of a preset: of equal presets, one runs by default."""
     policy = Policy.parse(name)
     parts = policy.session, policy.schedule, policy.timing, policy.recall
     return tuple(type(part).__name__ for part in parts)

@@ -41,7 +41,7 @@ class Tier:
         return tuple(len(head) for head in self.keys)
 
     def entries(self) -> Entries:
-        """What an index is handed."""
+        """Entries that an index gets."""
         slack = torch.full((SLACK, self.layer.head_dim), torch.nan, dtype=self.keys[0].dtype)
         flat = [
             torch.cat([part for head in side for part in (slack, head)]) for side in self._sides

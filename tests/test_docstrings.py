@@ -118,7 +118,7 @@ def tiny_model() -> tuple[Any, Any]:
 
 @pytest.fixture
 def names(tiny_model: tuple[Any, Any]) -> dict[str, Any]:
-    """What examples may name beside the public names: a model, an engine and what they made."""
+    """Names that examples may use beside the public ones: a model, an engine and their results."""
     model, tokenizer = tiny_model
     engine = larder.Engine(model, tokenizer, policy="kvzip", budget=256)
     chat = larder.Chat(engine.under("streaming_llm", 256))

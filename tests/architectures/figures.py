@@ -128,7 +128,7 @@ def _peak(model: Any) -> float:
 
 
 def misses(found: Figures, dtype: str, steps: int = STEPS) -> list[str]:
-    """What figures do not show of what a supported family must."""
+    """Requirements of a supported family that its figures do not meet."""
     bound = LOGIT_BOUNDS[dtype]
     failed = []
     if found.beyond > (0 if dtype == "float32" else MOST_BEYOND):

@@ -255,7 +255,7 @@ def test_means_may_differ_by_the_known_range(measured: float, share: float) -> N
 
 @pytest.mark.parametrize("added", [0.3, 3.0, 300.0])
 def test_changed_committed_mean_has_the_fixed_tolerance(added: float) -> None:
-    """What was measured lies among the known means; the row lies as far outside as it was changed.
+    """The measured row lies among the known means, the changed one as far outside as it was moved.
 
     `added` is in nats; .025 is the fixed tolerance of a divergence.
     """

@@ -128,7 +128,7 @@ def test_corrected_layer_round_trips_with_its_queries() -> None:
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_no_correction_after_a_text(count) -> None:
-    """It has attended to everything, be it one token."""
+    """Its queries attended to everything, even if the text is one token."""
     store, _, _ = a_store(PARTS["flat"])
     extend(store, draw(LAYER, 1, READ))
     store.expect(AppendKind.TEXT)

@@ -101,7 +101,7 @@ def test_truncate_drops_latest_queries() -> None:
 
 
 def test_overwriting_held_queries_counts_as_one_plan_per_layer() -> None:
-    """What has gone out of the window does not come back with `truncate`."""
+    """Queries that have left the window do not come back with `truncate`."""
     cache = remembering()
     before = cache.plans
     read(cache, 1)

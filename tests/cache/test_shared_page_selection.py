@@ -51,7 +51,7 @@ def a_cache(
 
 
 def step(cache: SequenceCache, seed: int = 90) -> list[Tensor]:
-    """What each layer answers to one more token."""
+    """Output of each layer for one more token."""
     outs, index = [], cache.next_position
     for i, layer in enumerate(cache.spec.layers):
         new = draw(layer, 1, index, seed + i)

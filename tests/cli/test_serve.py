@@ -24,7 +24,7 @@ ASKED = {"messages": [{"role": "user", "content": "My cat is Mira."}], "max_toke
 
 @pytest.fixture
 def answered(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What a client is answered by a server that is then interrupted."""
+    """Reply to a client from a server that is then interrupted."""
     replies: dict[str, Any] = {}
 
     async def talk(config: uvicorn.Config) -> None:

@@ -36,7 +36,7 @@ def tokenizer() -> Any:
 
 @torch.no_grad()
 def own_completion(module: Any, tokenizer: Any, prompt: str, tokens: int) -> str:
-    """What transformers' own greedy generation adds to a prompt."""
+    """Text that transformers' own greedy generation adds to a prompt."""
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     out = module.generate(input_ids=ids, max_new_tokens=tokens, do_sample=False)
     return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)

@@ -28,7 +28,7 @@ def tokenizer() -> Any:
 
 @torch.no_grad()
 def own_tokens(module: Any, text: str, tokenizer: Any, tokens: int = 16) -> list[int]:
-    """What transformers' own greedy generation adds to a text, the stop token left out."""
+    """Tokens that transformers' own greedy generation adds to a text, without the stop token."""
     ids = tokenizer(text, return_tensors="pt")["input_ids"]
     out = module.generate(input_ids=ids, max_new_tokens=tokens, do_sample=False)
     return [token for token in out[0, ids.shape[1] :].tolist() if token != 2]

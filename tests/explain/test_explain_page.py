@@ -69,7 +69,7 @@ def decode(text: str, width: int) -> tuple[int, ...]:
 
 
 def with_text(small: Explanation, text: str) -> Explanation:
-    """The same explanation with one text in every place that holds a text."""
+    """Explanation with one text in every field that holds a text."""
     return replace(
         small,
         title=text,

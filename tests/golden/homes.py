@@ -128,7 +128,7 @@ def paired_answer() -> str:
 
 
 def sealed_chats() -> Any:
-    """The same under a key."""
+    """Sealed chats: those of `chats` under a key."""
     with opened("chats_sealed") as home:
         sealed = ("--key-file", KEY)
         result = _listed(home, sealed)
@@ -251,7 +251,7 @@ def _done(*words: Any, home: Path, stdin: str | None = None) -> Any:
 
 
 def _listed(home: Path, more: tuple[Any, ...]) -> dict[str, Any]:
-    """What `larder cache` tells of a home, in order of names."""
+    """Output of `larder cache` for a home, in order of names."""
     sessions = _done("cache", "list", *more, home=home)["sessions"]
     names = sorted(each["session"] for each in sessions)
     shown = {name: _done("cache", "show", name, *more, home=home) for name in names}
@@ -275,7 +275,7 @@ def _talk_to_server(url: str) -> dict[str, str]:
 
 
 def _from_archive(url: str, conversation: str, response: str) -> Any:
-    """What is kept beside sessions, and a response that goes on from it."""
+    """Archive beside sessions, and a response that continues from it."""
     result = {
         "conversation": fetched(f"{url}/v1/conversations/{conversation}"),
         "items": fetched(f"{url}/v1/conversations/{conversation}/items"),

@@ -1,4 +1,4 @@
-"""Nothing that others rely on has changed: everything equals its golden.
+"""Goldens: outputs that users rely on equal the committed ones.
 
 A failure names the golden and the places in it. Where a change is meant, `golden.make` writes the
 golden again.

@@ -81,7 +81,7 @@ def test_inner_padding_columns_have_no_tokens(llama: Any) -> None:
 def test_assisted_generation_under_a_policy_equals_unassisted(
     model: Any, policy: tuple[str, Any]
 ) -> None:
-    """It takes a token of the prompt back where none of its candidates was right."""
+    """Assisted generation crops a token of the prompt if none of its candidates was right."""
     name = model.config.model_type.removesuffix("_text")
     assistant = tiny(name, seed=1)
     with larder.applied(model, *policy):

@@ -88,7 +88,7 @@ def test_already_cached_texts_are_refused(llama: Any) -> None:
 
 
 def test_callers_dynamic_cache_inside_the_context_is_refused(llama: Any) -> None:
-    """It would stay empty, so that calls behind it would have forgotten the text."""
+    """The caller's cache would stay empty, and later calls would lack the text."""
     with larder.applied(llama, "full") as run, torch.no_grad():
         with pytest.raises(UsageError, match="A DynamicCache was given inside larder.applied"):
             llama.generate(IDS, past_key_values=DynamicCache(), max_new_tokens=2, **GREEDY)
@@ -208,7 +208,7 @@ def test_call_that_fails_leaves_no_trace(llama: Any, ids: Any) -> None:
 
 @pytest.mark.parametrize("name", ["Llama", "Llava"])
 def test_concurrent_call_of_another_thread_is_refused(name: str) -> None:
-    """It would roll the first call back, and run in its attention."""
+    """The second call would roll the first one back, and run in its attention."""
     model: Any = next(family for family in families() if family.name == name).model()
     caches, refused = [LarderCache(model, "full") for _ in range(2)], list[Any]()
 

@@ -28,7 +28,7 @@ def adopted() -> Callable[..., Decoder]:
 
 @pytest.fixture(scope="session")
 def own() -> Callable[..., Any]:
-    """The same model on its own attention; leave it as it is."""
+    """Reference model on its own attention; tests must not change it."""
     return cache(tiny)
 
 

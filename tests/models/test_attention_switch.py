@@ -44,7 +44,7 @@ def test_layers_are_found_with_a_wrong_base_model_prefix() -> None:
 
 @pytest.mark.parametrize(("tokens", "difference"), [(12, 1e-4), (80, 0)])
 def test_attention_function_can_be_wrapped_like_kvpress(tokens: int, difference: float) -> None:
-    """What it takes is then handed on by its place, as transformers' own functions have it.
+    """Arguments are then passed by position, as transformers' own functions take them.
 
     A call of few tokens runs the model's own layers then, no decoder stack.
     """

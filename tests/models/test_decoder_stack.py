@@ -231,7 +231,7 @@ def test_hooks_on_all_modules_see_what_the_model_computes(runs):
 
 @by_dtype
 def test_gates_are_recorded_in_the_stack(monkeypatch, runs, dtype):
-    """As in the model's own layers, and each sequence's alone, beside one without a column."""
+    """Gates of each sequence equal those of the model's own layers, beside one without a column."""
     decoder = a_decoder("qwen3", dtype)
     give_gates(decoder)
     ledger = Ledger(columns=("kvzap",))

@@ -50,7 +50,7 @@ def some_weights(queries: int, entries: int, heads: int = 2, seed: int = 0) -> T
 
 
 def streamed(aggregation: Any, rows: Tensor, chunk: int) -> Tensor:
-    """What an aggregation makes of weights handed over in a buffer that is used again."""
+    """Aggregate of weights that are handed over in a reused buffer."""
     total = rows.shape[1]
     state = aggregation.start(torch.zeros(rows.shape[0], rows.shape[2]))
     for first in range(0, total, chunk):

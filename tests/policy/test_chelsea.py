@@ -32,7 +32,7 @@ def settled(part: Chelsea, entries: Entries, kept: list[int], spared: tuple[int,
 
 
 def pairs(plan: Plan) -> dict[int, int]:
-    """What each merged entry joins."""
+    """Target of each merged entry."""
     every = zip(plan.folds.sources.tolist(), plan.folds.targets.tolist(), strict=True)
     return {source: target for source, target in every if source != target}
 

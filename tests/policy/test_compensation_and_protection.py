@@ -59,7 +59,7 @@ def judged(compensation, case: str, phase: Phase, remembered: str) -> tuple[Entr
 
 
 def carried_out(plan: Plan, entries: Entries) -> Outcome:
-    """What the layer would hold, in the words of the loops."""
+    """Entries of a layer after a plan, as the reference loops represent them."""
     heads = torch.split(plan.kept, list(plan.lengths))
     firsts = [sum(entries.lengths[:h]) for h in range(len(heads))]
     kept = [(part - first).tolist() for part, first in zip(heads, firsts, strict=True)]

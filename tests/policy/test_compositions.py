@@ -211,7 +211,7 @@ def entry_bytes(cache: SequenceCache) -> int:
 
 
 def dense_bytes(cache: SequenceCache) -> int:
-    """What the cache holds beside entries: tables of page slots and of quantized groups, and the
+    """Bytes beside entries: tables of page slots and of quantized groups, and the
     latest queries with their positions where the policy looks at them.
     """
     layers = cache.spec.layers

@@ -92,7 +92,7 @@ def test_threshold_of_negative_scores_is_relative_to_the_lowest() -> None:
 
 
 def lengths_of(budget: Budget, layers: list[LayerScores], tokens: int) -> list[tuple[int, ...]]:
-    """What each head of each layer keeps."""
+    """Entries that each head of each layer keeps."""
     ready = dict(enumerate(layers))
     plans = budget.choose(ready, dict.fromkeys(ready, tokens))
     return [plans[index].lengths for index in ready]
@@ -168,7 +168,7 @@ def test_layer_with_a_share_is_not_measured_during_decoding() -> None:
 
 
 def cascade(layers: list[LayerScores], tokens: int) -> Iterator[dict[int, LayerScores]]:
-    """What is left of the layers after each of them went by."""
+    """Lengths of all layers after each layer was planned."""
     ready: dict[int, LayerScores] = {}
     quotas = dict.fromkeys(range(len(layers)), tokens)
     for index, layer in enumerate(layers):

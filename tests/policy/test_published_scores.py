@@ -185,7 +185,7 @@ def test_criticality_preset_hand_values() -> None:
 
 
 def looked(observation: Observation, generating: bool, held: int) -> Observation:
-    """The same after a pass of the newest token alone; `held` queries before it are remembered."""
+    """Observation after a pass of the newest token; `held` queries before it are remembered."""
     count = observation.queries.shape[1]
     before = slice(count - 1 - held, count - 1)
     latest = LatestQueries(observation.queries[:, before], observation.query_positions[before])

@@ -17,7 +17,7 @@ NAMES = ("laq", "laq_guidance", "dapq", "whole() > positions_first() > uniform()
 
 @pytest.fixture(scope="module")
 def correct_answers(seed_model: LoadedModel) -> dict[str, int]:
-    """How many of two questions each policy answers at a quarter of the context."""
+    """Number of two questions that each policy answers at a quarter of the context."""
     full = Engine(seed_model, policy="full")
     log = lifelog_conversation(0, 500, lambda text: len(full.tokenizer.encode(text)), 2)
     return {name: _correct_answers(full.under(name, "25%"), log) for name in NAMES} | {

@@ -30,7 +30,7 @@ def a_compact_view() -> Observation:
 
 
 def shifted(observation: Observation, by: int) -> Observation:
-    """The same, as if it stood elsewhere in the text; what is a sink stays one."""
+    """Observation moved by some positions in the text; sinks stay sinks."""
     radians, rows = torch.tensor(RADIANS), torch.full((len(observation.entries.keys),), by)
     keys = rotate(observation.entries.keys[None], rows, radians)[0]
     moved = observation.effective_rope_positions + by

@@ -126,7 +126,7 @@ def test_unowned_rows_are_ignored(scorer) -> None:
 
 
 def reordered(observation: Observation, order: list[int]) -> Observation:
-    """The same with kv heads, and their query heads, in another order."""
+    """Observation with kv heads, and their query heads, in another order."""
     old, group = observation.entries, observation.layer.group
     heads = [old.head_positions(head).tolist() for head in order]
     fresh = some_entries(observation.layer, heads)

@@ -50,7 +50,7 @@ def read(decoder: Decoder, sentence: str, ids: Any, tokens: int, ends: Any) -> S
 
 
 def in_turns(cache: SequenceCache, ends: Sequence[int] = ENDS) -> set[tuple[int, ...]]:
-    """How many entries of each turn the heads hold."""
+    """Number of entries of each turn in the heads."""
     counts = set[tuple[int, ...]]()
     for layer in cache.spec.layers:
         entries = cache.entries(layer.index)
@@ -86,7 +86,7 @@ def test_one_turn_equals_the_policy_without_freeze(decoder, scorer) -> None:
 
 
 def test_turn_is_scored_by_its_own_entries_only(decoder) -> None:
-    """What the first turn leaves does not depend on the second, as it does without."""
+    """Kept entries of the first turn do not depend on the second, as they do without `freeze`."""
     ids = some_ids(200)
     rest = "protect(sinks=2, recent=8) > keydiff() > pooled()"
     alone = read(decoder, f"freeze(kept=0.5) > {rest}", ids[:100], 100, (100,))

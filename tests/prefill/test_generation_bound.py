@@ -1,4 +1,4 @@
-"""However much is generated, under whatever policy, a cache holds no more than its budget."""
+"""A cache holds no more than its budget under every policy, however much is generated."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class EntryCounter:
         return watch
 
     def held_by(self, cache: SequenceCache) -> int:
-        """What is counted: entries."""
+        """Counted quantity: entries."""
         return cache.managed_entries
 
 
@@ -93,7 +93,7 @@ def maps(decoder: Decoder) -> None:
 
 @dataclass
 class ByteCounter(EntryCounter):
-    """As `EntryCounter`, by the bytes of entries, grids of groups that are not full apart."""
+    """Counter like `EntryCounter`, of bytes, without the grids of groups that are not full."""
 
     def held_by(self, cache: SequenceCache) -> int:
         size, codecs = cache.spec.managed[0].head_dim, cache.cache_spec.codecs

@@ -127,7 +127,7 @@ def looked(
 
 
 def entered(module: Any) -> tuple[list[torch.Tensor], Callable[[], None]]:
-    """What enters attention, by hooks of the test's own."""
+    """Inputs of attention, recorded by hooks of the test."""
     found: list[torch.Tensor] = []
     hooks = [
         layer.self_attn.register_forward_pre_hook(

@@ -22,7 +22,7 @@ TOKENS, BLOCK, LANES = 14, 9, 5
 
 
 class Sizes(list[int]):
-    """How many lanes each settlement had, while a test lasts."""
+    """Number of lanes of each settlement during a test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         reading = PrefillReader.read_and_evict_steps
@@ -61,7 +61,7 @@ def read(watched, reader_for, lane_for) -> Any:
 
 @pytest.fixture(scope="module")
 def blockwise(read) -> Any:
-    """What blockwise builds under a sentence."""
+    """Caches that the blockwise schedule builds under a policy."""
     return cache(lambda sentence: read(Blockwise(BLOCK), sentence=sentence))
 
 

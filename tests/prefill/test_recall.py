@@ -66,7 +66,7 @@ def decoder() -> Decoder:
 
 @pytest.fixture(scope="module")
 def own() -> Any:
-    """The same model on its own attention."""
+    """Reference model on its own attention."""
     return tiny("qwen3")
 
 

@@ -214,7 +214,7 @@ def test_whole_prefill_keeps_sliding_windows_bounded(reader_for, lane_for, monke
 
 
 def test_later_tokens_have_true_positions(watched, reader_for, lane_for) -> None:
-    """What was dropped does not move what comes after: only kept entries differ from the full."""
+    """Dropped entries do not move later ones: kept entries have the positions of the full cache."""
     reader = reader_for(watched, planner_of("keydiff() > uniform()"), 14, 40)
     lane = lane_for(watched)
     Blockwise(8).read(reader, [lane], some_ids(40), no_progress)

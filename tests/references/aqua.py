@@ -26,7 +26,7 @@ def hadamard_sum(vector: Vector, row: int) -> float:
 
 
 def held(vector: Vector, grid: Matrix, half: Any) -> list[float]:
-    """What is held of a vector: each pair of its transform is the nearest point times a scale.
+    """Decoded vector: each pair of its transform is the nearest point times a scale.
 
     Args:
         half: rounds a number to float16.

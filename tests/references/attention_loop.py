@@ -56,7 +56,7 @@ def highest(observation: Observation, head: int, visible: list[bool]) -> list[fl
 def highest_in_plain_attention(
     observation: Observation, head: int, visible: list[bool]
 ) -> list[float]:
-    """The same, where the pass's own tokens up to the query take their share of its weight."""
+    """Highest weights where the pass's own tokens up to the query take their share."""
     best = [0.0] * len(visible)
     for query_head in group_of(observation, head):
         for query in range(observation.queries.shape[1]):

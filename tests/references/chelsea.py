@@ -43,7 +43,7 @@ def clustered(part: Any, entries: Entries, head: int, free: list[int], room: int
 def matches(
     part: Any, entries: Entries, head: int, members: Joined
 ) -> list[tuple[float, int, int]]:
-    """How unlike, and which two; every other one of a chunk with the nearest of the rest."""
+    """Distance and indices of pairs: every other entry of a chunk with the nearest of the rest."""
     keys: dict[int, list[float]] = {}
     for s, others in members.items():
         every = [s, *others]

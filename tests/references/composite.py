@@ -32,7 +32,7 @@ def choose(
 
 
 def rows_of(heads: list[list[Ranked]]) -> list[tuple[float, int]]:
-    """What the rows of a layer are worth, and how many entries they have."""
+    """Worth of the rows of a layer, and the number of their entries."""
     rows: list[tuple[float, int]] = []
     worth = math.inf
     for index in range(max(len(head) for head in heads)):

@@ -11,7 +11,7 @@ Joined = dict[int, list[int]]  # what is folded into each kept entry of a head
 
 
 def count_of(entries: Entries, head: int, entry: int) -> float:
-    """How many tokens an entry stands for."""
+    """Number of tokens that an entry represents."""
     return math.exp(float(entries.columns[LOG_COUNT][entries.starts[head] + entry]))
 
 

@@ -61,7 +61,7 @@ def parents(keys: Sequence[Vector], targets: Sequence[int], radius: float) -> li
 def pages(
     keys: Sequence[Vector], radius: float, direction: Vector, size: int, ratios: tuple[float, float]
 ) -> set[tuple[int, ...]]:
-    """What stands together: the entries of a cell, sorted along a direction, evenly divided."""
+    """Pages: the entries of a cell, sorted along a direction, evenly divided."""
     targets = levels(len(keys), *ratios)
     above = parents(keys, targets, radius)
     cells: dict[tuple[int, int], list[int]] = {}

@@ -49,7 +49,7 @@ def nearest(part: Any, entries: Entries, head: int, asked: int, kept: list[int])
 
 
 def by_head(best: list[dict[int, Best]]) -> tuple[list[dict[int, float]], list[float]]:
-    """What each entry is judged by, and the mean that the threshold of its head follows."""
+    """Similarity of each entry, and the mean that the threshold of its head follows."""
     judged = [{s: u for s, (u, _) in head.items()} for head in best]
     return judged, [mean(list(head.values())) for head in judged]
 

@@ -13,7 +13,7 @@ def frozen(turns: Sequence[Sequence[int]], kept: float, judge: Judge) -> list[li
 
 
 def judged_again(turns: Sequence[Sequence[int]], kept: float, judge: Judge) -> list[list[int]]:
-    """The same where every end of a turn judges everything that is left."""
+    """Plan where every end of a turn judges everything that is left."""
     left: list[int] = []
     for turn in turns:
         left = [*left, *turn]

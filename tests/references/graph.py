@@ -18,7 +18,7 @@ def links(observed: Vector, keys: Sequence[Vector], count: int) -> list[int]:
 def linked(
     query: Vector, observed: Sequence[Vector], keys: Sequence[Vector], guides: int, count: int
 ) -> set[int]:
-    """What the observed queries nearest in angle lead to."""
+    """Entries linked to the observed queries that are nearest in angle."""
     likeness = [dot(query, unit(other)) for other in observed]
     return {
         key for guide in largest(likeness, guides) for key in links(observed[guide], keys, count)

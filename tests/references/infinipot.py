@@ -38,7 +38,7 @@ def listed(values: list[float]) -> list[int]:
 
 
 def chosen(novelty: list[float], looked: list[float], novel: float, room: int) -> set[int]:
-    """Who stays, where `room` may, worked out by going down both lists a little at a time."""
+    """The `room` entries that stay, found by going down both lists a little at a time."""
     new, wanted = listed(novelty), listed(looked)
     kept: set[int] = set()
     steps = 0

@@ -41,7 +41,7 @@ def one_head(head: list[Ranked], quota: int, slots: int, kept: list[int]) -> lis
 
 
 def slots_kept(part: Any, layer: int, layers: int) -> tuple[int, list[int]]:
-    """How many slots a rung has, and which of them a layer keeps."""
+    """Number of slots of a rung, and those that a layer keeps."""
     span = min(wanted(part.span, layers), layers)
     step = span - min(wanted(part.overlap, layers), span - 1)
     slots = 1

@@ -49,6 +49,6 @@ def found(
 
 
 def holds(query: Vector, keys: Sequence[Vector], page: int, part: int) -> bool:
-    """Whether no key of a page has a larger product than the page's bound."""
+    """True if no key of a page has a larger product than the page's bound."""
     own = bounds(query, keys, page, part)
     return all(dot(query, key) <= own[n // page] + 1e-6 for n, key in enumerate(keys))

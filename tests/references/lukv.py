@@ -46,7 +46,7 @@ def of_all(heads: Any, count: int) -> list[list[int]]:
 
 
 def whole(parts: list[float], total: int, most: list[int]) -> list[int]:
-    """Whole numbers: what is left over goes to the largest remainders, of equals the earlier."""
+    """Whole numbers: the remainder goes to the largest fractions, of equal ones to the earlier."""
     rounded = [int(own) for own in parts]
     while sum(rounded) < total:
         rests = [own - down for own, down in zip(parts, rounded, strict=True)]

@@ -41,7 +41,7 @@ def cosine(query: Vector, key: Vector) -> float:
 
 
 def log_weight(query: Vector, key: Vector, middle: Vector, bits: int, tables: int) -> float:
-    """What the logit of a drawn key is raised by."""
+    """Amount by which the logit of a drawn key is raised."""
     return -math.log(chance(cosine(query, less(key, middle)), bits, tables))
 
 

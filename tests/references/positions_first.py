@@ -26,7 +26,7 @@ def scores(part: Any, observation: Observation) -> list[list[float]]:
 
 
 def text(content: str, tokens: int, block: list[int], request: list[int]) -> list[int]:
-    """What the pseudo tokens say."""
+    """Pseudo tokens."""
     if content == "fixed":
         endless = request * tokens
         return endless[:tokens]

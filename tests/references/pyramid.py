@@ -12,7 +12,7 @@ __all__ = ["choose", "layer_tokens"]
 def layer_tokens(
     part: Any, tokens: int, layers: int, least: int, most: int, calibration: object
 ) -> list[float]:
-    """What each layer deserves before rounding."""
+    """Tokens of each layer before rounding."""
     if tokens >= most or layers == 1:
         return [float(tokens)] * layers
     spare = tokens - least

@@ -13,7 +13,7 @@ __all__ = ["choose", "layer_tokens"]
 def layer_tokens(
     part: Any, tokens: int, layers: int, least: int, most: int, calibration: Any
 ) -> list[float]:
-    """What each layer deserves before rounding."""
+    """Tokens of each layer before rounding."""
     if tokens >= most:
         return [float(tokens)] * layers
     sigma = calibration["sensitivity"]

@@ -40,7 +40,7 @@ def scores(own: Rows, kv_heads: int) -> Rows:
 
 
 def share(own: Sequence[float], chosen: Sequence[int]) -> float:
-    """What part of its approximate attention a query head gives the chosen entries."""
+    """Share of a query head's approximate attention on the chosen entries."""
     return sum(own[entry] for entry in chosen) if own else 1.0
 
 

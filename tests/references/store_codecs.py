@@ -11,7 +11,7 @@ Rows = list[list[float]]
 
 
 def affine(numbers: Rows, lengths: Sequence[int], bits: int, group: int, role: str) -> Rows:
-    """What comes back: every group of numbers on 2^bits places from its least to its largest."""
+    """Decoded numbers: every group on 2^bits levels from its least to its largest."""
     out = [row[:] for row in numbers]
     for cells in _groups(numbers, lengths, group, role):
         values = [numbers[r][c] for r, c in cells]
@@ -27,7 +27,7 @@ def affine(numbers: Rows, lengths: Sequence[int], bits: int, group: int, role: s
 
 
 def entropy(numbers: Rows, lengths: Sequence[int], step: float, group: int) -> Rows:
-    """What comes back of anchors and differences; `step` is in standard deviations."""
+    """Decoded anchors and differences; `step` is in standard deviations."""
     out = [row[:] for row in numbers]
     start = 0
     for length in lengths:
@@ -77,7 +77,7 @@ def _up(value: float) -> float:
 def predictive(
     layers: Sequence[tuple[Rows, Rows]], tables: Sequence[tuple[dict, dict]], step: float
 ) -> list[tuple[Rows, Rows]]:
-    """What comes back of keys before rotation and values, a token at a time.
+    """Decoded keys before rotation and values, a token at a time.
 
     Args:
         layers: keys and values of each layer, kv heads side by side.

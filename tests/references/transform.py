@@ -49,7 +49,7 @@ def component(
 
 
 def rounded(number: float, step: float, tier: int, mean: float = 0.0) -> float:
-    """What is held of a component around a mean."""
+    """Decoded component around a mean."""
     own = step * 2.0**tier
     return own * math.floor((number - mean) / own + 0.5) + mean
 

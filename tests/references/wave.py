@@ -39,7 +39,7 @@ def pages_of(
     update: int,
     iterations: int,
 ) -> Pages:
-    """What a head holds that grew to each of `lengths` in turn."""
+    """Pages of a head that grew to each of `lengths` in turn."""
     settled: Pages = []
     done = 0
     for length in lengths:
@@ -61,7 +61,7 @@ def pending(lengths: Sequence[int], most: int, update: int) -> int:
 
 
 def with_pending(scores: Sequence[float], pages: Pages, left: int) -> list[float]:
-    """The same with pages of pending entries before all others."""
+    """Pages with those of pending entries before all others."""
     first = pages[-1][-1] + 1 - left if pages else 0
     return [
         math.inf if page[0] >= first and left else s for s, page in zip(scores, pages, strict=True)

@@ -94,7 +94,7 @@ def load(store: Store, name: str = TALK, **changes: Any) -> LoadedSession:
 
 
 def is_exact(loaded: LoadedSession, ids: Sequence[int] = IDS) -> bool:
-    """Whether a session came back as it was, or can be read again from all of its tokens."""
+    """True if a session was restored unchanged, or can be read again from all of its tokens."""
     if loaded.ids != tuple(ids):
         return False
     if loaded.cache is None:
@@ -116,7 +116,7 @@ def cache_files(folder: Path) -> list[Path]:
 
 
 def outcome(folder: Path) -> tuple[str, str]:
-    """What becomes of the session in a process that is started now: as it was, or a reason."""
+    """Outcome of opening the session in a new process: unchanged, or a reason."""
     store = store_at(folder)
     try:
         loaded = load(store)

@@ -59,7 +59,7 @@ def take_back(store: Store) -> int:
 
 
 def take_chats_back(home: Path) -> int:
-    """The same for chats without a key."""
+    """Rewrite chats without a key in the earlier version; their number."""
     files = sorted((home / "sessions").glob("*.json"))
     for file in files:
         file.write_text(json.dumps(renamed(json.loads(file.read_text()), CHATS)))

@@ -149,7 +149,7 @@ def test_create_refuses_an_existing_path_without_hard_links(
 
 
 class ClientError(Exception):
-    """As clients of object stores have them, which know nothing of ours."""
+    """Error like those of object-store clients, outside our hierarchy."""
 
 
 @pytest.mark.parametrize("act", ["create", "replace", "read", "size", "remove", "list_files"])

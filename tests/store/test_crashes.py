@@ -49,7 +49,7 @@ def in_a_child(run: Callable[[], None], patience: float = 60.0) -> int:
 
 
 def killed_at(step: int, run: Callable[[], None]) -> Callable[[], None]:
-    """The same, killed at one of the steps by which it changes the disk, or the index."""
+    """Run that is killed at one of the steps by which it changes the disk or the index."""
     count = [0]
 
     def passing(*_: Any) -> None:

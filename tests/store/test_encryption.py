@@ -72,7 +72,7 @@ def test_encrypted_store_round_trips(tmp_path: Path) -> None:
 
 
 def readable_words(store: Store, folder: Path) -> set[bytes]:
-    """What of a text, its names and its format stands in any file under a folder.
+    """Words of a text, its names and its format that are readable in any file under a folder.
 
     Each word has at least eight bytes: random bytes hold a shorter one now and then.
     """

@@ -137,7 +137,7 @@ def run_every_operation(folder: Path) -> None:
 
 
 def check(store: Store, name: str) -> None:
-    """It is as it was saved, at one of its states, or it is refused."""
+    """The session is as it was saved, at one of its states, or it is refused."""
     try:
         found = store.sessions.load(WHO, name, asking())
     except LarderError:

@@ -134,7 +134,7 @@ def check_codec(name: str, resume_deadline: float | None = None) -> None:
 def layer_transfer(
     share_layers: list[int], reuse_from: str | None, recompute_layers: str | None
 ) -> LayerTransfer | None:
-    """What a model shares with others, and takes from one; None for neither.
+    """Layers that a model shares with others, or takes from one; None for neither.
 
     Raises:
         UsageError: a layer or a range is malformed, or one option lacks the other.

@@ -39,7 +39,7 @@ COMMON = {
 
 @dataclass(frozen=True)
 class LayerTransfer:
-    """What a model shares with others of its shape, and what it takes from one.
+    """Layers that a model shares with others of its shape, and those that it takes from one.
 
     Args:
         state_layers: layers before which hidden states are kept for others.

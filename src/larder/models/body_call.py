@@ -66,8 +66,7 @@ class NewTokenMasks:
 
     @staticmethod
     def of(attention_mask: Any, outer: OuterCall) -> NewTokenMasks:
-        """Masks from `attention_mask`, which the model around the body may have made by kind of
-        layer."""
+        """Masks from `attention_mask`: one, or one per kind of layer, as some models make them."""
         if not isinstance(attention_mask, dict):
             return NewTokenMasks(attention_mask)
         made = [mask for mask in attention_mask.values() if mask is not None]

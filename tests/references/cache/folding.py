@@ -26,7 +26,7 @@ class Fold:
 def folded(
     heads: Sequence[Sequence[Entry]], chosen: Sequence[Sequence[int]], folds: Sequence[Fold]
 ) -> list[list[Entry]]:
-    """What stays of every head, when targets become the sums of their rows."""
+    """Rows that stay in every head when targets become the sums of their rows."""
     return [
         [_outcome(heads, (head, index), folds) for index in indices]
         for head, indices in enumerate(chosen)

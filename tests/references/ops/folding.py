@@ -33,7 +33,7 @@ def weighed(
 def weighted_sums(
     held: list[list[float]], sources: list[int], targets: list[int], weights: list[float]
 ) -> dict[int, list[float]]:
-    """What each target becomes, of the packed rows that are held."""
+    """New row of each target, from the packed rows."""
     sums = {target: [0.0] * len(held[0]) for target in sorted(targets)}
     for source, target, weight in zip(sources, targets, weights, strict=True):
         sums[target] = [

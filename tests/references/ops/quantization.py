@@ -11,7 +11,7 @@ Rows = Sequence[Sequence[float]]
 
 
 def spacing(number: float) -> float:
-    """How far float16 numbers lie apart around this one."""
+    """Spacing of float16 numbers around this one."""
     exponent = math.frexp(abs(number))[1] - 1 if number else -14
     return 2.0 ** (max(exponent, -14) - 10)
 
@@ -57,7 +57,7 @@ def rounded(
     balance: float = 0.0,
     weights: Sequence[float] | None = None,
 ) -> list[list[float]]:
-    """What the entries of one group are worth after they were rounded; lost channels are 0."""
+    """Entries of one group after rounding; lost channels are 0."""
     width = len(rows[0])
     chosen = list(range(width))
     if kept is not None and kept < width:

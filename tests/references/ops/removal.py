@@ -12,7 +12,7 @@ def remove_rows(
     kept: list[int],
     new_lengths: tuple[int, ...],
 ) -> list[list[Tensor]]:
-    """What every head of every tensor holds afterwards: its kept rows, head by head."""
+    """Rows of every tensor afterwards: the kept ones, head by head."""
     own_rows = [
         start + i for start, length in zip(starts, lengths, strict=True) for i in range(length)
     ]

@@ -28,7 +28,7 @@ def slow_sentences(text: str, short: int, long: int) -> list[tuple[int, int]]:
 
 
 def ends(text: str, i: int) -> bool:
-    """Whether a sentence ends after character i, which is the last of its white space."""
+    """True if a sentence ends after character i, which is the last of its white space."""
     if text[i + 1 : i + 2].isspace():
         return False
     space = i
@@ -50,7 +50,7 @@ def ends(text: str, i: int) -> bool:
 
 
 def goes_on(text: str, at: int, space: int, following: str) -> bool:
-    """Whether the marks up to `at` leave the sentence open."""
+    """True if the marks up to `at` leave the sentence open."""
     if following.islower():
         return True
     is_single_dot = text[at] == "." and at == space and text[at - 1 : at] not in list(".!?…")

@@ -130,7 +130,7 @@ class ClientConversation:
         self._go_on(result.choices[0].message.content or "")
 
     def stream(self, started: threading.Event) -> None:
-        """The same, piece by piece, and longer."""
+        """Longer answer, streamed."""
         with self.client.chat.completions.create(
             model=MODEL,
             messages=self.messages,

@@ -90,7 +90,7 @@ def engine(loaded: LoadedModel, policy: str = "limited") -> Engine:
 
 
 def texts(deep: LoadedModel) -> tuple[str, str]:
-    """What an answer in progress and a long prompt beside it are answered alone."""
+    """Texts of an answer in progress and of a long prompt, each generated alone."""
     with closing(LocalEngineClient(engine(deep))) as hub:
         return asked(hub, box_question(1), "first", 90).text, asked(hub, LONG, "long", 3).text
 

@@ -87,8 +87,8 @@ with torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON_CREATION):
 
 
 def compiled(**variables: str) -> tuple[str, int]:
-    """Whether a process has limited its cache of kernels, and how many it compiles for activations
-    of a hundred shapes, a late one and the first of them twice."""
+    """`True` if a process has limited its cache of kernels, and how many it compiles for
+    activations of a hundred shapes, a late one and the first of them twice."""
     done = subprocess.run(
         [sys.executable, "-c", SHAPES],
         env={**os.environ, **variables},

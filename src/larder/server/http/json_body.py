@@ -91,7 +91,7 @@ class JsonBody(BaseModel):
 
     @property
     def unknown_fields(self) -> tuple[str, ...]:
-        """Names in the body that are no fields and not null, with their paths, the first 16."""
+        """Paths of the first 16 unknown fields of a body that are not null."""
         return self._unknown_fields
 
     def note_unknown_fields(self, names: Iterable[str]) -> None:
@@ -215,7 +215,7 @@ def _value(model: type[JsonBody], name: str, raw: msgspec.Raw, unknown: list[str
 
 
 class Unknown(Enum):
-    """Fates of names that no field of an object has."""
+    """Handling of unknown fields of an object."""
 
     SKIPPED = "skipped"
     REFUSED = "refused"
