@@ -17,6 +17,8 @@ import uvicorn
 from cli_results import Run, complaint, document
 from larder.cli import serve
 from larder.cli.errors import INTERRUPTED_EXIT_CODE
+from larder.engine import runtime
+from larder.models import calibration
 from larder.store import LocalFileSystem
 
 ASKED = {"messages": [{"role": "user", "content": "My cat is Mira."}], "max_tokens": 3}
@@ -247,3 +249,32 @@ def test_garbage_collection_skips_loaded_objects(
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(1))
     run("serve", "--port", "0")
     assert frozen and answered["/health"].status_code == 200
+
+
+def test_address_answers_while_the_model_loads(
+    run: Run, answered: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that an orchestrator does not end a process that still measures its model."""
+    seen: dict[str, httpx2.Response] = {}
+    bind, opened, measure = serve._listening_socket, list[socket.socket](), calibration.calibrate
+
+    def listening(options: serve.ServeOptions) -> socket.socket:
+        opened.append(bind(options))
+        return opened[-1]
+
+    def slow(*given: Any) -> Any:
+        with httpx2.Client(base_url=f"http://127.0.0.1:{opened[0].getsockname()[1]}") as client:
+            for name in ("/health", "/live", "/v1/models"):
+                seen[name] = client.get(name, timeout=20)
+        return measure(*given)
+
+    monkeypatch.setattr(serve, "_listening_socket", listening)
+    monkeypatch.setattr(runtime, "calibrate", slow)
+    run("serve", "--port", "0", "--policy", "squeeze_attention", "--budget", "64")
+    assert {name: reply.status_code for name, reply in seen.items()} == {
+        "/health": 503,
+        "/live": 200,
+        "/v1/models": 503,
+    }
+    assert seen["/health"].json()["stage"] == "Measuring the model: squeeze"
+    assert answered["/health"].status_code == 200

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 from larder.cli.store_options import check_store_access
 from larder.core.home import home
+from larder.engine.progress_bar import progress_bar
 
 if TYPE_CHECKING:
     from larder.cli.serve import ServeOptions
+    from larder.core.progress import ProgressStage
     from larder.server.engine_client import EngineClient
     from larder.server.persistence.base import SessionLocks
     from larder.store.store import Store
@@ -24,22 +26,33 @@ STORED_EPOCHS = 2
 
 
 @contextmanager
-def local_engine_client(options: ServeOptions) -> Iterator[EngineClient]:
-    """Engine client in this process, over the store of the options."""
+def local_engine_client(
+    options: ServeOptions, stage: ProgressStage = progress_bar
+) -> Iterator[EngineClient]:
+    """Engine client in this process, over the store of the options.
+
+    Args:
+        stage: shows the stages of loading and measuring.
+    """
     from larder.server.persistence.base import SessionLocks
     from larder.store.encryption import read_key
 
     store = _open_store(options, store_url(options), key=read_key(options.key_file))
     try:
-        with _local_engine_client(options, store, SessionLocks()) as client:
+        with _local_engine_client(options, store, SessionLocks(), stage) as client:
             yield client
     finally:
         store.close()
 
 
 @contextmanager
-def ray_engine_client(options: ServeOptions) -> Iterator[EngineClient]:
+def ray_engine_client(
+    options: ServeOptions, stage: ProgressStage = progress_bar
+) -> Iterator[EngineClient]:
     """Engine client of replicas in processes that Ray runs.
+
+    Args:
+        stage: shows the start of the replicas.
 
     Raises:
         DependencyError: Ray Serve is not installed.
@@ -66,7 +79,8 @@ def ray_engine_client(options: ServeOptions) -> Iterator[EngineClient]:
     machines = connect()
     try:
         check_store(options.store, machines)
-        client = ClusterEngineClient(RayReplicaSet(start_replica, resources))
+        with stage("Starting replicas", "replicas"):
+            client = ClusterEngineClient(RayReplicaSet(start_replica, resources))
         try:
             yield client
         finally:
@@ -134,7 +148,10 @@ def _open_store(
 
 @contextmanager
 def _local_engine_client(
-    options: ServeOptions, store: Store, locks: SessionLocks
+    options: ServeOptions,
+    store: Store,
+    locks: SessionLocks,
+    stage: ProgressStage = progress_bar,
 ) -> Iterator[EngineClient]:
     from larder.cli.serve_budgets import memory_budgets
     from larder.cli.served_models import model_clients
@@ -142,7 +159,7 @@ def _local_engine_client(
 
     quotas = options.tenant_quota or ()
     budgets = memory_budgets(options.kv_budget, options.host_budget, quotas)
-    client = model_clients(options, budgets, store, locks)
+    client = model_clients(options, budgets, store, locks, stage)
     try:
         with StoreSweeper(store):
             yield client

@@ -14,6 +14,7 @@ from larder.core.conversation import Conversation, Question
 from larder.core.errors import BadParameter, LarderError, UsageError
 from larder.core.family import public_name
 from larder.core.memory_budget import MemoryBudget
+from larder.core.progress import ProgressStage
 from larder.engine.answer import Answer
 from larder.engine.detokenizer import discard_text
 from larder.engine.engine import Engine
@@ -164,8 +165,14 @@ def seed_model_line() -> str:
     )
 
 
-def load_model(options: ModelOptions, adapter: str | None) -> LoadedModel:
-    """Model of the options under an adapter."""
+def load_model(
+    options: ModelOptions, adapter: str | None, stage: ProgressStage = progress_bar
+) -> LoadedModel:
+    """Model of the options under an adapter.
+
+    Args:
+        stage: shows the stages of loading.
+    """
     return load(
         options.model,
         device=options.device,
@@ -173,7 +180,7 @@ def load_model(options: ModelOptions, adapter: str | None) -> LoadedModel:
         adapter=adapter,
         adapter_mode=options.adapter_mode,
         pages=options.pages,
-        stage=progress_bar,
+        stage=stage,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,7 @@ from larder.core.home import home
 if TYPE_CHECKING:
     from larder.server.embedder_queue import EmbedderQueue
     from larder.server.engine_client import EngineClient
+    from larder.server.http.app_state import HttpSettings
     from larder.server.http.auth import Authenticator
 
 # What the extra `serve` brings, as modules.
@@ -239,9 +241,20 @@ def serve(options: ServeOptions) -> None:
     authenticator, bound = _access_control(options), _listening_socket(options)
     limit_memory()
     with bound:
+        _serve(options, authenticator, bound)
+
+
+def _serve(options: ServeOptions, authenticator: Authenticator, bound: socket.socket) -> None:
+    """Engine client and HTTP server on a bound socket; `/health` says meanwhile what is done."""
+    from larder.engine.runtime import delayed_bar
+    from larder.server.http.startup import StartupServer, StartupStatus
+
+    settings, status = _http_settings(options), StartupStatus(delayed_bar)
+    with StartupServer(bound, authenticator, settings, status) as startup:
         embedder = _embedder_queue(options.embedding_model)
-        with (ray_engine_client if options.ray else local_engine_client)(options) as client:
-            _run(options, client, authenticator, bound, embedder)
+        engine_client = ray_engine_client if options.ray else local_engine_client
+        with engine_client(options, status.stage) as client:
+            _run(options, client, authenticator, bound, embedder, settings, startup.close)
 
 
 def _embedder_queue(name: str | None) -> EmbedderQueue | None:
@@ -269,23 +282,22 @@ def _run(
     authenticator: Authenticator,
     bound: socket.socket,
     embedder: EmbedderQueue | None,
+    settings: HttpSettings,
+    take_over: Callable[[], None],
 ) -> None:
-    """HTTP server on a bound socket, until a signal ends it."""
+    """HTTP server on a bound socket, until a signal ends it.
+
+    Args:
+        take_over: ends what answers on the socket until then.
+    """
     import uvicorn
 
-    from larder.cli.question_run import sampling_params
     from larder.cli.served_models import print_address
     from larder.server.http.app import create_app
-    from larder.server.http.app_state import HttpSettings, Unsupported
     from larder.server.http.archive import Archive
     from larder.server.http.connections import ServerConfig
     from larder.store.encryption import encryption_for, read_key
 
-    settings = HttpSettings(
-        sampling=sampling_params(options),
-        max_new_tokens=options.max_new_tokens,
-        unsupported=Unsupported.IGNORED if options.lenient else Unsupported.REFUSED,
-    )
     try:
         encryption = encryption_for(read_key(options.key_file), "archive")
         archive = Archive(home() / "server" / "archive.sqlite", sealing=encryption)
@@ -295,11 +307,23 @@ def _run(
         gc.collect()
         gc.freeze()
         gc.enable()
+        take_over()
         print_address(client.models()[0], bound, is_document=options.json)
         config = ServerConfig(app, timeout_graceful_shutdown=5)
         uvicorn.Server(config).run(sockets=[bound])
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
+
+
+def _http_settings(options: ServeOptions) -> HttpSettings:
+    from larder.cli.question_run import sampling_params
+    from larder.server.http.app_state import HttpSettings, Unsupported
+
+    return HttpSettings(
+        sampling=sampling_params(options),
+        max_new_tokens=options.max_new_tokens,
+        unsupported=Unsupported.IGNORED if options.lenient else Unsupported.REFUSED,
+    )
 
 
 def _access_control(options: ServeOptions) -> Authenticator:

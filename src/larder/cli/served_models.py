@@ -17,6 +17,7 @@ from larder.core.errors import InputError, UsageError
 
 if TYPE_CHECKING:
     from larder.cli.serve import ServeOptions
+    from larder.core.progress import ProgressStage
     from larder.models.loader import LoadedModel
     from larder.server.context_transfer import ContextTransfer
     from larder.server.engine_client import EngineClient
@@ -178,29 +179,40 @@ def read_template(path: Path) -> str:
 
 
 def model_clients(
-    options: ServeOptions, budgets: ByteBudgets, store: Store, locks: SessionLocks
+    options: ServeOptions,
+    budgets: ByteBudgets,
+    store: Store,
+    locks: SessionLocks,
+    stage: ProgressStage,
 ) -> EngineClient:
     """Client of the model, and of its adapters if there are any; each has the same share of the
-    budgets, and they take turns on the device."""
+    budgets, and they take turns on the device.
+
+    Args:
+        stage: shows the stages of loading and measuring.
+    """
     from larder.cli.question_run import check_model_options, load_model
     from larder.models.loader import with_adapters
     from larder.server.model_router import ModelRouter, TurnLock
 
     check_model_options(options)
     folders = split_adapters(options.adapter or ())
-    loaded = load_model(options, folders.own)
+    loaded = load_model(options, folders.own, stage)
     if options.chat_template is not None:
         loaded = replace(loaded, tokenizer=deepcopy(loaded.tokenizer))
         loaded.tokenizer.chat_template = read_template(options.chat_template)
     if not folders.named:
         names = options.served_model_name or ()
-        return _client(options, loaded, names, budgets, store, locks)
+        return _client(options, loaded, names, budgets, store, locks, stage)
     loaded, adapted = with_adapters(loaded, folders.named)
     own_name, *others = options.served_model_name or (loaded.name,)
     share, lock = budgets.divided(1 + len(adapted)), TurnLock()
-    clients = {own_name: _client(options, loaded, (own_name, *others), share, store, locks, lock)}
-    for name, model in adapted.items():
-        clients[name] = _client(options, model, (name,), share, store, locks, lock)
+    served = {own_name: ((own_name, *others), loaded)}
+    served |= {name: ((name,), model) for name, model in adapted.items()}
+    clients = {
+        name: _client(options, model, names, share, store, locks, stage, lock)
+        for name, (names, model) in served.items()
+    }
     for transfer in context_transfers(options):
         transfer.connect({name: client.context.core for name, client in clients.items()})
     return ModelRouter(clients)
@@ -213,10 +225,12 @@ def _client(
     budgets: ByteBudgets,
     store: Store,
     locks: SessionLocks,
+    stage: ProgressStage,
     step_lock: AbstractContextManager[object] = nullcontext(),  # noqa: B008, without state
 ) -> LocalEngineClient:
     from larder.cli.question_run import engine_over
     from larder.cli.store_options import streaming_of
+    from larder.engine.runtime import engine_runtime
     from larder.engine.snapshots import ModelSnapshots
     from larder.server.engine_options import EngineOptions
     from larder.server.local_engine_client import LocalEngineClient
@@ -227,6 +241,7 @@ def _client(
     from larder.server.tiers.disk import StoreDiskTier
 
     engine = engine_over(options, loaded)
+    engine.runtime = engine_runtime(loaded.decoder, engine.tokenizer, stage)
     persistence = StoreSessionPersistence(store, engine.loaded.decoder.spec, locks)
     streaming = streaming_of(options.resume_deadline)
     snapshots = ModelSnapshots(store, engine.loaded, options.codec, streaming)

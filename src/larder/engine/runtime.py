@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 from larder.core.observation import Calibration
+from larder.core.progress import ProgressStage
 from larder.engine.progress_bar import DELAY, progress_bar
 from larder.models.calibration import calibrate
 from larder.models.decoder import Decoder
@@ -12,9 +13,17 @@ from larder.session.embedders.base import Embedder, load_embedder
 from larder.session.prefill import ModelRuntime
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
+delayed_bar: ProgressStage = partial(progress_bar, delay=DELAY)
 
-def engine_runtime(decoder: Decoder, tokenizer: TokenizerAdapter) -> ModelRuntime:
-    """Model and tokenizer with embedders and measurements, each loaded or made once."""
+
+def engine_runtime(
+    decoder: Decoder, tokenizer: TokenizerAdapter, stage: ProgressStage = delayed_bar
+) -> ModelRuntime:
+    """Model and tokenizer with embedders and measurements, each loaded or made once.
+
+    Args:
+        stage: shows measurements in progress.
+    """
 
     @cache
     def embedder(name: str) -> Embedder:
@@ -22,7 +31,7 @@ def engine_runtime(decoder: Decoder, tokenizer: TokenizerAdapter) -> ModelRuntim
 
     @cache
     def measured(names: frozenset[str]) -> Calibration:
-        with progress_bar("Calibrating", "measurements", DELAY) as report:
+        with stage(f"Measuring the model: {', '.join(sorted(names))}", "measurements") as report:
             return calibrate(decoder, tokenizer.encode, names, report)
 
     return ModelRuntime(decoder, tokenizer, embedder, measured)

@@ -15,7 +15,7 @@ lines is ours.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from enum import Enum
 
 from larder.core.errors import BudgetError
@@ -66,7 +66,7 @@ class ContextOrders:
         known = self._orders.get(tenant, OrderedDict())
         prefixes = [known_prefix(order, sizes) for order in reversed(known)]
         best = max(prefixes, key=lambda ids: sum(sizes[each] for each in ids), default=())
-        return (*best, *(each for each in sizes if each not in best))
+        return tuple(dict.fromkeys((*best, *sizes)))
 
     def add(self, tenant: str, order: Ids) -> None:
         """Note an order as the most recently used one, unless there is no room for it."""
@@ -107,9 +107,8 @@ class ContextOrders:
             del self._orders[tenant]
 
 
-def known_prefix(order: Ids, wanted: Iterable[str]) -> Ids:
+def known_prefix(order: Ids, wanted: Container[str]) -> Ids:
     """First contexts of an order up to one that is not wanted."""
-    wanted = set(wanted)
     stop = next((n for n, each in enumerate(order) if each not in wanted), len(order))
     return order[:stop]
 

@@ -39,20 +39,26 @@ def running(
 @contextmanager
 def listening(app: FastAPI) -> Iterator[str]:
     """Run an application likewise; its address."""
-    config = ServerConfig(app, lifespan="on", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         bound.listen(64)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
-        thread.start()
-        while not server.started:
-            thread.join(0.01)
-            assert thread.is_alive()
-        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
-        server.should_exit = True
-        thread.join(10)
-        assert not thread.is_alive()
+        with listening_on(bound, app):
+            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+
+
+@contextmanager
+def listening_on(bound: socket.socket, app: FastAPI) -> Iterator[None]:
+    """Run an application on a listening socket."""
+    server = uvicorn.Server(ServerConfig(app, lifespan="on", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
+    thread.start()
+    while not server.started:
+        thread.join(0.01)
+        assert thread.is_alive()
+    yield
+    server.should_exit = True
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def connected(url: str) -> socket.socket:

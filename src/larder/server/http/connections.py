@@ -22,11 +22,12 @@ class ServerConfig(uvicorn.Config):
 
     Args:
         app: application of `create_app`.
+        settings: limits; None for those of the application.
         more: further arguments of `uvicorn.Config`.
     """
 
-    def __init__(self, app: FastAPI, **more: Any) -> None:
-        self.settings: HttpSettings = app.state.larder.settings
+    def __init__(self, app: FastAPI, settings: HttpSettings | None = None, **more: Any) -> None:
+        self.settings: HttpSettings = settings or app.state.larder.settings
         super().__init__(
             app,
             http=TimedConnection,

@@ -15,7 +15,7 @@ from larder.store.ledger import NO_TENANT, Reservation
 SCRIPTS = ("talk", "map", "turns", "list", "page", "start")
 ASSETS = frozenset({"/page.css", *(f"/{name}.js" for name in SCRIPTS)})
 # Paths without tenant data. Everything else, unknown paths included, needs a key.
-PUBLIC_PATHS = frozenset({"/", "/health"}) | ASSETS
+PUBLIC_PATHS = frozenset({"/", "/health", "/live"}) | ASSETS
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),

@@ -52,6 +52,12 @@ async def health(http: HttpRequest) -> JSONResponse:
     return await to_thread.run_sync(_health, state.client, limiter=state.health_threads)
 
 
+@router.get("/live")
+async def live() -> JSONResponse:
+    """Liveness of the process: 200 as long as it answers, also while the server starts."""
+    return JSONResponse({"status": "ok"})
+
+
 @router.get("/version")
 def version() -> JSONResponse:
     """The version of Larder."""
