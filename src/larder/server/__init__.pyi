@@ -58,6 +58,8 @@ from .http.json_route import JsonRequest as JsonRequest
 from .http.metrics import Metrics as Metrics
 from .http.responses import RETRY_HEADER as RETRY_HEADER
 from .http.sessions import operations_router as operations_router
+from .http.startup import StartupServer as StartupServer
+from .http.startup import StartupStatus as StartupStatus
 from .http.streaming import sse_event as sse_event
 from .http.tools import AnswerParser as AnswerParser
 from .local_engine_client import LocalEngineClient as LocalEngineClient
@@ -101,6 +103,7 @@ from .response_cache import ResponseCategory as ResponseCategory
 from .response_cache import ResponseEntry as ResponseEntry
 from .response_cache import TenantCategory as TenantCategory
 from .serving_policy import ServingPolicy as ServingPolicy
+from .session_backend.idle_refresh import IdleRefresher as IdleRefresher
 from .session_info import CachedPositions as CachedPositions
 from .session_info import ServedModel as ServedModel
 from .session_info import SessionInfo as SessionInfo

@@ -122,9 +122,10 @@ class EngineCore:
 
     def step(self) -> bool:
         """Run `Scheduler.step`, then evict sessions if a budget was lowered while they were
-        answering, and fetch one that a workflow uses next if no request waits for memory."""
+        answering, and fetch one that a workflow uses next if no request waits for memory. Caches of
+        idle sessions that have grown too large are rebuilt while there is nothing else to do."""
         self.unwritten.retry()
-        goes_on = self.scheduler.step()
+        goes_on = self.scheduler.step() or self._chat.refresher.step()
         if self._due and not len(self.scheduler.queue):
             tenant, name = self._due.popleft()
             if self.sessions.has(tenant, name):

@@ -43,6 +43,10 @@ class ResidentCaches(ABC):
         """Router among episodes; None without episodes."""
         return None
 
+    @abstractmethod
+    def stop_rebuild(self) -> None:
+        """Drop what a rebuild in progress has built; the caches stay."""
+
     @property
     def rebuild_bytes(self) -> int:
         """Peak of live bytes on the device while caches were rebuilt; 0 for other forms."""
@@ -103,6 +107,9 @@ class PrefixCaches(ResidentCaches):
     @property
     def caches(self) -> SessionCaches:
         return self._caches
+
+    def stop_rebuild(self) -> None:
+        """No effect: the cache is never rebuilt beside itself."""
 
     @property
     def moved_bytes(self) -> int:

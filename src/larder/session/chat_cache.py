@@ -59,6 +59,8 @@ class ChatCache:
         self.peak_bytes = self.state.memory.figures.peak_kv_bytes
         self.peak_entries = self.state.memory.figures.peak_entries
         self.refresh_meter = PeakMemoryMeter()  # of the latest refresh
+        # A refresh in progress, and the state that it began with.
+        self._refreshing: tuple[ChatState, Steps[ChatState]] | None = None
 
     @property
     def caches(self) -> SessionCaches:
@@ -222,22 +224,56 @@ class ChatCache:
         run_steps(self.refresh_steps(), self._progress)
 
     def refresh_steps(self) -> Steps[None]:
-        """Steps of `refresh`."""
-        spec = self._runtime.decoder.spec
+        """Steps of `refresh`, which go on where an earlier call has stopped between two of them."""
+        while (steps := self._refresh_in_progress()) is not None:
+            try:
+                counts = next(steps)
+            except StopIteration as end:
+                self.state, self._refreshing = end.value, None
+                self._note_peaks()
+            except BaseException:
+                self._refreshing = None
+                raise
+            else:
+                yield counts
+
+    @property
+    def is_overdue(self) -> bool:
+        """True if `refresh` has something to do."""
+        return not len(self.caches) or bool(self._overdue())
+
+    @property
+    def is_refreshing(self) -> bool:
+        """True if a refresh has stopped between two of its steps."""
+        return self._refreshing is not None
+
+    def stop_refresh(self) -> None:
+        """Drop what a refresh in progress has built; the old caches stay."""
+        self._refreshing = None
+
+    def _refresh_in_progress(self) -> Steps[ChatState] | None:
+        """Steps of the refresh in progress, or of the next one; None if none is due."""
+        if self._refreshing is None or self._refreshing[0] is not self.state:
+            self._refreshing = None
+            steps = self._next_refresh()
+            if steps is not None:
+                self._refreshing = self.state, steps
+        return None if self._refreshing is None else self._refreshing[1]
+
+    def _next_refresh(self) -> Steps[ChatState] | None:
         if not len(self.caches):
             self.refresh_meter = PeakMemoryMeter()
-            self.state = yield from prefill_again_steps(
-                self._runtime, self.state, self.refresh_meter
-            )
-            self._note_peaks()
-        while overdue := overdue_caches(self.state, spec):
-            self._undo.clear()
-            self.caches.offload_active()
-            self.refresh_meter = PeakMemoryMeter(self.caches.nbytes)
-            self.state = yield from rebuild_steps(
-                self._runtime, self.state, overdue[0], self.refresh_meter
-            )
-            self._note_peaks()
+            return prefill_again_steps(self._runtime, self.state, self.refresh_meter)
+        overdue = self._overdue()
+        if not overdue:
+            return None
+        self._undo.clear()
+        self.caches.offload_active()
+        self.refresh_meter = PeakMemoryMeter(self.caches.nbytes)
+        return rebuild_steps(self._runtime, self.state, overdue[0], self.refresh_meter)
+
+    def _overdue(self) -> list[int]:
+        return overdue_caches(self.state, self._runtime.decoder.spec)
 
     def record_peaks(self, entries: int, copied_bytes: int = 0) -> None:
         """Record peak bytes and entries; a copy counts in addition to the caches."""

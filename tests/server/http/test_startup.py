@@ -9,8 +9,14 @@ import httpx2
 import pytest
 from openai import InternalServerError, OpenAI
 
-from larder.server import ApiKeyAuth, Archive, HttpSettings, create_app
-from larder.server.http.startup import StartupServer, StartupStatus
+from larder.server import (
+    ApiKeyAuth,
+    Archive,
+    HttpSettings,
+    StartupServer,
+    StartupStatus,
+    create_app,
+)
 from server.fake_engine_client import FakeHub
 from server.http.conftest import ANNE, KEYS
 from server.http.running_server import listening_on

@@ -4,7 +4,8 @@ chat`.
 A turn takes the steps of `larder.session.chat_cache`, in portions of at most a block. Three things
 differ from a chat. A message longer than M is accepted: all but its last block is prefilled as a
 context is, on a copy of the cache. The end of a turn is read before the turn is assigned to an
-episode. And episodes that have grown too large are rebuilt when the next turn begins.
+episode. And episodes that have grown too large are rebuilt while no request is answered, or what
+is left of that when the next turn begins.
 
 A dropped cache is rebuilt from the transcript: prefill up to the last rebuild, then turn by turn,
 token by token where the result depends on it.
@@ -23,6 +24,7 @@ from larder.server.serving_policy import ServingPolicy
 from larder.server.session_backend.base import SessionBackend
 from larder.server.session_backend.chat_prefill import ChatPrefill, PrefillSteps
 from larder.server.session_backend.chat_snapshot import ChatCaches
+from larder.server.session_backend.idle_refresh import IdleRefresher
 from larder.server.session_state import SessionState
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
 from larder.server.tiers.manager import TierManager
@@ -51,6 +53,7 @@ class ChatBackend(SessionBackend):
         super().__init__(tiers, reservations, tokenizer)
         self._token_budget = token_budget
         self._prefill = ChatPrefill(tokenizer, tiers.disk)
+        self.refresher = IdleRefresher(tiers, reservations, self._grant)
 
     def turn_demand(
         self, serving: ServingPolicy, turns: Sequence[CompletedTurn], length: int, new_tokens: int
@@ -195,6 +198,7 @@ class ChatBackend(SessionBackend):
         state.answer.active_turn, residency.episode = None, active_turn.number
         residency.cached_ids = session.transcript.ids
         session.update_occupancy()
+        self.refresher.note(session)
 
     def rollback(self, state: RequestState) -> None:
         prefill = state.prefill
@@ -202,6 +206,8 @@ class ChatBackend(SessionBackend):
         residency = session.residency
         if prefill.steps is not None:
             prefill.steps.close()
+        if residency.resident_caches is not None:
+            residency.resident_caches.stop_rebuild()
         prefill.steps = state.answer.active_turn = None
         if active_turn is not None and residency.chat_cache is not None:
             if active_turn.can_be_undone:

@@ -48,10 +48,11 @@ class ChatPrefill:
             ):  # short prefills are slower per token
                 self._disk.note_reading(state.counts.recomputed, prefill.seconds)
         else:
-            chat_cache.refresh_meter = PeakMemoryMeter()
+            if not chat_cache.is_refreshing:
+                chat_cache.refresh_meter = PeakMemoryMeter()
             yield from self._catch_up(state, chat_cache)
         residency.cached_ids = session.transcript.ids
-        yield from _refresh_steps(session, chat_cache)
+        yield from refresh_steps(session, chat_cache)
         room = len(prefill.new_ids) + state.new_tokens + len(self._tokenizer.end_of_turn_ids())
         active_turn, prompt_tail = yield from self._open_turn(
             session, chat_cache, state.resolved.new_messages[-1].text, prefill.new_ids, room
@@ -102,7 +103,7 @@ class ChatPrefill:
         for completed, exchange in list(zip(state.resolved.past_turns, exchanges, strict=True))[
             done:
         ]:
-            yield from _refresh_steps(state.session, chat_cache)
+            yield from refresh_steps(state.session, chat_cache)
             yield from self._replay(state.session, chat_cache, completed, exchange)
 
     def _log(self, state: RequestState) -> ChatLog:
@@ -166,11 +167,23 @@ class ChatPrefill:
         return active_turn, prompt
 
 
-def _refresh_steps(session: SessionState, chat_cache: ChatCache) -> PrefillSteps:
-    """Rebuild caches that have grown too large."""
+def refresh_steps(session: SessionState, chat_cache: ChatCache) -> PrefillSteps:
+    """Rebuild caches that have grown too large; goes on where an earlier call has stopped."""
     before = chat_cache.state.refreshes
-    yield from chat_cache.refresh_steps()
+    for counts in chat_cache.refresh_steps():
+        before = _note_refresh(session, chat_cache, before)
+        yield counts
+    _note_refresh(session, chat_cache, before)
+
+
+def _note_refresh(session: SessionState, chat_cache: ChatCache, before: int) -> int:
+    """Note a refresh that has ended; the number of all so far.
+
+    Args:
+        before: number that was noted.
+    """
     if chat_cache.state.refreshes > before:
         session.residency.rebuilt_turns = len(chat_cache.state.log.turns)
         read = [held.next_position for held in chat_cache.caches.usage()]
         session.residency.position_maps.refresh(read, chat_cache.num_tokens)
+    return chat_cache.state.refreshes

@@ -51,6 +51,9 @@ class ChatCaches(ResidentCaches):
     def router(self) -> Router:
         return self._chat_cache.state.memory.router
 
+    def stop_rebuild(self) -> None:
+        self._chat_cache.stop_refresh()
+
     @property
     def rebuild_bytes(self) -> int:
         return self._chat_cache.refresh_meter.peak_live_bytes

@@ -226,6 +226,7 @@ class TierManager:
         residency = session.residency
         held = residency.resident_caches
         assert held is not None
+        held.stop_rebuild()
         if held.spans_tiers:
             soon = self._writer.start_bytes(residency.write_bytes)
             self._free_written_host(session, residency.device_bytes + soon)
