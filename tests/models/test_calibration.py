@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+import shutil
+from dataclasses import asdict, replace
+from importlib.resources import files
+from typing import Any
 
 import pytest
 
 from larder.core import ModelError
-from larder.models import MEASUREMENTS, SqueezeMeasurement, calibrate, calibration
+from larder.models import (
+    MEASUREMENTS,
+    PACKAGED_MODELS,
+    SqueezeMeasurement,
+    calibrate,
+    calibration,
+    load,
+)
+from larder.session import TokenizerAdapter
 from measurements import SMALL, encode
 
 
@@ -53,3 +64,52 @@ def test_uneven_head_counts_are_refused(three_layers, small, monkeypatch) -> Non
     with pytest.raises(ModelError, match=r"each kv_head, of which this model's layers have \[4, 2"):
         calibrate(three_layers, encode, frozenset({"echo"}))
     assert calibration._expected_count(three_layers, SMALL["squeeze"], "squeeze") == 3
+
+
+def packaged() -> list[dict[str, Any]]:
+    path = files("larder.models") / calibration.PACKAGED_FILE
+    return json.loads(path.read_text(encoding="utf-8"))["measured"]
+
+
+def test_packaged_values_are_used_without_measuring(
+    three_layers, small, larder_home, monkeypatch
+) -> None:
+    squeeze = asdict(SMALL["squeeze"])
+    row = {"fingerprint": three_layers.spec.fingerprint, "name": "squeeze", "profile": squeeze}
+
+    def measure(self, decoder, sample):
+        return (0.9, 0.9, 0.9)
+
+    monkeypatch.setattr(SqueezeMeasurement, "measure", measure)
+    for changed, expected in (
+        ({}, (0.1, 0.2, 0.3)),
+        ({"fingerprint": "another"}, (0.9, 0.9, 0.9)),
+        ({"profile": squeeze | {"tokens": 1}}, (0.9, 0.9, 0.9)),
+        ({"values": [0.1]}, (0.9, 0.9, 0.9)),
+    ):
+        document = {"measured": [row | {"values": [0.1, 0.2, 0.3]} | changed]}
+        monkeypatch.setattr(calibration, "_packaged", lambda document=document: document)
+        assert calibrate(three_layers, encode, frozenset({"squeeze"}))["squeeze"] == expected
+        shutil.rmtree(larder_home / three_layers.spec.fingerprint, ignore_errors=True)
+
+
+def test_packaged_values_are_of_present_parameters() -> None:
+    """Else they would never be found."""
+    for row in packaged():
+        assert row["profile"] == asdict(MEASUREMENTS.load(row["name"])())
+        assert all(map(math.isfinite, row["values"])) and len(row["values"]) > 1
+        assert row["model"] in PACKAGED_MODELS
+    found = {(row["fingerprint"], row["name"]) for row in packaged()}
+    assert len(found) == len(packaged()) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", packaged(), ids=lambda row: f"{row['model']}-{row['dtype']}")
+def test_packaged_values_match_a_new_measurement(row, larder_home, monkeypatch) -> None:
+    monkeypatch.setattr(calibration, "_packaged", lambda: {"measured": []})
+    loaded = load(row["model"], dtype=row["dtype"])
+    assert loaded.decoder.spec.fingerprint == row["fingerprint"]
+    encode_text = TokenizerAdapter(loaded.tokenizer).encode
+    measured = calibrate(loaded.decoder, encode_text, frozenset({row["name"]}))
+    lost = [1 - value for value in measured[row["name"]]]  # what budgets are made of
+    assert lost == pytest.approx([1 - value for value in row["values"]], rel=0.05, abs=2e-5)

@@ -1,7 +1,8 @@
 """Calibration of a model: measurements made once, cached in `$LARDER_HOME/<fingerprint>/`.
 
 One file `<name>.json` per measurement, and a file of tensors beside it for some; a file made with
-other parameters is measured again.
+other parameters is measured again. Numbers of models that `larder model list` names come with the
+package, for those that take long to measure (`calibrations.json`), found by fingerprint, too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from larder.models.decoder import Decoder
 from larder.models.measurements.base import Measurement, SampleText
 
 SCHEMA = 1
+PACKAGED_FILE = "calibrations.json"
 MEASUREMENTS = Family("calibration", "larder.models.measurements")
 
 
@@ -113,7 +116,8 @@ def _cached_values(
     path, profile = _calibration_file(decoder, name), asdict(measurement)  # pyright: ignore
     if not measurement.has_cache or not measurement.has_files(path.parent):
         return None
-    return _load_values(path, profile, count)
+    values = _load_values(path, profile, count)
+    return values or _packaged_values(decoder.spec.fingerprint, name, profile, count)
 
 
 def _cached_measurement(decoder: Decoder, sample: SampleText, name: str) -> tuple[float, ...]:
@@ -160,6 +164,22 @@ def _load_values(path: Path, profile: dict[str, Any], count: int) -> tuple[float
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return None
+
+
+def _packaged_values(
+    fingerprint: str, name: str, profile: dict[str, Any], count: int
+) -> tuple[float, ...] | None:
+    """Values that come with the package; None if there are none of this model and parameters."""
+    for each in _packaged()["measured"]:
+        if (each["fingerprint"], each["name"]) == (fingerprint, name):
+            is_same = each["profile"] == profile and len(each["values"]) == count
+            return tuple(each["values"]) if is_same else None
+    return None
+
+
+def _packaged() -> dict[str, Any]:
+    """Document of the values that come with the package."""
+    return json.loads((files("larder.models") / PACKAGED_FILE).read_text(encoding="utf-8"))
 
 
 def _save_values(path: Path, profile: dict[str, Any], values: tuple[float, ...]) -> None:
