@@ -137,3 +137,66 @@ def test_page_asks_for_a_key_and_then_shows_the_chat(tmp_path: Path) -> None:
         page.run("say('hello')")
         page.until("state.speaking === null && state.turns.length === 2")
         assert page.run("find('turns').innerText").strip().endswith("You said: hello")
+
+
+WRONG = "sk-nobody-0123456789"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+def test_page_refuses_a_wrong_key_and_asks_again(tmp_path: Path) -> None:
+    keys = {"sk-anne-0123456789": Principal("anne", is_operator=False)}
+    with running(ApiKeyAuth(keys)) as served, browser(tmp_path) as page:
+        page.open(served.url)
+        page.until("!find('door').hidden")
+        page.run(f"find('key').value = {WRONG!r}; find('door').requestSubmit()")
+        page.until("sessionStorage.getItem(KEY) !== null && !find('trouble').hidden")
+        assert page.until("!find('door').hidden && find('room').hidden && find('key').value === ''")
+        assert "key" in page.run("find('said').textContent")
+        assert page.run("document.activeElement === find('key')")
+        page.run("find('key').value = 'sk-anne-0123456789'; find('door').requestSubmit()")
+        page.until("find('door').hidden && find('trouble').hidden && state.model")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+def test_stop_button_ends_the_answer_and_gives_the_text_back(
+    tmp_path: Path, seed_model: LoadedModel
+) -> None:
+    hub = LocalEngineClient(Engine(seed_model, policy="full"), EngineOptions())
+    app = create_app(hub, LoopbackAuth(), Archive(), HttpSettings(max_new_tokens=4000))
+    with listening(app) as url, browser(tmp_path) as page:
+        page.open(url)
+        page.until("state.model")
+        page.run("find('text').value = 'Tell me a long story.'; find('say').requestSubmit()")
+        assert page.until("!find('stop').hidden && find('send').hidden")
+        page.until("state.turns.at(-1)?.text.length > 0")
+        assert page.run("[...find('actions').children].every((each) => each.disabled)")
+        page.run("find('stop').click()")
+        page.until("state.speaking === null && find('stop').hidden && !find('send').hidden")
+        assert page.run("find('text').value") == "Tell me a long story."
+        assert page.run("find('turns').children.length === 0 && find('trouble').hidden")
+        page.until("state.sessions.length === 0")
+        assert not page.complaints
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+def test_page_says_what_became_of_a_cache(tmp_path: Path, seed_model: LoadedModel) -> None:
+    hub = LocalEngineClient(Engine(seed_model, policy="full"), EngineOptions())
+    app = create_app(hub, LoopbackAuth(), Archive(), HttpSettings(max_new_tokens=4))
+    with listening(app) as url, browser(tmp_path) as page:
+        page.open(url)
+        page.until("state.model")
+        page.run("find('text').value = 'My cat is Mira.'; find('say').requestSubmit()")
+        page.until("state.speaking === null && state.epoch === known()?.epoch")
+        press = "find('actions').querySelector('[data-act=%s]').click()"
+        page.run(press % "compact")
+        page.until("find('took').textContent.startsWith('Its cache is on the device, without')")
+        page.run(press % "release")
+        page.until("find('took').textContent === '' && find('sessions').innerText.includes('only')")
+        for name in ("prefetch", "compact"):
+            page.run("find('took').textContent = ''")
+            page.run(press % name)
+            page.until("find('took').textContent.startsWith('There is no cache')")
+        assert not page.complaints

@@ -260,6 +260,19 @@ async function act(name) {
     showKept();
   }
   await look(name !== "release");
+  find("took").textContent = outcome(name, told);
+}
+
+// What has become of a cache, where the buttons do not show it.
+function outcome(name, session) {
+  if (name !== "prefetch" && name !== "compact") {
+    return "";
+  }
+  if (session.tier !== "device") {
+    return "There is no cache to bring to the device: when you go on, what was said is read again.";
+  }
+  const slack = name === "compact" ? ", without slack" : "";
+  return `Its cache is on the device${slack}: ${size(session.tier_bytes.device)}.`;
 }
 
 async function enter() {
