@@ -149,10 +149,11 @@ def test_page_refuses_a_wrong_key_and_asks_again(tmp_path: Path) -> None:
     with running(ApiKeyAuth(keys)) as served, browser(tmp_path) as page:
         page.open(served.url)
         page.until("!find('door').hidden")
+        assert page.run("find('trouble').hidden"), "nobody has given a key yet"
         page.run(f"find('key').value = {WRONG!r}; find('door').requestSubmit()")
         page.until("sessionStorage.getItem(KEY) !== null && !find('trouble').hidden")
         assert page.until("!find('door').hidden && find('room').hidden && find('key').value === ''")
-        assert "key" in page.run("find('said').textContent")
+        assert page.run("find('said').textContent") == "The server does not know this key."
         assert page.run("document.activeElement === find('key')")
         page.run("find('key').value = 'sk-anne-0123456789'; find('door').requestSubmit()")
         page.until("find('door').hidden && find('trouble').hidden && state.model")
@@ -177,7 +178,8 @@ def test_stop_button_ends_the_answer_and_gives_the_text_back(
         assert page.run("find('text').value") == "Tell me a long story."
         assert page.run("find('turns').children.length === 0 && find('trouble').hidden")
         page.until("state.sessions.length === 0")
-        assert not page.complaints
+        page.run("look(true)")
+        assert page.run("find('trouble').hidden && find('maps').hidden && location.hash === ''")
 
 
 @pytest.mark.slow

@@ -8,13 +8,20 @@ const state = {
 const PACE = 2000; // milliseconds between two looks at what the server holds
 
 function trouble(error) {
-  find("said").textContent = error ? error.message : "";
-  find("trouble").hidden = !error;
-  if (error && error.status === 401) {
+  const isLocked = error?.status === 401;
+  const told = isLocked ? lockedMessage() : error?.message || "";
+  find("said").textContent = told;
+  find("trouble").hidden = !told;
+  if (isLocked) {
     find("door").hidden = false;
     find("room").hidden = true;
     find("key").focus();
   }
+}
+
+// Nothing to who has not been asked for a key yet.
+function lockedMessage() {
+  return sessionStorage.getItem(KEY) === null ? "" : "The server does not know this key.";
 }
 
 // Runs something; what goes wrong is told on the page.
@@ -43,7 +50,15 @@ async function look(isForced = false) {
 }
 
 async function lookInto(session) {
-  const kept = await get(`${place(session.id)}/kept`);
+  let kept;
+  try {
+    kept = await get(`${place(session.id)}/kept`);
+  } catch (error) {
+    if (error.status === 404) {
+      return; // it has gone since, as one whose first answer was stopped
+    }
+    throw error;
+  }
   if (session.id !== state.session) {
     return;
   }
@@ -195,6 +210,11 @@ async function say(text) {
     }
     // Stopped or failed, the session is as it was before; what was typed is given back.
     state.turns = before;
+    if (!before.length) {
+      Object.assign(state, { session: null, kept: null });
+      remember();
+      showKept();
+    }
     find("text").value ||= text;
     if (error.name !== "AbortError") {
       trouble(error);
