@@ -11,7 +11,7 @@ from torch import Tensor
 
 from builders import draw, layer_options
 from cache_stores import attend_held
-from larder.cache import TransformLayer
+from larder.cache import TransformLayer, TransformTables
 from larder.core import LOG_COUNT, CacheError, Coder, LayerSpec, Ledger, Plan, TransformSpec
 from larder.ops import (
     ESCAPE,
@@ -232,7 +232,8 @@ def test_attention_equals_the_reference_over_decoded_entries(
 
 @needs_kernel
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 256])
-def test_matrix_units_equal_dot_products(head_dim) -> None:
+def test_matrix_units_equal_dot_products(monkeypatch, head_dim) -> None:
+    monkeypatch.setattr(TransformTables, "byte_keys", None)
     layer = a_wide_layer(head_dim, 32)
     store, new = a_coded_layer(layer, torch.bfloat16, 0.3), draw(layer, 2, 150)
     library = c_library()
@@ -268,3 +269,53 @@ def test_attention_over_symbols_beyond_bfloat16_equals_the_reference() -> None:
     fine, new = a_coded_layer(layer, torch.bfloat16, 1e-4), draw(layer, 1, 150)
     expected = looped(fine, new.queries, biased=False)
     assert float((attend_held(fine, new) - expected).norm() / expected.norm()) < 1e-2
+
+
+def test_byte_matrices_hold_the_numbers_and_repay_the_offsets_of_symbols() -> None:
+    matrices = torch.randn(2, 8, 16) * torch.rand(16)
+    found, symbols = transform_attention.byte_matrices(matrices), torch.randint(-127, 128, (8,))
+    upper, lower = found.numbers.int().transpose(3, 4).flatten(2, 3).unbind(1)
+    plain = (upper + lower / 256) * found.scales[:, None]
+    assert float(((plain - matrices).abs() / found.scales[:, None]).max()) <= 1 / 256
+    for fours in (0, 1, 2):
+        behind, all_of_them = symbols + 128, symbols + 128
+        sums = found.firsts[:, fours] + (behind[: 4 * fours, None] * lower[:, : 4 * fours]).sum(1)
+        keys = (sums >> 8) + found.firsts[:, -1] + (all_of_them[:, None] * upper).sum(1)
+        held = upper.double()
+        held[:, : 4 * fours] += lower[:, : 4 * fours] / 256
+        assert float((keys - (symbols[:, None] * held).sum(1)).abs().max()) <= 0.5
+
+
+def test_components_with_lower_bytes_keep_the_noise_of_the_others_below_its_bound() -> None:
+    found = transform_attention.byte_matrices(torch.linalg.qr(torch.randn(2, 64, 64))[0])
+    ratios = torch.logspace(1.5, -1, 64).repeat(2, 1)
+    lowers = found.lowers(ratios)
+    assert (lowers.diff(dim=1) <= 0).all() and 0 < int(lowers[0, 0]) < 16
+    for tier in range(-2, 3):
+        for head, fours in enumerate(lowers[:, tier + 2].tolist()):
+            squares = (ratios[head].double() / 2.0**tier).square() * found.noise[head].double()
+            assert float(squares[4 * fours :].sum()) <= transform_attention.MOST_NOISE
+            assert (
+                not fours or float(squares[4 * fours - 4 :].sum()) > transform_attention.MOST_NOISE
+            )
+
+
+@needs_kernel
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 256])
+@pytest.mark.parametrize("step", [0.3, 0.02])
+def test_keys_from_bytes_are_near_those_from_bfloat16(monkeypatch, head_dim, step) -> None:
+    layer, found = a_wide_layer(head_dim, 32), list[Tensor]()
+    library = c_library()
+    assert library is not None
+    try:
+        library.larder_limit_instruction_set(AVX512_BF16)
+        for _ in range(2):
+            torch.manual_seed(3)
+            store, new = a_coded_layer(layer, torch.bfloat16, step), draw(layer, 2, 150)
+            found.append(attend_held(store, new))
+            monkeypatch.setattr(TransformTables, "byte_keys", None)
+    finally:
+        library.larder_limit_instruction_set(MATRIX_UNITS)
+    distance = float((found[0] - found[1]).norm() / found[1].norm())
+    assert distance < 2e-2  # as far as bfloat16 may be from the reference
+    assert distance > 0 or library.larder_instruction_set() < AVX512_BF16

@@ -22,7 +22,7 @@ from larder.cache.table_file import read_tensors, tables_path, tensors_digest
 from larder.core.codec import RopeStage, TransformSpec
 from larder.core.errors import CacheError
 from larder.core.spec import LayerSpec
-from larder.ops.cpu.transform_attention import bfloat16_pairs
+from larder.ops.cpu.transform_attention import ByteMatrices, bfloat16_pairs, byte_matrices
 from larder.ops.rope import rotate
 
 PARTS = ("forward", "mean", "deviation")
@@ -64,6 +64,11 @@ class TransformTables:
     def bfloat16_keys(self) -> Int32[Tensor, "K half D"]:
         """Matrices that turn components of keys back, as pairs of bfloat16."""
         return bfloat16_pairs(self.inverse[KEYS])
+
+    @cached_property
+    def byte_keys(self) -> ByteMatrices:
+        """Matrices that turn components of keys back, as bytes."""
+        return byte_matrices(self.inverse[KEYS])
 
     @cached_property
     def digest(self) -> str:

@@ -32,7 +32,7 @@ from larder.cache.coded_blocks import (
 from larder.cache.component_means import CenteredBlock, CenteredBlocks, ComponentMeans
 from larder.cache.spec import saved_spec_text, text_tensor
 from larder.cache.tier_inputs import kept_call
-from larder.cache.transform_tables import TransformTables
+from larder.cache.transform_tables import KEYS, TransformTables
 from larder.core.codec import Coder, MeanSource, TransformSpec
 from larder.core.errors import CacheError
 from larder.core.spec import LayerSpec
@@ -323,10 +323,12 @@ class TransformedTier:
 
     def _build_call(self, dtype: torch.dtype, column: int | None) -> kernel.CodedEntriesCall:
         tables = self.tables
-        pairs = tables.bfloat16_keys if dtype is torch.bfloat16 else None
+        is_narrow = dtype is torch.bfloat16  # keys need no more
+        narrow = (tables.bfloat16_keys, tables.byte_keys) if is_narrow else (None, None)
+        ratios = tables.deviation[KEYS] / self.step
         rotation = rotation_table(self._length, tables.radians)
         own = self._kernel_means(), self._kernel_classes(), rotation
-        heads = kernel.TransformedHeads(tables.inverse, pairs, *own)
+        heads = kernel.TransformedHeads(tables.inverse, *narrow, ratios, *own)
         bias = None if column is None else self.columns[column]
         return kernel.CodedEntriesCall.of(
             self.payload, self._kernel_blocks(), heads, self.step, bias

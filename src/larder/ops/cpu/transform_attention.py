@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int32, Int64, UInt8
+from jaxtyping import Float, Int8, Int32, Int64, UInt8
 from torch import Tensor
 
+from larder.core.codec import LAST_TIER
 from larder.ops.cpu.c_library import INTEGER, POINTER, c_library
 from larder.ops.cpu.range_coder import CodeTables, packed_tables
 from larder.ops.symbol_model import NUM_CLASSES
@@ -25,8 +26,17 @@ TABLE_BYTES = 192  # of a class
 MAX_HEAD_DIM = 256
 MAX_QUERY_ROWS = 16  # per kv head
 
+LOWER_STEPS = 256  # of a lower byte, in a step of an upper one
+MOST_NOISE = 0.005  # that rounded matrices may add to that of coding, in squares
+
 # Outputs and log-sum-exp.
 Attended = tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]
+
+
+class ByteMatricesCall(Structure):
+    """`struct byte_matrices` of c/transform_attention.h."""
+
+    _fields_ = [(name, POINTER) for name in ("numbers", "firsts", "scales", "lowers")]
 
 
 class TransformAttentionCall(Structure):
@@ -41,7 +51,39 @@ class TransformAttentionCall(Structure):
         ("half", INTEGER),
         ("step", c_double),
         ("threads", INTEGER),
+        ("bytes", ByteMatricesCall),  # last: a library of an older version does not read it
     ]
+
+
+@dataclass(frozen=True)
+class ByteMatrices:
+    """Matrices from components to keys as bytes; see `byte_matrices`.
+
+    Args:
+        numbers: upper and lower bytes, of four neighboring components side by side.
+        firsts: what sums begin with: those of the lower bytes of 0 to D / 4 fours, then those of
+            the upper ones.
+        scales: of each dimension.
+        noise: squared error of a dimension by upper bytes alone, of a symbol of 1, relative to
+            that of coding.
+    """
+
+    numbers: Int8[Tensor, "K 2 D4 D 4"]
+    firsts: Int32[Tensor, "K D4_2 D"]
+    scales: Float[Tensor, "K D"]
+    noise: Float[Tensor, " K"]
+
+    def lowers(self, ratios: Float[Tensor, "K D"]) -> Int32[Tensor, "K T"]:
+        """Fours of components that need lower bytes in each tier, from the finest on.
+
+        Args:
+            ratios: deviations over the step of tier 0.
+        """
+        steps = 2.0 ** torch.arange(-LAST_TIER, LAST_TIER + 1, dtype=torch.float64)
+        squares = (ratios.double()[:, None] / steps[None, :, None]).square()
+        fours = squares.unflatten(2, (-1, 4)).sum(3)
+        behind = fours.flip(2).cumsum(2).flip(2)  # of a four and all behind it
+        return (self.noise.double()[:, None, None] * behind > MOST_NOISE).sum(2).int()
 
 
 @dataclass(frozen=True)
@@ -52,6 +94,8 @@ class TransformedHeads:
         inverse: matrices from components to keys (0) and values (1).
         pairs: those of keys as pairs of bfloat16 numbers of neighboring components; None where keys
             are computed in float32.
+        bytes: the same in bytes, for symbols that are bytes; None likewise.
+        ratios: deviations of the components of keys over the step.
         means: of keys before rotation, and of values.
         bases: class of each component in tier 0, keys first.
         rotation: cosines and sines of each position.
@@ -59,6 +103,8 @@ class TransformedHeads:
 
     inverse: Float[Tensor, "2 K D D"]
     pairs: Int32[Tensor, "K half D"] | None
+    bytes: ByteMatrices | None
+    ratios: Float[Tensor, "K D"]
     means: Float[Tensor, "2 K D"]
     bases: Int32[Tensor, "K D2"]
     rotation: Float[Tensor, "P 2 half"]
@@ -92,8 +138,9 @@ def kernel_bytes(entries: int, num_blocks: int, head_dim: int) -> int:
         entries: of the longest block.
     """
     together = min(num_blocks, TOGETHER * torch.get_num_threads())
-    numbers = 2 * head_dim + head_dim // 2 + MAX_QUERY_ROWS + 5
-    decoded = 4 * together * (-(-entries // CODER_LANES) * CODER_LANES * numbers + LANES * head_dim)
+    numbers = 2 * head_dim + MAX_QUERY_ROWS + 5
+    keys = LANES * (head_dim + head_dim // 2)
+    decoded = 4 * together * (-(-entries // CODER_LANES) * CODER_LANES * numbers + keys)
     return decoded + (NUM_CLASSES + 1) * TABLE_BYTES
 
 
@@ -124,7 +171,13 @@ class CodedEntriesCall(NamedTuple):
             bias: as in `larder.ops.attention.ragged_attention`, of each entry.
         """
         kv_heads, head_dim = heads.means.shape[1:]
-        pairs = () if heads.pairs is None else (heads.pairs,)
+        held: tuple[Tensor, ...] = () if heads.pairs is None else (heads.pairs,)
+        matrices = ByteMatricesCall()
+        if (own_bytes := heads.bytes) is not None:
+            lowers = own_bytes.lowers(heads.ratios).contiguous()
+            parts = own_bytes.numbers, own_bytes.firsts, own_bytes.scales, lowers
+            matrices = ByteMatricesCall(*(part.data_ptr() for part in parts))
+            held = (*held, *parts)
         fields = TransformAttentionCall(
             blocks=blocks.data_ptr(),
             payload=payload.data_ptr(),
@@ -140,9 +193,10 @@ class CodedEntriesCall(NamedTuple):
             head_dim=head_dim,
             half=heads.rotation.shape[2],
             step=step,
+            bytes=matrices,
         )
         own = heads.inverse, heads.means, heads.bases, heads.rotation
-        return CodedEntriesCall(fields, (blocks, *own, *pairs))
+        return CodedEntriesCall(fields, (blocks, *own, *held))
 
     def holding(self, *tensors: Tensor) -> CodedEntriesCall:
         """The call, which holds further tensors alive."""
@@ -183,3 +237,20 @@ def bfloat16_pairs(matrices: Float[Tensor, "K D D"]) -> Int32[Tensor, "K half D"
     """Rows 2 i and 2 i + 1 of each matrix as pairs of bfloat16, the first in the lower bits."""
     rows = matrices.bfloat16().unflatten(1, (-1, 2)).transpose(2, 3).contiguous()
     return rows.view(torch.int32).squeeze(-1)
+
+
+def byte_matrices(matrices: Float[Tensor, "K D D"]) -> ByteMatrices:
+    """Matrices whose elements are (upper + lower / 256) times the scale of their column."""
+    scales = (matrices.abs().amax(1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
+    plain = matrices / scales[:, None]
+    upper = plain.round()
+    lower = ((plain - upper) * LOWER_STEPS).round().clamp(-128, 127)
+    parts = torch.stack([upper, lower], 1)
+    numbers = parts.to(torch.int8).unflatten(2, (-1, 4)).transpose(3, 4).contiguous()
+    # Symbols are written plus 128; a sum of lower bytes is rounded, and divided by their steps.
+    repaid = -128 * parts.int().unflatten(2, (-1, 4)).sum(3)
+    sums = repaid[:, 1].cumsum(1) + LOWER_STEPS // 2
+    none = torch.full_like(sums[:, :1], LOWER_STEPS // 2)
+    firsts = torch.cat([none, sums, repaid[:, 0].sum(1, keepdim=True)], 1)
+    noise = scales.square().sum(1) / matrices.square().sum((1, 2))
+    return ByteMatrices(numbers, firsts.int().contiguous(), scales.contiguous(), noise)

@@ -11,7 +11,8 @@ static enum instruction_set detect_instruction_set(void) {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
         return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") &&
-                       __builtin_cpu_supports("avx512vbmi2")
+                       __builtin_cpu_supports("avx512vbmi2") &&
+                       __builtin_cpu_supports("avx512vnni")
                    ? AVX512_BF16
                    : AVX512;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))

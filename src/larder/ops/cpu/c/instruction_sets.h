@@ -34,7 +34,7 @@
 #define NAME(x) x##_avx512bf16
 #define TARGET \
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx512bf16,"   \
-                          "avx2,fma")))
+                          "avx512vnni,avx2,fma")))
 #include BODY
 #undef NAME
 #undef TARGET

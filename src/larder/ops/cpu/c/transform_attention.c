@@ -21,6 +21,8 @@
 
 #define MOST_GROUPS 64 /* of lanes that are decoded as vectors: 2,048 entries of a block */
 #define EXACT_BF16 256.0f /* integers up to here are bfloat16 numbers */
+#define MOST_BYTE 127.0f
+#define LOWER_BITS 8 /* of an element of a matrix of bytes */
 #define NUM_SIDES 2
 #define MOST_PAIRS 128 /* of components of a head */
 #define MOST_QUERIES 16 /* of a kv head */
@@ -44,7 +46,7 @@ struct decoding_tables {
 struct transform_scratch {
     int64_t room;
     float *symbols; /* [width, room] */
-    uint32_t *pairs;
+    uint32_t *pairs; /* symbols of sixteen keys in pairs or fours [dim / 2, LANES] */
     float *keys; /* [LANES, head_dim] */
     float *logits; /* [num_queries, room] */
     float *scales; /* of each entry [room] */
@@ -180,7 +182,7 @@ static struct decoding_tables with_bytes(const struct code_tables *tables, char 
 static size_t lay_out(struct transform_scratch *scratch, char *memory, int64_t entries,
                       int64_t width, int64_t queries) {
     int64_t room = (entries + CODER_LANES - 1) / CODER_LANES * CODER_LANES, dim = width / NUM_SIDES;
-    int64_t sizes[] = {width * room, dim / 2 * room, LANES * dim, queries * room,
+    int64_t sizes[] = {width * room, dim / 2 * LANES, LANES * dim, queries * room,
                        room, room, room, 2 * room};
     char *parts[8];
     size_t bytes = 0;

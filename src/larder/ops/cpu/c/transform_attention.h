@@ -33,6 +33,15 @@ struct transform_block {
     int64_t entry;  /* index of its first entry in the tier */
 };
 
+/* Matrices from components to keys in bytes, `ByteMatrices` of transform_attention.py: an element is
+ * (upper + lower / 256) * scale. All NULL for none. */
+struct byte_matrices {
+    const int8_t *numbers;  /* [kv_heads, 2, head_dim / 4, head_dim, 4]: upper, then lower ones */
+    const int32_t *firsts;  /* [kv_heads, head_dim / 4 + 2, head_dim]: what sums begin with */
+    const float *scales;    /* [kv_heads, head_dim] */
+    const int32_t *lowers;  /* fours of components with lower bytes [kv_heads, NUM_TIERS] */
+};
+
 struct transform_attention {
     const struct transform_block *blocks; /* by head */
     const uint8_t *payload;
@@ -56,6 +65,7 @@ struct transform_attention {
     int64_t half;     /* pairs of rotated dimensions, a multiple of LANES */
     double step;
     int64_t threads;
+    struct byte_matrices bytes; /* inverse of keys, where keys are exact in no more than bfloat16 */
 };
 
 int larder_transform_attention(const struct transform_attention *call);

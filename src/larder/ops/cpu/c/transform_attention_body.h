@@ -74,21 +74,83 @@ TARGET INLINE void NAME(turn_back_pairs)(const uint32_t *symbols, int64_t room,
             _mm512_storeu_ps(keys + e * dim + v * LANES, sums[e][v]);
 }
 
-/* Symbols of keys as pairs of bfloat16; 0 if one of them is not exact. */
-TARGET static int NAME(pack_pairs)(const struct transform_scratch *scratch, int64_t dim,
-                                   int64_t padded) {
+/* Symbols of sixteen keys as pairs of bfloat16 [dim / 2, LANES]; 0 if one of them is not exact. */
+TARGET INLINE int NAME(pack_pairs)(const float *symbols, int64_t room, int64_t dim,
+                                   uint32_t *pairs) {
     __m512i high = _mm512_set1_epi32((int)0xFFFF0000u);
     __m512 most = _mm512_setzero_ps();
-    for (int64_t c = 0; c < dim; c += 2)
-        for (int64_t n = 0; n < padded; n += LANES) {
-            __m512 one = _mm512_load_ps(scratch->symbols + c * scratch->room + n);
-            __m512 other = _mm512_load_ps(scratch->symbols + (c + 1) * scratch->room + n);
-            most = _mm512_max_ps(most, _mm512_max_ps(_mm512_abs_ps(one), _mm512_abs_ps(other)));
-            __m512i low = _mm512_srli_epi32(_mm512_castps_si512(one), 16);
-            __m512i pair = _mm512_or_si512(low, _mm512_and_si512(_mm512_castps_si512(other), high));
-            _mm512_store_si512(scratch->pairs + c / 2 * scratch->room + n, pair);
-        }
+    for (int64_t c = 0; c < dim; c += 2) {
+        __m512 one = _mm512_load_ps(symbols + c * room);
+        __m512 other = _mm512_load_ps(symbols + (c + 1) * room);
+        most = _mm512_max_ps(most, _mm512_max_ps(_mm512_abs_ps(one), _mm512_abs_ps(other)));
+        __m512i low = _mm512_srli_epi32(_mm512_castps_si512(one), 16);
+        __m512i pair = _mm512_or_si512(low, _mm512_and_si512(_mm512_castps_si512(other), high));
+        _mm512_store_si512(pairs + c / 2 * LANES, pair);
+    }
     return _mm512_reduce_max_ps(most) <= EXACT_BF16;
+}
+
+/* Symbols of sixteen keys plus 128 as fours of bytes [dim / 4, LANES]; 0 if one is no byte. */
+TARGET INLINE int NAME(pack_fours)(const float *symbols, int64_t room, int64_t dim,
+                                   uint32_t *fours) {
+    __m512 most = _mm512_setzero_ps();
+    for (int64_t c = 0; c < dim; c += 4) {
+        __m512i parts[4];
+        for (int i = 0; i < 4; i++) {
+            __m512 own = _mm512_load_ps(symbols + (c + i) * room);
+            most = _mm512_max_ps(most, _mm512_abs_ps(own));
+            parts[i] = _mm512_slli_epi32(_mm512_cvtps_epi32(own), 8 * i);
+        }
+        /* A number below 0 borrows from the bytes above its own, and 128 in each repays it. */
+        __m512i sum = _mm512_add_epi32(_mm512_add_epi32(parts[0], parts[1]),
+                                       _mm512_add_epi32(parts[2], parts[3]));
+        _mm512_store_si512(fours + c / 4 * LANES,
+                           _mm512_add_epi32(sum, _mm512_set1_epi32((int)0x80808080u)));
+    }
+    return _mm512_reduce_max_ps(most) <= MOST_BYTE;
+}
+
+/* Products of the first fours of components of some entries with bytes of a matrix, added to sums. */
+TARGET INLINE void NAME(add_fours)(const uint32_t *symbols, const int8_t *numbers, int64_t fours,
+                                   int64_t dim, int vectors, __m512i sums[KEY_TILE][4]) {
+    for (int64_t c = 0; c < fours; c++) {
+        __m512i row[4];
+        for (int v = 0; v < vectors; v++)
+            row[v] = _mm512_loadu_si512(numbers + 4 * (c * dim + v * LANES));
+        for (int e = 0; e < KEY_TILE; e++) {
+            __m512i four = _mm512_set1_epi32((int)symbols[c * LANES + e]);
+            for (int v = 0; v < vectors; v++)
+                sums[e][v] = _mm512_dpbusd_epi32(sums[e][v], four, row[v]);
+        }
+    }
+}
+
+/* The same as `turn_back` from fours of bytes, from dimension `first` on.
+ *
+ * lowers: fours of components whose matrix has lower bytes, too. */
+TARGET INLINE void NAME(turn_back_fours)(const struct byte_matrices *bytes, int64_t head,
+                                         int64_t first, int64_t lowers, const uint32_t *symbols,
+                                         int64_t dim, int vectors, float *keys) {
+    int64_t fours = dim / 4;
+    const int8_t *numbers = bytes->numbers + 2 * head * dim * dim + 4 * first;
+    const int32_t *firsts = bytes->firsts + head * (fours + 2) * dim + first;
+    const float *scales = bytes->scales + head * dim + first;
+    __m512i sums[KEY_TILE][4];
+    for (int e = 0; e < KEY_TILE; e++)
+        for (int v = 0; v < vectors; v++)
+            sums[e][v] = _mm512_loadu_si512(firsts + lowers * dim + v * LANES);
+    NAME(add_fours)(symbols, numbers + dim * dim, lowers, dim, vectors, sums);
+    for (int e = 0; e < KEY_TILE; e++)
+        for (int v = 0; v < vectors; v++)
+            sums[e][v] =
+                _mm512_add_epi32(_mm512_srai_epi32(sums[e][v], LOWER_BITS),
+                                 _mm512_loadu_si512(firsts + (fours + 1) * dim + v * LANES));
+    NAME(add_fours)(symbols, numbers, fours, dim, vectors, sums);
+    for (int e = 0; e < KEY_TILE; e++)
+        for (int v = 0; v < vectors; v++)
+            _mm512_storeu_ps(keys + e * dim + v * LANES,
+                             _mm512_mul_ps(_mm512_cvtepi32_ps(sums[e][v]),
+                                           _mm512_loadu_ps(scales + v * LANES)));
 }
 
 #if defined(WITH_MATRIX_UNITS)
@@ -169,51 +231,88 @@ TARGET INLINE void NAME(prefetch_rotations)(const struct transform_attention *ca
             __builtin_prefetch(call->rotation + positions[e] * 2 * call->half + d);
 }
 
+#if defined(HAS_DOT_PRODUCT)
+/* Turn back sixteen keys of a block from row n on, by the narrowest numbers that hold their symbols;
+ * returns 0 where only float32 does. */
+TARGET INLINE int NAME(turn_back_narrow)(const struct transform_attention *call,
+                                         const struct transform_block *block,
+                                         const struct transform_scratch *scratch, int64_t n,
+                                         int has_tiles) {
+    int64_t dim = call->head_dim, room = scratch->room, head = block->head;
+    const float *symbols = scratch->symbols + n;
+    int has_bytes = call->bytes.numbers && !has_tiles;
+    if (has_bytes && NAME(pack_fours)(symbols, room, dim, scratch->pairs)) {
+        const int32_t *lowers = call->bytes.lowers + head * NUM_TIERS + LAST_TIER;
+        for (int64_t e = 0; e < LANES; e += KEY_TILE) {
+            int64_t row = least(n + e, block->count - 1), d = 0;
+            int32_t own = lowers[scratch->tiers[scratch->order[row]]]; /* the finest tier is first */
+            for (; dim - d >= 4 * LANES; d += 4 * LANES)
+                NAME(turn_back_fours)(&call->bytes, head, d, own, scratch->pairs + e, dim, 4,
+                                      scratch->keys + e * dim + d);
+            if (d < dim)
+                NAME(turn_back_fours)(&call->bytes, head, d, own, scratch->pairs + e, dim, 2,
+                                      scratch->keys + e * dim + d);
+        }
+        return 1;
+    }
+    if (!call->pairs || !NAME(pack_pairs)(symbols, room, dim, scratch->pairs))
+        return 0;
+    const uint32_t *pairs = call->pairs + head * dim / 2 * dim;
+#if defined(WITH_MATRIX_UNITS)
+    if (has_tiles) {
+        NAME(turn_back_tiles)(scratch->pairs, LANES, pairs, dim, scratch->keys);
+        return 1;
+    }
+#endif
+    for (int64_t e = 0; e < LANES; e += KEY_TILE) {
+        int64_t d = 0;
+        for (; dim - d >= 4 * LANES; d += 4 * LANES)
+            NAME(turn_back_pairs)(scratch->pairs + e, LANES, pairs + d, dim, 4,
+                                  scratch->keys + e * dim + d);
+        if (d < dim)
+            NAME(turn_back_pairs)(scratch->pairs + e, LANES, pairs + d, dim, 2,
+                                  scratch->keys + e * dim + d);
+    }
+    return 1;
+}
+#endif
+
+/* Turn back sixteen keys of a block from row n on, in float32. */
+TARGET INLINE void NAME(turn_back_wide)(const struct transform_attention *call, int64_t head,
+                                        const struct transform_scratch *scratch, int64_t n) {
+    int64_t dim = call->head_dim;
+    const float *inverse = call->inverse + head * dim * dim;
+    for (int64_t e = 0; e < LANES; e += KEY_TILE)
+        for (int64_t d = 0; d < dim; d += 4 * LANES) {
+            const float *symbols = scratch->symbols + n + e;
+            float *keys = scratch->keys + e * dim + d;
+            if (dim - d >= 4 * LANES)
+                NAME(turn_back)(symbols, scratch->room, inverse + d, dim, 4, keys);
+            else
+                NAME(turn_back)(symbols, scratch->room, inverse + d, dim, 2, keys);
+        }
+}
+
 /* Logits of all entries of a block that is decoded. */
 TARGET INLINE void NAME(logits_of)(const struct transform_attention *call,
                                    const struct transform_block *block,
                                    const struct transform_scratch *scratch) {
     int64_t dim = call->head_dim, head = block->head;
     const float *queries = call->queries + head * call->num_queries * dim;
-    const float *inverse = call->inverse + head * dim * dim, *mean = call->means + head * dim;
-    int has_pairs = 0;
+    const float *mean = call->means + head * dim;
 #if defined(HAS_DOT_PRODUCT)
-    int64_t padded = (block->count + LANES - 1) / LANES * LANES;
-    has_pairs = call->pairs && NAME(pack_pairs)(scratch, dim, padded);
-#endif
     int has_tiles = 0;
-#if defined(HAS_DOT_PRODUCT) && defined(WITH_MATRIX_UNITS)
-    has_tiles = has_pairs && larder_has_matrix_units();
+#if defined(WITH_MATRIX_UNITS)
+    has_tiles = call->pairs && larder_has_matrix_units();
     if (has_tiles)
         set_tile_shapes();
 #endif
+#endif
     for (int64_t n = 0; n < block->count; n += LANES) {
-#if defined(HAS_DOT_PRODUCT) && defined(WITH_MATRIX_UNITS)
-        if (has_tiles)
-            NAME(turn_back_tiles)(scratch->pairs + n, scratch->room,
-                                  call->pairs + head * dim / 2 * dim, dim, scratch->keys);
-#endif
-        for (int64_t e = 0; e < LANES && !has_tiles; e += KEY_TILE)
-            for (int64_t d = 0; d < dim; d += 4 * LANES) {
-                const float *symbols = scratch->symbols + n + e, *own = inverse + d;
-                float *keys = scratch->keys + e * dim + d;
-                int is_wide = dim - d >= 4 * LANES;
 #if defined(HAS_DOT_PRODUCT)
-                if (has_pairs) {
-                    const uint32_t *own_pairs = call->pairs + head * dim / 2 * dim + d;
-                    const uint32_t *pairs = scratch->pairs + n + e;
-                    if (is_wide)
-                        NAME(turn_back_pairs)(pairs, scratch->room, own_pairs, dim, 4, keys);
-                    else
-                        NAME(turn_back_pairs)(pairs, scratch->room, own_pairs, dim, 2, keys);
-                    continue;
-                }
+        if (!NAME(turn_back_narrow)(call, block, scratch, n, has_tiles))
 #endif
-                if (is_wide)
-                    NAME(turn_back)(symbols, scratch->room, own, dim, 4, keys);
-                else
-                    NAME(turn_back)(symbols, scratch->room, own, dim, 2, keys);
-            }
+            NAME(turn_back_wide)(call, head, scratch, n);
         const int32_t *positions = scratch->positions + n;
         const float *scales = scratch->scales + n, *keys = scratch->keys;
         float *logits = scratch->logits + n;
@@ -230,7 +329,6 @@ TARGET INLINE void NAME(logits_of)(const struct transform_attention *call,
     if (has_tiles)
         NAME(release_tiles)();
 #endif
-    (void)has_pairs;
 }
 
 /* Averages of the components of values, their mass and peak, of one block that is decoded. */
