@@ -93,7 +93,8 @@ def test_public_host_requires_keys(run: Run, tmp_path: Path) -> None:
         keys.write_text(content)
         message = complaint(run("serve", "--port", "0", "--keys", keys), 1)
         assert why in message and "0123456789" not in message
-    assert "cannot be read" in complaint(run("serve", "--keys", tmp_path / "none"), 1)
+    message = complaint(run("serve", "--keys", tmp_path / "none"), 1)
+    assert "(No such file or directory): name a file with lines of 'NAME KEY'" in message
 
 
 def test_keys_come_from_the_environment(
@@ -108,7 +109,7 @@ def test_invalid_options_are_refused_before_a_model_loads(run: Run) -> None:
     assert "64MBit' is not a number of bytes" in complaint(run("serve", "--kv-budget", "64MBit"), 2)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         message = complaint(run("serve", "--port", str(taken.getsockname()[1])), 1)
-    assert "cannot be listened at" in message and "another --port" in message
+    assert "cannot be listened at (Address already in use): take another --port" in message
     message = complaint(run("serve", "--port", "0", "--policy", "exact_question"), 2)
     assert "needs the question before prefill" in message
 
@@ -146,7 +147,10 @@ def test_chat_templates_and_adapters_are_checked_before_a_model_loads(
 ) -> None:
     template = tmp_path / "template.jinja"
     message = complaint(run("serve", "--port", "0", "--chat-template", template), 1)
-    assert "cannot be read" in message
+    assert "cannot be read (No such file or directory): name a file that has" in message
+    template.write_bytes(b"\xff")
+    message = complaint(run("serve", "--port", "0", "--chat-template", template), 1)
+    assert "cannot be read (it is not UTF-8)" in message
     template.write_text("a\n{% for %}")
     message = complaint(run("serve", "--port", "0", "--chat-template", template), 1)
     assert "template.jinja, line 2, is no template" in message
@@ -185,6 +189,11 @@ def test_store_that_cannot_be_written_is_refused_before_a_model_loads(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("larder.cli.question_run.load_model", None)
+    said = complaint(run("serve", "--port", "0", "--store", "s3:/bucket"), 2)
+    assert (
+        "--store 's3:/bucket' has no '://': write 's3://bucket', or './s3:/bucket' for a folder"
+        in said
+    )
     (tmp_path / "file").touch()
     message = complaint(run("serve", "--port", "0", "--store", tmp_path / "file" / "store"), 1)
     assert f"{tmp_path}/file/store cannot be written (Not a directory): let this user" in message

@@ -109,6 +109,16 @@ def random_parts(text: str, seed: int) -> list[str]:
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}'), ("pythonic", "[f(a=1, b=[True, None]), g.h()]")],
+)
+def test_calls_of_other_forms_are_sent_at_the_end(name: str, text: str) -> None:
+    parser = AnswerParser(AnswerForm(name))
+    assert not [delta for sign in text for delta in parser.push(sign)]
+    assert parser.finish()[0]["tool_calls"] and parser.num_calls
+
+
 @pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
 def test_tool_calls_are_parsed(
     name: str, text: str, content: str, calls: tuple[ToolCall, ...]

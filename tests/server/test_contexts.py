@@ -108,8 +108,9 @@ def test_cached_contexts_are_reused_by_their_tenant_only(small: LoadedModel, pol
     assert not list(served.core.sessions), "no session stays behind a blended cache"
     other = served.ask(ASKED, tenant="b", contexts=(ONE, TWO))
     assert other.result.cached_tokens == 0 and other.text == first.text
-    with pytest.raises(ApiError, match="not known here"):
+    with pytest.raises(ApiError, match="not known here") as refused:
         served.submit(ASKED, tenant="c", contexts=(chunk_id(ONE),))
+    assert (refused.value.status, refused.value.code) == (404, "context_not_found")
     assert served.core.ledger.used(Tier.DEVICE) == 0
 
 

@@ -64,6 +64,24 @@ def test_choices_prefill_the_prompt_once(small: LoadedModel) -> None:
     assert [each.result.cached_tokens for each in others] == [length - 1] * 2
 
 
+def test_further_choices_under_a_budget_prefill_the_conversation(small: LoadedModel) -> None:
+    served = Served(small, LIMITED, tokens=64)
+    turns = answered(box_question(1), served.ask(box_question(1), "x"), "And the next box?")
+    first, *others = (each.result for each in answers(served, requests(turns, 3, "x"), True))
+    assert first.cached_tokens > 0 == first.recomputed_tokens
+    for each in others:
+        assert (each.cached_tokens, each.recomputed_tokens) == (0, first.cached_tokens)
+
+
+def test_scored_prompt_ends_with_a_generated_stop_token(small: LoadedModel) -> None:
+    text, stop = "Box 7 holds 12 coins.", small.tokenizer.eos_token_id
+    scored = {"raw_prompt": text, "logprobs": 1, "prompt_logprobs": True, "max_new_tokens": 1}
+    params = SamplingParams(logit_bias={stop: 100.0})
+    client = Served(small).ask([], sampling=params, **scored)
+    assert [each.token for each in client.logprobs] == [*map(ord, text), stop]
+    assert not client.text.strip(text)
+
+
 @pytest.mark.parametrize("policy", ["full", LIMITED])
 def test_scored_prompt_leaves_no_session(small: LoadedModel, policy: str) -> None:
     served, full = Served(small, policy), Served(small)

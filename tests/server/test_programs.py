@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from larder.models import LoadedModel
-from larder.server import SchedulingPolicy, request_queue
-from server_core import Client, Served, answered, box_question
+from larder.server import ChatMessage, SchedulingPolicy, request_queue
+from server_core import Client, Served, answered, box_question, user
 
 PROGRAMS = SchedulingPolicy.PROGRAM_FCFS
 
@@ -84,6 +86,22 @@ def test_uncontended_requests_are_admitted_at_once(small: LoadedModel) -> None:
         assert not len(served.core.scheduler.queue)
         served.run()
         turns = {name: answered(turns[name], clients[name], "Why?") for name in turns}
+
+
+def test_program_is_named_by_the_request_or_is_a_session_with_its_branches(
+    small: LoadedModel,
+) -> None:
+    served = Served(small, scheduling=PROGRAMS)
+    turns = box_question(1)
+    served.ask(turns, "x")
+    served.ask(box_question(2), "planner", program="run")
+    new: Any = served.submit(box_question(3), "new")[1]
+    critic: Any = served.submit(box_question(4), "critic", program="run")[1]
+    other = [*turns, ChatMessage("assistant", "None."), user("Why?")]
+    branch: Any = served.submit(other, "x")[1]
+    assert branch.session.name == "x~2"
+    assert branch.program_order < critic.program_order < new.program_order
+    served.run()
 
 
 def test_predicted_pauses_of_a_new_tool_are_those_of_its_tenant(small: LoadedModel) -> None:

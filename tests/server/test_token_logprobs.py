@@ -9,7 +9,7 @@ import torch
 
 from larder.engine import SamplingParams
 from larder.models import LoadedModel
-from larder.server import AnswerText, TokenLogprob, TokenTexts
+from larder.server import AnswerText, ApiError, TokenLogprob, TokenTexts
 from larder.server.token_logprobs import token_logprobs
 from larder.session import TokenizerAdapter
 from server_core import Client, Served, box_question
@@ -101,6 +101,19 @@ def test_bias_and_temperature_do_not_change_logprobs(small: LoadedModel) -> None
     biased = SamplingParams(temperature=0.3, logit_bias={plain.logprobs[0].token: 100.0})
     other = served.ask(box_question(1), "other", logprobs=0, max_new_tokens=1, sampling=biased)
     assert other.logprobs[0].logprob == pytest.approx(plain.logprobs[0].logprob, abs=1e-5)
+
+
+def test_bias_beyond_the_vocabulary_is_refused_before_the_prompt(small: LoadedModel) -> None:
+    served, size = Served(small), small.decoder.vocab_size
+    for token, is_refused in ((size, True), (size - 1, False)):
+        params = SamplingParams(logit_bias={3: 1.0, token: -100.0})
+        if is_refused:
+            with pytest.raises(ApiError, match=f"token id {size}, but the model has") as refused:
+                served.submit(box_question(1), "x", sampling=params)
+            assert (refused.value.status, refused.value.param) == (400, "logit_bias")
+            assert not list(served.core.sessions)
+        else:
+            assert served.ask(box_question(1), "x", sampling=params).result.new_tokens
 
 
 def test_repeated_request_computes_logprobs(small: LoadedModel) -> None:

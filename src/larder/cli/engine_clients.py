@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from larder.cli.store_options import check_store_access
+from larder.core.errors import UsageError
 from larder.core.home import home
 from larder.engine.progress_bar import progress_bar
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from larder.store.store import Store
 
 STORE_FOLDER = "store"  # in the home folder
+ADDRESS_OF_ONE_SLASH = re.compile(r"[a-z][a-z0-9+.-]+:/(?!/)")
 DEFAULT_REPLICAS = 2
 # Saved states of a session: the newest, and one to fall back on if that is damaged.
 STORED_EPOCHS = 2
@@ -117,9 +120,19 @@ def replica_engine_client(
 
 
 def store_url(options: ServeOptions) -> str:
-    """Store address, absolute where it is a folder."""
+    """Store address, absolute where it is a folder.
+
+    Raises:
+        UsageError: the address has one slash only.
+    """
     if options.store is None:
         return str(home() / STORE_FOLDER)
+    if ADDRESS_OF_ONE_SLASH.match(options.store):
+        address = options.store.replace(":/", "://", 1)
+        raise UsageError(
+            f"--store {options.store!r} has no '://': write {address!r}, or "
+            f"'./{options.store}' for a folder of that name."
+        )
     if "://" in options.store:
         return options.store
     return str(Path(options.store).expanduser().absolute())

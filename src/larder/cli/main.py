@@ -108,6 +108,7 @@ def _command_of(point: EntryPoint) -> Any:
 
 
 RATIO_OPTION = "--compression-ratio"  # of kvpress
+UNKNOWN_OPTION, EXTRA_ARGUMENT = "No such option: ", "Got unexpected extra argument"
 
 
 def _usage_error(error: Any) -> UsageError:
@@ -116,7 +117,21 @@ def _usage_error(error: Any) -> UsageError:
     ended = message if message.endswith("?") else f"{message.rstrip('.')}."
     if RATIO_OPTION in message:
         ended += " The share that stays is --budget: 25% for a compression ratio of 0.75."
+    if where.endswith(" serve"):
+        ended = _vllm_answer(ended)
     return UsageError(f"{ended} See '{where} --help'.")
+
+
+def _vllm_answer(message: str) -> str:
+    """Message for a command line of `vllm serve`; any other one as it is."""
+    from larder.cli.vllm_flags import answer
+
+    if message.startswith(EXTRA_ARGUMENT):
+        return f"{message} The model is named by --model."
+    if message.startswith(UNKNOWN_OPTION):
+        option = message.removeprefix(UNKNOWN_OPTION).split()[0].rstrip(".")
+        return answer(option) or message
+    return message
 
 
 app = typer.Typer(

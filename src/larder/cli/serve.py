@@ -218,16 +218,26 @@ def serve(options: ServeOptions) -> None:
 
     The API is at http://HOST:PORT/v1, the page at http://HOST:PORT/.
 
-    Flags of vllm serve, and their names here, where they differ:
+    Flags of vllm serve, and what to give here, where they differ:
 
-    --api-key                    --keys
-    --gpu-memory-utilization     --kv-budget
-    --swap-space                 --host-budget
-    --kv-cache-dtype             --policy with a part that quantizes
-    --data-parallel-size         --ray --replicas
-    --max-num-batched-tokens     --prefill-chunk, at most; --inter-token-latency sizes chunks
-    --lora-modules NAME=PATH     --adapter NAME=FOLDER
-    --enable-prefix-caching      always on, as is --enable-auto-tool-choice
+    MODEL                         --model MODEL
+    --api-key                     --keys
+    --gpu-memory-utilization      --kv-budget, as --kv-cache-memory-bytes
+    --swap-space                  --host-budget, as --kv-offloading-size
+    --kv-transfer-config          --store
+    --kv-cache-dtype              --policy with a part that quantizes
+    --data-parallel-size          --ray --replicas
+    --max-num-batched-tokens      --prefill-chunk, or --inter-token-latency
+    --lora-modules NAME=PATH      --adapter NAME=FOLDER, without --enable-lora
+    --override-generation-config  --temperature, --top-p, --top-k
+    --runner pooling              --embedding-model NAME, beside the model
+    --revision, --load-format     --model with a local folder or a .gguf file
+    --uds, --ssl-keyfile          a proxy, as for --allowed-origins, --root-path
+    --enable-prefix-caching       always on, as is --enable-auto-tool-choice
+    --max-num-seqs                memory decides
+    --tensor-parallel-size        none, nor --quantization, --speculative-config
+
+    Any other flag of vllm serve is refused with what to give in its place.
     """
     from larder.cli.served_models import check_model_files, check_policy
     from larder.server.persistence.sweeper import limit_memory
@@ -356,8 +366,10 @@ def _listening_socket(options: ServeOptions) -> socket.socket:
     try:
         return socket.create_server((options.host, options.port), family=family, backlog=2048)
     except (OSError, UnicodeError) as error:
+        is_system = isinstance(error, OSError) and error.errno is not None and error.errno > 0
+        reason = os.strerror(error.errno) if is_system else error
         raise InputError(
-            f"{options.host} port {options.port} cannot be listened at ({error}): take another "
+            f"{options.host} port {options.port} cannot be listened at ({reason}): take another "
             "--port or --host."
         ) from error
 

@@ -151,7 +151,8 @@ def read_template(path: Path) -> str:
             data = file.read(MAX_TEMPLATE_BYTES + 1)
     except OSError as error:
         raise InputError(
-            f"--chat-template {path} cannot be read ({error}): name another file."
+            f"--chat-template {path} cannot be read ({error.strerror}): name a file that has the "
+            "template."
         ) from error
     if len(data) > MAX_TEMPLATE_BYTES:
         raise InputError(
@@ -162,13 +163,14 @@ def read_template(path: Path) -> str:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(
-            f"--chat-template {path} cannot be read ({error}): name another file."
+            f"--chat-template {path} cannot be read (it is not UTF-8): name another file."
         ) from error
     try:
         compile_template(text)
     except TemplateSyntaxError as error:
         raise InputError(
-            f"--chat-template {path}, line {error.lineno}, is no template: {error.message}."
+            f"--chat-template {path}, line {error.lineno}, is no template: {error.message}. "
+            "Correct it, or leave it out for the model's own."
         ) from error
     except (RecursionError, SyntaxError, MemoryError, ValueError) as error:
         raise InputError(

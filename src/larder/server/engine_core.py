@@ -202,6 +202,13 @@ class EngineCore:
             raise invalid_request(
                 f"max_tokens must be at least 1, got {request.max_new_tokens}.", "max_tokens"
             )
+        vocabulary = self.engine.loaded.decoder.vocab_size
+        if (token := max(request.sampling.logit_bias, default=0)) >= vocabulary:
+            raise invalid_request(
+                f"logit_bias has the token id {token}, but the model has {vocabulary} tokens: take "
+                "ids of its own tokenizer.",
+                "logit_bias",
+            )
         if not request.has_contexts:
             return request
         request = self.contexts.resolved(request)

@@ -172,7 +172,10 @@ def read_key(path: Path | None) -> bytes | None:
     try:
         return _parse_key(path.read_bytes(), str(path))
     except OSError as error:
-        raise InputError(f"{path} cannot be read as a key ({error.strerror}).") from error
+        raise InputError(
+            f"{path} cannot be read as a key ({error.strerror}): name a file that has 32 random "
+            "bytes, or 64 hexadecimal digits."
+        ) from error
 
 
 def _parse_key(data: bytes, source: str) -> bytes:

@@ -45,6 +45,9 @@ def test_empty_body_has_its_own_message(
         (TEXT, {"prompt": ["x", 3]}, "prompt.1: Input should be a valid string"),
         (CHAT, {"stop": ""}, "stop: "),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "a"}]}]}, ".content: a part is"),
+        (CHAT, {"messages": [{"role": "bot", "content": "a"}]}, "messages.0.role: "),
+        (CHAT, {"messages": [{"role": "bot", "content": "a"}]}, "'assistant' or 'tool'"),
+        (CHAT, {"messages": [{"role": "user"}]}, "role user has no content: send a text"),
         (CHAT, {"guided_json": {}}, "guided_json is not supported: send structured_outputs."),
         (CHAT, {"functions": [{}]}, "functions is not supported: send tools."),
         (TEXT, {"use_beam_search": True}, "use_beam_search is not supported: leave it out."),
@@ -101,6 +104,8 @@ def test_404_names_the_api_description_and_405_the_allowed_method(
     http: httpx2.Client, served: Running
 ) -> None:
     assert "nothing at /v1/frob: GET /openapi.json" in message(http.get("/v1/frob"), 404)
+    for wrong in (CHAT.removeprefix("/v1"), f"/v1{CHAT}"):
+        assert f"send it to {CHAT}. The base URL" in message(http.post(wrong, json={}), 404)
     assert message(http.get(CHAT), 405) == f"GET is not allowed at {CHAT}: use POST."
     result = http.get(MESSAGES)
     assert result.json()["type"] == "error" and "use POST" in message(result, 405)

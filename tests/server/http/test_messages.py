@@ -82,7 +82,10 @@ def test_message_is_streamed_as_events(http: httpx2.Client, served: Running) -> 
     )
     assert result[0][1]["message"]["content"] == []
     assert result[-2][1]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
-    assert result[-2][1]["usage"]["output_tokens"] == 4
+    usage = result[-2][1]["usage"]
+    assert usage["output_tokens"] == 4 and usage["input_tokens"] == 0
+    assert usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"] == 9
+    assert not any(result[0][1]["message"]["usage"].values())
 
 
 def test_stop_reasons_of_truncated_and_failed_answers(http: httpx2.Client, served: Running) -> None:

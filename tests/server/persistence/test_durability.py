@@ -100,6 +100,20 @@ def test_strict_durability_refuses_unwritten_turns(
 
 
 @pytest.mark.failure(number=4)
+def test_refused_turn_degrades_health_for_a_minute(small: LoadedModel, tmp_path: Path) -> None:
+    stored = Stored(small, tmp_path, Durability.STRICT)
+    with refused_turns(stored, ERRORS["full"]):
+        stored.served.submit(box_question(1), "x")
+        stored.run()
+    clock = stored.core.clock  # each look takes a second
+    started = clock()
+    while stored.core.unwritten.is_degraded and clock() < started + 99:
+        pass
+    assert 40 < clock() - started <= 62
+    stored.close()
+
+
+@pytest.mark.failure(number=4)
 def test_unwritten_turns_are_written_at_shutdown(small: LoadedModel, tmp_path: Path) -> None:
     stored = Stored(small, tmp_path)
     with refused_turns(stored, ERRORS["full"]):

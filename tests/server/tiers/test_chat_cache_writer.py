@@ -98,6 +98,21 @@ def test_caches_of_every_preset_are_restored(deep: LoadedModel, tmp_path: Path, 
     assert last.result.recomputed_tokens == 0 and again.disk.stats().rejected == {}
 
 
+@pytest.mark.extended
+def test_edit_before_the_latest_turn_of_a_restored_chat_is_prefilled_again(
+    small: LoadedModel, tmp_path: Path
+) -> None:
+    first = stored(small, tmp_path, "keydiff")
+    turns = talk(first)
+    first.close()
+    again = stored(small, tmp_path, "keydiff")
+    edited = [*turns[:-3], user("And before that?")]  # in place of the latest turn
+    last = again.ask(edited, "x").result
+    assert (last.cached_tokens, last.restored_tokens) == (0, 0) < (last.recomputed_tokens, 1)
+    kept = again.ask(turns, "x").result
+    assert kept.tier == "disk" and kept.recomputed_tokens == 0
+
+
 def flip(folder: Path, holding: bytes) -> None:
     """Damage the blobs that have these bytes in them."""
     found = [file for file in (folder / "blobs").rglob("*") if file.is_file()]

@@ -154,14 +154,19 @@ def load_keys(path: Path) -> dict[str, Principal]:
     try:
         return parse_keys(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise InputError(
-            f"{path} cannot be read as a file of keys ({error}): name another."
+            f"{path} cannot be read as a file of keys ({reason}): name a file with lines of "
+            f"'NAME KEY' or 'NAME KEY {OPERATOR}'."
         ) from error
 
 
 def _check(words: list[str], source: str) -> None:
     if len(words) < 2 or words[2:] not in ([], [OPERATOR]):
-        raise InputError(f"{source}: not 'NAME KEY' or 'NAME KEY {OPERATOR}'.")
+        raise InputError(
+            f"{source}: not 'NAME KEY' or 'NAME KEY {OPERATOR}': write the tenant's name, a space, "
+            "and its key."
+        )
     if NAME.fullmatch(words[0]) is None:
         raise InputError(
             f"{source}: a name is 1 to 64 letters, digits, dots, dashes and underscores."

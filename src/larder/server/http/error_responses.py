@@ -11,6 +11,7 @@ from fastapi.exceptions import HTTPException, RequestValidationError
 from fastapi.requests import Request as HttpRequest
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as BareHTTPException
+from starlette.routing import Match
 
 from larder.core.errors import (
     BadParameter,
@@ -155,7 +156,7 @@ async def on_http_error(request: HttpRequest, error: Exception) -> JSONResponse:
     path, headers = request.url.path, error.headers or {}
     message = f"{error.detail}.".replace("..", ".")
     if error.status_code == 404:
-        message = f"There is nothing at {path[:100]}: GET /openapi.json lists the endpoints."
+        message = f"There is nothing at {path[:100]}: {_near_path(request)}"
     elif error.status_code == 405:
         allowed = headers.get("allow") or headers.get("Allow") or "another method"
         message = f"{request.method} is not allowed at {path[:100]}: use {allowed}."
@@ -178,6 +179,16 @@ async def on_validation_error(request: HttpRequest, error: Exception) -> JSONRes
 async def on_unexpected_error(request: HttpRequest, error: Exception) -> JSONResponse:
     """Handler of unexpected exceptions; clients get no internal details."""
     return error_response(as_api_error(error), request.url.path)
+
+
+def _near_path(request: HttpRequest) -> str:
+    """Where a request to an unknown path may have been meant to go."""
+    path = request.url.path
+    meant = path.removeprefix("/v1") if path.startswith("/v1/v1/") else f"/v1{path}"
+    scope = {**request.scope, "path": meant}
+    if any(route.matches(scope)[0] is not Match.NONE for route in request.app.routes):
+        return f"send it to {meant}. The base URL of OpenAI's clients ends with one /v1."
+    return "GET /openapi.json lists the endpoints."
 
 
 def field_steps(steps: Sequence[int | str]) -> list[int | str]:

@@ -235,8 +235,15 @@ class InputMessage(BodyPart):
             images: takes the images of user messages; None where there may be none.
 
         Raises:
-            ApiError: 400: an image that is not taken here, or cannot be read.
+            ApiError: 400: a message other than an answer has no content, or an image is not taken
+                here, or cannot be read.
         """
+        if self.content is None and self.role in ("system", "developer", "user"):
+            raise invalid_request(
+                f"A message of the role {self.role} has no content: send a text, or a list of "
+                "parts.",
+                "messages",
+            )
         content = self.content or ""
         if not isinstance(content, str):
             content = "".join(self._text(part, images) for part in content)

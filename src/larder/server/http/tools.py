@@ -63,7 +63,7 @@ class CallPart(BodyPart):
 class ToolMessage(InputMessage):
     """Message of a conversation in which tools may be called."""
 
-    role: Annotated[str, Field(pattern="^(system|developer|user|assistant|tool)$")]
+    role: Literal["system", "developer", "user", "assistant", "tool"]  # pyright: ignore[reportIncompatibleVariableOverride]
     tool_calls: Annotated[list[CallPart], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: Text | None = None
     contexts: Annotated[list[Text], Field(max_length=1024, fail_fast=True)] | None = None
@@ -144,7 +144,8 @@ def checked_tools(tools: Sequence[Any], model: ServedModel) -> list[dict[str, An
         raise _refused("tools has two tools of one name: rename one.")
     if not model.takes_tools:
         raise _unsupported(
-            "The chat template of this model ignores tools: serve a model whose template has them."
+            "The chat template of this model ignores tools: serve a model whose template has them, "
+            "or start the server with one that has by --chat-template."
         )
     if not model.answer_form.tool_parser:
         raise _unsupported(
