@@ -189,10 +189,10 @@ def test_store_that_cannot_be_written_is_refused_before_a_model_loads(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("larder.cli.question_run.load_model", None)
-    said = complaint(run("serve", "--port", "0", "--store", "s3:/bucket"), 2)
+    message = complaint(run("serve", "--port", "0", "--store", "s3:/bucket"), 2)
     assert (
         "--store 's3:/bucket' has no '://': write 's3://bucket', or './s3:/bucket' for a folder"
-        in said
+        in message
     )
     (tmp_path / "file").touch()
     message = complaint(run("serve", "--port", "0", "--store", tmp_path / "file" / "store"), 1)
