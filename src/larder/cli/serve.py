@@ -366,8 +366,8 @@ def _listening_socket(options: ServeOptions) -> socket.socket:
     try:
         return socket.create_server((options.host, options.port), family=family, backlog=2048)
     except (OSError, UnicodeError) as error:
-        is_system = isinstance(error, OSError) and error.errno is not None and error.errno > 0
-        reason = os.strerror(error.errno) if is_system else error
+        number = error.errno if isinstance(error, OSError) else None
+        reason = os.strerror(number) if number is not None and number > 0 else str(error)
         raise InputError(
             f"{options.host} port {options.port} cannot be listened at ({reason}): take another "
             "--port or --host."
