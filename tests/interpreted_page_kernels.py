@@ -17,7 +17,7 @@ from larder.ops import GroupReduction, SegmentTables, reference_paged_attention
 from larder.ops import pages as torch_pages
 from larder.ops.gpu import attention_kernel, decoder_layer, page_kernels
 from model_runs import some_ids
-from paged_segments import PagedSegments, kept_places, padded_places, some_segments
+from paged_segments import PagedSegments, kept_indices, padded_places, some_segments
 from tiny_models import tiny
 
 LENGTHS = (70, 0, 33, 1)
@@ -61,7 +61,7 @@ def check_compact(own: PagedSegments) -> None:
     for kept in (0.98, 0.4, 0.0):
         padded, counts = (
             t.to(own.keys.device)
-            for t in padded_places(kept_places(own.tables.lengths.tolist(), kept))
+            for t in padded_places(kept_indices(own.tables.lengths.tolist(), kept))
         )
         table, (one, other) = own.tables.table, (own.keys.clone(), own.keys.clone())
         page_kernels.compact_pages(one, table, table, padded, counts)

@@ -68,7 +68,7 @@ def padded_places(kept: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     return indices, counts
 
 
-def kept_places(lengths: Sequence[int], kept: float, seed: int = 0) -> list[list[int]]:
+def kept_indices(lengths: Sequence[int], kept: float, seed: int = 0) -> list[list[int]]:
     """Some places of each segment, ascending."""
     source = torch.Generator().manual_seed(seed)
     return [sorted(torch.randperm(n, generator=source)[: int(kept * n)].tolist()) for n in lengths]

@@ -23,6 +23,10 @@ FORBIDDEN_CLASSES = frozenset(
     """Held Kept Turn Piece Said Asked Made Told Begun Sitting Cabinet Desk Scribe Purse Shelf Room
     Rooms Manner Luck Heard Hearing Beginning Leaving""".split()
 )
+FORBIDDEN_VARIABLES = frozenset(
+    """said told heard hearing luck begun anew manner spots sitting cabinet desk scribe purse shelf
+    shelves""".split()
+)
 # Gerunds that are the field's own nouns.
 FIELD_GERUNDS = frozenset(
     """routing pooling packing sampling timing streaming spelling clustering matching merging
@@ -44,12 +48,17 @@ def modules() -> list[Path]:
 
 
 @cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+@cache
 def classes_by_package() -> dict[str, Counter[str]]:
     """By top-level folder of a package, how many classes at module level have each name."""
     found: dict[str, Counter[str]] = {}
     for file in modules():
         package = "/".join(file.relative_to(SOURCE).parts[:2])
-        nodes = ast.parse(file.read_text()).body
+        nodes = parsed(file).body
         names = [node.name for node in nodes if isinstance(node, ast.ClassDef)]
         found.setdefault(package, Counter()).update(names)
     return found
@@ -81,6 +90,18 @@ def test_gerunds_are_the_fields_own() -> None:
 def test_no_class_has_a_forbidden_name() -> None:
     found = {name for names in classes_by_package().values() for name in names}
     assert found & FORBIDDEN_CLASSES == set()
+
+
+def test_no_variable_has_a_forbidden_name() -> None:
+    found = {
+        f"{file.relative_to(SOURCE)}: {node.arg if isinstance(node, ast.arg) else node.id}"
+        for file in modules()
+        for node in ast.walk(parsed(file))
+        if (isinstance(node, ast.arg) and node.arg in FORBIDDEN_VARIABLES)
+        or (isinstance(node, ast.Name) and node.id in FORBIDDEN_VARIABLES)
+    }
+    # A field of the export format.
+    assert found == {"larder/server/persistence/session_file.py: said"}
 
 
 def test_class_names_are_unique_within_a_package() -> None:

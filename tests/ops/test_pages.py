@@ -19,7 +19,7 @@ from larder.ops import (
     gather_pages,
     reference_paged_attention,
 )
-from paged_segments import PagedSegments, kept_places, padded_places, some_segments
+from paged_segments import PagedSegments, kept_indices, padded_places, some_segments
 from references.ops.pages import after_eviction, column_mass, entries_of
 
 LENGTHS = (9, 0, 4, 1, 12)
@@ -47,7 +47,7 @@ def test_gathered_entries_equal_the_reference(segments) -> None:
 
 @pytest.mark.parametrize("kept", [1.0, 0.6, 0.0])
 def test_eviction_equals_its_reference(segments, kept) -> None:
-    positions = kept_places(LENGTHS, kept)
+    positions = kept_indices(LENGTHS, kept)
     expected = after_eviction(segments.keys, *segments.layout, positions)
     padded, counts = padded_places(positions)
     table = segments.tables.table

@@ -62,7 +62,7 @@ def weighed_by_loop(
     return loop.weighed(rule, split(scores, observation), values_of(observation), **columns)
 
 
-def places_of(observation: Observation) -> list[list[int]]:
+def positions_by_head(observation: Observation) -> list[list[int]]:
     return [positions_of(observation.entries, head) for head in heads_of(observation)]
 
 
@@ -94,7 +94,7 @@ def test_value_rules_equal_their_references_on_any_scores(values, loop_of, heads
 def test_unit_equals_its_reference(unit, loop_of, case) -> None:
     scores, seen = scored_view(CASE[case])
     got = split(unit.pool(scores, seen), seen)
-    assert_equal(got, loop_of(unit).pooled(unit, split(scores, seen), places_of(seen)))
+    assert_equal(got, loop_of(unit).pooled(unit, split(scores, seen), positions_by_head(seen)))
 
 
 @given(heads=HEADS, size=st.integers(1, 7), best=st.sampled_from([0.01, 0.29, 0.5, 0.75, 1.0]))
@@ -103,7 +103,7 @@ def test_units_of_any_size_equal_their_references(unit, loop_of, heads, size, be
     unit = replace(unit, **{f.name: chosen[f.name] for f in fields(unit) if f.name in chosen})
     scores, seen = scored_view(heads)
     got = split(unit.pool(scores, seen), seen)
-    assert_equal(got, loop_of(unit).pooled(unit, split(scores, seen), places_of(seen)))
+    assert_equal(got, loop_of(unit).pooled(unit, split(scores, seen), positions_by_head(seen)))
 
 
 RULES = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from larder.core import Entries, LayerScores
-from references.counted import places_of
+from references.attention_loop import positions_of
 from references.outcome import Outcome, untouched, value_of
 
 SMALL = {"window": 2, "seed": 7}  # parameters for small layers
@@ -28,7 +28,7 @@ def settle(part: Any, entries: Entries, scored: LayerScores, kept: list[list[int
             around = sum(weight_of(entries, head, j) for j in behind) / len(behind)
             share = min(weight_of(entries, head, s) / around, 1.0)
             if part.merge.value == "sampled":
-                share = float(chance(places_of(entries, head)[s], head, part.seed) < share)
+                share = float(chance(positions_of(entries, head)[s], head, part.seed) < share)
             for j in following:
                 single = 1 + column_of(entries, "joined", head, s)
                 value = [number / single for number in value_of(entries, head, s)]

@@ -15,10 +15,6 @@ def count_of(entries: Entries, head: int, entry: int) -> float:
     return math.exp(float(entries.columns[LOG_COUNT][entries.starts[head] + entry]))
 
 
-def places_of(entries: Entries, head: int) -> list[int]:
-    return [int(p) for p in entries.head_positions(head)]
-
-
 def protected_of(entries: Entries, scored: LayerScores, head: int) -> list[bool]:
     first = sum(entries.lengths[:head])
     return [bool(scored.protected[first + s]) for s in range(entries.lengths[head])]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from larder.core import Entries, LayerScores
-from references.counted import Joined, merge, places_of, protected_of
+from references.attention_loop import positions_of
+from references.counted import Joined, merge, protected_of
 from references.outcome import Outcome, untouched
 
 
@@ -14,7 +15,7 @@ def settle(part: Any, entries: Entries, scored: LayerScores, kept: list[list[int
     if variant != "larder" and scored.phase.value == "generating":
         return outcome
     for head, own in enumerate(kept):
-        positions, spared = places_of(entries, head), protected_of(entries, scored, head)
+        positions, spared = positions_of(entries, head), protected_of(entries, scored, head)
         anchors = [j for j in own if variant != "code" or not spared[j]]
         joined: Joined = {}
         for s in range(entries.lengths[head]):

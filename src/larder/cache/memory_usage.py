@@ -185,11 +185,11 @@ class ForkFamily:
     def shared_bytes(self, owner: TensorOwner) -> int:
         """Bytes of an owner's own tensors that others of the family hold too."""
         others = [each for each in self._owners if each is not owner]
-        storages = {_place_of(tensor) for each in others for tensor in each.own_tensors()}
-        return storage_bytes(own for own in owner.own_tensors() if _place_of(own) in storages)
+        storages = {_address_of(tensor) for each in others for tensor in each.own_tensors()}
+        return storage_bytes(own for own in owner.own_tensors() if _address_of(own) in storages)
 
 
-def _place_of(tensor: Tensor) -> int:
+def _address_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 

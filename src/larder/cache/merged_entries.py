@@ -63,7 +63,7 @@ def merge_entries(plan: Plan, entries: Entries) -> MergedEntries:
     return MergedEntries(targets, keys, values)
 
 
-def merge_by_place(
+def merge_by_index(
     plan: Plan, order: Int64[Tensor, " T"], numbers: EntryReader, device: torch.device
 ) -> MergedEntries:
     """Merged entries of a layer with several storages, by index (see `TierOrder`, `PairedOrder`).

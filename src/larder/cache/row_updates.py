@@ -12,7 +12,7 @@ from torch import Tensor
 from larder.cache.merged_entries import MergedEntries
 from larder.core.plan import Plan
 from larder.core.types import empty_tensor
-from larder.ops.packing import packed_rows, sorted_places, storage_rows
+from larder.ops.packing import packed_rows, search_sorted, storage_rows
 
 HEAD_STRIDE = 1 << 32  # positions of one head, in ranks by head and position
 
@@ -145,7 +145,7 @@ def plan_writes(
     targets = empty_tensor(torch.int64, 0)
     rows = packed_rows(starts, lengths) if plan.columns else targets
     if len(sums.targets):
-        indices = sorted_places(sums.targets.cpu(), plan.kept.cpu())
+        indices = search_sorted(sums.targets.cpu(), plan.kept.cpu())
         targets = storage_rows(indices, starts, lengths)
     return PlanWrites(
         targets.to(like.device),

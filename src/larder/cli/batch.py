@@ -243,8 +243,8 @@ def _chat_ids(engine: Engine, messages: Any, opening: str) -> tuple[int, ...]:
                 f"Message {number} has contexts, but a batch reads those of the body alone: send "
                 "them in the text of the message."
             )
-    said = conversation_of(messages).messages
-    turns = [TemplateMessage(each.role, each.content) for each in said]
+    parsed = conversation_of(messages).messages
+    turns = [TemplateMessage(each.role, each.content) for each in parsed]
     if opening:
         first = next((number for number, turn in enumerate(turns) if turn.role == "user"), None)
         if first is None:
@@ -273,8 +273,8 @@ def _body(result: BatchResult, url: str, model: str) -> dict[str, Any]:
     """Body of a response, as the server sends it."""
     read, new = len(result.request.ids), len(result.ids)
     is_chat = url == CHAT_URL
-    said = {"message": {"role": "assistant", "content": result.text}}
-    choice = said if is_chat else {"text": result.text}
+    message = {"message": {"role": "assistant", "content": result.text}}
+    choice = message if is_chat else {"text": result.text}
     return {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{result.request.name}",
         "object": "chat.completion" if is_chat else "text_completion",

@@ -6,7 +6,7 @@ beforehand, so that most lie in [-1, 1]. Those of a value are normalized here: t
 the range of its numbers, outliers aside, are kept beside it.
 
     block    [key outliers | middles and ranges of values | codes of keys | codes of values
-              | places, numbers of key outliers | channels, numbers of value outliers]
+              | indices, numbers of key outliers | channels, numbers of value outliers]
 
 Unlike there, a block holds at most its share of key outliers, the largest, and others take the
 outermost level: bytes are bounded.
@@ -55,7 +55,7 @@ class HeldRanges:
 class _BlockParts(NamedTuple):
     ranges: Float[ndarray, "N 2"]
     codes: tuple[UInt8[ndarray, "N B"], UInt8[ndarray, "N B"]]
-    places: Int[ndarray, " S"]
+    indices: Int[ndarray, " S"]
     outliers: Float[ndarray, " S"]
     channels: Int[ndarray, "N C"]
     apart: Float[ndarray, "N C"]
@@ -86,7 +86,7 @@ class LevelCoder:
         """
         _check(numbers)
         keys, values = np.split(numbers.astype(np.float32), 2, 1)
-        places = outer_places(keys, int(self.outliers * keys.size))
+        indices = outer_indices(keys, int(self.outliers * keys.size))
         channels = outlier_channels(values, value_outliers(self.outliers, values.shape[1]))
         ranges = inner_ranges(values, channels)
         if held is not None:
@@ -95,12 +95,12 @@ class LevelCoder:
             ranges = np.where(stays, held.ranges, ranges)
         apart = np.take_along_axis(values, channels, 1)
         parts = [
-            np.array([len(places)], np.int32),
+            np.array([len(indices)], np.int32),
             ranges,
             self._packed(nearest(keys, self.levels[0])),
             self._packed(nearest(_normalized(values, ranges), self.levels[1])),
-            places.astype(np.uint16),
-            keys.reshape(-1)[places].astype(np.float16),
+            indices.astype(np.uint16),
+            keys.reshape(-1)[indices].astype(np.float16),
             channels.astype(np.uint8),
             apart.astype(np.float16),
         ]
@@ -117,7 +117,7 @@ class LevelCoder:
             own[self._codes(codes, half)]
             for own, codes in zip(self.levels.astype(np.float32), parts.codes, strict=True)
         )
-        keys.reshape(-1)[parts.places] = parts.outliers
+        keys.reshape(-1)[parts.indices] = parts.outliers
         values = _restored(inner, parts.ranges)
         np.put_along_axis(values, parts.channels, parts.apart, 1)
         return np.concatenate([keys, values], 1)
@@ -149,7 +149,7 @@ class LevelCoder:
             take(np.uint8, count, few).astype(np.int64),
             take(np.float16, count, few),
         )
-        if (parts.places >= count * half).any() or (parts.channels >= half).any():
+        if (parts.indices >= count * half).any() or (parts.channels >= half).any():
             raise _damaged(count)
         return parts
 
@@ -191,8 +191,8 @@ def nearest(numbers: Numbers, levels: Float[ndarray, " M"]) -> UInt8[ndarray, "N
     return np.searchsorted((levels[1:] + levels[:-1]) / 2, numbers).astype(np.uint8)
 
 
-def outer_places(numbers: Numbers, most: int) -> Int[ndarray, " S"]:
-    """Places, ascending, of the numbers beyond [-1, 1]; the largest where there are too many."""
+def outer_indices(numbers: Numbers, most: int) -> Int[ndarray, " S"]:
+    """Indices, ascending, of the numbers beyond [-1, 1]; the largest where there are too many."""
     sizes = np.abs(numbers).reshape(-1)
     largest = np.argsort(-sizes, kind="stable")[:most]
     return np.sort(largest[sizes[largest] > 1])

@@ -78,7 +78,7 @@ def unmasked_indices(marks: Bool[Tensor, " T"]) -> Int64[Tensor, " N"]:
     return torch.from_numpy(np.flatnonzero(~marks.numpy()))
 
 
-def sorted_places(wanted: Int64[Tensor, " N"], numbers: Int64[Tensor, " T"]) -> Int64[Tensor, " N"]:
+def search_sorted(wanted: Int64[Tensor, " N"], numbers: Int64[Tensor, " T"]) -> Int64[Tensor, " N"]:
     """Insertion index of each number in an ascending tensor."""
     if numbers.device.type != "cpu":
         return torch.searchsorted(numbers, wanted)
@@ -99,7 +99,7 @@ def is_in_sorted(wanted: Int64[Tensor, " N"], numbers: Int64[Tensor, " T"]) -> B
     """Mask of the wanted numbers that an ascending tensor contains."""
     if not len(numbers):
         return torch.zeros_like(wanted, dtype=torch.bool)
-    return numbers[sorted_places(wanted, numbers).clamp(max=len(numbers) - 1)] == wanted
+    return numbers[search_sorted(wanted, numbers).clamp(max=len(numbers) - 1)] == wanted
 
 
 def copy_to_device(numbers: NDArray[Any], device: torch.device) -> Tensor:

@@ -58,7 +58,7 @@ def append_step(
         append_rows(pool, slots, rows.transpose(0, 1).flatten(0, 1))
 
 
-def place_rows(
+def pool_rows(
     table: Int32[Tensor, "S W"], indices: Int32[Tensor, "S M"], page_tokens: int
 ) -> Int64[Tensor, "S M"]:
     """Pool row of the entries at some indices of their segment, 0 the oldest."""
@@ -108,8 +108,8 @@ def compact_pages(
     rows, page_tokens = pool.flatten(0, 1), pool.shape[1]
     indices = torch.arange(kept.shape[1], dtype=torch.int32, device=pool.device).expand_as(kept)
     is_kept = indices < counts.unsqueeze(1)
-    there = place_rows(targets, indices.clamp(max=targets.shape[1] * page_tokens - 1), page_tokens)
-    moved = rows[place_rows(sources, kept, page_tokens).flatten()]
+    there = pool_rows(targets, indices.clamp(max=targets.shape[1] * page_tokens - 1), page_tokens)
+    moved = rows[pool_rows(sources, kept, page_tokens).flatten()]
     rows.index_copy_(0, torch.where(is_kept, there, 0).flatten(), moved)  # row 0: null page
 
 

@@ -1,6 +1,6 @@
 """Tiers of a graded layer at one moment, and the quantized tiers that follow from a plan.
 
-A place is the index of an entry over all tiers, the finest first (`TierOrder`).
+Entries have indices over all tiers, the finest first (`TierOrder`).
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 from jaxtyping import Bool, Float, Int8, Int32, Int64
 from torch import Tensor
 
-from larder.cache.merged_entries import MergedEntries, merge_by_place, no_merges
+from larder.cache.merged_entries import MergedEntries, merge_by_index, no_merges
 from larder.cache.quantized_tier import EncodingBatch, QuantizedTier, concat_tiers, encode_tier
 from larder.cache.row_updates import HEAD_STRIDE, InsertedEntries
 from larder.core.ledger import Ledger
 from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.types import empty_tensor
-from larder.ops.packing import is_in_sorted, sorted_places, storage_rows
+from larder.ops.packing import is_in_sorted, search_sorted, storage_rows
 from larder.ops.quantized_attention import KVSide
 
 CODING_CHUNK = 1 << 12  # entries encoded or dequantized at once
 NO_WEIGHTS = torch.empty(0, 0)
-NO_PLACES = torch.empty(0, dtype=torch.int64)
+NO_INDICES = torch.empty(0, dtype=torch.int64)
 NO_COLUMNS: Mapping[str, Tensor] = MappingProxyType({})
 
 
@@ -36,12 +36,12 @@ class GradedTiers:
 
     Args:
         finest: entries at full precision, as views.
-        sums: merged entries that replace the numbers at some places.
+        sums: merged entries that replace the numbers at some indices.
     """
 
     finest: Entries
     coded: tuple[QuantizedTier, ...]
-    places: TierOrder
+    layout: TierOrder
     sums: MergedEntries
 
     @staticmethod
@@ -51,58 +51,58 @@ class GradedTiers:
 
     @cached_property
     def grades(self) -> Int8[Tensor, " T"]:
-        """Grade of the numbers at each place; 0 for merged entries."""
-        grades = self.places.grades.clone()
+        """Grade of the numbers at each index; 0 for merged entries."""
+        grades = self.layout.grades.clone()
         grades[self.sums.targets.cpu()] = 0
         return grades
 
     def numbers(
-        self, places: Int64[Tensor, " N"]
+        self, indices: Int64[Tensor, " N"]
     ) -> tuple[Float[Tensor, "N D"], Float[Tensor, "N D"]]:
-        """Keys and values at some places, each once, in float32 or better."""
-        return self._numbers(places, KVSide.KEYS), self._numbers(places, KVSide.VALUES)
+        """Keys and values at some indices, each once, in float32 or better."""
+        return self._numbers(indices, KVSide.KEYS), self._numbers(indices, KVSide.VALUES)
 
-    def _numbers(self, places: Int64[Tensor, " N"], side: KVSide) -> Float[Tensor, "N D"]:
+    def _numbers(self, indices: Int64[Tensor, " N"], side: KVSide) -> Float[Tensor, "N D"]:
         like = self.finest.keys
         dtype = torch.promote_types(like.dtype, torch.float32)
-        numbers = like.new_empty(len(places), like.shape[1], dtype=dtype)
-        grades = self.places.grades[places]
+        numbers = like.new_empty(len(indices), like.shape[1], dtype=dtype)
+        grades = self.layout.grades[indices]
         for grade in grades.unique().tolist():
             own = (grades == grade).nonzero().flatten()
-            rows = self.places.rows(grade, places[own])
+            rows = self.layout.rows(grade, indices[own])
             numbers[own.to(like.device)] = self._decoded(grade, rows, side).to(dtype)
         if len(self.sums.targets):
             targets = self.sums.targets.cpu()
-            summed = is_in_sorted(places, targets).to(like.device)
-            found = sorted_places(places[summed.cpu()], targets).to(like.device)
+            summed = is_in_sorted(indices, targets).to(like.device)
+            found = search_sorted(indices[summed.cpu()], targets).to(like.device)
             sums = self.sums.keys if side is KVSide.KEYS else self.sums.values
             numbers[summed] = sums[found].to(dtype)
         return numbers
 
     def as_entries(self) -> Entries:
         """Copy of all entries by head, then position; dequantized on first access."""
-        order, device = self.places.order, self.finest.keys.device
-        counts = torch.bincount(self.places.heads, minlength=len(self.finest.lengths))
+        order, device = self.layout.order, self.finest.keys.device
+        counts = torch.bincount(self.layout.heads, minlength=len(self.finest.lengths))
         return LazyEntries.of(
             self.finest.keys[:0],
             self._decode_all,
-            self.places.positions[order].int().to(device),
+            self.layout.positions[order].int().to(device),
             tuple(counts.tolist()),
             dict(zip(self.finest.columns, self._columns()[:, order.to(device)], strict=True)),
             self.finest.scalars,
-            self.places.grades[order].to(device),
+            self.layout.grades[order].to(device),
         )
 
     def _decode_all(self, side: KVSide) -> Float[Tensor, "T D"]:
         """All keys or all values in packed order, in the cache's dtype."""
-        parts = self.places.order.split(CODING_CHUNK)
+        parts = self.layout.order.split(CODING_CHUNK)
         return torch.cat([self._numbers(part, side).to(self.finest.keys.dtype) for part in parts])
 
     def with_columns(
         self, columns: Mapping[str, Float[Tensor, " _"]], ledger: Ledger
     ) -> list[Float[Tensor, "n _"]]:
         """All columns of each tier, some replaced by one number per packed entry."""
-        held = self._columns(columns, self.places.order, ledger)
+        held = self._columns(columns, self.layout.order, ledger)
         sizes = [sum(self.finest.lengths), *(len(tier) for tier in self.coded)]
         return [part.clone() for part in held.split(sizes, dim=1)]
 
@@ -115,15 +115,15 @@ class GradedTiers:
         if not len(plan.folds):
             return self
         device = self.finest.keys.device
-        return replace(self, sums=merge_by_place(plan, self.places.order, self.numbers, device))
+        return replace(self, sums=merge_by_index(plan, self.layout.order, self.numbers, device))
 
     def with_merged(self, sums: MergedEntries) -> GradedTiers:
         """Snapshot with merged entries, given by packed index."""
         if not len(sums.targets):
             return self
-        places, turn = self.places.order[sums.targets.cpu()].sort()
+        indices, turn = self.layout.order[sums.targets.cpu()].sort()
         turn = turn.to(sums.keys.device)
-        merged = MergedEntries(places.to(turn.device), sums.keys[turn], sums.values[turn])
+        merged = MergedEntries(indices.to(turn.device), sums.keys[turn], sums.values[turn])
         return replace(self, sums=merged)
 
     def finest_change(
@@ -132,11 +132,11 @@ class GradedTiers:
         """Plan, merged entries and inserted entries of the finest tier.
 
         Args:
-            kept, grades: places of the kept entries, and their new grades.
+            kept, grades: indices of the kept entries, and their new grades.
         """
-        exact, held = grades == 0, self.places.grades[kept] == 0
+        exact, held = grades == 0, self.layout.grades[kept] == 0
         stays, promoted = kept[exact & held], kept[exact & ~held]
-        counts = torch.bincount(self.places.heads[stays], minlength=len(self.finest.lengths))
+        counts = torch.bincount(self.layout.heads[stays], minlength=len(self.finest.lengths))
         there = (exact & held).to(plan.kept.device)
         columns = {name: part[there] for name, part in plan.columns.items()}
         own = Plan(stays, tuple(counts.tolist()), columns=columns, scalars=plan.scalars)
@@ -144,13 +144,13 @@ class GradedTiers:
         return own, self.sums.among(stays), inserted
 
     def _inserted_entries(
-        self, places: Int64[Tensor, " N"], plan: Plan, kept: Int64[Tensor, " T"], ledger: Ledger
+        self, indices: Int64[Tensor, " N"], plan: Plan, kept: Int64[Tensor, " T"], ledger: Ledger
     ) -> InsertedEntries:
         """Entries that move from a quantized tier to full precision."""
-        keys, values = self.numbers(places)
-        held = self._columns(plan.columns, kept, ledger)[:, places.to(keys.device)]
-        positions = self.places.positions[places].int().to(keys.device)
-        return InsertedEntries(self.places.heads[places], keys, values, positions, held)
+        keys, values = self.numbers(indices)
+        held = self._columns(plan.columns, kept, ledger)[:, indices.to(keys.device)]
+        positions = self.layout.positions[indices].int().to(keys.device)
+        return InsertedEntries(self.layout.heads[indices], keys, values, positions, held)
 
     def quantized_after(
         self,
@@ -178,17 +178,17 @@ class GradedTiers:
                 continue
             wanted = kept[grades == grade]
             stays = self.grades[wanted] == grade
-            rows = self.places.rows(grade, wanted[stays]).sort().values
+            rows = self.layout.rows(grade, wanted[stays]).sort().values
             pooled = rows_to_reencode(
-                tier, rows, self.places.heads[wanted[~stays]], len(self.finest.lengths)
+                tier, rows, self.layout.heads[wanted[~stays]], len(self.finest.lengths)
             )
-            pool = self.places.sorted(torch.cat([rows[pooled] + self.places.starts[grade],
+            pool = self.layout.sorted(torch.cat([rows[pooled] + self.layout.starts[grade],
                                                  wanted[~stays]]))  # fmt: skip
             rows = rows[~pooled]
             if len(rows) == len(tier) and not len(pool):
-                members = rows + self.places.starts[grade]
+                members = rows + self.layout.starts[grade]
             else:
-                members = torch.cat([rows + self.places.starts[grade], pool])
+                members = torch.cat([rows + self.layout.starts[grade], pool])
                 tier = concat_tiers([tier.select(rows), *self._encoded(tier, pool, weights)])
             if columns or len(pool):
                 tier = replace(tier, columns=held[:, members.to(held.device)])
@@ -196,21 +196,21 @@ class GradedTiers:
         return tuple(tiers)
 
     def _encoded(
-        self, tier: QuantizedTier, places: Int64[Tensor, " N"], weights: Float[Tensor, "K D1"]
+        self, tier: QuantizedTier, indices: Int64[Tensor, " N"], weights: Float[Tensor, "K D1"]
     ) -> list[QuantizedTier]:
         """Entries encoded in new groups of their heads, in chunks."""
-        counts = group_sizes(self.places.heads[places], tier.codec.group)
+        counts = group_sizes(self.layout.heads[indices], tier.codec.group)
         most = max(CODING_CHUNK // tier.codec.group, 1)
         pieces: list[QuantizedTier] = []
         start = 0
         for sizes in counts.split(most):
-            own = places[start : start + int(sizes.sum())]
+            own = indices[start : start + int(sizes.sum())]
             start += len(own)
             if not len(own):
                 continue
             keys, values = self.numbers(own)
-            positions = self.places.positions[own].int().to(keys.device)
-            pool = EncodingBatch(keys, values, positions, self.places.heads[own])
+            positions = self.layout.positions[own].int().to(keys.device)
+            pool = EncodingBatch(keys, values, positions, self.layout.heads[own])
             like = self.finest.keys.dtype
             pieces.append(encode_tier(tier.codec, pool, sizes, weights, like, len(tier.columns)))
         return pieces
@@ -226,19 +226,19 @@ class GradedTiers:
     def _columns(
         self,
         changed: Mapping[str, Float[Tensor, " _"]] = NO_COLUMNS,
-        places: Int64[Tensor, " N"] = NO_PLACES,
+        indices: Int64[Tensor, " N"] = NO_INDICES,
         ledger: Ledger = Ledger(),  # noqa: B008, frozen and empty
     ) -> Float[Tensor, "n T"]:
-        """Copy of all columns by place.
+        """Copy of all columns by index.
 
         Args:
-            changed: columns that have new numbers at some places.
+            changed: columns that have new numbers at some indices.
         """
         device = self.finest.keys.device
         tiers = (tier.columns for tier in self.coded)
         held = torch.cat([self.finest.packed_columns(), *tiers], dim=1)
         for name, numbers in changed.items():
-            held[ledger.columns.index(name), places.to(device)] = numbers.to(held)
+            held[ledger.columns.index(name), indices.to(device)] = numbers.to(held)
         return held
 
 
@@ -271,12 +271,12 @@ def group_sizes(heads: Int64[Tensor, " N"], group: int) -> Int64[Tensor, " G"]:
 
 @dataclass(frozen=True)
 class TierOrder:
-    """Heads, positions and grades of all entries, by place.
+    """Heads, positions and grades of all entries, by index.
 
     Args:
-        heads, positions, grades: of the entry at each place.
-        order: the place of each packed entry.
-        starts: the first place of each tier, the finest first.
+        heads, positions, grades: of the entry at each index.
+        order: the index of each packed entry.
+        starts: the first index of each tier, the finest first.
     """
 
     heads: Int64[Tensor, " T"]
@@ -299,15 +299,15 @@ class TierOrder:
         starts = (sizes.cumsum(0) - sizes).tolist()
         return TierOrder(heads, packed, grades, order, tuple(starts))
 
-    def rows(self, grade: int, places: Int64[Tensor, " N"]) -> Int64[Tensor, " N"]:
-        """Tier rows at places of that tier."""
-        return places - self.starts[grade]
+    def rows(self, grade: int, indices: Int64[Tensor, " N"]) -> Int64[Tensor, " N"]:
+        """Tier rows at indices of that tier."""
+        return indices - self.starts[grade]
 
-    def sorted(self, places: Int64[Tensor, " N"]) -> Int64[Tensor, " N"]:
+    def sorted(self, indices: Int64[Tensor, " N"]) -> Int64[Tensor, " N"]:
         """Places in packed order."""
         ranks = torch.empty_like(self.order)
         ranks[self.order] = torch.arange(len(self.order))
-        return places[ranks[places].argsort()]
+        return indices[ranks[indices].argsort()]
 
 
 KV_SIDES = {side.value: side for side in KVSide}

@@ -34,13 +34,13 @@ class PairedOrder:
 
     Args:
         own: number of own entries.
-        places: of the entries in packed order.
+        indices: of the entries in packed order.
     """
 
     heads: Int64[Tensor, " T"]
     positions: Int64[Tensor, " T"]
     own: int
-    places: Int64[Tensor, " T"]
+    indices: Int64[Tensor, " T"]
 
     @property
     def ranks(self) -> Int64[Tensor, " T"]:

@@ -47,12 +47,12 @@ class PastAnswer:
     """Attention output of a recent token.
 
     Args:
-        place: its true position.
+        position: its true position.
         seen: offloaded entries it attended to, per set.
         parked: offloaded entries of each kv head then; it saw later ones before their offload.
     """
 
-    place: int
+    position: int
     out: Float[Tensor, "H 1 D"]
     lse: Float[Tensor, "H 1"]
     seen: Int64[Tensor, " E"]
@@ -61,7 +61,7 @@ class PastAnswer:
     def copy(self) -> PastAnswer:
         """Answer with copies of all tensors."""
         own = (self.out, self.lse, self.seen, self.parked)
-        return PastAnswer(self.place, *(each.clone() for each in own))
+        return PastAnswer(self.position, *(each.clone() for each in own))
 
 
 class CorrectedLayer(TieredLayer):
@@ -105,7 +105,7 @@ class CorrectedLayer(TieredLayer):
             CacheError: they are not the latest entries of the layer.
         """
         former = self._past
-        indices = [past.place for past in former]
+        indices = [past.position for past in former]
         if self._ragged.shared_nbytes:
             self._ragged.separate()  # entries are written
         held = self._ragged.entries()
@@ -153,7 +153,7 @@ class CorrectedLayer(TieredLayer):
         parts = {
             OUTS: torch.stack([each.out for each in past]),
             SUMS: torch.stack([each.lse for each in past]),
-            PLACES: torch.tensor([each.place for each in past]),
+            PLACES: torch.tensor([each.position for each in past]),
             SEEN: torch.cat([each.seen for each in past]),
             COUNTS: torch.tensor([len(each.seen) for each in past]),
             PARKED: torch.stack([each.parked for each in past]),
@@ -170,9 +170,9 @@ class CorrectedLayer(TieredLayer):
             seen = own[SEEN].cpu().split(own[COUNTS].tolist())
             store._past = tuple(
                 PastAnswer(
-                    place=place, out=own[OUTS][n], lse=own[SUMS][n], seen=seen[n], parked=held
+                    position=position, out=own[OUTS][n], lse=own[SUMS][n], seen=seen[n], parked=held
                 )
-                for n, (place, held) in enumerate(
+                for n, (position, held) in enumerate(
                     zip(own[PLACES].tolist(), own[PARKED].cpu(), strict=True)
                 )
             )
@@ -226,7 +226,7 @@ class CorrectedLayer(TieredLayer):
         layout = starts_of(lengths), lengths, self.layer.scaling
         out, lse = ragged_attention(query, *near, *layout, softcap=self.layer.softcap)
         mended = merge_attention([past.out, out], [past.lse, lse])
-        return PastAnswer(past.place, *mended, torch.cat([past.seen, fresh]), past.parked)
+        return PastAnswer(past.position, *mended, torch.cat([past.seen, fresh]), past.parked)
 
 
 def _selected_entries(selection: PageSelection) -> Int64[Tensor, " E"]:

@@ -81,7 +81,7 @@ class GradedLayer(MixedLayer):
             self._ragged.write_columns(columns)
             return
         tiers = self._tiers()
-        check_columns(columns, self._ragged.ledger, len(tiers.places.order))
+        check_columns(columns, self._ragged.ledger, len(tiers.layout.order))
         noted = tiers.with_columns(columns, self._ragged.ledger)
         self._ragged.write_packed_columns(noted[0])
         pairs = zip(self._coded, noted[1:], strict=True)
@@ -91,9 +91,9 @@ class GradedLayer(MixedLayer):
         coded = self._coded
         if self._has_coded:
             tiers = self._tiers()
-            order = tiers.places.order
-            kept = order[tiers.places.positions[order] < length]
-            coded = tiers.quantized_after(kept, tiers.places.grades[kept])
+            order = tiers.layout.order
+            kept = order[tiers.layout.positions[order] < length]
+            coded = tiers.quantized_after(kept, tiers.layout.grades[kept])
         self._ragged.truncate(length)
         self._hold(coded)
 
@@ -180,7 +180,7 @@ class GradedLayer(MixedLayer):
         self, plan: Plan, tiers: GradedTiers
     ) -> tuple[tuple[QuantizedTier, ...], Plan, MergedEntries, InsertedEntries | None]:
         """`_planned`, after the merges of the plan."""
-        kept = tiers.places.order[plan.kept.cpu()]
+        kept = tiers.layout.order[plan.kept.cpu()]
         grades = check_grades(plan, tiers.grades[kept], len(self._coded))
         ledger = self._ragged.ledger
         coded = tiers.quantized_after(kept, grades, plan.channels, plan.columns, ledger)

@@ -27,7 +27,7 @@ from larder.core.observation import Entries
 from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Keys, Positions, Queries, Values
-from larder.ops.packing import copy_to_device, sorted_places
+from larder.ops.packing import copy_to_device, search_sorted
 from larder.ops.paged_attention import paged_attention
 from larder.ops.pages import append_rows
 
@@ -99,7 +99,7 @@ class PagedLayer(CacheLayer):
         if merged is not None:
             pool, device = self._lease.pool, self._lease.pool.keys.device
             rows = copy_to_device(self._lease.packed_rows(), device)
-            rows = rows[sorted_places(merged.targets.to(device), plan.kept.to(device))]
+            rows = rows[search_sorted(merged.targets.to(device), plan.kept.to(device))]
             pool.append(rows, merged.keys.to(pool.keys.dtype), merged.values.to(pool.keys.dtype))
         self._count()
 

@@ -38,7 +38,7 @@ from larder.cache.forms._sharing_requests import (
 from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.forms.graded import GradedLayer, PlanCarrier
 from larder.cache.forms.ragged import RaggedLayer
-from larder.cache.merged_entries import MergedEntries, merge_by_place, no_merges
+from larder.cache.merged_entries import MergedEntries, merge_by_index, no_merges
 from larder.cache.quantized_tier import QuantizedTier, saved_codecs, saved_tiers
 from larder.cache.row_updates import InsertedEntries
 from larder.cache.spec import CacheSpec, LayerOptions, with_prefix
@@ -100,7 +100,7 @@ class PairedLayer(GradedLayer):
             super().write_columns(columns)
             return
         order = self._order()
-        check_columns(columns, self._ragged.ledger, len(order.places))
+        check_columns(columns, self._ragged.ledger, len(order.indices))
         held = self._columns(columns, order)
         names = self._ragged.ledger.columns
         super().write_columns(dict(zip(names, held[:, : order.own], strict=True)))
@@ -123,7 +123,7 @@ class PairedLayer(GradedLayer):
             return own
         order, shared = self._order(), self._pair.shared
         decoded = shared.decoded(self.side, shared.rows(self.side))
-        there = order.places.to(own.keys.device)
+        there = order.indices.to(own.keys.device)
         keys, values = (
             torch.cat([own.pack(mine), theirs.to(mine.dtype)])[there]
             for mine, theirs in zip((own.keys, own.values), decoded, strict=True)
@@ -132,12 +132,12 @@ class PairedLayer(GradedLayer):
         return Entries(
             keys=keys,
             values=values,
-            positions=order.positions[order.places].int().to(own.keys.device),
+            positions=order.positions[order.indices].int().to(own.keys.device),
             starts=tuple(starts_of(counts).tolist()),
             lengths=self.lengths,
             scalars=own.scalars,
             columns=dict(zip(own.columns, self._columns({}, order)[:, there], strict=True)),
-            grades=self._grades(order)[order.places].to(own.keys.device),
+            grades=self._grades(order)[order.indices].to(own.keys.device),
         )
 
     def state(self) -> dict[str, Tensor]:
@@ -274,56 +274,56 @@ class PairedLayer(GradedLayer):
         return torch.cat([self.own_grades, shared.to(torch.int8)])
 
     def _columns(
-        self, changed: Mapping[str, Tensor], order: PairedOrder, places: Tensor | None = None
+        self, changed: Mapping[str, Tensor], order: PairedOrder, indices: Tensor | None = None
     ) -> Float[Tensor, "n T"]:
         """All columns, own entries first, some of them replaced.
 
         Args:
-            changed: numbers of the entries at `places`, by default all in packed order.
+            changed: numbers of the entries at `indices`, by default all in packed order.
         """
         own, shared = self.own, self._pair.shared
         theirs = shared.columns[self.side][:, shared.rows(self.side)]
         held = torch.cat([own.packed_columns(), theirs], dim=1)
-        there = (order.places if places is None else places).to(held.device)
+        there = (order.indices if indices is None else indices).to(held.device)
         for name, numbers in changed.items():
             held[self._ragged.ledger.columns.index(name), there] = numbers.to(held)
         return held
 
     def _sums(self, plan: Plan, order: PairedOrder) -> MergedEntries:
-        """Merged entries of a plan; targets are places."""
+        """Merged entries of a plan; targets are indices."""
         own, shared = self.own, self._pair.shared
         if not len(plan.folds):
             return no_merges(own.empty_like)
         layout, theirs = own.layout, shared.rows(self.side)
 
-        def numbers(places: Int64[Tensor, " N"]) -> tuple[Tensor, Tensor]:
-            mine = places < order.own
-            rows = storage_rows(places[mine], *layout).to(own.keys.device)
-            others = theirs[(places[~mine] - order.own).to(theirs.device)]
+        def numbers(indices: Int64[Tensor, " N"]) -> tuple[Tensor, Tensor]:
+            mine = indices < order.own
+            rows = storage_rows(indices[mine], *layout).to(own.keys.device)
+            others = theirs[(indices[~mine] - order.own).to(theirs.device)]
             parts = zip((own.keys, own.values), shared.decoded(self.side, others), strict=True)
             keys, values = (torch.cat([part[rows].float(), other]) for part, other in parts)
-            return keys, values  # places ascend: own entries come first
+            return keys, values  # indices ascend: own entries come first
 
-        return merge_by_place(plan, order.places, numbers, own.keys.device)
+        return merge_by_index(plan, order.indices, numbers, own.keys.device)
 
     def _inserted_entries(
         self, sums: MergedEntries, order: PairedOrder, columns: Float[Tensor, "n T"]
     ) -> InsertedEntries | None:
         """Merge targets that were shared, in order of heads and positions."""
-        places = sums.targets.cpu()
-        come = (places >= order.own).nonzero().flatten()
+        indices = sums.targets.cpu()
+        come = (indices >= order.own).nonzero().flatten()
         come = come[
-            (order.heads[places[come]] * (1 << 32) + order.positions[places[come]]).argsort()
+            (order.heads[indices[come]] * (1 << 32) + order.positions[indices[come]]).argsort()
         ]
         if not len(come):
             return None
-        there, places = come.to(columns.device), places[come]
+        there, indices = come.to(columns.device), indices[come]
         return InsertedEntries(
-            order.heads[places],
+            order.heads[indices],
             sums.keys[there],
             sums.values[there],
-            order.positions[places].int().to(columns.device),
-            columns[:, places.to(columns.device)],
+            order.positions[indices].int().to(columns.device),
+            columns[:, indices.to(columns.device)],
         )
 
     def _carry(self, plan: Plan, change: PlanCarrier) -> None:
@@ -331,7 +331,7 @@ class PairedLayer(GradedLayer):
         self._ragged.check_numbers(plan)
         order, shared = self._order(), self._pair.shared
         sums = self._sums(plan, order)
-        kept = order.places[plan.kept.cpu()]
+        kept = order.indices[plan.kept.cpu()]
         mine = (kept < order.own) | torch.isin(kept, sums.targets.cpu())
         before = self._grades(order)[kept].masked_fill(torch.isin(kept, sums.targets.cpu()), 0)
         grades = check_grades(plan, before, len(self._coded) + 1)
@@ -344,8 +344,8 @@ class PairedLayer(GradedLayer):
         self.replaced_bytes += shared.nbytes
         self._pair.replace_shared(left)
         requested = ((grades[mine] > 0) & (before[mine] == 0)).nonzero().flatten()
-        places = kept[mine][requested]
-        self.requested = SharingRequest(requested, order.ranks[places])
+        indices = kept[mine][requested]
+        self.requested = SharingRequest(requested, order.ranks[indices])
         if self.side == UPPER:
             self._pair.share_requested(change)
 
@@ -360,7 +360,7 @@ class PairedLayer(GradedLayer):
         """Part of a plan for the own entries that it keeps; what is requested waits for the pair.
 
         Args:
-            kept, grades: places of the kept entries, and their new grades.
+            kept, grades: indices of the kept entries, and their new grades.
             stays: mask of the own ones among them.
         """
         counts = torch.bincount(order.heads[kept[stays]], minlength=len(plan.lengths))

@@ -23,12 +23,12 @@ class QueryWeights:
     Args:
         weights: reduced over query heads; 0 where a query cannot see an entry.
         times: true positions of the queries.
-        places: true positions of the entries.
+        positions: true positions of the entries.
     """
 
     weights: Float[Tensor, "c S"]
     times: Int[Tensor, " c"]
-    places: Int[Tensor, " S"]
+    positions: Int[Tensor, " S"]
 
     @property
     def total(self) -> Float[Tensor, " S"]:
@@ -38,7 +38,7 @@ class QueryWeights:
     @property
     def sees(self) -> Bool[Tensor, "c S"]:
         """Causal mask: which query sees which entry."""
-        return self.places <= self.times[:, None]
+        return self.positions <= self.times[:, None]
 
 
 # Step of a tally: new state of entries from the old one and the weights of a few queries; one
@@ -110,9 +110,9 @@ def _update_queries(
         rows = observation.entries.rows(head)
         keys = observation.entries.keys[rows]
         counts = observation.entries.columns.get(LOG_COUNT)
-        places = observation.entries.positions[rows]
+        positions = observation.entries.positions[rows]
         running = _ColumnGather(
-            step, group, tuple(c[rows] for c in old), observation.query_positions, places
+            step, group, tuple(c[rows] for c in old), observation.query_positions, positions
         )
         [result] = reduce_columns(
             running,
@@ -122,7 +122,7 @@ def _update_queries(
             torch.tensor([len(keys)]),
             observation.layer.scaling,
             query_positions=observation.query_positions,
-            key_positions=places,
+            key_positions=positions,
             bias=None if counts is None else counts[rows],
             softcap=observation.layer.softcap,
             sinks=sinks[head],
@@ -140,7 +140,7 @@ class _ColumnGather:
     group: GroupReduction
     old: State
     times: Int[Tensor, " Q"]
-    places: Int[Tensor, " S"]
+    positions: Int[Tensor, " S"]
 
     def start(self, like: Float[Tensor, "R S"]) -> State:
         return tuple(column.clone() for column in self.old)
@@ -148,7 +148,7 @@ class _ColumnGather:
     def fold(self, state: State, weights: Float[Tensor, "R c S"], first: int, total: int) -> None:
         count = weights.shape[1]
         joined = self.group.join(weights.flatten(1)).view(count, -1)
-        votes = QueryWeights(joined, self.times[first : first + count], self.places)
+        votes = QueryWeights(joined, self.times[first : first + count], self.positions)
         for column, numbers in zip(state, self.step(state, votes), strict=True):
             column.copy_(numbers)
 

@@ -37,7 +37,7 @@ class Moments(Tally):
 def _joined(state: State, votes: QueryWeights) -> State:
     count, mean, spread = state
     if len(votes.times) == 1:
-        counted = mask_until(votes.places, int(votes.times[0]))
+        counted = mask_until(votes.positions, int(votes.times[0]))
         return added_moments(count, mean, spread, votes.weights[0], counted)
     sees = votes.sees
     fresh = sees.sum(0)

@@ -36,8 +36,8 @@ class RecurrenceTally(Tally):
 
 def _tracked(state: State, votes: QueryWeights) -> State:
     times = votes.times.to(torch.float32)[:, None]
-    comes = votes.places >= votes.times[0]
-    last = torch.where(comes, votes.places.to(torch.float32) - 1, state[0])
+    comes = votes.positions >= votes.times[0]
+    last = torch.where(comes, votes.positions.to(torch.float32) - 1, state[0])
     needs = votes.weights >= ALPHA  # [c, S]
     marks = torch.cat([last[None], torch.where(needs, times, -torch.inf)])
     latest = marks.cummax(0).values  # [c + 1, S]

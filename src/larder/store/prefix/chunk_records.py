@@ -103,7 +103,7 @@ class ChunkRecords:
         path = chunk_record_path(tenant, key)
         try:
             fields = self._parsed(path)
-            if fields.get("schema") == CHUNK_SCHEMA and _place_of(fields) != (tenant, key):
+            if fields.get("schema") == CHUNK_SCHEMA and _tenant_and_key(fields) != (tenant, key):
                 raise Damaged("It belongs to another chunk.")
         except FileNotFoundError:
             return None
@@ -233,7 +233,7 @@ def chunk_from_dict(fields: dict[str, Any], parent: int) -> PrefixChunk:
     )
 
 
-def _place_of(fields: dict[str, Any]) -> tuple[Any, Any]:
+def _tenant_and_key(fields: dict[str, Any]) -> tuple[Any, Any]:
     """Tenant and key of a record."""
     return fields.get("tenant"), fields.get("key")
 
