@@ -114,6 +114,23 @@ def test_invalid_options_are_refused_before_a_model_loads(run: Run) -> None:
     assert "needs the question before prefill" in message
 
 
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [([" "], "' ' is no name: give one that"), (["a", "b", "a"], "a is given twice: give it once")],
+)
+def test_blank_or_repeated_served_names_are_refused(
+    run: Run, names: list[str], reason: str
+) -> None:
+    options = [word for name in names for word in ("--served-model-name", name)]
+    assert reason in complaint(run("serve", "--port", "0", *options), 2)
+
+
+@pytest.mark.extended
+def test_budget_without_room_for_an_answer_is_refused(run: Run) -> None:
+    message = complaint(run("serve", "--port", "0", "--kv-budget", "1KiB"), 2)
+    assert "--kv-budget gives the caches of seed 1,024 bytes, but two tokens take" in message
+
+
 def test_contexts_of_another_model_are_checked_first(run: Run) -> None:
     for given, why in (
         (["lora"], "is not NAME=SENDER:START-STOP"),

@@ -91,7 +91,7 @@ def check_model_files(options: ServeOptions) -> None:
     """Validation of the chat template, parsers and adapters before a model loads.
 
     Raises:
-        UsageError, InputError: the template or a name cannot be used.
+        UsageError, InputError: the template, a parser or a name cannot be used.
         ModelError: a folder holds no adapter.
     """
     from larder.models.lora_adapter import check_adapter_folder
@@ -99,6 +99,7 @@ def check_model_files(options: ServeOptions) -> None:
     from larder.session.policy import parsed_policy
 
     AnswerForm(options.tool_call_parser or "", options.reasoning_parser or "")
+    _check_served_names(options.served_model_name or ())
     if options.chat_template is not None:
         read_template(options.chat_template)
     folders = split_adapters(options.adapter or ())
@@ -115,6 +116,30 @@ def check_model_files(options: ServeOptions) -> None:
     own = () if folders.own is None or options.ray else (folders.own,)  # on the replicas' machines
     for folder in (*own, *folders.named.values()):
         check_adapter_folder(folder)
+
+
+def _check_served_names(names: Sequence[str]) -> None:
+    """Raises: UsageError: a name is blank, has invisible characters or is given twice."""
+    for index, name in enumerate(names):
+        if not name.strip() or not name.isprintable():
+            raise UsageError(
+                f"--served-model-name {name!r} is no name: give one that requests can have in "
+                "their field model, or leave it out for that of --model."
+            )
+        if name in names[:index]:
+            raise UsageError(f"--served-model-name {name} is given twice: give it once.")
+
+
+def _check_device_budget(loaded: LoadedModel, budgets: ByteBudgets) -> None:
+    """Raises: UsageError: the device's budget has no room for a token and its answer."""
+    from larder.store.ledger import Tier
+
+    limit, least = budgets.total.get(Tier.DEVICE), loaded.decoder.spec.full_bytes(2)
+    if limit is not None and limit < least:
+        raise UsageError(
+            f"--kv-budget gives the caches of {loaded.name} {limit:,} bytes, but two tokens take "
+            f"{least:,}: raise it."
+        )
 
 
 def context_transfers(options: ServeOptions) -> list[ContextTransfer]:
@@ -242,6 +267,7 @@ def _client(
     from larder.server.response_cache import ResponseCategory
     from larder.server.tiers.disk import StoreDiskTier
 
+    _check_device_budget(loaded, budgets)
     engine = engine_over(options, loaded)
     engine.runtime = engine_runtime(loaded.decoder, engine.tokenizer, stage)
     persistence = StoreSessionPersistence(store, engine.loaded.decoder.spec, locks)
