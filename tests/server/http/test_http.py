@@ -18,7 +18,7 @@ from server.fake_engine_client import NAME, FakeHub
 from server.http.conftest import ANNE, BOB
 from server.http.running_server import Running
 
-OPEN = {"/", "/health", "/page.css", "/page.js", "/map.js", "/talk.js"}
+OPEN = {"/", "/health", "/live", "/page.css", "/page.js", "/map.js", "/talk.js"}
 
 
 def chat(text: str, **more: Any) -> dict[str, Any]:
