@@ -60,12 +60,12 @@ def layer_options(
 
 
 def parking_of(form: str) -> OffloadSpec | None:
-    """How a cache of that form finds parked entries again: all of them; None where none are."""
+    """Recall of a cache of that form: of all parked entries; None if it parks none."""
     return OffloadSpec(Flat(tokens=1000, page=4, dense=0)) if form == "tiered" else None
 
 
 def tiers_of(form: str) -> dict[str, Any]:
-    """What a cache of that form is to be told of where rejected entries are."""
+    """Tiers of rejected entries that a cache of that form is made with."""
     rebuilding = RecomputeSpec() if form == "rebuilt" else None
     return {"parking": parking_of(form), "rebuilding": rebuilding}
 

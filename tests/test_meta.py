@@ -88,7 +88,7 @@ def imported_packages(source: str) -> set[str]:
 
 
 def declared_distributions() -> set[str]:
-    """What pyproject.toml asks for on behalf of users, extras of theirs included."""
+    """Distributions that pyproject.toml requires for users, with their extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *(w for e in extras if e != "dev" for w in extras[e])]
@@ -104,7 +104,7 @@ def test_change_of_any_c_file_recompiles_the_extension() -> None:
 
 
 def run_python(code: str) -> str:
-    """What a fresh interpreter, without the type checks of the test suite, prints for `code`."""
+    """Output of `code` in a fresh interpreter, without the type checks of the test suite."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False
     )

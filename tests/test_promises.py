@@ -29,7 +29,7 @@ def rows() -> dict[str, list[tuple[str, str]]]:
 
 
 def has_quick_cases(own: set[str]) -> bool:
-    """Whether not all cases of a test are long; marks of one case stand in a `pytest.param`."""
+    """True if not all cases of a test are long; marks of one case stand in a `pytest.param`."""
     return "param" in own or not LONG & own
 
 

@@ -29,7 +29,7 @@ def is_module(dotted: str) -> bool:
 
 
 def is_deep(module: str, name: str) -> bool:
-    """Whether a name is imported from inside a package that could offer it itself."""
+    """True if a name is imported from inside a package that could offer it itself."""
     parts = module.split(".")
     if parts[0] != "larder" or len(parts) < 3 or parts[1] not in PACKAGES or name.startswith("_"):
         return False

@@ -187,7 +187,7 @@ def _when_called(function: FunctionType) -> Callable[..., Any]:
 
 
 def _generator_when_called(function: FunctionType) -> Callable[..., Any]:
-    """As `_when_called`, of a function whose yielded values are checked too, by jaxtyping."""
+    """`_when_called` for a function whose yielded values are checked too, by jaxtyping."""
     strict: Callable[..., Any] | None = None
     count, running = CALLS.setdefault(function.__code__, CheckedCalls()), RUNNING
 
@@ -203,7 +203,7 @@ def _generator_when_called(function: FunctionType) -> Callable[..., Any]:
 
 
 def _counts(count: CheckedCalls) -> bool:
-    """Whether a call is one of the first of its test, which are checked; counts it."""
+    """True if a call is one of the first of its test, which are checked; counts it."""
     if count.test != RUNNING.test:
         count.test, count.calls = RUNNING.test, 0
     if count.calls >= RUNNING.calls:
@@ -215,7 +215,7 @@ def _counts(count: CheckedCalls) -> bool:
 
 
 def _named(guarded: Callable[..., Any], function: FunctionType) -> Callable[..., Any]:
-    """As `functools.wraps` does, which takes its time where functions are made at every call."""
+    """Names like those of `functools.wraps`, which is slow for functions made at every call."""
     guarded.__name__, guarded.__qualname__ = function.__name__, function.__qualname__
     guarded.__module__, guarded.__doc__ = function.__module__, function.__doc__
     guarded.__annotations__ = function.__annotations__
@@ -277,7 +277,7 @@ def _names_dimensions(hint: Any) -> bool:
 
 
 def fits(kind: Any, given: Any) -> bool:
-    """Whether a value is of an annotated kind, with the names of its dimensions bound if it is.
+    """True if a value is of an annotated kind, with the names of its dimensions bound if it is.
 
     A tensor of the right type and of sizes that agree is; what is not that plain is for jaxtyping
     to say.

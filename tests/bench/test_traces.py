@@ -95,11 +95,14 @@ def test_regenerated_answer_continues_the_former_state_and_replaces_the_first() 
     assert [read.object_id for read in reads] == [0, 1, 1]
 
 
-def test_total_bytes_are_of_unreplaced_objects() -> None:
+def test_later_states_replace_earlier_ones() -> None:
     builder = TraceBuilder(ChatWorkload(kept=1.0))
     session = builder.begin_session(builder.prompt(100))
     builder.turn(session, builder.turn(session, 0.0, 10, 20, "person"), 10, 20, "person")
-    assert builder.trace(9).total_bytes == (100 + 160) * EACH
+    objects = builder.trace(9).objects
+    replaced = {each.replaces for each in objects}
+    left = [each.bytes for index, each in enumerate(objects) if index not in replaced]
+    assert sum(left) == (100 + 160) * EACH
 
 
 @pytest.mark.parametrize(

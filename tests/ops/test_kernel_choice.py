@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from larder.ops.cpu import block_attention, gemv, kernel_choice
-from larder.ops.cpu.kernel_choice import saved_choice, slowdown
 
 
 @pytest.fixture
@@ -26,7 +25,7 @@ def choose(measured):
         measured.append(8)
         return 8
 
-    return lambda name="rows": saved_choice(name, measure, 16)
+    return lambda name="rows": kernel_choice.saved_choice(name, measure, 16)
 
 
 @pytest.fixture
@@ -96,10 +95,10 @@ def test_process_that_saved_first_decides(file):
     """Two starts that measure at once, and come to different numbers, run the same kernels."""
 
     def measure() -> int:
-        assert saved_choice("rows", lambda: 4, 16) == 4
+        assert kernel_choice.saved_choice("rows", lambda: 4, 16) == 4
         return 8
 
-    assert saved_choice("rows", measure, 16) == 4
+    assert kernel_choice.saved_choice("rows", measure, 16) == 4
     assert list(json.loads(file.read_text()).values()) == [4]
 
 
@@ -107,7 +106,7 @@ def test_measurement_uses_one_torch_thread_and_restores_the_number():
     before, seen = torch.get_num_threads(), list[int]()
     torch.set_num_threads(3)
     try:
-        saved_choice("threads", lambda: seen.append(torch.get_num_threads()) or 0, 1)
+        kernel_choice.saved_choice("threads", lambda: seen.append(torch.get_num_threads()) or 0, 1)
         later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
         later.start()
         later.join()
@@ -119,7 +118,7 @@ def test_measurement_uses_one_torch_thread_and_restores_the_number():
 def test_failed_measurement_restores_the_threads_and_saves_nothing(file):
     before = torch.get_num_threads()
     with pytest.raises(ZeroDivisionError):
-        saved_choice("rows", lambda: 1 // 0, 16)
+        kernel_choice.saved_choice("rows", lambda: 1 // 0, 16)
     assert torch.get_num_threads() == before
     assert not file.exists()
 
@@ -132,7 +131,7 @@ def test_slowdown_is_the_median_ratio_of_calls_in_turn():
         calls.append(name)
         return next(times[name])
 
-    assert slowdown(lambda: seconds("ours"), lambda: seconds("others")) == 2
+    assert kernel_choice.slowdown(lambda: seconds("ours"), lambda: seconds("others")) == 2
     assert calls == ["ours", "others"] * 6
 
 

@@ -46,7 +46,7 @@ def test_ranked_positions_hand_values() -> None:
 
 
 def test_scores_do_not_depend_on_distance() -> None:
-    """The same query at another position finds the same."""
+    """A query at another position finds the same entries."""
     tier, index = built(Positionless(), LAYER, [(40, 40)])
     query, held = tier.queries(), tier.entries()
     found = []

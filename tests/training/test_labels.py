@@ -83,7 +83,7 @@ def test_labels_equal_the_reference() -> None:
 
 
 def states_of(decoder: Decoder, ids: tuple[int, ...]) -> list[torch.Tensor]:
-    """What enters the attention of every layer."""
+    """Hidden states that enter the attention of every layer."""
     entered: list[torch.Tensor] = []
     hooks = [
         layer.input_layernorm.register_forward_hook(lambda m, i, out: entered.append(out[0]))

@@ -175,14 +175,6 @@ class Trace:
     def reads(self) -> tuple[ReadEvent, ...]:
         return tuple(event for event in self.events if isinstance(event, ReadEvent))
 
-    @cached_property
-    def total_bytes(self) -> int:
-        """Bytes of all objects that nothing replaces: the capacity that avoids every
-        recomputation.
-        """
-        replaced = {cached.replaces for cached in self.objects}
-        return sum(p.bytes for index, p in enumerate(self.objects) if index not in replaced)
-
 
 @dataclass(frozen=True)
 class Workload(ABC):
