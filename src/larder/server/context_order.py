@@ -166,6 +166,6 @@ def importance_line(ranking: Sequence[str], order: Sequence[str]) -> str:
     """
     if list(ranking) == list(order):
         return ""
-    places = {each: number for number, each in enumerate(order, 1)}
-    numbers = ", ".join(str(places[each]) for each in ranking)
+    positions = {each: number for number, each in enumerate(order, 1)}
+    numbers = ", ".join(str(positions[each]) for each in ranking)
     return f"The {len(order)} texts above, the most relevant first: {numbers}."

@@ -1,7 +1,7 @@
 """Prompts with images: their token ids, and the embeddings that the model merges images into.
 
 Token ids do not tell images apart, but prefixes of sessions are compared by them. So an image token
-has an id behind the vocabulary, by a digest of the images of its messages and its place among their
+has an id behind the vocabulary, by a digest of the images of its messages and its index among their
 image tokens. Each has 31 bits of its own, so that a search for two images of equal ids would need
 as many times 31 bits as an image has tokens. What the model reads are the embeddings.
 """
@@ -155,15 +155,15 @@ class ImagePromptEncoder:
             if len(self._inputs) > CACHED_PROMPTS:
                 self._inputs.popitem(last=False)
         ids = inputs["input_ids"][0].tolist()
-        places = [place for place, token in enumerate(ids) if token == self._image_token]
-        if not places or places[-1] == len(ids) - 1:
+        indices = [index for index, token in enumerate(ids) if token == self._image_token]
+        if not indices or indices[-1] == len(ids) - 1:
             raise invalid_request(
                 "The chat template of the model has no text behind an image, or none for it: send "
                 "text behind the image.",
                 "messages",
             )
-        for number, place in enumerate(places):
-            ids[place] = self._image_id(prompt.digests, number)
+        for number, index in enumerate(indices):
+            ids[index] = self._image_id(prompt.digests, number)
         return tuple(ids)
 
     def merged(self, start: int, prompt: RenderedPrompt, images: Mapping[str, bytes]) -> ImagePart:

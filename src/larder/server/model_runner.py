@@ -159,11 +159,11 @@ class ModelRunner:
         assert state.answer.sampler is not None
         output_ids, forced = state.answer.output_ids, self._forced(state)
         tokens = [token.id, *forced[: state.new_tokens - len(output_ids) - 1]]
-        for place, each in enumerate(tokens):
+        for index, each in enumerate(tokens):
             if each in self._stops:
                 return STOP
             output_ids.append(each)
-            if not state.answer.stream.push(each, None if place else token.logprob):
+            if not state.answer.stream.push(each, None if index else token.logprob):
                 return STOP
         self._plan_step(state, len(tokens))
         if state.answer.sampler.is_complete and len(tokens) > len(forced):

@@ -39,7 +39,7 @@ class Programs:
         self._tenants = OrderedDict[str, TenantPrograms]()
 
     def note_arrival(self, state: RequestState) -> None:
-        """Set the request's place by the first request of its program."""
+        """Order the request by the first request of its program."""
         programs = self._of(state.session.tenant)
         program = state.request.program or state.session.root
         state.program_order = programs.arrivals.setdefault(program, state.order)

@@ -29,13 +29,13 @@ class ChatMessage:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Log-probability of a token in its place, by the model's own logits.
+    """Log-probability of a token at its position, by the model's own logits.
 
     Args:
         token: its id.
         text: text of the token alone; `data` its bytes.
         logprob: natural logarithm; None for the first token of a text.
-        top: the most likely tokens in its place, best first.
+        top: the most likely tokens at its position, best first.
     """
 
     token: int

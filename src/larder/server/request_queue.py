@@ -59,7 +59,7 @@ def _program_rank(state: RequestState, is_due: bool, is_resident: bool) -> tuple
 
 
 class RequestQueue:
-    """Bounded request queue, fair between tenants: a tenant may occupy at most as many places as
+    """Bounded request queue, fair between tenants: a tenant may occupy at most as many slots as
     are free. For the model's thread, except for `check`.
 
     Args:

@@ -52,11 +52,11 @@ class TokenTexts:
 def token_logprobs(
     logits: Float[Tensor, "N V"], ids: Sequence[int], num_top: int, texts: TokenTexts
 ) -> list[TokenLogprob]:
-    """Log-probabilities of tokens, and of the most likely ones in their places.
+    """Log-probabilities of tokens, and of the most likely ones at their positions.
 
     Args:
         logits: the model's own, before bias, penalties and temperature.
-        ids: token in each place.
+        ids: token at each position.
         num_top: number of the most likely tokens.
     """
     logprobs = logits.float().log_softmax(-1)

@@ -92,13 +92,13 @@ class CallStream:
         start = find(self._pending)
         content, self._pending = self._pending[:start], self._pending[start:]
         self._has_content = self._has_content or bool(content)
-        place = parser.first_call(self._pending, 0) if self._pending else None
-        if place is None:
+        opening = parser.first_call(self._pending, 0) if self._pending else None
+        if opening is None:
             if len(self._pending) > MARKER_CHARS:
                 self._withheld, self._stage = [self._pending], _CallStage.END
-        elif place.is_found:
+        elif opening.is_found:
             self._withheld = [self._pending]
-            self._open(place.start)
+            self._open(opening.start)
         return content
 
     def _open(self, start: int) -> None:
@@ -112,12 +112,12 @@ class CallStream:
         if self._stage is _CallStage.CALL:
             return self._take_call(deltas)
         if self._stage is _CallStage.SEARCH:
-            place = self._parser.later_call(self._pending, 0)
-            if place is not None and place.is_found:
-                self._open(place.start)
+            opening = self._parser.later_call(self._pending, 0)
+            if opening is not None and opening.is_found:
+                self._open(opening.start)
                 return True
-            self._pending = "" if place is None else self._pending[place.start :]
-            self._stage = _CallStage.END if place is None else _CallStage.SEARCH
+            self._pending = "" if opening is None else self._pending[opening.start :]
+            self._stage = _CallStage.END if opening is None else _CallStage.SEARCH
         elif self._stage is _CallStage.END:
             self._pending = ""
         return False
@@ -175,17 +175,17 @@ class ObjectScanner:
 
     def push(self, text: str) -> int:
         """Number of first characters of the next part that belong to the object."""
-        place = 0
-        while not self.is_done and place < len(text):
+        offset = 0
+        while not self.is_done and offset < len(text):
             if self._is_escaped:
-                place, self._is_escaped = place + 1, False
+                offset, self._is_escaped = offset + 1, False
                 continue
-            found = (INSIDE if self._is_string else OUTSIDE).search(text, place)
+            found = (INSIDE if self._is_string else OUTSIDE).search(text, offset)
             if found is None:
                 return len(text)
             self._pass(found[0])
-            place = found.end()
-        return place
+            offset = found.end()
+        return offset
 
     def _pass(self, sign: str) -> None:
         """Go behind a sign."""

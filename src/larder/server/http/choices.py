@@ -295,10 +295,10 @@ def _choice_texts(prompts: Sequence[PromptChoices]) -> list[_ChoiceText]:
 
 def _total(reports: Sequence[Report], prompts: Sequence[PromptChoices]) -> Report:
     """Sums over all answers; a prompt with several counts once."""
-    place, first = 0, list[Report]()
+    index, first = 0, list[Report]()
     for prompt in prompts:
-        first.append(reports[place])
-        place += len(prompt.requests)
+        first.append(reports[index])
+        index += len(prompt.requests)
     return replace(
         reports[0],
         prompt_tokens=sum(each.prompt_tokens for each in first),

@@ -53,9 +53,9 @@ class EmbeddingRequest(JsonBody):
                 "words: send texts (LangChain: check_embedding_ctx_length=False).",
                 "input",
             )
-        for place, text in enumerate(texts):
+        for index, text in enumerate(texts):
             if len(text) > MAX_CHARACTERS:
-                raise _too_long(place, f"{MAX_CHARACTERS} characters")
+                raise _too_long(index, f"{MAX_CHARACTERS} characters")
         return texts
 
 
@@ -66,9 +66,9 @@ async def embeddings(http: HttpRequest, body: EmbeddingRequest) -> JSONResponse:
     texts, tenant = body.texts, tenant_of(http)
     counts = await queue.num_tokens(tenant, texts)
     limit = queue.embedder.max_tokens
-    for place, count in enumerate(counts):
+    for index, count in enumerate(counts):
         if limit is not None and count > limit:
-            raise _too_long(place, f"the {limit} tokens that {queue.name} reads")
+            raise _too_long(index, f"the {limit} tokens that {queue.name} reads")
     if body.dimensions is not None:
         [row] = await queue.embed(tenant, texts[:1])
         if body.dimensions != len(row):
@@ -76,8 +76,8 @@ async def embeddings(http: HttpRequest, body: EmbeddingRequest) -> JSONResponse:
             raise invalid_request(message, "dimensions", "unsupported_parameter")
     rows = await queue.embed(tenant, texts)
     data = [
-        {"object": "embedding", "index": place, "embedding": _encoded(row, body.encoding_format)}
-        for place, row in enumerate(rows)
+        {"object": "embedding", "index": index, "embedding": _encoded(row, body.encoding_format)}
+        for index, row in enumerate(rows)
     ]
     usage = {"prompt_tokens": sum(counts), "total_tokens": sum(counts)}
     warnings = [unknown_warning(path) for path in body.unknown_fields]

@@ -80,9 +80,9 @@ def malformed_field(steps: Sequence[int | str], reason: str) -> ApiError:
     Args:
         steps: path from the body to the value.
     """
-    place = ".".join(map(str, field_steps(steps)))[:200] or None
-    message = f"{place or 'The body'}: {reason.removeprefix('Value error, ')}."
-    return invalid_request(message.encode("utf-8", "replace").decode(), place)
+    path = ".".join(map(str, field_steps(steps)))[:200] or None
+    message = f"{path or 'The body'}: {reason.removeprefix('Value error, ')}."
+    return invalid_request(message.encode("utf-8", "replace").decode(), path)
 
 
 def as_api_error(error: Exception) -> ApiError:

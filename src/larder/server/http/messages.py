@@ -189,7 +189,7 @@ class MessageParam(BodyPart):
         )
         if calls:
             text = canonical_answer(text, calls)
-        outputs = [ChatMessage("tool", results[place]) for place in sorted(results)]
+        outputs = [ChatMessage("tool", results[index]) for index in sorted(results)]
         return outputs if outputs and not text else [*outputs, ChatMessage(self.role, text)]
 
     @property

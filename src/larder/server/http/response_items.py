@@ -127,7 +127,7 @@ def new_items(
 
 
 def item_json(item: ConversationItem) -> dict[str, Any]:
-    """Item as JSON. Of images only their places are stored."""
+    """Item as JSON. Of images only their indices are stored."""
     if item.turn.role in PREFIXES:
         fields = json.loads(item.turn.text)
         return {"id": item.id, "type": item.turn.role, "status": "completed", **fields}
@@ -156,25 +156,25 @@ def chat_messages(items: Sequence[ConversationItem]) -> tuple[ChatMessage, ...]:
     Raises:
         ApiError: 400: an output answers no call of the assistant's message before it.
     """
-    found, places, outputs = list[ChatMessage](), dict[str, int](), dict[int, ChatMessage]()
+    found, indices, outputs = list[ChatMessage](), dict[str, int](), dict[int, ChatMessage]()
     for item in _with_calls(items):
         if isinstance(item, _Answer):
             found += _in_order(outputs)
-            places = {call_id: place for place, call_id in enumerate(item.ids)}
+            indices = {call_id: index for index, call_id in enumerate(item.ids)}
             found.append(item.message)
         elif item.role == OUTPUT:
             output = json.loads(item.text)
-            place = places.get(output["call_id"])
-            if place is None or place in outputs:
+            index = indices.get(output["call_id"])
+            if index is None or index in outputs:
                 raise _refused(
                     f"The function_call_output of {output['call_id'][:100]!r} answers no "
                     "function_call before it, or one that another answers: send the items of the "
                     "response too, or previous_response_id."
                 )
-            outputs[place] = ChatMessage(TOOL_ROLE, output["output"])
+            outputs[index] = ChatMessage(TOOL_ROLE, output["output"])
         else:
             found += _in_order(outputs)
-            places = {}
+            indices = {}
             found.append(item)
     return (*found, *_in_order(outputs))
 
@@ -215,7 +215,7 @@ def _with_calls(items: Sequence[ConversationItem]) -> Iterator[ChatMessage | _An
 
 def _in_order(outputs: dict[int, ChatMessage]) -> list[ChatMessage]:
     """Waiting outputs in the order of their calls; the list of waiting ones is cleared."""
-    found = [outputs[place] for place in sorted(outputs)]
+    found = [outputs[index] for index in sorted(outputs)]
     outputs.clear()
     return found
 

@@ -68,7 +68,7 @@ class ResponseOutput:
             return (ConversationItem(new_id("msg_"), ChatMessage("assistant", "")),)
         return tuple(found)
 
-    def _place(self) -> dict[str, Any]:
+    def _reference(self) -> dict[str, Any]:
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
 
     def _text(self, kind: str, text: str) -> list[OutputEvent]:
@@ -76,7 +76,7 @@ class ResponseOutput:
         if not self._is_open or self.items[-1]["type"] != kind:
             events += [*self._close("completed"), *self._open(kind)]
         self.items[-1]["content"][0]["text"] += text
-        fields = {**self._place(), "content_index": 0, "delta": text, **LOGPROBS[kind]}
+        fields = {**self._reference(), "content_index": 0, "delta": text, **LOGPROBS[kind]}
         return [*events, (f"{TEXT_EVENTS[kind]}.delta", fields)]
 
     def _call(self, call: Mapping[str, Any]) -> list[OutputEvent]:
@@ -87,7 +87,7 @@ class ResponseOutput:
             events += self._opened({"id": new_id("fc_"), "type": CALL, **own})
         if arguments := function["arguments"]:
             self.items[-1]["arguments"] += arguments
-            fields = {**self._place(), "delta": arguments}
+            fields = {**self._reference(), "delta": arguments}
             events.append(("response.function_call_arguments.delta", fields))
         return events
 
@@ -98,7 +98,7 @@ class ResponseOutput:
         else:
             events = self._opened({"id": new_id("rs_"), "type": REASONING, "summary": []})
         self.items[-1]["content"] = [dict(EMPTY_PARTS[kind])]
-        fields = {**self._place(), "content_index": 0, "part": EMPTY_PARTS[kind]}
+        fields = {**self._reference(), "content_index": 0, "part": EMPTY_PARTS[kind]}
         return [*events, ("response.content_part.added", fields)]
 
     def _opened(self, item: dict[str, Any]) -> list[OutputEvent]:
@@ -113,16 +113,16 @@ class ResponseOutput:
         if not self._is_open:
             return []
         self._is_open, item = False, self.items[-1]
-        item["status"], place = status, self._place()
+        item["status"], reference = status, self._reference()
         events = list[OutputEvent]()
         if item["type"] == CALL:
-            fields = {**place, "arguments": item["arguments"]}
+            fields = {**reference, "arguments": item["arguments"]}
             events.append(("response.function_call_arguments.done", fields))
         else:
             [part], kind = item["content"], item["type"]
-            fields = {**place, "content_index": 0}
+            fields = {**reference, "content_index": 0}
             done = {**fields, "text": part["text"], **LOGPROBS[kind]}
             events.append((f"{TEXT_EVENTS[kind]}.done", done))
             events.append(("response.content_part.done", {**fields, "part": part}))
-        ended = {"output_index": place["output_index"], "item": item}
+        ended = {"output_index": reference["output_index"], "item": item}
         return [*events, ("response.output_item.done", ended)]

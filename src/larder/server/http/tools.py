@@ -83,24 +83,24 @@ def in_call_order(messages: Sequence[ToolMessage]) -> list[ToolMessage]:
     Raises:
         ApiError: 400: a result answers no call of the assistant's message before it.
     """
-    found, places, results = list[ToolMessage](), dict[str, int](), dict[int, ToolMessage]()
+    found, indices, results = list[ToolMessage](), dict[str, int](), dict[int, ToolMessage]()
     for message in messages:
         if message.role != "tool":
-            found += [results[place] for place in sorted(results)]
+            found += [results[index] for index in sorted(results)]
             results = {}
-            places = {call.id: place for place, call in enumerate(message.tool_calls or ())}
+            indices = {call.id: index for index, call in enumerate(message.tool_calls or ())}
             found.append(message)
             continue
-        place = places.get(message.tool_call_id) if message.tool_call_id else None
-        if place is None or place in results:
+        index = indices.get(message.tool_call_id) if message.tool_call_id else None
+        if index is None or index in results:
             raise invalid_request(
                 "A message of the role tool answers no call of the message before it, or one that "
                 "another answers: send the assistant's message with its tool_calls, and the id of "
                 "each as tool_call_id.",
                 "messages",
             )
-        results[place] = message
-    return found + [results[place] for place in sorted(results)]
+        results[index] = message
+    return found + [results[index] for index in sorted(results)]
 
 
 def check_results_follow(messages: Sequence[tuple[str, Collection[str]]]) -> None:

@@ -105,8 +105,8 @@ def _unknown(raw: msgspec.Raw, annotation: Any, path: str) -> Iterator[str]:
             yield from _in_object(raw, member, path)
         elif start == b"[" and get_origin(member) is list:
             [item] = get_args(member)
-            for place, each in enumerate(msgspec.json.decode(raw, type=list[msgspec.Raw])):
-                yield from _unknown(each, item, f"{path}.{place}")
+            for index, each in enumerate(msgspec.json.decode(raw, type=list[msgspec.Raw])):
+                yield from _unknown(each, item, f"{path}.{index}")
 
 
 def _in_object(raw: msgspec.Raw, model: type[BaseModel], path: str) -> Iterator[str]:

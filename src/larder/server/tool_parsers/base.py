@@ -144,12 +144,12 @@ class ToolParser(ABC):
 
 def json_values(text: str) -> list[Any]:
     """JSON values at the beginning of a text, between white space, commas and semicolons."""
-    found, place = list[Any](), 0
+    found, offset = list[Any](), 0
     while True:
-        while place < len(text) and text[place] in " \t\r\n,;":
-            place += 1
+        while offset < len(text) and text[offset] in " \t\r\n,;":
+            offset += 1
         try:
-            value, place = DECODER.raw_decode(text, place)
+            value, offset = DECODER.raw_decode(text, offset)
         except (ValueError, RecursionError):
             return found
         found.append(value)
@@ -186,13 +186,13 @@ def json_call(text: str, offset: int) -> tuple[ToolCall, int] | None:
 
 def json_calls(parser: ToolParser, text: str) -> tuple[ToolCall, ...]:
     """Calls of a text in a form whose calls are streamed, up to the first that is none."""
-    found, place = list[ToolCall](), parser.first_call(text, 0)
-    while place is not None and place.is_found:
-        call = json_call(text, place.start)
+    found, opening = list[ToolCall](), parser.first_call(text, 0)
+    while opening is not None and opening.is_found:
+        call = json_call(text, opening.start)
         if call is None:
             break
         found.append(call[0])
-        place = parser.later_call(text, call[1])
+        opening = parser.later_call(text, call[1])
     return tuple(found)
 
 
