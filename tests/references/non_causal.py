@@ -11,7 +11,7 @@ from references.lloyd import dot
 from references.ops.softmax import capped
 from references.recalling import softmax
 
-SMALL = {"chunk": 3}  # parameters for small layers
+SMALL = {"chunk": 3, "first": 1}  # parameters for small layers
 
 
 def scores(part: Any, observation: Observation) -> list[list[float]]:
@@ -23,7 +23,8 @@ def one_head(part: Any, observation: Observation, head: int) -> list[float]:
     sums = [0.0] * len(positions)
     for h in group_of(observation, head):
         for q, at in enumerate(observation.query_positions.tolist()):
-            members = [s for s, p in enumerate(positions) if p // part.chunk == at // part.chunk]
+            own = (at - part.first) // part.chunk
+            members = [s for s, p in enumerate(positions) if (p - part.first) // part.chunk == own]
             query = observation.queries[h, q].tolist()
             products = [dot(query, observation.entries.keys[start + s].tolist()) for s in members]
             scaling = observation.layer.scaling if part.scaling.value == "model" else 1.0

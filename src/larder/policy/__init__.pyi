@@ -97,6 +97,8 @@ from .scorers._kvpress_module import AttentionModuleAdapter as AttentionModuleAd
 from .scorers.base import Scorer as Scorer
 from .scorers.capkv import CapKV as CapKV
 from .scorers.column_mass import ColumnMass as ColumnMass
+from .scorers.compactor import Compactor as Compactor
+from .scorers.compactor import EndTokens as EndTokens
 from .scorers.curdkv import CurDKV as CurDKV
 from .scorers.curdkv import Leverages as Leverages
 from .scorers.expected import Expected as Expected
@@ -114,6 +116,7 @@ from .scorers.leverage import Leverage as Leverage
 from .scorers.lookahead import Lookahead as Lookahead
 from .scorers.morph import Fusion as Fusion
 from .scorers.morph import Morph as Morph
+from .scorers.non_causal import NonCausal as NonCausal
 from .scorers.non_causal import Scaling as Scaling
 from .scorers.patched import Patched as Patched
 from .scorers.positions_first import Content as Content

@@ -5,13 +5,16 @@ Leverage Scores" (2025), arXiv:2507.08143: the parts `leverage` and `non_causal`
 deviations from the mean of its layer, added with a weight on the leverage. As in the code that the
 authors gave to NVIDIA/kvpress, the weight is by default the share of the text that is dropped, the
 first and last tokens always stay and do not count, and both are as described at these parts: one
-sketch for all layers, a ridge relative to the keys, no padding among the keys. Scores that differ
-by less than a twentieth of their mean do so by rounding: a layer's spread counts as at least that.
+sketch for all layers, a ridge relative to the keys, no padding among the keys. That code scores the
+tokens between as if the first and last ones were not there (`ends="left_out"`); here they are by
+default among the keys and queries. Scores that differ by less than a twentieth of their mean do so
+by rounding: a layer's spread counts as at least that.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import torch
 from jaxtyping import Float
@@ -29,6 +32,13 @@ from larder.policy.scorers.non_causal import NonCausal
 LEAST_SPREAD = 0.05  # standard deviation of scores that are nearly alike, in means of a layer
 
 
+class EndTokens(Enum):
+    """First and last tokens while the others are scored: among keys and queries, or left out."""
+
+    AMONG = "among"
+    LEFT_OUT = "left_out"
+
+
 @dataclass(frozen=True)
 class Compactor(Scorer):
     """Leverage and chunked attention in standard deviations, added.
@@ -39,6 +49,8 @@ class Compactor(Scorer):
         chunk: positions of a chunk, as of `non_causal`.
         sinks, recent: first and last tokens that always stay and do not count.
         tokens: the budget, in entries per kv head; left open, the policy's.
+        ends: whether the first and last tokens are `among` the keys and queries that score the
+            others, as where it is left open, or `left_out`, as in the released code.
     """
 
     blend: float | None = None
@@ -47,6 +59,7 @@ class Compactor(Scorer):
     sinks: int = 8
     recent: int = 4
     tokens: int | None = None
+    ends: EndTokens | None = None
 
     def __post_init__(self) -> None:
         require(self.blend is None or self.blend >= 0, "compactor.blend", "0 or more", self.blend)
@@ -71,10 +84,35 @@ class Compactor(Scorer):
         counts = (positions >= self.sinks) & (positions < observation.length - self.recent)
         if not bool(counts.any()):
             return torch.full_like(positions, torch.inf, dtype=torch.float32)
+        if self.ends is EndTokens.LEFT_OUT:
+            observation, inner = self._between(observation), counts[counts]
+            scores = torch.full_like(positions, torch.inf, dtype=torch.float32)
+            scores[counts] = self._blended(observation, inner, self.sinks)
+            return scores
+        return self._blended(observation, counts, 0).masked_fill(~counts, torch.inf)
+
+    def _between(self, observation: Observation) -> Observation:
+        """Observation without the first and last tokens."""
+        stop = observation.length - self.recent
+        positions = observation.query_positions
+        inner = (positions >= self.sinks) & (positions < stop)
+        return replace(
+            observation,
+            entries=observation.entries.position_range(self.sinks, stop),
+            queries=observation.queries[:, inner],
+            query_positions=positions[inner],
+            keys=observation.keys[:, inner],
+        )
+
+    def _blended(self, observation: Observation, counts: Tensor, first: int) -> Packed:
+        """Sum of both scores.
+
+        Args:
+            first: position at which the first chunk begins.
+        """
         leverage = _standard(Leverage(self.sketch).score(observation), counts)
-        attention = _standard(NonCausal(self.chunk).score(observation), counts)
-        blended = self._weight(observation) * leverage + attention
-        return blended.masked_fill(~counts, torch.inf)
+        attention = _standard(NonCausal(self.chunk, first=first).score(observation), counts)
+        return self._weight(observation) * leverage + attention
 
     def _weight(self, observation: Observation) -> float:
         """Weight of the leverage."""

@@ -9,7 +9,7 @@ without the model's scaling included (`scaling="model"` is with it); the keys th
 chunk, which take part of the weights there, are left out here. Scores there are in standard
 deviations from a layer's mean, which changes no order within a layer.
 
-Chunks are cut by position, from the first token on. Entries of chunks that no query of the pass
+Chunks are cut by position, from `first` on. Entries of chunks that no query of the pass
 belongs to score nothing.
 """
 
@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from larder.core.arguments import require
+from larder.core.arguments import require, require_at_least
 from larder.core.observation import Observation
 from larder.core.types import Packed
 from larder.ops.attention import cap_logits
@@ -46,13 +46,16 @@ class NonCausal(Scorer):
     Args:
         chunk: positions of a chunk.
         scaling: `none`, as in the released code, or that of the `model`.
+        first: position at which a chunk begins, such as that of the first token.
     """
 
     chunk: int = 256
     scaling: Scaling = Scaling.NONE
+    first: int = 0
 
     def __post_init__(self) -> None:
         require(self.chunk >= 1, "non_causal.chunk", "at least 1 token", self.chunk)
+        require_at_least(0, "non_causal", first=self.first)
 
     def observes_whole_text(self) -> bool:
         return True
@@ -65,8 +68,9 @@ class NonCausal(Scorer):
     def _of_head(self, observation: Observation, head: int) -> Float[Tensor, " S"]:
         entries, group = observation.entries, observation.layer.group
         queries = observation.queries[head * group : (head + 1) * group].float()
-        keys, chunks = entries.head_keys(head).float(), entries.head_positions(head) // self.chunk
-        own = observation.query_positions // self.chunk
+        keys, positions = entries.head_keys(head).float(), entries.head_positions(head)
+        chunks = (positions - self.first) // self.chunk
+        own = (observation.query_positions - self.first) // self.chunk
         sums = keys.new_zeros(len(keys))
         for number in sorted(set(map(int, own))):
             members = chunks == number
