@@ -15,6 +15,7 @@ from larder.server.session_backend.chat_prefill import refresh_steps
 from larder.server.session_state import SessionState
 from larder.server.tiers.device import DeviceReservations, MemoryDemand
 from larder.server.tiers.manager import TierManager
+from larder.session.chat_cache import ChatCache
 
 END = object()
 
