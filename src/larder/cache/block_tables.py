@@ -118,7 +118,7 @@ class BlockTables:
             positions: true position of each new entry.
         """
         seen = [array.mark for each in leases for array in each]
-        host, is_next = self._host, [place - 1 for place in positions] == self._next
+        host, is_next = self._host, [position - 1 for position in positions] == self._next
         if is_next and len(seen) == len(self._seen):
             host.grow()
             pairs = enumerate(zip(seen, self._seen, strict=True))

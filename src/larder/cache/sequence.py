@@ -219,14 +219,14 @@ class SequenceCache:
                 left out.
             start: true position of the first token.
         """
-        place = self.spec.device_of(layer)
-        named = {n: numbers[n].to(place) for n in numbers if n in self.cache_spec.ledger.columns}
+        device = self.spec.device_of(layer)
+        named = {n: numbers[n].to(device) for n in numbers if n in self.cache_spec.ledger.columns}
         if not named or not self.is_budgeted(self._layers[layer].layer):
             return
         entries = self.entries(layer)
-        places = entries.positions.long() - start
+        offsets = entries.positions.long() - start
         count = len(next(iter(named.values())))
-        is_new, rows = (places >= 0) & (places < count), places.clamp(0, count - 1)
+        is_new, rows = (offsets >= 0) & (offsets < count), offsets.clamp(0, count - 1)
         self.write_columns(
             layer,
             {
@@ -410,8 +410,8 @@ class SequenceCache:
         finally:
             self._link_layers()
         recurrent, self.recurrent = self.recurrent.to(device), NO_STATE
-        places = {name: tensor.to(device) for name, tensor in self.model_positions.state().items()}
-        return moved | self.latest.release_state(device) | recurrent.state() | places
+        rotated = {n: tensor.to(device) for n, tensor in self.model_positions.state().items()}
+        return moved | self.latest.release_state(device) | recurrent.state() | rotated
 
     def _link_layers(self) -> None:
         """Link the layers with each other, and count their memory for the sequence."""

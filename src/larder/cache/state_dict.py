@@ -91,8 +91,8 @@ def _layer_state(
         if name.startswith(prefix) and not is_latest_queries(name)
     }
     host = {n for n in own if n.endswith("lengths") or layer.is_slow_state(n)}
-    place = spec.device_of(index)
-    return {n: t.to(torch.device("cpu") if n in host else place) for n, t in own.items()}
+    device = spec.device_of(index)
+    return {n: t.to(torch.device("cpu") if n in host else device) for n, t in own.items()}
 
 
 def _check_layer(cache_spec: CacheSpec, index: int, state: Mapping[str, Tensor]) -> None:

@@ -210,12 +210,12 @@ class Decoder:
         if self.captured is not None and mode is Mode.APPEND:
             if (step := self.captured.logits(segments, logit_indices, observer)) is not None:
                 return step
-        places = device_tensor(logit_indices, self.spec.device)
+        indices = device_tensor(logit_indices, self.spec.device)
         if mode is Mode.APPEND and any(_keeps_tail(segment) for segment in segments):
-            return self._head.logits(torch.cat(self._hidden(segments, mode, observer))[places])
+            return self._head.logits(torch.cat(self._hidden(segments, mode, observer))[indices])
         segments = _with_earlier_tokens(segments, mode)
         behind = device_tensor(new_token_indices(segments), self.spec.device)
-        wanted_rows = behind[places]
+        wanted_rows = behind[indices]
         if self.spec.layer_devices:
             wanted_rows = wanted_rows.cpu()  # the head may be on another device
         out = self._run(self.module, segments, mode, observer, logits_to_keep=wanted_rows)
@@ -447,7 +447,9 @@ class Decoder:
                 f"Token id {wrong[0]} is outside the model's vocabulary of {self.vocab_size}: "
                 "use the tokenizer that came with the model."
             )
-        length = max((1 + place for each in segments for place in each.positions()), default=0)
+        length = max(
+            (1 + position for each in segments for position in each.positions()), default=0
+        )
         if self._rope_limit is not None and length > self._rope_limit:
             raise InputError(
                 f"The text reaches {length} tokens, but the RoPE frequencies of the model change "

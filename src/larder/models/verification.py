@@ -32,7 +32,7 @@ from larder.models.recurrent import recurrent_layers
 
 CHECKED_TOKENS = 24
 # Covers blocks, a short last block and single tokens.
-PARTS = ((0, 10), (10, 18), *((place, place + 1) for place in range(18, CHECKED_TOKENS)))
+PARTS = ((0, 10), (10, 18), *((index, index + 1) for index in range(18, CHECKED_TOKENS)))
 # Between a text in one piece and in parts, in transformers alone: recurrent layers of some families
 # limit a number in one of the two ways of computing them.
 CONTINUATION_TOLERANCE = 1.5e-1
@@ -77,10 +77,10 @@ def _logits_in_parts(module: Any, whole: Float[Tensor, "Q V"]) -> Float[Tensor, 
     device = input_placement(module)[1]
     ids = torch.tensor([_probe_ids(module)], device=device)
     cache = transformers.DynamicCache(config=module.config)
-    places = torch.arange(CHECKED_TOKENS, device=device)[None]
+    positions = torch.arange(CHECKED_TOKENS, device=device)[None]
     try:
         outputs = [
-            module(input_ids=ids[:, a:b], position_ids=places[:, a:b], past_key_values=cache)
+            module(input_ids=ids[:, a:b], position_ids=positions[:, a:b], past_key_values=cache)
             for a, b in PARTS
         ]
     except ValueError as error:

@@ -67,13 +67,13 @@ def line_attention(
     """
     outs: list[Tensor] = []
     lses: list[Tensor] = []
-    for group, (keys, values, places) in zip(
+    for group, (keys, values, key_positions) in zip(
         queries.unflatten(0, (len(heads), -1)), heads, strict=True
     ):
-        lines = head_lines(group, keys, positions, places, scaling, coverage)
+        lines = head_lines(group, keys, positions, key_positions, scaling, coverage)
         for query, line in zip(group, lines, strict=True):
             parts = [
-                _attend(some, keys, values, at, places, line, scaling)
+                _attend(some, keys, values, at, key_positions, line, scaling)
                 for some, at in zip(query.split(CHUNK), positions.split(CHUNK), strict=True)
             ]
             outs.append(torch.cat([out for out, _ in parts]))

@@ -60,16 +60,16 @@ class Passages(BenchTask):
                 f"{len(starts)} passages of {self.length} words with a beginning of their own: ask "
                 "fewer, or take more tokens."
             )
-        questions, places = list[Question](), list[int]()
+        questions, offsets = list[Question](), list[int]()
         for start in random.sample(starts, self.questions):
             stop = start + FIRST_WORDS
             first, rest = " ".join(words[start:stop]), words[stop : stop + self.length]
             answer = Question("", " ".join(rest), KIND, scorer=PREFIX_SHARE)
             questions.append(prompt.ask(answer, first))
-            places.append(len(" ".join([*words[:stop], ""])))
+            offsets.append(len(" ".join([*words[:stop], ""])))
         name = f"{KIND}-{tokens}-{seed}"
         text = " ".join(words)
-        return worded_text(name, text, questions, sources.wording, prompt.opening, starts=places)
+        return worded_text(name, text, questions, sources.wording, prompt.opening, starts=offsets)
 
 
 def _named_starts(words: list[str], length: int) -> list[int]:

@@ -114,8 +114,8 @@ class PagePool(TensorOwner):
         slots = torch.from_numpy(self._table)[sets, pages[sets, ranks]].long()
         added = log_weights[sets, ranks].float().clamp(min=MASKED_BIAS).to(self._biases)
         biases = self._biases.view(self.sets, self.slots, self.page)
-        place = sets.to(biases.device), slots.to(biases.device)
-        biases[place] = (biases[place] + added[:, None]).clamp(min=MASKED_BIAS)
+        index = sets.to(biases.device), slots.to(biases.device)
+        biases[index] = (biases[index] + added[:, None]).clamp(min=MASKED_BIAS)
 
     def _load_by_kernel(
         self,
@@ -239,17 +239,17 @@ class PagePool(TensorOwner):
         staging = torch.empty(shape, dtype=self._keys.dtype, pin_memory=is_far)
         entries.gather(rows, staging[0], staging[1])
         near = staging.to(self._keys.device, non_blocking=True)
-        places = targets.to(self._keys.device)
-        self._keys.index_copy_(0, places, near[0])
-        self._values.index_copy_(0, places, near[1])
+        slots = targets.to(self._keys.device)
+        self._keys.index_copy_(0, slots, near[0])
+        self._values.index_copy_(0, slots, near[1])
 
 
 def attend_estimate(queries: Queries, estimate: Estimate, layer: LayerSpec) -> AttentionState:
     """Attention to the centroids that estimate entries which were not fetched."""
-    count, place = estimate.keys.shape[1], queries.device
+    count, device = estimate.keys.shape[1], queries.device
     starts = torch.arange(layer.kv_heads) * count
-    flat = [part.float().flatten(0, 1).to(place) for part in (estimate.keys, estimate.values)]
-    bias = estimate.log_counts.float().clamp(min=MASKED_BIAS).flatten().contiguous().to(place)
+    flat = [part.float().flatten(0, 1).to(device) for part in (estimate.keys, estimate.values)]
+    bias = estimate.log_counts.float().clamp(min=MASKED_BIAS).flatten().contiguous().to(device)
     lengths = torch.full_like(starts, count)
     layout = starts, lengths, layer.scaling, bias
     return ragged_attention(queries, flat[0], flat[1], *layout, softcap=layer.softcap)

@@ -153,10 +153,10 @@ def _attend(
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, PADDED], tl.float32)
     for start in range(first, tl.minimum(first + SPLIT, length), BLOCK):
-        places = tl.arange(0, BLOCK)
-        is_held = start + places < length
+        within = tl.arange(0, BLOCK)
+        is_held = start + within < length
         page = tl.load(table + segment * width + start // P).to(tl.int64)
-        stored = page * P + start % P + places
+        stored = page * P + start % P + within
         offsets = stored[:, None] * D + dims[None, :]
         held = is_held[:, None] & is_dim[None, :]
         own = _loaded(keys + offsets, held, WIDEN)

@@ -114,9 +114,9 @@ def are_supported(sizes: LayerSizes) -> bool:
 def _add_norm(
     states, added, weight, normed, hidden, epsilon, HAS_ADDED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    places = tl.arange(0, BLOCK)
-    mask = places < hidden
-    at = tl.program_id(0).to(tl.int64) * hidden + places
+    offsets = tl.arange(0, BLOCK)
+    mask = offsets < hidden
+    at = tl.program_id(0).to(tl.int64) * hidden + offsets
     own = tl.load(states + at, mask=mask, other=0.0).to(tl.float32)
     if HAS_ADDED:
         own += tl.load(added + at, mask=mask, other=0.0).to(tl.float32)
@@ -125,7 +125,7 @@ def _add_norm(
         own = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(own * own, 0) / hidden + epsilon)
     unit = (own * scale).to(tl.bfloat16).to(tl.float32)
-    weights = tl.load(weight + places, mask=mask, other=0.0).to(tl.float32)
+    weights = tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
     tl.store(normed + at, (unit * weights).to(tl.bfloat16), mask=mask)
 
 
@@ -145,15 +145,15 @@ def _rotate(
     HAS_NORM: tl.constexpr,
 ):
     row, head = tl.program_id(0), tl.program_id(1)
-    places = tl.arange(0, HALF)
-    mask = places < D // 2
+    offsets = tl.arange(0, HALF)
+    mask = offsets < D // 2
     is_key = head >= heads
     if is_key:
         base = keys + (row * kv_heads + head - heads).to(tl.int64) * D
     else:
         base = queries + (row * heads + head).to(tl.int64) * D
-    left = tl.load(base + places, mask=mask, other=0.0).to(tl.float32)
-    right = tl.load(base + D // 2 + places, mask=mask, other=0.0).to(tl.float32)
+    left = tl.load(base + offsets, mask=mask, other=0.0).to(tl.float32)
+    right = tl.load(base + D // 2 + offsets, mask=mask, other=0.0).to(tl.float32)
     if HAS_NORM:
         scale = tl.rsqrt((tl.sum(left * left, 0) + tl.sum(right * right, 0)) / D + epsilon)
         if is_key:
@@ -162,21 +162,21 @@ def _rotate(
             weight = query_norm
         left = (left * scale).to(tl.bfloat16).to(tl.float32)
         right = (right * scale).to(tl.bfloat16).to(tl.float32)
-        left *= tl.load(weight + places, mask=mask, other=0.0).to(tl.float32)
-        right *= tl.load(weight + D // 2 + places, mask=mask, other=0.0).to(tl.float32)
+        left *= tl.load(weight + offsets, mask=mask, other=0.0).to(tl.float32)
+        right *= tl.load(weight + D // 2 + offsets, mask=mask, other=0.0).to(tl.float32)
         left = left.to(tl.bfloat16).to(tl.float32)
         right = right.to(tl.bfloat16).to(tl.float32)
-    angles = row * D + places
+    angles = row * D + offsets
     cosine = tl.load(cosines + angles, mask=mask, other=0.0).to(tl.float32)
     sine = tl.load(sines + angles, mask=mask, other=0.0).to(tl.float32)
     rotated = (left * cosine).to(tl.bfloat16).to(tl.float32)
     rotated -= (right * sine).to(tl.bfloat16).to(tl.float32)
-    tl.store(base + places, rotated.to(tl.bfloat16), mask=mask)
+    tl.store(base + offsets, rotated.to(tl.bfloat16), mask=mask)
     cosine = tl.load(cosines + angles + D // 2, mask=mask, other=0.0).to(tl.float32)
     sine = tl.load(sines + angles + D // 2, mask=mask, other=0.0).to(tl.float32)
     rotated = (right * cosine).to(tl.bfloat16).to(tl.float32)
     rotated += (left * sine).to(tl.bfloat16).to(tl.float32)
-    tl.store(base + D // 2 + places, rotated.to(tl.bfloat16), mask=mask)
+    tl.store(base + D // 2 + offsets, rotated.to(tl.bfloat16), mask=mask)
 
 
 @triton.jit

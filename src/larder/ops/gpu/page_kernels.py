@@ -149,14 +149,14 @@ def _gather(
     BLOCK: tl.constexpr,
 ):
     segment = tl.program_id(0)
-    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_held = places < tl.load(lengths + segment)
-    pages = tl.load(table + segment * width + places // P, mask=is_held, other=0)
-    rows = pages.to(tl.int64) * P + places % P
+    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_held = offsets < tl.load(lengths + segment)
+    pages = tl.load(table + segment * width + offsets // P, mask=is_held, other=0)
+    rows = pages.to(tl.int64) * P + offsets % P
     dims = tl.arange(0, PADDED)[None, :]
     mask = is_held[:, None] & (dims < D)
     entries = tl.load(pool + rows[:, None] * D + dims, mask=mask)
-    there = tl.load(starts + segment) + places
+    there = tl.load(starts + segment) + offsets
     tl.store(out + there[:, None] * D + dims, entries, mask=mask)
 
 
@@ -179,17 +179,17 @@ def _compact(
     count = tl.load(counts + segment)
     dims = tl.arange(0, PADDED)[None, :]
     for first in range(0, count, BLOCK):
-        places = first + tl.arange(0, BLOCK)
-        is_kept = places < count
-        origins = tl.load(kept + segment * kept_width + places, mask=is_kept, other=0)
+        offsets = first + tl.arange(0, BLOCK)
+        is_kept = offsets < count
+        origins = tl.load(kept + segment * kept_width + offsets, mask=is_kept, other=0)
         source_pages = sources + segment * source_width + origins // P
-        target_pages = targets + segment * target_width + places // P
+        target_pages = targets + segment * target_width + offsets // P
         rows = tl.load(source_pages, mask=is_kept, other=0).to(tl.int64) * P + origins % P
-        there = tl.load(target_pages, mask=is_kept, other=0).to(tl.int64) * P + places % P
+        there = tl.load(target_pages, mask=is_kept, other=0).to(tl.int64) * P + offsets % P
         mask = (is_kept & (rows != there))[:, None] & (dims < D)
         entries = tl.load(pool + rows[:, None] * D + dims, mask=mask)
         # All warps have read before one writes: within a block, the place of one kept entry may be
-        # the origin of another. Origins of later blocks lie behind all places of this one.
+        # the origin of another. Origins of later blocks lie behind all targets of this one.
         tl.debug_barrier()
         tl.store(pool + there[:, None] * D + dims, entries, mask=mask)
 
@@ -217,10 +217,10 @@ def _column_mass(
     BLOCK: tl.constexpr,
 ):
     segment = tl.program_id(0)
-    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    is_held = places < tl.load(lengths + segment)
-    pages = tl.load(table + segment * width + places // P, mask=is_held, other=0)
-    rows = pages.to(tl.int64) * P + places % P
+    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_held = offsets < tl.load(lengths + segment)
+    pages = tl.load(table + segment * width + offsets // P, mask=is_held, other=0)
+    rows = pages.to(tl.int64) * P + offsets % P
     dims = tl.arange(0, PADDED)
     mask = is_held[:, None] & (dims[None, :] < D)
     own = tl.load(keys + rows[:, None] * D + dims[None, :], mask=mask, other=0.0).to(tl.float32)
