@@ -37,7 +37,7 @@ def rows(draw: Any) -> list[tuple[str, int, int, int]]:
         st.sampled_from(["dense", "ragged"]),
         st.integers(0, 40),
         st.integers(0, 3),
-        st.sampled_from([1, 1, 1, 4]),
+        st.sampled_from([1, 1, 1, 4, 33]),  # of 33, a block that shares the call
     )
     return draw(st.lists(row, min_size=1, max_size=5))
 
@@ -178,7 +178,7 @@ def test_out_of_memory_step_leaves_the_caches_unchanged(monkeypatch) -> None:
 
     cache = cache_of(("ragged", 9, 2, 1), torch.float32)
     before = cache.state()
-    monkeypatch.setattr("larder.models.forward_batch.decode_step", fail)
+    monkeypatch.setattr("larder.models.forward_batch.StepWork", fail)
     monkeypatch.setattr("larder.models.forward_batch.supports_step", lambda *_: True)
     batch = ForwardBatch([BatchSegment(cache, (7,))], Mode.APPEND, CPU, None)
     queries, keys, values = sides(1, generator(0), torch.float32)
@@ -186,3 +186,24 @@ def test_out_of_memory_step_leaves_the_caches_unchanged(monkeypatch) -> None:
         batch.attend(AttentionInputs(0, queries, keys, values, LAYER.scaling, None))
     batch.roll_back()
     assert all(torch.equal(tensor, before[name]) for name, tensor in cache.state().items())
+
+
+@pytest.mark.skipif(c_library() is None, reason="C kernels were not compiled")
+def test_out_of_memory_pass_leaves_blocks_and_steps_unchanged(monkeypatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    caches = [cache_of((form, 9, 2, 1), torch.float32) for form in ("ragged", "dense", "ragged")]
+    before = [cache.state() for cache in caches]
+    monkeypatch.setattr("larder.models.block_segments.attend_segments", fail)
+    monkeypatch.setattr("larder.ops.cpu.block_attention.is_faster", lambda *_: True)
+    counts = (1, 40, 33)
+    pairs = zip(caches, counts, strict=True)
+    segments = [BatchSegment(cache, (7,) * count) for cache, count in pairs]
+    batch = ForwardBatch(segments, Mode.APPEND, CPU, None)
+    queries, keys, values = sides(sum(counts), generator(0), torch.float32)
+    with pytest.raises(MemoryError):
+        batch.attend(AttentionInputs(0, queries, keys, values, LAYER.scaling, None))
+    batch.roll_back()
+    for cache, state in zip(caches, before, strict=True):
+        assert all(torch.equal(tensor, state[name]) for name, tensor in cache.state().items())

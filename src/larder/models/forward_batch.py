@@ -28,12 +28,15 @@ from larder.models.attention_backend import AttentionInputs, SteppedSegments
 from larder.models.call_interruption import BeforeLayer, no_calls
 from larder.models.observers import LayerActivations, Observer, StepObserver
 from larder.ops.attention import apply_sinks, sink_logits
-from larder.ops.cpu.decode_attention import StepStorage, StepTable, decode_step, supports_step
+from larder.ops.block_attention import FEWEST_QUERIES
+from larder.ops.cpu.decode_attention import StepStorage, StepTable, supports_step
+from larder.ops.cpu.segment_attention import StepWork
 from larder.ops.packing import device_tensor
 from larder.policy.providers.base import ImageProvider, column_providers
 
 if TYPE_CHECKING:
     from larder.cache.step_tables import StepTables
+    from larder.models.block_segments import BlockSegments
     from larder.models.paged_steps import PagedSteps
 
 
@@ -206,9 +209,12 @@ class ForwardBatch:
         if inputs.temperature is not None:
             queries = inputs.queries_at(torch.cat(self._positions_on(queries.device)))
         sides = queries, inputs.keys, inputs.values
+        blocks = self._block_segments(layer, *sides)
         stepped = None if self._paged is None else self._paged.attend(layer, *sides)
         if stepped is None:
-            stepped = self._attend_steps(layer, *sides)
+            stepped = self._attend_steps(layer, sides, blocks)
+        elif blocks is not None:
+            blocks.attend(None)
         if stepped is not None and len(stepped.segments) == len(self.segments):
             self._observe_all(layer, *sides)
             return stepped.out
@@ -216,13 +222,25 @@ class ForwardBatch:
         outs: list[Queries] = []
         parts = (side.split(self.widths, 1) for side in sides)
         for index, inputs_of_layer in enumerate(zip(*parts, strict=True)):
-            if index in done:
-                outs.append(done[index])
-            else:
+            out = done.get(index)
+            if out is None and blocks is not None:
+                out = blocks.output(index)
+            if out is None:
                 segment, new = self.segments[index], self._new_tokens(index, *inputs_of_layer)
-                outs.append(segment.cache.attend(layer, new, len(segment.reread_ids)))
+                out = segment.cache.attend(layer, new, len(segment.reread_ids))
+            outs.append(out)
             self._observe(index, layer, *inputs_of_layer)
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+
+    def _block_segments(self, layer: int, *sides: Tensor) -> BlockSegments | None:
+        """Segments that read a block beside others; None where there are none."""
+        if len(self.widths) == 1 or max(self.widths) < FEWEST_QUERIES or self.mode is Mode.PROBE:
+            return None
+        from larder.models.block_segments import BlockSegments  # not before it is needed
+
+        parts = zip(*(side.split(self.widths, 1) for side in sides), strict=True)
+        new = [self._new_tokens(index, *own) for index, own in enumerate(parts)]
+        return BlockSegments.of(layer, self.segments, new)
 
     def _new_tokens(self, index: int, queries: Queries, keys: Keys, values: Values) -> NewTokens:
         """Tokens of one segment, as its cache takes them."""
@@ -336,31 +354,32 @@ class ForwardBatch:
         return observer.end_step(dict(zip(due, done, strict=True)))
 
     def _attend_steps(
-        self, layer: int, queries: Queries, keys: Keys, values: Values
+        self, layer: int, sides: tuple[Queries, Keys, Values], blocks: BlockSegments | None
     ) -> SteppedSegments | None:
-        """Attention of all segments that append one token to plain storage, in one call."""
-        if not self._steps or not supports_step(queries, keys, values):
-            return None
-        layers = self._step_layers(layer)
-        found = [(n, storage) for n, storage in enumerate(self._step_storages(layer)) if storage]
-        found = [(n, own) for n, own in found if own.keys.dtype is keys.dtype]
+        """Attention of all segments that append one token to plain storage, with that of blocks."""
+        queries, keys, values = sides
+        found = list[tuple[int, StepStorage]]()
+        if self._steps and supports_step(queries, keys, values):
+            storages = enumerate(self._step_storages(layer))
+            found = [(n, own) for n, own in storages if own and own.keys.dtype is keys.dtype]
         if not found:
-            return None
+            return None if blocks is None else blocks.attend(None)
+        layers = self._step_layers(layer)
         segments = [self._steps[n] for n, _ in found]
-        sides, spec = (queries, keys, values), layers[0].layer
+        spec = layers[0].layer
         if len(segments) < queries.shape[1]:
             columns = torch.tensor([self._firsts[index] for index in segments])
             queries, keys, values = (side[:, columns] for side in sides)
         positions = [self._places[index][0] for index in segments]
         storages = [own for _, own in found]
-        out, lse = decode_step(queries, keys, values, positions, storages, spec.scaling)
+        work = StepWork(queries, keys, values, positions, storages, spec.scaling)
+        work.run() if blocks is None else blocks.attend(work)
+        out, lse = work.state
         for (n, _), position in zip(found, positions, strict=True):
             layers[n].count_step(position)
         if spec.sinks:
-            sinks, tokens = (
-                sink_logits(spec, out),
-                zip(out.split(1, 1), lse.split(1, 1), strict=True),
-            )
+            sinks = sink_logits(spec, out)
+            tokens = zip(out.split(1, 1), lse.split(1, 1), strict=True)
             # One by one: torch rounds a number of a vector by its index there.
             out = torch.cat([apply_sinks(*token, sinks) for token in tokens], 1)
         return SteppedSegments(segments, out.to(queries.dtype))

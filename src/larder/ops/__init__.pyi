@@ -27,7 +27,6 @@ from .column_statistics import GroupReduction as GroupReduction
 from .column_statistics import reduce_columns as reduce_columns
 from .cpu.c_library import c_library as c_library
 from .cpu.decode_attention import EvictionStorage as EvictionStorage
-from .cpu.decode_attention import decode_step as decode_step
 from .cpu.decode_eviction import EvictionTable as EvictionTable
 from .cpu.decode_eviction import evict_step as evict_step
 from .cpu.decoder_layer import MAX_ROWS as MAX_ROWS
@@ -35,6 +34,7 @@ from .cpu.decoder_layer import few_rows_linear as few_rows_linear
 from .cpu.decoder_layer import is_supported as is_supported
 from .cpu.decoder_layer import max_rows as max_rows
 from .cpu.gemv import without_onednn as without_onednn
+from .cpu.segment_attention import decode_step as decode_step
 from .level_coder import HeldRanges as HeldRanges
 from .level_coder import LevelCoder as LevelCoder
 from .level_coder import bytes_per_entry as bytes_per_entry

@@ -8,6 +8,8 @@ attends, and sums come from a second pass.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
@@ -17,6 +19,51 @@ from larder.ops.cpu import block_attention as fast
 
 CHUNK = 64  # queries whose weights are in memory at a time, where torch sums them
 FEWEST_QUERIES = 32  # of a block; for fewer, packing keys costs more than it saves
+
+
+@dataclass(frozen=True)
+class BlockAttention:
+    """Call of `block_attention`, made alone or in one call with other segments of a pass."""
+
+    queries: Float[Tensor, "H Q D"]
+    keys: Float[Tensor, "C D"]
+    values: Float[Tensor, "C D"]
+    starts: Int64[Tensor, " K"]
+    lengths: Int64[Tensor, " K"]
+    new_keys: Float[Tensor, "K Q D"]
+    new_values: Float[Tensor, "K Q D"]
+    scaling: float
+    bias: Float[Tensor, " C"] | None = None
+    sums: Float[Tensor, " T"] | None = None
+
+    def __call__(self) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
+        stored = self.queries, self.keys, self.values, self.starts, self.lengths
+        new = self.new_keys, self.new_values
+        return block_attention(*stored, *new, self.scaling, self.bias, self.sums)
+
+    @property
+    def can_join(self) -> bool:
+        """True if `work` serves it: where the kernel is supported, and faster than torch."""
+        queries, *stored = self.queries, self.keys, self.values
+        new = self.new_keys, self.new_values
+        is_fast = fast.supports(queries, *stored) and not needs_gradient(queries, *stored, *new)
+        return is_fast and fast.is_faster(self.keys.dtype, self.keys.shape[1])
+
+    def work(self) -> fast.BlockWork:
+        """Arguments and outputs of the kernel, which `can_join`."""
+        return fast.BlockWork(
+            self.queries,
+            self.keys,
+            self.values,
+            self.starts,
+            self.lengths,
+            self.new_keys,
+            self.new_values,
+            _limits(self.lengths, self.queries.shape[1]),
+            self.scaling,
+            self.bias,
+            self.sums,
+        )
 
 
 def block_attention(

@@ -158,8 +158,12 @@ class CacheLayer(DivisibleStorage, TensorOwner):
         for call in self.attention_calls(new) if is_step else self._block_calls(new):
             states.append(call())
         state = merge_attention([out for out, _ in states], [lse for _, lse in states])
+        return self.finish_attention(new, state)
+
+    def finish_attention(self, new: NewTokens, state: AttentionState) -> Queries:
+        """Output of new tokens that were attended to; appends them unless they are a step."""
         if new.mode is Mode.APPEND:
-            if not is_step:
+            if not new.is_step:
                 sides = new.keys, new.values, new.positions
                 self._append_block(PendingBlock(*sides, self.num_readers))
             self.observe(new, state)

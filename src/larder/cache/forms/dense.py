@@ -29,7 +29,7 @@ from larder.core.plan import Plan
 from larder.core.spec import LayerSpec
 from larder.core.types import Keys, Positions, Values
 from larder.ops.attention import ragged_attention
-from larder.ops.block_attention import block_attention
+from larder.ops.block_attention import BlockAttention
 from larder.ops.cpu.decode_attention import StepStorage, supports_step
 from larder.ops.removal import remove_rows
 
@@ -315,8 +315,7 @@ class DenseLayer(SegmentedLayer):
         if not self.attends_blocks(new):
             return None
         held = self._read_storage()
-        return partial(
-            block_attention,
+        return BlockAttention(
             new.queries,
             held.keys.flatten(0, 1),
             held.values.flatten(0, 1),

@@ -47,7 +47,7 @@ from larder.core.plan import Plan
 from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Keys, Mode, Positions, Values
 from larder.ops.attention import ragged_attention
-from larder.ops.block_attention import block_attention
+from larder.ops.block_attention import BlockAttention
 from larder.ops.packing import packed_rows, starts_of
 from larder.ops.removal import MIN_ROAMING_SLACK, move_rows, plan_removal, remove_rows
 
@@ -281,8 +281,8 @@ class RaggedLayer(RaggedSteps):
             entries = int(held.lengths.sum()) + self.layer.kv_heads * len(new)
             self._weight_sums = torch.empty(entries, device=new.keys.device)
         rows = held.keys, held.values, held.starts, held.lengths
-        call = partial(block_attention, new.queries, *rows, new.keys, new.values)
-        return partial(call, self.layer.scaling, bias, self._weight_sums)
+        rest = self.layer.scaling, bias, self._weight_sums
+        return BlockAttention(new.queries, *rows, new.keys, new.values, *rest)
 
     def record_weight_sums(self) -> None:
         self._records_sums = True

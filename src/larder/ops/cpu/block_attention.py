@@ -72,6 +72,89 @@ def _measure(dtype: torch.dtype, head_dim: int) -> int:
     return int(slowdown(partial(thread_seconds, ours), partial(thread_seconds, torchs)) < 1)
 
 
+class BlockWork:
+    """Block of queries, what they attend to, and outputs.
+
+    Args:
+        limits: entries that a query sees, the first ones of its kv head.
+        sums: output buffer for the sums of the weights of each entry, head by head, new ones
+            behind the stored ones; None for none.
+        attends: False to leave out the attention, whose result is then empty.
+    """
+
+    def __init__(
+        self,
+        queries: Float[Tensor, "H Q D"],
+        keys: Float[Tensor, "C D"],
+        values: Float[Tensor, "C D"],
+        starts: Int64[Tensor, " K"],
+        lengths: Int64[Tensor, " K"],
+        new_keys: Float[Tensor, "K N D"],
+        new_values: Float[Tensor, "K N D"],
+        limits: Int64[Tensor, "K Q"],
+        scaling: float,
+        bias: Float[Tensor, " C"] | None,
+        sums: Float[Tensor, " T"] | None,
+        attends: bool = True,
+    ) -> None:
+        (num_heads, query_len, head_dim), (num_kv_heads, new_len, _) = queries.shape, new_keys.shape
+        new = queries, new_keys, new_values
+        queries, new_keys, new_values = (side.detach().contiguous() for side in new)
+        starts, lengths, limits = starts.contiguous(), lengths.contiguous(), limits.contiguous()
+        bias = None if bias is None else bias.float().contiguous()
+        shape = (num_heads, query_len, head_dim) if attends else (0, 0, head_dim)
+        self.state = torch.empty(shape), torch.empty(shape[:2])
+        # The call has addresses of these.
+        self._held = (
+            queries,
+            new_keys,
+            new_values,
+            starts,
+            lengths,
+            limits,
+            bias,
+            keys,
+            values,
+            sums,
+        )
+        entries = int(lengths.sum()) + num_kv_heads * new_len
+        group_len = num_heads // num_kv_heads
+        floats = entries * group_len * query_len // num_kv_heads * head_dim
+        self.call = BlockCall(
+            queries=queries.data_ptr(),
+            keys=keys.data_ptr(),
+            values=values.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            starts=starts.data_ptr(),
+            lengths=lengths.data_ptr(),
+            new_keys=new_keys.data_ptr(),
+            new_values=new_values.data_ptr(),
+            limits=limits.data_ptr(),
+            outs=self.state[0].data_ptr() if attends else None,
+            lses=self.state[1].data_ptr() if attends else None,
+            sums=None if sums is None else sums.data_ptr(),
+            heads=num_kv_heads,
+            group_len=group_len,
+            query_len=query_len,
+            new_len=new_len,
+            head_dim=head_dim,
+            item_bytes=keys.element_size(),
+            scaling=scaling,
+            threads=min(torch.get_num_threads(), floats // SPAN_FLOATS + 1),
+        )
+
+    def run(self) -> None:
+        """Attend.
+
+        Raises:
+            MemoryError: buffers could not be allocated.
+        """
+        library = c_library()
+        assert library is not None
+        if library.larder_block_attention(byref(self.call)):
+            raise MemoryError("Attention of a block could not allocate its buffers.")
+
+
 def block_attention(
     queries: Float[Tensor, "H Q D"],
     keys: Float[Tensor, "C D"],
@@ -86,52 +169,8 @@ def block_attention(
     sums: Float[Tensor, " T"] | None,
     attends: bool = True,
 ) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
-    """Kernel of `block_attention`; thread-safe.
-
-    Args:
-        limits: entries that a query sees, the first ones of its kv head.
-        sums: output buffer for the sums of the weights of each entry, head by head, new ones
-            behind the stored ones; None for none.
-        attends: False to leave out the attention, whose result is then empty.
-    """
-    library = c_library()
-    assert library is not None
-    num_heads, query_len, head_dim = queries.shape
-    num_kv_heads, new_len, _ = new_keys.shape
-    queries, new_keys, new_values = (
-        side.detach().contiguous() for side in (queries, new_keys, new_values)
-    )
-    starts, lengths, limits = starts.contiguous(), lengths.contiguous(), limits.contiguous()
-    bias = None if bias is None else bias.float().contiguous()
-    shape = (num_heads, query_len, head_dim) if attends else (0, 0, head_dim)
-    out, lse = torch.empty(shape), torch.empty(shape[:2])
-    entries = int(lengths.sum()) + num_kv_heads * new_len
-    group_len = num_heads // num_kv_heads
-    call = BlockCall(
-        queries=queries.data_ptr(),
-        keys=keys.data_ptr(),
-        values=values.data_ptr(),
-        bias=None if bias is None else bias.data_ptr(),
-        starts=starts.data_ptr(),
-        lengths=lengths.data_ptr(),
-        new_keys=new_keys.data_ptr(),
-        new_values=new_values.data_ptr(),
-        limits=limits.data_ptr(),
-        outs=out.data_ptr() if attends else None,
-        lses=lse.data_ptr() if attends else None,
-        sums=None if sums is None else sums.data_ptr(),
-        heads=num_kv_heads,
-        group_len=group_len,
-        query_len=query_len,
-        new_len=new_len,
-        head_dim=head_dim,
-        item_bytes=keys.element_size(),
-        scaling=scaling,
-        threads=min(
-            torch.get_num_threads(),
-            entries * group_len * query_len // num_kv_heads * head_dim // SPAN_FLOATS + 1,
-        ),
-    )
-    if library.larder_block_attention(byref(call)):
-        raise MemoryError("Attention of a block could not allocate its buffers.")
-    return out, lse
+    """Kernel of `block_attention`; thread-safe. Arguments are those of `BlockWork`."""
+    sides, new = (queries, keys, values, starts, lengths), (new_keys, new_values)
+    work = BlockWork(*sides, *new, limits, scaling, bias, sums, attends)
+    work.run()
+    return work.state

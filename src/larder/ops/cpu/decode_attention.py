@@ -203,56 +203,6 @@ def supports_step(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
     )
 
 
-def decode_step(
-    queries: Float[Tensor, "H N D"],
-    keys: Float[Tensor, "K N D"],
-    values: Float[Tensor, "K N D"],
-    positions: Sequence[int],
-    storages: Sequence[StepStorage],
-    scaling: float,
-) -> tuple[Float[Tensor, "H N D"], Float[Tensor, "H N"]]:
-    """Append one token to each of N storages, and attend to the entries of each: one call.
-
-    The rows behind the entries are written; lengths are the caller's to change. A sequence's result
-    is the same bits as `decode_attention` over its entries, whatever stands beside it.
-
-    Raises:
-        MemoryError: buffers could not be allocated.
-    """
-    library = c_library()
-    assert library is not None
-    num_heads, batch_len, head_dim = queries.shape
-    kv_heads = keys.shape[0]
-    keys, values = (s if s.stride(-1) == 1 else s.contiguous() for s in (keys, values))
-    given = queries.transpose(0, 1).float().contiguous()  # [N, H, D]
-    table = StepTable.of([(keys, values, storages)], positions)
-    layout = np.empty((2, batch_len * kv_heads), np.int64)
-    out, lse = torch.empty_like(given), given.new_empty(batch_len, num_heads)
-    group_len = num_heads // kv_heads
-    call = AttentionCall(
-        queries=given.data_ptr(),
-        starts=layout[0].ctypes.data,
-        lengths=layout[1].ctypes.data,
-        outs=out.data_ptr(),
-        lses=lse.data_ptr(),
-        heads=batch_len * kv_heads,
-        num_queries=group_len,
-        head_dim=head_dim,
-        item_bytes=keys.element_size(),
-        scaling=scaling,
-        threads=table.num_threads(group_len * head_dim),
-        step=table.rows.ctypes.data,
-        kv_heads=kv_heads,
-    )
-    failed = library.larder_decode_step(byref(call), call.starts, call.lengths)
-    if table.coded.size and not failed:
-        coded, threads = POINTER(table.coded.ctypes.data), INTEGER(torch.get_num_threads())
-        failed = library.larder_attend_coded(coded, INTEGER(batch_len), byref(call), threads)
-    if failed:
-        raise MemoryError("Attention over the caches could not allocate its buffers.")
-    return out.transpose(0, 1), lse.T
-
-
 class StepTable(NamedTuple):
     """Storages of one token of several sequences in one layer or more, as C kernels take them.
 

@@ -5,19 +5,27 @@
  * they are summed: no second pass over the keys. Keys and values of one head at a time are packed
  * for the products. The sums are those of a fixed number of shares of the queries, added in order:
  * they do not depend on the number of threads.
+ *
+ * Several blocks, and the decode steps of other sequences, are attended to in one call: threads take
+ * tickets in order, for panels of a head to pack, then for shares of its queries, head by head, and
+ * for shares of the decode steps at the end.
  */
 
 #include <math.h>
+#include <sched.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "c_library.h"
+#include "decode_attention.h"
 
 #define GROUP_ROWS 8           /* query rows of a product */
 #define TILE_LOGITS (96 << 10) /* of one tile, if it has more than the fewest rows */
 #define MOST_SHARES 64
 #define MOST_TILE 64 /* queries */
+#define SLOTS 2      /* heads whose keys and values are packed at a time */
+#define STEP_SHARES 4 /* of the decode steps, for each thread */
 
 struct block_call {
     const void *queries; /* [heads * group_len, query_len, head_dim], float32 or bfloat16 */
@@ -62,6 +70,16 @@ struct block_tile {
     void *weights;  /* [GROUP_ROWS, stride] */
     void *queries;  /* [rows, head_dim] */
     float *factors; /* [rows] */
+};
+
+/* Blocks and decode steps of one pass, SegmentCall of c_library.py. */
+struct segment_call {
+    const struct block_call *const *blocks;
+    int64_t count;
+    const struct attention *step; /* NULL for none */
+    int64_t *starts;              /* of the step, as in `larder_decode_step` */
+    int64_t *lengths;
+    int64_t threads;
 };
 
 static const char *entry_row(const struct block_call *call, const struct block_head *head,
@@ -128,36 +146,69 @@ typedef void (*tile_function)(const struct block_call *, const struct block_head
 static const pack_function pack_forms[] = FORMS(pack);
 static const tile_function tile_forms[] = FORMS(attend_tile);
 
-struct block_work {
+/* One head of one block. */
+struct head_work {
     const struct block_call *call;
     struct block_head head;
     enum instruction_set form;
     char *keys; /* panels */
     char *values;
-    char *scratch; /* of each thread */
-    size_t scratch_bytes;
     float *sums; /* [shares, width], or NULL */
+    float *into; /* sums of the entries, or NULL */
     int64_t most; /* queries of a tile */
     int64_t tiles;
+    int64_t panels;
     int64_t shares;
-    int64_t next; /* panel or share that no thread has taken */
+    int64_t first;    /* ticket of the first panel; those of the shares follow */
+    int64_t packed;   /* panels so far */
+    int64_t attended; /* shares so far */
+    int64_t is_done;
+};
+
+struct segment_work {
+    struct head_work *heads;
+    int64_t count;
+    int64_t slots;
+    char *scratch; /* of each thread */
+    size_t scratch_bytes;
+    struct parts *step; /* NULL for none */
+    int64_t tickets;    /* of all heads; those of the step follow */
+    int64_t next;       /* ticket that no thread has taken */
     int64_t next_thread;
 };
 
-static void pack_as_thread(void *given) {
-    struct block_work *work = given;
-    int64_t panels = work->head.width / LANES;
-    for (int64_t p; (p = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED)) < panels;)
-        pack_forms[work->form](work->call, &work->head, p, work->keys, work->values);
+/* Wait for other threads. Tickets are taken in order, so that those waited for are being worked
+ * on. */
+static void wait_until(const int64_t *count, int64_t least) {
+    while (__atomic_load_n(count, __ATOMIC_ACQUIRE) < least)
+        sched_yield();
 }
 
 static int64_t whole_panels(int64_t count) {
     return (count + 2 * LANES - 1) / (2 * LANES) * (2 * LANES);
 }
 
+static void copy_bias(const struct head_work *work) {
+    const struct block_call *call = work->call;
+    int64_t head = work->head.head, length = call->lengths[head];
+    if (!work->head.bias)
+        return;
+    memset(work->head.bias, 0, (size_t)work->head.width * sizeof(float));
+    memcpy(work->head.bias, call->bias + call->starts[head], (size_t)length * sizeof(float));
+}
+
+static void pack_panel(struct segment_work *all, int64_t head, int64_t panel) {
+    struct head_work *work = all->heads + head;
+    if (head >= all->slots) /* the storage is that of an earlier head */
+        wait_until(&all->heads[head - all->slots].is_done, 1);
+    if (!panel)
+        copy_bias(work);
+    pack_forms[work->form](work->call, &work->head, panel, work->keys, work->values);
+    __atomic_fetch_add(&work->packed, 1, __ATOMIC_RELEASE);
+}
+
 /* Tile of a thread's scratch, without its queries. */
-static struct block_tile tile_of(const struct block_work *work, int64_t thread) {
-    char *scratch = work->scratch + (size_t)thread * work->scratch_bytes;
+static struct block_tile tile_of(const struct head_work *work, char *scratch) {
     struct block_tile tile = {.most = work->most, .rows = work->call->group_len * work->most,
                               .stride = work->head.width + LANES};
     tile.logits = (float *)scratch;
@@ -167,39 +218,69 @@ static struct block_tile tile_of(const struct block_work *work, int64_t thread) 
     return tile;
 }
 
-static void attend_share(const struct block_work *work, struct block_tile *tile, int64_t share) {
+static void add_shares(const struct head_work *work) {
+    for (int64_t s = 0; work->into && s < work->head.entries; s++) {
+        float sum = 0;
+        for (int64_t share = 0; share < work->shares; share++)
+            sum += work->sums[share * work->head.width + s];
+        work->into[s] = sum;
+    }
+}
+
+static void attend_share(struct head_work *work, char *scratch, int64_t share) {
     const struct block_call *call = work->call;
     const int64_t *limits = call->limits + work->head.head * call->query_len;
+    struct block_tile tile = tile_of(work, scratch);
     float *sums = work->sums ? work->sums + share * work->head.width : NULL;
-    int64_t first = work->tiles * share / work->shares;
-    for (int64_t n = first; n < work->tiles * (share + 1) / work->shares; n++) {
+    wait_until(&work->packed, work->panels);
+    if (sums)
+        memset(sums, 0, (size_t)work->head.width * sizeof(float));
+    for (int64_t n = work->tiles * share / work->shares;
+         n < work->tiles * (share + 1) / work->shares; n++) {
         int64_t widest = 0;
-        tile->first = n * tile->most;
-        tile->count = call->query_len - tile->first;
-        tile->count = tile->count < tile->most ? tile->count : tile->most;
-        for (int64_t t = 0; t < tile->count; t++)
-            widest = limits[tile->first + t] > widest ? limits[tile->first + t] : widest;
-        tile->width = whole_panels(widest);
-        tile_forms[work->form](call, &work->head, tile, work->keys, work->values, sums);
+        tile.first = n * tile.most;
+        tile.count = call->query_len - tile.first;
+        tile.count = tile.count < tile.most ? tile.count : tile.most;
+        for (int64_t t = 0; t < tile.count; t++)
+            widest = limits[tile.first + t] > widest ? limits[tile.first + t] : widest;
+        tile.width = whole_panels(widest);
+        tile_forms[work->form](call, &work->head, &tile, work->keys, work->values, sums);
+    }
+    if (__atomic_add_fetch(&work->attended, 1, __ATOMIC_ACQ_REL) == work->shares) {
+        add_shares(work);
+        __atomic_store_n(&work->is_done, 1, __ATOMIC_RELEASE);
     }
 }
 
 static void attend_as_thread(void *given) {
-    struct block_work *work = given;
-    int64_t thread = __atomic_fetch_add(&work->next_thread, 1, __ATOMIC_RELAXED);
-    struct block_tile tile = tile_of(work, thread);
-    for (int64_t s; (s = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED)) < work->shares;)
-        attend_share(work, &tile, s);
+    struct segment_work *all = given;
+    int64_t thread = __atomic_fetch_add(&all->next_thread, 1, __ATOMIC_RELAXED), head = 0;
+    char *scratch = all->scratch + (size_t)thread * all->scratch_bytes;
+    for (int64_t t; (t = __atomic_fetch_add(&all->next, 1, __ATOMIC_RELAXED)) < all->tickets;) {
+        while (head + 1 < all->count && t >= all->heads[head + 1].first)
+            head++;
+        struct head_work *work = all->heads + head;
+        if (t < work->first + work->panels)
+            pack_panel(all, head, t - work->first);
+        else
+            attend_share(work, scratch, t - work->first - work->panels);
+    }
+    if (all->step)
+        larder_attend_shares(all->step);
 }
 
 /* Sizes of the work on one head; returns its bytes of scratch. */
-static size_t size_head(struct block_work *work, int64_t head) {
-    const struct block_call *call = work->call;
+static size_t size_head(struct head_work *work, const struct block_call *call, int64_t head) {
     int64_t entries = call->lengths[head] + call->new_len, group_len = call->group_len;
+    work->call = call;
+    work->form = larder_instruction_set();
+    if (work->form == AVX512_BF16 && call->item_bytes == 4)
+        work->form = AVX512;
     work->head.head = head;
     work->head.entries = entries;
     work->head.width = whole_panels(entries ? entries : 1);
     work->head.vectors = whole_panels(call->head_dim) / LANES;
+    work->panels = work->head.width / LANES;
     int64_t most = TILE_LOGITS / (group_len * work->head.width) / GROUP_ROWS * GROUP_ROWS;
     most = most < GROUP_ROWS ? GROUP_ROWS : most > MOST_TILE ? MOST_TILE : most;
     work->most = most;
@@ -210,64 +291,78 @@ static size_t size_head(struct block_work *work, int64_t head) {
     return (floats_of * sizeof(float) + 63) / 64 * 64;
 }
 
-static void copy_bias(const struct block_work *work) {
+/* Bytes of what is packed of a head, and of its sums; sets where they are, unless NULL is given. */
+static size_t place_head(struct head_work *work, char *memory) {
     const struct block_call *call = work->call;
-    int64_t head = work->head.head, length = call->lengths[head];
-    if (!work->head.bias)
-        return;
-    memset(work->head.bias, 0, (size_t)work->head.width * sizeof(float));
-    memcpy(work->head.bias, call->bias + call->starts[head], (size_t)length * sizeof(float));
+    size_t row = (size_t)work->head.width * sizeof(float), keys = row * (size_t)call->head_dim;
+    size_t values = call->outs ? row * (size_t)(work->head.vectors * LANES) : 0;
+    size_t sums = call->sums ? row * (size_t)work->shares : 0;
+    if (memory) {
+        work->keys = memory;
+        work->values = work->keys + keys;
+        work->sums = call->sums ? (float *)(work->values + values) : NULL;
+        work->head.bias = call->bias ? (float *)(work->values + values + sums) : NULL;
+    }
+    return (keys + values + sums + row + 63) / 64 * 64;
 }
 
-/* Attend with one head; `sums` are those of its entries, or NULL. */
-static void attend_head(struct block_work *work, int threads, float *sums) {
-    int64_t width = work->head.width;
-    copy_bias(work);
-    if (work->sums)
-        memset(work->sums, 0, (size_t)(work->shares * width) * sizeof(float));
-    work->next = 0;
-    larder_parallel(pack_as_thread, work, threads);
-    work->next = work->next_thread = 0;
-    larder_parallel(attend_as_thread, work, threads);
-    for (int64_t s = 0; sums && s < work->head.entries; s++) {
-        float sum = 0;
-        for (int64_t share = 0; share < work->shares; share++)
-            sum += work->sums[share * width + s];
-        sums[s] = sum;
+/* Size all heads, with their tickets; returns the most bytes of what is packed of one. */
+static size_t size_heads(struct segment_work *all, const struct segment_call *call) {
+    size_t most = 0;
+    struct head_work *work = all->heads;
+    for (int64_t n = 0; n < call->count; n++) {
+        float *sums = call->blocks[n]->sums;
+        for (int64_t head = 0; head < call->blocks[n]->heads; head++, work++) {
+            size_t scratch = size_head(work, call->blocks[n], head), packed = place_head(work, NULL);
+            work->first = all->tickets;
+            work->into = sums;
+            sums = sums ? sums + work->head.entries : NULL;
+            all->tickets += work->panels + work->shares;
+            all->scratch_bytes = scratch > all->scratch_bytes ? scratch : all->scratch_bytes;
+            most = packed > most ? packed : most;
+        }
     }
+    return most;
+}
+
+/* Attend to all blocks of a pass, and to its decode steps, whose entries are appended first. Every
+ * block and step has the bits that it has alone. Returns 0, or 1 if memory is short: only the
+ * entries behind the step's lengths have changed then. */
+int larder_attend_segments(const struct segment_call *call) {
+    struct segment_work all = {.slots = call->threads > 1 ? SLOTS : 1};
+    int failed = 1, threads = call->threads < 1 ? 1 : (int)call->threads;
+    char *memory = NULL;
+    for (int64_t n = 0; n < call->count; n++)
+        all.count += call->blocks[n]->heads;
+    all.heads = calloc((size_t)all.count + 1, sizeof *all.heads);
+    if (!all.heads)
+        return 1;
+    size_t packed = size_heads(&all, call);
+    memory = aligned_alloc(64, (size_t)threads * all.scratch_bytes + (size_t)all.slots * packed + 64);
+    if (!memory)
+        goto end;
+    if (call->step) {
+        larder_append_step(call->step, call->starts, call->lengths);
+        all.step = larder_start_attention(call->step, threads * STEP_SHARES);
+        if (!all.step)
+            goto end;
+    }
+    all.scratch = memory;
+    for (int64_t head = 0; head < all.count; head++)
+        place_head(all.heads + head, memory + (size_t)threads * all.scratch_bytes +
+                                         (size_t)(head % all.slots) * packed);
+    larder_parallel(attend_as_thread, &all, threads);
+    if (all.step)
+        larder_finish_attention(all.step);
+    failed = 0;
+end:
+    free(memory);
+    free(all.heads);
+    return failed;
 }
 
 /* Returns 0, or 1 if memory is short. */
 int larder_block_attention(const struct block_call *call) {
-    struct block_work work = {.call = call, .form = larder_instruction_set()};
-    size_t scratch = 0, threads = call->threads < 1 ? 1 : (size_t)call->threads;
-    int64_t width = 0, vectors = 0;
-    if (work.form == AVX512_BF16 && call->item_bytes == 4)
-        work.form = AVX512;
-    for (int64_t head = 0; head < call->heads; head++) {
-        size_t bytes = size_head(&work, head);
-        scratch = bytes > scratch ? bytes : scratch;
-        width = work.head.width > width ? work.head.width : width;
-        vectors = work.head.vectors;
-    }
-    size_t row = (size_t)width * sizeof(float), keys = row * (size_t)call->head_dim;
-    size_t values = call->outs ? row * (size_t)(vectors * LANES) : 0;
-    size_t sums = call->sums ? row * MOST_SHARES : 0;
-    char *memory = aligned_alloc(64, threads * scratch + keys + values + sums + row);
-    if (!memory)
-        return 1;
-    work.scratch_bytes = scratch;
-    work.scratch = memory;
-    work.keys = memory + threads * scratch;
-    work.values = work.keys + keys;
-    work.sums = call->sums ? (float *)(work.values + values) : NULL;
-    work.head.bias = call->bias ? (float *)(work.values + values + sums) : NULL;
-    float *own = call->sums;
-    for (int64_t head = 0; head < call->heads; head++) {
-        size_head(&work, head);
-        attend_head(&work, (int)threads, own);
-        own = own ? own + work.head.entries : NULL;
-    }
-    free(memory);
-    return 0;
+    struct segment_call alone = {.blocks = &call, .count = 1, .threads = call->threads};
+    return larder_attend_segments(&alone);
 }

@@ -204,24 +204,27 @@ static void merge_parts(const struct parts *parts) {
     }
 }
 
-static int attend_to(const struct attention *call, const struct coded_entries *entries) {
+/* Parts of the heads of a call, to be attended to in at most `shares`; NULL if memory is short. */
+static struct parts *start_parts(const struct attention *call, const struct coded_entries *entries,
+                                 int shares) {
     int64_t rows = call->num_queries, dim = call->head_dim, vectors = (dim + LANES - 1) / LANES;
     struct parts parts = {.call = call, .entries = entries};
     parts.attend = attend_forms[larder_instruction_set()];
     for (int64_t head = 0; head < call->heads; head++)
         parts.count += (call->lengths[head] + PART - 1) / PART;
-    int threads = call->threads < parts.count ? call->threads : (int)parts.count;
-    threads = threads < 1 ? 1 : threads;
+    parts.shares = shares < parts.count ? shares : (int)parts.count;
+    parts.shares = parts.shares < 1 ? 1 : parts.shares;
     size_t scratch_vectors = (size_t)(2 * rows * vectors + rows + rows * LANES + LANES * vectors);
     parts.splice_offset = scratch_vectors * LANES * sizeof(float);
     parts.scratch_bytes = parts.splice_offset + (size_t)(2 * dim + 1 + 5 * vectors) * LANES * sizeof(float);
     size_t sums = (size_t)(parts.count * rows) * (size_t)(dim + 2) * sizeof(float);
     size_t places = 2 * (size_t)parts.count * sizeof(int64_t);
-    size_t bytes = (size_t)threads * parts.scratch_bytes + places + sums;
+    size_t bytes = (size_t)parts.shares * parts.scratch_bytes + places + sums + sizeof parts;
     parts.scratch = aligned_alloc(64, (bytes + 63) / 64 * 64);
     if (!parts.scratch)
-        return 1;
-    parts.head = (int64_t *)(parts.scratch + (size_t)threads * parts.scratch_bytes);
+        return NULL;
+    struct parts *own = (struct parts *)(parts.scratch + (size_t)parts.shares * parts.scratch_bytes);
+    parts.head = (int64_t *)(own + 1);
     parts.first = parts.head + parts.count;
     parts.peaks = (float *)(parts.first + parts.count);
     parts.masses = parts.peaks + parts.count * rows;
@@ -231,10 +234,27 @@ static int attend_to(const struct attention *call, const struct coded_entries *e
             parts.head[p] = head;
             parts.first[p] = first;
         }
-    parts.shares = threads;
-    larder_parallel(attend_as_thread, &parts, threads);
-    merge_parts(&parts);
-    free(parts.scratch);
+    *own = parts;
+    return own;
+}
+
+struct parts *larder_start_attention(const struct attention *call, int shares) {
+    return start_parts(call, NULL, shares);
+}
+
+void larder_attend_shares(struct parts *parts) { attend_as_thread(parts); }
+
+void larder_finish_attention(struct parts *parts) {
+    merge_parts(parts);
+    free(parts->scratch);
+}
+
+static int attend_to(const struct attention *call, const struct coded_entries *entries) {
+    struct parts *parts = start_parts(call, entries, call->threads);
+    if (!parts)
+        return 1;
+    larder_parallel(attend_as_thread, parts, parts->shares);
+    larder_finish_attention(parts);
     return 0;
 }
 
@@ -250,10 +270,9 @@ int larder_coded_attention(const struct attention *call, const struct coded_entr
 /* Number of the layout of the structs that Python fills, LAYOUT of c_library.py. */
 int larder_layout(void) { return 5; }
 
-/* Append the new entry of every row of a batch, with columns of 0, and attend with it.
- *
- * `starts` and `lengths` of the call are filled here. Returns as `larder_decode_attention`. */
-int larder_decode_step(const struct attention *call, int64_t *starts, int64_t *lengths) {
+/* Append the new entry of every row of a batch, with columns of 0. `starts` and `lengths` of the
+ * call are filled here. */
+void larder_append_step(const struct attention *call, int64_t *starts, int64_t *lengths) {
     size_t bytes = (size_t)(call->head_dim * call->item_bytes);
     for (int64_t head = 0; head < call->heads; head++) {
         const struct step_row *row = call->step + head / call->kv_heads;
@@ -270,6 +289,12 @@ int larder_decode_step(const struct attention *call, int64_t *starts, int64_t *l
         for (int64_t segment = 0; segment < row->num_segments; segment++)
             lengths[head] += row->segments[segment].lengths[own];
     }
+}
+
+/* Append the new entry of every row of a batch, and attend with it. Returns as
+ * `larder_decode_attention`. */
+int larder_decode_step(const struct attention *call, int64_t *starts, int64_t *lengths) {
+    larder_append_step(call, starts, lengths);
     return larder_decode_attention(call);
 }
 

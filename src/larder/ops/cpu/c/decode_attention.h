@@ -65,5 +65,13 @@ struct step_row {
 
 int larder_decode_attention(const struct attention *call);
 int larder_decode_step(const struct attention *call, int64_t *starts, int64_t *lengths);
+void larder_append_step(const struct attention *call, int64_t *starts, int64_t *lengths);
+
+/* Attention in the parallel region of a caller: one thread starts it, all of them take shares, and
+ * one finishes it. Starting returns NULL if memory is short. */
+struct parts;
+struct parts *larder_start_attention(const struct attention *call, int shares);
+void larder_attend_shares(struct parts *parts);
+void larder_finish_attention(struct parts *parts);
 
 #endif

@@ -1,0 +1,169 @@
+"""Attention of the segments of a pass on a CPU: decode steps and blocks, in one call of a layer.
+
+Decode steps append an entry to each of their storages; blocks append nothing. Every segment has the
+bits that it has alone, on any number of threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import byref
+from functools import cache
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from larder.ops.cpu.block_attention import BlockWork
+from larder.ops.cpu.c_library import INTEGER, POINTER, AttentionCall, c_library
+from larder.ops.cpu.decode_attention import StepStorage, StepTable
+
+
+class SegmentCall(ctypes.Structure):
+    """`struct segment_call` of c/block_attention.c."""
+
+    _fields_ = [
+        *((name, POINTER) for name in ("blocks",)),
+        ("count", INTEGER),
+        *((name, POINTER) for name in ("step", "starts", "lengths")),
+        ("threads", INTEGER),
+    ]
+
+
+class StepWork:
+    """One token of each of N sequences, the storages that they are appended to, and outputs.
+
+    Args:
+        positions: true positions of the tokens.
+        storages: of one layer.
+        scaling: of the logits.
+    """
+
+    def __init__(
+        self,
+        queries: Float[Tensor, "H N D"],
+        keys: Float[Tensor, "K N D"],
+        values: Float[Tensor, "K N D"],
+        positions: Sequence[int],
+        storages: Sequence[StepStorage],
+        scaling: float,
+    ) -> None:
+        num_heads, self.batch_len, head_dim = queries.shape
+        kv_heads = keys.shape[0]
+        keys, values = (s if s.stride(-1) == 1 else s.contiguous() for s in (keys, values))
+        given = queries.transpose(0, 1).float().contiguous()  # [N, H, D]
+        self.table = StepTable.of([(keys, values, storages)], positions)
+        layout = np.empty((2, self.batch_len * kv_heads), np.int64)
+        self._out, self._lse = torch.empty_like(given), given.new_empty(self.batch_len, num_heads)
+        self._held = keys, values, given, layout, storages  # the call has addresses of these
+        group_len = num_heads // kv_heads
+        self.call = AttentionCall(
+            queries=given.data_ptr(),
+            starts=layout[0].ctypes.data,
+            lengths=layout[1].ctypes.data,
+            outs=self._out.data_ptr(),
+            lses=self._lse.data_ptr(),
+            heads=self.batch_len * kv_heads,
+            num_queries=group_len,
+            head_dim=head_dim,
+            item_bytes=keys.element_size(),
+            scaling=scaling,
+            threads=self.table.num_threads(group_len * head_dim),
+            step=self.table.rows.ctypes.data,
+            kv_heads=kv_heads,
+        )
+
+    @property
+    def state(self) -> tuple[Float[Tensor, "H N D"], Float[Tensor, "H N"]]:
+        """Output and log-sum-exp, once a call has written them."""
+        return self._out.transpose(0, 1), self._lse.T
+
+    def run(self) -> None:
+        """Append and attend.
+
+        Raises:
+            MemoryError: buffers could not be allocated.
+        """
+        library = c_library()
+        assert library is not None
+        call = self.call
+        if library.larder_decode_step(byref(call), call.starts, call.lengths):
+            raise MemoryError("Attention over the caches could not allocate its buffers.")
+        self.attend_coded()
+
+    def attend_coded(self) -> None:
+        """Merge the attention to coded entries into that to the others.
+
+        Raises:
+            MemoryError: buffers could not be allocated.
+        """
+        library, coded = c_library(), self.table.coded
+        if not coded.size:
+            return
+        assert library is not None
+        sizes = INTEGER(self.batch_len), byref(self.call), INTEGER(torch.get_num_threads())
+        if library.larder_attend_coded(POINTER(coded.ctypes.data), *sizes):
+            raise MemoryError("Attention to coded entries could not allocate its buffers.")
+
+
+def decode_step(
+    queries: Float[Tensor, "H N D"],
+    keys: Float[Tensor, "K N D"],
+    values: Float[Tensor, "K N D"],
+    positions: Sequence[int],
+    storages: Sequence[StepStorage],
+    scaling: float,
+) -> tuple[Float[Tensor, "H N D"], Float[Tensor, "H N"]]:
+    """Append one token to each of N storages, and attend to the entries of each: one call.
+
+    The rows behind the entries are written; lengths are the caller's to change. A sequence's result
+    is the same bits as `decode_attention` over its entries, whatever stands beside it.
+
+    Raises:
+        MemoryError: buffers could not be allocated.
+    """
+    work = StepWork(queries, keys, values, positions, storages, scaling)
+    work.run()
+    return work.state
+
+
+@cache
+def can_join() -> bool:
+    """True if one call takes several blocks and decode steps; a library of an older version does
+    not."""
+    return hasattr(c_library(), "larder_attend_segments")
+
+
+def attend_segments(blocks: Sequence[BlockWork], step: StepWork | None) -> None:
+    """Attend to blocks and decode steps of different sequences in one call.
+
+    Equal to `run` of each of them, bit by bit.
+
+    Args:
+        blocks: at least one.
+        step: None for none.
+
+    Raises:
+        MemoryError: buffers could not be allocated; only rows behind the entries of the decode
+            steps are changed.
+    """
+    library = c_library()
+    assert library is not None, "callers ask can_join() first"
+    addresses = (POINTER * len(blocks))(*(ctypes.addressof(block.call) for block in blocks))
+    call = SegmentCall(
+        blocks=ctypes.addressof(addresses),
+        count=len(blocks),
+        threads=max(block.call.threads for block in blocks),
+    )
+    if step is not None:
+        call.step, call.starts, call.lengths = (
+            ctypes.addressof(step.call),
+            step.call.starts,
+            step.call.lengths,
+        )
+    if library.larder_attend_segments(byref(call)):
+        raise MemoryError("Attention of a pass could not allocate its buffers.")
+    if step is not None:
+        step.attend_coded()
