@@ -113,3 +113,11 @@ def test_packaged_values_match_a_new_measurement(row, larder_home, monkeypatch) 
     measured = calibrate(loaded.decoder, encode_text, frozenset({row["name"]}))
     lost = [1 - value for value in measured[row["name"]]]  # what budgets are made of
     assert lost == pytest.approx([1 - value for value in row["values"]], rel=0.05, abs=2e-5)
+
+
+def test_progress_is_the_percentage_of_all_measurements(three_layers, small, larder_home) -> None:
+    seen = list[tuple[int, int]]()
+    names = frozenset({"sensitivity", "squeeze"})
+    calibrate(three_layers, encode, names, lambda done, total: seen.append((done, total)))
+    assert {total for _, total in seen} == {100}
+    assert [done for done, _ in seen] == [0, 0, 8, 16, 25, 33, 41, 50]  # three layers, twice

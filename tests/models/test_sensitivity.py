@@ -154,7 +154,7 @@ def counted(monkeypatch):
     """Measurements are counted, and made up."""
     calls: list[int] = []
 
-    def measure(decoder, ids, profile):
+    def measure(decoder, ids, profile, progress):
         calls.append(len(ids))
         return tuple(0.5 + index / 10 for index in range(len(decoder.spec.managed)))
 

@@ -31,7 +31,7 @@ def engine_runtime(
 
     @cache
     def measured(names: frozenset[str]) -> Calibration:
-        with stage(f"Measuring the model: {', '.join(sorted(names))}", "measurements") as report:
+        with stage(f"Measuring the model: {', '.join(sorted(names))}", "percent") as report:
             return calibrate(decoder, tokenizer.encode, names, report)
 
     return ModelRuntime(decoder, tokenizer, embedder, measured)

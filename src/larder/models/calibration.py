@@ -41,16 +41,20 @@ def calibrate(
 
     Args:
         encode: tokenizer for the sample text.
-        progress: receives the number of measurements made and to make.
+        progress: receives the percentage that is done, and 100.
 
     Raises:
         UnknownName: there is no such measurement.
         ModelError: the measurement does not apply to this model.
     """
-    sample = SampleText(encode)
     values = dict[str, tuple[float, ...]]()
+
+    def report(done: int, total: int) -> None:
+        progress(int(100 * (len(values) + done / total) / len(names)), 100)
+
+    sample = SampleText(encode, report)
     for name in sorted(names):
-        progress(len(values), len(names))
+        report(0, 1)
         values[name] = _cached_measurement(decoder, sample, name)
     return values
 

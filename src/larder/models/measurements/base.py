@@ -17,6 +17,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from larder.core.errors import ModelError
+from larder.core.progress import Progress, no_progress
 from larder.core.spec import LayerSpec
 from larder.models.decoder import Decoder
 
@@ -54,9 +55,11 @@ class SampleText:
 
     Args:
         encode: token ids of a text.
+        progress: receives what a measurement has done and has to do, where it counts that.
     """
 
     encode: Callable[[str], Sequence[int]]
+    progress: Progress = no_progress
 
     @cached_property
     def text(self) -> str:

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from larder.core.errors import BadParameter
+from larder.core.progress import Progress, no_progress
 from larder.core.types import Keys, Queries
 from larder.models.attention_backend import AttentionInputs
 from larder.models.decoder import Decoder
@@ -70,12 +71,18 @@ def causal_mask(rows: Int[Tensor, " Q"], columns: Int[Tensor, " S"]) -> Bool[Ten
 
 
 def layer_similarities(
-    decoder: Decoder, ids: tuple[int, ...], profile: SensitivityProfile
+    decoder: Decoder,
+    ids: tuple[int, ...],
+    profile: SensitivityProfile,
+    progress: Progress = no_progress,
 ) -> tuple[float, ...]:
     """Sigma of every managed layer: mean cosine of its keys with and without the mask.
 
     The first forward records the keys of all managed layers; the second compares layer by layer.
     Attention is computed in chunks of queries.
+
+    Args:
+        progress: receives the layers of both forwards that are done, and all.
 
     Raises:
         BadParameter: the text is shorter than the profile asks for.
@@ -85,14 +92,17 @@ def layer_similarities(
     keys: dict[int, Keys] = {}
     similarities: dict[int, float] = {}
 
+    managed = [layer.index for layer in decoder.spec.managed]
+
     def keep(layer: int, own: Keys) -> None:
+        progress(len(keys), 2 * len(managed))
         keys[layer] = own
 
     def compare(layer: int, own: Keys) -> None:
+        progress(len(managed) + len(similarities), 2 * len(managed))
         plain = keys.pop(layer)
         similarities[layer] = float(F.cosine_similarity(plain.float(), own.float(), dim=-1).mean())
 
-    managed = [layer.index for layer in decoder.spec.managed]
     passes = (
         _MaskedAttention(causal_mask, managed, keep),
         _MaskedAttention(partial(block_mask, profile), managed, compare),
@@ -149,7 +159,8 @@ class SensitivityMeasurement(Measurement):
     granularity = Granularity.LAYER
 
     def measure(self, decoder: Decoder, sample: SampleText) -> tuple[float, ...]:
-        return layer_similarities(decoder, sample.ids(self.profile.tokens), self.profile)
+        ids = sample.ids(self.profile.tokens)
+        return layer_similarities(decoder, ids, self.profile, sample.progress)
 
 
 Part = SensitivityMeasurement
