@@ -324,11 +324,12 @@ class TransformedTier:
     def _build_call(self, dtype: torch.dtype, column: int | None) -> kernel.CodedEntriesCall:
         tables = self.tables
         is_narrow = dtype is torch.bfloat16  # keys need no more
-        narrow = (tables.bfloat16_keys, tables.byte_keys) if is_narrow else (None, None)
+        pairs = tables.bfloat16_keys if is_narrow else None
+        own_bytes = tables.byte_keys if is_narrow else None
         ratios = tables.deviation[KEYS] / self.step
         rotation = rotation_table(self._length, tables.radians)
         own = self._kernel_means(), self._kernel_classes(), rotation
-        heads = kernel.TransformedHeads(tables.inverse, *narrow, ratios, *own)
+        heads = kernel.TransformedHeads(tables.inverse, pairs, own_bytes, ratios, *own)
         bias = None if column is None else self.columns[column]
         return kernel.CodedEntriesCall.of(
             self.payload, self._kernel_blocks(), heads, self.step, bias
