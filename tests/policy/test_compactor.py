@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from builders import a_layer, a_view
 from larder.core import BadParameter, Observation
-from larder.policy import Compactor, EndTokens, NonCausal
+from larder.policy import Compactor, CompactorEnds, NonCausal
 from references import compactor
 
-LEFT_OUT = Compactor(sketch=5, chunk=3, sinks=2, recent=1, tokens=4, ends=EndTokens.LEFT_OUT)
+LEFT_OUT = Compactor(sketch=5, chunk=3, sinks=2, recent=1, tokens=4, ends=CompactorEnds.LEFT_OUT)
 
 
 def scored(part: Compactor, observation: Observation) -> list[list[float]]:
@@ -47,14 +47,14 @@ def test_first_and_last_tokens_change_no_score_of_the_others() -> None:
     keys[ends] *= 7
     changed = replace(observation, entries=replace(observation.entries, keys=keys))
     assert torch.equal(LEFT_OUT.score(observation), LEFT_OUT.score(changed))
-    among = replace(LEFT_OUT, ends=EndTokens.AMONG)
+    among = replace(LEFT_OUT, ends=CompactorEnds.AMONG)
     assert not torch.allclose(among.score(observation), among.score(changed))
 
 
 def test_without_protected_tokens_both_ways_are_the_same() -> None:
     observation = a_view(a_layer(2, 2, index=1), [list(range(12))] * 2, 12)
     part = replace(LEFT_OUT, sinks=0, recent=0)
-    for ends in (EndTokens.AMONG, None):
+    for ends in (CompactorEnds.AMONG, None):
         assert torch.equal(part.score(observation), replace(part, ends=ends).score(observation))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from larder.core import Entries, Observation
-from larder.policy import EndTokens, Scaling
+from larder.policy import CompactorEnds, Scaling
 from references import leverage, non_causal
 from references.attention_loop import heads_of, positions_of
 
@@ -30,7 +30,7 @@ def scores(part: Any, observation: Observation) -> list[list[float]]:
     positions = [positions_of(observation.entries, head) for head in heads_of(observation)]
     stop = observation.length - part.recent
     counted = [[part.sinks <= p < stop for p in own] for own in positions]
-    if part.ends is EndTokens.LEFT_OUT:
+    if part.ends is CompactorEnds.LEFT_OUT:
         inner = iter(between(part, observation, counted))
         return [[next(inner) if count else math.inf for count in own] for own in counted]
     return blended(part, observation, counted, CompactorParameters(part.sketch, part.chunk))

@@ -98,7 +98,7 @@ from .scorers.base import Scorer as Scorer
 from .scorers.capkv import CapKV as CapKV
 from .scorers.column_mass import ColumnMass as ColumnMass
 from .scorers.compactor import Compactor as Compactor
-from .scorers.compactor import EndTokens as EndTokens
+from .scorers.compactor import CompactorEnds as CompactorEnds
 from .scorers.curdkv import CurDKV as CurDKV
 from .scorers.curdkv import Leverages as Leverages
 from .scorers.expected import Expected as Expected

@@ -32,7 +32,7 @@ from larder.policy.scorers.non_causal import NonCausal
 LEAST_SPREAD = 0.05  # standard deviation of scores that are nearly alike, in means of a layer
 
 
-class EndTokens(Enum):
+class CompactorEnds(Enum):
     """First and last tokens while the others are scored: among keys and queries, or left out."""
 
     AMONG = "among"
@@ -59,7 +59,7 @@ class Compactor(Scorer):
     sinks: int = 8
     recent: int = 4
     tokens: int | None = None
-    ends: EndTokens | None = None
+    ends: CompactorEnds | None = None
 
     def __post_init__(self) -> None:
         require(self.blend is None or self.blend >= 0, "compactor.blend", "0 or more", self.blend)
@@ -84,7 +84,7 @@ class Compactor(Scorer):
         counts = (positions >= self.sinks) & (positions < observation.length - self.recent)
         if not bool(counts.any()):
             return torch.full_like(positions, torch.inf, dtype=torch.float32)
-        if self.ends is EndTokens.LEFT_OUT:
+        if self.ends is CompactorEnds.LEFT_OUT:
             observation, inner = self._between(observation), counts[counts]
             scores = torch.full_like(positions, torch.inf, dtype=torch.float32)
             scores[counts] = self._blended(observation, inner, self.sinks)
