@@ -8,7 +8,7 @@ all layers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import is_
+from operator import call, is_
 from typing import TYPE_CHECKING, NamedTuple, cast
 from weakref import ref
 
@@ -53,7 +53,7 @@ class StepLayout(StepTables):
     def __init__(self, layers: Sequence[RaggedLayer]) -> None:
         self._layers = tuple(layers)
         self._rooms = [layer.start_layout() for layer in layers]
-        self._held = [ref(own) for layer in layers for own in layer.fixed_storage()]
+        self._held = [ref(own) for own in layers[0].fixed_storages(layers)]
         self._rows = fixed_rows([layer.step_row() for layer in layers])
         self._groups = np.array([own.layer.query_heads // own.layer.kv_heads for own in layers])
         self._stored = self._rows[:, STEP_ROW.index("stored_rows")].copy()
@@ -68,9 +68,10 @@ class StepLayout(StepTables):
     def of(layers: Sequence[CacheLayer]) -> StepLayout | None:
         """Layout of layers that `can_lay_out`; None where others hold the storage of one,
         and for a library of an older version."""
-        if not can_count() or not all(layer.fixed_storage() for layer in layers):
+        own = cast("Sequence[RaggedLayer]", layers)
+        if not can_count() or not own[0].fixed_storages(own):
             return None
-        return StepLayout(cast("Sequence[RaggedLayer]", layers))
+        return StepLayout(own)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -82,8 +83,8 @@ class StepLayout(StepTables):
         """True while every layer has the storage of the tables, and room for one more entry."""
         if min(self._rooms) < 1:
             return False
-        present = [own for layer in self._layers for own in layer.fixed_storage()]
-        is_same = map(is_, [each() for each in self._held], present)
+        present = self._layers[0].fixed_storages(self._layers)
+        is_same = map(is_, map(call, self._held), present)
         return len(present) == len(self._held) and all(is_same)
 
     def take_rows(self) -> NDArray[np.int64]:

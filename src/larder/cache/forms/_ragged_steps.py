@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from larder.cache.step_tables import StepTables
 
 GROWTH_TOKENS = 64  # slack allocated when a caller appends without a reservation
+# Of which one is replaced whenever the storage of a layer or its layout is.
+_FIXED = attrgetter("_keys", "_columns", "_columns.values", "_starts", "_lengths", "_holders")
 
 
 class RaggedSteps(SegmentedLayer):
@@ -91,11 +95,16 @@ class RaggedSteps(SegmentedLayer):
         del position
         return StepLayout.of(layers)
 
-    def fixed_storage(self) -> tuple[object, ...]:
-        if self._is_shared:
-            return ()
-        own = self._keys, self._columns.values, self._starts, self._lengths, self._holders
-        return (*own, self._columns)
+    @staticmethod
+    def fixed_storages(layers: Sequence[RaggedSteps]) -> list[object]:
+        """Objects of which one is replaced whenever the storage of a layer or its layout is.
+
+        Empty where others hold the storage of one. A decode step asks for those of all layers.
+        """
+        for layer in layers:
+            if layer._segments or layer._holders.are_many:  # `_is_shared`, without its call
+                return []
+        return list(chain.from_iterable(map(_FIXED, layers)))
 
     def start_layout(self) -> int:
         """Make room for a decode step, give starts and lengths, which a `StepLayout` changes in

@@ -261,13 +261,6 @@ class CacheLayer(DivisibleStorage, TensorOwner):
         """
         del layers, position
 
-    def fixed_storage(self) -> tuple[object, ...]:
-        """Objects of which one is replaced whenever the storage or its layout is.
-
-        Empty where others hold the storage, and in forms without tables.
-        """
-        return ()
-
     @property
     def page_lease(self) -> PageLease | None:
         """Pages of the entries, for a decode step in one call with others; None without pages."""
