@@ -3,12 +3,16 @@
     python benchmarks/batch_step.py --model smollm2 --dtype bfloat16 --entries 1024 --rows 1 8 16
     python benchmarks/batch_step.py --model smollm2 --dtype bfloat16 --entries 4096 --memory 512
     python benchmarks/batch_step.py --model smollm2 --entries 256 --policies h2o d2o --rows 8 16
+    python benchmarks/batch_step.py --model smollm2 --rows 8 --blocks 1 2 --block-tokens 64
 
 Caches hold random entries, in ragged ones half to one and a half of the number per head, and grow
 by a token a step. Cases take turns; medians. With `--memory`, the largest batches that fit those
 MiB of cache: dense caches of all entries against ragged caches of a quarter of them. With
 `--policies`, steps that evict from all sequences in one call beside steps with a call for each, in
-turn over the same caches, with the CPU time of the evictions alone; medians and quartiles.
+turn over the same caches, with the CPU time of the evictions alone; medians and quartiles. With
+`--blocks`, passes in which so many more sequences read a block of tokens beside the decode steps:
+attention in one call per layer beside a call for each block, in turn over forks of the same caches;
+CPU and wall time of the pass and of its attention.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -27,7 +32,9 @@ from transformers import DynamicCache
 from larder.cache import step_layout
 from larder.core import Mode
 from larder.engine import Engine
-from larder.models import BatchSegment, Decoder, load
+from larder.models import BatchSegment, Decoder, block_segments, load
+from larder.ops.cpu.block_attention import BlockWork
+from larder.ops.cpu.segment_attention import StepWork
 from larder.session import Policy, decode_planner
 from larder_bench.profiling.synthetic_cache import build_synthetic_cache, random_cache
 
@@ -117,6 +124,50 @@ def eviction_steps(
     return {batched: own[1:] for batched, own in seconds.items()}
 
 
+class AttentionTimer:
+    """Attention to blocks and decode steps with its seconds, in one call or in one for each block.
+
+    Seconds are CPU and wall time.
+    """
+
+    def __init__(self) -> None:
+        self.is_joint, self.seconds = True, [0.0, 0.0]
+        self._attend = block_segments.attend_segments
+
+    def __call__(self, blocks: Sequence[BlockWork], step: StepWork | None) -> None:
+        started = time.process_time(), time.perf_counter()
+        if self.is_joint:
+            self._attend(blocks, step)
+        else:
+            for work in (*blocks, *([] if step is None else [step])):
+                work.run()
+        ended = time.process_time(), time.perf_counter()
+        self.seconds = [n + b - a for n, a, b in zip(self.seconds, started, ended, strict=True)]
+
+
+def block_passes(decoder: Decoder, rows: int, blocks: int, chosen: argparse.Namespace) -> None:
+    """Print passes of decode steps and blocks, attended to in one call against several."""
+    caches = [random_cache(decoder, "ragged", chosen.entries) for _ in range(rows + blocks)]
+    counts, timer = [1] * rows + [chosen.block_tokens] * blocks, AttentionTimer()
+    ends = torch.tensor(counts).cumsum(0) - 1
+    found: dict[bool, list[list[float]]] = {True: [], False: []}
+    with mock.patch.object(block_segments, "attend_segments", timer):
+        for step in range(2 * chosen.steps + 2):
+            pairs = zip([each.fork() for each in caches], counts, strict=True)
+            segments = [BatchSegment(cache, (7,) * count) for cache, count in pairs]
+            timer.is_joint, timer.seconds = step % 2 == 0, [0.0, 0.0]
+            started = time.process_time(), time.perf_counter()
+            decoder.forward_logits(segments, Mode.APPEND, ends.tolist())
+            ended = time.process_time(), time.perf_counter()
+            passed = [b - a for a, b in zip(started, ended, strict=True)]
+            found[timer.is_joint].append(passed + timer.seconds)
+    names = "pass, CPU", "pass, wall", "attention, CPU", "attention, wall"
+    for column, name in enumerate(names):
+        one, each = ([own[column] for own in found[joint][1:]] for joint in (True, False))
+        ratio = quartiles(one, statistics.median(each), scale=1e3, digits=2)
+        print(f"{rows:3} rows {blocks:3} blocks {name:15} {ratio} one call each", flush=True)
+
+
 def report_evictions(engine: Engine, chosen: argparse.Namespace) -> None:
     """Print steps with evictions of each policy and number of rows."""
     for name in chosen.policies:
@@ -148,6 +199,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--memory", type=int, help="MiB of cache")
+    parser.add_argument("--blocks", type=int, nargs="*", help="sequences that read a block")
+    parser.add_argument("--block-tokens", type=int, default=64)
     parser.add_argument("--policies", nargs="*", help="policies that evict at every step")
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
@@ -158,6 +211,10 @@ def main() -> None:
     decoder.share()
     if chosen.memory:
         equal_memory(decoder, chosen.memory, chosen.entries, chosen.steps)
+        return
+    for rows, blocks in product(chosen.rows, chosen.blocks or ()):
+        block_passes(decoder, rows, blocks, chosen)
+    if chosen.blocks:
         return
     for rows in chosen.rows:
         cases = {

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 
 def measured_count(path: Path, key: str, measure: Callable[[], int], most: int) -> int:
@@ -31,7 +32,7 @@ def _load(path: Path, most: int) -> dict[str, int]:
         known = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
         return {}
-    pairs = known.items() if isinstance(known, dict) else ()
+    pairs = cast("dict[str, object]", known).items() if isinstance(known, dict) else ()
     return {key: n for key, n in pairs if type(n) is int and 0 <= n <= most}
 
 
