@@ -192,6 +192,12 @@ def test_latency_uses_the_longest_text_with_stacked_parts(results: Path) -> None
     assert bars == [(0.0, 250.0), (250.0, 500.0)]
 
 
+def test_latency_leaves_out_readings_that_were_not_timed(tmp_path: Path) -> None:
+    untimed = cell("snapkv", measure="divergence", latency={}, prefill_seconds=0.0)
+    result = draw_all(*load_results([write_rows(tmp_path, [untimed])]))
+    assert "latency" not in {one.name.partition("-")[0] for one in result}
+
+
 def test_budget_figure_has_gaps_for_sliding_window_layers(results: Path) -> None:
     [(_, [panel])] = parse_figure("budgets").charts(*load_results([results]))  # pyright: ignore
     assert panel.lengths == ((10.0, 30.0), (None, None), (20.0, 40.0))

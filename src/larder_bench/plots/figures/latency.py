@@ -103,7 +103,7 @@ class Latency(Figure):
     ) -> list[tuple[str, list[PolicyLatency]]]:
         """Plotted numbers of each study and model; the full cache is included at every budget."""
         cells = [row for row in results.measured if row["policy"] in styles]
-        cells = [row for row in cells if row.get("latency") or "prefill_seconds" in row]
+        cells = [row for row in cells if row.get("latency") or row.get("prefill_seconds")]
         cells = [row for row in cells if self.task in ("", row["task"].partition("(")[0])]
         order = list(styles)
         charts: list[tuple[str, list[PolicyLatency]]] = []
@@ -153,7 +153,7 @@ def _is_full(row: Row) -> bool:
 
 
 def _policy_latency(policy: str, budget: str, rows: Sequence[Row]) -> PolicyLatency:
-    reading = [row["prefill_seconds"] for row in rows if "prefill_seconds" in row]
+    reading = [row["prefill_seconds"] for row in rows if row.get("prefill_seconds")]
     spans = [row["latency"] for row in rows if row.get("latency")]
     return PolicyLatency(
         policy,
