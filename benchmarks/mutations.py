@@ -108,8 +108,8 @@ MUTATIONS = {
     ),
     "gradients: later tokens are seen": Mutation(
         "prefill/gradients.py",
-        "hidden = (places > observation.query_positions[:, None]) | (places < first)",
-        "hidden = places < first",
+        "hidden = (indices > observation.query_positions[:, None]) | (indices < first)",
+        "hidden = indices < first",
         ("prefill/test_gradients.py",),
     ),
     "qaq: more error where more attention": Mutation(
@@ -210,7 +210,7 @@ MUTATIONS = {
     ),
     "positionless: keys keep their rotation": Mutation(
         "recall/_unrotated_keys.py",
-        "return rotate(keys[None], -places, self._radians)[0]",
+        "return rotate(keys[None], -positions, self._radians)[0]",
         "return keys",
         ("recall/test_positionless.py",),
     ),
@@ -222,8 +222,8 @@ MUTATIONS = {
     ),
     "gapless: one position too far": Mutation(
         "cache/forms/gapless.py",
-        "new = behind - len(places) + ranks",
-        "new = behind - len(places) + ranks - 1",
+        "new = behind - len(positions) + ranks",
+        "new = behind - len(positions) + ranks - 1",
         ("cache/test_gapless.py",),
     ),
     "subgen: former draws lose their mass": Mutation(

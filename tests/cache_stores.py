@@ -57,7 +57,7 @@ def exact(store: CacheLayer) -> Tensor:
     return entries.pack(entries.grades) == 0
 
 
-def places(store: CacheLayer) -> list[int]:
+def addresses(store: CacheLayer) -> list[int]:
     """Where keys, values and positions lie in memory."""
     return [tensor.data_ptr() for tensor in store.tensors()[:3]]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from builders import Tokens, a_plan
-from cache_stores import append, assert_holds, attend, extend, positions, same, same_bits
+from cache_stores import addresses, append, assert_holds, attend, extend, same, same_bits
 from larder.cache import CacheLayer, RaggedLayer
 from larder.core import CacheError, Plan
 from references.cache.ragged import RaggedLoop
@@ -50,13 +50,13 @@ def test_eviction_is_in_place(planned) -> None:
     for twin in (store, loop):
         append(twin, planned.tokens(13))
     store.compact()
-    before, size = positions(store), store.nbytes
+    before, size = addresses(store), store.nbytes
     evict(store, loop, [[0, 2, 3, 5, 8, 9, 11, 12]] * planned.layer.kv_heads)
     assert store.replaced_bytes == 0
     step(planned, store, loop, planned.tokens(3, 13))
     step(planned, store, loop, planned.tokens(2, 16))
     assert_holds(store, loop)
-    assert (positions(store), store.nbytes, store.replaced_bytes) == (before, size, 0)
+    assert (addresses(store), store.nbytes, store.replaced_bytes) == (before, size, 0)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -64,7 +64,7 @@ def test_evicting_as_many_as_appended_equals_the_reference_in_place(planned, dty
     source = Random(1)
     store, loop = planned.filled(9, dtype)  # heads are uneven, and one is empty
     store.allocate(2)
-    before, size, start = positions(store), store.nbytes, 9
+    before, size, start = addresses(store), store.nbytes, 9
     held = store.lengths
     for count in [1, 2, 1, 1] * 4:
         step(planned, store, loop, planned.tokens(count, start))
@@ -73,14 +73,14 @@ def test_evicting_as_many_as_appended_equals_the_reference_in_place(planned, dty
         assert store.lengths == held
         assert_holds(store, loop)
     if not any(planned.kind.grades):  # a coded tier is never written in place
-        assert (positions(store), store.nbytes) == (before, size)
+        assert (addresses(store), store.nbytes) == (before, size)
 
 
 def test_heads_move_through_their_slack_and_wrap(planned) -> None:
     source = Random(5)
     store, loop = planned.filled(13)
     store.allocate(20)
-    before, size, held = positions(store), store.nbytes, store.lengths
+    before, size, held = addresses(store), store.nbytes, store.lengths
     begins = set()
     for position in range(13, 55):
         step(planned, store, loop, planned.tokens(1, position))
@@ -91,7 +91,7 @@ def test_heads_move_through_their_slack_and_wrap(planned) -> None:
         assert_holds(store, loop)
         begins.add(store.entries().starts)
     if isinstance(store, RaggedLayer):
-        assert (positions(store), store.nbytes) == (before, size)
+        assert (addresses(store), store.nbytes) == (before, size)
         assert len(begins) > 1  # later entries stay where they are until the room is used up
 
 

@@ -27,7 +27,7 @@ from larder.store import (
     pause_quantiles,
 )
 from references.eviction import gdsf as gdsf_loop
-from references.eviction.leaving_loop import leaving
+from references.eviction.leaving_loop import victims
 
 NAMES = sorted(EVICTIONS.own())
 RULES = pytest.mark.parametrize("name", NAMES)
@@ -109,7 +109,7 @@ def test_victims_equal_the_reference(
     held = CandidateColumns.of(result)
     gone = part.select_victims(held, NOW, wanted).rows
     worths = part.worth(held, NOW).tolist()
-    assert [result[row].name for row in gone] == leaving(part, result, worths, NOW, wanted)
+    assert [result[row].name for row in gone] == victims(part, result, worths, NOW, wanted)
 
 
 @RULES
