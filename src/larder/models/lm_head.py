@@ -109,5 +109,7 @@ class _PassThrough(nn.Module):
             {name: value for name, value in vars(layers).items() if name not in attributes}
         )
 
-    def forward(self, inputs_embeds: Tensor, **rest: Any) -> _LastHiddenState:
+    def forward(
+        self, input_ids: None = None, *, inputs_embeds: Tensor, **rest: Any
+    ) -> _LastHiddenState:
         return _LastHiddenState(last_hidden_state=inputs_embeds)  # pyright: ignore
