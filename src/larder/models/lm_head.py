@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from larder.core.errors import ModelError
 from larder.policy.providers.base import TokenProvider
@@ -92,7 +92,7 @@ def text_body_of(module: Any) -> nn.Module:
 
 
 @dataclass
-class _LastHiddenState(BaseModelOutputWithPast):
+class _LastHiddenState(BaseModelOutputWithPastAndCrossAttentions):
     """Output of a base model, of one with experts or images too."""
 
     image_hidden_states: Any = None
