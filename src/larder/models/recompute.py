@@ -43,7 +43,7 @@ BLOCK_TOKENS = 512
 
 
 # Reads segments into their caches without logits, as `larder.models.decoder.Decoder.read` does.
-SegmentReader = Callable[[Sequence[BatchSegment], Mode, Observer | None], None]
+SegmentReader = Callable[[Sequence[BatchSegment], Mode, Observer | None], object]
 
 
 class KVRecompute:
