@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -37,6 +39,41 @@ def test_choice_is_measured_once_and_saved(choose, measured, file):
     assert [choose(), choose(), choose("others"), choose("others")] == [8] * 4
     assert len(measured) == 2
     assert list(json.loads(file.read_text()).values()) == [8, 8]
+
+
+def test_choice_of_a_smaller_range_keeps_the_others(choose, measured, file):
+    """Switches of 0 and 1 stand in the file beside counts of rows."""
+    choose()
+    assert kernel_choice.saved_choice("blocks", lambda: 1, 1) == 1
+    assert choose() == 8
+    assert len(measured) == 1
+    assert list(json.loads(file.read_text()).values()) == [8, 1]
+
+
+def test_processes_that_save_at_once_lose_no_choice_and_agree(file):
+    """Eight processes choose the same names in different order, each to be its own number."""
+    processes = [start_process(number) for number in range(8)]
+    outputs = [process.communicate(timeout=60) for process in processes]
+    answers = [json.loads(out) for out, _ in outputs]
+    saved = json.loads(file.read_text())
+    assert all(answer == answers[0] for answer in answers), outputs
+    assert {key.split(",")[0]: count for key, count in saved.items()} == answers[0]
+    assert len(saved) == 20
+
+
+def start_process(number: int) -> subprocess.Popen[str]:
+    """Process that makes twenty choices, and prints them as JSON."""
+    code = f"""
+import json, random
+from larder.core.home import home
+from larder.core.measured_counts import measured_count
+names = [str(name) for name in range(20)]
+random.Random({number}).shuffle(names)
+file = home() / "kernels" / {kernel_choice.FILE!r}
+found = {{name: measured_count(file, name, lambda: {number}, 16) for name in names}}
+print(json.dumps(found))
+"""
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("number", ['"8"', "null", "-1", "3.5", "true", "1e400", "[8]", "17"])

@@ -49,7 +49,7 @@ def test_break_even_is_measured_once_per_index_and_saved(measured, larder_home):
     assert [break_even(Dci(tokens=64), SPEC) for _ in range(2)] == [700, 700]
     assert break_even(Dci(tokens=128), SPEC) == 700
     assert measured == [Dci(tokens=64), Dci(tokens=128)]
-    (file,) = (larder_home / "break_even").iterdir()
+    (file,) = (larder_home / "break_even").glob("*.json")
     assert list(json.loads(file.read_text()).values()) == [700, 700]
 
 
@@ -67,7 +67,7 @@ def test_break_even_is_measured_once_per_index_and_saved(measured, larder_home):
 )
 def test_damaged_measurement_file_is_replaced(measured, larder_home, damage):
     break_even(Dci(tokens=64), SPEC)
-    (file,) = (larder_home / "break_even").iterdir()
+    (file,) = (larder_home / "break_even").glob("*.json")
     file.write_text(damage(file.read_text()))
     assert break_even(Dci(tokens=64), SPEC) == 700
     assert len(measured) == 2
@@ -88,7 +88,7 @@ def test_concurrently_saved_measurements_are_kept(measured, monkeypatch, larder_
 
     monkeypatch.setattr(recall_break_even, "measure_break_even", measure)
     break_even(Dci(tokens=64), SPEC)
-    (file,) = (larder_home / "break_even").iterdir()
+    (file,) = (larder_home / "break_even").glob("*.json")
     assert sorted(json.loads(file.read_text()).values()) == [200, 300]
 
 

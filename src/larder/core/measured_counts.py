@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
@@ -14,33 +15,45 @@ def measured_count(path: Path, key: str, measure: Callable[[], int], most: int) 
 
     A file that is missing, damaged or not writable is no error: what it lacks is measured. Of
     processes that measure at once, those that end later take the number that the first one saved.
+    Counts of other keys stay in the file.
 
     Args:
         most: largest count in range.
     """
-    if (count := _load(path, most).get(key)) is None:
-        measured = measure()
-        known = _load(path, most)
-        count = known.setdefault(key, measured)
-        _save(path, known)
+    if (count := _saved(path, key, most)) is None:
+        count = _save(path, key, measure(), most)
     return count
 
 
-def _load(path: Path, most: int) -> dict[str, int]:
-    """Saved counts in range."""
+def _saved(path: Path, key: str, most: int) -> int | None:
+    count = _load(path).get(key)
+    return None if count is None or count > most else count
+
+
+def _load(path: Path) -> dict[str, int]:
+    """Saved counts."""
     try:
         known = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
         return {}
     pairs = cast("dict[str, object]", known).items() if isinstance(known, dict) else ()
-    return {key: n for key, n in pairs if type(n) is int and 0 <= n <= most}
+    return {key: count for key, count in pairs if type(count) is int and count >= 0}
 
 
-def _save(path: Path, known: dict[str, int]) -> None:
+def _save(path: Path, key: str, measured: int, most: int) -> int:
+    """Count that another process saved in the meantime, else `measured`, which is saved.
+
+    A lock lets one process at a time read the file and replace it, so that none loses a count.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(known, indent=1))
-        temporary.replace(path)
+        with path.with_suffix(".lock").open("w") as lock:
+            with suppress(OSError):  # some network file systems have no locks
+                fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+            if (count := _saved(path, key, most)) is None:
+                temporary, count = path.with_suffix(".tmp"), measured
+                temporary.write_text(json.dumps(_load(path) | {key: count}, indent=1))
+                temporary.replace(path)
+            return count
     except OSError:
-        return  # the next process measures again
+        return measured  # the next process measures again
