@@ -1,4 +1,4 @@
-"""`larder train` of a method without labels: tests of its weights, with the training and later."""
+"""`larder train` without labels: tests of weights, with the training and later, and of codecs."""
 
 from __future__ import annotations
 
@@ -47,3 +47,19 @@ def test_weights_trained_without_tests_are_tested_later(run: Run, quick: None) -
 def test_test_tokens_of_a_method_with_labels_are_refused(run: Run) -> None:
     done = run("train", "kvzap", "--test-tokens", "300")
     assert done.exit_code == 2 and "not for kvzap" in done.stderr
+
+
+@pytest.mark.parametrize(("keys_r2", "is_reported"), [(-0.21, True), (0.18, False)])
+def test_predictions_below_the_mean_are_reported(
+    run: Run, monkeypatch: pytest.MonkeyPatch, keys_r2: float, is_reported: bool
+) -> None:
+    def tested(tables, samples, step, split):
+        return {f"{split}_keys_r2": keys_r2, f"{split}_keys_worst_r2": -0.5}
+
+    monkeypatch.setattr("larder.training.predictive.tested", tested)
+    sizes = ("--tokens", "300", "--passage-tokens", "150")
+    done = run("train", "predictive", *sizes, "--json")
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout)["card"]["metrics"]["test_keys_r2"] == keys_r2
+    assert ("test keys r2 -0.21" in done.stderr and "--corpus" in done.stderr) == is_reported
+    assert "worst" not in done.stderr

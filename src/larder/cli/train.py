@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -235,7 +236,27 @@ def _train_codec(method: str, loaded: LoadedModel, options: TrainOptions) -> tup
             tables, card = train_predictive(loaded.decoder, adapter, texts, settings, update)
     path = tables_path(loaded.decoder.spec.fingerprint, method)
     tables.save(path, {CARD: card.dumps()})
+    _report_negative_r2(card)
     return card, path
+
+
+def _report_negative_r2(card: Card) -> None:
+    """Report on stderr tables that predict documents left out worse than a mean does."""
+    shares = {
+        name: number
+        for name, number in card.metrics.items()
+        if name.endswith(("keys_r2", "values_r2"))
+    }
+    if negative := {name: number for name, number in shares.items() if number < 0}:
+        found = ", ".join(
+            f"{name.replace('_', ' ')} {number:g}" for name, number in negative.items()
+        )
+        print(
+            f"larder: {card.method} predicts documents left out worse than their mean ({found}), "
+            "so that caches would be coded badly: train on texts like yours, --corpus FOLDER, or "
+            "on more --tokens.",
+            file=sys.stderr,
+        )
 
 
 def _train_cartridge(loaded: LoadedModel, file: Path, options: TrainOptions) -> tuple[Card, Path]:
