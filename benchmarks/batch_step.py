@@ -33,8 +33,7 @@ from larder.cache import step_layout
 from larder.core import Mode
 from larder.engine import Engine
 from larder.models import BatchSegment, Decoder, block_segments, load
-from larder.ops.cpu.block_attention import BlockWork
-from larder.ops.cpu.segment_attention import StepWork
+from larder.ops import BlockWork, StepWork
 from larder.session import Policy, decode_planner
 from larder_bench.profiling.synthetic_cache import build_synthetic_cache, random_cache
 

@@ -15,10 +15,8 @@ from torch import Tensor
 from larder.cache import SequenceCache
 from larder.core import Mode
 from larder.models import BatchSegment, Decoder, block_segments, wrap_model
+from larder.ops import BlockWork, StepStorage, StepWork, attend_segments, can_join
 from larder.ops.cpu import block_attention as fast
-from larder.ops.cpu.block_attention import BlockWork
-from larder.ops.cpu.decode_attention import StepStorage
-from larder.ops.cpu.segment_attention import StepWork, attend_segments, can_join
 from model_runs import some_ids
 from tiny_models import tiny
 

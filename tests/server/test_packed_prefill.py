@@ -19,12 +19,19 @@ def passes(monkeypatch) -> list[list[int]]:
     found: list[list[int]] = []
     read = Decoder.read
 
-    def recording(self: Decoder, segments: Any, *args: Any, **named: Any) -> None:
+    def recording(self: Decoder, segments: Any, *args: Any, **named: Any) -> Any:
         found.append([len(each.ids) for each in segments])
-        read(self, segments, *args, **named)
+        return read(self, segments, *args, **named)
 
     monkeypatch.setattr(Decoder, "read", recording)
     return found
+
+
+def served_characters(passes: list[list[int]], *args: Any, **named: Any) -> Served:
+    """Server whose model has been verified; the passes of the verification are not recorded."""
+    served = Served(characters(), *args, **named)
+    passes.clear()
+    return served
 
 
 def asked(served: Served, count: int, sentences: int = 2) -> list[Client]:
@@ -34,10 +41,10 @@ def asked(served: Served, count: int, sentences: int = 2) -> list[Client]:
 
 
 def test_simultaneous_prompts_are_packed_in_one_forward_batch(passes) -> None:
-    alone = Served(characters())
+    alone = served_characters(passes)
     expected = [alone.ask(box_question(number), f"s{number}").text for number in range(4)]
-    singles, passes[:] = list(passes), []
-    served = Served(characters())
+    singles = list(passes)
+    served = served_characters(passes)
     clients = asked(served, 4)
     served.run()
     assert [client.text for client in clients] == expected
@@ -52,7 +59,7 @@ def test_simultaneous_prompts_are_packed_in_one_forward_batch(passes) -> None:
 
 
 def test_packed_batch_is_at_most_one_block(passes) -> None:
-    served = Served(characters(), prefill_chunk=128)
+    served = served_characters(passes, prefill_chunk=128)
     asked(served, 4, sentences=1)
     served.run()
     assert any(len(rows) > 1 for rows in passes)
@@ -60,14 +67,14 @@ def test_packed_batch_is_at_most_one_block(passes) -> None:
 
 
 def test_blocks_of_unpackable_policies_are_prefilled_separately(passes) -> None:
-    served = Served(characters(), "limited")
+    served = served_characters(passes, "limited")
     asked(served, 3)
     served.run()
     assert {len(rows) for rows in passes} == {1}
 
 
 def test_prompts_with_logprobs_are_prefilled_separately(passes) -> None:
-    served = Served(characters())
+    served = served_characters(passes)
     scored, _ = served.submit(box_question(0), "s0", prompt_logprobs=True, logprobs=0)
     asked_later, _ = served.submit(box_question(1), "s1")
     served.run()
@@ -79,10 +86,10 @@ def test_failed_packed_batch_is_retried_one_by_one(monkeypatch) -> None:
     expected = [Served(characters()).ask(box_question(number)).text for number in range(3)]
     read = Decoder.read
 
-    def refusing(self: Decoder, segments: Any, *args: Any, **named: Any) -> None:
+    def refusing(self: Decoder, segments: Any, *args: Any, **named: Any) -> Any:
         if len(segments) > 1:
             raise CacheError("no memory for several")
-        read(self, segments, *args, **named)
+        return read(self, segments, *args, **named)
 
     monkeypatch.setattr(Decoder, "read", refusing)
     served = Served(characters())
@@ -95,10 +102,10 @@ def test_failing_request_of_a_packed_batch_fails_alone(monkeypatch) -> None:
     """The pass of all fails as long as it is among them, and then its own."""
     read = Decoder.read
 
-    def refusing(self: Decoder, segments: Any, *args: Any, **named: Any) -> None:
+    def refusing(self: Decoder, segments: Any, *args: Any, **named: Any) -> Any:
         if any(len(each.ids) > 100 for each in segments):
             raise CacheError("too long")
-        read(self, segments, *args, **named)
+        return read(self, segments, *args, **named)
 
     monkeypatch.setattr(Decoder, "read", refusing)
     served = Served(characters())

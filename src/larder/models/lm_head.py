@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from larder.core.errors import ModelError
 from larder.policy.providers.base import TokenProvider
@@ -92,11 +92,12 @@ def text_body_of(module: Any) -> nn.Module:
 
 
 @dataclass
-class _LastHiddenState(BaseModelOutputWithPastAndCrossAttentions):
-    """Output of a base model, of one with experts or images too."""
+class _LastHiddenState(BaseModelOutputWithPast):
+    """Output of layers; whatever else a head reads of it, such as logits of a router, is None."""
 
-    image_hidden_states: Any = None
-    router_logits: Any = None
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):  # protocols of Python
+            raise AttributeError(name)
 
 
 class _PassThrough(nn.Module):

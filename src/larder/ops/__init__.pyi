@@ -25,8 +25,10 @@ from .block_attention import summed_weights as summed_weights
 from .column_statistics import CHUNK as CHUNK
 from .column_statistics import GroupReduction as GroupReduction
 from .column_statistics import reduce_columns as reduce_columns
+from .cpu.block_attention import BlockWork as BlockWork
 from .cpu.c_library import c_library as c_library
 from .cpu.decode_attention import EvictionStorage as EvictionStorage
+from .cpu.decode_attention import StepStorage as StepStorage
 from .cpu.decode_eviction import EvictionTable as EvictionTable
 from .cpu.decode_eviction import evict_step as evict_step
 from .cpu.decoder_layer import MAX_ROWS as MAX_ROWS
@@ -34,6 +36,9 @@ from .cpu.decoder_layer import few_rows_linear as few_rows_linear
 from .cpu.decoder_layer import is_supported as is_supported
 from .cpu.decoder_layer import max_rows as max_rows
 from .cpu.gemv import without_onednn as without_onednn
+from .cpu.segment_attention import StepWork as StepWork
+from .cpu.segment_attention import attend_segments as attend_segments
+from .cpu.segment_attention import can_join as can_join
 from .cpu.segment_attention import decode_step as decode_step
 from .level_coder import HeldRanges as HeldRanges
 from .level_coder import LevelCoder as LevelCoder
