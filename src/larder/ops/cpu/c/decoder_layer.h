@@ -319,10 +319,4 @@ int EXPORTED(larder_linear)(const number *rows, const number *matrix, const numb
 }
 
 /* Most rows for which these products can be the fastest. */
-int64_t EXPORTED(larder_most_rows)(void) {
-#if defined(HAS_TILES)
-    if (larder_has_matrix_units())
-        return 128;
-#endif
-    return 64;
-}
+int64_t EXPORTED(larder_most_rows)(void) { return sizeof(number) == sizeof(float) ? 64 : 128; }
