@@ -195,6 +195,7 @@ def test_out_of_memory_pass_leaves_blocks_and_steps_unchanged(monkeypatch) -> No
 
     caches = [cache_of((form, 9, 2, 1), torch.float32) for form in ("ragged", "dense", "ragged")]
     before = [cache.state() for cache in caches]
+    caches[2].record_weight_sums([0])
     monkeypatch.setattr("larder.models.block_segments.attend_segments", fail)
     monkeypatch.setattr("larder.ops.cpu.block_attention.is_faster", lambda *_: True)
     counts = (1, 40, 33)
@@ -207,3 +208,4 @@ def test_out_of_memory_pass_leaves_blocks_and_steps_unchanged(monkeypatch) -> No
     batch.roll_back()
     for cache, state in zip(caches, before, strict=True):
         assert all(torch.equal(tensor, state[name]) for name, tensor in cache.state().items())
+    assert caches[2].layers[0].take_weight_sums() is None  # nothing has written them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -164,3 +165,14 @@ def test_column_sums_alone_equal_those_with_attention() -> None:
     case.by_kernel(beside)
     case.by_kernel(alone, attends=False)
     assert torch.equal(beside, alone)
+
+
+@needs_kernel
+def test_block_without_queries_ends_with_sums_of_zero() -> None:
+    """Each head waits for the one whose storage it takes."""
+    case = Case((6, [60, 33, 70, 5], 2, 0, 16, True), torch.float32)
+    sums = torch.full((case.entries,), torch.nan)
+    run = Thread(target=case.by_kernel, args=(sums,), daemon=True)
+    run.start()
+    run.join(60)
+    assert not run.is_alive() and not sums.any()

@@ -17,6 +17,7 @@ from larder.core import Mode
 from larder.models import BatchSegment, Decoder, block_segments, wrap_model
 from larder.ops import BlockWork, StepStorage, StepWork, attend_segments, can_join
 from larder.ops.cpu import block_attention as fast
+from larder.ops.cpu import segment_attention
 from model_runs import some_ids
 from tiny_models import tiny
 
@@ -111,6 +112,26 @@ def test_call_for_all_segments_equals_one_call_each_bitwise(sizes, rows, threads
             assert all(
                 torch.equal(a, b) for a, b in zip(one, two, strict=True) if type(a) is Tensor
             )
+
+
+@needs_kernel
+@pytest.mark.parametrize(("blocks", "step", "expected"), [(1, 3, 3), (2, 1, 2)])
+def test_call_takes_the_threads_of_its_largest_part(monkeypatch, blocks, step, expected):
+    """A short block beside many steps does not leave them to few threads."""
+    seen = list[int]()
+
+    class Library:
+        @staticmethod
+        def larder_attend_segments(call: Any) -> int:
+            seen.append(call._obj.threads)
+            return 0
+
+    block, _ = block_of((0, [5], 1, 40, False), torch.float32)
+    work, _ = step_of([[3, 4]], torch.float32)
+    block.call.threads, work.call.threads = blocks, step
+    monkeypatch.setattr(segment_attention, "c_library", Library)
+    attend_segments([block], work)
+    assert seen == [expected]
 
 
 @pytest.fixture

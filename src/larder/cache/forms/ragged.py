@@ -194,6 +194,7 @@ class RaggedLayer(RaggedSteps):
             self._lay_out(self._used_rows(), 0)
 
     def truncate(self, length: int) -> None:
+        self._weight_sums = None  # of a pass that failed before they were written
         lengths = self._lengths_before(self._storage(), length)
         self._room = self._least_room(self._starts, lengths)
         self._set_lengths(lengths)

@@ -152,17 +152,11 @@ def attend_segments(blocks: Sequence[BlockWork], step: StepWork | None) -> None:
     library = c_library()
     assert library is not None, "callers ask can_join() first"
     addresses = (POINTER * len(blocks))(*(ctypes.addressof(block.call) for block in blocks))
-    call = SegmentCall(
-        blocks=ctypes.addressof(addresses),
-        count=len(blocks),
-        threads=max(block.call.threads for block in blocks),
-    )
+    threads = max(block.call.threads for block in blocks)
+    call = SegmentCall(blocks=ctypes.addressof(addresses), count=len(blocks), threads=threads)
     if step is not None:
-        call.step, call.starts, call.lengths = (
-            ctypes.addressof(step.call),
-            step.call.starts,
-            step.call.lengths,
-        )
+        call.step, call.threads = ctypes.addressof(step.call), max(threads, step.call.threads)
+        call.starts, call.lengths = step.call.starts, step.call.lengths
     if library.larder_attend_segments(byref(call)):
         raise MemoryError("Attention of a pass could not allocate its buffers.")
     if step is not None:

@@ -286,6 +286,7 @@ static size_t size_head(struct head_work *work, const struct block_call *call, i
     work->most = most;
     work->tiles = (call->query_len + most - 1) / most;
     work->shares = work->tiles < MOST_SHARES ? work->tiles : MOST_SHARES;
+    work->shares = work->shares < 1 ? 1 : work->shares; /* the last one ends the work on a head */
     int64_t rows = group_len * most, stride = work->head.width + LANES;
     size_t floats_of = (size_t)(rows * (stride + call->head_dim + 1) + GROUP_ROWS * stride);
     return (floats_of * sizeof(float) + 63) / 64 * 64;
