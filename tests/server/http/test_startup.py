@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
+from http.client import HTTPConnection
 
 import httpx2
 import pytest
@@ -94,6 +96,21 @@ def test_keys_and_body_limits_hold_during_the_start(bound: socket.socket) -> Non
         assert refused.status_code == 401
         large = http.post("/v1/chat/completions", content=b"x" * (9 << 20))
         assert large.status_code == 413
+
+
+@pytest.mark.usefixtures("startup")
+def test_long_bodies_are_read_before_the_answer(bound: socket.socket) -> None:
+    """Else the client would find the connection reset instead of the answer."""
+    headers = {"authorization": f"Bearer {ANNE}"}
+    for _ in range(3):
+        connection = HTTPConnection("127.0.0.1", bound.getsockname()[1], timeout=20)
+        connection.request("POST", "/v1/chat/completions", b"x" * (6 << 20), headers)
+        answer = connection.getresponse()
+        assert answer.status == 503 and json.loads(answer.read())["error"]["code"] == "starting"
+        connection.close()
+    with client_of(bound) as http:
+        chunks = (b"x" * (1 << 20) for _ in range(9))
+        assert http.post("/v1/chat/completions", content=chunks).status_code == 413
 
 
 def test_next_server_takes_over_the_socket(bound: socket.socket, startup: StartupServer) -> None:

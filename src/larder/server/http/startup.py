@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import monotonic
 from types import TracebackType
@@ -16,20 +16,21 @@ import uvicorn
 from fastapi import FastAPI
 from fastapi.requests import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
+from starlette.requests import ClientDisconnect
 
 from larder.core.progress import Progress, ProgressStage, silent_stage
 from larder.server.http.app_state import HttpSettings
 from larder.server.http.auth import Authenticator
 from larder.server.http.body_budget import BodyBudget
 from larder.server.http.connections import ServerConfig
-from larder.server.http.error_responses import error_response
+from larder.server.http.error_responses import BodyError, error_response, on_http_error
 from larder.server.http.middleware import AccessMiddleware
 from larder.server.request import ApiError
 
 RETRY_SECONDS = 5.0
 # The connection ends with the answer, so that the next request finds the server that is ready.
 CLOSING = {"connection": "close"}
-CLOSING_SECONDS = 2  # for answers in progress when the model is ready
+CLOSING_SECONDS = 2  # for answers in progress when the model is ready, and for their bodies
 
 
 @dataclass(frozen=True)
@@ -144,15 +145,28 @@ def _startup_app(
 
     @app.api_route("/{path:path}", methods=["GET", "HEAD", "POST", "DELETE", "PUT", "PATCH"])
     async def other(http: HttpRequest) -> Response:  # pyright: ignore[reportUnusedFunction]
+        await _discard_body(http)  # else the end of the connection would overtake the answer
         response = error_response(server_starting(status), http.url.path)
         response.headers.update(CLOSING)
         return response
 
+    app.add_exception_handler(BodyError, on_http_error)
     bodies = BodyBudget(settings.body_budget_bytes)
     app.add_middleware(
         AccessMiddleware, authenticator=authenticator, bodies=bodies, settings=settings
     )
     return app
+
+
+async def _discard_body(http: HttpRequest) -> None:
+    """Read the rest of a request, unless it takes too long or the client leaves."""
+
+    async def read() -> None:
+        async for _ in http.stream():
+            pass
+
+    with suppress(asyncio.TimeoutError, ClientDisconnect):
+        await asyncio.wait_for(read(), CLOSING_SECONDS)
 
 
 def server_starting(status: StartupStatus) -> ApiError:
