@@ -246,6 +246,16 @@ GROUPS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("--config",), "Give the options on the command line."),
 )
 ANSWERS = {flag: answer for flags, answer in GROUPS for flag in flags}
+# Short flags by their first letter, which is all that the parser reports of `-tp 2` or `-O3`.
+SHORT_FLAGS = {
+    "-t": ("-tp", "--tensor-parallel-size"),
+    "-p": ("-pp", "--pipeline-parallel-size"),
+    "-d": ("-dp", "--data-parallel-size"),
+    "-q": ("-q", "--quantization"),
+    "-O": ("-O", "--optimization-level"),
+    "-n": ("-n", "--nnodes"),
+    "-r": ("-r", "--node-rank"),
+}
 
 
 def answer(option: str) -> str | None:
@@ -253,8 +263,11 @@ def answer(option: str) -> str | None:
 
     Args:
         option: as it was given: with `_` for `-`, as `--no-FLAG`, or with a path behind a dot
-            (`--compilation-config.mode`), which vLLM reads, too.
+            (`--compilation-config.mode`), which vLLM reads, too; of a short flag the first letter.
     """
+    if option in SHORT_FLAGS:
+        short, flag = SHORT_FLAGS[option]
+        return f"{short} ({flag}) is a flag of vllm serve. {ANSWERS[flag]}"
     flag = option.partition(".")[0].replace("_", "-")
     found = ANSWERS.get(flag) or ANSWERS.get(f"--{flag.removeprefix('--no-')}")
     return None if found is None else f"{option} is a flag of vllm serve. {found}"
