@@ -110,10 +110,10 @@ class ForwardBatch:
         # Activations of layers whose entries later layers still read, by segment and layer.
         self._waiting: dict[tuple[int, int], LayerActivations] = {}
         self._plans = [segment.cache.plans for segment in segments]
-        self._places = [segment.all_positions() for segment in segments]
+        self._all_positions = [segment.all_positions() for segment in segments]
         # Tokens of each segment that the present layers take.
         self.widths = [segment.num_tokens for segment in segments]
-        packed = device_tensor([position for own in self._places for position in own], device)
+        packed = device_tensor([each for own in self._all_positions for each in own], device)
         # True positions of each segment's tokens, by the device of the layers that take them.
         self._positions = {device: list(packed.split(self.widths))}
         self._device = device
@@ -181,7 +181,7 @@ class ForwardBatch:
     def prepare(self) -> None:
         """Reserve the pages of decode steps, for all layers. Raises: CacheError: none are left."""
         if self._paged is not None:
-            self._paged.prepare(self._places)
+            self._paged.prepare(self._all_positions)
 
     @property
     def is_paged(self) -> bool:
@@ -198,7 +198,7 @@ class ForwardBatch:
         [own_positions] = self._positions[self._device]
         own_positions = own_positions[rows.to(self._device)]
         self._positions = {self._device: [own_positions]}
-        self._places, self.widths = [own_positions.tolist()], [len(rows)]
+        self._all_positions, self.widths = [own_positions.tolist()], [len(rows)]
         self._firsts = [0, len(rows)]
 
     def attend(self, inputs: AttentionInputs) -> Queries:
@@ -314,7 +314,7 @@ class ForwardBatch:
     @property
     def step_positions(self) -> list[int]:
         """True positions of the tokens of all segments that append one."""
-        return [self._places[index][0] for index in self._steps]
+        return [self._all_positions[index][0] for index in self._steps]
 
     def finish_steps(self, layers: Sequence[tuple[Queries, Keys, Values]]) -> None:
         """Count the tokens that were appended by `step_tables`, and report every layer.
@@ -370,7 +370,7 @@ class ForwardBatch:
         if len(segments) < queries.shape[1]:
             columns = torch.tensor([self._firsts[index] for index in segments])
             queries, keys, values = (side[:, columns] for side in sides)
-        positions = [self._places[index][0] for index in segments]
+        positions = [self._all_positions[index][0] for index in segments]
         storages = [own for _, own in found]
         work = StepWork(queries, keys, values, positions, storages, spec.scaling)
         work.run() if blocks is None else blocks.attend(work)

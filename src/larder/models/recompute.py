@@ -265,9 +265,9 @@ class BaseModelLayers:
             flags.append(isinstance(output, tuple))
 
         with forward_hooks(layer.register_forward_hook(record) for layer in self.layers):
-            position = torch.zeros(1, 1, dtype=torch.int64, device=self._base.device)
+            zero = torch.zeros(1, 1, dtype=torch.int64, device=self._base.device)
             probe = AttentionProbe()
-            self._base(input_ids=position, position_ids=position, use_cache=False, larder=probe)
+            self._base(input_ids=zero, position_ids=zero, use_cache=False, larder=probe)
         return flags
 
 

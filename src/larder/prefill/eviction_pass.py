@@ -97,7 +97,7 @@ class EvictionPass:
         self._scores: dict[tuple[int, int], Packed] = {}
         self._ready: list[dict[int, LayerScores]] = [{} for _ in caches]
         self._shared_scores = SharedLayerScores(planner.unit.layers_together)
-        self._places = {layer: position for position, layer in enumerate(quotas[0])}
+        self._layer_indices = {layer: index for index, layer in enumerate(quotas[0])}
 
     def begin_pass(
         self,
@@ -146,7 +146,7 @@ class EvictionPass:
             tokens=self._tokens,
             start=self._starts[index],
         )
-        own = self._shared_scores.scores(index, self._places[layer], observation, score)
+        own = self._shared_scores.scores(index, self._layer_indices[layer], observation, score)
         scores = self._combine(index, layer, own)
         self._notify(layer, observation, scores)
         if self._phases[index] is ScoringPhase.ACCUMULATE:
@@ -324,13 +324,13 @@ def rotate_to_cache_positions(observation: Observation, num_new: int) -> Observa
     shift = true[0] - (observation.length - num_new)
     lengths = torch.tensor(observation.entries.lengths, device=true.device)
     first = (lengths - num_new + shift).clamp(min=0)
-    indices = first[:, None] + true - true[0]
+    compacted = first[:, None] + true - true[0]
     frequencies = torch.tensor(radians, device=true.device)
     return replace(
         observation,
-        queries=rerotate_per_head(observation.queries, true, indices, frequencies),
-        keys=rerotate_per_head(observation.keys, true, indices, frequencies),
-        rope_positions=indices,
+        queries=rerotate_per_head(observation.queries, true, compacted, frequencies),
+        keys=rerotate_per_head(observation.keys, true, compacted, frequencies),
+        rope_positions=compacted,
     )
 
 

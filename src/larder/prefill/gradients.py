@@ -70,13 +70,13 @@ def _layer_gradients(
     """Gradient of a provider's objective by the attention outputs of each layer."""
     start = cache.next_position + prompt.shift
     device, count = decoder.spec.device, len(prompt.ids)
-    indices = torch.arange(start, start + count, device=device)
+    positions = torch.arange(start, start + count, device=device)
     recorder = _OutputRecorder()
     last = decoder_layers(decoder.body, decoder.body.config.get_text_config().num_hidden_layers)[-1]
-    attention = RenumberedAttention(_EntryAttention(cache, indices), decoder.spec)
+    attention = RenumberedAttention(_EntryAttention(cache, positions), decoder.spec)
     handles = recorder.install(decoder.attentions, last)
     with torch.enable_grad(), decoder.attention, forward_hooks(handles):
-        call_uncached(decoder.body, prompt.ids, attention, indices)
+        call_uncached(decoder.body, prompt.ids, attention, positions)
         objective = provider.objective(recorder.states[0])
         layers = list(recorder.added)
         gradients = torch.autograd.grad(objective, [recorder.added[index] for index in layers])
@@ -113,11 +113,11 @@ class _EntryAttention:
     """Attention of a scratch prompt over cached entries and itself, which gradients pass through.
 
     Args:
-        indices: true positions of the prompt's tokens.
+        positions: true positions of the prompt's tokens.
     """
 
-    def __init__(self, cache: SequenceCache, indices: Int[Tensor, " Q"]) -> None:
-        self._cache, self._places = cache, indices
+    def __init__(self, cache: SequenceCache, positions: Int[Tensor, " Q"]) -> None:
+        self._cache, self._positions = cache, positions
 
     def attend(self, inputs: AttentionInputs) -> Queries:
         layer = self._cache.spec.layers[inputs.layer]
@@ -125,8 +125,8 @@ class _EntryAttention:
         observation = Observation(
             layer,
             self._cache.entries(source),
-            inputs.queries_at(self._places),
-            self._places,
+            inputs.queries_at(self._positions),
+            self._positions,
             self._cache.next_position,
             (0, 0),
             keys=inputs.keys,
@@ -145,13 +145,13 @@ def _attend_head(
     layer, entries = observation.layer, observation.entries
     keys = torch.cat([entries.head_keys(head).float(), observation.keys[head].float()])
     values = torch.cat([entries.head_values(head).float(), own_values.float()])
-    indices = torch.cat([entries.head_positions(head).long(), observation.query_positions])
+    positions = torch.cat([entries.head_positions(head).long(), observation.query_positions])
     queries = observation.queries[head * layer.group : (head + 1) * layer.group].float()
     logits = cap_logits(queries @ keys.T * layer.scaling, layer.softcap)  # [R, Q, S]
     bias = entries.columns.get(LOG_COUNT)
     if bias is not None:
         logits = logits + torch.cat([bias[entries.rows(head)], bias.new_zeros(len(own_values))])
     first = layer.first_visible(observation.query_positions)[:, None]
-    hidden = (indices > observation.query_positions[:, None]) | (indices < first)
+    hidden = (positions > observation.query_positions[:, None]) | (positions < first)
     sinks = sinks_by_group(sink_logits(layer, logits), layer.kv_heads)[head]
     return softmax_with_sinks(logits.masked_fill(hidden, -torch.inf), sinks) @ values

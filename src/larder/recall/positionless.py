@@ -104,7 +104,7 @@ class PositionlessIndex(UnrotatedIndex):
             own = positions[row // self.layer.group]
             votes.index_add_(0, own[chosen[chosen >= 0]], torch.ones(int((chosen >= 0).sum())))
             best.scatter_reduce_(0, own, products[row, : len(own)], "amax")
-        ranks = self._ranks(votes, best, [index.unique() for index in positions], count)
+        ranks = self._ranks(votes, best, [own.unique() for own in positions], count)
         scores = torch.full((len(indexed), products.shape[1]), -torch.inf)
         for head, own in enumerate(positions):
             scores[head, : len(own)] = -ranks[own].float()
@@ -129,7 +129,7 @@ class PositionlessIndex(UnrotatedIndex):
             ranks[fresh] = given + torch.arange(len(fresh))
             given += len(fresh)
             if len(fresh) and all(
-                int((ranks[index] < size).sum()) >= min(count, len(index)) for index in positions
+                int((ranks[own] < size).sum()) >= min(count, len(own)) for own in positions
             ):
                 break
         return ranks
