@@ -68,9 +68,9 @@ def same_caches(one: SequenceCache, other: SequenceCache) -> bool:
     )
 
 
-def by_plans(observer: Any, calls: int, *rest: Any) -> DeferredObserver:
-    del rest
-    return DeferredObserver(observer, calls)
+def by_plans(observer: Any, calls: int, eviction: Any, batch: Any) -> DeferredObserver:
+    del eviction
+    return DeferredObserver(observer, calls, None, batch)
 
 
 @pytest.mark.extended

@@ -12,6 +12,7 @@ from torch import Tensor
 from larder.cache.merged_entries import MergedEntries
 from larder.core.plan import Plan
 from larder.core.types import empty_tensor
+from larder.ops.cpu.removal import RowRemoval
 from larder.ops.packing import packed_rows, search_sorted, storage_rows
 
 HEAD_STRIDE = 1 << 32  # positions of one head, in ranks by head and position
@@ -125,6 +126,20 @@ class PlanWrites:
     rows: Int64[Tensor, " _"]
     columns: Mapping[str, Float[Tensor, " T"]]
     scalars: Mapping[str, Float[Tensor, " K"]]
+
+
+@dataclass(frozen=True)
+class PlannedEviction:
+    """Eviction from one layer's storage, ready for a call for several layers.
+
+    Args:
+        sums: merged entries of the plan.
+        removal: the rows that stay.
+    """
+
+    plan: Plan
+    sums: MergedEntries
+    removal: RowRemoval
 
 
 def plan_writes(

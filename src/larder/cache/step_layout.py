@@ -59,7 +59,6 @@ class StepLayout(StepTables):
         self._stored = self._rows[:, STEP_ROW.index("stored_rows")].copy()
         self._logits, self._offsets = NO_LOGITS, np.zeros(len(layers), int)
         self._kv_heads = layers[0].layer.kv_heads
-        self._entries = count_entries(self._rows, self._kv_heads)
         self._is_holding = False  # whether layers were given logits
         self._unread = set[int]()  # layers with logits that no kernel has read
         self._eviction: tuple[object, tuple[object, ...], EvictionTable] | None = None
@@ -81,7 +80,7 @@ class StepLayout(StepTables):
     @property
     def is_current(self) -> bool:
         """True while every layer has the storage of the tables, and room for one more entry."""
-        if min(self._rooms) < 1:
+        if min(self._layers[0].rooms_of(self._layers)) < 1:
             return False
         present = self._layers[0].fixed_storages(self._layers)
         is_same = map(is_, map(call, self._held), present)
@@ -89,6 +88,7 @@ class StepLayout(StepTables):
 
     def take_rows(self) -> NDArray[np.int64]:
         """Fields of `struct step_row` by layer, with a buffer for the logits that are recorded."""
+        self._rooms = self._layers[0].rooms_of(self._layers)  # plans may have evicted in place
         records = [layer.takes_records() for layer in self._layers]
         self._unread = {index for index, own in enumerate(records) if own}
         sizes = np.where(records, self._groups * self._stored, 0)
@@ -152,10 +152,10 @@ class StepLayout(StepTables):
     def _update_layers(self) -> None:
         """Count in every layer what kernels did so far, and give it its unread logits."""
         self._layers[0].set_rooms(self._layers, self._rooms)
-        former, self._entries = self._entries, count_entries(self._rows, self._kv_heads)
-        if former != self._entries:
-            for layer, entries in zip(self._layers, self._entries, strict=True):
-                layer.usage.set_entries(entries)
+        for layer, held in zip(
+            self._layers, count_entries(self._rows, self._kv_heads), strict=True
+        ):
+            layer.usage.set_entries(held)
         if self._is_holding or self._unread:
             for index, layer in enumerate(self._layers):
                 layer.hold_logits(self._logits_of(index) if index in self._unread else None)

@@ -152,6 +152,24 @@ def move_rows(
         reference_remove_rows(storages, starts, lengths, kept, new_lengths, motion.starts)
 
 
+def plan_removals(removals: Sequence[removal.RowRemoval], roomy: int) -> removal.RemovalTable:
+    """Plans for several storages, which `RemovalTable.move` carries out in one call.
+
+    Args:
+        removals: of different storages, each as for `plan_removal`.
+
+    Raises:
+        CacheError: kept entries do not fit their heads; nothing has changed.
+    """
+    for own in removals:
+        _check_counts(own.lengths, own.kept, own.new_lengths)
+    table = removal.RemovalTable(removals, roomy)
+    if table.invalid is not None:
+        index, head = table.invalid
+        raise _kept_error(head, removals[index].lengths)
+    return table
+
+
 def _kept_error(head: int, lengths: Int[Tensor, " K"]) -> CacheError:
     return CacheError(
         f"The kept entries of kv head {head} must ascend within the head's own "

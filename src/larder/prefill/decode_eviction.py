@@ -25,7 +25,8 @@ from larder.policy.providers.base import TokenProvider
 from larder.policy.timing.base import Growth
 from larder.prefill.eviction_pass import EvictionMode, EvictionPass, ScoringPhase, token_observer
 
-if TYPE_CHECKING:  # few policies evict by a kernel
+if TYPE_CHECKING:  # few policies evict by a kernel, or by plans
+    from larder.cache.batch_plan import BatchPlan
     from larder.cache.step_layout import SequenceEviction
     from larder.cache.step_tables import StepTables
     from larder.ops.cpu.decode_eviction import EvictionTable
@@ -92,23 +93,26 @@ class DecodeEviction:
             if len(segment.ids) == 1 and self.planner.needs_logits(is_due):
                 segment.cache.record_logits(own)
         starts = [self.starts[number] for number in numbers]
-        eviction = self._eviction_pass(segments, quotas, due, lengths, starts)
+        is_step = max(len(segment.ids) for segment in segments) == 1
+        is_deferred = is_step and not self._copies(caches)
+        batch = self._batch_plan(caches) if is_deferred else None
+        eviction = self._eviction_pass(segments, quotas, due, lengths, starts, batch)
         observer: Observer = eviction
         if providers := self.planner.token_providers:
             expected = self.forecast(segments, providers)
             observer = token_observer(eviction, caches, list(self.quotas[0]), expected)
-        if max(len(segment.ids) for segment in segments) > 1 or self._copies(caches):
+        if not is_deferred:
             return observer
         calls = len(segments) * len(caches[0].spec.layers)
         rule = self.planner.step_rule
         if rule is None:
-            return DeferredObserver(observer, calls)
+            return DeferredObserver(observer, calls, None, batch)
         stepped = [
             SequenceStep(cache=cache, quotas=own, is_due=is_due, length=length)
             for cache, own, is_due, length in zip(caches, quotas, due, lengths, strict=True)
         ]
         step = StepEviction(self.planner, rule, self.tokens, stepped)
-        return DeferredObserver(observer, calls, step)
+        return DeferredObserver(observer, calls, step, batch)
 
     def _eviction_pass(
         self,
@@ -117,6 +121,7 @@ class DecodeEviction:
         due: Sequence[bool],
         lengths: Sequence[int],
         starts: Sequence[int],
+        batch: BatchPlan | None,
     ) -> EvictionPass:
         """Eviction pass over the tokens of segments, which decides where a plan is due."""
         eviction = EvictionPass(
@@ -129,11 +134,19 @@ class DecodeEviction:
             Phase.DECODE,
             starts,
             EvictionMode.EVICT,
+            batch=batch,
         )
         phases = [ScoringPhase.DECIDE if is_due else ScoringPhase.OBSERVE for is_due in due]
         prompts = [ScratchPrompt(r.ids, (0, n)) for r, n in zip(segments, lengths, strict=True)]
         eviction.begin_pass(prompts, phases, 0)
         return eviction
+
+    def _batch_plan(self, caches: Sequence[SequenceCache]) -> BatchPlan | None:
+        """Plans to be carried out together; None where one may depend on another."""
+        from larder.cache.batch_plan import BatchPlan  # few policies evict while they decode
+
+        can_defer = all(BatchPlan.can_defer(cache) for cache in caches)
+        return BatchPlan() if can_defer and not self.planner.budget.replans else None
 
     def _copies(self, caches: Sequence[SequenceCache]) -> bool:
         """True if reading the entries of a layer copies them."""
@@ -199,6 +212,8 @@ class DeferredObserver(StepObserver):
         observer: receives the calls in their order, but those of layers that a kernel has done.
         calls: number of calls of the pass: one per layer and segment.
         eviction: what a kernel carries out first; None to leave all layers to the observer.
+        batch: plans that the observer makes, carried out behind its last call; None where it
+            carries them out itself.
     """
 
     def __init__(
@@ -206,8 +221,10 @@ class DeferredObserver(StepObserver):
         observer: Observer,
         calls: int,
         eviction: StepEviction | None = None,
+        batch: BatchPlan | None = None,
     ) -> None:
         self._observer, self._calls, self._eviction = observer, calls, eviction
+        self._batch = batch
         self._done: set[tuple[int, int]] | None = None
         self._buffer: list[tuple[int, int, LayerActivations]] = []
 
@@ -221,6 +238,8 @@ class DeferredObserver(StepObserver):
             for segment, layer, activations in calls:
                 if (segment, layer) not in done:
                     self._observer(segment, layer, activations)
+            if self._batch is not None:
+                self._batch.evict()
 
     def step_evictions(self, layouts: Sequence[StepTables]) -> dict[int, SequenceEviction]:
         return {} if self._eviction is None else self._eviction.by_layouts(layouts)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
@@ -19,6 +20,9 @@ from larder.models.forward_batch import LayerActivations, Observer
 from larder.ops.rope import rerotate_per_head
 from larder.policy.planner import Planner
 from larder.prefill.memory import PeakMemoryMeter
+
+if TYPE_CHECKING:  # only decode steps by plans collect them
+    from larder.cache.batch_plan import BatchPlan
 
 
 class ScoringPhase(Enum):
@@ -64,6 +68,7 @@ class EvictionPass:
         starts: true positions of the first generated token, one per segment; unused in prefill.
         mode: how plans are carried out.
         listener: called with what each layer was scored by, before plans are applied.
+        batch: collects the plans, which another part carries out; None to apply them at once.
     """
 
     def __init__(
@@ -78,6 +83,7 @@ class EvictionPass:
         starts: Sequence[int] = (),
         mode: EvictionMode = EvictionMode.APPLY,
         listener: ScoreListener | None = None,
+        batch: BatchPlan | None = None,
     ) -> None:
         self.lengths = lengths
         self._planner = planner
@@ -88,7 +94,7 @@ class EvictionPass:
         self._phase = phase
         self._starts = starts or [0] * len(caches)
         self._mode = mode
-        self._listener = listener
+        self._listener, self._batch = listener, batch
         self._prompts: Sequence[ScratchPrompt] = ()
         self._phases: Sequence[ScoringPhase] = ()
         self._scratch_tokens = 0
@@ -229,7 +235,9 @@ class EvictionPass:
             scored = ready.pop(layer)
             if self._planner.budget.replans:
                 ready[layer] = scored.after_plan(plan)
-            if self._mode is EvictionMode.APPLY:
+            if self._batch is not None:
+                self._batch.add(cache, layer, plan)
+            elif self._mode is EvictionMode.APPLY:
                 cache.apply(layer, plan)
             else:
                 cache.evict(layer, plan)

@@ -126,6 +126,11 @@ class RaggedSteps(SegmentedLayer):
         return records
 
     @staticmethod
+    def rooms_of(layers: Sequence[RaggedSteps]) -> list[int]:
+        """Least slack behind a head of each layer."""
+        return [layer._room for layer in layers]
+
+    @staticmethod
     def set_rooms(layers: Sequence[RaggedSteps], rooms: Sequence[int]) -> None:
         """Set the least slack behind a head of each layer, after kernels changed it."""
         for layer, room in zip(layers, rooms, strict=True):

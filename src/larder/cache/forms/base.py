@@ -34,6 +34,7 @@ from larder.ops.cpu.decode_attention import EvictionStorage, StepStorage
 
 if TYPE_CHECKING:
     from larder.cache.layer_pages import PageLease
+    from larder.cache.row_updates import PlannedEviction
     from larder.cache.step_tables import StepTables
 
 AttentionState = tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]  # output and log-sum-exp
@@ -373,6 +374,19 @@ class CacheLayer(DivisibleStorage, TensorOwner):
         Raises:
             CacheError: see `apply`.
         """
+
+    def plan_eviction(self, plan: Plan) -> PlannedEviction | None:
+        """Eviction by a plan, for one call with other layers; None where `evict` has to.
+
+        `finish_eviction` follows the call. Raises: CacheError: see `apply`.
+        """
+        del plan
+        return None
+
+    def finish_eviction(self, eviction: PlannedEviction, room: int) -> None:
+        """Count what the call left, with `room` rows of slack behind each head, and write the
+        numbers of the plan."""
+        raise NotImplementedError  # forms that plan evictions have it
 
     def write_columns(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
         """Replace ledger columns, given one number per row of the storage.

@@ -26,6 +26,7 @@ from larder.cache.merged_entries import MergedEntries, merge_entries, no_merges
 from larder.cache.new_tokens import NewTokens
 from larder.cache.row_updates import (
     InsertedEntries,
+    PlannedEviction,
     PlanWrites,
     append_runs,
     insert_entries,
@@ -48,6 +49,7 @@ from larder.core.spec import LayerSpec, ModelSpec
 from larder.core.types import Keys, Mode, Positions, Values
 from larder.ops.attention import ragged_attention
 from larder.ops.block_attention import BlockAttention
+from larder.ops.cpu.removal import RowRemoval, removes_together, supports
 from larder.ops.packing import packed_rows, starts_of
 from larder.ops.removal import MIN_ROAMING_SLACK, move_rows, plan_removal, remove_rows
 
@@ -150,6 +152,27 @@ class RaggedLayer(RaggedSteps):
         if inserted:
             self._move_to_edges(int(inserted.counts(len(lengths)).max()))
             self._insert(inserted)
+
+    def plan_eviction(self, plan: Plan) -> PlannedEviction | None:
+        if plan.added is not None or not removes_together():
+            return None
+        check_single_precision(plan)
+        check_counts(plan, self.layer.kv_heads)
+        self.check_numbers(plan)
+        sums = self._merge(plan)
+        self._unshare()
+        storages = (*self._stored(), *self._columns.values)
+        if not supports(storages):
+            return None
+        kept = plan.kept.cpu().contiguous()
+        places = self._starts, self._lengths, kept, plan.lengths, self._edges
+        return PlannedEviction(plan, sums, RowRemoval(storages, *places))
+
+    def finish_eviction(self, eviction: PlannedEviction, room: int) -> None:
+        plan, sums = eviction.plan, eviction.sums
+        self.count_eviction(room)
+        if len(sums.targets) or plan.columns or plan.scalars:
+            self._write(self._changes(plan, sums, (self._starts, self._lengths)))
 
     def write_columns(self, columns: Mapping[str, Float[Tensor, " C"]]) -> None:
         if self._is_shared:

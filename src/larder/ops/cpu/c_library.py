@@ -250,6 +250,11 @@ def _declare(library: ctypes.CDLL) -> None:
     library.larder_plan_removal.restype = INTEGER
     library.larder_move_rows.argtypes = [ctypes.POINTER(MoveCall)]
     library.larder_move_rows.restype = None
+    if hasattr(library, "larder_remove_planned"):
+        library.larder_plan_removals.argtypes = [POINTER, INTEGER, INTEGER]
+        library.larder_plan_removals.restype = INTEGER
+        library.larder_remove_planned.argtypes = [POINTER, INTEGER, INTEGER]
+        library.larder_remove_planned.restype = None
     library.larder_evict_step.argtypes = [ctypes.POINTER(EvictionCall)]
     library.larder_evict_step.restype = None
     library.larder_nearest_rows.argtypes = [ctypes.POINTER(NearestCall), ctypes.c_int32]

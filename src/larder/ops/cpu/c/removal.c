@@ -203,3 +203,64 @@ void larder_move_rows(struct move *move) {
     move->next = 0;
     larder_parallel(move_as_thread, move, (int)move->shares);
 }
+
+/* Removal of rows from the storage of one layer, whose starts and lengths change in place; filled by
+ * `RemovalTable` of removal.py. */
+struct removal {
+    char *const *storages;
+    const int64_t *row_bytes;
+    const int64_t *kept;
+    const int64_t *new_lengths;
+    const int64_t *edges;
+    int64_t *new_starts;
+    int64_t *starts;
+    int64_t *lengths;
+    int64_t count; /* of storages */
+    int64_t heads;
+    int64_t room; /* least slack behind a head after the removal */
+    int64_t bad;  /* first head with invalid kept entries, or -1 */
+};
+
+/* Plan removals as `larder_plan_removal` does; nothing moves. Returns the number of rows to move. */
+int64_t larder_plan_removals(struct removal *layers, int64_t count, int64_t roomy) {
+    int64_t rows = 0, moved;
+    for (struct removal *own = layers; own < layers + count; own++) {
+        own->bad = larder_plan_removal(own->kept, own->starts, own->lengths, own->new_lengths,
+                                       own->edges, own->heads, roomy, own->new_starts, &own->room,
+                                       &moved);
+        rows += moved;
+    }
+    return rows;
+}
+
+struct removals {
+    struct removal *layers;
+    int64_t count;
+    int64_t next; /* layer that no thread has taken */
+};
+
+static void remove_as_thread(void *given) {
+    struct removals *all = given;
+    for (int64_t n; (n = __atomic_fetch_add(&all->next, 1, __ATOMIC_RELAXED)) < all->count;) {
+        const struct removal *own = all->layers + n;
+        struct move move = {.storages = own->storages,
+                            .row_bytes = own->row_bytes,
+                            .count = own->count,
+                            .kept = own->kept,
+                            .starts = own->starts,
+                            .new_starts = own->new_starts,
+                            .lengths = own->lengths,
+                            .new_lengths = own->new_lengths,
+                            .heads = own->heads,
+                            .shares = 1};
+        move_as_thread(&move);
+        memcpy(own->starts, own->new_starts, (size_t)own->heads * sizeof *own->starts);
+        memcpy(own->lengths, own->new_lengths, (size_t)own->heads * sizeof *own->lengths);
+    }
+}
+
+/* Carry out planned removals of layers with storage of their own. */
+void larder_remove_planned(struct removal *layers, int64_t count, int64_t threads) {
+    struct removals all = {.layers = layers, .count = count};
+    larder_parallel(remove_as_thread, &all, (int)threads);
+}
