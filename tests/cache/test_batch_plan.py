@@ -11,13 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from larder import Policy
-from larder.cache import SequenceCache
-from larder.cache.batch_plan import BatchPlan
+from larder.cache import BatchPlan, SequenceCache
 from larder.core import CacheError, Ledger, Mode, Plan
 from larder.models import BatchSegment, wrap_model
-from larder.ops.cpu.removal import RemovalTable, removes_together
-from larder.prefill import PeakMemoryMeter
-from larder.prefill.decode_eviction import DecodeEviction
+from larder.ops import RemovalTable, removes_together
+from larder.prefill import DecodeEviction, PeakMemoryMeter
 from larder.session import build_caches, decode_planner
 from model_runs import id_runtime, some_ids
 from tiny_models import tiny

@@ -1,4 +1,5 @@
 from .aqua_tables import AquaPredictions as AquaPredictions
+from .batch_plan import BatchPlan as BatchPlan
 from .chunk_entries import ChunkEntries as ChunkEntries
 from .chunk_entries import ChunkProfile as ChunkProfile
 from .coded_blocks import INDEX_BYTES as INDEX_BYTES
