@@ -97,6 +97,24 @@ def test_cache_that_leaves_the_device_drops_its_rebuild(
     assert client.text == expected[0].text
 
 
+@pytest.mark.parametrize("action", ["prefetch", "compact"])
+def test_cache_that_is_brought_back_drops_its_rebuild(
+    served: Served, expected: tuple[Client, int], action: str
+) -> None:
+    """Its reservation is of the cache alone, without what the rebuild holds on the device."""
+    session, turns = overdue(served)
+    chat_cache = session.residency.chat_cache
+    assert chat_cache is not None
+    while not chat_cache.is_refreshing:
+        assert served.step()
+    getattr(served.core.admin, action)(session).result(0)
+    assert session.residency.active is not None and not chat_cache.is_refreshing
+    served.run()
+    assert chat_cache.state.refreshes == 1
+    client, _ = last_turn(served, turns)
+    assert client.text == expected[0].text
+
+
 def test_rebuild_without_room_is_left_to_the_next_turn(
     served: Served, expected: tuple[Client, int]
 ) -> None:

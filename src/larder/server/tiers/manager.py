@@ -122,8 +122,11 @@ class TierManager:
         self._order.note_use(session)
 
     def shrink_to_fit(self, session: SessionState) -> None:
-        """Release slack after a turn, and reduce the reservations to the bytes in use."""
+        """Release slack after a turn, and reduce the reservations to the bytes in use; a rebuild in
+        progress, which holds more, is dropped."""
         residency = session.residency
+        if residency.resident_caches is not None:
+            residency.resident_caches.stop_rebuild()
         cache, need = residency.active, MemoryDemand()
         if cache is not None:
             cache.compact()
@@ -205,10 +208,12 @@ class TierManager:
         session.update_occupancy()
 
     def restore_from_host(self, session: SessionState) -> None:
-        """Bring an offloaded cache to the device, where memory is reserved."""
+        """Bring an offloaded cache to the device, where memory is reserved; a rebuild in progress,
+        which needs that memory, is dropped."""
         residency = session.residency
         held = residency.resident_caches
         assert held is not None
+        held.stop_rebuild()
         try:
             with self.rates.measure(held.moved_bytes):
                 held.caches.activate(residency.episode)
