@@ -65,8 +65,7 @@ def start_process(number: int) -> subprocess.Popen[str]:
     """Process that makes twenty choices, and prints them as JSON."""
     code = f"""
 import json, random
-from larder.core.home import home
-from larder.core.measured_counts import measured_count
+from larder.core.home import home, measured_count
 names = [str(name) for name in range(20)]
 random.Random({number}).shuffle(names)
 file = home() / "kernels" / {kernel_choice.FILE!r}

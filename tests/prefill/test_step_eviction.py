@@ -68,9 +68,15 @@ def same_caches(one: SequenceCache, other: SequenceCache) -> bool:
     )
 
 
-def by_plans(observer: Any, calls: int, eviction: Any, batch: Any) -> DeferredObserver:
-    del eviction
-    return DeferredObserver(observer, calls, None, batch)
+def use_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evict by one plan for each layer and sequence from here on, not by a kernel or together."""
+
+    def by_plans(observer: Any, calls: int, *rest: Any) -> DeferredObserver:
+        del rest
+        return DeferredObserver(observer, calls)
+
+    monkeypatch.setattr(decode_eviction, "DeferredObserver", by_plans)
+    monkeypatch.setattr(decode_eviction.DecodeEviction, "_batch_plan", lambda self, caches: None)
 
 
 @pytest.mark.extended
@@ -101,7 +107,7 @@ def test_eviction_kernel_equals_plans(
     assert kernel and min(kernel) == 3
     assert laid_out.count(True) >= STEPS - 1
 
-    monkeypatch.setattr(decode_eviction, "DeferredObserver", by_plans)
+    use_plans(monkeypatch)
     expected, reference = generated(sentence, dtype)
     assert tokens == expected
     assert same_caches(cache, reference)
@@ -124,7 +130,7 @@ def test_layer_skipped_by_the_kernel_uses_its_plan(
     monkeypatch.setattr(kernels, "evict_tables", without_one)
     tokens, cache = generated(sentence, BFLOAT16)
     assert left and set(left) == {None}
-    monkeypatch.setattr(decode_eviction, "DeferredObserver", by_plans)
+    use_plans(monkeypatch)
     expected, reference = generated(sentence, BFLOAT16)
     assert tokens == expected and same_caches(cache, reference)
     assert cache.nbytes == reference.nbytes
@@ -212,7 +218,7 @@ def test_layer_skipped_in_a_batch_uses_its_plan(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(kernels, "evict_tables", without_one)
     tokens, caches = batch_generated([H2O] * 3, BFLOAT16)
     assert left and all(one is not None and two is None for one, two, _ in left)
-    monkeypatch.setattr(decode_eviction, "DeferredObserver", by_plans)
+    use_plans(monkeypatch)
     expected, references = batch_generated([H2O] * 3, BFLOAT16)
     assert tokens == expected and all(map(same_caches, caches, references))
 
@@ -233,8 +239,9 @@ def test_fork_and_source_continue_independently(monkeypatch: pytest.MonkeyPatch)
     decoder = wrap_model(tiny("qwen3", layers=3))
     runtime = id_runtime(decoder)
     found = list[tuple[list[list[int]], list[list[int]], SequenceCache, SequenceCache]]()
-    for observer in (DeferredObserver, by_plans):
-        monkeypatch.setattr(decode_eviction, "DeferredObserver", observer)
+    for is_reference in (False, True):
+        if is_reference:
+            use_plans(monkeypatch)
         cache = build_caches(runtime, policy, some_ids(48), [{}], PeakMemoryMeter()).activate(0)
         continued(cache, some_ids(1))
         fork = cache.fork()

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from larder.cache.offload.page_fetch import PageFetcher
 from larder.core.errors import UsageError
-from larder.core.home import home
-from larder.core.measured_counts import measured_count
+from larder.core.home import home, measured_count
 from larder.core.observation import Entries
 from larder.core.recall import RecallPart
 from larder.core.spec import LayerSpec, ModelSpec

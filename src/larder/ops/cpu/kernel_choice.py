@@ -20,8 +20,7 @@ from statistics import median
 
 import torch
 
-from larder.core.home import home
-from larder.core.measured_counts import measured_count
+from larder.core.home import home, measured_count
 from larder.ops.cpu.c_library import MODULE
 
 FILE = "choices.json"  # in the folder of kernels
