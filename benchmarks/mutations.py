@@ -108,8 +108,8 @@ MUTATIONS = {
     ),
     "gradients: later tokens are seen": Mutation(
         "prefill/gradients.py",
-        "hidden = (indices > observation.query_positions[:, None]) | (indices < first)",
-        "hidden = indices < first",
+        "hidden = (positions > observation.query_positions[:, None]) | (positions < first)",
+        "hidden = positions < first",
         ("prefill/test_gradients.py",),
     ),
     "qaq: more error where more attention": Mutation(
