@@ -6,6 +6,7 @@ import pytest
 
 from larder.models import LoadedModel
 from larder.server import ChatMessage, IdleRefresher, SessionState
+from larder.session import ChatCache
 from larder.store import Tier
 from server_chats import HISTORY, asked
 from server_core import Client, Served, answered, user
@@ -81,15 +82,21 @@ def test_early_turn_continues_the_rebuild(served: Served, expected: tuple[Client
     assert blocks < expected[1], "steps of the rebuild between the turns are not repeated"
 
 
-@pytest.mark.parametrize("leave", ["offload", "drop"])
-def test_cache_that_leaves_the_device_drops_its_rebuild(
-    served: Served, expected: tuple[Client, int], leave: str
-) -> None:
+def rebuilding(served: Served) -> tuple[SessionState, list[ChatMessage], ChatCache]:
+    """Session whose rebuild has begun, its turns, and its caches."""
     session, turns = overdue(served)
     chat_cache = session.residency.chat_cache
     assert chat_cache is not None
     while not chat_cache.is_refreshing:
         assert served.step()
+    return session, turns, chat_cache
+
+
+@pytest.mark.parametrize("leave", ["offload", "drop"])
+def test_cache_that_leaves_the_device_drops_its_rebuild(
+    served: Served, expected: tuple[Client, int], leave: str
+) -> None:
+    session, turns, chat_cache = rebuilding(served)
     getattr(served.core.tiers, leave)(session)
     assert session.residency.chat_cache is None or not chat_cache.is_refreshing
     assert served.core.ledger.used(Tier.DEVICE) == 0
@@ -102,11 +109,7 @@ def test_cache_that_is_brought_back_drops_its_rebuild(
     served: Served, expected: tuple[Client, int], action: str
 ) -> None:
     """Its reservation is of the cache alone, without what the rebuild holds on the device."""
-    session, turns = overdue(served)
-    chat_cache = session.residency.chat_cache
-    assert chat_cache is not None
-    while not chat_cache.is_refreshing:
-        assert served.step()
+    session, turns, chat_cache = rebuilding(served)
     getattr(served.core.admin, action)(session).result(0)
     assert session.residency.active is not None and not chat_cache.is_refreshing
     served.run()
