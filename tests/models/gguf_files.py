@@ -22,11 +22,14 @@ def write_gguf(
     module: Any,
     architecture: str,
     quantization: GGMLQuantizationType = GGMLQuantizationType.Q4_1,
+    *,
+    sentencepiece: bool = False,
 ) -> Path:
     """Write a model as a GGUF file, its matrices quantized where their rows have whole blocks.
 
     Args:
         architecture: name in GGUF.
+        sentencepiece: the tokenizer is of SentencePiece's kind; else of bytes.
     """
     writer = GGUFWriter(path, architecture)
     config = module.config.to_dict() | (getattr(module.config, "rope_parameters", None) or {})
@@ -36,7 +39,10 @@ def write_gguf(
             continue
         add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
         add(f"{architecture}.{key}", value)
-    _add_tokenizer(writer, "qwen2" if architecture.startswith("qwen") else "gpt-2")
+    if sentencepiece:
+        add_sentencepiece(writer)
+    else:
+        _add_tokenizer(writer, "qwen2" if architecture.startswith("qwen") else "gpt-2")
     state = module.state_dict()
     for ours, theirs in get_gguf_hf_weights_map(module, TensorProcessor(), architecture).items():
         weights = state[theirs].float().numpy()
@@ -76,3 +82,35 @@ def _add_tokenizer(writer: GGUFWriter, pre_tokenizer: str) -> None:
     writer.add_bos_token_id(len(tokens) - 2)
     writer.add_eos_token_id(len(tokens) - 1)
     writer.add_chat_template("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}")
+
+
+def add_sentencepiece(writer: GGUFWriter) -> None:
+    """Tokenizer without merges: special tokens, all bytes, words with scores, and blanks that the
+    user defined."""
+    words = [
+        *"helowrd12+3,!",
+        "\u2581",
+        "he",
+        "ll",
+        "hell",
+        "hello",
+        "\u2581w",
+        "or",
+        "\u2581wor",
+        "12",
+    ]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>"]
+    types = [3, 3, 3, 2]
+    tokens += [f"<0x{byte:02X}>" for byte in range(256)]
+    types += [6] * 256
+    tokens += [*words, "  ", "\n", "<tag>", "\u00e9\u2581", "\u00e9"]
+    types += [1] * len(words) + [1, 4, 4, 1, 1]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-float(index % 7) for index in range(len(tokens))])
+    writer.add_token_types(types)
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    writer.add_unk_token_id(3)
+    writer.add_pad_token_id(0)
+    writer.add_add_bos_token(True)

