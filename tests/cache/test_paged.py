@@ -75,9 +75,9 @@ def test_fork_takes_no_pages_before_a_write() -> None:
     arena = an_arena(layer)
     pages, store = arena.pages[0], a_store(layer, arena)
     extend(store, draw(layer, 10))
-    free = pages.free_pages
+    free = len(pages._free)
     forks = [store.fork() for _ in range(3)]
-    assert pages.free_pages == free
+    assert len(pages._free) == free
     assert store.shared_nbytes == store.nbytes
     before = a_store(layer, arena)
     extend(before, draw(layer, 10))
@@ -93,19 +93,19 @@ def test_shared_pages_outlive_one_owner() -> None:
     layer = a_layer(2, 2)
     arena = an_arena(layer)
     pages, store = arena.pages[0], a_store(layer, arena)
-    empty = pages.free_pages
+    empty = len(pages._free)
     extend(store, draw(layer, 10))
-    fork, alike, free = store.fork(), a_store(layer, arena), pages.free_pages
+    fork, alike, free = store.fork(), a_store(layer, arena), len(pages._free)
     fork.separate()
-    assert pages.free_pages == free
+    assert len(pages._free) == free
     extend(alike, draw(layer, 10))
     del store
     gc.collect()
     assert same(fork, alike)
-    assert empty - pages.free_pages == (fork.nbytes + alike.nbytes) // pages.page_bytes
+    assert empty - len(pages._free) == (fork.nbytes + alike.nbytes) // pages.page_bytes
     del fork, alike
     gc.collect()
-    assert pages.free_pages == empty
+    assert len(pages._free) == empty
 
 
 @pytest.mark.extended
@@ -113,18 +113,18 @@ def test_pages_are_freed_with_their_sequence() -> None:
     layer = a_layer(2, 2)
     arena = an_arena(layer)
     pages, store = arena.pages[0], a_store(layer, arena)
-    free = pages.free_pages
+    free = len(pages._free)
     extend(store, draw(layer, 30))
     fork = store.fork()
-    assert pages.free_pages == free - 2 * 8
+    assert len(pages._free) == free - 2 * 8
     store.apply(a_plan([[0, 1], []], [30, 30]))
     assert store.nbytes == pages.page_bytes
     del store
     gc.collect()
-    assert pages.free_pages == free - 2 * 8
+    assert len(pages._free) == free - 2 * 8
     del fork
     gc.collect()
-    assert pages.free_pages == free
+    assert len(pages._free) == free
 
 
 def test_full_arena_is_refused_unchanged() -> None:
@@ -146,7 +146,7 @@ def test_eviction_from_shared_pages_copies_kept_entries_only() -> None:
     append(store, new)  # 4 pages per head: 8 of 10
     fork = store.fork()
     fork.evict(a_plan([range(1, 16, 4), range(2, 16, 4)], fork.lengths))
-    assert fork.lengths == (4, 4) and arena.pages[0].free_pages == 0
+    assert fork.lengths == (4, 4) and len(arena.pages[0]._free) == 0
     for head, first in enumerate((1, 2)):
         expected = new.keys[head, first::4]
         assert torch.equal(fork.entries().head_keys(head), expected)

@@ -29,7 +29,7 @@ from larder.cache import (
     held_nbytes,
 )
 from larder.core import LOG_COUNT, Codec, Ledger, Mode, RecomputeSpec
-from larder.ops import c_library, decode_step
+from larder.ops import StepWork, c_library
 from tensor_memory import reachable_tensors, storage_bytes
 from transforms import a_transform_layer
 
@@ -57,9 +57,10 @@ def step(store: CacheLayer, new: Tokens) -> Tensor:
         return extend(store, new)
     position = int(new.positions[0])
     sides = new.queries, new.keys, new.values
-    out, _ = decode_step(*sides, [position], [storage], LAYER.scaling)
+    work = StepWork(*sides, [position], [storage], LAYER.scaling)
+    work.run()
     store.count_step(position)
-    return out
+    return work.state[0]
 
 
 @dataclass

@@ -24,7 +24,7 @@ from larder.core import (
     RecallPart,
     SearchMode,
 )
-from larder.ops import c_library, decode_step
+from larder.ops import StepWork, c_library
 from larder.recall import Flat
 from references.cache.loop import Entry, attend_one
 
@@ -362,14 +362,15 @@ def test_exact_step_attends_to_both_tiers_in_one_call() -> None:
         new, lengths = draw(LAYER, 1, 40 + number, seed=1 + number), store.lengths
         storage = store.step_storage()
         assert storage is not None and len(storage.segments) == 1
-        place = new.positions.tolist()
-        out, _ = decode_step(new.queries, new.keys, new.values, place, [storage], LAYER.scaling)
-        store.count_step(place[0])
-        assert_close(out, loop(new, ever))
+        (position,) = positions = new.positions.tolist()
+        work = StepWork(new.queries, new.keys, new.values, positions, [storage], LAYER.scaling)
+        work.run()
+        store.count_step(position)
+        assert_close(work.state[0], loop(new, ever))
         assert store.lengths == tuple(length + 1 for length in lengths)
-        assert store.entries().head_positions(1)[-1] == place[0]
+        assert store.entries().head_positions(1)[-1] == position
         for head, entries in enumerate(ever):
-            entries.append(Entry(place[0], new.keys[head, 0], new.values[head, 0]))
+            entries.append(Entry(position, new.keys[head, 0], new.values[head, 0]))
     assert store.pages == (0, 0)
 
 

@@ -197,7 +197,7 @@ def test_out_of_memory_pass_leaves_blocks_and_steps_unchanged(monkeypatch) -> No
     before = [cache.state() for cache in caches]
     caches[2].record_weight_sums([0])
     monkeypatch.setattr("larder.models.block_segments.attend_segments", fail)
-    monkeypatch.setattr("larder.ops.cpu.block_attention.is_faster", lambda *_: True)
+    monkeypatch.setattr("larder.ops.block_attention.is_faster", lambda *_: True)
     counts = (1, 40, 33)
     pairs = zip(caches, counts, strict=True)
     segments = [BatchSegment(cache, (7,) * count) for cache, count in pairs]

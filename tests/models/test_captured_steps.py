@@ -224,10 +224,10 @@ def test_no_memory_to_grow_refuses_and_keeps_what_was_there(decoder, monkeypatch
     with monkeypatch.context() as full:
         full.setattr(pages, "grow", refuse)
         with pytest.raises(CacheError, match="more pages"):
-            pages.take(pages.free_pages + 1)
+            pages.take(len(pages._free) + 1)
     assert torch.equal(caches[0].entries(0).positions, held[0])
     assert torch.equal(caches[0].entries(1).keys, held[1])
-    pages.release(pages.take(pages.free_pages + 1))
+    pages.release(pages.take(len(pages._free) + 1))
     assert step(decoder, caches, 20).isfinite().all()
 
 
@@ -246,11 +246,11 @@ def test_steps_are_captured_again_after_growth_that_failed_halfway(
         with monkeypatch.context() as full:
             full.setattr(pages, "grow", refuse)
             with pytest.raises(CacheError, match="more pages"):
-                pages.take(pages.free_pages + 1)
+                pages.take(len(pages._free) + 1)
         for token in (20, 21):
             torch.testing.assert_close(step(decoder, got, token), step(large, expected, token))
         positions, keys = arena.positions, pages.keys
-        pages.release(pages.take(pages.free_pages + 1))
+        pages.release(pages.take(len(pages._free) + 1))
         assert arena.positions is positions and pages.keys is not keys
         torch.testing.assert_close(step(decoder, got, 22), step(large, expected, 22))
     assert not decoder.captured.refusal and len(replayed) == 6

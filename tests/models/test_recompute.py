@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-from architectures.families_variants import FAMILIES
 from larder.cache import SequenceCache
-from larder.core import CacheError, Mode, ModelError
+from larder.core import ModelError
 from larder.models import BaseModelLayers, BatchSegment, Decoder, KVRecompute, ResidualStream
 from model_runs import cuts, read_on, some_ids
 from tiny_models import tiny
@@ -101,53 +98,6 @@ def test_projection_of_one_layer_equals_its_formula(adopted) -> None:
     assert torch.allclose(found[1], values.transpose(0, 1), atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-def test_recomputed_entries_equal_cached_ones(architecture, adopted, depth) -> None:
-    decoder = adopted(architecture)
-    recompute, residuals, cache = read_and_kept(decoder)
-    same, other = (SequenceCache(decoder.spec, "dense") for _ in range(2))
-    recompute.reread(depth, residuals.before(depth), same, BLOCK)
-    assert differences(same, cache, depth) == 0
-    recompute.reread(depth, residuals.before(depth), other, READ)
-    at = {i: torch.arange(READ) for i in range(depth, len(decoder.spec.layers))}
-    found = recompute.project({i: residuals.before(i) for i in at}, torch.arange(READ))
-    assert farthest(found, torch.arange(READ), other) < TOLERANCE
-    assert not any(map(sum, same.lengths()[:depth]))
-
-
-def test_generation_continues_from_recomputed_entries(architecture, adopted) -> None:
-    decoder = adopted(architecture)
-    recompute, residuals, cache = read_and_kept(decoder)
-    again = SequenceCache(decoder.spec, "ragged")
-    recompute.reread(0, residuals.before(0), again, 7)
-    assert again.next_position == READ
-    more = some_ids(9, seed=1)
-    got, expected = (read_on(decoder, each, more, 1) for each in (again, cache))
-    assert (got - expected).abs().max() < 1e-4
-
-
-def test_recomputed_queries_have_the_temperature_of_their_positions() -> None:
-    """Llama 4 scales queries by their place in a call, in layers without RoPE; here the first."""
-    (family,) = (own for own in FAMILIES if own.name == "Llama 4")
-    config = family.config()
-    config.no_rope_layers, config.layer_types = [0, 1], ["full_attention", "chunked_attention"]
-    with Decoder(replace(family, config=lambda: config).model()) as decoder:
-        recompute, residuals, cache = read_and_kept(decoder)
-        again = SequenceCache(decoder.spec, "dense")
-        recompute.reread(0, residuals.before(0), again, 7)
-        assert differences(again, cache) < TOLERANCE
-
-
-def test_layers_before_the_residual_keep_their_entries(three_layers) -> None:
-    recompute, residuals, cache = read_and_kept(three_layers)
-    spec, state = three_layers.spec, cache.state()
-    empty = SequenceCache(spec, "dense")
-    below = {name: tensor for name, tensor in state.items() if name.startswith("0.")}
-    held = SequenceCache.adopt(spec, empty.state() | below, empty.meta())
-    recompute.reread(1, residuals.before(1), held, BLOCK)
-    assert differences(held, cache) == 0
-
-
 def test_bytes_are_those_of_the_residuals(three_layers) -> None:
     _, residuals, _ = read_and_kept(three_layers)
     assert residuals.nbytes == 3 * READ * 64 * 4
@@ -176,21 +126,6 @@ def test_failed_prefill_leaves_no_residuals(three_layers) -> None:
         recompute.read(BatchSegment(cache, (5, 6)), residuals, fail)
     assert {len(residuals.before(layer)) for layer in residuals.layers} == {READ}
     assert not any(layer._forward_pre_hooks for layer in three_layers.module.model.layers)
-
-
-def test_recompute_into_a_filled_cache_is_refused(three_layers) -> None:
-    recompute, residuals, cache = read_and_kept(three_layers)
-    with pytest.raises(CacheError, match="give an empty one"):
-        recompute.reread(1, residuals.before(1), cache)
-
-
-def test_failed_recompute_invalidates_the_cache(three_layers) -> None:
-    recompute, residuals, _ = read_and_kept(three_layers)
-    cache = SequenceCache(three_layers.spec, "dense")
-    with pytest.raises(RuntimeError):
-        recompute.reread(0, residuals.before(0)[:, :5], cache)
-    with pytest.raises(CacheError, match="failed after some layers"):
-        three_layers.read([BatchSegment(cache, (5,))], Mode.SCRATCH)
 
 
 class _NondeterministicProjection(nn.Module):

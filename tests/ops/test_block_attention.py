@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from larder.ops import c_library, summed_weights
-from larder.ops.block_attention import block_attention
-from larder.ops.cpu import block_attention as fast
+from larder.ops import BlockAttention, BlockWork, block_attention, c_library, summed_weights
 from references.ops import columns as loop
 
 needs_kernel = pytest.mark.skipif(c_library() is None, reason="the C kernels were not compiled")
@@ -50,13 +48,12 @@ class Case:
     def limits(self) -> Tensor:
         return self.lengths[:, None] + 1 + torch.arange(self.queries.shape[1])
 
-    @property
-    def inputs(self) -> tuple[Any, ...]:
+    def block(self, sums: Tensor | None = None) -> BlockAttention:
         stored = self.keys, self.values, self.starts, self.lengths
-        return self.queries, *stored, *self.new
+        return BlockAttention(self.queries, *stored, *self.new, SCALING, self.bias, sums)
 
     def by_kernel(self, sums: Tensor | None, attends: bool = True) -> tuple[Tensor, Tensor]:
-        return fast.block_attention(*self.inputs, self.limits, SCALING, self.bias, sums, attends)
+        return BlockWork(self.block(sums), attends).run()
 
     def heads(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Keys, values and biases of each head, the new tokens behind the stored entries."""
@@ -119,9 +116,7 @@ def test_kernel_equals_its_references(size: Any, dtype: torch.dtype) -> None:
 @given(SIZES)
 def test_torch_weight_sums_equal_their_reference(size: Any) -> None:
     case = Case(size, torch.float32)
-    queries, keys, _, *layout, new_keys, _ = case.inputs
-    sums = summed_weights(queries, keys, *layout, new_keys, SCALING, case.bias)
-    assert torch.allclose(sums, case.expected_sums(), 1e-4, 1e-5)
+    assert torch.allclose(summed_weights(case.block()), case.expected_sums(), 1e-4, 1e-5)
 
 
 @pytest.mark.parametrize("kernel", ["ours", "torch's", "none"])
@@ -130,11 +125,11 @@ def test_all_implementations_agree(
     kernel: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kernel == "none":
-        monkeypatch.setattr(fast, "supports", lambda *inputs: False)
-    monkeypatch.setattr(fast, "is_faster", lambda *kind: kernel == "ours")
+        monkeypatch.setattr(block_attention, "supports", lambda *inputs: False)
+    monkeypatch.setattr(block_attention, "is_faster", lambda *kind: kernel == "ours")
     case = Case((0, [37, 0, 20], 2, 33, 16, True), dtype)
     sums = torch.empty(case.entries)
-    out, lse = block_attention(*case.inputs, SCALING, case.bias, sums)
+    out, lse = case.block(sums)()
     expected, expected_lse = case.expected()
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     assert torch.allclose(out, expected, tolerance, tolerance)

@@ -15,8 +15,15 @@ from torch import Tensor
 from larder.cache import SequenceCache
 from larder.core import Mode
 from larder.models import BatchSegment, Decoder, block_segments, wrap_model
-from larder.ops import BlockWork, StepStorage, StepWork, attend_segments, can_join
-from larder.ops.cpu import block_attention as fast
+from larder.ops import (
+    BlockAttention,
+    BlockWork,
+    StepStorage,
+    StepWork,
+    attend_segments,
+    block_attention,
+    can_join,
+)
 from larder.ops.cpu import segment_attention
 from model_runs import some_ids
 from tiny_models import tiny
@@ -61,11 +68,11 @@ def block_of(size: Any, dtype: torch.dtype) -> tuple[BlockWork, Tensor | None]:
 
     stored = sum(lengths) + SLACK * heads
     sums = torch.full((sum(lengths) + heads * count,), torch.nan) if has_more else None
-    limits = torch.tensor(lengths)[:, None] + 1 + torch.arange(count)
     bias = torch.randn(stored, generator=source) if has_more else None
     sides, new = (random(stored), random(stored)), (random(heads, count), random(heads, count))
     queries = random(heads * group_len, count)
-    return BlockWork(queries, *sides, *layout_of(lengths), *new, limits, 0.4, bias, sums), sums
+    block = BlockAttention(queries, *sides, *layout_of(lengths), *new, 0.4, bias, sums)
+    return BlockWork(block), sums
 
 
 def step_of(rows: list[list[int]], dtype: torch.dtype) -> tuple[StepWork, list[StepStorage]]:
@@ -143,7 +150,7 @@ def joint_calls(monkeypatch) -> list[tuple[int, int]]:
         seen.append((len(blocks), 0 if step is None else step.batch_len))
         attend_segments(blocks, step)
 
-    monkeypatch.setattr(fast, "is_faster", lambda *kind: True)
+    monkeypatch.setattr(block_attention, "is_faster", lambda *kind: True)
     monkeypatch.setattr(block_segments, "attend_segments", attend)
     return seen
 
@@ -192,7 +199,7 @@ def test_pass_of_blocks_and_steps_makes_one_call_a_layer(form, counts, expected,
 
 @needs_kernel
 def test_blocks_that_torch_attends_to_faster_keep_calls_of_their_own(joint_calls, monkeypatch):
-    monkeypatch.setattr(fast, "is_faster", lambda *kind: False)
+    monkeypatch.setattr(block_attention, "is_faster", lambda *kind: False)
     decoder = wrap_model(tiny("llama"))
     lengths = [[30, 1], [31, 40], [32, 50]]
     got = logits_of(decoder, "dense", lengths, together=True)

@@ -146,7 +146,7 @@ def test_turn_lock_is_granted_in_arrival_order() -> None:
     with lock:
         for number, thread in enumerate(threads):
             thread.start()
-            while lock.num_waiting <= number:
+            while lock._next <= number + 1:
                 pass
     for thread in threads:
         thread.join()

@@ -25,7 +25,7 @@ def over_pages(device: int | None = None, host: int | None = None) -> tuple[Serv
 def taken(arena: PageArena) -> int:
     gc.collect()
     pages = arena.pages[0]
-    return pages.num_pages - 1 - pages.free_pages
+    return pages.num_pages - 1 - len(pages._free)
 
 
 @pytest.mark.extended

@@ -7,13 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from larder.session import (
-    average_linkage,
-    context_tree,
-    distinct_size,
-    list_distance,
-    shared_orders,
-)
+from larder.session import average_linkage, context_tree, distinct_size, shared_orders
 from references import context_tree as loop
 
 LISTS = st.lists(
@@ -27,15 +21,15 @@ SIZES = {each: number + 1 for number, each in enumerate("abcdefgh")}
 
 def test_distance_of_two_common_documents_of_three() -> None:
     """Position differences 0 and 2: 1 - 2/3 + .001 * 1."""
-    assert list_distance(("b", "a", "c"), ("d", "a", "b")) == pytest.approx(0.3343, abs=5e-5)
-    assert list_distance(("a",), ("b", "c")) == 1.0
+    found = context_tree._distances([("b", "a", "c"), ("d", "a", "b"), ("e",)])
+    assert found[0, 1] == pytest.approx(0.3343, abs=5e-5)
+    assert found[0, 2] == 1.0
 
 
 @given(LISTS)
 def test_distances_equal_their_reference(lists: list[Ids]) -> None:
     expected = [[loop.distance(one, other) for other in lists] for one in lists]
     assert context_tree._distances(lists) == pytest.approx(np.array(expected))
-    assert list_distance(lists[0], lists[-1]) == pytest.approx(expected[0][-1])
 
 
 @given(st.integers(1, 9), st.integers(0, 99))

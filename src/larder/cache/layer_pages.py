@@ -64,11 +64,6 @@ class LayerPages:
         """N."""
         return len(self._holders)
 
-    @property
-    def free_pages(self) -> int:
-        """Pages that no lease holds."""
-        return len(self._free)
-
     def grow(self, num_pages: int) -> None:
         """Grow to at least `num_pages` pages, in new memory with the present entries.
 

@@ -167,18 +167,14 @@ def check_store_access(url: str) -> None:
         print(f"larder: turns are not durable until the store takes them: {error}", file=sys.stderr)
 
 
-def print_if_unwritable(saved: str, url: str) -> None:
-    """Print one line on stderr if a folder or address cannot be written now.
-
-    Args:
-        saved: what would be saved there.
-    """
+def _print_if_unwritable(url: str) -> None:
+    """Print one line on stderr if caches cannot be written to a folder or address now."""
     from larder.store.fs import check_writable
 
     try:
         check_writable(url)
     except StoreError as error:
-        print(f"larder: {saved} are not saved: {error}", file=sys.stderr)
+        print(f"larder: caches are not saved: {error}", file=sys.stderr)
 
 
 @contextmanager
@@ -213,7 +209,7 @@ def open_persistence(
         print(f"larder: caches are not saved: {error}", file=sys.stderr)
         yield NoPersistence()
         return
-    print_if_unwritable("caches", store_url(url))
+    _print_if_unwritable(store_url(url))
     try:
         yield StorePersistence(
             store,

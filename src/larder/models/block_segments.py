@@ -13,6 +13,7 @@ from larder.cache.forms.base import AttentionCall, CacheLayer
 from larder.cache.new_tokens import NewTokens
 from larder.core.types import Queries
 from larder.ops.block_attention import FEWEST_QUERIES, BlockAttention
+from larder.ops.cpu.block_attention import BlockWork
 from larder.ops.cpu.segment_attention import StepWork, attend_segments, can_join
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class BlockSegments:
             if (call := layer.block_call(new)) is not None:
                 self._calls[index] = call
         self._works = {
-            index: call.work()
+            index: BlockWork(call)
             for index, call in self._calls.items()
             if isinstance(call, BlockAttention) and call.can_join and can_join()
         }

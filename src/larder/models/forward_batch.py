@@ -161,9 +161,10 @@ class ForwardBatch:
         length = known.known.shape[1] if self.mode is Mode.APPEND else segment.cache.next_position
         return known.at(own_positions, length)
 
-    def token_positions(self, index: int) -> Int[Tensor, " Q"]:
-        """True positions of the tokens of one segment."""
-        return self._positions[self._device][index]
+    @property
+    def first_positions(self) -> Int[Tensor, " Q"]:
+        """True positions of the tokens of the first segment."""
+        return self._positions[self._device][0]
 
     def _positions_on(self, device: torch.device) -> list[Int[Tensor, " Q"]]:
         """True positions of the tokens of each segment on the device of a layer."""

@@ -131,13 +131,7 @@ def load(
         >>> loaded = load("seed")
         >>> engine = Engine(loaded, policy="kvzip", budget="25%")
     """
-    expected = "a name or a folder as a string (Engine(model, tokenizer) takes a model in memory)"
-    check_type("model", name, str, expected)
-    check_type("device", device, str, "a string such as cpu or cuda:0")
-    if adapter_mode not in ADAPTER_MODES:
-        raise BadParameter(
-            f"adapter_mode must be {' or '.join(ADAPTER_MODES)}, got {adapter_mode!r}."
-        )
+    _check_names(name, device, adapter_mode)
     placement, use = _placement(device, device_map), page_use(pages)
     with silence_transformers():
         source = _source(name, stage)
@@ -152,6 +146,17 @@ def load(
         chosen = _processor(source, module.config, hub, processor)
         adapters = () if adapter is None else (adapter,)
         return LoadedModel(wrap_model(module.eval(), use, stage), own, name, chosen, adapters)
+
+
+def _check_names(name: str, device: str, adapter_mode: str) -> None:
+    """Raise BadParameter if one of them is no string, or the mode of adapters is unknown."""
+    expected = "a name or a folder as a string (Engine(model, tokenizer) takes a model in memory)"
+    check_type("model", name, str, expected)
+    check_type("device", device, str, "a string such as cpu or cuda:0")
+    if adapter_mode not in ADAPTER_MODES:
+        raise BadParameter(
+            f"adapter_mode must be {' or '.join(ADAPTER_MODES)}, got {adapter_mode!r}."
+        )
 
 
 def _placed(module: Any, device: str, device_map: DeviceMap | None) -> Any:

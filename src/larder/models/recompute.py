@@ -6,14 +6,15 @@ projections and rotation applied to the residual stream before it, so a cache of
 replace them. Two methods, which the paper's abstract does not distinguish:
 
 project    A residual per token and layer. Each layer's keys and values follow from its own
-           residual, without any attention, in any order, of any tokens.
+           residual, without any attention, in any order, of any tokens: `KVRecompute.project`.
 reread     One residual per token, before one layer. Later layers follow only by running the model
            from there over all tokens in order, attention included. The paper's 5 KB per token are
-           these; before layer 0 they follow from the token id, which takes 4 bytes.
+           these; before layer 0 they follow from the token id, which takes 4 bytes. Tokens are
+           re-read within a forward batch, by `larder.models.recompute_hooks`.
 
-The model itself runs, with its other layers replaced, so that a layer gets the same arguments as
-ever (positions, rotations, kinds of attention). Its keys and values are captured where it calls
-attention, and it is stopped there. So queries are computed, too, and discarded.
+To project, the model itself runs with its other layers replaced, so that a layer gets the same
+arguments as ever (positions, rotations, kinds of attention). Its keys and values are captured where
+it calls attention, and it is stopped there. So queries are computed, too, and discarded.
 """
 
 from __future__ import annotations
@@ -28,9 +29,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from larder.cache.new_tokens import NewTokens
 from larder.cache.sequence import SequenceCache
-from larder.core.errors import CacheError, ModelError
+from larder.core.errors import ModelError
 from larder.core.spec import ModelSpec
 from larder.core.types import Keys, Mode, Positions, Queries, Values
 from larder.models.activation_hooks import forward_hooks
@@ -38,9 +38,6 @@ from larder.models.attention_backend import AttentionInputs, AttentionProbe
 from larder.models.attention_survey import SURVEY_TOKENS
 from larder.models.forward_batch import BatchSegment, LayerActivations, Observer
 from larder.models.introspection import TOLERANCE
-
-BLOCK_TOKENS = 512
-
 
 # Reads segments into their caches without logits, as `larder.models.decoder.Decoder.read` does.
 SegmentReader = Callable[[Sequence[BatchSegment], Mode, Observer | None], object]
@@ -107,46 +104,6 @@ class KVRecompute:
             )
         return probe.found
 
-    @torch.no_grad()
-    def reread(
-        self,
-        depth: int,
-        residuals: Float[Tensor, "S hidden"],
-        cache: SequenceCache,
-        block: int = BLOCK_TOKENS,
-    ) -> None:
-        """Append to a cache by running the layers from `depth` on over recorded residuals.
-
-        The cache must have no entries in those layers, and no token that the first forward saw may
-        be missing: after an eviction the result is not exact. Layers before `depth` are left
-        unchanged. Equal blocks give equal bits.
-
-        Raises:
-            CacheError: the cache has entries there. A cache that fails halfway is invalidated.
-        """
-        if cache.next_position or any(map(sum, cache.lengths()[depth:])):
-            raise CacheError(
-                f"Layers from {depth} on must be recomputed from the first token, but the cache "
-                "already has entries there: give an empty one."
-            )
-        try:
-            with self._attention:
-                model = self._stack.with_visits({index: _skip_layer for index in range(depth)})
-                for part in residuals.split(block):
-                    self._run_on(model, part, cache)
-        except BaseException:
-            cache.invalidate()
-            raise
-
-    def _run_on(self, model: Any, part: Float[Tensor, "Q hidden"], cache: SequenceCache) -> None:
-        first = cache.next_position
-        positions = torch.arange(first, first + len(part), device=part.device)
-        layers = _AppendingLayers(cache, positions)
-        model(
-            inputs_embeds=part[None], position_ids=positions[None], use_cache=False, larder=layers
-        )
-        cache.advance(len(part))
-
     def _check(self) -> None:
         """Check that a short text's keys and values can be recomputed, for every architecture."""
         spec = self.spec
@@ -187,18 +144,6 @@ class _KVProbe:
         raise _LayerStopped
 
 
-class _AppendingLayers:
-    """Layer attention that appends to one cache; some layers may never call it."""
-
-    def __init__(self, cache: SequenceCache, positions: Positions) -> None:
-        self._cache, self._positions = cache, positions
-
-    def attend(self, inputs: AttentionInputs) -> Queries:
-        queries = inputs.queries_at(self._positions)
-        sides = queries, inputs.keys, inputs.values
-        return self._cache.attend(inputs.layer, NewTokens(*sides, self._positions, Mode.APPEND))
-
-
 def _capture_layer(
     index: int, layer: nn.Module, args: Sequence[Any], options: dict[str, Any]
 ) -> None:
@@ -208,10 +153,6 @@ def _capture_layer(
             layer(probe.residuals[index][None], *args, **options)
         except _LayerStopped:
             return
-
-
-def _skip_layer(layer: nn.Module, args: Sequence[Any], options: dict[str, Any]) -> None:
-    """Visit that does nothing."""
 
 
 # Replacement of a layer's forward: called with the layer and its arguments.

@@ -121,7 +121,7 @@ class _NarrowingHooks:
             batch = self.batch
             if batch is None or named.get(CONTEXT_KEYWORD) is not batch:
                 return None
-            rows = self._choose(index, batch.token_positions(0))
+            rows = self._choose(index, batch.first_positions)
             if rows is not None:
                 batch.narrow(rows)
                 self._rows = rows if self._rows is None else self._rows[rows]

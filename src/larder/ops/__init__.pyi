@@ -21,6 +21,7 @@ from .bit_allocation import AllocationTable as AllocationTable
 from .bit_allocation import ComponentGroup as ComponentGroup
 from .bit_allocation import group_errors as group_errors
 from .block_attention import FEWEST_QUERIES as FEWEST_QUERIES
+from .block_attention import BlockAttention as BlockAttention
 from .block_attention import summed_weights as summed_weights
 from .column_statistics import CHUNK as CHUNK
 from .column_statistics import GroupReduction as GroupReduction
@@ -41,7 +42,6 @@ from .cpu.removal import removes_together as removes_together
 from .cpu.segment_attention import StepWork as StepWork
 from .cpu.segment_attention import attend_segments as attend_segments
 from .cpu.segment_attention import can_join as can_join
-from .cpu.segment_attention import decode_step as decode_step
 from .level_coder import HeldRanges as HeldRanges
 from .level_coder import LevelCoder as LevelCoder
 from .level_coder import bytes_per_entry as bytes_per_entry

@@ -9,21 +9,33 @@ attends, and sums come from a second pass.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
 from larder.ops.attention import causal_attention, merge_attention, needs_gradient, ragged_attention
-from larder.ops.cpu import block_attention as fast
+from larder.ops.cpu import flash_attention
+from larder.ops.cpu.block_attention import BlockWork, supports
+from larder.ops.cpu.kernel_choice import saved_choice, slowdown, thread_seconds
 
 CHUNK = 64  # queries whose weights are in memory at a time, where torch sums them
 FEWEST_QUERIES = 32  # of a block; for fewer, packing keys costs more than it saves
+TIMED_HEADS, TIMED_QUERIES, TIMED_ENTRIES = 4, 128, 512
 
 
 @dataclass(frozen=True)
 class BlockAttention:
-    """Call of `block_attention`, made alone or in one call with other segments of a pass."""
+    """Attention of one block, called alone or in one call with other segments of a pass.
+
+    Args:
+        starts, lengths: rows of each kv head in the flat storage; int64 in host memory.
+        scaling: of the logits.
+        bias: as in `ragged_attention`, of the stored rows.
+        sums: output buffer for the sum of the weights of each entry, head by head, the new tokens
+            behind the stored entries; None for none.
+    """
 
     queries: Float[Tensor, "H Q D"]
     keys: Float[Tensor, "C D"]
@@ -37,103 +49,83 @@ class BlockAttention:
     sums: Float[Tensor, " T"] | None = None
 
     def __call__(self) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
-        stored = self.queries, self.keys, self.values, self.starts, self.lengths
-        new = self.new_keys, self.new_values
-        return block_attention(*stored, *new, self.scaling, self.bias, self.sums)
+        """Output and log-sum-exp, in float32."""
+        if self.can_join:
+            return BlockWork(self).run()
+        if self.sums is not None and self._is_supported:
+            BlockWork(self, attends=False).run()
+        elif self.sums is not None:
+            self.sums.copy_(summed_weights(self))
+        return self._attend_by_torch()
 
     @property
     def can_join(self) -> bool:
-        """True if `work` serves it: where the kernel is supported, and faster than torch."""
-        queries, *stored = self.queries, self.keys, self.values
+        """True if `BlockWork` serves it: where the kernel is supported, and faster than torch."""
+        return self._is_supported and is_faster(self.keys.dtype, self.keys.shape[1])
+
+    @property
+    def _is_supported(self) -> bool:
+        sides = self.queries, self.keys, self.values
+        return supports(*sides) and not needs_gradient(*sides, self.new_keys, self.new_values)
+
+    def _attend_by_torch(self) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
+        queries, query_len = self.queries, self.queries.shape[1]
         new = self.new_keys, self.new_values
-        is_fast = fast.supports(queries, *stored) and not needs_gradient(queries, *stored, *new)
-        return is_fast and fast.is_faster(self.keys.dtype, self.keys.shape[1])
-
-    def work(self) -> fast.BlockWork:
-        """Arguments and outputs of the kernel, which `can_join`."""
-        return fast.BlockWork(
-            self.queries,
-            self.keys,
-            self.values,
-            self.starts,
-            self.lengths,
-            self.new_keys,
-            self.new_values,
-            _limits(self.lengths, self.queries.shape[1]),
-            self.scaling,
-            self.bias,
-            self.sums,
-        )
+        parts = [causal_attention(queries, *new, self.scaling, (query_len,))]
+        if self.lengths.any():
+            rows = self.keys, self.values, self.starts, self.lengths
+            parts.insert(0, ragged_attention(queries, *rows, self.scaling, self.bias))
+        return merge_attention([out for out, _ in parts], [lse for _, lse in parts])
 
 
-def block_attention(
-    queries: Float[Tensor, "H Q D"],
-    keys: Float[Tensor, "C D"],
-    values: Float[Tensor, "C D"],
-    starts: Int64[Tensor, " K"],
-    lengths: Int64[Tensor, " K"],
-    new_keys: Float[Tensor, "K Q D"],
-    new_values: Float[Tensor, "K Q D"],
-    scaling: float,
-    bias: Float[Tensor, " C"] | None = None,
-    sums: Float[Tensor, " T"] | None = None,
-) -> tuple[Float[Tensor, "H Q D"], Float[Tensor, "H Q"]]:
-    """Output and log-sum-exp, in float32.
+@cache
+def is_faster(dtype: torch.dtype, head_dim: int) -> bool:
+    """True if the kernel attends faster than torch does; measured once per machine.
 
-    Args:
-        starts, lengths: rows of each kv head in the flat storage; int64 in host memory.
-        bias: as in `ragged_attention`, of the stored rows.
-        sums: output buffer for the sum of the weights of each entry, head by head, the new tokens
-            behind the stored entries; None for none.
+    With matrix units (AMX), torch may be the faster one.
     """
-    stored, layout = (keys, values), (starts, lengths)
-    new, rest = (new_keys, new_values), (scaling, bias)
-    is_fast = fast.supports(queries, keys, values) and not needs_gradient(queries, *stored, *new)
-    if is_fast and fast.is_faster(keys.dtype, keys.shape[1]):
-        limits = _limits(lengths, queries.shape[1])
-        return fast.block_attention(queries, *stored, *layout, *new, limits, *rest, sums)
-    if sums is not None and is_fast:
-        limits = _limits(lengths, queries.shape[1])
-        fast.block_attention(queries, *stored, *layout, *new, limits, *rest, sums, attends=False)
-    elif sums is not None:
-        sums.copy_(summed_weights(queries, keys, *layout, new_keys, *rest))
-    parts = [causal_attention(queries, *new, scaling, (queries.shape[1],))]
-    if lengths.any():
-        parts.insert(0, ragged_attention(queries, *stored, *layout, *rest))
-    return merge_attention([out for out, _ in parts], [lse for _, lse in parts])
+    name = f"blocks of {str(dtype).removeprefix('torch.')}, heads of {head_dim}"
+    return bool(saved_choice(name, partial(_measure, dtype, head_dim), 1))
 
 
-def summed_weights(
-    queries: Float[Tensor, "H Q D"],
-    keys: Float[Tensor, "C D"],
-    starts: Int64[Tensor, " K"],
-    lengths: Int64[Tensor, " K"],
-    new_keys: Float[Tensor, "K Q D"],
-    scaling: float,
-    bias: Float[Tensor, " C"] | None = None,
-) -> Float[Tensor, " T"]:
-    """The sums of `block_attention` by torch, without gradient."""
-    query_len = queries.shape[1]
+def _measure(dtype: torch.dtype, head_dim: int) -> int:
+    """1 if the kernel is faster."""
+    queries = torch.ones(TIMED_HEADS, TIMED_QUERIES, head_dim, dtype=dtype)
+    stored = torch.ones(TIMED_ENTRIES, head_dim, dtype=dtype)
+    new = torch.ones(1, TIMED_QUERIES, head_dim, dtype=dtype)
+    layout = torch.tensor([0]), torch.tensor([TIMED_ENTRIES])
+    if not flash_attention.supports(queries, stored, stored):
+        return 1
+    block = BlockAttention(queries, stored, stored, *layout, new, new, 1.0)
+
+    def ours() -> None:
+        BlockWork(block).run()
+
+    def torchs() -> None:
+        flash_attention.ragged(queries, stored, stored, *layout, 1.0)
+        flash_attention.causal(queries, new, new, 1.0, (TIMED_QUERIES,), None)
+
+    return int(slowdown(partial(thread_seconds, ours), partial(thread_seconds, torchs)) < 1)
+
+
+def summed_weights(block: BlockAttention) -> Float[Tensor, " T"]:
+    """The `sums` of a block by torch, without gradient."""
+    query_len, lengths = block.queries.shape[1], block.lengths.tolist()
     heads: list[Tensor] = []
-    groups = queries.detach().unflatten(0, (len(lengths), -1))  # [K, R, Q, D]
-    layout = zip(groups, new_keys.detach(), starts.tolist(), lengths.tolist(), strict=True)
+    groups = block.queries.detach().unflatten(0, (len(lengths), -1))  # [K, R, Q, D]
+    layout = zip(groups, block.new_keys.detach(), block.starts.tolist(), lengths, strict=True)
     for group, fresh, start, length in layout:
         span = slice(start, start + length)
-        held = torch.cat([keys[span].detach(), fresh]).float()
+        held = torch.cat([block.keys[span].detach(), fresh]).float()
         added = held.new_zeros(len(held))
-        if bias is not None:
-            added[:length] = bias[span]
+        if block.bias is not None:
+            added[:length] = block.bias[span]
         total = held.new_zeros(len(held))
         for first in range(0, query_len, CHUNK):
             some = group[:, first : first + CHUNK].float()
             seen = length + torch.arange(first, first + some.shape[1], device=held.device)
             hidden = torch.arange(len(held), device=held.device) > seen[:, None]
-            logits = some @ held.T * scaling + added
+            logits = some @ held.T * block.scaling + added
             total += logits.masked_fill(hidden, -torch.inf).softmax(-1).sum((0, 1))
         heads.append(total)
     return torch.cat(heads)
-
-
-def _limits(lengths: Int64[Tensor, " K"], query_len: int) -> Int64[Tensor, "K Q"]:
-    """Entries that each query sees: the stored ones, and new ones up to its own."""
-    return lengths[:, None] + torch.arange(1, query_len + 1)

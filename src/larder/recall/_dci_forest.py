@@ -128,9 +128,9 @@ class DciForest:
         upper = (arrays["tiers"][:count, None] > 0) & (members >= 0)
         return np.where(upper, arrays["centers"][np.where(upper, members, 0)], members)
 
-    def page_values(self, name: str, pages: Int64[Tensor, "N P"]) -> Array:
-        """Values of array `name` for pages of any set; those of page 0 in place of -1."""
-        return self.arrays[name][self._rows(pages)]
+    def versions(self, pages: Int64[Tensor, "N P"]) -> Array:
+        """Versions of pages of any set; that of page 0 in place of -1."""
+        return self.arrays["versions"][self._rows(pages)]
 
     def contents(self, pages: Int64[Tensor, "N P"]) -> Int64[Tensor, "N P S"]:
         rows = self._rows(pages)

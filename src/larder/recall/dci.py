@@ -166,7 +166,7 @@ class DciIndex(RecallIndex):
         return self.forest.contents(pages)
 
     def versions(self, pages: Int64[Tensor, "N P"]) -> Int64[Tensor, "N P"]:
-        versions = torch.from_numpy(self.forest.page_values("versions", pages)).long()
+        versions = torch.from_numpy(self.forest.versions(pages)).long()
         return versions.masked_fill(pages < 0, 0)
 
     @property

@@ -123,12 +123,6 @@ class TurnLock:
         self._changed = threading.Condition()
         self._next = self._served = 0
 
-    @property
-    def num_waiting(self) -> int:
-        """Number of threads that wait."""
-        with self._changed:
-            return max(0, self._next - self._served - 1)
-
     def __enter__(self) -> None:
         with self._changed:
             turn, self._next = self._next, self._next + 1

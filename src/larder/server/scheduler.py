@@ -39,6 +39,8 @@ from larder.server.tiers.manager import TierManager
 from larder.server.token_budget import PrefillTokenBudget
 from larder.store.ledger import Tier
 
+MOST_RUNNING = 256  # requests that are admitted at a time
+
 
 class Scheduler:
     """Runs requests step by step. For one thread; only `step` uses the model.
@@ -47,7 +49,6 @@ class Scheduler:
         queue: requests that wait for memory.
         finisher: stores the turns of complete answers, and releases sessions.
         rows: maximum number of sequences in one decode step.
-        tasks: maximum number of admitted requests.
         token_budget: of prompts, beside answers.
     """
 
@@ -61,13 +62,12 @@ class Scheduler:
         finisher: RequestFinisher,
         programs: Programs,
         rows: int = 64,
-        tasks: int = 256,
         token_budget: PrefillTokenBudget | None = None,
     ) -> None:
         self._runner, self._tiers, self._completions = runner, tiers, completions
         self.queue, self.finisher, self.programs = queue, finisher, programs
         self._token_budget = token_budget or PrefillTokenBudget()
-        self._clock, self._rows, self._tasks = clock, rows, tasks
+        self._clock, self._rows = clock, rows
         self._interruption = StepInterruption(
             runner.interruptions, self._token_budget, self._answers, self._decode, FAILURES
         )
@@ -128,7 +128,7 @@ class Scheduler:
         among them those of the tenant with the least service. A tenant that waits for memory of its
         own budget holds up no other."""
         full = set[str]()  # tenants whose own budget is used up
-        while len(self.running) < self._tasks:
+        while len(self.running) < MOST_RUNNING:
             firsts = [self.queue.first(each) for each in self.queue.tenants if each not in full]
             if not firsts or not self._try_admit(min(firsts, key=self._rank), full):
                 return

@@ -15,7 +15,6 @@ from .chat_cache import ChatCache as ChatCache
 from .chat_state import ChatState as ChatState
 from .context_tree import average_linkage as average_linkage
 from .context_tree import distinct_size as distinct_size
-from .context_tree import list_distance as list_distance
 from .context_tree import shared_orders as shared_orders
 from .conversation_prefill import prefill_conversation as prefill_conversation
 from .default_policy import TextKind as TextKind

@@ -15,7 +15,6 @@ exclude. In which order the requests are answered is decided by the tree of thei
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,20 +43,6 @@ def shared_orders(lists: Sequence[Ids], sizes: Mapping[str, int]) -> list[Ids]:
         is_better = distinct_size(arranged, sizes) < distinct_size(given, sizes)
         found += arranged if is_better else given
     return found
-
-
-def list_distance(one: Ids, other: Ids) -> float:
-    """Distance of two lists of documents: little for many common ones at like positions.
-
-    Examples:
-        >>> round(list_distance(("b", "a", "c"), ("d", "a", "b")), 4)
-        0.3343
-    """
-    indices = {each: index for index, each in enumerate(other)}
-    apart = [abs(index - indices[each]) for index, each in enumerate(one) if each in indices]
-    if not apart:
-        return 1.0
-    return 1 - len(apart) / max(len(one), len(other)) + POSITION_WEIGHT * fmean(apart)
 
 
 def distinct_size(orders: Sequence[Ids], sizes: Mapping[str, int]) -> int:
@@ -129,7 +114,11 @@ def _tree_orders(lists: Sequence[Ids]) -> list[Ids]:
 
 
 def _distances(lists: Sequence[Ids]) -> NDArray[np.float64]:
-    """`list_distance` of all pairs."""
+    """Distance of all pairs of lists of documents: little for many common ones at like positions.
+
+    1 - common / length of the longer list + `POSITION_WEIGHT` times the mean difference of the
+    positions of common documents.
+    """
     count = len(lists)
     lengths = np.array([len(each) for each in lists])
     common, apart = np.zeros((count, count)), np.zeros((count, count))

@@ -15,6 +15,7 @@ RAMP = ("#f1f5f9", "#c9dcec", "#94bfdd", "#5499c7", "#2471a3", "#154872")
 # Text on colored cells, which look the same on a dark page, unlike the page's text color.
 ON_PALE, ON_DEEP = "#20242b", "#fbfcfd"
 GAP = 0.04  # of a cell, between cells
+_KEY_TOP = 0.12  # of the color legend, below the top of the figure in inches
 _HALF = 0.55  # of the ramp, from which text on it is light
 
 
@@ -48,7 +49,6 @@ def draw_heatmap(
     values: Sequence[Sequence[float | None]],
     scale: ColorScale,
     texts: Sequence[Sequence[str]] | None = None,
-    size: float = SMALL,
 ) -> None:
     """Draw cells row by row from the top; an empty frame where there is no number.
 
@@ -67,7 +67,7 @@ def draw_heatmap(
             if texts is not None:
                 ink = ON_DEEP if scale.place(value) > _HALF else ON_PALE
                 axes.text(
-                    column + 0.5, row + 0.52, texts[row][column], color=ink, size=size,
+                    column + 0.5, row + 0.52, texts[row][column], color=ink, size=SMALL,
                     ha="center", va="center",
                 )  # fmt: skip
     axes.set_xlim(0, max(len(line) for line in values))
@@ -75,13 +75,13 @@ def draw_heatmap(
 
 
 def draw_color_key(
-    figure: Any, scale: ColorScale, ends: tuple[str, str], title: str, left: float, top: float
+    figure: Any, scale: ColorScale, ends: tuple[str, str], title: str, left: float
 ) -> None:
     """Draw a color legend: a title, and the ramp between the labels of its ends."""
     from matplotlib.patches import Rectangle
 
     overlay = overlay_axes(figure)
-    y = figure.get_size_inches()[1] - top
+    y = figure.get_size_inches()[1] - _KEY_TOP
     x = left + text_width(title, SMALL) + 0.12
     overlay.text(left, y, title, color=SOFT, size=SMALL, va="center")
     overlay.text(x, y, ends[0], color=SOFT, size=SMALL, va="center")

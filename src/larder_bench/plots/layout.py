@@ -14,6 +14,8 @@ POINTS = 72.0  # per inch
 LINE_HEIGHT = 0.125  # inches from one line of a legend to the next
 Entry = TypeVar("Entry")
 _SWATCH, _NEAR, _APART = 0.2, 0.05, 0.15  # inches in a legend
+_LEGEND_TOP = 0.05  # inches above a legend
+_LABEL_GAP = 0.108  # inches from label to label at the ends of lines
 
 
 @dataclass(frozen=True)
@@ -153,9 +155,7 @@ def spread_labels(wanted: Sequence[float], gap: float, low: float, high: float) 
     return spread
 
 
-def label_ends(
-    figure: Any, axes: Any, ends: Sequence[tuple[float, PolicyStyle]], gap: float = 0.108
-) -> None:
+def label_ends(figure: Any, axes: Any, ends: Sequence[tuple[float, PolicyStyle]]) -> None:
     """Label lines at their ends, to the right of a panel, with thin connectors to shifted
     labels.
     """
@@ -167,7 +167,7 @@ def label_ends(
     overlay = overlay_axes(figure)
     left = box.x1 * width
     for (_, style), end, position in zip(
-        ends, heights, spread_labels(heights, gap, low - 0.02, high + 0.02), strict=True
+        ends, heights, spread_labels(heights, _LABEL_GAP, low - 0.02, high + 0.02), strict=True
     ):
         overlay.plot([left + 0.02, left + 0.1], [end, position], color=style.color, linewidth=0.5)
         overlay.text(left + 0.13, position, style.name, color=style.dark, size=SMALL, va="center")
@@ -194,14 +194,12 @@ def legend_lines(styles: Sequence[PolicyStyle], width: float) -> list[list[Polic
     return wrapped_entries(styles, widths, width)
 
 
-def draw_legend(
-    figure: Any, lines: Sequence[Sequence[PolicyStyle]], left: float, top: float
-) -> None:
-    """Draw a legend whose first line starts `left` inches from the left and `top` below the top."""
+def draw_legend(figure: Any, lines: Sequence[Sequence[PolicyStyle]], left: float) -> None:
+    """Draw a legend at the top of a figure, `left` inches from its left edge."""
     overlay = overlay_axes(figure)
     height = figure.get_size_inches()[1]
     for number, line in enumerate(lines):
-        x, y = left, height - top - (number + 0.5) * LINE_HEIGHT
+        x, y = left, height - _LEGEND_TOP - (number + 0.5) * LINE_HEIGHT
         for style in line:
             marks = [x, x + _SWATCH / 2, x + _SWATCH]
             overlay.plot(

@@ -23,6 +23,8 @@ from larder_bench.plots.policy_styles import SOLID, PolicyStyle, styles_for
 from larder_bench.plots.style import COLUMN, PAGE, SMALL, TITLE
 
 PANELS_PER_ROW = 3  # panels side by side on a page
+HEIGHT = 1.75  # inches of a single panel; panels side by side have three quarters of it
+ROOM = 0.2  # doublings beyond the outermost values and ticks of a logarithmic scale
 BOTTOM, TITLED = 0.38, 0.24  # inches below panels for axis labels, above them for titles
 LEAD = 0.12  # inches from line to line of a title
 _TICK, _LABEL = 0.07, 0.15  # inches beside tick labels, and for an axis label
@@ -76,21 +78,20 @@ class Axis:
     base: int = 0
 
 
-def log2_axis(label: str, values: Sequence[float], names: Any, room: float = 0.2) -> Axis:
+def log2_axis(label: str, values: Sequence[float], names: Any) -> Axis:
     """Logarithmic scale of base 2 around all values, which are above 0.
 
     Args:
         names: returns the label of a tick for its exponent of 2.
-        room: doublings beyond the outermost values and ticks.
     """
     first, last = round(log2(min(values))), round(log2(max(values)))
     step = max(1, -(-(last - first) // 7))
     ticks = tuple((2.0**power, names(power)) for power in range(first, last + 1, step))
     low, high = min(*values, ticks[0][0]), max(*values, ticks[-1][0])
-    return Axis(label, ticks, low / 2**room, high * 2**room, base=2)
+    return Axis(label, ticks, low / 2**ROOM, high * 2**ROOM, base=2)
 
 
-def linear_axis(label: str, low: float, high: float, form: str = "{:g}") -> Axis:
+def linear_axis(label: str, low: float, high: float) -> Axis:
     """Linear scale whose ticks are round numbers within its ends."""
     from matplotlib.ticker import MaxNLocator
 
@@ -107,23 +108,21 @@ def draw_panels(
     styles: dict[str, PolicyStyle],
     x: Axis,
     y: Axis,
-    height: float = 1.75,
 ) -> Any:
     """Figure of panels.
 
     Args:
         styles: style of every line, in the order of the legend.
-        height: height of a single panel in inches; panels side by side have three quarters of it.
     """
     left = _LABEL + max(text_width(name, SMALL) for _, name in y.ticks) + _TICK
     styles = styles_for(styles, {name for panel in panels for name in _names(panel)})
     if len(panels) == 1:
-        return _single_panel(panels[0], styles, x, y, left, height)
-    return _panel_row(panels, styles, x, y, left, 0.75 * height)
+        return _single_panel(panels[0], styles, x, y, left)
+    return _panel_row(panels, styles, x, y, left)
 
 
 def _single_panel(
-    panel: LinePanel, styles: dict[str, PolicyStyle], x: Axis, y: Axis, left: float, height: float
+    panel: LinePanel, styles: dict[str, PolicyStyle], x: Axis, y: Axis, left: float
 ) -> Any:
     ends = [
         (line.ys[-1], styles[line.name]) for line in panel.lines if styles[line.name].is_labeled
@@ -133,7 +132,7 @@ def _single_panel(
     # A title may extend above the labels.
     title = wrap_text(panel.title, COLUMN - left - 0.05, TITLE, 2)
     top = TITLED + LEAD * (len(title) - 1)
-    grid = PanelGrid(COLUMN, 1, 1, height, Margins(left, names + 0.22, top, BOTTOM))
+    grid = PanelGrid(COLUMN, 1, 1, HEIGHT, Margins(left, names + 0.22, top, BOTTOM))
     figure = grid.figure()
     axes = grid.panel(figure, 0)
     _draw(axes, panel, styles)
@@ -151,7 +150,6 @@ def _panel_row(
     x: Axis,
     y: Axis,
     left: float,
-    height: float,
 ) -> Any:
     levels = _named_levels(panels, styles)
     drawn = {line.name for panel in panels for line in panel.lines}
@@ -164,13 +162,13 @@ def _panel_row(
     columns = min(PANELS_PER_ROW, len(panels))
     rows = -(-len(panels) // columns)
     margins = Margins(left, 0.08 + levels, 0.06 + len(legend) * LINE_HEIGHT + TITLED, BOTTOM)
-    grid = PanelGrid(PAGE, rows, columns, height, margins, gap_x=0.18 + levels, gap_y=0.46)
+    grid = PanelGrid(PAGE, rows, columns, 0.75 * HEIGHT, margins, gap_x=0.18 + levels, gap_y=0.46)
     titles = [wrap_text(panel.title, grid.panel_width, TITLE, 2) for panel in panels]
     if more := LEAD * (max(map(len, titles)) - 1):
         margins = replace(margins, top=margins.top + more)
         grid = replace(grid, margins=margins, gap_y=grid.gap_y + more)
     figure = grid.figure()
-    draw_legend(figure, legend, left, 0.05)
+    draw_legend(figure, legend, left)
     for number, panel in enumerate(panels):
         axes = grid.panel(figure, number)
         _draw(axes, panel, styles)

@@ -124,7 +124,7 @@ def make_with_retries(
 
 
 def make_with_seed_retries(
-    name: str, seed: int, tokens: int, make: Callable[[int], Conversation]
+    seed: int, tokens: int, make: Callable[[int], Conversation]
 ) -> Conversation:
     """Conversation of the seed itself, or else of the first later seed that yields enough
     questions.
@@ -135,7 +135,7 @@ def make_with_seed_retries(
         TooLittle: no seed does.
     """
     return _first_sufficient(
-        f"{name}-{tokens}-{seed}",
+        f"only-{tokens}-{seed}",
         range(seed, seed + MAX_RETRIES * SEEDS_PER_CONVERSATION, SEEDS_PER_CONVERSATION),
         make,
     )

@@ -84,7 +84,7 @@ class QuestionSubset(BenchTask):
                 )
             return replace(whole, questions=tuple(questions))
 
-        return make_with_seed_retries("only", seed, tokens, generate)
+        return make_with_seed_retries(seed, tokens, generate)
 
     def _fits(self, question: Question) -> bool:
         if self.kinds and question.kind not in self.kinds.split(","):

@@ -130,7 +130,7 @@ def test_damaged_session_is_an_error_only_without_the_text(
                 assert refused.value.code == "session_unreadable"
         went_on = ask(hub, answered(box_question(1), first, "Sure?"), "x")
         assert went_on.result.session == "x" and len(hub.session("a", "x").turns) == 4
-        assert 'larder_sessions_begun_again_total{reason="damaged"} 1.0' in (
+        assert 'larder_sessions_restarted_total{reason="damaged"} 1.0' in (
             Metrics(hub).text().decode().splitlines()
         )
     with hub_in(tmp_path, small) as hub:

@@ -190,7 +190,7 @@ StepLayer = tuple[Tensor, Tensor, Sequence[StepStorage]]
 
 
 def supports_step(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
-    """True if `decode_step` takes new tokens of these shapes, dtype and device."""
+    """True if `StepWork` takes new tokens of these shapes, dtype and device."""
     return (
         queries.device.type == keys.device.type == "cpu"
         and keys.dtype in SUPPORTED_DTYPES

@@ -35,6 +35,9 @@ class SegmentCall(ctypes.Structure):
 class StepWork:
     """One token of each of N sequences, the storages that they are appended to, and outputs.
 
+    A sequence's result is the same bits as `decode_attention` over its entries, whatever stands
+    beside it. The rows behind the entries are written; lengths are the caller's to change.
+
     Args:
         positions: true positions of the tokens.
         storages: of one layer.
@@ -106,27 +109,6 @@ class StepWork:
         sizes = INTEGER(self.batch_len), byref(self.call), INTEGER(torch.get_num_threads())
         if library.larder_attend_coded(POINTER(coded.ctypes.data), *sizes):
             raise MemoryError("Attention to coded entries could not allocate its buffers.")
-
-
-def decode_step(
-    queries: Float[Tensor, "H N D"],
-    keys: Float[Tensor, "K N D"],
-    values: Float[Tensor, "K N D"],
-    positions: Sequence[int],
-    storages: Sequence[StepStorage],
-    scaling: float,
-) -> tuple[Float[Tensor, "H N D"], Float[Tensor, "H N"]]:
-    """Append one token to each of N storages, and attend to the entries of each: one call.
-
-    The rows behind the entries are written; lengths are the caller's to change. A sequence's result
-    is the same bits as `decode_attention` over its entries, whatever stands beside it.
-
-    Raises:
-        MemoryError: buffers could not be allocated.
-    """
-    work = StepWork(queries, keys, values, positions, storages, scaling)
-    work.run()
-    return work.state
 
 
 @cache

@@ -254,8 +254,8 @@ def _logged_store_errors() -> Iterator[None]:
 class LeaseHeartbeat:
     """Thread that renews a server's leases until it is closed."""
 
-    def __init__(self, leases: SessionLeases, seconds: float = HEARTBEAT_SECONDS) -> None:
-        self._leases, self._seconds = leases, seconds
+    def __init__(self, leases: SessionLeases) -> None:
+        self._leases = leases
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="larder alive", daemon=True)
         self._thread.start()
@@ -270,6 +270,6 @@ class LeaseHeartbeat:
     def _run(self) -> None:
         with _logged_store_errors():
             self._leases.sweep()
-        while not self._is_closing.wait(self._seconds):
+        while not self._is_closing.wait(HEARTBEAT_SECONDS):
             with _logged_store_errors():
                 self._leases.heartbeat()

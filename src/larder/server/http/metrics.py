@@ -151,7 +151,7 @@ def _counters(stats: ServerStats) -> Iterator[Metric]:
     description = "Candidate sessions that could not be loaded."
     yield _counter("sessions_passed_over", description, stats.passed_over, "reason")
     description = "Sessions with a damaged transcript, continued from the text of a request."
-    yield _counter("sessions_begun_again", description, stats.restarted, "reason")
+    yield _counter("sessions_restarted", description, stats.restarted, "reason")
     description = "Turns that the store failed to write when they were complete."
     yield _counter("turns_not_durable", description, stats.turns_not_durable, "reason")
     yield _counter("kv_parked", "Caches moved to a slower tier.", stats.parked, "tier")

@@ -117,7 +117,7 @@ def _figure(panels: Sequence[BudgetPanel]) -> Any:
     with figure_style():
         figure = grid.figure()
         ends = ("0", f"{scale.high:,.0f}")
-        draw_color_key(figure, scale, ends, "entries kept by a head", left, 0.12)
+        draw_color_key(figure, scale, ends, "entries kept by a head", left)
         for number, panel in enumerate(panels):
             axes = grid.panel(figure, number)
             bars = _bar_axes(figure, axes)

@@ -146,7 +146,7 @@ class NeedleGrid(Figure):
         with figure_style():
             figure = sheet.figure()
             title = score_groups.score_title(self.score)
-            draw_color_key(figure, ColorScale(0.0, 1.0), ("0", "1"), title, LEFT, 0.12)
+            draw_color_key(figure, ColorScale(0.0, 1.0), ("0", "1"), title, LEFT)
             for number, panel in enumerate(chart.panels):
                 axes = sheet.panel(figure, number)
                 self._draw(axes, panel, sheet.panel_width / lengths)
