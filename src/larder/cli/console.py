@@ -26,8 +26,8 @@ def progress_console() -> Console:
 def make_table(*columns: str, texts: int = 1) -> Table:
     """Empty table: the first `texts` columns hold text and wrap, the others hold numbers."""
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for number, column in enumerate(columns):
-        if number < texts:
+    for index, column in enumerate(columns):
+        if index < texts:
             table.add_column(column, overflow="fold")
         else:
             table.add_column(column, justify="right", no_wrap=True)

@@ -52,8 +52,8 @@ def _episodes(run: QuestionRun) -> tuple[PageEpisode, ...]:
     prompts = memory.router.prompts() or [()]
     words = episode_keywords([" ".join(texts) for texts in prompts])
     return tuple(
-        _episode(memory.caches.activate(number), memory.figures.context_tokens, texts, about)
-        for number, (texts, about) in enumerate(zip(prompts, words, strict=True))
+        _episode(memory.caches.activate(index), memory.figures.context_tokens, texts, about)
+        for index, (texts, about) in enumerate(zip(prompts, words, strict=True))
     )
 
 

@@ -279,9 +279,9 @@ class QuestionAnswerer:
     def answer_each(self, questions: Sequence[str], options: AnswerOptions) -> list[Answer]:
         """Answer several questions, in order, whose tokens one progress counts."""
         answers = list[Answer]()
-        for number, question in enumerate(questions):
+        for index, question in enumerate(questions):
             before = sum(each.new_tokens for each in answers)
-            behind = options.max_new_tokens * (len(questions) - number - 1)
+            behind = options.max_new_tokens * (len(questions) - index - 1)
 
             def report(done: int, total: int, before: int = before, behind: int = behind) -> None:
                 options.progress(before + done, before + total + behind)

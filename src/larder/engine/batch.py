@@ -116,8 +116,8 @@ def prefix_tree(requests: Sequence[BatchRequest]) -> PrefixNode:
     shared = [0, *(_shared_len(one, other) for one, other in pairs), 0]
     root = PrefixNode()
     stack = [root]
-    for number, request in enumerate(ordered):
-        before, longest = shared[number], max(shared[number], shared[number + 1])
+    for index, request in enumerate(ordered):
+        before, longest = shared[index], max(shared[index], shared[index + 1])
         while len(stack[-1].ids) > before:
             node = stack.pop()
             if len(stack[-1].ids) < before:

@@ -286,15 +286,15 @@ class Chat:
         segments = router.segments() or [0] * len(usage)
         return tuple(
             ChatEpisode(
-                number=number,
+                number=index,
                 entries_per_head=cache.entries / max(1, heads),
                 kv_bytes=cache.nbytes,
                 next_position=cache.next_position,
-                segments=segments[number],
-                prompt_texts=prompts[number],
-                is_active=number == caches.active_number,
+                segments=segments[index],
+                prompt_texts=prompts[index],
+                is_active=index == caches.active_number,
             )
-            for number, cache in enumerate(usage)
+            for index, cache in enumerate(usage)
         )
 
     def _resume(self, log: ChatLog, progress: Progress) -> ResumeResult:

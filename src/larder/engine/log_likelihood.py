@@ -126,13 +126,13 @@ class LikelihoodScorer:
         return [
             ScoredText(
                 tuple(
-                    token_score(logits[number, inputs], tokens)
+                    token_score(logits[index, inputs], tokens)
                     for inputs, tokens in zip(request.inputs, request.continuations, strict=True)
                 ),
                 each.figures.kv_bytes,
                 each.figures.full_kv_bytes,
             )
-            for number, (request, each) in enumerate(zip(requests, read, strict=True))
+            for index, (request, each) in enumerate(zip(requests, read, strict=True))
         ]
 
     def score_text(self, ids: Ids, num_scored: int) -> ScoredText:

@@ -122,9 +122,9 @@ class SequenceBatch:
             with self._append_call(call, num_read) as (rows, append):
                 yield PackedCall(call, states, rows, append)
             self.num_columns += call.num_columns
-            for number, row in enumerate(self.rows):
-                has_tokens = number in rows or num_read
-                row.extend_columns(call.columns[number] if has_tokens else (), call.num_columns)
+            for index, row in enumerate(self.rows):
+                has_tokens = index in rows or num_read
+                row.extend_columns(call.columns[index] if has_tokens else (), call.num_columns)
 
     def _check_call(self, call: BodyCall) -> None:
         """Check that a call continues the rows, and that one adapter is for all of them."""
@@ -139,12 +139,12 @@ class SequenceBatch:
         if not self.rows:
             _check_first_positions(call)
             return
-        for number, (row, positions) in enumerate(zip(self.rows, call.positions, strict=False)):
+        for index, (row, positions) in enumerate(zip(self.rows, call.positions, strict=False)):
             read = row.cache.next_position
             # A mask may hide tokens that were read, so that transformers counts fewer.
             if positions and positions[0] < (min(read, 1) if call.mask_columns else read):
                 raise CacheError(
-                    f"The text of row {number} starts at position {positions[0]}, but the cache "
+                    f"The text of row {index} starts at position {positions[0]}, but the cache "
                     f"has read {read} tokens of the row: give generate() the whole text so far and "
                     "new text behind it, or call reset() for another text. Assisted decoding "
                     "reads every text whole: leave the assistant out of later turns."
@@ -186,19 +186,19 @@ class SequenceBatch:
         if self.rows:
             return [self._read(n, row, texts[n], call) for n, row in enumerate(self.rows)]
         rows, states = list[GeneratedSequence](), list[Tensor]()
-        for number, text in enumerate(texts):
+        for index, text in enumerate(texts):
             # Rows of the same text, as beams and several sequences start with, are read once.
-            known = next((n for n in range(number) if call.is_same_row(n, number)), number)
-            if known < number:
+            known = next((n for n in range(index) if call.is_same_row(n, index)), index)
+            if known < index:
                 rows.append(rows[known].fork())
                 states.append(states[known])
                 continue
             try:
                 rows.append(self.create(len(text)))
-                states.append(self._read(number, rows[-1], text, call))
+                states.append(self._read(index, rows[-1], text, call))
             except BudgetError as error:
                 raise BudgetError(
-                    f"Row {number}, whose first text has {len(text)} tokens (with "
+                    f"Row {index}, whose first text has {len(text)} tokens (with "
                     f"prefill_chunk_size, its first chunk): {error}"
                 ) from error
         self.rows = rows
@@ -260,7 +260,7 @@ class SequenceBatch:
         generate() stops once all rows have ended, so that the tokens of such rows are no padding:
         the call has other end tokens.
         """
-        given = [number for number, row_ids in enumerate(ids) if row_ids]
+        given = [index for index, row_ids in enumerate(ids) if row_ids]
         continuing = [n for n in given if not end.is_padding(self.rows[n], ids[n])]
         return continuing or given
 

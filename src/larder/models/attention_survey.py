@@ -94,7 +94,7 @@ def _check_attention_layers(module: Any, numbers: Sequence[int]) -> None:
     """Check that all layers that should call attention did."""
     config = module.config.get_text_config()
     kinds = layer_kinds(config) if recurrent_layers(config) else ()
-    expected = {number for number, kind in enumerate(kinds) if kind in ATTENTION_KINDS}
+    expected = {index for index, kind in enumerate(kinds) if kind in ATTENTION_KINDS}
     expected = expected if kinds else set(range(config.num_hidden_layers))
     if set(numbers) != expected or not expected:
         raise ModelError(

@@ -86,7 +86,7 @@ class AllocationTable:
         best[0] = 0
         choice = np.zeros((width + 1, units + 1), np.int16)
         for stop in range(1, width + 1):
-            for number, option in enumerate(options):
+            for index, option in enumerate(options):
                 cost, start = option.cost // UNIT, stop - option.size
                 if start < 0 or start % option.size or cost > units:
                     continue
@@ -96,7 +96,7 @@ class AllocationTable:
                 )
                 is_less = found < best[stop, cost:]
                 np.copyto(best[stop, cost:], found, where=is_less)
-                np.copyto(choice[stop, cost:], number, where=is_less)
+                np.copyto(choice[stop, cost:], index, where=is_less)
         return AllocationTable(options, choice)
 
     @property

@@ -36,8 +36,8 @@ def search(
         return fast.search(queries, keys, starts, tree, bases, levels, beams, count)
     ranked = np.full((len(queries), count), -1, np.int64)
     seen = np.zeros(len(queries), np.int64)
-    for number, query in enumerate(queries.float()):
-        head = number * len(starts) // len(queries)
+    for index, query in enumerate(queries.float()):
+        head = index * len(starts) // len(queries)
         one = _Head.of(tree, bases, head, keys[int(starts[head]) :])
         met = [
             page
@@ -45,8 +45,8 @@ def search(
             for page in level
         ]
         best = sorted(met, key=lambda page: (-max(page[1]), page[0]))[:count]
-        ranked[number, : len(best)] = [page for page, _ in best]
-        seen[number] = sum(len(products) for _, products in met)
+        ranked[index, : len(best)] = [page for page, _ in best]
+        seen[index] = sum(len(products) for _, products in met)
     return ranked, seen
 
 

@@ -291,10 +291,10 @@ class StepEviction:
         Segments of which the kernel cannot do a layer are left to plans.
         """
         done: set[tuple[int, int]] = set()
-        for number, segment in enumerate(self._segments):
+        for index, segment in enumerate(self._segments):
             layers = self._layers(segment)
             found = [] if layers is None else segment.cache.evict_step(layers, self._rule)
-            done.update((number, layer) for layer in found)
+            done.update((index, layer) for layer in found)
         return done
 
     def by_layouts(self, layouts: Sequence[StepTables]) -> dict[int, SequenceEviction]:
@@ -307,12 +307,12 @@ class StepEviction:
         from larder.cache.step_layout import SequenceEviction
 
         found: dict[int, SequenceEviction] = {}
-        for number, (segment, layout) in enumerate(zip(self._segments, layouts, strict=True)):
+        for index, (segment, layout) in enumerate(zip(self._segments, layouts, strict=True)):
             due = segment.quotas if segment.is_due else list(segment.quotas)
             build = partial(self._table, segment)
             table = layout.eviction_table(self._planner, (self._tokens, due), build)
             if table is not None:
-                found[number] = SequenceEviction(segment.cache, layout, table)
+                found[index] = SequenceEviction(segment.cache, layout, table)
         return found
 
     def _table(self, segment: SequenceStep) -> EvictionTable | None:

@@ -261,10 +261,10 @@ def _with_opening(turns: tuple[ChatMessage, ...], text: str) -> tuple[ChatMessag
     Raises:
         ApiError: 400: there is none.
     """
-    for number, turn in enumerate(turns):
+    for index, turn in enumerate(turns):
         if turn.role == "user":
             opened = replace(turn, text=text + turn.text)
-            return (*turns[:number], opened, *turns[number + 1 :])
+            return (*turns[:index], opened, *turns[index + 1 :])
     raise invalid_request(
         "Contexts stand in front of the first message of the user, but there is none: send one.",
         "contexts",

@@ -203,7 +203,7 @@ def _mark_unrecoverable(state: RequestState, plans: int, error: Exception) -> Ex
 def _observer(states: Sequence[RequestState], rows: Sequence[BatchSegment]) -> Observer | None:
     """Observer that lets each cache's policy act on its own row while text is generated."""
     observers: dict[int, Observer] = {}
-    for number, (state, row) in enumerate(zip(states, rows, strict=True)):
+    for index, (state, row) in enumerate(zip(states, rows, strict=True)):
         if state.answer.active_turn is None:
             continue
         turn, generated = state.answer.active_turn.reader, len(state.answer.output_ids)
@@ -213,5 +213,5 @@ def _observer(states: Sequence[RequestState], rows: Sequence[BatchSegment]) -> O
             else turn.observer([0], [row], [generated])
         )
         if row_logits is not None:
-            observers[number] = row_logits
+            observers[index] = row_logits
     return JoinedObserver(observers) if observers else None

@@ -49,6 +49,6 @@ class PositionMaps:
 
     def refresh(self, positions: Sequence[int], text: int) -> None:
         """Reset the maps of caches rebuilt from the whole text: their length equals its length."""
-        for number, position in enumerate(positions):
+        for index, position in enumerate(positions):
             if position == text:
-                self.own[number] = PositionMap()
+                self.own[index] = PositionMap()

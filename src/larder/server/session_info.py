@@ -308,15 +308,15 @@ def _episodes(session: SessionState) -> tuple[EpisodeInfo, ...]:
     about, segments = router.prompts(), router.segments()
     return tuple(
         EpisodeInfo(
-            number=number,
-            is_active=number == caches.active_number,
+            number=index,
+            is_active=index == caches.active_number,
             kept_tokens=usage.entries // max(1, session.serving.heads),
-            segments=segments[number],
-            about=about[number],
-            tier="device" if number == caches.active_number else "host",
+            segments=segments[index],
+            about=about[index],
+            tier="device" if index == caches.active_number else "host",
             nbytes=usage.nbytes,
         )
-        for number, usage in enumerate(caches.usage() if about else ())
+        for index, usage in enumerate(caches.usage() if about else ())
     )
 
 

@@ -353,10 +353,10 @@ def overdue_caches(state: ChatState, spec: ModelSpec) -> list[int]:
         return []
     most = budget_tokens(memory.policy) + block_tokens(memory.policy)
     grown = uncut_entries(state) if memory.router.prompt_names else []
-    numbers = {number for number, count in enumerate(grown) if count > most}
-    for number, cache in enumerate(memory.caches.usage()):
+    numbers = {index for index, count in enumerate(grown) if count > most}
+    for index, cache in enumerate(memory.caches.usage()):
         if bound.exceeded(cache.entries + cache.slot_entries, cache.full_precision_entries):
-            numbers.add(number)
+            numbers.add(index)
     return sorted(numbers)
 
 

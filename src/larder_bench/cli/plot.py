@@ -65,7 +65,7 @@ def plot(
             "The results suffice for no figure: 'larder report' shows what is in them."
         )
     written = [
-        (one, _save_drawing(drawings, number, out, formats)) for number, one in enumerate(drawings)
+        (one, _save_drawing(drawings, index, out, formats)) for index, one in enumerate(drawings)
     ]
     if options.json:
         documents = [

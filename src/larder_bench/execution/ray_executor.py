@@ -213,8 +213,8 @@ class CellGroup:
 def group_by_conversation(cells: Sequence[Cell]) -> list[CellGroup]:
     """Cells grouped by conversation, in order of first appearance."""
     numbers: dict[tuple[TaskLength, int], list[int]] = {}
-    for number, cell in enumerate(cells):
-        numbers.setdefault((cell.place[:2], cell.seed), []).append(number)
+    for index, cell in enumerate(cells):
+        numbers.setdefault((cell.place[:2], cell.seed), []).append(index)
     return [CellGroup(where, seed, tuple(each)) for (where, seed), each in numbers.items()]
 
 

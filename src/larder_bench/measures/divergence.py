@@ -116,15 +116,15 @@ def compared_items(kind: str, full: Tensor, near: Tensor, ids: tuple[int, ...]) 
     return [
         {
             "kind": kind,
-            "question": number,
+            "question": index,
             "turn": 0,
             "depth": None,
             "kl": round(float(kl), 6),
-            "same": bool(same[number]),
-            "log_likelihood": round(float(likelihoods[number, token]), 4),
+            "same": bool(same[index]),
+            "log_likelihood": round(float(likelihoods[index, token]), 4),
             "counts": True,
         }
-        for number, (kl, token) in enumerate(zip(kl_divergence(full, near), ids, strict=True))
+        for index, (kl, token) in enumerate(zip(kl_divergence(full, near), ids, strict=True))
     ]
 
 

@@ -95,7 +95,7 @@ def fidelity_items(truth: FullCacheReference, memory: ConversationMemory) -> lis
     return [
         {
             "kind": "token",
-            "question": number,
+            "question": index,
             "turn": 0,
             "depth": None,
             "kl": round(kl, 5),
@@ -104,7 +104,7 @@ def fidelity_items(truth: FullCacheReference, memory: ConversationMemory) -> lis
             "mass": round(mass, 5),
             "counts": True,
         }
-        for number, (kl, is_same, likelihood, mass) in enumerate(scores)
+        for index, (kl, is_same, likelihood, mass) in enumerate(scores)
     ]
 
 

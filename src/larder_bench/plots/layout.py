@@ -198,8 +198,8 @@ def draw_legend(figure: Any, lines: Sequence[Sequence[PolicyStyle]], left: float
     """Draw a legend at the top of a figure, `left` inches from its left edge."""
     overlay = overlay_axes(figure)
     height = figure.get_size_inches()[1]
-    for number, line in enumerate(lines):
-        x, y = left, height - _LEGEND_TOP - (number + 0.5) * LINE_HEIGHT
+    for index, line in enumerate(lines):
+        x, y = left, height - _LEGEND_TOP - (index + 0.5) * LINE_HEIGHT
         for style in line:
             marks = [x, x + _SWATCH / 2, x + _SWATCH]
             overlay.plot(

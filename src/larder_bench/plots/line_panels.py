@@ -169,16 +169,16 @@ def _panel_row(
         grid = replace(grid, margins=margins, gap_y=grid.gap_y + more)
     figure = grid.figure()
     draw_legend(figure, legend, left)
-    for number, panel in enumerate(panels):
-        axes = grid.panel(figure, number)
+    for index, panel in enumerate(panels):
+        axes = grid.panel(figure, index)
         _draw(axes, panel, styles)
         _scale(axes, x, y, grid.panel_width)
-        axes.set_title("\n".join(titles[number]), linespacing=1.1)
-        if number % columns:
+        axes.set_title("\n".join(titles[index]), linespacing=1.1)
+        if index % columns:
             axes.set_yticklabels([])
         else:
             axes.set_ylabel(y.label)
-        if grid.is_bottom(number, len(panels)):
+        if grid.is_bottom(index, len(panels)):
             axes.set_xlabel(x.label)
         if levels:
             label_ends(figure, axes, [(level, styles[name]) for name, level in panel.levels])

@@ -95,7 +95,7 @@ def render_report(
         style=_asset("report.css"),
         summary=escape_html(_summary(results)),
         tables="\n".join(_tables(results, relabeled, names, bases)),
-        figures="\n".join(_figure(number, one) for number, one in enumerate(drawings)),
+        figures="\n".join(_figure(index, one) for index, one in enumerate(drawings)),
         policies=_policies(results, names),
         environments="\n".join(_environments(results)),
         commands=escape_html("\n".join(rerun_commands(results, paths, policies))),

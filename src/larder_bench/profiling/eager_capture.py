@@ -55,10 +55,10 @@ class _CallRecorder(TorchDispatchMode):
 
     def compare(self, other: _CallRecorder) -> None:
         """Raise GraphContractError unless another record is the same."""
-        for number, (call, later) in enumerate(zip(self.calls, other.calls, strict=False)):
+        for index, (call, later) in enumerate(zip(self.calls, other.calls, strict=False)):
             if call != later:
                 raise GraphContractError(
-                    f"Call {number} of a replay is {later}, but {call} was captured: a graph "
+                    f"Call {index} of a replay is {later}, but {call} was captured: a graph "
                     "repeats the latter. Write what changes into static buffers before the replay."
                 )
         if len(self.calls) != len(other.calls):

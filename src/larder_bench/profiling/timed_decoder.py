@@ -126,14 +126,14 @@ class SyntheticDecoder(TimedDecoder):
         inputs: Inputs = NO_INPUTS,
     ) -> None:
         for layer in self.spec.layers:
-            for number, row in enumerate(rows):
+            for index, row in enumerate(rows):
                 recorded = self._activations(layer, row, mode)
                 if mode is Mode.APPEND:
                     row.cache.layers[layer.index].append(
                         recorded.keys, recorded.values, recorded.positions
                     )
                 if observer is not None:
-                    observer(number, layer.index, recorded)
+                    observer(index, layer.index, recorded)
         if mode is Mode.APPEND:
             for row in rows:
                 row.cache.advance(len(row.ids))

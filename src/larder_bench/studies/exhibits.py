@@ -78,8 +78,8 @@ def cluster_row(memory: ConversationMemory) -> Row:
     points, perplexity = _tsne(np.concatenate([e.rows for e in router.episodes]))
     segments = [
         segment
-        for number, episode in enumerate(router.episodes)
-        for segment in _segments(number, episode)
+        for index, episode in enumerate(router.episodes)
+        for segment in _segments(index, episode)
     ]
     for segment, (x, y) in zip(segments, points.tolist(), strict=True):
         segment |= {"x": round(x, 3), "y": round(y, 3)}

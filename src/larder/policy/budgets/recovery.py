@@ -114,7 +114,7 @@ def _kept(scores: Float[Tensor, " S"], protected: Bool[Tensor, " S"]) -> Bool[Te
 
 def _cheapest(policies: HeadPolicies, threshold: float) -> Bool[Tensor, " S"]:
     """Entries kept by the first policy that recovers the threshold."""
-    fits = (number for number, share in enumerate(policies.shares) if share >= threshold)
+    fits = (index for index, share in enumerate(policies.shares) if share >= threshold)
     return policies.marks[next(fits, len(policies.shares) - 1)]
 
 

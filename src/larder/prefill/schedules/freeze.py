@@ -60,10 +60,10 @@ class Freeze(Schedule):
         self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: tuple[int, ...]
     ) -> Steps[None]:
         total = len(ids) * len(sequences)
-        for number, sequence in enumerate(sequences):
+        for index, sequence in enumerate(sequences):
             yield from self._sequence_steps(reader, sequence, ids)
             reader.finish(sequence)
-            yield len(ids) * (number + 1), total
+            yield len(ids) * (index + 1), total
 
     def _sequence_steps(
         self, reader: PrefillReader, sequence: PrefillSequence, ids: tuple[int, ...]

@@ -27,10 +27,10 @@ class Whole(Schedule):
         self, reader: PrefillReader, sequences: Sequence[PrefillSequence], ids: tuple[int, ...]
     ) -> Steps[None]:
         total = len(ids) * len(sequences)
-        for number, sequence in enumerate(sequences):
+        for index, sequence in enumerate(sequences):
             yield from read_then_plan(reader, sequence, ids)
             reader.finish(sequence)
-            yield len(ids) * (number + 1), total
+            yield len(ids) * (index + 1), total
 
 
 def read_then_plan(

@@ -292,9 +292,9 @@ async def completions(http: HttpRequest, body: CompletionRequest) -> Response:
             raw_prompt=text,
             raw_ids=ids,
             prompt_logprobs=is_scored,
-            session=None if number else hint.name,
+            session=None if index else hint.name,
         )
-        for number, (text, ids) in enumerate(prompts)
+        for index, (text, ids) in enumerate(prompts)
     ]
     is_alone = body.max_tokens == 0
     choices = [

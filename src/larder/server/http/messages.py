@@ -225,11 +225,11 @@ class CountRequest(GenerationRequest):
             ApiError: 400: as `checked_tools`.
         """
         self.warn_unknown(self.tool_choice, CHOICE_FIELDS, "tool_choice")
-        for number, tool in enumerate((self.tools or ())[:MAX_TOOLS]):
-            self.warn_unknown(tool, TOOL_FIELDS, f"tools.{number}")
+        for index, tool in enumerate((self.tools or ())[:MAX_TOOLS]):
+            self.warn_unknown(tool, TOOL_FIELDS, f"tools.{index}")
         if not self.tools:
             return []
-        tools = [_chat_tool(number, tool) for number, tool in enumerate(self.tools)]
+        tools = [_chat_tool(index, tool) for index, tool in enumerate(self.tools)]
         return checked_tools(tools, model)
 
     def turns(self, tools: Sequence[Any], images: RequestImages | None) -> tuple[ChatMessage, ...]:

@@ -58,15 +58,15 @@ class ResponsesRequest(GenerationRequest):
         Raises:
             ApiError: 400: as `checked_tools`, or a tool is no function.
         """
-        for number, tool in enumerate(self.tools or ()):
+        for index, tool in enumerate(self.tools or ()):
             if not isinstance(tool, dict) or tool.get("type") != "function":
                 raise invalid_request(
-                    f"tools.{number} is no function: this server runs no tools of its own; send "
+                    f"tools.{index} is no function: this server runs no tools of its own; send "
                     "{'type': 'function', 'name': ..., 'parameters': ...}.",
                     "tools",
                     "unsupported_parameter",
                 )
-            self.warn_unknown(tool, ("type", "strict", *FUNCTION_FIELDS), f"tools.{number}")
+            self.warn_unknown(tool, ("type", "strict", *FUNCTION_FIELDS), f"tools.{index}")
         self.warn_unknown(self.tool_choice, ("type", "name", "mode", "tools"), "tool_choice")
         tools = [
             {"type": "function", "function": {name: tool.get(name) for name in FUNCTION_FIELDS}}

@@ -129,16 +129,16 @@ def checked_tools(tools: Sequence[Any], model: ServedModel) -> list[dict[str, An
     """
     if len(tools) > MAX_TOOLS:
         raise _refused(f"tools has more than {MAX_TOOLS} entries: send fewer.")
-    for number, tool in enumerate(tools):
+    for index, tool in enumerate(tools):
         function: Any = tool.get("function") if isinstance(tool, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
         if not is_tool_name(name) or tool.get("type") != "function":
             raise _refused(
-                f"tools.{number} must be {{'type': 'function', 'function': {{'name': ..., "
+                f"tools.{index} must be {{'type': 'function', 'function': {{'name': ..., "
                 f"'parameters': ...}}}}, with {NAME_RULE}."
             )
         if not isinstance(function.get("parameters", {}), dict | None):
-            raise _refused(f"tools.{number}.function.parameters must be a JSON schema.")
+            raise _refused(f"tools.{index}.function.parameters must be a JSON schema.")
     names = _names(tools)
     if len(set(names)) < len(names):
         raise _refused("tools has two tools of one name: rename one.")

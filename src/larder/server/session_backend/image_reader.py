@@ -104,9 +104,9 @@ class ImageReader:
 
 def _shown_turns(state: RequestState) -> list[ShownTurn]:
     found, start, resolved = list[ShownTurn](), 0, state.resolved
-    for number, turn in enumerate(resolved.past_turns):
+    for index, turn in enumerate(resolved.past_turns):
         stop = start + len(turn.prompt_ids)
-        found.append(ShownTurn(number, start, stop, turn.messages))
+        found.append(ShownTurn(index, start, stop, turn.messages))
         start += turn.tokens
     new = resolved.new_messages
     found.append(ShownTurn(len(resolved.past_turns), start, len(resolved.prompt_ids), new))

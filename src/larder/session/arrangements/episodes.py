@@ -97,8 +97,8 @@ class Episodes(Arrangement):
         turns = [
             *history_turns(conversation, segments),
             *(
-                HistoryTurn(text, (len(segments) + number,))
-                for number, text in enumerate(turn_texts)
+                HistoryTurn(text, (len(segments) + index,))
+                for index, text in enumerate(turn_texts)
             ),
         ]
         # The history forms as many episodes as when it was prefilled; turns add more once they
@@ -135,11 +135,11 @@ class Episodes(Arrangement):
             _episode(
                 texts,
                 rows,
-                clusters.centroids[number],
+                clusters.centroids[index],
                 members,
-                representatives(rows, clusters, number, self.representatives),
+                representatives(rows, clusters, index, self.representatives),
             )
-            for number, members in enumerate(clusters.members)
+            for index, members in enumerate(clusters.members)
         )
 
     def refresh_episode(self, episode: Episode) -> Episode:

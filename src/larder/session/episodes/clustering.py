@@ -166,6 +166,6 @@ def episode_keywords(texts: Sequence[str], count: int = 5) -> list[tuple[str, ..
     words = vectorizer.get_feature_names_out()
     ranked = np.argsort(-weights, axis=1, kind="stable")[:, :count]
     return [
-        tuple(str(words[w]) for w in row if weights[number, w] > 0)
-        for number, row in enumerate(ranked)
+        tuple(str(words[w]) for w in row if weights[index, w] > 0)
+        for index, row in enumerate(ranked)
     ]

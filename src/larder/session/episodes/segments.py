@@ -321,11 +321,11 @@ def _turn_texts(conversation: Conversation) -> list[tuple[str, tuple[MessageSpan
 def _turns(messages: Sequence[Message]) -> list[list[int]]:
     """Indices of each user message and of the assistant messages right after it."""
     turns: list[list[int]] = []
-    for number, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if message.role == "user":
-            turns.append([number])
+            turns.append([index])
         elif message.role == "assistant" and turns:
-            turns[-1].append(number)
+            turns[-1].append(index)
     return turns
 
 

@@ -217,11 +217,11 @@ class ChatTemplate:
             if calls:
                 message["tool_calls"] = [
                     {
-                        "id": CALL_ID.format(made + number),
+                        "id": CALL_ID.format(made + index),
                         "type": "function",
                         "function": {"name": name, "arguments": arguments},
                     }
-                    for number, (name, arguments) in enumerate(calls)
+                    for index, (name, arguments) in enumerate(calls)
                 ]
                 made += len(calls)
             elif turn.role == TOOL_ROLE:
@@ -251,8 +251,8 @@ class ChatTemplate:
         if not (self._takes_images if has_mark(text) else self._takes_parts_alone):
             return text
         parts = list[dict[str, str]]()
-        for number, piece in enumerate(split_marks(text)):
-            parts += [{"type": "image"}] if number else []
+        for index, piece in enumerate(split_marks(text)):
+            parts += [{"type": "image"}] if index else []
             parts += [{"type": "text", "text": piece}] if piece else []
         return parts or [{"type": "text", "text": ""}]
 

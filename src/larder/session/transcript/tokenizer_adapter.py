@@ -250,8 +250,8 @@ def _content_stops(text: str, frame: str, contents: Sequence[str]) -> list[int]:
             is skipped first, so that a short content is not found in the header of its own turn.
     """
     cursor, start, stops = 0, 0, []
-    for number, content in enumerate(contents):
-        mark = _placeholder(number)
+    for index, content in enumerate(contents):
+        mark = _placeholder(index)
         if (found := frame.find(mark, start)) >= 0:
             cursor = _end_of_match(text, frame[start:found], cursor)
             cursor = _end_of_content(text, content, cursor)

@@ -146,9 +146,9 @@ class ChunkStream:
         cache, levels = SequenceCache(spec, "dense"), list[int]()
         cache.allocate(len(self.ids))
         restore_start, bandwidth = self.clock(), self.bandwidth
-        for number, chunk in enumerate(self.chunks):
+        for index, chunk in enumerate(self.chunks):
             level = self.controller.level(
-                self._progress(number, self.clock() - restore_start, bandwidth)
+                self._progress(index, self.clock() - restore_start, bandwidth)
             )
             if level is None:
                 break

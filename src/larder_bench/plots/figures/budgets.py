@@ -51,12 +51,12 @@ class BudgetsFigure(Figure):
             raise self.nothing("rows of kind 'budgets'")
         return [
             Drawing(
-                drawing_name("budgets", number, len(charts)),
+                drawing_name("budgets", index, len(charts)),
                 f"Budgets by layer and head: {title}",
                 _caption(title, panels),
                 _figure(panels),
             )
-            for number, (title, panels) in enumerate(charts)
+            for index, (title, panels) in enumerate(charts)
         ]
 
     def charts(self, results: Results, styles: PolicyStyles) -> list[tuple[str, list[BudgetPanel]]]:
@@ -86,16 +86,16 @@ def _panel(policy: str, rows: Sequence[Row]) -> BudgetPanel:
     sliding = set(rows[0]["sliding_layers"])
     lengths = tuple(
         (None,) * len(layer)
-        if number in sliding
+        if index in sliding
         else tuple(
-            float(np.mean([row["lengths"][number][head] for row in rows]))
+            float(np.mean([row["lengths"][index][head] for row in rows]))
             for head in range(len(layer))
         )
-        for number, layer in enumerate(rows[0]["lengths"])
+        for index, layer in enumerate(rows[0]["lengths"])
     )
     means = tuple(
-        None if number in sliding else float(np.mean(np.array(layer, dtype=float)))
-        for number, layer in enumerate(lengths)
+        None if index in sliding else float(np.mean(np.array(layer, dtype=float)))
+        for index, layer in enumerate(lengths)
     )
     return BudgetPanel(policy, lengths, means, context)
 
@@ -118,18 +118,18 @@ def _figure(panels: Sequence[BudgetPanel]) -> Any:
         figure = grid.figure()
         ends = ("0", f"{scale.high:,.0f}")
         draw_color_key(figure, scale, ends, "entries kept by a head", left)
-        for number, panel in enumerate(panels):
-            axes = grid.panel(figure, number)
+        for index, panel in enumerate(panels):
+            axes = grid.panel(figure, index)
             bars = _bar_axes(figure, axes)
             draw_heatmap(axes, panel.lengths, scale)
             axes.set_title(short_label(panel.policy))
             plain_axes(axes)
-            is_first = number % columns == 0
+            is_first = index % columns == 0
             axes.set_yticks(*_ticks(layers) if is_first else ([], []))
             axes.set_xticks(*_ticks(heads))
             if is_first:
                 axes.set_ylabel("layer")
-            if grid.is_bottom(number, len(panels)):
+            if grid.is_bottom(index, len(panels)):
                 axes.set_xlabel("kv head")
             _bars(bars, panel, max(m for p in panels for m in p.layers if m is not None))
     return figure

@@ -33,12 +33,12 @@ class ClustersFigure(Figure):
             raise self.nothing("rows of kind 'clusters'")
         return [
             Drawing(
-                drawing_name("clusters", number, len(rows)),
+                drawing_name("clusters", index, len(rows)),
                 f"Episodes of {row['task']}, {row['context_tokens']:,} tokens",
                 _caption(row),
                 _figure(row),
             )
-            for number, row in enumerate(rows)
+            for index, row in enumerate(rows)
         ]
 
 

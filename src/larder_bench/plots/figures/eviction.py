@@ -48,12 +48,12 @@ class EvictionFigure(Figure):
         )
         return [
             Drawing(
-                drawing_name("eviction", number, len(charts)),
+                drawing_name("eviction", index, len(charts)),
                 score_groups.join_words("Savings of eviction policies", label),
                 caption,
                 self._figure(panels, styles),
             )
-            for number, (label, panels) in enumerate(charts)
+            for index, (label, panels) in enumerate(charts)
         ]
 
     def charts(self, results: Results, styles: PolicyStyles) -> list[tuple[str, list[LinePanel]]]:

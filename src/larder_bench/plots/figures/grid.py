@@ -75,12 +75,12 @@ class NeedleGrid(Figure):
             )
         return [
             Drawing(
-                drawing_name("grid", number, len(charts)),
+                drawing_name("grid", index, len(charts)),
                 f"Needle grid: {chart.title}",
                 self._caption(chart),
                 self._figure(chart),
             )
-            for number, chart in enumerate(charts)
+            for index, chart in enumerate(charts)
         ]
 
     def charts(self, results: Results, styles: PolicyStyles) -> list[GridChart]:
@@ -147,11 +147,11 @@ class NeedleGrid(Figure):
             figure = sheet.figure()
             title = score_groups.score_title(self.score)
             draw_color_key(figure, ColorScale(0.0, 1.0), ("0", "1"), title, LEFT)
-            for number, panel in enumerate(chart.panels):
-                axes = sheet.panel(figure, number)
+            for index, panel in enumerate(chart.panels):
+                axes = sheet.panel(figure, index)
                 self._draw(axes, panel, sheet.panel_width / lengths)
-                _name(axes, chart, self.depths, number % columns == 0)
-                if sheet.is_bottom(number, count):
+                _name(axes, chart, self.depths, index % columns == 0)
+                if sheet.is_bottom(index, count):
                     axes.set_xlabel(ACROSS)
         return figure
 

@@ -80,22 +80,22 @@ class Latency(Figure):
             raise self.nothing("measured cells, or rows of kind 'breakdown'")
         drawings = [
             Drawing(
-                drawing_name("latency", number, len(latencies)),
+                drawing_name("latency", index, len(latencies)),
                 f"Latency: {title}",
                 f"Seconds of reading, of the first token and of each further one ({title}): dots "
                 "are medians, lines reach to the 95th percentile.",
                 _dots(rows, styles_for(styles, {row.policy for row in rows})),
             )
-            for number, (title, rows) in enumerate(latencies)
+            for index, (title, rows) in enumerate(latencies)
         ]
         return drawings + [
             Drawing(
-                drawing_name("breakdown", number, len(breakdowns)),
+                drawing_name("breakdown", index, len(breakdowns)),
                 f"Breakdown of a step: {title}",
                 f"Medians of the parts of a step ({title}).",
                 _stacks(rows),
             )
-            for number, (title, rows) in enumerate(breakdowns)
+            for index, (title, rows) in enumerate(breakdowns)
         ]
 
     def latencies(
@@ -301,8 +301,8 @@ def _draw_key(
     from matplotlib.patches import Rectangle
 
     overlay = overlay_axes(figure)
-    for number, line in enumerate(lines):
-        x, y = left, figure.get_size_inches()[1] - 0.08 - (number + 0.5) * LINE_HEIGHT
+    for index, line in enumerate(lines):
+        x, y = left, figure.get_size_inches()[1] - 0.08 - (index + 0.5) * LINE_HEIGHT
         for kind in line:
             overlay.add_patch(
                 Rectangle((x, y - _SQUARE / 2), _SQUARE, _SQUARE, facecolor=colors[kind], lw=0)

@@ -49,12 +49,12 @@ class MemoryFigure(Figure):
         )
         return [
             Drawing(
-                drawing_name("memory", number, len(charts)),
+                drawing_name("memory", index, len(charts)),
                 score_groups.join_words("Memory against length", label),
                 caption,
                 self._figure(panels, styles),
             )
-            for number, (label, panels) in enumerate(charts)
+            for index, (label, panels) in enumerate(charts)
         ]
 
     def charts(self, results: Results, styles: PolicyStyles) -> list[tuple[str, list[LinePanel]]]:

@@ -44,12 +44,12 @@ class PromptCurve(Figure):
         )
         return [
             Drawing(
-                drawing_name("prompt_curve", number, len(charts)),
+                drawing_name("prompt_curve", index, len(charts)),
                 score_groups.join_words("Patched prompts", label),
                 caption,
                 self._figure(panels, styles),
             )
-            for number, (label, panels) in enumerate(charts)
+            for index, (label, panels) in enumerate(charts)
         ]
 
     def charts(self, results: Results, styles: PolicyStyles) -> list[tuple[str, list[LinePanel]]]:

@@ -81,12 +81,12 @@ class Quality(Figure):
             raise wrong or self.nothing("scored cells")
         return [
             Drawing(
-                drawing_name("quality", number, len(charts)),
+                drawing_name("quality", index, len(charts)),
                 _drawing_title(group[0].score, label),
                 self._caption(group, styles),
                 self._figure(group, styles),
             )
-            for number, (label, group) in enumerate(charts)
+            for index, (label, group) in enumerate(charts)
         ]
 
     def charts(

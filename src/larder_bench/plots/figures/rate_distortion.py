@@ -38,12 +38,12 @@ class RateDistortion(Figure):
             raise self.nothing("cells of the measure divergence")
         return [
             Drawing(
-                drawing_name("rate_distortion", number, len(sheets)),
+                drawing_name("rate_distortion", index, len(sheets)),
                 score_groups.join_words("Divergence against bytes", label),
                 _caption(rows),
                 _figure(rows, styles),
             )
-            for number, (label, rows) in enumerate(sheets)
+            for index, (label, rows) in enumerate(sheets)
         ]
 
 

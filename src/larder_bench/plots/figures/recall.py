@@ -63,12 +63,12 @@ class RecallFigure(Figure):
         )
         return [
             Drawing(
-                drawing_name("recall", number, len(charts)),
+                drawing_name("recall", index, len(charts)),
                 score_groups.join_words("Recall of the indexes", label),
                 caption,
                 self._figure(panels, styles),
             )
-            for number, (label, panels) in enumerate(charts)
+            for index, (label, panels) in enumerate(charts)
         ]
 
     def charts(self, results: Results, styles: PolicyStyles) -> list[tuple[str, list[LinePanel]]]:

@@ -38,12 +38,12 @@ class SimilarityFigure(Figure):
         )
         return [
             Drawing(
-                drawing_name("similarity", number, len(charts)),
+                drawing_name("similarity", index, len(charts)),
                 score_groups.join_words("Sensitivity of layers", label),
                 caption,
                 _figure(panel),
             )
-            for number, (label, panel) in enumerate(charts)
+            for index, (label, panel) in enumerate(charts)
         ]
 
     def charts(self, results: Results, styles: PolicyStyles) -> list[tuple[str, LinePanel]]:
