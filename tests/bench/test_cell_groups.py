@@ -33,7 +33,7 @@ def measured_row(cell: Cell, known: MeasuredCells) -> Row:
     guess = known.tokens_per_byte(cell)
     if cell.subject.name == "snapkv" and cell.seed == 0:
         return {"refused": "too little"}
-    number = hash((cell.place, cell.seed, cell.measure)) % 997
+    number = hash((cell.setting, cell.seed, cell.measure)) % 997
     result = {"budget_tokens": number + 1, "active_kv_bytes": 1000, "kv_bytes": 1000}
     return result | {"guess": guess}
 
@@ -63,7 +63,7 @@ def measured_in_parallel(wanted: list[Cell], seed: int) -> list[Row]:
             left.remove(group)
             own = MeasuredCells([])
             for cell, row in done:
-                if cell.place[:2] == group.where and cell.seed <= group.seed:
+                if cell.setting[:2] == group.where and cell.seed <= group.seed:
                     own.learn(cell, row)
             running[group] = own, list(group.numbers)
         group = rng.choice(list(running))

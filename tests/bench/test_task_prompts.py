@@ -393,7 +393,7 @@ def test_question_placements_are_separate_cells() -> None:
     study = Study("both", tasks, question=("after", "inside"), policies=("snapkv",), controls=())
     cells: list[Cell] = cells_of(study, "seed")
     assert {cell.question for cell in cells} == set(QuestionPlacement)
-    assert len({(*cell.place, cell.seed) for cell in cells}) == len(cells)
+    assert len({(*cell.setting, cell.seed) for cell in cells}) == len(cells)
     assert {cell.head({})["question"] for cell in cells} == {"after", "inside"}
     with pytest.raises(UnknownName, match="place of the question named 'before'"):
         replace(study, question=("before",))

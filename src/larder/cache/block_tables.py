@@ -152,14 +152,14 @@ class HostTables:
 
     def __init__(self, total: int, width: int) -> None:
         self.table = np.zeros((total, width), np.int32)
-        self.lengths, self.places, self.growth = np.zeros((3, total), np.int32)
+        self.lengths, self.positions, self.growth = np.zeros((3, total), np.int32)
         self.slots = np.zeros(total, np.int64)
         self.clear()
 
     @property
     def arrays(self) -> tuple[NDArray[np.integer], ...]:
         """Table, lengths, slots, positions and growth."""
-        return self.table, self.lengths, self.slots, self.places, self.growth
+        return self.table, self.lengths, self.slots, self.positions, self.growth
 
     def clear(self) -> None:
         """Make all segments padding."""
@@ -169,7 +169,7 @@ class HostTables:
 
     def grow(self) -> None:
         """Count one more entry in all segments but padding."""
-        for array in (self.lengths, self.places, self.slots):
+        for array in (self.lengths, self.positions, self.slots):
             array += self.growth
 
     def write(self, segments: slice, lease: PageLease, position: int) -> None:
@@ -178,7 +178,7 @@ class HostTables:
         self.table[segments, : lease.table.shape[1]] = lease.table
         self.lengths[segments] = lease.lengths + 1
         self.slots[segments] = lease.slots(np.ones(len(lease.lengths), np.int64))
-        self.places[segments], self.growth[segments] = position, 1
+        self.positions[segments], self.growth[segments] = position, 1
 
 
 def reserve_step(leases: Sequence[Sequence[PageLease]]) -> None:

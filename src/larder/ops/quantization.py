@@ -452,8 +452,8 @@ def _group_ranges(
 ) -> tuple[Float[Tensor, "P V"], Float[Tensor, "P V"]]:
     """Minimum and maximum of the numbers that share an offset."""
     if scheme.sharing is ScaleGranularity.ENTRY:
-        pieces = _channel_groups(numbers, scheme)
-        return pieces.amin(2), pieces.amax(2)
+        groups = _channel_groups(numbers, scheme)
+        return groups.amin(2), groups.amax(2)
     return numbers[rows].amin(1), numbers[rows].amax(1)
 
 
@@ -467,6 +467,6 @@ def _channel_groups(
 
 
 def _expand_groups(
-    pieces: Shaped[Tensor, "N P"], scheme: QuantizationScheme
+    groups: Shaped[Tensor, "N P"], scheme: QuantizationScheme
 ) -> Shaped[Tensor, "N W"]:
-    return pieces.repeat_interleave(scheme.group, dim=1)[:, : scheme.channels]
+    return groups.repeat_interleave(scheme.group, dim=1)[:, : scheme.channels]

@@ -33,20 +33,20 @@ class TokenTexts:
         self.of = lru_cache(CACHED_TEXTS)(self._text_and_bytes)
 
     def _text_and_bytes(self, token: int) -> tuple[str, bytes]:
-        piece = self._tokenizer.tokenizer.convert_ids_to_tokens(token)
-        if piece is None:  # the model has more logits than the tokenizer has tokens
+        spelled = self._tokenizer.tokenizer.convert_ids_to_tokens(token)
+        if spelled is None:  # the model has more logits than the tokenizer has tokens
             return "", b""
         if token in self._special:
-            return piece, piece.encode()
+            return spelled, spelled.encode()
         decode = self._tokenizer.decode
         text = decode((*self._anchor, token)).removeprefix(decode(self._anchor))
         if REPLACEMENT_CHARACTER not in text:
             return text, text.encode("utf-8", "replace")
-        if named := BYTE_TOKEN.fullmatch(piece):
+        if named := BYTE_TOKEN.fullmatch(spelled):
             return text, bytes.fromhex(named[1])
         alphabet = _byte_alphabet()
-        is_byte_level = all(sign in alphabet for sign in piece)
-        return text, bytes(alphabet[sign] for sign in piece) if is_byte_level else text.encode()
+        is_byte_level = all(sign in alphabet for sign in spelled)
+        return text, bytes(alphabet[sign] for sign in spelled) if is_byte_level else text.encode()
 
 
 def token_logprobs(

@@ -35,7 +35,7 @@ class StatedBooking:
     booking: Booking
     session: int
     number: int
-    place: int
+    message_index: int
 
 
 @dataclass
@@ -56,13 +56,13 @@ class BookingLog:
 
     def keep(self, dialogues: Sequence[Dialogue], log: LifeLog) -> None:
         """Record the bookings of the session that a log kept last."""
-        place = len(log.messages) - sum(len(dialogue.messages) for dialogue in dialogues)
+        first = len(log.messages) - sum(len(dialogue.messages) for dialogue in dialogues)
         for dialogue in dialogues:
             self.drawn += 1
             for booking in dialogue.bookings:
-                message = place + _stating_message(dialogue, booking.value)
+                message = first + _stating_message(dialogue, booking.value)
                 self.stated.append(StatedBooking(booking, log.sessions, self.drawn, message))
-            place += len(dialogue.messages)
+            first += len(dialogue.messages)
 
     def questions(self, count: int, log: LifeLog) -> tuple[Question, ...]:
         """Different questions, each about a dialogue that its key identifies.
@@ -84,7 +84,7 @@ class BookingLog:
 
     def _question(self, log: LifeLog) -> Question | None:
         stated = self.random.choice(self.stated)
-        booking, depth = stated.booking, log.depth(stated.place)
+        booking, depth = stated.booking, log.depth(stated.message_index)
         keys = [key for key in booking.keys if self._numbers(booking.noun, key) == {stated.number}]
         if not keys:
             return None

@@ -104,7 +104,7 @@ def _shuffled(facts: Sequence[LifeLogFact], random: Random) -> list[LifeLogFact]
 def _single(fact: LifeLogFact, log: LifeLog) -> Question:
     template = log.random.choice(fact.subject.attribute.questions)
     question = template.replace("{E}", fact.subject.entity)
-    return Question(question, fact.value, "single", log.depth(fact.place), sources=1)
+    return Question(question, fact.value, "single", log.depth(fact.message_index), sources=1)
 
 
 def _update(fact: LifeLogFact, log: LifeLog) -> Question | None:
@@ -117,8 +117,11 @@ def _update(fact: LifeLogFact, log: LifeLog) -> Question | None:
 def _session(fact: LifeLogFact, log: LifeLog) -> Question:
     entity = fact.subject.entity
     facts = [log.first[subject] for subject in _subjects_of_entity(fact.subject, log)]
-    first = min(facts, key=lambda fact: fact.place)
-    question, depth = f"In which session did I first talk about {entity}?", log.depth(first.place)
+    first = min(facts, key=lambda fact: fact.message_index)
+    question, depth = (
+        f"In which session did I first talk about {entity}?",
+        log.depth(first.message_index),
+    )
     return Question(question, f"session {first.session}", "session", depth, sources=1)
 
 
@@ -141,14 +144,16 @@ def _two_hop(fact: LifeLogFact, log: LifeLog) -> Question | None:
     question = (
         f"What is the {target.subject.attribute.name} of the one whose {name} is {fact.value}?"
     )
-    return Question(question, target.value, "twohop", sources=len({fact.place, target.place}))
+    return Question(
+        question, target.value, "twohop", sources=len({fact.message_index, target.message_index})
+    )
 
 
 def _list(fact: LifeLogFact, log: LifeLog) -> Question:
     subjects = _subjects_of_entity(fact.subject, log)
     values = [f"{subject.attribute.name}: {log.latest[subject].value}" for subject in subjects]
     question = f"List everything I told you about {fact.subject.entity}."
-    sessions = {log.latest[subject].place for subject in subjects}
+    sessions = {log.latest[subject].message_index for subject in subjects}
     return Question(question, "; ".join(values), "list", sources=len(sessions))
 
 

@@ -39,7 +39,7 @@ class LifeLogFact:
     subject: FactSubject
     value: str
     session: int
-    place: int
+    message_index: int
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class LifeLog:
         messages, facts = [self.header()], []
         for subject in subjects:
             value = draw_value(subject.attribute.value_kind, self.grammar.words, random)
-            place = len(self.messages) + len(messages)
-            facts.append(LifeLogFact(subject, value, self.sessions + 1, place))
+            message_index = len(self.messages) + len(messages)
+            facts.append(LifeLogFact(subject, value, self.sessions + 1, message_index))
             messages += self._fact_messages(facts[-1])
             if random.random() < CHAT_CHANCE:
                 messages += self._answered(random.choice(subject.topic.chat))
@@ -137,8 +137,8 @@ class LifeLog:
         statement = template.replace("{E}", subject.entity).replace("{V}", fact.value)
         sentences = [f"{lead} {statement}." if lead else f"{statement[0].upper()}{statement[1:]}."]
         for _ in range(random.choice(CHAT_PER_FACT)):
-            place = random.randint(0, len(sentences))
-            sentences.insert(place, random.choice(subject.topic.chat))
+            index = random.randint(0, len(sentences))
+            sentences.insert(index, random.choice(subject.topic.chat))
         return self._answered(" ".join(sentences))
 
     def _answered(self, text: str) -> list[Message]:

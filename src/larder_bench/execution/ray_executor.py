@@ -214,7 +214,7 @@ def group_by_conversation(cells: Sequence[Cell]) -> list[CellGroup]:
     """Cells grouped by conversation, in order of first appearance."""
     numbers: dict[tuple[TaskLength, int], list[int]] = {}
     for index, cell in enumerate(cells):
-        numbers.setdefault((cell.place[:2], cell.seed), []).append(index)
+        numbers.setdefault((cell.setting[:2], cell.seed), []).append(index)
     return [CellGroup(where, seed, tuple(each)) for (where, seed), each in numbers.items()]
 
 

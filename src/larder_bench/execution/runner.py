@@ -224,7 +224,7 @@ def _mean_seconds(rows: Sequence[Row]) -> dict[CostGroup, float]:
 
 def _cost_group(cell: Cell) -> CostGroup:
     """Key of cells with about the same duration."""
-    task, length, *_ = cell.place
+    task, length, *_ = cell.setting
     return cell.model, task, length, cell.measure, cell.subject.name
 
 
@@ -235,7 +235,7 @@ def _build_conversations(bench: ModelContext, cells: Sequence[Cell]) -> None:
     Raises:
         LarderError: a task cannot be built.
     """
-    for cell in {cell.place[:2]: cell for cell in reversed(cells)}.values():
+    for cell in {cell.setting[:2]: cell for cell in reversed(cells)}.values():
         bench.conversation(cell.task, cell.seed, cell.tokens)
 
 
@@ -320,5 +320,5 @@ def _cells_of_model(study: Study, model: str) -> list[Cell]:
         measure, amount = measures[cell.measure], cell.amount
         is_alike = amount is not None and measure.is_alike(amount)
         one = replace(cell, measure=short_spelling(measure), ignores_matching=is_alike)
-        distinct.setdefault((*one.place, one.seed, one.measure), one)
+        distinct.setdefault((*one.setting, one.seed, one.measure), one)
     return list(distinct.values())

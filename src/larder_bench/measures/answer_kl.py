@@ -66,8 +66,10 @@ class _KlScorer:
         answers = (answer_logits_stepwise if recalls else answer_logits)(
             engine, memory, [one.question for one in numbered]
         )
-        items = {one.place: self._item(numbered[one.place], one) for one in answers}
-        return [items[place] for place in range(len(numbered))]
+        items = {
+            one.question_index: self._item(numbered[one.question_index], one) for one in answers
+        }
+        return [items[index] for index in range(len(numbered))]
 
     def _item(self, numbered: NumberedQuestion, answer: AnswerLogits) -> Row:
         true, forced = self.true[numbered.number], answer.likelihood(numbered.question)

@@ -116,8 +116,8 @@ class SegmentIndex:
         """Conversation with only these segments."""
         kept: dict[int, str] = {}
         for number in chosen:
-            for piece in self.segments[number].pieces:
-                kept[piece.message] = kept.get(piece.message, "") + self._text(piece)
+            for span in self.segments[number].spans:
+                kept[span.message] = kept.get(span.message, "") + self._text(span)
         messages = [
             Message(source.role, text, source.speaker, source.date)
             for source, text in ((self.conversation.messages[n], t) for n, t in kept.items())
@@ -132,7 +132,7 @@ class SegmentIndex:
     def _lengths(self) -> list[int]:
         """Tokens of the text of each segment."""
         return [
-            sum(self.tokenizer.count_tokens(self._text(piece)) for piece in segment.pieces)
+            sum(self.tokenizer.count_tokens(self._text(span)) for span in segment.spans)
             for segment in self.segments
         ]
 
@@ -142,8 +142,8 @@ class SegmentIndex:
         empty = replace(self.conversation, messages=(Message("user", ""),), questions=())
         return len(self.tokenizer.encode_conversation(empty).ids)
 
-    def _text(self, piece: MessageSpan) -> str:
-        return self.conversation.messages[piece.message].content[piece.start : piece.stop]
+    def _text(self, span: MessageSpan) -> str:
+        return self.conversation.messages[span.message].content[span.start : span.stop]
 
     def _question(self, text: str) -> Float32[np.ndarray, " D"]:
         if text not in self._question_rows:

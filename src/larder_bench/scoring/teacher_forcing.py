@@ -80,13 +80,13 @@ class AnswerLogits:
     """Next-token logits at each token of an answer.
 
     Args:
-        place: index of the question.
+        question_index: of the question, among all of the conversation.
         answer: tokens of the answer, end of turn included.
         logits: logits before each of them.
         episode: number of the cache that answered.
     """
 
-    place: int
+    question_index: int
     answer: tuple[int, ...]
     logits: Float[Tensor, "N V"]
     episode: int | None
@@ -103,7 +103,7 @@ class AnswerLogits:
 
 @dataclass(frozen=True)
 class _PackedAnswer:
-    place: int
+    question_index: int
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
 
@@ -135,16 +135,16 @@ def answer_logits(
         cache = memory.caches.activate(episode or 0)
         sections = [
             _PackedAnswer(
-                place,
+                question_index,
                 engine.tokenizer.encode_question_about(memory.conversation, question),
                 _answer_ids(engine, memory, question),
             )
-            for place, question in enumerate(questions)
-            if episodes[place] == episode
+            for question_index, question in enumerate(questions)
+            if episodes[question_index] == episode
         ]
         for group in _packed_groups(sections):
             for section, logits in _forward_group(engine, cache, group):
-                yield AnswerLogits(section.place, section.answer, logits, episode)
+                yield AnswerLogits(section.question_index, section.answer, logits, episode)
 
 
 def answer_logits_stepwise(
@@ -155,7 +155,7 @@ def answer_logits_stepwise(
 
     A question is read in one pass. Nothing is evicted.
     """
-    for place, question in enumerate(questions):
+    for question_index, question in enumerate(questions):
         cache, match = memory.activate_for(question.question)
         fork, rows = cache.fork(), list[Tensor]()
         ids = engine.tokenizer.encode_question_about(memory.conversation, question)
@@ -167,14 +167,14 @@ def answer_logits_stepwise(
             )
             ids = (token,)
         episode = None if match is None else match.episode
-        yield AnswerLogits(place, answer, torch.stack(rows), episode)
+        yield AnswerLogits(question_index, answer, torch.stack(rows), episode)
 
 
 def _in_order(
     questions: Sequence[Question], answers: Iterator[AnswerLogits]
 ) -> list[AnswerLikelihood]:
-    results = {one.place: one.likelihood(questions[one.place]) for one in answers}
-    return [results[place] for place in range(len(questions))]
+    results = {one.question_index: one.likelihood(questions[one.question_index]) for one in answers}
+    return [results[question_index] for question_index in range(len(questions))]
 
 
 def _answer_ids(engine: Engine, memory: ConversationMemory, question: Question) -> tuple[int, ...]:

@@ -57,7 +57,7 @@ class Cell:
         return None if self.budget in (WHOLE, OWN) else MemoryBudget.parse(self.budget)
 
     @property
-    def place(self) -> tuple[str, ...]:
+    def setting(self) -> tuple[str, ...]:
         """Key shared by cells of different seeds."""
         head = spell(self.task), str(self.tokens), self.subject.spelling
         return (*head, self.budget, self.question.value, self.matched.value)
@@ -120,7 +120,7 @@ def distinct_cells(cells: Sequence[Cell]) -> list[Cell]:
     first: dict[tuple[object, ...], Cell] = {}
     for cell in cells:
         matched = None if cell.is_alike else cell.matched
-        first.setdefault((cell.model, *cell.place[:-1], cell.seed, cell.measure, matched), cell)
+        first.setdefault((cell.model, *cell.setting[:-1], cell.seed, cell.measure, matched), cell)
     return list(first.values())
 
 
@@ -143,7 +143,7 @@ def _with_exhibits(cells: Sequence[Cell]) -> list[Cell]:
             and cell.subject.prefill_scope is not QuestionScope.EACH
             and cell.question is QuestionPlacement.AFTER
         ):
-            first.setdefault(cell.place[:3], cell)
+            first.setdefault(cell.setting[:3], cell)
     selected = {id(cell) for cell in first.values()}
     return [replace(cell, has_exhibits=id(cell) in selected) for cell in cells]
 

@@ -90,4 +90,4 @@ class ModelContext:
         """Logits of the full cache at each token of a question's answer, by question."""
         memory = self.engine.read(conversation)
         answers = answer_logits(self.engine, memory, conversation.questions)
-        return {one.place: one.logits for one in answers}
+        return {one.question_index: one.logits for one in answers}

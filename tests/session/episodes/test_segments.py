@@ -60,9 +60,9 @@ def transcript(*texts: str) -> Conversation:
 def weight(segment: Segment, conversation: Conversation, unit: SegmentUnit) -> int:
     """Weigh a segment again from its characters; only for messages that are all utterance."""
     parts = [
-        conversation.messages[piece.message].content[piece.start : piece.stop]
-        for piece in segment.pieces
-        if conversation.messages[piece.message].role != "system"
+        conversation.messages[span.message].content[span.start : span.stop]
+        for span in segment.spans
+        if conversation.messages[span.message].role != "system"
     ]
     words = [word for part in parts for word in part.split()]
     return len(words) if unit is SegmentUnit.WORDS else sum(map(vowels, words))
@@ -76,10 +76,10 @@ class TestEverything:
     ) -> None:
         conversation = talk(dialogue, form)
         segments = cut_segments(conversation, unit, size, vowels)
-        pieces = [piece for segment in segments for piece in segment.pieces]
+        spans = [span for segment in segments for span in segment.spans]
         for index, message in enumerate(conversation.messages):
-            own = [piece for piece in pieces if piece.message == index]
-            assert [piece.start for piece in own[1:]] == [piece.stop for piece in own[:-1]]
+            own = [span for span in spans if span.message == index]
+            assert [span.start for span in own[1:]] == [span.stop for span in own[:-1]]
             assert (own[0].start, own[-1].stop) == (0, len(message.content))
             assert "".join(message.content[p.start : p.stop] for p in own) == message.content
 
@@ -89,11 +89,11 @@ class TestEverything:
         self, dialogue: list[Message], form: PromptLayout, unit: SegmentUnit, size: int
     ) -> None:
         segments = cut_segments(talk(dialogue, form), unit, size, vowels)
-        pieces = [piece for segment in segments for piece in segment.pieces]
-        assert pieces == sorted(pieces, key=lambda piece: (piece.message, piece.start))
+        spans = [span for segment in segments for span in segment.spans]
+        assert spans == sorted(spans, key=lambda span: (span.message, span.start))
         assert [segment.index for segment in segments] == list(range(len(segments)))
         for segment in segments:
-            assert list(segment.messages) == [piece.message for piece in segment.pieces]
+            assert list(segment.messages) == [span.message for span in segment.spans]
 
     @settings(max_examples=40)
     @given(MESSAGES, st.sampled_from([SegmentUnit.WORDS, SegmentUnit.TOKENS]), st.integers(1, 9))
@@ -151,7 +151,7 @@ class TestUtterances:
         message = Message("assistant", "Lots of words. " * 50, utterance="A summary of them.")
         (segment,) = cut_segments(Conversation("talk", (message,)))
         assert segment.text == "A summary of them."
-        assert segment.pieces == (MessageSpan(0, 0, len(message.content)),)
+        assert segment.spans == (MessageSpan(0, 0, len(message.content)),)
 
     def test_long_chat_messages_are_split_into_sentences(self) -> None:
         long = "This sentence goes on for a while. " * 16
@@ -159,7 +159,7 @@ class TestUtterances:
         assert len(long) > LONG_CHARACTERS
         chat = cut_segments(Conversation("talk", dialogue))
         assert len(chat) == 5  # 1 + 16 units
-        assert chat[0].pieces == (MessageSpan(0, 0, 8), MessageSpan(1, 0, 105))
+        assert chat[0].spans == (MessageSpan(0, 0, 8), MessageSpan(1, 0, 105))
         assert chat[1].messages == range(1, 2)
         assert len(cut_segments(Conversation("talk", dialogue, form=PromptLayout.TRANSCRIPT))) == 1
 
@@ -204,8 +204,8 @@ class TestWordsAndTokens:
     def test_word_segments_cross_messages(self) -> None:
         segments = cut_segments(transcript("one two", "three four", "five"), SegmentUnit.WORDS, 3)
         assert [segment.text for segment in segments] == ["one two\nthree", "four\nfive"]
-        assert segments[0].pieces == (MessageSpan(0, 0, 7), MessageSpan(1, 0, 5))
-        assert segments[1].pieces == (MessageSpan(1, 5, 10), MessageSpan(2, 0, 4))
+        assert segments[0].spans == (MessageSpan(0, 0, 7), MessageSpan(1, 0, 5))
+        assert segments[1].spans == (MessageSpan(1, 5, 10), MessageSpan(2, 0, 4))
 
     def test_word_beyond_the_size_is_its_own_segment(self) -> None:
         segments = cut_segments(

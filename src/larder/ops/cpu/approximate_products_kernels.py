@@ -55,14 +55,14 @@ def add_four(weights, a, b, c, d, out):
 
 
 @njit_kernel
-def load_four_rows(table, places, first, stop, scratch):
+def load_four_rows(table, rows, first, stop, scratch):
     """Rows at four indices; if fewer are left, the last one repeats."""
-    last = min(4, places.size) - 1
+    last = min(4, rows.size) - 1
     return (
-        load_span(table[places[0]], first, stop, scratch[0]),
-        load_span(table[places[min(1, last)]], first, stop, scratch[1]),
-        load_span(table[places[min(2, last)]], first, stop, scratch[2]),
-        load_span(table[places[min(3, last)]], first, stop, scratch[3]),
+        load_span(table[rows[0]], first, stop, scratch[0]),
+        load_span(table[rows[min(1, last)]], first, stop, scratch[1]),
+        load_span(table[rows[min(2, last)]], first, stop, scratch[2]),
+        load_span(table[rows[min(3, last)]], first, stop, scratch[3]),
     )
 
 
@@ -109,9 +109,9 @@ def sum_codes_of_head(table, codes, sums):
     """Sums of one query head."""
     sums[:] = np.float32(0.0)
     for v in range(table.shape[0]):
-        values, places = table[v], codes[v]
+        values, rows = table[v], codes[v]
         for s in range(sums.size):
-            sums[s] += values[places[s]]
+            sums[s] += values[rows[s]]
 
 
 @njit_kernel

@@ -93,9 +93,9 @@ def numba_attention_weights(
 
     rows, owned = query_rows(queries, lengths.shape[0]), lengths.numpy()
     num_kv_heads, num_rows, head_dim = rows.shape
-    pieces = kernels.chunk_bounds(owned)
+    chunks = kernels.chunk_bounds(owned)
     threads = num_threads_for(int(owned.sum()) * num_rows * head_dim)
-    shares = np.array([len(pieces) * s // threads for s in range(threads + 1)], np.int64)
+    shares = np.array([len(chunks) * s // threads for s in range(threads + 1)], np.int64)
     weigh = kernels.attention_weights_parallel if threads > 1 else kernels.attention_weights
     weights = torch.zeros(len(keys), dtype=torch.float32)
     weigh(
@@ -105,7 +105,7 @@ def numba_attention_weights(
         starts.numpy(),
         owned,
         np.float32(scaling),
-        (pieces, shares),
+        (chunks, shares),
         queries.shape[0] // num_kv_heads,
         REDUCTION_CODES[join],
         weights.numpy(),

@@ -31,13 +31,13 @@ def chunk_bounds(lengths):
     count = 0
     for h in range(lengths.size):
         count += (lengths[h] + CHUNK - 1) // CHUNK
-    pieces = np.empty((count, 2), np.int64)
+    chunks = np.empty((count, 2), np.int64)
     p = 0
     for h in range(lengths.size):
         for first in range(0, lengths[h], CHUNK):
-            pieces[p, 0], pieces[p, 1] = h, first
+            chunks[p, 0], chunks[p, 1] = h, first
             p += 1
-    return pieces
+    return chunks
 
 
 @njit_kernel
@@ -73,7 +73,7 @@ def exponentiate_and_sum(raised, count, peaks, masses):
 
 
 @njit_kernel
-def exponentiate_chunks(queries, keys, biases, starts, lengths, scaling, pieces, first, stop, held):
+def exponentiate_chunks(queries, keys, biases, starts, lengths, scaling, chunks, first, stop, held):
     """Exponentials of the chunks [first, stop)."""
     num_queries, head_dim = queries.shape[1:]
     raised, peaks, masses = held
@@ -81,7 +81,7 @@ def exponentiate_chunks(queries, keys, biases, starts, lengths, scaling, pieces,
     block = np.empty((num_queries, ROWS), np.float32)
     scaled = np.empty((num_queries, head_dim), np.float32)
     for p in range(first, stop):
-        h, offset = pieces[p]
+        h, offset = chunks[p]
         count = min(CHUNK, lengths[h] - offset)
         scale(queries[h], scaling, scaled)
         exponentiate_chunk(
@@ -99,13 +99,13 @@ def exponentiate_chunks(queries, keys, biases, starts, lengths, scaling, pieces,
 
 
 @njit_kernel
-def softmax_factors(pieces, peaks, masses):
+def softmax_factors(chunks, peaks, masses):
     """Factor from exponentials to softmax weights of each chunk, in place of its mass."""
-    num_pieces, num_queries = peaks.shape
+    num_chunks, num_queries = peaks.shape
     first = 0
-    while first < num_pieces:
+    while first < num_chunks:
         stop = first
-        while stop < num_pieces and pieces[stop, 0] == pieces[first, 0]:
+        while stop < num_chunks and chunks[stop, 0] == chunks[first, 0]:
             stop += 1
         for n in range(num_queries):
             peak = np.float32(-np.inf)
@@ -142,34 +142,34 @@ def reduce_chunk(raised, factors, group_len, join, weights):
 
 
 @njit_kernel
-def reduce_chunks(starts, lengths, pieces, first, stop, held, group_len, join, weights):
+def reduce_chunks(starts, lengths, chunks, first, stop, held, group_len, join, weights):
     """Weights of the chunks [first, stop), written to their storage rows."""
     raised, _, factors = held
     for p in range(first, stop):
-        h, offset = pieces[p]
+        h, offset = chunks[p]
         begin = starts[h] + offset
         end = starts[h] + min(offset + CHUNK, lengths[h])
         reduce_chunk(raised[p], factors[p], group_len, join, weights[begin:end])
 
 
 @njit_kernel
-def allocate_chunks(num_pieces, num_queries):
+def allocate_chunks(num_chunks, num_queries):
     """Buffers for exponentials, peaks and masses of all chunks."""
     return (
-        np.empty((num_pieces, num_queries, CHUNK), np.float32),
-        np.empty((num_pieces, num_queries), np.float32),
-        np.empty((num_pieces, num_queries), np.float32),
+        np.empty((num_chunks, num_queries, CHUNK), np.float32),
+        np.empty((num_chunks, num_queries), np.float32),
+        np.empty((num_chunks, num_queries), np.float32),
     )
 
 
 @njit_kernel
 def weights_from_logits(logits, starts, lengths, group_len, join, weights):
     """`attention_weights` from the logits [N, C] of attention."""
-    pieces = chunk_bounds(lengths)
-    held = allocate_chunks(len(pieces), logits.shape[0])
+    chunks = chunk_bounds(lengths)
+    held = allocate_chunks(len(chunks), logits.shape[0])
     raised, peaks, masses = held
-    for p in range(len(pieces)):
-        h, offset = pieces[p]
+    for p in range(len(chunks)):
+        h, offset = chunks[p]
         count = min(CHUNK, lengths[h] - offset)
         first = starts[h] + offset
         for n in range(logits.shape[0]):
@@ -181,8 +181,8 @@ def weights_from_logits(logits, starts, lengths, group_len, join, weights):
                 raised[p, n, s] = peak  # the rest of a block is exponentiated, but not summed
             peaks[p, n] = peak
         exponentiate_and_sum(raised[p], count, peaks[p], masses[p])
-    softmax_factors(pieces, peaks, masses)
-    reduce_chunks(starts, lengths, pieces, 0, len(pieces), held, group_len, join, weights)
+    softmax_factors(chunks, peaks, masses)
+    reduce_chunks(starts, lengths, chunks, 0, len(chunks), held, group_len, join, weights)
 
 
 @njit_kernel
@@ -197,13 +197,13 @@ def attention_weights(
     queries, keys, biases, starts, lengths, scaling, cut, group_len, join, weights
 ):
     """All chunks in one thread, into the zeros `weights`."""
-    pieces, _ = cut
-    held = allocate_chunks(len(pieces), queries.shape[1])
+    chunks, _ = cut
+    held = allocate_chunks(len(chunks), queries.shape[1])
     exponentiate_chunks(
-        queries, keys, biases, starts, lengths, scaling, pieces, 0, len(pieces), held
+        queries, keys, biases, starts, lengths, scaling, chunks, 0, len(chunks), held
     )
-    softmax_factors(pieces, held[1], held[2])
-    reduce_chunks(starts, lengths, pieces, 0, len(pieces), held, group_len, join, weights)
+    softmax_factors(chunks, held[1], held[2])
+    reduce_chunks(starts, lengths, chunks, 0, len(chunks), held, group_len, join, weights)
 
 
 @njit_parallel
@@ -211,15 +211,15 @@ def attention_weights_parallel(
     queries, keys, biases, starts, lengths, scaling, cut, group_len, join, weights
 ):
     """`attention_weights` in parallel, one share of the chunks per thread."""
-    pieces, shares = cut
-    held = allocate_chunks(len(pieces), queries.shape[1])
+    chunks, shares = cut
+    held = allocate_chunks(len(chunks), queries.shape[1])
     for s in numba.prange(shares.size - 1):
         first, stop = shares[s], shares[s + 1]
         exponentiate_chunks(
-            queries, keys, biases, starts, lengths, scaling, pieces, first, stop, held
+            queries, keys, biases, starts, lengths, scaling, chunks, first, stop, held
         )
-    softmax_factors(pieces, held[1], held[2])
+    softmax_factors(chunks, held[1], held[2])
     for s in numba.prange(shares.size - 1):
         reduce_chunks(
-            starts, lengths, pieces, shares[s], shares[s + 1], held, group_len, join, weights
+            starts, lengths, chunks, shares[s], shares[s + 1], held, group_len, join, weights
         )

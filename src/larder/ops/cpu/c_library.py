@@ -57,7 +57,7 @@ class CodedSide(ctypes.Structure):
     _fields_ = [
         *((name, POINTER) for name in ("codes", "offsets", "scales", "channels", "factors")),
         *((name, POINTER) for name in ("outlier_places", "outliers")),
-        *((name, INTEGER) for name in ("row_bytes", "bits", "width", "piece", "is_by_row")),
+        *((name, INTEGER) for name in ("row_bytes", "bits", "width", "group", "is_by_row")),
         ("num_outliers", INTEGER),
     ]
 
@@ -159,7 +159,7 @@ class NearestCall(ctypes.Structure):
 
     _fields_ = [
         *((name, POINTER) for name in ("rows", "starts", "lengths", "marked", "asked")),
-        *((name, POINTER) for name in ("cosines", "places")),
+        *((name, POINTER) for name in ("cosines", "nearest")),
         *((name, INTEGER) for name in ("head_dim", "item_bytes", "count", "next")),
     ]
 

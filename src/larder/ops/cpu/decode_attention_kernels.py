@@ -200,9 +200,9 @@ def attend_span(
 
 
 @njit_kernel
-def merge_splits(lengths, bounds, peaks, masses, pieces):
+def merge_splits(lengths, bounds, peaks, masses, partials):
     """Merge the parts of every head by log-sum-exp; a head without entries gives 0 and -inf."""
-    num_queries, head_dim = pieces.shape[1:]
+    num_queries, head_dim = partials.shape[1:]
     outs = np.zeros((lengths.size, num_queries, head_dim), np.float32)
     lses = np.full((lengths.size, num_queries), np.float32(-np.inf))
     offset = 0
@@ -218,7 +218,7 @@ def merge_splits(lengths, bounds, peaks, masses, pieces):
                     mass = mass * faded + share * masses[p, n]
                     lses[h, n] = peak
                     for d in range(head_dim):
-                        outs[h, n, d] = outs[h, n, d] * faded + share * pieces[p, n, d]
+                        outs[h, n, d] = outs[h, n, d] * faded + share * partials[p, n, d]
             if lengths[h] > 0:
                 lses[h, n] += np.float32(math.log(mass))
                 for d in range(head_dim):

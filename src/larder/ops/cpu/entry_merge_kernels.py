@@ -50,12 +50,12 @@ def normalize_folds(sources, targets, given, counted, own):
     intos = np.empty(folds + count, np.int64)
     weights = np.empty(folds + count, np.float32)
     totals = np.full(count, own)
-    places = np.searchsorted(into, targets)
+    slots = np.searchsorted(into, targets)
     for f in range(folds):
-        totals[places[f]] += counted[f]
+        totals[slots[f]] += counted[f]
     for f in range(folds):
         froms[f], intos[f] = sources[f], targets[f]
-        weights[f] = given[f] / totals[places[f]]
+        weights[f] = given[f] / totals[slots[f]]
     for n in range(count):
         froms[folds + n] = intos[folds + n] = into[n]
         weights[folds + n] = own / totals[n]
@@ -130,7 +130,7 @@ def add_row(stored, row, weight, scratch, sums):
 def sum_rows(keys, values, starts, lengths, sources, targets, key_weights, value_weights):
     """Distinct targets, and the sums of their sources' keys and values."""
     into = distinct(targets)
-    places = np.searchsorted(into, targets)
+    slots = np.searchsorted(into, targets)
     ends = np.cumsum(lengths)
     heads = np.searchsorted(ends, sources, side="right")
     key_sums = np.zeros((into.size, keys.shape[1]), np.float32)
@@ -139,6 +139,6 @@ def sum_rows(keys, values, starts, lengths, sources, targets, key_weights, value
     for f in range(sources.size):
         h = heads[f]
         row = sources[f] - (ends[h] - lengths[h]) + starts[h]
-        add_row(keys, row, key_weights[f], scratch, key_sums[places[f]])
-        add_row(values, row, value_weights[f], scratch, value_sums[places[f]])
+        add_row(keys, row, key_weights[f], scratch, key_sums[slots[f]])
+        add_row(values, row, value_weights[f], scratch, value_sums[slots[f]])
     return into, key_sums, value_sums

@@ -119,7 +119,7 @@ def _coded_side(side: QuantizedRows) -> CodedSide:
         row_bytes=stored.shape[1],
         bits=scheme.bits,
         width=scheme.channels,
-        piece=scheme.group,
+        group=scheme.group,
         is_by_row=scheme.sharing is ScaleGranularity.ENTRY,
         num_outliers=len(side.outliers),
     )

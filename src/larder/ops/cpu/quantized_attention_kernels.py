@@ -79,14 +79,14 @@ def unpack(stored, bits, width, first, count, rows):
 @njit_kernel
 def scale_entries(side, first, count, rows, offsets, scales):
     """Dequantize entries with scales per entry."""
-    width, piece = side[1], side[2]
-    pieces = (width + piece - 1) // piece
-    load_float16(side[5][first * pieces : (first + count) * pieces], offsets)
-    load_float16(side[6][first * pieces : (first + count) * pieces], scales)
+    width, group = side[1], side[2]
+    groups = (width + group - 1) // group
+    load_float16(side[5][first * groups : (first + count) * groups], offsets)
+    load_float16(side[6][first * groups : (first + count) * groups], scales)
     for b in range(count):
-        for p in range(pieces):
-            offset, scale = offsets[b * pieces + p], scales[b * pieces + p]
-            numbers = rows[b, p * piece : min((p + 1) * piece, width)]
+        for p in range(groups):
+            offset, scale = offsets[b * groups + p], scales[b * groups + p]
+            numbers = rows[b, p * group : min((p + 1) * group, width)]
             for i in range(numbers.size):
                 numbers[i] = offset + scale * numbers[i]
 
@@ -94,25 +94,25 @@ def scale_entries(side, first, count, rows, offsets, scales):
 @njit_kernel
 def accumulate_coded_values(side, first, count, weights, rows, outs, offsets, scales):
     """Add the weighted values of one block; scales of channel groups go into the weights."""
-    width, piece = side[1], side[2]
-    pieces = (width + piece - 1) // piece
-    load_float16(side[5][first * pieces : (first + count) * pieces], offsets)
-    load_float16(side[6][first * pieces : (first + count) * pieces], scales)
-    scales[count * pieces : (count + 3) * pieces] = np.float32(0.0)
+    width, group = side[1], side[2]
+    groups = (width + group - 1) // group
+    load_float16(side[5][first * groups : (first + count) * groups], offsets)
+    load_float16(side[6][first * groups : (first + count) * groups], scales)
+    scales[count * groups : (count + 3) * groups] = np.float32(0.0)
     for n in range(outs.shape[0]):
-        for p in range(pieces):
+        for p in range(groups):
             base = np.float32(0.0)
             for b in range(count):
-                base += weights[n, b] * offsets[b * pieces + p]
-            start, stop = p * piece, min((p + 1) * piece, width)
+                base += weights[n, b] * offsets[b * groups + p]
+            start, stop = p * group, min((p + 1) * group, width)
             out = outs[n, start:stop]
             for d in range(out.size):
                 out[d] += base
             for b in range(0, count, 4):
-                w0 = weights[n, b] * scales[b * pieces + p]
-                w1 = weights[n, b + 1] * scales[(b + 1) * pieces + p]
-                w2 = weights[n, b + 2] * scales[(b + 2) * pieces + p]
-                w3 = weights[n, b + 3] * scales[(b + 3) * pieces + p]
+                w0 = weights[n, b] * scales[b * groups + p]
+                w1 = weights[n, b + 1] * scales[(b + 1) * groups + p]
+                w2 = weights[n, b + 2] * scales[(b + 2) * groups + p]
+                w3 = weights[n, b + 3] * scales[(b + 3) * groups + p]
                 r0, r1 = rows[b, start:stop], rows[b + 1, start:stop]
                 r2, r3 = rows[b + 2, start:stop], rows[b + 3, start:stop]
                 for d in range(out.size):
@@ -122,14 +122,14 @@ def accumulate_coded_values(side, first, count, weights, rows, outs, offsets, sc
 @njit_kernel
 def accumulate_outlier_values(side, first, count, weights, outs, offsets, number):
     """Add the weighted outliers, which were summed as code 0; `offsets` are those of the block."""
-    outlier_indices, outliers, width, piece = side[9], side[10], side[1], side[2]
-    pieces = (width + piece - 1) // piece
+    outlier_indices, outliers, width, group = side[9], side[10], side[1], side[2]
+    groups = (width + group - 1) // group
     at = first_outlier(outlier_indices, first * width)
     while at < outlier_indices.size and outlier_indices[at] < (first + count) * width:
         load_float16(outliers[at : at + 1], number)
-        place = outlier_indices[at] - first * width
-        b, i = place // width, place % width
-        more = number[0] - offsets[b * pieces + i // piece]
+        flat = outlier_indices[at] - first * width
+        b, i = flat // width, flat % width
+        more = number[0] - offsets[b * groups + i // group]
         for n in range(outs.shape[0]):
             outs[n, i] += weights[n, b] * more
         at += 1
@@ -155,8 +155,8 @@ def place_outliers(side, first, count, rows, number):
     at = first_outlier(outlier_indices, first * width)
     while at < outlier_indices.size and outlier_indices[at] < (first + count) * width:
         load_float16(outliers[at : at + 1], number)
-        place = outlier_indices[at] - first * width
-        rows[place // width, place % width] = number[0]
+        flat = outlier_indices[at] - first * width
+        rows[flat // width, flat % width] = number[0]
         at += 1
 
 
@@ -167,8 +167,8 @@ def add_outlier_logits(side, first, count, queries, offsets, weights, number):
     at = first_outlier(outlier_indices, first * width)
     while at < outlier_indices.size and outlier_indices[at] < (first + count) * width:
         load_float16(outliers[at : at + 1], number)
-        place = outlier_indices[at] - first * width
-        b, i = place // width, place % width
+        flat = outlier_indices[at] - first * width
+        b, i = flat // width, flat % width
         for n in range(queries.shape[0]):
             weights[n, b] += queries[n, i] * (number[0] - offsets[i])
         at += 1

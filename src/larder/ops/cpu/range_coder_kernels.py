@@ -84,22 +84,22 @@ def push_bits(state, words, count, part, bits):
 
 
 @njit_exact
-def pull(state, words, place):
+def pull(state, words, offset):
     """State with a word taken, if it needs one, and the next place; missing words are 0."""
     if state >= LOWEST:
-        return state, place
-    word = np.int64(words[place]) if place < words.size else np.int64(0)
-    return (state << 16) | word, place + 1
+        return state, offset
+    word = np.int64(words[offset]) if offset < words.size else np.int64(0)
+    return (state << 16) | word, offset + 1
 
 
 @njit_exact
-def pull_code(state, words, place, row, starts, slots, ranks):
+def pull_code(state, words, offset, row, starts, slots, ranks):
     """Code in a row of the tables, and state and place behind it."""
     slot = state & (TOTAL - 1)
     code = np.int64(slots[row, slot])
     size = np.int64(starts[row, code + 1]) - np.int64(starts[row, code])
-    state, place = pull(size * (state >> BITS) + np.int64(ranks[row, slot]), words, place)
-    return code, state, place
+    state, offset = pull(size * (state >> BITS) + np.int64(ranks[row, slot]), words, offset)
+    return code, state, offset
 
 
 @njit_exact
@@ -185,14 +185,14 @@ def encode(symbols, tiers, bases, starts, places, raw_bits, words):
 
 
 @njit_exact
-def pull_group(states, words, place, symbols, kinds, starts, slots, ranks, raw_bits):
+def pull_group(states, words, offset, symbols, kinds, starts, slots, ranks, raw_bits):
     """Place behind one component of a group of lanes, whose symbols are written."""
     extras = np.empty(symbols.size, np.int64)
     most = np.int64(0)
     for lane in range(symbols.size):
         kind = kinds[lane]
-        code, states[lane], place = pull_code(
-            states[lane], words, place, kind, starts, slots, ranks
+        code, states[lane], offset = pull_code(
+            states[lane], words, offset, kind, starts, slots, ranks
         )
         symbols[lane] = 0 if code == ESCAPE else code - MIDDLE
         extras[lane] = ESCAPED_BITS if code == ESCAPE else np.int64(raw_bits[kind])
@@ -204,11 +204,11 @@ def pull_group(states, words, place, symbols, kinds, starts, slots, ranks, raw_b
                 slot, rest = states[lane] & (TOTAL - 1), BITS - size
                 symbols[lane] = (symbols[lane] << size) | (slot >> rest)
                 state = ((states[lane] >> BITS) << rest) + (slot & ((1 << rest) - 1))
-                states[lane], place = pull(state, words, place)
+                states[lane], offset = pull(state, words, offset)
     for lane in range(symbols.size):
         if extras[lane] == ESCAPED_BITS and symbols[lane] >= 1 << 31:
             symbols[lane] -= 1 << 32
-    return place
+    return offset
 
 
 @njit_exact
@@ -221,14 +221,14 @@ def decode(words, bases, starts, slots, ranks, raw_bits, step, components, tiers
     classes = starts.shape[0] - 1
     states = np.empty(min(rows, LANES), np.int64)
     symbols, kinds = np.empty(LANES, np.int64), np.empty(LANES, np.int64)
-    place = 0
+    offset = 0
     for lane in range(states.size):
-        high, low = np.int64(words[place]), np.int64(words[place + 1])
+        high, low = np.int64(words[offset]), np.int64(words[offset + 1])
         states[lane] = high << 16 | low
-        place += 2
+        offset += 2
     for n in range(rows):
-        code, states[n % LANES], place = pull_code(
-            states[n % LANES], words, place, classes, starts, slots, ranks
+        code, states[n % LANES], offset = pull_code(
+            states[n % LANES], words, offset, classes, starts, slots, ranks
         )
         tiers[n] = code - LAST_TIER
     order = order_of(tiers)
@@ -239,12 +239,12 @@ def decode(words, bases, starts, slots, ranks, raw_bits, step, components, tiers
                 tier = np.int64(tiers[order[first + lane]])
                 kinds[lane] = class_at(bases[c], tier, classes)
             group = symbols[:size], kinds[:size]
-            place = pull_group(states, words, place, *group, starts, slots, ranks, raw_bits)
+            offset = pull_group(states, words, offset, *group, starts, slots, ranks, raw_bits)
             for lane in range(size):
                 n = order[first + lane]
                 scale = np.float32(step * 2.0 ** np.int64(tiers[n]))
                 components[n, c] = np.float32(symbols[lane]) * scale
-    return place
+    return offset
 
 
 @njit_exact

@@ -43,10 +43,10 @@ def page_max_scores(
     rows, owned = query_rows(queries[:, None], lengths.shape[0]), lengths.numpy()
     num_pages = -(-int(owned.max()) // page)
     bests = np.full((rows.shape[0], rows.shape[1], num_pages), -np.inf, np.float32)
-    pieces = kernels.page_chunks(owned, page)
+    chunks = kernels.page_chunks(owned, page)
     threads = num_threads_for(int(owned.sum()) * rows.shape[1] * rows.shape[2])
     search = kernels.score_pages_parallel if threads > 1 else kernels.score_pages
-    search(rows, as_numpy(keys.detach()), starts.numpy(), owned, page, pieces, bests)
+    search(rows, as_numpy(keys.detach()), starts.numpy(), owned, page, chunks, bests)
     return torch.from_numpy(bests).view(queries.shape[0], num_pages)
 
 
@@ -105,7 +105,7 @@ def nearest_rows(
     starts, lengths, marked = starts.contiguous(), lengths.contiguous(), marked.contiguous()
     rows, query_rows = rows.detach(), query_rows.contiguous()
     cosines = torch.empty(len(query_rows), dtype=torch.float32)
-    places = torch.empty(len(query_rows), dtype=torch.int64)
+    nearest = torch.empty(len(query_rows), dtype=torch.int64)
     call = NearestCall(
         rows=rows.data_ptr(),
         starts=starts.data_ptr(),
@@ -113,7 +113,7 @@ def nearest_rows(
         marked=marked.data_ptr(),
         asked=query_rows.data_ptr(),
         cosines=cosines.data_ptr(),
-        places=places.data_ptr(),
+        nearest=nearest.data_ptr(),
         head_dim=rows.shape[1],
         item_bytes=rows.element_size(),
         count=len(query_rows),
@@ -121,7 +121,7 @@ def nearest_rows(
     work = 2 * len(query_rows) * len(marked) // len(lengths) * rows.shape[1] if len(lengths) else 0
     threads = min(torch.get_num_threads(), len(query_rows), work // SPAN_FLOATS)
     library.larder_nearest_rows(byref(call), threads)
-    return cosines, places
+    return cosines, nearest
 
 
 def numba_nearest_rows(
@@ -137,7 +137,7 @@ def numba_nearest_rows(
     owned, marks = lengths.numpy(), marked.numpy()
     heads = np.searchsorted(np.cumsum(owned), query_rows.numpy(), side="right")
     cosines = np.empty(len(query_rows), np.float32)
-    places = np.empty(len(query_rows), np.int64)
+    nearest = np.empty(len(query_rows), np.int64)
     threads = num_threads_for(2 * int(owned[heads].sum()) * rows.shape[1])
     search = (
         kernels.nearest_all_parallel if threads > 1 and len(query_rows) > 1 else kernels.nearest_all
@@ -150,6 +150,6 @@ def numba_nearest_rows(
         query_rows.numpy(),
         heads,
         cosines,
-        places,
+        nearest,
     )
-    return torch.from_numpy(cosines), torch.from_numpy(places)
+    return torch.from_numpy(cosines), torch.from_numpy(nearest)

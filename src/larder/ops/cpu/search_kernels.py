@@ -29,14 +29,14 @@ def page_chunks(lengths, page):
     count = 0
     for h in range(lengths.size):
         count += (lengths[h] + step - 1) // step
-    pieces = np.empty((count, 3), np.int64)
+    chunks = np.empty((count, 3), np.int64)
     p = 0
     for h in range(lengths.size):
         for first in range(0, lengths[h], step):
-            pieces[p, 0], pieces[p, 1] = h, first
-            pieces[p, 2] = min(first + step, lengths[h])
+            chunks[p, 0], chunks[p, 1] = h, first
+            chunks[p, 2] = min(first + step, lengths[h])
             p += 1
-    return pieces
+    return chunks
 
 
 @njit_kernel
@@ -54,18 +54,18 @@ def score_chunk(queries, stored, start, first, stop, page, bests):
 
 
 @njit_kernel
-def score_pages(queries, stored, starts, lengths, page, pieces, bests):
+def score_pages(queries, stored, starts, lengths, page, chunks, bests):
     """All chunks in one thread."""
-    for p in range(len(pieces)):
-        h, first, stop = pieces[p]
+    for p in range(len(chunks)):
+        h, first, stop = chunks[p]
         score_chunk(queries[h], stored, starts[h], first, stop, page, bests[h])
 
 
 @njit_parallel
-def score_pages_parallel(queries, stored, starts, lengths, page, pieces, bests):
+def score_pages_parallel(queries, stored, starts, lengths, page, chunks, bests):
     """`score_pages` in parallel over chunks."""
-    for p in numba.prange(len(pieces)):
-        h, first, stop = pieces[p]
+    for p in numba.prange(len(chunks)):
+        h, first, stop = chunks[p]
         score_chunk(queries[h], stored, starts[h], first, stop, page, bests[h])
 
 
@@ -85,8 +85,8 @@ def insert_ranked(value, number, values, numbers, held):
     at = held
     while at > 0 and precedes(value, number, values[at - 1], numbers[at - 1]):
         at -= 1
-    for place in range(held, at, -1):
-        values[place], numbers[place] = values[place - 1], numbers[place - 1]
+    for slot in range(held, at, -1):
+        values[slot], numbers[slot] = values[slot - 1], numbers[slot - 1]
     values[at], numbers[at] = value, number
     return held + 1
 
@@ -212,7 +212,7 @@ def nearest_one(stored, start, length, marked, query_rows, first):
         row[d] = loaded[d]
         total += row[d] * row[d]
     row /= max(np.float32(math.sqrt(total)), MIN_NORM)
-    best, place = np.float32(-np.inf), -1
+    best, nearest = np.float32(-np.inf), -1
     for offset in range(0, length, ROWS):
         some = min(ROWS, length - offset)
         rows = load_rows(stored, start + offset, some, scratch)
@@ -220,27 +220,27 @@ def nearest_one(stored, start, length, marked, query_rows, first):
         for b in range(some):
             cosine = dots[b] / max(np.float32(math.sqrt(norms[b])), MIN_NORM)
             if marked[first + offset + b] and cosine > best:
-                best, place = cosine, first + offset + b
-    return best, place
+                best, nearest = cosine, first + offset + b
+    return best, nearest
 
 
 @njit_kernel
-def nearest_all(stored, starts, lengths, marked, query_rows, heads, cosines, places):
+def nearest_all(stored, starts, lengths, marked, query_rows, heads, cosines, nearest):
     """All entries in one thread."""
     firsts = np.cumsum(lengths) - lengths
     for f in range(query_rows.size):
         h = heads[f]
-        cosines[f], places[f] = nearest_one(
+        cosines[f], nearest[f] = nearest_one(
             stored, starts[h], lengths[h], marked, query_rows[f], firsts[h]
         )
 
 
 @njit_parallel
-def nearest_all_parallel(stored, starts, lengths, marked, query_rows, heads, cosines, places):
+def nearest_all_parallel(stored, starts, lengths, marked, query_rows, heads, cosines, nearest):
     """`nearest_all` in parallel over entries."""
     firsts = np.cumsum(lengths) - lengths
     for f in numba.prange(query_rows.size):
         h = heads[f]
-        cosines[f], places[f] = nearest_one(
+        cosines[f], nearest[f] = nearest_one(
             stored, starts[h], lengths[h], marked, query_rows[f], firsts[h]
         )

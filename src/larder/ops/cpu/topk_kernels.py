@@ -33,15 +33,15 @@ def radix_threshold(ranks, count):
         counts = np.zeros(1 << width, np.int64)
         for s in range(left.size):
             counts[(left[s] >> np.uint32(low)) & mask] += 1
-        place = np.int64((left.max() >> np.uint32(low)) & mask)
-        while counts[place] < wanted:
-            wanted -= counts[place]
-            place -= 1
-        edge |= np.uint32(place) << np.uint32(low)
-        some = np.empty(counts[place], np.uint32)
+        bucket = np.int64((left.max() >> np.uint32(low)) & mask)
+        while counts[bucket] < wanted:
+            wanted -= counts[bucket]
+            bucket -= 1
+        edge |= np.uint32(bucket) << np.uint32(low)
+        some = np.empty(counts[bucket], np.uint32)
         found = 0
         for s in range(left.size):
-            if (left[s] >> np.uint32(low)) & mask == place:
+            if (left[s] >> np.uint32(low)) & mask == bucket:
                 some[found] = left[s]
                 found += 1
         left = some

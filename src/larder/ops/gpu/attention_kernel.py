@@ -67,7 +67,7 @@ def _attend_pieces(
     scaling: float,
     bias: Float[Tensor, "N P"] | None,
     softcap: float | None,
-    piece: int,
+    split_tokens: int,
     out: Float[Tensor, "*C S R Q D"],
     lse: Float[Tensor, "*C S R Q"],
 ) -> None:
@@ -76,10 +76,10 @@ def _attend_pieces(
     width = tables.table.shape[1]
     sizes = _dim_sizes(queries)
     row_block = min(MAX_ROWS, max(MIN_ROWS, triton.next_power_of_2(rows)))
-    pieces = triton.cdiv(width * page_tokens, piece)
+    num_splits = triton.cdiv(width * page_tokens, split_tokens)
     launch(
         _attend,
-        (len(queries), pieces, triton.cdiv(rows, row_block)),
+        (len(queries), num_splits, triton.cdiv(rows, row_block)),
         queries,
         keys,
         values,
@@ -98,7 +98,7 @@ def _attend_pieces(
         HAS_SOFTCAP=softcap is not None,
         WIDEN=IS_INTERPRETED,
         P=page_tokens,
-        SPLIT=piece,
+        SPLIT=split_tokens,
         **sizes,
     )
 

@@ -68,14 +68,14 @@ class Anchored(ChunkedSchedule):
     ) -> Steps[ContextReuse]:
         self.check(reader)
         spec, limit = reader.decoder.spec, self.reused_tokens(reader, text)
-        chunks = ChunkReader(reader.decoder, text.prefix, source)
-        pieces, bases = list[ContextChunk](), dict[int, tuple[int, int, ChunkEntries]]()
-        if (prefix := chunks.prefix()) is not None:
+        chunk_reader = ChunkReader(reader.decoder, text.prefix, source)
+        chunks, bases = list[ContextChunk](), dict[int, tuple[int, int, ChunkEntries]]()
+        if (prefix := chunk_reader.prefix()) is not None:
             kept = min(len(text.prefix), limit)
-            pieces.append(ContextChunk(text.prefix[:kept], prefix.first(kept)))
+            chunks.append(ContextChunk(text.prefix[:kept], prefix.first(kept)))
         is_known, chosen, again, start = list[bool](), list[int](), 0, min(len(text.prefix), limit)
         for index, ids in enumerate(text.contexts):
-            base, found = chunks.chunk(ids)
+            base, found = chunk_reader.chunk(ids)
             count = max(0, min(len(ids), limit - start))
             changed = base if index == 0 else None
             if index:
@@ -86,12 +86,12 @@ class Anchored(ChunkedSchedule):
                 chosen += range(start, start + count)
                 again += count * found
             entries = None if changed is None else changed.first(count)
-            pieces.append(ContextChunk(ids[:count], entries))
+            chunks.append(ContextChunk(ids[:count], entries))
             is_known.append(found)
             start += count
             yield start, len(text.ids)
         rows = torch.tensor(chosen, dtype=torch.int64, device=spec.device)
-        entries = recompute_tokens(reader.decoder, pieces, rows).entries
+        entries = recompute_tokens(reader.decoder, chunks, rows).entries
         for index, (first, stop, base) in bases.items():
             ids = text.contexts[index]
             if stop - first == len(ids):

@@ -49,21 +49,21 @@ class Blended(ChunkedSchedule):
     ) -> Steps[ContextReuse]:
         self.check(reader)
         ids, total = text.ids, len(text.ids)
-        chunks, done = ChunkReader(reader.decoder, text.prefix, source), len(text.prefix)
-        pieces, is_known = list[ContextChunk](), list[bool]()
-        if (prefix := chunks.prefix()) is not None:
-            pieces.append(ContextChunk(text.prefix, prefix))
+        chunk_reader, done = ChunkReader(reader.decoder, text.prefix, source), len(text.prefix)
+        chunks, is_known = list[ContextChunk](), list[bool]()
+        if (prefix := chunk_reader.prefix()) is not None:
+            chunks.append(ContextChunk(text.prefix, prefix))
         for context in text.contexts:
-            entries, found = chunks.chunk(context)
-            pieces.append(ContextChunk(context, entries))
+            entries, found = chunk_reader.chunk(context)
+            chunks.append(ContextChunk(context, entries))
             is_known.append(found)
             done += len(context)
             yield done, total
-        pieces = _cut(pieces, self.reused_tokens(reader, text))
+        chunks = _cut(chunks, self.reused_tokens(reader, text))
         recomputed = 0
-        if pieces:
-            blended = blend(reader.decoder, pieces, self.recompute, len(text.prefix))
-            held = nbytes_of([blended.entries, *(p.entries for p in pieces if p.entries)])
+        if chunks:
+            blended = blend(reader.decoder, chunks, self.recompute, len(text.prefix))
+            held = nbytes_of([blended.entries, *(p.entries for p in chunks if p.entries)])
             sequence.cache.allocate(total)
             blended.entries.append_to(sequence.cache)
             reader.meter.observe([sequence.cache], held)
@@ -80,11 +80,11 @@ class Blended(ChunkedSchedule):
 def _cut(chunks: Sequence[ContextChunk], count: int) -> list[ContextChunk]:
     """First `count` tokens of some chunks."""
     cut = list[ContextChunk]()
-    for piece in chunks:
-        taken = min(len(piece.ids), count)
+    for chunk in chunks:
+        taken = min(len(chunk.ids), count)
         if taken > 0:
-            entries = None if piece.entries is None else piece.entries.first(taken)
-            cut.append(ContextChunk(piece.ids[:taken], entries))
+            entries = None if chunk.entries is None else chunk.entries.first(taken)
+            cut.append(ContextChunk(chunk.ids[:taken], entries))
         count -= taken
     return cut
 

@@ -62,39 +62,39 @@ class Crafted(ChunkedSchedule):
         source: ChunkSource,
     ) -> Steps[ContextReuse]:
         self.check(reader)
-        chunks = ChunkReader(reader.decoder, text.prefix, source)
+        chunk_reader = ChunkReader(reader.decoder, text.prefix, source)
         limit, first = self.reused_tokens(reader, text), int(bool(text.prefix))
-        pieces, chosen, fresh = list[ContextChunk](), list[int](), list[int]()
-        if (prefix := chunks.prefix()) is not None:
+        chunks, chosen, fresh = list[ContextChunk](), list[int](), list[int]()
+        if (prefix := chunk_reader.prefix()) is not None:
             kept = min(len(text.prefix), limit)
-            pieces.append(ContextChunk(text.prefix[:kept], prefix.first(kept)))
+            chunks.append(ContextChunk(text.prefix[:kept], prefix.first(kept)))
         is_known, again, start = list[bool](), 0, min(len(text.prefix), limit)
         for context_index, ids in enumerate(text.contexts):
             count = max(0, min(len(ids), limit - start))
             best = self._best(reader, source, text, context_index)
             if best is None:
                 if count == len(ids):
-                    fresh.append(len(pieces))
-                pieces.append(ContextChunk(ids[:count]))
+                    fresh.append(len(chunks))
+                chunks.append(ContextChunk(ids[:count]))
                 tokens = list(range(count))
             else:
                 share = best.profile.share(text.contexts[:context_index], self.alpha)
                 outward = best.profile.most_outward(math.ceil(share * len(ids)))
                 tokens = [token for token in outward if token < count]
-                pieces.append(ContextChunk(ids[:count], best.entries.first(count)))
+                chunks.append(ContextChunk(ids[:count], best.entries.first(count)))
                 again += len(tokens)
             is_known.append(best is not None)
             chosen += [start + token for token in tokens]
             start += count
         yield start, len(text.ids)
         rows = torch.tensor(chosen, dtype=torch.int64, device=reader.decoder.spec.device)
-        made = recompute_tokens(reader.decoder, pieces, rows, fresh, first)
+        made = recompute_tokens(reader.decoder, chunks, rows, fresh, first)
         edges = [0]
-        for piece in pieces:
-            edges.append(edges[-1] + len(piece.ids))
+        for chunk in chunks:
+            edges.append(edges[-1] + len(chunk.ids))
         for index, profile in made.profiles.items():
             entries = made.entries.slice(edges[index], edges[index + 1])
-            source.add_variant(text.prefix, pieces[index].ids, ChunkVariant(entries, profile))
+            source.add_variant(text.prefix, chunks[index].ids, ChunkVariant(entries, profile))
         return (yield from self.finish(reader, sequence, text, made.entries, is_known, again))
 
     def _best(

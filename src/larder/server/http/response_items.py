@@ -133,11 +133,11 @@ def item_json(item: ConversationItem) -> dict[str, Any]:
         return {"id": item.id, "type": item.turn.role, "status": "completed", **fields}
     kind, text = CONTENT_TYPES.get(item.turn.role, "input_text"), item.turn.text
     content: list[dict[str, Any]] = []
-    for index, piece in enumerate(split_marks(text) if has_mark(text) else [text]):
+    for index, part in enumerate(split_marks(text) if has_mark(text) else [text]):
         if index:
             content.append({"type": "input_image", "detail": "auto", "image_url": None})
-        if piece or not index:
-            content.append({"type": kind, "text": piece})
+        if part or not index:
+            content.append({"type": kind, "text": part})
     if kind == "output_text":
         content[0] |= {"annotations": [], "logprobs": []}
     return {

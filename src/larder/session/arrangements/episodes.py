@@ -96,10 +96,7 @@ class Episodes(Arrangement):
             return NearestEpisodeRouter(loaded, self.match, (), self)
         turns = [
             *history_turns(conversation, segments),
-            *(
-                HistoryTurn(text, (len(segments) + index,))
-                for index, text in enumerate(turn_texts)
-            ),
+            *(HistoryTurn(text, (len(segments) + index,)) for index, text in enumerate(turn_texts)),
         ]
         # The history forms as many episodes as when it was prefilled; turns add more once they
         # suffice.
@@ -117,7 +114,9 @@ class Episodes(Arrangement):
         if record["embedder"] != loaded.name:
             raise ValueError(f"its texts were embedded by {record['embedder']}")
         episodes = tuple(_episode_from_record(episode) for episode in record["episodes"])
-        turns = tuple(HistoryTurn(str(text), _numbers(places)) for text, places in record["turns"])
+        turns = tuple(
+            HistoryTurn(str(text), _numbers(indices)) for text, indices in record["turns"]
+        )
         formed, formed_of = _numbers(record["formed"])
         tau = None if record["tau"] is None else float(record["tau"])
         return NearestEpisodeRouter(
@@ -155,11 +154,11 @@ class Episodes(Arrangement):
         self,
         rows: Float32[np.ndarray, "N D"],
         turns: Float32[np.ndarray, "T D"],
-        places: Sequence[tuple[int, ...]],
+        turn_segments: Sequence[tuple[int, ...]],
         count: int,
     ) -> float:
         """Similarity below which a turn opens a new episode."""
-        return calibrate_tau(rows, turns, places, count, self.tau_quantile, seed=self.seed)
+        return calibrate_tau(rows, turns, turn_segments, count, self.tau_quantile, seed=self.seed)
 
     @property
     def _target_count(self) -> int:

@@ -96,7 +96,7 @@ class EpisodeClusterer(Protocol):
         self,
         rows: Float32[np.ndarray, "N D"],
         turns: Float32[np.ndarray, "T D"],
-        places: Sequence[tuple[int, ...]],
+        turn_segments: Sequence[tuple[int, ...]],
         count: int,
     ) -> float:
         """Similarity below which a turn opens a new episode.
@@ -104,7 +104,7 @@ class EpisodeClusterer(Protocol):
         Args:
             rows: embeddings of all segments.
             turns: embeddings of all turns.
-            places: per turn, the segments that share text with it.
+            turn_segments: per turn, the segments that share text with it.
             count: number of episodes that the segments form.
         """
         ...
@@ -149,9 +149,9 @@ class NearestEpisodeRouter(Router):
 
     def assign_turn(self, text: str, number: int) -> TurnAssignment:
         row = self.embedder.embed_segments([text])[0]
-        place = sum(len(episode.texts) for episode in self.episodes)
-        alone = Episode(row, row[None], (text,), (0,), (place,))
-        turns = (*self.turns, HistoryTurn(text, (place,)))
+        segment_index = sum(len(episode.texts) for episode in self.episodes)
+        alone = Episode(row, row[None], (text,), (0,), (segment_index,))
+        turns = (*self.turns, HistoryTurn(text, (segment_index,)))
         if not self.episodes:
             first = replace(
                 self, episodes=(alone,), turns=turns, formed=1, formed_of=1, tau=TAU_NEVER
@@ -163,7 +163,7 @@ class NearestEpisodeRouter(Router):
             number = len(episodes)
             episodes.append(alone)
         else:
-            episodes[number] = episodes[number].with_segment(row, text, place)
+            episodes[number] = episodes[number].with_segment(row, text, segment_index)
         return TurnAssignment(replace(self, episodes=tuple(episodes), turns=turns, tau=tau), number)
 
     def refresh(self, number: int) -> EpisodeRefresh:
@@ -193,15 +193,15 @@ class NearestEpisodeRouter(Router):
 
     def _tau(self) -> float:
         turns = self.embedder.embed_segments([turn.text for turn in self.turns])
-        places = [turn.segment_indices for turn in self.turns]
-        return self.clusterer.tau(self._rows()[1], turns, places, self.formed)
+        turn_segments = [turn.segment_indices for turn in self.turns]
+        return self.clusterer.tau(self._rows()[1], turns, turn_segments, self.formed)
 
     def _centroids(self) -> Float32[np.ndarray, "E D"]:
         return np.stack([episode.centroid for episode in self.episodes])
 
     def _rows(self) -> tuple[tuple[str, ...], Float32[np.ndarray, "N D"]]:
         """Texts and embeddings of all segments, in the order of the conversation."""
-        order = np.argsort([place for episode in self.episodes for place in episode.places])
+        order = np.argsort([index for episode in self.episodes for index in episode.places])
         texts = [text for episode in self.episodes for text in episode.texts]
         rows = np.concatenate([episode.rows for episode in self.episodes])
         return tuple(texts[index] for index in order), rows[order]
@@ -272,7 +272,7 @@ def is_new_topic(similarity: float, tau: float) -> bool:
 def calibrate_tau(
     segments: Float32[np.ndarray, "N D"],
     turns: Float32[np.ndarray, "T D"],
-    places: Sequence[tuple[int, ...]],
+    turn_segments: Sequence[tuple[int, ...]],
     count: int = 4,
     quantile: float = 0.05,
     folds: int = FOLDS,
@@ -296,7 +296,7 @@ def calibrate_tau(
     Args:
         segments: unit rows of the segments that form episodes.
         turns: unit rows of single turns, embedded as new turns will be.
-        places: per turn, the segments that share text with it, at least one.
+        turn_segments: per turn, the segments that share text with it, at least one.
         count: number of episodes to form.
         quantile: in [0, 1]; the share of turns on old topics that open an episode by mistake.
         folds: number of folds, at least 2.
@@ -310,9 +310,11 @@ def calibrate_tau(
     fold_of_segment = np.random.default_rng(seed).permutation(len(segments)) % folds
     similarities: list[float] = []
     for fold in range(folds):
-        held_out = [turn for turn, own in enumerate(places) if fold_of_segment[own[0]] == fold]
+        held_out = [
+            turn for turn, own in enumerate(turn_segments) if fold_of_segment[own[0]] == fold
+        ]
         rest = np.ones(len(segments), bool)
-        rest[[place for turn in held_out for place in places[turn]]] = False
+        rest[[index for turn in held_out for index in turn_segments[turn]]] = False
         if held_out and rest.any():
             centroids = cluster(segments[rest], count, seed).centroids
             similarities += [match_episode(turns[turn], centroids).similarity for turn in held_out]

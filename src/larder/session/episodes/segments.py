@@ -50,26 +50,26 @@ class Segment:
 
     Args:
         index: index among the segments.
-        pieces: its spans of characters, message by message, in order.
+        spans: its spans of characters, message by message, in order.
         text: text to embed: a line per utterance, without session headers, dates and captions. It
             has the name of the speaker where the source names its speakers.
     """
 
     index: int
-    pieces: tuple[MessageSpan, ...]
+    spans: tuple[MessageSpan, ...]
     text: str
 
     @property
     def messages(self) -> range:
         """Range of its messages; neighbors share a message that is divided between them."""
-        return range(self.pieces[0].message, self.pieces[-1].message + 1)
+        return range(self.spans[0].message, self.spans[-1].message + 1)
 
 
 @dataclass(frozen=True)
 class _Atom:
     """Indivisible part of a message: its span, the text to embed, its weight in units."""
 
-    piece: MessageSpan
+    span: MessageSpan
     text: str
     weight: int
 
@@ -135,12 +135,12 @@ def _atoms(
     spans = _spans(utterance, form, unit)
     for start, stop in spans:
         # Text around the utterance (headers, captions) joins its first and last span.
-        piece = MessageSpan(
+        span = MessageSpan(
             index,
             0 if start == 0 else offset + start,
             len(content) if stop == len(utterance) else offset + stop,
         )
-        yield _Atom(piece, utterance[start:stop], weigh(utterance[start:stop]))
+        yield _Atom(span, utterance[start:stop], weigh(utterance[start:stop]))
 
 
 def _spans(utterance: str, form: PromptLayout, unit: SegmentUnit) -> list[tuple[int, int]]:
@@ -177,13 +177,13 @@ def _group_atoms(atoms: list[_Atom], size: int) -> list[list[_Atom]]:
 
 
 def _segment(index: int, atoms: list[_Atom], messages: tuple[Message, ...]) -> Segment:
-    pieces, lines, headers = [], [], []
-    for message_index, group in groupby(atoms, key=lambda atom: atom.piece.message):
+    spans, lines, headers = [], [], []
+    for message_index, group in groupby(atoms, key=lambda atom: atom.span.message):
         parts = list(group)
-        pieces.append(MessageSpan(message_index, parts[0].piece.start, parts[-1].piece.stop))
+        spans.append(MessageSpan(message_index, parts[0].span.start, parts[-1].span.stop))
         utterance = "".join(part.text for part in parts).strip()
         (headers if messages[message_index].role == "system" else lines).append(utterance)
-    return Segment(index, tuple(pieces), "\n".join(lines or headers))
+    return Segment(index, tuple(spans), "\n".join(lines or headers))
 
 
 SHORT_CHARACTERS = 10
@@ -293,15 +293,15 @@ def history_turns(
     """
     holders: defaultdict[int, list[tuple[int, MessageSpan]]] = defaultdict(list)
     for segment in segments:
-        for piece in segment.pieces:
-            holders[piece.message].append((segment.index, piece))
+        for span in segment.spans:
+            holders[span.message].append((segment.index, span))
     turns: list[HistoryTurn] = []
-    for text, pieces in _turn_texts(conversation):
+    for text, spans in _turn_texts(conversation):
         indices = {
-            message_index
-            for piece in pieces
-            for message_index, span in holders[piece.message]
-            if span.start < piece.stop and piece.start < span.stop
+            segment_index
+            for own in spans
+            for segment_index, span in holders[own.message]
+            if span.start < own.stop and own.start < span.stop
         }
         if indices:
             turns.append(HistoryTurn(text, tuple(sorted(indices))))
@@ -314,7 +314,7 @@ def _turn_texts(conversation: Conversation) -> list[tuple[str, tuple[MessageSpan
         return [_joined_messages(messages, turn) for turn in _turns(messages)]
     pairs = cut_segments(conversation, SegmentUnit.UTTERANCES, UTTERANCES_PER_TURN)
     if conversation.form.is_document:
-        return [(pair.text, pair.pieces) for pair in pairs]
+        return [(pair.text, pair.spans) for pair in pairs]
     return [_joined_messages(messages, list(pair.messages)) for pair in pairs]
 
 
@@ -332,5 +332,5 @@ def _turns(messages: Sequence[Message]) -> list[list[int]]:
 def _joined_messages(
     messages: Sequence[Message], numbers: list[int]
 ) -> tuple[str, tuple[MessageSpan, ...]]:
-    pieces = tuple(MessageSpan(number, 0, len(messages[number].content)) for number in numbers)
-    return "\n".join(utterance_text(messages[number]) for number in numbers), pieces
+    spans = tuple(MessageSpan(number, 0, len(messages[number].content)) for number in numbers)
+    return "\n".join(utterance_text(messages[number]) for number in numbers), spans
