@@ -36,6 +36,7 @@ COMMAND_GROUPS = {
 }
 # Base class of all errors of the parser; typer exports only subclasses.
 ParserError: Any = typer.BadParameter.__base__
+RATIO_OPTION = "--compression-ratio"  # of kvpress
 
 
 class CommandTable(Mapping[str, Any]):
@@ -107,7 +108,6 @@ def _command_of(point: EntryPoint) -> Any:
     return loaded
 
 
-RATIO_OPTION = "--compression-ratio"  # of kvpress
 UNKNOWN_OPTION, EXTRA_ARGUMENT = "No such option: ", "Got unexpected extra argument"
 
 

@@ -18,6 +18,20 @@ from larder.session.capacity import beyond_budget
 from larder.session.policy import FAMILIES, REDUCTION_SLOTS, SLOTS, Policy
 from larder.session.presets import PRESETS
 
+# Authors: capitalized words and initials, and what joins them.
+_OPENING = r"(?:After|Also|As|By|From|In|Like|See|The|With)\b"  # capitalized, but not a name
+_NAME = r"(?:[^\W\d_a-z][\w'’-]*|[A-Z]\.|de|van|von|der|den)"
+_JOIN = r"(?:, and | and |, | )"
+_AUTHORS = rf"(?P<authors>(?!{_OPENING}){_NAME}(?:{_JOIN}{_NAME})*(?: et al\.)?)"
+# Ends at the end of a sentence, at a bracket or a colon, but not within "eq. 3" or "3.2".
+_WHERE = r"(?P<where>(?:sections?|eqs?\.|equations?|algorithm|appendix|table|figure)\b.*?)"
+_CITATION = re.compile(
+    rf'{_AUTHORS}, "(?P<title>[^"]+)" \((?P<year>\d{{4}})\)'
+    r"(?:, arXiv[: ](?P<arxiv>\d{4}\.\d{4,5}))?"
+    rf"(?:, (?:{_WHERE})(?=\.(?:\s+[A-Z\"]|$)|;|:|\)| \(|$))?"
+)
+_VALUE = re.compile(r'`(?P<name>\w+)(?P<sign>=| > )(?P<value>"[^"`]*"|[\d.]+)`')
+
 
 @dataclass(frozen=True)
 class PartParameter:
@@ -192,21 +206,6 @@ def _argument_descriptions(text: str) -> dict[str, str]:
         names, _, meaning = entry.strip().partition(":")
         descriptions |= dict.fromkeys(re.split(r",\s*", names), " ".join(meaning.split()))
     return descriptions
-
-
-# Authors: capitalized words and initials, and what joins them.
-_OPENING = r"(?:After|Also|As|By|From|In|Like|See|The|With)\b"  # capitalized, but not a name
-_NAME = r"(?:[^\W\d_a-z][\w'’-]*|[A-Z]\.|de|van|von|der|den)"
-_JOIN = r"(?:, and | and |, | )"
-_AUTHORS = rf"(?P<authors>(?!{_OPENING}){_NAME}(?:{_JOIN}{_NAME})*(?: et al\.)?)"
-# Ends at the end of a sentence, at a bracket or a colon, but not within "eq. 3" or "3.2".
-_WHERE = r"(?P<where>(?:sections?|eqs?\.|equations?|algorithm|appendix|table|figure)\b.*?)"
-_CITATION = re.compile(
-    rf'{_AUTHORS}, "(?P<title>[^"]+)" \((?P<year>\d{{4}})\)'
-    r"(?:, arXiv[: ](?P<arxiv>\d{4}\.\d{4,5}))?"
-    rf"(?:, (?:{_WHERE})(?=\.(?:\s+[A-Z\"]|$)|;|:|\)| \(|$))?"
-)
-_VALUE = re.compile(r'`(?P<name>\w+)(?P<sign>=| > )(?P<value>"[^"`]*"|[\d.]+)`')
 
 
 @dataclass(frozen=True)

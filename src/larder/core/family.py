@@ -19,6 +19,9 @@ from larder.core.errors import UnknownName
 
 _BUILT_IN = ("larder.", "larder_bench.")  # module prefixes of built-in parts
 _GROUPS = "larder."  # prefix of the entry point groups for third-party parts
+LISTED = 12  # names that an error lists; of more, the nearest
+NEAREST = 3
+LISTING = "`larder policy list`"
 
 
 @dataclass(frozen=True)
@@ -105,11 +108,6 @@ def _own_names(package: str) -> frozenset[str]:
     """Module names of a package, cached: the installed package does not change."""
     modules = {module.name for module in pkgutil.iter_modules(import_module(package).__path__)}
     return frozenset(m for m in modules if not m.startswith("_") and m != "base")
-
-
-LISTED = 12  # names that an error lists; of more, the nearest
-NEAREST = 3
-LISTING = "`larder policy list`"
 
 
 def unknown_name_message(kind: str, name: str, known_names: list[str], listing: str = "") -> str:

@@ -19,6 +19,9 @@ from larder.core.plan import Plan
 from larder.core.spec import LayerSpec
 from larder.core.types import Packed, PackedMask, empty_tensor
 
+# Dtypes of columns that numpy packs: several times faster than torch.
+NUMPY_DTYPES = (torch.float32, torch.int32)
+
 
 @dataclass(frozen=True)
 class StorageStatistics:
@@ -44,8 +47,6 @@ class StorageStatistics:
 # Measurements of a model, by name: one number per managed layer, or one per head of each, layer by
 # layer. Of a single layer: its own numbers.
 Calibration = Mapping[str, tuple[float, ...]]
-# Dtypes of columns that numpy packs: several times faster than torch.
-NUMPY_DTYPES = (torch.float32, torch.int32)
 # Sets of token ids by name, such as the tokens that end a sentence.
 Lexicon = Mapping[str, frozenset[int]]
 

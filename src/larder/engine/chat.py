@@ -32,6 +32,8 @@ from larder.session.policy import Policy
 from larder.session.transcript.chat_log import ChatLog, ChatTurn
 from larder.session.transcript.chat_log_file import ChatIdentity, ChatRecord, chat_log_path
 
+EMPTY_HISTORY = Conversation("nothing", ())
+
 
 class Chat:
     """Chat under an engine's policy. Not thread-safe.
@@ -365,9 +367,6 @@ class Chat:
     def _identity(self) -> ChatIdentity:
         model = self._engine.loaded
         return ChatIdentity(model.name, model.decoder.spec.fingerprint, str(self.policy))
-
-
-EMPTY_HISTORY = Conversation("nothing", ())
 
 
 def initial_log(

@@ -22,6 +22,7 @@ DELAY = 2.0  # seconds after which work without a progress callback shows a bar
 
 _shown = Lock()  # held while a bar is on the terminal: a second one would overwrite it
 _open: list[_Bar] = []  # bars that are open, drawn or not; the last one was opened last
+FIELDS = ("count", "rate", "left")
 
 
 @contextmanager
@@ -150,6 +151,3 @@ class _Bar:
 def _rate(per_second: float) -> str:
     """Rate with a decimal where it is small."""
     return f"{per_second:,.{0 if per_second >= 10 else 1}f}/s"
-
-
-FIELDS = ("count", "rate", "left")

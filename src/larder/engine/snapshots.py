@@ -29,6 +29,8 @@ from larder.store.sessions.session_reader import CacheRequirements, LoadedSessio
 from larder.store.store import Store
 from larder.store.stream_controller import StreamController
 
+DIGEST_CACHE_FILE = "digests.json"  # of weight files, by path, size and time of change
+
 
 class ModelSnapshots:
     """Snapshots of session caches of one model in a store. Thread-safe.
@@ -106,9 +108,6 @@ class ModelSnapshots:
     def _rates_path(self, policy: str) -> Path:
         """File of the rates, one per model and policy."""
         return home() / "rates" / f"{key_of('rates', self.identity.key, policy)[:32]}.json"
-
-
-DIGEST_CACHE_FILE = "digests.json"  # of weight files, by path, size and time of change
 
 
 def identity_of_model(loaded: LoadedModel) -> ModelIdentity:

@@ -54,6 +54,8 @@ from larder.store.sessions.session_reader import CacheRequirements
 from larder.store.store import Store
 from larder.store.stream_controller import StreamController
 
+NO_TOKEN = 0  # follows a chunk: a store never returns the last token of a text
+
 
 class StorePersistence(ChatPersistence):
     """Chats of one tenant and one model: logs in session files, caches in a store.
@@ -276,9 +278,6 @@ def prefill_or_restore(
     keeper.record_prefill_time(memory)
     keeper.save(name, ChatState(memory, log))
     return memory, resumed
-
-
-NO_TOKEN = 0  # follows a chunk: a store never returns the last token of a text
 
 
 class StoreChunks(ChunkSource):

@@ -32,6 +32,8 @@ from larder.models.introspection import check_mode, check_not_compiled
 from larder.models.lm_head import base_model_of
 from larder.models.placement import input_placement
 
+NO_THREAD = 0
+
 
 class RunningCall(Protocol):
     """Call of a body over packed tokens that takes the place of the one that was asked for.
@@ -57,8 +59,6 @@ class AttachedCache(Cache):
         """Context of a call of the body; a block that fails leaves the cache as it was."""
         raise NotImplementedError
 
-
-NO_THREAD = 0
 
 # Called with the cache of a call that carries no `AttachedCache`, or None; returns the cache to
 # use instead, or None to leave the call alone.

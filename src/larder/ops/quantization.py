@@ -28,6 +28,8 @@ from larder.core.errors import CacheError
 from larder.ops.packing import starts_of
 
 FLOAT16_MAX = 65504.0
+SAVED_NAMES = {"outlier_indices": "spots", "outliers": "strays"}  # in saved states
+MIN_FACTOR = 2.0**-8  # of the largest; divided by less, ordinary keys would leave float16
 
 
 def check_range(numbers: Float[Tensor, "*shape"]) -> None:
@@ -132,10 +134,6 @@ def _next_below(numbers: Shaped[Tensor, "*shape"]) -> Float16[Tensor, "*shape"]:
     below = torch.where(numbers > 0, bits - 1, bits + 1)
     tiniest_negative = torch.full_like(bits, -(2**15) + 1)
     return torch.where(numbers == 0, tiniest_negative, below).view(torch.float16)
-
-
-SAVED_NAMES = {"outlier_indices": "spots", "outliers": "strays"}  # in saved states
-MIN_FACTOR = 2.0**-8  # of the largest; divided by less, ordinary keys would leave float16
 
 
 @dataclass(frozen=True)

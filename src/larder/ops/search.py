@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 
 from larder.ops.cpu import search as fast
 
-MAX_SCORES = 1 << 22  # of one chunk: 16 MiB
+MAX_SCORES = 1 << 22  # or cosines, of one chunk: 16 MiB
 
 
 def page_max_scores(
@@ -91,9 +91,6 @@ def _padded(scores: Float[Tensor, "R S"], width: int) -> Float[Tensor, "R W"]:
     return torch.nn.functional.pad(scores, (0, width - scores.shape[1]), value=-torch.inf)
 
 
-MAX_COSINES = 1 << 22  # of one chunk: 16 MiB
-
-
 def nearest_rows(
     rows: Float[Tensor, "C D"],
     starts: Int[Tensor, " K"],
@@ -125,7 +122,7 @@ def nearest_rows(
         found = torch.nonzero(marked[first : first + length]).flatten()
         seeking = own[share - first]
         if len(found):
-            chunk = max(MAX_COSINES // len(found), 1)
+            chunk = max(MAX_SCORES // len(found), 1)
             for some in seeking.split(chunk):
                 best = (some @ own[found].T).max(-1)
                 cosines.append(best.values)

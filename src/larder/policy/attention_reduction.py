@@ -23,6 +23,7 @@ from larder.policy.heads.base import HeadRule
 
 AGGREGATIONS = Family("aggregation", "larder.policy.aggregation")
 HEAD_RULES = Family("heads", "larder.policy.heads")
+MIN_TAU = 0.05  # below it the power of an entropy leaves the range of a float
 
 
 @dataclass(frozen=True)
@@ -135,9 +136,6 @@ class NoHeadRule(HeadRule):
         self, statistics: Sequence[Float[Tensor, "R _"]], entries: Entries, observation: Observation
     ) -> list[Float[Tensor, " _"]]:
         return [head[0] for head in statistics]
-
-
-MIN_TAU = 0.05  # below it the power of an entropy leaves the range of a float
 
 
 def gather_last_queries(

@@ -54,6 +54,8 @@ MAX_TENANTS = 1024
 NUM_EXAMPLES = 2  # in front of a question
 MAX_CHARACTERS = 2**16  # of a question and its answer that are kept
 FIELD = "response_cache"  # of requests
+NO_CATEGORIES: Mapping[str, ResponseCategory] = MappingProxyType({})
+TYPES = {"quota": int, "embedder": str}  # of rules, others are numbers
 
 
 @dataclass(frozen=True)
@@ -100,10 +102,6 @@ class ResponseCategory:
                 f"--response-category {text!r} is not NAME:threshold=T,ttl=SECONDS,quota=N: "
                 "write it so, and leave out what is to be the default."
             ) from error
-
-
-NO_CATEGORIES: Mapping[str, ResponseCategory] = MappingProxyType({})
-TYPES = {"quota": int, "embedder": str}  # of rules, others are numbers
 
 
 @dataclass

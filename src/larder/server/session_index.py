@@ -28,6 +28,8 @@ from larder.server.session_state import SessionIdentity, SessionState
 from larder.server.transcript import ASSISTANT, TOKEN_TYPECODE, CompletedTurn, GenerationParams
 from larder.session.transcript.tokenizer_adapter import TokenizerAdapter
 
+PREFIX_TOKENS = 16  # shorter common prefixes are not worth sharing
+
 
 @dataclass(frozen=True)
 class ResolvedSession:
@@ -390,9 +392,6 @@ def _discard_key(
     index.get(key, {}).pop(session.key, None)
     if key in index and not index[key]:
         del index[key]
-
-
-PREFIX_TOKENS = 16  # shorter common prefixes are not worth sharing
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,9 @@ from larder.server.session_state import SessionState
 from larder.server.transcript import ASSISTANT
 from larder.store.sessions.records import Record
 
+REPLACEMENT_CHARACTER = "\ufffd"  # decoded from incomplete UTF-8
+MAX_CHARACTER_TOKENS = 4  # tokens that one character may be spread over
+
 
 @dataclass(frozen=True)
 class SessionInfo:
@@ -318,10 +321,6 @@ def _episodes(session: SessionState) -> tuple[EpisodeInfo, ...]:
         )
         for index, usage in enumerate(caches.usage() if about else ())
     )
-
-
-REPLACEMENT_CHARACTER = "\ufffd"  # decoded from incomplete UTF-8
-MAX_CHARACTER_TOKENS = 4  # tokens that one character may be spread over
 
 
 class TranscriptTexts:

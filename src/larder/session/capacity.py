@@ -18,6 +18,11 @@ from larder.session.policy import Policy
 from larder.session.policy_validation import DEFAULT_BLOCK_TOKENS
 
 WITHOUT_COLUMNS = ("dense", "blended", "parallel")  # cache forms of policies that keep everything
+DEFAULT_BUDGET = "20%"
+MIN_DEFAULT_TOKENS = 128  # tokens; short texts stay whole without an explicit size
+DEFAULT_CHAT_BUDGET = "512"  # for a chat without a history
+HEAD_BYTES = 8 + 8  # offset and number of entries of a kv head
+NUMBER_BYTES = 4  # of one column of an entry, of one scalar of a head
 
 
 def budgeted_layers(policy: Policy, spec: ModelSpec) -> tuple[LayerSpec, ...]:
@@ -276,13 +281,6 @@ def _check_merging(policy: Policy, spec: ModelSpec) -> None:
             f"{latent[0].index} of the model caches latents (MLA), which are both at once: take "
             "fold_ema(variant='paper'), or drop()."
         )
-
-
-DEFAULT_BUDGET = "20%"
-MIN_DEFAULT_TOKENS = 128  # tokens; short texts stay whole without an explicit size
-DEFAULT_CHAT_BUDGET = "512"  # for a chat without a history
-HEAD_BYTES = 8 + 8  # offset and number of entries of a kv head
-NUMBER_BYTES = 4  # of one column of an entry, of one scalar of a head
 
 
 def resolve_budget(

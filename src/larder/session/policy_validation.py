@@ -29,6 +29,13 @@ from larder.policy.values.base import ValueRule
 from larder.prefill.base import Schedule
 
 DEFAULT_BLOCK_TOKENS = 512
+# Parts, by slot, that leave entries as they are once they were judged.
+UNCHANGING = {
+    "session": ("single",),
+    "compensation": ("drop", "park"),
+    "storage": ("exact",),
+    "timing": ("prefill_only",),
+}
 
 
 def check_timing(scorer: Scorer, timing: Timing) -> None:
@@ -164,15 +171,6 @@ def _is_served(part: PolicyPart, planner: Planner) -> bool:
         and columns.issuperset(part.required_ledger().columns)
         and part.required_ledger().queries <= planner.ledger.queries
     )
-
-
-# Parts, by slot, that leave entries as they are once they were judged.
-UNCHANGING = {
-    "session": ("single",),
-    "compensation": ("drop", "park"),
-    "storage": ("exact",),
-    "timing": ("prefill_only",),
-}
 
 
 def check_turn_rule(schedule: Schedule, parts: Mapping[str, object]) -> None:

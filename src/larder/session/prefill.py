@@ -43,6 +43,24 @@ from larder.session.memory import ConversationMemory
 from larder.session.policy import Policy
 from larder.session.transcript.tokenizer_adapter import TokenizedTranscript, TokenizerAdapter
 
+REPEAT = "Repeat the previous context exactly."
+SUMMARIZE = "Summarize the previous context, with its most important parts."
+GUIDANCE = (
+    "Somebody will ask about the previous context, but not yet known is what. Most questions ask "
+    "who, what, when, where, how many, why or how; for names, places, dates, numbers, prices, "
+    "things owned and bought, tastes, opinions, plans, promises, reasons and results; for the "
+    "latest state of what has changed; for a summary, a comparison or a list. Recall all that "
+    "would answer such questions."
+)
+# Scoring prompts that depend on the tokenizer alone, by the name that policies give them.
+COMMON_PROMPTS: Mapping[str, str] = MappingProxyType(
+    {"repeat": REPEAT, "summarize": SUMMARIZE, "guidance": GUIDANCE}
+)
+EPISODE = (
+    "List the key facts of this part of the conversation: names, persons, dates, events, personal "
+    "details, plans, opinions and feelings."
+)
+
 
 @dataclass(frozen=True)
 class ModelRuntime:
@@ -332,25 +350,6 @@ def planner_with_quotas(
     if tokens == WITHOUT_LIMIT:
         return planner, {}
     return planner, planner.quotas(tokens, context, layers, calibration)
-
-
-REPEAT = "Repeat the previous context exactly."
-SUMMARIZE = "Summarize the previous context, with its most important parts."
-GUIDANCE = (
-    "Somebody will ask about the previous context, but not yet known is what. Most questions ask "
-    "who, what, when, where, how many, why or how; for names, places, dates, numbers, prices, "
-    "things owned and bought, tastes, opinions, plans, promises, reasons and results; for the "
-    "latest state of what has changed; for a summary, a comparison or a list. Recall all that "
-    "would answer such questions."
-)
-# Scoring prompts that depend on the tokenizer alone, by the name that policies give them.
-COMMON_PROMPTS: Mapping[str, str] = MappingProxyType(
-    {"repeat": REPEAT, "summarize": SUMMARIZE, "guidance": GUIDANCE}
-)
-EPISODE = (
-    "List the key facts of this part of the conversation: names, persons, dates, events, personal "
-    "details, plans, opinions and feelings."
-)
 
 
 def encoded_prompts(

@@ -30,6 +30,11 @@ KEY_VARIABLE = "LARDER_STORE_KEY"
 KEY_BYTES, NONCE_BYTES, TAG_BYTES = 32, 12, 16
 MASKED_TOKEN_BYTES = 4  # of a token in the index of chunks
 MAX_CACHED_TENANTS = 4096  # tenants whose derived keys are cached
+SECRET_FILE = "secret"
+SECRET_BYTES = 32
+RECORD_FOLDERS = ("sessions", "chunks")  # of which a store in use has one
+CHECK_PLAINTEXT = b"larder store"
+CHECK_TENANT = "nobody"  # owner of the check, in place of a tenant id
 
 
 class Encryption(ABC):
@@ -205,10 +210,6 @@ def _ciphers() -> _Ciphers:
         ) from error
 
 
-SECRET_FILE = "secret"
-SECRET_BYTES = 32
-
-
 def store_secret(home: Path) -> bytes:
     """Secret of a home folder, created on first use; its file is readable by the owner only.
 
@@ -240,9 +241,6 @@ def store_secret(home: Path) -> bytes:
 
 
 KEY_PATH, KEY_FILE_VERSION = "key.json", 1  # version, salt and check of a store under a key
-RECORD_FOLDERS = ("sessions", "chunks")  # of which a store in use has one
-CHECK_PLAINTEXT = b"larder store"
-CHECK_TENANT = "nobody"  # owner of the check, in place of a tenant id
 
 
 def open_encryption(

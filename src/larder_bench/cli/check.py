@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 SHOWN = 5  # differences of a cell
 ROUNDINGS = RESULTS.parent / "roundings.json"  # means of checks under several kernels
+_CONTEXTS: dict[tuple[object, ...], ModelContext] = {}
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,6 @@ def _roundings() -> dict[str, Any]:
 
 
 _engine = cache(load_engine)
-_CONTEXTS: dict[tuple[object, ...], ModelContext] = {}
 
 
 def _context(model: str, wording: str, options: BenchOptions) -> ModelContext:

@@ -12,6 +12,11 @@ from larder_bench.datasets.lifelog_sessions import MESSAGE_MARKER_TOKENS
 from larder_bench.datasets.prompt_templates import worded_document
 from larder_bench.datasets.sources import TaskSources
 
+# Languages without spaces have no separate words.
+WORDS = re.compile(r"\s*\S{1,16}")
+LETTERS_PER_TOKEN = 16
+BLOCK = 256  # words counted at once
+
 
 def document_conversation(
     name: str,
@@ -41,12 +46,6 @@ def document_conversation(
         document, questions=(question,), opening=opening, question_prompt=question_prompt
     )
     return worded_document(document, sources.wording)
-
-
-# Languages without spaces have no separate words.
-WORDS = re.compile(r"\s*\S{1,16}")
-LETTERS_PER_TOKEN = 16
-BLOCK = 256  # words counted at once
 
 
 def head_tokens(text: str, tokens: int, count_tokens: Callable[[str], int]) -> str:

@@ -23,6 +23,13 @@ from larder_bench.datasets.task_prompts import Wording
 from larder_bench.scoring.answer_items import Spans, join_items
 
 NAMES_PER_CHAIN = (2, 4)
+NOISE = (
+    "The grass is green.",
+    "The sky is blue.",
+    "The sun is yellow.",
+    "Here we go.",
+    "There and back again.",
+)
 
 
 @dataclass(frozen=True)
@@ -257,15 +264,6 @@ KINDS: Mapping[str, Callable[[Grammar, Random], Needle]] = {
     "passkey": _pass_key,
     "vars": _chain,
 }
-
-
-NOISE = (
-    "The grass is green.",
-    "The sky is blue.",
-    "The sun is yellow.",
-    "Here we go.",
-    "There and back again.",
-)
 
 
 class Haystack(Enum):

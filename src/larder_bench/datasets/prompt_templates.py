@@ -12,6 +12,13 @@ from larder_bench.datasets.task_prompts import Wording
 
 STRING_MATCH = "string_match"  # RULER's score
 ROLES = {"system": "System", "user": "User", "assistant": "Assistant"}
+# Otherwise small models keep acknowledging, as the assistant did in the conversation.
+CHAT_ANSWER = "Earlier in our conversation, you told me that the answer is"
+MEMORIZE = "Make sure to memorize it. I will quiz you about the {what} afterwards.\n"
+ANSWER_FROM_DOCUMENTS = (
+    "Answer the question based on the given documents. Only give me the answer and do not output "
+    "any other words.\n\n"
+)
 
 
 @dataclass(frozen=True)
@@ -147,15 +154,10 @@ def _split_answer_prefix(prompt: str) -> tuple[str, str]:
     return f"{prompt}\n", "Answer:"
 
 
-# Otherwise small models keep acknowledging, as the assistant did in the conversation.
-CHAT_ANSWER = "Earlier in our conversation, you told me that the answer is"
-
-
 def _string_matched(question: Question) -> Question:
     return question if question.scorer else replace(question, scorer=STRING_MATCH)
 
 
-MEMORIZE = "Make sure to memorize it. I will quiz you about the {what} afterwards.\n"
 NEEDLE = PromptTemplate(
     "What is the special magic number for {subject} mentioned in the provided text?",
     "A special magic number is hidden within the following text. " + MEMORIZE.format(what="number"),
@@ -171,10 +173,6 @@ VALUE = PromptTemplate(
     "What is the value of {subject} in the text above?",
     "The following text gives names and their values. " + MEMORIZE.format(what="values"),
     "The value of {subject} is",
-)
-ANSWER_FROM_DOCUMENTS = (
-    "Answer the question based on the given documents. Only give me the answer and do not output "
-    "any other words.\n\n"
 )
 # By the kind of questions. The published prompts of needles, variables, words and QA are RULER's
 # (Hsieh et al., 2024, arXiv:2404.06654, appendix D), that of the pass key follows Mohtashami and

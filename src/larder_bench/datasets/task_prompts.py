@@ -6,6 +6,8 @@ from enum import Enum
 
 from larder.core import PromptLayout
 
+TRAINED_ON_DIALOGUES = frozenset({"seed", "smollm2-dialogue"})
+
 
 class Wording(Enum):
     """Wording of a task's prompts.
@@ -52,7 +54,6 @@ class QuestionPlacement(Enum):
     INSIDE = "inside"
 
 
-TRAINED_ON_DIALOGUES = frozenset({"seed", "smollm2-dialogue"})
 _LAYOUTS = {
     Wording.SEED: PromptLayout.DOCUMENT,
     Wording.INSTRUCT: PromptLayout.SINGLE_TURN,

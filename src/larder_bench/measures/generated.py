@@ -19,6 +19,8 @@ from larder_bench.studies.cells import Cell
 from larder_bench.studies.model_context import ModelContext
 from larder_bench.studies.question_sequences import ConversationReader, ask_all
 
+SPARE_ANSWER_TOKENS = 32  # that an answer may have beyond twice the expected length
+
 
 @dataclass(frozen=True)
 class GeneratedAnswers(Measure):
@@ -62,9 +64,6 @@ class GeneratedAnswerScorer:
 
 
 Part = GeneratedAnswers
-
-
-SPARE_ANSWER_TOKENS = 32  # that an answer may have beyond twice the expected length
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,10 @@ from larder_bench.results.budget_labels import OWN, WHOLE
 from larder_bench.results.rows import CellKey, Results, Row, read_results, result_files
 from larder_bench.studies.study import CONTROLS, Study, read_study, study_names
 
+# Fields in which two merged blocks may differ, in order of merging.
+DIMENSIONS = ("seed", "budget", "policy", "matched", "measure", "tokens", "task", "model")
+SINGLE = ("device", "dtype", "question", "wording")  # one value each per command
+
 
 def rerun_commands(
     results: Results, paths: Sequence[Path], policies: Sequence[str] = ()
@@ -137,9 +141,6 @@ def _block_options(study: str, block: Block) -> str:
     return " ".join([*words, f"--name {shlex.quote(study)}", *folder_options(tasks)])
 
 
-# Fields in which two merged blocks may differ, in order of merging.
-DIMENSIONS = ("seed", "budget", "policy", "matched", "measure", "tokens", "task", "model")
-SINGLE = ("device", "dtype", "question", "wording")  # one value each per command
 Block = dict[str, tuple[str | int, ...]]  # by dimension; budgets are empty for policies without one
 
 

@@ -26,6 +26,9 @@ SCORES = {
 # Scores that are drawn by default if items have them.
 MAIN = ("exact", "own", "kl", "same", "mass")
 BOUNDED = frozenset({"exact", "f1", "f1_stemmed", "own", "same", "mass"})  # in [0, 1]
+_FAMILY = ("study", "model", "matched", "measure", "device", "dtype", "question", "wording")
+EQUAL = {"bytes": "bytes of the cache that answers", "total": "bytes of all caches together"}
+_NAMED = {"matched": "equal {}", "question": "question {}", "wording": "{} wording"}
 
 
 class ComparisonGroup(NamedTuple):
@@ -43,8 +46,6 @@ class ComparisonGroup(NamedTuple):
     wording: str = ""
 
 
-_FAMILY = ("study", "model", "matched", "measure", "device", "dtype", "question", "wording")
-EQUAL = {"bytes": "bytes of the cache that answers", "total": "bytes of all caches together"}
 _BLANK: dict[str, Any] = dict.fromkeys(ComparisonGroup._fields, "") | {"tokens": 0}
 
 
@@ -204,9 +205,6 @@ def _label(key: Sequence[str], varied: Sequence[bool]) -> str:
     fields = zip(_FAMILY, key, varied, strict=True)
     shown = [(name, word) for name, word, is_varied in fields if word and is_varied]
     return ", ".join(_condition(name, word) for name, word in shown)
-
-
-_NAMED = {"matched": "equal {}", "question": "question {}", "wording": "{} wording"}
 
 
 def _condition(name: str, word: str) -> str:

@@ -65,6 +65,9 @@ _RULES: dict[str, Any] = {
     "path.simplify": False,
 }
 
+# Settings of the program instead of the style, or that may not be set while it runs.
+_UNTOUCHED_RULES = frozenset({"backend", "backend_fallback", "interactive", "toolbar", "timezone"})
+
 
 class ImageFormat(Enum):
     """File format of a figure."""
@@ -131,7 +134,3 @@ def figure_style() -> Iterator[None]:
     }
     with rc_context(rules | _RULES):
         yield
-
-
-# Settings of the program instead of the style, or that may not be set while it runs.
-_UNTOUCHED_RULES = frozenset({"backend", "backend_fallback", "interactive", "toolbar", "timezone"})

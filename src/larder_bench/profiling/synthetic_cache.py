@@ -26,6 +26,7 @@ STEPS_PER_TARGET = 4  # steps with the same search target
 PROMPT_TOKENS = 64  # of each prompt that a policy scores by
 EPISODE_TOKENS = 400
 FIRST_TOKEN_ID, WORDS = 6, 4096
+EMPTY_LEDGER = Ledger()
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,6 @@ def _random_cache_of(decoder: Decoder, policy: Policy, context: int) -> Sequence
     form = "dense" if is_full else "ragged"
     entries = context if is_full else min(context, entries_per_head(policy, decoder.spec))
     return random_cache(decoder, form, entries, policy.planner.ledger, 0.0, context)
-
-
-EMPTY_LEDGER = Ledger()
 
 
 def random_cache(

@@ -39,6 +39,11 @@ AREAS = {
     "outside": "Other fields",
 }
 STATES = ("built", "partial", "missing", "measured", "outside")
+SHARES = ("1/4", "1/8")
+CATALOGUE = ("catalogue", "catalogue_recall", "presets_needles")
+# Beginnings of what was seen of a paper's behavior; methods of these areas need one.
+VERDICTS = ("Seen", "Partly seen", "Not seen", "Not measured", "Control")
+JUDGED = ("policy", "baseline", "learned", "reuse")
 
 
 @dataclass(frozen=True)
@@ -62,12 +67,7 @@ class FigureColumn:
     question: str = "after"
 
 
-SHARES = ("1/4", "1/8")
-CATALOGUE = ("catalogue", "catalogue_recall", "presets_needles")
 COSTS, FULL = "catalogue_cost", "full"
-# Beginnings of what was seen of a paper's behavior; methods of these areas need one.
-VERDICTS = ("Seen", "Partly seen", "Not seen", "Not measured", "Control")
-JUDGED = ("policy", "baseline", "learned", "reuse")
 FIGURES = (
     FigureColumn("needles after", ("ruler",), "own", "needles"),
     FigureColumn(

@@ -58,6 +58,18 @@ TOPK_POLICY = (
 
 # Prompt `task` of policies that keep what a described task looks at.
 TASK = "A question about this text follows. Find what it asks for, and repeat it word for word."
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "drop": {"compensation": Drop()},
+    "exact": {"storage": Exact()},
+    "int4": {"storage": Quantized(bits=4)},
+    "fold": {"compensation": FoldEma()},
+    "whole": {"schedule": Whole()},
+    "blockwise": {"schedule": Blockwise()},
+    "sensitivity": {"budget": Sensitivity(floor=0.015), "protect": Protect(sinks=0, recent=0)},
+    "floored": {"budget": Sensitivity()},
+    "pooled": {"budget": Pooled()},
+    "headkv": {"budget": HeadKV()},
+}
 
 
 class QuestionScope(Enum):
@@ -233,20 +245,6 @@ def parse_method(name: str) -> ComparedMethod:
             )
         return RetrievalMethod(name, build(RETRIEVALS.load(base), calls[0].parameters))
     return PolicyMethod(parse_variant(name))
-
-
-VARIANTS: Mapping[str, Mapping[str, Any]] = {
-    "drop": {"compensation": Drop()},
-    "exact": {"storage": Exact()},
-    "int4": {"storage": Quantized(bits=4)},
-    "fold": {"compensation": FoldEma()},
-    "whole": {"schedule": Whole()},
-    "blockwise": {"schedule": Blockwise()},
-    "sensitivity": {"budget": Sensitivity(floor=0.015), "protect": Protect(sinks=0, recent=0)},
-    "floored": {"budget": Sensitivity()},
-    "pooled": {"budget": Pooled()},
-    "headkv": {"budget": HeadKV()},
-}
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,10 @@ from larder.session import CacheFigures, ConversationMemory
 from larder_bench.results.budget_labels import MatchedQuantity
 from larder_bench.results.rows import Row
 
+TOLERANCE = 0.02  # share of the wanted bytes that may be missing
+TRIES = 20
+GUESSES = 4  # proportional steps, which converge fast; bisection afterwards always terminates
+
 
 @dataclass(frozen=True)
 class TargetSize:
@@ -101,9 +105,6 @@ def row_figures(figures: CacheFigures) -> Row:
 
 
 Result = TypeVar("Result")
-TOLERANCE = 0.02  # share of the wanted bytes that may be missing
-TRIES = 20
-GUESSES = 4  # proportional steps, which converge fast; bisection afterwards always terminates
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,9 @@ from larder.core import (
 from larder_bench.datasets.sources import TaskSources
 
 QuestionSequence = tuple[Question, ...]
+TASKS = Family("task", "larder_bench.tasks", listing="`larder bench`")
+SEEDS_PER_CONVERSATION = 1000  # reserved, so that no two conversations share a seed
+MAX_RETRIES = 100  # seeds tried per conversation
 
 
 class QuestionStyle(Enum):
@@ -72,9 +75,6 @@ class BenchTask(ABC):
         return tuple((question,) for question in questions)
 
 
-TASKS = Family("task", "larder_bench.tasks", listing="`larder bench`")
-
-
 def parse_task(sentence: str) -> BenchTask:
     """Task of a spelling.
 
@@ -102,10 +102,6 @@ def parse_inner_task(name: str, sentence: str) -> BenchTask:
             f"{task.style.value}."
         )
     return task
-
-
-SEEDS_PER_CONVERSATION = 1000  # reserved, so that no two conversations share a seed
-MAX_RETRIES = 100  # seeds tried per conversation
 
 
 def make_with_retries(

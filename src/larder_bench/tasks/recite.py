@@ -17,6 +17,9 @@ from larder_bench.datasets.sources import TaskSources
 from larder_bench.scoring.answer_items import numbered_item_spans
 from larder_bench.tasks.base import BenchTask, QuestionStyle, make_with_retries
 
+REMINDER_CHANCE = 0.4
+KIND = "recite"
+
 
 @dataclass(frozen=True)
 class Recite(BenchTask):
@@ -41,10 +44,6 @@ class Recite(BenchTask):
 
 
 Part = Recite
-
-
-REMINDER_CHANCE = 0.4
-KIND = "recite"
 
 
 def recital_conversation(

@@ -19,6 +19,8 @@ from larder.ops.cpu.decode_attention import (
     query_rows,
 )
 
+MAX_NEAREST_ROWS = 4  # per kv head; above it a matrix product is faster
+
 
 def supports(queries: Tensor, keys: Tensor) -> bool:
     """True for contiguous CPU storage of a supported dtype."""
@@ -76,9 +78,6 @@ def interleaved(ranked: Int64[Tensor, "H P"], kv_heads: int, count: int) -> Int6
     united = np.full((kv_heads, min(count, group * lists.shape[1])), -1, np.int64)
     kernels.interleave(lists, group, united)
     return torch.from_numpy(united)
-
-
-MAX_NEAREST_ROWS = 4  # per kv head; above it a matrix product is faster
 
 
 def supports_nearest(rows: Tensor, num_queries: int, num_kv_heads: int) -> bool:

@@ -20,6 +20,7 @@ from larder.ops.cpu.decode_attention_kernels import (
 )
 
 CHUNK = 32 * ROWS  # entries that a thread takes at a time
+MIN_NORM = np.float32(1e-12)  # lower bound of norms, as in torch's normalize
 
 
 @njit_kernel
@@ -179,9 +180,6 @@ def interleave(ranked, group, united):
                 if new and held < united.shape[1]:
                     united[k, held] = number
                     held += 1
-
-
-MIN_NORM = np.float32(1e-12)  # lower bound of norms, as in torch's normalize
 
 
 @njit_kernel

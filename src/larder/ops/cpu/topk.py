@@ -10,6 +10,7 @@ from torch import Tensor
 from larder.ops.cpu.c_library import c_library, integers
 
 MAX_SCORES = 1 << 17  # above it torch with all threads is faster
+MAX_REJECTED = 4  # per kv head, as in c/removal.c; above it a selection over all scores is faster
 
 
 def supports(scores: Tensor, count: int) -> bool:
@@ -33,9 +34,6 @@ def top_masks(scores: Float[Tensor, "K S"], count: int) -> Bool[Tensor, "K S"]:
     elif library.larder_top_masks(scores.data_ptr(), *scores.shape, count, marks.data_ptr()):
         raise MemoryError("The selection of entries could not allocate its buffers.")
     return marks
-
-
-MAX_REJECTED = 4  # per kv head, as in c/removal.c; above it a selection over all scores is faster
 
 
 def supports_per_head(scores: Tensor, lengths: tuple[int, ...], count: int) -> bool:

@@ -12,6 +12,9 @@ from larder.core.observation import LayerScores
 from larder.core.plan import Plan
 from larder.ops.topk import top_mask, top_per_head
 
+NO_WEIGHT = 1e-9  # weight of a head without weight, relative to the largest of its layer
+SHARE = "share"  # ledger scalar: the layer's share of the average budget, used in decode
+
 
 def top_k_per_head(scored: LayerScores, tokens: int) -> Plan:
     """Plan in which every head keeps its own best `tokens` entries."""
@@ -104,10 +107,6 @@ def min_entries(scored: LayerScores) -> int:
     """Fewest entries of a layer with which every head can keep its protected entries."""
     most = max(int(part.sum()) for part in torch.split(scored.protected, list(scored.lengths)))
     return min(most * len(scored.lengths), sum(scored.lengths))
-
-
-NO_WEIGHT = 1e-9  # weight of a head without weight, relative to the largest of its layer
-SHARE = "share"  # ledger scalar: the layer's share of the average budget, used in decode
 
 
 def entries_from_share(scored: LayerScores, quota: int) -> int:

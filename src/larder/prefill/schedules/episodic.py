@@ -23,6 +23,12 @@ from larder.ops.apportionment import even_ranges
 from larder.prefill.base import Schedule, Steps, prefill_blocks
 from larder.prefill.reader import PrefillReader, PrefillSequence
 
+# Of free memory; the rest is for attention buffers, which the estimate leaves out.
+USABLE_FRACTION = 0.5
+# Activations of a token beside its keys and values, in widths of a layer's queries: hidden states,
+# float32 queries and outputs, a gated MLP of four times the width. Twice the need of an 8B model.
+ACTIVATION_WIDTHS = 32
+
 
 class Together(Enum):
     """Number of caches in one pass, where it is not given.
@@ -86,13 +92,6 @@ class Episodic(Schedule):
 
 
 Part = Episodic
-
-
-# Of free memory; the rest is for attention buffers, which the estimate leaves out.
-USABLE_FRACTION = 0.5
-# Activations of a token beside its keys and values, in widths of a layer's queries: hidden states,
-# float32 queries and outputs, a gated MLP of four times the width. Twice the need of an 8B model.
-ACTIVATION_WIDTHS = 32
 
 
 def free_device_bytes(device: torch.device) -> int | None:

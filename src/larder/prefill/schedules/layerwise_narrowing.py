@@ -36,6 +36,7 @@ from larder.prefill.schedules._token_choice import (
 PAPER_SHARE = 0.9  # where neither a share nor a budget is given
 BISECTIONS = 40
 STEEPEST = 1000.0  # power of the cosine
+ROUNDING = 1e-9  # 100 * 0.29 is a little less than 29
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,5 @@ class NarrowingShape:
             low, high = (low, middle) if fits else (middle, high)
         return high
 
-
-ROUNDING = 1e-9  # 100 * 0.29 is a little less than 29
 
 Part = LayerwiseNarrowing

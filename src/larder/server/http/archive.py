@@ -31,6 +31,10 @@ __all__ = ["IDEMPOTENT_ANSWER", "CONVERSATION", "RESPONSE", "Archive", "Conversa
 RESPONSE = "response"
 IDEMPOTENT_ANSWER = "answered"  # the answer to a request with an idempotency key
 EVICTABLE_KINDS = (RESPONSE, IDEMPOTENT_ANSWER)  # removed when the archive is full, oldest first
+SELECT_ORDERED = (
+    "SELECT tenant, kind, id, parent, made, body FROM documents "
+    "ORDER BY tenant, kind, parent, place, made, rowid"
+)
 
 
 @dataclass(frozen=True)
@@ -195,12 +199,6 @@ class Archive:
             ).fetchone()
             base.execute("DELETE FROM documents WHERE rowid = ?", (row,))
             used_bytes -= size
-
-
-SELECT_ORDERED = (
-    "SELECT tenant, kind, id, parent, made, body FROM documents "
-    "ORDER BY tenant, kind, parent, place, made, rowid"
-)
 
 
 def seal_archive(path: Path, sealing: Encryption) -> int:

@@ -41,16 +41,6 @@ MESSAGES_PATH = "/v1/messages"
 MESSAGES_ERROR_TYPES = ERROR_TYPES | {413: "request_too_large", 503: "overloaded_error"}
 LOCATION_TYPES = frozenset({"body", "str", "int", "path", "query"})
 FRAMEWORK_CODES = {404: "not_found", 405: "method_not_allowed"}
-
-
-class BodyError(HTTPException):
-    """ApiError raised while a body is read; FastAPI propagates only its own errors from there."""
-
-    def __init__(self, refusal: ApiError) -> None:
-        super().__init__(refusal.status, str(refusal))
-        self.refusal = refusal
-
-
 # Statuses that clients retry by default.
 RETRIED_STATUSES = (408, 409, 429)
 # Status, code and seconds to wait by error class; the first match counts.
@@ -64,14 +54,20 @@ STATUSES: Sequence[tuple[type[LarderError], int, str, float | None]] = (
     (UsageError, 400, INVALID_REQUEST, None),
     (InputError, 400, INVALID_REQUEST, None),
 )
-
-
 # Messages about the store without paths of the server.
 PUBLIC_MESSAGES = {
     "store_slow": "The server's store does not respond: try again.",
     "store_full": "The server's store is full: tell the operator.",
     "store_damaged": "The stored data of this request is damaged: tell the operator.",
 }
+
+
+class BodyError(HTTPException):
+    """ApiError raised while a body is read; FastAPI propagates only its own errors from there."""
+
+    def __init__(self, refusal: ApiError) -> None:
+        super().__init__(refusal.status, str(refusal))
+        self.refusal = refusal
 
 
 def malformed_field(steps: Sequence[int | str], reason: str) -> ApiError:

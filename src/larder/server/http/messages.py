@@ -68,6 +68,7 @@ CACHE_CONTROL = frozenset({"cache_control"})  # not needed: every prefix is cach
 CHOICE_FIELDS = ("type", "name", "disable_parallel_tool_use")
 TOOL_FIELDS = ("type", "name", "description", "input_schema", *CACHE_CONTROL)
 BLOCKS = ("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result")
+NO_USAGE = {"input_tokens": 0, "output_tokens": 0}
 
 
 class ImageSource(BodyPart):
@@ -473,9 +474,6 @@ def _chat_choice(tool_choice: Mapping[str, Any], tools: Sequence[Mapping[str, An
 
 def _event(name: str, **content: Any) -> bytes:
     return sse_event({"type": name, **content}, name)
-
-
-NO_USAGE = {"input_tokens": 0, "output_tokens": 0}
 
 
 def _usage(report: Report) -> dict[str, int]:

@@ -15,6 +15,10 @@ from larder.server.stats import ServerStats
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKENS = (1.0, 10.0, 30.0, 100.0, 300.0, 1e3, 3e3, 1e4, 3e4, 1e5, 3e5)
+# vLLM's label values where ours differ.
+VLLM_LABEL_VALUES: Mapping[str, str] = MappingProxyType(
+    {"computed": "local_compute", "cached": "local_cache_hit", "restored": "external_kv_transfer"}
+)
 
 
 class Metrics:
@@ -218,10 +222,6 @@ VLLM_NAMES = frozenset(
         "request_success",
         "time_to_first_token_seconds",
     }
-)
-# vLLM's label values where ours differ.
-VLLM_LABEL_VALUES: Mapping[str, str] = MappingProxyType(
-    {"computed": "local_compute", "cached": "local_cache_hit", "restored": "external_kv_transfer"}
 )
 
 

@@ -84,6 +84,9 @@ REPLACEMENTS: Mapping[str, str] = {
     ),
 }
 
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+IMAGE_PARTS = ("image_url", "input_image")
+
 
 class GenerationRequest(JsonBody):
     """Fields of every generation request. Fields that no endpoint knows are named in the answer's
@@ -168,10 +171,6 @@ class GenerationRequest(JsonBody):
 def unknown_warning(path: str) -> str:
     """Warning of an answer about a name in the body that is no field."""
     return f"{path[:MAX_PATH]!r} is no field of this endpoint and was ignored."
-
-
-TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
-IMAGE_PARTS = ("image_url", "input_image")
 
 
 class ImageUrl(BodyPart):

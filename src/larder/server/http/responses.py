@@ -52,6 +52,8 @@ router = APIRouter(prefix="/v1/responses", tags=["responses"], route_class=JsonR
 # Cause of an incomplete response whose last call, which was streamed, turned out to be no JSON.
 BROKEN_CALL = "invalid_function_call"
 RETRY_HEADER = "x-stainless-retry-count"  # number of retries, sent by OpenAI's clients
+MAX_CHAIN = 10_000
+IDEMPOTENCY_HEADER = "idempotency-key"  # client's identifier of a request
 
 
 @router.post("")
@@ -173,10 +175,6 @@ def _failed_event(pending: PendingResponse, error: LarderError, numbers: Iterato
 
 def _event(numbers: Iterator[int], event: str, content: dict[str, Any]) -> bytes:
     return sse_event({"type": event, **content, "sequence_number": next(numbers)}, event)
-
-
-MAX_CHAIN = 10_000
-IDEMPOTENCY_HEADER = "idempotency-key"  # client's identifier of a request
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from larder.store.failures import ReasonCounter
 from larder.store.sessions.records import PINNED_LABEL, YES
 
 LOG = logging.getLogger(__name__)
+MAX_FAMILY = 8  # sessions of a family that are loaded without comparing messages
 
 
 class SessionRestorer:
@@ -149,7 +150,6 @@ class SessionRestorer:
 
 
 Result = TypeVar("Result")
-MAX_FAMILY = 8  # sessions of a family that are loaded without comparing messages
 
 
 class CandidateLoader:

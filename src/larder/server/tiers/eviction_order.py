@@ -18,6 +18,7 @@ from larder.store.ledger import Tier
 
 REQUESTS_PER_EARLIER = 5  # requests that are replayed, for each before the first eviction
 MAX_USES = 2048  # requests that are replayed, the latest
+FOREVER = float("inf")
 
 
 class EvictionTuner:
@@ -70,9 +71,6 @@ def prefill_operations(spec: ModelSpec, num_weights: int, tokens: int) -> float:
         for layer in spec.layers
     )
     return float(tokens * (num_weights + 2 * attended))
-
-
-FOREVER = float("inf")
 
 
 class SessionEvictionOrder:

@@ -15,6 +15,9 @@ from larder.core.errors import BudgetError
 from larder.server.session_state import SessionState
 from larder.store.ledger import ByteLedger, Reservation, Tier
 
+MAX_IDLE_TRANSCRIPTS = 64  # recently used sessions without a cache whose transcripts stay in memory
+PROBE_INTERVAL = 16  # decisions after which a slow move is measured again
+
 
 class ChatHostMemory:
     """Host memory of chat caches. For the model's thread.
@@ -88,9 +91,6 @@ class ChatHostMemory:
         residency.caches.offload_active()
         self.reserve(session, residency.nbytes)
         return True
-
-
-MAX_IDLE_TRANSCRIPTS = 64  # recently used sessions without a cache whose transcripts stay in memory
 
 
 class TranscriptMemory:
@@ -186,7 +186,6 @@ class TranscriptMemory:
 
 
 MIN_MOVES, MAX_MOVES = 3, 16  # measurements that an estimate needs, and those that are kept
-PROBE_INTERVAL = 16  # decisions after which a slow move is measured again
 
 
 class HostMoveRates:

@@ -14,6 +14,10 @@ from larder.core.errors import BadParameter
 from larder.core.family import Family
 
 TOOL_PARSERS = Family("tool call parser", "larder.server.tool_parsers")
+# Beginning of a call up to its arguments, if the name comes first.
+CALL_HEAD = re.compile(
+    r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
 
 
 def _number(text: str) -> int | float:
@@ -30,10 +34,6 @@ def _no_constant(name: str) -> None:
 
 
 DECODER = json.JSONDecoder(parse_float=_number, parse_constant=_no_constant)
-# Beginning of a call up to its arguments, if the name comes first.
-CALL_HEAD = re.compile(
-    r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
-)
 
 
 def _is_name(text: str) -> bool:

@@ -14,6 +14,8 @@ from torch import Tensor
 from larder.core.errors import BadParameter, ModelError, UnknownName
 from larder.core.family import Family, unknown_name_message
 
+EMBEDDERS = Family("embedder", "larder.session.embedders")
+
 
 class Embedder(ABC):
     """Text embedder, whose cosine measures how similar two texts are in topic.
@@ -48,9 +50,6 @@ class Embedder(ABC):
         """True if all of a question is embedded; False if it is longer than the model reads, or has
         words that it does not know, such as those of another script."""
         return True
-
-
-EMBEDDERS = Family("embedder", "larder.session.embedders")
 
 
 def load_embedder(

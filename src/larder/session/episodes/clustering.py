@@ -22,6 +22,7 @@ SEED = 42
 KMEANS_STARTS = 10
 CLUSTER_COUNTS = range(2, 9)
 DUPLICATE_DISTANCE = 1e-4  # equal texts of different batches are about 1e-6 apart
+WORD = r"(?u)\b[^\W\d_]{3,}\b"  # no numbers, no fragments
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,9 +141,6 @@ def _ordered_clusters(
     ordered = rank[inverse].astype(np.int64)
     rows = [embeddings[ordered == e].mean(axis=0, dtype=np.float64) for e in range(len(firsts))]
     return SegmentClusters(ordered, np.stack(rows).astype(np.float32))
-
-
-WORD = r"(?u)\b[^\W\d_]{3,}\b"  # no numbers, no fragments
 
 
 def episode_keywords(texts: Sequence[str], count: int = 5) -> list[tuple[str, ...]]:

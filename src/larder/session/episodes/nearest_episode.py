@@ -28,6 +28,7 @@ TAU_NEVER = -1.0  # a threshold that no cosine is below
 # New topics open episodes; beyond this multiple of the number once formed, a refresh forms all of
 # them again, so that the bytes of all episodes together stay bounded.
 MAX_EPISODE_FACTOR = 2
+_TYPE = "<f4"
 
 
 class MatchRule(Enum):
@@ -205,9 +206,6 @@ class NearestEpisodeRouter(Router):
         texts = [text for episode in self.episodes for text in episode.texts]
         rows = np.concatenate([episode.rows for episode in self.episodes])
         return tuple(texts[index] for index in order), rows[order]
-
-
-_TYPE = "<f4"
 
 
 def arrays_to_json(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,14 @@ from larder.core.errors import BadParameter
 from larder.session.files.dialogue import utterance_text
 
 _WORD = re.compile(r"\s*\S+")
+SHORT_CHARACTERS = 10
+LONG_CHARACTERS = 500
+_CLOSERS = "\"'”’)]}*_»"
+_STOP = re.compile(
+    rf"(?P<line>\s*\n)|(?P<mark>[.!?…]+)[{re.escape(_CLOSERS)}]*(?=\s)|[。！？][”’」』）]*"
+)
+_TITLES = frozenset("mr mrs ms dr prof st vs e.g i.e cf fig eq approx jr sr mt capt gen".split())
+UTTERANCES_PER_TURN = 2  # utterances, or sentences of a document, that count as one turn
 
 
 class SegmentUnit(Enum):
@@ -186,16 +194,6 @@ def _segment(index: int, atoms: list[_Atom], messages: tuple[Message, ...]) -> S
     return Segment(index, tuple(spans), "\n".join(lines or headers))
 
 
-SHORT_CHARACTERS = 10
-LONG_CHARACTERS = 500
-
-_CLOSERS = "\"'”’)]}*_»"
-_STOP = re.compile(
-    rf"(?P<line>\s*\n)|(?P<mark>[.!?…]+)[{re.escape(_CLOSERS)}]*(?=\s)|[。！？][”’」』）]*"
-)
-_TITLES = frozenset("mr mrs ms dr prof st vs e.g i.e cf fig eq approx jr sr mt capt gen".split())
-
-
 def sentences(text: str) -> list[tuple[int, int]]:
     """Divide a text into spans [start, stop) of a sentence each, in order, without gaps.
 
@@ -264,9 +262,6 @@ def _cut_long(text: str, start: int, stop: int) -> list[tuple[int, int]]:
         parts.append((start, cut))
         start = cut
     return [*parts, (start, stop)]
-
-
-UTTERANCES_PER_TURN = 2  # utterances, or sentences of a document, that count as one turn
 
 
 @dataclass(frozen=True)

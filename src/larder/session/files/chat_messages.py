@@ -8,6 +8,9 @@ from larder.session.files.json_fields import fields_of, list_of, text_of, text_o
 
 CHAT_MESSAGES_SHAPE = 'a list of messages [{"role", "content", "date"?}, ...]'
 ROLES = ("system", "user", "assistant")
+CHAT_WITH_QUESTIONS_SHAPE = (
+    '{"messages": [{"role", "content", "date"?}], "qa": [{"question", "answer", "kind"?}]}'
+)
 
 
 def is_chat_messages(data: object) -> bool:
@@ -54,11 +57,6 @@ def _message(entry: object, location: str) -> Message:
 def _message_with_date(message: Message) -> Message:
     content = f"[{message.date}]\n{message.content}"
     return Message(message.role, content, date=message.date, utterance=message.content)
-
-
-CHAT_WITH_QUESTIONS_SHAPE = (
-    '{"messages": [{"role", "content", "date"?}], "qa": [{"question", "answer", "kind"?}]}'
-)
 
 
 def is_chat_with_questions(data: object) -> bool:

@@ -14,6 +14,17 @@ from larder.core.errors import InputError, UsageError
 from larder.session.files import chat_messages
 from larder.session.files.json_fields import valid_unicode
 
+MAX_FILE_NAME_CHARS = 256  # longer texts are never reported as misplaced file names
+ACCEPTED_INPUTS = "a Conversation, a text, a list of messages with role and content, or a Path"
+SEPARATOR = "\n\n"  # behind every context, so that none runs into the next one
+# A paragraph keeps the blank lines after it, so that the paragraphs joined are the file.
+PARAGRAPH = re.compile(r"\s*\S.*?(?:\n\s*(?:\n|\Z)|\Z)", re.DOTALL)
+CONVERSATION_SUFFIXES = (".json",)
+DOCUMENT_SUFFIXES = (".txt", ".md")
+# Texts that are documents where a file is named, but are not looked for in a folder.
+LINE_SUFFIXES = (".rst", ".log", ".py", ".c", ".h", ".cpp", ".rs", ".go", ".java", ".js", ".ts")
+FORMATTED_SUFFIXES = (".pdf", ".doc", ".docx", ".odt", ".rtf", ".html", ".htm", ".epub")
+
 
 @dataclass(frozen=True)
 class JsonFormat:
@@ -25,8 +36,6 @@ class JsonFormat:
 
 
 ConversationLike = Conversation | str | Path | Sequence[Mapping[str, object]]
-MAX_FILE_NAME_CHARS = 256  # longer texts are never reported as misplaced file names
-ACCEPTED_INPUTS = "a Conversation, a text, a list of messages with role and content, or a Path"
 
 
 def _formats() -> Iterator[JsonFormat]:
@@ -120,11 +129,6 @@ def conversation_of(
     check_type("conversation", conversation, (list, tuple), ACCEPTED_INPUTS)
     assert conversation is not None  # no list
     return chat_messages.read_chat_messages(list(conversation), "messages")
-
-
-SEPARATOR = "\n\n"  # behind every context, so that none runs into the next one
-# A paragraph keeps the blank lines after it, so that the paragraphs joined are the file.
-PARAGRAPH = re.compile(r"\s*\S.*?(?:\n\s*(?:\n|\Z)|\Z)", re.DOTALL)
 
 
 def read_document(text: str, name: str) -> Conversation:
@@ -228,13 +232,6 @@ def _read_json(data: object, name: str, adversarial: Adversarial) -> Conversatio
             return form.read(data, name, adversarial)
     shapes = "; ".join(form.shape for form in _formats())
     raise InputError(f"JSON of no known shape: it must be one of: {shapes}.")
-
-
-CONVERSATION_SUFFIXES = (".json",)
-DOCUMENT_SUFFIXES = (".txt", ".md")
-# Texts that are documents where a file is named, but are not looked for in a folder.
-LINE_SUFFIXES = (".rst", ".log", ".py", ".c", ".h", ".cpp", ".rs", ".go", ".java", ".js", ".ts")
-FORMATTED_SUFFIXES = (".pdf", ".doc", ".docx", ".odt", ".rtf", ".html", ".htm", ".epub")
 
 
 def find_files(paths: Iterable[Path | str]) -> list[Path]:

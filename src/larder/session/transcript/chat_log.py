@@ -9,6 +9,8 @@ from larder.core.conversation import Conversation, Message, PromptLayout
 from larder.session.prefill import PrefillInput
 from larder.session.transcript.tokenizer_adapter import TokenizedTranscript, TokenizerAdapter
 
+_MESSAGE = ("role", "content", "speaker", "date", "utterance")
+
 
 @dataclass(frozen=True)
 class ChatTurn:
@@ -59,9 +61,6 @@ class ChatLog:
         ids = tuple(token for turn in self.turns for token in turn.ids)
         lens = tuple(len(turn.ids) for turn in self.turns)
         return PrefillInput(self.history, transcript, texts, ids, lens)
-
-
-_MESSAGE = ("role", "content", "speaker", "date", "utterance")
 
 
 def chat_log_record(log: ChatLog) -> dict[str, Any]:

@@ -44,6 +44,22 @@ BASE_CHARS = 1 << 20  # of output and of every intermediate value, for an empty 
 CHARS_PER_CHAR = 8  # added for every character of the conversation
 MAX_OUTPUT_FACTOR = 16  # of all output, which macros may hand to other macros
 MAX_SECONDS = 3.0  # processor time of one rendering
+LARGEST_ARGUMENT = 10_000  # of a width, an indentation or a count
+LARGEST_BITS = 4096  # of an integer
+LARGEST_DEPTH = 100  # of lists in lists: hashes and comparisons recurse
+MAX_SEARCH_CHARS = 1000  # of a text searched from the end, which takes a product of lengths
+WIDTH = re.compile(r"\d{5,}|%[^a-zA-Z%]*\*|\{[^{}]*\{")  # a field as wide as an attacker likes
+# Filters and methods that no chat template needs, whose results or times have no simple bound.
+REFUSED_OPERATIONS = frozenset(
+    {"encode", "from_bytes", "pprint", "striptags", "to_bytes", "translate", "urlize", "wordwrap"}
+    | {"xmlattr"}
+)
+WIDTH_OPERATIONS = frozenset(
+    {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice"}
+)
+REVERSE_SEARCHES = frozenset({"rfind", "rindex", "rpartition", "rsplit"})
+PARAMETERS = {"replace": ("old", "new"), "join": ("d",)}
+COLLECTIONS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
 
 
 def compile_template(source: str) -> CodeType:
@@ -358,24 +374,8 @@ def _now(format: str) -> str:
     return datetime.now().strftime(format)
 
 
-LARGEST_ARGUMENT = 10_000  # of a width, an indentation or a count
-LARGEST_BITS = 4096  # of an integer
-LARGEST_DEPTH = 100  # of lists in lists: hashes and comparisons recurse
-MAX_SEARCH_CHARS = 1000  # of a text searched from the end, which takes a product of lengths
-WIDTH = re.compile(r"\d{5,}|%[^a-zA-Z%]*\*|\{[^{}]*\{")  # a field as wide as an attacker likes
 FIELD, NUMBER = re.compile(r"[%{]"), re.compile(r"\d+")
-# Filters and methods that no chat template needs, whose results or times have no simple bound.
-REFUSED_OPERATIONS = frozenset(
-    {"encode", "from_bytes", "pprint", "striptags", "to_bytes", "translate", "urlize", "wordwrap"}
-    | {"xmlattr"}
-)
-WIDTH_OPERATIONS = frozenset(
-    {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice"}
-)
 WIDTH_OPERATIONS |= {"tojson", "zfill"}
-REVERSE_SEARCHES = frozenset({"rfind", "rindex", "rpartition", "rsplit"})
-PARAMETERS = {"replace": ("old", "new"), "join": ("d",)}
-COLLECTIONS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
 
 
 def output_size_bound(limit: int, name: str, value: Any = "", /, *args: Any, **named: Any) -> int:

@@ -27,6 +27,7 @@ _ENCODED_TENSORS = {
 }
 
 EncodedState = tuple[dict[str, Tensor], dict[str, Any]]
+SNAPSHOT_PART_BYTES = 32 * 2**20  # largest blob of a snapshot, unless a single layer is larger
 
 
 def encode_state(
@@ -137,9 +138,6 @@ def layer_in_name(name: str) -> int:
     """Layer index of a state tensor; -1 if it belongs to none."""
     head = name.partition(".")[0]
     return int(head) if head.isdecimal() else -1
-
-
-SNAPSHOT_PART_BYTES = 32 * 2**20  # largest blob of a snapshot, unless a single layer is larger
 
 
 def is_lossless_cache(cache: SequenceCache) -> bool:

@@ -51,6 +51,9 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     }
 )
 DTYPE_NAMES = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
+ZSTD_LEVEL = (
+    1  # nearly all redundancy is found by entropy coding alone; higher levels only cost time
+)
 
 
 @dataclass(frozen=True)
@@ -208,11 +211,6 @@ def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise Damaged(f"A saved cache lacks its {name}.")
     return value
-
-
-ZSTD_LEVEL = (
-    1  # nearly all redundancy is found by entropy coding alone; higher levels only cost time
-)
 
 
 def compress(data: bytes | memoryview) -> bytes:

@@ -29,6 +29,9 @@ from larder.core.errors import BadParameter
 from larder.core.family import Family, public_name
 
 EVICTIONS = Family("eviction", "larder.store.eviction")
+NUM_QUANTILES = 8  # quantiles of pauses in columns
+QUANTILE_SHARES = np.arange(1, NUM_QUANTILES + 1) / NUM_QUANTILES
+NO_CODE = -1  # code of no session and no parent
 
 
 class SupersededOrder(Enum):
@@ -181,9 +184,6 @@ def _least_of_sessions(candidates: CandidateColumns, worth: FloatColumn) -> Floa
 FloatColumn = NDArray[np.float64]
 IntColumn = NDArray[np.int64]
 BoolColumn = NDArray[np.bool_]
-NUM_QUANTILES = 8  # quantiles of pauses in columns
-QUANTILE_SHARES = np.arange(1, NUM_QUANTILES + 1) / NUM_QUANTILES
-NO_CODE = -1  # code of no session and no parent
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ IDLE_SECONDS = 5.0  # after which an idle thread ends
 EXPECTED_ERRORS = (FileNotFoundError, FileExistsError)
 # Errors of a full or read-only disk.
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
+MAX_PARALLEL_CALLS = 8
 
 
 def no_op() -> None:
@@ -270,7 +271,6 @@ def _settle(call: Future[Any], outcome: Any, error: BaseException | None) -> Non
             call.set_exception(error)
 
 
-MAX_PARALLEL_CALLS = 8
 Item = TypeVar("Item")
 CallResult = TypeVar("CallResult")
 

@@ -33,6 +33,7 @@ from larder.store.sessions.records import (
 
 FORGOTTEN_FOLDER = "forgotten"  # per tenant: the last epoch of its removed sessions
 KEPT_EPOCHS = 4  # states of a session that are retained, for rolling back
+BRANCHES_FOLDER = "families"
 
 
 class SessionEpochs:
@@ -354,9 +355,6 @@ def _parse_record_path(path: str) -> tuple[SessionKey, int] | None:
         return (key, epoch) if path == key.record_path(epoch) else None
     except Damaged:
         return None
-
-
-BRANCHES_FOLDER = "families"
 
 
 class BranchNotes:

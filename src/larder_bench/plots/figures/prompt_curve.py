@@ -17,6 +17,7 @@ from larder_bench.plots.style import FAINT, SOFT, Drawing, figure_style
 from larder_bench.results.rows import Results, Row
 
 QUESTION = "the question"  # the horizontal line
+_RANKS = ((0.0, "nearest"), (25.0, "25%"), (50.0, "50%"), (75.0, "75%"), (100.0, "farthest"))
 
 
 @dataclass(frozen=True)
@@ -103,9 +104,6 @@ class PromptCurve(Figure):
     def _score(self, rows: Sequence[Row]) -> score_groups.Interval:
         by_seed = {row["seed"]: row for row in rows}
         return score_groups.mean_interval(score_groups.scores_by_seed(by_seed, self.score))
-
-
-_RANKS = ((0.0, "nearest"), (25.0, "25%"), (50.0, "50%"), (75.0, "75%"), (100.0, "farthest"))
 
 
 def _as_curve(style: PolicyStyle) -> PolicyStyle:
