@@ -117,7 +117,7 @@ class BlockTables:
             leases: of each sequence, one per layer; pages for another entry are reserved.
             positions: true position of each new entry.
         """
-        seen = [array.mark for each in leases for array in each]
+        seen = [lease.mark for of_sequence in leases for lease in of_sequence]
         host, is_next = self._host, [position - 1 for position in positions] == self._next
         if is_next and len(seen) == len(self._seen):
             host.grow()
@@ -127,14 +127,14 @@ class BlockTables:
             host.clear()
             changed = range(len(seen))
         for index in changed:
-            row, number = divmod(index, len(self._heads))
-            heads = self._heads[number]
-            first = int(self._layer_firsts[number]) + row * heads
-            host.write(slice(first, first + heads), leases[row][number], positions[row])
+            sequence, layer = divmod(index, len(self._heads))
+            heads = self._heads[layer]
+            first = int(self._layer_firsts[layer]) + sequence * heads
+            host.write(slice(first, first + heads), leases[sequence][layer], positions[sequence])
         if changed:
             targets = self._table, self._lengths, self._slots, self._positions, self._growth
-            for target, numbers in zip(targets, host.arrays, strict=True):
-                write_to_device(target, numbers)
+            for target, source in zip(targets, host.arrays, strict=True):
+                write_to_device(target, source)
         else:
             for array in (self._lengths, self._positions, self._slots):
                 array.add_(self._growth)
@@ -143,7 +143,7 @@ class BlockTables:
 
 
 class HostTables:
-    """Numbers of the tables of a step in host memory, segment by segment.
+    """Tables of a step in host memory, segment by segment; copied to the device when they change.
 
     Args:
         total: number of segments, padding included.
@@ -182,7 +182,11 @@ class HostTables:
 
 
 def reserve_step(leases: Sequence[Sequence[PageLease]]) -> None:
-    """Reserve pages for one more entry in each head. Raises: CacheError: none are left."""
+    """Reserve pages for one more entry in each head.
+
+    Raises:
+        CacheError: none are left.
+    """
     for layer_leases in leases:
         for lease in layer_leases:
             if not lease.has_room:

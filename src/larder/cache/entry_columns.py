@@ -49,11 +49,19 @@ class EntryColumns:
         check_columns(columns, self.ledger, rows)
 
     def check_scalars(self, scalars: Mapping[str, Tensor]) -> None:
-        """Check names and shapes of scalars. Raises: CacheError: see `check_columns`."""
+        """Check names and shapes of scalars.
+
+        Raises:
+            CacheError: see `check_columns`.
+        """
         _check(scalars, self.ledger.scalars, self._scalars.shape[1], "kv head")
 
     def write(self, columns: Mapping[str, Float[Tensor, " _"]]) -> None:
-        """Replace whole columns. Raises: CacheError: see `check_columns`; nothing is written."""
+        """Replace whole columns.
+
+        Raises:
+            CacheError: see `check_columns`; nothing is written.
+        """
         self.check_columns(columns, self.values.shape[1])
         for name, numbers in columns.items():
             self.values[self.ledger.columns.index(name)] = numbers

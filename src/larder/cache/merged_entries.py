@@ -110,7 +110,11 @@ def check_folds(plan: Plan, num_entries: int) -> None:
 
 
 def check_sources(plan: Plan, num_entries: int) -> None:
-    """Check that fold sources are among `num_entries` entries. Raises: CacheError: they are not."""
+    """Check that fold sources are among `num_entries` entries.
+
+    Raises:
+        CacheError: they are not.
+    """
     sources = plan.folds.sources
     if not are_in_range(sources, num_entries):
         raise CacheError(
@@ -120,7 +124,11 @@ def check_sources(plan: Plan, num_entries: int) -> None:
 
 
 def check_targets(plan: Plan, targets: Int64[Tensor, " N"]) -> None:
-    """Check that fold targets are kept. Raises: CacheError: they are not."""
+    """Check that fold targets are kept.
+
+    Raises:
+        CacheError: they are not.
+    """
     found = is_in_sorted(targets, plan.kept.to(targets.device))
     if not bool(found.all()):
         raise CacheError(

@@ -15,7 +15,11 @@ from larder.core.spec import LayerSpec
 
 
 def check_counts(plan: Plan, heads: int) -> None:
-    """Check that a plan's lengths count its kept entries per head. Raises: CacheError."""
+    """Check that a plan's lengths count its kept entries per head.
+
+    Raises:
+        CacheError: they do not.
+    """
     if len(plan.lengths) != heads or sum(plan.lengths) != len(plan.kept):
         raise CacheError(
             f"A plan's lengths must count the {len(plan.kept)} kept entries of {heads} kv heads, "
@@ -53,7 +57,11 @@ def tokens_kept(plan: Plan, num_entries: int) -> Int64[Tensor, " N"] | None:
 
 
 def check_dropped(plan: Plan, rejected: Int64[Tensor, " G"]) -> None:
-    """Check that dropped entries are among the rejected ones. Raises: CacheError: they are not."""
+    """Check that dropped entries are among the rejected ones.
+
+    Raises:
+        CacheError: they are not.
+    """
     dropped = plan.dropped.cpu()
     if bool((dropped.diff() <= 0).any()) or not bool(torch.isin(dropped, rejected).all()):
         raise CacheError(
@@ -63,7 +71,11 @@ def check_dropped(plan: Plan, rejected: Int64[Tensor, " G"]) -> None:
 
 
 def check_single_precision(plan: Plan) -> None:
-    """Check that a plan lowers no precision. Raises: CacheError: it does."""
+    """Check that a plan lowers no precision.
+
+    Raises:
+        CacheError: it does.
+    """
     if len(plan.grades) and bool(plan.grades.any()):
         raise CacheError(
             "A cache of one precision cannot hold entries of different grades, but the plan "
@@ -74,7 +86,11 @@ def check_single_precision(plan: Plan) -> None:
 def check_dtypes(
     layer: LayerSpec, stored: torch.dtype, keys: torch.Tensor, values: torch.Tensor
 ) -> None:
-    """Check that new entries have the dtype of the stored ones. Raises: CacheError: another."""
+    """Check that new entries have the dtype of the stored ones.
+
+    Raises:
+        CacheError: they have another.
+    """
     if (keys.dtype, values.dtype) != (stored, stored):
         raise CacheError(
             f"Layer {layer.index} was given keys in {keys.dtype} and values in "
@@ -114,7 +130,11 @@ def check_grades(plan: Plan, grades: Int8[Tensor, " T"], coarsest: int) -> Int8[
 
 
 def check_channels(plan: Plan, layer: LayerSpec) -> None:
-    """Check that channel weights cover all key channels or none. Raises: CacheError."""
+    """Check that channel weights cover all key channels or none.
+
+    Raises:
+        CacheError: they cover some.
+    """
     shape = (layer.kv_heads, layer.head_dim)
     if plan.channels.numel() and plan.channels.shape != shape:
         raise CacheError(
@@ -124,7 +144,11 @@ def check_channels(plan: Plan, layer: LayerSpec) -> None:
 
 
 def check_merges_whole(plan: Plan, layer: LayerSpec) -> None:
-    """Check that keys and values are merged by the same weights. Raises: CacheError."""
+    """Check that keys and values are merged by the same weights.
+
+    Raises:
+        CacheError: the weights differ.
+    """
     if not torch.equal(plan.folds.key_weights, plan.folds.value_weights):
         raise CacheError(
             f"A plan merges keys and values of layer {layer.index} by different weights, but its "
@@ -133,7 +157,11 @@ def check_merges_whole(plan: Plan, layer: LayerSpec) -> None:
 
 
 def check_ledger(ledger: Ledger, layer: int, names: Iterable[str]) -> None:
-    """Check that a saved layer has the columns of its ledger. Raises: CacheError: it has others."""
+    """Check that a saved layer has the columns of its ledger.
+
+    Raises:
+        CacheError: it has others.
+    """
     named = sorted(ledger.columns + ledger.scalars)
     if sorted(names) != named:
         raise CacheError(
@@ -143,7 +171,11 @@ def check_ledger(ledger: Ledger, layer: int, names: Iterable[str]) -> None:
 
 
 def check_offload_plan(plan: Plan) -> None:
-    """Check that a plan for a tiered layer neither merges nor quantizes. Raises: CacheError."""
+    """Check that a plan for a tiered layer neither merges nor quantizes.
+
+    Raises:
+        CacheError: it does.
+    """
     check_single_precision(plan)
     if len(plan.folds):
         raise CacheError(
@@ -153,7 +185,11 @@ def check_offload_plan(plan: Plan) -> None:
 
 
 def refuse_eviction(count: int, layer: LayerSpec) -> None:
-    """Refuse a plan for a layer without offload. Raises: CacheError: always."""
+    """Refuse a plan for a layer without offload.
+
+    Raises:
+        CacheError: always.
+    """
     raise CacheError(
         f"Layer {layer.index} offloads nothing, but a plan rejects {count} of its entries: leave "
         "the first layers, which the recall part calls dense, out of plans."

@@ -294,7 +294,7 @@ def _print_figures(run: QuestionRun) -> None:
 
 
 def _check_page(page: Path | None) -> None:
-    """Raises: UsageError: the page's path is a folder, or in none that exists."""
+    """Raise UsageError if the page's path is a folder, or in none that exists."""
     if page is not None and (page.is_dir() or not page.absolute().parent.is_dir()):
         raise UsageError(
             f"--explain {page} is not a writable file path: name a file in an existing folder."

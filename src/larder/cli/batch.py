@@ -262,7 +262,7 @@ def _text_ids(engine: Engine, prompt: Any) -> tuple[int, ...]:
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:
-    """Raises: InputError: `stop` is neither a text nor a list of texts."""
+    """Stop strings. Raise InputError if `stop` is neither a text nor a list of texts."""
     stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
     if not isinstance(stops, list) or not all(isinstance(each, str) for each in stops):
         raise InputError(f"stop must be a text or a list of texts, got {stop!r:.80}.")
@@ -329,7 +329,7 @@ def _numbered(
 
 
 def _checked_line(line: Any) -> dict[str, Any]:
-    """Raises: InputError: a line is no request in OpenAI's batch format."""
+    """The line. Raise InputError if it is no request in OpenAI's batch format."""
     if not isinstance(line, dict) or not isinstance(line.get("custom_id"), str):
         raise InputError("a request is an object with a custom_id: write it so.")
     if line.get("method", "POST") != "POST" or line.get("url") not in (CHAT_URL, TEXT_URL):
@@ -340,7 +340,7 @@ def _checked_line(line: Any) -> dict[str, Any]:
 
 
 def _memory_bytes(memory: str | None) -> int | None:
-    """Raises: UsageError: `--memory` is not a number of bytes."""
+    """Bytes of `--memory`. Raise UsageError if it is not a number of bytes."""
     if memory is None:
         return None
     amount = MemoryBudget.parse(memory, "--memory")

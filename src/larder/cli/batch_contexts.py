@@ -69,7 +69,7 @@ def _given(body: Mapping[str, Any]) -> BatchContexts:
 
 
 def _checked(contexts: Any, order: Any) -> tuple[str, ...]:
-    """Raises: InputError: the contexts are no texts, or the order is unknown."""
+    """The contexts. Raise InputError if they are no texts, or the order is unknown."""
     if order is not None and order not in ORDERS:
         raise InputError(f"context_order must be one of {ORDERS}, got {order!r}.")
     if contexts is None:

@@ -124,7 +124,7 @@ def verify(
 
 
 def _check_intact(checked: Sequence[VerificationResult], refused: Mapping[str, str]) -> None:
-    """Raises: Damaged: a session has problems, or there are records of other versions."""
+    """Raise Damaged if a session has problems, or there are records of other versions."""
     damaged = [each for each in checked if each.problems]
     parts = list[str]()
     if damaged:
@@ -248,8 +248,8 @@ def _open_store(options: StoreOptions) -> Iterator[Store]:
 
 
 def _check_exists(store: Store, is_needed: bool) -> None:
-    """Raises: InputError: there is nothing at the store's address, and `is_needed`; otherwise that
-    is reported on stderr."""
+    """Raise InputError if nothing is at the store's address and `is_needed`; otherwise report
+    that on stderr."""
     file_system = store.parts.file_system
     if next(file_system.list_files(""), None) is not None:
         return

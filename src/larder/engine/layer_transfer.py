@@ -145,23 +145,26 @@ class StoredStates:
         """Store the states of a text, and the model among those that share; what cannot be written
         is counted by the store."""
         tensors = {str(layer): own for layer, own in states.to("cpu").by_layer.items()}
-        sessions = self.store.sessions
+        data, name = pack_container(tensors, {}), self._name(prefix, ids)
         try:
-            data, name = pack_container(tensors, {}), self._name(prefix, ids)
-            sessions.save(self.principal, name, ids, transcript=data)
-            senders = stored_senders(self.store, self.principal, self.identity.model)
-            own = StoredSender(self.identity, tuple(sorted(states.by_layer)))
-            if senders and senders[-1] == own:
-                return
-            others = [one for one in senders if one.identity.differences(self.identity)]
-            record = [
-                {"identity": one.identity.to_dict(), "layers": list(one.layers)}
-                for one in (*others, own)
-            ]
-            listed = canonical_json(record).encode()
-            sessions.save(self.principal, _sender_name(self.identity.model), ids, transcript=listed)
+            self.store.sessions.save(self.principal, name, ids, transcript=data)
+            self._add_sender(ids, tuple(sorted(states.by_layer)))
         except LarderError as error:
             self.store.parts.unwritten.note_error(error)
+
+    def _add_sender(self, ids: tuple[int, ...], layers: tuple[int, ...]) -> None:
+        """List the model as the newest of its name that shares; no write where it is already."""
+        senders = stored_senders(self.store, self.principal, self.identity.model)
+        own = StoredSender(self.identity, layers)
+        if senders and senders[-1] == own:
+            return
+        others = [one for one in senders if one.identity.differences(self.identity)]
+        record = [
+            {"identity": one.identity.to_dict(), "layers": list(one.layers)}
+            for one in (*others, own)
+        ]
+        name, listed = _sender_name(self.identity.model), canonical_json(record).encode()
+        self.store.sessions.save(self.principal, name, ids, transcript=listed)
 
     def _name(self, prefix: tuple[int, ...], ids: tuple[int, ...]) -> str:
         """Name of the session of a text."""

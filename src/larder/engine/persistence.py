@@ -75,7 +75,7 @@ class ResumeResult:
 
 
 class ChatPersistence(ABC):
-    """Interface of everything that outlives a chat: its log, and its caches in between."""
+    """Interface of what outlives a chat: its log, and its caches between two runs."""
 
     @abstractmethod
     def open_log(self, name: str | None) -> ChatLogStore:

@@ -231,7 +231,7 @@ def _min_p_logits(min_p: float, logits: Float[Tensor, " V"]) -> Float[Tensor, " 
 
 
 def _biased(logits: Float[Tensor, " V"], bias: Mapping[int, float]) -> Float[Tensor, " V"]:
-    """Raises: BadParameter: a token id is outside the vocabulary."""
+    """Logits with biases added. Raise BadParameter if a token id is outside the vocabulary."""
     from transformers.generation.logits_process import SequenceBiasLogitsProcessor
 
     if max(bias) >= len(logits):
@@ -257,13 +257,13 @@ def _no_ids() -> torch.LongTensor:
 
 
 def _check_finite(name: str, value: float) -> None:
-    """Raises: BadParameter: the value is not a finite number."""
+    """Raise BadParameter if the value is not a finite number."""
     check_number(name, value)
     require(math.isfinite(value), f"{name}", "a finite number", value)
 
 
 def _check_biases(bias: Mapping[int, float]) -> None:
-    """Raises: BadParameter: the biases are malformed or too many."""
+    """Raise BadParameter if the biases are malformed or too many."""
     check_type("logit_bias", bias, Mapping, "a mapping of token ids to numbers")
     if len(bias) > MAX_BIASES:
         raise BadParameter(f"logit_bias must have at most {MAX_BIASES} ids, got {len(bias)}.")

@@ -127,11 +127,11 @@ def drop_unpaired(
 
 
 @lru_cache(maxsize=4096)
-def _mean_interval(drawing: Bootstrap, files: tuple[tuple[float, ...], ...]) -> Interval:
+def _mean_interval(bootstrap: Bootstrap, files: tuple[tuple[float, ...], ...]) -> Interval:
     """Interval of a mean; cached, because tables and figures repeat the same ones."""
     sums, counts = _sums_and_counts(files)
-    drawn = drawing._drawn(len(sums))
-    low, high = drawing._ends(sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1))
+    drawn = bootstrap._drawn(len(sums))
+    low, high = bootstrap._ends(sums[drawn].sum(axis=1) / counts[drawn].sum(axis=1))
     return Interval(float(sums.sum() / counts.sum()), low, high)
 
 

@@ -53,11 +53,11 @@ class PageEpisode:
 
     Args:
         name: a few words, such as the topic.
-        kept_heads: for each token of the transcript, the (layer, kv head) pairs that keep it.
+        kept_heads: for each token of the transcript, how many (layer, kv head) pairs keep it.
         kept_lengths: entries kept, layer by kv head.
         segments: the conversation segments of the scoring prompt.
         topics: further words for the episode.
-        kept_by_layer: layer by token, the kv heads of the layer that keep it; empty if unknown.
+        kept_by_layer: layer by token, how many kv heads of the layer keep it; empty if unknown.
     """
 
     name: str

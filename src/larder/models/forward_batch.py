@@ -180,7 +180,11 @@ class ForwardBatch:
         return sum(self.widths) < self.num_tokens
 
     def prepare(self) -> None:
-        """Reserve the pages of decode steps, for all layers. Raises: CacheError: none are left."""
+        """Reserve the pages of decode steps, for all layers.
+
+        Raises:
+            CacheError: none are left.
+        """
         if self._paged is not None:
             self._paged.prepare(self._all_positions)
 

@@ -122,7 +122,7 @@ def adapter_files(folder: str) -> list[Path]:
 
 
 def check_adapter_folder(folder: str) -> None:
-    """Raises: ModelError: a folder lacks the files of an adapter."""
+    """Raise ModelError if a folder lacks the files of an adapter."""
     files = {one.name for one in adapter_files(folder)}
     if CONFIG not in files or not files.intersection(WEIGHTS):
         missing = WEIGHTS[0] if CONFIG in files else CONFIG

@@ -123,7 +123,11 @@ class LevelCoder:
         return np.concatenate([keys, values], 1)
 
     def ranges_of(self, payload: Payload, count: int, width: int) -> HeldRanges:
-        """Ranges of the values of one block. Raises: CacheError: as of `decoded`."""
+        """Ranges of the values of one block.
+
+        Raises:
+            CacheError: as of `decoded`.
+        """
         parts = self._parts(payload, count, width)
         return HeldRanges(np.ones(count, bool), parts.ranges, parts.channels)
 
@@ -227,7 +231,7 @@ def _damaged(count: int) -> CacheError:
 
 
 def _check(numbers: Float[ndarray, "N D2"]) -> None:
-    """Raises: CacheError: a number is beyond the range of float16, or there are too many."""
+    """Raise CacheError if a number is beyond the range of float16, or there are too many."""
     if numbers.size and not float(np.abs(numbers).max()) <= FLOAT16_MAX:
         raise CacheError(
             f"Numbers up to {np.abs(numbers).max():.3g} cannot be coded by levels, as outliers "

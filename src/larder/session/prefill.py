@@ -355,7 +355,11 @@ def planner_with_quotas(
 def encoded_prompts(
     tokenizer: TokenizerAdapter, prompts: Mapping[str, str] | None
 ) -> dict[str, tuple[int, ...]]:
-    """Token ids of scoring prompts. Raises: BadParameter: they are no texts by name."""
+    """Token ids of scoring prompts.
+
+    Raises:
+        BadParameter: they are no texts by name.
+    """
     expected = 'texts by name, such as {"question": "..."}'
     check_type("prompts", prompts, (Mapping, type(None)), expected)
     return {name: tokenizer.encode_question(text) for name, text in (prompts or {}).items()}

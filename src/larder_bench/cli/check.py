@@ -169,7 +169,7 @@ def _check(planned: PlannedCheck, options: BenchOptions, origins: dict[str, Row]
 
 
 def _checked(planned: PlannedCheck, options: BenchOptions, origin: Row) -> CheckedCell:
-    """Raises: LarderError: see `check_cell`."""
+    """Result of measuring a planned check again; see `check_cell`."""
     from torch import set_num_threads
 
     row = planned.row

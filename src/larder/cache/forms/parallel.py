@@ -188,7 +188,7 @@ class ParallelLayer(DenseLayer):
         return len(self._context_positions)
 
     def _refuse_plan(self) -> None:
-        """Raises: CacheError: contexts are held, whose entries have no order of positions."""
+        """Raise CacheError if contexts are held, whose entries have no order of positions."""
         if self.num_context_entries:
             raise CacheError(
                 "A parallel cache that holds contexts cannot evict entries, because those of "

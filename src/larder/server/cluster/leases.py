@@ -168,7 +168,11 @@ class SessionLeases:
         self._alive_until = 0.0
 
     def _check(self, path: str) -> None:
-        """Check that no other live process holds a lease. Raises: LeaseConflict."""
+        """Check that no other live process holds a lease.
+
+        Raises:
+            LeaseConflict: one does.
+        """
         holder = str(self._read(path).get("holder", ""))
         if holder == self._holder:
             return

@@ -40,7 +40,7 @@ class ReplicaResources:
 
 
 def check_store(url: str | None, machines: int) -> None:
-    """Raises: UsageError: several machines without a common store."""
+    """Raise UsageError for several machines without a common store."""
     if url is None and machines > 1:
         raise UsageError(
             f"The Ray cluster has {machines} machines, so they need one store: give --store URL "

@@ -60,7 +60,7 @@ class Replica:
             return logged_api_error(error)
 
     def check_health(self) -> None:
-        """Raises: RuntimeError: the model's thread has died."""
+        """Raise RuntimeError if the model's thread has ended."""
         if not self._client.is_healthy():
             raise RuntimeError("The model's thread has ended.")
 

@@ -87,7 +87,7 @@ async def embeddings(http: HttpRequest, body: EmbeddingRequest) -> JSONResponse:
 
 
 def _checked_queue(state: AppState, model: str) -> EmbedderQueue:
-    """Raises: ApiError: 404: the server has no embedder, or another one."""
+    """Queue of the embedder. Raise ApiError 404 if the server has none, or another one."""
     queue = state.embedder
     if queue is not None and model == queue.name:
         return queue

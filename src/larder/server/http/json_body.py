@@ -49,8 +49,8 @@ Model = TypeVar("Model", bound="JsonBody")
 
 
 def _valid_unicode(text: str) -> str:
-    """Raises: ValueError: the string has a lone surrogate, which JSON can escape, or looks like an
-    image."""
+    """The text. Raise ValueError if it has a lone surrogate, which JSON can escape, or U+FDD0,
+    which marks images."""
     if not text.isascii():
         if any("\ud800" <= sign <= "\udfff" for sign in text):
             raise ValueError("it contains half of a surrogate pair, which is not text")
@@ -63,7 +63,7 @@ Text = Annotated[str, AfterValidator(_valid_unicode)]
 
 
 def _decoded_object(raw: Any) -> Any:
-    """Raises: ValueError: it is too long, or no JSON object."""
+    """Decoded JSON object. Raise ValueError if it is too long, or no JSON object."""
     if not isinstance(raw, msgspec.Raw):
         return raw
     if len(raw) > JSON_FIELD_BYTES:

@@ -122,7 +122,7 @@ class SystemBlock(BodyPart):
 
 
 def _known_blocks(content: Any) -> Any:
-    """Raises: ValueError: a block is of an unknown type, or lacks what its type has."""
+    """The content. Raise ValueError if a block is of an unknown type, or lacks what its type has."""
     for block in content if isinstance(content, list) else ():
         if block.type not in BLOCKS:
             raise ValueError(
@@ -435,7 +435,11 @@ def _content(parsed: ParsedAnswer) -> list[dict[str, Any]]:
 
 
 def _chat_tool(number: int, tool: Any) -> dict[str, Any]:
-    """Tool in the form of chat completions. Raises: ApiError: 400: it is none of the client's."""
+    """Tool in the form of chat completions.
+
+    Raises:
+        ApiError: 400: it is none of the client's.
+    """
     given = tool if isinstance(tool, dict) else {}
     if given.get("type", "custom") != "custom":
         raise invalid_request(
@@ -459,7 +463,11 @@ def _chat_tool(number: int, tool: Any) -> dict[str, Any]:
 
 
 def _chat_choice(tool_choice: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> Any:
-    """Choice in the form of chat completions. Raises: ApiError: 400: it names no tool."""
+    """Choice in the form of chat completions.
+
+    Raises:
+        ApiError: 400: it names no tool.
+    """
     kind, name = str(tool_choice.get("type", AUTO)), tool_choice.get("name")
     if kind == "tool" and any(tool["function"]["name"] == name for tool in tools):
         return {"type": "function", "function": {"name": name}}

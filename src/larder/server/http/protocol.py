@@ -135,7 +135,7 @@ class GenerationRequest(JsonBody):
         return [*map(unknown_warning, self.unknown_fields), *self._warnings]
 
     def check(self, unsupported: Unsupported = Unsupported.REFUSED) -> None:
-        """Raises: ApiError: 400 for an invalid session name or an unsupported field."""
+        """Raise ApiError 400 for an invalid session name or an unsupported field."""
         for name in self.steps:
             if name:
                 validate_session_name(name, "kv_steps")
@@ -202,7 +202,7 @@ def part_text(part: Any) -> str | None:
 
 
 def known_parts(content: Any) -> Any:
-    """Raises: ValueError: a part is neither text nor an image."""
+    """The content. Raise ValueError if a part is neither text nor an image."""
     for part in content if isinstance(content, list) else ():
         if part.type not in TEXT_PARTS + IMAGE_PARTS:
             raise ValueError(

@@ -31,7 +31,7 @@ CONTENT_TYPES = {"assistant": "output_text"}
 
 
 def _text_parts(output: Any) -> Any:
-    """Raises: ValueError: a part of an output is no text."""
+    """The output. Raise ValueError if a part of it is no text."""
     for part in output if isinstance(output, list) else ():
         if part.type in IMAGE_PARTS or part.text is None:
             raise ValueError("the output of a function holds texts alone: send input_text parts")
@@ -54,7 +54,7 @@ class ItemPart(ContentPart):
 
 
 def _item_parts(content: Any) -> Any:
-    """Raises: ValueError: a part is no text, image or reasoning."""
+    """The content. Raise ValueError if a part is no text, image or reasoning."""
     parts = content if isinstance(content, list) else ()
     known_parts([part for part in parts if part.type != REASONING_PART])
     return content

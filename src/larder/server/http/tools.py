@@ -259,7 +259,7 @@ def _arguments_schema(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]
 
 
 def _check_schemas(schemas: Mapping[str, Any]) -> None:
-    """Raises: ApiError: 400: arguments of a tool cannot be enforced."""
+    """Raise ApiError 400 if the arguments of a tool cannot be enforced."""
     for name, schema in schemas.items():
         try:
             json_constraint(schema)

@@ -29,7 +29,7 @@ def _number(text: str) -> int | float:
 
 
 def _no_constant(name: str) -> None:
-    """Raises: ValueError: JSON has neither NaN nor infinities."""
+    """Refuse NaN and infinities, which JSON does not have, by ValueError."""
     raise ValueError(f"{name} is not JSON")
 
 

@@ -163,7 +163,7 @@ def _parse_header(data: bytes) -> tuple[dict[str, _TensorHeader], dict[str, Any]
 
 
 def _tensor_header(name: str, entry: Any) -> _TensorHeader:
-    """Raises: Damaged: this describes no tensor."""
+    """Header of a tensor. Raise Damaged if the entry describes none."""
     if len(name) > MAX_NAME or not isinstance(entry, dict):
         raise Damaged(f"The header of a saved cache has no tensor at {name[:40]!r}.")
     dtype, shape, offsets = (
@@ -189,7 +189,7 @@ def _counts(entry: dict[str, Any], key: str) -> tuple[int, ...]:
 
 
 def _check_cover(fields: Iterable[_TensorHeader], length: int) -> None:
-    """Raises: Damaged: tensors overlap, leave gaps, or end before or behind the bytes."""
+    """Raise Damaged if tensors overlap, leave gaps, or end before or behind the bytes."""
     stop = 0
     for field in sorted(fields, key=lambda field: (field.start, field.stop)):
         if field.start != stop:

@@ -266,7 +266,11 @@ class SessionEpochs:
         return count, refused
 
     def _create(self, record: Record) -> None:
-        """Create the record of an epoch. Raises: Superseded: it exists."""
+        """Create the record of an epoch.
+
+        Raises:
+            Superseded: it exists.
+        """
         try:
             self._executor.call(
                 self._files.create, record.path, encode_record(record, self._secret)

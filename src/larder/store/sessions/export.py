@@ -122,7 +122,11 @@ def _parse_record(fields: Any) -> Record:
 
 
 def _check_record(record: Record) -> None:
-    """Check the field types of a foreign record. Raises: Damaged."""
+    """Check the field types of a foreign record.
+
+    Raises:
+        Damaged: a field has another type.
+    """
     counts = [record.num_tokens, record.cache_bytes, record.cache_tokens]
     counts += [ref.bytes for ref in record.refs]
     for cache in record.others:

@@ -369,7 +369,11 @@ class SessionStore:
         return self.compact(principal, name)
 
     def export(self, record: Record) -> bytes:
-        """Session as the bytes of a file. Raises: Damaged: a part of it is damaged."""
+        """Session as the bytes of a file.
+
+        Raises:
+            Damaged: a part of it is damaged.
+        """
         return export_session(self._parts, record)
 
     def import_file(self, data: bytes, principal: str, name: str) -> Record:
