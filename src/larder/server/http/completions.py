@@ -61,16 +61,14 @@ router = APIRouter(tags=["text"], route_class=JsonRoute)
 Texts = Annotated[list[Text], Field(max_length=MAX_CHOICES, fail_fast=True)]
 Ids = Annotated[list[int], Field(max_length=1 << 20, fail_fast=True)]
 Prompts = str | list[str] | list[int] | list[list[int]]
+TemplateValue = Text | bool | int | float | None
+TopLogprobs = Annotated[int, Field(ge=0, le=20)]
 
 
 class StreamOptions(BodyPart):
     """Options of a streamed answer."""
 
     include_usage: bool = False
-
-
-TemplateValue = Text | bool | int | float | None
-TopLogprobs = Annotated[int, Field(ge=0, le=20)]
 
 
 class AnswerRequest(GenerationRequest):
@@ -80,6 +78,9 @@ class AnswerRequest(GenerationRequest):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    max_tokens: Tokens | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
+    stream_options: StreamOptions | None = None
 
     def constraint(self, unsupported: Unsupported) -> Constraint | None:
         """Constraint that the answer must match; warnings name what is not enforced.
@@ -97,10 +98,6 @@ class AnswerRequest(GenerationRequest):
         for each in () if found is None else found.warnings:
             self.warn(f"response_format is not enforced here: {each[:200]}.")
         return found
-
-    max_tokens: Tokens | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=16, fail_fast=True)] | None = None
-    stream_options: StreamOptions | None = None
 
 
 class ResponseCacheOptions(BodyPart):
@@ -210,7 +207,7 @@ class CompletionRequest(AnswerRequest):
 
     @property
     def new_tokens(self) -> int | None:
-        """Longest answer; where only the prompt is wanted, a token that is not told.
+        """Longest answer; where only the prompt is wanted, one token, which the answer leaves out.
 
         Raises:
             ApiError: 400: nothing is wanted.

@@ -122,7 +122,7 @@ class SystemBlock(BodyPart):
 
 
 def _known_blocks(content: Any) -> Any:
-    """The content. Raise ValueError if a block is of an unknown type, or lacks what its type has."""
+    """The content. Raise ValueError if a block has no known type, or lacks what its type has."""
     for block in content if isinstance(content, list) else ():
         if block.type not in BLOCKS:
             raise ValueError(

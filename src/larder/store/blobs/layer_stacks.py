@@ -60,15 +60,16 @@ def encode_stacks(
             found = codec.encode_stack(stack)
         except CacheError:
             continue
+        if not found.sides:
+            continue
         for own, sides in zip(layers, found.sides, strict=False):
             for role, parts in sides.items():
                 key = own.keys[role]
                 tensors |= {f"{key}:{short}": part for short, part in parts.items()}
                 coded[key] = _description(state[key], own.sides[role], name)
                 coded[key][STACK] = {"prefix": prefix}
-        if found.sides:
-            coded[layers[0].keys[TensorRole.KEYS]][STACK]["note"] = dict(found.note)
-        for own in layers[1:] if found.sides else ():
+        coded[layers[0].keys[TensorRole.KEYS]][STACK]["note"] = dict(found.note)
+        for own in layers[1:]:
             key = f"{own.index}.{prefix}{POSITIONS}"
             coded[key] = _size_of(state[key]) | {STACK: {"prefix": prefix, SAME: True}}
     return tensors, coded
@@ -123,10 +124,12 @@ def _decoded(
     stack = CodedStack(tuple(sides), note)
     decoded = codec_named(first["codec"]).decode_stack(stack, positions, heads)
     state = dict[str, Tensor]()
-    for names, numbers in zip(keys, decoded, strict=True):
+    for names, tensors_by_role in zip(keys, decoded, strict=True):
         for role, name in names.items():
             how = coded[name]
-            state[name] = numbers[role].to(DTYPES[how["dtype"]]).reshape(tuple(how["shape"]))
+            state[name] = (
+                tensors_by_role[role].to(DTYPES[how["dtype"]]).reshape(tuple(how["shape"]))
+            )
     return state
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -82,28 +82,47 @@ class DiskEviction:
             self._evict(found[row][1])
 
     def _candidates(self, tenants: Collection[str] | None) -> list[tuple[Candidate, _Victim]]:
+        """Chunks and caches of sessions; those of some tenants, or of all."""
         chunks, states = self._chunks.all(), self._states()
-        uses_by_session = {(r.key, ref.digest) for r, *_ in states for ref in r.cache_refs}
-        num_sessions = Counter(digest for _, digest in uses_by_session)
-        shared = {chunk.ref.digest for _, chunk, *_ in chunks}
         pinned_records = [record for record, is_head, *_ in states if is_head and record.is_pinned]
         pinned = {ref.digest for record in pinned_records for ref in record.spans}
-        found: list[tuple[Candidate, _Victim]] = []
-        for owner, chunk, last_used, uses in chunks:
-            name = f"chunk {chunk.row}"
-            candidate = Candidate(
-                name=name,
-                bytes=chunk.ref.bytes,
-                seconds=float(chunk.stop - chunk.start),
-                last_used=last_used,
-                uses=uses,
-                clock=self._clock_of(name, last_used),
-                pinned_until=PINNED_FOREVER if chunk.ref.digest in pinned else NOT_PINNED,
-                parent=f"chunk {chunk.parent}" if chunk.parent else "",
-            )
-            found.append((candidate, _Victim(owner, (chunk.ref,), chunk)))
-        # Blobs of a state's own: of no chunk, no other session and no newer state of the session.
-        taken = shared | {digest for digest, count in num_sessions.items() if count > 1}
+        found = [
+            self._chunk_candidate(owner, chunk, last_used, uses, chunk.ref.digest in pinned)
+            for owner, chunk, last_used, uses in chunks
+        ]
+        found += self._state_candidates(states, {chunk.ref.digest for _, chunk, *_ in chunks})
+        names = {candidate.name for candidate, _ in found}
+        self._clocks = {name: clock for name, clock in self._clocks.items() if name in names}
+        return [pair for pair in found if tenants is None or pair[1].tenant in tenants]
+
+    def _chunk_candidate(
+        self, owner: str, chunk: PrefixChunk, last_used: float, uses: int, is_pinned: bool
+    ) -> tuple[Candidate, _Victim]:
+        name = f"chunk {chunk.row}"
+        candidate = Candidate(
+            name=name,
+            bytes=chunk.ref.bytes,
+            seconds=float(chunk.stop - chunk.start),
+            last_used=last_used,
+            uses=uses,
+            clock=self._clock_of(name, last_used),
+            pinned_until=PINNED_FOREVER if is_pinned else NOT_PINNED,
+            parent=f"chunk {chunk.parent}" if chunk.parent else "",
+        )
+        return candidate, _Victim(owner, (chunk.ref,), chunk)
+
+    def _state_candidates(
+        self, states: Sequence[tuple[Record, bool, float, int]], chunk_digests: Collection[str]
+    ) -> Iterator[tuple[Candidate, _Victim]]:
+        """States with blobs of their own: of no chunk, no other session and no newer state of the
+        session.
+
+        Args:
+            states: newest first.
+        """
+        uses_by_session = {(r.key, ref.digest) for r, *_ in states for ref in r.cache_refs}
+        num_sessions = Counter(digest for _, digest in uses_by_session)
+        taken = {*chunk_digests, *(digest for digest, count in num_sessions.items() if count > 1)}
         for record, is_head, last_used, uses in states:
             own = [ref for ref in dict.fromkeys(record.cache_refs) if ref.digest not in taken]
             if not own:
@@ -121,10 +140,7 @@ class DiskEviction:
                 superseded=not is_head,
                 pinned_until=PINNED_FOREVER if is_head and record.is_pinned else NOT_PINNED,
             )
-            found.append((candidate, _Victim(record.tenant, tuple(own))))
-        names = {candidate.name for candidate, _ in found}
-        self._clocks = {name: clock for name, clock in self._clocks.items() if name in names}
-        return [pair for pair in found if tenants is None or pair[1].tenant in tenants]
+            yield candidate, _Victim(record.tenant, tuple(own))
 
     def _clock_of(self, name: str, last_used: float) -> float:
         """Clock of the tier when a candidate was last used, as far as it was observed."""
