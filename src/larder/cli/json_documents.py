@@ -108,11 +108,11 @@ def summary(outcomes: Sequence[QuestionOutcome]) -> dict[str, Any]:
 
 def recall_record(answers: Sequence[Answer]) -> dict[str, Any]:
     """Number of recalled pages and their hit rate on the device; empty without recall."""
-    asked = sum(answer.pages for answer in answers)
-    if not asked:
+    requested = sum(answer.pages for answer in answers)
+    if not requested:
         return {}
     moved = sum(answer.pages_moved for answer in answers)
-    return {"pages_recalled": asked, "page_hit_rate": 1.0 - moved / asked}
+    return {"pages_recalled": requested, "page_hit_rate": 1.0 - moved / requested}
 
 
 def rebuild_record(answers: Sequence[Answer]) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def interval_records(files: Sequence[Sequence[QuestionOutcome]]) -> dict[str, An
 
 def mean_intervals(files: Sequence[Sequence[QuestionOutcome]]) -> dict[str, Interval]:
     """Mean and bootstrap interval per metric; empty without expected answers."""
-    if not any(scored_questions(asked) for asked in files):
+    if not any(scored_questions(requested) for requested in files):
         return {}
     from larder.evaluation.bootstrap import Bootstrap
 

@@ -148,8 +148,8 @@ def _chunks(
         return
     buffers = keys.new_empty(2, num_heads * min(chunk, query_len), len(keys))
     for first in range(0, query_len, chunk):
-        asked = slice(first, min(first + chunk, query_len))
-        rows = (queries[:, asked].float() * softmax.scaling).reshape(-1, head_dim)
+        span = slice(first, min(first + chunk, query_len))
+        rows = (queries[:, span].float() * softmax.scaling).reshape(-1, head_dim)
         logits, weights = buffers[0, : len(rows)], buffers[1, : len(rows)]
         torch.mm(rows, keys.T, out=logits)
         if softmax.softcap is not None:
@@ -160,7 +160,7 @@ def _chunks(
         if positions is None:
             softmax.write_weights(logits, weights)
         else:
-            hidden = positions[1] > positions[0][asked].unsqueeze(-1)  # [c, S]
+            hidden = positions[1] > positions[0][span].unsqueeze(-1)  # [c, S]
             logits.view(grouped).masked_fill_(hidden, -torch.inf)
             softmax.write_weights(logits, weights)
             # A query that sees nothing has a row of NaN so far.

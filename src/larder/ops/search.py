@@ -37,10 +37,10 @@ def page_max_scores(
     bests = queries.new_full((queries.shape[0], num_pages), -torch.inf, dtype=torch.float32)
     chunk = max(MAX_SCORES // (group * page), 1) * page
     for head, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
-        asked = queries[head * group : (head + 1) * group].float()
+        head_queries = queries[head * group : (head + 1) * group].float()
         for first in range(0, length, chunk):
             stop = min(first + chunk, length)
-            scores = asked @ keys[start + first : start + stop].float().T  # [R, S]
+            scores = head_queries @ keys[start + first : start + stop].float().T  # [R, S]
             filled = -(-scores.shape[1] // page)
             scores = _padded(scores, filled * page).view(group, filled, page)
             at = first // page
@@ -57,9 +57,9 @@ def scatter_page_max(
         page_of: page of each entry; -1 where a head has no such entry.
     """
     pages = page_of.repeat_interleave(scores.shape[0] // page_of.shape[0], 0)
-    held = scores.masked_fill(pages < 0, -torch.inf)
+    masked = scores.masked_fill(pages < 0, -torch.inf)
     bests = scores.new_full((scores.shape[0], num_pages), -torch.inf)
-    return bests.scatter_reduce_(1, pages.clamp(min=0), held, "amax") if num_pages else bests
+    return bests.scatter_reduce_(1, pages.clamp(min=0), masked, "amax") if num_pages else bests
 
 
 def top_rows(scores: Float[Tensor, "F N"], count: int) -> Int64[Tensor, "F P"]:

@@ -114,7 +114,7 @@ def known_prefix(order: Ids, wanted: Container[str]) -> Ids:
 
 
 def arranged(texts: Mapping[str, str], order: Ids) -> tuple[str, ...]:
-    """Texts in an order, and the line that tells the given one.
+    """Texts in an order, and the line that states the given one.
 
     Args:
         texts: text of each id, the most important first.

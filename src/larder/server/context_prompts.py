@@ -173,8 +173,8 @@ class ContextPrompts:
         return replace(request, turns=_with_opening(request.turns, whole), contexts=())
 
     def _in_shared_order(self, request: Request) -> tuple[str, ...]:
-        """Contexts without repeated ones, those that were read before first, and a line that tells
-        the order that was given."""
+        """Contexts without repeated ones, those that were read before first, and a line that
+        states the given order."""
         texts = {chunk_id(text): text for text in request.contexts}
         sizes = {name: len(text) for name, text in texts.items()}
         order = self._orders.shared(request.tenant, sizes)

@@ -118,7 +118,7 @@ def check_unit(schedule: Schedule, unit: Unit) -> None:
     if unit.needs_whole_text and schedule.has_blocks:
         raise SpellingError(
             f"{spell(unit)} judges by the end of the text, but {spell(schedule)} plans at the end "
-            "of every block: take whole(), or a unit that is told what the text asks for, such as "
+            "of every block: take whole(), or a unit that is given what the text asks for, such as "
             'window(task="given").'
         )
 

@@ -69,8 +69,8 @@ def needle_ranks(passage: NeedlePassage, keys: Float[Tensor, "K S D"]) -> Float[
     keys, total = F.normalize(keys, dim=-1), torch.zeros(len(keys), dtype=torch.float64)
     context = keys[:, : passage.context]
     for each in passage.needles:
-        asked = keys[:, each.question : each.predicting[0] + 1]
-        cosines = (context @ asked.transpose(1, 2)).amax(2)  # [K, S]
+        question_keys = keys[:, each.question : each.predicting[0] + 1]
+        cosines = (context @ question_keys.transpose(1, 2)).amax(2)  # [K, S]
         order = cosines.argsort(dim=1, descending=True, stable=True)
         ranks = order.argsort(dim=1)[:, slice(*each.needle)]
         total += ranks.double().mean(1).cpu()

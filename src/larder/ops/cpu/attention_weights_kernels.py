@@ -73,10 +73,12 @@ def exponentiate_and_sum(raised, count, peaks, masses):
 
 
 @njit_kernel
-def exponentiate_chunks(queries, keys, biases, starts, lengths, scaling, chunks, first, stop, held):
+def exponentiate_chunks(
+    queries, keys, biases, starts, lengths, scaling, chunks, first, stop, buffers
+):
     """Exponentials of the chunks [first, stop)."""
     num_queries, head_dim = queries.shape[1:]
-    raised, peaks, masses = held
+    raised, peaks, masses = buffers
     scratch = np.empty((ROWS, head_dim), np.float32)
     block = np.empty((num_queries, ROWS), np.float32)
     scaled = np.empty((num_queries, head_dim), np.float32)
@@ -142,9 +144,9 @@ def reduce_chunk(raised, factors, group_len, join, weights):
 
 
 @njit_kernel
-def reduce_chunks(starts, lengths, chunks, first, stop, held, group_len, join, weights):
+def reduce_chunks(starts, lengths, chunks, first, stop, buffers, group_len, join, weights):
     """Weights of the chunks [first, stop), written to their storage rows."""
-    raised, _, factors = held
+    raised, _, factors = buffers
     for p in range(first, stop):
         h, offset = chunks[p]
         begin = starts[h] + offset
@@ -166,8 +168,8 @@ def allocate_chunks(num_chunks, num_queries):
 def weights_from_logits(logits, starts, lengths, group_len, join, weights):
     """`attention_weights` from the logits [N, C] of attention."""
     chunks = chunk_bounds(lengths)
-    held = allocate_chunks(len(chunks), logits.shape[0])
-    raised, peaks, masses = held
+    buffers = allocate_chunks(len(chunks), logits.shape[0])
+    raised, peaks, masses = buffers
     for p in range(len(chunks)):
         h, offset = chunks[p]
         count = min(CHUNK, lengths[h] - offset)
@@ -182,7 +184,7 @@ def weights_from_logits(logits, starts, lengths, group_len, join, weights):
             peaks[p, n] = peak
         exponentiate_and_sum(raised[p], count, peaks[p], masses[p])
     softmax_factors(chunks, peaks, masses)
-    reduce_chunks(starts, lengths, chunks, 0, len(chunks), held, group_len, join, weights)
+    reduce_chunks(starts, lengths, chunks, 0, len(chunks), buffers, group_len, join, weights)
 
 
 @njit_kernel
@@ -198,12 +200,12 @@ def attention_weights(
 ):
     """All chunks in one thread, into the zeros `weights`."""
     chunks, _ = cut
-    held = allocate_chunks(len(chunks), queries.shape[1])
+    buffers = allocate_chunks(len(chunks), queries.shape[1])
     exponentiate_chunks(
-        queries, keys, biases, starts, lengths, scaling, chunks, 0, len(chunks), held
+        queries, keys, biases, starts, lengths, scaling, chunks, 0, len(chunks), buffers
     )
-    softmax_factors(chunks, held[1], held[2])
-    reduce_chunks(starts, lengths, chunks, 0, len(chunks), held, group_len, join, weights)
+    softmax_factors(chunks, buffers[1], buffers[2])
+    reduce_chunks(starts, lengths, chunks, 0, len(chunks), buffers, group_len, join, weights)
 
 
 @njit_parallel
@@ -212,14 +214,14 @@ def attention_weights_parallel(
 ):
     """`attention_weights` in parallel, one share of the chunks per thread."""
     chunks, shares = cut
-    held = allocate_chunks(len(chunks), queries.shape[1])
+    buffers = allocate_chunks(len(chunks), queries.shape[1])
     for s in numba.prange(shares.size - 1):
         first, stop = shares[s], shares[s + 1]
         exponentiate_chunks(
-            queries, keys, biases, starts, lengths, scaling, chunks, first, stop, held
+            queries, keys, biases, starts, lengths, scaling, chunks, first, stop, buffers
         )
-    softmax_factors(chunks, held[1], held[2])
+    softmax_factors(chunks, buffers[1], buffers[2])
     for s in numba.prange(shares.size - 1):
         reduce_chunks(
-            starts, lengths, chunks, shares[s], shares[s + 1], held, group_len, join, weights
+            starts, lengths, chunks, shares[s], shares[s + 1], buffers, group_len, join, weights
         )

@@ -158,7 +158,7 @@ class NearestCall(ctypes.Structure):
     """`struct nearest` of c/entry_merge.c."""
 
     _fields_ = [
-        *((name, POINTER) for name in ("rows", "starts", "lengths", "marked", "asked")),
+        *((name, POINTER) for name in ("rows", "starts", "lengths", "marked", "query_rows")),
         *((name, POINTER) for name in ("cosines", "nearest")),
         *((name, INTEGER) for name in ("head_dim", "item_bytes", "count", "next")),
     ]

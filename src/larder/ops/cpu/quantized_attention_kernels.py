@@ -175,30 +175,32 @@ def add_outlier_logits(side, first, count, queries, offsets, weights, number):
 
 
 @njit_kernel
-def select_query_channels(side, group, queries, asked, scratch):
+def select_query_channels(side, group, queries, channel_queries, scratch):
     """Queries restricted to the stored channels of a group, times their factors."""
     width, channels, factors = side[1], side[7], side[8]
     for n in range(queries.shape[0]):
         for i in range(width):
-            asked[n, i] = queries[n, channels[group, i]] if channels.size else queries[n, i]
+            channel_queries[n, i] = (
+                queries[n, channels[group, i]] if channels.size else queries[n, i]
+            )
     if factors.size:
         load_float16(factors[group], scratch)
         for n in range(queries.shape[0]):
             for i in range(width):
-                asked[n, i] *= scratch[i]
+                channel_queries[n, i] *= scratch[i]
 
 
 @njit_kernel
-def fold_scales_into_queries(side, group, asked, offsets, scales, folded, bases):
+def fold_scales_into_queries(side, group, channel_queries, offsets, scales, folded, bases):
     """Fold the scales of a group into the queries, and its offsets into a base of every logit."""
     width = side[1]
     load_float16(side[5][group * width : (group + 1) * width], offsets)
     load_float16(side[6][group * width : (group + 1) * width], scales)
-    for n in range(asked.shape[0]):
+    for n in range(channel_queries.shape[0]):
         base = np.float32(0.0)
         for i in range(width):
-            base += asked[n, i] * offsets[i]
-            folded[n, i] = asked[n, i] * scales[i]
+            base += channel_queries[n, i] * offsets[i]
+            folded[n, i] = channel_queries[n, i] * scales[i]
         bases[n] = base
 
 
@@ -206,25 +208,25 @@ def fold_scales_into_queries(side, group, asked, offsets, scales, folded, bases)
 def attend_group(queries, keys, values, biases, group, start, count, sums, space):
     """Unnormalized attention of `queries` [N, D] over one group, added to earlier sums."""
     peaks, masses, outs = sums
-    rows, weights, asked, folded, bases, offsets, scales, by_entry, number = space
+    rows, weights, channel_queries, folded, bases, offsets, scales, by_entry, number = space
     entry_offsets, entry_scales = by_entry
-    select_query_channels(keys, group, queries, asked, offsets)
+    select_query_channels(keys, group, queries, channel_queries, offsets)
     own = keys[3]
     if not own:
-        fold_scales_into_queries(keys, group, asked, offsets, scales, folded, bases)
+        fold_scales_into_queries(keys, group, channel_queries, offsets, scales, folded, bases)
     for first in range(start, start + count, ROWS):
         size = min(ROWS, start + count - first)
         unpack(keys[4], keys[0], keys[1], first, size, rows)
         if own:
             scale_entries(keys, first, size, rows, entry_offsets, entry_scales)
             place_outliers(keys, first, size, rows, number)
-            score(asked, rows, weights)
+            score(channel_queries, rows, weights)
         else:
             score(folded, rows, weights)
             for n in range(weights.shape[0]):
                 for b in range(ROWS):
                     weights[n, b] += bases[n]
-            add_outlier_logits(keys, first, size, asked, offsets, weights, number)
+            add_outlier_logits(keys, first, size, channel_queries, offsets, weights, number)
         if biases.size:
             add_biases(weights, biases, first, size)
         online_softmax(weights, size, peaks, masses, outs)
@@ -242,14 +244,14 @@ def attend_span(queries, keys, values, biases, layout, groups, scaling, bounds, 
     num_queries, head_dim = queries.shape[1:]
     rows = np.zeros((ROWS, head_dim), np.float32)
     weights = np.empty((num_queries, ROWS), np.float32)
-    asked = np.empty((num_queries, keys[1]), np.float32)
+    channel_queries = np.empty((num_queries, keys[1]), np.float32)
     folded = np.empty((num_queries, keys[1]), np.float32)
     bases = np.empty(num_queries, np.float32)
     offsets, scales = np.empty(head_dim, np.float32), np.empty(head_dim, np.float32)
     number = np.empty(1, np.float32)
     most = (ROWS + 3) * head_dim
     by_entry = np.zeros(most, np.float32), np.zeros(most, np.float32)
-    space = rows, weights, asked, folded, bases, offsets, scales, by_entry, number
+    space = rows, weights, channel_queries, folded, bases, offsets, scales, by_entry, number
     scaled = np.empty((num_queries, head_dim), np.float32)
     offset = 0
     for h in range(groups.size):

@@ -110,7 +110,7 @@ def nearest_rows(
         starts=starts.data_ptr(),
         lengths=lengths.data_ptr(),
         marked=marked.data_ptr(),
-        asked=query_rows.data_ptr(),
+        query_rows=query_rows.data_ptr(),
         cosines=cosines.data_ptr(),
         nearest=nearest.data_ptr(),
         head_dim=rows.shape[1],

@@ -148,7 +148,7 @@ def _attend(
     is_row, is_dim = rows < row_count, dims < D
     at = (segment * row_count + rows).to(tl.int64)
     mask = is_row[:, None] & is_dim[None, :]
-    asked = _loaded(queries + at[:, None] * D + dims[None, :], mask, WIDEN)
+    head_queries = _loaded(queries + at[:, None] * D + dims[None, :], mask, WIDEN)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, PADDED], tl.float32)
@@ -160,7 +160,7 @@ def _attend(
         offsets = stored[:, None] * D + dims[None, :]
         held = is_held[:, None] & is_dim[None, :]
         own = _loaded(keys + offsets, held, WIDEN)
-        logits = tl.dot(asked, tl.trans(own), input_precision="ieee") * scaling
+        logits = tl.dot(head_queries, tl.trans(own), input_precision="ieee") * scaling
         logits = _modified(logits, bias + stored, is_held, softcap, HAS_BIAS, HAS_SOFTCAP)
         higher = tl.maximum(peak, tl.max(logits, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # -inf minus -inf would be NaN

@@ -229,8 +229,8 @@ def _column_mass(
         mass = tl.zeros([BLOCK], tl.float32)
         for query in range(query_len):
             index = (segment * R + head) * query_len + query
-            asked = tl.load(queries + index * D + dims, mask=dims < D, other=0.0).to(tl.float32)
-            logits = tl.sum(own * asked[None, :], 1) * scaling
+            query_row = tl.load(queries + index * D + dims, mask=dims < D, other=0.0).to(tl.float32)
+            logits = tl.sum(own * query_row[None, :], 1) * scaling
             if HAS_SOFTCAP:
                 logits = softcap * (2.0 * tl.sigmoid(2.0 * logits / softcap) - 1.0)  # tanh
             if HAS_BIAS:

@@ -64,7 +64,7 @@ class KeyCosine(PromptScorer):
     def score(self, observation: Observation) -> Packed:
         order = observation.calibration[ORDER] if self.share < 1 else ()
         radians = rope_radians(observation, "key_cosine")
-        asked = rotate_per_head(
+        block_keys = rotate_per_head(
             observation.keys.float(), -observation.effective_rope_positions, radians
         )
         entries, positions = observation.entries, observation.entries.effective_rope_positions
@@ -72,7 +72,7 @@ class KeyCosine(PromptScorer):
         for head in range(observation.layer.kv_heads):
             rows = entries.rows(head)
             keys = rotate(entries.keys[rows].float()[None], -positions[rows], radians)[0]
-            cosines = F.normalize(keys, dim=-1) @ F.normalize(asked[head], dim=-1).T  # [S, Q]
+            cosines = F.normalize(keys, dim=-1) @ F.normalize(block_keys[head], dim=-1).T  # [S, Q]
             best = running_max(cosines.amax(1), self.kernel)
             scores.append(best if not order or order[head] < self.share else torch.zeros_like(best))
         return torch.cat(scores)

@@ -109,7 +109,7 @@ def _glibc() -> ctypes.CDLL | None:
 
 def limit_heap_arenas() -> bool:
     """Have the threads of the process share few arenas of the C library's heap, as each keeps what
-    is freed in it; false where the library has none, or the environment says how many."""
+    is freed in it; false where the library has none, or the environment sets their number."""
     library = _glibc()
     if library is None or ARENAS_VARIABLE in os.environ:
         return False
@@ -118,7 +118,7 @@ def limit_heap_arenas() -> bool:
 
 def limit_primitive_cache() -> bool:
     """Have oneDNN cache few of the kernels that it compiles for each shape of its operands, of some
-    40 KiB each; false where the environment says how many. Only before its first use."""
+    40 KiB each; false where the environment sets their number. Only before its first use."""
     if any(name in os.environ for name in PRIMITIVES_VARIABLES):
         return False
     os.environ[PRIMITIVES_VARIABLES[0]] = str(MAX_PRIMITIVES)

@@ -135,7 +135,7 @@ def _digest(
 def _parse_metadata(spelled: str) -> dict[str, Any]:
     metadata = parse_json(spelled)
     if not isinstance(metadata, dict) or metadata.get("format") != CONTAINER_FORMAT:
-        raise Damaged("This safetensors file tells of no saved cache.")
+        raise Damaged("This safetensors file holds no saved cache.")
     version = metadata.get("version")
     if version != CONTAINER_VERSION and not CONTAINER_FORM.can_upgrade(version):
         raise CONTAINER_FORM.refusal(version)
@@ -155,7 +155,7 @@ def _parse_header(data: bytes) -> tuple[dict[str, _TensorHeader], dict[str, Any]
         raise Damaged(f"The header of a saved cache is not a list of up to {MAX_TENSORS} tensors.")
     metadata = header.pop(METADATA_KEY, None)
     if not isinstance(metadata, dict):
-        raise Damaged("This safetensors file tells of no saved cache.")
+        raise Damaged("This safetensors file holds no saved cache.")
     body = memoryview(data)[8 + length :]
     fields = {name: _tensor_header(name, header[name]) for name in sorted(header)}
     _check_cover(fields.values(), len(body))
